@@ -1,0 +1,18 @@
+# Instruction-set flags per file; everything else stays at the platform's baseline, so that one wheel
+# runs everywhere. -ffp-contract=off: GCC would fuse even intrinsics into FMA and change the bits.
+function(gradwire_simd_flags)
+  set(dir ${CMAKE_SOURCE_DIR}/csrc/gradwire/codec)
+  file(GLOB codec_sources CONFIGURE_DEPENDS ${dir}/*.cc)
+  foreach(source ${codec_sources})
+    set(flags -O3 -ffp-contract=off)
+    if(source MATCHES "simd_scalar.cc$")
+      list(APPEND flags -fno-tree-vectorize)
+    elseif(source MATCHES "simd_avx2.cc$")
+      list(APPEND flags -mavx2 -mf16c)
+    elseif(source MATCHES "simd_avx512.cc$")
+      list(APPEND flags -mavx512f -mavx512bw -mavx512dq -mavx512vl -mf16c -mprefer-vector-width=512)
+    endif()
+    set_source_files_properties(${source} TARGET_DIRECTORY gradwire_codec
+                                PROPERTIES COMPILE_OPTIONS "${flags}")
+  endforeach()
+endfunction()

@@ -1,0 +1,15 @@
+# Warnings are errors; sanitizers instrument everything that links this.
+add_library(gradwire_warnings INTERFACE)
+target_compile_options(gradwire_warnings INTERFACE
+  -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wnon-virtual-dtor -Woverloaded-virtual -Werror)
+
+if(GRADWIRE_SANITIZE STREQUAL "address")
+  add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
+  add_link_options(-fsanitize=address,undefined)
+elseif(GRADWIRE_SANITIZE STREQUAL "thread")
+  # GCC does not model atomic_thread_fence under TSan; the code uses no bare fences.
+  add_compile_options(-fsanitize=thread -fno-omit-frame-pointer -g)
+  add_link_options(-fsanitize=thread)
+elseif(GRADWIRE_SANITIZE)
+  message(FATAL_ERROR "GRADWIRE_SANITIZE is '${GRADWIRE_SANITIZE}'; use address or thread")
+endif()

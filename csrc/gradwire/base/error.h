@@ -1,0 +1,71 @@
+// Everything a caller can cause is thrown as one of these; Python sees the same tree (gradwire.Error).
+//
+//   Error
+//   ├── InvalidArgument   the call itself is wrong; nothing was sent, the communicator lives
+//   ├── ScheduleError     a schedule is malformed, or does not fit the codec or the collective
+//   ├── RendezvousError   the ranks could not find or authenticate each other
+//   ├── TransportError    a peer vanished or sent something impossible; peer() says which
+//   ├── Timeout           a deadline passed; peer() is the rank that was waited for
+//   └── Aborted           abort() or close() ended the call, or Ctrl-C did
+//
+// Messages say what happened, on which rank, with which peer, and what to do.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "gradwire/base/types.h"
+
+namespace gradwire {
+
+inline constexpr Rank kNoPeer = -1;
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class InvalidArgument : public Error {
+ public:
+  using Error::Error;
+};
+
+class ScheduleError : public Error {
+ public:
+  using Error::Error;
+};
+
+class RendezvousError : public Error {
+ public:
+  using Error::Error;
+};
+
+class Aborted : public Error {
+ public:
+  using Error::Error;
+};
+
+// An error that some rank is to blame for; kNoPeer when it is not known.
+class PeerError : public Error {
+ public:
+  PeerError(const std::string& message, Rank peer) : Error(message), peer_(peer) {}
+  Rank peer() const noexcept { return peer_; }
+
+ private:
+  Rank peer_;
+};
+
+class TransportError : public PeerError {
+ public:
+  using PeerError::PeerError;
+};
+
+class Timeout : public PeerError {
+ public:
+  using PeerError::PeerError;
+};
+
+// "what: strerror(code)", for messages.
+std::string system_message(const std::string& what, int code);
+
+}  // namespace gradwire

@@ -1,0 +1,62 @@
+#include "gradwire/base/types.h"
+
+#include <array>
+#include <string>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire {
+namespace {
+
+constexpr std::array<std::string_view, kDTypes> kDTypeNames = {
+    "float32", "float64", "float16", "bfloat16", "int8", "int32", "int64", "uint8"};
+constexpr std::array<std::size_t, kDTypes> kDTypeSizes = {4, 8, 2, 2, 1, 4, 8, 1};
+constexpr std::array<std::string_view, kReduceOps> kReduceOpNames = {"sum", "avg", "min", "max",
+                                                                     "prod"};
+constexpr std::array<std::string_view, kCollectives> kCollectiveNames = {
+    "all_reduce", "reduce_scatter", "all_gather", "reduce",
+    "broadcast",  "gather",         "scatter",    "all_to_all"};
+
+template <typename Enum, std::size_t N>
+Enum parse(const char* what, const std::array<std::string_view, N>& names, std::string_view name) {
+  for (std::size_t i = 0; i < N; ++i)
+    if (names[i] == name) return static_cast<Enum>(i);
+  std::string known;
+  for (std::string_view each : names) known += (known.empty() ? "" : ", ") + std::string(each);
+  throw InvalidArgument("unknown " + std::string(what) + " '" + std::string(name) +
+                        "'; use one of: " + known);
+}
+
+}  // namespace
+
+std::size_t size_of(DType dtype) noexcept { return kDTypeSizes[static_cast<std::size_t>(dtype)]; }
+
+bool is_floating(DType dtype) noexcept {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kFloat16 ||
+         dtype == DType::kBFloat16;
+}
+
+std::string_view name_of(DType dtype) noexcept {
+  return kDTypeNames[static_cast<std::size_t>(dtype)];
+}
+std::string_view name_of(ReduceOp op) noexcept {
+  return kReduceOpNames[static_cast<std::size_t>(op)];
+}
+std::string_view name_of(Collective collective) noexcept {
+  return kCollectiveNames[static_cast<std::size_t>(collective)];
+}
+
+DType parse_dtype(std::string_view name) { return parse<DType>("dtype", kDTypeNames, name); }
+ReduceOp parse_reduce_op(std::string_view name) {
+  return parse<ReduceOp>("op", kReduceOpNames, name);
+}
+Collective parse_collective(std::string_view name) {
+  return parse<Collective>("collective", kCollectiveNames, name);
+}
+
+bool reduces(Collective collective) noexcept {
+  return collective == Collective::kAllReduce || collective == Collective::kReduceScatter ||
+         collective == Collective::kReduce;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,31 @@
+// Symbolic execution of a schedule: each chunk of each rank is the set of contributions it holds.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "gradwire/schedule/generators.h"
+#include "gradwire/schedule/schedule.h"
+
+namespace gradwire::schedule {
+
+// The six facts. `problems` says, in sentences, which round, ranks and chunks break one.
+struct Report {
+  bool correct = false;        // at the end every rank holds each contribution exactly once, where it should
+  bool complete = false;       // at the end every rank that must hold a result holds one (nothing is missing)
+  bool deadlock_free = false;  // no rank waits, directly or around a circle, for itself
+  bool agreement = false;      // all ranks end with bit-identical values: the same tree of additions
+  bool in_tree = false;        // each rank sends its partial of a chunk once, to one parent; copies are finished values
+  Shape shape;                 // rounds and most bytes sent by any rank, counted on the edges
+  std::vector<std::string> problems;
+
+  // Runs at all: the first four.
+  bool ok() const noexcept { return correct && complete && deadlock_free && agreement; }
+};
+
+Report verify(const Schedule& schedule);
+
+// Throws ScheduleError with the first problems unless verify(schedule).ok().
+void require_valid(const Schedule& schedule);
+
+}  // namespace gradwire::schedule

@@ -1,0 +1,85 @@
+// A Transport moves messages (bytes) between this rank and the peers it has links to, in order per
+// pair and direction. It is staging and nothing else: "encode" writes straight into what the link
+// sends, "decode" reads straight from what the link received.
+//
+// One thread at a time uses a Transport (the communicator's engine holds a lock); only abort() may be
+// called from another. Nothing here blocks but wait-free calls on descriptors; the engine sleeps on
+// doorbell() of all its transports at once. Every call that finds a peer gone throws TransportError
+// with that peer; what a peer sent before it went can still be peeked first.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "gradwire/base/fd.h"
+#include "gradwire/base/types.h"
+
+namespace gradwire::transport {
+
+struct Incoming {
+  Rank peer = -1;
+  ConstBytes message;
+};
+
+// Can it be used on this machine, or why not.
+struct Viability {
+  bool ok = true;
+  std::string reason;
+};
+
+struct Options {
+  Rank rank = 0;
+  int size = 1;
+  std::size_t max_message = 256 * 1024;  // bytes of the largest message, the same on all ranks
+  int messages = 16;                     // staged at a time, by one sender over all its peers
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual std::string_view name() const noexcept = 0;
+  virtual std::size_t max_message() const noexcept = 0;
+
+  // Takes over a connected, authenticated socket to `peer`, exchanges what the link needs over it
+  // before the deadline, and makes the link. Both ends call it. Blocks; used at set-up only.
+  virtual void adopt(UniqueFd socket, Rank peer, double timeout_seconds) = 0;
+  virtual std::vector<Rank> peers() const = 0;
+
+  // Staging for one message to be sent to each of `peers` (not empty, all linked, each once). Empty
+  // when there is no room now: try again after the doorbell. At most one reservation is open.
+  // 64-byte aligned.
+  virtual Bytes reserve(std::span<const Rank> peers, std::size_t bytes) = 0;
+  // Sends the first `bytes` of the open reservation.
+  virtual void commit(std::size_t bytes) = 0;
+  // Pushes out what commit() could not send at once; true when nothing of it is left. Only a link
+  // that buffers (tcp) has anything to do.
+  virtual bool flush() { return true; }
+
+  // The oldest message from `peer` that was not released; nullopt when none has arrived whole. It
+  // stays in place, 8-byte aligned, until release(peer). Empty messages are messages.
+  virtual std::optional<ConstBytes> peek(Rank peer) = 0;
+  // The same from whichever peer has one; fair over time.
+  virtual std::optional<Incoming> peek_any() = 0;
+  virtual void release(Rank peer) = 0;
+
+  // A descriptor that polls readable when something may have changed, provided arm() was called and
+  // nothing had changed since: arm(), look once more, poll, disarm(). disarm() clears the doorbell.
+  virtual int doorbell() const noexcept = 0;
+  virtual void arm() = 0;
+  virtual void disarm() = 0;
+};
+
+// "inproc", "shm", "tcp": in the order of preference, best first. inproc is never chosen for a pair
+// by itself: its ranks share a process (spawn with threads).
+std::vector<std::string_view> transport_names();
+Viability probe(std::string_view name);
+// Throws InvalidArgument for an unknown name or one that probe() refuses, with the reason.
+std::unique_ptr<Transport> make_transport(std::string_view name, const Options& options);
+
+}  // namespace gradwire::transport

@@ -1,0 +1,50 @@
+#include "gradwire/base/op.h"
+
+#include <gtest/gtest.h>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire {
+namespace {
+
+OpSpec all_reduce_of(std::uint64_t count) {
+  return {Collective::kAllReduce, DType::kFloat32, ReduceOp::kSum, 0, {count}, "ring", 7, "none"};
+}
+
+TEST(OpSpec, EveryFieldChangesTheFingerprint) {
+  const OpSpec base = all_reduce_of(1000);
+  std::vector<OpSpec> others(8, base);
+  others[0].collective = Collective::kReduce;
+  others[1].dtype = DType::kFloat64;
+  others[2].op = ReduceOp::kMax;
+  others[3].root = 1;
+  others[4].counts = {500, 500};
+  others[5].algorithm = "direct";
+  others[6].schedule_digest = 8;
+  others[7].codec = "fp16";
+  for (const OpSpec& other : others) EXPECT_NE(base.fingerprint(), other.fingerprint());
+}
+
+TEST(OpSpec, FingerprintIsStableAcrossMachines) {
+  EXPECT_EQ(all_reduce_of(1000).fingerprint(), all_reduce_of(1000).fingerprint());
+  EXPECT_EQ(Fnv1a().bytes("a", 1).digest(), 0xaf63dc4c8601ec8cULL);  // the published test vector
+}
+
+TEST(OpSpec, TextSaysWhatTheCallWas) {
+  EXPECT_EQ(all_reduce_of(1000).to_string(),
+            "all_reduce(float32[1000], op=sum, algorithm=ring, codec=none)");
+}
+
+TEST(Types, NamesRoundTripAndUnknownOnesListTheKnown) {
+  for (int i = 0; i < kDTypes; ++i)
+    EXPECT_EQ(parse_dtype(name_of(static_cast<DType>(i))), static_cast<DType>(i));
+  try {
+    parse_dtype("float99");
+    FAIL();
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("bfloat16"), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace gradwire
