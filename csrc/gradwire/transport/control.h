@@ -1,15 +1,17 @@
-// Control: one authenticated socket to every other rank of a communicator, beside the data links. It
-// carries little and tells the root cause: who failed and why, who waits for whom, who left in peace.
+// Control: one authenticated socket to every other rank of a communicator, beside the data links.
+// It carries little and tells the root cause: who failed and why, who waits for whom, who left in
+// peace.
 //
-// Used by one thread at a time (the engine), but abort-safe sends are not needed: abort() only rings.
-// Nothing blocks: a frame that does not fit the socket's buffer is dropped for that peer (its owner is
-// not reading and will see the closed socket instead).
+// Used by one thread at a time (the engine), but abort-safe sends are not needed: abort() only
+// rings. Nothing blocks: a frame that does not fit the socket's buffer is dropped for that peer
+// (its owner is not reading and will see the closed socket instead).
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "gradwire/base/fd.h"
@@ -46,7 +48,12 @@ struct ControlFrame {
 };
 static_assert(sizeof(ControlFrame) == 256);
 
-// What a peer's control socket said; `gone` is its end without a BYE.
+// The text of a frame; what does not fit is cut.
+void set_text(ControlFrame& frame, std::string_view text) noexcept;
+std::string text_of(const ControlFrame& frame);
+
+// What a peer's control socket said; `gone` is its end without a BYE, told once, and then the frame
+// is a kFailure of that peer whose text says why.
 struct ControlEvent {
   Rank from = -1;
   bool gone = false;
@@ -78,12 +85,17 @@ class Control {
  private:
   struct Link {
     UniqueFd socket;
-    std::array<char, sizeof(ControlFrame)> partial{};
+    std::array<char, sizeof(ControlFrame)> incoming{};
     std::size_t received = 0;
+    std::array<char, sizeof(ControlFrame)> outgoing{};
+    std::size_t unsent = 0;  // the last bytes of `outgoing`: a started frame must be finished
     bool bye = false;
   };
+  Link& at(Rank peer) { return links_.at(static_cast<std::size_t>(peer)); }
+  static bool push_out(Link& link) noexcept;
   std::optional<ControlEvent> read(Rank peer);
   std::optional<ControlEvent> take_frame(Rank peer);
+  std::optional<ControlEvent> end(Rank peer, const std::string& reason);
 
   Rank rank_;
   UniqueFd epoll_;

@@ -2,10 +2,10 @@
 // pair and direction. It is staging and nothing else: "encode" writes straight into what the link
 // sends, "decode" reads straight from what the link received.
 //
-// One thread at a time uses a Transport (the communicator's engine holds a lock); only abort() may be
-// called from another. Nothing here blocks but wait-free calls on descriptors; the engine sleeps on
-// doorbell() of all its transports at once. Every call that finds a peer gone throws TransportError
-// with that peer; what a peer sent before it went can still be peeked first.
+// One thread at a time uses a Transport (the communicator's engine holds a lock); only abort() may
+// be called from another. Nothing here blocks but wait-free calls on descriptors; the engine sleeps
+// on doorbell() of all its transports at once. Every call that finds a peer gone throws
+// TransportError with that peer; what a peer sent before it went can still be peeked first.
 #pragma once
 
 #include <cstddef>
@@ -51,9 +51,9 @@ class Transport {
   virtual void adopt(UniqueFd socket, Rank peer, double timeout_seconds) = 0;
   virtual std::vector<Rank> peers() const = 0;
 
-  // Staging for one message to be sent to each of `peers` (not empty, all linked, each once). Empty
-  // when there is no room now: try again after the doorbell. At most one reservation is open.
-  // 64-byte aligned.
+  // Staging for one message to be sent to each of `peers` (not empty, all linked, each once),
+  // 64-byte aligned. Null data() when there is no room now: try again after the doorbell. At most
+  // one reservation is open: another reserve() replaces it.
   virtual Bytes reserve(std::span<const Rank> peers, std::size_t bytes) = 0;
   // Sends the first `bytes` of the open reservation.
   virtual void commit(std::size_t bytes) = 0;
@@ -64,7 +64,8 @@ class Transport {
   // The oldest message from `peer` that was not released; nullopt when none has arrived whole. It
   // stays in place, 8-byte aligned, until release(peer). Empty messages are messages.
   virtual std::optional<ConstBytes> peek(Rank peer) = 0;
-  // The same from whichever peer has one; fair over time.
+  // The same from whichever peer has one; fair over time. Tells of a peer's end (TransportError)
+  // once, when nothing else has arrived; peek(), reserve() and commit() throw for it each time.
   virtual std::optional<Incoming> peek_any() = 0;
   virtual void release(Rank peer) = 0;
 

@@ -1,0 +1,126 @@
+#include "gradwire/transport/arena_transport.h"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <array>
+#include <cerrno>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::transport {
+
+ArenaTransport::ArenaTransport(std::string_view name, const Options& options, SwapArenas swap)
+    : StagedTransport(name, options),
+      swap_(swap),
+      messages_(static_cast<std::size_t>(options.messages)),
+      own_(Arena::create(options)),
+      epoll_(make_epoll()),
+      links_(static_cast<std::size_t>(options.size)) {}
+
+void ArenaTransport::link(UniqueFd socket, Rank peer, const Deadline& deadline) {
+  if (!is_unix_socket(socket.get()))
+    throw InvalidArgument(describe(link_id(peer), "needs a Unix stream socket"));
+  at(peer).arena = swap_(socket.get(), own_, link_id(peer), options(), deadline);
+  watch(epoll_.get(), socket.get(), EPOLLIN, peer);
+  at(peer).socket = std::move(socket);
+}
+
+std::size_t ArenaTransport::next(std::size_t position) const noexcept {
+  return position + 1 == messages_ ? 0 : position + 1;
+}
+
+// Always the first free one: the fewer cells in use, the warmer the caches.
+int ArenaTransport::first_free_cell() noexcept {
+  for (std::size_t cell = 0; cell < messages_; ++cell)
+    if (own_->readers(cell).load() == 0) return static_cast<int>(cell);
+  return kNoCell;
+}
+
+int ArenaTransport::find_room() {
+  int cell = first_free_cell();
+  if (cell == kNoCell) {
+    own_->wants_room().store(1);
+    starved_ = true;
+    cell = first_free_cell();
+  }
+  if (cell != kNoCell && std::exchange(starved_, false)) own_->wants_room().store(0);
+  return cell;
+}
+
+std::byte* ArenaTransport::staging(int cell) noexcept {
+  return own_->data(static_cast<std::size_t>(cell));
+}
+
+void ArenaTransport::post(int cell, std::size_t bytes, std::span<const Rank> peers) {
+  own_->readers(static_cast<std::size_t>(cell))
+      .store(static_cast<std::uint32_t>(peers.size()), std::memory_order_relaxed);
+  for (Rank peer : peers) {
+    Link& link = at(peer);
+    own_->entry(peer, link.posted).store(Descriptor::pack(cell, bytes));
+    link.posted = next(link.posted);
+  }
+  for (Rank peer : peers) wake(at(peer));
+}
+
+std::optional<ConstBytes> ArenaTransport::arrived(Rank peer) {
+  Link& link = at(peer);
+  const std::uint64_t word = link.arena->entry(options().rank, link.consumed).load();
+  if (word == Descriptor::kNone) return std::nullopt;
+  const Descriptor descriptor(word);
+  if (descriptor.cell >= messages_ || descriptor.bytes > max_message())
+    throw_transport_error(link_id(peer), "impossible descriptor in shared memory: cell " +
+                                             std::to_string(descriptor.cell) + ", " +
+                                             std::to_string(descriptor.bytes) + " bytes");
+  link.front = descriptor.cell;
+  return ConstBytes{link.arena->data(descriptor.cell), descriptor.bytes};
+}
+
+void ArenaTransport::consume(Rank peer) {
+  Link& link = at(peer);
+  link.arena->entry(options().rank, link.consumed)
+      .store(Descriptor::kNone, std::memory_order_relaxed);
+  link.consumed = next(link.consumed);
+  const bool is_free = link.arena->readers(link.front).fetch_sub(1) == 1;
+  if (is_free && link.arena->wants_room().load() != 0) wake(link);
+}
+
+// A bell that can't be rung has rung already, or its owner is gone; disarm() finds the latter.
+void ArenaTransport::wake(Link& link) noexcept {
+  auto& sleeping = link.arena->sleeping();
+  if (sleeping.load() == 0 || sleeping.exchange(0) == 0) return;
+  const char ring = 1;
+  [[maybe_unused]] const ssize_t rung =
+      ::send(link.socket.get(), &ring, sizeof ring, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+void ArenaTransport::arm() { own_->sleeping().store(1); }
+
+void ArenaTransport::disarm() {
+  own_->sleeping().store(0);
+  std::array<epoll_event, 64> events;
+  const int ready = ::epoll_wait(epoll_.get(), events.data(), events.size(), 0);
+  for (int i = 0; i < ready; ++i) answer_bell(events[static_cast<std::size_t>(i)].data.fd);
+}
+
+void ArenaTransport::answer_bell(Rank peer) {
+  std::array<char, 64> rings;
+  const ssize_t got = ::recv(at(peer).socket.get(), rings.data(), rings.size(), MSG_DONTWAIT);
+  if (got > 0 || (got < 0 && would_block(errno))) return;
+  mark_gone(peer, "the peer closed it or died");
+  bury(peer);
+}
+
+// What the peer had not read yet, nobody will: its cells are free again.
+void ArenaTransport::bury(Rank peer) {
+  Link& link = at(peer);
+  unwatch(epoll_.get(), link.socket.get());
+  link.socket.reset();
+  for (std::size_t position = 0; position < messages_; ++position) {
+    const std::uint64_t word = own_->entry(peer, position).exchange(Descriptor::kNone);
+    const std::size_t cell = Descriptor(word).cell;
+    if (word != Descriptor::kNone && cell < messages_) own_->readers(cell).fetch_sub(1);
+  }
+}
+
+}  // namespace gradwire::transport

@@ -1,0 +1,54 @@
+// The link over shared memory, whatever way the arenas are shared: shm and inproc.
+#pragma once
+
+#include "gradwire/transport/arena.h"
+#include "gradwire/transport/staged.h"
+
+namespace gradwire::transport {
+
+// Gives `own` to the peer at the other end of `socket` and returns the peer's.
+using SwapArenas = std::shared_ptr<Arena> (*)(int socket, const std::shared_ptr<Arena>& own,
+                                              const LinkId& link, const Options& options,
+                                              const Deadline& deadline);
+
+class ArenaTransport final : public StagedTransport {
+ public:
+  ArenaTransport(std::string_view name, const Options& options, SwapArenas swap);
+
+  int doorbell() const noexcept override { return epoll_.get(); }
+  void arm() override;
+  void disarm() override;
+
+ private:
+  // The socket is the peer's bell and ours, and its end is the peer's.
+  struct Link {
+    UniqueFd socket;
+    std::shared_ptr<Arena> arena;
+    std::size_t posted = 0;    // where our next descriptor goes in the peer's queue of our arena
+    std::size_t consumed = 0;  // where the next one is in our queue of the peer's arena
+    std::size_t front = 0;     // the cell that arrived() showed last
+  };
+
+  void link(UniqueFd socket, Rank peer, const Deadline& deadline) override;
+  int find_room() override;
+  std::byte* staging(int cell) noexcept override;
+  void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
+  std::optional<ConstBytes> arrived(Rank peer) override;
+  void consume(Rank peer) override;
+
+  Link& at(Rank peer) noexcept { return links_[static_cast<std::size_t>(peer)]; }
+  std::size_t next(std::size_t position) const noexcept;
+  int first_free_cell() noexcept;
+  void wake(Link& link) noexcept;
+  void answer_bell(Rank peer);
+  void bury(Rank peer);
+
+  SwapArenas swap_;
+  std::size_t messages_;
+  std::shared_ptr<Arena> own_;
+  UniqueFd epoll_;
+  std::vector<Link> links_;
+  bool starved_ = false;
+};
+
+}  // namespace gradwire::transport

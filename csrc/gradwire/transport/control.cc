@@ -1,0 +1,112 @@
+#include "gradwire/transport/control.h"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "gradwire/base/error.h"
+#include "gradwire/transport/socket.h"
+
+namespace gradwire::transport {
+namespace {
+
+template <typename Enum>
+bool within(Enum value, Enum first, Enum last) {
+  return value >= first && value <= last;
+}
+
+bool is_valid(const ControlFrame& frame, int size) {
+  return frame.magic == ControlFrame{}.magic &&
+         within(frame.type, ControlType::kFailure, ControlType::kFingerprint) &&
+         within(frame.kind, FailureKind::kTransport, FailureKind::kOther) &&
+         within(frame.culprit, kNoPeer, size - 1);
+}
+
+}  // namespace
+
+void set_text(ControlFrame& frame, std::string_view text) noexcept {
+  frame.text.fill('\0');
+  text.copy(frame.text.data(), frame.text.size());
+}
+
+std::string text_of(const ControlFrame& frame) {
+  return {frame.text.begin(), std::find(frame.text.begin(), frame.text.end(), '\0')};
+}
+
+Control::Control(Rank rank, int size)
+    : rank_(rank), epoll_(make_epoll()), links_(static_cast<std::size_t>(size)) {}
+
+void Control::adopt(UniqueFd socket, Rank peer) {
+  set_tcp_options(socket.get());
+  set_tcp_user_timeout(socket.get());
+  watch(epoll_.get(), socket.get(), EPOLLIN, peer);
+  at(peer).socket = std::move(socket);
+}
+
+void Control::send(Rank peer, const ControlFrame& frame) noexcept {
+  Link& link = links_[static_cast<std::size_t>(peer)];
+  if (!link.socket.valid() || !push_out(link)) return;
+  std::memcpy(link.outgoing.data(), &frame, sizeof frame);
+  link.unsent = sizeof frame;
+  push_out(link);
+  if (link.unsent == sizeof frame) link.unsent = 0;  // nothing of it went: dropped
+}
+
+bool Control::push_out(Link& link) noexcept {
+  if (link.unsent == 0) return true;
+  const char* rest = link.outgoing.data() + (link.outgoing.size() - link.unsent);
+  const ssize_t sent = ::send(link.socket.get(), rest, link.unsent, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (sent > 0) link.unsent -= static_cast<std::size_t>(sent);
+  return link.unsent == 0;
+}
+
+void Control::broadcast(const ControlFrame& frame) noexcept {
+  for (std::size_t peer = 0; peer < links_.size(); ++peer) send(static_cast<Rank>(peer), frame);
+}
+
+std::optional<ControlEvent> Control::poll() {
+  epoll_event ready{};
+  while (::epoll_wait(epoll_.get(), &ready, 1, 0) == 1)
+    if (auto event = read(ready.data.fd)) return event;
+  return std::nullopt;
+}
+
+std::optional<ControlEvent> Control::read(Rank peer) {
+  Link& link = at(peer);
+  const ssize_t got = ::recv(link.socket.get(), link.incoming.data() + link.received,
+                             link.incoming.size() - link.received, MSG_DONTWAIT);
+  if (got < 0 && would_block(errno)) return std::nullopt;
+  if (got < 0) return end(peer, system_message("its control connection failed", errno));
+  if (got == 0) return end(peer, "it closed its control connection or died");
+  link.received += static_cast<std::size_t>(got);
+  return link.received == link.incoming.size() ? take_frame(peer) : std::nullopt;
+}
+
+std::optional<ControlEvent> Control::take_frame(Rank peer) {
+  Link& link = at(peer);
+  ControlEvent event{peer, false, {}};
+  std::memcpy(&event.frame, link.incoming.data(), sizeof event.frame);
+  link.received = 0;
+  if (!is_valid(event.frame, static_cast<int>(links_.size())))
+    return end(peer, "it sent bytes that are no control frame");
+  if (event.frame.type == ControlType::kBye) link.bye = true;
+  return event;
+}
+
+std::optional<ControlEvent> Control::end(Rank peer, const std::string& reason) {
+  Link& link = at(peer);
+  unwatch(epoll_.get(), link.socket.get());
+  link.socket.reset();
+  if (link.bye) return std::nullopt;
+  ControlEvent event{peer, true, {}};
+  event.frame.kind = FailureKind::kTransport;
+  event.frame.culprit = peer;
+  set_text(event.frame, "rank " + std::to_string(rank_) + ": rank " + std::to_string(peer) +
+                            " is gone: " + reason);
+  return event;
+}
+
+}  // namespace gradwire::transport

@@ -1,0 +1,64 @@
+#include "gradwire/transport/handshake.h"
+
+#include <array>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::transport {
+namespace {
+
+constexpr std::uint32_t kHelloMagic = 0x314c5247;  // "GRL1"; a new link version, a new magic
+
+struct Hello {
+  std::uint32_t magic = kHelloMagic;
+  std::int32_t from = -1;
+  std::int32_t to = -1;
+  std::int32_t size = 0;
+  std::uint64_t max_message = 0;
+  std::int64_t messages = 0;
+  std::array<char, 16> transport{};
+
+  Hello() = default;
+  Hello(const LinkId& link, const Options& options)
+      : from(link.rank),
+        to(link.peer),
+        size(options.size),
+        max_message(options.max_message),
+        messages(options.messages) {
+    link.transport.copy(transport.data(), transport.size());
+  }
+};
+static_assert(sizeof(Hello) == 48);
+
+template <typename Value>
+void expect_same(const LinkId& link, const char* what, Value here, Value there) {
+  if (here == there) return;
+  throw InvalidArgument(describe(link, std::string(what) + " is " + std::to_string(here) +
+                                           " here and " + std::to_string(there) +
+                                           " there; start all ranks with the same options"));
+}
+
+void check(const LinkId& link, const Hello& mine, const Hello& theirs) {
+  if (theirs.magic != kHelloMagic)
+    throw_transport_error(link, "the other end does not speak this version's link protocol");
+  if (theirs.transport != mine.transport)
+    throw_transport_error(link, "the other end makes another kind of link");
+  if (theirs.from != mine.to || theirs.to != mine.from)
+    throw_transport_error(link, "the other end is rank " + std::to_string(theirs.from) +
+                                    " calling rank " + std::to_string(theirs.to));
+  expect_same(link, "size", mine.size, theirs.size);
+  expect_same(link, "max_message", mine.max_message, theirs.max_message);
+  expect_same(link, "messages", mine.messages, theirs.messages);
+}
+
+}  // namespace
+
+void agree(int socket, const LinkId& link, const Options& options, const Deadline& deadline) {
+  const Hello mine(link, options);
+  Hello theirs;
+  send_all(socket, std::as_bytes(std::span(&mine, 1)), link, deadline);
+  receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), link, deadline);
+  check(link, mine, theirs);
+}
+
+}  // namespace gradwire::transport

@@ -1,0 +1,17 @@
+// The kinds of link; transport.cc lists them.
+#pragma once
+
+#include <memory>
+
+#include "gradwire/transport/transport.h"
+
+namespace gradwire::transport {
+
+std::unique_ptr<Transport> make_inproc(const Options& options);
+std::unique_ptr<Transport> make_shm(const Options& options);
+std::unique_ptr<Transport> make_tcp(const Options& options);
+
+// Of inproc and shm alike.
+Viability probe_shared_memory();
+
+}  // namespace gradwire::transport

@@ -1,0 +1,84 @@
+// shm: ranks of one host. The arenas are memfds passed over the Unix socket, so nothing has a name
+// that could leak, and what a killed rank leaves behind goes with its last descriptor.
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "gradwire/base/error.h"
+#include "gradwire/transport/arena_transport.h"
+#include "gradwire/transport/links.h"
+
+namespace gradwire::transport {
+namespace {
+
+// One byte of payload that carries one descriptor.
+struct DescriptorMessage {
+  char payload = 'M';
+  iovec part{&payload, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr header{};
+
+  DescriptorMessage() {
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
+  }
+  DescriptorMessage(const DescriptorMessage&) = delete;
+  DescriptorMessage& operator=(const DescriptorMessage&) = delete;
+};
+
+void send_descriptor(int socket, int descriptor, const LinkId& link, const Deadline& deadline) {
+  DescriptorMessage message;
+  cmsghdr* control = CMSG_FIRSTHDR(&message.header);
+  control->cmsg_level = SOL_SOCKET;
+  control->cmsg_type = SCM_RIGHTS;
+  control->cmsg_len = CMSG_LEN(sizeof descriptor);
+  std::memcpy(CMSG_DATA(control), &descriptor, sizeof descriptor);
+  while (::sendmsg(socket, &message.header, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) {
+    if (!would_block(errno))
+      throw_transport_error(link, system_message("passing the shared memory", errno));
+    wait_ready(socket, POLLOUT, link, deadline);
+  }
+}
+
+UniqueFd receive_descriptor(int socket, const LinkId& link, const Deadline& deadline) {
+  DescriptorMessage message;
+  ssize_t got = 0;
+  while ((got = ::recvmsg(socket, &message.header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0) {
+    if (!would_block(errno))
+      throw_transport_error(link, system_message("receiving the shared memory", errno));
+    wait_ready(socket, POLLIN, link, deadline);
+  }
+  const cmsghdr* control = CMSG_FIRSTHDR(&message.header);
+  if (got == 0 || control == nullptr || control->cmsg_type != SCM_RIGHTS ||
+      control->cmsg_len != CMSG_LEN(sizeof(int)))
+    throw_transport_error(link, "the peer passed no shared memory");
+  int descriptor = -1;
+  std::memcpy(&descriptor, CMSG_DATA(control), sizeof descriptor);
+  return UniqueFd(descriptor);
+}
+
+std::shared_ptr<Arena> swap_descriptors(int socket, const std::shared_ptr<Arena>& own,
+                                        const LinkId& link, const Options& options,
+                                        const Deadline& deadline) {
+  send_descriptor(socket, own->descriptor(), link, deadline);
+  return Arena::map(receive_descriptor(socket, link, deadline), link, options);
+}
+
+}  // namespace
+
+Viability probe_shared_memory() {
+  const UniqueFd memory(::memfd_create("gradwire-probe", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (memory.valid()) return {};
+  return {false, system_message("memfd_create is not possible here", errno)};
+}
+
+std::unique_ptr<Transport> make_shm(const Options& options) {
+  return std::make_unique<ArenaTransport>("shm", options, swap_descriptors);
+}
+
+}  // namespace gradwire::transport

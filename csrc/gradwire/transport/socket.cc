@@ -1,0 +1,121 @@
+#include "gradwire/transport/socket.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::transport {
+namespace {
+
+constexpr int kDeadHostMilliseconds = 15'000;
+constexpr int kPollCapMilliseconds = 60'000;
+
+int domain_of(int socket) {
+  int domain = 0;
+  socklen_t size = sizeof domain;
+  ::getsockopt(socket, SOL_SOCKET, SO_DOMAIN, &domain, &size);
+  return domain;
+}
+
+bool is_tcp_socket(int socket) {
+  const int domain = domain_of(socket);
+  return domain == AF_INET || domain == AF_INET6;
+}
+
+void set_option(int socket, int level, int name, int value) {
+  if (::setsockopt(socket, level, name, &value, sizeof value) != 0)
+    throw Error(system_message("setsockopt", errno));
+}
+
+}  // namespace
+
+std::string describe(const LinkId& link, const std::string& what) {
+  return "rank " + std::to_string(link.rank) + ": " + std::string(link.transport) +
+         " link to rank " + std::to_string(link.peer) + ": " + what;
+}
+
+void throw_transport_error(const LinkId& link, const std::string& what) {
+  throw TransportError(describe(link, what), link.peer);
+}
+
+bool would_block(int error) noexcept {
+  return error == EAGAIN || error == EWOULDBLOCK || error == EINTR;
+}
+
+void wait_ready(int socket, short events, const LinkId& link, const Deadline& deadline) {
+  pollfd waiter{socket, events, 0};
+  while (::poll(&waiter, 1, deadline.milliseconds_left(kPollCapMilliseconds)) <= 0) {
+    if (deadline.passed())
+      throw Timeout(describe(link, "no answer while the link was made; is rank " +
+                                       std::to_string(link.peer) + " alive and at the same call?"),
+                    link.peer);
+  }
+}
+
+void send_all(int socket, ConstBytes data, const LinkId& link, const Deadline& deadline) {
+  while (!data.empty()) {
+    const ssize_t sent = ::send(socket, data.data(), data.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent >= 0) {
+      data = data.subspan(static_cast<std::size_t>(sent));
+    } else if (would_block(errno)) {
+      wait_ready(socket, POLLOUT, link, deadline);
+    } else {
+      throw_transport_error(link, system_message("set-up failed, send", errno));
+    }
+  }
+}
+
+void receive_all(int socket, Bytes data, const LinkId& link, const Deadline& deadline) {
+  while (!data.empty()) {
+    const ssize_t got = ::recv(socket, data.data(), data.size(), MSG_DONTWAIT);
+    if (got > 0) {
+      data = data.subspan(static_cast<std::size_t>(got));
+    } else if (got == 0) {
+      throw_transport_error(link, "the peer closed it while the link was made");
+    } else if (would_block(errno)) {
+      wait_ready(socket, POLLIN, link, deadline);
+    } else {
+      throw_transport_error(link, system_message("set-up failed, recv", errno));
+    }
+  }
+}
+
+bool is_unix_socket(int socket) { return domain_of(socket) == AF_UNIX; }
+
+void set_tcp_options(int socket) {
+  if (!is_tcp_socket(socket)) return;
+  set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, 5);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 2);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 5);
+}
+
+void set_tcp_user_timeout(int socket) {
+  if (is_tcp_socket(socket))
+    set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, kDeadHostMilliseconds);
+}
+
+UniqueFd make_epoll() {
+  UniqueFd epoll(::epoll_create1(EPOLL_CLOEXEC));
+  if (!epoll.valid()) throw Error(system_message("epoll_create1", errno));
+  return epoll;
+}
+
+void watch(int epoll, int socket, std::uint32_t events, Rank peer) {
+  epoll_event event{};
+  event.events = events;
+  event.data.fd = peer;
+  if (::epoll_ctl(epoll, EPOLL_CTL_ADD, socket, &event) != 0)
+    throw Error(system_message("epoll_ctl", errno));
+}
+
+void unwatch(int epoll, int socket) noexcept { ::epoll_ctl(epoll, EPOLL_CTL_DEL, socket, nullptr); }
+
+}  // namespace gradwire::transport

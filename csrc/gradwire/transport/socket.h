@@ -1,0 +1,48 @@
+// What the links share of sockets: set-up exchanges that end by a deadline, options, epoll.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "gradwire/base/deadline.h"
+#include "gradwire/base/fd.h"
+#include "gradwire/base/types.h"
+
+namespace gradwire::transport {
+
+// Whose link an error is about.
+struct LinkId {
+  std::string_view transport;
+  Rank rank = -1;
+  Rank peer = -1;
+};
+
+// "rank 0: shm link to rank 1: <what>".
+std::string describe(const LinkId& link, const std::string& what);
+[[noreturn]] void throw_transport_error(const LinkId& link, const std::string& what);
+
+// Waits until `socket` is ready for `events` (POLLIN, POLLOUT); Timeout naming the peer otherwise.
+void wait_ready(int socket, short events, const LinkId& link, const Deadline& deadline);
+
+// All of `data`, or Timeout or TransportError naming the peer.
+void send_all(int socket, ConstBytes data, const LinkId& link, const Deadline& deadline);
+void receive_all(int socket, Bytes data, const LinkId& link, const Deadline& deadline);
+
+bool is_unix_socket(int socket);
+
+// Low delay, and keep-alive that finds a dead host within 15 s; nothing where it is not TCP.
+void set_tcp_options(int socket);
+// A dead host is found within 15 s even while bytes to it are unacknowledged. Not for a socket
+// whose reader may rest: Linux counts a closed window as death too.
+void set_tcp_user_timeout(int socket);
+
+UniqueFd make_epoll();
+void watch(int epoll, int socket, std::uint32_t events, Rank peer);
+void unwatch(int epoll, int socket) noexcept;
+
+// What is left of a call that found nothing now, as opposed to a connection that has ended.
+bool would_block(int error) noexcept;
+
+}  // namespace gradwire::transport

@@ -1,0 +1,112 @@
+#include "gradwire/transport/staged.h"
+
+#include "gradwire/base/error.h"
+#include "gradwire/transport/handshake.h"
+
+namespace gradwire::transport {
+
+StagedTransport::StagedTransport(std::string_view name, const Options& options)
+    : name_(name), options_(options), peers_(static_cast<std::size_t>(options.size)) {
+  open_.peers.reserve(peers_.size());
+}
+
+void StagedTransport::adopt(UniqueFd socket, Rank peer, double timeout_seconds) {
+  if (peer < 0 || peer >= options_.size || peer == options_.rank)
+    throw InvalidArgument(describe(link_id(peer), "there is no such peer"));
+  Peer& state = peers_[static_cast<std::size_t>(peer)];
+  if (state.linked) throw InvalidArgument(describe(link_id(peer), "is made already"));
+  const Deadline deadline = Deadline::after(timeout_seconds);
+  agree(socket.get(), link_id(peer), options_, deadline);
+  link(std::move(socket), peer, deadline);
+  state.linked = true;
+}
+
+std::vector<Rank> StagedTransport::peers() const {
+  std::vector<Rank> linked;
+  for (std::size_t i = 0; i < peers_.size(); ++i)
+    if (peers_[i].linked) linked.push_back(static_cast<Rank>(i));
+  return linked;
+}
+
+StagedTransport::Peer& StagedTransport::linked(Rank peer) {
+  if (peer < 0 || peer >= options_.size || !peers_[static_cast<std::size_t>(peer)].linked)
+    throw InvalidArgument(describe(link_id(peer), "there is none"));
+  return peers_[static_cast<std::size_t>(peer)];
+}
+
+void StagedTransport::mark_gone(Rank peer, const std::string& reason) {
+  std::string& gone = peers_[static_cast<std::size_t>(peer)].gone;
+  if (gone.empty()) gone = reason;
+}
+
+void StagedTransport::throw_if_gone(Rank peer) const {
+  const std::string& gone = peers_[static_cast<std::size_t>(peer)].gone;
+  if (!gone.empty()) throw_transport_error(link_id(peer), gone);
+}
+
+Bytes StagedTransport::reserve(std::span<const Rank> peers, std::size_t bytes) {
+  if (peers.empty()) throw InvalidArgument("reserve() needs a peer to send to");
+  for (Rank peer : peers) {
+    linked(peer);
+    throw_if_gone(peer);
+  }
+  if (bytes > options_.max_message)
+    throw InvalidArgument(describe(link_id(peers.front()),
+                                   "a message of " + std::to_string(bytes) + " bytes exceeds the " +
+                                       std::to_string(options_.max_message) +
+                                       " bytes of max_message"));
+  open_.cell = find_room();
+  if (open_.cell == kNoCell) return {};
+  open_.bytes = bytes;
+  open_.peers.assign(peers.begin(), peers.end());
+  return {staging(open_.cell), bytes};
+}
+
+void StagedTransport::commit(std::size_t bytes) {
+  if (open_.cell == kNoCell || bytes > open_.bytes)
+    throw InvalidArgument("commit() of " + std::to_string(bytes) +
+                          " bytes exceeds the open reservation");
+  const int cell = std::exchange(open_.cell, kNoCell);
+  for (Rank peer : open_.peers) throw_if_gone(peer);
+  post(cell, bytes, open_.peers);
+  for (Rank peer : open_.peers) throw_if_gone(peer);
+}
+
+const std::optional<ConstBytes>& StagedTransport::look(Rank rank, Peer& peer) {
+  if (!peer.front) peer.front = arrived(rank);
+  return peer.front;
+}
+
+std::optional<ConstBytes> StagedTransport::peek(Rank peer) {
+  const auto& front = look(peer, linked(peer));
+  if (!front) throw_if_gone(peer);
+  return front;
+}
+
+std::optional<Incoming> StagedTransport::peek_any() {
+  for (std::size_t i = 0; i < peers_.size(); ++i) {
+    const std::size_t next = (turn_ + i) % peers_.size();
+    if (!peers_[next].linked) continue;
+    const Rank peer = static_cast<Rank>(next);
+    if (const auto& front = look(peer, peers_[next])) return Incoming{peer, *front};
+  }
+  throw_if_any_is_gone();
+  return std::nullopt;
+}
+
+void StagedTransport::throw_if_any_is_gone() {
+  for (std::size_t i = 0; i < peers_.size(); ++i) {
+    if (peers_[i].gone.empty() || std::exchange(peers_[i].end_was_told, true)) continue;
+    throw_if_gone(static_cast<Rank>(i));
+  }
+}
+
+void StagedTransport::release(Rank peer) {
+  Peer& state = linked(peer);
+  if (!state.front) throw InvalidArgument(describe(link_id(peer), "release() without peek()"));
+  state.front.reset();
+  turn_ = static_cast<std::size_t>(peer) + 1;
+  consume(peer);
+}
+
+}  // namespace gradwire::transport

@@ -1,0 +1,70 @@
+// StagedTransport: the contract of Transport, once. It keeps the open reservation, what is in front
+// of each reader, whose turn it is and who is gone; a kind of link fills in the steps below.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "gradwire/transport/socket.h"
+#include "gradwire/transport/transport.h"
+
+namespace gradwire::transport {
+
+class StagedTransport : public Transport {
+ public:
+  // `name` must outlive the transport (a literal).
+  StagedTransport(std::string_view name, const Options& options);
+
+  std::string_view name() const noexcept final { return name_; }
+  std::size_t max_message() const noexcept final { return options_.max_message; }
+  void adopt(UniqueFd socket, Rank peer, double timeout_seconds) final;
+  std::vector<Rank> peers() const final;
+  Bytes reserve(std::span<const Rank> peers, std::size_t bytes) final;
+  void commit(std::size_t bytes) final;
+  std::optional<ConstBytes> peek(Rank peer) final;
+  std::optional<Incoming> peek_any() final;
+  void release(Rank peer) final;
+
+ protected:
+  static constexpr int kNoCell = -1;
+
+  // Makes the link over a socket whose other end agreed to the Options.
+  virtual void link(UniqueFd socket, Rank peer, const Deadline& deadline) = 0;
+  // A cell (one message's staging memory) that no reader needs any more, or kNoCell.
+  virtual int find_room() = 0;
+  virtual std::byte* staging(int cell) noexcept = 0;
+  // Sends the first `bytes` of the cell. A peer found gone is marked, not thrown.
+  virtual void post(int cell, std::size_t bytes, std::span<const Rank> peers) = 0;
+  // The next message of a peer, in place. A peer found gone is marked, not thrown.
+  virtual std::optional<ConstBytes> arrived(Rank peer) = 0;
+  virtual void consume(Rank peer) = 0;
+
+  const Options& options() const noexcept { return options_; }
+  LinkId link_id(Rank peer) const noexcept { return {name_, options_.rank, peer}; }
+  void mark_gone(Rank peer, const std::string& reason);
+  void throw_if_gone(Rank peer) const;
+
+ private:
+  struct Peer {
+    bool linked = false;
+    bool end_was_told = false;  // by peek_any()
+    std::string gone;           // why, when it is
+    std::optional<ConstBytes> front;
+  };
+  struct Reservation {
+    int cell = kNoCell;
+    std::size_t bytes = 0;
+    std::vector<Rank> peers;
+  };
+  Peer& linked(Rank peer);
+  const std::optional<ConstBytes>& look(Rank rank, Peer& peer);
+  void throw_if_any_is_gone();
+
+  std::string_view name_;
+  Options options_;
+  std::vector<Peer> peers_;
+  Reservation open_;
+  std::size_t turn_ = 0;
+};
+
+}  // namespace gradwire::transport

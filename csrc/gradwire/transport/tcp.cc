@@ -1,0 +1,178 @@
+// tcp: one stream socket a peer. A message travels as prefix, payload and padding to 8 bytes.
+// Sending stages in cells and pushes out what the socket takes; receiving reads the stream into one
+// buffer a peer, in which whole frames are shown in place.
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "gradwire/base/error.h"
+#include "gradwire/transport/links.h"
+#include "gradwire/transport/staged.h"
+#include "gradwire/transport/tcp_frames.h"
+
+namespace gradwire::transport {
+namespace {
+
+constexpr const char* kClosed = "the peer closed it or died";
+
+class TcpTransport final : public StagedTransport {
+ public:
+  explicit TcpTransport(const Options& options);
+
+  bool flush() override;
+  int doorbell() const noexcept override { return epoll_.get(); }
+  // The bell is edge-triggered: a stale edge is taken off before the caller's last look, and a peer
+  // that nobody reads from now does not keep it ringing.
+  void arm() override;
+  void disarm() override {}
+
+ private:
+  struct Link {
+    UniqueFd socket;
+    CellQueue outbox;
+    std::size_t sent = 0;  // of the frame in front of the outbox
+    Inbox inbox;
+    bool ended = false;
+  };
+  struct Cell {
+    AlignedBuffer frame;
+    std::size_t bytes = 0;
+    std::size_t readers = 0;
+  };
+
+  void link(UniqueFd socket, Rank peer, const Deadline& deadline) override;
+  int find_room() override;
+  std::byte* staging(int cell) noexcept override { return cell_at(cell).frame.data() + kPayloadAt; }
+  void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
+  std::optional<ConstBytes> arrived(Rank peer) override;
+  void consume(Rank peer) override { at(peer).inbox.pop(); }
+
+  Link& at(Rank peer) noexcept { return links_[static_cast<std::size_t>(peer)]; }
+  Cell& cell_at(int cell) noexcept { return cells_[static_cast<std::size_t>(cell)]; }
+  int first_free_cell() const noexcept;
+  void push_out(Rank peer);
+  void finish_front(Link& link);
+  bool read_some(Rank peer);
+  void drop_outbox(Rank peer, const std::string& reason);
+
+  UniqueFd epoll_;
+  std::vector<Link> links_;
+  std::vector<Cell> cells_;
+};
+
+TcpTransport::TcpTransport(const Options& options)
+    : StagedTransport("tcp", options),
+      epoll_(make_epoll()),
+      links_(static_cast<std::size_t>(options.size)),
+      cells_(static_cast<std::size_t>(options.messages)) {
+  for (Cell& cell : cells_) cell.frame = AlignedBuffer(kFrameAt + frame_bytes(options.max_message));
+}
+
+void TcpTransport::link(UniqueFd socket, Rank peer, const Deadline&) {
+  set_tcp_options(socket.get());
+  Link& link = at(peer);
+  link.outbox = CellQueue(cells_.size());
+  link.inbox = Inbox(max_message());
+  watch(epoll_.get(), socket.get(), EPOLLIN | EPOLLOUT | EPOLLET, peer);
+  link.socket = std::move(socket);
+}
+
+int TcpTransport::first_free_cell() const noexcept {
+  for (std::size_t cell = 0; cell < cells_.size(); ++cell)
+    if (cells_[cell].readers == 0) return static_cast<int>(cell);
+  return kNoCell;
+}
+
+int TcpTransport::find_room() {
+  const int cell = first_free_cell();
+  if (cell != kNoCell) return cell;
+  for (Rank peer = 0; peer < options().size; ++peer) push_out(peer);
+  return first_free_cell();
+}
+
+void TcpTransport::post(int index, std::size_t bytes, std::span<const Rank> peers) {
+  Cell& cell = cell_at(index);
+  const Prefix prefix(bytes);
+  cell.bytes = frame_bytes(bytes);
+  cell.readers = peers.size();
+  std::memcpy(cell.frame.data() + kFrameAt, &prefix, sizeof prefix);
+  std::memset(cell.frame.data() + kPayloadAt + bytes, 0, cell.bytes - sizeof prefix - bytes);
+  for (Rank peer : peers) at(peer).outbox.push(index);
+  for (Rank peer : peers) push_out(peer);
+}
+
+bool TcpTransport::flush() {
+  for (Rank peer = 0; peer < options().size; ++peer) {
+    if (at(peer).outbox.empty()) continue;
+    push_out(peer);
+    throw_if_gone(peer);
+  }
+  return std::all_of(links_.begin(), links_.end(),
+                     [](const Link& link) { return link.outbox.empty(); });
+}
+
+void TcpTransport::push_out(Rank peer) {
+  Link& link = at(peer);
+  while (!link.outbox.empty()) {
+    Cell& cell = cell_at(link.outbox.front());
+    const ssize_t sent = ::send(link.socket.get(), cell.frame.data() + kFrameAt + link.sent,
+                                cell.bytes - link.sent, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0 && would_block(errno)) return;
+    if (sent < 0) return drop_outbox(peer, system_message("sending failed", errno));
+    link.sent += static_cast<std::size_t>(sent);
+    if (link.sent == cell.bytes) finish_front(link);
+  }
+}
+
+void TcpTransport::finish_front(Link& link) {
+  --cell_at(link.outbox.front()).readers;
+  link.outbox.pop();
+  link.sent = 0;
+}
+
+// What the peer sent before it went may still be here: only arrived() ends the receiving side.
+void TcpTransport::drop_outbox(Rank peer, const std::string& reason) {
+  mark_gone(peer, reason);
+  while (!at(peer).outbox.empty()) finish_front(at(peer));
+}
+
+std::optional<ConstBytes> TcpTransport::arrived(Rank peer) {
+  Inbox& inbox = at(peer).inbox;
+  do {
+    if (const auto message = inbox.front(link_id(peer))) return message;
+  } while (read_some(peer));
+  return std::nullopt;
+}
+
+bool TcpTransport::read_some(Rank peer) {
+  Link& link = at(peer);
+  if (link.ended) return false;
+  const Bytes room = link.inbox.room();
+  const ssize_t got = ::recv(link.socket.get(), room.data(), room.size(), MSG_DONTWAIT);
+  if (got < 0 && would_block(errno)) return false;
+  if (got <= 0) {
+    const std::string reason = got < 0 ? system_message("receiving failed", errno) : kClosed;
+    link.ended = true;
+    drop_outbox(peer, link.inbox.empty() ? reason : reason + " in the middle of a message");
+    return false;
+  }
+  link.inbox.received(static_cast<std::size_t>(got));
+  return true;
+}
+
+void TcpTransport::arm() {
+  std::array<epoll_event, 64> edges;
+  while (::epoll_wait(epoll_.get(), edges.data(), edges.size(), 0) == edges.size()) continue;
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> make_tcp(const Options& options) {
+  return std::make_unique<TcpTransport>(options);
+}
+
+}  // namespace gradwire::transport
