@@ -1,0 +1,49 @@
+// What each family of algorithms hands to the catalogue (generators.cc). A new family is a file, a
+// declaration at the end of this one, and a line in the catalogue.
+#pragma once
+
+#include <span>
+#include <string_view>
+
+#include "gradwire/schedule/generators.h"
+#include "gradwire/schedule/schedule.h"
+
+namespace gradwire::schedule {
+
+// Appends rounds after those that `out` has. `root` is 0 where the collective has none.
+using Emit = void (*)(Builder& out, Rank root);
+
+// One collective by one algorithm.
+//
+// Reduce edges carry partial sums and copy edges finished values; recursive doubling, where all
+// edges are reductions but every rank finishes, is the one exception (Report::in_tree).
+struct Variant {
+  Collective collective;
+  std::string_view algorithm;
+  int (*chunks)(int ranks);
+  Emit emit;
+  Shape (*closed_form)(int ranks);
+
+  // An all_reduce that has two halves has both of these: `emit` ends where rank owner(c) holds the
+  // finished chunk c, and `gather` takes it from there. Hierarchical puts its outer rounds between.
+  Emit gather = nullptr;
+  Rank (*owner)(int chunk, int ranks) = nullptr;
+};
+
+// Throws ScheduleError that lists the algorithms that the collective has.
+const Variant& variant_of(Collective collective, std::string_view algorithm);
+
+// inner within each of recipe.groups, outer between them.
+Schedule hierarchical(const Recipe& recipe, std::string_view inner, std::string_view outer);
+
+inline int one_chunk(int) noexcept { return 1; }
+inline int chunk_per_rank(int ranks) noexcept { return ranks; }
+// (p-1)/p: all but one of p equal chunks.
+inline double all_but_one(int ranks) noexcept { return (ranks - 1.0) / ranks; }
+
+std::span<const Variant> ring_family();
+std::span<const Variant> butterfly_family();
+std::span<const Variant> tree_family();
+std::span<const Variant> direct_family();
+
+}  // namespace gradwire::schedule

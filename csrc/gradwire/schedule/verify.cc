@@ -1,0 +1,122 @@
+#include "gradwire/schedule/verify.h"
+
+#include <algorithm>
+
+#include "gradwire/base/error.h"
+#include "gradwire/schedule/lane.h"
+#include "gradwire/schedule/rules.h"
+
+namespace gradwire::schedule {
+namespace {
+
+// What must hold before the edges can be followed at all.
+std::string structural_fault(const Schedule& s) {
+  if (std::string fault = fault_in_size(s.ranks, s.chunks); !fault.empty()) return fault;
+  if (std::string fault = fault_in_roles(s); !fault.empty()) return fault;
+  if (s.rounds.size() > kMaxRounds) return "more than " + std::to_string(kMaxRounds) + " rounds";
+  for (std::size_t round = 0; round < s.rounds.size(); ++round)
+    for (const Edge& edge : s.rounds[round])
+      if (std::string fault = fault_in_edge(s, static_cast<int>(round), edge); !fault.empty())
+        return fault;
+  return "";
+}
+
+Shape shape_of(const Schedule& s) {
+  std::vector<long long> sent(static_cast<std::size_t>(s.ranks));
+  for (const Round& round : s.rounds)
+    for (const Edge& edge : round) sent[static_cast<std::size_t>(edge.src)] += edge.chunks.size();
+  const long long most = *std::max_element(sent.begin(), sent.end());
+  return {static_cast<int>(s.rounds.size()), static_cast<double>(most) / s.chunks};
+}
+
+// Where lanes begin: wherever an edge or the role of a chunk changes.
+std::vector<int> lane_bounds(const Schedule& s) {
+  std::vector<int> bounds = {0, s.chunks};
+  if (required_chunks(s.collective, s.ranks) != 0)
+    for (int chunk = 1; chunk < s.chunks; ++chunk) bounds.push_back(chunk);
+  for (const Round& round : s.rounds)
+    for (const Edge& edge : round)
+      bounds.insert(bounds.end(), {edge.chunks.first, edge.chunks.last});
+  std::sort(bounds.begin(), bounds.end());
+  bounds.erase(std::unique(bounds.begin(), bounds.end()), bounds.end());
+  return bounds;
+}
+
+// All edges, by first chunk and then in list order.
+std::vector<Step> steps_by_chunk(const Schedule& s) {
+  std::vector<Step> steps;
+  for (std::size_t round = 0; round < s.rounds.size(); ++round)
+    for (const Edge& edge : s.rounds[round]) steps.push_back({static_cast<int>(round), &edge});
+  std::stable_sort(steps.begin(), steps.end(), [](const Step& a, const Step& b) {
+    return a.edge->chunks.first < b.edge->chunks.first;
+  });
+  return steps;
+}
+
+// List order, which within one round is the order in memory.
+bool before(const Step& a, const Step& b) {
+  return a.round != b.round ? a.round < b.round : a.edge < b.edge;
+}
+
+// Every lane with the edges that touch it, from the first chunk to the last.
+void run_lanes(const Schedule& s, Findings& findings) {
+  const std::vector<Step> steps = steps_by_chunk(s);
+  const std::vector<int> bounds = lane_bounds(s);
+  Lane lane(s, findings);
+  std::vector<Step> active;
+  auto next = steps.begin();
+  for (std::size_t i = 0; i + 1 < bounds.size(); ++i) {
+    const int begin = bounds[i];
+    std::erase_if(active, [begin](const Step& step) { return step.edge->chunks.last <= begin; });
+    const auto kept = static_cast<std::ptrdiff_t>(active.size());
+    while (next != steps.end() && next->edge->chunks.first == begin) active.push_back(*next++);
+    std::inplace_merge(active.begin(), active.begin() + kept, active.end(), before);
+    lane.run({begin, bounds[i + 1]}, active);
+  }
+}
+
+// Rounds come in one order for all ranks and an edge is both of its ends, so a rank waits only for
+// ranks that are in an earlier round, or in its own with everything sent. What is left is a rank
+// that waits for itself.
+void find_deadlocks(const Schedule& s, Findings& findings) {
+  for (std::size_t round = 0; round < s.rounds.size(); ++round)
+    for (const Edge& edge : s.rounds[round])
+      if (edge.src == edge.dst)
+        findings.deadlock([&, round] {
+          return "round " + std::to_string(round) + ": rank " + std::to_string(edge.src) +
+                 " sends " + to_string(edge.chunks) + " to itself";
+        });
+}
+
+}  // namespace
+
+Report verify(const Schedule& schedule) {
+  Report report;
+  if (std::string fault = structural_fault(schedule); !fault.empty()) {
+    report.problems.push_back(std::move(fault));
+    return report;
+  }
+  report.correct = report.complete = report.deadlock_free = report.agreement = report.in_tree =
+      true;
+  report.shape = shape_of(schedule);
+  Findings findings(report);
+  find_deadlocks(schedule, findings);
+  run_lanes(schedule, findings);
+  report.in_tree = report.in_tree && report.ok();
+  return report;
+}
+
+void require_valid(const Schedule& schedule) {
+  const Report report = verify(schedule);
+  if (report.ok()) return;
+  constexpr std::size_t kShown = 3;
+  std::string message = "schedule '" + schedule.name + "' is not a valid " +
+                        std::string(name_of(schedule.collective)) + " over " +
+                        std::to_string(schedule.ranks) + " ranks: ";
+  for (std::size_t i = 0; i < std::min(kShown, report.problems.size()); ++i)
+    message += (i > 0 ? "; " : "") + report.problems[i];
+  if (report.problems.size() > kShown) message += "; and more (verify lists them)";
+  throw ScheduleError(message);
+}
+
+}  // namespace gradwire::schedule
