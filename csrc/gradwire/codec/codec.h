@@ -1,6 +1,7 @@
 // A codec makes a run of float32 smaller on the wire. It is const and stateless; what it could not
 // send goes to the caller's error vector (codec/feedback.h). The exact arithmetic of each codec is
-// defined in its source file: one definition for every instruction set and for CUDA.
+// defined in its source file: one definition for every instruction set and for CUDA. Callers hold a
+// FloatEnvironment (codec/simd.h).
 #pragma once
 
 #include <cstddef>
@@ -44,12 +45,15 @@ class Codec {
   virtual bool fixed_size() const noexcept { return true; }
 
   // Writes x[0, n) to out, returns the bytes written. With y = decode(out): error[i] += x[i] - y[i]
-  // where error is not null. Finite input never decodes to Inf; NaN or Inf decodes to NaN or Inf.
+  // where error is not null and x[i] is finite. Finite input never decodes to Inf; NaN or Inf
+  // decodes to NaN or Inf. `out` holds at least max_bytes(n), at any alignment, or InvalidArgument
+  // is thrown.
   virtual std::size_t encode(const float* x, std::size_t n, Position at, float* error,
                              Bytes out) const = 0;
 
-  // y := decoded, or y += decoded. Returns the bytes consumed. `in` is hostile: each length and
-  // index is checked, and loaded once; an impossible one throws InvalidArgument.
+  // y := decoded, or y += decoded. Returns the bytes consumed; more may follow. `in` has any
+  // alignment and is hostile: each length and index is checked, and loaded once; an impossible one
+  // throws InvalidArgument.
   virtual std::size_t decode(ConstBytes in, float* y, std::size_t n) const = 0;
   virtual std::size_t decode_add(ConstBytes in, float* y, std::size_t n) const = 0;
 
@@ -59,8 +63,8 @@ class Codec {
                                   float* error, float* scratch, Bytes out) const;
 };
 
-// "none", "fp16", "bf16"; later "topk:density=0.001". An unknown name or parameter throws
-// InvalidArgument that lists the known ones.
+// "none", "fp16", "fp16:scale=1024", "bf16": a name, then key=value pairs between commas. An
+// unknown name or parameter throws InvalidArgument that lists the known ones.
 std::shared_ptr<const Codec> make_codec(std::string_view spec);
 std::vector<std::string_view> codec_names();
 

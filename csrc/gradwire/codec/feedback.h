@@ -3,8 +3,8 @@
 // schedule, segment size and number of ranks).
 //
 // A call is a transaction: begin() opens e' = 0 beside e; the executor books every encode's error
-// into e'; commit() makes e := e', rollback() leaves e as it was. Owned by the caller; guarded by its
-// own mutex; one key may be in one open transaction only.
+// into e'; commit() makes e := e', rollback() leaves e as it was. Owned by the caller; guarded by
+// its own mutex; one key may be in one open transaction only.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,6 @@
-// The inner loops, once per instruction set. Scalar is the reference: every table gives the same bytes
-// (binary32, round to nearest even, denormals kept, no FMA, no reassociation; see simd_kernels.h).
+// The inner loops, once per instruction set. Scalar is the reference: every table gives the same
+// bytes (binary32, round to nearest even, denormals kept, no FMA, no reassociation; see
+// simd_kernels.h).
 #pragma once
 
 #include <array>
@@ -12,27 +13,33 @@
 
 namespace gradwire::codec {
 
-// acc[i] := acc[i] (op) x[i]. Pointers need the alignment of the element type only; they may be equal
-// but may not overlap otherwise.
+// acc[i] := acc[i] (op) x[i]. Pointers need no alignment; they may be equal but may not overlap
+// otherwise.
 using ReduceKernel = void (*)(void* acc, const void* x, std::size_t n) noexcept;
 // x[i] := x[i] * factor, rounded once in the element type (float16, bfloat16: through float32).
 using ScaleKernel = void (*)(void* x, double factor, std::size_t n) noexcept;
 
+// float32 to a 16-bit float and back. Payloads need no alignment. `scale` is a power of two in
+// [2^-100, 2^100]: it multiplies before the cast and is divided out after decoding, both exactly.
+// Round to nearest even; finite values saturate, Inf stays Inf, NaN stays NaN.
+struct CastKernels {
+  // error[i] += x[i] - decoded[i] where error is not null and x[i] is finite.
+  void (*encode)(const float* x, float scale, std::byte* out, float* error, std::size_t n) noexcept;
+  void (*decode)(const std::byte* in, float scale, float* y, std::size_t n) noexcept;
+  void (*decode_add)(const std::byte* in, float scale, float* y, std::size_t n) noexcept;
+};
+
+// All of them expect the floating-point state of a FloatEnvironment.
 struct Kernels {
   const char* name;  // "scalar", "avx2", "avx512"
 
-  // By dtype, then by op (avg is sum here). Never null. min and max are IEEE 754-2019 minimum and
-  // maximum; NaN results are canonical; integers wrap.
+  // By dtype, then by op (avg is sum here). Never null. Floating results overflow to Inf as IEEE
+  // 754 says; min and max are its 2019 minimum and maximum; every NaN result is the positive quiet
+  // one without payload; integers wrap.
   std::array<std::array<ReduceKernel, kReduceOps>, kDTypes> reduce;
   std::array<ScaleKernel, kDTypes> scale;  // null for integers
-
-  // fp16 saturates finite values at ±65504; both round to nearest even; NaN stays NaN, Inf stays Inf.
-  void (*encode_fp16)(const float* x, std::uint16_t* out, float* error, std::size_t n) noexcept;
-  void (*encode_bf16)(const float* x, std::uint16_t* out, float* error, std::size_t n) noexcept;
-  void (*decode_fp16)(const std::uint16_t* in, float* y, std::size_t n) noexcept;
-  void (*decode_bf16)(const std::uint16_t* in, float* y, std::size_t n) noexcept;
-  void (*decode_add_fp16)(const std::uint16_t* in, float* y, std::size_t n) noexcept;
-  void (*decode_add_bf16)(const std::uint16_t* in, float* y, std::size_t n) noexcept;
+  CastKernels fp16;
+  CastKernels bf16;
 };
 
 // The tables this processor can run, best first; scalar is always last.

@@ -1,0 +1,80 @@
+// fp16 and bf16: each float32 rounded to 16 bits, to nearest even. Finite values saturate at the
+// largest finite one, so that the excess stays in the error; NaN keeps its sign and top payload
+// bits. fp16:scale=s multiplies by a power of two before the cast and divides after decoding, both
+// exactly: for gradients below 6e-5, where float16 has few digits left.
+#include <array>
+#include <charconv>
+#include <cmath>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
+#include "gradwire/codec/spec.h"
+
+namespace gradwire::codec {
+namespace {
+
+class Cast final : public Codec {
+ public:
+  Cast(std::string name, CastKernels Kernels::* cast, float scale)
+      : name_(std::move(name)), cast_(cast), scale_(scale) {}
+
+  std::string name() const override { return name_; }
+  Combine combine() const noexcept override { return Combine::kReencode; }
+  bool biased() const noexcept override { return false; }
+  std::size_t unit() const noexcept override { return 1; }
+  std::size_t max_bytes(std::size_t n) const noexcept override { return 2 * n; }
+
+  std::size_t encode(const float* x, std::size_t n, Position, float* error,
+                     Bytes out) const override {
+    check_room(*this, out.size(), max_bytes(n), n);
+    (kernels().*cast_).encode(x, scale_, out.data(), error, n);
+    return max_bytes(n);
+  }
+
+  std::size_t decode(ConstBytes in, float* y, std::size_t n) const override {
+    check_room(*this, in.size(), max_bytes(n), n);
+    (kernels().*cast_).decode(in.data(), scale_, y, n);
+    return max_bytes(n);
+  }
+
+  std::size_t decode_add(ConstBytes in, float* y, std::size_t n) const override {
+    check_room(*this, in.size(), max_bytes(n), n);
+    (kernels().*cast_).decode_add(in.data(), scale_, y, n);
+    return max_bytes(n);
+  }
+
+ private:
+  std::string name_;
+  CastKernels Kernels::* cast_;
+  float scale_;
+};
+
+std::string shortest(double value) {
+  std::array<char, 32> text;
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), value).ptr;
+  return {text.data(), end};
+}
+
+// Beyond 2^+-100 a decoded value could leave float32.
+void check_scale(double scale) {
+  int exponent = 0;
+  const bool power_of_two = scale > 0 && std::frexp(scale, &exponent) == 0.5;
+  if (power_of_two && exponent - 1 >= -100 && exponent - 1 <= 100) return;
+  throw InvalidArgument("codec fp16: scale=" + shortest(scale) +
+                        " is not a power of two from 2^-100 to 2^100");
+}
+
+}  // namespace
+
+std::shared_ptr<const Codec> make_fp16(Parameters& parameters) {
+  const double scale = parameters.number("scale", 1);
+  check_scale(scale);
+  const std::string name = scale == 1 ? "fp16" : "fp16:scale=" + shortest(scale);
+  return std::make_shared<Cast>(name, &Kernels::fp16, static_cast<float>(scale));
+}
+
+std::shared_ptr<const Codec> make_bf16(Parameters&) {
+  return std::make_shared<Cast>("bf16", &Kernels::bf16, 1.0F);
+}
+
+}  // namespace gradwire::codec

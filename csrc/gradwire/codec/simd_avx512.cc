@@ -1,0 +1,22 @@
+#include <immintrin.h>
+
+#define GRADWIRE_VECTOR_BYTES 64
+#include "gradwire/codec/simd_kernels.h"
+#include "gradwire/codec/simd_tables.h"
+
+namespace gradwire::codec {
+namespace {
+
+// All lanes. (GCC 12 warns of its own header in the forms without a mask: its bug 105593.)
+constexpr __mmask16 kEvery = 0xFFFF;
+
+U16 half_from_float(F32 x) {
+  return bits<U16>(_mm512_maskz_cvtps_ph(kEvery, x, _MM_FROUND_TO_NEAREST_INT));
+}
+F32 float_from_half(U16 h) { return _mm512_maskz_cvtph_ps(kEvery, bits<__m256i>(h)); }
+
+}  // namespace
+
+constexpr Kernels kAvx512Kernels = table("avx512");
+
+}  // namespace gradwire::codec

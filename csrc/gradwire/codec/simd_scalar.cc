@@ -1,0 +1,47 @@
+// The reference: plain C++ without vectors, conversions in integer arithmetic.
+#define GRADWIRE_VECTOR_BYTES 0
+#include "gradwire/codec/simd_kernels.h"
+#include "gradwire/codec/simd_tables.h"
+
+namespace gradwire::codec {
+namespace {
+
+// `value` without its last `shift` bits (1 to 24), to nearest even.
+std::uint32_t shift_to_even(std::uint32_t value, std::uint32_t shift) {
+  const std::uint32_t half = 1U << (shift - 1);
+  return (value + half - 1 + ((value >> shift) & 1U)) >> shift;
+}
+
+U16 half_from_float(F32 x) {
+  const auto u = bits<std::uint32_t>(x);
+  const std::uint32_t magnitude = u & 0x7FFFFFFFU;
+  std::uint32_t h = 0;
+  if (magnitude > 0x7F800000U) {  // NaN
+    h = 0x7E00U | ((magnitude >> 13) & 0x3FFU);
+  } else if (magnitude >= 0x47800000U) {  // 65536 and above; rounding takes care of [65520, 65536)
+    h = 0x7C00U;
+  } else if (magnitude >= 0x38800000U) {  // normal: the exponent's bias goes from 127 to 15
+    h = shift_to_even(magnitude - (112U << 23), 13);
+  } else if (magnitude >= 0x33000000U) {  // denormal, in units of 2^-24; 2^-25 ties to zero
+    h = shift_to_even((magnitude & 0x7FFFFFU) | 0x800000U, 126 - (magnitude >> 23));
+  }
+  return static_cast<U16>(((u >> 16) & 0x8000U) | h);
+}
+
+F32 float_from_half(U16 h) {
+  const std::uint32_t sign = (h & 0x8000U) << 16;
+  const std::uint32_t exponent = (h >> 10) & 0x1FU, mantissa = h & 0x3FFU;
+  if (exponent == 0) {
+    const float magnitude = static_cast<float>(mantissa) * 0x1p-24F;
+    return bits<F32>(sign | bits<std::uint32_t>(magnitude));
+  }
+  if (exponent < 31) return bits<F32>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+  const std::uint32_t quiet = mantissa == 0 ? 0 : 0x400000U;
+  return bits<F32>(sign | 0x7F800000U | quiet | (mantissa << 13));
+}
+
+}  // namespace
+
+constexpr Kernels kScalarKernels = table("scalar");
+
+}  // namespace gradwire::codec

@@ -1,0 +1,311 @@
+#include "gradwire/codec/simd.h"
+
+#include <gtest/gtest.h>
+#include <immintrin.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <set>
+#include <vector>
+
+#include "codec_reference.h"
+#include "gradwire/base/error.h"
+
+namespace gradwire::codec {
+namespace {
+
+constexpr std::size_t kGuard = 64;  // bytes around each array that no kernel may touch
+
+const Kernels& scalar() { return *available_kernels().back(); }
+
+std::vector<std::size_t> lengths() {
+  std::vector<std::size_t> all;
+  for (std::size_t n = 0; n <= 140; ++n) all.push_back(n);
+  all.insert(all.end(), {255, 257, 1023, 4099});
+  return all;
+}
+
+const Format* format_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return &kFloat32Format;
+    case DType::kFloat64:
+      return &kFloat64Format;
+    case DType::kFloat16:
+      return &kFp16Format;
+    case DType::kBFloat16:
+      return &kBf16Format;
+    default:
+      return nullptr;
+  }
+}
+
+// An array somewhere in memory: n elements that start `offset` bytes into their guard.
+class Array {
+ public:
+  Array(std::size_t bytes, std::size_t offset) : bytes_(2 * kGuard + bytes), offset_(offset) {}
+  std::byte* data() { return bytes_.data() + offset_; }
+  float* floats() { return reinterpret_cast<float*>(data()); }
+  bool operator==(const Array&) const = default;
+
+ private:
+  std::vector<std::byte> bytes_;
+  std::size_t offset_;
+};
+
+class Differential : public testing::Test {
+ protected:
+  std::size_t any_offset() { return random_() % kGuard; }
+  std::size_t float_offset() { return any_offset() / 4 * 4; }
+
+  Array elements(DType dtype, std::size_t n, Data data) {
+    const std::size_t size = size_of(dtype);
+    Array array(n * size, any_offset());
+    const Format* format = format_of(dtype);
+    for (std::size_t i = 0; i < n; ++i) {
+      const std::uint64_t bits = format != nullptr ? draw(*format, data, random_) : random_();
+      std::memcpy(array.data() + i * size, &bits, size);
+    }
+    return array;
+  }
+
+  Array floats(std::size_t n, Data data) {
+    Array array(n * sizeof(float), float_offset());
+    for (std::size_t i = 0; i < n; ++i) array.floats()[i] = draw_float(data, random_);
+    return array;
+  }
+
+  Array payload(std::size_t n) { return elements(DType::kFloat16, n, Data::kRandomBits); }
+
+  std::mt19937_64 random_{1};
+};
+
+TEST_F(Differential, EveryTableReducesLikeScalar) {
+  for (const Kernels* table : available_kernels())
+    for (std::size_t d = 0; d < kDTypes; ++d)
+      for (std::size_t op = 0; op < kReduceOps; ++op)
+        for (Data data : kAllData)
+          for (std::size_t n : lengths()) {
+            const auto dtype = static_cast<DType>(d);
+            Array expected = elements(dtype, n, data), x = elements(dtype, n, data);
+            Array actual = expected;
+            scalar().reduce[d][op](expected.data(), x.data(), n);
+            table->reduce[d][op](actual.data(), x.data(), n);
+            ASSERT_EQ(actual, expected) << table->name << " " << name_of(dtype) << " "
+                                        << name_of(static_cast<ReduceOp>(op)) << " n=" << n;
+          }
+}
+
+TEST_F(Differential, EveryTableReducesAnArrayIntoItself) {
+  for (const Kernels* table : available_kernels())
+    for (std::size_t d = 0; d < kDTypes; ++d)
+      for (std::size_t op = 0; op < kReduceOps; ++op) {
+        Array copy = elements(static_cast<DType>(d), 99, Data::kRandomBits);
+        Array expected = copy, actual = copy;
+        scalar().reduce[d][op](expected.data(), copy.data(), 99);
+        table->reduce[d][op](actual.data(), actual.data(), 99);
+        ASSERT_EQ(actual, expected) << table->name << " dtype " << d << " op " << op;
+      }
+}
+
+TEST_F(Differential, EveryTableScalesLikeScalar) {
+  for (const Kernels* table : available_kernels())
+    for (std::size_t d = 0; d < kDTypes; ++d)
+      for (double factor : {1.0 / 3, 0.125, -7e4, 0.0})
+        for (std::size_t n : lengths()) {
+          if (scalar().scale[d] == nullptr) continue;
+          Array expected = elements(static_cast<DType>(d), n, Data::kRandomBits);
+          Array actual = expected;
+          scalar().scale[d](expected.data(), factor, n);
+          table->scale[d](actual.data(), factor, n);
+          ASSERT_EQ(actual, expected) << table->name << " dtype " << d << " by " << factor;
+        }
+}
+
+TEST_F(Differential, EveryTableCastsLikeScalar) {
+  for (const Kernels* table : available_kernels())
+    for (CastKernels Kernels::* cast : {&Kernels::fp16, &Kernels::bf16})
+      for (float scale : {1.0F, 1024.0F, 0x1p-100F})
+        for (Data data : kAllData)
+          for (std::size_t n : lengths()) {
+            const CastKernels& reference = scalar().*cast;
+            const CastKernels& tested = table->*cast;
+            Array x = floats(n, data), in = payload(n);
+
+            Array plain = payload(n), plain_actual = plain;
+            reference.encode(x.floats(), scale, plain.data(), nullptr, n);
+            tested.encode(x.floats(), scale, plain_actual.data(), nullptr, n);
+            ASSERT_EQ(plain_actual, plain) << table->name << " n=" << n;
+
+            Array out = payload(n), out_actual = out;
+            Array error = floats(n, Data::kNormal), error_actual = error;
+            reference.encode(x.floats(), scale, out.data(), error.floats(), n);
+            tested.encode(x.floats(), scale, out_actual.data(), error_actual.floats(), n);
+            ASSERT_EQ(out_actual, out) << table->name << " n=" << n;
+            ASSERT_EQ(error_actual, error) << table->name << " n=" << n;
+
+            Array y = floats(n, data), y_actual = y;
+            reference.decode_add(in.data(), scale, y.floats(), n);
+            tested.decode_add(in.data(), scale, y_actual.floats(), n);
+            ASSERT_EQ(y_actual, y) << table->name << " n=" << n;
+
+            reference.decode(in.data(), scale, y.floats(), n);
+            tested.decode(in.data(), scale, y_actual.floats(), n);
+            ASSERT_EQ(y_actual, y) << table->name << " n=" << n;
+          }
+}
+
+double expected_value(ReduceOp op, double a, double b) {
+  if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<double>::quiet_NaN();
+  const bool a_first = a < b || (a == b && std::signbit(a));
+  switch (op) {
+    case ReduceOp::kMin:
+      return a_first ? a : b;
+    case ReduceOp::kMax:
+      return a_first ? b : a;
+    case ReduceOp::kProd:
+      return a * b;
+    default:
+      return a + b;
+  }
+}
+
+// Against the definition, in float64: it rounds twice, which is harmless for up to 25 digits.
+TEST_F(Differential, ScalarFollowsIeee754) {
+  constexpr std::size_t kCount = 20000;
+  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    const Format& format = *format_of(dtype);
+    const std::size_t size = size_of(dtype);
+    for (Data data : kAllData)
+      for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProd}) {
+        const bool twice_rounded = op == ReduceOp::kProd && dtype == DType::kBFloat16;
+        Array a = elements(dtype, kCount, data), b = elements(dtype, kCount, data), sum = a;
+        scalar().reduce[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](
+            sum.data(), b.data(), kCount);
+        for (std::size_t i = 0; i < kCount; ++i) {
+          std::uint64_t left = 0, right = 0, actual = 0;
+          std::memcpy(&left, a.data() + i * size, size);
+          std::memcpy(&right, b.data() + i * size, size);
+          std::memcpy(&actual, sum.data() + i * size, size);
+          double value = expected_value(op, format.decode(left), format.decode(right));
+          if (twice_rounded) value = static_cast<float>(value);  // "through float32"
+          ASSERT_EQ(actual, format.encode(value))
+              << name_of(dtype) << " " << name_of(op) << " of " << left << " and " << right;
+        }
+      }
+  }
+}
+
+template <typename T>
+std::vector<T> reduced(DType dtype, ReduceOp op, std::vector<T> a, const std::vector<T>& b) {
+  kernels().reduce[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](
+      a.data(), b.data(), a.size());
+  return a;
+}
+
+TEST(Reduce, IntegersWrapAndCompareWithTheirSign) {
+  using I8 = std::vector<std::int8_t>;
+  const I8 a = {127, -128, -1, 100}, b = {1, -1, 1, 3};
+  EXPECT_EQ(reduced(DType::kInt8, ReduceOp::kSum, a, b), (I8{-128, 127, 0, 103}));
+  EXPECT_EQ(reduced(DType::kInt8, ReduceOp::kProd, a, b), (I8{127, -128, -1, 44}));
+  EXPECT_EQ(reduced(DType::kInt8, ReduceOp::kMin, a, b), (I8{1, -128, -1, 3}));
+  EXPECT_EQ(reduced(DType::kInt8, ReduceOp::kMax, a, b), (I8{127, -1, 1, 100}));
+
+  using U8 = std::vector<std::uint8_t>;
+  EXPECT_EQ(reduced(DType::kUInt8, ReduceOp::kMax, U8{255, 1}, U8{1, 128}), (U8{255, 128}));
+
+  using I64 = std::vector<std::int64_t>;
+  const std::int64_t least = std::numeric_limits<std::int64_t>::min();
+  EXPECT_EQ(reduced(DType::kInt64, ReduceOp::kSum, I64{least, 5}, I64{-1, -7}),
+            (I64{std::numeric_limits<std::int64_t>::max(), -2}));
+  EXPECT_EQ(reduced(DType::kInt64, ReduceOp::kProd, I64{least, 1LL << 40}, I64{-1, 3}),
+            (I64{least, 3LL << 40}));
+
+  using I32 = std::vector<std::int32_t>;
+  EXPECT_EQ(reduced(DType::kInt32, ReduceOp::kMin, I32{-5, 5}, I32{3, 3}), (I32{-5, 3}));
+}
+
+TEST(Reduce, Float64NanAndZerosAsThe2019StandardSays) {
+  using F64 = std::vector<double>;
+  const double nan = std::bit_cast<double>(0xFFF0000000000123ULL);
+  const F64 a = {nan, 1, -0.0, 0.0, 2}, b = {1, nan, 0.0, -0.0, 3};
+  const auto least = reduced(DType::kFloat64, ReduceOp::kMin, a, b);
+  const auto most = reduced(DType::kFloat64, ReduceOp::kMax, a, b);
+  for (std::size_t i : {0, 1}) {
+    EXPECT_EQ(std::bit_cast<std::uint64_t>(least[i]), kFloat64Format.quiet_nan());
+    EXPECT_EQ(std::bit_cast<std::uint64_t>(most[i]), kFloat64Format.quiet_nan());
+  }
+  for (std::size_t i : {2, 3}) {
+    EXPECT_TRUE(std::signbit(least[i]));
+    EXPECT_FALSE(std::signbit(most[i]));
+  }
+  EXPECT_EQ(least[4], 2);
+  EXPECT_EQ(most[4], 3);
+}
+
+TEST(Scale, RoundsTheFactorToFloat32ExceptForFloat64) {
+  std::vector<float> single = {3, 7, 1e-3F};
+  std::vector<double> wide = {3, 7, 1e-3};
+  kernels().scale[static_cast<std::size_t>(DType::kFloat32)](single.data(), 1.0 / 3, 3);
+  kernels().scale[static_cast<std::size_t>(DType::kFloat64)](wide.data(), 1.0 / 3, 3);
+  const float third = static_cast<float>(1.0 / 3);
+  EXPECT_EQ(single, (std::vector<float>{3 * third, 7 * third, 1e-3F * third}));
+  EXPECT_EQ(wide, (std::vector<double>{3 * (1.0 / 3), 7 * (1.0 / 3), 1e-3 * (1.0 / 3)}));
+}
+
+constexpr unsigned kFlushAndRoundDown = 0x1F80 | 0x8000 | 0x0040 | 0x2000;
+
+TEST(FloatEnvironment, ShieldsKernelsFromTheCallersModes) {
+  const unsigned before = _mm_getcsr();
+  for (const Kernels* table : available_kernels()) {
+    const auto add = table->reduce[0][0];
+    const std::vector<float> x = {0x1p-149F, 0x1p-24F + 0x1p-40F};
+    std::vector<float> flushed = {0x1p-140F, 1}, kept = flushed;
+    _mm_setcsr(kFlushAndRoundDown);
+    add(flushed.data(), x.data(), 2);
+    unsigned inside = 0;
+    {
+      const FloatEnvironment environment;
+      inside = _mm_getcsr();
+      add(kept.data(), x.data(), 2);
+    }
+    const unsigned after = _mm_getcsr();
+    _mm_setcsr(before);
+    EXPECT_EQ(inside, 0x1F80U);
+    EXPECT_EQ(after & 0xFFC0U, kFlushAndRoundDown);
+    EXPECT_EQ(flushed, (std::vector<float>{0, 1})) << "the modes under test had no effect";
+    EXPECT_EQ(kept, (std::vector<float>{0x1p-140F + 0x1p-149F, 1 + 0x1p-23F})) << table->name;
+  }
+}
+
+TEST(Dispatch, ListsDistinctTablesWithScalarLast) {
+  std::set<std::string_view> names;
+  for (const Kernels* table : available_kernels()) names.insert(table->name);
+  EXPECT_EQ(names.size(), available_kernels().size());
+  EXPECT_STREQ(scalar().name, "scalar");
+}
+
+// Run in a process of its own: the choice is made once.
+[[noreturn]] void print_active(const char* wanted) {
+  setenv("GRADWIRE_SIMD", wanted, 1);
+  try {
+    std::cerr << "active=" << kernels().name << "." << std::endl;
+  } catch (const InvalidArgument& error) {
+    std::cerr << "refused: " << error.what() << std::endl;
+  }
+  std::exit(0);
+}
+
+TEST(DispatchDeathTest, EnvironmentNamesTheTable) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  for (const Kernels* table : available_kernels())
+    EXPECT_EXIT(print_active(table->name), testing::ExitedWithCode(0),
+                std::string("active=") + table->name + "\\.");
+  EXPECT_EXIT(print_active("neon"), testing::ExitedWithCode(0), "refused: .*'neon'.*scalar");
+  EXPECT_EXIT(print_active(""), testing::ExitedWithCode(0),
+              std::string("active=") + available_kernels().front()->name + "\\.");
+}
+
+}  // namespace
+}  // namespace gradwire::codec
