@@ -20,11 +20,12 @@ class Deadline {
                                        std::chrono::duration<double>(std::max(seconds, 0.0))));
   }
 
-  bool passed() const { return when_ != Clock::time_point::max() && Clock::now() >= when_; }
+  bool is_never() const { return when_ == Clock::time_point::max(); }
+  bool passed() const { return !is_never() && Clock::now() >= when_; }
 
   // For poll(): the milliseconds left, rounded up, at most `cap`.
   int milliseconds_left(int cap) const {
-    if (when_ == Clock::time_point::max()) return cap;
+    if (is_never()) return cap;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(when_ - Clock::now()).count();
     return static_cast<int>(std::clamp<long long>(left, 0, cap));
   }

@@ -1,4 +1,5 @@
-// Everything a caller can cause is thrown as one of these; Python sees the same tree (gradwire.Error).
+// Everything a caller can cause is thrown as one of these; Python sees the same tree
+// (gradwire.Error).
 //
 //   Error
 //   ├── InvalidArgument   the call itself is wrong; nothing was sent, the communicator lives

@@ -23,8 +23,8 @@ struct FrameHeader {
   std::uint32_t fingerprint = 0;   // OpSpec::fingerprint(): both ends mean the same operation
   std::uint32_t segment = 0;       // which instance of the schedule (part of a message, for send)
   std::uint16_t round = 0;
-  std::uint16_t flags = 0;         // FrameFlags
-  std::uint32_t length = 0;        // payload bytes that follow
+  std::uint16_t flags = 0;   // FrameFlags
+  std::uint32_t length = 0;  // payload bytes that follow
   std::uint32_t reserved = 0;
 
   bool operator==(const FrameHeader&) const = default;

@@ -37,11 +37,25 @@ int ArenaTransport::first_free_cell() noexcept {
   return kNoCell;
 }
 
+// The last message but messages_per_peer - 1 is still unread.
+bool ArenaTransport::has_its_share(Rank peer) {
+  const auto share = static_cast<std::size_t>(options().messages_per_peer);
+  if (share >= messages_) return false;
+  const auto& entry = own_->entry(peer, (at(peer).posted + messages_ - share) % messages_);
+  if (entry.load() == Descriptor::kNone) return false;
+  want_room();
+  return entry.load() != Descriptor::kNone;
+}
+
+void ArenaTransport::want_room() noexcept {
+  own_->wants_room().store(1);
+  starved_ = true;
+}
+
 int ArenaTransport::find_room() {
   int cell = first_free_cell();
   if (cell == kNoCell) {
-    own_->wants_room().store(1);
-    starved_ = true;
+    want_room();
     cell = first_free_cell();
   }
   if (cell != kNoCell && std::exchange(starved_, false)) own_->wants_room().store(0);
@@ -79,7 +93,7 @@ std::optional<ConstBytes> ArenaTransport::arrived(Rank peer) {
 void ArenaTransport::consume(Rank peer) {
   Link& link = at(peer);
   link.arena->entry(options().rank, link.consumed)
-      .store(Descriptor::kNone, std::memory_order_relaxed);
+      .store(Descriptor::kNone);
   link.consumed = next(link.consumed);
   const bool is_free = link.arena->readers(link.front).fetch_sub(1) == 1;
   if (is_free && link.arena->wants_room().load() != 0) wake(link);

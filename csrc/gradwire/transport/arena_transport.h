@@ -30,6 +30,7 @@ class ArenaTransport final : public StagedTransport {
   };
 
   void link(UniqueFd socket, Rank peer, const Deadline& deadline) override;
+  bool has_its_share(Rank peer) override;
   int find_room() override;
   std::byte* staging(int cell) noexcept override;
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
@@ -39,6 +40,7 @@ class ArenaTransport final : public StagedTransport {
   Link& at(Rank peer) noexcept { return links_[static_cast<std::size_t>(peer)]; }
   std::size_t next(std::size_t position) const noexcept;
   int first_free_cell() noexcept;
+  void want_room() noexcept;
   void wake(Link& link) noexcept;
   void answer_bell(Rank peer);
   void bury(Rank peer);

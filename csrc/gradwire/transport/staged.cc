@@ -55,6 +55,9 @@ Bytes StagedTransport::reserve(std::span<const Rank> peers, std::size_t bytes) {
                                    "a message of " + std::to_string(bytes) + " bytes exceeds the " +
                                        std::to_string(options_.max_message) +
                                        " bytes of max_message"));
+  open_.cell = kNoCell;
+  for (Rank peer : peers)
+    if (has_its_share(peer)) return {};
   open_.cell = find_room();
   if (open_.cell == kNoCell) return {};
   open_.bytes = bytes;

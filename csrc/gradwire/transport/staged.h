@@ -30,6 +30,8 @@ class StagedTransport : public Transport {
 
   // Makes the link over a socket whose other end agreed to the Options.
   virtual void link(UniqueFd socket, Rank peer, const Deadline& deadline) = 0;
+  // The peer has as many unread messages as it may have (Options::messages_per_peer).
+  virtual bool has_its_share(Rank peer) = 0;
   // A cell (one message's staging memory) that no reader needs any more, or kNoCell.
   virtual int find_room() = 0;
   virtual std::byte* staging(int cell) noexcept = 0;

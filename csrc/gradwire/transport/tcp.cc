@@ -45,6 +45,7 @@ class TcpTransport final : public StagedTransport {
   };
 
   void link(UniqueFd socket, Rank peer, const Deadline& deadline) override;
+  bool has_its_share(Rank peer) override;
   int find_room() override;
   std::byte* staging(int cell) noexcept override { return cell_at(cell).frame.data() + kPayloadAt; }
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
@@ -85,6 +86,12 @@ int TcpTransport::first_free_cell() const noexcept {
   for (std::size_t cell = 0; cell < cells_.size(); ++cell)
     if (cells_[cell].readers == 0) return static_cast<int>(cell);
   return kNoCell;
+}
+
+bool TcpTransport::has_its_share(Rank peer) {
+  const auto share = static_cast<std::size_t>(options().messages_per_peer);
+  if (at(peer).outbox.size() >= share) push_out(peer);
+  return at(peer).outbox.size() >= share;
 }
 
 int TcpTransport::find_room() {

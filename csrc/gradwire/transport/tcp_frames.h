@@ -49,6 +49,7 @@ class CellQueue {
  public:
   explicit CellQueue(std::size_t capacity = 0) : cells_(capacity) {}
   bool empty() const noexcept { return count_ == 0; }
+  std::size_t size() const noexcept { return count_; }
   int front() const noexcept { return cells_[first_]; }
   void push(int cell) noexcept { cells_[(first_ + count_++) % cells_.size()] = cell; }
   void pop() noexcept {

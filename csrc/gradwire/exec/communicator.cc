@@ -1,0 +1,500 @@
+#include "gradwire/exec/communicator.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
+#include "gradwire/exec/failure.h"
+
+namespace gradwire::exec {
+namespace {
+
+// More ranks than cores is the normal case: hardly spin, soon let others run, then sleep.
+constexpr int kSpins = 100;
+constexpr int kYields = 20;
+constexpr int kInterruptMilliseconds = 100;
+constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
+// How long a failed link waits for the control plane to name the root cause.
+constexpr double kRootCauseSeconds = 0.5;
+
+transport::Options link_options(const Identity& identity, const Tuning& tuning) {
+  transport::Options options;
+  options.rank = identity.rank;
+  options.size = identity.size;
+  options.max_message = tuning.max_message;
+  options.messages = std::max(16, 2 * identity.size);  // a plan stages a whole round
+  return options;
+}
+
+transport::Options transfer_options(const Identity& identity, const Tuning& tuning) {
+  transport::Options options = link_options(identity, tuning);
+  options.max_message = std::min<std::size_t>(tuning.max_message, 64 * 1024);
+  options.messages_per_peer = 4;  // who does not receive holds up nobody else
+  options.messages = std::max(4, options.messages_per_peer * (identity.size - 1));
+  return options;
+}
+
+}  // namespace
+
+Communicator::Communicator(Identity identity, Tuning tuning)
+    : identity_(std::move(identity)),
+      links_(link_options(identity_, tuning)),
+      transfer_links_(transfer_options(identity_, tuning)),
+      control_(identity_.rank, identity_.size),
+      wakeup_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      plans_({identity_.rank, identity_.size, identity_.hosts, tuning.max_message,
+              tuning.segment_bytes}),
+      transfers_(identity_.rank, identity_.size, identity_.communicator) {
+  if (!wakeup_.valid()) throw Error(system_message("eventfd", errno));
+}
+
+Communicator::~Communicator() {
+  abort("the communicator was destroyed");
+  if (progress_.joinable()) {
+    progress_.request_stop();
+    changed_.notify_all();
+    progress_.join();
+  }
+}
+
+void Communicator::adopt_control(UniqueFd socket, Rank peer) {
+  control_.adopt(std::move(socket), peer);
+}
+
+void Communicator::adopt_link(Lane lane, std::string_view transport, UniqueFd socket, Rank peer,
+                              double timeout) {
+  Links& links = lane == Lane::kCollective ? links_ : transfer_links_;
+  links.adopt(transport, std::move(socket), peer, timeout);
+}
+
+// ---- Calls -------------------------------------------------------------------------------------
+
+void Communicator::run(const Request& request, const Interrupt& interrupt) {
+  const std::shared_ptr<Work> work = enqueue(request);
+  drive_or_wait(*work, Deadline::never(), interrupt);
+  work->rethrow();
+}
+
+std::shared_ptr<Work> Communicator::submit(const Request& request) {
+  std::shared_ptr<Work> work = enqueue(request);
+  start_progress_thread();
+  return work;
+}
+
+std::shared_ptr<Work> Communicator::send(std::byte* data, std::size_t size, Rank to,
+                                         double timeout) {
+  check_peer(to);
+  Transfer transfer;
+  transfer.data = data;
+  transfer.size = size;
+  transfer.peer = to;
+  transfer.deadline = Deadline::after(timeout);
+  return enqueue_transfer(std::move(transfer), /*sends=*/true);
+}
+
+std::shared_ptr<Work> Communicator::receive(std::byte* data, std::size_t size, Rank from,
+                                            double timeout) {
+  if (from != Transfer::kAnyRank) check_peer(from);
+  Transfer transfer;
+  transfer.data = data;
+  transfer.size = size;
+  transfer.peer = from;
+  transfer.deadline = Deadline::after(timeout);
+  return enqueue_transfer(std::move(transfer), /*sends=*/false);
+}
+
+void Communicator::wait(Work& work, double timeout, const Interrupt& interrupt) {
+  const Deadline deadline = Deadline::after(timeout);
+  drive_or_wait(work, deadline, interrupt);
+  if (!work.done())
+    throw Timeout("rank " + std::to_string(identity_.rank) +
+                      ": wait() ended before its operation, which goes on; wait again or abort()",
+                  kNoPeer);
+  work.rethrow();
+}
+
+void Communicator::check_peer(Rank peer) const {
+  if (peer >= 0 && peer < identity_.size && peer != identity_.rank) return;
+  throw InvalidArgument("rank " + std::to_string(peer) + " is no peer of rank " +
+                        std::to_string(identity_.rank) + " in a communicator of " +
+                        std::to_string(identity_.size));
+}
+
+void Communicator::require_alive() const {
+  if (failure_) std::rethrow_exception(failure_);
+  if (closed_) throw Aborted("this communicator is closed");
+}
+
+std::unique_ptr<Communicator::Pending> Communicator::take_spare() {
+  if (spare_.empty()) return std::make_unique<Pending>();
+  auto pending = std::move(spare_.back());
+  spare_.pop_back();
+  if (pending->work.use_count() > 1)
+    pending->work = std::make_shared<Work>();
+  else
+    pending->work->reuse();
+  return pending;
+}
+
+std::shared_ptr<Work> Communicator::enqueue(const Request& request) {
+  Operation::check(request, identity_.rank, identity_.size);
+  std::lock_guard lock(mutex_);
+  require_alive();
+  auto pending = take_spare();
+  pending->operation.bind(request, plans_.find(request, links_.link_of()), identity_.rank,
+                          identity_.size);
+  pending->timeout = request.timeout;
+  std::shared_ptr<Work> work = pending->work;
+  queue_.push_back(std::move(pending));
+  if (driving_) ring();
+  return work;
+}
+
+std::shared_ptr<Work> Communicator::enqueue_transfer(Transfer transfer, bool sends) {
+  transfer.work = std::make_shared<Work>();
+  std::shared_ptr<Work> work = transfer.work;
+  {
+    std::lock_guard lock(mutex_);
+    require_alive();
+    submitted_.emplace_back(std::move(transfer), sends);
+    attention_ = true;
+  }
+  ring();
+  start_progress_thread();
+  return work;
+}
+
+void Communicator::ring() noexcept {
+  [[maybe_unused]] const int failed = ::eventfd_write(wakeup_.get(), 1);
+}
+
+Traffic Communicator::traffic() const {
+  std::lock_guard lock(mutex_);
+  return traffic_;
+}
+
+bool Communicator::closed() const {
+  std::lock_guard lock(mutex_);
+  return closed_ || failure_ != nullptr;
+}
+
+// ---- Ending ------------------------------------------------------------------------------------
+
+void Communicator::abort(const std::string& reason) noexcept {
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_ || failure_ || abort_requested_) return;
+    abort_requested_ = true;
+    abort_reason_ = reason;
+    attention_ = true;
+    if (!driving_) fail_locked(std::make_exception_ptr(Aborted(reason)));
+  }
+  ring();
+  changed_.notify_all();
+}
+
+void Communicator::close(double timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  std::unique_lock lock(mutex_);
+  if (closed_) return;
+  if (!queue_.empty() || !submitted_.empty()) start_progress_thread_locked();
+  const auto idle = [this] {
+    return failure_ || (!driving_ && queue_.empty() && submitted_.empty());
+  };
+  while (!idle() && !deadline.passed())
+    changed_.wait_for(lock, std::chrono::milliseconds(deadline.milliseconds_left(100)));
+  const bool in_peace = !failure_ && idle();
+  if (in_peace) {
+    transport::ControlFrame bye;
+    bye.type = transport::ControlType::kBye;
+    bye.culprit = identity_.rank;
+    control_.broadcast(bye);
+    closed_ = true;
+  }
+  lock.unlock();
+  if (!in_peace)
+    abort("rank " + std::to_string(identity_.rank) +
+          " closed its communicator with work in flight");
+  stop_progress_thread();
+  lock.lock();
+  closed_ = true;
+  links_ = Links({});
+  transfer_links_ = Links({});
+  control_ = transport::Control(identity_.rank, identity_.size);
+}
+
+void Communicator::stop_progress_thread() {
+  progress_.request_stop();
+  changed_.notify_all();
+  ring();
+  if (progress_.joinable()) progress_.join();
+}
+
+// ---- The driver --------------------------------------------------------------------------------
+
+void Communicator::start_progress_thread() {
+  std::lock_guard lock(mutex_);
+  start_progress_thread_locked();
+}
+
+void Communicator::start_progress_thread_locked() {
+  if (!progress_.joinable())
+    progress_ = std::jthread([this](const std::stop_token& stop) { progress_loop(stop); });
+  changed_.notify_all();
+}
+
+void Communicator::progress_loop(const std::stop_token& stop) {
+  std::unique_lock lock(mutex_);
+  const auto has_work = [this] {
+    return !driving_ && (!queue_.empty() || !submitted_.empty() || !transfers_.idle());
+  };
+  while (!stop.stop_requested()) {
+    changed_.wait(lock, [&] { return stop.stop_requested() || has_work(); });
+    if (!stop.stop_requested()) drive(lock, nullptr, nullptr);
+  }
+}
+
+// Until `work` is over: drives when nobody does, else sleeps until it may be its turn.
+void Communicator::drive_or_wait(Work& work, Deadline deadline, const Interrupt& interrupt) {
+  std::unique_lock lock(mutex_);
+  while (!work.done() && !deadline.passed()) {
+    if (!driving_ && deadline.is_never()) {
+      drive(lock, &work, interrupt);
+      continue;
+    }
+    if (!driving_) start_progress_thread_locked();
+    lock.unlock();
+    const double left = deadline.milliseconds_left(kInterruptMilliseconds) / 1e3;
+    const bool over = work.wait_for(std::min(left, kInterruptSeconds));
+    if (!over && interrupt) interrupt_or_abort(interrupt);
+    lock.lock();
+  }
+}
+
+void Communicator::interrupt_or_abort(const Interrupt& interrupt) {
+  try {
+    interrupt();
+  } catch (...) {
+    abort("rank " + std::to_string(identity_.rank) + " was interrupted");
+    throw;
+  }
+}
+
+// Called with the mutex held, which it gives up while it works. With `until` it returns when that
+// work is over, else when there is nothing left to do.
+void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
+                         const Interrupt& interrupt) {
+  driving_ = true;
+  lock.unlock();
+  std::exception_ptr interruption;
+  try {
+    const codec::FloatEnvironment environment;
+    for (int idle = 0; !finished(until);) {
+      if (advance()) {
+        idle = 0;
+      } else {
+        rest(++idle, interrupt);
+      }
+    }
+  } catch (const Interruption& stopped) {
+    interruption = stopped.cause;
+    fail(std::make_exception_ptr(
+        Aborted("rank " + std::to_string(identity_.rank) + " was interrupted")));
+  } catch (...) {
+    fail(root_cause(std::current_exception()));
+  }
+  lock.lock();
+  driving_ = false;
+  changed_.notify_all();
+  if (interruption) std::rethrow_exception(interruption);
+}
+
+// Seen by the driver only.
+bool Communicator::finished(const Work* until) const {
+  if (until != nullptr) return until->done();
+  std::lock_guard lock(mutex_);
+  return queue_.empty() && submitted_.empty() && transfers_.idle();
+}
+
+bool Communicator::advance() {
+  if (attention_.exchange(false)) take_attention();
+  const bool moved = !transfers_.idle() && transfers_.advance(transfer_links_, driver_traffic_);
+  return advance_collective() || moved;
+}
+
+// What other threads left: an abort, new transfers.
+void Communicator::take_attention() {
+  std::lock_guard lock(mutex_);
+  if (abort_requested_) throw Aborted(abort_reason_);
+  for (auto& [transfer, sends] : submitted_) {
+    if (sends)
+      transfers_.send(std::move(transfer));
+    else
+      transfers_.receive(std::move(transfer));
+  }
+  submitted_.clear();
+}
+
+bool Communicator::advance_collective() {
+  if (current_ == nullptr && !start_next()) return false;
+  // Many steps under one look around; few enough to notice an abort soon.
+  constexpr int kBurst = 16;
+  bool progressed = false;
+  for (int i = 0; i < kBurst && execution_.advance(links_, driver_traffic_); ++i) progressed = true;
+  if (!execution_.done()) return progressed;
+  finish_current();
+  return true;
+}
+
+bool Communicator::start_next() {
+  {
+    std::lock_guard lock(mutex_);
+    if (queue_.empty()) return false;
+    current_ = queue_.front().get();
+  }
+  current_->deadline = Deadline::after(current_->timeout);
+  current_->operation.copy_in();
+  Execution::Call call = current_->operation.call();
+  call.rank = identity_.rank;
+  call.communicator = identity_.communicator;
+  call.operation = operation_++;
+  execution_.start(call);
+  return true;
+}
+
+void Communicator::finish_current() {
+  current_->operation.copy_out();
+  current_ = nullptr;
+  std::lock_guard lock(mutex_);
+  auto done = std::move(queue_.front());
+  queue_.erase(queue_.begin());
+  traffic_ = driver_traffic_;
+  done->work->finish(nullptr);
+  spare_.push_back(std::move(done));
+}
+
+void Communicator::rest(int idle, const Interrupt& interrupt) {
+  if (idle <= kSpins) {
+    __builtin_ia32_pause();
+  } else if (idle <= kSpins + kYields) {
+    ::sched_yield();
+  } else {
+    sleep(interrupt);
+  }
+}
+
+void Communicator::sleep(const Interrupt& interrupt) {
+  check_control();
+  check_deadlines();
+  links_.arm();
+  transfer_links_.arm();
+  const bool moved = advance();  // once more: what came before arm() rings no bell
+  if (!moved && !attention_) poll_doorbells();
+  links_.disarm();
+  transfer_links_.disarm();
+  if (interrupt && interrupt_due_.passed()) {
+    interrupt_due_ = Deadline::after(kInterruptSeconds);
+    call_interrupt(interrupt);
+  }
+}
+
+void Communicator::call_interrupt(const Interrupt& interrupt) {
+  try {
+    interrupt();
+  } catch (...) {
+    throw Interruption{std::current_exception()};
+  }
+}
+
+void Communicator::poll_doorbells() {
+  std::array<pollfd, 16> fds;
+  nfds_t count = 0;
+  auto add = [&](int fd) { fds.at(count++) = {fd, POLLIN, 0}; };
+  add(wakeup_.get());
+  add(control_.doorbell());
+  for (int fd : links_.doorbells()) add(fd);
+  for (int fd : transfer_links_.doorbells()) add(fd);
+  ::poll(fds.data(), count, kInterruptMilliseconds);
+  eventfd_t ignored;
+  if (fds[0].revents != 0) ::eventfd_read(wakeup_.get(), &ignored);
+}
+
+void Communicator::check_deadlines() {
+  const std::string me = "rank " + std::to_string(identity_.rank) + ": ";
+  if (const Transfer* late = transfers_.overdue()) {
+    const std::string whom = late->peer < 0 ? "any rank" : "rank " + std::to_string(late->peer);
+    throw Timeout(me + "no send or recv matched with " + whom + " before the timeout", late->peer);
+  }
+  if (current_ == nullptr || !current_->deadline.passed()) return;
+  const Frame* frame = execution_.waiting_frame();
+  const Rank peer = execution_.waiting_for();
+  std::string text = me + current_->operation.plan().spec().to_string() +
+                     " did not finish within " + std::to_string(current_->timeout) + " s";
+  if (frame != nullptr)
+    text += "; it waits for rank " + std::to_string(peer) + " in round " +
+            std::to_string(frame->round) + ", segment " + std::to_string(frame->segment) +
+            ". Is that rank alive, and did it make the same call?";
+  throw Timeout(text, peer);
+}
+
+// ---- Failures ----------------------------------------------------------------------------------
+
+void Communicator::check_control() {
+  while (const auto event = control_.poll())
+    if (event->frame.type == transport::ControlType::kFailure)
+      std::rethrow_exception(error_of(event->frame));
+}
+
+// A link's failure is often the echo of another: ask the control plane, which knows the culprit.
+std::exception_ptr Communicator::root_cause(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const TransportError& e) {
+    return control_says(e.peer()).value_or(error);
+  } catch (...) {
+    return error;
+  }
+}
+
+std::optional<std::exception_ptr> Communicator::control_says(Rank peer) {
+  const Deadline deadline = Deadline::after(kRootCauseSeconds);
+  do {
+    while (const auto event = control_.poll())
+      if (event->frame.type == transport::ControlType::kFailure) return error_of(event->frame);
+    if (peer >= 0 && control_.said_bye(peer))
+      return std::make_exception_ptr(TransportError(
+          "rank " + std::to_string(identity_.rank) + ": rank " + std::to_string(peer) +
+              " closed its communicator while this rank still waited for it; did all ranks make "
+              "the same calls?",
+          peer));
+    pollfd fd{control_.doorbell(), POLLIN, 0};
+    ::poll(&fd, 1, deadline.milliseconds_left(kInterruptMilliseconds));
+  } while (!deadline.passed());
+  return std::nullopt;
+}
+
+void Communicator::fail(const std::exception_ptr& error) noexcept {
+  std::lock_guard lock(mutex_);
+  fail_locked(error);
+}
+
+// Nobody drives, or the driver itself calls: its own state may be touched.
+void Communicator::fail_locked(const std::exception_ptr& error) noexcept {
+  if (failure_) return;
+  failure_ = error;
+  control_.broadcast(failure_frame(error, identity_.rank));
+  current_ = nullptr;
+  for (auto& each : queue_) each->work->finish(error);
+  queue_.clear();
+  transfers_.fail(error);
+  for (auto& [transfer, sends] : submitted_) transfer.work->finish(error);
+  submitted_.clear();
+}
+
+}  // namespace gradwire::exec

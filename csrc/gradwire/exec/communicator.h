@@ -1,0 +1,157 @@
+// Communicator: what one rank holds of a group of ranks. It owns the links, the control sockets and
+// the one progress thread, and turns requests into executions.
+//
+// Threads: every public function may be called from any thread. Work is driven by one thread at a
+// time, the driver: a blocking call drives on the caller's thread when nobody else does, otherwise
+// the progress thread does, which is started by the first asynchronous call. Collectives run in the
+// order of their calls, transfers (send, recv) beside them.
+//
+// A failure is final: every pending and later call throws the same root cause.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gradwire/base/deadline.h"
+#include "gradwire/base/fd.h"
+#include "gradwire/exec/execution.h"
+#include "gradwire/exec/links.h"
+#include "gradwire/exec/operation.h"
+#include "gradwire/exec/plan_cache.h"
+#include "gradwire/exec/point_to_point.h"
+#include "gradwire/exec/work.h"
+#include "gradwire/transport/control.h"
+
+namespace gradwire::exec {
+
+enum class Lane : std::uint8_t { kCollective, kPointToPoint };
+
+struct Identity {
+  Rank rank = 0;
+  int size = 1;
+  std::uint32_t communicator = 0;        // number in the job, in every frame
+  std::vector<std::vector<Rank>> hosts;  // ranks of each host, for hierarchical schedules
+};
+
+struct Tuning {
+  std::size_t max_message = 256 * 1024;  // bytes of the largest frame; the same on all ranks
+  std::size_t segment_bytes = 0;         // 0: chosen for each operation
+};
+
+class Communicator {
+ public:
+  // Called about every 100 ms by a thread that waits in a blocking call; throws to end the wait
+  // (and abort the communicator), as Ctrl-C does.
+  using Interrupt = std::function<void()>;
+
+  Communicator(Identity identity, Tuning tuning);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Authenticated sockets, in ascending order of peers, before anything else.
+  void adopt_control(UniqueFd socket, Rank peer);
+  void adopt_link(Lane lane, std::string_view transport, UniqueFd socket, Rank peer,
+                  double timeout);
+
+  const Identity& identity() const noexcept { return identity_; }
+  std::string_view transport_of(Rank peer) const { return links_.transport_of(peer); }
+
+  void run(const Request& request, const Interrupt& interrupt = nullptr);
+  std::shared_ptr<Work> submit(const Request& request);
+  std::shared_ptr<Work> send(std::byte* data, std::size_t size, Rank to, double timeout);
+  // from = Transfer::kAnyRank: whoever sends first.
+  std::shared_ptr<Work> receive(std::byte* data, std::size_t size, Rank from, double timeout);
+  // Blocks until the work is over, at most `timeout` seconds; then Timeout, and the work goes on.
+  void wait(Work& work, double timeout, const Interrupt& interrupt = nullptr);
+
+  // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters.
+  void abort(const std::string& reason) noexcept;
+  // Finishes pending work, says BYE, lets go of all sockets. Later calls throw Aborted.
+  void close(double timeout);
+  bool closed() const;
+
+  Traffic traffic() const;
+
+ private:
+  // A collective that waits for its turn, or has it. Reused, with all that it has allocated.
+  struct Pending {
+    Operation operation;
+    std::shared_ptr<Work> work = std::make_shared<Work>();
+    double timeout = 0;
+    Deadline deadline = Deadline::never();
+  };
+
+  std::shared_ptr<Work> enqueue(const Request& request);
+  std::shared_ptr<Work> enqueue_transfer(Transfer transfer, bool sends);
+  std::unique_ptr<Pending> take_spare();
+  void check_peer(Rank peer) const;
+  void require_alive() const;
+  void ring() noexcept;
+  void start_progress_thread();
+  void start_progress_thread_locked();
+  void stop_progress_thread();
+  void progress_loop(const std::stop_token& stop);
+
+  void drive_or_wait(Work& work, Deadline deadline, const Interrupt& interrupt);
+  void interrupt_or_abort(const Interrupt& interrupt);
+
+  // The driver: one thread at a time, the one that set driving_.
+  void drive(std::unique_lock<std::mutex>& lock, const Work* until, const Interrupt& interrupt);
+  bool finished(const Work* until) const;
+  bool advance();
+  void take_attention();
+  bool advance_collective();
+  bool start_next();
+  void finish_current();
+  void rest(int idle, const Interrupt& interrupt);
+  void sleep(const Interrupt& interrupt);
+  void call_interrupt(const Interrupt& interrupt);
+  void poll_doorbells();
+  void check_deadlines();
+  void check_control();
+  std::exception_ptr root_cause(const std::exception_ptr& error);
+  std::optional<std::exception_ptr> control_says(Rank peer);
+  void fail(const std::exception_ptr& error) noexcept;
+  void fail_locked(const std::exception_ptr& error) noexcept;
+
+  Identity identity_;
+  Links links_;
+  Links transfer_links_;
+  transport::Control control_;
+  UniqueFd wakeup_;  // eventfd: something was submitted or aborted
+
+  mutable std::mutex mutex_;         // everything below but the driver's own
+  std::condition_variable changed_;  // the driver left, or there is new work
+  bool driving_ = false;
+  bool closed_ = false;
+  bool abort_requested_ = false;
+  std::string abort_reason_;
+  std::exception_ptr failure_;                   // set once: the communicator is dead
+  std::vector<std::unique_ptr<Pending>> queue_;  // the front is executing
+  std::vector<std::unique_ptr<Pending>> spare_;
+  std::vector<std::pair<Transfer, bool>> submitted_;  // transfers not yet seen by the driver
+  PlanCache plans_;
+  std::atomic<bool> attention_{false};  // abort or new transfers: look under the mutex
+
+  // The driver's own; anybody's under the mutex while nobody drives.
+  Pending* current_ = nullptr;  // the front of the queue, started
+  Deadline interrupt_due_ = Deadline::after(0);
+  Execution execution_;
+  PointToPoint transfers_;
+  std::uint32_t operation_ = 0;
+  Traffic driver_traffic_;
+  Traffic traffic_;  // published under the mutex when an operation ends
+
+  std::jthread progress_;
+};
+
+}  // namespace gradwire::exec

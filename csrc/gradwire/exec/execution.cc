@@ -1,0 +1,245 @@
+#include "gradwire/exec/execution.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
+
+namespace gradwire::exec {
+namespace {
+
+using schedule::Landing;
+
+std::size_t index_of(DType dtype) { return static_cast<std::size_t>(dtype); }
+
+ConstBytes first(ConstBytes in, std::size_t size) {
+  if (in.size() < size) throw InvalidArgument("a frame is shorter than its parts");
+  return in.first(size);
+}
+
+}  // namespace
+
+void Execution::start(const Call& call) {
+  call_ = call;
+  sent_ = landed_ = 0;
+  ended_ = false;
+  if (store_.size() < call.plan->store_bytes()) store_.resize(call.plan->store_bytes());
+  if (stored_bytes_.size() < call.plan->stored_parts())
+    stored_bytes_.resize(call.plan->stored_parts());
+}
+
+bool Execution::advance(Links& links, Traffic& traffic) {
+  const bool sent = try_send(links, traffic);
+  const bool received = try_receive(links);
+  return sent || received || try_end(links);
+}
+
+bool Execution::try_send(Links& links, Traffic& traffic) {
+  const Plan& plan = *call_.plan;
+  if (sent_ == plan.sends().size()) return false;
+  const Frame& frame = plan.sends()[sent_];
+  if (landed_ < frame.needs) return false;
+  const auto peers = plan.peers(frame);
+  const Bytes staging = links.reserve(peers, sizeof(FrameHeader) + frame.bytes);
+  if (staging.empty()) return false;
+  FrameHeader header = header_of(frame);
+  header.length = static_cast<std::uint32_t>(stage(frame, staging.subspan(sizeof header)));
+  std::memcpy(staging.data(), &header, sizeof header);
+  links.commit(sizeof header + header.length);
+  traffic.bytes_sent += peers.size() * (sizeof header + header.length);
+  traffic.frames_sent += peers.size();
+  ++sent_;
+  return true;
+}
+
+bool Execution::try_receive(Links& links) {
+  const Plan& plan = *call_.plan;
+  if (landed_ == plan.receives().size()) return false;
+  const Frame& frame = plan.receives()[landed_];
+  if (sent_ < frame.needs) return false;
+  const Rank peer = plan.peers(frame)[0];
+  const auto message = links.peek(peer);
+  if (!message) return false;
+  FrameHeader header;
+  if (message->size() < sizeof header)
+    throw TransportError("rank " + std::to_string(peer) + " sent a frame without a header", peer);
+  std::memcpy(&header, message->data(), sizeof header);
+  check(header, frame, peer, message->size() - sizeof header);
+  land(frame, message->subspan(sizeof header), peer);
+  links.release(peer);
+  ++landed_;
+  return true;
+}
+
+// The last act: everything staged is on its way, and what no copy finished is scaled.
+bool Execution::try_end(Links& links) {
+  const Plan& plan = *call_.plan;
+  if (ended_ || sent_ < plan.sends().size() || landed_ < plan.receives().size()) return false;
+  if (!links.flush()) return false;
+  for (const Piece& piece : plan.scaled_at_end()) scale(piece);
+  ended_ = true;
+  return true;
+}
+
+const Frame* Execution::waiting_frame() const noexcept {
+  const Plan& plan = *call_.plan;
+  if (landed_ < plan.receives().size() && sent_ >= plan.receives()[landed_].needs)
+    return &plan.receives()[landed_];
+  if (sent_ < plan.sends().size()) return &plan.sends()[sent_];
+  return nullptr;
+}
+
+Rank Execution::waiting_for() const noexcept {
+  const Frame* frame = waiting_frame();
+  return frame == nullptr ? kNoPeer : call_.plan->peers(*frame)[0];
+}
+
+FrameHeader Execution::header_of(const Frame& frame) const {
+  FrameHeader header;
+  header.communicator = call_.communicator;
+  header.operation = call_.operation;
+  header.fingerprint = call_.plan->fingerprint();
+  header.segment = frame.segment;
+  header.round = frame.round;
+  header.flags = kFrameCollective;
+  return header;
+}
+
+void Execution::check(const FrameHeader& header, const Frame& frame, Rank peer,
+                      std::size_t length) const {
+  FrameHeader expected = header_of(frame);
+  expected.length = static_cast<std::uint32_t>(length);
+  const bool length_ok =
+      call_.plan->codec().fixed_size() ? length == frame.bytes : length <= frame.bytes;
+  if (header == expected && length_ok) return;
+  const std::string who = "rank " + std::to_string(call_.rank) + ": rank " + std::to_string(peer);
+  if (header.magic != expected.magic || header.communicator != expected.communicator)
+    throw TransportError(who + " sent something that is not a frame of this communicator", peer);
+  if (header.operation != expected.operation || header.fingerprint != expected.fingerprint)
+    throw InvalidArgument(
+        who + " is in another call: it sent a frame of its operation " +
+        std::to_string(header.operation) + ", while rank " + std::to_string(call_.rank) +
+        " is in operation " + std::to_string(expected.operation) + ", " +
+        call_.plan->spec().to_string() + "; all ranks must make the same calls in the same order");
+  throw TransportError(who + " sent segment " + std::to_string(header.segment) + " of round " +
+                           std::to_string(header.round) + " (" + std::to_string(length) +
+                           " bytes) where segment " + std::to_string(frame.segment) + " of round " +
+                           std::to_string(frame.round) + " (" + std::to_string(frame.bytes) +
+                           " bytes) must come",
+                       peer);
+}
+
+std::size_t Execution::stage(const Frame& frame, Bytes out) {
+  std::size_t written = 0;
+  for (const Part& part : call_.plan->parts(frame))
+    written += stage_part(part, out.subspan(written));
+  return written;
+}
+
+std::size_t Execution::stage_part(const Part& part, Bytes out) {
+  if (part.finishes) finish(part);
+  if (part.stored != kNotStored) {
+    const std::size_t size = stored_bytes_[part.stored];
+    std::memcpy(out.data(), store_of(part).data(), size);
+    return size;
+  }
+  std::size_t written = 0;
+  for (const Piece& piece : call_.plan->pieces(part))
+    written += encode(piece, out.subspan(written));
+  return written;
+}
+
+// This rank owns the finished sum: from here on everybody, this rank too, has the same bits.
+void Execution::finish(const Part& part) {
+  const auto pieces = call_.plan->pieces(part);
+  if (part.stored != kNotStored) {
+    const Bytes store = store_of(part);
+    std::size_t written = 0;
+    for (const Piece& piece : pieces) {
+      const std::size_t size = encode(piece, store.subspan(written));
+      call_.plan->codec().decode(store.subspan(written, size), floats(piece), piece.count);
+      written += size;
+    }
+    stored_bytes_[part.stored] = static_cast<std::uint32_t>(written);
+  }
+  for (const Piece& piece : pieces) scale(piece);
+}
+
+std::size_t Execution::encode(const Piece& piece, Bytes out) {
+  if (!call_.plan->lossy()) {
+    const std::size_t size = piece.count * size_of(call_.plan->spec().dtype);
+    std::memcpy(out.data(), address(piece), size);
+    return size;
+  }
+  float* error = call_.errors.empty() ? nullptr : call_.errors[piece.extent] + piece.offset;
+  return call_.plan->codec().encode(floats(piece), piece.count, {call_.operation, piece.offset},
+                                    error, out);
+}
+
+void Execution::land(const Frame& frame, ConstBytes in, Rank peer) {
+  try {
+    std::size_t consumed = 0;
+    for (const Part& part : call_.plan->parts(frame))
+      consumed += land_part(part, in.subspan(consumed));
+    if (consumed != in.size()) throw InvalidArgument("a frame is longer than its parts");
+  } catch (const InvalidArgument& error) {  // a payload that its codec refuses
+    throw TransportError("rank " + std::to_string(call_.rank) + ": rank " + std::to_string(peer) +
+                             " sent a payload that can't be decoded: " + error.what(),
+                         peer);
+  }
+}
+
+std::size_t Execution::land_part(const Part& part, ConstBytes in) {
+  const bool coded = call_.plan->lossy();
+  std::size_t consumed = 0;
+  for (const Piece& piece : call_.plan->pieces(part))
+    consumed += coded ? land_coded(part, piece, in.subspan(consumed))
+                      : land_plain(part, piece, in.subspan(consumed));
+  if (part.stored != kNotStored) {
+    std::memcpy(store_of(part).data(), in.data(), consumed);
+    stored_bytes_[part.stored] = static_cast<std::uint32_t>(consumed);
+  }
+  return consumed;
+}
+
+std::size_t Execution::land_plain(const Part& part, const Piece& piece, ConstBytes in) {
+  const OpSpec& spec = call_.plan->spec();
+  const ConstBytes payload = first(in, piece.count * size_of(spec.dtype));
+  if (part.landing == Landing::kCopy) {
+    std::memcpy(address(piece), payload.data(), payload.size());
+  } else {
+    const auto& by_op = codec::kernels().reduce[index_of(spec.dtype)];
+    by_op[static_cast<std::size_t>(spec.op)](address(piece), payload.data(), piece.count);
+  }
+  return payload.size();
+}
+
+std::size_t Execution::land_coded(const Part& part, const Piece& piece, ConstBytes in) {
+  const codec::Codec& codec = call_.plan->codec();
+  if (part.landing == Landing::kReduce) return codec.decode_add(in, floats(piece), piece.count);
+  const std::size_t size = codec.decode(in, floats(piece), piece.count);
+  scale(piece);
+  return size;
+}
+
+Bytes Execution::store_of(const Part& part) {
+  return Bytes(store_).subspan(call_.plan->store_offset(part.stored));
+}
+
+void Execution::scale(const Piece& piece) {
+  const double factor = call_.plan->factor();
+  if (factor == 1) return;
+  codec::kernels().scale[index_of(call_.plan->spec().dtype)](address(piece), factor, piece.count);
+}
+
+std::byte* Execution::address(const Piece& piece) const {
+  return call_.extents[piece.extent] + piece.offset * size_of(call_.plan->spec().dtype);
+}
+
+float* Execution::floats(const Piece& piece) const {
+  return reinterpret_cast<float*>(call_.extents[piece.extent]) + piece.offset;
+}
+
+}  // namespace gradwire::exec

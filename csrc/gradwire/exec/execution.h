@@ -1,0 +1,77 @@
+// Execution: one run of a Plan over one set of buffers. It never blocks: advance() does what can be
+// done now and says whether that was anything. Reused from call to call, it allocates only when a
+// plan is larger than any before.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "gradwire/base/wire.h"
+#include "gradwire/exec/links.h"
+#include "gradwire/exec/plan.h"
+
+namespace gradwire::exec {
+
+// Bytes and frames that left this rank, headers included; a frame staged once for k peers counts k.
+struct Traffic {
+  std::uint64_t bytes_sent = 0;
+  std::uint64_t frames_sent = 0;
+};
+
+class Execution {
+ public:
+  struct Call {
+    const Plan* plan = nullptr;
+    std::span<std::byte* const>
+        extents;                     // base address of each extent; null where this rank has none
+    std::span<float* const> errors;  // e' of each extent (codec/feedback.h); empty: no feedback
+    Rank rank = 0;
+    std::uint32_t communicator = 0;
+    std::uint32_t operation = 0;
+  };
+
+  // The spans must stay as they are until the execution is over.
+  void start(const Call& call);
+  bool advance(Links& links, Traffic& traffic);
+  bool done() const noexcept {
+    return sent_ == call_.plan->sends().size() && landed_ == call_.plan->receives().size() &&
+           ended_;
+  }
+  // Whom this rank waits for, for messages: the sender of the next frame, or a reader of a full
+  // staging.
+  Rank waiting_for() const noexcept;
+  const Frame* waiting_frame() const noexcept;
+
+ private:
+  bool try_send(Links& links, Traffic& traffic);
+  bool try_receive(Links& links);
+  bool try_end(Links& links);
+
+  FrameHeader header_of(const Frame& frame) const;
+  void check(const FrameHeader& header, const Frame& frame, Rank peer, std::size_t length) const;
+
+  std::size_t stage(const Frame& frame, Bytes out);
+  std::size_t stage_part(const Part& part, Bytes out);
+  void finish(const Part& part);
+  void land(const Frame& frame, ConstBytes in, Rank peer);
+  std::size_t land_part(const Part& part, ConstBytes in);
+  std::size_t land_plain(const Part& part, const Piece& piece, ConstBytes in);
+  std::size_t land_coded(const Part& part, const Piece& piece, ConstBytes in);
+  std::size_t encode(const Piece& piece, Bytes out);
+  Bytes store_of(const Part& part);
+  void scale(const Piece& piece);
+
+  std::byte* address(const Piece& piece) const;
+  float* floats(const Piece& piece) const;
+
+  Call call_;
+  std::size_t sent_ = 0;
+  std::size_t landed_ = 0;
+  bool ended_ = false;
+  std::vector<std::byte> store_;             // finished payloads, forwarded verbatim
+  std::vector<std::uint32_t> stored_bytes_;  // of each stored part
+};
+
+}  // namespace gradwire::exec

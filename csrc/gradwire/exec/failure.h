@@ -1,0 +1,19 @@
+// Errors as control frames and back, so that every rank raises the same root cause.
+#pragma once
+
+#include <exception>
+
+#include "gradwire/base/types.h"
+#include "gradwire/transport/control.h"
+
+namespace gradwire::exec {
+
+// Thrown by a driver whose caller was interrupted; carries what the caller wants rethrown.
+struct Interruption {
+  std::exception_ptr cause;
+};
+
+transport::ControlFrame failure_frame(const std::exception_ptr& error, Rank rank) noexcept;
+std::exception_ptr error_of(const transport::ControlFrame& failure);
+
+}  // namespace gradwire::exec

@@ -1,0 +1,41 @@
+#include "gradwire/exec/links.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace gradwire::exec {
+
+Links::Links(transport::Options options)
+    : options_(options), link_of_(static_cast<std::size_t>(options.size), -1) {}
+
+void Links::adopt(std::string_view transport, UniqueFd socket, Rank peer, double timeout_seconds) {
+  auto at = std::find_if(transports_.begin(), transports_.end(),
+                         [&](const auto& each) { return each->name() == transport; });
+  if (at == transports_.end()) {
+    at = transports_.insert(at, transport::make_transport(transport, options_));
+    doorbells_.push_back((*at)->doorbell());
+  }
+  (*at)->adopt(std::move(socket), peer, timeout_seconds);
+  link_of_[static_cast<std::size_t>(peer)] = static_cast<int>(at - transports_.begin());
+}
+
+std::string_view Links::transport_of(Rank peer) const {
+  const int link = link_of_[static_cast<std::size_t>(peer)];
+  return link < 0 ? "self" : transports_[static_cast<std::size_t>(link)]->name();
+}
+
+bool Links::flush() {
+  bool all = true;
+  for (auto& each : transports_) all = each->flush() && all;
+  return all;
+}
+
+void Links::arm() {
+  for (auto& each : transports_) each->arm();
+}
+
+void Links::disarm() {
+  for (auto& each : transports_) each->disarm();
+}
+
+}  // namespace gradwire::exec

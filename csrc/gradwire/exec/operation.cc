@@ -1,0 +1,212 @@
+#include "gradwire/exec/operation.h"
+
+#include <cstring>
+#include <string>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::exec {
+namespace {
+
+std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
+
+void require(bool ok, const Request& request, const std::string& what) {
+  if (!ok) throw InvalidArgument(std::string(name_of(request.collective)) + ": " + what);
+}
+
+void require_equal_counts(const Request& request) {
+  require(request.inputs.size() == request.outputs.size(), request,
+          "needs as many output arrays as input arrays, got " +
+              std::to_string(request.outputs.size()) + " and " +
+              std::to_string(request.inputs.size()));
+  for (std::size_t i = 0; i < request.inputs.size(); ++i)
+    require(request.inputs[i].count == request.outputs[i].count, request,
+            "output array " + std::to_string(i) + " has " +
+                std::to_string(request.outputs[i].count) + " elements, its input " +
+                std::to_string(request.inputs[i].count));
+}
+
+void require_blocks(const Request& request, std::size_t got, int size, const char* which) {
+  require(got == at(size), request,
+          std::string("needs one ") + which + " block for each of the " + std::to_string(size) +
+              " ranks, got " + std::to_string(got));
+}
+
+void require_same(const Request& request, std::uint64_t block, std::uint64_t own,
+                  const char* which) {
+  require(block == own, request,
+          std::string("the ") + which + " has " + std::to_string(own) +
+              " elements, this rank's block of the other side " + std::to_string(block));
+}
+
+}  // namespace
+
+void Operation::check(const Request& request, Rank rank, int size) {
+  const auto& in = request.inputs;
+  const auto& out = request.outputs;
+  const bool root = rank == request.root;
+  switch (request.collective) {
+    case Collective::kAllReduce:
+      return require_equal_counts(request);
+    case Collective::kReduce:
+      if (root) require_equal_counts(request);
+      return;
+    case Collective::kBroadcast:
+      if (root) require_equal_counts(request);
+      return;
+    case Collective::kReduceScatter:
+      require_blocks(request, in.size(), size, "input");
+      require(out.size() == 1, request, "needs one output array");
+      return require_same(request, in[at(rank)].count, out[0].count, "output");
+    case Collective::kAllGather:
+      require_blocks(request, out.size(), size, "output");
+      require(in.size() == 1, request, "needs one input array");
+      return require_same(request, out[at(rank)].count, in[0].count, "input");
+    case Collective::kGather:
+      require(in.size() == 1, request, "needs one input array");
+      if (!root) return;
+      require_blocks(request, out.size(), size, "output");
+      return require_same(request, out[at(rank)].count, in[0].count, "input");
+    case Collective::kScatter:
+      require(out.size() == 1, request, "needs one output array");
+      if (!root) return;
+      require_blocks(request, in.size(), size, "input");
+      return require_same(request, in[at(rank)].count, out[0].count, "output");
+    case Collective::kAllToAll:
+      require_blocks(request, in.size(), size, "input");
+      require_blocks(request, out.size(), size, "output");
+      return require_same(request, in[at(rank)].count, out[at(rank)].count, "output");
+  }
+}
+
+void Operation::counts(const Request& request, Rank rank, int size,
+                       std::vector<std::uint64_t>& out) {
+  out.clear();
+  const auto p = at(size);
+  auto append = [&out](std::span<const Array> arrays) {
+    for (const Array& each : arrays) out.push_back(each.count);
+  };
+  switch (request.collective) {
+    case Collective::kAllReduce:
+    case Collective::kReduce:
+    case Collective::kReduceScatter:
+      return append(request.inputs);
+    case Collective::kBroadcast:
+    case Collective::kAllGather:
+      return append(request.outputs);
+    case Collective::kGather:
+    case Collective::kScatter: {
+      const bool gathers = request.collective == Collective::kGather;
+      if (rank == request.root) return append(gathers ? request.outputs : request.inputs);
+      out.assign(p, 0);
+      out[at(rank)] = (gathers ? request.inputs : request.outputs)[0].count;
+      return;
+    }
+    case Collective::kAllToAll:
+      out.assign(p * p, 0);
+      for (std::size_t d = 0; d < p; ++d) out[at(rank) * p + d] = request.inputs[d].count;
+      for (std::size_t s = 0; s < p; ++s) out[s * p + at(rank)] = request.outputs[s].count;
+      return;
+  }
+}
+
+void Operation::bind(const Request& request, std::shared_ptr<const Plan> plan, Rank rank,
+                     int size) {
+  plan_ = std::move(plan);
+  element_ = size_of(request.dtype);
+  extents_.clear();
+  before_.clear();
+  after_.clear();
+  switch (request.collective) {
+    case Collective::kAllReduce:
+    case Collective::kReduce:
+    case Collective::kBroadcast:
+      return bind_in_place(request, rank);
+    case Collective::kReduceScatter:
+      return bind_reduce_scatter(request, rank);
+    case Collective::kAllGather:
+      return bind_all_gather(request, rank);
+    case Collective::kGather:
+    case Collective::kScatter:
+      return bind_blocks(request, rank, size);
+    case Collective::kAllToAll:
+      return bind_all_to_all(request, rank, size);
+  }
+}
+
+// The outputs are what is worked on; a rank that keeps no result works on a copy of its inputs.
+void Operation::bind_in_place(const Request& request, Rank rank) {
+  const bool bystander = request.collective == Collective::kReduce && rank != request.root;
+  std::byte* next = bystander ? scratch(request.inputs) : nullptr;
+  const std::size_t arrays = bystander ? request.inputs.size() : request.outputs.size();
+  for (std::size_t i = 0; i < arrays; ++i) {
+    std::byte* data = bystander ? next : request.outputs[i].data;
+    extents_.push_back(data);
+    if (i < request.inputs.size()) add_copy(before_, data, request.inputs[i]);
+    if (bystander) next += request.inputs[i].count * element_;
+  }
+}
+
+void Operation::bind_reduce_scatter(const Request& request, Rank rank) {
+  std::byte* next = scratch(request.inputs);
+  for (const Array& each : request.inputs) {
+    extents_.push_back(next);
+    add_copy(before_, next, each);
+    next += each.count * element_;
+  }
+  add_copy(after_, request.outputs[0].data, {extents_[at(rank)], request.outputs[0].count});
+}
+
+void Operation::bind_all_gather(const Request& request, Rank rank) {
+  for (const Array& each : request.outputs) extents_.push_back(each.data);
+  add_copy(before_, extents_[at(rank)], request.inputs[0]);
+}
+
+void Operation::bind_blocks(const Request& request, Rank rank, int size) {
+  const bool gathers = request.collective == Collective::kGather;
+  const auto& whole = gathers ? request.outputs : request.inputs;
+  const auto& own = gathers ? request.inputs : request.outputs;
+  if (rank != request.root) {
+    extents_.assign(at(size), nullptr);
+    extents_[at(rank)] = own[0].data;
+    return;
+  }
+  for (const Array& each : whole) extents_.push_back(each.data);
+  if (gathers)
+    add_copy(before_, extents_[at(rank)], own[0]);
+  else
+    add_copy(before_, own[0].data, whole[at(rank)]);
+}
+
+void Operation::bind_all_to_all(const Request& request, Rank rank, int size) {
+  const auto p = at(size);
+  extents_.assign(p * p, nullptr);
+  for (std::size_t d = 0; d < p; ++d) extents_[at(rank) * p + d] = request.inputs[d].data;
+  for (std::size_t s = 0; s < p; ++s)
+    if (s != at(rank)) extents_[s * p + at(rank)] = request.outputs[s].data;
+  add_copy(before_, request.outputs[at(rank)].data, request.inputs[at(rank)]);
+}
+
+void Operation::add_copy(std::vector<CopyStep>& steps, std::byte* to, const Array& from) {
+  if (to != from.data && from.count > 0) steps.push_back({to, from.data, from.count * element_});
+}
+
+std::byte* Operation::scratch(std::span<const Array> arrays) {
+  std::size_t bytes = 0;
+  for (const Array& each : arrays) bytes += each.count * element_;
+  if (scratch_.size() < bytes) scratch_.resize(bytes);
+  return scratch_.data();
+}
+
+void Operation::copy(const std::vector<CopyStep>& steps) {
+  for (const CopyStep& each : steps) std::memmove(each.to, each.from, each.bytes);
+}
+
+Execution::Call Operation::call() const {
+  Execution::Call call;
+  call.plan = plan_.get();
+  call.extents = extents_;
+  return call;
+}
+
+}  // namespace gradwire::exec

@@ -1,0 +1,128 @@
+// A Plan is a Schedule bound to one rank, one shape of buffers, a dtype and a codec: which frames
+// this rank sends and receives, in which order, and where in memory they come from and land. It
+// holds no pointers and no state: plans are cached and shared by all calls of the same shape.
+//
+// Pipelining: chunks are cut into segments and the schedule runs once per segment, several at a
+// time. Frames stand in one wavefront order, the same on all ranks:
+//     (segment + lag · round, segment, sends before receives).
+// A send may go when the receives before it of its own segment have landed, a receive may land when
+// the sends of its own round are staged; both conditions are one integer, `needs`. Everything a
+// frame waits for stands earlier in the order, and staging holds one round of sends, so no order of
+// arrivals and no size of staging above that can deadlock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "gradwire/base/op.h"
+#include "gradwire/codec/codec.h"
+#include "gradwire/schedule/schedule.h"
+
+namespace gradwire::exec {
+
+// A run of elements inside one extent (one array of the caller's).
+struct Piece {
+  std::uint32_t extent = 0;
+  std::size_t offset = 0;  // elements
+  std::size_t count = 0;   // elements
+};
+
+struct Range {
+  std::uint32_t first = 0;
+  std::uint32_t last = 0;
+};
+
+inline constexpr std::uint32_t kNotStored = ~0U;
+
+// One segment of one chunk inside a frame.
+struct Part {
+  Range pieces;
+  schedule::Landing landing = schedule::Landing::kCopy;
+  // The rank that first sends a finished chunk: scales it (avg), and under a lossy codec encodes it
+  // into the store and adopts what everybody will decode.
+  bool finishes = false;
+  // Lossy codecs: finished chunks are forwarded verbatim from this place in the store.
+  std::uint32_t stored = kNotStored;
+};
+
+struct Frame {
+  std::uint32_t segment = 0;
+  std::uint16_t round = 0;
+  Range parts;
+  Range peers;              // one for a receive; all readers of the same bytes for a send
+  std::uint32_t needs = 0;  // send: receives that must have landed; receive: sends staged
+  std::uint32_t bytes = 0;  // payload, at most (exactly, unless the codec's size varies)
+};
+
+// Everything that a Plan is a function of, the schedule aside.
+struct Binding {
+  OpSpec spec;
+  std::vector<std::uint64_t> counts;  // elements of each extent, as far as this rank knows them
+  // All ranks know all counts, and cut every chunk into the same number of segments. Otherwise
+  // (gather, scatter, all_to_all) each chunk is cut by its own size, which both its ends know.
+  bool uniform_segments = true;
+  Rank rank = 0;
+  std::shared_ptr<const codec::Codec> codec;
+  bool in_tree = false;           // schedule::verify's fact
+  std::size_t max_message = 0;    // bytes, frame header included
+  std::vector<int> link_of;       // peers on the same link class can share one staging
+  std::size_t segment_bytes = 0;  // 0: chosen from the chunk's size
+};
+
+class Plan {
+ public:
+  // Throws ScheduleError where codec and schedule do not fit (contracts 2), InvalidArgument where
+  // dtype, op and codec do not.
+  Plan(const schedule::Schedule& schedule, Binding binding);
+
+  const OpSpec& spec() const noexcept { return binding_.spec; }
+  const codec::Codec& codec() const noexcept { return *binding_.codec; }
+  bool lossy() const noexcept { return binding_.codec->combine() != codec::Combine::kPlain; }
+  std::uint32_t fingerprint() const noexcept { return fingerprint_; }
+  int segments() const noexcept { return segments_; }
+
+  const std::vector<Frame>& sends() const noexcept { return sends_; }
+  const std::vector<Frame>& receives() const noexcept { return receives_; }
+  std::span<const Part> parts(const Frame& frame) const { return view(parts_, frame.parts); }
+  std::span<const Piece> pieces(const Part& part) const { return view(pieces_, part.pieces); }
+  std::span<const Rank> peers(const Frame& frame) const { return view(peers_, frame.peers); }
+
+  // Lossy codecs: where the payload of a stored part lies, and the size of the whole store.
+  std::size_t store_offset(std::uint32_t stored) const { return store_offsets_[stored]; }
+  std::size_t stored_parts() const noexcept { return store_offsets_.size(); }
+  std::size_t store_bytes() const noexcept { return store_bytes_; }
+  // The most elements of any piece: scratch for codecs.
+  std::size_t largest_piece() const noexcept { return largest_piece_; }
+
+  // What avg multiplies by; 1 for every other op.
+  double factor() const noexcept { return factor_; }
+  // Results that neither travel finished from here nor arrive so: scaled when all has landed.
+  const std::vector<Piece>& scaled_at_end() const noexcept { return scaled_at_end_; }
+
+ private:
+  class Maker;
+
+  template <typename T>
+  static std::span<const T> view(const std::vector<T>& all, Range range) {
+    return {all.data() + range.first, range.last - range.first};
+  }
+
+  Binding binding_;
+  std::uint32_t fingerprint_ = 0;
+  int segments_ = 1;
+  double factor_ = 1;
+  std::vector<Frame> sends_;
+  std::vector<Frame> receives_;
+  std::vector<Part> parts_;
+  std::vector<Piece> pieces_;
+  std::vector<Rank> peers_;
+  std::vector<std::size_t> store_offsets_;
+  std::size_t store_bytes_ = 0;
+  std::size_t largest_piece_ = 0;
+  std::vector<Piece> scaled_at_end_;
+};
+
+}  // namespace gradwire::exec

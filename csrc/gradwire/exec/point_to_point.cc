@@ -1,0 +1,141 @@
+#include "gradwire/exec/point_to_point.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::exec {
+namespace {
+
+std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
+
+// Both ends must mean a message of the same size.
+std::uint32_t size_fingerprint(std::size_t bytes) {
+  return static_cast<std::uint32_t>(bytes ^ (static_cast<std::uint64_t>(bytes) >> 32));
+}
+
+}  // namespace
+
+PointToPoint::PointToPoint(Rank rank, int size, std::uint32_t communicator)
+    : rank_(rank), size_(size), communicator_(communicator), sent_(at(size)), received_(at(size)) {}
+
+bool PointToPoint::advance(Links& links, Traffic& traffic) {
+  bool progressed = false;
+  std::vector<bool> busy(at(size_), false);  // a peer's messages leave in order
+  for (auto each = sends_.begin(); each != sends_.end();) {
+    if (!busy[at(each->peer)]) progressed |= advance_send(*each, links, traffic);
+    busy[at(each->peer)] = true;
+    const bool over = each->started() && each->moved == each->size && links.flush();
+    if (!over) {
+      ++each;
+      continue;
+    }
+    ++sent_[at(each->peer)];
+    each->work->finish(nullptr);
+    each = sends_.erase(each);
+  }
+  for (Rank peer = 0; peer < size_ && !receives_.empty(); ++peer)
+    if (peer != rank_) progressed |= advance_receive(links, peer);
+  return progressed;
+}
+
+FrameHeader PointToPoint::header_of(const Transfer& transfer, std::uint32_t operation) const {
+  FrameHeader header;
+  header.communicator = communicator_;
+  header.operation = operation;
+  header.fingerprint = size_fingerprint(transfer.size);
+  header.segment = transfer.parts;
+  header.flags = kFramePointToPoint;
+  return header;
+}
+
+bool PointToPoint::advance_send(Transfer& transfer, Links& links, Traffic& traffic) {
+  bool progressed = false;
+  const Rank peers[] = {transfer.peer};
+  while (!transfer.started() || transfer.moved < transfer.size) {
+    FrameHeader header = header_of(transfer, sent_[at(transfer.peer)]);
+    const std::size_t length =
+        std::min(transfer.size - transfer.moved, links.max_message() - sizeof header);
+    header.length = static_cast<std::uint32_t>(length);
+    const Bytes staging = links.reserve(peers, sizeof header + length);
+    if (staging.empty()) break;
+    std::memcpy(staging.data(), &header, sizeof header);
+    if (length > 0)
+      std::memcpy(staging.data() + sizeof header, transfer.data + transfer.moved, length);
+    links.commit(sizeof header + length);
+    traffic.bytes_sent += sizeof header + length;
+    ++traffic.frames_sent;
+    transfer.moved += length;
+    ++transfer.parts;
+    progressed = true;
+  }
+  return progressed;
+}
+
+// The first recv in order of posting that takes a message from `peer`.
+std::deque<Transfer>::iterator PointToPoint::match(Rank peer) {
+  return std::find_if(receives_.begin(), receives_.end(), [peer](const Transfer& each) {
+    return each.peer == peer || each.peer == Transfer::kAnyRank;
+  });
+}
+
+bool PointToPoint::advance_receive(Links& links, Rank peer) {
+  bool progressed = false;
+  for (auto transfer = match(peer); transfer != receives_.end(); transfer = match(peer)) {
+    const auto message = links.peek(peer);
+    if (!message) break;
+    transfer->peer = peer;
+    land(*transfer, *message);
+    links.release(peer);
+    progressed = true;
+    if (transfer->moved < transfer->size) continue;
+    ++received_[at(peer)];
+    transfer->work->finish(nullptr, peer);
+    receives_.erase(transfer);
+  }
+  return progressed;
+}
+
+void PointToPoint::land(Transfer& transfer, ConstBytes message) {
+  FrameHeader header, expected = header_of(transfer, received_[at(transfer.peer)]);
+  const std::string who =
+      "rank " + std::to_string(rank_) + ": rank " + std::to_string(transfer.peer) + " sent ";
+  if (message.size() < sizeof header)
+    throw TransportError(who + "a frame without a header", transfer.peer);
+  std::memcpy(&header, message.data(), sizeof header);
+  const ConstBytes payload = message.subspan(sizeof header);
+  if (header.fingerprint != expected.fingerprint && header.segment == 0)
+    throw InvalidArgument(who + "a message of another size than the " +
+                          std::to_string(transfer.size) +
+                          " bytes that recv() expects; send and recv must agree on the size");
+  expected.length = static_cast<std::uint32_t>(payload.size());
+  if (header != expected || payload.size() > transfer.size - transfer.moved)
+    throw TransportError(who + "a frame that does not fit this recv()", transfer.peer);
+  if (!payload.empty()) std::memcpy(transfer.data + transfer.moved, payload.data(), payload.size());
+  transfer.moved += payload.size();
+  ++transfer.parts;
+}
+
+const Transfer* PointToPoint::overdue() const {
+  for (const auto* queue : {&sends_, &receives_})
+    for (const Transfer& each : *queue)
+      if (each.deadline.passed()) return &each;
+  return nullptr;
+}
+
+bool PointToPoint::needs(Rank peer) const {
+  auto is = [peer](const Transfer& each) { return each.peer == peer; };
+  return std::any_of(sends_.begin(), sends_.end(), is) ||
+         std::any_of(receives_.begin(), receives_.end(), is);
+}
+
+void PointToPoint::fail(const std::exception_ptr& error) noexcept {
+  for (auto* queue : {&sends_, &receives_}) {
+    for (Transfer& each : *queue) each.work->finish(error);
+    queue->clear();
+  }
+}
+
+}  // namespace gradwire::exec

@@ -1,0 +1,64 @@
+// PointToPoint: send and recv between two ranks, independent of the collectives' order, on links of
+// their own. Messages between two ranks match in order; a recv from any rank takes the first
+// message that no earlier recv is waiting for.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "gradwire/base/deadline.h"
+#include "gradwire/base/wire.h"
+#include "gradwire/exec/execution.h"
+#include "gradwire/exec/links.h"
+#include "gradwire/exec/work.h"
+
+namespace gradwire::exec {
+
+// One message, sent or received. The memory must stay until the work is done.
+struct Transfer {
+  std::shared_ptr<Work> work;
+  std::byte* data = nullptr;
+  std::size_t size = 0;  // bytes
+  Rank peer = kAnyRank;  // recv: kAnyRank until matched
+  Deadline deadline = Deadline::never();
+  std::size_t moved = 0;    // bytes so far
+  std::uint32_t parts = 0;  // frames so far
+
+  static constexpr Rank kAnyRank = -1;
+  bool started() const noexcept { return parts > 0; }
+};
+
+class PointToPoint {
+ public:
+  PointToPoint(Rank rank, int size, std::uint32_t communicator);
+
+  void send(Transfer transfer) { sends_.push_back(std::move(transfer)); }
+  void receive(Transfer transfer) { receives_.push_back(std::move(transfer)); }
+
+  bool idle() const noexcept { return sends_.empty() && receives_.empty(); }
+  // Moves what can be moved now; whether that was anything. Finishes works that are complete.
+  bool advance(Links& links, Traffic& traffic);
+  // The first transfer whose deadline has passed.
+  const Transfer* overdue() const;
+  // A transfer that only `peer` can complete.
+  bool needs(Rank peer) const;
+  void fail(const std::exception_ptr& error) noexcept;
+
+ private:
+  bool advance_send(Transfer& transfer, Links& links, Traffic& traffic);
+  bool advance_receive(Links& links, Rank peer);
+  std::deque<Transfer>::iterator match(Rank peer);
+  FrameHeader header_of(const Transfer& transfer, std::uint32_t operation) const;
+  void land(Transfer& transfer, ConstBytes message);
+
+  Rank rank_;
+  int size_;
+  std::uint32_t communicator_;
+  std::deque<Transfer> sends_, receives_;
+  std::vector<std::uint32_t> sent_, received_;  // whole messages so far, by peer
+};
+
+}  // namespace gradwire::exec

@@ -1,0 +1,150 @@
+"""The C++ core. Private: use the classes of `gradwire`, which check and explain."""
+
+from collections.abc import Sequence
+
+class Error(Exception):
+    """Base of everything that gradwire raises."""
+
+class InvalidArgument(Error, ValueError): ...
+class ScheduleError(Error, ValueError): ...
+class RendezvousError(Error): ...
+class Aborted(Error): ...
+
+class TransportError(Error):
+    peer: int
+
+class Timeout(Error, TimeoutError):
+    peer: int
+
+# An array in memory: (address, elements). The caller keeps the memory alive.
+_Array = tuple[int, int]
+
+class Codec:
+    """A codec; immutable. Made once per name and kept, so that plans are found again."""
+
+    def __init__(self, spec: str) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def biased(self) -> bool: ...
+    def max_bytes(self, count: int) -> int: ...
+
+def codec_names() -> list[str]: ...
+
+class Work:
+    def done(self) -> bool: ...
+    def source(self) -> int: ...
+
+class Communicator:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        communicator: int,
+        hosts: Sequence[Sequence[int]],
+        max_message: int = ...,
+        segment_bytes: int = ...,
+    ) -> None: ...
+
+    # File descriptors are taken over. In ascending order of peers; releases the GIL.
+    def adopt_control(self, fd: int, peer: int) -> None: ...
+    def adopt_link(self, lane: str, transport: str, fd: int, peer: int, timeout: float) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def transport_of(self, peer: int) -> str: ...
+
+    # Blocking; Ctrl-C ends it. Names as in the public API: "all_reduce", "float32", "sum", "auto".
+    def run(
+        self,
+        collective: str,
+        dtype: str,
+        op: str,
+        root: int,
+        inputs: Sequence[_Array],
+        outputs: Sequence[_Array],
+        algorithm: str,
+        schedule: Schedule | None,
+        codec: Codec | None,
+        timeout: float,
+    ) -> None: ...
+    def submit(
+        self,
+        collective: str,
+        dtype: str,
+        op: str,
+        root: int,
+        inputs: Sequence[_Array],
+        outputs: Sequence[_Array],
+        algorithm: str,
+        schedule: Schedule | None,
+        codec: Codec | None,
+        timeout: float,
+    ) -> Work: ...
+    def send(self, address: int, size: int, to: int, timeout: float) -> Work: ...
+    def receive(self, address: int, size: int, source: int, timeout: float) -> Work: ...  # source -1: any
+    def wait(self, work: Work, timeout: float) -> None: ...
+    def abort(self, reason: str) -> None: ...
+    def close(self, timeout: float) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    # Bytes and frames this rank has sent, headers included.
+    @property
+    def traffic(self) -> tuple[int, int]: ...
+
+class Edge:
+    src: int
+    dst: int
+    first: int
+    last: int
+    reduces: bool
+
+class Report:
+    correct: bool
+    complete: bool
+    deadlock_free: bool
+    agreement: bool
+    in_tree: bool
+    rounds: int
+    max_sent: float
+    problems: list[str]
+    ok: bool
+
+class Schedule:
+    @staticmethod
+    def generate(
+        collective: str, algorithm: str, ranks: int, root: int, groups: Sequence[Sequence[int]]
+    ) -> Schedule: ...
+    @staticmethod
+    def parse(text: str) -> Schedule: ...
+    # (round, src, dst, first chunk, last chunk + 1, reduces)
+    @staticmethod
+    def from_edges(
+        collective: str,
+        name: str,
+        ranks: int,
+        chunks: int,
+        root: int,
+        edges: Sequence[tuple[int, int, int, int, int, bool]],
+    ) -> Schedule: ...
+    @property
+    def collective(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def root(self) -> int: ...
+    @property
+    def rounds(self) -> list[list[Edge]]: ...
+    def to_text(self) -> str: ...
+    def verify(self) -> Report: ...
+    def closed_form(self, groups: Sequence[Sequence[int]] = ...) -> tuple[int, float] | None: ...
+
+def algorithms(collective: str) -> list[str]: ...
+def transports() -> list[tuple[str, bool, str]]: ...  # name, usable here, why not
+def instruction_sets() -> list[str]: ...  # best first
+def active_instruction_set() -> str: ...
