@@ -33,6 +33,9 @@ struct Variant {
 // Throws ScheduleError that lists the algorithms that the collective has.
 const Variant& variant_of(Collective collective, std::string_view algorithm);
 
+// The whole collective, both halves where there are two. The root is one of the ranks.
+Schedule instantiate(const Variant& variant, int ranks, Rank root);
+
 // inner within each of recipe.groups, outer between them.
 Schedule hierarchical(const Recipe& recipe, std::string_view inner, std::string_view outer);
 

@@ -64,16 +64,19 @@ const Variant& variant_of(Collective collective, std::string_view algorithm) {
                       std::string(algorithm) + "'; use one of: " + known);
 }
 
+Schedule instantiate(const Variant& variant, int ranks, Rank root) {
+  Builder out(ranks, variant.chunks(ranks));
+  variant.emit(out, root);
+  if (variant.gather != nullptr) variant.gather(out, root);
+  return std::move(out).build(variant.collective, std::string(variant.algorithm), root);
+}
+
 Schedule generate(const Recipe& recipe) {
   require_sound(recipe);
   if (recipe.collective == Collective::kAllReduce)
     if (const auto pair = hierarchical_pair(recipe.algorithm))
       return hierarchical(recipe, pair->inner, pair->outer);
-  const Variant& variant = variant_of(recipe.collective, recipe.algorithm);
-  Builder out(recipe.ranks, variant.chunks(recipe.ranks));
-  variant.emit(out, recipe.root);
-  if (variant.gather != nullptr) variant.gather(out, recipe.root);
-  return std::move(out).build(recipe.collective, recipe.algorithm, recipe.root);
+  return instantiate(variant_of(recipe.collective, recipe.algorithm), recipe.ranks, recipe.root);
 }
 
 std::vector<std::string_view> algorithms(Collective collective) {

@@ -97,10 +97,8 @@ Schedule hierarchical(const Recipe& recipe, std::string_view inner_name,
   require_partition(recipe.groups, recipe.ranks);
   const auto& groups = recipe.groups;
   const Variant& inner = inner_variant(inner_name, groups);
-  Recipe between;
-  between.algorithm = outer_name;
-  between.ranks = static_cast<int>(groups.size());
-  const Schedule outer = generate(between);
+  const Schedule outer = instantiate(variant_of(Collective::kAllReduce, outer_name),
+                                     static_cast<int>(groups.size()), 0);
   Builder out(recipe.ranks, inner.chunks(size_of(groups[0])) * outer.chunks);
   place_in_groups(out, inner, inner.emit, groups);
   place_between_groups(out, inner, outer, groups);
