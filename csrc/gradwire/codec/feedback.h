@@ -3,8 +3,8 @@
 // schedule, segment size and number of ranks).
 //
 // A call is a transaction: begin() opens e' = 0 beside e; the executor books every encode's error
-// into e'; commit() makes e := e', rollback() leaves e as it was. Owned by the caller; guarded by
-// its own mutex; one key may be in one open transaction only.
+// into e'; commit() makes e := e', rollback() leaves e as it was. Owned by the caller, and outlives
+// its transactions; guarded by its own mutex; one key may be in one open transaction only.
 #pragma once
 
 #include <cstddef>
@@ -23,11 +23,16 @@ struct KeyedExtent {
 };
 
 class ErrorFeedback {
+  struct Entry;
+
  public:
-  // One call's view of its keys, in order. Rolls back when destroyed open.
+  // One call's view of its keys, in order. Rolls back when destroyed open. A repeated call
+  // allocates nothing the size of an extent.
   class Transaction {
    public:
-    Transaction(ErrorFeedback& owner, std::vector<KeyedExtent> extents);
+    // Throws InvalidArgument, and opens nothing, for a key that is already open, and for one whose
+    // residual has another length.
+    Transaction(ErrorFeedback& owner, const std::vector<KeyedExtent>& extents);
     Transaction(const Transaction&) = delete;
     Transaction& operator=(const Transaction&) = delete;
     ~Transaction();
@@ -39,9 +44,7 @@ class ErrorFeedback {
 
    private:
     ErrorFeedback& owner_;
-    std::vector<KeyedExtent> extents_;
-    std::vector<std::vector<float>> next_;
-    bool open_ = true;
+    std::vector<Entry*> entries_;  // none once closed
   };
 
   // A copy of this rank's residual; empty when the key was never used.
@@ -53,10 +56,19 @@ class ErrorFeedback {
   void clear();
   std::vector<KeyedExtent> keys() const;
 
+  // add, scale and clear throw InvalidArgument for a key in an open transaction.
+
  private:
+  struct Entry {
+    std::vector<float> current;  // e; empty means all zero, of any length
+    std::vector<float> next;     // e' of the open transaction; between two, memory for the next one
+    bool open = false;
+  };
+
+  void open(const KeyedExtent& extent, std::vector<Entry*>& opened);
+
   mutable std::mutex mutex_;
-  std::map<std::string, std::vector<float>> residuals_;
-  std::map<std::string, std::size_t> open_;  // keys in a transaction, with their counts
+  std::map<std::string, Entry> entries_;  // a map, so that transactions can point to entries
 };
 
 }  // namespace gradwire::codec
