@@ -1,0 +1,46 @@
+"""Every GRADWIRE_* variable that is read, in one table; no other module reads one itself."""
+
+from __future__ import annotations
+
+import os
+
+from gradwire._errors import InvalidArgument
+
+# name -> (meaning, value when unset); `gradwire doctor` and the README print this.
+VARIABLES: dict[str, tuple[str, str]] = {
+    "GRADWIRE_STORE": (
+        "where the ranks meet: tcp://HOST:PORT (rank 0 listens there) or unix://NAME",
+        "found from the launcher's environment",
+    ),
+    "GRADWIRE_JOB": ("name of the job; ranks of different names refuse each other", "launcher's"),
+    "GRADWIRE_SECRET": ("shared secret of the job's ranks, at least 16 bytes", "made by rank 0"),
+    "GRADWIRE_SECRET_FILE": ("file (mode 0600) that holds the secret", "none"),
+    "GRADWIRE_INSECURE": ("1: allow a store beyond loopback without a secret", "0"),
+    "GRADWIRE_TRANSPORT": ("transports to use, best first, with commas", "shm,tcp"),
+    "GRADWIRE_SOCKET_IFNAME": (
+        "network interface, as in NCCL: prefix[,prefix], =exact, ^excluded",
+        "the one that reaches the store",
+    ),
+}
+
+
+def text(name: str) -> str | None:
+    """The variable's value without surrounding blanks; None when unset or empty."""
+    if name not in VARIABLES:
+        raise KeyError(name)
+    return os.environ.get(name, "").strip() or None
+
+
+def flag(name: str) -> bool:
+    """Whether the variable is 1, true, yes or on; raises InvalidArgument for what is no boolean."""
+    value = (text(name) or "0").lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("0", "false", "no", "off"):
+        return False
+    raise InvalidArgument(f"{name}={value!r} is not a boolean: use 1 or 0")
+
+
+def items(name: str) -> tuple[str, ...]:
+    """The variable as a comma-separated list; empty when unset."""
+    return tuple(item.strip() for item in (text(name) or "").split(",") if item.strip())

@@ -1,0 +1,23 @@
+"""The exceptions, as the extension defines them: one tree under `Error`."""
+
+from __future__ import annotations
+
+from gradwire._core import (
+    Aborted,
+    Error,
+    InvalidArgument,
+    RendezvousError,
+    ScheduleError,
+    Timeout,
+    TransportError,
+)
+
+__all__ = [
+    "Aborted",
+    "Error",
+    "InvalidArgument",
+    "RendezvousError",
+    "ScheduleError",
+    "Timeout",
+    "TransportError",
+]

@@ -1,0 +1,160 @@
+"""The mesh: three authenticated sockets to every peer, ready to be handed to the C++ core.
+
+One carries control frames, two carry data ("collective", "p2p"). `_connect` builds it for ranks
+that are processes, `inproc_meshes` for ranks that are threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradwire._errors import RendezvousError
+from gradwire._interfaces import LOOPBACK, Choice
+
+DEFAULT_TRANSPORTS = ("shm", "tcp")
+LANES = ("collective", "p2p")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Who belongs together: a name, a secret, and how often the job was restarted."""
+
+    name: str
+    secret: bytes = field(repr=False)
+    epoch: int = 0
+
+
+class Link(NamedTuple):
+    """A data lane to a peer."""
+
+    transport: str
+    sock: socket.socket
+
+
+@dataclass
+class Peer:
+    """Everything there is between this rank and another."""
+
+    rank: int
+    same_host: bool
+    control: socket.socket
+    links: dict[str, Link]
+
+    def sockets(self) -> Iterable[socket.socket]:
+        """Its sockets; `detach()` hands one over."""
+        return (self.control, *(link.sock for link in self.links.values()))
+
+
+@dataclass
+class Mesh:
+    """The sockets of one rank of one communicator."""
+
+    job: Job
+    rank: int
+    size: int
+    communicator: int
+    hosts: tuple[str, ...]  # by rank; equal for ranks of one host
+    peers: dict[int, Peer]
+    interface: Choice
+
+    def close(self) -> None:
+        """Closes every socket that was not handed over."""
+        for peer in self.peers.values():
+            for sock in peer.sockets():
+                sock.close()
+
+
+def host_identity() -> str:
+    """Equal exactly for processes that share a kernel and a network namespace.
+
+    Abstract Unix sockets, over which shared memory is passed, reach just as far: containers on one
+    machine may or may not share the namespace. Boot ids tell cloned machines apart.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/net").stat().st_ino
+    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a rank tells the others about itself."""
+
+    host: str
+    name: str  # for messages: host name and process id
+    transports: tuple[str, ...]
+    unix: str
+    address: str
+    port: int
+
+    def pack(self) -> bytes:
+        """As JSON."""
+        return json.dumps(self.__dict__).encode()
+
+    def describe(self) -> str:
+        """For messages: who it is and what it offers."""
+        return f"{self.name}: {','.join(self.transports) or 'none'}"
+
+    def where(self, transport: str) -> str:
+        """For messages: the address that a transport connects to."""
+        return f"@{self.unix}" if transport == "shm" else f"{self.address} port {self.port}"
+
+
+_FIELDS: dict[str, type] = {
+    "host": str,
+    "name": str,
+    "transports": list,
+    "unix": str,
+    "address": str,
+    "port": int,
+}
+
+
+def unpack_card(data: bytes, rank: int) -> Card:
+    """Reads another rank's card; raises RendezvousError for what is none."""
+    try:
+        found: Any = json.loads(data)
+        well = isinstance(found, dict) and {key: type(found[key]) for key in found} == _FIELDS
+        well = well and all(isinstance(name, str) for name in found["transports"])
+    except (ValueError, RecursionError):
+        well = False
+    if not well:
+        raise RendezvousError(f"rank {rank} published no address card: another gradwire version?")
+    return Card(**{**found, "transports": tuple(found["transports"])})
+
+
+def choose_transport(lower: Card, higher: Card) -> str | None:
+    """The first of the lower rank's transports that both have; shm only within a host."""
+    for name in lower.transports:
+        if name in higher.transports and (name != "shm" or lower.host == higher.host):
+            return name
+    return None
+
+
+def process_name() -> str:
+    """Host name and process id, by which messages tell ranks apart."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def inproc_meshes(size: int) -> list[Mesh]:
+    """One mesh per rank for ranks that are threads of this process, joined by socket pairs."""
+    job = Job("threads", secrets.token_bytes(32))
+    hosts = (host_identity(),) * size
+    meshes = [Mesh(job, rank, size, 0, hosts, {}, LOOPBACK) for rank in range(size)]
+    for lower in range(size):
+        for higher in range(lower + 1, size):
+            ends = zip(*(socket.socketpair() for _ in ("control", *LANES)), strict=True)
+            for (owner, other), sockets in zip(
+                ((lower, higher), (higher, lower)), ends, strict=True
+            ):
+                links = [Link("inproc", sock) for sock in sockets[1:]]
+                named = dict(zip(LANES, links, strict=True))
+                meshes[owner].peers[other] = Peer(other, True, sockets[0], named)
+    return meshes

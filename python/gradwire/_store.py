@@ -1,0 +1,219 @@
+"""A small key-value store where the ranks meet: bytes under names, and nothing that needs parsing.
+
+The server is one thread; every client proves itself first (`_handshake`). On an abstract Unix
+socket both ends also compare user ids, as the kernel reports them. Sizes are limited, so that a
+wrong client cannot fill the memory.
+
+    request   operation, key length, value length, milliseconds to wait; key; value
+    answer    status, value length; value
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from gradwire._deadline import Deadline
+from gradwire._errors import InvalidArgument, RendezvousError
+from gradwire._handshake import HandshakeError, Hello, Purpose, introduce, peer_uid, receive
+
+MAX_KEY = 512
+MAX_VALUE = 1 << 20
+MAX_TOTAL = 64 << 20
+
+REQUEST = struct.Struct("<BHII")
+ANSWER = struct.Struct("<BI")
+_MARGIN = 5.0  # seconds that a client grants the server beyond the wait it asked for
+_RETRY = 0.05  # seconds between attempts to reach a store that is not there yet
+
+
+class Operation(enum.IntEnum):
+    """What a client asks."""
+
+    SET = 1
+    GET = 2
+    ADD = 3
+
+
+class Status(enum.IntEnum):
+    """How the server answers."""
+
+    OK = 0
+    LATE = 1  # nobody set the key in time
+    FULL = 2
+    CLOSED = 3  # the host gave up; the value says why
+
+
+class Store(Protocol):
+    """What a rendezvous needs of a store."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Stores the value; a later one replaces it."""
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """The value, once it is there; raises TimeoutError after `timeout` seconds."""
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Adds to a counter that starts at 0; returns the sum."""
+
+    def wait(self, keys: Iterable[str], timeout: float) -> None:
+        """Returns when all keys are there; raises TimeoutError after `timeout` seconds."""
+
+
+class Address(NamedTuple):
+    """tcp://HOST:PORT, or unix://NAME in the abstract namespace of this host."""
+
+    scheme: str
+    host: str
+    port: int = 0
+
+    def __str__(self) -> str:
+        if self.scheme == "unix":
+            return f"unix://{self.host}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a Unix socket, which only this host's processes reach."""
+        return self.scheme == "unix"
+
+    def resolve(self) -> list[tuple[socket.AddressFamily, Any]]:
+        """The socket addresses it stands for, best first; raises OSError for an unknown host."""
+        if self.local:
+            return [(socket.AF_UNIX, "\0" + self.host)]
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        return [(family, target) for family, _, _, _, target in found]
+
+
+def parse_address(url: str) -> Address:
+    """Reads a store's URL; raises InvalidArgument for anything else."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme == "unix" and parts.netloc:
+        return Address("unix", parts.netloc + parts.path)
+    if parts.scheme == "tcp" and parts.hostname and port:
+        return Address("tcp", parts.hostname, port)
+    raise InvalidArgument(f"store={url!r} is neither tcp://HOST:PORT nor unix://NAME")
+
+
+class StoreClient:
+    """A connection to a StoreServer. Any thread may use it; one request is under way at a time."""
+
+    def __init__(self, address: Address, job: str, secret: bytes, deadline: Deadline) -> None:
+        self.address = address
+        self._lock = threading.Lock()
+        self._sock = _connect(address, Hello(job, Purpose.STORE), secret, deadline)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Stores up to 1 MiB under a key; a later value replaces it."""
+        self._ask(Operation.SET, key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """The value, once it is there; raises TimeoutError after `timeout` seconds."""
+        return self._ask(Operation.GET, key, b"", timeout)
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Adds to a counter that starts at 0; returns the sum."""
+        answer = self._ask(Operation.ADD, key, amount.to_bytes(8, "little", signed=True))
+        return int.from_bytes(answer, "little", signed=True)
+
+    def wait(self, keys: Iterable[str], timeout: float) -> None:
+        """Returns when all keys are there; raises TimeoutError after `timeout` seconds."""
+        deadline = Deadline(timeout)
+        for key in keys:
+            self.get(key, deadline.remaining)
+
+    def wait_closed(self, timeout: float) -> None:
+        """Returns when the server has closed the connection, or after `timeout` seconds."""
+        self._sock.settimeout(max(timeout, 1e-3))
+        try:
+            self._sock.recv(1)
+        except OSError:
+            return
+
+    def local_address(self) -> str | None:
+        """The own address on the way to the store; None for a Unix socket."""
+        return None if self.address.local else str(self._sock.getsockname()[0])
+
+    def close(self) -> None:
+        """Closes the connection; what was stored stays."""
+        self._sock.close()
+
+    def _ask(self, operation: int, key: str, value: bytes, wait: float = 0.0) -> bytes:
+        name = key.encode()
+        if len(name) > MAX_KEY or len(value) > MAX_VALUE:
+            raise InvalidArgument(
+                f"a store takes keys to {MAX_KEY} bytes and values to {MAX_VALUE}; "
+                f"these have {len(name)} and {len(value)}"
+            )
+        request = REQUEST.pack(operation, len(name), len(value), min(int(wait * 1000), 2**32 - 1))
+        with self._lock:
+            try:
+                status, answer = self._exchange(request + name + value, wait + _MARGIN)
+            except OSError as error:
+                raise RendezvousError(
+                    f"lost the store at {self.address} ({error}): "
+                    "the process that hosts it, rank 0 or the launcher, has probably ended"
+                ) from error
+        if status == Status.LATE:
+            raise TimeoutError(f"nobody set {key!r} within {wait:g} s")
+        if status == Status.CLOSED:
+            why = answer.decode(errors="replace") or "its rendezvous is over"
+            raise RendezvousError(f"the host of the store at {self.address} gave up: {why}")
+        if status != Status.OK:
+            raise RendezvousError(f"the store at {self.address} is full ({MAX_TOTAL} bytes)")
+        return answer
+
+    def _exchange(self, request: bytes, seconds: float) -> tuple[int, bytes]:
+        deadline = Deadline(seconds)
+        self._sock.settimeout(seconds)
+        self._sock.sendall(request)
+        status, size = ANSWER.unpack(receive(self._sock, ANSWER.size, deadline))
+        return status, receive(self._sock, size, deadline)
+
+
+def _connect(address: Address, hello: Hello, secret: bytes, deadline: Deadline) -> socket.socket:
+    pause = threading.Event()
+    while True:
+        try:
+            return _attempt(address, hello, secret, deadline)
+        except HandshakeError as error:
+            raise RendezvousError(f"the store at {address} is not ours: {error}") from error
+        except OSError as error:
+            if deadline.passed:
+                raise RendezvousError(
+                    f"could not reach the store at {address} within {deadline.seconds:g} s "
+                    f"({error}): is rank 0 running, and is it the same job (GRADWIRE_JOB)?"
+                ) from error
+        pause.wait(min(_RETRY, deadline.remaining))
+
+
+def _attempt(address: Address, hello: Hello, secret: bytes, deadline: Deadline) -> socket.socket:
+    family, target = address.resolve()[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(deadline.remaining, 1e-3))
+        sock.connect(target)
+        if family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        require_own_user(sock)
+        introduce(sock, hello, secret, deadline)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def require_own_user(sock: socket.socket) -> None:
+    if sock.family == socket.AF_UNIX and peer_uid(sock) != os.getuid():
+        raise HandshakeError(f"it runs as user {peer_uid(sock)}, this as {os.getuid()}")

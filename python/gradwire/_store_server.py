@@ -1,0 +1,241 @@
+"""The server half of the store: one thread, and as many clients as there are ranks."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+from collections import defaultdict
+
+from gradwire._deadline import Deadline
+from gradwire._errors import RendezvousError
+from gradwire._handshake import Gate, HandshakeError, Hello, Purpose
+from gradwire._store import (
+    ANSWER,
+    MAX_KEY,
+    MAX_TOTAL,
+    MAX_VALUE,
+    REQUEST,
+    Address,
+    Operation,
+    Status,
+    require_own_user,
+)
+
+
+class _Client:
+    """One authenticated connection, as the server sees it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.inbox = bytearray()
+        self.outbox = bytearray()
+        self.waits_for: tuple[str, Deadline] | None = None
+
+
+class _Invalid(Exception):
+    """A client broke the protocol or a limit."""
+
+
+class StoreServer:
+    """Serves from a thread of its own between start() and close().
+
+    Listens from construction on, so that a process forked in between finds it; port 0 takes a free
+    one, see `address`.
+    """
+
+    def __init__(self, address: Address, job: str, secret: bytes) -> None:
+        self._values: dict[str, bytes] = {}
+        self._total = 0
+        self._waiting: dict[str, list[_Client]] = defaultdict(list)
+        self._clients: set[_Client] = set()
+        self._reason = b""
+        listener = _listen(address)
+        self.address = _bound(address, listener)
+        self._gate = Gate([listener], job, secret, self._check)
+        self._selector = selectors.DefaultSelector()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="gradwire-store", daemon=True)
+
+    def start(self) -> StoreServer:
+        """Begins to serve; returns itself."""
+        self._thread.start()
+        return self
+
+    def close(self, reason: str = "") -> None:
+        """Stops listening, tells waiting clients the reason, and ends all connections."""
+        self._reason = reason.encode()[:MAX_VALUE]
+        if self._thread.ident is not None:
+            os.eventfd_write(self._bell, 1)
+            self._thread.join()
+        self._gate.close()
+        for client in self._clients:
+            client.sock.close()
+        self._selector.close()
+        os.close(self._bell)
+
+    def __enter__(self) -> StoreServer:
+        return self.start()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self.close(str(error or ""))
+
+    def _check(self, hello: Hello, sock: socket.socket) -> None:
+        if hello.purpose != Purpose.STORE:
+            raise HandshakeError("this is the store, and it came for something else")
+        require_own_user(sock)
+
+    def _run(self) -> None:
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._gate.fileno(), selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select(self._pause()):
+                if key.fileobj == self._bell:
+                    return self._dismiss()
+                if key.data is not None:
+                    self._turn(key.data)
+            for admitted in self._gate.poll(0):
+                self._welcome(_Client(admitted.sock))
+            self._expire()
+
+    def _dismiss(self) -> None:
+        for client in list(self._clients):
+            if client.waits_for:
+                self._unpark(client)
+                self._release(client, Status.CLOSED, self._reason)
+
+    def _pause(self) -> float | None:
+        limits = [client.waits_for[1].remaining for client in self._clients if client.waits_for]
+        if self._gate.pending:
+            limits.append(0.5)
+        return min(limits) if limits else None
+
+    def _welcome(self, client: _Client) -> None:
+        self._clients.add(client)
+        self._selector.register(client.sock, selectors.EVENT_READ, client)
+
+    def _drop(self, client: _Client) -> None:
+        self._unpark(client)
+        self._clients.remove(client)
+        self._selector.unregister(client.sock)
+        client.sock.close()
+
+    def _turn(self, client: _Client) -> None:
+        try:
+            self._read(client)
+            self._serve(client)
+            self._flush(client)
+        except (OSError, _Invalid):
+            if client in self._clients:
+                self._drop(client)
+
+    def _read(self, client: _Client) -> None:
+        try:
+            part = client.sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        if not part or len(client.inbox) > MAX_KEY + 2 * MAX_VALUE:
+            raise _Invalid
+        client.inbox += part
+
+    def _serve(self, client: _Client) -> None:
+        while not client.waits_for and len(client.inbox) >= REQUEST.size:
+            operation, key_size, value_size, milliseconds = REQUEST.unpack_from(client.inbox)
+            if key_size > MAX_KEY or value_size > MAX_VALUE:
+                raise _Invalid
+            middle = REQUEST.size + key_size
+            if len(client.inbox) < middle + value_size:
+                return
+            key = client.inbox[REQUEST.size : middle].decode(errors="replace")
+            value = bytes(client.inbox[middle : middle + value_size])
+            del client.inbox[: middle + value_size]
+            self._execute(client, operation, key, value, milliseconds / 1000)
+
+    def _execute(
+        self, client: _Client, operation: int, key: str, value: bytes, wait: float
+    ) -> None:
+        if operation == Operation.SET:
+            self._answer(client, self._put(key, value))
+        elif operation == Operation.ADD and len(value) == 8:
+            total = int.from_bytes(self._values.get(key, b""), "little", signed=True)
+            total += int.from_bytes(value, "little", signed=True)
+            encoded = total.to_bytes(8, "little", signed=True)
+            self._answer(client, self._put(key, encoded), encoded)
+        elif operation == Operation.GET and key in self._values:
+            self._answer(client, Status.OK, self._values[key])
+        elif operation == Operation.GET:
+            client.waits_for = (key, Deadline(wait))
+            self._waiting[key].append(client)
+        else:
+            raise _Invalid
+
+    def _put(self, key: str, value: bytes) -> int:
+        before = len(key) + len(self._values[key]) if key in self._values else 0
+        growth = len(key) + len(value) - before
+        if self._total + growth > MAX_TOTAL:
+            return Status.FULL
+        self._total += growth
+        self._values[key] = value
+        for client in self._waiting.pop(key, []):
+            self._release(client, Status.OK, value)
+        return Status.OK
+
+    def _release(self, client: _Client, status: int, value: bytes = b"") -> None:
+        client.waits_for = None
+        self._answer(client, status, value)
+        try:
+            self._flush(client)
+        except OSError:
+            self._drop(client)
+
+    def _answer(self, client: _Client, status: int, value: bytes = b"") -> None:
+        client.outbox += ANSWER.pack(status, len(value)) + value
+
+    def _flush(self, client: _Client) -> None:
+        try:
+            sent = client.sock.send(client.outbox) if client.outbox else 0
+        except BlockingIOError:
+            sent = 0
+        del client.outbox[:sent]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.outbox else 0)
+        self._selector.modify(client.sock, events, client)
+
+    def _expire(self) -> None:
+        for client in list(self._clients):
+            if client.waits_for and client.waits_for[1].passed:
+                self._unpark(client)
+                self._release(client, Status.LATE)
+
+    def _unpark(self, client: _Client) -> None:
+        if client.waits_for:
+            key = client.waits_for[0]
+            self._waiting[key].remove(client)
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+
+def _listen(address: Address) -> socket.socket:
+    try:
+        family, target = address.resolve()[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(target)
+            listener.listen(128)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise RendezvousError(
+            f"rank 0 cannot host the store at {address} ({error}): "
+            "name rank 0's own host and a port that is free there"
+        ) from error
+    return listener
+
+
+def _bound(address: Address, listener: socket.socket) -> Address:
+    if address.local:
+        return address
+    return address._replace(port=listener.getsockname()[1])

@@ -1,0 +1,543 @@
+"""Ranks find each other: environments, secrets, transports, missing ranks, repeated rendezvous."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gradwire import _mesh, _rendezvous
+from gradwire._connect import connect_mesh
+from gradwire._deadline import Deadline
+from gradwire._environment import VARIABLES
+from gradwire._errors import InvalidArgument, RendezvousError
+from gradwire._interfaces import Choice, Interface
+from gradwire._mesh import Card, Job, Mesh, choose_transport, inproc_meshes, unpack_card
+from gradwire._rendezvous import choose_transports, find_secret, rendezvous
+from gradwire._world import World, explicit, from_environment
+
+SECRET = b"0123456789abcdef"
+LAUNCHERS = (
+    "RANK",
+    "WORLD",
+    "LOCAL_",
+    "MASTER_",
+    "OMPI_",
+    "PMI",
+    "MPI_",
+    "SLURM_",
+    "TORCHELASTIC_",
+)
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name in VARIABLES or name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+
+
+def worlds(size: int, **changes: object) -> list[World]:
+    """A world per rank, to meet in a store of its own that rank 0 hosts on a Unix socket."""
+    store = f"unix://gradwire-test-{secrets.token_hex(8)}"
+    base = World(0, size, store=store, rank_0_hosts=True)
+    return [replace(base, rank=rank, **changes) for rank in range(size)]  # type: ignore[arg-type]
+
+
+def on_threads(functions: Sequence[Callable[[], Mesh]]) -> list[Future[Mesh]]:
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return [pool.submit(function) for function in functions]
+
+
+def meet(places: Sequence[World], timeout: float = 20, **options: object) -> list[Future[Mesh]]:
+    calls = [
+        lambda place=place: rendezvous(place, timeout=timeout, **options)  # type: ignore[misc]
+        for place in places
+    ]
+    return on_threads(calls)
+
+
+def assert_connected(meshes: Sequence[Mesh], transport: str) -> None:
+    """Every pair's three sockets are each other's ends, and are of the transport."""
+    for mesh in meshes:
+        assert sorted([*mesh.peers, mesh.rank]) == list(range(len(meshes)))
+        for peer in mesh.peers.values():
+            assert [link.transport for link in peer.links.values()] == [transport] * 2
+            for lane, sock in lanes(peer).items():
+                sock.sendall(f"{mesh.rank}>{peer.rank}:{lane}.".encode())
+    for mesh in meshes:
+        for peer in mesh.peers.values():
+            for lane, sock in lanes(peer).items():
+                assert sock.recv(64) == f"{peer.rank}>{mesh.rank}:{lane}.".encode()
+
+
+def lanes(peer: _mesh.Peer) -> dict[str, socket.socket]:
+    return {"control": peer.control, **{lane: link.sock for lane, link in peer.links.items()}}
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Sequence[Future[Mesh]]], list[Mesh]]]:
+    opened: list[Mesh] = []
+
+    def results(futures: Sequence[Future[Mesh]]) -> list[Mesh]:
+        opened.extend(future.result() for future in futures)
+        return opened[-len(futures) :]
+
+    yield results
+    for mesh in opened:
+        mesh.close()
+
+
+Closing = Callable[[Sequence[Future[Mesh]]], list[Mesh]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_all_pairs_are_connected(size: int, transport: str, closing: Closing) -> None:
+    meshes = closing(meet(worlds(size), transports=[transport]))
+    assert_connected(meshes, transport)
+    family = socket.AF_UNIX if transport == "shm" else socket.AF_INET
+    assert all(peer.control.family == family for mesh in meshes for peer in mesh.peers.values())
+    assert all(peer.same_host for mesh in meshes for peer in mesh.peers.values())
+
+
+def test_sockets_block_and_are_not_inherited(closing: Closing) -> None:
+    for mesh in closing(meet(worlds(2))):
+        for sock in mesh.peers[1 - mesh.rank].sockets():
+            assert sock.getblocking()
+            assert not sock.get_inheritable()
+
+
+def test_ranks_on_one_host_prefer_shared_memory(closing: Closing) -> None:
+    assert_connected(closing(meet(worlds(2))), "shm")
+
+
+def test_the_environment_restricts_the_transports(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_TRANSPORT", "tcp")
+    assert_connected(closing(meet(worlds(2))), "tcp")
+
+
+def test_one_can_meet_again_and_again_under_the_same_name(closing: Closing) -> None:
+    places = worlds(3)
+
+    def thrice(place: World) -> list[Mesh]:
+        return [rendezvous(place, timeout=20) for _ in range(3)]
+
+    with ThreadPoolExecutor(3) as pool:
+        rounds = list(pool.map(thrice, places))
+    for turn in range(3):
+        meshes = [mine[turn] for mine in rounds]
+        assert_connected(meshes, "shm")
+        assert {mesh.communicator for mesh in meshes} == {turn}
+        for mesh in meshes:
+            mesh.close()
+
+
+def test_nothing_listens_once_the_mesh_is_complete(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards: list[Card] = []
+    unpack = _mesh.unpack_card
+    monkeypatch.setattr(
+        "gradwire._connect.unpack_card", lambda *args: cards.append(unpack(*args)) or cards[-1]
+    )
+    closing(meet(worlds(2)))
+    for card in cards:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((card.address, card.port), timeout=5)
+        with socket.socket(socket.AF_UNIX) as sock, pytest.raises(ConnectionRefusedError):
+            sock.connect("\0" + card.unix)
+
+
+def test_rank_0_hosts_a_tcp_store_at_the_given_port(closing: Closing) -> None:
+    with socket.socket() as reserved:  # bound and never listening: keeps the port for us
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        store = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+        meshes = closing(meet([explicit(rank, 3, store) for rank in range(3)], secret=SECRET))
+    assert_connected(meshes, "shm")
+    assert meshes[0].interface.reason == "it reaches the store"
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
+    futures = meet([world for world in worlds(4) if world.rank != 2], timeout=0.5)
+    errors = [future.exception() for future in futures]
+    assert all(isinstance(error, RendezvousError) for error in errors)
+    assert all("rank 2 of 4 did not appear within 0.5 s" in str(error) for error in errors)
+
+
+def test_all_missing_ranks_are_named() -> None:
+    (future,) = meet(worlds(4)[:1], timeout=0.2)
+    assert "ranks 1, 2, 3 of 4 did not appear" in str(future.exception())
+
+
+def test_a_rank_that_dies_after_publishing_its_address_is_named() -> None:
+    places = worlds(3)
+
+    honest = _rendezvous.store_exchange
+
+    def dying_exchange(*args: object) -> object:
+        exchange = honest(*args)  # type: ignore[arg-type]
+
+        def publish_and_die(card: bytes, deadline: Deadline) -> Sequence[bytes]:
+            exchange(card, deadline)
+            raise OSError("died")
+
+        return publish_and_die if args[2] == 2 else exchange
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_rendezvous, "store_exchange", dying_exchange)
+        errors = [str(future.exception()) for future in meet(places, timeout=0.5)]
+    assert "rank 2" in errors[0]
+    assert "did not connect to rank 0" in errors[0]
+    assert errors[2] == "died"
+
+
+def test_a_waiting_rank_says_whom_it_waits_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_rendezvous, "WARN_SECONDS", 0.05)
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        meet(worlds(2)[:1], timeout=0.3)
+    assert "still waiting for rank 1 of 2" in caplog.text
+
+
+def test_strangers_do_not_disturb_a_rendezvous(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = Card.pack
+
+    def pack_after_strangers_came(card: Card) -> bytes:
+        for junk in (b"", os.urandom(72), os.urandom(500)):
+            with socket.create_connection((card.address, card.port)) as stranger:
+                stranger.sendall(junk)
+        return pack(card)
+
+    monkeypatch.setattr(Card, "pack", pack_after_strangers_came)
+    assert_connected(closing(meet(worlds(3), transports=["tcp"])), "tcp")
+
+
+def test_ranks_with_different_secrets_are_told_so() -> None:
+    places = worlds(2)
+    calls = [
+        lambda: rendezvous(places[0], timeout=1, secret=b"a" * 16),
+        lambda: rendezvous(places[1], timeout=1, secret=b"b" * 16),
+    ]
+    errors = [str(future.exception()) for future in on_threads(calls)]
+    assert "did not appear" in errors[0]
+    assert "another secret" in errors[1]
+
+
+# Communicators made from communicators
+
+
+def test_a_mesh_can_be_made_through_any_all_gather(closing: Closing) -> None:
+    cards: dict[int, bytes] = {}
+    barrier = threading.Barrier(3)
+
+    def exchange(rank: int) -> Callable[[bytes, Deadline], list[bytes]]:
+        def all_gather(card: bytes, deadline: Deadline) -> list[bytes]:
+            cards[rank] = card
+            barrier.wait(deadline.remaining)
+            return [cards[each] for each in range(3)]
+
+        return all_gather
+
+    def call(rank: int) -> Callable[[], Mesh]:
+        job = Job("job", SECRET)
+        return lambda: connect_mesh(
+            job, exchange(rank), rank=rank, size=3, communicator=77, deadline=Deadline(20)
+        )
+
+    assert_connected(closing(on_threads([call(rank) for rank in range(3)])), "shm")
+
+
+def test_threads_get_meshes_of_socket_pairs() -> None:
+    meshes = inproc_meshes(3)
+    assert_connected(meshes, "inproc")
+    for mesh in meshes:
+        mesh.close()
+
+
+# Which transport, which address
+
+CARD = Card("host a", "a:1", ("shm", "tcp"), "x", "192.0.2.1", 1)
+
+
+@pytest.mark.parametrize(
+    ("other", "transport"),
+    [
+        (CARD, "shm"),
+        (replace(CARD, host="host b"), "tcp"),
+        (replace(CARD, transports=("tcp",)), "tcp"),
+        (replace(CARD, host="host b", transports=("shm",)), None),
+    ],
+)
+def test_a_pair_takes_the_best_transport_that_both_have(other: Card, transport: str | None) -> None:
+    assert choose_transport(CARD, other) == transport
+
+
+def meet_two_hosts(monkeypatch: pytest.MonkeyPatch, **options: object) -> list[Future[Mesh]]:
+    """Two ranks that each believe to be on a host of their own."""
+    identity = threading.local()
+    monkeypatch.setattr(
+        "gradwire._connect.host_identity", lambda: getattr(identity, "name", "unset")
+    )
+
+    def call(place: World) -> Mesh:
+        identity.name = f"host {place.rank}"
+        return rendezvous(place, timeout=2, **options)  # type: ignore[arg-type]
+
+    return on_threads([lambda place=place: call(place) for place in worlds(2)])
+
+
+def test_loopback_is_refused_when_a_peer_is_on_another_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for future in meet_two_hosts(monkeypatch):
+        with pytest.raises(RendezvousError, match=r"loopback only.*GRADWIRE_SOCKET_IFNAME"):
+            future.result()
+
+
+def test_shared_memory_alone_cannot_join_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for future in meet_two_hosts(monkeypatch, transports=["shm"]):
+        with pytest.raises(RendezvousError, match=r"ranks 0 .* and 1 .* share no transport"):
+            future.result()
+
+
+def test_two_hosts_meet_over_tcp(monkeypatch: pytest.MonkeyPatch, closing: Closing) -> None:
+    monkeypatch.setattr("gradwire._connect.is_loopback", lambda address: False)
+    meshes = closing(meet_two_hosts(monkeypatch))
+    assert_connected(meshes, "tcp")
+    assert meshes[0].hosts == meshes[1].hosts == ("host 0", "host 1")
+    assert not meshes[0].peers[1].same_host
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{}", b'{"host": 1}', b"[" * 100_000, CARD.pack()[:-2] + b', "x": 1}']
+)
+def test_a_foreign_card_is_an_error_that_names_the_rank(data: bytes) -> None:
+    with pytest.raises(RendezvousError, match="rank 3 published no address card"):
+        unpack_card(data, 3)
+
+
+def test_a_card_survives_its_trip() -> None:
+    assert unpack_card(CARD.pack(), 0) == CARD
+
+
+@pytest.mark.parametrize("names", [[], ["ib"], ["tcp", "inproc"]])
+def test_unknown_transports_are_refused(names: list[str]) -> None:
+    with pytest.raises(InvalidArgument, match="use shm, tcp"):
+        choose_transports(names)
+
+
+# Secrets
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(RendezvousError, match="15 bytes, fewer than 16"):
+        find_secret("x" * 15)
+
+
+def test_the_secret_comes_from_the_argument_the_variable_or_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("from-the-file-0123\n")
+    file.chmod(0o600)
+    assert find_secret(None) is None
+    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(file))
+    assert find_secret(None) == b"from-the-file-0123"
+    monkeypatch.setenv("GRADWIRE_SECRET", "from-the-variable-0123")
+    assert find_secret(None) == b"from-the-variable-0123"
+    assert find_secret("from-the-argument-0123") == b"from-the-argument-0123"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_secret_file_that_others_can_touch_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef")
+    file.chmod(mode)
+    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(file))
+    with pytest.raises(RendezvousError, match="chmod 600"):
+        find_secret(None)
+
+
+def test_a_secret_file_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_SECRET_FILE", "/nonexistent/secret")
+    with pytest.raises(RendezvousError, match="cannot read GRADWIRE_SECRET_FILE"):
+        find_secret(None)
+
+
+def test_beyond_loopback_a_secret_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = explicit(1, 2, "tcp://192.0.2.1:9")
+    with pytest.raises(RendezvousError, match="there is no secret: set GRADWIRE_SECRET"):
+        rendezvous(place, timeout=0.1)
+    monkeypatch.setenv("GRADWIRE_INSECURE", "1")
+    with pytest.raises(RendezvousError, match="could not reach the store"):
+        rendezvous(place, timeout=0.1)
+
+
+def test_a_secret_is_made_for_each_meeting_where_none_is_given(closing: Closing) -> None:
+    places = worlds(2)
+    found = [{mesh.job.secret for mesh in closing(meet(places))} for _ in range(2)]
+    assert [len(each) for each in found] == [1, 1]
+    assert found[0] != found[1]
+    assert "secret" not in repr(closing(meet(places))[0].job)
+
+
+# The launchers' environments
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    for pair in text.split():
+        name, _, value = pair.partition("=")
+        monkeypatch.setenv(name, value)
+
+
+TORCHRUN = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=node0 MASTER_PORT=29500"
+
+
+def test_without_a_launcher_there_is_one_rank() -> None:
+    assert (from_environment().rank, from_environment().size) == (0, 1)
+
+
+def test_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(
+        monkeypatch, TORCHRUN + " TORCHELASTIC_RUN_ID=run7 TORCHELASTIC_RESTART_COUNT=2"
+    )
+    world = from_environment()
+    assert world == World(
+        3, 4, "torchrun", "run7", 2, 1, 2, store="torch://node0:29500", rank_0_hosts=False
+    )
+    assert world.several_hosts
+
+
+def test_a_store_in_the_environment_goes_before_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, TORCHRUN + " GRADWIRE_STORE=tcp://node0:7")
+    world = from_environment()
+    assert (world.store, world.rank_0_hosts) == ("tcp://node0:7", True)
+
+
+ONE_HOST = {
+    "openmpi": "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-7",
+    "mpich": "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
+    "srun": "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1 SLURM_NNODES=1 SLURM_JOB_ID=7",
+}
+SEVERAL_HOSTS = {
+    "openmpi": "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2",
+    "mpich": "PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
+    "mpich without local ranks": "PMI_RANK=1 PMI_SIZE=4",
+    "srun": "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NNODES=2 SLURM_JOB_ID=7",
+}
+
+
+@pytest.mark.parametrize("text", ONE_HOST.values(), ids=ONE_HOST)
+def test_a_launch_on_one_host_meets_on_a_socket_of_its_user(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    set_environment(monkeypatch, text)
+    world = from_environment()
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (1, 2, 1, 2)
+    assert world.store is not None
+    assert world.store.startswith(f"unix://gradwire-{os.getuid()}-")
+    assert world.rank_0_hosts
+
+
+@pytest.mark.parametrize("text", SEVERAL_HOSTS.values(), ids=SEVERAL_HOSTS)
+def test_a_launch_on_several_hosts_needs_a_store(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    set_environment(monkeypatch, text)
+    with pytest.raises(RendezvousError, match="set GRADWIRE_STORE=tcp://HOST:PORT"):
+        from_environment()
+    monkeypatch.setenv("GRADWIRE_STORE", "tcp://node0:7")
+    world = from_environment()
+    assert (world.rank, world.size, world.rank_0_hosts) == (1, 4, True)
+
+
+def test_mpirun_inside_a_slurm_allocation_is_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, ONE_HOST["openmpi"] + " " + SEVERAL_HOSTS["srun"])
+    assert from_environment().launcher == "Open MPI's mpirun"
+
+
+def test_a_slurm_step_is_not_its_whole_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, ONE_HOST["srun"] + " SLURM_STEP_NUM_TASKS=3 SLURM_STEP_ID=5")
+    world = from_environment()
+    assert (world.size, world.job) == (3, "7.5")
+
+
+def test_the_job_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, ONE_HOST["mpich"] + " GRADWIRE_JOB=mine")
+    assert from_environment().job == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("RANK=4 WORLD_SIZE=4", "RANK='4' is not a rank within WORLD_SIZE='4'"),
+        ("RANK=x WORLD_SIZE=4", "RANK='x' is not a number"),
+        ("RANK=0 WORLD_SIZE=4", "MASTER_ADDR and MASTER_PORT are not"),
+        ("WORLD_SIZE=4", "WORLD_SIZE is set and RANK is not"),
+    ],
+)
+def test_a_wrong_environment_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    set_environment(monkeypatch, text)
+    with pytest.raises(RendezvousError, match=message):
+        from_environment()
+
+
+def test_explicit_arguments_are_checked() -> None:
+    with pytest.raises(InvalidArgument, match="rank=2 is not within size=2"):
+        explicit(2, 2, "tcp://a:1")
+    with pytest.raises(InvalidArgument, match="need store="):
+        explicit(0, 2, None)
+
+
+def test_a_choice_reads_well() -> None:
+    assert str(Choice(Interface("eth0", "192.0.2.7"), "why")) == "eth0 (192.0.2.7): why"
+
+
+# torch's store
+
+TORCH_RANK = """
+import sys
+from gradwire._rendezvous import rendezvous
+from gradwire._world import from_environment
+mesh = rendezvous(from_environment(), timeout=60)
+control = next(iter(mesh.peers.values())).control
+control.sendall(b"x")
+assert control.recv(1) == b"x"
+print(mesh.rank, mesh.job.name, mesh.job.epoch)
+"""
+
+
+def test_ranks_meet_in_torchs_store(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = tmp_path / "rank.py"
+    script.write_text(TORCH_RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line.split() for line in done.stdout.splitlines() if line)
+    assert [line[0] for line in lines] == ["0", "1"]
+    assert lines[0][1:] == lines[1][1:]

@@ -1,0 +1,229 @@
+"""The store where ranks meet: values, waiting, counters, limits, and who is let in."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from gradwire import _store_server
+from gradwire._deadline import Deadline
+from gradwire._errors import InvalidArgument, RendezvousError
+from gradwire._store import MAX_KEY, MAX_VALUE, Address, StoreClient, parse_address
+from gradwire._store_server import StoreServer
+
+SECRET = b"0123456789abcdef"
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def server(request: pytest.FixtureRequest) -> Iterator[StoreServer]:
+    name = f"gradwire-test-{secrets.token_hex(8)}"
+    address = Address("unix", name) if request.param == "unix" else Address("tcp", "127.0.0.1", 0)
+    with StoreServer(address, "job", SECRET) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: StoreServer) -> Iterator[StoreClient]:
+    client = connect(server)
+    yield client
+    client.close()
+
+
+def connect(server: StoreServer, secret: bytes = SECRET, job: str = "job") -> StoreClient:
+    return StoreClient(server.address, job, secret, Deadline(10))
+
+
+def test_a_value_comes_back_whole(client: StoreClient) -> None:
+    value = os.urandom(MAX_VALUE)
+    client.set("k", value)
+    client.set("empty", b"")
+    assert client.get("k", 1) == value
+    assert client.get("empty", 1) == b""
+
+
+def test_a_later_value_replaces_an_earlier_one(client: StoreClient) -> None:
+    client.set("k", b"first")
+    client.set("k", b"second")
+    assert client.get("k", 1) == b"second"
+
+
+def test_get_waits_for_another_client(server: StoreServer, client: StoreClient) -> None:
+    other = connect(server)
+    setter = threading.Thread(target=lambda: other.set("late", b"here"))
+    setter.start()
+    assert client.get("late", 10) == b"here"
+    setter.join()
+    other.close()
+
+
+def test_one_set_wakes_every_waiting_client(server: StoreServer, client: StoreClient) -> None:
+    clients = [connect(server) for _ in range(8)]
+    found: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda each=each: found.append(each.get("k", 10)))
+        for each in clients
+    ]
+    for thread in threads:
+        thread.start()
+    client.set("k", b"v")
+    for thread, each in zip(threads, clients, strict=True):
+        thread.join()
+        each.close()
+    assert found == [b"v"] * 8
+
+
+def test_get_gives_up_at_its_deadline_and_the_connection_lives(client: StoreClient) -> None:
+    with pytest.raises(TimeoutError, match=r"'never' within 0\.05 s"):
+        client.get("never", 0.05)
+    client.set("k", b"v")
+    assert client.get("k", 0) == b"v"
+
+
+def test_wait_needs_all_keys(client: StoreClient) -> None:
+    client.set("a", b"")
+    with pytest.raises(TimeoutError, match="'b'"):
+        client.wait(["a", "b"], 0.05)
+    client.set("b", b"")
+    client.wait(["a", "b"], 0.05)
+
+
+def test_add_counts_over_all_clients(server: StoreServer, client: StoreClient) -> None:
+    other = connect(server)
+    assert client.add("n") == 1
+    assert other.add("n", 41) == 42
+    assert client.add("n", -50) == -8
+    other.close()
+
+
+def test_too_long_keys_and_values_are_refused_before_they_travel(client: StoreClient) -> None:
+    with pytest.raises(InvalidArgument, match="keys to 512 bytes"):
+        client.set("k" * (MAX_KEY + 1), b"")
+    with pytest.raises(InvalidArgument, match=str(MAX_VALUE + 1)):
+        client.set("k", bytes(MAX_VALUE + 1))
+
+
+def test_a_full_store_says_so(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_store_server, "MAX_TOTAL", 1000)
+    client.set("a", bytes(990))
+    client.set("a", bytes(995))
+    with pytest.raises(RendezvousError, match="full"):
+        client.set("b", bytes(10))
+    assert client.get("a", 1) == bytes(995)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        struct.pack("<BHII", 9, 1, 0, 0) + b"k",
+        struct.pack("<BHII", 1, 0xFFFF, 0, 0),
+        struct.pack("<BHII", 1, 1, 0xFFFFFFFF, 0),
+        struct.pack("<BHII", 3, 1, 1, 0) + b"kv",
+    ],
+    ids=["operation", "key size", "value size", "counter size"],
+)
+def test_a_client_that_breaks_the_protocol_is_dropped(
+    server: StoreServer, client: StoreClient, request_: bytes
+) -> None:
+    other = connect(server)
+    other._sock.sendall(request_)
+    other._sock.settimeout(10)
+    assert other._sock.recv(1) == b""
+    other.close()
+    client.set("k", b"others go on")
+
+
+def test_a_client_that_leaves_while_it_waits_is_forgotten(
+    server: StoreServer, client: StoreClient
+) -> None:
+    other = connect(server)
+    other._sock.sendall(struct.pack("<BHII", 2, 1, 0, 60_000) + b"k")
+    other.close()
+    client.set("k", b"v")
+    assert client.get("k", 1) == b"v"
+
+
+def test_the_secret_is_needed(server: StoreServer) -> None:
+    with pytest.raises(RendezvousError, match=r"not ours.*another secret"):
+        connect(server, secret=b"another-secret-of-16")
+
+
+def test_a_store_that_ends_is_an_error_that_says_so() -> None:
+    with StoreServer(Address("tcp", "127.0.0.1", 0), "job", SECRET) as server:
+        client = connect(server)
+    with pytest.raises(RendezvousError, match=f"lost the store at {server.address}"):
+        client.get("k", 1)
+    client.close()
+
+
+def test_a_host_that_gives_up_tells_waiting_clients_why() -> None:
+    server = StoreServer(Address("tcp", "127.0.0.1", 0), "job", SECRET).start()
+    client, onlooker = connect(server), connect(server)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.get, "k", 10)
+        while not server._waiting:
+            onlooker.set("unrelated", b"")
+        server.close("rank 2 of 4 did not appear")
+        with pytest.raises(RendezvousError, match="gave up: rank 2 of 4 did not appear"):
+            waiting.result()
+    client.close()
+    onlooker.close()
+
+
+def test_a_store_that_never_comes_is_an_error_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(RendezvousError, match=r"could not reach the store .* within 0\.1 s"):
+        StoreClient(Address("tcp", "127.0.0.1", port), "job", SECRET, Deadline(0.1))
+
+
+def test_a_client_may_come_before_its_store() -> None:
+    address = Address("unix", f"gradwire-test-{secrets.token_hex(8)}")
+    values: list[bytes] = []
+
+    def early() -> None:
+        client = StoreClient(address, "job", SECRET, Deadline(10))
+        values.append(client.get("k", 10))
+        client.close()
+
+    thread = threading.Thread(target=early)
+    thread.start()
+    with StoreServer(address, "job", SECRET) as server:
+        client = connect(server)
+        client.set("k", b"v")
+        thread.join()
+        client.close()
+    assert values == [b"v"]
+
+
+def test_a_port_that_is_taken_is_an_error_with_the_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = Address("tcp", "127.0.0.1", taken.getsockname()[1])
+        with pytest.raises(RendezvousError, match=r"cannot host the store.*a port that is free"):
+            StoreServer(address, "job", SECRET)
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("tcp://node7:29400", Address("tcp", "node7", 29400)),
+        ("tcp://[::1]:29400", Address("tcp", "::1", 29400)),
+        ("unix://gradwire-0-abc", Address("unix", "gradwire-0-abc")),
+    ],
+)
+def test_addresses_are_read_and_written_alike(url: str, address: Address) -> None:
+    assert parse_address(url) == address
+    assert str(address) == url
+
+
+@pytest.mark.parametrize(
+    "url", ["", "node7:29400", "tcp://node7", "tcp://:1", "http://a:1", "unix://", "tcp://a:x"]
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"tcp://HOST:PORT"):
+        parse_address(url)
