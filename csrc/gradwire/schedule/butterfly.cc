@@ -1,8 +1,7 @@
-// The butterflies (Thakur, Rabenseifner & Gropp 2005, sec. 4.5), q = the largest power of two ≤ p:
-//   recursive_doubling:   rank r <--all-->  rank r^1, r^2, … r^(q/2)       log2 q rounds, n each
-//   halving_doubling:     rank r <--half--> rank r^(q/2), … r^1, and back  2 log2 q rounds,
-//   2(q-1)/q n other p:              odd ranks below 2(p-q) first fold into their left neighbour
-//   and wait
+// The butterflies (Thakur, Rabenseifner & Gropp 2005, sec. 4.5); q, the largest power of two <= p:
+//   recursive_doubling:  rank r <--all-->  rank r^1, r^2, … r^(q/2)       log2 q rounds of n
+//   halving_doubling:    rank r <--half--> rank r^(q/2), … r^1, and back  2(q-1)/q n a rank
+//   other p:             odd ranks below 2(p-q) first fold into their left neighbour, and wait
 #include <algorithm>
 #include <bit>
 

@@ -1,4 +1,4 @@
-// The catalogue of algorithms. Each generator is in its own file and emits edges for any ranks >= 1.
+// The catalogue of algorithms: each family is a file, and emits edges for any ranks >= 1.
 #pragma once
 
 #include <optional>
@@ -25,7 +25,8 @@ Schedule generate(const Recipe& recipe);
 // The algorithms that this collective has, best known first, without hierarchical.
 std::vector<std::string_view> algorithms(Collective collective);
 
-// Rounds, and the most that any rank sends, in units of the whole buffer (n).
+// Rounds, and the most that any rank sends, in units of all chunks together (n; for all_to_all that
+// is the blocks of all ranks).
 struct Shape {
   int rounds = 0;
   double max_sent = 0;

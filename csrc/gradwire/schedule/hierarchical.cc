@@ -1,8 +1,7 @@
 // Hierarchical: reduce inside each group, all_reduce between groups, hand out inside each group.
-//   groups of one size:   inner reduce half | outer all_reduce of each owner's part | inner gather
-//   half other groups:         binary_tree to a leader | outer all_reduce of leaders | binary_tree
-//   down
-// Cho et al. 2019 (BlueConnect), sec. 3, where both are rings.
+//   groups of one size:  inner reduce half | outer over each chunk's owners | inner gather half
+//   other groups:        binary_tree to a leader | outer over the leaders   | binary_tree down
+// With two rings it is Cho et al. 2019 (BlueConnect), on two levels.
 #include <algorithm>
 #include <set>
 

@@ -3,12 +3,15 @@
 // Two sentences define it:
 //   - Sends read the buffer as it was when the round began; landings happen after.
 //   - Several reductions into one chunk fold in list order.
+// So a copy lands alone: nothing else may land in that round on the same chunk of the same rank.
+//
 // Every edge is both a send and its receive, so a round can never hold one without the other. All
 // edges of a round between the same two ranks, in list order, travel as one message.
 //
 // Chunks are numbered 0 … chunks-1 over the whole operation; what a chunk is depends on it:
 //   all_reduce, reduce, broadcast   part c of the one buffer, cut evenly
-//   reduce_scatter, all_gather, gather, scatter   the block that ends or starts at rank c (chunks = ranks)
+//   reduce_scatter, scatter         the block that ends at rank c (chunks = ranks)
+//   all_gather, gather              the block that starts at rank c (chunks = ranks)
 //   all_to_all                      chunk s·ranks + d is the block that rank s has for rank d
 #pragma once
 

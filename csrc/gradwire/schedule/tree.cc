@@ -1,8 +1,7 @@
-// Trees: partial sums climb to the root, the finished sum comes down. Executed segment by segment.
-//   binary_tree:          rank 1, rank 2 --all--> rank 0 …            log2 p rounds each way, 3 n a
-//   rank double_binary_tree:   two trees, half of the buffer each; who is inside one is a leaf of
-//   the
-//                         other, so 2 n a rank (Sanders, Speck & Träff 2009, sec. 3)
+// Trees: partial sums climb to the root, the finished sum comes down; run segment by segment.
+//   binary_tree:         ranks 1, 2 --all--> rank 0, …    floor(log2 p) rounds each way, 3 n a rank
+//   double_binary_tree:  two trees, half of the buffer each: who is inside one is a leaf of the
+//                        other (Sanders, Speck & Träff 2009)    ceil(log2 p) rounds, 2 n a rank
 #include <algorithm>
 #include <bit>
 #include <vector>

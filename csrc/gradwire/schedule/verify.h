@@ -11,12 +11,12 @@ namespace gradwire::schedule {
 
 // The six facts. `problems` says, in sentences, which round, ranks and chunks break one.
 struct Report {
-  bool correct = false;        // at the end every rank holds each contribution exactly once, where it should
-  bool complete = false;       // at the end every rank that must hold a result holds one (nothing is missing)
+  bool correct = false;        // each result holds each contribution exactly once
+  bool complete = false;       // each rank that must end with a result has one, nothing missing
   bool deadlock_free = false;  // no rank waits, directly or around a circle, for itself
-  bool agreement = false;      // all ranks end with bit-identical values: the same tree of additions
-  bool in_tree = false;        // each rank sends its partial of a chunk once, to one parent; copies are finished values
-  Shape shape;                 // rounds and most bytes sent by any rank, counted on the edges
+  bool agreement = false;      // all ranks end with equal bits: the same tree of additions
+  bool in_tree = false;        // ok; partials go once, to one parent, and only results are copied
+  Shape shape;                 // counted on the edges
   std::vector<std::string> problems;
 
   // Runs at all: the first four.
