@@ -1,0 +1,87 @@
+// p communicators in one process, each driven by a thread of its own, joined by socket pairs.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "gradwire/exec/communicator.h"
+#include "transport_harness.h"
+
+namespace gradwire::exec {
+
+class Ranks {
+ public:
+  explicit Ranks(int size, std::string_view transport = "inproc", Tuning tuning = {},
+                 std::vector<std::vector<Rank>> hosts = {}) {
+    std::vector<std::vector<UniqueFd>> control(at(size)), collective(at(size)), transfer(at(size));
+    for (auto* lane : {&control, &collective, &transfer}) {
+      for (auto& row : *lane) row.resize(at(size));
+      for (int a = 0; a < size; ++a)
+        for (int b = a + 1; b < size; ++b) {
+          auto [one, other] = transport::ends_for(lane == &control ? "shm" : transport);
+          (*lane)[at(a)][at(b)] = std::move(one);
+          (*lane)[at(b)][at(a)] = std::move(other);
+        }
+    }
+    for (int r = 0; r < size; ++r)
+      communicators_.push_back(
+          std::make_unique<Communicator>(Identity{r, size, /*communicator=*/7, hosts}, tuning));
+    run([&](Communicator& comm) {
+      const int me = comm.identity().rank;
+      for (int peer = 0; peer < size; ++peer) {
+        if (peer == me) continue;
+        comm.adopt_control(std::move(control[at(me)][at(peer)]), peer);
+        comm.adopt_link(Lane::kCollective, transport, std::move(collective[at(me)][at(peer)]), peer,
+                        10);
+        comm.adopt_link(Lane::kPointToPoint, transport, std::move(transfer[at(me)][at(peer)]), peer,
+                        10);
+      }
+    });
+  }
+
+  int size() const { return static_cast<int>(communicators_.size()); }
+  Communicator& operator[](int rank) { return *communicators_[at(rank)]; }
+  void drop(int rank) { communicators_[at(rank)].reset(); }
+
+  // Runs `body` once per rank, in threads; returns what each threw (null: nothing).
+  std::vector<std::exception_ptr> outcomes(const std::function<void(Communicator&)>& body) {
+    std::vector<std::exception_ptr> thrown(communicators_.size());
+    std::vector<std::thread> threads;
+    for (std::size_t r = 0; r < communicators_.size(); ++r) {
+      if (!communicators_[r]) continue;
+      threads.emplace_back([&, r] {
+        try {
+          body(*communicators_[r]);
+        } catch (...) {
+          thrown[r] = std::current_exception();
+        }
+      });
+    }
+    for (std::thread& each : threads) each.join();
+    return thrown;
+  }
+
+  // The same; rethrows the first.
+  void run(const std::function<void(Communicator&)>& body) {
+    for (const auto& each : outcomes(body))
+      if (each) std::rethrow_exception(each);
+  }
+
+ private:
+  static std::size_t at(int i) { return static_cast<std::size_t>(i); }
+  std::vector<std::unique_ptr<Communicator>> communicators_;
+};
+
+template <typename T>
+Array array_of(std::vector<T>& values) {
+  return {reinterpret_cast<std::byte*>(values.data()), values.size()};
+}
+
+}  // namespace gradwire::exec
