@@ -15,6 +15,9 @@ U16 half_from_float(F32 x) {
 }
 F32 float_from_half(U16 h) { return _mm512_maskz_cvtph_ps(kEvery, bits<__m256i>(h)); }
 
+U16 narrow(U32 x) { return bits<U16>(_mm512_maskz_cvtepi32_epi16(kEvery, bits<__m512i>(x))); }
+U32 widen(U16 x) { return bits<U32>(_mm512_maskz_cvtepu16_epi32(kEvery, bits<__m256i>(x))); }
+
 }  // namespace
 
 constexpr Kernels kAvx512Kernels = table("avx512");

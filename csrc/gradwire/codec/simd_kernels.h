@@ -54,9 +54,9 @@ struct Bf16 {
   static U16 narrow(F32 x) {
     const U32 u = bits<U32>(x);
     const U32 rounded = u + 0x7FFFU + ((u >> 16) & 1U);
-    return convert<U16>((x == x ? rounded : u | 0x400000U) >> 16);
+    return codec::narrow((x == x ? rounded : u | 0x400000U) >> 16);
   }
-  static F32 widen(U16 h) { return bits<F32>(convert<U32>(h) << 16); }
+  static F32 widen(U16 h) { return bits<F32>(codec::widen(h) << 16); }
 };
 
 // A kernel's body runs on all lanes, or on the first few: those are padded with zeros, so that
@@ -168,26 +168,27 @@ void scale(void* x, double factor, std::size_t n) noexcept {
   });
 }
 
-constexpr std::uint32_t kMagnitude = 0x7FFFFFFF;
-constexpr std::uint32_t kInfinity = 0x7F800000;
+// Without its sign a float32 compares as an integer; AVX2 compares only signed ones.
+I32 magnitude_of(F32 x) { return bits<I32>(x) & 0x7FFFFFFF; }
+constexpr std::int32_t kInfinity = 0x7F800000;
 
 // Limits finite values to +-limit, which is given as its bits.
-F32 saturate(F32 x, std::uint32_t limit) {
-  const U32 u = bits<U32>(x);
-  const U32 magnitude = u & kMagnitude;
-  const U32 limited = magnitude < limit ? magnitude : (U32{} | limit);
-  return bits<F32>((magnitude < kInfinity ? limited : magnitude) | (u & ~kMagnitude));
+F32 saturate(F32 x, std::int32_t limit) {
+  const I32 magnitude = magnitude_of(x);
+  const I32 sign = bits<I32>(x) ^ magnitude;
+  const I32 limited = magnitude > limit ? (I32{} | limit) : magnitude;
+  return bits<F32>((magnitude < kInfinity ? limited : magnitude) | sign);
 }
 
 // Inf and NaN book nothing: no later call could make up for them.
 F32 book(F32 error, F32 x, F32 decoded) {
-  return (bits<U32>(x) & kMagnitude) < kInfinity ? error + (x - decoded) : error;
+  return magnitude_of(x) < kInfinity ? error + (x - decoded) : error;
 }
 
 template <typename Cast>
 void encode(const float* x, float scale, std::byte* out, float* error, std::size_t n) noexcept {
   const float unscale = 1.0F / scale;
-  const auto limit = bits<std::uint32_t>(Cast::kLargest * unscale);
+  const auto limit = bits<std::int32_t>(Cast::kLargest * unscale);
   const auto send = [=](std::size_t i, auto part, F32 v) {
     const U16 h = Cast::narrow(saturate(v, limit) * scale);
     store<Halves>(out, i, part, h);

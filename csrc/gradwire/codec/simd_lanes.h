@@ -20,25 +20,16 @@ template <typename T, std::size_t N>
 using Vector = typename VectorOf<T, N>::type;
 template <typename T>
 constexpr std::size_t kLanesOf = GRADWIRE_VECTOR_BYTES / sizeof(T);
-
-template <typename To, typename From>
-To convert(From from) {
-  return __builtin_convertvector(from, To);
-}
 #else
 template <typename T, std::size_t N>
 using Vector = T;
 template <typename T>
 constexpr std::size_t kLanesOf = 1;
-
-template <typename To, typename From>
-To convert(From from) {
-  return static_cast<To>(from);
-}
 #endif
 
 constexpr std::size_t kLanes = kLanesOf<float>;
 using F32 = Vector<float, kLanes>;
+using I32 = Vector<std::int32_t, kLanes>;
 using U32 = Vector<std::uint32_t, kLanes>;
 using U16 = Vector<std::uint16_t, kLanes>;
 
@@ -47,10 +38,15 @@ To bits(From from) {
   return __builtin_bit_cast(To, from);
 }
 
+// Each simd_<isa>.cc defines these four.
+
 // Round to nearest even, overflow to Inf; NaN keeps its sign and top payload bits and becomes
-// quiet. Each simd_<isa>.cc defines these two.
+// quiet.
 U16 half_from_float(F32 x);
 F32 float_from_half(U16 h);
+// Values below 2^16, unchanged.
+U16 narrow(U32 x);
+U32 widen(U16 x);
 
 }  // namespace
 }  // namespace gradwire::codec

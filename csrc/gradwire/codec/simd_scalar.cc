@@ -40,6 +40,9 @@ F32 float_from_half(U16 h) {
   return bits<F32>(sign | 0x7F800000U | quiet | (mantissa << 13));
 }
 
+U16 narrow(U32 x) { return static_cast<U16>(x); }
+U32 widen(U16 x) { return x; }
+
 }  // namespace
 
 constexpr Kernels kScalarKernels = table("scalar");
