@@ -19,7 +19,7 @@ namespace gradwire::exec {
 class Ranks {
  public:
   explicit Ranks(int size, std::string_view transport = "inproc", Tuning tuning = {},
-                 std::vector<std::vector<Rank>> hosts = {}) {
+                 std::vector<std::vector<Rank>> hosts = {}, bool mortal = false) {
     std::vector<std::vector<UniqueFd>> control(at(size)), collective(at(size)), transfer(at(size));
     for (auto* lane : {&control, &collective, &transfer}) {
       for (auto& row : *lane) row.resize(at(size));
@@ -30,6 +30,11 @@ class Ranks {
           (*lane)[at(b)][at(a)] = std::move(other);
         }
     }
+    shadows_.resize(at(size));
+    for (auto* lane : {&control, &collective, &transfer})
+      for (int r = 0; mortal && r < size; ++r)
+        for (const UniqueFd& socket : (*lane)[at(r)])
+          if (socket.valid()) shadows_[at(r)].emplace_back(::dup(socket.get()));
     for (int r = 0; r < size; ++r)
       communicators_.push_back(
           std::make_unique<Communicator>(Identity{r, size, /*communicator=*/7, hosts}, tuning));
@@ -48,7 +53,10 @@ class Ranks {
 
   int size() const { return static_cast<int>(communicators_.size()); }
   Communicator& operator[](int rank) { return *communicators_[at(rank)]; }
-  void drop(int rank) { communicators_[at(rank)].reset(); }
+  // As a killed process would: its sockets end without a word. Only where `mortal`.
+  void vanish(int rank) {
+    for (const UniqueFd& socket : shadows_[at(rank)]) ::shutdown(socket.get(), SHUT_RDWR);
+  }
 
   // Runs `body` once per rank, in threads; returns what each threw (null: nothing).
   std::vector<std::exception_ptr> outcomes(const std::function<void(Communicator&)>& body) {
@@ -77,6 +85,7 @@ class Ranks {
  private:
   static std::size_t at(int i) { return static_cast<std::size_t>(i); }
   std::vector<std::unique_ptr<Communicator>> communicators_;
+  std::vector<std::vector<UniqueFd>> shadows_;  // duplicates of each rank's sockets
 };
 
 template <typename T>

@@ -20,6 +20,8 @@ constexpr int kSpins = 100;
 constexpr int kYields = 20;
 constexpr int kInterruptMilliseconds = 100;
 constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
+// A rank that has waited so long says for whom.
+constexpr double kAnnounceSeconds = 1;
 // How long a failed link waits for the control plane to name the root cause.
 constexpr double kRootCauseSeconds = 0.5;
 
@@ -50,6 +52,7 @@ Communicator::Communicator(Identity identity, Tuning tuning)
       wakeup_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       plans_({identity_.rank, identity_.size, identity_.hosts, tuning.max_message,
               tuning.segment_bytes}),
+      waits_for_(static_cast<std::size_t>(identity_.size), kNoPeer),
       transfers_(identity_.rank, identity_.size, identity_.communicator) {
   if (!wakeup_.valid()) throw Error(system_message("eventfd", errno));
 }
@@ -298,6 +301,7 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
     for (int idle = 0; !finished(until);) {
       if (advance()) {
         idle = 0;
+        if (announced_) announce_waiting(kNoPeer);
       } else {
         rest(++idle, interrupt);
       }
@@ -380,13 +384,12 @@ void Communicator::finish_current() {
 }
 
 void Communicator::rest(int idle, const Interrupt& interrupt) {
-  if (idle <= kSpins) {
-    __builtin_ia32_pause();
-  } else if (idle <= kSpins + kYields) {
-    ::sched_yield();
-  } else {
-    sleep(interrupt);
-  }
+  if (idle <= kSpins) return __builtin_ia32_pause();
+  if (idle <= kSpins + kYields) return static_cast<void>(::sched_yield());
+  if (idle == kSpins + kYields + 1 && current_ != nullptr)
+    announce_at_ = Deadline::after(std::min(current_->timeout / 2, kAnnounceSeconds));
+  check_stall();
+  sleep(interrupt);
 }
 
 void Communicator::sleep(const Interrupt& interrupt) {
@@ -412,6 +415,13 @@ void Communicator::call_interrupt(const Interrupt& interrupt) {
   }
 }
 
+// Milliseconds until something must be looked at though no bell rang.
+int Communicator::longest_sleep() const {
+  if (current_ == nullptr) return kInterruptMilliseconds;
+  const int left = current_->deadline.milliseconds_left(kInterruptMilliseconds);
+  return announced_ ? left : announce_at_.milliseconds_left(left);
+}
+
 void Communicator::poll_doorbells() {
   std::array<pollfd, 16> fds;
   nfds_t count = 0;
@@ -420,9 +430,37 @@ void Communicator::poll_doorbells() {
   add(control_.doorbell());
   for (int fd : links_.doorbells()) add(fd);
   for (int fd : transfer_links_.doorbells()) add(fd);
-  ::poll(fds.data(), count, kInterruptMilliseconds);
+  ::poll(fds.data(), count, longest_sleep());
   eventfd_t ignored;
   if (fds[0].revents != 0) ::eventfd_read(wakeup_.get(), &ignored);
+}
+
+// Tells the others, once, whom this rank waits for: so that a timeout blames the rank at the end of
+// the chain and not the innocent neighbour.
+void Communicator::check_stall() {
+  if (current_ == nullptr || announced_) return;
+  if (!announce_at_.passed()) return;
+  const Rank peer = execution_.waiting_for();
+  if (peer != kNoPeer) announce_waiting(peer);
+}
+
+void Communicator::announce_waiting(Rank peer) {
+  announced_ = peer != kNoPeer;
+  transport::ControlFrame frame;
+  frame.type = transport::ControlType::kWaiting;
+  frame.culprit = peer;
+  frame.operation = operation_ - 1;
+  control_.broadcast(frame);
+}
+
+// Whom everybody waits for: the first rank on the way that did not say that it waits itself.
+Rank Communicator::end_of_chain(Rank peer) const {
+  for (int step = 0; step < identity_.size; ++step) {
+    const Rank next = peer == kNoPeer ? kNoPeer : waits_for_[static_cast<std::size_t>(peer)];
+    if (next == kNoPeer || next == identity_.rank) break;
+    peer = next;
+  }
+  return peer;
 }
 
 void Communicator::check_deadlines() {
@@ -432,23 +470,30 @@ void Communicator::check_deadlines() {
     throw Timeout(me + "no send or recv matched with " + whom + " before the timeout", late->peer);
   }
   if (current_ == nullptr || !current_->deadline.passed()) return;
+  check_control();  // the latest on who waits for whom
   const Frame* frame = execution_.waiting_frame();
-  const Rank peer = execution_.waiting_for();
+  const Rank peer = execution_.waiting_for(), culprit = end_of_chain(peer);
   std::string text = me + current_->operation.plan().spec().to_string() +
                      " did not finish within " + std::to_string(current_->timeout) + " s";
   if (frame != nullptr)
     text += "; it waits for rank " + std::to_string(peer) + " in round " +
-            std::to_string(frame->round) + ", segment " + std::to_string(frame->segment) +
-            ". Is that rank alive, and did it make the same call?";
-  throw Timeout(text, peer);
+            std::to_string(frame->round) + ", segment " + std::to_string(frame->segment);
+  if (culprit != peer)
+    text += ", which waits, perhaps over others, for rank " + std::to_string(culprit);
+  throw Timeout(
+      text + ". Is rank " + std::to_string(culprit) + " alive, and did it make the same call?",
+      culprit);
 }
 
 // ---- Failures ----------------------------------------------------------------------------------
 
 void Communicator::check_control() {
-  while (const auto event = control_.poll())
+  while (const auto event = control_.poll()) {
     if (event->frame.type == transport::ControlType::kFailure)
       std::rethrow_exception(error_of(event->frame));
+    if (event->frame.type == transport::ControlType::kWaiting)
+      waits_for_[static_cast<std::size_t>(event->from)] = event->frame.culprit;
+  }
 }
 
 // A link's failure is often the echo of another: ask the control plane, which knows the culprit.

@@ -115,8 +115,12 @@ class Communicator {
   void rest(int idle, const Interrupt& interrupt);
   void sleep(const Interrupt& interrupt);
   void call_interrupt(const Interrupt& interrupt);
+  int longest_sleep() const;
   void poll_doorbells();
   void check_deadlines();
+  void check_stall();
+  void announce_waiting(Rank peer);
+  Rank end_of_chain(Rank peer) const;
   void check_control();
   std::exception_ptr root_cause(const std::exception_ptr& error);
   std::optional<std::exception_ptr> control_says(Rank peer);
@@ -145,6 +149,9 @@ class Communicator {
   // The driver's own; anybody's under the mutex while nobody drives.
   Pending* current_ = nullptr;  // the front of the queue, started
   Deadline interrupt_due_ = Deadline::after(0);
+  Deadline announce_at_ = Deadline::never();
+  bool announced_ = false;       // the others were told whom this rank waits for
+  std::vector<Rank> waits_for_;  // what the others told; kNoPeer: nothing
   Execution execution_;
   PointToPoint transfers_;
   std::uint32_t operation_ = 0;

@@ -10,33 +10,42 @@ namespace {
 
 std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
 
-void require(bool ok, const Request& request, const std::string& what) {
-  if (!ok) throw InvalidArgument(std::string(name_of(request.collective)) + ": " + what);
+[[noreturn]] void refuse(const Request& request, const std::string& what) {
+  throw InvalidArgument(std::string(name_of(request.collective)) + ": " + what);
 }
 
 void require_equal_counts(const Request& request) {
-  require(request.inputs.size() == request.outputs.size(), request,
-          "needs as many output arrays as input arrays, got " +
-              std::to_string(request.outputs.size()) + " and " +
-              std::to_string(request.inputs.size()));
-  for (std::size_t i = 0; i < request.inputs.size(); ++i)
-    require(request.inputs[i].count == request.outputs[i].count, request,
-            "output array " + std::to_string(i) + " has " +
-                std::to_string(request.outputs[i].count) + " elements, its input " +
-                std::to_string(request.inputs[i].count));
+  const auto& in = request.inputs;
+  const auto& out = request.outputs;
+  if (in.size() != out.size())
+    refuse(request, "needs as many output arrays as input arrays, got " +
+                        std::to_string(out.size()) + " and " + std::to_string(in.size()));
+  for (std::size_t i = 0; i < in.size(); ++i)
+    if (in[i].count != out[i].count)
+      refuse(request, "output array " + std::to_string(i) + " has " + std::to_string(out[i].count) +
+                          " elements, its input " + std::to_string(in[i].count));
 }
 
-void require_blocks(const Request& request, std::size_t got, int size, const char* which) {
-  require(got == at(size), request,
-          std::string("needs one ") + which + " block for each of the " + std::to_string(size) +
-              " ranks, got " + std::to_string(got));
+// One side is a block for each rank, the other one array, as long as this rank's block.
+void require_blocks(const Request& request, std::span<const Array> blocks, const char* which,
+                    Rank rank, int size) {
+  if (blocks.size() != at(size))
+    refuse(request, std::string("needs one ") + which + " block for each of the " +
+                        std::to_string(size) + " ranks, got " + std::to_string(blocks.size()));
+  const bool blocks_are_inputs = blocks.data() == request.inputs.data();
+  const auto& other = blocks_are_inputs ? request.outputs : request.inputs;
+  const std::size_t own = other.size() == 1 ? 0 : at(rank);
+  if (other[own].count != blocks[at(rank)].count)
+    refuse(request, std::string("this rank's ") + which + " block has " +
+                        std::to_string(blocks[at(rank)].count) +
+                        " elements, the array on the other side " +
+                        std::to_string(other[own].count));
 }
 
-void require_same(const Request& request, std::uint64_t block, std::uint64_t own,
-                  const char* which) {
-  require(block == own, request,
-          std::string("the ") + which + " has " + std::to_string(own) +
-              " elements, this rank's block of the other side " + std::to_string(block));
+void require_one(const Request& request, std::span<const Array> arrays, const char* which) {
+  if (arrays.size() != 1)
+    refuse(request,
+           std::string("needs one ") + which + " array, got " + std::to_string(arrays.size()));
 }
 
 }  // namespace
@@ -55,27 +64,22 @@ void Operation::check(const Request& request, Rank rank, int size) {
       if (root) require_equal_counts(request);
       return;
     case Collective::kReduceScatter:
-      require_blocks(request, in.size(), size, "input");
-      require(out.size() == 1, request, "needs one output array");
-      return require_same(request, in[at(rank)].count, out[0].count, "output");
+      require_one(request, out, "output");
+      return require_blocks(request, in, "input", rank, size);
     case Collective::kAllGather:
-      require_blocks(request, out.size(), size, "output");
-      require(in.size() == 1, request, "needs one input array");
-      return require_same(request, out[at(rank)].count, in[0].count, "input");
+      require_one(request, in, "input");
+      return require_blocks(request, out, "output", rank, size);
     case Collective::kGather:
-      require(in.size() == 1, request, "needs one input array");
-      if (!root) return;
-      require_blocks(request, out.size(), size, "output");
-      return require_same(request, out[at(rank)].count, in[0].count, "input");
+      require_one(request, in, "input");
+      if (root) require_blocks(request, out, "output", rank, size);
+      return;
     case Collective::kScatter:
-      require(out.size() == 1, request, "needs one output array");
-      if (!root) return;
-      require_blocks(request, in.size(), size, "input");
-      return require_same(request, in[at(rank)].count, out[0].count, "output");
+      require_one(request, out, "output");
+      if (root) require_blocks(request, in, "input", rank, size);
+      return;
     case Collective::kAllToAll:
-      require_blocks(request, in.size(), size, "input");
-      require_blocks(request, out.size(), size, "output");
-      return require_same(request, in[at(rank)].count, out[at(rank)].count, "output");
+      if (out.size() != in.size()) refuse(request, "needs as many output blocks as input blocks");
+      return require_blocks(request, in, "input", rank, size);
   }
 }
 

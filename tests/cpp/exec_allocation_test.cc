@@ -1,0 +1,65 @@
+// A repeated call allocates nothing. This program counts every operator new.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "exec_ranks.h"
+
+namespace {
+std::atomic<std::uint64_t> allocations{0};
+}
+
+void* operator new(std::size_t size) {
+  ++allocations;
+  if (void* memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+namespace gradwire::exec {
+namespace {
+
+void expect_no_allocation(std::string_view algorithm, const char* codec_name, std::size_t n) {
+  Ranks ranks(3, "shm");
+  const auto codec = codec::make_codec(codec_name);
+  std::uint64_t counted = 0;
+  std::atomic<int> ready{0};
+  ranks.run([&](Communicator& comm) {
+    std::vector<float> x(n, 1);
+    const Array arrays[] = {array_of(x)};
+    Request call;
+    call.algorithm = algorithm;
+    call.codec = codec;
+    call.inputs = call.outputs = arrays;
+    for (int i = 0; i < 3; ++i) comm.run(call);
+    ++ready;
+    while (ready < 3) std::this_thread::yield();
+    const std::uint64_t before = allocations;
+    for (int i = 0; i < 100; ++i) comm.run(call);
+    if (comm.identity().rank == 0) counted = allocations - before;
+    ++ready;
+    while (ready < 6) std::this_thread::yield();
+  });
+  EXPECT_EQ(counted, 0U) << algorithm << " " << codec_name << " n=" << n;
+}
+
+TEST(Allocation, RepeatedCallsMakeNone) {
+  for (std::size_t n : {std::size_t{1}, std::size_t{100000}}) {
+    expect_no_allocation("direct", "none", n);
+    expect_no_allocation("ring", "none", n);
+    expect_no_allocation("ring", "fp16", n);
+    expect_no_allocation("auto", "none", n);
+  }
+}
+
+TEST(Allocation, IsCounted) {  // or the test above could not fail
+  const std::uint64_t before = allocations;
+  std::vector<int> some(10);
+  EXPECT_GT(allocations.load(), before) << some.data();
+}
+
+}  // namespace
+}  // namespace gradwire::exec

@@ -1,0 +1,160 @@
+// The floor: nothing hangs, and every rank names the same culprit.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <future>
+
+#include "exec_ranks.h"
+#include "gradwire/base/error.h"
+
+namespace gradwire::exec {
+namespace {
+
+Request all_reduce(std::span<const Array> arrays, std::string_view algorithm, double timeout) {
+  Request r;
+  r.algorithm = algorithm;
+  r.inputs = r.outputs = arrays;
+  r.timeout = timeout;
+  return r;
+}
+
+void reduce_vector(Communicator& comm, std::size_t n, std::string_view algorithm = "ring",
+                   double timeout = 30) {
+  std::vector<float> x(n, 1);
+  const Array arrays[] = {array_of(x)};
+  comm.run(all_reduce(arrays, algorithm, timeout));
+}
+
+template <typename E>
+const E* as(const std::exception_ptr& error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const E& e) {
+    return &e;  // kept alive by `error`
+  } catch (...) {
+  }
+  return nullptr;
+}
+
+class Faults : public testing::TestWithParam<const char*> {};
+
+TEST_P(Faults, AVanishedRankIsNamedByAllSurvivors) {
+  for (std::string_view algorithm : {"ring", "direct", "binary_tree", "halving_doubling"}) {
+    Ranks ranks(4, GetParam(), {}, {}, /*mortal=*/true);
+    const auto errors = ranks.outcomes([&](Communicator& comm) {
+      if (comm.identity().rank == 2) return ranks.vanish(2);
+      reduce_vector(comm, 1000000, algorithm);
+    });
+    for (Rank r : {0, 1, 3}) {
+      const auto* error = as<TransportError>(errors[static_cast<std::size_t>(r)]);
+      ASSERT_NE(error, nullptr) << algorithm << " rank " << r;
+      EXPECT_EQ(error->peer(), 2) << algorithm << ": " << error->what();
+    }
+  }
+}
+
+TEST_P(Faults, ALateRankIsATimeoutThatNamesIt) {
+  Ranks ranks(3, GetParam());
+  std::promise<void> others_gave_up;
+  const auto errors = ranks.outcomes([&](Communicator& comm) {
+    if (comm.identity().rank == 1) return others_gave_up.get_future().wait();
+    try {
+      reduce_vector(comm, 10, "star", 0.2);
+    } catch (...) {
+      if (comm.identity().rank == 0) others_gave_up.set_value();
+      throw;
+    }
+  });
+  const auto* error = as<Timeout>(errors[0]);
+  ASSERT_NE(error, nullptr);
+  EXPECT_EQ(error->peer(), 1);
+  EXPECT_NE(std::string(error->what()).find("all_reduce(float32[10]"), std::string::npos);
+}
+
+TEST_P(Faults, AbortFromAnotherThreadWakesEveryRank) {
+  Ranks ranks(3, GetParam());
+  std::atomic<int> waiting{0};
+  std::thread aborter([&] {
+    while (waiting < 2) std::this_thread::yield();
+    ranks[0].abort("the user said so");
+  });
+  const auto errors = ranks.outcomes([&](Communicator& comm) {
+    if (comm.identity().rank == 2) return;  // never comes
+    ++waiting;
+    reduce_vector(comm, 1000, "direct");
+  });
+  aborter.join();
+  for (std::size_t r : {0U, 1U}) {
+    const auto* error = as<Aborted>(errors[r]);
+    ASSERT_NE(error, nullptr);
+    EXPECT_STREQ(error->what(), "the user said so");
+  }
+}
+
+TEST_P(Faults, DifferentCallsAreInvalidOnEveryRank) {
+  Ranks ranks(3, GetParam());
+  const auto errors = ranks.outcomes([](Communicator& comm) {
+    reduce_vector(comm, comm.identity().rank == 1 ? 100 : 101, "direct");
+  });
+  for (const auto& error : errors) ASSERT_NE(as<InvalidArgument>(error), nullptr);
+}
+
+TEST_P(Faults, AFailedCommunicatorIsDeadWithTheSameError) {
+  Ranks ranks(2, GetParam());
+  ranks[0].abort("enough");
+  EXPECT_THROW(reduce_vector(ranks[0], 1), Aborted);
+  EXPECT_THROW(reduce_vector(ranks[1], 1), Aborted);
+  EXPECT_THROW(reduce_vector(ranks[1], 1), Aborted);
+  EXPECT_TRUE(ranks[1].closed());
+}
+
+TEST_P(Faults, ARankThatClosedInPeaceIsNamedByWhoStillWaits) {
+  Ranks ranks(2, GetParam());
+  ranks.run([](Communicator& comm) { reduce_vector(comm, 100); });
+  ranks[1].close(5);
+  try {
+    reduce_vector(ranks[0], 100);
+    FAIL();
+  } catch (const TransportError& error) {
+    EXPECT_EQ(error.peer(), 1);
+    EXPECT_NE(std::string(error.what()).find("closed its communicator"), std::string::npos);
+  }
+}
+
+TEST_P(Faults, CloseFinishesWhatWasSubmitted) {
+  Ranks ranks(4, GetParam());
+  ranks.run([](Communicator& comm) {
+    std::vector<std::vector<float>> xs(5, std::vector<float>(50000, 1));
+    for (auto& x : xs) {
+      const Array arrays[] = {array_of(x)};
+      comm.submit(all_reduce(arrays, "ring", 30));
+    }
+    comm.close(30);
+    for (auto& x : xs) EXPECT_EQ(x, std::vector<float>(50000, 4));
+  });
+}
+
+TEST_P(Faults, WaitGivesUpWithoutEndingTheOperation) {
+  Ranks ranks(2, GetParam());
+  std::vector<float> x(100, 1);
+  const Array arrays[] = {array_of(x)};
+  const auto work = ranks[0].submit(all_reduce(arrays, "ring", 30));
+  EXPECT_THROW(ranks[0].wait(*work, 0.05), Timeout);
+  reduce_vector(ranks[1], 100);
+  ranks[0].wait(*work, 30);
+  EXPECT_EQ(x[99], 2);
+}
+
+TEST_P(Faults, InterruptEndsABlockedCall) {
+  Ranks ranks(2, GetParam());
+  std::vector<float> x(100, 1);
+  const Array arrays[] = {array_of(x)};
+  struct Stop {};
+  EXPECT_THROW(ranks[0].run(all_reduce(arrays, "ring", 30), [] { throw Stop(); }), Stop);
+  EXPECT_THROW(reduce_vector(ranks[1], 100), Aborted);
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, Faults, testing::Values("inproc", "shm", "tcp"));
+
+}  // namespace
+}  // namespace gradwire::exec
