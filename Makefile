@@ -1,0 +1,84 @@
+# Everything from a fresh machine with Python >= 3.10 and g++:
+#   make demo      set up, train a small network on 4 ranks, print the table
+#   make test      set up, run every test
+#   make bench     the pytest-benchmark bandwidth suites
+#   make lint      format and check;  make lint-check only checks
+#   make sanitize  the C++ tests under AddressSanitizer + UBSan and under ThreadSanitizer
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/*)
+CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc' 'bench/*.cc')
+
+.PHONY: demo test test-cpp test-python bench lint lint-check sanitize build clean
+demo: build
+	$(BIN)/python bench/demo.py $(ARGS)
+
+test: test-cpp test-python
+
+test-cpp: $(VENV)/tools .system-packages
+	@echo "== C++ tests"
+	cmake -G Ninja -S . -B build/tests -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON >/dev/null
+	ninja -C build/tests
+	ctest --test-dir build/tests --output-on-failure
+
+test-python: build
+	@echo "== Python tests"
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: build
+	$(BIN)/python -m pytest bench --benchmark-only $(ARGS)
+
+build: $(VENV)/built
+$(VENV)/built: $(VENV)/packages $(NATIVE)
+	@echo "== Building the extension"
+	$(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(VENV)/packages: $(VENV)/tools pyproject.toml constraints.txt
+	@echo "== Installing packages (torch's CPU build among them)"
+	$(PIP) $$($(BIN)/python .ci/requirements.py torch plot demo test)
+	@touch $@
+
+# What builds: scikit-build-core, pybind11, cmake and ninja, all from PyPI.
+$(VENV)/tools: pyproject.toml
+	@echo "== Making the virtual environment $(VENV)"
+	sh .ci/venv $(PYTHON) $(VENV)
+	$(PIP) cmake ninja $$($(BIN)/python .ci/requirements.py build)
+	@touch $@
+
+# Debian's GoogleTest, for the C++ tests; installed where this user may, else named.
+.PHONY: .system-packages
+.system-packages:
+	@sh .ci/system-packages
+
+lint-check: $(VENV)/linters
+	clang-format --dry-run --Werror $(CXX_FILES)
+	ruff format --check python tests bench .ci
+	ruff check python tests bench .ci
+	mypy
+
+lint: $(VENV)/linters
+	clang-format -i $(CXX_FILES)
+	ruff format python tests bench .ci
+	ruff check --fix python tests bench .ci
+	mypy
+
+$(VENV)/linters: $(VENV)/packages
+	$(PIP) $$($(BIN)/python .ci/requirements.py lint)
+	@touch $@
+
+sanitize: $(VENV)/tools .system-packages
+	@for kind in address thread; do \
+	  echo "== C++ tests under the $$kind sanitizer"; \
+	  cmake -G Ninja -S . -B build/$$kind -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON \
+	    -DGRADWIRE_SANITIZE=$$kind -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null && \
+	  ninja -C build/$$kind && ctest --test-dir build/$$kind --output-on-failure || exit 1; \
+	done
+
+clean:
+	rm -rf build $(VENV)
