@@ -1,0 +1,41 @@
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+
+#include "gradwire/bind/codec.h"
+#include "gradwire/bind/module.h"
+#include "gradwire/codec/simd.h"
+
+namespace gradwire::bind {
+namespace {
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const codec::Kernels* each : codec::available_kernels()) names.emplace_back(each->name);
+  return names;
+}
+
+std::vector<std::string> codec_names() {
+  const auto names = codec::codec_names();
+  return {names.begin(), names.end()};
+}
+
+}  // namespace
+
+void bind_codec(py::module_& m) {
+  py::class_<Codec>(m, "Codec")
+      .def(py::init([](const std::string& spec) { return Codec{codec::make_codec(spec)}; }),
+           py::arg("spec"))
+      .def_property_readonly("name", [](const Codec& self) { return self.value->name(); })
+      .def_property_readonly("biased", [](const Codec& self) { return self.value->biased(); })
+      .def(
+          "max_bytes",
+          [](const Codec& self, std::size_t count) { return self.value->max_bytes(count); },
+          py::arg("count"));
+  m.def("codec_names", &codec_names);
+  m.def("instruction_sets", &instruction_sets);
+  m.def("active_instruction_set", [] { return std::string(codec::kernels().name); });
+}
+
+}  // namespace gradwire::bind

@@ -1,0 +1,177 @@
+#include <pybind11/stl.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "gradwire/base/error.h"
+#include "gradwire/bind/codec.h"
+#include "gradwire/bind/communicator.h"
+#include "gradwire/bind/module.h"
+#include "gradwire/transport/transport.h"
+
+namespace gradwire::bind {
+namespace {
+
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+using exec::Work;
+using std::shared_ptr;
+
+// Ctrl-C ends a blocking call; only the main thread sees it.
+void check_signals() {
+  py::gil_scoped_acquire locked;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+exec::Lane parse_lane(const std::string& name) {
+  if (name == "collective") return exec::Lane::kCollective;
+  if (name == "p2p") return exec::Lane::kPointToPoint;
+  throw InvalidArgument("'" + name + "' is no lane: collective, p2p");
+}
+
+Request make_request(const std::string& collective, const std::string& dtype, const std::string& op,
+                     Rank root, const Request::Addresses& inputs, const Request::Addresses& outputs,
+                     std::string algorithm, shared_ptr<schedule::Schedule> schedule,
+                     const Codec* codec) {
+  exec::Request fixed;
+  fixed.collective = parse_collective(collective);
+  fixed.dtype = parse_dtype(dtype);
+  fixed.op = parse_reduce_op(op);
+  fixed.root = root;
+  if (codec != nullptr) fixed.codec = codec->value;
+  return {std::move(fixed), std::move(algorithm), std::move(schedule), inputs, outputs};
+}
+
+// From its first line on the descriptor has an owner.
+void adopt_control(Communicator& self, int fd, Rank peer) {
+  UniqueFd socket(fd);
+  self.get().adopt_control(std::move(socket), peer);
+}
+
+void adopt_link(Communicator& self, const std::string& lane, const std::string& transport, int fd,
+                Rank peer, double timeout) {
+  UniqueFd socket(fd);
+  self.get().adopt_link(parse_lane(lane), transport, std::move(socket), peer, timeout);
+}
+
+shared_ptr<Work> submit(Communicator& self, const Request& request, double timeout,
+                        py::object memory) {
+  shared_ptr<Work> work;
+  {
+    py::gil_scoped_release unlocked;
+    work = self.get().submit(request.view(timeout));
+  }
+  return self.keep(std::move(work), std::move(memory));
+}
+
+shared_ptr<Work> send(Communicator& self, std::uintptr_t address, std::size_t bytes, Rank to,
+                      double timeout, py::object memory) {
+  auto* data = reinterpret_cast<std::byte*>(address);
+  return self.keep(self.get().send(data, bytes, to, timeout), std::move(memory));
+}
+
+shared_ptr<Work> receive(Communicator& self, std::uintptr_t address, std::size_t bytes, Rank source,
+                         double timeout, py::object memory) {
+  auto* data = reinterpret_cast<std::byte*>(address);
+  return self.keep(self.get().receive(data, bytes, source, timeout), std::move(memory));
+}
+
+std::pair<std::uint64_t, std::uint64_t> traffic(const Communicator& self) {
+  const exec::Traffic all = self.get().traffic();
+  return {all.bytes_sent, all.frames_sent};
+}
+
+std::vector<std::tuple<std::string, bool, std::string>> transports() {
+  std::vector<std::tuple<std::string, bool, std::string>> out;
+  for (std::string_view name : transport::transport_names()) {
+    const transport::Viability found = transport::probe(name);
+    out.emplace_back(name, found.ok, found.reason);
+  }
+  return out;
+}
+
+void bind_request(py::module_& m) {
+  py::class_<Request>(m, "Request")
+      .def(py::init(&make_request), py::arg("collective"), py::arg("dtype"), py::arg("op"),
+           py::arg("root"), py::arg("inputs"), py::arg("outputs"), py::arg("algorithm") = "auto",
+           py::arg("schedule") = nullptr, py::arg("codec") = nullptr);
+}
+
+void bind_work(py::module_& m) {
+  py::class_<Work, shared_ptr<Work>>(m, "Work")
+      .def("done", &Work::done)
+      .def("source", &Work::source);
+}
+
+void bind_set_up(py::class_<Communicator>& c) {
+  c.def(py::init([](Rank rank, int size, std::uint32_t communicator,
+                    std::vector<std::vector<Rank>> hosts, std::size_t max_message,
+                    std::size_t segment_bytes) {
+          return std::make_unique<Communicator>(
+              exec::Identity{rank, size, communicator, std::move(hosts)},
+              exec::Tuning{max_message, segment_bytes});
+        }),
+        py::arg("rank"), py::arg("size"), py::arg("communicator"), py::arg("hosts"),
+        py::arg("max_message") = exec::Tuning{}.max_message,
+        py::arg("segment_bytes") = exec::Tuning{}.segment_bytes)
+      .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("peer"), Unlocked())
+      .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
+           py::arg("peer"), py::arg("timeout"), Unlocked());
+}
+
+void bind_calls(py::class_<Communicator>& c) {
+  c.def(
+       "run",
+       [](Communicator& self, const Request& request, double timeout) {
+         self.get().run(request.view(timeout), check_signals);
+       },
+       py::arg("request"), py::arg("timeout"), Unlocked())
+      .def("submit", &submit, py::arg("request"), py::arg("timeout"), py::arg("memory"))
+      .def("send", &send, py::arg("address"), py::arg("bytes"), py::arg("to"), py::arg("timeout"),
+           py::arg("memory"))
+      .def("receive", &receive, py::arg("address"), py::arg("bytes"), py::arg("source"),
+           py::arg("timeout"), py::arg("memory"))
+      .def(
+          "wait",
+          [](Communicator& self, Work& work, double timeout) {
+            self.get().wait(work, timeout, check_signals);
+          },
+          py::arg("work"), py::arg("timeout"), Unlocked());
+}
+
+void bind_end(py::class_<Communicator>& c) {
+  c.def(
+       "abort", [](Communicator& self, const std::string& reason) { self.get().abort(reason); },
+       py::arg("reason"), Unlocked())
+      .def(
+          "close", [](Communicator& self, double timeout) { self.get().close(timeout); },
+          py::arg("timeout"), Unlocked());
+}
+
+void bind_state(py::class_<Communicator>& c) {
+  c.def(
+       "transport_of",
+       [](const Communicator& self, Rank peer) {
+         return std::string(self.get().transport_of(peer));
+       },
+       py::arg("peer"))
+      .def_property_readonly("owned_here", &Communicator::owned_here)
+      .def_property_readonly("closed", [](const Communicator& self) { return self.get().closed(); })
+      .def_property_readonly("traffic", &traffic);
+}
+
+}  // namespace
+
+void bind_communicator(py::module_& m) {
+  bind_request(m);
+  bind_work(m);
+  py::class_<Communicator> c(m, "Communicator");
+  bind_set_up(c);
+  bind_calls(c);
+  bind_end(c);
+  bind_state(c);
+  m.def("transports", &transports);
+}
+
+}  // namespace gradwire::bind

@@ -1,0 +1,93 @@
+// One Python class for each C++ error.
+#include <exception>
+#include <string>
+
+#include "gradwire/base/error.h"
+#include "gradwire/bind/module.h"
+
+namespace gradwire::bind {
+namespace {
+
+// Never released: errors may be thrown as long as the interpreter lives.
+struct Classes {
+  PyObject* error = nullptr;
+  PyObject* invalid_argument = nullptr;
+  PyObject* schedule_error = nullptr;
+  PyObject* rendezvous_error = nullptr;
+  PyObject* transport_error = nullptr;
+  PyObject* timeout = nullptr;
+  PyObject* aborted = nullptr;
+};
+Classes classes;
+
+PyObject* add(py::module_& m, const char* name, const char* doc, const py::tuple& bases,
+              const py::dict& members = {}) {
+  const std::string full = std::string("gradwire.") + name;
+  PyObject* made = PyErr_NewExceptionWithDoc(full.c_str(), doc, bases.ptr(), members.ptr());
+  if (made == nullptr) throw py::error_already_set();
+  m.add_object(name, py::handle(made));
+  return made;
+}
+
+void raise(PyObject* type, const std::exception& error) { PyErr_SetString(type, error.what()); }
+
+void raise_with_peer(PyObject* type, const PeerError& error) {
+  py::object made = py::handle(type)(error.what());
+  made.attr("peer") = error.peer();
+  PyErr_SetObject(type, made.ptr());
+}
+
+void translate(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const InvalidArgument& e) {
+    raise(classes.invalid_argument, e);
+  } catch (const ScheduleError& e) {
+    raise(classes.schedule_error, e);
+  } catch (const RendezvousError& e) {
+    raise(classes.rendezvous_error, e);
+  } catch (const Aborted& e) {
+    raise(classes.aborted, e);
+  } catch (const Timeout& e) {
+    raise_with_peer(classes.timeout, e);
+  } catch (const TransportError& e) {
+    raise_with_peer(classes.transport_error, e);
+  } catch (const Error& e) {
+    raise(classes.error, e);
+  }
+}
+
+}  // namespace
+
+void bind_errors(py::module_& m) {
+  const py::handle value_error(PyExc_ValueError), timeout_error(PyExc_TimeoutError);
+  const py::handle exception(PyExc_Exception);
+  py::dict peer;
+  peer["peer"] = kNoPeer;
+  classes.error =
+      add(m, "Error", "Base of everything that gradwire raises.", py::make_tuple(exception));
+  const py::handle error(classes.error);
+  classes.invalid_argument = add(m, "InvalidArgument",
+                                 "The call itself is wrong; where nothing was sent yet, the "
+                                 "communicator lives on.",
+                                 py::make_tuple(error, value_error));
+  classes.schedule_error =
+      add(m, "ScheduleError", "A schedule is malformed, or does not fit the codec or the call.",
+          py::make_tuple(error, value_error));
+  classes.rendezvous_error =
+      add(m, "RendezvousError", "The ranks could not find or authenticate each other.",
+          py::make_tuple(error));
+  classes.aborted =
+      add(m, "Aborted", "abort() or close() ended the call, or Ctrl-C did.", py::make_tuple(error));
+  classes.transport_error = add(m, "TransportError",
+                                "A peer vanished or sent something impossible; `peer` is its rank, "
+                                "-1 where it is not known.",
+                                py::make_tuple(error), peer.attr("copy")());
+  classes.timeout = add(m, "Timeout",
+                        "A deadline passed; `peer` is the rank that was waited for, -1 where it is "
+                        "not known.",
+                        py::make_tuple(error, timeout_error), peer);
+  py::register_exception_translator(&translate);
+}
+
+}  // namespace gradwire::bind

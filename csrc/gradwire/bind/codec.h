@@ -1,0 +1,14 @@
+#pragma once
+
+#include <memory>
+
+#include "gradwire/codec/codec.h"
+
+namespace gradwire::bind {
+
+// What Python holds: pybind11 keeps no pointers to const.
+struct Codec {
+  std::shared_ptr<const codec::Codec> value;
+};
+
+}  // namespace gradwire::bind

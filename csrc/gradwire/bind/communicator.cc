@@ -1,0 +1,71 @@
+#include "gradwire/bind/communicator.h"
+
+#include <algorithm>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::bind {
+namespace {
+
+std::vector<exec::Array> arrays(const Request::Addresses& addresses) {
+  std::vector<exec::Array> out;
+  out.reserve(addresses.size());
+  for (const auto& [address, count] : addresses)
+    out.push_back({reinterpret_cast<std::byte*>(address), count});
+  return out;
+}
+
+}  // namespace
+
+Request::Request(exec::Request fixed, std::string algorithm,
+                 std::shared_ptr<schedule::Schedule> schedule, const Addresses& inputs,
+                 const Addresses& outputs)
+    : fixed_(std::move(fixed)),
+      algorithm_(std::move(algorithm)),
+      schedule_(std::move(schedule)),
+      inputs_(arrays(inputs)),
+      outputs_(arrays(outputs)) {}
+
+exec::Request Request::view(double timeout) const {
+  exec::Request out = fixed_;
+  out.algorithm = algorithm_;
+  out.schedule = schedule_.get();
+  out.inputs = inputs_;
+  out.outputs = outputs_;
+  out.timeout = timeout;
+  return out;
+}
+
+Communicator::Communicator(exec::Identity identity, exec::Tuning tuning)
+    : communicator_(std::make_unique<exec::Communicator>(std::move(identity), tuning)) {}
+
+// The memory of unfinished work goes after the threads that use it.
+Communicator::~Communicator() {
+  if (!owned_here()) {
+    [[maybe_unused]] exec::Communicator* leaked = communicator_.release();
+    return;
+  }
+  py::gil_scoped_release unlocked;
+  communicator_.reset();
+}
+
+exec::Communicator& Communicator::get() const {
+  if (owned_here()) return *communicator_;
+  throw Aborted("this communicator belongs to process " + std::to_string(owner_) +
+                ", of which this one (" + std::to_string(::getpid()) +
+                ") is a fork: make a communicator of its own here, after the fork");
+}
+
+std::shared_ptr<exec::Work> Communicator::keep(std::shared_ptr<exec::Work> work,
+                                               py::object memory) {
+  Kept finished;  // destroyed without the mutex: a destructor may run any Python code
+  std::lock_guard lock(mutex_);
+  const auto over = std::partition(kept_.begin(), kept_.end(),
+                                   [](const auto& each) { return !each.first->done(); });
+  finished.assign(std::make_move_iterator(over), std::make_move_iterator(kept_.end()));
+  kept_.erase(over, kept_.end());
+  kept_.emplace_back(work, std::move(memory));
+  return work;
+}
+
+}  // namespace gradwire::bind

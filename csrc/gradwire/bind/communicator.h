@@ -1,0 +1,62 @@
+// What Python holds of a communicator: the communicator itself, and whatever its unfinished work
+// reads or writes. A process that was forked from the owner holds a shell: every call throws, and
+// its end touches nothing that the two share.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <unistd.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gradwire/codec/codec.h"
+#include "gradwire/exec/communicator.h"
+
+namespace gradwire::bind {
+
+namespace py = pybind11;
+
+// A request that owns what exec::Request only views. Can be run many times.
+class Request {
+ public:
+  using Addresses = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;
+
+  Request(exec::Request fixed, std::string algorithm, std::shared_ptr<schedule::Schedule> schedule,
+          const Addresses& inputs, const Addresses& outputs);
+
+  exec::Request view(double timeout) const;
+
+ private:
+  exec::Request fixed_;
+  std::string algorithm_;
+  std::shared_ptr<schedule::Schedule> schedule_;
+  std::vector<exec::Array> inputs_, outputs_;
+};
+
+class Communicator {
+ public:
+  Communicator(exec::Identity identity, exec::Tuning tuning);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Throws Aborted in a process other than the one that made it.
+  exec::Communicator& get() const;
+  bool owned_here() const noexcept { return owner_ == ::getpid(); }
+
+  // Holds `memory` until `work` is over.
+  std::shared_ptr<exec::Work> keep(std::shared_ptr<exec::Work> work, py::object memory);
+
+ private:
+  using Kept = std::vector<std::pair<std::shared_ptr<exec::Work>, py::object>>;
+
+  const pid_t owner_ = ::getpid();
+  std::unique_ptr<exec::Communicator> communicator_;
+  std::mutex mutex_;
+  Kept kept_;
+};
+
+}  // namespace gradwire::bind

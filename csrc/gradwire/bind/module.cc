@@ -1,0 +1,11 @@
+#include "gradwire/bind/module.h"
+
+PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
+  using namespace gradwire::bind;
+  m.doc() = "The C++ core of gradwire. Private: use the classes of `gradwire`.";
+  bind_errors(m);
+  bind_arrays(m);
+  bind_codec(m);
+  bind_schedule(m);
+  bind_communicator(m);
+}
