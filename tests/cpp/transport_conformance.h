@@ -26,11 +26,10 @@ class TransportConformance : public testing::TestWithParam<const char*> {
   static Options small() { return {.max_message = 64 * 1024, .messages = 4}; }
 
   // Fills the staging, and whatever lies between, with numbered messages until there is no room.
-  static std::size_t send_until_full(Transport& from, Rank to) {
+  static std::size_t send_until_full(Transport& from, const std::vector<Rank>& to) {
     constexpr std::size_t kNeverSoMany = 10'000;
-    const std::array peers{to};
     std::size_t sent = 0;
-    while (sent < kNeverSoMany && try_send(from, peers, from.max_message(), sent)) ++sent;
+    while (sent < kNeverSoMany && try_send(from, to, from.max_message(), sent)) ++sent;
     EXPECT_LT(sent, kNeverSoMany);
     return sent;
   }
@@ -153,7 +152,7 @@ TEST_P(TransportConformance, OneStagingServesSeveralReaders) {
 
 TEST_P(TransportConformance, FullStagingMakesRoomAndRings) {
   const Transports mesh = connect(GetParam(), 2, small());
-  const std::size_t sent = send_until_full(*mesh[0], 1);
+  const std::size_t sent = send_until_full(*mesh[0], {1});
   EXPECT_GE(sent, static_cast<std::size_t>(small().messages));
   mesh[0]->arm();
   const std::array peers{1};
@@ -170,6 +169,35 @@ TEST_P(TransportConformance, FullStagingMakesRoomAndRings) {
       expect_message(*mesh[1], 0, small().max_message, received++);
     if (rank == 1) expect_message(*mesh[1], 0, 1, sent);
   });
+}
+
+TEST_P(TransportConformance, AFullShareOfOnePeerHoldsUpNoOther) {
+  Options shared = small();
+  shared.messages_per_peer = 2;
+  const Transports mesh = connect(GetParam(), 3, shared);
+  send_until_full(*mesh[0], {1});
+  for (std::size_t i = 0; i < 10; ++i) {
+    send(*mesh[0], {2}, 100, i);
+    expect_message(*mesh[2], 0, 100, i);
+  }
+}
+
+TEST_P(TransportConformance, AReleaseThatLeavesOtherReadersRings) {
+  Options shared = small();
+  shared.messages_per_peer = 2;
+  const Transports mesh = connect(GetParam(), 3, shared);
+  const std::size_t sent = send_until_full(*mesh[0], {1, 2});
+  const std::array peers{1};
+  std::size_t received = 0;
+  while (mesh[0]->reserve(peers, 1).data() == nullptr) {  // rank 2 reads nothing
+    mesh[0]->arm();
+    if (mesh[0]->reserve(peers, 1).data() != nullptr) break;
+    while (!rings(*mesh[0], 0) && received < sent)
+      expect_message(*mesh[1], 0, shared.max_message, received++);
+    ASSERT_TRUE(rings(*mesh[0], 0));
+    mesh[0]->disarm();
+  }
+  EXPECT_LE(received, sent);
 }
 
 TEST_P(TransportConformance, PeekShowsTheSameMessageUntilRelease) {
@@ -345,7 +373,7 @@ TEST_P(TransportConformance, PeekAnyTellsOfAnEndOnce) {
 
 TEST_P(TransportConformance, WhatAGonePeerLeftUnreadDoesNotFillTheStaging) {
   Transports mesh = connect(GetParam(), 3, small());
-  send_until_full(*mesh[0], 1);
+  send_until_full(*mesh[0], {1});
   mesh[1].reset();
   expect_end(*mesh[0], 1);
   send(*mesh[0], {2}, 10, 3);
@@ -417,7 +445,7 @@ TEST_P(TransportConformance, ProcessesExchangeMessages) {
 TEST_P(TransportConformance, AKilledProcessLeavesWholeMessagesOnly) {
   if (!kForkWorks || GetParam() == std::string("inproc")) GTEST_SKIP() << "threads only";
   const Forked peer = fork_peer([](Transport& self) {
-    send_until_full(self, 0);  // where the link buffers, the last of them is cut off midway
+    send_until_full(self, {0});  // where the link buffers, the last of them is cut off midway
     ::raise(SIGKILL);
   });
   EXPECT_TRUE(WIFSIGNALED(peer.wait()));

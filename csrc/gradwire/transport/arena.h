@@ -47,7 +47,7 @@ class Arena {
 
   // Set by the owner before it sleeps; whoever changes what it waits for clears it and wakes it.
   std::atomic<std::uint32_t>& sleeping() noexcept;
-  // Set by the owner while it waits for a free cell; else no release is worth a wake-up.
+  // Set by the owner when it found no room for a message; else no release is worth a wake-up.
   std::atomic<std::uint32_t>& wants_room() noexcept;
   // How many readers still need the cell.
   std::atomic<std::uint32_t>& readers(std::size_t cell) noexcept;

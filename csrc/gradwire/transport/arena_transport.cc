@@ -53,13 +53,10 @@ void ArenaTransport::want_room() noexcept {
 }
 
 int ArenaTransport::find_room() {
-  int cell = first_free_cell();
-  if (cell == kNoCell) {
-    want_room();
-    cell = first_free_cell();
-  }
-  if (cell != kNoCell && std::exchange(starved_, false)) own_->wants_room().store(0);
-  return cell;
+  const int cell = first_free_cell();
+  if (cell != kNoCell) return cell;
+  want_room();
+  return first_free_cell();
 }
 
 std::byte* ArenaTransport::staging(int cell) noexcept {
@@ -90,13 +87,13 @@ std::optional<ConstBytes> ArenaTransport::arrived(Rank peer) {
   return ConstBytes{link.arena->data(descriptor.cell), descriptor.bytes};
 }
 
+// A release that leaves the cell to other readers makes room too: in this reader's share.
 void ArenaTransport::consume(Rank peer) {
   Link& link = at(peer);
-  link.arena->entry(options().rank, link.consumed)
-      .store(Descriptor::kNone);
+  link.arena->entry(options().rank, link.consumed).store(Descriptor::kNone);
   link.consumed = next(link.consumed);
-  const bool is_free = link.arena->readers(link.front).fetch_sub(1) == 1;
-  if (is_free && link.arena->wants_room().load() != 0) wake(link);
+  link.arena->readers(link.front).fetch_sub(1);
+  if (link.arena->wants_room().load() != 0) wake(link);
 }
 
 // A bell that can't be rung has rung already, or its owner is gone; disarm() finds the latter.
@@ -108,7 +105,11 @@ void ArenaTransport::wake(Link& link) noexcept {
       ::send(link.socket.get(), &ring, sizeof ring, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-void ArenaTransport::arm() { own_->sleeping().store(1); }
+// The caller's last look, after this, says again whether it is room that it waits for.
+void ArenaTransport::arm() {
+  if (std::exchange(starved_, false)) own_->wants_room().store(0);
+  own_->sleeping().store(1);
+}
 
 void ArenaTransport::disarm() {
   own_->sleeping().store(0);

@@ -37,12 +37,14 @@ void check(const Options& options) {
   constexpr int kMostMessages = 1 << 16;
   const bool rank_fits = options.rank >= 0 && options.rank < options.size;
   const bool message_fits = options.max_message >= 1 && options.max_message <= kLargestMessage;
-  const bool count_fits = options.messages >= 1 && options.messages <= kMostMessages;
+  const bool count_fits =
+      options.messages >= 1 && options.messages <= kMostMessages && options.messages_per_peer >= 1;
   if (rank_fits && message_fits && count_fits) return;
   throw InvalidArgument("transport options out of range: rank " + std::to_string(options.rank) +
                         " of " + std::to_string(options.size) + ", max_message " +
                         std::to_string(options.max_message) + " (1 to 2^30), messages " +
-                        std::to_string(options.messages) + " (1 to 65536)");
+                        std::to_string(options.messages) + " (1 to 65536), messages_per_peer " +
+                        std::to_string(options.messages_per_peer) + " (1 or more)");
 }
 
 }  // namespace

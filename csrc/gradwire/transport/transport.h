@@ -37,7 +37,7 @@ struct Options {
   int size = 1;
   std::size_t max_message = 256 * 1024;  // bytes of the largest message, the same on all ranks
   int messages = 16;                     // staged at a time, by one sender over all its peers
-  int messages_per_peer = 16;            // of these, for one peer: who does not read holds up no other
+  int messages_per_peer = 16;            // of these, to one peer: a slow reader holds up no other
 };
 
 class Transport {

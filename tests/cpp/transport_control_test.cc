@@ -1,0 +1,184 @@
+#include "gradwire/transport/control.h"
+
+#include <netinet/tcp.h>
+
+#include <cstring>
+
+#include "transport_harness.h"
+
+namespace gradwire::transport {
+namespace {
+
+ControlFrame frame_of(ControlType type, std::uint64_t value, std::string_view text = "") {
+  ControlFrame frame;
+  frame.type = type;
+  frame.value = value;
+  set_text(frame, text);
+  return frame;
+}
+
+ControlEvent wait_for_event(Control& control) {
+  pollfd bell{control.doorbell(), POLLIN, 0};
+  for (;;) {
+    if (auto event = control.poll()) return *event;
+    if (::poll(&bell, 1, 60'000) != 1) throw Timeout("no control event", kNoPeer);
+  }
+}
+
+// Rank 0's control and the bare other end of its socket to rank 1.
+struct Lonely {
+  explicit Lonely(Ends ends = unix_ends()) : peer(std::move(ends.second)) {
+    control.adopt(std::move(ends.first), 1);
+  }
+  void say(const void* data, std::size_t bytes) {
+    ASSERT_EQ(::send(peer.get(), data, bytes, MSG_NOSIGNAL), static_cast<ssize_t>(bytes));
+  }
+  Control control{0, 3};
+  UniqueFd peer;
+};
+
+class ControlOver : public testing::TestWithParam<const char*> {
+ protected:
+  ControlOver() {
+    for (Rank a = 0; a < 3; ++a)
+      for (Rank b = a + 1; b < 3; ++b) {
+        Ends ends = ends_for(GetParam());
+        ranks_[static_cast<std::size_t>(a)]->adopt(std::move(ends.first), b);
+        ranks_[static_cast<std::size_t>(b)]->adopt(std::move(ends.second), a);
+      }
+  }
+  std::array<std::unique_ptr<Control>, 3> ranks_ = {std::make_unique<Control>(0, 3),
+                                                    std::make_unique<Control>(1, 3),
+                                                    std::make_unique<Control>(2, 3)};
+};
+
+TEST_P(ControlOver, ABroadcastReachesAllInOrder) {
+  ControlFrame failure = frame_of(ControlType::kFailure, 7, "rank 2 ran out of memory");
+  failure.culprit = 2;
+  failure.kind = FailureKind::kTimeout;
+  failure.operation = 41;
+  ranks_[0]->broadcast(frame_of(ControlType::kWaiting, 6));
+  ranks_[0]->broadcast(failure);
+  for (std::size_t rank : {1U, 2U}) {
+    EXPECT_EQ(wait_for_event(*ranks_[rank]).frame.value, 6U);
+    const ControlEvent event = wait_for_event(*ranks_[rank]);
+    EXPECT_EQ(event.from, 0);
+    EXPECT_FALSE(event.gone);
+    EXPECT_EQ(event.frame.culprit, 2);
+    EXPECT_EQ(event.frame.kind, FailureKind::kTimeout);
+    EXPECT_EQ(event.frame.operation, 41U);
+    EXPECT_EQ(text_of(event.frame), "rank 2 ran out of memory");
+    EXPECT_FALSE(ranks_[rank]->poll().has_value());
+  }
+}
+
+TEST_P(ControlOver, FramesComeBeforeTheEndAndTheEndOnce) {
+  for (std::uint64_t i = 0; i < 3; ++i) ranks_[1]->send(0, frame_of(ControlType::kWaiting, i));
+  ranks_[1].reset();
+  for (std::uint64_t i = 0; i < 3; ++i) EXPECT_EQ(wait_for_event(*ranks_[0]).frame.value, i);
+  const ControlEvent end = wait_for_event(*ranks_[0]);
+  EXPECT_TRUE(end.gone);
+  EXPECT_EQ(end.from, 1);
+  EXPECT_EQ(end.frame.culprit, 1);
+  EXPECT_NE(text_of(end.frame).find("rank 1 is gone"), std::string::npos);
+  EXPECT_FALSE(ranks_[0]->poll().has_value());
+  EXPECT_FALSE(ranks_[0]->connected(1));
+  EXPECT_TRUE(ranks_[0]->connected(2));
+  EXPECT_TRUE(wait_for_event(*ranks_[2]).gone);
+  ranks_[0]->broadcast(frame_of(ControlType::kWaiting, 9));  // the dead one is skipped
+  EXPECT_EQ(wait_for_event(*ranks_[2]).frame.value, 9U);
+}
+
+TEST_P(ControlOver, TheEndAfterAByeIsSilent) {
+  ranks_[1]->broadcast(frame_of(ControlType::kBye, 0));
+  ranks_[1].reset();
+  EXPECT_EQ(wait_for_event(*ranks_[0]).frame.type, ControlType::kBye);
+  EXPECT_TRUE(ranks_[0]->said_bye(1));
+  EXPECT_FALSE(ranks_[0]->said_bye(2));
+  ranks_[2]->send(0, frame_of(ControlType::kWaiting, 5));
+  const ControlEvent next = wait_for_event(*ranks_[0]);
+  EXPECT_EQ(next.from, 2);
+  pollfd bell{ranks_[0]->doorbell(), POLLIN, 0};
+  while (ranks_[0]->connected(1)) {
+    ASSERT_EQ(::poll(&bell, 1, 60'000), 1);
+    EXPECT_FALSE(ranks_[0]->poll().has_value());
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Sockets, ControlOver, testing::Values("shm", "tcp"));
+
+TEST(Control, AFrameArrivesByteByByte) {
+  Lonely lonely;
+  const ControlFrame frame = frame_of(ControlType::kFingerprint, 77, "all_reduce");
+  std::array<char, sizeof frame> bytes;
+  std::memcpy(bytes.data(), &frame, sizeof frame);
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    EXPECT_FALSE(lonely.control.poll().has_value());
+    lonely.say(&bytes[i], 1);
+  }
+  const ControlEvent event = wait_for_event(lonely.control);
+  EXPECT_EQ(event.frame.value, 77U);
+  EXPECT_EQ(text_of(event.frame), "all_reduce");
+}
+
+TEST(Control, ImpossibleFramesEndThePeer) {
+  std::vector<ControlFrame> frames(6, frame_of(ControlType::kWaiting, 0));
+  frames[0].magic = 1;
+  frames[1].type = ControlType{0};
+  frames[2].type = ControlType{5};
+  frames[3].kind = FailureKind{6};
+  frames[4].culprit = 3;
+  frames[5].culprit = -2;
+  for (const ControlFrame& frame : frames) {
+    Lonely lonely;
+    lonely.say(&frame, sizeof frame);
+    const ControlEvent event = wait_for_event(lonely.control);
+    EXPECT_TRUE(event.gone);
+    EXPECT_NE(text_of(event.frame).find("no control frame"), std::string::npos);
+    EXPECT_FALSE(lonely.control.connected(1));
+  }
+}
+
+TEST(Control, ALongTextIsCut) {
+  const ControlFrame frame = frame_of(ControlType::kFailure, 0, std::string(1000, 'x'));
+  EXPECT_EQ(text_of(frame), std::string(frame.text.size(), 'x'));
+}
+
+TEST(Control, ReaderAtRestLosesWholeFramesOnly) {
+  for (const char* kind : {"shm", "tcp"}) {
+    Lonely lonely(ends_for(kind));
+    constexpr std::uint64_t kFrames = 100'000;
+    for (std::uint64_t i = 0; i < kFrames; ++i)
+      lonely.control.send(1, frame_of(ControlType::kWaiting, i));
+    std::uint64_t received = 0, newest = 0;
+    ControlFrame frame;
+    while (::recv(lonely.peer.get(), &frame, sizeof frame, MSG_DONTWAIT | MSG_PEEK) ==
+           sizeof frame) {
+      ASSERT_EQ(::recv(lonely.peer.get(), &frame, sizeof frame, MSG_WAITALL),
+                static_cast<ssize_t>(sizeof frame));
+      ASSERT_EQ(frame.magic, ControlFrame{}.magic);
+      ASSERT_TRUE(received == 0 || frame.value > newest);
+      newest = frame.value;
+      ++received;
+      lonely.control.send(1, frame_of(ControlType::kWaiting, kFrames + received));
+      if (newest > kFrames) break;  // sent when there was room again
+    }
+    EXPECT_GT(received, 10U) << kind;
+    EXPECT_GT(newest, kFrames) << kind;
+  }
+}
+
+TEST(Control, AdoptedTcpSocketsFindDeadHosts) {
+  Ends ends = tcp_ends();
+  const int socket = ends.first.get();
+  const Lonely lonely(std::move(ends));
+  int value = 0;
+  socklen_t size = sizeof value;
+  ::getsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &value, &size);
+  EXPECT_EQ(value, 1);
+  ::getsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &value, &size);
+  EXPECT_EQ(value, 15'000);
+}
+
+}  // namespace
+}  // namespace gradwire::transport
