@@ -154,17 +154,15 @@ def _next_generation(world: World) -> int:
 
 
 def _get(store: Store, prefix: str, peer: int, size: int, deadline: Deadline) -> bytes:
-    early = deadline.within(WARN_SECONDS)
-    try:
-        return store.get(f"{prefix}/{peer}", early.remaining)
-    except TimeoutError:
-        if not deadline.passed:
+    for wait in (deadline.within(WARN_SECONDS), deadline):
+        try:
+            return store.get(f"{prefix}/{peer}", wait.remaining)
+        except TimeoutError:
+            if deadline.passed:
+                break
             _log.warning("still waiting for rank %d of %d to appear", peer, size)
-    try:
-        return store.get(f"{prefix}/{peer}", deadline.remaining)
-    except TimeoutError:
-        missing = [rank for rank in range(size) if not _present(store, f"{prefix}/{rank}")]
-        raise RendezvousError(_missing_message(missing or [peer], size, deadline)) from None
+    missing = [rank for rank in range(size) if not _present(store, f"{prefix}/{rank}")]
+    raise RendezvousError(_missing_message(missing or [peer], size, deadline))
 
 
 def _present(store: Store, key: str) -> bool:

@@ -11,6 +11,7 @@ wrong client cannot fill the memory.
 from __future__ import annotations
 
 import enum
+import math
 import os
 import socket
 import struct
@@ -156,7 +157,8 @@ class StoreClient:
                 f"a store takes keys to {MAX_KEY} bytes and values to {MAX_VALUE}; "
                 f"these have {len(name)} and {len(value)}"
             )
-        request = REQUEST.pack(operation, len(name), len(value), min(int(wait * 1000), 2**32 - 1))
+        milliseconds = min(math.ceil(wait * 1000), 2**32 - 1)
+        request = REQUEST.pack(operation, len(name), len(value), milliseconds)
         with self._lock:
             try:
                 status, answer = self._exchange(request + name + value, wait + _MARGIN)

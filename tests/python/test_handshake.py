@@ -127,7 +127,8 @@ def test_a_hello_that_is_not_expected_is_refused(door: Door) -> None:
 def test_random_bytes_are_refused(door: Door, size: int) -> None:
     with knock(door) as sock:
         sock.sendall(os.urandom(size))
-        sock.shutdown(socket.SHUT_WR)
+        if size < 72:  # the gate would wait for the rest
+            sock.shutdown(socket.SHUT_WR)
         assert is_closed(sock)
     join(door)
 
