@@ -440,6 +440,7 @@ void Communicator::poll_doorbells() {
 void Communicator::check_stall() {
   if (current_ == nullptr || announced_) return;
   if (!announce_at_.passed()) return;
+  announce_at_ = Deadline::never();
   const Rank peer = execution_.waiting_for();
   if (peer != kNoPeer) announce_waiting(peer);
 }

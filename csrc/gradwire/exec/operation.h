@@ -36,6 +36,7 @@ struct Request {
   Rank root = 0;
   std::string_view algorithm = "auto";
   const schedule::Schedule* schedule = nullptr;  // the user's own; then algorithm is ignored
+  std::uint64_t schedule_digest = 0;             // of *schedule, taken once by whoever keeps it
   std::shared_ptr<const codec::Codec> codec;     // null: none
   std::span<const Array> inputs;
   std::span<const Array> outputs;

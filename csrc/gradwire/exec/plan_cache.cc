@@ -60,26 +60,23 @@ std::string choose_algorithm(Collective collective, std::uint64_t bytes, int ran
   return "ring";
 }
 
-bool PlanCache::matches(const Key& key, const Request& request, std::uint64_t digest,
-                        std::uint64_t schedule_digest) const {
+bool PlanCache::matches(const Key& key, const Request& request, std::uint64_t digest) const {
   return key.digest == digest && key.collective == request.collective &&
          key.dtype == request.dtype && key.op == request.op && key.root == request.root &&
          (request.schedule != nullptr || key.algorithm == request.algorithm) &&
-         key.schedule_digest == schedule_digest && key.codec == codec_of(request).get() &&
+         key.schedule_digest == request.schedule_digest && key.codec == codec_of(request).get() &&
          key.counts == counts_;
 }
 
 std::shared_ptr<const Plan> PlanCache::find(const Request& request,
                                             const std::vector<int>& link_of) {
   Operation::counts(request, setting_.rank, setting_.size, counts_);
-  const std::uint64_t schedule_digest =
-      request.schedule == nullptr ? 0 : schedule::digest(*request.schedule);
   Fnv1a hash;
   for (std::uint64_t count : counts_) hash.number(count);
   const std::uint64_t digest = hash.digest();
   for (Entry& entry : entries_)
-    if (matches(entry.key, request, digest, schedule_digest)) return entry.plan;
-  return make(request, link_of, digest, schedule_digest);
+    if (matches(entry.key, request, digest)) return entry.plan;
+  return make(request, link_of, digest);
 }
 
 schedule::Schedule PlanCache::schedule_for(const Request& request) const {
@@ -100,7 +97,7 @@ schedule::Schedule PlanCache::schedule_for(const Request& request) const {
 }
 
 std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::vector<int>& link_of,
-                                            std::uint64_t digest, std::uint64_t schedule_digest) {
+                                            std::uint64_t digest) {
   if (request.root < 0 || request.root >= setting_.size)
     throw InvalidArgument("root " + std::to_string(request.root) +
                           " is not a rank; this communicator has " + std::to_string(setting_.size));
@@ -115,14 +112,14 @@ std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::v
   binding.uniform_segments = counts_known_to_all(request.collective);
   binding.counts = counts_;
   OpSpec& spec = binding.spec;
-  spec = {request.collective, request.dtype,   request.op,           request.root, {},
-          schedule.name,      schedule_digest, binding.codec->name()};
+  spec = {request.collective, request.dtype,           request.op,           request.root, {},
+          schedule.name,      request.schedule_digest, binding.codec->name()};
   if (binding.uniform_segments) spec.counts = counts_;
   auto plan = std::make_shared<const Plan>(schedule, std::move(binding));
   if (entries_.size() >= kMostPlans) entries_.clear();
   entries_.push_back(
       {{digest, request.collective, request.dtype, request.op, request.root,
-        std::string(request.algorithm), schedule_digest, codec_of(request).get(), counts_},
+        std::string(request.algorithm), request.schedule_digest, codec_of(request).get(), counts_},
        plan});
   return plan;
 }

@@ -45,10 +45,9 @@ class PlanCache {
     Key key;
     std::shared_ptr<const Plan> plan;
   };
-  bool matches(const Key& key, const Request& request, std::uint64_t digest,
-               std::uint64_t schedule_digest) const;
+  bool matches(const Key& key, const Request& request, std::uint64_t digest) const;
   std::shared_ptr<const Plan> make(const Request& request, const std::vector<int>& link_of,
-                                   std::uint64_t digest, std::uint64_t schedule_digest);
+                                   std::uint64_t digest);
   schedule::Schedule schedule_for(const Request& request) const;
 
   Setting setting_;
