@@ -18,6 +18,7 @@ from gradwire._handshake import Admitted, Gate, HandshakeError, Hello, Purpose, 
 from gradwire._interfaces import LOOPBACK, Choice, is_loopback
 from gradwire._mesh import (
     DEFAULT_TRANSPORTS,
+    LOCAL_TRANSPORTS,
     Card,
     Job,
     Link,
@@ -108,7 +109,11 @@ class _Attempt:
                 f"ranks {lower} ({cards[0].describe()}) and {higher} ({cards[1].describe()}) "
                 "share no transport: shm needs one host; see GRADWIRE_TRANSPORT and transports="
             )
-        if transport != "shm" and cards[0].host != cards[1].host and is_loopback(cards[0].address):
+        if (
+            transport not in LOCAL_TRANSPORTS
+            and cards[0].host != cards[1].host
+            and is_loopback(cards[0].address)
+        ):
             raise RendezvousError(
                 f"rank {lower} on {cards[0].name} listens on loopback only, which rank {higher} on "
                 f"{cards[1].name} cannot reach: set GRADWIRE_SOCKET_IFNAME on rank {lower}'s host"
@@ -224,10 +229,10 @@ class _Entrance:
 def _listen(transports: tuple[str, ...], interface: Choice) -> tuple[list[socket.socket], Card]:
     """The listeners that the transports need, and the card that says where they are."""
     listeners, unix, port = [], "", 0
-    if "shm" in transports:
+    if set(transports) & set(LOCAL_TRANSPORTS):
         unix = f"gradwire-{secrets.token_hex(8)}"
         listeners.append(_bind(socket.AF_UNIX, "\0" + unix))
-    if set(transports) - {"shm"}:
+    if set(transports) - set(LOCAL_TRANSPORTS):
         listeners.append(_bind(interface.interface.family, (interface.interface.address, 0)))
         port = listeners[-1].getsockname()[1]
     address = interface.interface.address
@@ -247,10 +252,11 @@ def _bind(family: socket.AddressFamily, target: str | tuple[str, int]) -> socket
 
 def _open(card: Card, transport: str, deadline: Deadline) -> socket.socket:
     family = socket.AF_INET6 if ":" in card.address else socket.AF_INET
-    sock = socket.socket(socket.AF_UNIX if transport == "shm" else family, socket.SOCK_STREAM)
+    local = transport in LOCAL_TRANSPORTS
+    sock = socket.socket(socket.AF_UNIX if local else family, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(deadline.remaining, 1e-3))
-        if transport == "shm":
+        if local:
             sock.connect("\0" + card.unix)
         else:
             sock.connect((card.address, card.port))

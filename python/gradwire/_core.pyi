@@ -1,6 +1,7 @@
 """The C++ core. Private: use the classes of `gradwire`, which check and explain."""
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 class Error(Exception):
     """Base of everything that gradwire raises."""
@@ -19,6 +20,18 @@ class Timeout(Error, TimeoutError):
 # An array in memory: (address, elements). The caller keeps the memory alive.
 _Array = tuple[int, int]
 
+# The fields of a DLPack capsule, which still owns the array. `bits` are those of one element.
+class _DLPack(TypedDict):
+    address: int
+    device_type: int
+    code: int
+    bits: int
+    shape: tuple[int, ...]
+    contiguous: bool
+    read_only: bool
+
+def read_dlpack(capsule: object) -> _DLPack: ...
+
 class Codec:
     """A codec; immutable. Made once per name and kept, so that plans are found again."""
 
@@ -31,11 +44,29 @@ class Codec:
 
 def codec_names() -> list[str]: ...
 
+class Request:
+    """A collective and its arrays, by the names of the public API; may run many times."""
+
+    def __init__(
+        self,
+        collective: str,
+        dtype: str,
+        op: str,
+        root: int,
+        inputs: Sequence[_Array],
+        outputs: Sequence[_Array],
+        algorithm: str = "auto",
+        schedule: Schedule | None = None,
+        codec: Codec | None = None,
+    ) -> None: ...
+
 class Work:
     def done(self) -> bool: ...
     def source(self) -> int: ...
 
 class Communicator:
+    """Calls in a process forked from its owner raise Aborted."""
+
     def __init__(
         self,
         rank: int,
@@ -49,44 +80,21 @@ class Communicator:
     # File descriptors are taken over. In ascending order of peers; releases the GIL.
     def adopt_control(self, fd: int, peer: int) -> None: ...
     def adopt_link(self, lane: str, transport: str, fd: int, peer: int, timeout: float) -> None: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
     def transport_of(self, peer: int) -> str: ...
 
-    # Blocking; Ctrl-C ends it. Names as in the public API: "all_reduce", "float32", "sum", "auto".
-    def run(
-        self,
-        collective: str,
-        dtype: str,
-        op: str,
-        root: int,
-        inputs: Sequence[_Array],
-        outputs: Sequence[_Array],
-        algorithm: str,
-        schedule: Schedule | None,
-        codec: Codec | None,
-        timeout: float,
-    ) -> None: ...
-    def submit(
-        self,
-        collective: str,
-        dtype: str,
-        op: str,
-        root: int,
-        inputs: Sequence[_Array],
-        outputs: Sequence[_Array],
-        algorithm: str,
-        schedule: Schedule | None,
-        codec: Codec | None,
-        timeout: float,
+    # Blocks; Ctrl-C ends it and aborts the communicator.
+    def run(self, request: Request, timeout: float) -> None: ...
+    # `memory` is whatever keeps the arrays alive; held until the work is over.
+    def submit(self, request: Request, timeout: float, memory: object) -> Work: ...
+    def send(self, address: int, bytes: int, to: int, timeout: float, memory: object) -> Work: ...
+    def receive(  # source -1: any
+        self, address: int, bytes: int, source: int, timeout: float, memory: object
     ) -> Work: ...
-    def send(self, address: int, size: int, to: int, timeout: float) -> Work: ...
-    def receive(self, address: int, size: int, source: int, timeout: float) -> Work: ...  # source -1: any
     def wait(self, work: Work, timeout: float) -> None: ...
     def abort(self, reason: str) -> None: ...
     def close(self, timeout: float) -> None: ...
+    @property
+    def owned_here(self) -> bool: ...
     @property
     def closed(self) -> bool: ...
     # Bytes and frames this rank has sent, headers included.

@@ -20,6 +20,7 @@ from gradwire._errors import RendezvousError
 from gradwire._interfaces import LOOPBACK, Choice
 
 DEFAULT_TRANSPORTS = ("shm", "tcp")
+LOCAL_TRANSPORTS = ("inproc", "shm")  # within a host, over Unix sockets
 LANES = ("collective", "p2p")
 
 
@@ -104,7 +105,9 @@ class Card:
 
     def where(self, transport: str) -> str:
         """For messages: the address that a transport connects to."""
-        return f"@{self.unix}" if transport == "shm" else f"{self.address} port {self.port}"
+        return (
+            f"@{self.unix}" if transport in LOCAL_TRANSPORTS else f"{self.address} port {self.port}"
+        )
 
 
 _FIELDS: dict[str, type] = {
@@ -131,9 +134,11 @@ def unpack_card(data: bytes, rank: int) -> Card:
 
 
 def choose_transport(lower: Card, higher: Card) -> str | None:
-    """The first of the lower rank's transports that both have; shm only within a host."""
+    """The first of the lower rank's transports that both have; local ones within a host."""
     for name in lower.transports:
-        if name in higher.transports and (name != "shm" or lower.host == higher.host):
+        if name in higher.transports and (
+            name not in LOCAL_TRANSPORTS or lower.host == higher.host
+        ):
             return name
     return None
 

@@ -1,6 +1,6 @@
 #include <pybind11/stl.h>
 
-#include <algorithm>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -77,7 +77,7 @@ void bind_report(py::module_& m) {
 void bind_schedule(py::module_& m) {
   bind_edge(m);
   bind_report(m);
-  py::class_<Schedule>(m, "Schedule")
+  py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule")
       .def_static("generate", &generate, py::arg("collective"), py::arg("algorithm"),
                   py::arg("ranks"), py::arg("root") = 0, py::arg("groups") = Groups{})
       .def_static(

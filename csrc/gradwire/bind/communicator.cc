@@ -24,7 +24,9 @@ Request::Request(exec::Request fixed, std::string algorithm,
       algorithm_(std::move(algorithm)),
       schedule_(std::move(schedule)),
       inputs_(arrays(inputs)),
-      outputs_(arrays(outputs)) {}
+      outputs_(arrays(outputs)) {
+  if (schedule_) fixed_.schedule_digest = schedule::digest(*schedule_);
+}
 
 exec::Request Request::view(double timeout) const {
   exec::Request out = fixed_;
@@ -39,13 +41,18 @@ exec::Request Request::view(double timeout) const {
 Communicator::Communicator(exec::Identity identity, exec::Tuning tuning)
     : communicator_(std::make_unique<exec::Communicator>(std::move(identity), tuning)) {}
 
-// The memory of unfinished work goes after the threads that use it.
+// Without a goodbye the other ranks would take a dropped communicator for a failed one. The memory
+// of unfinished work goes after the threads that use it.
 Communicator::~Communicator() {
   if (!owned_here()) {
     [[maybe_unused]] exec::Communicator* leaked = communicator_.release();
     return;
   }
   py::gil_scoped_release unlocked;
+  try {
+    communicator_->close(0);
+  } catch (const Error&) {  // the failure is known to whoever made a call
+  }
   communicator_.reset();
 }
 

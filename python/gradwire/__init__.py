@@ -1,0 +1,90 @@
+"""Collective communication with gradient compression for data-parallel training.
+
+    import gradwire
+
+    comm = gradwire.init()  # ranks as torchrun, mpirun, srun or `gradwire run` started them
+    comm.all_reduce(x, op="avg")  # NumPy array, torch CPU tensor, or a list of such; in place
+
+`gradwire.torch.register(ddp_model, codec="fp16")` lets DistributedDataParallel use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradwire import _core, _rendezvous, _world
+from gradwire._communicator import Communicator, Traffic, from_mesh
+from gradwire._errors import (
+    Aborted,
+    Error,
+    InvalidArgument,
+    RendezvousError,
+    ScheduleError,
+    Timeout,
+    TransportError,
+)
+from gradwire._schedules import Edge, Report, Schedule, ScheduleBuilder, Shape, algorithms
+from gradwire._work import Work, seconds
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aborted",
+    "Communicator",
+    "Edge",
+    "Error",
+    "InvalidArgument",
+    "RendezvousError",
+    "Report",
+    "Schedule",
+    "ScheduleBuilder",
+    "ScheduleError",
+    "Shape",
+    "Timeout",
+    "Traffic",
+    "TransportError",
+    "Work",
+    "algorithms",
+    "codecs",
+    "init",
+]
+
+
+def init(
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    store: str | None = None,
+    transports: Sequence[str] | None = None,
+    timeout: float = 300,
+    secret: bytes | str | None = None,
+) -> Communicator:
+    """Meets the other ranks and connects to them; every rank calls it, equally often.
+
+    Rank and size are what torchrun, `gradwire run`, mpirun or srun say in the environment; without
+    any of them there is one rank. Given explicitly, they come together, and with a `store`:
+    ``tcp://HOST:PORT`` on rank 0's host, the same on all ranks.
+
+    `transports` are the ones to offer, best first (GRADWIRE_TRANSPORT; default shm, tcp); each pair
+    of ranks takes the first that both have. `timeout` is in seconds, for meeting and as the
+    default of every operation. `secret` (GRADWIRE_SECRET, GRADWIRE_SECRET_FILE) is what ranks
+    authenticate each other with, at least 16 bytes; needed beyond one host.
+
+    Raises RendezvousError, which names who is missing or what to set, and InvalidArgument.
+    """
+    if (rank is None) != (size is None):
+        raise InvalidArgument("rank= and size= are given together, or neither")
+    if rank is not None and size is not None:
+        world = _world.explicit(rank, size, store)
+    elif store is not None:
+        raise InvalidArgument("store= needs rank= and size=; or set GRADWIRE_STORE")
+    else:
+        world = _world.from_environment()
+    limit = seconds(timeout)
+    mesh = _rendezvous.rendezvous(world, timeout=limit, transports=transports, secret=secret)
+    return from_mesh(mesh, timeout=limit)
+
+
+def codecs() -> list[str]:
+    """The names that ``codec=`` takes; ``fp16:scale=1024`` gives one a parameter."""
+    return _core.codec_names()

@@ -1,0 +1,487 @@
+"""Communicator: what one rank of a group of ranks holds of it, and every collective."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import operator
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradwire import _buffers, _core
+from gradwire._arrays import REDUCIBLE, Operand, operand, writable, written
+from gradwire._buffers import Buffers, Place
+from gradwire._connect import connect_mesh
+from gradwire._deadline import Deadline
+from gradwire._errors import Error, InvalidArgument
+from gradwire._mesh import DEFAULT_TRANSPORTS, Mesh
+from gradwire._schedules import Schedule
+from gradwire._work import Work, seconds
+
+_EXIT_SECONDS = 1.0  # for work in flight when the interpreter ends
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+class Traffic(NamedTuple):
+    """What this rank has sent, frame headers included; a frame for k peers counts k."""
+
+    bytes_sent: int
+    frames_sent: int
+
+
+class _Options(NamedTuple):
+    """What the collectives' keywords mean; see `Communicator`."""
+
+    algorithm: str = "auto"
+    schedule: Schedule | None = None
+    async_op: bool = False
+    timeout: float | None = None
+    op: str = "sum"
+    root: int = 0
+    codec: str = "none"
+
+
+class Communicator:
+    """One rank's end of a group of ranks. Made by `gradwire.init`, `gradwire.spawn` or `split`.
+
+    Every rank makes the same calls in the same order, from any thread, with the same options and
+    sizes; a call that differs raises InvalidArgument on all ranks. Results have the same bits on
+    every rank and in every run.
+
+    Arrays are NumPy arrays (ml_dtypes.bfloat16 too), torch CPU tensors or other objects with
+    DLPack; C-contiguous, and writable where they are written. Nothing is copied on the way in or
+    out. Collectives that reduce take float32/64, float16, bfloat16, int8/32/64 and uint8; those
+    that only move data take every type.
+
+    All collectives share these keywords:
+
+    - ``algorithm``: a name from `gradwire.algorithms`, ``hierarchical(inner,outer)``, or ``auto``;
+    - ``schedule``: a `gradwire.Schedule` of one's own instead, equal on all ranks;
+    - ``async_op``: return a `Work` at once; its wait() returns the result;
+    - ``timeout``: seconds, from when the operation's turn comes; the communicator's if None;
+    - ``op`` of those that reduce: sum, avg, min, max, prod. Integers wrap and have no avg; min and
+      max are IEEE 754-2019 minimum and maximum (NaN wins, -0 < +0);
+    - ``codec`` of those that reduce: how float32 travels for sum and avg: ``none``, ``fp16``,
+      ``bf16``; sums are formed in float32 all the same.
+
+    A failure is final: every later call raises the same error. TransportError and Timeout name the
+    rank in `peer`. InvalidArgument that is raised before anything was sent leaves it alive. It is
+    also a context manager, which closes it, or aborts it when the block raises.
+    """
+
+    def __init__(
+        self,
+        core: _core.Communicator,
+        mesh: Mesh,
+        hosts: Sequence[Sequence[int]],
+        timeout: float,
+    ) -> None:
+        """Use `gradwire.init`."""
+        self._core, self._mesh, self._timeout = core, mesh, timeout
+        self._place = Place(mesh.rank, mesh.size)
+        self._hosts = tuple(map(tuple, hosts))
+        self._splits = 0
+        _open.add(self)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+        return self._place.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._place.size
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host."""
+        return self._hosts
+
+    @property
+    def transports(self) -> dict[int, str]:
+        """By peer: "inproc", "shm" or "tcp"."""
+        return {peer: each.links["collective"].transport for peer, each in self._mesh.peers.items()}
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank's finished operations have sent."""
+        return Traffic(*self._core.traffic)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed or failed: calls raise, and another must be made."""
+        return not self._core.owned_here or self._core.closed
+
+    def all_reduce(
+        self,
+        x: Any,
+        *,
+        op: str = "sum",
+        algorithm: str = "auto",
+        schedule: Schedule | None = None,
+        codec: str = "none",
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """The reduction of all ranks' `x`, on all ranks; in place, or in `out`, which it returns.
+
+        A list of arrays of one dtype is one operation, which is faster than one for each.
+        """
+        options = _Options(algorithm, schedule, async_op, timeout, op, codec=codec)
+        return self._call("all_reduce", _buffers.all_reduce(x, out), options)
+
+    allreduce = all_reduce
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        *,
+        op: str = "sum",
+        algorithm: str = "auto",
+        schedule: Schedule | None = None,
+        codec: str = "none",
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Block r of the reduction of all ranks' `x`, on rank r; in a new array, or in `out`.
+
+        `x` is one array, cut evenly along its first dimension, or a list of one array per rank.
+        """
+        options = _Options(algorithm, schedule, async_op, timeout, op, codec=codec)
+        return self._call("reduce_scatter", _buffers.reduce_scatter(x, out, self._place), options)
+
+    def all_gather(
+        self,
+        x: Any,
+        *,
+        algorithm: str = "auto",
+        schedule: Schedule | None = None,
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """All ranks' `x` one after the other along the first dimension, on all ranks.
+
+        The result is a new array for `x` of the same shape on every rank, or `out`: one array, or
+        a list of one per rank for any sizes.
+        """
+        options = _Options(algorithm, schedule, async_op, timeout)
+        return self._call("all_gather", _buffers.all_gather(x, out, self._place), options)
+
+    def broadcast(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        algorithm: str = "auto",
+        schedule: Schedule | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """The root's `x`, or list of arrays, on all ranks; in place. Returns `x`."""
+        options = _Options(algorithm, schedule, async_op, timeout, root=root)
+        return self._call("broadcast", _buffers.broadcast(x, root, self._place), options)
+
+    def reduce(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        op: str = "sum",
+        algorithm: str = "auto",
+        schedule: Schedule | None = None,
+        codec: str = "none",
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """The reduction of all ranks' `x` on the root: in place or in `out`, which it returns.
+
+        The other ranks' `x` stays as it is, and they get None.
+        """
+        options = _Options(algorithm, schedule, async_op, timeout, op, root, codec)
+        return self._call("reduce", _buffers.reduce(x, out, root, self._place), options)
+
+    def gather(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        algorithm: str = "auto",
+        schedule: Schedule | None = None,
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """What `all_gather` returns, on the root; None on the others."""
+        options = _Options(algorithm, schedule, async_op, timeout, root=root)
+        return self._call("gather", _buffers.gather(x, out, root, self._place), options)
+
+    def scatter(
+        self,
+        x: Any = None,
+        *,
+        root: int = 0,
+        algorithm: str = "auto",
+        schedule: Schedule | None = None,
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Block r of the root's `x` on rank r.
+
+        At the root `x` is as in `reduce_scatter`, and the result a new array or `out`. The others
+        pass no `x`, and give the array for the result as `out`.
+        """
+        options = _Options(algorithm, schedule, async_op, timeout, root=root)
+        return self._call("scatter", _buffers.scatter(x, out, root, self._place), options)
+
+    def all_to_all(
+        self,
+        x: Any,
+        *,
+        algorithm: str = "auto",
+        schedule: Schedule | None = None,
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Block d of rank s's `x` becomes block s of rank d's result.
+
+        `x` is one array, cut evenly along its first dimension, and the result a new array of the
+        same shape or `out`; or `x` and `out` are lists of one array per rank, of any sizes.
+        """
+        options = _Options(algorithm, schedule, async_op, timeout)
+        return self._call("all_to_all", _buffers.all_to_all(x, out, self._place), options)
+
+    def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Returns when every rank has called it."""
+        nothing = np.empty(0, np.uint8)
+        options = _Options("recursive_doubling", None, async_op, timeout)
+        return self._call(
+            "all_reduce", _buffers.all_reduce(nothing, None)._replace(result=None), options
+        )
+
+    def send(
+        self, x: Any, dst: int, *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Sends one array, of any type, to a rank that receives as many bytes.
+
+        Messages between two ranks arrive in the order they were sent, independently of collectives.
+        The call may return before the message is received.
+        """
+        message = operand(x, "x")
+        work = self._core.send(
+            message.address, message.nbytes, self._peer(dst), self._seconds(timeout), x
+        )
+        return self._finish(Work(self._core, work, "send", lambda: None), async_op)
+
+    def recv(
+        self,
+        x: Any,
+        src: int | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Receives into an array from a rank, or from whichever sends first; returns the rank."""
+        (message,) = writable([operand(x, "x")])
+        written([message])
+        source = -1 if src is None else self._peer(src)
+        work = self._core.receive(
+            message.address, message.nbytes, source, self._seconds(timeout), x
+        )
+        return self._finish(Work(self._core, work, "recv", work.source), async_op)
+
+    def split(self, color: int | None, key: int | None = None) -> Communicator | None:
+        """Makes one communicator for each color; every rank calls it.
+
+        Ranks are ordered by `key`, and by their old rank where keys are equal. A rank without a
+        color gets None. Raises RendezvousError when the ranks cannot connect to each other.
+        """
+        deadline = Deadline(self._timeout)
+        members = self._members(color, self.rank if key is None else key)
+        self._splits += 1
+        if len(members) < 2:  # but the others need its part of their exchange
+            self._gather_bytes(b"", deadline)
+        if color is None:
+            return None
+        name = f"{self._mesh.communicator}/{self._splits}/{color}"
+        mesh = connect_mesh(
+            self._mesh.job,
+            lambda card, until: [self._gather_bytes(card, until)[rank] for rank in members],
+            rank=members.index(self.rank),
+            size=len(members),
+            communicator=int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"),
+            deadline=deadline,
+            transports=self._transports_in_use(),
+            interface=self._mesh.interface,
+        )
+        return from_mesh(mesh, timeout=self._timeout)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Ends every call, here and on all ranks, with Aborted. May be called from any thread."""
+        self._core.abort(f"rank {self.rank}: {reason}")
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finishes what is in flight, says goodbye, lets go of everything; later calls raise.
+
+        Work that is not over after `timeout` seconds is aborted. Once closed, does nothing; nor in
+        a process that was forked from the communicator's.
+        """
+        if self._core.owned_here:
+            self._core.close(self._seconds(timeout))
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and not self.closed:
+            self.abort(f"left its with block with {kind.__name__}: {error}")
+        self.close()
+
+    def __repr__(self) -> str:
+        links = "+".join(sorted(set(self.transports.values())))
+        words = [
+            f"<Communicator rank {self.rank}/{self.size}",
+            links,
+            "closed" if self.closed else "",
+        ]
+        return " ".join(filter(None, words)) + ">"
+
+    def _call(self, name: str, buffers: Buffers, options: _Options) -> Any:
+        _, _, result = buffers
+        request = self._request(name, buffers, options)
+        timeout = self._seconds(options.timeout)
+        written(buffers.outputs)
+        if not options.async_op:
+            self._core.run(request, timeout)
+            return result
+        work = self._core.submit(request, timeout, buffers)
+        return Work(self._core, work, name, lambda: result)
+
+    def _request(self, name: str, buffers: Buffers, options: _Options) -> _core.Request:
+        inputs, outputs, _ = buffers
+        known = (*inputs, *outputs)[0]
+        if name in _REDUCING and not known.reducible:
+            raise InvalidArgument(
+                f"{name}: {known.what} is {known.dtype}, which cannot be reduced; "
+                f"use one of {', '.join(REDUCIBLE)}"
+            )
+        return _core.Request(
+            name,
+            known.dtype if known.reducible else "uint8",
+            options.op,
+            self._rank(options.root, "root"),
+            _addresses(inputs),
+            _addresses(outputs),
+            options.algorithm,
+            None if options.schedule is None else options.schedule._core,
+            _codec(options.codec),
+        )
+
+    def _finish(self, work: Work, async_op: bool) -> Any:
+        return work if async_op else work.wait()
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self._timeout if timeout is None else seconds(timeout)
+
+    def _rank(self, rank: int, what: str) -> int:
+        if not 0 <= operator.index(rank) < self.size:
+            raise InvalidArgument(f"{what}={rank} is not a rank of {self!r}")
+        return operator.index(rank)
+
+    def _peer(self, rank: int) -> int:
+        if self._rank(rank, "rank") == self.rank:
+            raise InvalidArgument(f"rank {rank} cannot send to itself, nor receive")
+        return rank
+
+    def _members(self, color: int | None, key: int) -> list[int]:
+        """The ranks of the same color, by their keys; this one alone where it has no color."""
+        if color is not None and operator.index(color) < 0:
+            raise InvalidArgument(f"color={color} is negative; use None for no communicator")
+        own = np.array([-1 if color is None else color, key], np.int64)
+        wishes = self.all_gather(own).reshape(self.size, 2)
+        if color is None:
+            return [self.rank]
+        return sorted(
+            np.flatnonzero(wishes[:, 0] == color).tolist(), key=lambda r: (wishes[r, 1], r)
+        )
+
+    def _gather_bytes(self, data: bytes, deadline: Deadline) -> list[bytes]:
+        """Every rank's bytes, in rank order."""
+        timeout = max(deadline.remaining, 1e-3)
+        own = np.frombuffer(data, np.uint8)
+        sizes = self.all_gather(np.array([own.size], np.int64), timeout=timeout)
+        blobs = [np.empty(size, np.uint8) for size in sizes.tolist()]
+        self.all_gather(own, out=blobs, timeout=timeout)
+        return [blob.tobytes() for blob in blobs]
+
+    def _transports_in_use(self) -> tuple[str, ...]:
+        used = set(self.transports.values())
+        return tuple(name for name in ("inproc", *DEFAULT_TRANSPORTS) if name in used)
+
+
+def from_mesh(
+    mesh: Mesh,
+    *,
+    timeout: float,
+    hosts: Sequence[Sequence[int]] | None = None,
+    **tuning: int,
+) -> Communicator:
+    """Takes over the sockets of the mesh; every rank calls it.
+
+    `hosts` overrides which ranks count as one host; `tuning` the sizes of frames and segments, as
+    `_core.Communicator` takes them.
+    """
+    groups = _groups(mesh.hosts) if hosts is None else hosts
+    core = _core.Communicator(mesh.rank, mesh.size, mesh.communicator, groups, **tuning)
+    try:
+        for number, peer in sorted(mesh.peers.items()):
+            core.adopt_control(peer.control.detach(), number)
+            for lane, link in peer.links.items():
+                core.adopt_link(lane, link.transport, link.sock.detach(), number, timeout)
+    except BaseException:
+        mesh.close()
+        raise
+    return Communicator(core, mesh, groups, seconds(timeout))
+
+
+@functools.cache
+def _codec(spec: str) -> _core.Codec:
+    return _core.Codec(spec)
+
+
+def _addresses(given: Sequence[Operand]) -> list[tuple[int, int]]:
+    """In elements of a reducible dtype, else in bytes."""
+    return [(each.address, each.elements if each.reducible else each.nbytes) for each in given]
+
+
+def _groups(hosts: Sequence[str]) -> list[list[int]]:
+    groups: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        groups.setdefault(host, []).append(rank)
+    return list(groups.values())
+
+
+@atexit.register
+def _close_all() -> None:
+    """Ends every C++ thread before the interpreter is gone, and tells the peers."""
+    for communicator in list(_open):
+        with contextlib.suppress(Error):
+            communicator.close(_EXIT_SECONDS)
