@@ -14,6 +14,11 @@ using schedule::Landing;
 
 std::size_t index_of(DType dtype) { return static_cast<std::size_t>(dtype); }
 
+// memcpy that takes null for nothing.
+void copy_bytes(Bytes to, ConstBytes from, std::size_t size) {
+  if (size > 0) std::memcpy(to.data(), from.data(), size);
+}
+
 ConstBytes first(ConstBytes in, std::size_t size) {
   if (in.size() < size) throw InvalidArgument("a frame is shorter than its parts");
   return in.first(size);
@@ -142,7 +147,7 @@ std::size_t Execution::stage_part(const Part& part, Bytes out) {
   if (part.finishes) finish(part);
   if (part.stored != kNotStored) {
     const std::size_t size = stored_bytes_[part.stored];
-    std::memcpy(out.data(), store_of(part).data(), size);
+    copy_bytes(out, store_of(part), size);
     return size;
   }
   std::size_t written = 0;
@@ -198,7 +203,7 @@ std::size_t Execution::land_part(const Part& part, ConstBytes in) {
     consumed += coded ? land_coded(part, piece, in.subspan(consumed))
                       : land_plain(part, piece, in.subspan(consumed));
   if (part.stored != kNotStored) {
-    std::memcpy(store_of(part).data(), in.data(), consumed);
+    copy_bytes(store_of(part), in, consumed);
     stored_bytes_[part.stored] = static_cast<std::uint32_t>(consumed);
   }
   return consumed;
