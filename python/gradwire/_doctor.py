@@ -1,0 +1,196 @@
+"""`gradwire doctor`: what this machine offers, each yes, or no and why."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+
+from gradwire import _core, _environment, _interfaces
+from gradwire._errors import RendezvousError
+
+_TORCH_AT_LEAST = (2, 4)
+_VERBS_LIMIT = 64 << 20  # bytes; registered staging of a small job
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table. `ok` is None where there is nothing to have or to lack."""
+
+    section: str
+    name: str
+    ok: bool | None
+    detail: str
+
+
+def checks() -> list[Check]:
+    """All checks; imports neither torch nor CUDA, opens no connection."""
+    sections = (_system, _transports, _instruction_sets, _network, _memory, _torch, _devices)
+    return [check for section in (*sections, _variables) for check in section()]
+
+
+def as_json(found: Iterable[Check]) -> str:
+    """The checks as one JSON object."""
+    return json.dumps({"version": version(), "checks": [asdict(each) for each in found]}, indent=2)
+
+
+def as_table(found: Iterable[Check]) -> str:
+    """The checks as lines for people."""
+    lines = [f"gradwire {version()}"]
+    for section, members in groupby(found, key=lambda check: check.section):
+        lines.append(f"\n{section}")
+        lines.extend(map(_line, members))
+    return "\n".join(lines)
+
+
+def version() -> str:
+    """The installed package's version; "(not installed)" when run from a source tree."""
+    return _installed("gradwire") or "(not installed)"
+
+
+def _line(check: Check) -> str:
+    mark = {True: "yes", False: "no ", None: "   "}[check.ok]
+    return f"  {mark}  {check.name:<22} {check.detail}".rstrip()
+
+
+def _system() -> Iterator[Check]:
+    libraries = f"Python {platform.python_version()}, numpy {_installed('numpy') or 'absent'}"
+    yield Check("system", "platform", None, f"{platform.platform()}; {libraries}")
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    quota = _cpu_quota()
+    limit = f"; a control group allows {quota:g}" if quota is not None else ""
+    yield Check("system", "cores", None, f"{usable} of {present} usable{limit}")
+
+
+def _cpu_quota() -> float | None:
+    """The cores that control group v2 allows; None without a limit."""
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _transports() -> Iterator[Check]:
+    for name, usable, why in _core.transports():
+        yield Check("transports", name, usable, "" if usable else f"because {why}")
+
+
+def _instruction_sets() -> Iterator[Check]:
+    active = _core.active_instruction_set()
+    for name in _core.instruction_sets():
+        yield Check("instruction sets", name, True, "active" if name == active else "")
+
+
+def _network() -> Iterator[Check]:
+    for each in _interfaces.interfaces():
+        yield Check("network", each.name, True, each.address)
+    yield Check("network", "ranks on one host", True, f"use {_interfaces.LOOPBACK}")
+    pattern = _environment.text("GRADWIRE_SOCKET_IFNAME")
+    try:
+        choice = _interfaces.choose("127.0.0.1", pattern=pattern, several_hosts=True)
+        yield Check(
+            "network",
+            "ranks on several hosts",
+            True,
+            f"use {choice.interface.name}"
+            f" ({choice.interface.address}), or the one that reaches the store",
+        )
+    except RendezvousError as error:
+        yield Check("network", "ranks on several hosts", False, f"because {error}")
+
+
+def _memory() -> Iterator[Check]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    enough = soft == resource.RLIM_INFINITY or soft >= _VERBS_LIMIT
+    found = f"soft {_size(soft)}, hard {_size(hard)}"
+    remedy = "" if enough else f"; registering memory for verbs wants {_size(_VERBS_LIMIT)}: "
+    how = "" if enough else "raise `ulimit -l`"
+    yield Check("memory", "memory-lock limit", enough, found + remedy + how)
+
+
+def _size(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / (1 << 20):g} MiB"
+
+
+def _torch() -> Iterator[Check]:
+    found = _installed("torch")
+    if found is None:
+        why = "because it is not installed: pip install gradwire[torch]"
+        yield Check("torch", "DDP hook", False, why)
+        return
+    recent = tuple(int(part) for part in found.split("+")[0].split(".")[:2]) >= _TORCH_AT_LEAST
+    least = ".".join(map(str, _TORCH_AT_LEAST))
+    yield Check(
+        "torch", "DDP hook", recent, f"torch {found}" + ("" if recent else f": needs {least}")
+    )
+
+
+def _devices() -> Iterator[Check]:
+    yield Check("devices", "CUDA", *_cuda())
+    yield Check("devices", "verbs", *_verbs())
+
+
+def _cuda() -> tuple[bool, str]:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return False, f"because the driver's library does not load: {error}"
+    code = driver.cuInit(0)
+    if code != 0:
+        return False, f"because the driver refuses to start: error {code} of cuInit"
+    count, number = ctypes.c_int(), ctypes.c_int()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    driver.cuDriverGetVersion(ctypes.byref(number))
+    release = f"driver for CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+    if count.value == 0:
+        return False, f"because there is no device ({release})"
+    return True, f"{_plural(count.value, 'device')}, {release}; not used by this version"
+
+
+def _verbs() -> tuple[bool, str]:
+    try:
+        library = ctypes.CDLL("libibverbs.so.1", use_errno=True)
+    except OSError as error:
+        return False, f"because libibverbs does not load: {error}"
+    library.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
+    library.ibv_free_device_list.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
+    count = ctypes.c_int()
+    devices = library.ibv_get_device_list(ctypes.byref(count))
+    if not devices:
+        code = ctypes.get_errno()
+        why = "the kernel has no RDMA support" if code == errno.ENOSYS else os.strerror(code)
+        return False, f"because libibverbs lists no devices: {why}"
+    library.ibv_free_device_list(devices)
+    if count.value == 0:
+        return False, "because libibverbs finds no device"
+    return True, f"{_plural(count.value, 'device')}; not used by this version"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def _variables() -> Iterator[Check]:
+    for name, (meaning, unset) in _environment.VARIABLES.items():
+        value = _environment.text(name)
+        if value is None:
+            detail = f"unset: {unset}"
+        else:
+            detail = "set" if name == "GRADWIRE_SECRET" else f"{value} ({meaning})"
+        yield Check("environment", name, None, detail)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
