@@ -1,0 +1,128 @@
+"""The benchmark measures what it says, and counts wrong results."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gradwire import Communicator, _bench, _measure
+from gradwire._measure import COLLECTIVES, Case
+from ranks import run
+
+BENCH = [sys.executable, "-m", "gradwire", "bench", "-b", "64", "-e", "4K", "-f", "8"]
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+BENCH += ["--iters", "2", "--warmup", "1"]
+
+
+def bench(*options: str) -> str:
+    command = [*BENCH, *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_table_has_the_columns_of_nccl_tests():
+    lines = bench("-n", "2").splitlines()
+    assert lines[1].split() == [
+        *("size(B)", "count", "type", "redop"),
+        *("time(us)", "algbw(GB/s)", "busbw(GB/s)", "#wrong"),
+    ]
+    assert [line.split()[:4] for line in lines[2:-1]] == [
+        ["64", "16", "float32", "sum"],
+        ["512", "128", "float32", "sum"],
+        ["4096", "1024", "float32", "sum"],
+    ]
+    assert all(line.split()[-1] == "0" for line in lines[2:-1])
+
+
+def test_json_says_what_was_measured():
+    found = json.loads(bench("-n", "2", "--json", "--transport", "tcp", "--codec", "fp16"))
+    assert (found["ranks"], found["transports"], found["codec"]) == (2, "tcp", "fp16")
+    row = found["results"][-1]
+    assert row["algbw(GB/s)"] == pytest.approx(4096 / row["time(us)"] / 1e3)
+    assert row["busbw(GB/s)"] == pytest.approx(row["algbw(GB/s)"])  # 2(p-1)/p is 1 at p = 2
+
+
+def test_csv_and_plot(tmp_path: Path):
+    path = tmp_path / "bandwidth.png"
+    rows = list(csv.DictReader(io.StringIO(bench("-n", "1", "--csv", "--plot", str(path)))))
+    assert [row["count"] for row in rows] == ["16", "128", "1024"]
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_right_results_count_as_right(collective: str, ranks: int):
+    for count in (ranks, 5 * ranks, 1024 * ranks):
+        case = Case(collective, count, root=ranks - 1 if collective in ROOTED else 0)
+        assert run(ranks, _measure.wrong_elements, case) == [0] * ranks
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [
+        *product(["float16", "bfloat16", "float64"], ["sum", "avg", "min", "max", "prod"]),
+        *product(["int8"], ["sum", "min", "max", "prod"]),
+    ],
+)
+def test_every_type_and_op_has_its_expected_values(dtype: str, op: str):
+    assert run(3, _measure.wrong_elements, Case("all_reduce", 100, dtype, op)) == [0] * 3
+
+
+class OneWrong:
+    """A communicator whose rank 1 finds its first element off by one."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._comm, name)
+        if name not in COLLECTIVES or self.rank != 1:
+            return method
+
+        def spoilt(x: Any, **options: Any) -> Any:
+            result = method(x, **options)
+            if result.dtype == np.float32:
+                result[0] += 1
+            return result
+
+        return spoilt
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "scatter", "all_to_all"])
+def test_a_wrong_element_is_counted_on_all_ranks(collective: str):
+    def body(comm: Communicator) -> int | None:
+        return _measure.wrong_elements(OneWrong(comm), Case(collective, 6))  # type: ignore[arg-type]
+
+    assert run(2, body) == [1, 1]
+
+
+def test_a_measured_time_is_the_slowest_ranks():
+    assert run(3, lambda comm: _measure.slowest(comm, float(comm.rank))) == [2.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("all_to_all", 0.75), ("broadcast", 1.0)],
+)
+def test_bus_bandwidth_follows_nccl_tests(collective: str, factor: float):
+    assert Case(collective, 4).busbw_factor(4) == factor
+
+
+def test_sizes_grow_by_the_factor_and_never_stand_still():
+    assert list(_bench.sizes(4, 64, 4)) == [4, 16, 64]
+    assert list(_bench.sizes(1, 4, 1.1)) == [1, 2, 3, 4]
+
+
+def test_blocks_are_whole_and_never_empty():
+    assert _measure.case_of_bytes(4, 3, collective="all_gather").count == 3
+    assert _measure.case_of_bytes(100, 3, collective="all_gather").nbytes == 96
+    assert _measure.case_of_bytes(100, 3, collective="all_reduce").nbytes == 100

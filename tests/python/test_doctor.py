@@ -1,0 +1,77 @@
+"""The doctor's table: every section, every absence with its reason."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import subprocess
+import sys
+
+import pytest
+from gradwire import _core, _doctor
+
+
+def test_json_holds_every_section():
+    command = [sys.executable, "-m", "gradwire", "doctor", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    checks = json.loads(ended.stdout)["checks"]
+    found = {(check["section"], check["name"]): check for check in checks}
+    for name, usable, _ in _core.transports():
+        assert found["transports", name]["ok"] is usable
+    active = found["instruction sets", _core.active_instruction_set()]
+    assert active["detail"] == "active"
+    assert found["network", "lo"]["detail"] in ("127.0.0.1", "::1")
+    for place in [("devices", "CUDA"), ("devices", "verbs"), ("torch", "DDP hook")]:
+        assert isinstance(found[place]["ok"], bool)
+    for place in [("memory", "memory-lock limit"), ("system", "cores")]:
+        assert found[place]["detail"]
+
+
+def test_what_is_absent_says_why():
+    absent = [check for check in _doctor.checks() if check.ok is False]
+    assert all(len(check.detail) > 8 for check in absent)
+
+
+def test_the_table_has_a_line_for_each_check():
+    checks = _doctor.checks()
+    table = _doctor.as_table(checks)
+    assert all(check.name in table for check in checks)
+    assert [line for line in table.splitlines() if line == "transports"]
+
+
+def test_an_absent_torch_is_explained(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_doctor, "_installed", lambda package: None)
+    (check,) = _doctor._torch()
+    assert check.ok is False
+    assert "pip install" in check.detail
+
+
+@pytest.mark.parametrize(("version", "ok"), [("2.3.1", False), ("2.13.0+cpu", True)])
+def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, ok: bool):
+    monkeypatch.setattr(_doctor, "_installed", lambda package: version)
+    (check,) = _doctor._torch()
+    assert check.ok is ok
+
+
+class NoDevices:
+    """libcuda and libibverbs on a machine without hardware."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.ibv_get_device_list = lambda count: ctypes.set_errno(errno.ENOSYS)
+        self.ibv_free_device_list = lambda devices: None
+
+    def cuInit(self, flags: int) -> int:
+        return 100
+
+
+def test_a_driver_without_a_device_is_explained(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ctypes, "CDLL", NoDevices)
+    cuda, verbs = _doctor._devices()
+    assert (cuda.ok, verbs.ok) == (False, False)
+    assert "error 100 of cuInit" in cuda.detail
+
+
+def test_the_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GRADWIRE_SECRET", "open sesame, open sesame")
+    assert "sesame" not in _doctor.as_table(_doctor.checks())
