@@ -24,6 +24,7 @@ from gradwire._errors import (
     TransportError,
 )
 from gradwire._schedules import Edge, Report, Schedule, ScheduleBuilder, Shape, algorithms
+from gradwire._spawn import spawn
 from gradwire._work import Work, seconds
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ __all__ = [
     "algorithms",
     "codecs",
     "init",
+    "spawn",
 ]
 
 

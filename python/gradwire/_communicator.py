@@ -316,10 +316,15 @@ class Communicator:
             self._gather_bytes(b"", deadline)
         if color is None:
             return None
+
+        def exchange(card: bytes, until: Deadline) -> list[bytes]:
+            cards = self._gather_bytes(card, until)
+            return [cards[rank] for rank in members]
+
         name = f"{self._mesh.communicator}/{self._splits}/{color}"
         mesh = connect_mesh(
             self._mesh.job,
-            lambda card, until: [self._gather_bytes(card, until)[rank] for rank in members],
+            exchange,
             rank=members.index(self.rank),
             size=len(members),
             communicator=int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"),

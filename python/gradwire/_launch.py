@@ -185,7 +185,7 @@ class _Launch:
         del self._ranks[rank]
         if code != 0 and self._code == 0:
             self._code = code if code > 0 else 128 - code
-            self._say(f"rank {rank} of {self._size} (process {process.pid}) {_how(code)}")
+            self._say(f"rank {rank} of {self._size} (process {process.pid}) {describe_exit(code)}")
             self._stop(signal.SIGTERM)
 
     def _stop(self, number: int) -> None:
@@ -224,8 +224,9 @@ def _signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
-def _how(code: int) -> str:
-    if code > 0:
+def describe_exit(code: int) -> str:
+    """How a process ended, by its `subprocess` return code."""
+    if code >= 0:
         return f"exited with code {code}"
     try:
         return f"was killed by {signal.Signals(-code).name}"

@@ -1,0 +1,274 @@
+"""`gradwire.spawn(fn, 4)`: a function on several ranks, from a test or a notebook."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import queue
+import secrets
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Any
+
+from gradwire._communicator import Communicator, from_mesh
+from gradwire._deadline import Deadline
+from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
+from gradwire._launch import describe_exit
+from gradwire._mesh import Mesh, inproc_meshes
+from gradwire._rendezvous import rendezvous
+from gradwire._store import Address
+from gradwire._store_server import StoreServer
+from gradwire._world import World
+
+GRACE_SECONDS = 2.0  # that the other ranks have to end by themselves after one has failed
+
+_PR_SET_PDEATHSIG = 1
+_CONSEQUENCES = (TransportError, Timeout, Aborted)  # what a failure causes on the other ranks
+
+
+def spawn(
+    fn: Callable[..., Any],
+    nprocs: int,
+    *,
+    args: Sequence[Any] = (),
+    threads: bool = False,
+    transports: Sequence[str] | None = None,
+    timeout: float = 300.0,
+) -> list[Any]:
+    """Runs `fn(comm, *args)` on `nprocs` ranks; returns their results in rank order.
+
+    The ranks are processes forked from this one, so `fn` may be any function, also one defined in a
+    notebook, and sees what this process has loaded; its result is pickled. A fork copies one thread
+    only: fork before starting threads, CUDA, or torch's OpenMP pool, or run a script with
+    `gradwire run` instead. With `threads=True` the ranks are threads of this process, nothing is
+    copied, and `transports` does not apply.
+
+    `timeout` (seconds) is the communicator's, for its making and for each wait. When a rank fails,
+    the others are ended, and the first failure that is not the consequence of another is raised
+    here; its `__cause__` names the rank and holds its traceback. Threads cannot be ended: one that
+    computes on is left behind.
+    """
+    if nprocs < 1:
+        raise InvalidArgument(f"nprocs={nprocs}: at least one rank")
+    if threads:
+        if transports is not None:
+            raise InvalidArgument("transports= does not apply to threads=True, which use inproc")
+        return _results(_Threads(fn, nprocs, tuple(args), timeout).run())
+    return _results(_Processes(fn, nprocs, tuple(args), transports, timeout).run())
+
+
+class SpawnedTraceback(Exception):
+    """The cause of what spawn() raises: which rank it was, and its traceback."""
+
+
+@dataclass
+class _Outcome:
+    """How a rank ended; `at` orders failures of one machine (monotonic seconds)."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    at: float = 0.0
+
+
+def _failure(rank: int, error: BaseException) -> _Outcome:
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return _Outcome(rank, error=error, trace=trace, at=time.monotonic())
+
+
+def _results(outcomes: list[_Outcome]) -> list[Any]:
+    failures = [outcome for outcome in outcomes if outcome.error is not None]
+    if not failures:
+        return [outcome.value for outcome in sorted(outcomes, key=lambda each: each.rank)]
+    roots = [each for each in failures if not isinstance(each.error, _CONSEQUENCES)]
+    first = min(roots or failures, key=lambda each: each.at)
+    assert first.error is not None
+    raise first.error from SpawnedTraceback(f"on rank {first.rank}:\n{first.trace}".rstrip())
+
+
+class _Threads:
+    """Ranks that are threads, joined by inproc."""
+
+    def __init__(
+        self, fn: Callable[..., Any], size: int, args: tuple[Any, ...], timeout: float
+    ) -> None:
+        self._fn, self._args, self._timeout = fn, args, timeout
+        self._meshes = inproc_meshes(size)
+        self._outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
+        self._open: dict[int, Communicator] = {}
+
+    def run(self) -> list[_Outcome]:
+        for mesh in self._meshes:
+            name = f"gradwire-rank-{mesh.rank}"
+            threading.Thread(target=self._run_rank, args=(mesh,), name=name, daemon=True).start()
+        outcomes: list[_Outcome] = []
+        limit: float | None = None
+        try:
+            while len(outcomes) < len(self._meshes):
+                outcomes.append(self._outcomes.get(timeout=limit))
+                if outcomes[-1].error is not None:
+                    limit = GRACE_SECONDS
+        except queue.Empty:  # a thread computes on
+            pass
+        finally:
+            for comm in list(self._open.values()):
+                comm.abort("spawn() is over")
+        return outcomes
+
+    def _run_rank(self, mesh: Mesh) -> None:
+        self._outcomes.put(self._outcome(mesh))
+
+    def _outcome(self, mesh: Mesh) -> _Outcome:
+        try:
+            comm = from_mesh(mesh, timeout=self._timeout)
+        except BaseException as error:
+            return _failure(mesh.rank, error)
+        self._open[mesh.rank] = comm
+        outcome = _call(self._fn, comm, mesh.rank, self._args)
+        del self._open[mesh.rank]
+        return outcome
+
+
+def _call(fn: Callable[..., Any], comm: Communicator, rank: int, args: tuple[Any, ...]) -> _Outcome:
+    """Runs the function and ends the communicator: in peace, or so that the others notice."""
+    try:
+        outcome = _Outcome(rank, fn(comm, *args))
+        comm.close()
+    except BaseException as error:
+        outcome = _failure(rank, error)
+        comm.abort(f"{type(error).__name__}: {error}")
+    return outcome
+
+
+@dataclass
+class _Child:
+    rank: int
+    process: ForkProcess
+    pipe: Connection[Any, Any]
+
+
+class _Processes:
+    """Ranks that are forked processes; this one hosts the store where they meet."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        size: int,
+        args: tuple[Any, ...],
+        transports: Sequence[str] | None,
+        timeout: float,
+    ) -> None:
+        self._fn, self._size, self._args = fn, size, args
+        self._transports, self._timeout = transports, timeout
+        self._secret = secrets.token_bytes(32)
+        self._job = f"spawn-{secrets.token_hex(8)}"
+        name = f"gradwire-{os.getuid()}-{self._job}"
+        self._server = StoreServer(Address("unix", name), self._job, self._secret)
+        self._children: list[_Child] = []
+        self._waiting: dict[int, _Child] = {}  # not reported yet
+
+    def run(self) -> list[_Outcome]:
+        try:
+            for rank in range(self._size):
+                self._waiting[rank] = self._fork(rank)
+                self._children.append(self._waiting[rank])
+            self._server.start()  # only now: a fork would not copy its thread
+            return self._collect()
+        finally:
+            self._end()
+            self._server.close()
+
+    def _fork(self, rank: int) -> _Child:
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=self._run_rank, args=(rank, theirs, os.getpid()), name=f"gradwire-rank-{rank}"
+        )
+        with warnings.catch_warnings():  # about other threads: the docstring says so
+            warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+            process.start()
+        theirs.close()
+        return _Child(rank, process, ours)
+
+    def _run_rank(self, rank: int, pipe: Connection[Any, Any], parent: int) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        self._server.close()
+        pipe.send_bytes(_pickled(self._outcome(rank)))
+
+    def _outcome(self, rank: int) -> _Outcome:
+        world = World(rank, self._size, "spawn()", self._job, store=str(self._server.address))
+        try:
+            mesh = rendezvous(
+                world, timeout=self._timeout, transports=self._transports, secret=self._secret
+            )
+            comm = from_mesh(mesh, timeout=self._timeout)
+        except BaseException as error:
+            return _failure(rank, error)
+        return _call(self._fn, comm, rank, self._args)
+
+    def _collect(self) -> list[_Outcome]:
+        outcomes: list[_Outcome] = []
+        limit: Deadline | None = None
+        while self._waiting and not (limit and limit.passed):
+            sources = {each: child for child in self._waiting.values() for each in _sources(child)}
+            ready = wait(list(sources), limit.remaining if limit else None)
+            for child in {sources[each].rank: sources[each] for each in ready}.values():  # type: ignore[index]
+                outcomes.append(self._receive(child))
+                del self._waiting[child.rank]
+            if limit is None and any(outcome.error for outcome in outcomes):
+                limit = Deadline(GRACE_SECONDS)
+        return outcomes
+
+    def _receive(self, child: _Child) -> _Outcome:
+        try:
+            if child.pipe.poll():
+                outcome: _Outcome = pickle.loads(child.pipe.recv_bytes())
+                return outcome
+        except (EOFError, OSError):  # it ended in the middle of its report
+            pass
+        child.process.join()
+        how = describe_exit(child.process.exitcode or 0)
+        return _failure(child.rank, Error(f"rank {child.rank} of {self._size} {how}"))
+
+    def _end(self) -> None:
+        """Lets those that have reported exit in peace; ends the rest."""
+        for child in self._waiting.values():
+            child.process.terminate()
+        limit = Deadline(GRACE_SECONDS)
+        for child in self._children:
+            child.process.join(limit.remaining)
+            if child.process.is_alive():
+                child.process.kill()
+                child.process.join()
+            child.process.close()
+            child.pipe.close()
+
+
+def _sources(child: _Child) -> tuple[Connection[Any, Any], int]:
+    return child.pipe, child.process.sentinel
+
+
+def _pickled(outcome: _Outcome) -> bytes:
+    """The outcome as the parent can read it, whatever the function returned or raised."""
+    try:
+        data = pickle.dumps(outcome)
+        pickle.loads(data)
+    except Exception as error:
+        if outcome.error is None:
+            return pickle.dumps(_failure(outcome.rank, error))
+        kind, text = type(outcome.error).__name__, str(outcome.error)
+        outcome.error = Error(f"{kind}: {text}")
+        return pickle.dumps(outcome)
+    return data

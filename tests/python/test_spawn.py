@@ -1,0 +1,198 @@
+"""`gradwire.spawn`: results in rank order, and the root cause of a failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+from gradwire import _spawn, spawn
+from gradwire._spawn import SpawnedTraceback
+
+Comm = gradwire.Communicator
+
+
+@pytest.fixture(params=[False, True], ids=["processes", "threads"])
+def threads(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def sum_of_ranks(comm: Comm, scale: float) -> tuple[int, int, float]:
+    x = np.full(1000, comm.rank * scale, np.float32)
+    comm.all_reduce(x)
+    return comm.rank, comm.size, float(x[-1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_results_come_in_rank_order(threads: bool, size: int) -> None:
+    total = 2.0 * sum(range(size))
+    expected = [(rank, size, total) for rank in range(size)]
+    assert spawn(sum_of_ranks, size, args=(2.0,), threads=threads) == expected
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_processes_use_the_given_transports(transport: str) -> None:
+    def links(comm: Comm) -> set[str]:
+        comm.barrier()
+        return set(comm.transports.values())
+
+    assert spawn(links, 3, transports=[transport]) == [{transport}] * 3
+
+
+def test_threads_use_inproc_and_take_no_transports() -> None:
+    assert spawn(lambda comm: comm.transports, 2, threads=True) == [{1: "inproc"}, {0: "inproc"}]
+    with pytest.raises(gradwire.InvalidArgument, match="transports="):
+        spawn(print, 2, threads=True, transports=["tcp"])
+
+
+def test_any_function_will_do_and_sees_what_is_around_it(threads: bool) -> None:
+    around = np.arange(3)
+    results = spawn(lambda comm: around * comm.rank, 3, threads=threads)
+    assert [list(each) for each in results] == [[0, 0, 0], [0, 1, 2], [0, 2, 4]]
+
+
+def test_ranks_are_processes_or_threads_of_this_one(threads: bool) -> None:
+    pids = set(spawn(lambda comm: os.getpid(), 2, threads=threads))
+    assert pids == {os.getpid()} if threads else len(pids - {os.getpid()}) == 2
+
+
+def test_ranks_can_split_into_groups_of_different_sizes(threads: bool) -> None:
+    def split(comm: Comm) -> tuple[list[int], int]:
+        part = comm.split(int(comm.rank >= 3))
+        assert part is not None
+        ranks = part.all_gather(np.array([comm.rank]))
+        total = comm.all_reduce(np.array([comm.rank]))
+        part.close()
+        return ranks.tolist(), int(total[0])
+
+    expected = [([0, 1, 2], 10)] * 3 + [([3, 4], 10)] * 2
+    assert spawn(split, 5, threads=threads) == expected
+
+
+def wait_for_all(comm: Comm) -> None:
+    if comm.rank == 1:
+        raise LookupError("the reason")
+    comm.barrier()
+
+
+def test_the_root_cause_is_raised_with_its_rank_and_traceback(threads: bool) -> None:
+    with pytest.raises(LookupError, match="the reason") as raised:
+        spawn(wait_for_all, 3, threads=threads)
+    assert isinstance(raised.value.__cause__, SpawnedTraceback)
+    assert "on rank 1:" in str(raised.value.__cause__)
+    assert "in wait_for_all" in str(raised.value.__cause__)
+
+
+def test_the_other_ranks_hear_of_it(threads: bool) -> None:
+    heard: dict[int, str] = {}
+
+    def tell(comm: Comm) -> None:
+        try:
+            wait_for_all(comm)
+        except gradwire.Error as error:
+            heard[comm.rank] = str(error)
+            raise
+
+    with pytest.raises(LookupError):
+        spawn(tell, 3, threads=threads)
+    if threads:  # a process has its own copy of the dictionary
+        assert sorted(heard) == [0, 2]
+        assert all("LookupError: the reason" in text for text in heard.values())
+
+
+def test_gradwires_errors_keep_their_type_and_peer(threads: bool) -> None:
+    def late(comm: Comm) -> None:
+        if comm.rank == 0:
+            comm.recv(np.empty(1), 1, timeout=0.1)
+        comm.barrier()
+
+    with pytest.raises(gradwire.Timeout) as raised:
+        spawn(late, 2, threads=threads)
+    assert raised.value.peer == 1
+
+
+def test_a_process_that_is_killed_is_named() -> None:
+    def die(comm: Comm) -> None:
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.barrier()
+
+    with pytest.raises(gradwire.Error, match="rank 2 of 3 was killed by SIGKILL"):
+        spawn(die, 3)
+
+
+def test_a_process_that_exits_on_its_own_is_named() -> None:
+    with pytest.raises(gradwire.Error, match="rank 0 of 1 exited with code 0"):
+        spawn(lambda comm: os._exit(0), 1)
+
+
+def test_processes_that_do_not_communicate_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_spawn, "GRACE_SECONDS", 0.2)
+    ours, theirs = os.pipe()
+
+    def compute_on(comm: Comm) -> None:
+        if comm.rank == 1:
+            raise LookupError("the reason")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(theirs, b"x")
+        signal.pause()
+
+    with pytest.raises(LookupError):
+        spawn(compute_on, 2)
+    os.close(theirs)
+    with open(ours, "rb") as pipe:  # ends when the last process that holds it has
+        pipe.read()
+
+
+def test_a_thread_that_computes_on_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_spawn, "GRACE_SECONDS", 0.1)
+    over = threading.Event()
+
+    def compute_on(comm: Comm) -> None:
+        if comm.rank == 1:
+            raise LookupError("the reason")
+        over.wait()
+
+    with pytest.raises(LookupError):
+        spawn(compute_on, 2, threads=True)
+    over.set()
+
+
+class Unreadable(Exception):
+    """Can be pickled and not read again, as many exceptions with arguments of their own."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_exception_that_cannot_be_pickled_is_still_told() -> None:
+    def fail(comm: Comm) -> None:
+        raise Unreadable(1, 2)
+
+    with pytest.raises(gradwire.Error, match="Unreadable: 1 and 2"):
+        spawn(fail, 1)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_that_names_the_rank() -> None:
+    with pytest.raises(Exception, match="pickle") as raised:
+        spawn(lambda comm: threading.Lock(), 1)
+    assert "on rank 0" in str(raised.value.__cause__)
+
+
+def test_a_rank_that_ends_in_sys_exit_is_a_failure(threads: bool) -> None:
+    def leave(comm: Comm) -> Any:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        spawn(leave, 2, threads=threads)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(gradwire.InvalidArgument, match="nprocs=0"):
+        spawn(print, 0)
+    with pytest.raises(gradwire.InvalidArgument, match="'ib'"):
+        spawn(print, 1, transports=["ib"])
