@@ -38,7 +38,8 @@ void Execution::start(const Call& call) {
 bool Execution::advance(Links& links, Traffic& traffic) {
   const bool sent = try_send(links, traffic);
   const bool received = try_receive(links);
-  return sent || received || try_end(links);
+  // What a full socket did not take goes on its way while this rank waits for others.
+  return sent || received || (links.flush() && try_end());
 }
 
 bool Execution::try_send(Links& links, Traffic& traffic) {
@@ -79,10 +80,9 @@ bool Execution::try_receive(Links& links) {
 }
 
 // The last act: everything staged is on its way, and what no copy finished is scaled.
-bool Execution::try_end(Links& links) {
+bool Execution::try_end() {
   const Plan& plan = *call_.plan;
   if (ended_ || sent_ < plan.sends().size() || landed_ < plan.receives().size()) return false;
-  if (!links.flush()) return false;
   for (const Piece& piece : plan.scaled_at_end()) scale(piece);
   ended_ = true;
   return true;

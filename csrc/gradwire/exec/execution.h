@@ -47,7 +47,7 @@ class Execution {
  private:
   bool try_send(Links& links, Traffic& traffic);
   bool try_receive(Links& links);
-  bool try_end(Links& links);
+  bool try_end();
 
   FrameHeader header_of(const Frame& frame) const;
   void check(const FrameHeader& header, const Frame& frame, Rank peer, std::size_t length) const;
