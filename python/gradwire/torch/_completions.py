@@ -1,0 +1,99 @@
+"""Threads that wait for operations and then complete their futures.
+
+Never the communicator's own thread: a future's callbacks run where it is completed, are Python,
+and may block on a later operation, as torch's PowerSGD hook does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import NamedTuple
+
+
+class _Task(NamedTuple):
+    wait: Callable[[], object]
+    finish: Callable[[Exception | None], None]
+
+
+class Completions:
+    """Finishes one communicator's operations in the order they were submitted.
+
+    One thread at a time waits. Before it calls back it makes sure that another can take its turn,
+    so there are as many threads as callbacks that block, and one or two more. They are daemons,
+    but one that comes back from C++ while the interpreter shuts down would end the process badly:
+    `close` them first.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._turn = threading.Lock()
+        self._lock = threading.Lock()  # of all below
+        self._threads: list[threading.Thread] = []
+        self._free = 0  # threads that have the turn or want it
+        self._pending = 0
+
+    @property
+    def pending(self) -> int:
+        """How many operations were submitted and have not finished."""
+        return self._pending
+
+    @property
+    def threads(self) -> int:
+        """How many threads there are."""
+        return len(self._threads)
+
+    def submit(
+        self, wait: Callable[[], object], finish: Callable[[Exception | None], None]
+    ) -> None:
+        """Calls `wait()` and then `finish(error)`, with what it raised or None, on a thread."""
+        with self._lock:
+            self._pending += 1
+            self._need_thread()
+        self._tasks.put(_Task(wait, finish))
+
+    def close(self, timeout: float) -> None:
+        """Lets the threads end after what was submitted, and waits for them."""
+        self._tasks.put(None)
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(timeout)
+
+    def _need_thread(self) -> None:
+        if self._free == 0:
+            self._free += 1
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self) -> None:
+        while self._finish_next():
+            pass
+
+    def _finish_next(self) -> bool:
+        with self._turn:
+            task = self._tasks.get()
+            if task is None:
+                self._tasks.put(None)  # for the next thread
+                return False
+            error = _error_of(task.wait)
+        with self._lock:
+            self._free -= 1
+            self._need_thread()
+        try:
+            task.finish(error)
+        finally:
+            with self._lock:
+                self._free += 1
+                self._pending -= 1
+        return True
+
+
+def _error_of(wait: Callable[[], object]) -> Exception | None:
+    try:
+        wait()
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,169 @@
+"""The DDP communication hook.
+
+DDP calls the hook once per bucket, in the same order on every rank, on the thread that runs
+backward, and goes on with backward while earlier buckets travel. With a hook DDP does not divide
+by the number of ranks: the average is the hook's. (Li et al. 2020, "PyTorch Distributed", sec. 3.2)
+"""
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
+
+import weakref
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire._communicator import Communicator
+from gradwire._errors import Aborted, InvalidArgument
+from gradwire.torch._completions import Completions
+from gradwire.torch._group import communicator_of
+
+_CLOSE_SECONDS = 10.0
+
+
+class State:
+    """What the hook knows between buckets; one for each DDP model.
+
+    `error` is the first error, with its type; the exception that backward raises is torch's
+    RuntimeError with its text. From then on every bucket fails at once with the same error.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        codec: str = "none",
+        algorithm: str = "auto",
+        *,
+        owns_communicator: bool = False,
+    ) -> None:
+        """`owns_communicator` says that `close` closes it too."""
+        self.communicator = communicator
+        self.codec = codec
+        self.algorithm = algorithm
+        self.error: Exception | None = None
+        self.steps = 0  # backward passes whose gradients were all averaged
+        self.buckets = 0
+        self.bytes = 0  # of averaged gradients, before the codec
+        self._completions = Completions(f"gradwire-ddp-{communicator.rank}")
+        # At exit it runs before the interpreter shuts down.
+        self._close = weakref.finalize(
+            self, _close, self._completions, communicator, owns_communicator
+        )
+
+    def __repr__(self) -> str:
+        failed = f", error={self.error!r}" if self.error else ""
+        return (
+            f"State(rank {self.communicator.rank} of {self.communicator.size}, "
+            f"codec={self.codec!r}, algorithm={self.algorithm!r}, steps={self.steps}, "
+            f"bytes={self.bytes}{failed})"
+        )
+
+    def close(self) -> None:
+        """Ends the hook's threads, and its communicator if `register` made that; also at exit."""
+        self._close()
+
+    def _start(self, bucket: dist.GradBucket, future: Future[torch.Tensor]) -> None:
+        """Begins to average the bucket in its own buffer, and completes the future when done."""
+        if self.error is not None:
+            raise self.error
+        buffer = _dense(bucket)
+        # Other types travel as they are: a codec would have to convert twice or lose range.
+        codec = self.codec if buffer.dtype is torch.float32 else "none"
+        work = self.communicator.all_reduce(
+            buffer, op="avg", algorithm=self.algorithm, codec=codec, async_op=True
+        )
+        self._completions.submit(work.wait, partial(self._finish, buffer, bucket.is_last(), future))
+
+    def _finish(
+        self,
+        buffer: torch.Tensor,
+        is_last: bool,
+        future: Future[torch.Tensor],
+        error: Exception | None,
+    ) -> None:
+        if error is not None:
+            self._fail(error, future)
+            return
+        self.buckets += 1
+        self.bytes += buffer.numel() * buffer.element_size()
+        self.steps += is_last
+        future.set_result(buffer)
+
+    def _fail(self, error: Exception, future: Future[torch.Tensor]) -> None:
+        if self.error is None:
+            self.error = error
+        future.set_exception(self.error)
+
+
+def comm_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket over all ranks, in place; for `ddp.register_comm_hook(state, comm_hook)`.
+
+    Returns at once; several buckets may be on their way. Never raises: that would leave DDP in the
+    middle of a reduction. Errors are in the future, and in `state.error`.
+    """
+    future: Future[torch.Tensor] = Future()
+    averaged = future.then(_value)
+    try:
+        state._start(bucket, future)
+    except Exception as error:
+        state._fail(error, future)
+    except BaseException as error:  # Ctrl-C; a future holds no such thing
+        state._fail(Aborted(f"{type(error).__name__} in the communication hook"), future)
+    return averaged
+
+
+def register(
+    ddp: DistributedDataParallel,
+    codec: str = "none",
+    algorithm: str = "auto",
+    communicator: Communicator | None = None,
+) -> State:
+    """Makes a DDP model average its gradients with gradwire; every rank calls it, before training.
+
+    `codec` ("none", "fp16", "bf16") applies to float32 gradients; others travel as they are.
+    Without a communicator, one is made over the ranks of `ddp.process_group`, which must be able
+    to exchange CPU tensors, as gloo's are. Raises RendezvousError, and InvalidArgument for a
+    communicator of another size or another order of ranks.
+    """
+    owns = communicator is None
+    if communicator is None:
+        communicator = communicator_of(ddp.process_group)
+    _require_same_ranks(communicator, ddp.process_group)
+    state = State(communicator, codec, algorithm, owns_communicator=owns)
+    ddp.register_comm_hook(state, comm_hook)
+    return state
+
+
+def _value(future: Future[torch.Tensor]) -> torch.Tensor:
+    """Raises what the future holds, so that torch's C++ side sees an error and not a value."""
+    return future.value()
+
+
+def _dense(bucket: dist.GradBucket) -> torch.Tensor:
+    buffer = bucket.buffer()
+    if buffer.layout is not torch.strided:
+        shapes = ", ".join(str(tuple(each.shape)) for each in bucket.parameters())
+        raise InvalidArgument(
+            f"bucket {bucket.index()} has sparse gradients, for parameters of shape {shapes}; "
+            "gradwire averages dense ones: build the embedding with sparse=False"
+        )
+    return buffer
+
+
+def _require_same_ranks(communicator: Communicator, group: dist.ProcessGroup) -> None:
+    have, want = (communicator.rank, communicator.size), (group.rank(), group.size())
+    if have != want:
+        raise InvalidArgument(
+            f"the communicator says rank {have[0]} of {have[1]}, the model's process group says "
+            f"rank {want[0]} of {want[1]}: they must consist of the same ranks in the same order"
+        )
+
+
+def _close(completions: Completions, communicator: Communicator, owns: bool) -> None:
+    if completions.pending:
+        buckets = completions.pending
+        communicator.abort(f"closed with {buckets} gradient bucket{'s'[: buckets > 1]} in flight")
+    completions.close(_CLOSE_SECONDS)
+    if owns:
+        communicator.close()
