@@ -1,4 +1,7 @@
-"""Every GRADWIRE_* variable that is read, in one table; no other module reads one itself."""
+"""Every GRADWIRE_* variable that is read, in one table; no other module reads one itself.
+
+GRADWIRE_SIMD alone is read by the core.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "network interface, as in NCCL: prefix[,prefix], =exact, ^excluded",
         "the one that reaches the store",
     ),
+    "GRADWIRE_SIMD": ("instruction set of the core: scalar, avx2 or avx512", "the best there is"),
 }
 
 
