@@ -206,10 +206,10 @@ void Communicator::close(double timeout) {
   const Deadline deadline = Deadline::after(timeout);
   std::unique_lock lock(mutex_);
   if (closed_) return;
-  if (!queue_.empty() || !submitted_.empty()) start_progress_thread_locked();
   const auto idle = [this] {
-    return failure_ || (!driving_ && queue_.empty() && submitted_.empty());
+    return failure_ || (!driving_ && queue_.empty() && submitted_.empty() && transfers_.idle());
   };
+  if (!idle()) start_progress_thread_locked();
   while (!idle() && !deadline.passed())
     changed_.wait_for(lock, std::chrono::milliseconds(deadline.milliseconds_left(100)));
   const bool in_peace = !failure_ && idle();
@@ -226,6 +226,7 @@ void Communicator::close(double timeout) {
           " closed its communicator with work in flight");
   stop_progress_thread();
   lock.lock();
+  changed_.wait(lock, [this] { return !driving_; });  // a caller's thread, about to see the abort
   closed_ = true;
   links_ = Links({});
   transfer_links_ = Links({});
@@ -275,16 +276,18 @@ void Communicator::drive_or_wait(Work& work, Deadline deadline, const Interrupt&
     lock.unlock();
     const double left = deadline.milliseconds_left(kInterruptMilliseconds) / 1e3;
     const bool over = work.wait_for(std::min(left, kInterruptSeconds));
-    if (!over && interrupt) interrupt_or_abort(interrupt);
+    if (!over && interrupt) interrupt_or_abort(work, interrupt);
     lock.lock();
   }
 }
 
-void Communicator::interrupt_or_abort(const Interrupt& interrupt) {
+// Throws only when the driver has let go of the caller's memory.
+void Communicator::interrupt_or_abort(const Work& work, const Interrupt& interrupt) {
   try {
     interrupt();
   } catch (...) {
     abort("rank " + std::to_string(identity_.rank) + " was interrupted");
+    while (!work.wait_for(kInterruptSeconds)) continue;
     throw;
   }
 }

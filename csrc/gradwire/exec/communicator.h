@@ -102,7 +102,7 @@ class Communicator {
   void progress_loop(const std::stop_token& stop);
 
   void drive_or_wait(Work& work, Deadline deadline, const Interrupt& interrupt);
-  void interrupt_or_abort(const Interrupt& interrupt);
+  void interrupt_or_abort(const Work& work, const Interrupt& interrupt);
 
   // The driver: one thread at a time, the one that set driving_.
   void drive(std::unique_lock<std::mutex>& lock, const Work* until, const Interrupt& interrupt);
