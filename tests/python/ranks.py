@@ -1,0 +1,158 @@
+"""Runs a function on p ranks: threads, or processes where a rank must be able to die."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import queue
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from gradwire import Communicator
+from gradwire._communicator import from_mesh
+from gradwire._interfaces import LOOPBACK
+from gradwire._mesh import LANES, Job, Link, Mesh, Peer, inproc_meshes
+
+LIMIT = 90.0  # seconds, after which ranks are taken to hang
+Body = Callable[..., Any]
+# One name for all pairs of ranks, or one for each.
+Transport = str | Callable[[int, int], str]
+
+
+@dataclass
+class Outcome:
+    """How a rank ended; neither a value nor an error when its process died."""
+
+    value: Any = None
+    error: BaseException | None = None
+    died: bool = False
+
+
+def run(p: int, body: Body, *args: Any, **options: Any) -> list[Any]:
+    """What `body(comm, *args)` returns on each rank; raises what the first rank raised."""
+    ended = outcomes(p, body, *args, **options)
+    for each in ended:
+        if each.error is not None:
+            raise each.error
+    assert not any(each.died for each in ended)
+    return [each.value for each in ended]
+
+
+def outcomes(
+    p: int,
+    body: Body,
+    *args: Any,
+    transport: Transport = "inproc",
+    processes: bool = False,
+    timeout: float = 30.0,
+    **setting: Any,
+) -> list[Outcome]:
+    """How `body(comm, *args)` ended on each rank. `setting` goes to from_mesh."""
+
+    def rank_body(mesh: Mesh) -> Outcome:
+        try:
+            with from_mesh(mesh, timeout=timeout, **setting) as comm:
+                return Outcome(body(comm, *args))
+        except BaseException as error:
+            return Outcome(error=error)
+
+    return (_in_processes if processes else _in_threads)(meshes(p, transport), rank_body)
+
+
+def meshes(p: int, transport: Transport) -> list[Mesh]:
+    """Joined by socket pairs, or by TCP connections on loopback."""
+    if transport == "inproc":
+        return inproc_meshes(p)
+    job = Job("test", b"0" * 32)
+    made = [Mesh(job, rank, p, 7, ("here",) * p, {}, LOOPBACK) for rank in range(p)]
+    for low in range(p):
+        for high in range(low + 1, p):
+            name = transport if isinstance(transport, str) else transport(low, high)
+            pairs = [_pair(name) for _ in ("control", *LANES)]
+            for end, (owner, other) in enumerate(((low, high), (high, low))):
+                links = {
+                    lane: Link(name, pair[end]) for lane, pair in zip(LANES, pairs[1:], strict=True)
+                }
+                made[owner].peers[other] = Peer(other, True, pairs[0][end], links)
+    return made
+
+
+def _pair(transport: str) -> tuple[socket.socket, socket.socket]:
+    if transport != "tcp":
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return one, other
+
+
+def _in_threads(made: list[Mesh], rank_body: Callable[[Mesh], Outcome]) -> list[Outcome]:
+    ended: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+    for mesh in made:
+        threading.Thread(
+            target=lambda mesh=mesh: ended.put((mesh.rank, rank_body(mesh))), daemon=True
+        ).start()
+    found: dict[int, Outcome] = {}
+    while len(found) < len(made):
+        try:
+            rank, outcome = ended.get(timeout=LIMIT)
+        except queue.Empty:
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+            raise AssertionError(f"only ranks {sorted(found)} ended within {LIMIT} s") from None
+        found[rank] = outcome
+    return [found[rank] for rank in range(len(made))]
+
+
+def _in_processes(made: list[Mesh], rank_body: Callable[[Mesh], Outcome]) -> list[Outcome]:
+    context = multiprocessing.get_context("fork")
+    children = []
+    for mesh in made:
+        ours, theirs = context.Pipe(duplex=False)
+        child = context.Process(target=_child, args=(mesh, made, rank_body, theirs))
+        with warnings.catch_warnings():  # pytest's process may have idle threads
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child.start()
+        theirs.close()
+        children.append((child, ours))
+    for mesh in made:
+        mesh.close()
+    return [_outcome_of(child, pipe) for child, pipe in children]
+
+
+def _child(
+    mesh: Mesh, made: list[Mesh], rank_body: Callable[[Mesh], Outcome], pipe: Connection
+) -> None:
+    faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
+    for other in made:
+        if other is not mesh:
+            other.close()
+    outcome = rank_body(mesh)
+    try:
+        pipe.send(outcome)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pipe.send(Outcome(error=RuntimeError(repr(outcome))))
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _outcome_of(child: Any, pipe: Connection) -> Outcome:
+    outcome = Outcome(died=True)
+    with contextlib.suppress(EOFError):
+        outcome = pipe.recv()
+    child.join()
+    child.close()
+    pipe.close()
+    return outcome
+
+
+def vanish(comm: Communicator) -> None:
+    """Ends this rank's process as a crash would."""
+    os._exit(3)

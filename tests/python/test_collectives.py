@@ -1,0 +1,474 @@
+"""Every collective against NumPy: algorithms × ranks × lengths, and dtypes × ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gradwire import (
+    Communicator,
+    InvalidArgument,
+    Schedule,
+    ScheduleError,
+    algorithms,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import run
+
+RANKS = (1, 2, 3, 4, 5, 8)
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int32", "int64", "uint8")
+OPS = ("sum", "avg", "min", "max", "prod")
+IN_TREE = [name for name in algorithms() if name != "recursive_doubling"]
+TRANSPORTS: dict[str, Any] = {
+    "shm": "shm",
+    "tcp": "tcp",
+    "mixed": lambda low, high: "shm" if low // 2 == high // 2 else "tcp",
+}
+
+
+def dtype_of(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def values(name: str, n: int, rank: int, seed: int = 0) -> np.ndarray:
+    """Rank's input: integers of the whole range, floats around 1 of either sign."""
+    rng = np.random.default_rng([seed, rank, n])
+    dtype = dtype_of(name)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return rng.integers(info.min, info.max, n, dtype, endpoint=True)
+    return (rng.choice([-1, 1], n) * rng.uniform(0.5, 2, n)).astype(dtype)
+
+
+def whole(n: int, rank: int) -> np.ndarray:
+    """Small integers: float sums of them are exact, in whatever order."""
+    return np.random.default_rng([rank, n]).integers(-99, 99, n).astype(np.float32)
+
+
+def summed(n: int, p: int) -> np.ndarray:
+    return np.sum([whole(n, rank) for rank in range(p)], axis=0, dtype=np.float32)
+
+
+def reduced(op: str, inputs: list[np.ndarray]) -> np.ndarray:
+    """Integers as they are, which wraps; floats in float64."""
+    stack = np.stack(inputs)
+    if stack.dtype.kind not in "iu":
+        stack = stack.astype(np.float64)
+    kind: dict[str, Callable[..., np.ndarray]] = {
+        "sum": np.sum, "avg": np.mean, "min": np.min, "max": np.max, "prod": np.prod
+    }  # fmt: skip
+    options = {"dtype": stack.dtype} if op in ("sum", "prod") else {}
+    return kind[op](stack, axis=0, **options)
+
+
+def check_all_reduce(comm: Communicator, algorithm: str, n: int) -> None:
+    x = whole(n, comm.rank)
+    comm.all_reduce(x, algorithm=algorithm)
+    np.testing.assert_array_equal(x, summed(n, comm.size))
+
+
+def check_reduce_scatter(comm: Communicator, algorithm: str, n: int) -> None:
+    x = whole(n * comm.size, comm.rank)
+    block = comm.reduce_scatter(x, algorithm=algorithm)
+    expected = summed(n * comm.size, comm.size).reshape(comm.size, n)[comm.rank]
+    np.testing.assert_array_equal(block, expected)
+    np.testing.assert_array_equal(x, whole(n * comm.size, comm.rank))
+
+
+def check_all_gather(comm: Communicator, algorithm: str, n: int) -> None:
+    got = comm.all_gather(whole(n, comm.rank), algorithm=algorithm)
+    np.testing.assert_array_equal(got, np.concatenate([whole(n, r) for r in range(comm.size)]))
+
+
+def check_reduce(comm: Communicator, algorithm: str, n: int) -> None:
+    for root in range(comm.size):
+        x = whole(n, comm.rank)
+        got = comm.reduce(x, root=root, algorithm=algorithm)
+        if comm.rank == root:
+            assert got is x
+            np.testing.assert_array_equal(x, summed(n, comm.size))
+        else:
+            assert got is None
+            np.testing.assert_array_equal(x, whole(n, comm.rank))
+
+
+def check_broadcast(comm: Communicator, algorithm: str, n: int) -> None:
+    for root in range(comm.size):
+        x = whole(n, comm.rank)
+        assert comm.broadcast(x, root=root, algorithm=algorithm) is x
+        np.testing.assert_array_equal(x, whole(n, root))
+
+
+def check_gather(comm: Communicator, algorithm: str, n: int) -> None:
+    for root in range(comm.size):
+        got = comm.gather(whole(n, comm.rank), root=root, algorithm=algorithm)
+        if comm.rank == root:
+            expected = np.concatenate([whole(n, r) for r in range(comm.size)])
+            np.testing.assert_array_equal(got, expected)
+        else:
+            assert got is None
+
+
+def check_scatter(comm: Communicator, algorithm: str, n: int) -> None:
+    for root in range(comm.size):
+        x = whole(n * comm.size, root) if comm.rank == root else None
+        out = np.empty(n, np.float32)
+        assert comm.scatter(x, root=root, out=out, algorithm=algorithm) is out
+        expected = whole(n * comm.size, root).reshape(comm.size, n)[comm.rank]
+        np.testing.assert_array_equal(out, expected)
+
+
+def check_all_to_all(comm: Communicator, algorithm: str, n: int) -> None:
+    got = comm.all_to_all(whole(n * comm.size, comm.rank), algorithm=algorithm)
+    blocks = [whole(n * comm.size, r).reshape(comm.size, n)[comm.rank] for r in range(comm.size)]
+    np.testing.assert_array_equal(got, np.concatenate(blocks))
+
+
+CHECKS = {
+    "all_reduce": check_all_reduce,
+    "reduce_scatter": check_reduce_scatter,
+    "all_gather": check_all_gather,
+    "reduce": check_reduce,
+    "broadcast": check_broadcast,
+    "gather": check_gather,
+    "scatter": check_scatter,
+    "all_to_all": check_all_to_all,
+}
+CASES = [(name, how) for name in CHECKS for how in [*algorithms(name), "auto"]]
+
+
+def lengths(p: int) -> list[int]:
+    return sorted({0, 1, p - 1, p, 2 * p + 1, 1001, 65_537})
+
+
+def check_lengths(comm: Communicator, collective: str, algorithm: str) -> None:
+    for n in lengths(comm.size):
+        CHECKS[collective](comm, algorithm, n)
+
+
+@pytest.mark.parametrize("p", RANKS)
+@pytest.mark.parametrize(("collective", "algorithm"), CASES)
+def test_equals_numpy(collective: str, algorithm: str, p: int) -> None:
+    run(p, check_lengths, collective, algorithm)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("p", [2, 5])
+def test_equals_numpy_between_processes(p: int, transport: str) -> None:
+    def body(comm: Communicator) -> None:
+        for collective, algorithm in CASES:
+            check_lengths(comm, collective, algorithm)
+
+    run(p, body, transport=TRANSPORTS[transport], processes=True)
+
+
+@pytest.mark.parametrize("transport", ["inproc", *TRANSPORTS])
+def test_large_arrays(transport: str) -> None:
+    def body(comm: Communicator) -> None:
+        for algorithm in algorithms():
+            check_all_reduce(comm, algorithm, 1_500_001)
+        check_all_to_all(comm, "auto", 400_003)
+
+    run(5, body, transport=TRANSPORTS.get(transport, "inproc"))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_and_ops(dtype: str, p: int) -> None:
+    def body(comm: Communicator) -> None:
+        for op in OPS:
+            for algorithm in algorithms():
+                check_op(comm, dtype, op, algorithm)
+
+    run(p, body)
+
+
+def check_op(comm: Communicator, dtype: str, op: str, algorithm: str) -> None:
+    inputs = [values(dtype, 777, rank) for rank in range(comm.size)]
+    x = inputs[comm.rank].copy()
+    if op == "avg" and x.dtype.kind in "iu":
+        with pytest.raises(InvalidArgument, match="avg"):
+            comm.all_reduce(x, op=op, algorithm=algorithm)
+        return
+    comm.all_reduce(x, op=op, algorithm=algorithm)
+    expected = reduced(op, inputs)
+    if x.dtype.kind in "iu" or op in ("min", "max"):
+        np.testing.assert_array_equal(x, expected.astype(x.dtype))
+        return
+    error = np.abs(x.astype(np.float64) - expected)
+    scale = np.sum(np.abs(np.stack(inputs).astype(np.float64)), axis=0)
+    if op == "prod":
+        scale = np.abs(expected)
+    # p - 1 operations and a division, each rounded once relative to a partial result.
+    assert np.all(error <= comm.size * ml_dtypes.finfo(x.dtype).eps * scale), (op, algorithm)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("algorithm", algorithms())
+def test_min_and_max_are_ieee_754_2019(dtype: str, algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        kind = dtype_of(dtype)
+        rows = np.array([[0.0, -0.0, np.nan, 1], [-0.0, 0.0, 2, np.nan], [1, 1, 3, np.inf]], kind)
+        low = comm.all_reduce(rows[comm.rank].copy(), op="min", algorithm=algorithm)
+        assert np.array_equal(low.astype(float), [0, 0, np.nan, np.nan], equal_nan=True)
+        assert np.signbit(low[:2].astype(float)).all()
+        zeros = np.array([[0.0, -0.0], [-0.0, 0.0], [-0.0, -0.0]], kind)
+        high = comm.all_reduce(zeros[comm.rank].copy(), op="max", algorithm=algorithm)
+        assert not np.signbit(high.astype(float)).any()
+
+    run(3, body)
+
+
+def test_out_leaves_the_input_alone() -> None:
+    def body(comm: Communicator) -> None:
+        x, out = whole(100, comm.rank), np.empty(100, np.float32)
+        assert comm.all_reduce(x, out=out) is out
+        np.testing.assert_array_equal(out, summed(100, 3))
+        np.testing.assert_array_equal(x, whole(100, comm.rank))
+        got = comm.reduce(x, root=1, out=out if comm.rank == 1 else None)
+        assert (got is out) == (comm.rank == 1)
+        np.testing.assert_array_equal(x, whole(100, comm.rank))
+
+    run(3, body)
+
+
+def test_blocks_keep_the_other_dimensions() -> None:
+    def body(comm: Communicator) -> None:
+        assert comm.all_gather(np.zeros((2, 3), np.int8)).shape == (6, 3)
+        assert comm.all_gather(np.array(comm.rank)).tolist() == [0, 1, 2]
+        assert comm.reduce_scatter(np.zeros((6, 4))).shape == (2, 4)
+        assert comm.all_to_all(np.zeros((3, 5))).shape == (3, 5)
+        assert comm.scatter(np.zeros((6, 2)), out=np.zeros((2, 2))).shape == (2, 2)
+
+    run(3, body)
+
+
+@pytest.mark.parametrize("p", [2, 3, 5])
+def test_uneven_blocks(p: int) -> None:
+    """Rank r's block has r² elements, so the first has none."""
+
+    def body(comm: Communicator) -> None:
+        me = comm.rank
+        own = np.full(me * me, me, np.int32)
+        outs = [np.empty(r * r, np.int32) for r in range(p)]
+        assert comm.all_gather(own, out=outs) is outs
+        for r, each in enumerate(outs):
+            np.testing.assert_array_equal(each, np.full(r * r, r))
+
+        blocks = [np.full(r * r, me + 1, np.int32) for r in range(p)]
+        got = comm.reduce_scatter(blocks)
+        np.testing.assert_array_equal(got, np.full(me * me, p * (p + 1) // 2))
+
+        for each in outs:
+            each[:] = -1
+        assert comm.gather(own, root=p - 1, out=outs if me == p - 1 else None) in (None, outs)
+        if me == p - 1:
+            np.testing.assert_array_equal(
+                np.concatenate(outs), np.repeat(*[range(p)], [r * r for r in range(p)])
+            )
+
+        out = np.empty(me * me, np.int32)
+        comm.scatter([np.full(r * r, r, np.int32) for r in range(p)] if me == 0 else None, out=out)
+        np.testing.assert_array_equal(out, own)
+
+        sent = [np.full(me + r, 10 * me + r, np.int32) for r in range(p)]
+        received = [np.empty(me + r, np.int32) for r in range(p)]
+        comm.all_to_all(sent, out=received)
+        for r, each in enumerate(received):
+            np.testing.assert_array_equal(each, np.full(me + r, 10 * r + me))
+
+    run(p, body)
+
+
+def test_lists_without_out_are_refused_where_sizes_are_unknown() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(InvalidArgument, match="out="):
+            comm.all_to_all([np.zeros(1), np.zeros(1)])
+        if comm.rank == 1:
+            with pytest.raises(InvalidArgument, match="rank 1 is not the root"):
+                comm.scatter()
+
+    run(2, body)
+
+
+def test_coalesced_arrays_of_any_lengths() -> None:
+    def body(comm: Communicator) -> None:
+        for algorithm in algorithms():
+            xs = [whole(n, comm.rank) for n in (7, 0, 1, 5000, 3)]
+            comm.all_reduce(xs, algorithm=algorithm)
+            for x in xs:
+                np.testing.assert_array_equal(x, summed(len(x), 3))
+            outs = tuple(np.empty(n, np.float32) for n in (4, 9))
+            assert comm.all_reduce([whole(4, comm.rank), whole(9, comm.rank)], out=outs) is outs
+            for x in outs:
+                np.testing.assert_array_equal(x, summed(len(x), 3))
+        pair = [whole(4, comm.rank), whole(6, comm.rank)]
+        comm.broadcast(pair, root=2)
+        np.testing.assert_array_equal(
+            np.concatenate(pair), np.concatenate([whole(4, 2), whole(6, 2)])
+        )
+
+    run(3, body)
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 3], [1], [2]], [[3, 1, 0, 2]]])
+@pytest.mark.parametrize("algorithm", ["hierarchical(ring,direct)", "hierarchical(star,ring)"])
+def test_hierarchical(algorithm: str, hosts: list[list[int]]) -> None:
+    def body(comm: Communicator) -> None:
+        assert comm.hosts == tuple(map(tuple, hosts))
+        for n in lengths(4):
+            check_all_reduce(comm, algorithm, n)
+
+    run(4, body, hosts=hosts)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+@pytest.mark.parametrize("algorithm", [*IN_TREE, "auto"])
+@pytest.mark.parametrize("p", [1, 2, 3, 5])
+def test_codecs_stay_close(codec: str, algorithm: str, p: int) -> None:
+    bits = {"fp16": 11, "bf16": 8}[codec]
+
+    def body(comm: Communicator) -> None:
+        for n in (0, 1, p + 1, 5000):
+            inputs = [values("float32", n, rank) for rank in range(p)]
+            for op in ("sum", "avg"):
+                x = inputs[comm.rank].copy()
+                comm.all_reduce(x, op=op, algorithm=algorithm, codec=codec)
+                bound = (p + 1) * 2.0**-bits * np.sum(np.abs(inputs), axis=0)
+                assert np.all(np.abs(x - reduced(op, inputs)) <= bound)
+
+    run(p, body)
+
+
+def test_a_codec_halves_the_bytes() -> None:
+    def body(comm: Communicator) -> tuple[int, ...]:
+        sent = []
+        for codec in ("none", "fp16"):
+            before = comm.traffic.bytes_sent
+            comm.all_reduce(np.ones(100_000, np.float32), codec=codec, algorithm="ring")
+            sent.append(comm.traffic.bytes_sent - before)
+        return tuple(sent)
+
+    for none, fp16 in run(4, body):
+        assert none == pytest.approx(2 * 3 / 4 * 400_000, rel=0.01)
+        assert fp16 == pytest.approx(none / 2, rel=0.01)
+
+
+def test_what_a_codec_cannot_do_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        x = np.ones(4, np.float32)
+        with pytest.raises(ScheduleError, match="recursive_doubling"):
+            comm.all_reduce(x, codec="fp16", algorithm="recursive_doubling")
+        with pytest.raises(InvalidArgument, match="float32"):
+            comm.all_reduce(np.ones(4), codec="fp16")
+        with pytest.raises(InvalidArgument, match="sum"):
+            comm.all_reduce(x, codec="bf16", op="max")
+        with pytest.raises(InvalidArgument, match="none, fp16, bf16"):
+            comm.all_reduce(x, codec="fp15")
+        with pytest.raises(InvalidArgument, match="sum, avg"):
+            comm.all_reduce(x, op="mean")
+        with pytest.raises(ScheduleError, match="ring"):
+            comm.all_reduce(x, algorithm="rign")
+        for root in (-1, 2):
+            with pytest.raises(InvalidArgument, match=f"root={root}"):
+                comm.broadcast(x, root=root)
+        assert not comm.closed
+        comm.all_reduce(x)
+        assert x.tolist() == [2] * 4
+
+    run(2, body)
+
+
+def test_a_schedule_of_ones_own() -> None:
+    gossip = (
+        Schedule.builder("all_reduce", ranks=3, chunks=1, name="line")
+        .reduce(0, src=2, dst=1, chunks=0)
+        .reduce(1, src=1, dst=0, chunks=0)
+        .copy(2, src=0, dst=1, chunks=0)
+        .copy(3, src=1, dst=2, chunks=0)
+        .build()
+    )
+
+    def body(comm: Communicator) -> None:
+        for schedule in (gossip, Schedule.parse(gossip.dump())):
+            x = whole(1000, comm.rank)
+            comm.all_reduce(x, schedule=schedule)
+            np.testing.assert_array_equal(x, summed(1000, 3))
+
+    run(3, body)
+
+
+def test_a_wrong_schedule_says_what_is_wrong() -> None:
+    forgets = (
+        Schedule.builder("all_reduce", ranks=3, chunks=1, name="forgets")
+        .reduce(0, src=1, dst=0, chunks=0)
+        .copy(1, src=0, dst=1, chunks=0)
+        .build()
+    )
+
+    def body(comm: Communicator) -> None:
+        x = np.ones(5, np.float32)
+        with pytest.raises(ScheduleError, match="rank 2"):
+            comm.all_reduce(x, schedule=forgets)
+        with pytest.raises(ScheduleError, match="4 ranks"):
+            comm.all_reduce(x, schedule=Schedule.generate("ring", 4))
+        with pytest.raises(ScheduleError, match="reduce_scatter"):
+            comm.all_reduce(x, schedule=Schedule.generate("ring", 3, collective="reduce_scatter"))
+        assert not comm.closed
+
+    run(3, body)
+
+
+def test_barrier_waits_for_all() -> None:
+    entered: list[int] = []
+
+    def body(comm: Communicator) -> None:
+        for turn in range(5 * comm.size):
+            if comm.rank == turn % comm.size:
+                entered.append(turn)
+            assert comm.barrier() is None
+            assert entered[-1] == turn
+            comm.barrier()
+
+    run(4, body)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    p=st.integers(1, 8),
+    algorithm=st.sampled_from([*algorithms(), "auto", "hierarchical(ring,star)"]),
+    counts=st.lists(st.integers(0, 3000), min_size=1, max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    op=st.sampled_from(OPS),
+    segment=st.sampled_from([0, 64, 4096]),
+    seed=st.integers(0, 999),
+)
+def test_any_all_reduce_agrees_with_numpy(
+    p: int, algorithm: str, counts: list[int], dtype: str, op: str, segment: int, seed: int
+) -> None:
+    if op == "avg" and dtype_of(dtype).kind in "iu":
+        op = "sum"
+    hosts = [[r for r in range(p) if r % 3 == k] for k in range(min(p, 3))]
+    inputs = [[values(dtype, n, rank, seed) for n in counts] for rank in range(p)]
+
+    def body(comm: Communicator) -> list[np.ndarray]:
+        xs = [x.copy() for x in inputs[comm.rank]]
+        return comm.all_reduce(xs, op=op, algorithm=algorithm)
+
+    results = run(p, body, hosts=hosts, segment_bytes=segment)
+    for i in range(len(counts)):
+        assert len({result[i].tobytes() for result in results}) == 1
+        given = [inputs[rank][i] for rank in range(p)]
+        got, expected = results[0][i], reduced(op, given)
+        if got.dtype.kind in "iu" or op in ("min", "max"):
+            np.testing.assert_array_equal(got, expected.astype(got.dtype))
+            continue
+        scale = (
+            np.abs(expected) if op == "prod" else np.sum(np.abs(np.stack(given).astype(float)), 0)
+        )
+        bound = p * ml_dtypes.finfo(got.dtype).eps * scale
+        assert np.all(np.abs(got.astype(np.float64) - expected) <= bound)
