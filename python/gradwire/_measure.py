@@ -94,8 +94,13 @@ def case_of_bytes(nbytes: int, ranks: int, **options: Any) -> Case:
 
 
 def measure(comm: Communicator, case: Case, *, iterations: int, warmup: int) -> Result:
-    """Checks the result once, then times calls back to back: the slowest rank's average."""
+    """Checks the result once, then times it."""
     wrong = wrong_elements(comm, case)
+    return Result(case, comm.size, seconds(comm, case, iterations=iterations, warmup=warmup), wrong)
+
+
+def seconds(comm: Communicator, case: Case, *, iterations: int, warmup: int) -> float:
+    """The average time of calls back to back, on the slowest rank."""
     call = timed_call(comm, case)
     for _ in range(warmup):
         call()
@@ -103,8 +108,7 @@ def measure(comm: Communicator, case: Case, *, iterations: int, warmup: int) -> 
     start = perf_counter()
     for _ in range(iterations):
         call()
-    seconds = slowest(comm, (perf_counter() - start) / iterations)
-    return Result(case, comm.size, seconds, wrong)
+    return slowest(comm, (perf_counter() - start) / iterations)
 
 
 def slowest(comm: Communicator, seconds: float) -> float:
