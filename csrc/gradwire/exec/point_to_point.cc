@@ -19,7 +19,14 @@ std::uint32_t size_fingerprint(std::size_t bytes) {
 }  // namespace
 
 PointToPoint::PointToPoint(Rank rank, int size, std::uint32_t communicator)
-    : rank_(rank), size_(size), communicator_(communicator), sent_(at(size)), received_(at(size)) {}
+    : rank_(rank),
+      size_(size),
+      communicator_(communicator),
+      sent_(at(size)),
+      received_(at(size)),
+      gone_(at(size)) {
+  gone_[at(rank)] = true;
+}
 
 bool PointToPoint::advance(Links& links, Traffic& traffic) {
   bool progressed = false;
@@ -76,15 +83,29 @@ bool PointToPoint::advance_send(Transfer& transfer, Links& links, Traffic& traff
 
 // The first recv in order of posting that takes a message from `peer`.
 std::deque<Transfer>::iterator PointToPoint::match(Rank peer) {
-  return std::find_if(receives_.begin(), receives_.end(), [peer](const Transfer& each) {
-    return each.peer == peer || each.peer == Transfer::kAnyRank;
-  });
+  const Rank any = gone_[at(peer)] ? peer : Transfer::kAnyRank;
+  return std::find_if(receives_.begin(), receives_.end(),
+                      [=](const Transfer& each) { return each.peer == peer || each.peer == any; });
+}
+
+// A recv from any rank goes on while there is one that can still send: who left in peace is no
+// failure, and who did not is one that the control plane tells.
+std::optional<ConstBytes> PointToPoint::arrived(const Transfer& transfer, Links& links, Rank peer) {
+  if (transfer.peer == peer) return links.peek(peer);
+  try {
+    return links.peek(peer);
+  } catch (const TransportError&) {
+    gone_[at(peer)] = true;
+    if (std::find(gone_.begin(), gone_.end(), false) == gone_.end()) throw;
+    return std::nullopt;
+  }
 }
 
 bool PointToPoint::advance_receive(Links& links, Rank peer) {
   bool progressed = false;
   for (auto transfer = match(peer); transfer != receives_.end(); transfer = match(peer)) {
-    const auto message = links.peek(peer);
+    const auto message = arrived(*transfer, links, peer);
+    if (!message && gone_[at(peer)]) continue;
     if (!message) break;
     transfer->peer = peer;
     land(*transfer, *message);

@@ -51,6 +51,7 @@ class PointToPoint {
   bool advance_send(Transfer& transfer, Links& links, Traffic& traffic);
   bool advance_receive(Links& links, Rank peer);
   std::deque<Transfer>::iterator match(Rank peer);
+  std::optional<ConstBytes> arrived(const Transfer& transfer, Links& links, Rank peer);
   FrameHeader header_of(const Transfer& transfer, std::uint32_t operation) const;
   void land(Transfer& transfer, ConstBytes message);
 
@@ -59,6 +60,7 @@ class PointToPoint {
   std::uint32_t communicator_;
   std::deque<Transfer> sends_, receives_;
   std::vector<std::uint32_t> sent_, received_;  // whole messages so far, by peer
+  std::vector<bool> gone_;                      // who can no longer send, and this rank itself
 };
 
 }  // namespace gradwire::exec
