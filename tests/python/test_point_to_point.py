@@ -1,0 +1,174 @@
+"""send and recv: matching, order, both directions at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gradwire import Communicator, InvalidArgument, Timeout, TransportError
+from ranks import outcomes, run
+
+TRANSPORTS = ("inproc", "shm", "tcp")
+LARGE = 3_000_001
+
+
+def pattern(n: int, sender: int) -> np.ndarray:
+    return np.random.default_rng([sender, n]).integers(0, 255, n, np.uint8)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("n", [0, 1, 100, LARGE])
+def test_a_message_arrives(n: int, transport: str) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            assert comm.send(pattern(n, 0), 1) is None
+        else:
+            x = np.empty(n, np.uint8)
+            assert comm.recv(x, 0) == 0
+            np.testing.assert_array_equal(x, pattern(n, 0))
+
+    run(2, body, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("p", [2, 3, 5])
+def test_all_pairs_at_once(p: int, transport: str) -> None:
+    def body(comm: Communicator) -> None:
+        peers = [peer for peer in range(p) if peer != comm.rank]
+        outs = {peer: np.empty(LARGE, np.uint8) for peer in peers}
+        mine = pattern(LARGE, comm.rank)
+        sends = [comm.send(mine, peer, async_op=True) for peer in peers]
+        receives = {peer: comm.recv(outs[peer], peer, async_op=True) for peer in peers}
+        for work in sends:
+            assert work.wait() is None
+        for peer, work in receives.items():
+            assert work.wait() == peer
+            np.testing.assert_array_equal(outs[peer], pattern(LARGE, peer))
+
+    run(p, body, transport=transport)
+
+
+def test_messages_of_a_pair_arrive_in_order() -> None:
+    def body(comm: Communicator) -> None:
+        sizes = [5, 0, 200_000, 1, 70_000, 3]
+        if comm.rank == 0:
+            works = [comm.send(pattern(n, 0), 1, async_op=True) for n in sizes]
+        else:
+            outs = [np.empty(n, np.uint8) for n in sizes]
+            works = [comm.recv(out, 0, async_op=True) for out in outs]
+        for work in works:
+            work.wait()
+        if comm.rank == 1:
+            for n, out in zip(sizes, outs, strict=True):
+                np.testing.assert_array_equal(out, pattern(n, 0))
+
+    run(2, body)
+
+
+def test_receives_from_any_rank_name_the_sender() -> None:
+    def body(comm: Communicator) -> list[int] | None:
+        if comm.rank != 0:
+            comm.send(np.full(1000, comm.rank, np.int64), 0)
+            return None
+        sources = []
+        for _ in range(1, comm.size):
+            x = np.empty(1000, np.int64)
+            sources.append(comm.recv(x))
+            np.testing.assert_array_equal(x, np.full(1000, sources[-1]))
+        return sorted(sources)
+
+    assert run(5, body)[0] == [1, 2, 3, 4]
+
+
+def test_a_receive_from_any_rank_that_nobody_can_answer_fails() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.recv(np.empty(1))
+
+    (first, *_) = outcomes(3, body)
+    assert isinstance(first.error, TransportError)
+    assert "closed" in str(first.error)
+
+
+def test_the_result_of_an_asynchronous_receive_is_the_sender() -> None:
+    def body(comm: Communicator) -> None:
+        x = np.empty(3)
+        if comm.rank == 0:
+            assert comm.recv(x, async_op=True).wait() == 2
+            comm.send(x, 1)
+        elif comm.rank == 1:
+            assert comm.recv(x, 0) == 0
+        else:
+            comm.send(np.arange(3.0), 0)
+
+    run(3, body)
+
+
+def test_transfers_are_independent_of_collectives() -> None:
+    def body(comm: Communicator) -> None:
+        x = np.empty(100_000, np.float32)
+        if comm.rank == 1:  # is asked for before a collective, and comes after it
+            work = comm.recv(x, 0, async_op=True)
+        assert comm.all_reduce(np.ones(3)).tolist() == [2, 2, 2]
+        if comm.rank == 0:
+            comm.send(np.ones(100_000, np.float32), 1)
+        else:
+            assert work.wait() == 0
+            assert (x == 1).all()
+
+    run(2, body)
+
+
+def test_any_dtype_and_list_views() -> None:
+    def body(comm: Communicator) -> None:
+        text = np.array(["ab", "cdé"])
+        if comm.rank == 0:
+            comm.send(text, 1)
+        else:
+            x = np.empty(2, "U3")
+            comm.recv(x, 0)
+            assert x.tolist() == text.tolist()
+
+    run(2, body)
+
+
+@pytest.mark.parametrize("peer", [0, 2, -1, 7])
+def test_who_is_no_peer_is_refused(peer: int) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(InvalidArgument, match=str(peer)):
+                comm.send(np.zeros(1), peer)
+            with pytest.raises(InvalidArgument, match=str(peer)):
+                comm.recv(np.zeros(1), peer)
+        comm.barrier()
+
+    run(2, body)
+
+
+def errors(p: int, body: Any) -> list[BaseException | None]:
+    return [each.error for each in outcomes(p, body)]
+
+
+def test_lengths_that_differ_are_an_error() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(np.zeros(10, np.uint8), 1)
+            comm.barrier()
+        else:
+            comm.recv(np.empty(11, np.uint8), 0)
+
+    found = errors(2, body)
+    assert isinstance(found[1], InvalidArgument)
+    assert "11" in str(found[1])
+
+
+def test_a_receive_without_a_sender_times_out() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            comm.recv(np.empty(1), 0, timeout=0.2)
+        else:
+            comm.barrier()
+
+    found = errors(2, body)
+    assert all(isinstance(each, Timeout) and each.peer == 0 for each in found)
