@@ -94,7 +94,8 @@ def test_a_reader_that_leaves_early_is_no_error():
 def test_run_starts_ranks(tmp_path: Path):
     script = tmp_path / "place.py"
     script.write_text(  # one write a line: the ranks share the terminal
-        "import os, sys; sys.stdout.write(os.environ['RANK'] + ' ' + os.environ['WORLD_SIZE'] + '\\n')"
+        "import os, sys\n"
+        "sys.stdout.write(os.environ['RANK'] + ' ' + os.environ['WORLD_SIZE'] + '\\n')\n"
     )
     ended = gradwire("run", "-n", "2", str(script))
     assert ended.returncode == 0, ended.stderr
