@@ -149,7 +149,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError:
         raise InvalidArgument("dtype bfloat16 needs the package ml_dtypes") from None
-    return np.dtype(ml_dtypes.bfloat16)
+    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return found
 
 
 def _buffers(comm: Communicator, case: Case) -> tuple[Array, Array]:
