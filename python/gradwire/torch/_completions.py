@@ -18,12 +18,12 @@ class _Task(NamedTuple):
 
 
 class Completions:
-    """Finishes one communicator's operations in the order they were submitted.
+    """Waits for one communicator's operations in the order they were submitted.
 
-    One thread at a time waits. Before it calls back it makes sure that another can take its turn,
-    so there are as many threads as callbacks that block, and one or two more. They are daemons,
-    but one that comes back from C++ while the interpreter shuts down would end the process badly:
-    `close` them first.
+    One thread at a time waits; callbacks begin in that order and may overlap. Before a thread calls
+    back it makes sure that another can take its turn, so there are as many threads as callbacks
+    that block, and one or two more. They are daemons, but one that comes back from C++ while the
+    interpreter shuts down would end the process badly: `close` them first.
     """
 
     def __init__(self, name: str) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire import _core
 from gradwire._communicator import Communicator
 from gradwire._errors import Aborted, InvalidArgument
 from gradwire.torch._completions import Completions
@@ -37,7 +38,8 @@ class State:
         *,
         owns_communicator: bool = False,
     ) -> None:
-        """`owns_communicator` says that `close` closes it too."""
+        """`owns_communicator` says that `close` closes it too. Raises InvalidArgument."""
+        _core.Codec(codec)  # refuses an unknown one
         self.communicator = communicator
         self.codec = codec
         self.algorithm = algorithm
@@ -60,13 +62,18 @@ class State:
         )
 
     def close(self) -> None:
-        """Ends the hook's threads, and its communicator if `register` made that; also at exit."""
+        """Ends the hook's threads, and its communicator if `register` made that; also at exit.
+
+        Aborts the communicator where buckets are on their way.
+        """
         self._close()
 
     def _start(self, bucket: dist.GradBucket, future: Future[torch.Tensor]) -> None:
         """Begins to average the bucket in its own buffer, and completes the future when done."""
         if self.error is not None:
             raise self.error
+        if not self._close.alive:
+            raise Aborted("the hook's State is closed: register another")
         buffer = _dense(bucket)
         # Other types travel as they are: a codec would have to convert twice or lose range.
         codec = self.codec if buffer.dtype is torch.float32 else "none"
@@ -123,9 +130,10 @@ def register(
 
     `codec` ("none", "fp16", "bf16") applies to float32 gradients; others travel as they are.
     Without a communicator, one is made over the ranks of `ddp.process_group`, which must be able
-    to exchange CPU tensors, as gloo's are. Raises RendezvousError, and InvalidArgument for a
-    communicator of another size or another order of ranks.
+    to exchange CPU tensors, as gloo's are. Raises RendezvousError, and InvalidArgument for an
+    unknown codec and for a communicator of another size or another order of ranks.
     """
+    _core.Codec(codec)  # refuses an unknown one before the ranks meet
     owns = communicator is None
     if communicator is None:
         communicator = communicator_of(ddp.process_group)

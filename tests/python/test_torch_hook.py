@@ -1,0 +1,442 @@
+"""The DDP hook: what it averages, how, and what it does when it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gradwire
+import pytest
+import torch
+import torch.distributed as dist
+import torch_ranks
+from gradwire.torch import State, comm_hook, register
+from gradwire.torch._group import communicator_of
+from torch import nn
+from torch.futures import Future
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+SMALL_BUCKETS = {"bucket_cap_mb": 0.01}
+
+
+class Branches(nn.Module):
+    """Of two branches, uses the one that a batch asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(20, 10), nn.Linear(20, 10)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return self.left(x) if left else self.right(x)
+
+
+class MixedTypes(nn.Module):
+    """A float32 layer between float64 ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 10).double(), nn.Linear(10, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x.double()).float())
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)
+    )
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Differs between ranks and steps."""
+    source = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return torch.randn(16, 20, generator=source), torch.randn(16, 10, generator=source)
+
+
+def train(
+    model: nn.Module, setting: dict[str, Any], hook: dict[str, Any] | None, steps: int = 4
+) -> tuple[DistributedDataParallel, State | None]:
+    ddp = DistributedDataParallel(model, **setting)
+    state = None if hook is None else register(ddp, **hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        mse_loss(ddp(x), y).backward()
+        optimizer.step()
+    return ddp, state
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().double().flatten() for each in model.parameters()])
+
+
+def same_everywhere(model: nn.Module) -> bool:
+    """Whether the parameters have the same bits on all ranks."""
+    own = hashlib.sha256(
+        b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    ).hexdigest()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return len(set(found)) == 1
+
+
+def distance_from_plain(hook: dict[str, Any]) -> tuple[float, bool]:
+    plain, _ = train(mlp(), SMALL_BUCKETS, None)
+    hooked, state = train(mlp(), SMALL_BUCKETS, hook)
+    assert state is not None
+    assert state.error is None
+    assert state.steps == 4
+    assert state.buckets > state.steps
+    assert state.bytes == 4 * 4 * flat(hooked).numel()
+    return float((flat(hooked) - flat(plain)).abs().max()), same_everywhere(hooked)
+
+
+def test_two_ranks_equal_plain_ddp_bit_for_bit() -> None:
+    assert torch_ranks.run(2, distance_from_plain, {}) == [(0.0, True)] * 2
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_ranks_equal_plain_ddp_to_rounding(ranks: int) -> None:
+    for distance, same in torch_ranks.run(ranks, distance_from_plain, {}):
+        assert distance < 1e-6
+        assert same
+
+
+@pytest.mark.parametrize(("codec", "bound"), [("fp16", 1e-3), ("bf16", 1e-2)])
+def test_half_width_codecs_stay_near_plain_ddp(codec: str, bound: float) -> None:
+    for distance, same in torch_ranks.run(3, distance_from_plain, {"codec": codec}):
+        assert 0 < distance < bound
+        assert same
+
+
+def test_one_rank_alone() -> None:
+    assert torch_ranks.run(1, distance_from_plain, {}) == [(0.0, True)]
+
+
+def traffic_and_distance(codec: str) -> tuple[int, float]:
+    plain, _ = train(MixedTypes(), {}, None, steps=1)
+    torch.manual_seed(3)
+    plain, _ = train(MixedTypes(), {}, None)
+    torch.manual_seed(3)
+    hooked, state = train(MixedTypes(), {}, {"codec": codec})
+    assert state is not None
+    first = float((flat(hooked.module.first) - flat(plain.module.first)).abs().max())
+    return state.communicator.traffic.bytes_sent, first
+
+
+def test_codec_leaves_other_float_types_as_they_are() -> None:
+    (full, exact), _ = torch_ranks.run(2, traffic_and_distance, "none")
+    (half, near), _ = torch_ranks.run(2, traffic_and_distance, "fp16")
+    assert exact == 0
+    assert near < 1e-2
+    saved = 4 * 110 * 2  # steps × float32 elements × bytes; the float64 ones save nothing
+    assert full - half == saved
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "many buckets": SMALL_BUCKETS,
+    "bucket views": {**SMALL_BUCKETS, "gradient_as_bucket_view": True},
+    "static graph": {**SMALL_BUCKETS, "static_graph": True},
+    "unused": {**SMALL_BUCKETS, "find_unused_parameters": True},
+}
+
+
+def distances(settings: dict[str, dict[str, Any]]) -> dict[str, float]:
+    found = {}
+    for name, setting in settings.items():
+        plain, hooked = (train(mlp(), setting, hook)[0] for hook in (None, {}))
+        found[name] = float((flat(plain) - flat(hooked)).abs().max())
+    return found
+
+
+def test_every_way_of_ddp_equals_plain_ddp() -> None:
+    expected = dict.fromkeys(SETTINGS, 0.0)
+    assert torch_ranks.run(2, distances, SETTINGS) == [expected] * 2
+
+
+def branch_gradients(hook: dict[str, Any] | None) -> list[torch.Tensor | None]:
+    """Rank 0 uses the left branch only, rank 1 both by turns, so `right` is unused at first."""
+    torch.manual_seed(3)
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    if hook is not None:
+        register(ddp, **hook)
+    for step in range(3):
+        x, y = batch(step)
+        mse_loss(ddp(x, dist.get_rank() == 0 or step % 2 == 0), y).backward()
+    return [each.grad for each in ddp.parameters()]
+
+
+def unused_equal() -> bool:
+    pairs = zip(branch_gradients(None), branch_gradients({}), strict=True)
+    return all(one is not None and other is not None and one.equal(other) for one, other in pairs)
+
+
+def test_parameters_that_some_ranks_do_not_use() -> None:
+    assert torch_ranks.run(2, unused_equal) == [True, True]
+
+
+def accumulate(hook: dict[str, Any] | None) -> tuple[torch.Tensor, int]:
+    """Gradients of three batches, of which two are not averaged on their own."""
+    ddp = DistributedDataParallel(mlp())
+    state = None if hook is None else register(ddp, **hook)
+    for step in range(3):
+        with contextlib.nullcontext() if step == 2 else ddp.no_sync():
+            x, y = batch(step)
+            mse_loss(ddp(x), y).backward()
+    gradient = torch.cat([each.grad.flatten() for each in ddp.parameters()])
+    return gradient, 0 if state is None else state.steps
+
+
+def no_sync_equal() -> tuple[bool, int]:
+    (plain, _), (hooked, steps) = accumulate(None), accumulate({})
+    return plain.equal(hooked), steps
+
+
+def test_no_sync_averages_the_accumulated_gradients_once() -> None:
+    assert torch_ranks.run(2, no_sync_equal) == [(True, 1)] * 2
+
+
+def scaled(hook: dict[str, Any] | None) -> tuple[torch.Tensor, float]:
+    """Mixed precision; rank 1's second batch overflows, so every rank must skip it."""
+    ddp = DistributedDataParallel(mlp(), **SMALL_BUCKETS)
+    if hook is not None:
+        register(ddp, **hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    for step in range(3):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = mse_loss(ddp(x), y)
+        if step == 1 and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return flat(ddp), scaler.get_scale()
+
+
+def scaled_distances(codecs: Sequence[str]) -> dict[str, tuple[float, float]]:
+    plain, _ = scaled(None)
+    found = {codec: scaled({"codec": codec}) for codec in codecs}
+    return {codec: (float((flat - plain).abs().max()), s) for codec, (flat, s) in found.items()}
+
+
+def test_grad_scaler_skips_an_overflow_on_every_rank() -> None:
+    for found in torch_ranks.run(2, scaled_distances, ["none", "fp16", "bf16"]):
+        assert found["none"] == (0.0, 64.0)
+        for codec in ("fp16", "bf16"):
+            distance, scale = found[codec]
+            assert distance < 1e-2
+            assert scale == 64.0
+
+
+def constant_gradient() -> float:
+    """The gradient of rank r is r + 1."""
+    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    register(ddp)
+    ddp(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
+    return float(ddp.module.weight.grad)
+
+
+def test_divides_by_the_number_of_ranks_exactly_once() -> None:
+    assert torch_ranks.run(3, constant_gradient) == [2.0] * 3
+
+
+def given_communicator() -> tuple[int, str, str]:
+    reference = DistributedDataParallel(mlp())
+    first = register(reference)
+    algorithm = "ring"
+    ddp = DistributedDataParallel(mlp())
+    second = register(ddp, codec="fp16", algorithm=algorithm, communicator=first.communicator)
+    assert second.communicator is first.communicator
+    x, y = batch(0)
+    mse_loss(ddp(x), y).backward()
+    second.close()
+    assert not first.communicator.closed
+    dist.barrier()
+    first.close()
+    assert first.communicator.closed
+    return second.steps, second.algorithm, repr(second).split(",")[0]
+
+
+def test_models_can_share_a_given_communicator() -> None:
+    for rank, found in enumerate(torch_ranks.run(2, given_communicator)):
+        assert found == (1, "ring", f"State(rank {rank} of 2")
+
+
+def wrong_communicator() -> str:
+    whole = communicator_of(dist.group.WORLD)
+    with pytest.raises(gradwire.InvalidArgument) as raised:
+        register(DistributedDataParallel(mlp()), communicator=whole.split(dist.get_rank()))
+    return str(raised.value)
+
+
+def test_a_communicator_of_other_ranks_is_refused() -> None:
+    messages = torch_ranks.run(2, wrong_communicator)
+    assert "says rank 0 of 1" in messages[1]
+    assert "rank 1 of 2" in messages[1]
+
+
+def watched(watch: Callable[[Any, Any, Any], None]) -> tuple[DistributedDataParallel, State]:
+    """A model whose hook is gradwire's, with `watch(state, bucket, future)` after each call."""
+    ddp = DistributedDataParallel(mlp(), find_unused_parameters=True, **SMALL_BUCKETS)
+    state = State(communicator_of(dist.group.WORLD))
+
+    def hook(state, bucket):  # DDP refuses annotations that are strings
+        future = comm_hook(state, bucket)
+        watch(state, bucket, future)
+        return future
+
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
+
+
+def results_in_place() -> bool:
+    seen = []
+    ddp, _ = watched(lambda _, bucket, future: seen.append((bucket.buffer(), future)))
+    x, y = batch(0)
+    mse_loss(ddp(x), y).backward()
+    return len(seen) > 1 and all(
+        future.value().data_ptr() == buffer.data_ptr() for buffer, future in seen
+    )
+
+
+def test_result_is_the_buckets_own_buffer() -> None:
+    assert torch_ranks.run(2, results_in_place) == [True, True]
+
+
+def all_in_flight() -> list[bool]:
+    """Rank 1 begins its backward only when rank 0 has handed over all its buckets."""
+    store = dist.distributed_c10d._get_default_store()
+    calls = []
+
+    def tell(state: State, bucket: Any, future: Any) -> None:
+        calls.append(future.done())
+        if bucket.is_last():
+            store.set("all handed over", "yes")
+
+    ddp, _ = watched(tell)
+    x, y = batch(0)
+    loss = mse_loss(ddp(x), y)
+    if dist.get_rank() == 1:
+        store.wait(["all handed over"])
+    loss.backward()
+    return calls
+
+
+def test_backward_goes_on_while_buckets_travel() -> None:
+    done, _ = torch_ranks.run(2, all_in_flight)
+    assert len(done) > 1
+    assert not any(done)
+
+
+def blocking_callbacks() -> bool:
+    """A hook whose callback waits for a second operation, as torch's PowerSGD's does."""
+    ddp = DistributedDataParallel(mlp(), find_unused_parameters=True)
+    state = State(communicator_of(dist.group.WORLD))
+
+    def average_again(future: Any) -> torch.Tensor:
+        averaged = future.value()
+        again: Future[torch.Tensor] = Future()
+        work = state.communicator.all_reduce(averaged, op="avg", async_op=True)
+        state._completions.submit(work.wait, lambda _: again.set_result(averaged))
+        return again.wait()
+
+    def hook(state, bucket):  # DDP refuses annotations that are strings
+        return comm_hook(state, bucket).then(average_again)
+
+    ddp.register_comm_hook(state, hook)
+    for step in range(3):
+        x, y = batch(step)
+        mse_loss(ddp(x), y).backward()
+    return state.error is None and state.steps == 3
+
+
+def test_callbacks_may_block_on_later_operations() -> None:
+    assert torch_ranks.run(2, blocking_callbacks) == [True, True]
+
+
+def closed_state() -> tuple[str, bool]:
+    ddp = DistributedDataParallel(mlp(), find_unused_parameters=True)
+    with_communicator = communicator_of(dist.group.WORLD)
+    state = register(ddp, communicator=with_communicator)
+    x, y = batch(0)
+    mse_loss(ddp(x), y).backward()
+    state.close()
+    with pytest.raises(RuntimeError, match="State is closed"):
+        mse_loss(ddp(x), y).backward()
+    closed = with_communicator.closed
+    dist.barrier()
+    return type(state.error).__name__, closed
+
+
+def test_a_closed_state_refuses_and_leaves_a_given_communicator_open() -> None:
+    assert torch_ranks.run(2, closed_state) == [("Aborted", False)] * 2
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.words(x)
+
+
+def sparse_gradients() -> str:
+    ddp = DistributedDataParallel(Words())
+    state = register(ddp)
+    with pytest.raises(RuntimeError, match="sparse"):
+        ddp(torch.tensor([1, 2])).sum().backward()
+    assert isinstance(state.error, gradwire.InvalidArgument)
+    return str(state.error)
+
+
+def test_sparse_gradients_are_refused_with_a_remedy() -> None:
+    for message in torch_ranks.run(2, sparse_gradients):
+        assert "(50, 4)" in message
+        assert "sparse=False" in message
+
+
+def unknown_codec() -> str:
+    ddp = DistributedDataParallel(mlp())
+    with pytest.raises(gradwire.InvalidArgument) as raised:
+        register(ddp, codec="fp17")
+    return str(raised.value)
+
+
+def test_an_unknown_codec_is_refused_at_once() -> None:
+    for message in torch_ranks.run(2, unknown_codec):
+        assert "fp17" in message
+
+
+def survive_a_death() -> tuple[str, int, bool, bool]:
+    ddp = DistributedDataParallel(mlp(), **SMALL_BUCKETS)
+    state = register(ddp)
+    for step in range(4):
+        x, y = batch(step)
+        loss = mse_loss(ddp(x), y)
+        if step == 3 and dist.get_rank() == 1:
+            torch_ranks.die()
+        if step < 3:
+            loss.backward()
+    with pytest.raises(RuntimeError, match="rank 1"):
+        loss.backward()
+    first = state.error
+    x, y = batch(4)
+    with pytest.raises(RuntimeError, match="rank 1"):
+        mse_loss(ddp(x), y).backward()
+    assert isinstance(first, gradwire.TransportError)
+    return type(first).__name__, first.peer, state.error is first, state.steps == 3
+
+
+def test_a_dead_rank_is_a_typed_error_now_and_later() -> None:
+    survivor, _ = torch_ranks.run(2, survive_a_death, dying=(1,))
+    assert survivor == ("TransportError", 1, True, True)

@@ -1,0 +1,155 @@
+"""Whole processes: what importing pulls in, what the extension links, torchrun, and the end."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import gradwire
+from gradwire import _core
+
+LIMIT = 80  # seconds
+
+TRAIN = """
+import sys
+import gradwire, gradwire.torch, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+comm = gradwire.init()
+ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+state = gradwire.torch.register(ddp, communicator=comm)
+ddp(torch.full((1, 1), comm.rank + 1.0)).sum().backward()
+assert float(ddp.module.weight.grad) == 1.5, ddp.module.weight.grad
+assert state.steps == 1
+print(f"rank {comm.rank} of {comm.size} trained")
+dist.destroy_process_group()
+"""
+
+# Rank 0 ends while its bucket waits for rank 1, whose hook is then called in vain.
+LEAVE = """
+import os, sys
+import gradwire, gradwire.torch, torch
+import torch.distributed as dist
+from gradwire.torch._group import communicator_of
+
+class Bucket:
+    def index(self): return 0
+    def buffer(self): return torch.ones(1000)
+    def is_last(self): return True
+
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+state = gradwire.torch.State(communicator_of(dist.group.WORLD))
+if rank == 1:
+    store.wait(["rank 0 goes"])
+future = gradwire.torch.comm_hook(state, Bucket())
+if rank == 0:
+    assert not future.done()
+    print("leaving with", state._completions.pending, "pending")
+    store.set("rank 0 goes", "yes")
+    sys.exit(0)
+try:
+    future.wait()
+except Exception as error:
+    print(type(state.error).__name__, error)
+"""
+
+
+def run(arguments: Sequence[object]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+
+
+def environment() -> dict[str, str]:
+    package = str(Path(gradwire.__file__).parents[1])
+    found = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    return found
+
+
+def test_import_gradwire_does_not_import_torch() -> None:
+    ended = run(["-c", "import gradwire, sys; print('torch' in sys.modules)"])
+    assert (ended.stdout.strip(), ended.stderr) == ("False", "")
+
+
+def test_import_gradwire_torch_imports_torch() -> None:
+    ended = run(["-c", "import gradwire.torch, sys; print('torch' in sys.modules)"])
+    assert (ended.stdout.strip(), ended.stderr) == ("True", "")
+
+
+def needed(path: Path) -> Iterator[str]:
+    """The libraries that a 64-bit little-endian ELF file links to: the DT_NEEDED of `.dynamic`."""
+    image = path.read_bytes()
+    assert image[:6] == b"\x7fELF\x02\x01"
+    offset, entry, count = (
+        *struct.unpack_from("<Q", image, 0x28),
+        *struct.unpack_from("<HH", image, 0x3A),
+    )
+    sections = [struct.unpack_from("<IIQQQQIIQQ", image, offset + i * entry) for i in range(count)]
+    dynamic = next(each for each in sections if each[1] == 6)  # SHT_DYNAMIC
+    strings = sections[dynamic[6]][4]
+    for at in range(dynamic[4], dynamic[4] + dynamic[5], 16):
+        tag, value = struct.unpack_from("<QQ", image, at)
+        if tag == 1:  # DT_NEEDED
+            start = strings + value
+            yield image[start : image.index(b"\0", start)].decode()
+
+
+def test_extension_links_no_torch() -> None:
+    libraries = list(needed(Path(_core.__file__)))
+    assert any(each.startswith("libc.so") for each in libraries)
+    assert not [each for each in libraries if "torch" in each or "c10" in each]
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2]
+    ended = run([*launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", script])
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(2):
+        assert f"rank {rank} of 2 trained" in ended.stdout
+
+
+def test_process_ends_cleanly_with_buckets_in_flight(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVE, str(rank), str(tmp_path / "store")],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        (left, left_errors), (stayed, _) = (each.communicate(timeout=LIMIT) for each in ranks)
+    finally:
+        for each in ranks:
+            each.kill()
+    assert (ranks[0].returncode, left_errors) == (0, "")
+    assert left == "leaving with 1 pending\n"
+    assert ranks[1].returncode == 0
+    assert stayed.startswith(("Aborted", "TransportError"))
+    assert "rank 0" in stayed
+
+
+def test_demo_trains_and_compares_replicas() -> None:
+    demo = Path(__file__).parents[2] / "bench" / "demo.py"
+    ended = run([demo, "--ranks", 2, "--steps", 3, "--codecs", "none,bf16"])
+    assert ended.returncode == 0, ended.stderr
+    table = ended.stdout.splitlines()
+    rows = [line for line in table if line.startswith(("gloo DDP", "gradwire"))]
+    assert [line.split()[-1] for line in rows] == ["yes"] * 3
