@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import resource
 import statistics
 import sys
 import tempfile
@@ -44,12 +45,13 @@ def main() -> int:
     options = _parse()
     if "RANK" in os.environ:  # one of the ranks that the lines below start
         return _rank(options)
-    machine = _machine()
+    load = _OtherLoad()
     found: dict[int, Times] = {}
     for ranks in options.ranks:
         code, found[ranks] = _start(ranks, options)
         if code != 0:
             return code
+    machine = f"{_machine()}, of whose time other work took about {load.share():.0%}"
     stem = RESULTS / f"gloo-{datetime.date.today().isoformat()}"
     RESULTS.mkdir(exist_ok=True)
     table = _document(found, options, machine, stem.name)
@@ -184,9 +186,28 @@ def _machine() -> str:
         ),
         platform.machine(),
     )
-    load = os.getloadavg()[0]
-    busy = f", load average {load:.1f} before (other work slows gloo most)" if load > 0.5 else ""
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}{busy}"
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}"
+
+
+class _OtherLoad:
+    """What else the machine did since this was made: it slows those most that sleep to wait."""
+
+    def __init__(self) -> None:
+        self._start, self._busy = perf_counter(), self._busy_elsewhere()
+
+    def share(self) -> float:
+        """The part of all cores' time that went to other processes."""
+        elapsed = (perf_counter() - self._start) * (os.cpu_count() or 1)
+        return max(0.0, self._busy_elsewhere() - self._busy) / elapsed
+
+    @staticmethod
+    def _busy_elsewhere() -> float:
+        """Seconds, of all processes but this one and its ended children."""
+        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        user, nice, system, _, _, irq, softirq, steal = map(int, words)
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return busy - sum(each.ru_utime + each.ru_stime for each in own)
 
 
 def _table(times: Times) -> list[str]:
@@ -240,8 +261,16 @@ def _panel(axes: Any, times: Times, value: Callable[[int, float], float]) -> Non
         axes.plot(sizes, middle, color=colour, marker=marker, markersize=4, label=TITLES[name])
         axes.fill_between(sizes, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.set_xscale("log", base=4)
+    axes.set_xticks(sizes[::2], labels=map(_size, sizes[::2]))
     axes.set_xlabel("bytes")
     axes.grid(alpha=0.3)
+
+
+def _size(nbytes: int) -> str:
+    for scale, unit in ((1 << 20, "Mi"), (1 << 10, "Ki")):
+        if nbytes >= scale:
+            return f"{nbytes // scale} {unit}"
+    return str(nbytes)
 
 
 if __name__ == "__main__":
