@@ -313,6 +313,8 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
     interruption = stopped.cause;
     fail(std::make_exception_ptr(
         Aborted("rank " + std::to_string(identity_.rank) + " was interrupted")));
+  } catch (const RootCause& told) {
+    fail(told.error);
   } catch (...) {
     fail(root_cause(std::current_exception()));
   }
@@ -494,7 +496,7 @@ void Communicator::check_deadlines() {
 void Communicator::check_control() {
   while (const auto event = control_.poll()) {
     if (event->frame.type == transport::ControlType::kFailure)
-      std::rethrow_exception(error_of(event->frame));
+      throw RootCause{error_of(event->frame)};
     if (event->frame.type == transport::ControlType::kWaiting)
       waits_for_[static_cast<std::size_t>(event->from)] = event->frame.culprit;
   }

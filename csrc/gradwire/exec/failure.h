@@ -13,6 +13,11 @@ struct Interruption {
   std::exception_ptr cause;
 };
 
+// Thrown by a driver that another rank told why to fail: nothing is left to find out.
+struct RootCause {
+  std::exception_ptr error;
+};
+
 transport::ControlFrame failure_frame(const std::exception_ptr& error, Rank rank) noexcept;
 std::exception_ptr error_of(const transport::ControlFrame& failure);
 
