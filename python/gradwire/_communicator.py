@@ -486,7 +486,8 @@ def _groups(hosts: Sequence[str]) -> list[list[int]]:
 
 @atexit.register
 def _close_all() -> None:
-    """Ends every C++ thread before the interpreter is gone, and tells the peers."""
+    """Gets every thread out of C++ before the interpreter is gone, and tells the peers."""
     for communicator in list(_open):
         with contextlib.suppress(Error):
             communicator.close(_EXIT_SECONDS)
+    _core.await_calls(_EXIT_SECONDS)

@@ -14,7 +14,7 @@
 namespace gradwire::bind {
 namespace {
 
-using Unlocked = py::call_guard<py::gil_scoped_release>;
+using WithoutLock = py::call_guard<Unlocked>;
 using exec::Work;
 using std::shared_ptr;
 
@@ -59,7 +59,7 @@ shared_ptr<Work> submit(Communicator& self, const Request& request, double timeo
                         py::object memory) {
   shared_ptr<Work> work;
   {
-    py::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     work = self.get().submit(request.view(timeout));
   }
   return self.keep(std::move(work), std::move(memory));
@@ -115,9 +115,9 @@ void bind_set_up(py::class_<Communicator>& c) {
         py::arg("rank"), py::arg("size"), py::arg("communicator"), py::arg("hosts"),
         py::arg("max_message") = exec::Tuning{}.max_message,
         py::arg("segment_bytes") = exec::Tuning{}.segment_bytes)
-      .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("peer"), Unlocked())
+      .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("peer"), WithoutLock())
       .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
-           py::arg("peer"), py::arg("timeout"), Unlocked());
+           py::arg("peer"), py::arg("timeout"), WithoutLock());
 }
 
 void bind_calls(py::class_<Communicator>& c) {
@@ -126,7 +126,7 @@ void bind_calls(py::class_<Communicator>& c) {
        [](Communicator& self, const Request& request, double timeout) {
          self.get().run(request.view(timeout), check_signals);
        },
-       py::arg("request"), py::arg("timeout"), Unlocked())
+       py::arg("request"), py::arg("timeout"), WithoutLock())
       .def("submit", &submit, py::arg("request"), py::arg("timeout"), py::arg("memory"))
       .def("send", &send, py::arg("address"), py::arg("bytes"), py::arg("to"), py::arg("timeout"),
            py::arg("memory"))
@@ -137,16 +137,16 @@ void bind_calls(py::class_<Communicator>& c) {
           [](Communicator& self, Work& work, double timeout) {
             self.get().wait(work, timeout, check_signals);
           },
-          py::arg("work"), py::arg("timeout"), Unlocked());
+          py::arg("work"), py::arg("timeout"), WithoutLock());
 }
 
 void bind_end(py::class_<Communicator>& c) {
   c.def(
        "abort", [](Communicator& self, const std::string& reason) { self.get().abort(reason); },
-       py::arg("reason"), Unlocked())
+       py::arg("reason"), WithoutLock())
       .def(
           "close", [](Communicator& self, double timeout) { self.get().close(timeout); },
-          py::arg("timeout"), Unlocked());
+          py::arg("timeout"), WithoutLock());
 }
 
 void bind_state(py::class_<Communicator>& c) {
@@ -172,6 +172,7 @@ void bind_communicator(py::module_& m) {
   bind_end(c);
   bind_state(c);
   m.def("transports", &transports);
+  m.def("await_calls", &await_calls, py::arg("seconds"));
 }
 
 }  // namespace gradwire::bind

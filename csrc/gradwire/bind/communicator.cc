@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "gradwire/base/error.h"
+#include "gradwire/bind/module.h"
 
 namespace gradwire::bind {
 namespace {
@@ -48,7 +49,7 @@ Communicator::~Communicator() {
     [[maybe_unused]] exec::Communicator* leaked = communicator_.release();
     return;
   }
-  py::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   try {
     communicator_->close(0);
   } catch (const Error&) {  // the failure is known to whoever made a call

@@ -3,9 +3,28 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
+
 namespace gradwire::bind {
 
 namespace py = pybind11;
+
+// Lets other Python threads run for as long as it lives.
+class Unlocked {
+ public:
+  Unlocked();
+  ~Unlocked();
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  std::optional<py::gil_scoped_release> released_;
+};
+
+// Waits until no thread is Unlocked, at most `seconds`. A daemon thread that wants to come back
+// when the interpreter is going is ended by unwinding its stack, which C++ answers with
+// terminate().
+void await_calls(double seconds);
 
 void bind_errors(py::module_& m);
 void bind_arrays(py::module_& m);
