@@ -1,3 +1,0 @@
-import faulthandler
-
-faulthandler.enable()
