@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        help="every collective by every algorithm, p = 2, 3, 4, 8, 4 B to 64 MiB (an hour)",
+        help="every collective by every algorithm, p = 2, 3, 4, 8, 4 B to 64 MiB (hours)",
     )
 
 
