@@ -141,14 +141,17 @@ class Plan::Maker {
   // send one finishes it, everybody else receives it.
   void mark_finished_chunks() {
     const auto chunks = static_cast<std::size_t>(schedule_.chunks);
-    arrives_finished_.assign(chunks, false);
-    leaves_finished_.assign(chunks, false);
+    arrives_finished_.assign(chunks, kNever);
+    leaves_finished_.assign(chunks, kNever);
     if (!plan_.binding_.in_tree || !reduces(schedule_.collective)) return;
-    auto mark = [](const std::vector<Message>& messages, std::vector<bool>& marks) {
+    auto mark = [](const std::vector<Message>& messages, std::vector<int>& first_round) {
       for (const Message& message : messages)
         for (const Edge& edge : message.edges)
           if (edge.landing == Landing::kCopy)
-            std::fill(marks.begin() + edge.chunks.first, marks.begin() + edge.chunks.last, true);
+            for (int c = edge.chunks.first; c < edge.chunks.last; ++c) {
+              int& first = first_round[static_cast<std::size_t>(c)];
+              first = std::min(first, message.round);
+            }
     };
     mark(receives_, arrives_finished_);
     mark(sends_, leaves_finished_);
@@ -160,7 +163,7 @@ class Plan::Maker {
     std::vector<Piece> pieces;
     for (int c = 0; c < schedule_.chunks; ++c) {
       std::size_t most = 0;
-      for (int s : {0, segments / 2, segments - 1}) {
+      for (int s = 0; s < segments; ++s) {
         pieces.clear();
         layout_.append(c, s, segments, pieces);
         std::size_t bytes = 0;
@@ -264,7 +267,7 @@ class Plan::Maker {
     stored_.assign(cuts_.size(), kNotStored);
     if (!plan_.lossy()) return;
     for (std::size_t i = 0; i < cuts_.size(); ++i) {
-      if (!leaves_finished_[i / static_cast<std::size_t>(plan_.segments_)]) continue;
+      if (leaves_finished_[i / static_cast<std::size_t>(plan_.segments_)] == kNever) continue;
       stored_[i] = size32(plan_.store_offsets_);
       plan_.store_offsets_.push_back(plan_.store_bytes_);
       plan_.store_bytes_ += (cut_bytes(cuts_[i]) + 63) / 64 * 64;
@@ -303,8 +306,8 @@ class Plan::Maker {
     part.landing = edge.landing;
     if (edge.landing == Landing::kCopy) part.stored = stored_[cut_index(chunk, segment)];
     const auto c = static_cast<std::size_t>(chunk);
-    part.finishes =
-        sends && edge.landing == Landing::kCopy && leaves_finished_[c] && !arrives_finished_[c];
+    part.finishes = sends && edge.landing == Landing::kCopy && leaves_finished_[c] != kNever &&
+                    leaves_finished_[c] <= arrives_finished_[c];
     frame.bytes += static_cast<std::uint32_t>(cut_bytes(part.pieces));
     plan_.parts_.push_back(part);
   }
@@ -368,7 +371,8 @@ class Plan::Maker {
     if (plan_.factor_ == 1) return;
     for (int c = 0; c < schedule_.chunks; ++c) {
       const auto i = static_cast<std::size_t>(c);
-      if (!holds_result(c) || arrives_finished_[i] || leaves_finished_[i]) continue;
+      const int first = std::min(arrives_finished_[i], leaves_finished_[i]);
+      if (!holds_result(c) || first != kNever) continue;
       layout_.append(c, 0, 1, plan_.scaled_at_end_);
     }
   }
@@ -384,10 +388,12 @@ class Plan::Maker {
   const codec::Codec& codec_;
   Layout layout_;
   std::vector<Message> sends_, receives_;
-  std::vector<bool> arrives_finished_, leaves_finished_;  // by chunk
-  std::vector<int> segments_of_;                          // by chunk
-  std::vector<Range> cuts_;                               // by chunk, then segment
-  std::vector<std::uint32_t> stored_;                     // likewise
+  // By chunk: the first round in which it does. It may come back to the rank that finished it.
+  static constexpr int kNever = std::numeric_limits<int>::max();
+  std::vector<int> arrives_finished_, leaves_finished_;
+  std::vector<int> segments_of_;       // by chunk
+  std::vector<Range> cuts_;            // by chunk, then segment
+  std::vector<std::uint32_t> stored_;  // likewise
 };
 
 Plan::Plan(const Schedule& schedule, Binding binding) : binding_(std::move(binding)) {
