@@ -59,11 +59,7 @@ Communicator::Communicator(Identity identity, Tuning tuning)
 
 Communicator::~Communicator() {
   abort("the communicator was destroyed");
-  if (progress_.joinable()) {
-    progress_.request_stop();
-    changed_.notify_all();
-    progress_.join();
-  }
+  stop_progress_thread();
 }
 
 void Communicator::adopt_control(UniqueFd socket, Rank peer) {
@@ -234,7 +230,10 @@ void Communicator::close(double timeout) {
 }
 
 void Communicator::stop_progress_thread() {
-  progress_.request_stop();
+  {
+    std::lock_guard lock(mutex_);  // not between the thread's last look and its sleep
+    progress_.request_stop();
+  }
   changed_.notify_all();
   ring();
   if (progress_.joinable()) progress_.join();
@@ -272,7 +271,7 @@ void Communicator::drive_or_wait(Work& work, Deadline deadline, const Interrupt&
       drive(lock, &work, interrupt);
       continue;
     }
-    if (!driving_) start_progress_thread_locked();
+    start_progress_thread_locked();  // takes over when a driver leaves with its own work done
     lock.unlock();
     const double left = deadline.milliseconds_left(kInterruptMilliseconds) / 1e3;
     const bool over = work.wait_for(std::min(left, kInterruptSeconds));
@@ -320,6 +319,7 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
   }
   lock.lock();
   driving_ = false;
+  if (abort_requested_) fail_locked(std::make_exception_ptr(Aborted(abort_reason_)));
   changed_.notify_all();
   if (interruption) std::rethrow_exception(interruption);
 }

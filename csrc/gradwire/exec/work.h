@@ -49,6 +49,7 @@ class Work {
 
   // Ready for another operation; only while nobody else holds it.
   void reuse() noexcept {
+    std::lock_guard lock(mutex_);  // orders this after the last look of whoever held it
     done_ = false;
     error_ = nullptr;
   }

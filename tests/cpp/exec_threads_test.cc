@@ -1,0 +1,61 @@
+// Several threads on one communicator.
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "exec_ranks.h"
+#include "gradwire/base/error.h"
+
+namespace gradwire::exec {
+namespace {
+
+void all_reduce(Communicator& comm, std::vector<float>& values) {
+  const Array arrays[] = {array_of(values)};
+  Request request;
+  request.inputs = request.outputs = arrays;
+  comm.run(request);
+}
+
+void copy(Communicator& comm, std::vector<float>& from, std::vector<float>& to) {
+  const Array inputs[] = {array_of(from)}, outputs[] = {array_of(to)};
+  Request request;
+  request.inputs = inputs;
+  request.outputs = outputs;
+  comm.run(request);
+}
+
+// The driver may have looked for the last time when abort() is called.
+TEST(Threads, AbortHoldsThoughTheDriverFinishesItsOwnCall) {
+  constexpr int kTimes = 100;
+  std::vector<float> from(1 << 18, 1.0F), to(1 << 18);
+  for (int i = 0; i < kTimes; ++i) {
+    Communicator comm(Identity{}, Tuning{});
+    std::atomic<bool> begun{false};
+    std::thread caller([&] {
+      begun = true;
+      try {
+        copy(comm, from, to);
+      } catch (const Aborted&) {  // one or the other
+      }
+    });
+    while (!begun) std::this_thread::yield();
+    comm.abort("enough");
+    caller.join();
+    EXPECT_TRUE(comm.closed());
+  }
+}
+
+TEST(Threads, BlockingCallsOfTwoTakeTurns) {
+  Communicator comm(Identity{}, Tuning{});
+  const auto body = [&comm] {
+    std::vector<float> values(4, 2.0F);
+    for (int i = 0; i < 1000; ++i) all_reduce(comm, values);
+    EXPECT_EQ(values, std::vector<float>(4, 2.0F));
+  };
+  std::thread one(body), other(body);
+  one.join();
+  other.join();
+}
+
+}  // namespace
+}  // namespace gradwire::exec
