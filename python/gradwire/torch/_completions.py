@@ -80,6 +80,7 @@ class Completions:
                 return False
             error = _error_of(task.wait)
         with self._lock:
+            self._pending -= 1  # before the callback, whose caller may close at once
             self._free -= 1
             self._need_thread()
         try:
@@ -87,7 +88,6 @@ class Completions:
         finally:
             with self._lock:
                 self._free += 1
-                self._pending -= 1
         return True
 
 
