@@ -278,5 +278,25 @@ TEST(AllReduce, AsynchronousOnesOverlapAndFinishInOrder) {
   });
 }
 
+TEST(Gather, BlocksOfDifferentSizesAtTheirEndsAreRefused) {
+  Ranks ranks(2);
+  const auto errors = ranks.outcomes([](Communicator& comm) {
+    const bool root = comm.identity().rank == 0;
+    std::vector<float> own(root ? 10 : 196560), first(10), second(131040);
+    const Array in[] = {array_of(own)}, out[] = {array_of(first), array_of(second)};
+    Request gather = request(Collective::kGather, "star", in, out);
+    if (!root) gather.outputs = {};
+    comm.run(gather);
+    comm.close(1);
+  });
+  EXPECT_THROW(std::rethrow_exception(errors[0]), TransportError);
+}
+
+TEST(Tuning, MaxMessageHasBounds) {
+  Tuning tuning;
+  tuning.max_message = 64;
+  EXPECT_THROW(Communicator({}, tuning), InvalidArgument);
+}
+
 }  // namespace
 }  // namespace gradwire::exec

@@ -85,6 +85,27 @@ TEST_P(PointToPointTest, WhoDoesNotReceiveHoldsUpNobodyElse) {
   });
 }
 
+TEST_P(PointToPointTest, ASendIsOverThoughAnotherPeerDoesNotRead) {
+  Ranks ranks(3, GetParam());
+  ranks.run([](Communicator& comm) {
+    Bytes big = message(20000000, 1), small = message(100, 2);
+    if (comm.identity().rank == 0) {
+      const auto stuck = comm.send(data(big), big.size(), 2, 30);
+      comm.wait(*comm.send(data(small), small.size(), 1, 30), 30);
+      EXPECT_GT(comm.traffic().bytes_sent, small.size());
+      comm.wait(*comm.send(data(small), 1, 1, 30), 30);  // only now does 1 let 2 read
+      comm.wait(*stuck, 30);
+    } else if (comm.identity().rank == 1) {
+      comm.wait(*comm.receive(data(small), small.size(), 0, 30), 30);
+      comm.wait(*comm.receive(data(small), 1, 0, 30), 30);
+      comm.wait(*comm.send(data(small), 1, 2, 30), 30);
+    } else {
+      comm.wait(*comm.receive(data(small), 1, 1, 30), 30);
+      comm.wait(*comm.receive(data(big), big.size(), 0, 30), 30);
+    }
+  });
+}
+
 TEST_P(PointToPointTest, AnySourceTakesWhoeverSends) {
   Ranks ranks(4, GetParam());
   ranks.run([](Communicator& comm) {

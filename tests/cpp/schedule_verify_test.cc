@@ -222,8 +222,8 @@ TEST(Verify, RequireValidThrowsWithTheProblems) {
 TEST(Verify, ShapeShowsTheNaiveDoubleTree) {
   constexpr int p = 6;
   Builder b(p, 2);
-  for (int chunk = 0; chunk < 2; ++chunk)
-    for (int i = 1; i < p; ++i) {
+  for (int i = 1; i < p; ++i)
+    for (int chunk = 0; chunk < 2; ++chunk) {
       const Rank child = wrap(i + chunk, p);
       const Rank parent = wrap((i - 1) / 2 + chunk, p);
       const int depth = i < 3 ? 1 : 2;
@@ -303,6 +303,19 @@ TEST(VerifyMutants, EdgeToItself) {
     round[i].dst = round[i].src;
     return true;
   });
+}
+
+TEST(Verify, EdgesOfOneMessageStandTogether) {
+  Builder builder(3, 2);
+  builder.reduce(0, 1, 0, {0, 1});
+  builder.reduce(0, 2, 0, {0, 2});
+  builder.reduce(0, 1, 0, {1, 2});
+  builder.copy(1, 0, 1, {0, 2});
+  builder.copy(1, 0, 2, {0, 2});
+  const Report report = verify(std::move(builder).build(Collective::kAllReduce, "interleaved"));
+  EXPECT_FALSE(report.agreement);
+  ASSERT_FALSE(report.problems.empty());
+  EXPECT_NE(report.problems[0].find("round 0: the edges 1 -> 0"), std::string::npos);
 }
 
 }  // namespace

@@ -23,9 +23,9 @@ struct FrameHeader {
   std::uint32_t fingerprint = 0;   // OpSpec::fingerprint(): both ends mean the same operation
   std::uint32_t segment = 0;       // which instance of the schedule (part of a message, for send)
   std::uint16_t round = 0;
-  std::uint16_t flags = 0;   // FrameFlags
-  std::uint32_t length = 0;  // payload bytes that follow
-  std::uint32_t reserved = 0;
+  std::uint16_t flags = 0;     // FrameFlags
+  std::uint32_t length = 0;    // payload bytes that follow
+  std::uint32_t segments = 0;  // how many frames the message makes: both ends cut it alike
 
   bool operator==(const FrameHeader&) const = default;
 };

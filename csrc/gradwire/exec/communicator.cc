@@ -16,12 +16,15 @@ namespace gradwire::exec {
 namespace {
 
 // More ranks than cores is the normal case: hardly spin, soon let others run, then sleep.
-constexpr int kSpins = 100;
-constexpr int kYields = 20;
+constexpr unsigned kSpins = 100;
+constexpr unsigned kYields = 20;
+// Even while something always moves, failures and deadlines are looked at.
+constexpr unsigned kTurnsBetweenLooks = 256;
 constexpr int kInterruptMilliseconds = 100;
 constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
 // A rank that has waited so long says for whom.
 constexpr double kAnnounceSeconds = 1;
+constexpr std::size_t kLeastMessage = 4096, kMostMessage = std::size_t{1} << 30;
 // How long a failed link waits for the control plane to name the root cause.
 constexpr double kRootCauseSeconds = 0.5;
 
@@ -54,6 +57,9 @@ Communicator::Communicator(Identity identity, Tuning tuning)
               tuning.segment_bytes}),
       waits_for_(static_cast<std::size_t>(identity_.size), kNoPeer),
       transfers_(identity_.rank, identity_.size, identity_.communicator) {
+  if (tuning.max_message < kLeastMessage || tuning.max_message > kMostMessage)
+    throw InvalidArgument("max_message is " + std::to_string(tuning.max_message) +
+                          " bytes; use 4 KiB to 1 GiB, the same on all ranks");
   if (!wakeup_.valid()) throw Error(system_message("eventfd", errno));
 }
 
@@ -171,11 +177,6 @@ std::shared_ptr<Work> Communicator::enqueue_transfer(Transfer transfer, bool sen
 
 void Communicator::ring() noexcept {
   [[maybe_unused]] const int failed = ::eventfd_write(wakeup_.get(), 1);
-}
-
-Traffic Communicator::traffic() const {
-  std::lock_guard lock(mutex_);
-  return traffic_;
 }
 
 bool Communicator::closed() const {
@@ -300,7 +301,11 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
   std::exception_ptr interruption;
   try {
     const codec::FloatEnvironment environment;
-    for (int idle = 0; !finished(until);) {
+    for (unsigned idle = 0, turns = 0; !finished(until);) {
+      if (++turns % kTurnsBetweenLooks == 0) {
+        check_control();
+        check_deadlines();
+      }
       if (advance()) {
         idle = 0;
         if (announced_) announce_waiting(kNoPeer);
@@ -333,7 +338,7 @@ bool Communicator::finished(const Work* until) const {
 
 bool Communicator::advance() {
   if (attention_.exchange(false)) take_attention();
-  const bool moved = !transfers_.idle() && transfers_.advance(transfer_links_, driver_traffic_);
+  const bool moved = !transfers_.idle() && transfers_.advance(transfer_links_, traffic_);
   return advance_collective() || moved;
 }
 
@@ -355,7 +360,7 @@ bool Communicator::advance_collective() {
   // Many steps under one look around; few enough to notice an abort soon.
   constexpr int kBurst = 16;
   bool progressed = false;
-  for (int i = 0; i < kBurst && execution_.advance(links_, driver_traffic_); ++i) progressed = true;
+  for (int i = 0; i < kBurst && execution_.advance(links_, traffic_); ++i) progressed = true;
   if (!execution_.done()) return progressed;
   finish_current();
   return true;
@@ -383,12 +388,11 @@ void Communicator::finish_current() {
   std::lock_guard lock(mutex_);
   auto done = std::move(queue_.front());
   queue_.erase(queue_.begin());
-  traffic_ = driver_traffic_;
   done->work->finish(nullptr);
   spare_.push_back(std::move(done));
 }
 
-void Communicator::rest(int idle, const Interrupt& interrupt) {
+void Communicator::rest(unsigned idle, const Interrupt& interrupt) {
   if (idle <= kSpins) return __builtin_ia32_pause();
   if (idle <= kSpins + kYields) return static_cast<void>(::sched_yield());
   if (idle == kSpins + kYields + 1 && current_ != nullptr)
@@ -478,12 +482,15 @@ void Communicator::check_deadlines() {
   if (current_ == nullptr || !current_->deadline.passed()) return;
   check_control();  // the latest on who waits for whom
   const Frame* frame = execution_.waiting_frame();
-  const Rank peer = execution_.waiting_for(), culprit = end_of_chain(peer);
+  const Rank peer = frame != nullptr ? execution_.waiting_for() : links_.full_peer();
+  const Rank culprit = end_of_chain(peer);
   std::string text = me + current_->operation.plan().spec().to_string() +
                      " did not finish within " + std::to_string(current_->timeout) + " s";
   if (frame != nullptr)
     text += "; it waits for rank " + std::to_string(peer) + " in round " +
             std::to_string(frame->round) + ", segment " + std::to_string(frame->segment);
+  else
+    text += "; rank " + std::to_string(peer) + " does not read what was sent to it";
   if (culprit != peer)
     text += ", which waits, perhaps over others, for rank " + std::to_string(culprit);
   throw Timeout(

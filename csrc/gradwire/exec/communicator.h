@@ -79,7 +79,7 @@ class Communicator {
   void close(double timeout);
   bool closed() const;
 
-  Traffic traffic() const;
+  Traffic traffic() const { return traffic_.read(); }
 
  private:
   // A collective that waits for its turn, or has it. Reused, with all that it has allocated.
@@ -112,7 +112,7 @@ class Communicator {
   bool advance_collective();
   bool start_next();
   void finish_current();
-  void rest(int idle, const Interrupt& interrupt);
+  void rest(unsigned idle, const Interrupt& interrupt);
   void sleep(const Interrupt& interrupt);
   void call_interrupt(const Interrupt& interrupt);
   int longest_sleep() const;
@@ -155,8 +155,7 @@ class Communicator {
   Execution execution_;
   PointToPoint transfers_;
   std::uint32_t operation_ = 0;
-  Traffic driver_traffic_;
-  Traffic traffic_;  // published under the mutex when an operation ends
+  TrafficCounter traffic_;
 
   std::jthread progress_;
 };

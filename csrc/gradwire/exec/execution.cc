@@ -35,14 +35,14 @@ void Execution::start(const Call& call) {
     stored_bytes_.resize(call.plan->stored_parts());
 }
 
-bool Execution::advance(Links& links, Traffic& traffic) {
+bool Execution::advance(Links& links, TrafficCounter& traffic) {
   const bool sent = try_send(links, traffic);
   const bool received = try_receive(links);
   // What a full socket did not take goes on its way while this rank waits for others.
   return sent || received || (links.flush() && try_end());
 }
 
-bool Execution::try_send(Links& links, Traffic& traffic) {
+bool Execution::try_send(Links& links, TrafficCounter& traffic) {
   const Plan& plan = *call_.plan;
   if (sent_ == plan.sends().size()) return false;
   const Frame& frame = plan.sends()[sent_];
@@ -54,8 +54,7 @@ bool Execution::try_send(Links& links, Traffic& traffic) {
   header.length = static_cast<std::uint32_t>(stage(frame, staging.subspan(sizeof header)));
   std::memcpy(staging.data(), &header, sizeof header);
   links.commit(sizeof header + header.length);
-  traffic.bytes_sent += peers.size() * (sizeof header + header.length);
-  traffic.frames_sent += peers.size();
+  traffic.add(sizeof header + header.length, peers.size());
   ++sent_;
   return true;
 }
@@ -107,6 +106,7 @@ FrameHeader Execution::header_of(const Frame& frame) const {
   header.operation = call_.operation;
   header.fingerprint = call_.plan->fingerprint();
   header.segment = frame.segment;
+  header.segments = frame.segments;
   header.round = frame.round;
   header.flags = kFrameCollective;
   return header;

@@ -3,6 +3,7 @@
 // plan is larger than any before.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -20,6 +21,19 @@ struct Traffic {
   std::uint64_t frames_sent = 0;
 };
 
+// Counted by the driver, read by anybody.
+class TrafficCounter {
+ public:
+  void add(std::size_t bytes, std::size_t readers) noexcept {
+    bytes_.fetch_add(bytes * readers, std::memory_order_relaxed);
+    frames_.fetch_add(readers, std::memory_order_relaxed);
+  }
+  Traffic read() const noexcept { return {bytes_, frames_}; }
+
+ private:
+  std::atomic<std::uint64_t> bytes_{0}, frames_{0};
+};
+
 class Execution {
  public:
   struct Call {
@@ -34,7 +48,7 @@ class Execution {
 
   // The spans must stay as they are until the execution is over.
   void start(const Call& call);
-  bool advance(Links& links, Traffic& traffic);
+  bool advance(Links& links, TrafficCounter& traffic);
   bool done() const noexcept {
     return sent_ == call_.plan->sends().size() && landed_ == call_.plan->receives().size() &&
            ended_;
@@ -45,7 +59,7 @@ class Execution {
   const Frame* waiting_frame() const noexcept;
 
  private:
-  bool try_send(Links& links, Traffic& traffic);
+  bool try_send(Links& links, TrafficCounter& traffic);
   bool try_receive(Links& links);
   bool try_end();
 

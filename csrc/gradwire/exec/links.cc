@@ -30,6 +30,12 @@ bool Links::flush() {
   return all;
 }
 
+Rank Links::full_peer() {
+  for (Rank peer = 0; peer < options_.size; ++peer)
+    if (link_of_[static_cast<std::size_t>(peer)] >= 0 && !is_flushed(peer)) return peer;
+  return kNoPeer;
+}
+
 void Links::arm() {
   for (auto& each : transports_) each->arm();
 }

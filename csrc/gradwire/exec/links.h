@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "gradwire/base/error.h"
 #include "gradwire/base/fd.h"
 #include "gradwire/transport/transport.h"
 
@@ -36,6 +37,9 @@ class Links {
 
   // All staged bytes are out of this process's hands.
   bool flush();
+  bool is_flushed(Rank peer) { return at(peer).is_flushed(peer); }
+  // Some peer whose socket is full, or kNoPeer.
+  Rank full_peer();
   void arm();
   void disarm();
   const std::vector<int>& doorbells() const noexcept { return doorbells_; }

@@ -289,6 +289,7 @@ class Plan::Maker {
     for (int s = 0; s < segments; ++s) {
       Frame frame;
       frame.segment = static_cast<std::uint32_t>(s);
+      frame.segments = static_cast<std::uint32_t>(segments);
       frame.round = static_cast<std::uint16_t>(message.round);
       frame.peers = {first_peer, size32(plan_.peers_)};
       frame.parts.first = size32(plan_.parts_);

@@ -50,6 +50,7 @@ struct Part {
 
 struct Frame {
   std::uint32_t segment = 0;
+  std::uint32_t segments = 1;  // into which its message is cut
   std::uint16_t round = 0;
   Range parts;
   Range peers;              // one for a receive; all readers of the same bytes for a send

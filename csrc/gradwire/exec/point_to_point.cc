@@ -28,13 +28,14 @@ PointToPoint::PointToPoint(Rank rank, int size, std::uint32_t communicator)
   gone_[at(rank)] = true;
 }
 
-bool PointToPoint::advance(Links& links, Traffic& traffic) {
+bool PointToPoint::advance(Links& links, TrafficCounter& traffic) {
   bool progressed = false;
-  std::vector<bool> busy(at(size_), false);  // a peer's messages leave in order
+  if (!sends_.empty()) links.flush();
+  busy_.assign(at(size_), false);  // a peer's messages leave in order
   for (auto each = sends_.begin(); each != sends_.end();) {
-    if (!busy[at(each->peer)]) progressed |= advance_send(*each, links, traffic);
-    busy[at(each->peer)] = true;
-    const bool over = each->started() && each->moved == each->size && links.flush();
+    if (!busy_[at(each->peer)]) progressed |= advance_send(*each, links, traffic);
+    busy_[at(each->peer)] = true;
+    const bool over = each->started() && each->moved == each->size && links.is_flushed(each->peer);
     if (!over) {
       ++each;
       continue;
@@ -58,7 +59,7 @@ FrameHeader PointToPoint::header_of(const Transfer& transfer, std::uint32_t oper
   return header;
 }
 
-bool PointToPoint::advance_send(Transfer& transfer, Links& links, Traffic& traffic) {
+bool PointToPoint::advance_send(Transfer& transfer, Links& links, TrafficCounter& traffic) {
   bool progressed = false;
   const Rank peers[] = {transfer.peer};
   while (!transfer.started() || transfer.moved < transfer.size) {
@@ -72,8 +73,7 @@ bool PointToPoint::advance_send(Transfer& transfer, Links& links, Traffic& traff
     if (length > 0)
       std::memcpy(staging.data() + sizeof header, transfer.data + transfer.moved, length);
     links.commit(sizeof header + length);
-    traffic.bytes_sent += sizeof header + length;
-    ++traffic.frames_sent;
+    traffic.add(sizeof header + length, 1);
     transfer.moved += length;
     ++transfer.parts;
     progressed = true;

@@ -40,7 +40,7 @@ class PointToPoint {
 
   bool idle() const noexcept { return sends_.empty() && receives_.empty(); }
   // Moves what can be moved now; whether that was anything. Finishes works that are complete.
-  bool advance(Links& links, Traffic& traffic);
+  bool advance(Links& links, TrafficCounter& traffic);
   // The first transfer whose deadline has passed.
   const Transfer* overdue() const;
   // A transfer that only `peer` can complete.
@@ -48,7 +48,7 @@ class PointToPoint {
   void fail(const std::exception_ptr& error) noexcept;
 
  private:
-  bool advance_send(Transfer& transfer, Links& links, Traffic& traffic);
+  bool advance_send(Transfer& transfer, Links& links, TrafficCounter& traffic);
   bool advance_receive(Links& links, Rank peer);
   std::deque<Transfer>::iterator match(Rank peer);
   std::optional<ConstBytes> arrived(const Transfer& transfer, Links& links, Rank peer);
@@ -59,6 +59,7 @@ class PointToPoint {
   int size_;
   std::uint32_t communicator_;
   std::deque<Transfer> sends_, receives_;
+  std::vector<bool> busy_;                      // peers whose earlier message is not out yet
   std::vector<std::uint32_t> sent_, received_;  // whole messages so far, by peer
   std::vector<bool> gone_;                      // who can no longer send, and this rank itself
 };

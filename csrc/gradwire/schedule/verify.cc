@@ -1,6 +1,8 @@
 #include "gradwire/schedule/verify.h"
 
 #include <algorithm>
+#include <map>
+#include <set>
 
 #include "gradwire/base/error.h"
 #include "gradwire/schedule/lane.h"
@@ -88,6 +90,46 @@ void find_deadlocks(const Schedule& s, Findings& findings) {
         });
 }
 
+bool overlap(ChunkRange a, ChunkRange b) { return a.first < b.last && b.first < a.last; }
+
+// Messages land in the order of their first edges; of two edges into one chunk, `late` was listed
+// after `early` but lands first.
+bool lands_out_of_order(const std::vector<const Edge*>& into, std::size_t early, std::size_t late) {
+  const auto message = [&](std::size_t edge) {
+    return std::find_if(into.begin(), into.end(),
+                        [&](const Edge* each) { return each->src == into[edge]->src; });
+  };
+  return overlap(into[early]->chunks, into[late]->chunks) && message(late) < message(early);
+}
+
+void compare_orders(int round, const std::vector<const Edge*>& into, Findings& findings) {
+  for (std::size_t late = 1; late < into.size(); ++late)
+    for (std::size_t early = 0; early < late; ++early)
+      if (lands_out_of_order(into, early, late))
+        findings.disagreement([&] {
+          return "round " + std::to_string(round) + ": the edges " +
+                 std::to_string(into[late]->src) + " -> " + std::to_string(into[late]->dst) +
+                 " travel as one message, which lands before " + to_string(into[early]->chunks) +
+                 " from rank " + std::to_string(into[early]->src) + "; list them together";
+        });
+}
+
+// Edges of a round between the same ranks travel as one message: it must land where list order
+// says.
+void find_interleaved_messages(const Schedule& s, Findings& findings) {
+  for (std::size_t round = 0; round < s.rounds.size(); ++round) {
+    std::map<Rank, std::vector<const Edge*>> into;
+    std::set<std::pair<Rank, Rank>> seen;
+    std::set<Rank> suspects;  // destinations with several edges from one source
+    for (const Edge& edge : s.rounds[round]) {
+      if (edge.landing != Landing::kReduce) continue;
+      into[edge.dst].push_back(&edge);
+      if (!seen.insert({edge.src, edge.dst}).second) suspects.insert(edge.dst);
+    }
+    for (Rank dst : suspects) compare_orders(static_cast<int>(round), into[dst], findings);
+  }
+}
+
 }  // namespace
 
 Report verify(const Schedule& schedule) {
@@ -101,6 +143,7 @@ Report verify(const Schedule& schedule) {
   report.shape = shape_of(schedule);
   Findings findings(report);
   find_deadlocks(schedule, findings);
+  find_interleaved_messages(schedule, findings);
   run_lanes(schedule, findings);
   report.in_tree = report.in_tree && report.ok();
   return report;

@@ -24,6 +24,9 @@ class TcpTransport final : public StagedTransport {
   explicit TcpTransport(const Options& options);
 
   bool flush() override;
+  bool is_flushed(Rank peer) const override {
+    return links_[static_cast<std::size_t>(peer)].outbox.empty();
+  }
   int doorbell() const noexcept override { return epoll_.get(); }
   // The bell is edge-triggered: a stale edge is taken off before the caller's last look, and a peer
   // that nobody reads from now does not keep it ringing.

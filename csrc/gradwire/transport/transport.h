@@ -61,6 +61,8 @@ class Transport {
   // Pushes out what commit() could not send at once; true when nothing of it is left. Only a link
   // that buffers (tcp) has anything to do.
   virtual bool flush() { return true; }
+  // Nothing for this peer is left to be pushed out.
+  virtual bool is_flushed(Rank /*peer*/) const { return true; }
 
   // The oldest message from `peer` that was not released; nullopt when none has arrived whole. It
   // stays in place, 8-byte aligned, until release(peer). Empty messages are messages.
