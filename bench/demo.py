@@ -31,7 +31,7 @@ except ImportError as missing:
 
 import gradwire.torch
 import images
-from gradwire import _launch
+from gradwire import _core, _launch
 
 GLOO = "gloo DDP"
 MEGABYTE = 1e6
@@ -69,7 +69,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--store", help=argparse.SUPPRESS)  # set for the ranks
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.data is not None and not options.data.is_dir():
+        parser.error(f"--data {options.data} is not a directory")
+    try:
+        for codec in options.codecs.split(","):
+            _core.Codec(codec)
+    except gradwire.InvalidArgument as error:
+        parser.error(f"--codecs {options.codecs}: {error}")
+    return options
 
 
 def rank_main(options: argparse.Namespace) -> int:

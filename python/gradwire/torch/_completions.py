@@ -37,7 +37,7 @@ class Completions:
 
     @property
     def pending(self) -> int:
-        """How many operations were submitted and have not finished."""
+        """How many operations were submitted and are not over."""
         return self._pending
 
     @property
@@ -57,7 +57,7 @@ class Completions:
     def close(self, timeout: float) -> None:
         """Lets the threads end after what was submitted, and waits for them."""
         self._tasks.put(None)
-        for thread in list(self._threads):
+        for thread in self._threads:  # which grows before its creator ends
             if thread is not threading.current_thread():
                 thread.join(timeout)
 
