@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import operator
+import os
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -491,3 +492,12 @@ def _close_all() -> None:
         with contextlib.suppress(Error):
             communicator.close(_EXIT_SECONDS)
     _core.await_calls(_EXIT_SECONDS)
+
+
+def _let_go_in_child() -> None:
+    """A forked child has the sockets, not the threads; kept open, they would outlive the rank."""
+    for communicator in list(_open):
+        communicator._core.let_go_in_child()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

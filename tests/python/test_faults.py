@@ -211,6 +211,29 @@ def test_a_fork_holds_a_shell() -> None:
     run(2, body, transport="shm", processes=True)
 
 
+def test_a_rank_is_missed_though_a_child_of_its_lives() -> None:
+    """As a DataLoader's workers may, for a while, when their trainer is killed."""
+    reader, writer = os.pipe()
+
+    def body(comm: Communicator) -> None:
+        comm.all_reduce(np.ones(3))
+        if comm.rank == 1:
+            if os.fork() == 0:
+                os.read(reader, 1)  # until rank 0 has given up
+                os._exit(0)
+            vanish(comm)
+        try:
+            comm.all_reduce(np.ones(3), timeout=20)
+        finally:
+            os.write(writer, b".")
+
+    missed = outcomes(2, body, transport="shm", processes=True)[0].error
+    os.close(reader)
+    os.close(writer)
+    assert isinstance(missed, TransportError)
+    assert missed.peer == 1
+
+
 def _use_in_child(comm: Communicator) -> int:
     try:
         for call in (*BLOCKED.values(), lambda comm: comm.abort(), lambda comm: comm.traffic):

@@ -45,6 +45,7 @@ class Communicator {
 
   // Throws Aborted in a process other than the one that made it.
   exec::Communicator& get() const;
+  void let_go_in_child() noexcept { communicator_->let_go_in_child(); }
   bool owned_here() const noexcept { return owner_ == ::getpid(); }
 
   // Holds `memory` until `work` is over.

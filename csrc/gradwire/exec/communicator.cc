@@ -230,6 +230,13 @@ void Communicator::close(double timeout) {
   control_ = transport::Control(identity_.rank, identity_.size);
 }
 
+void Communicator::let_go_in_child() noexcept {
+  links_ = Links({});
+  transfer_links_ = Links({});
+  control_.let_go();
+  wakeup_.reset();
+}
+
 void Communicator::stop_progress_thread() {
   {
     std::lock_guard lock(mutex_);  // not between the thread's last look and its sleep

@@ -78,6 +78,10 @@ class Communicator {
   // Finishes pending work, says BYE, lets go of all sockets. Later calls throw Aborted.
   void close(double timeout);
   bool closed() const;
+  // In a forked child, which has the descriptors but not the threads: closes them, so that they do
+  // not outlive the parent for its peers. Nothing else may be called there, not even the
+  // destructor.
+  void let_go_in_child() noexcept;
 
   Traffic traffic() const { return traffic_.read(); }
 

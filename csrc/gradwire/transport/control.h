@@ -74,6 +74,9 @@ class Control {
   // The next event that has arrived, if any; frames of a peer come before its end.
   std::optional<ControlEvent> poll();
 
+  // Closes every socket without a word.
+  void let_go() noexcept { links_.clear(); }
+
   // Readable when poll() may return something (level-triggered).
   int doorbell() const noexcept { return epoll_.get(); }
 
