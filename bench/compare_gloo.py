@@ -1,10 +1,11 @@
-"""gradwire's all_reduce beside that of torch's gloo, in the same processes, taking turns.
+"""gradwire's all_reduce beside that of torch's gloo, in processes of their own, taking turns.
 
     python bench/compare_gloo.py            # p = 2 and 4, 4 B to 64 MiB
 
-Writes a table and a picture to bench/results/. Each repetition times every contender once, in a
-rotating order, so that whatever else the machine does meets all of them. Times are of one call on
-the slowest rank: the median of the repetitions, calls of a repetition back to back.
+Writes a table and a picture to bench/results/. Each round starts fresh ranks for gloo alone and
+then for gradwire alone, so that neither has the other in its processes, and whatever else the
+machine does meets both. Times are of one call on the slowest rank: the median of all rounds'
+repetitions, calls of a repetition back to back.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from gradwire import Communicator, _launch
+from gradwire import _launch
 
 RESULTS = Path(__file__).parent / "results"
 CONTENDERS = ("gloo", "tcp", "shm", "auto")
@@ -34,6 +35,8 @@ TITLES = {
     "shm": "gradwire, shm",
     "auto": "gradwire, best link",
 }
+_TEAMS = (("gloo",), ("tcp", "shm", "auto"))  # contenders that share their processes
+_ROUNDS = 3
 _REPETITION_SECONDS = 0.02  # of one contender, at least, where calls are fast
 _MOST_CALLS = 300
 
@@ -48,9 +51,12 @@ def main() -> int:
     load = _OtherLoad()
     found: dict[int, Times] = {}
     for ranks in options.ranks:
-        code, found[ranks] = _start(ranks, options)
-        if code != 0:
-            return code
+        found[ranks] = {name: {} for name in CONTENDERS}
+        for team in _TEAMS * _ROUNDS:
+            code, times = _start(ranks, team, options)
+            if code != 0:
+                return code
+            _merge(found[ranks], times)
     machine = f"{_machine()}, of whose time other work took about {load.share():.0%}"
     stem = RESULTS / f"gloo-{datetime.date.today().isoformat()}"
     RESULTS.mkdir(exist_ok=True)
@@ -65,15 +71,23 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--max-bytes", type=int, default=64 << 20)
-    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=5, help="of each round")
+    parser.add_argument("--team", nargs="+", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--output", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _start(ranks: int, options: argparse.Namespace) -> tuple[int, Times]:
+def _merge(all_times: Times, more: Times) -> None:
+    for name, by_size in more.items():
+        for size, seconds in by_size.items():
+            all_times[name].setdefault(size, []).extend(seconds)
+
+
+def _start(ranks: int, team: Sequence[str], options: argparse.Namespace) -> tuple[int, Times]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "times.json"
         own = [__file__, "--output", str(output), "--repetitions", str(options.repetitions)]
+        own += ["--team", *team]
         code = _launch.run(["-n", str(ranks), *own, "--max-bytes", str(options.max_bytes)])
         return code, (_read(output) if code == 0 else {})
 
@@ -83,77 +97,86 @@ def _read(path: Path) -> Times:
     return {name: {int(k): v for k, v in times.items()} for name, times in loaded.items()}
 
 
+class _Gloo:
+    """torch's own, with what measuring needs."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.barrier, self.close = dist.barrier, dist.destroy_process_group
+
+    def all_reduce(self, x: Any, op: str = "sum") -> Any:
+        """In place."""
+        import torch.distributed as dist
+
+        dist.all_reduce(x, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
+        return x
+
+
 def _rank(options: argparse.Namespace) -> int:
     import gradwire
     import torch
-    import torch.distributed as dist
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    comms = {
-        "tcp": gradwire.init(transports=["tcp"]),
-        "shm": gradwire.init(transports=["shm"]),
-        "auto": gradwire.init(),
+    makers: dict[str, Callable[[], Any]] = {
+        "gloo": _Gloo,
+        "tcp": lambda: gradwire.init(transports=["tcp"]),
+        "shm": lambda: gradwire.init(transports=["shm"]),
+        "auto": gradwire.init,
     }
-    calls: dict[str, Callable[[Any], Any]] = {
-        "gloo": dist.all_reduce,
-        **{name: comm.all_reduce for name, comm in comms.items()},
-    }
-    times: Times = {name: {} for name in CONTENDERS}
+    comms = {name: makers[name]() for name in options.team}
+    times: Times = {name: {} for name in comms}
     size = 4
     while size <= options.max_bytes:
-        x = torch.zeros(size // 4)
-        _measure(calls, comms["auto"], x, options.repetitions, times)
+        _measure(comms, torch.zeros(size // 4), options.repetitions, times)
         size *= 4
-    if comms["auto"].rank == 0:
+    if comms[options.team[0]].rank == 0:
         Path(options.output).write_text(json.dumps(times))
     for comm in comms.values():
         comm.close()
-    dist.destroy_process_group()
     return 0
 
 
-def _measure(
-    calls: dict[str, Callable[[Any], Any]],
-    judge: Communicator,
-    x: Any,
-    repetitions: int,
-    times: Times,
-) -> None:
-    """All contenders at one size. `x` holds zeros, which sums of sums leave finite."""
-    for call in calls.values():
-        _check(call, x, judge.size)
-    number = {name: _fit(call, judge, x) for name, call in calls.items()}
-    for name in calls:
+def _measure(comms: dict[str, Any], x: Any, repetitions: int, times: Times) -> None:
+    """A team at one size. `x` holds zeros, which sums of sums leave finite."""
+    for comm in comms.values():
+        _check(comm, x)
+    number = {name: _fit(comm, x) for name, comm in comms.items()}
+    names = list(comms)
+    for name in names:
         times[name][x.nbytes] = []
     for repetition in range(repetitions):
-        turn = repetition % len(CONTENDERS)
-        for name in (*CONTENDERS[turn:], *CONTENDERS[:turn]):
-            times[name][x.nbytes].append(_seconds(calls[name], judge, x, number[name]))
+        turn = repetition % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            times[name][x.nbytes].append(_seconds(comms[name], x, number[name]))
 
 
-def _check(call: Callable[[Any], Any], x: Any, size: int) -> None:
+def _check(comm: Any, x: Any) -> None:
     x.fill_(1)
-    call(x)
-    assert bool((x == size).all()), "a contender's sum is wrong"
+    comm.all_reduce(x)
+    assert bool((x == comm.size).all()), "a contender's sum is wrong"
     x.zero_()
 
 
-def _fit(call: Callable[[Any], Any], judge: Communicator, x: Any) -> int:
-    once = _seconds(call, judge, x, 3)
+def _fit(comm: Any, x: Any) -> int:
+    once = _seconds(comm, x, 3)
     return max(1, min(_MOST_CALLS, math.ceil(_REPETITION_SECONDS / once)))
 
 
-def _seconds(call: Callable[[Any], Any], judge: Communicator, x: Any, number: int) -> float:
-    from gradwire._measure import slowest
+def _seconds(comm: Any, x: Any, number: int) -> float:
+    """Of one call, on the slowest rank."""
+    import torch
 
-    call(x)
-    judge.barrier()
+    comm.all_reduce(x)
+    comm.barrier()
     start = perf_counter()
     for _ in range(number):
-        call(x)
-    return slowest(judge, (perf_counter() - start) / number)
+        comm.all_reduce(x)
+    own = torch.tensor([(perf_counter() - start) / number], dtype=torch.float64)
+    return float(comm.all_reduce(own, op="max"))
 
 
 def _document(found: dict[int, Times], options: argparse.Namespace, machine: str, stem: str) -> str:
@@ -167,7 +190,8 @@ def _document(found: dict[int, Times], options: argparse.Namespace, machine: str
         f"{now}; {machine}; torch {torch.__version__}; `{command}`.",
         "",
         "Microseconds of one call on the slowest rank, all ranks on one host: median of "
-        f"{options.repetitions} repetitions, in which the contenders take turns. "
+        f"{options.repetitions * _ROUNDS} repetitions in {_ROUNDS} rounds, in which gloo and "
+        "gradwire take turns, each in processes of its own. "
         "In brackets: how many times faster than gloo.",
         "",
         f"![Time and bus bandwidth]({stem}.png)",

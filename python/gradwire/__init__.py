@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as _Sequence
 
 from gradwire import _core, _rendezvous, _world
-from gradwire._communicator import Communicator, Traffic, from_mesh
+from gradwire._communicator import Communicator, Traffic
+from gradwire._communicator import from_mesh as _from_mesh
 from gradwire._errors import (
     Aborted,
     Error,
@@ -25,7 +26,8 @@ from gradwire._errors import (
 )
 from gradwire._schedules import Edge, Report, Schedule, ScheduleBuilder, Shape, algorithms
 from gradwire._spawn import spawn
-from gradwire._work import Work, seconds
+from gradwire._work import Work
+from gradwire._work import seconds as _seconds
 
 __version__ = "0.1.0"
 
@@ -57,7 +59,7 @@ def init(
     rank: int | None = None,
     size: int | None = None,
     store: str | None = None,
-    transports: Sequence[str] | None = None,
+    transports: _Sequence[str] | None = None,
     timeout: float = 300,
     secret: bytes | str | None = None,
 ) -> Communicator:
@@ -82,9 +84,9 @@ def init(
         raise InvalidArgument("store= needs rank= and size=; or set GRADWIRE_STORE")
     else:
         world = _world.from_environment()
-    limit = seconds(timeout)
+    limit = _seconds(timeout)
     mesh = _rendezvous.rendezvous(world, timeout=limit, transports=transports, secret=secret)
-    return from_mesh(mesh, timeout=limit)
+    return _from_mesh(mesh, timeout=limit)
 
 
 def codecs() -> list[str]:

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <sstream>
 #include <utility>
 
 #include "gradwire/base/error.h"
@@ -43,6 +44,13 @@ transport::Options transfer_options(const Identity& identity, const Tuning& tuni
   options.messages_per_peer = 4;  // who does not receive holds up nobody else
   options.messages = std::max(4, options.messages_per_peer * (identity.size - 1));
   return options;
+}
+
+// "2.5 s", without the zeros of to_string.
+std::string seconds_text(double seconds) {
+  std::ostringstream text;
+  text << seconds << " s";
+  return text.str();
 }
 
 }  // namespace
@@ -492,7 +500,7 @@ void Communicator::check_deadlines() {
   const Rank peer = frame != nullptr ? execution_.waiting_for() : links_.full_peer();
   const Rank culprit = end_of_chain(peer);
   std::string text = me + current_->operation.plan().spec().to_string() +
-                     " did not finish within " + std::to_string(current_->timeout) + " s";
+                     " did not finish within " + seconds_text(current_->timeout);
   if (frame != nullptr)
     text += "; it waits for rank " + std::to_string(peer) + " in round " +
             std::to_string(frame->round) + ", segment " + std::to_string(frame->segment);
