@@ -50,7 +50,11 @@ class Row(NamedTuple):
 def main() -> int:
     options = parse_options()
     if "RANK" in os.environ:
-        return rank_main(options)
+        code = rank_main(options)
+        sys.stdout.flush()
+        # DDP keeps gloo's threads beyond destroy_process_group, and a native thread that wants the
+        # interpreter while that shuts down aborts the process: leave without a shutdown.
+        os._exit(code)
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         program = [__file__, *sys.argv[1:], "--store", f"{scratch}/store"]
