@@ -52,8 +52,8 @@ def main() -> int:
     if "RANK" in os.environ:
         code = rank_main(options)
         sys.stdout.flush()
-        # A work-around, not a cure: 2 of about 60 runs ended a rank with SIGABRT while the interpreter
-        # shut down. The cause is not known; user scripts are exposed. See ARCHITECTURE.md.
+        # A work-around, not a cure: 2 of about 60 runs ended a rank with SIGABRT at interpreter
+        # shutdown. The cause is not known; user scripts are exposed. See ARCHITECTURE.md.
         os._exit(code)
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
