@@ -7,6 +7,7 @@ if the replicas of some row differ. `make demo` runs it; see --help for what can
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import os
 import socket
@@ -50,11 +51,7 @@ class Row(NamedTuple):
 def main() -> int:
     options = parse_options()
     if "RANK" in os.environ:
-        code = rank_main(options)
-        sys.stdout.flush()
-        # A work-around, not a cure: 2 of about 60 runs ended a rank with SIGABRT at interpreter
-        # shutdown. The cause is not known; user scripts are exposed. See ARCHITECTURE.md.
-        os._exit(code)
+        return rank_main(options)
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         program = [__file__, *sys.argv[1:], "--store", f"{scratch}/store"]
@@ -88,9 +85,8 @@ def rank_main(options: argparse.Namespace) -> int:
     """One rank of the launch: trains every row; rank 0 prints the table."""
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), options.ranks
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(options.store, ranks), rank=rank, world_size=ranks
-    )
+    store = dist.FileStore(options.store, ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     data = images.load(options.data)
     if options.epochs is not None:
         options.steps = int(options.epochs * (len(data.train_labels) // (options.batch * ranks)))
@@ -98,8 +94,20 @@ def rank_main(options: argparse.Namespace) -> int:
     rows = [train_row(options, data, codec) for codec in codecs]
     if rank == 0:
         print_table(options, data, rows)
-    dist.destroy_process_group()
+    leave(store, rank, ranks)
     return 0 if all(row.identical for row in rows) else 1
+
+
+def leave(store: dist.Store, rank: int, ranks: int) -> None:
+    """Ends the process group and its threads, once no rank needs it any more.
+
+    A thread of torch's gloo that lets go of a tensor while the interpreter shuts down aborts the
+    process, and a model in a reference cycle keeps the group and its threads alive.
+    """
+    store.set(f"leaving/{rank}", b"")
+    store.wait([f"leaving/{each}" for each in range(ranks)])
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def train_row(options: argparse.Namespace, data: images.Images, codec: str | None) -> Row:
