@@ -25,9 +25,9 @@ constexpr int kInterruptMilliseconds = 100;
 constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
 // A rank that has waited so long says for whom.
 constexpr double kAnnounceSeconds = 1;
+// How long a peer that does not read may hold up the last words of a failed communicator.
+constexpr double kLastWordSeconds = 1;
 constexpr std::size_t kLeastMessage = 4096, kMostMessage = std::size_t{1} << 30;
-// How long a failed link waits for the control plane to name the root cause.
-constexpr double kRootCauseSeconds = 0.5;
 
 transport::Options link_options(const Identity& identity, const Tuning& tuning) {
   transport::Options options;
@@ -59,11 +59,10 @@ Communicator::Communicator(Identity identity, Tuning tuning)
     : identity_(std::move(identity)),
       links_(link_options(identity_, tuning)),
       transfer_links_(transfer_options(identity_, tuning)),
-      control_(identity_.rank, identity_.size),
+      control_(identity_.rank, identity_.size, [this] { return position(); }),
       wakeup_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       plans_({identity_.rank, identity_.size, identity_.hosts, tuning.max_message,
               tuning.segment_bytes}),
-      waits_for_(static_cast<std::size_t>(identity_.size), kNoPeer),
       transfers_(identity_.rank, identity_.size, identity_.communicator) {
   if (tuning.max_message < kLeastMessage || tuning.max_message > kMostMessage)
     throw InvalidArgument("max_message is " + std::to_string(tuning.max_message) +
@@ -219,23 +218,40 @@ void Communicator::close(double timeout) {
     changed_.wait_for(lock, std::chrono::milliseconds(deadline.milliseconds_left(100)));
   const bool in_peace = !failure_ && idle();
   if (in_peace) {
-    transport::ControlFrame bye;
-    bye.type = transport::ControlType::kBye;
-    bye.culprit = identity_.rank;
-    control_.broadcast(bye);
+    control_.say_bye();
     closed_ = true;
   }
   lock.unlock();
   if (!in_peace)
     abort("rank " + std::to_string(identity_.rank) +
           " closed its communicator with work in flight");
+  let_go();
+}
+
+void Communicator::let_go() {
   stop_progress_thread();
-  lock.lock();
+  std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return !driving_; });  // a caller's thread, about to see the abort
   closed_ = true;
   links_ = Links({});
   transfer_links_ = Links({});
-  control_ = transport::Control(identity_.rank, identity_.size);
+  control_ = ControlPlane(identity_.rank, identity_.size, nullptr);
+}
+
+std::vector<std::pair<Rank, transport::Released>> Communicator::release_controls() {
+  std::unique_lock lock(mutex_);
+  if (closed_) throw Aborted("this communicator is closed");
+  if (!failure_ && !abort_requested_)
+    throw InvalidArgument("this communicator has not failed: to leave it all the same, abort() it");
+  changed_.wait(lock, [this] { return !driving_; });
+  std::vector<std::pair<Rank, transport::Released>> released;
+  for (Rank peer = 0; peer < identity_.size; ++peer)
+    if (auto each = control_.release(peer, kLastWordSeconds))
+      released.emplace_back(peer, std::move(*each));
+  closed_ = true;
+  lock.unlock();
+  let_go();
+  return released;
 }
 
 void Communicator::let_go_in_child() noexcept {
@@ -318,12 +334,12 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
     const codec::FloatEnvironment environment;
     for (unsigned idle = 0, turns = 0; !finished(until);) {
       if (++turns % kTurnsBetweenLooks == 0) {
-        check_control();
+        control_.listen();
         check_deadlines();
       }
       if (advance()) {
         idle = 0;
-        if (announced_) announce_waiting(kNoPeer);
+        if (waits_since_) stop_waiting();
       } else {
         rest(++idle, interrupt);
       }
@@ -335,7 +351,7 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
   } catch (const RootCause& told) {
     fail(told.error);
   } catch (...) {
-    fail(root_cause(std::current_exception()));
+    fail(control_.root_cause(std::current_exception()));
   }
   lock.lock();
   driving_ = false;
@@ -392,7 +408,8 @@ bool Communicator::start_next() {
   Execution::Call call = current_->operation.call();
   call.rank = identity_.rank;
   call.communicator = identity_.communicator;
-  call.operation = operation_++;
+  call.operation = control_.history().calls();
+  control_.begin_call(current_->operation.shared_plan());
   execution_.start(call);
   return true;
 }
@@ -410,18 +427,18 @@ void Communicator::finish_current() {
 void Communicator::rest(unsigned idle, const Interrupt& interrupt) {
   if (idle <= kSpins) return __builtin_ia32_pause();
   if (idle <= kSpins + kYields) return static_cast<void>(::sched_yield());
-  if (idle == kSpins + kYields + 1 && current_ != nullptr)
-    announce_at_ = Deadline::after(std::min(current_->timeout / 2, kAnnounceSeconds));
+  if (!waits_since_) start_waiting();
   check_stall();
   sleep(interrupt);
 }
 
 void Communicator::sleep(const Interrupt& interrupt) {
-  check_control();
+  control_.listen();
   check_deadlines();
   links_.arm();
   transfer_links_.arm();
   const bool moved = advance();  // once more: what came before arm() rings no bell
+  if (moved) stop_waiting();
   if (!moved && !attention_) poll_doorbells();
   links_.disarm();
   transfer_links_.disarm();
@@ -459,33 +476,38 @@ void Communicator::poll_doorbells() {
   if (fds[0].revents != 0) ::eventfd_read(wakeup_.get(), &ignored);
 }
 
+void Communicator::start_waiting() {
+  waits_since_ = Deadline::Clock::now();
+  if (current_ != nullptr)
+    announce_at_ = Deadline::after(std::min(current_->timeout / 2, kAnnounceSeconds));
+}
+
+void Communicator::stop_waiting() {
+  waits_since_.reset();
+  if (std::exchange(announced_, false)) control_.announce();
+}
+
+Position Communicator::position() const {
+  Position at;
+  at.in_call = current_ != nullptr;
+  if (!at.in_call || !waits_since_) return at;
+  at.seconds = std::chrono::duration<double>(Deadline::Clock::now() - *waits_since_).count();
+  at.waits_for = execution_.waiting_for();
+  if (const Frame* frame = execution_.waiting_frame()) {
+    at.round = frame->round;
+    at.segment = frame->segment;
+  }
+  return at;
+}
+
 // Tells the others, once, whom this rank waits for: so that a timeout blames the rank at the end of
 // the chain and not the innocent neighbour.
 void Communicator::check_stall() {
   if (current_ == nullptr || announced_) return;
   if (!announce_at_.passed()) return;
   announce_at_ = Deadline::never();
-  const Rank peer = execution_.waiting_for();
-  if (peer != kNoPeer) announce_waiting(peer);
-}
-
-void Communicator::announce_waiting(Rank peer) {
-  announced_ = peer != kNoPeer;
-  transport::ControlFrame frame;
-  frame.type = transport::ControlType::kWaiting;
-  frame.culprit = peer;
-  frame.operation = operation_ - 1;
-  control_.broadcast(frame);
-}
-
-// Whom everybody waits for: the first rank on the way that did not say that it waits itself.
-Rank Communicator::end_of_chain(Rank peer) const {
-  for (int step = 0; step < identity_.size; ++step) {
-    const Rank next = peer == kNoPeer ? kNoPeer : waits_for_[static_cast<std::size_t>(peer)];
-    if (next == kNoPeer || next == identity_.rank) break;
-    peer = next;
-  }
-  return peer;
+  announced_ = true;
+  control_.announce();
 }
 
 void Communicator::check_deadlines() {
@@ -495,12 +517,12 @@ void Communicator::check_deadlines() {
     throw Timeout(me + "no send or recv matched with " + whom + " before the timeout", late->peer);
   }
   if (current_ == nullptr || !current_->deadline.passed()) return;
-  check_control();  // the latest on who waits for whom
+  control_.listen();  // the latest on who waits for whom
   const Frame* frame = execution_.waiting_frame();
   const Rank peer = frame != nullptr ? execution_.waiting_for() : links_.full_peer();
-  const Rank culprit = end_of_chain(peer);
-  std::string text = me + current_->operation.plan().spec().to_string() +
-                     " did not finish within " + seconds_text(current_->timeout);
+  const Rank culprit = control_.end_of_chain(peer);
+  std::string text = me + current_->operation.plan().text() + " did not finish within " +
+                     seconds_text(current_->timeout);
   if (frame != nullptr)
     text += "; it waits for rank " + std::to_string(peer) + " in round " +
             std::to_string(frame->round) + ", segment " + std::to_string(frame->segment);
@@ -515,43 +537,6 @@ void Communicator::check_deadlines() {
 
 // ---- Failures ----------------------------------------------------------------------------------
 
-void Communicator::check_control() {
-  while (const auto event = control_.poll()) {
-    if (event->frame.type == transport::ControlType::kFailure)
-      throw RootCause{error_of(event->frame)};
-    if (event->frame.type == transport::ControlType::kWaiting)
-      waits_for_[static_cast<std::size_t>(event->from)] = event->frame.culprit;
-  }
-}
-
-// A link's failure is often the echo of another: ask the control plane, which knows the culprit.
-std::exception_ptr Communicator::root_cause(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const TransportError& e) {
-    return control_says(e.peer()).value_or(error);
-  } catch (...) {
-    return error;
-  }
-}
-
-std::optional<std::exception_ptr> Communicator::control_says(Rank peer) {
-  const Deadline deadline = Deadline::after(kRootCauseSeconds);
-  do {
-    while (const auto event = control_.poll())
-      if (event->frame.type == transport::ControlType::kFailure) return error_of(event->frame);
-    if (peer >= 0 && control_.said_bye(peer))
-      return std::make_exception_ptr(TransportError(
-          "rank " + std::to_string(identity_.rank) + ": rank " + std::to_string(peer) +
-              " closed its communicator while this rank still waited for it; did all ranks make "
-              "the same calls?",
-          peer));
-    pollfd fd{control_.doorbell(), POLLIN, 0};
-    ::poll(&fd, 1, deadline.milliseconds_left(kInterruptMilliseconds));
-  } while (!deadline.passed());
-  return std::nullopt;
-}
-
 void Communicator::fail(const std::exception_ptr& error) noexcept {
   std::lock_guard lock(mutex_);
   fail_locked(error);
@@ -561,7 +546,7 @@ void Communicator::fail(const std::exception_ptr& error) noexcept {
 void Communicator::fail_locked(const std::exception_ptr& error) noexcept {
   if (failure_) return;
   failure_ = error;
-  control_.broadcast(failure_frame(error, identity_.rank));
+  control_.say_failure(error);
   current_ = nullptr;
   for (auto& each : queue_) each->work->finish(error);
   queue_.clear();

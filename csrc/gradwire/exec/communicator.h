@@ -22,13 +22,13 @@
 
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/fd.h"
+#include "gradwire/exec/control_plane.h"
 #include "gradwire/exec/execution.h"
 #include "gradwire/exec/links.h"
 #include "gradwire/exec/operation.h"
 #include "gradwire/exec/plan_cache.h"
 #include "gradwire/exec/point_to_point.h"
 #include "gradwire/exec/work.h"
-#include "gradwire/transport/control.h"
 
 namespace gradwire::exec {
 
@@ -78,6 +78,9 @@ class Communicator {
   // Finishes pending work, says BYE, lets go of all sockets. Later calls throw Aborted.
   void close(double timeout);
   bool closed() const;
+  // Closes a failed communicator, but for the control sockets that live: they are given away, and
+  // carry nothing more of it once this rank's failure has been read.
+  std::vector<std::pair<Rank, transport::Released>> release_controls();
   // In a forked child, which has the descriptors but not the threads: closes them, so that they do
   // not outlive the parent for its peers. Nothing else may be called there, not even the
   // destructor.
@@ -103,6 +106,7 @@ class Communicator {
   void start_progress_thread();
   void start_progress_thread_locked();
   void stop_progress_thread();
+  void let_go();
   void progress_loop(const std::stop_token& stop);
 
   void drive_or_wait(Work& work, Deadline deadline, const Interrupt& interrupt);
@@ -122,19 +126,17 @@ class Communicator {
   int longest_sleep() const;
   void poll_doorbells();
   void check_deadlines();
+  Position position() const;
+  void start_waiting();
+  void stop_waiting();
   void check_stall();
-  void announce_waiting(Rank peer);
-  Rank end_of_chain(Rank peer) const;
-  void check_control();
-  std::exception_ptr root_cause(const std::exception_ptr& error);
-  std::optional<std::exception_ptr> control_says(Rank peer);
   void fail(const std::exception_ptr& error) noexcept;
   void fail_locked(const std::exception_ptr& error) noexcept;
 
   Identity identity_;
   Links links_;
   Links transfer_links_;
-  transport::Control control_;
+  ControlPlane control_;
   UniqueFd wakeup_;  // eventfd: something was submitted or aborted
 
   mutable std::mutex mutex_;         // everything below but the driver's own
@@ -153,12 +155,11 @@ class Communicator {
   // The driver's own; anybody's under the mutex while nobody drives.
   Pending* current_ = nullptr;  // the front of the queue, started
   Deadline interrupt_due_ = Deadline::after(0);
+  std::optional<Deadline::Clock::time_point> waits_since_;  // nothing has moved since
   Deadline announce_at_ = Deadline::never();
-  bool announced_ = false;       // the others were told whom this rank waits for
-  std::vector<Rank> waits_for_;  // what the others told; kNoPeer: nothing
+  bool announced_ = false;  // the others were told whom this rank waits for
   Execution execution_;
   PointToPoint transfers_;
-  std::uint32_t operation_ = 0;
   TrafficCounter traffic_;
 
   std::jthread progress_;

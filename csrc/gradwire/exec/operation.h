@@ -66,6 +66,7 @@ class Operation {
   void copy_out() const { copy(after_); }
   Execution::Call call() const;
   const Plan& plan() const noexcept { return *plan_; }
+  const std::shared_ptr<const Plan>& shared_plan() const noexcept { return plan_; }
 
  private:
   static void copy(const std::vector<CopyStep>& steps);

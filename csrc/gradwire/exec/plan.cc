@@ -409,6 +409,7 @@ Plan::Plan(const Schedule& schedule, Binding binding) : binding_(std::move(bindi
     throw ScheduleError("schedule '" + schedule.name + "' has more than 65535 rounds");
   if (reduces(spec.collective) && spec.op == ReduceOp::kAvg) factor_ = 1.0 / schedule.ranks;
   fingerprint_ = spec.fingerprint();
+  text_ = spec.to_string();
   Maker(*this, schedule).make();
 }
 

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "gradwire/base/op.h"
@@ -83,6 +84,8 @@ class Plan {
   const codec::Codec& codec() const noexcept { return *binding_.codec; }
   bool lossy() const noexcept { return binding_.codec->combine() != codec::Combine::kPlain; }
   std::uint32_t fingerprint() const noexcept { return fingerprint_; }
+  // OpSpec::to_string(), for messages.
+  const std::string& text() const noexcept { return text_; }
   int segments() const noexcept { return segments_; }
 
   const std::vector<Frame>& sends() const noexcept { return sends_; }
@@ -113,6 +116,7 @@ class Plan {
 
   Binding binding_;
   std::uint32_t fingerprint_ = 0;
+  std::string text_;
   int segments_ = 1;
   double factor_ = 1;
   std::vector<Frame> sends_;

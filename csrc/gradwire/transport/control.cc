@@ -1,17 +1,23 @@
 #include "gradwire/transport/control.h"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "gradwire/base/error.h"
 #include "gradwire/transport/socket.h"
 
 namespace gradwire::transport {
 namespace {
+
+// Frames that only inform, sent to a peer before it has read the first of them.
+constexpr std::uint32_t kWindow = 64;
+constexpr int kPollMilliseconds = 100;
 
 template <typename Enum>
 bool within(Enum value, Enum first, Enum last) {
@@ -20,7 +26,7 @@ bool within(Enum value, Enum first, Enum last) {
 
 bool is_valid(const ControlFrame& frame, int size) {
   return frame.magic == ControlFrame{}.magic &&
-         within(frame.type, ControlType::kFailure, ControlType::kFingerprint) &&
+         within(frame.type, ControlType::kFailure, ControlType::kHeard) &&
          within(frame.kind, FailureKind::kTransport, FailureKind::kOther) &&
          within(frame.culprit, kNoPeer, size - 1);
 }
@@ -46,13 +52,32 @@ void Control::adopt(UniqueFd socket, Rank peer) {
   at(peer).socket = std::move(socket);
 }
 
-void Control::send(Rank peer, const ControlFrame& frame) noexcept {
+void Control::send(Rank peer, ControlFrame frame) noexcept {
   Link& link = links_[static_cast<std::size_t>(peer)];
-  if (!link.socket.valid() || !push_out(link)) return;
+  if (!link.socket.valid() || !push_out(link) || !may_send(link, frame.type)) return;
+  frame.heard = link.heard;
   std::memcpy(link.outgoing.data(), &frame, sizeof frame);
   link.unsent = sizeof frame;
   push_out(link);
-  if (link.unsent == sizeof frame) link.unsent = 0;  // nothing of it went: dropped
+  if (link.unsent == sizeof frame) {
+    link.unsent = 0;  // nothing of it went: dropped
+    return;
+  }
+  link.told_heard = link.heard;
+  if (frame.type != ControlType::kHeard) ++link.sent;
+}
+
+bool Control::may_send(const Link& link, ControlType type) noexcept {
+  const bool last_word = type == ControlType::kFailure || type == ControlType::kBye;
+  return last_word || type == ControlType::kHeard || link.sent - link.peer_heard < kWindow;
+}
+
+// So that a peer that is only listened to knows that it is.
+void Control::acknowledge(Rank peer) noexcept {
+  if (at(peer).heard - at(peer).told_heard < kWindow / 2) return;
+  ControlFrame frame;
+  frame.type = ControlType::kHeard;
+  send(peer, frame);
 }
 
 bool Control::push_out(Link& link) noexcept {
@@ -92,8 +117,25 @@ std::optional<ControlEvent> Control::take_frame(Rank peer) {
   link.received = 0;
   if (!is_valid(event.frame, static_cast<int>(links_.size())))
     return end(peer, "it sent bytes that are no control frame");
+  link.peer_heard = event.frame.heard;
+  if (event.frame.type == ControlType::kHeard) return std::nullopt;
+  ++link.heard;
+  acknowledge(peer);
   if (event.frame.type == ControlType::kBye) link.bye = true;
   return event;
+}
+
+std::optional<Released> Control::release(Rank peer, double timeout) {
+  Link& link = at(peer);
+  if (!link.socket.valid()) return std::nullopt;
+  const Deadline deadline = Deadline::after(timeout);
+  while (!push_out(link)) {
+    pollfd room{link.socket.get(), POLLOUT, 0};
+    if (::poll(&room, 1, deadline.milliseconds_left(kPollMilliseconds)) < 0 || deadline.passed())
+      return std::nullopt;
+  }
+  unwatch(epoll_.get(), link.socket.get());
+  return Released{std::move(link.socket), std::string(link.incoming.data(), link.received)};
 }
 
 std::optional<ControlEvent> Control::end(Rank peer, const std::string& reason) {

@@ -2,9 +2,9 @@
 // It carries little and tells the root cause: who failed and why, who waits for whom, who left in
 // peace.
 //
-// Used by one thread at a time (the engine), but abort-safe sends are not needed: abort() only
-// rings. Nothing blocks: a frame that does not fit the socket's buffer is dropped for that peer
-// (its owner is not reading and will see the closed socket instead).
+// Used by one thread at a time, the communicator's driver. Nothing blocks. A peer may not read for
+// long, because it computes: it is sent a few frames that only inform, then none, so that the last
+// words (kFailure, kBye) always fit, and TCP never takes its closed window for a dead host.
 #pragma once
 
 #include <array>
@@ -20,10 +20,14 @@
 namespace gradwire::transport {
 
 enum class ControlType : std::uint8_t {
-  kFailure = 1,      // culprit, kind, reason: the sender's communicator is dead
-  kBye = 2,          // the sender closed in peace; its silence is no failure
-  kWaiting = 3,      // the sender waits for `culprit` in `operation` since `value` milliseconds
-  kFingerprint = 4,  // the sender is at `operation` with fingerprint `value`; text = OpSpec
+  kFailure = 1,   // culprit, kind, reason: the sender's communicator is dead
+  kBye = 2,       // the sender closed in peace; its silence is no failure
+  kPosition = 3,  // where the sender is: in its last call, or out of it; what it waits for there
+  kHeard = 4,     // nothing but `heard`, when there was nothing else to say for long
+};
+
+enum ControlFlags : std::uint32_t {
+  kInCall = 1,  // the last call is still in flight
 };
 
 // What kind of error a failure is, so that every rank raises the same type.
@@ -36,17 +40,23 @@ enum class FailureKind : std::uint8_t {
 };
 
 // One frame, the same size always; foreign bytes: type, kind and culprit are checked on arrival.
+// All frames but kFailure and kHeard tell of the sender's calls.
 struct ControlFrame {
-  std::uint32_t magic = 0x31435247;  // "GRC1"
+  std::uint32_t magic = 0x32435247;  // "GRC2"
   ControlType type = ControlType::kFailure;
   FailureKind kind = FailureKind::kOther;
-  std::int16_t reserved = 0;
-  std::int32_t culprit = -1;
-  std::uint32_t operation = 0;
-  std::uint64_t value = 0;
-  std::array<char, 232> text{};  // zero-padded UTF-8, may be cut
+  std::uint16_t round = 0;        // of what the sender waits for
+  std::int32_t culprit = -1;      // who failed; kPosition: for whom the sender waits, kNoPeer: none
+  std::uint32_t calls = 0;        // how many collectives the sender has begun, modulo 2^32
+  std::uint32_t fingerprint = 0;  // of the last of them, which is number calls - 1
+  std::uint32_t segment = 0;      // as round
+  std::uint64_t digest = 0;       // of the fingerprints of all calls
+  std::uint64_t value = 0;        // kPosition: milliseconds since it waits
+  std::uint32_t heard = 0;        // how many frames of the receiver's the sender has read
+  std::uint32_t flags = 0;        // ControlFlags
+  std::array<char, 464> text{};   // zero-padded UTF-8, may be cut: the reason; or the last call
 };
-static_assert(sizeof(ControlFrame) == 256);
+static_assert(sizeof(ControlFrame) == 512);
 
 // The text of a frame; what does not fit is cut.
 void set_text(ControlFrame& frame, std::string_view text) noexcept;
@@ -60,6 +70,12 @@ struct ControlEvent {
   ControlFrame frame;
 };
 
+// A socket that was given away, and what was read of its next frame.
+struct Released {
+  UniqueFd socket;
+  std::string received;
+};
+
 class Control {
  public:
   Control(Rank rank, int size);
@@ -68,12 +84,15 @@ class Control {
   // TCP_USER_TIMEOUT where it is TCP.
   void adopt(UniqueFd socket, Rank peer);
 
-  void send(Rank peer, const ControlFrame& frame) noexcept;
+  void send(Rank peer, ControlFrame frame) noexcept;
   void broadcast(const ControlFrame& frame) noexcept;
 
   // The next event that has arrived, if any; frames of a peer come before its end.
   std::optional<ControlEvent> poll();
 
+  // Gives up a peer's socket, with no frame begun on it but not finished; nullopt where there is
+  // none left or the frame can't be finished in time.
+  std::optional<Released> release(Rank peer, double timeout);
   // Closes every socket without a word.
   void let_go() noexcept { links_.clear(); }
 
@@ -91,9 +110,14 @@ class Control {
     std::array<char, sizeof(ControlFrame)> incoming{};
     std::size_t received = 0;
     std::array<char, sizeof(ControlFrame)> outgoing{};
-    std::size_t unsent = 0;  // the last bytes of `outgoing`: a started frame must be finished
+    std::size_t unsent = 0;   // the last bytes of `outgoing`: a started frame must be finished
+    std::uint32_t sent = 0;   // frames, kHeard aside, ...
+    std::uint32_t heard = 0;  // ... and read
+    std::uint32_t peer_heard = 0, told_heard = 0;
     bool bye = false;
   };
+  static bool may_send(const Link& link, ControlType type) noexcept;
+  void acknowledge(Rank peer) noexcept;
   Link& at(Rank peer) { return links_.at(static_cast<std::size_t>(peer)); }
   static bool push_out(Link& link) noexcept;
   std::optional<ControlEvent> read(Rank peer);
