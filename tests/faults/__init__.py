@@ -1,0 +1,4 @@
+"""The fault campaign: random faults in random jobs, and what must hold all the same.
+
+`python -m faults --count 1000 --seed S` runs it (`make faults`); `--only N` repeats one case.
+"""

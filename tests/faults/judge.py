@@ -1,0 +1,144 @@
+"""What must hold of a case: no hang, no wrong result, no leak, and the right error in time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from faults.cases import SET_UP, Case
+from faults.ranks import Outcome
+from faults.supervisor import Finished
+
+_TYPED = ("TransportError", "Timeout", "Aborted", "InvalidArgument", "RendezvousError")
+_LOAD_SECONDS = 3.0  # by which a machine that runs several cases at once may be late
+_DEATH_SECONDS = 2.0  # for all to know of a rank's death
+_HARMLESS = ("none", "slow", "pause", "delay")
+_DEADLY = ("kill", "crash")  # the culprit does not report
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a kind of fault does to the ranks other than the culprit."""
+
+    errors: tuple[str, ...]  # the types that they may raise
+    named: tuple[str, ...] = ()  # who `peer` may be: "culprit", "peer"; nothing: anybody
+    certain: bool = True  # every rank must raise if the culprit did not reach the last barrier
+    within: float = _DEATH_SECONDS  # seconds after the fault
+    own: tuple[str, ...] = ()  # what the culprit may raise; nothing: the same
+
+
+_RULES = {
+    "kill": Rule(("TransportError",), ("culprit",)),
+    "crash": Rule(("TransportError",), ("culprit",)),
+    "stop": Rule(("Timeout",), ("culprit",), own=_TYPED),
+    "silence": Rule(("Timeout",), ("culprit", "peer"), certain=False),
+    "exception": Rule(("Aborted",), own=("ValueError", "SystemExit")),
+    "interrupt": Rule(("Aborted",), own=("KeyboardInterrupt",)),
+    "abort": Rule(("Aborted",)),
+    "leave": Rule(("TransportError",), ("culprit",)),
+    "mismatch": Rule(("InvalidArgument",)),
+    "cut": Rule(("TransportError",), ("culprit", "peer"), certain=False),
+    "truncate": Rule(("TransportError",), ("culprit",), certain=False),
+    "header": Rule(("TransportError", "InvalidArgument"), ("culprit",), certain=False),
+    "garble": Rule(_TYPED, certain=False),
+}
+
+
+def problems(case: Case, finished: Finished) -> list[str]:
+    """Everything that must not be; empty for a case that went well."""
+    found = [
+        f"rank {rank} hangs in call {finished.entered.get(rank, SET_UP)}"
+        for rank in range(case.ranks)
+        if rank not in finished.outcomes
+    ]
+    for _, outcome in sorted(finished.outcomes.items()):
+        found += _Verdict(case, finished, outcome).problems()
+    return found
+
+
+def bit(finished: Finished) -> bool:
+    """Whether it did anything to anyone."""
+    return any(
+        each.error or each.wrong or each.died is not None for each in finished.outcomes.values()
+    )
+
+
+def latency(case: Case, finished: Finished) -> float | None:
+    """Seconds until the last rank other than the culprit raised."""
+    times = [
+        each.at
+        for rank, each in finished.outcomes.items()
+        if each.error and rank != case.fault.culprit
+    ]
+    return max(times) - finished.fired_at if times and finished.fired_at else None
+
+
+@dataclass
+class _Verdict:
+    """On one rank."""
+
+    case: Case
+    finished: Finished
+    outcome: Outcome
+
+    def problems(self) -> list[str]:
+        found = self._wrong_results() + [f"leak: {each}" for each in self.outcome.leaks]
+        found += self._ending()
+        return [f"{self.outcome}: {each}" for each in found]
+
+    def _wrong_results(self) -> list[str]:
+        """A flipped bit of a payload is one wrong element; the wire has no checksum to tell."""
+        allowed = 1 if self.case.fault.kind == "payload" else 0
+        return [
+            f"{elements} wrong elements in call {call}"
+            for call, elements in self.outcome.wrong
+            if elements > allowed
+        ]
+
+    def _ending(self) -> list[str]:
+        if self.outcome.died is not None:
+            expected = self._is_culprit and self.case.fault.kind in (*_DEADLY, "interrupt")
+            return [] if expected else ["died"]
+        if not self.outcome.error:
+            return ["did not notice"] if self._must_raise else []
+        rule = _RULES.get(self.case.fault.kind)
+        if rule is None or self.finished.fired_at is None:
+            return ["failed without a cause"]
+        if self._is_culprit and rule.own:
+            return [] if self.outcome.error in rule.own else [f"is not one of {rule.own}"]
+        return self._error(rule)
+
+    def _error(self, rule: Rule) -> list[str]:
+        found = []
+        if self.outcome.error not in rule.errors and not self._is_consequence(rule):
+            found.append(f"is not one of {rule.errors}")
+        elif self.outcome.error in ("TransportError", "Timeout") and not self._names(rule):
+            found.append(f"does not name the {' or '.join(rule.named)}")
+        late = self.outcome.at - (self.finished.fired_at or 0.0) - rule.within - _LOAD_SECONDS
+        late -= self.case.timeout if "Timeout" in rule.errors else 0
+        if late > 0 and rule.certain:
+            found.append(f"{late:.1f} s too late")
+        return found
+
+    def _is_consequence(self, rule: Rule) -> bool:
+        """Of several communicators, one may fail because its rank left on another's failure."""
+        left = any(f"with block with {each}" in self.outcome.text for each in rule.errors)
+        return bool(self.case.splits) and self.outcome.error == "Aborted" and left
+
+    def _names(self, rule: Rule) -> bool:
+        ranks = {"culprit": self.case.fault.culprit, "peer": self.case.fault.peer}
+        return not rule.named or self.outcome.peer in [ranks[name] for name in rule.named]
+
+    @property
+    def _is_culprit(self) -> bool:
+        return self.outcome.rank == self.case.fault.culprit
+
+    @property
+    def _must_raise(self) -> bool:
+        """The barrier at the end is passed by nobody who needed one that never came to it."""
+        rule = _RULES.get(self.case.fault.kind)
+        if rule is None or not rule.certain or self.finished.fired_at is None:
+            return False
+        if self._is_culprit and self.case.fault.kind in ("leave", "stop"):
+            return False
+        reached = self.finished.entered.get(self.case.fault.culprit, SET_UP)
+        return self.case.fault.kind == "mismatch" or reached < len(self.case.calls)

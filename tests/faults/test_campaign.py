@@ -1,0 +1,89 @@
+"""The campaign at CI's size, and that its judge would say so if something were wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from faults.cases import KINDS, Case, make_case
+from faults.judge import problems
+from faults.ranks import Outcome
+from faults.supervisor import Finished
+
+CASES = 200
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.timeout(300)
+def test_no_hang_no_wrong_result_no_leak() -> None:
+    """From a new seed in each run; what fails prints the command that repeats it."""
+    seed = os.environ.get("GRADWIRE_FAULTS_SEED") or str(secrets.randbits(32))
+    command = [sys.executable, "-m", "faults", "--count", str(CASES), "--seed", seed]
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    print(ended.stdout)
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+
+
+def test_a_seed_makes_the_same_cases_again() -> None:
+    assert [make_case(3, n) for n in range(50)] == [make_case(3, n) for n in range(50)]
+    assert make_case(3, 0) != make_case(4, 0)
+
+
+def case(kind: str) -> Case:
+    """Four ranks on one communicator; rank 1 is the culprit, and rank 2 at the link's other end."""
+    made = make_case(0, 0, kind)
+    fault = dataclasses.replace(made.fault, kind=kind, culprit=1, peer=2, call=0)
+    return dataclasses.replace(made, ranks=4, splits=(), calls=made.calls[:3], fault=fault)
+
+
+def found(kind: str, *others: Outcome, culprit: Outcome | None = None) -> list[str]:
+    """What the judge says of ranks 0, 2 and 3; one that is left out hangs."""
+    told = (*others, Outcome(1, died=-9) if culprit is None else culprit)
+    finished = Finished({each.rank: each for each in told}, {1: 0}, fired_at=100.0)
+    return problems(case(kind), finished)
+
+
+def all_raise(error: str, peer: int = -1, at: float = 100.5) -> list[Outcome]:
+    return [Outcome(rank, error, peer, "", at) for rank in (0, 2, 3)]
+
+
+def test_the_judge_accepts_what_is_right() -> None:
+    assert found("kill", *all_raise("TransportError", 1)) == []
+    assert found("stop", *all_raise("Timeout", 1), culprit=Outcome(1)) == []
+    assert found("none", *map(Outcome, (0, 2, 3)), culprit=Outcome(1)) == []
+
+
+def test_the_judge_sees_a_hang() -> None:
+    assert "rank 3 hangs in call -1" in found("kill", *all_raise("TransportError", 1)[:2])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Outcome(0),
+        Outcome(0, died=-11),
+        Outcome(0, "Timeout", 1, at=100.5),
+        Outcome(0, "TransportError", 2, at=100.5),
+        Outcome(0, "TransportError", 1, at=120.0),
+        Outcome(0, "TransportError", 1, at=100.5, leaks=["descriptor 9: socket"]),
+        Outcome(0, "TransportError", 1, at=100.5, wrong=[(0, 1)]),
+    ],
+    ids=["silent", "crash", "type", "name", "late", "leak", "result"],
+)
+def test_the_judge_sees_one_rank_that_is_wrong(wrong: Outcome) -> None:
+    assert len(found("kill", wrong, *all_raise("TransportError", 1)[1:])) == 1
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_no_fault_excuses_a_wrong_result(kind: str) -> None:
+    told = found(kind, Outcome(0, wrong=[(2, 2)]), *map(Outcome, (2, 3)))
+    assert "rank 0 finished: 2 wrong elements in call 2" in told
