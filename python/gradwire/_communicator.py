@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
 import hashlib
 import operator
-import os
-import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradwire import _buffers, _core
+from gradwire import _buffers, _core, _exit
 from gradwire._arrays import REDUCIBLE, Operand, operand, writable, written
 from gradwire._buffers import Buffers, Place
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
-from gradwire._errors import Error, InvalidArgument
+from gradwire._errors import InvalidArgument
 from gradwire._mesh import DEFAULT_TRANSPORTS, Mesh
 from gradwire._schedules import Schedule
 from gradwire._work import Work, seconds
 
-_EXIT_SECONDS = 1.0  # for work in flight when the interpreter ends
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce")
-_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 class Traffic(NamedTuple):
@@ -89,7 +83,7 @@ class Communicator:
         self._place = Place(mesh.rank, mesh.size)
         self._hosts = tuple(map(tuple, hosts))
         self._splits = 0
-        _open.add(self)
+        _exit.track(self)
 
     @property
     def rank(self) -> int:
@@ -483,21 +477,3 @@ def _groups(hosts: Sequence[str]) -> list[list[int]]:
     for rank, host in enumerate(hosts):
         groups.setdefault(host, []).append(rank)
     return list(groups.values())
-
-
-@atexit.register
-def _close_all() -> None:
-    """Gets every thread out of C++ before the interpreter is gone, and tells the peers."""
-    for communicator in list(_open):
-        with contextlib.suppress(Error):
-            communicator.close(_EXIT_SECONDS)
-    _core.await_calls(_EXIT_SECONDS)
-
-
-def _let_go_in_child() -> None:
-    """A forked child has the sockets, not the threads; kept open, they would outlive the rank."""
-    for communicator in list(_open):
-        communicator._core.let_go_in_child()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)

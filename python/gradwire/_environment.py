@@ -24,6 +24,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "network interface, as in NCCL: prefix[,prefix], =exact, ^excluded",
         "the one that reaches the store",
     ),
+    "GRADWIRE_EXIT_FILE": (
+        "where each rank notes how its program ended; `gradwire run` sets and reads it",
+        "nowhere",
+    ),
     "GRADWIRE_SIMD": ("instruction set of the core: scalar, avx2 or avx512", "the best there is"),
 }
 

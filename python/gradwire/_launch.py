@@ -1,5 +1,7 @@
 """`gradwire run -n 4 script.py`: starts local ranks, and ends them all when one fails.
 
+When one does, the others have a moment to fail by themselves, and the launcher reports the one that
+they followed from: each rank notes how it ended in a file of the launcher's (`_exit`, `_verdict`).
 Each rank is a process group of its own, so that Ctrl-C reaches it exactly once, through the
 launcher, and so that its helpers (data loaders) end with it. The kernel kills the ranks if the
 launcher dies.
@@ -23,7 +25,9 @@ from typing import IO, NamedTuple
 
 from gradwire._store import Address
 from gradwire._store_server import StoreServer
+from gradwire._verdict import Failure, describe, read_notes, root
 
+SETTLE_SECONDS = 2.0  # that the others have to end by themselves when one has failed
 GRACE_SECONDS = 5.0  # between asking ranks to end (SIGTERM) and killing them
 
 # Runs before the rank's own program, in its process: die with the launcher. PR_SET_PDEATHSIG is 1.
@@ -37,12 +41,13 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs a program on n ranks; returns 0 or the exit code of the first that failed."""
+    """Runs a program on n ranks; returns 0 or the exit code of the rank that failed first."""
     options = _parse(argv)
     job = f"run-{secrets.token_hex(8)}"
     secret = secrets.token_hex(32)
     store = Address("unix", f"gradwire-{os.getuid()}-{job}")
     program = [sys.executable, *(["-m"] if options.module else []), *options.program]
+    notes = os.memfd_create("gradwire-notes")
     common = {
         "WORLD_SIZE": str(options.n),
         "LOCAL_WORLD_SIZE": str(options.n),
@@ -51,10 +56,12 @@ def run(argv: Sequence[str]) -> int:
         "GRADWIRE_STORE": str(store),
         "GRADWIRE_SECRET": secret,
         "GRADWIRE_JOB": job,
+        "GRADWIRE_EXIT_FILE": f"/proc/{os.getpid()}/fd/{notes}",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    with StoreServer(store, job, secret.encode()):
-        return _Launch(program, options.n, {**os.environ, **common}, options.tag_output).run()
+    with os.fdopen(notes, "rb"), StoreServer(store, job, secret.encode()):
+        environment = {**os.environ, **common}
+        return _Launch(program, options.n, environment, options.tag_output, notes).run()
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -88,6 +95,7 @@ def _free_port() -> int:
 
 class _Ended(NamedTuple):
     rank: int
+    at: float  # monotonic seconds
 
 
 class _Signalled(NamedTuple):
@@ -98,14 +106,16 @@ class _Launch:
     """The ranks of one run. Only the thread in run() signals and reaps them."""
 
     def __init__(
-        self, program: list[str], size: int, environment: dict[str, str], tag: bool
+        self, program: list[str], size: int, environment: dict[str, str], tag: bool, notes: int
     ) -> None:
         self._program, self._size, self._tag = program, size, tag
-        self._environment = environment
+        self._environment, self._notes = environment, notes
         self._events: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}  # not reaped yet
         self._printers: list[threading.Thread] = []
-        self._kill_at: float | None = None
+        self._failures: list[Failure] = []  # before the ranks were asked to end
+        self._ending = False  # they were
+        self._act_at: float | None = None  # when to ask the ranks to end, or to kill them
         self._code = 0
 
     def run(self) -> int:
@@ -115,6 +125,8 @@ class _Launch:
                     self._start(rank)
                 while self._ranks:
                     self._handle(self._next())
+                if not self._ending:
+                    self._report()
             finally:
                 self._signal(signal.SIGKILL)
                 for process in self._ranks.values():
@@ -145,7 +157,7 @@ class _Launch:
     def _watch(self, rank: int, pid: int) -> None:
         """Leaves the process unreaped, so that its id stays its own until run() has seen this."""
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        self._events.put(_Ended(rank))
+        self._events.put(_Ended(rank, time.monotonic()))
 
     def _print(self, rank: int, source: IO[bytes], sink: IO[bytes]) -> None:
         def copy() -> None:
@@ -159,7 +171,7 @@ class _Launch:
 
     def _next(self) -> _Ended | _Signalled | None:
         """The next event; None when the ranks' time to end by themselves is over."""
-        wait = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        wait = None if self._act_at is None else max(0.0, self._act_at - time.monotonic())
         try:
             return self._events.get(timeout=wait)
         except queue.Empty:
@@ -167,39 +179,47 @@ class _Launch:
 
     def _handle(self, event: _Ended | _Signalled | None) -> None:
         if isinstance(event, _Ended):
-            self._reap(event.rank)
-        elif event is None or self._kill_at is not None:
-            self._kill_at = None
+            self._reap(event)
+        elif self._ending:
+            self._act_at = None
             self._signal(signal.SIGKILL)
+        elif event is None:
+            self._stop(signal.SIGTERM)
         else:
             self._code = 128 + event.number
             self._stop(event.number)
 
-    def _reap(self, rank: int) -> None:
-        process = self._ranks[rank]
+    def _reap(self, ended: _Ended) -> None:
+        process = self._ranks[ended.rank]
         status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         failed = status is not None and status.si_status != 0
-        if failed or self._kill_at is not None:
+        if failed or self._ending:
             _signal_group(process.pid, signal.SIGKILL)  # what it left running
         code = process.wait()
-        del self._ranks[rank]
-        if code != 0 and self._code == 0:
-            self._code = code if code > 0 else 128 - code
-            self._say(f"rank {rank} of {self._size} (process {process.pid}) {describe_exit(code)}")
-            self._stop(signal.SIGTERM)
+        del self._ranks[ended.rank]
+        if code != 0 and not self._ending:
+            self._failures.append(Failure(ended.rank, process.pid, code, ended.at))
+            self._act_at = self._act_at or time.monotonic() + SETTLE_SECONDS
 
     def _stop(self, number: int) -> None:
-        self._kill_at = time.monotonic() + GRACE_SECONDS
+        self._report()
+        self._ending = True
+        self._act_at = time.monotonic() + GRACE_SECONDS
         self._signal(number)
+
+    def _report(self) -> None:
+        if not self._failures:
+            return
+        notes = read_notes(os.pread(self._notes, os.fstat(self._notes).st_size, 0))
+        failures = [each._replace(note=notes.get(each.process)) for each in self._failures]
+        code = root(failures).code
+        self._code = code if code > 0 else 128 - code
+        then = f"; ending the other {len(self._ranks)}" if self._ranks else ""
+        print(f"gradwire run: {describe(failures, self._size)}{then}", file=sys.stderr, flush=True)
 
     def _signal(self, number: int) -> None:
         for process in self._ranks.values():
             _signal_group(process.pid, number)
-
-    def _say(self, what: str) -> None:
-        others = len(self._ranks)
-        then = f"; ending the other {others}" if others else ""
-        print(f"gradwire run: {what}{then}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
@@ -222,13 +242,3 @@ class _Launch:
 def _signal_group(leader: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # ended, and only its zombie is left
         os.killpg(leader, number)
-
-
-def describe_exit(code: int) -> str:
-    """How a process ended, by its `subprocess` return code."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"

@@ -22,11 +22,11 @@ from typing import Any
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._deadline import Deadline
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
-from gradwire._launch import describe_exit
 from gradwire._mesh import Mesh, inproc_meshes
 from gradwire._rendezvous import rendezvous
 from gradwire._store import Address
 from gradwire._store_server import StoreServer
+from gradwire._verdict import describe_exit
 from gradwire._world import World
 
 GRACE_SECONDS = 2.0  # that the other ranks have to end by themselves after one has failed

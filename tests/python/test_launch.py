@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import select
 import signal
@@ -13,8 +15,14 @@ from pathlib import Path
 
 import pytest
 from gradwire._launch import run
+from gradwire._verdict import Failure, Note, read_notes, root
 
-MAIN = "import sys; from gradwire._launch import run; sys.exit(run(sys.argv[1:]))"
+MAIN = """
+import sys
+from gradwire import _launch
+_launch.SETTLE_SECONDS = 0.1
+sys.exit(_launch.run(sys.argv[1:]))
+"""
 
 # Blocks until a signal comes; says first that it has come so far.
 BLOCK = """
@@ -128,6 +136,67 @@ def test_one_failure_ends_all_and_gives_the_code(
     assert "exited with code 7; ending the other 2" in err
 
 
+def test_others_have_a_moment_to_fail_by_themselves(
+    script: Callable[[str], str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 fails when the launcher has seen that rank 0 did."""
+    monkeypatch.setattr("gradwire._launch.SETTLE_SECONDS", 60)
+    os.mkfifo(tmp_path / "process")
+    fifo = f"open({str(tmp_path / 'process')!r}, "
+    path = script(f"""
+if os.environ["RANK"] == "0":
+    {fifo}"w").write(str(os.getpid()))
+    sys.exit(3)
+other = {fifo}"r").read()
+while os.path.exists("/proc/" + other):
+    os.sched_yield()
+sys.exit(4)
+""")
+    assert run(["-n", "2", path]) == 3
+    assert "exited with code 3; rank 1 failed too\n" in capfd.readouterr().err
+
+
+def note(process: int, at: float, *, is_consequence: bool = False) -> Note:
+    return Note(process, at, "ValueError: x", is_consequence)
+
+
+FAILURES = {
+    "the only one": [Failure(1, 11, 1, 5.0)],
+    "the first": [Failure(1, 11, 1, 5.0), Failure(0, 10, 1, 6.0)],
+    "the first that began": [
+        Failure(0, 10, 5, 5.0),
+        Failure(1, 11, 7, 6.0, note(11, 4.0)),
+        Failure(2, 12, 7, 6.0, note(12, 4.5)),
+    ],
+    "no consequence": [
+        Failure(0, 10, 1, 5.0, note(10, 4.0, is_consequence=True)),
+        Failure(1, 11, 1, 6.0),
+    ],
+    "killed": [Failure(0, 10, 1, 5.0, note(10, 4.0)), Failure(1, 11, -9, 5.1)],
+    "not killed in its end": [
+        Failure(1, 11, 1, 5.0, note(11, 4.0)),
+        Failure(0, 10, -6, 5.1, note(10, 4.1)),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_the_root_of_several_failures(kind: str) -> None:
+    for order in itertools.permutations(FAILURES[kind]):
+        assert root(order).rank == 1
+
+
+def test_notes_are_read_though_some_are_damaged() -> None:
+    good = {"process": 7, "at": 1.5, "error": "", "is_consequence": False}
+    later = {**good, "at": 2.5}
+    lines = [json.dumps(each) for each in (good, later, [1], {"process": 3}, 5)]
+    data = "\n".join(["", "{", *lines, json.dumps(good)[:20]]).encode() + b"\xff\x00\n"
+    assert read_notes(data) == {7: Note(7, 1.5, "", False)}
+
+
 def test_a_signal_that_kills_a_rank_is_named(launch: Launch, script: Callable[[str], str]) -> None:
     path = script("""
 os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "0" else block()
@@ -148,6 +217,7 @@ block()
 def test_ranks_that_ignore_the_request_to_end_are_killed(
     script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gradwire._launch.SETTLE_SECONDS", 0.1)
     monkeypatch.setattr("gradwire._launch.GRACE_SECONDS", 0.2)
     os.mkfifo(tmp_path / "ready")
     ready = f"open({str(tmp_path / 'ready')!r}, "
