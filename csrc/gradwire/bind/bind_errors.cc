@@ -1,6 +1,7 @@
 // One Python class for each C++ error.
 #include <exception>
 #include <string>
+#include <string_view>
 
 #include "gradwire/base/error.h"
 #include "gradwire/bind/module.h"
@@ -29,10 +30,19 @@ PyObject* add(py::module_& m, const char* name, const char* doc, const py::tuple
   return made;
 }
 
-void raise(PyObject* type, const std::exception& error) { PyErr_SetString(type, error.what()); }
+// A text that came from another rank may end within a letter.
+py::object text_of(const std::exception& error) {
+  const std::string_view text = error.what();
+  return py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
+void raise(PyObject* type, const std::exception& error) {
+  PyErr_SetObject(type, text_of(error).ptr());
+}
 
 void raise_with_peer(PyObject* type, const PeerError& error) {
-  py::object made = py::handle(type)(error.what());
+  py::object made = py::handle(type)(text_of(error));
   made.attr("peer") = error.peer();
   PyErr_SetObject(type, made.ptr());
 }
