@@ -261,23 +261,23 @@ def _mismatch(rng: random.Random, fault: Fault, calls: tuple[Call, ...]) -> Faul
         return dataclasses.replace(fault, kind="none")
     index = rng.choice(able)
     call = calls[index]
-    what = rng.choice((*_DISAGREEMENTS[call.collective], "order"))
+    what = rng.choice(_DISAGREEMENTS[call.collective])
     instead: tuple[Call, ...] = (_changed(rng, call, what),)
     following = calls[index + 1] if index + 1 < len(calls) else call
-    if what == "order" and _clash(call, following):
-        instead = following, call
-    elif what == "order":
-        what, instead = "collective", (_changed(rng, call, "collective"),)
+    if what == "collective" and _clash(call, following):
+        what, instead = "order", (following, call)
     return dataclasses.replace(fault, call=index, detail=what, instead=instead)
 
 
-# What ranks can disagree in; gather, scatter and all_to_all may have other sizes on every rank.
+# What ranks can disagree in; gather, scatter and all_to_all may have other sizes on every rank, and
+# messages have no common order with collectives.
 _DISAGREEMENTS = {
     "all_reduce": ("count", "dtype", "op", "algorithm", "collective"),
     "reduce": ("count", "dtype", "op", "root", "collective"),
     "reduce_scatter": ("count", "dtype", "op", "algorithm", "collective"),
     "all_gather": ("count", "algorithm", "collective"),
     "broadcast": ("count", "root", "collective"),
+    SHIFT: ("count",),
 }
 
 
@@ -285,7 +285,7 @@ def _clash(one: Call, other: Call) -> bool:
     """Whether their order can be told: on one communicator, and of different kinds."""
     return (
         one.communicator == other.communicator
-        and other.collective in _DISAGREEMENTS
+        and "collective" in _DISAGREEMENTS.get(other.collective, ())
         and one.collective != other.collective
     )
 

@@ -30,7 +30,7 @@ _RULES = {
     "kill": Rule(("TransportError",), ("culprit",)),
     "crash": Rule(("TransportError",), ("culprit",)),
     "stop": Rule(("Timeout",), ("culprit",), own=_TYPED),
-    "silence": Rule(("Timeout",), ("culprit", "peer"), certain=False),
+    "silence": Rule(("Timeout",), certain=False),  # who waits may wait in a circle
     "exception": Rule(("Aborted",), own=("ValueError", "SystemExit")),
     "interrupt": Rule(("Aborted",), own=("KeyboardInterrupt",)),
     "abort": Rule(("Aborted",)),

@@ -52,7 +52,7 @@ class Leave(Exception):
 
 def serve(case: Case, meshes: list[Mesh], enter: Enter) -> list[Outcome]:
     """Runs the ranks of this process: one, or one thread for each."""
-    before = _Resources.now(without=meshes)
+    before = Resources.now(without=meshes)
     outcomes: list[Outcome] = []
     if len(meshes) == 1:
         outcomes.append(_run(case, meshes[0], enter))
@@ -186,7 +186,7 @@ def _segmentation_fault() -> None:
 
 
 @dataclass(frozen=True)
-class _Resources:
+class Resources:
     """What a process holds that a communicator may forget to give back."""
 
     descriptors: frozenset[int]
@@ -194,26 +194,28 @@ class _Resources:
     mappings: int  # of shared memory
 
     @staticmethod
-    def now(without: list[Mesh]) -> _Resources:
+    def now(without: list[Mesh]) -> Resources:
+        """This process's, but for the sockets that its communicators will take over."""
         owned = {s.fileno() for m in without for peer in m.peers.values() for s in peer.sockets()}
         listed = {int(name) for name in os.listdir("/proc/self/fd")}
         maps = Path("/proc/self/maps").read_text()
-        return _Resources(
+        return Resources(
             frozenset(fd for fd in listed - owned if _target(fd)),
             len(os.listdir("/proc/self/task")),
             maps.count("/memfd:gradwire"),
         )
 
     def leaks(self) -> list[str]:
-        """What there is more now, once what ends by itself has had its time."""
+        """What there is more, once what ends by itself has had its time."""
         gc.collect()
         deadline = time.monotonic() + _LEAK_SECONDS
-        while (found := self._more()) and time.monotonic() < deadline:
+        while (found := self.more()) and time.monotonic() < deadline:
             time.sleep(0.001)
         return found
 
-    def _more(self) -> list[str]:
-        now = _Resources.now(without=[])
+    def more(self) -> list[str]:
+        """What there is more at this moment."""
+        now = Resources.now(without=[])
         found = [f"descriptor {fd}: {_target(fd)}" for fd in now.descriptors - self.descriptors]
         if now.threads > self.threads:
             found.append(f"{now.threads - self.threads} threads")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 import secrets
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from faults.cases import KINDS, Case, make_case
 from faults.judge import problems
-from faults.ranks import Outcome
+from faults.ranks import Outcome, Resources
 from faults.supervisor import Finished
 
 CASES = 200
@@ -81,6 +83,23 @@ def test_the_judge_sees_a_hang() -> None:
 )
 def test_the_judge_sees_one_rank_that_is_wrong(wrong: Outcome) -> None:
     assert len(found("kill", wrong, *all_raise("TransportError", 1)[1:])) == 1
+
+
+def test_leaks_are_counted() -> None:
+    before, end = Resources.now([]), threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    memory = os.memfd_create("gradwire")
+    os.truncate(memory, 1)
+    mapping = mmap.mmap(memory, 1)
+    found = " ".join(sorted(before.more()))
+    assert found.startswith("1 mappings 1 threads descriptor"), found
+    assert "/memfd:gradwire" in found
+    end.set()
+    thread.join()
+    mapping.close()
+    os.close(memory)
+    assert before.leaks() == []
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
