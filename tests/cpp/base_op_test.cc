@@ -31,8 +31,21 @@ TEST(OpSpec, FingerprintIsStableAcrossMachines) {
 }
 
 TEST(OpSpec, TextSaysWhatTheCallWas) {
-  EXPECT_EQ(all_reduce_of(1000).to_string(),
-            "all_reduce(float32[1000], op=sum, algorithm=ring, codec=none)");
+  OpSpec spec = all_reduce_of(1000);
+  EXPECT_EQ(spec.to_string(), "all_reduce(float32[1000], op=sum, algorithm=ring #7, codec=none)");
+  spec.schedule_digest = 0;
+  spec.counts = {4, 6};
+  EXPECT_EQ(spec.to_string(), "all_reduce(float32[4, 6], op=sum, algorithm=ring, codec=none)");
+}
+
+TEST(OpSpec, ManyCountsThatDifferLookDifferent) {
+  OpSpec one = all_reduce_of(0), other = all_reduce_of(0);
+  one.counts.assign(100, 5);
+  other.counts.assign(100, 5);
+  EXPECT_EQ(one.to_string(), other.to_string());
+  std::swap(++other.counts[3], --other.counts[4]);
+  EXPECT_NE(one.to_string(), other.to_string());
+  EXPECT_NE(one.to_string().find("float32[500 in 100 parts #"), std::string::npos);
 }
 
 TEST(Types, NamesRoundTripAndUnknownOnesListTheKnown) {

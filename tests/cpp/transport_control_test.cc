@@ -125,7 +125,7 @@ TEST(Control, ImpossibleFramesEndThePeer) {
   std::vector<ControlFrame> frames(6, frame_of(ControlType::kPosition, 0));
   frames[0].magic = 1;
   frames[1].type = ControlType{0};
-  frames[2].type = ControlType{5};
+  frames[2].type = ControlType{7};
   frames[3].kind = FailureKind{6};
   frames[4].culprit = 3;
   frames[5].culprit = -2;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <compare>
 #include <limits>
 
 namespace gradwire {
@@ -19,6 +20,14 @@ class Deadline {
     return Deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                        std::chrono::duration<double>(std::max(seconds, 0.0))));
   }
+
+  Deadline earlier(double seconds) const {
+    return is_never() ? *this
+                      : Deadline(when_ - std::chrono::duration_cast<Clock::duration>(
+                                             std::chrono::duration<double>(seconds)));
+  }
+
+  auto operator<=>(const Deadline&) const = default;
 
   bool is_never() const { return when_ == Clock::time_point::max(); }
   bool passed() const { return !is_never() && Clock::now() >= when_; }

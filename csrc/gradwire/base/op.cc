@@ -23,16 +23,36 @@ std::uint32_t OpSpec::fingerprint() const {
   return static_cast<std::uint32_t>(digest ^ (digest >> 32));
 }
 
-std::string OpSpec::to_string() const {
+namespace {
+
+constexpr std::size_t kMostCountsShown = 8;
+
+// "1000", "4, 6"; of many parts their sum and a digest, which differs where they do.
+std::string text_of(const std::vector<std::uint64_t>& counts) {
+  std::string text;
+  Fnv1a hash;
+  for (std::uint64_t count : counts) {
+    text += (text.empty() ? "" : ", ") + std::to_string(count);
+    hash.number(count);
+  }
+  if (counts.size() <= kMostCountsShown) return text;
   const auto total = std::accumulate(counts.begin(), counts.end(), std::uint64_t{0});
+  return std::to_string(total) + " in " + std::to_string(counts.size()) + " parts #" +
+         std::to_string(hash.digest() % 10000);
+}
+
+}  // namespace
+
+std::string OpSpec::to_string() const {
   std::string text = std::string(name_of(collective)) + "(" + std::string(name_of(dtype)) + "[" +
-                     std::to_string(total) + "]";
-  if (counts.size() > 1) text += " in " + std::to_string(counts.size()) + " parts";
+                     text_of(counts) + "]";
   if (reduces(collective)) text += ", op=" + std::string(name_of(op));
   const bool rooted = collective == Collective::kReduce || collective == Collective::kBroadcast ||
                       collective == Collective::kGather || collective == Collective::kScatter;
   if (rooted) text += ", root=" + std::to_string(root);
-  return text + ", algorithm=" + algorithm + ", codec=" + codec + ")";
+  text += ", algorithm=" + algorithm;
+  if (schedule_digest != 0) text += " #" + std::to_string(schedule_digest % 10000);
+  return text + ", codec=" + codec + ")";
 }
 
 }  // namespace gradwire

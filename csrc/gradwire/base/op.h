@@ -22,7 +22,8 @@ struct OpSpec {
 
   // FNV-1a over every field, folded to 32 bits; the same on every machine.
   std::uint32_t fingerprint() const;
-  // "all_reduce(float32[1000], op=sum, algorithm=ring, codec=fp16)"
+  // "all_reduce(float32[1000], op=sum, algorithm=ring, codec=fp16)"; a user's own schedule and many
+  // counts with a short digest, so that calls that differ look different.
   std::string to_string() const;
 };
 

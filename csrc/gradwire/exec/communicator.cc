@@ -24,7 +24,11 @@ constexpr unsigned kTurnsBetweenLooks = 256;
 constexpr int kInterruptMilliseconds = 100;
 constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
 // A rank that has waited so long says for whom.
-constexpr double kAnnounceSeconds = 1;
+constexpr double kAnnounceSeconds = 0.1;
+// So long before a deadline the ranks are asked where they are.
+constexpr double kRollCallSeconds = 0.5;
+// How long one that closes waits for others that do.
+constexpr double kLeaveSeconds = 0.1;
 // How long a peer that does not read may hold up the last words of a failed communicator.
 constexpr double kLastWordSeconds = 1;
 constexpr std::size_t kLeastMessage = 4096, kMostMessage = std::size_t{1} << 30;
@@ -210,22 +214,16 @@ void Communicator::close(double timeout) {
   const Deadline deadline = Deadline::after(timeout);
   std::unique_lock lock(mutex_);
   if (closed_) return;
-  const auto idle = [this] {
-    return failure_ || (!driving_ && queue_.empty() && submitted_.empty() && transfers_.idle());
-  };
-  if (!idle()) start_progress_thread_locked();
-  while (!idle() && !deadline.passed())
-    changed_.wait_for(lock, std::chrono::milliseconds(deadline.milliseconds_left(100)));
-  const bool in_peace = !failure_ && idle();
-  if (in_peace) {
-    control_.say_bye();
-    closed_ = true;
-  }
+  const bool was_alive = !failure_;
+  finish_work(lock, deadline);
+  const bool in_peace = !failure_ && is_idle();
+  if (in_peace) take_leave(lock, std::min(deadline, Deadline::after(kLeaveSeconds)));
   lock.unlock();
   if (!in_peace)
     abort("rank " + std::to_string(identity_.rank) +
           " closed its communicator with work in flight");
   let_go();
+  if (was_alive && failure_ && !abort_requested_) std::rethrow_exception(failure_);
 }
 
 void Communicator::let_go() {
@@ -236,6 +234,30 @@ void Communicator::let_go() {
   links_ = Links({});
   transfer_links_ = Links({});
   control_ = ControlPlane(identity_.rank, identity_.size, nullptr);
+}
+
+bool Communicator::is_idle() const {
+  return !driving_ && queue_.empty() && submitted_.empty() && transfers_.idle();
+}
+
+void Communicator::finish_work(std::unique_lock<std::mutex>& lock, const Deadline& deadline) {
+  const auto over = [this] { return failure_ || is_idle(); };
+  if (!over()) start_progress_thread_locked();
+  while (!over() && !deadline.passed())
+    changed_.wait_for(lock, std::chrono::milliseconds(deadline.milliseconds_left(100)));
+}
+
+// As a driver, without the mutex; calls made meanwhile see a closed communicator.
+void Communicator::take_leave(std::unique_lock<std::mutex>& lock, const Deadline& deadline) {
+  driving_ = closed_ = true;
+  lock.unlock();
+  try {
+    control_.take_leave(deadline);
+  } catch (...) {
+    fail(control_.root_cause(std::current_exception()));
+  }
+  lock.lock();
+  driving_ = false;
 }
 
 std::vector<std::pair<Rank, transport::Released>> Communicator::release_controls() {
@@ -348,8 +370,6 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
     interruption = stopped.cause;
     fail(std::make_exception_ptr(
         Aborted("rank " + std::to_string(identity_.rank) + " was interrupted")));
-  } catch (const RootCause& told) {
-    fail(told.error);
   } catch (...) {
     fail(control_.root_cause(std::current_exception()));
   }
@@ -404,13 +424,15 @@ bool Communicator::start_next() {
     current_ = queue_.front().get();
   }
   current_->deadline = Deadline::after(current_->timeout);
+  look_at_ = current_->deadline.earlier(std::min(current_->timeout / 2, kRollCallSeconds));
+  roll_called_ = false;
   current_->operation.copy_in();
   Execution::Call call = current_->operation.call();
   call.rank = identity_.rank;
   call.communicator = identity_.communicator;
   call.operation = control_.history().calls();
-  control_.begin_call(current_->operation.shared_plan());
   execution_.start(call);
+  control_.begin_call(current_->operation.shared_plan());
   return true;
 }
 
@@ -458,9 +480,12 @@ void Communicator::call_interrupt(const Interrupt& interrupt) {
 
 // Milliseconds until something must be looked at though no bell rang.
 int Communicator::longest_sleep() const {
-  if (current_ == nullptr) return kInterruptMilliseconds;
-  const int left = current_->deadline.milliseconds_left(kInterruptMilliseconds);
-  return announced_ ? left : announce_at_.milliseconds_left(left);
+  Deadline next = announced_ ? Deadline::never() : announce_at_;
+  if (current_ != nullptr) {
+    next = std::min(next, look_at_);
+    if (!current_->deadline.passed()) next = std::min(next, current_->deadline);
+  }
+  return next.milliseconds_left(kInterruptMilliseconds);
 }
 
 void Communicator::poll_doorbells() {
@@ -478,8 +503,8 @@ void Communicator::poll_doorbells() {
 
 void Communicator::start_waiting() {
   waits_since_ = Deadline::Clock::now();
-  if (current_ != nullptr)
-    announce_at_ = Deadline::after(std::min(current_->timeout / 2, kAnnounceSeconds));
+  const double patience = current_ == nullptr ? kAnnounceSeconds : current_->timeout / 2;
+  announce_at_ = Deadline::after(std::min(patience, kAnnounceSeconds));
 }
 
 void Communicator::stop_waiting() {
@@ -500,28 +525,42 @@ Position Communicator::position() const {
   return at;
 }
 
-// Tells the others, once, whom this rank waits for: so that a timeout blames the rank at the end of
-// the chain and not the innocent neighbour.
+// Tells the others, once, whom this rank waits for.
 void Communicator::check_stall() {
-  if (current_ == nullptr || announced_) return;
-  if (!announce_at_.passed()) return;
-  announce_at_ = Deadline::never();
+  if (announced_ || !announce_at_.passed()) return;
   announced_ = true;
   control_.announce();
 }
 
+// Before the deadline the ranks are asked where they are, so that it is not the innocent neighbour
+// who is named.
 void Communicator::check_deadlines() {
-  const std::string me = "rank " + std::to_string(identity_.rank) + ": ";
-  if (const Transfer* late = transfers_.overdue()) {
-    const std::string whom = late->peer < 0 ? "any rank" : "rank " + std::to_string(late->peer);
-    throw Timeout(me + "no send or recv matched with " + whom + " before the timeout", late->peer);
-  }
-  if (current_ == nullptr || !current_->deadline.passed()) return;
-  control_.listen();  // the latest on who waits for whom
+  if (const Transfer* late = transfers_.overdue()) throw timeout_of(*late);
+  if (current_ == nullptr) return;
+  if (!roll_called_ && look_at_.passed()) return call_roll();
+  if (!roll_called_ || !current_->deadline.passed()) return;
+  if (control_.roll_is_complete() || look_at_.passed()) throw timeout();
+}
+
+void Communicator::call_roll() {
+  roll_called_ = true;
+  look_at_ = std::max(current_->deadline, Deadline::after(kRollCallSeconds));
+  control_.call_roll();
+}
+
+Timeout Communicator::timeout_of(const Transfer& late) const {
+  const std::string whom = late.peer < 0 ? "any rank" : "rank " + std::to_string(late.peer);
+  return {"rank " + std::to_string(identity_.rank) + ": no send or recv matched with " + whom +
+              " before the timeout",
+          control_.end_of_chain(late.peer)};
+}
+
+Timeout Communicator::timeout() const {
   const Frame* frame = execution_.waiting_frame();
   const Rank peer = frame != nullptr ? execution_.waiting_for() : links_.full_peer();
   const Rank culprit = control_.end_of_chain(peer);
-  std::string text = me + current_->operation.plan().text() + " did not finish within " +
+  std::string text = "rank " + std::to_string(identity_.rank) + ": " +
+                     current_->operation.plan().text() + " did not finish within " +
                      seconds_text(current_->timeout);
   if (frame != nullptr)
     text += "; it waits for rank " + std::to_string(peer) + " in round " +
@@ -530,9 +569,8 @@ void Communicator::check_deadlines() {
     text += "; rank " + std::to_string(peer) + " does not read what was sent to it";
   if (culprit != peer)
     text += ", which waits, perhaps over others, for rank " + std::to_string(culprit);
-  throw Timeout(
-      text + ". Is rank " + std::to_string(culprit) + " alive, and did it make the same call?",
-      culprit);
+  return {text + ". Is rank " + std::to_string(culprit) + " alive, and did it make the same call?",
+          culprit};
 }
 
 // ---- Failures ----------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ class Communicator {
 
   // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters.
   void abort(const std::string& reason) noexcept;
-  // Finishes pending work, says BYE, lets go of all sockets. Later calls throw Aborted.
+  // Finishes pending work, says BYE, lets go of all sockets. Later calls throw Aborted. Throws what
+  // ended the pending work, and InvalidArgument when ranks turn out to have made different calls.
   void close(double timeout);
   bool closed() const;
   // Closes a failed communicator, but for the control sockets that live: they are given away, and
@@ -108,6 +109,9 @@ class Communicator {
   void stop_progress_thread();
   void let_go();
   void progress_loop(const std::stop_token& stop);
+  bool is_idle() const;
+  void finish_work(std::unique_lock<std::mutex>& lock, const Deadline& deadline);
+  void take_leave(std::unique_lock<std::mutex>& lock, const Deadline& deadline);
 
   void drive_or_wait(Work& work, Deadline deadline, const Interrupt& interrupt);
   void interrupt_or_abort(const Work& work, const Interrupt& interrupt);
@@ -126,6 +130,9 @@ class Communicator {
   int longest_sleep() const;
   void poll_doorbells();
   void check_deadlines();
+  void call_roll();
+  Timeout timeout() const;
+  Timeout timeout_of(const Transfer& transfer) const;
   Position position() const;
   void start_waiting();
   void stop_waiting();
@@ -157,7 +164,9 @@ class Communicator {
   Deadline interrupt_due_ = Deadline::after(0);
   std::optional<Deadline::Clock::time_point> waits_since_;  // nothing has moved since
   Deadline announce_at_ = Deadline::never();
-  bool announced_ = false;  // the others were told whom this rank waits for
+  bool announced_ = false;                // the others were told whom this rank waits for
+  bool roll_called_ = false;              // in this call
+  Deadline look_at_ = Deadline::never();  // at the roll, or at the end of it
   Execution execution_;
   PointToPoint transfers_;
   TrafficCounter traffic_;

@@ -2,10 +2,7 @@
 
 #include <poll.h>
 
-#include <utility>
-
-#include "gradwire/base/error.h"
-#include "gradwire/exec/failure.h"
+#include <algorithm>
 
 namespace gradwire::exec {
 namespace {
@@ -13,10 +10,18 @@ namespace {
 using transport::ControlEvent;
 using transport::ControlFrame;
 using transport::ControlType;
+using transport::FailureKind;
 
-// How long a failed link waits for the others to name the root cause.
+// How long a failed link waits for the others to name the root cause, and an inquest for answers.
 constexpr double kRootCauseSeconds = 0.5;
+constexpr double kInquestSeconds = 0.5;
+// How often calls that go on are told of.
+constexpr double kTellSeconds = 0.1;
+// An answer tells of so many calls before the one in question.
+constexpr std::uint32_t kCallsTold = 16;
 constexpr int kPollMilliseconds = 100;
+
+std::string name(Rank rank) { return "rank " + std::to_string(rank); }
 
 }  // namespace
 
@@ -27,6 +32,45 @@ ControlPlane::ControlPlane(Rank rank, int size, std::function<Position()> positi
       control_(rank, size),
       words_(static_cast<std::size_t>(size)) {}
 
+// ---- Calls -------------------------------------------------------------------------------------
+
+void ControlPlane::begin_call(std::shared_ptr<const Plan> plan) {
+  history_.add(std::move(plan));
+  if (std::exchange(some_are_ahead_, false))
+    for (Rank peer = 0; peer < size_; ++peer) compare(peer);
+  if (!tell_at_.passed()) return;
+  listen();
+  announce();
+}
+
+// What a peer said last of its calls with this rank's own, where both have begun them.
+void ControlPlane::compare(Rank peer) {
+  const ControlFrame& told = last_word_of(peer).frame;
+  if (told.calls == 0) return;
+  if (static_cast<std::int32_t>(told.calls - history_.calls()) > 0) {
+    some_are_ahead_ = true;
+    return;
+  }
+  const CallHistory::Entry* own = history_.after(told.calls);
+  if (own != nullptr && own->digest != told.digest)
+    throw Disagreement{told.calls - 1, name(peer) + " called " + text_of(told) + " as its call " +
+                                           std::to_string(told.calls - 1) + ", and " + name(rank_) +
+                                           " other calls up to there"};
+}
+
+// Of ranks that have left: no call of theirs is to come.
+void ControlPlane::compare_ends() const {
+  for (Rank peer = 0; peer < size_; ++peer) {
+    const std::uint32_t calls = last_word_of(peer).frame.calls;
+    if (peer != rank_ && control_.said_bye(peer) && calls != history_.calls())
+      throw Disagreement{std::min(calls, history_.calls()),
+                         name(peer) + " left after " + std::to_string(calls) + " calls, " +
+                             name(rank_) + " after " + std::to_string(history_.calls())};
+  }
+}
+
+// ---- What is said and heard --------------------------------------------------------------------
+
 void ControlPlane::listen() {
   while (const auto event = control_.poll()) take(*event);
 }
@@ -34,15 +78,20 @@ void ControlPlane::listen() {
 void ControlPlane::take(const ControlEvent& event) {
   const ControlFrame& frame = event.frame;
   if (frame.type == ControlType::kFailure) throw RootCause{error_of(frame)};
+  if (frame.type == ControlType::kInquiry)
+    return testify(event.from, static_cast<std::uint32_t>(frame.value));
+  if (frame.type == ControlType::kAnswer) return;  // it came too late
   words_[static_cast<std::size_t>(event.from)] = {frame, Clock::now()};
+  if ((frame.flags & transport::kAsks) != 0) control_.send(event.from, position_frame());
+  compare(event.from);
 }
 
-// With what this rank has called so far.
-ControlFrame ControlPlane::frame_of(ControlType type) const noexcept {
+// Tells of the first `calls` calls; only the last ones are known.
+ControlFrame ControlPlane::frame_of(ControlType type, std::uint32_t calls) const noexcept {
   ControlFrame frame;
   frame.type = type;
-  frame.calls = history_.calls();
-  if (const auto* last = history_.after(frame.calls)) {
+  frame.calls = calls;
+  if (const CallHistory::Entry* last = history_.after(calls)) {
     frame.fingerprint = last->plan->fingerprint();
     frame.digest = last->digest;
     transport::set_text(frame, last->plan->text());
@@ -50,29 +99,94 @@ ControlFrame ControlPlane::frame_of(ControlType type) const noexcept {
   return frame;
 }
 
-void ControlPlane::announce() {
+ControlFrame ControlPlane::position_frame() const {
   const Position position = position_();
-  ControlFrame frame = frame_of(ControlType::kPosition);
+  ControlFrame frame = frame_of(ControlType::kPosition, history_.calls());
   if (position.in_call) frame.flags |= transport::kInCall;
   frame.culprit = position.waits_for;
   frame.round = position.round;
   frame.segment = position.segment;
   frame.value = static_cast<std::uint64_t>(position.seconds * 1e3);
+  return frame;
+}
+
+void ControlPlane::announce() {
+  tell_at_ = Deadline::after(kTellSeconds);
+  control_.broadcast(position_frame());
+}
+
+// The calls up to `call`, then the last of all.
+void ControlPlane::testify(Rank to, std::uint32_t call) noexcept {
+  for (std::uint32_t calls = call + 2 - std::min(call + 1, kCallsTold); calls <= call + 1; ++calls)
+    if (history_.after(calls) != nullptr) control_.send(to, frame_of(ControlType::kAnswer, calls));
+  ControlFrame last = frame_of(ControlType::kAnswer, history_.calls());
+  last.flags |= transport::kLast;
+  control_.send(to, last);
+}
+
+void ControlPlane::say_failure(const std::exception_ptr& error) noexcept {
+  control_.broadcast(failure_frame(error, rank_));
+}
+
+void ControlPlane::take_leave(Deadline deadline) {
+  leaving_ = true;
+  control_.broadcast(frame_of(ControlType::kBye, history_.calls()));
+  const auto others_stay = [this] {
+    for (Rank peer = 0; peer < size_; ++peer)
+      if (is_present(peer)) return true;
+    return false;
+  };
+  for (;;) {
+    while (const auto event = control_.poll()) {
+      const bool failed = event->frame.type == ControlType::kFailure;
+      if (!failed || event->frame.kind == FailureKind::kInvalidArgument) take(*event);
+    }
+    compare_ends();
+    if (!others_stay() || deadline.passed()) return;
+    rest(deadline);
+  }
+}
+
+void ControlPlane::rest(const Deadline& deadline) const noexcept {
+  pollfd bell{control_.doorbell(), POLLIN, 0};
+  ::poll(&bell, 1, deadline.milliseconds_left(kPollMilliseconds));
+}
+
+// ---- Who is to blame ---------------------------------------------------------------------------
+
+void ControlPlane::call_roll() {
+  ControlFrame frame = position_frame();
+  frame.flags |= transport::kAsks;
+  listen();  // what was said before the question is no answer
+  roll_called_ = Clock::now();
   control_.broadcast(frame);
 }
 
+bool ControlPlane::roll_is_complete() const {
+  for (Rank peer = 0; peer < size_; ++peer)
+    if (is_present(peer) && is_silent(peer)) return false;
+  return true;
+}
+
 Rank ControlPlane::end_of_chain(Rank peer) const {
-  for (int step = 0; step < size_; ++step) {
-    const Rank next = peer == kNoPeer ? kNoPeer : last_word_of(peer).frame.culprit;
-    if (next == kNoPeer || next == rank_) break;
-    peer = next;
+  Rank at = peer;
+  for (int way = 0; way < size_ && at != kNoPeer && at != rank_; ++way) {
+    const Rank next = last_word_of(at).frame.culprit;
+    if (is_silent(at) || next == kNoPeer) return at;
+    at = next;
   }
+  for (Rank other = 0; other < size_; ++other)
+    if (is_present(other) && is_silent(other)) return other;
   return peer;
 }
 
 std::exception_ptr ControlPlane::root_cause(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
+  } catch (const RootCause& told) {
+    return told.error;
+  } catch (const Disagreement& found) {
+    return inquire(found);
   } catch (const TransportError& e) {
     return others_say(e.peer()).value_or(error);
   } catch (...) {
@@ -85,28 +199,70 @@ std::optional<std::exception_ptr> ControlPlane::others_say(Rank peer) {
   do {
     try {
       listen();
-    } catch (const RootCause& told) {
-      return told.error;
+    } catch (...) {
+      return root_cause(std::current_exception());
     }
     if (peer >= 0 && control_.said_bye(peer)) return left_in_peace(peer);
-    pollfd fd{control_.doorbell(), POLLIN, 0};
-    ::poll(&fd, 1, deadline.milliseconds_left(kPollMilliseconds));
+    rest(deadline);
   } while (!deadline.passed());
   return std::nullopt;
 }
 
 std::exception_ptr ControlPlane::left_in_peace(Rank peer) const {
-  return std::make_exception_ptr(TransportError(
-      "rank " + std::to_string(rank_) + ": rank " + std::to_string(peer) +
-          " closed its communicator while this rank still waited for it; did all ranks make "
-          "the same calls?",
-      peer));
+  const std::uint32_t calls = last_word_of(peer).frame.calls;
+  std::string text = name(rank_) + ": " + name(peer) + " closed its communicator in peace after " +
+                     std::to_string(calls) + " calls, while others still waited for it";
+  if (const CallHistory::Entry* own = history_.after(history_.calls()))
+    text += " in call " + std::to_string(history_.calls() - 1) + ", " + own->plan->text();
+  return std::make_exception_ptr(
+      TransportError(text + "; did all ranks make the same calls?", peer));
 }
 
-void ControlPlane::say_failure(const std::exception_ptr& error) noexcept {
-  control_.broadcast(failure_frame(error, rank_));
+// ---- Who called what ---------------------------------------------------------------------------
+
+std::exception_ptr ControlPlane::inquire(const Disagreement& found) {
+  Inquest inquest = open_inquest(found.call);
+  ControlFrame question = frame_of(ControlType::kInquiry, history_.calls());
+  question.value = found.call;
+  control_.broadcast(question);
+  for (const Deadline deadline = Deadline::after(kInquestSeconds);;) {
+    while (const auto event = control_.poll())
+      if (auto failure = hear(inquest, *event)) return failure;
+    if (inquest.is_over() || deadline.passed()) break;
+    rest(deadline);
+  }
+  const std::string verdict = inquest.verdict();
+  return std::make_exception_ptr(
+      InvalidArgument((verdict.empty() ? found.what : verdict) +
+                      "; all ranks must make the same calls in the same order"));
 }
 
-void ControlPlane::say_bye() { control_.broadcast(frame_of(ControlType::kBye)); }
+// With what is known already.
+Inquest ControlPlane::open_inquest(std::uint32_t call) const {
+  Inquest inquest(size_);
+  for (std::uint32_t ago = 0; ago < kCallsTold && ago <= call; ++ago)
+    if (history_.after(call + 1 - ago) != nullptr)
+      inquest.hear(rank_, frame_of(ControlType::kAnswer, call + 1 - ago));
+  if (leaving_) inquest.hear(rank_, frame_of(ControlType::kBye, history_.calls()));
+  for (Rank peer = 0; peer < size_; ++peer) {
+    inquest.hear(peer, last_word_of(peer).frame);
+    if (!is_present(peer)) inquest.dismiss(peer);
+  }
+  return inquest;
+}
+
+// What one event adds to it; the failure of another, which ends it.
+std::exception_ptr ControlPlane::hear(Inquest& inquest, const ControlEvent& event) {
+  const ControlFrame& frame = event.frame;
+  const bool ends = event.gone || frame.type == ControlType::kBye ||
+                    (frame.type == ControlType::kAnswer && (frame.flags & transport::kLast) != 0);
+  if (ends) inquest.dismiss(event.from);
+  if (event.gone) return nullptr;
+  if (frame.type == ControlType::kFailure) return error_of(frame);
+  inquest.hear(event.from, frame);
+  if (frame.type == ControlType::kInquiry)
+    testify(event.from, static_cast<std::uint32_t>(frame.value));
+  return nullptr;
+}
 
 }  // namespace gradwire::exec

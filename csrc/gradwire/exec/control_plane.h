@@ -1,6 +1,12 @@
 // ControlPlane: what a rank tells the others and hears from them beside the data: who failed and
-// why, who left in peace, who waits for whom. So every rank names the root cause, though it may
-// have no data link to the culprit.
+// why, who left in peace, who waits for whom, who called what. So every rank names the root cause,
+// though it may have no data link to the culprit, and ranks that differ in their calls learn it,
+// though they may never exchange data.
+//
+// Every frame tells of the sender's calls: their number and a digest of all. They go out when a
+// rank begins to wait, with a call when none has gone for 0.1 s, and with the BYE. A frame that
+// does not match this rank's own history makes a Disagreement; inquire() then finds out who called
+// what.
 //
 // Belongs to the communicator's driver; to anybody under its mutex while nobody drives.
 #pragma once
@@ -16,7 +22,9 @@
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/error.h"
 #include "gradwire/base/fd.h"
+#include "gradwire/exec/failure.h"
 #include "gradwire/exec/history.h"
+#include "gradwire/exec/inquest.h"
 #include "gradwire/transport/control.h"
 
 namespace gradwire::exec {
@@ -45,27 +53,35 @@ class ControlPlane {
   void adopt(UniqueFd socket, Rank peer) { control_.adopt(std::move(socket), peer); }
   int doorbell() const noexcept { return control_.doorbell(); }
 
-  // A collective begins.
-  void begin_call(std::shared_ptr<const Plan> plan) { history_.add(std::move(plan)); }
+  // A collective begins. Throws as listen() does.
+  void begin_call(std::shared_ptr<const Plan> plan);
   const CallHistory& history() const noexcept { return history_; }
 
-  // Takes what has arrived; throws RootCause when that is a failure.
+  // Takes what has arrived, and answers. Throws RootCause when a rank has failed, Disagreement when
+  // one made another call.
   void listen();
   // Tells the others where this rank is.
   void announce();
 
-  // Whom everybody waits for: the last rank on the way from `peer` that did not say that it waits
-  // itself.
+  // Asks all where they are. Who drives answers at once; who is stopped or elsewhere does not.
+  void call_roll();
+  bool roll_is_complete() const;
+  // Whom everybody waits for, as far as the last call of the roll tells: the first rank on the way
+  // from `peer` that is silent or waits for nobody; where they wait in a circle, a silent rank.
   Rank end_of_chain(Rank peer) const;
   const Word& last_word_of(Rank peer) const { return words_.at(static_cast<std::size_t>(peer)); }
 
   // What is behind an error of this rank's: a link's failure is often the echo of another, which
   // the others may know. Takes at most half a second.
   std::exception_ptr root_cause(const std::exception_ptr& error);
+  // An InvalidArgument that says who called what, or what ended this rank's questions. Takes at
+  // most half a second, and as long only when a rank does not answer.
+  std::exception_ptr inquire(const Disagreement& found);
 
-  // The last words: after one of them this rank says no more.
   void say_failure(const std::exception_ptr& error) noexcept;
-  void say_bye();
+  // Says BYE, and waits so long for that of others: those who leave together compare their calls.
+  // Throws as listen() does, but that failures other than a disagreement no longer matter.
+  void take_leave(Deadline deadline);
 
   // Gives a peer's socket to another owner; see Control::release.
   std::optional<transport::Released> release(Rank peer, double timeout) {
@@ -76,16 +92,29 @@ class ControlPlane {
 
  private:
   void take(const transport::ControlEvent& event);
+  void compare(Rank peer);
+  void compare_ends() const;
+  void testify(Rank to, std::uint32_t call) noexcept;
+  bool is_present(Rank peer) const { return control_.connected(peer) && !control_.said_bye(peer); }
+  bool is_silent(Rank peer) const { return last_word_of(peer).heard < roll_called_; }
   std::optional<std::exception_ptr> others_say(Rank peer);
   std::exception_ptr left_in_peace(Rank peer) const;
-  transport::ControlFrame frame_of(transport::ControlType type) const noexcept;
+  Inquest open_inquest(std::uint32_t call) const;
+  std::exception_ptr hear(Inquest& inquest, const transport::ControlEvent& event);
+  void rest(const Deadline& deadline) const noexcept;
+  transport::ControlFrame frame_of(transport::ControlType type, std::uint32_t calls) const noexcept;
+  transport::ControlFrame position_frame() const;
 
   Rank rank_;
   int size_;
   std::function<Position()> position_;
   transport::Control control_;
   CallHistory history_;
-  std::vector<Word> words_;  // by peer
+  std::vector<Word> words_;      // by peer
+  bool some_are_ahead_ = false;  // to be compared when this rank comes to their call
+  bool leaving_ = false;
+  Deadline tell_at_ = Deadline::after(0);
+  Clock::time_point roll_called_{};
 };
 
 }  // namespace gradwire::exec

@@ -6,6 +6,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/codec/simd.h"
+#include "gradwire/exec/failure.h"
 
 namespace gradwire::exec {
 namespace {
@@ -123,11 +124,10 @@ void Execution::check(const FrameHeader& header, const Frame& frame, Rank peer,
   if (header.magic != expected.magic || header.communicator != expected.communicator)
     throw TransportError(who + " sent something that is not a frame of this communicator", peer);
   if (header.operation != expected.operation || header.fingerprint != expected.fingerprint)
-    throw InvalidArgument(
-        who + " is in another call: it sent a frame of its operation " +
-        std::to_string(header.operation) + ", while rank " + std::to_string(call_.rank) +
-        " is in operation " + std::to_string(expected.operation) + ", " +
-        call_.plan->spec().to_string() + "; all ranks must make the same calls in the same order");
+    throw Disagreement{std::min(header.operation, expected.operation),
+                       who + " sent a frame of its call " + std::to_string(header.operation) +
+                           ", while rank " + std::to_string(call_.rank) + " is in call " +
+                           std::to_string(expected.operation) + ", " + call_.plan->text()};
   throw TransportError(who + " sent segment " + std::to_string(header.segment) + " of round " +
                            std::to_string(header.round) + " (" + std::to_string(length) +
                            " bytes) where segment " + std::to_string(frame.segment) + " of round " +

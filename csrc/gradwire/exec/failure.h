@@ -1,7 +1,9 @@
 // Errors as control frames and back, so that every rank raises the same root cause.
 #pragma once
 
+#include <cstdint>
 #include <exception>
+#include <string>
 
 #include "gradwire/base/types.h"
 #include "gradwire/transport/control.h"
@@ -16,6 +18,13 @@ struct Interruption {
 // Thrown by a driver that another rank told why to fail: nothing is left to find out.
 struct RootCause {
   std::exception_ptr error;
+};
+
+// Thrown by a driver that found another rank to have made another call than its own: in `call`, or
+// before it. `what` serves where the ranks' answers do not tell more.
+struct Disagreement {
+  std::uint32_t call = 0;
+  std::string what;
 };
 
 transport::ControlFrame failure_frame(const std::exception_ptr& error, Rank rank) noexcept;

@@ -30,7 +30,7 @@ bool Links::flush() {
   return all;
 }
 
-Rank Links::full_peer() {
+Rank Links::full_peer() const {
   for (Rank peer = 0; peer < options_.size; ++peer)
     if (link_of_[static_cast<std::size_t>(peer)] >= 0 && !is_flushed(peer)) return peer;
   return kNoPeer;

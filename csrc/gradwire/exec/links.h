@@ -37,15 +37,15 @@ class Links {
 
   // All staged bytes are out of this process's hands.
   bool flush();
-  bool is_flushed(Rank peer) { return at(peer).is_flushed(peer); }
+  bool is_flushed(Rank peer) const { return at(peer).is_flushed(peer); }
   // Some peer whose socket is full, or kNoPeer.
-  Rank full_peer();
+  Rank full_peer() const;
   void arm();
   void disarm();
   const std::vector<int>& doorbells() const noexcept { return doorbells_; }
 
  private:
-  transport::Transport& at(Rank peer) {
+  transport::Transport& at(Rank peer) const {
     return *transports_[static_cast<std::size_t>(link_of_[static_cast<std::size_t>(peer)])];
   }
 

@@ -26,7 +26,7 @@ bool within(Enum value, Enum first, Enum last) {
 
 bool is_valid(const ControlFrame& frame, int size) {
   return frame.magic == ControlFrame{}.magic &&
-         within(frame.type, ControlType::kFailure, ControlType::kHeard) &&
+         within(frame.type, ControlType::kFailure, ControlType::kAnswer) &&
          within(frame.kind, FailureKind::kTransport, FailureKind::kOther) &&
          within(frame.culprit, kNoPeer, size - 1);
 }

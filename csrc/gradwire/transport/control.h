@@ -24,10 +24,14 @@ enum class ControlType : std::uint8_t {
   kBye = 2,       // the sender closed in peace; its silence is no failure
   kPosition = 3,  // where the sender is: in its last call, or out of it; what it waits for there
   kHeard = 4,     // nothing but `heard`, when there was nothing else to say for long
+  kInquiry = 5,   // ranks differ in call `value` or before it: what did you call?
+  kAnswer = 6,    // ... one of the calls before it, or, kLast, the last of all
 };
 
 enum ControlFlags : std::uint32_t {
-  kInCall = 1,  // the last call is still in flight
+  kInCall = 1,  // kPosition: the last call is still in flight
+  kAsks = 2,    // kPosition: and where are you?
+  kLast = 4,    // kAnswer: there are no more
 };
 
 // What kind of error a failure is, so that every rank raises the same type.
