@@ -7,6 +7,9 @@ open before the card is published, and closed when the mesh is complete.
 
 from __future__ import annotations
 
+import errno
+import ipaddress
+import logging
 import secrets
 import socket
 import threading
@@ -15,7 +18,8 @@ from collections.abc import Callable, Sequence
 from gradwire._deadline import Deadline
 from gradwire._errors import RendezvousError
 from gradwire._handshake import Admitted, Gate, HandshakeError, Hello, Purpose, introduce
-from gradwire._interfaces import LOOPBACK, Choice, is_loopback
+from gradwire._interfaces import LOOPBACK, Choice, Interface, Target, family_of, is_loopback
+from gradwire._keepalive import end_with_host
 from gradwire._mesh import (
     DEFAULT_TRANSPORTS,
     LOCAL_TRANSPORTS,
@@ -37,8 +41,18 @@ _LANES = {"collective": Purpose.COLLECTIVE, "p2p": Purpose.P2P}
 _PURPOSES = (Purpose.CONTROL, *_LANES.values())
 _TURN = 0.1  # seconds after which the accepting thread looks whether it should stop
 _RETRY = 0.05  # seconds between attempts to connect to a peer that was busy
+_NEWS = 0.5  # seconds between looks at how the others fare
+_ANSWER = 20.0  # seconds within which a host that can be reached answers a connection attempt
+# Trying again would not help: the peer's address leads nowhere from here.
+_NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETIMEDOUT)
+
+_log = logging.getLogger("gradwire")
 
 _Sockets = dict[tuple[int, Purpose], socket.socket]
+
+
+def no_news() -> None:
+    """For a mesh whose ranks cannot tell each other why they gave up."""
 
 
 def connect_mesh(
@@ -51,15 +65,17 @@ def connect_mesh(
     deadline: Deadline,
     transports: Sequence[str] = DEFAULT_TRANSPORTS,
     interface: Choice = LOOPBACK,
+    hear: Callable[[], None] = no_news,
 ) -> Mesh:
     """Connects this rank with all others of a communicator; every rank calls it.
 
     `communicator` (32 bits) differs between a job's communicators and is the same on its ranks.
+    `hear` raises where another rank has given up; it is called now and then while this one waits.
     Raises RendezvousError, which names the ranks that are missing at the deadline.
     """
     mesh = Mesh(job, rank, size, communicator, (host_identity(),) * size, {}, interface)
     if size > 1:
-        attempt = _Attempt(mesh, tuple(transports), deadline)
+        attempt = _Attempt(mesh, tuple(transports), deadline, hear)
         try:
             attempt.run(exchange)
         except BaseException:
@@ -71,8 +87,14 @@ def connect_mesh(
 class _Attempt:
     """Fills one mesh: this thread connects to the lower ranks, the entrance's the higher ones."""
 
-    def __init__(self, mesh: Mesh, transports: tuple[str, ...], deadline: Deadline) -> None:
-        self._mesh, self._deadline = mesh, deadline
+    def __init__(
+        self,
+        mesh: Mesh,
+        transports: tuple[str, ...],
+        deadline: Deadline,
+        hear: Callable[[], None],
+    ) -> None:
+        self._mesh, self._deadline, self._hear = mesh, deadline, hear
         self._sockets: _Sockets = {}
         self._cards: list[Card] = []
         listeners, self._own = _listen(transports, mesh.interface)
@@ -89,6 +111,8 @@ class _Attempt:
                 self._sockets[peer, purpose] = sock
         self._await_higher()
         self._sockets |= self._entrance.close()
+        for peer in range(self._mesh.rank + 1, self._mesh.size):
+            self._compare_source(peer)
         self._mesh.hosts = tuple(card.host for card in self._cards)
         self._mesh.peers = {peer: self._peer(peer, name) for peer, name in transports.items()}
 
@@ -109,15 +133,8 @@ class _Attempt:
                 f"ranks {lower} ({cards[0].describe()}) and {higher} ({cards[1].describe()}) "
                 "share no transport: shm needs one host; see GRADWIRE_TRANSPORT and transports="
             )
-        if (
-            transport not in LOCAL_TRANSPORTS
-            and cards[0].host != cards[1].host
-            and is_loopback(cards[0].address)
-        ):
-            raise RendezvousError(
-                f"rank {lower} on {cards[0].name} listens on loopback only, which rank {higher} on "
-                f"{cards[1].name} cannot reach: set GRADWIRE_SOCKET_IFNAME on rank {lower}'s host"
-            )
+        if transport not in LOCAL_TRANSPORTS:
+            _require_route(lower, cards[0], higher, cards[1])
         return transport
 
     def _connect(self, peer: int, purpose: Purpose, transport: str) -> socket.socket:
@@ -125,20 +142,29 @@ class _Attempt:
         pause = threading.Event()
         while True:
             try:
-                return self._introduce(_open(card, transport, self._deadline), peer, purpose)
+                sock = _open(card, transport, self._mesh.interface.interface, self._deadline)
+                return self._introduce(sock, peer, purpose)
             except (ConnectionRefusedError, HandshakeError) as error:
+                self._look_around()
                 raise RendezvousError(
-                    f"rank {peer} ({card.name}) no longer takes us ({error}): "
-                    "it has probably failed; its own message says why"
+                    f"rank {peer} ({card.name}, {card.where(transport)}) no longer takes us "
+                    f"({error}): it has probably failed; its own message says why"
                 ) from error
             except OSError as error:
-                if self._deadline.passed:
-                    raise RendezvousError(
-                        f"could not connect to rank {peer} ({card.name}, {card.where(transport)}) "
-                        f"within {self._deadline.seconds:g} s ({error}): it refuses us, see its "
-                        "log, or a firewall is in between"
-                    ) from error
+                if error.errno in _NO_WAY or self._deadline.passed:
+                    raise self._unreachable(peer, transport, error) from error
+            self._look_around()
             pause.wait(min(_RETRY, self._deadline.remaining))
+
+    def _unreachable(self, peer: int, transport: str, error: OSError) -> RendezvousError:
+        card = self._cards[peer]
+        return RendezvousError(
+            f"rank {self._mesh.rank} ({self._own.name}, {self._own.where(transport)}) could not "
+            f"connect to rank {peer} ({card.name}, {card.where(transport)}) within "
+            f"{self._deadline.seconds:g} s ({error.strerror or error}): a firewall is in between, "
+            "or these are different networks; then set GRADWIRE_SOCKET_IFNAME on both hosts to an "
+            "interface of a network that they share"
+        )
 
     def _introduce(self, sock: socket.socket, peer: int, purpose: Purpose) -> socket.socket:
         job = self._mesh.job
@@ -148,16 +174,43 @@ class _Attempt:
         except BaseException:
             sock.close()
             raise
-        return sock
+        return _watched(sock, purpose)
 
     def _await_higher(self) -> None:
-        missing = self._entrance.wait(self._deadline)
-        if missing:
-            names = ", ".join(f"{rank} ({self._cards[rank].name})" for rank in missing)
-            raise RendezvousError(
-                f"rank {names} of {self._mesh.size} published an address and then did not connect "
-                f"to rank {self._mesh.rank} within {self._deadline.seconds:g} s: "
-                "it has probably failed, or a firewall keeps it out"
+        while missing := self._entrance.wait(self._deadline.within(_NEWS)):
+            self._look_around()
+            if self._deadline.passed:
+                names = ", ".join(f"{rank} ({self._cards[rank].name})" for rank in missing)
+                raise RendezvousError(
+                    f"rank {names} of {self._mesh.size} published an address and then did not "
+                    f"connect to rank {self._mesh.rank} at {self._own.where('tcp')} within "
+                    f"{self._deadline.seconds:g} s: it has probably failed, or a firewall keeps it "
+                    "out"
+                )
+
+    def _look_around(self) -> None:
+        """Raises RendezvousError where another rank has given up, or has ended without a word."""
+        self._hear()
+        for (peer, purpose), sock in (self._sockets | self._entrance.accepted()).items():
+            if purpose == Purpose.CONTROL and _has_ended(sock):
+                raise RendezvousError(
+                    f"rank {peer} ({self._cards[peer].name}) ended or gave up while the ranks "
+                    "connected to each other; its own message says why"
+                )
+
+    def _compare_source(self, peer: int) -> None:
+        """A higher rank listens at the address it came from, so the way back is proved too."""
+        sock, card = self._sockets[peer, Purpose.CONTROL], self._cards[peer]
+        if sock.family == socket.AF_UNIX:
+            return
+        source = ipaddress.ip_address(sock.getpeername()[0].split("%")[0])
+        if source != ipaddress.ip_address(card.address):
+            _log.warning(
+                "rank %d (%s) listens at %s and reached rank %d at %s from %s: addresses are "
+                "translated on the way, and communicators in which rank %d is the lower one, as "
+                "split() may make them, will fail; GRADWIRE_SOCKET_IFNAME chooses the interface",
+                *(peer, card.name, card.where("tcp"), self._mesh.rank, self._own.where("tcp")),
+                *(source, peer),
             )
 
     def _peer(self, peer: int, transport: str) -> Peer:
@@ -190,6 +243,11 @@ class _Entrance:
             self._changed.wait_for(self._complete, deadline.remaining)
             return sorted({rank for rank, _ in self._expected - self._accepted.keys()})
 
+    def accepted(self) -> _Sockets:
+        """What was accepted so far; remains the entrance's."""
+        with self._changed:
+            return dict(self._accepted)
+
     def close(self) -> _Sockets:
         """Stops listening; returns what was accepted and not returned before."""
         self._stopped = True
@@ -212,7 +270,7 @@ class _Entrance:
         with self._changed:
             if key in self._accepted:  # it tried again because it missed our welcome
                 self._accepted[key].close()
-            self._accepted[key] = admitted.sock
+            self._accepted[key] = _watched(admitted.sock, admitted.hello.purpose)
             self._changed.notify_all()
 
     def _check(self, hello: Hello, _: socket.socket) -> None:
@@ -226,20 +284,40 @@ class _Entrance:
             )
 
 
-def _listen(transports: tuple[str, ...], interface: Choice) -> tuple[list[socket.socket], Card]:
+def _require_route(lower: int, listens: Card, higher: int, connects: Card) -> None:
+    """Raises RendezvousError where no packet can get from one rank's address to the other's."""
+    why = ""
+    if family_of(listens.address) != family_of(connects.address):
+        why = "one is IPv4 and one IPv6"
+    elif listens.host == connects.host:
+        return
+    elif is_loopback(listens.address) or is_loopback(connects.address):
+        why = "they are on different hosts, and loopback only leads back to its own"
+    elif listens.address == connects.address:
+        why = "both hosts have this address for themselves, as those of containers' bridges"
+    if why:
+        raise RendezvousError(
+            f"rank {lower} ({listens.name}) uses {listens.where('tcp')} and rank {higher} "
+            f"({connects.name}) {connects.where('tcp')}, and {why}: set GRADWIRE_SOCKET_IFNAME on "
+            "their hosts to an interface of a network that they share"
+        )
+
+
+def _listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.socket], Card]:
     """The listeners that the transports need, and the card that says where they are."""
     listeners, unix, port = [], "", 0
+    name, address = choice.interface
     if set(transports) & set(LOCAL_TRANSPORTS):
         unix = f"gradwire-{secrets.token_hex(8)}"
         listeners.append(_bind(socket.AF_UNIX, "\0" + unix))
     if set(transports) - set(LOCAL_TRANSPORTS):
-        listeners.append(_bind(interface.interface.family, (interface.interface.address, 0)))
+        target = choice.interface.target(address, 0)
+        listeners.append(_bind(choice.interface.family, target))
         port = listeners[-1].getsockname()[1]
-    address = interface.interface.address
-    return listeners, Card(host_identity(), process_name(), transports, unix, address, port)
+    return listeners, Card(host_identity(), process_name(), transports, unix, address, port, name)
 
 
-def _bind(family: socket.AddressFamily, target: str | tuple[str, int]) -> socket.socket:
+def _bind(family: socket.AddressFamily, target: str | Target) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.bind(target)
@@ -250,18 +328,42 @@ def _bind(family: socket.AddressFamily, target: str | tuple[str, int]) -> socket
     return listener
 
 
-def _open(card: Card, transport: str, deadline: Deadline) -> socket.socket:
-    family = socket.AF_INET6 if ":" in card.address else socket.AF_INET
+def _open(card: Card, transport: str, own: Interface, deadline: Deadline) -> socket.socket:
+    """Connects, over TCP from the own address that the peers know: so the pair is proved."""
     local = transport in LOCAL_TRANSPORTS
-    sock = socket.socket(socket.AF_UNIX if local else family, socket.SOCK_STREAM)
+    sock = socket.socket(socket.AF_UNIX if local else own.family, socket.SOCK_STREAM)
     try:
-        sock.settimeout(max(deadline.remaining, 1e-3))
+        sock.settimeout(max(min(deadline.remaining, _ANSWER), 1e-3))
         if local:
             sock.connect("\0" + card.unix)
         else:
-            sock.connect((card.address, card.port))
+            sock.bind(own.target(own.address, 0))
+            _connect_within(sock, own.target(card.address, card.port))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
         sock.close()
         raise
+    return sock
+
+
+def _connect_within(sock: socket.socket, target: Target) -> None:
+    try:
+        sock.connect(target)
+    except TimeoutError as error:
+        raise OSError(errno.ETIMEDOUT, f"no answer in {sock.gettimeout():.2g} s") from error
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """Nobody says goodbye before the mesh is complete, so an end is a failure."""
+    try:
+        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _watched(sock: socket.socket, purpose: Purpose) -> socket.socket:
+    """The socket, which from now on fails when the peer's host is dead."""
+    end_with_host(sock, always_read=purpose == Purpose.CONTROL)
     return sock

@@ -5,6 +5,7 @@ GRADWIRE_SIMD alone is read by the core.
 
 from __future__ import annotations
 
+import math
 import os
 
 from gradwire._errors import InvalidArgument
@@ -28,6 +29,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "where each rank notes how its program ended; `gradwire run` sets and reads it",
         "nowhere",
     ),
+    "GRADWIRE_TCP_TIMEOUT_SECONDS": (
+        "seconds of silence after which a peer's host is taken to be dead",
+        "15",
+    ),
     "GRADWIRE_SIMD": ("instruction set of the core: scalar, avx2 or avx512", "the best there is"),
 }
 
@@ -47,6 +52,18 @@ def flag(name: str) -> bool:
     if value in ("0", "false", "no", "off"):
         return False
     raise InvalidArgument(f"{name}={value!r} is not a boolean: use 1 or 0")
+
+
+def seconds(name: str, least: float, most: float) -> float:
+    """The variable, or its value when unset; raises InvalidArgument for what is out of range."""
+    given = text(name) or VARIABLES[name][1]
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise InvalidArgument(f"{name}={given!r} is not a time: use {least:g} to {most:g} seconds")
+    return value
 
 
 def items(name: str) -> tuple[str, ...]:

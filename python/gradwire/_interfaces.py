@@ -1,27 +1,42 @@
 """Which network address a rank listens on, and why.
 
-The default is the address that reaches the store: it is known to be routed where the job's other
-ranks are. `GRADWIRE_SOCKET_IFNAME` overrides it in NCCL's syntax.
+Where the ranks are on several hosts, the default is the address that reaches the store: it is known
+to be routed where the others are. On the store's own host that may be loopback; then it is the
+address at which the others reach the store. `GRADWIRE_SOCKET_IFNAME` overrides it in NCCL's syntax.
 """
 
 from __future__ import annotations
 
+import array
+import contextlib
 import fcntl
 import ipaddress
 import socket
 import struct
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from gradwire._errors import RendezvousError
 
+_SIOCGIFCONF = 0x8912
 _SIOCGIFFLAGS = 0x8913
-_SIOCGIFADDR = 0x8915
 _IFF_UP = 0x1
-_LINK_SCOPE = 0x20
+_IFF_RUNNING = 0x40  # has a carrier: a bridge without members is up and leads nowhere
+_IFREQ = struct.Struct("16sHxx4s16x")  # name, family, port, IPv4 address
+_IFCONF = struct.Struct("iP")
+_UNUSABLE = 0x40 | 0x08  # IPv6: tentative, or found to be in use by another host
+
+# Interfaces that a host has for its own containers and virtual machines; often with the same
+# address on every host.
+_INTERNAL = ("docker", "podman", "virbr", "br-", "veth", "lxc", "lxd", "cni", "flannel", "cali")
+# Addresses for documentation: never sent to, only looked up in the routing table.
+_ANYWHERE = ("198.51.100.1", "2001:db8::1")
+
+Target = tuple[str, int] | tuple[str, int, int, int]
 
 
 class Interface(NamedTuple):
-    """One address of one interface that is up."""
+    """One address of one interface that is up and connected."""
 
     name: str
     address: str
@@ -29,12 +44,21 @@ class Interface(NamedTuple):
     @property
     def family(self) -> socket.AddressFamily:
         """AF_INET or AF_INET6."""
-        return socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        return family_of(self.address)
 
     @property
     def loopback(self) -> bool:
         """Whether no other host can reach it."""
         return is_loopback(self.address)
+
+    def target(self, address: str, port: int) -> Target:
+        """For a socket: an address as this interface reaches it; link-local ones need its index."""
+        if ipaddress.ip_address(address).is_link_local and ":" in address:
+            return address, port, 0, socket.if_nametoindex(self.name)
+        return address, port
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
 
 
 class Choice(NamedTuple):
@@ -44,10 +68,22 @@ class Choice(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.interface.name} ({self.interface.address}): {self.reason}"
+        return f"{self.interface}: {self.reason}"
+
+
+class Route(NamedTuple):
+    """How a host is reached: from which own address, at which of its addresses."""
+
+    source: str
+    target: str
 
 
 LOOPBACK = Choice(Interface("lo", "127.0.0.1"), "all ranks are on this host")
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """AF_INET or AF_INET6, of a numeric address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def is_loopback(address: str) -> bool:
@@ -56,12 +92,12 @@ def is_loopback(address: str) -> bool:
 
 
 def interfaces() -> list[Interface]:
-    """All addresses of the interfaces that are up: IPv4 first, without link-local IPv6."""
+    """All addresses of the interfaces that are up and connected: IPv4 first, link-local last."""
     names = [name for _, name in socket.if_nameindex()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        up = [name for name in names if _flags(probe, name) & _IFF_UP]
-        found = [(name, _ipv4(probe, name)) for name in up]
-    return [Interface(name, address) for name, address in found if address] + _ipv6(up)
+        up = {name for name in names if _flags(probe, name) == _IFF_UP | _IFF_RUNNING}
+        found = [each for each in (*_ipv4(probe), *_ipv6()) if each.name in up]
+    return sorted(found, key=_is_link_local)
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -73,53 +109,95 @@ def matches(name: str, pattern: str) -> bool:
     return hit != excluding
 
 
+def route_to(host: str, port: int) -> Route:
+    """How packets to host:port would go; nothing is sent."""
+    try:
+        known = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise _no_way(host, error) from error
+    failures = []
+    for family, kind, _, _, target in known:
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(target)
+                return Route(str(probe.getsockname()[0]), str(probe.getpeername()[0]))
+        except OSError as error:
+            failures.append(error)
+    raise _no_way(host, failures[0])
+
+
 def address_towards(host: str, port: int) -> str:
     """The own address from which packets to host:port would leave; nothing is sent."""
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise RendezvousError(
-            f"no network interface reaches the store's host {host!r} ({error}): "
-            "check the host's name, or set GRADWIRE_SOCKET_IFNAME"
-        ) from error
+    return route_to(host, port).source
 
 
-def choose(towards: str | None, *, pattern: str | None, several_hosts: bool) -> Choice:
+def choose(
+    towards: str | None,
+    *,
+    pattern: str | None,
+    several_hosts: bool,
+    reached: Collection[str] = (),
+) -> Choice:
     """The address to listen on.
 
     `towards` is the own address that reaches the store, None when the store is local;
-    `several_hosts` says that some rank is known to be on another host, so that loopback is useless.
+    `several_hosts` says that some rank is on another host, so that loopback is useless; `reached`
+    are addresses at which ranks of other hosts reach the store.
     """
     found = interfaces()
     if pattern is not None:
-        return _by_pattern(found, pattern, towards, several_hosts)
-    if towards is None:
-        return LOOPBACK
-    if not (several_hosts and is_loopback(towards)):
-        named = [each for each in found if each.address == towards]
-        interface = named[0] if named else Interface("lo" if is_loopback(towards) else "?", towards)
-        return Choice(interface, "it reaches the store")
-    beyond = [each for each in found if not each.loopback]
+        return _by_pattern(found, pattern, towards, several_hosts, reached)
+    if not several_hosts:
+        here = (
+            towards if towards is not None and is_loopback(towards) else LOOPBACK.interface.address
+        )
+        return Choice(Interface("lo", here), LOOPBACK.reason)
+    if towards is not None and not is_loopback(towards):
+        return Choice(_holder(found, towards), "it reaches the store")
+    for each in found:
+        if each.address in reached and not each.loopback:
+            return Choice(each, "other hosts reach the store, which is on this one, at it")
+    return guess()
+
+
+def guess() -> Choice:
+    """The address at which other hosts most probably reach this one, where nothing says it."""
+    beyond = [each for each in interfaces() if not each.loopback]
+    routed = [each for each in beyond if each.address in set(_default_sources())]
+    if routed:
+        return Choice(routed[0], "it has the default route; nothing says how others get here")
     if not beyond:
         raise RendezvousError(
             "some ranks are on other hosts, and this one has no interface but loopback that is up"
         )
-    return Choice(
-        beyond[0], "the store is on this host and some ranks are not; first one that is up"
+    best = min(beyond, key=_is_internal)
+    return Choice(best, "the first one that is up; nothing says how others get here")
+
+
+def _holder(found: list[Interface], address: str) -> Interface:
+    return next(
+        (each for each in found if each.address == address), Interface("an interface", address)
     )
 
 
 def _by_pattern(
-    found: list[Interface], pattern: str, towards: str | None, several_hosts: bool
+    found: list[Interface],
+    pattern: str,
+    towards: str | None,
+    several_hosts: bool,
+    reached: Collection[str],
 ) -> Choice:
     fitting = [each for each in found if matches(each.name, pattern)]
     usable = [each for each in fitting if not (several_hosts and each.loopback)]
+    families = {family_of(address) for address in (towards, *reached) if address}
+
+    def rank(each: Interface) -> tuple[bool, ...]:
+        known = each.address == towards or each.address in reached
+        odd = families and each.family not in families
+        return not known, bool(odd), each.loopback, _is_link_local(each), _is_internal(each)
+
     if usable:
-        best = min(usable, key=lambda each: (each.address != towards, each.loopback))
-        return Choice(best, f"GRADWIRE_SOCKET_IFNAME={pattern}")
+        return Choice(min(usable, key=rank), f"GRADWIRE_SOCKET_IFNAME={pattern}")
     have = ", ".join(sorted({each.name for each in found})) or "none"
     why = "only loopback, though some ranks are on other hosts" if fitting else "nothing"
     raise RendezvousError(
@@ -127,27 +205,49 @@ def _by_pattern(
     )
 
 
-def _request(name: str) -> bytes:
-    return struct.pack("16s240x", name.encode()[:15])
+def _no_way(host: str, error: OSError) -> RendezvousError:
+    return RendezvousError(
+        f"no network interface reaches the store's host {host!r} ({error}): "
+        "check the host's name, or set GRADWIRE_SOCKET_IFNAME"
+    )
+
+
+def _default_sources() -> Iterator[str]:
+    for address in _ANYWHERE:
+        with contextlib.suppress(RendezvousError):
+            yield route_to(address, 9).source
+
+
+def _is_internal(interface: Interface) -> bool:
+    return interface.name.startswith(_INTERNAL)
+
+
+def _is_link_local(interface: Interface) -> bool:
+    return ipaddress.ip_address(interface.address).is_link_local
 
 
 def _flags(probe: socket.socket, name: str) -> int:
+    """UP and RUNNING, as far as they are set."""
     try:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, _request(name))
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, struct.pack("16s24x", name.encode()))
     except OSError:  # it went away since it was listed
         return 0
-    return int.from_bytes(answer[16:18], "little")
+    return int.from_bytes(answer[16:18], "little") & (_IFF_UP | _IFF_RUNNING)
 
 
-def _ipv4(probe: socket.socket, name: str) -> str | None:
-    try:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, _request(name))
-    except OSError:  # it has none
-        return None
-    return socket.inet_ntoa(answer[20:24])
+def _ipv4(probe: socket.socket) -> list[Interface]:
+    """All of them; an alias (eth0:1) goes by its interface's name."""
+    size, _ = _IFCONF.unpack(fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, _IFCONF.pack(0, 0)))
+    rows = array.array("B", bytes(size))
+    wanted = _IFCONF.pack(size, rows.buffer_info()[0])
+    used, _ = _IFCONF.unpack(fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, wanted))
+    return [
+        Interface(label.rstrip(b"\0").decode().split(":")[0], socket.inet_ntoa(address))
+        for label, _, address in _IFREQ.iter_unpack(rows.tobytes()[:used])
+    ]
 
 
-def _ipv6(names: list[str]) -> list[Interface]:
+def _ipv6() -> list[Interface]:
     try:
         with open("/proc/net/if_inet6", encoding="ascii") as table:
             rows = [line.split() for line in table]
@@ -155,6 +255,6 @@ def _ipv6(names: list[str]) -> list[Interface]:
         return []
     return [
         Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(digits))))
-        for digits, _, _, scope, _, name in rows
-        if name in names and int(scope, 16) != _LINK_SCOPE
+        for digits, _, _, _, flags, name in rows
+        if not int(flags, 16) & _UNUSABLE
     ]

@@ -94,6 +94,7 @@ class Card:
     unix: str
     address: str
     port: int
+    interface: str = ""  # for messages: what has the address
 
     def pack(self) -> bytes:
         """As JSON."""
@@ -105,9 +106,9 @@ class Card:
 
     def where(self, transport: str) -> str:
         """For messages: the address that a transport connects to."""
-        return (
-            f"@{self.unix}" if transport in LOCAL_TRANSPORTS else f"{self.address} port {self.port}"
-        )
+        if transport in LOCAL_TRANSPORTS:
+            return f"@{self.unix}"
+        return f"{self.interface} {self.address} port {self.port}".lstrip()
 
 
 _FIELDS: dict[str, type] = {
@@ -117,6 +118,7 @@ _FIELDS: dict[str, type] = {
     "unix": str,
     "address": str,
     "port": int,
+    "interface": str,
 }
 
 

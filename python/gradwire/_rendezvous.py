@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
-import secrets
 import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from gradwire import _environment
-from gradwire._connect import Exchange, connect_mesh
+from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
 from gradwire._errors import InvalidArgument, RendezvousError
-from gradwire._interfaces import Choice, address_towards, choose, is_loopback
+from gradwire._interfaces import Choice, Route, choose, is_loopback, route_to
+from gradwire._meeting import Meeting
 from gradwire._mesh import DEFAULT_TRANSPORTS, Job, Mesh
 from gradwire._store import Address, Store, StoreClient, parse_address
 from gradwire._store_server import StoreServer
@@ -25,7 +25,7 @@ from gradwire._torch_store import TorchStore
 from gradwire._world import World
 
 MIN_SECRET = 16  # bytes
-WARN_SECONDS = 30.0
+_HEARING = 2.0  # seconds that the others get to hear why the host of the store gives up
 
 _log = logging.getLogger("gradwire")
 _generations: Counter[tuple[str, int, str | None, int]] = Counter()
@@ -50,20 +50,23 @@ def rendezvous(
         return connect_mesh(
             Job(world.job, b""), _nobody, rank=0, size=1, communicator=generation, deadline=deadline
         )
-    with _meeting_place(world, known, deadline) as place:
+    with _meeting_place(world, known, deadline) as (store, route):
         prefix = f"gradwire/{world.job}/{world.epoch}/{generation}"
-        agreed = known or _agree_on_secret(place.store, prefix, world, deadline)
-        interface = _choose_interface(world, place.towards)
-        return connect_mesh(
-            Job(world.job, agreed, world.epoch),
-            store_exchange(place.store, prefix, world.rank, world.size),
-            rank=world.rank,
-            size=world.size,
-            communicator=generation,
-            deadline=deadline,
-            transports=names,
-            interface=interface,
-        )
+        meeting = Meeting(store, world, prefix, deadline)
+        with meeting.told_to_others():
+            agreed = known or meeting.agree_on_secret()
+            interface = _choose_interface(meeting, route)
+            return connect_mesh(
+                Job(world.job, agreed, world.epoch),
+                meeting.exchange,
+                rank=world.rank,
+                size=world.size,
+                communicator=generation,
+                deadline=deadline,
+                transports=names,
+                interface=interface,
+                hear=meeting.hear,
+            )
 
 
 def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:
@@ -93,36 +96,24 @@ def find_secret(given: bytes | str | None) -> bytes | None:
     return secret
 
 
-def store_exchange(store: Store, prefix: str, rank: int, size: int) -> Exchange:
-    """An all_gather by way of a store, under keys that no other exchange uses."""
-
-    def exchange(card: bytes, deadline: Deadline) -> list[bytes]:
-        store.set(f"{prefix}/card/{rank}", card)
-        return [_get(store, f"{prefix}/card", peer, size, deadline) for peer in range(size)]
-
-    return exchange
-
-
-@dataclass
-class _Place:
-    store: Store
-    towards: str | None  # the own address that reaches the store; None for a local one
-
-
 @contextlib.contextmanager
-def _meeting_place(world: World, secret: bytes | None, deadline: Deadline) -> Iterator[_Place]:
+def _meeting_place(
+    world: World, secret: bytes | None, deadline: Deadline
+) -> Iterator[tuple[Store, Route | None]]:
+    """A store, and the route to it; None to one on a Unix socket."""
     assert world.store is not None  # _world gives one whenever there are several ranks
     if world.store.startswith("torch:"):
         parts = urlsplit(world.store)
         host, port = parts.hostname or "", parts.port or 0
         store = TorchStore(host, port, world.rank, world.size, deadline)
         _tell_privacy(world, "torch's store", secret)
-        yield _Place(store, address_towards(host, port))
+        yield store, route_to(host, port)
         return
     address = parse_address(world.store)
     _require_privacy(address, secret)
+    _tell_privacy(world, f"the store at {address}", secret)
     with _own_store(world, address, secret or b"", deadline) as client:
-        yield _Place(client, client.local_address())
+        yield client, client.route()
 
 
 @contextlib.contextmanager
@@ -132,7 +123,8 @@ def _own_store(
     """A client of our own store, which rank 0 hosts for the time of the rendezvous."""
     with contextlib.ExitStack() as stack:
         if world.rank_0_hosts and world.rank == 0:
-            stack.enter_context(StoreServer(address, world.job, secret))
+            also = _beyond_loopback(world, address, secret)
+            stack.enter_context(_heard(StoreServer(address, world.job, secret, also)))
         client = StoreClient(address, world.job, secret, deadline)
         stack.callback(client.close)
         yield client
@@ -140,6 +132,48 @@ def _own_store(
         # others see that it did, lest their next rendezvous begins in this one's store.
         if world.rank_0_hosts and world.rank != 0:
             client.wait_closed(deadline.remaining)
+
+
+@contextlib.contextmanager
+def _heard(server: StoreServer) -> Iterator[None]:
+    """Serves; where the block fails, until the others have heard why."""
+    with server:
+        try:
+            yield
+        except BaseException:
+            server.await_departures(_HEARING)
+            raise
+
+
+def _beyond_loopback(world: World, address: Address, secret: bytes) -> list[Address]:
+    """Where the store listens too: a host's name may mean loopback on that host alone."""
+    own_name = not address.local and not _is_numeric(address.host) and address.host != "localhost"
+    if not (own_name and secret and world.local_size != world.size and _leads_to_loopback(address)):
+        return []
+    try:
+        choice = choose(
+            None, pattern=_environment.text("GRADWIRE_SOCKET_IFNAME"), several_hosts=True
+        )
+    except RendezvousError:  # then all ranks are here, or the others' messages say it
+        return []
+    _log.info("%s means loopback here, so the store also listens on %s", address.host, choice)
+    return [address._replace(host=choice.interface.address)]
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _leads_to_loopback(address: Address) -> bool:
+    """False also for an unknown host, which has its own message when it is connected to."""
+    try:
+        return all(is_loopback(str(target[0])) for _, target in address.resolve())
+    except OSError:
+        return False
 
 
 def _nobody(card: bytes, _: Deadline) -> list[bytes]:
@@ -153,49 +187,15 @@ def _next_generation(world: World) -> int:
     return _generations[key] - 1
 
 
-def _get(store: Store, prefix: str, peer: int, size: int, deadline: Deadline) -> bytes:
-    for wait in (deadline.within(WARN_SECONDS), deadline):
-        try:
-            return store.get(f"{prefix}/{peer}", wait.remaining)
-        except TimeoutError:
-            if deadline.passed:
-                break
-            _log.warning("still waiting for rank %d of %d to appear", peer, size)
-    missing = [rank for rank in range(size) if not _present(store, f"{prefix}/{rank}")]
-    raise RendezvousError(_missing_message(missing or [peer], size, deadline))
-
-
-def _present(store: Store, key: str) -> bool:
-    try:
-        store.get(key, 0)
-    except TimeoutError:
-        return False
-    except RendezvousError:  # the store's host is at its deadline too: nothing more can be known
-        return True
-    return True
-
-
-def _missing_message(missing: list[int], size: int, deadline: Deadline) -> str:
-    names = ", ".join(map(str, missing))
-    return (
-        f"rank{'s' if len(missing) > 1 else ''} {names} of {size} did not appear within "
-        f"{deadline.seconds:g} s; look at their output for the reason, check that all {size} "
-        "were started, or give more time with timeout="
+def _choose_interface(meeting: Meeting, route: Route | None) -> Choice:
+    hosts = meeting.compare_hosts(route)
+    choice = choose(
+        None if route is None else route.source,
+        pattern=_environment.text("GRADWIRE_SOCKET_IFNAME"),
+        several_hosts=hosts.several,
+        reached=hosts.reached,
     )
-
-
-def _agree_on_secret(store: Store, prefix: str, world: World, deadline: Deadline) -> bytes:
-    """Rank 0 makes a secret for this communicator; it is as private as the store."""
-    key = f"{prefix}/secret"
-    if world.rank == 0:
-        store.set(f"{key}/0", secrets.token_bytes(32))
-    return _get(store, key, 0, world.size, deadline)
-
-
-def _choose_interface(world: World, towards: str | None) -> Choice:
-    pattern = _environment.text("GRADWIRE_SOCKET_IFNAME")
-    choice = choose(towards, pattern=pattern, several_hosts=world.several_hosts)
-    _log.info("rank %d listens on %s", world.rank, choice)
+    _log.info("rank %d listens on %s", meeting.world.rank, choice)
     return choice
 
 
@@ -203,11 +203,8 @@ def _require_privacy(address: Address, secret: bytes | None) -> None:
     """Beyond loopback a secret is needed, or the user's word that none is."""
     if secret or address.local or _environment.flag("GRADWIRE_INSECURE"):
         return
-    with contextlib.suppress(
-        OSError
-    ):  # an unknown host has its own message when it is connected to
-        if all(is_loopback(str(target[0])) for _, target in address.resolve()):
-            return
+    if _leads_to_loopback(address):
+        return
     raise RendezvousError(
         f"the store at {address} can be reached from other hosts and there is no secret: set "
         "GRADWIRE_SECRET or GRADWIRE_SECRET_FILE on all ranks, or GRADWIRE_INSECURE=1 "

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from gradwire._deadline import Deadline
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._handshake import HandshakeError, Hello, Purpose, introduce, peer_uid, receive
+from gradwire._interfaces import Route
 
 MAX_KEY = 512
 MAX_VALUE = 1 << 20
@@ -32,6 +33,7 @@ REQUEST = struct.Struct("<BHII")
 ANSWER = struct.Struct("<BI")
 _MARGIN = 5.0  # seconds that a client grants the server beyond the wait it asked for
 _RETRY = 0.05  # seconds between attempts to reach a store that is not there yet
+_ANSWER = 5.0  # seconds that one attempt to connect may take
 
 
 class Operation(enum.IntEnum):
@@ -142,9 +144,11 @@ class StoreClient:
         except OSError:
             return
 
-    def local_address(self) -> str | None:
-        """The own address on the way to the store; None for a Unix socket."""
-        return None if self.address.local else str(self._sock.getsockname()[0])
+    def route(self) -> Route | None:
+        """The way to the store; None for a Unix socket."""
+        if self.address.local:
+            return None
+        return Route(str(self._sock.getsockname()[0]), str(self._sock.getpeername()[0]))
 
     def close(self) -> None:
         """Closes the connection; what was stored stays."""
@@ -186,9 +190,11 @@ class StoreClient:
 
 def _connect(address: Address, hello: Hello, secret: bytes, deadline: Deadline) -> socket.socket:
     pause = threading.Event()
+    turn = 0
     while True:
         try:
-            return _attempt(address, hello, secret, deadline)
+            targets = address.resolve()  # in turn, all that the host's name stands for
+            return _attempt(targets[turn % len(targets)], hello, secret, deadline)
         except HandshakeError as error:
             raise RendezvousError(f"the store at {address} is not ours: {error}") from error
         except OSError as error:
@@ -197,14 +203,17 @@ def _connect(address: Address, hello: Hello, secret: bytes, deadline: Deadline) 
                     f"could not reach the store at {address} within {deadline.seconds:g} s "
                     f"({error}): is rank 0 running, and is it the same job (GRADWIRE_JOB)?"
                 ) from error
+        turn += 1
         pause.wait(min(_RETRY, deadline.remaining))
 
 
-def _attempt(address: Address, hello: Hello, secret: bytes, deadline: Deadline) -> socket.socket:
-    family, target = address.resolve()[0]
+def _attempt(
+    found: tuple[socket.AddressFamily, Any], hello: Hello, secret: bytes, deadline: Deadline
+) -> socket.socket:
+    family, target = found
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.settimeout(max(deadline.remaining, 1e-3))
+        sock.settimeout(max(deadline.within(_ANSWER).remaining, 1e-3))
         sock.connect(target)
         if family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import socket
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 from gradwire._deadline import Deadline
 from gradwire._errors import RendezvousError
@@ -43,18 +46,21 @@ class StoreServer:
     """Serves from a thread of its own between start() and close().
 
     Listens from construction on, so that a process forked in between finds it; port 0 takes a free
-    one, see `address`.
+    one, see `address`. It listens at every own address that the host's name stands for, and `also`.
     """
 
-    def __init__(self, address: Address, job: str, secret: bytes) -> None:
+    def __init__(
+        self, address: Address, job: str, secret: bytes, also: Sequence[Address] = ()
+    ) -> None:
         self._values: dict[str, bytes] = {}
         self._total = 0
         self._waiting: dict[str, list[_Client]] = defaultdict(list)
         self._clients: set[_Client] = set()
+        self._departed = threading.Condition()
         self._reason = b""
-        listener = _listen(address)
-        self.address = _bound(address, listener)
-        self._gate = Gate([listener], job, secret, self._check)
+        listeners = _listen([address, *also])
+        self.address = _bound(address, listeners[0])
+        self._gate = Gate(listeners, job, secret, self._check)
         self._selector = selectors.DefaultSelector()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="gradwire-store", daemon=True)
@@ -63,6 +69,11 @@ class StoreServer:
         """Begins to serve; returns itself."""
         self._thread.start()
         return self
+
+    def await_departures(self, timeout: float) -> None:
+        """Returns when no client is left, or after `timeout` seconds."""
+        with self._departed:
+            self._departed.wait_for(lambda: not self._clients, timeout)
 
     def close(self, reason: str = "") -> None:
         """Stops listening, tells waiting clients the reason, and ends all connections."""
@@ -118,7 +129,9 @@ class StoreServer:
 
     def _drop(self, client: _Client) -> None:
         self._unpark(client)
-        self._clients.remove(client)
+        with self._departed:
+            self._clients.remove(client)
+            self._departed.notify_all()
         self._selector.unregister(client.sock)
         client.sock.close()
 
@@ -216,22 +229,37 @@ class StoreServer:
                 del self._waiting[key]
 
 
-def _listen(address: Address) -> socket.socket:
+def _listen(addresses: Sequence[Address]) -> list[socket.socket]:
+    """Listens at all that are this host's; raises RendezvousError for none, or a taken one."""
+    listeners: list[socket.socket] = []
     try:
-        family, target = address.resolve()[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(target)
-            listener.listen(128)
-        except OSError:
-            listener.close()
-            raise
+        found = [each for address in addresses for each in address.resolve()]
+        for family, target in dict.fromkeys(found):
+            try:
+                listeners.append(_listen_at(family, target))
+            except OSError as error:
+                none = (family, target) == found[-1] and not listeners
+                if none or error.errno != errno.EADDRNOTAVAIL:
+                    raise
     except OSError as error:
+        for listener in listeners:
+            listener.close()
         raise RendezvousError(
-            f"rank 0 cannot host the store at {address} ({error}): "
+            f"rank 0 cannot host the store at {addresses[0]} ({error}): "
             "name rank 0's own host and a port that is free there"
         ) from error
+    return listeners
+
+
+def _listen_at(family: socket.AddressFamily, target: Any) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 

@@ -1,7 +1,5 @@
 #include "gradwire/transport/control.h"
 
-#include <netinet/tcp.h>
-
 #include <cstring>
 
 #include "transport_harness.h"
@@ -198,18 +196,6 @@ TEST(Control, AReleasedSocketKeepsWhatWasReadOfAFrame) {
             static_cast<ssize_t>(sizeof frame - 100));
   EXPECT_FALSE(lonely.control.connected(1));
   EXPECT_FALSE(lonely.control.release(1, 10).has_value());
-}
-
-TEST(Control, AdoptedTcpSocketsFindDeadHosts) {
-  Ends ends = tcp_ends();
-  const int socket = ends.first.get();
-  const Lonely lonely(std::move(ends));
-  int value = 0;
-  socklen_t size = sizeof value;
-  ::getsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &value, &size);
-  EXPECT_EQ(value, 1);
-  ::getsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &value, &size);
-  EXPECT_EQ(value, 15'000);
 }
 
 }  // namespace

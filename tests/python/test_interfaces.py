@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from gradwire import _interfaces
 from gradwire._errors import RendezvousError
@@ -10,6 +12,7 @@ from gradwire._interfaces import Interface, address_towards, choose, interfaces,
 LO = Interface("lo", "127.0.0.1")
 ETH = Interface("eth0", "192.0.2.7")
 IB = Interface("ib0", "198.51.100.7")
+DOCKER = Interface("docker0", "172.17.0.1")
 
 
 @pytest.fixture
@@ -61,10 +64,55 @@ def test_a_local_store_means_loopback() -> None:
 
 
 @pytest.mark.usefixtures("three")
-def test_a_store_on_this_host_does_not_mean_loopback_when_ranks_are_elsewhere() -> None:
+@pytest.mark.parametrize("towards", ["127.0.0.1", "127.0.1.1", "::1"])
+def test_ranks_of_one_host_use_the_loopback_address_that_reaches_the_store(towards: str) -> None:
+    choice = choose(towards, pattern=None, several_hosts=False)
+    assert str(choice) == f"lo ({towards}): all ranks are on this host"
+    outer = choose("192.0.2.7", pattern=None, several_hosts=False)
+    assert outer.interface == LO
+
+
+@pytest.mark.usefixtures("three")
+def test_on_the_stores_host_it_is_the_address_at_which_others_reach_it() -> None:
+    choice = choose("127.0.1.1", pattern=None, several_hosts=True, reached=["198.51.100.7"])
+    assert (
+        str(choice)
+        == "ib0 (198.51.100.7): other hosts reach the store, which is on this one, at it"
+    )
+
+
+def with_interfaces(monkeypatch: pytest.MonkeyPatch, *found: Interface, default: str = "") -> None:
+    monkeypatch.setattr(_interfaces, "interfaces", lambda: list(found))
+    monkeypatch.setattr(_interfaces, "_default_sources", lambda: iter([default]))
+
+
+def test_without_any_hint_it_is_the_address_of_the_default_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_interfaces(monkeypatch, LO, DOCKER, ETH, IB, default="198.51.100.7")
     choice = choose("127.0.1.1", pattern=None, several_hosts=True)
-    assert choice.interface == ETH
-    assert "some ranks are not" in choice.reason
+    assert choice.interface == IB
+    assert "default route" in choice.reason
+
+
+def test_without_a_default_route_it_is_no_bridge_for_containers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_interfaces(monkeypatch, LO, DOCKER, ETH, IB)
+    assert choose("127.0.1.1", pattern=None, several_hosts=True).interface == ETH
+    with_interfaces(monkeypatch, LO, DOCKER)
+    assert choose("127.0.1.1", pattern=None, several_hosts=True).interface == DOCKER
+
+
+def test_a_pattern_prefers_the_family_of_the_stores_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inner = Interface("eth0", "fd00::7")
+    with_interfaces(monkeypatch, LO, ETH, inner)
+    assert choose("fd00::9", pattern="eth", several_hosts=True).interface == inner
+    assert choose("192.0.2.9", pattern="eth", several_hosts=True).interface == ETH
+    reached = choose("::1", pattern="eth", several_hosts=True, reached=["fd00::5"])
+    assert reached.interface == inner
 
 
 @pytest.mark.usefixtures("three")
@@ -79,6 +127,16 @@ def test_a_pattern_wins_and_prefers_what_reaches_the_store() -> None:
 def test_a_pattern_that_fits_nothing_usable_lists_what_there_is(pattern: str, why: str) -> None:
     with pytest.raises(RendezvousError, match=f"{why}.*eth0, ib0, lo"):
         choose("192.0.2.7", pattern=pattern, several_hosts=True)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.7", "fd00::7"])
+def test_a_socket_address_is_just_that(address: str) -> None:
+    assert Interface("eth0", address).target("fd00::9", 7) == ("fd00::9", 7)
+
+
+def test_a_link_local_socket_address_names_the_interface() -> None:
+    index = socket.if_nametoindex("lo")
+    assert Interface("lo", "::1").target("fe80::9", 7) == ("fe80::9", 7, 0, index)
 
 
 def test_a_host_with_loopback_only_cannot_serve_other_hosts(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -15,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gradwire import _mesh, _rendezvous
-from gradwire._connect import connect_mesh
+from gradwire import _connect, _meeting, _mesh
+from gradwire._connect import _require_route, connect_mesh
 from gradwire._deadline import Deadline
 from gradwire._environment import VARIABLES
 from gradwire._errors import InvalidArgument, RendezvousError
+from gradwire._handshake import Purpose
 from gradwire._interfaces import Choice, Interface
 from gradwire._mesh import Card, Job, Mesh, choose_transport, inproc_meshes, unpack_card
 from gradwire._rendezvous import choose_transports, find_secret, rendezvous
@@ -167,7 +170,7 @@ def test_rank_0_hosts_a_tcp_store_at_the_given_port(closing: Closing) -> None:
         store = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
         meshes = closing(meet([explicit(rank, 3, store) for rank in range(3)], secret=SECRET))
     assert_connected(meshes, "shm")
-    assert meshes[0].interface.reason == "it reaches the store"
+    assert meshes[0].interface.reason == "all ranks are on this host"
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
@@ -182,32 +185,60 @@ def test_all_missing_ranks_are_named() -> None:
     assert "ranks 1, 2, 3 of 4 did not appear" in str(future.exception())
 
 
-def test_a_rank_that_dies_after_publishing_its_address_is_named() -> None:
-    places = worlds(3)
+def failing_after_its_card(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Makes one rank fail when it has published its address."""
+    honest = _meeting.Meeting.exchange
 
-    honest = _rendezvous.store_exchange
-
-    def dying_exchange(*args: object) -> object:
-        exchange = honest(*args)  # type: ignore[arg-type]
-
-        def publish_and_die(card: bytes, deadline: Deadline) -> Sequence[bytes]:
-            exchange(card, deadline)
+    def exchange(self: _meeting.Meeting, card: bytes, deadline: Deadline) -> list[bytes]:
+        cards = honest(self, card, deadline)
+        if self.world.rank == rank:
             raise OSError("died")
+        return cards
 
-        return publish_and_die if args[2] == 2 else exchange
+    monkeypatch.setattr(_meeting.Meeting, "exchange", exchange)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_rendezvous, "store_exchange", dying_exchange)
-        errors = [str(future.exception()) for future in meet(places, timeout=0.5)]
+
+def test_a_rank_that_gives_up_tells_the_others_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_after_its_card(monkeypatch, 2)
+    errors = [future.exception() for future in meet(worlds(4), timeout=60)]
+    assert str(errors.pop(2)) == "died"
+    for error in errors:
+        assert isinstance(error, RendezvousError)
+        assert re.fullmatch(r"rank 2 \(\S+\) gave up: died", str(error))
+
+
+def test_a_rank_that_dies_after_publishing_its_address_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failing_after_its_card(monkeypatch, 2)
+    monkeypatch.setattr(_meeting.Meeting, "hear", lambda self: None)
+    errors = [str(future.exception()) for future in meet(worlds(3), timeout=0.5)]
     assert "rank 2" in errors[0]
     assert "did not connect to rank 0" in errors[0]
+    assert errors[2] == "died"
+
+
+def test_a_rank_that_dies_while_it_connects_is_seen_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = _connect._Attempt._connect
+
+    def connect(self: _connect._Attempt, peer: int, purpose: Purpose, transport: str) -> object:
+        if self._mesh.rank == 2 and purpose == Purpose.COLLECTIVE:  # after the control socket
+            raise OSError("died")
+        return honest(self, peer, purpose, transport)
+
+    monkeypatch.setattr(_connect._Attempt, "_connect", connect)
+    monkeypatch.setattr(_meeting.Meeting, "told_to_others", lambda self: contextlib.nullcontext())
+    errors = [str(future.exception()) for future in meet(worlds(3), timeout=60)]
+    assert re.match(r"rank 2 \(\S+\) ended or gave up", errors[0])
     assert errors[2] == "died"
 
 
 def test_a_waiting_rank_says_whom_it_waits_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_rendezvous, "WARN_SECONDS", 0.05)
+    monkeypatch.setattr(_meeting, "WARN_SECONDS", 0.05)
     with caplog.at_level(logging.WARNING, "gradwire"):
         meet(worlds(2)[:1], timeout=0.3)
     assert "still waiting for rank 1 of 2" in caplog.text
@@ -316,12 +347,39 @@ def test_shared_memory_alone_cannot_join_two_hosts(monkeypatch: pytest.MonkeyPat
             future.result()
 
 
-def test_two_hosts_meet_over_tcp(monkeypatch: pytest.MonkeyPatch, closing: Closing) -> None:
-    monkeypatch.setattr("gradwire._connect.is_loopback", lambda address: False)
-    meshes = closing(meet_two_hosts(monkeypatch))
-    assert_connected(meshes, "tcp")
-    assert meshes[0].hosts == meshes[1].hosts == ("host 0", "host 1")
-    assert not meshes[0].peers[1].same_host
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("fd00::2", "one is IPv4 and one IPv6"),
+        ("127.0.0.1", "loopback only leads back"),
+        ("192.0.2.1", "both hosts have this address"),
+    ],
+)
+def test_addresses_that_do_not_meet_are_an_error_that_names_both(address: str, why: str) -> None:
+    other = replace(CARD, host="host b", name="b:2", address=address, interface="eth7")
+    message = rf"rank 3 \(a:1\) .* and rank 5 \(b:2\) eth7 .*{why}.*GRADWIRE_SOCKET_IFNAME"
+    with pytest.raises(RendezvousError, match=message):
+        _require_route(3, CARD, 5, other)
+
+
+def test_an_address_that_is_translated_on_the_way_is_told(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = _meeting.Meeting.exchange
+
+    def exchange(self: _meeting.Meeting, data: bytes, deadline: Deadline) -> list[bytes]:
+        card = unpack_card(data, self.world.rank)
+        if self.world.rank == 1:
+            card = replace(card, address="127.0.0.7")
+        return honest(self, card.pack(), deadline)
+
+    monkeypatch.setattr(_meeting.Meeting, "exchange", exchange)
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        assert_connected(closing(meet(worlds(2), transports=["tcp"])), "tcp")
+    assert "rank 1" in caplog.text
+    assert re.search(
+        r"listens at lo 127\.0\.0\.7 .* from 127\.0\.0\.1: addresses are translated", caplog.text
+    )
 
 
 @pytest.mark.parametrize(

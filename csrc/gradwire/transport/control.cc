@@ -19,6 +19,11 @@ namespace {
 constexpr std::uint32_t kWindow = 64;
 constexpr int kPollMilliseconds = 100;
 
+const char* meaning_of(int error) noexcept {
+  const bool silent = error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH;
+  return silent ? "its host or the network to it is dead" : "its control connection failed";
+}
+
 template <typename Enum>
 bool within(Enum value, Enum first, Enum last) {
   return value >= first && value <= last;
@@ -46,8 +51,7 @@ Control::Control(Rank rank, int size)
     : rank_(rank), epoll_(make_epoll()), links_(static_cast<std::size_t>(size)) {}
 
 void Control::adopt(UniqueFd socket, Rank peer) {
-  set_tcp_options(socket.get());
-  set_tcp_user_timeout(socket.get());
+  set_no_delay(socket.get());
   watch(epoll_.get(), socket.get(), EPOLLIN, peer);
   at(peer).socket = std::move(socket);
 }
@@ -104,7 +108,7 @@ std::optional<ControlEvent> Control::read(Rank peer) {
   const ssize_t got = ::recv(link.socket.get(), link.incoming.data() + link.received,
                              link.incoming.size() - link.received, MSG_DONTWAIT);
   if (got < 0 && would_block(errno)) return std::nullopt;
-  if (got < 0) return end(peer, system_message("its control connection failed", errno));
+  if (got < 0) return end(peer, system_message(meaning_of(errno), errno));
   if (got == 0) return end(peer, "it closed its control connection or died");
   link.received += static_cast<std::size_t>(got);
   return link.received == link.incoming.size() ? take_frame(peer) : std::nullopt;

@@ -84,8 +84,8 @@ class Control {
  public:
   Control(Rank rank, int size);
 
-  // Takes over a connected, authenticated stream socket to `peer`; sets keep-alive and
-  // TCP_USER_TIMEOUT where it is TCP.
+  // Takes over a connected, authenticated stream socket to `peer`. Over TCP it must end when the
+  // peer's host is dead: keep-alive and TCP_USER_TIMEOUT are set (`_keepalive.py`).
   void adopt(UniqueFd socket, Rank peer);
 
   void send(Rank peer, ControlFrame frame) noexcept;

@@ -13,7 +13,6 @@
 namespace gradwire::transport {
 namespace {
 
-constexpr int kDeadHostMilliseconds = 15'000;
 constexpr int kPollCapMilliseconds = 60'000;
 
 int domain_of(int socket) {
@@ -26,11 +25,6 @@ int domain_of(int socket) {
 bool is_tcp_socket(int socket) {
   const int domain = domain_of(socket);
   return domain == AF_INET || domain == AF_INET6;
-}
-
-void set_option(int socket, int level, int name, int value) {
-  if (::setsockopt(socket, level, name, &value, sizeof value) != 0)
-    throw Error(system_message("setsockopt", errno));
 }
 
 }  // namespace
@@ -88,18 +82,11 @@ void receive_all(int socket, Bytes data, const LinkId& link, const Deadline& dea
 
 bool is_unix_socket(int socket) { return domain_of(socket) == AF_UNIX; }
 
-void set_tcp_options(int socket) {
-  if (!is_tcp_socket(socket)) return;
-  set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, 5);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 2);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 5);
-}
-
-void set_tcp_user_timeout(int socket) {
-  if (is_tcp_socket(socket))
-    set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, kDeadHostMilliseconds);
+void set_no_delay(int socket) {
+  constexpr int kOn = 1;
+  if (is_tcp_socket(socket) &&
+      ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &kOn, sizeof kOn) != 0)
+    throw Error(system_message("setsockopt", errno));
 }
 
 UniqueFd make_epoll() {

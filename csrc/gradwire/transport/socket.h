@@ -32,11 +32,9 @@ void receive_all(int socket, Bytes data, const LinkId& link, const Deadline& dea
 
 bool is_unix_socket(int socket);
 
-// Low delay, and keep-alive that finds a dead host within 15 s; nothing where it is not TCP.
-void set_tcp_options(int socket);
-// A dead host is found within 15 s even while bytes to it are unacknowledged. Not for a socket
-// whose reader may rest: Linux counts a closed window as death too.
-void set_tcp_user_timeout(int socket);
+// Small messages leave at once; nothing where it is not TCP. Keep-alive and TCP_USER_TIMEOUT, by
+// which a dead host shows, are set by whoever made the socket (`_keepalive.py`).
+void set_no_delay(int socket);
 
 UniqueFd make_epoll();
 void watch(int epoll, int socket, std::uint32_t events, Rank peer);

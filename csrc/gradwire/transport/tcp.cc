@@ -77,7 +77,7 @@ TcpTransport::TcpTransport(const Options& options)
 }
 
 void TcpTransport::link(UniqueFd socket, Rank peer, const Deadline&) {
-  set_tcp_options(socket.get());
+  set_no_delay(socket.get());
   Link& link = at(peer);
   link.outbox = CellQueue(cells_.size());
   link.inbox = Inbox(max_message());

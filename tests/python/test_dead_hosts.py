@@ -1,0 +1,185 @@
+"""A host that is cut off shows by its kernel's silence; one that computes for long does not.
+
+The hosts are network namespaces (`hosts.py`).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import hosts
+import numpy as np
+import pytest
+from gradwire import Communicator, InvalidArgument, TransportError, _keepalive
+from hosts import Network, Rank
+
+MISSING = hosts.missing()
+needs_hosts = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+SILENCE = 2.0  # seconds, GRADWIRE_TCP_TIMEOUT_SECONDS of these ranks; the default is 15
+# A frame that was sent into the silence just before its end begins another one.
+FOUND = 2 * SILENCE + 2.0
+PLACES = (0, 0, 1, 1, 2, 2)
+CUT = 1  # the host
+GONE = {2, 3}  # its ranks
+SETTING = {"GRADWIRE_TCP_TIMEOUT_SECONDS": str(SILENCE)}
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    made = Network(3)
+    yield made
+    made.close()
+
+
+def environment(_: int) -> dict[str, str]:
+    return SETTING
+
+
+def failure_of(call: Any) -> tuple[float, int, str]:
+    """When a call failed for lack of a host, on which rank, and what it says."""
+    try:
+        call()
+    except TransportError as error:
+        return time.monotonic(), error.peer, str(error)
+    raise AssertionError("the call did not fail")
+
+
+def reduce_for_ever(comm: Communicator, pipe: Any, algorithm: str) -> tuple[float, int, str]:
+    x = np.ones(4 << 20, np.float32)
+
+    def call() -> None:
+        while True:
+            comm.all_reduce(x, algorithm=algorithm)
+            pipe.send("under way")
+
+    return failure_of(call)
+
+
+def await_word(rank: Rank) -> None:
+    assert rank.pipe.poll(hosts.LIMIT)
+    assert rank.pipe.recv() == "under way"
+
+
+def ended(rank: Rank) -> Any:
+    """The rank's outcome, past what else it said."""
+    deadline = time.monotonic() + hosts.LIMIT
+    while rank.pipe.poll(deadline - time.monotonic()):
+        found = rank.pipe.recv()
+        if found != "under way":
+            if found.error is not None:
+                raise found.error
+            return found.value
+    raise AssertionError("a rank did not end")
+
+
+@needs_hosts
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical(ring,ring)", "star"])
+def test_a_cut_host_is_named_on_all_ranks(network: Network, algorithm: str) -> None:
+    def body(comm: Communicator, pipe: Any) -> tuple[float, int, str]:
+        return reduce_for_ever(comm, pipe, algorithm)
+
+    with network.start(PLACES, body, environment=environment, timeout=60) as ranks:
+        for rank in ranks:
+            await_word(rank)
+        with network.cut(CUT):
+            at = time.monotonic()
+            found = [ended(rank) for rank in ranks]
+    for rank, (failed, peer, text) in enumerate(found):
+        assert failed - at < FOUND, (rank, text)
+        # The cut host's ranks are alive, and lack the others.
+        assert (peer in GONE) == (rank not in GONE), (rank, text)
+
+
+@needs_hosts
+def test_a_host_that_is_cut_while_all_are_idle_shows_at_the_next_call(network: Network) -> None:
+    def body(comm: Communicator, pipe: Any) -> tuple[float, int, str]:
+        comm.barrier()
+        pipe.send("under way")
+        if comm.rank == 0:  # sits in a call, so it notices first
+            return failure_of(lambda: comm.recv(np.empty(1), src=2))
+        pipe.recv()
+        return failure_of(comm.barrier)
+
+    with network.start(PLACES, body, environment=environment, timeout=60) as ranks:
+        for rank in ranks:
+            await_word(rank)
+        with network.cut(CUT):
+            at = time.monotonic()
+            failed, peer, text = ended(ranks[0])
+            assert peer in GONE
+            assert failed - at < FOUND
+            for rank in ranks[1:]:
+                asked = time.monotonic()
+                rank.pipe.send("go on")
+                failed, peer, text = ended(rank)
+                assert failed - asked < 1.0, text
+                assert (peer in GONE) == (rank not in (ranks[2], ranks[3])), text
+
+
+@needs_hosts
+def test_a_rank_that_computes_for_long_is_not_taken_for_dead(network: Network) -> None:
+    """Its kernel answers, though the windows of its connections are closed."""
+
+    def body(comm: Communicator, pipe: Any) -> float:
+        x = np.ones(8 << 20, np.float32)
+        if comm.rank == 2:
+            pipe.send("under way")
+            pipe.recv()
+        works = [comm.all_reduce(x, algorithm=name, async_op=True) for name in ("star", "direct")]
+        for work in works:
+            work.wait()
+        return float(x[0])
+
+    with network.start(PLACES, body, environment=environment, timeout=60) as ranks:
+        await_word(ranks[2])
+        others = [rank for rank in ranks if rank is not ranks[2]]
+        assert not others[0].pipe.poll(3 * SILENCE)  # it waits, and goes on waiting
+        ranks[2].pipe.send("go on")
+        assert [ended(rank) for rank in ranks] == [36.0] * 6
+
+
+# The options themselves
+
+
+def options(always_read: bool) -> dict[str, int]:
+    names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+    with socket.socket() as sock:
+        _keepalive.end_with_host(sock, always_read=always_read)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        return {name: sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names}
+
+
+def test_a_dead_host_shows_after_15_seconds_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADWIRE_TCP_TIMEOUT_SECONDS", raising=False)
+    found = options(always_read=True)
+    assert found["TCP_USER_TIMEOUT"] == 15_000
+    assert found["TCP_KEEPIDLE"] + found["TCP_KEEPINTVL"] * found["TCP_KEEPCNT"] == 15
+
+
+@pytest.mark.parametrize("seconds", ["1", "2", "7.5", "60", "3600"])
+def test_probes_end_with_the_time_that_was_set(
+    monkeypatch: pytest.MonkeyPatch, seconds: str
+) -> None:
+    monkeypatch.setenv("GRADWIRE_TCP_TIMEOUT_SECONDS", seconds)
+    found = options(always_read=False)
+    assert found["TCP_USER_TIMEOUT"] == 0  # the reader of a data link may rest
+    total = found["TCP_KEEPIDLE"] + found["TCP_KEEPINTVL"] * found["TCP_KEEPCNT"]
+    assert abs(total - float(seconds)) <= max(1, 0.1 * float(seconds))
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon", "86400"])
+def test_a_wrong_time_is_refused(monkeypatch: pytest.MonkeyPatch, seconds: str) -> None:
+    monkeypatch.setenv("GRADWIRE_TCP_TIMEOUT_SECONDS", seconds)
+    with pytest.raises(InvalidArgument, match="use 1 to 3600 seconds"):
+        options(always_read=True)
+
+
+def test_local_sockets_are_left_alone() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        _keepalive.end_with_host(one, always_read=True)
+        assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
