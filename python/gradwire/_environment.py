@@ -44,6 +44,13 @@ def text(name: str) -> str | None:
     return os.environ.get(name, "").strip() or None
 
 
+def is_set(name: str) -> bool:
+    """Whether the variable is there at all, be it empty."""
+    if name not in VARIABLES:
+        raise KeyError(name)
+    return name in os.environ
+
+
 def flag(name: str) -> bool:
     """Whether the variable is 1, true, yes or on; raises InvalidArgument for what is no boolean."""
     value = (text(name) or "0").lower()

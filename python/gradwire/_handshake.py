@@ -22,7 +22,9 @@ import secrets
 import selectors
 import socket
 import struct
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -174,26 +176,36 @@ class _Pending:
 
 
 class RefusalLog:
-    """One log line per address and minute, however often it knocks."""
+    """One log line per address and minute, however often and at however many doors it knocks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._lock = threading.Lock()
         self._last: dict[str, float] = {}
 
     def note(self, address: str, reason: str) -> None:
         """Logs that `address` was refused, unless that was said within the last minute."""
-        now = self._clock()
-        self._last = {known: at for known, at in self._last.items() if now - at < 60}
-        if address not in self._last and len(self._last) < 1024:
-            self._last[address] = now
+        if self._is_due(address):
             _log.warning("refused a connection from %s: %s", address, reason)
+
+    def _is_due(self, address: str) -> bool:
+        now = self._clock()
+        with self._lock:
+            self._last = {known: at for known, at in self._last.items() if now - at < 60}
+            if address in self._last or len(self._last) >= 1024:
+                return False
+            self._last[address] = now
+            return True
+
+
+refusals = RefusalLog()  # of all gates of this process
 
 
 class Gate:
     """Listens, and hands out only sockets that were proved; one thread owns it.
 
-    At most 64 connections are pending, each for at most 5 s; the oldest makes room for a newcomer,
-    so that a crowd of silent strangers cannot keep a rank out.
+    At most 64 connections are pending, each for at most 5 s. A newcomer takes the place of the
+    oldest one of the address that has most, so that a crowd of strangers evicts its own.
     """
 
     def __init__(
@@ -206,7 +218,6 @@ class Gate:
         self._job, self._secret, self._check = job, secret, check
         self._listeners = tuple(listeners)
         self._pending: list[_Pending] = []
-        self._refusals = RefusalLog()
         self._selector = selectors.DefaultSelector()
         for listener in self._listeners:
             listener.setblocking(False)
@@ -247,15 +258,22 @@ class Gate:
             sock, address = listener.accept()
         except OSError:  # the client is gone again
             return
+        self.greet(sock, _name(sock, address))
+
+    def greet(self, sock: socket.socket, address: str) -> None:
+        """Begins the handshake on a connected socket; `address` is its name in the log."""
         if len(self._pending) >= MAX_PENDING:
-            self._refuse(self._pending[0], "it was silent while others waited")
+            self._refuse(self._most_crowding(), "it had not proved itself while others waited")
         sock.setblocking(False)
         conversation = answer(self._job, self._secret, lambda hello: self._check(hello, sock))
         _, wanted = next(conversation)
-        limit = Deadline(LIMIT_SECONDS)
-        entry = _Pending(sock, _name(sock, address), conversation, wanted, limit)
+        entry = _Pending(sock, address, conversation, wanted, Deadline(LIMIT_SECONDS))
         self._pending.append(entry)
         self._selector.register(sock, selectors.EVENT_READ, entry)
+
+    def _most_crowding(self) -> _Pending:
+        counts = Counter(entry.address for entry in self._pending)
+        return max(self._pending, key=lambda entry: counts[entry.address])  # the first of equals
 
     def _advance(self, entry: _Pending) -> list[Admitted]:
         try:
@@ -288,7 +306,7 @@ class Gate:
     def _refuse(self, entry: _Pending, reason: str) -> None:
         self._forget(entry)
         entry.sock.close()
-        self._refusals.note(entry.address, reason)
+        refusals.note(entry.address, reason)
 
     def _forget(self, entry: _Pending) -> None:
         self._pending.remove(entry)

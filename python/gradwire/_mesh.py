@@ -7,6 +7,7 @@ that are processes, `inproc_meshes` for ranks that are threads.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import os
 import secrets
@@ -120,19 +121,39 @@ _FIELDS: dict[str, type] = {
     "port": int,
     "interface": str,
 }
+_MAX_CARD = 4096  # bytes
+_MAX_TEXT = 255  # characters
 
 
 def unpack_card(data: bytes, rank: int) -> Card:
     """Reads another rank's card; raises RendezvousError for what is none."""
     try:
-        found: Any = json.loads(data)
-        well = isinstance(found, dict) and {key: type(found[key]) for key in found} == _FIELDS
-        well = well and all(isinstance(name, str) for name in found["transports"])
-    except (ValueError, RecursionError):
-        well = False
-    if not well:
-        raise RendezvousError(f"rank {rank} published no address card: another gradwire version?")
+        if len(data) > _MAX_CARD:
+            raise ValueError("it is too long")
+        return _read_card(json.loads(data))
+    except (ValueError, RecursionError) as error:
+        raise RendezvousError(
+            f"rank {rank} published no address card ({error}): another gradwire version?"
+        ) from None
+
+
+def _read_card(found: Any) -> Card:
+    """The card, all of whose values are fit for use and for messages; else raises ValueError."""
+    if not isinstance(found, dict) or {key: type(found[key]) for key in found} != _FIELDS:
+        raise ValueError("it has other fields")
+    texts = [each for each in found.values() if isinstance(each, str)] + found["transports"]
+    if not all(_is_plain(each) for each in texts):
+        raise ValueError("a text in it is too long, or not printable")
+    if not 0 <= found["port"] < 1 << 16:
+        raise ValueError("its port is out of range")
+    ipaddress.ip_address(found["address"])
     return Card(**{**found, "transports": tuple(found["transports"])})
+
+
+def _is_plain(text: object) -> bool:
+    return (
+        isinstance(text, str) and len(text) <= _MAX_TEXT and text.isascii() and text.isprintable()
+    )
 
 
 def choose_transport(lower: Card, higher: Card) -> str | None:

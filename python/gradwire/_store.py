@@ -176,16 +176,23 @@ class StoreClient:
         if status == Status.CLOSED:
             why = answer.decode(errors="replace") or "its rendezvous is over"
             raise RendezvousError(f"the host of the store at {self.address} gave up: {why}")
-        if status != Status.OK:
+        if status == Status.FULL:
             raise RendezvousError(f"the store at {self.address} is full ({MAX_TOTAL} bytes)")
         return answer
 
-    def _exchange(self, request: bytes, seconds: float) -> tuple[int, bytes]:
+    def _exchange(self, request: bytes, seconds: float) -> tuple[Status, bytes]:
         deadline = Deadline(seconds)
         self._sock.settimeout(seconds)
         self._sock.sendall(request)
-        status, size = ANSWER.unpack(receive(self._sock, ANSWER.size, deadline))
-        return status, receive(self._sock, size, deadline)
+        return receive_answer(self._sock, deadline)
+
+
+def receive_answer(sock: socket.socket, deadline: Deadline) -> tuple[Status, bytes]:
+    """What the server says; raises ConnectionError for what no server of ours says."""
+    status, size = ANSWER.unpack(receive(sock, ANSWER.size, deadline))
+    if status not in list(Status) or size > MAX_VALUE:
+        raise ConnectionError(f"it answered with status {status} and {size} bytes")
+    return Status(status), receive(sock, size, deadline)
 
 
 def _connect(address: Address, hello: Hello, secret: bytes, deadline: Deadline) -> socket.socket:

@@ -26,6 +26,9 @@ from gradwire._store import (
     require_own_user,
 )
 
+_ENTRY_BYTES = 128  # what a key costs beside its text and its value
+_COUNTER = 8  # bytes
+
 
 class _Client:
     """One authenticated connection, as the server sees it."""
@@ -40,6 +43,14 @@ class _Client:
 
 class _Invalid(Exception):
     """A client broke the protocol or a limit."""
+
+
+def _sum_of(counter: bytes, amount: bytes) -> bytes:
+    """Of two's complement numbers; it wraps, as they do."""
+    if len(counter) != _COUNTER or len(amount) != _COUNTER:
+        raise _Invalid
+    total = int.from_bytes(counter, "little") + int.from_bytes(amount, "little")
+    return (total % (1 << 8 * _COUNTER)).to_bytes(_COUNTER, "little")
 
 
 class StoreServer:
@@ -138,8 +149,10 @@ class StoreServer:
     def _turn(self, client: _Client) -> None:
         try:
             self._read(client)
-            self._serve(client)
             self._flush(client)
+            # The next request when the answer is out: who asks without reading fills no memory.
+            while not client.waits_for and not client.outbox and self._serve(client):
+                self._flush(client)
         except (OSError, _Invalid):
             if client in self._clients:
                 self._drop(client)
@@ -153,29 +166,30 @@ class StoreServer:
             raise _Invalid
         client.inbox += part
 
-    def _serve(self, client: _Client) -> None:
-        while not client.waits_for and len(client.inbox) >= REQUEST.size:
-            operation, key_size, value_size, milliseconds = REQUEST.unpack_from(client.inbox)
-            if key_size > MAX_KEY or value_size > MAX_VALUE:
-                raise _Invalid
-            middle = REQUEST.size + key_size
-            if len(client.inbox) < middle + value_size:
-                return
-            key = client.inbox[REQUEST.size : middle].decode(errors="replace")
-            value = bytes(client.inbox[middle : middle + value_size])
-            del client.inbox[: middle + value_size]
-            self._execute(client, operation, key, value, milliseconds / 1000)
+    def _serve(self, client: _Client) -> bool:
+        """Executes the first request in the inbox; whether there was a whole one."""
+        if len(client.inbox) < REQUEST.size:
+            return False
+        operation, key_size, value_size, milliseconds = REQUEST.unpack_from(client.inbox)
+        if key_size > MAX_KEY or value_size > MAX_VALUE:
+            raise _Invalid
+        middle = REQUEST.size + key_size
+        if len(client.inbox) < middle + value_size:
+            return False
+        key = client.inbox[REQUEST.size : middle].decode(errors="replace")
+        value = bytes(client.inbox[middle : middle + value_size])
+        del client.inbox[: middle + value_size]
+        self._execute(client, operation, key, value, milliseconds / 1000)
+        return True
 
     def _execute(
         self, client: _Client, operation: int, key: str, value: bytes, wait: float
     ) -> None:
         if operation == Operation.SET:
             self._answer(client, self._put(key, value))
-        elif operation == Operation.ADD and len(value) == 8:
-            total = int.from_bytes(self._values.get(key, b""), "little", signed=True)
-            total += int.from_bytes(value, "little", signed=True)
-            encoded = total.to_bytes(8, "little", signed=True)
-            self._answer(client, self._put(key, encoded), encoded)
+        elif operation == Operation.ADD:
+            total = _sum_of(self._values.get(key, bytes(_COUNTER)), value)
+            self._answer(client, self._put(key, total), total)
         elif operation == Operation.GET and key in self._values:
             self._answer(client, Status.OK, self._values[key])
         elif operation == Operation.GET:
@@ -185,8 +199,9 @@ class StoreServer:
             raise _Invalid
 
     def _put(self, key: str, value: bytes) -> int:
-        before = len(key) + len(self._values[key]) if key in self._values else 0
-        growth = len(key) + len(value) - before
+        growth = len(value) - len(self._values.get(key, b""))
+        if key not in self._values:
+            growth += len(key) + _ENTRY_BYTES
         if self._total + growth > MAX_TOTAL:
             return Status.FULL
         self._total += growth

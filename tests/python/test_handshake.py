@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple
 
 import pytest
 from gradwire import _handshake
@@ -26,6 +28,12 @@ from gradwire._handshake import (
 
 SECRET = b"0123456789abcdef"
 HELLO = Hello("job", Purpose.CONTROL, communicator=3, epoch=1, source=2, target=0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test's strangers are kept quiet by an earlier one's."""
+    monkeypatch.setattr(_handshake, "refusals", RefusalLog())
 
 
 class Door:
@@ -102,9 +110,24 @@ def test_the_right_rank_is_admitted_with_its_hello_and_its_next_bytes(door: Door
     assert _handshake.receive(sock, 7, Deadline(10)) == b"payload"
 
 
-def test_frames_are_fixed_and_small() -> None:
+def test_frames_are_fixed_and_small(door: Door) -> None:
     assert len(HELLO.pack()) == 72
     assert len(Hello("a much longer name of a job " * 10, Purpose.P2P).pack()) == 72
+    assert [len(frame) for frame in record(door)] == [72, 64, 32, 1]
+
+
+def test_macs_are_compared_in_constant_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+    compare = _handshake.hmac.compare_digest
+
+    def spy(one: bytes, other: bytes) -> bool:
+        compared.extend((one, other))
+        return compare(one, other)
+
+    monkeypatch.setattr(_handshake.hmac, "compare_digest", spy)
+    transcript = record(door)
+    assert transcript.challenge[32:] in compared  # by the client
+    assert transcript.proof in compared  # by the server
 
 
 def test_another_secret_is_refused_on_both_sides(door: Door) -> None:
@@ -139,28 +162,106 @@ def test_silence_ends_at_the_limit(door: Door, monkeypatch: pytest.MonkeyPatch) 
         assert is_closed(sock)
 
 
-def test_a_recorded_handshake_does_not_fit_again(door: Door) -> None:
+def test_bytes_that_drip_do_not_stretch_the_limit(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_handshake, "LIMIT_SECONDS", 0.2)
+    with knock(door) as sock:
+        sock.settimeout(0.02)  # between two bytes: 72 of them would take 1.4 s
+        assert 0 < drip(sock, HELLO.pack()) < 72
+
+
+def drip(sock: socket.socket, frame: bytes) -> int:
+    """Sends a byte at a time; returns how many before the gate hung up."""
+    for sent in range(len(frame)):
+        try:
+            sock.sendall(frame[sent : sent + 1])
+            if sock.recv(1) == b"":
+                return sent
+        except TimeoutError:  # the next byte's time
+            continue
+        except ConnectionError:
+            return sent
+    return len(frame)
+
+
+def test_a_challenge_is_not_waited_for_longer_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_handshake, "LIMIT_SECONDS", 0.1)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(TimeoutError):
+        introduce(ours, HELLO, SECRET, Deadline(60))
+
+
+@pytest.mark.parametrize("excess", [1, 1 << 20])
+def test_more_bytes_than_a_frame_are_no_proof(door: Door, excess: int) -> None:
+    with knock(door) as sock, suppress(ConnectionError):  # it hangs up in the middle
+        sock.sendall(HELLO.pack() + bytes(32) + bytes(excess))
+        while sock.recv(4096):
+            pass
+    join(door)
+    door.wait_for(lambda: len(door.admitted) == 1)
+
+
+def test_a_recorded_hello_gets_no_further_than_a_new_challenge(door: Door) -> None:
     transcript = record(door)
     with knock(door) as sock:
-        sock.sendall(transcript[0])
-        _handshake.receive(sock, 64, Deadline(10))
-        sock.sendall(transcript[1])
+        sock.sendall(transcript.hello)
+        challenge = _handshake.receive(sock, 64, Deadline(10))
+        assert challenge != transcript.challenge
+        sock.shutdown(socket.SHUT_WR)
         assert is_closed(sock)
     assert len(door.admitted) == 1
 
 
-def record(door: Door) -> tuple[bytes, bytes]:
-    """What a rank sends in a handshake that succeeds, as an eavesdropper sees it."""
+def test_a_recorded_handshake_does_not_fit_again(door: Door) -> None:
+    transcript = record(door)
+    with knock(door) as sock:
+        sock.sendall(transcript.hello)
+        _handshake.receive(sock, 64, Deadline(10))
+        sock.sendall(transcript.proof)
+        assert is_closed(sock)
+    assert len(door.admitted) == 1
+
+
+def test_a_recorded_handshake_sent_at_once_does_not_fit_again(door: Door) -> None:
+    transcript = record(door)
+    with knock(door) as sock:
+        sock.sendall(transcript.hello + transcript.proof)
+        _handshake.receive(sock, 64, Deadline(10))
+        assert is_closed(sock)
+    assert len(door.admitted) == 1
+
+
+def test_a_recorded_server_convinces_no_client(door: Door) -> None:
+    transcript = record(door)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(transcript.challenge + transcript.welcome)
+        with pytest.raises(HandshakeError, match="another secret"):
+            introduce(ours, HELLO, SECRET, Deadline(10))
+
+
+class Transcript(NamedTuple):
+    hello: bytes
+    challenge: bytes
+    proof: bytes
+    welcome: bytes
+
+
+def record(door: Door) -> Transcript:
+    """What both say in a handshake that succeeds, as an eavesdropper sees it."""
     ours, theirs = socket.socketpair()
     with ours, theirs, knock(door) as sock:
         client = threading.Thread(target=introduce, args=(ours, HELLO, SECRET, Deadline(10)))
         client.start()
         sock.sendall(hello := _handshake.receive(theirs, 72, Deadline(10)))
-        theirs.sendall(_handshake.receive(sock, 64, Deadline(10)))
+        theirs.sendall(challenge := _handshake.receive(sock, 64, Deadline(10)))
         sock.sendall(proof := _handshake.receive(theirs, 32, Deadline(10)))
-        theirs.sendall(_handshake.receive(sock, 1, Deadline(10)))
+        theirs.sendall(welcome := _handshake.receive(sock, 1, Deadline(10)))
         client.join()
-    return hello, proof
+    return Transcript(hello, challenge, proof, welcome)
 
 
 def test_our_own_challenge_sent_back_is_refused(door: Door) -> None:
@@ -209,13 +310,33 @@ def test_the_nonce_is_fresh_each_time(door: Door) -> None:
     assert len(nonces) == 3
 
 
-def test_a_crowd_of_silent_strangers_keeps_no_rank_out(door: Door) -> None:
+def test_a_thousand_strangers_keep_no_rank_out(door: Door) -> None:
+    frames = (b"", os.urandom(40), os.urandom(72), HELLO.pack(), HELLO.pack() + os.urandom(32))
     with ExitStack() as crowd:
-        for _ in range(200):
-            crowd.enter_context(knock(door))
-        join(door)
-    door.wait_for(lambda: len(door.admitted) == 1)
+        for number in range(1000):
+            sock = crowd.enter_context(knock(door))
+            sock.sendall(frames[number % len(frames)])
+            if number % 3:  # the others stay connected
+                sock.close()
+            if number % 100 == 50:
+                join(door)
+    door.wait_for(lambda: len(door.admitted) == 10)
     assert door.pending_most <= _handshake.MAX_PENDING
+
+
+def test_a_crowd_evicts_its_own() -> None:
+    gate = Gate([], "job", SECRET, expect_hello)
+    with ExitStack() as stack:
+        ends = [socket.socketpair() for _ in range(_handshake.MAX_PENDING + 20)]
+        for ours, theirs in ends:
+            stack.enter_context(ours)
+            address = "192.0.2.1" if ours is ends[0][0] else "192.0.2.66"
+            gate.greet(theirs, address)
+        assert gate.pending == _handshake.MAX_PENDING
+        assert [theirs.fileno() == -1 for _, theirs in ends] == (
+            [False] + [True] * 20 + [False] * (_handshake.MAX_PENDING - 1)
+        )
+        gate.close()
 
 
 def test_refusals_are_logged_once_per_address_and_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,6 +350,20 @@ def test_refusals_are_logged_once_per_address_and_minute(caplog: pytest.LogCaptu
         "192.0.2.7",
         "192.0.2.8",
     ]
+
+
+def test_all_gates_of_a_process_share_one_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        for _ in range(3):
+            gate = Gate([], "job", SECRET, expect_hello)
+            ours, theirs = socket.socketpair()
+            with ours:
+                gate.greet(theirs, "192.0.2.7")
+                ours.sendall(secrets.token_bytes(72))
+                gate.poll(10)
+            assert gate.pending == 0
+            gate.close()
+    assert len(caplog.records) == 1
 
 
 def test_a_refused_stranger_is_logged_with_its_address_and_the_reason(

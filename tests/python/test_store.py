@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from gradwire import _store_server
 from gradwire._deadline import Deadline
 from gradwire._errors import InvalidArgument, RendezvousError
-from gradwire._store import MAX_KEY, MAX_VALUE, Address, StoreClient, parse_address
+from gradwire._store import (
+    MAX_KEY,
+    MAX_VALUE,
+    Address,
+    StoreClient,
+    parse_address,
+    receive_answer,
+)
 from gradwire._store_server import StoreServer
 
 SECRET = b"0123456789abcdef"
@@ -109,12 +117,61 @@ def test_too_long_keys_and_values_are_refused_before_they_travel(client: StoreCl
 
 
 def test_a_full_store_says_so(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_store_server, "MAX_TOTAL", 1000)
+    monkeypatch.setattr(_store_server, "MAX_TOTAL", 1000 + _store_server._ENTRY_BYTES)
     client.set("a", bytes(990))
     client.set("a", bytes(995))
     with pytest.raises(RendezvousError, match="full"):
         client.set("b", bytes(10))
     assert client.get("a", 1) == bytes(995)
+
+
+def test_many_small_keys_fill_a_store_too(
+    client: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_store_server, "MAX_TOTAL", 100 * _store_server._ENTRY_BYTES)
+    set_all(client, range(50))
+    with pytest.raises(RendezvousError, match="full"):
+        set_all(client, range(50, 101))
+
+
+def set_all(client: StoreClient, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        client.set(str(number), b"")
+
+
+def test_a_counter_wraps_and_only_counters_count(server: StoreServer, client: StoreClient) -> None:
+    assert client.add("n", 2**63 - 1) == 2**63 - 1
+    assert client.add("n", 1) == -(2**63)
+    other = connect(server)
+    other.set("text", b"no counter")
+    with pytest.raises(RendezvousError, match="lost the store"):
+        other.add("text")
+    other.close()
+    assert client.get("text", 1) == b"no counter"
+
+
+def test_who_asks_without_reading_fills_no_memory(server: StoreServer, client: StoreClient) -> None:
+    client.set("big", bytes(MAX_VALUE))
+    greedy = connect(server)
+    greedy._sock.setblocking(False)
+    with contextlib.suppress(BlockingIOError, ConnectionError):
+        greedy._sock.sendall(100_000 * (struct.pack("<BHII", 2, 3, 0, 0) + b"big"))
+    assert client.get("big", 1) == bytes(MAX_VALUE)  # others are served meanwhile
+    assert sum(len(each.outbox) for each in list(server._clients)) <= 2 * (5 + MAX_VALUE)
+    greedy.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [struct.pack("<BI", 0, MAX_VALUE + 1), struct.pack("<BI", 0, 2**32 - 1), b"HTTP/1.1 400"],
+    ids=["size", "largest size", "status"],
+)
+def test_an_answer_that_no_store_gives_is_a_lost_store(answer: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(answer)
+        with pytest.raises(ConnectionError, match="it answered with"):
+            receive_answer(ours, Deadline(10))
 
 
 @pytest.mark.parametrize(
