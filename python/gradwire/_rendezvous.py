@@ -9,7 +9,6 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from gradwire import _environment
@@ -25,6 +24,7 @@ from gradwire._torch_store import TorchStore
 from gradwire._world import World
 
 MIN_SECRET = 16  # bytes
+_MAX_SECRET = 1 << 16
 _HEARING = 2.0  # seconds that the others get to hear why the host of the store gives up
 
 _log = logging.getLogger("gradwire")
@@ -82,18 +82,28 @@ def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def find_secret(given: bytes | str | None) -> bytes | None:
-    """The job's secret: the argument, GRADWIRE_SECRET or GRADWIRE_SECRET_FILE; None for none."""
-    path = _environment.text("GRADWIRE_SECRET_FILE")
-    text = given or _environment.text("GRADWIRE_SECRET") or (_read_secret(path) if path else None)
-    if text is None:
+    """The job's secret: the argument, GRADWIRE_SECRET or GRADWIRE_SECRET_FILE; None for none.
+
+    One that is there and empty is refused like any short one: it was meant to be a secret.
+    """
+    found = _environment_secret() if given is None else given
+    if found is None:
         return None
-    secret = text.encode() if isinstance(text, str) else text
+    secret = found.encode() if isinstance(found, str) else found
     if len(secret) < MIN_SECRET:
         raise RendezvousError(
             f"the secret has {len(secret)} bytes, fewer than {MIN_SECRET}: make one with "
-            '`python -c "import secrets; print(secrets.token_hex())"`'
+            '`python -c "import secrets; print(secrets.token_hex())"`, or unset it to have none'
         )
     return secret
+
+
+def _environment_secret() -> bytes | str | None:
+    if _environment.is_set("GRADWIRE_SECRET"):
+        return _environment.text("GRADWIRE_SECRET") or ""
+    if _environment.is_set("GRADWIRE_SECRET_FILE"):
+        return _read_secret(_environment.text("GRADWIRE_SECRET_FILE") or "")
+    return None
 
 
 @contextlib.contextmanager
@@ -224,11 +234,16 @@ def _tell_privacy(world: World, store: str, secret: bytes | None) -> None:
 
 def _read_secret(name: str) -> bytes:
     try:
-        path = Path(name)
-        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) or path.stat().st_uid != os.getuid():
-            raise RendezvousError(
-                f"GRADWIRE_SECRET_FILE={name} can be read by others: chmod 600 {name}"
-            )
-        return path.read_bytes().strip()
+        with open(name, "rb", opener=_open_at_once) as file:
+            info = os.fstat(file.fileno())
+            if info.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or info.st_uid != os.getuid():
+                raise RendezvousError(
+                    f"GRADWIRE_SECRET_FILE={name} can be read by others: chmod 600 {name}"
+                )
+            return file.read(_MAX_SECRET).strip()
     except OSError as error:
         raise RendezvousError(f"cannot read GRADWIRE_SECRET_FILE: {error}") from error
+
+
+def _open_at_once(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)  # a FIFO would wait for its writer

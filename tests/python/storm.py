@@ -1,0 +1,117 @@
+"""A crowd of strangers at a rank's door, as a process of its own: silent, noisy, half way in.
+
+python storm.py HELLO_IN_HEX
+    stdin    "count address" a line: sends so many strangers there, all at once
+    stdout   "count" for each line, when all of these have been turned away again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+
+from gradwire._store import Address, parse_address
+
+
+class Storm:
+    """The process, from the side of a test."""
+
+    def __init__(self, hello: bytes) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, hello.hex()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._sent = self._refused = 0
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def at(self, address: Address, count: int) -> None:
+        """Sends `count` strangers; returns at once."""
+        self._sent += count
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{count} {address}\n")
+        self._process.stdin.flush()
+
+    @property
+    def over(self) -> bool:
+        """Whether all strangers have come, and have been turned away."""
+        return self._refused == self._sent or self._process.poll() is not None
+
+    def __enter__(self) -> Storm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> int:
+        """Waits until it is over; returns how many strangers were turned away."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._reader.join(60)
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        return self._refused
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._refused += int(line)
+
+
+async def main(hello: bytes) -> None:
+    """Reads stdin to its end, and lasts until the last stranger has been turned away."""
+    loop = asyncio.get_running_loop()
+    crowds = []
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        count, url = line.split()
+        crowds.append(asyncio.create_task(crowd(int(count), parse_address(url), hello)))
+    await asyncio.gather(*crowds)
+
+
+async def crowd(count: int, address: Address, hello: bytes) -> None:
+    """All of them come at once, and none leaves by itself."""
+    says = (b"", os.urandom(40), os.urandom(72), hello, hello + os.urandom(32))
+    await asyncio.gather(*(stranger(address, says[number % len(says)]) for number in range(count)))
+    print(count, flush=True)
+
+
+async def stranger(address: Address, says: bytes) -> None:
+    """Comes, says something, and waits to be turned away."""
+    with contextlib.suppress(ConnectionError):  # turned away at once, or in the middle of a word
+        reader, writer = await connect(address)
+        try:
+            writer.write(says)
+            while await reader.read(4096):
+                pass
+        finally:
+            writer.close()
+
+
+async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection, as soon as there is room in the listener's queue."""
+    if not address.local:
+        return await asyncio.open_connection(address.host, address.port)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    while True:
+        try:
+            sock.connect(address.resolve()[0][1])
+            return await asyncio.open_unix_connection(sock=sock)
+        except BlockingIOError:
+            await asyncio.sleep(0.01)
+
+
+if __name__ == "__main__":
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    asyncio.run(main(bytes.fromhex(sys.argv[1])))

@@ -1,0 +1,333 @@
+"""Joining a job: who may, where ranks listen, and a thousand strangers who change nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gradwire import Communicator, _handshake
+from gradwire._communicator import from_mesh
+from gradwire._connect import connect_mesh
+from gradwire._deadline import Deadline
+from gradwire._environment import VARIABLES
+from gradwire._errors import RendezvousError
+from gradwire._handshake import Hello, Purpose, RefusalLog
+from gradwire._interfaces import Choice, Interface
+from gradwire._mesh import Card, Job, Mesh, unpack_card
+from gradwire._rendezvous import find_secret, rendezvous
+from gradwire._store import Address, parse_address
+from gradwire._store_server import StoreServer
+from gradwire._world import World
+from storm import Storm
+
+SECRET = b"0123456789abcdef"
+STRANGERS = 1000
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def quick_and_fresh_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_handshake, "refusals", RefusalLog())
+    monkeypatch.setattr(_handshake, "LIMIT_SECONDS", 1.0)  # silent strangers go sooner
+
+
+def gather_storm() -> Storm:
+    return Storm(Hello("job", Purpose.STORE).pack())
+
+
+def open_descriptors(pid: int | str = "self") -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def refusals(records: Sequence[logging.LogRecord]) -> list[str]:
+    return [str(each.args[0]) for each in records if "refused" in each.msg and each.args]
+
+
+# A thousand strangers
+
+
+def join(place: World) -> Mesh:
+    return rendezvous(place, timeout=60, secret=SECRET, transports=["tcp"])
+
+
+def on_ranks(places: Sequence[World], call: Callable[[World], Mesh]) -> list[Mesh]:
+    with ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(call, places))
+
+
+def test_all_ranks_join_amid_a_thousand_strangers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A quarter at the store, and three quarters at the ranks' own doors."""
+    before = open_descriptors()
+    pack = Card.pack
+
+    def pack_amid_a_crowd(card: Card) -> bytes:
+        storm.at(Address("tcp", card.address, card.port), STRANGERS // 4)
+        return pack(card)
+
+    monkeypatch.setattr(Card, "pack", pack_amid_a_crowd)
+    with (
+        caplog.at_level(logging.WARNING, "gradwire"),
+        gather_storm() as storm,
+        StoreServer(Address("tcp", "127.0.0.1", 0), "job", SECRET) as server,
+    ):
+        storm.at(server.address, STRANGERS // 4)
+        base = World(0, 3, job="job", store=str(server.address))
+        for mesh in on_ranks([replace(base, rank=rank) for rank in range(3)], join):
+            assert sorted([mesh.rank, *mesh.peers]) == [0, 1, 2]
+            mesh.close()
+        assert storm.end() == STRANGERS
+    assert refusals(caplog.records) == ["127.0.0.1"]
+    assert open_descriptors() == before
+
+
+def train(comm: Communicator, more: Callable[[int], bool]) -> list[str]:
+    """Digests of the weights after each step; the ranks end together, when rank 0 wants to."""
+    gradients = np.random.default_rng(comm.rank)
+    weights = np.zeros(50_000, np.float32)
+    digests: list[str] = []
+    goes_on = True
+    while goes_on:
+        step = gradients.standard_normal(weights.size + 1).astype(np.float32)
+        step[-1] = comm.rank == 0 and more(len(digests))
+        comm.all_reduce(step, algorithm="ring")
+        goes_on = step[-1] == 1
+        weights -= np.float32(0.1) * step[:-1]
+        digests.append(hashlib.sha256(weights.tobytes()).hexdigest())
+    return digests
+
+
+def train_all(meshes: Sequence[Mesh], more: Callable[[int], bool]) -> list[list[str]]:
+    def train_one(mesh: Mesh) -> list[str]:
+        with from_mesh(mesh, timeout=60) as comm:
+            return train(comm, more)
+
+    with ThreadPoolExecutor(len(meshes)) as pool:
+        return list(pool.map(train_one, meshes))
+
+
+def test_a_thousand_strangers_change_no_bit_of_a_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The store stays open for the whole of it, as a launcher's does."""
+    before = open_descriptors()
+    with (
+        caplog.at_level(logging.WARNING, "gradwire"),
+        gather_storm() as storm,
+        StoreServer(Address("tcp", "127.0.0.1", 0), "job", SECRET) as server,
+    ):
+        base = World(0, 3, job="job", store=str(server.address))
+        places = [replace(base, rank=rank) for rank in range(3)]
+
+        def more(step: int) -> bool:
+            if step == 0:
+                storm.at(server.address, STRANGERS)
+            return not storm.over
+
+        stormy = train_all(on_ranks(places, join), more)
+        assert storm.end() == STRANGERS
+        quiet = train_all(on_ranks(places, join), lambda step: step + 1 < len(stormy[0]))
+    assert stormy[0] == stormy[1] == stormy[2]
+    assert stormy == quiet
+    assert refusals(caplog.records) == ["127.0.0.1"]
+    assert open_descriptors() == before
+
+
+LAUNCHED = """
+import os, sys
+import gradwire
+from test_joins import train
+
+def more(step):
+    print("step", flush=True)
+    return sys.stdin.read(1) == "+"
+
+with gradwire.init() as comm:
+    if comm.rank == 0:
+        print(os.environ["GRADWIRE_STORE"], flush=True)
+    comm.barrier()
+    digests = train(comm, more)
+    if comm.rank == 0:
+        print(len(digests), digests[-1], flush=True)
+"""
+
+
+def test_a_launched_training_listens_nowhere_but_at_its_launcher(tmp_path: Path) -> None:
+    """Which a thousand strangers come to, and are turned away with one line of log."""
+    script = tmp_path / "rank.py"
+    script.write_text(LAUNCHED)
+    stormy = Launched(script)
+    stormy.step()  # so all have met
+    descriptors = open_descriptors(stormy.process.pid)
+    assert stormy.listening() == ([f"@{stormy.store.host}"], [])
+    steps = 1
+    with gather_storm() as storm:
+        storm.at(stormy.store, STRANGERS)
+        while not storm.over:
+            stormy.step()
+            steps += 1
+        assert storm.end() == STRANGERS
+    assert open_descriptors(stormy.process.pid) <= descriptors
+    digest, errors = stormy.end()
+    assert errors.count("refused a connection from a process of user") == 1
+    quiet = Launched(script)
+    for _ in range(steps):
+        quiet.step()
+    assert quiet.end()[0] == digest
+    assert digest.split()[0] == str(steps + 1)
+
+
+class Launched:
+    """`gradwire run -n 2 script`, whose ranks take a step each time that they are told to."""
+
+    def __init__(self, script: Path) -> None:
+        environment = {**os.environ, "GRADWIRE_TRANSPORT": "tcp"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gradwire", "run", "-n", "2", str(script)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdin is not None
+        self._says, self._hears = self.process.stdout, self.process.stdin
+        self.store = parse_address(self._says.readline().strip())
+
+    def step(self, then: str = "+") -> None:
+        assert self._says.readline() == "step\n"
+        self._hears.write(then)
+        self._hears.flush()
+
+    def end(self) -> tuple[str, str]:
+        """Takes the last step; returns the steps with the last digest, and what went to stderr."""
+        self.step(then="-")
+        out, errors = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, errors
+        return out, errors
+
+    def listening(self) -> tuple[list[str], list[str]]:
+        """The addresses that the launcher listens at, and those that its ranks do."""
+        pid = self.process.pid
+        ranks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return listening(pid), [each for rank in ranks for each in listening(int(rank))]
+
+
+def listening(pid: int) -> list[str]:
+    """Where a process listens, by any socket of the kernel's lists."""
+    links = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    own = {match[1] for each in links if (match := re.fullmatch(r"socket:\[(\d+)\]", each))}
+    found = []
+    for name in ("tcp", "tcp6"):
+        for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            words = row.split()
+            if words[3] == "0A" and words[9] in own:
+                found.append(words[1])
+    for row in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+        words = row.split()
+        if int(words[3], 16) & 0x10000 and words[6] in own:  # __SO_ACCEPTCON
+            found.append(words[7])
+    return found
+
+
+# Where ranks listen
+
+
+def test_a_rank_listens_at_the_chosen_address_only() -> None:
+    chosen = Choice(Interface("lo", "127.0.0.2"), "the test's")
+    cards: dict[int, bytes] = {}
+    barrier = threading.Barrier(2)
+
+    def exchange_of(rank: int) -> Callable[[bytes, Deadline], list[bytes]]:
+        def exchange(card: bytes, deadline: Deadline) -> list[bytes]:
+            port = unpack_card(card, rank).port
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=5)
+            socket.create_connection(("127.0.0.2", port), timeout=5).close()
+            cards[rank] = card
+            barrier.wait(deadline.remaining)
+            return [cards[0], cards[1]]
+
+        return exchange
+
+    def call(rank: int) -> Mesh:
+        return connect_mesh(
+            Job("job", SECRET),
+            exchange_of(rank),
+            rank=rank,
+            size=2,
+            communicator=1,
+            deadline=Deadline(20),
+            transports=["tcp"],
+            interface=chosen,
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        for mesh in pool.map(call, range(2)):
+            mesh.close()
+
+
+# Secrets
+
+
+@pytest.mark.parametrize("name", ["GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE"])
+def test_a_variable_that_is_empty_is_no_wish_to_go_without(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "")
+    with pytest.raises(RendezvousError, match=r"has 0 bytes|cannot read"):
+        find_secret(None)
+
+
+@pytest.mark.parametrize("given", ["", b"", "x" * 15])
+def test_a_short_argument_is_refused_and_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, given: str | bytes
+) -> None:
+    monkeypatch.setenv("GRADWIRE_SECRET", "long enough, long enough")
+    with pytest.raises(RendezvousError, match="fewer than 16"):
+        find_secret(given)
+
+
+def test_a_secret_file_that_would_block_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "secret", 0o600)
+    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(tmp_path / "secret"))
+    with pytest.raises(RendezvousError):
+        find_secret(None)
+
+
+def test_without_a_secret_the_log_says_how_private_joins_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = f"unix://gradwire-test-{secrets.token_hex(8)}"
+    base = World(0, 2, store=store, rank_0_hosts=True)
+
+    def meet(place: World) -> Mesh:
+        return rendezvous(place, timeout=20)
+
+    with caplog.at_level(logging.INFO, "gradwire"):
+        for mesh in on_ranks([base, replace(base, rank=1)], meet):
+            mesh.close()
+    assert f"who may join is as private as the store at {store}" in caplog.text
