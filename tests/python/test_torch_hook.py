@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
+import pickle
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -370,7 +373,7 @@ def closed_state() -> tuple[str, bool]:
     x, y = batch(0)
     mse_loss(ddp(x), y).backward()
     state.close()
-    with pytest.raises(RuntimeError, match="State is closed"):
+    with pytest.raises(gradwire.Aborted, match="State is closed"):
         mse_loss(ddp(x), y).backward()
     closed = with_communicator.closed
     dist.barrier()
@@ -393,9 +396,9 @@ class Words(nn.Module):
 def sparse_gradients() -> str:
     ddp = DistributedDataParallel(Words())
     state = register(ddp)
-    with pytest.raises(RuntimeError, match="sparse"):
+    with pytest.raises(gradwire.InvalidArgument) as raised:
         ddp(torch.tensor([1, 2])).sum().backward()
-    assert isinstance(state.error, gradwire.InvalidArgument)
+    assert raised.value is state.error
     return str(state.error)
 
 
@@ -405,16 +408,54 @@ def test_sparse_gradients_are_refused_with_a_remedy() -> None:
         assert "sparse=False" in message
 
 
-def unknown_codec() -> str:
+def refused(setting: dict[str, str]) -> str:
     ddp = DistributedDataParallel(mlp())
     with pytest.raises(gradwire.InvalidArgument) as raised:
-        register(ddp, codec="fp17")
+        register(ddp, **setting)
     return str(raised.value)
 
 
-def test_an_unknown_codec_is_refused_at_once() -> None:
-    for message in torch_ranks.run(2, unknown_codec):
-        assert "fp17" in message
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"codec": "fp17"}, "fp17"),
+        ({"algorithm": "rings"}, "'rings'.* ring"),
+        ({"algorithm": "hierarchical(ring,rung)"}, "rung"),
+        ({"codec": "fp16", "algorithm": "recursive_doubling"}, "recursive_doubling.*fp16.*auto"),
+    ],
+    ids=["codec", "algorithm", "part of an algorithm", "algorithm for the codec"],
+)
+def test_what_cannot_run_is_refused_at_once(setting: dict[str, str], words: str) -> None:
+    for message in torch_ranks.run(2, refused, setting):
+        assert re.search(words, message), message
+
+
+def every_algorithm() -> bool:
+    communicator = communicator_of(dist.group.WORLD)
+    for algorithm in ("auto", *gradwire.algorithms(), "hierarchical(ring,direct)"):
+        State(communicator, algorithm=algorithm).close()
+    return not communicator.closed
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_algorithm_is_accepted(ranks: int) -> None:
+    assert torch_ranks.run(ranks, every_algorithm) == [True] * ranks
+
+
+def copied() -> list[str]:
+    ddp = DistributedDataParallel(mlp())
+    register(ddp)
+    messages = []
+    for copies in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError) as raised:
+            copies(ddp)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_a_model_with_a_hook_says_what_to_save_instead() -> None:
+    for message in torch_ranks.run(1, copied)[0]:
+        assert "ddp.module.state_dict()" in message
 
 
 def survive_a_death() -> tuple[str, int, bool, bool]:
@@ -427,11 +468,11 @@ def survive_a_death() -> tuple[str, int, bool, bool]:
             torch_ranks.die()
         if step < 3:
             loss.backward()
-    with pytest.raises(RuntimeError, match="rank 1"):
+    with pytest.raises(gradwire.TransportError, match="rank 1"):
         loss.backward()
     first = state.error
     x, y = batch(4)
-    with pytest.raises(RuntimeError, match="rank 1"):
+    with pytest.raises(gradwire.TransportError, match="rank 1"):
         mse_loss(ddp(x), y).backward()
     assert isinstance(first, gradwire.TransportError)
     return type(first).__name__, first.peer, state.error is first, state.steps == 3

@@ -3,20 +3,29 @@
 DDP calls the hook once per bucket, in the same order on every rank, on the thread that runs
 backward, and goes on with backward while earlier buckets travel. With a hook DDP does not divide
 by the number of ranks: the average is the hook's. (Li et al. 2020, "PyTorch Distributed", sec. 3.2)
+
+An error on its way through torch's futures becomes a RuntimeError. So the hook has autograd call it
+back at the end of backward, just before DDP waits for the futures: what is raised there comes out
+of backward as it is.
 """
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
 
+import contextlib
 import weakref
 from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import _core
 from gradwire._communicator import Communicator
-from gradwire._errors import Aborted, InvalidArgument
+from gradwire._errors import Aborted, InvalidArgument, ScheduleError
+from gradwire._schedules import Schedule
+from gradwire._work import Work
 from gradwire.torch._completions import Completions
 from gradwire.torch._group import communicator_of
 
@@ -26,8 +35,9 @@ _CLOSE_SECONDS = 10.0
 class State:
     """What the hook knows between buckets; one for each DDP model.
 
-    `error` is the first error, with its type; the exception that backward raises is torch's
-    RuntimeError with its text. From then on every bucket fails at once with the same error.
+    `error` is the first error, which is final: the backward that it belongs to raises it, and so
+    do all later ones and, where `register` made the state, every forward in training. Gradients are
+    undefined then. Build a new DDP model to go on.
     """
 
     def __init__(
@@ -38,8 +48,12 @@ class State:
         *,
         owns_communicator: bool = False,
     ) -> None:
-        """`owns_communicator` says that `close` closes it too. Raises InvalidArgument."""
+        """`owns_communicator` says that `close` closes it too.
+
+        Raises InvalidArgument for an unknown codec or algorithm.
+        """
         _core.Codec(codec)  # refuses an unknown one
+        _require_algorithm(algorithm, codec, communicator)
         self.communicator = communicator
         self.codec = codec
         self.algorithm = algorithm
@@ -68,7 +82,14 @@ class State:
         """
         self._close()
 
-    def _start(self, bucket: dist.GradBucket, future: Future[torch.Tensor]) -> None:
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a gradwire State holds connections and threads and cannot be copied or saved, nor can "
+            "the DDP model that it is registered for: save ddp.module.state_dict(), and call "
+            "gradwire.torch.register() for the model that is loaded"
+        )
+
+    def _start(self, bucket: dist.GradBucket, future: Future[torch.Tensor]) -> Work:
         """Begins to average the bucket in its own buffer, and completes the future when done."""
         if self.error is not None:
             raise self.error
@@ -77,10 +98,11 @@ class State:
         buffer = _dense(bucket)
         # Other types travel as they are: a codec would have to convert twice or lose range.
         codec = self.codec if buffer.dtype is torch.float32 else "none"
-        work = self.communicator.all_reduce(
+        work: Work = self.communicator.all_reduce(
             buffer, op="avg", algorithm=self.algorithm, codec=codec, async_op=True
         )
         self._completions.submit(work.wait, partial(self._finish, buffer, bucket.is_last(), future))
+        return work
 
     def _finish(
         self,
@@ -98,25 +120,55 @@ class State:
         future.set_result(buffer)
 
     def _fail(self, error: Exception, future: Future[torch.Tensor]) -> None:
+        future.set_exception(self._first(error))
+
+    def _first(self, error: Exception) -> Exception:
         if self.error is None:
             self.error = error
-        future.set_exception(self.error)
+        return self.error
+
+    def _end_backward(self, last: Work | None) -> None:
+        """Waits for the last bucket, and so for all; raises the error, or what Ctrl-C raises."""
+        try:
+            if last is not None:
+                last.wait()
+        except Exception as error:
+            raise self._first(error) from None
+        except BaseException as error:
+            self._interrupt(error)
+            raise
+        self._raise_error()
+
+    def _interrupt(self, error: BaseException) -> Exception:
+        """Tells the other ranks of Ctrl-C, if the communicator did not see it."""
+        what = f"{type(error).__name__} in backward"
+        self.communicator.abort(what)
+        return self._first(Aborted(what))
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 def comm_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket over all ranks, in place; for `ddp.register_comm_hook(state, comm_hook)`.
 
-    Returns at once; several buckets may be on their way. Never raises: that would leave DDP in the
-    middle of a reduction. Errors are in the future, and in `state.error`.
+    Returns at once; several buckets may be on their way. Never raises, lest backward ends before
+    they are over: errors are in the future and in `state.error`, and the end of backward raises
+    them.
     """
     future: Future[torch.Tensor] = Future()
     averaged = future.then(_value)
+    work = None
     try:
-        state._start(bucket, future)
+        work = state._start(bucket, future)
     except Exception as error:
         state._fail(error, future)
     except BaseException as error:  # Ctrl-C; a future holds no such thing
-        state._fail(Aborted(f"{type(error).__name__} in the communication hook"), future)
+        state._fail(state._interrupt(error), future)
+    if bucket.is_last():
+        with contextlib.suppress(RuntimeError):  # called outside of backward: the future remains
+            Variable._execution_engine.queue_callback(partial(state._end_backward, work))
     return averaged
 
 
@@ -131,7 +183,9 @@ def register(
     `codec` ("none", "fp16", "bf16") applies to float32 gradients; others travel as they are.
     Without a communicator, one is made over the ranks of `ddp.process_group`, which must be able
     to exchange CPU tensors, as gloo's are. Raises RendezvousError, and InvalidArgument for an
-    unknown codec and for a communicator of another size or another order of ranks.
+    unknown codec or algorithm and for a communicator of another size or another order of ranks.
+
+    In training, backward raises gradwire's errors, which name the rank that failed.
     """
     _core.Codec(codec)  # refuses an unknown one before the ranks meet
     owns = communicator is None
@@ -140,7 +194,13 @@ def register(
     _require_same_ranks(communicator, ddp.process_group)
     state = State(communicator, codec, algorithm, owns_communicator=owns)
     ddp.register_comm_hook(state, comm_hook)
+    ddp.register_forward_pre_hook(partial(_refuse_training, state))
     return state
+
+
+def _refuse_training(state: State, ddp: DistributedDataParallel, _: Any) -> None:
+    if ddp.training and torch.is_grad_enabled():
+        state._raise_error()
 
 
 def _value(future: Future[torch.Tensor]) -> torch.Tensor:
@@ -157,6 +217,20 @@ def _dense(bucket: dist.GradBucket) -> torch.Tensor:
             "gradwire averages dense ones: build the embedding with sparse=False"
         )
     return buffer
+
+
+def _require_algorithm(algorithm: str, codec: str, communicator: Communicator) -> None:
+    if algorithm == "auto":
+        return
+    try:
+        made = Schedule.generate(algorithm, communicator.size, groups=communicator.hosts)
+    except ScheduleError as error:
+        raise InvalidArgument(f"algorithm={algorithm!r}: {error}") from error
+    if codec != "none" and not made.verify().in_tree:
+        raise InvalidArgument(
+            f"algorithm={algorithm!r} adds a partial sum to several others, which the lossy "
+            f"codec={codec!r} cannot: use auto, ring, direct or a tree"
+        )
 
 
 def _require_same_ranks(communicator: Communicator, group: dist.ProcessGroup) -> None:

@@ -1,0 +1,228 @@
+"""Ranks of a DDP training that fail: typed errors out of the step, a clean end, a new start."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import pytest
+import resumed_training
+import torch
+import torch.distributed as dist
+import torch_ranks
+from gradwire.torch import register
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+LIMIT = 80  # seconds
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 10))
+
+
+def step(ddp: DistributedDataParallel, number: int) -> None:
+    source = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    x, y = torch.randn(16, 20, generator=source), torch.randn(16, 10, generator=source)
+    mse_loss(ddp(x), y).backward()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one bucket": {},
+    "small buckets": {"bucket_cap_mb": 0.005},
+    "static graph": {"static_graph": True},
+}
+
+
+def lose_a_rank(setting: dict[str, Any]) -> tuple[str, int, str, float]:
+    store = dist.distributed_c10d._get_default_store()
+    ddp = DistributedDataParallel(model(), **setting)
+    state = register(ddp)
+    for number in range(3):
+        step(ddp, number)
+    if dist.get_rank() == 1:
+        store.set("died", str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(gradwire.TransportError) as raised:
+        step(ddp, 3)
+    waited = time.monotonic() - float(store.get("died"))
+    assert raised.value is state.error
+    with pytest.raises(gradwire.TransportError) as again:  # before it could hang in forward
+        step(ddp, 4)
+    assert again.value is state.error
+    return type(state.error).__name__, state.error.peer, str(state.error), waited
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_killed_rank_is_a_typed_error_of_every_step(setting: str) -> None:
+    ended = torch_ranks.run(3, lose_a_rank, SETTINGS[setting], dying=(1,))
+    for name, peer, text, waited in (ended[0], ended[2]):
+        assert (name, peer) == ("TransportError", 1)
+        assert "rank 1" in text
+        assert waited < 4
+
+
+def interrupt_backward() -> tuple[str, float]:
+    """A signal reaches rank 0 while its backward waits for rank 1, which hears of it."""
+    ddp = DistributedDataParallel(model())
+    state = register(ddp)
+    for number in range(2):  # in the second forward DDP itself communicates
+        step(ddp, number)
+    if dist.get_rank() == 1:
+        with pytest.raises(gradwire.Aborted) as raised:
+            state.communicator.recv(torch.empty(1), 0)
+        return str(raised.value), 0.0
+    wait = state._end_backward
+
+    def soon(last: gradwire.Work) -> None:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        wait(last)
+
+    state._end_backward = soon  # type: ignore[method-assign]
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        step(ddp, 2)
+    return type(state.error).__name__, time.monotonic() - began
+
+
+def test_ctrl_c_ends_a_backward_that_waits() -> None:
+    (error, waited), (heard, _) = torch_ranks.run(2, interrupt_backward)
+    assert error == "Aborted"
+    assert waited < 2
+    assert re.search("rank 0 was interrupted|rank 0: KeyboardInterrupt in backward", heard)
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Rows of random numbers; the first one may end the process that reads it."""
+
+    def __init__(self, end: str = "") -> None:
+        self.end = end
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.end == "killed" and index == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.end == "exits" and index == 0:
+            os._exit(1)
+        return torch.randn(30, generator=torch.Generator().manual_seed(index))
+
+
+def loader(end: str, workers: int) -> DataLoader[torch.Tensor]:
+    context = "fork" if workers else None
+    data = Numbers(end)
+    return DataLoader(data, batch_size=4, num_workers=workers, multiprocessing_context=context)
+
+
+def load_in_children(end: str) -> bool:
+    """Whether the training equals the one without workers, before and after a worker ends."""
+    models = []
+    for workers in (0, 2):
+        ddp = DistributedDataParallel(model(), **SETTINGS["small buckets"])
+        state = register(ddp)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for epoch in range(2):
+            for rows in loader("", workers):
+                rows = rows + dist.get_rank()
+                optimizer.zero_grad()
+                mse_loss(ddp(rows[:, :20]), rows[:, 20:]).backward()
+                optimizer.step()
+            if workers and end and epoch == 0:
+                with pytest.raises(RuntimeError):
+                    next(iter(loader(end, workers)))
+                gc.collect()  # its workers end with the loader, which its exception refers to
+        assert state.error is None
+        models.append(torch.cat([each.detach().flatten() for each in ddp.parameters()]))
+    return torch.equal(*models)
+
+
+@pytest.mark.parametrize("end", ["", "killed", "exits"])
+def test_data_loader_workers_may_be_forked_after_init(end: str) -> None:
+    assert torch_ranks.run(2, load_in_children, end) == [True, True]
+
+
+def reference(directory: str) -> str:
+    return resumed_training.train(Path(directory), dies=False)
+
+
+def test_torchrun_restarts_and_the_training_resumes(tmp_path: Path) -> None:
+    """With the bits that it would have had without the failure."""
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "restarted").mkdir()
+    expected = torch_ranks.run(2, reference, str(tmp_path / "reference"))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    script = [resumed_training.__file__, str(tmp_path / "restarted")]
+    ended = start(*torchrun, *meeting, *script, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    out, err = ended.communicate(timeout=LIMIT)
+    assert ended.returncode == 0, err
+    lines = out.splitlines()
+    assert [line for line in lines if line.startswith("rank 0 lost rank 1 in step 4")], err
+    digests = sorted(line for line in lines if "attempt" in line)
+    assert digests == [f"rank {rank} attempt 1: {expected[rank]}" for rank in range(2)]
+
+
+# Rank 1 of 3 kills itself. Rank 0 has no handler for what its step raises; rank 2 has one.
+UNCAUGHT = """
+import gc, os, signal, sys, time
+import gradwire.torch, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 3)
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+ddp = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4))))
+gradwire.torch.register(ddp)
+try:
+    for step in range(10):
+        if rank == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ddp(torch.ones(4, 200)).sum().backward()
+except gradwire.TransportError as error:
+    print(f"rank {rank} lost rank {error.peer}")
+    if rank == 0:
+        raise
+del ddp
+gc.collect()
+dist.destroy_process_group()
+"""
+
+
+def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    package = str(Path(gradwire.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    extra = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, **extra, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_survivors_end_as_other_programs_do(tmp_path: Path) -> None:
+    ranks = [start("-c", UNCAUGHT, str(rank), str(tmp_path / "store")) for rank in range(3)]
+    try:
+        said = [each.communicate(timeout=LIMIT) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert [each.returncode for each in ranks] == [1, -signal.SIGKILL, 0], said
+    assert [out for out, _ in said] == ["rank 0 lost rank 1\n", "", "rank 2 lost rank 1\n"]
+    assert re.search(r"gradwire.TransportError: .*rank 1", said[0][1])
+    assert said[2][1] == ""
