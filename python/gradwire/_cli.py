@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradwire import _bench, _doctor, _launch
+from gradwire import _bench, _doctor, _launch, _status
 from gradwire._errors import Error, InvalidArgument, ScheduleError
 from gradwire._schedules import Schedule, groups_of
 
@@ -60,11 +60,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--job",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="what the ranks of the running jobs on this host do, and who waits for whom; "
+        "only jobs whose name begins so",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=_doctor_command)
 
 
 def _doctor_command(options: argparse.Namespace) -> int:
+    if options.job is not None:
+        print(_status.report(options.job, as_json=options.json))
+        return 0
     found = _doctor.checks()
     print(_doctor.as_json(found) if options.json else _doctor.as_table(found))
     return 0

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradwire import _buffers, _core, _exit
+from gradwire import _buffers, _core, _environment, _exit
 from gradwire._arrays import REDUCIBLE, Operand, operand, writable, written
 from gradwire._buffers import Buffers, Place
 from gradwire._connect import connect_mesh
@@ -450,7 +450,7 @@ def from_mesh(
     `_core.Communicator` takes them.
     """
     groups = _groups(mesh.hosts) if hosts is None else hosts
-    core = _core.Communicator(mesh.rank, mesh.size, mesh.communicator, groups, **tuning)
+    core = _core_of(mesh, groups, tuning)
     try:
         for number, peer in sorted(mesh.peers.items()):
             core.adopt_control(peer.control.detach(), number)
@@ -460,6 +460,26 @@ def from_mesh(
         mesh.close()
         raise
     return Communicator(core, mesh, groups, seconds(timeout))
+
+
+def _core_of(
+    mesh: Mesh, groups: Sequence[Sequence[int]], tuning: dict[str, int]
+) -> _core.Communicator:
+    try:
+        return _core.Communicator(
+            mesh.rank,
+            mesh.size,
+            mesh.communicator,
+            groups,
+            **tuning,
+            stall_seconds=_environment.seconds("GRADWIRE_STALL_SECONDS", 0, 1e6),
+            job=mesh.job.name,
+            tag=mesh.job.tag,
+            about=f"listens on {mesh.interface}" if mesh.peers else "",
+        )
+    except BaseException:
+        mesh.close()
+        raise
 
 
 @functools.cache

@@ -75,6 +75,10 @@ class Communicator:
         hosts: Sequence[Sequence[int]],
         max_message: int = ...,
         segment_bytes: int = ...,
+        stall_seconds: float = ...,
+        job: str = "",  # this and the rest are for RankSeen
+        tag: int = 0,
+        about: str = "",
     ) -> None: ...
 
     # File descriptors are taken over. In ascending order of peers; releases the GIL.
@@ -157,6 +161,27 @@ def algorithms(collective: str) -> list[str]: ...
 
 # Waits until no thread is in a call that blocks, at most so long.
 def await_calls(seconds: float) -> None: ...
+
+# A rank of this user's on this host, as its status page and /proc show it. Texts are printable.
+class RankSeen(TypedDict):
+    pid: int
+    state: str  # of the process, as in /proc/PID/stat: R, S, D, T (stopped), t (traced)
+    job: str
+    tag: int  # tells jobs of one name apart
+    communicator: int
+    rank: int
+    size: int
+    local_size: int  # ranks on its host
+    about: str
+    activity: str  # outside, call, send, receive, failed
+    seconds: float  # for which it has done so, or not moved
+    calls: int  # begun so far
+    operation: str  # "all_reduce(…), call 12, round 1, segment 0"
+    spec: str  # the call, or why it failed
+    peer: int  # waited for; -1: none, or any
+    sentence: str
+
+def ranks_on_this_host() -> list[RankSeen]: ...
 def transports() -> list[tuple[str, bool, str]]: ...  # name, usable here, why not
 def instruction_sets() -> list[str]: ...  # best first
 def active_instruction_set() -> str: ...

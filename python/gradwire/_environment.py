@@ -33,6 +33,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "seconds of silence after which a peer's host is taken to be dead",
         "15",
     ),
+    "GRADWIRE_STALL_SECONDS": (
+        "seconds without progress after which a rank logs whom it waits for; 0: never",
+        "30",
+    ),
     "GRADWIRE_SIMD": ("instruction set of the core: scalar, avx2 or avx512", "the best there is"),
 }
 

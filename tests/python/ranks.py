@@ -8,13 +8,16 @@ import multiprocessing
 import os
 import pickle
 import queue
+import secrets
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from gradwire import Communicator
@@ -54,6 +57,7 @@ def outcomes(
     transport: Transport = "inproc",
     processes: bool = False,
     timeout: float = 30.0,
+    job: str = "",
     **setting: Any,
 ) -> list[Outcome]:
     """How `body(comm, *args)` ended on each rank. `setting` goes to from_mesh."""
@@ -65,14 +69,14 @@ def outcomes(
         except BaseException as error:
             return Outcome(error=error)
 
-    return (_in_processes if processes else _in_threads)(meshes(p, transport), rank_body)
+    return (_in_processes if processes else _in_threads)(meshes(p, transport, job), rank_body)
 
 
-def meshes(p: int, transport: Transport) -> list[Mesh]:
+def meshes(p: int, transport: Transport, name: str = "") -> list[Mesh]:
     """Joined by socket pairs, or by TCP connections on loopback."""
     if transport == "inproc":
         return inproc_meshes(p)
-    job = Job("test", b"0" * 32)
+    job = Job(name or f"test-{secrets.token_hex(4)}", b"0" * 32)
     made = [Mesh(job, rank, p, 7, ("here",) * p, {}, LOOPBACK) for rank in range(p)]
     for low in range(p):
         for high in range(low + 1, p):
@@ -156,3 +160,16 @@ def _outcome_of(child: Any, pipe: Connection) -> Outcome:
 def vanish(comm: Communicator) -> None:
     """Ends this rank's process as a crash would."""
     os._exit(3)
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Waits until it holds."""
+    limit = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def state_of(pid: int) -> str:
+    """Of a process, as in /proc/PID/stat: T is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

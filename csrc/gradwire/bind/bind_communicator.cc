@@ -107,14 +107,18 @@ void bind_work(py::module_& m) {
 void bind_set_up(py::class_<Communicator>& c) {
   c.def(py::init([](Rank rank, int size, std::uint32_t communicator,
                     std::vector<std::vector<Rank>> hosts, std::size_t max_message,
-                    std::size_t segment_bytes) {
+                    std::size_t segment_bytes, double stall_seconds, std::string job,
+                    std::uint64_t tag, std::string about) {
           return std::make_unique<Communicator>(
-              exec::Identity{rank, size, communicator, std::move(hosts)},
-              exec::Tuning{max_message, segment_bytes});
+              exec::Identity{rank, size, communicator, std::move(hosts), std::move(job), tag,
+                             std::move(about)},
+              exec::Tuning{max_message, segment_bytes, stall_seconds});
         }),
         py::arg("rank"), py::arg("size"), py::arg("communicator"), py::arg("hosts"),
         py::arg("max_message") = exec::Tuning{}.max_message,
-        py::arg("segment_bytes") = exec::Tuning{}.segment_bytes)
+        py::arg("segment_bytes") = exec::Tuning{}.segment_bytes,
+        py::arg("stall_seconds") = exec::Tuning{}.stall_seconds, py::arg("job") = "",
+        py::arg("tag") = 0, py::arg("about") = "")
       .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("peer"), WithoutLock())
       .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
            py::arg("peer"), py::arg("timeout"), WithoutLock());

@@ -8,4 +8,5 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_codec(m);
   bind_schedule(m);
   bind_communicator(m);
+  bind_status(m);
 }

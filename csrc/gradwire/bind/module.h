@@ -31,5 +31,6 @@ void bind_arrays(py::module_& m);
 void bind_codec(py::module_& m);
 void bind_schedule(py::module_& m);
 void bind_communicator(py::module_& m);
+void bind_status(py::module_& m);
 
 }  // namespace gradwire::bind

@@ -67,7 +67,8 @@ Communicator::Communicator(Identity identity, Tuning tuning)
       wakeup_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       plans_({identity_.rank, identity_.size, identity_.hosts, tuning.max_message,
               tuning.segment_bytes}),
-      transfers_(identity_.rank, identity_.size, identity_.communicator) {
+      transfers_(identity_.rank, identity_.size, identity_.communicator),
+      watch_(identity_, tuning.stall_seconds, tuning.log) {
   if (tuning.max_message < kLeastMessage || tuning.max_message > kMostMessage)
     throw InvalidArgument("max_message is " + std::to_string(tuning.max_message) +
                           " bytes; use 4 KiB to 1 GiB, the same on all ranks");
@@ -234,6 +235,7 @@ void Communicator::let_go() {
   links_ = Links({});
   transfer_links_ = Links({});
   control_ = ControlPlane(identity_.rank, identity_.size, nullptr);
+  watch_.let_go();
 }
 
 bool Communicator::is_idle() const {
@@ -280,6 +282,7 @@ void Communicator::let_go_in_child() noexcept {
   links_ = Links({});
   transfer_links_ = Links({});
   control_.let_go();
+  watch_.let_go_in_child();
   wakeup_.reset();
 }
 
@@ -397,6 +400,7 @@ bool Communicator::advance() {
 void Communicator::take_attention() {
   std::lock_guard lock(mutex_);
   if (abort_requested_) throw Aborted(abort_reason_);
+  if (current_ == nullptr) watch_.quiet();  // none of these has waited yet
   for (auto& [transfer, sends] : submitted_) {
     if (sends)
       transfers_.send(std::move(transfer));
@@ -433,12 +437,14 @@ bool Communicator::start_next() {
   call.operation = control_.history().calls();
   execution_.start(call);
   control_.begin_call(current_->operation.shared_plan());
+  watch_.begin(call.operation, call.plan->fingerprint());
   return true;
 }
 
 void Communicator::finish_current() {
   current_->operation.copy_out();
   current_ = nullptr;
+  watch_.end();
   std::lock_guard lock(mutex_);
   auto done = std::move(queue_.front());
   queue_.erase(queue_.begin());
@@ -451,6 +457,8 @@ void Communicator::rest(unsigned idle, const Interrupt& interrupt) {
   if (idle <= kSpins + kYields) return static_cast<void>(::sched_yield());
   if (!waits_since_) start_waiting();
   check_stall();
+  if (watch_.due())
+    if (const auto wait = waiting()) watch_.report(*wait, control_);
   sleep(interrupt);
 }
 
@@ -503,12 +511,14 @@ void Communicator::poll_doorbells() {
 
 void Communicator::start_waiting() {
   waits_since_ = Deadline::Clock::now();
+  watch_.quiet();
   const double patience = current_ == nullptr ? kAnnounceSeconds : current_->timeout / 2;
   announce_at_ = Deadline::after(std::min(patience, kAnnounceSeconds));
 }
 
 void Communicator::stop_waiting() {
   waits_since_.reset();
+  watch_.moves(/*outside=*/current_ == nullptr);
   if (std::exchange(announced_, false)) control_.announce();
 }
 
@@ -523,6 +533,22 @@ Position Communicator::position() const {
     at.segment = frame->segment;
   }
   return at;
+}
+
+// The same for the watch, and for transfers where this rank is in no call.
+std::optional<Wait> Communicator::waiting() {
+  if (current_ == nullptr) return transfers_.waiting();
+  const Plan& plan = current_->operation.plan();
+  const Position at = position();
+  Wait wait;
+  wait.number = control_.history().calls() - 1;
+  wait.reads = execution_.waits_for_reader();
+  wait.peer = at.waits_for != kNoPeer ? at.waits_for : links_.full_peer();
+  wait.round = at.round;
+  wait.segment = at.segment;
+  wait.fingerprint = plan.fingerprint();
+  wait.spec = plan.text();
+  return wait;
 }
 
 // Tells the others, once, whom this rank waits for.
@@ -585,6 +611,7 @@ void Communicator::fail_locked(const std::exception_ptr& error) noexcept {
   if (failure_) return;
   failure_ = error;
   control_.say_failure(error);
+  watch_.fails(transport::text_of(failure_frame(error, identity_.rank)));
   current_ = nullptr;
   for (auto& each : queue_) each->work->finish(error);
   queue_.clear();

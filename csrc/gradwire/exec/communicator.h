@@ -22,28 +22,26 @@
 
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/fd.h"
+#include "gradwire/base/log.h"
 #include "gradwire/exec/control_plane.h"
 #include "gradwire/exec/execution.h"
+#include "gradwire/exec/identity.h"
 #include "gradwire/exec/links.h"
 #include "gradwire/exec/operation.h"
 #include "gradwire/exec/plan_cache.h"
 #include "gradwire/exec/point_to_point.h"
+#include "gradwire/exec/watch.h"
 #include "gradwire/exec/work.h"
 
 namespace gradwire::exec {
 
 enum class Lane : std::uint8_t { kCollective, kPointToPoint };
 
-struct Identity {
-  Rank rank = 0;
-  int size = 1;
-  std::uint32_t communicator = 0;        // number in the job, in every frame
-  std::vector<std::vector<Rank>> hosts;  // ranks of each host, for hierarchical schedules
-};
-
 struct Tuning {
   std::size_t max_message = 256 * 1024;  // bytes of the largest frame; the same on all ranks
   std::size_t segment_bytes = 0;         // 0: chosen for each operation
+  double stall_seconds = 30;             // see Watch; 0: never
+  Log log = log_to_stderr;               // of stalls
 };
 
 class Communicator {
@@ -134,6 +132,7 @@ class Communicator {
   Timeout timeout() const;
   Timeout timeout_of(const Transfer& transfer) const;
   Position position() const;
+  std::optional<Wait> waiting();
   void start_waiting();
   void stop_waiting();
   void check_stall();
@@ -170,6 +169,7 @@ class Communicator {
   Execution execution_;
   PointToPoint transfers_;
   TrafficCounter traffic_;
+  Watch watch_;
 
   std::jthread progress_;
 };

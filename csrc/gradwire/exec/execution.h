@@ -57,6 +57,11 @@ class Execution {
   // staging.
   Rank waiting_for() const noexcept;
   const Frame* waiting_frame() const noexcept;
+  // That rank must read what was sent to it; else it must send.
+  bool waits_for_reader() const noexcept {
+    const auto& receives = call_.plan->receives();
+    return landed_ == receives.size() || sent_ < receives[landed_].needs;
+  }
 
  private:
   bool try_send(Links& links, TrafficCounter& traffic);

@@ -146,6 +146,21 @@ const Transfer* PointToPoint::overdue() const {
   return nullptr;
 }
 
+std::optional<Wait> PointToPoint::waiting() const {
+  if (idle()) return std::nullopt;
+  const bool sends = !sends_.empty();
+  const Transfer* first = sends ? &sends_.front() : &receives_.front();
+  for (const Transfer& each : receives_)
+    if (first->peer == Transfer::kAnyRank) first = &each;
+  Wait wait;
+  wait.activity = sends ? Activity::kSend : Activity::kReceive;
+  wait.peer = first->peer;
+  wait.reads = sends;
+  if (wait.peer >= 0) wait.number = (sends ? sent_ : received_)[at(wait.peer)];
+  wait.spec = (sends ? "send of " : "recv of ") + std::to_string(first->size) + " bytes";
+  return wait;
+}
+
 bool PointToPoint::needs(Rank peer) const {
   auto is = [peer](const Transfer& each) { return each.peer == peer; };
   return std::any_of(sends_.begin(), sends_.end(), is) ||

@@ -13,6 +13,7 @@
 #include "gradwire/base/wire.h"
 #include "gradwire/exec/execution.h"
 #include "gradwire/exec/links.h"
+#include "gradwire/exec/status.h"
 #include "gradwire/exec/work.h"
 
 namespace gradwire::exec {
@@ -43,6 +44,8 @@ class PointToPoint {
   bool advance(Links& links, TrafficCounter& traffic);
   // The first transfer whose deadline has passed.
   const Transfer* overdue() const;
+  // The first transfer that is not complete: one with a known peer, where there is any.
+  std::optional<Wait> waiting() const;
   // A transfer that only `peer` can complete.
   bool needs(Rank peer) const;
   void fail(const std::exception_ptr& error) noexcept;
