@@ -12,9 +12,10 @@ import resource
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from urllib.parse import urlsplit
 
-from gradwire import _core, _environment, _interfaces
-from gradwire._errors import RendezvousError
+from gradwire import _core, _environment, _interfaces, _rendezvous, _world
+from gradwire._errors import Error, RendezvousError
 
 _TORCH_AT_LEAST = (2, 4)
 _VERBS_LIMIT = 64 << 20  # bytes; registered staging of a small job
@@ -32,8 +33,9 @@ class Check:
 
 def checks() -> list[Check]:
     """All checks; imports neither torch nor CUDA, opens no connection."""
-    sections = (_system, _transports, _instruction_sets, _network, _memory, _torch, _devices)
-    return [check for section in (*sections, _variables) for check in section()]
+    machine = (_system, _transports, _instruction_sets, _network, _joins, _memory)
+    sections = (*machine, _torch, _devices, _variables)
+    return [check for section in sections for check in section()]
 
 
 def as_json(found: Iterable[Check]) -> str:
@@ -94,18 +96,56 @@ def _network() -> Iterator[Check]:
     for each in _interfaces.interfaces():
         yield Check("network", each.name, True, each.address)
     yield Check("network", "ranks on one host", True, f"use {_interfaces.LOOPBACK}")
+    yield Check("network", "ranks on several hosts", *_several_hosts())
+
+
+def _several_hosts() -> tuple[bool, str]:
+    """The interface they would use here, and why that one."""
     pattern = _environment.text("GRADWIRE_SOCKET_IFNAME")
     try:
-        choice = _interfaces.choose("127.0.0.1", pattern=pattern, several_hosts=True)
-        yield Check(
-            "network",
-            "ranks on several hosts",
-            True,
-            f"use {choice.interface.name}"
-            f" ({choice.interface.address}), or the one that reaches the store",
-        )
+        choice = _interfaces.choose(_towards_store(), pattern=pattern, several_hosts=True)
     except RendezvousError as error:
-        yield Check("network", "ranks on several hosts", False, f"because {error}")
+        return False, f"because {error}"
+    return True, f"use {choice}"
+
+
+def _towards_store() -> str | None:
+    """The own address that reaches the store which the environment names, if it names one."""
+    place = urlsplit(_store_of_environment())
+    if place.hostname is None or place.port is None:
+        return None
+    return _interfaces.address_towards(place.hostname, place.port)
+
+
+def _store_of_environment() -> str:
+    """Its URL; empty for none, or where the environment contradicts itself, as init() will say."""
+    try:
+        return _world.from_environment().store or _environment.text("GRADWIRE_STORE") or ""
+    except RendezvousError:
+        return ""
+
+
+def _joins() -> Iterator[Check]:
+    yield Check("joins", "who may join", *_who_may_join())
+
+
+def _who_may_join() -> tuple[bool | None, str]:
+    try:
+        if _rendezvous.find_secret(None) is not None:
+            return True, "whoever has the secret that GRADWIRE_SECRET or its file gives"
+        insecure = _environment.flag("GRADWIRE_INSECURE")
+    except Error as error:
+        return False, f"because {error}"
+    store = _store_of_environment()
+    if store.startswith("torch:"):
+        where = store.removeprefix("torch://")
+        return None, f"no secret is set: joins are as private as torch's store at {where}"
+    if insecure:
+        return None, "no secret is set, and GRADWIRE_INSECURE: everybody who reaches the store"
+    return None, (
+        "no secret is set: `gradwire run` makes one; under torchrun joins are as private as its "
+        "store; a store that other hosts reach is refused"
+    )
 
 
 def _memory() -> Iterator[Check]:

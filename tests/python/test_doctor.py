@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import os
 import subprocess
 import sys
 
 import pytest
-from gradwire import _core, _doctor
+from gradwire import _core, _doctor, _interfaces
 
 
 def test_json_holds_every_section():
@@ -75,3 +76,51 @@ def test_a_driver_without_a_device_is_explained(monkeypatch: pytest.MonkeyPatch)
 def test_the_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GRADWIRE_SECRET", "open sesame, open sesame")
     assert "sesame" not in _doctor.as_table(_doctor.checks())
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without a launcher."""
+    names = [name for name in os.environ if name.startswith(("GRADWIRE_", "TORCHELASTIC_"))]
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", *names):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def detail(section: str, name: str) -> str:
+    (found,) = [each for each in _doctor.checks() if (each.section, each.name) == (section, name)]
+    return found.detail
+
+
+JOINS = {
+    "nothing": ({}, "a store that other hosts reach is refused"),
+    "a secret": ({"GRADWIRE_SECRET": "0123456789abcdef"}, "whoever has the secret"),
+    "a short secret": ({"GRADWIRE_SECRET": "short"}, "because the secret has 5 bytes"),
+    "torchrun": (
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        "joins are as private as torch's store at 127.0.0.1:29500",
+    ),
+    "insecure": ({"GRADWIRE_INSECURE": "1"}, "everybody who reaches the store"),
+    "insecure?": ({"GRADWIRE_INSECURE": "perhaps"}, "because GRADWIRE_INSECURE='perhaps'"),
+}
+
+
+@pytest.mark.parametrize("what", JOINS)
+def test_who_may_join(nowhere: pytest.MonkeyPatch, what: str):
+    variables, expected = JOINS[what]
+    for name, value in variables.items():
+        nowhere.setenv(name, value)
+    assert expected in detail("joins", "who may join")
+
+
+def test_the_interface_has_its_reason(nowhere: pytest.MonkeyPatch):
+    nowhere.setattr(_interfaces, "interfaces", lambda: [_interfaces.Interface("ib0", "10.1.2.3")])
+    nowhere.setattr(_interfaces, "address_towards", lambda host, port: f"10.1.2.{port}")
+    where = "ranks on several hosts"
+    assert detail("network", where).startswith("use ib0 (10.1.2.3): ")
+    nowhere.setenv("GRADWIRE_STORE", "tcp://leader:3")
+    assert detail("network", where) == "use ib0 (10.1.2.3): it reaches the store"
+    nowhere.setenv("GRADWIRE_SOCKET_IFNAME", "ib")
+    assert detail("network", where) == "use ib0 (10.1.2.3): GRADWIRE_SOCKET_IFNAME=ib"
+    nowhere.setenv("GRADWIRE_SOCKET_IFNAME", "eth")
+    assert detail("network", where).startswith("because GRADWIRE_SOCKET_IFNAME='eth'")
