@@ -27,9 +27,10 @@ from torch.utils.data import DataLoader, Dataset
 LIMIT = 80  # seconds
 
 
-def model() -> nn.Module:
+def model(*, buffers: bool = False) -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 10))
+    between = nn.BatchNorm1d(100) if buffers else nn.ReLU()
+    return nn.Sequential(nn.Linear(20, 100), between, nn.Linear(100, 10))
 
 
 def step(ddp: DistributedDataParallel, number: int) -> None:
@@ -38,16 +39,19 @@ def step(ddp: DistributedDataParallel, number: int) -> None:
     mse_loss(ddp(x), y).backward()
 
 
+SMALL_BUCKETS = {"bucket_cap_mb": 0.005}
 SETTINGS: dict[str, dict[str, Any]] = {
     "one bucket": {},
-    "small buckets": {"bucket_cap_mb": 0.005},
+    "small buckets": SMALL_BUCKETS,
     "static graph": {"static_graph": True},
+    "looks for unused parameters": {"find_unused_parameters": True},
+    "buffers": {},  # and so a broadcast in forward
 }
 
 
-def lose_a_rank(setting: dict[str, Any]) -> tuple[str, int, str, float]:
+def lose_a_rank(setting: str) -> tuple[str, int, str, float]:
     store = dist.distributed_c10d._get_default_store()
-    ddp = DistributedDataParallel(model(), **setting)
+    ddp = DistributedDataParallel(model(buffers=setting == "buffers"), **SETTINGS[setting])
     state = register(ddp)
     for number in range(3):
         step(ddp, number)
@@ -66,7 +70,7 @@ def lose_a_rank(setting: dict[str, Any]) -> tuple[str, int, str, float]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_killed_rank_is_a_typed_error_of_every_step(setting: str) -> None:
-    ended = torch_ranks.run(3, lose_a_rank, SETTINGS[setting], dying=(1,))
+    ended = torch_ranks.run(3, lose_a_rank, setting, dying=(1,))
     for name, peer, text, waited in (ended[0], ended[2]):
         assert (name, peer) == ("TransportError", 1)
         assert "rank 1" in text
@@ -131,7 +135,7 @@ def load_in_children(end: str) -> bool:
     """Whether the training equals the one without workers, before and after a worker ends."""
     models = []
     for workers in (0, 2):
-        ddp = DistributedDataParallel(model(), **SETTINGS["small buckets"])
+        ddp = DistributedDataParallel(model(), **SMALL_BUCKETS)
         state = register(ddp)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for epoch in range(2):

@@ -408,6 +408,63 @@ def test_sparse_gradients_are_refused_with_a_remedy() -> None:
         assert "sparse=False" in message
 
 
+class WithBuffers(nn.Module):
+    """Buffers of two types, one of them not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 10))
+        self.register_buffer("across", torch.arange(6.0).reshape(2, 3).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def train_with_buffers(hook: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    ddp, _ = train(WithBuffers(), {}, hook, steps=3)
+    ddp.module.across += dist.get_rank()
+    ddp(batch(3)[0])
+    assert ddp.module.across.stride() == (1, 3)
+    return ddp.module.state_dict()
+
+
+def same_buffers() -> tuple[list[str], float]:
+    plain, hooked = train_with_buffers(None), train_with_buffers({})
+    different = [name for name in plain if not torch.equal(plain[name], hooked[name])]
+    return different, hooked["across"].sum().item()
+
+
+def test_buffers_are_those_of_plain_ddp() -> None:
+    assert torch_ranks.run(2, same_buffers) == [([], 15.0)] * 2
+
+
+def buffers_of_a_closed_state() -> float:
+    ddp = DistributedDataParallel(WithBuffers())
+    register(ddp).close()
+    ddp.module.across += dist.get_rank()
+    with torch.no_grad():
+        ddp(batch(0)[0])
+    return ddp.module.across.sum().item()
+
+
+def test_a_closed_state_leaves_buffers_to_ddp() -> None:
+    assert torch_ranks.run(2, buffers_of_a_closed_state) == [15.0] * 2
+
+
+def join_with_buffers() -> str:
+    ddp = DistributedDataParallel(WithBuffers())
+    register(ddp)
+    with pytest.raises(gradwire.InvalidArgument) as raised, ddp.join():
+        ddp(batch(0)[0])
+    return str(raised.value)
+
+
+def test_join_with_buffers_is_refused_with_a_remedy() -> None:
+    for message in torch_ranks.run(2, join_with_buffers):
+        assert "broadcast_buffers=False" in message
+
+
 def refused(setting: dict[str, str]) -> str:
     ddp = DistributedDataParallel(mlp())
     with pytest.raises(gradwire.InvalidArgument) as raised:

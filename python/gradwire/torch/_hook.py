@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from gradwire import _core
 from gradwire._communicator import Communicator
@@ -185,7 +186,8 @@ def register(
     to exchange CPU tensors, as gloo's are. Raises RendezvousError, and InvalidArgument for an
     unknown codec or algorithm and for a communicator of another size or another order of ranks.
 
-    In training, backward raises gradwire's errors, which name the rank that failed.
+    Buffers (of batch normalisation) travel over gradwire too. Forward and backward raise gradwire's
+    errors, which name the rank that failed.
     """
     _core.Codec(codec)  # refuses an unknown one before the ranks meet
     owns = communicator is None
@@ -195,12 +197,41 @@ def register(
     state = State(communicator, codec, algorithm, owns_communicator=owns)
     ddp.register_comm_hook(state, comm_hook)
     ddp.register_forward_pre_hook(partial(_refuse_training, state))
+    if not hasattr(ddp, "buffer_hook"):
+        hook = partial(_broadcast_buffers, state)
+        before = _BufferCommHookLocation.PRE_FORWARD
+        ddp._register_buffer_comm_hook(weakref.ref(ddp), hook, before)
     return state
 
 
 def _refuse_training(state: State, ddp: DistributedDataParallel, _: Any) -> None:
     if ddp.training and torch.is_grad_enabled():
         state._raise_error()
+
+
+def _broadcast_buffers(
+    state: State,
+    model: "weakref.ref[DistributedDataParallel]",
+    buffers: dict[str, torch.Tensor],
+) -> None:
+    """Rank 0's on all ranks, before each forward."""
+    ddp = model()
+    assert ddp is not None  # its forward calls
+    if not state._close.alive:  # as DDP would without a hook
+        ddp._default_broadcast_coalesced()
+        return
+    if ddp._join_config.enable:
+        raise InvalidArgument(
+            "within ddp.join() rank 0 may have no buffers to give: build DDP with "
+            "broadcast_buffers=False"
+        )
+    for dtype in dict.fromkeys(each.dtype for each in buffers.values()):
+        found = [each for each in buffers.values() if each.dtype is dtype]
+        sent = [each.contiguous() for each in found]
+        state.communicator.broadcast(sent, root=0)
+        for each, received in zip(found, sent, strict=True):
+            if each is not received:
+                each.copy_(received)
 
 
 def _value(future: Future[torch.Tensor]) -> torch.Tensor:
