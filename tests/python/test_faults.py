@@ -15,6 +15,7 @@ from gradwire import (
     Communicator,
     Error,
     InvalidArgument,
+    Schedule,
     Timeout,
     TransportError,
     algorithms,
@@ -159,18 +160,70 @@ MISMATCHES: dict[str, tuple[Call, Call]] = {
         lambda comm: comm.all_reduce([np.ones(4), np.ones(6)]),
         lambda comm: comm.all_reduce([np.ones(6), np.ones(4)]),
     ),
+    "schedules": (
+        lambda comm: comm.all_reduce(np.ones(10), schedule=Schedule.generate("ring", comm.size)),
+        lambda comm: comm.all_reduce(np.ones(10), schedule=Schedule.generate("star", comm.size)),
+    ),
+    "orders": (
+        lambda comm: (comm.all_reduce(np.ones(3)), comm.broadcast(np.ones(4))),
+        lambda comm: (comm.broadcast(np.ones(4)), comm.all_reduce(np.ones(3))),
+    ),
+}
+SHOWN = {  # of what rank 0 and rank 1 passed
+    "lengths": ("float64[10]", "float64[11]"),
+    "ops": ("op=sum", "op=max"),
+    "dtypes": ("int64[10]", "float64[10]"),
+    "roots": ("root=0", "root=1"),
+    "collectives": ("called all_reduce(", "called broadcast("),
+    "algorithms": ("algorithm=ring", "algorithm=direct"),
+    "codecs": ("codec=fp16", "codec=bf16"),
+    "cuts": ("float64[4, 6]", "float64[6, 4]"),
+    "schedules": ("algorithm=ring #", "algorithm=star #"),
+    "orders": ("called all_reduce(float64[3]", "called broadcast(float64[4]"),
 }
 
 
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("what", MISMATCHES)
-def test_calls_that_differ_raise_on_all_ranks(what: str, p: int) -> None:
+def test_calls_that_differ_raise_on_all_ranks_what_each_passed(what: str, p: int) -> None:
     def body(comm: Communicator) -> None:
         MISMATCHES[what][comm.rank == 1](comm)
         comm.barrier()  # a root may have sent before it hears of it
 
-    for each in outcomes(p, body, timeout=5):
-        assert isinstance(each.error, InvalidArgument), each.error
+    errors = [each.error for each in outcomes(p, body, timeout=5)]
+    for error in errors:
+        assert isinstance(error, InvalidArgument), error
+        assert str(error) == str(errors[0])
+    sides = str(errors[0]).split("; ")
+    assert sides[0].startswith("ranks disagree in call 0: rank")
+    assert SHOWN[what][0] in sides[0]
+    assert sides[1].startswith("rank 1 called")
+    assert SHOWN[what][1] in sides[1]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_ranks_that_would_never_exchange_data_are_told(transport: str) -> None:
+    """Both are roots, and neither waits for anybody."""
+
+    def body(comm: Communicator) -> None:
+        while True:
+            comm.broadcast(np.ones(3), root=comm.rank)
+
+    for each in outcomes(2, body, transport=transport, processes=True):
+        assert isinstance(each.error, InvalidArgument)
+        assert "root=0" in str(each.error)
+        assert "root=1" in str(each.error)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_ranks_that_differed_are_told_when_they_close(transport: str) -> None:
+    def body(comm: Communicator) -> None:
+        comm.broadcast(np.ones(3), root=comm.rank)
+
+    for each in outcomes(3, body, transport=transport, processes=True):
+        assert isinstance(each.error, InvalidArgument)
+        for root in range(3):
+            assert f"rank {root} called broadcast(float64[3], root={root}" in str(each.error)
 
 
 def test_a_failure_is_final() -> None:
