@@ -57,6 +57,11 @@ class Namespace:
         self.fd = _on_a_thread(_new_namespace)
         self.ip("link set lo up")
 
+    @property
+    def path(self) -> str:
+        """By which processes of this user find it, while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
     def run(self, function: Callable[[], _T]) -> _T:
         """What the function returns; it, and what it starts, is in the namespace."""
 
@@ -75,20 +80,27 @@ class Namespace:
             )
         )
 
-    def await_carriers(self) -> None:
-        """Returns when all interfaces are in operation; bridges need a moment."""
+    def await_states(self, *down: str) -> None:
+        """Returns when the kernel has noticed which interfaces are connected: all but `down`."""
         deadline = Deadline(LIMIT)
         command = ["ip", "-json", "link", "show"]
         while True:
             shown = self.run(lambda: subprocess.run(command, check=True, capture_output=True))
             states = {each["ifname"]: each["operstate"] for each in json.loads(shown.stdout)}
-            if all(state == "UP" or name == "lo" for name, state in states.items()):
+            up = {name for name, state in states.items() if state == "UP" or name == "lo"}
+            if up == states.keys() - set(down):
                 return
             assert not deadline.passed, states
 
     def close(self) -> None:
         """It ends when its last process has, with all its interfaces."""
         os.close(self.fd)
+
+
+def enter(path: str) -> None:
+    """Puts the calling thread, and what it starts from now on, into a namespace."""
+    with open(path) as file:
+        _checked(_libc.setns(file.fileno(), _CLONE_NEWNET))
 
 
 def _new_namespace() -> int:
@@ -168,7 +180,7 @@ class Network:
             self.plug(host, "eth0", [each.format(host + 1) for each in addresses], "br0")
 
         for each in self.hosts:
-            each.await_carriers()
+            each.await_states()
 
     def _add_decoys(self, host: int) -> None:
         self.hosts[host].ip(
@@ -187,14 +199,14 @@ class Network:
 
     def plug(self, host: int, name: str, addresses: Sequence[str], bridge: str) -> None:
         """Gives a host an interface that leads to a bridge of the switch."""
-        there = f"/proc/{os.getpid()}/fd/{self.hosts[host].fd}"
+        there = self.hosts[host]
         self._switch.ip(
-            f"link add {name}-{host} type veth peer name {name} netns {there}",
+            f"link add {name}-{host} type veth peer name {name} netns {there.path}",
             f"link set {name}-{host} master {bridge} up",
         )
         # Addresses are usable at once, with nobody asked whether they are free.
         add = [f"addr add {each} dev {name}{' nodad' * (':' in each)}" for each in addresses]
-        self.hosts[host].ip(f"link set {name} addrgenmode none up", *add)
+        there.ip(f"link set {name} addrgenmode none up", *add)
 
     @contextlib.contextmanager
     def cut(self, host: int) -> Iterator[None]:
@@ -211,19 +223,22 @@ class Network:
         places: Sequence[int],
         body: Callable[..., Any],
         *,
-        store: str = f"tcp://10.77.0.1:{PORT}",
+        store: str | None = f"tcp://10.77.0.1:{PORT}",
         environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
         etc_hosts: Callable[[int], Path] | None = None,
         timeout: float = 30.0,
     ) -> Iterator[list[Rank]]:
-        """Rank r on host places[r] runs `body(comm, pipe)`; killed at the end of the block."""
+        """Rank r on host places[r] runs `body(comm, pipe)`; killed at the end of the block.
+
+        Without a store, its place in the job is what `environment` says.
+        """
 
         def rank_body(rank: int, pipe: Any) -> Any:
             os.environ.update({"GRADWIRE_SECRET": "0123456789abcdef", **environment(rank)})
             if etc_hosts is not None:
                 _replace_etc_hosts(etc_hosts(places[rank]))
-            size = len(places)
-            with gradwire.init(rank=rank, size=size, store=store, timeout=timeout) as comm:
+            place = {"rank": rank, "size": len(places), "store": store} if store else {}
+            with gradwire.init(**place, timeout=timeout) as comm:
                 return body(comm, pipe)
 
         with contextlib.ExitStack() as stack:

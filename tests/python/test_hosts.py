@@ -5,6 +5,7 @@ The hosts are network namespaces (`hosts.py`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ import numpy as np
 import pytest
 import ranks
 from gradwire import Communicator, RendezvousError
-from hosts import PORT, Network
+from gradwire._interfaces import interfaces
+from hosts import PORT, Network, Rank
 
 MISSING = hosts.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -159,6 +161,44 @@ def test_hosts_with_ipv6_alone(addresses: str) -> None:
         second = first.replace("::1", "::2")
         reason = "it reaches the store"
         assert found == [f"eth0 ({first}): {reason}", f"eth0 ({second}): {reason}"]
+    finally:
+        made.close()
+
+
+def test_ranks_that_mpirun_starts_on_two_hosts_need_a_store(network: Network) -> None:
+    def place(rank: int, **more: str) -> dict[str, str]:
+        names = ("COMM_WORLD_RANK", "COMM_WORLD_SIZE", "COMM_WORLD_LOCAL_SIZE")
+        values = zip(names, (rank, 4, 2), strict=True)
+        return {**{f"OMPI_{name}": str(value) for name, value in values}, **more}
+
+    for error in errors_of(network, (0, 0, 1, 1), store=None, environment=place):
+        assert "set GRADWIRE_STORE=tcp://HOST:PORT" in error
+    store = f"tcp://10.77.0.1:{PORT}"
+    found = network.values(
+        (0, 0, 1, 1),
+        sum_of_ranks,
+        store=None,
+        environment=lambda rank: place(rank, GRADWIRE_STORE=store, GRADWIRE_JOB="mine"),
+    )
+    assert found == [6.0] * 4
+
+
+def test_all_addresses_of_connected_interfaces_are_found() -> None:
+    made = Network(1, addresses=["10.77.0.1/24", "10.77.0.9/24", "fd77::1/64"])
+    try:
+        host = made.hosts[0]
+        host.ip(
+            "addr add 10.77.5.1/24 dev eth0 label eth0:5",
+            "link add idle0 type veth peer name idle1",  # idle1 stays down: no carrier
+            "addr add 10.78.0.1/24 dev idle0",
+            "link set idle0 up",
+        )
+        host.await_states("idle0", "idle1")
+        with contextlib.closing(Rank(host, lambda pipe: interfaces())) as rank:
+            found = rank.outcome().value
+        of_eth0 = {each.address for each in found if each.name == "eth0"}
+        assert of_eth0 == {"10.77.0.1", "10.77.0.9", "10.77.5.1", "fd77::1"}
+        assert {each.name for each in found} == {"lo", "eth0"}
     finally:
         made.close()
 

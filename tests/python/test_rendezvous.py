@@ -16,14 +16,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import gradwire
+import numpy as np
 import pytest
-from gradwire import _connect, _meeting, _mesh
+from gradwire import _connect, _meeting, _mesh, _rendezvous
 from gradwire._connect import _require_route, connect_mesh
 from gradwire._deadline import Deadline
 from gradwire._environment import VARIABLES
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._handshake import Purpose
-from gradwire._interfaces import Choice, Interface
+from gradwire._interfaces import Choice, Interface, interfaces
 from gradwire._mesh import Card, Job, Mesh, choose_transport, inproc_meshes, unpack_card
 from gradwire._rendezvous import choose_transports, find_secret, rendezvous
 from gradwire._world import World, explicit, from_environment
@@ -171,6 +173,27 @@ def test_rank_0_hosts_a_tcp_store_at_the_given_port(closing: Closing) -> None:
         meshes = closing(meet([explicit(rank, 3, store) for rank in range(3)], secret=SECRET))
     assert_connected(meshes, "shm")
     assert meshes[0].interface.reason == "all ranks are on this host"
+
+
+def test_one_host_can_do_with_ipv6_alone() -> None:
+    if not any(each.address == "::1" for each in interfaces()):
+        pytest.skip("loopback has no IPv6 address here")
+    with socket.socket(socket.AF_INET6) as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("::1", 0))
+        place = {"size": 3, "store": f"tcp://[::1]:{reserved.getsockname()[1]}"}
+
+        def body(rank: int) -> tuple[str, dict[int, str], float]:
+            with gradwire.init(rank=rank, **place, transports=["tcp"], secret=SECRET) as comm:
+                x = comm.all_reduce(np.full(50_000, float(rank)))
+                return str(comm._mesh.interface), comm.transports, float(x[-1])
+
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(body, range(3)))
+    for rank, (interface, links, value) in enumerate(found):
+        assert interface == "lo (::1): all ranks are on this host"
+        assert links == {peer: "tcp" for peer in range(3) if peer != rank}
+        assert value == 3.0
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
@@ -360,6 +383,20 @@ def test_addresses_that_do_not_meet_are_an_error_that_names_both(address: str, w
     message = rf"rank 3 \(a:1\) .* and rank 5 \(b:2\) eth7 .*{why}.*GRADWIRE_SOCKET_IFNAME"
     with pytest.raises(RendezvousError, match=message):
         _require_route(3, CARD, 5, other)
+
+
+def test_who_connects_comes_from_the_address_that_its_card_says(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choice(meeting: _meeting.Meeting, _: object) -> Choice:
+        return Choice(Interface("lo", f"127.0.0.{meeting.world.rank + 2}"), "")
+
+    monkeypatch.setattr(_rendezvous, "_choose_interface", choice)
+    for mesh in closing(meet(worlds(3), transports=["tcp"])):
+        for peer in mesh.peers.values():
+            for sock in peer.sockets():
+                assert sock.getpeername()[0] == f"127.0.0.{peer.rank + 2}"
+                assert sock.getsockname()[0] == f"127.0.0.{mesh.rank + 2}"
 
 
 def test_an_address_that_is_translated_on_the_way_is_told(

@@ -18,7 +18,7 @@ from gradwire._communicator import Communicator, from_mesh
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
 from gradwire._errors import RendezvousError
-from gradwire._interfaces import Choice, address_towards, choose
+from gradwire._interfaces import Choice, Route, choose, route_to
 from gradwire._mesh import Job, host_identity
 from gradwire._rendezvous import choose_transports, find_secret
 
@@ -46,13 +46,15 @@ def communicator_of(group: dist.ProcessGroup, timeout: float = 300) -> Communica
         communicator=0,
         deadline=deadline,
         transports=choose_transports(None),
-        interface=_interface({each["host"] for each in introductions}),
+        interface=_interface(introductions),
     )
     return from_mesh(mesh, timeout=timeout)
 
 
 def _introduction(rank: int, known: bytes | None) -> bytes:
+    route = _route()
     said: dict[str, Any] = {"host": host_identity(), "has_secret": known is not None}
+    said["reached"] = route.target if route else ""
     if rank == 0:
         said["job"] = f"process-group-{secrets.token_hex(8)}"
         if known is None:
@@ -85,14 +87,27 @@ def _agree(introductions: Sequence[dict[str, Any]], known: bytes | None, rank: i
     return Job(first["job"], secret)
 
 
-def _interface(hosts: set[str]) -> Choice:
+def _route() -> Route | None:
+    """To torch's own meeting place, where the environment says which it is."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    try:
+        return route_to(host, int(port or 0)) if host else None
+    except RendezvousError:  # the process group exists, so it met elsewhere
+        return None
+
+
+def _interface(introductions: Sequence[dict[str, Any]]) -> Choice:
     """On several hosts, the address from which the ranks reach torch's own meeting place."""
-    several, towards = len(hosts) > 1, None
-    if several:
-        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        towards = address_towards(host, int(port or 0)) if host else "127.0.0.1"
-    pattern = _environment.text("GRADWIRE_SOCKET_IFNAME")
-    return choose(towards, pattern=pattern, several_hosts=several)
+    route, here = _route(), host_identity()
+    beyond = [each["reached"] for each in introductions if each["host"] != here]
+    choice = choose(
+        route.source if route and beyond else None,
+        pattern=_environment.text("GRADWIRE_SOCKET_IFNAME"),
+        several_hosts=bool(beyond),
+        reached=[each for each in beyond if each],
+    )
+    _log.info("a rank of the process group listens on %s", choice)
+    return choice
 
 
 def _all_gather_bytes(group: dist.ProcessGroup, data: bytes, deadline: Deadline) -> list[bytes]:

@@ -1,0 +1,103 @@
+"""A DistributedDataParallel model whose ranks are on two hosts (network namespaces)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import hosts
+import pytest
+from hosts import PORT, Network
+
+pytest.importorskip("torch")
+
+import gradwire.torch
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch_ranks import LIMIT, _context
+
+MISSING = hosts.missing()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+PLACES = (0, 0, 1)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    made = Network(2, decoys=True)
+    yield made
+    made.close()
+
+
+def train(namespace: str, rank: int, pipe: Connection) -> None:
+    hosts.enter(namespace)
+    os.environ.update(MASTER_ADDR="10.77.0.1", MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME="eth0")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=len(PLACES))
+    torch.manual_seed(7)
+    ddp = DistributedDataParallel(torch.nn.Linear(300, 200))
+    state = gradwire.torch.register(ddp, algorithm="hierarchical(ring,ring)")
+    ddp(torch.full((4, 300), float(rank))).sum().backward()
+    gradients = torch.cat([each.grad.flatten() for each in ddp.parameters()])
+    comm = state.communicator
+    pipe.send((comm.transports, comm.hosts, str(comm._mesh.interface), gradients.tolist()))
+    state.close()
+    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads end with the process
+
+
+def test_ddp_averages_gradients_between_hosts(network: Network) -> None:
+    found: list[Any] = []
+    children = []
+    for rank, place in enumerate(PLACES):
+        ours, theirs = _context.Pipe(duplex=False)
+        child = _context.Process(target=train, args=(network.hosts[place].path, rank, theirs))
+        child.start()
+        theirs.close()
+        children.append((child, ours))
+    try:
+        for _, pipe in children:
+            assert pipe.poll(LIMIT)
+            found.append(pipe.recv())
+    finally:
+        for child, pipe in children:
+            child.kill()
+            child.join()
+            pipe.close()
+    links = [each[0] for each in found]
+    assert links == [{1: "shm", 2: "tcp"}, {0: "shm", 2: "tcp"}, {0: "tcp", 1: "tcp"}]
+    for rank, (_, groups, interface, gradients) in enumerate(found):
+        assert groups == ((0, 1), (2,))
+        assert interface == f"eth0 (10.77.0.{PLACES[rank] + 1}): it reaches the store"
+        assert gradients == found[0][3]
+        assert set(gradients[: 300 * 200]) == {4.0}  # 4 rows of the ranks' mean, 1
+
+
+def interface_of(comm: Any, _: Any) -> str:
+    comm.barrier()
+    return str(comm._mesh.interface)
+
+
+def test_ranks_that_torchrun_starts_meet_though_the_masters_name_means_loopback(
+    network: Network, tmp_path: Path
+) -> None:
+    def etc_hosts(host: int) -> Path:
+        path = tmp_path / f"hosts{host}"
+        path.write_text(f"127.0.0.1 localhost\n{'127.0.1.1' if host == 0 else '10.77.0.1'} node0\n")
+        return path
+
+    def environment(rank: int) -> dict[str, str]:
+        names = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        place = {name: str(value) for name, value in names.items()}
+        return {**place, "MASTER_ADDR": "node0", "MASTER_PORT": str(PORT)}
+
+    found = network.values(
+        (0, 1), interface_of, store=None, environment=environment, etc_hosts=etc_hosts
+    )
+    assert found[0] == (
+        "eth0 (10.77.0.1): other hosts reach the store, which is on this one, at it"
+    )
+    assert found[1] == "eth0 (10.77.0.2): it reaches the store"
