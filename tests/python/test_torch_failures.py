@@ -77,6 +77,26 @@ def test_a_killed_rank_is_a_typed_error_of_every_step(setting: str) -> None:
         assert waited < 4
 
 
+def stop_a_rank() -> tuple[str, int]:
+    store = dist.distributed_c10d._get_default_store()
+    ddp = DistributedDataParallel(model())
+    state = register(ddp, timeout=2)
+    for number in range(2):
+        step(ddp, number)
+    if dist.get_rank() == 1:
+        store.set("stopped", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(gradwire.Timeout):
+        step(ddp, 2)
+    if dist.get_rank() == 0:
+        os.kill(int(store.get("stopped")), signal.SIGCONT)
+    return type(state.error).__name__, state.error.peer
+
+
+def test_a_stopped_rank_is_a_timeout_that_names_it() -> None:
+    assert torch_ranks.run(3, stop_a_rank) == [("Timeout", 1)] * 3
+
+
 def interrupt_backward() -> tuple[str, float]:
     """A signal reaches rank 0 while its backward waits for rank 1, which hears of it."""
     ddp = DistributedDataParallel(model())

@@ -178,13 +178,16 @@ def register(
     codec: str = "none",
     algorithm: str = "auto",
     communicator: Communicator | None = None,
+    *,
+    timeout: float = 300,
 ) -> State:
     """Makes a DDP model average its gradients with gradwire; every rank calls it, before training.
 
     `codec` ("none", "fp16", "bf16") applies to float32 gradients; others travel as they are.
-    Without a communicator, one is made over the ranks of `ddp.process_group`, which must be able
-    to exchange CPU tensors, as gloo's are. Raises RendezvousError, and InvalidArgument for an
-    unknown codec or algorithm and for a communicator of another size or another order of ranks.
+    Without a communicator, one with `timeout` (seconds) is made over the ranks of
+    `ddp.process_group`, which must be able to exchange CPU tensors, as gloo's are. Raises
+    RendezvousError, and InvalidArgument for an unknown codec or algorithm and for a communicator of
+    another size or another order of ranks.
 
     Buffers (of batch normalisation) travel over gradwire too. Forward and backward raise gradwire's
     errors, which name the rank that failed.
@@ -192,7 +195,7 @@ def register(
     _core.Codec(codec)  # refuses an unknown one before the ranks meet
     owns = communicator is None
     if communicator is None:
-        communicator = communicator_of(ddp.process_group)
+        communicator = communicator_of(ddp.process_group, timeout)
     _require_same_ranks(communicator, ddp.process_group)
     state = State(communicator, codec, algorithm, owns_communicator=owns)
     ddp.register_comm_hook(state, comm_hook)
