@@ -211,7 +211,8 @@ std::optional<std::exception_ptr> ControlPlane::others_say(Rank peer) {
 std::exception_ptr ControlPlane::left_in_peace(Rank peer) const {
   const std::uint32_t calls = last_word_of(peer).frame.calls;
   std::string text = name(rank_) + ": " + name(peer) + " closed its communicator in peace after " +
-                     std::to_string(calls) + " calls, while others still waited for it";
+                     std::to_string(calls) + (calls == 1 ? " call" : " calls") +
+                     ", while others still waited for it";
   if (const CallHistory::Entry* own = history_.after(history_.calls()))
     text += " in call " + std::to_string(history_.calls() - 1) + ", " + own->plan->text();
   return std::make_exception_ptr(
