@@ -475,11 +475,18 @@ def _core_of(
             stall_seconds=_environment.seconds("GRADWIRE_STALL_SECONDS", 0, 1e6),
             job=mesh.job.name,
             tag=mesh.job.tag,
-            about=f"listens on {mesh.interface}" if mesh.peers else "",
+            about=_about(mesh),
         )
     except BaseException:
         mesh.close()
         raise
+
+
+def _about(mesh: Mesh) -> str:
+    """By what the ranks joined, for `gradwire doctor --job`."""
+    if not mesh.peers:
+        return ""
+    return "; ".join(filter(None, [f"listens on {mesh.interface}", mesh.job.privacy]))
 
 
 @functools.cache

@@ -33,6 +33,7 @@ class Job:
     name: str
     secret: bytes = field(repr=False)
     epoch: int = 0
+    privacy: str = ""  # for people: what keeps strangers out
 
     @property
     def tag(self) -> int:

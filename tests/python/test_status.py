@@ -11,12 +11,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import gradwire
 import numpy as np
 import pytest
 from gradwire import Aborted, Communicator, _core
 from gradwire._status import Group, communicators
+from gradwire._store import Address
+from gradwire._store_server import StoreServer
 from ranks import Outcome, eventually, outcomes, state_of
 
 Seen = dict[str, Any]
@@ -136,6 +140,25 @@ def test_what_failed_says_why_until_it_is_closed(gate: Any) -> None:
     eventually(lambda: job.ranks() == {})
     closed.set()
     job.join()
+
+
+@pytest.mark.parametrize("secret", [None, "0123456789abcdef"])
+def test_how_it_was_joined_is_shown(secret: str | None) -> None:
+    name = f"gradwire-test-{secrets.token_hex(4)}"
+
+    def about(rank: int) -> list[str]:
+        with gradwire.init(rank=rank, size=2, store=f"unix://{name}", secret=secret) as comm:
+            found = _core.ranks_on_this_host()
+            comm.barrier()
+            return [each["about"] for each in found if each["tag"] == comm._mesh.job.tag]
+
+    server = StoreServer(Address("unix", name), "gradwire", (secret or "").encode())
+    with server, ThreadPoolExecutor(2) as pool:
+        shown = {each for found in pool.map(about, range(2)) for each in found}
+    joins = f"no GRADWIRE_SECRET, so joins are as private as unix://{name}"
+    if secret is not None:
+        joins = "who joins needs the job's secret"
+    assert shown == {f"listens on lo (127.0.0.1): all ranks are on this host; {joins}"}
 
 
 def test_no_such_job() -> None:

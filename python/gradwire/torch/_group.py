@@ -83,8 +83,10 @@ def _agree(introductions: Sequence[dict[str, Any]], known: bytes | None, rank: i
             "no GRADWIRE_SECRET: rank 0 makes one, and who may join is as private as "
             "the process group",
         )
-    secret = bytes.fromhex(first["secret"]) if known is None else known
-    return Job(first["job"], secret)
+    if known is None:
+        privacy = "no GRADWIRE_SECRET, so joins are as private as the process group"
+        return Job(first["job"], bytes.fromhex(first["secret"]), privacy=privacy)
+    return Job(first["job"], known, privacy="who joins needs the job's secret")
 
 
 def _route() -> Route | None:
