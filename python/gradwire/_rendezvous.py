@@ -8,8 +8,7 @@ import logging
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from gradwire import _environment
@@ -28,8 +27,6 @@ MIN_SECRET = 16  # bytes
 _MAX_SECRET = 1 << 16
 _HEARING = 2.0  # seconds that the others get to hear why the host of the store gives up
 
-_Made = TypeVar("_Made")
-
 _log = logging.getLogger("gradwire")
 _generations: Counter[tuple[str, int, str | None, int]] = Counter()
 
@@ -41,41 +38,26 @@ def rendezvous(
     transports: Sequence[str] | None = None,
     secret: bytes | str | None = None,
 ) -> Mesh:
-    """Meets the other ranks of `world` and connects to them; see `meet`."""
-    return meet(world, lambda mesh: mesh, timeout=timeout, transports=transports, secret=secret)
+    """Meets the other ranks of `world` and connects to them; every rank calls it, equally often.
 
-
-def meet(
-    world: World,
-    make: Callable[[Mesh], _Made],
-    *,
-    timeout: float,
-    transports: Sequence[str] | None = None,
-    secret: bytes | str | None = None,
-) -> _Made:
-    """Meets the other ranks of `world`, connects to them, and makes something of the mesh.
-
-    Every rank calls it, equally often. Raises RendezvousError, which names who is missing after
-    `timeout` seconds, or who gave up or died before all had made theirs.
+    Raises RendezvousError, which names who is missing after `timeout` seconds.
     """
     deadline = Deadline(timeout)
     names = choose_transports(transports)
     known = find_secret(secret)
     generation = _next_generation(world)
     if world.size == 1:
-        job = Job(world.job, b"")
-        alone = connect_mesh(
-            job, _nobody, rank=0, size=1, communicator=generation, deadline=deadline
+        return connect_mesh(
+            Job(world.job, b""), _nobody, rank=0, size=1, communicator=generation, deadline=deadline
         )
-        return make(alone)
     with _meeting_place(world, known, deadline) as (store, route):
         prefix = f"gradwire/{world.job}/{world.epoch}/{generation}"
         meeting = Meeting(store, world, prefix, deadline)
-        with meeting.together(hosting=world.rank_0_hosts and world.rank == 0):
+        with meeting.told_to_others():
             agreed = known or meeting.agree_on_secret()
             interface = _choose_interface(meeting, route)
-            mesh = connect_mesh(
-                Job(world.job, agreed, world.epoch),
+            return connect_mesh(
+                Job(world.job, agreed, world.epoch, _privacy(world, known)),
                 meeting.exchange,
                 rank=world.rank,
                 size=world.size,
@@ -85,7 +67,6 @@ def meet(
                 interface=interface,
                 hear=meeting.hear,
             )
-            return make(mesh)
 
 
 def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:
@@ -157,8 +138,8 @@ def _own_store(
         client = StoreClient(address, world.job, secret, deadline)
         stack.callback(client.close)
         yield client
-        # Rank 0 closes it when all are through; the others see that it did, lest their next
-        # rendezvous begins in this one's store.
+        # Rank 0's mesh is complete only when all have read the store, so it may close it then; the
+        # others see that it did, lest their next rendezvous begins in this one's store.
         if world.rank_0_hosts and world.rank != 0:
             client.wait_closed(deadline.remaining)
 
