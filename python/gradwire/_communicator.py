@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradwire import _buffers, _core, _environment, _exit
+from gradwire import _buffers, _core, _environment, _exit, _shrink
 from gradwire._arrays import REDUCIBLE, Operand, operand, writable, written
 from gradwire._buffers import Buffers, Place
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
 from gradwire._errors import InvalidArgument
+from gradwire._lines import Lines
 from gradwire._mesh import DEFAULT_TRANSPORTS, Mesh
 from gradwire._schedules import Schedule
 from gradwire._work import Work, seconds
@@ -66,9 +67,10 @@ class Communicator:
     - ``codec`` of those that reduce: how float32 travels for sum and avg: ``none``, ``fp16``,
       ``bf16``; sums are formed in float32 all the same.
 
-    A failure is final: every later call raises the same error. TransportError and Timeout name the
-    rank in `peer`. InvalidArgument that is raised before anything was sent leaves it alive. It is
-    also a context manager, which closes it, or aborts it when the block raises.
+    A failure is final: every later call raises the same error, and `shrink` makes a communicator
+    of the ranks that survived. TransportError and Timeout name the rank in `peer`. InvalidArgument
+    that is raised before anything was sent leaves it alive. It is also a context manager, which
+    closes it, or aborts it when the block raises.
     """
 
     def __init__(
@@ -330,8 +332,34 @@ class Communicator:
         return from_mesh(mesh, timeout=self._timeout)
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Ends every call, here and on all ranks, with Aborted. May be called from any thread."""
+        """Ends every call, here and on all ranks, with Aborted. May be called from any thread.
+
+        It returns at once; within 0.2 s no call is blocked any more. `shrink` can go on from there.
+        """
         self._core.abort(f"rank {self.rank}: {reason}")
+
+    def shrink(self, timeout: float | None = None) -> Communicator:
+        """Makes a communicator of the ranks that survived the failure of this one.
+
+        Every survivor calls it, when this communicator has raised TransportError, Timeout, Aborted
+        or InvalidArgument there, or was aborted; from a living one it raises InvalidArgument. The
+        ranks keep their order, and meet over the connections that they have: no store is needed,
+        and rank 0 may be the one that died. What was in flight has ended, its arrays are in an
+        undefined state, and this communicator is closed.
+
+        A rank that has not called it within `timeout` seconds (the communicator's if None), for
+        example because it is stopped, is left out, and raises TransportError when it does call. Who
+        dies meanwhile is left out too, or makes the new communicator fail, which can be shrunk in
+        turn. Raises RendezvousError when the survivors cannot connect to each other.
+        """
+        limit = self._seconds(timeout)
+        return _shrink.shrink(
+            self._mesh,
+            Lines(self._core.release_controls(), self.size),
+            lambda mesh, patience: from_mesh(mesh, timeout=self._timeout, patience=patience),
+            transports=self._transports_in_use(),
+            timeout=limit,
+        )
 
     def close(self, timeout: float | None = None) -> None:
         """Finishes what is in flight, says goodbye, lets go of everything; later calls raise.
@@ -441,23 +469,28 @@ def from_mesh(
     mesh: Mesh,
     *,
     timeout: float,
+    patience: float | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
     **tuning: int,
 ) -> Communicator:
     """Takes over the sockets of the mesh; every rank calls it.
 
-    `hosts` overrides which ranks count as one host; `tuning` the sizes of frames and segments, as
-    `_core.Communicator` takes them.
+    `patience` is how long it waits for the others, `timeout` if None. `hosts` overrides which ranks
+    count as one host; `tuning` the sizes of frames and segments, as `_core.Communicator` takes
+    them.
     """
     groups = _groups(mesh.hosts) if hosts is None else hosts
     core = _core_of(mesh, groups, tuning)
+    limit = timeout if patience is None else patience
     try:
         for number, peer in sorted(mesh.peers.items()):
             core.adopt_control(peer.control.detach(), number)
             for lane, link in peer.links.items():
-                core.adopt_link(lane, link.transport, link.sock.detach(), number, timeout)
+                core.adopt_link(lane, link.transport, link.sock.detach(), number, limit)
     except BaseException:
         mesh.close()
+        core.abort(f"rank {mesh.rank} could not connect")
+        core.close(limit)
         raise
     return Communicator(core, mesh, groups, seconds(timeout))
 

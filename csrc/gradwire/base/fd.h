@@ -19,6 +19,7 @@ class UniqueFd {
   ~UniqueFd() { reset(); }
 
   int get() const noexcept { return fd_; }
+  int release() noexcept { return std::exchange(fd_, -1); }
   bool valid() const noexcept { return fd_ >= 0; }
   void reset(int fd = -1) noexcept {
     if (fd_ >= 0) ::close(fd_);

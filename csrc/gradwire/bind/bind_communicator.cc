@@ -91,6 +91,29 @@ std::vector<std::tuple<std::string, bool, std::string>> transports() {
   return out;
 }
 
+void close(Communicator& self, double timeout) {
+  {
+    const Unlocked unlocked;
+    self.get().close(timeout);
+  }
+  self.forget_finished();
+}
+
+// (peer, descriptor, what was read of the next frame) of each.
+std::vector<std::tuple<Rank, int, py::bytes>> release_controls(Communicator& self) {
+  std::vector<std::pair<Rank, transport::Released>> released;
+  {
+    const Unlocked unlocked;
+    released = self.get().release_controls();
+  }
+  self.forget_finished();
+  std::vector<std::tuple<Rank, int, py::bytes>> out;
+  for (auto& [peer, control] : released) out.emplace_back(peer, -1, control.received);
+  for (std::size_t i = 0; i < out.size(); ++i)
+    std::get<1>(out[i]) = released[i].second.socket.release();
+  return out;
+}
+
 void bind_request(py::module_& m) {
   py::class_<Request>(m, "Request")
       .def(py::init(&make_request), py::arg("collective"), py::arg("dtype"), py::arg("op"),
@@ -148,9 +171,8 @@ void bind_end(py::class_<Communicator>& c) {
   c.def(
        "abort", [](Communicator& self, const std::string& reason) { self.get().abort(reason); },
        py::arg("reason"), WithoutLock())
-      .def(
-          "close", [](Communicator& self, double timeout) { self.get().close(timeout); },
-          py::arg("timeout"), WithoutLock());
+      .def("close", &close, py::arg("timeout"))
+      .def("release_controls", &release_controls);
 }
 
 void bind_state(py::class_<Communicator>& c) {
@@ -177,6 +199,10 @@ void bind_communicator(py::module_& m) {
   bind_end(c);
   bind_state(c);
   m.def("transports", &transports);
+  const transport::ControlFrame frame;
+  m.attr("CONTROL_FRAME_BYTES") = sizeof frame;
+  m.attr("CONTROL_MAGIC") =
+      py::bytes(reinterpret_cast<const char*>(&frame.magic), sizeof frame.magic);
   m.def("await_calls", &await_calls, py::arg("seconds"));
 }
 

@@ -50,9 +50,12 @@ class Communicator {
 
   // Holds `memory` until `work` is over.
   std::shared_ptr<exec::Work> keep(std::shared_ptr<exec::Work> work, py::object memory);
+  // Lets go of the memory of all work that is over.
+  void forget_finished() { take_finished(); }
 
  private:
   using Kept = std::vector<std::pair<std::shared_ptr<exec::Work>, py::object>>;
+  Kept take_finished();
 
   const pid_t owner_ = ::getpid();
   std::unique_ptr<exec::Communicator> communicator_;

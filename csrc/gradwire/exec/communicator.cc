@@ -19,8 +19,10 @@ namespace {
 // More ranks than cores is the normal case: hardly spin, soon let others run, then sleep.
 constexpr unsigned kSpins = 100;
 constexpr unsigned kYields = 20;
-// Even while something always moves, failures and deadlines are looked at.
-constexpr unsigned kTurnsBetweenLooks = 256;
+// Even while something always moves, failures, deadlines and Ctrl-C are looked at. A turn may take
+// a millisecond; the clock is not read at each.
+constexpr unsigned kTurnsBetweenClocks = 16;
+constexpr double kLookSeconds = 0.02;
 constexpr int kInterruptMilliseconds = 100;
 constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
 // A rank that has waited so long says for whom.
@@ -181,8 +183,8 @@ std::shared_ptr<Work> Communicator::enqueue_transfer(Transfer transfer, bool sen
     require_alive();
     submitted_.emplace_back(std::move(transfer), sends);
     attention_ = true;
+    ring();
   }
-  ring();
   start_progress_thread();
   return work;
 }
@@ -206,8 +208,8 @@ void Communicator::abort(const std::string& reason) noexcept {
     abort_reason_ = reason;
     attention_ = true;
     if (!driving_) fail_locked(std::make_exception_ptr(Aborted(reason)));
+    ring();
   }
-  ring();
   changed_.notify_all();
 }
 
@@ -234,7 +236,8 @@ void Communicator::let_go() {
   closed_ = true;
   links_ = Links({});
   transfer_links_ = Links({});
-  control_ = ControlPlane(identity_.rank, identity_.size, nullptr);
+  control_.let_go();
+  wakeup_.reset();
   watch_.let_go();
 }
 
@@ -264,10 +267,10 @@ void Communicator::take_leave(std::unique_lock<std::mutex>& lock, const Deadline
 
 std::vector<std::pair<Rank, transport::Released>> Communicator::release_controls() {
   std::unique_lock lock(mutex_);
-  if (closed_) throw Aborted("this communicator is closed");
-  if (!failure_ && !abort_requested_)
+  if (!closed_ && !failure_ && !abort_requested_)
     throw InvalidArgument("this communicator has not failed: to leave it all the same, abort() it");
   changed_.wait(lock, [this] { return !driving_; });
+  if (closed_) throw Aborted("this communicator is closed");
   std::vector<std::pair<Rank, transport::Released>> released;
   for (Rank peer = 0; peer < identity_.size; ++peer)
     if (auto each = control_.release(peer, kLastWordSeconds))
@@ -290,9 +293,9 @@ void Communicator::stop_progress_thread() {
   {
     std::lock_guard lock(mutex_);  // not between the thread's last look and its sleep
     progress_.request_stop();
+    ring();
   }
   changed_.notify_all();
-  ring();
   if (progress_.joinable()) progress_.join();
 }
 
@@ -358,10 +361,7 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
   try {
     const codec::FloatEnvironment environment;
     for (unsigned idle = 0, turns = 0; !finished(until);) {
-      if (++turns % kTurnsBetweenLooks == 0) {
-        control_.listen();
-        check_deadlines();
-      }
+      if (++turns % kTurnsBetweenClocks == 0 && look_due_.passed()) look_around(interrupt);
       if (advance()) {
         idle = 0;
         if (waits_since_) stop_waiting();
@@ -462,9 +462,17 @@ void Communicator::rest(unsigned idle, const Interrupt& interrupt) {
   sleep(interrupt);
 }
 
-void Communicator::sleep(const Interrupt& interrupt) {
+void Communicator::look_around(const Interrupt& interrupt) {
+  look_due_ = Deadline::after(kLookSeconds);
   control_.listen();
   check_deadlines();
+  if (!interrupt || !interrupt_due_.passed()) return;
+  interrupt_due_ = Deadline::after(kInterruptSeconds);
+  call_interrupt(interrupt);
+}
+
+void Communicator::sleep(const Interrupt& interrupt) {
+  look_around(interrupt);
   links_.arm();
   transfer_links_.arm();
   const bool moved = advance();  // once more: what came before arm() rings no bell
@@ -472,10 +480,6 @@ void Communicator::sleep(const Interrupt& interrupt) {
   if (!moved && !attention_) poll_doorbells();
   links_.disarm();
   transfer_links_.disarm();
-  if (interrupt && interrupt_due_.passed()) {
-    interrupt_due_ = Deadline::after(kInterruptSeconds);
-    call_interrupt(interrupt);
-  }
 }
 
 void Communicator::call_interrupt(const Interrupt& interrupt) {

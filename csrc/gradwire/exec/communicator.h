@@ -101,7 +101,7 @@ class Communicator {
   std::unique_ptr<Pending> take_spare();
   void check_peer(Rank peer) const;
   void require_alive() const;
-  void ring() noexcept;
+  void ring() noexcept;  // under the mutex
   void start_progress_thread();
   void start_progress_thread_locked();
   void stop_progress_thread();
@@ -123,6 +123,7 @@ class Communicator {
   bool start_next();
   void finish_current();
   void rest(unsigned idle, const Interrupt& interrupt);
+  void look_around(const Interrupt& interrupt);
   void sleep(const Interrupt& interrupt);
   void call_interrupt(const Interrupt& interrupt);
   int longest_sleep() const;
@@ -161,6 +162,7 @@ class Communicator {
   // The driver's own; anybody's under the mutex while nobody drives.
   Pending* current_ = nullptr;  // the front of the queue, started
   Deadline interrupt_due_ = Deadline::after(0);
+  Deadline look_due_ = Deadline::after(0);
   std::optional<Deadline::Clock::time_point> waits_since_;  // nothing has moved since
   Deadline announce_at_ = Deadline::never();
   bool announced_ = false;                // the others were told whom this rank waits for

@@ -98,7 +98,10 @@ class Control {
   // none left or the frame can't be finished in time.
   std::optional<Released> release(Rank peer, double timeout);
   // Closes every socket without a word.
-  void let_go() noexcept { links_.clear(); }
+  void let_go() noexcept {
+    links_.clear();
+    epoll_.reset();
+  }
 
   // Readable when poll() may return something (level-triggered).
   int doorbell() const noexcept { return epoll_.get(); }

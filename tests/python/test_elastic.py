@@ -1,0 +1,103 @@
+"""torchrun's elastic restart: the same job meets again in the same store, whatever died there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+from gradwire import Communicator, RendezvousError
+from ranks import Outcome, outcomes
+
+distributed = pytest.importorskip("torch.distributed")
+
+P = 2
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What torchrun's agent gives its workers, but for the rank: a store and the environment."""
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "WORLD_SIZE": P,
+        "LOCAL_WORLD_SIZE": P,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RUN_ID": "elastic",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    return store
+
+
+def workers(restart: int, body: Callable[[int], Any]) -> list[Outcome]:
+    """Processes with torchrun's environment after so many restarts."""
+
+    def worker(comm: Communicator) -> Any:
+        rank = comm.rank
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
+        return body(rank)
+
+    return outcomes(P, worker, transport="shm", processes=True)
+
+
+def train(_: int) -> list[int]:
+    with gradwire.init(timeout=20) as comm:
+        return comm.all_gather(np.array([comm.rank])).tolist()
+
+
+def test_a_restart_meets_nothing_of_what_was_before(
+    agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 dies when all have published their addresses."""
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_half_way(rank: int) -> None:
+        if rank == 1:  # which connects to rank 0
+            monkeypatch.setattr("gradwire._connect.introduce", die)
+        with pytest.raises(RendezvousError, match="rank 1"):
+            gradwire.init(timeout=2)
+
+    first = workers(0, die_half_way)
+    assert first[0].error is None, first[0].error
+    assert first[1].died
+    assert agent.check(["gradwire/elastic/0/0/card/1"])
+    second = workers(1, train)
+    assert [each.value for each in second] == [[0, 1]] * P, second
+
+
+def test_a_restart_after_a_death_in_training(agent: Any) -> None:
+    def die_in_training(rank: int) -> None:
+        with gradwire.init(timeout=20) as comm:
+            comm.barrier()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with pytest.raises(gradwire.TransportError) as raised:
+                comm.barrier()
+            assert raised.value.peer == 1
+
+    first = workers(0, die_in_training)
+    assert first[0].error is None, first[0].error
+    assert first[1].died
+    for restart in (1, 2):
+        assert [each.value for each in workers(restart, train)] == [[0, 1]] * P
+
+
+def test_a_worker_of_before_the_restart_does_not_get_in(agent: Any) -> None:
+    """It would have met the new ones but for its number."""
+
+    def late(rank: int) -> Any:
+        if rank == 0:
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+        with pytest.raises(RendezvousError, match="did not appear"):
+            gradwire.init(timeout=1)
+
+    for each in workers(1, late):
+        assert each.error is None, each.error

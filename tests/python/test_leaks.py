@@ -1,0 +1,201 @@
+"""What is left of a communicator when it is over, however it ended: nothing, counted in /proc."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from gradwire import Aborted, Communicator, Error, RendezvousError, TransportError
+from gradwire._communicator import from_mesh
+from gradwire._rendezvous import rendezvous
+from gradwire._world import World
+from ranks import meshes, outcomes, vanish
+
+P = 3
+WARM_UP, TURNS = 4, 16
+MOST_GROWTH = 1 << 20  # bytes in all turns; one communicator holds several MiB
+ELEMENTS = 100_000
+
+Ending = Callable[[Communicator], Communicator]
+
+
+class Census(NamedTuple):
+    """What a process holds."""
+
+    threads: int
+    descriptors: Counter[str]
+    shared: list[str]
+    mappings: int
+    resident: int  # bytes
+
+
+def census() -> Census:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Census(
+        len(os.listdir("/proc/self/task")),
+        Counter(map(_kind, os.listdir("/proc/self/fd"))),
+        [line for line in maps if "memfd" in line],
+        len(maps),
+        pages * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def _kind(descriptor: str) -> str:
+    try:
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:  # the one that listed the others
+        return "the listing"
+    return target.split(":[")[0]
+
+
+def use(comm: Communicator) -> None:
+    """In every way that allocates or starts something."""
+    works = [comm.all_reduce(np.ones(ELEMENTS, np.float32), async_op=True) for _ in range(3)]
+    sent = comm.send(np.ones(ELEMENTS), (comm.rank + 1) % comm.size, async_op=True)
+    comm.recv(np.empty(ELEMENTS), (comm.rank - 1) % comm.size)
+    comm.all_reduce(np.ones(ELEMENTS, np.float32), algorithm="star", codec="fp16")
+    for work in (*works, sent):
+        work.wait()
+
+
+def close(comm: Communicator) -> Communicator:
+    comm.close()
+    return comm
+
+
+def fail(comm: Communicator, victim: int = 1) -> None:
+    """Rank `victim` dies while the others have work in flight."""
+    works = [comm.all_reduce(np.ones(ELEMENTS, np.float32), async_op=True) for _ in range(3)]
+    if comm.rank == victim:
+        works[0].wait()
+        vanish(comm)
+    until(TransportError, lambda: comm.all_reduce(np.ones(ELEMENTS, np.float32)))
+
+
+def until(kind: type[Error], call: Callable[[], object]) -> None:
+    try:
+        while True:
+            call()
+    except kind:
+        return
+
+
+def failure(comm: Communicator) -> Communicator:
+    fail(comm)
+    return close(comm)
+
+
+def abort(comm: Communicator) -> Communicator:
+    """While two threads are in calls."""
+    receive = threading.Thread(target=until, args=(Aborted, lambda: comm.recv(np.empty(1))))
+    receive.start()
+    comm.all_reduce(np.ones(ELEMENTS, np.float32), async_op=True).wait()
+    if comm.rank == 0:
+        comm.abort("enough")
+    until(Aborted, lambda: comm.barrier(async_op=True).wait())
+    receive.join()
+    return close(comm)
+
+
+def shrink(comm: Communicator) -> Communicator:
+    """Twice, the second time after an abort; the old ones are still referred to."""
+    fail(comm)
+    smaller = comm.shrink()
+    use(smaller)
+    if smaller.rank == 0:
+        smaller.abort("enough")
+    until(Aborted, smaller.barrier)
+    again = smaller.shrink()
+    use(again)
+    again.close()
+    return comm
+
+
+def turn(transport: str, ending: Ending) -> Communicator:
+    """A communicator's life on rank 0, which is this process; the other ranks are forked."""
+    made = meshes(P, transport)
+    children = []
+    for mesh in made[1:]:
+        child = os.fork()
+        if child == 0:
+            try:
+                for other in made:
+                    if other is not mesh:
+                        other.close()
+                live(from_mesh(mesh, timeout=20), ending)
+            finally:
+                os._exit(0)
+        children.append(child)
+    for mesh in made[1:]:
+        mesh.close()
+    ended = live(from_mesh(made[0], timeout=20), ending)
+    for child in children:
+        os.waitpid(child, 0)
+    assert ended.closed
+    return ended
+
+
+def live(comm: Communicator, ending: Ending) -> Communicator:
+    use(comm)
+    return ending(comm)
+
+
+def census_after(turns: int, live_once: Callable[[], object]) -> Census:
+    for _ in range(turns):
+        ended = live_once()
+    found = census()
+    del ended  # what is over holds nothing even while somebody refers to it
+    return found
+
+
+def assert_nothing_is_left(live_once: Callable[[], object]) -> None:
+    def body(_: Communicator) -> None:
+        before = census()
+        warm, after = (census_after(turns, live_once) for turns in (WARM_UP, TURNS))
+        print(f"{after.mappings - warm.mappings} mappings, {after.resident - warm.resident} bytes")
+        assert after.threads == before.threads
+        assert after.descriptors == before.descriptors
+        assert after.shared == before.shared
+        assert after.mappings <= warm.mappings + 2, "more mappings than malloc's own"
+        assert after.resident - warm.resident < MOST_GROWTH
+
+    (ended,) = outcomes(1, body, processes=True)
+    if ended.error is not None:
+        raise ended.error
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("ending", [close, failure, abort, shrink])
+def test_nothing_is_left_of_a_communicator(ending: Ending, transport: str) -> None:
+    assert_nothing_is_left(lambda: turn(transport, ending))
+
+
+def test_nothing_is_left_of_a_rendezvous_that_failed() -> None:
+    """Ranks 0, with the store, and 1 wait in vain for rank 2."""
+
+    def meet(world: World) -> None:
+        with pytest.raises(RendezvousError, match="rank 2"):
+            rendezvous(world, timeout=0.05)
+
+    def live_once() -> None:
+        store = f"unix://gradwire-test-{secrets.token_hex(8)}"
+        worlds = [World(rank, 3, store=store, rank_0_hosts=True) for rank in range(2)]
+        threads = [threading.Thread(target=meet, args=(world,)) for world in worlds]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert_nothing_is_left(live_once)
