@@ -4,17 +4,20 @@
 #   make bench     the pytest-benchmark bandwidth suites
 #   make lint      format and check;  make lint-check only checks
 #   make sanitize  the C++ tests under AddressSanitizer + UBSan and under ThreadSanitizer
+#   make fuzz      every parser of foreign bytes under libFuzzer, FUZZ_SECONDS=60 in all
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+CLANG ?= clang++-19
+FUZZ_SECONDS ?= 60
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/*)
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc' 'bench/*.cc')
 
-.PHONY: demo test test-cpp test-python bench lint lint-check sanitize build clean
+.PHONY: demo test test-cpp test-python bench lint lint-check sanitize fuzz build clean
 demo: build
 	$(BIN)/python bench/demo.py $(ARGS)
 
@@ -85,6 +88,21 @@ endef
 sanitize: $(VENV)/tools .system-packages
 	$(call sanitized,address,.)
 	$(call sanitized,thread,^(exec|transport|codec_feedback)_)
+
+# What is in C++ needs clang, what is in Python atheris: both have libFuzzer. ARGS=--keep adds what
+# was found to the committed corpora.
+fuzz: build $(VENV)/fuzzer
+	@sh .ci/system-packages $(CLANG)
+	@echo "== Fuzzing for $(FUZZ_SECONDS) s"
+	cmake -G Ninja -S . -B build/fuzz -DCMAKE_CXX_COMPILER=$(CLANG) -DGRADWIRE_PYTHON=OFF \
+	  -DGRADWIRE_FUZZ=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
+	ninja -C build/fuzz
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(ARGS) \
+	  $$(ls build/fuzz/tests/fuzz/*_fuzz tests/fuzz/*_fuzz.py)
+
+$(VENV)/fuzzer: $(VENV)/packages
+	$(PIP) $$($(BIN)/python .ci/requirements.py fuzz)
+	@touch $@
 
 clean:
 	rm -rf build $(VENV)

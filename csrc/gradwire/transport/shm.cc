@@ -6,6 +6,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <vector>
 
 #include "gradwire/base/error.h"
 #include "gradwire/transport/arena_transport.h"
@@ -45,6 +46,19 @@ void send_descriptor(int socket, int descriptor, const LinkId& link, const Deadl
   }
 }
 
+// All that came with a message. What is not wanted has to be closed here too.
+std::vector<UniqueFd> take_descriptors(msghdr& header) {
+  std::vector<UniqueFd> received;
+  const cmsghdr* control = CMSG_FIRSTHDR(&header);
+  if (control == nullptr || control->cmsg_type != SCM_RIGHTS) return received;
+  for (std::size_t at = CMSG_LEN(0); at + sizeof(int) <= control->cmsg_len; at += sizeof(int)) {
+    int descriptor = -1;
+    std::memcpy(&descriptor, reinterpret_cast<const char*>(control) + at, sizeof descriptor);
+    received.emplace_back(descriptor);
+  }
+  return received;
+}
+
 UniqueFd receive_descriptor(int socket, const LinkId& link, const Deadline& deadline) {
   DescriptorMessage message;
   ssize_t got = 0;
@@ -53,13 +67,10 @@ UniqueFd receive_descriptor(int socket, const LinkId& link, const Deadline& dead
       throw_transport_error(link, system_message("receiving the shared memory", errno));
     wait_ready(socket, POLLIN, link, deadline);
   }
-  const cmsghdr* control = CMSG_FIRSTHDR(&message.header);
-  if (got == 0 || control == nullptr || control->cmsg_type != SCM_RIGHTS ||
-      control->cmsg_len != CMSG_LEN(sizeof(int)))
-    throw_transport_error(link, "the peer passed no shared memory");
-  int descriptor = -1;
-  std::memcpy(&descriptor, CMSG_DATA(control), sizeof descriptor);
-  return UniqueFd(descriptor);
+  std::vector<UniqueFd> received = take_descriptors(message.header);
+  if (got == 0 || received.size() != 1)
+    throw_transport_error(link, "the peer passed no shared memory, or more than that");
+  return std::move(received.front());
 }
 
 std::shared_ptr<Arena> swap_descriptors(int socket, const std::shared_ptr<Arena>& own,

@@ -1,0 +1,45 @@
+"""What a rank publishes of itself: it is fit to connect to, and to print.
+
+input: an address card, or what it says of its host
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+
+import atheris
+
+with atheris.instrument_imports(include=["gradwire._mesh", "gradwire._meeting"]):
+    from gradwire import _meeting, _mesh
+
+from gradwire._errors import RendezvousError
+from gradwire._interfaces import is_loopback
+
+
+def use(card: _mesh.Card) -> None:
+    """Everything that `_connect` does with a card, short of connecting."""
+    assert _mesh.unpack_card(card.pack(), 1) == card
+    is_loopback(card.address)
+    family = socket.AF_INET6 if ":" in card.address else socket.AF_INET
+    socket.inet_pton(family, card.address.partition("%")[0])
+    assert 0 <= card.port < 1 << 16
+    assert card.where("tcp").isprintable()
+    assert card.where("shm").isprintable()
+    assert card.describe().isprintable()
+    _mesh.choose_transport(card, card)
+
+
+def test_one_input(data: bytes) -> None:
+    """Runs one input."""
+    with contextlib.suppress(RendezvousError):
+        use(_mesh.unpack_card(data, 1))
+    with contextlib.suppress(RendezvousError):
+        host, target = _meeting._unpack_host(data, 1)
+        assert isinstance(host, str)
+        assert not target or is_loopback(target) in (True, False)
+
+
+atheris.Setup(sys.argv, test_one_input)
+atheris.Fuzz()

@@ -1,0 +1,59 @@
+// A codec's spec, and payloads that its decoder did not write.
+//   input: the spec, a newline, 1 byte number of elements, the payload
+#include <cmath>
+#include <string>
+
+#include "fuzz.h"
+#include "gradwire/codec/codec.h"
+#include "gradwire/codec/simd.h"
+
+namespace gradwire::fuzz {
+namespace {
+
+using codec::Codec;
+
+// In memory of its very own size, so that one byte too far is seen.
+void decode(const Codec& codec, ConstBytes payload, std::size_t n) {
+  const std::vector<std::byte> in(payload.begin(), payload.end());
+  std::vector<float> y(n);
+  try {
+    require(codec.decode(in, y.data(), n) <= in.size());
+    require(codec.decode_add(in, y.data(), n) <= in.size());
+  } catch (const InvalidArgument&) {
+  }
+}
+
+// What it encodes, it decodes, whatever the values are; finite ones stay finite.
+void encode(const Codec& codec, ConstBytes payload) {
+  std::vector<float> x(payload.size() / sizeof(float));
+  if (!x.empty()) std::memcpy(x.data(), payload.data(), x.size() * sizeof(float));
+  std::vector<std::byte> out(codec.max_bytes(x.size()));
+  std::vector<float> error(x.size()), y(x.size());
+  const std::size_t size = codec.encode(x.data(), x.size(), {}, error.data(), out);
+  require(size <= out.size());
+  out.resize(size);
+  require(codec.decode(out, y.data(), y.size()) == size);
+  for (std::size_t i = 0; i < x.size(); ++i) require(std::isfinite(x[i]) == std::isfinite(y[i]));
+}
+
+}  // namespace
+}  // namespace gradwire::fuzz
+
+int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  using namespace gradwire::fuzz;
+  const auto* end = std::find(data, data + size, '\n');
+  const std::string spec(data, end);
+  if (end == data + size) return 0;
+  Input input(end + 1, static_cast<std::size_t>(data + size - end - 1));
+  try {
+    const auto codec = gradwire::codec::make_codec(spec);
+    require(gradwire::codec::make_codec(codec->name())->name() == codec->name());
+    const gradwire::codec::FloatEnvironment environment;
+    const std::size_t n = input.number<std::uint8_t>();
+    const gradwire::ConstBytes payload = input.rest();
+    decode(*codec, payload, n);
+    encode(*codec, payload);
+  } catch (const gradwire::InvalidArgument&) {
+  }
+  return 0;
+}

@@ -1,0 +1,71 @@
+"""The handshake: what a stranger says at the door, and what a false server answers a rank.
+
+input: 1 byte, which of the two, and whether a genuine hello or challenge comes first; the bytes
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+
+import atheris
+
+with atheris.instrument_imports(include=["gradwire._handshake"]):
+    from gradwire import _handshake
+
+from gradwire._deadline import Deadline
+
+SECRET = b"0123456789abcdef"
+HELLO = _handshake.Hello("job", _handshake.Purpose.CONTROL, 3, 1, source=2, target=0)
+
+
+def expect(hello: _handshake.Hello, _: socket.socket) -> None:
+    """What a rank's door does with a hello that it does not expect."""
+    if hello.target != 0:
+        raise _handshake.HandshakeError("this is rank 0")
+
+
+def at_the_door(data: bytes) -> None:
+    """Nobody gets in without the secret, and the gate forgets whoever tried."""
+    stranger, ours = socket.socketpair()
+    gate = _handshake.Gate([], "job", SECRET, expect)
+    gate.greet(ours, "fuzz")
+    with stranger:
+        for at in range(0, len(data), 32):
+            stranger.send(data[at : at + 32])
+            assert not gate.poll(0)
+            if not gate.pending:
+                break
+    while gate.pending:  # it sees the end
+        assert not gate.poll(0)
+    gate.close()
+
+
+def before_a_false_server(data: bytes) -> None:
+    """A rank goes on with nobody that does not know the secret."""
+    ours, stranger = socket.socketpair()
+    with ours, stranger:
+        stranger.sendall(data)
+        stranger.shutdown(socket.SHUT_WR)
+        try:
+            _handshake.introduce(ours, HELLO, SECRET, Deadline(10))
+        except ConnectionError:
+            return
+    raise AssertionError("it took a stranger for the server")
+
+
+def test_one_input(data: bytes) -> None:
+    """Runs one input."""
+    kind, rest = data[:1], data[1:4096]
+    if kind < b"\x40":
+        at_the_door(rest)
+    elif kind < b"\x80":
+        at_the_door(HELLO.pack() + rest)
+    else:
+        before_a_false_server(rest)
+
+
+logging.disable()
+atheris.Setup(sys.argv, test_one_input)
+atheris.Fuzz()
