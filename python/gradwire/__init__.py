@@ -85,8 +85,13 @@ def init(
     else:
         world = _world.from_environment()
     limit = _seconds(timeout)
-    mesh = _rendezvous.rendezvous(world, timeout=limit, transports=transports, secret=secret)
-    return _from_mesh(mesh, timeout=limit)
+    return _rendezvous.meet(
+        world,
+        lambda mesh: _from_mesh(mesh, timeout=limit),
+        timeout=limit,
+        transports=transports,
+        secret=secret,
+    )
 
 
 def codecs() -> list[str]:

@@ -19,7 +19,7 @@ from gradwire._deadline import Deadline
 from gradwire._errors import RendezvousError
 from gradwire._handshake import Admitted, Gate, HandshakeError, Hello, Purpose, introduce
 from gradwire._interfaces import LOOPBACK, Choice, Interface, Target, family_of, is_loopback
-from gradwire._keepalive import end_with_host
+from gradwire._keepalive import end_with_host, limit
 from gradwire._mesh import (
     DEFAULT_TRANSPORTS,
     LOCAL_TRANSPORTS,
@@ -51,7 +51,7 @@ _log = logging.getLogger("gradwire")
 _Sockets = dict[tuple[int, Purpose], socket.socket]
 
 
-def no_news() -> None:
+def no_news(_: float) -> None:
     """For a mesh whose ranks cannot tell each other why they gave up."""
 
 
@@ -65,14 +65,16 @@ def connect_mesh(
     deadline: Deadline,
     transports: Sequence[str] = DEFAULT_TRANSPORTS,
     interface: Choice = LOOPBACK,
-    hear: Callable[[], None] = no_news,
+    hear: Callable[[float], None] = no_news,
 ) -> Mesh:
     """Connects this rank with all others of a communicator; every rank calls it.
 
     `communicator` (32 bits) differs between a job's communicators and is the same on its ranks.
-    `hear` raises where another rank has given up; it is called now and then while this one waits.
+    `hear` raises where another rank has given up, or does so within some seconds; it is called now
+    and then while this one waits.
     Raises RendezvousError, which names the ranks that are missing at the deadline.
     """
+    limit()  # a wrong setting is told here, not by the accepting thread
     mesh = Mesh(job, rank, size, communicator, (host_identity(),) * size, {}, interface)
     if size > 1:
         attempt = _Attempt(mesh, tuple(transports), deadline, hear)
@@ -92,7 +94,7 @@ class _Attempt:
         mesh: Mesh,
         transports: tuple[str, ...],
         deadline: Deadline,
-        hear: Callable[[], None],
+        hear: Callable[[float], None],
     ) -> None:
         self._mesh, self._deadline, self._hear = mesh, deadline, hear
         self._sockets: _Sockets = {}
@@ -145,6 +147,7 @@ class _Attempt:
                 sock = _open(card, transport, self._mesh.interface.interface, self._deadline)
                 return self._introduce(sock, peer, purpose)
             except (ConnectionRefusedError, HandshakeError) as error:
+                self._hear(_NEWS)
                 self._look_around()
                 raise RendezvousError(
                     f"rank {peer} ({card.name}, {card.where(transport)}) no longer takes us "
@@ -190,9 +193,10 @@ class _Attempt:
 
     def _look_around(self) -> None:
         """Raises RendezvousError where another rank has given up, or has ended without a word."""
-        self._hear()
+        self._hear(0)
         for (peer, purpose), sock in (self._sockets | self._entrance.accepted()).items():
             if purpose == Purpose.CONTROL and _has_ended(sock):
+                self._hear(_NEWS)  # why, or that it only followed another
                 raise RendezvousError(
                     f"rank {peer} ({self._cards[peer].name}) ended or gave up while the ranks "
                     "connected to each other; its own message says why"

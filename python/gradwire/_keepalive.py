@@ -7,6 +7,7 @@ never taken for dead.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 from gradwire import _environment
@@ -33,9 +34,10 @@ def end_with_host(sock: socket.socket, *, always_read: bool) -> None:
     idle = max(1, int(seconds / 3))
     interval = max(1, int((seconds - idle) / 5))
     probes = max(1, round((seconds - idle) / interval))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
-    if always_read:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+    with contextlib.suppress(OSError):  # it has ended already, as whoever uses it next will see
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
+        if always_read:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from gradwire._deadline import Deadline
-from gradwire._errors import Error, RendezvousError
+from gradwire._errors import Error, RendezvousError, TransportError
 from gradwire._interfaces import Route, is_loopback
 from gradwire._mesh import host_identity, process_name
 from gradwire._store import Store
@@ -62,24 +62,52 @@ class Meeting:
         return self._get("secret", 0, self._deadline)
 
     @contextlib.contextmanager
-    def told_to_others(self) -> Iterator[None]:
-        """Where the block fails, the others' hear() raises; the first failure counts."""
+    def together(self, *, hosting: bool) -> Iterator[None]:
+        """A block in which the others hear of it where this rank fails, or its process ends.
+
+        The first failure counts, so that all raise the root cause. The rank that hosts the store
+        stays until all are through.
+        """
+        self._store.bequeath(self._failure, f"{self._who} ended while the ranks met".encode())
         try:
             yield
-        except BaseException as error:
-            with contextlib.suppress(Error, OSError):
-                if self._store.add(f"{self._prefix}/failures") == 1:
-                    text = f"rank {self.world.rank} ({process_name()}) gave up: {error}"
-                    self._store.set(f"{self._prefix}/failure", text.encode())
+        except TransportError as error:  # of a peer, which may only have followed another
+            self.hear(_NEWS)
+            self._tell(error)
             raise
+        except BaseException as error:
+            self._tell(error)
+            raise
+        self._leave(hosting)
 
-    def hear(self) -> None:
-        """Raises RendezvousError where another rank has given up."""
+    def hear(self, within: float) -> None:
+        """Raises RendezvousError where another rank has given up, or does so within seconds."""
         try:
-            reason = self._store.get(f"{self._prefix}/failure", 0)
-        except (TimeoutError, RendezvousError):  # nobody has, or the store's host is through
+            reason = self._store.get(self._failure, within)
+        except (TimeoutError, RendezvousError):  # nobody has, or the store is gone
             return
         raise RendezvousError(reason.decode(errors="replace"))
+
+    @property
+    def _failure(self) -> str:
+        return f"{self._prefix}/failure"
+
+    @property
+    def _who(self) -> str:
+        return f"rank {self.world.rank} ({process_name()})"
+
+    def _tell(self, error: BaseException) -> None:
+        with contextlib.suppress(Error, OSError):
+            if self._store.add(f"{self._prefix}/failures") == 1:
+                self._store.set(self._failure, f"{self._who} gave up: {error}".encode())
+
+    def _leave(self, hosting: bool) -> None:
+        if hosting:
+            self._all_gather("through", b"", self._deadline)
+            return
+        with contextlib.suppress(RendezvousError):  # its host may be through before
+            self._store.set(f"{self._prefix}/through/{self.world.rank}", b"")
+            self._store.bequeath("", b"")
 
     def _all_gather(self, what: str, own: bytes, deadline: Deadline) -> list[bytes]:
         self._store.set(f"{self._prefix}/{what}/{self.world.rank}", own)
@@ -92,7 +120,7 @@ class Meeting:
                 turn = min(_NEWS, warning.remaining)
                 return self._store.get(f"{self._prefix}/{what}/{peer}", turn)
             except TimeoutError:
-                self.hear()
+                self.hear(0)
             if deadline.passed:
                 raise self._missing(what, peer, deadline)
             if warning.passed:

@@ -8,7 +8,8 @@ import logging
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from gradwire import _environment
@@ -27,6 +28,8 @@ MIN_SECRET = 16  # bytes
 _MAX_SECRET = 1 << 16
 _HEARING = 2.0  # seconds that the others get to hear why the host of the store gives up
 
+_Made = TypeVar("_Made")
+
 _log = logging.getLogger("gradwire")
 _generations: Counter[tuple[str, int, str | None, int]] = Counter()
 
@@ -38,26 +41,41 @@ def rendezvous(
     transports: Sequence[str] | None = None,
     secret: bytes | str | None = None,
 ) -> Mesh:
-    """Meets the other ranks of `world` and connects to them; every rank calls it, equally often.
+    """Meets the other ranks of `world` and connects to them; see `meet`."""
+    return meet(world, lambda mesh: mesh, timeout=timeout, transports=transports, secret=secret)
 
-    Raises RendezvousError, which names who is missing after `timeout` seconds.
+
+def meet(
+    world: World,
+    make: Callable[[Mesh], _Made],
+    *,
+    timeout: float,
+    transports: Sequence[str] | None = None,
+    secret: bytes | str | None = None,
+) -> _Made:
+    """Meets the other ranks of `world`, connects to them, and makes something of the mesh.
+
+    Every rank calls it, equally often. Raises RendezvousError, which names who is missing after
+    `timeout` seconds, or who gave up or died before all had made theirs.
     """
     deadline = Deadline(timeout)
     names = choose_transports(transports)
     known = find_secret(secret)
     generation = _next_generation(world)
     if world.size == 1:
-        return connect_mesh(
-            Job(world.job, b""), _nobody, rank=0, size=1, communicator=generation, deadline=deadline
+        job = Job(world.job, b"")
+        alone = connect_mesh(
+            job, _nobody, rank=0, size=1, communicator=generation, deadline=deadline
         )
+        return make(alone)
     with _meeting_place(world, known, deadline) as (store, route):
         prefix = f"gradwire/{world.job}/{world.epoch}/{generation}"
         meeting = Meeting(store, world, prefix, deadline)
-        with meeting.told_to_others():
+        with meeting.together(hosting=world.rank_0_hosts and world.rank == 0):
             agreed = known or meeting.agree_on_secret()
             interface = _choose_interface(meeting, route)
-            return connect_mesh(
-                Job(world.job, agreed, world.epoch, _privacy(world, known)),
+            mesh = connect_mesh(
+                Job(world.job, agreed, world.epoch),
                 meeting.exchange,
                 rank=world.rank,
                 size=world.size,
@@ -67,6 +85,7 @@ def rendezvous(
                 interface=interface,
                 hear=meeting.hear,
             )
+            return make(mesh)
 
 
 def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:
@@ -138,8 +157,8 @@ def _own_store(
         client = StoreClient(address, world.job, secret, deadline)
         stack.callback(client.close)
         yield client
-        # Rank 0's mesh is complete only when all have read the store, so it may close it then; the
-        # others see that it did, lest their next rendezvous begins in this one's store.
+        # Rank 0 closes it when all are through; the others see that it did, lest their next
+        # rendezvous begins in this one's store.
         if world.rank_0_hosts and world.rank != 0:
             client.wait_closed(deadline.remaining)
 

@@ -24,10 +24,12 @@ from gradwire._deadline import Deadline
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._handshake import HandshakeError, Hello, Purpose, introduce, peer_uid, receive
 from gradwire._interfaces import Route
+from gradwire._keepalive import end_with_host
 
 MAX_KEY = 512
 MAX_VALUE = 1 << 20
 MAX_TOTAL = 64 << 20
+MAX_BEQUEST = 4096
 
 REQUEST = struct.Struct("<BHII")
 ANSWER = struct.Struct("<BI")
@@ -42,6 +44,7 @@ class Operation(enum.IntEnum):
     SET = 1
     GET = 2
     ADD = 3
+    BEQUEATH = 4
 
 
 class Status(enum.IntEnum):
@@ -67,6 +70,12 @@ class Store(Protocol):
 
     def wait(self, keys: Iterable[str], timeout: float) -> None:
         """Returns when all keys are there; raises TimeoutError after `timeout` seconds."""
+
+    def bequeath(self, key: str, value: bytes) -> None:
+        """Has the key set when this client's connection ends, unless it has a value by then.
+
+        A later one replaces it; an empty key takes it back. Does nothing where a store cannot.
+        """
 
 
 class Address(NamedTuple):
@@ -135,6 +144,10 @@ class StoreClient:
         deadline = Deadline(timeout)
         for key in keys:
             self.get(key, deadline.remaining)
+
+    def bequeath(self, key: str, value: bytes) -> None:
+        """Has a key set when this connection ends; see Store. The value has at most 4 KiB."""
+        self._ask(Operation.BEQUEATH, key, value)
 
     def wait_closed(self, timeout: float) -> None:
         """Returns when the server has closed the connection, or after `timeout` seconds."""
@@ -225,6 +238,7 @@ def _attempt(
         if family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         require_own_user(sock)
+        end_with_host(sock, always_read=True)
         introduce(sock, hello, secret, deadline)
     except BaseException:
         sock.close()

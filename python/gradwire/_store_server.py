@@ -14,8 +14,10 @@ from typing import Any
 from gradwire._deadline import Deadline
 from gradwire._errors import RendezvousError
 from gradwire._handshake import Gate, HandshakeError, Hello, Purpose
+from gradwire._keepalive import end_with_host, limit
 from gradwire._store import (
     ANSWER,
+    MAX_BEQUEST,
     MAX_KEY,
     MAX_TOTAL,
     MAX_VALUE,
@@ -39,6 +41,7 @@ class _Client:
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.waits_for: tuple[str, Deadline] | None = None
+        self.bequest: tuple[str, bytes] | None = None
 
 
 class _Invalid(Exception):
@@ -63,6 +66,7 @@ class StoreServer:
     def __init__(
         self, address: Address, job: str, secret: bytes, also: Sequence[Address] = ()
     ) -> None:
+        limit()  # a wrong setting is told here, not by the thread
         self._values: dict[str, bytes] = {}
         self._total = 0
         self._waiting: dict[str, list[_Client]] = defaultdict(list)
@@ -135,6 +139,7 @@ class StoreServer:
         return min(limits) if limits else None
 
     def _welcome(self, client: _Client) -> None:
+        end_with_host(client.sock, always_read=True)
         self._clients.add(client)
         self._selector.register(client.sock, selectors.EVENT_READ, client)
 
@@ -145,6 +150,8 @@ class StoreServer:
             self._departed.notify_all()
         self._selector.unregister(client.sock)
         client.sock.close()
+        if client.bequest and client.bequest[0] not in self._values:
+            self._put(*client.bequest)
 
     def _turn(self, client: _Client) -> None:
         try:
@@ -195,6 +202,9 @@ class StoreServer:
         elif operation == Operation.GET:
             client.waits_for = (key, Deadline(wait))
             self._waiting[key].append(client)
+        elif operation == Operation.BEQUEATH and len(value) <= MAX_BEQUEST:
+            client.bequest = (key, value) if key else None
+            self._answer(client, Status.OK)
         else:
             raise _Invalid
 

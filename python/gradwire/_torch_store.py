@@ -65,6 +65,9 @@ class TorchStore:
         if not self._present(names, limit):
             raise TimeoutError(f"nobody set {', '.join(names)} within {timeout:g} s")
 
+    def bequeath(self, key: str, value: bytes) -> None:
+        """Does nothing: torch's store does not tell whose connection ended."""
+
     def _present(self, names: list[str], limit: timedelta) -> bool:
         try:
             self._store.wait(names, limit)

@@ -11,11 +11,13 @@ import ctypes
 import faulthandler
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -116,14 +118,14 @@ def _on_a_thread(function: Callable[[], _T]) -> _T:
 class Rank:
     """A process on a host."""
 
-    def __init__(self, host: Namespace, function: Callable[[Any], Any]) -> None:
-        """Runs `function(pipe)` there; the pipe leads to this object's."""
+    def __init__(self, host: Namespace | None, function: Callable[[Any], Any]) -> None:
+        """Runs `function(pipe)` there, or here; the pipe leads to this object's."""
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_child, args=(function, theirs))
         with warnings.catch_warnings():  # pytest's process may have idle threads
             warnings.simplefilter("ignore", DeprecationWarning)
-            host.run(self._process.start)
+            (host.run if host else lambda start: start())(self._process.start)
         theirs.close()
 
     def outcome(self, timeout: float = LIMIT) -> Outcome:
@@ -135,6 +137,11 @@ class Rank:
             return Outcome(died=True)
         assert isinstance(found, Outcome), found
         return found
+
+    def died(self, timeout: float = LIMIT) -> float:
+        """When the process ended, by the monotonic clock."""
+        assert multiprocessing.connection.wait([self._process.sentinel], timeout)
+        return time.monotonic()
 
     def close(self) -> None:
         """Kills the process where it has not ended."""

@@ -234,7 +234,7 @@ def test_a_rank_that_dies_after_publishing_its_address_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failing_after_its_card(monkeypatch, 2)
-    monkeypatch.setattr(_meeting.Meeting, "hear", lambda self: None)
+    monkeypatch.setattr(_meeting.Meeting, "hear", lambda self, within: None)
     errors = [str(future.exception()) for future in meet(worlds(3), timeout=0.5)]
     assert "rank 2" in errors[0]
     assert "did not connect to rank 0" in errors[0]
@@ -252,7 +252,9 @@ def test_a_rank_that_dies_while_it_connects_is_seen_at_once(
         return honest(self, peer, purpose, transport)
 
     monkeypatch.setattr(_connect._Attempt, "_connect", connect)
-    monkeypatch.setattr(_meeting.Meeting, "told_to_others", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(
+        _meeting.Meeting, "together", lambda self, hosting: contextlib.nullcontext()
+    )
     errors = [str(future.exception()) for future in meet(worlds(3), timeout=60)]
     assert re.match(r"rank 2 \(\S+\) ended or gave up", errors[0])
     assert errors[2] == "died"

@@ -16,6 +16,7 @@ from gradwire import _store_server
 from gradwire._deadline import Deadline
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._store import (
+    MAX_BEQUEST,
     MAX_KEY,
     MAX_VALUE,
     Address,
@@ -107,6 +108,43 @@ def test_add_counts_over_all_clients(server: StoreServer, client: StoreClient) -
     assert other.add("n", 41) == 42
     assert client.add("n", -50) == -8
     other.close()
+
+
+def test_a_client_that_ends_leaves_what_it_bequeathed(
+    server: StoreServer, client: StoreClient
+) -> None:
+    other = connect(server)
+    other.bequeath("first", b"too early")
+    other.bequeath("last", b"gone")
+    with pytest.raises(TimeoutError):
+        client.get("last", 0)
+    other.close()
+    assert client.get("last", 10) == b"gone"
+    with pytest.raises(TimeoutError):
+        client.get("first", 0)
+
+
+def test_a_bequest_yields_to_a_value_and_can_be_taken_back(
+    server: StoreServer, client: StoreClient
+) -> None:
+    client.set("taken", b"value")
+    ends = [connect(server) for _ in range(3)]
+    ends[0].bequeath("taken", b"gone")
+    ends[1].bequeath("withdrawn", b"gone")
+    ends[1].bequeath("", b"")
+    ends[2].bequeath("last", b"gone")
+    for end in ends:
+        end.close()
+    assert client.get("last", 10) == b"gone"
+    assert client.get("taken", 0) == b"value"
+    with pytest.raises(TimeoutError):
+        client.get("withdrawn", 0)
+
+
+def test_a_bequest_that_is_too_long_ends_the_connection(client: StoreClient) -> None:
+    client.bequeath("k", bytes(MAX_BEQUEST))
+    with pytest.raises(RendezvousError, match="lost the store"):
+        client.bequeath("k", bytes(MAX_BEQUEST + 1))
 
 
 def test_too_long_keys_and_values_are_refused_before_they_travel(client: StoreClient) -> None:
