@@ -83,6 +83,22 @@ TEST_P(Faults, ALateRankIsATimeoutThatNamesItOnAllOthers) {
   }
 }
 
+TEST_P(Faults, ALateMessageIsBlamedOnTheEndOfTheChain) {
+  Ranks ranks(3, GetParam());
+  std::byte memory[2] = {};
+  const auto errors = ranks.outcomes([&](Communicator& comm) {
+    const int rank = comm.identity().rank;
+    if (rank == 2) return;
+    const auto work = comm.receive(&memory[rank], 1, rank + 1, rank == 0 ? 0.5 : 30);
+    comm.wait(*work, 30);
+  });
+  for (std::size_t r : {0U, 1U}) {
+    const auto* error = as<Timeout>(errors[r]);
+    ASSERT_NE(error, nullptr);
+    EXPECT_EQ(error->peer(), 2) << error->what();
+  }
+}
+
 TEST_P(Faults, AbortFromAnotherThreadWakesEveryRank) {
   Ranks ranks(3, GetParam());
   std::atomic<int> waiting{0};
@@ -129,7 +145,7 @@ TEST_P(Faults, ARankThatClosedInPeaceIsNamedByWhoStillWaits) {
     FAIL();
   } catch (const TransportError& error) {
     EXPECT_EQ(error.peer(), 1);
-    EXPECT_NE(std::string(error.what()).find("closed its communicator in peace after 1 call"),
+    EXPECT_NE(std::string(error.what()).find("closed its communicator in peace after 1 call,"),
               std::string::npos)
         << error.what();
   }

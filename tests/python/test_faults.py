@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from gradwire import (
     TransportError,
     algorithms,
 )
-from ranks import Outcome, outcomes, run, vanish
+from ranks import Outcome, eventually, outcomes, run, vanish
 
 Call = Callable[[Communicator], Any]
 
@@ -217,8 +219,12 @@ def test_ranks_that_would_never_exchange_data_are_told(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_ranks_that_differed_are_told_when_they_close(transport: str) -> None:
+    called = RawArray(ctypes.c_int, 3)
+
     def body(comm: Communicator) -> None:
         comm.broadcast(np.ones(3), root=comm.rank)
+        called[comm.rank] = 1
+        eventually(lambda: sum(called) == 3)
 
     for each in outcomes(3, body, transport=transport, processes=True):
         assert isinstance(each.error, InvalidArgument)

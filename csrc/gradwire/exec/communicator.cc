@@ -30,7 +30,7 @@ constexpr double kAnnounceSeconds = 0.1;
 // So long before a deadline the ranks are asked where they are.
 constexpr double kRollCallSeconds = 0.5;
 // How long one that closes waits for others that do.
-constexpr double kLeaveSeconds = 0.1;
+constexpr double kLeaveSeconds = 0.25;
 // How long a peer that does not read may hold up the last words of a failed communicator.
 constexpr double kLastWordSeconds = 1;
 constexpr std::size_t kLeastMessage = 4096, kMostMessage = std::size_t{1} << 30;
@@ -263,6 +263,7 @@ void Communicator::take_leave(std::unique_lock<std::mutex>& lock, const Deadline
   }
   lock.lock();
   driving_ = false;
+  changed_.notify_all();
 }
 
 std::vector<std::pair<Rank, transport::Released>> Communicator::release_controls() {
@@ -529,8 +530,12 @@ void Communicator::stop_waiting() {
 Position Communicator::position() const {
   Position at;
   at.in_call = current_ != nullptr;
-  if (!at.in_call || !waits_since_) return at;
+  if (!waits_since_) return at;
   at.seconds = std::chrono::duration<double>(Deadline::Clock::now() - *waits_since_).count();
+  if (!at.in_call) {
+    if (const auto transfer = transfers_.waiting()) at.waits_for = transfer->peer;
+    return at;
+  }
   at.waits_for = execution_.waiting_for();
   if (const Frame* frame = execution_.waiting_frame()) {
     at.round = frame->round;
