@@ -92,6 +92,26 @@ TEST(Watch, FollowsTheChainOfThoseThatSaidForWhomTheyWait) {
       << due.lines[0];
 }
 
+TEST(Watch, TrustsAPageMoreThanAWord) {
+  Planes planes;
+  planes.hear(/*waits_for=*/kNoPeer);
+  Identity one = alone();
+  one.rank = 1;
+  Status page(one);
+  Wait wait;
+  wait.activity = Activity::kReceive;
+  wait.peer = 2;
+  wait.spec = "recv of 8 bytes";
+  page.waits(wait, coarse_now());
+  Due due(0.01);
+  due.report(in_call(12, 1), planes.mine);
+  ASSERT_EQ(due.lines.size(), 1U);
+  EXPECT_NE(due.lines[0].find(") waits for rank 2 in recv of 8 bytes, message 0; at the end of "
+                              "the chain, rank 2 has said nothing"),
+            std::string::npos)
+      << due.lines[0];
+}
+
 TEST(Watch, TellsOfAnOperationOnce) {
   Planes planes;
   Due due(0.01);

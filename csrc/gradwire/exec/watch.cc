@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <sstream>
 #include <utility>
+#include <vector>
+
+#include "gradwire/exec/status_scan.h"
 
 namespace gradwire::exec {
 namespace {
@@ -48,8 +51,45 @@ std::string last_word(Rank rank, const ControlPlane::Word& word) {
 
 }  // namespace
 
+// What a rank does by its own page, where it is on this host, else by what it last said.
+struct Watch::Known {
+  const Watch& self;
+  const ControlPlane& control;
+  std::vector<RankSeen> here;
+
+  const RankSeen* find(Rank rank) const {
+    for (const RankSeen& each : here) {
+      const bool same_job = self.tag_ != 0 ? each.page.tag == self.tag_ : each.pid == ::getpid();
+      if (same_job && each.page.communicator == self.communicator_ && each.page.rank == rank)
+        return &each;
+    }
+    return nullptr;
+  }
+
+  std::string describe(Rank rank) const {
+    const RankSeen* seen = find(rank);
+    return seen ? exec::describe(*seen) : last_word(rank, control.last_word_of(rank));
+  }
+
+  // A rank that is stopped waits for nobody, whatever it says.
+  Rank next(Rank rank) const {
+    if (const RankSeen* seen = find(rank)) return seen->stopped() ? kNoPeer : seen->page.peer();
+    return control.last_word_of(rank).frame.culprit;
+  }
+
+  Rank end_of_chain(Rank rank) const {
+    for (int step = 0; step < self.size_; ++step) {
+      const Rank waits_for = next(rank);
+      if (waits_for == kNoPeer || waits_for == self.rank_) break;
+      rank = waits_for;
+    }
+    return rank;
+  }
+};
+
 Watch::Watch(const Identity& identity, double stall_seconds, Log log)
     : rank_(identity.rank),
+      size_(identity.size),
       communicator_(identity.communicator),
       tag_(identity.tag),
       stall_seconds_(stall_seconds),
@@ -73,23 +113,14 @@ void Watch::tell(const Wait& wait, const ControlPlane& control) {
   if (now == last_told_ || wait.peer == kNoPeer) return;  // a recv from any rank may wait for long
   last_told_ = now;
   const bool call = wait.activity == Activity::kCall;
-  const Rank end = control.end_of_chain(wait.peer);
+  const Known known{*this, control, ranks_on_this_host()};
+  const Rank end = known.end_of_chain(wait.peer);
   std::string line = name_of(rank_) + ": " + wait.spec + (call ? ", call " : ", message ") +
                      std::to_string(wait.number) + ", has not moved for " +
                      whole_seconds(stall_seconds_) + ": " + reason(wait) + "; " +
-                     known_of(wait.peer, control);
-  if (end != wait.peer) line += "; at the end of the chain, " + known_of(end, control);
+                     known.describe(wait.peer);
+  if (end != wait.peer) line += "; at the end of the chain, " + known.describe(end);
   log_(line + ". All ranks of a host: gradwire doctor --job");
-}
-
-// What its own page says, where it is on this host; else what it said.
-std::string Watch::known_of(Rank rank, const ControlPlane& control) const {
-  for (const RankSeen& each : ranks_on_this_host()) {
-    const bool same_job = tag_ != 0 ? each.page.tag == tag_ : each.pid == ::getpid();
-    if (same_job && each.page.communicator == communicator_ && each.page.rank == rank)
-      return describe(each);
-  }
-  return last_word(rank, control.last_word_of(rank));
 }
 
 }  // namespace gradwire::exec

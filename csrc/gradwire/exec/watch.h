@@ -8,12 +8,10 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "gradwire/base/log.h"
 #include "gradwire/exec/control_plane.h"
 #include "gradwire/exec/status.h"
-#include "gradwire/exec/status_scan.h"
 
 namespace gradwire::exec {
 
@@ -61,10 +59,11 @@ class Watch {
     bool operator==(const Told&) const = default;
   };
 
+  struct Known;
   void tell(const Wait& wait, const ControlPlane& control);
-  std::string known_of(Rank rank, const ControlPlane& control) const;
 
   Rank rank_;
+  int size_;
   std::uint32_t communicator_;
   std::uint64_t tag_;
   double stall_seconds_;
