@@ -161,12 +161,6 @@ std::optional<Wait> PointToPoint::waiting() const {
   return wait;
 }
 
-bool PointToPoint::needs(Rank peer) const {
-  auto is = [peer](const Transfer& each) { return each.peer == peer; };
-  return std::any_of(sends_.begin(), sends_.end(), is) ||
-         std::any_of(receives_.begin(), receives_.end(), is);
-}
-
 void PointToPoint::fail(const std::exception_ptr& error) noexcept {
   for (auto* queue : {&sends_, &receives_}) {
     for (Transfer& each : *queue) each.work->finish(error);

@@ -46,8 +46,6 @@ class PointToPoint {
   const Transfer* overdue() const;
   // The first transfer that is not complete: one with a known peer, where there is any.
   std::optional<Wait> waiting() const;
-  // A transfer that only `peer` can complete.
-  bool needs(Rank peer) const;
   void fail(const std::exception_ptr& error) noexcept;
 
  private:

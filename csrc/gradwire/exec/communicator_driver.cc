@@ -1,0 +1,349 @@
+// The driver of a communicator: what the one thread does that moves its work, and where it rests.
+#include "gradwire/exec/communicator.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <array>
+#include <sstream>
+#include <utility>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
+#include "gradwire/exec/failure.h"
+
+namespace gradwire::exec {
+namespace {
+
+// More ranks than cores is the normal case: hardly spin, soon let others run, then sleep.
+constexpr unsigned kSpins = 100;
+constexpr unsigned kYields = 20;
+// Even while something always moves, failures, deadlines and Ctrl-C are looked at. A turn may take
+// a millisecond; the clock is not read at each.
+constexpr unsigned kTurnsBetweenClocks = 16;
+constexpr double kLookSeconds = 0.02;
+constexpr int kInterruptMilliseconds = 100;
+constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
+// A rank that has waited so long says for whom.
+constexpr double kAnnounceSeconds = 0.1;
+// So long before a deadline the ranks are asked where they are.
+constexpr double kRollCallSeconds = 0.5;
+
+// "2.5 s", without the zeros of to_string.
+std::string seconds_text(double seconds) {
+  std::ostringstream text;
+  text << seconds << " s";
+  return text.str();
+}
+
+}  // namespace
+
+void Communicator::start_progress_thread() {
+  std::lock_guard lock(mutex_);
+  start_progress_thread_locked();
+}
+
+void Communicator::start_progress_thread_locked() {
+  if (!progress_.joinable())
+    progress_ = std::jthread([this](const std::stop_token& stop) { progress_loop(stop); });
+  changed_.notify_all();
+}
+
+void Communicator::progress_loop(const std::stop_token& stop) {
+  std::unique_lock lock(mutex_);
+  const auto has_work = [this] {
+    return !driving_ && (!queue_.empty() || !submitted_.empty() || !transfers_.idle());
+  };
+  while (!stop.stop_requested()) {
+    changed_.wait(lock, [&] { return stop.stop_requested() || has_work(); });
+    if (!stop.stop_requested()) drive(lock, nullptr, nullptr);
+  }
+}
+
+// Until `work` is over: drives when nobody does, else sleeps until it may be its turn.
+void Communicator::drive_or_wait(Work& work, Deadline deadline, const Interrupt& interrupt) {
+  std::unique_lock lock(mutex_);
+  while (!work.done() && !deadline.passed()) {
+    if (!driving_ && deadline.is_never()) {
+      drive(lock, &work, interrupt);
+      continue;
+    }
+    start_progress_thread_locked();  // takes over when a driver leaves with its own work done
+    lock.unlock();
+    const double left = deadline.milliseconds_left(kInterruptMilliseconds) / 1e3;
+    const bool over = work.wait_for(std::min(left, kInterruptSeconds));
+    if (!over && interrupt) interrupt_or_abort(work, interrupt);
+    lock.lock();
+  }
+}
+
+// Throws only when the driver has let go of the caller's memory.
+void Communicator::interrupt_or_abort(const Work& work, const Interrupt& interrupt) {
+  try {
+    interrupt();
+  } catch (...) {
+    abort("rank " + std::to_string(identity_.rank) + " was interrupted");
+    while (!work.wait_for(kInterruptSeconds)) continue;
+    throw;
+  }
+}
+
+// Called with the mutex held, which it gives up while it works. With `until` it returns when that
+// work is over, else when there is nothing left to do.
+void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
+                         const Interrupt& interrupt) {
+  driving_ = true;
+  lock.unlock();
+  std::exception_ptr interruption;
+  try {
+    const codec::FloatEnvironment environment;
+    for (unsigned idle = 0, turns = 0; !finished(until);) {
+      if (++turns % kTurnsBetweenClocks == 0 && look_due_.passed()) look_around(interrupt);
+      if (advance()) {
+        idle = 0;
+        if (waits_since_) stop_waiting();
+      } else {
+        rest(++idle, interrupt);
+      }
+    }
+  } catch (const Interruption& stopped) {
+    interruption = stopped.cause;
+    fail(std::make_exception_ptr(
+        Aborted("rank " + std::to_string(identity_.rank) + " was interrupted")));
+  } catch (...) {
+    fail(control_.root_cause(std::current_exception()));
+  }
+  lock.lock();
+  driving_ = false;
+  if (abort_requested_) fail_locked(std::make_exception_ptr(Aborted(abort_reason_)));
+  changed_.notify_all();
+  if (interruption) std::rethrow_exception(interruption);
+}
+
+// Seen by the driver only.
+bool Communicator::finished(const Work* until) const {
+  if (until != nullptr) return until->done();
+  std::lock_guard lock(mutex_);
+  return queue_.empty() && submitted_.empty() && transfers_.idle();
+}
+
+bool Communicator::advance() {
+  if (attention_.exchange(false)) take_attention();
+  const bool moved = !transfers_.idle() && transfers_.advance(transfer_links_, traffic_);
+  return advance_collective() || moved;
+}
+
+// What other threads left: an abort, new transfers.
+void Communicator::take_attention() {
+  std::lock_guard lock(mutex_);
+  if (abort_requested_) throw Aborted(abort_reason_);
+  if (current_ == nullptr) watch_.quiet();  // none of these has waited yet
+  for (auto& [transfer, sends] : submitted_) {
+    if (sends)
+      transfers_.send(std::move(transfer));
+    else
+      transfers_.receive(std::move(transfer));
+  }
+  submitted_.clear();
+}
+
+bool Communicator::advance_collective() {
+  if (current_ == nullptr && !start_next()) return false;
+  // Many steps under one look around; few enough to notice an abort soon.
+  constexpr int kBurst = 16;
+  bool progressed = false;
+  for (int i = 0; i < kBurst && execution_.advance(links_, traffic_); ++i) progressed = true;
+  if (!execution_.done()) return progressed;
+  finish_current();
+  return true;
+}
+
+bool Communicator::start_next() {
+  {
+    std::lock_guard lock(mutex_);
+    if (queue_.empty()) return false;
+    current_ = queue_.front().get();
+  }
+  current_->deadline = Deadline::after(current_->timeout);
+  look_at_ = current_->deadline.earlier(std::min(current_->timeout / 2, kRollCallSeconds));
+  roll_called_ = false;
+  current_->operation.copy_in();
+  Execution::Call call = current_->operation.call();
+  call.rank = identity_.rank;
+  call.communicator = identity_.communicator;
+  call.operation = control_.history().calls();
+  watch_.begin(call.operation, call.plan->fingerprint());
+  execution_.start(call);
+  control_.begin_call(current_->operation.shared_plan());
+  return true;
+}
+
+void Communicator::finish_current() {
+  current_->operation.copy_out();
+  current_ = nullptr;
+  watch_.end();
+  std::lock_guard lock(mutex_);
+  auto done = std::move(queue_.front());
+  queue_.erase(queue_.begin());
+  done->work->finish(nullptr);
+  spare_.push_back(std::move(done));
+}
+
+void Communicator::rest(unsigned idle, const Interrupt& interrupt) {
+  if (idle <= kSpins) return __builtin_ia32_pause();
+  if (idle <= kSpins + kYields) return static_cast<void>(::sched_yield());
+  if (!waits_since_) start_waiting();
+  check_stall();
+  if (watch_.due())
+    if (const auto wait = waiting()) watch_.report(*wait, control_);
+  sleep(interrupt);
+}
+
+void Communicator::look_around(const Interrupt& interrupt) {
+  look_due_ = Deadline::after(kLookSeconds);
+  control_.listen();
+  check_deadlines();
+  if (!interrupt || !interrupt_due_.passed()) return;
+  interrupt_due_ = Deadline::after(kInterruptSeconds);
+  call_interrupt(interrupt);
+}
+
+void Communicator::sleep(const Interrupt& interrupt) {
+  look_around(interrupt);
+  links_.arm();
+  transfer_links_.arm();
+  const bool moved = advance();  // once more: what came before arm() rings no bell
+  if (moved) stop_waiting();
+  if (!moved && !attention_) poll_doorbells();
+  links_.disarm();
+  transfer_links_.disarm();
+}
+
+void Communicator::call_interrupt(const Interrupt& interrupt) {
+  try {
+    interrupt();
+  } catch (...) {
+    throw Interruption{std::current_exception()};
+  }
+}
+
+// Milliseconds until something must be looked at though no bell rang.
+int Communicator::longest_sleep() const {
+  Deadline next = announced_ ? Deadline::never() : announce_at_;
+  if (current_ != nullptr) {
+    next = std::min(next, look_at_);
+    if (!current_->deadline.passed()) next = std::min(next, current_->deadline);
+  }
+  return next.milliseconds_left(kInterruptMilliseconds);
+}
+
+void Communicator::poll_doorbells() {
+  std::array<pollfd, 16> fds;
+  nfds_t count = 0;
+  auto add = [&](int fd) { fds.at(count++) = {fd, POLLIN, 0}; };
+  add(wakeup_.get());
+  add(control_.doorbell());
+  for (int fd : links_.doorbells()) add(fd);
+  for (int fd : transfer_links_.doorbells()) add(fd);
+  ::poll(fds.data(), count, longest_sleep());
+  eventfd_t ignored;
+  if (fds[0].revents != 0) ::eventfd_read(wakeup_.get(), &ignored);
+}
+
+void Communicator::start_waiting() {
+  waits_since_ = Deadline::Clock::now();
+  watch_.quiet();
+  const double patience = current_ == nullptr ? kAnnounceSeconds : current_->timeout / 2;
+  announce_at_ = Deadline::after(std::min(patience, kAnnounceSeconds));
+}
+
+void Communicator::stop_waiting() {
+  waits_since_.reset();
+  watch_.moves(/*outside=*/current_ == nullptr);
+  if (std::exchange(announced_, false)) control_.announce();
+}
+
+Position Communicator::position() const {
+  Position at;
+  at.in_call = current_ != nullptr;
+  if (!waits_since_) return at;
+  at.seconds = std::chrono::duration<double>(Deadline::Clock::now() - *waits_since_).count();
+  if (!at.in_call) {
+    if (const auto transfer = transfers_.waiting()) at.waits_for = transfer->peer;
+    return at;
+  }
+  at.waits_for = execution_.waiting_for();
+  if (const Frame* frame = execution_.waiting_frame()) {
+    at.round = frame->round;
+    at.segment = frame->segment;
+  }
+  return at;
+}
+
+// The same for the watch, and for transfers where this rank is in no call.
+std::optional<Wait> Communicator::waiting() {
+  if (current_ == nullptr) return transfers_.waiting();
+  const Plan& plan = current_->operation.plan();
+  const Position at = position();
+  Wait wait;
+  wait.number = control_.history().calls() - 1;
+  wait.reads = execution_.waits_for_reader();
+  wait.peer = at.waits_for != kNoPeer ? at.waits_for : links_.full_peer();
+  wait.round = at.round;
+  wait.segment = at.segment;
+  wait.fingerprint = plan.fingerprint();
+  wait.spec = plan.text();
+  return wait;
+}
+
+// Tells the others, once, whom this rank waits for.
+void Communicator::check_stall() {
+  if (announced_ || !announce_at_.passed()) return;
+  announced_ = true;
+  control_.announce();
+}
+
+// Before the deadline the ranks are asked where they are, so that it is not the innocent neighbour
+// who is named.
+void Communicator::check_deadlines() {
+  if (const Transfer* late = transfers_.overdue()) throw timeout_of(*late);
+  if (current_ == nullptr) return;
+  if (!roll_called_ && look_at_.passed()) return call_roll();
+  if (!roll_called_ || !current_->deadline.passed()) return;
+  if (control_.roll_is_complete() || look_at_.passed()) throw timeout();
+}
+
+void Communicator::call_roll() {
+  roll_called_ = true;
+  look_at_ = std::max(current_->deadline, Deadline::after(kRollCallSeconds));
+  control_.call_roll();
+}
+
+Timeout Communicator::timeout_of(const Transfer& late) const {
+  const std::string whom = late.peer < 0 ? "any rank" : "rank " + std::to_string(late.peer);
+  return {"rank " + std::to_string(identity_.rank) + ": no send or recv matched with " + whom +
+              " before the timeout",
+          control_.end_of_chain(late.peer)};
+}
+
+Timeout Communicator::timeout() const {
+  const Frame* frame = execution_.waiting_frame();
+  const Rank peer = frame != nullptr ? execution_.waiting_for() : links_.full_peer();
+  const Rank culprit = control_.end_of_chain(peer);
+  std::string text = "rank " + std::to_string(identity_.rank) + ": " +
+                     current_->operation.plan().text() + " did not finish within " +
+                     seconds_text(current_->timeout);
+  if (frame != nullptr)
+    text += "; it waits for rank " + std::to_string(peer) + " in round " +
+            std::to_string(frame->round) + ", segment " + std::to_string(frame->segment);
+  else
+    text += "; rank " + std::to_string(peer) + " does not read what was sent to it";
+  if (culprit != peer)
+    text += ", which waits, perhaps over others, for rank " + std::to_string(culprit);
+  return {text + ". Is rank " + std::to_string(culprit) + " alive, and did it make the same call?",
+          culprit};
+}
+
+}  // namespace gradwire::exec
