@@ -5,15 +5,25 @@ The hosts are network namespaces (`hosts.py`).
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import gradwire
 import hosts
 import numpy as np
 import pytest
-from gradwire import Communicator, InvalidArgument, TransportError, _keepalive
+from gradwire import (
+    Communicator,
+    InvalidArgument,
+    RendezvousError,
+    TransportError,
+    _keepalive,
+)
+from gradwire._deadline import Deadline
+from gradwire._meeting import Meeting
 from hosts import Network, Rank
 
 MISSING = hosts.missing()
@@ -95,6 +105,25 @@ def test_a_cut_host_is_named_on_all_ranks(network: Network, algorithm: str) -> N
 
 
 @needs_hosts
+def test_survivors_of_a_cut_host_shrink_and_go_on(network: Network) -> None:
+    def body(comm: Communicator, pipe: Any) -> tuple[tuple[tuple[int, ...], ...], float]:
+        reduce_for_ever(comm, pipe, "ring")
+        with comm.shrink(timeout=SILENCE) as rest:
+            sum_of_ranks = rest.all_reduce(np.full(100_000, float(comm.rank)))
+            return rest.hosts, float(sum_of_ranks[0])
+
+    with network.start(PLACES, body, environment=environment, timeout=60) as ranks:
+        for rank in ranks:
+            await_word(rank)
+        with network.cut(CUT):
+            found = [ended(rank) for rank in ranks]
+    survivors = ((0, 1), (2, 3)), 0.0 + 1 + 4 + 5
+    assert [each for rank, each in enumerate(found) if rank not in GONE] == [survivors] * 4
+    # The cut host cannot know that it is the one, and goes on for itself.
+    assert [found[rank] for rank in sorted(GONE)] == [(((0, 1),), 2.0 + 3)] * 2
+
+
+@needs_hosts
 def test_a_host_that_is_cut_while_all_are_idle_shows_at_the_next_call(network: Network) -> None:
     def body(comm: Communicator, pipe: Any) -> tuple[float, int, str]:
         comm.barrier()
@@ -121,8 +150,46 @@ def test_a_host_that_is_cut_while_all_are_idle_shows_at_the_next_call(network: N
 
 
 @needs_hosts
+def test_a_host_that_is_cut_while_the_ranks_meet_is_named(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_SECRET", "0123456789abcdef")
+    monkeypatch.setenv("GRADWIRE_TCP_TIMEOUT_SECONDS", str(SILENCE))
+    honest = Meeting._get
+
+    def meet_in_vain(rank: int, pipe: Any) -> tuple[float, str]:
+        def get(self: Meeting, what: str, peer: int, deadline: Deadline) -> bytes:
+            if peer == 3:  # which is not there
+                pipe.send("under way")
+            return honest(self, what, peer, deadline)
+
+        monkeypatch.setattr(Meeting, "_get", get)  # in this process alone
+        try:
+            gradwire.init(rank=rank, size=4, store=f"tcp://10.77.0.1:{hosts.PORT}", timeout=60)
+        except RendezvousError as error:
+            return time.monotonic(), str(error)
+        raise AssertionError("the ranks met")
+
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank, place in enumerate((0, 0, CUT)):
+            ranks.append(Rank(network.hosts[place], lambda pipe, r=rank: meet_in_vain(r, pipe)))
+            stack.callback(ranks[-1].close)
+        for each in ranks:
+            await_word(each)
+        with network.cut(CUT):
+            at = time.monotonic()
+            found = [ended(each) for each in ranks[:2]]
+            alone = ended(ranks[2])
+    assert all(when - at < FOUND and text.startswith("rank 2 (") for when, text in found), found
+    assert alone[0] - at < FOUND + SILENCE
+    assert "lost the store at tcp://10.77.0.1" in alone[1]
+
+
+@needs_hosts
 def test_a_rank_that_computes_for_long_is_not_taken_for_dead(network: Network) -> None:
     """Its kernel answers, though the windows of its connections are closed."""
+    silence = 1.0
 
     def body(comm: Communicator, pipe: Any) -> float:
         x = np.ones(8 << 20, np.float32)
@@ -134,10 +201,11 @@ def test_a_rank_that_computes_for_long_is_not_taken_for_dead(network: Network) -
             work.wait()
         return float(x[0])
 
-    with network.start(PLACES, body, environment=environment, timeout=60) as ranks:
+    setting = {"GRADWIRE_TCP_TIMEOUT_SECONDS": str(silence)}
+    with network.start(PLACES, body, environment=lambda _: setting, timeout=60) as ranks:
         await_word(ranks[2])
         others = [rank for rank in ranks if rank is not ranks[2]]
-        assert not others[0].pipe.poll(3 * SILENCE)  # it waits, and goes on waiting
+        assert not others[0].pipe.poll(3 * silence)  # it waits, and goes on waiting
         ranks[2].pipe.send("go on")
         assert [ended(rank) for rank in ranks] == [36.0] * 6
 

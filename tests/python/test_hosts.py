@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import hosts
 import numpy as np
 import pytest
 import ranks
-from gradwire import Communicator, RendezvousError
+from gradwire import Communicator, RendezvousError, _connect, _doctor
 from gradwire._interfaces import interfaces
 from hosts import PORT, Network, Rank
 
@@ -105,6 +106,23 @@ def test_interfaces_that_share_no_network_are_an_error_on_all_ranks(network: Net
         assert "could not connect to rank 0" in error
         assert "dead0 10.99.0.1 port" in error
         assert "set GRADWIRE_SOCKET_IFNAME on both hosts" in error
+
+
+def test_packets_that_vanish_are_an_error_on_all_ranks_too(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a firewall that says nothing."""
+    monkeypatch.setattr(_connect, "_ANSWER", 1.0)
+    nowhere = "10.99.0.1 lladdr 02:00:00:00:00:07 dev dead0"
+    network.hosts[1].ip(f"neigh replace {nowhere} nud permanent")
+    try:
+        errors = errors_of(network, (0, 0, 1), **ifname("dead0"))
+    finally:
+        network.hosts[1].ip("neigh del 10.99.0.1 dev dead0")
+    for error in errors:
+        assert "could not connect to rank 0" in error
+        assert "no answer in 1 s" in error
+        assert "a firewall is in between" in error
 
 
 def test_loopback_is_refused_where_there_are_several_hosts(network: Network) -> None:
@@ -201,6 +219,22 @@ def test_all_addresses_of_connected_interfaces_are_found() -> None:
         assert {each.name for each in found} == {"lo", "eth0"}
     finally:
         made.close()
+
+
+def test_the_doctor_says_which_interface_and_why(network: Network) -> None:
+    def chosen(pattern: str) -> str:
+        os.environ["GRADWIRE_STORE"] = f"tcp://10.77.0.1:{PORT}"
+        os.environ["GRADWIRE_SOCKET_IFNAME"] = pattern
+        (found,) = [each for each in _doctor.checks() if each.name == "ranks on several hosts"]
+        return found.detail
+
+    def on_host_1(pattern: str) -> str:
+        with contextlib.closing(Rank(network.hosts[1], lambda _: chosen(pattern))) as rank:
+            return str(rank.outcome().value)
+
+    assert on_host_1("") == "use eth0 (10.77.0.2): it reaches the store"
+    assert on_host_1("dead") == "use dead0 (10.99.0.2): GRADWIRE_SOCKET_IFNAME=dead"
+    assert "selects nothing; the interfaces that are up: " in on_host_1("wlan")
 
 
 # What they compute

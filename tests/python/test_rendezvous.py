@@ -175,7 +175,7 @@ def test_rank_0_hosts_a_tcp_store_at_the_given_port(closing: Closing) -> None:
     assert meshes[0].interface.reason == "all ranks are on this host"
 
 
-def test_one_host_can_do_with_ipv6_alone() -> None:
+def test_one_host_can_do_with_ipv6_alone(caplog: pytest.LogCaptureFixture) -> None:
     if not any(each.address == "::1" for each in interfaces()):
         pytest.skip("loopback has no IPv6 address here")
     with socket.socket(socket.AF_INET6) as reserved:
@@ -188,8 +188,10 @@ def test_one_host_can_do_with_ipv6_alone() -> None:
                 x = comm.all_reduce(np.full(50_000, float(rank)))
                 return str(comm._mesh.interface), comm.transports, float(x[-1])
 
-        with ThreadPoolExecutor(3) as pool:
+        with ThreadPoolExecutor(3) as pool, caplog.at_level(logging.INFO, "gradwire"):
             found = list(pool.map(body, range(3)))
+    for rank in range(3):
+        assert f"rank {rank} listens on lo (::1): all ranks are on this host" in caplog.messages
     for rank, (interface, links, value) in enumerate(found):
         assert interface == "lo (::1): all ranks are on this host"
         assert links == {peer: "tcp" for peer in range(3) if peer != rank}
