@@ -75,7 +75,7 @@ def meet(
             agreed = known or meeting.agree_on_secret()
             interface = _choose_interface(meeting, route)
             mesh = connect_mesh(
-                Job(world.job, agreed, world.epoch),
+                Job(world.job, agreed, world.epoch, _privacy(world, known)),
                 meeting.exchange,
                 rank=world.rank,
                 size=world.size,
