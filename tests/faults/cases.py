@@ -43,6 +43,7 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "garble": (5, _PROCESSES),  # foreign bytes on a control socket
 }
 _AT_SET_UP = ("slow", "pause", "delay", "kill", "crash", "stop", "cut")  # may happen there too
+_SURVIVABLE = ("kill", "crash", "stop", "exception", "abort", "mismatch")  # by whom it is clear
 IN_RANK = ("slow", "crash", "exception", "abort", "leave", "mismatch")  # the rank does it itself
 
 
@@ -76,6 +77,7 @@ class Case:
     splits: tuple[str, ...]  # communicators made from the first: "same" or "parity"
     calls: tuple[Call, ...]
     fault: Fault
+    goes_on: bool = False  # the survivors shrink, and make more calls
 
     def calls_of(self, rank: int) -> tuple[Call, ...]:
         """What this rank calls, which differs from the others' in a mismatch."""
@@ -124,6 +126,7 @@ def make_case(seed: int, number: int, kind: str | None = None) -> Case:
         splits,
         calls,
         _fault(rng, kind, hosts, calls),
+        goes_on=not splits and kind in _SURVIVABLE and rng.random() < 0.6,
     )
 
 
@@ -216,7 +219,7 @@ def _fault(
     fault = Fault(
         kind,
         culprit,
-        rng.randint(SET_UP if kind in _AT_SET_UP else 0, len(calls)),
+        _early(rng, SET_UP if kind in _AT_SET_UP else 0, len(calls)),
         delay=rng.choice((0.0, rng.uniform(0, 0.002), rng.uniform(0, 0.01))),
         peer=peer,
         lane=rng.choice(_lanes(calls)),
@@ -238,6 +241,11 @@ def _ends(rng: random.Random, hosts: tuple[tuple[int, ...], ...]) -> tuple[int, 
     ends = [rng.choice(host) for host in hosts]
     rng.shuffle(ends)
     return ends[0], ends[1]
+
+
+def _early(rng: random.Random, first: int, last: int) -> int:
+    """Rather than late: what happens after the end is noticed by nobody."""
+    return min(rng.randint(first, last), rng.randint(first, last))
 
 
 def _lanes(calls: tuple[Call, ...]) -> list[str]:

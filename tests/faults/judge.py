@@ -82,7 +82,7 @@ class _Verdict:
 
     def problems(self) -> list[str]:
         found = self._wrong_results() + [f"leak: {each}" for each in self.outcome.leaks]
-        found += self._ending()
+        found += self._ending() + self._sequel()
         return [f"{self.outcome}: {each}" for each in found]
 
     def _wrong_results(self) -> list[str]:
@@ -119,13 +119,32 @@ class _Verdict:
             found.append(f"{late:.1f} s too late")
         return found
 
+    def _sequel(self) -> list[str]:
+        """Who failed and can go on does so, with all who do."""
+        outcome = self.outcome
+        if not self.case.goes_on or not self._can_go_on:
+            return []
+        together = sum(bool(each.went_on) for each in self.finished.outcomes.values())
+        if 0 < outcome.went_on == together:
+            return []
+        return [f"went on as one of {outcome.went_on}, not {together}: {outcome.sequel}"]
+
+    @property
+    def _can_go_on(self) -> bool:
+        alone = self._is_culprit and self.case.fault.kind in ("stop", "exception")
+        in_calls = self.finished.entered.get(self.outcome.rank, SET_UP) > SET_UP
+        return self.outcome.error in _TYPED and not alone and in_calls
+
     def _is_consequence(self, rule: Rule) -> bool:
         """Of several communicators, one may fail because its rank left on another's failure."""
         left = any(f"with block with {each}" in self.outcome.text for each in rule.errors)
         return bool(self.case.splits) and self.outcome.error == "Aborted" and left
 
     def _names(self, rule: Rule) -> bool:
+        """A rank that is blocked in another communicator is silent in this one: it may be named."""
         ranks = {"culprit": self.case.fault.culprit, "peer": self.case.fault.peer}
+        if self.outcome.error == "Timeout" and self.case.splits:
+            return True
         return not rule.named or self.outcome.peer in [ranks[name] for name in rule.named]
 
     @property

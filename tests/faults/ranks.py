@@ -13,14 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gradwire import Communicator
+from gradwire import Communicator, Error
 from gradwire._communicator import from_mesh
 from gradwire._mesh import Mesh
 
-from faults.calls import Call, Pending
+from faults.calls import SHIFT, Call, Pending
 from faults.cases import IN_RANK, SET_UP, Case
 
 _MOST_IN_FLIGHT = 4
+_SHRINK_SECONDS = 2.0
+_SEQUEL = (Call("all_reduce", 100_000, algorithm="ring"), Call("all_gather", 10), Call(SHIFT, 1000))
 _LEAK_SECONDS = 2.0  # for what ends by itself after close()
 _MOST_TEXT = 600  # of an error: a report goes through a pipe in one piece
 
@@ -39,11 +41,14 @@ class Outcome:
     wrong: list[tuple[int, int]] = field(default_factory=list)  # call, elements
     leaks: list[str] = field(default_factory=list)
     died: int | None = None  # the process's exit code, -n for signal n
+    went_on: int = 0  # ranks of the communicator that it shrank to, and that worked
+    sequel: str = ""  # why it could not
 
     def __str__(self) -> str:
         how = f"died ({self.died})" if self.died is not None else self.error or "finished"
         named = f" naming {self.peer}" if self.peer >= 0 else ""
-        return f"rank {self.rank} {how}{named}: {self.text}".removesuffix(": ")
+        told = f"rank {self.rank} {how}{named}: {self.text}".removesuffix(": ")
+        return f"{told}, then went on as one of {self.went_on}" if self.went_on else told
 
 
 class Leave(Exception):
@@ -73,12 +78,8 @@ def serve(case: Case, meshes: list[Mesh], enter: Enter) -> list[Outcome]:
 
 def _run(case: Case, mesh: Mesh, enter: Enter) -> Outcome:
     script = _Script(case, mesh, enter)
-    try:
+    with contextlib.suppress(BaseException):
         script.run()
-    except BaseException as error:
-        script.outcome.error = type(error).__name__
-        script.outcome.text = str(error)[:_MOST_TEXT]
-        script.outcome.peer = script.in_job(getattr(error, "peer", -1))
     return script.outcome
 
 
@@ -104,20 +105,35 @@ class _Script:
                     self._barrier()
                 except Leave:
                     pass
-                except BaseException:
-                    self.outcome.at = time.monotonic()
-                    raise
+                except BaseException as error:
+                    self._note(error)
+                    if not (self._case.goes_on and self._comms and isinstance(error, Error)):
+                        raise
+                    self._go_on()
         finally:
             for thread in self._threads:
                 thread.join()
             self._comms.clear()
             self._pending.clear()
 
-    def in_job(self, peer: int) -> int:
-        """The rank in the whole job of a peer that an error named."""
-        if peer < 0:
-            return -1
-        return self._case.members(self._communicator, self._rank)[peer]
+    def _note(self, error: BaseException) -> None:
+        peer = getattr(error, "peer", -1)
+        self.outcome.at = time.monotonic()
+        self.outcome.error = type(error).__name__
+        self.outcome.text = str(error)[:_MOST_TEXT]
+        if peer >= 0:
+            self.outcome.peer = self._case.members(self._communicator, self._rank)[peer]
+
+    def _go_on(self) -> None:
+        """With those who survived."""
+        try:
+            with self._comms[0].shrink(timeout=_SHRINK_SECONDS) as comm:
+                for index, call in enumerate(_SEQUEL):
+                    self._check(Pending(comm, call, index))
+                comm.barrier()
+                self.outcome.went_on = comm.size
+        except Error as error:
+            self.outcome.sequel = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
 
     def _set_up(self, stack: contextlib.ExitStack) -> None:
         case = self._case
@@ -144,8 +160,11 @@ class _Script:
         while len(self._pending) > count:
             oldest = self._pending.pop(0)
             self._communicator = oldest.call.communicator
-            if wrong := oldest.wrong():
-                self.outcome.wrong.append((oldest.index, wrong))
+            self._check(oldest)
+
+    def _check(self, pending: Pending) -> None:
+        if wrong := pending.wrong():
+            self.outcome.wrong.append((pending.index, wrong))
 
     def _barrier(self) -> None:
         self._communicator = 0

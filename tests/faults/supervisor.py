@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import multiprocessing
 import os
 import resource
@@ -190,6 +191,7 @@ def _be_ranks(case: Case, wiring: Wiring | None, ranks: list[int], pipe: Connect
         die_with_parent()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        logging.disable()  # of what is meant to happen here
         lock = threading.Lock()
 
         def say(said: object) -> None:

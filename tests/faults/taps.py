@@ -8,11 +8,13 @@ import random
 import struct
 from collections.abc import Callable
 
+from gradwire import _core
+
 _HELLO = 48  # bytes that each end of a data link sends first
 _PREFIX = struct.Struct("<II")  # of a message in a tcp stream: its length, and that inverted
 _HEADER = 32  # of a frame, in front of its payload
-_CONTROL_FRAME = struct.Struct("<IBBhiIQ232s")
-_CONTROL_MAGIC = 0x31435247
+_CONTROL_FRAME = struct.Struct("<4sBBHiIIIQQII464s")  # as in transport/control.h
+_CONTROL_TYPES, _FAILURE_KINDS = 6, 5
 
 Alter = Callable[[bytearray, random.Random], bytes | None]  # None: not this one, try the next
 
@@ -100,20 +102,27 @@ class BitTap:
 
 
 def foreign_bytes(rng: random.Random) -> bytes:
-    """Of any length, so that the frames after them are out of step too."""
-    return rng.randbytes(rng.randint(1, 600))
+    """A frame and more, so that what follows is out of step too."""
+    return rng.randbytes(_CONTROL_FRAME.size + rng.randint(0, 100))
 
 
 def foreign_frame(rng: random.Random, ranks: int) -> bytes:
     """A control frame with every field within its range, and that nobody meant."""
+    if _CONTROL_FRAME.size != _core.CONTROL_FRAME_BYTES:
+        raise RuntimeError("transport/control.h has another frame by now: taps.py must follow")
     return _CONTROL_FRAME.pack(
-        _CONTROL_MAGIC,
-        rng.randint(1, 4),
-        rng.randint(1, 5),
-        0,
-        rng.randint(-1, ranks - 1),
-        rng.getrandbits(4),
-        rng.getrandbits(64),
+        _core.CONTROL_MAGIC,
+        rng.randint(1, _CONTROL_TYPES),
+        rng.randint(1, _FAILURE_KINDS),
+        rng.getrandbits(4),  # round
+        rng.randint(-1, ranks - 1),  # culprit
+        rng.getrandbits(4),  # calls
+        rng.getrandbits(32),  # fingerprint
+        rng.getrandbits(4),  # segment
+        rng.getrandbits(64),  # digest
+        rng.getrandbits(8),  # value
+        rng.getrandbits(4),  # heard
+        rng.getrandbits(3),  # flags
         rng.randbytes(40),
     )
 

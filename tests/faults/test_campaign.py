@@ -40,18 +40,23 @@ def test_a_seed_makes_the_same_cases_again() -> None:
     assert make_case(3, 0) != make_case(4, 0)
 
 
-def case(kind: str) -> Case:
+def case(kind: str, goes_on: bool) -> Case:
     """Four ranks on one communicator; rank 1 is the culprit, and rank 2 at the link's other end."""
     made = make_case(0, 0, kind)
     fault = dataclasses.replace(made.fault, kind=kind, culprit=1, peer=2, call=0)
-    return dataclasses.replace(made, ranks=4, splits=(), calls=made.calls[:3], fault=fault)
+    return dataclasses.replace(
+        made, ranks=4, splits=(), calls=made.calls[:3], fault=fault, goes_on=goes_on
+    )
 
 
-def found(kind: str, *others: Outcome, culprit: Outcome | None = None) -> list[str]:
+def found(
+    kind: str, *others: Outcome, culprit: Outcome | None = None, goes_on: bool = False
+) -> list[str]:
     """What the judge says of ranks 0, 2 and 3; one that is left out hangs."""
     told = (*others, Outcome(1, died=-9) if culprit is None else culprit)
-    finished = Finished({each.rank: each for each in told}, {1: 0}, fired_at=100.0)
-    return problems(case(kind), finished)
+    entered = dict.fromkeys(range(4), 0)
+    finished = Finished({each.rank: each for each in told}, entered, fired_at=100.0)
+    return problems(case(kind, goes_on), finished)
 
 
 def all_raise(error: str, peer: int = -1, at: float = 100.5) -> list[Outcome]:
@@ -65,7 +70,7 @@ def test_the_judge_accepts_what_is_right() -> None:
 
 
 def test_the_judge_sees_a_hang() -> None:
-    assert "rank 3 hangs in call -1" in found("kill", *all_raise("TransportError", 1)[:2])
+    assert "rank 3 hangs in call 0" in found("kill", *all_raise("TransportError", 1)[:2])
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,14 @@ def test_the_judge_sees_a_hang() -> None:
 )
 def test_the_judge_sees_one_rank_that_is_wrong(wrong: Outcome) -> None:
     assert len(found("kill", wrong, *all_raise("TransportError", 1)[1:])) == 1
+
+
+@pytest.mark.parametrize(("sizes", "wrong"), [((3, 3, 3), 0), ((3, 3, 0), 3), ((0, 0, 0), 3)])
+def test_the_judge_counts_who_went_on(sizes: tuple[int, ...], wrong: int) -> None:
+    raised = all_raise("TransportError", 1)
+    for outcome, size in zip(raised, sizes, strict=True):
+        outcome.went_on = size
+    assert len(found("kill", *raised, goes_on=True)) == wrong
 
 
 def test_leaks_are_counted() -> None:
