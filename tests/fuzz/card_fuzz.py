@@ -10,12 +10,10 @@ import socket
 import sys
 
 import atheris
-
-with atheris.instrument_imports(include=["gradwire._mesh", "gradwire._meeting"]):
-    from gradwire import _meeting, _mesh
-
+from gradwire import _meeting, _mesh
 from gradwire._errors import RendezvousError
 from gradwire._interfaces import is_loopback
+from instrument import cover
 
 
 def use(card: _mesh.Card) -> None:
@@ -41,5 +39,6 @@ def test_one_input(data: bytes) -> None:
         assert not target or is_loopback(target) in (True, False)
 
 
+cover(_meeting, _mesh)
 atheris.Setup(sys.argv, test_one_input)
 atheris.Fuzz()

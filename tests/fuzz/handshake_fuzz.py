@@ -10,11 +10,9 @@ import socket
 import sys
 
 import atheris
-
-with atheris.instrument_imports(include=["gradwire._handshake"]):
-    from gradwire import _handshake
-
+from gradwire import _handshake
 from gradwire._deadline import Deadline
+from instrument import cover
 
 SECRET = b"0123456789abcdef"
 HELLO = _handshake.Hello("job", _handshake.Purpose.CONTROL, 3, 1, source=2, target=0)
@@ -67,5 +65,6 @@ def test_one_input(data: bytes) -> None:
 
 
 logging.disable()
+cover(_handshake)
 atheris.Setup(sys.argv, test_one_input)
 atheris.Fuzz()

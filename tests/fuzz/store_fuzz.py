@@ -11,11 +11,9 @@ import socket
 import sys
 
 import atheris
-
-with atheris.instrument_imports(include=["gradwire._store", "gradwire._store_server"]):
-    from gradwire import _store, _store_server
-
+from gradwire import _store, _store_server
 from gradwire._deadline import Deadline
+from instrument import cover
 
 ADDRESS = _store.Address("unix", f"gradwire-fuzz-{os.getpid()}")
 GET = _store.REQUEST.pack(_store.Operation.GET, 6, 0, 0) + b"honest"
@@ -95,5 +93,6 @@ def test_one_input(data: bytes) -> None:
         before_a_hostile_server(rest)
 
 
+cover(_store, _store_server)
 atheris.Setup(sys.argv, test_one_input)
 atheris.Fuzz()
