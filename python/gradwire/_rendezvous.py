@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import stat
@@ -176,8 +175,8 @@ def _heard(server: StoreServer) -> Iterator[None]:
 
 def _beyond_loopback(world: World, address: Address, secret: bytes) -> list[Address]:
     """Where the store listens too: a host's name may mean loopback on that host alone."""
-    own_name = not address.local and not _is_numeric(address.host) and address.host != "localhost"
-    if not (own_name and secret and world.local_size != world.size and _leads_to_loopback(address)):
+    elsewhere = address.named and world.local_size != world.size
+    if not (elsewhere and secret and _leads_to_loopback(address)):
         return []
     try:
         choice = choose(
@@ -187,14 +186,6 @@ def _beyond_loopback(world: World, address: Address, secret: bytes) -> list[Addr
         return []
     _log.info("%s means loopback here, so the store also listens on %s", address.host, choice)
     return [address._replace(host=choice.interface.address)]
-
-
-def _is_numeric(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _leads_to_loopback(address: Address) -> bool:

@@ -11,6 +11,7 @@ wrong client cannot fill the memory.
 from __future__ import annotations
 
 import enum
+import ipaddress
 import math
 import os
 import socket
@@ -95,6 +96,17 @@ class Address(NamedTuple):
     def local(self) -> bool:
         """Whether it is a Unix socket, which only this host's processes reach."""
         return self.scheme == "unix"
+
+    @property
+    def named(self) -> bool:
+        """Whether the host is a name, which may mean another address on another host."""
+        if self.local or self.host == "localhost":
+            return False
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            return True
+        return False
 
     def resolve(self) -> list[tuple[socket.AddressFamily, Any]]:
         """The socket addresses it stands for, best first; raises OSError for an unknown host."""
@@ -219,9 +231,11 @@ def _connect(address: Address, hello: Hello, secret: bytes, deadline: Deadline) 
             raise RendezvousError(f"the store at {address} is not ours: {error}") from error
         except OSError as error:
             if deadline.passed:
+                name = f" Does {address.host} mean loopback on rank 0's host? Then give an address."
                 raise RendezvousError(
                     f"could not reach the store at {address} within {deadline.seconds:g} s "
                     f"({error}): is rank 0 running, and is it the same job (GRADWIRE_JOB)?"
+                    + (name if address.named else "")
                 ) from error
         turn += 1
         pause.wait(min(_RETRY, deadline.remaining))

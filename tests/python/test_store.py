@@ -277,6 +277,21 @@ def test_a_store_that_never_comes_is_an_error_at_the_deadline() -> None:
         StoreClient(Address("tcp", "127.0.0.1", port), "job", SECRET, Deadline(0.1))
 
 
+def test_a_store_under_a_name_that_is_not_there_hints_at_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        Address, "resolve", lambda self: [(socket.AF_INET, ("127.0.0.1", self.port))]
+    )
+    with socket.socket() as reserved:  # bound and never listening
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        for host, hint in (("node0", True), ("127.0.0.1", False), ("localhost", False)):
+            with pytest.raises(RendezvousError, match="is rank 0 running") as caught:
+                StoreClient(Address("tcp", host, port), "job", SECRET, Deadline(0.01))
+            assert ("Does node0 mean loopback on rank 0's host?" in str(caught.value)) == hint
+
+
 def test_a_client_may_come_before_its_store() -> None:
     address = Address("unix", f"gradwire-test-{secrets.token_hex(8)}")
     values: list[bytes] = []
