@@ -28,7 +28,7 @@ from gradwire._handshake import Purpose
 from gradwire._interfaces import Choice, Interface, interfaces
 from gradwire._mesh import Card, Job, Mesh, choose_transport, inproc_meshes, unpack_card
 from gradwire._rendezvous import choose_transports, find_secret, rendezvous
-from gradwire._world import World, explicit, from_environment
+from gradwire._world import World, explicit
 
 SECRET = b"0123456789abcdef"
 LAUNCHERS = (
@@ -496,118 +496,6 @@ def test_a_secret_is_made_for_each_meeting_where_none_is_given(closing: Closing)
     assert [len(each) for each in found] == [1, 1]
     assert found[0] != found[1]
     assert "secret" not in repr(closing(meet(places))[0].job)
-
-
-# The launchers' environments
-
-
-def set_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    for pair in text.split():
-        name, _, value = pair.partition("=")
-        monkeypatch.setenv(name, value)
-
-
-TORCHRUN = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=node0 MASTER_PORT=29500"
-
-
-def test_without_a_launcher_there_is_one_rank() -> None:
-    assert (from_environment().rank, from_environment().size) == (0, 1)
-
-
-def test_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_environment(
-        monkeypatch, TORCHRUN + " TORCHELASTIC_RUN_ID=run7 TORCHELASTIC_RESTART_COUNT=2"
-    )
-    world = from_environment()
-    assert world == World(
-        3, 4, "torchrun", "run7", 2, 1, 2, store="torch://node0:29500", rank_0_hosts=False
-    )
-    assert world.several_hosts
-
-
-def test_a_store_in_the_environment_goes_before_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_environment(monkeypatch, TORCHRUN + " GRADWIRE_STORE=tcp://node0:7")
-    world = from_environment()
-    assert (world.store, world.rank_0_hosts) == ("tcp://node0:7", True)
-
-
-ONE_HOST = {
-    "openmpi": "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 "
-    "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-7",
-    "mpich": "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
-    "srun": "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1 SLURM_NNODES=1 SLURM_JOB_ID=7",
-}
-SEVERAL_HOSTS = {
-    "openmpi": "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 "
-    "OMPI_COMM_WORLD_LOCAL_SIZE=2",
-    "mpich": "PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
-    "mpich without local ranks": "PMI_RANK=1 PMI_SIZE=4",
-    "srun": "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NNODES=2 SLURM_JOB_ID=7",
-}
-
-
-@pytest.mark.parametrize("text", ONE_HOST.values(), ids=ONE_HOST)
-def test_a_launch_on_one_host_meets_on_a_socket_of_its_user(
-    monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    set_environment(monkeypatch, text)
-    world = from_environment()
-    assert (world.rank, world.size, world.local_rank, world.local_size) == (1, 2, 1, 2)
-    assert world.store is not None
-    assert world.store.startswith(f"unix://gradwire-{os.getuid()}-")
-    assert world.rank_0_hosts
-
-
-@pytest.mark.parametrize("text", SEVERAL_HOSTS.values(), ids=SEVERAL_HOSTS)
-def test_a_launch_on_several_hosts_needs_a_store(
-    monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    set_environment(monkeypatch, text)
-    with pytest.raises(RendezvousError, match="set GRADWIRE_STORE=tcp://HOST:PORT"):
-        from_environment()
-    monkeypatch.setenv("GRADWIRE_STORE", "tcp://node0:7")
-    world = from_environment()
-    assert (world.rank, world.size, world.rank_0_hosts) == (1, 4, True)
-
-
-def test_mpirun_inside_a_slurm_allocation_is_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_environment(monkeypatch, ONE_HOST["openmpi"] + " " + SEVERAL_HOSTS["srun"])
-    assert from_environment().launcher == "Open MPI's mpirun"
-
-
-def test_a_slurm_step_is_not_its_whole_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_environment(monkeypatch, ONE_HOST["srun"] + " SLURM_STEP_NUM_TASKS=3 SLURM_STEP_ID=5")
-    world = from_environment()
-    assert (world.size, world.job) == (3, "7.5")
-
-
-def test_the_job_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_environment(monkeypatch, ONE_HOST["mpich"] + " GRADWIRE_JOB=mine")
-    assert from_environment().job == "mine"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("RANK=4 WORLD_SIZE=4", "RANK='4' is not a rank within WORLD_SIZE='4'"),
-        ("RANK=x WORLD_SIZE=4", "RANK='x' is not a number"),
-        ("RANK=0 WORLD_SIZE=4", "MASTER_ADDR and MASTER_PORT are not"),
-        ("WORLD_SIZE=4", "WORLD_SIZE is set and RANK is not"),
-    ],
-)
-def test_a_wrong_environment_says_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, text: str, message: str
-) -> None:
-    set_environment(monkeypatch, text)
-    with pytest.raises(RendezvousError, match=message):
-        from_environment()
-
-
-def test_explicit_arguments_are_checked() -> None:
-    with pytest.raises(InvalidArgument, match="rank=2 is not within size=2"):
-        explicit(2, 2, "tcp://a:1")
-    with pytest.raises(InvalidArgument, match="need store="):
-        explicit(0, 2, None)
 
 
 def test_a_choice_reads_well() -> None:
