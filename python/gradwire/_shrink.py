@@ -144,13 +144,11 @@ class _Shrink(Generic[_Made]):
                 deadline=Deadline(self._patience),
                 transports=self._transports,
                 interface=self._mesh.interface,
-                hear=lambda within: self._listen_within(view, within),
+                hear=lambda within: self._hear(view, within),
             )
             return self._make(mesh, self._patience)
         except Error:  # because a rank died, the end of whose line is heard later?
-            limit = Deadline(_NEWS)
-            while not limit.passed:
-                self._listen_within(view, limit.remaining)
+            self._hear(view, _NEWS)
             raise
 
     def _exchange(self, card: bytes, view: View) -> list[bytes]:
@@ -198,9 +196,14 @@ class _Shrink(Generic[_Made]):
             else:
                 self._listen(min(self._limits[peer].remaining for peer in waiting))
 
-    def _listen_within(self, view: View, seconds: float) -> None:
-        self._listen(seconds)
-        self._require(view)
+    def _hear(self, view: View, within: float) -> None:
+        """Raises _Narrowed where the view is smaller within so many seconds."""
+        limit = Deadline(within)
+        while True:
+            self._listen(limit.remaining)
+            self._require(view)
+            if limit.passed:
+                return
 
     def _listen(self, seconds: float) -> None:
         for event in self._lines.poll(seconds):

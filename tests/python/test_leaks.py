@@ -77,11 +77,15 @@ def close(comm: Communicator) -> Communicator:
 
 def fail(comm: Communicator, victim: int = 1) -> None:
     """Rank `victim` dies while the others have work in flight."""
-    works = [comm.all_reduce(np.ones(ELEMENTS, np.float32), async_op=True) for _ in range(3)]
-    if comm.rank == victim:
+
+    def train() -> None:
+        works = [comm.all_reduce(np.ones(ELEMENTS, np.float32), async_op=True) for _ in range(3)]
         works[0].wait()
-        vanish(comm)
-    until(TransportError, lambda: comm.all_reduce(np.ones(ELEMENTS, np.float32)))
+        if comm.rank == victim:
+            vanish(comm)
+        works[2].wait()
+
+    until(TransportError, train)
 
 
 def until(kind: type[Error], call: Callable[[], object]) -> None:

@@ -41,14 +41,18 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_until_it_fails(comm: Communicator) -> Error:
+def train_until_it_fails(comm: Communicator, victim: int | None = None) -> Error:
+    """The victim dies between two steps; the others may not be through the first of them."""
     x = np.ones(300_000, np.float32)
     try:
-        while True:
+        for step in itertools.count():
             comm.all_reduce(x, timeout=20)
+            if step == 2 and comm.rank == victim:
+                die()
     except Error as error:
         assert comm.closed
         return error
+    raise AssertionError("unreachable")
 
 
 def members(comm: Communicator, name: int) -> list[int]:
@@ -76,10 +80,7 @@ def survivors(ended: Sequence[Outcome]) -> list[Any]:
 @pytest.mark.parametrize("victim", [0, 2])
 def test_survivors_of_a_killed_rank_go_on(transport: str, victim: int) -> None:
     def body(comm: Communicator) -> list[int]:
-        comm.barrier()
-        if comm.rank == victim:
-            die()
-        error = train_until_it_fails(comm)
+        error = train_until_it_fails(comm, victim)
         assert isinstance(error, TransportError)
         assert error.peer == victim
         began = time.monotonic()
@@ -101,10 +102,7 @@ def test_shrinking_goes_on_to_the_last_rank(transport: str) -> None:
     def body(comm: Communicator) -> list[list[int]]:
         name, seen = comm.rank, []
         while comm.size > 1:
-            comm.barrier()
-            if comm.rank == 0:
-                die()
-            train_until_it_fails(comm)
+            train_until_it_fails(comm, victim=0)
             comm = comm.shrink()
             seen.append(members(comm, name))
         comm.close()
@@ -172,10 +170,7 @@ def test_a_rank_may_die_while_the_others_shrink(point: int, monkeypatch: Any) ->
         send(self, peer, *message)
 
     def body(comm: Communicator) -> tuple[list[int], bool]:
-        comm.barrier()
-        if comm.rank == 3:
-            die()
-        train_until_it_fails(comm)
+        train_until_it_fails(comm, victim=3)
         if comm.rank == 2:
             monkeypatch.setattr(_lines.Lines, "send", send_or_die)
         smaller = comm.shrink(timeout=10)
@@ -286,10 +281,7 @@ def test_the_store_is_not_needed() -> None:
         def body(comm: Communicator) -> list[int]:
             rank = comm.rank
             with gradwire.init(rank=rank, size=3, store=store, secret="0123456789abcdef") as world:
-                world.barrier()
-                if rank == 0:
-                    die()
-                train_until_it_fails(world)
+                train_until_it_fails(world, victim=0)
                 smaller = world.shrink()
             with smaller:
                 return members(smaller, rank)
@@ -335,7 +327,7 @@ def connect(
 ) -> Made:
     cards = exchange(b"%d of %d" % (rank, size), None)
     assert cards == [b"%d of %d" % (each, size) for each in range(size)]
-    others["hear"]()
+    others["hear"](0)
     return Made(others["communicator"], size)
 
 
