@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -36,13 +37,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _T = TypeVar("_T")
 
 
+@functools.cache
 def missing() -> str | None:
     """Why there can be no hosts here; None where there can."""
     if shutil.which("ip") is None:
         return "no `ip` command: install iproute2"
     try:
-        Namespace().close()
-    except OSError as error:
+        Network(1).close()
+    except (OSError, subprocess.CalledProcessError) as error:
         return f"network namespaces cannot be made here ({error}): needs root"
     return None
 
