@@ -222,8 +222,10 @@ def test_ranks_that_differed_are_told_when_they_close(transport: str) -> None:
     called = RawArray(ctypes.c_int, 3)
 
     def body(comm: Communicator) -> None:
-        comm.broadcast(np.ones(3), root=comm.rank)
-        called[comm.rank] = 1
+        try:
+            comm.broadcast(np.ones(3), root=comm.rank)
+        finally:
+            called[comm.rank] = 1  # who comes last may be told before
         eventually(lambda: sum(called) == 3)
 
     for each in outcomes(3, body, transport=transport, processes=True):
