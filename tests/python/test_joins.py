@@ -175,24 +175,23 @@ def test_a_launched_training_listens_nowhere_but_at_its_launcher(tmp_path: Path)
     """Which a thousand strangers come to, and are turned away with one line of log."""
     script = tmp_path / "rank.py"
     script.write_text(LAUNCHED)
-    stormy = Launched(script)
-    stormy.step()  # so all have met
-    descriptors = open_descriptors(stormy.process.pid)
-    assert stormy.listening() == ([f"@{stormy.store.host}"], [])
-    steps = 1
-    with gather_storm() as storm:
+    with Launched(script) as stormy, gather_storm() as storm:
+        stormy.step()  # so all have met
+        descriptors = open_descriptors(stormy.process.pid)
+        assert stormy.listening() == ([f"@{stormy.store.host}"], [])
         storm.at(stormy.store, STRANGERS)
+        steps = 1
         while not storm.over:
             stormy.step()
             steps += 1
         assert storm.end() == STRANGERS
-    assert open_descriptors(stormy.process.pid) <= descriptors
-    digest, errors = stormy.end()
+        assert open_descriptors(stormy.process.pid) <= descriptors
+        digest, errors = stormy.end()
     assert errors.count("refused a connection from a process of user") == 1
-    quiet = Launched(script)
-    for _ in range(steps):
-        quiet.step()
-    assert quiet.end()[0] == digest
+    with Launched(script) as quiet:
+        for _ in range(steps):
+            quiet.step()
+        assert quiet.end()[0] == digest
     assert digest.split()[0] == str(steps + 1)
 
 
@@ -214,6 +213,13 @@ class Launched:
         assert self.process.stdin is not None
         self._says, self._hears = self.process.stdout, self.process.stdin
         self.store = parse_address(self._says.readline().strip())
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.process:  # closes its pipes
+            self.process.kill()  # and the kernel its ranks, if it has not ended
 
     def step(self, then: str = "+") -> None:
         assert self._says.readline() == "step\n"
@@ -331,3 +337,34 @@ def test_without_a_secret_the_log_says_how_private_joins_are(
         for mesh in on_ranks([base, replace(base, rank=1)], meet):
             mesh.close()
     assert f"who may join is as private as the store at {store}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"7",
+        b"[" * 10_000,
+        b'{"host": "a", "has_secret": true, "reached": ""}',
+        b'{"host": "a", "has_secret": false, "reached": "", "job": "j", "secret": "no hex"}',
+        b'{"host": "a", "has_secret": 1, "reached": "", "job": "j", "secret": "00"}',
+    ],
+)
+def test_a_foreign_introduction_in_a_process_group_names_the_rank(data: bytes) -> None:
+    pytest.importorskip("torch")
+    from gradwire.torch import _group
+
+    with pytest.raises(RendezvousError, match="rank 0 did not introduce itself"):
+        _group._read_introduction(data, 0)
+
+
+def test_an_introduction_survives_its_trip() -> None:
+    pytest.importorskip("torch")
+    from gradwire.torch import _group
+
+    said = _group._read_introduction(_group._introduction(0, None), 0)
+    assert len(bytes.fromhex(said["secret"])) >= 16
+    assert not {"job", "secret"} & set(
+        _group._read_introduction(_group._introduction(1, SECRET), 1)
+    )

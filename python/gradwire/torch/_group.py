@@ -37,7 +37,10 @@ def communicator_of(group: dist.ProcessGroup, timeout: float = 300) -> Communica
         return _all_gather_bytes(group, data, deadline)
 
     known = find_secret(None)
-    introductions = [json.loads(each) for each in exchange(_introduction(rank, known), deadline)]
+    introductions = [
+        _read_introduction(each, peer)
+        for peer, each in enumerate(exchange(_introduction(rank, known), deadline))
+    ]
     mesh = connect_mesh(
         _agree(introductions, known, rank),
         exchange,
@@ -60,6 +63,23 @@ def _introduction(rank: int, known: bytes | None) -> bytes:
         if known is None:
             said["secret"] = secrets.token_hex(32)
     return json.dumps(said).encode()
+
+
+def _read_introduction(data: bytes, rank: int) -> dict[str, Any]:
+    """What a rank says of itself; raises RendezvousError for anything else."""
+    wanted: dict[str, type] = {"host": str, "has_secret": bool, "reached": str}
+    try:
+        said: dict[str, Any] = json.loads(data)
+        if rank == 0:
+            wanted["job"] = str
+        if rank == 0 and not said["has_secret"]:
+            wanted["secret"] = str
+            bytes.fromhex(said["secret"])
+        if {key: type(said[key]) for key in said} == wanted:
+            return said
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    raise RendezvousError(f"rank {rank} did not introduce itself: another gradwire version?")
 
 
 def _agree(introductions: Sequence[dict[str, Any]], known: bytes | None, rank: int) -> Job:
