@@ -101,10 +101,13 @@ def _pair(transport: str) -> tuple[socket.socket, socket.socket]:
 
 def _in_threads(made: list[Mesh], rank_body: Callable[[Mesh], Outcome]) -> list[Outcome]:
     ended: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-    for mesh in made:
-        threading.Thread(
-            target=lambda mesh=mesh: ended.put((mesh.rank, rank_body(mesh))), daemon=True
-        ).start()
+    threads = [
+        threading.Thread(target=lambda mesh=mesh: ended.put((mesh.rank, rank_body(mesh))))
+        for mesh in made
+    ]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
     found: dict[int, Outcome] = {}
     while len(found) < len(made):
         try:
@@ -113,7 +116,13 @@ def _in_threads(made: list[Mesh], rank_body: Callable[[Mesh], Outcome]) -> list[
             faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
             raise AssertionError(f"only ranks {sorted(found)} ended within {LIMIT} s") from None
         found[rank] = outcome
+    eventually(lambda: not any(_is_running(thread) for thread in threads))
     return [found[rank] for rank in range(len(made))]
+
+
+def _is_running(thread: threading.Thread) -> bool:
+    """As the kernel knows it: a fork while it ends would take OpenSSL's locks along, taken."""
+    return Path(f"/proc/self/task/{thread.native_id}").exists()
 
 
 def _in_processes(made: list[Mesh], rank_body: Callable[[Mesh], Outcome]) -> list[Outcome]:
