@@ -68,9 +68,9 @@ class Communicator:
       ``bf16``; sums are formed in float32 all the same.
 
     A failure is final: every later call raises the same error, and `shrink` makes a communicator
-    of the ranks that survived. TransportError and Timeout name the rank in `peer`. InvalidArgument
-    that is raised before anything was sent leaves it alive. It is also a context manager, which
-    closes it, or aborts it when the block raises.
+    of the ranks that survived. TransportError, Timeout and Aborted name the rank in `peer`.
+    InvalidArgument that is raised before anything was sent leaves it alive. It is also a context
+    manager, which closes it, or aborts it when the block raises.
     """
 
     def __init__(

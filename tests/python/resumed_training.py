@@ -12,7 +12,6 @@ import hashlib
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import gradwire.torch
@@ -39,14 +38,9 @@ def train(directory: Path, dies: bool) -> str:
         optimizer.zero_grad()
         loss = mse_loss(ddp(x), y)
         if dies and step == DIES_AT and dist.get_rank() == 1:
-            (directory / "died").write_text(str(time.monotonic()))
+            (directory / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            loss.backward()
-        except gradwire.TransportError as error:
-            waited = time.monotonic() - float((directory / "died").read_text())
-            print(f"rank {dist.get_rank()} lost rank {error.peer} in step {step}: {waited:.3f} s")
-            raise
+        loss.backward()
         optimizer.step()
         if dist.get_rank() == 0:
             save(directory, step + 1, ddp, optimizer)

@@ -7,7 +7,7 @@
 //   ├── RendezvousError   the ranks could not find or authenticate each other
 //   ├── TransportError    a peer vanished or sent something impossible; peer() says which
 //   ├── Timeout           a deadline passed; peer() is the rank that was waited for
-//   └── Aborted           abort() or close() ended the call, or Ctrl-C did
+//   └── Aborted           abort() or close() ended the call, or Ctrl-C did; peer() is who did it
 //
 // Messages say what happened, on which rank, with which peer, and what to do.
 #pragma once
@@ -41,11 +41,6 @@ class RendezvousError : public Error {
   using Error::Error;
 };
 
-class Aborted : public Error {
- public:
-  using Error::Error;
-};
-
 // An error that some rank is to blame for; kNoPeer when it is not known.
 class PeerError : public Error {
  public:
@@ -64,6 +59,11 @@ class TransportError : public PeerError {
 class Timeout : public PeerError {
  public:
   using PeerError::PeerError;
+};
+
+class Aborted : public PeerError {
+ public:
+  explicit Aborted(const std::string& message, Rank peer = kNoPeer) : PeerError(message, peer) {}
 };
 
 // "what: strerror(code)", for messages.

@@ -57,7 +57,7 @@ void translate(std::exception_ptr error) {
   } catch (const RendezvousError& e) {
     raise(classes.rendezvous_error, e);
   } catch (const Aborted& e) {
-    raise(classes.aborted, e);
+    raise_with_peer(classes.aborted, e);
   } catch (const Timeout& e) {
     raise_with_peer(classes.timeout, e);
   } catch (const TransportError& e) {
@@ -87,8 +87,10 @@ void bind_errors(py::module_& m) {
   classes.rendezvous_error =
       add(m, "RendezvousError", "The ranks could not find or authenticate each other.",
           py::make_tuple(error));
-  classes.aborted =
-      add(m, "Aborted", "abort() or close() ended the call, or Ctrl-C did.", py::make_tuple(error));
+  classes.aborted = add(m, "Aborted",
+                        "abort() or close() ended the call, or Ctrl-C or an exception did; `peer` "
+                        "is the rank where, -1 where it is not known.",
+                        py::make_tuple(error), peer.attr("copy")());
   classes.transport_error = add(m, "TransportError",
                                 "A peer vanished or sent something impossible; `peer` is its rank, "
                                 "-1 where it is not known.",

@@ -182,7 +182,7 @@ void Communicator::abort(const std::string& reason) noexcept {
     abort_requested_ = true;
     abort_reason_ = reason;
     attention_ = true;
-    if (!driving_) fail_locked(std::make_exception_ptr(Aborted(reason)));
+    if (!driving_) fail_locked(std::make_exception_ptr(Aborted(reason, identity_.rank)));
     ring();
   }
   changed_.notify_all();

@@ -111,13 +111,14 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
   } catch (const Interruption& stopped) {
     interruption = stopped.cause;
     fail(std::make_exception_ptr(
-        Aborted("rank " + std::to_string(identity_.rank) + " was interrupted")));
+        Aborted("rank " + std::to_string(identity_.rank) + " was interrupted", identity_.rank)));
   } catch (...) {
     fail(control_.root_cause(std::current_exception()));
   }
   lock.lock();
   driving_ = false;
-  if (abort_requested_) fail_locked(std::make_exception_ptr(Aborted(abort_reason_)));
+  if (abort_requested_)
+    fail_locked(std::make_exception_ptr(Aborted(abort_reason_, identity_.rank)));
   changed_.notify_all();
   if (interruption) std::rethrow_exception(interruption);
 }
@@ -138,7 +139,7 @@ bool Communicator::advance() {
 // What other threads left: an abort, new transfers.
 void Communicator::take_attention() {
   std::lock_guard lock(mutex_);
-  if (abort_requested_) throw Aborted(abort_reason_);
+  if (abort_requested_) throw Aborted(abort_reason_, identity_.rank);
   if (current_ == nullptr) watch_.quiet();  // none of these has waited yet
   for (auto& [transfer, sends] : submitted_) {
     if (sends)

@@ -29,7 +29,7 @@ ControlFrame failure_frame(const std::exception_ptr& error, Rank rank) noexcept 
   } catch (const Timeout& e) {
     return make(FailureKind::kTimeout, e.peer(), e.what());
   } catch (const Aborted& e) {
-    return make(FailureKind::kAborted, rank, e.what());
+    return make(FailureKind::kAborted, e.peer(), e.what());
   } catch (const InvalidArgument& e) {
     return make(FailureKind::kInvalidArgument, rank, e.what());
   } catch (const std::exception& e) {
@@ -47,7 +47,7 @@ std::exception_ptr error_of(const ControlFrame& failure) {
     case FailureKind::kTimeout:
       return std::make_exception_ptr(Timeout(text, failure.culprit));
     case FailureKind::kAborted:
-      return std::make_exception_ptr(Aborted(text));
+      return std::make_exception_ptr(Aborted(text, failure.culprit));
     case FailureKind::kInvalidArgument:
       return std::make_exception_ptr(InvalidArgument(text));
     case FailureKind::kOther:
