@@ -483,8 +483,9 @@ def from_mesh(
     core = _core_of(mesh, groups, tuning)
     limit = timeout if patience is None else patience
     try:
-        for number, peer in sorted(mesh.peers.items()):
+        for number, peer in mesh.peers.items():
             core.adopt_control(peer.control.detach(), number)
+        for number, peer in mesh.peers.items():
             for lane, link in peer.links.items():
                 core.adopt_link(lane, link.transport, link.sock.detach(), number, limit)
     except BaseException:

@@ -40,9 +40,10 @@ class Ranks {
           std::make_unique<Communicator>(Identity{r, size, /*communicator=*/7, hosts}, tuning));
     run([&](Communicator& comm) {
       const int me = comm.identity().rank;
+      for (int peer = 0; peer < size; ++peer)
+        if (peer != me) comm.adopt_control(std::move(control[at(me)][at(peer)]), peer);
       for (int peer = 0; peer < size; ++peer) {
         if (peer == me) continue;
-        comm.adopt_control(std::move(control[at(me)][at(peer)]), peer);
         comm.adopt_link(Lane::kCollective, transport, std::move(collective[at(me)][at(peer)]), peer,
                         10);
         comm.adopt_link(Lane::kPointToPoint, transport, std::move(transfer[at(me)][at(peer)]), peer,

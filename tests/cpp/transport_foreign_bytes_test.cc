@@ -47,7 +47,8 @@ struct ByHand {
     run_threads(2, [&](int side) {
       if (side == 0) return transport->adopt(std::move(ends.first), 1, kTestSeconds);
       const LinkId back{kind, 1, 0};
-      agree(socket.get(), back, options_of_rank(1), Deadline::after(kTestSeconds));
+      send_hello(socket.get(), back, options_of_rank(1));
+      receive_hello(socket.get(), back, options_of_rank(1), Deadline::after(kTestSeconds));
       more(socket.get(), back);
     });
   }

@@ -44,7 +44,8 @@ struct Side {
     wire = std::move(other);
     const Rank peer = 1 - rank;
     say(wire, hello_of("tcp", options_of(peer), peer, rank));
-    links.adopt("tcp", std::move(own), peer, 0);
+    links.offer("tcp", std::move(own), peer);
+    links.complete(Deadline::after(0));
     hello = hello_of("tcp", options_of(rank), rank, peer).size();
   }
 

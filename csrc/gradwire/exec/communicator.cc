@@ -64,7 +64,17 @@ void Communicator::adopt_control(UniqueFd socket, Rank peer) {
 void Communicator::adopt_link(Lane lane, std::string_view transport, UniqueFd socket, Rank peer,
                               double timeout) {
   Links& links = lane == Lane::kCollective ? links_ : transfer_links_;
-  links.adopt(transport, std::move(socket), peer, timeout);
+  try {
+    links.offer(transport, std::move(socket), peer);
+    if (!links_.offered_all() || !transfer_links_.offered_all()) return;
+    const Deadline deadline = Deadline::after(timeout);
+    links_.complete(deadline);
+    transfer_links_.complete(deadline);
+  } catch (...) {
+    const std::exception_ptr cause = control_.root_cause(std::current_exception());
+    fail(cause);
+    std::rethrow_exception(cause);
+  }
 }
 
 // ---- Calls -------------------------------------------------------------------------------------

@@ -55,7 +55,9 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Authenticated sockets, in ascending order of peers, before anything else.
+  // Authenticated sockets, before anything else: all for control, then all for links. Only the last
+  // of them blocks, as it makes the links: so a rank waits for those alone that have not come to
+  // this point. A failure is one of the communicator: the others are told.
   void adopt_control(UniqueFd socket, Rank peer);
   void adopt_link(Lane lane, std::string_view transport, UniqueFd socket, Rank peer,
                   double timeout);

@@ -8,15 +8,23 @@ namespace gradwire::exec {
 Links::Links(transport::Options options)
     : options_(options), link_of_(static_cast<std::size_t>(options.size), -1) {}
 
-void Links::adopt(std::string_view transport, UniqueFd socket, Rank peer, double timeout_seconds) {
+void Links::offer(std::string_view transport, UniqueFd socket, Rank peer) {
   auto at = std::find_if(transports_.begin(), transports_.end(),
                          [&](const auto& each) { return each->name() == transport; });
   if (at == transports_.end()) {
     at = transports_.insert(at, transport::make_transport(transport, options_));
     doorbells_.push_back((*at)->doorbell());
   }
-  (*at)->adopt(std::move(socket), peer, timeout_seconds);
+  (*at)->offer(std::move(socket), peer);
   link_of_[static_cast<std::size_t>(peer)] = static_cast<int>(at - transports_.begin());
+}
+
+bool Links::offered_all() const noexcept {
+  return std::count(link_of_.begin(), link_of_.end(), -1) == 1;  // this rank's own
+}
+
+void Links::complete(const Deadline& deadline) {
+  for (auto& each : transports_) each->complete(deadline);
 }
 
 std::string_view Links::transport_of(Rank peer) const {

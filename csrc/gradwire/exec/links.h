@@ -18,8 +18,12 @@ class Links {
  public:
   explicit Links(transport::Options options);
 
-  // See Transport::adopt. Makes the transport when it is the first link of its kind.
-  void adopt(std::string_view transport, UniqueFd socket, Rank peer, double timeout_seconds);
+  // See Transport::offer. Makes the transport when it is the first link of its kind.
+  void offer(std::string_view transport, UniqueFd socket, Rank peer);
+  // To every peer.
+  bool offered_all() const noexcept;
+  // Makes all links that were offered.
+  void complete(const Deadline& deadline);
 
   std::size_t max_message() const noexcept { return options_.max_message; }
   // By peer: ranks with the same number share a transport and can share staging.

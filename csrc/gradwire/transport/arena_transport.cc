@@ -10,18 +10,23 @@
 
 namespace gradwire::transport {
 
-ArenaTransport::ArenaTransport(std::string_view name, const Options& options, SwapArenas swap)
+ArenaTransport::ArenaTransport(std::string_view name, const Options& options,
+                               ArenaExchange exchange)
     : StagedTransport(name, options),
-      swap_(swap),
+      exchange_(exchange),
       messages_(static_cast<std::size_t>(options.messages)),
       own_(Arena::create(options)),
       epoll_(make_epoll()),
       links_(static_cast<std::size_t>(options.size)) {}
 
-void ArenaTransport::link(UniqueFd socket, Rank peer, const Deadline& deadline) {
-  if (!is_unix_socket(socket.get()))
+void ArenaTransport::introduce(int socket, Rank peer) {
+  if (!is_unix_socket(socket))
     throw InvalidArgument(describe(link_id(peer), "needs a Unix stream socket"));
-  at(peer).arena = swap_(socket.get(), own_, link_id(peer), options(), deadline);
+  if (exchange_.give != nullptr) exchange_.give(socket, *own_, link_id(peer));
+}
+
+void ArenaTransport::link(UniqueFd socket, Rank peer, const Deadline& deadline) {
+  at(peer).arena = exchange_.take(socket.get(), own_, link_id(peer), options(), deadline);
   watch(epoll_.get(), socket.get(), EPOLLIN, peer);
   at(peer).socket = std::move(socket);
 }

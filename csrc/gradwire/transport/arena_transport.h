@@ -6,14 +6,17 @@
 
 namespace gradwire::transport {
 
-// Gives `own` to the peer at the other end of `socket` and returns the peer's.
-using SwapArenas = std::shared_ptr<Arena> (*)(int socket, const std::shared_ptr<Arena>& own,
-                                              const LinkId& link, const Options& options,
-                                              const Deadline& deadline);
+// How a rank gives its arena to the peer at the other end of `socket`, and gets the peer's.
+struct ArenaExchange {
+  // Does not block; null where take() does it.
+  void (*give)(int socket, const Arena& own, const LinkId& link);
+  std::shared_ptr<Arena> (*take)(int socket, const std::shared_ptr<Arena>& own, const LinkId& link,
+                                 const Options& options, const Deadline& deadline);
+};
 
 class ArenaTransport final : public StagedTransport {
  public:
-  ArenaTransport(std::string_view name, const Options& options, SwapArenas swap);
+  ArenaTransport(std::string_view name, const Options& options, ArenaExchange exchange);
 
   int doorbell() const noexcept override { return epoll_.get(); }
   void arm() override;
@@ -29,6 +32,7 @@ class ArenaTransport final : public StagedTransport {
     std::size_t front = 0;     // the cell that arrived() showed last
   };
 
+  void introduce(int socket, Rank peer) override;
   void link(UniqueFd socket, Rank peer, const Deadline& deadline) override;
   bool has_its_share(Rank peer) override;
   int find_room() override;
@@ -45,7 +49,7 @@ class ArenaTransport final : public StagedTransport {
   void answer_bell(Rank peer);
   void bury(Rank peer);
 
-  SwapArenas swap_;
+  ArenaExchange exchange_;
   std::size_t messages_;
   std::shared_ptr<Arena> own_;
   UniqueFd epoll_;

@@ -53,12 +53,16 @@ void check(const LinkId& link, const Hello& mine, const Hello& theirs) {
 
 }  // namespace
 
-void agree(int socket, const LinkId& link, const Options& options, const Deadline& deadline) {
+void send_hello(int socket, const LinkId& link, const Options& options) {
   const Hello mine(link, options);
+  send_all(socket, std::as_bytes(std::span(&mine, 1)), link, Deadline::after(0));
+}
+
+void receive_hello(int socket, const LinkId& link, const Options& options,
+                   const Deadline& deadline) {
   Hello theirs;
-  send_all(socket, std::as_bytes(std::span(&mine, 1)), link, deadline);
   receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), link, deadline);
-  check(link, mine, theirs);
+  check(link, Hello(link, options), theirs);
 }
 
 }  // namespace gradwire::transport

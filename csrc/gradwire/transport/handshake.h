@@ -1,4 +1,5 @@
-// The first exchange on every link: both ends say what they are and refuse to disagree.
+// The first exchange on every link: both ends say what they are and refuse to disagree. In two
+// halves, so that a rank can greet all its peers before it waits for any of them.
 #pragma once
 
 #include "gradwire/transport/socket.h"
@@ -6,8 +7,11 @@
 
 namespace gradwire::transport {
 
+// Fits into every fresh socket: does not wait.
+void send_hello(int socket, const LinkId& link, const Options& options);
 // Throws InvalidArgument where the two ends' Options differ (with both values), TransportError
 // where the other end is not the one expected, Timeout where it is silent.
-void agree(int socket, const LinkId& link, const Options& options, const Deadline& deadline);
+void receive_hello(int socket, const LinkId& link, const Options& options,
+                   const Deadline& deadline);
 
 }  // namespace gradwire::transport

@@ -23,6 +23,7 @@ void require_same_process(int socket, const LinkId& link) {
     throw InvalidArgument(describe(link, "inproc joins threads of one process; use shm"));
 }
 
+// In one go: a pointer that was sent to nobody would keep its arena for ever.
 std::shared_ptr<Arena> swap_pointers(int socket, const std::shared_ptr<Arena>& own,
                                      const LinkId& link, const Options&, const Deadline& deadline) {
   require_same_process(socket, link);
@@ -38,7 +39,7 @@ std::shared_ptr<Arena> swap_pointers(int socket, const std::shared_ptr<Arena>& o
 }  // namespace
 
 std::unique_ptr<Transport> make_inproc(const Options& options) {
-  return std::make_unique<ArenaTransport>("inproc", options, swap_pointers);
+  return std::make_unique<ArenaTransport>("inproc", options, ArenaExchange{nullptr, swap_pointers});
 }
 
 }  // namespace gradwire::transport

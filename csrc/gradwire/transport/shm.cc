@@ -32,18 +32,17 @@ struct DescriptorMessage {
   DescriptorMessage& operator=(const DescriptorMessage&) = delete;
 };
 
-void send_descriptor(int socket, int descriptor, const LinkId& link, const Deadline& deadline) {
+void give_descriptor(int socket, const Arena& own, const LinkId& link) {
+  const int descriptor = own.descriptor();
   DescriptorMessage message;
   cmsghdr* control = CMSG_FIRSTHDR(&message.header);
   control->cmsg_level = SOL_SOCKET;
   control->cmsg_type = SCM_RIGHTS;
   control->cmsg_len = CMSG_LEN(sizeof descriptor);
   std::memcpy(CMSG_DATA(control), &descriptor, sizeof descriptor);
-  while (::sendmsg(socket, &message.header, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) {
-    if (!would_block(errno))
+  while (::sendmsg(socket, &message.header, MSG_DONTWAIT | MSG_NOSIGNAL) < 0)
+    if (errno != EINTR)
       throw_transport_error(link, system_message("passing the shared memory", errno));
-    wait_ready(socket, POLLOUT, link, deadline);
-  }
 }
 
 // All that came with a message. What is not wanted has to be closed here too.
@@ -73,10 +72,9 @@ UniqueFd receive_descriptor(int socket, const LinkId& link, const Deadline& dead
   return std::move(received.front());
 }
 
-std::shared_ptr<Arena> swap_descriptors(int socket, const std::shared_ptr<Arena>& own,
-                                        const LinkId& link, const Options& options,
-                                        const Deadline& deadline) {
-  send_descriptor(socket, own->descriptor(), link, deadline);
+std::shared_ptr<Arena> take_descriptor(int socket, const std::shared_ptr<Arena>&,
+                                       const LinkId& link, const Options& options,
+                                       const Deadline& deadline) {
   return Arena::map(receive_descriptor(socket, link, deadline), link, options);
 }
 
@@ -89,7 +87,8 @@ Viability probe_shared_memory() {
 }
 
 std::unique_ptr<Transport> make_shm(const Options& options) {
-  return std::make_unique<ArenaTransport>("shm", options, swap_descriptors);
+  return std::make_unique<ArenaTransport>("shm", options,
+                                          ArenaExchange{give_descriptor, take_descriptor});
 }
 
 }  // namespace gradwire::transport

@@ -10,15 +10,32 @@ StagedTransport::StagedTransport(std::string_view name, const Options& options)
   open_.peers.reserve(peers_.size());
 }
 
-void StagedTransport::adopt(UniqueFd socket, Rank peer, double timeout_seconds) {
+void StagedTransport::offer(UniqueFd socket, Rank peer) {
   if (peer < 0 || peer >= options_.size || peer == options_.rank)
     throw InvalidArgument(describe(link_id(peer), "there is no such peer"));
   Peer& state = peers_[static_cast<std::size_t>(peer)];
-  if (state.linked) throw InvalidArgument(describe(link_id(peer), "is made already"));
-  const Deadline deadline = Deadline::after(timeout_seconds);
-  agree(socket.get(), link_id(peer), options_, deadline);
-  link(std::move(socket), peer, deadline);
-  state.linked = true;
+  if (state.linked || state.offered.valid())
+    throw InvalidArgument(describe(link_id(peer), "is made already"));
+  try {
+    send_hello(socket.get(), link_id(peer), options_);
+    introduce(socket.get(), peer);
+  } catch (const TransportError&) {  // it is gone; complete() hears what it said last
+  }
+  state.offered = std::move(socket);
+}
+
+// All hellos first: a peer that is there must not wait while this rank waits for another.
+void StagedTransport::complete(const Deadline& deadline) {
+  std::vector<UniqueFd> sockets;  // let go of, should one fail
+  for (Peer& peer : peers_) sockets.push_back(std::move(peer.offered));
+  for (std::size_t i = 0; i < sockets.size(); ++i)
+    if (sockets[i].valid())
+      receive_hello(sockets[i].get(), link_id(static_cast<Rank>(i)), options_, deadline);
+  for (std::size_t i = 0; i < sockets.size(); ++i) {
+    if (!sockets[i].valid()) continue;
+    link(std::move(sockets[i]), static_cast<Rank>(i), deadline);
+    peers_[i].linked = true;
+  }
 }
 
 std::vector<Rank> StagedTransport::peers() const {

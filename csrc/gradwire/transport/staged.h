@@ -17,7 +17,8 @@ class StagedTransport : public Transport {
 
   std::string_view name() const noexcept final { return name_; }
   std::size_t max_message() const noexcept final { return options_.max_message; }
-  void adopt(UniqueFd socket, Rank peer, double timeout_seconds) final;
+  void offer(UniqueFd socket, Rank peer) final;
+  void complete(const Deadline& deadline) final;
   std::vector<Rank> peers() const final;
   Bytes reserve(std::span<const Rank> peers, std::size_t bytes) final;
   void commit(std::size_t bytes) final;
@@ -28,6 +29,8 @@ class StagedTransport : public Transport {
  protected:
   static constexpr int kNoCell = -1;
 
+  // Sends what link() at the other end waits for. Does not block.
+  virtual void introduce(int /*socket*/, Rank /*peer*/) {}
   // Makes the link over a socket whose other end agreed to the Options.
   virtual void link(UniqueFd socket, Rank peer, const Deadline& deadline) = 0;
   // The peer has as many unread messages as it may have (Options::messages_per_peer).
@@ -48,6 +51,7 @@ class StagedTransport : public Transport {
 
  private:
   struct Peer {
+    UniqueFd offered;  // until it is linked
     bool linked = false;
     bool end_was_told = false;  // by peek_any()
     std::string gone;           // why, when it is

@@ -14,8 +14,10 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "gradwire/base/deadline.h"
 #include "gradwire/base/fd.h"
 #include "gradwire/base/types.h"
 
@@ -47,9 +49,17 @@ class Transport {
   virtual std::string_view name() const noexcept = 0;
   virtual std::size_t max_message() const noexcept = 0;
 
-  // Takes over a connected, authenticated socket to `peer`, exchanges what the link needs over it
-  // before the deadline, and makes the link. Both ends call it. Blocks; used at set-up only.
-  virtual void adopt(UniqueFd socket, Rank peer, double timeout_seconds) = 0;
+  // Takes over a connected, authenticated socket to `peer` and says over it what the other end
+  // waits for in complete(). Does not block.
+  virtual void offer(UniqueFd socket, Rank peer) = 0;
+  // Hears the other ends' part before the deadline, and makes all links that were offered. Blocks;
+  // at set-up only.
+  virtual void complete(const Deadline& deadline) = 0;
+  // Both. Two ends that wait for each other before each has offered must not use it.
+  void adopt(UniqueFd socket, Rank peer, double timeout_seconds) {
+    offer(std::move(socket), peer);
+    complete(Deadline::after(timeout_seconds));
+  }
   virtual std::vector<Rank> peers() const = 0;
 
   // Staging for one message to be sent to each of `peers` (not empty, all linked, each once),

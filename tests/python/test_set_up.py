@@ -1,0 +1,55 @@
+"""While the links are made: whoever is missing is named, on all ranks."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from gradwire import Error, Timeout, TransportError
+from gradwire._communicator import from_mesh
+from gradwire._mesh import Mesh
+from ranks import LIMIT, meshes
+
+P, MISSING = 4, 1
+transports = pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
+
+
+def errors(made: list[Mesh], timeout: float) -> list[Error]:
+    """What all ranks but the missing one raise."""
+    raised: list[Error] = []
+
+    def make(mesh: Mesh) -> None:
+        try:
+            from_mesh(mesh, timeout=timeout).close()
+        except Error as error:
+            raised.append(error)
+
+    threads = [
+        threading.Thread(target=make, args=(mesh,), daemon=True)
+        for mesh in made
+        if mesh.rank != MISSING
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert len(raised) == P - 1
+    return raised
+
+
+@transports
+def test_a_rank_that_does_not_come_is_named(transport: str) -> None:
+    made = meshes(P, transport)
+    for error in errors(made, timeout=0.5):
+        assert isinstance(error, Timeout)
+        assert error.peer == MISSING, error
+    made[MISSING].close()
+
+
+@transports
+def test_a_rank_that_died_is_named(transport: str) -> None:
+    made = meshes(P, transport)
+    made[MISSING].close()
+    for error in errors(made, timeout=30):
+        assert isinstance(error, TransportError)
+        assert error.peer == MISSING, error
