@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from gradwire import _core
 from gradwire._communicator import Communicator
 from gradwire._errors import Aborted, InvalidArgument, ScheduleError
 from gradwire._schedules import Schedule
 from gradwire._work import Work
+from gradwire.torch._buffers import broadcast_buffers_by
 from gradwire.torch._completions import Completions
 from gradwire.torch._group import communicator_of
 
@@ -76,6 +76,11 @@ class State:
             f"bytes={self.bytes}{failed})"
         )
 
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called, or the interpreter ends."""
+        return not self._close.alive
+
     def close(self) -> None:
         """Ends the hook's threads, and its communicator if `register` made that; also at exit.
 
@@ -94,7 +99,7 @@ class State:
         """Begins to average the bucket in its own buffer, and completes the future when done."""
         if self.error is not None:
             raise self.error
-        if not self._close.alive:
+        if self.closed:
             raise Aborted("the hook's State is closed: register another")
         buffer = _dense(bucket)
         # Other types travel as they are: a codec would have to convert twice or lose range.
@@ -200,41 +205,13 @@ def register(
     state = State(communicator, codec, algorithm, owns_communicator=owns)
     ddp.register_comm_hook(state, comm_hook)
     ddp.register_forward_pre_hook(partial(_refuse_training, state))
-    if not hasattr(ddp, "buffer_hook"):
-        hook = partial(_broadcast_buffers, state)
-        before = _BufferCommHookLocation.PRE_FORWARD
-        ddp._register_buffer_comm_hook(weakref.ref(ddp), hook, before)
+    broadcast_buffers_by(ddp, state)
     return state
 
 
 def _refuse_training(state: State, ddp: DistributedDataParallel, _: Any) -> None:
     if ddp.training and torch.is_grad_enabled():
         state._raise_error()
-
-
-def _broadcast_buffers(
-    state: State,
-    model: "weakref.ref[DistributedDataParallel]",
-    buffers: dict[str, torch.Tensor],
-) -> None:
-    """Rank 0's on all ranks, before each forward."""
-    ddp = model()
-    assert ddp is not None  # its forward calls
-    if not state._close.alive:  # as DDP would without a hook
-        ddp._default_broadcast_coalesced()
-        return
-    if ddp._join_config.enable:
-        raise InvalidArgument(
-            "within ddp.join() rank 0 may have no buffers to give: build DDP with "
-            "broadcast_buffers=False"
-        )
-    for dtype in dict.fromkeys(each.dtype for each in buffers.values()):
-        found = [each for each in buffers.values() if each.dtype is dtype]
-        sent = [each.contiguous() for each in found]
-        state.communicator.broadcast(sent, root=0)
-        for each, received in zip(found, sent, strict=True):
-            if each is not received:
-                each.copy_(received)
 
 
 def _value(future: Future[torch.Tensor]) -> torch.Tensor:
