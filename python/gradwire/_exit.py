@@ -119,6 +119,7 @@ def _close_all() -> None:
 
 def _let_go_in_child() -> None:
     """A forked child has the sockets, not the threads; kept open, they would outlive the rank."""
+    _core.forget_calls()
     for communicator in list(_open):
         communicator._core.let_go_in_child()
 

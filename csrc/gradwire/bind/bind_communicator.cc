@@ -204,6 +204,7 @@ void bind_communicator(py::module_& m) {
   m.attr("CONTROL_MAGIC") =
       py::bytes(reinterpret_cast<const char*>(&frame.magic), sizeof frame.magic);
   m.def("await_calls", &await_calls, py::arg("seconds"));
+  m.def("forget_calls", &forget_calls);
 }
 
 }  // namespace gradwire::bind

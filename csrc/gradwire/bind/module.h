@@ -25,6 +25,8 @@ class Unlocked {
 // when the interpreter is going is ended by unwinding its stack, which C++ answers with
 // terminate().
 void await_calls(double seconds);
+// In a forked child. (Every change is made with the interpreter's lock held, as a fork is.)
+void forget_calls();
 
 void bind_errors(py::module_& m);
 void bind_arrays(py::module_& m);

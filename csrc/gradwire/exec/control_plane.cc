@@ -210,7 +210,8 @@ std::optional<std::exception_ptr> ControlPlane::others_say(Rank peer) {
 
 std::exception_ptr ControlPlane::left_in_peace(Rank peer) const {
   const std::uint32_t calls = last_word_of(peer).frame.calls;
-  std::string text = name(rank_) + ": " + name(peer) + " closed its communicator in peace after " +
+  std::string text = name(rank_) + ": " + name(peer) +
+                     " closed its communicator, or ended its program, after " +
                      std::to_string(calls) + (calls == 1 ? " call" : " calls") +
                      ", while others still waited for it";
   if (const CallHistory::Entry* own = history_.after(history_.calls()))
