@@ -4,6 +4,7 @@
 #   make bench     the pytest-benchmark bandwidth suites
 #   make lint      format and check;  make lint-check only checks
 #   make sanitize  the C++ tests under AddressSanitizer + UBSan and under ThreadSanitizer
+#   make faults    COUNT=1000 random jobs with a random fault each, from a SEED that is printed
 #   make fuzz      every parser of foreign bytes under libFuzzer, FUZZ_SECONDS=60 in all
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,13 +12,14 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CLANG ?= clang++-19
 FUZZ_SECONDS ?= 60
+COUNT ?= 1000
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/*)
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc' 'bench/*.cc')
 
-.PHONY: demo test test-cpp test-python bench lint lint-check sanitize fuzz build clean
+.PHONY: demo test test-cpp test-python bench lint lint-check sanitize faults fuzz build clean
 demo: build
 	$(BIN)/python bench/demo.py $(ARGS)
 
@@ -32,6 +34,10 @@ test-cpp: $(VENV)/tools .system-packages
 test-python: build
 	@echo "== Python tests"
 	$(BIN)/python -m pytest $(ARGS)
+
+# SEED=… repeats a run; ARGS="--only N" one case of it.
+faults: build
+	PYTHONPATH=tests $(BIN)/python -m faults --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: build
 	$(BIN)/python -m pytest bench --benchmark-only $(ARGS)

@@ -31,9 +31,9 @@ _RULES = {
     "crash": Rule(("TransportError",), ("culprit",)),
     "stop": Rule(("Timeout",), ("culprit",), own=_TYPED),
     "silence": Rule(("Timeout",), certain=False),  # who waits may wait in a circle
-    "exception": Rule(("Aborted",), own=("ValueError", "SystemExit")),
-    "interrupt": Rule(("Aborted",), own=("KeyboardInterrupt",)),
-    "abort": Rule(("Aborted",)),
+    "exception": Rule(("Aborted",), ("culprit",), own=("ValueError", "SystemExit")),
+    "interrupt": Rule(("Aborted",), ("culprit",), own=("KeyboardInterrupt",)),
+    "abort": Rule(("Aborted",), ("culprit",)),
     "leave": Rule(("TransportError",), ("culprit",)),
     "mismatch": Rule(("InvalidArgument",)),
     "cut": Rule(("TransportError",), ("culprit", "peer"), certain=False),
@@ -108,10 +108,12 @@ class _Verdict:
         return self._error(rule)
 
     def _error(self, rule: Rule) -> list[str]:
+        if self._misses_the_culprit():
+            return []
         found = []
         if self.outcome.error not in rule.errors and not self._is_consequence(rule):
             found.append(f"is not one of {rule.errors}")
-        elif self.outcome.error in ("TransportError", "Timeout") and not self._names(rule):
+        elif not self._names(rule):
             found.append(f"does not name the {' or '.join(rule.named)}")
         late = self.outcome.at - (self.finished.fired_at or 0.0) - rule.within - _LOAD_SECONDS
         late -= self.case.timeout if "Timeout" in rule.errors else 0
@@ -135,15 +137,32 @@ class _Verdict:
         in_calls = self.finished.entered.get(self.outcome.rank, SET_UP) > SET_UP
         return self.outcome.error in _TYPED and not alone and in_calls
 
+    def _misses_the_culprit(self) -> bool:
+        """While another communicator is made, a RendezvousError says in words who did not come."""
+        case, outcome = self.case, self.outcome
+        in_set_up = self.finished.entered.get(outcome.rank, SET_UP) == SET_UP
+        if outcome.error != "RendezvousError" or not in_set_up:
+            return False
+        for communicator in range(1, len(case.splits) + 1):
+            members = case.members(communicator, outcome.rank)
+            number = members.index(case.fault.culprit) if case.fault.culprit in members else -1
+            if f"rank {number} (" in outcome.text:
+                return True
+        return False
+
     def _is_consequence(self, rule: Rule) -> bool:
         """Of several communicators, one may fail because its rank left on another's failure."""
         left = any(f"with block with {each}" in self.outcome.text for each in rule.errors)
         return bool(self.case.splits) and self.outcome.error == "Aborted" and left
 
     def _names(self, rule: Rule) -> bool:
-        """A rank that is blocked in another communicator is silent in this one: it may be named."""
+        """Of several communicators, the right one may not be the first to be heard of: a rank that
+        left on another's failure aborts this one, and one that is blocked there is silent here.
+        """
         ranks = {"culprit": self.case.fault.culprit, "peer": self.case.fault.peer}
-        if self.outcome.error == "Timeout" and self.case.splits:
+        if self.outcome.error == "InvalidArgument" or (
+            self.case.splits and self.outcome.error in ("Timeout", "Aborted")
+        ):
             return True
         return not rule.named or self.outcome.peer in [ranks[name] for name in rule.named]
 

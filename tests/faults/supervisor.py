@@ -201,6 +201,8 @@ def _be_ranks(case: Case, wiring: Wiring | None, ranks: list[int], pipe: Connect
         for outcome in serve(case, _meshes(wiring, ranks), lambda *entry: say(entry)):
             say(outcome)
         os._exit(0)
+    except KeyboardInterrupt:  # that came when the ranks had ended
+        pass
     except BaseException:
         traceback.print_exc()
     finally:
