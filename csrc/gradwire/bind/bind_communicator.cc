@@ -94,7 +94,7 @@ std::vector<std::tuple<std::string, bool, std::string>> transports() {
 void close(Communicator& self, double timeout) {
   {
     const Unlocked unlocked;
-    self.get().close(timeout);
+    self.get().close(timeout, check_signals);
   }
   self.forget_finished();
 }
@@ -172,6 +172,9 @@ void bind_end(py::class_<Communicator>& c) {
        "abort", [](Communicator& self, const std::string& reason) { self.get().abort(reason); },
        py::arg("reason"), WithoutLock())
       .def("close", &close, py::arg("timeout"))
+      .def(
+          "hear", [](Communicator& self, double seconds) { self.get().hear(seconds); },
+          py::arg("seconds"), WithoutLock())
       .def("release_controls", &release_controls);
 }
 

@@ -15,6 +15,7 @@ namespace {
 constexpr double kLeaveSeconds = 0.25;
 // How long a peer that does not read may hold up the last words of a failed communicator.
 constexpr double kLastWordSeconds = 1;
+constexpr int kHearMilliseconds = 50;
 constexpr std::size_t kLeastMessage = 4096, kMostMessage = std::size_t{1} << 30;
 
 transport::Options link_options(const Identity& identity, const Tuning& tuning) {
@@ -198,19 +199,21 @@ void Communicator::abort(const std::string& reason) noexcept {
   changed_.notify_all();
 }
 
-void Communicator::close(double timeout) {
+void Communicator::close(double timeout, const Interrupt& interrupt) {
   const Deadline deadline = Deadline::after(timeout);
   std::unique_lock lock(mutex_);
-  if (closed_) return;
+  if (std::exchange(ending_, true))  // by another thread
+    return changed_.wait(lock, [this] { return ended_; });
   const bool was_alive = !failure_;
-  finish_work(lock, deadline);
-  const bool in_peace = !failure_ && is_idle();
+  const std::exception_ptr interruption = finish_work(lock, deadline, interrupt);
+  const bool in_peace = !interruption && !failure_ && is_idle();
   if (in_peace) take_leave(lock, std::min(deadline, Deadline::after(kLeaveSeconds)));
   lock.unlock();
   if (!in_peace)
     abort("rank " + std::to_string(identity_.rank) +
-          " closed its communicator with work in flight");
+          (interruption ? " was interrupted" : " closed its communicator with work in flight"));
   let_go();
+  if (interruption) std::rethrow_exception(interruption);
   if (was_alive && failure_ && !abort_requested_) std::rethrow_exception(failure_);
 }
 
@@ -218,23 +221,37 @@ void Communicator::let_go() {
   stop_progress_thread();
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return !driving_; });  // a caller's thread, about to see the abort
-  closed_ = true;
+  closed_ = ended_ = true;
   links_ = Links({});
   transfer_links_ = Links({});
   control_.let_go();
   wakeup_.reset();
   watch_.let_go();
+  changed_.notify_all();
 }
 
 bool Communicator::is_idle() const {
   return !driving_ && queue_.empty() && submitted_.empty() && transfers_.idle();
 }
 
-void Communicator::finish_work(std::unique_lock<std::mutex>& lock, const Deadline& deadline) {
+// What the interrupt threw, which ends the waiting.
+std::exception_ptr Communicator::finish_work(std::unique_lock<std::mutex>& lock,
+                                             const Deadline& deadline, const Interrupt& interrupt) {
   const auto over = [this] { return failure_ || is_idle(); };
   if (!over()) start_progress_thread_locked();
-  while (!over() && !deadline.passed())
+  while (!over() && !deadline.passed()) {
     changed_.wait_for(lock, std::chrono::milliseconds(deadline.milliseconds_left(100)));
+    if (!interrupt) continue;
+    lock.unlock();
+    try {
+      interrupt();
+    } catch (...) {
+      lock.lock();
+      return std::current_exception();
+    }
+    lock.lock();
+  }
+  return nullptr;
 }
 
 // As a driver, without the mutex; calls made meanwhile see a closed communicator.
@@ -251,17 +268,47 @@ void Communicator::take_leave(std::unique_lock<std::mutex>& lock, const Deadline
   changed_.notify_all();
 }
 
+void Communicator::hear(double seconds) {
+  const Deadline deadline = Deadline::after(seconds);
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    require_alive();
+    if (!driving_) listen(lock);  // else the driver hears it
+    require_alive();
+    if (deadline.passed()) return;
+    changed_.wait_for(lock,
+                      std::chrono::milliseconds(deadline.milliseconds_left(kHearMilliseconds)));
+  }
+}
+
+// As a driver, without the mutex.
+void Communicator::listen(std::unique_lock<std::mutex>& lock) {
+  driving_ = true;
+  lock.unlock();
+  try {
+    control_.listen();
+  } catch (...) {
+    fail(control_.root_cause(std::current_exception()));
+  }
+  lock.lock();
+  driving_ = false;
+  changed_.notify_all();
+}
+
 std::vector<std::pair<Rank, transport::Released>> Communicator::release_controls() {
   std::unique_lock lock(mutex_);
   if (!closed_ && !failure_ && !abort_requested_)
     throw InvalidArgument("this communicator has not failed: to leave it all the same, abort() it");
   changed_.wait(lock, [this] { return !driving_; });
-  if (closed_) throw Aborted("this communicator is closed");
+  if (std::exchange(ending_, true)) throw Aborted("this communicator is closed");
+  driving_ = closed_ = true;
+  lock.unlock();
   std::vector<std::pair<Rank, transport::Released>> released;
   for (Rank peer = 0; peer < identity_.size; ++peer)
     if (auto each = control_.release(peer, kLastWordSeconds))
       released.emplace_back(peer, std::move(*each));
-  closed_ = true;
+  lock.lock();
+  driving_ = false;
   lock.unlock();
   let_go();
   return released;
@@ -278,6 +325,7 @@ void Communicator::let_go_in_child() noexcept {
 void Communicator::stop_progress_thread() {
   {
     std::lock_guard lock(mutex_);  // not between the thread's last look and its sleep
+    stopped_ = true;
     progress_.request_stop();
     ring();
   }

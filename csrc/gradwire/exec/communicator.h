@@ -77,8 +77,12 @@ class Communicator {
   void abort(const std::string& reason) noexcept;
   // Finishes pending work, says BYE, lets go of all sockets. Later calls throw Aborted. Throws what
   // ended the pending work, and InvalidArgument when ranks turn out to have made different calls.
-  void close(double timeout);
+  // A second closer waits for the first.
+  void close(double timeout, const Interrupt& interrupt = nullptr);
   bool closed() const;
+  // Throws the failure of this communicator, if it has failed or fails within some seconds though
+  // no call of its own is under way.
+  void hear(double seconds);
   // Closes a failed communicator, but for the control sockets that live: they are given away, and
   // carry nothing more of it once this rank's failure has been read.
   std::vector<std::pair<Rank, transport::Released>> release_controls();
@@ -110,8 +114,10 @@ class Communicator {
   void let_go();
   void progress_loop(const std::stop_token& stop);
   bool is_idle() const;
-  void finish_work(std::unique_lock<std::mutex>& lock, const Deadline& deadline);
+  std::exception_ptr finish_work(std::unique_lock<std::mutex>& lock, const Deadline& deadline,
+                                 const Interrupt& interrupt);
   void take_leave(std::unique_lock<std::mutex>& lock, const Deadline& deadline);
+  void listen(std::unique_lock<std::mutex>& lock);
 
   void drive_or_wait(Work& work, Deadline deadline, const Interrupt& interrupt);
   void interrupt_or_abort(const Work& work, const Interrupt& interrupt);
@@ -151,7 +157,10 @@ class Communicator {
   mutable std::mutex mutex_;         // everything below but the driver's own
   std::condition_variable changed_;  // the driver left, or there is new work
   bool driving_ = false;
-  bool closed_ = false;
+  bool closed_ = false;   // to calls
+  bool ending_ = false;   // a thread closes it, or has
+  bool ended_ = false;    // and has let go of everything
+  bool stopped_ = false;  // no progress thread starts any more
   bool abort_requested_ = false;
   std::string abort_reason_;
   std::exception_ptr failure_;                   // set once: the communicator is dead

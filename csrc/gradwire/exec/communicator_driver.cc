@@ -46,7 +46,7 @@ void Communicator::start_progress_thread() {
 }
 
 void Communicator::start_progress_thread_locked() {
-  if (!progress_.joinable())
+  if (!stopped_ && !progress_.joinable())
     progress_ = std::jthread([this](const std::stop_token& stop) { progress_loop(stop); });
   changed_.notify_all();
 }

@@ -72,7 +72,7 @@ class ControlPlane {
   const Word& last_word_of(Rank peer) const { return words_.at(static_cast<std::size_t>(peer)); }
 
   // What is behind an error of this rank's: a link's failure is often the echo of another, which
-  // the others may know. Takes at most half a second.
+  // the others may know. Takes at most half a second, and as long again for an inquest.
   std::exception_ptr root_cause(const std::exception_ptr& error);
   // An InvalidArgument that says who called what, or what ended this rank's questions. Takes at
   // most half a second, and as long only when a rank does not answer.

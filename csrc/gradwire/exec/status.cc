@@ -160,6 +160,7 @@ void Status::moves(bool outside) noexcept {
 }
 
 void Status::fails(std::string_view reason) noexcept {
+  if (page_ == nullptr) return;
   Update update(*page_);
   update.set(&StatusPage::Now::activity, static_cast<std::uint64_t>(Activity::kFailed));
   update.set(&StatusPage::Now::peer, kNobody);

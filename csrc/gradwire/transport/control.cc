@@ -135,7 +135,8 @@ std::optional<Released> Control::release(Rank peer, double timeout) {
   const Deadline deadline = Deadline::after(timeout);
   while (!push_out(link)) {
     pollfd room{link.socket.get(), POLLOUT, 0};
-    if (::poll(&room, 1, deadline.milliseconds_left(kPollMilliseconds)) < 0 || deadline.passed())
+    const int ready = ::poll(&room, 1, deadline.milliseconds_left(kPollMilliseconds));
+    if (ready < 0 || (room.revents & (POLLERR | POLLHUP)) != 0 || deadline.passed())
       return std::nullopt;
   }
   unwatch(epoll_.get(), link.socket.get());

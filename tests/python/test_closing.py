@@ -1,0 +1,62 @@
+"""close: from several threads at once, and when it is interrupted while work is in flight."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from gradwire import Aborted, Communicator, TransportError
+from ranks import outcomes
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_threads_that_close_together_all_return(transport: str) -> None:
+    """While the progress thread, which one of them joins, has work."""
+
+    def body(comm: Communicator) -> float:
+        x = np.ones(4, np.float32)
+        work = comm.all_reduce(x, async_op=True) if comm.rank == 0 else None
+        closers = [threading.Thread(target=comm.close, daemon=True) for _ in range(4)]
+        if comm.rank == 1:
+            comm.all_reduce(x)
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(20)
+            assert not closer.is_alive()
+        assert comm.closed
+        assert work is None or work.done()
+        return float(x.sum())
+
+    for each in outcomes(2, body, transport=transport, processes=True):
+        assert each.error is None, each.error
+        assert each.value == 8
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_ctrl_c_ends_a_close_that_waits_for_work(transport: str) -> None:
+    def body(comm: Communicator) -> float:
+        if comm.rank == 1:
+            with pytest.raises((Aborted, TransportError), match="rank 0"):
+                comm.recv(np.empty(1), 0)
+            return 0
+        comm.all_reduce(np.ones(4), async_op=True)
+        rang = []
+
+        def interrupt() -> None:
+            rang.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Timer(0.3, interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            comm.close(60)
+        assert comm.closed
+        return time.monotonic() - rang[0]
+
+    for each in outcomes(2, body, transport=transport, processes=True):
+        assert each.error is None, each.error
+        assert each.value < 5  # 0.1 s on a quiet machine
