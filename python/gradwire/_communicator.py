@@ -304,7 +304,8 @@ class Communicator:
         """Makes one communicator for each color; every rank calls it.
 
         Ranks are ordered by `key`, and by their old rank where keys are equal. A rank without a
-        color gets None. Raises RendezvousError when the ranks cannot connect to each other.
+        color gets None. Raises RendezvousError when the ranks cannot connect to each other, and this
+        communicator's failure when that is the reason.
         """
         deadline = Deadline(self._timeout)
         members = self._members(color, self.rank if key is None else key)
@@ -328,6 +329,7 @@ class Communicator:
             deadline=deadline,
             transports=self._transports_in_use(),
             interface=self._mesh.interface,
+            hear=self._core.hear,
         )
         return from_mesh(mesh, timeout=self._timeout)
 

@@ -138,10 +138,14 @@ class _Verdict:
         return self.outcome.error in _TYPED and not alone and in_calls
 
     def _misses_the_culprit(self) -> bool:
-        """While another communicator is made, a RendezvousError says in words who did not come."""
+        """While another communicator is made, a RendezvousError says in words who is stopped."""
         case, outcome = self.case, self.outcome
         in_set_up = self.finished.entered.get(outcome.rank, SET_UP) == SET_UP
-        if outcome.error != "RendezvousError" or not in_set_up:
+        if (
+            case.fault.kind not in ("stop", "silence")
+            or outcome.error != "RendezvousError"
+            or not in_set_up
+        ):
             return False
         for communicator in range(1, len(case.splits) + 1):
             members = case.members(communicator, outcome.rank)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import os
-import secrets
 import subprocess
 import sys
 import threading
@@ -24,8 +23,8 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.mark.timeout(300)
 def test_no_hang_no_wrong_result_no_leak() -> None:
-    """From a new seed in each run; what fails prints the command that repeats it."""
-    seed = os.environ.get("GRADWIRE_FAULTS_SEED") or str(secrets.randbits(32))
+    """From one seed, so that a change is judged by what it did; `make faults` draws new ones."""
+    seed = os.environ.get("GRADWIRE_FAULTS_SEED") or "20261121"
     command = [sys.executable, "-m", "faults", "--count", str(CASES), "--seed", seed]
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(
