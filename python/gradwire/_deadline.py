@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
+
+from gradwire._errors import InvalidArgument
+
+_LONGEST = 2e6  # seconds, 23 days: what poll() takes are milliseconds in an int
 
 
 class Deadline:
-    """`seconds` from now, by the monotonic clock."""
+    """`seconds` from now, by the monotonic clock; after 23 days at the latest, so that any wait
+    for it fits what the system takes.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.at = time.monotonic() + seconds
+        if math.isnan(seconds):
+            raise InvalidArgument(f"timeout={seconds!r} is not a number of seconds")
+        self.seconds = min(seconds, _LONGEST)
+        self.at = time.monotonic() + self.seconds
 
     @property
     def remaining(self) -> float:

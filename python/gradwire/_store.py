@@ -163,7 +163,7 @@ class StoreClient:
 
     def wait_closed(self, timeout: float) -> None:
         """Returns when the server has closed the connection, or after `timeout` seconds."""
-        self._sock.settimeout(max(timeout, 1e-3))
+        self._sock.settimeout(max(Deadline(timeout).seconds, 1e-3))
         try:
             self._sock.recv(1)
         except OSError:
@@ -186,7 +186,7 @@ class StoreClient:
                 f"a store takes keys to {MAX_KEY} bytes and values to {MAX_VALUE}; "
                 f"these have {len(name)} and {len(value)}"
             )
-        milliseconds = min(math.ceil(wait * 1000), 2**32 - 1)
+        milliseconds = math.ceil(Deadline(wait).seconds * 1000)
         request = REQUEST.pack(operation, len(name), len(value), milliseconds)
         with self._lock:
             try:
@@ -207,7 +207,7 @@ class StoreClient:
 
     def _exchange(self, request: bytes, seconds: float) -> tuple[Status, bytes]:
         deadline = Deadline(seconds)
-        self._sock.settimeout(seconds)
+        self._sock.settimeout(deadline.seconds)
         self._sock.sendall(request)
         return receive_answer(self._sock, deadline)
 

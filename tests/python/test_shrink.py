@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import random
 import secrets
@@ -26,6 +27,8 @@ from gradwire import (
     RendezvousError,
     Timeout,
     TransportError,
+    _communicator,
+    _connect,
     _core,
     _lines,
     _mesh,
@@ -39,6 +42,20 @@ processes = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def shrink_without_rank_2(comm: Communicator) -> int:
+    if comm.rank == 2:
+        comm.abort("bye")
+        return 0
+    with contextlib.suppress(Error):
+        comm.all_reduce(np.ones(4, np.float32))
+    with comm.shrink() as smaller:
+        return smaller.size
+
+
+def test_a_timeout_without_end_is_one() -> None:
+    assert gradwire.spawn(shrink_without_rank_2, 3, timeout=math.inf) == [2, 2, 0]
 
 
 def train_until_it_fails(comm: Communicator, victim: int | None = None) -> Error:
@@ -190,6 +207,48 @@ def test_a_rank_may_die_while_the_others_shrink(point: int, monkeypatch: Any) ->
     # It sends VIEW, CARD, READY and DONE, each to two, VIEW perhaps again; one READY may do.
     assert joined or point < 10
     assert not joined or point >= 5
+
+
+@processes
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("stage", ["connect_mesh", "make"])
+def test_a_rank_that_is_stopped_while_the_links_are_made_is_left_out(
+    transport: str, victim: int, stage: str, monkeypatch: Any
+) -> None:
+    def stopped(call: Callable[..., Any]) -> Callable[..., Any]:
+        def stop_and_call(*args: Any, **options: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return call(*args, **options)
+
+        return stop_and_call
+
+    def stop_in_shrink() -> None:
+        if stage == "make":
+            monkeypatch.setattr(_communicator, "from_mesh", stopped(_communicator.from_mesh))
+        else:  # when the others have its address
+            monkeypatch.setattr(_connect, "unpack_card", stopped(_connect.unpack_card))
+
+    def body(comm: Communicator) -> list[int]:
+        pids = comm.all_gather(np.array([os.getpid()])).tolist()
+        error = train_until_it_fails(comm, victim=3)
+        assert error.peer == 3
+        if comm.rank == victim:
+            stop_in_shrink()
+        began = time.monotonic()
+        try:
+            with comm.shrink(timeout=1) as smaller:
+                names = members(smaller, comm.rank)
+                assert time.monotonic() - began < 20
+                return names
+        finally:
+            if comm.rank != victim:
+                os.kill(pids[victim], signal.SIGCONT)
+
+    monkeypatch.setattr(_shrink, "_PATIENCE", 2.0)
+    ended = outcomes(4, body, transport=transport, processes=True)
+    rest = [rank for rank in range(3) if rank != victim]
+    assert [(ended[rank].value, ended[rank].error) for rank in rest] == [(rest, None)] * 2
+    assert isinstance(ended[victim].error, Error)
 
 
 def test_a_rank_that_comes_too_late_is_told() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -92,6 +94,27 @@ def test_get_gives_up_at_its_deadline_and_the_connection_lives(client: StoreClie
         client.get("never", 0.05)
     client.set("k", b"v")
     assert client.get("k", 0) == b"v"
+
+
+def test_whoever_waits_without_end_gets_what_comes() -> None:
+    here = Address("tcp", "127.0.0.1", 0)
+    with StoreServer(here, "job", SECRET) as server, ThreadPoolExecutor(1) as pool:
+        client = StoreClient(server.address, "job", SECRET, Deadline(math.inf))
+        value = pool.submit(client.get, "late", math.inf)
+        time.sleep(0.05)  # so that the server comes to wait for as long
+        other = connect(server)
+        other.set("late", b"v")
+        assert value.result(10) == b"v"
+        other.close()
+    client.wait_closed(math.inf)
+    client.close()
+
+
+def test_a_deadline_takes_any_number_of_seconds_but_no_nan() -> None:
+    assert Deadline(-math.inf).passed
+    assert not Deadline(math.inf).within(1e300).passed
+    with pytest.raises(InvalidArgument, match="timeout=nan"):
+        Deadline(math.nan)
 
 
 def test_wait_needs_all_keys(client: StoreClient) -> None:
