@@ -15,9 +15,11 @@ The guard is against strangers and replay. Established connections are neither e
 from __future__ import annotations
 
 import enum
+import errno
 import hashlib
 import hmac
 import logging
+import os
 import secrets
 import selectors
 import socket
@@ -33,6 +35,7 @@ from gradwire._deadline import Deadline
 
 LIMIT_SECONDS = 5.0
 MAX_PENDING = 64
+REST_SECONDS = 0.1  # without listening, where no descriptor is left to accept with
 
 _MAGIC = b"GWJ1"
 _VERSION = 1
@@ -40,6 +43,7 @@ _HELLO = struct.Struct("<4sHBx16sIIii32s")
 _NONCE = 32
 _MAC = 32
 _WELCOME = b"\x06"
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 _log = logging.getLogger("gradwire")
 
@@ -205,7 +209,8 @@ class Gate:
     """Listens, and hands out only sockets that were proved; one thread owns it.
 
     At most 64 connections are pending, each for at most 5 s. A newcomer takes the place of the
-    oldest one of the address that has most, so that a crowd of strangers evicts its own.
+    oldest one of the address that has most, so that a crowd of strangers evicts its own; so it does
+    where the process has no descriptor left. Where that frees none, the listener rests for 0.1 s.
     """
 
     def __init__(
@@ -218,6 +223,7 @@ class Gate:
         self._job, self._secret, self._check = job, secret, check
         self._listeners = tuple(listeners)
         self._pending: list[_Pending] = []
+        self._resting: dict[socket.socket, Deadline] = {}
         self._selector = selectors.DefaultSelector()
         for listener in self._listeners:
             listener.setblocking(False)
@@ -229,13 +235,17 @@ class Gate:
 
     @property
     def pending(self) -> int:
-        """Connections that have not proved themselves yet."""
-        return len(self._pending)
+        """How many wait for a poll() that nothing may announce: who has not proved himself yet, and
+        listeners that rest.
+        """
+        return len(self._pending) + len(self._resting)
 
     def poll(self, timeout: float) -> list[Admitted]:
         """Goes on with what has arrived; waits at most `timeout` seconds for something."""
         admitted = []
-        for key, _ in self._selector.select(timeout):
+        self._listen_again()
+        wait = min(timeout, REST_SECONDS) if self._resting else timeout
+        for key, _ in self._selector.select(wait):
             if key.data is None:
                 self._accept(key.fileobj)  # type: ignore[arg-type]
             elif key.data in self._pending:  # not evicted by an accept of this very turn
@@ -256,9 +266,25 @@ class Gate:
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, address = listener.accept()
-        except OSError:  # the client is gone again
-            return
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                self._make_room(listener, os.strerror(error.errno))
+            return  # else the client is gone again
         self.greet(sock, _name(sock, address))
+
+    def _make_room(self, listener: socket.socket, shortage: str) -> None:
+        """The listener stays readable, so that not to do anything would be to spin."""
+        if self._pending:
+            self._refuse(self._most_crowding(), f"{shortage}, and it had not proved itself")
+            return
+        self._selector.unregister(listener)
+        self._resting[listener] = Deadline(REST_SECONDS)
+        refusals.note("anybody", f"{shortage}: close some, or raise the limit (ulimit -n)")
+
+    def _listen_again(self) -> None:
+        for listener in [each for each, rest in self._resting.items() if rest.passed]:
+            del self._resting[listener]
+            self._selector.register(listener, selectors.EVENT_READ, None)
 
     def greet(self, sock: socket.socket, address: str) -> None:
         """Begins the handshake on a connected socket; `address` is its name in the log."""

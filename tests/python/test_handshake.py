@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
@@ -337,6 +339,54 @@ def test_a_crowd_evicts_its_own() -> None:
             [False] + [True] * 20 + [False] * (_handshake.MAX_PENDING - 1)
         )
         gate.close()
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_gate_without_descriptors_rests_and_then_listens_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    gate = Gate([listener], "job", SECRET, expect_hello)
+    with socket.create_connection(listener.getsockname()):
+        polls, until = 0, time.monotonic() + 0.4
+        with caplog.at_level(logging.WARNING, "gradwire"), no_descriptor_left():
+            while time.monotonic() < until:
+                assert not gate.poll(10)
+                assert gate.pending == 1  # so that who polls by it comes back
+                polls += 1
+        assert polls <= 10
+        assert len(caplog.records) == 1
+        assert "Too many open files" in caplog.text
+        limit = Deadline(10)
+        while not gate._pending and not limit.passed:
+            gate.poll(1)
+        assert not gate._resting
+        assert gate._pending
+    gate.close()
+
+
+def test_a_gate_without_descriptors_drops_who_has_not_proved_itself() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    gate = Gate([listener], "job", SECRET, expect_hello)
+    ours, theirs = socket.socketpair()
+    with ours, socket.create_connection(listener.getsockname()):
+        gate.greet(theirs, "192.0.2.66")
+        with no_descriptor_left():
+            gate.poll(1)
+            assert theirs.fileno() == -1
+            assert gate.pending == 0
+    gate.close()
 
 
 def test_refusals_are_logged_once_per_address_and_minute(caplog: pytest.LogCaptureFixture) -> None:
