@@ -54,8 +54,22 @@ class Interface(NamedTuple):
     def target(self, address: str, port: int) -> Target:
         """For a socket: an address as this interface reaches it; link-local ones need its index."""
         if ipaddress.ip_address(address).is_link_local and ":" in address:
-            return address, port, 0, socket.if_nametoindex(self.name)
+            return _bare(address), port, 0, self._index(address)
         return address, port
+
+    def holds(self, address: str) -> bool:
+        """Whether it is this one's; fe80::1%eth0 is eth0's only."""
+        scope = address.partition("%")[2]
+        return self.address == _bare(address) and scope in ("", self.name)
+
+    def _index(self, address: str) -> int:
+        try:
+            return socket.if_nametoindex(self.name)
+        except OSError as error:
+            raise RendezvousError(
+                f"{address} needs the interface that it belongs to, and this host has none named "
+                f"{self.name!r} ({error}): set GRADWIRE_SOCKET_IFNAME to one that is up"
+            ) from error
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
@@ -88,7 +102,12 @@ def family_of(address: str) -> socket.AddressFamily:
 
 def is_loopback(address: str) -> bool:
     """Whether a numeric address never leaves its host."""
-    return ipaddress.ip_address(address.split("%")[0]).is_loopback
+    return ipaddress.ip_address(_bare(address)).is_loopback
+
+
+def _bare(address: str) -> str:
+    """Without its scope: fe80::1 of fe80::1%eth0."""
+    return address.partition("%")[0]
 
 
 def interfaces() -> list[Interface]:
@@ -155,7 +174,7 @@ def choose(
     if towards is not None and not is_loopback(towards):
         return Choice(_holder(found, towards), "it reaches the store")
     for each in found:
-        if each.address in reached and not each.loopback:
+        if each.address in map(_bare, reached) and not each.loopback:
             return Choice(each, "other hosts reach the store, which is on this one, at it")
     return guess()
 
@@ -175,9 +194,9 @@ def guess() -> Choice:
 
 
 def _holder(found: list[Interface], address: str) -> Interface:
-    return next(
-        (each for each in found if each.address == address), Interface("an interface", address)
-    )
+    name = address.partition("%")[2] or "an interface"
+    unknown = Interface(name, _bare(address))
+    return next((each for each in found if each.holds(address)), unknown)
 
 
 def _by_pattern(
@@ -192,7 +211,7 @@ def _by_pattern(
     families = {family_of(address) for address in (towards, *reached) if address}
 
     def rank(each: Interface) -> tuple[bool, ...]:
-        known = each.address == towards or each.address in reached
+        known = each.holds(towards or "") or each.address in map(_bare, reached)
         odd = families and each.family not in families
         return not known, bool(odd), each.loopback, _is_link_local(each), _is_internal(each)
 

@@ -139,6 +139,36 @@ def test_a_link_local_socket_address_names_the_interface() -> None:
     assert Interface("lo", "::1").target("fe80::9", 7) == ("fe80::9", 7, 0, index)
 
 
+@pytest.mark.parametrize("pattern", [None, "eth"])
+def test_a_link_local_address_is_that_of_the_interface_of_its_scope(
+    monkeypatch: pytest.MonkeyPatch, pattern: str | None
+) -> None:
+    found = [Interface(name, "fe80::1") for name in ("eth0", "eth1")]
+    with_interfaces(monkeypatch, *found)
+    choice = choose("fe80::1%eth1", pattern=pattern, several_hosts=True)
+    assert choice.interface == Interface("eth1", "fe80::1")
+
+
+def test_a_scope_is_nothing_that_the_others_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_interfaces(monkeypatch, LO, ETH, Interface("eth1", "fe80::1"))
+    choice = choose("::1", pattern=None, several_hosts=True, reached=["fe80::1%theirs"])
+    assert choice.interface.name == "eth1"
+
+
+def test_a_link_local_address_without_its_interface_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_interfaces(monkeypatch, LO, ETH)
+    lost = choose("fe80::1%gone0", pattern=None, several_hosts=True).interface
+    with pytest.raises(RendezvousError, match=r"'gone0'.*set GRADWIRE_SOCKET_IFNAME"):
+        lost.target(lost.address, 0)
+
+
+def test_a_socket_address_has_its_scope_as_a_number_only() -> None:
+    index = socket.if_nametoindex("lo")
+    assert Interface("lo", "fe80::1").target("fe80::9%lo", 7) == ("fe80::9", 7, 0, index)
+
+
 def test_a_host_with_loopback_only_cannot_serve_other_hosts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
