@@ -156,8 +156,9 @@ class _Launch:
 
     def _watch(self, rank: int, pid: int) -> None:
         """Leaves the process unreaped, so that its id stays its own until run() has seen this."""
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        self._events.put(_Ended(rank, time.monotonic()))
+        with contextlib.suppress(ChildProcessError):  # run() left by an exception, and reaped it
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            self._events.put(_Ended(rank, time.monotonic()))
 
     def _print(self, rank: int, source: IO[bytes], sink: IO[bytes]) -> None:
         def copy() -> None:

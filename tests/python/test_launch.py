@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gradwire._launch import run
+from gradwire._launch import _Launch, run
 from gradwire._verdict import Failure, Note, read_notes, root
 
 MAIN = """
@@ -319,6 +319,12 @@ def test_handlers_are_put_back(script: Callable[[str], str]) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     assert run(["-n", "1", script("")]) == 0
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_rank_that_is_reaped_already_is_watched_without_a_word() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    _Launch([], 1, {}, tag=False, notes=-1)._watch(0, process.pid)
 
 
 def test_it_runs_beside_the_main_thread(script: Callable[[str], str]) -> None:
