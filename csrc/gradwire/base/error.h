@@ -2,7 +2,8 @@
 // (gradwire.Error).
 //
 //   Error
-//   ├── InvalidArgument   the call itself is wrong; nothing was sent, the communicator lives
+//   ├── InvalidArgument   the call itself is wrong; the communicator lives, unless it is that ranks
+//   │                     made different calls
 //   ├── ScheduleError     a schedule is malformed, or does not fit the codec or the collective
 //   ├── RendezvousError   the ranks could not find or authenticate each other
 //   ├── TransportError    a peer vanished or sent something impossible; peer() says which
