@@ -214,6 +214,28 @@ def test_a_rank_stopped_while_it_waited_is_named(transport: str) -> None:
 
 
 @over_both
+def test_a_rank_stopped_while_it_received_is_named(transport: str) -> None:
+    """The last that it said is that it waits for a message of rank 2."""
+    board = Board()
+
+    def body(comm: Communicator) -> tuple[Error, float]:
+        comm.barrier()
+        if comm.rank == 1:
+            board.mark()
+            work = comm.recv(np.empty(4), 2, async_op=True)
+            eventually(lambda: board.age > 0.4)  # by now it has said so
+            assert not work.done()
+            stop(board)
+            return error_of(comm.barrier), 0
+        eventually(lambda: board.pid[0] and state_of(board.pid[0]) == "T")
+        if comm.rank == 2:
+            comm.send(np.zeros(4), 1)
+        return outlive(board, comm, lambda: comm.recv(np.empty(4), 1, timeout=2))
+
+    check_stopped(outcomes(P, body, transport=transport, processes=True), 1, 2)
+
+
+@over_both
 def test_a_rank_that_left_in_peace_is_neither(transport: str) -> None:
     def body(comm: Communicator) -> None:
         comm.barrier()

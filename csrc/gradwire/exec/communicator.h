@@ -137,6 +137,7 @@ class Communicator {
   int longest_sleep() const;
   void poll_doorbells();
   void check_deadlines();
+  void check_transfers();
   void call_roll();
   Timeout timeout() const;
   Timeout timeout_of(const Transfer& transfer) const;
@@ -176,9 +177,10 @@ class Communicator {
   Deadline look_due_ = Deadline::after(0);
   std::optional<Deadline::Clock::time_point> waits_since_;  // nothing has moved since
   Deadline announce_at_ = Deadline::never();
-  bool announced_ = false;                // the others were told whom this rank waits for
-  bool roll_called_ = false;              // in this call
-  Deadline look_at_ = Deadline::never();  // at the roll, or at the end of it
+  bool announced_ = false;                 // the others were told whom this rank waits for
+  bool roll_called_ = false;               // in this call
+  Deadline look_at_ = Deadline::never();   // at the roll, or at the end of it
+  std::optional<Deadline> transfer_roll_;  // the end of the one that was called for a transfer
   Execution execution_;
   PointToPoint transfers_;
   TrafficCounter traffic_;

@@ -309,11 +309,22 @@ void Communicator::check_stall() {
 // Before the deadline the ranks are asked where they are, so that it is not the innocent neighbour
 // who is named.
 void Communicator::check_deadlines() {
-  if (const Transfer* late = transfers_.overdue()) throw timeout_of(*late);
+  check_transfers();
   if (current_ == nullptr) return;
   if (!roll_called_ && look_at_.passed()) return call_roll();
   if (!roll_called_ || !current_->deadline.passed()) return;
   if (control_.roll_is_complete() || look_at_.passed()) throw timeout();
+}
+
+// A transfer has no time before its deadline for the roll, so its Timeout comes that much later.
+void Communicator::check_transfers() {
+  const Transfer* late = transfers_.overdue();
+  if (late == nullptr) return transfer_roll_.reset();
+  if (!transfer_roll_) {
+    transfer_roll_ = Deadline::after(kRollCallSeconds);
+    control_.call_roll();
+  }
+  if (control_.roll_is_complete() || transfer_roll_->passed()) throw timeout_of(*late);
 }
 
 void Communicator::call_roll() {
@@ -323,10 +334,14 @@ void Communicator::call_roll() {
 }
 
 Timeout Communicator::timeout_of(const Transfer& late) const {
-  const std::string whom = late.peer < 0 ? "any rank" : "rank " + std::to_string(late.peer);
-  return {"rank " + std::to_string(identity_.rank) + ": no send or recv matched with " + whom +
-              " before the timeout",
-          control_.end_of_chain(late.peer)};
+  const bool any = late.peer == Transfer::kAnyRank;
+  const Rank culprit = any ? kNoPeer : control_.end_of_chain(late.peer);
+  std::string text = "rank " + std::to_string(identity_.rank) + ": no send or recv matched with " +
+                     (any ? "any rank" : "rank " + std::to_string(late.peer)) +
+                     " before the timeout";
+  if (culprit != late.peer)
+    text += "; that waits, perhaps over others, for rank " + std::to_string(culprit);
+  return {text, culprit};
 }
 
 Timeout Communicator::timeout() const {
