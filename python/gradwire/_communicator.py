@@ -304,8 +304,8 @@ class Communicator:
         """Makes one communicator for each color; every rank calls it.
 
         Ranks are ordered by `key`, and by their old rank where keys are equal. A rank without a
-        color gets None. Raises RendezvousError when the ranks cannot connect to each other, and this
-        communicator's failure when that is the reason.
+        color gets None. Raises RendezvousError when the ranks cannot connect to each other, and
+        this communicator's failure when that is the reason.
         """
         deadline = Deadline(self._timeout)
         members = self._members(color, self.rank if key is None else key)
