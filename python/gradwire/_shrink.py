@@ -12,7 +12,10 @@ peer within the view leaves out of its own. Each change is told to all. For a vi
    its lines. It drops a candidate only when a smaller view is agreed.
 
 It ends: views shrink at most p - 1 times; every wait ends with a message, with the end of a line,
-or with leaving out who is silent.
+or with leaving out who is silent. Who waits says its view again now and then, so that only a rank
+that connects, for a limited time, or that is stuck says nothing. When connecting fails, a rank
+first waits for a word of all others: who is stuck is left out, then who is to blame, if anyone.
+A view is tried once: a rank says READY for it at most once.
 
 Survivors agree: let s drop its candidate for V because V' is agreed, and let t of V' be done with
 V. t said V', and not after it was done. So when it was done its view was within V', hence it did
@@ -35,11 +38,13 @@ from typing import Generic, Protocol, TypeVar
 
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
-from gradwire._errors import Error, TransportError
+from gradwire._errors import Error, Timeout, TransportError
 from gradwire._lines import Gone, Kind, Lines, Message, View
 from gradwire._mesh import Mesh
 
 _PATIENCE = 5.0  # seconds that connecting may take, however short the timeout is
+_MOST_PATIENCE = 30.0  # and however long it is
+_PULSE = 1.0  # seconds after which a rank that waits says its view again
 _NEWS = 2.0  # seconds in which a death is heard of that made connecting fail
 _LINGER = 1.0  # seconds for the others' DONE, at the end
 
@@ -67,9 +72,9 @@ def shrink(
 ) -> _Made:
     """What `make(mesh, seconds)` makes of the survivors' mesh; they keep their order.
 
-    `mesh` is the failed communicator's. Who says nothing for `timeout` seconds is left out. Closes
-    the lines. Raises TransportError on a rank that was left out, and RendezvousError where the
-    survivors cannot connect to each other.
+    `mesh` is the failed communicator's. Who says nothing for `timeout` seconds is left out, and so
+    is who falls silent later. Closes the lines. Raises TransportError on a rank that was left out,
+    and RendezvousError where the survivors cannot connect to each other.
     """
     with contextlib.closing(lines):
         return _Shrink(mesh, lines, make, transports, timeout).run()
@@ -88,7 +93,10 @@ class _Shrink(Generic[_Made]):
     ) -> None:
         self._mesh, self._rank, self._lines = mesh, mesh.rank, lines
         self._make, self._transports = make, transports
-        self._patience = max(timeout, _PATIENCE)
+        self._patience = min(max(timeout, _PATIENCE), _MOST_PATIENCE)
+        self._pulse = Deadline(_PULSE)
+        self._heard: set[int] = set()  # who said anything since connecting failed
+        self._verdict: TransportError | None = None  # that the others left this rank out
         self._view: View = lines.peers | {mesh.rank}
         self._limits = dict.fromkeys(lines.peers, Deadline(timeout))  # of each peer's silence
         # What each peer said last, and for which view.
@@ -146,10 +154,21 @@ class _Shrink(Generic[_Made]):
                 interface=self._mesh.interface,
                 hear=lambda within: self._hear(view, within),
             )
+            self._speak()  # to make it takes a while, again
             return self._make(mesh, self._patience)
-        except Error:  # because a rank died, the end of whose line is heard later?
-            self._hear(view, _NEWS)
+        except Error as error:
+            if error is not self._verdict:
+                self._call_roll(view, _blamed(error, members))
             raise
+
+    def _call_roll(self, view: View, blamed: set[int]) -> None:
+        """Connecting failed: raises _Narrowed where somebody is left out for it."""
+        self._hear(view, _NEWS)  # did a rank die, the end of whose line is heard later?
+        self._heard.clear()
+        self._wait(lambda: self._unheard(view))
+        if blamed - {self._rank}:
+            self._leave_out(blamed, "it kept the others waiting when they connected")
+            self._require(view)
 
     def _exchange(self, card: bytes, view: View) -> list[bytes]:
         self._cards[self._rank] = view, card
@@ -172,6 +191,10 @@ class _Shrink(Generic[_Made]):
         self._require(view)
         return self._lacking(view, self._ready)
 
+    def _unheard(self, view: View) -> Iterable[int]:
+        self._require(view)
+        return view - self._heard - {self._rank}
+
     def _lacking(self, view: View, said: Mapping[int, View]) -> set[int]:
         """The peers of the view that did not say `view`."""
         return {peer for peer in view - {self._rank} if said.get(peer) != view}
@@ -191,19 +214,30 @@ class _Shrink(Generic[_Made]):
         """Until there is nobody to wait for; leaves out who is silent for too long."""
         while waiting := set(whom()):
             late = {peer for peer in waiting if self._limits[peer].passed}
+            self._attend(min(self._limits[peer].remaining for peer in waiting))
+            # What was said while this rank was stopped counts.
+            late = {peer for peer in late if self._limits[peer].passed}
             if late:
                 self._leave_out(late, "nothing was heard of it in time")
-            else:
-                self._listen(min(self._limits[peer].remaining for peer in waiting))
 
     def _hear(self, view: View, within: float) -> None:
         """Raises _Narrowed where the view is smaller within so many seconds."""
         limit = Deadline(within)
         while True:
-            self._listen(limit.remaining)
+            self._attend(limit.remaining)
             self._require(view)
             if limit.passed:
                 return
+
+    def _attend(self, seconds: float) -> None:
+        """Listens, and is heard meanwhile; of one who is not done."""
+        if self._pulse.passed:
+            self._speak()
+        self._listen(min(seconds, self._pulse.remaining))
+
+    def _speak(self) -> None:
+        self._pulse = Deadline(_PULSE)
+        self._tell(Kind.VIEW, self._view)
 
     def _listen(self, seconds: float) -> None:
         for event in self._lines.poll(seconds):
@@ -216,7 +250,8 @@ class _Shrink(Generic[_Made]):
 
     def _take(self, message: Message) -> None:
         peer, kind, view, payload = message
-        self._limits[peer] = Deadline(2 * self._patience)
+        self._limits[peer] = Deadline(self._patience + _PATIENCE)
+        self._heard.add(peer)
         self._views[peer] = view
         if kind is Kind.CARD:
             self._cards[peer] = view, payload
@@ -225,7 +260,8 @@ class _Shrink(Generic[_Made]):
         elif kind is Kind.DONE:
             self._done[peer] = view
         if self._rank not in view and not self._is_done():
-            raise _left_out(self._rank, peer)
+            self._verdict = _left_out(self._rank, peer)
+            raise self._verdict
         self._narrow(self._view & view)
 
     def _leave_out(self, peers: Iterable[int], reason: str) -> None:
@@ -263,6 +299,13 @@ def _left_out(rank: int, by: int) -> TransportError:
     )
     error.peer = by
     return error
+
+
+def _blamed(error: Error, members: Sequence[int]) -> set[int]:
+    """Whom an error of the candidate names, by the old numbers."""
+    if isinstance(error, Timeout | TransportError) and 0 <= error.peer < len(members):
+        return {members[error.peer]}
+    return set()
 
 
 def _names(ranks: Iterable[int]) -> str:
