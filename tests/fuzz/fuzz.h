@@ -81,10 +81,7 @@ inline std::vector<std::byte> hello_of(std::string_view kind, transport::Options
                                        Rank to) {
   options.rank = from;
   auto [near, far] = socket_pair();
-  try {
-    transport::agree(near.get(), {kind, from, to}, options, Deadline::after(0));
-  } catch (const Timeout&) {  // nobody answered
-  }
+  transport::send_hello(near.get(), {kind, from, to}, options);
   std::vector<std::byte> hello(1024);
   const ssize_t got = ::recv(far.get(), hello.data(), hello.size(), MSG_DONTWAIT);
   require(got > 0);
