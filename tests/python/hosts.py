@@ -284,6 +284,17 @@ class Network:
         return made
 
 
+def debians_etc_hosts(scratch: Path) -> Callable[[int], Path]:
+    """Each host's /etc/hosts, in which host 0's name, node0, means loopback there."""
+
+    def make(host: int) -> Path:
+        path = scratch / f"hosts{host}"
+        path.write_text(f"127.0.0.1 localhost\n{'127.0.1.1' if host == 0 else '10.77.0.1'} node0\n")
+        return path
+
+    return make
+
+
 def _replace_etc_hosts(by: Path) -> None:
     """For this process alone."""
     _checked(_libc.unshare(_CLONE_NEWNS))

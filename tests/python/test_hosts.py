@@ -20,7 +20,7 @@ import pytest
 import ranks
 from gradwire import Communicator, RendezvousError, _connect, _doctor
 from gradwire._interfaces import interfaces
-from hosts import PORT, Network, Rank
+from hosts import PORT, Network, Rank, debians_etc_hosts
 
 MISSING = hosts.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -150,18 +150,11 @@ def test_ranks_of_one_host_stay_on_loopback_though_the_store_is_beyond(network: 
 def test_a_store_whose_name_means_loopback_on_its_own_host(
     network: Network, tmp_path: Path
 ) -> None:
-    """As Debian writes the host's own name into /etc/hosts."""
-
-    def etc_hosts(host: int) -> Path:
-        path = tmp_path / f"hosts{host}"
-        path.write_text(f"127.0.0.1 localhost\n{'127.0.1.1' if host == 0 else '10.77.0.1'} node0\n")
-        return path
-
     found = network.values(
         (0, 0, 1, 1),
         interface_of,
         store=f"tcp://node0:{PORT}",
-        etc_hosts=etc_hosts,
+        etc_hosts=debians_etc_hosts(tmp_path),
         environment=lambda rank: {"GRADWIRE_SOCKET_IFNAME": "=eth0"} if rank == 0 else {},
     )
     assert found[0] == "eth0 (10.77.0.1): GRADWIRE_SOCKET_IFNAME==eth0"

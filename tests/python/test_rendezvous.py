@@ -22,7 +22,6 @@ import pytest
 from gradwire import _connect, _meeting, _mesh, _rendezvous
 from gradwire._connect import _require_route, connect_mesh
 from gradwire._deadline import Deadline
-from gradwire._environment import VARIABLES
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._handshake import Purpose
 from gradwire._interfaces import Choice, Interface, interfaces
@@ -31,24 +30,7 @@ from gradwire._rendezvous import choose_transports, find_secret, rendezvous
 from gradwire._world import World, explicit
 
 SECRET = b"0123456789abcdef"
-LAUNCHERS = (
-    "RANK",
-    "WORLD",
-    "LOCAL_",
-    "MASTER_",
-    "OMPI_",
-    "PMI",
-    "MPI_",
-    "SLURM_",
-    "TORCHELASTIC_",
-)
-
-
-@pytest.fixture(autouse=True)
-def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name in VARIABLES or name.startswith(LAUNCHERS):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("bare_environment")
 
 
 def worlds(size: int, **changes: object) -> list[World]:

@@ -9,7 +9,6 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,6 +26,7 @@ from gradwire._store import (
     receive_answer,
 )
 from gradwire._store_server import StoreServer
+from ranks import eventually
 
 SECRET = b"0123456789abcdef"
 
@@ -101,7 +101,7 @@ def test_whoever_waits_without_end_gets_what_comes() -> None:
     with StoreServer(here, "job", SECRET) as server, ThreadPoolExecutor(1) as pool:
         client = StoreClient(server.address, "job", SECRET, Deadline(math.inf))
         value = pool.submit(client.get, "late", math.inf)
-        time.sleep(0.05)  # so that the server comes to wait for as long
+        eventually(lambda: server._waiting)  # as long as that
         other = connect(server)
         other.set("late", b"v")
         assert value.result(10) == b"v"

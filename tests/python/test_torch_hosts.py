@@ -10,7 +10,7 @@ from typing import Any
 
 import hosts
 import pytest
-from hosts import PORT, Network
+from hosts import PORT, Network, debians_etc_hosts
 
 pytest.importorskip("torch")
 
@@ -84,18 +84,17 @@ def interface_of(comm: Any, _: Any) -> str:
 def test_ranks_that_torchrun_starts_meet_though_the_masters_name_means_loopback(
     network: Network, tmp_path: Path
 ) -> None:
-    def etc_hosts(host: int) -> Path:
-        path = tmp_path / f"hosts{host}"
-        path.write_text(f"127.0.0.1 localhost\n{'127.0.1.1' if host == 0 else '10.77.0.1'} node0\n")
-        return path
-
     def environment(rank: int) -> dict[str, str]:
         names = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         place = {name: str(value) for name, value in names.items()}
         return {**place, "MASTER_ADDR": "node0", "MASTER_PORT": str(PORT)}
 
     found = network.values(
-        (0, 1), interface_of, store=None, environment=environment, etc_hosts=etc_hosts
+        (0, 1),
+        interface_of,
+        store=None,
+        environment=environment,
+        etc_hosts=debians_etc_hosts(tmp_path),
     )
     assert found[0] == (
         "eth0 (10.77.0.1): other hosts reach the store, which is on this one, at it"

@@ -5,28 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from gradwire._environment import VARIABLES
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._world import World, explicit, from_environment
 
-LAUNCHERS = (
-    "RANK",
-    "WORLD",
-    "LOCAL_",
-    "MASTER_",
-    "OMPI_",
-    "PMI",
-    "MPI_",
-    "SLURM_",
-    "TORCHELASTIC_",
-)
-
-
-@pytest.fixture(autouse=True)
-def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name in VARIABLES or name.startswith(LAUNCHERS):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("bare_environment")
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
