@@ -17,15 +17,21 @@ using Values = std::vector<float>;
 
 Bytes bytes_of(Halves& halves) { return std::as_writable_bytes(std::span(halves)); }
 
+Site booking(float* error) {
+  Site site;
+  site.error = error;
+  return site;
+}
+
 Halves encode(const Codec& codec, const Values& x, float* error = nullptr) {
   Halves out(x.size());
-  EXPECT_EQ(codec.encode(x.data(), x.size(), {}, error, bytes_of(out)), 2 * x.size());
+  EXPECT_EQ(codec.encode(x.data(), x.size(), booking(error), bytes_of(out)), 2 * x.size());
   return out;
 }
 
 Values decode(const Codec& codec, Halves in) {
   Values y(in.size());
-  EXPECT_EQ(codec.decode(bytes_of(in), y.data(), y.size()), 2 * y.size());
+  EXPECT_EQ(codec.decode(bytes_of(in), y.data(), y.size()).bytes, 2 * y.size());
   return y;
 }
 
@@ -121,8 +127,7 @@ TEST_P(Cast, FiniteSaturatesAndTheExcessIsBooked) {
   EXPECT_EQ(y[3], INFINITY);
   EXPECT_EQ(y[4], -INFINITY);
   EXPECT_TRUE(std::isnan(y[5]));
-  const Values booked = {
-      0.5F + (most - largest()), 0.5F - (most - largest()), 0.5F, 0.5F, 0.5F, 0.5F};
+  const Values booked = {most - largest(), largest() - most, 0, 0, 0, 0};
   EXPECT_EQ(error, booked);
 }
 
@@ -143,7 +148,7 @@ TEST_P(Cast, DecodeAddAddsInFloat32) {
   const Values decoded = decode(*codec_, in);
   Values y = samples(Data::kRandomBits);
   Values sum = y;
-  EXPECT_EQ(codec_->decode_add(bytes_of(in), sum.data(), sum.size()), 2 * sum.size());
+  EXPECT_EQ(codec_->decode_add(bytes_of(in), sum.data(), sum.size()).bytes, 2 * sum.size());
   for (std::size_t i = 0; i < y.size(); ++i) {
     if (std::isnan(y[i]))
       ASSERT_EQ(bits(sum[i]), kFloat32Format.quiet_nan());
@@ -158,13 +163,13 @@ TEST_P(Cast, PayloadsFollowEachOtherAtAnyAlignment) {
   std::vector<std::byte> message(1 + 2 * x.size());
   std::size_t used = 1, done = 0;
   for (std::size_t n : {std::size_t{3}, std::size_t{0}, std::size_t{1000}, x.size() - 1003}) {
-    used += codec_->encode(x.data() + done, n, {}, nullptr, Bytes(message).subspan(used));
+    used += codec_->encode(x.data() + done, n, {}, Bytes(message).subspan(used));
     done += n;
   }
   EXPECT_EQ(used, message.size());
   EXPECT_EQ(std::memcmp(message.data() + 1, whole.data(), 2 * x.size()), 0);
   Values y(3);
-  EXPECT_EQ(codec_->decode(ConstBytes(message).subspan(1), y.data(), 3), 6U);
+  EXPECT_EQ(codec_->decode(ConstBytes(message).subspan(1), y.data(), 3).bytes, 6U);
   EXPECT_EQ(y, decode(*codec_, {whole.begin(), whole.begin() + 3}));
 }
 
@@ -214,32 +219,14 @@ TEST(NoneCodec, IsACopyAndASum) {
   std::vector<std::byte> message(1 + 4 * x.size());
   const Bytes payload = Bytes(message).subspan(1);
   Values error(x.size(), 3), y(x.size());
-  EXPECT_EQ(codec->encode(x.data(), x.size(), {}, error.data(), payload), 4 * x.size());
-  EXPECT_EQ(error, Values(x.size(), 3));
-  EXPECT_EQ(codec->decode(payload, y.data(), y.size()), 4 * x.size());
+  EXPECT_EQ(codec->encode(x.data(), x.size(), booking(error.data()), payload), 4 * x.size());
+  EXPECT_EQ(error, Values(x.size(), 0));
+  EXPECT_EQ(codec->decode(payload, y.data(), y.size()).bytes, 4 * x.size());
   EXPECT_EQ(std::memcmp(x.data(), y.data(), 4 * x.size()), 0);
   Values sum(x.size(), 1);
-  EXPECT_EQ(codec->decode_add(payload, sum.data(), sum.size()), 4 * x.size());
+  EXPECT_EQ(codec->decode_add(payload, sum.data(), sum.size()).bytes, 4 * x.size());
   for (std::size_t i = 0; i < x.size(); ++i)
     ASSERT_TRUE(std::isnan(x[i]) || sum[i] == 1 + x[i]) << x[i];
-}
-
-TEST(EveryCodec, FoldEncodeIsDecodeThenAddThenEncode) {
-  const Values x = samples(Data::kNormal), other(x.size(), 0.3F);
-  for (std::string_view name : codec_names()) {
-    const auto codec = make_codec(name);
-    const std::size_t n = x.size(), size = codec->max_bytes(n);
-    std::vector<std::byte> in(size), actual(size), expected(size);
-    codec->encode(other.data(), n, {}, nullptr, in);
-    Values sum = x, error(n, 1), error_expected(n, 1), scratch(n);
-    codec->decode_add(in, sum.data(), n);
-    codec->encode(sum.data(), n, {}, error_expected.data(), expected);
-    const Values before = x;
-    EXPECT_EQ(codec->fold_encode(in, x.data(), n, {}, error.data(), scratch.data(), actual), size);
-    EXPECT_EQ(actual, expected) << name;
-    EXPECT_EQ(error, error_expected) << name;
-    EXPECT_EQ(x, before);
-  }
 }
 
 TEST(EveryCodec, RefusesBuffersThatAreTooShort) {
@@ -247,14 +234,14 @@ TEST(EveryCodec, RefusesBuffersThatAreTooShort) {
   for (std::string_view name : codec_names()) {
     const auto codec = make_codec(name);
     std::vector<std::byte> payload(codec->max_bytes(100) - 1);
-    EXPECT_THROW(codec->encode(x.data(), 100, {}, nullptr, payload), InvalidArgument);
+    EXPECT_THROW(codec->encode(x.data(), 100, {}, payload), InvalidArgument);
     EXPECT_THROW(codec->decode(payload, x.data(), 100), InvalidArgument);
     EXPECT_THROW(codec->decode_add(payload, x.data(), 100), InvalidArgument);
     EXPECT_THROW(codec->decode({}, x.data(), 1), InvalidArgument);
     EXPECT_EQ(x, untouched);
-    EXPECT_EQ(codec->encode(nullptr, 0, {}, nullptr, {}), 0U);
-    EXPECT_EQ(codec->decode({}, nullptr, 0), 0U);
-    EXPECT_EQ(codec->decode_add({}, nullptr, 0), 0U);
+    EXPECT_EQ(codec->encode(nullptr, 0, {}, {}), 0U);
+    EXPECT_EQ(codec->decode({}, nullptr, 0).bytes, 0U);
+    EXPECT_EQ(codec->decode_add({}, nullptr, 0).bytes, 0U);
   }
 }
 

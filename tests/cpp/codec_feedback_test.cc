@@ -37,21 +37,20 @@ TEST(ErrorFeedback, CommitReplacesTheResidual) {
   for (const Values& values : {Values{1, 2}, Values{3, 4}}) {
     Transaction transaction(feedback, {{"w", 2}});
     book(transaction, 0, values);
-    transaction.commit();
+    transaction.settle(true);
     EXPECT_EQ(feedback.residual("w"), values);
   }
 }
 
-TEST(ErrorFeedback, NextStartsAtZeroBesideTheResidual) {
+TEST(ErrorFeedback, NextLiesBesideTheResidual) {
   ErrorFeedback feedback;
   feedback.add("w", Values{1, 2});
   for (int call = 0; call < 3; ++call) {
     Transaction transaction(feedback, {{"w", 2}});
     const auto residual = transaction.residual(0);
     EXPECT_EQ(Values(residual.begin(), residual.end()), (Values{1, 2}));
-    EXPECT_EQ(Values(transaction.next(0).begin(), transaction.next(0).end()), (Values{0, 0}));
     book(transaction, 0, {7, 7});
-    transaction.rollback();
+    transaction.settle(false);
   }
 }
 
@@ -61,7 +60,7 @@ TEST(ErrorFeedback, RollbackAndDestructionLeaveTheResidual) {
   {
     Transaction transaction(feedback, {{"w", 2}});
     book(transaction, 0, {9, 9});
-    transaction.rollback();
+    transaction.settle(false);
   }
   {
     Transaction transaction(feedback, {{"w", 2}});
@@ -77,7 +76,7 @@ TEST(ErrorFeedback, KeysOfOneCallCommitTogether) {
   EXPECT_EQ(transaction.next(0).size(), 1U);
   EXPECT_EQ(transaction.next(1).size(), 3U);
   EXPECT_TRUE(feedback.keys().empty());
-  transaction.commit();
+  transaction.settle(true);
   const auto keys = feedback.keys();
   ASSERT_EQ(keys.size(), 2U);
   EXPECT_EQ(keys[0].key, "a");
@@ -95,7 +94,7 @@ TEST(ErrorFeedback, AKeyIsInOneOpenTransactionOnly) {
     EXPECT_NE(refusal([&] { feedback.scale(2); }), "");
     EXPECT_NE(refusal([&] { feedback.clear(); }), "");
     Transaction other(feedback, {{"v", 1}});  // the refused call left it closed
-    open.commit();
+    open.settle(true);
   }
   EXPECT_EQ(feedback.residual("w"), (Values{0, 0}));
   EXPECT_NE(refusal([&] { Transaction(feedback, {{"w", 2}, {"w", 2}}); }), "");
@@ -133,10 +132,81 @@ Values send(const Codec& codec, ErrorFeedback& feedback, const std::string& key,
   Values sum = x, delivered(x.size());
   for (std::size_t i = 0; i < residual.size(); ++i) sum[i] += residual[i];
   std::vector<std::byte> payload(codec.max_bytes(x.size()));
-  codec.encode(sum.data(), x.size(), {}, transaction.next(0).data(), payload);
+  Site site;
+  site.error = transaction.next(0).data();
+  codec.encode(sum.data(), x.size(), site, payload);
   codec.decode(payload, delivered.data(), x.size());
-  transaction.commit();
+  transaction.settle(true);
   return delivered;
+}
+
+TEST(ErrorFeedback, TheCallsOfAStepStandOrFallTogether) {
+  ErrorFeedback feedback;
+  const auto call = [&](const std::string& key, float value, bool keep) {
+    Transaction transaction(feedback, {{key, 1}});
+    book(transaction, 0, {value});
+    transaction.adapted(0).value = value;
+    transaction.next_memory(0).assign(3, value);
+    transaction.settle(keep);
+  };
+  const auto kept = [&](const std::string& key) {
+    const auto entry = feedback.save(key);
+    EXPECT_EQ(entry.memory, Values(entry.residual.empty() ? 0 : 3, entry.adapted));
+    return entry.adapted;
+  };
+  feedback.begin_step();
+  call("a", 1, true);
+  call("b", 2, true);
+  EXPECT_NE(refusal([&] { call("a", 3, true); }), "");  // open until the step ends
+  EXPECT_EQ(kept("a"), 0);
+  EXPECT_TRUE(feedback.end_step());
+  EXPECT_EQ(kept("a"), 1);
+  EXPECT_EQ(kept("b"), 2);
+
+  feedback.begin_step();
+  call("a", 3, true);
+  call("b", 4, false);
+  EXPECT_FALSE(feedback.end_step());
+  EXPECT_EQ(kept("a"), 1);
+  EXPECT_EQ(kept("b"), 2);
+
+  feedback.begin_step();
+  call("a", 5, true);
+  EXPECT_FALSE(feedback.end_step(/*keep=*/false));
+  EXPECT_EQ(kept("a"), 1);
+  call("a", 6, true);
+  EXPECT_EQ(kept("a"), 6);
+}
+
+TEST(ErrorFeedback, AStepBeginsAndEndsBetweenCalls) {
+  ErrorFeedback feedback;
+  EXPECT_NE(refusal([&] { feedback.end_step(); }), "");
+  Transaction early(feedback, {{"w", 1}});
+  EXPECT_NE(refusal([&] { feedback.begin_step(); }), "");
+  early.settle(true);
+  feedback.begin_step();
+  EXPECT_NE(refusal([&] { feedback.begin_step(); }), "");
+  Transaction late(feedback, {{"w", 1}});
+  EXPECT_NE(refusal([&] { feedback.end_step(); }), "");
+  late.settle(true);
+  EXPECT_TRUE(feedback.end_step());
+}
+
+TEST(ErrorFeedback, WhatACodecRemembersStaysWhereAnotherOneRuns) {
+  ErrorFeedback feedback;
+  for (const Values& memory : {Values{1}, Values{2, 2}}) {
+    Transaction transaction(feedback, {{"w", 1}});
+    transaction.next_memory(0) = memory;
+    transaction.settle(true);
+  }
+  Transaction other(feedback, {{"w", 1}});
+  other.settle(true);
+  EXPECT_EQ(feedback.save("w").memory, (Values{2, 2}));
+  const auto kept = feedback.save("w");
+  ErrorFeedback loaded;
+  loaded.load("w", kept);
+  EXPECT_EQ(loaded.save("w").memory, kept.memory);
+  EXPECT_EQ(loaded.residual("w"), kept.residual);
 }
 
 TEST(ErrorFeedback, NothingIsLostOverAHundredSteps) {
@@ -178,7 +248,7 @@ TEST(ErrorFeedback, ThreadsUseTheirOwnKeysAtOnce) {
         Transaction transaction(feedback, {{key, 3}, {key + "b", 1}});
         const auto residual = transaction.residual(0);
         for (std::size_t i = 0; i < residual.size(); ++i) transaction.next(0)[i] = residual[i] + 1;
-        if (step % 5 != 4) transaction.commit();
+        if (step % 5 != 4) transaction.settle(true);
       }
     });
   for (std::thread& thread : threads) thread.join();

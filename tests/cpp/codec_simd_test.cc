@@ -134,24 +134,29 @@ TEST_F(Differential, EveryTableCastsLikeScalar) {
             Array x = floats(n, data), in = payload(n);
 
             Array plain = payload(n), plain_actual = plain;
-            reference.encode(x.floats(), scale, plain.data(), nullptr, n);
-            tested.encode(x.floats(), scale, plain_actual.data(), nullptr, n);
+            reference.encode(x.floats(), nullptr, scale, plain.data(), nullptr, n);
+            tested.encode(x.floats(), nullptr, scale, plain_actual.data(), nullptr, n);
             ASSERT_EQ(plain_actual, plain) << table->name << " n=" << n;
 
-            Array out = payload(n), out_actual = out;
-            Array error = floats(n, Data::kNormal), error_actual = error;
-            reference.encode(x.floats(), scale, out.data(), error.floats(), n);
-            tested.encode(x.floats(), scale, out_actual.data(), error_actual.floats(), n);
-            ASSERT_EQ(out_actual, out) << table->name << " n=" << n;
-            ASSERT_EQ(error_actual, error) << table->name << " n=" << n;
+            Array residual = floats(n, data);
+            for (const float* each : std::array<const float*, 2>{nullptr, residual.floats()}) {
+              Array out = payload(n), out_actual = out;
+              Array error = floats(n, Data::kNormal), error_actual = error;
+              reference.encode(x.floats(), each, scale, out.data(), error.floats(), n);
+              tested.encode(x.floats(), each, scale, out_actual.data(), error_actual.floats(), n);
+              ASSERT_EQ(out_actual, out) << table->name << " n=" << n;
+              ASSERT_EQ(error_actual, error) << table->name << " n=" << n;
+            }
 
             Array y = floats(n, data), y_actual = y;
-            reference.decode_add(in.data(), scale, y.floats(), n);
-            tested.decode_add(in.data(), scale, y_actual.floats(), n);
+            ASSERT_EQ(tested.decode_add(in.data(), scale, y_actual.floats(), n),
+                      reference.decode_add(in.data(), scale, y.floats(), n))
+                << table->name << " n=" << n;
             ASSERT_EQ(y_actual, y) << table->name << " n=" << n;
 
-            reference.decode(in.data(), scale, y.floats(), n);
-            tested.decode(in.data(), scale, y_actual.floats(), n);
+            ASSERT_EQ(tested.decode(in.data(), scale, y_actual.floats(), n),
+                      reference.decode(in.data(), scale, y.floats(), n))
+                << table->name << " n=" << n;
             ASSERT_EQ(y_actual, y) << table->name << " n=" << n;
           }
 }

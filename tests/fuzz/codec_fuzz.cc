@@ -1,5 +1,6 @@
 // A codec's spec, and payloads that its decoder did not write.
 //   input: the spec, a newline, 1 byte number of elements, the payload
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -17,8 +18,8 @@ void decode(const Codec& codec, ConstBytes payload, std::size_t n) {
   const std::vector<std::byte> in(payload.begin(), payload.end());
   std::vector<float> y(n);
   try {
-    require(codec.decode(in, y.data(), n) <= in.size());
-    require(codec.decode_add(in, y.data(), n) <= in.size());
+    require(codec.decode(in, y.data(), n).bytes <= in.size());
+    require(codec.decode_add(in, y.data(), n).bytes <= in.size());
   } catch (const InvalidArgument&) {
   }
 }
@@ -29,11 +30,19 @@ void encode(const Codec& codec, ConstBytes payload) {
   if (!x.empty()) std::memcpy(x.data(), payload.data(), x.size() * sizeof(float));
   std::vector<std::byte> out(codec.max_bytes(x.size()));
   std::vector<float> error(x.size()), y(x.size());
-  const std::size_t size = codec.encode(x.data(), x.size(), {}, error.data(), out);
+  codec::Site site;
+  site.error = error.data();
+  const std::size_t size = codec.encode(x.data(), x.size(), site, out);
   require(size <= out.size());
   out.resize(size);
-  require(codec.decode(out, y.data(), y.size()) == size);
-  for (std::size_t i = 0; i < x.size(); ++i) require(std::isfinite(x[i]) == std::isfinite(y[i]));
+  const codec::Decoded decoded = codec.decode(out, y.data(), y.size());
+  require(decoded.bytes == size);
+  const auto finite = [](const std::vector<float>& values) {
+    return std::all_of(values.begin(), values.end(),
+                       [](float each) { return std::isfinite(each); });
+  };
+  require(decoded.finite == finite(x));
+  require(decoded.finite == finite(y));
 }
 
 }  // namespace

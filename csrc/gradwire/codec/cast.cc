@@ -24,23 +24,20 @@ class Cast final : public Codec {
   std::size_t unit() const noexcept override { return 1; }
   std::size_t max_bytes(std::size_t n) const noexcept override { return 2 * n; }
 
-  std::size_t encode(const float* x, std::size_t n, Position, float* error,
-                     Bytes out) const override {
+  std::size_t encode(const float* x, std::size_t n, const Site& site, Bytes out) const override {
     check_room(*this, out.size(), max_bytes(n), n);
-    (kernels().*cast_).encode(x, scale_, out.data(), error, n);
+    (kernels().*cast_).encode(x, site.residual, scale_, out.data(), site.error, n);
     return max_bytes(n);
   }
 
-  std::size_t decode(ConstBytes in, float* y, std::size_t n) const override {
+  Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
     check_room(*this, in.size(), max_bytes(n), n);
-    (kernels().*cast_).decode(in.data(), scale_, y, n);
-    return max_bytes(n);
+    return {max_bytes(n), (kernels().*cast_).decode(in.data(), scale_, y, n)};
   }
 
-  std::size_t decode_add(ConstBytes in, float* y, std::size_t n) const override {
+  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const override {
     check_room(*this, in.size(), max_bytes(n), n);
-    (kernels().*cast_).decode_add(in.data(), scale_, y, n);
-    return max_bytes(n);
+    return {max_bytes(n), (kernels().*cast_).decode_add(in.data(), scale_, y, n)};
   }
 
  private:

@@ -4,7 +4,6 @@
 #include <array>
 
 #include "gradwire/base/error.h"
-#include "gradwire/codec/simd.h"
 #include "gradwire/codec/spec.h"
 
 namespace gradwire::codec {
@@ -23,12 +22,20 @@ constexpr std::array kCodecs = {
 
 }  // namespace
 
-std::size_t Codec::fold_encode(ConstBytes in, const float* x, std::size_t n, Position at,
-                               float* error, float* scratch, Bytes out) const {
-  decode(in, scratch, n);
-  const auto& sum = kernels().reduce[static_cast<std::size_t>(DType::kFloat32)];
-  sum[static_cast<std::size_t>(ReduceOp::kSum)](scratch, x, n);
-  return encode(scratch, n, at, error, out);
+void Codec::prepare(const float*, const float*, std::size_t, Adapted&) const {}
+void Codec::adapt(std::size_t, Adapted&) const {}
+
+Decoded Codec::decode_sum(std::span<const ConstBytes> payloads, float* y, std::size_t n) const {
+  Decoded all;
+  for (std::size_t i = 0; i < payloads.size(); ++i) {
+    const Decoded one = i == 0 ? decode(payloads[i], y, n) : decode_add(payloads[i], y, n);
+    if (one.bytes != payloads[i].size())
+      throw InvalidArgument("codec '" + name() + "': payload " + std::to_string(i) +
+                            " is longer than its elements");
+    if (i == 0) all.bytes = one.bytes;
+    all.finite = all.finite && one.finite;
+  }
+  return all;
 }
 
 std::shared_ptr<const Codec> make_codec(std::string_view spec) {

@@ -1,12 +1,13 @@
-// A codec makes a run of float32 smaller on the wire. It is const and stateless; what it could not
-// send goes to the caller's error vector (codec/feedback.h). The exact arithmetic of each codec is
-// defined in its source file: one definition for every instruction set and for CUDA. Callers hold a
-// FloatEnvironment (codec/simd.h).
+// A codec makes a run of float32 smaller on the wire. It is const and stateless: what it could not
+// send, and what it adapts from call to call, belong to the caller (codec/feedback.h). The exact
+// arithmetic of each codec is defined in its source file: one definition for every instruction set
+// and for CUDA. Callers hold a FloatEnvironment (codec/simd.h).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -18,15 +19,29 @@ namespace gradwire::codec {
 // How payloads of a codec are summed (contracts 2).
 enum class Combine : std::uint8_t {
   kPlain,     // bytes of the caller's own type: none
-  kReencode,  // decode, add in float32, encode again at every hop; in-tree schedules only
-  kGather,    // encode once, all-gather the payloads, add in rank order
+  kReencode,  // decode, add in float32, encode again at every hop of an in-tree schedule; or gather
+  kGather,    // encode once, all-gather the payloads, add in rank order; nothing else
   kCompound,  // a short program of local work and plain all_reduces
 };
 
-// Where in the job a run stands, for rounding that is random but reproducible.
-struct Position {
-  std::uint64_t call = 0;     // operation number
-  std::uint64_t element = 0;  // index of the run's first element in its extent
+// What a codec adapts to one extent, from call to call: τ of threshold.
+struct Adapted {
+  float value = 0;         // 0: nothing chosen yet
+  std::uint64_t sent = 0;  // elements that encode() has sent since prepare()
+};
+
+// Where in the job a run stands, and what else its encoding takes and gives.
+struct Site {
+  std::uint64_t call = 0;           // operation number, for rounding that is random
+  std::uint64_t element = 0;        // index of the run's first element in its extent
+  const float* residual = nullptr;  // e of the run: added to it before anything else; null: zero
+  float* error = nullptr;           // e' of the run: written; null: not kept
+  Adapted* adapted = nullptr;  // of the run's extent, prepared; null: chosen from the run alone
+};
+
+struct Decoded {
+  std::size_t bytes = 0;  // consumed; more may follow
+  bool finite = true;     // neither NaN nor Inf among what this payload stands for
 };
 
 class Codec {
@@ -44,23 +59,26 @@ class Codec {
   virtual std::size_t max_bytes(std::size_t n) const noexcept = 0;
   virtual bool fixed_size() const noexcept { return true; }
 
-  // Writes x[0, n) to out, returns the bytes written. With y = decode(out): error[i] += x[i] - y[i]
-  // where error is not null and x[i] is finite. Finite input never decodes to Inf; NaN or Inf
-  // decodes to NaN or Inf. `out` holds at least max_bytes(n), at any alignment, or InvalidArgument
-  // is thrown.
-  virtual std::size_t encode(const float* x, std::size_t n, Position at, float* error,
-                             Bytes out) const = 0;
+  // Before the first encode of a call, with the whole extent as this rank passed it (residual may
+  // be null), and after the last: what to adapt. The default adapts nothing.
+  virtual void prepare(const float* x, const float* residual, std::size_t n,
+                       Adapted& adapted) const;
+  virtual void adapt(std::size_t n, Adapted& adapted) const;
 
-  // y := decoded, or y += decoded. Returns the bytes consumed; more may follow. `in` has any
-  // alignment and is hostile: each length and index is checked, and loaded once; an impossible one
-  // throws InvalidArgument.
-  virtual std::size_t decode(ConstBytes in, float* y, std::size_t n) const = 0;
-  virtual std::size_t decode_add(ConstBytes in, float* y, std::size_t n) const = 0;
+  // Writes v[0, n) to out, where v = x + residual; returns the bytes written. With y = decode(out),
+  // error = v − y, and 0 where v is not finite. Finite v never decodes to NaN or Inf; a run
+  // with NaN or Inf decodes to at least one NaN or Inf, and says so in Decoded::finite. x, residual
+  // and error may not overlap, but residual and error may be the same. `out` holds at least
+  // max_bytes(n), at any alignment, or InvalidArgument is thrown.
+  virtual std::size_t encode(const float* x, std::size_t n, const Site& site, Bytes out) const = 0;
 
-  // The step of a middle rank in one pass: sum := decode(in) + x, encoded to out, its error booked
-  // like encode's. x is left as it is. The default decodes into `scratch` (n floats).
-  virtual std::size_t fold_encode(ConstBytes in, const float* x, std::size_t n, Position at,
-                                  float* error, float* scratch, Bytes out) const;
+  // y := decoded, or y += decoded. `in` has any alignment and is hostile: each length and index is
+  // checked, and loaded once; an impossible one throws InvalidArgument.
+  virtual Decoded decode(ConstBytes in, float* y, std::size_t n) const = 0;
+  virtual Decoded decode_add(ConstBytes in, float* y, std::size_t n) const = 0;
+  // y := the sum of all payloads, in their order, each of which is consumed whole: `finite` of all,
+  // `bytes` of the first. The default decodes the first and adds the others.
+  virtual Decoded decode_sum(std::span<const ConstBytes> payloads, float* y, std::size_t n) const;
 };
 
 // "none", "fp16", "fp16:scale=1024", "bf16": a name, then key=value pairs between commas. An

@@ -2,9 +2,12 @@
 // (contracts 1: one float32 vector per key and rank, in units of the summed input, independent of
 // schedule, segment size and number of ranks).
 //
-// A call is a transaction: begin() opens e' = 0 beside e; the executor books every encode's error
-// into e'; commit() makes e := e', rollback() leaves e as it was. Owned by the caller, and outlives
-// its transactions; guarded by its own mutex; one key may be in one open transaction only.
+// A call is a transaction: e' is written beside e; settle(true) makes e := e', settle(false) leaves
+// e as it was. So does what a codec adapts from call to call (τ), and what it remembers (low-rank's
+// Q). Between begin_step() and end_step() the transactions of several calls stand or fall together.
+//
+// Owned by the caller, and outlives its transactions; guarded by its own mutex; one key may be in
+// one open transaction only.
 #pragma once
 
 #include <cstddef>
@@ -14,6 +17,8 @@
 #include <span>
 #include <string>
 #include <vector>
+
+#include "gradwire/codec/codec.h"
 
 namespace gradwire::codec {
 
@@ -26,49 +31,84 @@ class ErrorFeedback {
   struct Entry;
 
  public:
-  // One call's view of its keys, in order. Rolls back when destroyed open. A repeated call
-  // allocates nothing the size of an extent.
+  // What is kept of one key, to save and to load.
+  struct Kept {
+    std::vector<float> residual;  // empty means all zero, of any length
+    float adapted = 0;            // Adapted::value
+    std::vector<float> memory;    // the codec's own; empty: nothing yet
+  };
+
+  // One call's view of its keys, in order. Rolls back when destroyed open. A repeated call, with
+  // one and the same object, allocates nothing the size of an extent.
   class Transaction {
    public:
-    // Throws InvalidArgument, and opens nothing, for a key that is already open, and for one whose
-    // residual has another length.
-    Transaction(ErrorFeedback& owner, const std::vector<KeyedExtent>& extents);
+    Transaction() = default;  // closed
+    Transaction(ErrorFeedback& owner, const std::vector<KeyedExtent>& extents) {
+      open(owner, extents);
+    }
     Transaction(const Transaction&) = delete;
     Transaction& operator=(const Transaction&) = delete;
-    ~Transaction();
+    ~Transaction() { settle(false); }
+
+    // Throws InvalidArgument, and opens nothing, for a key that is already open, and for one whose
+    // residual has another length.
+    void open(ErrorFeedback& owner, std::span<const KeyedExtent> extents);
+    bool is_open() const noexcept { return owner_ != nullptr; }
 
     std::span<const float> residual(std::size_t extent) const;  // e; empty means all zero
-    std::span<float> next(std::size_t extent);                  // e', starts at zero
-    void commit();
-    void rollback() noexcept;
+    std::span<float> next(std::size_t extent);  // e', of any content: all of it must be written
+    Adapted& adapted(std::size_t extent);       // starts as the last call left it
+    std::span<const float> memory(std::size_t extent) const;
+    std::vector<float>& next_memory(std::size_t extent);  // of any content; else it stays
+
+    // The end of the call. Does nothing when closed.
+    void settle(bool keep) noexcept;
 
    private:
-    ErrorFeedback& owner_;
-    std::vector<Entry*> entries_;  // none once closed
+    ErrorFeedback* owner_ = nullptr;
+    std::vector<Entry*> entries_;
   };
+
+  // A step: transactions that settle between the two wait, open, for its end. It keeps all of them,
+  // or none when one of them was not to be kept, or `keep` is false; returns which. InvalidArgument
+  // where a step is (not) under way, and at the end while a transaction has not settled.
+  void begin_step();
+  bool end_step(bool keep = true);
 
   // A copy of this rank's residual; empty when the key was never used.
   std::vector<float> residual(const std::string& key) const;
-  // Adds `values` to the key's residual: load, or take over a leaver's.
+  // Adds `values` to the key's residual: to take over a leaver's.
   void add(const std::string& key, std::span<const float> values);
-  // Multiplies every residual, for a changed loss scale or learning rate.
+  // Multiplies every residual, and what is adapted to them, for a changed loss scale or learning
+  // rate.
   void scale(double factor);
   void clear();
   std::vector<KeyedExtent> keys() const;
 
-  // add, scale and clear throw InvalidArgument for a key in an open transaction.
+  Kept save(const std::string& key) const;
+  void load(const std::string& key, Kept kept);  // in place of what there was
+
+  // add, scale, clear and load throw InvalidArgument for a key in an open transaction.
 
  private:
   struct Entry {
-    std::vector<float> current;  // e; empty means all zero, of any length
-    std::vector<float> next;     // e' of the open transaction; between two, memory for the next one
+    Kept current;
+    Kept next;  // of the open transaction; between two, memory for the next one
+    Adapted adapted;
+    bool remembers = false;  // next.memory is meant
     bool open = false;
   };
 
   void open(const KeyedExtent& extent, std::vector<Entry*>& opened);
+  void close(const std::vector<Entry*>& entries, bool keep) noexcept;
+  void require_closed() const;
 
   mutable std::mutex mutex_;
   std::map<std::string, Entry> entries_;  // a map, so that transactions can point to entries
+  std::size_t unsettled_ = 0;             // transactions
+  bool in_step_ = false;
+  bool spoiled_ = false;         // a transaction of the step is not to be kept
+  std::vector<Entry*> of_step_;  // settled, and waiting for its end
 };
 
 }  // namespace gradwire::codec

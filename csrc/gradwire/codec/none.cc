@@ -1,4 +1,4 @@
-// none: float32 as it is. It loses nothing and books nothing.
+// none: float32 as it is. It loses nothing, and sends the whole residual.
 #include <cstring>
 
 #include "gradwire/codec/simd.h"
@@ -15,23 +15,31 @@ class None final : public Codec {
   std::size_t unit() const noexcept override { return 1; }
   std::size_t max_bytes(std::size_t n) const noexcept override { return n * sizeof(float); }
 
-  std::size_t encode(const float* x, std::size_t n, Position, float*, Bytes out) const override {
+  std::size_t encode(const float* x, std::size_t n, const Site& site, Bytes out) const override {
     check_room(*this, out.size(), max_bytes(n), n);
-    if (n > 0) std::memcpy(out.data(), x, max_bytes(n));
+    if (n == 0) return 0;
+    std::memcpy(out.data(), x, max_bytes(n));
+    if (site.residual != nullptr) sum()(out.data(), site.residual, n);
+    if (site.error != nullptr) std::memset(site.error, 0, max_bytes(n));
     return max_bytes(n);
   }
 
-  std::size_t decode(ConstBytes in, float* y, std::size_t n) const override {
+  Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
     check_room(*this, in.size(), max_bytes(n), n);
     if (n > 0) std::memcpy(y, in.data(), max_bytes(n));
-    return max_bytes(n);
+    return {max_bytes(n), kernels().finite(y, n)};
   }
 
-  std::size_t decode_add(ConstBytes in, float* y, std::size_t n) const override {
+  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const override {
     check_room(*this, in.size(), max_bytes(n), n);
-    const auto& sum = kernels().reduce[static_cast<std::size_t>(DType::kFloat32)];
-    sum[static_cast<std::size_t>(ReduceOp::kSum)](y, in.data(), n);
-    return max_bytes(n);
+    sum()(y, in.data(), n);
+    return {max_bytes(n), kernels().finite(y, n)};
+  }
+
+ private:
+  static ReduceKernel sum() {
+    return kernels().reduce[static_cast<std::size_t>(DType::kFloat32)]
+                           [static_cast<std::size_t>(ReduceOp::kSum)];
   }
 };
 

@@ -23,10 +23,13 @@ using ScaleKernel = void (*)(void* x, double factor, std::size_t n) noexcept;
 // [2^-100, 2^100]: it multiplies before the cast and is divided out after decoding, both exactly.
 // Round to nearest even; finite values saturate, Inf stays Inf, NaN stays NaN.
 struct CastKernels {
-  // error[i] += x[i] - decoded[i] where error is not null and x[i] is finite.
-  void (*encode)(const float* x, float scale, std::byte* out, float* error, std::size_t n) noexcept;
-  void (*decode)(const std::byte* in, float scale, float* y, std::size_t n) noexcept;
-  void (*decode_add)(const std::byte* in, float scale, float* y, std::size_t n) noexcept;
+  // v[i] = x[i] + residual[i]; error[i] = v[i] - decoded[i], 0 where v[i] is not finite. Either may
+  // be null.
+  void (*encode)(const float* x, const float* residual, float scale, std::byte* out, float* error,
+                 std::size_t n) noexcept;
+  // Whether all that was decoded is finite.
+  bool (*decode)(const std::byte* in, float scale, float* y, std::size_t n) noexcept;
+  bool (*decode_add)(const std::byte* in, float scale, float* y, std::size_t n) noexcept;
 };
 
 // All of them expect the floating-point state of a FloatEnvironment.
@@ -37,7 +40,8 @@ struct Kernels {
   // 754 says; min and max are its 2019 minimum and maximum; every NaN result is the positive quiet
   // one without payload; integers wrap.
   std::array<std::array<ReduceKernel, kReduceOps>, kDTypes> reduce;
-  std::array<ScaleKernel, kDTypes> scale;  // null for integers
+  std::array<ScaleKernel, kDTypes> scale;                  // null for integers
+  bool (*finite)(const float* x, std::size_t n) noexcept;  // whether all of it is
   CastKernels fp16;
   CastKernels bf16;
 };

@@ -180,46 +180,93 @@ F32 saturate(F32 x, std::int32_t limit) {
   return bits<F32>((magnitude < kInfinity ? limited : magnitude) | sign);
 }
 
-// Inf and NaN book nothing: no later call could make up for them.
-F32 book(F32 error, F32 x, F32 decoded) {
-  return magnitude_of(x) < kInfinity ? error + (x - decoded) : error;
+std::int32_t largest(I32 lanes) {
+  std::int32_t found[kLanes];
+  __builtin_memcpy(found, &lanes, sizeof lanes);
+  std::int32_t most = found[0];
+  for (std::int32_t each : found) most = each > most ? each : most;
+  return most;
 }
 
-template <typename Cast>
-void encode(const float* x, float scale, std::byte* out, float* error, std::size_t n) noexcept {
+// Gathers, over a sweep, whether everything seen is finite.
+class FiniteCheck {
+ public:
+  void see(F32 x) { seen_ = magnitude_of(x) > seen_ ? magnitude_of(x) : seen_; }
+  bool holds() const { return largest(seen_) < kInfinity; }
+
+ private:
+  I32 seen_{};
+};
+
+bool finite(const float* x, std::size_t n) noexcept {
+  FiniteCheck check;
+  sweep<kLanes>(n, [&](std::size_t i, auto part) { check.see(load<Floats>(x, i, part)); });
+  return check.holds();
+}
+
+// The error of one value; 0 where it is NaN or Inf, which no later call could make up for.
+F32 lost(F32 v, F32 decoded) { return magnitude_of(v) < kInfinity ? v - decoded : F32{}; }
+
+// What is encoded: x + residual, where there is one.
+template <bool kResidual>
+struct Source {
+  const float* x;
+  const float* residual;
+
+  template <typename PartOf>
+  F32 operator()(std::size_t i, PartOf part) const {
+    F32 v = load<Floats>(x, i, part);
+    if constexpr (kResidual) v = Sum::apply<float>(v, load<Floats>(residual, i, part));
+    return v;
+  }
+};
+
+template <typename Cast, bool kResidual, bool kError>
+void encode_from(Source<kResidual> source, float scale, std::byte* out, float* error,
+                 std::size_t n) noexcept {
   const float unscale = 1.0F / scale;
   const auto limit = bits<std::int32_t>(Cast::kLargest * unscale);
-  const auto send = [=](std::size_t i, auto part, F32 v) {
+  sweep<kLanes>(n, [=](std::size_t i, auto part) {
+    const F32 v = source(i, part);
     const U16 h = Cast::narrow(saturate(v, limit) * scale);
     store<Halves>(out, i, part, h);
-    return h;
-  };
-  if (error == nullptr) {
-    sweep<kLanes>(n, [=](std::size_t i, auto part) { send(i, part, load<Floats>(x, i, part)); });
-    return;
-  }
-  sweep<kLanes>(n, [=](std::size_t i, auto part) {
-    const F32 v = load<Floats>(x, i, part);
-    const F32 decoded = Cast::widen(send(i, part, v)) * unscale;
-    store<Floats>(error, i, part, book(load<Floats>(error, i, part), v, decoded));
+    if constexpr (kError) store<Floats>(error, i, part, lost(v, Cast::widen(h) * unscale));
   });
 }
 
 template <typename Cast>
-void decode(const std::byte* in, float scale, float* y, std::size_t n) noexcept {
-  const float unscale = 1.0F / scale;
-  sweep<kLanes>(n, [=](std::size_t i, auto part) {
-    store<Floats>(y, i, part, Cast::widen(load<Halves>(in, i, part)) * unscale);
-  });
+void encode(const float* x, const float* residual, float scale, std::byte* out, float* error,
+            std::size_t n) noexcept {
+  if (residual != nullptr && error != nullptr)
+    return encode_from<Cast, true, true>({x, residual}, scale, out, error, n);
+  if (residual != nullptr)
+    return encode_from<Cast, true, false>({x, residual}, scale, out, error, n);
+  if (error != nullptr) return encode_from<Cast, false, true>({x, residual}, scale, out, error, n);
+  encode_from<Cast, false, false>({x, residual}, scale, out, error, n);
 }
 
 template <typename Cast>
-void decode_add(const std::byte* in, float scale, float* y, std::size_t n) noexcept {
+bool decode(const std::byte* in, float scale, float* y, std::size_t n) noexcept {
   const float unscale = 1.0F / scale;
-  sweep<kLanes>(n, [=](std::size_t i, auto part) {
+  FiniteCheck check;
+  sweep<kLanes>(n, [&](std::size_t i, auto part) {
     const F32 decoded = Cast::widen(load<Halves>(in, i, part)) * unscale;
+    check.see(decoded);
+    store<Floats>(y, i, part, decoded);
+  });
+  return check.holds();
+}
+
+template <typename Cast>
+bool decode_add(const std::byte* in, float scale, float* y, std::size_t n) noexcept {
+  const float unscale = 1.0F / scale;
+  FiniteCheck check;
+  sweep<kLanes>(n, [&](std::size_t i, auto part) {
+    const F32 decoded = Cast::widen(load<Halves>(in, i, part)) * unscale;
+    check.see(decoded);
     store<Floats>(y, i, part, Sum::apply<float>(load<Floats>(y, i, part), decoded));
   });
+  return check.holds();
 }
 
 // Sums and products of signed integers wrap: they are those of the unsigned type.
@@ -240,6 +287,7 @@ constexpr Kernels table(const char* name) {
             kReduceOf<Packed<std::uint8_t>>}},
           {{scale<Packed<float>>, scale<Packed<double>>, scale<Narrow<Fp16>>, scale<Narrow<Bf16>>,
             nullptr, nullptr, nullptr, nullptr}},
+          finite,
           kCastOf<Fp16>,
           kCastOf<Bf16>};
 }

@@ -152,8 +152,13 @@ std::shared_ptr<Work> Communicator::enqueue(const Request& request) {
   std::lock_guard lock(mutex_);
   require_alive();
   auto pending = take_spare();
-  pending->operation.bind(request, plans_.find(request, links_.link_of()), identity_.rank,
-                          identity_.size);
+  std::shared_ptr<const Plan> plan = plans_.find(request, links_.link_of());
+  if (request.feedback) {
+    pending->feedback = request.feedback;
+    pending->transaction.open(*request.feedback, request.keys);
+  }
+  pending->operation.bind(request, std::move(plan), identity_.rank, identity_.size,
+                          pending->transaction);
   pending->timeout = request.timeout;
   std::shared_ptr<Work> work = pending->work;
   queue_.push_back(std::move(pending));
@@ -345,7 +350,10 @@ void Communicator::fail_locked(const std::exception_ptr& error) noexcept {
   control_.say_failure(error);
   watch_.fails(transport::text_of(failure_frame(error, identity_.rank)));
   current_ = nullptr;
-  for (auto& each : queue_) each->work->finish(error);
+  for (auto& each : queue_) {
+    each->transaction.settle(false);
+    each->work->finish(error);
+  }
   queue_.clear();
   transfers_.fail(error);
   for (auto& [transfer, sends] : submitted_) transfer.work->finish(error);

@@ -97,6 +97,8 @@ class Communicator {
   // A collective that waits for its turn, or has it. Reused, with all that it has allocated.
   struct Pending {
     Operation operation;
+    std::shared_ptr<codec::ErrorFeedback> feedback;  // outlives the transaction
+    codec::ErrorFeedback::Transaction transaction;
     std::shared_ptr<Work> work = std::make_shared<Work>();
     double timeout = 0;
     Deadline deadline = Deadline::never();

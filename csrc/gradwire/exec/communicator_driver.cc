@@ -170,7 +170,7 @@ bool Communicator::start_next() {
   current_->deadline = Deadline::after(current_->timeout);
   look_at_ = current_->deadline.earlier(std::min(current_->timeout / 2, kRollCallSeconds));
   roll_called_ = false;
-  current_->operation.copy_in();
+  current_->operation.begin();
   Execution::Call call = current_->operation.call();
   call.rank = identity_.rank;
   call.communicator = identity_.communicator;
@@ -182,7 +182,7 @@ bool Communicator::start_next() {
 }
 
 void Communicator::finish_current() {
-  current_->operation.copy_out();
+  current_->transaction.settle(current_->operation.end(execution_.finite()));
   current_ = nullptr;
   watch_.end();
   std::lock_guard lock(mutex_);

@@ -15,6 +15,10 @@ using schedule::Landing;
 
 std::size_t index_of(DType dtype) { return static_cast<std::size_t>(dtype); }
 
+codec::ReduceKernel fold_of(DType dtype, ReduceOp op) {
+  return codec::kernels().reduce[index_of(dtype)][static_cast<std::size_t>(op)];
+}
+
 // memcpy that takes null for nothing.
 void copy_bytes(Bytes to, ConstBytes from, std::size_t size) {
   if (size > 0) std::memcpy(to.data(), from.data(), size);
@@ -31,6 +35,7 @@ void Execution::start(const Call& call) {
   call_ = call;
   sent_ = landed_ = 0;
   ended_ = false;
+  finite_ = true;
   if (store_.size() < call.plan->store_bytes()) store_.resize(call.plan->store_bytes());
   if (stored_bytes_.size() < call.plan->stored_parts())
     stored_bytes_.resize(call.plan->stored_parts());
@@ -79,11 +84,11 @@ bool Execution::try_receive(Links& links) {
   return true;
 }
 
-// The last act: everything staged is on its way, and what no copy finished is scaled.
+// The last act: everything staged is on its way, and what no copy finished is finished here.
 bool Execution::try_end() {
   const Plan& plan = *call_.plan;
   if (ended_ || sent_ < plan.sends().size() || landed_ < plan.receives().size()) return false;
-  for (const Piece& piece : plan.scaled_at_end()) scale(piece);
+  for (const Piece& piece : plan.finished_here()) finish_here(piece);
   ended_ = true;
   return true;
 }
@@ -164,7 +169,7 @@ void Execution::finish(const Part& part) {
     std::size_t written = 0;
     for (const Piece& piece : pieces) {
       const std::size_t size = encode(piece, store.subspan(written));
-      call_.plan->codec().decode(store.subspan(written, size), floats(piece), piece.count);
+      decode(piece, store.subspan(written, size));
       written += size;
     }
     stored_bytes_[part.stored] = static_cast<std::uint32_t>(written);
@@ -178,9 +183,27 @@ std::size_t Execution::encode(const Piece& piece, Bytes out) {
     std::memcpy(out.data(), address(piece), size);
     return size;
   }
-  float* error = call_.errors.empty() ? nullptr : call_.errors[piece.extent] + piece.offset;
-  return call_.plan->codec().encode(floats(piece), piece.count, {call_.operation, piece.offset},
-                                    error, out);
+  const codec::Site site = site_of(piece);
+  return call_.plan->codec().encode(floats(piece), piece.count, site, out);
+}
+
+codec::Site Execution::site_of(const Piece& piece) const {
+  codec::Site site;
+  site.call = call_.operation;
+  site.element = piece.offset;
+  site.adapted = call_.adapted[piece.extent];
+  if (call_.errors.empty()) return site;
+  const float* residual = call_.residuals[piece.extent];
+  if (residual != nullptr) site.residual = residual + piece.offset;
+  site.error = call_.errors[piece.extent] + piece.offset;
+  return site;
+}
+
+// A final value, of the same bits on all ranks. Returns the bytes consumed.
+std::size_t Execution::decode(const Piece& piece, ConstBytes in) {
+  const codec::Decoded decoded = call_.plan->codec().decode(in, floats(piece), piece.count);
+  finite_ = finite_ && decoded.finite;
+  return decoded.bytes;
 }
 
 void Execution::land(const Frame& frame, ConstBytes in, Rank peer) {
@@ -215,22 +238,34 @@ std::size_t Execution::land_plain(const Part& part, const Piece& piece, ConstByt
   if (part.landing == Landing::kCopy) {
     std::memcpy(address(piece), payload.data(), payload.size());
   } else {
-    const auto& by_op = codec::kernels().reduce[index_of(spec.dtype)];
-    by_op[static_cast<std::size_t>(spec.op)](address(piece), payload.data(), piece.count);
+    fold_of(spec.dtype, spec.op)(address(piece), payload.data(), piece.count);
   }
   return payload.size();
 }
 
 std::size_t Execution::land_coded(const Part& part, const Piece& piece, ConstBytes in) {
   const codec::Codec& codec = call_.plan->codec();
-  if (part.landing == Landing::kReduce) return codec.decode_add(in, floats(piece), piece.count);
-  const std::size_t size = codec.decode(in, floats(piece), piece.count);
+  if (part.landing == Landing::kReduce)
+    return codec.decode_add(in, floats(piece), piece.count).bytes;
+  const std::size_t size = decode(piece, in);
   scale(piece);
   return size;
 }
 
 Bytes Execution::store_of(const Part& part) {
   return Bytes(store_).subspan(call_.plan->store_offset(part.stored));
+}
+
+// A result that this rank alone has, and never encoded: all of the residual is delivered.
+void Execution::finish_here(const Piece& piece) {
+  if (call_.plan->lossy()) {
+    const codec::Site site = site_of(piece);
+    if (site.residual != nullptr)
+      fold_of(DType::kFloat32, ReduceOp::kSum)(floats(piece), site.residual, piece.count);
+    if (site.error != nullptr) std::fill_n(site.error, piece.count, 0.0F);
+    finite_ = codec::kernels().finite(floats(piece), piece.count) && finite_;
+  }
+  scale(piece);
 }
 
 void Execution::scale(const Piece& piece) {

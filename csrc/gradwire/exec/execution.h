@@ -39,8 +39,11 @@ class Execution {
   struct Call {
     const Plan* plan = nullptr;
     std::span<std::byte* const>
-        extents;                     // base address of each extent; null where this rank has none
-    std::span<float* const> errors;  // e' of each extent (codec/feedback.h); empty: no feedback
+        extents;  // base address of each extent; null where this rank has none
+    // Lossy codecs: of each extent e and e' (codec/feedback.h; null: none) and what is adapted.
+    std::span<const float* const> residuals;
+    std::span<float* const> errors;
+    std::span<codec::Adapted* const> adapted;
     Rank rank = 0;
     std::uint32_t communicator = 0;
     std::uint32_t operation = 0;
@@ -53,6 +56,9 @@ class Execution {
     return sent_ == call_.plan->sends().size() && landed_ == call_.plan->receives().size() &&
            ended_;
   }
+  // Lossy codecs, when done: whether this rank's results hold neither NaN nor Inf. Where all ranks
+  // have all results they say the same.
+  bool finite() const noexcept { return finite_; }
   // Whom this rank waits for, for messages: the sender of the next frame, or a reader of a full
   // staging.
   Rank waiting_for() const noexcept;
@@ -79,7 +85,10 @@ class Execution {
   std::size_t land_plain(const Part& part, const Piece& piece, ConstBytes in);
   std::size_t land_coded(const Part& part, const Piece& piece, ConstBytes in);
   std::size_t encode(const Piece& piece, Bytes out);
+  std::size_t decode(const Piece& piece, ConstBytes in);
+  codec::Site site_of(const Piece& piece) const;
   Bytes store_of(const Part& part);
+  void finish_here(const Piece& piece);
   void scale(const Piece& piece);
 
   std::byte* address(const Piece& piece) const;
@@ -89,6 +98,7 @@ class Execution {
   std::size_t sent_ = 0;
   std::size_t landed_ = 0;
   bool ended_ = false;
+  bool finite_ = true;
   std::vector<std::byte> store_;             // finished payloads, forwarded verbatim
   std::vector<std::uint32_t> stored_bytes_;  // of each stored part
 };

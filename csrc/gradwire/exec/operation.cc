@@ -1,14 +1,21 @@
 #include "gradwire/exec/operation.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
 #include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
 
 namespace gradwire::exec {
 namespace {
 
 std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
+
+void add(float* x, const float* y, std::size_t n) {
+  const auto& sum = codec::kernels().reduce[static_cast<std::size_t>(DType::kFloat32)];
+  sum[static_cast<std::size_t>(ReduceOp::kSum)](x, y, n);
+}
 
 [[noreturn]] void refuse(const Request& request, const std::string& what) {
   throw InvalidArgument(std::string(name_of(request.collective)) + ": " + what);
@@ -114,13 +121,19 @@ void Operation::counts(const Request& request, Rank rank, int size,
   }
 }
 
-void Operation::bind(const Request& request, std::shared_ptr<const Plan> plan, Rank rank,
-                     int size) {
+void Operation::bind(const Request& request, std::shared_ptr<const Plan> plan, Rank rank, int size,
+                     codec::ErrorFeedback::Transaction& transaction) {
   plan_ = std::move(plan);
   element_ = size_of(request.dtype);
   extents_.clear();
   before_.clear();
   after_.clear();
+  bind_arrays(request, rank, size);
+  feeds_back_ = request.feedback != nullptr;
+  if (plan_->lossy() || feeds_back_) bind_codec(request, transaction);
+}
+
+void Operation::bind_arrays(const Request& request, Rank rank, int size) {
   switch (request.collective) {
     case Collective::kAllReduce:
     case Collective::kReduce:
@@ -135,6 +148,29 @@ void Operation::bind(const Request& request, std::shared_ptr<const Plan> plan, R
       return bind_blocks(request, rank, size);
     case Collective::kAllToAll:
       return bind_all_to_all(request, rank, size);
+  }
+}
+
+void Operation::bind_codec(const Request& request, codec::ErrorFeedback::Transaction& transaction) {
+  residuals_.clear();
+  errors_.clear();
+  adapted_.clear();
+  own_adapted_.assign(extents_.size(), {});
+  std::size_t key = 0, used = 0;
+  for (std::size_t i = 0; i < extents_.size(); ++i) {
+    const std::uint64_t count = plan_->counts()[i];
+    if (!request.feedback) {
+      adapted_.push_back(&own_adapted_[i]);
+      continue;
+    }
+    for (; key + 1 < request.keys.size() && used == request.keys[key].count; ++key) used = 0;
+    if (request.keys.empty() || request.keys[key].count - used < count)
+      refuse(request, "the keys do not lie end to end over the arrays");
+    const auto residual = transaction.residual(key);
+    residuals_.push_back(residual.empty() ? nullptr : residual.data() + used);
+    errors_.push_back(transaction.next(key).data() + used);
+    adapted_.push_back(&transaction.adapted(key));
+    used += count;
   }
 }
 
@@ -206,10 +242,50 @@ void Operation::copy(const std::vector<CopyStep>& steps) {
   for (const CopyStep& each : steps) std::memmove(each.to, each.from, each.bytes);
 }
 
+void Operation::begin() {
+  copy(before_);
+  if (plan_->lossy()) return prepare();
+  if (!feeds_back_) return;
+  for (std::size_t i = 0; i < extents_.size(); ++i) {  // plain: delivers the whole residual
+    if (residuals_[i] != nullptr) add(floats(i), residuals_[i], plan_->counts()[i]);
+    std::fill_n(errors_[i], plan_->counts()[i], 0.0F);
+  }
+}
+
+void Operation::prepare() {
+  for (std::size_t i = 0; i < extents_.size(); ++i)
+    plan_->codec().prepare(floats(i), feeds_back_ ? residuals_[i] : nullptr, plan_->counts()[i],
+                           *adapted_[i]);
+}
+
+bool Operation::end(bool finite) {
+  copy(after_);
+  if (plan_->lossy()) adapt();
+  if (!feeds_back_ || plan_->lossy()) return finite;
+  for (std::size_t i = 0; i < extents_.size(); ++i)
+    finite = finite && codec::kernels().finite(floats(i), plan_->counts()[i]);
+  return finite;
+}
+
+// Once a key, though several extents may be of it.
+void Operation::adapt() {
+  std::size_t elements = 0;
+  for (std::size_t i = 0; i < extents_.size(); ++i) {
+    elements += plan_->counts()[i];
+    if (i + 1 < extents_.size() && adapted_[i + 1] == adapted_[i]) continue;
+    plan_->codec().adapt(elements, *adapted_[i]);
+    elements = 0;
+  }
+}
+
 Execution::Call Operation::call() const {
   Execution::Call call;
   call.plan = plan_.get();
   call.extents = extents_;
+  if (!plan_->lossy()) return call;
+  call.residuals = residuals_;
+  call.errors = errors_;
+  call.adapted = adapted_;
   return call;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "gradwire/codec/codec.h"
+#include "gradwire/codec/feedback.h"
 #include "gradwire/exec/execution.h"
 #include "gradwire/exec/plan.h"
 #include "gradwire/schedule/schedule.h"
@@ -38,6 +39,10 @@ struct Request {
   const schedule::Schedule* schedule = nullptr;  // the user's own; then algorithm is ignored
   std::uint64_t schedule_digest = 0;             // of *schedule, taken once by whoever keeps it
   std::shared_ptr<const codec::Codec> codec;     // null: none
+  // Lossy codecs: null for no error feedback. The keys lie end to end over all inputs, each of
+  // which belongs to one key.
+  std::shared_ptr<codec::ErrorFeedback> feedback;
+  std::span<const codec::KeyedExtent> keys;
   std::span<const Array> inputs;
   std::span<const Array> outputs;
   double timeout = 300;  // seconds, from when the operation starts to run
@@ -59,17 +64,21 @@ class Operation {
   // Throws InvalidArgument when inputs and outputs do not fit together.
   static void check(const Request& request, Rank rank, int size);
 
-  void bind(const Request& request, std::shared_ptr<const Plan> plan, Rank rank, int size);
+  // `transaction`: open for the request's keys where it has feedback; the caller settles it.
+  void bind(const Request& request, std::shared_ptr<const Plan> plan, Rank rank, int size,
+            codec::ErrorFeedback::Transaction& transaction);
 
-  // Local copies before the first frame and after the last.
-  void copy_in() const { copy(before_); }
-  void copy_out() const { copy(after_); }
+  // Local work before the first frame and after the last: copies, and what the codec adapts.
+  // `finite`: what the execution says; returns whether the residuals may move.
+  void begin();
+  bool end(bool finite);
   Execution::Call call() const;
   const Plan& plan() const noexcept { return *plan_; }
   const std::shared_ptr<const Plan>& shared_plan() const noexcept { return plan_; }
 
  private:
   static void copy(const std::vector<CopyStep>& steps);
+  void bind_arrays(const Request& request, Rank rank, int size);
   void bind_in_place(const Request& request, Rank rank);
   void bind_reduce_scatter(const Request& request, Rank rank);
   void bind_all_gather(const Request& request, Rank rank);
@@ -77,12 +86,22 @@ class Operation {
   void bind_all_to_all(const Request& request, Rank rank, int size);
   void add_copy(std::vector<CopyStep>& steps, std::byte* to, const Array& from);
   std::byte* scratch(std::span<const Array> arrays);
+  void prepare();
+  void adapt();
+  float* floats(std::size_t extent) const { return reinterpret_cast<float*>(extents_[extent]); }
+  void bind_codec(const Request& request, codec::ErrorFeedback::Transaction& transaction);
 
   std::shared_ptr<const Plan> plan_;
   std::size_t element_ = 0;  // bytes
   std::vector<std::byte*> extents_;
   std::vector<CopyStep> before_, after_;
   std::vector<std::byte> scratch_;
+  // Lossy codecs and error feedback, by extent; see Execution::Call.
+  bool feeds_back_ = false;
+  std::vector<const float*> residuals_;
+  std::vector<float*> errors_;
+  std::vector<codec::Adapted*> adapted_;
+  std::vector<codec::Adapted> own_adapted_;  // where there is no feedback
 };
 
 }  // namespace gradwire::exec

@@ -111,7 +111,7 @@ class Plan::Maker {
     place_store();
     emit_frames();
     link_needs();
-    list_scaled_at_end();
+    list_finished_here();
   }
 
  private:
@@ -245,8 +245,6 @@ class Plan::Maker {
         cuts_.push_back({first, size32(plan_.pieces_)});
       }
     }
-    for (const Piece& piece : plan_.pieces_)
-      plan_.largest_piece_ = std::max(plan_.largest_piece_, piece.count);
   }
 
   int segments_of(int chunk) const { return segments_of_[static_cast<std::size_t>(chunk)]; }
@@ -368,13 +366,13 @@ class Plan::Maker {
     }
   }
 
-  void list_scaled_at_end() {
-    if (plan_.factor_ == 1) return;
+  void list_finished_here() {
+    if (plan_.factor_ == 1 && !plan_.lossy()) return;
     for (int c = 0; c < schedule_.chunks; ++c) {
       const auto i = static_cast<std::size_t>(c);
       const int first = std::min(arrives_finished_[i], leaves_finished_[i]);
       if (!holds_result(c) || first != kNever) continue;
-      layout_.append(c, 0, 1, plan_.scaled_at_end_);
+      layout_.append(c, 0, 1, plan_.finished_here_);
     }
   }
 

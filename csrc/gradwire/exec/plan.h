@@ -81,6 +81,7 @@ class Plan {
   Plan(const schedule::Schedule& schedule, Binding binding);
 
   const OpSpec& spec() const noexcept { return binding_.spec; }
+  const std::vector<std::uint64_t>& counts() const noexcept { return binding_.counts; }
   const codec::Codec& codec() const noexcept { return *binding_.codec; }
   bool lossy() const noexcept { return binding_.codec->combine() != codec::Combine::kPlain; }
   std::uint32_t fingerprint() const noexcept { return fingerprint_; }
@@ -98,13 +99,12 @@ class Plan {
   std::size_t store_offset(std::uint32_t stored) const { return store_offsets_[stored]; }
   std::size_t stored_parts() const noexcept { return store_offsets_.size(); }
   std::size_t store_bytes() const noexcept { return store_bytes_; }
-  // The most elements of any piece: scratch for codecs.
-  std::size_t largest_piece() const noexcept { return largest_piece_; }
 
   // What avg multiplies by; 1 for every other op.
   double factor() const noexcept { return factor_; }
-  // Results that neither travel finished from here nor arrive so: scaled when all has landed.
-  const std::vector<Piece>& scaled_at_end() const noexcept { return scaled_at_end_; }
+  // Results that neither travel finished from here nor arrive so: finished when all has landed.
+  // Empty where nothing is to be done for them.
+  const std::vector<Piece>& finished_here() const noexcept { return finished_here_; }
 
  private:
   class Maker;
@@ -126,8 +126,7 @@ class Plan {
   std::vector<Rank> peers_;
   std::vector<std::size_t> store_offsets_;
   std::size_t store_bytes_ = 0;
-  std::size_t largest_piece_ = 0;
-  std::vector<Piece> scaled_at_end_;
+  std::vector<Piece> finished_here_;
 };
 
 }  // namespace gradwire::exec
