@@ -32,7 +32,7 @@ struct Adapted {
 
 // Where in the job a run stands, and what else its encoding takes and gives.
 struct Site {
-  std::uint64_t call = 0;           // operation number, for rounding that is random
+  std::uint64_t call = 0;           // of this rank and operation, for rounding that is random
   std::uint64_t element = 0;        // index of the run's first element in its extent
   const float* residual = nullptr;  // e of the run: added to it before anything else; null: zero
   float* error = nullptr;           // e' of the run: written; null: not kept
@@ -53,6 +53,8 @@ class Codec {
   virtual Combine combine() const noexcept = 0;
   // Losses do not average out without error feedback.
   virtual bool biased() const noexcept = 0;
+  // Whether so many ranks do better to gather payloads than to encode again at every hop.
+  virtual bool gathers(int /*ranks*/) const noexcept { return combine() == Combine::kGather; }
   // Elements. Runs are cut at multiples of it, counted from the start of each extent.
   virtual std::size_t unit() const noexcept = 0;
   // The most bytes that encode() writes for n elements; exactly that many when fixed_size().

@@ -24,6 +24,7 @@ transport::Options link_options(const Identity& identity, const Tuning& tuning) 
   options.size = identity.size;
   options.max_message = tuning.max_message;
   options.messages = std::max(16, 2 * identity.size);  // a plan stages a whole round
+  options.link = tuning.link;
   return options;
 }
 
@@ -152,18 +153,46 @@ std::shared_ptr<Work> Communicator::enqueue(const Request& request) {
   std::lock_guard lock(mutex_);
   require_alive();
   auto pending = take_spare();
-  std::shared_ptr<const Plan> plan = plans_.find(request, links_.link_of());
-  if (request.feedback) {
-    pending->feedback = request.feedback;
-    pending->transaction.open(*request.feedback, request.keys);
-  }
-  pending->operation.bind(request, std::move(plan), identity_.rank, identity_.size,
-                          pending->transaction);
+  bind(*pending, request);
   pending->timeout = request.timeout;
   std::shared_ptr<Work> work = pending->work;
   queue_.push_back(std::move(pending));
   if (driving_) ring();
   return work;
+}
+
+// Under the mutex, as all that makes plans.
+void Communicator::bind(Pending& pending, const Request& request) {
+  if (request.feedback && request.keys.empty())
+    throw InvalidArgument("error feedback needs the key of each array, under which to keep it");
+  const Way way = way_of(request, identity_.size);
+  pending.feedback = request.feedback;
+  pending.compound = way == Way::kAtOnce ? nullptr : &pending.compound_for(way);
+  if (pending.compound != nullptr) {
+    pending.compound->bind(request, identity_.rank, identity_.size);
+    plans_.find(pending.compound->probe(), links_.link_of());
+    return;
+  }
+  if (request.feedback) pending.transaction.open(*request.feedback, request.keys);
+  bind_operation(pending, request);
+}
+
+void Communicator::bind_operation(Pending& pending, const Request& request) {
+  const bool whole = pending.compound == nullptr;
+  pending.operation.bind(request, plans_.find(request, links_.link_of()), identity_.rank,
+                         identity_.size,
+                         whole ? pending.transaction : pending.compound->transaction());
+}
+
+Compound& Communicator::Pending::compound_for(Way way) {
+  auto& made = compounds.at(static_cast<std::size_t>(way));
+  if (!made) made = make_compound(way);
+  return *made;
+}
+
+void Communicator::Pending::settle() noexcept {
+  transaction.settle(false);
+  if (compound != nullptr) compound->transaction().settle(false);
 }
 
 std::shared_ptr<Work> Communicator::enqueue_transfer(Transfer transfer, bool sends) {
@@ -351,7 +380,7 @@ void Communicator::fail_locked(const std::exception_ptr& error) noexcept {
   watch_.fails(transport::text_of(failure_frame(error, identity_.rank)));
   current_ = nullptr;
   for (auto& each : queue_) {
-    each->transaction.settle(false);
+    each->settle();
     each->work->finish(error);
   }
   queue_.clear();

@@ -9,6 +9,7 @@
 // A failure is final: every pending and later call throws the same root cause.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -23,6 +24,7 @@
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/fd.h"
 #include "gradwire/base/log.h"
+#include "gradwire/exec/compound.h"
 #include "gradwire/exec/control_plane.h"
 #include "gradwire/exec/execution.h"
 #include "gradwire/exec/identity.h"
@@ -42,6 +44,7 @@ struct Tuning {
   std::size_t segment_bytes = 0;         // 0: chosen for each operation
   double stall_seconds = 30;             // see Watch; 0: never
   Log log = log_to_stderr;               // of stalls
+  std::shared_ptr<transport::EmulatedLink> link = nullptr;  // this rank's, where it has one
 };
 
 class Communicator {
@@ -96,15 +99,22 @@ class Communicator {
  private:
   // A collective that waits for its turn, or has it. Reused, with all that it has allocated.
   struct Pending {
-    Operation operation;
-    std::shared_ptr<codec::ErrorFeedback> feedback;  // outlives the transaction
-    codec::ErrorFeedback::Transaction transaction;
+    Operation operation;  // or its compound's present phase
+    Compound* compound = nullptr;
+    std::shared_ptr<codec::ErrorFeedback> feedback;  // outlives all transactions
+    codec::ErrorFeedback::Transaction transaction;   // of what is no compound
+    std::array<std::unique_ptr<Compound>, kWays> compounds;
+
+    Compound& compound_for(Way way);
+    void settle() noexcept;  // lets go of the residuals, where the end has not done so
     std::shared_ptr<Work> work = std::make_shared<Work>();
     double timeout = 0;
     Deadline deadline = Deadline::never();
   };
 
   std::shared_ptr<Work> enqueue(const Request& request);
+  void bind(Pending& pending, const Request& request);
+  void bind_operation(Pending& pending, const Request& request);
   std::shared_ptr<Work> enqueue_transfer(Transfer transfer, bool sends);
   std::unique_ptr<Pending> take_spare();
   void check_peer(Rank peer) const;
@@ -131,6 +141,9 @@ class Communicator {
   void take_attention();
   bool advance_collective();
   bool start_next();
+  bool start_phase(bool finite);
+  void start_operation();
+  void finish_operation();
   void finish_current();
   void rest(unsigned idle, const Interrupt& interrupt);
   void look_around(const Interrupt& interrupt);

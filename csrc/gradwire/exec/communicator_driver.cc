@@ -152,12 +152,13 @@ void Communicator::take_attention() {
 
 bool Communicator::advance_collective() {
   if (current_ == nullptr && !start_next()) return false;
+  if (current_ == nullptr) return true;  // over before it sent anything
   // Many steps under one look around; few enough to notice an abort soon.
   constexpr int kBurst = 16;
   bool progressed = false;
   for (int i = 0; i < kBurst && execution_.advance(links_, traffic_); ++i) progressed = true;
   if (!execution_.done()) return progressed;
-  finish_current();
+  finish_operation();
   return true;
 }
 
@@ -170,6 +171,26 @@ bool Communicator::start_next() {
   current_->deadline = Deadline::after(current_->timeout);
   look_at_ = current_->deadline.earlier(std::min(current_->timeout / 2, kRollCallSeconds));
   roll_called_ = false;
+  if (current_->compound == nullptr)
+    start_operation();
+  else if (!start_phase(/*finite=*/true))
+    finish_current();
+  return true;
+}
+
+// The compound's next one; false when there is none.
+bool Communicator::start_phase(bool finite) {
+  const Request* phase = current_->compound->next({control_.history().calls(), finite});
+  if (phase == nullptr) return false;
+  {
+    std::lock_guard lock(mutex_);
+    bind_operation(*current_, *phase);
+  }
+  start_operation();
+  return true;
+}
+
+void Communicator::start_operation() {
   current_->operation.begin();
   Execution::Call call = current_->operation.call();
   call.rank = identity_.rank;
@@ -178,16 +199,22 @@ bool Communicator::start_next() {
   watch_.begin(call.operation, call.plan->fingerprint());
   execution_.start(call);
   control_.begin_call(current_->operation.shared_plan());
-  return true;
+}
+
+void Communicator::finish_operation() {
+  const bool finite = current_->operation.end(execution_.finite());
+  if (current_->compound != nullptr && start_phase(finite)) return;
+  current_->transaction.settle(finite);
+  watch_.end();
+  finish_current();
 }
 
 void Communicator::finish_current() {
-  current_->transaction.settle(current_->operation.end(execution_.finite()));
   current_ = nullptr;
-  watch_.end();
   std::lock_guard lock(mutex_);
   auto done = std::move(queue_.front());
   queue_.erase(queue_.begin());
+  done->feedback.reset();
   done->work->finish(nullptr);
   spare_.push_back(std::move(done));
 }

@@ -189,7 +189,7 @@ std::size_t Execution::encode(const Piece& piece, Bytes out) {
 
 codec::Site Execution::site_of(const Piece& piece) const {
   codec::Site site;
-  site.call = call_.operation;
+  site.call = call_number(call_.rank, call_.operation);
   site.element = piece.offset;
   site.adapted = call_.adapted[piece.extent];
   if (call_.errors.empty()) return site;

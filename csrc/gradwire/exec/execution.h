@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gradwire/base/wire.h"
+#include "gradwire/exec/feedback_view.h"
 #include "gradwire/exec/links.h"
 #include "gradwire/exec/plan.h"
 

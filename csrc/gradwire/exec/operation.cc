@@ -1,6 +1,5 @@
 #include "gradwire/exec/operation.h"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -11,11 +10,6 @@ namespace gradwire::exec {
 namespace {
 
 std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
-
-void add(float* x, const float* y, std::size_t n) {
-  const auto& sum = codec::kernels().reduce[static_cast<std::size_t>(DType::kFloat32)];
-  sum[static_cast<std::size_t>(ReduceOp::kSum)](x, y, n);
-}
 
 [[noreturn]] void refuse(const Request& request, const std::string& what) {
   throw InvalidArgument(std::string(name_of(request.collective)) + ": " + what);
@@ -129,8 +123,12 @@ void Operation::bind(const Request& request, std::shared_ptr<const Plan> plan, R
   before_.clear();
   after_.clear();
   bind_arrays(request, rank, size);
-  feeds_back_ = request.feedback != nullptr;
-  if (plan_->lossy() || feeds_back_) bind_codec(request, transaction);
+  const bool feeds_back = transaction.is_open();
+  if (plan_->lossy() || feeds_back)
+    feedback_.bind(plan_->counts(), feeds_back ? request.keys : decltype(request.keys){},
+                   transaction);
+  else
+    feedback_.clear();
 }
 
 void Operation::bind_arrays(const Request& request, Rank rank, int size) {
@@ -148,29 +146,6 @@ void Operation::bind_arrays(const Request& request, Rank rank, int size) {
       return bind_blocks(request, rank, size);
     case Collective::kAllToAll:
       return bind_all_to_all(request, rank, size);
-  }
-}
-
-void Operation::bind_codec(const Request& request, codec::ErrorFeedback::Transaction& transaction) {
-  residuals_.clear();
-  errors_.clear();
-  adapted_.clear();
-  own_adapted_.assign(extents_.size(), {});
-  std::size_t key = 0, used = 0;
-  for (std::size_t i = 0; i < extents_.size(); ++i) {
-    const std::uint64_t count = plan_->counts()[i];
-    if (!request.feedback) {
-      adapted_.push_back(&own_adapted_[i]);
-      continue;
-    }
-    for (; key + 1 < request.keys.size() && used == request.keys[key].count; ++key) used = 0;
-    if (request.keys.empty() || request.keys[key].count - used < count)
-      refuse(request, "the keys do not lie end to end over the arrays");
-    const auto residual = transaction.residual(key);
-    residuals_.push_back(residual.empty() ? nullptr : residual.data() + used);
-    errors_.push_back(transaction.next(key).data() + used);
-    adapted_.push_back(&transaction.adapted(key));
-    used += count;
   }
 }
 
@@ -244,38 +219,21 @@ void Operation::copy(const std::vector<CopyStep>& steps) {
 
 void Operation::begin() {
   copy(before_);
-  if (plan_->lossy()) return prepare();
-  if (!feeds_back_) return;
-  for (std::size_t i = 0; i < extents_.size(); ++i) {  // plain: delivers the whole residual
-    if (residuals_[i] != nullptr) add(floats(i), residuals_[i], plan_->counts()[i]);
-    std::fill_n(errors_[i], plan_->counts()[i], 0.0F);
+  for (std::size_t i = 0; i < extents_.size(); ++i) {
+    if (plan_->lossy())
+      feedback_.prepare(plan_->codec(), i, floats(i));
+    else
+      feedback_.deliver(i, floats(i));  // a plain sum loses nothing
   }
-}
-
-void Operation::prepare() {
-  for (std::size_t i = 0; i < extents_.size(); ++i)
-    plan_->codec().prepare(floats(i), feeds_back_ ? residuals_[i] : nullptr, plan_->counts()[i],
-                           *adapted_[i]);
 }
 
 bool Operation::end(bool finite) {
   copy(after_);
-  if (plan_->lossy()) adapt();
-  if (!feeds_back_ || plan_->lossy()) return finite;
+  if (plan_->lossy()) feedback_.adapt(plan_->codec());
+  if (!feedback_.feeds_back() || plan_->lossy()) return finite;
   for (std::size_t i = 0; i < extents_.size(); ++i)
     finite = finite && codec::kernels().finite(floats(i), plan_->counts()[i]);
   return finite;
-}
-
-// Once a key, though several extents may be of it.
-void Operation::adapt() {
-  std::size_t elements = 0;
-  for (std::size_t i = 0; i < extents_.size(); ++i) {
-    elements += plan_->counts()[i];
-    if (i + 1 < extents_.size() && adapted_[i + 1] == adapted_[i]) continue;
-    plan_->codec().adapt(elements, *adapted_[i]);
-    elements = 0;
-  }
 }
 
 Execution::Call Operation::call() const {
@@ -283,9 +241,9 @@ Execution::Call Operation::call() const {
   call.plan = plan_.get();
   call.extents = extents_;
   if (!plan_->lossy()) return call;
-  call.residuals = residuals_;
-  call.errors = errors_;
-  call.adapted = adapted_;
+  call.residuals = feedback_.residuals();
+  call.errors = feedback_.errors();
+  call.adapted = feedback_.adapted();
   return call;
 }
 

@@ -10,10 +10,17 @@
 #include "gradwire/codec/codec.h"
 #include "gradwire/codec/feedback.h"
 #include "gradwire/exec/execution.h"
+#include "gradwire/exec/feedback_view.h"
 #include "gradwire/exec/plan.h"
 #include "gradwire/schedule/schedule.h"
 
 namespace gradwire::exec {
+
+// How an extent reads as a matrix, row by row.
+struct Shape {
+  std::size_t rows = 1;
+  std::size_t columns = 0;
+};
 
 // A run of elements in the caller's memory; data may be null when count is 0.
 struct Array {
@@ -43,9 +50,11 @@ struct Request {
   // which belongs to one key.
   std::shared_ptr<codec::ErrorFeedback> feedback;
   std::span<const codec::KeyedExtent> keys;
+  std::string_view codec_label;  // what the ranks are told of the codec; empty: its name
   std::span<const Array> inputs;
   std::span<const Array> outputs;
-  double timeout = 300;  // seconds, from when the operation starts to run
+  std::span<const Shape> shapes;  // of the inputs, for codecs of matrices; empty: all are vectors
+  double timeout = 300;           // seconds, from when the operation starts to run
 };
 
 struct CopyStep {
@@ -64,7 +73,7 @@ class Operation {
   // Throws InvalidArgument when inputs and outputs do not fit together.
   static void check(const Request& request, Rank rank, int size);
 
-  // `transaction`: open for the request's keys where it has feedback; the caller settles it.
+  // `transaction`: open for the request's keys where it feeds back; the caller settles it.
   void bind(const Request& request, std::shared_ptr<const Plan> plan, Rank rank, int size,
             codec::ErrorFeedback::Transaction& transaction);
 
@@ -86,22 +95,14 @@ class Operation {
   void bind_all_to_all(const Request& request, Rank rank, int size);
   void add_copy(std::vector<CopyStep>& steps, std::byte* to, const Array& from);
   std::byte* scratch(std::span<const Array> arrays);
-  void prepare();
-  void adapt();
   float* floats(std::size_t extent) const { return reinterpret_cast<float*>(extents_[extent]); }
-  void bind_codec(const Request& request, codec::ErrorFeedback::Transaction& transaction);
 
   std::shared_ptr<const Plan> plan_;
   std::size_t element_ = 0;  // bytes
   std::vector<std::byte*> extents_;
   std::vector<CopyStep> before_, after_;
   std::vector<std::byte> scratch_;
-  // Lossy codecs and error feedback, by extent; see Execution::Call.
-  bool feeds_back_ = false;
-  std::vector<const float*> residuals_;
-  std::vector<float*> errors_;
-  std::vector<codec::Adapted*> adapted_;
-  std::vector<codec::Adapted> own_adapted_;  // where there is no feedback
+  FeedbackView feedback_;
 };
 
 }  // namespace gradwire::exec

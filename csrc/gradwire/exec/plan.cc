@@ -72,22 +72,6 @@ std::vector<Message> share_staging(std::vector<Message> messages, const std::vec
   return shared;
 }
 
-void check_types(const OpSpec& spec, const codec::Codec& codec, bool lossy) {
-  if (reduces(spec.collective) && spec.op == ReduceOp::kAvg && !is_floating(spec.dtype))
-    throw InvalidArgument("op 'avg' of " + std::string(name_of(spec.dtype)) +
-                          " is not defined; use 'sum' and divide");
-  if (!lossy) return;
-  if (!reduces(spec.collective))
-    throw InvalidArgument("codec '" + codec.name() + "' is for collectives that add; " +
-                          std::string(name_of(spec.collective)) + " moves data as it is");
-  if (spec.dtype != DType::kFloat32)
-    throw InvalidArgument("codec '" + codec.name() + "' needs float32, not " +
-                          std::string(name_of(spec.dtype)));
-  if (spec.op != ReduceOp::kSum && spec.op != ReduceOp::kAvg)
-    throw InvalidArgument("codec '" + codec.name() + "' is for op 'sum' or 'avg', not '" +
-                          std::string(name_of(spec.op)) + "'");
-}
-
 }  // namespace
 
 class Plan::Maker {
@@ -395,9 +379,30 @@ class Plan::Maker {
   std::vector<std::uint32_t> stored_;  // likewise
 };
 
+void Plan::check_types(const OpSpec& spec, const codec::Codec& codec) {
+  if (reduces(spec.collective) && spec.op == ReduceOp::kAvg && !is_floating(spec.dtype))
+    throw InvalidArgument("op 'avg' of " + std::string(name_of(spec.dtype)) +
+                          " is not defined; use 'sum' and divide");
+  if (codec.combine() == codec::Combine::kPlain) return;
+  if (!reduces(spec.collective))
+    throw InvalidArgument("codec '" + codec.name() + "' is for collectives that add; " +
+                          std::string(name_of(spec.collective)) + " moves data as it is");
+  if (spec.dtype != DType::kFloat32)
+    throw InvalidArgument("codec '" + codec.name() + "' needs float32, not " +
+                          std::string(name_of(spec.dtype)));
+  if (spec.op != ReduceOp::kSum && spec.op != ReduceOp::kAvg)
+    throw InvalidArgument("codec '" + codec.name() + "' is for op 'sum' or 'avg', not '" +
+                          std::string(name_of(spec.op)) + "'");
+}
+
 Plan::Plan(const Schedule& schedule, Binding binding) : binding_(std::move(binding)) {
   const OpSpec& spec = binding_.spec;
-  check_types(spec, *binding_.codec, lossy());
+  check_types(spec, *binding_.codec);
+  if (lossy() && codec().combine() != codec::Combine::kReencode)
+    throw ScheduleError("codec '" + codec().name() +
+                        "' can't be added at every hop, as schedule '" + schedule.name +
+                        "' does; use algorithm 'auto'" +
+                        (codec().combine() == codec::Combine::kGather ? " or 'gather'" : ""));
   if (lossy() && !binding_.in_tree)
     throw ScheduleError(
         "codec '" + binding_.codec->name() + "' encodes again at every hop, which needs " +

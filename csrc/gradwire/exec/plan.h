@@ -80,6 +80,9 @@ class Plan {
   // dtype, op and codec do not.
   Plan(const schedule::Schedule& schedule, Binding binding);
 
+  // Throws InvalidArgument where dtype, op and codec do not fit.
+  static void check_types(const OpSpec& spec, const codec::Codec& codec);
+
   const OpSpec& spec() const noexcept { return binding_.spec; }
   const std::vector<std::uint64_t>& counts() const noexcept { return binding_.counts; }
   const codec::Codec& codec() const noexcept { return *binding_.codec; }

@@ -65,7 +65,7 @@ bool PlanCache::matches(const Key& key, const Request& request, std::uint64_t di
          key.dtype == request.dtype && key.op == request.op && key.root == request.root &&
          (request.schedule != nullptr || key.algorithm == request.algorithm) &&
          key.schedule_digest == request.schedule_digest && key.codec == codec_of(request).get() &&
-         key.counts == counts_;
+         key.codec_label == request.codec_label && key.counts == counts_;
 }
 
 std::shared_ptr<const Plan> PlanCache::find(const Request& request,
@@ -114,13 +114,14 @@ std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::v
   OpSpec& spec = binding.spec;
   spec = {request.collective, request.dtype,           request.op,           request.root, {},
           schedule.name,      request.schedule_digest, binding.codec->name()};
+  if (!request.codec_label.empty()) spec.codec = request.codec_label;
   if (binding.uniform_segments) spec.counts = counts_;
   auto plan = std::make_shared<const Plan>(schedule, std::move(binding));
   if (entries_.size() >= kMostPlans) entries_.clear();
-  entries_.push_back(
-      {{digest, request.collective, request.dtype, request.op, request.root,
-        std::string(request.algorithm), request.schedule_digest, codec_of(request).get(), counts_},
-       plan});
+  entries_.push_back({{digest, request.collective, request.dtype, request.op, request.root,
+                       std::string(request.algorithm), request.schedule_digest,
+                       codec_of(request).get(), std::string(request.codec_label), counts_},
+                      plan});
   return plan;
 }
 

@@ -39,6 +39,7 @@ class PlanCache {
     std::string algorithm;
     std::uint64_t schedule_digest = 0;
     const codec::Codec* codec = nullptr;  // kept alive by the plan
+    std::string codec_label;
     std::vector<std::uint64_t> counts;
   };
   struct Entry {

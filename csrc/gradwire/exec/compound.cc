@@ -1,0 +1,68 @@
+#include "gradwire/exec/compound.h"
+
+#include "gradwire/base/error.h"
+#include "gradwire/exec/agreed.h"
+#include "gradwire/exec/gather_reduce.h"
+
+namespace gradwire::exec {
+
+void Compound::bind(const Request& request, Rank rank, int size) {
+  if (request.feedback) transaction_.open(*request.feedback, request.keys);
+  whole_ = request;
+  rank_ = rank;
+  size_ = size;
+  algorithm_.assign(request.algorithm);
+  whole_.algorithm = algorithm_;
+  label_ = request.codec ? request.codec->name() : "none";
+  const auto keep = [](auto& kept, auto& span) {
+    kept.assign(span.begin(), span.end());
+    span = kept;
+  };
+  keep(inputs_, whole_.inputs);
+  keep(outputs_, whole_.outputs);
+  keep(shapes_, whole_.shapes);
+  keep(keys_, whole_.keys);
+  if (!transaction_.is_open()) whole_.keys = {};
+  whole_.feedback = nullptr;  // whoever binds keeps it
+  try {
+    begin();
+  } catch (...) {
+    transaction_.settle(false);
+    throw;
+  }
+}
+
+Request Compound::phase(Collective collective, DType dtype, ReduceOp op) const {
+  Request request;
+  request.collective = collective;
+  request.dtype = dtype;
+  request.op = op;
+  request.timeout = whole_.timeout;
+  request.codec_label = label_;
+  return request;
+}
+
+Way way_of(const Request& request, int size) {
+  const bool lossy = request.codec && request.codec->combine() != codec::Combine::kPlain;
+  if (lossy && request.codec->combine() == codec::Combine::kCompound) return Way::kLowRank;
+  if (is_gather(request.algorithm)) return Way::kGather;
+  const bool free = request.algorithm == "auto" && request.schedule == nullptr;
+  if (lossy && free && request.codec->gathers(size)) return Way::kGather;
+  const bool shared = request.collective == Collective::kAllReduce;
+  return request.feedback && !shared ? Way::kAgreed : Way::kAtOnce;
+}
+
+std::unique_ptr<Compound> make_compound(Way way) {
+  switch (way) {
+    case Way::kAgreed:
+      return std::make_unique<Agreed>();
+    case Way::kGather:
+      return std::make_unique<GatherReduce>();
+    case Way::kLowRank:
+    case Way::kAtOnce:
+      break;
+  }
+  throw InvalidArgument("this codec is not there yet");
+}
+
+}  // namespace gradwire::exec

@@ -1,0 +1,73 @@
+// Compound: a collective that is made of others. Between them there is local work; each of them is
+// a call of its own to schedules, histories and timeouts' texts. The engine keeps compounds and
+// binds them again, so that a repeated call allocates nothing.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gradwire/codec/feedback.h"
+#include "gradwire/exec/operation.h"
+
+namespace gradwire::exec {
+
+// What a compound is told when its next phase is wanted.
+struct Progress {
+  std::uint32_t operation = 0;  // the number that the next phase will have
+  bool finite = true;           // the results of the phase before
+};
+
+class Compound {
+ public:
+  virtual ~Compound() = default;
+
+  // On the caller's thread, when the request is submitted: takes what it needs of it, and opens the
+  // transaction. Throws InvalidArgument, and is as before, for what makes no valid call.
+  void bind(const Request& request, Rank rank, int size);
+
+  // A request as its phases will be, whose plan shows at submission that they can be made.
+  virtual const Request& probe() = 0;
+
+  // By the driver: the next phase, which stays valid until the call after; null when all is done
+  // and settled.
+  virtual const Request* next(const Progress& progress) = 0;
+
+  // Of this rank's residuals, for phases that feed back.
+  codec::ErrorFeedback::Transaction& transaction() noexcept { return transaction_; }
+
+ protected:
+  // The request as it was bound: its spans and strings are copies.
+  const Request& whole() const noexcept { return whole_; }
+  Rank rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+  // A phase on this rank's behalf: algorithm "auto", and what the ranks are told of the codec.
+  Request phase(Collective collective, DType dtype, ReduceOp op) const;
+
+ private:
+  // The rest of bind(), when the copy is made and the transaction is open.
+  virtual void begin() = 0;
+
+  Request whole_;
+  Rank rank_ = 0;
+  int size_ = 1;
+  std::string algorithm_, label_;
+  std::vector<Array> inputs_, outputs_;
+  std::vector<Shape> shapes_;
+  std::vector<codec::KeyedExtent> keys_;
+  codec::ErrorFeedback::Transaction transaction_;
+};
+
+// How a request is carried out.
+enum class Way : std::uint8_t {
+  kAtOnce,   // one collective
+  kAgreed,   // one, then the ranks agree whether all their results are finite
+  kGather,   // payloads, encoded once, are gathered and added
+  kLowRank,  // two all_reduces of factors
+};
+inline constexpr std::size_t kWays = 4;
+
+Way way_of(const Request& request, int size);
+std::unique_ptr<Compound> make_compound(Way way);  // not for kAtOnce
+
+}  // namespace gradwire::exec

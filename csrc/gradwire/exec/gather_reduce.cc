@@ -1,0 +1,168 @@
+#include "gradwire/exec/gather_reduce.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
+
+namespace gradwire::exec {
+namespace {
+
+constexpr std::string_view kName = "gather";
+
+// The lengths of the extents' payloads stand in front of them.
+std::size_t table_bytes(std::size_t extents) { return extents * sizeof(std::uint32_t); }
+
+}  // namespace
+
+bool is_gather(std::string_view algorithm) {
+  return algorithm == kName || (algorithm.starts_with("gather(") && algorithm.ends_with(')'));
+}
+
+void GatherReduce::begin() {
+  const Request& request = whole();
+  if (!request.codec || request.codec->combine() == codec::Combine::kPlain)
+    throw ScheduleError("algorithm '" + std::string(request.algorithm) +
+                        "' gathers encoded payloads, which codec 'none' has none of; give a codec, "
+                        "or use another algorithm");
+  OpSpec spec;
+  spec.collective = request.collective;
+  spec.dtype = request.dtype;
+  spec.op = request.op;
+  Plan::check_types(spec, *request.codec);
+  phase_ = 0;
+  counts_.clear();
+  limit_ = table_bytes(request.inputs.size());
+  for (const Array& each : request.inputs) {
+    counts_.push_back(each.count);
+    limit_ += request.codec->max_bytes(each.count);
+  }
+  feedback_.bind(counts_, request.keys, transaction());
+  Request gather = phase(Collective::kAllGather, DType::kUInt8, ReduceOp::kSum);
+  if (request.algorithm.starts_with("gather("))
+    gather.algorithm = request.algorithm.substr(7, request.algorithm.size() - 8);
+  payloads_.start(gather, rank(), size());
+}
+
+const Request* GatherReduce::next(const Progress& progress) {
+  if (size() == 1) return deliver_alone();
+  switch (phase_++) {
+    case 0:
+      return &encode(progress.operation);
+    case 1:
+      return &payloads_.bytes(limit_);
+    default:
+      add_up();
+      return nullptr;
+  }
+}
+
+const Request& GatherReduce::encode(std::uint32_t operation) {
+  const codec::Codec& codec = *whole().codec;
+  std::vector<std::byte>& out = payloads_.own();
+  if (out.size() < limit_) out.resize(limit_);
+  std::size_t used = table_bytes(counts_.size());
+  bool finite = true;
+  for (std::size_t i = 0; i < counts_.size(); ++i) {
+    const float* x = input(i);
+    feedback_.prepare(codec, i, x);
+    const codec::Site site = feedback_.site(i, call_number(rank(), operation));
+    const std::size_t size = codec.encode(x, counts_[i], site, Bytes(out).subspan(used));
+    const auto length = static_cast<std::uint32_t>(size);
+    std::memcpy(out.data() + table_bytes(i), &length, sizeof length);
+    finite = finite && codec::kernels().finite(x, counts_[i]);
+    used += size;
+  }
+  feedback_.adapt(codec);
+  return payloads_.lengths(used, finite);
+}
+
+// The end: all payloads are here.
+void GatherReduce::add_up() {
+  starts_.assign(static_cast<std::size_t>(size()), table_bytes(counts_.size()));
+  parts_.resize(starts_.size());
+  bool finite = payloads_.all_flagged();
+  for (std::size_t i = 0; i < counts_.size(); ++i) {
+    for (Rank r = 0; r < size(); ++r) take_part(r, i);
+    if (float* y = output(i)) finite = sum(i, y) && finite;
+  }
+  transaction().settle(finite);
+}
+
+// Lengths are foreign: each is checked, and loaded once.
+void GatherReduce::take_part(Rank from, std::size_t extent) {
+  const auto r = static_cast<std::size_t>(from);
+  const ConstBytes all = payloads_.of(from);
+  std::uint32_t length = 0;
+  if (all.size() >= table_bytes(counts_.size()))
+    std::memcpy(&length, all.data() + table_bytes(extent), sizeof length);
+  if (starts_[r] > all.size() || length > all.size() - starts_[r])
+    refuse(from, "it is shorter than its parts");
+  parts_[r] = all.subspan(starts_[r], length);
+  starts_[r] += length;
+}
+
+bool GatherReduce::sum(std::size_t extent, float* y) {
+  codec::Decoded decoded;
+  try {
+    decoded = whole().codec->decode_sum(parts_, y, counts_[extent]);
+  } catch (const InvalidArgument& error) {
+    refuse(blame(extent), error.what());
+  }
+  if (whole().op == ReduceOp::kAvg)
+    codec::kernels().scale[static_cast<std::size_t>(DType::kFloat32)](y, 1.0 / size(),
+                                                                      counts_[extent]);
+  return decoded.finite;
+}
+
+// Whose part of an extent can't be decoded, when it is known that one can't.
+Rank GatherReduce::blame(std::size_t extent) const {
+  std::vector<float> scratch(counts_[extent]);
+  for (Rank r = 0; r < size(); ++r) {
+    const ConstBytes part = parts_[static_cast<std::size_t>(r)];
+    try {
+      if (whole().codec->decode(part, scratch.data(), scratch.size()).bytes != part.size())
+        return r;
+    } catch (const InvalidArgument&) {
+      return r;
+    }
+  }
+  return rank();
+}
+
+void GatherReduce::refuse(Rank from, const std::string& why) const {
+  throw TransportError("rank " + std::to_string(rank()) + ": rank " + std::to_string(from) +
+                           " sent a payload that can't be decoded: " + why,
+                       from);
+}
+
+// Nobody to lose anything to.
+const Request* GatherReduce::deliver_alone() {
+  bool finite = true;
+  for (std::size_t i = 0; i < counts_.size(); ++i) {
+    float* y = output(i);
+    if (y != input(i) && counts_[i] > 0) std::memcpy(y, input(i), counts_[i] * sizeof(float));
+    feedback_.deliver(i, y);
+    finite = codec::kernels().finite(y, counts_[i]) && finite;
+  }
+  transaction().settle(finite);
+  return nullptr;
+}
+
+const float* GatherReduce::input(std::size_t extent) const {
+  return reinterpret_cast<const float*>(whole().inputs[extent].data);
+}
+
+// Where this rank keeps the sum of an extent; null where others do.
+float* GatherReduce::output(std::size_t extent) const {
+  const Request& request = whole();
+  if (request.collective == Collective::kReduce && rank() != request.root) return nullptr;
+  if (request.collective != Collective::kReduceScatter)
+    return reinterpret_cast<float*>(request.outputs[extent].data);
+  const bool own = extent == static_cast<std::size_t>(rank());
+  return own ? reinterpret_cast<float*>(request.outputs[0].data) : nullptr;
+}
+
+}  // namespace gradwire::exec

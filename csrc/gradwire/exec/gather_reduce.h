@@ -1,0 +1,43 @@
+// GatherReduce: each rank encodes its whole input once, all payloads go to all ranks, and each adds
+// them up in rank order (contracts 2). One loss instead of one a hop, for p - 1 payloads a rank.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "gradwire/exec/compound.h"
+#include "gradwire/exec/payloads.h"
+
+namespace gradwire::exec {
+
+// "gather", or "gather(ring)" with the algorithm of the all_gather.
+bool is_gather(std::string_view algorithm);
+
+class GatherReduce final : public Compound {
+ public:
+  const Request& probe() override { return payloads_.lengths(0, false); }
+  const Request* next(const Progress& progress) override;
+
+ private:
+  void begin() override;
+  const Request& encode(std::uint32_t operation);
+  void add_up();
+  void take_part(Rank from, std::size_t extent);
+  bool sum(std::size_t extent, float* y);
+  Rank blame(std::size_t extent) const;
+  [[noreturn]] void refuse(Rank from, const std::string& why) const;
+  const Request* deliver_alone();
+  const float* input(std::size_t extent) const;
+  float* output(std::size_t extent) const;
+
+  int phase_ = 0;
+  std::vector<std::uint64_t> counts_;
+  std::size_t limit_ = 0;  // bytes of a payload
+  FeedbackView feedback_;
+  Payloads payloads_;
+  std::vector<std::size_t> starts_;  // by rank: where its next extent's part begins
+  std::vector<ConstBytes> parts_;    // by rank, of one extent
+};
+
+}  // namespace gradwire::exec

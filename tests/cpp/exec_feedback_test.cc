@@ -1,0 +1,294 @@
+// Error feedback through whole collectives: conservation, transactions, agreement (contracts 1).
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <random>
+
+#include "exec_ranks.h"
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
+
+namespace gradwire::exec {
+namespace {
+
+using codec::ErrorFeedback;
+using codec::KeyedExtent;
+using Values = std::vector<float>;
+
+struct Case {
+  std::string codec;
+  std::string algorithm;
+};
+
+const std::vector<Case>& cases() {
+  static const std::vector<Case> all = [] {
+    std::vector<Case> made;
+    for (std::string_view codec : codec::codec_names()) {
+      const auto combine = codec::make_codec(codec)->combine();
+      if (combine == codec::Combine::kCompound) continue;  // exec_low_rank_test.cc
+      made.push_back({std::string(codec), "auto"});
+      if (combine == codec::Combine::kPlain) continue;
+      for (const char* algorithm : {"ring", "direct", "binary_tree", "gather", "gather(ring)"})
+        made.push_back({std::string(codec), algorithm});
+    }
+    return made;
+  }();
+  return all;
+}
+
+Values inputs(int rank, int call, std::size_t n) {
+  std::mt19937_64 random(static_cast<std::uint64_t>(1000 * call + rank));
+  std::normal_distribution<float> normal;
+  Values x(n);
+  for (float& value : x) value = normal(random);
+  return x;
+}
+
+// Several calls of one shape on all ranks, and what they leave behind.
+struct Job {
+  std::vector<KeyedExtent> keys;
+  std::vector<std::shared_ptr<ErrorFeedback>> feedback;
+  Ranks ranks;
+
+  Job(int count_of_ranks, std::vector<KeyedExtent> extents)
+      : keys(std::move(extents)), ranks(count_of_ranks, "inproc", small_segments()) {
+    for (int r = 0; r < count_of_ranks; ++r) feedback.push_back(std::make_shared<ErrorFeedback>());
+  }
+
+  static Tuning small_segments() {
+    Tuning tuning;
+    tuning.segment_bytes = 8192;  // so that several are on their way
+    return tuning;
+  }
+
+  std::size_t count() const {
+    std::size_t n = 0;
+    for (const auto& each : keys) n += each.count;
+    return n;
+  }
+
+  std::vector<Values> all_reduce(const Case& how, std::vector<Values> x,
+                                 ReduceOp op = ReduceOp::kSum) {
+    const auto codec = codec::make_codec(how.codec);
+    ranks.run([&](Communicator& comm) {
+      const auto r = static_cast<std::size_t>(comm.identity().rank);
+      std::vector<Array> arrays;
+      std::size_t at = 0;
+      for (const auto& each : keys) {
+        arrays.push_back({reinterpret_cast<std::byte*>(x[r].data() + at), each.count});
+        at += each.count;
+      }
+      Request call;
+      call.algorithm = how.algorithm;
+      call.op = op;
+      call.codec = codec;
+      call.feedback = feedback[r];
+      call.keys = keys;
+      call.inputs = call.outputs = arrays;
+      comm.run(call);
+    });
+    return x;
+  }
+
+  double residuals(std::size_t i) const {
+    double sum = 0;
+    std::size_t at = 0;
+    for (const auto& key : keys) {
+      for (const auto& each : feedback) {
+        const Values residual = each->residual(key.key);
+        if (i >= at && i < at + key.count && !residual.empty()) sum += residual[i - at];
+      }
+      at += key.count;
+    }
+    return sum;
+  }
+};
+
+void expect_same_bits(const std::vector<Values>& all, const Case& how) {
+  for (const Values& each : all)
+    ASSERT_EQ(std::memcmp(each.data(), all[0].data(), 4 * each.size()), 0)
+        << how.codec << " " << how.algorithm;
+}
+
+// Whatever codec, schedule and length: nothing is lost but float32 rounding.
+TEST(Feedback, WhatIsDeliveredAndWhatIsKeptAddUp) {
+  for (int size : {1, 2, 3, 4, 5})
+    for (const Case& how : cases()) {
+      Job job(size, {{"a", 3000}, {"b", 1}, {"empty", 0}, {"c", 1025}});
+      std::vector<double> given(job.count()), delivered(job.count()), scale(job.count(), 0);
+      for (int call = 0; call < 6; ++call) {
+        std::vector<Values> x;
+        for (int r = 0; r < size; ++r) x.push_back(inputs(r, call, job.count()));
+        for (const Values& each : x)
+          for (std::size_t i = 0; i < each.size(); ++i) {
+            given[i] += each[i];
+            scale[i] += 4 * std::fabs(each[i]);
+          }
+        const auto y = job.all_reduce(how, x);
+        expect_same_bits(y, how);
+        for (std::size_t i = 0; i < y[0].size(); ++i) delivered[i] += y[0][i];
+      }
+      for (std::size_t i = 0; i < given.size(); ++i)
+        ASSERT_NEAR(delivered[i] + job.residuals(i), given[i], (scale[i] + 1) * 0x1p-20)
+            << how.codec << " " << how.algorithm << " p=" << size << " element " << i;
+    }
+}
+
+TEST(Feedback, TheAverageIsTheSumDivided) {
+  for (const Case& how : cases()) {
+    Job sum(3, {{"a", 2000}}), avg(3, {{"a", 2000}});
+    for (int call = 0; call < 3; ++call) {
+      std::vector<Values> x;
+      for (int r = 0; r < 3; ++r) x.push_back(inputs(r, call, 2000));
+      const auto s = sum.all_reduce(how, x), a = avg.all_reduce(how, x, ReduceOp::kAvg);
+      for (std::size_t i = 0; i < 2000; ++i)
+        ASSERT_EQ(a[0][i], s[0][i] * static_cast<float>(1.0 / 3)) << how.codec << how.algorithm;
+      for (std::size_t r = 0; r < 3; ++r)
+        EXPECT_EQ(avg.feedback[r]->residual("a"), sum.feedback[r]->residual("a"));
+    }
+  }
+}
+
+TEST(Feedback, CodecAndScheduleMayChangeAtEveryCall) {
+  Job job(4, {{"a", 5000}});
+  std::vector<double> given(5000), delivered(5000);
+  int call = 0;
+  for (const Case& how : cases()) {
+    std::vector<Values> x;
+    for (int r = 0; r < 4; ++r) x.push_back(inputs(r, call, 5000));
+    for (const Values& each : x)
+      for (std::size_t i = 0; i < each.size(); ++i) given[i] += each[i];
+    const auto y = job.all_reduce(how, x);
+    for (std::size_t i = 0; i < 5000; ++i) delivered[i] += y[0][i];
+    ++call;
+  }
+  for (std::size_t i = 0; i < 5000; ++i)
+    ASSERT_NEAR(delivered[i] + job.residuals(i), given[i], 40 * call * 0x1p-20) << i;
+}
+
+TEST(Feedback, OneNanAnywhereMovesNoResidual) {
+  for (const Case& how : cases())
+    for (float bad : {NAN, INFINITY}) {
+      Job job(3, {{"a", 3000}});
+      std::vector<Values> x;
+      for (int r = 0; r < 3; ++r) x.push_back(inputs(r, 0, 3000));
+      job.all_reduce(how, x);
+      std::vector<Values> before;
+      for (const auto& each : job.feedback) before.push_back(each->residual("a"));
+      x[1][2999] = bad;
+      const auto y = job.all_reduce(how, x);
+      for (const Values& each : y)
+        EXPECT_FALSE(std::isfinite(each[2999])) << how.codec << " " << how.algorithm;
+      for (std::size_t r = 0; r < 3; ++r)
+        EXPECT_EQ(job.feedback[r]->residual("a"), before[r]) << how.codec << " " << how.algorithm;
+    }
+}
+
+// Ranks hold different blocks, or none, and agree all the same.
+TEST(Feedback, ReduceScatterAndReduceConserveAndAgree) {
+  for (const Case& how : cases())
+    for (Collective collective : {Collective::kReduceScatter, Collective::kReduce}) {
+      constexpr int kSize = 3;
+      constexpr std::size_t kBlock = 700;
+      const auto codec = codec::make_codec(how.codec);
+      Job job(kSize, {{"a", kSize * kBlock}});
+      std::vector<double> given(kSize * kBlock), delivered(kSize * kBlock);
+      std::vector<Values> before(kSize);
+      for (int call = 0; call < 4; ++call) {
+        const bool spoilt = call == 3;
+        std::vector<Values> x, y(kSize, Values(kSize * kBlock));
+        for (int r = 0; r < kSize; ++r) x.push_back(inputs(r, call, kSize * kBlock));
+        for (const Values& each : x)
+          for (std::size_t i = 0; !spoilt && i < each.size(); ++i) given[i] += each[i];
+        if (spoilt) x[2][5] = NAN;
+        job.ranks.run([&](Communicator& comm) {
+          const auto r = static_cast<std::size_t>(comm.identity().rank);
+          before[r] = job.feedback[r]->residual("a");
+          std::vector<Array> in, out;
+          const bool scatters = collective == Collective::kReduceScatter;
+          for (std::size_t b = 0; scatters && b < kSize; ++b)
+            in.push_back({reinterpret_cast<std::byte*>(x[r].data() + b * kBlock), kBlock});
+          if (!scatters) in.push_back(array_of(x[r]));
+          const std::size_t at = scatters ? r * kBlock : 0;
+          if (scatters) out.push_back({reinterpret_cast<std::byte*>(y[r].data() + at), kBlock});
+          if (!scatters && r == 1) out.push_back(array_of(y[r]));
+          Request call_;
+          call_.collective = collective;
+          call_.root = scatters ? 0 : 1;
+          call_.algorithm = how.algorithm;
+          if (scatters && how.algorithm == "binary_tree") call_.algorithm = "auto";
+          if (!scatters && (how.algorithm == "ring" || how.algorithm == "direct"))
+            call_.algorithm = "star";
+          call_.codec = codec;
+          call_.feedback = job.feedback[r];
+          call_.keys = job.keys;
+          call_.inputs = in;
+          call_.outputs = out;
+          comm.run(call_);
+        });
+        for (const Values& each : y)
+          for (std::size_t i = 0; !spoilt && i < each.size(); ++i) delivered[i] += each[i];
+      }
+      for (std::size_t r = 0; r < kSize; ++r)
+        EXPECT_EQ(job.feedback[r]->residual("a"), before[r]) << how.codec << " " << how.algorithm;
+      for (std::size_t i = 0; i < given.size(); ++i)
+        ASSERT_NEAR(delivered[i] + job.residuals(i), given[i], 64 * 0x1p-20)
+            << how.codec << " " << how.algorithm;
+    }
+}
+
+std::string refusal(Job& job, std::vector<KeyedExtent> keys) {
+  std::string text;
+  std::swap(job.keys, keys);
+  Values x(4);
+  Array array = array_of(x);
+  try {
+    Request call;
+    call.codec = codec::make_codec("bf16");
+    call.feedback = job.feedback[0];
+    call.keys = job.keys;
+    call.inputs = call.outputs = {&array, 1};
+    job.ranks[0].run(call);
+  } catch (const InvalidArgument& error) {
+    text = error.what();
+  }
+  std::swap(job.keys, keys);
+  return text;
+}
+
+TEST(Feedback, KeysMustFitTheArrays) {
+  Job job(1, {{"a", 4}});
+  EXPECT_EQ(refusal(job, {{"a", 4}}), "");
+  EXPECT_NE(refusal(job, {{"b", 3}}), "");
+  EXPECT_NE(refusal(job, {{"b", 5}}), "");
+  EXPECT_NE(refusal(job, {{"b", 2}, {"c", 2}}), "");  // an array of two keys
+  EXPECT_NE(refusal(job, {}), "");
+  EXPECT_EQ(refusal(job, {{"b", 4}}), "");  // what was refused is not open
+}
+
+TEST(Feedback, AFailedCallLeavesTheResiduals) {
+  for (const char* algorithm : {"ring", "gather"}) {
+    Job job(2, {{"a", 100}});
+    job.all_reduce({"bf16", algorithm}, {inputs(0, 0, 100), inputs(1, 0, 100)});
+    const Values before = job.feedback[0]->residual("a");
+    Values x(100, 1);
+    Array array = array_of(x);
+    Request call;
+    call.codec = codec::make_codec("bf16");
+    call.algorithm = algorithm;
+    call.feedback = job.feedback[0];
+    call.keys = job.keys;
+    call.inputs = call.outputs = {&array, 1};
+    const auto work = job.ranks[0].submit(call);
+    EXPECT_THROW(job.ranks[0].submit(call), InvalidArgument);  // one key in two pending calls
+    job.ranks[0].abort("on purpose");
+    EXPECT_THROW(job.ranks[0].wait(*work, 10), Aborted);
+    EXPECT_EQ(job.feedback[0]->residual("a"), before);
+    EXPECT_NO_THROW(job.feedback[0]->scale(1));  // nothing is open
+  }
+}
+
+}  // namespace
+}  // namespace gradwire::exec
