@@ -13,6 +13,7 @@ from typing import Any
 
 import gradwire
 import hosts
+import namespaces
 import numpy as np
 import pytest
 from gradwire import (
@@ -26,7 +27,7 @@ from gradwire._deadline import Deadline
 from gradwire._meeting import Meeting
 from hosts import Network, Rank
 
-MISSING = hosts.missing()
+MISSING = namespaces.missing()
 needs_hosts = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 SILENCE = 2.0  # seconds, GRADWIRE_TCP_TIMEOUT_SECONDS of these ranks; the default is 15

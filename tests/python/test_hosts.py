@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
-import hosts
+import namespaces
 import numpy as np
 import pytest
 import ranks
@@ -22,7 +22,7 @@ from gradwire import Communicator, RendezvousError, _connect, _doctor
 from gradwire._interfaces import interfaces
 from hosts import PORT, Network, Rank, debians_etc_hosts
 
-MISSING = hosts.missing()
+MISSING = namespaces.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 PLACES = (0, 0, 1, 1, 2, 2, 3, 3)

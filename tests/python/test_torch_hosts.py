@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import hosts
+import namespaces
 import pytest
 from hosts import PORT, Network, debians_etc_hosts
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import LIMIT, _context
 
-MISSING = hosts.missing()
+MISSING = namespaces.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 PLACES = (0, 0, 1)
 
@@ -33,7 +33,7 @@ def network() -> Iterator[Network]:
 
 
 def train(namespace: str, rank: int, pipe: Connection) -> None:
-    hosts.enter(namespace)
+    namespaces.enter(namespace)
     os.environ.update(MASTER_ADDR="10.77.0.1", MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME="eth0")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=len(PLACES))
