@@ -10,6 +10,7 @@ namespace gradwire::transport {
 std::unique_ptr<Transport> make_inproc(const Options& options);
 std::unique_ptr<Transport> make_shm(const Options& options);
 std::unique_ptr<Transport> make_tcp(const Options& options);
+std::unique_ptr<Transport> make_emulated(const Options& options);
 
 // Of inproc and shm alike.
 Viability probe_shared_memory();

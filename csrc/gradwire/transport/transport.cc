@@ -21,6 +21,7 @@ constexpr std::array kKinds = {
     Kind{"inproc", probe_shared_memory, make_inproc},
     Kind{"shm", probe_shared_memory, make_shm},
     Kind{"tcp", always_viable, make_tcp},
+    Kind{"emulated", always_viable, make_emulated},
 };
 
 const Kind& kind_of(std::string_view name) {

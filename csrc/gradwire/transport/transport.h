@@ -34,12 +34,15 @@ struct Viability {
   std::string reason;
 };
 
+class EmulatedLink;
+
 struct Options {
   Rank rank = 0;
   int size = 1;
   std::size_t max_message = 256 * 1024;  // bytes of the largest message, the same on all ranks
   int messages = 16;                     // staged at a time, by one sender over all its peers
   int messages_per_peer = 16;            // of these, to one peer: a slow reader holds up no other
+  std::shared_ptr<EmulatedLink> link{};  // this rank's, for "emulated"
 };
 
 class Transport {
@@ -89,8 +92,9 @@ class Transport {
   virtual void disarm() = 0;
 };
 
-// "inproc", "shm", "tcp": in the order of preference, best first. inproc is never chosen for a pair
-// by itself: its ranks share a process (spawn with threads).
+// "inproc", "shm", "tcp", "emulated": in the order of preference, best first. inproc is never
+// chosen for a pair by itself: its ranks share a process (spawn with threads). emulated is chosen
+// where GRADWIRE_LINK says so, and then alone.
 std::vector<std::string_view> transport_names();
 Viability probe(std::string_view name);
 // Throws InvalidArgument for an unknown name or one that probe() refuses, with the reason.

@@ -1,0 +1,196 @@
+// emulated: tcp on one host, on which a message is shown no sooner than a card of a given rate and
+// latency would have delivered it (EmulatedLink). The bytes travel at once; behind each message
+// stands its Flight, by which the receiver's clock tells when to show it. So nobody paces, a late
+// reader is not delayed twice, and a sleeping one is woken by a timer in the doorbell.
+#include <sys/epoll.h>
+#include <sys/timerfd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <vector>
+
+#include "gradwire/base/error.h"
+#include "gradwire/transport/emulated_link.h"
+#include "gradwire/transport/links.h"
+#include "gradwire/transport/socket.h"
+
+namespace gradwire::transport {
+namespace {
+
+using Flight = EmulatedLink::Flight;
+using Time = EmulatedLink::Time;
+constexpr std::string_view kName = "emulated";
+
+Options with_room_for_a_flight(Options options) {
+  options.max_message += sizeof(Flight);
+  return options;
+}
+
+ConstBytes without_flight(ConstBytes message) {
+  return message.first(message.size() - sizeof(Flight));
+}
+
+// Rings, where it is watched edge-triggered, once at a time that was set.
+class Alarm {
+ public:
+  Alarm() : fd_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
+    if (!fd_.valid()) throw Error(system_message("timerfd_create", errno));
+  }
+  int get() const noexcept { return fd_.get(); }
+
+  // Rings at `when` or before; what was set for later, or has rung, is replaced.
+  void ring_by(Time when, Time now) {
+    if (set_for_ > now && set_for_ <= when) return;
+    using std::chrono::nanoseconds;
+    using std::chrono::seconds;
+    const auto since_boot = when.time_since_epoch();
+    const auto whole = std::chrono::floor<seconds>(since_boot);
+    itimerspec spec{};
+    spec.it_value.tv_sec = whole.count();
+    spec.it_value.tv_nsec = nanoseconds(since_boot - whole).count();
+    if (::timerfd_settime(fd_.get(), TFD_TIMER_ABSTIME, &spec, nullptr) != 0)
+      throw Error(system_message("timerfd_settime", errno));
+    set_for_ = when;
+  }
+
+ private:
+  UniqueFd fd_;
+  Time set_for_;
+};
+
+class EmulatedTransport final : public Transport {
+ public:
+  explicit EmulatedTransport(const Options& options);
+
+  std::string_view name() const noexcept override { return kName; }
+  std::size_t max_message() const noexcept override { return tcp_->max_message() - sizeof(Flight); }
+  void offer(UniqueFd socket, Rank peer) override { tcp_->offer(std::move(socket), peer); }
+  void complete(const Deadline& deadline) override { tcp_->complete(deadline); }
+  std::vector<Rank> peers() const override { return tcp_->peers(); }
+  Bytes reserve(std::span<const Rank> peers, std::size_t bytes) override;
+  void commit(std::size_t bytes) override;
+  bool flush() override { return tcp_->flush(); }
+  bool is_flushed(Rank peer) const override { return tcp_->is_flushed(peer); }
+  std::optional<ConstBytes> peek(Rank peer) override;
+  std::optional<Incoming> peek_any() override;
+  void release(Rank peer) override;
+  int doorbell() const noexcept override { return bell_.get(); }
+  void arm() override;
+  void disarm() override { tcp_->disarm(); }
+
+ private:
+  // The message in front, as far as this rank has got with it.
+  struct Front {
+    bool received = false;  // the time is known at which it is
+    bool shown = false;
+    Time at;
+  };
+  bool has_arrived(Rank peer, ConstBytes message);
+  std::optional<ConstBytes> front_of(Rank peer);
+
+  Rank rank_;
+  std::shared_ptr<EmulatedLink> link_;
+  std::unique_ptr<Transport> tcp_;
+  std::vector<Front> fronts_;
+  Bytes open_;  // the reservation, without its flight
+  std::size_t copies_ = 0;
+  Alarm alarm_;
+  UniqueFd bell_;  // tcp's and the alarm
+  std::size_t turn_ = 0;
+};
+
+EmulatedTransport::EmulatedTransport(const Options& options)
+    : rank_(options.rank),
+      link_(options.link),
+      tcp_(make_tcp(with_room_for_a_flight(options))),
+      fronts_(static_cast<std::size_t>(options.size)),
+      bell_(make_epoll()) {
+  if (!link_)
+    throw InvalidArgument("an emulated link needs a rate: set GRADWIRE_LINK, to 1gbit,100us say");
+  watch(bell_.get(), tcp_->doorbell(), EPOLLIN, kNoPeer);
+  watch(bell_.get(), alarm_.get(), EPOLLIN | EPOLLET, kNoPeer);
+}
+
+Bytes EmulatedTransport::reserve(std::span<const Rank> peers, std::size_t bytes) {
+  const Bytes room = tcp_->reserve(peers, bytes + sizeof(Flight));
+  open_ = room.data() == nullptr ? Bytes{} : room.first(bytes);
+  copies_ = peers.size();
+  return open_;
+}
+
+void EmulatedTransport::commit(std::size_t bytes) {
+  if (open_.data() == nullptr || bytes > open_.size())
+    throw InvalidArgument("commit() of " + std::to_string(bytes) +
+                          " bytes exceeds the open reservation");
+  const Flight flight = link_->send(bytes, copies_);
+  std::memcpy(open_.data() + bytes, &flight, sizeof flight);
+  open_ = {};
+  tcp_->commit(bytes + sizeof flight);
+}
+
+std::optional<ConstBytes> EmulatedTransport::peek(Rank peer) {
+  const auto message = tcp_->peek(peer);
+  if (!message || !has_arrived(peer, *message)) return std::nullopt;
+  return without_flight(*message);
+}
+
+// Messages enter the card in the order in which their first bits come.
+bool EmulatedTransport::has_arrived(Rank peer, ConstBytes message) {
+  Front& front = fronts_[static_cast<std::size_t>(peer)];
+  if (front.shown) return true;
+  if (message.size() < sizeof(Flight))
+    throw_transport_error({kName, rank_, peer}, "a message came without its times");
+  const std::size_t bytes = message.size() - sizeof(Flight);
+  Flight flight;
+  std::memcpy(&flight, message.data() + bytes, sizeof flight);
+  const Time now = Deadline::Clock::now();
+  if (!front.received && flight.first <= now) {
+    front.at = link_->receive(flight, bytes);
+    front.received = true;
+  }
+  const Time next = front.received ? front.at : flight.first;
+  front.shown = front.received && next <= now;
+  if (!front.shown) alarm_.ring_by(next, now);
+  return front.shown;
+}
+
+// tcp tells of a peer's end when nothing at all is there.
+std::optional<Incoming> EmulatedTransport::peek_any() {
+  if (!tcp_->peek_any()) return std::nullopt;
+  for (std::size_t i = 0; i < fronts_.size(); ++i) {
+    const auto peer = static_cast<Rank>((turn_ + i) % fronts_.size());
+    if (const auto message = front_of(peer); message && has_arrived(peer, *message))
+      return Incoming{peer, without_flight(*message)};
+  }
+  return std::nullopt;
+}
+
+// Nothing from a peer that is gone, or that there is not.
+std::optional<ConstBytes> EmulatedTransport::front_of(Rank peer) {
+  try {
+    return tcp_->peek(peer);
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+void EmulatedTransport::release(Rank peer) {
+  tcp_->release(peer);
+  fronts_[static_cast<std::size_t>(peer)] = {};
+  turn_ = static_cast<std::size_t>(peer) + 1;
+}
+
+void EmulatedTransport::arm() {
+  tcp_->arm();
+  std::array<epoll_event, 2> stale;
+  ::epoll_wait(bell_.get(), stale.data(), stale.size(), 0);
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> make_emulated(const Options& options) {
+  return std::make_unique<EmulatedTransport>(options);
+}
+
+}  // namespace gradwire::transport

@@ -1,0 +1,5 @@
+#include "transport_conformance.h"
+
+namespace gradwire::transport {
+INSTANTIATE_TEST_SUITE_P(Emulated, TransportConformance, testing::Values("emulated"));
+}
