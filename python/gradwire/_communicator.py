@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradwire import _buffers, _core, _environment, _exit, _shrink
+from gradwire import _buffers, _core, _environment, _exit, _link, _shrink
 from gradwire._arrays import REDUCIBLE, Operand, operand, writable, written
 from gradwire._buffers import Buffers, Place
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
 from gradwire._errors import InvalidArgument
 from gradwire._lines import Lines
-from gradwire._mesh import DEFAULT_TRANSPORTS, Mesh
+from gradwire._mesh import DEFAULT_TRANSPORTS, EMULATED, Mesh
 from gradwire._schedules import Schedule
 from gradwire._work import Work, seconds
 
@@ -464,7 +464,7 @@ class Communicator:
 
     def _transports_in_use(self) -> tuple[str, ...]:
         used = set(self.transports.values())
-        return tuple(name for name in ("inproc", *DEFAULT_TRANSPORTS) if name in used)
+        return tuple(name for name in ("inproc", *DEFAULT_TRANSPORTS, EMULATED) if name in used)
 
 
 def from_mesh(
@@ -512,6 +512,7 @@ def _core_of(
             job=mesh.job.name,
             tag=mesh.job.tag,
             about=_about(mesh),
+            link=_link.of_this_rank(),
         )
     except BaseException:
         mesh.close()

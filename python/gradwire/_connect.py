@@ -133,7 +133,8 @@ class _Attempt:
         if transport is None:
             raise RendezvousError(
                 f"ranks {lower} ({cards[0].describe()}) and {higher} ({cards[1].describe()}) "
-                "share no transport: shm needs one host; see GRADWIRE_TRANSPORT and transports="
+                "share no transport: shm and emulated need one host, and emulated GRADWIRE_LINK "
+                "on both; see GRADWIRE_TRANSPORT and transports="
             )
         if transport not in LOCAL_TRANSPORTS:
             _require_route(lower, cards[0], higher, cards[1])

@@ -66,6 +66,11 @@ class Work:
     def done(self) -> bool: ...
     def source(self) -> int: ...
 
+class EmulatedLink:
+    """The network card that this rank would have; all its communicators share it."""
+
+    def __init__(self, spec: str) -> None: ...  # "1gbit,100us"
+
 class Communicator:
     """Calls in a process forked from its owner raise Aborted."""
 
@@ -81,6 +86,7 @@ class Communicator:
         job: str = "",  # this and the rest are for RankSeen
         tag: int = 0,
         about: str = "",
+        link: EmulatedLink | None = None,  # for the transport "emulated"
     ) -> None: ...
 
     # File descriptors are taken over. In ascending order of peers; releases the GIL.

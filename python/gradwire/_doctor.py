@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from urllib.parse import urlsplit
 
-from gradwire import _core, _environment, _interfaces, _rendezvous, _world
+from gradwire import _core, _environment, _interfaces, _link, _rendezvous, _world
 from gradwire._errors import Error, RendezvousError
+from gradwire._mesh import EMULATED
 
 _TORCH_AT_LEAST = (2, 4)
 _VERBS_LIMIT = 64 << 20  # bytes; registered staging of a small job
@@ -83,7 +84,15 @@ def _cpu_quota() -> float | None:
 
 def _transports() -> Iterator[Check]:
     for name, usable, why in _core.transports():
-        yield Check("transports", name, usable, "" if usable else f"because {why}")
+        yield Check("transports", name, usable, _choice(name) if usable else f"because {why}")
+
+
+def _choice(transport: str) -> str:
+    """Whether ranks would use it, as far as GRADWIRE_LINK decides that."""
+    link = _link.spec()
+    if transport == EMULATED:
+        return f"holds tcp to {link}" if link else "holds tcp to a rate: `gradwire run --link`"
+    return f"not chosen: GRADWIRE_LINK={link} emulates links" if link else ""
 
 
 def _instruction_sets() -> Iterator[Check]:

@@ -21,6 +21,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "GRADWIRE_SECRET_FILE": ("file (mode 0600) that holds the secret", "none"),
     "GRADWIRE_INSECURE": ("1: allow a store beyond loopback without a secret", "0"),
     "GRADWIRE_TRANSPORT": ("transports to use, best first, with commas", "shm,tcp"),
+    "GRADWIRE_LINK": (
+        "RATE[,LATENCY] of an emulated network card for each rank: 1gbit,100us; one host, over tcp",
+        "links as they are",
+    ),
     "GRADWIRE_SOCKET_IFNAME": (
         "network interface, as in NCCL: prefix[,prefix], =exact, ^excluded",
         "the one that reaches the store",

@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple
 
+from gradwire import _link
+from gradwire._errors import InvalidArgument
 from gradwire._store import Address
 from gradwire._store_server import StoreServer
 from gradwire._verdict import Failure, describe, read_notes, root
@@ -58,6 +60,7 @@ def run(argv: Sequence[str]) -> int:
         "GRADWIRE_JOB": job,
         "GRADWIRE_EXIT_FILE": f"/proc/{os.getpid()}/fd/{notes}",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **({"GRADWIRE_LINK": options.link} if options.link else {}),
     }
     with os.fdopen(notes, "rb"), StoreServer(store, job, secret.encode()):
         environment = {**os.environ, **common}
@@ -74,6 +77,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--tag-output", action="store_true", help='begin every line of output with "[rank] "'
     )
     parser.add_argument(
+        "--link",
+        type=_link_of,
+        metavar="RATE[,LATENCY]",
+        help="as if every rank had one network card of that rate (100mbit, 1gbit), in each "
+        "direction, and that latency one way (100us)",
+    )
+    parser.add_argument(
         "program", nargs=argparse.REMAINDER, help="script or module, and its arguments"
     )
     options = parser.parse_args(argv)
@@ -84,6 +94,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if options.n < 1:
         parser.error(f"-n {options.n}: at least one rank")
     return options
+
+
+def _link_of(given: str) -> str:
+    try:
+        return _link.check(given)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _free_port() -> int:

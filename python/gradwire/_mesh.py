@@ -23,6 +23,7 @@ from gradwire._interfaces import LOOPBACK, Choice
 
 DEFAULT_TRANSPORTS = ("shm", "tcp")
 LOCAL_TRANSPORTS = ("inproc", "shm")  # within a host, over Unix sockets
+EMULATED = "emulated"  # within a host, over TCP; see _link
 LANES = ("collective", "p2p")
 
 
@@ -165,11 +166,10 @@ def _is_plain(text: object) -> bool:
 
 
 def choose_transport(lower: Card, higher: Card) -> str | None:
-    """The first of the lower rank's transports that both have; local ones within a host."""
+    """The first of the lower rank's transports that both have; those of one host within one."""
     for name in lower.transports:
-        if name in higher.transports and (
-            name not in LOCAL_TRANSPORTS or lower.host == higher.host
-        ):
+        within_host = name in (*LOCAL_TRANSPORTS, EMULATED)
+        if name in higher.transports and (not within_host or lower.host == higher.host):
             return name
     return None
 

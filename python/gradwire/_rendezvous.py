@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from gradwire import _environment
+from gradwire import _environment, _link
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._interfaces import Choice, Route, choose, is_loopback, route_to
 from gradwire._meeting import Meeting
-from gradwire._mesh import DEFAULT_TRANSPORTS, Job, Mesh
+from gradwire._mesh import DEFAULT_TRANSPORTS, EMULATED, Job, Mesh
 from gradwire._store import Address, Store, StoreClient, parse_address
 from gradwire._store_server import StoreServer
 from gradwire._torch_store import TorchStore
@@ -88,14 +88,20 @@ def meet(
 
 
 def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:
-    """The transports to offer, best first; raises InvalidArgument for an unknown one or none."""
+    """The transports to offer, best first; raises InvalidArgument for an unknown one or none.
+
+    Where GRADWIRE_LINK is set it is the emulated one alone, in place of tcp.
+    """
     names = tuple(given if given is not None else _environment.items("GRADWIRE_TRANSPORT"))
+    if _link.of_this_rank() is not None and (not names or "tcp" in names):
+        return (EMULATED,)
     if given is None and not names:
         return DEFAULT_TRANSPORTS
     unknown = [name for name in names if name not in DEFAULT_TRANSPORTS]
     if unknown or not names:
         what = f"{unknown[0]!r} is no transport between processes" if unknown else "no transport"
         raise InvalidArgument(f"{what}: use {', '.join(DEFAULT_TRANSPORTS)}")
+    _link.require_none(f"the transports are {', '.join(names)}")
     return names
 
 

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any
 
+from gradwire import _link
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._deadline import Deadline
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
@@ -62,6 +63,7 @@ def spawn(
     if threads:
         if transports is not None:
             raise InvalidArgument("transports= does not apply to threads=True, which use inproc")
+        _link.require_none("threads=True joins threads by inproc")
         return _results(_Threads(fn, nprocs, tuple(args), timeout).run())
     return _results(_Processes(fn, nprocs, tuple(args), transports, timeout).run())
 

@@ -9,6 +9,7 @@
 #include "gradwire/bind/codec.h"
 #include "gradwire/bind/communicator.h"
 #include "gradwire/bind/module.h"
+#include "gradwire/transport/emulated_link.h"
 #include "gradwire/transport/transport.h"
 
 namespace gradwire::bind {
@@ -17,6 +18,7 @@ namespace {
 using WithoutLock = py::call_guard<Unlocked>;
 using exec::Work;
 using std::shared_ptr;
+using transport::EmulatedLink;
 
 // Ctrl-C ends a blocking call; only the main thread sees it.
 void check_signals() {
@@ -131,17 +133,20 @@ void bind_set_up(py::class_<Communicator>& c) {
   c.def(py::init([](Rank rank, int size, std::uint32_t communicator,
                     std::vector<std::vector<Rank>> hosts, std::size_t max_message,
                     std::size_t segment_bytes, double stall_seconds, std::string job,
-                    std::uint64_t tag, std::string about) {
+                    std::uint64_t tag, std::string about, shared_ptr<EmulatedLink> link) {
           return std::make_unique<Communicator>(
               exec::Identity{rank, size, communicator, std::move(hosts), std::move(job), tag,
                              std::move(about)},
-              exec::Tuning{max_message, segment_bytes, stall_seconds});
+              exec::Tuning{.max_message = max_message,
+                           .segment_bytes = segment_bytes,
+                           .stall_seconds = stall_seconds,
+                           .link = std::move(link)});
         }),
         py::arg("rank"), py::arg("size"), py::arg("communicator"), py::arg("hosts"),
         py::arg("max_message") = exec::Tuning{}.max_message,
         py::arg("segment_bytes") = exec::Tuning{}.segment_bytes,
         py::arg("stall_seconds") = exec::Tuning{}.stall_seconds, py::arg("job") = "",
-        py::arg("tag") = 0, py::arg("about") = "")
+        py::arg("tag") = 0, py::arg("about") = "", py::arg("link") = nullptr)
       .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("peer"), WithoutLock())
       .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
            py::arg("peer"), py::arg("timeout"), WithoutLock());
@@ -196,6 +201,8 @@ void bind_state(py::class_<Communicator>& c) {
 void bind_communicator(py::module_& m) {
   bind_request(m);
   bind_work(m);
+  py::class_<EmulatedLink, shared_ptr<EmulatedLink>>(m, "EmulatedLink")
+      .def(py::init<const std::string&>(), py::arg("spec"));
   py::class_<Communicator> c(m, "Communicator");
   bind_set_up(c);
   bind_calls(c);
