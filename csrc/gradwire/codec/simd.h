@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "gradwire/base/types.h"
+#include "gradwire/codec/factors.h"
 
 namespace gradwire::codec {
 
@@ -44,6 +45,7 @@ struct Kernels {
   bool (*finite)(const float* x, std::size_t n) noexcept;  // whether all of it is
   CastKernels fp16;
   CastKernels bf16;
+  LowRankKernels low_rank;
 };
 
 // The tables this processor can run, best first; scalar is always last.

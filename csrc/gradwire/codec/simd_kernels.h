@@ -6,6 +6,7 @@
 #pragma once
 
 #include "gradwire/codec/simd_cast.h"
+#include "gradwire/codec/simd_low_rank.h"
 #include "gradwire/codec/simd_reduce.h"
 
 namespace gradwire::codec {
@@ -23,7 +24,8 @@ constexpr Kernels table(const char* name) {
             nullptr, nullptr, nullptr, nullptr}},
           finite,
           kCastOf<Fp16>,
-          kCastOf<Bf16>};
+          kCastOf<Bf16>,
+          low_rank::kKernels};
 }
 
 }  // namespace

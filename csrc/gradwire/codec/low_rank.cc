@@ -1,0 +1,110 @@
+#include "gradwire/codec/low_rank.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
+
+namespace gradwire::codec {
+namespace {
+
+constexpr std::size_t kLanesOfSums = 16;
+constexpr double kVanished = 0x1p-60;  // of the square of a length
+
+[[noreturn]] void refuse(const Codec& codec) {
+  throw InvalidArgument("codec " + codec.name() +
+                        " sums whole matrices over all ranks: it has no payload of its own; use "
+                        "all_reduce");
+}
+
+// splitmix64 (Steele, Lea & Flood 2014): one well mixed word for each number.
+std::uint64_t mixed(std::uint64_t number) {
+  std::uint64_t z = (number + 1) * 0x9E3779B97F4A7C15ULL;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
+  return z ^ (z >> 31);
+}
+
+void draw(std::size_t k, std::span<float> column) {
+  for (std::size_t j = 0; j < column.size(); ++j) {
+    const auto bits = static_cast<std::int32_t>(mixed(k << 32 | j) >> 41);  // 23 of them
+    column[j] = static_cast<float>(2 * bits + 1 - (1 << 23)) * 0x1p-23F;
+  }
+}
+
+float largest(std::span<const float> column) {
+  float most = 0;
+  for (float each : column) most = std::max(most, std::fabs(each));
+  return most;
+}
+
+// In binary64, which holds every power of two that this can need.
+void scale_to_headroom(std::span<float> column) {
+  int exponent = 0;
+  std::frexp(largest(column), &exponent);
+  const double factor = std::ldexp(static_cast<double>(kHeadroom), -exponent);
+  for (float& each : column) each = static_cast<float>(each * factor);
+}
+
+double dot(const double* a, const double* b, std::size_t n) {
+  std::array<double, kLanesOfSums> lanes{};
+  std::size_t i = 0;
+  for (; i + kLanesOfSums <= n; i += kLanesOfSums)
+    for (std::size_t l = 0; l < kLanesOfSums; ++l) lanes[l] += a[i + l] * b[i + l];
+  for (std::size_t l = 0; i < n; ++i, ++l) lanes[l] += a[i] * b[i];
+  for (std::size_t width = kLanesOfSums / 2; width > 0; width /= 2)
+    for (std::size_t l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+  return lanes[0];
+}
+
+void subtract(double* a, double times, const double* b, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) a[i] -= times * b[i];
+}
+
+}  // namespace
+
+LowRank::LowRank(std::size_t rank) : rank_(rank) {
+  if (rank >= 1 && rank <= kMostRank) return;
+  throw InvalidArgument("codec lowrank: rank=" + std::to_string(rank) + " is not 1 to " +
+                        std::to_string(kMostRank));
+}
+
+std::string LowRank::name() const { return "lowrank:rank=" + std::to_string(rank_); }
+
+std::size_t LowRank::encode(const float*, std::size_t, const Site&, Bytes) const { refuse(*this); }
+Decoded LowRank::decode(ConstBytes, float*, std::size_t) const { refuse(*this); }
+Decoded LowRank::decode_add(ConstBytes, float*, std::size_t) const { refuse(*this); }
+
+bool worth_factoring(const Factors& of) noexcept {
+  return (of.rows + of.columns) * of.rank < of.rows * of.columns;
+}
+
+void start_factor(std::span<const float> last, const Factors& of, std::span<float> q) {
+  const bool warm = last.size() == q.size();
+  for (std::size_t k = 0; k < of.rank; ++k) {
+    const std::span<float> column = q.subspan(k * of.columns, of.columns);
+    if (warm) std::ranges::copy(last.subspan(k * of.columns, of.columns), column.begin());
+    if (!warm || !kernels().finite(column.data(), column.size()) || largest(column) == 0)
+      draw(k, column);
+    scale_to_headroom(column);
+  }
+}
+
+void orthonormalise(const Factors& of, std::span<float> p, std::vector<double>& room) {
+  room.assign(p.begin(), p.end());
+  const std::size_t n = of.rows;
+  for (std::size_t k = 0; k < of.rank; ++k) {
+    double* column = room.data() + k * n;
+    const double before = dot(column, column, n);
+    for (const double* each = room.data(); each != column; each += n)
+      subtract(column, dot(each, column, n), each, n);
+    const double after = dot(column, column, n);
+    const double factor = after > before * kVanished ? 1 / std::sqrt(after) : 0;
+    for (std::size_t i = 0; i < n; ++i) column[i] *= factor;
+  }
+  std::ranges::transform(room, p.begin(), [](double each) { return static_cast<float>(each); });
+}
+
+}  // namespace gradwire::codec

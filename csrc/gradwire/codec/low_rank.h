@@ -1,0 +1,58 @@
+// lowrank: PowerSGD (Vogels, Karimireddy & Jaggi 2019, arXiv 1905.13727, algorithm 1) with warm
+// start. All ranks approximate the sum of their matrices V (input plus residual) by p·qᵀ:
+//     P = Σ V·q;  p = orthonormalise(P);  own_q = Vᵀ·p;  q = Σ own_q;
+// each sum is an all_reduce. A rank keeps V − p·own_qᵀ as residual, so that what is delivered and
+// all residuals add up to all inputs, whatever q the ranks began with. The next call begins with
+// this one's q: over calls that is a power iteration.
+//
+// Who does this is exec/low_rank.h; here is what one rank computes between the sums, beside the
+// kernels of codec/factors.h.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "gradwire/codec/codec.h"
+#include "gradwire/codec/factors.h"
+
+namespace gradwire::codec {
+
+// Of a matrix it needs the shape, so it has no payloads: encode and decode throw InvalidArgument.
+class LowRank final : public Codec {
+ public:
+  // rank: 1 to kMostRank, else InvalidArgument.
+  explicit LowRank(std::size_t rank);
+
+  std::size_t rank() const noexcept { return rank_; }
+  std::string name() const override;
+  Combine combine() const noexcept override { return Combine::kCompound; }
+  bool biased() const noexcept override { return true; }
+  std::size_t unit() const noexcept override { return 1; }
+  std::size_t max_bytes(std::size_t n) const noexcept override { return n * sizeof(float); }
+  std::size_t encode(const float*, std::size_t, const Site&, Bytes) const override;
+  Decoded decode(ConstBytes, float*, std::size_t) const override;
+  Decoded decode_add(ConstBytes, float*, std::size_t) const override;
+
+ private:
+  std::size_t rank_;
+};
+
+// Whether two factors are fewer elements than the matrix; others travel as they are.
+bool worth_factoring(const Factors& of) noexcept;
+
+// The q that a call begins with. `last`: the one that the last call ended with, or of another
+// length. Its columns are scaled by powers of two, so that the largest element lies in
+// [kHeadroom / 2, kHeadroom); that changes no digit of p. Drawn anew, as a function of its place
+// alone, is a column that is all zero or not finite, and every one without a last one: uniform over
+// the odd multiples of 2^-23 between -1 and 1, the (splitmix64(2^32 k + j) >> 41)-th at row j of
+// column k, before it is scaled.
+void start_factor(std::span<const float> last, const Factors& of, std::span<float> q);
+
+// Gram-Schmidt on the columns of p, in binary64: column after column takes off its projections on
+// those before it, in their order, each with its present value (modified Gram-Schmidt), and is
+// divided by its length (times 1 / √). One of which less than 2^-30 is left becomes zero: it is a
+// rounding error. Sums go over 16 lanes, then lane l takes lane l + w, for w = 8, 4, 2, 1; the
+// result is rounded to float32 at the end. Any finite p will do. `room` is reused.
+void orthonormalise(const Factors& of, std::span<float> p, std::vector<double>& room);
+
+}  // namespace gradwire::codec
