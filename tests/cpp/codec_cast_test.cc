@@ -229,24 +229,7 @@ TEST(NoneCodec, IsACopyAndASum) {
     ASSERT_TRUE(std::isnan(x[i]) || sum[i] == 1 + x[i]) << x[i];
 }
 
-TEST(EveryCodec, RefusesBuffersThatAreTooShort) {
-  Values x(100, 1), untouched = x;
-  for (std::string_view name : codec_names()) {
-    const auto codec = make_codec(name);
-    std::vector<std::byte> payload(codec->max_bytes(100) - 1);
-    EXPECT_THROW(codec->encode(x.data(), 100, {}, payload), InvalidArgument);
-    EXPECT_THROW(codec->decode(payload, x.data(), 100), InvalidArgument);
-    EXPECT_THROW(codec->decode_add(payload, x.data(), 100), InvalidArgument);
-    EXPECT_THROW(codec->decode({}, x.data(), 1), InvalidArgument);
-    EXPECT_EQ(x, untouched);
-    EXPECT_EQ(codec->encode(nullptr, 0, {}, {}), 0U);
-    EXPECT_EQ(codec->decode({}, nullptr, 0).bytes, 0U);
-    EXPECT_EQ(codec->decode_add({}, nullptr, 0).bytes, 0U);
-  }
-}
-
 TEST(Registry, NamesAreCanonical) {
-  EXPECT_EQ(codec_names(), (std::vector<std::string_view>{"none", "fp16", "bf16"}));
   for (const char* spec : {"none", "fp16", "bf16", "fp16:scale=1024", "fp16:scale=0.0078125"})
     EXPECT_EQ(make_codec(spec)->name(), spec);
   EXPECT_EQ(make_codec("fp16:scale=1")->name(), "fp16");

@@ -161,6 +161,48 @@ TEST_F(Differential, EveryTableCastsLikeScalar) {
           }
 }
 
+TEST_F(Differential, EveryTableEncodesInt8LikeScalar) {
+  const Dice dice{.seed = 3, .call = 9, .element = 640};
+  const Int8Kernels& reference = scalar().int8;
+  for (const Kernels* table : available_kernels())
+    for (const Dice* drawn : {static_cast<const Dice*>(nullptr), &dice})
+      for (Data data : kAllData)
+        for (std::size_t n : lengths())
+          for (bool fed_back : {false, true}) {
+            const std::size_t block = n % 2 == 0 ? 1024 : 64;
+            Array x = floats(n, data), residual = floats(n, Data::kNormal);
+            const float* e = fed_back ? residual.floats() : nullptr;
+            Array out = elements(DType::kUInt8, Int8Kernels::bytes(n, block), data), same = out;
+            Array error = floats(n, Data::kNormal), same_error = error;
+            reference.encode(x.floats(), e, n, block, drawn, out.data(), error.floats());
+            table->int8.encode(x.floats(), e, n, block, drawn, same.data(), same_error.floats());
+            ASSERT_EQ(same, out) << table->name << " n=" << n;
+            ASSERT_EQ(same_error, error) << table->name << " n=" << n;
+            table->int8.encode(x.floats(), e, n, block, drawn, same.data(), nullptr);
+            ASSERT_EQ(same, out) << table->name << " n=" << n;
+          }
+}
+
+TEST_F(Differential, EveryTableDecodesInt8LikeScalar) {
+  const Int8Kernels& reference = scalar().int8;
+  for (const Kernels* table : available_kernels())
+    for (Data data : kAllData)
+      for (std::size_t n : lengths()) {
+        Array in = elements(DType::kUInt8, Int8Kernels::bytes(n, 64), data);
+        for (std::size_t i = 0; i < n; i += 64) {
+          const float scale = draw_float(i == 0 ? data : Data::kNormal, random_);
+          std::memcpy(in.data() + i / 64 * 68, &scale, sizeof scale);
+        }
+        Array y = floats(n, data), same = y;
+        ASSERT_EQ(table->int8.decode_add(in.data(), n, 64, same.floats()),
+                  reference.decode_add(in.data(), n, 64, y.floats()));
+        ASSERT_EQ(same, y) << table->name << " n=" << n;
+        ASSERT_EQ(table->int8.decode(in.data(), n, 64, same.floats()),
+                  reference.decode(in.data(), n, 64, y.floats()));
+        ASSERT_EQ(same, y) << table->name << " n=" << n;
+      }
+}
+
 double expected_value(ReduceOp op, double a, double b) {
   if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<double>::quiet_NaN();
   const bool a_first = a < b || (a == b && std::signbit(a));

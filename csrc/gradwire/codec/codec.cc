@@ -18,6 +18,7 @@ constexpr std::array kCodecs = {
     Entry{"none", make_none},
     Entry{"fp16", make_fp16},
     Entry{"bf16", make_bf16},
+    Entry{"int8", make_int8},
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "gradwire/base/types.h"
+#include "gradwire/codec/blocks.h"
 #include "gradwire/codec/factors.h"
 
 namespace gradwire::codec {
@@ -45,6 +46,7 @@ struct Kernels {
   bool (*finite)(const float* x, std::size_t n) noexcept;  // whether all of it is
   CastKernels fp16;
   CastKernels bf16;
+  Int8Kernels int8;
   LowRankKernels low_rank;
 };
 

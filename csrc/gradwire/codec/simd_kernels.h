@@ -6,6 +6,7 @@
 #pragma once
 
 #include "gradwire/codec/simd_cast.h"
+#include "gradwire/codec/simd_int8.h"
 #include "gradwire/codec/simd_low_rank.h"
 #include "gradwire/codec/simd_reduce.h"
 
@@ -25,6 +26,7 @@ constexpr Kernels table(const char* name) {
           finite,
           kCastOf<Fp16>,
           kCastOf<Bf16>,
+          kInt8,
           low_rank::kKernels};
 }
 

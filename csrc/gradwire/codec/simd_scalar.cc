@@ -43,6 +43,17 @@ F32 float_from_half(U16 h) {
 U16 narrow(U32 x) { return static_cast<U16>(x); }
 U32 widen(U16 x) { return x; }
 
+Codes pack(const Parts<U32>& lanes) {
+  Codes codes;
+  for (std::size_t i = 0; i < kGroup; ++i) codes.byte[i] = static_cast<std::byte>(lanes[i]);
+  return codes;
+}
+Group unpack(const Codes& codes) {
+  Group values;
+  for (std::size_t i = 0; i < kGroup; ++i) values[i] = static_cast<std::int8_t>(codes.byte[i]);
+  return values;
+}
+
 }  // namespace
 
 constexpr Kernels kScalarKernels = table("scalar");

@@ -10,9 +10,17 @@ namespace {
 
 std::string quoted(std::string_view text) { return "'" + std::string(text) + "'"; }
 
+template <typename Number>
+bool parse(const std::string& text, Number& value) {
+  const char* end = text.data() + text.size();
+  const auto [stop, code] = std::from_chars(text.data(), end, value);
+  return code == std::errc() && stop == end;
+}
+
 }  // namespace
 
-Parameters::Parameters(std::string_view codec, std::string_view text) : codec_(codec) {
+Parameters::Parameters(std::string_view codec, std::string_view text)
+    : codec_(codec), canonical_(codec) {
   while (!text.empty()) {
     const std::string_view pair = text.substr(0, text.find(','));
     text.remove_prefix(std::min(text.size(), pair.size() + 1));
@@ -27,20 +35,65 @@ Parameters::Parameters(std::string_view codec, std::string_view text) : codec_(c
   }
 }
 
-double Parameters::number(std::string_view key, double fallback) {
+std::string Parameters::take(std::string_view key) {
   known_ += (known_.empty() ? "" : ", ") + std::string(key);
   const auto found = std::find_if(given_.begin(), given_.end(),
                                   [&](const auto& pair) { return pair.first == key; });
-  if (found == given_.end()) return fallback;
+  if (found == given_.end()) return "";
   const std::string text = found->second;
   given_.erase(found);
+  if (text.empty()) refuse(key, text, "empty");
+  return text;
+}
+
+void Parameters::refuse(std::string_view key, const std::string& text,
+                        const std::string& reason) const {
+  throw InvalidArgument("codec " + codec_ + ": " + std::string(key) + "=" + quoted(text) + " is " +
+                        reason);
+}
+
+void Parameters::note(std::string_view key, const std::string& value) {
+  canonical_ += canonical_ == codec_ ? ':' : ',';
+  canonical_.append(key) += '=' + value;
+}
+
+double Parameters::number(std::string_view key, double fallback) {
+  const std::string text = take(key);
+  if (text.empty()) return fallback;
   double value = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, code] = std::from_chars(text.data(), end, value);
-  if (code != std::errc() || stop != end)
-    throw InvalidArgument("codec " + codec_ + ": " + std::string(key) + "=" + quoted(text) +
-                          " is not a number");
+  if (!parse(text, value)) refuse(key, text, "not a number");
   return value;
+}
+
+std::uint64_t Parameters::whole(std::string_view key, std::uint64_t fallback, std::uint64_t least,
+                                std::uint64_t most) {
+  const std::string text = take(key);
+  if (text.empty()) return fallback;
+  std::uint64_t value = 0;
+  if (!parse(text, value) || value < least || value > most)
+    refuse(key, text,
+           "not an integer from " + std::to_string(least) + " to " + std::to_string(most));
+  if (value != fallback) note(key, std::to_string(value));
+  return value;
+}
+
+std::string Parameters::choice(std::string_view key,
+                               std::initializer_list<std::string_view> choices) {
+  const std::string text = take(key);
+  if (text.empty()) return std::string(*choices.begin());
+  if (std::find(choices.begin(), choices.end(), text) == choices.end()) {
+    std::string known;
+    for (const std::string_view each : choices) (known += known.empty() ? "" : ", ") += each;
+    refuse(key, text, "none of: " + known);
+  }
+  if (text != *choices.begin()) note(key, text);
+  return text;
+}
+
+std::size_t block_of(Parameters& parameters) {
+  const std::uint64_t block = parameters.whole("block", 1024, 32, 65536);
+  if (block % 32 != 0) parameters.refuse("block", std::to_string(block), "not a multiple of 32");
+  return block;
 }
 
 void Parameters::finish() const {

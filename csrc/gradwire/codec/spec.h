@@ -1,6 +1,8 @@
 // What a codec's file needs to join the list in codec.cc: its parameters, and checks of payloads.
 #pragma once
 
+#include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -20,18 +22,35 @@ class Parameters {
 
   // The value, or `fallback` where it was not given; InvalidArgument for what is no number.
   double number(std::string_view key, double fallback);
+  // Likewise; InvalidArgument for what is no integer from `least` to `most`.
+  std::uint64_t whole(std::string_view key, std::uint64_t fallback, std::uint64_t least,
+                      std::uint64_t most);
+  // The value, which is one of `choices`, or the first of them.
+  std::string choice(std::string_view key, std::initializer_list<std::string_view> choices);
+  // The codec's canonical name with what whole() and choice() gave, defaults left out.
+  std::string canonical() const { return canonical_; }
+  // Throws InvalidArgument: `key` has the value `text`, which is `reason`.
+  [[noreturn]] void refuse(std::string_view key, const std::string& text,
+                           const std::string& reason) const;
   // Throws InvalidArgument that names a parameter nobody took, and lists the known ones.
   void finish() const;
 
  private:
+  std::string take(std::string_view key);  // what was given; else empty
+  void note(std::string_view key, const std::string& value);
+
   std::string codec_;
   std::vector<std::pair<std::string, std::string>> given_;
   std::string known_;
+  std::string canonical_;
 };
+
+// The "block" of a codec that works block by block: elements, a multiple of 32.
+std::size_t block_of(Parameters& parameters);
 
 // One a codec: its file defines it, codec.cc lists it.
 using Maker = std::shared_ptr<const Codec>(Parameters&);
-Maker make_none, make_fp16, make_bf16;
+Maker make_none, make_fp16, make_bf16, make_int8;
 
 // InvalidArgument unless `size` bytes hold the `needed` ones of n elements.
 void check_room(const Codec& codec, std::size_t size, std::size_t needed, std::size_t n);

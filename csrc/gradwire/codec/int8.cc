@@ -1,0 +1,73 @@
+// int8: per block of elements (the last may be shorter) a float32 scale, then one signed byte an
+// element, so that any whole blocks are a payload of their own. v := x + residual, in binary32,
+// each operation rounded once:
+//   A := max |v| of the block.
+//   A is NaN or Inf: scale := NaN, codes 0, errors 0; all of the block decodes to NaN.
+//   A < 2^-100: scale := inverse := 0, so that all of v stays in the error.
+//   Else scale := min(A / 127, FLT_MAX / 128): no byte decodes to Inf; inverse := 127 / A.
+//   q := round(v · inverse); y := q · scale; error := v − y.
+// A scale below 0 or above FLT_MAX / 128 is none that this writes: its block is NaN, too.
+//
+// rounding=nearest: ties to even; |q| <= 127 follows. rounding=stochastic: t := v · inverse limited
+// to ±127, q := floor(t) + (u < t − floor(t)), u uniform in [0, 1) with 23 bits, so that the mean
+// of q is t to 2^-23. u depends on (seed, call, index of the element in its extent) alone:
+//   mixed() is SplitMix64's output function of 64 bits; all arithmetic wraps.
+//   key := mixed(mixed(mixed(seed) ^ call) ^ index of the block's first element)
+//   h := i · 0x9E3779B9 + low(key), where i counts in the block; h := (h ^ h >> 16) · 0x7FEB352D;
+//   h := ((h ^ h >> 15) + high(key)) · 0x846CA68B; h := h ^ h >> 16; u := (h >> 9) / 2^23.
+#include "gradwire/codec/simd.h"
+#include "gradwire/codec/spec.h"
+
+namespace gradwire::codec {
+namespace {
+
+class Int8 final : public Codec {
+ public:
+  Int8(std::string name, std::size_t block, bool stochastic, std::uint64_t seed)
+      : name_(std::move(name)), block_(block), stochastic_(stochastic), seed_(seed) {}
+
+  std::string name() const override { return name_; }
+  Combine combine() const noexcept override { return Combine::kReencode; }
+  bool biased() const noexcept override { return false; }
+  std::size_t unit() const noexcept override { return block_; }
+  std::size_t max_bytes(std::size_t n) const noexcept override {
+    return Int8Kernels::bytes(n, block_);
+  }
+
+  std::size_t encode(const float* x, std::size_t n, const Site& site, Bytes out) const override {
+    check_room(*this, out.size(), max_bytes(n), n);
+    const Dice dice{seed_, site.call, site.element};
+    kernels().int8.encode(x, site.residual, n, block_, stochastic_ ? &dice : nullptr, out.data(),
+                          site.error);
+    return max_bytes(n);
+  }
+
+  Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
+    check_room(*this, in.size(), max_bytes(n), n);
+    return {max_bytes(n), kernels().int8.decode(in.data(), n, block_, y)};
+  }
+
+  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const override {
+    check_room(*this, in.size(), max_bytes(n), n);
+    return {max_bytes(n), kernels().int8.decode_add(in.data(), n, block_, y)};
+  }
+
+ private:
+  std::string name_;
+  std::size_t block_;
+  bool stochastic_;
+  std::uint64_t seed_;
+};
+
+}  // namespace
+
+std::shared_ptr<const Codec> make_int8(Parameters& parameters) {
+  const std::size_t block = block_of(parameters);
+  const bool stochastic = parameters.choice("rounding", {"nearest", "stochastic"}) == "stochastic";
+  const std::uint64_t seed = parameters.whole("seed", 0, 0, std::uint64_t{1} << 53);
+  if (seed != 0 && !stochastic)
+    parameters.refuse("seed", std::to_string(seed), "of no use without rounding=stochastic");
+  return std::make_shared<Int8>(parameters.canonical(), block, stochastic, seed);
+}
+
+}  // namespace gradwire::codec

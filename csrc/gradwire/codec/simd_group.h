@@ -1,0 +1,67 @@
+// 32 elements in registers, however many those are.
+#pragma once
+
+#include "gradwire/codec/simd_sweep.h"
+
+namespace gradwire::codec {
+namespace {
+
+template <typename T>
+void put(std::byte* to, T value) {
+  __builtin_memcpy(to, &value, sizeof value);
+}
+template <typename T>
+T get(const std::byte* from) {
+  T value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return value;
+}
+
+constexpr std::size_t kGroup = 32;
+constexpr std::size_t kParts = kGroup / kLanes;
+
+template <typename V>
+struct Parts {
+  V part[kParts];
+
+  V& operator[](std::size_t i) { return part[i]; }
+  const V& operator[](std::size_t i) const { return part[i]; }
+};
+using Group = Parts<F32>;
+
+// A Group as it lies in memory.
+struct Groups {
+  using V = Group;
+  static constexpr std::size_t kCount = kGroup;
+  static constexpr std::size_t kBytes = sizeof(float);
+
+  static V load(const std::byte* p) { return get<V>(p); }
+  static void store(std::byte* p, const V& v) { put(p, v); }
+};
+
+// body(k) for every part.
+template <typename Body>
+void each_part(Body body) {
+#pragma GCC unroll 32
+  for (std::size_t k = 0; k < kParts; ++k) body(k);
+}
+
+// What is encoded, x + residual where there is one. Its NaNs are of any kind.
+template <bool kResidual>
+struct GroupSource {
+  const float* x;
+  const float* residual;
+
+  template <typename PartOf>
+  Group operator()(std::size_t i, PartOf part) const {
+    Group v = load<Groups>(x, i, part);
+    if constexpr (kResidual) {
+      const Group r = load<Groups>(residual, i, part);
+      each_part([&](std::size_t k) { v[k] = v[k] + r[k]; });
+    }
+    return v;
+  }
+};
+
+}  // namespace
+}  // namespace gradwire::codec

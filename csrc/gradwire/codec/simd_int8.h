@@ -1,0 +1,205 @@
+// int8 (codec/int8.cc defines it): per block a scale, then one byte an element.
+#pragma once
+
+#include "gradwire/codec/blocks.h"
+#include "gradwire/codec/simd_group.h"
+
+namespace gradwire::codec {
+namespace {
+
+struct Codes {
+  std::byte byte[kGroup];
+};
+
+// Each simd_<isa>.cc defines these two: the last byte of each lane, and signed bytes as floats.
+Codes pack(const Parts<U32>& lanes);
+Group unpack(const Codes& codes);
+
+// Codes as they lie in memory.
+struct PackedCodes {
+  using V = Codes;
+  static constexpr std::size_t kCount = kGroup;
+  static constexpr std::size_t kBytes = 1;
+
+  static V load(const std::byte* p) { return get<V>(p); }
+  static void store(std::byte* p, const V& v) { put(p, v); }
+};
+
+// Added to at most 2^22, it leaves the nearest integer, a tie to even, in the last bits.
+constexpr float kRounder = 0x1.8p23F;
+
+// A rounding gives kRounder + q, for t of the elements from `i` on.
+struct ToNearest {
+  explicit ToNearest(const Dice*) {}
+  void start_block(std::size_t) {}
+  F32 operator()(F32 t, std::size_t) const { return t + kRounder; }
+};
+
+std::uint64_t mixed(std::uint64_t z) {  // SplitMix64
+  z += 0x9E3779B97F4A7C15U;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9U;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBU;
+  return z ^ (z >> 31);
+}
+
+class AtRandom {
+ public:
+  explicit AtRandom(const Dice* dice)
+      : run_(mixed(mixed(dice->seed) ^ dice->call)), first_(dice->element) {
+    std::uint32_t number[kLanes];
+    for (std::size_t i = 0; i < kLanes; ++i) number[i] = static_cast<std::uint32_t>(i);
+    __builtin_memcpy(&lane_, number, sizeof lane_);
+  }
+  void start_block(std::size_t begin) { key_ = mixed(run_ ^ (first_ + begin)); }
+
+  F32 operator()(F32 t, std::size_t i) const {
+    t = t > 127.0F ? (F32{} + 127.0F) : (t < -127.0F ? (F32{} - 127.0F) : t);
+    const F32 nearest = (t + kRounder) - kRounder;
+    const F32 floor = nearest > t ? nearest - 1.0F : nearest;
+    return (uniform(i) < t - floor ? floor + 1.0F : floor) + kRounder;
+  }
+
+ private:
+  // In [0, 1), of 23 bits.
+  F32 uniform(std::size_t i) const {
+    U32 h =
+        (lane_ + static_cast<std::uint32_t>(i)) * 0x9E3779B9U + static_cast<std::uint32_t>(key_);
+    h = (h ^ (h >> 16)) * 0x7FEB352DU;
+    h = ((h ^ (h >> 15)) + static_cast<std::uint32_t>(key_ >> 32)) * 0x846CA68BU;
+    h = h ^ (h >> 16);
+    return bits<F32>((h >> 9) | 0x3F800000U) - 1.0F;
+  }
+
+  std::uint64_t run_, first_, key_ = 0;
+  U32 lane_;
+};
+
+struct Int8Scale {
+  float scale, inverse;
+
+  static Int8Scale of(float most) {
+    if (most < 0x1p-100F) return {0, 0};
+    const float scale = most / 127.0F;
+    return {scale < Int8Kernels::kMostScale ? scale : Int8Kernels::kMostScale, 127.0F / most};
+  }
+};
+
+// One block; the first pass leaves v in `error`, where that is more than x.
+template <bool kResidual, bool kError, typename Round>
+struct Int8Block {
+  static constexpr bool kStored = kResidual && kError;
+
+  GroupSource<kResidual> source;
+  float* error;
+  std::size_t n;
+
+  std::int32_t largest_magnitude() const {
+    Parts<I32> most{};
+    sweep<kGroup>(n, [&](std::size_t i, auto part) {
+      const Group v = source(i, part);
+      if constexpr (kStored) store<Groups>(error, i, part, v);
+      each_part([&](std::size_t k) {
+        const I32 magnitude = magnitude_of(v[k]);
+        most[k] = magnitude > most[k] ? magnitude : most[k];
+      });
+    });
+    std::int32_t found = 0;
+    for (const I32& each : most.part) found = largest(each) > found ? largest(each) : found;
+    return found;
+  }
+
+  void encode(const Round& round, std::byte* out) const {
+    const std::int32_t most = largest_magnitude();
+    if (most >= kInfinity) {
+      put(out, __builtin_nanf(""));
+      __builtin_memset(out + sizeof(float), 0, n);
+      if constexpr (kError) __builtin_memset(error, 0, n * sizeof(float));
+      return;
+    }
+    const auto [scale, inverse] = Int8Scale::of(bits<float>(most));
+    put(out, scale);
+    write_codes(round, scale, inverse, out + sizeof(float));
+  }
+
+  void write_codes(const Round& round, float scale, float inverse, std::byte* codes) const {
+    sweep<kGroup>(n, [=, this](std::size_t i, auto part) {
+      Group v;
+      if constexpr (kStored)
+        v = load<Groups>(error, i, part);
+      else
+        v = source(i, part);
+      Parts<U32> code;
+      each_part([&](std::size_t k) {
+        const F32 rounded = round(v[k] * inverse, i + k * kLanes);
+        code[k] = bits<U32>(rounded);
+        v[k] = v[k] - (rounded - kRounder) * scale;
+      });
+      store<PackedCodes>(codes, i, part, pack(code));
+      if constexpr (kError) store<Groups>(error, i, part, v);
+    });
+  }
+};
+
+template <bool kResidual, bool kError, typename Round>
+void encode_int8_as(const float* x, const float* residual, std::size_t n, std::size_t block,
+                    Round round, std::byte* out, float* error) noexcept {
+  for (std::size_t i = 0; i < n; i += block) {
+    const std::size_t length = n - i < block ? n - i : block;
+    round.start_block(i);
+    const GroupSource<kResidual> source{x + i, kResidual ? residual + i : nullptr};
+    Int8Block<kResidual, kError, Round>{source, kError ? error + i : nullptr, length}.encode(round,
+                                                                                             out);
+    out += sizeof(float) + length;
+  }
+}
+
+template <typename Round>
+void encode_int8_by(const float* x, const float* residual, std::size_t n, std::size_t block,
+                    const Dice* dice, std::byte* out, float* error) noexcept {
+  const Round round(dice);
+  if (residual != nullptr && error != nullptr)
+    return encode_int8_as<true, true>(x, residual, n, block, round, out, error);
+  if (residual != nullptr)
+    return encode_int8_as<true, false>(x, residual, n, block, round, out, error);
+  if (error != nullptr)
+    return encode_int8_as<false, true>(x, residual, n, block, round, out, error);
+  encode_int8_as<false, false>(x, residual, n, block, round, out, error);
+}
+
+void encode_int8(const float* x, const float* residual, std::size_t n, std::size_t block,
+                 const Dice* dice, std::byte* out, float* error) noexcept {
+  if (dice == nullptr)
+    encode_int8_by<ToNearest>(x, residual, n, block, dice, out, error);
+  else
+    encode_int8_by<AtRandom>(x, residual, n, block, dice, out, error);
+}
+
+template <bool kAdd>
+bool decode_int8(const std::byte* in, std::size_t n, std::size_t block, float* y) noexcept {
+  bool finite = true;
+  for (std::size_t begin = 0; begin < n; begin += block) {
+    const std::size_t length = n - begin < block ? n - begin : block;
+    float scale = get<float>(in);
+    const bool valid = scale >= 0 && scale <= Int8Kernels::kMostScale;
+    if (!valid) scale = __builtin_nanf("");
+    finite = finite && valid;
+    const std::byte* codes = in + sizeof(float);
+    float* const to = y + begin;
+    sweep<kGroup>(length, [=](std::size_t i, auto part) {
+      Group decoded = unpack(load<PackedCodes>(codes, i, part));
+      each_part([&](std::size_t k) { decoded[k] = decoded[k] * scale; });
+      if constexpr (kAdd) {
+        const Group before = load<Groups>(to, i, part);
+        each_part([&](std::size_t k) { decoded[k] = Sum::apply<float>(before[k], decoded[k]); });
+      }
+      store<Groups>(to, i, part, decoded);
+    });
+    in += sizeof(float) + length;
+  }
+  return finite;
+}
+
+constexpr Int8Kernels kInt8 = {encode_int8, decode_int8<false>, decode_int8<true>};
+
+}  // namespace
+}  // namespace gradwire::codec
