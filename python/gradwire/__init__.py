@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as _Sequence
 
-from gradwire import _core, _rendezvous, _world
+from gradwire import _core, _rendezvous, _world, codec
 from gradwire._communicator import Communicator, Traffic
 from gradwire._communicator import from_mesh as _from_mesh
 from gradwire._errors import (
@@ -24,6 +24,7 @@ from gradwire._errors import (
     Timeout,
     TransportError,
 )
+from gradwire._feedback import ErrorFeedback
 from gradwire._schedules import Edge, Report, Schedule, ScheduleBuilder, Shape, algorithms
 from gradwire._spawn import spawn
 from gradwire._work import Work
@@ -36,6 +37,7 @@ __all__ = [
     "Communicator",
     "Edge",
     "Error",
+    "ErrorFeedback",
     "InvalidArgument",
     "RendezvousError",
     "Report",
@@ -48,6 +50,7 @@ __all__ = [
     "TransportError",
     "Work",
     "algorithms",
+    "codec",
     "codecs",
     "init",
     "spawn",

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import operator
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gradwire import _buffers, _core, _environment, _exit, _link, _shrink
-from gradwire._arrays import REDUCIBLE, Operand, operand, writable, written
+from gradwire import _buffers, _core, _environment, _exit, _link, _reductions, _shrink
+from gradwire._arrays import Operand, operand, writable, written
 from gradwire._buffers import Buffers, Place
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
 from gradwire._errors import InvalidArgument
+from gradwire._feedback import ErrorFeedback
 from gradwire._lines import Lines
 from gradwire._mesh import DEFAULT_TRANSPORTS, EMULATED, Mesh
+from gradwire._reductions import Call, CodecLike
 from gradwire._schedules import Schedule
 from gradwire._work import Work, seconds
-
-_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
 
 class Traffic(NamedTuple):
@@ -41,7 +40,10 @@ class _Options(NamedTuple):
     timeout: float | None = None
     op: str = "sum"
     root: int = 0
-    codec: str = "none"
+    codec: CodecLike = "none"
+    key: str | None = None
+    keys: Sequence[Any] | None = None
+    feedback: ErrorFeedback | Literal[False] | None = None
 
 
 class Communicator:
@@ -64,8 +66,12 @@ class Communicator:
     - ``timeout``: seconds, from when the operation's turn comes; the communicator's if None;
     - ``op`` of those that reduce: sum, avg, min, max, prod. Integers wrap and have no avg; min and
       max are IEEE 754-2019 minimum and maximum (NaN wins, -0 < +0);
-    - ``codec`` of those that reduce: how float32 travels for sum and avg: ``none``, ``fp16``,
-      ``bf16``; sums are formed in float32 all the same.
+    - ``codec`` of those that reduce: how float32 travels for sum and avg, by a name from
+      `gradwire.codecs` (``"topk:density=0.01"`` gives a parameter) or as an object of
+      `gradwire.codec`; sums are formed in float32 all the same;
+    - ``feedback`` of those that reduce: the `ErrorFeedback` that keeps what the codec loses, under
+      ``key``, or under ``keys=[(name, count), ...]`` that lie end to end over the arrays. A codec
+      that is biased needs it, or ``feedback=False``.
 
     A failure is final: every later call raises the same error, and `shrink` makes a communicator
     of the ranks that survived. TransportError, Timeout and Aborted name the rank in `peer`.
@@ -124,7 +130,10 @@ class Communicator:
         op: str = "sum",
         algorithm: str = "auto",
         schedule: Schedule | None = None,
-        codec: str = "none",
+        codec: CodecLike = "none",
+        key: str | None = None,
+        keys: Sequence[Any] | None = None,
+        feedback: ErrorFeedback | Literal[False] | None = None,
         out: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -133,7 +142,9 @@ class Communicator:
 
         A list of arrays of one dtype is one operation, which is faster than one for each.
         """
-        options = _Options(algorithm, schedule, async_op, timeout, op, codec=codec)
+        options = _Options(
+            algorithm, schedule, async_op, timeout, op, 0, codec, key, keys, feedback
+        )
         return self._call("all_reduce", _buffers.all_reduce(x, out), options)
 
     allreduce = all_reduce
@@ -145,7 +156,10 @@ class Communicator:
         op: str = "sum",
         algorithm: str = "auto",
         schedule: Schedule | None = None,
-        codec: str = "none",
+        codec: CodecLike = "none",
+        key: str | None = None,
+        keys: Sequence[Any] | None = None,
+        feedback: ErrorFeedback | Literal[False] | None = None,
         out: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -154,7 +168,9 @@ class Communicator:
 
         `x` is one array, cut evenly along its first dimension, or a list of one array per rank.
         """
-        options = _Options(algorithm, schedule, async_op, timeout, op, codec=codec)
+        options = _Options(
+            algorithm, schedule, async_op, timeout, op, 0, codec, key, keys, feedback
+        )
         return self._call("reduce_scatter", _buffers.reduce_scatter(x, out, self._place), options)
 
     def all_gather(
@@ -197,7 +213,10 @@ class Communicator:
         op: str = "sum",
         algorithm: str = "auto",
         schedule: Schedule | None = None,
-        codec: str = "none",
+        codec: CodecLike = "none",
+        key: str | None = None,
+        keys: Sequence[Any] | None = None,
+        feedback: ErrorFeedback | Literal[False] | None = None,
         out: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -206,7 +225,9 @@ class Communicator:
 
         The other ranks' `x` stays as it is, and they get None.
         """
-        options = _Options(algorithm, schedule, async_op, timeout, op, root, codec)
+        options = _Options(
+            algorithm, schedule, async_op, timeout, op, root, codec, key, keys, feedback
+        )
         return self._call("reduce", _buffers.reduce(x, out, root, self._place), options)
 
     def gather(
@@ -395,35 +416,35 @@ class Communicator:
         return " ".join(filter(None, words)) + ">"
 
     def _call(self, name: str, buffers: Buffers, options: _Options) -> Any:
-        _, _, result = buffers
-        request = self._request(name, buffers, options)
+        call = _reductions.prepare(name, buffers, options, self._place)
+        request = self._request(call, options)
         timeout = self._seconds(options.timeout)
         written(buffers.outputs)
         if not options.async_op:
             self._core.run(request, timeout)
-            return result
+            return call.finish()
         work = self._core.submit(request, timeout, buffers)
-        return Work(self._core, work, name, lambda: result)
+        return Work(self._core, work, name, call.finish)
 
-    def _request(self, name: str, buffers: Buffers, options: _Options) -> _core.Request:
-        inputs, outputs, _ = buffers
-        known = (*inputs, *outputs)[0]
-        if name in _REDUCING and not known.reducible:
-            raise InvalidArgument(
-                f"{name}: {known.what} is {known.dtype}, which cannot be reduced; "
-                f"use one of {', '.join(REDUCIBLE)}"
-            )
-        return _core.Request(
-            name,
-            known.dtype if known.reducible else "uint8",
+    def _request(self, call: Call, options: _Options) -> _core.Request:
+        request = _core.Request(
+            call.name,
+            call.dtype,
             options.op,
             self._rank(options.root, "root"),
-            _addresses(inputs),
-            _addresses(outputs),
+            _addresses(call.inputs),
+            _addresses(call.outputs),
             options.algorithm,
             None if options.schedule is None else options.schedule._core,
-            _codec(options.codec),
+            call.codec,
         )
+        if call.feedback is not None:
+            request.feed_back(call.feedback._core, call.keys)
+        if call.shapes:
+            request.shape(call.shapes)
+        if call.letters is not None:
+            request.exchange(*call.letters)
+        return request
 
     def _finish(self, work: Work, async_op: bool) -> Any:
         return work if async_op else work.wait()
@@ -524,11 +545,6 @@ def _about(mesh: Mesh) -> str:
     if not mesh.peers:
         return ""
     return "; ".join(filter(None, [f"listens on {mesh.interface}", mesh.job.privacy]))
-
-
-@functools.cache
-def _codec(spec: str) -> _core.Codec:
-    return _core.Codec(spec)
 
 
 def _addresses(given: Sequence[Operand]) -> list[tuple[int, int]]:

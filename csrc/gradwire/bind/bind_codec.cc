@@ -28,6 +28,9 @@ void bind_codec(py::module_& m) {
       .def(py::init([](const std::string& spec) { return Codec{codec::make_codec(spec)}; }),
            py::arg("spec"))
       .def_property_readonly("name", [](const Codec& self) { return self.value->name(); })
+      .def_property_readonly(
+          "compound",
+          [](const Codec& self) { return self.value->combine() == codec::Combine::kCompound; })
       .def_property_readonly("biased", [](const Codec& self) { return self.value->biased(); })
       .def(
           "max_bytes",

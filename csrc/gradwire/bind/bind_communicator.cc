@@ -120,7 +120,10 @@ void bind_request(py::module_& m) {
   py::class_<Request>(m, "Request")
       .def(py::init(&make_request), py::arg("collective"), py::arg("dtype"), py::arg("op"),
            py::arg("root"), py::arg("inputs"), py::arg("outputs"), py::arg("algorithm") = "auto",
-           py::arg("schedule") = nullptr, py::arg("codec") = nullptr);
+           py::arg("schedule") = nullptr, py::arg("codec") = nullptr)
+      .def("feed_back", &Request::feed_back, py::arg("feedback"), py::arg("keys"))
+      .def("shape", &Request::shape, py::arg("shapes"))
+      .def("exchange", &Request::exchange, py::arg("letters"), py::arg("label"));
 }
 
 void bind_work(py::module_& m) {

@@ -29,12 +29,30 @@ Request::Request(exec::Request fixed, std::string algorithm,
   if (schedule_) fixed_.schedule_digest = schedule::digest(*schedule_);
 }
 
+void Request::feed_back(std::shared_ptr<codec::ErrorFeedback> feedback,
+                        const std::vector<std::pair<std::string, std::size_t>>& keys) {
+  fixed_.feedback = std::move(feedback);
+  for (const auto& [key, count] : keys) keys_.push_back({key, count});
+}
+
+void Request::shape(const std::vector<std::pair<std::size_t, std::size_t>>& shapes) {
+  for (const auto& [rows, columns] : shapes) shapes_.push_back({rows, columns});
+}
+
+void Request::exchange(std::shared_ptr<exec::Letters> letters, std::string label) {
+  fixed_.letters = std::move(letters);
+  label_ = std::move(label);
+}
+
 exec::Request Request::view(double timeout) const {
   exec::Request out = fixed_;
   out.algorithm = algorithm_;
   out.schedule = schedule_.get();
   out.inputs = inputs_;
   out.outputs = outputs_;
+  out.keys = keys_;
+  out.shapes = shapes_;
+  out.codec_label = label_;
   out.timeout = timeout;
   return out;
 }

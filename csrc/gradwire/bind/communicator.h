@@ -14,6 +14,7 @@
 
 #include "gradwire/codec/codec.h"
 #include "gradwire/exec/communicator.h"
+#include "gradwire/exec/exchange.h"
 
 namespace gradwire::bind {
 
@@ -27,6 +28,12 @@ class Request {
   Request(exec::Request fixed, std::string algorithm, std::shared_ptr<schedule::Schedule> schedule,
           const Addresses& inputs, const Addresses& outputs);
 
+  // What not every request has; see exec::Request.
+  void feed_back(std::shared_ptr<codec::ErrorFeedback> feedback,
+                 const std::vector<std::pair<std::string, std::size_t>>& keys);
+  void shape(const std::vector<std::pair<std::size_t, std::size_t>>& shapes);
+  void exchange(std::shared_ptr<exec::Letters> letters, std::string label);
+
   exec::Request view(double timeout) const;
 
  private:
@@ -34,6 +41,9 @@ class Request {
   std::string algorithm_;
   std::shared_ptr<schedule::Schedule> schedule_;
   std::vector<exec::Array> inputs_, outputs_;
+  std::vector<codec::KeyedExtent> keys_;
+  std::vector<exec::Shape> shapes_;
+  std::string label_;
 };
 
 class Communicator {

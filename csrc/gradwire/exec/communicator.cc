@@ -161,10 +161,21 @@ std::shared_ptr<Work> Communicator::enqueue(const Request& request) {
   return work;
 }
 
+void Communicator::check_feedback(const Request& request) {
+  if (!request.feedback) return;
+  if (request.keys.empty())
+    throw InvalidArgument("error feedback needs the key of each array, under which to keep it");
+  const bool adds = request.op == ReduceOp::kSum || request.op == ReduceOp::kAvg;
+  if (!reduces(request.collective) || !adds || request.dtype != DType::kFloat32)
+    throw InvalidArgument("error feedback is for sums and averages of float32, not for " +
+                          std::string(name_of(request.collective)) + " of " +
+                          std::string(name_of(request.dtype)) + " with op '" +
+                          std::string(name_of(request.op)) + "'");
+}
+
 // Under the mutex, as all that makes plans.
 void Communicator::bind(Pending& pending, const Request& request) {
-  if (request.feedback && request.keys.empty())
-    throw InvalidArgument("error feedback needs the key of each array, under which to keep it");
+  check_feedback(request);
   const Way way = way_of(request, identity_.size);
   pending.feedback = request.feedback;
   pending.compound = way == Way::kAtOnce ? nullptr : &pending.compound_for(way);

@@ -113,6 +113,7 @@ class Communicator {
   };
 
   std::shared_ptr<Work> enqueue(const Request& request);
+  static void check_feedback(const Request& request);
   void bind(Pending& pending, const Request& request);
   void bind_operation(Pending& pending, const Request& request);
   std::shared_ptr<Work> enqueue_transfer(Transfer transfer, bool sends);

@@ -2,6 +2,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/exec/agreed.h"
+#include "gradwire/exec/exchange.h"
 #include "gradwire/exec/gather_reduce.h"
 
 namespace gradwire::exec {
@@ -13,7 +14,8 @@ void Compound::bind(const Request& request, Rank rank, int size) {
   size_ = size;
   algorithm_.assign(request.algorithm);
   whole_.algorithm = algorithm_;
-  label_ = request.codec ? request.codec->name() : "none";
+  label_.assign(request.codec_label);
+  if (label_.empty()) label_ = request.codec ? request.codec->name() : "none";
   const auto keep = [](auto& kept, auto& span) {
     kept.assign(span.begin(), span.end());
     span = kept;
@@ -43,6 +45,7 @@ Request Compound::phase(Collective collective, DType dtype, ReduceOp op) const {
 }
 
 Way way_of(const Request& request, int size) {
+  if (request.letters) return Way::kExchange;
   const bool lossy = request.codec && request.codec->combine() != codec::Combine::kPlain;
   if (lossy && request.codec->combine() == codec::Combine::kCompound) return Way::kLowRank;
   if (is_gather(request.algorithm)) return Way::kGather;
@@ -58,6 +61,8 @@ std::unique_ptr<Compound> make_compound(Way way) {
       return std::make_unique<Agreed>();
     case Way::kGather:
       return std::make_unique<GatherReduce>();
+    case Way::kExchange:
+      return std::make_unique<Exchange>();
     case Way::kLowRank:
     case Way::kAtOnce:
       break;

@@ -60,12 +60,13 @@ class Compound {
 
 // How a request is carried out.
 enum class Way : std::uint8_t {
-  kAtOnce,   // one collective
-  kAgreed,   // one, then the ranks agree whether all their results are finite
-  kGather,   // payloads, encoded once, are gathered and added
-  kLowRank,  // two all_reduces of factors
+  kAtOnce,    // one collective
+  kAgreed,    // one, then the ranks agree whether all their results are finite
+  kGather,    // payloads, encoded once, are gathered and added
+  kLowRank,   // two all_reduces of factors
+  kExchange,  // payloads are gathered; the caller encodes and decodes
 };
-inline constexpr std::size_t kWays = 4;
+inline constexpr std::size_t kWays = 5;
 
 Way way_of(const Request& request, int size);
 std::unique_ptr<Compound> make_compound(Way way);  // not for kAtOnce

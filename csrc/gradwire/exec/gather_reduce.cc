@@ -21,6 +21,12 @@ bool is_gather(std::string_view algorithm) {
   return algorithm == kName || (algorithm.starts_with("gather(") && algorithm.ends_with(')'));
 }
 
+std::string_view gather_algorithm(std::string_view algorithm) {
+  constexpr std::size_t kOpening = kName.size() + 1;
+  if (!is_gather(algorithm) || algorithm == kName) return "auto";
+  return algorithm.substr(kOpening, algorithm.size() - kOpening - 1);
+}
+
 void GatherReduce::begin() {
   const Request& request = whole();
   if (!request.codec || request.codec->combine() == codec::Combine::kPlain)
@@ -41,8 +47,7 @@ void GatherReduce::begin() {
   }
   feedback_.bind(counts_, request.keys, transaction());
   Request gather = phase(Collective::kAllGather, DType::kUInt8, ReduceOp::kSum);
-  if (request.algorithm.starts_with("gather("))
-    gather.algorithm = request.algorithm.substr(7, request.algorithm.size() - 8);
+  gather.algorithm = gather_algorithm(request.algorithm);
   payloads_.start(gather, rank(), size());
 }
 

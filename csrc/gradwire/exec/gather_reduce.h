@@ -13,6 +13,7 @@ namespace gradwire::exec {
 
 // "gather", or "gather(ring)" with the algorithm of the all_gather.
 bool is_gather(std::string_view algorithm);
+std::string_view gather_algorithm(std::string_view algorithm);  // ring; else auto
 
 class GatherReduce final : public Compound {
  public:

@@ -22,6 +22,8 @@ struct Shape {
   std::size_t columns = 0;
 };
 
+struct Letters;
+
 // A run of elements in the caller's memory; data may be null when count is 0.
 struct Array {
   std::byte* data = nullptr;
@@ -50,6 +52,8 @@ struct Request {
   // which belongs to one key.
   std::shared_ptr<codec::ErrorFeedback> feedback;
   std::span<const codec::KeyedExtent> keys;
+  // Instead of a codec: payloads are exchanged (exec/exchange.h), and the arrays are not touched.
+  std::shared_ptr<Letters> letters;
   std::string_view codec_label;  // what the ranks are told of the codec; empty: its name
   std::span<const Array> inputs;
   std::span<const Array> outputs;

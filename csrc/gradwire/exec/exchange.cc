@@ -1,0 +1,38 @@
+#include "gradwire/exec/exchange.h"
+
+#include "gradwire/exec/gather_reduce.h"
+
+namespace gradwire::exec {
+
+void Exchange::begin() {
+  phase_ = 0;
+  Request gather = phase(Collective::kAllGather, DType::kUInt8, ReduceOp::kSum);
+  gather.algorithm = gather_algorithm(whole().algorithm);
+  payloads_.start(gather, rank(), size());
+}
+
+const Request* Exchange::next(const Progress&) {
+  const Letters& letters = *whole().letters;
+  switch (phase_++) {
+    case 0:
+      payloads_.own() = letters.own;
+      return &payloads_.lengths(letters.own.size(), letters.finite);
+    case 1:
+      return &payloads_.bytes(letters.limit);
+    default:
+      hand_over();
+      return nullptr;
+  }
+}
+
+void Exchange::hand_over() {
+  Letters& letters = *whole().letters;
+  letters.all.clear();
+  for (Rank r = 0; r < size(); ++r) {
+    const ConstBytes payload = payloads_.of(r);
+    letters.all.emplace_back(payload.begin(), payload.end());
+  }
+  letters.all_finite = payloads_.all_flagged();
+}
+
+}  // namespace gradwire::exec

@@ -1,0 +1,140 @@
+"""ErrorFeedback: what lossy codecs did not deliver, kept and added to the next call.
+
+Seide et al. 2014, "1-Bit Stochastic Gradient Descent", sec. 2; Karimireddy et al. 2019, "Error
+Feedback Fixes SignSGD".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwire import _core
+from gradwire._arrays import Operand
+from gradwire._errors import InvalidArgument
+
+Keys = Sequence[tuple[str, int]]
+
+
+class ErrorFeedback:
+    """This rank's residuals, one float32 vector for each key, in units of the summed input.
+
+    Given to a call as ``feedback=``, with the key of each array. What the codec does not deliver
+    stays in the residual, which is added to the input of the key's next call: over any number of
+    calls, whatever their codecs, algorithms and numbers of ranks, the sums that were delivered and
+    all ranks' residuals add up to the sum of all inputs. A call that fails, or meets NaN or Inf on
+    any rank, leaves the residuals of all ranks as they were.
+
+    May be used from any thread. A key can be in one unfinished call only.
+    """
+
+    def __init__(self) -> None:
+        self._core = _core.ErrorFeedback()
+
+    def residual(self, key: str) -> NDArray[np.float32]:
+        """A copy of the key's residual, float32 of the input's length; empty for an unused key."""
+        return self._core.residual(key)
+
+    def keys(self) -> dict[str, int]:
+        """The keys that have a residual, and its length."""
+        return dict(self._core.keys())
+
+    def add(self, key: str, values: Any) -> None:
+        """Adds to a key's residual, as a survivor does with that of a rank that left.
+
+        Raises InvalidArgument for another length than the key has, and while a call is unfinished.
+        """
+        self._core.add(key, np.asarray(values, np.float32).ravel())
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all residuals: when the loss scale or the learning rate is changed by it."""
+        self._core.scale(factor)
+
+    def clear(self) -> None:
+        """Forgets all keys."""
+        self._core.clear()
+
+    def begin_step(self) -> None:
+        """Makes the calls from here to `end_step` stand or fall together."""
+        self._core.begin_step()
+
+    def end_step(self, keep: bool = True) -> bool:
+        """Keeps what the step's calls left, or nothing of it; says which.
+
+        Nothing is kept when one of them failed or met NaN or Inf, or `keep` is false. Raises
+        InvalidArgument while one of them is unfinished.
+        """
+        return self._core.end_step(keep)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """All there is, by key: to be saved on each rank with a checkpoint, and loaded again."""
+        saved = {}
+        for key in self.keys():
+            residual, adapted, memory = self._core.save(key)
+            saved[key] = {"residual": residual, "adapted": adapted, "memory": memory}
+        return saved
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replaces everything by what `state_dict` returned."""
+        self.clear()
+        for key, kept in state.items():
+            residual, memory = (np.asarray(kept[each], np.float32) for each in _VECTORS)
+            self._core.load(key, residual, float(kept["adapted"]), memory)
+
+    def __repr__(self) -> str:
+        keys = self.keys()
+        return f"ErrorFeedback({len(keys)} keys, {sum(keys.values())} elements)"
+
+
+_VECTORS = ("residual", "memory")
+
+
+def keys_of(inputs: Sequence[Operand], key: str | None, keys: Sequence[Any] | None) -> Keys:
+    """Checked against the arrays; raises InvalidArgument where they do not fit."""
+    total = sum(each.elements for each in inputs)
+    if key is not None and keys is not None:
+        raise InvalidArgument("give key= or keys=, not both")
+    if key is not None:
+        return [(str(key), total)]
+    if keys is None:
+        raise InvalidArgument(
+            "feedback= needs key=, or keys=[(name, count), ...], under which to keep what was not "
+            "sent: the same one for the same array at every call"
+        )
+    named = [(str(name), int(count)) for name, count in keys]
+    if len({name for name, _ in named}) < len(named):
+        raise InvalidArgument("keys= names one key twice")
+    if sum(count for _, count in named) != total:
+        raise InvalidArgument(
+            f"keys= have {sum(count for _, count in named)} elements, the arrays {total}"
+        )
+    return named
+
+
+def cut(arrays: Sequence[Operand], keys: Keys) -> list[Operand]:
+    """The arrays, cut where a key ends."""
+    pieces = []
+    ends = np.cumsum([count for _, count in keys]).tolist()
+    done = 0
+    for array in arrays:
+        within = [end - done for end in ends if done < end < done + array.elements]
+        bounds = [0, *within, array.elements]
+        if not within:
+            pieces.append(array)
+        else:
+            pieces += [_part(array, a, b) for a, b in itertools.pairwise(bounds)]
+        done += array.elements
+    return pieces
+
+
+def _part(array: Operand, first: int, last: int) -> Operand:
+    return array._replace(
+        what=f"{array.what}[{first}:{last}]",
+        address=array.address + first * array.itemsize,
+        elements=last - first,
+        shape=(last - first,),
+    )

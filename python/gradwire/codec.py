@@ -1,0 +1,155 @@
+"""Codecs: how float32 travels in reductions. Objects for ``codec=``, and a base for one's own.
+
+``codec="onebit"`` and ``codec=OneBit()`` are the same; `gradwire.codecs` lists the names. Those
+that are ``biased`` lose something at every call that only `gradwire.ErrorFeedback` makes up for.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwire import _core
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "Codec",
+    "Int8",
+    "LowRank",
+    "NativeCodec",
+    "OneBit",
+    "Threshold",
+    "TopK",
+]
+
+
+class NativeCodec:
+    """A codec of the C++ core, with its parameters. Immutable."""
+
+    _name: ClassVar[str]
+
+    @property
+    def spec(self) -> str:
+        """Its canonical name with parameters, as ``codec=`` takes it."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = {each.name: getattr(self, each.name) for each in fields}
+        text = ",".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        return _core.Codec(f"{self._name}:{text}" if text else self._name).name
+
+    def __str__(self) -> str:
+        return self.spec
+
+
+@dataclasses.dataclass(frozen=True)
+class FP16(NativeCodec):
+    """Half precision on the wire, sums in float32.
+
+    `scale`, a power of two, multiplies before the cast and is divided out after it: above 1 for
+    gradients below 6e-5, where float16 has few digits; below 1 for sums beyond 65504, which
+    saturate.
+    """
+
+    _name = "fp16"
+    scale: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class BF16(NativeCodec):
+    """The upper half of a float32 on the wire, sums in float32."""
+
+    _name = "bf16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(NativeCodec):
+    """One byte an element and one float32 scale a block of `block` elements.
+
+    `rounding` is "nearest" (even) or "stochastic", which depends on `seed`, the call and the
+    element alone.
+    """
+
+    _name = "int8"
+    block: int | None = None
+    rounding: str | None = None
+    seed: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OneBit(NativeCodec):
+    """The sign of each element, and two means a block of `block` elements.
+
+    Seide et al. 2014, "1-Bit Stochastic Gradient Descent", sec. 2. Biased.
+    """
+
+    _name = "onebit"
+    block: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold(NativeCodec):
+    """±tau for each element beyond it, nothing for the others.
+
+    Strom 2015, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing". Biased.
+    Either `tau` is given, or it adapts, key by key, to send `density` of all elements.
+    """
+
+    _name = "threshold"
+    tau: float | None = None
+    density: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(NativeCodec):
+    """The `density` of all elements that are largest in magnitude, exactly as they are.
+
+    Lin et al. 2018, "Deep Gradient Compression", sec. 3. Biased.
+    """
+
+    _name = "topk"
+    density: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank(NativeCodec):
+    """Each matrix as the product of two with `rank` columns.
+
+    Vogels et al. 2019, "PowerSGD", Algorithm 1. Biased. Arrays are matrices of shape[0] rows; those
+    of one dimension travel as they are.
+    """
+
+    _name = "lowrank"
+    rank: int | None = None
+
+
+class Codec(abc.ABC):
+    """A codec of one's own, for ``codec=``; the same one on all ranks.
+
+    Each rank encodes its input once, all payloads travel to all ranks, and each adds them up in
+    rank order. Both methods run on the thread that makes the call (encode) or waits for it
+    (decode), on one array at a time.
+    """
+
+    name: str = ""
+    """What messages call it; the class's name if empty. Equal on all ranks."""
+    biased: bool = True
+    """Whether it needs error feedback."""
+
+    @abc.abstractmethod
+    def encode(self, x: NDArray[np.float32]) -> bytes | bytearray | memoryview | NDArray[Any]:
+        """The payload of a flat float32 array, which must not be kept."""
+
+    @abc.abstractmethod
+    def decode(self, payload: memoryview, count: int) -> NDArray[np.float32]:
+        """The `count` float32 elements that a payload stands for: the same bits on every rank."""
+
+    def max_bytes(self, count: int) -> int:
+        """The longest payload of so many elements; a longer one of a peer's is an error."""
+        return 8 * count + 1024
+
+    def __str__(self) -> str:
+        return self.name or type(self).__name__

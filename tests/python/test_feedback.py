@@ -1,0 +1,250 @@
+"""Error feedback from Python: keys, steps, what is refused, what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+from gradwire import Communicator, ErrorFeedback, InvalidArgument
+from numpy.typing import NDArray
+from ranks import run
+
+LOSSY = [name for name in gradwire.codecs() if name not in ("none", "lowrank")]
+N = 3000
+
+
+def inputs(rank: int, call: int, count: int = N) -> NDArray[np.float32]:
+    return np.random.default_rng([rank, call]).standard_normal(count).astype(np.float32)
+
+
+class Signs(gradwire.codec.Codec):
+    """The sign of each element times the mean magnitude."""
+
+    def encode(self, x: NDArray[np.float32]) -> bytes:
+        mean = np.abs(x, dtype=np.float32).mean(dtype=np.float32) if x.size else np.float32(0)
+        return np.float32(mean).tobytes() + np.packbits(x >= 0).tobytes()
+
+    def decode(self, payload: memoryview, count: int) -> NDArray[np.float32]:
+        mean = np.frombuffer(payload[:4], np.float32)[0]
+        signs = np.unpackbits(np.frombuffer(payload[4:], np.uint8), count=count)
+        return np.where(signs == 1, mean, -mean).astype(np.float32)
+
+
+CODECS: dict[str, Any] = {name: name for name in LOSSY} | {"Python": Signs()}
+
+
+@pytest.fixture(params=CODECS)
+def codec(request: pytest.FixtureRequest) -> Any:
+    return CODECS[request.param]
+
+
+def conserved(comm: Communicator, calls: Callable[[ErrorFeedback, int], Any]) -> tuple[Any, ...]:
+    """What this rank gave, what was delivered, and its residuals, after some calls."""
+    feedback = ErrorFeedback()
+    given, delivered = np.zeros(N), np.zeros(N)
+    for call in range(5):
+        given += inputs(comm.rank, call)
+        delivered += calls(feedback, call)
+    residual = np.concatenate([feedback.residual(key) for key in sorted(feedback.keys())])
+    return given, delivered, residual
+
+
+def expect_conserved(found: list[tuple[Any, ...]], delivered: Any = None) -> None:
+    given = sum(each[0] for each in found)
+    kept = sum(each[2].astype(np.float64) for each in found)
+    if delivered is None:
+        delivered = found[0][1]
+        assert all(np.array_equal(each[1], delivered) for each in found)
+    np.testing.assert_allclose(delivered + kept, given, atol=2e-4)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_what_is_delivered_and_kept_adds_up(p: int, transport: str, codec: Any) -> None:
+    def body(comm: Communicator) -> tuple[Any, ...]:
+        def call(feedback: ErrorFeedback, number: int) -> Any:
+            x = inputs(comm.rank, number)
+            return comm.all_reduce(x, codec=codec, feedback=feedback, key="w")
+
+        return conserved(comm, call)
+
+    expect_conserved(run(p, body, transport=transport))
+
+
+def test_several_keys_in_one_call(codec: Any) -> None:
+    keys = [("a", 1000), ("b", 0), ("c", 1999), ("d", 1)]
+
+    def body(comm: Communicator) -> tuple[Any, ...]:
+        def call(feedback: ErrorFeedback, number: int) -> Any:
+            x = inputs(comm.rank, number)
+            if number % 2:
+                comm.all_reduce(x, codec=codec, feedback=feedback, keys=keys)
+            else:
+                parts = np.split(x, np.cumsum([count for _, count in keys])[:-1])
+                comm.all_reduce(list(parts), codec=codec, feedback=feedback, keys=keys)
+            return x
+
+        return conserved(comm, call)
+
+    expect_conserved(run(3, body))
+
+
+def test_asynchronous_calls(codec: Any) -> None:
+    def body(comm: Communicator) -> tuple[Any, ...]:
+        def call(feedback: ErrorFeedback, number: int) -> Any:
+            parts = np.split(inputs(comm.rank, number), 3)
+            works = [
+                comm.all_reduce(part, codec=codec, feedback=feedback, key=str(i), async_op=True)
+                for i, part in enumerate(parts)
+            ]
+            with pytest.raises(InvalidArgument, match="'0' is in an unfinished call"):
+                comm.all_reduce(parts[0], codec=codec, feedback=feedback, key="0")
+            return np.concatenate([work.wait() for work in works])
+
+        return conserved(comm, call)
+
+    found = run(2, body)
+    expect_conserved(found)
+
+
+def test_reduce_scatter(codec: Any) -> None:
+    def body(comm: Communicator) -> tuple[Any, ...]:
+        def call(feedback: ErrorFeedback, number: int) -> Any:
+            x = inputs(comm.rank, number)
+            y = np.zeros(N, np.float32)
+            block = comm.reduce_scatter(x, codec=codec, feedback=feedback, key="w")
+            y.reshape(3, -1)[comm.rank] = block
+            return y
+
+        return conserved(comm, call)
+
+    found = run(3, body)
+    expect_conserved(found, sum(each[1] for each in found))
+
+
+def test_reduce(codec: Any) -> None:
+    def body(comm: Communicator) -> tuple[Any, ...]:
+        def call(feedback: ErrorFeedback, number: int) -> Any:
+            x = inputs(comm.rank, number)
+            y = comm.reduce(x, root=1, codec=codec, feedback=feedback, key="w")
+            return np.zeros(N) if y is None else y
+
+        return conserved(comm, call)
+
+    found = run(3, body)
+    expect_conserved(found, sum(each[1] for each in found))
+
+
+def test_nan_anywhere_moves_no_residual(codec: Any) -> None:
+    def body(comm: Communicator) -> tuple[bool, bool]:
+        feedback = ErrorFeedback()
+        comm.all_reduce(inputs(comm.rank, 0), codec=codec, feedback=feedback, key="w")
+        before = feedback.residual("w")
+        x = inputs(comm.rank, 1)
+        if comm.rank == 1:
+            x[-1] = np.nan
+        comm.all_reduce(x, codec=codec, feedback=feedback, key="w")
+        return bool(np.isfinite(x).all()), np.array_equal(before, feedback.residual("w"))
+
+    assert run(3, body) == [(False, True)] * 3
+
+
+def test_a_step_stands_or_falls_as_a_whole(codec: Any) -> None:
+    def body(comm: Communicator) -> list[bool]:
+        feedback, moved = ErrorFeedback(), []
+        for poison in (False, True):
+            before = feedback.state_dict()
+            feedback.begin_step()
+            for key in "ab":
+                x = inputs(comm.rank, 0)
+                if poison and key == "b" and comm.rank == 0:
+                    x[0] = np.inf
+                comm.all_reduce(x, codec=codec, feedback=feedback, key=key)
+            moved.append(feedback.end_step())
+            after = feedback.state_dict()
+            moved.append(
+                not all(np.array_equal(before[k]["residual"], after[k]["residual"]) for k in before)
+            )
+        return moved
+
+    assert run(2, body) == [[True, False, False, False]] * 2
+
+
+def test_saved_and_loaded_it_goes_on_with_the_same_bits(codec: Any) -> None:
+    def body(comm: Communicator) -> bool:
+        straight, saved = ErrorFeedback(), ErrorFeedback()
+        for call in range(4):
+            x, y = inputs(comm.rank, call), inputs(comm.rank, call)
+            comm.all_reduce(x, codec=codec, feedback=straight, key="w")
+            loaded = ErrorFeedback()
+            loaded.load_state_dict(saved.state_dict())
+            saved = loaded
+            comm.all_reduce(y, codec=codec, feedback=saved, key="w")
+            if not np.array_equal(x, y):
+                return False
+        return np.array_equal(straight.residual("w"), saved.residual("w"))
+
+    assert run(2, body) == [True] * 2
+
+
+def refusals(comm: Communicator) -> list[str]:
+    feedback, x = ErrorFeedback(), np.ones(4, np.float32)
+    comm.all_reduce(x, codec="bf16", feedback=feedback, key="w")
+    texts = []
+    for options in (
+        {"feedback": feedback},
+        {"feedback": feedback, "key": "v", "keys": [("v", 4)]},
+        {"feedback": feedback, "keys": [("v", 3)]},
+        {"feedback": feedback, "keys": [("v", 2), ("v", 2)]},
+        {"feedback": feedback, "keys": [("w", 2), ("u", 2)]},
+        {"feedback": "yes", "key": "v"},
+        {"feedback": feedback, "key": "v", "op": "max"},
+        {"codec": Signs()},
+        {"codec": Signs(), "feedback": False, "op": "min"},
+        {"codec": "bf16", "op": "max"},
+        {"codec": "none", "algorithm": "gather"},
+    ):
+        with pytest.raises((InvalidArgument, gradwire.ScheduleError)) as raised:
+            comm.all_reduce(x, **{"codec": "bf16", **options})
+        texts.append(str(raised.value))
+    with pytest.raises(InvalidArgument) as raised:
+        comm.all_reduce(np.ones(4), feedback=feedback, key="v")
+    texts.append(str(raised.value))
+    return texts
+
+
+def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
+    (texts,) = run(1, refusals)
+    expected = [
+        "needs key=",
+        "not both",
+        "3 elements, the arrays 4",
+        "twice",
+        "'w' has a residual of 4 elements, this call has 2",
+        "no gradwire.ErrorFeedback",
+        "sums and averages of float32",
+        "feedback=False",
+        "for op 'sum' or 'avg'",
+        "for op 'sum' or 'avg'",
+        "codec 'none'",
+        "float32",
+    ]
+    for text, words in zip(texts, expected, strict=True):
+        assert words in text
+
+
+def test_residuals_can_be_added_and_scaled() -> None:
+    feedback = ErrorFeedback()
+    feedback.add("w", [1.0, 2.0])
+    feedback.add("w", np.array([1.0, 0.0]))
+    feedback.scale(0.5)
+    assert feedback.residual("w").tolist() == [1.0, 1.0]
+    assert feedback.keys() == {"w": 2}
+    with pytest.raises(InvalidArgument, match="2 elements, this call has 3"):
+        feedback.add("w", [1.0, 2.0, 3.0])
+    feedback.clear()
+    assert feedback.keys() == {}
+    assert feedback.residual("w").size == 0
