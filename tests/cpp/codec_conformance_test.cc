@@ -380,9 +380,10 @@ TEST_P(CodecConformance, FeedbackDeliversEverythingInTheEnd) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Codecs, CodecConformance,
-                         testing::Values("none", "fp16", "bf16",   //
-                                         "int8", "int8:block=64",  //
-                                         "int8:rounding=stochastic,seed=7"),
+                         testing::Values("none", "fp16", "bf16",             //
+                                         "int8", "int8:block=64",            //
+                                         "int8:rounding=stochastic,seed=7",  //
+                                         "onebit", "onebit:block=32"),
                          [](const auto& each) {
                            std::string name = each.param;
                            std::erase_if(name, [](char c) { return std::isalnum(c) == 0; });

@@ -203,6 +203,66 @@ TEST_F(Differential, EveryTableDecodesInt8LikeScalar) {
       }
 }
 
+TEST_F(Differential, EveryTableEncodesOneBitLikeScalar) {
+  const OneBitKernels& reference = scalar().one_bit;
+  for (const Kernels* table : available_kernels())
+    for (std::uint64_t nonzero : {64, 32, 3})  // of 64
+      for (Data data : kAllData)
+        for (std::size_t n : lengths())
+          for (bool fed_back : {false, true}) {
+            const std::size_t block = n % 2 == 0 ? 1024 : 64;
+            Array x = floats(n, data), residual = floats(n, Data::kNormal);
+            for (std::size_t i = 0; i < n; ++i)
+              if (random_() % 64 >= nonzero) x.floats()[i] = residual.floats()[i] = 0;
+            const float* e = fed_back ? residual.floats() : nullptr;
+            Array out = elements(DType::kUInt8, (n / block + 1) * OneBitKernels::most_bytes(block),
+                                 Data::kNormal);
+            Array same = out, error = floats(n, Data::kNormal), same_error = error;
+            reference.encode(x.floats(), e, n, block, out.data(), error.floats());
+            table->one_bit.encode(x.floats(), e, n, block, same.data(), same_error.floats());
+            ASSERT_EQ(same, out) << table->name << " n=" << n;
+            ASSERT_EQ(same_error, error) << table->name << " n=" << n;
+            table->one_bit.encode(x.floats(), e, n, block, same.data(), nullptr);
+            ASSERT_EQ(same, out) << table->name << " n=" << n;
+          }
+}
+
+TEST_F(Differential, EveryTableSumsOneBitLikeScalar) {
+  for (const Kernels* table : available_kernels())
+    for (Data data : kAllData)
+      for (std::size_t n : lengths())
+        for (std::size_t count = 1; count <= OneBitKernels::kGroup; ++count)
+          for (bool add : {false, true}) {
+            const std::size_t size = OneBitKernels::bytes_of_bits(n);
+            std::vector<Array> signs, present;
+            std::vector<OneBitPlane> planes;
+            for (std::size_t p = 0; p < count; ++p) {
+              signs.push_back(elements(DType::kUInt8, size, data));
+              present.push_back(elements(DType::kUInt8, size, data));
+              const bool masked = (n + p) % 5 == 0;
+              planes.push_back({signs[p].data(), masked ? present[p].data() : nullptr,
+                                draw_float(data, random_), draw_float(data, random_)});
+            }
+            Array y = floats(n, data), same = y;
+            scalar().one_bit.sum(planes.data(), count, add, y.floats(), n);
+            table->one_bit.sum(planes.data(), count, add, same.floats(), n);
+            ASSERT_EQ(same, y) << table->name << " n=" << n;
+          }
+}
+
+TEST_F(Differential, EveryTableExpandsBitsLikeScalar) {
+  for (const Kernels* table : available_kernels())
+    for (std::size_t n : lengths()) {
+      const std::size_t size = OneBitKernels::bytes_of_bits(n);
+      Array packed = elements(DType::kUInt8, size, Data::kNormal);
+      Array mask = elements(DType::kUInt8, size, Data::kNormal);
+      Array bits = elements(DType::kUInt8, size, Data::kNormal), same = bits;
+      scalar().one_bit.expand(packed.data(), mask.data(), n, bits.data());
+      table->one_bit.expand(packed.data(), mask.data(), n, same.data());
+      ASSERT_EQ(same, bits) << table->name << " n=" << n;
+    }
+}
+
 double expected_value(ReduceOp op, double a, double b) {
   if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<double>::quiet_NaN();
   const bool a_first = a < b || (a == b && std::signbit(a));

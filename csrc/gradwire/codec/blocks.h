@@ -29,4 +29,31 @@ struct Int8Kernels {
   bool (*decode_add)(const std::byte* in, std::size_t n, std::size_t block, float* y) noexcept;
 };
 
+// One block of a one-bit payload, as it is added.
+struct OneBitPlane {
+  const std::byte* signs;    // of every element, the first in the lowest bit
+  const std::byte* present;  // a bit an element that is not 0; null: no element is left out
+  float plus, minus;
+};
+
+struct OneBitKernels {
+  static constexpr std::size_t kGroup = 4;  // planes that are added before others are
+
+  static constexpr std::size_t bytes_of_bits(std::size_t n) { return (n + 7) / 8; }
+  // At most, of n elements in one block: two means, mask and signs.
+  static constexpr std::size_t most_bytes(std::size_t n) {
+    return 2 * sizeof(float) + 2 * bytes_of_bits(n);
+  }
+
+  // Returns the bytes written. residual and error may be null.
+  std::size_t (*encode)(const float* x, const float* residual, std::size_t n, std::size_t block,
+                        std::byte* out, float* error) noexcept;
+  // y := the sum of 1 to kGroup planes, or y := y + that sum; of n elements.
+  void (*sum)(const OneBitPlane* planes, std::size_t count, bool add, float* y,
+              std::size_t n) noexcept;
+  // Puts each of the packed bits where the mask has a bit of the same rank.
+  void (*expand)(const std::byte* packed, const std::byte* mask, std::size_t n,
+                 std::byte* bits) noexcept;
+};
+
 }  // namespace gradwire::codec

@@ -19,6 +19,7 @@ constexpr std::array kCodecs = {
     Entry{"fp16", make_fp16},
     Entry{"bf16", make_bf16},
     Entry{"int8", make_int8},
+    Entry{"onebit", make_onebit},
 };
 
 }  // namespace

@@ -62,7 +62,7 @@ class Int8 final : public Codec {
 }  // namespace
 
 std::shared_ptr<const Codec> make_int8(Parameters& parameters) {
-  const std::size_t block = block_of(parameters);
+  const std::size_t block = block_of(parameters, 65536);
   const bool stochastic = parameters.choice("rounding", {"nearest", "stochastic"}) == "stochastic";
   const std::uint64_t seed = parameters.whole("seed", 0, 0, std::uint64_t{1} << 53);
   if (seed != 0 && !stochastic)

@@ -15,7 +15,10 @@ namespace {
 // Round to nearest, all exceptions masked, neither flush-to-zero nor denormals-are-zero.
 constexpr unsigned kIeeeControl = 0x1F80;
 
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
+         __builtin_cpu_supports("bmi2");
+}
 
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

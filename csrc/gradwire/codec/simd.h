@@ -47,6 +47,7 @@ struct Kernels {
   CastKernels fp16;
   CastKernels bf16;
   Int8Kernels int8;
+  OneBitKernels one_bit;
   LowRankKernels low_rank;
 };
 

@@ -36,6 +36,18 @@ Group unpack(const Codes& codes) {
   return values;
 }
 
+std::uint32_t sign_bits(F32 v) { return static_cast<std::uint32_t>(_mm256_movemask_ps(v)); }
+F32 by_sign(F32 v, F32 if_clear, F32 if_set) { return _mm256_blendv_ps(if_clear, if_set, v); }
+F32 by_bits(std::uint32_t word, std::size_t k, F32 if_clear, F32 if_set) {
+  const U32 to_sign = 31 - U32{0, 1, 2, 3, 4, 5, 6, 7} - static_cast<std::uint32_t>(8 * k);
+  return by_sign(bits<F32>((U32{} + word) << to_sign), if_clear, if_set);
+}
+F32 positive_part(F32 v) { return _mm256_max_ps(F32{}, v); }
+F32 negative_part(F32 v) { return _mm256_min_ps(F32{}, v); }
+
+std::uint32_t compress(std::uint32_t word, std::uint32_t mask) { return _pext_u32(word, mask); }
+std::uint32_t expand(std::uint32_t packed, std::uint32_t mask) { return _pdep_u32(packed, mask); }
+
 }  // namespace
 
 constexpr Kernels kAvx2Kernels = table("avx2");

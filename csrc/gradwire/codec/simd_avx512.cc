@@ -34,6 +34,19 @@ Group unpack(const Codes& codes) {
   return values;
 }
 
+std::uint32_t sign_bits(F32 v) { return _mm512_movepi32_mask(bits<__m512i>(v)); }
+F32 by_sign(F32 v, F32 if_clear, F32 if_set) {
+  return _mm512_mask_mov_ps(if_clear, _mm512_movepi32_mask(bits<__m512i>(v)), if_set);
+}
+F32 by_bits(std::uint32_t word, std::size_t k, F32 if_clear, F32 if_set) {
+  return _mm512_mask_mov_ps(if_clear, static_cast<__mmask16>(word >> (16 * k)), if_set);
+}
+F32 positive_part(F32 v) { return _mm512_maskz_max_ps(kEvery, F32{}, v); }
+F32 negative_part(F32 v) { return _mm512_maskz_min_ps(kEvery, F32{}, v); }
+
+std::uint32_t compress(std::uint32_t word, std::uint32_t mask) { return _pext_u32(word, mask); }
+std::uint32_t expand(std::uint32_t packed, std::uint32_t mask) { return _pdep_u32(packed, mask); }
+
 }  // namespace
 
 constexpr Kernels kAvx512Kernels = table("avx512");

@@ -8,6 +8,7 @@
 #include "gradwire/codec/simd_cast.h"
 #include "gradwire/codec/simd_int8.h"
 #include "gradwire/codec/simd_low_rank.h"
+#include "gradwire/codec/simd_onebit.h"
 #include "gradwire/codec/simd_reduce.h"
 
 namespace gradwire::codec {
@@ -27,6 +28,7 @@ constexpr Kernels table(const char* name) {
           kCastOf<Fp16>,
           kCastOf<Bf16>,
           kInt8,
+          kOneBit,
           low_rank::kKernels};
 }
 

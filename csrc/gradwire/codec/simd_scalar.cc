@@ -54,6 +54,27 @@ Group unpack(const Codes& codes) {
   return values;
 }
 
+std::uint32_t sign_bits(F32 v) { return bits<std::uint32_t>(v) >> 31; }
+F32 by_sign(F32 v, F32 if_clear, F32 if_set) { return sign_bits(v) != 0 ? if_set : if_clear; }
+F32 by_bits(std::uint32_t word, std::size_t k, F32 if_clear, F32 if_set) {
+  return ((word >> k) & 1U) != 0 ? if_set : if_clear;
+}
+F32 positive_part(F32 v) { return v < 0 ? 0 : v; }
+F32 negative_part(F32 v) { return v > 0 ? 0 : v; }
+
+std::uint32_t compress(std::uint32_t word, std::uint32_t mask) {
+  std::uint32_t packed = 0;
+  for (std::uint32_t next = 1; mask != 0; mask &= mask - 1, next <<= 1)
+    if ((word & mask & -mask) != 0) packed |= next;
+  return packed;
+}
+std::uint32_t expand(std::uint32_t packed, std::uint32_t mask) {
+  std::uint32_t word = 0;
+  for (; mask != 0; mask &= mask - 1, packed >>= 1)
+    if ((packed & 1U) != 0) word |= mask & -mask;
+  return word;
+}
+
 }  // namespace
 
 constexpr Kernels kScalarKernels = table("scalar");

@@ -90,8 +90,8 @@ std::string Parameters::choice(std::string_view key,
   return text;
 }
 
-std::size_t block_of(Parameters& parameters) {
-  const std::uint64_t block = parameters.whole("block", 1024, 32, 65536);
+std::size_t block_of(Parameters& parameters, std::size_t most) {
+  const std::uint64_t block = parameters.whole("block", 1024, 32, most);
   if (block % 32 != 0) parameters.refuse("block", std::to_string(block), "not a multiple of 32");
   return block;
 }

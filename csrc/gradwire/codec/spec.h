@@ -45,12 +45,12 @@ class Parameters {
   std::string canonical_;
 };
 
-// The "block" of a codec that works block by block: elements, a multiple of 32.
-std::size_t block_of(Parameters& parameters);
+// The "block" of a codec that works block by block: elements, a multiple of 32, 1024 by default.
+std::size_t block_of(Parameters& parameters, std::size_t most);
 
 // One a codec: its file defines it, codec.cc lists it.
 using Maker = std::shared_ptr<const Codec>(Parameters&);
-Maker make_none, make_fp16, make_bf16, make_int8;
+Maker make_none, make_fp16, make_bf16, make_int8, make_onebit;
 
 // InvalidArgument unless `size` bytes hold the `needed` ones of n elements.
 void check_room(const Codec& codec, std::size_t size, std::size_t needed, std::size_t n);

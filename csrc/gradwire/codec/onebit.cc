@@ -1,0 +1,185 @@
+// onebit: per block of elements (the last may be shorter) a sign each, and two values to decode
+// them to, the means of the non-negatives and of the negatives (Seide et al. 2014, section 3).
+// v := x + residual, in binary32, each operation rounded once:
+//   Sign bits: of v; −0 is negative. 32 lanes, P_l and N_l start at +0; element i is added to lane
+//   i mod 32 in ascending i, to P where its sign is clear, else to N. Both are summed in halves:
+//   for w = 16, 8, 4, 2, 1: lane l := lane l + lane (l + w), l < w.
+//   mean+ := P / c+, mean− := N / c−, by the counts of both signs; 0 where a count is 0.
+//   y := mean− where the bit is set, else mean+; error := v − y.
+// More than 1/16 of v equal to 0, but not all: these decode to +0, and do not count in c+ and c−.
+// P or N not finite: v holds NaN or Inf: both means are NaN, all bits and errors 0, no mask. Or
+//   every v is finite: P, N and the means are those of v · 2^-24, limited to ±FLT_MAX · 2^-24, then
+//   the means are divided by 2^-24.
+//
+// A block's bytes: mean+ and mean−, float32, then a bit an element, the first in the lowest bit of
+// the first byte. mean+ is never negative: its sign bit says that these are a mask (set: v is not
+// 0), and that the sign bits follow, of the elements in the mask only, without gaps.
+//
+// The sum of payloads d_0, d_1, …: T_j := ((d_4j + d_4j+1) + d_4j+2) + d_4j+3, as far as there are
+// any, then (T_0 + T_1) + T_2 …
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
+#include "gradwire/codec/spec.h"
+
+namespace gradwire::codec {
+namespace {
+
+constexpr std::size_t kMostBlock = 8192;
+constexpr std::size_t kHeader = 2 * sizeof(float);
+
+// Full-width bits of one block, out of a peer's reach.
+struct Scratch {
+  std::array<std::byte, kMostBlock / 8> mask;
+  std::array<std::byte, kMostBlock / 8> signs;
+};
+
+std::size_t count_bits(ConstBytes bits) {
+  std::size_t count = 0;
+  for (const std::byte each : bits)
+    count += static_cast<std::size_t>(std::popcount(static_cast<unsigned>(each)));
+  return count;
+}
+
+// A payload that is read block by block.
+class Cursor {
+ public:
+  Cursor() = default;
+  Cursor(const Codec& codec, ConstBytes payload) : codec_(&codec), rest_(payload) {}
+
+  std::size_t left() const { return rest_.size(); }
+  bool finite() const { return finite_; }
+
+  OneBitPlane next(std::size_t n, Scratch& scratch) {
+    std::array<float, 2> means;
+    std::memcpy(means.data(), take(kHeader, n).data(), kHeader);
+    const ConstBytes bits = take(OneBitKernels::bytes_of_bits(n), n);
+    OneBitPlane plane{bits.data(), nullptr, std::fabs(means[0]), means[1]};
+    if (std::signbit(means[0])) unpack(bits, n, scratch, plane);
+    if (!std::isfinite(means[0]) || !std::isfinite(means[1])) {
+      plane.plus = plane.minus = std::numeric_limits<float>::quiet_NaN();
+      finite_ = false;
+    }
+    return plane;
+  }
+
+ private:
+  ConstBytes take(std::size_t size, std::size_t n) {
+    check_room(*codec_, rest_.size(), size, n);
+    const ConstBytes front = rest_.first(size);
+    rest_ = rest_.subspan(size);
+    return front;
+  }
+
+  // The mask is counted and used from a copy, that nobody can alter in between.
+  void unpack(ConstBytes bits, std::size_t n, Scratch& scratch, OneBitPlane& plane) {
+    const auto mask = Bytes(scratch.mask).first(bits.size());
+    std::copy(bits.begin(), bits.end(), mask.begin());
+    if (n % 8 != 0) mask.back() &= static_cast<std::byte>((1U << n % 8) - 1);
+    const ConstBytes signs = take(OneBitKernels::bytes_of_bits(count_bits(mask)), n);
+    kernels().one_bit.expand(signs.data(), mask.data(), n, scratch.signs.data());
+    plane.present = mask.data();
+    plane.signs = scratch.signs.data();
+  }
+
+  const Codec* codec_ = nullptr;
+  ConstBytes rest_;
+  bool finite_ = true;
+};
+
+class OneBit final : public Codec {
+ public:
+  OneBit(std::string name, std::size_t block) : name_(std::move(name)), block_(block) {}
+
+  std::string name() const override { return name_; }
+  Combine combine() const noexcept override { return Combine::kReencode; }
+  bool biased() const noexcept override { return true; }
+  // Of two ranks, each sends as many bytes either way, and encodes once instead of twice.
+  bool gathers(int ranks) const noexcept override { return ranks <= 2; }
+  std::size_t unit() const noexcept override { return block_; }
+  bool fixed_size() const noexcept override { return false; }
+  std::size_t max_bytes(std::size_t n) const noexcept override {
+    const std::size_t rest = n % block_;
+    return n / block_ * OneBitKernels::most_bytes(block_) +
+           (rest == 0 ? 0 : OneBitKernels::most_bytes(rest));
+  }
+
+  std::size_t encode(const float* x, std::size_t n, const Site& site, Bytes out) const override {
+    check_room(*this, out.size(), max_bytes(n), n);
+    return kernels().one_bit.encode(x, site.residual, n, block_, out.data(), site.error);
+  }
+
+  Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
+    return decode(in, /*add=*/false, y, n);
+  }
+  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const override {
+    return decode(in, /*add=*/true, y, n);
+  }
+
+  Decoded decode_sum(std::span<const ConstBytes> payloads, float* y, std::size_t n) const override {
+    Decoded all;
+    if (!payloads.empty()) all.bytes = payloads.front().size();
+    for (std::size_t first = 0; first < payloads.size(); first += kAtOnce) {
+      const auto some = payloads.subspan(first, std::min(kAtOnce, payloads.size() - first));
+      all.finite = sum(some, first, y, n) && all.finite;
+    }
+    return all;
+  }
+
+ private:
+  static constexpr std::size_t kAtOnce = 64;  // payloads, so that their cursors fit the stack
+
+  Decoded decode(ConstBytes in, bool add, float* y, std::size_t n) const {
+    Cursor cursor(*this, in);
+    Scratch scratch;
+    for (std::size_t i = 0; i < n; i += block_) {
+      const std::size_t length = std::min(block_, n - i);
+      const OneBitPlane plane = cursor.next(length, scratch);
+      kernels().one_bit.sum(&plane, 1, add, y + i, length);
+    }
+    return {in.size() - cursor.left(), cursor.finite()};
+  }
+
+  // Adds payloads, of which the first is number `first`: with 0 begins the sum.
+  bool sum(std::span<const ConstBytes> payloads, std::size_t first, float* y, std::size_t n) const {
+    std::array<Cursor, kAtOnce> cursors;
+    for (std::size_t p = 0; p < payloads.size(); ++p) cursors[p] = Cursor(*this, payloads[p]);
+    const auto used = std::span(cursors).first(payloads.size());
+    for (std::size_t i = 0; i < n; i += block_)
+      sum_block(used, /*add=*/first > 0, y + i, std::min(block_, n - i));
+    for (std::size_t p = 0; p < used.size(); ++p)
+      if (used[p].left() > 0)
+        throw InvalidArgument("codec '" + name_ + "': payload " + std::to_string(first + p) +
+                              " is longer than its elements");
+    return std::all_of(used.begin(), used.end(), [](const Cursor& each) { return each.finite(); });
+  }
+
+  static void sum_block(std::span<Cursor> cursors, bool add, float* y, std::size_t n) {
+    constexpr std::size_t kGroup = OneBitKernels::kGroup;
+    std::array<Scratch, kGroup> scratch;
+    std::array<OneBitPlane, kGroup> planes;
+    for (std::size_t p = 0; p < cursors.size(); p += kGroup) {
+      const auto group = cursors.subspan(p, std::min(kGroup, cursors.size() - p));
+      for (std::size_t k = 0; k < group.size(); ++k) planes[k] = group[k].next(n, scratch[k]);
+      kernels().one_bit.sum(planes.data(), group.size(), add || p > 0, y, n);
+    }
+  }
+
+  std::string name_;
+  std::size_t block_;
+};
+
+}  // namespace
+
+std::shared_ptr<const Codec> make_onebit(Parameters& parameters) {
+  const std::size_t block = block_of(parameters, kMostBlock);
+  return std::make_shared<OneBit>(parameters.canonical(), block);
+}
+
+}  // namespace gradwire::codec

@@ -1,0 +1,340 @@
+// onebit (codec/onebit.cc defines it): signs, and the means of both halves of a block.
+#pragma once
+
+#include "gradwire/codec/blocks.h"
+#include "gradwire/codec/simd_group.h"
+
+namespace gradwire::codec {
+namespace {
+
+// Each simd_<isa>.cc defines these.
+
+std::uint32_t sign_bits(F32 v);  // of lane i in bit i
+F32 by_sign(F32 v, F32 if_clear, F32 if_set);
+// Lane i by bit i of part k of the word.
+F32 by_bits(std::uint32_t word, std::size_t k, F32 if_clear, F32 if_set);
+// max(0, v) and min(0, v); NaN of NaN.
+F32 positive_part(F32 v);
+F32 negative_part(F32 v);
+// The bits of `word` that the mask has, moved together; and moved back.
+std::uint32_t compress(std::uint32_t word, std::uint32_t mask);
+std::uint32_t expand(std::uint32_t packed, std::uint32_t mask);
+
+std::uint32_t count_of(std::uint32_t word) {
+  return static_cast<std::uint32_t>(__builtin_popcount(word));
+}
+
+constexpr std::size_t bytes_of(All) { return sizeof(std::uint32_t); }
+constexpr std::size_t bytes_of(std::size_t count) { return OneBitKernels::bytes_of_bits(count); }
+
+// The bits of a group.
+template <typename PartOf>
+std::uint32_t load_word(const std::byte* bits, std::size_t i, PartOf part) {
+  std::uint32_t word = 0;
+  __builtin_memcpy(&word, bits + i / 8, bytes_of(part));
+  return word;
+}
+template <typename PartOf>
+void store_word(std::byte* bits, std::size_t i, PartOf part, std::uint32_t word) {
+  __builtin_memcpy(bits + i / 8, &word, bytes_of(part));
+}
+
+std::uint32_t word_of(const Group& v) {
+  std::uint32_t word = 0;
+  each_part([&](std::size_t k) { word |= sign_bits(v[k]) << (k * kLanes); });
+  return word;
+}
+
+std::uint32_t nonzero_word(const Group& v) {
+  Group marked;
+  each_part([&](std::size_t k) { marked[k] = v[k] == F32{} ? F32{} : -F32{}; });
+  return word_of(marked);
+}
+
+// The lanes' sum in halves: with the one 16, then 8, 4, 2, 1 further on.
+float tree_sum(const Group& lanes) {
+  float x[kGroup];
+  __builtin_memcpy(x, &lanes, sizeof x);
+  for (std::size_t half = kGroup / 2; half > 0; half /= 2)
+    for (std::size_t l = 0; l < half; ++l) x[l] = x[l] + x[l + half];
+  return x[0];
+}
+
+// A string of bits that is written from its beginning; whole bytes at the end.
+class BitWriter {
+ public:
+  explicit BitWriter(std::byte* to) : to_(to) {}
+
+  void write(std::uint32_t bits, std::uint32_t count) {
+    pending_ |= std::uint64_t{bits} << held_;
+    held_ += count;
+    for (; held_ >= 8; held_ -= 8, pending_ >>= 8) *to_++ = static_cast<std::byte>(pending_);
+  }
+  std::byte* finish() {
+    if (held_ > 0) *to_++ = static_cast<std::byte>(pending_);
+    return to_;
+  }
+
+ private:
+  std::byte* to_;
+  std::uint64_t pending_ = 0;
+  std::uint32_t held_ = 0;
+};
+
+struct SignSums {
+  Group plus{}, minus{};
+
+  void add(const Group& v) {
+    each_part([&](std::size_t k) {
+      plus[k] = plus[k] + positive_part(v[k]);
+      minus[k] = minus[k] + negative_part(v[k]);
+    });
+  }
+};
+
+struct Means {
+  float plus, minus;
+
+  static Means of(const SignSums& sums, std::size_t positives, std::size_t negatives) {
+    const auto mean = [](float sum, std::size_t count) {
+      return count == 0 ? 0 : sum / static_cast<float>(count);
+    };
+    return {mean(tree_sum(sums.plus), positives), mean(tree_sum(sums.minus), negatives)};
+  }
+  bool finite() const {
+    return (bits<std::uint32_t>(plus) & kInfinity) != kInfinity &&
+           (bits<std::uint32_t>(minus) & kInfinity) != kInfinity;
+  }
+};
+
+constexpr float kHugeScale = 0x1p-24F;
+
+// Sums of which are finite, of any finite values.
+Means limited(Means scaled) {
+  constexpr float kLimit = 0x1.FFFFFEp127F * kHugeScale;
+  const float plus = scaled.plus < kLimit ? scaled.plus : kLimit;
+  const float minus = scaled.minus > -kLimit ? scaled.minus : -kLimit;
+  return {plus / kHugeScale, minus / kHugeScale};
+}
+
+// One block; the first pass leaves v in `error`, where that is more than x, and all signs in out.
+template <bool kResidual, bool kError>
+class OneBitBlock {
+ public:
+  OneBitBlock(GroupSource<kResidual> source, float* error, std::size_t n, std::byte* out)
+      : source_(source), error_(error), n_(n), out_(out), bits_(out + 2 * sizeof(float)) {}
+
+  // Returns the end of what was written.
+  std::byte* encode() {
+    const SignSums sums = first_pass();
+    std::byte* end = bits_ + OneBitKernels::bytes_of_bits(n_);
+    const bool masked = 16 * zeros_ > n_ && zeros_ < n_;
+    if (masked) end = write_mask(end);
+    const std::size_t positives = n_ - negatives_ - (masked ? zeros_ : 0);
+    Means means = Means::of(sums, positives, negatives_);
+    if (!means.finite()) {
+      if (!finite_block()) return give_up();
+      means = limited(Means::of(scaled_sums(), positives, negatives_));
+    }
+    put(out_, masked ? -means.plus : means.plus);
+    put(out_ + sizeof(float), means.minus);
+    if constexpr (kError) masked ? write_error<true>(means) : write_error<false>(means);
+    return end;
+  }
+
+ private:
+  static constexpr bool kStored = kResidual && kError;
+
+  // Before the error is written.
+  template <typename PartOf>
+  Group value(std::size_t i, PartOf part) const {
+    if constexpr (kStored)
+      return load<Groups>(error_, i, part);
+    else
+      return source_(i, part);
+  }
+
+  SignSums first_pass() {
+    SignSums sums;
+    I32 equal{};
+    std::uint32_t negatives = 0;
+    sweep<kGroup>(n_, [&](std::size_t i, auto part) {
+      const Group v = source_(i, part);
+      if constexpr (kStored) store<Groups>(error_, i, part, v);
+      sums.add(v);
+      // A comparison is 1 where lanes are plain values, and -1 in vectors.
+      each_part([&](std::size_t k) { equal = equal + static_cast<I32>(v[k] == F32{}); });
+      const std::uint32_t word = word_of(v);
+      negatives += count_of(word);
+      store_word(bits_, i, part, word);
+    });
+    const std::size_t padding = (n_ + kGroup - 1) / kGroup * kGroup - n_;
+    zeros_ = magnitude_of_sum(equal) - padding;
+    negatives_ = negatives;
+    return sums;
+  }
+
+  static std::size_t magnitude_of_sum(I32 lanes) {
+    std::int32_t each[kLanes], sum = 0;
+    __builtin_memcpy(each, &lanes, sizeof lanes);
+    for (std::int32_t lane : each) sum += lane;
+    return static_cast<std::size_t>(sum < 0 ? -sum : sum);
+  }
+
+  // In place of all signs, and behind it the signs of those it shows.
+  std::byte* write_mask(std::byte* signs) {
+    BitWriter writer(signs);
+    negatives_ = 0;
+    sweep<kGroup>(n_, [&](std::size_t i, auto part) {
+      const std::uint32_t present = nonzero_word(value(i, part));
+      const std::uint32_t word = load_word(bits_, i, part) & present;
+      store_word(bits_, i, part, present);
+      negatives_ += count_of(word);
+      writer.write(compress(word, present), count_of(present));
+    });
+    return writer.finish();
+  }
+
+  bool finite_block() const {
+    FiniteCheck check;
+    sweep<kGroup>(n_, [&](std::size_t i, auto part) {
+      const Group v = value(i, part);
+      each_part([&](std::size_t k) { check.see(v[k]); });
+    });
+    return check.holds();
+  }
+
+  SignSums scaled_sums() const {
+    SignSums sums;
+    sweep<kGroup>(n_, [&](std::size_t i, auto part) {
+      Group v = value(i, part);
+      each_part([&](std::size_t k) { v[k] = v[k] * kHugeScale; });
+      sums.add(v);
+    });
+    return sums;
+  }
+
+  // NaN, whatever the bits say; without a mask.
+  std::byte* give_up() {
+    put(out_, __builtin_nanf(""));
+    put(out_ + sizeof(float), __builtin_nanf(""));
+    const std::size_t size = OneBitKernels::bytes_of_bits(n_);
+    __builtin_memset(bits_, 0, size);
+    if constexpr (kError) __builtin_memset(error_, 0, n_ * sizeof(float));
+    return bits_ + size;
+  }
+
+  template <bool kMasked>
+  void write_error(Means means) {
+    const F32 plus = F32{} + means.plus, minus = F32{} + means.minus;
+    sweep<kGroup>(n_, [=, this](std::size_t i, auto part) {
+      Group v = value(i, part);
+      each_part([&](std::size_t k) {
+        F32 y = by_sign(v[k], plus, minus);
+        if constexpr (kMasked) y = v[k] == F32{} ? F32{} : y;
+        v[k] = v[k] - y;
+      });
+      store<Groups>(error_, i, part, v);
+    });
+  }
+
+  GroupSource<kResidual> source_;
+  float* error_;
+  std::size_t n_;
+  std::byte* out_;
+  std::byte* bits_;
+  std::size_t zeros_ = 0;
+  std::size_t negatives_ = 0;  // among those that are sent
+};
+
+template <bool kResidual, bool kError>
+std::size_t encode_onebit_as(const float* x, const float* residual, std::size_t n,
+                             std::size_t block, std::byte* out, float* error) noexcept {
+  std::byte* end = out;
+  for (std::size_t i = 0; i < n; i += block) {
+    const std::size_t length = n - i < block ? n - i : block;
+    const GroupSource<kResidual> source{x + i, kResidual ? residual + i : nullptr};
+    end =
+        OneBitBlock<kResidual, kError>(source, kError ? error + i : nullptr, length, end).encode();
+  }
+  return static_cast<std::size_t>(end - out);
+}
+
+std::size_t encode_onebit(const float* x, const float* residual, std::size_t n, std::size_t block,
+                          std::byte* out, float* error) noexcept {
+  if (residual != nullptr && error != nullptr)
+    return encode_onebit_as<true, true>(x, residual, n, block, out, error);
+  if (residual != nullptr) return encode_onebit_as<true, false>(x, residual, n, block, out, error);
+  if (error != nullptr) return encode_onebit_as<false, true>(x, residual, n, block, out, error);
+  return encode_onebit_as<false, false>(x, residual, n, block, out, error);
+}
+
+template <bool kMasked, typename PartOf>
+Group decoded(const OneBitPlane& plane, std::size_t i, PartOf part) {
+  const std::uint32_t signs = load_word(plane.signs, i, part);
+  std::uint32_t present = 0xFFFFFFFFU;
+  if (kMasked && plane.present != nullptr) present = load_word(plane.present, i, part);
+  Group y;
+  each_part([&](std::size_t k) {
+    y[k] = by_bits(signs, k, F32{} + plane.plus, F32{} + plane.minus);
+    if constexpr (kMasked) y[k] = by_bits(present, k, F32{}, y[k]);
+  });
+  return y;
+}
+
+template <std::size_t kCount, bool kMasked, bool kAdd>
+void sum_planes(const OneBitPlane* planes, float* y, std::size_t n) {
+  sweep<kGroup>(n, [=](std::size_t i, auto part) {
+    Group sum = decoded<kMasked>(planes[0], i, part);
+#pragma GCC unroll 4
+    for (std::size_t p = 1; p < kCount; ++p) {
+      const Group next = decoded<kMasked>(planes[p], i, part);
+      each_part([&](std::size_t k) { sum[k] = sum[k] + next[k]; });
+    }
+    if constexpr (kAdd) {
+      const Group before = load<Groups>(y, i, part);
+      each_part([&](std::size_t k) { sum[k] = before[k] + sum[k]; });
+    }
+    if constexpr (kAdd || kCount > 1)
+      each_part([&](std::size_t k) { sum[k] = canonical<float>(sum[k]); });
+    store<Groups>(y, i, part, sum);
+  });
+}
+
+template <std::size_t kCount>
+void sum_of(const OneBitPlane* planes, bool add, float* y, std::size_t n) {
+  bool masked = false;
+  for (std::size_t p = 0; p < kCount; ++p) masked = masked || planes[p].present != nullptr;
+  if (masked && add) return sum_planes<kCount, true, true>(planes, y, n);
+  if (masked) return sum_planes<kCount, true, false>(planes, y, n);
+  if (add) return sum_planes<kCount, false, true>(planes, y, n);
+  sum_planes<kCount, false, false>(planes, y, n);
+}
+
+void sum_onebit(const OneBitPlane* planes, std::size_t count, bool add, float* y,
+                std::size_t n) noexcept {
+  if (count == 1) return sum_of<1>(planes, add, y, n);
+  if (count == 2) return sum_of<2>(planes, add, y, n);
+  if (count == 3) return sum_of<3>(planes, add, y, n);
+  sum_of<4>(planes, add, y, n);
+}
+
+void expand_onebit(const std::byte* packed, const std::byte* mask, std::size_t n,
+                   std::byte* out) noexcept {
+  std::uint64_t held = 0;
+  std::uint32_t available = 0;
+  sweep<kGroup>(n, [&](std::size_t i, auto part) {
+    const std::uint32_t present = load_word(mask, i, part);
+    const std::uint32_t wanted = count_of(present);
+    for (; available < wanted; available += 8)
+      held |= static_cast<std::uint64_t>(*packed++) << available;
+    store_word(out, i, part, expand(static_cast<std::uint32_t>(held), present));
+    held >>= wanted;
+    available -= wanted;
+  });
+}
+
+constexpr OneBitKernels kOneBit = {encode_onebit, sum_onebit, expand_onebit};
+
+}  // namespace
+}  // namespace gradwire::codec
