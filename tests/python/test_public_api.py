@@ -137,7 +137,7 @@ def test_what_a_communicator_says_of_itself() -> None:
 
 
 def test_names() -> None:
-    assert gradwire.codecs() == ["none", "fp16", "bf16"]
+    assert gradwire.codecs()[:3] == ["none", "fp16", "bf16"]
     assert "ring" in gradwire.algorithms()
     assert Communicator.allreduce is Communicator.all_reduce
 
