@@ -2,115 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
-#include <numeric>
-#include <random>
-
-#include "exec_ranks.h"
+#include "exec_feedback_job.h"
 #include "gradwire/base/error.h"
-#include "gradwire/codec/simd.h"
 
 namespace gradwire::exec {
 namespace {
-
-using codec::ErrorFeedback;
-using codec::KeyedExtent;
-using Values = std::vector<float>;
-
-struct Case {
-  std::string codec;
-  std::string algorithm;
-};
-
-const std::vector<Case>& cases() {
-  static const std::vector<Case> all = [] {
-    std::vector<Case> made;
-    for (std::string_view codec : codec::codec_names()) {
-      const auto combine = codec::make_codec(codec)->combine();
-      if (combine == codec::Combine::kCompound) continue;  // exec_low_rank_test.cc
-      made.push_back({std::string(codec), "auto"});
-      if (combine == codec::Combine::kPlain) continue;
-      for (const char* algorithm : {"ring", "direct", "binary_tree", "gather", "gather(ring)"})
-        made.push_back({std::string(codec), algorithm});
-    }
-    return made;
-  }();
-  return all;
-}
-
-Values inputs(int rank, int call, std::size_t n) {
-  std::mt19937_64 random(static_cast<std::uint64_t>(1000 * call + rank));
-  std::normal_distribution<float> normal;
-  Values x(n);
-  for (float& value : x) value = normal(random);
-  return x;
-}
-
-// Several calls of one shape on all ranks, and what they leave behind.
-struct Job {
-  std::vector<KeyedExtent> keys;
-  std::vector<std::shared_ptr<ErrorFeedback>> feedback;
-  Ranks ranks;
-
-  Job(int count_of_ranks, std::vector<KeyedExtent> extents)
-      : keys(std::move(extents)), ranks(count_of_ranks, "inproc", small_segments()) {
-    for (int r = 0; r < count_of_ranks; ++r) feedback.push_back(std::make_shared<ErrorFeedback>());
-  }
-
-  static Tuning small_segments() {
-    Tuning tuning;
-    tuning.segment_bytes = 8192;  // so that several are on their way
-    return tuning;
-  }
-
-  std::size_t count() const {
-    std::size_t n = 0;
-    for (const auto& each : keys) n += each.count;
-    return n;
-  }
-
-  std::vector<Values> all_reduce(const Case& how, std::vector<Values> x,
-                                 ReduceOp op = ReduceOp::kSum) {
-    const auto codec = codec::make_codec(how.codec);
-    ranks.run([&](Communicator& comm) {
-      const auto r = static_cast<std::size_t>(comm.identity().rank);
-      std::vector<Array> arrays;
-      std::size_t at = 0;
-      for (const auto& each : keys) {
-        arrays.push_back({reinterpret_cast<std::byte*>(x[r].data() + at), each.count});
-        at += each.count;
-      }
-      Request call;
-      call.algorithm = how.algorithm;
-      call.op = op;
-      call.codec = codec;
-      call.feedback = feedback[r];
-      call.keys = keys;
-      call.inputs = call.outputs = arrays;
-      comm.run(call);
-    });
-    return x;
-  }
-
-  double residuals(std::size_t i) const {
-    double sum = 0;
-    std::size_t at = 0;
-    for (const auto& key : keys) {
-      for (const auto& each : feedback) {
-        const Values residual = each->residual(key.key);
-        if (i >= at && i < at + key.count && !residual.empty()) sum += residual[i - at];
-      }
-      at += key.count;
-    }
-    return sum;
-  }
-};
-
-void expect_same_bits(const std::vector<Values>& all, const Case& how) {
-  for (const Values& each : all)
-    ASSERT_EQ(std::memcmp(each.data(), all[0].data(), 4 * each.size()), 0)
-        << how.codec << " " << how.algorithm;
-}
 
 // Whatever codec, schedule and length: nothing is lost but float32 rounding.
 TEST(Feedback, WhatIsDeliveredAndWhatIsKeptAddUp) {
@@ -130,8 +26,9 @@ TEST(Feedback, WhatIsDeliveredAndWhatIsKeptAddUp) {
         expect_same_bits(y, how);
         for (std::size_t i = 0; i < y[0].size(); ++i) delivered[i] += y[0][i];
       }
+      const auto kept = job.residuals();
       for (std::size_t i = 0; i < given.size(); ++i)
-        ASSERT_NEAR(delivered[i] + job.residuals(i), given[i], (scale[i] + 1) * 0x1p-20)
+        ASSERT_NEAR(delivered[i] + kept[i], given[i], (scale[i] + 1) * 0x1p-20)
             << how.codec << " " << how.algorithm << " p=" << size << " element " << i;
     }
 }
@@ -164,8 +61,9 @@ TEST(Feedback, CodecAndScheduleMayChangeAtEveryCall) {
     for (std::size_t i = 0; i < 5000; ++i) delivered[i] += y[0][i];
     ++call;
   }
+  const auto kept = job.residuals();
   for (std::size_t i = 0; i < 5000; ++i)
-    ASSERT_NEAR(delivered[i] + job.residuals(i), given[i], 40 * call * 0x1p-20) << i;
+    ASSERT_NEAR(delivered[i] + kept[i], given[i], 40 * call * 0x1p-20) << i;
 }
 
 TEST(Feedback, OneNanAnywhereMovesNoResidual) {
@@ -233,8 +131,9 @@ TEST(Feedback, ReduceScatterAndReduceConserveAndAgree) {
       }
       for (std::size_t r = 0; r < kSize; ++r)
         EXPECT_EQ(job.feedback[r]->residual("a"), before[r]) << how.codec << " " << how.algorithm;
+      const auto kept = job.residuals();
       for (std::size_t i = 0; i < given.size(); ++i)
-        ASSERT_NEAR(delivered[i] + job.residuals(i), given[i], 64 * 0x1p-20)
+        ASSERT_NEAR(delivered[i] + kept[i], given[i], 64 * 0x1p-20)
             << how.codec << " " << how.algorithm;
     }
 }

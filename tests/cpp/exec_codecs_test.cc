@@ -1,0 +1,119 @@
+// Every codec on every schedule, number of ranks and length: all ranks end with the same bits,
+// whatever the timing, the segments and the transport (contracts 1 to 3).
+#include <gtest/gtest.h>
+
+#include "exec_feedback_job.h"
+#include "gradwire/schedule/generators.h"
+
+namespace gradwire::exec {
+namespace {
+
+// Of what travels in runs: none, one, odd tails, about a unit, several of them.
+std::vector<std::size_t> lengths(const codec::Codec& codec, int ranks) {
+  const std::size_t unit = codec.unit();
+  return {0, 1, static_cast<std::size_t>(ranks) - 1, 1000, unit - 1, unit + 1, 3 * unit + 77};
+}
+
+std::vector<std::string> schedules(std::string_view codec) {
+  const auto combine = codec::make_codec(codec)->combine();
+  std::vector<std::string> all = {"auto"};
+  if (combine == codec::Combine::kPlain || combine == codec::Combine::kReencode)
+    for (std::string_view each : schedule::algorithms(Collective::kAllReduce))
+      if (each != "recursive_doubling") all.emplace_back(each);
+  if (combine != codec::Combine::kPlain && combine != codec::Combine::kCompound)
+    all.insert(all.end(), {"gather", "gather(ring)"});
+  return all;
+}
+
+std::vector<Values> all_inputs(int ranks, int call, std::size_t n) {
+  std::vector<Values> x;
+  for (int r = 0; r < ranks; ++r) x.push_back(inputs(r, call, n));
+  return x;
+}
+
+class Codecs : public testing::TestWithParam<std::string_view> {};
+
+TEST_P(Codecs, RanksEndWithTheSameBitsAndNothingIsLost) {
+  const std::string codec(GetParam());
+  for (int ranks = 1; ranks <= 9; ++ranks)
+    for (std::size_t n : lengths(*codec::make_codec(codec), ranks)) {
+      Job job(ranks, {{"w", n}});
+      std::vector<double> balance(n);
+      int call = 0;
+      for (const std::string& algorithm : schedules(codec)) {
+        const Case how{codec, algorithm};
+        const auto x = all_inputs(ranks, call++, n);
+        const auto y = job.all_reduce(how, x);
+        expect_same_bits(y, how);
+        for (const Values& each : x)
+          for (std::size_t i = 0; i < n; ++i) balance[i] += each[i];
+        for (std::size_t i = 0; i < n; ++i) balance[i] -= y[0][i];
+      }
+      const auto kept = job.residuals();
+      for (std::size_t i = 0; i < n; ++i)
+        ASSERT_NEAR(balance[i], kept[i], call * ranks * 8 * 0x1p-20)
+            << codec << " p=" << ranks << " n=" << n << " element " << i;
+    }
+}
+
+TEST_P(Codecs, NeitherTimingNorSegmentsNorTransportChangeABit) {
+  const std::string codec(GetParam());
+  const std::size_t n = 5 * codec::make_codec(codec)->unit() + 4321;
+  for (int ranks : {2, 3, 4})
+    for (const std::string& algorithm : schedules(codec)) {
+      std::vector<Values> expected;
+      for (const Travel& travel :
+           {Travel{}, Travel{"inproc", 1 << 20, true}, Travel{"inproc", 600, true},
+            Travel{"shm", 5000, true}, Travel{"tcp", 40000, false}}) {
+        Job job(ranks, {{"w", n}, {"b", 10}}, travel);
+        std::vector<Values> found;
+        for (int call = 0; call < 2; ++call)
+          found = job.all_reduce({codec, algorithm}, all_inputs(ranks, call, n + 10));
+        for (const auto& each : job.feedback) found.push_back(each->residual("w"));
+        if (expected.empty()) expected = found;
+        for (std::size_t i = 0; i < found.size(); ++i)
+          ASSERT_EQ(std::memcmp(found[i].data(), expected[i].data(), 4 * found[i].size()), 0)
+              << codec << " " << algorithm << " p=" << ranks << " " << travel.transport << " "
+              << travel.segment_bytes;
+      }
+    }
+}
+
+// A rank leaves, and its residual is taken over by another.
+TEST_P(Codecs, NothingIsLostWhenRanksLeaveAndCome) {
+  const std::string codec(GetParam());
+  constexpr std::size_t kCount = 2000;
+  std::vector<std::shared_ptr<ErrorFeedback>> feedback;
+  std::vector<double> balance(kCount);
+  int call = 0;
+  for (int ranks : {4, 3, 1, 2, 5}) {
+    Job job(ranks, {{"w", kCount}});
+    for (; feedback.size() > job.feedback.size(); feedback.pop_back())
+      feedback.front()->add("w", feedback.back()->residual("w"));
+    std::copy(feedback.begin(), feedback.end(), job.feedback.begin());
+    feedback = job.feedback;
+    for (const std::string& algorithm : schedules(codec)) {
+      const auto x = all_inputs(ranks, call++, kCount);
+      const auto y = job.all_reduce({codec, algorithm}, x);
+      for (const Values& each : x)
+        for (std::size_t i = 0; i < kCount; ++i) balance[i] += each[i];
+      for (std::size_t i = 0; i < kCount; ++i) balance[i] -= y[0][i];
+    }
+    const auto kept = job.residuals();
+    for (std::size_t i = 0; i < kCount; ++i)
+      ASSERT_NEAR(balance[i], kept[i], call * 20 * 0x1p-20) << codec << " p=" << ranks;
+  }
+}
+
+std::vector<std::string_view> uncompounded() {
+  std::vector<std::string_view> all;
+  for (std::string_view each : codec::codec_names())
+    if (codec::make_codec(each)->combine() != codec::Combine::kCompound) all.push_back(each);
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Codecs, testing::ValuesIn(uncompounded()),
+                         [](const auto& each) { return std::string(each.param); });
+
+}  // namespace
+}  // namespace gradwire::exec
