@@ -64,32 +64,25 @@ class Namespace:
 
         return _on_a_thread(inside)
 
-    def command(self, program: str, *commands: str) -> str:
-        """What `ip` or `tc` prints when it runs each of the commands."""
-        text = "".join(f"{command}\n" for command in commands)
-        options = ["-json"] if all("show" in command.split() for command in commands) else []
+    def command(self, *words: str, text: str | None = None) -> str:
+        """What a program prints when it runs in the namespace, with `text` to read."""
         return self.run(
             lambda: (
                 subprocess.run(
-                    [program, *options, "-batch", "-"],
-                    input=text,
-                    text=True,
-                    check=True,
-                    stdout=subprocess.PIPE,
-                    timeout=_LIMIT,
+                    words, input=text, text=True, check=True, stdout=subprocess.PIPE, timeout=_LIMIT
                 ).stdout
             )
         )
 
-    def ip(self, *commands: str) -> str:
-        """What `ip` prints; JSON where it shows something."""
-        return self.command("ip", *commands)
+    def ip(self, *commands: str) -> None:
+        """Runs `ip` with each of the commands."""
+        self.command("ip", "-batch", "-", text="".join(f"{each}\n" for each in commands))
 
     def await_states(self, *down: str) -> None:
         """Returns when the kernel has noticed which interfaces are connected: all but `down`."""
         deadline = time.monotonic() + _LIMIT
         while True:
-            shown = json.loads(self.ip("link show"))
+            shown = json.loads(self.command("ip", "-json", "link", "show"))
             states = {each["ifname"]: each["operstate"] for each in shown}
             up = {name for name, state in states.items() if state == "UP" or name == "lo"}
             if up == states.keys() - set(down):
