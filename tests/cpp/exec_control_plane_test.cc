@@ -92,5 +92,23 @@ TEST_F(Planes, ALinksFailureIsExplainedByTheFailureOfAnother) {
   }
 }
 
+struct Stop {};
+
+// Ends a wait at its first turn.
+void stop() { throw Stop(); }
+
+TEST_F(Planes, WhoWaitsForTheRootCauseCanBeInterrupted) {
+  const auto broken = std::make_exception_ptr(TransportError("the link broke", 1));
+  EXPECT_THROW(plane(0).root_cause(broken, stop), Stop);
+}
+
+TEST_F(Planes, AnInquestCanBeInterrupted) {
+  EXPECT_THROW(plane(0).inquire({0, "they differ"}, stop), Stop);
+}
+
+TEST_F(Planes, ALeaveCanBeInterrupted) {
+  EXPECT_THROW(plane(0).take_leave({Deadline::after(30), stop}), Stop);
+}
+
 }  // namespace
 }  // namespace gradwire::exec

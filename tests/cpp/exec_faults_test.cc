@@ -215,6 +215,48 @@ TEST_P(Faults, InterruptEndsABlockedCall) {
   EXPECT_THROW(reduce_vector(ranks[1], 100), Aborted);
 }
 
+// Ranks 0 and 1 disagree, and whoever finds it first asks rank 2, which does not answer.
+std::vector<std::exception_ptr> disagree(Ranks& ranks, const std::function<void(Rank)>& interrupt) {
+  return ranks.outcomes([&](Communicator& comm) {
+    const Rank rank = comm.identity().rank;
+    if (rank == 2) return;
+    std::vector<float> x(rank == 0 ? 100 : 101, 1);
+    const Array arrays[] = {array_of(x)};
+    comm.run(all_reduce(arrays, "direct", 30), [&] { interrupt(rank); });
+  });
+}
+
+TEST_P(Faults, AbortEndsAnInquest) {
+  Ranks ranks(3, GetParam(), {}, {}, /*mortal=*/true);
+  Rank asker = kNoPeer;
+  Deadline::Clock::time_point aborted;
+  std::thread aborter([&] {
+    while ((asker = ranks.who_asks(2)) == kNoPeer) std::this_thread::yield();
+    aborted = Deadline::Clock::now();
+    ranks[asker].abort("enough");
+  });
+  const auto errors = disagree(ranks, [](Rank) {});
+  const auto ended = Deadline::Clock::now();
+  aborter.join();
+  EXPECT_LT(ended - aborted, std::chrono::milliseconds(400));
+  const auto* error = as<Aborted>(errors.at(static_cast<std::size_t>(asker)));
+  ASSERT_NE(error, nullptr);
+  EXPECT_STREQ(error->what(), "enough");
+}
+
+TEST_P(Faults, InterruptEndsAnInquest) {
+  Ranks ranks(3, GetParam(), {}, {}, /*mortal=*/true);
+  struct Stop {};
+  std::atomic<Rank> stopped{kNoPeer};
+  const auto errors = disagree(ranks, [&](Rank rank) {
+    if (ranks.who_asks(2) != rank) return;
+    stopped = rank;
+    throw Stop();
+  });
+  ASSERT_NE(stopped, kNoPeer);
+  EXPECT_THROW(std::rethrow_exception(errors[static_cast<std::size_t>(stopped)]), Stop);
+}
+
 INSTANTIATE_TEST_SUITE_P(Transports, Faults, testing::Values("inproc", "shm", "tcp"));
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <sys/socket.h>
 
+#include <array>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -57,6 +58,19 @@ class Ranks {
   // As a killed process would: its sockets end without a word. Only where `mortal`.
   void vanish(int rank) {
     for (const UniqueFd& socket : shadows_[at(rank)]) ::shutdown(socket.get(), SHUT_RDWR);
+  }
+
+  // Whose inquest has asked the rank, which has not listened since. Only where `mortal`.
+  Rank who_asks(int rank) const {
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank) continue;
+      std::array<transport::ControlFrame, 8> frames;
+      const UniqueFd& control = shadows_[at(rank)][at(peer < rank ? peer : peer - 1)];
+      ::recv(control.get(), frames.data(), sizeof frames, MSG_PEEK | MSG_DONTWAIT);
+      for (const auto& each : frames)
+        if (each.type == transport::ControlType::kInquiry) return peer;
+    }
+    return kNoPeer;
   }
 
   // Runs `body` once per rank, in threads; returns what each threw (null: nothing).

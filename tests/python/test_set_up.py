@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import select
+import signal
 import threading
 
 import pytest
-from gradwire import Error, Timeout, TransportError
+from gradwire import Aborted, Error, Timeout, TransportError
 from gradwire._communicator import from_mesh
 from gradwire._mesh import Mesh
 from ranks import LIMIT, meshes
@@ -53,3 +55,22 @@ def test_a_rank_that_died_is_named(transport: str) -> None:
     for error in errors(made, timeout=30):
         assert isinstance(error, TransportError)
         assert error.peer == MISSING, error
+
+
+@transports
+def test_ctrl_c_ends_the_wait_for_a_link(transport: str) -> None:
+    one, other = meshes(2, transport)
+
+    def interrupt() -> None:
+        """Once the greeting says that rank 0 waits for rank 1's."""
+        greeted = select.select([other.peers[0].links["p2p"].sock], [], [], LIMIT)[0]
+        assert greeted
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        from_mesh(one, timeout=2 * LIMIT)
+    thread.join(LIMIT)
+    with pytest.raises(Aborted, match="rank 0 was interrupted"):  # there, or in its first call
+        from_mesh(other, timeout=2 * LIMIT).barrier()

@@ -54,7 +54,8 @@ void adopt_control(Communicator& self, int fd, Rank peer) {
 void adopt_link(Communicator& self, const std::string& lane, const std::string& transport, int fd,
                 Rank peer, double timeout) {
   UniqueFd socket(fd);
-  self.get().adopt_link(parse_lane(lane), transport, std::move(socket), peer, timeout);
+  self.get().adopt_link(parse_lane(lane), transport, std::move(socket), peer, timeout,
+                        check_signals);
 }
 
 shared_ptr<Work> submit(Communicator& self, const Request& request, double timeout,

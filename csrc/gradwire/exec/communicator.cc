@@ -64,18 +64,19 @@ void Communicator::adopt_control(UniqueFd socket, Rank peer) {
 }
 
 void Communicator::adopt_link(Lane lane, std::string_view transport, UniqueFd socket, Rank peer,
-                              double timeout) {
+                              double timeout, const Interrupt& interrupt) {
   Links& links = lane == Lane::kCollective ? links_ : transfer_links_;
   try {
     links.offer(transport, std::move(socket), peer);
     if (!links_.offered_all() || !transfer_links_.offered_all()) return;
-    const Deadline deadline = Deadline::after(timeout);
-    links_.complete(deadline);
-    transfer_links_.complete(deadline);
+    const Patience patience(Deadline::after(timeout), wish_to_end(interrupt));
+    links_.complete(patience);
+    transfer_links_.complete(patience);
   } catch (...) {
-    const std::exception_ptr cause = control_.root_cause(std::current_exception());
-    fail(cause);
-    std::rethrow_exception(cause);
+    const auto interruption = fail_for(std::current_exception(), interrupt);
+    if (interruption) std::rethrow_exception(interruption);
+    std::lock_guard lock(mutex_);
+    require_alive();
   }
 }
 
@@ -234,7 +235,7 @@ bool Communicator::closed() const {
 void Communicator::abort(const std::string& reason) noexcept {
   {
     std::lock_guard lock(mutex_);
-    if (closed_ || failure_ || abort_requested_) return;
+    if (ended_ || failure_ || abort_requested_) return;
     abort_requested_ = true;
     abort_reason_ = reason;
     attention_ = true;
@@ -250,9 +251,10 @@ void Communicator::close(double timeout, const Interrupt& interrupt) {
   if (std::exchange(ending_, true))  // by another thread
     return changed_.wait(lock, [this] { return ended_; });
   const bool was_alive = !failure_;
-  const std::exception_ptr interruption = finish_work(lock, deadline, interrupt);
+  std::exception_ptr interruption = finish_work(lock, deadline, interrupt);
   const bool in_peace = !interruption && !failure_ && is_idle();
-  if (in_peace) take_leave(lock, std::min(deadline, Deadline::after(kLeaveSeconds)));
+  if (in_peace)
+    interruption = take_leave(lock, std::min(deadline, Deadline::after(kLeaveSeconds)), interrupt);
   lock.unlock();
   if (!in_peace)
     abort("rank " + std::to_string(identity_.rank) +
@@ -299,18 +301,24 @@ std::exception_ptr Communicator::finish_work(std::unique_lock<std::mutex>& lock,
   return nullptr;
 }
 
-// As a driver, without the mutex; calls made meanwhile see a closed communicator.
-void Communicator::take_leave(std::unique_lock<std::mutex>& lock, const Deadline& deadline) {
+// As a driver, without the mutex; calls made meanwhile see a closed communicator. Returns what the
+// interrupt threw.
+std::exception_ptr Communicator::take_leave(std::unique_lock<std::mutex>& lock,
+                                            const Deadline& deadline, const Interrupt& interrupt) {
   driving_ = closed_ = true;
   lock.unlock();
+  std::exception_ptr interruption;
   try {
-    control_.take_leave(deadline);
+    control_.take_leave({deadline, wish_to_end(interrupt)});
+  } catch (const Interruption& stopped) {  // all is said: it only waited for the others
+    interruption = stopped.cause;
   } catch (...) {
-    fail(control_.root_cause(std::current_exception()));
+    interruption = fail_for(std::current_exception(), interrupt);
   }
   lock.lock();
   driving_ = false;
   changed_.notify_all();
+  return interruption;
 }
 
 void Communicator::hear(double seconds) {
@@ -333,7 +341,7 @@ void Communicator::listen(std::unique_lock<std::mutex>& lock) {
   try {
     control_.listen();
   } catch (...) {
-    fail(control_.root_cause(std::current_exception()));
+    fail_for(std::current_exception(), nullptr);
   }
   lock.lock();
   driving_ = false;
@@ -376,6 +384,33 @@ void Communicator::stop_progress_thread() {
   }
   changed_.notify_all();
   if (progress_.joinable()) progress_.join();
+}
+
+// Ends a wait: throws where this communicator was aborted, or its caller interrupted.
+Communicator::Interrupt Communicator::wish_to_end(const Interrupt& interrupt) {
+  return [this, &interrupt] {
+    {
+      std::lock_guard lock(mutex_);
+      if (abort_requested_) throw Aborted(abort_reason_, identity_.rank);
+    }
+    if (interrupt) call_interrupt(interrupt);
+  };
+}
+
+// Of the driver: fails for the root cause of `error`. Returns what the interrupt threw, if that
+// is it.
+std::exception_ptr Communicator::fail_for(const std::exception_ptr& error,
+                                          const Interrupt& interrupt) {
+  try {
+    std::rethrow_exception(control_.root_cause(error, wish_to_end(interrupt)));
+  } catch (const Interruption& stopped) {
+    fail(std::make_exception_ptr(
+        Aborted("rank " + std::to_string(identity_.rank) + " was interrupted", identity_.rank)));
+    return stopped.cause;
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  return nullptr;
 }
 
 void Communicator::fail(const std::exception_ptr& error) noexcept {

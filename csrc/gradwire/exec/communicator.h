@@ -51,7 +51,7 @@ class Communicator {
  public:
   // Called about every 100 ms by a thread that waits in a blocking call; throws to end the wait
   // (and abort the communicator), as Ctrl-C does.
-  using Interrupt = std::function<void()>;
+  using Interrupt = Patience::Interrupt;
 
   Communicator(Identity identity, Tuning tuning);
   ~Communicator();
@@ -62,8 +62,8 @@ class Communicator {
   // of them blocks, as it makes the links: so a rank waits for those alone that have not come to
   // this point. A failure is one of the communicator: the others are told.
   void adopt_control(UniqueFd socket, Rank peer);
-  void adopt_link(Lane lane, std::string_view transport, UniqueFd socket, Rank peer,
-                  double timeout);
+  void adopt_link(Lane lane, std::string_view transport, UniqueFd socket, Rank peer, double timeout,
+                  const Interrupt& interrupt = nullptr);
 
   const Identity& identity() const noexcept { return identity_; }
   std::string_view transport_of(Rank peer) const { return links_.transport_of(peer); }
@@ -129,7 +129,8 @@ class Communicator {
   bool is_idle() const;
   std::exception_ptr finish_work(std::unique_lock<std::mutex>& lock, const Deadline& deadline,
                                  const Interrupt& interrupt);
-  void take_leave(std::unique_lock<std::mutex>& lock, const Deadline& deadline);
+  std::exception_ptr take_leave(std::unique_lock<std::mutex>& lock, const Deadline& deadline,
+                                const Interrupt& interrupt);
   void listen(std::unique_lock<std::mutex>& lock);
 
   void drive_or_wait(Work& work, Deadline deadline, const Interrupt& interrupt);
@@ -162,6 +163,8 @@ class Communicator {
   void start_waiting();
   void stop_waiting();
   void check_stall();
+  Interrupt wish_to_end(const Interrupt& interrupt);
+  std::exception_ptr fail_for(const std::exception_ptr& error, const Interrupt& interrupt);
   void fail(const std::exception_ptr& error) noexcept;
   void fail_locked(const std::exception_ptr& error) noexcept;
 

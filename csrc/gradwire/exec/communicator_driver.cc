@@ -108,12 +108,8 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
         rest(++idle, interrupt);
       }
     }
-  } catch (const Interruption& stopped) {
-    interruption = stopped.cause;
-    fail(std::make_exception_ptr(
-        Aborted("rank " + std::to_string(identity_.rank) + " was interrupted", identity_.rank)));
   } catch (...) {
-    fail(control_.root_cause(std::current_exception()));
+    interruption = fail_for(std::current_exception(), interrupt);
   }
   lock.lock();
   driving_ = false;

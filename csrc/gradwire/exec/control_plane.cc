@@ -19,7 +19,6 @@ constexpr double kInquestSeconds = 0.5;
 constexpr double kTellSeconds = 0.1;
 // An answer tells of so many calls before the one in question.
 constexpr std::uint32_t kCallsTold = 16;
-constexpr int kPollMilliseconds = 100;
 
 std::string name(Rank rank) { return "rank " + std::to_string(rank); }
 
@@ -128,7 +127,7 @@ void ControlPlane::say_failure(const std::exception_ptr& error) noexcept {
   control_.broadcast(failure_frame(error, rank_));
 }
 
-void ControlPlane::take_leave(Deadline deadline) {
+void ControlPlane::take_leave(const Patience& patience) {
   leaving_ = true;
   control_.broadcast(frame_of(ControlType::kBye, history_.calls()));
   const auto others_stay = [this] {
@@ -142,14 +141,15 @@ void ControlPlane::take_leave(Deadline deadline) {
       if (!failed || event->frame.kind == FailureKind::kInvalidArgument) take(*event);
     }
     compare_ends();
-    if (!others_stay() || deadline.passed()) return;
-    rest(deadline);
+    if (!others_stay() || patience.passed()) return;
+    rest(patience);
   }
 }
 
-void ControlPlane::rest(const Deadline& deadline) const noexcept {
+void ControlPlane::rest(const Patience& patience) const {
   pollfd bell{control_.doorbell(), POLLIN, 0};
-  ::poll(&bell, 1, deadline.milliseconds_left(kPollMilliseconds));
+  ::poll(&bell, 1, patience.turn_milliseconds());
+  patience.require();
 }
 
 // ---- Who is to blame ---------------------------------------------------------------------------
@@ -180,31 +180,32 @@ Rank ControlPlane::end_of_chain(Rank peer) const {
   return peer;
 }
 
-std::exception_ptr ControlPlane::root_cause(const std::exception_ptr& error) {
+std::exception_ptr ControlPlane::root_cause(const std::exception_ptr& error,
+                                            const Interrupt& interrupt) {
   try {
     std::rethrow_exception(error);
   } catch (const RootCause& told) {
     return told.error;
   } catch (const Disagreement& found) {
-    return inquire(found);
+    return inquire(found, interrupt);
   } catch (const TransportError& e) {
-    return others_say(e.peer()).value_or(error);
+    return others_say(e.peer(), interrupt).value_or(error);
   } catch (...) {
     return error;
   }
 }
 
-std::optional<std::exception_ptr> ControlPlane::others_say(Rank peer) {
-  const Deadline deadline = Deadline::after(kRootCauseSeconds);
+std::optional<std::exception_ptr> ControlPlane::others_say(Rank peer, const Interrupt& interrupt) {
+  const Patience patience(Deadline::after(kRootCauseSeconds), interrupt);
   do {
     try {
       listen();
     } catch (...) {
-      return root_cause(std::current_exception());
+      return root_cause(std::current_exception(), interrupt);
     }
     if (peer >= 0 && control_.said_bye(peer)) return left_in_peace(peer);
-    rest(deadline);
-  } while (!deadline.passed());
+    rest(patience);
+  } while (!patience.passed());
   return std::nullopt;
 }
 
@@ -222,16 +223,16 @@ std::exception_ptr ControlPlane::left_in_peace(Rank peer) const {
 
 // ---- Who called what ---------------------------------------------------------------------------
 
-std::exception_ptr ControlPlane::inquire(const Disagreement& found) {
+std::exception_ptr ControlPlane::inquire(const Disagreement& found, const Interrupt& interrupt) {
   Inquest inquest = open_inquest(found.call);
   ControlFrame question = frame_of(ControlType::kInquiry, history_.calls());
   question.value = found.call;
   control_.broadcast(question);
-  for (const Deadline deadline = Deadline::after(kInquestSeconds);;) {
+  for (const Patience patience(Deadline::after(kInquestSeconds), interrupt);;) {
     while (const auto event = control_.poll())
       if (auto failure = hear(inquest, *event)) return failure;
-    if (inquest.is_over() || deadline.passed()) break;
-    rest(deadline);
+    if (inquest.is_over() || patience.passed()) break;
+    rest(patience);
   }
   const std::string verdict = inquest.verdict();
   return std::make_exception_ptr(

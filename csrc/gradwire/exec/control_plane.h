@@ -22,6 +22,7 @@
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/error.h"
 #include "gradwire/base/fd.h"
+#include "gradwire/base/patience.h"
 #include "gradwire/exec/failure.h"
 #include "gradwire/exec/history.h"
 #include "gradwire/exec/inquest.h"
@@ -41,6 +42,7 @@ struct Position {
 class ControlPlane {
  public:
   using Clock = Deadline::Clock;
+  using Interrupt = Patience::Interrupt;
   // The last that a rank said of its position, and when it was heard (the epoch: never).
   struct Word {
     transport::ControlFrame frame;
@@ -72,16 +74,18 @@ class ControlPlane {
   const Word& last_word_of(Rank peer) const { return words_.at(static_cast<std::size_t>(peer)); }
 
   // What is behind an error of this rank's: a link's failure is often the echo of another, which
-  // the others may know. Takes at most half a second, and as long again for an inquest.
-  std::exception_ptr root_cause(const std::exception_ptr& error);
+  // the others may know. Takes at most half a second, and as long again for an inquest; throws what
+  // the interrupt throws meanwhile.
+  std::exception_ptr root_cause(const std::exception_ptr& error,
+                                const Interrupt& interrupt = nullptr);
   // An InvalidArgument that says who called what, or what ended this rank's questions. Takes at
-  // most half a second, and as long only when a rank does not answer.
-  std::exception_ptr inquire(const Disagreement& found);
+  // most half a second, and as long only when a rank does not answer. Interrupted as root_cause().
+  std::exception_ptr inquire(const Disagreement& found, const Interrupt& interrupt = nullptr);
 
   void say_failure(const std::exception_ptr& error) noexcept;
   // Says BYE, and waits so long for that of others: those who leave together compare their calls.
   // Throws as listen() does, but that failures other than a disagreement no longer matter.
-  void take_leave(Deadline deadline);
+  void take_leave(const Patience& patience);
 
   // Gives a peer's socket to another owner; see Control::release.
   std::optional<transport::Released> release(Rank peer, double timeout) {
@@ -97,11 +101,11 @@ class ControlPlane {
   void testify(Rank to, std::uint32_t call) noexcept;
   bool is_present(Rank peer) const { return control_.connected(peer) && !control_.said_bye(peer); }
   bool is_silent(Rank peer) const { return last_word_of(peer).heard < roll_called_; }
-  std::optional<std::exception_ptr> others_say(Rank peer);
+  std::optional<std::exception_ptr> others_say(Rank peer, const Interrupt& interrupt);
   std::exception_ptr left_in_peace(Rank peer) const;
   Inquest open_inquest(std::uint32_t call) const;
   std::exception_ptr hear(Inquest& inquest, const transport::ControlEvent& event);
-  void rest(const Deadline& deadline) const noexcept;
+  void rest(const Patience& patience) const;
   transport::ControlFrame frame_of(transport::ControlType type, std::uint32_t calls) const noexcept;
   transport::ControlFrame position_frame() const;
 

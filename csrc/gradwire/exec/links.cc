@@ -23,8 +23,8 @@ bool Links::offered_all() const noexcept {
   return std::count(link_of_.begin(), link_of_.end(), -1) == 1;  // this rank's own
 }
 
-void Links::complete(const Deadline& deadline) {
-  for (auto& each : transports_) each->complete(deadline);
+void Links::complete(const Patience& patience) {
+  for (auto& each : transports_) each->complete(patience);
 }
 
 std::string_view Links::transport_of(Rank peer) const {

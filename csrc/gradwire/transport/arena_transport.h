@@ -11,7 +11,7 @@ struct ArenaExchange {
   // Does not block; null where take() does it.
   void (*give)(int socket, const Arena& own, const LinkId& link);
   std::shared_ptr<Arena> (*take)(int socket, const std::shared_ptr<Arena>& own, const LinkId& link,
-                                 const Options& options, const Deadline& deadline);
+                                 const Options& options, const Patience& patience);
 };
 
 class ArenaTransport final : public StagedTransport {
@@ -33,7 +33,7 @@ class ArenaTransport final : public StagedTransport {
   };
 
   void introduce(int socket, Rank peer) override;
-  void link(UniqueFd socket, Rank peer, const Deadline& deadline) override;
+  void link(UniqueFd socket, Rank peer, const Patience& patience) override;
   bool has_its_share(Rank peer) override;
   int find_room() override;
   std::byte* staging(int cell) noexcept override;

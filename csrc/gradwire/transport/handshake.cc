@@ -59,9 +59,9 @@ void send_hello(int socket, const LinkId& link, const Options& options) {
 }
 
 void receive_hello(int socket, const LinkId& link, const Options& options,
-                   const Deadline& deadline) {
+                   const Patience& patience) {
   Hello theirs;
-  receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), link, deadline);
+  receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), link, patience);
   check(link, Hello(link, options), theirs);
 }
 

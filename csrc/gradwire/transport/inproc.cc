@@ -25,14 +25,14 @@ void require_same_process(int socket, const LinkId& link) {
 
 // In one go: a pointer that was sent to nobody would keep its arena for ever.
 std::shared_ptr<Arena> swap_pointers(int socket, const std::shared_ptr<Arena>& own,
-                                     const LinkId& link, const Options&, const Deadline& deadline) {
+                                     const LinkId& link, const Options&, const Patience& patience) {
   require_same_process(socket, link);
   Box mine = std::make_unique<std::shared_ptr<Arena>>(own);
   const std::shared_ptr<Arena>* address = mine.get();
-  send_all(socket, std::as_bytes(std::span(&address, 1)), link, deadline);
+  send_all(socket, std::as_bytes(std::span(&address, 1)), link, patience);
   static_cast<void>(mine.release());  // the peer owns it now
   std::shared_ptr<Arena>* theirs = nullptr;
-  receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), link, deadline);
+  receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), link, patience);
   return *Box(theirs);
 }
 

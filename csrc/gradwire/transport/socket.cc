@@ -13,8 +13,6 @@
 namespace gradwire::transport {
 namespace {
 
-constexpr int kPollCapMilliseconds = 60'000;
-
 int domain_of(int socket) {
   int domain = 0;
   socklen_t size = sizeof domain;
@@ -42,30 +40,31 @@ bool would_block(int error) noexcept {
   return error == EAGAIN || error == EWOULDBLOCK || error == EINTR;
 }
 
-void wait_ready(int socket, short events, const LinkId& link, const Deadline& deadline) {
+void wait_ready(int socket, short events, const LinkId& link, const Patience& patience) {
   pollfd waiter{socket, events, 0};
-  while (::poll(&waiter, 1, deadline.milliseconds_left(kPollCapMilliseconds)) <= 0) {
-    if (deadline.passed())
+  while (::poll(&waiter, 1, patience.turn_milliseconds()) <= 0) {
+    patience.require();
+    if (patience.passed())
       throw Timeout(describe(link, "no answer while the link was made; is rank " +
                                        std::to_string(link.peer) + " alive and at the same call?"),
                     link.peer);
   }
 }
 
-void send_all(int socket, ConstBytes data, const LinkId& link, const Deadline& deadline) {
+void send_all(int socket, ConstBytes data, const LinkId& link, const Patience& patience) {
   while (!data.empty()) {
     const ssize_t sent = ::send(socket, data.data(), data.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent >= 0) {
       data = data.subspan(static_cast<std::size_t>(sent));
     } else if (would_block(errno)) {
-      wait_ready(socket, POLLOUT, link, deadline);
+      wait_ready(socket, POLLOUT, link, patience);
     } else {
       throw_transport_error(link, system_message("set-up failed, send", errno));
     }
   }
 }
 
-void receive_all(int socket, Bytes data, const LinkId& link, const Deadline& deadline) {
+void receive_all(int socket, Bytes data, const LinkId& link, const Patience& patience) {
   while (!data.empty()) {
     const ssize_t got = ::recv(socket, data.data(), data.size(), MSG_DONTWAIT);
     if (got > 0) {
@@ -73,7 +72,7 @@ void receive_all(int socket, Bytes data, const LinkId& link, const Deadline& dea
     } else if (got == 0) {
       throw_transport_error(link, "the peer closed it while the link was made");
     } else if (would_block(errno)) {
-      wait_ready(socket, POLLIN, link, deadline);
+      wait_ready(socket, POLLIN, link, patience);
     } else {
       throw_transport_error(link, system_message("set-up failed, recv", errno));
     }

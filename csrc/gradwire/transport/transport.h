@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "gradwire/base/deadline.h"
 #include "gradwire/base/fd.h"
+#include "gradwire/base/patience.h"
 #include "gradwire/base/types.h"
 
 namespace gradwire::transport {
@@ -55,9 +55,9 @@ class Transport {
   // Takes over a connected, authenticated socket to `peer` and says over it what the other end
   // waits for in complete(). Does not block.
   virtual void offer(UniqueFd socket, Rank peer) = 0;
-  // Hears the other ends' part before the deadline, and makes all links that were offered. Blocks;
-  // at set-up only.
-  virtual void complete(const Deadline& deadline) = 0;
+  // Hears the other ends' part while there is patience, and makes all links that were offered.
+  // Blocks; at set-up only.
+  virtual void complete(const Patience& patience) = 0;
   // Both. Two ends that wait for each other before each has offered must not use it.
   void adopt(UniqueFd socket, Rank peer, double timeout_seconds) {
     offer(std::move(socket), peer);
