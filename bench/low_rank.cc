@@ -53,7 +53,7 @@ void right(const Kernels& k, Arrays& a) {
 }
 void product(const Kernels& k, Arrays& a) {
   k.low_rank.product({a.p.data(), a.own_q.data(), 1 / kHeadroom, a.x.data(), a.own_q.data(),
-                      a.x.data(), a.error.data()},
+                      1 / kHeadroom, a.x.data(), a.error.data()},
                      a.of);
 }
 void step(const Kernels& k, Arrays& a) {

@@ -20,6 +20,7 @@ constexpr std::array kCodecs = {
     Entry{"bf16", make_bf16},
     Entry{"int8", make_int8},
     Entry{"onebit", make_onebit},
+    Entry{"lowrank", make_low_rank},
 };
 
 }  // namespace

@@ -25,11 +25,12 @@ inline constexpr float kHeadroom = 0x1p-32F;
 struct LowRankResult {
   const float* p;      // orthonormal columns
   const float* q;      // the sum over all ranks
-  float scale;         // y = limit(p·qᵀ · scale): 1 / kHeadroom, and what an average divides by
+  float scale;         // y = limit(p·qᵀ · scale)
   float* y;            // may be v
   const float* own_q;  // this rank's
+  float own_scale;
   const float* v;
-  float* error;  // limit(v − limit(p·own_qᵀ / kHeadroom)); null: not kept, and v, own_q are unused
+  float* error;  // limit(v − limit(p·own_qᵀ · own_scale)); null: not kept, the others unused
 };
 
 struct LowRankKernels {

@@ -2,14 +2,17 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 
 #include "gradwire/base/error.h"
 #include "gradwire/codec/simd.h"
+#include "gradwire/codec/spec.h"
 
 namespace gradwire::codec {
 namespace {
 
+constexpr std::size_t kDefaultRank = 4;
 constexpr std::size_t kLanesOfSums = 16;
 constexpr double kVanished = 0x1p-60;  // of the square of a length
 
@@ -34,10 +37,11 @@ void draw(std::size_t k, std::span<float> column) {
   }
 }
 
-float largest(std::span<const float> column) {
-  float most = 0;
-  for (float each : column) most = std::max(most, std::fabs(each));
-  return most;
+// Of the magnitudes, as integers: those have the same order, and the compiler a fast maximum.
+float largest(std::span<const float> values) {
+  std::int32_t most = 0;
+  for (float each : values) most = std::max(most, std::bit_cast<std::int32_t>(each) & 0x7FFFFFFF);
+  return std::bit_cast<float>(most);
 }
 
 // In binary64, which holds every power of two that this can need.
@@ -71,7 +75,9 @@ LowRank::LowRank(std::size_t rank) : rank_(rank) {
                         std::to_string(kMostRank));
 }
 
-std::string LowRank::name() const { return "lowrank:rank=" + std::to_string(rank_); }
+std::string LowRank::name() const {
+  return rank_ == kDefaultRank ? "lowrank" : "lowrank:rank=" + std::to_string(rank_);
+}
 
 std::size_t LowRank::encode(const float*, std::size_t, const Site&, Bytes) const { refuse(*this); }
 Decoded LowRank::decode(ConstBytes, float*, std::size_t) const { refuse(*this); }
@@ -82,14 +88,21 @@ bool worth_factoring(const Factors& of) noexcept {
 }
 
 void start_factor(std::span<const float> last, const Factors& of, std::span<float> q) {
-  const bool warm = last.size() == q.size();
   for (std::size_t k = 0; k < of.rank; ++k) {
-    const std::span<float> column = q.subspan(k * of.columns, of.columns);
-    if (warm) std::ranges::copy(last.subspan(k * of.columns, of.columns), column.begin());
+    const std::size_t first = k * of.columns;
+    const std::span<float> column = q.subspan(first, of.columns);
+    const bool warm = last.size() >= first + of.columns;
+    if (warm) std::ranges::copy(last.subspan(first, of.columns), column.begin());
     if (!warm || !kernels().finite(column.data(), column.size()) || largest(column) == 0)
       draw(k, column);
     scale_to_headroom(column);
   }
+}
+
+float take_headroom(std::span<float> q) {
+  if (largest(q) > 0x1p64F) return 1 / kHeadroom;
+  for (float& each : q) each *= 1 / kHeadroom;
+  return 1;
 }
 
 void orthonormalise(const Factors& of, std::span<float> p, std::vector<double>& room) {
@@ -105,6 +118,10 @@ void orthonormalise(const Factors& of, std::span<float> p, std::vector<double>& 
     for (std::size_t i = 0; i < n; ++i) column[i] *= factor;
   }
   std::ranges::transform(room, p.begin(), [](double each) { return static_cast<float>(each); });
+}
+
+std::shared_ptr<const Codec> make_low_rank(Parameters& parameters) {
+  return std::make_shared<LowRank>(parameters.whole("rank", kDefaultRank, 1, kMostRank));
 }
 
 }  // namespace gradwire::codec

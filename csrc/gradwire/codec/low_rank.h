@@ -40,13 +40,17 @@ class LowRank final : public Codec {
 // Whether two factors are fewer elements than the matrix; others travel as they are.
 bool worth_factoring(const Factors& of) noexcept;
 
-// The q that a call begins with. `last`: the one that the last call ended with, or of another
-// length. Its columns are scaled by powers of two, so that the largest element lies in
-// [kHeadroom / 2, kHeadroom); that changes no digit of p. Drawn anew, as a function of its place
-// alone, is a column that is all zero or not finite, and every one without a last one: uniform over
-// the odd multiples of 2^-23 between -1 and 1, the (splitmix64(2^32 k + j) >> 41)-th at row j of
-// column k, before it is scaled.
+// The q that a call begins with. `last`: columns of the one that the last call ended with. They are
+// scaled by powers of two, so that the largest element lies in [kHeadroom / 2, kHeadroom); that
+// changes no digit of p. A column that is all zero or not finite, and one that `last` does not
+// have, is drawn anew, as a function of its place alone: uniform over the odd multiples of 2^-23
+// between -1 and 1, the (splitmix64(2^32 k + j) >> 41)-th at row j of column k, before it is
+// scaled.
 void start_factor(std::span<const float> last, const Factors& of, std::span<float> q);
+
+// Takes the headroom out of a right factor, so that small values keep their digits in products with
+// it, unless its largest are above 2^64; returns what their sums are still to be multiplied by.
+float take_headroom(std::span<float> q);
 
 // Gram-Schmidt on the columns of p, in binary64: column after column takes off its projections on
 // those before it, in their order, each with its present value (modified Gram-Schmidt), and is

@@ -219,14 +219,14 @@ void product_tile(const float* picked, const float* q, float scale, float* y, Fa
 }
 
 template <std::size_t kRows, std::size_t kWide>
-void lost_tile(const float* picked, const float* q, const float* v, float* error, Factors of,
-               auto amount) {
+void lost_tile(const float* picked, const float* q, float scale, const float* v, float* error,
+               Factors of, auto amount) {
   F32 sums[kRows][kWide] = {};
   add_product(sums, picked, q, of, amount);
   for (std::size_t r = 0; r < kRows; ++r)
     for (std::size_t c = 0; c < kWide; ++c) {
       const F32 value = load<Floats>(v + r * of.columns, c * kLanes, amount);
-      const F32 sent = limit(sums[r][c] * (1 / kHeadroom));
+      const F32 sent = limit(sums[r][c] * scale);
       store<Floats>(error + r * of.columns, c * kLanes, amount, limit(value - sent));
     }
 }
@@ -240,8 +240,8 @@ void product(const LowRankResult& result, Factors of) noexcept {
       constexpr std::size_t kWide = decltype(vectors)::value;
       const std::size_t at = i * of.columns + j;
       if (result.error != nullptr)
-        lost_tile<kRows, kWide>(picked, result.own_q + j, result.v + at, result.error + at, of,
-                                amount);
+        lost_tile<kRows, kWide>(picked, result.own_q + j, result.own_scale, result.v + at,
+                                result.error + at, of, amount);
       product_tile<kRows, kWide>(picked, result.q + j, result.scale, result.y + at, of, amount);
     });
   });

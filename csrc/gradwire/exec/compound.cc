@@ -4,6 +4,7 @@
 #include "gradwire/exec/agreed.h"
 #include "gradwire/exec/exchange.h"
 #include "gradwire/exec/gather_reduce.h"
+#include "gradwire/exec/low_rank.h"
 
 namespace gradwire::exec {
 
@@ -64,6 +65,7 @@ std::unique_ptr<Compound> make_compound(Way way) {
     case Way::kExchange:
       return std::make_unique<Exchange>();
     case Way::kLowRank:
+      return std::make_unique<LowRankReduce>();
     case Way::kAtOnce:
       break;
   }

@@ -1,0 +1,234 @@
+#include "gradwire/exec/low_rank.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <string>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
+
+namespace gradwire::exec {
+namespace {
+
+Array array_at(std::vector<float>& values, std::size_t first, std::size_t count) {
+  return {reinterpret_cast<std::byte*>(values.data() + first), count};
+}
+
+}  // namespace
+
+// ---- At submission -----------------------------------------------------------------------------
+
+void LowRankReduce::begin() {
+  check();
+  phase_ = 0;
+  counts_.clear();
+  for (const Array& each : whole().inputs) counts_.push_back(each.count);
+  feedback_.bind(counts_, whole().keys, transaction());
+  list_matrices(static_cast<const codec::LowRank&>(*whole().codec).rank());
+  if (feedback_.feeds_back()) place_in_keys();
+  list_exchanges();
+}
+
+void LowRankReduce::check() const {
+  const Request& request = whole();
+  OpSpec spec;
+  spec.collective = request.collective;
+  spec.dtype = request.dtype;
+  spec.op = request.op;
+  Plan::check_types(spec, *request.codec);
+  const std::string codec = "codec '" + request.codec->name() + "'";
+  if (request.collective != Collective::kAllReduce)
+    throw ScheduleError(codec + " needs the sum of all factors on all ranks; use all_reduce, not " +
+                        std::string(name_of(request.collective)));
+  const auto& shapes = request.shapes;
+  if (shapes.empty()) return;
+  if (shapes.size() != request.inputs.size())
+    throw InvalidArgument(codec + ": " + std::to_string(shapes.size()) + " shapes for " +
+                          std::to_string(request.inputs.size()) + " arrays");
+  for (std::size_t i = 0; i < shapes.size(); ++i) {
+    const auto [rows, columns] = shapes[i];
+    const std::size_t count = request.inputs[i].count;
+    if (rows == 0 || columns == 0 ? count == 0 : count / rows == columns && count % rows == 0)
+      continue;
+    throw InvalidArgument(codec + ": array " + std::to_string(i) + " has " + std::to_string(count) +
+                          " elements, which are no " + std::to_string(rows) + " x " +
+                          std::to_string(columns) + " matrix");
+  }
+}
+
+// Alone there is nobody to send anything to.
+void LowRankReduce::list_matrices(std::size_t rank) {
+  matrices_.clear();
+  plain_.clear();
+  std::size_t left = 0, right = 0;
+  for (std::size_t i = 0; i < counts_.size(); ++i) {
+    const Shape shape = whole().shapes.empty() ? Shape{1, counts_[i]} : whole().shapes[i];
+    const codec::Factors of{shape.rows, shape.columns, rank};
+    if (size() == 1 || !codec::worth_factoring(of)) {
+      plain_.push_back(i);
+      continue;
+    }
+    matrices_.push_back({i, of, left, right});
+    left += matrices_.back().left_size();
+    right += matrices_.back().right_size();
+  }
+  left_.resize(left);
+  right_.resize(right);
+  own_right_.resize(right);
+}
+
+// Each array belongs to one key, in order; one key may have several arrays.
+void LowRankReduce::place_in_keys() {
+  std::size_t key = 0, used = 0, memory = 0;
+  auto matrix = matrices_.begin();
+  for (std::size_t i = 0; i < counts_.size(); ++i) {
+    for (; used == whole().keys[key].count && key + 1 < whole().keys.size(); ++key)
+      used = memory = 0;
+    used += counts_[i];
+    if (matrix == matrices_.end() || matrix->extent != i) continue;
+    matrix->key = key;
+    matrix->memory = memory;
+    memory += matrix->right_size();
+    ++matrix;
+  }
+}
+
+void LowRankReduce::list_exchanges() {
+  lefts_.clear();
+  rights_.clear();
+  for (const Matrix& each : matrices_) {
+    lefts_.push_back(array_at(left_, each.left, each.left_size()));
+    rights_.push_back(array_at(right_, each.right, each.right_size()));
+  }
+  for (std::size_t extent : plain_) lefts_.push_back(whole().outputs[extent]);
+}
+
+// ---- By the driver -----------------------------------------------------------------------------
+
+const Request* LowRankReduce::next(const Progress&) {
+  switch (phase_++) {
+    case 0:
+      multiply();
+      if (size() > 1) return &exchange(lefts_);
+      [[fallthrough]];
+    case 1:
+      if (!orthonormalise()) {
+        refuse_all();
+        return nullptr;
+      }
+      if (!matrices_.empty()) return &exchange(rights_);
+      [[fallthrough]];
+    default:
+      finish();
+      return nullptr;
+  }
+}
+
+// P = V·q. The sum of input and residual takes the place of the output.
+void LowRankReduce::multiply() {
+  for (std::size_t extent : plain_) {
+    float* y = output(extent);
+    if (y != input(extent) && counts_[extent] > 0)
+      std::memcpy(y, input(extent), counts_[extent] * sizeof(float));
+    feedback_.deliver(extent, y);
+  }
+  for (const Matrix& each : matrices_) {
+    const auto q = of_matrix(right_, each);
+    codec::start_factor(last_right(each), each.of, q);
+    codec::kernels().low_rank.left(input(each.extent), residual(each.extent), output(each.extent),
+                                   q.data(), left_.data() + each.left, each.of);
+  }
+}
+
+// Whether everything is finite, on all ranks alike: any NaN or Inf of a matrix is in its left
+// factor. Finite ones have finite right factors (codec/factors.h).
+bool LowRankReduce::orthonormalise() {
+  const auto& kernels = codec::kernels();
+  bool finite = kernels.finite(left_.data(), left_.size());
+  for (std::size_t extent : plain_)
+    finite = kernels.finite(output(extent), counts_[extent]) && finite;
+  for (const Matrix& each : matrices_) {
+    if (!finite) return false;
+    float* q = own_right_.data() + each.right;
+    codec::orthonormalise(each.of, std::span(left_).subspan(each.left, each.left_size()), room_);
+    kernels.low_rank.right(values(each), left_.data() + each.left, q, each.of);
+  }
+  std::ranges::copy(own_right_, right_.begin());
+  return finite;
+}
+
+void LowRankReduce::finish() {
+  const bool average = whole().op == ReduceOp::kAvg;
+  const auto factor = static_cast<float>(average ? 1.0 / size() : 1.0);
+  const auto& kernels = codec::kernels();
+  const auto scale = kernels.scale[static_cast<std::size_t>(DType::kFloat32)];
+  for (std::size_t extent : plain_)
+    if (average) scale(output(extent), factor, counts_[extent]);
+  for (const Matrix& each : matrices_) {
+    codec::LowRankResult result;
+    result.p = left_.data() + each.left;
+    result.q = right_.data() + each.right;
+    result.scale = factor * codec::take_headroom(of_matrix(right_, each));
+    result.y = output(each.extent);
+    result.own_q = own_right_.data() + each.right;
+    result.own_scale = codec::take_headroom(of_matrix(own_right_, each));
+    result.v = values(each);
+    result.error = feedback_.feeds_back() ? feedback_.errors()[each.extent] : nullptr;
+    kernels.low_rank.product(result, each.of);
+  }
+  if (feedback_.feeds_back()) remember();
+  transaction().settle(true);
+}
+
+// The next call begins where this one ends.
+void LowRankReduce::remember() {
+  for (const Matrix& each : matrices_) {
+    std::vector<float>& memory = transaction().next_memory(each.key);
+    memory.resize(each.memory + each.right_size());
+    std::copy_n(right_.begin() + static_cast<std::ptrdiff_t>(each.right), each.right_size(),
+                memory.begin() + static_cast<std::ptrdiff_t>(each.memory));
+  }
+}
+
+void LowRankReduce::refuse_all() {
+  for (std::size_t i = 0; i < counts_.size(); ++i)
+    std::fill_n(output(i), counts_[i], std::numeric_limits<float>::quiet_NaN());
+  transaction().settle(false);
+}
+
+const Request& LowRankReduce::exchange(const std::vector<Array>& arrays) {
+  current_ = phase(Collective::kAllReduce, DType::kFloat32, ReduceOp::kSum);
+  current_.algorithm = whole().algorithm;
+  current_.schedule = whole().schedule;
+  current_.schedule_digest = whole().schedule_digest;
+  current_.inputs = current_.outputs = arrays;
+  return current_;
+}
+
+const float* LowRankReduce::input(std::size_t extent) const {
+  return reinterpret_cast<const float*>(whole().inputs[extent].data);
+}
+
+float* LowRankReduce::output(std::size_t extent) const {
+  return reinterpret_cast<float*>(whole().outputs[extent].data);
+}
+
+// Null: zero.
+const float* LowRankReduce::residual(std::size_t extent) const {
+  return feedback_.feeds_back() ? feedback_.residuals()[extent] : nullptr;
+}
+
+// What the last call remembers, or as much as there is of it.
+std::span<const float> LowRankReduce::last_right(const Matrix& matrix) {
+  if (!feedback_.feeds_back()) return {};
+  const std::span<const float> memory = transaction().memory(matrix.key);
+  return memory.subspan(std::min(matrix.memory, memory.size()));
+}
+
+// V: input and residual.
+const float* LowRankReduce::values(const Matrix& matrix) const {
+  return residual(matrix.extent) == nullptr ? input(matrix.extent) : output(matrix.extent);
+}
+
+}  // namespace gradwire::exec
