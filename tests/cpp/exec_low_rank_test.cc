@@ -396,6 +396,38 @@ TEST(LowRank, SeveralArraysMayShareAKey) {
   EXPECT_EQ(shared.feedback[0]->save("all").memory.size(), std::size_t{2 * (30 + 25)});
 }
 
+// While an earlier call waits for another rank: the sum of input and residual is in its place.
+TEST(LowRank, TheFirstLocalWorkIsDoneWhenACallIsSubmitted) {
+  Job job(2, {{20, 30}});
+  const Values residual = normal(600, 1);
+  for (auto& each : job.feedback) each->add("key0", residual);
+  std::vector<Values> x = inputs(job, 2), y(2, Values(600));
+  std::vector<float> early(2, 1);
+  const auto submit = [&](std::size_t r) {
+    Array first{reinterpret_cast<std::byte*>(&early[r]), 1}, in = array_of(x[r]),
+                                                             out = array_of(y[r]);
+    Request before, call;
+    before.inputs = before.outputs = {&first, 1};
+    call.codec = codec::make_codec("lowrank");
+    call.feedback = job.feedback[r];
+    call.keys = job.keys;
+    call.shapes = job.shapes;
+    call.inputs = {&in, 1};
+    call.outputs = {&out, 1};
+    Communicator& comm = job.ranks[static_cast<int>(r)];
+    comm.submit(before);
+    return comm.submit(call);
+  };
+  const auto work = submit(0);
+  Values sum = x[0];
+  for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += residual[i];
+  EXPECT_TRUE(same_bits(y[0], sum));
+  const auto other = submit(1);
+  job.ranks[0].wait(*work, 10);
+  job.ranks[1].wait(*other, 10);
+  expect_agreement(y);
+}
+
 TEST(LowRank, RefusesWhatItCannotDo) {
   Job job(2, {{4, 6}});
   Values x(24);

@@ -151,10 +151,16 @@ std::unique_ptr<Communicator::Pending> Communicator::take_spare() {
 
 std::shared_ptr<Work> Communicator::enqueue(const Request& request) {
   Operation::check(request, identity_.rank, identity_.size);
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   require_alive();
   auto pending = take_spare();
   bind(*pending, request);
+  if (pending->compound != nullptr) {
+    lock.unlock();  // for the driver, who is at work
+    pending->compound->prepare();
+    lock.lock();
+    require_alive();
+  }
   pending->timeout = request.timeout;
   std::shared_ptr<Work> work = pending->work;
   queue_.push_back(std::move(pending));

@@ -26,6 +26,10 @@ class Compound {
   // transaction. Throws InvalidArgument, and is as before, for what makes no valid call.
   void bind(const Request& request, Rank rank, int size);
 
+  // After that, on the same thread, before the request is queued: local work for which nobody is
+  // needed, so that it is done while earlier calls travel.
+  virtual void prepare() {}
+
   // A request as its phases will be, whose plan shows at submission that they can be made.
   virtual const Request& probe() = 0;
 

@@ -104,29 +104,8 @@ void LowRankReduce::list_exchanges() {
   for (std::size_t extent : plain_) lefts_.push_back(whole().outputs[extent]);
 }
 
-// ---- By the driver -----------------------------------------------------------------------------
-
-const Request* LowRankReduce::next(const Progress&) {
-  switch (phase_++) {
-    case 0:
-      multiply();
-      if (size() > 1) return &exchange(lefts_);
-      [[fallthrough]];
-    case 1:
-      if (!orthonormalise()) {
-        refuse_all();
-        return nullptr;
-      }
-      if (!matrices_.empty()) return &exchange(rights_);
-      [[fallthrough]];
-    default:
-      finish();
-      return nullptr;
-  }
-}
-
-// P = V·q. The sum of input and residual takes the place of the output.
-void LowRankReduce::multiply() {
+void LowRankReduce::prepare() {
+  const codec::FloatEnvironment environment;
   for (std::size_t extent : plain_) {
     float* y = output(extent);
     if (y != input(extent) && counts_[extent] > 0)
@@ -138,6 +117,33 @@ void LowRankReduce::multiply() {
     codec::start_factor(last_right(each), each.of, q);
     codec::kernels().low_rank.left(input(each.extent), residual(each.extent), output(each.extent),
                                    q.data(), left_.data() + each.left, each.of);
+  }
+}
+
+// What the last call remembers, or as much as there is of it.
+std::span<const float> LowRankReduce::last_right(const Matrix& matrix) {
+  if (!feedback_.feeds_back()) return {};
+  const std::span<const float> memory = transaction().memory(matrix.key);
+  return memory.subspan(std::min(matrix.memory, memory.size()));
+}
+
+// ---- By the driver -----------------------------------------------------------------------------
+
+const Request* LowRankReduce::next(const Progress&) {
+  switch (phase_++) {
+    case 0:
+      if (size() > 1) return &exchange(lefts_);
+      [[fallthrough]];  // alone, there are no matrices
+    case 1:
+      if (!orthonormalise()) {
+        refuse_all();
+        return nullptr;
+      }
+      if (!matrices_.empty()) return &exchange(rights_);
+      [[fallthrough]];
+    default:
+      finish();
+      return nullptr;
   }
 }
 
@@ -217,13 +223,6 @@ float* LowRankReduce::output(std::size_t extent) const {
 // Null: zero.
 const float* LowRankReduce::residual(std::size_t extent) const {
   return feedback_.feeds_back() ? feedback_.residuals()[extent] : nullptr;
-}
-
-// What the last call remembers, or as much as there is of it.
-std::span<const float> LowRankReduce::last_right(const Matrix& matrix) {
-  if (!feedback_.feeds_back()) return {};
-  const std::span<const float> memory = transaction().memory(matrix.key);
-  return memory.subspan(std::min(matrix.memory, memory.size()));
 }
 
 // V: input and residual.

@@ -15,6 +15,8 @@ namespace gradwire::exec {
 class LowRankReduce final : public Compound {
  public:
   const Request& probe() override { return exchange(lefts_); }
+  // P = V·q. The sum of input and residual takes the place of the output.
+  void prepare() override;
   const Request* next(const Progress& progress) override;
 
  private:
@@ -36,7 +38,6 @@ class LowRankReduce final : public Compound {
   void list_exchanges();
   void place_in_keys();
 
-  void multiply();
   bool orthonormalise();
   void finish();
   void remember();
