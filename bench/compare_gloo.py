@@ -15,8 +15,6 @@ import datetime
 import json
 import math
 import os
-import platform
-import resource
 import statistics
 import sys
 import tempfile
@@ -26,6 +24,7 @@ from time import perf_counter
 from typing import Any
 
 from gradwire import _launch
+from machine import OtherLoad, describe
 
 RESULTS = Path(__file__).parent / "results"
 CONTENDERS = ("gloo", "tcp", "shm", "auto")
@@ -48,7 +47,7 @@ def main() -> int:
     options = _parse()
     if "RANK" in os.environ:  # one of the ranks that the lines below start
         return _rank(options)
-    load = _OtherLoad()
+    load = OtherLoad()
     found: dict[int, Times] = {}
     for ranks in options.ranks:
         found[ranks] = {name: {} for name in CONTENDERS}
@@ -57,7 +56,7 @@ def main() -> int:
             if code != 0:
                 return code
             _merge(found[ranks], times)
-    machine = f"{_machine()}, of whose time other work took about {load.share():.0%}"
+    machine = f"{describe()}, of whose time other work took about {load.share():.0%}"
     stem = RESULTS / f"gloo-{datetime.date.today().isoformat()}"
     RESULTS.mkdir(exist_ok=True)
     table = _document(found, options, machine, stem.name)
@@ -199,39 +198,6 @@ def _document(found: dict[int, Times], options: argparse.Namespace, machine: str
     for ranks, times in found.items():
         lines += ["", f"## {ranks} ranks", "", *_table(times)]
     return "\n".join(lines) + "\n"
-
-
-def _machine() -> str:
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}"
-
-
-class _OtherLoad:
-    """What else the machine did since this was made: it slows those most that sleep to wait."""
-
-    def __init__(self) -> None:
-        self._start, self._busy = perf_counter(), self._busy_elsewhere()
-
-    def share(self) -> float:
-        """The part of all cores' time that went to other processes."""
-        elapsed = (perf_counter() - self._start) * (os.cpu_count() or 1)
-        return max(0.0, self._busy_elsewhere() - self._busy) / elapsed
-
-    @staticmethod
-    def _busy_elsewhere() -> float:
-        """Seconds, of all processes but this one and its ended children."""
-        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-        user, nice, system, _, _, irq, softirq, steal = map(int, words)
-        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-        own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return busy - sum(each.ru_utime + each.ru_stime for each in own)
 
 
 def _table(times: Times) -> list[str]:

@@ -1,0 +1,57 @@
+"""The benchmarks' links: held to their rate, measured, and refused where they are not."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import links
+import pytest
+
+MISSING = links.missing()
+needs_links = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+MESSAGES = (100_000, 200_000)  # bytes
+
+
+@pytest.fixture
+def shaped() -> Iterator[links.ShapedLinks]:
+    """At a rate so low that a busy machine keeps up."""
+    with contextlib.closing(links.ShapedLinks(3, links.rate("20mbit"))) as made:
+        yield made
+
+
+@needs_links
+def test_plain_sockets_have_the_rate(shaped: links.ShapedLinks):
+    found = links.check(shaped, MESSAGES)
+    assert [(each.pattern, each.message) for each in found] == [
+        (pattern, message) for pattern in ("one pair", "ring") for message in MESSAGES
+    ]
+    assert all(abs(each.mbit - 20) <= 20 * links.TOLERANCE for each in found)
+    assert shaped.dropped() == 0
+
+
+@needs_links
+def test_links_that_are_not_held_are_refused(shaped: links.ShapedLinks):
+    shaped.rate = shaped.rate._replace(bits=shaped.rate.bits / 2)
+    with pytest.raises(RuntimeError, match=r"not held to 20mbit(.|\n)*\| 100,000 \|"):
+        links.check(shaped, MESSAGES[:1], attempts=1)
+
+
+def test_a_rate_is_written_as_tc_writes_it():
+    assert links.rate("100mbit").bits == 1e8
+    assert links.rate("2.5gbit").bits == 2.5e9
+    for wrong in ("100", "fast", "gbit", "1gib"):
+        with pytest.raises(ValueError, match="is no rate"):
+            links.rate(wrong)
+
+
+def test_without_a_tool_it_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    program = Path(links.__file__)
+    command = [sys.executable, str(program), "--rate", "20mbit"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "install iproute2" in ended.stderr
