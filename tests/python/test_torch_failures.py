@@ -108,14 +108,14 @@ def interrupt_backward() -> tuple[str, float]:
             state.communicator.recv(torch.empty(1), 0)
         assert raised.value.peer == 0
         return str(raised.value), 0.0
-    wait = state._end_backward
+    wait = state._steps.end_backward
 
-    def soon(last: gradwire.Work) -> None:
+    def soon() -> None:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        wait(last)
+        wait()
 
-    state._end_backward = soon  # type: ignore[method-assign]
+    state._steps.end_backward = soon  # type: ignore[method-assign]
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         step(ddp, 2)

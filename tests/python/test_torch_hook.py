@@ -349,7 +349,7 @@ def blocking_callbacks() -> bool:
         averaged = future.value()
         again: Future[torch.Tensor] = Future()
         work = state.communicator.all_reduce(averaged, op="avg", async_op=True)
-        state._completions.submit(work.wait, lambda _: again.set_result(averaged))
+        state._steps.completions.submit(work.wait, lambda _: again.set_result(averaged))
         return again.wait()
 
     def hook(state, bucket):  # DDP refuses annotations that are strings

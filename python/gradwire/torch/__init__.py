@@ -13,6 +13,22 @@ except ModuleNotFoundError as _missing:
         "gradwire.torch needs PyTorch: pip install 'gradwire[torch]'", name=_missing.name
     ) from _missing
 
-from gradwire.torch._hook import State, comm_hook, register
+from gradwire.torch._hook import comm_hook
+from gradwire.torch._momentum import Momentum
+from gradwire.torch._register import register, stats
+from gradwire.torch._rules import Stages, warm_up
+from gradwire.torch._state import State
+from gradwire.torch._stats import CodecStats, Stats, StepStats
 
-__all__ = ["State", "comm_hook", "register"]
+__all__ = [
+    "CodecStats",
+    "Momentum",
+    "Stages",
+    "State",
+    "Stats",
+    "StepStats",
+    "comm_hook",
+    "register",
+    "stats",
+    "warm_up",
+]

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from gradwire.torch._hook import State
+    from gradwire.torch._state import State
 
 _METHOD = "_distributed_broadcast_coalesced"
 

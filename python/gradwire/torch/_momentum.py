@@ -1,0 +1,75 @@
+"""Momentum correction and factor masking (Lin et al. 2018, "Deep Gradient Compression", sec. 3).
+
+A sparse codec delivers an element late. Were momentum applied after that, by the optimizer, the
+steps that it missed would be lost to the velocity. So each rank keeps the velocity of its own
+gradients, and sends that (Algorithm 3); and it forgets that of elements it has just sent, lest
+they are pushed in a stale direction (sec. 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gradwire._errors import InvalidArgument
+from gradwire._feedback import ErrorFeedback
+from gradwire.torch._parcels import Parcel
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """Momentum in the hook; the optimizer's own must be 0.
+
+    `masking` is factor masking, of parameters that travel with a sparse codec.
+    """
+
+    factor: float = 0.9
+    nesterov: bool = False
+    masking: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.factor < 1:
+            raise InvalidArgument(f"momentum factor={self.factor} is not from 0 to below 1")
+
+
+class Velocities:
+    """This rank's, by parameter; changed for good when the step is kept."""
+
+    def __init__(self, momentum: Momentum) -> None:
+        self._momentum = momentum
+        self.kept: dict[str, torch.Tensor] = {}
+        self._next: dict[str, torch.Tensor] = {}
+
+    def apply(self, parcel: Parcel) -> None:
+        """Turns the gradients of a bucket into what is to be sent."""
+        factor = self._momentum.factor
+        for name, gradient in zip(parcel.names, parcel.gradients, strict=True):
+            velocity = gradient.clone()
+            if name in self.kept:
+                velocity.add_(self.kept[name].view_as(velocity), alpha=factor)
+            self._next[name] = velocity
+            if self._momentum.nesterov:
+                gradient.add_(velocity, alpha=factor)
+            else:
+                gradient.copy_(velocity)
+
+    def end_step(self, keep: bool, sparse: Iterable[str], feedback: ErrorFeedback | None) -> None:
+        """`sparse` are the parameters of which only some elements were sent."""
+        if keep:
+            self.kept.update(self._next)
+        if keep and self._momentum.masking and feedback is not None:
+            for name in sparse:
+                waiting = torch.from_numpy(feedback.residual(name) != 0)
+                self.kept[name].view(-1).mul_(waiting)
+        self._next = {}
+
+    def load(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """In place of what there was."""
+        self.kept = {name: each.clone() for name, each in kept.items()}
+
+    def scale(self, factor: float) -> None:
+        """For a changed loss scale."""
+        for velocity in self.kept.values():
+            velocity.mul_(factor)

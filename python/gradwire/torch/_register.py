@@ -1,0 +1,132 @@
+"""register: makes a DDP model average its gradients with gradwire."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire._communicator import Communicator
+from gradwire._errors import InvalidArgument
+from gradwire._feedback import ErrorFeedback
+from gradwire.torch._buffers import broadcast_buffers_by
+from gradwire.torch._group import communicator_of
+from gradwire.torch._guard import Guard
+from gradwire.torch._hook import comm_hook
+from gradwire.torch._momentum import Momentum
+from gradwire.torch._rules import Rules, Wanted
+from gradwire.torch._scales import Scaler
+from gradwire.torch._state import State
+from gradwire.torch._stats import Stats
+
+_states: weakref.WeakKeyDictionary[DistributedDataParallel, State] = weakref.WeakKeyDictionary()
+
+
+def register(
+    ddp: DistributedDataParallel,
+    codec: Wanted = "none",
+    algorithm: str = "auto",
+    communicator: Communicator | None = None,
+    *,
+    feedback: ErrorFeedback | bool | None = None,
+    rules: Sequence[tuple[str, Wanted]] = (),
+    min_elements: int = 1024,
+    momentum: Momentum | None = None,
+    scaler: Scaler | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    timeout: float = 300,
+) -> State:
+    """Makes a DDP model average its gradients with gradwire; every rank calls it, before training.
+
+    `codec` is as in `Communicator.all_reduce`, or a function of the step (`Stages`, `warm_up`), and
+    applies to float32 gradients; others travel as they are. `rules` are pairs of a pattern and a
+    codec: a parameter whose name it matches (as in fnmatch: ``"*.bias"``) travels with that of the
+    first such rule. Where the codec is biased, a parameter of less than `min_elements` elements
+    travels as it is.
+
+    What a codec loses is kept by parameter and sent later, with `feedback`: None where a codec
+    needs it, True also where none does, False nowhere, or a `gradwire.ErrorFeedback` that goes on.
+    `momentum` moves momentum from the optimizer into the hook. With `scaler`, a GradScaler, what
+    is kept follows the loss scale; with `optimizer` it follows the learning rate, so that it moves
+    weights as far as it would have when it was kept.
+
+    Without a communicator, one with `timeout` (seconds) is made over the ranks of
+    `ddp.process_group`, which must be able to exchange CPU tensors, as gloo's are. Raises
+    RendezvousError, and InvalidArgument for an unknown codec or algorithm and for a communicator of
+    another size or another order of ranks.
+
+    Buffers (of batch normalisation) travel over gradwire too. Forward and backward raise gradwire's
+    errors, which name the rank that failed; and backward raises when DDP left the hook out.
+    """
+    Rules(codec, rules)  # refuses an unknown codec before the ranks meet
+    owns = communicator is None
+    if communicator is None:
+        communicator = communicator_of(ddp.process_group, timeout)
+    _require_same_ranks(communicator, ddp.process_group)
+    state = State(
+        communicator,
+        codec,
+        algorithm,
+        parameters=ddp.module.named_parameters(),
+        feedback=feedback,
+        rules=rules,
+        min_elements=min_elements,
+        momentum=momentum,
+        scaler=scaler,
+        optimizer=optimizer,
+        find_unused=ddp.find_unused_parameters and not ddp.static_graph,
+        owns_communicator=owns,
+    )
+    ddp.register_comm_hook(state, comm_hook)
+    _watch(ddp, state)
+    broadcast_buffers_by(ddp, state)
+    _states[ddp] = state
+    return state
+
+
+def stats(ddp: DistributedDataParallel) -> Stats:
+    """Prints a table of the hook's counters on this rank, and returns them.
+
+    Raises InvalidArgument for a model without gradwire's hook.
+    """
+    if ddp not in _states:
+        raise InvalidArgument("the model has no hook of gradwire's: call register() first")
+    found = _states[ddp].stats()
+    print(found)
+    return found
+
+
+def _watch(ddp: DistributedDataParallel, state: State) -> None:
+    """Has every forward in training raise the state's error, and look after its backward."""
+    guard = Guard(list(ddp.module.parameters()), partial(getattr, state._steps, "handed_over"))
+    ddp.register_forward_pre_hook(partial(_before_forward, state, guard))
+    ddp.register_forward_hook(partial(_after_forward, state, guard))
+
+
+def _before_forward(state: State, guard: Guard, ddp: DistributedDataParallel, _: Any) -> None:
+    if not (ddp.training and torch.is_grad_enabled()):
+        return
+    state._steps.raise_error()
+    if ddp.require_backward_grad_sync:
+        guard.before_forward()
+
+
+def _after_forward(
+    state: State, guard: Guard, ddp: DistributedDataParallel, _: Any, output: Any
+) -> None:
+    if torch.is_grad_enabled() and ddp.require_backward_grad_sync and not state.closed:
+        guard.after_forward(output)
+
+
+def _require_same_ranks(communicator: Communicator, group: dist.ProcessGroup) -> None:
+    have, want = (communicator.rank, communicator.size), (group.rank(), group.size())
+    if have != want:
+        raise InvalidArgument(
+            f"the communicator says rank {have[0]} of {have[1]}, the model's process group says "
+            f"rank {want[0]} of {want[1]}: they must consist of the same ranks in the same order"
+        )

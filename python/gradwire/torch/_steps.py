@@ -1,0 +1,201 @@
+"""Steps: takes a backward's buckets on their way, and brings each step to its end.
+
+Buckets are handed over on the thread that runs backward. Threads of `Completions` wait for them, in
+that order, and end the step after its last one; only then is backward let go.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from gradwire._communicator import Communicator
+from gradwire._errors import Aborted
+from gradwire._work import Work
+from gradwire.torch._completions import Completions
+from gradwire.torch._memory import Call, Memory
+from gradwire.torch._stats import Counters
+
+_CLOSED = "the hook's State is closed: register another"
+_CLOSE_SECONDS = 10.0
+
+
+class Steps:
+    """One model's; the first error is final."""
+
+    def __init__(self, communicator: Communicator, algorithm: str, memory: Memory) -> None:
+        self.communicator, self.algorithm, self.memory = communicator, algorithm, memory
+        self.error: Exception | None = None
+        self.counters = Counters(communicator.size)
+        self.done = 0  # steps whose gradients were all averaged
+        self.handed_over = 0  # steps that DDP has handed over to the last bucket
+        self.closed = False
+        self.completions = Completions(f"gradwire-ddp-{communicator.rank}")
+        self._step = _Step(0)
+        self._step.ended.set()
+        self._lock = threading.Lock()  # of the step's end
+
+    def hand_over(self, bucket: dist.GradBucket, future: Future[torch.Tensor]) -> None:
+        """Begins to average the bucket in its own buffer; completes the future when that is done.
+
+        Never raises, but gives the future the error.
+        """
+        works: list[Work] = []
+        error: Exception | None = None
+        try:
+            self._start(bucket, works)
+        except Exception as its:
+            error = self._first(its)
+        except BaseException as its:  # Ctrl-C; a future holds no such thing
+            error = self._interrupt(its)
+        self.handed_over += bucket.is_last()
+        if self.closed:
+            future.set_exception(self._first(error or Aborted(_CLOSED)))
+            return
+        wait = partial(self._wait, works, error)
+        buffer = bucket.buffer()
+        if bucket.is_last() or self.memory.holds:
+            self._step.waiting.append((buffer, future))
+        else:
+            self.completions.submit(wait, partial(_complete, buffer, future))
+        if bucket.is_last():
+            self.completions.submit(wait, self._end)
+
+    def end_backward(self) -> None:
+        """Waits for the step's end; raises the error, or what Ctrl-C raises."""
+        began = time.perf_counter()
+        try:
+            self._step.ended.wait()
+        except BaseException as error:
+            self._interrupt(error)
+            raise
+        self.counters.waited(time.perf_counter() - began)
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """The first one, if there was any."""
+        if self.error is not None:
+            raise self.error
+
+    def drop(self) -> None:
+        """Takes back a step whose backward ended before its last bucket was there."""
+        if self._step.ended.is_set():
+            return
+        waited = threading.Event()
+        if not self.closed:  # and so over
+            self.completions.submit(_nothing, lambda _: waited.set())
+            waited.wait()
+        self._settle(well=False)
+        self._step.ended.set()
+
+    def close(self, with_communicator: bool) -> None:
+        """Ends the threads; aborts the communicator where buckets are on their way."""
+        self.closed = True
+        if self.completions.pending:
+            buckets = self.completions.pending
+            self.communicator.abort(
+                f"closed with {buckets} gradient bucket{'s'[: buckets > 1]} in flight"
+            )
+        self.completions.close(_CLOSE_SECONDS)
+        if with_communicator:
+            self.communicator.close()
+
+    def _start(self, bucket: dist.GradBucket, works: list[Work]) -> None:
+        self.raise_error()
+        if self.closed:
+            raise Aborted(_CLOSED)
+        if self._step.ended.is_set():
+            self._step = _Step(self.communicator.traffic.bytes_sent)
+            self.memory.begin_step()
+            self._step.open = True
+        self._step.count(bucket.buffer())
+        for parcel in self.memory.parcels(bucket, bucket.is_last()):
+            for call in self.memory.calls(parcel, self.done):
+                works.append(self._average(call))
+        if bucket.is_last() and self.memory.unused is not None:
+            works.append(self.memory.unused.share(self.communicator))
+
+    def _average(self, call: Call) -> Work:
+        work: Work = self.communicator.all_reduce(
+            call.arrays[0] if len(call.arrays) == 1 else call.arrays,
+            op="avg",
+            algorithm=self.algorithm,
+            codec=call.codec,
+            keys=call.keys,
+            feedback=False if call.keys is None else self.memory.feedback,
+            async_op=True,
+        )
+        return work
+
+    def _wait(self, works: Sequence[Work], error: Exception | None) -> None:
+        """For all of them, whatever becomes of each; raises the first error."""
+        for work in works:
+            try:
+                work.wait()
+            except Exception as its:
+                error = error or its
+        if error is not None:
+            raise self._first(error)
+
+    def _end(self, error: Exception | None) -> None:
+        step = self._step
+        try:
+            kept = self._settle(well=error is None)
+            self.raise_error()
+            sent = self.communicator.traffic.bytes_sent - step.sent_before
+            self.counters.end_step(kept, step.buckets, step.bytes, sent)
+            self.done += 1
+        except Exception as its:
+            error = self._first(its)
+        step.ended.set()
+        for buffer, future in step.waiting:
+            _complete(buffer, future, error)
+
+    def _settle(self, well: bool) -> bool:
+        with self._lock:
+            was_open, self._step.open = self._step.open, False
+            return was_open and self.memory.end_step(well)
+
+    def _first(self, error: Exception) -> Exception:
+        if self.error is None:
+            self.error = error
+        return self.error
+
+    def _interrupt(self, error: BaseException) -> Exception:
+        """Tells the other ranks of Ctrl-C."""
+        what = f"{type(error).__name__} in backward"
+        self.communicator.abort(what)
+        return self._first(Aborted(what))
+
+
+class _Step:
+    """One backward's buckets."""
+
+    def __init__(self, sent_before: int) -> None:
+        self.sent_before = sent_before  # bytes, by this rank
+        self.buckets = self.bytes = 0
+        self.open = False  # the memory's step is
+        self.ended = threading.Event()
+        self.waiting: list[tuple[torch.Tensor, Future[torch.Tensor]]] = []  # for the end
+
+    def count(self, buffer: torch.Tensor) -> None:
+        """A bucket more."""
+        self.buckets += 1
+        self.bytes += buffer.numel() * buffer.element_size()
+
+
+def _complete(buffer: torch.Tensor, future: Future[torch.Tensor], error: Exception | None) -> None:
+    if error is None:
+        future.set_result(buffer)
+    else:
+        future.set_exception(error)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,239 @@
+"""Residuals by parameter: nothing is lost, whatever DDP does with its buckets."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_ranks
+from gradwire.torch import Stages, register
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch_training import (
+    CODECS,
+    LOSSY,
+    SMALL_BUCKETS,
+    backward,
+    batch,
+    mlp,
+    same_everywhere,
+    with_each,
+    wrapped,
+)
+
+ROUNDING = 16.0  # units in the last place of all that was added up
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": SMALL_BUCKETS,  # one bucket in the first step, several in other order from then on
+    "bucket views": {**SMALL_BUCKETS, "gradient_as_bucket_view": True},
+    "static graph": {**SMALL_BUCKETS, "static_graph": True},  # rebuilt a step later
+    "unused": {**SMALL_BUCKETS, "find_unused_parameters": True},  # never rebuilt
+}
+
+
+def train(setting: dict[str, Any], codec: str) -> tuple[float, bool, int]:
+    ddp, books = wrapped(mlp(), **setting)
+    state = register(ddp, codec=codec, feedback=True, min_elements=0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(5):
+        backward(ddp, step)
+        optimizer.step()
+        books.deliver()
+    assert state.feedback is not None
+    return books.missing(state.feedback), same_everywhere(ddp.parameters()), state.buckets
+
+
+def train_in_all_settings(codec: str) -> dict[str, tuple[float, bool, int]]:
+    return {name: train(setting, codec) for name, setting in SETTINGS.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nothing_is_lost_when_buckets_are_rebuilt(ranks: int) -> None:
+    for by_codec in torch_ranks.run(ranks, with_each, CODECS, train_in_all_settings):
+        for codec, by_setting in by_codec.items():
+            for setting, (missing, same, buckets) in by_setting.items():
+                assert missing < ROUNDING, (codec, setting)
+                assert same, (codec, setting)
+                assert buckets > 5, (codec, setting)
+
+
+def residuals_by_name(codec: str) -> dict[str, int]:
+    ddp, _ = wrapped(mlp())
+    state = register(ddp, codec=codec, feedback=True, min_elements=0)
+    backward(ddp, 0)
+    assert state.feedback is not None
+    return state.feedback.keys()
+
+
+def test_keys_are_the_parameters_names() -> None:
+    expected = {name: each.numel() for name, each in mlp().named_parameters()}
+    assert torch_ranks.run(2, residuals_by_name, LOSSY[0]) == [expected] * 2
+
+
+def accumulate(codec: str, views: bool) -> float:
+    """Of four batches, two pairs are averaged together."""
+    ddp, books = wrapped(mlp(), **SMALL_BUCKETS, gradient_as_bucket_view=views)
+    state = register(ddp, codec=codec, feedback=True, min_elements=0)
+    for step in range(6):
+        with contextlib.nullcontext() if step % 2 else ddp.no_sync():
+            backward(ddp, step)
+        if step % 2:
+            books.deliver()
+    assert state.steps == 3
+    return books.missing(state.feedback)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_nothing_is_lost_with_no_sync(views: bool) -> None:
+    for found in torch_ranks.run(2, with_each, CODECS, accumulate, views):
+        assert max(found.values()) < ROUNDING, found
+
+
+class Branches(nn.Module):
+    """Uses those of its branches that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.branches = nn.ModuleList(nn.Linear(20, 10) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, asked: list[int]) -> torch.Tensor:
+        return sum(self.branches[i](x) for i in asked)
+
+
+# By step and rank, the branches used: the third by one rank, then by none, then by all.
+ASKED = [[[0, 1], [1, 2]], [[0, 1], [0]], [[1], [0]], [[0, 1, 2], [0, 1, 2]], [[2], [1]]]
+IGNORED = [
+    {f"branches.{i}.{each}" for i in unused for each in ("weight", "bias")}
+    for unused in ([], [2], [2], [], [0])
+]
+
+
+def use_branches(codec: str) -> float:
+    ddp, books = wrapped(Branches(), find_unused_parameters=True)
+    state = register(ddp, codec=codec, feedback=True, min_elements=0)
+    for step, asked in enumerate(ASKED):
+        x, y = batch(step)
+        mse_loss(ddp(x, asked[dist.get_rank()]), y).backward()
+        unused = {name for name, each in ddp.module.named_parameters() if each.grad is None}
+        assert unused == IGNORED[step]
+        books.deliver()
+    return books.missing(state.feedback)
+
+
+def test_nothing_is_lost_with_parameters_that_some_ranks_or_all_do_not_use() -> None:
+    for found in torch_ranks.run(2, with_each, CODECS, use_branches):
+        assert max(found.values()) < ROUNDING, found
+
+
+def train_unevenly(codec: str) -> tuple[float, int]:
+    """Rank r has 3 + 2 r batches; who has no more takes part with zeros."""
+    ddp, books = wrapped(mlp(), **SMALL_BUCKETS)
+    state = register(ddp, codec=codec, feedback=True, min_elements=0)
+    with ddp.join():
+        for step in range(3 + 2 * dist.get_rank()):
+            backward(ddp, step)
+            books.deliver()
+    return books.missing(state.feedback), state.steps
+
+
+def test_nothing_is_lost_with_uneven_inputs() -> None:
+    every = torch_ranks.run(3, with_each, CODECS, train_unevenly)
+    for codec in CODECS:
+        missing, _ = every[2][codec]
+        assert missing < ROUNDING, codec  # by the books of the rank that trains longest
+        assert [steps for _, steps in (found[codec] for found in every)] == [7] * 3
+
+
+def freeze(codec: str) -> tuple[float, bool]:
+    """A layer is frozen and thawed; DDP must be made anew for each, the residuals go on."""
+    module = mlp()
+    _, books = wrapped(module)
+    feedback = None
+    for step, trainable in enumerate([True, True, False, False, True, True]):
+        module[2].requires_grad_(trainable)
+        if step % 2 == 0:
+            ddp, _ = wrapped(module, **SMALL_BUCKETS)
+            state = register(ddp, codec=codec, feedback=feedback or True, min_elements=0)
+            feedback = state.feedback
+        backward(ddp, step)
+        books.deliver()
+    assert feedback is not None
+    return books.missing(feedback), feedback.residual("2.weight").size > 0
+
+
+def test_nothing_is_lost_when_parameters_are_frozen_and_thawed() -> None:
+    for found in torch_ranks.run(2, with_each, CODECS, freeze):
+        for codec, (missing, kept) in found.items():
+            assert missing < ROUNDING, codec
+            assert kept, codec
+
+
+def switch(codec: str) -> tuple[float, list[float]]:
+    ddp, books = wrapped(mlp(), **SMALL_BUCKETS)
+    stages = Stages((0, "none"), (2, codec), (4, "none"))
+    state = register(ddp, codec=stages, min_elements=0)
+    norms = []
+    for step in range(6):
+        backward(ddp, step)
+        books.deliver()
+        norms.append(sum(each.residual_norm for each in state.stats().codecs.values()))
+    return books.missing(state.feedback), norms
+
+
+def test_nothing_is_lost_when_the_codec_changes() -> None:
+    for found in torch_ranks.run(2, with_each, LOSSY, switch):
+        for codec, (missing, norms) in found.items():
+            assert missing < ROUNDING, codec
+            assert norms[0] == norms[1] == norms[4] == norms[5] == 0  # none delivers what was kept
+            assert min(norms[2:4]) > 0, codec
+
+
+class Mixed(nn.Module):
+    """Layers of four types, tied weights, an empty parameter and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(20, 20), nn.Linear(20, 20).double()
+        self.third, self.fourth = nn.Linear(20, 20).half(), nn.Linear(20, 20).bfloat16()
+        self.tied = nn.Linear(20, 10)
+        self.also_tied = self.tied
+        self.nothing, self.number = nn.Parameter(torch.empty(0)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x).double())
+        x = self.fourth(self.third(x.half()).bfloat16()).float()
+        return self.also_tied(x) + self.tied(x) * self.number + self.nothing.sum()
+
+
+def train_mixed(hook: dict[str, Any] | None) -> tuple[torch.Tensor, float]:
+    ddp, books = wrapped(Mixed(), **SMALL_BUCKETS)
+    state = None if hook is None else register(ddp, **hook)
+    for step in range(3):
+        backward(ddp, step)
+        gradients = torch.cat([each.grad.double().flatten() for each in ddp.parameters()])
+        books.only(torch.float32)
+        books.deliver()
+    return gradients, books.missing(state.feedback) if state else 0.0
+
+
+def mixed_types(codec: str) -> tuple[bool, float]:
+    plain, _ = train_mixed(None)
+    hooked, missing = train_mixed({"codec": codec, "feedback": True, "min_elements": 0})
+    others = [each.dtype is not torch.float32 for each in Mixed().parameters()]
+    sizes = [each.numel() for each in Mixed().parameters()]
+    chosen = torch.repeat_interleave(torch.tensor(others), torch.tensor(sizes))
+    chosen = chosen | torch.tensor(codec == "none")
+    return plain[chosen].equal(hooked[chosen]), missing
+
+
+def test_several_types_in_one_model() -> None:
+    """All but float32 travel as they are: equal to plain DDP."""
+    for found in torch_ranks.run(2, with_each, CODECS, mixed_types):
+        for codec, (equal, missing) in found.items():
+            assert equal, codec
+            assert missing < ROUNDING, codec

@@ -1,0 +1,134 @@
+"""Models to train with DDP, and books of what goes into the hook and what comes out of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import gradwire
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.01}
+
+# Each codec with parameters that suit small models; those that the core has.
+CODECS = [
+    spec
+    for spec in (
+        "none",
+        "fp16",
+        "bf16",
+        "int8",
+        "onebit",
+        "threshold:density=0.05",
+        "topk:density=0.05",
+        "lowrank:rank=2",
+    )
+    if spec.partition(":")[0] in gradwire.codecs()
+]
+LOSSY = CODECS[1:]
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)
+    )
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Differs between ranks and steps."""
+    source = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return torch.randn(16, 20, generator=source), torch.randn(16, 10, generator=source)
+
+
+def backward(ddp: nn.Module, step: int) -> None:
+    x, y = batch(step)
+    mse_loss(ddp(x), y).backward()
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().double().flatten() for each in model.parameters()])
+
+
+def same_everywhere(tensors: Iterator[torch.Tensor]) -> bool:
+    """Whether they have the same bits on all ranks."""
+    own = hashlib.sha256()
+    for each in tensors:
+        own.update(each.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own.hexdigest())
+    return len(set(found)) == 1
+
+
+def with_each(codecs: Sequence[str], body: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """What `body(codec, *args)` returns, by codec."""
+    return {codec: body(codec, *args) for codec in codecs}
+
+
+class Books:
+    """Sums, in float64, of a model's gradients before the hook and after it.
+
+    Conservation: ranks × what was delivered + all residuals = all that went in (float32 rounding).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = dict(module.named_parameters())
+        self._in, self._out = self._zeros(), self._zeros()
+        self._size = self._zeros()  # of all that was added up, for the bound on rounding
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                parameter.register_hook(self._enter(name))
+
+    def _zeros(self) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros_like(p).double() for name, p in self._parameters.items()}
+
+    def _enter(self, name: str) -> Any:
+        def enter(gradient: torch.Tensor) -> None:
+            if name not in self._in:
+                return
+            self._in[name] += gradient.double()
+            self._size[name] += gradient.double().abs()
+
+        return enter
+
+    def deliver(self) -> None:
+        """After a backward that was averaged: takes the gradients, and clears them."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._out[name] += parameter.grad.double()
+                parameter.grad = None
+
+    def only(self, dtype: torch.dtype) -> None:
+        """Leaves out the parameters of other types, which round in their own way."""
+        for name, parameter in list(self._parameters.items()):
+            if parameter.dtype is not dtype:
+                for book in (self._parameters, self._in, self._out, self._size):
+                    del book[name]
+
+    def forget(self) -> None:
+        """Of gradients that were thrown away on all ranks."""
+        for name in self._in:
+            self._in[name].zero_()
+
+    def missing(self, feedback: gradwire.ErrorFeedback | None) -> float:
+        """How much of all gradients is nowhere, in units of float32 rounding of their sizes."""
+        worst = 0.0
+        for name, went_in in self._in.items():
+            kept = torch.zeros_like(went_in).flatten()
+            if feedback is not None and feedback.residual(name).size:
+                kept += torch.from_numpy(feedback.residual(name)).double()
+            both = torch.stack([went_in.flatten() - kept, self._size[name].flatten()])
+            dist.all_reduce(both)
+            lost = (both[0] - dist.get_world_size() * self._out[name].flatten()).abs()
+            if lost.numel():
+                worst = max(worst, float((lost / (both[1].max() + 1e-30)).max()) * 2**24)
+        return worst
+
+
+def wrapped(module: nn.Module, **setting: Any) -> tuple[DistributedDataParallel, Books]:
+    return DistributedDataParallel(module, **setting), Books(module)
