@@ -17,23 +17,16 @@ U16 narrow(U32 x) {
 U32 widen(U16 x) { return bits<U32>(_mm256_cvtepu16_epi32(bits<__m128i>(x))); }
 
 // The packs work within halves of a register, so four bytes at a time have to be put in order.
-Codes pack(const Parts<U32>& lanes) {
-  const __m256i last = _mm256_set1_epi32(0xFF);
-  const auto byte_of = [&](std::size_t k) {
-    return _mm256_and_si256(bits<__m256i>(lanes[k]), last);
-  };
+void pack(const Parts<U32>& lanes, std::byte* to) {
+  const auto byte_of = [&](std::size_t k) { return bits<__m256i>(lanes[k] & 0xFFU); };
   const __m256i low = _mm256_packus_epi32(byte_of(0), byte_of(1));
   const __m256i high = _mm256_packus_epi32(byte_of(2), byte_of(3));
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  return bits<Codes>(_mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order));
+  put(to, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order));
 }
-Group unpack(const Codes& codes) {
-  Group values;
-  each_part([&](std::size_t k) {
-    const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes.byte + 8 * k));
-    values[k] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight));
-  });
-  return values;
+F32 unpack(const std::byte* from) {
+  const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight));
 }
 
 std::uint32_t sign_bits(F32 v) { return static_cast<std::uint32_t>(_mm256_movemask_ps(v)); }

@@ -18,20 +18,14 @@ F32 float_from_half(U16 h) { return _mm512_maskz_cvtph_ps(kEvery, bits<__m256i>(
 U16 narrow(U32 x) { return bits<U16>(_mm512_maskz_cvtepi32_epi16(kEvery, bits<__m512i>(x))); }
 U32 widen(U16 x) { return bits<U32>(_mm512_maskz_cvtepu16_epi32(kEvery, bits<__m256i>(x))); }
 
-Codes pack(const Parts<U32>& lanes) {
-  Codes codes;
+void pack(const Parts<U32>& lanes, std::byte* to) {
   each_part([&](std::size_t k) {
-    put(codes.byte + 16 * k, _mm512_maskz_cvtepi32_epi8(kEvery, bits<__m512i>(lanes[k])));
+    put(to + 16 * k, _mm512_maskz_cvtepi32_epi8(kEvery, bits<__m512i>(lanes[k])));
   });
-  return codes;
 }
-Group unpack(const Codes& codes) {
-  Group values;
-  each_part([&](std::size_t k) {
-    const auto sixteen = get<__m128i>(codes.byte + 16 * k);
-    values[k] = _mm512_maskz_cvtepi32_ps(kEvery, _mm512_maskz_cvtepi8_epi32(kEvery, sixteen));
-  });
-  return values;
+F32 unpack(const std::byte* from) {
+  const __m512i sixteen = _mm512_maskz_cvtepi8_epi32(kEvery, get<__m128i>(from));
+  return _mm512_maskz_cvtepi32_ps(kEvery, sixteen);
 }
 
 std::uint32_t sign_bits(F32 v) { return _mm512_movepi32_mask(bits<__m512i>(v)); }

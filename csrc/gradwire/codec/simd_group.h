@@ -1,6 +1,8 @@
 // 32 elements in registers, however many those are.
 #pragma once
 
+#include <utility>
+
 #include "gradwire/codec/simd_sweep.h"
 
 namespace gradwire::codec {
@@ -29,22 +31,35 @@ struct Parts {
 };
 using Group = Parts<F32>;
 
-// A Group as it lies in memory.
+// body(k) for k from 0 on. Written out, or else GCC keeps the parts in memory.
+template <typename Body, std::size_t... k>
+[[gnu::always_inline]] inline void each_of([[maybe_unused]] Body body, std::index_sequence<k...>) {
+  (body(k), ...);
+}
+template <std::size_t kCount, typename Body>
+[[gnu::always_inline]] inline void each_of(Body body) {
+  each_of(body, std::make_index_sequence<kCount>());
+}
+template <typename Body>
+[[gnu::always_inline]] inline void each_part(Body body) {
+  each_of<kParts>(body);
+}
+
+// A Group as it lies in memory. Part by part, for the same reason.
 struct Groups {
   using V = Group;
   static constexpr std::size_t kCount = kGroup;
   static constexpr std::size_t kBytes = sizeof(float);
 
-  static V load(const std::byte* p) { return get<V>(p); }
-  static void store(std::byte* p, const V& v) { put(p, v); }
+  static V load(const std::byte* p) {
+    V v;
+    each_part([&](std::size_t k) { v[k] = get<F32>(p + k * sizeof(F32)); });
+    return v;
+  }
+  static void store(std::byte* p, const V& v) {
+    each_part([&](std::size_t k) { put(p + k * sizeof(F32), v[k]); });
+  }
 };
-
-// body(k) for every part.
-template <typename Body>
-void each_part(Body body) {
-#pragma GCC unroll 32
-  for (std::size_t k = 0; k < kParts; ++k) body(k);
-}
 
 // What is encoded, x + residual where there is one. Its NaNs are of any kind.
 template <bool kResidual>

@@ -7,22 +7,26 @@
 namespace gradwire::codec {
 namespace {
 
+// Each simd_<isa>.cc defines these two: writes the last byte of each lane; reads signed bytes.
+void pack(const Parts<U32>& lanes, std::byte* to);
+F32 unpack(const std::byte* from);
+
+// Codes as they lie in memory: as they are written, and as they are read.
 struct Codes {
-  std::byte byte[kGroup];
-};
-
-// Each simd_<isa>.cc defines these two: the last byte of each lane, and signed bytes as floats.
-Codes pack(const Parts<U32>& lanes);
-Group unpack(const Codes& codes);
-
-// Codes as they lie in memory.
-struct PackedCodes {
-  using V = Codes;
+  using V = Parts<U32>;
   static constexpr std::size_t kCount = kGroup;
   static constexpr std::size_t kBytes = 1;
-
-  static V load(const std::byte* p) { return get<V>(p); }
-  static void store(std::byte* p, const V& v) { put(p, v); }
+  static void store(std::byte* p, const V& lanes) { pack(lanes, p); }
+};
+struct DecodedCodes {
+  using V = Group;
+  static constexpr std::size_t kCount = kGroup;
+  static constexpr std::size_t kBytes = 1;
+  static V load(const std::byte* p) {
+    V v;
+    each_part([&](std::size_t k) { v[k] = unpack(p + k * kLanes); });
+    return v;
+  }
 };
 
 // Added to at most 2^22, it leaves the nearest integer, a tie to even, in the last bits.
@@ -93,7 +97,7 @@ struct Int8Block {
   float* error;
   std::size_t n;
 
-  std::int32_t largest_magnitude() const {
+  [[gnu::flatten]] std::int32_t largest_magnitude() const {
     Parts<I32> most{};
     sweep<kGroup>(n, [&](std::size_t i, auto part) {
       const Group v = source(i, part);
@@ -121,7 +125,8 @@ struct Int8Block {
     write_codes(round, scale, inverse, out + sizeof(float));
   }
 
-  void write_codes(const Round& round, float scale, float inverse, std::byte* codes) const {
+  [[gnu::flatten]] void write_codes(const Round& round, float scale, float inverse,
+                                    std::byte* codes) const {
     sweep<kGroup>(n, [=, this](std::size_t i, auto part) {
       Group v;
       if constexpr (kStored)
@@ -134,7 +139,7 @@ struct Int8Block {
         code[k] = bits<U32>(rounded);
         v[k] = v[k] - (rounded - kRounder) * scale;
       });
-      store<PackedCodes>(codes, i, part, pack(code));
+      store<Codes>(codes, i, part, code);
       if constexpr (kError) store<Groups>(error, i, part, v);
     });
   }
@@ -175,7 +180,8 @@ void encode_int8(const float* x, const float* residual, std::size_t n, std::size
 }
 
 template <bool kAdd>
-bool decode_int8(const std::byte* in, std::size_t n, std::size_t block, float* y) noexcept {
+[[gnu::flatten]] bool decode_int8(const std::byte* in, std::size_t n, std::size_t block,
+                                  float* y) noexcept {
   bool finite = true;
   for (std::size_t begin = 0; begin < n; begin += block) {
     const std::size_t length = n - begin < block ? n - begin : block;
@@ -186,7 +192,7 @@ bool decode_int8(const std::byte* in, std::size_t n, std::size_t block, float* y
     const std::byte* codes = in + sizeof(float);
     float* const to = y + begin;
     sweep<kGroup>(length, [=](std::size_t i, auto part) {
-      Group decoded = unpack(load<PackedCodes>(codes, i, part));
+      Group decoded = load<DecodedCodes>(codes, i, part);
       each_part([&](std::size_t k) { decoded[k] = decoded[k] * scale; });
       if constexpr (kAdd) {
         const Group before = load<Groups>(to, i, part);

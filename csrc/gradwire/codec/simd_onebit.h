@@ -154,7 +154,7 @@ class OneBitBlock {
       return source_(i, part);
   }
 
-  SignSums first_pass() {
+  [[gnu::flatten]] SignSums first_pass() {
     SignSums sums;
     I32 equal{};
     std::uint32_t negatives = 0;
@@ -225,7 +225,7 @@ class OneBitBlock {
   }
 
   template <bool kMasked>
-  void write_error(Means means) {
+  [[gnu::flatten]] void write_error(Means means) {
     const F32 plus = F32{} + means.plus, minus = F32{} + means.minus;
     sweep<kGroup>(n_, [=, this](std::size_t i, auto part) {
       Group v = value(i, part);
@@ -269,28 +269,39 @@ std::size_t encode_onebit(const float* x, const float* residual, std::size_t n, 
   return encode_onebit_as<false, false>(x, residual, n, block, out, error);
 }
 
-template <bool kMasked, typename PartOf>
-Group decoded(const OneBitPlane& plane, std::size_t i, PartOf part) {
-  const std::uint32_t signs = load_word(plane.signs, i, part);
-  std::uint32_t present = 0xFFFFFFFFU;
-  if (kMasked && plane.present != nullptr) present = load_word(plane.present, i, part);
-  Group y;
-  each_part([&](std::size_t k) {
-    y[k] = by_bits(signs, k, F32{} + plane.plus, F32{} + plane.minus);
-    if constexpr (kMasked) y[k] = by_bits(present, k, F32{}, y[k]);
-  });
-  return y;
-}
+// A plane in registers.
+struct PlaneValues {
+  const std::byte* signs;
+  const std::byte* present;
+  F32 plus, minus;
+
+  template <bool kMasked, typename PartOf>
+  Group load(std::size_t i, PartOf part) const {
+    const std::uint32_t sign = load_word(signs, i, part);
+    std::uint32_t shown = 0xFFFFFFFFU;
+    if (kMasked && present != nullptr) shown = load_word(present, i, part);
+    Group y;
+    each_part([&](std::size_t k) {
+      y[k] = by_bits(sign, k, plus, minus);
+      if constexpr (kMasked) y[k] = by_bits(shown, k, F32{}, y[k]);
+    });
+    return y;
+  }
+};
 
 template <std::size_t kCount, bool kMasked, bool kAdd>
-void sum_planes(const OneBitPlane* planes, float* y, std::size_t n) {
+[[gnu::flatten]] void sum_planes(const OneBitPlane* planes, float* y, std::size_t n) {
+  PlaneValues values[kCount];
+  each_of<kCount>([&](std::size_t p) {
+    const OneBitPlane& plane = planes[p];
+    values[p] = {plane.signs, plane.present, F32{} + plane.plus, F32{} + plane.minus};
+  });
   sweep<kGroup>(n, [=](std::size_t i, auto part) {
-    Group sum = decoded<kMasked>(planes[0], i, part);
-#pragma GCC unroll 4
-    for (std::size_t p = 1; p < kCount; ++p) {
-      const Group next = decoded<kMasked>(planes[p], i, part);
+    Group sum = values[0].template load<kMasked>(i, part);
+    each_of<kCount - 1>([&](std::size_t p) {
+      const Group next = values[p + 1].template load<kMasked>(i, part);
       each_part([&](std::size_t k) { sum[k] = sum[k] + next[k]; });
-    }
+    });
     if constexpr (kAdd) {
       const Group before = load<Groups>(y, i, part);
       each_part([&](std::size_t k) { sum[k] = before[k] + sum[k]; });

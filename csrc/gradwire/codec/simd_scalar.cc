@@ -43,16 +43,10 @@ F32 float_from_half(U16 h) {
 U16 narrow(U32 x) { return static_cast<U16>(x); }
 U32 widen(U16 x) { return x; }
 
-Codes pack(const Parts<U32>& lanes) {
-  Codes codes;
-  for (std::size_t i = 0; i < kGroup; ++i) codes.byte[i] = static_cast<std::byte>(lanes[i]);
-  return codes;
+void pack(const Parts<U32>& lanes, std::byte* to) {
+  for (std::size_t i = 0; i < kGroup; ++i) to[i] = static_cast<std::byte>(lanes[i]);
 }
-Group unpack(const Codes& codes) {
-  Group values;
-  for (std::size_t i = 0; i < kGroup; ++i) values[i] = static_cast<std::int8_t>(codes.byte[i]);
-  return values;
-}
+F32 unpack(const std::byte* from) { return static_cast<std::int8_t>(*from); }
 
 std::uint32_t sign_bits(F32 v) { return bits<std::uint32_t>(v) >> 31; }
 F32 by_sign(F32 v, F32 if_clear, F32 if_set) { return sign_bits(v) != 0 ? if_set : if_clear; }
