@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from gradwire._deadline import Deadline
 from gradwire._errors import RendezvousError
-from gradwire._handshake import Admitted, Gate, HandshakeError, Hello, Purpose, introduce
+from gradwire._handshake import BACKLOG, Admitted, Gate, HandshakeError, Hello, Purpose, introduce
 from gradwire._interfaces import LOOPBACK, Choice, Interface, Target, family_of, is_loopback
 from gradwire._keepalive import end_with_host, limit
 from gradwire._mesh import (
@@ -326,7 +326,7 @@ def _bind(family: socket.AddressFamily, target: str | Target) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.bind(target)
-        listener.listen(128)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise RendezvousError(f"cannot listen on {target!r}: {error}") from error

@@ -35,6 +35,9 @@ from gradwire._deadline import Deadline
 
 LIMIT_SECONDS = 5.0
 MAX_PENDING = 64
+# What a listener queues of those that come at once. Where the queue is full, the kernel drops
+# attempts to connect, and they come again after 1, 2, 4, ... 32 seconds.
+BACKLOG = 1024
 REST_SECONDS = 0.1  # without listening, where no descriptor is left to accept with
 
 _MAGIC = b"GWJ1"

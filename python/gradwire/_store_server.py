@@ -13,7 +13,7 @@ from typing import Any
 
 from gradwire._deadline import Deadline
 from gradwire._errors import RendezvousError
-from gradwire._handshake import Gate, HandshakeError, Hello, Purpose
+from gradwire._handshake import BACKLOG, Gate, HandshakeError, Hello, Purpose
 from gradwire._keepalive import end_with_host, limit
 from gradwire._store import (
     ANSWER,
@@ -281,7 +281,7 @@ def _listen_at(family: socket.AddressFamily, target: Any) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)
-        listener.listen(128)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise

@@ -15,8 +15,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import traceback
 
 from gradwire._store import Address, parse_address
+
+LIMIT = 60.0  # seconds, within which every stranger must have been turned away
 
 
 class Storm:
@@ -29,21 +33,26 @@ class Storm:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._lock = threading.Lock()
         self._sent = self._refused = 0
+        self._limit = time.monotonic() + LIMIT
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def at(self, address: Address, count: int) -> None:
         """Sends `count` strangers; returns at once."""
-        self._sent += count
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{count} {address}\n")
-        self._process.stdin.flush()
+        with self._lock:
+            self._sent += count
+            self._limit = time.monotonic() + LIMIT
+            self._process.stdin.write(f"{count} {address}\n")
+            self._process.stdin.flush()
 
     @property
     def over(self) -> bool:
-        """Whether all strangers have come, and have been turned away."""
-        return self._refused == self._sent or self._process.poll() is not None
+        """Whether all strangers have come and have been turned away, or never will."""
+        late = time.monotonic() > self._limit
+        return late or self._refused == self._sent or self._process.poll() is not None
 
     def __enter__(self) -> Storm:
         return self
@@ -55,7 +64,7 @@ class Storm:
         """Waits until it is over; returns how many strangers were turned away."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._reader.join(60)
+        self._reader.join(LIMIT)
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -79,9 +88,14 @@ async def main(hello: bytes) -> None:
 
 
 async def crowd(count: int, address: Address, hello: bytes) -> None:
-    """All of them come at once, and none leaves by itself."""
+    """All of them come at once, and none leaves by itself. Where one fails, the process ends."""
     says = (b"", os.urandom(40), os.urandom(72), hello, hello + os.urandom(32))
-    await asyncio.gather(*(stranger(address, says[number % len(says)]) for number in range(count)))
+    strangers = (stranger(address, says[number % len(says)]) for number in range(count))
+    try:
+        await asyncio.wait_for(asyncio.gather(*strangers), LIMIT)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     print(count, flush=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import queue
 import re
 import secrets
 import socket
@@ -35,6 +36,7 @@ from storm import Storm
 
 SECRET = b"0123456789abcdef"
 STRANGERS = 1000
+LIMIT = 60.0  # seconds that a launched rank may take to the next thing that it says
 
 
 @pytest.fixture(autouse=True)
@@ -201,18 +203,22 @@ class Launched:
     def __init__(self, script: Path) -> None:
         environment = {**os.environ, "GRADWIRE_TRANSPORT": "tcp"}
         environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "gradwire", "run", "-n", "2", str(script)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
+        self._errors = script.with_suffix(".stderr")  # unlike a pipe, it never is full
+        with self._errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "gradwire", "run", "-n", "2", str(script)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
         assert self.process.stdin is not None
-        self._says, self._hears = self.process.stdout, self.process.stdin
-        self.store = parse_address(self._says.readline().strip())
+        self._hears = self.process.stdin
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.store = parse_address(self._line())
 
     def __enter__(self) -> Launched:
         return self
@@ -220,18 +226,30 @@ class Launched:
     def __exit__(self, *_: object) -> None:
         with self.process:  # closes its pipes
             self.process.kill()  # and the kernel its ranks, if it has not ended
+            self._reader.join(LIMIT)
 
     def step(self, then: str = "+") -> None:
-        assert self._says.readline() == "step\n"
+        assert self._line() == "step"
         self._hears.write(then)
         self._hears.flush()
 
     def end(self) -> tuple[str, str]:
         """Takes the last step; returns the steps with the last digest, and what went to stderr."""
         self.step(then="-")
-        out, errors = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0, errors
+        out = self._line()
+        code = self.process.wait(LIMIT)
+        errors = self._errors.read_text()
+        assert code == 0, errors
         return out, errors
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.rstrip("\n"))
+
+    def _line(self) -> str:
+        """The next that it says; raises queue.Empty where it says nothing for long."""
+        return self._lines.get(timeout=LIMIT)
 
     def listening(self) -> tuple[list[str], list[str]]:
         """The addresses that the launcher listens at, and those that its ranks do."""
