@@ -13,13 +13,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CLANG ?= clang++-19
 FUZZ_SECONDS ?= 60
 COUNT ?= 1000
+CTEST := ctest --output-on-failure -j $(shell nproc) --test-dir
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/*)
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc' 'bench/*.cc')
 
-.PHONY: demo test test-cpp test-python bench lint lint-check sanitize faults fuzz build clean
+.PHONY: demo test test-cpp test-python bench lint lint-check sanitize sanitize-build faults fuzz \
+  fuzz-build build clean
 demo: build
 	$(BIN)/python bench/demo.py $(ARGS)
 
@@ -29,7 +31,7 @@ test-cpp: $(VENV)/tools .system-packages
 	@echo "== C++ tests"
 	cmake -G Ninja -S . -B build/tests -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON >/dev/null
 	ninja -C build/tests
-	ctest --test-dir build/tests --output-on-failure
+	$(CTEST) build/tests
 
 test-python: build
 	@echo "== Python tests"
@@ -81,30 +83,36 @@ $(VENV)/linters: $(VENV)/packages
 	$(PIP) $$($(BIN)/python .ci/requirements.py lint)
 	@touch $@
 
-# $(call sanitized,KIND,TESTS): build and run the C++ tests whose names match under a sanitizer.
+# $(call sanitized,KIND,TESTS): build the C++ tests whose names match for a sanitizer.
 define sanitized
-	@echo "== C++ tests under the $(1) sanitizer"
+	@echo "== Building the C++ tests for the $(1) sanitizer"
 	cmake -G Ninja -S . -B build/$(1) -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON \
 	  -DGRADWIRE_SANITIZE=$(1) -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" >/dev/null
 	ninja -C build/$(1) $$(ls tests/cpp | sed -n 's/_test\.cc$$/_test/p' | grep -E '$(2)')
-	ctest --test-dir build/$(1) --output-on-failure -R '$(2)'
 endef
 
 # The thread sanitizer where there are threads.
-sanitize: $(VENV)/tools .system-packages
+THREADED := ^(exec|transport|codec_feedback)_
+sanitize-build: $(VENV)/tools .system-packages
 	$(call sanitized,address,.)
-	$(call sanitized,thread,^(exec|transport|codec_feedback)_)
+	$(call sanitized,thread,$(THREADED))
+
+sanitize: sanitize-build
+	$(CTEST) build/address
+	$(CTEST) build/thread -R '$(THREADED)'
 
 # What is in C++ needs clang, what is in Python atheris: both have libFuzzer. ARGS=--keep adds what
 # was found to the committed corpora.
-fuzz: build $(VENV)/fuzzer
-	@sh .ci/system-packages $(CLANG)
+fuzz: fuzz-build
 	@echo "== Fuzzing for $(FUZZ_SECONDS) s"
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(ARGS) \
+	  $$(ls build/fuzz/tests/fuzz/*_fuzz tests/fuzz/*_fuzz.py)
+
+fuzz-build: build $(VENV)/fuzzer
+	@sh .ci/system-packages $(CLANG)
 	cmake -G Ninja -S . -B build/fuzz -DCMAKE_CXX_COMPILER=$(CLANG) -DGRADWIRE_PYTHON=OFF \
 	  -DGRADWIRE_FUZZ=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
 	ninja -C build/fuzz
-	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(ARGS) \
-	  $$(ls build/fuzz/tests/fuzz/*_fuzz tests/fuzz/*_fuzz.py)
 
 $(VENV)/fuzzer: $(VENV)/packages
 	$(PIP) $$($(BIN)/python .ci/requirements.py fuzz)
