@@ -8,6 +8,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gradwire
@@ -114,3 +115,33 @@ def test_all_name_a_rank_that_is_killed(
             when, text = outcome.value
             assert when - death < SOON, text
             assert f"rank {victim}" in text, text
+
+
+def test_through_torchs_store_all_hear_of_a_rank_that_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not tell whose connection ended, so of one that is killed they do not."""
+    distributed = pytest.importorskip("torch.distributed")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    honest = _meeting.Meeting.exchange
+
+    def exchange(meeting: _meeting.Meeting, *rest: Any) -> list[bytes]:
+        if meeting.world.rank == 2:
+            raise SystemExit("enough")
+        return honest(meeting, *rest)
+
+    monkeypatch.setattr(_meeting.Meeting, "exchange", exchange)
+
+    def body(rank: int) -> str:
+        place = World(rank, P, store=f"torch://127.0.0.1:{server.port}")
+        with pytest.raises((gradwire.RendezvousError, SystemExit)) as raised:
+            _rendezvous.rendezvous(place, timeout=60)
+        return str(raised.value)
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(P) as pool:
+        texts = list(pool.map(body, range(P)))
+    assert time.monotonic() - begun < 30
+    assert texts.pop(2) == "enough"
+    assert all("rank 2" in text and "gave up: enough" in text for text in texts), texts
