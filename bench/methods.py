@@ -76,7 +76,10 @@ def average(model: torch.nn.Module, method: Method, algorithm: str = "auto") -> 
 def _gloo(model: torch.nn.Module, which: str) -> DistributedDataParallel:
     if which == GLOO_POWERSGD:
         ddp = DistributedDataParallel(model, bucket_cap_mb=_ONE_BUCKET_MB)
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4)
+        # From its second step on, not the thousandth: the first is DDP's own way to its buckets.
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=4, start_powerSGD_iter=2
+        )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return ddp
     ddp = DistributedDataParallel(model)

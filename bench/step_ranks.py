@@ -1,0 +1,148 @@
+"""What a rank of step_times.py does: times every method's training steps, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import images
+import numpy as np
+import replicas
+import torch
+import torch.distributed as dist
+from gradwire import Communicator
+from gradwire.torch._group import communicator_of
+from methods import Averaging, Method, average
+from torch.nn.functional import cross_entropy
+
+LOCAL = "local step"  # without averaging
+CALL_BYTES = (200_000, 1_000_000, 8_000_000)
+_CALLS = 9  # of each all_reduce
+_HIDDEN = 640
+
+
+class Block(NamedTuple):
+    """Some steps of a method, back to back."""
+
+    milliseconds: list[float]  # of each step
+    processor: float  # seconds of all threads, a step
+    sent: float  # bytes a step
+
+
+class Trainee:
+    """A model under training by one method."""
+
+    def __init__(self, method: str, data: images.Images, batch: int, steps: int) -> None:
+        torch.manual_seed(1)
+        model = images.small_cnn(data.side, _HIDDEN)
+        self._averaging: Averaging | None = None
+        if method != LOCAL:
+            self._averaging = average(model, Method.parse(method))
+            model = self._averaging.ddp
+        self._model, self._data = model, data
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        rank, ranks, count = dist.get_rank(), dist.get_world_size(), len(data.train_labels)
+        self._order = iter(images.batches(count, batch, rank, ranks, 1, steps))
+
+    def block(self, steps: int) -> Block:
+        """Trains some more."""
+        dist.barrier()
+        sent, processor = self._sent(), time.process_time()
+        milliseconds = [self._step() for _ in range(steps)]
+        processor = time.process_time() - processor
+        return Block(milliseconds, processor / steps, (self._sent() - sent) / steps)
+
+    def close(self) -> None:
+        """Lets go of the method's connections."""
+        if self._averaging is not None:
+            self._averaging.close()
+
+    def _step(self) -> float:
+        chosen = next(self._order)
+        start = time.perf_counter()
+        self._optimizer.zero_grad()
+        outputs = self._model(self._data.train_images[chosen])
+        cross_entropy(outputs, self._data.train_labels[chosen]).backward()
+        self._optimizer.step()
+        return (time.perf_counter() - start) * 1e3
+
+    def _sent(self) -> int:
+        return (self._averaging.sent() or 0) if self._averaging is not None else 0
+
+
+def run(options: argparse.Namespace) -> int:
+    """A rank: joins the others, measures, and as rank 0 writes what all found."""
+    torch.set_num_threads(1)
+    rank, ranks = int(os.environ["RANK"]), options.ranks
+    store = dist.FileStore(f"{options.meet}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    found = {"steps": _steps(options), "calls": _calls()}
+    if rank == 0:
+        (Path(options.meet) / "found.json").write_text(json.dumps(found))
+    replicas.leave(store, rank, ranks)
+    return 0
+
+
+def _steps(options: argparse.Namespace) -> dict[str, Any]:
+    """By method. The first round of blocks is not kept."""
+    data = images.load_fashion_mnist()
+    rounds = 1 + -(-options.steps // options.block)
+    names = [LOCAL, *options.methods]
+    trainees = {name: Trainee(name, data, options.batch, rounds * options.block) for name in names}
+    blocks: dict[str, list[Block]] = {name: [] for name in names}
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
+            blocks[name].append(trainees[name].block(options.block))
+    for trainee in trainees.values():
+        trainee.close()
+    return {name: _summary(kept[1:]) for name, kept in blocks.items()}
+
+
+def _summary(blocks: Sequence[Block]) -> dict[str, Any]:
+    """Of all ranks."""
+    own = torch.tensor([each for block in blocks for each in block.milliseconds])
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    low, middle, high = statistics.quantiles(torch.cat(every).tolist(), n=4)
+    return {
+        "ms": middle,
+        "middle_half_ms": [low, high],
+        "steps": len(own),
+        "processor_ms": replicas.mean(statistics.median(b.processor for b in blocks)) * 1e3,
+        "sent": replicas.mean(statistics.median(b.sent for b in blocks)),
+    }
+
+
+def _calls() -> dict[str, dict[str, dict[str, float]]]:
+    """Milliseconds of one all_reduce on the slowest rank: by library, algorithm and bytes."""
+    group = dist.distributed_c10d._get_default_group()
+    with communicator_of(group) as comm:
+        times = {
+            f"gradwire {algorithm}": _timed(
+                lambda x, algorithm=algorithm: comm.all_reduce(x, algorithm=algorithm), comm
+            )
+            for algorithm in ("ring", "direct")
+        }
+        return {**times, "gloo": _timed(lambda x: dist.all_reduce(torch.from_numpy(x)), comm)}
+
+
+def _timed(call: Callable[[np.ndarray], object], comm: Communicator) -> dict[str, float]:
+    return {str(nbytes): _time(call, nbytes, comm) for nbytes in CALL_BYTES}
+
+
+def _time(call: Callable[[np.ndarray], object], nbytes: int, comm: Communicator) -> float:
+    x, found = np.zeros(nbytes // 4, np.float32), []
+    for _ in range(1 + _CALLS):
+        comm.barrier()
+        start = time.perf_counter()
+        call(x)
+        own = np.array([time.perf_counter() - start])
+        found.append(float(comm.all_reduce(own, op="max")[0]) * 1e3)
+    return statistics.median(found[1:])
