@@ -25,10 +25,16 @@ from gradwire._work import Work, seconds
 
 
 class Traffic(NamedTuple):
-    """What this rank has sent, frame headers included; a frame for k peers counts k."""
+    """What this rank's operations have cost it.
+
+    Bytes and frames it has sent, frame headers included, where a frame for k peers counts k; and
+    seconds that lossy codecs of the core have taken to encode and to decode.
+    """
 
     bytes_sent: int
     frames_sent: int
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
 
 class _Options(NamedTuple):

@@ -91,7 +91,7 @@ def test_one_rank_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (comm.rank, comm.size, comm.transports, comm.hosts) == (0, 1, {}, ((0,),))
         assert comm.all_reduce(np.ones(3), op="avg").tolist() == [1, 1, 1]
         assert repr(comm) == "<Communicator rank 0/1>"
-        assert comm.traffic == (0, 0)
+        assert comm.traffic == (0, 0, 0, 0)
     assert comm.closed
 
 

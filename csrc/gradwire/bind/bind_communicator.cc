@@ -80,9 +80,9 @@ shared_ptr<Work> receive(Communicator& self, std::uintptr_t address, std::size_t
   return self.keep(self.get().receive(data, bytes, source, timeout), std::move(memory));
 }
 
-std::pair<std::uint64_t, std::uint64_t> traffic(const Communicator& self) {
+std::tuple<std::uint64_t, std::uint64_t, double, double> traffic(const Communicator& self) {
   const exec::Traffic all = self.get().traffic();
-  return {all.bytes_sent, all.frames_sent};
+  return {all.bytes_sent, all.frames_sent, all.codec.encode, all.codec.decode};
 }
 
 std::vector<std::tuple<std::string, bool, std::string>> transports() {

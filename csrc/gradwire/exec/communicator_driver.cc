@@ -177,6 +177,7 @@ bool Communicator::start_next() {
 // The compound's next one; false when there is none.
 bool Communicator::start_phase(bool finite) {
   const Request* phase = current_->compound->next({control_.history().calls(), finite});
+  traffic_.add(current_->compound->codec_time());
   if (phase == nullptr) return false;
   {
     std::lock_guard lock(mutex_);
@@ -199,6 +200,7 @@ void Communicator::start_operation() {
 
 void Communicator::finish_operation() {
   const bool finite = current_->operation.end(execution_.finite());
+  traffic_.add(execution_.codec_time());
   if (current_->compound != nullptr && start_phase(finite)) return;
   current_->transaction.settle(finite);
   watch_.end();

@@ -15,8 +15,7 @@ void Compound::bind(const Request& request, Rank rank, int size) {
   size_ = size;
   algorithm_.assign(request.algorithm);
   whole_.algorithm = algorithm_;
-  label_.assign(request.codec_label);
-  if (label_.empty()) label_ = request.codec ? request.codec->name() : "none";
+  take_label(request);
   const auto keep = [](auto& kept, auto& span) {
     kept.assign(span.begin(), span.end());
     span = kept;
@@ -33,6 +32,16 @@ void Compound::bind(const Request& request, Rank rank, int size) {
     transaction_.settle(false);
     throw;
   }
+}
+
+// Only when it is another: names are made anew.
+void Compound::take_label(const Request& request) {
+  if (!request.codec_label.empty()) {
+    label_.assign(request.codec_label);
+  } else if (label_.empty() || request.codec.get() != labelled_.get()) {
+    label_ = request.codec ? request.codec->name() : "none";
+  }
+  labelled_ = request.codec;
 }
 
 Request Compound::phase(Collective collective, DType dtype, ReduceOp op) const {

@@ -9,6 +9,7 @@
 
 #include "gradwire/codec/feedback.h"
 #include "gradwire/exec/operation.h"
+#include "gradwire/exec/traffic.h"
 
 namespace gradwire::exec {
 
@@ -37,6 +38,9 @@ class Compound {
   // and settled.
   virtual const Request* next(const Progress& progress) = 0;
 
+  // In codecs so far; whoever counts it takes it.
+  CodecTime& codec_time() noexcept { return spent_; }
+
   // Of this rank's residuals, for phases that feed back.
   codec::ErrorFeedback::Transaction& transaction() noexcept { return transaction_; }
 
@@ -48,7 +52,10 @@ class Compound {
   // A phase on this rank's behalf: algorithm "auto", and what the ranks are told of the codec.
   Request phase(Collective collective, DType dtype, ReduceOp op) const;
 
+  CodecTime spent_;
+
  private:
+  void take_label(const Request& request);
   // The rest of bind(), when the copy is made and the transaction is open.
   virtual void begin() = 0;
 
@@ -56,6 +63,7 @@ class Compound {
   Rank rank_ = 0;
   int size_ = 1;
   std::string algorithm_, label_;
+  std::shared_ptr<const codec::Codec> labelled_;  // whose name that is
   std::vector<Array> inputs_, outputs_;
   std::vector<Shape> shapes_;
   std::vector<codec::KeyedExtent> keys_;

@@ -184,6 +184,7 @@ std::size_t Execution::encode(const Piece& piece, Bytes out) {
     return size;
   }
   const codec::Site site = site_of(piece);
+  const Stopwatch stopwatch(spent_.encode);
   return call_.plan->codec().encode(floats(piece), piece.count, site, out);
 }
 
@@ -201,6 +202,7 @@ codec::Site Execution::site_of(const Piece& piece) const {
 
 // A final value, of the same bits on all ranks. Returns the bytes consumed.
 std::size_t Execution::decode(const Piece& piece, ConstBytes in) {
+  const Stopwatch stopwatch(spent_.decode);
   const codec::Decoded decoded = call_.plan->codec().decode(in, floats(piece), piece.count);
   finite_ = finite_ && decoded.finite;
   return decoded.bytes;
@@ -244,9 +246,10 @@ std::size_t Execution::land_plain(const Part& part, const Piece& piece, ConstByt
 }
 
 std::size_t Execution::land_coded(const Part& part, const Piece& piece, ConstBytes in) {
-  const codec::Codec& codec = call_.plan->codec();
-  if (part.landing == Landing::kReduce)
-    return codec.decode_add(in, floats(piece), piece.count).bytes;
+  if (part.landing == Landing::kReduce) {
+    const Stopwatch stopwatch(spent_.decode);
+    return call_.plan->codec().decode_add(in, floats(piece), piece.count).bytes;
+  }
   const std::size_t size = decode(piece, in);
   scale(piece);
   return size;

@@ -3,7 +3,6 @@
 // plan is larger than any before.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -13,27 +12,9 @@
 #include "gradwire/exec/feedback_view.h"
 #include "gradwire/exec/links.h"
 #include "gradwire/exec/plan.h"
+#include "gradwire/exec/traffic.h"
 
 namespace gradwire::exec {
-
-// Bytes and frames that left this rank, headers included; a frame staged once for k peers counts k.
-struct Traffic {
-  std::uint64_t bytes_sent = 0;
-  std::uint64_t frames_sent = 0;
-};
-
-// Counted by the driver, read by anybody.
-class TrafficCounter {
- public:
-  void add(std::size_t bytes, std::size_t readers) noexcept {
-    bytes_.fetch_add(bytes * readers, std::memory_order_relaxed);
-    frames_.fetch_add(readers, std::memory_order_relaxed);
-  }
-  Traffic read() const noexcept { return {bytes_, frames_}; }
-
- private:
-  std::atomic<std::uint64_t> bytes_{0}, frames_{0};
-};
 
 class Execution {
  public:
@@ -60,6 +41,8 @@ class Execution {
   // Lossy codecs, when done: whether this rank's results hold neither NaN nor Inf. Where all ranks
   // have all results they say the same.
   bool finite() const noexcept { return finite_; }
+  // In the codec so far; whoever counts it takes it.
+  CodecTime& codec_time() noexcept { return spent_; }
   // Whom this rank waits for, for messages: the sender of the next frame, or a reader of a full
   // staging.
   Rank waiting_for() const noexcept;
@@ -100,6 +83,7 @@ class Execution {
   std::size_t landed_ = 0;
   bool ended_ = false;
   bool finite_ = true;
+  CodecTime spent_;
   std::vector<std::byte> store_;             // finished payloads, forwarded verbatim
   std::vector<std::uint32_t> stored_bytes_;  // of each stored part
 };

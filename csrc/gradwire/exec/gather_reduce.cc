@@ -65,6 +65,7 @@ const Request* GatherReduce::next(const Progress& progress) {
 }
 
 const Request& GatherReduce::encode(std::uint32_t operation) {
+  const Stopwatch stopwatch(spent_.encode);
   const codec::Codec& codec = *whole().codec;
   std::vector<std::byte>& out = payloads_.own();
   if (out.size() < limit_) out.resize(limit_);
@@ -86,6 +87,7 @@ const Request& GatherReduce::encode(std::uint32_t operation) {
 
 // The end: all payloads are here.
 void GatherReduce::add_up() {
+  const Stopwatch stopwatch(spent_.decode);
   starts_.assign(static_cast<std::size_t>(size()), table_bytes(counts_.size()));
   parts_.resize(starts_.size());
   bool finite = payloads_.all_flagged();
