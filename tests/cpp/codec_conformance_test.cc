@@ -383,7 +383,9 @@ INSTANTIATE_TEST_SUITE_P(Codecs, CodecConformance,
                          testing::Values("none", "fp16", "bf16",             //
                                          "int8", "int8:block=64",            //
                                          "int8:rounding=stochastic,seed=7",  //
-                                         "onebit", "onebit:block=32"),
+                                         "onebit", "onebit:block=32", "threshold",
+                                         "threshold:density=0.1", "threshold:tau=0.5", "topk",
+                                         "topk:density=0.1", "topk:density=0.01,values=fp16"),
                          [](const auto& each) {
                            std::string name = each.param;
                            std::erase_if(name, [](char c) { return std::isalnum(c) == 0; });

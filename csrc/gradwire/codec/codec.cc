@@ -20,6 +20,8 @@ constexpr std::array kCodecs = {
     Entry{"bf16", make_bf16},
     Entry{"int8", make_int8},
     Entry{"onebit", make_onebit},
+    Entry{"threshold", make_threshold},
+    Entry{"topk", make_topk},
     Entry{"lowrank", make_low_rank},
 };
 

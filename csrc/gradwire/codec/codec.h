@@ -28,6 +28,7 @@ enum class Combine : std::uint8_t {
 struct Adapted {
   float value = 0;         // 0: nothing chosen yet
   std::uint64_t sent = 0;  // elements that encode() has sent since prepare()
+  float largest = 0;       // |v| of what it has encoded, finite units only
 };
 
 // Where in the job a run stands, and what else its encoding takes and gives.

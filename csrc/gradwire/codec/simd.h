@@ -12,6 +12,7 @@
 #include "gradwire/base/types.h"
 #include "gradwire/codec/blocks.h"
 #include "gradwire/codec/factors.h"
+#include "gradwire/codec/sparse.h"
 
 namespace gradwire::codec {
 
@@ -48,6 +49,7 @@ struct Kernels {
   CastKernels bf16;
   Int8Kernels int8;
   OneBitKernels one_bit;
+  SparseKernels sparse;
   LowRankKernels low_rank;
 };
 

@@ -10,6 +10,7 @@
 #include "gradwire/codec/simd_low_rank.h"
 #include "gradwire/codec/simd_onebit.h"
 #include "gradwire/codec/simd_reduce.h"
+#include "gradwire/codec/simd_sparse.h"
 
 namespace gradwire::codec {
 namespace {
@@ -29,6 +30,7 @@ constexpr Kernels table(const char* name) {
           kCastOf<Bf16>,
           kInt8,
           kOneBit,
+          sparse::kKernels,
           low_rank::kKernels};
 }
 

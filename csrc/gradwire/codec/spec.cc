@@ -1,6 +1,7 @@
 #include "gradwire/codec/spec.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 
 #include "gradwire/base/error.h"
@@ -15,6 +16,12 @@ bool parse(const std::string& text, Number& value) {
   const char* end = text.data() + text.size();
   const auto [stop, code] = std::from_chars(text.data(), end, value);
   return code == std::errc() && stop == end;
+}
+
+std::string shortest(double value) {
+  std::array<char, 32> text;
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), value).ptr;
+  return {text.data(), end};
 }
 
 }  // namespace
@@ -74,6 +81,16 @@ std::uint64_t Parameters::whole(std::string_view key, std::uint64_t fallback, st
     refuse(key, text,
            "not an integer from " + std::to_string(least) + " to " + std::to_string(most));
   if (value != fallback) note(key, std::to_string(value));
+  return value;
+}
+
+double Parameters::real(std::string_view key, double fallback, double least, double most) {
+  const std::string text = take(key);
+  if (text.empty()) return fallback;
+  double value = 0;
+  if (!parse(text, value) || !(value >= least && value <= most))
+    refuse(key, text, "not a number from " + shortest(least) + " to " + shortest(most));
+  if (value != fallback) note(key, shortest(value));
   return value;
 }
 

@@ -25,9 +25,11 @@ class Parameters {
   // Likewise; InvalidArgument for what is no integer from `least` to `most`.
   std::uint64_t whole(std::string_view key, std::uint64_t fallback, std::uint64_t least,
                       std::uint64_t most);
+  // Likewise; InvalidArgument for what is no number from `least` to `most`.
+  double real(std::string_view key, double fallback, double least, double most);
   // The value, which is one of `choices`, or the first of them.
   std::string choice(std::string_view key, std::initializer_list<std::string_view> choices);
-  // The codec's canonical name with what whole() and choice() gave, defaults left out.
+  // The codec's canonical name with what whole(), real() and choice() gave, defaults left out.
   std::string canonical() const { return canonical_; }
   // Throws InvalidArgument: `key` has the value `text`, which is `reason`.
   [[noreturn]] void refuse(std::string_view key, const std::string& text,
@@ -50,7 +52,8 @@ std::size_t block_of(Parameters& parameters, std::size_t most);
 
 // One a codec: its file defines it, codec.cc lists it.
 using Maker = std::shared_ptr<const Codec>(Parameters&);
-Maker make_none, make_fp16, make_bf16, make_int8, make_onebit, make_low_rank;
+Maker make_none, make_fp16, make_bf16, make_int8, make_onebit, make_threshold, make_topk,
+    make_low_rank;
 
 // InvalidArgument unless `size` bytes hold the `needed` ones of n elements.
 void check_room(const Codec& codec, std::size_t size, std::size_t needed, std::size_t n);

@@ -1,0 +1,345 @@
+#include "gradwire/codec/sparse.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <functional>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
+
+namespace gradwire::codec {
+namespace {
+
+constexpr unsigned kLayoutBits = 3, kMostLowBits = 15;
+constexpr std::size_t kShortCount = 128;
+constexpr std::size_t kSamples = 1024;
+
+[[noreturn]] void refuse(const char* why) {
+  throw InvalidArgument(std::string("sparse payload: ") + why);
+}
+
+template <typename T>
+T load(const std::byte* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+std::size_t bytes_of_count(std::size_t count) { return count < kShortCount ? 1 : 2; }
+
+// The gap before each index, less 1.
+template <typename Body>
+void each_gap(std::span<const std::uint16_t> index, Body body) {
+  std::uint32_t next = 0;
+  for (const std::uint32_t i : index) {
+    body(i - next);
+    next = i + 1;
+  }
+}
+
+std::size_t gap_bits(std::span<const std::uint16_t> index, unsigned low) {
+  std::size_t bits = index.size() * (1 + low);
+  each_gap(index, [&](std::uint32_t gap) { bits += gap >> low; });
+  return bits;
+}
+
+struct GapCode {
+  unsigned low;
+  std::size_t bits;
+};
+
+// The size is convex in `low`, so it is enough to walk downhill.
+GapCode best_gap_code(std::span<const std::uint16_t> index, std::size_t n) {
+  const auto start = static_cast<unsigned>(std::bit_width(n / index.size()) - 1);
+  GapCode best{start, gap_bits(index, start)};
+  const auto walk = [&](unsigned step, unsigned end, bool on_ties) {
+    while (best.low != end) {
+      const GapCode next{best.low + step, gap_bits(index, best.low + step)};
+      if (next.bits > best.bits || (next.bits == best.bits && !on_ties)) return;
+      best = next;
+    }
+  };
+  walk(1, kMostLowBits, /*on_ties=*/false);
+  walk(~0U, 0, /*on_ties=*/true);
+  return best;
+}
+
+class BitWriter {
+ public:
+  explicit BitWriter(std::byte* out) : out_(out) {}
+
+  void put(std::uint64_t value, unsigned bits) {  // up to 32
+    held_ |= value << count_;
+    count_ += bits;
+    if (count_ < 32) return;
+    std::memcpy(out_, &held_, 4);
+    out_ += 4;
+    held_ >>= 32;
+    count_ -= 32;
+  }
+  void gap(std::uint32_t gap, unsigned low) {
+    std::uint32_t zeros = gap >> low;
+    for (; zeros >= 32; zeros -= 32) put(0, 32);
+    put(std::uint64_t{1} << zeros, zeros + 1);
+    put(gap & ((1U << low) - 1), low);
+  }
+  void finish() { std::memcpy(out_, &held_, (count_ + 7) / 8); }
+
+ private:
+  std::byte* out_;
+  std::uint64_t held_ = 0;
+  unsigned count_ = 0;
+};
+
+// Each byte is loaded once.
+class BitReader {
+ public:
+  explicit BitReader(ConstBytes in) : in_(in) {}
+
+  std::uint32_t gap(unsigned low) {
+    std::uint32_t zeros = 0;
+    while (fill(), held_ == 0) {
+      zeros += count_;
+      if (count_ == 0 || zeros > kSparseUnit) refuse("a gap does not end");
+      count_ = 0;
+    }
+    const auto last = static_cast<unsigned>(std::countr_zero(held_));
+    drop(last + 1);
+    fill();
+    if (count_ < low) refuse("it is cut short in its gaps");
+    const auto rest = static_cast<std::uint32_t>(held_ & ((1U << low) - 1));
+    drop(low);
+    return ((zeros + last) << low) | rest;
+  }
+  std::size_t bytes() const { return at_ - count_ / 8; }
+
+ private:
+  void drop(unsigned bits) {
+    held_ >>= bits;
+    count_ -= bits;
+  }
+  void fill() {  // to 32 bits and at most 63, where there are so many
+    if (count_ >= 32) return;
+    if (in_.size() - at_ >= 4) {
+      held_ |= std::uint64_t{load<std::uint32_t>(in_.data() + at_)} << count_;
+      count_ += 32;
+      at_ += 4;
+    }
+    for (; count_ < 32 && at_ < in_.size(); count_ += 8)
+      held_ |= std::to_integer<std::uint64_t>(in_[at_++]) << count_;
+  }
+
+  ConstBytes in_;
+  std::size_t at_ = 0;
+  std::uint64_t held_ = 0;
+  unsigned count_ = 0;
+};
+
+std::byte* write_head(Layout layout, unsigned low, std::byte* out) {
+  *out = static_cast<std::byte>(static_cast<unsigned>(layout) | low << kLayoutBits);
+  return out + 1;
+}
+
+std::byte* write_count(std::size_t count, std::byte* out) {
+  const std::size_t more = count < kShortCount ? 0 : kShortCount;
+  *out++ = static_cast<std::byte>((count & (kShortCount - 1)) | more);
+  if (more > 0) *out++ = static_cast<std::byte>(count / kShortCount);
+  return out;
+}
+
+std::byte* write_list(std::span<const std::uint16_t> index, std::byte* out) {
+  out = write_count(index.size(), write_head(Layout::kList, 0, out));
+  std::memcpy(out, index.data(), index.size_bytes());
+  return out + index.size_bytes();
+}
+
+std::byte* write_gaps(std::span<const std::uint16_t> index, const GapCode& code, std::byte* out) {
+  out = write_count(index.size(), write_head(Layout::kGaps, code.low, out));
+  BitWriter bits(out);
+  each_gap(index, [&](std::uint32_t gap) { bits.gap(gap, code.low); });
+  bits.finish();
+  return out + (code.bits + 7) / 8;
+}
+
+std::byte* write_bitmap(std::span<const std::uint16_t> index, std::size_t n, std::byte* out) {
+  out = write_head(Layout::kBitmap, 0, out);
+  const std::size_t bytes = (n + 7) / 8;
+  std::memset(out, 0, bytes);
+  for (const std::size_t i : index) out[i / 8] |= std::byte{1} << (i % 8);
+  return out + bytes;
+}
+
+std::byte* write_best(std::span<const std::uint16_t> index, std::size_t n, std::byte* out) {
+  if (index.empty()) return write_head(Layout::kNone, 0, out);
+  if (index.size() == n) return write_head(Layout::kAll, 0, out);
+  const GapCode code = best_gap_code(index, n);
+  const std::size_t count = bytes_of_count(index.size()), list = count + index.size_bytes(),
+                    gaps = count + (code.bits + 7) / 8, bitmap = (n + 7) / 8;
+  if (list <= gaps && list <= bitmap) return write_list(index, out);
+  if (gaps <= bitmap) return write_gaps(index, code, out);
+  return write_bitmap(index, n, out);
+}
+
+}  // namespace
+
+void Positions::take(const HitMask& hits, std::size_t n) {
+  count = 0;
+  for (std::size_t word = 0; word < (n + 63) / 64; ++word)
+    for (std::uint64_t left = hits[word]; left != 0; left &= left - 1)
+      index[count++] =
+          static_cast<std::uint16_t>(64 * word + static_cast<unsigned>(std::countr_zero(left)));
+}
+
+std::size_t write_positions(std::span<const std::uint16_t> index, std::size_t n, std::byte* out) {
+  return static_cast<std::size_t>(write_best(index, n, out) - out);
+}
+
+std::size_t write_not_finite(std::byte* out) {
+  write_head(Layout::kNotFinite, 0, out);
+  return 1;
+}
+
+ConstBytes PayloadReader::take(std::size_t bytes) {
+  if (left_.size() < bytes) refuse("it is cut short");
+  const ConstBytes taken = left_.first(bytes);
+  left_ = left_.subspan(bytes);
+  return taken;
+}
+
+std::size_t PayloadReader::count() {
+  const std::size_t low = byte();
+  return low < kShortCount ? low : (low & (kShortCount - 1)) + kShortCount * byte();
+}
+
+Layout PayloadReader::positions(std::size_t n, Positions& out) {
+  const unsigned head = byte(), low = head >> kLayoutBits;
+  const auto layout = static_cast<Layout>(head & ((1U << kLayoutBits) - 1));
+  if (layout > Layout::kNotFinite || low > (layout == Layout::kGaps ? kMostLowBits : 0))
+    refuse("its first byte means nothing");
+  out.count = 0;
+  if (layout == Layout::kList) list(n, out);
+  if (layout == Layout::kGaps) gaps(low, n, out);
+  if (layout == Layout::kBitmap) bitmap(n, out);
+  if (layout == Layout::kAll)
+    for (; out.count < n; ++out.count) out.index[out.count] = static_cast<std::uint16_t>(out.count);
+  return layout;
+}
+
+void PayloadReader::list(std::size_t n, Positions& out) {
+  const std::size_t count = this->count();
+  if (count > n) refuse("it has more indices than elements");
+  std::memcpy(out.index.data(), take(2 * count).data(), 2 * count);
+  out.count = count;
+  for (std::size_t k = 0; k < count; ++k)
+    if (out.index[k] >= n || (k > 0 && out.index[k] <= out.index[k - 1]))
+      refuse("its indices do not ascend, or leave the unit");
+}
+
+void PayloadReader::gaps(unsigned low, std::size_t n, Positions& out) {
+  const std::size_t count = this->count();
+  if (count > n) refuse("it has more indices than elements");
+  BitReader bits(left_);
+  std::size_t next = 0;
+  for (std::size_t k = 0; k < count; ++k) {
+    const std::size_t i = next + bits.gap(low);
+    if (i >= n) refuse("its gaps leave the unit");
+    out.index[k] = static_cast<std::uint16_t>(i);
+    next = i + 1;
+  }
+  out.count = count;
+  take(bits.bytes());
+}
+
+void PayloadReader::bitmap(std::size_t n, Positions& out) {
+  HitMask hits;
+  hits[(n + 63) / 64 - 1] = 0;
+  const ConstBytes bytes = take((n + 7) / 8);
+  std::memcpy(hits.data(), bytes.data(), bytes.size());
+  if (n % 64 != 0 && hits[n / 64] >> (n % 64) != 0) refuse("its bitmap leaves the unit");
+  out.take(hits, n);
+}
+
+std::size_t share_of(double density, std::size_t n) noexcept {
+  const auto share = static_cast<std::size_t>(density * static_cast<double>(n) + 0.5);
+  return std::clamp<std::size_t>(share, 1, n);
+}
+
+std::uint32_t magnitude_bits(float x) noexcept {
+  return std::bit_cast<std::uint32_t>(x) & 0x7FFFFFFFU;
+}
+
+SparseScratch& SparseScratch::mine() {
+  thread_local const auto scratch = std::make_unique<SparseScratch>();
+  return *scratch;
+}
+
+namespace {
+
+// About half as many again as the k largest lie above it.
+float sampled_filter(UnitSource unit, std::size_t k, SparseScratch& scratch) {
+  const std::size_t stride = std::max<std::size_t>(1, unit.n / kSamples);
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < unit.n; i += stride) scratch.order[count++] = magnitude_bits(unit[i]);
+  const std::size_t rank = (3 * k * count) / (2 * unit.n) + 4;
+  if (rank >= count) return 0;
+  const auto nth = scratch.order.begin() + static_cast<std::ptrdiff_t>(rank);
+  std::nth_element(scratch.order.begin(), nth,
+                   scratch.order.begin() + static_cast<std::ptrdiff_t>(count), std::greater<>());
+  return *nth < kInfinityBits ? std::bit_cast<float>(static_cast<std::uint32_t>(*nth)) : 0;
+}
+
+// Larger magnitudes first, then lower indices.
+std::uint64_t rank_of(float v, std::uint16_t index) {
+  return std::uint64_t{magnitude_bits(v)} << 16 | (0xFFFFU - index);
+}
+
+// Drops all but the k largest of the positions; returns the smallest magnitude of those.
+std::uint32_t keep_largest(UnitSource unit, std::size_t k, SparseScratch& scratch) {
+  Positions& positions = scratch.positions;
+  const auto end = static_cast<std::ptrdiff_t>(positions.count);
+  for (std::size_t c = 0; c < positions.count; ++c)
+    scratch.ranks[c] = rank_of(unit[positions.index[c]], positions.index[c]);
+  std::copy_n(scratch.ranks.begin(), end, scratch.order.begin());
+  const auto last = scratch.order.begin() + static_cast<std::ptrdiff_t>(k - 1);
+  std::nth_element(scratch.order.begin(), last, scratch.order.begin() + end, std::greater<>());
+  std::size_t kept = 0;
+  for (std::size_t c = 0; c < positions.count; ++c) {
+    positions.index[kept] = positions.index[c];
+    kept += scratch.ranks[c] >= *last ? 1 : 0;
+  }
+  positions.count = kept;
+  return static_cast<std::uint32_t>(*last >> 16);
+}
+
+}  // namespace
+
+std::uint32_t select_largest(UnitSource unit, std::size_t k, float* keep, float& filter,
+                             SparseScratch& scratch) {
+  const auto pass = [&] {
+    scratch.hits[(unit.n - 1) / 64] = 0;
+    const std::uint32_t largest =
+        kernels().sparse.filter(unit.x, unit.residual, filter, unit.n, scratch.hits.data(), keep);
+    if (keep != nullptr) unit = {keep, nullptr, unit.n};
+    keep = nullptr;
+    scratch.positions.take(scratch.hits, unit.n);
+    return largest;
+  };
+  const bool guessed = filter > 0;
+  if (!guessed) filter = sampled_filter(unit, k, scratch);
+  const std::uint32_t largest = pass();
+  if (largest >= kInfinityBits) return largest;
+  if (scratch.positions.count < k && guessed) {
+    filter = sampled_filter(unit, k, scratch);
+    pass();
+  }
+  if (scratch.positions.count < k) {
+    filter = 0;
+    pass();
+  }
+  const std::uint32_t smallest = keep_largest(unit, k, scratch);
+  filter = std::bit_cast<float>(smallest) * 0.9375F;
+  return smallest;
+}
+
+}  // namespace gradwire::codec

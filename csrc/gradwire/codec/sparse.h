@@ -1,0 +1,115 @@
+// What the sparse codecs share: which elements of a unit are sent, how their positions travel, and
+// the selection of the largest.
+//
+// A payload is one part a unit, each of which stands for itself. A part begins with
+//   1 byte   bits 0-2 Layout, bits 3-6 low bits of a gap (kGaps, else 0), bit 7 zero
+//   kList    count, then 2 bytes an index
+//   kGaps    count, then for each index the gap to the one before it, less 1, as a Golomb-Rice
+//   code:
+//            gap >> low zero bits, a one bit, the low bits; first bit lowest, padded to whole bytes
+//   kBitmap  1 bit an element of the unit, first bit lowest, padded to whole bytes
+//   kAll     nothing: every element is sent
+//   kNone, kNotFinite  nothing, and nothing follows: no element is sent; all of the unit is NaN
+// where count is 1 byte below 128, else 2: (low 7 bits | 128), the rest. Positions take the layout
+// with the fewest bytes, the first listed where equal, and the lowest `low` of the best. Numbers
+// are little-endian. What the codec says of each element that is sent follows.
+//
+// Unit: 32,768 elements. bench/kernels_sparse.cc prints what smaller and larger ones cost.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "gradwire/base/types.h"
+
+namespace gradwire::codec {
+
+inline constexpr std::size_t kSparseUnit = 32768;
+
+using HitMask = std::array<std::uint64_t, kSparseUnit / 64>;  // a bit an element
+
+struct SparseKernels {
+  // Of up to kSparseUnit elements v = x + residual (may be null): bit i of hits says whether |v_i|
+  // is at least tau, or is NaN; bit i of signs is its sign. error, which may be null or residual,
+  // is v − copysign(tau, v) at the hits and v elsewhere. Returns the largest |v|, as its bits.
+  // Writes 32 bits of a mask at a time. tau > 0.
+  std::uint32_t (*threshold)(const float* x, const float* residual, float tau, std::size_t n,
+                             std::uint64_t* hits, std::uint64_t* signs, float* error) noexcept;
+  // The same with v, which may be null or residual, in place of error; tau >= 0.
+  std::uint32_t (*filter)(const float* x, const float* residual, float tau, std::size_t n,
+                          std::uint64_t* hits, float* v) noexcept;
+};
+
+enum class Layout : std::uint8_t { kNone, kList, kGaps, kBitmap, kAll, kNotFinite };
+
+// Ascending indices within a unit.
+struct Positions {
+  std::array<std::uint16_t, kSparseUnit> index;
+  std::size_t count = 0;
+
+  std::span<const std::uint16_t> all() const { return {index.data(), count}; }
+  void take(const HitMask& hits, std::size_t n);
+};
+
+// The most bytes that write_positions() needs for n elements.
+constexpr std::size_t most_position_bytes(std::size_t n) { return 1 + (n + 7) / 8; }
+std::size_t write_positions(std::span<const std::uint16_t> index, std::size_t n, std::byte* out);
+std::size_t write_not_finite(std::byte* out);
+
+// Foreign bytes, from front to back.
+class PayloadReader {
+ public:
+  explicit PayloadReader(ConstBytes in) : left_(in) {}
+  // The next bytes; InvalidArgument where there are not so many.
+  ConstBytes take(std::size_t bytes);
+  std::uint8_t byte() { return std::to_integer<std::uint8_t>(take(1)[0]); }
+  std::size_t left() const { return left_.size(); }
+  // Throws InvalidArgument where nothing above may be less than n, strictly ascending.
+  Layout positions(std::size_t n, Positions& out);
+
+ private:
+  std::size_t count();
+  void list(std::size_t n, Positions& out);
+  void gaps(unsigned low, std::size_t n, Positions& out);
+  void bitmap(std::size_t n, Positions& out);
+
+  ConstBytes left_;
+};
+
+// A stretch of at most one unit of v = x + residual.
+struct UnitSource {
+  const float* x;
+  const float* residual;  // may be null
+  std::size_t n;
+
+  float operator[](std::size_t i) const { return residual == nullptr ? x[i] : x[i] + residual[i]; }
+};
+
+// Elements of n that a density stands for: rounded, at least one.
+std::size_t share_of(double density, std::size_t n) noexcept;
+
+// Bits of |x|: they compare as magnitudes do.
+std::uint32_t magnitude_bits(float x) noexcept;
+constexpr std::uint32_t kInfinityBits = 0x7F800000U;
+
+// What a thread needs to work on a unit. Allocated once a thread.
+struct SparseScratch {
+  HitMask hits, signs;
+  Positions positions;
+  std::array<std::uint64_t, kSparseUnit> ranks, order;
+  std::array<float, kSparseUnit> values, errors;
+
+  static SparseScratch& mine();
+};
+
+// The k largest |v| of the unit, ties to the lower index, into scratch.positions; v itself into
+// `keep`, which may be null or the residual. Returns the smallest magnitude among them, or
+// kInfinityBits or more where v is not all finite. `filter` is a guess of that magnitude, 0 for
+// none: it decides how long this takes and nothing else, and becomes one for the next unit.
+std::uint32_t select_largest(UnitSource unit, std::size_t k, float* keep, float& filter,
+                             SparseScratch& scratch);
+
+}  // namespace gradwire::codec

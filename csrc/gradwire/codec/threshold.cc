@@ -1,0 +1,221 @@
+// threshold: ±τ for each element that reaches it (Strom 2015); the rest stays in the error. Of each
+// unit of v := x + residual, in binary32, each operation rounded once:
+//   sent where |v| >= τ; y := copysign(τ, v) there and 0 elsewhere; error := v − y.
+//   A unit with NaN or Inf decodes to NaN; its errors are the same, 0 where v is not finite.
+// A unit's part of the payload: its positions (codec/sparse.h); then, if any, τ as float32 and one
+// sign bit for each position, first bit lowest.
+//
+// τ is given (tau=), or follows a target density, per extent and rank:
+//   prepare: the first τ reaches the density on |x + residual|, of which a large extent has every
+//   k-th element looked at; the largest of them where fewer are not zero.
+//   adapt: with feedback, elements walk at random until they reach τ, so that density is about
+//   (σ / τ)² for steps of σ. A step of τ is a fixed part of σ, because moving τ by σ already stops
+//   or doubles what is sent; r := sent / target,
+//     τ := τ · (1 + 0.6 · sqrt(density) · limit(r − 1, −1, 3))
+//     τ := τ · min(2, (r / 4)^(1/8)) where r > 4: the data has another scale
+//     τ := limit(τ, L / 256, L · 1.25) where L > 0 is the largest |v| that was encoded: an element
+//     waits for 256 calls at most, even where fewer are not zero than the target.
+// Without feedback, or where all of x was 0, τ is the least of the target's largest, unit by unit.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
+#include "gradwire/codec/sparse.h"
+#include "gradwire/codec/spec.h"
+
+namespace gradwire::codec {
+namespace {
+
+constexpr double kDefaultDensity = 0.001;
+constexpr std::size_t kMostSamples = 65536;
+constexpr double kStep = 0.6, kMostRise = 3, kFar = 4;
+constexpr float kLongestWait = 256, kHeadroom = 1.25F;
+
+bool usable(float tau) { return tau > 0 && std::isfinite(tau); }
+
+// The density's magnitude among what is finite, by a sample that depends on n alone.
+float first_tau(const float* x, const float* residual, std::size_t n, double density) {
+  thread_local std::vector<std::uint32_t> keys;
+  keys.clear();
+  const std::size_t stride = (n + kMostSamples - 1) / kMostSamples;
+  for (std::size_t i = 0; i < n; i += stride) {
+    const std::uint32_t key = magnitude_bits(residual == nullptr ? x[i] : x[i] + residual[i]);
+    keys.push_back(key < kInfinityBits ? key : 0);
+  }
+  const std::size_t share = share_of(density, keys.size());
+  const auto nth = keys.begin() + static_cast<std::ptrdiff_t>(share - 1);
+  std::nth_element(keys.begin(), nth, keys.end(), std::greater<>());
+  return std::bit_cast<float>(*nth > 0 ? *nth : *std::max_element(keys.begin(), nth + 1));
+}
+
+class Threshold final : public Codec {
+ public:
+  Threshold(std::string name, float tau, double density)
+      : name_(std::move(name)), tau_(tau), density_(density) {}
+
+  std::string name() const override { return name_; }
+  Combine combine() const noexcept override { return Combine::kReencode; }
+  bool biased() const noexcept override { return true; }
+  std::size_t unit() const noexcept override { return kSparseUnit; }
+  bool fixed_size() const noexcept override { return false; }
+  std::size_t max_bytes(std::size_t n) const noexcept override {
+    const std::size_t rest = n % kSparseUnit;
+    return n / kSparseUnit * most_bytes(kSparseUnit) + (rest > 0 ? most_bytes(rest) : 0);
+  }
+
+  void prepare(const float* x, const float* residual, std::size_t n,
+               Adapted& adapted) const override {
+    if (tau_ > 0 || n == 0 || usable(adapted.value)) return;
+    adapted.value = first_tau(x, residual, n, density_);
+  }
+  void adapt(std::size_t n, Adapted& adapted) const override;
+
+  std::size_t encode(const float* x, std::size_t n, const Site& site, Bytes out) const override;
+
+  Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
+    if (n > 0) std::memset(y, 0, n * sizeof(float));
+    return add(in, y, n);
+  }
+  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const override {
+    return add(in, y, n);
+  }
+
+ private:
+  static constexpr std::size_t most_bytes(std::size_t n) {
+    return most_position_bytes(n) + sizeof(float) + (n + 7) / 8;
+  }
+
+  // One unit; `tau` is 0 where it has to be chosen.
+  std::size_t encode_unit(UnitSource unit, float tau, const Site& site, std::byte* out) const;
+  static Decoded add(ConstBytes in, float* y, std::size_t n);
+
+  std::string name_;
+  float tau_;       // 0: follows density_
+  double density_;  // of the target
+};
+
+void Threshold::adapt(std::size_t n, Adapted& adapted) const {
+  if (tau_ > 0 || !usable(adapted.value) || !usable(adapted.largest)) return;
+  const double target = std::max(1.0, density_ * static_cast<double>(n));
+  const double ratio = static_cast<double>(adapted.sent) / target;
+  double tau = adapted.value;
+  tau *= 1 + kStep * std::sqrt(density_) * std::clamp(ratio - 1, -1.0, kMostRise);
+  if (ratio > kFar) tau *= std::min(2.0, std::sqrt(std::sqrt(std::sqrt(ratio / kFar))));
+  const double most = std::numeric_limits<float>::max();
+  const double least = std::numeric_limits<float>::denorm_min();
+  tau =
+      std::clamp<double>(tau, adapted.largest / kLongestWait, double{adapted.largest} * kHeadroom);
+  adapted.value = static_cast<float>(std::clamp(tau, least, most));
+}
+
+// The error of a unit that holds NaN or Inf.
+void clear_not_finite(float* error, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i)
+    if (!std::isfinite(error[i])) error[i] = 0;
+}
+
+std::size_t write_signs(const Positions& positions, const HitMask& signs, std::byte* out) {
+  const std::size_t bytes = (positions.count + 7) / 8;
+  std::memset(out, 0, bytes);
+  for (std::size_t k = 0; k < positions.count; ++k) {
+    const std::size_t i = positions.index[k];
+    out[k / 8] |= static_cast<std::byte>(((signs[i / 64] >> (i % 64)) & 1) << (k % 8));
+  }
+  return bytes;
+}
+
+// Above 0 whatever the values are.
+float largest_of(UnitSource unit, const Positions& positions) {
+  float most = std::numeric_limits<float>::denorm_min();
+  for (const std::size_t i : positions.all()) most = std::max(most, std::fabs(unit[i]));
+  return most;
+}
+
+std::size_t Threshold::encode_unit(UnitSource unit, float tau, const Site& site,
+                                   std::byte* out) const {
+  SparseScratch& scratch = SparseScratch::mine();
+  if (tau == 0) {
+    float filter = 0;
+    const std::uint32_t smallest =
+        select_largest(unit, share_of(density_, unit.n), nullptr, filter, scratch);
+    tau = smallest < kInfinityBits ? std::bit_cast<float>(smallest) : 1;
+    if (tau == 0) tau = largest_of(unit, scratch.positions);
+  }
+  scratch.hits[(unit.n - 1) / 64] = 0;
+  const std::uint32_t largest = kernels().sparse.threshold(
+      unit.x, unit.residual, tau, unit.n, scratch.hits.data(), scratch.signs.data(), site.error);
+  if (largest >= kInfinityBits) {
+    if (site.error != nullptr) clear_not_finite(site.error, unit.n);
+    return write_not_finite(out);
+  }
+  scratch.positions.take(scratch.hits, unit.n);
+  if (site.adapted != nullptr) {
+    site.adapted->sent += scratch.positions.count;
+    site.adapted->largest = std::max(site.adapted->largest, std::bit_cast<float>(largest));
+  }
+  std::size_t size = write_positions(scratch.positions.all(), unit.n, out);
+  if (scratch.positions.count == 0) return size;
+  std::memcpy(out + size, &tau, sizeof tau);
+  size += sizeof tau;
+  return size + write_signs(scratch.positions, scratch.signs, out + size);
+}
+
+std::size_t Threshold::encode(const float* x, std::size_t n, const Site& site, Bytes out) const {
+  check_room(*this, out.size(), max_bytes(n), n);
+  const bool adapts = site.adapted != nullptr && usable(site.adapted->value);
+  const float tau = tau_ > 0 ? tau_ : adapts ? site.adapted->value : 0;
+  std::size_t size = 0;
+  for (std::size_t i = 0; i < n; i += kSparseUnit) {
+    Site here = site;
+    here.error = site.error == nullptr ? nullptr : site.error + i;
+    const UnitSource unit{x + i, site.residual == nullptr ? nullptr : site.residual + i,
+                          std::min(kSparseUnit, n - i)};
+    size += encode_unit(unit, tau, here, out.data() + size);
+  }
+  return size;
+}
+
+void add_signed(PayloadReader& reader, const Positions& positions, float* y) {
+  std::uint32_t tau = 0;
+  std::memcpy(&tau, reader.take(sizeof tau).data(), sizeof tau);
+  if (tau == 0 || tau >= kInfinityBits)
+    throw InvalidArgument("codec threshold: the payload's tau is not above 0 and finite");
+  const ConstBytes signs = reader.take((positions.count + 7) / 8);
+  for (std::size_t k = 0; k < positions.count; ++k) {
+    const auto sign = (std::to_integer<std::uint32_t>(signs[k / 8]) >> (k % 8)) & 1U;
+    y[positions.index[k]] += std::bit_cast<float>(tau | sign << 31);
+  }
+}
+
+Decoded Threshold::add(ConstBytes in, float* y, std::size_t n) {
+  PayloadReader reader(in);
+  Positions& positions = SparseScratch::mine().positions;
+  bool finite = true;
+  for (std::size_t i = 0; i < n; i += kSparseUnit) {
+    const std::size_t length = std::min(kSparseUnit, n - i);
+    if (reader.positions(length, positions) == Layout::kNotFinite) {
+      std::fill_n(y + i, length, std::numeric_limits<float>::quiet_NaN());
+      finite = false;
+    }
+    if (positions.count > 0) add_signed(reader, positions, y + i);
+  }
+  return {in.size() - reader.left(), finite};
+}
+
+}  // namespace
+
+std::shared_ptr<const Codec> make_threshold(Parameters& parameters) {
+  const double tau = parameters.real("tau", 0, 0x1p-126, std::numeric_limits<float>::max());
+  const double density = tau > 0 ? 0 : parameters.real("density", kDefaultDensity, 1e-9, 1);
+  return std::make_shared<Threshold>(parameters.canonical(), static_cast<float>(tau), density);
+}
+
+}  // namespace gradwire::codec

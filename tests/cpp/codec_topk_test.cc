@@ -1,0 +1,172 @@
+// topk: its definition. What it shares with every codec is tested in codec_conformance_test.cc, its
+// selection in codec_sparse_test.cc.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "codec_reference.h"
+#include "gradwire/base/error.h"
+#include "gradwire/codec/codec.h"
+
+namespace gradwire::codec {
+namespace {
+
+using Values = std::vector<float>;
+using Payload = std::vector<std::byte>;
+
+Payload encode(const Codec& codec, const Values& x, Site site = {}) {
+  Payload payload(codec.max_bytes(x.size()));
+  payload.resize(codec.encode(x.data(), x.size(), site, payload));
+  return payload;
+}
+
+Values decode(const Codec& codec, const Payload& payload, std::size_t n) {
+  Values y(n, 9.0F);
+  EXPECT_EQ(codec.decode(payload, y.data(), n).bytes, payload.size());
+  return y;
+}
+
+Values draw(std::size_t n, std::mt19937_64& random) {
+  Values x(n);
+  for (float& each : x) each = draw_float(Data::kNormal, random);
+  return x;
+}
+
+// By a sort of each unit.
+Values largest(const Values& v, std::size_t unit, double density) {
+  Values y(v.size());
+  for (std::size_t first = 0; first < v.size(); first += unit) {
+    const std::size_t n = std::min(unit, v.size() - first);
+    std::vector<std::size_t> order(n);
+    std::iota(order.begin(), order.end(), first);
+    std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+      return std::fabs(v[a]) > std::fabs(v[b]);
+    });
+    order.resize(std::max<std::size_t>(
+        1, static_cast<std::size_t>(std::llround(density * static_cast<double>(n)))));
+    for (const std::size_t i : order) y[i] = v[i];
+  }
+  return y;
+}
+
+TEST(TopK, SendsTheLargestOfEachUnit) {
+  std::mt19937_64 random(1);
+  for (const double density : {0.001, 0.01, 0.1, 0.6, 0.99, 1.0}) {
+    const auto codec = make_codec("topk:density=" + std::to_string(density));
+    const Values x = draw(2 * codec->unit() + 777, random), residual = draw(x.size(), random);
+    Values v(x.size()), error(x.size());
+    std::transform(x.begin(), x.end(), residual.begin(), v.begin(), std::plus<float>());
+    Adapted adapted;
+    const Values expected = largest(v, codec->unit(), density);
+    for (int call = 0; call < 3; ++call) {  // with another filter each time
+      const Payload payload = encode(
+          *codec, x, {.residual = residual.data(), .error = error.data(), .adapted = &adapted});
+      ASSERT_EQ(decode(*codec, payload, x.size()), expected) << density;
+      for (std::size_t i = 0; i < v.size(); ++i)
+        ASSERT_EQ(error[i], expected[i] == 0 ? v[i] : 0) << density;
+    }
+  }
+}
+
+TEST(TopK, TiesGoToTheLowerIndex) {
+  const auto codec = make_codec("topk:density=0.3");
+  const Values x = {1, -2, 2, -2, 1, 2, 0, 0, 0, 0};
+  EXPECT_EQ(decode(*codec, encode(*codec, x), 10), (Values{0, -2, 2, -2, 0, 0, 0, 0, 0, 0}));
+  EXPECT_EQ(decode(*codec, encode(*codec, Values(10, 7)), 10),
+            (Values{7, 7, 7, 0, 0, 0, 0, 0, 0, 0}));
+}
+
+TEST(TopK, AtLeastOneElementIsSent) {
+  const auto codec = make_codec("topk");
+  EXPECT_EQ(decode(*codec, encode(*codec, {0.5F, -3}), 2), (Values{0, -3}));
+  EXPECT_EQ(decode(*codec, encode(*codec, {0.25F}), 1), (Values{0.25F}));
+}
+
+TEST(TopK, AnyFilterGivesTheSameBytes) {
+  const auto codec = make_codec("topk:density=0.01");
+  std::mt19937_64 random(2);
+  const Values x = draw(codec->unit() + 5, random);
+  const Payload expected = encode(*codec, x);
+  for (const float filter : {1e-30F, 0.01F, 1.0F, 1e30F, NAN, INFINITY, -INFINITY, -1.0F}) {
+    Adapted adapted{.value = filter};
+    EXPECT_EQ(encode(*codec, x, {.adapted = &adapted}), expected) << filter;
+  }
+}
+
+TEST(TopK, NamesKeepTheirParameters) {
+  for (const char* spec : {"topk", "topk:density=0.01", "topk:density=0.25,values=bf16"})
+    EXPECT_EQ(make_codec(spec)->name(), spec);
+  for (const char* spec : {"topk:density=0", "topk:density=2", "topk:density=nan", "topk:density=x",
+                           "topk:values=int8", "topk:k=3"})
+    EXPECT_THROW(make_codec(spec), InvalidArgument) << spec;
+}
+
+TEST(TopK, HalfValuesHalveTheirBytesAndBookWhatTheyRound) {
+  std::mt19937_64 random(3);
+  const auto full = make_codec("topk:density=0.1");
+  const Values x = draw(full->unit(), random), exact = decode(*full, encode(*full, x), x.size());
+  for (const char* spec : {"topk:density=0.1,values=fp16", "topk:density=0.1,values=bf16"}) {
+    const auto codec = make_codec(spec);
+    Values error(x.size());
+    const Payload payload = encode(*codec, x, {.error = error.data()});
+    EXPECT_EQ(encode(*full, x).size() - payload.size(), 2 * 3277U) << spec;
+    const Values y = decode(*codec, payload, x.size());
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      ASSERT_EQ(y[i] == 0, exact[i] == 0) << spec;
+      ASSERT_EQ(y[i] + error[i], x[i]) << spec;
+    }
+  }
+  const Values huge(1, 1e30F);
+  Values error(1);
+  const auto half = make_codec("topk:values=fp16");
+  EXPECT_EQ(decode(*half, encode(*half, huge, {.error = error.data()}), 1)[0], 65504);
+  EXPECT_EQ(error[0], 1e30F - 65504);
+}
+
+// Positions cost about 11.5, 8.1 and 4.8 bits, values 32.
+TEST(TopK, BytesFollowTheDensity) {
+  std::mt19937_64 random(4);
+  const Values x = draw(1 << 20, random);
+  for (const auto& [spec, density, most_bits] :
+       {std::tuple("topk:density=0.001", 0.001, 45.5), std::tuple("topk:density=0.01", 0.01, 40.6),
+        std::tuple("topk:density=0.1", 0.1, 37.1)}) {
+    const double bits = 8 * static_cast<double>(encode(*make_codec(spec), x).size());
+    EXPECT_LE(bits / (density * static_cast<double>(x.size())), most_bits) << spec;
+  }
+}
+
+TEST(TopK, DeliversEverythingOverManyCalls) {
+  for (const char* spec : {"topk:density=0.01", "topk:density=0.01,values=bf16"}) {
+    const auto codec = make_codec(spec);
+    const std::size_t n = codec->unit() + 1000;
+    std::mt19937_64 random(5);
+    Values residual(n);
+    std::vector<double> given(n), delivered(n);
+    Adapted adapted;
+    for (int call = 0; call < 100; ++call) {
+      const Values x = draw(n, random);
+      const Site site{.residual = residual.data(), .error = residual.data(), .adapted = &adapted};
+      const Values y = decode(*codec, encode(*codec, x, site), n);
+      for (std::size_t i = 0; i < n; ++i) given[i] += x[i], delivered[i] += y[i];
+    }
+    for (std::size_t i = 0; i < n; ++i)
+      ASSERT_NEAR(delivered[i] + residual[i], given[i], 1e-2) << spec;
+  }
+}
+
+TEST(TopK, ValuesThatAreNotFiniteAreReported) {
+  const auto codec = make_codec("topk");
+  Payload payload = encode(*codec, {1.0F});
+  ASSERT_EQ(payload.size(), 5U);
+  const float inf = INFINITY;
+  std::memcpy(payload.data() + 1, &inf, 4);
+  float y = 0;
+  EXPECT_FALSE(codec->decode(payload, &y, 1).finite);
+}
+
+}  // namespace
+}  // namespace gradwire::codec
