@@ -74,7 +74,10 @@ class Books:
     """Sums, in float64, of a model's gradients before the hook and after it.
 
     Conservation: ranks × what was delivered + all residuals = all that went in (float32 rounding).
+    `unit` is what one of a gradient counts: 1 / loss scale, or the learning rate.
     """
+
+    unit = 1.0
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters = dict(module.named_parameters())
@@ -89,19 +92,11 @@ class Books:
 
     def _enter(self, name: str) -> Any:
         def enter(gradient: torch.Tensor) -> None:
-            if name not in self._in:
-                return
-            self._in[name] += gradient.double()
-            self._size[name] += gradient.double().abs()
+            if name in self._in:
+                self._in[name] += gradient.double() * self.unit
+                self._size[name] += gradient.double().abs() * self.unit
 
         return enter
-
-    def deliver(self) -> None:
-        """After a backward that was averaged: takes the gradients, and clears them."""
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                self._out[name] += parameter.grad.double()
-                parameter.grad = None
 
     def only(self, dtype: torch.dtype) -> None:
         """Leaves out the parameters of other types, which round in their own way."""
@@ -110,10 +105,27 @@ class Books:
                 for book in (self._parameters, self._in, self._out, self._size):
                     del book[name]
 
-    def forget(self) -> None:
-        """Of gradients that were thrown away on all ranks."""
-        for name in self._in:
-            self._in[name].zero_()
+    def mark(self) -> Callable[[], None]:
+        """What brings the books of what went in back to where they are now."""
+        kept = [{n: each.clone() for n, each in book.items()} for book in (self._in, self._size)]
+
+        def go_back() -> None:
+            self._in, self._size = kept
+
+        return go_back
+
+    def deliver(self, ranks: int = 0) -> None:
+        """After a backward that so many ranks averaged: takes the gradients, and clears them."""
+        self.note(ranks)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def note(self, ranks: int = 0) -> None:
+        """The same, but leaves them there."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                factor = (ranks or dist.get_world_size()) * self.unit
+                self._out[name] += parameter.grad.double() * factor
 
     def missing(self, feedback: gradwire.ErrorFeedback | None) -> float:
         """How much of all gradients is nowhere, in units of float32 rounding of their sizes."""
@@ -121,12 +133,12 @@ class Books:
         for name, went_in in self._in.items():
             kept = torch.zeros_like(went_in).flatten()
             if feedback is not None and feedback.residual(name).size:
-                kept += torch.from_numpy(feedback.residual(name)).double()
+                kept += torch.from_numpy(feedback.residual(name)).double() * self.unit
             both = torch.stack([went_in.flatten() - kept, self._size[name].flatten()])
             dist.all_reduce(both)
-            lost = (both[0] - dist.get_world_size() * self._out[name].flatten()).abs()
-            if lost.numel():
-                worst = max(worst, float((lost / (both[1].max() + 1e-30)).max()) * 2**24)
+            if both.numel():
+                lost = (both[0] - self._out[name].flatten()).abs()
+                worst = max(worst, float(lost.max() / (both[1].max() + 1e-30)) * 2**24)
         return worst
 
 

@@ -1,0 +1,164 @@
+"""A backward that leaves the hook out raises; one that rightly does without it does not."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import gradwire
+import pytest
+import torch
+import torch_ranks
+from gradwire.torch import register
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch_training import SMALL_BUCKETS, backward, batch, mlp
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": SMALL_BUCKETS,
+    "bucket views": {**SMALL_BUCKETS, "gradient_as_bucket_view": True},
+    "static graph": {**SMALL_BUCKETS, "static_graph": True},
+    "unused": {**SMALL_BUCKETS, "find_unused_parameters": True},
+}
+
+
+def hooked(module: nn.Module | None = None, **setting: Any) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(module or mlp(), **setting)
+    register(ddp)
+    return ddp
+
+
+@contextlib.contextmanager
+def broken_reducer(ddp: DistributedDataParallel) -> Any:
+    """Forward forgets to tell DDP's reducer that a backward comes, so it ignores that."""
+    ddp._post_forward = lambda output: output
+    yield
+    del ddp._post_forward
+
+
+def left_out(setting: dict[str, Any], set_to_none: bool) -> str:
+    ddp = hooked(**setting)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none)
+        if step < 3:
+            backward(ddp, step)
+            optimizer.step()
+    with broken_reducer(ddp), pytest.raises(gradwire.Error) as raised:
+        backward(ddp, 3)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_backward_that_the_reducer_ignores_raises(setting: str, set_to_none: bool) -> None:
+    for message in torch_ranks.run(2, left_out, SETTINGS[setting], set_to_none):
+        assert "did not give its gradients to gradwire's hook" in message
+        assert "compile the DDP model" in message
+
+
+def backward_twice() -> str:
+    ddp = hooked()
+    x, y = batch(0)
+    loss = mse_loss(ddp(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(gradwire.Error) as raised:
+        loss.backward()
+    return str(raised.value)
+
+
+def test_a_second_backward_through_one_forward_raises() -> None:
+    for message in torch_ranks.run(2, backward_twice):
+        assert "run backward once" in message
+
+
+@dataclass
+class Heads:
+    left: torch.Tensor
+    others: dict[str, list[torch.Tensor]]
+
+
+class TwoHeads(nn.Module):
+    """Without a common trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(20, 10), nn.Linear(20, 10)
+
+    def forward(self, x: torch.Tensor) -> Heads:
+        return Heads(self.left(x), {"right": [self.right(x)]})
+
+
+def forget_a_head() -> str:
+    """Half of the gradients come; the next forward finds that the others never did."""
+    ddp = hooked(TwoHeads())
+    x, y = batch(0)
+    mse_loss(ddp(x).left, y).backward()
+    with pytest.raises(gradwire.Error) as raised:
+        ddp(x)
+    return str(raised.value)
+
+
+def test_gradients_that_never_come_raise_in_the_next_forward() -> None:
+    for message in torch_ranks.run(2, forget_a_head):
+        assert "find_unused_parameters" in message
+
+
+def legitimate(setting: dict[str, Any]) -> int:
+    """What looks unusual, and is not wrong."""
+    ddp = DistributedDataParallel(mlp(), **setting)
+    state = register(ddp)
+    for step in range(2):
+        backward(ddp, 2 * step)
+        x, y = batch(2 * step + 1)
+        x.requires_grad_()
+        torch.autograd.grad(mse_loss(ddp(x), y), x)  # of an input alone
+        mse_loss(ddp(x), y)  # no backward
+        if not setting.get("static_graph"):  # which cannot do without
+            with ddp.no_sync():
+                backward(ddp, 2 * step)
+    with torch.no_grad():
+        ddp(x)
+    ddp.eval()
+    ddp(x)
+    return state.steps
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_backwards_that_need_no_hook_are_left_alone(setting: str) -> None:
+    assert torch_ranks.run(2, legitimate, SETTINGS[setting]) == [2, 2]
+
+
+def a_head_at_a_time() -> int:
+    ddp = DistributedDataParallel(TwoHeads())
+    state = register(ddp)
+    for step in range(3):
+        x, y = batch(step)
+        heads = ddp(x)
+        mse_loss(heads.left, y).backward()
+        mse_loss(heads.others["right"][0], y).backward()
+    return state.steps
+
+
+def test_gradients_may_come_in_several_backwards() -> None:
+    assert torch_ranks.run(2, a_head_at_a_time) == [3, 3]
+
+
+def compiled(inside: bool) -> tuple[bool, int]:
+    """Whether gradients are equal on all ranks, or an error says that they are not."""
+    module = mlp()
+    if inside:
+        module = torch.compile(module, backend="aot_eager")
+    ddp = DistributedDataParallel(module)
+    state = register(ddp)
+    model = ddp if inside else torch.compile(ddp, backend="aot_eager")
+    for step in range(3):
+        backward(model, step)
+    return state.error is None, state.steps
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled_models_are_averaged(inside: bool) -> None:
+    assert torch_ranks.run(2, compiled, inside) == [(True, 3)] * 2
