@@ -76,7 +76,7 @@ def parse_options() -> argparse.Namespace:
 
 def codec(text: str) -> Method:
     try:
-        return Method.parse(text)
+        return Method.parse(text).check()
     except gradwire.InvalidArgument as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -33,16 +33,20 @@ class Method(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """Reads what str() writes, "onebit" or "onebit-feedback"; raises InvalidArgument."""
+        """Reads what str() writes: "onebit", or "onebit-feedback" for one without."""
         for suffix, feedback in ((_NO_FEEDBACK, False), (_WITH_FEEDBACK, True)):
             if text.endswith(suffix):
                 return cls.parse(text[: -len(suffix)])._replace(feedback=feedback)
-        if text not in PEERS:
-            _core.Codec(text)  # refuses an unknown one
         return cls(text)
 
     def __str__(self) -> str:
         return self.codec + {None: "", False: _NO_FEEDBACK, True: _WITH_FEEDBACK}[self.feedback]
+
+    def check(self) -> Method:
+        """This one; raises InvalidArgument for a codec that gradwire has not."""
+        if self.codec not in PEERS:
+            _core.Codec(self.codec)
+        return self
 
     @property
     def family(self) -> str:

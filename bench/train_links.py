@@ -1,0 +1,145 @@
+"""Accuracy over seconds on slow links, composed of two measurements.
+
+A run has the same bits on any link. So the accuracy after a number of steps is measured once, by
+bench/train.py, and a step's time on a link by bench/step_times.py, whose json is read here:
+step_ms[link][method], with the batch size and the number of ranks that both must share.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import methods
+from methods import Method
+from train_report import Setting, settings_of
+from train_runs import Point, Result
+
+_HOST, _EMULATED = "none", "emulated "  # links of bench/step_times.py
+_BELOW_DENSE = 1.0  # points: the accuracy whose time is told
+
+
+class Line(NamedTuple):
+    """A method on a link."""
+
+    method: str
+    ms: float  # of a step
+    curve: list[Point]  # accuracies are means over seeds
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return self.curve[-1].step * self.ms / 1e3
+
+    def reaches(self, accuracy: float) -> float | None:
+        """Seconds to the first point with that accuracy; None if there is none."""
+        step = next((each.step for each in self.curve if each.test_accuracy >= accuracy), None)
+        return None if step is None else step * self.ms / 1e3
+
+
+def write(results: Sequence[Result], step_times: Path, output: Path) -> None:
+    """Writes OUTPUT-seconds.md and .png; prints the tables. Raises ValueError for no common run."""
+    found = json.loads(step_times.read_text())
+    setting = _setting(results, found["batch"], found["ranks"])
+    composed = {link: lines_on(setting, found["step_ms"][link]) for link in _links(found)}
+    stem = output.with_name(output.name + "-seconds")
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(_document(setting, composed, step_times.name, stem.name)) + "\n"
+    stem.with_suffix(".md").write_text(text, encoding="utf-8")
+    _draw(composed, stem.with_suffix(".png"))
+    print(text)
+
+
+def lines_on(setting: Setting, step_ms: Mapping[str, float]) -> list[Line]:
+    """Of every method that was both timed and trained; "onebit" trained with feedback is onebit."""
+    return [
+        Line(timed, ms, _mean_curve(setting.of(trained)))
+        for timed, ms in step_ms.items()
+        if (trained := _trained(setting, timed)) is not None
+    ]
+
+
+def _setting(results: Sequence[Result], batch: int, ranks: int) -> Setting:
+    matching = [
+        each
+        for each in settings_of(results)
+        if (each.run.batch, each.run.ranks) == (batch, ranks) and len(each.methods) > 1
+    ]
+    if len(matching) != 1:
+        raise ValueError(
+            f"{len(matching)} trainings compare methods with {batch} images a rank on {ranks} "
+            "ranks, as the step times have; one is needed"
+        )
+    return matching[0]
+
+
+def _links(found: Mapping[str, Any]) -> list[str]:
+    """Shaped ones, or emulated ones where those were not measured."""
+    slow = [each for each in found["step_ms"] if each != _HOST]
+    return [each for each in slow if not each.startswith(_EMULATED)] or slow
+
+
+def _trained(setting: Setting, timed: str) -> str | None:
+    same = {timed, f"{timed}+feedback"}
+    return next((each for each in setting.methods if each in same), None)
+
+
+def _mean_curve(results: Sequence[Result]) -> list[Point]:
+    return [
+        points[0]._replace(test_accuracy=statistics.fmean(each.test_accuracy for each in points))
+        for points in zip(*(each.curve for each in results), strict=True)
+    ]
+
+
+def _document(
+    setting: Setting, composed: Mapping[str, Sequence[Line]], source: str, name: str
+) -> Iterator[str]:
+    run = setting.run
+    dense = statistics.fmean(setting.points("none")) - _BELOW_DENSE
+    yield "# Accuracy over seconds on slow links"
+    yield ""
+    yield (
+        f"{run.ranks} ranks, {run.batch} images a rank and step, {setting.steps:,} steps. The test "
+        "accuracy after each step is the mean over seeds of bench/train.py's unshaped runs, whose "
+        f"bits do not depend on links; a step's time on a link is the median in `{source}`."
+    )
+    yield from ["", f"![Test accuracy over seconds]({name}.png)"]
+    for link, lines in composed.items():
+        gloo = next((each.seconds for each in lines if each.method == methods.GLOO), None)
+        yield from ["", f"## {link}", ""]
+        yield f"| | ms a step | s in all | than gloo DDP | test accuracy, % | s to {dense:.1f} % |"
+        yield "|---|---:|---:|---:|---:|---:|"
+        for each in lines:
+            title, ended = Method.parse(each.method).title, each.curve[-1].test_accuracy
+            than = "–" if gloo is None else f"{gloo / each.seconds:.1f}×"
+            seconds = each.reaches(dense / 100)
+            reached = "–" if seconds is None else f"{seconds:.1f}"
+            yield (
+                f"| {title} | {each.ms:.1f} | {each.seconds:.1f} | {than} | {100 * ended:.2f} | "
+                f"{reached} |"
+            )
+
+
+def _draw(composed: Mapping[str, Sequence[Line]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, len(composed), figsize=(6.8 * len(composed), 5.2), squeeze=False, layout="constrained"
+    )
+    for panel, (link, lines) in zip(axes[0], composed.items(), strict=True):
+        for each in lines:
+            seconds = [point.step * each.ms / 1e3 for point in each.curve]
+            accuracies = [100 * point.test_accuracy for point in each.curve]
+            style = "--" if each.method in methods.PEERS else "-"
+            panel.plot(seconds, accuracies, style, label=Method.parse(each.method).title)
+        panel.set(xscale="log", xlabel="seconds of training", title=link)
+        panel.grid(alpha=0.3)
+    axes[0][0].set_ylabel("test accuracy, %")
+    axes[0][-1].legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=110)

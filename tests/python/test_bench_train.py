@@ -1,0 +1,142 @@
+"""The training benchmark: what it counts, that it goes on where it stopped, and what it reports."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import images
+import numpy as np
+import pytest
+import train_links
+import train_report
+from train_runs import Point, Result, Run, append, read_results
+
+TRAIN = Path(__file__).parents[2] / "bench" / "train.py"
+RUN = Run("none", 16, 1, 3, 0.1, 4, "auto", "Fashion-MNIST")
+
+
+def result(
+    method: str, seed: int, accuracy: float, loss: float | None, ratio: float = 1, ms: int = 20
+) -> Result:
+    """Of 100 steps and 1,000 parameters; the first ten steps send dense gradients."""
+    dense = 2 * 3 / 4 * 4 * 1000
+    curve = [Point(10, accuracy / 2, 2, 10 * dense), Point(50, accuracy, 1, 0)]
+    curve = [*curve[:1], curve[1]._replace(bytes=10 * dense + 40 * dense / ratio)]
+    curve.append(Point(100, accuracy, 0.5, 10 * dense + 90 * dense / ratio))
+    run = RUN._replace(method=method, seed=seed)
+    return Result(run, 1000, accuracy, loss, True, ms / 1e3, curve, "2020-01-01", {"torch": "2"})
+
+
+def row_of(table: str, first: str) -> list[str]:
+    """The cells of the rows that begin so."""
+    return [line for line in table.splitlines() if line.startswith(f"| {first} |")]
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    header = b"\0\0\x08" + bytes([values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
+    path.write_bytes(header + values.astype(np.uint8).tobytes())
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """48 images of 8 × 8 pixels to train with, 16 to test with."""
+    random = np.random.default_rng(1)
+    for stem, count in (("train", 48), ("t10k", 16)):
+        write_idx(tmp_path / f"{stem}-images-idx3-ubyte", random.integers(0, 256, (count, 8, 8)))
+        write_idx(tmp_path / f"{stem}-labels-idx1-ubyte", random.integers(0, 10, count))
+    return tmp_path
+
+
+def test_the_network_has_1_02_million_parameters():
+    model = images.small_cnn(28, hidden=640)
+    assert sum(each.numel() for each in model.parameters()) == 1_015_370
+
+
+def test_points_begin_early_and_end_with_the_last_step():
+    points = RUN._replace(epochs=1).points(60_000)
+    assert points[:5] == [5, 10, 20, 40, 93]
+    assert points[-2:] == [930, 937]
+
+
+def test_a_ratio_leaves_the_warm_up_out():
+    found = result("onebit", 1, 0.9, 0.3, ratio=30)
+    assert found.ratio(after=0.1) == pytest.approx(30)
+    assert found.ratio() == pytest.approx(100 / (10 + 90 / 30))
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path):
+    written = [result("none", 1, 0.9, 0.3), result("threshold-feedback", 2, 0.1, None)]
+    for each in written:
+        append(tmp_path / "runs", each)
+    assert read_results(tmp_path / "runs") == written
+
+
+def test_the_report_compares_seed_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = [
+        *(result("none", seed, 0.9 + seed / 100, 0.3) for seed in (1, 2)),
+        *(result("onebit+feedback", seed, 0.897 + seed / 100, 0.31, 30) for seed in (1, 2)),
+        *(result("onebit-feedback", seed, 0.8, 0.5 + seed / 100, 30) for seed in (1, 2)),
+        *(result("topk+feedback", seed, 0.897 + seed / 100, 0.31, 99) for seed in (1, 2)),
+        result("int8-feedback", 1, 0.1, None, 4),
+    ]
+    train_report.write(found, tmp_path / "train")
+    text = capsys.readouterr().out
+    assert (tmp_path / "train.md").read_text(encoding="utf-8") + "\n" == text
+    assert (tmp_path / "train.png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads((tmp_path / "train.json").read_text())) == len(found)
+    assert "| gradwire none | 91.50 ± 0.71 | – | 0.3000 ± 0.0000 | 6.0 | 1.0× | 1.0× |" in text
+    assert "| gradwire int8-feedback | 10.00 | −81.00 | not finite | 1.5 | 4.0× |" in text
+    goal, control = row_of(text, "onebit+feedback")
+    assert goal.endswith("| ≤ 0.5 | +0.30 ± 0.00 | ≥ 28 | 30.0× | yes |")
+    assert control == "| onebit+feedback | 16 | −0.2050 ± 0.0071 | 2 of 2 | +11.20 ± 0.71 |"
+    (missed,) = row_of(text, "topk+feedback")
+    assert missed.endswith("| ≥ 100 | 99.0× | no |")
+
+
+def test_accuracy_is_composed_with_the_step_times_of_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    found = [
+        *(result(method, 1, accuracy, 0.3) for method, accuracy in (("gloo", 0.9), ("none", 0.9))),
+        result("onebit+feedback", 1, 0.895, 0.3),
+    ]
+    step_ms = {"gloo": 500, "local step": 5, "none": 400, "onebit": 20}
+    times = {"step_ms": {"none": {"none": 9}, "100mbit": step_ms}, "batch": 16, "ranks": 4}
+    (tmp_path / "times.json").write_text(json.dumps(times))
+    train_links.write(found, tmp_path / "times.json", tmp_path / "train")
+    text = capsys.readouterr().out
+    assert "| gradwire onebit | 20.0 | 2.0 | 25.0× | 89.50 | 1.0 |" in text
+    assert "| gloo DDP | 500.0 | 50.0 | 1.0× | 90.00 | 25.0 |" in text
+    assert "local step" not in text
+    assert (tmp_path / "train-seconds.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_trains_reports_and_goes_on_where_it_stopped(tiny: Path):
+    runs = tiny / "runs.jsonl"
+    command = [sys.executable, str(TRAIN), "--data", str(tiny), "--runs", str(runs)]
+    command += ["--methods", "none", "fp16", "--batches", "4", "--seeds", "1", "--ranks", "2"]
+    command += ["--epochs", "1", "--learning-rate", "0.1", "--output", str(tiny / "report")]
+
+    def call(*more: str) -> int:
+        return subprocess.run([*command, *more], timeout=90, capture_output=True).returncode
+
+    assert call() == 0
+    dense, half = read_results(runs)
+    assert (dense.run.method, half.run.method) == ("none", "fp16")
+    assert dense.steps == half.steps == 6
+    assert dense.identical
+    assert dense.bytes_per_step() == pytest.approx(dense.dense_bytes, rel=0.05)  # headers
+    assert half.ratio() == pytest.approx(2 * (dense.ratio() or 0), rel=0.05)
+    assert (tiny / "report.md").exists()
+
+    assert call() == 2  # has runs: wants --resume
+    runs.write_text("".join(runs.read_text().splitlines(keepends=True)[:1]))
+    assert call("--resume") == 0
+    first, second = read_results(runs)
+    assert first == dense
+    of_the_time = {"seconds_per_step": 0, "finished": "", "versions": {}}
+    assert second._replace(**of_the_time) == half._replace(**of_the_time)
