@@ -116,7 +116,13 @@ void collective(std::string_view algorithm, std::string_view codec,
   std::array<exec::Execution, 2> executions;
   for (Rank rank : {0, 1}) {
     const auto at = static_cast<std::size_t>(rank);
-    executions[at].start({&plans[at], {&extents[at], 1}, {}, rank, kCommunicator, 3});
+    exec::Execution::Call call;
+    call.plan = &plans[at];
+    call.extents = {&extents[at], 1};
+    call.rank = rank;
+    call.communicator = kCommunicator;
+    call.operation = 3;
+    executions[at].start(call);
   }
   const codec::FloatEnvironment environment;
   run(edits, [&](std::size_t rank, Side& side) {
