@@ -31,14 +31,18 @@ struct Parts {
 };
 using Group = Parts<F32>;
 
-// body(k) for k from 0 on. Written out, or else GCC keeps the parts in memory.
+// body(k) for k from 0 on. Written out, or else GCC keeps parts in memory, as it may where they are
+// plain values.
 template <typename Body, std::size_t... k>
 [[gnu::always_inline]] inline void each_of([[maybe_unused]] Body body, std::index_sequence<k...>) {
   (body(k), ...);
 }
 template <std::size_t kCount, typename Body>
 [[gnu::always_inline]] inline void each_of(Body body) {
-  each_of(body, std::make_index_sequence<kCount>());
+  if constexpr (kLanes > 1)
+    each_of(body, std::make_index_sequence<kCount>());
+  else
+    for (std::size_t k = 0; k < kCount; ++k) body(k);
 }
 template <typename Body>
 [[gnu::always_inline]] inline void each_part(Body body) {

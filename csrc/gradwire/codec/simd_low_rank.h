@@ -2,6 +2,8 @@
 // stay in registers and in the L1 cache; they do not change the order of any sum.
 #pragma once
 
+#include <utility>
+
 #include "gradwire/codec/factors.h"
 #include "gradwire/codec/simd_sweep.h"
 
@@ -37,14 +39,15 @@ void tiles(std::size_t n, Body body) {
 
 F32 splat(float x) { return bits<F32>(U32{} | bits<std::uint32_t>(x)); }
 
+template <std::size_t kWidth, typename V, std::size_t... lane>
+V turned(V x, std::index_sequence<lane...>) {
+  return __builtin_shufflevector(x, x, ((lane + kWidth) % kLanes)...);
+}
+
 // Lane l takes lane l + kWidth, as long as there are so many.
-template <std::size_t kWidth, typename Lane = I32>
+template <std::size_t kWidth>
 F32 fold(F32 x) {
-  if constexpr (kLanes > kWidth) {
-    Lane upper;
-    for (std::size_t l = 0; l < kLanes; ++l) upper[l] = static_cast<int>((l + kWidth) % kLanes);
-    return x + __builtin_shuffle(x, upper);
-  }
+  if constexpr (kLanes > kWidth) return x + turned<kWidth>(x, std::make_index_sequence<kLanes>());
   return x;
 }
 
