@@ -37,10 +37,13 @@ void expect_no_allocation(std::string_view algorithm, std::string_view codec_nam
     std::vector<float> x(n, 1);
     const std::vector<codec::KeyedExtent> keys = {{"a key that is longer than a word", n}};
     const Array arrays[] = {array_of(x)};
+    const std::size_t rows = n % 100 == 0 ? 100 : 1;
+    const Shape shapes[] = {{rows, n / rows}};
     Request call;
     call.algorithm = algorithm;
     call.codec = codec;
     call.inputs = call.outputs = arrays;
+    call.shapes = shapes;
     if (feeds_back) {
       call.feedback = std::make_shared<codec::ErrorFeedback>();
       call.keys = keys;

@@ -106,6 +106,7 @@ void LowRankReduce::list_exchanges() {
 
 void LowRankReduce::prepare() {
   const codec::FloatEnvironment environment;
+  const Stopwatch stopwatch(spent_.encode);
   for (std::size_t extent : plain_) {
     float* y = output(extent);
     if (y != input(extent) && counts_[extent] > 0)
@@ -150,6 +151,7 @@ const Request* LowRankReduce::next(const Progress&) {
 // Whether everything is finite, on all ranks alike: any NaN or Inf of a matrix is in its left
 // factor. Finite ones have finite right factors (codec/factors.h).
 bool LowRankReduce::orthonormalise() {
+  const Stopwatch stopwatch(spent_.encode);
   const auto& kernels = codec::kernels();
   bool finite = kernels.finite(left_.data(), left_.size());
   for (std::size_t extent : plain_)
@@ -165,6 +167,7 @@ bool LowRankReduce::orthonormalise() {
 }
 
 void LowRankReduce::finish() {
+  const Stopwatch stopwatch(spent_.decode);
   const bool average = whole().op == ReduceOp::kAvg;
   const auto factor = static_cast<float>(average ? 1.0 / size() : 1.0);
   const auto& kernels = codec::kernels();
