@@ -7,6 +7,7 @@ Feedback Fixes SignSGD".
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -121,7 +122,8 @@ def cut(arrays: Sequence[Operand], keys: Keys) -> list[Operand]:
     ends = np.cumsum([count for _, count in keys]).tolist()
     done = 0
     for array in arrays:
-        within = [end - done for end in ends if done < end < done + array.elements]
+        first, last = bisect_right(ends, done), bisect_left(ends, done + array.elements)
+        within = [end - done for end in ends[first:last]]
         bounds = [0, *within, array.elements]
         if not within:
             pieces.append(array)

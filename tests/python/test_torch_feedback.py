@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
+from gradwire.codec import Codec
 from gradwire.torch import Stages, register
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch_training import (
@@ -34,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(setting: dict[str, Any], codec: str) -> tuple[float, bool, int]:
+def train(setting: dict[str, Any], codec: str | Codec) -> tuple[float, bool, int]:
     ddp, books = wrapped(mlp(), **setting)
     state = register(ddp, codec=codec, feedback=True, min_elements=0)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -46,7 +49,7 @@ def train(setting: dict[str, Any], codec: str) -> tuple[float, bool, int]:
     return books.missing(state.feedback), same_everywhere(ddp.parameters()), state.buckets
 
 
-def train_in_all_settings(codec: str) -> dict[str, tuple[float, bool, int]]:
+def train_in_all_settings(codec: str | Codec) -> dict[str, tuple[float, bool, int]]:
     return {name: train(setting, codec) for name, setting in SETTINGS.items()}
 
 
@@ -58,6 +61,23 @@ def test_nothing_is_lost_when_buckets_are_rebuilt(ranks: int) -> None:
                 assert missing < ROUNDING, (codec, setting)
                 assert same, (codec, setting)
                 assert buckets > 5, (codec, setting)
+
+
+class Coarse(Codec):
+    """Thousandths."""
+
+    def encode(self, x: NDArray[np.float32]) -> NDArray[np.int32]:
+        return np.rint(x * 1000).astype(np.int32)
+
+    def decode(self, payload: memoryview, count: int) -> NDArray[np.float32]:
+        return np.frombuffer(payload, np.int32).astype(np.float32) / np.float32(1000)
+
+
+def test_nothing_is_lost_with_a_codec_written_in_python() -> None:
+    for found in torch_ranks.run(2, train_in_all_settings, Coarse()):
+        for setting, (missing, same, _) in found.items():
+            assert missing < ROUNDING, setting
+            assert same, setting
 
 
 def residuals_by_name(codec: str) -> dict[str, int]:

@@ -95,6 +95,7 @@ class Packing:
         names = sorted(name for bucket in self._wanted for name in bucket)
         now = tuple(tuple(each.names) for each in self._buckets)
         if now == self._wanted or names != sorted(parts):
+            self._wanted = now
             return self._buckets
         for bucket in self._wanted:
             buffer = torch.cat([parts[name].reshape(-1) for name in bucket])

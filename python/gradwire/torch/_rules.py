@@ -76,9 +76,17 @@ class Rules:
     def codec(self, name: str, elements: int, step: int) -> CodecLike:
         """A small tensor is not worth what a biased codec costs it."""
         if name not in self._wanted:
-            found = (wanted for pattern, wanted in self._rules if fnmatchcase(name, pattern))
-            self._wanted[name] = next(found)
-        codec = at(self._wanted[name], step)
+            self._wanted[name] = self._find(name, elements)
+        wanted = self._wanted[name]
+        if isinstance(wanted, str):  # the quick way of most
+            return wanted
+        return self._unless_small(at(wanted, step), elements)
+
+    def _find(self, name: str, elements: int) -> Wanted:
+        wanted = next(wanted for pattern, wanted in self._rules if fnmatchcase(name, pattern))
+        return self._unless_small(wanted, elements) if isinstance(wanted, CodecLike) else wanted
+
+    def _unless_small(self, codec: CodecLike, elements: int) -> CodecLike:
         return "none" if elements < self._min_elements and is_biased(codec) else codec
 
 

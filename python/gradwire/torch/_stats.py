@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gradwire._communicator import Traffic
 from gradwire._reductions import CodecLike
 
 
@@ -18,6 +19,8 @@ class StepStats(NamedTuple):
     dense_bytes: int = 0  # of the gradients
     ring_bytes: float = 0  # that a ring would send of them as they are
     sent_bytes: int = 0  # by this rank, frame headers included
+    encode_seconds: float = 0  # in codecs of the core, on the communicator's own thread
+    decode_seconds: float = 0
     waited: float = 0  # seconds at the end of backward until all was averaged
 
     @property
@@ -33,6 +36,8 @@ class StepStats(NamedTuple):
             self.dense_bytes + other.dense_bytes,
             self.ring_bytes + other.ring_bytes,
             self.sent_bytes + other.sent_bytes,
+            self.encode_seconds + other.encode_seconds,
+            self.decode_seconds + other.decode_seconds,
             self.waited + other.waited,
         )
 
@@ -63,16 +68,26 @@ class Stats(NamedTuple):
             yield f"{name:<28}{each.parameters:>11,}{each.elements:>12,}{norm:>16}"
 
     def _step_lines(self) -> Iterable[str]:
-        names = ("steps", "kept", "gradients MB", "sent MB", "ratio", "waited ms")
-        yield f"{'':<10}" + "".join(f"{name:>14}" for name in names)
+        columns = (
+            "steps",
+            "kept",
+            "gradients",
+            "sent MB",
+            "ratio",
+            "encode",
+            "decode",
+            "waited ms",
+        )
+        yield f"{'':<10}" + "".join(f"{name:>11}" for name in columns)
         for what, each in (("last step", self.last), ("total", self.total)):
-            yield f"{what:<10}{each.steps:>14,}{each.kept:>14,}" + "".join(
-                f"{value:>14,.3f}"
+            times = (each.encode_seconds, each.decode_seconds, each.waited)
+            yield f"{what:<10}{each.steps:>11,}{each.kept:>11,}" + "".join(
+                f"{value:>11,.3f}"
                 for value in (
                     each.dense_bytes / 1e6,
                     each.sent_bytes / 1e6,
                     each.ratio,
-                    each.waited * 1e3,
+                    *(seconds * 1e3 for seconds in times),
                 )
             )
 
@@ -85,11 +100,21 @@ class Counters:
         self.buckets = 0
         self.last = self.total = StepStats()
 
-    def end_step(self, kept: bool, buckets: int, dense_bytes: int, sent_bytes: int) -> None:
-        """A step whose gradients were all averaged."""
+    def end_step(
+        self, kept: bool, buckets: int, dense_bytes: int, before: Traffic, after: Traffic
+    ) -> None:
+        """A step whose gradients were all averaged, with the communicator's traffic about it."""
         self.buckets += buckets
         ring = 2 * dense_bytes * (self._ranks - 1) / self._ranks
-        self.last = StepStats(1, int(kept), dense_bytes, ring, sent_bytes)
+        self.last = StepStats(
+            1,
+            int(kept),
+            dense_bytes,
+            ring,
+            after.bytes_sent - before.bytes_sent,
+            after.encode_seconds - before.encode_seconds,
+            after.decode_seconds - before.decode_seconds,
+        )
         self.total = self.total.plus(self.last)
 
     def waited(self, seconds: float) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire._communicator import Communicator
+from gradwire._communicator import Communicator, Traffic
 from gradwire._errors import Aborted
 from gradwire._work import Work
 from gradwire.torch._completions import Completions
@@ -37,7 +37,7 @@ class Steps:
         self.handed_over = 0  # steps that DDP has handed over to the last bucket
         self.closed = False
         self.completions = Completions(f"gradwire-ddp-{communicator.rank}")
-        self._step = _Step(0)
+        self._step = _Step(communicator.traffic)
         self._step.ended.set()
         self._lock = threading.Lock()  # of the step's end
 
@@ -111,7 +111,7 @@ class Steps:
         if self.closed:
             raise Aborted(_CLOSED)
         if self._step.ended.is_set():
-            self._step = _Step(self.communicator.traffic.bytes_sent)
+            self._step = _Step(self.communicator.traffic)
             self.memory.begin_step()
             self._step.open = True
         self._step.count(bucket.buffer())
@@ -148,8 +148,8 @@ class Steps:
         try:
             kept = self._settle(well=error is None)
             self.raise_error()
-            sent = self.communicator.traffic.bytes_sent - step.sent_before
-            self.counters.end_step(kept, step.buckets, step.bytes, sent)
+            now = self.communicator.traffic
+            self.counters.end_step(kept, step.buckets, step.bytes, step.before, now)
             self.done += 1
         except Exception as its:
             error = self._first(its)
@@ -177,8 +177,8 @@ class Steps:
 class _Step:
     """One backward's buckets."""
 
-    def __init__(self, sent_before: int) -> None:
-        self.sent_before = sent_before  # bytes, by this rank
+    def __init__(self, before: Traffic) -> None:
+        self.before = before
         self.buckets = self.bytes = 0
         self.open = False  # the memory's step is
         self.ended = threading.Event()

@@ -1,0 +1,165 @@
+"""Which codec a parameter travels with, changes of it, and the counters."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import gradwire
+import pytest
+import torch.distributed as dist
+import torch_ranks
+from gradwire.torch import Stages, register, stats, warm_up
+from gradwire.torch._rules import Rules
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_training import CODECS, LOSSY, SMALL_BUCKETS, backward, mlp, same_everywhere, wrapped
+
+
+def test_these_tests_are_of_all_codecs() -> None:
+    assert [codec.partition(":")[0] for codec in CODECS] == gradwire.codecs()
+
+
+def test_the_first_pattern_that_matches_decides() -> None:
+    rules = Rules("onebit", [("*.bias", "none"), ("0.*", "fp16"), ("0.bias", "bf16")])
+    found = [rules.codec(name, 10**6, 0) for name in ("0.bias", "0.weight", "1.weight")]
+    assert found == ["none", "fp16", "onebit"]
+    assert rules.needs_feedback
+    assert not Rules("fp16", [("*", "bf16")]).needs_feedback
+
+
+def test_small_parameters_travel_as_they_are_where_the_codec_is_biased() -> None:
+    rules = Rules("onebit", [("half", "fp16")], min_elements=100)
+    found = [rules.codec(f"of {elements}", elements, 0) for elements in (99, 100)]
+    assert found == ["none", "onebit"]
+    assert rules.codec("half", 5, 0) == "fp16"
+
+
+def test_stages_change_at_their_steps() -> None:
+    stages = Stages((0, "none"), (5, "fp16"), (7, "onebit"))
+    assert [stages(step) for step in (0, 4, 5, 6, 7, 100)] == [
+        *("none", "none", "fp16", "fp16", "onebit", "onebit")
+    ]
+    assert repr(stages) == "Stages((0, 'none'), (5, 'fp16'), (7, 'onebit'))"
+
+
+@pytest.mark.parametrize("starts", [[], [1], [0, 5, 5], [0, 7, 5]])
+def test_stages_ascend_from_0(starts: list[int]) -> None:
+    with pytest.raises(gradwire.InvalidArgument, match="ascend from 0"):
+        Stages(*((start, "fp16") for start in starts))
+
+
+def test_warm_up_thins_out_by_quarters() -> None:
+    ramp = warm_up(0.001, every=10, start=4)
+    found = [ramp(step) for step in (0, 3, 4, 13, 14, 24, 34, 44, 1000)]
+    densities = ["0.25", "0.25", "0.0625", "0.015625", "0.00390625", "0.001", "0.001"]
+    assert found == ["none", "none", *(f"topk:density={each}" for each in densities)]
+    assert warm_up(0.5, every=1)(0) == "topk:density=0.5"
+    for wrong in ({"density": 0.0, "every": 1}, {"every": 0}, {"every": 1, "start": -1}):
+        with pytest.raises(gradwire.InvalidArgument, match="cannot warm up"):
+            warm_up(**wrong)
+
+
+@pytest.mark.parametrize(
+    "codec", ["fp17", Stages((0, "none")), lambda step: "fp17", lambda step: step]
+)
+def test_a_codec_that_does_not_exist_is_refused(codec: Any) -> None:
+    with pytest.raises(gradwire.InvalidArgument):
+        Rules("none", [("*", codec), ("*", "fp17")])
+
+
+def by_codec(codec: str) -> tuple[dict[str, tuple[int, int]], str, list[float]]:
+    ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
+    state = register(
+        ddp, codec=codec, feedback=True, rules=[("*.bias", "none"), ("4.*", "bf16")], min_elements=0
+    )
+    ratios = []
+    for step in range(3):
+        backward(ddp, step)
+        ratios.append(state.stats().last.ratio)
+    found = stats(ddp)
+    assert found.total.steps == found.total.kept == state.steps == 3
+    assert found.total.dense_bytes == state.bytes
+    assert found.last.waited > 0
+    assert 0 < found.last.encode_seconds < found.total.encode_seconds
+    assert 0 < found.last.decode_seconds < found.total.decode_seconds
+    parameters = {name: (each.parameters, each.elements) for name, each in found.codecs.items()}
+    assert found.codecs["none"].residual_norm == 0
+    assert found.codecs[codec].residual_norm > 0
+    assert state.communicator.traffic.bytes_sent == found.total.sent_bytes
+    assert same_everywhere(each.grad for each in ddp.parameters())
+    return parameters, str(found), ratios
+
+
+def test_parameters_have_codecs_of_their_own_and_a_table_of_them() -> None:
+    for found, table, ratios in torch_ranks.run(2, by_codec, "fp16"):
+        assert found == {"fp16": (2, 12000), "none": (3, 210), "bf16": (1, 1000)}
+        assert re.search(r"^fp16 +2 +12,000 +\d", table, re.M)
+        assert re.search(r"^total +3 +3 +0\.159 ", table, re.M)
+        assert 1.8 < ratios[-1] < 2
+
+
+def change_together() -> list[bool]:
+    """Ranks that are slower than others change the codec at the same step."""
+    ddp, _ = wrapped(mlp())
+    state = register(ddp, codec=Stages((0, "none"), (2, LOSSY[0])))
+    changed = []
+    for step in range(4):
+        backward(ddp, step)
+        changed.append(bool(state.feedback.keys()) and state.feedback.residual("0.weight").any())
+    return [bool(each) for each in changed]
+
+
+def test_all_ranks_change_the_codec_at_the_same_step() -> None:
+    assert torch_ranks.run(3, change_together) == [[False, False, True, True]] * 3
+
+
+def disagree() -> str:
+    ddp, _ = wrapped(mlp())
+    register(ddp, codec=Stages((0, "none"), (1 + dist.get_rank(), "fp16")), feedback=False)
+    backward(ddp, 0)
+    with pytest.raises(gradwire.InvalidArgument) as raised:
+        backward(ddp, 1)
+    return str(raised.value)
+
+
+def test_ranks_that_change_it_at_different_steps_are_told() -> None:
+    for message in torch_ranks.run(2, disagree):
+        assert "fp16" in message
+
+
+def without_a_hook() -> str:
+    with pytest.raises(gradwire.InvalidArgument) as raised:
+        stats(DistributedDataParallel(nn.Linear(1, 1)))
+    return str(raised.value)
+
+
+def test_a_model_without_the_hook_has_no_stats() -> None:
+    assert "call register() first" in torch_ranks.run(1, without_a_hook)[0]
+
+
+def unnamed(codec: str) -> str:
+    state = register(DistributedDataParallel(mlp()))
+    with pytest.raises(gradwire.InvalidArgument) as raised:
+        gradwire.torch.State(state.communicator, codec)
+    return str(raised.value)
+
+
+def test_feedback_needs_the_names_of_the_parameters() -> None:
+    assert "named_parameters()" in torch_ranks.run(1, unnamed, "onebit")[0]
+
+
+def two_models_and_a_control() -> tuple[bool, bool]:
+    """Feedback off, on by need, and given."""
+    feedback = gradwire.ErrorFeedback()
+    off = register(DistributedDataParallel(mlp()), codec="onebit", feedback=False)
+    needed = register(DistributedDataParallel(mlp()), codec="onebit")
+    given = register(DistributedDataParallel(mlp()), codec="fp16", feedback=feedback)
+    unneeded = register(DistributedDataParallel(mlp()), codec="fp16")
+    assert off.feedback is None
+    assert unneeded.feedback is None
+    return needed.feedback is not None, given.feedback is feedback
+
+
+def test_feedback_is_there_where_it_is_needed_or_asked_for() -> None:
+    assert torch_ranks.run(2, two_models_and_a_control) == [(True, True)] * 2
