@@ -20,6 +20,8 @@ void decode(const Codec& codec, ConstBytes payload, std::size_t n) {
   try {
     require(codec.decode(in, y.data(), n).bytes <= in.size());
     require(codec.decode_add(in, y.data(), n).bytes <= in.size());
+    const ConstBytes both[] = {in, in};
+    require(codec.decode_sum(both, y.data(), n).bytes == in.size());
   } catch (const InvalidArgument&) {
   }
 }
