@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
+import gradwire
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.codec import Codec
-from gradwire.torch import Stages, register
+from gradwire.torch import Stages, State, register
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -257,3 +259,44 @@ def test_several_types_in_one_model() -> None:
         for codec, (equal, missing) in found.items():
             assert equal, codec
             assert missing < ROUNDING, codec
+
+
+def kept_by(state: State) -> dict[str, torch.Tensor]:
+    saved: dict[str, Any] = state.state_dict()
+    return {name: each["residual"] for name, each in saved["feedback"].items()}
+
+
+def break_off(codec: str, how: str) -> tuple[str, bool]:
+    """Fails in the third backward, when its first bucket may have been averaged already."""
+    ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
+    state = register(ddp, codec=codec, feedback=True, min_elements=0)
+    for step in range(2):
+        backward(ddp, step)
+    before = kept_by(state)
+
+    def fail(_: torch.Tensor) -> None:
+        while state._steps.completions.pending:
+            os.sched_yield()
+        if how == "raise":
+            raise RuntimeError("in backward")
+        if dist.get_rank() == 1:
+            state.communicator.abort("enough") if how == "abort" else torch_ranks.die()
+
+    next(ddp.parameters()).register_hook(fail)  # whose gradient comes last
+    with pytest.raises((gradwire.Error, RuntimeError)) as raised:
+        backward(ddp, 2)
+    after = kept_by(state)
+    assert before.keys() == after.keys()
+    return type(raised.value).__name__, all(after[name].equal(before[name]) for name in before)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_rank_that_dies_in_backward_moves_no_residual(codec: str) -> None:
+    survivor, _ = torch_ranks.run(2, break_off, codec, "die", dying=(1,))
+    assert survivor == ("TransportError", True)
+
+
+@pytest.mark.parametrize(("how", "error"), [("abort", "Aborted"), ("raise", "RuntimeError")])
+def test_a_backward_that_is_broken_off_moves_no_residual(how: str, error: str) -> None:
+    for found in torch_ranks.run(2, with_each, LOSSY, break_off, how):
+        assert found == dict.fromkeys(LOSSY, (error, True))
