@@ -16,28 +16,40 @@ std::uint32_t present(PartOf part) {
     return (std::uint32_t{1} << part) - 1;
 }
 
-// Magnitudes compare as integers; `bound - 1 - magnitude` has the sign of a hit.
+// Asks for the lines of a group that is kAhead elements away, perhaps in the next unit. Out of the
+// cache this made threshold a sixth faster, in it slower by a twelfth; what lies there is not read.
+constexpr std::size_t kAhead = 1024;
+template <bool kResidual>
+void ask_ahead(const GroupSource<kResidual>& source, std::size_t i) {
+  for (const std::size_t line : {i + kAhead, i + kAhead + kGroup / 2}) {
+    __builtin_prefetch(source.x + line);
+    if constexpr (kResidual) __builtin_prefetch(source.residual + line);
+  }
+}
+
+// Magnitudes compare as integers; `bound - 1 - magnitude` has the sign of a hit. What is kept has
+// the sign of v.
 template <bool kResidual, bool kKeep, bool kSubtract>
 std::uint32_t pick_from(GroupSource<kResidual> source, float tau, std::size_t n,
-                        std::uint64_t* hits, std::uint64_t* signs, float* kept) noexcept {
+                        std::uint64_t* hits, float* kept) noexcept {
   const auto bound = bits<std::int32_t>(tau);
   I32 seen{};
   sweep<kGroup>(n, [&](std::size_t i, auto part) {
     Group v = source(i, part);
-    std::uint32_t hit = 0, sign = 0;
+    ask_ahead(source, i);
+    std::uint32_t hit = 0;
     each_part([&](std::size_t k) {
       const I32 magnitude = magnitude_of(v[k]);
       const I32 below = bound - 1 - magnitude;
       seen = magnitude > seen ? magnitude : seen;
       hit |= sign_bits(bits<F32>(below)) << (k * kLanes);
-      if constexpr (kSubtract) {
-        sign |= sign_bits(v[k]) << (k * kLanes);
-        const I32 signed_tau = (bits<I32>(v[k]) ^ magnitude) | bound;
-        v[k] = v[k] - bits<F32>(signed_tau & (below >> 31));
+      if constexpr (kSubtract && kKeep) {
+        const F32 sent = magnitude > bound - 1 ? F32{} + tau : F32{};
+        const F32 left = bits<F32>(magnitude) - sent;
+        v[k] = bits<F32>(bits<I32>(left) | (bits<I32>(v[k]) ^ magnitude));
       }
     });
     put(reinterpret_cast<std::byte*>(hits) + i / 8, hit & present(part));
-    if constexpr (kSubtract) put(reinterpret_cast<std::byte*>(signs) + i / 8, sign);
     if constexpr (kKeep) store<Groups>(kept, i, part, v);
   });
   return static_cast<std::uint32_t>(largest(seen));
@@ -45,22 +57,16 @@ std::uint32_t pick_from(GroupSource<kResidual> source, float tau, std::size_t n,
 
 template <bool kSubtract>
 std::uint32_t pick(const float* x, const float* residual, float tau, std::size_t n,
-                   std::uint64_t* hits, std::uint64_t* signs, float* kept) noexcept {
+                   std::uint64_t* hits, float* kept) noexcept {
   if (residual != nullptr && kept != nullptr)
-    return pick_from<true, true, kSubtract>({x, residual}, tau, n, hits, signs, kept);
+    return pick_from<true, true, kSubtract>({x, residual}, tau, n, hits, kept);
   if (residual != nullptr)
-    return pick_from<true, false, kSubtract>({x, residual}, tau, n, hits, signs, kept);
-  if (kept != nullptr)
-    return pick_from<false, true, kSubtract>({x, residual}, tau, n, hits, signs, kept);
-  return pick_from<false, false, kSubtract>({x, residual}, tau, n, hits, signs, kept);
+    return pick_from<true, false, kSubtract>({x, residual}, tau, n, hits, kept);
+  if (kept != nullptr) return pick_from<false, true, kSubtract>({x, residual}, tau, n, hits, kept);
+  return pick_from<false, false, kSubtract>({x, residual}, tau, n, hits, kept);
 }
 
-std::uint32_t filter(const float* x, const float* residual, float tau, std::size_t n,
-                     std::uint64_t* hits, float* v) noexcept {
-  return pick<false>(x, residual, tau, n, hits, nullptr, v);
-}
-
-constexpr SparseKernels kKernels = {pick<true>, filter};
+constexpr SparseKernels kKernels = {pick<true>, pick<false>};
 
 }  // namespace sparse
 }  // namespace

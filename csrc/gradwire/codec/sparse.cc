@@ -28,20 +28,15 @@ T load(const std::byte* from) {
 
 std::size_t bytes_of_count(std::size_t count) { return count < kShortCount ? 1 : 2; }
 
-// The gap before each index, less 1.
-template <typename Body>
-void each_gap(std::span<const std::uint16_t> index, Body body) {
-  std::uint32_t next = 0;
-  for (const std::uint32_t i : index) {
-    body(i - next);
-    next = i + 1;
-  }
+// The gap before an index, less 1.
+std::uint32_t gap_before(std::span<const std::uint16_t> index, std::size_t k) {
+  return k == 0 ? index[0] : std::uint32_t{index[k]} - index[k - 1] - 1U;
 }
 
 std::size_t gap_bits(std::span<const std::uint16_t> index, unsigned low) {
-  std::size_t bits = index.size() * (1 + low);
-  each_gap(index, [&](std::uint32_t gap) { bits += gap >> low; });
-  return bits;
+  std::uint32_t zeros = gap_before(index, 0) >> low;
+  for (std::size_t k = 1; k < index.size(); ++k) zeros += gap_before(index, k) >> low;
+  return zeros + index.size() * (1 + low);
 }
 
 struct GapCode {
@@ -80,9 +75,8 @@ class BitWriter {
   }
   void gap(std::uint32_t gap, unsigned low) {
     std::uint32_t zeros = gap >> low;
-    for (; zeros >= 32; zeros -= 32) put(0, 32);
-    put(std::uint64_t{1} << zeros, zeros + 1);
-    put(gap & ((1U << low) - 1), low);
+    for (; zeros + 1 + low > 32; zeros -= std::min(zeros, 16U)) put(0, std::min(zeros, 16U));
+    put(((std::uint64_t{gap & ((1U << low) - 1)} << 1) | 1) << zeros, zeros + 1 + low);
   }
   void finish() { std::memcpy(out_, &held_, (count_ + 7) / 8); }
 
@@ -157,7 +151,7 @@ std::byte* write_list(std::span<const std::uint16_t> index, std::byte* out) {
 std::byte* write_gaps(std::span<const std::uint16_t> index, const GapCode& code, std::byte* out) {
   out = write_count(index.size(), write_head(Layout::kGaps, code.low, out));
   BitWriter bits(out);
-  each_gap(index, [&](std::uint32_t gap) { bits.gap(gap, code.low); });
+  for (std::size_t k = 0; k < index.size(); ++k) bits.gap(gap_before(index, k), code.low);
   bits.finish();
   return out + (code.bits + 7) / 8;
 }

@@ -29,15 +29,19 @@ namespace gradwire::codec {
 
 inline constexpr std::size_t kSparseUnit = 32768;
 
+// Up to so many ranks payloads are gathered: every element that any rank sends is delivered, where
+// an encoder at each hop would pick a density's worth of the sums anew.
+inline constexpr int kGatheringRanks = 16;
+
 using HitMask = std::array<std::uint64_t, kSparseUnit / 64>;  // a bit an element
 
 struct SparseKernels {
   // Of up to kSparseUnit elements v = x + residual (may be null): bit i of hits says whether |v_i|
-  // is at least tau, or is NaN; bit i of signs is its sign. error, which may be null or residual,
-  // is v − copysign(tau, v) at the hits and v elsewhere. Returns the largest |v|, as its bits.
-  // Writes 32 bits of a mask at a time. tau > 0.
+  // is at least tau, or is NaN. error, which may be null or residual, is v − copysign(tau, v) at
+  // the hits, with the sign of v where it is 0, and v elsewhere. Returns the largest |v|, as its
+  // bits. Writes 32 bits of the mask at a time. tau > 0.
   std::uint32_t (*threshold)(const float* x, const float* residual, float tau, std::size_t n,
-                             std::uint64_t* hits, std::uint64_t* signs, float* error) noexcept;
+                             std::uint64_t* hits, float* error) noexcept;
   // The same with v, which may be null or residual, in place of error; tau >= 0.
   std::uint32_t (*filter)(const float* x, const float* residual, float tau, std::size_t n,
                           std::uint64_t* hits, float* v) noexcept;
@@ -97,7 +101,7 @@ constexpr std::uint32_t kInfinityBits = 0x7F800000U;
 
 // What a thread needs to work on a unit. Allocated once a thread.
 struct SparseScratch {
-  HitMask hits, signs;
+  HitMask hits;
   Positions positions;
   std::array<std::uint64_t, kSparseUnit> ranks, order;
   std::array<float, kSparseUnit> values, errors;

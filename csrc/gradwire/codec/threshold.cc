@@ -1,6 +1,7 @@
 // threshold: ±τ for each element that reaches it (Strom 2015); the rest stays in the error. Of each
 // unit of v := x + residual, in binary32, each operation rounded once:
-//   sent where |v| >= τ; y := copysign(τ, v) there and 0 elsewhere; error := v − y.
+//   sent where |v| >= τ; y := copysign(τ, v) there and 0 elsewhere; error := v − y, and −0 where
+//   v is −τ: an error has the sign of its v, so that one pass does without a mask of signs.
 //   A unit with NaN or Inf decodes to NaN; its errors are the same, 0 where v is not finite.
 // A unit's part of the payload: its positions (codec/sparse.h); then, if any, τ as float32 and one
 // sign bit for each position, first bit lowest.
@@ -64,6 +65,7 @@ class Threshold final : public Codec {
   std::string name() const override { return name_; }
   Combine combine() const noexcept override { return Combine::kReencode; }
   bool biased() const noexcept override { return true; }
+  bool gathers(int ranks) const noexcept override { return ranks <= kGatheringRanks; }
   std::size_t unit() const noexcept override { return kSparseUnit; }
   bool fixed_size() const noexcept override { return false; }
   std::size_t max_bytes(std::size_t n) const noexcept override {
@@ -122,12 +124,13 @@ void clear_not_finite(float* error, std::size_t n) {
     if (!std::isfinite(error[i])) error[i] = 0;
 }
 
-std::size_t write_signs(const Positions& positions, const HitMask& signs, std::byte* out) {
+// `v` has the signs.
+std::size_t write_signs(const Positions& positions, UnitSource v, std::byte* out) {
   const std::size_t bytes = (positions.count + 7) / 8;
   std::memset(out, 0, bytes);
   for (std::size_t k = 0; k < positions.count; ++k) {
-    const std::size_t i = positions.index[k];
-    out[k / 8] |= static_cast<std::byte>(((signs[i / 64] >> (i % 64)) & 1) << (k % 8));
+    const std::uint32_t sign = std::bit_cast<std::uint32_t>(v[positions.index[k]]) >> 31;
+    out[k / 8] |= static_cast<std::byte>(sign << (k % 8));
   }
   return bytes;
 }
@@ -150,8 +153,8 @@ std::size_t Threshold::encode_unit(UnitSource unit, float tau, const Site& site,
     if (tau == 0) tau = largest_of(unit, scratch.positions);
   }
   scratch.hits[(unit.n - 1) / 64] = 0;
-  const std::uint32_t largest = kernels().sparse.threshold(
-      unit.x, unit.residual, tau, unit.n, scratch.hits.data(), scratch.signs.data(), site.error);
+  const std::uint32_t largest = kernels().sparse.threshold(unit.x, unit.residual, tau, unit.n,
+                                                           scratch.hits.data(), site.error);
   if (largest >= kInfinityBits) {
     if (site.error != nullptr) clear_not_finite(site.error, unit.n);
     return write_not_finite(out);
@@ -165,7 +168,8 @@ std::size_t Threshold::encode_unit(UnitSource unit, float tau, const Site& site,
   if (scratch.positions.count == 0) return size;
   std::memcpy(out + size, &tau, sizeof tau);
   size += sizeof tau;
-  return size + write_signs(scratch.positions, scratch.signs, out + size);
+  if (site.error != nullptr) unit = {site.error, nullptr, unit.n};  // perhaps in place of residual
+  return size + write_signs(scratch.positions, unit, out + size);
 }
 
 std::size_t Threshold::encode(const float* x, std::size_t n, const Site& site, Bytes out) const {
