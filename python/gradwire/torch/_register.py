@@ -49,8 +49,9 @@ def register(
     first such rule. Where the codec is biased, a parameter of less than `min_elements` elements
     travels as it is.
 
-    What a codec loses is kept by parameter and sent later, with `feedback`: None where a codec
-    needs it, True also where none does, False nowhere, or a `gradwire.ErrorFeedback` that goes on.
+    What a codec loses is kept by parameter and sent later, with `feedback`: None if a codec needs
+    it or changes with the step, True also if none does, False never, or a `gradwire.ErrorFeedback`
+    that goes on.
     `momentum` moves momentum from the optimizer into the hook. With `scaler`, a GradScaler, what
     is kept follows the loss scale; with `optimizer` it follows the learning rate, so that it moves
     weights as far as it would have when it was kept.

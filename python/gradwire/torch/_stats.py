@@ -12,13 +12,17 @@ from gradwire._reductions import CodecLike
 
 
 class StepStats(NamedTuple):
-    """One step of one rank, or the sum of several."""
+    """One step of one rank, or the sum of several.
+
+    Bytes sent and times in codecs are those of the communicator while the step lasts; what another
+    model sends over it meanwhile is counted too.
+    """
 
     steps: int = 0
     kept: int = 0  # residuals moved: nothing was NaN or Inf on any rank
     dense_bytes: int = 0  # of the gradients
     ring_bytes: float = 0  # that a ring would send of them as they are
-    sent_bytes: int = 0  # by this rank, frame headers included
+    sent_bytes: int = 0  # frame headers included
     encode_seconds: float = 0  # in codecs of the core, on the communicator's own thread
     decode_seconds: float = 0
     waited: float = 0  # seconds at the end of backward until all was averaged
