@@ -15,14 +15,9 @@ struct Entry {
 };
 
 constexpr std::array kCodecs = {
-    Entry{"none", make_none},
-    Entry{"fp16", make_fp16},
-    Entry{"bf16", make_bf16},
-    Entry{"int8", make_int8},
-    Entry{"onebit", make_onebit},
-    Entry{"threshold", make_threshold},
-    Entry{"topk", make_topk},
-    Entry{"lowrank", make_low_rank},
+    Entry{"none", make_none}, Entry{"fp16", make_fp16},        Entry{"bf16", make_bf16},
+    Entry{"int8", make_int8}, Entry{"onebit", make_onebit},    Entry{"threshold", make_threshold},
+    Entry{"topk", make_topk}, Entry{"lowrank", make_low_rank},
 };
 
 }  // namespace
