@@ -151,6 +151,24 @@ def test_nothing_is_lost_with_parameters_that_some_ranks_or_all_do_not_use() -> 
         assert max(found.values()) < ROUNDING, found
 
 
+def accumulate_branches(codec: str) -> float:
+    """Some are used only in the backward that is not averaged on its own."""
+    ddp, books = wrapped(Branches(), find_unused_parameters=True)
+    state = register(ddp, codec=codec, feedback=True, min_elements=0)
+    for step, (alone, averaged) in enumerate([([0], [0, 1, 2]), ([2], [0]), ([0], [1])]):
+        x, y = batch(step)
+        with ddp.no_sync():
+            mse_loss(ddp(x, alone), y).backward()
+        mse_loss(ddp(x, averaged), y).backward()
+        books.deliver()
+    return books.missing(state.feedback)
+
+
+def test_nothing_is_lost_with_no_sync_and_parameters_that_are_not_used() -> None:
+    for found in torch_ranks.run(2, with_each, CODECS, accumulate_branches):
+        assert max(found.values()) < ROUNDING, found
+
+
 def train_unevenly(codec: str) -> tuple[float, int]:
     """Rank r has 3 + 2 r batches; who has no more takes part with zeros."""
     ddp, books = wrapped(mlp(), **SMALL_BUCKETS)

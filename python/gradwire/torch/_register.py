@@ -51,10 +51,9 @@ def register(
 
     What a codec loses is kept by parameter and sent later, with `feedback`: None if a codec needs
     it or changes with the step, True also if none does, False never, or a `gradwire.ErrorFeedback`
-    that goes on.
-    `momentum` moves momentum from the optimizer into the hook. With `scaler`, a GradScaler, what
-    is kept follows the loss scale; with `optimizer` it follows the learning rate, so that it moves
-    weights as far as it would have when it was kept.
+    that goes on. With `scaler`, a GradScaler, it follows the loss scale; with `optimizer` it
+    follows the learning rate, so that it moves weights as far as it would have when it was kept.
+    `momentum` moves momentum from the optimizer into the hook.
 
     Without a communicator, one with `timeout` (seconds) is made over the ranks of
     `ddp.process_group`, which must be able to exchange CPU tensors, as gloo's are. Raises

@@ -72,16 +72,8 @@ class Stats(NamedTuple):
             yield f"{name:<28}{each.parameters:>11,}{each.elements:>12,}{norm:>16}"
 
     def _step_lines(self) -> Iterable[str]:
-        columns = (
-            "steps",
-            "kept",
-            "gradients",
-            "sent MB",
-            "ratio",
-            "encode",
-            "decode",
-            "waited ms",
-        )
+        columns = ["steps", "kept", "dense MB", "sent MB", "ratio"]
+        columns += ["encode ms", "decode ms", "waited ms"]
         yield f"{'':<10}" + "".join(f"{name:>11}" for name in columns)
         for what, each in (("last step", self.last), ("total", self.total)):
             times = (each.encode_seconds, each.decode_seconds, each.waited)
