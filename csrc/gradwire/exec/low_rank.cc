@@ -37,12 +37,17 @@ void LowRankReduce::check() const {
   spec.dtype = request.dtype;
   spec.op = request.op;
   Plan::check_types(spec, *request.codec);
-  const std::string codec = "codec '" + request.codec->name() + "'";
   if (request.collective != Collective::kAllReduce)
-    throw ScheduleError(codec + " needs the sum of all factors on all ranks; use all_reduce, not " +
+    throw ScheduleError("codec '" + request.codec->name() +
+                        "' needs the sum of all factors on all ranks; use all_reduce, not " +
                         std::string(name_of(request.collective)));
+  if (!request.shapes.empty()) check_shapes();
+}
+
+void LowRankReduce::check_shapes() const {
+  const Request& request = whole();
   const auto& shapes = request.shapes;
-  if (shapes.empty()) return;
+  const std::string codec = "codec '" + request.codec->name() + "'";
   if (shapes.size() != request.inputs.size())
     throw InvalidArgument(codec + ": " + std::to_string(shapes.size()) + " shapes for " +
                           std::to_string(request.inputs.size()) + " arrays");

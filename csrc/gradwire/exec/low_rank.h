@@ -34,6 +34,7 @@ class LowRankReduce final : public Compound {
 
   void begin() override;
   void check() const;
+  void check_shapes() const;
   void list_matrices(std::size_t rank);
   void list_exchanges();
   void place_in_keys();
