@@ -2,8 +2,6 @@
 // stay in registers and in the L1 cache; they do not change the order of any sum.
 #pragma once
 
-#include <utility>
-
 #include "gradwire/codec/factors.h"
 #include "gradwire/codec/simd_sweep.h"
 
@@ -38,18 +36,6 @@ void tiles(std::size_t n, Body body) {
 }
 
 F32 splat(float x) { return bits<F32>(U32{} | bits<std::uint32_t>(x)); }
-
-template <std::size_t kWidth, typename V, std::size_t... lane>
-V turned(V x, std::index_sequence<lane...>) {
-  return __builtin_shufflevector(x, x, ((lane + kWidth) % kLanes)...);
-}
-
-// Lane l takes lane l + kWidth, as long as there are so many.
-template <std::size_t kWidth>
-F32 fold(F32 x) {
-  if constexpr (kLanes > kWidth) return x + turned<kWidth>(x, std::make_index_sequence<kLanes>());
-  return x;
-}
 
 float tree_sum(const float (&lanes)[kRowLanes]) {
   F32 parts[kRowParts];

@@ -52,12 +52,13 @@ std::uint32_t nonzero_word(const Group& v) {
 }
 
 // The lanes' sum in halves: with the one 16, then 8, 4, 2, 1 further on.
-float tree_sum(const Group& lanes) {
-  float x[kGroup];
-  __builtin_memcpy(x, &lanes, sizeof x);
-  for (std::size_t half = kGroup / 2; half > 0; half /= 2)
-    for (std::size_t l = 0; l < half; ++l) x[l] = x[l] + x[l + half];
-  return x[0];
+float tree_sum(Group lanes) {
+  for (std::size_t half = kParts / 2; half > 0; half /= 2)
+    for (std::size_t k = 0; k < half; ++k) lanes[k] = lanes[k] + lanes[k + half];
+  const F32 sum = fold<1>(fold<2>(fold<4>(fold<8>(lanes[0]))));
+  float first;
+  __builtin_memcpy(&first, &sum, sizeof first);
+  return first;
 }
 
 // A string of bits that is written from its beginning; whole bytes at the end.

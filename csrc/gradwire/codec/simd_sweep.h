@@ -2,6 +2,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "gradwire/codec/simd_lanes.h"
 
@@ -84,6 +85,18 @@ struct Sum {
     return canonical<T>(static_cast<Lanes<T>>(a + b));
   }
 };
+
+template <std::size_t kWidth, typename V, std::size_t... lane>
+V turned(V x, std::index_sequence<lane...>) {
+  return __builtin_shufflevector(x, x, ((lane + kWidth) % kLanes)...);
+}
+
+// Lane l takes lane l + kWidth, as long as there are so many.
+template <std::size_t kWidth>
+F32 fold(F32 x) {
+  if constexpr (kLanes > kWidth) return x + turned<kWidth>(x, std::make_index_sequence<kLanes>());
+  return x;
+}
 
 // Without its sign a float32 compares as an integer; AVX2 compares only signed ones.
 I32 magnitude_of(F32 x) { return bits<I32>(x) & 0x7FFFFFFF; }
