@@ -31,7 +31,7 @@ import replicas
 from gradwire import _launch
 from methods import Method
 
-CODECS = [Method("none"), Method("fp16"), Method("bf16")]
+CODECS = [Method("none"), Method("fp16"), Method("onebit"), Method("threshold")]
 MEGABYTE = 1e6
 WIDTH = 18  # of a title
 

@@ -67,13 +67,21 @@ class Averaging(NamedTuple):
     close: Callable[[], None]
 
 
-def average(model: torch.nn.Module, method: Method, algorithm: str = "auto") -> Averaging:
-    """Every rank of torch's default group calls it."""
+def average(
+    model: torch.nn.Module, method: Method, algorithm: str = "auto", dense_steps: int = 0
+) -> Averaging:
+    """Every rank of torch's default group calls it.
+
+    A codec of gradwire's that is biased begins after so many dense steps.
+    """
     if method.codec in PEERS:
         return Averaging(_gloo(model, method.codec), tcp_bytes_sent, lambda: None)
     ddp = DistributedDataParallel(model)
     options: dict[str, Any] = {} if method.feedback is None else {"feedback": method.feedback}
-    state = gradwire.torch.register(ddp, codec=method.codec, algorithm=algorithm, **options)
+    codec: Any = method.codec
+    if dense_steps > 0 and _core.Codec(codec).biased:
+        codec = gradwire.torch.Stages((0, "none"), (dense_steps, codec))
+    state = gradwire.torch.register(ddp, codec=codec, algorithm=algorithm, **options)
     return Averaging(ddp, lambda: state.communicator.traffic.bytes_sent, state.close)
 
 

@@ -28,7 +28,7 @@ import train_links
 import train_report
 from gradwire import _launch
 from methods import Method
-from train_runs import Run, read_results
+from train_runs import WARM_UP, Run, read_results
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path(__file__).parents[1] / "build" / "train-runs.jsonl"
@@ -75,6 +75,9 @@ def parse_options() -> argparse.Namespace:
     what.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     what.add_argument("--epochs", type=float, default=3)
     what.add_argument("--learning-rate", type=float, help="for every batch size")
+    what.add_argument(
+        "--warm-up", type=float, default=WARM_UP, help="share of the steps before a biased codec"
+    )
     what.add_argument("--ranks", type=int, default=4)
     what.add_argument("--algorithm", default="auto", help="of gradwire's all_reduce")
     what.add_argument("--data", type=Path, help="directory of other IDX files")
@@ -139,6 +142,7 @@ def plan(options: argparse.Namespace, data: str) -> list[Run]:
             seed=seed,
             epochs=options.epochs,
             learning_rate=options.learning_rate or LEARNING_RATES[batch],
+            warm_up=options.warm_up,
             ranks=options.ranks,
             algorithm=options.algorithm,
             data=data,

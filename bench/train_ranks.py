@@ -48,7 +48,8 @@ def train(run: Run, data: images.Images, advance: Callable[[], object]) -> Resul
     """Every rank of torch's default group calls it."""
     torch.manual_seed(run.seed)
     model = images.small_cnn(data.side, HIDDEN)
-    averaging = methods.average(model, Method.parse(run.method), run.algorithm)
+    method, dense = Method.parse(run.method), run.warm_up_steps(len(data.train_labels))
+    averaging = methods.average(model, method, run.algorithm, dense)
     try:
         seconds, curve = _steps(run, data, averaging, advance)
         return Result(
@@ -71,10 +72,12 @@ def _steps(
 ) -> tuple[list[float], list[Point]]:
     """Seconds of every step, and the points of the curve."""
     count, ddp = len(data.train_labels), averaging.ddp
-    steps, points = run.steps(count), set(run.points(count))
+    points = set(run.points(count))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=run.learning_rate, momentum=MOMENTUM)
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    order = images.batches(count, run.batch, dist.get_rank(), run.ranks, run.seed, steps)
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: run.learning_rate_factor(step, count)
+    )
+    order = images.batches(count, run.batch, dist.get_rank(), run.ranks, run.seed, run.steps(count))
     seconds: list[float] = []
     losses: list[float] = []
     curve: list[Point] = []
@@ -85,7 +88,7 @@ def _steps(
         loss = cross_entropy(ddp(data.train_images[chosen]), data.train_labels[chosen])
         loss.backward()
         optimizer.step()
-        decay.step()
+        rate.step()
         seconds.append(time.perf_counter() - started)
         losses.append(loss.item())
         if step in points:

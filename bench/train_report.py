@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import machine
 from methods import Method
-from train_runs import DECAY, MOMENTUM, WARM_UP, Result, Run
+from train_runs import MOMENTUM, Result, Run
 
 DENSE = "none"
 
@@ -66,8 +66,9 @@ class Setting:
         pairs = [(of(each), have.get(each.run.seed)) for each in self.of(method)]
         return [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
 
-    def ratio(self, method: str, after: float = WARM_UP) -> float | None:
-        """Mean over seeds."""
+    def ratio(self, method: str, *, whole: bool = False) -> float | None:
+        """Mean over seeds, after the warm-up or of the whole run."""
+        after = 0 if whole else self.run.warm_up
         found = [each.ratio(after) for each in self.of(method)]
         known = [each for each in found if each is not None]
         return statistics.fmean(known) if known else None
@@ -123,17 +124,19 @@ def _document(results: Sequence[Result], compared: list[Setting], name: str) -> 
     yield (
         f"{', '.join(sorted({each.data for each in runs}))}; a CNN of {any_one.parameters:,} "
         f"parameters; DistributedDataParallel on {any_one.run.ranks} ranks; SGD, momentum "
-        f"{MOMENTUM}, learning rate {DECAY}, the same for all methods. For one seed they start "
-        "from the same parameters and see the same images in the same order. Figures are means ± "
-        "standard deviations over seeds; differences are taken seed by seed."
+        f"{MOMENTUM}. In the warm-up, the first {any_one.run.warm_up:.0%} of the steps, the "
+        "learning rate rises, and biased codecs leave gradients dense; then it falls to 0. It is "
+        "the same for all methods, and so are, for one seed, the first parameters and the order "
+        "of images. Figures are means ± standard deviations over seeds; differences are taken "
+        "seed by seed."
     )
     yield ""
     yield (
         "*Ratio* is what a ring sends of dense float32 gradients, 2(p − 1)/p · 4 bytes an element, "
-        "over the bytes sent: all parameters, with headers, mean over ranks, after the first "
-        f"{WARM_UP:.0%} of the steps; beside it, that of the whole run. *Training loss* is the "
-        "final parameters' mean cross-entropy over all training images. `-feedback` is the "
-        "control: the same codec with error feedback off."
+        "over the bytes sent: all parameters, with headers, mean over ranks, after the warm-up; "
+        "beside it, that of the whole run. *Training loss* is the final parameters' mean "
+        "cross-entropy over all training images. `-feedback` is the control: the same codec with "
+        "error feedback off."
     )
     if compared:
         yield from ["", f"![Accuracy over ratio, and training loss]({name}.png)"]
@@ -154,13 +157,13 @@ def _methods_table(setting: Setting) -> Iterator[str]:
     for method in setting.methods:
         found = setting.of(method)
         than = setting.differences(method, DENSE, accuracy) if method != DENSE else []
-        sent = [each.bytes_per_step(WARM_UP) for each in found]
+        sent = [each.bytes_per_step(setting.run.warm_up) for each in found]
         kilobytes = [each / 1e3 for each in sent if each is not None]
         yield (
             f"| {Method.parse(method).title} | {_mean(setting.points(method), 2)} | "
             f"{_mean(than, 2, sign=True)} | {_mean([loss(each) for each in found], 4)} | "
             f"{_mean(kilobytes, 1, spread=False)} | {_times(setting.ratio(method))} | "
-            f"{_times(setting.ratio(method, 0))} |"
+            f"{_times(setting.ratio(method, whole=True))} |"
         )
     bits = "yes" if all(r.identical for m in setting.methods for r in setting.of(m)) else "**NO**"
     yield from ["", f"All replicas bit-identical at the end of every run: {bits}."]

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MOMENTUM = 0.9
-DECAY = "linear to 0"  # of the learning rate, over all steps
-WARM_UP = 0.1  # of the steps, left out of ratios: methods start, adapt and ramp up in it
+WARM_UP = 0.05  # of the steps
 _POINTS_PER_EPOCH = 10
 _FIRST_POINTS = (5, 10, 20, 40)
 
@@ -21,7 +20,8 @@ class Run(NamedTuple):
     batch: int  # images per rank and step
     seed: int  # of the parameters and of the order of images
     epochs: float
-    learning_rate: float  # at the start
+    learning_rate: float  # the highest: it rises in the warm-up and falls to 0, linearly
+    warm_up: float  # share of the steps, dense ones even where the codec is biased
     ranks: int
     algorithm: str
     data: str
@@ -34,11 +34,21 @@ class Run(NamedTuple):
         """Whole batches of all ranks."""
         return count // (self.batch * self.ranks)
 
+    def warm_up_steps(self, count: int) -> int:
+        """The first ones."""
+        return round(self.warm_up * self.steps(count))
+
+    def learning_rate_factor(self, step: int, count: int) -> float:
+        """At a step, from 0."""
+        steps, rising = self.steps(count), self.warm_up_steps(count)
+        return min((step + 1) / (rising + 1), (steps - step) / (steps - rising))
+
     def points(self, count: int) -> list[int]:
         """The steps after which the accuracy is measured; the last one is among them."""
         steps, each = self.steps(count), max(1, self.steps_per_epoch(count) // _POINTS_PER_EPOCH)
         regular = range(each, steps, each)
-        return sorted({*regular, *(step for step in _FIRST_POINTS if step < steps), steps})
+        first = (step for step in (*_FIRST_POINTS, self.warm_up_steps(count)) if 0 < step < steps)
+        return sorted({*regular, *first, steps})
 
 
 class Point(NamedTuple):

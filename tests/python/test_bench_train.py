@@ -11,12 +11,13 @@ from pathlib import Path
 import images
 import numpy as np
 import pytest
+import train
 import train_links
 import train_report
 from train_runs import Point, Result, Run, append, read_results
 
 TRAIN = Path(__file__).parents[2] / "bench" / "train.py"
-RUN = Run("none", 16, 1, 3, 0.1, 4, "auto", "Fashion-MNIST")
+RUN = Run("none", 16, 1, 3, 0.1, 0.1, 4, "auto", "Fashion-MNIST")
 
 
 def result(
@@ -57,9 +58,19 @@ def test_the_network_has_1_02_million_parameters():
 
 
 def test_points_begin_early_and_end_with_the_last_step():
-    points = RUN._replace(epochs=1).points(60_000)
-    assert points[:5] == [5, 10, 20, 40, 93]
+    points = RUN._replace(epochs=1, warm_up=0.05).points(60_000)
+    assert points[:6] == [5, 10, 20, 40, 47, 93]  # 47 steps are the warm-up
     assert points[-2:] == [930, 937]
+
+
+def test_the_learning_rate_rises_in_the_warm_up_and_falls_to_nothing():
+    steps = RUN.steps(60_000)
+    factors = [RUN.learning_rate_factor(step, 60_000) for step in range(steps + 1)]
+    highest = factors.index(max(factors))
+    assert highest == RUN.warm_up_steps(60_000) == 281
+    assert (factors[highest], factors[-1]) == (1, 0)
+    assert factors[:highest] == sorted(factors[:highest])
+    assert factors[highest:] == sorted(factors[highest:], reverse=True)
 
 
 def test_a_ratio_leaves_the_warm_up_out():
@@ -115,28 +126,21 @@ def test_accuracy_is_composed_with_the_step_times_of_links(
     assert (tmp_path / "train-seconds.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_trains_reports_and_goes_on_where_it_stopped(tiny: Path):
+def test_it_trains_what_is_not_there_yet(tiny: Path, monkeypatch: pytest.MonkeyPatch):
     runs = tiny / "runs.jsonl"
-    command = [sys.executable, str(TRAIN), "--data", str(tiny), "--runs", str(runs)]
-    command += ["--methods", "none", "fp16", "--batches", "4", "--seeds", "1", "--ranks", "2"]
-    command += ["--epochs", "1", "--learning-rate", "0.1", "--output", str(tiny / "report")]
+    command = [str(TRAIN), "--data", str(tiny), "--runs", str(runs), "--ranks", "2"]
+    command += ["--methods", "none", "fp16", "--batches", "4", "--seeds", "1", "--epochs", "1"]
+    command += ["--learning-rate", "0.1", "--warm-up", "0.5", "--output", str(tiny / "report")]
+    there = Run("none", 4, 1, 1, 0.1, 0.5, 2, "auto", tiny.name)
+    append(runs, result("none", 1, 0.9, 0.3)._replace(run=there))
 
-    def call(*more: str) -> int:
-        return subprocess.run([*command, *more], timeout=90, capture_output=True).returncode
+    monkeypatch.setattr(sys, "argv", command)
+    assert train.main() == 2  # wants --resume
 
-    assert call() == 0
+    subprocess.run([sys.executable, *command, "--resume"], timeout=90, check=True)
     dense, half = read_results(runs)
-    assert (dense.run.method, half.run.method) == ("none", "fp16")
-    assert dense.steps == half.steps == 6
-    assert dense.identical
-    assert dense.bytes_per_step() == pytest.approx(dense.dense_bytes, rel=0.05)  # headers
-    assert half.ratio() == pytest.approx(2 * (dense.ratio() or 0), rel=0.05)
-    assert (tiny / "report.md").exists()
-
-    assert call() == 2  # has runs: wants --resume
-    runs.write_text("".join(runs.read_text().splitlines(keepends=True)[:1]))
-    assert call("--resume") == 0
-    first, second = read_results(runs)
-    assert first == dense
-    of_the_time = {"seconds_per_step": 0, "finished": "", "versions": {}}
-    assert second._replace(**of_the_time) == half._replace(**of_the_time)
+    assert (dense.run, half.run) == (there, there._replace(method="fp16"))
+    assert [each.step for each in half.curve] == [1, 2, 3, 4, 5, 6]
+    assert half.identical
+    assert half.ratio() == pytest.approx(2, rel=0.05)  # for headers
+    assert "| gradwire fp16 |" in (tiny / "report.md").read_text(encoding="utf-8")
