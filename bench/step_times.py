@@ -52,6 +52,7 @@ def main() -> int:
     load = OtherLoad()
     found: dict[str, Any] = {"checks": {}, "links": {step_report.NO_LINK: _on_this_host(options)}}
     for rate in options.link:
+        print(f"links of {rate.name} …", file=sys.stderr, flush=True)
         _measure(rate, options, found)
     found["machine"] = f"{describe()}, of whose time other work took about {load.share():.0%}"
     _write(options, found)
