@@ -429,7 +429,7 @@ class Communicator:
         if not options.async_op:
             self._core.run(request, timeout)
             return call.finish()
-        work = self._core.submit(request, timeout, buffers)
+        work = self._core.submit(request, timeout, (buffers, request))
         return Work(self._core, work, name, call.finish)
 
     def _request(self, call: Call, options: _Options) -> _core.Request:

@@ -34,13 +34,28 @@ void Compound::bind(const Request& request, Rank rank, int size) {
   }
 }
 
-// Only when it is another: names are made anew.
+// The phases move bytes and factors: it is their label that says, to ranks that may disagree, what
+// they are phases of. Made only when it is another.
 void Compound::take_label(const Request& request) {
-  if (!request.codec_label.empty()) {
-    label_.assign(request.codec_label);
-  } else if (label_.empty() || request.codec.get() != labelled_.get()) {
-    label_ = request.codec ? request.codec->name() : "none";
-  }
+  OpSpec spec;
+  spec.collective = request.collective;
+  spec.dtype = request.dtype;
+  spec.op = request.op;
+  spec.root = request.root;
+  Fnv1a counts;
+  for (const Array& each : request.inputs) counts.number(each.count);
+  Fnv1a all;
+  all.number(static_cast<std::uint64_t>(spec.collective))
+      .number(static_cast<std::uint64_t>(spec.op));
+  all.number(static_cast<std::uint64_t>(spec.root)).number(counts.digest());
+  all.bytes(request.codec_label.data(), request.codec_label.size());
+  if (!label_.empty() && all.digest() == labelled_digest_ && request.codec == labelled_) return;
+  for (const Array& each : request.inputs) spec.counts.push_back(each.count);
+  spec.algorithm = "auto";
+  spec.codec = request.codec_label;
+  if (spec.codec.empty()) spec.codec = request.codec ? request.codec->name() : "none";
+  label_ = spec.codec + ", for " + spec.to_string();
+  labelled_digest_ = all.digest();
   labelled_ = request.codec;
 }
 

@@ -63,7 +63,8 @@ class Compound {
   Rank rank_ = 0;
   int size_ = 1;
   std::string algorithm_, label_;
-  std::shared_ptr<const codec::Codec> labelled_;  // whose name that is
+  std::shared_ptr<const codec::Codec> labelled_;  // what label_ was made for
+  std::uint64_t labelled_digest_ = 0;
   std::vector<Array> inputs_, outputs_;
   std::vector<Shape> shapes_;
   std::vector<codec::KeyedExtent> keys_;

@@ -245,7 +245,9 @@ std::size_t Execution::land_plain(const Part& part, const Piece& piece, ConstByt
   return payload.size();
 }
 
+// No payload is longer than its codec makes it: what is stored and sent on has room for no more.
 std::size_t Execution::land_coded(const Part& part, const Piece& piece, ConstBytes in) {
+  in = in.first(std::min(in.size(), call_.plan->codec().max_bytes(piece.count)));
   if (part.landing == Landing::kReduce) {
     const Stopwatch stopwatch(spent_.decode);
     return call_.plan->codec().decode_add(in, floats(piece), piece.count).bytes;
