@@ -6,7 +6,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +55,8 @@ class Reduction:
         payloads, finite = [], True
         for index, x in enumerate(inputs):
             value = x if self._residuals is None else self._residuals.add_to(x)
-            payload = bytes(memoryview(self._codec.encode(value)).cast("B"))
+            encoded: Any = self._codec.encode(value)  # any buffer
+            payload = bytes(memoryview(encoded).cast("B"))
             finite = finite and bool(np.isfinite(value).all())
             if self._residuals is not None:
                 with np.errstate(invalid="ignore"):
@@ -133,7 +134,8 @@ class _Residuals:
 
     def add_to(self, x: Floats) -> Floats:
         self._at += x.size
-        return x + self._old[self._at - x.size : self._at]
+        value: Floats = x + self._old[self._at - x.size : self._at]
+        return value
 
     def keep(self, error: Floats) -> None:
         self._next.append(error)
@@ -158,5 +160,6 @@ def floats(each: Operand) -> Floats:
     """A flat array over the operand's memory."""
     if each.elements == 0:
         return np.empty(0, np.float32)
-    memory = (ctypes.c_float * each.elements).from_address(each.address)
-    return np.frombuffer(memory, np.float32)
+    memory: Any = (ctypes.c_float * each.elements).from_address(each.address)
+    array: Floats = np.frombuffer(memory, np.float32)
+    return array
