@@ -82,11 +82,14 @@ class Meeting:
 
     def hear(self, within: float) -> None:
         """Raises RendezvousError where another rank has given up, or does so within seconds."""
+        if (reason := self._told(within)) is not None:
+            raise RendezvousError(reason.decode(errors="replace"))
+
+    def _told(self, within: float) -> bytes | None:
         try:
-            reason = self._store.get(self._failure, within)
-        except (TimeoutError, RendezvousError):  # nobody has, or the store is gone
-            return
-        raise RendezvousError(reason.decode(errors="replace"))
+            return self._store.get(self._failure, within)
+        except (TimeoutError, RendezvousError):  # nothing is, or the store is gone
+            return None
 
     @property
     def _failure(self) -> str:
@@ -98,7 +101,8 @@ class Meeting:
 
     def _tell(self, error: BaseException) -> None:
         with contextlib.suppress(Error, OSError):
-            if self._store.add(f"{self._prefix}/failures") == 1:
+            # What a process left when it ended is not counted, but came first.
+            if self._told(0) is None and self._store.add(f"{self._prefix}/failures") == 1:
                 self._store.set(self._failure, f"{self._who} gave up: {error}".encode())
 
     def _leave(self, hosting: bool) -> None:

@@ -192,7 +192,7 @@ codec::Site Execution::site_of(const Piece& piece) const {
   codec::Site site;
   site.call = call_number(call_.rank, call_.operation);
   site.element = piece.offset;
-  site.adapted = call_.adapted[piece.extent];
+  if (!call_.adapted.empty()) site.adapted = call_.adapted[piece.extent];
   if (call_.errors.empty()) return site;
   const float* residual = call_.residuals[piece.extent];
   if (residual != nullptr) site.residual = residual + piece.offset;
