@@ -2,8 +2,6 @@
 // largest finite one, so that the excess stays in the error; NaN keeps its sign and top payload
 // bits. fp16:scale=s multiplies by a power of two before the cast and divides after decoding, both
 // exactly: for gradients below 6e-5, where float16 has few digits left.
-#include <array>
-#include <charconv>
 #include <cmath>
 
 #include "gradwire/base/error.h"
@@ -45,12 +43,6 @@ class Cast final : public Codec {
   CastKernels Kernels::* cast_;
   float scale_;
 };
-
-std::string shortest(double value) {
-  std::array<char, 32> text;
-  const auto end = std::to_chars(text.data(), text.data() + text.size(), value).ptr;
-  return {text.data(), end};
-}
 
 // Beyond 2^+-100 a decoded value could leave float32.
 void check_scale(double scale) {

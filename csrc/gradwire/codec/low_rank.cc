@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "gradwire/base/error.h"
+#include "gradwire/codec/mixed.h"
 #include "gradwire/codec/simd.h"
 #include "gradwire/codec/spec.h"
 
@@ -22,17 +23,10 @@ constexpr double kVanished = 0x1p-60;  // of the square of a length
                         "all_reduce");
 }
 
-// splitmix64 (Steele, Lea & Flood 2014): one well mixed word for each number.
-std::uint64_t mixed(std::uint64_t number) {
-  std::uint64_t z = (number + 1) * 0x9E3779B97F4A7C15ULL;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
-  return z ^ (z >> 31);
-}
-
 void draw(std::size_t k, std::span<float> column) {
   for (std::size_t j = 0; j < column.size(); ++j) {
-    const auto bits = static_cast<std::int32_t>(mixed(k << 32 | j) >> 41);  // 23 of them
+    const std::uint64_t word = mixed((k << 32 | j) * kMixedStep);
+    const auto bits = static_cast<std::int32_t>(word >> 41);  // 23 of them
     column[j] = static_cast<float>(2 * bits + 1 - (1 << 23)) * 0x1p-23F;
   }
 }

@@ -44,8 +44,8 @@ bool worth_factoring(const Factors& of) noexcept;
 // scaled by powers of two, so that the largest element lies in [kHeadroom / 2, kHeadroom); that
 // changes no digit of p. A column that is all zero or not finite, and one that `last` does not
 // have, is drawn anew, as a function of its place alone: uniform over the odd multiples of 2^-23
-// between -1 and 1, the (splitmix64(2^32 k + j) >> 41)-th at row j of column k, before it is
-// scaled.
+// between -1 and 1, the (s >> 41)-th at row j of column k, where s is number 2^32 k + j of
+// SplitMix64's sequence from seed 0, before it is scaled.
 void start_factor(std::span<const float> last, const Factors& of, std::span<float> q);
 
 // Takes the headroom out of a right factor, so that small values keep their digits in products with

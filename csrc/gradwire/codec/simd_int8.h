@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gradwire/codec/blocks.h"
+#include "gradwire/codec/mixed.h"
 #include "gradwire/codec/simd_group.h"
 
 namespace gradwire::codec {
@@ -38,13 +39,6 @@ struct ToNearest {
   void start_block(std::size_t) {}
   F32 operator()(F32 t, std::size_t) const { return t + kRounder; }
 };
-
-std::uint64_t mixed(std::uint64_t z) {  // SplitMix64
-  z += 0x9E3779B97F4A7C15U;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9U;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBU;
-  return z ^ (z >> 31);
-}
 
 class AtRandom {
  public:

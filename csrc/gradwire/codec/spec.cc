@@ -18,13 +18,13 @@ bool parse(const std::string& text, Number& value) {
   return code == std::errc() && stop == end;
 }
 
+}  // namespace
+
 std::string shortest(double value) {
   std::array<char, 32> text;
   const auto end = std::to_chars(text.data(), text.data() + text.size(), value).ptr;
   return {text.data(), end};
 }
-
-}  // namespace
 
 Parameters::Parameters(std::string_view codec, std::string_view text)
     : codec_(codec), canonical_(codec) {

@@ -47,6 +47,9 @@ class Parameters {
   std::string canonical_;
 };
 
+// As few digits as give the same number again.
+std::string shortest(double value);
+
 // The "block" of a codec that works block by block: elements, a multiple of 32, 1024 by default.
 std::size_t block_of(Parameters& parameters, std::size_t most);
 
