@@ -17,7 +17,7 @@ constexpr unsigned kIeeeControl = 0x1F80;
 
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
-         __builtin_cpu_supports("bmi2");
+         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
 }
 
 bool has_avx512() {
