@@ -61,10 +61,6 @@ Values difference(Values a, const Values& b) {
   return a;
 }
 
-bool same_bits(const Values& a, const Values& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), 4 * a.size()) == 0;
-}
-
 struct How {
   std::string codec = "lowrank:rank=2";
   std::string algorithm = "auto";

@@ -3,7 +3,10 @@
 
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <array>
+#include <bit>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -16,6 +19,11 @@
 #include "transport_harness.h"
 
 namespace gradwire::exec {
+
+inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  constexpr auto kBits = [](float each) { return std::bit_cast<std::uint32_t>(each); };
+  return std::ranges::equal(a, b, {}, kBits, kBits);
+}
 
 class Ranks {
  public:
