@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gradwire import _buffers, _core, _environment, _exit, _link, _reductions, _shrink
+from gradwire import _buffers, _core, _environment, _exit, _link, _reductions, _shrink, _work
 from gradwire._arrays import Operand, operand, writable, written
 from gradwire._buffers import Buffers, Place
 from gradwire._connect import connect_mesh
@@ -97,6 +98,7 @@ class Communicator:
         self._place = Place(mesh.rank, mesh.size)
         self._hosts = tuple(map(tuple, hosts))
         self._splits = 0
+        self._dropped: deque[Work] = deque()
         _exit.track(self)
 
     @property
@@ -396,8 +398,12 @@ class Communicator:
         Work that is not over after `timeout` seconds is aborted. Once closed, does nothing; nor in
         a process that was forked from the communicator's.
         """
-        if self._core.owned_here:
+        if not self._core.owned_here:
+            return
+        try:
             self._core.close(self._seconds(timeout))
+        finally:
+            _work.finish(self._dropped)
 
     def __enter__(self) -> Communicator:
         return self
@@ -422,15 +428,28 @@ class Communicator:
         return " ".join(filter(None, words)) + ">"
 
     def _call(self, name: str, buffers: Buffers, options: _Options) -> Any:
+        _work.finish(self._dropped)
         call = _reductions.prepare(name, buffers, options, self._place)
+        try:
+            work = self._begin(call, buffers, options)
+            return work if options.async_op else call.finish()
+        except BaseException:
+            if call.reduction is not None:
+                call.reduction.give_up()
+            raise
+
+    def _begin(self, call: Call, buffers: Buffers, options: _Options) -> Work | None:
+        """Runs the call, or submits it."""
         request = self._request(call, options)
         timeout = self._seconds(options.timeout)
         written(buffers.outputs)
         if not options.async_op:
             self._core.run(request, timeout)
-            return call.finish()
-        work = self._core.submit(request, timeout, (buffers, request))
-        return Work(self._core, work, name, call.finish)
+            _work.finish(self._dropped)
+            return None
+        core = self._core.submit(request, timeout, (buffers, request))
+        dropped = None if call.reduction is None else self._dropped
+        return Work(self._core, core, call.name, call.finish, dropped)
 
     def _request(self, call: Call, options: _Options) -> _core.Request:
         request = _core.Request(
@@ -448,8 +467,8 @@ class Communicator:
             request.feed_back(call.feedback._core, call.keys)
         if call.shapes:
             request.shape(call.shapes)
-        if call.letters is not None:
-            request.exchange(*call.letters)
+        if call.reduction is not None:
+            request.exchange(call.reduction.letters, str(call.reduction.codec))
         return request
 
     def _finish(self, work: Work, async_op: bool) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -49,7 +50,7 @@ class Call(NamedTuple):
     feedback: ErrorFeedback | None = None
     keys: Keys = ()
     shapes: Sequence[tuple[int, int]] = ()
-    letters: tuple[_core.Letters, str] | None = None  # of a codec in Python, and its name
+    reduction: Reduction | None = None  # of a codec in Python
 
 
 def prepare(name: str, buffers: Buffers, wishes: Wishes, place: Place) -> Call:
@@ -70,8 +71,22 @@ def prepare(name: str, buffers: Buffers, wishes: Wishes, place: Place) -> Call:
 
 
 def native(codec: str | NativeCodec) -> _core.Codec:
-    """The core's codec; the same object for the same one, so that plans are found again."""
-    return _native(codec if isinstance(codec, str) else codec.spec)
+    """The core's codec; the same object for the same one, so that plans are found again.
+
+    Raises InvalidArgument for what is none.
+    """
+    if isinstance(codec, NativeCodec):
+        return _native(codec.spec)
+    if isinstance(codec, str):
+        return _native(codec)
+    if isinstance(codec, type) and issubclass(codec, NativeCodec | Codec):
+        raise InvalidArgument(
+            f"codec={codec.__name__} is a class: give an object of it, {codec.__name__}()"
+        )
+    raise InvalidArgument(
+        f"codec={codec!r} is no codec: give 'none' or another name of gradwire.codecs(), or an "
+        "object of gradwire.codec"
+    )
 
 
 @functools.cache
@@ -93,11 +108,16 @@ def _with_feedback(call: Call, codec: str, biased: bool, wishes: Wishes) -> Call
             f"codec '{codec}' loses what only error feedback makes up for: give "
             "feedback=gradwire.ErrorFeedback(), kept from call to call, and key=; or feedback=False"
         )
+    if feedback is None and not (wishes.key is None and wishes.keys is None):
+        raise InvalidArgument(
+            "key= and keys= say where error feedback keeps what the codec loses: give "
+            "feedback=gradwire.ErrorFeedback() too, kept from call to call, or leave them out"
+        )
     if feedback is None or feedback is False:
         return call
     if not isinstance(feedback, ErrorFeedback):
         raise InvalidArgument(f"feedback={feedback!r} is no gradwire.ErrorFeedback, nor False")
-    keys = keys_of(call.inputs, wishes.key, wishes.keys)
+    keys = keys_of(call.inputs, wishes.key, _named(wishes.keys))
     in_place = call.outputs is call.inputs
     inputs = cut(call.inputs, keys)
     outputs = call.outputs
@@ -106,10 +126,30 @@ def _with_feedback(call: Call, codec: str, biased: bool, wishes: Wishes) -> Call
     return call._replace(inputs=inputs, outputs=outputs, feedback=feedback, keys=keys)
 
 
+def _named(keys: Sequence[Any] | None) -> Keys | None:
+    """Raises InvalidArgument for what are no names and counts."""
+    if keys is None:
+        return None
+    try:
+        named = [(name, operator.index(count)) for name, count in keys]
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"keys={keys!r} is no list of (name, count), one for each run of elements with a "
+            "residual of its own"
+        ) from error
+    for name, count in named:
+        if count < 0:
+            raise InvalidArgument(f"keys= give '{name}' {count} elements; a count is 0 or more")
+    return named
+
+
 def _with_python_codec(call: Call, codec: Codec, wishes: Wishes, place: Place) -> Call:
     if wishes.op not in ("sum", "avg"):
         raise InvalidArgument(f"codec '{codec}' is for op 'sum' or 'avg', not '{wishes.op}'")
+    blocks = call.inputs
     call = _with_feedback(call, str(codec), codec.biased, wishes)
+    if call.name == "reduce_scatter":  # may have several keys in a block
+        call = call._replace(inputs=blocks)
     reduction = Reduction(codec, call.inputs, wishes.op == "avg", call.feedback, call.keys)
     outputs = _results(call, wishes, place)
     finish = call.finish
@@ -118,9 +158,7 @@ def _with_python_codec(call: Call, codec: Codec, wishes: Wishes, place: Place) -
         reduction.finish(place.rank, outputs)
         return finish()
 
-    return call._replace(
-        finish=decode, feedback=None, keys=(), letters=(reduction.letters, str(codec))
-    )
+    return call._replace(finish=decode, feedback=None, keys=(), reduction=reduction)
 
 
 def _results(call: Call, wishes: Wishes, place: Place) -> dict[int, Operand]:

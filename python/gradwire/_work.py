@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ class Work:
     nor change what is read. They stay in memory even when the Work is dropped.
     """
 
-    __slots__ = ("_communicator", "_core", "_name", "_result")
+    __slots__ = ("_communicator", "_core", "_dropped", "_name", "_result")
 
     def __init__(
         self,
@@ -25,8 +27,11 @@ class Work:
         core: _core.Work,
         name: str,
         result: Callable[[], Any],
+        dropped: deque[Work] | None = None,
     ) -> None:
+        """`result` is called by wait(). A Work that is dropped before that goes to `dropped`."""
         self._communicator, self._core, self._name, self._result = communicator, core, name, result
+        self._dropped = dropped
 
     def done(self) -> bool:
         """Whether the operation is over, well or with an error."""
@@ -39,11 +44,35 @@ class Work:
         the operation goes on, and wait() may be called again. None waits as long as the operation's
         own timeout lets it run.
         """
-        self._communicator.wait(self._core, math.inf if timeout is None else seconds(timeout))
-        return self._result()
+        try:
+            self._communicator.wait(self._core, math.inf if timeout is None else seconds(timeout))
+            return self._result()
+        finally:
+            if self.done():
+                self._dropped = None
+
+    def __del__(self) -> None:
+        if self._dropped is not None:
+            self._dropped.append(self)
 
     def __repr__(self) -> str:
         return f"<Work {self._name} {'done' if self.done() else 'in flight'}>"
+
+
+def finish(dropped: deque[Work]) -> None:
+    """Does what the Works that are over have left to do, as if they had been waited for.
+
+    A codec in Python decodes on its callers' threads, and a rank that does not wait must end with
+    the residuals that it would have.
+    """
+    for _ in range(len(dropped)):
+        with contextlib.suppress(IndexError):  # another thread was faster
+            work = dropped.popleft()
+            if not work.done():
+                dropped.append(work)
+                continue
+            with contextlib.suppress(Exception):  # whoever dropped it does not ask
+                work.wait()
 
 
 def seconds(value: float) -> float:

@@ -75,6 +75,21 @@ struct Job {
     return made;
   }
 
+  static constexpr Rank kRoot = 1;
+
+  static Array array_at(const Values& values, std::size_t first, std::size_t count) {
+    auto* data = const_cast<float*>(values.data()) + first;
+    return {reinterpret_cast<std::byte*>(data), count};
+  }
+
+  // Not every collective has every algorithm.
+  static std::string_view algorithm_for(Collective collective, std::string_view name) {
+    const bool scatters = collective == Collective::kReduceScatter;
+    if (scatters && name == "binary_tree") return "auto";
+    if (!scatters && (name == "ring" || name == "direct")) return "star";
+    return name;
+  }
+
   std::size_t count() const {
     std::size_t n = 0;
     for (const auto& each : keys) n += each.count;
@@ -103,6 +118,40 @@ struct Job {
       comm.run(call);
     });
     return x;
+  }
+
+  // reduce_scatter or reduce, of one key: what each rank has of the result, at its place in the
+  // whole.
+  std::vector<Values> reduce(Collective collective, const Case& how, const std::vector<Values>& x) {
+    const auto codec = codec::make_codec(how.codec);
+    const bool scatters = collective == Collective::kReduceScatter;
+    std::vector<Values> y(x.size(), Values(scatters ? count() : 0));
+    if (!scatters) y[kRoot].resize(count());
+    ranks.run([&](Communicator& comm) {
+      const auto r = static_cast<std::size_t>(comm.identity().rank);
+      const std::size_t block = scatters ? count() / x.size() : count();
+      std::vector<Array> in, out;
+      for (std::size_t at = 0; at < count(); at += block) in.push_back(array_at(x[r], at, block));
+      if (scatters) out = {array_at(y[r], r * block, block)};
+      if (!scatters && r == kRoot) out = {array_at(y[r], 0, block)};
+      Request call;
+      call.collective = collective;
+      call.root = scatters ? 0 : kRoot;
+      call.algorithm = algorithm_for(collective, how.algorithm);
+      call.codec = codec;
+      call.feedback = feedback[r];
+      call.keys = keys;
+      call.inputs = in;
+      call.outputs = out;
+      comm.run(call);
+    });
+    return y;
+  }
+
+  std::vector<Values> residuals_of(const std::string& key) const {
+    std::vector<Values> all;
+    for (const auto& each : feedback) all.push_back(each->residual(key));
+    return all;
   }
 
   // The sum of all ranks' residuals, element by element.

@@ -7,6 +7,7 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_arrays(m);
   bind_codec(m);
   bind_feedback(m);
+  bind_letters(m);
   bind_schedule(m);
   bind_communicator(m);
   bind_status(m);

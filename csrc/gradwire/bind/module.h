@@ -32,6 +32,7 @@ void bind_errors(py::module_& m);
 void bind_arrays(py::module_& m);
 void bind_codec(py::module_& m);
 void bind_feedback(py::module_& m);
+void bind_letters(py::module_& m);
 void bind_schedule(py::module_& m);
 void bind_communicator(py::module_& m);
 void bind_status(py::module_& m);

@@ -7,12 +7,9 @@ const Request* Agreed::next(const Progress& progress) {
     case 0:
       return &whole();
     case 1:
-      verdict_ = std::byte{progress.finite};
-      current_ = phase(Collective::kAllReduce, DType::kUInt8, ReduceOp::kMin);
-      current_.inputs = current_.outputs = {&verdict_array_, 1};
-      return &current_;
+      return ask_all(progress.finite);
     default:
-      transaction().settle(verdict_ == std::byte{1});
+      settle_agreed();
       return nullptr;
   }
 }

@@ -1,8 +1,5 @@
-// Agreed: a reduction whose ranks hold different results, or none, and must all the same agree
-// whether residuals may move (contracts 1, transaction).
+// Agreed: a reduction whose ranks hold different results, or none, and then agree on them.
 #pragma once
-
-#include <array>
 
 #include "gradwire/exec/compound.h"
 
@@ -17,9 +14,6 @@ class Agreed final : public Compound {
   void begin() override { phase_ = 0; }
 
   int phase_ = 0;
-  Request current_;
-  std::byte verdict_{};  // 1: this rank's results are finite; then those of all
-  Array verdict_array_{&verdict_, 1};
 };
 
 }  // namespace gradwire::exec

@@ -210,7 +210,7 @@ Compound& Communicator::Pending::compound_for(Way way) {
 
 void Communicator::Pending::settle() noexcept {
   transaction.settle(false);
-  if (compound != nullptr) compound->transaction().settle(false);
+  if (compound != nullptr) compound->roll_back();
 }
 
 std::shared_ptr<Work> Communicator::enqueue_transfer(Transfer transfer, bool sends) {

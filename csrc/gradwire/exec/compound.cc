@@ -1,5 +1,8 @@
 #include "gradwire/exec/compound.h"
 
+#include <algorithm>
+#include <limits>
+
 #include "gradwire/base/error.h"
 #include "gradwire/exec/agreed.h"
 #include "gradwire/exec/exchange.h"
@@ -67,6 +70,25 @@ Request Compound::phase(Collective collective, DType dtype, ReduceOp op) const {
   request.timeout = whole_.timeout;
   request.codec_label = label_;
   return request;
+}
+
+const Request* Compound::ask_all(bool finite) {
+  finite_ = std::byte{finite};
+  question_ = phase(Collective::kAllReduce, DType::kUInt8, ReduceOp::kMin);
+  question_.inputs = question_.outputs = {&answer_, 1};
+  return &question_;
+}
+
+void Compound::settle_agreed() {
+  if (finite_ == std::byte{0}) return refuse_results();
+  transaction_.settle(true);
+}
+
+void Compound::refuse_results() {
+  for (const Array& each : outputs_)
+    std::fill_n(reinterpret_cast<float*>(each.data), each.count,
+                std::numeric_limits<float>::quiet_NaN());
+  transaction_.settle(false);
 }
 
 Way way_of(const Request& request, int size) {

@@ -38,6 +38,9 @@ class Compound {
   // and settled.
   virtual const Request* next(const Progress& progress) = 0;
 
+  // The call has failed: lets go of the residuals as they were.
+  virtual void roll_back() noexcept { transaction_.settle(false); }
+
   // In codecs so far; whoever counts it takes it.
   CodecTime& codec_time() noexcept { return spent_; }
 
@@ -51,6 +54,14 @@ class Compound {
   int size() const noexcept { return size_; }
   // A phase on this rank's behalf: algorithm "auto", and what the ranks are told of the codec.
   Request phase(Collective collective, DType dtype, ReduceOp op) const;
+
+  // For ranks that hold different results, or none, and must all the same agree whether residuals
+  // may move (contracts 1, transaction): a phase in which each says whether its own are finite.
+  // After it settle_agreed() settles alike on all ranks.
+  const Request* ask_all(bool finite);
+  void settle_agreed();
+  // The end of a call with NaN or Inf in it: every result is NaN, and no residual moves.
+  void refuse_results();
 
   CodecTime spent_;
 
@@ -68,6 +79,9 @@ class Compound {
   std::vector<Array> inputs_, outputs_;
   std::vector<Shape> shapes_;
   std::vector<codec::KeyedExtent> keys_;
+  Request question_;
+  std::byte finite_{};  // 1: this rank's results are; then those of all
+  Array answer_{&finite_, 1};
   codec::ErrorFeedback::Transaction transaction_;
 };
 

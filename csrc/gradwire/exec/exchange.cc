@@ -7,7 +7,7 @@ namespace gradwire::exec {
 void Exchange::begin() {
   phase_ = 0;
   Request gather = phase(Collective::kAllGather, DType::kUInt8, ReduceOp::kSum);
-  gather.algorithm = gather_algorithm(whole().algorithm);
+  gather.algorithm = gather_algorithm(whole());
   payloads_.start(gather, rank(), size());
 }
 
@@ -27,10 +27,10 @@ const Request* Exchange::next(const Progress&) {
 
 void Exchange::hand_over() {
   Letters& letters = *whole().letters;
-  letters.all.clear();
   for (Rank r = 0; r < size(); ++r) {
     const ConstBytes payload = payloads_.of(r);
-    letters.all.emplace_back(payload.begin(), payload.end());
+    letters.all.insert(letters.all.end(), payload.begin(), payload.end());
+    letters.ends.push_back(letters.all.size());
   }
   letters.all_finite = payloads_.all_flagged();
 }

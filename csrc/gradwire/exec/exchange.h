@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "gradwire/codec/feedback.h"
 #include "gradwire/exec/compound.h"
 #include "gradwire/exec/payloads.h"
 
@@ -13,16 +14,22 @@ namespace gradwire::exec {
 // What goes in, and what is there when the Work is over. The caller keeps it.
 struct Letters {
   std::vector<std::byte> own;
-  bool finite = true;                       // what `own` stands for
-  std::size_t limit = 0;                    // bytes of any rank's payload
-  std::vector<std::vector<std::byte>> all;  // by rank
+  bool finite = true;             // what `own` stands for
+  std::size_t limit = 0;          // bytes of any rank's payload
+  std::vector<std::byte> all;     // one rank's after the other
+  std::vector<std::size_t> ends;  // by rank, in `all`
   bool all_finite = true;
+
+  // Of the call's keys, where it feeds back: settled by whoever decodes, or when the call fails.
+  std::shared_ptr<codec::ErrorFeedback> feedback;
+  codec::ErrorFeedback::Transaction transaction;
 };
 
 class Exchange final : public Compound {
  public:
-  const Request& probe() override { return payloads_.lengths(0, false); }
+  const Request& probe() override { return payloads_.lengths(0); }
   const Request* next(const Progress& progress) override;
+  void roll_back() noexcept override { whole().letters->transaction.settle(false); }
 
  private:
   void begin() override;

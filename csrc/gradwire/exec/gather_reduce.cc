@@ -15,15 +15,30 @@ constexpr std::string_view kName = "gather";
 // The lengths of the extents' payloads stand in front of them.
 std::size_t table_bytes(std::size_t extents) { return extents * sizeof(std::uint32_t); }
 
+[[noreturn]] void refuse_to_add(const Request& request, const std::string& what,
+                                const std::string& remedy) {
+  const std::string codec =
+      request.codec ? request.codec->name() : std::string(request.codec_label);
+  throw ScheduleError("codec '" + codec + "': payloads that are gathered are not added on their " +
+                      "way, as " + what + " would do; " + remedy);
+}
+
 }  // namespace
 
 bool is_gather(std::string_view algorithm) {
   return algorithm == kName || (algorithm.starts_with("gather(") && algorithm.ends_with(')'));
 }
 
-std::string_view gather_algorithm(std::string_view algorithm) {
+std::string_view gather_algorithm(const Request& request) {
+  const std::string_view algorithm = request.algorithm;
+  if (request.schedule != nullptr)
+    refuse_to_add(request, "schedule '" + request.schedule->name + "'",
+                  request.letters ? "leave the schedule out" : "give the schedule or 'gather'");
+  if (algorithm == kName || algorithm == "auto") return "auto";
+  if (!is_gather(algorithm))
+    refuse_to_add(request, "algorithm '" + std::string(algorithm) + "'",
+                  "use auto, gather or gather(ring)");
   constexpr std::size_t kOpening = kName.size() + 1;
-  if (!is_gather(algorithm) || algorithm == kName) return "auto";
   return algorithm.substr(kOpening, algorithm.size() - kOpening - 1);
 }
 
@@ -47,7 +62,7 @@ void GatherReduce::begin() {
   }
   feedback_.bind(counts_, request.keys, transaction());
   Request gather = phase(Collective::kAllGather, DType::kUInt8, ReduceOp::kSum);
-  gather.algorithm = gather_algorithm(request.algorithm);
+  gather.algorithm = gather_algorithm(request);
   payloads_.start(gather, rank(), size());
 }
 
@@ -58,8 +73,10 @@ const Request* GatherReduce::next(const Progress& progress) {
       return &encode(progress.operation);
     case 1:
       return &payloads_.bytes(limit_);
+    case 2:
+      return add_up();
     default:
-      add_up();
+      settle_agreed();
       return nullptr;
   }
 }
@@ -70,7 +87,6 @@ const Request& GatherReduce::encode(std::uint32_t operation) {
   std::vector<std::byte>& out = payloads_.own();
   if (out.size() < limit_) out.resize(limit_);
   std::size_t used = table_bytes(counts_.size());
-  bool finite = true;
   for (std::size_t i = 0; i < counts_.size(); ++i) {
     const float* x = input(i);
     feedback_.prepare(codec, i, x);
@@ -78,24 +94,27 @@ const Request& GatherReduce::encode(std::uint32_t operation) {
     const std::size_t size = codec.encode(x, counts_[i], site, Bytes(out).subspan(used));
     const auto length = static_cast<std::uint32_t>(size);
     std::memcpy(out.data() + table_bytes(i), &length, sizeof length);
-    finite = finite && codec::kernels().finite(x, counts_[i]);
     used += size;
   }
   feedback_.adapt(codec);
-  return payloads_.lengths(used, finite);
+  return payloads_.lengths(used);
 }
 
-// The end: all payloads are here.
-void GatherReduce::add_up() {
+// All payloads are here. Where all ranks keep all sums, they find the same.
+const Request* GatherReduce::add_up() {
   const Stopwatch stopwatch(spent_.decode);
   starts_.assign(static_cast<std::size_t>(size()), table_bytes(counts_.size()));
   parts_.resize(starts_.size());
-  bool finite = payloads_.all_flagged();
+  bool finite = true;
   for (std::size_t i = 0; i < counts_.size(); ++i) {
     for (Rank r = 0; r < size(); ++r) take_part(r, i);
     if (float* y = output(i)) finite = sum(i, y) && finite;
   }
+  check_ends();
+  const bool shared = whole().collective == Collective::kAllReduce;
+  if (!shared && transaction().is_open()) return ask_all(finite);
   transaction().settle(finite);
+  return nullptr;
 }
 
 // Lengths are foreign: each is checked, and loaded once.
@@ -111,6 +130,13 @@ void GatherReduce::take_part(Rank from, std::size_t extent) {
   starts_[r] += length;
 }
 
+void GatherReduce::check_ends() const {
+  for (Rank r = 0; r < size(); ++r)
+    if (starts_[static_cast<std::size_t>(r)] != payloads_.of(r).size())
+      refuse(r, "it is longer than its parts");
+}
+
+// Whether all of it is finite, as far as that matters to residuals.
 bool GatherReduce::sum(std::size_t extent, float* y) {
   codec::Decoded decoded;
   try {
@@ -121,7 +147,8 @@ bool GatherReduce::sum(std::size_t extent, float* y) {
   if (whole().op == ReduceOp::kAvg)
     codec::kernels().scale[static_cast<std::size_t>(DType::kFloat32)](y, 1.0 / size(),
                                                                       counts_[extent]);
-  return decoded.finite;
+  if (!decoded.finite || !transaction().is_open()) return decoded.finite;
+  return codec::kernels().finite(y, counts_[extent]);
 }
 
 // Whose part of an extent can't be decoded, when it is known that one can't.

@@ -13,19 +13,22 @@ namespace gradwire::exec {
 
 // "gather", or "gather(ring)" with the algorithm of the all_gather.
 bool is_gather(std::string_view algorithm);
-std::string_view gather_algorithm(std::string_view algorithm);  // ring; else auto
+// For a request whose payloads are gathered: ring, or auto. Throws ScheduleError for a request that
+// wants them to travel otherwise.
+std::string_view gather_algorithm(const Request& request);
 
 class GatherReduce final : public Compound {
  public:
-  const Request& probe() override { return payloads_.lengths(0, false); }
+  const Request& probe() override { return payloads_.lengths(0); }
   const Request* next(const Progress& progress) override;
 
  private:
   void begin() override;
   const Request& encode(std::uint32_t operation);
-  void add_up();
+  const Request* add_up();
   void take_part(Rank from, std::size_t extent);
   bool sum(std::size_t extent, float* y);
+  void check_ends() const;
   Rank blame(std::size_t extent) const;
   [[noreturn]] void refuse(Rank from, const std::string& why) const;
   const Request* deliver_alone();

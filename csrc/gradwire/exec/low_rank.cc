@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <string>
 
 #include "gradwire/base/error.h"
@@ -142,7 +141,7 @@ const Request* LowRankReduce::next(const Progress&) {
       [[fallthrough]];  // alone, there are no matrices
     case 1:
       if (!orthonormalise()) {
-        refuse_all();
+        refuse_results();
         return nullptr;
       }
       if (!matrices_.empty()) return &exchange(rights_);
@@ -203,12 +202,6 @@ void LowRankReduce::remember() {
     std::copy_n(right_.begin() + static_cast<std::ptrdiff_t>(each.right), each.right_size(),
                 memory.begin() + static_cast<std::ptrdiff_t>(each.memory));
   }
-}
-
-void LowRankReduce::refuse_all() {
-  for (std::size_t i = 0; i < counts_.size(); ++i)
-    std::fill_n(output(i), counts_[i], std::numeric_limits<float>::quiet_NaN());
-  transaction().settle(false);
 }
 
 const Request& LowRankReduce::exchange(const std::vector<Array>& arrays) {

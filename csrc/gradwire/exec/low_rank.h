@@ -42,7 +42,6 @@ class LowRankReduce final : public Compound {
   bool orthonormalise();
   void finish();
   void remember();
-  void refuse_all();
   const Request& exchange(const std::vector<Array>& arrays);
 
   static std::span<float> of_matrix(std::vector<float>& rights, const Matrix& matrix) {

@@ -20,7 +20,7 @@ class Payloads {
   std::vector<std::byte>& own() noexcept { return own_; }
   // The two phases. `flag` is a bit that all ranks learn of each other. bytes() throws
   // TransportError that names a rank with more bytes than `limit`.
-  const Request& lengths(std::size_t own_bytes, bool flag);
+  const Request& lengths(std::size_t own_bytes, bool flag = true);
   const Request& bytes(std::size_t limit);
 
   ConstBytes of(Rank rank) const;

@@ -1,0 +1,72 @@
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gradwire/base/error.h"
+#include "gradwire/bind/module.h"
+#include "gradwire/exec/exchange.h"
+
+namespace gradwire::bind {
+namespace {
+
+using codec::ErrorFeedback;
+using exec::Letters;
+using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
+using Keys = std::vector<std::pair<std::string, std::size_t>>;
+
+std::shared_ptr<Letters> open(std::shared_ptr<ErrorFeedback> feedback, const Keys& keys) {
+  auto letters = std::make_shared<Letters>();
+  if (!feedback) return letters;
+  std::vector<codec::KeyedExtent> extents;
+  for (const auto& [key, count] : keys) extents.push_back({key, count});
+  letters->feedback = std::move(feedback);
+  letters->transaction.open(*letters->feedback, extents);
+  return letters;
+}
+
+Floats residual(const Letters& self, std::size_t key) {
+  const auto values = self.transaction.residual(key);
+  return Floats(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+void write_next(Letters& self, std::size_t key, const Floats& values) {
+  const auto next = self.transaction.next(key);
+  if (static_cast<std::size_t>(values.size()) != next.size())
+    throw InvalidArgument("a residual has the length of its key");
+  std::copy_n(values.data(), next.size(), next.begin());
+}
+
+void seal(Letters& self, const py::bytes& own, bool finite, std::size_t limit) {
+  const auto bytes = std::as_bytes(std::span(std::string_view(own)));
+  self.own.assign(bytes.begin(), bytes.end());
+  self.finite = finite;
+  self.limit = limit;
+}
+
+// All payloads, one after the other, without a copy.
+py::buffer_info bytes_of(Letters& self) {
+  return {reinterpret_cast<std::uint8_t*>(self.all.data()),
+          static_cast<py::ssize_t>(self.all.size()), /*readonly=*/true};
+}
+
+}  // namespace
+
+void bind_letters(py::module_& m) {
+  py::class_<Letters, std::shared_ptr<Letters>>(m, "Letters", py::buffer_protocol())
+      .def(py::init(&open), py::arg("feedback"), py::arg("keys"))
+      .def("residual", &residual, py::arg("key"))
+      .def("write_next", &write_next, py::arg("key"), py::arg("values"))
+      .def("seal", &seal, py::arg("own"), py::arg("finite"), py::arg("limit"))
+      .def(
+          "settle", [](Letters& self, bool keep) { self.transaction.settle(keep); },
+          py::arg("keep"))
+      .def_buffer(&bytes_of)
+      .def_readonly("ends", &Letters::ends)
+      .def_readonly("all_finite", &Letters::all_finite);
+}
+
+}  // namespace gradwire::bind
