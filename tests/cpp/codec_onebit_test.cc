@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -118,7 +119,7 @@ TEST(OneBit, ZerosAreLeftOutBeyondOneInSixteen) {
   x[664] = -0.0F;
   Values error(1024, 9);
   const Payload many = encode(*codec, x, error.data());
-  EXPECT_EQ(many.size(), 8U + 128 + (1024 - 65 + 7) / 8);
+  EXPECT_EQ(many.size(), 8U + 7 + (1024 - 65 + 7) / 8);  // runs of 0, 600, 65 and 359 elements
   Values expected = x;
   expected[664] = 0;
   const Values y = decode(*codec, many, 1024);
@@ -136,13 +137,118 @@ TEST(OneBit, NegativeZerosDoNotCountAsNegatives) {
   for (const std::size_t i : {0, 2, 39, 63}) EXPECT_EQ(bits(y[i]), 0U);
 }
 
-TEST(OneBit, OnlyZerosNeedNoMask) {
+TEST(OneBit, OnlyZerosTakeElevenBytes) {
   const auto codec = make_codec("onebit");
   for (const float zero : {0.0F, -0.0F}) {
     const Payload payload = encode(*codec, Values(1024, zero));
-    EXPECT_EQ(payload.size(), 136U);
-    EXPECT_EQ(decode(*codec, payload, 1024), Values(1024, 0.0F));
+    EXPECT_EQ(payload.size(), 8U + 3);
+    for (const float each : decode(*codec, payload, 1024)) ASSERT_EQ(bits(each), 0U);
   }
+}
+
+// Of an Elias γ code of each run's length, the first one's plus 1.
+Payload runs_by_definition(const Values& x) {
+  std::string code;
+  const auto add = [&](std::size_t length) {
+    const auto digits = static_cast<std::size_t>(std::bit_width(length)) - 1;
+    code += std::string(digits, '0') + '1';
+    for (std::size_t k = 0; k < digits; ++k) code += (length >> k & 1) != 0 ? '1' : '0';
+  };
+  std::size_t length = 1;
+  for (std::size_t i = 0; i < x.size(); ++i, ++length)
+    if ((x[i] != 0) != (i > 0 && x[i - 1] != 0)) {
+      add(length);
+      length = 0;
+    }
+  add(length);
+  Payload bytes((code.size() + 7) / 8);
+  for (std::size_t i = 0; i < code.size(); ++i)
+    if (code[i] == '1') bytes[i / 8] |= std::byte{1} << i % 8;
+  return bytes;
+}
+
+Payload bitmap_by_definition(const Values& x) {
+  Payload bytes((x.size() + 7) / 8);
+  for (std::size_t i = 0; i < x.size(); ++i)
+    if (x[i] != 0) bytes[i / 8] |= std::byte{1} << i % 8;
+  return bytes;
+}
+
+// Values and zeros in runs of about so many.
+Values draw_runs(std::size_t n, std::size_t length, std::uint64_t seed) {
+  Values x = draw(n, Data::kNormal, seed);
+  std::mt19937_64 random(seed);
+  bool zero = random() % 2 == 0;
+  for (float& each : x) {
+    if (random() % length == 0) zero = !zero;
+    if (zero) each = 0;
+  }
+  return x;
+}
+
+TEST(OneBit, AMaskIsOfRunsWhereThatTakesFewerBytes) {
+  const auto codec = make_codec("onebit:block=8192");
+  std::size_t of_runs = 0, of_bits = 0;
+  for (const std::size_t n : {1, 5, 8, 9, 63, 64, 65, 100, 1000, 1024, 4099, 8192})
+    for (const std::size_t length : {1, 2, 3, 4, 5, 6, 7, 8, 30, 500, 9000})
+      for (std::uint64_t seed = 0; seed < 5; ++seed) {
+        const Values x = draw_runs(n, length, seed);
+        const auto zeros = static_cast<std::size_t>(std::count(x.begin(), x.end(), 0.0F));
+        if (16 * zeros <= n) continue;
+        const Payload runs = runs_by_definition(x), bitmap = bitmap_by_definition(x);
+        const bool has_runs = runs.size() < bitmap.size();
+        const Payload& mask = has_runs ? runs : bitmap;
+        ++(has_runs ? of_runs : of_bits);
+        const Payload payload = encode(*codec, x);
+        ASSERT_EQ(payload.size(), 8 + mask.size() + (n - zeros + 7) / 8);
+        ASSERT_TRUE(std::equal(mask.begin(), mask.end(), payload.begin() + 8)) << n;
+        ASSERT_TRUE(std::signbit(means_of(payload)[0]));
+        ASSERT_NE(std::signbit(means_of(payload)[1]), has_runs);
+        const Values y = decode(*codec, payload, n);
+        for (std::size_t i = 0; i < n; ++i) ASSERT_EQ(y[i] != 0, x[i] != 0) << n << " " << i;
+      }
+  EXPECT_GT(of_runs, 100U);
+  EXPECT_GT(of_bits, 100U);
+}
+
+// A block with a mask of such runs, and signs of all elements there are.
+Payload with_runs(const Payload& runs, std::size_t signs) {
+  Payload payload(8 + runs.size() + (signs + 7) / 8);
+  payload[3] = std::byte{0x80};
+  std::copy(runs.begin(), runs.end(), payload.begin() + 8);
+  return payload;
+}
+
+TEST(OneBit, RunsOfOtherLengthsThanTheBlockAreRefused) {
+  const auto codec = make_codec("onebit");
+  Values x(64, 0.0F), y(64);
+  x[40] = 1;
+  const Payload runs = runs_by_definition(x);
+  EXPECT_EQ(codec->decode(with_runs(runs, 1), y.data(), 64).finite, true);
+  for (const std::size_t n : {39, 63, 65, 128})
+    EXPECT_THROW(codec->decode(with_runs(runs, 64), y.data(), n), InvalidArgument) << n;
+}
+
+TEST(OneBit, RunsThatDoNotEndAreRefused) {
+  const auto codec = make_codec("onebit");
+  Values y(1024);
+  Payload endless(127, std::byte{0});
+  EXPECT_THROW(codec->decode(with_runs(endless, 1024), y.data(), 1024), InvalidArgument);
+  endless[1] = std::byte{0x80};  // 2^15 elements, or more
+  EXPECT_THROW(codec->decode(with_runs(endless, 1024), y.data(), 1024), InvalidArgument);
+  EXPECT_THROW(codec->decode(with_runs({}, 0), y.data(), 1024), InvalidArgument);
+  Values x(1024, 0.0F);
+  x[900] = 1;
+  Payload cut = runs_by_definition(x);
+  cut.pop_back();
+  EXPECT_THROW(codec->decode(with_runs(cut, 0), y.data(), 1024), InvalidArgument);
+}
+
+TEST(OneBit, RunsAsLongAsTheMaskAreRefused) {
+  Values y(16);
+  // 16 runs of 1 element, the first of none: 17 codes, 3 + 16 bits in the second case.
+  const Payload runs{std::byte{0xFF}, std::byte{0xFF}, std::byte{0x01}};
+  EXPECT_THROW(make_codec("onebit")->decode(with_runs(runs, 16), y.data(), 16), InvalidArgument);
 }
 
 TEST(OneBit, SumsOfHugeValuesDoNotOverflow) {
@@ -203,8 +309,8 @@ TEST(OneBit, PayloadsAreSummedInGroupsOfFour) {
 
 TEST(OneBit, BitsOfAMaskBeyondTheEndAreIgnored) {
   const auto codec = make_codec("onebit");
-  Values x(13, 0.0F);
-  x[4] = 3;
+  Values x(13, 3.0F);
+  for (const std::size_t i : {0, 2, 4, 6, 8, 10}) x[i] = 0;
   Payload payload = encode(*codec, x);
   ASSERT_EQ(payload.size(), 8U + 2 + 1);
   payload[9] |= std::byte{0xE0};
@@ -214,8 +320,9 @@ TEST(OneBit, BitsOfAMaskBeyondTheEndAreIgnored) {
 TEST(OneBit, AMaskThatPromisesMoreThanFollowsIsRefused) {
   const auto codec = make_codec("onebit");
   Values x(1024, 0.0F), y(1024);
-  x[4] = 3;
+  for (std::size_t i = 0; i < 1024; i += 2) x[i] = 3;
   Payload payload = encode(*codec, x);
+  ASSERT_EQ(payload.size(), 8U + 128 + 64);
   std::fill(payload.begin() + 8, payload.begin() + 136, std::byte{0xFF});
   EXPECT_THROW(codec->decode(payload, y.data(), 1024), InvalidArgument);
 }

@@ -263,6 +263,31 @@ TEST_F(Differential, EveryTableExpandsBitsLikeScalar) {
     }
 }
 
+// Runs of a block that is encoded, and any bytes.
+TEST_F(Differential, EveryTableReadsRunsLikeScalar) {
+  constexpr std::size_t kHeader = 2 * sizeof(float);
+  std::size_t read = 0;
+  for (const Kernels* table : available_kernels())
+    for (std::size_t n : lengths())
+      for (std::size_t longest : {1, 9, 200, 5000}) {
+        if (n == 0) continue;
+        Array x = floats(n, Data::kNormal);
+        for (std::size_t i = 0; i < n; i += 1 + random_() % longest)
+          std::fill(x.floats() + i, x.floats() + std::min(n, i + random_() % longest), 0.0F);
+        Array in = elements(DType::kUInt8, OneBitKernels::most_bytes(n), Data::kNormal);
+        if (longest > 1) scalar().one_bit.encode(x.floats(), nullptr, n, n, in.data(), nullptr);
+        const std::size_t available = OneBitKernels::most_bytes(n) - kHeader;
+        Array mask = elements(DType::kUInt8, OneBitKernels::bytes_of_bits(n), Data::kNormal);
+        Array same = mask;
+        const std::byte* runs = in.data() + kHeader;
+        const std::size_t size = scalar().one_bit.read_runs(runs, available, n, mask.data());
+        ASSERT_EQ(table->one_bit.read_runs(runs, available, n, same.data()), size);
+        ASSERT_EQ(same, mask) << table->name << " n=" << n;
+        read += size > 0;
+      }
+  EXPECT_GT(read, 100U);
+}
+
 double expected_value(ReduceOp op, double a, double b) {
   if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<double>::quiet_NaN();
   const bool a_first = a < b || (a == b && std::signbit(a));

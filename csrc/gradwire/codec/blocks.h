@@ -37,7 +37,8 @@ struct OneBitPlane {
 };
 
 struct OneBitKernels {
-  static constexpr std::size_t kGroup = 4;  // planes that are added before others are
+  static constexpr std::size_t kGroup = 4;         // planes that are added before others are
+  static constexpr std::size_t kMostBlock = 8192;  // elements
 
   static constexpr std::size_t bytes_of_bits(std::size_t n) { return (n + 7) / 8; }
   // At most, of n elements in one block: two means, mask and signs.
@@ -54,6 +55,10 @@ struct OneBitKernels {
   // Puts each of the packed bits where the mask has a bit of the same rank.
   void (*expand)(const std::byte* packed, const std::byte* mask, std::size_t n,
                  std::byte* bits) noexcept;
+  // A mask of n bits, of its runs. Returns how many of the `available` bytes they took, each of
+  // which it loads once; 0 where they are no runs of n elements in all, or as long as the mask.
+  std::size_t (*read_runs)(const std::byte* in, std::size_t available, std::size_t n,
+                           std::byte* mask) noexcept;
 };
 
 }  // namespace gradwire::codec

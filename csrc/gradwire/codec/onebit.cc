@@ -6,14 +6,21 @@
 //   for w = 16, 8, 4, 2, 1: lane l := lane l + lane (l + w), l < w.
 //   mean+ := P / c+, mean− := N / c−, by the counts of both signs; 0 where a count is 0.
 //   y := mean− where the bit is set, else mean+; error := v − y.
-// More than 1/16 of v equal to 0, but not all: these decode to +0, and do not count in c+ and c−.
+// More than 1/16 of v equal to 0: these decode to +0, and do not count in c+ and c−.
 // P or N not finite: v holds NaN or Inf: both means are NaN, all bits and errors 0, no mask. Or
 //   every v is finite: P, N and the means are those of v · 2^-24, limited to ±FLT_MAX · 2^-24, then
 //   the means are divided by 2^-24.
 //
-// A block's bytes: mean+ and mean−, float32, then a bit an element, the first in the lowest bit of
-// the first byte. mean+ is never negative: its sign bit says that these are a mask (set: v is not
-// 0), and that the sign bits follow, of the elements in the mask only, without gaps.
+// A block's bytes: mean+ and mean−, float32, then the sign bits, the first in the lowest bit of the
+// first byte. mean+ is never negative: its sign bit says that a mask of the v that are not 0 comes
+// between, and that there are sign bits of these only, without gaps. mean− is never positive: where
+// there is a mask, its sign bit says of which kind.
+//   set    a bit an element, set: v is not 0
+//   clear  the lengths of runs, by turns of zeros and of others, n elements in all; the first,
+//   which
+//          may be 0, plus 1. Each is an Elias γ code: length 2^k + r is k zero bits, a one bit, and
+//          r in k bits, the lowest first. Only where that takes fewer bytes.
+// Mask and signs each end with a whole byte. Bits beyond their end are 0, and are not looked at.
 //
 // The sum of payloads d_0, d_1, …: T_j := ((d_4j + d_4j+1) + d_4j+2) + d_4j+3, as far as there are
 // any, then (T_0 + T_1) + T_2 …
@@ -31,7 +38,7 @@
 namespace gradwire::codec {
 namespace {
 
-constexpr std::size_t kMostBlock = 8192;
+constexpr std::size_t kMostBlock = OneBitKernels::kMostBlock;
 constexpr std::size_t kHeader = 2 * sizeof(float);
 
 // Full-width bits of one block, out of a peer's reach.
@@ -59,9 +66,11 @@ class Cursor {
   OneBitPlane next(std::size_t n, Scratch& scratch) {
     std::array<float, 2> means;
     std::memcpy(means.data(), take(kHeader, n).data(), kHeader);
-    const ConstBytes bits = take(OneBitKernels::bytes_of_bits(n), n);
-    OneBitPlane plane{bits.data(), nullptr, std::fabs(means[0]), means[1]};
-    if (std::signbit(means[0])) unpack(bits, n, scratch, plane);
+    OneBitPlane plane{nullptr, nullptr, means[0], means[1]};
+    if (std::signbit(means[0]))
+      unpack(n, scratch, plane);
+    else
+      plane.signs = take(OneBitKernels::bytes_of_bits(n), n).data();
     if (!std::isfinite(means[0]) || !std::isfinite(means[1])) {
       plane.plus = plane.minus = std::numeric_limits<float>::quiet_NaN();
       finite_ = false;
@@ -77,15 +86,25 @@ class Cursor {
     return front;
   }
 
-  // The mask is counted and used from a copy, that nobody can alter in between.
-  void unpack(ConstBytes bits, std::size_t n, Scratch& scratch, OneBitPlane& plane) {
-    const auto mask = Bytes(scratch.mask).first(bits.size());
-    std::copy(bits.begin(), bits.end(), mask.begin());
-    if (n % 8 != 0) mask.back() &= static_cast<std::byte>((1U << n % 8) - 1);
+  void unpack(std::size_t n, Scratch& scratch, OneBitPlane& plane) {
+    const auto mask = Bytes(scratch.mask).first(OneBitKernels::bytes_of_bits(n));
+    std::signbit(plane.minus) ? copy_mask(n, mask) : read_runs(n, mask);
     const ConstBytes signs = take(OneBitKernels::bytes_of_bits(count_bits(mask)), n);
     kernels().one_bit.expand(signs.data(), mask.data(), n, scratch.signs.data());
-    plane.present = mask.data();
-    plane.signs = scratch.signs.data();
+    plane = {scratch.signs.data(), mask.data(), -plane.plus, -std::fabs(plane.minus)};
+  }
+  void copy_mask(std::size_t n, Bytes mask) {
+    const ConstBytes bits = take(mask.size(), n);
+    std::copy(bits.begin(), bits.end(), mask.begin());
+    if (n % 8 != 0) mask.back() &= static_cast<std::byte>((1U << n % 8) - 1);
+  }
+  void read_runs(std::size_t n, Bytes mask) {
+    const std::size_t size =
+        kernels().one_bit.read_runs(rest_.data(), rest_.size(), n, mask.data());
+    if (size == 0)
+      throw InvalidArgument("codec '" + codec_->name() + "': the runs of a mask are not of its " +
+                            std::to_string(n) + " elements");
+    take(size, n);
   }
 
   const Codec* codec_ = nullptr;

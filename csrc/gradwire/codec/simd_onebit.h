@@ -3,6 +3,7 @@
 
 #include "gradwire/codec/blocks.h"
 #include "gradwire/codec/simd_group.h"
+#include "gradwire/codec/simd_runs.h"
 
 namespace gradwire::codec {
 namespace {
@@ -61,27 +62,6 @@ float tree_sum(Group lanes) {
   return first;
 }
 
-// A string of bits that is written from its beginning; whole bytes at the end.
-class BitWriter {
- public:
-  explicit BitWriter(std::byte* to) : to_(to) {}
-
-  void write(std::uint32_t bits, std::uint32_t count) {
-    pending_ |= std::uint64_t{bits} << held_;
-    held_ += count;
-    for (; held_ >= 8; held_ -= 8, pending_ >>= 8) *to_++ = static_cast<std::byte>(pending_);
-  }
-  std::byte* finish() {
-    if (held_ > 0) *to_++ = static_cast<std::byte>(pending_);
-    return to_;
-  }
-
- private:
-  std::byte* to_;
-  std::uint64_t pending_ = 0;
-  std::uint32_t held_ = 0;
-};
-
 struct SignSums {
   Group plus{}, minus{};
 
@@ -129,16 +109,15 @@ class OneBitBlock {
   std::byte* encode() {
     const SignSums sums = first_pass();
     std::byte* end = bits_ + OneBitKernels::bytes_of_bits(n_);
-    const bool masked = 16 * zeros_ > n_ && zeros_ < n_;
-    if (masked) end = write_mask(end);
+    const bool masked = 16 * zeros_ > n_;
+    if (masked) end = write_mask();
     const std::size_t positives = n_ - negatives_ - (masked ? zeros_ : 0);
     Means means = Means::of(sums, positives, negatives_);
     if (!means.finite()) {
       if (!finite_block()) return give_up();
       means = limited(Means::of(scaled_sums(), positives, negatives_));
     }
-    put(out_, masked ? -means.plus : means.plus);
-    put(out_ + sizeof(float), means.minus);
+    put_means(means, masked);
     if constexpr (kError) masked ? write_error<true>(means) : write_error<false>(means);
     return end;
   }
@@ -175,6 +154,12 @@ class OneBitBlock {
     return sums;
   }
 
+  void put_means(Means means, bool masked) {
+    const float minus = __builtin_fabsf(means.minus);
+    put(out_, masked ? -means.plus : means.plus);
+    put(out_ + sizeof(float), !masked ? means.minus : has_runs_ ? minus : -minus);
+  }
+
   static std::size_t magnitude_of_sum(I32 lanes) {
     std::int32_t each[kLanes], sum = 0;
     __builtin_memcpy(each, &lanes, sizeof lanes);
@@ -183,7 +168,19 @@ class OneBitBlock {
   }
 
   // In place of all signs, and behind it the signs of those it shows.
-  std::byte* write_mask(std::byte* signs) {
+  std::byte* write_mask() {
+    std::byte* const signs = bits_ + OneBitKernels::bytes_of_bits(n_);
+    std::byte* const end = write_bitmap(signs);
+    std::byte runs[OneBitKernels::kMostBlock / 8];
+    const std::size_t size = write_runs(bits_, n_, runs);
+    has_runs_ = size > 0;
+    if (!has_runs_) return end;
+    __builtin_memcpy(bits_, runs, size);
+    __builtin_memmove(bits_ + size, signs, static_cast<std::size_t>(end - signs));
+    return bits_ + size + (end - signs);
+  }
+
+  std::byte* write_bitmap(std::byte* signs) {
     BitWriter writer(signs);
     negatives_ = 0;
     sweep<kGroup>(n_, [&](std::size_t i, auto part) {
@@ -246,6 +243,7 @@ class OneBitBlock {
   std::byte* bits_;
   std::size_t zeros_ = 0;
   std::size_t negatives_ = 0;  // among those that are sent
+  bool has_runs_ = false;      // in place of a mask
 };
 
 template <bool kResidual, bool kError>
@@ -346,7 +344,7 @@ void expand_onebit(const std::byte* packed, const std::byte* mask, std::size_t n
   });
 }
 
-constexpr OneBitKernels kOneBit = {encode_onebit, sum_onebit, expand_onebit};
+constexpr OneBitKernels kOneBit = {encode_onebit, sum_onebit, expand_onebit, read_runs};
 
 }  // namespace
 }  // namespace gradwire::codec

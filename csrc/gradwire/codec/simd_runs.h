@@ -1,0 +1,134 @@
+// Strings of bits, and masks as the lengths of their runs (codec/onebit.cc defines the codes).
+#pragma once
+
+#include "gradwire/codec/blocks.h"
+
+namespace gradwire::codec {
+namespace {
+
+// Written from the beginning; whole bytes, and none beyond the end.
+class BitWriter {
+ public:
+  explicit BitWriter(std::byte* to) : to_(to) {}
+
+  void write(std::uint32_t bits, std::uint32_t count) {  // the others are 0
+    pending_ |= std::uint64_t{bits} << held_;
+    held_ += count;
+    if (held_ < 32) return;
+    __builtin_memcpy(to_, &pending_, 4);
+    to_ += 4;
+    pending_ >>= 32;
+    held_ -= 32;
+  }
+  std::byte* finish() {
+    const std::uint32_t bytes = (held_ + 7) / 8;
+    __builtin_memcpy(to_, &pending_, bytes);
+    return to_ + bytes;
+  }
+
+ private:
+  std::byte* to_;
+  std::uint64_t pending_ = 0;
+  std::uint32_t held_ = 0;
+};
+
+// Foreign bits; zeros behind the last.
+class BitReader {
+ public:
+  BitReader(const std::byte* from, std::size_t bytes) : from_(from), left_(bytes) {}
+
+  // At least 32 more.
+  std::uint64_t peek() {
+    for (; held_ < 32 && left_ > 0; --left_, held_ += 8)
+      bits_ |= static_cast<std::uint64_t>(*from_++) << held_;
+    return bits_;
+  }
+  // Whether there were so many.
+  bool skip(std::uint32_t count) {
+    if (count > held_) return false;
+    bits_ >>= count;
+    held_ -= count;
+    read_ += count;
+    return true;
+  }
+  std::size_t bytes_read() const { return (read_ + 7) / 8; }
+
+ private:
+  const std::byte* from_;
+  std::size_t left_;
+  std::uint64_t bits_ = 0;
+  std::uint32_t held_ = 0;
+  std::size_t read_ = 0;
+};
+
+constexpr std::size_t most_run_bytes(std::size_t n) { return OneBitKernels::bytes_of_bits(n) - 1; }
+
+std::uint32_t high_bit(std::uint32_t x) {
+  return 31U - static_cast<std::uint32_t>(__builtin_clz(x));
+}
+
+// Of up to 64 bits from the i-th on, those that are not as the bit before.
+std::uint64_t changes_in(const std::byte* mask, std::size_t i, std::size_t n,
+                         std::uint64_t& before) {
+  const std::size_t count = n - i < 64 ? n - i : 64;
+  std::uint64_t word = 0;
+  __builtin_memcpy(&word, mask + i / 8, OneBitKernels::bytes_of_bits(count));
+  const std::uint64_t changes = word ^ (word << 1 | before);
+  before = word >> 63;
+  return changes & (~std::uint64_t{0} >> (64 - count));
+}
+
+// Returns the bytes written, most_run_bytes(n) or less; 0 where more are needed.
+std::size_t write_runs(const std::byte* mask, std::size_t n, std::byte* out) {
+  BitWriter writer(out);
+  std::size_t room = 8 * most_run_bytes(n), begin = ~std::size_t{0};
+  const auto end_run = [&](std::size_t end) {
+    const auto length = static_cast<std::uint32_t>(end - begin);
+    const std::uint32_t digits = high_bit(length), size = 2 * digits + 1;
+    if (size > room) return false;
+    room -= size;
+    begin = end;
+    writer.write((length << 1 | 1) << digits & ((2U << 2 * digits) - 1), size);
+    return true;
+  };
+  std::uint64_t before = 0;
+  for (std::size_t i = 0; i < n; i += 64)
+    for (std::uint64_t left = changes_in(mask, i, n, before); left != 0; left &= left - 1)
+      if (!end_run(i + static_cast<std::size_t>(__builtin_ctzll(left)))) return 0;
+  if (!end_run(n)) return 0;
+  return static_cast<std::size_t>(writer.finish() - out);
+}
+
+void set_bits(std::byte* mask, std::size_t begin, std::size_t end) {
+  while (begin < end) {
+    const std::size_t first = begin % 8, count = end - begin < 8 - first ? end - begin : 8 - first;
+    mask[begin / 8] |= static_cast<std::byte>(((1U << count) - 1) << first);
+    begin += count;
+  }
+}
+
+// A run's length; 0 where there is none.
+std::size_t read_run(BitReader& reader) {
+  const std::uint64_t bits = reader.peek();
+  const auto zeros = static_cast<std::uint32_t>(__builtin_ctzll(bits | std::uint64_t{1} << 15));
+  if (zeros == 15 || !reader.skip(2 * zeros + 1)) return 0;
+  const std::uint64_t rest = bits >> (zeros + 1) & ((std::uint64_t{1} << zeros) - 1);
+  return std::size_t{1} << zeros | rest;
+}
+
+std::size_t read_runs(const std::byte* in, std::size_t available, std::size_t n,
+                      std::byte* mask) noexcept {
+  BitReader reader(in, available < most_run_bytes(n) ? available : most_run_bytes(n));
+  __builtin_memset(mask, 0, OneBitKernels::bytes_of_bits(n));
+  std::size_t end = 0;  // of the runs so far, plus 1
+  for (bool set = false; end <= n; set = !set) {
+    const std::size_t length = read_run(reader);
+    if (length == 0 || length > n + 1 - end) return 0;
+    if (set) set_bits(mask, end - 1, end - 1 + length);
+    end += length;
+  }
+  return reader.bytes_read();
+}
+
+}  // namespace
+}  // namespace gradwire::codec
