@@ -36,7 +36,7 @@ class Codecs : public testing::TestWithParam<std::string_view> {};
 
 TEST_P(Codecs, RanksEndWithTheSameBitsAndNothingIsLost) {
   const std::string codec(GetParam());
-  for (int ranks = 1; ranks <= 9; ++ranks)
+  for (int ranks = 1; ranks <= kMostRanks; ++ranks)
     for (std::size_t n : lengths(*codec::make_codec(codec), ranks)) {
       Job job(ranks, {{"w", n}});
       std::vector<double> balance(n);

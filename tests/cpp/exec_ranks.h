@@ -20,6 +20,13 @@
 
 namespace gradwire::exec {
 
+// Of a property over all numbers of ranks. Sanitizers are slow, and find with few what there is.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+inline constexpr int kMostRanks = 4;
+#else
+inline constexpr int kMostRanks = 9;
+#endif
+
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   constexpr auto kBits = [](float each) { return std::bit_cast<std::uint32_t>(each); };
   return std::ranges::equal(a, b, {}, kBits, kBits);
