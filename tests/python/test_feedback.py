@@ -252,6 +252,33 @@ def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
         assert words in text
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"codec": None}, "codec=None is no codec"),
+        ({"codec": 8}, "codec=8 is no codec"),
+        ({"codec": gradwire.codec.OneBit}, r"OneBit is a class: give an object of it, OneBit\(\)"),
+        ({"codec": Signs}, "Signs is a class"),
+        ({"feedback": ErrorFeedback(), "keys": ["a"]}, r"no list of \(name, count\)"),
+        ({"feedback": ErrorFeedback(), "keys": ["ab"]}, r"no list of \(name, count\)"),
+        ({"feedback": ErrorFeedback(), "keys": [("a", 4.0)]}, r"no list of \(name, count\)"),
+        ({"feedback": ErrorFeedback(), "keys": 4}, r"no list of \(name, count\)"),
+        ({"feedback": ErrorFeedback(), "keys": [("a", 5), ("b", -1)]}, "'b' -1 elements"),
+        ({"codec": "fp16", "key": "a"}, "give feedback="),
+        ({"codec": "none", "keys": [("a", 4)]}, "give feedback="),
+        ({"codec": Signs(), "key": "a"}, "give feedback="),
+    ],
+)
+def test_what_is_no_codec_or_key_is_refused(options: dict[str, Any], words: str) -> None:
+    def body(comm: Communicator) -> None:
+        x = np.ones(4, np.float32)
+        with pytest.raises(InvalidArgument, match=words):
+            comm.all_reduce(x, **{"codec": "bf16", **options})
+        comm.all_reduce(x)
+
+    run(2, body)
+
+
 def test_residuals_can_be_added_and_scaled() -> None:
     feedback = ErrorFeedback()
     feedback.add("w", [1.0, 2.0])

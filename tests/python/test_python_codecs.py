@@ -1,0 +1,377 @@
+"""Codecs written in Python: transactions, failures, and what such a codec may do wrong."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+from gradwire import (
+    Communicator,
+    ErrorFeedback,
+    InvalidArgument,
+    ScheduleError,
+    TransportError,
+    _core,
+)
+from gradwire._arrays import operand
+from numpy.typing import NDArray
+from ranks import run
+
+Floats = NDArray[np.float32]
+P, N = 3, 300
+BLOCK = N // P
+
+
+class Halves(gradwire.codec.Codec):
+    """Half of each element; NaN and Inf become numbers."""
+
+    def encode(self, x: Floats) -> NDArray[Any]:
+        return np.nan_to_num(x, posinf=1e30, neginf=-1e30) * np.float32(0.5)
+
+    def decode(self, payload: memoryview, count: int) -> Floats:
+        return np.frombuffer(payload, np.float32)
+
+
+class Exact(gradwire.codec.Codec):
+    biased = False
+
+    def encode(self, x: Floats) -> bytes:
+        return x.tobytes()
+
+    def decode(self, payload: memoryview, count: int) -> Floats:
+        return np.frombuffer(payload, np.float32)
+
+
+def inputs(rank: int, count: int = N) -> Floats:
+    return np.random.default_rng(rank).standard_normal(count).astype(np.float32)
+
+
+def all_reduce(comm: Communicator, x: Floats, **options: Any) -> Floats:
+    return comm.all_reduce(x, out=np.empty_like(x), **options)
+
+
+def reduce_scatter(comm: Communicator, x: Floats, **options: Any) -> Floats:
+    return comm.reduce_scatter(x, **options)
+
+
+def reduce(comm: Communicator, x: Floats, **options: Any) -> Floats | None:
+    return comm.reduce(x.copy(), root=1, **options)
+
+
+COLLECTIVES = (all_reduce, reduce_scatter, reduce)
+
+
+# ---- Transactions ------------------------------------------------------------------------------
+
+
+def nan(rank: int, x: Floats, feedback: ErrorFeedback) -> None:
+    x[5] = np.nan if rank == 2 else x[5]
+
+
+def inf(rank: int, x: Floats, feedback: ErrorFeedback) -> None:
+    x[5] = -np.inf if rank == 1 else x[5]
+
+
+def large_sum(rank: int, x: Floats, feedback: ErrorFeedback) -> None:
+    x[5] = 3e38
+
+
+def large_with_residual(rank: int, x: Floats, feedback: ErrorFeedback) -> None:
+    if rank == 2:
+        feedback.add("w", np.where(np.arange(N) == 5, np.float32(3e38), np.float32(0)))
+        x[5] = 3e38
+
+
+@pytest.mark.parametrize("codec", [Halves(), Exact()], ids=str)
+@pytest.mark.parametrize("spoil", [nan, inf, large_sum, large_with_residual])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_what_is_not_finite_is_nan_for_all_and_moves_no_residual(
+    collective: Callable[..., Any], spoil: Callable[..., None], codec: Any
+) -> None:
+    def body(comm: Communicator) -> tuple[bool, bool]:
+        feedback, x = ErrorFeedback(), inputs(comm.rank)
+        collective(comm, x, codec=codec, feedback=feedback, key="w")
+        spoil(comm.rank, x, feedback)
+        before = feedback.residual("w")
+        y = collective(comm, x, codec=codec, feedback=feedback, key="w")
+        same = np.array_equal(before, feedback.residual("w"))
+        return y is None or bool(np.isnan(y).all()), same
+
+    assert run(P, body) == [(True, True)] * P
+
+
+def test_nan_in_is_nan_out_without_feedback_too() -> None:
+    def body(comm: Communicator) -> bool:
+        x = inputs(comm.rank)
+        nan(comm.rank, x, ErrorFeedback())
+        return bool(np.isnan(comm.all_reduce(x, codec=Halves(), feedback=False)).all())
+
+    assert run(P, body) == [True] * P
+
+
+class Opposite(Exact):
+    """Loses more than it is given."""
+
+    def decode(self, payload: memoryview, count: int) -> Floats:
+        return -np.frombuffer(payload, np.float32)
+
+
+def test_a_loss_that_overflows_moves_no_residual() -> None:
+    def body(comm: Communicator) -> tuple[bool, int]:
+        feedback, x = ErrorFeedback(), inputs(comm.rank)
+        x[0] = 3e38 if comm.rank == 0 else 0
+        comm.all_reduce(x, codec=Opposite(), feedback=feedback, key="w")
+        return bool(np.isnan(x).all()), feedback.residual("w").size
+
+    assert run(2, body) == [(True, 0)] * 2
+
+
+def test_a_block_may_hold_several_keys() -> None:
+    keys = [("a", BLOCK - 7), ("b", 14), ("c", N - BLOCK - 7)]
+
+    def body(comm: Communicator) -> tuple[Floats, Floats]:
+        feedback, x = ErrorFeedback(), inputs(comm.rank)
+        y = comm.reduce_scatter(x, codec=Halves(), feedback=feedback, keys=keys)
+        return y, np.concatenate([feedback.residual(key) for key, _ in keys])
+
+    found = run(P, body)
+    given = sum(inputs(rank) for rank in range(P))
+    delivered = np.concatenate([y for y, _ in found])
+    np.testing.assert_allclose(delivered + sum(kept for _, kept in found), given, atol=1e-5)
+
+
+# ---- Works that are dropped --------------------------------------------------------------------
+
+
+def dropped_by_rank_0(comm: Communicator, feedback: ErrorFeedback) -> None:
+    work = comm.all_reduce(
+        inputs(comm.rank), codec=Halves(), feedback=feedback, key="w", async_op=True
+    )
+    if comm.rank == 1:
+        work.wait()
+
+
+def test_a_dropped_work_moves_the_residual_as_on_other_ranks() -> None:
+    def body(comm: Communicator) -> list[bool]:
+        feedback, moved = ErrorFeedback(), []
+        for _ in range(2):
+            before = feedback.residual("w")
+            dropped_by_rank_0(comm, feedback)
+            comm.barrier()
+            moved.append(not np.array_equal(before, feedback.residual("w")))
+        return moved
+
+    assert run(2, body) == [[True, True]] * 2
+
+
+def test_close_moves_it_at_the_latest() -> None:
+    kept = [ErrorFeedback(), ErrorFeedback()]
+    run(2, lambda comm: dropped_by_rank_0(comm, kept[comm.rank]))
+    for rank, feedback in enumerate(kept):
+        np.testing.assert_array_equal(feedback.residual("w"), inputs(rank) / 2)
+
+
+# ---- Failures ----------------------------------------------------------------------------------
+
+
+class Undecodable(Exact):
+    """Decodes its own rank's payload only, and that at submission."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, payload: memoryview, count: int) -> Floats:
+        self.decoded += 1
+        if self.decoded > 1:
+            raise OSError("lost the table")
+        return super().decode(payload, count)
+
+
+def test_an_error_of_decode_is_raised_at_every_wait_and_frees_the_key() -> None:
+    def body(comm: Communicator) -> None:
+        feedback, x = ErrorFeedback(), inputs(comm.rank)
+        work = comm.all_reduce(x, codec=Undecodable(), feedback=feedback, key="w", async_op=True)
+        for _ in range(2):
+            with pytest.raises(TransportError, match=r"rank 0 sent .* lost the table") as raised:
+                work.wait()
+            assert raised.value.peer == 0
+        assert feedback.residual("w").size == 0
+        comm.all_reduce(x, codec=Exact(), feedback=feedback, key="w")
+        assert feedback.residual("w").size == N
+
+    run(2, body)
+
+
+def test_a_failed_call_frees_its_keys_whoever_holds_it() -> None:
+    def body(comm: Communicator) -> None:
+        feedback, x = ErrorFeedback(), inputs(comm.rank)
+        if comm.rank == 1:  # rank 0's calls wait for it
+            comm.recv(np.empty(1), 0)
+            return
+        options: dict[str, Any] = {"codec": Halves(), "feedback": feedback}
+        work = comm.all_reduce(x, key="a", async_op=True, **options)
+        comm.send(np.empty(1), 1)
+        comm.abort("on purpose")
+        with pytest.raises(gradwire.Aborted) as raised:
+            comm.all_reduce(x, key="b", **options)
+        feedback.clear()  # refused while a key is in an unfinished call
+        assert not any((work is None, raised is None))
+
+    run(2, body)
+
+
+def payload_of(comm: Communicator, x: Floats, spoil: Callable[[bytes], bytes]) -> None:
+    """As all_reduce with Exact does, but for the payload."""
+    letters = _core.Letters(None, [])
+    body = spoil(struct.pack("<Q", x.nbytes) + x.tobytes())
+    letters.seal(body, finite=True, limit=1 << 20)
+    address = operand(x, "x").address, x.size
+    request = _core.Request("all_reduce", "float32", "sum", 0, [address], [address])
+    request.exchange(letters, "Exact")
+    comm._core.run(request, 10)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda payload: payload + b"\0", "longer than its parts"),
+        (lambda payload: payload[:-1], "ends too soon"),
+        (lambda payload: payload[:5], "ends too soon"),
+        (lambda payload: b"\xff" * 8 + payload[8:], "ends too soon"),
+    ],
+)
+def test_foreign_payloads_are_checked(spoil: Callable[[bytes], bytes], why: str) -> None:
+    def body(comm: Communicator) -> None:
+        x = inputs(comm.rank)
+        if comm.rank == 1:
+            payload_of(comm, x, spoil)
+            return
+        with pytest.raises(TransportError, match=f"rank 1 sent .*{why}"):
+            comm.all_reduce(x, codec=Exact())
+
+    run(2, body)
+
+
+# ---- What a codec may do wrong -----------------------------------------------------------------
+
+
+class Small(Exact):
+    def max_bytes(self, count: int) -> int:
+        return 4 * 10
+
+
+def test_a_payload_beyond_max_bytes_is_refused_before_it_is_sent() -> None:
+    def body(comm: Communicator) -> list[float]:
+        feedback = ErrorFeedback()
+        if comm.rank == 0:
+            with pytest.raises(InvalidArgument, match=r"44 bytes, .* is 40"):
+                all_reduce(comm, np.ones(11, np.float32), codec=Small(), feedback=feedback, key="w")
+        x = np.ones(10, np.float32)
+        return all_reduce(comm, x, codec=Small(), feedback=feedback, key="w").tolist()
+
+    assert run(2, body) == [[2.0] * 10] * 2
+
+
+class Vandal(Exact):
+    def encode(self, x: Floats) -> bytes:
+        x[0] = 7
+        return x.tobytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"feedback": ErrorFeedback(), "key": "w"}])
+def test_encode_cannot_write_to_the_callers_array(options: dict[str, Any]) -> None:
+    def body(comm: Communicator) -> None:
+        x = np.ones(4, np.float32)
+        for _ in range(2):  # the key is free again
+            with pytest.raises(ValueError, match="read-only"):
+                comm.all_reduce(x, codec=Vandal(), **options)
+        assert x.tolist() == [1] * 4
+
+    run(1, body)
+
+
+class Text(Exact):
+    def encode(self, x: Floats) -> Any:
+        return str(x)
+
+
+def test_a_payload_is_bytes() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(InvalidArgument, match="encoded into a str"):
+            comm.all_reduce(np.ones(4, np.float32), codec=Text())
+
+    run(1, body)
+
+
+def test_empty_arrays_have_payloads_too() -> None:
+    def body(comm: Communicator) -> int:
+        return all_reduce(comm, np.empty(0, np.float32), codec=Halves(), feedback=False).size
+
+    assert run(2, body) == [0, 0]
+
+
+class Watching(Exact):
+    def __init__(self) -> None:
+        self.seen: list[memoryview] = []
+
+    def decode(self, payload: memoryview, count: int) -> Floats:
+        self.seen.append(payload)
+        return super().decode(payload, count)
+
+
+def test_payloads_are_decoded_where_they_lie() -> None:
+    def body(comm: Communicator) -> None:
+        codec = Watching()
+        comm.all_reduce([inputs(comm.rank), inputs(comm.rank)], codec=codec)
+        assert len(codec.seen) == 2 * P
+        assert len({id(each.obj) for each in codec.seen}) == 1
+        assert all(each.readonly for each in codec.seen)
+
+    run(P, body)
+
+
+# ---- How they travel ---------------------------------------------------------------------------
+
+
+def star() -> gradwire.Schedule:
+    builder = gradwire.Schedule.builder("all_reduce", ranks=2, chunks=1, name="mine")
+    builder.reduce(0, src=1, dst=0, chunks=0)
+    builder.copy(1, src=0, dst=1, chunks=0)
+    return builder.build()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"codec": Exact(), "algorithm": "ring"}, "'Exact'.*algorithm 'ring'.*gather"),
+        ({"codec": Exact(), "schedule": star()}, "'Exact'.*schedule 'mine'.*leave"),
+        (
+            {"codec": "fp16", "algorithm": "gather", "schedule": star()},
+            "'fp16'.*schedule 'mine'.*the schedule or 'gather'",
+        ),
+        ({"codec": "fp16", "algorithm": "gather(pigeon)"}, "pigeon"),
+        ({"codec": Exact(), "algorithm": "gather(pigeon)"}, "pigeon"),
+    ],
+)
+def test_gathered_payloads_refuse_what_adds_on_the_way(options: dict[str, Any], words: str) -> None:
+    def body(comm: Communicator) -> None:
+        feedback, x = ErrorFeedback(), inputs(comm.rank)
+        with pytest.raises(ScheduleError, match=words):
+            comm.all_reduce(x, feedback=feedback, key="w", **options)
+        comm.all_reduce(x, codec=options["codec"], feedback=feedback, key="w")
+
+    run(2, body)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "gather", "gather(ring)"])
+def test_gathered_payloads_travel_as_asked(algorithm: str) -> None:
+    def body(comm: Communicator) -> Floats:
+        return all_reduce(comm, inputs(comm.rank), codec=Exact(), algorithm=algorithm)
+
+    expected = (inputs(0) + inputs(1)) + inputs(2)
+    for found in run(P, body):
+        np.testing.assert_array_equal(found, expected)
