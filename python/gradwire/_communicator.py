@@ -68,6 +68,7 @@ class Communicator:
     All collectives share these keywords:
 
     - ``algorithm``: a name from `gradwire.algorithms`, ``hierarchical(inner,outer)``, or ``auto``;
+      with a lossy codec also ``gather``: each rank encodes once, and all payloads go to all ranks;
     - ``schedule``: a `gradwire.Schedule` of one's own instead, equal on all ranks;
     - ``async_op``: return a `Work` at once; its wait() returns the result;
     - ``timeout``: seconds, from when the operation's turn comes; the communicator's if None;
@@ -78,7 +79,8 @@ class Communicator:
       `gradwire.codec`; sums are formed in float32 all the same;
     - ``feedback`` of those that reduce: the `ErrorFeedback` that keeps what the codec loses, under
       ``key``, or under ``keys=[(name, count), ...]`` that lie end to end over the arrays. A codec
-      that is biased needs it, or ``feedback=False``.
+      that is biased needs it, or ``feedback=False``. With NaN or Inf on any rank no residual moves,
+      and every result shows it.
 
     A failure is final: every later call raises the same error, and `shrink` makes a communicator
     of the ranks that survived. TransportError, Timeout and Aborted name the rank in `peer`.

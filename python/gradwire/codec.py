@@ -130,8 +130,14 @@ class Codec(abc.ABC):
     """A codec of one's own, for ``codec=``; the same one on all ranks.
 
     Each rank encodes its input once, all payloads travel to all ranks, and each adds them up in
-    rank order. Both methods run on the thread that makes the call (encode) or waits for it
-    (decode), on one array at a time.
+    rank order; so ``algorithm=`` is "auto", "gather" or "gather(ring)". Both methods run on the
+    thread that makes the call (encode) or waits for it (decode), on one array at a time; for a Work
+    that is dropped unwaited, decode runs in the communicator's next call, or in close().
+
+    NaN or Inf, in an array, a residual or a sum, is none of its business: where there is any, all
+    results are NaN, and no residual moves. What encode raises is raised by the call, before
+    anything was sent; what decode raises, by every wait() as a TransportError that names the rank
+    whose payload it was. It leaves that rank's residual, and the communicator, as they were.
     """
 
     name: str = ""
@@ -141,14 +147,18 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, x: NDArray[np.float32]) -> bytes | bytearray | memoryview | NDArray[Any]:
-        """The payload of a flat float32 array, which must not be kept."""
+        """The payload of a flat float32 array, which is read-only and must not be kept."""
 
     @abc.abstractmethod
     def decode(self, payload: memoryview, count: int) -> NDArray[np.float32]:
         """The `count` float32 elements that a payload stands for: the same bits on every rank."""
 
     def max_bytes(self, count: int) -> int:
-        """The longest payload of so many elements; a longer one of a peer's is an error."""
+        """The longest payload of so many elements.
+
+        A longer one is refused with InvalidArgument where it was encoded, before anything is sent:
+        that rank may call again, and the others wait for it. A peer's longer one is an error.
+        """
         return 8 * count + 1024
 
     def __str__(self) -> str:
