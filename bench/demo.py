@@ -100,8 +100,10 @@ def rank_main(options: argparse.Namespace) -> int:
 def train_row(options: argparse.Namespace, data: images.Images, method: Method) -> Row:
     """Trains from the start."""
     torch.manual_seed(options.seed)
-    averaging = methods.average(images.small_cnn(data.side), method, options.algorithm)
-    seconds, traffic = train(options, data, averaging, method.title)
+    model = images.small_cnn(data.side)
+    optimizer = method.optimizer(model, options.learning_rate)
+    averaging = methods.average(model, method, options.algorithm, optimizer=optimizer)
+    seconds, traffic = train(options, data, averaging, optimizer, method.title)
     row = Row(
         method.title,
         statistics.median(seconds) * 1e3,
@@ -114,11 +116,14 @@ def train_row(options: argparse.Namespace, data: images.Images, method: Method) 
 
 
 def train(
-    options: argparse.Namespace, data: images.Images, averaging: methods.Averaging, title: str
+    options: argparse.Namespace,
+    data: images.Images,
+    averaging: methods.Averaging,
+    optimizer: torch.optim.Optimizer,
+    title: str,
 ) -> tuple[list[float], int | None]:
     """Seconds of every step, and bytes that this rank sent in all of them."""
     ddp = averaging.ddp
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=options.learning_rate, momentum=0.9)
     rank, ranks, seconds = dist.get_rank(), dist.get_world_size(), []
     order = images.batches(
         len(data.train_labels), options.batch, rank, ranks, options.seed, options.steps

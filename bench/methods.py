@@ -14,6 +14,7 @@ import torch
 from gradwire import _core
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from train_runs import MOMENTUM
 
 GLOO, GLOO_FP16, GLOO_POWERSGD = "gloo", "gloo:fp16", "gloo:powersgd"
 PEERS = {
@@ -23,29 +24,81 @@ PEERS = {
 }
 _ONE_BUCKET_MB = 1 << 12  # torch's PowerSGD hook hangs on CPUs with more than one bucket
 _NO_FEEDBACK, _WITH_FEEDBACK = "-feedback", "+feedback"
+SMALL = 0.01  # of all elements
+
+
+class Options(NamedTuple):
+    """How gradwire's hook is registered, beyond its defaults."""
+
+    momentum: bool = False  # the hook's, before the codec, in place of the optimizer's
+    rate: bool = False  # residuals follow the learning rate
+    small: str | None = None  # the codec of tensors with less than SMALL of all elements
+    dense: float | None = None  # share of the steps before a biased codec; None: the warm-up
+
+    def __str__(self) -> str:
+        """As in "+momentum+small=int8"."""
+        return "".join(
+            f"+{name}" if value is True else f"+{name}={value}"
+            for name, value in self._asdict().items()
+            if value is not None and value is not False
+        )
+
+    @classmethod
+    def parse(cls, texts: list[str]) -> Options:
+        """Of what str() writes, without the plus signs; raises InvalidArgument."""
+        found: dict[str, Any] = {}
+        for text in texts:
+            name, equals, value = text.partition("=")
+            if name in ("momentum", "rate") and not equals:
+                found[name] = True
+            elif name == "small" and value:
+                found[name] = value
+            elif name == "dense" and equals:
+                found[name] = _share(value)
+            else:
+                raise gradwire.InvalidArgument(
+                    f"{text!r} is none of momentum, rate, small=CODEC and dense=SHARE"
+                )
+        return cls(**found)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1
+    if not 0 <= share < 1:
+        raise gradwire.InvalidArgument(f"dense={text} is not from 0 to below 1")
+    return share
 
 
 class Method(NamedTuple):
-    """One of PEERS, or a codec of gradwire's with its parameters."""
+    """One of PEERS, or a codec of gradwire's with its parameters and the hook's options."""
 
     codec: str
     feedback: bool | None = None  # None: as gradwire does by default
+    options: Options = Options()
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """Reads what str() writes: "onebit", or "onebit-feedback" for one without."""
+        """Reads what str() writes: "onebit+momentum", or "onebit+momentum-feedback" without."""
         for suffix, feedback in ((_NO_FEEDBACK, False), (_WITH_FEEDBACK, True)):
             if text.endswith(suffix):
                 return cls.parse(text[: -len(suffix)])._replace(feedback=feedback)
-        return cls(text)
+        codec, *options = text.split("+")
+        return cls(codec, None, Options.parse(options))
 
     def __str__(self) -> str:
-        return self.codec + {None: "", False: _NO_FEEDBACK, True: _WITH_FEEDBACK}[self.feedback]
+        feedback = {None: "", False: _NO_FEEDBACK, True: _WITH_FEEDBACK}[self.feedback]
+        return f"{self.codec}{self.options}{feedback}"
 
     def check(self) -> Method:
         """This one; raises InvalidArgument for a codec that gradwire has not."""
         if self.codec not in PEERS:
-            _core.Codec(self.codec)
+            for each in (self.codec, self.options.small or "none"):
+                _core.Codec(each)
+        elif self.options != Options():
+            raise gradwire.InvalidArgument(f"{self.codec} has no options {self.options}")
         return self
 
     @property
@@ -58,6 +111,15 @@ class Method(NamedTuple):
         """For a table."""
         return PEERS.get(self.codec, f"gradwire {self}")
 
+    def dense_share(self, warm_up: float) -> float:
+        """Of the steps, those before a biased codec, in a run with such a warm-up."""
+        return warm_up if self.options.dense is None else self.options.dense
+
+    def optimizer(self, model: torch.nn.Module, rate: float) -> torch.optim.SGD:
+        """With MOMENTUM, unless the hook has it."""
+        momentum = 0 if self.options.momentum else MOMENTUM
+        return torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+
 
 class Averaging(NamedTuple):
     """A model whose gradients are averaged by a method."""
@@ -68,9 +130,13 @@ class Averaging(NamedTuple):
 
 
 def average(
-    model: torch.nn.Module, method: Method, algorithm: str = "auto", dense_steps: int = 0
+    model: torch.nn.Module,
+    method: Method,
+    algorithm: str = "auto",
+    dense_steps: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Averaging:
-    """Every rank of torch's default group calls it.
+    """Every rank of torch's default group calls it; `optimizer` is the method's own of the model.
 
     A codec of gradwire's that is biased begins after so many dense steps.
     """
@@ -78,11 +144,32 @@ def average(
         return Averaging(_gloo(model, method.codec), tcp_bytes_sent, lambda: None)
     ddp = DistributedDataParallel(model)
     options: dict[str, Any] = {} if method.feedback is None else {"feedback": method.feedback}
-    codec: Any = method.codec
-    if dense_steps > 0 and _core.Codec(codec).biased:
-        codec = gradwire.torch.Stages((0, "none"), (dense_steps, codec))
-    state = gradwire.torch.register(ddp, codec=codec, algorithm=algorithm, **options)
+    if method.options.momentum:
+        options["momentum"] = gradwire.torch.Momentum(MOMENTUM)
+    if method.options.rate:
+        options["optimizer"] = optimizer
+    state = gradwire.torch.register(
+        ddp,
+        codec=_after(dense_steps, method.codec),
+        algorithm=algorithm,
+        rules=_small_ones(model, method.options.small),
+        **options,
+    )
     return Averaging(ddp, lambda: state.communicator.traffic.bytes_sent, state.close)
+
+
+def _after(dense_steps: int, codec: str) -> Any:
+    if dense_steps == 0 or not _core.Codec(codec).biased:
+        return codec
+    return gradwire.torch.Stages((0, "none"), (dense_steps, codec))
+
+
+def _small_ones(model: torch.nn.Module, codec: str | None) -> list[tuple[str, str]]:
+    """A rule for each tensor that has less than SMALL of the model's elements."""
+    if codec is None:
+        return []
+    sizes = {name: each.numel() for name, each in model.named_parameters()}
+    return [(name, codec) for name, size in sizes.items() if size < SMALL * sum(sizes.values())]
 
 
 def _gloo(model: torch.nn.Module, which: str) -> DistributedDataParallel:

@@ -42,11 +42,12 @@ class Trainee:
         torch.manual_seed(1)
         model = images.small_cnn(data.side, _HIDDEN)
         self._averaging: Averaging | None = None
+        chosen = Method.parse("none" if method == LOCAL else method)
+        self._optimizer = chosen.optimizer(model, rate=0.02)
         if method != LOCAL:
-            self._averaging = average(model, Method.parse(method))
+            self._averaging = average(model, chosen, optimizer=self._optimizer)
             model = self._averaging.ddp
         self._model, self._data = model, data
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         rank, ranks, count = dist.get_rank(), dist.get_world_size(), len(data.train_labels)
         self._order = iter(images.batches(count, batch, rank, ranks, 1, steps))
 

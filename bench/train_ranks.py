@@ -20,7 +20,7 @@ import torch.distributed as dist
 from methods import Averaging, Method
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from train_runs import MOMENTUM, Point, Result, Run, append, finite
+from train_runs import Point, Result, Run, append, finite
 
 HIDDEN = 640
 
@@ -48,10 +48,12 @@ def train(run: Run, data: images.Images, advance: Callable[[], object]) -> Resul
     """Every rank of torch's default group calls it."""
     torch.manual_seed(run.seed)
     model = images.small_cnn(data.side, HIDDEN)
-    method, dense = Method.parse(run.method), run.warm_up_steps(len(data.train_labels))
-    averaging = methods.average(model, method, run.algorithm, dense)
+    method = Method.parse(run.method)
+    optimizer = method.optimizer(model, run.learning_rate)
+    dense = round(method.dense_share(run.warm_up) * run.steps(len(data.train_labels)))
+    averaging = methods.average(model, method, run.algorithm, dense, optimizer)
     try:
-        seconds, curve = _steps(run, data, averaging, advance)
+        seconds, curve = _steps(run, data, averaging, optimizer, advance)
         return Result(
             run=run,
             parameters=sum(each.numel() for each in model.parameters()),
@@ -68,12 +70,15 @@ def train(run: Run, data: images.Images, advance: Callable[[], object]) -> Resul
 
 
 def _steps(
-    run: Run, data: images.Images, averaging: Averaging, advance: Callable[[], object]
+    run: Run,
+    data: images.Images,
+    averaging: Averaging,
+    optimizer: torch.optim.Optimizer,
+    advance: Callable[[], object],
 ) -> tuple[list[float], list[Point]]:
     """Seconds of every step, and the points of the curve."""
     count, ddp = len(data.train_labels), averaging.ddp
     points = set(run.points(count))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=run.learning_rate, momentum=MOMENTUM)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: run.learning_rate_factor(step, count)
     )

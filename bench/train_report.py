@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import machine
-from methods import Method
+from methods import SMALL, Method
 from train_runs import MOMENTUM, Result, Run
 
 DENSE = "none"
@@ -67,9 +67,8 @@ class Setting:
         return [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
 
     def ratio(self, method: str, *, whole: bool = False) -> float | None:
-        """Mean over seeds, after the warm-up or of the whole run."""
-        after = 0 if whole else self.run.warm_up
-        found = [each.ratio(after) for each in self.of(method)]
+        """Mean over seeds, after the dense steps or of the whole run."""
+        found = [each.ratio(0 if whole else dense_share(each)) for each in self.of(method)]
         known = [each for each in found if each is not None]
         return statistics.fmean(known) if known else None
 
@@ -90,6 +89,11 @@ def settings_of(results: Sequence[Result]) -> list[Setting]:
     for each in results:
         groups.setdefault(each.run._replace(method="", seed=0), []).append(each)
     return [Setting(run, found) for run, found in sorted(groups.items())]
+
+
+def dense_share(result: Result) -> float:
+    """Of the steps, those before a biased codec."""
+    return Method.parse(result.run.method).dense_share(result.run.warm_up)
 
 
 def control_of(method: str) -> str:
@@ -133,10 +137,13 @@ def _document(results: Sequence[Result], compared: list[Setting], name: str) -> 
     yield ""
     yield (
         "*Ratio* is what a ring sends of dense float32 gradients, 2(p − 1)/p · 4 bytes an element, "
-        "over the bytes sent: all parameters, with headers, mean over ranks, after the warm-up; "
-        "beside it, that of the whole run. *Training loss* is the final parameters' mean "
+        "over the bytes sent: all parameters, with headers, mean over ranks, after the dense "
+        "steps; beside it, that of the whole run. *Training loss* is the final parameters' mean "
         "cross-entropy over all training images. `-feedback` is the control: the same codec with "
-        "error feedback off."
+        "error feedback off. Options of the hook: `+momentum`, it is the hook's, before the codec, "
+        "and the optimizer has none; `+rate`, residuals follow the learning rate; `+small=CODEC`, "
+        f"that of tensors with less than {SMALL:.0%} of all elements; `+dense=SHARE`, dense "
+        "gradients for more of the steps than the warm-up."
     )
     if compared:
         yield from ["", f"![Accuracy over ratio, and training loss]({name}.png)"]
@@ -157,7 +164,7 @@ def _methods_table(setting: Setting) -> Iterator[str]:
     for method in setting.methods:
         found = setting.of(method)
         than = setting.differences(method, DENSE, accuracy) if method != DENSE else []
-        sent = [each.bytes_per_step(setting.run.warm_up) for each in found]
+        sent = [each.bytes_per_step(dense_share(each)) for each in found]
         kilobytes = [each / 1e3 for each in sent if each is not None]
         yield (
             f"| {Method.parse(method).title} | {_mean(setting.points(method), 2)} | "

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gradwire
 import images
 import numpy as np
 import pytest
 import train
 import train_links
 import train_report
+from methods import Method, Options
 from train_runs import Point, Result, Run, append, read_results
 
 TRAIN = Path(__file__).parents[2] / "bench" / "train.py"
@@ -71,6 +73,44 @@ def test_the_learning_rate_rises_in_the_warm_up_and_falls_to_nothing():
     assert (factors[highest], factors[-1]) == (1, 0)
     assert factors[:highest] == sorted(factors[:highest])
     assert factors[highest:] == sorted(factors[highest:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["onebit", "topk:density=0.01-feedback", "gloo:fp16", "onebit:block=64+momentum+rate+feedback"],
+)
+def test_a_method_is_what_its_text_says(text: str):
+    assert str(Method.parse(text).check()) == text
+
+
+def test_a_method_has_options_of_the_hook():
+    method = Method.parse("onebit+momentum+small=int8+dense=0.15-feedback")
+    assert method.options == Options(momentum=True, small="int8", dense=0.15)
+    assert (method.family, method.feedback, method.dense_share(0.05)) == ("onebit", False, 0.15)
+    assert Method.parse("onebit").dense_share(0.05) == 0.05
+
+
+@pytest.mark.parametrize(
+    "text", ["onebit+nesterov", "onebit+dense=1", "onebit+small=int9", "gloo+momentum", "onebits"]
+)
+def test_a_method_that_is_none_is_refused(text: str):
+    with pytest.raises(gradwire.InvalidArgument):
+        Method.parse(text).check()
+
+
+def test_momentum_is_the_optimizers_or_the_hooks():
+    model = images.small_cnn(8)
+    momenta = [
+        Method.parse(text).optimizer(model, 0.1).defaults["momentum"]
+        for text in ("onebit", "onebit+momentum")
+    ]
+    assert momenta == [0.9, 0]
+
+
+def test_a_ratio_leaves_the_dense_steps_out():
+    found = result("onebit+dense=0.5", 1, 0.9, 0.3, ratio=30)
+    assert train_report.dense_share(found) == 0.5
+    assert train_report.dense_share(result("onebit", 1, 0.9, 0.3)) == 0.1
 
 
 def test_a_ratio_leaves_the_warm_up_out():

@@ -16,9 +16,8 @@
 // between, and that there are sign bits of these only, without gaps. mean− is never positive: where
 // there is a mask, its sign bit says of which kind.
 //   set    a bit an element, set: v is not 0
-//   clear  the lengths of runs, by turns of zeros and of others, n elements in all; the first,
-//   which
-//          may be 0, plus 1. Each is an Elias γ code: length 2^k + r is k zero bits, a one bit, and
+//   clear  the lengths of runs, by turns of zeros and of others, n elements in all, the first one
+//          plus 1, as it may be 0. Each is an Elias γ code: 2^k + r is k zero bits, a one bit and
 //          r in k bits, the lowest first. Only where that takes fewer bytes.
 // Mask and signs each end with a whole byte. Bits beyond their end are 0, and are not looked at.
 //
