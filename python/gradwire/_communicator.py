@@ -386,9 +386,11 @@ class Communicator:
         turn. Raises RendezvousError when the survivors cannot connect to each other.
         """
         limit = self._seconds(timeout)
+        lines = Lines(self._core.release_controls(), self.size)
+        _work.finish(self._dropped)
         return _shrink.shrink(
             self._mesh,
-            Lines(self._core.release_controls(), self.size),
+            lines,
             lambda mesh, patience: from_mesh(mesh, timeout=self._timeout, patience=patience),
             transports=self._transports_in_use(),
             timeout=limit,

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <random>
 #include <string>
 #include <thread>
@@ -171,8 +170,7 @@ struct Job {
 
 inline void expect_same_bits(const std::vector<Values>& all, const Case& how) {
   for (const Values& each : all)
-    ASSERT_EQ(std::memcmp(each.data(), all[0].data(), 4 * each.size()), 0)
-        << how.codec << " " << how.algorithm;
+    ASSERT_TRUE(same_bits(each, all[0])) << how.codec << " " << how.algorithm;
 }
 
 }  // namespace gradwire::exec

@@ -19,7 +19,7 @@ from gradwire import (
 )
 from gradwire._arrays import operand
 from numpy.typing import NDArray
-from ranks import run
+from ranks import eventually, run
 
 Floats = NDArray[np.float32]
 P, N = 3, 300
@@ -173,6 +173,26 @@ def test_close_moves_it_at_the_latest() -> None:
     run(2, lambda comm: dropped_by_rank_0(comm, kept[comm.rank]))
     for rank, feedback in enumerate(kept):
         np.testing.assert_array_equal(feedback.residual("w"), inputs(rank) / 2)
+
+
+def test_survivors_keep_what_was_dropped_before_the_failure() -> None:
+    def body(comm: Communicator) -> int:
+        feedback = ErrorFeedback()
+        work = comm.all_reduce(
+            inputs(comm.rank), codec=Halves(), feedback=feedback, key="w", async_op=True
+        )
+        if comm.rank == 0:
+            eventually(work.done)
+            del work
+            with pytest.raises(gradwire.Aborted):
+                comm.recv(np.empty(1), 1)
+        else:
+            work.wait()
+            comm.abort("on purpose")
+        comm.shrink().close()
+        return feedback.residual("w").size
+
+    assert run(2, body, transport="shm") == [N, N]
 
 
 # ---- Failures ----------------------------------------------------------------------------------
