@@ -51,7 +51,7 @@ Values gaussian(std::size_t n, float scale) {
 
 struct Case {
   std::string name, spec;
-  float filter;  // Adapted::value at the start of each call
+  float filter;  // Adapted::filter at the start of each call
 };
 
 // In place, as it is used: x is 0, so that only what is sent changes the residual, and is put back.
@@ -71,7 +71,7 @@ class Bench {
     std::vector<std::byte> payload(codec->max_bytes(n_));
     std::size_t size = 0;
     const auto encode = [&] {
-      Adapted adapted{.value = each.filter};
+      Adapted adapted{.filter = each.filter};
       const Site site{.residual = residual_.data(), .error = residual_.data(), .adapted = &adapted};
       size = codec->encode(x_.data(), n_, site, payload);
     };

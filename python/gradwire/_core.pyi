@@ -1,6 +1,6 @@
 """The C++ core. Private: use the classes of `gradwire`, which check and explain."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 import numpy as np
@@ -70,6 +70,8 @@ class Request:
     def shape(self, shapes: Sequence[tuple[int, int]]) -> None: ...  # rows and columns of inputs
     def exchange(self, letters: Letters, label: str) -> None: ...
 
+_Kept = tuple[NDArray[np.float32], float, float, int, NDArray[np.float32]]
+
 class ErrorFeedback:
     """One residual a key. Calls in a step are kept together, or not at all."""
 
@@ -80,15 +82,9 @@ class ErrorFeedback:
     def clear(self) -> None: ...
     def begin_step(self) -> None: ...
     def end_step(self, keep: bool) -> bool: ...
-    # The residual, what is adapted to it, and what the codec remembers.
-    def save(self, key: str) -> tuple[NDArray[np.float32], float, NDArray[np.float32]]: ...
-    def load(
-        self,
-        key: str,
-        residual: NDArray[np.float32],
-        adapted: float,
-        memory: NDArray[np.float32],
-    ) -> None: ...
+    # By key: the residual, tau, filter, calls, and what the codec remembers. All at one moment.
+    def save(self) -> dict[str, _Kept]: ...
+    def load(self, state: Mapping[str, _Kept]) -> None: ...
 
 class Letters:
     """This rank's payload, and when the Work is over every rank's: a buffer, one after the other.

@@ -7,6 +7,7 @@ Feedback Fixes SignSGD".
 from __future__ import annotations
 
 import itertools
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ class ErrorFeedback:
 
         Raises InvalidArgument for another length than the key has, and while a call is unfinished.
         """
-        self._core.add(key, np.asarray(values, np.float32).ravel())
+        self._core.add(key, _floats(values))
 
     def scale(self, factor: float) -> None:
         """Multiplies all residuals: when the loss scale or the learning rate is changed by it."""
@@ -72,26 +73,53 @@ class ErrorFeedback:
         return self._core.end_step(keep)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """All there is, by key: to be saved on each rank with a checkpoint, and loaded again."""
-        saved = {}
-        for key in self.keys():
-            residual, adapted, memory = self._core.save(key)
-            saved[key] = {"residual": residual, "adapted": adapted, "memory": memory}
-        return saved
+        """All there is, by key: to be saved on each rank with a checkpoint, and loaded again.
+
+        A copy, as of one moment: calls that are not over, and those of a step under way, have no
+        part in it. Of each key the residual; what codecs have adapted to it (``tau`` of threshold,
+        ``filter`` of topk) or remember (``memory``, factors of lowrank); and its number of
+        ``calls``, on which stochastic rounding depends.
+        """
+        return {key: dict(zip(_KEPT, kept, strict=True)) for key, kept in self._core.save().items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces everything by what `state_dict` returned."""
-        self.clear()
-        for key, kept in state.items():
-            residual, memory = (np.asarray(kept[each], np.float32) for each in _VECTORS)
-            self._core.load(key, residual, float(kept["adapted"]), memory)
+        """Replaces everything by what `state_dict` returned.
+
+        Raises InvalidArgument, and changes nothing, for what it did not return, for NaN or Inf,
+        and while a call is unfinished.
+        """
+        if not isinstance(state, Mapping):
+            raise InvalidArgument(f"error feedback: {state!r} is no state_dict()")
+        self._core.load({key: _kept(key, each) for key, each in state.items()})
 
     def __repr__(self) -> str:
         keys = self.keys()
         return f"ErrorFeedback({len(keys)} keys, {sum(keys.values())} elements)"
 
 
-_VECTORS = ("residual", "memory")
+_KEPT = ("residual", "tau", "filter", "calls", "memory")
+
+
+def _kept(key: Any, saved: Any) -> Any:
+    """Of one key, for the core."""
+    try:
+        if not isinstance(key, str):
+            raise TypeError("a key is a str")
+        residual, tau, filter_, calls, memory = (saved[each] for each in _KEPT)
+        calls = operator.index(calls)
+        if not 0 <= calls < 2**64:
+            raise ValueError(f"calls={calls}")
+        return _floats(residual), float(tau), float(filter_), calls, _floats(memory)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"error feedback: the state of key {key!r} is none that state_dict() returned: {error}"
+        ) from error
+
+
+def _floats(values: Any) -> NDArray[np.float32]:
+    """Flat; what is too large becomes Inf, which the core refuses."""
+    with np.errstate(over="ignore"):
+        return np.asarray(values, np.float32).ravel()
 
 
 def keys_of(inputs: Sequence[Operand], key: str | None, keys: Sequence[Any] | None) -> Keys:

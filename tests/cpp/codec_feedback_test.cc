@@ -1,10 +1,12 @@
 #include "gradwire/codec/feedback.h"
 
 #include <gtest/gtest.h>
+#include <immintrin.h>
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <random>
 #include <string>
 #include <thread>
@@ -145,14 +147,14 @@ TEST(ErrorFeedback, TheCallsOfAStepStandOrFallTogether) {
   const auto call = [&](const std::string& key, float value, bool keep) {
     Transaction transaction(feedback, {{key, 1}});
     book(transaction, 0, {value});
-    transaction.adapted(0).value = value;
+    transaction.adapted(0).tau = value;
     transaction.next_memory(0).assign(3, value);
     transaction.settle(keep);
   };
   const auto kept = [&](const std::string& key) {
-    const auto entry = feedback.save(key);
-    EXPECT_EQ(entry.memory, Values(entry.residual.empty() ? 0 : 3, entry.adapted));
-    return entry.adapted;
+    const auto entry = feedback.save()[key];
+    EXPECT_EQ(entry.memory, Values(entry.residual.empty() ? 0 : 3, entry.adapted.tau));
+    return entry.adapted.tau;
   };
   feedback.begin_step();
   call("a", 1, true);
@@ -201,12 +203,201 @@ TEST(ErrorFeedback, WhatACodecRemembersStaysWhereAnotherOneRuns) {
   }
   Transaction other(feedback, {{"w", 1}});
   other.settle(true);
-  EXPECT_EQ(feedback.save("w").memory, (Values{2, 2}));
-  const auto kept = feedback.save("w");
+  EXPECT_EQ(feedback.save()["w"].memory, (Values{2, 2}));
+}
+
+// What of v = x + residual a codec sends; the rest becomes the residual.
+std::size_t count_sent(const Codec& codec, ErrorFeedback& feedback, const Values& x) {
+  Transaction transaction(feedback, {{"w", x.size()}});
+  Adapted& adapted = transaction.adapted(0);
+  const auto residual = transaction.residual(0);
+  const Site site{.residual = residual.empty() ? nullptr : residual.data(),
+                  .error = transaction.next(0).data(),
+                  .adapted = &adapted};
+  std::vector<std::byte> payload(codec.max_bytes(x.size()));
+  Values y(x.size());
+  codec.prepare(x.data(), site.residual, x.size(), adapted);
+  codec.encode(x.data(), x.size(), site, payload);
+  codec.adapt(x.size(), adapted);
+  codec.decode(payload, y.data(), x.size());
+  transaction.settle(true);
+  return x.size() - static_cast<std::size_t>(std::count(y.begin(), y.end(), 0.0F));
+}
+
+Values normal(std::size_t n, unsigned seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> draw;
+  Values x(n);
+  for (float& each : x) each = draw(random);
+  return x;
+}
+
+TEST(ErrorFeedback, WhatOneCodecAdaptsIsNotTakenForAnothers) {
+  const auto topk = make_codec("topk:density=0.1"), threshold = make_codec("threshold");
+  ErrorFeedback feedback;
+  for (unsigned call = 0; call < 3; ++call) count_sent(*topk, feedback, normal(50'000, call));
+  const float filter = feedback.save()["w"].adapted.filter;
+  EXPECT_GT(filter, 0);
+  EXPECT_NEAR(static_cast<double>(count_sent(*threshold, feedback, normal(50'000, 3))), 50, 1);
+  const float tau = feedback.save()["w"].adapted.tau;
+  EXPECT_GT(tau, 0);
+  EXPECT_EQ(feedback.save()["w"].adapted.filter, filter);
+  EXPECT_EQ(count_sent(*topk, feedback, normal(50'000, 4)), 5000U);
+  EXPECT_EQ(feedback.save()["w"].adapted.tau, tau);
+}
+
+TEST(ErrorFeedback, NumbersTellItsCallsApart) {
+  ErrorFeedback feedback;
+  const auto call = [](ErrorFeedback& of, const std::string& key, bool keep) {
+    Transaction transaction(of, {{key, 1}});
+    const std::uint64_t number = transaction.number(0);
+    book(transaction, 0, {1});
+    transaction.settle(keep);
+    return number;
+  };
+  const std::uint64_t first = call(feedback, "a", true), second = call(feedback, "a", false);
+  EXPECT_NE(second, first);
+  EXPECT_EQ(call(feedback, "a", true), second) << "after a rollback";
+  EXPECT_NE(call(feedback, "b", true), first);
+  feedback.begin_step();
+  const std::uint64_t third = call(feedback, "a", true);
+  feedback.end_step(/*keep=*/false);
   ErrorFeedback loaded;
-  loaded.load("w", kept);
-  EXPECT_EQ(loaded.save("w").memory, kept.memory);
-  EXPECT_EQ(loaded.residual("w"), kept.residual);
+  loaded.load(feedback.save());
+  EXPECT_EQ(call(loaded, "a", true), third);
+  EXPECT_EQ(call(feedback, "a", true), third);
+}
+
+ErrorFeedback::Kept kept_of(float value) {
+  return {Values(3, value), {.tau = value, .filter = value}, 7, Values(2, value)};
+}
+
+bool same(const ErrorFeedback::State& a, const ErrorFeedback::State& b) {
+  return std::ranges::equal(a, b, [](const auto& x, const auto& y) {
+    return x.first == y.first && x.second.residual == y.second.residual &&
+           x.second.memory == y.second.memory && x.second.calls == y.second.calls &&
+           x.second.adapted.tau == y.second.adapted.tau &&
+           x.second.adapted.filter == y.second.adapted.filter;
+  });
+}
+
+TEST(ErrorFeedback, LoadedIsWhatWasSaved) {
+  ErrorFeedback feedback, other;
+  feedback.load({{"a", kept_of(1)}, {"b", kept_of(2)}});
+  other.add("c", Values{1});
+  other.load(feedback.save());
+  EXPECT_TRUE(same(other.save(), {{"a", kept_of(1)}, {"b", kept_of(2)}}));
+}
+
+TEST(ErrorFeedback, ABadStateIsRefusedWhole) {
+  ErrorFeedback feedback;
+  feedback.load({{"a", kept_of(1)}});
+  const auto before = feedback.save();
+  for (float value : {NAN, INFINITY, -INFINITY}) {
+    std::vector<ErrorFeedback::Kept> bad(4, kept_of(1));
+    bad[0].residual[1] = bad[1].memory[1] = bad[2].adapted.tau = bad[3].adapted.filter = value;
+    for (const auto& each : bad) {
+      EXPECT_NE(refusal([&] { feedback.load({{"a", kept_of(5)}, {"b", each}}); }).find("'b'"),
+                std::string::npos);
+      EXPECT_TRUE(same(feedback.save(), before));
+    }
+  }
+  Transaction open(feedback, {{"x", 3}});
+  EXPECT_NE(refusal([&] { feedback.load({{"b", kept_of(5)}}); }), "");
+  EXPECT_TRUE(same(feedback.save(), before));
+}
+
+TEST(ErrorFeedback, WhatIsSavedHoldsNothingOfUnfinishedCalls) {
+  ErrorFeedback feedback;
+  feedback.load({{"a", kept_of(1)}, {"b", kept_of(2)}});
+  const auto before = feedback.save();
+  feedback.begin_step();
+  for (const char* key : {"a", "b", "c"}) {
+    Transaction transaction(feedback, {{key, 3}});
+    book(transaction, 0, {4, 5, 6});
+    transaction.adapted(0) = {.tau = 8, .filter = 9};
+    transaction.next_memory(0).assign(2, 7);
+    EXPECT_TRUE(same(feedback.save(), before));
+    transaction.settle(true);
+    EXPECT_TRUE(same(feedback.save(), before));
+  }
+  feedback.end_step();
+  EXPECT_EQ(feedback.save().size(), 3U);
+}
+
+TEST(ErrorFeedback, NothingBecomesInfinite) {
+  const float most = std::numeric_limits<float>::max();
+  ErrorFeedback feedback;
+  feedback.add("a", Values{1, -1});
+  feedback.add("w", Values{most / 2, -1});
+  const auto before = feedback.save();
+  EXPECT_NE(refusal([&] { feedback.scale(3); }).find("'w'"), std::string::npos);
+  for (const Values& values :
+       {Values{most, 0}, Values{0, NAN}, Values{INFINITY, 0}, Values{0, -INFINITY}})
+    EXPECT_NE(refusal([&] { feedback.add("w", values); }).find("'w'"), std::string::npos);
+  EXPECT_NE(refusal([&] { feedback.add("new", Values{NAN}); }), "");
+  EXPECT_TRUE(same(feedback.save(), before));
+  feedback.scale(2);
+  EXPECT_EQ(feedback.residual("w"), (Values{most, -2}));
+  EXPECT_EQ(feedback.residual("a"), (Values{2, -2}));
+}
+
+TEST(ErrorFeedback, TauIsScaledAndStaysFinite) {
+  ErrorFeedback feedback;
+  feedback.load({{"b", kept_of(1)}});
+  feedback.scale(-2);
+  EXPECT_EQ(feedback.save()["b"].adapted.tau, 2);
+  EXPECT_EQ(feedback.save()["b"].adapted.filter, 2);
+  EXPECT_EQ(feedback.residual("b"), Values(3, -2));
+  feedback.load({{"b", {Values(1), {.tau = 1e30F}, 0, {}}}});
+  feedback.scale(1e30);
+  EXPECT_EQ(feedback.save()["b"].adapted.tau, std::numeric_limits<float>::max());
+}
+
+// Whoever calls may have told the processor to flush them.
+TEST(ErrorFeedback, DenormalsAreKept) {
+  constexpr unsigned kFlush = 0x8040;  // results to zero, operands as zero
+  const unsigned modes = _mm_getcsr();
+  ErrorFeedback feedback;
+  _mm_setcsr(modes | kFlush);
+  feedback.add("w", Values{1e-40F, -1e-40F});
+  feedback.add("w", Values{1e-40F, -1e-40F});
+  feedback.scale(0.5);
+  _mm_setcsr(modes);
+  EXPECT_EQ(feedback.residual("w"), (Values{1e-40F, -1e-40F}));
+}
+
+TEST(ErrorFeedback, ACancelledCallHasNoPartInItsStep) {
+  ErrorFeedback feedback;
+  feedback.begin_step();
+  {
+    Transaction refused(feedback, {{"a", 1}, {"b", 1}});
+    refused.cancel();
+  }
+  Transaction transaction(feedback, {{"a", 1}});
+  book(transaction, 0, {1});
+  transaction.settle(true);
+  EXPECT_TRUE(feedback.end_step());
+  EXPECT_EQ(feedback.residual("a"), Values{1});
+  EXPECT_TRUE(feedback.residual("b").empty());
+  Transaction alone(feedback, {{"a", 1}});
+  book(alone, 0, {2});
+  alone.cancel();
+  EXPECT_EQ(feedback.residual("a"), Values{1});
+}
+
+TEST(ErrorFeedback, ASpoiledStepIsNotKept) {
+  ErrorFeedback feedback;
+  feedback.spoil_step();  // of which there is none
+  for (bool spoils : {true, false}) {
+    feedback.begin_step();
+    Transaction transaction(feedback, {{"a", 1}});
+    book(transaction, 0, {1});
+    transaction.settle(true);
+    if (spoils) feedback.spoil_step();
+    EXPECT_EQ(feedback.end_step(), !spoils);
+    EXPECT_EQ(feedback.residual("a").empty(), spoils);
+  }
 }
 
 TEST(ErrorFeedback, NothingIsLostOverAHundredSteps) {

@@ -101,7 +101,7 @@ TEST(Threshold, FewerThanTheTargetAreSentWithTheLargest) {
   x[3] = 2, x[9] = -5, x[500] = 5;
   Adapted adapted;
   codec->prepare(x.data(), nullptr, x.size(), adapted);
-  EXPECT_EQ(adapted.value, 5);
+  EXPECT_EQ(adapted.tau, 5);
   const Values y = decode(*codec, encode(*codec, x), x.size());
   EXPECT_EQ(y[3], 0);
   EXPECT_EQ(y[9], -5);
@@ -131,7 +131,7 @@ class Calls {
 
   Values call(const Values& x) {
     Values error(n_);
-    adapted_ = {adapted_.value};
+    adapted_ = {.tau = adapted_.tau};
     codec_->prepare(x.data(), residual_.data(), n_, adapted_);
     const Payload payload = encode(
         *codec_, x, {.residual = residual_.data(), .error = error.data(), .adapted = &adapted_});
@@ -169,7 +169,7 @@ Series follow(const char* spec, double density, std::size_t n, std::size_t calls
     rank.call(gaussian(n, scale(call), random));
     series.ratio.push_back(static_cast<double>(rank.adapted().sent) /
                            (density * static_cast<double>(n)));
-    series.tau.push_back(rank.adapted().value);
+    series.tau.push_back(rank.adapted().tau);
   }
   return series;
 }
@@ -209,28 +209,28 @@ TEST(AdaptiveThreshold, WithoutAResidualTauFollowsTheDataAtOnce) {
   const auto codec = make_codec("threshold");
   std::mt19937_64 random(8);
   const Values x = gaussian(50'000, 0.01, random);
-  Adapted adapted{.value = 1};
+  Adapted adapted{.tau = 1};
   encode(*codec, x, {.adapted = &adapted});
   EXPECT_EQ(adapted.sent, 0U);
   codec->adapt(x.size(), adapted);
-  EXPECT_EQ(adapted.value, adapted.largest * 1.25F);
+  EXPECT_EQ(adapted.tau, adapted.largest * 1.25F);
 }
 
 TEST(AdaptiveThreshold, ZerosLeaveTauAlone) {
   Calls rank("threshold", 5000);
   std::mt19937_64 random(9);
   for (int call = 0; call < 3; ++call) rank.call(Values(5000));
-  EXPECT_EQ(rank.adapted().value, 0);
+  EXPECT_EQ(rank.adapted().tau, 0);
   rank.call(gaussian(5000, 1, random));
   EXPECT_EQ(rank.adapted().sent, 5U);
   Calls other("threshold", 5000);
   Values x(5000);
   x[7] = 1;
   other.call(x);
-  const float tau = other.adapted().value;
+  const float tau = other.adapted().tau;
   EXPECT_GT(tau, 0);
   for (int call = 0; call < 50; ++call) other.call(Values(5000));
-  EXPECT_EQ(other.adapted().value, tau);
+  EXPECT_EQ(other.adapted().tau, tau);
 }
 
 // Where fewer elements than the target ever move, tau may not shrink until they are lost.
@@ -249,17 +249,17 @@ TEST(AdaptiveThreshold, NanMovesNothingToNan) {
   Values x(1000, 1.0F);
   x[0] = NAN, x[1] = INFINITY;
   rank.call(x);
-  EXPECT_TRUE(std::isfinite(rank.adapted().value));
-  EXPECT_GT(rank.adapted().value, 0);
+  EXPECT_TRUE(std::isfinite(rank.adapted().tau));
+  EXPECT_GT(rank.adapted().tau, 0);
 }
 
 TEST(AdaptiveThreshold, AForeignTauIsReplaced) {
   const auto codec = make_codec("threshold");
   const Values x(1000, 0.25F);
   for (const float value : {NAN, INFINITY, -1.0F}) {
-    Adapted adapted{.value = value};
+    Adapted adapted{.tau = value};
     codec->prepare(x.data(), nullptr, x.size(), adapted);
-    EXPECT_EQ(adapted.value, 0.25F);
+    EXPECT_EQ(adapted.tau, 0.25F);
   }
 }
 

@@ -92,7 +92,7 @@ TEST(TopK, AnyFilterGivesTheSameBytes) {
   const Values x = draw(codec->unit() + 5, random);
   const Payload expected = encode(*codec, x);
   for (const float filter : {1e-30F, 0.01F, 1.0F, 1e30F, NAN, INFINITY, -INFINITY, -1.0F}) {
-    Adapted adapted{.value = filter};
+    Adapted adapted{.filter = filter};
     EXPECT_EQ(encode(*codec, x, {.adapted = &adapted}), expected) << filter;
   }
 }

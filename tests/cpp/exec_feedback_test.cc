@@ -157,5 +157,42 @@ TEST(Feedback, AFailedCallLeavesTheResiduals) {
   }
 }
 
+// What it kept is all that a job goes on from: not the communicator, nor the codec's object.
+TEST(Feedback, AResumedJobHasTheBitsOfOneThatWasNotInterrupted) {
+  const std::vector<KeyedExtent> keys = {{"a", 3000}, {"b", 1500}};
+  std::vector<Case> all = cases();
+  for (const char* algorithm : {"ring", "direct", "gather"})
+    all.push_back({"int8:rounding=stochastic,seed=3", algorithm});
+  for (const Case& how : all) {
+    const auto x = [](int call) {
+      return std::vector{inputs(0, call, 4500), inputs(1, call, 4500)};
+    };
+    Job whole(2, keys), resumed(2, keys);
+    for (int call = 0; call < 3; ++call) whole.all_reduce(how, x(call));
+    for (std::size_t r = 0; r < 2; ++r) resumed.feedback[r]->load(whole.feedback[r]->save());
+    for (int call = 3; call < 5; ++call)
+      EXPECT_EQ(resumed.all_reduce(how, x(call)), whole.all_reduce(how, x(call)))
+          << how.codec << " " << how.algorithm;
+  }
+}
+
+// No two keys, ranks or calls have the same: what is given is, and what it is rounded to is not.
+TEST(Feedback, RandomRoundingsDiffer) {
+  const Values x(1000, 0.3F);
+  Job job(2, {{"a", 500}, {"b", 500}});
+  Values largest(1000, 0.3F);
+  largest[0] = largest[500] = 1;
+  const Case how{"int8:rounding=stochastic", "ring"};
+  std::vector<Values> errors;
+  for (int call = 0; call < 2; ++call) {
+    for (const auto& each : job.feedback) each->scale(0);
+    job.all_reduce(how, {largest, largest});
+    for (const auto& each : job.feedback)
+      for (const char* key : {"a", "b"}) errors.push_back(each->residual(key));
+  }
+  for (std::size_t i = 0; i < errors.size(); ++i)
+    for (std::size_t j = 0; j < i; ++j) EXPECT_NE(errors[i], errors[j]) << i << " " << j;
+}
+
 }  // namespace
 }  // namespace gradwire::exec

@@ -389,7 +389,7 @@ TEST(LowRank, SeveralArraysMayShareAKey) {
     const auto x = inputs(apart, call);
     EXPECT_TRUE(same_bits(apart.all_reduce(x)[0], shared.all_reduce(x)[0]));
   }
-  EXPECT_EQ(shared.feedback[0]->save("all").memory.size(), std::size_t{2 * (30 + 25)});
+  EXPECT_EQ(shared.feedback[0]->save()["all"].memory.size(), std::size_t{2 * (30 + 25)});
 }
 
 // While an earlier call waits for another rank: the sum of input and residual is in its place.

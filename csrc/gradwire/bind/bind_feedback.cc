@@ -1,8 +1,10 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -15,6 +17,8 @@ namespace {
 using codec::ErrorFeedback;
 using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 using Keys = std::vector<std::pair<std::string, std::size_t>>;
+// Residual, tau, filter, calls, memory of each key.
+using State = std::map<std::string, std::tuple<Floats, float, float, std::uint64_t, Floats>>;
 
 Floats array_of(std::span<const float> values) {
   return Floats(static_cast<py::ssize_t>(values.size()), values.data());
@@ -30,21 +34,21 @@ Keys keys(const ErrorFeedback& self) {
   return all;
 }
 
-void bind_state(py::class_<ErrorFeedback, std::shared_ptr<ErrorFeedback>>& c) {
-  c.def(
-       "save",
-       [](const ErrorFeedback& self, const std::string& key) {
-         const auto kept = self.save(key);
-         return py::make_tuple(array_of(kept.residual), kept.adapted, array_of(kept.memory));
-       },
-       py::arg("key"))
-      .def(
-          "load",
-          [](ErrorFeedback& self, const std::string& key, const Floats& residual, float adapted,
-             const Floats& memory) {
-            self.load(key, {vector_of(residual), adapted, vector_of(memory)});
-          },
-          py::arg("key"), py::arg("residual"), py::arg("adapted"), py::arg("memory"));
+State save(const ErrorFeedback& self) {
+  State state;
+  for (const auto& [key, kept] : self.save())
+    state.try_emplace(key, array_of(kept.residual), kept.adapted.tau, kept.adapted.filter,
+                      kept.calls, array_of(kept.memory));
+  return state;
+}
+
+void load(ErrorFeedback& self, const State& state) {
+  ErrorFeedback::State kept;
+  for (const auto& [key, each] : state) {
+    const auto& [residual, tau, filter, calls, memory] = each;
+    kept[key] = {vector_of(residual), {.tau = tau, .filter = filter}, calls, vector_of(memory)};
+  }
+  self.load(std::move(kept));
 }
 
 }  // namespace
@@ -67,9 +71,10 @@ void bind_feedback(py::module_& m) {
           py::arg("key"), py::arg("values"))
       .def("scale", &ErrorFeedback::scale, py::arg("factor"))
       .def("clear", &ErrorFeedback::clear)
+      .def("save", &save)
+      .def("load", &load, py::arg("state"))
       .def("begin_step", &ErrorFeedback::begin_step)
       .def("end_step", &ErrorFeedback::end_step, py::arg("keep"));
-  bind_state(feedback);
 }
 
 }  // namespace gradwire::bind

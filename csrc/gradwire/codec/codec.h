@@ -24,16 +24,19 @@ enum class Combine : std::uint8_t {
   kCompound,  // a short program of local work and plain all_reduces
 };
 
-// What a codec adapts to one extent, from call to call: τ of threshold.
+// What codecs adapt to one extent, from call to call, each in a place of its own: another codec in
+// between leaves it alone.
 struct Adapted {
-  float value = 0;         // 0: nothing chosen yet
-  std::uint64_t sent = 0;  // elements that encode() has sent since prepare()
-  float largest = 0;       // |v| of what it has encoded, finite units only
+  float tau = 0;     // of threshold; 0: nothing chosen yet
+  float filter = 0;  // of topk, likewise
+  // Of threshold, since prepare():
+  std::uint64_t sent = 0;  // elements
+  float largest = 0;       // |v| of what was encoded, finite units only
 };
 
 // Where in the job a run stands, and what else its encoding takes and gives.
 struct Site {
-  std::uint64_t call = 0;           // of this rank and operation, for rounding that is random
+  std::uint64_t call = 0;           // one of its own for each, for rounding that is random
   std::uint64_t element = 0;        // index of the run's first element in its extent
   const float* residual = nullptr;  // e of the run: added to it before anything else; null: zero
   float* error = nullptr;           // e' of the run: written; null: not kept

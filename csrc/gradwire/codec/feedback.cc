@@ -1,9 +1,13 @@
 #include "gradwire/codec/feedback.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "gradwire/base/error.h"
+#include "gradwire/base/op.h"
+#include "gradwire/codec/simd.h"
 
 namespace gradwire::codec {
 namespace {
@@ -19,6 +23,29 @@ void check_closed(const std::string& key, bool open) {
   if (!open) return;
   throw InvalidArgument("error feedback: key '" + key +
                         "' is in an unfinished call; wait for it, and give each key once a call");
+}
+
+void check_finite(const std::string& key, const std::vector<float>& values, const char* what) {
+  if (kernels().finite(values.data(), values.size())) return;
+  throw InvalidArgument("error feedback: " + std::string(what) + " '" + key +
+                        "' would hold NaN or Inf; nothing was changed");
+}
+
+// Of what codecs adapt to.
+bool usable(float magnitude) { return magnitude >= 0 && std::isfinite(magnitude); }
+
+void check_kept(const std::string& key, const ErrorFeedback::Kept& kept) {
+  check_finite(key, kept.residual, "the residual of key");
+  check_finite(key, kept.memory, "the codec's memory of key");
+  if (usable(kept.adapted.tau) && usable(kept.adapted.filter)) return;
+  throw InvalidArgument("error feedback: tau " + std::to_string(kept.adapted.tau) + " and filter " +
+                        std::to_string(kept.adapted.filter) + " of key '" + key +
+                        "' must be finite and not below 0; nothing was changed");
+}
+
+float scaled(float magnitude, double factor) {
+  const double most = std::numeric_limits<float>::max();
+  return static_cast<float>(std::min(magnitude * std::fabs(factor), most));
 }
 
 }  // namespace
@@ -46,7 +73,12 @@ std::span<float> ErrorFeedback::Transaction::next(std::size_t extent) {
 }
 
 Adapted& ErrorFeedback::Transaction::adapted(std::size_t extent) {
-  return entries_.at(extent)->adapted;
+  return entries_.at(extent)->next.adapted;
+}
+
+std::uint64_t ErrorFeedback::Transaction::number(std::size_t extent) const {
+  const Entry& entry = *entries_.at(extent);
+  return entry.name_digest ^ entry.current.calls;
 }
 
 std::span<const float> ErrorFeedback::Transaction::memory(std::size_t extent) const {
@@ -58,11 +90,15 @@ std::vector<float>& ErrorFeedback::Transaction::next_memory(std::size_t extent) 
   return entries_.at(extent)->next.memory;
 }
 
-void ErrorFeedback::Transaction::settle(bool keep) noexcept {
+void ErrorFeedback::Transaction::settle(bool keep) noexcept { close(/*of_step=*/true, keep); }
+
+void ErrorFeedback::Transaction::cancel() noexcept { close(/*of_step=*/false, /*keep=*/false); }
+
+void ErrorFeedback::Transaction::close(bool of_step, bool keep) noexcept {
   if (owner_ == nullptr) return;
   const std::lock_guard lock(owner_->mutex_);
   --owner_->unsettled_;
-  if (owner_->in_step_) {
+  if (of_step && owner_->in_step_) {
     owner_->spoiled_ = owner_->spoiled_ || !keep;
     owner_->of_step_.insert(owner_->of_step_.end(), entries_.begin(), entries_.end());
   } else {
@@ -78,7 +114,8 @@ void ErrorFeedback::close(const std::vector<Entry*>& entries, bool keep) noexcep
     entry->open = false;
     if (!keep) continue;
     entry->current.residual.swap(entry->next.residual);
-    entry->current.adapted = entry->adapted.value;
+    entry->current.adapted = entry->next.adapted;
+    ++entry->current.calls;
     if (entry->remembers) entry->current.memory.swap(entry->next.memory);
   }
 }
@@ -88,7 +125,8 @@ void ErrorFeedback::open(const KeyedExtent& extent, std::vector<Entry*>& opened)
   check_closed(extent.key, entry.open);
   check_length(extent.key, entry.current.residual.size(), extent.count);
   entry.next.residual.resize(extent.count);
-  entry.adapted = {entry.current.adapted, 0};
+  entry.next.adapted = {.tau = entry.current.adapted.tau, .filter = entry.current.adapted.filter};
+  entry.name_digest = Fnv1a().text(extent.key).digest();
   entry.open = true;
   entry.remembers = false;
   opened.push_back(&entry);
@@ -115,6 +153,11 @@ bool ErrorFeedback::end_step(bool keep) {
   return keep;
 }
 
+void ErrorFeedback::spoil_step() noexcept {
+  const std::lock_guard lock(mutex_);
+  spoiled_ = in_step_;
+}
+
 std::vector<float> ErrorFeedback::residual(const std::string& key) const {
   const std::lock_guard lock(mutex_);
   const auto found = entries_.find(key);
@@ -122,13 +165,17 @@ std::vector<float> ErrorFeedback::residual(const std::string& key) const {
 }
 
 void ErrorFeedback::add(const std::string& key, std::span<const float> values) {
+  const FloatEnvironment environment;
   const std::lock_guard lock(mutex_);
   Entry& entry = entries_[key];
   check_closed(key, entry.open);
-  std::vector<float>& residual = entry.current.residual;
+  const std::vector<float>& residual = entry.current.residual;
   check_length(key, residual.size(), values.size());
-  residual.resize(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) residual[i] += values[i];
+  std::vector<float>& sum = entry.next.residual;
+  sum.assign(values.begin(), values.end());
+  for (std::size_t i = 0; i < residual.size(); ++i) sum[i] += residual[i];
+  check_finite(key, sum, "with what is added the residual of key");
+  entry.current.residual.swap(sum);
 }
 
 void ErrorFeedback::require_closed() const {
@@ -139,11 +186,19 @@ void ErrorFeedback::scale(double factor) {
   if (!std::isfinite(factor))
     throw InvalidArgument("error feedback: scale by " + std::to_string(factor) +
                           " would lose every residual; use clear() for that");
+  const FloatEnvironment environment;
   const std::lock_guard lock(mutex_);
   require_closed();
   for (auto& [key, entry] : entries_) {
-    for (float& value : entry.current.residual) value = static_cast<float>(value * factor);
-    entry.current.adapted = static_cast<float>(entry.current.adapted * std::fabs(factor));
+    std::vector<float>& product = entry.next.residual;
+    product = entry.current.residual;
+    for (float& value : product) value = static_cast<float>(value * factor);
+    check_finite(key, product, "so scaled the residual of key");
+  }
+  for (auto& [key, entry] : entries_) {
+    entry.current.residual.swap(entry.next.residual);
+    Adapted& adapted = entry.current.adapted;
+    adapted = {.tau = scaled(adapted.tau, factor), .filter = scaled(adapted.filter, factor)};
   }
 }
 
@@ -161,17 +216,21 @@ std::vector<KeyedExtent> ErrorFeedback::keys() const {
   return all;
 }
 
-ErrorFeedback::Kept ErrorFeedback::save(const std::string& key) const {
+ErrorFeedback::State ErrorFeedback::save() const {
   const std::lock_guard lock(mutex_);
-  const auto found = entries_.find(key);
-  return found == entries_.end() ? Kept() : found->second.current;
+  State state;
+  for (const auto& [key, entry] : entries_)
+    if (!entry.current.residual.empty()) state.emplace(key, entry.current);
+  return state;
 }
 
-void ErrorFeedback::load(const std::string& key, Kept kept) {
+void ErrorFeedback::load(State state) {
+  for (const auto& [key, kept] : state) check_kept(key, kept);
+  std::map<std::string, Entry> loaded;
+  for (auto& [key, kept] : state) loaded[key].current = std::move(kept);
   const std::lock_guard lock(mutex_);
-  Entry& entry = entries_[key];
-  check_closed(key, entry.open);
-  entry.current = std::move(kept);
+  require_closed();
+  entries_.swap(loaded);
 }
 
 }  // namespace gradwire::codec

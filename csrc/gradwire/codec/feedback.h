@@ -3,8 +3,9 @@
 // schedule, segment size and number of ranks).
 //
 // A call is a transaction: e' is written beside e; settle(true) makes e := e', settle(false) leaves
-// e as it was. So does what a codec adapts from call to call (τ), and what it remembers (low-rank's
-// Q). Between begin_step() and end_step() the transactions of several calls stand or fall together.
+// e as it was. So does what a codec adapts from call to call (τ), what it remembers (low-rank's Q),
+// and the number of calls. Between begin_step() and end_step() the transactions of several calls
+// stand or fall together; one that was cancelled has no part in it.
 //
 // Owned by the caller, and outlives its transactions; guarded by its own mutex; one key may be in
 // one open transaction only.
@@ -34,9 +35,11 @@ class ErrorFeedback {
   // What is kept of one key, to save and to load.
   struct Kept {
     std::vector<float> residual;  // empty means all zero, of any length
-    float adapted = 0;            // Adapted::value
+    Adapted adapted;              // as the last call left it; the next one takes τ and filter
+    std::uint64_t calls = 0;      // that were kept
     std::vector<float> memory;    // the codec's own; empty: nothing yet
   };
+  using State = std::map<std::string, Kept>;
 
   // One call's view of its keys, in order. Rolls back when destroyed open. A repeated call, with
   // one and the same object, allocates nothing the size of an extent.
@@ -58,13 +61,20 @@ class ErrorFeedback {
     std::span<const float> residual(std::size_t extent) const;  // e; empty means all zero
     std::span<float> next(std::size_t extent);  // e', of any content: all of it must be written
     Adapted& adapted(std::size_t extent);       // starts as the last call left it
+    // Of no other call that is kept, neither of this key nor of another.
+    std::uint64_t number(std::size_t extent) const;
     std::span<const float> memory(std::size_t extent) const;
     std::vector<float>& next_memory(std::size_t extent);  // of any content; else it stays
 
     // The end of the call. Does nothing when closed.
     void settle(bool keep) noexcept;
+    // Instead, for a call that was refused before it began: its keys are free at once, and a step
+    // goes on as if it had not been made.
+    void cancel() noexcept;
 
    private:
+    void close(bool of_step, bool keep) noexcept;
+
     ErrorFeedback* owner_ = nullptr;
     std::vector<Entry*> entries_;
   };
@@ -74,6 +84,8 @@ class ErrorFeedback {
   // where a step is (not) under way, and at the end while a transaction has not settled.
   void begin_step();
   bool end_step(bool keep = true);
+  // For a call that failed before it had a transaction: the step under way is not to be kept.
+  void spoil_step() noexcept;
 
   // A copy of this rank's residual; empty when the key was never used.
   std::vector<float> residual(const std::string& key) const;
@@ -85,16 +97,18 @@ class ErrorFeedback {
   void clear();
   std::vector<KeyedExtent> keys() const;
 
-  Kept save(const std::string& key) const;
-  void load(const std::string& key, Kept kept);  // in place of what there was
+  // All that the calls so far have left, as it was at one moment; those under way have no part yet.
+  State save() const;
+  void load(State state);  // in place of all there was
 
-  // add, scale, clear and load throw InvalidArgument for a key in an open transaction.
+  // add, scale, clear and load throw InvalidArgument, and change nothing, for a key in an open
+  // transaction, and where a residual would not be finite.
 
  private:
   struct Entry {
     Kept current;
     Kept next;  // of the open transaction; between two, memory for the next one
-    Adapted adapted;
+    std::uint64_t name_digest = 0;
     bool remembers = false;  // next.memory is meant
     bool open = false;
   };

@@ -75,8 +75,8 @@ class Threshold final : public Codec {
 
   void prepare(const float* x, const float* residual, std::size_t n,
                Adapted& adapted) const override {
-    if (tau_ > 0 || n == 0 || usable(adapted.value)) return;
-    adapted.value = first_tau(x, residual, n, density_);
+    if (tau_ > 0 || n == 0 || usable(adapted.tau)) return;
+    adapted.tau = first_tau(x, residual, n, density_);
   }
   void adapt(std::size_t n, Adapted& adapted) const override;
 
@@ -105,17 +105,17 @@ class Threshold final : public Codec {
 };
 
 void Threshold::adapt(std::size_t n, Adapted& adapted) const {
-  if (tau_ > 0 || !usable(adapted.value) || !usable(adapted.largest)) return;
+  if (tau_ > 0 || !usable(adapted.tau) || !usable(adapted.largest)) return;
   const double target = std::max(1.0, density_ * static_cast<double>(n));
   const double ratio = static_cast<double>(adapted.sent) / target;
-  double tau = adapted.value;
+  double tau = adapted.tau;
   tau *= 1 + kStep * std::sqrt(density_) * std::clamp(ratio - 1, -1.0, kMostRise);
   if (ratio > kFar) tau *= std::min(2.0, std::sqrt(std::sqrt(std::sqrt(ratio / kFar))));
   const double most = std::numeric_limits<float>::max();
   const double least = std::numeric_limits<float>::denorm_min();
   tau =
       std::clamp<double>(tau, adapted.largest / kLongestWait, double{adapted.largest} * kHeadroom);
-  adapted.value = static_cast<float>(std::clamp(tau, least, most));
+  adapted.tau = static_cast<float>(std::clamp(tau, least, most));
 }
 
 // The error of a unit that holds NaN or Inf.
@@ -174,8 +174,8 @@ std::size_t Threshold::encode_unit(UnitSource unit, float tau, const Site& site,
 
 std::size_t Threshold::encode(const float* x, std::size_t n, const Site& site, Bytes out) const {
   check_room(*this, out.size(), max_bytes(n), n);
-  const bool adapts = site.adapted != nullptr && usable(site.adapted->value);
-  const float tau = tau_ > 0 ? tau_ : adapts ? site.adapted->value : 0;
+  const bool adapts = site.adapted != nullptr && usable(site.adapted->tau);
+  const float tau = tau_ > 0 ? tau_ : adapts ? site.adapted->tau : 0;
   std::size_t size = 0;
   for (std::size_t i = 0; i < n; i += kSparseUnit) {
     Site here = site;

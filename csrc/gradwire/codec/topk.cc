@@ -7,7 +7,7 @@
 //   A unit with NaN or Inf decodes to NaN; its errors are v, 0 where v is not finite.
 // A unit's part of the payload: its positions (codec/sparse.h), then their values.
 //
-// Adapted::value is the last unit's threshold, as a filter for the next: it changes no result.
+// Adapted::filter is the last unit's threshold, for the next: it changes no result.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -98,8 +98,8 @@ std::size_t TopK::encode_unit(UnitSource unit, float* error, float& filter, std:
 
 std::size_t TopK::encode(const float* x, std::size_t n, const Site& site, Bytes out) const {
   check_room(*this, out.size(), max_bytes(n), n);
-  float filter = site.adapted != nullptr && std::isfinite(site.adapted->value)
-                     ? std::max(0.0F, site.adapted->value)
+  float filter = site.adapted != nullptr && std::isfinite(site.adapted->filter)
+                     ? std::max(0.0F, site.adapted->filter)
                      : 0;
   std::size_t size = 0;
   for (std::size_t i = 0; i < n; i += kSparseUnit) {
@@ -108,7 +108,7 @@ std::size_t TopK::encode(const float* x, std::size_t n, const Site& site, Bytes 
     float* error = site.error == nullptr ? nullptr : site.error + i;
     size += encode_unit(unit, error, filter, out.data() + size);
   }
-  if (site.adapted != nullptr) site.adapted->value = filter;
+  if (site.adapted != nullptr) site.adapted->filter = filter;
   return size;
 }
 

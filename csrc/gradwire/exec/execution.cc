@@ -190,13 +190,11 @@ std::size_t Execution::encode(const Piece& piece, Bytes out) {
 
 codec::Site Execution::site_of(const Piece& piece) const {
   codec::Site site;
-  site.call = call_number(call_.rank, call_.operation);
-  site.element = piece.offset;
-  if (!call_.adapted.empty()) site.adapted = call_.adapted[piece.extent];
-  if (call_.errors.empty()) return site;
-  const float* residual = call_.residuals[piece.extent];
-  if (residual != nullptr) site.residual = residual + piece.offset;
-  site.error = call_.errors[piece.extent] + piece.offset;
+  if (!call_.sites.empty()) site = call_.sites[piece.extent];
+  number(site, call_.rank, call_.operation);
+  site.element += piece.offset;
+  if (site.residual != nullptr) site.residual += piece.offset;
+  if (site.error != nullptr) site.error += piece.offset;
   return site;
 }
 

@@ -22,11 +22,8 @@ class Execution {
     const Plan* plan = nullptr;
     std::span<std::byte* const>
         extents;  // base address of each extent; null where this rank has none
-    // Lossy codecs: of each extent e and e' (codec/feedback.h) and what is adapted; empty or null:
-    // none.
-    std::span<const float* const> residuals;
-    std::span<float* const> errors;
-    std::span<codec::Adapted* const> adapted;
+    // Lossy codecs: of each extent e and e' (codec/feedback.h) and what is adapted; empty: none.
+    std::span<const codec::Site> sites;
     Rank rank = 0;
     std::uint32_t communicator = 0;
     std::uint32_t operation = 0;

@@ -10,63 +10,69 @@ namespace gradwire::exec {
 void FeedbackView::bind(std::span<const std::uint64_t> counts,
                         std::span<const codec::KeyedExtent> keys,
                         codec::ErrorFeedback::Transaction& transaction) {
+  feeds_back_ = !keys.empty();
   counts_.assign(counts.begin(), counts.end());
-  residuals_.clear();
-  errors_.clear();
-  adapted_.clear();
   own_.assign(counts.size(), {});
+  sites_.assign(counts.size(), {});
+  for (std::size_t i = 0; i < counts.size(); ++i) sites_[i].adapted = &own_[i];
+  if (feeds_back_) bind_keys(keys, transaction);
+}
+
+void FeedbackView::bind_keys(std::span<const codec::KeyedExtent> keys,
+                             codec::ErrorFeedback::Transaction& transaction) {
   std::size_t key = 0, used = 0;
-  for (std::size_t i = 0; i < counts.size(); ++i) {
-    if (keys.empty()) {
-      adapted_.push_back(&own_[i]);
-      continue;
-    }
+  const auto skip_full = [&] {
     for (; key + 1 < keys.size() && used == keys[key].count; ++key) used = 0;
-    if (keys[key].count - used < counts[i])
+  };
+  for (std::size_t i = 0; i < counts_.size(); ++i) {
+    skip_full();
+    if (keys[key].count - used < counts_[i])
       throw InvalidArgument("error feedback: key '" + keys[key].key + "' has " +
                             std::to_string(keys[key].count) +
                             " elements, which is not where an array ends; give keys whose counts "
                             "add up to the arrays'");
     const auto residual = transaction.residual(key);
-    residuals_.push_back(residual.empty() ? nullptr : residual.data() + used);
-    errors_.push_back(transaction.next(key).data() + used);
-    adapted_.push_back(&transaction.adapted(key));
-    used += counts[i];
+    codec::Site& site = sites_[i];
+    site.call = transaction.number(key);
+    site.element = used;
+    site.residual = residual.empty() ? nullptr : residual.data() + used;
+    site.error = transaction.next(key).data() + used;
+    site.adapted = &transaction.adapted(key);
+    used += counts_[i];
   }
-  if (!keys.empty() && (key + 1 < keys.size() || used < keys[key].count))
+  skip_full();
+  if (key + 1 < keys.size() || used < keys[key].count)
     throw InvalidArgument("error feedback: the keys have more elements than the arrays");
 }
 
-codec::Site FeedbackView::site(std::size_t extent, std::uint64_t call) const {
-  codec::Site site;
-  site.call = call;
-  site.adapted = adapted_[extent];
-  if (!feeds_back()) return site;
-  site.residual = residuals_[extent];
-  site.error = errors_[extent];
+codec::Site FeedbackView::site(std::size_t extent, Rank rank, std::uint32_t operation) const {
+  codec::Site site = sites_[extent];
+  number(site, rank, operation);
   return site;
 }
 
 void FeedbackView::prepare(const codec::Codec& codec, std::size_t extent, const float* x) const {
-  codec.prepare(x, feeds_back() ? residuals_[extent] : nullptr, counts_[extent], *adapted_[extent]);
+  const codec::Site& site = sites_[extent];
+  codec.prepare(x, site.residual, counts_[extent], *site.adapted);
 }
 
 void FeedbackView::adapt(const codec::Codec& codec) const {
   std::size_t elements = 0;
   for (std::size_t i = 0; i < counts_.size(); ++i) {
     elements += counts_[i];
-    if (i + 1 < counts_.size() && adapted_[i + 1] == adapted_[i]) continue;
-    codec.adapt(elements, *adapted_[i]);
+    if (i + 1 < counts_.size() && sites_[i + 1].adapted == sites_[i].adapted) continue;
+    codec.adapt(elements, *sites_[i].adapted);
     elements = 0;
   }
 }
 
 void FeedbackView::deliver(std::size_t extent, float* x) const {
   if (!feeds_back()) return;
+  const codec::Site& site = sites_[extent];
   const auto& sum = codec::kernels().reduce[static_cast<std::size_t>(DType::kFloat32)];
-  if (residuals_[extent] != nullptr)
-    sum[static_cast<std::size_t>(ReduceOp::kSum)](x, residuals_[extent], counts_[extent]);
-  std::fill_n(errors_[extent], counts_[extent], 0.0F);
+  if (site.residual != nullptr)
+    sum[static_cast<std::size_t>(ReduceOp::kSum)](x, site.residual, counts_[extent]);
+  std::fill_n(site.error, counts_[extent], 0.0F);
 }
 
 }  // namespace gradwire::exec

@@ -10,11 +10,6 @@
 
 namespace gradwire::exec {
 
-// Site::call: no two ranks and calls of a job share it, so their random roundings differ.
-inline std::uint64_t call_number(Rank rank, std::uint32_t operation) {
-  return static_cast<std::uint64_t>(rank) << 32 | operation;
-}
-
 class FeedbackView {
  public:
   // The keys lie end to end over the extents, each of which belongs to one key; else
@@ -24,14 +19,12 @@ class FeedbackView {
 
   void clear() { bind({}, {}, none_); }
 
-  bool feeds_back() const noexcept { return !errors_.empty(); }
-  // By extent. The first two are empty without feedback; a null residual means zero.
-  std::span<const float* const> residuals() const noexcept { return residuals_; }
-  std::span<float* const> errors() const noexcept { return errors_; }
-  std::span<codec::Adapted* const> adapted() const noexcept { return adapted_; }
+  bool feeds_back() const noexcept { return feeds_back_; }
+  // By extent; `error` is null without feedback. To be numbered before use.
+  std::span<const codec::Site> sites() const noexcept { return sites_; }
 
   // A whole extent, to be encoded at once.
-  codec::Site site(std::size_t extent, std::uint64_t call) const;
+  codec::Site site(std::size_t extent, Rank rank, std::uint32_t operation) const;
   void prepare(const codec::Codec& codec, std::size_t extent, const float* x) const;
   // Once a key, though several extents may be of it.
   void adapt(const codec::Codec& codec) const;
@@ -39,12 +32,22 @@ class FeedbackView {
   void deliver(std::size_t extent, float* x) const;
 
  private:
+  void bind_keys(std::span<const codec::KeyedExtent> keys,
+                 codec::ErrorFeedback::Transaction& transaction);
+
+  bool feeds_back_ = false;
   std::vector<std::uint64_t> counts_;
-  std::vector<const float*> residuals_;
-  std::vector<float*> errors_;
-  std::vector<codec::Adapted*> adapted_;
+  std::vector<codec::Site> sites_;
   std::vector<codec::Adapted> own_;  // without feedback
   codec::ErrorFeedback::Transaction none_;
 };
+
+// Gives a site its Site::call: no two ranks and calls of a job share it, so their random roundings
+// differ. With feedback it depends on the key's calls, so that a job that is resumed rounds as one
+// that was not interrupted; else on the communicator's.
+inline void number(codec::Site& site, Rank rank, std::uint32_t operation) {
+  if (site.error == nullptr) site.call = operation;
+  site.call ^= static_cast<std::uint64_t>(rank) << 48;
+}
 
 }  // namespace gradwire::exec

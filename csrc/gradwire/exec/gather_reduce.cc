@@ -90,7 +90,7 @@ const Request& GatherReduce::encode(std::uint32_t operation) {
   for (std::size_t i = 0; i < counts_.size(); ++i) {
     const float* x = input(i);
     feedback_.prepare(codec, i, x);
-    const codec::Site site = feedback_.site(i, call_number(rank(), operation));
+    const codec::Site site = feedback_.site(i, rank(), operation);
     const std::size_t size = codec.encode(x, counts_[i], site, Bytes(out).subspan(used));
     const auto length = static_cast<std::uint32_t>(size);
     std::memcpy(out.data() + table_bytes(i), &length, sizeof length);

@@ -187,7 +187,7 @@ void LowRankReduce::finish() {
     result.own_q = own_right_.data() + each.right;
     result.own_scale = codec::take_headroom(of_matrix(own_right_, each));
     result.v = values(each);
-    result.error = feedback_.feeds_back() ? feedback_.errors()[each.extent] : nullptr;
+    result.error = feedback_.sites()[each.extent].error;
     kernels.low_rank.product(result, each.of);
   }
   if (feedback_.feeds_back()) remember();
@@ -223,7 +223,7 @@ float* LowRankReduce::output(std::size_t extent) const {
 
 // Null: zero.
 const float* LowRankReduce::residual(std::size_t extent) const {
-  return feedback_.feeds_back() ? feedback_.residuals()[extent] : nullptr;
+  return feedback_.sites()[extent].residual;
 }
 
 // V: input and residual.

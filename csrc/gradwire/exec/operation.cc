@@ -241,9 +241,7 @@ Execution::Call Operation::call() const {
   call.plan = plan_.get();
   call.extents = extents_;
   if (!plan_->lossy()) return call;
-  call.residuals = feedback_.residuals();
-  call.errors = feedback_.errors();
-  call.adapted = feedback_.adapted();
+  call.sites = feedback_.sites();
   return call;
 }
 
