@@ -1,0 +1,224 @@
+// How a communicator ends: abort, close, release to a smaller one, failure.
+#include "gradwire/exec/communicator.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "gradwire/base/error.h"
+#include "gradwire/exec/failure.h"
+
+namespace gradwire::exec {
+namespace {
+
+// How long one that closes waits for others that do.
+constexpr double kLeaveSeconds = 0.25;
+// How long a peer that does not read may hold up the last words of a failed communicator.
+constexpr double kLastWordSeconds = 1;
+constexpr int kHearMilliseconds = 50;
+
+}  // namespace
+
+void Communicator::abort(const std::string& reason) noexcept {
+  {
+    std::lock_guard lock(mutex_);
+    if (ended_ || failure_ || abort_requested_) return;
+    abort_requested_ = true;
+    abort_reason_ = reason;
+    attention_ = true;
+    if (!driving_) fail_locked(std::make_exception_ptr(Aborted(reason, identity_.rank)));
+    ring();
+  }
+  changed_.notify_all();
+}
+
+void Communicator::close(double timeout, const Interrupt& interrupt) {
+  const Deadline deadline = Deadline::after(timeout);
+  std::unique_lock lock(mutex_);
+  if (std::exchange(ending_, true))  // by another thread
+    return changed_.wait(lock, [this] { return ended_; });
+  const bool was_alive = !failure_;
+  std::exception_ptr interruption = finish_work(lock, deadline, interrupt);
+  const bool in_peace = !interruption && !failure_ && is_idle();
+  if (in_peace)
+    interruption = take_leave(lock, std::min(deadline, Deadline::after(kLeaveSeconds)), interrupt);
+  lock.unlock();
+  if (!in_peace)
+    abort("rank " + std::to_string(identity_.rank) +
+          (interruption ? " was interrupted" : " closed its communicator with work in flight"));
+  let_go();
+  if (interruption) std::rethrow_exception(interruption);
+  if (was_alive && failure_ && !abort_requested_) std::rethrow_exception(failure_);
+}
+
+void Communicator::let_go() {
+  stop_progress_thread();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !driving_; });  // a caller's thread, about to see the abort
+  closed_ = ended_ = true;
+  links_ = Links({});
+  transfer_links_ = Links({});
+  control_.let_go();
+  wakeup_.reset();
+  watch_.let_go();
+  changed_.notify_all();
+}
+
+bool Communicator::is_idle() const {
+  return !driving_ && queue_.empty() && submitted_.empty() && transfers_.idle();
+}
+
+// What the interrupt threw, which ends the waiting.
+std::exception_ptr Communicator::finish_work(std::unique_lock<std::mutex>& lock,
+                                             const Deadline& deadline, const Interrupt& interrupt) {
+  const auto over = [this] { return failure_ || is_idle(); };
+  if (!over()) start_progress_thread_locked();
+  while (!over() && !deadline.passed()) {
+    changed_.wait_for(lock, std::chrono::milliseconds(deadline.milliseconds_left(100)));
+    if (!interrupt) continue;
+    lock.unlock();
+    try {
+      interrupt();
+    } catch (...) {
+      lock.lock();
+      return std::current_exception();
+    }
+    lock.lock();
+  }
+  return nullptr;
+}
+
+// As a driver, without the mutex; calls made meanwhile see a closed communicator. Returns what the
+// interrupt threw.
+std::exception_ptr Communicator::take_leave(std::unique_lock<std::mutex>& lock,
+                                            const Deadline& deadline, const Interrupt& interrupt) {
+  driving_ = closed_ = true;
+  lock.unlock();
+  std::exception_ptr interruption;
+  try {
+    control_.take_leave({deadline, wish_to_end(interrupt)});
+  } catch (const Interruption& stopped) {  // all is said: it only waited for the others
+    interruption = stopped.cause;
+  } catch (...) {
+    interruption = fail_for(std::current_exception(), interrupt);
+  }
+  lock.lock();
+  driving_ = false;
+  changed_.notify_all();
+  return interruption;
+}
+
+void Communicator::hear(double seconds) {
+  const Deadline deadline = Deadline::after(seconds);
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    require_alive();
+    if (!driving_) listen(lock);  // else the driver hears it
+    require_alive();
+    if (deadline.passed()) return;
+    changed_.wait_for(lock,
+                      std::chrono::milliseconds(deadline.milliseconds_left(kHearMilliseconds)));
+  }
+}
+
+// As a driver, without the mutex.
+void Communicator::listen(std::unique_lock<std::mutex>& lock) {
+  driving_ = true;
+  lock.unlock();
+  try {
+    control_.listen();
+  } catch (...) {
+    fail_for(std::current_exception(), nullptr);
+  }
+  lock.lock();
+  driving_ = false;
+  changed_.notify_all();
+}
+
+std::vector<std::pair<Rank, transport::Released>> Communicator::release_controls() {
+  std::unique_lock lock(mutex_);
+  if (!closed_ && !failure_ && !abort_requested_)
+    throw InvalidArgument("this communicator has not failed: to leave it all the same, abort() it");
+  changed_.wait(lock, [this] { return !driving_; });
+  if (std::exchange(ending_, true)) throw Aborted("this communicator is closed");
+  driving_ = closed_ = true;
+  lock.unlock();
+  std::vector<std::pair<Rank, transport::Released>> released;
+  for (Rank peer = 0; peer < identity_.size; ++peer)
+    if (auto each = control_.release(peer, kLastWordSeconds))
+      released.emplace_back(peer, std::move(*each));
+  lock.lock();
+  driving_ = false;
+  lock.unlock();
+  let_go();
+  return released;
+}
+
+void Communicator::let_go_in_child() noexcept {
+  links_ = Links({});
+  transfer_links_ = Links({});
+  control_.let_go();
+  watch_.let_go_in_child();
+  wakeup_.reset();
+}
+
+void Communicator::stop_progress_thread() {
+  {
+    std::lock_guard lock(mutex_);  // not between the thread's last look and its sleep
+    stopped_ = true;
+    progress_.request_stop();
+    ring();
+  }
+  changed_.notify_all();
+  if (progress_.joinable()) progress_.join();
+}
+
+// Ends a wait: throws where this communicator was aborted, or its caller interrupted.
+Communicator::Interrupt Communicator::wish_to_end(const Interrupt& interrupt) {
+  return [this, &interrupt] {
+    {
+      std::lock_guard lock(mutex_);
+      if (abort_requested_) throw Aborted(abort_reason_, identity_.rank);
+    }
+    if (interrupt) call_interrupt(interrupt);
+  };
+}
+
+// Of the driver: fails for the root cause of `error`. Returns what the interrupt threw, if that
+// is it.
+std::exception_ptr Communicator::fail_for(const std::exception_ptr& error,
+                                          const Interrupt& interrupt) {
+  try {
+    std::rethrow_exception(control_.root_cause(error, wish_to_end(interrupt)));
+  } catch (const Interruption& stopped) {
+    fail(std::make_exception_ptr(
+        Aborted("rank " + std::to_string(identity_.rank) + " was interrupted", identity_.rank)));
+    return stopped.cause;
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  return nullptr;
+}
+
+void Communicator::fail(const std::exception_ptr& error) noexcept {
+  std::lock_guard lock(mutex_);
+  fail_locked(error);
+}
+
+// Nobody drives, or the driver itself calls: its own state may be touched.
+void Communicator::fail_locked(const std::exception_ptr& error) noexcept {
+  if (failure_) return;
+  failure_ = error;
+  control_.say_failure(error);
+  watch_.fails(transport::text_of(failure_frame(error, identity_.rank)));
+  current_ = nullptr;
+  for (auto& each : queue_) {
+    each->settle();
+    each->work->finish(error);
+  }
+  queue_.clear();
+  transfers_.fail(error);
+  for (auto& [transfer, sends] : submitted_) transfer.work->finish(error);
+  submitted_.clear();
+}
+
+}  // namespace gradwire::exec
