@@ -153,7 +153,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def distances(settings: dict[str, dict[str, Any]]) -> dict[str, float]:
     found = {}
     for name, setting in settings.items():
-        plain, hooked = (train(mlp(), setting, hook)[0] for hook in (None, {}))
+        plain, hooked = (train(mlp(), setting, hook, steps=6)[0] for hook in (None, {}))
         found[name] = float((flat(plain) - flat(hooked)).abs().max())
     return found
 
@@ -184,25 +184,29 @@ def test_parameters_that_some_ranks_do_not_use() -> None:
     assert torch_ranks.run(2, unused_equal) == [True, True]
 
 
-def accumulate(hook: dict[str, Any] | None) -> tuple[torch.Tensor, int]:
-    """Gradients of three batches, of which two are not averaged on their own."""
-    ddp = DistributedDataParallel(mlp())
+def accumulate(hook: dict[str, Any] | None, views: bool) -> tuple[list[torch.Tensor], int]:
+    """Gradients of three batches at a time, of which two are not averaged on their own."""
+    ddp = DistributedDataParallel(mlp(), **SMALL_BUCKETS, gradient_as_bucket_view=views)
     state = None if hook is None else register(ddp, **hook)
-    for step in range(3):
-        with contextlib.nullcontext() if step == 2 else ddp.no_sync():
+    found = []
+    for step in range(9):
+        with contextlib.nullcontext() if step % 3 == 2 else ddp.no_sync():
             x, y = batch(step)
             mse_loss(ddp(x), y).backward()
-    gradient = torch.cat([each.grad.flatten() for each in ddp.parameters()])
-    return gradient, 0 if state is None else state.steps
+        if step % 3 == 2:
+            found.append(torch.cat([each.grad.flatten() for each in ddp.parameters()]))
+            ddp.zero_grad()
+    return found, 0 if state is None else state.steps
 
 
-def no_sync_equal() -> tuple[bool, int]:
-    (plain, _), (hooked, steps) = accumulate(None), accumulate({})
-    return plain.equal(hooked), steps
+def no_sync_equal(views: bool) -> tuple[bool, int]:
+    (plain, _), (hooked, steps) = accumulate(None, views), accumulate({}, views)
+    return all(one.equal(other) for one, other in zip(plain, hooked, strict=True)), steps
 
 
-def test_no_sync_averages_the_accumulated_gradients_once() -> None:
-    assert torch_ranks.run(2, no_sync_equal) == [(True, 1)] * 2
+@pytest.mark.parametrize("views", [False, True])
+def test_no_sync_averages_the_accumulated_gradients_once(views: bool) -> None:
+    assert torch_ranks.run(2, no_sync_equal, views) == [(True, 3)] * 2
 
 
 def scaled(hook: dict[str, Any] | None) -> tuple[torch.Tensor, float]:
@@ -452,26 +456,52 @@ def test_a_closed_state_leaves_buffers_to_ddp() -> None:
     assert torch_ranks.run(2, buffers_of_a_closed_state) == [15.0] * 2
 
 
-def train_unevenly(hook: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-    """Rank 1 has one batch more, so in the end its buffers count."""
+def train_unevenly(hook: dict[str, Any] | None, by_all: bool) -> dict[str, torch.Tensor]:
+    """Rank 1 has two batches more, so in the end its buffers count."""
     torch.manual_seed(3)
-    ddp = DistributedDataParallel(WithBuffers())
+    ddp = DistributedDataParallel(WithBuffers(), **SMALL_BUCKETS)
     if hook is not None:
         register(ddp, **hook)
-    with ddp.join():
-        for step in range(2 + dist.get_rank()):
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.join(divide_by_initial_world_size=by_all):
+        for step in range(2 + 2 * dist.get_rank()):
             x, target = batch(step)
-            nn.functional.mse_loss(ddp(x), target).backward()
+            optimizer.zero_grad()
+            mse_loss(ddp(x), target).backward()
+            optimizer.step()
     return ddp.module.state_dict()
 
 
 def same_after_join() -> list[str]:
-    plain, hooked = train_unevenly(None), train_unevenly({})
-    return [name for name in plain if not torch.equal(plain[name], hooked[name])]
+    different, ends = [], []
+    for by_all in (True, False):
+        plain, hooked = train_unevenly(None, by_all), train_unevenly({}, by_all)
+        different += [name for name in plain if not torch.equal(plain[name], hooked[name])]
+        ends.append(hooked)
+    assert not torch.equal(*(each["layers.0.weight"] for each in ends))
+    return different
 
 
-def test_within_join_buffers_are_those_of_the_last_rank_that_trains() -> None:
+def test_uneven_inputs_end_as_with_plain_ddp() -> None:
+    """Averages over all ranks, or over those that still train; buffers of the last of these."""
     assert torch_ranks.run(2, same_after_join) == [[]] * 2
+
+
+def freeze_and_thaw(hook: dict[str, Any] | None) -> torch.Tensor:
+    """DDP must be made anew for each change."""
+    module = mlp()
+    for trainable in (True, False, True):
+        module[2].requires_grad_(trainable)
+        train(module, SMALL_BUCKETS, hook, steps=2)
+    return flat(module)
+
+
+def same_when_frozen() -> bool:
+    return freeze_and_thaw(None).equal(freeze_and_thaw({}))
+
+
+def test_frozen_and_thawed_parameters_end_as_with_plain_ddp() -> None:
+    assert torch_ranks.run(2, same_when_frozen) == [True, True]
 
 
 def refused(setting: dict[str, str]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import gradwire
@@ -18,6 +20,7 @@ from torch_training import (
     LOSSY,
     SMALL_BUCKETS,
     Books,
+    Tower,
     backward,
     flat,
     mlp,
@@ -25,6 +28,8 @@ from torch_training import (
     wrapped,
 )
 
+RESUMED = [*CODECS, "int8:rounding=stochastic"]
+PLAIN = ["none"] * 8
 ROUNDING = 16.0  # units in the last place of all that was added up
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -37,10 +42,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 Training = tuple[DistributedDataParallel, torch.optim.Optimizer, State]
 
 
-def start(setting: dict[str, Any], codec: str) -> Training:
+def start(setting: dict[str, Any], *codecs: str) -> Training:
     """With an algorithm whose folds depend on where in a bucket an element lies."""
-    ddp, _ = wrapped(mlp(), **setting)
-    state = register(ddp, codec=codec, algorithm="ring", feedback=True, min_elements=0)
+    ddp, _ = wrapped(Tower(len(codecs)), **setting)
+    rules = Tower.rules(codecs)
+    state = register(ddp, algorithm="ring", feedback=True, rules=rules, min_elements=0)
     return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), state
 
 
@@ -68,41 +74,100 @@ def load(training: Training, saved: bytes, **changed: Any) -> None:
     state.load_state_dict({**parts[2], **changed})
 
 
-def interrupted(codec: str, setting: dict[str, Any], **changed: Any) -> bool:
-    """Whether a run with a break ends with the bits of one without."""
-    whole = start(setting, codec)
-    run(whole, range(4))
-    saved = save(whole)
-    run(whole, range(4, 8))
-    again = start(setting, codec)
-    load(again, saved, **changed)
-    run(again, range(4, 8))
-    assert again[2].steps == whole[2].steps == 8
-    one, other = (each[2].state_dict()["feedback"] for each in (whole, again))
-    same = all(one[name]["residual"].equal(other[name]["residual"]) for name in one)
-    return same and flat(whole[0]).equal(flat(again[0]))
+SAVED = (1, 2, 3, 7)  # before DDP rebuilds its buckets, while it may, and after that
+END = 9
+
+
+def kept_alike(one: Training, other: Training) -> list[str]:
+    """Of which parameters both have the same bits, and their hooks keep the same."""
+    (first, _, hook), (second, _, its_hook) = one, other
+    assert hook.steps == its_hook.steps
+    own, its = (each.state_dict()["feedback"] for each in (hook, its_hook))
+    values = dict(second.module.named_parameters())
+    return [
+        name
+        for name, value in first.module.named_parameters()
+        if value.equal(values[name])
+        and all(_same(own[name][what], its[name][what]) for what in own[name])
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one.equal(other) if isinstance(one, torch.Tensor) else one == other
+
+
+def interrupted(setting: dict[str, Any], codecs: Sequence[str], **changed: Any) -> list[list[str]]:
+    """What has the bits of an uninterrupted run in those with a break after so many steps."""
+    whole, saved = start(setting, *codecs), {}
+    for step in range(END):
+        if step in SAVED:
+            saved[step] = save(whole)
+        run(whole, range(step, step + 1))
+    found = []
+    for step, state in saved.items():
+        again = start(setting, *codecs)
+        load(again, state, **changed)
+        run(again, range(step, END))
+        found.append(kept_alike(whole, again))
+    return found
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_resumed_training_has_the_bits_of_uninterrupted_training(setting: str) -> None:
-    for found in torch_ranks.run(4, with_each, CODECS, interrupted, SETTINGS[setting]):
-        assert all(found.values()), found
-
-
-def without_layout() -> bool:
-    return interrupted("none", SMALL_BUCKETS, layout=())
+    names = [name for name, _ in Tower(len(RESUMED)).named_parameters()]
+    for found in torch_ranks.run(3, interrupted, SETTINGS[setting], RESUMED):
+        assert found == [names] * len(SAVED)
 
 
 def test_without_the_layout_resumed_training_rounds_differently() -> None:
-    assert torch_ranks.run(4, without_layout) == [False] * 4
+    """Unless it was saved before there is one."""
+    for *early, late in torch_ranks.run(3, without_layout):
+        assert all(len(each) == 34 for each in early)
+        assert len(late) < 17
+
+
+def without_layout() -> list[list[str]]:
+    return interrupted(SETTINGS["default"], PLAIN, layout=())
+
+
+def in_jobs(starts: Sequence[int], setting: dict[str, Any]) -> tuple[bool, int]:
+    """Whether jobs that begin at these steps end with the bits of one; and how many warn."""
+    warnings: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = warnings.append  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
+    whole = start(setting, *CODECS)
+    run(whole, range(END))
+    saved = None
+    for first, end in zip(starts, [*starts[1:], END], strict=True):
+        job = start(setting, *CODECS)
+        if saved is not None:
+            load(job, saved)
+        run(job, range(first, end))
+        saved = save(job)
+    return flat(whole[0]).equal(flat(job[0])), len(warnings)
+
+
+@pytest.mark.parametrize("setting", ["default", "static graph"])
+@pytest.mark.parametrize("starts", [(0, 3, 4, 5, 6), (0, 1, 4, 7)])
+def test_training_may_be_interrupted_more_than_once(setting: str, starts: list[int]) -> None:
+    assert torch_ranks.run(3, in_jobs, starts, SETTINGS[setting]) == [(True, 0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "starts"), [("default", (0, 1, 2, 3, 4)), ("static graph", (0, 1, 3, 7))]
+)
+def test_a_warning_says_that_nobody_knew_the_buckets(setting: str, starts: list[int]) -> None:
+    """No job lives to see DDP rebuild them before they are followed."""
+    assert torch_ranks.run(3, in_jobs, starts, SETTINGS[setting]) == [(False, 1)] * 3
 
 
 def other_buckets() -> tuple[list[int], bool]:
     """Goes on with buckets of another size than the saved ones."""
-    first = start(SMALL_BUCKETS, "none")
+    first = start(SMALL_BUCKETS, *PLAIN)
     run(first, range(3))
     saved = save(first)
-    ddp, _, state = again = start({}, "none")
+    ddp, _, state = again = start({}, *PLAIN)
     load(again, saved)
     counts = []
     for step in range(3, 7):
@@ -114,7 +179,7 @@ def other_buckets() -> tuple[list[int], bool]:
 
 def test_a_state_with_other_buckets_is_followed_until_ddp_has_its_own() -> None:
     for counts, close in torch_ranks.run(2, other_buckets):
-        assert counts == [2, 1, 1, 1]
+        assert counts == [3, 1, 1, 1]
         assert close
 
 
@@ -151,8 +216,9 @@ def test_what_a_rank_that_leaves_held_back_goes_to_a_survivor() -> None:
 
 
 def refusals() -> list[str]:
-    _, _, state = trained = start({}, "fp16")
-    run(trained, range(1))
+    ddp, _ = wrapped(mlp())
+    state = register(ddp, codec="fp16", feedback=True)
+    backward(ddp, 0)
     saved = state.state_dict()
     bare = register(DistributedDataParallel(mlp()), codec="fp16")
     wider = register(DistributedDataParallel(nn.Sequential(nn.Linear(21, 100))), feedback=True)

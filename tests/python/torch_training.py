@@ -36,6 +36,26 @@ def mlp() -> nn.Module:
     )
 
 
+class Tower(nn.Module):
+    """Small layers, several of which are in a bucket; two for each codec, in different buckets."""
+
+    def __init__(self, codecs: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(20, 20) for _ in range(2 * codecs))
+        self.last = nn.Linear(20, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.last(x)
+
+    @staticmethod
+    def rules(codecs: Sequence[Any]) -> list[tuple[str, Any]]:
+        """One after the other for the lower layers, and again for the upper ones."""
+        return [(f"layers.{i}.*", codec) for i, codec in enumerate([*codecs, *codecs])]
+
+
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Differs between ranks and steps."""
     source = torch.Generator().manual_seed(1000 * step + dist.get_rank())

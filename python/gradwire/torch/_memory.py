@@ -12,6 +12,7 @@ from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback, Keys
 from gradwire._reductions import CodecLike
 from gradwire.torch import _saved
+from gradwire.torch._clipping import Clipping
 from gradwire.torch._momentum import Momentum, Velocities
 from gradwire.torch._parcels import Packing, Parcel
 from gradwire.torch._rules import Rules, is_sparse
@@ -39,10 +40,11 @@ class Memory:
         scaler: Scaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         unused: Unused | None = None,
+        clipping: Clipping | None = None,
     ) -> None:
         self.feedback, self.unused = feedback, unused
         self._names, self._rules = names, rules
-        self._packing = Packing()
+        self._packing, self._clipping = Packing(), clipping
         self._velocities = None if momentum is None else Velocities(momentum)
         self._loss_scale, self._learning_rate = LossScale(scaler), LearningRate(optimizer)
         # Of the step under way:
@@ -53,9 +55,9 @@ class Memory:
     @property
     def holds(self) -> bool:
         """Whether a step's buckets travel only when all of them are there."""
-        return self._packing.holds
+        return self._packing.holds or self._clipping is not None
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         """Raises InvalidArgument for scales that cannot be followed."""
         loss_scale = self._loss_scale.factor()
         factor = loss_scale * self._learning_rate.factor()
@@ -65,14 +67,20 @@ class Memory:
             self.feedback.scale(factor)
         if self.feedback is not None:
             self.feedback.begin_step()
+        self._packing.begin_step(step)
+        if self._clipping is not None:
+            self._clipping.begin_step()
         self._keyed, self._sparse, self._plain = {}, [], []
 
     def parcels(self, bucket: dist.GradBucket, is_last: bool) -> list[Parcel]:
         """What is to travel now that this bucket is there."""
-        parcel = self._parcel(bucket)
-        if self._velocities is not None:
-            self._velocities.apply(parcel)
-        return self._packing.put(parcel, is_last)
+        found: list[Parcel] = []
+        ready = self._clipped(self._parcel(bucket), is_last)
+        for i, parcel in enumerate(ready, start=1):
+            if self._velocities is not None:
+                self._velocities.apply(parcel)
+            found += self._packing.put(parcel, is_last and i == len(ready))
+        return found
 
     def calls(self, parcel: Parcel, step: int) -> Iterator[Call]:
         """A parcel's all_reduces, in the same order on every rank."""
@@ -116,7 +124,7 @@ class Memory:
             self._velocities.load(saved["velocities"])
         self._loss_scale.last = saved["loss_scale"]
         self._learning_rate.last = list(saved["learning_rates"])
-        self._packing.resume(tuple(map(tuple, saved["layout"])))
+        self._packing.resume(tuple(map(tuple, saved["layout"])), int(saved["steps"]))
 
     def add_residuals(self, saved: Mapping[str, Any]) -> None:
         """Those of another rank, in this one's units; raises InvalidArgument like the above."""
@@ -126,6 +134,11 @@ class Memory:
         for name, kept in saved["feedback"].items():
             assert self.feedback is not None  # checked
             self.feedback.add(name, kept["residual"].numpy() * factor)
+
+    def _clipped(self, bucket: Parcel, is_last: bool) -> Sequence[Parcel]:
+        if self._clipping is None:
+            return [bucket]
+        return self._clipping.put(bucket, is_last, self._loss_scale.last or 1)
 
     def _put_back(self, kept: bool) -> None:
         """What residuals delivered to parameters that no rank used: DDP drops it."""

@@ -22,7 +22,8 @@ from gradwire.torch._parcels import Parcel
 class Momentum:
     """Momentum in the hook; the optimizer's own must be 0.
 
-    `masking` is factor masking, of parameters that travel with a sparse codec.
+    `masking` is factor masking, of parameters that travel with a sparse codec: of the elements of
+    which nothing waits after a step. (`threshold` and half-width values of `topk` leave a rest.)
     """
 
     factor: float = 0.9

@@ -1,8 +1,10 @@
-"""Parcels: gradients that travel together. DDP's buckets, or those of a saved state.
+"""Parcels: gradients that travel together. DDP's buckets, or those that they are to be packed into.
 
-How ring and tree fold depends on where in a buffer an element lies. After a resume DDP begins with
-one bucket for the whole model, and has the buckets of the interrupted run back a step or two later.
-Until then the gradients are packed as they were, so that results have the same bits.
+How ring and tree fold depends on where in a buffer an element lies. A job begins with buckets that
+DDP rebuilds a step or two later, whose layout nobody knows before. So that a training which is
+interrupted has the bits of one that is not, its first steps are packed as the job's first one is,
+which every job with the same settings has in common. From then on the layout is that of DDP's own
+buckets; a job that resumes there packs as the saved state says until DDP has rebuilt its own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from gradwire.torch._rules import Rules
 
 Layout: TypeAlias = tuple[tuple[str, ...], ...]  # by bucket, the names of its parameters
 
-_REBUILT_BY = 3  # steps after which DDP has rebuilt its buckets if it ever will
+_REBUILT_BY = 3  # steps of a job after which DDP has rebuilt its buckets if it ever will
+_ALIKE = 4  # steps of a training; a job that begins in one of them has rebuilt buckets after them
 
 _log = logging.getLogger("gradwire")
 
@@ -42,16 +45,31 @@ class Packing:
     """Turns a step's buckets into parcels, and their results back."""
 
     def __init__(self) -> None:
-        self.layout: Layout = ()  # of the last whole step
-        self._wanted: Layout = ()
-        self._steps = 0  # since it is wanted
-        self._first: Layout = ()
+        self._step = 0  # of the training
+        self._wanted: Layout = ()  # in this step; empty for DDP's own
+        self._loaded: Layout = ()  # until DDP has it
+        self._resumed = False  # and DDP's buckets may not yet be as they will stay
+        self._steps = 0  # of the job
+        self._first: Layout = ()  # of its first step
+        self._rebuilt: Layout = ()
         self._buckets: list[Parcel] = []
         self._packed: list[Parcel] = []
 
-    def resume(self, layout: Layout) -> None:
+    @property
+    def layout(self) -> Layout:
+        """What a resumed job is to follow; empty while DDP may yet rebuild its buckets."""
+        return self._loaded or self._rebuilt
+
+    def resume(self, layout: Layout, step: int) -> None:
         """Packs like this until DDP does, or has buckets that it will not rebuild."""
-        self._wanted, self._steps = layout, 0
+        self._loaded, self._resumed = layout, True
+        if not layout and step >= _ALIKE:
+            self._warn()
+
+    def begin_step(self, step: int) -> None:
+        """`step` is the training's."""
+        self._step = step
+        self._wanted = self._first if step < _ALIKE else self._loaded
 
     @property
     def holds(self) -> bool:
@@ -70,25 +88,35 @@ class Packing:
         if well:
             for parcel in self._packed:
                 self._unpack(parcel)
-            now = tuple(tuple(each.names) for each in self._buckets)
-            self.layout = self._wanted or now
-            self._follow(now)
+            self._follow(self._layout_now())
         self._buckets, self._packed = [], []
 
+    def _layout_now(self) -> Layout:
+        """Of DDP's buckets; empty where parameters have no names."""
+        return tuple(tuple(each.names) for each in self._buckets if each.names)
+
     def _follow(self, now: Layout) -> None:
-        """Goes on with DDP's own buckets when these are as wanted, or as they will stay."""
-        if not self._wanted:
-            return
+        """Learns what DDP's buckets are, and goes on with them when they are as they will stay."""
         self._steps += 1
-        self._first = now if self._steps == 1 else self._first
-        if now == self._wanted:
-            self._wanted = ()
-        elif now != self._first or self._steps == _REBUILT_BY:
-            _log.warning(
-                "DDP's buckets are not those of the loaded state: from here on sums may differ from"
-                " the interrupted run's in rounding"
-            )
-            self._wanted, self.layout = (), now
+        if self._steps == 1:
+            self._first = now
+        if now == self._first and self._steps < _REBUILT_BY and now != self._loaded:
+            return
+        if self._resumed and not self._is_as_interrupted(now):
+            self._warn()
+        self._loaded, self._rebuilt, self._resumed = (), now, False
+
+    def _is_as_interrupted(self, now: Layout) -> bool:
+        if self._loaded:
+            return now == self._loaded
+        return now == self._first or self._step <= _ALIKE
+
+    def _warn(self) -> None:
+        self._resumed = False
+        _log.warning(
+            "DDP's buckets are not, or not yet, those of the interrupted run: sums may differ from "
+            "that run's in rounding"
+        )
 
     def _pack(self) -> list[Parcel]:
         parts = self._parts()

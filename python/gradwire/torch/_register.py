@@ -18,6 +18,7 @@ from gradwire.torch._buffers import broadcast_buffers_by
 from gradwire.torch._group import communicator_of
 from gradwire.torch._guard import Guard
 from gradwire.torch._hook import comm_hook
+from gradwire.torch._joined import Active
 from gradwire.torch._momentum import Momentum
 from gradwire.torch._rules import Rules, Wanted
 from gradwire.torch._scales import Scaler
@@ -37,6 +38,7 @@ def register(
     rules: Sequence[tuple[str, Wanted]] = (),
     min_elements: int = 1024,
     momentum: Momentum | None = None,
+    clip_norm: float | None = None,
     scaler: Scaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     timeout: float = 300,
@@ -53,21 +55,28 @@ def register(
     it or changes with the step, True also if none does, False never, or a `gradwire.ErrorFeedback`
     that goes on. With `scaler`, a GradScaler, it follows the loss scale; with `optimizer` it
     follows the learning rate, so that it moves weights as far as it would have when it was kept.
-    `momentum` moves momentum from the optimizer into the hook.
+    `momentum` moves momentum from the optimizer into the hook. `clip_norm` clips each rank's own
+    gradient, of all parameters together, to the L2 norm clip_norm / sqrt(ranks) before it is added
+    to what was held back, in place of clipping the average (Lin et al. 2018, "Deep Gradient
+    Compression", sec. 3.2); with `scaler` the norm is that of unscaled gradients. Nothing travels
+    before all gradients are there then.
 
     Without a communicator, one with `timeout` (seconds) is made over the ranks of
     `ddp.process_group`, which must be able to exchange CPU tensors, as gloo's are. Raises
     RendezvousError, and InvalidArgument for an unknown codec or algorithm and for a communicator of
     another size or another order of ranks.
 
-    Buffers (of batch normalisation) travel over gradwire too. Forward and backward raise gradwire's
-    errors, which name the rank that failed; and backward raises when DDP left the hook out.
+    Within `join()` averages are over all ranks or, with `divide_by_initial_world_size=False`, over
+    those that still train. Buffers (of batch normalisation) travel over gradwire too. Forward and
+    backward raise gradwire's errors, which name the rank that failed; and backward raises when DDP
+    left the hook out.
     """
     Rules(codec, rules)  # refuses an unknown codec before the ranks meet
     owns = communicator is None
     if communicator is None:
         communicator = communicator_of(ddp.process_group, timeout)
     _require_same_ranks(communicator, ddp.process_group)
+    active = Active(ddp)
     state = State(
         communicator,
         codec,
@@ -77,13 +86,15 @@ def register(
         rules=rules,
         min_elements=min_elements,
         momentum=momentum,
+        clip_norm=clip_norm,
         scaler=scaler,
         optimizer=optimizer,
         find_unused=ddp.find_unused_parameters and not ddp.static_graph,
+        active=active,
         owns_communicator=owns,
     )
     ddp.register_comm_hook(state, comm_hook)
-    _watch(ddp, state)
+    _watch(ddp, state, active)
     broadcast_buffers_by(ddp, state)
     _states[ddp] = state
     return state
@@ -101,11 +112,11 @@ def stats(ddp: DistributedDataParallel) -> Stats:
     return found
 
 
-def _watch(ddp: DistributedDataParallel, state: State) -> None:
+def _watch(ddp: DistributedDataParallel, state: State, active: Active) -> None:
     """Has every forward in training raise the state's error, and look after its backward."""
     guard = Guard(list(ddp.module.parameters()), partial(getattr, state._steps, "handed_over"))
     ddp.register_forward_pre_hook(partial(_before_forward, state, guard))
-    ddp.register_forward_hook(partial(_after_forward, state, guard))
+    ddp.register_forward_hook(partial(_after_forward, state, guard, active))
 
 
 def _before_forward(state: State, guard: Guard, ddp: DistributedDataParallel, _: Any) -> None:
@@ -117,9 +128,10 @@ def _before_forward(state: State, guard: Guard, ddp: DistributedDataParallel, _:
 
 
 def _after_forward(
-    state: State, guard: Guard, ddp: DistributedDataParallel, _: Any, output: Any
+    state: State, guard: Guard, active: Active, ddp: DistributedDataParallel, _: Any, output: Any
 ) -> None:
     if torch.is_grad_enabled() and ddp.require_backward_grad_sync and not state.closed:
+        active.note_forward()
         guard.after_forward(output)
 
 

@@ -14,6 +14,8 @@ from gradwire._feedback import ErrorFeedback
 from gradwire._reductions import CodecLike
 from gradwire._schedules import Schedule
 from gradwire.torch import _saved
+from gradwire.torch._clipping import Clipping
+from gradwire.torch._joined import Active
 from gradwire.torch._memory import Memory
 from gradwire.torch._momentum import Momentum
 from gradwire.torch._rules import Rules, Wanted
@@ -42,15 +44,18 @@ class State:
         rules: Sequence[tuple[str, Wanted]] = (),
         min_elements: int = 1024,
         momentum: Momentum | None = None,
+        clip_norm: float | None = None,
         scaler: Scaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         find_unused: bool = False,
+        active: Active | None = None,
         owns_communicator: bool = False,
     ) -> None:
         """`parameters` are the model's, by name; the rest is what `register` says.
 
-        `find_unused` says that DDP looks for parameters without a gradient, `owns_communicator`
-        that `close` closes it too. Raises InvalidArgument.
+        `find_unused` says that DDP looks for parameters without a gradient, `active` which ranks
+        still train within `join()`, `owns_communicator` that `close` closes it too. Raises
+        InvalidArgument.
         """
         self._names = {parameter: name for name, parameter in parameters}
         self._rules = Rules(codec, rules, min_elements)
@@ -58,8 +63,11 @@ class State:
         self.communicator, self.codec, self.algorithm = communicator, codec, algorithm
         kept = _feedback(feedback, self._rules, bool(self._names))
         unused = Unused(self._names) if find_unused and kept is not None else None
-        self._memory = Memory(self._names, self._rules, kept, momentum, scaler, optimizer, unused)
-        self._steps = Steps(communicator, algorithm, self._memory)
+        clipping = None if clip_norm is None else Clipping(clip_norm, communicator.size)
+        self._memory = Memory(
+            self._names, self._rules, kept, momentum, scaler, optimizer, unused, clipping
+        )
+        self._steps = Steps(communicator, algorithm, self._memory, active)
         # At exit it runs before the interpreter shuts down.
         self._close = weakref.finalize(self, self._steps.close, owns_communicator)
 
@@ -137,8 +145,10 @@ class State:
         """Goes on from this rank's `state_dict`; every rank calls it, before a step.
 
         With the same model, ranks and settings, training has the same bits as if it had not been
-        interrupted, when that was after DDP had rebuilt its buckets (in the second step, or the
-        third of a static graph). Raises InvalidArgument for the state of another model.
+        interrupted, at whichever step that was. A warning in gradwire's log says where it may not:
+        when DDP's buckets turn out to be others, or when two interruptions so close to one another
+        that DDP had not rebuilt them in between hide which they are. Stochastic rounding draws
+        anew where no feedback is kept. Raises InvalidArgument for the state of another model.
         """
         _require_version(saved)
         self._steps.drop()

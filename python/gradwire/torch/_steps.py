@@ -19,6 +19,7 @@ from gradwire._communicator import Communicator, Traffic
 from gradwire._errors import Aborted
 from gradwire._work import Work
 from gradwire.torch._completions import Completions
+from gradwire.torch._joined import Active
 from gradwire.torch._memory import Call, Memory
 from gradwire.torch._stats import Counters
 
@@ -29,8 +30,15 @@ _CLOSE_SECONDS = 10.0
 class Steps:
     """One model's; the first error is final."""
 
-    def __init__(self, communicator: Communicator, algorithm: str, memory: Memory) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        algorithm: str,
+        memory: Memory,
+        active: Active | None = None,
+    ) -> None:
         self.communicator, self.algorithm, self.memory = communicator, algorithm, memory
+        self._active = active
         self.error: Exception | None = None
         self.counters = Counters(communicator.size)
         self.done = 0  # steps whose gradients were all averaged
@@ -60,12 +68,12 @@ class Steps:
             return
         wait = partial(self._wait, works, error)
         buffer = bucket.buffer()
-        if bucket.is_last() or self.memory.holds:
+        finish = self._end if bucket.is_last() else _nothing
+        if bucket.is_last() or self.memory.holds or self._step.counts_active:
             self._step.waiting.append((buffer, future))
         else:
-            self.completions.submit(wait, partial(_complete, buffer, future))
-        if bucket.is_last():
-            self.completions.submit(wait, self._end)
+            finish = partial(_complete, buffer, future)
+        self.completions.submit(wait, finish)
 
     def end_backward(self) -> None:
         """Waits for the step's end; raises the error, or what Ctrl-C raises."""
@@ -89,7 +97,7 @@ class Steps:
             return
         waited = threading.Event()
         if not self.closed:  # and so over
-            self.completions.submit(_nothing, lambda _: waited.set())
+            self.completions.submit(lambda: None, lambda _: waited.set())
             waited.wait()
         self._settle(well=False)
         self._step.ended.set()
@@ -111,8 +119,9 @@ class Steps:
         if self.closed:
             raise Aborted(_CLOSED)
         if self._step.ended.is_set():
-            self._step = _Step(self.communicator.traffic)
-            self.memory.begin_step()
+            counts = self._active is not None and self._active.counts
+            self._step = _Step(self.communicator.traffic, counts)
+            self.memory.begin_step(self.done)
             self._step.open = True
         self._step.count(bucket.buffer())
         for parcel in self.memory.parcels(bucket, bucket.is_last()):
@@ -120,6 +129,8 @@ class Steps:
                 works.append(self._average(call))
         if bucket.is_last() and self.memory.unused is not None:
             works.append(self.memory.unused.share(self.communicator))
+        if bucket.is_last() and self._active is not None and self._step.counts_active:
+            works.append(self._active.share(self.communicator))
 
     def _average(self, call: Call) -> Work:
         work: Work = self.communicator.all_reduce(
@@ -148,6 +159,7 @@ class Steps:
         try:
             kept = self._settle(well=error is None)
             self.raise_error()
+            self._divide_by_active()
             now = self.communicator.traffic
             self.counters.end_step(kept, step.buckets, step.bytes, step.before, now)
             self.done += 1
@@ -156,6 +168,12 @@ class Steps:
         step.ended.set()
         for buffer, future in step.waiting:
             _complete(buffer, future, error)
+
+    def _divide_by_active(self) -> None:
+        if self._active is not None and self._step.counts_active:
+            factor = self._active.factor(self.communicator.size)
+            for buffer, _ in self._step.waiting:
+                buffer.mul_(factor)
 
     def _settle(self, well: bool) -> bool:
         with self._lock:
@@ -177,8 +195,8 @@ class Steps:
 class _Step:
     """One backward's buckets."""
 
-    def __init__(self, before: Traffic) -> None:
-        self.before = before
+    def __init__(self, before: Traffic, counts_active: bool = False) -> None:
+        self.before, self.counts_active = before, counts_active
         self.buckets = self.bytes = 0
         self.open = False  # the memory's step is
         self.ended = threading.Event()
@@ -197,5 +215,5 @@ def _complete(buffer: torch.Tensor, future: Future[torch.Tensor], error: Excepti
         future.set_exception(error)
 
 
-def _nothing() -> None:
+def _nothing(_: Exception | None) -> None:
     pass
