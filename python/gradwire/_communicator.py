@@ -436,11 +436,11 @@ class Communicator:
         call = _reductions.prepare(name, buffers, options, self._place)
         try:
             work = self._begin(call, buffers, options)
-            return work if options.async_op else call.finish()
         except BaseException:
             if call.reduction is not None:
-                call.reduction.give_up()
+                call.reduction.withdraw(failed=self.closed)
             raise
+        return work if options.async_op else call.finish()
 
     def _begin(self, call: Call, buffers: Buffers, options: _Options) -> Work | None:
         """Runs the call, or submits it."""

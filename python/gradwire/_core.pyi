@@ -89,7 +89,8 @@ class ErrorFeedback:
 class Letters:
     """This rank's payload, and when the Work is over every rank's: a buffer, one after the other.
 
-    It has the keys of the call open. They are settled by its maker, or where the Work fails.
+    It has the keys of the call open. They are settled by its maker, or where the Work fails; or
+    cancelled, where the call is refused before it begins.
     """
 
     def __init__(self, feedback: ErrorFeedback | None, keys: Sequence[tuple[str, int]]) -> None: ...
@@ -98,6 +99,7 @@ class Letters:
     # Before it is sent: the payload, whether what it stands for is finite, the most of any rank's.
     def seal(self, own: bytes, finite: bool, limit: int) -> None: ...
     def settle(self, keep: bool) -> None: ...
+    def cancel(self) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def ends(self) -> list[int]: ...  # of each rank's, in the buffer

@@ -46,13 +46,13 @@ class Reduction:
         self._counts = [each.elements for each in inputs]
         self._lock = threading.Lock()
         self._over = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.letters = _core.Letters(None if feedback is None else feedback._core, list(keys))
         self._residuals = None if feedback is None else _Residuals(self.letters, keys)
         try:
             self._encode([floats(each) for each in inputs])
         except BaseException:
-            self.give_up()
+            self.letters.cancel()
             raise
 
     def finish(self, rank: int, outputs: Mapping[int, Operand]) -> None:
@@ -65,16 +65,18 @@ class Reduction:
             if not self._over:
                 try:
                     self._settle(self._deliver(rank, outputs))
-                except Exception as error:
+                except BaseException as error:
                     self._error = error
-                    self.give_up()
+                    self.letters.settle(False)
                 self._over = True
             if self._error is not None:
                 raise self._error
 
-    def give_up(self) -> None:
-        """Frees the keys, and leaves the residuals as they were."""
-        self.letters.settle(False)
+    def withdraw(self, *, failed: bool) -> None:
+        """Frees the keys of a call that was refused, or failed, before it began."""
+        if failed:
+            self.letters.settle(False)
+        self.letters.cancel()
 
     def _settle(self, keep: bool) -> None:
         if keep and self._residuals is not None:

@@ -211,6 +211,12 @@ class Undecodable(Exact):
         return super().decode(payload, count)
 
 
+class Vandal(Exact):
+    def encode(self, x: Floats) -> bytes:
+        x[0] = 7
+        return x.tobytes()
+
+
 def test_an_error_of_decode_is_raised_at_every_wait_and_frees_the_key() -> None:
     def body(comm: Communicator) -> None:
         feedback, x = ErrorFeedback(), inputs(comm.rank)
@@ -242,6 +248,38 @@ def test_a_failed_call_frees_its_keys_whoever_holds_it() -> None:
         assert not any((work is None, raised is None))
 
     run(2, body)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"codec": Exact(), "algorithm": "ring"}, True),  # refused at submission
+        ({"codec": Vandal()}, True),  # refused by encode
+        ({"codec": Undecodable()}, False),
+    ],
+)
+def test_a_refused_call_does_not_spoil_its_step(options: dict[str, Any], kept: bool) -> None:
+    def body(comm: Communicator) -> bool:
+        feedback, x = ErrorFeedback(), inputs(comm.rank)
+        feedback.begin_step()
+        comm.all_reduce(x, codec=Halves(), feedback=feedback, key="a")
+        with pytest.raises((gradwire.Error, ValueError)):
+            comm.all_reduce(x, feedback=feedback, key="b", **options)
+        return feedback.end_step()
+
+    assert run(1, body) == [kept]
+
+
+def test_a_call_on_a_dead_communicator_spoils_its_step() -> None:
+    def body(comm: Communicator) -> bool:
+        feedback = ErrorFeedback()
+        feedback.begin_step()
+        comm.abort("on purpose")
+        with pytest.raises(gradwire.Aborted):
+            comm.all_reduce(inputs(comm.rank), codec=Halves(), feedback=feedback, key="a")
+        return feedback.end_step()
+
+    assert run(1, body) == [False]
 
 
 def payload_of(comm: Communicator, x: Floats, spoil: Callable[[bytes], bytes]) -> None:
@@ -294,12 +332,6 @@ def test_a_payload_beyond_max_bytes_is_refused_before_it_is_sent() -> None:
         return all_reduce(comm, x, codec=Small(), feedback=feedback, key="w").tolist()
 
     assert run(2, body) == [[2.0] * 10] * 2
-
-
-class Vandal(Exact):
-    def encode(self, x: Floats) -> bytes:
-        x[0] = 7
-        return x.tobytes()
 
 
 @pytest.mark.parametrize("options", [{}, {"feedback": ErrorFeedback(), "key": "w"}])

@@ -64,6 +64,7 @@ void bind_letters(py::module_& m) {
       .def(
           "settle", [](Letters& self, bool keep) { self.transaction.settle(keep); },
           py::arg("keep"))
+      .def("cancel", [](Letters& self) { self.transaction.cancel(); })
       .def_buffer(&bytes_of)
       .def_readonly("ends", &Letters::ends)
       .def_readonly("all_finite", &Letters::all_finite);
