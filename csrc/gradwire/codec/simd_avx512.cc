@@ -18,6 +18,10 @@ F32 float_from_half(U16 h) { return _mm512_maskz_cvtph_ps(kEvery, bits<__m256i>(
 U16 narrow(U32 x) { return bits<U16>(_mm512_maskz_cvtepi32_epi16(kEvery, bits<__m512i>(x))); }
 U32 widen(U16 x) { return bits<U32>(_mm512_maskz_cvtepu16_epi32(kEvery, bits<__m256i>(x))); }
 
+I32 larger(I32 a, I32 b) {
+  return bits<I32>(_mm512_maskz_max_epi32(kEvery, bits<__m512i>(a), bits<__m512i>(b)));
+}
+
 void pack(const Parts<U32>& lanes, std::byte* to) {
   each_part([&](std::size_t k) {
     put(to + 16 * k, _mm512_maskz_cvtepi32_epi8(kEvery, bits<__m512i>(lanes[k])));

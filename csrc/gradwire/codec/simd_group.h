@@ -80,7 +80,22 @@ struct GroupSource {
     }
     return v;
   }
+
+  // Asks for the lines of a group, which may lie beyond the end: nothing is read.
+  void ask_for(std::size_t i) const {
+    for (const std::size_t line : {i, i + kGroup / 2}) {
+      __builtin_prefetch(x + line);
+      if constexpr (kResidual) __builtin_prefetch(residual + line);
+    }
+  }
 };
+
+// The largest of all lanes.
+std::int32_t largest_of(Parts<I32> lanes) {
+  for (std::size_t half = kParts / 2; half > 0; half /= 2)
+    for (std::size_t k = 0; k < half; ++k) lanes[k] = larger(lanes[k], lanes[k + half]);
+  return largest(lanes[0]);
+}
 
 }  // namespace
 }  // namespace gradwire::codec

@@ -82,7 +82,9 @@ struct Int8Scale {
   }
 };
 
-// One block; the first pass leaves v in `error`, where that is more than x.
+// One block. Its first pass finds the largest |v| and leaves v in `error`, where that is more than
+// x; its second writes. A block's second and the next one's first are one loop, so that neither
+// memory nor arithmetic waits for the other.
 template <bool kResidual, bool kError, typename Round>
 struct Int8Block {
   static constexpr bool kStored = kResidual && kError;
@@ -91,64 +93,97 @@ struct Int8Block {
   float* error;
   std::size_t n;
 
-  [[gnu::flatten]] std::int32_t largest_magnitude() const {
+  template <typename PartOf>
+  void look_at(std::size_t i, PartOf part, Parts<I32>& most) const {
+    const Group v = source(i, part);
+    if constexpr (kStored) store<Groups>(error, i, part, v);
+    each_part([&](std::size_t k) { most[k] = larger(magnitude_of(v[k]), most[k]); });
+  }
+
+  template <typename PartOf>
+  Group value(std::size_t i, PartOf part) const {
+    if constexpr (kStored)
+      return load<Groups>(error, i, part);
+    else
+      return source(i, part);
+  }
+  template <typename PartOf>
+  void write(Group v, std::size_t i, PartOf part, const Round& round, Int8Scale by,
+             std::byte* codes) const {
+    Parts<U32> code;
+    each_part([&](std::size_t k) {
+      const F32 rounded = round(v[k] * by.inverse, i + k * kLanes);
+      code[k] = bits<U32>(rounded);
+      v[k] = v[k] - (rounded - kRounder) * by.scale;
+    });
+    store<Codes>(codes, i, part, code);
+    if constexpr (kError) store<Groups>(error, i, part, v);
+  }
+
+  std::int32_t largest_magnitude() const {
     Parts<I32> most{};
-    sweep<kGroup>(n, [&](std::size_t i, auto part) {
-      const Group v = source(i, part);
-      if constexpr (kStored) store<Groups>(error, i, part, v);
-      each_part([&](std::size_t k) {
-        const I32 magnitude = magnitude_of(v[k]);
-        most[k] = magnitude > most[k] ? magnitude : most[k];
-      });
-    });
-    std::int32_t found = 0;
-    for (const I32& each : most.part) found = largest(each) > found ? largest(each) : found;
-    return found;
+    sweep<kGroup>(n, [&](std::size_t i, auto part) { look_at(i, part, most); });
+    return largest_of(most);
   }
 
-  void encode(const Round& round, std::byte* out) const {
-    const std::int32_t most = largest_magnitude();
+  void write_all(Round round, Int8Scale by, std::byte* codes) const {
+    sweep<kGroup>(n, [=, here = *this](std::size_t i, auto part) {
+      here.write(here.value(i, part), i, part, round, by, codes);
+    });
+  }
+
+  // What largest_magnitude() of the next block, which has the same length, returns.
+  std::int32_t write_all_and_look(Round round, Int8Scale by, std::byte* codes,
+                                  Int8Block next) const {
+    Parts<I32> most{};
+    sweep<kGroup>(n, [=, here = *this, &most](std::size_t i, auto part) {
+      const Group v = here.value(i, part);
+      next.look_at(i, part, most);
+      next.source.ask_for(i + here.n);
+      here.write(v, i, part, round, by, codes);
+    });
+    return largest_of(most);
+  }
+
+  void give_up(std::byte* out) const {
+    put(out, __builtin_nanf(""));
+    __builtin_memset(out + sizeof(float), 0, n);
+    if constexpr (kError) __builtin_memset(error, 0, n * sizeof(float));
+  }
+
+  // `most` is what largest_magnitude() gave; returns that of the next block.
+  std::int32_t encode(std::int32_t most, const Round& round, std::byte* out,
+                      const Int8Block& next) const {
     if (most >= kInfinity) {
-      put(out, __builtin_nanf(""));
-      __builtin_memset(out + sizeof(float), 0, n);
-      if constexpr (kError) __builtin_memset(error, 0, n * sizeof(float));
-      return;
+      give_up(out);
+      return next.largest_magnitude();
     }
-    const auto [scale, inverse] = Int8Scale::of(bits<float>(most));
-    put(out, scale);
-    write_codes(round, scale, inverse, out + sizeof(float));
-  }
-
-  [[gnu::flatten]] void write_codes(const Round& round, float scale, float inverse,
-                                    std::byte* codes) const {
-    sweep<kGroup>(n, [=, this](std::size_t i, auto part) {
-      Group v;
-      if constexpr (kStored)
-        v = load<Groups>(error, i, part);
-      else
-        v = source(i, part);
-      Parts<U32> code;
-      each_part([&](std::size_t k) {
-        const F32 rounded = round(v[k] * inverse, i + k * kLanes);
-        code[k] = bits<U32>(rounded);
-        v[k] = v[k] - (rounded - kRounder) * scale;
-      });
-      store<Codes>(codes, i, part, code);
-      if constexpr (kError) store<Groups>(error, i, part, v);
-    });
+    const auto by = Int8Scale::of(bits<float>(most));
+    put(out, by.scale);
+    if (next.n == n) return write_all_and_look(round, by, out + sizeof(float), next);
+    write_all(round, by, out + sizeof(float));
+    return next.largest_magnitude();
   }
 };
 
 template <bool kResidual, bool kError, typename Round>
-void encode_int8_as(const float* x, const float* residual, std::size_t n, std::size_t block,
-                    Round round, std::byte* out, float* error) noexcept {
-  for (std::size_t i = 0; i < n; i += block) {
-    const std::size_t length = n - i < block ? n - i : block;
+[[gnu::flatten]] void encode_int8_as(const float* x, const float* residual, std::size_t n,
+                                     std::size_t block, Round round, std::byte* out,
+                                     float* error) noexcept {
+  const auto block_at = [=](std::size_t i) {
+    return Int8Block<kResidual, kError, Round>{{x + i, kResidual ? residual + i : nullptr},
+                                               kError ? error + i : nullptr,
+                                               n - i < block ? n - i : block};
+  };
+  auto here = block_at(0);
+  std::int32_t most = here.largest_magnitude();
+  for (std::size_t i = 0; i < n;) {
     round.start_block(i);
-    const GroupSource<kResidual> source{x + i, kResidual ? residual + i : nullptr};
-    Int8Block<kResidual, kError, Round>{source, kError ? error + i : nullptr, length}.encode(round,
-                                                                                             out);
-    out += sizeof(float) + length;
+    i += here.n;
+    const auto next = block_at(i);
+    most = here.encode(most, round, out, next);
+    out += sizeof(float) + here.n;
+    here = next;
   }
 }
 
@@ -173,27 +208,51 @@ void encode_int8(const float* x, const float* residual, std::size_t n, std::size
     encode_int8_by<AtRandom>(x, residual, n, block, dice, out, error);
 }
 
+// y := codes · scale, or y + that. Returns whether a NaN may be among it, of any kind: the sums of
+// all that is written say so, where looking at each value would take as long as all the rest.
+template <bool kAdd>
+bool decode_codes(const std::byte* codes, float scale, std::size_t n, float* y) {
+  Group sums{};
+  sweep<kGroup>(n, [=, &sums](std::size_t i, auto part) {
+    Group v = load<DecodedCodes>(codes, i, part);
+    each_part([&](std::size_t k) { v[k] = v[k] * scale; });
+    if constexpr (kAdd) {
+      const Group before = load<Groups>(y, i, part);
+      each_part([&](std::size_t k) {
+        v[k] = before[k] + v[k];
+        sums[k] = sums[k] + v[k];
+      });
+    }
+    store<Groups>(y, i, part, v);
+  });
+  Parts<I32> magnitudes;
+  each_part([&](std::size_t k) { magnitudes[k] = magnitude_of(sums[k]); });
+  return largest_of(magnitudes) > kInfinity;
+}
+
+void make_canonical(float* y, std::size_t n) {
+  sweep<kLanes>(n, [=](std::size_t i, auto part) {
+    store<Floats>(y, i, part, canonical<float>(load<Floats>(y, i, part)));
+  });
+}
+
+void fill_nan(float* y, std::size_t n) {
+  sweep<kLanes>(n, [=](std::size_t i, auto part) { store<Floats>(y, i, part, nan<float>()); });
+}
+
 template <bool kAdd>
 [[gnu::flatten]] bool decode_int8(const std::byte* in, std::size_t n, std::size_t block,
                                   float* y) noexcept {
   bool finite = true;
   for (std::size_t begin = 0; begin < n; begin += block) {
     const std::size_t length = n - begin < block ? n - begin : block;
-    float scale = get<float>(in);
-    const bool valid = scale >= 0 && scale <= Int8Kernels::kMostScale;
-    if (!valid) scale = __builtin_nanf("");
-    finite = finite && valid;
-    const std::byte* codes = in + sizeof(float);
-    float* const to = y + begin;
-    sweep<kGroup>(length, [=](std::size_t i, auto part) {
-      Group decoded = load<DecodedCodes>(codes, i, part);
-      each_part([&](std::size_t k) { decoded[k] = decoded[k] * scale; });
-      if constexpr (kAdd) {
-        const Group before = load<Groups>(to, i, part);
-        each_part([&](std::size_t k) { decoded[k] = Sum::apply<float>(before[k], decoded[k]); });
-      }
-      store<Groups>(to, i, part, decoded);
-    });
+    const float scale = get<float>(in);
+    if (!(scale >= 0 && scale <= Int8Kernels::kMostScale)) {
+      finite = false;
+      fill_nan(y + begin, length);
+    } else if (decode_codes<kAdd>(in + sizeof(float), scale, length, y + begin)) {
+      make_canonical(y + begin, length);
+    }
     in += sizeof(float) + length;
   }
   return finite;

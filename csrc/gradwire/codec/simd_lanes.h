@@ -38,7 +38,7 @@ To bits(From from) {
   return __builtin_bit_cast(To, from);
 }
 
-// Each simd_<isa>.cc defines these four.
+// Each simd_<isa>.cc defines these five.
 
 // Round to nearest even, overflow to Inf; NaN keeps its sign and top payload bits and becomes
 // quiet.
@@ -47,6 +47,8 @@ F32 float_from_half(U16 h);
 // Values below 2^16, unchanged.
 U16 narrow(U32 x);
 U32 widen(U16 x);
+// The larger of each pair. (GCC 12 makes a comparison and a blend of a > b ? a : b.)
+I32 larger(I32 a, I32 b);
 
 }  // namespace
 }  // namespace gradwire::codec

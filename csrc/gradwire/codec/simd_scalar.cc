@@ -43,6 +43,8 @@ F32 float_from_half(U16 h) {
 U16 narrow(U32 x) { return static_cast<U16>(x); }
 U32 widen(U16 x) { return x; }
 
+I32 larger(I32 a, I32 b) { return a > b ? a : b; }
+
 void pack(const Parts<U32>& lanes, std::byte* to) {
   for (std::size_t i = 0; i < kGroup; ++i) to[i] = static_cast<std::byte>(lanes[i]);
 }

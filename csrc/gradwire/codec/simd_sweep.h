@@ -110,18 +110,24 @@ F32 saturate(F32 x, std::int32_t limit) {
   return bits<F32>((magnitude < kInfinity ? limited : magnitude) | sign);
 }
 
+template <std::size_t kWidth>
+I32 larger_turned(I32 x) {
+  if constexpr (kLanes > kWidth)
+    return larger(x, turned<kWidth>(x, std::make_index_sequence<kLanes>()));
+  return x;
+}
+
 std::int32_t largest(I32 lanes) {
-  std::int32_t found[kLanes];
-  __builtin_memcpy(found, &lanes, sizeof lanes);
-  std::int32_t most = found[0];
-  for (std::int32_t each : found) most = each > most ? each : most;
-  return most;
+  const I32 most = larger_turned<1>(larger_turned<2>(larger_turned<4>(larger_turned<8>(lanes))));
+  std::int32_t first;
+  __builtin_memcpy(&first, &most, sizeof first);
+  return first;
 }
 
 // Gathers, over a sweep, whether everything seen is finite.
 class FiniteCheck {
  public:
-  void see(F32 x) { seen_ = magnitude_of(x) > seen_ ? magnitude_of(x) : seen_; }
+  void see(F32 x) { seen_ = larger(magnitude_of(x), seen_); }
   bool holds() const { return largest(seen_) < kInfinity; }
 
  private:
