@@ -279,9 +279,9 @@ TEST(LowRank, BeginsWhereTheLastCallEnded) {
   Job job(2, {shape});
   const auto forget_residual = [&] {
     for (auto& each : job.feedback) {
-      auto kept = each->save("key0");
-      kept.residual.clear();
-      each->load("key0", kept);
+      auto state = each->save();
+      state["key0"].residual.clear();
+      each->load(state);
     }
   };
   const auto error = [&] {
@@ -295,21 +295,23 @@ TEST(LowRank, BeginsWhereTheLastCallEnded) {
   double warm = 0;
   for (int call = 0; call < 5; ++call) warm = error();
   EXPECT_LT(warm, 0.98 * cold);
-  auto kept = job.feedback[0]->save("key0");
-  EXPECT_EQ(kept.memory.size(), 2 * shape.columns);
   for (auto& each : job.feedback) {
-    kept.memory.clear();
-    each->load("key0", kept);
+    auto state = each->save();
+    EXPECT_EQ(state["key0"].memory.size(), 2 * shape.columns);
+    state["key0"].memory.clear();
+    each->load(state);
   }
   EXPECT_EQ(error(), cold);
 }
 
 TEST(LowRank, RanksThatBeginDifferentlyAgreeAndLoseNothing) {
   Job job(3, kShapes);
-  for (std::size_t r = 0; r < 3; ++r)
+  for (std::size_t r = 0; r < 3; ++r) {
+    ErrorFeedback::State state;
     for (std::size_t i = 0; i < kShapes.size(); ++i)
-      job.feedback[r]->load(job.keys[i].key,
-                            {{}, 0, normal(2 * kShapes[i].columns, 7 + static_cast<unsigned>(r))});
+      state[job.keys[i].key].memory = normal(2 * kShapes[i].columns, 7 + static_cast<unsigned>(r));
+    job.feedback[r]->load(state);
+  }
   Books books;
   for (unsigned call = 0; call < 3; ++call) {
     const auto x = inputs(job, call);
@@ -323,9 +325,7 @@ TEST(LowRank, RanksThatBeginDifferentlyAgreeAndLoseNothing) {
 TEST(LowRank, ASavedStateGoesOnAsIfNothingHadHappened) {
   Job whole(2, kShapes), resumed(2, kShapes);
   for (unsigned call = 0; call < 3; ++call) whole.all_reduce(inputs(whole, call));
-  for (std::size_t r = 0; r < 2; ++r)
-    for (const auto& key : whole.keys)
-      resumed.feedback[r]->load(key.key, whole.feedback[r]->save(key.key));
+  for (std::size_t r = 0; r < 2; ++r) resumed.feedback[r]->load(whole.feedback[r]->save());
   for (unsigned call = 3; call < 6; ++call) {
     const auto x = inputs(whole, call);
     EXPECT_TRUE(same_bits(whole.all_reduce(x)[1], resumed.all_reduce(x)[1]));
@@ -364,6 +364,31 @@ TEST(LowRank, ZeroHugeAndDenormalMatricesStayFiniteAndAgree) {
     for (std::size_t r = 0; r < 3; ++r)
       for (float each : job.residual(r)) ASSERT_TRUE(std::isfinite(each)) << scale;
     if (scale < 5e37F) books.expect_balanced(job, 9, std::to_string(scale));
+  }
+}
+
+// A rank leaves, and its residual is taken over by another.
+TEST(LowRank, NothingIsLostWhenRanksLeaveAndCome) {
+  std::vector<std::shared_ptr<ErrorFeedback>> feedback;
+  Books books;
+  unsigned call = 0;
+  for (int size : {4, 3, 1, 2, 5, 2}) {
+    Job job(size, kShapes);
+    for (; feedback.size() > job.size(); feedback.pop_back())
+      for (const auto& key : job.keys)
+        feedback.front()->add(key.key, feedback.back()->residual(key.key));
+    std::ranges::copy(feedback, job.feedback.begin());
+    feedback = job.feedback;
+    for (const std::size_t rank : {1, 3, 2}) {
+      How how;
+      how.codec = "lowrank:rank=" + std::to_string(rank);
+      const auto x = inputs(job, ++call);
+      const auto y = job.all_reduce(x, how);
+      expect_agreement(y);
+      books.record(x, y[0]);
+    }
+    Books now = books;
+    now.expect_balanced(job, 5 * call, "p=" + std::to_string(size));
   }
 }
 

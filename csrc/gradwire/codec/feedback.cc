@@ -219,8 +219,11 @@ std::vector<KeyedExtent> ErrorFeedback::keys() const {
 ErrorFeedback::State ErrorFeedback::save() const {
   const std::lock_guard lock(mutex_);
   State state;
-  for (const auto& [key, entry] : entries_)
-    if (!entry.current.residual.empty()) state.emplace(key, entry.current);
+  for (const auto& [key, entry] : entries_) {
+    const Kept& kept = entry.current;
+    const bool unused = kept.calls == 0 && kept.residual.empty() && kept.memory.empty();
+    if (!unused) state.emplace(key, kept);
+  }
   return state;
 }
 
