@@ -1,7 +1,8 @@
 // Speed of the inner loops, per table, in the L2 cache and out of it, as shares of memcpy and of
 // `r += g` (the traffic of error feedback in place). Kernel and yardsticks alternate, so that a
 // share survives a machine that others load; medians of paired ratios. Built by hand, next to a
-// build tree; arguments pick the kernels whose names contain the first, and L2 or DRAM:
+// build tree; arguments pick the kernels whose names contain the first, and L2 or DRAM, and give
+// the block of int8 and onebit:
 //   g++ -O3 -std=c++20 -Icsrc bench/kernels.cc -o kernels build/libgradwire_codec.a
 //   build/libgradwire_base.a
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "aligned.h"
 #include "gradwire/codec/simd.h"
 
 namespace {
@@ -21,8 +23,9 @@ using gradwire::codec::Dice;
 using gradwire::codec::Kernels;
 using gradwire::codec::OneBitPlane;
 
-constexpr std::size_t kBlock = 1024;
-constexpr std::size_t kOneBitBytes = 8 + kBlock / 8;  // a block without a mask
+std::size_t block_size = 1024;
+
+std::size_t onebit_bytes() { return 8 + block_size / 8; }  // of a block without a mask
 constexpr std::size_t kPayloads = 8;
 
 struct Arrays {
@@ -144,7 +147,7 @@ Case int8_encode(const char* name, double bytes, std::vector<float> Arrays::* re
                  std::vector<float> Arrays::* error, const Dice* dice = nullptr) {
   return {name, bytes, [=](const Kernels& k, Arrays& a) {
             k.int8.encode(a.x.data(), residual == nullptr ? nullptr : (a.*residual).data(),
-                          a.size(), kBlock, dice, a.payload.data(),
+                          a.size(), block_size, dice, a.payload.data(),
                           error == nullptr ? nullptr : (a.*error).data());
           }};
 }
@@ -152,7 +155,7 @@ Case int8_encode(const char* name, double bytes, std::vector<float> Arrays::* re
 std::vector<Case> int8() {
   static const Dice dice{1, 2, 0};
   const auto fill = [](const Kernels& k, Arrays& a) {
-    k.int8.encode(a.x.data(), nullptr, a.size(), kBlock, nullptr, a.payload.data(), nullptr);
+    k.int8.encode(a.x.data(), nullptr, a.size(), block_size, nullptr, a.payload.data(), nullptr);
   };
   return {
       int8_encode("int8 encode", 5, nullptr, nullptr),
@@ -162,12 +165,12 @@ std::vector<Case> int8() {
                   &dice),
       {"int8 decode", 5,
        [](const Kernels& k, Arrays& a) {
-         k.int8.decode(a.payload.data(), a.size(), kBlock, a.y.data());
+         k.int8.decode(a.payload.data(), a.size(), block_size, a.y.data());
        },
        fill},
       {"int8 decode_add", 9,
        [](const Kernels& k, Arrays& a) {
-         k.int8.decode_add(a.payload.data(), a.size(), kBlock, a.y.data());
+         k.int8.decode_add(a.payload.data(), a.size(), block_size, a.y.data());
        },
        fill},
   };
@@ -175,18 +178,18 @@ std::vector<Case> int8() {
 
 // Payloads lie one after the other; all of a block's are added before the next block's.
 void sum_payloads(const Kernels& k, Arrays& a, std::size_t payloads, bool add) {
-  const std::size_t size = a.size() / kBlock * kOneBitBytes;
-  for (std::size_t block = 0; block < a.size() / kBlock; ++block)
+  const std::size_t size = a.size() / block_size * onebit_bytes();
+  for (std::size_t block = 0; block < a.size() / block_size; ++block)
     for (std::size_t p = 0; p < payloads; p += 4) {
       OneBitPlane planes[4];
       const std::size_t count = std::min<std::size_t>(4, payloads - p);
       for (std::size_t i = 0; i < count; ++i) {
-        const std::byte* from = a.payload.data() + (p + i) * size + block * kOneBitBytes;
+        const std::byte* from = a.payload.data() + (p + i) * size + block * onebit_bytes();
         float means[2];
         std::memcpy(means, from, sizeof means);
         planes[i] = {from + 8, nullptr, means[0], means[1]};
       }
-      k.one_bit.sum(planes, count, add || p > 0, a.y.data() + block * kBlock, kBlock);
+      k.one_bit.sum(planes, count, add || p > 0, a.y.data() + block * block_size, block_size);
     }
 }
 
@@ -196,8 +199,9 @@ Case onebit_sum(std::size_t payloads, bool add) {
           bytes, [=](const Kernels& k, Arrays& a) { sum_payloads(k, a, payloads, add); },
           [](const Kernels& k, Arrays& a) {
             for (std::size_t p = 0; p < kPayloads; ++p)
-              k.one_bit.encode(a.x.data(), nullptr, a.size(), kBlock,
-                               a.payload.data() + p * (a.size() / kBlock * kOneBitBytes), nullptr);
+              k.one_bit.encode(a.x.data(), nullptr, a.size(), block_size,
+                               a.payload.data() + p * (a.size() / block_size * onebit_bytes()),
+                               nullptr);
           }};
 }
 
@@ -205,7 +209,7 @@ Case onebit_encode(const char* name, double bytes, std::vector<float> Arrays::* 
                    std::vector<float> Arrays::* error) {
   return {name, bytes, [=](const Kernels& k, Arrays& a) {
             k.one_bit.encode(a.x.data(), residual == nullptr ? nullptr : (a.*residual).data(),
-                             a.size(), kBlock, a.payload.data(),
+                             a.size(), block_size, a.payload.data(),
                              error == nullptr ? nullptr : (a.*error).data());
           }};
 }
@@ -230,6 +234,7 @@ int main(int argc, char** argv) {
   for (const auto& list : {folds(), casts(), int8(), onebit()})
     for (const Case& each : list)
       if (argc < 2 || each.name.find(argv[1]) != std::string::npos) cases.push_back(each);
+  if (argc > 3) block_size = std::stoul(argv[3]);
   if (argc < 3 || argv[2] == std::string("L2")) measure("L2", 32 << 10, 50, cases);
   if (argc < 3 || argv[2] == std::string("DRAM")) measure("DRAM", 16 << 20, 1, cases);
 }

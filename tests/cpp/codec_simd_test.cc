@@ -257,8 +257,8 @@ TEST_F(Differential, EveryTableExpandsBitsLikeScalar) {
       Array packed = elements(DType::kUInt8, size, Data::kNormal);
       Array mask = elements(DType::kUInt8, size, Data::kNormal);
       Array bits = elements(DType::kUInt8, size, Data::kNormal), same = bits;
-      scalar().one_bit.expand(packed.data(), mask.data(), n, bits.data());
-      table->one_bit.expand(packed.data(), mask.data(), n, same.data());
+      scalar().one_bit.expand(packed.data(), size, mask.data(), n, bits.data());
+      table->one_bit.expand(packed.data(), size, mask.data(), n, same.data());
       ASSERT_EQ(same, bits) << table->name << " n=" << n;
     }
 }

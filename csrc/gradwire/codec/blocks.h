@@ -52,8 +52,8 @@ struct OneBitKernels {
   // y := the sum of 1 to kGroup planes, or y := y + that sum; of n elements.
   void (*sum)(const OneBitPlane* planes, std::size_t count, bool add, float* y,
               std::size_t n) noexcept;
-  // Puts each of the packed bits where the mask has a bit of the same rank.
-  void (*expand)(const std::byte* packed, const std::byte* mask, std::size_t n,
+  // Puts each of the packed bits where the mask has a bit of the same rank; 0 where bytes run out.
+  void (*expand)(const std::byte* packed, std::size_t bytes, const std::byte* mask, std::size_t n,
                  std::byte* bits) noexcept;
   // A mask of n bits, of its runs. Returns how many of the `available` bytes they took, each of
   // which it loads once; 0 where they are no runs of n elements in all, or as long as the mask.

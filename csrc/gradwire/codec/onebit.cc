@@ -48,8 +48,11 @@ struct Scratch {
 
 std::size_t count_bits(ConstBytes bits) {
   std::size_t count = 0;
-  for (const std::byte each : bits)
-    count += static_cast<std::size_t>(std::popcount(static_cast<unsigned>(each)));
+  for (std::size_t i = 0; i < bits.size(); i += sizeof(std::uint64_t)) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, bits.data() + i, std::min(sizeof word, bits.size() - i));
+    count += static_cast<std::size_t>(std::popcount(word));
+  }
   return count;
 }
 
@@ -89,7 +92,7 @@ class Cursor {
     const auto mask = Bytes(scratch.mask).first(OneBitKernels::bytes_of_bits(n));
     std::signbit(plane.minus) ? copy_mask(n, mask) : read_runs(n, mask);
     const ConstBytes signs = take(OneBitKernels::bytes_of_bits(count_bits(mask)), n);
-    kernels().one_bit.expand(signs.data(), mask.data(), n, scratch.signs.data());
+    kernels().one_bit.expand(signs.data(), signs.size(), mask.data(), n, scratch.signs.data());
     plane = {scratch.signs.data(), mask.data(), -plane.plus, -std::fabs(plane.minus)};
   }
   void copy_mask(std::size_t n, Bytes mask) {

@@ -329,18 +329,13 @@ void sum_onebit(const OneBitPlane* planes, std::size_t count, bool add, float* y
   sum_of<4>(planes, add, y, n);
 }
 
-void expand_onebit(const std::byte* packed, const std::byte* mask, std::size_t n,
+void expand_onebit(const std::byte* packed, std::size_t bytes, const std::byte* mask, std::size_t n,
                    std::byte* out) noexcept {
-  std::uint64_t held = 0;
-  std::uint32_t available = 0;
+  BitReader reader(packed, bytes);
   sweep<kGroup>(n, [&](std::size_t i, auto part) {
     const std::uint32_t present = load_word(mask, i, part);
-    const std::uint32_t wanted = count_of(present);
-    for (; available < wanted; available += 8)
-      held |= static_cast<std::uint64_t>(*packed++) << available;
-    store_word(out, i, part, expand(static_cast<std::uint32_t>(held), present));
-    held >>= wanted;
-    available -= wanted;
+    store_word(out, i, part, expand(static_cast<std::uint32_t>(reader.peek()), present));
+    reader.skip(count_of(present));
   });
 }
 

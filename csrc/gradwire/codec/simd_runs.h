@@ -39,8 +39,13 @@ class BitReader {
 
   // At least 32 more.
   std::uint64_t peek() {
-    for (; held_ < 32 && left_ > 0; --left_, held_ += 8)
-      bits_ |= static_cast<std::uint64_t>(*from_++) << held_;
+    if (held_ >= 32) return bits_;
+    if (left_ >= 4) {
+      std::uint32_t next;
+      __builtin_memcpy(&next, from_, sizeof next);
+      take(next, 4);
+    }
+    while (held_ < 32 && left_ > 0) take(static_cast<std::uint32_t>(*from_), 1);
     return bits_;
   }
   // Whether there were so many.
@@ -54,6 +59,13 @@ class BitReader {
   std::size_t bytes_read() const { return (read_ + 7) / 8; }
 
  private:
+  void take(std::uint32_t next, std::uint32_t bytes) {
+    bits_ |= std::uint64_t{next} << held_;
+    held_ += 8 * bytes;
+    from_ += bytes;
+    left_ -= bytes;
+  }
+
   const std::byte* from_;
   std::size_t left_;
   std::uint64_t bits_ = 0;
@@ -99,12 +111,10 @@ std::size_t write_runs(const std::byte* mask, std::size_t n, std::byte* out) {
   return static_cast<std::size_t>(writer.finish() - out);
 }
 
-void set_bits(std::byte* mask, std::size_t begin, std::size_t end) {
-  while (begin < end) {
-    const std::size_t first = begin % 8, count = end - begin < 8 - first ? end - begin : 8 - first;
-    mask[begin / 8] |= static_cast<std::byte>(((1U << count) - 1) << first);
-    begin += count;
-  }
+void write_same(BitWriter& writer, bool set, std::size_t count) {
+  const std::uint32_t bits = set ? ~0U : 0U;
+  for (; count > 32; count -= 32) writer.write(bits, 32);
+  if (count > 0) writer.write(bits >> (32 - count), static_cast<std::uint32_t>(count));
 }
 
 // A run's length; 0 where there is none.
@@ -119,14 +129,15 @@ std::size_t read_run(BitReader& reader) {
 std::size_t read_runs(const std::byte* in, std::size_t available, std::size_t n,
                       std::byte* mask) noexcept {
   BitReader reader(in, available < most_run_bytes(n) ? available : most_run_bytes(n));
-  __builtin_memset(mask, 0, OneBitKernels::bytes_of_bits(n));
-  std::size_t end = 0;  // of the runs so far, plus 1
-  for (bool set = false; end <= n; set = !set) {
+  BitWriter writer(mask);
+  std::size_t left = n + 1;
+  for (bool set = false; left > 0; set = !set) {
     const std::size_t length = read_run(reader);
-    if (length == 0 || length > n + 1 - end) return 0;
-    if (set) set_bits(mask, end - 1, end - 1 + length);
-    end += length;
+    if (length == 0 || length > left) return 0;
+    write_same(writer, set, left > n ? length - 1 : length);
+    left -= length;
   }
+  writer.finish();
   return reader.bytes_read();
 }
 
