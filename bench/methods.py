@@ -24,7 +24,7 @@ PEERS = {
 }
 _ONE_BUCKET_MB = 1 << 12  # torch's PowerSGD hook hangs on CPUs with more than one bucket
 _NO_FEEDBACK, _WITH_FEEDBACK = "-feedback", "+feedback"
-SMALL = 0.01  # of all elements
+SMALL = 1024  # elements: what gradwire's hook leaves dense where the codec is biased
 
 
 class Options(NamedTuple):
@@ -32,11 +32,11 @@ class Options(NamedTuple):
 
     momentum: bool = False  # the hook's, before the codec, in place of the optimizer's
     rate: bool = False  # residuals follow the learning rate
-    small: str | None = None  # the codec of tensors with less than SMALL of all elements
+    ends: str | None = None  # the codec of the first layer, the last, and tensors below SMALL
     dense: float | None = None  # share of the steps before a biased codec; None: the warm-up
 
     def __str__(self) -> str:
-        """As in "+momentum+small=int8"."""
+        """As in "+momentum+ends=int8"."""
         return "".join(
             f"+{name}" if value is True else f"+{name}={value}"
             for name, value in self._asdict().items()
@@ -51,13 +51,13 @@ class Options(NamedTuple):
             name, equals, value = text.partition("=")
             if name in ("momentum", "rate") and not equals:
                 found[name] = True
-            elif name == "small" and value:
+            elif name == "ends" and value:
                 found[name] = value
             elif name == "dense" and equals:
                 found[name] = _share(value)
             else:
                 raise gradwire.InvalidArgument(
-                    f"{text!r} is none of momentum, rate, small=CODEC and dense=SHARE"
+                    f"{text!r} is none of momentum, rate, ends=CODEC and dense=SHARE"
                 )
         return cls(**found)
 
@@ -95,7 +95,7 @@ class Method(NamedTuple):
     def check(self) -> Method:
         """This one; raises InvalidArgument for a codec that gradwire has not."""
         if self.codec not in PEERS:
-            for each in (self.codec, self.options.small or "none"):
+            for each in (self.codec, self.options.ends or "none"):
                 _core.Codec(each)
         elif self.options != Options():
             raise gradwire.InvalidArgument(f"{self.codec} has no options {self.options}")
@@ -152,7 +152,7 @@ def average(
         ddp,
         codec=_after(dense_steps, method.codec),
         algorithm=algorithm,
-        rules=_small_ones(model, method.options.small),
+        rules=_at_ends(model, method.options.ends),
         **options,
     )
     return Averaging(ddp, lambda: state.communicator.traffic.bytes_sent, state.close)
@@ -164,12 +164,17 @@ def _after(dense_steps: int, codec: str) -> Any:
     return gradwire.torch.Stages((0, "none"), (dense_steps, codec))
 
 
-def _small_ones(model: torch.nn.Module, codec: str | None) -> list[tuple[str, str]]:
-    """A rule for each tensor that has less than SMALL of the model's elements."""
+def _at_ends(model: torch.nn.Module, codec: str | None) -> list[tuple[str, str]]:
+    """A rule for each tensor that "ends" speaks of."""
     if codec is None:
         return []
-    sizes = {name: each.numel() for name, each in model.named_parameters()}
-    return [(name, codec) for name, size in sizes.items() if size < SMALL * sum(sizes.values())]
+    layers = {name: name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    ends = next(iter(layers.values())), next(reversed(layers.values()))
+    return [
+        (name, codec)
+        for name, each in model.named_parameters()
+        if layers[name] in ends or each.numel() < SMALL
+    ]
 
 
 def _gloo(model: torch.nn.Module, which: str) -> DistributedDataParallel:

@@ -141,9 +141,9 @@ def _document(results: Sequence[Result], compared: list[Setting], name: str) -> 
         "steps; beside it, that of the whole run. *Training loss* is the final parameters' mean "
         "cross-entropy over all training images. `-feedback` is the control: the same codec with "
         "error feedback off. Options of the hook: `+momentum`, it is the hook's, before the codec, "
-        "and the optimizer has none; `+rate`, residuals follow the learning rate; `+small=CODEC`, "
-        f"that of tensors with less than {SMALL:.0%} of all elements; `+dense=SHARE`, dense "
-        "gradients for more of the steps than the warm-up."
+        "and the optimizer has none; `+rate`, residuals follow the learning rate; `+ends=CODEC`, "
+        f"that of the first layer, the last, and tensors of less than {SMALL:,} elements; "
+        "`+dense=SHARE`, dense gradients for that share of the steps."
     )
     if compared:
         yield from ["", f"![Accuracy over ratio, and training loss]({name}.png)"]

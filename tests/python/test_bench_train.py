@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gradwire
 import images
+import methods
 import numpy as np
 import pytest
 import train
@@ -84,18 +85,25 @@ def test_a_method_is_what_its_text_says(text: str):
 
 
 def test_a_method_has_options_of_the_hook():
-    method = Method.parse("onebit+momentum+small=int8+dense=0.15-feedback")
-    assert method.options == Options(momentum=True, small="int8", dense=0.15)
+    method = Method.parse("onebit+momentum+ends=int8+dense=0.15-feedback")
+    assert method.options == Options(momentum=True, ends="int8", dense=0.15)
     assert (method.family, method.feedback, method.dense_share(0.05)) == ("onebit", False, 0.15)
     assert Method.parse("onebit").dense_share(0.05) == 0.05
 
 
 @pytest.mark.parametrize(
-    "text", ["onebit+nesterov", "onebit+dense=1", "onebit+small=int9", "gloo+momentum", "onebits"]
+    "text", ["onebit+nesterov", "onebit+dense=1", "onebit+ends=int9", "gloo+momentum", "onebits"]
 )
 def test_a_method_that_is_none_is_refused(text: str):
     with pytest.raises(gradwire.InvalidArgument):
         Method.parse(text).check()
+
+
+def test_the_ends_of_a_model_have_rules():
+    rules = methods._at_ends(images.small_cnn(28, hidden=640), "int8")
+    # All but the second convolution's weights, and the first linear layer's.
+    names = ["0.weight", "0.bias", "2.bias", "5.bias", "7.weight", "7.bias"]
+    assert rules == [(name, "int8") for name in names]
 
 
 def test_momentum_is_the_optimizers_or_the_hooks():
