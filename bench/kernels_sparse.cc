@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "aligned.h"
 #include "gradwire/codec/codec.h"
 #include "gradwire/codec/simd.h"
 #include "gradwire/codec/sparse.h"

@@ -10,6 +10,7 @@
 #include <functional>
 #include <vector>
 
+#include "aligned.h"
 #include "gradwire/codec/low_rank.h"
 #include "gradwire/codec/simd.h"
 
