@@ -2,7 +2,8 @@
 
     torchrun --max-restarts 1 --nproc-per-node 2 resumed_training.py DIRECTORY
 
-Rank 1 kills itself once, in the middle; torchrun starts all ranks anew.
+Rank 1 kills itself once, in the middle; torchrun starts all ranks anew. The first ones bring
+gradwire's own communicator, the others have it made from torch's process group.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS, DIES_AT = 8, 4
 
 
-def train(directory: Path, dies: bool) -> str:
+def train(directory: Path, dies: bool, communicator: gradwire.Communicator | None = None) -> str:
     """Trains to the end, from the last saved step if there is one; a digest of the parameters."""
     torch.manual_seed(3)
     ddp = DistributedDataParallel(
         nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 10)), bucket_cap_mb=0.005
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    gradwire.torch.register(ddp)
+    gradwire.torch.register(ddp, communicator=communicator)
     for step in range(load(directory, ddp, optimizer), STEPS):
         source = torch.Generator().manual_seed(1000 * step + dist.get_rank())
         x, y = torch.randn(16, 20, generator=source), torch.randn(16, 10, generator=source)
@@ -69,7 +70,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    digest = train(Path(sys.argv[1]), dies=attempt == 0)
+    communicator = gradwire.init() if attempt == 0 else None
+    digest = train(Path(sys.argv[1]), attempt == 0, communicator)
     # One write: print() makes two where nothing is buffered, and the ranks share a pipe.
     sys.stdout.write(f"rank {dist.get_rank()} attempt {attempt}: {digest}\n")
     gc.collect()  # gloo must not outlive the interpreter
