@@ -243,7 +243,10 @@ communication; medians of {rounds} rounds in which all take turns, and the media
 the two in the same round. torch has one thread, too. With feedback, both sides add a residual and
 write a new one beside it. torch's hooks run as they are, in a group of one rank whose sums are at
 hand at once; the fp16 and bf16 hooks divide by the number of ranks, and feed nothing back. GRACE's
-way is PyTorch: neither bits nor positions are packed, int8 has one scale for all of the bucket.
+way is PyTorch: neither bits nor positions are packed; int8 has one scale for all of the bucket;
+onebit picks the halves by boolean indexing; topk takes the largest of all, where gradwire takes
+those of each 32,768. torch's side allocates what it returns at each call, as it does in training;
+gradwire's arrays are there before, as in training.
 
 """
 
