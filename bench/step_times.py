@@ -1,6 +1,6 @@
 """How long a training step takes over links held to a rate: gradwire's codecs beside torch's gloo.
 
-    python bench/step_times.py --methods gloo gloo:fp16 gloo:powersgd none fp16 onebit
+    python bench/step_times.py
 
 DDP trains the network of `images.py` with 1.02 M parameters, 16 images per rank and step, on 4
 ranks in network namespaces (`links.py`), which takes root; `--emulated-only` measures on gradwire's
@@ -31,9 +31,10 @@ from typing import Any
 import links
 import step_report
 from machine import OtherLoad, describe
+from methods import PEERS, TRAINED
 
 RESULTS = Path(__file__).parent / "results"
-METHODS = ("gloo", "gloo:fp16", "gloo:powersgd", "none", "fp16", "bf16")
+METHODS = (*PEERS, *TRAINED)
 _LATENCY = "40us"  # one way, of an emulated link; about what veth pairs and a bridge take
 _LIMIT = 1800.0  # seconds for the ranks of one link
 

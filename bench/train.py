@@ -32,15 +32,11 @@ from train_runs import WARM_UP, Run, read_results
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path(__file__).parents[1] / "build" / "train-runs.jsonl"
-# Densities with which a hundredth of the dense bytes is sent, or a little less.
-SPARSE = ["threshold:density=0.005", "topk:density=0.004"]
-# At the learning rate of all: without these options it ends 6 points below none.
-ONEBIT = "onebit:block=8192+momentum+rate+ends=int8+dense=0.1"
-LOSSY = ["fp16", "bf16", "int8", ONEBIT, *SPARSE, "lowrank"]
-BASELINES = [Method("none"), *map(Method, methods.PEERS)]
 METHODS = [
-    *BASELINES,
-    *(Method.parse(each)._replace(feedback=on) for on in (True, False) for each in LOSSY),
+    *map(Method, methods.PEERS),
+    *map(Method.parse, methods.TRAINED),
+    *(Method.parse(each).control for each in methods.TRAINED if Method.parse(each).feeds_back),
+    *(Method.parse(each)._replace(feedback=True) for each in ("fp16", "bf16", "int8")),
 ]
 # The best of 0.02, 0.05, 0.1 and 0.2 for codec none, by training loss.
 LEARNING_RATES = {16: 0.1, 64: 0.1}

@@ -98,7 +98,12 @@ def dense_share(result: Result) -> float:
 
 def control_of(method: str) -> str:
     """The same codec, without feedback."""
-    return str(Method.parse(method)._replace(feedback=False))
+    return str(Method.parse(method).control)
+
+
+def feeds_back(method: str) -> bool:
+    """What has a control."""
+    return Method.parse(method).feeds_back
 
 
 def write(results: Sequence[Result], output: Path) -> None:
@@ -139,11 +144,12 @@ def _document(results: Sequence[Result], compared: list[Setting], name: str) -> 
         "*Ratio* is what a ring sends of dense float32 gradients, 2(p − 1)/p · 4 bytes an element, "
         "over the bytes sent: all parameters, with headers, mean over ranks, after the dense "
         "steps; beside it, that of the whole run. *Training loss* is the final parameters' mean "
-        "cross-entropy over all training images. `-feedback` is the control: the same codec with "
-        "error feedback off. Options of the hook: `+momentum`, it is the hook's, before the codec, "
-        "and the optimizer has none; `+rate`, residuals follow the learning rate; `+ends=CODEC`, "
-        f"that of the first layer, the last, and tensors of less than {SMALL:,} elements; "
-        "`+dense=SHARE`, dense gradients for that share of the steps."
+        "cross-entropy over all training images. Biased codecs have error feedback, the others "
+        "none; `-feedback` and `+feedback` are the opposite, for comparison. Options of the hook: "
+        "`+momentum`, it is the hook's, before the codec, and the optimizer has none; `+rate`, "
+        "residuals follow the learning rate; `+ends=CODEC`, that of the first layer, the last, and "
+        f"tensors of less than {SMALL:,} elements; `+dense=SHARE`, dense gradients for that share "
+        "of the steps."
     )
     if compared:
         yield from ["", f"![Accuracy over ratio, and training loss]({name}.png)"]
@@ -181,7 +187,7 @@ def _goals_table(compared: list[Setting]) -> Iterator[str]:
         (method, setting)
         for setting in compared
         for method in setting.methods
-        if Method.parse(method).family in GOALS and Method.parse(method).feedback is not False
+        if Method.parse(method).family in GOALS and Method.parse(method).feedback is None
     ]
     if not rows:
         return
@@ -204,7 +210,7 @@ def _controls_table(compared: list[Setting]) -> Iterator[str]:
         (method, setting)
         for setting in compared
         for method in setting.methods
-        if Method.parse(method).feedback is not False and setting.of(control_of(method))
+        if feeds_back(method) and setting.of(control_of(method))
     ]
     if not rows:
         return
@@ -291,13 +297,13 @@ def _draw_accuracies(axes: Any, setting: Setting) -> None:
         ratio, points = setting.ratio(method), setting.points(method)
         if ratio is None:
             continue
-        off = Method.parse(method).feedback is False
+        off = not feeds_back(method)
         error = statistics.stdev(points) if len(points) > 1 else 0
         colour = "#b3123a" if off else "#1463b0"
         axes.errorbar(
             ratio, statistics.fmean(points), error, fmt="x" if off else "o", color=colour, capsize=3
         )
-        if not off:
+        if Method.parse(method).feedback is None:
             axes.annotate(
                 Method.parse(method).family,
                 (ratio, statistics.fmean(points)),
@@ -312,7 +318,7 @@ def _draw_accuracies(axes: Any, setting: Setting) -> None:
 
 
 def _draw_losses(axes: Any, setting: Setting) -> None:
-    names = [each for each in setting.methods if Method.parse(each).feedback is not False]
+    names = [each for each in setting.methods if feeds_back(each)]
     for place, method in enumerate(names):
         for name, marker, colour in (
             (control_of(method), "x", "#b3123a"),

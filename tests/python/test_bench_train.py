@@ -99,6 +99,21 @@ def test_a_method_that_is_none_is_refused(text: str):
         Method.parse(text).check()
 
 
+@pytest.mark.parametrize(
+    ("text", "feeds_back", "control"),
+    [
+        ("onebit", True, "onebit-feedback"),
+        ("onebit-feedback", False, "onebit-feedback"),
+        ("int8", False, "int8"),
+        ("int8+feedback", True, "int8"),
+        ("gloo", False, "gloo"),
+    ],
+)
+def test_a_control_is_the_same_without_feedback(text: str, feeds_back: bool, control: str):
+    method = Method.parse(text)
+    assert (method.feeds_back, str(method.control)) == (feeds_back, control)
+
+
 def test_the_ends_of_a_model_have_rules():
     rules = methods._at_ends(images.small_cnn(28, hidden=640), "int8")
     # All but the second convolution's weights, and the first linear layer's.
@@ -137,10 +152,10 @@ def test_results_are_read_as_they_were_written(tmp_path: Path):
 def test_the_report_compares_seed_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     found = [
         *(result("none", seed, 0.9 + seed / 100, 0.3) for seed in (1, 2)),
-        *(result("onebit+feedback", seed, 0.897 + seed / 100, 0.31, 30) for seed in (1, 2)),
+        *(result("onebit", seed, 0.897 + seed / 100, 0.31, 30) for seed in (1, 2)),
         *(result("onebit-feedback", seed, 0.8, 0.5 + seed / 100, 30) for seed in (1, 2)),
-        *(result("topk+feedback", seed, 0.897 + seed / 100, 0.31, 99) for seed in (1, 2)),
-        result("int8-feedback", 1, 0.1, None, 4),
+        *(result("topk", seed, 0.897 + seed / 100, 0.31, 99) for seed in (1, 2)),
+        result("int8+feedback", 1, 0.1, None, 4),
     ]
     train_report.write(found, tmp_path / "train")
     text = capsys.readouterr().out
@@ -148,11 +163,11 @@ def test_the_report_compares_seed_by_seed(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "train.png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads((tmp_path / "train.json").read_text())) == len(found)
     assert "| gradwire none | 91.50 ± 0.71 | – | 0.3000 ± 0.0000 | 6.0 | 1.0× | 1.0× |" in text
-    assert "| gradwire int8-feedback | 10.00 | −81.00 | not finite | 1.5 | 4.0× |" in text
-    goal, control = row_of(text, "onebit+feedback")
+    assert "| gradwire int8+feedback | 10.00 | −81.00 | not finite | 1.5 | 4.0× |" in text
+    goal, control = row_of(text, "onebit")
     assert goal.endswith("| ≤ 0.5 | +0.30 ± 0.00 | ≥ 28 | 30.0× | yes |")
-    assert control == "| onebit+feedback | 16 | −0.2050 ± 0.0071 | 2 of 2 | +11.20 ± 0.71 |"
-    (missed,) = row_of(text, "topk+feedback")
+    assert control == "| onebit | 16 | −0.2050 ± 0.0071 | 2 of 2 | +11.20 ± 0.71 |"
+    (missed,) = row_of(text, "topk")
     assert missed.endswith("| ≥ 100 | 99.0× | no |")
 
 
@@ -161,15 +176,15 @@ def test_accuracy_is_composed_with_the_step_times_of_links(
 ):
     found = [
         *(result(method, 1, accuracy, 0.3) for method, accuracy in (("gloo", 0.9), ("none", 0.9))),
-        result("onebit+feedback", 1, 0.895, 0.3),
+        result("onebit", 1, 0.895, 0.3),  # of 100 steps, the first 10 are dense
     ]
     step_ms = {"gloo": 500, "local step": 5, "none": 400, "onebit": 20}
     times = {"step_ms": {"none": {"none": 9}, "100mbit": step_ms}, "batch": 16, "ranks": 4}
     (tmp_path / "times.json").write_text(json.dumps(times))
     train_links.write(found, tmp_path / "times.json", tmp_path / "train")
     text = capsys.readouterr().out
-    assert "| gradwire onebit | 20.0 | 2.0 | 25.0× | 89.50 | 1.0 |" in text
-    assert "| gloo DDP | 500.0 | 50.0 | 1.0× | 90.00 | 25.0 |" in text
+    assert "| gradwire onebit | 20.0 | 25.0× | 5.8 | 8.6× | 89.50 | 4.8 |" in text
+    assert "| gloo DDP | 500.0 | 1.0× | 50.0 | 1.0× | 90.00 | 25.0 |" in text
     assert "local step" not in text
     assert (tmp_path / "train-seconds.png").read_bytes().startswith(b"\x89PNG")
 
