@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,7 +34,7 @@ class NativeCodec:
 
     _name: ClassVar[str]
 
-    @property
+    @functools.cached_property
     def spec(self) -> str:
         """Its canonical name with parameters, as ``codec=`` takes it."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ void FeedbackView::bind(std::span<const std::uint64_t> counts,
 
 void FeedbackView::bind_keys(std::span<const codec::KeyedExtent> keys,
                              codec::ErrorFeedback::Transaction& transaction) {
+  keys_.clear();
   std::size_t key = 0, used = 0;
   const auto skip_full = [&] {
     for (; key + 1 < keys.size() && used == keys[key].count; ++key) used = 0;
@@ -31,6 +32,7 @@ void FeedbackView::bind_keys(std::span<const codec::KeyedExtent> keys,
                             std::to_string(keys[key].count) +
                             " elements, which is not where an array ends; give keys whose counts "
                             "add up to the arrays'");
+    keys_.push_back(key);
     const auto residual = transaction.residual(key);
     codec::Site& site = sites_[i];
     site.call = transaction.number(key);

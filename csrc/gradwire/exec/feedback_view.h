@@ -22,6 +22,8 @@ class FeedbackView {
   bool feeds_back() const noexcept { return feeds_back_; }
   // By extent; `error` is null without feedback. To be numbered before use.
   std::span<const codec::Site> sites() const noexcept { return sites_; }
+  // With feedback: which of the transaction's keys the extent belongs to.
+  std::size_t key(std::size_t extent) const { return keys_[extent]; }
 
   // A whole extent, to be encoded at once.
   codec::Site site(std::size_t extent, Rank rank, std::uint32_t operation) const;
@@ -38,6 +40,7 @@ class FeedbackView {
   bool feeds_back_ = false;
   std::vector<std::uint64_t> counts_;
   std::vector<codec::Site> sites_;
+  std::vector<std::size_t> keys_;
   std::vector<codec::Adapted> own_;  // without feedback
   codec::ErrorFeedback::Transaction none_;
 };

@@ -82,19 +82,15 @@ void LowRankReduce::list_matrices(std::size_t rank) {
   own_right_.resize(right);
 }
 
-// Each array belongs to one key, in order; one key may have several arrays.
+// The factors of one key's matrices lie end to end in its memory.
 void LowRankReduce::place_in_keys() {
-  std::size_t key = 0, used = 0, memory = 0;
-  auto matrix = matrices_.begin();
-  for (std::size_t i = 0; i < counts_.size(); ++i) {
-    for (; used == whole().keys[key].count && key + 1 < whole().keys.size(); ++key)
-      used = memory = 0;
-    used += counts_[i];
-    if (matrix == matrices_.end() || matrix->extent != i) continue;
-    matrix->key = key;
-    matrix->memory = memory;
-    memory += matrix->right_size();
-    ++matrix;
+  std::size_t key = 0, memory = 0;
+  for (Matrix& each : matrices_) {
+    each.key = feedback_.key(each.extent);
+    if (each.key != key) memory = 0;
+    key = each.key;
+    each.memory = memory;
+    memory += each.right_size();
   }
 }
 
