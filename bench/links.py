@@ -3,10 +3,10 @@
     python bench/links.py --rate 100mbit --rate 1gbit     # measures the links, and no more
 
 `tc … tbf` holds both ends of every pair, so a rank has one rate for all that it sends and one for
-all that it receives, as with a network card and a switch. A token bucket lets a burst through at
-once: 1 MB of it shows a 200 kB message 2.6 Gbit/s whatever the rate. So bursts are a few packets,
-and `check()` measures the links by plain sockets, with the message sizes that matter, before
-anything is believed that was measured on them.
+all that it receives, as with a network card and a switch. A token bucket that was left alone lets a
+burst through at once: 1 MB of it shows a 200 kB message 2.6 Gbit/s whatever the rate. So bursts are
+a few packets, and `check()` measures the links by plain sockets, with the message sizes that
+matter, before anything is believed that was measured on them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from typing import NamedTuple
 
 import namespaces
 
-MESSAGES = (200_000, 1_000_000, 8_000_000)  # bytes
-TOLERANCE = 0.08  # of the rate
+MESSAGES = (10_000, 40_000, 200_000, 1_000_000)  # bytes
+TOLERANCE = 0.08  # of the time
+_SENDS, _RECEIVES = 1, 2  # bursts: an end that receives does not hold up a sender that is on time
 _PAUSE = 1.0  # seconds between attempts
 _HEADERS, _PAYLOAD = 66, 1448  # bytes of a TCP packet on Ethernet
 _PACKET = _HEADERS + _PAYLOAD
@@ -36,6 +37,9 @@ _CONGESTION_CONTROL = "cubic"  # what most machines use, whatever this one does
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _TIMEOUT = 60
 _REST = 2e-3  # seconds, after which a bucket is full again
+_WAKING = 1e-4  # seconds, until as many threads as a pattern has are awake
+_SECONDS = 0.3  # of one figure, but for the largest messages
+_WARM_UP = 2  # messages, in which TCP opens its window
 
 
 class Rate(NamedTuple):
@@ -46,16 +50,23 @@ class Rate(NamedTuple):
 
     @property
     def burst(self) -> int:
-        """Bytes that may go at once: 8 kB at 100 Mbit/s, 20 kB at 1 Gbit/s.
+        """Bytes that may go at once: three packets at 100 Mbit/s, 20 kB at 1 Gbit/s.
 
-        Enough for a timer that is late, and little beside the smallest message.
+        Fewer do not make up for timers that are late: a machine with two busy cores loses rate.
         """
-        return int(8_000 * (self.bits / 1e8) ** 0.4)
+        return int(3 * _PACKET * max(1, self.bits / 1e8) ** 0.65)
+
+    def credit(self) -> str:
+        """What the bursts are worth."""
+        return (
+            f"bursts of {self.burst:,} bytes, {_RECEIVES * self.burst:,} where received: a link "
+            f"that was idle sends {self.burst * 8e3 / self.bits:.2f} ms' worth at once"
+        )
 
     @property
     def queue(self) -> int:
-        """Bytes that wait before packets are dropped: 50 ms, as a switch may hold."""
-        return max(256_000, int(self.bits * 0.05 / 8))
+        """Bytes that wait before packets are dropped: 60 ms, as a switch may hold."""
+        return max(256_000, int(self.bits * 0.06 / 8))
 
     def bucket(self, bursts: int) -> list[str]:
         """As arguments of tc, for so many bursts at once."""
@@ -77,8 +88,7 @@ class ShapedLinks(namespaces.Switch):
     def __init__(self, count: int, held_to: Rate) -> None:
         super().__init__(count, addresses=["10.77.0.{}/24"])
         self.rate = held_to
-        # A receiving end twice as tolerant does not hold up a sender that is on time.
-        sends, receives = held_to.bucket(1), held_to.bucket(2)
+        sends, receives = held_to.bucket(_SENDS), held_to.bucket(_RECEIVES)
         for number, host in enumerate(self.hosts):
             host.ip(f"link set eth0 gso_max_size {max(held_to.burst // 2, _PACKET)}")
             source = self.address(number)
@@ -128,57 +138,97 @@ def missing() -> str | None:
     return None
 
 
+class Pattern(NamedTuple):
+    """Which hosts send to which, all at once."""
+
+    name: str
+    groups: Sequence[Sequence[tuple[int, int]]]  # of edges that share one end, and so its rate
+    bursts: int  # of the shared end
+
+
+def patterns(hosts: int) -> list[Pattern]:
+    """Between them, every end of every link has to hold its rate alone."""
+    ring = [(host, (host + 1) % hosts) for host in range(hosts)]
+    others = range(1, hosts)
+    return [
+        Pattern("one pair", [ring[:1]], _SENDS),
+        Pattern("ring", [[edge] for edge in ring], _SENDS),
+        Pattern("one to all", [[(0, other) for other in others]], _SENDS),
+        Pattern("all to one", [[(other, 0) for other in others]], _RECEIVES),
+    ]
+
+
 class Measured(NamedTuple):
-    """The rate that messages of a size had, headers included."""
+    """How long a message took that each edge of a pattern carried, all begun at once."""
 
     pattern: str
     message: int  # bytes
-    mbit: float  # per second, median
-    share: float  # of the rate
+    ms: float  # median
+    fastest_ms: float
+    least_ms: float  # at the rate, but for the burst that a full bucket lets through at once
+    most_ms: float  # at the rate, and the latency
+
+    @property
+    def too_fast(self) -> bool:
+        """Once is enough: the next message may find that large a bucket empty."""
+        return self.fastest_ms < self.least_ms * (1 - TOLERANCE)
+
+    @property
+    def too_slow(self) -> bool:
+        """The links are held to less, or the machine does other work."""
+        return self.ms > self.most_ms * (1 + TOLERANCE)
 
 
 def check(
     links: ShapedLinks, messages: Sequence[int] = MESSAGES, attempts: int = 15
 ) -> list[Measured]:
-    """Measures each size from one host to another, and around a ring of all hosts at once.
+    """Measures each size from one host to another, around a ring, and between one and all.
 
-    Raises RuntimeError, with the figures, where one is off the links' rate by more than TOLERANCE
-    in all attempts: a machine that does other work for a moment gets another one.
+    Raises RuntimeError, with the figures so far, where a message was faster than the rate lets it
+    be by more than TOLERANCE; or slower in all attempts: a busy machine gets another one.
     """
-    count = len(links.hosts)
-    ring = [(host, (host + 1) % count) for host in range(count)]
-    found = [
-        _measure_until_right(links, pattern, edges, size, attempts)
-        for pattern, edges in (("one pair", ring[:1]), ("ring", ring))
-        for size in messages
-    ]
-    if not all(map(_is_right, found)):
-        raise RuntimeError(f"the links are not held to {links.rate.name}:\n{as_table(found)}")
+    latency, found = ping_pong(links), list[Measured]()
+    for pattern in patterns(len(links.hosts)):
+        for size in messages:
+            if pattern.name == "all to one" and not _is_held(links, pattern, size):
+                continue
+            found.append(_measure_until_right(links, pattern, size, latency, attempts))
+            if found[-1].too_fast or found[-1].too_slow:
+                raise RuntimeError(
+                    f"the links are not held to {links.rate.name}:\n{as_table(found)}"
+                )
     return found
+
+
+def _is_held(links: ShapedLinks, pattern: Pattern, size: int) -> bool:
+    """Whether the switch's queue has room for all that comes at once: it drops nothing."""
+    return len(pattern.groups[0]) * wire_bytes(size) <= links.rate.queue
 
 
 def _measure_until_right(
-    links: ShapedLinks, pattern: str, edges: Sequence[tuple[int, int]], size: int, attempts: int
+    links: ShapedLinks, pattern: Pattern, size: int, latency: float, attempts: int
 ) -> Measured:
-    found = _measure(links, pattern, edges, size)
-    while not _is_right(found) and (attempts := attempts - 1) > 0:
+    found = _measure(links, pattern, size, latency)
+    while found.too_slow and (attempts := attempts - 1) > 0:
         time.sleep(_PAUSE)
-        found = _measure(links, pattern, edges, size)
+        found = _measure(links, pattern, size, latency)
     return found
-
-
-def _is_right(found: Measured) -> bool:
-    return abs(found.share - 1) <= TOLERANCE
 
 
 def as_table(found: Sequence[Measured]) -> str:
     """The figures as Markdown."""
-    lines = ["| sockets | message, bytes | Mbit/s | of the rate |", "|---|---:|---:|---:|"]
+    lines = ["| sockets | message, bytes | ms | fastest | at the rate | |"]
+    lines += ["|---|---:|---:|---:|---:|---|"]
     lines += [
-        f"| {each.pattern} | {each.message:,} | {each.mbit:.1f} | {each.share:.1%} |"
+        f"| {each.pattern} | {each.message:,} | {each.ms:.2f} | {each.fastest_ms:.2f} | "
+        f"{each.least_ms:.2f} to {each.most_ms:.2f} | {_verdict(each)} |"
         for each in found
     ]
     return "\n".join(lines)
+
+
+def _verdict(found: Measured) -> str:
+    return "too fast" if found.too_fast else "too slow" if found.too_slow else "held"
 
 
 def wire_bytes(payload: int) -> int:
@@ -186,25 +236,69 @@ def wire_bytes(payload: int) -> int:
     return payload + -(-payload // _PAYLOAD) * _HEADERS
 
 
-def _measure(
-    links: ShapedLinks, pattern: str, edges: Sequence[tuple[int, int]], size: int
-) -> Measured:
+def ping_pong(links: ShapedLinks, repetitions: int = 200) -> float:
+    """Seconds that one byte takes one way, median of both ways."""
+    near, far = links.connect(0, 1 % len(links.hosts))
+    with near, far, ThreadPoolExecutor(1) as pool:
+        echo = pool.submit(_echo, far, repetitions)
+        found = [_there_and_back(near) for _ in range(repetitions)]
+        echo.result()
+    return statistics.median(found) / 2
+
+
+def _echo(sock: socket.socket, count: int) -> None:
+    for _ in range(count):
+        sock.sendall(sock.recv(1))
+
+
+def _there_and_back(sock: socket.socket) -> float:
+    start = time.perf_counter()
+    sock.sendall(b"!")
+    sock.recv(1)
+    return time.perf_counter() - start
+
+
+def _measure(links: ShapedLinks, pattern: Pattern, size: int, latency: float) -> Measured:
     """Each message is sent when all of the one before have come, and buckets are full again."""
-    pairs = [links.connect(*edge) for edge in edges]
-    repetitions = max(5, min(40, int(0.5 / (size * 8 / links.rate.bits))))
-    barrier = threading.Barrier(2 * len(pairs))
-    with ThreadPoolExecutor(barrier.parties) as pool:
-        starts = [pool.submit(_send, near, size, repetitions, barrier) for near, _ in pairs]
-        ends = [pool.submit(_receive, far, size, repetitions, barrier) for _, far in pairs]
-    for end in (end for pair in pairs for end in pair):
+    wire, bits = len(pattern.groups[0]) * wire_bytes(size), links.rate.bits
+    groups = [[links.connect(*edge) for edge in group] for group in pattern.groups]
+    seconds = _exchange(groups, size, max(7, min(40, int(_SECONDS * bits / (wire * 8)))))
+    for end in (end for group in groups for pair in group for end in pair):
         end.close()
-    seconds = [
-        last - first
-        for start, end in zip(starts, ends, strict=True)
-        for first, last in list(zip(start.result(), end.result(), strict=True))[2:]
-    ]
-    bits = wire_bytes(size) * 8 / statistics.median(seconds)
-    return Measured(pattern, size, bits / 1e6, bits / links.rate.bits)
+    credit = pattern.bursts * links.rate.burst
+    return Measured(
+        pattern.name,
+        size,
+        statistics.median(seconds[_WARM_UP * len(groups) :]) * 1e3,
+        min(seconds) * 1e3,
+        max(0, wire - credit) * 8e3 / bits,
+        wire * 8e3 / bits + (latency + _WAKING) * 1e3,
+    )
+
+
+def _exchange(
+    groups: Sequence[Sequence[tuple[socket.socket, socket.socket]]], size: int, repetitions: int
+) -> list[float]:
+    """Seconds of each message, from a group's first start to its last end."""
+    count = sum(map(len, groups))
+    barrier, found = threading.Barrier(2 * count), list[list[float]]()
+    with ThreadPoolExecutor(barrier.parties) as pool:
+        running = [
+            [
+                (
+                    pool.submit(_send, near, size, repetitions, barrier),
+                    pool.submit(_receive, far, size, repetitions, barrier),
+                )
+                for near, far in group
+            ]
+            for group in groups
+        ]
+    for group in running:
+        begun = zip(*(start.result() for start, _ in group), strict=True)
+        over = zip(*(end.result() for _, end in group), strict=True)
+        both = zip(begun, over, strict=True)
+        found.append([max(last) - min(first) for first, last in both])
+    return [each for message in zip(*found, strict=True) for each in message]
 
 
 def _send(sock: socket.socket, size: int, count: int, barrier: threading.Barrier) -> list[float]:
@@ -240,7 +334,7 @@ def main() -> int:
     for each in options.rate:
         with contextlib.closing(ShapedLinks(options.hosts, each)) as shaped:
             try:
-                print(f"{each.name}, burst {each.burst} bytes\n{as_table(check(shaped))}")
+                print(f"{each.name}, {each.credit()}\n{as_table(check(shaped))}")
             except RuntimeError as error:
                 print(error, file=sys.stderr)
                 return 1

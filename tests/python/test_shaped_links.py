@@ -27,17 +27,53 @@ def shaped() -> Iterator[links.ShapedLinks]:
 def test_plain_sockets_have_the_rate(shaped: links.ShapedLinks):
     found = links.check(shaped, MESSAGES)
     assert [(each.pattern, each.message) for each in found] == [
-        (pattern, message) for pattern in ("one pair", "ring") for message in MESSAGES
+        (pattern, message)
+        for pattern in ("one pair", "ring", "one to all", "all to one")
+        for message in MESSAGES
+        if (pattern, message) != ("all to one", 200_000)  # for which the queue is too short
     ]
-    assert all(abs(each.mbit - 20) <= 20 * links.TOLERANCE for each in found)
+    for each in found[:4]:
+        at_the_rate = links.wire_bytes(each.message) * 8e3 / 20e6
+        assert each.ms == pytest.approx(at_the_rate, rel=links.TOLERANCE)
     assert shaped.dropped() == 0
 
 
 @needs_links
-def test_links_that_are_not_held_are_refused(shaped: links.ShapedLinks):
+def test_links_that_are_held_to_more_are_refused(shaped: links.ShapedLinks):
     shaped.rate = shaped.rate._replace(bits=shaped.rate.bits / 2)
-    with pytest.raises(RuntimeError, match=r"not held to 20mbit(.|\n)*\| 100,000 \|"):
+    with pytest.raises(RuntimeError, match=r"not held to 20mbit(.|\n)*\| 100,000 \|.*too fast"):
         links.check(shaped, MESSAGES[:1], attempts=1)
+
+
+@needs_links
+def test_links_that_are_held_to_less_are_refused(shaped: links.ShapedLinks):
+    shaped.rate = shaped.rate._replace(bits=shaped.rate.bits * 2)
+    with pytest.raises(RuntimeError, match=r"\| 100,000 \|.*too slow"):
+        links.check(shaped, MESSAGES[:1], attempts=1)
+
+
+@needs_links
+@pytest.mark.parametrize("spoilt", ["sends", "receives"])
+def test_a_large_burst_is_refused(shaped: links.ShapedLinks, spoilt: str):
+    tbf = ["tbf", "rate", "20mbit", "burst", "1mb", "limit", "256kb"]
+    host, card = (shaped.hosts[0], "eth0") if spoilt == "sends" else (shaped.switch, "eth0-0")
+    host.command("tc", "qdisc", "change", "dev", card, "root", *tbf)
+    with pytest.raises(RuntimeError, match=r"too fast"):
+        links.check(shaped, MESSAGES[:1], attempts=1)
+
+
+@needs_links
+@pytest.mark.parametrize("spoilt", ["sends", "receives"])
+def test_an_end_without_a_bucket_is_refused(shaped: links.ShapedLinks, spoilt: str):
+    host, card = (shaped.hosts[0], "eth0") if spoilt == "sends" else (shaped.switch, "eth0-0")
+    host.command("tc", "qdisc", "delete", "dev", card, "root")
+    with pytest.raises(RuntimeError, match=r"too fast"):
+        links.check(shaped, MESSAGES[:1], attempts=1)
+
+
+@needs_links
+def test_a_byte_needs_no_token_to_wait_for(shaped: links.ShapedLinks):
+    assert 1e-6 < links.ping_pong(shaped) < 5e-3
 
 
 def test_a_rate_is_written_as_tc_writes_it():
