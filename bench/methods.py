@@ -148,6 +148,7 @@ class Averaging(NamedTuple):
     ddp: DistributedDataParallel
     sent: Callable[[], int | None]  # bytes that this rank has sent so far; None: not to be known
     close: Callable[[], None]
+    traffic: Callable[[], gradwire.Traffic] | None = None  # None: torch's gloo counts nothing
 
 
 def average(
@@ -176,7 +177,12 @@ def average(
         rules=_at_ends(model, method.options.ends),
         **options,
     )
-    return Averaging(ddp, lambda: state.communicator.traffic.bytes_sent, state.close)
+    return Averaging(
+        ddp,
+        lambda: state.communicator.traffic.bytes_sent,
+        state.close,
+        lambda: state.communicator.traffic,
+    )
 
 
 def _after(dense_steps: int, codec: str) -> Any:

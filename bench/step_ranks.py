@@ -16,13 +16,12 @@ import numpy as np
 import replicas
 import torch
 import torch.distributed as dist
-from gradwire import Communicator
+from gradwire import Communicator, Traffic
 from gradwire.torch._group import communicator_of
 from methods import Averaging, Method, average
 from torch.nn.functional import cross_entropy
 
 LOCAL = "local step"  # without averaging
-CALL_BYTES = (200_000, 1_000_000, 8_000_000)
 _CALLS = 9  # of each all_reduce
 _HIDDEN = 640
 
@@ -33,6 +32,8 @@ class Block(NamedTuple):
     milliseconds: list[float]  # of each step
     processor: float  # seconds of all threads, a step
     sent: float  # bytes a step
+    codec: float | None  # seconds in encoders and decoders, a step; None: not to be known
+    frames: float | None  # messages a step, one that goes to k peers counting k
 
 
 class Trainee:
@@ -54,10 +55,16 @@ class Trainee:
     def block(self, steps: int) -> Block:
         """Trains some more."""
         dist.barrier()
-        sent, processor = self._sent(), time.process_time()
+        sent, traffic, processor = self._sent(), self._traffic(), time.process_time()
         milliseconds = [self._step() for _ in range(steps)]
         processor = time.process_time() - processor
-        return Block(milliseconds, processor / steps, (self._sent() - sent) / steps)
+        after, codec, frames = self._traffic(), None, None
+        if traffic is not None and after is not None:
+            codec = after.encode_seconds - traffic.encode_seconds
+            codec = (codec + after.decode_seconds - traffic.decode_seconds) / steps
+            frames = (after.frames_sent - traffic.frames_sent) / steps
+        sent = (self._sent() - sent) / steps
+        return Block(milliseconds, processor / steps, sent, codec, frames)
 
     def close(self) -> None:
         """Lets go of the method's connections."""
@@ -73,8 +80,12 @@ class Trainee:
         self._optimizer.step()
         return (time.perf_counter() - start) * 1e3
 
-    def _sent(self) -> int:
+    def _sent(self) -> float:
         return (self._averaging.sent() or 0) if self._averaging is not None else 0
+
+    def _traffic(self) -> Traffic | None:
+        counted = None if self._averaging is None else self._averaging.traffic
+        return None if counted is None else counted()
 
 
 def run(options: argparse.Namespace) -> int:
@@ -83,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     rank, ranks = int(os.environ["RANK"]), options.ranks
     store = dist.FileStore(f"{options.meet}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = {"steps": _steps(options), "calls": _calls()}
+    found = {"steps": _steps(options), "calls": _calls(options.calls)}
     if rank == 0:
         (Path(options.meet) / "found.json").write_text(json.dumps(found))
     replicas.leave(store, rank, ranks)
@@ -92,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _steps(options: argparse.Namespace) -> dict[str, Any]:
     """By method. The first round of blocks is not kept."""
-    data = images.load_fashion_mnist()
+    data = images.load_fashion_mnist() if options.data is None else images.load(options.data)
     rounds = 1 + -(-options.steps // options.block)
     names = [LOCAL, *options.methods]
     trainees = {name: Trainee(name, data, options.batch, rounds * options.block) for name in names}
@@ -118,24 +129,37 @@ def _summary(blocks: Sequence[Block]) -> dict[str, Any]:
         "steps": len(own),
         "processor_ms": replicas.mean(statistics.median(b.processor for b in blocks)) * 1e3,
         "sent": replicas.mean(statistics.median(b.sent for b in blocks)),
+        "codec_ms": _mean_of_known([b.codec for b in blocks], 1e3),
+        "frames": _mean_of_known([b.frames for b in blocks]),
     }
 
 
-def _calls() -> dict[str, dict[str, dict[str, float]]]:
+def _mean_of_known(values: Sequence[float | None], scale: float = 1) -> float | None:
+    """Over ranks, of their medians; None where they are not known, on any rank alike."""
+    known = [each for each in values if each is not None]
+    return scale * replicas.mean(statistics.median(known)) if known else None
+
+
+def _calls(sizes: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
     """Milliseconds of one all_reduce on the slowest rank: by library, algorithm and bytes."""
     group = dist.distributed_c10d._get_default_group()
     with communicator_of(group) as comm:
         times = {
             f"gradwire {algorithm}": _timed(
-                lambda x, algorithm=algorithm: comm.all_reduce(x, algorithm=algorithm), comm
+                lambda x, algorithm=algorithm: comm.all_reduce(x, algorithm=algorithm), sizes, comm
             )
             for algorithm in ("ring", "direct")
         }
-        return {**times, "gloo": _timed(lambda x: dist.all_reduce(torch.from_numpy(x)), comm)}
+        return {
+            **times,
+            "gloo": _timed(lambda x: dist.all_reduce(torch.from_numpy(x)), sizes, comm),
+        }
 
 
-def _timed(call: Callable[[np.ndarray], object], comm: Communicator) -> dict[str, float]:
-    return {str(nbytes): _time(call, nbytes, comm) for nbytes in CALL_BYTES}
+def _timed(
+    call: Callable[[np.ndarray], object], sizes: Sequence[int], comm: Communicator
+) -> dict[str, float]:
+    return {str(nbytes): _time(call, nbytes, comm) for nbytes in sizes}
 
 
 def _time(call: Callable[[np.ndarray], object], nbytes: int, comm: Communicator) -> float:

@@ -35,7 +35,8 @@ from methods import PEERS, TRAINED
 
 RESULTS = Path(__file__).parent / "results"
 METHODS = (*PEERS, *TRAINED)
-_LATENCY = "40us"  # one way, of an emulated link; about what veth pairs and a bridge take
+CALLS = (200_000, 1_000_000, 8_000_000)
+_LATENCY = 40e-6  # seconds one way, of an emulated link where no real one is there to be measured
 _LIMIT = 1800.0  # seconds for the ranks of one link
 
 
@@ -55,8 +56,9 @@ def main() -> int:
     for rate in options.link:
         print(f"links of {rate.name} …", file=sys.stderr, flush=True)
         _measure(rate, options, found)
-    found["machine"] = f"{describe()}, of whose time other work took about {load.share():.0%}"
-    _write(options, found)
+        found["machine"] = f"{describe()}, of whose time other work took about {load.share():.0%}"
+        document = _write(options, found)  # after each link: the next may not be held to its rate
+    print(document)
     return 0
 
 
@@ -68,6 +70,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=5, help="steps of a method in a round")
     parser.add_argument("--batch", type=int, default=16, help="images per rank and step")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--calls", type=int, nargs="+", default=CALLS, help="bytes of all_reduce")
+    parser.add_argument("--data", type=Path, help="directory of other IDX files")
     parser.add_argument("--emulated-only", action="store_true", help="no root")
     parser.add_argument("--output", type=Path, help="a path without suffix")
     parser.add_argument("--meet", help=argparse.SUPPRESS)  # set for the ranks
@@ -77,14 +81,38 @@ def _parse() -> argparse.Namespace:
 
 
 def _measure(rate: links.Rate, options: argparse.Namespace, found: dict[str, Any]) -> None:
+    latency = _LATENCY
     if not options.emulated_only:
         with contextlib.closing(links.ShapedLinks(options.ranks, rate)) as shaped:
-            found["checks"][rate.name] = [each._asdict() for each in links.check(shaped)]
+            found["checks"][rate.name] = _check(shaped, found)
+            latency = found["checks"][rate.name]["latency_us"] / 1e6
             found["links"][rate.name] = _on_hosts(options, shaped)
             found["links"][rate.name]["dropped"] = shaped.dropped()
-    emulated = {"GRADWIRE_LINK": f"{rate.name},{_LATENCY}"}
+    emulated = {"GRADWIRE_LINK": f"{rate.name},{latency * 1e6:.0f}us"}
     own = [each for each in options.methods if not each.startswith("gloo")]
-    found["links"][step_report.EMULATED + rate.name] = _on_this_host(options, emulated, own)
+    measured = {"latency_us": latency * 1e6, **_on_this_host(options, emulated, own)}
+    found["links"][step_report.EMULATED + rate.name] = measured
+
+
+def _check(shaped: links.ShapedLinks, found: dict[str, Any]) -> dict[str, Any]:
+    """Of links, with messages as large as the methods'."""
+    steps, ranks = found["links"][step_report.NO_LINK]["steps"], len(shaped.hosts)
+    measured = links.check(shaped, messages(steps, ranks))
+    return {
+        "burst": shaped.rate.burst,
+        "credit": shaped.rate.credit(),
+        "latency_us": links.ping_pong(shaped) * 1e6,
+        "sockets": [each._asdict() for each in measured],
+    }
+
+
+def messages(steps: Mapping[str, Mapping[str, float]], ranks: int) -> list[int]:
+    """Bytes that a rank sends at once, to two digits, by what each method sends in a step.
+
+    Every schedule of all_reduce gives a rank 2(p - 1) messages of a bucket, or more at a time.
+    """
+    sizes = (each["sent"] / (2 * (ranks - 1)) for each in steps.values())
+    return sorted({int(float(f"{size:.2g}")) for size in sizes if size >= 1})
 
 
 def _on_hosts(options: argparse.Namespace, shaped: links.ShapedLinks) -> dict[str, Any]:
@@ -115,7 +143,8 @@ def _run(
     with tempfile.TemporaryDirectory() as meet, contextlib.ExitStack() as stack:
         own = ["--meet", meet, "--methods", *methods, "--steps", str(options.steps)]
         own += ["--block", str(options.block), "--batch", str(options.batch)]
-        own += ["--ranks", str(options.ranks)]
+        own += ["--ranks", str(options.ranks), "--calls", *map(str, options.calls)]
+        own += [] if options.data is None else ["--data", str(options.data)]
         common = {"WORLD_SIZE": str(options.ranks), "GRADWIRE_SECRET": secrets.token_hex()}
         environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", **place}
         ranks = []
@@ -144,7 +173,7 @@ def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         raise RuntimeError(f"the ranks ended with {codes}; None is one that did not end")
 
 
-def _write(options: argparse.Namespace, found: dict[str, Any]) -> None:
+def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
     today = datetime.date.today().isoformat()
     stem = options.output or RESULTS / f"step-times-{today}"
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -157,12 +186,11 @@ def _write(options: argparse.Namespace, found: dict[str, Any]) -> None:
         "batch": options.batch,
         "command": " ".join(["bench/step_times.py", *sys.argv[1:]]),
     }
-    found["emulated_latency"] = _LATENCY
     stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     document = step_report.document(found, stem.name)
     stem.with_suffix(".md").write_text(document, encoding="utf-8")
     step_report.draw(found, stem.with_suffix(".png"))
-    print(document)
+    return document
 
 
 if __name__ == "__main__":
