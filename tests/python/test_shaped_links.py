@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import gradwire
 import links
+import numpy as np
 import pytest
+from gradwire import Communicator
+from hosts import Network
 
 MISSING = links.missing()
 needs_links = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -74,6 +79,34 @@ def test_an_end_without_a_bucket_is_refused(shaped: links.ShapedLinks, spoilt: s
 @needs_links
 def test_a_byte_needs_no_token_to_wait_for(shaped: links.ShapedLinks):
     assert 1e-6 < links.ping_pong(shaped) < 5e-3
+
+
+class Hosts(links.ShapedLinks, Network):
+    """That run ranks."""
+
+
+@needs_links
+def test_emulated_links_are_as_fast_as_shaped_ones(monkeypatch: pytest.MonkeyPatch):
+    rate = "20mbit"
+
+    def best(comm: Communicator, pipe: object = None) -> float:
+        """Milliseconds of an all_reduce, on the slowest rank, of a few tries."""
+        x, found = np.zeros(200_000, np.uint8), []
+        for _ in range(4):
+            comm.barrier()
+            start = time.monotonic()
+            comm.all_reduce(x, algorithm="ring")
+            elapsed = np.array([time.monotonic() - start])
+            found.append(float(comm.all_reduce(elapsed, op="max")[0]) * 1e3)
+        return min(found)
+
+    with contextlib.closing(Hosts(3, links.rate(rate))) as hosts:
+        latency = links.ping_pong(hosts)
+        shaped = hosts.values(range(3), best)[0]
+    monkeypatch.setenv("GRADWIRE_LINK", f"{rate},{latency * 1e6:.0f}us")
+    emulated = gradwire.spawn(best, 3)[0]
+    assert emulated >= 0.99 * links.wire_bytes(4 * 200_000 // 3) * 8e3 / 20e6
+    assert emulated == pytest.approx(shaped, rel=0.15)
 
 
 def test_a_rate_is_written_as_tc_writes_it():
