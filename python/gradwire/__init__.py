@@ -77,7 +77,8 @@ def init(
     default of every operation. `secret` (GRADWIRE_SECRET, GRADWIRE_SECRET_FILE) is what ranks
     authenticate each other with, at least 16 bytes; needed beyond one host.
 
-    Raises RendezvousError, which names who is missing or what to set, and InvalidArgument.
+    Raises RendezvousError, which names who is missing or what to set, TransportError on a rank that
+    dies meanwhile, and InvalidArgument.
     """
     if (rank is None) != (size is None):
         raise InvalidArgument("rank= and size= are given together, or neither")

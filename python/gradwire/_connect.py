@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from gradwire._deadline import Deadline
-from gradwire._errors import RendezvousError
+from gradwire._errors import Error, RendezvousError
 from gradwire._handshake import BACKLOG, Admitted, Gate, HandshakeError, Hello, Purpose, introduce
 from gradwire._interfaces import LOOPBACK, Choice, Interface, Target, family_of, is_loopback
 from gradwire._keepalive import end_with_host, limit
@@ -55,6 +55,11 @@ def no_news(_: float) -> None:
     """For a mesh whose ranks cannot tell each other why they gave up."""
 
 
+def gave_up(_: int, text: str) -> Error:
+    """For a mesh whose ranks may give up without a word: then it proves no death."""
+    return RendezvousError(text)
+
+
 def connect_mesh(
     job: Job,
     exchange: Exchange,
@@ -66,18 +71,20 @@ def connect_mesh(
     transports: Sequence[str] = DEFAULT_TRANSPORTS,
     interface: Choice = LOOPBACK,
     hear: Callable[[float], None] = no_news,
+    ended: Callable[[int, str], Error] = gave_up,
 ) -> Mesh:
     """Connects this rank with all others of a communicator; every rank calls it.
 
     `communicator` (32 bits) differs between a job's communicators and is the same on its ranks.
     `hear` raises where another rank has given up, or does so within some seconds; it is called now
-    and then while this one waits.
+    and then while this one waits. `ended` makes the error for a rank whose sockets end, and of
+    which nothing is heard.
     Raises RendezvousError, which names the ranks that are missing at the deadline.
     """
     limit()  # a wrong setting is told here, not by the accepting thread
     mesh = Mesh(job, rank, size, communicator, (host_identity(),) * size, {}, interface)
     if size > 1:
-        attempt = _Attempt(mesh, tuple(transports), deadline, hear)
+        attempt = _Attempt(mesh, tuple(transports), deadline, hear, ended)
         try:
             attempt.run(exchange)
         except BaseException:
@@ -95,8 +102,9 @@ class _Attempt:
         transports: tuple[str, ...],
         deadline: Deadline,
         hear: Callable[[float], None],
+        ended: Callable[[int, str], Error],
     ) -> None:
-        self._mesh, self._deadline, self._hear = mesh, deadline, hear
+        self._mesh, self._deadline, self._hear, self._ended = mesh, deadline, hear, ended
         self._sockets: _Sockets = {}
         self._cards: list[Card] = []
         listeners, self._own = _listen(transports, mesh.interface)
@@ -193,14 +201,15 @@ class _Attempt:
                 )
 
     def _look_around(self) -> None:
-        """Raises RendezvousError where another rank has given up, or has ended without a word."""
+        """Raises where another rank has given up, or has ended without a word."""
         self._hear(0)
         for (peer, purpose), sock in (self._sockets | self._entrance.accepted()).items():
             if purpose == Purpose.CONTROL and _has_ended(sock):
                 self._hear(_NEWS)  # why, or that it only followed another
-                raise RendezvousError(
+                raise self._ended(
+                    peer,
                     f"rank {peer} ({self._cards[peer].name}) ended or gave up while the ranks "
-                    "connected to each other; its own message says why"
+                    "connected to each other; its own message says why",
                 )
 
     def _compare_source(self, peer: int) -> None:

@@ -20,4 +20,12 @@ __all__ = [
     "ScheduleError",
     "Timeout",
     "TransportError",
+    "lost",
 ]
+
+
+def lost(rank: int, text: str) -> TransportError:
+    """The error that names a rank which is no longer there."""
+    error = TransportError(text)
+    error.peer = rank
+    return error

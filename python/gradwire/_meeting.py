@@ -9,18 +9,22 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gradwire._deadline import Deadline
-from gradwire._errors import Error, RendezvousError, TransportError
+from gradwire._errors import Error, RendezvousError, TransportError, lost
 from gradwire._interfaces import Route, is_loopback
 from gradwire._mesh import host_identity, process_name
-from gradwire._store import Store
+from gradwire._store import StoreClient
 from gradwire._world import World
 
 WARN_SECONDS = 30.0
 _NEWS = 0.5  # seconds between looks at how the others fare
+_NO_STORE = (
+    RendezvousError,
+    TransportError,
+)  # what a store's client raises where the store is gone
 
 _log = logging.getLogger("gradwire")
 
@@ -35,7 +39,7 @@ class Hosts(NamedTuple):
 class Meeting:
     """One rank's part in one rendezvous; its keys are its own."""
 
-    def __init__(self, store: Store, world: World, prefix: str, deadline: Deadline) -> None:
+    def __init__(self, store: StoreClient, world: World, prefix: str, deadline: Deadline) -> None:
         self.world = world
         self._store, self._prefix, self._deadline = store, prefix, deadline
 
@@ -66,9 +70,10 @@ class Meeting:
         """A block in which the others hear of it where this rank fails, or its process ends.
 
         The first failure counts, so that all raise the root cause. The rank that hosts the store
-        stays until all are through.
+        stays until all are through. Raises as `hear` does.
         """
-        self._store.bequeath(self._failure, f"{self._who} ended while the ranks met".encode())
+        ended = _pack_failure(self.world.rank, f"{self._who} ended while the ranks met")
+        self._store.bequeath(self._failure, ended)
         try:
             yield
         except TransportError as error:  # of a peer, which may only have followed another
@@ -81,14 +86,18 @@ class Meeting:
         self._leave(hosting)
 
     def hear(self, within: float) -> None:
-        """Raises RendezvousError where another rank has given up, or does so within seconds."""
-        if (reason := self._told(within)) is not None:
-            raise RendezvousError(reason.decode(errors="replace"))
+        """Raises where another rank has given up, or does so within seconds.
+
+        It is TransportError where that was because a rank is lost, which it names, and else
+        RendezvousError.
+        """
+        if (failure := self._told(within)) is not None:
+            raise _unpack_failure(failure, self.world.size)
 
     def _told(self, within: float) -> bytes | None:
         try:
             return self._store.get(self._failure, within)
-        except (TimeoutError, RendezvousError):  # nothing is, or the store is gone
+        except (TimeoutError, RendezvousError):  # nothing is, or the launcher's store is gone
             return None
 
     @property
@@ -103,13 +112,15 @@ class Meeting:
         with contextlib.suppress(Error, OSError):
             # What a process left when it ended is not counted, but came first.
             if self._told(0) is None and self._store.add(f"{self._prefix}/failures") == 1:
-                self._store.set(self._failure, f"{self._who} gave up: {error}".encode())
+                culprit = error.peer if isinstance(error, TransportError) else None
+                failure = _pack_failure(culprit, f"{self._who} gave up: {error}")
+                self._store.set(self._failure, failure)
 
     def _leave(self, hosting: bool) -> None:
         if hosting:
             self._all_gather("through", b"", self._deadline)
             return
-        with contextlib.suppress(RendezvousError):  # its host may be through before
+        with contextlib.suppress(*_NO_STORE):  # its host may be through before
             self._store.set(f"{self._prefix}/through/{self.world.rank}", b"")
             self._store.bequeath("", b"")
 
@@ -118,36 +129,68 @@ class Meeting:
         return [self._get(what, peer, deadline) for peer in range(self.world.size)]
 
     def _get(self, what: str, peer: int, deadline: Deadline) -> bytes:
-        warning = deadline.within(WARN_SECONDS)
-        while True:
+        def get(seconds: float) -> bytes:
             try:
-                turn = min(_NEWS, warning.remaining)
-                return self._store.get(f"{self._prefix}/{what}/{peer}", turn)
+                return self._store.get(f"{self._prefix}/{what}/{peer}", seconds)
             except TimeoutError:
                 self.hear(0)
-            if deadline.passed:
-                raise self._missing(what, peer, deadline)
-            if warning.passed:
-                _log.warning("still waiting for rank %d of %d to appear", peer, self.world.size)
-                warning = deadline
+                raise
 
-    def _missing(self, what: str, peer: int, deadline: Deadline) -> RendezvousError:
-        ranks = [rank for rank in range(self.world.size) if not self._present(what, rank)]
-        names = ", ".join(map(str, ranks or [peer]))
-        return RendezvousError(
-            f"rank{'s' if len(ranks) > 1 else ''} {names} of {self.world.size} did not appear "
-            f"within {deadline.seconds:g} s; look at their output for the reason, check that all "
-            f"{self.world.size} were started, or give more time with timeout="
-        )
+        def missing() -> list[int]:
+            return [rank for rank in range(self.world.size) if not self._present(what, rank)]
+
+        return await_rank(peer, self.world, deadline, get, missing)
 
     def _present(self, what: str, rank: int) -> bool:
         try:
             self._store.get(f"{self._prefix}/{what}/{rank}", 0)
         except TimeoutError:
             return False
-        except RendezvousError:  # the store's host is at its deadline too: nothing more is known
+        except _NO_STORE:  # the store's host is at its deadline too: nothing more is known
             return True
         return True
+
+
+def await_rank(
+    peer: int,
+    world: World,
+    deadline: Deadline,
+    get: Callable[[float], bytes],
+    missing: Callable[[], Sequence[int]] = tuple,
+) -> bytes:
+    """What a rank says: `get` waits for it for some seconds, and raises TimeoutError.
+
+    Raises RendezvousError at the deadline, which names those that are `missing` then.
+    """
+    warning = deadline.within(WARN_SECONDS)
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return get(min(_NEWS, warning.remaining))
+        if deadline.passed:
+            raise _missing(missing() or [peer], world, deadline)
+        if warning.passed:
+            _log.warning("still waiting for rank %d of %d to appear", peer, world.size)
+            warning = deadline
+
+
+def _missing(ranks: Sequence[int], world: World, deadline: Deadline) -> RendezvousError:
+    return RendezvousError(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {world.size} did not "
+        f"appear within {deadline.seconds:g} s; look at their output for the reason, check that "
+        f"all {world.size} were started, or give more time with timeout="
+    )
+
+
+def _pack_failure(culprit: int | None, text: str) -> bytes:
+    """Why a rank gives up, and which rank it has lost, if it has."""
+    return f"{'-' if culprit is None else culprit} {text}".encode()
+
+
+def _unpack_failure(data: bytes, size: int) -> Error:
+    culprit, _, text = data.decode(errors="replace").partition(" ")
+    if culprit in map(str, range(size)):
+        return lost(int(culprit), text)
+    return RendezvousError(text)
 
 
 def _unpack_host(data: bytes, rank: int) -> tuple[str, str]:

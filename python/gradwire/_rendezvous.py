@@ -5,27 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 from gradwire import _environment, _link
+from gradwire._announced import announced_store, heard, pack_failure
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
-from gradwire._errors import InvalidArgument, RendezvousError
+from gradwire._errors import Error, InvalidArgument, RendezvousError, lost
 from gradwire._interfaces import Choice, Route, choose, is_loopback, route_to
-from gradwire._meeting import Meeting
+from gradwire._meeting import Meeting, await_rank
 from gradwire._mesh import DEFAULT_TRANSPORTS, EMULATED, Job, Mesh
-from gradwire._store import Address, Store, StoreClient, parse_address
+from gradwire._store import Address, StoreClient, parse_address
 from gradwire._store_server import StoreServer
 from gradwire._torch_store import TorchStore
 from gradwire._world import World
 
 MIN_SECRET = 16  # bytes
 _MAX_SECRET = 1 << 16
-_HEARING = 2.0  # seconds that the others get to hear why the host of the store gives up
 
 _Made = TypeVar("_Made")
 
@@ -54,8 +56,9 @@ def meet(
 ) -> _Made:
     """Meets the other ranks of `world`, connects to them, and makes something of the mesh.
 
-    Every rank calls it, equally often. Raises RendezvousError, which names who is missing after
-    `timeout` seconds, or who gave up or died before all had made theirs.
+    Every rank calls it, equally often. Until all have made theirs, it raises TransportError on a
+    rank that is lost, and RendezvousError, which names who is missing after `timeout` seconds or
+    who gave up.
     """
     deadline = Deadline(timeout)
     names = choose_transports(transports)
@@ -67,12 +70,13 @@ def meet(
             job, _nobody, rank=0, size=1, communicator=generation, deadline=deadline
         )
         return make(alone)
-    with _meeting_place(world, known, deadline) as (store, route):
-        prefix = f"gradwire/{world.job}/{world.epoch}/{generation}"
+    prefix = f"gradwire/{world.job}/{world.epoch}/{generation}"
+    with _meeting_place(world, known, prefix, deadline) as store:
         meeting = Meeting(store, world, prefix, deadline)
-        with meeting.together(hosting=world.rank_0_hosts and world.rank == 0):
+        hosts = world.rank_0_hosts or _is_torchs(world)
+        with meeting.together(hosting=hosts and world.rank == 0):
             agreed = known or meeting.agree_on_secret()
-            interface = _choose_interface(meeting, route)
+            interface = _choose_interface(meeting, store.route())
             mesh = connect_mesh(
                 Job(world.job, agreed, world.epoch, _privacy(world, known)),
                 meeting.exchange,
@@ -83,6 +87,7 @@ def meet(
                 transports=names,
                 interface=interface,
                 hear=meeting.hear,
+                ended=lost,
             )
             return make(mesh)
 
@@ -130,24 +135,80 @@ def _environment_secret() -> bytes | str | None:
     return None
 
 
-@contextlib.contextmanager
+def _is_torchs(world: World) -> bool:
+    return world.store is not None and world.store.startswith("torch:")
+
+
 def _meeting_place(
-    world: World, secret: bytes | None, deadline: Deadline
-) -> Iterator[tuple[Store, Route | None]]:
-    """A store, and the route to it; None to one on a Unix socket."""
+    world: World, secret: bytes | None, prefix: str, deadline: Deadline
+) -> contextlib.AbstractContextManager[StoreClient]:
     assert world.store is not None  # _world gives one whenever there are several ranks
-    if world.store.startswith("torch:"):
-        parts = urlsplit(world.store)
-        host, port = parts.hostname or "", parts.port or 0
-        store = TorchStore(host, port, world.rank, world.size, deadline)
+    if _is_torchs(world):
         _tell_privacy(world, "torch's store", secret)
-        yield store, route_to(host, port)
-        return
+        return _beside_torchs_store(world, secret, prefix, deadline)
     address = parse_address(world.store)
     _require_privacy(address, secret)
     _tell_privacy(world, f"the store at {address}", secret)
-    with _own_store(world, address, secret or b"", deadline) as client:
-        yield client, client.route()
+    return _own_store(world, address, secret or b"", deadline)
+
+
+@contextlib.contextmanager
+def _beside_torchs_store(
+    world: World, secret: bytes | None, prefix: str, deadline: Deadline
+) -> Iterator[StoreClient]:
+    """A client of the store that rank 0 opens and announces in torch's."""
+    parts = urlsplit(world.store or "")
+    host, port = parts.hostname or "", parts.port or 0
+    torch = TorchStore(host, port, world.rank, world.size, deadline)
+    route = route_to(host, port)
+    torch.set(f"{prefix}/route/{world.rank}", route.target.encode())
+
+    def read(what: str, peer: int) -> bytes:
+        key = f"{prefix}/{what}/{peer}"
+        return await_rank(peer, world, deadline, lambda turn: torch.get(key, turn))
+
+    def carry(notice: bytes) -> bytes:
+        if notice:
+            torch.set(f"{prefix}/store/0", notice)
+        return read("store", 0)
+
+    at = _place_of_store(world, route, read) if world.rank == 0 else None
+    try:
+        with announced_store(world.job, secret, at, carry, deadline) as client:
+            yield client
+    except BaseException as error:
+        if world.rank == 0:
+            with contextlib.suppress(Error):
+                torch.set(f"{prefix}/store/0", pack_failure(str(error)))
+        raise
+
+
+def _place_of_store(world: World, route: Route, read: Callable[[str, int], bytes]) -> Address:
+    """Where the other ranks reach rank 0, whose way to torch's store is `route`."""
+    here = Address("unix", f"gradwire-{secrets.token_hex(8)}")
+    if world.local_size == world.size:
+        return here
+    reached: list[str] = []
+    if is_loopback(route.source):  # torch's store is on this host: at which address, others know
+        known = [read("route", peer).decode(errors="replace") for peer in range(1, world.size)]
+        reached = [target for target in known if _leads_elsewhere(target)]
+        if not reached:
+            return here
+    pattern = _environment.text("GRADWIRE_SOCKET_IFNAME")
+    choice = choose(
+        route.source,
+        pattern=pattern,
+        several_hosts=world.several_hosts or pattern is None,  # where unknown, the user knows
+        reached=reached,
+    )
+    return Address("tcp", choice.interface.address)
+
+
+def _leads_elsewhere(target: str) -> bool:
+    try:
+        return not is_loopback(target)
+    except ValueError:  # it is no address
+        return False
 
 
 @contextlib.contextmanager
@@ -158,25 +219,15 @@ def _own_store(
     with contextlib.ExitStack() as stack:
         if world.rank_0_hosts and world.rank == 0:
             also = _beyond_loopback(world, address, secret)
-            stack.enter_context(_heard(StoreServer(address, world.job, secret, also)))
-        client = StoreClient(address, world.job, secret, deadline)
+            stack.enter_context(heard(StoreServer(address, world.job, secret, also)))
+        ended = partial(lost, 0) if world.rank_0_hosts else RendezvousError
+        client = StoreClient(address, world.job, secret, deadline, ended)
         stack.callback(client.close)
         yield client
         # Rank 0 closes it when all are through; the others see that it did, lest their next
         # rendezvous begins in this one's store.
         if world.rank_0_hosts and world.rank != 0:
             client.wait_closed(deadline.remaining)
-
-
-@contextlib.contextmanager
-def _heard(server: StoreServer) -> Iterator[None]:
-    """Serves; where the block fails, until the others have heard why."""
-    with server:
-        try:
-            yield
-        except BaseException:
-            server.await_departures(_HEARING)
-            raise
 
 
 def _beyond_loopback(world: World, address: Address, secret: bytes) -> list[Address]:

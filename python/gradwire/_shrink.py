@@ -38,7 +38,7 @@ from typing import Generic, Protocol, TypeVar
 
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
-from gradwire._errors import Error, Timeout, TransportError
+from gradwire._errors import Error, Timeout, TransportError, lost
 from gradwire._lines import Gone, Kind, Lines, Message, View
 from gradwire._mesh import Mesh
 
@@ -292,13 +292,12 @@ class _Shrink(Generic[_Made]):
 
 
 def _left_out(rank: int, by: int) -> TransportError:
-    error = TransportError(
+    return lost(
+        by,
         f"rank {rank}: the other survivors, rank {by} among them, have left this rank out of the "
         "new communicator, because it came to shrink() too late or was silent: end this process, "
-        "or give all ranks more time with timeout="
+        "or give all ranks more time with timeout=",
     )
-    error.peer = by
-    return error
 
 
 def _blamed(error: Error, members: Sequence[int]) -> set[int]:

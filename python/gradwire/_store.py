@@ -17,12 +17,12 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from gradwire._deadline import Deadline
-from gradwire._errors import InvalidArgument, RendezvousError
+from gradwire._errors import Error, InvalidArgument, RendezvousError
 from gradwire._handshake import HandshakeError, Hello, Purpose, introduce, peer_uid, receive
 from gradwire._interfaces import Route
 from gradwire._keepalive import end_with_host
@@ -55,28 +55,6 @@ class Status(enum.IntEnum):
     LATE = 1  # nobody set the key in time
     FULL = 2
     CLOSED = 3  # the host gave up; the value says why
-
-
-class Store(Protocol):
-    """What a rendezvous needs of a store."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Stores the value; a later one replaces it."""
-
-    def get(self, key: str, timeout: float) -> bytes:
-        """The value, once it is there; raises TimeoutError after `timeout` seconds."""
-
-    def add(self, key: str, amount: int = 1) -> int:
-        """Adds to a counter that starts at 0; returns the sum."""
-
-    def wait(self, keys: Iterable[str], timeout: float) -> None:
-        """Returns when all keys are there; raises TimeoutError after `timeout` seconds."""
-
-    def bequeath(self, key: str, value: bytes) -> None:
-        """Has the key set when this client's connection ends, unless it has a value by then.
-
-        A later one replaces it; an empty key takes it back. Does nothing where a store cannot.
-        """
 
 
 class Address(NamedTuple):
@@ -131,10 +109,20 @@ def parse_address(url: str) -> Address:
 
 
 class StoreClient:
-    """A connection to a StoreServer. Any thread may use it; one request is under way at a time."""
+    """A connection to a StoreServer. Any thread may use it; one request is under way at a time.
 
-    def __init__(self, address: Address, job: str, secret: bytes, deadline: Deadline) -> None:
-        self.address = address
+    `ended` makes the error for a server that is gone.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        job: str,
+        secret: bytes,
+        deadline: Deadline,
+        ended: Callable[[str], Error] = RendezvousError,
+    ) -> None:
+        self.address, self._ended = address, ended
         self._lock = threading.Lock()
         self._sock = _connect(address, Hello(job, Purpose.STORE), secret, deadline)
 
@@ -158,7 +146,10 @@ class StoreClient:
             self.get(key, deadline.remaining)
 
     def bequeath(self, key: str, value: bytes) -> None:
-        """Has a key set when this connection ends; see Store. The value has at most 4 KiB."""
+        """Has a key set when this connection ends, unless it has a value by then.
+
+        A later one replaces it; an empty key takes it back. The value has at most 4 KiB.
+        """
         self._ask(Operation.BEQUEATH, key, value)
 
     def wait_closed(self, timeout: float) -> None:
@@ -192,7 +183,7 @@ class StoreClient:
             try:
                 status, answer = self._exchange(request + name + value, wait + _MARGIN)
             except OSError as error:
-                raise RendezvousError(
+                raise self._ended(
                     f"lost the store at {self.address} ({error}): "
                     "the process that hosts it, rank 0 or the launcher, has probably ended"
                 ) from error

@@ -1,9 +1,8 @@
-"""torch's TCPStore as a store to meet at: torchrun's MASTER_PORT belongs to it."""
+"""torch's TCPStore, where rank 0 announces its own: torchrun's MASTER_PORT belongs to it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -51,28 +50,15 @@ class TorchStore:
 
     def get(self, key: str, timeout: float) -> bytes:
         """The value, once it is there; raises TimeoutError after `timeout` seconds."""
-        self.wait([key], timeout)
+        if not self._present(key, max(timedelta(seconds=timeout), _TICK)):
+            raise TimeoutError(f"nobody set {key} within {timeout:g} s")
         return bytes(self._call(self._store.get, key))
 
-    def add(self, key: str, amount: int = 1) -> int:
-        """Adds to a counter that starts at 0; returns the sum."""
-        return int(self._call(self._store.add, key, amount))
-
-    def wait(self, keys: Iterable[str], timeout: float) -> None:
-        """Returns when all keys are there; raises TimeoutError after `timeout` seconds."""
-        names = list(keys)
-        limit = max(timedelta(seconds=timeout), _TICK)
-        if not self._present(names, limit):
-            raise TimeoutError(f"nobody set {', '.join(names)} within {timeout:g} s")
-
-    def bequeath(self, key: str, value: bytes) -> None:
-        """Does nothing: torch's store does not tell whose connection ended."""
-
-    def _present(self, names: list[str], limit: timedelta) -> bool:
+    def _present(self, key: str, limit: timedelta) -> bool:
         try:
-            self._store.wait(names, limit)
+            self._store.wait([key], limit)
         except RuntimeError:  # the type for "too late" and for "connection lost" differs by version
-            return bool(self._call(self._store.check, names))
+            return bool(self._call(self._store.check, [key]))
         return True
 
     def _call(self, function: Any, *args: Any) -> Any:

@@ -1,6 +1,7 @@
 """What a rank publishes of itself: it is fit to connect to, and to print.
 
-input: an address card, or what it says of its host
+input: an address card, what it says of its host or in a process group, why it gives up, or where
+rank 0's store is
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import socket
 import sys
 
 import atheris
-from gradwire import _meeting, _mesh
-from gradwire._errors import RendezvousError
+from gradwire import _announced, _introduction, _meeting, _mesh
+from gradwire._errors import RendezvousError, TransportError
 from gradwire._interfaces import is_loopback
 from instrument import cover
 
@@ -37,8 +38,20 @@ def test_one_input(data: bytes) -> None:
         host, target = _meeting._unpack_host(data, 1)
         assert isinstance(host, str)
         assert not target or is_loopback(target) in (True, False)
+    for rank in range(2):
+        with contextlib.suppress(RendezvousError):
+            said = _introduction.read_introduction(data, rank)
+            assert isinstance(said["host"], str)
+            assert rank == 1 or said["has_secret"] or len(bytes.fromhex(said["secret"])) == 32
+    failure = _meeting._unpack_failure(data, 3)
+    assert isinstance(failure, RendezvousError | TransportError)
+    assert getattr(failure, "peer", 0) in range(3)
+    with contextlib.suppress(RendezvousError):
+        store, secret = _announced.unpack_notice(data, None)
+        assert store.local or 0 < store.port < 1 << 16
+        assert secret
 
 
-cover(_meeting, _mesh)
+cover(_announced, _introduction, _meeting, _mesh)
 atheris.Setup(sys.argv, test_one_input)
 atheris.Fuzz()

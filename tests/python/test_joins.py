@@ -27,6 +27,7 @@ from gradwire._environment import VARIABLES
 from gradwire._errors import RendezvousError
 from gradwire._handshake import Hello, Purpose, RefusalLog
 from gradwire._interfaces import Choice, Interface
+from gradwire._introduction import introduction, read_introduction
 from gradwire._mesh import Card, Job, Mesh, unpack_card
 from gradwire._rendezvous import find_secret, rendezvous
 from gradwire._store import Address, parse_address
@@ -370,19 +371,12 @@ def test_without_a_secret_the_log_says_how_private_joins_are(
     ],
 )
 def test_a_foreign_introduction_in_a_process_group_names_the_rank(data: bytes) -> None:
-    pytest.importorskip("torch")
-    from gradwire.torch import _group
-
     with pytest.raises(RendezvousError, match="rank 0 did not introduce itself"):
-        _group._read_introduction(data, 0)
+        read_introduction(data, 0)
 
 
 def test_an_introduction_survives_its_trip() -> None:
-    pytest.importorskip("torch")
-    from gradwire.torch import _group
-
-    said = _group._read_introduction(_group._introduction(0, None), 0)
+    said = read_introduction(introduction(0, None, "192.0.2.1"), 0)
     assert len(bytes.fromhex(said["secret"])) >= 16
-    assert not {"job", "secret"} & set(
-        _group._read_introduction(_group._introduction(1, SECRET), 1)
-    )
+    assert said["reached"] == "192.0.2.1"
+    assert not {"job", "secret"} & set(read_introduction(introduction(1, SECRET, ""), 1))

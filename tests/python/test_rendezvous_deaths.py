@@ -7,13 +7,14 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import gradwire
 import pytest
-from gradwire import _connect, _meeting, _rendezvous
+from gradwire import _announced, _connect, _meeting, _rendezvous
 from gradwire._mesh import Mesh
 from gradwire._world import World
 from hosts import Rank
@@ -78,30 +79,52 @@ STAGES = (
 )
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize(
+at_all_stages = pytest.mark.parametrize(
     ("stage", "victim"),
     [(stage, victim) for stage in STAGES for victim in (0, 2) if victim or stage != half_connected],
     ids=lambda each: getattr(each, "__name__", None),
 )
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@at_all_stages
 def test_all_name_a_rank_that_is_killed(
     stage: Callable[[], None], victim: int, transport: str
 ) -> None:
     store = f"unix://gradwire-test-{secrets.token_hex(8)}"
+    assert_all_name(victim, stage, World(0, P, store=store, rank_0_hosts=True), transport)
+
+
+@at_all_stages
+def test_all_name_a_rank_that_is_killed_though_they_meet_by_torchs_store(
+    stage: Callable[[], None], victim: int, agents_store: str
+) -> None:
+    assert_all_name(victim, stage, World(0, P, store=agents_store, local_size=P), "shm")
+
+
+@pytest.fixture
+def agents_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a store like that of torchrun's agent, which ends with the test."""
+    distributed = pytest.importorskip("torch.distributed")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield f"torch://127.0.0.1:{server.port}"
+    del server
+
+
+def assert_all_name(victim: int, stage: Callable[[], None], base: World, transport: str) -> None:
+    """P ranks meet, one of which is killed at a stage: all others raise soon, with its number."""
 
     def make(mesh: Mesh) -> None:
         with gradwire._from_mesh(mesh, timeout=60):
             pass
 
-    def body(rank: int) -> tuple[float, str]:
+    def body(rank: int) -> tuple[float, gradwire.TransportError]:
         if rank == victim:
             stage()
-        place = World(rank, P, store=store, rank_0_hosts=True)
-        try:
-            _rendezvous.meet(place, make, timeout=60, transports=[transport])
-        except (gradwire.RendezvousError, gradwire.TransportError) as error:
-            return time.monotonic(), str(error)
-        raise AssertionError("nothing failed")
+        with pytest.raises(gradwire.TransportError) as raised:
+            _rendezvous.meet(replace(base, rank=rank), make, timeout=60, transports=[transport])
+        return time.monotonic(), raised.value
 
     with contextlib.ExitStack() as stack:
         ranks = []
@@ -112,18 +135,15 @@ def test_all_name_a_rank_that_is_killed(
         for rank in set(range(P)) - {victim}:
             outcome = ranks[rank].outcome()
             assert outcome.error is None, outcome.error
-            when, text = outcome.value
-            assert when - death < SOON, text
-            assert f"rank {victim}" in text, text
+            when, error = outcome.value
+            assert when - death < SOON, error
+            assert error.peer == victim, error
+            assert f"rank {victim}" in str(error)
 
 
 def test_through_torchs_store_all_hear_of_a_rank_that_gives_up(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, agents_store: str
 ) -> None:
-    """It does not tell whose connection ended, so of one that is killed they do not."""
-    distributed = pytest.importorskip("torch.distributed")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     honest = _meeting.Meeting.exchange
 
     def exchange(meeting: _meeting.Meeting, *rest: Any) -> list[bytes]:
@@ -134,7 +154,7 @@ def test_through_torchs_store_all_hear_of_a_rank_that_gives_up(
     monkeypatch.setattr(_meeting.Meeting, "exchange", exchange)
 
     def body(rank: int) -> str:
-        place = World(rank, P, store=f"torch://127.0.0.1:{server.port}")
+        place = World(rank, P, store=agents_store, local_size=P)
         with pytest.raises((gradwire.RendezvousError, SystemExit)) as raised:
             _rendezvous.rendezvous(place, timeout=60)
         return str(raised.value)
@@ -145,3 +165,47 @@ def test_through_torchs_store_all_hear_of_a_rank_that_gives_up(
     assert time.monotonic() - begun < 30
     assert texts.pop(2) == "enough"
     assert all("rank 2" in text and "gave up: enough" in text for text in texts), texts
+
+
+def test_who_comes_late_hears_why_rank_0_gave_up(agents_store: str) -> None:
+    """Its store is gone by then, and torch's says so."""
+    place = World(0, 2, store=agents_store, local_size=2)
+    for rank in range(2):
+        with pytest.raises(gradwire.RendezvousError, match="rank 1 of 2 did not appear"):
+            _rendezvous.rendezvous(replace(place, rank=rank), timeout=0.3)
+
+
+def test_rank_0_waits_for_how_others_reach_a_store_that_is_on_its_host(agents_store: str) -> None:
+    """Where nothing says that all ranks are on one host; here they are."""
+    place = World(0, 3, store=agents_store)
+
+    def body(rank: int) -> str:
+        mesh = _rendezvous.rendezvous(replace(place, rank=rank), timeout=20)
+        mesh.close()
+        return str(mesh.interface)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert set(pool.map(body, range(3))) == {"lo (127.0.0.1): all ranks are on this host"}
+
+
+def test_ranks_that_do_not_all_have_the_secret_are_told(agents_store: str) -> None:
+    place = World(0, 2, store=agents_store, local_size=2)
+
+    def body(rank: int) -> str:
+        secret = b"0123456789abcdef" if rank == 0 else None
+        with pytest.raises(gradwire.RendezvousError) as raised:
+            _rendezvous.rendezvous(replace(place, rank=rank), timeout=1, secret=secret)
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(body, range(2)))
+    assert "rank 1 of 2 did not appear" in texts[0]
+    assert "rank 0 has a GRADWIRE_SECRET and this rank has none" in texts[1]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"tcp://127.0.0.1:1 no-hex", b"127.0.0.1:1 00", b"\xff" * 9, b"unix:// 00"]
+)
+def test_a_foreign_notice_of_a_store_is_refused(data: bytes) -> None:
+    with pytest.raises(gradwire.RendezvousError, match="rank 0 announced no store"):
+        _announced.unpack_notice(data, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -14,13 +13,18 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _environment
+from gradwire._announced import announced_store
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
-from gradwire._errors import RendezvousError
+from gradwire._errors import RendezvousError, lost
 from gradwire._interfaces import Choice, Route, choose, route_to
+from gradwire._introduction import introduction, read_introduction
+from gradwire._meeting import Meeting
 from gradwire._mesh import Job, host_identity
 from gradwire._rendezvous import choose_transports, find_secret
+from gradwire._store import Address
+from gradwire._world import World
 
 _log = logging.getLogger("gradwire")
 
@@ -29,57 +33,43 @@ def communicator_of(group: dist.ProcessGroup, timeout: float = 300) -> Communica
     """Connects the ranks of `group`; each of them calls it.
 
     The secret is GRADWIRE_SECRET's; without one, rank 0 makes it and the group carries it, so that
-    joining is as private as the group. Raises RendezvousError.
+    joining is as private as the group. Raises RendezvousError, and TransportError on a rank that is
+    lost when all have heard of each other.
     """
     rank, size, deadline = group.rank(), group.size(), Deadline(timeout)
 
     def exchange(data: bytes, deadline: Deadline) -> list[bytes]:
         return _all_gather_bytes(group, data, deadline)
 
-    known = find_secret(None)
+    known, route = find_secret(None), _route()
+    own = introduction(rank, known, route.target if route else "")
     introductions = [
-        _read_introduction(each, peer)
-        for peer, each in enumerate(exchange(_introduction(rank, known), deadline))
+        read_introduction(each, peer) for peer, each in enumerate(exchange(own, deadline))
     ]
-    mesh = connect_mesh(
-        _agree(introductions, known, rank),
-        exchange,
-        rank=rank,
-        size=size,
-        communicator=0,
-        deadline=deadline,
-        transports=choose_transports(None),
-        interface=_interface(introductions),
-    )
-    return from_mesh(mesh, timeout=timeout)
+    job = _agree(introductions, known, rank)
+    at = _place_of_store(introductions) if rank == 0 else None
 
+    def carry(notice: bytes) -> bytes:
+        return exchange(notice, deadline)[0]
 
-def _introduction(rank: int, known: bytes | None) -> bytes:
-    route = _route()
-    said: dict[str, Any] = {"host": host_identity(), "has_secret": known is not None}
-    said["reached"] = route.target if route else ""
-    if rank == 0:
-        said["job"] = f"process-group-{secrets.token_hex(8)}"
-        if known is None:
-            said["secret"] = secrets.token_hex(32)
-    return json.dumps(said).encode()
-
-
-def _read_introduction(data: bytes, rank: int) -> dict[str, Any]:
-    """What a rank says of itself; raises RendezvousError for anything else."""
-    wanted: dict[str, type] = {"host": str, "has_secret": bool, "reached": str}
-    try:
-        said: dict[str, Any] = json.loads(data)
-        if rank == 0:
-            wanted["job"] = str
-        if rank == 0 and not said["has_secret"]:
-            wanted["secret"] = str
-            bytes.fromhex(said["secret"])
-        if {key: type(said[key]) for key in said} == wanted:
-            return said
-    except (ValueError, LookupError, TypeError, RecursionError):
-        pass
-    raise RendezvousError(f"rank {rank} did not introduce itself: another gradwire version?")
+    with announced_store(job.name, job.secret, at, carry, deadline) as store:
+        meeting = Meeting(store, World(rank, size), job.name, deadline)
+        with meeting.together(hosting=rank == 0):
+            choice = _interface(introductions)
+            _log.info("a rank of the process group listens on %s", choice)
+            mesh = connect_mesh(
+                job,
+                meeting.exchange,
+                rank=rank,
+                size=size,
+                communicator=0,
+                deadline=deadline,
+                transports=choose_transports(None),
+                interface=choice,
+                hear=meeting.hear,
+                ended=lost,
+            )
+            return from_mesh(mesh, timeout=timeout)
 
 
 def _agree(introductions: Sequence[dict[str, Any]], known: bytes | None, rank: int) -> Job:
@@ -122,29 +112,33 @@ def _interface(introductions: Sequence[dict[str, Any]]) -> Choice:
     """On several hosts, the address from which the ranks reach torch's own meeting place."""
     route, here = _route(), host_identity()
     beyond = [each["reached"] for each in introductions if each["host"] != here]
-    choice = choose(
+    return choose(
         route.source if route and beyond else None,
         pattern=_environment.text("GRADWIRE_SOCKET_IFNAME"),
         several_hosts=bool(beyond),
         reached=[each for each in beyond if each],
     )
-    _log.info("a rank of the process group listens on %s", choice)
-    return choice
+
+
+def _place_of_store(introductions: Sequence[dict[str, Any]]) -> Address:
+    if len({each["host"] for each in introductions}) == 1:
+        return Address("unix", f"gradwire-{secrets.token_hex(8)}")
+    return Address("tcp", _interface(introductions).interface.address)
 
 
 def _all_gather_bytes(group: dist.ProcessGroup, data: bytes, deadline: Deadline) -> list[bytes]:
     """Every rank's bytes, in rank order, by way of CPU tensors; nothing is unpickled."""
     try:
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        own = torch.tensor(list(data), dtype=torch.uint8)
         sizes = [int(each) for each in _all_gather(group, torch.tensor([own.numel()]), deadline)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: own.numel()] = own
         gathered = _all_gather(group, padded, deadline)
     except RuntimeError as error:
         raise RendezvousError(
-            f"rank {group.rank()} could not exchange addresses through the process group "
-            f"({error}): all its ranks must register, and it needs a backend for CPU tensors, "
-            "such as gloo; or give communicator="
+            f"another rank of the process group ended, or did not register in time: which one, "
+            f"torch did not tell rank {group.rank()} ({error}); all its ranks must register, and "
+            "it needs a backend for CPU tensors, such as gloo; or give communicator="
         ) from error
     return [bytes(each[:size].tolist()) for each, size in zip(gathered, sizes, strict=True)]
 
