@@ -147,6 +147,36 @@ def test_residuals_follow_the_learning_rate_if_asked() -> None:
         assert min(found.values()) > LOST, found
 
 
+def wrap_anew(codec: str) -> float:
+    """Where DDP is made anew, the scale has just doubled and the learning rate changed."""
+    module = mlp()
+    _, books = wrapped(module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    feedback: gradwire.ErrorFeedback | bool = True
+    for step in range(6):
+        rate = optimizer.param_groups[0]["lr"] = 0.1 * 0.3 ** (step // 2)
+        if step % 2 == 0:
+            module[2].requires_grad_(step != 2)
+            ddp, _ = wrapped(module, **SMALL_BUCKETS)
+            follow = {"scaler": scaler, "optimizer": optimizer}
+            state = register(ddp, codec=codec, feedback=feedback, min_elements=0, **follow)
+            assert state.feedback is not None
+            feedback = state.feedback
+        books.unit = rate / scaler.get_scale()
+        backward(ddp, step, scaler)
+        books.note()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return books.missing(state.feedback)
+
+
+def test_residuals_follow_scale_and_rate_where_a_model_is_wrapped_anew() -> None:
+    for found in torch_ranks.run(2, with_each, CODECS, wrap_anew):
+        assert max(found.values()) < ROUNDING, found
+
+
 def scale_by_hand(codec: str) -> bool:
     ddp, _ = wrapped(mlp())
     state = register(ddp, codec=codec, feedback=True, min_elements=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import gradwire
@@ -20,9 +21,12 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import (
+    ASKED,
     CODECS,
+    IGNORED,
     LOSSY,
     SMALL_BUCKETS,
+    Branches,
     Tower,
     backward,
     batch,
@@ -68,18 +72,21 @@ def test_nothing_is_lost_when_buckets_are_rebuilt(ranks: int) -> None:
             assert buckets > 6, setting
 
 
+@dataclass  # and so without a hash
 class Coarse(Codec):
-    """Thousandths."""
+    """Thousandths, or other parts."""
+
+    parts: int = 1000
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[np.int32]:
-        return np.rint(x * 1000).astype(np.int32)
+        return np.rint(x * self.parts).astype(np.int32)
 
     def decode(self, payload: memoryview, count: int) -> NDArray[np.float32]:
-        return np.frombuffer(payload, np.int32).astype(np.float32) / np.float32(1000)
+        return np.frombuffer(payload, np.int32).astype(np.float32) / np.float32(self.parts)
 
 
 def test_nothing_is_lost_with_a_codec_written_in_python() -> None:
-    for found in torch_ranks.run(2, train_in_all_settings, [Coarse()] * 4):
+    for found in torch_ranks.run(2, train_in_all_settings, [Coarse(), Coarse(500)] * 2):
         for setting, (missing, same, _) in found.items():
             assert missing < ROUNDING, setting
             assert same, setting
@@ -117,26 +124,6 @@ def test_nothing_is_lost_with_no_sync(views: bool) -> None:
         assert max(found.values()) < ROUNDING, found
 
 
-class Branches(nn.Module):
-    """Uses those of its branches that it is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.branches = nn.ModuleList(nn.Linear(20, 10) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, asked: list[int]) -> torch.Tensor:
-        return sum(self.branches[i](x) for i in asked)
-
-
-# By step and rank, the branches used: the third by one rank, then by none, then by all.
-ASKED = [[[0, 1], [1, 2]], [[0, 1], [0]], [[1], [0]], [[0, 1, 2], [0, 1, 2]], [[2], [1]]]
-IGNORED = [
-    {f"branches.{i}.{each}" for i in unused for each in ("weight", "bias")}
-    for unused in ([], [2], [2], [], [0])
-]
-
-
 def use_branches(codec: str) -> float:
     ddp, books = wrapped(Branches(), find_unused_parameters=True)
     state = register(ddp, codec=codec, feedback=True, min_elements=0)
@@ -149,9 +136,29 @@ def use_branches(codec: str) -> float:
     return books.missing(state.feedback)
 
 
+def use_branches_unevenly(codec: str) -> float:
+    """Rank 0 has two batches less."""
+    ddp, books = wrapped(Branches(), find_unused_parameters=True)
+    state = register(ddp, codec=codec, feedback=True, min_elements=0)
+    with ddp.join():
+        for step in range(3 + 2 * dist.get_rank()):
+            x, y = batch(step)
+            mse_loss(ddp(x, ASKED[step][dist.get_rank()]), y).backward()
+            books.deliver()
+    assert state.steps == 5
+    return books.missing(state.feedback)
+
+
+def use_branches_both_ways(codec: str) -> tuple[float, float]:
+    return use_branches(codec), use_branches_unevenly(codec)
+
+
 def test_nothing_is_lost_with_parameters_that_some_ranks_or_all_do_not_use() -> None:
-    for found in torch_ranks.run(2, with_each, CODECS, use_branches):
-        assert max(found.values()) < ROUNDING, found
+    every = torch_ranks.run(2, with_each, CODECS, use_branches_both_ways)
+    for found in every:
+        assert max(evenly for evenly, _ in found.values()) < ROUNDING, found
+    # By the books of the rank that trains longest.
+    assert max(unevenly for _, unevenly in every[1].values()) < ROUNDING, every[1]
 
 
 def accumulate_branches(codec: str) -> float:
@@ -173,15 +180,29 @@ def test_nothing_is_lost_with_no_sync_and_parameters_that_are_not_used() -> None
 
 
 def train_unevenly(by_all: bool) -> tuple[float, int]:
-    """Rank r has 3 + 2 r batches; who has no more takes part with zeros."""
+    """Rank r has 3 + 2 r batches; who has no more takes part with zeros.
+
+    Nor does it hear from then on how scale and learning rate change.
+    """
     ddp, books = wrapped(Tower(len(CODECS)), **SMALL_BUCKETS)
-    state = register(ddp, feedback=True, rules=Tower.rules(CODECS), min_elements=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    rules, follow = Tower.rules(CODECS), {"scaler": scaler, "optimizer": optimizer}
+    state = register(ddp, feedback=True, rules=rules, min_elements=0, **follow)
     ranks = dist.get_world_size()
     with ddp.join(divide_by_initial_world_size=by_all):
         for step in range(3 + 2 * dist.get_rank()):
-            backward(ddp, step)
+            optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (step // 3)
+            books.unit = 0.5 ** (step // 3) / scaler.get_scale()
+            backward(ddp, step, scaler)
             active = sum(step < 3 + 2 * rank for rank in range(ranks))
-            books.deliver(ranks if by_all else active)
+            books.note(ranks if by_all else active)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    units = [books.unit]
+    dist.broadcast_object_list(units, src=2)  # who trains longest
+    books.unit = units[0]
     return books.missing(state.feedback), state.steps
 
 
@@ -276,9 +297,12 @@ class Mixed(nn.Module):
 
 
 def train_mixed(hook: dict[str, Any] | None) -> tuple[torch.Tensor, float]:
+    """Float16 has the average of one layer's gradients, and not their sum."""
     ddp, books = wrapped(Mixed(), **SMALL_BUCKETS)
+    ddp.module.third.weight.register_hook(lambda g: g + 40000)
     state = None if hook is None else register(ddp, **hook)
     for step in range(3):
+        ddp.zero_grad()
         backward(ddp, step)
         gradients = torch.cat([each.grad.double().flatten() for each in ddp.parameters()])
         books.only(torch.float32)
@@ -288,6 +312,7 @@ def train_mixed(hook: dict[str, Any] | None) -> tuple[torch.Tensor, float]:
 
 def mixed_types(codec: str) -> tuple[bool, float]:
     plain, _ = train_mixed(None)
+    assert plain.isfinite().all()
     hooked, missing = train_mixed({"codec": codec, "feedback": True, "min_elements": 0})
     others = [each.dtype is not torch.float32 for each in Mixed().parameters()]
     sizes = [each.numel() for each in Mixed().parameters()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from gradwire.torch import State, register
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
-from torch_training import SMALL_BUCKETS, backward, batch, mlp
+from torch_training import SMALL_BUCKETS, Branches, backward, batch, mlp
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": SMALL_BUCKETS,
@@ -91,19 +92,61 @@ class TwoHeads(nn.Module):
         return Heads(self.left(x), {"right": [self.right(x)]})
 
 
-def forget_a_head() -> str:
-    """Half of the gradients come; the next forward finds that the others never did."""
-    ddp = hooked(TwoHeads())
+Then = Callable[[DistributedDataParallel, State], None]
+
+
+def forget_a_head(then: Then) -> str:
+    """Half of the gradients come, and the others never do."""
+    ddp = DistributedDataParallel(TwoHeads())
+    state = register(ddp)
     x, y = batch(0)
     mse_loss(ddp(x).left, y).backward()
+    return refusal(then, ddp, state)
+
+
+def forget_a_branch(then: Then) -> str:
+    """The reducer ignores a backward in which a parameter has no gradient."""
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    state = register(ddp)
+    for step in range(2):
+        x, y = batch(step)
+        with broken_reducer(ddp) if step else contextlib.nullcontext():
+            mse_loss(ddp(x, [0, 1]), y).backward()
+    return refusal(then, ddp, state)
+
+
+def refusal(
+    then: Callable[[DistributedDataParallel, State], Any],
+    ddp: DistributedDataParallel,
+    state: State,
+) -> str:
     with pytest.raises(gradwire.Error) as raised:
-        ddp(x)
+        then(ddp, state)
+    state.close()
     return str(raised.value)
 
 
-def test_gradients_that_never_come_raise_in_the_next_forward() -> None:
-    for message in torch_ranks.run(2, forget_a_head):
-        assert "find_unused_parameters" in message
+def go_on(ddp: DistributedDataParallel, _: State) -> None:
+    ddp(batch(1)[0])
+
+
+def save(_: DistributedDataParallel, state: State) -> None:
+    state.state_dict()
+
+
+def end(_: DistributedDataParallel, state: State) -> None:
+    state.close()
+
+
+def forget_gradients() -> list[str]:
+    return [
+        forget(then) for forget in (forget_a_head, forget_a_branch) for then in (go_on, save, end)
+    ]
+
+
+def test_gradients_that_never_come_raise_in_what_follows() -> None:
+    for messages in torch_ranks.run(2, forget_gradients):
+        assert all("find_unused_parameters" in each for each in messages)
 
 
 def legitimate(setting: dict[str, Any]) -> int:

@@ -12,8 +12,10 @@ import torch_ranks
 from gradwire.torch import Momentum, register
 from torch.nn.functional import mse_loss
 from torch_training import (
+    ASKED,
     CODECS,
     SMALL_BUCKETS,
+    Branches,
     backward,
     batch,
     flat,
@@ -26,27 +28,62 @@ from torch_training import (
 SPARSE = [codec for codec in CODECS if codec.startswith(("threshold", "topk"))]
 
 
-def train(momentum: Momentum | None, sgd: dict[str, Any], codec: str = "none") -> torch.Tensor:
+def train(hook: dict[str, Any], sgd: dict[str, Any], wraps_anew: bool = False) -> torch.Tensor:
+    """Makes DDP anew in the middle if asked, where residuals and what belongs to them go on."""
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
-    register(ddp, codec=codec, momentum=momentum, min_elements=0)
+    state = register(ddp, min_elements=0, **hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, **sgd)
     for step in range(6):
+        if wraps_anew and step == 3:
+            ddp, _ = wrapped(ddp.module, **SMALL_BUCKETS)
+            register(ddp, min_elements=0, **{**hook, "feedback": state.feedback})
         optimizer.zero_grad()
         backward(ddp, step)
         optimizer.step()
     return flat(ddp)
 
 
-def distance(nesterov: bool) -> float:
-    moved = train(Momentum(0.9, nesterov=nesterov), {})
-    expected = train(None, {"momentum": 0.9, "nesterov": nesterov})
-    return float((moved - expected).abs().max())
+def distances(nesterov: bool) -> list[float]:
+    """The hook's momentum from the optimizer's, also where a model is wrapped anew."""
+    momentum = Momentum(0.9, nesterov=nesterov)
+    expected = train({}, {"momentum": 0.9, "nesterov": nesterov})
+    moved = [train({"momentum": momentum, "feedback": on}, {}, wraps_anew=on) for on in (0, 1)]
+    return [float((each - expected).abs().max()) for each in moved]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_dense_momentum_in_the_hook_is_that_of_the_optimizer(nesterov: bool) -> None:
-    for found in torch_ranks.run(2, distance, nesterov):
-        assert found < 1e-6
+    for found in torch_ranks.run(2, distances, nesterov):
+        assert max(found) < 1e-6
+
+
+def use_branches(hook: dict[str, Any], sgd: dict[str, Any]) -> torch.Tensor:
+    """What no rank used keeps its velocity."""
+    ddp, _ = wrapped(Branches(), find_unused_parameters=True)
+    register(ddp, min_elements=0, **hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, **sgd)
+    for step, asked in enumerate(ASKED):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        mse_loss(ddp(x, asked[dist.get_rank()]), y).backward()
+        optimizer.step()
+    return flat(ddp)
+
+
+def branch_distances() -> list[float]:
+    found = []
+    for nesterov in (False, True):
+        momentum = Momentum(0.9, nesterov=nesterov)
+        expected = use_branches({}, {"momentum": 0.9, "nesterov": nesterov})
+        for feedback in (False, True):
+            moved = use_branches({"momentum": momentum, "feedback": feedback}, {})
+            found.append(float((moved - expected).abs().max()))
+    return found
+
+
+def test_momentum_of_parameters_that_no_rank_uses_is_that_of_the_optimizer() -> None:
+    for found in torch_ranks.run(2, branch_distances):
+        assert max(found) < 1e-6
 
 
 class Velocities:

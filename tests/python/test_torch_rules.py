@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from typing import Any
 
 import gradwire
 import pytest
+import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Stages, register, stats, warm_up
+from gradwire.torch import Momentum, Stages, register, stats, warm_up
 from gradwire.torch._rules import Rules
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_training import CODECS, LOSSY, SMALL_BUCKETS, backward, mlp, same_everywhere, wrapped
+from torch_training import (
+    CODECS,
+    LOSSY,
+    SMALL_BUCKETS,
+    backward,
+    mlp,
+    same_everywhere,
+    with_each,
+    wrapped,
+)
 
 
 def test_these_tests_are_of_all_codecs() -> None:
@@ -70,14 +82,15 @@ def test_a_codec_that_does_not_exist_is_refused(codec: Any) -> None:
 
 def by_codec(codec: str) -> tuple[dict[str, tuple[int, int]], str, list[float]]:
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
-    state = register(
-        ddp, codec=codec, feedback=True, rules=[("*.bias", "none"), ("4.*", "bf16")], min_elements=0
-    )
+    rules = [("*.bias", "none"), ("4.*", "int8:block=32")]
+    state = register(ddp, codec=codec, feedback=True, rules=rules, min_elements=0)
     ratios = []
     for step in range(3):
         backward(ddp, step)
         ratios.append(state.stats().last.ratio)
-    found = stats(ddp)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        found = stats(ddp)
+    assert printed.getvalue() == f"{found}\n"
     assert found.total.steps == found.total.kept == state.steps == 3
     assert found.total.dense_bytes == state.bytes
     assert found.last.waited > 0
@@ -92,11 +105,30 @@ def by_codec(codec: str) -> tuple[dict[str, tuple[int, int]], str, list[float]]:
 
 
 def test_parameters_have_codecs_of_their_own_and_a_table_of_them() -> None:
-    for found, table, ratios in torch_ranks.run(2, by_codec, "fp16"):
-        assert found == {"fp16": (2, 12000), "none": (3, 210), "bf16": (1, 1000)}
-        assert re.search(r"^fp16 +2 +12,000 +\d", table, re.M)
-        assert re.search(r"^total +3 +3 +0\.159 ", table, re.M)
-        assert 1.8 < ratios[-1] < 2
+    for by in torch_ranks.run(2, with_each, LOSSY, by_codec):
+        for codec, (found, table, ratios) in by.items():
+            assert found == {codec: (2, 12000), "none": (3, 210), "int8:block=32": (1, 1000)}
+            assert re.search(rf"^{codec} +2 +12,000 +\d", table, re.M)
+            assert re.search(r"^total +3 +3 +0\.159 ", table, re.M)
+            assert ratios[-1] > 1.8
+        assert by["fp16"][2][-1] < 2.2
+
+
+def first_gradients(**hook: Any) -> dict[str, torch.Tensor]:
+    ddp, _ = wrapped(mlp())
+    if hook:
+        register(ddp, **hook)
+    backward(ddp, 0)
+    return {name: each.grad for name, each in ddp.module.named_parameters()}
+
+
+def compressed_by_default() -> set[str]:
+    plain, hooked = first_gradients(), first_gradients(codec="onebit")
+    return {name for name, each in plain.items() if not each.equal(hooked[name])}
+
+
+def test_parameters_of_less_than_1024_elements_equal_plain_ddp_by_default() -> None:
+    assert torch_ranks.run(2, compressed_by_default) == [{"0.weight", "2.weight"}] * 2
 
 
 def change_together() -> list[bool]:
@@ -138,15 +170,24 @@ def test_a_model_without_the_hook_has_no_stats() -> None:
     assert "call register() first" in torch_ranks.run(1, without_a_hook)[0]
 
 
-def unnamed(codec: str) -> str:
+def unnamed() -> list[str]:
     state = register(DistributedDataParallel(mlp()))
-    with pytest.raises(gradwire.InvalidArgument) as raised:
-        gradwire.torch.State(state.communicator, codec)
-    return str(raised.value)
+    messages = []
+    wanted: list[dict[str, Any]] = [
+        {"codec": "onebit"},
+        {"momentum": Momentum()},
+        {"rules": [("*.bias", "fp16")]},
+    ]
+    for each in wanted:
+        with pytest.raises(gradwire.InvalidArgument) as raised:
+            gradwire.torch.State(state.communicator, **each)
+        messages.append(str(raised.value))
+    return messages
 
 
-def test_feedback_needs_the_names_of_the_parameters() -> None:
-    assert "named_parameters()" in torch_ranks.run(1, unnamed, "onebit")[0]
+def test_what_is_kept_by_parameter_needs_their_names() -> None:
+    (messages,) = torch_ranks.run(1, unnamed)
+    assert all("named_parameters()" in each for each in messages)
 
 
 def two_models_and_a_control() -> tuple[bool, bool]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import gradwire
 import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Stages, State, register
+from gradwire.torch import Momentum, Stages, State, register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import (
@@ -39,39 +39,62 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "unused": {**SMALL_BUCKETS, "find_unused_parameters": True},
 }
 
-Training = tuple[DistributedDataParallel, torch.optim.Optimizer, State]
+
+class Training(NamedTuple):
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    state: State
+    scaler: torch.amp.GradScaler | None = None
 
 
-def start(setting: dict[str, Any], *codecs: str) -> Training:
-    """With an algorithm whose folds depend on where in a bucket an element lies."""
+def start(setting: dict[str, Any], *codecs: str, follows: bool = False) -> Training:
+    """With an algorithm whose folds depend on where in a bucket an element lies.
+
+    The hook `follows` a scale that doubles and a learning rate that falls after every step, or
+    every other one, and has the momentum.
+    """
     ddp, _ = wrapped(Tower(len(codecs)), **setting)
-    rules = Tower.rules(codecs)
-    state = register(ddp, algorithm="ring", feedback=True, rules=rules, min_elements=0)
-    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), state
+    momentum = 0.0 if follows else 0.9
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=momentum)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1) if follows else None
+    hook: dict[str, Any] = {"rules": Tower.rules(codecs), "min_elements": 0}
+    if follows:
+        hook |= {"scaler": scaler, "optimizer": optimizer, "momentum": Momentum(0.9)}
+    state = register(ddp, algorithm="ring", feedback=True, **hook)
+    return Training(ddp, optimizer, state, scaler)
 
 
 def run(training: Training, steps: range) -> None:
-    ddp, optimizer, _ = training
+    ddp, optimizer, _, scaler = training
     for step in steps:
         optimizer.zero_grad()
-        backward(ddp, step)
-        optimizer.step()
+        backward(ddp, step, scaler)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.param_groups[0]["lr"] = 0.1 * 0.7 ** ((step + 1) // 2)
 
 
 def save(training: Training) -> bytes:
-    ddp, optimizer, state = training
     file = io.BytesIO()
-    parts = (ddp.module.state_dict(), optimizer.state_dict(), state.state_dict())
-    torch.save(parts, file)
+    torch.save([each.state_dict() for each in training_parts(training)], file)
     return file.getvalue()
 
 
 def load(training: Training, saved: bytes, **changed: Any) -> None:
-    ddp, optimizer, state = training
-    parts = torch.load(io.BytesIO(saved), weights_only=True)
-    ddp.module.load_state_dict(parts[0])
-    optimizer.load_state_dict(parts[1])
-    state.load_state_dict({**parts[2], **changed})
+    state, *others = torch.load(io.BytesIO(saved), weights_only=True)
+    own, *parts = training_parts(training)
+    own.load_state_dict({**state, **changed})
+    for part, its in zip(parts, others, strict=True):
+        part.load_state_dict(its)
+
+
+def training_parts(training: Training) -> list[Any]:
+    """That have a state_dict()."""
+    parts = (training.state, training.ddp.module, training.optimizer, training.scaler)
+    return [each for each in parts if each is not None]
 
 
 SAVED = (1, 2, 3, 7)  # before DDP rebuilds its buckets, while it may, and after that
@@ -80,15 +103,17 @@ END = 9
 
 def kept_alike(one: Training, other: Training) -> list[str]:
     """Of which parameters both have the same bits, and their hooks keep the same."""
-    (first, _, hook), (second, _, its_hook) = one, other
-    assert hook.steps == its_hook.steps
-    own, its = (each.state_dict()["feedback"] for each in (hook, its_hook))
-    values = dict(second.module.named_parameters())
+    assert one.state.steps == other.state.steps
+    own, its = (each.state.state_dict() for each in (one, other))
+    kept, its_kept = own["feedback"], its["feedback"]
+    velocities, its_velocities = own["velocities"], its["velocities"]
+    values = dict(other.ddp.module.named_parameters())
     return [
         name
-        for name, value in first.module.named_parameters()
+        for name, value in one.ddp.module.named_parameters()
         if value.equal(values[name])
-        and all(_same(own[name][what], its[name][what]) for what in own[name])
+        and all(_same(kept[name][what], its_kept[name][what]) for what in kept[name])
+        and _same(velocities.get(name), its_velocities.get(name))
     ]
 
 
@@ -96,26 +121,34 @@ def _same(one: Any, other: Any) -> bool:
     return one.equal(other) if isinstance(one, torch.Tensor) else one == other
 
 
-def interrupted(setting: dict[str, Any], codecs: Sequence[str], **changed: Any) -> list[list[str]]:
+def interrupted(
+    setting: dict[str, Any], codecs: Sequence[str], follows: bool = False, **changed: Any
+) -> list[list[str]]:
     """What has the bits of an uninterrupted run in those with a break after so many steps."""
-    whole, saved = start(setting, *codecs), {}
+    whole, saved = start(setting, *codecs, follows=follows), {}
     for step in range(END):
         if step in SAVED:
             saved[step] = save(whole)
         run(whole, range(step, step + 1))
     found = []
     for step, state in saved.items():
-        again = start(setting, *codecs)
+        again = start(setting, *codecs, follows=follows)
         load(again, state, **changed)
         run(again, range(step, END))
         found.append(kept_alike(whole, again))
     return found
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_resumed_training_has_the_bits_of_uninterrupted_training(setting: str) -> None:
+@pytest.mark.parametrize(
+    ("setting", "follows"),
+    [("default", False), ("bucket views", True), ("static graph", False), ("unused", True)],
+)
+def test_resumed_training_has_the_bits_of_uninterrupted_training(
+    setting: str, follows: bool
+) -> None:
+    """Also where the scale has just doubled and the learning rate changed."""
     names = [name for name, _ in Tower(len(RESUMED)).named_parameters()]
-    for found in torch_ranks.run(3, interrupted, SETTINGS[setting], RESUMED):
+    for found in torch_ranks.run(3, interrupted, SETTINGS[setting], RESUMED, follows):
         assert found == [names] * len(SAVED)
 
 
@@ -145,7 +178,7 @@ def in_jobs(starts: Sequence[int], setting: dict[str, Any]) -> tuple[bool, int]:
             load(job, saved)
         run(job, range(first, end))
         saved = save(job)
-    return flat(whole[0]).equal(flat(job[0])), len(warnings)
+    return flat(whole.ddp).equal(flat(job.ddp)), len(warnings)
 
 
 @pytest.mark.parametrize("setting", ["default", "static graph"])
@@ -167,14 +200,14 @@ def other_buckets() -> tuple[list[int], bool]:
     first = start(SMALL_BUCKETS, *PLAIN)
     run(first, range(3))
     saved = save(first)
-    ddp, _, state = again = start({}, *PLAIN)
+    ddp, _, state, _ = again = start({}, *PLAIN)
     load(again, saved)
     counts = []
     for step in range(3, 7):
         run(again, range(step, step + 1))
         counts.append(len(state.state_dict()["layout"]))
     run(first, range(3, 7))
-    return counts, torch.allclose(flat(ddp), flat(first[0]), atol=1e-6)
+    return counts, torch.allclose(flat(ddp), flat(first.ddp), atol=1e-6)
 
 
 def test_a_state_with_other_buckets_is_followed_until_ddp_has_its_own() -> None:
@@ -183,36 +216,71 @@ def test_a_state_with_other_buckets_is_followed_until_ddp_has_its_own() -> None:
         assert close
 
 
-def leave(codec: str) -> float:
-    """After three steps rank 2 leaves, and rank 0 takes over what it had held back."""
+def leave(codec: str, how: str) -> float:
+    """After three steps rank 2 leaves, and rank 0 takes over what it had held back.
+
+    The scale doubles at every step, and the learning rate changes as it leaves.
+    """
     module = mlp()
     books = Books(module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    hook: dict[str, Any] = {"codec": codec, "scaler": scaler, "optimizer": optimizer}
     ddp = DistributedDataParallel(module, **SMALL_BUCKETS)
-    state = register(ddp, codec=codec, feedback=True, min_elements=0)
-    for step in range(3):
-        backward(ddp, step)
-        books.deliver()
+    state = register(ddp, feedback=True, min_elements=0, **hook)
+
+    def train(ranks: int) -> None:
+        books.unit = optimizer.param_groups[0]["lr"] / scaler.get_scale()
+        backward(ddp, state.steps, scaler)
+        books.note(ranks)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        train(3)
     saved: list[Any] = [None]
     if dist.get_rank() == 2:
-        saved = [state.state_dict()]
+        saved = [at_another_scale(state.state_dict())]
     dist.broadcast_object_list(saved, src=2)
     survivors = dist.new_group([0, 1])
-    feedback = None
     if dist.get_rank() < 2:
+        optimizer.param_groups[0]["lr"] = 0.03
+        before = state
         ddp = DistributedDataParallel(module, process_group=survivors, **SMALL_BUCKETS)
-        again = register(ddp, codec=codec, feedback=state.feedback, min_elements=0)
+        goes_on = before.feedback if how == "the same feedback" else True
+        state = register(ddp, feedback=goes_on, min_elements=0, **hook)
+        if how == "a state loaded":
+            state.load_state_dict(before.state_dict())
+        if how == "residuals added":
+            state.add_residuals(before.state_dict())
         if dist.get_rank() == 0:
-            again.add_residuals(saved[0])
-        for step in range(3, 6):
-            backward(ddp, step)
-            books.deliver(ranks=2)
-        feedback = again.feedback
-    return books.missing(feedback)
+            state.add_residuals(saved[0])
+        for _ in range(3):
+            train(2)
+    units = [books.unit]
+    dist.broadcast_object_list(units)
+    books.unit = units[0]
+    return books.missing(state.feedback if dist.get_rank() < 2 else None)
+
+
+def at_another_scale(saved: dict[str, Any]) -> dict[str, Any]:
+    """The same, had it been saved at half the scale and twice the learning rate."""
+    for kept in saved["feedback"].values():
+        kept["residual"] /= 4
+    rates = [2 * each for each in saved["learning_rates"]]
+    return {**saved, "loss_scale": saved["loss_scale"] / 2, "learning_rates": rates}
+
+
+def leave_in_all_ways(codec: str) -> dict[str, float]:
+    ways = ("the same feedback", "a state loaded", "residuals added")
+    return {how: leave(codec, how) for how in ways}
 
 
 def test_what_a_rank_that_leaves_held_back_goes_to_a_survivor() -> None:
-    for found in torch_ranks.run(3, with_each, LOSSY, leave)[:2]:  # by the survivors' books
-        assert max(found.values()) < ROUNDING, found
+    for by_codec in torch_ranks.run(3, with_each, LOSSY, leave_in_all_ways)[:2]:  # who survive
+        for codec, found in by_codec.items():
+            assert max(found.values()) < ROUNDING, (codec, found)
 
 
 def refusals() -> list[str]:
@@ -244,13 +312,50 @@ def test_the_state_of_something_else_is_refused() -> None:
             assert words in message
 
 
+def refused_velocities() -> list[str]:
+    """None of which changes anything."""
+    ddp, _ = wrapped(mlp())
+    state = register(ddp, momentum=Momentum(0.9))
+    backward(ddp, 0)
+    saved = state.state_dict()
+    bare = register(DistributedDataParallel(mlp()))
+    own = {"0.weight": torch.ones(100, 20)}
+    cases = [
+        (bare, own),
+        (state, {"0.weight": torch.ones(20, 100)}),
+        (state, {"0.weight": torch.ones(100, 20).half()}),
+        (state, {"1.weight": torch.ones(100, 20)}),
+    ]
+    messages = []
+    for other, velocities in cases:
+        with pytest.raises(gradwire.InvalidArgument) as raised:
+            other.load_state_dict({**saved, "velocities": velocities})
+        messages.append(str(raised.value))
+    now = state.state_dict()["velocities"]
+    assert all(now[name].equal(each) for name, each in saved["velocities"].items())
+    return messages
+
+
+def test_velocities_of_something_else_are_refused() -> None:
+    expected = (
+        "keeps none: register it with momentum=",
+        "'0.weight' is torch.float32 of shape (20, 100), the model's parameter torch.float32 of "
+        "(100, 20)",
+        "'0.weight' is torch.float16 of shape (100, 20)",
+        "a velocity of '1.weight', the model no parameter",
+    )
+    for message, words in zip(torch_ranks.run(1, refused_velocities)[0], expected, strict=True):
+        assert words in message
+
+
 def resume_a_schedule() -> tuple[int, list[bool]]:
     """The codec changes in step 4, one of the resumed ones."""
     stages = Stages((0, "none"), (4, LOSSY[0]))
 
     def begin() -> Training:
         ddp, _ = wrapped(mlp())
-        return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), register(ddp, codec=stages)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        return Training(ddp, optimizer, register(ddp, codec=stages))
 
     first = begin()
     run(first, range(3))
@@ -259,8 +364,8 @@ def resume_a_schedule() -> tuple[int, list[bool]]:
     kept = []
     for step in range(3, 6):
         run(again, range(step, step + 1))
-        kept.append(bool(again[2].feedback.residual("2.weight").any()))
-    return again[2].steps, kept
+        kept.append(bool(again.state.feedback.residual("2.weight").any()))
+    return again.state.steps, kept
 
 
 def test_a_schedule_goes_on_where_it_was() -> None:

@@ -56,15 +56,36 @@ class Tower(nn.Module):
         return [(f"layers.{i}.*", codec) for i, codec in enumerate([*codecs, *codecs])]
 
 
+class Branches(nn.Module):
+    """Uses those of its branches that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.branches = nn.ModuleList(nn.Linear(20, 10) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, asked: list[int]) -> torch.Tensor:
+        return sum(self.branches[i](x) for i in asked)
+
+
+# By step and rank, the branches used: the third by one rank, then by none, then by all.
+ASKED = [[[0, 1], [1, 2]], [[0, 1], [0]], [[1], [0]], [[0, 1, 2], [0, 1, 2]], [[2], [1]]]
+IGNORED = [
+    {f"branches.{i}.{each}" for i in unused for each in ("weight", "bias")}
+    for unused in ([], [2], [2], [], [0])
+]
+
+
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Differs between ranks and steps."""
     source = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     return torch.randn(16, 20, generator=source), torch.randn(16, 10, generator=source)
 
 
-def backward(ddp: nn.Module, step: int) -> None:
+def backward(ddp: nn.Module, step: int, scaler: torch.amp.GradScaler | None = None) -> None:
     x, y = batch(step)
-    mse_loss(ddp(x), y).backward()
+    loss = mse_loss(ddp(x), y)
+    (loss if scaler is None else scaler.scale(loss)).backward()
 
 
 def flat(model: nn.Module) -> torch.Tensor:

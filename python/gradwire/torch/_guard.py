@@ -29,7 +29,7 @@ class Guard:
         self._partly = False  # some gradients came, and the hook did not run yet
         self._before: list[tuple[torch.Tensor | None, int]] = []
 
-    def before_forward(self) -> None:
+    def require_averaged(self) -> None:
         """Raises where gradients of an earlier forward were never averaged."""
         if self._partly and self._count() == self._seen:
             self._refuse()

@@ -13,32 +13,53 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._communicator import Communicator
 from gradwire._work import Work
+from gradwire.torch._scales import Units
 
 
 class Active:
-    """How many ranks train, where averages are to be over these."""
+    """Which ranks train, and how many where averages are to be over these."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
+        self._forward = False  # went through the model since the last step began
         self._trains = False
         self._count = torch.zeros(1, dtype=torch.int64)
 
     @property
+    def in_join(self) -> bool:
+        """Whether ranks may have no inputs left; the same on all ranks."""
+        config = getattr(self._ddp(), "_join_config", None)  # torch offers no public way to it
+        return config is not None and bool(config.enable)
+
+    @property
     def counts(self) -> bool:
-        """Whether DDP is to divide by it; the same on all ranks."""
-        ddp = self._ddp()  # torch offers no public way to what join() was given
-        config = getattr(ddp, "_join_config", None)
-        divides_by_all = getattr(ddp, "_divide_by_initial_world_size", True)
-        return config is not None and config.enable and not divides_by_all
+        """Whether DDP is to divide by those that train; the same on all ranks."""
+        return self.in_join and not getattr(self._ddp(), "_divide_by_initial_world_size", True)
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has no inputs left in the step under way."""
+        return self.in_join and not self._trains
 
     def note_forward(self) -> None:
         """This rank trains in this step."""
-        self._trains = True
+        self._forward = True
+
+    def begin_step(self) -> None:
+        """Its forward, if there was any, is over."""
+        self._trains, self._forward = self._forward, False
+
+    def agree(self, communicator: Communicator, units: Units) -> Units:
+        """Those of the ranks that train; who does not no longer follows scaler and optimizer."""
+        own = torch.tensor([units.loss_scale, *units.rates], dtype=torch.float64)
+        agreed = own * self._trains
+        communicator.all_reduce(agreed, op="max")
+        loss_scale, *rates = agreed.tolist()
+        return Units(loss_scale, tuple(rates))
 
     def share(self, communicator: Communicator) -> Work:
-        """Tells the other ranks whether this one trained in the step that ends."""
+        """Tells the other ranks whether this one trains in this step."""
         self._count = torch.tensor([int(self._trains)])
-        self._trains = False
         work: Work = communicator.all_reduce(self._count, op="sum", async_op=True)
         return work
 

@@ -13,10 +13,11 @@ from gradwire._feedback import ErrorFeedback, Keys
 from gradwire._reductions import CodecLike
 from gradwire.torch import _saved
 from gradwire.torch._clipping import Clipping
+from gradwire.torch._kept import kept_with
 from gradwire.torch._momentum import Momentum, Velocities
 from gradwire.torch._parcels import Packing, Parcel
 from gradwire.torch._rules import Rules, is_sparse
-from gradwire.torch._scales import LearningRate, LossScale, Scaler
+from gradwire.torch._scales import Scaler, Scales, Units
 from gradwire.torch._unused import Unused
 
 
@@ -45,9 +46,14 @@ class Memory:
         self.feedback, self.unused = feedback, unused
         self._names, self._rules = names, rules
         self._packing, self._clipping = Packing(), clipping
-        self._velocities = None if momentum is None else Velocities(momentum)
-        self._loss_scale, self._learning_rate = LossScale(scaler), LearningRate(optimizer)
+        self.scales, self._kept = Scales(scaler, optimizer), kept_with(feedback)
+        self._velocities: Velocities | None = None
+        if momentum is not None:
+            self._velocities = Velocities(momentum, self._kept.velocities)
+            known = self._kept.velocities.keys() & names.values()
+            _saved.check_velocities({name: self._kept.velocities[name] for name in known}, names)
         # Of the step under way:
+        self._loss_scale = 1.0
         self._keyed: dict[str, torch.Tensor] = {}
         self._sparse: list[str] = []
         self._plain: list[torch.Tensor] = []
@@ -57,14 +63,12 @@ class Memory:
         """Whether a step's buckets travel only when all of them are there."""
         return self._packing.holds or self._clipping is not None
 
-    def begin_step(self, step: int) -> None:
-        """Raises InvalidArgument for scales that cannot be followed."""
-        loss_scale = self._loss_scale.factor()
-        factor = loss_scale * self._learning_rate.factor()
-        if self._velocities is not None and loss_scale != 1:
-            self._velocities.scale(loss_scale)
-        if self.feedback is not None and factor != 1:
-            self.feedback.scale(factor)
+    def begin_step(self, step: int, units: Units) -> None:
+        """`units` are those of the gradients to come, the same on all ranks.
+
+        Raises InvalidArgument where what was kept cannot follow them.
+        """
+        self._follow(units)
         if self.feedback is not None:
             self.feedback.begin_step()
         self._packing.begin_step(step)
@@ -99,7 +103,8 @@ class Memory:
         keep = well and all(bool(torch.isfinite(each).all()) for each in self._plain)
         if self.feedback is not None:
             keep = self.feedback.end_step(keep)
-            self._put_back(keep)
+        if self.unused is not None and keep:
+            self._put_back(self.unused)
         if self._velocities is not None:
             self._velocities.end_step(keep, self._sparse, self.feedback)
         return keep
@@ -109,51 +114,70 @@ class Memory:
         velocities = {} if self._velocities is None else self._velocities.kept
         return {
             "layout": self._packing.layout,
-            "loss_scale": self._loss_scale.last,
-            "learning_rates": list(self._learning_rate.last),
+            "loss_scale": self._kept.units.loss_scale or None,
+            "learning_rates": list(self._kept.units.rates),
             "feedback": {} if self.feedback is None else _saved.to_tensors(self.feedback),
             "velocities": {name: each.clone() for name, each in velocities.items()},
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Raises InvalidArgument for residuals of another model, or without feedback."""
+        """Raises InvalidArgument for what is of another model, and where nothing is to keep it."""
         self._check(saved)
+        self._check_velocities(saved["velocities"])
         if self.feedback is not None:
             self.feedback.load_state_dict(_saved.to_arrays(saved["feedback"]))
         if self._velocities is not None:
             self._velocities.load(saved["velocities"])
-        self._loss_scale.last = saved["loss_scale"]
-        self._learning_rate.last = list(saved["learning_rates"])
+        self._kept.units = _saved.units(saved)
         self._packing.resume(tuple(map(tuple, saved["layout"])), int(saved["steps"]))
 
     def add_residuals(self, saved: Mapping[str, Any]) -> None:
         """Those of another rank, in this one's units; raises InvalidArgument like the above."""
         self._check(saved)
-        own, its = self._loss_scale.last, saved["loss_scale"]
-        factor = own / its if own and its else 1
+        its = _saved.units(saved)
+        own = self._kept.units.over(its)
+        factor = its.loss_factor(own) * its.rate_factor(own)
         for name, kept in saved["feedback"].items():
             assert self.feedback is not None  # checked
             self.feedback.add(name, kept["residual"].numpy() * factor)
+        self._kept.units = own
+
+    def _follow(self, units: Units) -> None:
+        before, self._loss_scale = self._kept.units, units.loss_scale or 1.0
+        loss, rate = before.loss_factor(units), before.rate_factor(units)
+        if self.feedback is not None and loss * rate != 1:
+            self.feedback.scale(loss * rate)
+        if self._velocities is not None and loss != 1:
+            self._velocities.scale(loss)
+        self._kept.units = units.over(before)
 
     def _clipped(self, bucket: Parcel, is_last: bool) -> Sequence[Parcel]:
         if self._clipping is None:
             return [bucket]
-        return self._clipping.put(bucket, is_last, self._loss_scale.last or 1)
+        return self._clipping.put(bucket, is_last, self._loss_scale)
 
-    def _put_back(self, kept: bool) -> None:
-        """What residuals delivered to parameters that no rank used: DDP drops it."""
-        if self.unused is None or self.feedback is None or not kept:
-            return
-        for name in self.unused.of(self._keyed):
-            self.feedback.add(name, self._keyed[name].numpy())
+    def _put_back(self, unused: Unused) -> None:
+        """What travelled of parameters that no rank used: DDP drops it."""
+        names = unused.names
+        own = {} if self._velocities is None else self._velocities.take_back(names)
+        for name in names & self._keyed.keys():
+            assert self.feedback is not None  # which has keys
+            back = self._keyed[name]
+            self.feedback.add(name, (back - own[name] if name in own else back).numpy())
 
     def _check(self, saved: Mapping[str, Any]) -> None:
-        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
-        _saved.check(saved["feedback"], sizes)
+        _saved.check(saved["feedback"], self._names)
         if saved["feedback"] and self.feedback is None:
             raise InvalidArgument(
                 "the state holds residuals, and this hook keeps none: register it with "
                 "feedback=True"
+            )
+
+    def _check_velocities(self, saved: Mapping[str, torch.Tensor]) -> None:
+        _saved.check_velocities(saved, self._names)
+        if saved and self._velocities is None:
+            raise InvalidArgument(
+                "the state holds velocities, and this hook keeps none: register it with momentum="
             )
 
     def _parcel(self, bucket: dist.GradBucket) -> Parcel:
@@ -185,9 +209,9 @@ class Memory:
             return
         groups = parcel.groups(self._rules, step)
         if self.feedback is None and len(groups) == 1:
-            yield Call([parcel.buffer], next(iter(groups)))
+            yield Call([parcel.buffer], groups[0][0])
             return
-        for codec, indices in groups.items():
+        for codec, indices in groups:
             arrays = [parcel.gradients[i] for i in indices]
             keys = [(parcel.names[i], parcel.gradients[i].numel()) for i in indices]
             yield Call(arrays, codec, None if self.feedback is None else keys)

@@ -38,9 +38,10 @@ class Momentum:
 class Velocities:
     """This rank's, by parameter; changed for good when the step is kept."""
 
-    def __init__(self, momentum: Momentum) -> None:
+    def __init__(self, momentum: Momentum, kept: dict[str, torch.Tensor]) -> None:
+        """Goes on from `kept`, and keeps there what it has after each step."""
         self._momentum = momentum
-        self.kept: dict[str, torch.Tensor] = {}
+        self.kept = kept
         self._next: dict[str, torch.Tensor] = {}
 
     def apply(self, parcel: Parcel) -> None:
@@ -56,19 +57,27 @@ class Velocities:
             else:
                 gradient.copy_(velocity)
 
+    def take_back(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Lets parameters without a gradient be as before the step; returns what they sent."""
+        taken = {name: self._next.pop(name) for name in names if name in self._next}
+        if self._momentum.nesterov:
+            return {name: each * self._momentum.factor for name, each in taken.items()}
+        return taken
+
     def end_step(self, keep: bool, sparse: Iterable[str], feedback: ErrorFeedback | None) -> None:
         """`sparse` are the parameters of which only some elements were sent."""
         if keep:
             self.kept.update(self._next)
         if keep and self._momentum.masking and feedback is not None:
-            for name in sparse:
+            for name in self._next.keys() & sparse:
                 waiting = torch.from_numpy(feedback.residual(name) != 0)
                 self.kept[name].view(-1).mul_(waiting)
         self._next = {}
 
     def load(self, kept: Mapping[str, torch.Tensor]) -> None:
         """In place of what there was."""
-        self.kept = {name: each.clone() for name, each in kept.items()}
+        self.kept.clear()
+        self.kept.update((name, each.clone()) for name, each in kept.items())
 
     def scale(self, factor: float) -> None:
         """For a changed loss scale."""

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from gradwire._reductions import CodecLike
+from gradwire.codec import Codec
 from gradwire.torch._rules import Rules
 
 Layout: TypeAlias = tuple[tuple[str, ...], ...]  # by bucket, the names of its parameters
@@ -33,12 +34,15 @@ class Parcel(NamedTuple):
     names: Sequence[str]  # of the parameters; none where they are not known
     gradients: Sequence[torch.Tensor]  # views of the buffer, of the parameters' shapes
 
-    def groups(self, rules: Rules, step: int) -> dict[CodecLike, list[int]]:
-        """By codec, the parameters that it is for; in the same order on every rank."""
-        found: dict[CodecLike, list[int]] = {}
+    def groups(self, rules: Rules, step: int) -> list[tuple[CodecLike, list[int]]]:
+        """Each codec and the parameters that it is for; in the same order on every rank."""
+        found: dict[object, tuple[CodecLike, list[int]]] = {}
         for i, (name, gradient) in enumerate(zip(self.names, self.gradients, strict=True)):
-            found.setdefault(rules.codec(name, gradient.numel(), step), []).append(i)
-        return found
+            codec = rules.codec(name, gradient.numel(), step)
+            # A user's own need not be hashable.
+            same = id(codec) if isinstance(codec, Codec) else codec
+            found.setdefault(same, (codec, []))[1].append(i)
+        return list(found.values())
 
 
 class Packing:

@@ -53,7 +53,9 @@ def register(
 
     What a codec loses is kept by parameter and sent later, with `feedback`: None if a codec needs
     it or changes with the step, True also if none does, False never, or a `gradwire.ErrorFeedback`
-    that goes on. With `scaler`, a GradScaler, it follows the loss scale; with `optimizer` it
+    that goes on: that of the hook before, with the scale, the rates and the velocities that belong
+    to it, where the model is wrapped anew since ranks left or parameters were frozen or thawed.
+    With `scaler`, a GradScaler, it follows the loss scale; with `optimizer` it
     follows the learning rate, so that it moves weights as far as it would have when it was kept.
     `momentum` moves momentum from the optimizer into the hook. `clip_norm` clips each rank's own
     gradient, of all parameters together, to the L2 norm clip_norm / sqrt(ranks) before it is added
@@ -115,6 +117,7 @@ def stats(ddp: DistributedDataParallel) -> Stats:
 def _watch(ddp: DistributedDataParallel, state: State, active: Active) -> None:
     """Has every forward in training raise the state's error, and look after its backward."""
     guard = Guard(list(ddp.module.parameters()), partial(getattr, state._steps, "handed_over"))
+    state._guard = guard
     ddp.register_forward_pre_hook(partial(_before_forward, state, guard))
     ddp.register_forward_hook(partial(_after_forward, state, guard, active))
 
@@ -124,7 +127,7 @@ def _before_forward(state: State, guard: Guard, ddp: DistributedDataParallel, _:
         return
     state._steps.raise_error()
     if ddp.require_backward_grad_sync:
-        guard.before_forward()
+        guard.require_averaged()
 
 
 def _after_forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,49 +18,66 @@ class Scaler(Protocol):
         """By which losses are multiplied."""
 
 
-class LossScale:
-    """The scaler's: a residual of half the scale counts twice."""
+@dataclass(frozen=True)
+class Units:
+    """What the number 1 in a gradient counts: by what a loss is multiplied, and then a step."""
 
-    def __init__(self, scaler: Scaler | None) -> None:
-        self._scaler = scaler
-        self.last: float | None = None
+    loss_scale: float = 0.0  # 0 where it is not followed
+    rates: tuple[float, ...] = ()  # by parameter group; empty where they are not followed
 
-    def factor(self) -> float:
-        """By which residuals must be multiplied before this step."""
+    def loss_factor(self, now: Units) -> float:
+        """By which to multiply what was kept in these units: a half of the scale counts twice."""
+        followed = self.loss_scale and now.loss_scale
+        return now.loss_scale / self.loss_scale if followed else 1.0
+
+    def rate_factor(self, now: Units) -> float:
+        """The same for learning rates: what waited at twice the rate must still move as far.
+
+        Rates of 0 are passed over. Raises InvalidArgument where groups differ in it. (Zheng et al.
+        2019, "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback",
+        Algorithm 1)
+        """
+        if not all(now.rates) or len(self.rates) != len(now.rates):
+            return 1.0
+        factors = [before / after for before, after in zip(self.rates, now.rates, strict=True)]
+        if not all(math.isclose(each, factors[0], rel_tol=1e-6) for each in factors):
+            raise InvalidArgument(
+                f"the learning rates changed from {list(self.rates)} to {list(now.rates)}: "
+                "residuals follow one factor for all parameter groups only; leave out optimizer=, "
+                "and use state.scale_residuals()"
+            )
+        return factors[0] if factors else 1.0
+
+    def over(self, others: Units) -> Units:
+        """These, and the others where these say nothing."""
+        rates = self.rates if self.rates and all(self.rates) else others.rates
+        return Units(self.loss_scale or others.loss_scale, rates)
+
+
+class Scales:
+    """Reads the units off what a training script sets them with."""
+
+    def __init__(self, scaler: Scaler | None, optimizer: torch.optim.Optimizer | None) -> None:
+        self._scaler, self._optimizer = scaler, optimizer
+
+    @property
+    def followed(self) -> bool:
+        """Whether there is any."""
+        return self._scaler is not None or self._optimizer is not None
+
+    def now(self) -> Units:
+        """Raises InvalidArgument for a scale that cannot be followed."""
+        return Units(self._loss_scale(), self._rates())
+
+    def _loss_scale(self) -> float:
         if self._scaler is None:
-            return 1
+            return 0.0
         now = float(self._scaler.get_scale())
         if not (now > 0 and math.isfinite(now)):
             raise InvalidArgument(f"the GradScaler's scale is {now}: residuals cannot follow it")
-        last, self.last = self.last, now
-        return 1 if last is None else now / last
+        return now
 
-
-class LearningRate:
-    """The optimizer's: what was held back at twice the rate must still move weights as far.
-
-    (Zheng et al. 2019, "Communication-Efficient Distributed Blockwise Momentum SGD with Error-
-    Feedback", Algorithm 1)
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._optimizer = optimizer
-        self.last: list[float] = []  # by parameter group
-
-    def factor(self) -> float:
-        """By which residuals must be multiplied before this step; rates of 0 are passed over."""
+    def _rates(self) -> tuple[float, ...]:
         if self._optimizer is None:
-            return 1
-        now = [float(group["lr"]) for group in self._optimizer.param_groups]
-        if not all(now):
-            return 1
-        last, self.last = self.last, now
-        if len(last) != len(now):
-            return 1
-        factors = [before / after for before, after in zip(last, now, strict=True)]
-        if not all(math.isclose(each, factors[0], rel_tol=1e-6) for each in factors):
-            raise InvalidArgument(
-                f"the learning rates changed from {last} to {now}: residuals follow one factor for "
-                "all parameter groups only; leave out optimizer=, and use state.scale_residuals()"
-            )
-        return factors[0]
+            return ()
+        return tuple(float(group["lr"]) for group in self._optimizer.param_groups)

@@ -15,6 +15,7 @@ from gradwire._reductions import CodecLike
 from gradwire._schedules import Schedule
 from gradwire.torch import _saved
 from gradwire.torch._clipping import Clipping
+from gradwire.torch._guard import Guard
 from gradwire.torch._joined import Active
 from gradwire.torch._memory import Memory
 from gradwire.torch._momentum import Momentum
@@ -23,6 +24,8 @@ from gradwire.torch._scales import Scaler
 from gradwire.torch._stats import Stats, by_codec
 from gradwire.torch._steps import Steps
 from gradwire.torch._unused import Unused
+
+_BY_PARAMETER = "use gradwire.torch.register(), or give parameters=ddp.module.named_parameters()"
 
 
 class State:
@@ -62,12 +65,16 @@ class State:
         _require_algorithm(algorithm, self._rules.lossy, communicator)
         self.communicator, self.codec, self.algorithm = communicator, codec, algorithm
         kept = _feedback(feedback, self._rules, bool(self._names))
-        unused = Unused(self._names) if find_unused and kept is not None else None
+        if not self._names and (momentum is not None or rules):
+            raise InvalidArgument(f"momentum= and rules= are by parameter: {_BY_PARAMETER}")
+        keeps = kept is not None or momentum is not None
+        unused = Unused(self._names) if find_unused and keeps else None
         clipping = None if clip_norm is None else Clipping(clip_norm, communicator.size)
         self._memory = Memory(
             self._names, self._rules, kept, momentum, scaler, optimizer, unused, clipping
         )
         self._steps = Steps(communicator, algorithm, self._memory, active)
+        self._guard: Guard | None = None
         # At exit it runs before the interpreter shuts down.
         self._close = weakref.finalize(self, self._steps.close, owns_communicator)
 
@@ -112,9 +119,11 @@ class State:
     def close(self) -> None:
         """Ends the hook's threads, and its communicator if `register` made that; also at exit.
 
-        Aborts the communicator where buckets are on their way.
+        Aborts the communicator where buckets are on their way. Raises Error, when all is done,
+        where the last backward left the hook out.
         """
         self._close()
+        self._require_averaged()
 
     def stats(self) -> Stats:
         """Bytes, ratio and waiting of the last step and of all; residuals as they are now."""
@@ -136,8 +145,10 @@ class State:
         """This rank's residuals and all that the next step depends on; each rank saves its own.
 
         Tensors and plain values, by parameter name. After an error it is as of the last step that
-        ended well. Not to be called within backward.
+        ended well. Not to be called within backward. Raises Error where the last backward left the
+        hook out.
         """
+        self._require_averaged()
         self._steps.drop()
         return {"version": _saved.VERSION, "steps": self.steps, **self._memory.state_dict()}
 
@@ -165,6 +176,10 @@ class State:
         self._steps.drop()
         self._memory.add_residuals(saved)
 
+    def _require_averaged(self) -> None:
+        if self._guard is not None and self.error is None:
+            self._guard.require_averaged()
+
     def _codec_of(self, name: str, parameter: torch.Tensor) -> CodecLike:
         """In the last step."""
         if parameter.dtype is not torch.float32:
@@ -185,10 +200,7 @@ def _feedback(
     if given is False or (given is None and not rules.needs_feedback):
         return None
     if not named:
-        raise InvalidArgument(
-            "error feedback is kept by parameter: use gradwire.torch.register(), or give "
-            "parameters=ddp.module.named_parameters()"
-        )
+        raise InvalidArgument(f"error feedback is kept by parameter: {_BY_PARAMETER}")
     return given if isinstance(given, ErrorFeedback) else ErrorFeedback()
 
 

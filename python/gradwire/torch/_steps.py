@@ -21,6 +21,7 @@ from gradwire._work import Work
 from gradwire.torch._completions import Completions
 from gradwire.torch._joined import Active
 from gradwire.torch._memory import Call, Memory
+from gradwire.torch._scales import Units
 from gradwire.torch._stats import Counters
 
 _CLOSED = "the hook's State is closed: register another"
@@ -119,23 +120,41 @@ class Steps:
         if self.closed:
             raise Aborted(_CLOSED)
         if self._step.ended.is_set():
-            counts = self._active is not None and self._active.counts
-            self._step = _Step(self.communicator.traffic, counts)
-            self.memory.begin_step(self.done)
-            self._step.open = True
+            self._begin()
         self._step.count(bucket.buffer())
         for parcel in self.memory.parcels(bucket, bucket.is_last()):
             for call in self.memory.calls(parcel, self.done):
                 works.append(self._average(call))
         if bucket.is_last() and self.memory.unused is not None:
-            works.append(self.memory.unused.share(self.communicator))
+            joined = self._active is not None and self._active.joined
+            works.append(self.memory.unused.share(self.communicator, again=joined))
         if bucket.is_last() and self._active is not None and self._step.counts_active:
             works.append(self._active.share(self.communicator))
 
+    def _begin(self) -> None:
+        counts = self._active is not None and self._active.counts
+        self._step = _Step(self.communicator.traffic, counts)
+        self.memory.begin_step(self.done, self._units())
+        self._step.open = True
+
+    def _units(self) -> Units:
+        """Of the gradients of the step that begins, the same on all ranks."""
+        units = self.memory.scales.now()
+        if self._active is not None:
+            self._active.begin_step()
+            if self._active.in_join and self.memory.scales.followed:
+                return self._active.agree(self.communicator, units)
+        return units
+
     def _average(self, call: Call) -> Work:
+        op = "avg"
+        if call.arrays[0].dtype is torch.float16:  # a sum may be too large, and then scaled
+            op = "sum"
+            for each in call.arrays:
+                each.mul_(1 / self.communicator.size)
         work: Work = self.communicator.all_reduce(
             call.arrays[0] if len(call.arrays) == 1 else call.arrays,
-            op="avg",
+            op=op,
             algorithm=self.algorithm,
             codec=call.codec,
             keys=call.keys,

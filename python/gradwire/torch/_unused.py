@@ -1,13 +1,13 @@
 """Parameters that no rank used in a step.
 
 With find_unused_parameters DDP throws the average of such a parameter away. What its residuals
-delivered into it is put back, so that nothing is lost.
+delivered into it is put back, so that nothing is lost, and its velocity stays as it was.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -27,15 +27,20 @@ class Unused:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_Mark(used, name))
 
-    def share(self, communicator: Communicator) -> Work:
-        """Tells the other ranks what this one used since it last did so."""
-        self._shared, self._map = self._map, torch.zeros_like(self._map)
+    def share(self, communicator: Communicator, again: bool) -> Work:
+        """Tells the other ranks what this one used since it last did so.
+
+        Or `again` what all did, as DDP does on a rank without inputs left within `join()`.
+        """
+        own = self._shared if again else self._map
+        self._shared, self._map = own.clone(), torch.zeros_like(own)
         work: Work = communicator.all_reduce(self._shared, op="max", async_op=True)
         return work
 
-    def of(self, names: Iterable[str]) -> list[str]:
-        """Those that no rank used, once the work is over."""
-        return [name for name in names if not self._shared[self._index[name]]]
+    @property
+    def names(self) -> set[str]:
+        """Of the parameters that no rank used, once the work is over."""
+        return {name for name, i in self._index.items() if not self._shared[i]}
 
     def mark(self, name: str) -> None:
         """This rank has a gradient of it."""
