@@ -189,6 +189,69 @@ def test_accuracy_is_composed_with_the_step_times_of_links(
     assert (tmp_path / "train-seconds.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_every_codec_is_trained_with_its_control(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    runs = train.plan(train.parse_options(), "Fashion-MNIST")
+    assert len(set(runs)) == len(runs)
+    assert {(run.batch, run.seed) for run in runs} == {(b, s) for b in (16, 64) for s in (1, 2, 3)}
+    assert {run.ranks for run in runs} == {4}
+    assert min(run.epochs for run in runs) >= 3
+    for batch in (16, 64):
+        for seed in (1, 2, 3):
+            chosen = [Method.parse(run.method) for run in runs if run[1:3] == (batch, seed)]
+            with_feedback = {each.family for each in chosen if each.feeds_back}
+            without = {each.family for each in chosen if not each.feeds_back}
+            assert with_feedback == set(gradwire.codecs()) - {"none"}
+            assert without == {*gradwire.codecs(), *methods.PEERS}
+            # A control differs in nothing but feedback.
+            assert {each.control for each in chosen if each.feeds_back} <= set(chosen)
+
+
+def test_the_demo_shows_four_codecs_beside_gloo(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("sklearn")
+    import demo
+
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    chosen = [each.check() for each in demo.parse_options().codecs]
+    assert [(each.family, each.control) for each in chosen] == [
+        *(("none", Method("none")), ("fp16", Method("fp16"))),
+        *(("onebit", Method("onebit", False)), ("threshold", Method("threshold", False))),
+    ]
+
+
+def without_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int) -> list[str]:
+    """The commands that are run instead of apt-get's, which fail."""
+    ran = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        ran.append(" ".join(command))
+        return subprocess.CompletedProcess(command, int("install" in command))
+
+    monkeypatch.setattr(images, "DEBIAN_FASHION_MNIST", tmp_path / "absent")
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(subprocess, "run", run)
+    return ran
+
+
+def test_the_images_are_asked_for_without_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    ran = without_fashion_mnist(tmp_path, monkeypatch, user=1000)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--runs", str(tmp_path / "runs")])
+    assert train.main() == 1
+    assert "sudo apt-get install dataset-fashion-mnist" in capsys.readouterr().err
+    assert ran == []
+
+
+def test_root_installs_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ran = without_fashion_mnist(tmp_path, monkeypatch, user=0)
+    with pytest.raises(RuntimeError, match=r"apt-get install failed; .* dataset-fashion-mnist"):
+        images.load_fashion_mnist()
+    assert [each.split()[3] for each in ran] == ["update", "install"]
+    assert ran[1].endswith("dataset-fashion-mnist")
+
+
 def test_it_trains_what_is_not_there_yet(tiny: Path, monkeypatch: pytest.MonkeyPatch):
     runs = tiny / "runs.jsonl"
     command = [str(TRAIN), "--data", str(tiny), "--runs", str(runs), "--ranks", "2"]
