@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import gc
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -75,6 +78,71 @@ def test_a_killed_rank_is_a_typed_error_of_every_step(setting: str) -> None:
         assert (name, peer) == ("TransportError", 1)
         assert "rank 1" in text
         assert waited < 4
+
+
+def train_unevenly(ddp: DistributedDataParallel, by_all: bool, within: str) -> None:
+    """Rank 1 dies in a step of which rank 0 has no part."""
+    with ddp.join(divide_by_initial_world_size=by_all):
+        for number in range(2 if dist.get_rank() == 0 else 9):
+            if number == 5 and dist.get_rank() == 1:
+                if within == "forward":
+                    torch_ranks.die()
+                next(ddp.parameters()).register_hook(lambda _: torch_ranks.die())
+            step(ddp, number)
+
+
+def lose_a_rank_in_join(by_all: bool, within: str) -> tuple[str, int, bool]:
+    ddp = DistributedDataParallel(model(), **SMALL_BUCKETS)
+    state = register(ddp)
+    with pytest.raises(gradwire.TransportError) as raised:
+        train_unevenly(ddp, by_all, within)
+    return str(state.error), raised.value.peer, raised.value is state.error
+
+
+@pytest.mark.parametrize(("by_all", "within"), [(False, "forward"), (True, "backward")])
+def test_a_rank_that_is_lost_within_join_is_named(by_all: bool, within: str) -> None:
+    ended = torch_ranks.run(3, lose_a_rank_in_join, by_all, within, dying=(1,))
+    for text, peer, same in (ended[0], ended[2]):
+        assert "rank 1" in text
+        assert peer == 1
+        assert same
+
+
+# How a rank's program ends, outside of backward, and what the others are told.
+ENDS = {
+    "raises": ("raise ValueError('bad batch')", "Aborted", "rank 1.* ValueError: bad batch"),
+    "exits": ("", "TransportError", "rank 1 closed its communicator, or ended its program"),
+    "crashes": ("import ctypes; ctypes.string_at(0)", "TransportError", "rank 1"),
+}
+
+
+def end_alone(how: str) -> tuple[str, int, str]:
+    """Rank 1 does, while the others are within backward."""
+    store = dist.distributed_c10d._get_default_store()
+    ddp = DistributedDataParallel(model(), **SMALL_BUCKETS)
+    register(ddp)
+    for number in range(2):
+        step(ddp, number)
+    if dist.get_rank() == 1:
+        store.wait(["a bucket waits"])
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        ctypes.pythonapi.PyRun_SimpleString(ENDS[how][0].encode())  # as a program's main module
+        atexit._run_exitfuncs()  # as sys.exit does; it then takes seconds to let go of torch
+        os._exit(3)
+    last = list(ddp.parameters())[-1]
+    last.register_post_accumulate_grad_hook(lambda _: store.set("a bucket waits", "yes"))
+    with pytest.raises((gradwire.Aborted, gradwire.TransportError)) as raised:
+        step(ddp, 2)
+    return type(raised.value).__name__, raised.value.peer, str(raised.value)
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_ends_alone_is_named_in_backward(how: str) -> None:
+    _, name, text = ENDS[how]
+    ended = torch_ranks.run(3, end_alone, how, dying=(1,))
+    for found in (ended[0], ended[2]):
+        assert found[:2] == (name, 1)
+        assert re.search(text, found[2])
 
 
 def stop_a_rank() -> tuple[str, int]:

@@ -2,18 +2,31 @@
 
 With `divide_by_initial_world_size=False` DDP averages over those that still train. Its reducer
 leaves that to a hook, too, and does not tell it how many these are.
+
+`join()` has collectives of its own, over the process group. Where a rank is lost they fail with an
+error that names none, often before a bucket does, so the method is replaced on the model.
 """
 
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._communicator import Communicator
+from gradwire._errors import Error
 from gradwire._work import Work
 from gradwire.torch._scales import Units
+
+if TYPE_CHECKING:
+    from gradwire.torch._state import State
+
+_NEWS = 2.0  # seconds in which the loss of a rank is heard of that a collective failed for
 
 
 class Active:
@@ -66,3 +79,43 @@ class Active:
     def factor(self, ranks: int) -> float:
         """From the average over all ranks to that over those that train, once the work is over."""
         return ranks / int(self._count)
+
+
+def join_by(ddp: DistributedDataParallel, state: State) -> None:
+    """Lets the state's error come out of the model's `join()` where torch raises one of its own."""
+    setattr(ddp, "join", partial(_Join, state, weakref.ref(ddp)))  # noqa: B010
+
+
+class _Join:
+    """What torch's `join()` returns, with that difference."""
+
+    def __init__(
+        self, state: State, model: weakref.ref[DistributedDataParallel], *args: Any, **named: Any
+    ) -> None:
+        self._state = state
+        join: Any = DistributedDataParallel.join
+        self._torchs: AbstractContextManager[object] = join(model(), *args, **named)
+
+    def __enter__(self) -> object:
+        return self._torchs.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._torchs.__exit__(kind, error, trace)
+        except RuntimeError as its:
+            self._explain(its)
+            raise
+        if isinstance(error, RuntimeError):
+            self._explain(error)
+
+    def _explain(self, error: RuntimeError) -> None:
+        if not (isinstance(error, Error) or self._state.closed):
+            try:
+                self._state._steps.hear(_NEWS)
+            except Error as its:
+                raise its from error

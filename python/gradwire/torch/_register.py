@@ -18,7 +18,7 @@ from gradwire.torch._buffers import broadcast_buffers_by
 from gradwire.torch._group import communicator_of
 from gradwire.torch._guard import Guard
 from gradwire.torch._hook import comm_hook
-from gradwire.torch._joined import Active
+from gradwire.torch._joined import Active, join_by
 from gradwire.torch._momentum import Momentum
 from gradwire.torch._rules import Rules, Wanted
 from gradwire.torch._scales import Scaler
@@ -68,10 +68,11 @@ def register(
     RendezvousError, and InvalidArgument for an unknown codec or algorithm and for a communicator of
     another size or another order of ranks.
 
-    Within `join()` averages are over all ranks or, with `divide_by_initial_world_size=False`, over
-    those that still train. Buffers (of batch normalisation) travel over gradwire too. Forward and
-    backward raise gradwire's errors, which name the rank that failed; and backward raises when DDP
-    left the hook out.
+    Within `ddp.join()` averages are over all ranks or, with `divide_by_initial_world_size=False`,
+    over those that still train. Buffers (of batch normalisation) travel over gradwire too. Forward,
+    backward and the end of a `ddp.join()` block raise gradwire's errors, which name the rank that
+    failed; within such a block, backward may raise torch's. Backward raises when DDP left the hook
+    out.
     """
     Rules(codec, rules)  # refuses an unknown codec before the ranks meet
     owns = communicator is None
@@ -98,6 +99,7 @@ def register(
     ddp.register_comm_hook(state, comm_hook)
     _watch(ddp, state, active)
     broadcast_buffers_by(ddp, state)
+    join_by(ddp, state)
     _states[ddp] = state
     return state
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from gradwire._communicator import Communicator, Traffic
-from gradwire._errors import Aborted
+from gradwire._errors import Aborted, Error
 from gradwire._work import Work
 from gradwire.torch._completions import Completions
 from gradwire.torch._joined import Active
@@ -91,6 +91,14 @@ class Steps:
         """The first one, if there was any."""
         if self.error is not None:
             raise self.error
+
+    def hear(self, seconds: float) -> None:
+        """Raises the first error, also if outside of steps the communicator fails by then."""
+        self.raise_error()
+        try:
+            self.communicator._core.hear(seconds)
+        except Error as error:
+            raise self._first(error) from None
 
     def drop(self) -> None:
         """Takes back a step whose backward ended before its last bucket was there."""
