@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,6 +133,14 @@ class Method(NamedTuple):
         """For a table."""
         return PEERS.get(self.codec, f"gradwire {self}")
 
+    @property
+    def short_title(self) -> str:
+        """For a table whose methods have options, in the same way or not at all."""
+        if self.codec in PEERS:
+            return self.title
+        suffix = {None: "", False: " without feedback", True: " with feedback"}[self.feedback]
+        return f"gradwire {self.family}{suffix}"
+
     def dense_share(self, warm_up: float) -> float:
         """Of the steps, those before a biased codec, in a run with such a warm-up."""
         return warm_up if self.options.dense is None else self.options.dense
@@ -140,6 +149,26 @@ class Method(NamedTuple):
         """With MOMENTUM, unless the hook has it."""
         momentum = 0 if self.options.momentum else MOMENTUM
         return torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+
+
+def titles(names: Iterable[str]) -> dict[str, str]:
+    """Of methods, for one table: without parameters and options, where no two are alike then."""
+    parsed = {name: Method.parse(name) for name in names}
+    count = Counter(each.short_title for each in parsed.values())
+    return {
+        name: each.short_title if count[each.short_title] == 1 else each.title
+        for name, each in parsed.items()
+    }
+
+
+def legend(names: Iterable[str]) -> list[str]:
+    """Lines to follow such a table: what its titles leave out."""
+    left = [
+        f"{title}: `{name}`"
+        for name, title in titles(names).items()
+        if title != Method.parse(name).title
+    ]
+    return [f"{'; '.join(left)}.", ""] if left else []
 
 
 class Averaging(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,21 +79,8 @@ class Bound:
 
 
 def titles(names: Iterable[str]) -> dict[str, str]:
-    """For a table: without parameters and options, where that leaves no two alike."""
-    names = [name for name in names if name != LOCAL]
-    short = {name: _short(Method.parse(name)) for name in names}
-    count = Counter(short.values())
-    full = {name: Method.parse(name).title for name in names}
-    return {LOCAL: LOCAL} | {
-        name: full[name] if count[title] > 1 else title for name, title in short.items()
-    }
-
-
-def _short(method: Method) -> str:
-    if method.codec in methods.PEERS:
-        return method.title
-    suffix = {None: "", False: " without feedback", True: " with feedback"}[method.feedback]
-    return f"gradwire {method.family}{suffix}"
+    """For a table."""
+    return {LOCAL: LOCAL} | methods.titles(name for name in names if name != LOCAL)
 
 
 def document(found: Found, stem: str) -> str:
@@ -122,7 +108,12 @@ def document(found: Found, stem: str) -> str:
         if link in found["checks"]:
             lines += _checks(found, link)
         lines += _steps(found, link) if link != NO_LINK else _unshaped(found)
-    return "\n".join([*lines, "", *_legend(steps), *_beside(found)]) + "\n"
+    return (
+        "\n".join(
+            [*lines, "", *methods.legend(each for each in steps if each != LOCAL), *_beside(found)]
+        )
+        + "\n"
+    )
 
 
 def _goals(found: Found) -> list[str]:
@@ -211,18 +202,6 @@ def _steps(found: Found, link: str) -> list[str]:
 
 def _shown(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value)
-
-
-def _legend(names: Iterable[str]) -> list[str]:
-    """What the tables' names leave out."""
-    left = {
-        title: name
-        for name, title in titles(names).items()
-        if name != LOCAL and title != Method.parse(name).title
-    }
-    if not left:
-        return []
-    return ["; ".join(f"{title}: `{name}`" for title, name in left.items()) + ".", ""]
 
 
 def _beside(found: Found) -> list[str]:

@@ -119,6 +119,7 @@ def _document(
     )
     yield from ["", f"![Test accuracy over seconds]({name}.png)"]
     for link, lines in composed.items():
+        titles = methods.titles(each.method for each in lines)
         gloo = next((each for each in lines if each.method == methods.GLOO), None)
         yield from ["", f"## {link}", ""]
         yield (
@@ -127,15 +128,17 @@ def _document(
         )
         yield "|---|---:|---:|---:|---:|---:|---:|"
         for each in lines:
-            title, ended = Method.parse(each.method).title, each.curve[-1].test_accuracy
+            ended = each.curve[-1].test_accuracy
             steps = "–" if gloo is None else f"{gloo.ms / each.ms:.1f}×"
             whole = "–" if gloo is None else f"{gloo.seconds / each.seconds:.1f}×"
             seconds = each.reaches(dense / 100)
             reached = "–" if seconds is None else f"{seconds:.1f}"
             yield (
-                f"| {title} | {each.ms:.1f} | {steps} | {each.seconds:.1f} | {whole} | "
-                f"{100 * ended:.2f} | {reached} |"
+                f"| {titles[each.method]} | {each.ms:.1f} | {steps} | {each.seconds:.1f} | "
+                f"{whole} | {100 * ended:.2f} | {reached} |"
             )
+    names = dict.fromkeys(each.method for lines in composed.values() for each in lines)
+    yield from ["", *methods.legend(names)]
 
 
 def _draw(composed: Mapping[str, Sequence[Line]], path: Path) -> None:
@@ -148,11 +151,12 @@ def _draw(composed: Mapping[str, Sequence[Line]], path: Path) -> None:
         1, len(composed), figsize=(6.8 * len(composed), 5.2), squeeze=False, layout="constrained"
     )
     for panel, (link, lines) in zip(axes[0], composed.items(), strict=True):
+        titles = methods.titles(each.method for each in lines)
         for each in lines:
             seconds = [each.after(point.step) for point in each.curve]
             accuracies = [100 * point.test_accuracy for point in each.curve]
             style = "--" if each.method in methods.PEERS else "-"
-            panel.plot(seconds, accuracies, style, label=Method.parse(each.method).title)
+            panel.plot(seconds, accuracies, style, label=titles[each.method])
         panel.set(xscale="log", xlabel="seconds of training", title=link)
         panel.grid(alpha=0.3)
     axes[0][0].set_ylabel("test accuracy, %")

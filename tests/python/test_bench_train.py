@@ -176,9 +176,9 @@ def test_accuracy_is_composed_with_the_step_times_of_links(
 ):
     found = [
         *(result(method, 1, accuracy, 0.3) for method, accuracy in (("gloo", 0.9), ("none", 0.9))),
-        result("onebit", 1, 0.895, 0.3),  # of 100 steps, the first 10 are dense
+        result("onebit+momentum", 1, 0.895, 0.3),  # of 100 steps, the first 10 are dense
     ]
-    step_ms = {"gloo": 500, "local step": 5, "none": 400, "onebit": 20}
+    step_ms = {"gloo": 500, "local step": 5, "none": 400, "onebit+momentum": 20}
     times = {"step_ms": {"none": {"none": 9}, "100mbit": step_ms}, "batch": 16, "ranks": 4}
     (tmp_path / "times.json").write_text(json.dumps(times))
     train_links.write(found, tmp_path / "times.json", tmp_path / "train")
@@ -186,6 +186,7 @@ def test_accuracy_is_composed_with_the_step_times_of_links(
     assert "| gradwire onebit | 20.0 | 25.0× | 5.8 | 8.6× | 89.50 | 4.8 |" in text
     assert "| gloo DDP | 500.0 | 1.0× | 50.0 | 1.0× | 90.00 | 25.0 |" in text
     assert "local step" not in text
+    assert "\ngradwire onebit: `onebit+momentum`.\n" in text
     assert (tmp_path / "train-seconds.png").read_bytes().startswith(b"\x89PNG")
 
 
