@@ -99,21 +99,19 @@ def document(found: Found, stem: str) -> str:
         *_goals(found),
         "*Sent* is the payload of a rank in a step. *Bound* is (local step + dense bytes / rate) / "
         "(local step + codec + sent bytes / rate), *reached* the step of gloo DDP / this step, and "
-        "*share* reached / bound. *Codec* is what encoders and decoders have taken of a rank's "
-        "thread, in the same steps. *Processor* is the laxer reading of it: all processor time of "
-        "a step beyond the local one over shared memory, times ranks / cores, with *its share*.",
+        "*share* reached / bound; *ideal* is the bound's second bracket, so that *ideal / ms* is "
+        "a share in which gloo's own losses do not count. *Codec* is what encoders and decoders "
+        "have taken of a rank's thread, in the same steps. *Processor* is the laxer reading of it: "
+        "all processor time of a step beyond the local one over shared memory, times ranks / "
+        "cores, with *its share*.",
     ]
     for link in found["links"]:
         lines += ["", f"## {_title(link)}", ""]
         if link in found["checks"]:
             lines += _checks(found, link)
         lines += _steps(found, link) if link != NO_LINK else _unshaped(found)
-    return (
-        "\n".join(
-            [*lines, "", *methods.legend(each for each in steps if each != LOCAL), *_beside(found)]
-        )
-        + "\n"
-    )
+    legend = methods.legend(each for each in steps if each != LOCAL)
+    return "\n".join([*lines, "", *legend, *_beside(found)]) + "\n"
 
 
 def _goals(found: Found) -> list[str]:
@@ -155,7 +153,7 @@ def _checks(found: Found, link: str) -> list[str]:
         "The same links by plain sockets before the steps, with messages as large as the "
         f"methods'; headers count. One way takes a byte {check['latency_us']:.0f} µs. "
         f"Token buckets have {check['credit']}. *Credit* is what that saves a step at most: "
-        "as if every frame, however small, found a full one.",
+        "as if every frame, however small, found a full one. The emulated links have no buckets.",
         "",
         links.as_table([links.Measured(**each) for each in check["sockets"]]),
         "",
@@ -178,13 +176,14 @@ def _steps(found: Found, link: str) -> list[str]:
     named, burst = titles(steps), found["checks"].get(link, {}).get("burst", 0)
     rows = [
         "| method | ms a step | reached | kB sent | credit ms | codec ms | bound | share | "
-        "processor ms | its share |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-        f"| {LOCAL} | {bound.local:.2f} | | | | | | | | |",
+        "ideal / ms | processor ms | its share |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        f"| {LOCAL} | {bound.local:.2f} | | | | | | | | | |",
     ]
     for name in (each for each in steps if each != LOCAL):
         codec, processor = bound.codec(name), bound.processor(name)
         most = None if codec is None else bound.speed_up(name, codec)
+        ideal = None if codec is None else bound.step(name, codec) / steps[name]["ms"]
         cells = [
             f"{steps[name]['ms']:.2f}",
             _shown(bound.reached(name), "{:.2f}×"),
@@ -193,6 +192,7 @@ def _steps(found: Found, link: str) -> list[str]:
             _shown(codec, "{:.2f}"),
             _shown(most, "{:.2f}×"),
             _shown(bound.share(name, codec), "{:.0%}"),
+            _shown(ideal, "{:.0%}"),
             f"{processor:.2f}",
             _shown(bound.share(name, processor), "{:.0%}"),
         ]
