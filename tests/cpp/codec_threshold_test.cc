@@ -63,6 +63,13 @@ TEST(Threshold, NamesKeepTheirNumbers) {
     EXPECT_THROW(make_codec(spec), InvalidArgument) << spec;
 }
 
+TEST(Threshold, IsGatheredWhileWhatTheOthersSendIsKnownToBeLittle) {
+  EXPECT_TRUE(make_codec("threshold")->gathers(16));
+  EXPECT_FALSE(make_codec("threshold:density=0.1")->gathers(3));
+  EXPECT_TRUE(make_codec("threshold:tau=1")->gathers(2));
+  EXPECT_FALSE(make_codec("threshold:tau=1")->gathers(3));
+}
+
 TEST(Threshold, NothingToSendIsOneByteAUnit) {
   const auto codec = make_codec("threshold");
   const Values x(3 * codec->unit());

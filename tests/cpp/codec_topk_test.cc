@@ -105,6 +105,15 @@ TEST(TopK, NamesKeepTheirParameters) {
     EXPECT_THROW(make_codec(spec), InvalidArgument) << spec;
 }
 
+TEST(TopK, IsGatheredWhileWhatTheOthersSendIsLittle) {
+  EXPECT_TRUE(make_codec("topk")->gathers(16));
+  EXPECT_FALSE(make_codec("topk")->gathers(17));
+  EXPECT_TRUE(make_codec("topk:density=0.01")->gathers(7));
+  EXPECT_FALSE(make_codec("topk:density=0.01")->gathers(8));
+  EXPECT_TRUE(make_codec("topk:density=1")->gathers(2));
+  EXPECT_FALSE(make_codec("topk:density=0.1")->gathers(3));
+}
+
 TEST(TopK, HalfValuesHalveTheirBytesAndBookWhatTheyRound) {
   std::mt19937_64 random(3);
   const auto full = make_codec("topk:density=0.1");

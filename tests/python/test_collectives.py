@@ -358,6 +358,53 @@ def test_a_codec_halves_the_bytes() -> None:
         assert fp16 == pytest.approx(none / 2, rel=0.01)
 
 
+HEADER = 32
+AUTO_AND_BOTH = ("auto", "gather", "direct")
+GATHERED = {  # by auto, of up to so many ranks
+    "topk": 16,
+    "topk:density=0.01": 7,
+    "topk:density=0.5": 2,
+    "threshold": 16,
+    "threshold:density=0.1": 2,
+    "threshold:tau=90": 2,
+}
+
+
+def sends(comm: Communicator, codec: str, algorithm: str, n: int) -> int:
+    """Payload bytes of one all_reduce, by this rank."""
+    before = comm.traffic
+    comm.all_reduce(whole(n, comm.rank), codec=codec, algorithm=algorithm, feedback=False)
+    frames = comm.traffic.frames_sent - before.frames_sent
+    return comm.traffic.bytes_sent - before.bytes_sent - HEADER * frames
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_auto_sends_little_whatever_the_density(p: int) -> None:
+    n = 1 << 17
+
+    def body(comm: Communicator) -> None:
+        dense = sends(comm, "none", "direct", n)
+        for codec, most in GATHERED.items():
+            auto, gather, direct = (sends(comm, codec, each, n) for each in AUTO_AND_BOTH)
+            assert auto == (gather if p <= most else direct), codec
+            assert auto <= max(1.04 * direct, dense / 12), codec  # lengths are rounded up
+
+    run(p, body)
+
+
+@pytest.mark.parametrize(("codec", "words"), [("onebit", 2 / 32), ("int8", 2 / 4)])
+@pytest.mark.parametrize("p", [2, 3, 5, 9])
+def test_direct_sends_no_more_words_of_more_ranks(p: int, codec: str, words: float) -> None:
+    n = 1 << 17
+    scales = 2 * (n / 1024) * 8
+
+    def body(comm: Communicator) -> None:
+        for algorithm in ("auto", "direct"):
+            assert sends(comm, codec, algorithm, n) <= 4 * words * n + scales
+
+    run(p, body)
+
+
 def test_what_a_codec_cannot_do_is_refused() -> None:
     def body(comm: Communicator) -> None:
         x = np.ones(4, np.float32)

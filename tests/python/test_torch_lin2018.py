@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import SMALL_BUCKETS, backward, batch, mlp, wrapped
 
-RANKS, STEPS, DENSITY = 3, 6, 0.1
+RANKS, STEPS, DENSITY = 2, 6, 0.1
 SIZES = (150, 50)
 FACTOR = 0.9
 CLIP = 0.05  # of what a small model has, far less
@@ -96,7 +96,7 @@ def furthest(case: Case) -> float:
     state = register(
         ddp,
         codec=warm_up(DENSITY, every=2) if case.ramp else topk,
-        # Of few ranks, auto gathers what top-k leaves of each one's own v, as in the paper.
+        # Of two ranks, auto gathers what top-k leaves of each one's own v, as in the paper.
         min_elements=0,
         momentum=Momentum(FACTOR, nesterov=case.nesterov, masking=case.masking)
         if case.momentum

@@ -32,9 +32,17 @@ namespace gradwire::codec {
 
 inline constexpr std::size_t kSparseUnit = 32768;
 
-// Up to so many ranks payloads are gathered: every element that any rank sends is delivered, where
-// an encoder at each hop would pick a density's worth of the sums anew.
+// Whether so many ranks, of which each sends `density` of all elements, do better to gather. Then p
+// ranks deliver up to p · density for p - 1 payloads each, where encoders at each hop deliver a
+// density's worth of the sums for two parts of (p - 1) / p payloads: half as much a byte. But the
+// bytes grow with p, so only while what the others send is small beside the dense array. Two ranks
+// send as much either way, and lose less.
 inline constexpr int kGatheringRanks = 16;
+inline constexpr double kGatheredShare = 1.0 / 16;  // of all elements, from all other ranks
+constexpr bool worth_gathering(int ranks, double density) noexcept {
+  if (ranks <= 2) return true;
+  return ranks <= kGatheringRanks && (ranks - 1) * density <= kGatheredShare;
+}
 
 using HitMask = std::array<std::uint64_t, kSparseUnit / 64>;  // a bit an element
 

@@ -16,7 +16,8 @@
 //     τ := τ · min(2, (r / 4)^(1/8)) where r > 4: the data has another scale
 //     τ := limit(τ, L / 256, L · 1.25) where L > 0 is the largest |v| that was encoded: an element
 //     waits for 256 calls at most, even where fewer are not zero than the target.
-// Without feedback, or where all of x was 0, τ is the least of the target's largest, unit by unit.
+// Without feedback each call prepares anew. Where all of x was 0, or nobody prepares, τ is the
+// least of the target's largest, unit by unit.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -65,7 +66,10 @@ class Threshold final : public Codec {
   std::string name() const override { return name_; }
   Combine combine() const noexcept override { return Combine::kReencode; }
   bool biased() const noexcept override { return true; }
-  bool gathers(int ranks) const noexcept override { return ranks <= kGatheringRanks; }
+  // Nobody knows how much reaches a given τ.
+  bool gathers(int ranks) const noexcept override {
+    return worth_gathering(ranks, tau_ > 0 ? 1 : density_);
+  }
   std::size_t unit() const noexcept override { return kSparseUnit; }
   bool fixed_size() const noexcept override { return false; }
   std::size_t max_bytes(std::size_t n) const noexcept override {

@@ -30,7 +30,7 @@ class TopK final : public Codec {
   std::string name() const override { return name_; }
   Combine combine() const noexcept override { return Combine::kReencode; }
   bool biased() const noexcept override { return true; }
-  bool gathers(int ranks) const noexcept override { return ranks <= kGatheringRanks; }
+  bool gathers(int ranks) const noexcept override { return worth_gathering(ranks, density_); }
   std::size_t unit() const noexcept override { return kSparseUnit; }
   bool fixed_size() const noexcept override { return false; }
   std::size_t max_bytes(std::size_t n) const noexcept override {
