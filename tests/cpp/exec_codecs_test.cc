@@ -2,6 +2,9 @@
 // whatever the timing, the segments and the transport (contracts 1 to 3).
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+
 #include "exec_feedback_job.h"
 #include "gradwire/schedule/generators.h"
 
@@ -11,7 +14,7 @@ namespace {
 // Of what travels in runs: none, one, odd tails, about a unit, several of them.
 std::vector<std::size_t> lengths(const codec::Codec& codec, int ranks) {
   const std::size_t unit = codec.unit(), others = static_cast<std::size_t>(ranks) - 1;
-  if (unit > 4096 && ranks != 3) return {0, 1, others, 1000};  // large units: once
+  if (unit > 4096 && ranks != 3) return {0, 1, others, 1000};  // large units: once, and below
   return {0, 1, others, 1000, unit - 1, unit + 1, 3 * unit + 77};
 }
 
@@ -21,6 +24,7 @@ std::vector<std::string> schedules(std::string_view codec) {
   if (combine == codec::Combine::kPlain || combine == codec::Combine::kReencode)
     for (std::string_view each : schedule::algorithms(Collective::kAllReduce))
       if (each != "recursive_doubling") all.emplace_back(each);
+  if (combine == codec::Combine::kReencode) all.emplace_back("hierarchical(ring,direct)");
   if (combine != codec::Combine::kPlain && combine != codec::Combine::kCompound)
     all.insert(all.end(), {"gather", "gather(ring)"});
   return all;
@@ -38,7 +42,7 @@ TEST_P(Codecs, RanksEndWithTheSameBitsAndNothingIsLost) {
   const std::string codec(GetParam());
   for (int ranks = 1; ranks <= kMostRanks; ++ranks)
     for (std::size_t n : lengths(*codec::make_codec(codec), ranks)) {
-      Job job(ranks, {{"w", n}});
+      Job job(ranks, {{"w", n}}, {any_transport(ranks)});
       std::vector<double> balance(n);
       int call = 0;
       for (const std::string& algorithm : schedules(codec)) {
@@ -57,12 +61,86 @@ TEST_P(Codecs, RanksEndWithTheSameBitsAndNothingIsLost) {
     }
 }
 
+// Of several units each, also of what has large ones, or of one less or more than a unit.
+TEST_P(Codecs, LargeArraysAgreeAndNothingIsLost) {
+  const std::string codec(GetParam());
+  const std::size_t unit = std::max<std::size_t>(2, codec::make_codec(codec)->unit());
+  const std::vector<std::string> all = schedules(codec);
+  std::size_t turn = codec.size();  // not the same one for each codec
+  for (int ranks : {2, 3, 5})
+    for (std::size_t n : {unit - 1, unit + 1, std::size_t{200003}}) {
+      const Case how{codec, all[++turn % all.size()]};
+      SCOPED_TRACE(codec + " " + how.algorithm + " n=" + std::to_string(n));
+      Job job(ranks, {{"w", n}}, {any_transport(static_cast<int>(turn))});
+      const auto x = all_inputs(ranks, 0, n), y = job.all_reduce(how, x);
+      expect_same_bits(y, how);
+      const auto kept = job.residuals();
+      for (std::size_t i = 0; i < n; ++i) {
+        double given = 0;
+        for (const Values& each : x) given += each[i];
+        ASSERT_NEAR(y[0][i] + kept[i], given, ranks * 8 * 0x1p-20) << "element " << i;
+      }
+    }
+}
+
+struct Family {
+  const char* name;
+  float (*value)(std::size_t i, float normal);
+  double tolerance;  // of the balance; 0: it is not looked at
+};
+
+constexpr Family kFamilies[] = {
+    {"zero", [](std::size_t, float) { return 0.0F; }, 0x1p-149},
+    {"signed zeros", [](std::size_t i, float) { return i % 3 == 0 ? -0.0F : 0.0F; }, 0x1p-149},
+    {"denormal", [](std::size_t, float normal) { return normal * 0x1p-140F; }, 0x1p-147},
+    {"constant", [](std::size_t, float) { return -0.3F; }, 0x1p-18},
+    {"huge", [](std::size_t, float normal) { return normal * 0x1p122F; }, 0},
+    {"two of five are zero", [](std::size_t i, float normal) { return i % 5 < 2 ? 0.0F : normal; },
+     0x1p-16},
+};
+
+// Whatever is zero on all ranks stays zero, in results and in residuals.
+void expect_zeros(const std::vector<Values>& x, const Values& y, const Values& residual) {
+  for (std::size_t i = 0; i < y.size(); ++i) {
+    const bool untouched = x[0][i] == 0 && x[1][i] == 0 && x[2][i] == 0;
+    ASSERT_TRUE(!untouched || (y[i] == 0 && residual[i] == 0)) << "element " << i;
+  }
+}
+
+TEST_P(Codecs, DegenerateBlocksStayAsTheyAre) {
+  constexpr std::size_t kCount = 2500;
+  const std::string codec(GetParam());
+  for (const std::string& algorithm : schedules(codec))
+    for (const Family& family : kFamilies) {
+      SCOPED_TRACE(codec + " " + algorithm + ": " + family.name);
+      Job job(3, {{"w", kCount}});
+      std::vector<double> balance(kCount);
+      for (int call = 0; call < 3; ++call) {
+        std::vector<Values> x = all_inputs(3, call, kCount);
+        for (Values& each : x)
+          for (std::size_t i = 0; i < kCount; ++i)
+            each[i] = family.value(i, std::clamp(each[i], -2.0F, 2.0F));
+        const auto y = job.all_reduce({codec, algorithm}, x);
+        expect_same_bits(y, {codec, algorithm});
+        expect_zeros(x, y[0], job.feedback[static_cast<std::size_t>(call)]->residual("w"));
+        for (std::size_t i = 0; i < kCount; ++i) {
+          ASSERT_TRUE(std::isfinite(y[0][i])) << "element " << i;
+          balance[i] += double{x[0][i]} + x[1][i] + x[2][i] - y[0][i];
+        }
+      }
+      const auto kept = job.residuals();
+      for (std::size_t i = 0; family.tolerance > 0 && i < kCount; ++i)
+        ASSERT_NEAR(balance[i], kept[i], family.tolerance) << "element " << i;
+    }
+}
+
 TEST_P(Codecs, NeitherTimingNorSegmentsNorTransportChangeABit) {
   const std::string codec(GetParam());
   const std::size_t n = 3 * codec::make_codec(codec)->unit() + 4321;
   for (int ranks : n > 20000 ? std::vector{3} : std::vector{2, 3, 4})
     for (const std::string& algorithm : schedules(codec)) {
       std::vector<Values> expected;
+      std::vector<std::uint64_t> frames;
       for (const Travel& travel :
            {Travel{}, Travel{"inproc", 1 << 20, true}, Travel{"inproc", 600, true},
             Travel{"shm", 5000, true}, Travel{"tcp", 40000, false}}) {
@@ -70,6 +148,7 @@ TEST_P(Codecs, NeitherTimingNorSegmentsNorTransportChangeABit) {
         std::vector<Values> found;
         for (int call = 0; call < 2; ++call)
           found = job.all_reduce({codec, algorithm}, all_inputs(ranks, call, n + 10));
+        frames.push_back(job.ranks[0].traffic().frames_sent);
         for (const auto& each : job.feedback) found.push_back(each->residual("w"));
         if (expected.empty()) expected = found;
         for (std::size_t i = 0; i < found.size(); ++i)
@@ -77,6 +156,9 @@ TEST_P(Codecs, NeitherTimingNorSegmentsNorTransportChangeABit) {
               << codec << " " << algorithm << " p=" << ranks << " " << travel.transport << " "
               << travel.segment_bytes;
       }
+      const bool is_cut = frames[2] >= 3 * frames[1];
+      EXPECT_TRUE(is_cut || algorithm != "ring" || !codec::make_codec(codec)->fixed_size())
+          << codec << ": not cut into segments";
     }
 }
 

@@ -5,10 +5,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "exec_ranks.h"
@@ -49,29 +47,19 @@ inline Values inputs(int rank, int call, std::size_t n) {
   return x;
 }
 
-// How a job's frames travel: none of it may change a bit.
-struct Travel {
-  std::string_view transport = "inproc";
-  std::size_t segment_bytes = 8192;  // so that several are on their way
-  bool delays = false;               // ranks come late, each by its own time
-};
-
 // Several calls of one shape on all ranks, and what they leave behind.
 struct Job {
   std::vector<KeyedExtent> keys;
   Travel travel;
   std::vector<std::shared_ptr<ErrorFeedback>> feedback;
   Ranks ranks;
+  unsigned calls = 0;
 
   Job(int count_of_ranks, std::vector<KeyedExtent> extents, Travel how = {})
-      : keys(std::move(extents)), travel(how), ranks(count_of_ranks, how.transport, tuning()) {
+      : keys(std::move(extents)),
+        travel(how),
+        ranks(count_of_ranks, how.transport, how.tuning(), two_hosts(count_of_ranks)) {
     for (int r = 0; r < count_of_ranks; ++r) feedback.push_back(std::make_shared<ErrorFeedback>());
-  }
-
-  Tuning tuning() const {
-    Tuning made;
-    made.segment_bytes = travel.segment_bytes;
-    return made;
   }
 
   static constexpr Rank kRoot = 1;
@@ -98,9 +86,10 @@ struct Job {
   std::vector<Values> all_reduce(const Case& how, std::vector<Values> x,
                                  ReduceOp op = ReduceOp::kSum) {
     const auto codec = codec::make_codec(how.codec);
+    ++calls;
     ranks.run([&](Communicator& comm) {
       const auto r = static_cast<std::size_t>(comm.identity().rank);
-      if (travel.delays) std::this_thread::sleep_for(std::chrono::microseconds(r * 7919 % 500));
+      travel.delay(comm.identity().rank, calls);
       std::vector<Array> arrays;
       std::size_t at = 0;
       for (const auto& each : keys) {

@@ -74,9 +74,12 @@ struct Job {
   Shapes shapes;
   std::vector<KeyedExtent> keys;
   std::vector<std::shared_ptr<ErrorFeedback>> feedback;
+  Travel travel;
   Ranks ranks;
+  unsigned calls = 0;
 
-  Job(int size, Shapes arrays) : shapes(std::move(arrays)), ranks(size) {
+  Job(int size, Shapes arrays, Travel how = {})
+      : shapes(std::move(arrays)), travel(how), ranks(size, how.transport, how.tuning()) {
     for (std::size_t i = 0; i < shapes.size(); ++i)
       keys.push_back({"key" + std::to_string(i), count_of(shapes[i])});
     for (int r = 0; r < size; ++r) feedback.push_back(std::make_shared<ErrorFeedback>());
@@ -98,8 +101,10 @@ struct Job {
   std::vector<Values> all_reduce(std::vector<Values> x, const How& how = {}) {
     const auto codec = codec::make_codec(how.codec);
     std::vector<Values> y(size());
+    ++calls;
     ranks.run([&](Communicator& comm) {
       const auto r = static_cast<std::size_t>(comm.identity().rank);
+      travel.delay(comm.identity().rank, calls);
       const Values before = x[r];
       y[r].resize(before.size());
       const auto in = arrays(x[r]), out = arrays(how.in_place ? x[r] : y[r]);
@@ -187,6 +192,45 @@ TEST(LowRank, RanksAgreeAndNothingIsLost) {
       books.expect_balanced(job, size * kCalls,
                             std::string(algorithm) + " p=" + std::to_string(size));
     }
+}
+
+TEST(LowRank, NeitherTimingNorSegmentsNorTransportChangeABit) {
+  const Shapes shapes = {{64, 90}, {1, 5000}, {128, 30}};
+  for (const char* algorithm : {"auto", "ring", "halving_doubling"}) {
+    std::vector<Values> expected;
+    std::vector<std::uint64_t> frames;
+    for (const Travel& travel : {Travel{"inproc", 1 << 20, true}, Travel{"inproc", 600, true},
+                                 Travel{"shm", 5000, true}, Travel{"tcp", 2000, true}}) {
+      Job job(3, shapes, travel);
+      How how;
+      how.algorithm = algorithm;
+      std::vector<Values> found;
+      for (unsigned call = 0; call < 3; ++call) found = job.all_reduce(inputs(job, call), how);
+      for (std::size_t r = 0; r < 3; ++r) found.push_back(job.residual(r));
+      frames.push_back(job.ranks[0].traffic().frames_sent);
+      if (expected.empty()) expected = found;
+      for (std::size_t i = 0; i < found.size(); ++i)
+        ASSERT_TRUE(same_bits(found[i], expected[i]))
+            << algorithm << " " << travel.transport << " " << travel.segment_bytes;
+    }
+    EXPECT_GE(frames[1], 3 * frames[0]) << algorithm << ": not cut into segments";
+  }
+}
+
+// All left factors of a call in one collective, and all right ones in another.
+TEST(LowRank, MatricesOfACallTravelTogether) {
+  const auto frames_of = [](Shapes shapes, std::string_view codec = "lowrank") {
+    Job job(3, std::move(shapes));
+    How how;
+    how.codec = codec;
+    how.algorithm = "direct";
+    job.all_reduce(inputs(job, 1), how);
+    return job.ranks[0].traffic().frames_sent;
+  };
+  const std::uint64_t one_collective = frames_of({{20, 30}}, "none");
+  EXPECT_EQ(frames_of({{1, 600}}), one_collective);
+  EXPECT_EQ(frames_of({{20, 30}}), 2 * one_collective);
+  EXPECT_EQ(frames_of({{20, 30}, {25, 20}, {1, 7}}), 2 * one_collective);
 }
 
 TEST(LowRank, ResultsDoNotDependOnOtherArraysOfTheCallNorOnPlace) {
@@ -472,6 +516,14 @@ TEST(LowRank, RefusesWhatItCannotDo) {
   call.op = ReduceOp::kSum;
   call.collective = Collective::kReduce;
   EXPECT_THROW(job.ranks[0].submit(call), ScheduleError);
+  call.collective = Collective::kAllReduce;
+  call.algorithm = "gather";
+  try {
+    job.ranks[0].submit(call);
+    FAIL() << "gathered";
+  } catch (const ScheduleError& error) {
+    EXPECT_NE(std::string(error.what()).find("codec 'lowrank'"), std::string::npos);
+  }
   EXPECT_THROW(codec::make_codec("lowrank:rank=0"), InvalidArgument);
   EXPECT_THROW(codec::make_codec("lowrank:rank=33"), InvalidArgument);
   EXPECT_THROW(codec::make_codec("lowrank:rank=1.5"), InvalidArgument);

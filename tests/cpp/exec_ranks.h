@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <random>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -30,6 +32,35 @@ inline constexpr int kMostRanks = 9;
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   constexpr auto kBits = [](float each) { return std::bit_cast<std::uint32_t>(each); };
   return std::ranges::equal(a, b, {}, kBits, kBits);
+}
+
+// How frames travel: none of it may change a bit.
+struct Travel {
+  std::string_view transport = "inproc";
+  std::size_t segment_bytes = 8192;  // so that several are on their way
+  bool delays = false;               // ranks come late, each to each call by its own time
+
+  Tuning tuning() const {
+    Tuning made;
+    made.segment_bytes = segment_bytes;
+    return made;
+  }
+  void delay(Rank rank, unsigned call) const {
+    std::mt19937 random(call * 16 + static_cast<unsigned>(rank));
+    if (delays) std::this_thread::sleep_for(std::chrono::microseconds(random() % 1000));
+  }
+};
+
+inline std::string_view any_transport(int pick) {
+  constexpr std::string_view kAll[] = {"inproc", "shm", "tcp"};
+  return kAll[pick % 3];
+}
+
+// The lower half of the ranks, and the others.
+inline std::vector<std::vector<Rank>> two_hosts(int size) {
+  std::vector<std::vector<Rank>> hosts(std::min(size, 2));
+  for (Rank r = 0; r < size; ++r) hosts[size > 1 && r >= size / 2 ? 1 : 0].push_back(r);
+  return hosts;
 }
 
 class Ranks {

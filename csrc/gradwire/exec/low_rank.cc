@@ -6,6 +6,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/codec/simd.h"
+#include "gradwire/exec/gather_reduce.h"
 
 namespace gradwire::exec {
 namespace {
@@ -40,6 +41,10 @@ void LowRankReduce::check() const {
     throw ScheduleError("codec '" + request.codec->name() +
                         "' needs the sum of all factors on all ranks; use all_reduce, not " +
                         std::string(name_of(request.collective)));
+  if (is_gather(request.algorithm))
+    throw ScheduleError("codec '" + request.codec->name() +
+                        "' has no payloads to gather: the sums of its factors travel; use auto, or "
+                        "another algorithm of all_reduce");
   if (!request.shapes.empty()) check_shapes();
 }
 
