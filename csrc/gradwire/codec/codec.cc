@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 #include "gradwire/base/error.h"
+#include "gradwire/codec/simd.h"
 #include "gradwire/codec/spec.h"
 
 namespace gradwire::codec {
@@ -36,6 +38,17 @@ Decoded Codec::decode_sum(std::span<const ConstBytes> payloads, float* y, std::s
     all.finite = all.finite && one.finite;
   }
   return all;
+}
+
+bool mark_not_finite(const Codec& codec, float* y, std::size_t n) noexcept {
+  const auto finite = kernels().finite;
+  if (finite(y, n)) return true;
+  const std::size_t unit = codec.unit();
+  for (std::size_t i = 0; unit > 1 && i < n; i += unit) {
+    const std::size_t length = std::min(unit, n - i);
+    if (!finite(y + i, length)) std::fill_n(y + i, length, std::numeric_limits<float>::quiet_NaN());
+  }
+  return false;
 }
 
 std::shared_ptr<const Codec> make_codec(std::string_view spec) {

@@ -87,6 +87,11 @@ class Codec {
   virtual Decoded decode_sum(std::span<const ConstBytes> payloads, float* y, std::size_t n) const;
 };
 
+// For a finished sum that nobody encodes, from the start of a unit: what encoders say of one that
+// is not finite. Codecs that send element by element (unit 1) pass Inf on; of all others the whole
+// unit is NaN. Returns whether all of it is finite.
+bool mark_not_finite(const Codec& codec, float* y, std::size_t n) noexcept;
+
 // "none", "fp16", "fp16:scale=1024", "bf16": a name, then key=value pairs between commas. An
 // unknown name or parameter throws InvalidArgument that lists the known ones.
 std::shared_ptr<const Codec> make_codec(std::string_view spec);

@@ -266,7 +266,7 @@ void Execution::finish_here(const Piece& piece) {
     if (site.residual != nullptr)
       fold_of(DType::kFloat32, ReduceOp::kSum)(floats(piece), site.residual, piece.count);
     if (site.error != nullptr) std::fill_n(site.error, piece.count, 0.0F);
-    finite_ = codec::kernels().finite(floats(piece), piece.count) && finite_;
+    finite_ = codec::mark_not_finite(call_.plan->codec(), floats(piece), piece.count) && finite_;
   }
   scale(piece);
 }

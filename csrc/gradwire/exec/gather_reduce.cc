@@ -136,19 +136,18 @@ void GatherReduce::check_ends() const {
       refuse(r, "it is longer than its parts");
 }
 
-// Whether all of it is finite, as far as that matters to residuals.
+// Whether all of it is finite.
 bool GatherReduce::sum(std::size_t extent, float* y) {
-  codec::Decoded decoded;
   try {
-    decoded = whole().codec->decode_sum(parts_, y, counts_[extent]);
+    whole().codec->decode_sum(parts_, y, counts_[extent]);
   } catch (const InvalidArgument& error) {
     refuse(blame(extent), error.what());
   }
+  const bool finite = codec::mark_not_finite(*whole().codec, y, counts_[extent]);
   if (whole().op == ReduceOp::kAvg)
     codec::kernels().scale[static_cast<std::size_t>(DType::kFloat32)](y, 1.0 / size(),
                                                                       counts_[extent]);
-  if (!decoded.finite || !transaction().is_open()) return decoded.finite;
-  return codec::kernels().finite(y, counts_[extent]);
+  return finite;
 }
 
 // Whose part of an extent can't be decoded, when it is known that one can't.
@@ -179,7 +178,7 @@ const Request* GatherReduce::deliver_alone() {
     float* y = output(i);
     if (y != input(i) && counts_[i] > 0) std::memcpy(y, input(i), counts_[i] * sizeof(float));
     feedback_.deliver(i, y);
-    finite = codec::kernels().finite(y, counts_[i]) && finite;
+    finite = codec::mark_not_finite(*whole().codec, y, counts_[i]) && finite;
   }
   transaction().settle(finite);
   return nullptr;
