@@ -68,7 +68,8 @@ class Communicator:
     All collectives share these keywords:
 
     - ``algorithm``: a name from `gradwire.algorithms`, ``hierarchical(inner,outer)``, or ``auto``;
-      with a lossy codec also ``gather``: each rank encodes once, and all payloads go to all ranks;
+      with a lossy codec, but not lowrank, also ``gather``: each rank encodes once, and all payloads
+      go to all ranks;
     - ``schedule``: a `gradwire.Schedule` of one's own instead, equal on all ranks;
     - ``async_op``: return a `Work` at once; its wait() returns the result;
     - ``timeout``: seconds, from when the operation's turn comes; the communicator's if None;

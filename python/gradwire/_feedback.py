@@ -1,6 +1,6 @@
 """ErrorFeedback: what lossy codecs did not deliver, kept and added to the next call.
 
-Seide et al. 2014, "1-Bit Stochastic Gradient Descent", sec. 2; Karimireddy et al. 2019, "Error
+Seide et al. 2014, "1-Bit Stochastic Gradient Descent", sec. 3; Karimireddy et al. 2019, "Error
 Feedback Fixes SignSGD".
 """
 

@@ -84,7 +84,7 @@ class Int8(NativeCodec):
 class OneBit(NativeCodec):
     """The sign of each element, and two means a block of `block` elements.
 
-    Seide et al. 2014, "1-Bit Stochastic Gradient Descent", sec. 2. Biased.
+    Seide et al. 2014, "1-Bit Stochastic Gradient Descent", sec. 3. Biased.
     """
 
     _name = "onebit"
@@ -106,13 +106,15 @@ class Threshold(NativeCodec):
 
 @dataclasses.dataclass(frozen=True)
 class TopK(NativeCodec):
-    """The `density` of all elements that are largest in magnitude, exactly as they are.
+    """The `density` of each 32,768 elements of an array that is largest in magnitude.
 
-    Lin et al. 2018, "Deep Gradient Compression", sec. 3. Biased.
+    At least one of them is sent, exactly as it is, or rounded to `values`: "fp32", "fp16" or
+    "bf16". Lin et al. 2018, "Deep Gradient Compression", sec. 3. Biased.
     """
 
     _name = "topk"
     density: float | None = None
+    values: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,8 @@ class LowRank(NativeCodec):
     """Each matrix as the product of two with `rank` columns.
 
     Vogels et al. 2019, "PowerSGD", Algorithm 1. Biased. Arrays are matrices of shape[0] rows; those
-    of one dimension travel as they are.
+    of one dimension travel as they are, and so do the pieces into which ``keys=`` cuts an array:
+    give a list of matrices instead. For all_reduce only.
     """
 
     _name = "lowrank"

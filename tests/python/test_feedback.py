@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,25 @@ def test_reduce_scatter(codec: Any) -> None:
             x = inputs(comm.rank, number)
             y = np.zeros(N, np.float32)
             block = comm.reduce_scatter(x, codec=codec, feedback=feedback, key="w")
+            y.reshape(3, -1)[comm.rank] = block
+            return y
+
+        return conserved(comm, call)
+
+    found = run(3, body)
+    expect_conserved(found, sum(each[1] for each in found))
+
+
+def test_keys_of_reduce_scatter_end_where_blocks_do() -> None:
+    keys = [("a", 1000), ("none", 0), ("b", 2000)]
+
+    def body(comm: Communicator) -> tuple[Any, ...]:
+        def call(feedback: ErrorFeedback, number: int) -> Any:
+            x, y = inputs(comm.rank, number), np.zeros(N, np.float32)
+            wrong = [("c", 1000), ("d", 1500), ("e", 500)]
+            with pytest.raises(InvalidArgument, match=r"'d' .* ends at element 2500.*2000, 3000\]"):
+                comm.reduce_scatter(x, codec="onebit", feedback=feedback, keys=wrong)
+            block = comm.reduce_scatter(x, codec="onebit", feedback=feedback, keys=keys)
             y.reshape(3, -1)[comm.rank] = block
             return y
 
@@ -277,6 +297,21 @@ def test_what_is_no_codec_or_key_is_refused(options: dict[str, Any], words: str)
         comm.all_reduce(x)
 
     run(2, body)
+
+
+@pytest.mark.parametrize("kind", gradwire.codec.NativeCodec.__subclasses__())
+def test_every_parameter_of_a_codec_is_a_field_of_its_class(kind: Any) -> None:
+    with pytest.raises(InvalidArgument, match="it takes ") as raised:
+        gradwire._core.Codec(f"{kind._name}:no_such_parameter=1")
+    known = str(raised.value).rsplit("it takes ", 1)[1]
+    fields = [each.name for each in dataclasses.fields(kind)]
+    assert known == (", ".join(fields) or "none")
+
+
+def test_every_codec_that_loses_has_a_class() -> None:
+    classes = {kind._name for kind in gradwire.codec.NativeCodec.__subclasses__()}
+    assert classes == set(gradwire.codecs()) - {"none"}
+    assert gradwire.codec.TopK(density=0.01, values="fp16").spec == "topk:density=0.01,values=fp16"
 
 
 def test_residuals_can_be_added_and_scaled() -> None:
