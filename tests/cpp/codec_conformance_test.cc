@@ -3,14 +3,19 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
+#include <filesystem>
+#include <iostream>
 #include <numeric>
 #include <string>
 #include <vector>
 
 #include "codec_reference.h"
 #include "gradwire/base/error.h"
+#include "gradwire/base/op.h"
 #include "gradwire/codec/codec.h"
+#include "gradwire/codec/simd.h"
 
 namespace gradwire::codec {
 namespace {
@@ -379,18 +384,83 @@ TEST_P(CodecConformance, FeedbackDeliversEverythingInTheEnd) {
     ASSERT_NEAR(delivered[i] + residual[i], given[i], 1e-5 * most + 1e-3) << i;
 }
 
-INSTANTIATE_TEST_SUITE_P(Codecs, CodecConformance,
-                         testing::Values("none", "fp16", "bf16",             //
-                                         "int8", "int8:block=64",            //
-                                         "int8:rounding=stochastic,seed=7",  //
-                                         "onebit", "onebit:block=32", "threshold",
-                                         "threshold:density=0.1", "threshold:tau=0.5", "topk",
-                                         "topk:density=0.1", "topk:density=0.01,values=fp16"),
-                         [](const auto& each) {
-                           std::string name = each.param;
-                           std::erase_if(name, [](char c) { return std::isalnum(c) == 0; });
-                           return name;
-                         });
+constexpr const char* kSpecs[] = {"none",
+                                  "fp16",
+                                  "bf16",
+                                  "int8",
+                                  "int8:block=64",
+                                  "int8:rounding=stochastic,seed=7",
+                                  "onebit",
+                                  "onebit:block=32",
+                                  "threshold",
+                                  "threshold:density=0.1",
+                                  "threshold:tau=0.5",
+                                  "topk",
+                                  "topk:density=0.1",
+                                  "topk:density=0.01,values=fp16"};
+
+INSTANTIATE_TEST_SUITE_P(Codecs, CodecConformance, testing::ValuesIn(kSpecs), [](const auto& each) {
+  std::string name = each.param;
+  std::erase_if(name, [](char c) { return std::isalnum(c) == 0; });
+  return name;
+});
+
+void add(Fnv1a& hash, const auto& values) {
+  hash.bytes(values.data(), values.size() * sizeof values[0]);
+}
+
+// Of all that codecs write, of values of every family.
+std::uint64_t digest() {
+  Fnv1a hash;
+  std::mt19937_64 random(5);
+  for (const char* spec : kSpecs)
+    for (const Family& family : kFamilies) {
+      const auto codec = make_codec(spec);
+      const std::size_t n = codec->unit() + 37;
+      Values x(n), residual(n), error(n), y(n);
+      for (std::size_t i = 0; i < n; ++i) x[i] = family.draw(i, random);
+      for (std::size_t i = 0; i < n; ++i) residual[i] = normal(i, random);
+      Adapted adapted;
+      codec->prepare(x.data(), residual.data(), n, adapted);
+      Payload payload(codec->max_bytes(n));
+      const Site site{
+          .call = 5, .residual = residual.data(), .error = error.data(), .adapted = &adapted};
+      payload.resize(codec->encode(x.data(), n, site, payload));
+      codec->decode(payload, y.data(), n);
+      codec->decode_add(payload, y.data(), n);
+      add(hash, payload);
+      add(hash, error);
+      add(hash, y);
+      const std::vector<ConstBytes> five(5, payload);
+      codec->decode_sum(five, y.data(), n);
+      add(hash, y);
+    }
+  return hash.digest();
+}
+
+TEST(Digest, OfTheActiveTable) {
+  std::cout << "by " << kernels().name << ": " << digest() << "." << std::endl;
+}
+
+// What the test above prints in a process of its own: the choice is made once.
+std::string printed_with(const std::string& table) {
+  const std::string self = std::filesystem::read_symlink("/proc/self/exe");
+  const std::string command =
+      "GRADWIRE_SIMD=" + table + " '" + self + "' --gtest_filter=Digest.OfTheActiveTable";
+  std::FILE* output = popen(command.c_str(), "r");
+  std::string text;
+  for (int c = std::fgetc(output); c != EOF; c = std::fgetc(output)) text += static_cast<char>(c);
+  EXPECT_EQ(pclose(output), 0);
+  return text;
+}
+
+TEST(Digest, IsTheSameOfAllTables) {
+  const std::string own = std::to_string(digest());
+  for (const Kernels* table : available_kernels()) {
+    const std::string expected = "by " + std::string(table->name) + ": " + own + ".";
+    EXPECT_NE(printed_with(table->name).find(expected), std::string::npos) << expected;
+  }
+}
 
 TEST(CodecList, EveryCodecIsMadeByItsName) {
   for (const std::string_view name : codec_names())

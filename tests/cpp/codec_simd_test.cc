@@ -3,10 +3,12 @@
 #include <gtest/gtest.h>
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "codec_reference.h"
@@ -121,6 +123,23 @@ TEST_F(Differential, EveryTableScalesLikeScalar) {
           table->scale[d](actual.data(), factor, n);
           ASSERT_EQ(actual, expected) << table->name << " dtype " << d << " by " << factor;
         }
+}
+
+TEST_F(Differential, EveryTableFindsNanAndInfLikeScalar) {
+  for (const Kernels* table : available_kernels())
+    for (Data data : kAllData)
+      for (std::size_t n : lengths()) {
+        Array x = floats(n, data);
+        ASSERT_EQ(table->finite(x.floats(), n), scalar().finite(x.floats(), n)) << table->name;
+        if (n == 0 || data != Data::kHuge) continue;
+        ASSERT_TRUE(table->finite(x.floats(), n)) << table->name << " n=" << n;
+        for (float bad : {INFINITY, -INFINITY, NAN, -NAN}) {
+          float& one = x.floats()[random_() % n];
+          const float before = std::exchange(one, bad);
+          ASSERT_FALSE(table->finite(x.floats(), n)) << table->name << " n=" << n;
+          one = before;
+        }
+      }
 }
 
 TEST_F(Differential, EveryTableCastsLikeScalar) {
@@ -417,6 +436,47 @@ TEST(Dispatch, ListsDistinctTablesWithScalarLast) {
   EXPECT_EQ(names.size(), available_kernels().size());
   EXPECT_STREQ(scalar().name, "scalar");
 }
+
+using Function = void (*)();
+
+// One of each of its parts.
+std::vector<Function> functions_of(const Kernels& table) {
+  const auto as_function = [](auto each) { return reinterpret_cast<Function>(each); };
+  return {as_function(table.reduce[0][0]),
+          as_function(table.scale[0]),
+          as_function(table.finite),
+          as_function(table.fp16.encode),
+          as_function(table.bf16.decode_add),
+          as_function(table.int8.encode),
+          as_function(table.int8.decode_add),
+          as_function(table.one_bit.encode),
+          as_function(table.one_bit.sum),
+          as_function(table.one_bit.expand),
+          as_function(table.one_bit.read_runs),
+          as_function(table.sparse.threshold),
+          as_function(table.sparse.filter),
+          as_function(table.low_rank.left),
+          as_function(table.low_rank.right),
+          as_function(table.low_rank.product)};
+}
+
+// What a comparison with scalar compares is another's code.
+class Tables : public testing::TestWithParam<const char*> {};
+
+TEST_P(Tables, HasFunctionsOfItsOwn) {
+  for (const Kernels* table : available_kernels()) {
+    if (std::string_view(table->name) != GetParam()) continue;
+    const auto own = functions_of(*table);
+    for (const Kernels* other : available_kernels())
+      for (std::size_t i = 0; other != table && i < own.size(); ++i)
+        EXPECT_NE(functions_of(*other)[i], own[i]) << other->name << " " << i;
+    return;
+  }
+  GTEST_SKIP() << "this processor has no " << GetParam() << ": its kernels are not tested here";
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Tables, testing::Values("scalar", "avx2", "avx512"),
+                         [](const auto& each) { return std::string(each.param); });
 
 // Run in a process of its own: the choice is made once.
 [[noreturn]] void print_active(const char* wanted) {
