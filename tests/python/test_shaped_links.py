@@ -47,7 +47,7 @@ def test_plain_sockets_have_the_rate(shaped: links.ShapedLinks):
 def test_links_that_are_held_to_more_are_refused(shaped: links.ShapedLinks):
     shaped.rate = shaped.rate._replace(bits=shaped.rate.bits / 2)
     with pytest.raises(RuntimeError, match=r"not held to 20mbit(.|\n)*\| 100,000 \|.*too fast"):
-        links.check(shaped, MESSAGES[:1], attempts=1)
+        links.check(shaped, MESSAGES[:1])
 
 
 @needs_links
@@ -64,7 +64,7 @@ def test_a_large_burst_is_refused(shaped: links.ShapedLinks, spoilt: str):
     host, card = (shaped.hosts[0], "eth0") if spoilt == "sends" else (shaped.switch, "eth0-0")
     host.command("tc", "qdisc", "change", "dev", card, "root", *tbf)
     with pytest.raises(RuntimeError, match=r"too fast"):
-        links.check(shaped, MESSAGES[:1], attempts=1)
+        links.check(shaped, MESSAGES[:1])
 
 
 @needs_links
@@ -73,7 +73,7 @@ def test_an_end_without_a_bucket_is_refused(shaped: links.ShapedLinks, spoilt: s
     host, card = (shaped.hosts[0], "eth0") if spoilt == "sends" else (shaped.switch, "eth0-0")
     host.command("tc", "qdisc", "delete", "dev", card, "root")
     with pytest.raises(RuntimeError, match=r"too fast"):
-        links.check(shaped, MESSAGES[:1], attempts=1)
+        links.check(shaped, MESSAGES[:1])
 
 
 @needs_links
