@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,12 +163,19 @@ def titles(names: Iterable[str]) -> dict[str, str]:
 
 def legend(names: Iterable[str]) -> list[str]:
     """Lines to follow such a table: what its titles leave out."""
+    named = titles(names)
     left = [
         f"{title}: `{name}`"
-        for name, title in titles(names).items()
-        if title != Method.parse(name).title
+        for name, title in named.items()
+        if title != Method.parse(name).title and not _is_opposite(name, named)
     ]
-    return [f"{'; '.join(left)}.", ""] if left else []
+    return ["", f"{'; '.join(left)}."] if left else []
+
+
+def _is_opposite(name: str, names: Container[str]) -> bool:
+    """Of one of the names, in feedback alone."""
+    method = Method.parse(name)
+    return method.feedback is not None and str(method._replace(feedback=None)) in names
 
 
 class Averaging(NamedTuple):

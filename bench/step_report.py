@@ -111,7 +111,7 @@ def document(found: Found, stem: str) -> str:
             lines += _checks(found, link)
         lines += _steps(found, link) if link != NO_LINK else _unshaped(found)
     legend = methods.legend(each for each in steps if each != LOCAL)
-    return "\n".join([*lines, "", *legend, *_beside(found)]) + "\n"
+    return "\n".join([*lines, *legend, "", *_beside(found)]) + "\n"
 
 
 def _goals(found: Found) -> list[str]:

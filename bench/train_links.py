@@ -138,7 +138,7 @@ def _document(
                 f"{whole} | {100 * ended:.2f} | {reached} |"
             )
     names = dict.fromkeys(each.method for lines in composed.values() for each in lines)
-    yield from ["", *methods.legend(names)]
+    yield from methods.legend(names)
 
 
 def _draw(composed: Mapping[str, Sequence[Line]], path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import machine
-from methods import SMALL, Method
+from methods import SMALL, Method, legend, titles
 from train_runs import MOMENTUM, Result, Run
 
 DENSE = "none"
@@ -145,16 +145,17 @@ def _document(results: Sequence[Result], compared: list[Setting], name: str) -> 
         "over the bytes sent: all parameters, with headers, mean over ranks, after the dense "
         "steps; beside it, that of the whole run. *Training loss* is the final parameters' mean "
         "cross-entropy over all training images. Biased codecs have error feedback, the others "
-        "none; `-feedback` and `+feedback` are the opposite, for comparison. Options of the hook: "
-        "`+momentum`, it is the hook's, before the codec, and the optimizer has none; `+rate`, "
-        "residuals follow the learning rate; `+ends=CODEC`, that of the first layer, the last, and "
-        f"tensors of less than {SMALL:,} elements; `+dense=SHARE`, dense gradients for that share "
-        "of the steps."
+        "none; *with* or *without feedback* is the opposite, for comparison. Options of the hook, "
+        "in the line below the tables: `+momentum`, it is the hook's, before the codec, and the "
+        "optimizer has none; `+rate`, residuals follow the learning rate; `+ends=CODEC`, that of "
+        f"the first layer, the last, and tensors of less than {SMALL:,} elements; `+dense=SHARE`, "
+        "dense gradients for that share of the steps."
     )
     if compared:
         yield from ["", f"![Accuracy over ratio, and training loss]({name}.png)"]
     for each in compared:
         yield from _methods_table(each)
+    yield from legend(dict.fromkeys(name for each in compared for name in each.methods))
     yield from _goals_table(compared)
     yield from _controls_table(compared)
     yield from _rates_table(results)
@@ -167,13 +168,14 @@ def _methods_table(setting: Setting) -> Iterator[str]:
         "whole run |"
     )
     yield "|---|---:|---:|---:|---:|---:|---:|"
+    named = titles(setting.methods)
     for method in setting.methods:
         found = setting.of(method)
         than = setting.differences(method, DENSE, accuracy) if method != DENSE else []
         sent = [each.bytes_per_step(dense_share(each)) for each in found]
         kilobytes = [each / 1e3 for each in sent if each is not None]
         yield (
-            f"| {Method.parse(method).title} | {_mean(setting.points(method), 2)} | "
+            f"| {named[method]} | {_mean(setting.points(method), 2)} | "
             f"{_mean(than, 2, sign=True)} | {_mean([loss(each) for each in found], 4)} | "
             f"{_mean(kilobytes, 1, spread=False)} | {_times(setting.ratio(method))} | "
             f"{_times(setting.ratio(method, whole=True))} |"
@@ -199,7 +201,7 @@ def _goals_table(compared: list[Setting]) -> Iterator[str]:
         than = setting.differences(method, DENSE, accuracy)
         well = bool(than) and -statistics.fmean(than) <= goal.points and (ratio or 0) >= goal.ratio
         yield (
-            f"| {method} | {setting.run.batch} | ≤ {goal.points} | "
+            f"| {_codec(method, setting)} | {setting.run.batch} | ≤ {goal.points} | "
             f"{_mean([-each for each in than], 2, sign=True)} | ≥ {goal.ratio} | "
             f"{_times(ratio)} | {'yes' if well else 'no'} |"
         )
@@ -222,7 +224,7 @@ def _controls_table(compared: list[Setting]) -> Iterator[str]:
         losses = setting.differences(method, control, loss)
         points = setting.differences(method, control, accuracy)
         yield (
-            f"| {method} | {setting.run.batch} | {_mean(losses, 4, sign=True)} | "
+            f"| {_codec(method, setting)} | {setting.run.batch} | {_mean(losses, 4, sign=True)} | "
             f"{sum(each < 0 for each in losses)} of {len(losses)} | {_mean(points, 2, sign=True)} |"
         )
 
@@ -243,6 +245,11 @@ def _rates_table(results: Sequence[Result]) -> Iterator[str]:
             f"{_mean([loss(result) for result in each.of(DENSE)], 4)} | "
             f"{_mean(each.points(DENSE), 2)} |"
         )
+
+
+def _codec(method: str, setting: Setting) -> str:
+    """The method's title where all are gradwire's."""
+    return titles(setting.methods)[method].removeprefix("gradwire ")
 
 
 def _title(setting: Setting) -> str:
@@ -326,6 +333,6 @@ def _draw_losses(axes: Any, setting: Setting) -> None:
         ):
             losses = [each for each in map(loss, setting.of(name)) if each is not None]
             axes.plot(losses, [place] * len(losses), marker, color=colour, alpha=0.7)
-    axes.set_yticks(range(len(names)), labels=names)
+    axes.set_yticks(range(len(names)), labels=[_codec(each, setting) for each in names])
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel="final training loss, one mark a seed")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import links
+import methods
 import numpy as np
 import pytest
 import step_report
@@ -137,6 +138,15 @@ def test_titles_are_short_where_that_leaves_no_two_alike():
         "topk:density=0.1": "gradwire topk:density=0.1",
         "int8+feedback": "gradwire int8 with feedback",
     }
+
+
+def test_a_legend_has_what_titles_leave_out():
+    names = ["gloo", "none", ONEBIT, f"{ONEBIT}-feedback", "topk", "topk:density=0.1"]
+    assert methods.legend(names) == ["", f"gradwire onebit: `{ONEBIT}`."]
+    assert methods.legend([f"{ONEBIT}-feedback"]) == [
+        *("", f"gradwire onebit without feedback: `{ONEBIT}-feedback`.")
+    ]
+    assert methods.legend(["gloo", "none"]) == []
 
 
 def test_links_are_checked_with_the_methods_messages():
