@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from gradwire import algorithms
 
-from faults.calls import COLLECTIVES, REDUCING, ROOTED, SHIFT, Call
+from faults.calls import COLLECTIVES, COLUMNS, REDUCING, ROOTED, SHIFT, Call
 from faults.schedules import random_schedule
 
 TRANSPORTS = ("inproc", "shm", "tcp", "mixed")
@@ -20,6 +20,9 @@ _MOST_BYTES = 4 << 20  # of a large call
 _MOST_FRAMES = 100  # that a large call is cut into
 _INTEGERS = ("int8", "uint8", "int32", "int64")
 _DTYPES = ("float32", "float32", "float64", "float16", *_INTEGERS)
+_LOSSY = ("int8", "onebit", "lowrank:rank=2", "threshold:density=0.05", "topk:density=0.1")
+_LARGE_MESSAGE = 65536  # bytes; smaller ones may not hold a unit of threshold and topk
+_LOSSY_COUNTS = (20 * COLUMNS, 600 * COLUMNS)  # few, so that residuals are met again
 
 # kind -> (how often, the transports on which it can happen)
 KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -35,7 +38,7 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "interrupt": (3, _PROCESSES),  # Ctrl-C
     "abort": (6, TRANSPORTS),  # from another thread
     "leave": (4, TRANSPORTS),  # closes early
-    "mismatch": (12, TRANSPORTS),  # another count, dtype, op, root, algorithm, codec or order
+    "mismatch": (12, TRANSPORTS),  # see _DISAGREEMENTS
     "cut": (8, _PROCESSES),  # a link ends, perhaps in the middle of a frame
     "truncate": (5, _SOCKETS),  # a frame arrives whole, but shorter than it was sent
     "header": (6, _PROCESSES),  # a bit of a frame's header or length flips
@@ -114,7 +117,7 @@ def make_case(seed: int, number: int, kind: str | None = None) -> Case:
     splits = tuple(rng.choices(kinds_of_split, k=rng.choice((0, 0, 0, 1, 2))))
     hosts = _hosts(rng, ranks)
     tuning = _tuning(rng)
-    calls = _calls(rng, ranks, splits, _most_bytes(tuning))
+    calls = _calls(rng, ranks, splits, _most_bytes(tuning), _codecs(kind, tuning))
     return Case(
         seed,
         number,
@@ -145,20 +148,31 @@ def _most_bytes(tuning: dict[str, int]) -> int:
     return min(_MOST_BYTES, _MOST_FRAMES * frame)
 
 
+def _codecs(kind: str, tuning: dict[str, int]) -> tuple[str, ...]:
+    """Those that lose something; a payload's flipped bit must stay one wrong element, so none."""
+    if kind == "payload":
+        return ()
+    return _LOSSY if tuning["max_message"] >= _LARGE_MESSAGE else _LOSSY[:3]
+
+
 def _timeout(rng: random.Random, kind: str) -> float:
     """Short where a case waits for it, long where a wait for it would hide a mistake."""
     return round(rng.uniform(1.0, 1.5), 2) if kind in ("stop", "silence") else 20.0
 
 
 def _calls(
-    rng: random.Random, ranks: int, splits: tuple[str, ...], most_bytes: int
+    rng: random.Random,
+    ranks: int,
+    splits: tuple[str, ...],
+    most_bytes: int,
+    codecs: tuple[str, ...],
 ) -> tuple[Call, ...]:
     total = rng.randint(4, 24)
     large = rng.sample(range(total), 2)
     return tuple(
-        _call(rng, ranks, splits, rng.randint(most_bytes // 4, most_bytes))
+        _call(rng, ranks, splits, rng.randint(most_bytes // 4, most_bytes), codecs)
         if index in large
-        else _call(rng, ranks, splits, _few_bytes(rng))
+        else _call(rng, ranks, splits, _few_bytes(rng), codecs)
         for index in range(total)
     )
 
@@ -167,7 +181,9 @@ def _few_bytes(rng: random.Random) -> int:
     return rng.choice((0, 1, 8, rng.randint(2, 1000), rng.randint(1000, 100_000)))
 
 
-def _call(rng: random.Random, ranks: int, splits: tuple[str, ...], size: int) -> Call:
+def _call(
+    rng: random.Random, ranks: int, splits: tuple[str, ...], size: int, codecs: tuple[str, ...]
+) -> Call:
     communicator = rng.randint(0, len(splits))
     halves = communicator > 0 and splits[communicator - 1] == "parity"
     size = ranks // 2 if halves else ranks  # of the smaller half
@@ -187,7 +203,9 @@ def _call(rng: random.Random, ranks: int, splits: tuple[str, ...], size: int) ->
     call = dataclasses.replace(call, algorithm=rng.choice([*algorithms(collective), "auto"]))
     if collective in REDUCING:
         call = _reducing(rng, call)
-    if collective == "all_reduce" and communicator == 0:
+    if collective == "all_reduce" and codecs and rng.random() < 0.15:
+        call = _compressed(rng, call, codecs)
+    if collective == "all_reduce" and communicator == 0 and call.algorithm != "gather":
         call = _special(rng, call, ranks)
     return call
 
@@ -195,10 +213,31 @@ def _call(rng: random.Random, ranks: int, splits: tuple[str, ...], size: int) ->
 def _reducing(rng: random.Random, call: Call) -> Call:
     ops = ("sum", "sum", "min", "max", "prod") + (("avg",) * (call.dtype not in _INTEGERS))
     call = dataclasses.replace(call, op=rng.choice(ops))
-    lossy = call.dtype == "float32" and call.op in ("sum", "avg")
-    if lossy and call.algorithm != "recursive_doubling" and rng.random() < 0.3:
+    if _takes_codec(call) and rng.random() < 0.3:
         call = dataclasses.replace(call, codec=rng.choice(("fp16", "bf16")))
     return call
+
+
+def _takes_codec(call: Call) -> bool:
+    sums = call.dtype == "float32" and call.op in ("sum", "avg")
+    return sums and call.algorithm != "recursive_doubling"
+
+
+def _compressed(rng: random.Random, call: Call, codecs: tuple[str, ...]) -> Call:
+    """By a codec that loses something, with feedback; sometimes its payloads are gathered."""
+    codec, algorithm = rng.choice(codecs), call.algorithm
+    if algorithm == "recursive_doubling":
+        algorithm = "auto"
+    if not codec.startswith("lowrank") and rng.random() < 0.4:
+        algorithm = "gather"
+    return dataclasses.replace(
+        call,
+        dtype="float32",
+        op=rng.choice(("sum", "avg")),
+        codec=codec,
+        algorithm=algorithm,
+        count=rng.choice(_LOSSY_COUNTS),
+    )
 
 
 def _special(rng: random.Random, call: Call, ranks: int) -> Call:
@@ -228,7 +267,7 @@ def _fault(
         seed=rng.getrandbits(32),
     )
     if kind == "mismatch":
-        return _mismatch(rng, fault, calls)
+        return _mismatch(rng, fault, calls, sum(map(len, hosts)))
     if kind == "garble":
         return dataclasses.replace(fault, lane="control")
     if kind in ("truncate", "header", "payload", "silence"):
@@ -262,51 +301,74 @@ _DETAILS = {
 }
 
 
-def _mismatch(rng: random.Random, fault: Fault, calls: tuple[Call, ...]) -> Fault:
+def _mismatch(rng: random.Random, fault: Fault, calls: tuple[Call, ...], ranks: int) -> Fault:
     """Another call in the place of one, or two calls in the wrong order."""
     able = [i for i, each in enumerate(calls) if each.collective in _DISAGREEMENTS]
     if not able:
         return dataclasses.replace(fault, kind="none")
     index = rng.choice(able)
     call = calls[index]
-    what = rng.choice(_DISAGREEMENTS[call.collective])
-    instead: tuple[Call, ...] = (_changed(rng, call, what),)
     following = calls[index + 1] if index + 1 < len(calls) else call
-    if what == "collective" and _clash(call, following):
-        what, instead = "order", (following, call)
+    ways = [way for way in _DISAGREEMENTS[call.collective] if _can_differ(call, way)]
+    ways += ["order"] * _clash(call, following)
+    what = rng.choice(ways)
+    instead = (following, call) if what == "order" else (_changed(rng, call, what, ranks),)
     return dataclasses.replace(fault, call=index, detail=what, instead=instead)
 
 
-# What ranks can disagree in; gather, scatter and all_to_all may have other sizes on every rank, and
-# messages have no common order with collectives.
+# What ranks can disagree in, beside the order of two calls; gather, scatter and all_to_all may have
+# other sizes on every rank, and messages have no common order with collectives.
 _DISAGREEMENTS = {
-    "all_reduce": ("count", "dtype", "op", "algorithm", "collective"),
-    "reduce": ("count", "dtype", "op", "root", "collective"),
-    "reduce_scatter": ("count", "dtype", "op", "algorithm", "collective"),
+    "all_reduce": ("count", "dtype", "op", "algorithm", "codec", "schedule", "collective"),
+    "reduce": ("count", "dtype", "op", "root", "codec", "collective"),
+    "reduce_scatter": ("count", "dtype", "op", "algorithm", "codec", "collective"),
     "all_gather": ("count", "algorithm", "collective"),
     "broadcast": ("count", "root", "collective"),
     SHIFT: ("count",),
 }
 
 
+def _plain(call: Call) -> Call:
+    """Without a codec, nor what only one can be used with."""
+    algorithm = "auto" if call.algorithm == "gather" else call.algorithm
+    return dataclasses.replace(call, codec="none", algorithm=algorithm)
+
+
+def _other_schedule(rng: random.Random, ranks: int, than: str) -> str:
+    while (found := random_schedule(rng, ranks)) == than:
+        pass
+    return found
+
+
+def _can_differ(call: Call, way: str) -> bool:
+    if way == "codec":
+        return _takes_codec(call) and not call.codec.startswith("lowrank")
+    return way != "schedule" or call.communicator == 0
+
+
 def _clash(one: Call, other: Call) -> bool:
     """Whether their order can be told: on one communicator, and of different kinds."""
-    return (
-        one.communicator == other.communicator
-        and "collective" in _DISAGREEMENTS.get(other.collective, ())
-        and one.collective != other.collective
+    have_order = all(
+        "collective" in _DISAGREEMENTS.get(each.collective, ()) for each in (one, other)
     )
+    same = one.communicator == other.communicator
+    return have_order and same and one.collective != other.collective
 
 
-def _changed(rng: random.Random, call: Call, what: str) -> Call:
+def _changed(rng: random.Random, call: Call, what: str, ranks: int) -> Call:
+    if what == "codec":
+        return dataclasses.replace(call, codec="fp16" if call.codec != "fp16" else "bf16")
+    if what == "schedule":
+        other = _other_schedule(rng, ranks, call.schedule)
+        return dataclasses.replace(call, schedule=other, algorithm="auto")
     if what == "count":
-        return dataclasses.replace(call, count=call.count + rng.choice((1, 1000)))
+        more = 1000 if call.codec.startswith("lowrank") else rng.choice((1, 1000))
+        return dataclasses.replace(call, count=call.count + more)
     if what == "dtype":
-        return dataclasses.replace(
-            call, dtype="int32" if call.dtype != "int32" else "int64", op="sum", codec="none"
-        )
+        other = "int32" if call.dtype != "int32" else "int64"
+        return dataclasses.replace(_plain(call), dtype=other, op="sum")
     if what == "op":
-        return dataclasses.replace(call, op="min" if call.op != "min" else "max", codec="none")
+        return dataclasses.replace(_plain(call), op="min" if call.op != "min" else "max")
     if what == "root":
         return dataclasses.replace(call, root=1 - min(call.root, 1))
     if what == "algorithm" and (call.schedule or call.algorithm != "auto"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from dataclasses import dataclass
 
 from faults.cases import SET_UP, Case
@@ -13,6 +15,12 @@ _LOAD_SECONDS = 3.0  # by which a machine that runs several cases at once may be
 _DEATH_SECONDS = 2.0  # for all to know of a rank's death
 _HARMLESS = ("none", "slow", "pause", "delay")
 _DEADLY = ("kill", "crash")  # the culprit does not report
+# What InvalidArgument says of ranks that differ: in a call, in one long ago, in a message, or in a
+# frame of a rank that does not answer for half a second, as one may that waits for a processor.
+_WHO_PASSED_WHAT = re.compile(
+    r"\branks? \d[\d, -]* called |\d against ranks? \d|rank \d+ sent a message of another size"
+    r"|rank \d+ sent a frame of its call \d+, while rank \d+ is in call \d+, \w+\("
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,21 @@ def problems(case: Case, finished: Finished) -> list[str]:
     ]
     for _, outcome in sorted(finished.outcomes.items()):
         found += _Verdict(case, finished, outcome).problems()
-    return found
+    return found + _different_results(case, finished)
+
+
+def _different_results(case: Case, finished: Finished) -> list[str]:
+    """Of calls whose results have the same bits on all ranks, whatever their codec lost."""
+    seen: dict[tuple[int, tuple[int, ...]], set[int]] = defaultdict(set)
+    for rank, outcome in finished.outcomes.items():
+        for call, digest in outcome.digests.items():
+            communicator = case.calls[call].communicator
+            seen[call, tuple(case.members(communicator, rank))].add(digest)
+    return [
+        f"ranks {', '.join(map(str, ranks))} do not agree in call {call}: {case.calls[call]}"
+        for (call, ranks), digests in sorted(seen.items())
+        if len(digests) > 1
+    ]
 
 
 def bit(finished: Finished) -> bool:
@@ -115,6 +137,8 @@ class _Verdict:
             found.append(f"is not one of {rule.errors}")
         elif not self._names(rule):
             found.append(f"does not name the {' or '.join(rule.named)}")
+        elif self.case.fault.kind == "mismatch" and not self._says_who_passed_what:
+            found.append("does not say who passed what")
         late = self.outcome.at - (self.finished.fired_at or 0.0) - rule.within - _LOAD_SECONDS
         late -= self.case.timeout if "Timeout" in rule.errors else 0
         if late > 0 and rule.certain:
@@ -169,6 +193,11 @@ class _Verdict:
         ):
             return True
         return not rule.named or self.outcome.peer in [ranks[name] for name in rule.named]
+
+    @property
+    def _says_who_passed_what(self) -> bool:
+        told = self.outcome.error == "Aborted" or _WHO_PASSED_WHAT.search(self.outcome.text)
+        return bool(told)
 
     @property
     def _is_culprit(self) -> bool:

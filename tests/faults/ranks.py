@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gradwire import Communicator, Error
+from gradwire import Communicator, Error, ErrorFeedback
 from gradwire._communicator import from_mesh
 from gradwire._mesh import Mesh
 
@@ -39,6 +39,7 @@ class Outcome:
     text: str = ""
     at: float = 0.0  # when the error came, monotonic seconds
     wrong: list[tuple[int, int]] = field(default_factory=list)  # call, elements
+    digests: dict[int, int] = field(default_factory=dict)  # by call, of results that lost something
     leaks: list[str] = field(default_factory=list)
     died: int | None = None  # the process's exit code, -n for signal n
     went_on: int = 0  # ranks of the communicator that it shrank to, and that worked
@@ -91,6 +92,7 @@ class _Script:
         self._case, self._mesh, self._enter = case, mesh, enter
         self._rank = mesh.rank
         self._comms: list[Communicator] = []
+        self._feedback: list[ErrorFeedback] = []  # by communicator
         self._pending: list[Pending] = []
         self._communicator = 0  # of the call that is made or waited for
         self._threads: list[threading.Timer] = []
@@ -144,6 +146,7 @@ class _Script:
             made = first.split(0 if kind == "same" else self._rank % 2)
             assert made is not None
             self._comms.append(stack.enter_context(made))
+        self._feedback = [ErrorFeedback() for _ in self._comms]
 
     def _calls(self) -> None:
         for index, call in enumerate(self._case.calls_of(self._rank)):
@@ -153,7 +156,8 @@ class _Script:
 
     def _call(self, call: Call, index: int) -> None:
         self._communicator = call.communicator
-        self._pending.append(Pending(self._comms[call.communicator], call, index))
+        comm, feedback = self._comms[call.communicator], self._feedback[call.communicator]
+        self._pending.append(Pending(comm, call, index, feedback))
         self._finish_down_to(_MOST_IN_FLIGHT if call.async_op else 0)
 
     def _finish_down_to(self, count: int) -> None:
@@ -165,6 +169,8 @@ class _Script:
     def _check(self, pending: Pending) -> None:
         if wrong := pending.wrong():
             self.outcome.wrong.append((pending.index, wrong))
+        if pending.digest:
+            self.outcome.digests[pending.index] = pending.digest
 
     def _barrier(self) -> None:
         self._communicator = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.cases import KINDS, Case, make_case
+from faults.cases import _DISAGREEMENTS, _LOSSY, KINDS, Case, make_case
 from faults.judge import problems
 from faults.ranks import Outcome, Resources
 from faults.supervisor import Finished
@@ -43,9 +43,8 @@ def case(kind: str, goes_on: bool) -> Case:
     """Four ranks on one communicator; rank 1 is the culprit, and rank 2 at the link's other end."""
     made = make_case(0, 0, kind)
     fault = dataclasses.replace(made.fault, kind=kind, culprit=1, peer=2, call=0)
-    return dataclasses.replace(
-        made, ranks=4, splits=(), calls=made.calls[:3], fault=fault, goes_on=goes_on
-    )
+    calls = tuple(dataclasses.replace(each, communicator=0) for each in made.calls[:3])
+    return dataclasses.replace(made, ranks=4, splits=(), calls=calls, fault=fault, goes_on=goes_on)
 
 
 def found(
@@ -87,6 +86,30 @@ def test_the_judge_sees_a_hang() -> None:
 )
 def test_the_judge_sees_one_rank_that_is_wrong(wrong: Outcome) -> None:
     assert len(found("kill", wrong, *all_raise("TransportError", 1)[1:])) == 1
+
+
+def test_the_judge_wants_to_know_who_passed_what() -> None:
+    told = "ranks disagree in call 0: ranks 0, 2-3 called barrier(); rank 1 called all_gather(…)"
+    for text, wrong in ((told, 0), ("ranks disagree", 3)):
+        raised = [Outcome(rank, "InvalidArgument", -1, text, 100.5) for rank in (0, 2, 3)]
+        culprit = Outcome(1, "InvalidArgument", -1, told, 100.5)
+        assert len(found("mismatch", *raised, culprit=culprit)) == wrong
+
+
+def test_the_judge_compares_what_codecs_made_on_all_ranks() -> None:
+    for digest, wrong in ((7, 0), (8, 1)):
+        ranks = [Outcome(0, digests={2: 7}), Outcome(2), Outcome(3, digests={2: digest})]
+        problems = found("none", *ranks, culprit=Outcome(1))
+        assert len(problems) == wrong
+        assert all("do not agree in call 2" in each for each in problems)
+
+
+def test_cases_have_all_codecs_and_all_that_ranks_can_disagree_in() -> None:
+    made = [make_case(3, number, "mismatch") for number in range(500)]
+    codecs = {each.codec for case in made for each in case.calls}
+    assert codecs == {"none", "fp16", "bf16", *_LOSSY}
+    ways = {way for each in _DISAGREEMENTS.values() for way in each}
+    assert {case.fault.detail for case in made} - {""} == ways | {"order"}
 
 
 @pytest.mark.parametrize(("sizes", "wrong"), [((3, 3, 3), 0), ((3, 3, 0), 3), ((0, 0, 0), 3)])
