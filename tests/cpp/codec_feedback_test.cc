@@ -142,6 +142,19 @@ Values send(const Codec& codec, ErrorFeedback& feedback, const std::string& key,
   return delivered;
 }
 
+TEST(ErrorFeedback, MaskLeavesTheValuesOfWhichSomethingWaits) {
+  ErrorFeedback feedback;
+  const float denormal = std::numeric_limits<float>::denorm_min();
+  feedback.add("w", Values{0, -0.0F, 3, denormal});
+  Values values{1, std::numeric_limits<float>::infinity(), 3, 4};
+  feedback.mask("w", values);
+  EXPECT_EQ(values, (Values{0, 0, 3, 4}));
+  feedback.mask("unused", values);
+  EXPECT_EQ(values, (Values{0, 0, 0, 0}));
+  Values longer(5);
+  EXPECT_NE(refusal([&] { feedback.mask("w", longer); }), "");
+}
+
 TEST(ErrorFeedback, TheCallsOfAStepStandOrFallTogether) {
   ErrorFeedback feedback;
   const auto call = [&](const std::string& key, float value, bool keep) {

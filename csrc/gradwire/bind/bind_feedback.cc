@@ -62,6 +62,13 @@ void bind_feedback(py::module_& m) {
             return array_of(self.residual(key));
           },
           py::arg("key"))
+      .def(
+          "mask",
+          [](const ErrorFeedback& self, const std::string& key,
+             py::array_t<float, py::array::c_style> values) {
+            self.mask(key, {values.mutable_data(), static_cast<std::size_t>(values.size())});
+          },
+          py::arg("key"), py::arg("values").noconvert())
       .def("keys", &keys)
       .def(
           "add",

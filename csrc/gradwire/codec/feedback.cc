@@ -164,6 +164,19 @@ std::vector<float> ErrorFeedback::residual(const std::string& key) const {
   return found == entries_.end() ? std::vector<float>() : found->second.current.residual;
 }
 
+void ErrorFeedback::mask(const std::string& key, std::span<float> values) const {
+  const FloatEnvironment environment;
+  const std::lock_guard lock(mutex_);
+  const auto found = entries_.find(key);
+  if (found == entries_.end() || found->second.current.residual.empty()) {
+    std::ranges::fill(values, 0.0F);
+    return;
+  }
+  const std::vector<float>& residual = found->second.current.residual;
+  check_length(key, residual.size(), values.size());
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = residual[i] == 0 ? 0.0F : values[i];
+}
+
 void ErrorFeedback::add(const std::string& key, std::span<const float> values) {
   const FloatEnvironment environment;
   const std::lock_guard lock(mutex_);
@@ -190,9 +203,11 @@ void ErrorFeedback::scale(double factor) {
   const std::lock_guard lock(mutex_);
   require_closed();
   for (auto& [key, entry] : entries_) {
+    const std::vector<float>& residual = entry.current.residual;
     std::vector<float>& product = entry.next.residual;
-    product = entry.current.residual;
-    for (float& value : product) value = static_cast<float>(value * factor);
+    product.resize(residual.size());
+    for (std::size_t i = 0; i < residual.size(); ++i)
+      product[i] = static_cast<float>(residual[i] * factor);
     check_finite(key, product, "so scaled the residual of key");
   }
   for (auto& [key, entry] : entries_) {

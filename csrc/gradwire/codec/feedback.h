@@ -89,6 +89,9 @@ class ErrorFeedback {
 
   // A copy of this rank's residual; empty when the key was never used.
   std::vector<float> residual(const std::string& key) const;
+  // Sets those of `values` to zero whose residual is zero, and all of an unused key's. Throws
+  // InvalidArgument for another length.
+  void mask(const std::string& key, std::span<float> values) const;
   // Adds `values` to the key's residual: to take over a leaver's.
   void add(const std::string& key, std::span<const float> values);
   // Multiplies every residual, and what is adapted to them, for a changed loss scale or learning

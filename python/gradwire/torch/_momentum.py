@@ -43,14 +43,19 @@ class Velocities:
         self._momentum = momentum
         self.kept = kept
         self._next: dict[str, torch.Tensor] = {}
+        self._spare: dict[str, torch.Tensor] = {}  # memory of former ones, for the next
 
     def apply(self, parcel: Parcel) -> None:
         """Turns the gradients of a bucket into what is to be sent."""
         factor = self._momentum.factor
         for name, gradient in zip(parcel.names, parcel.gradients, strict=True):
-            velocity = gradient.clone()
+            velocity = self._spare.pop(name, None)
+            if velocity is None or velocity.shape != gradient.shape:
+                velocity = torch.empty_like(gradient, memory_format=torch.contiguous_format)
             if name in self.kept:
-                velocity.add_(self.kept[name].view_as(velocity), alpha=factor)
+                torch.add(gradient, self.kept[name].view_as(gradient), alpha=factor, out=velocity)
+            else:
+                velocity.copy_(gradient)
             self._next[name] = velocity
             if self._momentum.nesterov:
                 gradient.add_(velocity, alpha=factor)
@@ -66,12 +71,15 @@ class Velocities:
 
     def end_step(self, keep: bool, sparse: Iterable[str], feedback: ErrorFeedback | None) -> None:
         """`sparse` are the parameters of which only some elements were sent."""
-        if keep:
-            self.kept.update(self._next)
         if keep and self._momentum.masking and feedback is not None:
             for name in self._next.keys() & sparse:
-                waiting = torch.from_numpy(feedback.residual(name) != 0)
-                self.kept[name].view(-1).mul_(waiting)
+                feedback._core.mask(name, self._next[name].view(-1).numpy())
+        if keep:
+            former = {name: self.kept.get(name) for name in self._next}
+            self.kept.update(self._next)
+            self._spare = {name: each for name, each in former.items() if each is not None}
+        else:
+            self._spare = self._next
         self._next = {}
 
     def load(self, kept: Mapping[str, torch.Tensor]) -> None:
