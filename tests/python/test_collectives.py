@@ -370,10 +370,13 @@ GATHERED = {  # by auto, of up to so many ranks
 }
 
 
-def sends(comm: Communicator, codec: str, algorithm: str, n: int) -> int:
-    """Payload bytes of one all_reduce, by this rank."""
+def sends(
+    comm: Communicator, codec: str, algorithm: str, n: int, collective: str = "all_reduce"
+) -> int:
+    """Payload bytes of one call, by this rank."""
     before = comm.traffic
-    comm.all_reduce(whole(n, comm.rank), codec=codec, algorithm=algorithm, feedback=False)
+    call = getattr(comm, collective)
+    call(whole(n, comm.rank), codec=codec, algorithm=algorithm, feedback=False)
     frames = comm.traffic.frames_sent - before.frames_sent
     return comm.traffic.bytes_sent - before.bytes_sent - HEADER * frames
 
@@ -390,6 +393,19 @@ def test_auto_sends_little_whatever_the_density(p: int) -> None:
             assert auto <= max(1.04 * direct, dense / 12), codec  # lengths are rounded up
 
     run(p, body)
+
+
+@pytest.mark.parametrize(("collective", "best"), [("reduce_scatter", "direct"), ("reduce", "star")])
+def test_auto_gathers_nothing_for_those_who_do_not_want_it(collective: str, best: str) -> None:
+    def body(comm: Communicator) -> None:
+        for codec in ("topk", "threshold", "onebit"):
+            auto, direct, gather = (
+                sends(comm, codec, each, 1 << 16, collective) for each in ("auto", best, "gather")
+            )
+            assert auto == direct < gather
+
+    run(2, body)
+    run(4, body)
 
 
 @pytest.mark.parametrize(("codec", "words"), [("onebit", 2 / 32), ("int8", 2 / 4)])

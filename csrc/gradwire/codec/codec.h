@@ -57,7 +57,7 @@ class Codec {
   virtual Combine combine() const noexcept = 0;
   // Losses do not average out without error feedback.
   virtual bool biased() const noexcept = 0;
-  // Whether so many ranks do better to gather payloads than to encode again at every hop.
+  // Whether an all_reduce of so many ranks does better to gather payloads than to encode sums anew.
   virtual bool gathers(int /*ranks*/) const noexcept { return combine() == Combine::kGather; }
   // Elements. Runs are cut at multiples of it, counted from the start of each extent.
   virtual std::size_t unit() const noexcept = 0;

@@ -91,13 +91,22 @@ void Compound::refuse_results() {
   transaction_.settle(false);
 }
 
+namespace {
+
+// Where not all want the sum, a schedule sends less than all payloads to all, and encodes as
+// seldom.
+bool is_best_gathered(const Request& request, int size) {
+  if (request.algorithm != "auto" || request.schedule != nullptr || !request.codec) return false;
+  if (request.codec->combine() == codec::Combine::kGather) return true;
+  return request.collective == Collective::kAllReduce && request.codec->gathers(size);
+}
+
+}  // namespace
+
 Way way_of(const Request& request, int size) {
   if (request.letters) return Way::kExchange;
-  const bool lossy = request.codec && request.codec->combine() != codec::Combine::kPlain;
-  if (lossy && request.codec->combine() == codec::Combine::kCompound) return Way::kLowRank;
-  if (is_gather(request.algorithm)) return Way::kGather;
-  const bool free = request.algorithm == "auto" && request.schedule == nullptr;
-  if (lossy && free && request.codec->gathers(size)) return Way::kGather;
+  if (request.codec && request.codec->combine() == codec::Combine::kCompound) return Way::kLowRank;
+  if (is_gather(request.algorithm) || is_best_gathered(request, size)) return Way::kGather;
   const bool shared = request.collective == Collective::kAllReduce;
   return request.feedback && !shared ? Way::kAgreed : Way::kAtOnce;
 }
