@@ -191,7 +191,7 @@ void expect_nothing_moves(Caller& caller) {
 template <typename Failure>
 void fail(const Case& how, double timeout, bool vanishes) {
   Ranks ranks(kRanks, "inproc", Travel{}.tuning(), {}, /*mortal=*/vanishes);
-  std::latch over(2);
+  std::latch before(kRanks), over(2);
   ranks.run([&](Communicator& comm) {
     SCOPED_TRACE(how.codec + " " + how.algorithm);
     Caller caller{comm, how, 10};
@@ -200,6 +200,7 @@ void fail(const Case& how, double timeout, bool vanishes) {
     caller.run(caller.in_step, "a");
     caller.in_step->begin_step();
     caller.run(caller.in_step, "a");
+    before.arrive_and_wait();
     caller.timeout = timeout;
     if (comm.identity().rank < 2) {
       expect_nothing_moves<Failure>(caller);

@@ -144,6 +144,29 @@ def test_a_block_may_hold_several_keys() -> None:
     np.testing.assert_allclose(delivered + sum(kept for _, kept in found), given, atol=1e-5)
 
 
+@pytest.mark.parametrize("p", range(1, 10))
+def test_ranks_agree_and_nothing_is_lost(p: int) -> None:
+    counts = sorted({0, 1, p - 1, 1001})
+    algorithms = ("auto", "gather", "gather(ring)")
+
+    def body(comm: Communicator) -> tuple[list[bytes], Floats]:
+        feedback, delivered, got = ErrorFeedback(), [], []
+        for n in counts:
+            key: dict[str, Any] = {"feedback": feedback, "key": str(n)}
+            ys = [
+                all_reduce(comm, inputs(comm.rank, n), codec=Halves(), algorithm=each, **key)
+                for each in algorithms
+            ]
+            got += [y.tobytes() for y in ys]
+            delivered.append(sum(ys) / p + feedback.residual(str(n)))
+        return got, np.concatenate(delivered)
+
+    found = run(p, body, transport=("inproc", "shm", "tcp")[p % 3])
+    assert all(each[0] == found[0][0] for each in found)
+    given = sum(np.concatenate([inputs(rank, n) for n in counts]) for rank in range(p))
+    np.testing.assert_allclose(sum(each[1] for each in found), 3 * given, atol=1e-5 * p)
+
+
 # ---- Works that are dropped --------------------------------------------------------------------
 
 
