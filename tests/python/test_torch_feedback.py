@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,6 +91,34 @@ def test_nothing_is_lost_with_a_codec_written_in_python() -> None:
         for setting, (missing, same, _) in found.items():
             assert missing < ROUNDING, setting
             assert same, setting
+
+
+def gradients(setting: dict[str, Any], codec: str) -> list[torch.Tensor]:
+    """Of each step."""
+    ddp, _ = wrapped(mlp(), **setting)
+    register(ddp, codec=codec, min_elements=0)
+    found = []
+    for step in range(5):
+        ddp.zero_grad()
+        backward(ddp, step)
+        found.append(torch.cat([each.grad.flatten() for each in ddp.parameters()]))
+    return found
+
+
+def same_in_all_settings(codec: str) -> dict[str, list[bool]]:
+    """The bits of each step, as with one bucket that is never rebuilt."""
+    expected = gradients({"bucket_cap_mb": 25}, codec)
+    return {
+        name: list(map(torch.equal, gradients(setting, codec), expected))
+        for name, setting in SETTINGS.items()
+    }
+
+
+def test_what_codecs_remember_survives_a_rebuild() -> None:
+    """Between two ranks what is sent depends on that alone: factors of lowrank, tau, a filter."""
+    codecs = [each for each in LOSSY if each.startswith(("threshold", "topk", "lowrank"))]
+    expected = dict.fromkeys(codecs, dict.fromkeys(SETTINGS, [True] * 5))
+    assert torch_ranks.run(2, with_each, codecs, same_in_all_settings) == [expected] * 2
 
 
 def residuals_by_name(codec: str) -> dict[str, int]:
@@ -310,7 +339,11 @@ def train_mixed(hook: dict[str, Any] | None) -> tuple[torch.Tensor, float]:
     return gradients, books.missing(state.feedback) if state else 0.0
 
 
-def mixed_types(codec: str) -> tuple[bool, float]:
+def mixed_types(codec: str) -> tuple[bool, float, list[str]]:
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
     plain, _ = train_mixed(None)
     assert plain.isfinite().all()
     hooked, missing = train_mixed({"codec": codec, "feedback": True, "min_elements": 0})
@@ -318,15 +351,19 @@ def mixed_types(codec: str) -> tuple[bool, float]:
     sizes = [each.numel() for each in Mixed().parameters()]
     chosen = torch.repeat_interleave(torch.tensor(others), torch.tensor(sizes))
     chosen = chosen | torch.tensor(codec == "none")
-    return plain[chosen].equal(hooked[chosen]), missing
+    logging.getLogger("gradwire").removeHandler(handler)
+    return plain[chosen].equal(hooked[chosen]), missing, warnings
 
 
 def test_several_types_in_one_model() -> None:
-    """All but float32 travel as they are: equal to plain DDP."""
-    for found in torch_ranks.run(2, with_each, CODECS, mixed_types):
-        for codec, (equal, missing) in found.items():
+    """All but float32 travel as they are: equal to plain DDP. Rank 0 says so."""
+    words = "gradients of torch.bfloat16, torch.float16, torch.float64 travel as they are"
+    for rank, found in enumerate(torch_ranks.run(2, with_each, CODECS, mixed_types)):
+        for codec, (equal, missing, warnings) in found.items():
             assert equal, codec
             assert missing < ROUNDING, codec
+            told = [each for each in warnings if words in each]
+            assert len(told) == (codec != "none" and rank == 0), codec
 
 
 def kept_by(state: State) -> dict[str, list[torch.Tensor]]:

@@ -411,7 +411,7 @@ def sparse_gradients() -> str:
     state = register(ddp)
     with pytest.raises(gradwire.InvalidArgument) as raised:
         ddp(torch.tensor([1, 2])).sum().backward()
-    assert raised.value is state.error
+    assert repr(raised.value) == repr(state.error)
     return str(state.error)
 
 
@@ -581,7 +581,7 @@ def survive_a_death() -> tuple[str, int, bool, bool]:
     with pytest.raises(gradwire.TransportError, match="rank 1"):
         mse_loss(ddp(x), y).backward()
     assert isinstance(first, gradwire.TransportError)
-    return type(first).__name__, first.peer, state.error is first, state.steps == 3
+    return type(first).__name__, first.peer, repr(state.error) == repr(first), state.steps == 3
 
 
 def test_a_dead_rank_is_a_typed_error_now_and_later() -> None:

@@ -164,7 +164,24 @@ class Books:
                 factor = (ranks or dist.get_world_size()) * self.unit
                 self._out[name] += parameter.grad.double() * factor
 
-    def missing(self, feedback: gradwire.ErrorFeedback | None) -> float:
+    def inherit(self, rank: int, feedback: gradwire.ErrorFeedback) -> None:
+        """On rank 0, what another rank's gradients delivered: all ranks call it before that dies.
+
+        What it holds back goes with it.
+        """
+        parts = {}
+        for name, went_in in self._in.items():
+            kept = torch.from_numpy(feedback.residual(name)).double().view_as(went_in)
+            parts[name] = went_in - kept * self.unit
+        delivered = [parts]
+        dist.broadcast_object_list(delivered, src=rank)
+        if dist.get_rank() == 0:
+            for name, each in delivered[0].items():
+                self._in[name] += each
+
+    def missing(
+        self, feedback: gradwire.ErrorFeedback | None, group: dist.ProcessGroup | None = None
+    ) -> float:
         """How much of all gradients is nowhere, in units of float32 rounding of their sizes."""
         worst = 0.0
         for name, went_in in self._in.items():
@@ -172,7 +189,7 @@ class Books:
             if feedback is not None and feedback.residual(name).size:
                 kept += torch.from_numpy(feedback.residual(name)).double() * self.unit
             both = torch.stack([went_in.flatten() - kept, self._size[name].flatten()])
-            dist.all_reduce(both)
+            dist.all_reduce(both, group=group)
             if both.numel():
                 lost = (both[0] - self._out[name].flatten()).abs()
                 worst = max(worst, float(lost.max() / (both[1].max() + 1e-30)) * 2**24)

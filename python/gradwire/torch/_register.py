@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -25,6 +26,7 @@ from gradwire.torch._scales import Scaler
 from gradwire.torch._state import State
 from gradwire.torch._stats import Stats
 
+_log = logging.getLogger("gradwire")
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, State] = weakref.WeakKeyDictionary()
 
 
@@ -46,17 +48,19 @@ def register(
     """Makes a DDP model average its gradients with gradwire; every rank calls it, before training.
 
     `codec` is as in `Communicator.all_reduce`, or a function of the step (`Stages`, `warm_up`), and
-    applies to float32 gradients; others travel as they are. `rules` are pairs of a pattern and a
-    codec: a parameter whose name it matches (as in fnmatch: ``"*.bias"``) travels with that of the
-    first such rule. Where the codec is biased, a parameter of less than `min_elements` elements
-    travels as it is.
+    applies to float32 gradients; those of other types, as of bfloat16 parameters, travel as they
+    are, of which gradwire's log warns. `rules` are pairs of a pattern and a codec: a parameter
+    whose name it matches (as in fnmatch: ``"*.bias"``) travels with that of the first such rule.
+    Where the codec is biased, a parameter of less than `min_elements` elements travels as it is.
 
     What a codec loses is kept by parameter and sent later, with `feedback`: None if a codec needs
-    it or changes with the step, True also if none does, False never, or a `gradwire.ErrorFeedback`
-    that goes on: that of the hook before, with the scale, the rates and the velocities that belong
-    to it, where the model is wrapped anew since ranks left or parameters were frozen or thawed.
-    With `scaler`, a GradScaler, it follows the loss scale; with `optimizer` it
-    follows the learning rate, so that it moves weights as far as it would have when it was kept.
+    it or changes with the step, True also if none does, False never. Or it goes on, where the model
+    is wrapped anew because ranks left or parameters were frozen or thawed: give the old state's
+    `feedback`, to which scale, rates and velocities belong, too. (Its `state_dict`, loaded into the
+    new state, brings all that and the number of steps.) With `scaler`, a GradScaler, it follows the
+    loss scale; with `optimizer` it follows the learning rate, so that it moves weights as far as it
+    would have when it was kept.
+
     `momentum` moves momentum from the optimizer into the hook. `clip_norm` clips each rank's own
     gradient, of all parameters together, to the L2 norm clip_norm / sqrt(ranks) before it is added
     to what was held back, in place of clipping the average (Lin et al. 2018, "Deep Gradient
@@ -74,7 +78,7 @@ def register(
     failed; within such a block, backward may raise torch's. Backward raises when DDP left the hook
     out.
     """
-    Rules(codec, rules)  # refuses an unknown codec before the ranks meet
+    compresses = Rules(codec, rules).compresses  # refuses an unknown codec before the ranks meet
     owns = communicator is None
     if communicator is None:
         communicator = communicator_of(ddp.process_group, timeout)
@@ -96,11 +100,14 @@ def register(
         active=active,
         owns_communicator=owns,
     )
+    _release_from_failed(ddp)
     ddp.register_comm_hook(state, comm_hook)
     _watch(ddp, state, active)
     broadcast_buffers_by(ddp, state)
     join_by(ddp, state)
     _states[ddp] = state
+    if compresses and communicator.rank == 0:
+        _warn_of_other_types(ddp)
     return state
 
 
@@ -114,6 +121,24 @@ def stats(ddp: DistributedDataParallel) -> Stats:
     found = _states[ddp].stats()
     print(found)
     return found
+
+
+def _warn_of_other_types(ddp: DistributedDataParallel) -> None:
+    trained = {each.dtype for each in ddp.module.parameters() if each.requires_grad}
+    others = sorted(map(str, trained - {torch.float32}))
+    if others:
+        _log.warning(
+            "gradients of %s travel as they are: codecs are for float32", ", ".join(others)
+        )
+
+
+def _release_from_failed(ddp: DistributedDataParallel) -> None:
+    """Of a failed model that still exists, the reducer waits for gradients: these are its own."""
+    own = set(ddp.module.parameters())
+    for other, state in list(_states.items()):
+        remove = getattr(other, "_remove_autograd_hooks", None)  # torch has no public one
+        if state.error is not None and remove and not own.isdisjoint(other.module.parameters()):
+            remove()
 
 
 def _watch(ddp: DistributedDataParallel, state: State, active: Active) -> None:

@@ -65,6 +65,11 @@ class Rules:
         self.needs_feedback = any(biased) or len(self._static) < len(self._rules)
 
     @property
+    def compresses(self) -> bool:
+        """Whether any codec loses something, or may at some step."""
+        return self.needs_feedback or self.lossy is not None
+
+    @property
     def lossy(self) -> str | None:
         """One of the codecs that never change and lose something."""
         return next((str(each) for each in self._static if str(each) != "none"), None)

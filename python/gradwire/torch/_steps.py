@@ -6,6 +6,7 @@ that order, and end the step after its last one; only then is backward let go.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ class Steps:
     ) -> None:
         self.communicator, self.algorithm, self.memory = communicator, algorithm, memory
         self._active = active
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # never raised: tracebacks refer to the DDP model
+        self._to_raise: Exception | None = None  # the same, with where it came from
         self.counters = Counters(communicator.size)
         self.done = 0  # steps whose gradients were all averaged
         self.handed_over = 0  # steps that DDP has handed over to the last bucket
@@ -90,7 +92,8 @@ class Steps:
     def raise_error(self) -> None:
         """The first one, if there was any."""
         if self.error is not None:
-            raise self.error
+            error, self._to_raise = self._to_raise or _bare(self.error), None
+            raise error
 
     def hear(self, seconds: float) -> None:
         """Raises the first error, also if outside of steps the communicator fails by then."""
@@ -98,10 +101,12 @@ class Steps:
         try:
             self.communicator._core.hear(seconds)
         except Error as error:
-            raise self._first(error) from None
+            self._first(error)
+        self.raise_error()
 
     def drop(self) -> None:
         """Takes back a step whose backward ended before its last bucket was there."""
+        self._to_raise = None
         if self._step.ended.is_set():
             return
         waited = threading.Event()
@@ -113,7 +118,7 @@ class Steps:
 
     def close(self, with_communicator: bool) -> None:
         """Ends the threads; aborts the communicator where buckets are on their way."""
-        self.closed = True
+        self.closed, self._to_raise = True, None
         if self.completions.pending:
             buckets = self.completions.pending
             self.communicator.abort(
@@ -124,7 +129,8 @@ class Steps:
             self.communicator.close()
 
     def _start(self, bucket: dist.GradBucket, works: list[Work]) -> None:
-        self.raise_error()
+        if self.error is not None:
+            raise _bare(self.error)
         if self.closed:
             raise Aborted(_CLOSED)
         if self._step.ended.is_set():
@@ -185,16 +191,16 @@ class Steps:
         step = self._step
         try:
             kept = self._settle(well=error is None)
-            self.raise_error()
-            self._divide_by_active()
-            now = self.communicator.traffic
-            self.counters.end_step(kept, step.buckets, step.bytes, step.before, now)
-            self.done += 1
+            if self.error is None:
+                self._divide_by_active()
+                now = self.communicator.traffic
+                self.counters.end_step(kept, step.buckets, step.bytes, step.before, now)
+                self.done += 1
         except Exception as its:
-            error = self._first(its)
+            self._first(its)
         step.ended.set()
         for buffer, future in step.waiting:
-            _complete(buffer, future, error)
+            _complete(buffer, future, self.error)
 
     def _divide_by_active(self) -> None:
         if self._active is not None and self._step.counts_active:
@@ -209,8 +215,8 @@ class Steps:
 
     def _first(self, error: Exception) -> Exception:
         if self.error is None:
-            self.error = error
-        return self.error
+            self.error, self._to_raise = _bare(error), error
+        return _bare(self.error)
 
     def _interrupt(self, error: BaseException) -> Exception:
         """Tells the other ranks of Ctrl-C."""
@@ -235,11 +241,19 @@ class _Step:
         self.bytes += buffer.numel() * buffer.element_size()
 
 
+def _bare(error: Exception) -> Exception:
+    """A copy without a traceback."""
+    try:
+        return copy.copy(error)
+    except Exception:  # a user's, that cannot be made from its arguments
+        return Error(f"{type(error).__name__}: {error}")
+
+
 def _complete(buffer: torch.Tensor, future: Future[torch.Tensor], error: Exception | None) -> None:
     if error is None:
         future.set_result(buffer)
     else:
-        future.set_exception(error)
+        future.set_exception(_bare(error))
 
 
 def _nothing(_: Exception | None) -> None:
