@@ -1,5 +1,5 @@
 // A codec's spec, and payloads that its decoder did not write.
-//   input: the spec, a newline, 1 byte number of elements, the payload
+//   input: the spec, a newline, 3 bytes number of elements (modulo 70,000), the payload
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -12,6 +12,8 @@ namespace gradwire::fuzz {
 namespace {
 
 using codec::Codec;
+
+constexpr std::size_t kMostElements = 70000;  // more than two units of any codec
 
 // In memory of its very own size, so that one byte too far is seen.
 void decode(const Codec& codec, ConstBytes payload, std::size_t n) {
@@ -60,7 +62,8 @@ int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
     const auto codec = gradwire::codec::make_codec(spec);
     require(gradwire::codec::make_codec(codec->name())->name() == codec->name());
     const gradwire::codec::FloatEnvironment environment;
-    const std::size_t n = input.number<std::uint8_t>();
+    const std::size_t low = input.number<std::uint16_t>(), high = input.number<std::uint8_t>();
+    const std::size_t n = (high << 16 | low) % kMostElements;
     const gradwire::ConstBytes payload = input.rest();
     decode(*codec, payload, n);
     encode(*codec, payload);
