@@ -177,8 +177,8 @@ class Communicator:
     ) -> Any:
         """Block r of the reduction of all ranks' `x`, on rank r; in a new array, or in `out`.
 
-        `x` is one array, cut evenly along its first dimension, or a list of one array per rank. Keys
-        of error feedback end where these blocks do; with codecs in Python, anywhere.
+        `x` is one array, cut evenly along its first dimension, or a list of one array per rank.
+        Keys of error feedback end where these blocks do; with codecs in Python, anywhere.
         """
         options = _Options(
             algorithm, schedule, async_op, timeout, op, 0, codec, key, keys, feedback
