@@ -243,7 +243,10 @@ def test_nothing_is_lost_with_uneven_inputs(by_all: bool) -> None:
 
 
 def wrap_anew() -> float:
-    """At later steps than DDP does it by itself, the buckets become others."""
+    """At later steps than DDP does it by itself, the buckets become others.
+
+    Each time since a backward was broken off.
+    """
     module = Tower(len(CODECS))
     _, books = wrapped(module)
     feedback = gradwire.ErrorFeedback()
@@ -252,10 +255,23 @@ def wrap_anew() -> float:
     for step in range(9):
         if step in sizes:
             ddp = DistributedDataParallel(module, bucket_cap_mb=sizes[step])
-            register(ddp, rules=rules, feedback=feedback, min_elements=0)
+            state = register(ddp, rules=rules, feedback=feedback, min_elements=0)
         backward(ddp, step)
         books.deliver()
+        if step + 1 in sizes:
+            forget = books.mark()
+            handle = next(ddp.parameters()).register_hook(interrupt)
+            with pytest.raises(RuntimeError, match="enough"):
+                backward(ddp, step)
+            state.close()
+            handle.remove()
+            forget()
+            ddp.zero_grad()
     return books.missing(feedback)
+
+
+def interrupt(_: torch.Tensor) -> None:
+    raise RuntimeError("enough")
 
 
 def test_nothing_is_lost_when_buckets_change_later() -> None:

@@ -41,6 +41,7 @@ def go_on_without_a_rank() -> tuple[float, int]:
     ddp.zero_grad()
 
     communicator = state.communicator.shrink()
+    state.close()
     survivors = dist.new_group([0, 2], use_local_synchronization=True)
     ddp = DistributedDataParallel(module, process_group=survivors, **SMALL_BUCKETS)
     again = register(ddp, communicator=communicator, feedback=state.feedback, **hook)

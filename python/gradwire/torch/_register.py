@@ -55,11 +55,11 @@ def register(
 
     What a codec loses is kept by parameter and sent later, with `feedback`: None if a codec needs
     it or changes with the step, True also if none does, False never. Or it goes on, where the model
-    is wrapped anew because ranks left or parameters were frozen or thawed: give the old state's
-    `feedback`, to which scale, rates and velocities belong, too. (Its `state_dict`, loaded into the
-    new state, brings all that and the number of steps.) With `scaler`, a GradScaler, it follows the
-    loss scale; with `optimizer` it follows the learning rate, so that it moves weights as far as it
-    would have when it was kept.
+    is wrapped anew because ranks left or parameters were frozen or thawed: close the old state, and
+    give its `feedback`, to which scale, rates and velocities belong, too. (Its `state_dict`, loaded
+    into the new state, brings all that and the number of steps.) With `scaler`, a GradScaler, it
+    follows the loss scale; with `optimizer` it follows the learning rate, so that it moves weights
+    as far as it would have when it was kept.
 
     `momentum` moves momentum from the optimizer into the hook. `clip_norm` clips each rank's own
     gradient, of all parameters together, to the L2 norm clip_norm / sqrt(ranks) before it is added
@@ -100,7 +100,7 @@ def register(
         active=active,
         owns_communicator=owns,
     )
-    _release_from_failed(ddp)
+    _release_from_old(ddp)
     ddp.register_comm_hook(state, comm_hook)
     _watch(ddp, state, active)
     broadcast_buffers_by(ddp, state)
@@ -132,12 +132,13 @@ def _warn_of_other_types(ddp: DistributedDataParallel) -> None:
         )
 
 
-def _release_from_failed(ddp: DistributedDataParallel) -> None:
-    """Of a failed model that still exists, the reducer waits for gradients: these are its own."""
+def _release_from_old(ddp: DistributedDataParallel) -> None:
+    """If an old model still exists, its reducer may wait for gradients, and take these for its."""
     own = set(ddp.module.parameters())
     for other, state in list(_states.items()):
         remove = getattr(other, "_remove_autograd_hooks", None)  # torch has no public one
-        if state.error is not None and remove and not own.isdisjoint(other.module.parameters()):
+        over = state.closed or state.error is not None
+        if over and remove and not own.isdisjoint(other.module.parameters()):
             remove()
 
 

@@ -117,7 +117,10 @@ class Steps:
         self._step.ended.set()
 
     def close(self, with_communicator: bool) -> None:
-        """Ends the threads; aborts the communicator where buckets are on their way."""
+        """Ends the threads, and takes back a step that was broken off.
+
+        Aborts the communicator where buckets are on their way.
+        """
         self.closed, self._to_raise = True, None
         if self.completions.pending:
             buckets = self.completions.pending
@@ -127,6 +130,7 @@ class Steps:
         self.completions.close(_CLOSE_SECONDS)
         if with_communicator:
             self.communicator.close()
+        self.drop()
 
     def _start(self, bucket: dist.GradBucket, works: list[Work]) -> None:
         if self.error is not None:
