@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
+from gradwire.codec import OneBit
 from gradwire.torch import Momentum, Stages, register, stats, warm_up
 from gradwire.torch._rules import Rules
 from torch import nn
@@ -53,6 +54,14 @@ def test_stages_change_at_their_steps() -> None:
         *("none", "none", "fp16", "fp16", "onebit", "onebit")
     ]
     assert repr(stages) == "Stages((0, 'none'), (5, 'fp16'), (7, 'onebit'))"
+
+
+def test_a_function_is_asked_once_a_step() -> None:
+    rules = Rules(lambda step: OneBit(block=64 + 64 * step))
+    asked = [("a", 0), ("b", 0), ("a", 1)]
+    one, other, later = (rules.codec(name, 10**6, step) for name, step in asked)
+    assert one is other
+    assert later == OneBit(block=128)
 
 
 @pytest.mark.parametrize("starts", [[], [1], [0, 5, 5], [0, 7, 5]])

@@ -60,6 +60,7 @@ class Rules:
         self._rules = [*rules, ("*", codec)]
         self._min_elements = min_elements
         self._wanted: dict[str, Wanted] = {}
+        self._step, self._now = -1, dict[int, CodecLike]()  # what functions gave for that step
         self._static = [each for _, each in self._rules if isinstance(each, CodecLike)]
         biased = [is_biased(at(each, 0)) for _, each in self._rules]
         self.needs_feedback = any(biased) or len(self._static) < len(self._rules)
@@ -76,7 +77,7 @@ class Rules:
 
     def default(self, step: int) -> CodecLike:
         """The codec where parameters have no names."""
-        return at(self._rules[-1][1], step)
+        return self._at(self._rules[-1][1], step)
 
     def codec(self, name: str, elements: int, step: int) -> CodecLike:
         """A small tensor is not worth what a biased codec costs it."""
@@ -85,7 +86,15 @@ class Rules:
         wanted = self._wanted[name]
         if isinstance(wanted, str):  # the quick way of most
             return wanted
-        return self._unless_small(at(wanted, step), elements)
+        return self._unless_small(self._at(wanted, step), elements)
+
+    def _at(self, wanted: Wanted, step: int) -> CodecLike:
+        """One and the same for all parameters of a step, which travel together then."""
+        if step != self._step:
+            self._step, self._now = step, {}
+        if id(wanted) not in self._now:
+            self._now[id(wanted)] = at(wanted, step)
+        return self._now[id(wanted)]
 
     def _find(self, name: str, elements: int) -> Wanted:
         wanted = next(wanted for pattern, wanted in self._rules if fnmatchcase(name, pattern))
