@@ -37,6 +37,14 @@ F32 by_bits(std::uint32_t word, std::size_t k, F32 if_clear, F32 if_set) {
   const U32 to_sign = 31 - U32{0, 1, 2, 3, 4, 5, 6, 7} - static_cast<std::uint32_t>(8 * k);
   return by_sign(bits<F32>((U32{} + word) << to_sign), if_clear, if_set);
 }
+F32 look_up(const SixteenValues& values, const std::uint32_t* fours, std::size_t k) {
+  const __m128i four = _mm_loadu_si128(reinterpret_cast<const __m128i*>(fours));
+  const U32 begin = U32{0, 0, 0, 0, 4, 4, 4, 4} + static_cast<std::uint32_t>(8 * k);
+  const U32 number = bits<U32>(_mm256_broadcastsi128_si256(four)) >> begin;
+  const auto lanes = bits<__m256i>(number);
+  return by_sign(bits<F32>(number << 28), _mm256_permutevar8x32_ps(values.part[0], lanes),
+                 _mm256_permutevar8x32_ps(values.part[1], lanes));
+}
 F32 positive_part(F32 v) { return _mm256_max_ps(F32{}, v); }
 F32 negative_part(F32 v) { return _mm256_min_ps(F32{}, v); }
 

@@ -39,6 +39,13 @@ F32 by_sign(F32 v, F32 if_clear, F32 if_set) {
 F32 by_bits(std::uint32_t word, std::size_t k, F32 if_clear, F32 if_set) {
   return _mm512_mask_mov_ps(if_clear, static_cast<__mmask16>(word >> (16 * k)), if_set);
 }
+F32 look_up(const SixteenValues& values, const std::uint32_t* fours, std::size_t k) {
+  const __m128i four = _mm_loadu_si128(reinterpret_cast<const __m128i*>(fours));
+  const U32 begin = {0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12};
+  const U32 number = bits<U32>(_mm512_maskz_broadcast_i32x4(kEvery, four)) >>
+                     (begin + static_cast<std::uint32_t>(16 * k));
+  return _mm512_maskz_permutexvar_ps(kEvery, bits<__m512i>(number), values.part[0]);
+}
 F32 positive_part(F32 v) { return _mm512_maskz_max_ps(kEvery, F32{}, v); }
 F32 negative_part(F32 v) { return _mm512_maskz_min_ps(kEvery, F32{}, v); }
 

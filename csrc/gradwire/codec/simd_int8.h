@@ -230,12 +230,6 @@ bool decode_codes(const std::byte* codes, float scale, std::size_t n, float* y) 
   return largest_of(magnitudes) > kInfinity;
 }
 
-void make_canonical(float* y, std::size_t n) {
-  sweep<kLanes>(n, [=](std::size_t i, auto part) {
-    store<Floats>(y, i, part, canonical<float>(load<Floats>(y, i, part)));
-  });
-}
-
 void fill_nan(float* y, std::size_t n) {
   sweep<kLanes>(n, [=](std::size_t i, auto part) { store<Floats>(y, i, part, nan<float>()); });
 }

@@ -1,50 +1,11 @@
 // onebit (codec/onebit.cc defines it): signs, and the means of both halves of a block.
 #pragma once
 
-#include "gradwire/codec/blocks.h"
-#include "gradwire/codec/simd_group.h"
+#include "gradwire/codec/simd_onebit_sum.h"
 #include "gradwire/codec/simd_runs.h"
 
 namespace gradwire::codec {
 namespace {
-
-// Each simd_<isa>.cc defines these.
-
-std::uint32_t sign_bits(F32 v);  // of lane i in bit i
-F32 by_sign(F32 v, F32 if_clear, F32 if_set);
-// Lane i by bit i of part k of the word.
-F32 by_bits(std::uint32_t word, std::size_t k, F32 if_clear, F32 if_set);
-// max(0, v) and min(0, v); NaN of NaN.
-F32 positive_part(F32 v);
-F32 negative_part(F32 v);
-// The bits of `word` that the mask has, moved together; and moved back.
-std::uint32_t compress(std::uint32_t word, std::uint32_t mask);
-std::uint32_t expand(std::uint32_t packed, std::uint32_t mask);
-
-std::uint32_t count_of(std::uint32_t word) {
-  return static_cast<std::uint32_t>(__builtin_popcount(word));
-}
-
-constexpr std::size_t bytes_of(All) { return sizeof(std::uint32_t); }
-constexpr std::size_t bytes_of(std::size_t count) { return OneBitKernels::bytes_of_bits(count); }
-
-// The bits of a group.
-template <typename PartOf>
-std::uint32_t load_word(const std::byte* bits, std::size_t i, PartOf part) {
-  std::uint32_t word = 0;
-  __builtin_memcpy(&word, bits + i / 8, bytes_of(part));
-  return word;
-}
-template <typename PartOf>
-void store_word(std::byte* bits, std::size_t i, PartOf part, std::uint32_t word) {
-  __builtin_memcpy(bits + i / 8, &word, bytes_of(part));
-}
-
-std::uint32_t word_of(const Group& v) {
-  std::uint32_t word = 0;
-  each_part([&](std::size_t k) { word |= sign_bits(v[k]) << (k * kLanes); });
-  return word;
-}
 
 std::uint32_t nonzero_word(const Group& v) {
   Group marked;
@@ -266,67 +227,6 @@ std::size_t encode_onebit(const float* x, const float* residual, std::size_t n, 
   if (residual != nullptr) return encode_onebit_as<true, false>(x, residual, n, block, out, error);
   if (error != nullptr) return encode_onebit_as<false, true>(x, residual, n, block, out, error);
   return encode_onebit_as<false, false>(x, residual, n, block, out, error);
-}
-
-// A plane in registers.
-struct PlaneValues {
-  const std::byte* signs;
-  const std::byte* present;
-  F32 plus, minus;
-
-  template <bool kMasked, typename PartOf>
-  Group load(std::size_t i, PartOf part) const {
-    const std::uint32_t sign = load_word(signs, i, part);
-    std::uint32_t shown = 0xFFFFFFFFU;
-    if (kMasked && present != nullptr) shown = load_word(present, i, part);
-    Group y;
-    each_part([&](std::size_t k) {
-      y[k] = by_bits(sign, k, plus, minus);
-      if constexpr (kMasked) y[k] = by_bits(shown, k, F32{}, y[k]);
-    });
-    return y;
-  }
-};
-
-template <std::size_t kCount, bool kMasked, bool kAdd>
-[[gnu::flatten]] void sum_planes(const OneBitPlane* planes, float* y, std::size_t n) {
-  PlaneValues values[kCount];
-  each_of<kCount>([&](std::size_t p) {
-    const OneBitPlane& plane = planes[p];
-    values[p] = {plane.signs, plane.present, F32{} + plane.plus, F32{} + plane.minus};
-  });
-  sweep<kGroup>(n, [=](std::size_t i, auto part) {
-    Group sum = values[0].template load<kMasked>(i, part);
-    each_of<kCount - 1>([&](std::size_t p) {
-      const Group next = values[p + 1].template load<kMasked>(i, part);
-      each_part([&](std::size_t k) { sum[k] = sum[k] + next[k]; });
-    });
-    if constexpr (kAdd) {
-      const Group before = load<Groups>(y, i, part);
-      each_part([&](std::size_t k) { sum[k] = before[k] + sum[k]; });
-    }
-    if constexpr (kAdd || kCount > 1)
-      each_part([&](std::size_t k) { sum[k] = canonical<float>(sum[k]); });
-    store<Groups>(y, i, part, sum);
-  });
-}
-
-template <std::size_t kCount>
-void sum_of(const OneBitPlane* planes, bool add, float* y, std::size_t n) {
-  bool masked = false;
-  for (std::size_t p = 0; p < kCount; ++p) masked = masked || planes[p].present != nullptr;
-  if (masked && add) return sum_planes<kCount, true, true>(planes, y, n);
-  if (masked) return sum_planes<kCount, true, false>(planes, y, n);
-  if (add) return sum_planes<kCount, false, true>(planes, y, n);
-  sum_planes<kCount, false, false>(planes, y, n);
-}
-
-void sum_onebit(const OneBitPlane* planes, std::size_t count, bool add, float* y,
-                std::size_t n) noexcept {
-  if (count == 1) return sum_of<1>(planes, add, y, n);
-  if (count == 2) return sum_of<2>(planes, add, y, n);
-  if (count == 3) return sum_of<3>(planes, add, y, n);
-  sum_of<4>(planes, add, y, n);
 }
 
 void expand_onebit(const std::byte* packed, std::size_t bytes, const std::byte* mask, std::size_t n,

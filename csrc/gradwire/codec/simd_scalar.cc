@@ -55,6 +55,9 @@ F32 by_sign(F32 v, F32 if_clear, F32 if_set) { return sign_bits(v) != 0 ? if_set
 F32 by_bits(std::uint32_t word, std::size_t k, F32 if_clear, F32 if_set) {
   return ((word >> k) & 1U) != 0 ? if_set : if_clear;
 }
+F32 look_up(const SixteenValues& values, const std::uint32_t* fours, std::size_t k) {
+  return values.part[(fours[k % 4] >> (k / 4 * 4)) & 0xFU];
+}
 F32 positive_part(F32 v) { return v < 0 ? 0 : v; }
 F32 negative_part(F32 v) { return v > 0 ? 0 : v; }
 

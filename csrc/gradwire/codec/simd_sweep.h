@@ -79,6 +79,12 @@ Lanes<T> canonical(Lanes<T> v) {
   return v;
 }
 
+void make_canonical(float* y, std::size_t n) {
+  sweep<kLanes>(n, [=](std::size_t i, auto part) {
+    store<Floats>(y, i, part, canonical<float>(load<Floats>(y, i, part)));
+  });
+}
+
 struct Sum {
   template <typename T>
   static Lanes<T> apply(Lanes<T> a, Lanes<T> b) {
