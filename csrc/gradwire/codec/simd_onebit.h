@@ -13,14 +13,17 @@ std::uint32_t nonzero_word(const Group& v) {
   return word_of(marked);
 }
 
+template <std::size_t kHalf>
+void halve(Group& lanes) {
+  if constexpr (kHalf > 0) {
+    each_of<kHalf>([&](std::size_t k) { lanes[k] = lanes[k] + lanes[k + kHalf]; });
+    halve<kHalf / 2>(lanes);
+  }
+}
 // The lanes' sum in halves: with the one 16, then 8, 4, 2, 1 further on.
 float tree_sum(Group lanes) {
-  for (std::size_t half = kParts / 2; half > 0; half /= 2)
-    for (std::size_t k = 0; k < half; ++k) lanes[k] = lanes[k] + lanes[k + half];
-  const F32 sum = fold<1>(fold<2>(fold<4>(fold<8>(lanes[0]))));
-  float first;
-  __builtin_memcpy(&first, &sum, sizeof first);
-  return first;
+  halve<kParts / 2>(lanes);
+  return first_lane<float>(fold<1>(fold<2>(fold<4>(fold<8>(lanes[0])))));
 }
 
 struct SignSums {
@@ -31,6 +34,24 @@ struct SignSums {
       plus[k] = plus[k] + positive_part(v[k]);
       minus[k] = minus[k] + negative_part(v[k]);
     });
+  }
+};
+
+// What a first pass finds.
+struct Seen {
+  SignSums sums;
+  I32 equal{};  // to 0, and padding; a comparison is 1 where lanes are plain values, or else -1
+  std::uint32_t negatives = 0;
+
+  void add(const Group& v, std::uint32_t signs) {
+    sums.add(v);
+    each_part([&](std::size_t k) { equal = equal + static_cast<I32>(v[k] == F32{}); });
+    negatives += count_of(signs);
+  }
+  std::size_t zeros(std::size_t n) const {
+    const auto sum = first_lane<std::int32_t>(fold<1>(fold<2>(fold<4>(fold<8>(equal)))));
+    const std::size_t padding = (n + kGroup - 1) / kGroup * kGroup - n;
+    return static_cast<std::size_t>(sum < 0 ? -sum : sum) - padding;
   }
 };
 
@@ -59,163 +80,193 @@ Means limited(Means scaled) {
   return {plus / kHugeScale, minus / kHugeScale};
 }
 
-// One block; the first pass leaves v in `error`, where that is more than x, and all signs in out.
+struct MaskWritten {
+  std::byte* end;         // of the payload
+  std::size_t negatives;  // among those that are sent
+  bool has_runs;          // in place of a bitmap
+};
+
+// One block. Its first pass leaves v in `error`, where that is more than x, and all signs behind
+// the header; its second writes the error. A block's second and the next one's first are one loop,
+// so that neither memory nor arithmetic waits for the other.
 template <bool kResidual, bool kError>
-class OneBitBlock {
- public:
-  OneBitBlock(GroupSource<kResidual> source, float* error, std::size_t n, std::byte* out)
-      : source_(source), error_(error), n_(n), out_(out), bits_(out + 2 * sizeof(float)) {}
-
-  // Returns the end of what was written.
-  std::byte* encode() {
-    const SignSums sums = first_pass();
-    std::byte* end = bits_ + OneBitKernels::bytes_of_bits(n_);
-    const bool masked = 16 * zeros_ > n_;
-    if (masked) end = write_mask();
-    const std::size_t positives = n_ - negatives_ - (masked ? zeros_ : 0);
-    Means means = Means::of(sums, positives, negatives_);
-    if (!means.finite()) {
-      if (!finite_block()) return give_up();
-      means = limited(Means::of(scaled_sums(), positives, negatives_));
-    }
-    put_means(means, masked);
-    if constexpr (kError) masked ? write_error<true>(means) : write_error<false>(means);
-    return end;
-  }
-
- private:
+struct OneBitBlock {
   static constexpr bool kStored = kResidual && kError;
+  static constexpr std::size_t kHeader = 2 * sizeof(float);
+
+  GroupSource<kResidual> source;
+  float* error;
+  std::size_t n;
+
+  template <typename PartOf>
+  void look_at(std::size_t i, PartOf part, std::byte* bits, Seen& seen) const {
+    const Group v = source(i, part);
+    if constexpr (kStored) store<Groups>(error, i, part, v);
+    const std::uint32_t signs = word_of(v);
+    seen.add(v, signs);
+    store_word(bits, i, part, signs);
+  }
 
   // Before the error is written.
   template <typename PartOf>
   Group value(std::size_t i, PartOf part) const {
     if constexpr (kStored)
-      return load<Groups>(error_, i, part);
+      return load<Groups>(error, i, part);
     else
-      return source_(i, part);
+      return source(i, part);
   }
 
-  [[gnu::flatten]] SignSums first_pass() {
-    SignSums sums;
-    I32 equal{};
-    std::uint32_t negatives = 0;
-    sweep<kGroup>(n_, [&](std::size_t i, auto part) {
-      const Group v = source_(i, part);
-      if constexpr (kStored) store<Groups>(error_, i, part, v);
-      sums.add(v);
-      // A comparison is 1 where lanes are plain values, and -1 in vectors.
-      each_part([&](std::size_t k) { equal = equal + static_cast<I32>(v[k] == F32{}); });
-      const std::uint32_t word = word_of(v);
-      negatives += count_of(word);
-      store_word(bits_, i, part, word);
+  Seen first_pass(std::byte* out) const {
+    Seen seen;
+    sweep<kGroup>(n, [&, here = *this, bits = out + kHeader](std::size_t i, auto part) {
+      here.look_at(i, part, bits, seen);
     });
-    const std::size_t padding = (n_ + kGroup - 1) / kGroup * kGroup - n_;
-    zeros_ = magnitude_of_sum(equal) - padding;
-    negatives_ = negatives;
-    return sums;
-  }
-
-  void put_means(Means means, bool masked) {
-    const float minus = __builtin_fabsf(means.minus);
-    put(out_, masked ? -means.plus : means.plus);
-    put(out_ + sizeof(float), !masked ? means.minus : has_runs_ ? minus : -minus);
-  }
-
-  static std::size_t magnitude_of_sum(I32 lanes) {
-    std::int32_t each[kLanes], sum = 0;
-    __builtin_memcpy(each, &lanes, sizeof lanes);
-    for (std::int32_t lane : each) sum += lane;
-    return static_cast<std::size_t>(sum < 0 ? -sum : sum);
+    return seen;
   }
 
   // In place of all signs, and behind it the signs of those it shows.
-  std::byte* write_mask() {
-    std::byte* const signs = bits_ + OneBitKernels::bytes_of_bits(n_);
-    std::byte* const end = write_bitmap(signs);
+  [[gnu::noinline]] MaskWritten write_mask(std::byte* bits) const {
+    std::byte* const signs = bits + OneBitKernels::bytes_of_bits(n);
+    MaskWritten mask = write_bitmap(bits, signs);
     std::byte runs[OneBitKernels::kMostBlock / 8];
-    const std::size_t size = write_runs(bits_, n_, runs);
-    has_runs_ = size > 0;
-    if (!has_runs_) return end;
-    __builtin_memcpy(bits_, runs, size);
-    __builtin_memmove(bits_ + size, signs, static_cast<std::size_t>(end - signs));
-    return bits_ + size + (end - signs);
+    const std::size_t size = write_runs(bits, n, runs);
+    mask.has_runs = size > 0;
+    if (!mask.has_runs) return mask;
+    __builtin_memcpy(bits, runs, size);
+    __builtin_memmove(bits + size, signs, static_cast<std::size_t>(mask.end - signs));
+    mask.end = bits + size + (mask.end - signs);
+    return mask;
   }
 
-  std::byte* write_bitmap(std::byte* signs) {
+  MaskWritten write_bitmap(std::byte* bits, std::byte* signs) const {
     BitWriter writer(signs);
-    negatives_ = 0;
-    sweep<kGroup>(n_, [&](std::size_t i, auto part) {
+    std::size_t negatives = 0;
+    sweep<kGroup>(n, [&](std::size_t i, auto part) {
       const std::uint32_t present = nonzero_word(value(i, part));
-      const std::uint32_t word = load_word(bits_, i, part) & present;
-      store_word(bits_, i, part, present);
-      negatives_ += count_of(word);
+      const std::uint32_t word = load_word(bits, i, part) & present;
+      store_word(bits, i, part, present);
+      negatives += count_of(word);
       writer.write(compress(word, present), count_of(present));
     });
-    return writer.finish();
+    return {writer.finish(), negatives, false};
   }
 
   bool finite_block() const {
     FiniteCheck check;
-    sweep<kGroup>(n_, [&](std::size_t i, auto part) {
+    sweep<kGroup>(n, [&](std::size_t i, auto part) {
       const Group v = value(i, part);
       each_part([&](std::size_t k) { check.see(v[k]); });
     });
     return check.holds();
   }
 
-  SignSums scaled_sums() const {
+  [[gnu::noinline]] Means means_of_huge(std::size_t positives, std::size_t negatives) const {
     SignSums sums;
-    sweep<kGroup>(n_, [&](std::size_t i, auto part) {
+    sweep<kGroup>(n, [&](std::size_t i, auto part) {
       Group v = value(i, part);
       each_part([&](std::size_t k) { v[k] = v[k] * kHugeScale; });
       sums.add(v);
     });
-    return sums;
+    return limited(Means::of(sums, positives, negatives));
   }
 
   // NaN, whatever the bits say; without a mask.
-  std::byte* give_up() {
-    put(out_, __builtin_nanf(""));
-    put(out_ + sizeof(float), __builtin_nanf(""));
-    const std::size_t size = OneBitKernels::bytes_of_bits(n_);
-    __builtin_memset(bits_, 0, size);
-    if constexpr (kError) __builtin_memset(error_, 0, n_ * sizeof(float));
-    return bits_ + size;
+  [[gnu::noinline]] std::byte* give_up(std::byte* out) const {
+    put(out, __builtin_nanf(""));
+    put(out + sizeof(float), __builtin_nanf(""));
+    const std::size_t size = OneBitKernels::bytes_of_bits(n);
+    __builtin_memset(out + kHeader, 0, size);
+    if constexpr (kError) __builtin_memset(error, 0, n * sizeof(float));
+    return out + kHeader + size;
+  }
+
+  template <bool kMasked, typename PartOf>
+  void write_error(Group v, std::size_t i, PartOf part, F32 plus, F32 minus) const {
+    each_part([&](std::size_t k) {
+      F32 y = by_sign(v[k], plus, minus);
+      if constexpr (kMasked) y = v[k] == F32{} ? F32{} : y;
+      v[k] = v[k] - y;
+    });
+    store<Groups>(error, i, part, v);
   }
 
   template <bool kMasked>
-  [[gnu::flatten]] void write_error(Means means) {
+  void second_pass(Means means) const {
     const F32 plus = F32{} + means.plus, minus = F32{} + means.minus;
-    sweep<kGroup>(n_, [=, this](std::size_t i, auto part) {
-      Group v = value(i, part);
-      each_part([&](std::size_t k) {
-        F32 y = by_sign(v[k], plus, minus);
-        if constexpr (kMasked) y = v[k] == F32{} ? F32{} : y;
-        v[k] = v[k] - y;
-      });
-      store<Groups>(error_, i, part, v);
+    sweep<kGroup>(n, [=, here = *this](std::size_t i, auto part) {
+      here.template write_error<kMasked>(here.value(i, part), i, part, plus, minus);
     });
   }
 
-  GroupSource<kResidual> source_;
-  float* error_;
-  std::size_t n_;
-  std::byte* out_;
-  std::byte* bits_;
-  std::size_t zeros_ = 0;
-  std::size_t negatives_ = 0;  // among those that are sent
-  bool has_runs_ = false;      // in place of a mask
+  // And the first pass of the next block, which has the same length.
+  template <bool kMasked>
+  Seen both_passes(Means means, const OneBitBlock& next, std::byte* next_out) const {
+    Seen seen;
+    const F32 plus = F32{} + means.plus, minus = F32{} + means.minus;
+    sweep<kGroup>(n, [=, &seen, here = *this, bits = next_out + kHeader](std::size_t i, auto part) {
+      const Group v = here.value(i, part);
+      next.look_at(i, part, bits, seen);
+      next.source.ask_for(i + here.n);
+      here.template write_error<kMasked>(v, i, part, plus, minus);
+    });
+    return seen;
+  }
+
+  template <bool kMasked>
+  Seen finish(Means means, const OneBitBlock& next, std::byte* next_out) const {
+    if constexpr (kError) {
+      if (next.n == n) return both_passes<kMasked>(means, next, next_out);
+      second_pass<kMasked>(means);
+    }
+    return next.first_pass(next_out);
+  }
+
+  // `seen` is of the first pass, and then of the next block's. Returns the end of what was written.
+  std::byte* encode(Seen& seen, std::byte* out, const OneBitBlock& next) const {
+    const std::size_t zeros = seen.zeros(n);
+    const bool masked = 16 * zeros > n;
+    MaskWritten written{out + kHeader + OneBitKernels::bytes_of_bits(n), seen.negatives, false};
+    if (masked) written = write_mask(out + kHeader);
+    const std::size_t positives = n - written.negatives - (masked ? zeros : 0);
+    Means means = Means::of(seen.sums, positives, written.negatives);
+    if (!means.finite()) {
+      if (!finite_block()) {
+        std::byte* const end = give_up(out);
+        seen = next.first_pass(end);
+        return end;
+      }
+      means = means_of_huge(positives, written.negatives);
+    }
+    put_means(out, means, masked, written.has_runs);
+    seen =
+        masked ? finish<true>(means, next, written.end) : finish<false>(means, next, written.end);
+    return written.end;
+  }
+
+  static void put_means(std::byte* out, Means means, bool masked, bool has_runs) {
+    const float minus = __builtin_fabsf(means.minus);
+    put(out, masked ? -means.plus : means.plus);
+    put(out + sizeof(float), !masked ? means.minus : has_runs ? minus : -minus);
+  }
 };
 
 template <bool kResidual, bool kError>
-std::size_t encode_onebit_as(const float* x, const float* residual, std::size_t n,
-                             std::size_t block, std::byte* out, float* error) noexcept {
+[[gnu::flatten]] std::size_t encode_onebit_as(const float* x, const float* residual, std::size_t n,
+                                              std::size_t block, std::byte* out,
+                                              float* error) noexcept {
+  const auto block_at = [=](std::size_t i) {
+    return OneBitBlock<kResidual, kError>{{x + i, kResidual ? residual + i : nullptr},
+                                          kError ? error + i : nullptr,
+                                          n - i < block ? n - i : block};
+  };
   std::byte* end = out;
-  for (std::size_t i = 0; i < n; i += block) {
-    const std::size_t length = n - i < block ? n - i : block;
-    const GroupSource<kResidual> source{x + i, kResidual ? residual + i : nullptr};
-    end =
-        OneBitBlock<kResidual, kError>(source, kError ? error + i : nullptr, length, end).encode();
+  auto here = block_at(0);
+  Seen seen = here.first_pass(end);
+  for (std::size_t i = 0; i < n;) {
+    i += here.n;
+    const auto next = block_at(i);
+    end = here.encode(seen, end, next);
+    here = next;
   }
   return static_cast<std::size_t>(end - out);
 }

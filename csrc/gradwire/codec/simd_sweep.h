@@ -98,10 +98,17 @@ V turned(V x, std::index_sequence<lane...>) {
 }
 
 // Lane l takes lane l + kWidth, as long as there are so many.
-template <std::size_t kWidth>
-F32 fold(F32 x) {
+template <std::size_t kWidth, typename V>
+V fold(V x) {
   if constexpr (kLanes > kWidth) return x + turned<kWidth>(x, std::make_index_sequence<kLanes>());
   return x;
+}
+
+template <typename T>
+T first_lane(Vector<T, kLanes> lanes) {
+  T first;
+  __builtin_memcpy(&first, &lanes, sizeof first);
+  return first;
 }
 
 // Without its sign a float32 compares as an integer; AVX2 compares only signed ones.
