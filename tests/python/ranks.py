@@ -20,12 +20,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 from gradwire import Communicator
 from gradwire._communicator import from_mesh
 from gradwire._interfaces import LOOPBACK
 from gradwire._mesh import LANES, Job, Link, Mesh, Peer, inproc_meshes
 
 LIMIT = 90.0  # seconds, after which ranks are taken to hang
+VANISHED = 3  # the exit code of a rank that does
+# What every test of a fault goes over: whatever is added here inherits them.
+PROCESS_TRANSPORTS = ("shm", "tcp")  # between processes, which can die
+TRANSPORTS = ("inproc", *PROCESS_TRANSPORTS)
+over_processes = pytest.mark.parametrize("transport", PROCESS_TRANSPORTS)
+over_all = pytest.mark.parametrize("transport", TRANSPORTS)
 Body = Callable[..., Any]
 # One name for all pairs of ranks, or one for each.
 Transport = str | Callable[[int, int], str]
@@ -168,7 +175,7 @@ def _outcome_of(child: Any, pipe: Connection) -> Outcome:
 
 def vanish(comm: Communicator) -> None:
     """Ends this rank's process as a crash would."""
-    os._exit(3)
+    os._exit(VANISHED)
 
 
 def eventually(condition: Callable[[], object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -10,10 +11,10 @@ import time
 import numpy as np
 import pytest
 from gradwire import Aborted, Communicator, TransportError
-from ranks import outcomes
+from ranks import outcomes, over_processes
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@over_processes
 def test_threads_that_close_together_all_return(transport: str) -> None:
     """While the progress thread, which one of them joins, has work."""
 
@@ -37,7 +38,31 @@ def test_threads_that_close_together_all_return(transport: str) -> None:
         assert each.value == 8
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@over_processes
+def test_the_others_go_on_without_one_who_said_goodbye(transport: str) -> None:
+    left = multiprocessing.get_context("fork").Event()
+
+    def body(comm: Communicator) -> float:
+        comm.barrier()
+        if comm.rank == 2:
+            comm.close()
+            left.set()
+            return 0
+        assert left.wait(60)
+        x = np.full(100_000, float(comm.rank))
+        for _ in range(3):
+            work = comm.send(x, 1 - comm.rank, async_op=True)
+            comm.recv(got := np.empty_like(x), 1 - comm.rank)
+            work.wait()
+        assert not comm.closed
+        return float(got[-1])
+
+    ended = outcomes(3, body, transport=transport, processes=True)
+    assert [each.error for each in ended] == [None] * 3
+    assert [each.value for each in ended] == [1, 0, 0]
+
+
+@over_processes
 def test_ctrl_c_ends_a_close_that_waits_for_work(transport: str) -> None:
     def body(comm: Communicator) -> float:
         if comm.rank == 1:

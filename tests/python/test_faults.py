@@ -22,7 +22,7 @@ from gradwire import (
     TransportError,
     algorithms,
 )
-from ranks import Outcome, eventually, outcomes, run, vanish
+from ranks import Outcome, eventually, outcomes, over_all, over_processes, run, vanish
 
 Call = Callable[[Communicator], Any]
 
@@ -31,7 +31,7 @@ def survivors(ended: list[Outcome]) -> list[BaseException]:
     return [each.error for each in ended if not each.died]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@over_processes
 @pytest.mark.parametrize("algorithm", ["ring", "star", "recursive_doubling"])
 def test_all_others_name_a_rank_that_vanished(algorithm: str, transport: str) -> None:
     def body(comm: Communicator) -> None:
@@ -115,7 +115,7 @@ def test_abort_from_another_thread_wakes_every_rank(blocked: str) -> None:
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
+@over_all
 def test_an_error_in_a_with_block_aborts_the_others(transport: str) -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:
@@ -203,7 +203,7 @@ def test_calls_that_differ_raise_on_all_ranks_what_each_passed(what: str, p: int
     assert SHOWN[what][1] in sides[1]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@over_processes
 def test_ranks_that_would_never_exchange_data_are_told(transport: str) -> None:
     """Both are roots, and neither waits for anybody."""
 
@@ -217,7 +217,7 @@ def test_ranks_that_would_never_exchange_data_are_told(transport: str) -> None:
         assert "root=1" in str(each.error)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@over_processes
 def test_ranks_that_differed_are_told_when_they_close(transport: str) -> None:
     called = RawArray(ctypes.c_int, 3)
 

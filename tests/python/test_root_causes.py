@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gradwire import Communicator, Error, Timeout, TransportError, algorithms
-from ranks import Outcome, eventually, outcomes, state_of
+from ranks import Outcome, eventually, outcomes, over_processes, state_of
 
 P = 4
 HOSTS = [[0, 1], [2, 3]]
 SCHEDULES = [*algorithms("all_reduce"), "hierarchical(ring,direct)"]
-over_both = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 
 class Board:
@@ -81,7 +80,7 @@ def check_killed(ended: list[Outcome], victim: int) -> None:
         assert seconds < 2
 
 
-@over_both
+@over_processes
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 def test_a_killed_rank_is_named_by_all_within_two_seconds(algorithm: str, transport: str) -> None:
     board = Board()
@@ -97,30 +96,37 @@ def test_a_killed_rank_is_named_by_all_within_two_seconds(algorithm: str, transp
     check_killed(outcomes(P, body, transport=transport, processes=True, hosts=HOSTS), 2)
 
 
-@over_both
+def with_rank_3(
+    comm: Communicator, halves: Communicator, parities: Communicator
+) -> list[Communicator]:
+    """Of a rank's two parts, those that have rank 3 in them: as their rank 1."""
+    return [halves] * (comm.rank >= 2) + [parities] * (comm.rank % 2 == 1)
+
+
+@over_processes
 def test_a_killed_rank_is_named_in_every_communicator(transport: str) -> None:
     """With operations in flight in all of them. One that it is no member of goes on."""
     board = Board()
 
     def body(comm: Communicator) -> tuple[Error, float]:
-        halves, parities = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+        parts = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
         xs = [large() for _ in range(3)]
+        doomed = with_rank_3(comm, *parts) if comm.rank != 3 else []
+        in_parts = [part.all_reduce(large(), async_op=True) for part in doomed]
         if comm.rank == 3:
             eventually(lambda: sum(board.ready) == P - 1)
             in_the_middle(comm, lambda: [comm.all_reduce(x, async_op=True) for x in xs])
             die(board)
         works = [comm.all_reduce(x, async_op=True) for x in xs]
         board.ready[comm.rank] = 1
-        for part, peer in ((halves, {2: 1}.get(comm.rank)), (parities, {1: 1}.get(comm.rank))):
-            if peer is None:
+        for work in in_parts:
+            with pytest.raises(TransportError) as missed:
+                work.wait()
+            assert missed.value.peer == 1
+        for part in parts:
+            if part not in doomed:
                 assert part.all_reduce(np.ones(1000)).tolist() == [2] * 1000
                 part.close()
-            else:
-                missed = error_of(
-                    lambda part=part: part.all_reduce(np.ones(10), async_op=True).wait()
-                )
-                assert isinstance(missed, TransportError)
-                assert missed.peer == peer
         errors = [error_of(work.wait) for work in works]
         assert {str(each) for each in errors} == {str(errors[0])}
         return errors[0], board.age
@@ -128,7 +134,7 @@ def test_a_killed_rank_is_named_in_every_communicator(transport: str) -> None:
     check_killed(outcomes(P, body, transport=transport, processes=True), 3)
 
 
-@over_both
+@over_processes
 def test_a_rank_killed_while_all_close_is_named_by_close(transport: str) -> None:
     board = Board()
 
@@ -174,7 +180,7 @@ def check_stopped(ended: list[Outcome], victim: int, timeout: float) -> None:
         assert rank == victim or timeout / 2 < seconds < timeout + 1.5
 
 
-@over_both
+@over_processes
 @pytest.mark.parametrize("algorithm", ["ring", "binary_tree", "double_binary_tree", "star"])
 def test_a_stopped_rank_is_named_by_all_at_the_deadline(algorithm: str, transport: str) -> None:
     board = Board()
@@ -191,7 +197,7 @@ def test_a_stopped_rank_is_named_by_all_at_the_deadline(algorithm: str, transpor
     check_stopped(outcomes(P, body, transport=transport, processes=True), 1, 1.5)
 
 
-@over_both
+@over_processes
 def test_a_rank_stopped_while_it_waited_is_named(transport: str) -> None:
     """The last that it said is that it waits for rank 0, which comes only then."""
     board = Board()
@@ -213,7 +219,7 @@ def test_a_rank_stopped_while_it_waited_is_named(transport: str) -> None:
     check_stopped(outcomes(P, body, transport=transport, processes=True), 1, 2)
 
 
-@over_both
+@over_processes
 def test_a_rank_stopped_while_it_received_is_named(transport: str) -> None:
     """The last that it said is that it waits for a message of rank 2."""
     board = Board()
@@ -235,7 +241,7 @@ def test_a_rank_stopped_while_it_received_is_named(transport: str) -> None:
     check_stopped(outcomes(P, body, transport=transport, processes=True), 1, 2)
 
 
-@over_both
+@over_processes
 def test_a_rank_that_left_in_peace_is_neither(transport: str) -> None:
     def body(comm: Communicator) -> None:
         comm.barrier()

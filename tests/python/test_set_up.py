@@ -10,10 +10,9 @@ import pytest
 from gradwire import Aborted, Error, Timeout, TransportError
 from gradwire._communicator import from_mesh
 from gradwire._mesh import Mesh
-from ranks import LIMIT, meshes
+from ranks import LIMIT, meshes, over_all
 
 P, MISSING = 4, 1
-transports = pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
 
 
 def errors(made: list[Mesh], timeout: float) -> list[Error]:
@@ -39,7 +38,7 @@ def errors(made: list[Mesh], timeout: float) -> list[Error]:
     return raised
 
 
-@transports
+@over_all
 def test_a_rank_that_does_not_come_is_named(transport: str) -> None:
     made = meshes(P, transport)
     for error in errors(made, timeout=0.5):
@@ -48,7 +47,7 @@ def test_a_rank_that_does_not_come_is_named(transport: str) -> None:
     made[MISSING].close()
 
 
-@transports
+@over_all
 def test_a_rank_that_died_is_named(transport: str) -> None:
     made = meshes(P, transport)
     made[MISSING].close()
@@ -57,7 +56,7 @@ def test_a_rank_that_died_is_named(transport: str) -> None:
         assert error.peer == MISSING, error
 
 
-@transports
+@over_all
 def test_ctrl_c_ends_the_wait_for_a_link(transport: str) -> None:
     one, other = meshes(2, transport)
 
