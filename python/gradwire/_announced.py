@@ -40,7 +40,7 @@ def announced_store(
             server = stack.enter_context(heard(StoreServer(at, job, made)))
             notice = f"{server.address} {'' if secret else made.hex()}".encode()
         address, made = unpack_notice(carry(notice), secret)
-        client = StoreClient(address, job, made, deadline, partial(lost, 0))
+        client = StoreClient(address, job, made, deadline, partial(lost, 0), listens=True)
         stack.callback(client.close)
         yield client
 
@@ -69,10 +69,15 @@ def unpack_notice(data: bytes, secret: bytes | None) -> tuple[Address, bytes]:
 
 @contextlib.contextmanager
 def heard(server: StoreServer) -> Iterator[StoreServer]:
-    """Serves during the block; where the block fails, until the others have heard why."""
+    """Serves during the block; where the block fails, until the others have heard why.
+
+    Ctrl-C does not wait: who is not listening right now finds rank 0 gone.
+    """
     with server:
         try:
             yield server
+        except KeyboardInterrupt:
+            raise
         except BaseException:
             server.await_departures(_HEARING)
             raise

@@ -20,8 +20,14 @@ __all__ = [
     "ScheduleError",
     "Timeout",
     "TransportError",
+    "describe",
     "lost",
 ]
+
+
+def describe(error: BaseException) -> str:
+    """What it says or, where it says nothing, what it is."""
+    return str(error) or type(error).__name__
 
 
 def lost(rank: int, text: str) -> TransportError:

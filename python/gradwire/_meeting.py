@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gradwire._deadline import Deadline
-from gradwire._errors import Error, RendezvousError, TransportError, lost
+from gradwire._errors import Error, RendezvousError, TransportError, describe, lost
 from gradwire._interfaces import Route, is_loopback
 from gradwire._mesh import host_identity, process_name
 from gradwire._store import StoreClient
@@ -113,7 +113,7 @@ class Meeting:
             # What a process left when it ended is not counted, but came first.
             if self._told(0) is None and self._store.add(f"{self._prefix}/failures") == 1:
                 culprit = error.peer if isinstance(error, TransportError) else None
-                failure = _pack_failure(culprit, f"{self._who} gave up: {error}")
+                failure = _pack_failure(culprit, f"{self._who} gave up: {describe(error)}")
                 self._store.set(self._failure, failure)
 
     def _leave(self, hosting: bool) -> None:

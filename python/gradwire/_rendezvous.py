@@ -17,7 +17,7 @@ from gradwire import _environment, _link
 from gradwire._announced import announced_store, heard, pack_failure
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
-from gradwire._errors import Error, InvalidArgument, RendezvousError, lost
+from gradwire._errors import Error, InvalidArgument, RendezvousError, describe, lost
 from gradwire._interfaces import Choice, Route, choose, is_loopback, route_to
 from gradwire._meeting import Meeting, await_rank
 from gradwire._mesh import DEFAULT_TRANSPORTS, EMULATED, Job, Mesh
@@ -28,6 +28,7 @@ from gradwire._world import World
 
 MIN_SECRET = 16  # bytes
 _MAX_SECRET = 1 << 16
+_TURN = 0.1  # seconds; torch's store does not let Ctrl-C through while it waits
 
 _Made = TypeVar("_Made")
 
@@ -165,7 +166,7 @@ def _beside_torchs_store(
 
     def read(what: str, peer: int) -> bytes:
         key = f"{prefix}/{what}/{peer}"
-        return await_rank(peer, world, deadline, lambda turn: torch.get(key, turn))
+        return await_rank(peer, world, deadline, lambda turn: torch.get(key, min(turn, _TURN)))
 
     def carry(notice: bytes) -> bytes:
         if notice:
@@ -179,7 +180,7 @@ def _beside_torchs_store(
     except BaseException as error:
         if world.rank == 0:
             with contextlib.suppress(Error):
-                torch.set(f"{prefix}/store/0", pack_failure(str(error)))
+                torch.set(f"{prefix}/store/0", pack_failure(describe(error)))
         raise
 
 
@@ -312,7 +313,8 @@ def _read_secret(name: str) -> bytes:
             info = os.fstat(file.fileno())
             if info.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or info.st_uid != os.getuid():
                 raise RendezvousError(
-                    f"GRADWIRE_SECRET_FILE={name} can be read by others: chmod 600 {name}"
+                    f"GRADWIRE_SECRET_FILE={name} can be read by others, or is another user's: "
+                    f"chown it to this one, and chmod 600 {name}"
                 )
             return file.read(_MAX_SECRET).strip()
     except OSError as error:

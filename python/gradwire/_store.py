@@ -37,6 +37,7 @@ ANSWER = struct.Struct("<BI")
 _MARGIN = 5.0  # seconds that a client grants the server beyond the wait it asked for
 _RETRY = 0.05  # seconds between attempts to reach a store that is not there yet
 _ANSWER = 5.0  # seconds that one attempt to connect may take
+_RENEWAL = 1.0  # seconds for the last words of a rank that was interrupted
 
 
 class Operation(enum.IntEnum):
@@ -111,7 +112,8 @@ def parse_address(url: str) -> Address:
 class StoreClient:
     """A connection to a StoreServer. Any thread may use it; one request is under way at a time.
 
-    `ended` makes the error for a server that is gone.
+    `ended` makes the error for a server that is gone. One that is not there yet is waited for, but
+    where it `listens` already, one that refuses is gone too.
     """
 
     def __init__(
@@ -121,10 +123,17 @@ class StoreClient:
         secret: bytes,
         deadline: Deadline,
         ended: Callable[[str], Error] = RendezvousError,
+        *,
+        listens: bool = False,
     ) -> None:
         self.address, self._ended = address, ended
+        self._job, self._secret = job, secret
         self._lock = threading.Lock()
-        self._sock = _connect(address, Hello(job, Purpose.STORE), secret, deadline)
+        self._interrupted: list[socket.socket] = []  # on which an answer is still to come
+        try:
+            self._sock = self._connect(deadline, listens)
+        except ConnectionRefusedError as error:
+            raise ended(f"the store at {address} is gone ({error})") from error
 
     def set(self, key: str, value: bytes) -> None:
         """Stores up to 1 MiB under a key; a later value replaces it."""
@@ -168,7 +177,12 @@ class StoreClient:
 
     def close(self) -> None:
         """Closes the connection; what was stored stays."""
-        self._sock.close()
+        for sock in (self._sock, *self._interrupted):
+            sock.close()
+
+    def _connect(self, deadline: Deadline, listens: bool) -> socket.socket:
+        hello = Hello(self._job, Purpose.STORE)
+        return _connect(self.address, hello, self._secret, deadline, listens)
 
     def _ask(self, operation: int, key: str, value: bytes, wait: float = 0.0) -> bytes:
         name = key.encode()
@@ -191,16 +205,26 @@ class StoreClient:
             raise TimeoutError(f"nobody set {key!r} within {wait:g} s")
         if status == Status.CLOSED:
             why = answer.decode(errors="replace") or "its rendezvous is over"
-            raise RendezvousError(f"the host of the store at {self.address} gave up: {why}")
+            raise RendezvousError(
+                f"the host of the store at {self.address}, rank 0 or the launcher, gave up: {why}"
+            )
         if status == Status.FULL:
             raise RendezvousError(f"the store at {self.address} is full ({MAX_TOTAL} bytes)")
         return answer
 
     def _exchange(self, request: bytes, seconds: float) -> tuple[Status, bytes]:
         deadline = Deadline(seconds)
+        if self._sock in self._interrupted:
+            self._sock = self._connect(Deadline(_RENEWAL), listens=True)
         self._sock.settimeout(deadline.seconds)
-        self._sock.sendall(request)
-        return receive_answer(self._sock, deadline)
+        try:
+            self._sock.sendall(request)
+            return receive_answer(self._sock, deadline)
+        except OSError:
+            raise
+        except BaseException:  # as Ctrl-C; the connection stays, since its end would be this rank's
+            self._interrupted.append(self._sock)
+            raise
 
 
 def receive_answer(sock: socket.socket, deadline: Deadline) -> tuple[Status, bytes]:
@@ -211,7 +235,9 @@ def receive_answer(sock: socket.socket, deadline: Deadline) -> tuple[Status, byt
     return Status(status), receive(sock, size, deadline)
 
 
-def _connect(address: Address, hello: Hello, secret: bytes, deadline: Deadline) -> socket.socket:
+def _connect(
+    address: Address, hello: Hello, secret: bytes, deadline: Deadline, listens: bool
+) -> socket.socket:
     pause = threading.Event()
     turn = 0
     while True:
@@ -221,6 +247,8 @@ def _connect(address: Address, hello: Hello, secret: bytes, deadline: Deadline) 
         except HandshakeError as error:
             raise RendezvousError(f"the store at {address} is not ours: {error}") from error
         except OSError as error:
+            if listens and isinstance(error, ConnectionRefusedError):
+                raise
             if deadline.passed:
                 name = f" Does {address.host} mean loopback on rank 0's host? Then give an address."
                 raise RendezvousError(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire._deadline import Deadline
-from gradwire._errors import RendezvousError
+from gradwire._errors import RendezvousError, describe
 from gradwire._handshake import BACKLOG, Gate, HandshakeError, Hello, Purpose
 from gradwire._keepalive import end_with_host, limit
 from gradwire._store import (
@@ -105,8 +105,8 @@ class StoreServer:
     def __enter__(self) -> StoreServer:
         return self.start()
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self.close(str(error or ""))
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close("" if error is None else describe(error))
 
     def _check(self, hello: Hello, sock: socket.socket) -> None:
         if hello.purpose != Purpose.STORE:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gradwire
 import numpy as np
 import pytest
-from gradwire import Communicator, RendezvousError, TransportError
+from agent import agents_store
+from gradwire import Aborted, Communicator, RendezvousError, TransportError
 from ranks import Outcome, outcomes
 
 distributed = pytest.importorskip("torch.distributed")
@@ -19,19 +20,23 @@ P = 2
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Any:
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """What torchrun's agent gives its workers, but for the rank: a store and the environment."""
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with agents_store() as port:
+        set_environment(monkeypatch, port)
+        yield distributed.TCPStore("127.0.0.1", port, wait_for_workers=False)
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     for name, value in {
         "WORLD_SIZE": P,
         "LOCAL_WORLD_SIZE": P,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": store.port,
+        "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RUN_ID": "elastic",
     }.items():
         monkeypatch.setenv(name, str(value))
-    return store
 
 
 def workers(restart: int, body: Callable[[int], Any]) -> list[Outcome]:
@@ -89,6 +94,21 @@ def test_a_restart_after_a_death_in_training(agent: Any) -> None:
     assert first[1].died
     for restart in (1, 2):
         assert [each.value for each in workers(restart, train)] == [[0, 1]] * P
+
+
+def test_the_same_processes_meet_again_after_a_failure(agent: Any) -> None:
+    """In the same store and with the same restart count; each meeting has a number."""
+
+    def body(rank: int) -> list[list[int]]:
+        found = [train(rank)]
+        with gradwire.init(timeout=20) as comm:
+            if rank == 1:
+                comm.abort("enough")
+            with pytest.raises(Aborted, match="rank 1: enough"):
+                comm.barrier()
+        return [*found, train(rank)]
+
+    assert [each.value for each in workers(0, body)] == [[[0, 1]] * 2] * P
 
 
 def test_a_worker_of_before_the_restart_does_not_get_in(agent: Any) -> None:

@@ -28,6 +28,7 @@ from gradwire._interfaces import Choice, Interface, interfaces
 from gradwire._mesh import Card, Job, Mesh, choose_transport, inproc_meshes, unpack_card
 from gradwire._rendezvous import choose_transports, find_secret, rendezvous
 from gradwire._world import World, explicit
+from ranks import over_processes
 
 SECRET = b"0123456789abcdef"
 pytestmark = pytest.mark.usefixtures("bare_environment")
@@ -88,7 +89,7 @@ Closing = Callable[[Sequence[Future[Mesh]]], list[Mesh]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@over_processes
 def test_all_pairs_are_connected(size: int, transport: str, closing: Closing) -> None:
     meshes = closing(meet(worlds(size), transports=[transport]))
     assert_connected(meshes, transport)
@@ -454,6 +455,20 @@ def test_a_secret_file_that_others_can_touch_is_refused(
     file.chmod(mode)
     monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(file))
     with pytest.raises(RendezvousError, match="chmod 600"):
+        find_secret(None)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a file to another user, which root alone may")
+def test_a_secret_file_of_another_user_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef")
+    file.chmod(0o600)
+    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(file))
+    assert find_secret(None) == b"0123456789abcdef"
+    os.chown(file, 12345, -1)
+    with pytest.raises(RendezvousError, match="is another user's"):
         find_secret(None)
 
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import gradwire
 import pytest
+from agent import agents_store
 from gradwire import _announced, _connect, _meeting, _rendezvous
 from gradwire._mesh import Mesh
 from gradwire._world import World
 from hosts import Rank
+from ranks import over_processes
 
 P = 4
 SOON = 2.0  # seconds
@@ -79,15 +81,12 @@ STAGES = (
 )
 
 
-at_all_stages = pytest.mark.parametrize(
+@over_processes
+@pytest.mark.parametrize(
     ("stage", "victim"),
     [(stage, victim) for stage in STAGES for victim in (0, 2) if victim or stage != half_connected],
     ids=lambda each: getattr(each, "__name__", None),
 )
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@at_all_stages
 def test_all_name_a_rank_that_is_killed(
     stage: Callable[[], None], victim: int, transport: str
 ) -> None:
@@ -95,21 +94,24 @@ def test_all_name_a_rank_that_is_killed(
     assert_all_name(victim, stage, World(0, P, store=store, rank_0_hosts=True), transport)
 
 
-@at_all_stages
+@pytest.mark.parametrize(
+    ("stage", "victim"),
+    [*((stage, 2) for stage in STAGES), (before_its_card, 0), (while_it_awaits_others, 0)],
+    ids=lambda each: getattr(each, "__name__", None),
+)
 def test_all_name_a_rank_that_is_killed_though_they_meet_by_torchs_store(
-    stage: Callable[[], None], victim: int, agents_store: str
+    stage: Callable[[], None], victim: int, torchs_store: str
 ) -> None:
-    assert_all_name(victim, stage, World(0, P, store=agents_store, local_size=P), "shm")
+    assert_all_name(victim, stage, World(0, P, store=torchs_store, local_size=P), "shm")
 
 
 @pytest.fixture
-def agents_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a store like that of torchrun's agent, which ends with the test."""
-    distributed = pytest.importorskip("torch.distributed")
+def torchs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of the one of torchrun's agent."""
+    pytest.importorskip("torch.distributed")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield f"torch://127.0.0.1:{server.port}"
-    del server
+    with agents_store() as port:
+        yield f"torch://127.0.0.1:{port}"
 
 
 def assert_all_name(victim: int, stage: Callable[[], None], base: World, transport: str) -> None:
@@ -142,7 +144,7 @@ def assert_all_name(victim: int, stage: Callable[[], None], base: World, transpo
 
 
 def test_through_torchs_store_all_hear_of_a_rank_that_gives_up(
-    monkeypatch: pytest.MonkeyPatch, agents_store: str
+    monkeypatch: pytest.MonkeyPatch, torchs_store: str
 ) -> None:
     honest = _meeting.Meeting.exchange
 
@@ -154,7 +156,7 @@ def test_through_torchs_store_all_hear_of_a_rank_that_gives_up(
     monkeypatch.setattr(_meeting.Meeting, "exchange", exchange)
 
     def body(rank: int) -> str:
-        place = World(rank, P, store=agents_store, local_size=P)
+        place = World(rank, P, store=torchs_store, local_size=P)
         with pytest.raises((gradwire.RendezvousError, SystemExit)) as raised:
             _rendezvous.rendezvous(place, timeout=60)
         return str(raised.value)
@@ -167,17 +169,34 @@ def test_through_torchs_store_all_hear_of_a_rank_that_gives_up(
     assert all("rank 2" in text and "gave up: enough" in text for text in texts), texts
 
 
-def test_who_comes_late_hears_why_rank_0_gave_up(agents_store: str) -> None:
+def test_who_comes_late_hears_why_rank_0_gave_up(torchs_store: str) -> None:
     """Its store is gone by then, and torch's says so."""
-    place = World(0, 2, store=agents_store, local_size=2)
+    place = World(0, 2, store=torchs_store, local_size=2)
     for rank in range(2):
         with pytest.raises(gradwire.RendezvousError, match="rank 1 of 2 did not appear"):
             _rendezvous.rendezvous(replace(place, rank=rank), timeout=0.3)
 
 
-def test_rank_0_waits_for_how_others_reach_a_store_that_is_on_its_host(agents_store: str) -> None:
+def test_who_comes_after_rank_0_was_killed_is_told_at_once(torchs_store: str) -> None:
+    place = World(0, 2, store=torchs_store, local_size=2)
+
+    def announce(_: object) -> None:
+        _meeting.Meeting.together = die  # type: ignore[method-assign]
+        _rendezvous.rendezvous(place, timeout=60)
+
+    first = Rank(None, announce)
+    first.died()
+    first.close()
+    began = time.monotonic()
+    with pytest.raises(gradwire.TransportError, match=r"the store at unix://.* is gone") as raised:
+        _rendezvous.rendezvous(replace(place, rank=1), timeout=60)
+    assert raised.value.peer == 0
+    assert time.monotonic() - began < SOON
+
+
+def test_rank_0_waits_for_how_others_reach_a_store_that_is_on_its_host(torchs_store: str) -> None:
     """Where nothing says that all ranks are on one host; here they are."""
-    place = World(0, 3, store=agents_store)
+    place = World(0, 3, store=torchs_store)
 
     def body(rank: int) -> str:
         mesh = _rendezvous.rendezvous(replace(place, rank=rank), timeout=20)
@@ -188,8 +207,8 @@ def test_rank_0_waits_for_how_others_reach_a_store_that_is_on_its_host(agents_st
         assert set(pool.map(body, range(3))) == {"lo (127.0.0.1): all ranks are on this host"}
 
 
-def test_ranks_that_do_not_all_have_the_secret_are_told(agents_store: str) -> None:
-    place = World(0, 2, store=agents_store, local_size=2)
+def test_ranks_that_do_not_all_have_the_secret_are_told(torchs_store: str) -> None:
+    place = World(0, 2, store=torchs_store, local_size=2)
 
     def body(rank: int) -> str:
         secret = b"0123456789abcdef" if rank == 0 else None

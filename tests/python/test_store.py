@@ -89,6 +89,24 @@ def test_one_set_wakes_every_waiting_client(server: StoreServer, client: StoreCl
     assert found == [b"v"] * 8
 
 
+def test_a_request_that_is_interrupted_leaves_no_answer_to_the_next_one(
+    client: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.bequeath("ended", b"")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gradwire._store.receive_answer", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            client.get("never", 30)
+    client.set("k", b"v")
+    assert client.get("k", 0) == b"v"
+    with pytest.raises(TimeoutError):  # its first connection is open
+        client.get("ended", 0)
+
+
 def test_get_gives_up_at_its_deadline_and_the_connection_lives(client: StoreClient) -> None:
     with pytest.raises(TimeoutError, match=r"'never' within 0\.05 s"):
         client.get("never", 0.05)

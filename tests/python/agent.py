@@ -1,0 +1,27 @@
+"""The store of torchrun's agent, in a process of its own: its threads must not be forked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+from hosts import Rank
+
+
+@contextlib.contextmanager
+def agents_store() -> Iterator[int]:
+    """Its port on loopback."""
+    agent = Rank(None, _serve)
+    try:
+        yield agent.pipe.recv()
+    finally:
+        agent.close()
+
+
+def _serve(pipe: Connection) -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()  # until this process is killed
