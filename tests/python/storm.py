@@ -1,6 +1,9 @@
 """A crowd of strangers at a rank's door, as a process of its own: silent, noisy, half way in.
 
-python storm.py HELLO_IN_HEX
+Some have a recorded handshake, of which they play the hello or all at once; some send back whatever
+they hear.
+
+python storm.py HELLO_IN_HEX PROOF_IN_HEX
     stdin    "count address" a line: sends so many strangers there, all at once
     stdout   "count" for each line, when all of these have been turned away again
 """
@@ -17,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 
 from gradwire._store import Address, parse_address
 
@@ -26,9 +30,9 @@ LIMIT = 60.0  # seconds, within which every stranger must have been turned away
 class Storm:
     """The process, from the side of a test."""
 
-    def __init__(self, hello: bytes) -> None:
+    def __init__(self, hello: bytes, proof: bytes) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, hello.hex()],
+            [sys.executable, __file__, hello.hex(), proof.hex()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -77,20 +81,22 @@ class Storm:
                 self._refused += int(line)
 
 
-async def main(hello: bytes) -> None:
+async def main(hello: bytes, proof: bytes) -> None:
     """Reads stdin to its end, and lasts until the last stranger has been turned away."""
     loop = asyncio.get_running_loop()
     crowds = []
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         count, url = line.split()
-        crowds.append(asyncio.create_task(crowd(int(count), parse_address(url), hello)))
+        crowds.append(asyncio.create_task(crowd(int(count), parse_address(url), hello, proof)))
     await asyncio.gather(*crowds)
 
 
-async def crowd(count: int, address: Address, hello: bytes) -> None:
+async def crowd(count: int, address: Address, hello: bytes, proof: bytes) -> None:
     """All of them come at once, and none leaves by itself. Where one fails, the process ends."""
-    says = (b"", os.urandom(40), os.urandom(72), hello, hello + os.urandom(32))
-    strangers = (stranger(address, says[number % len(says)]) for number in range(count))
+    says = (b"", os.urandom(40), os.urandom(72), hello, hello + os.urandom(32), hello + proof)
+    kinds = [partial(stranger, address, words) for words in says]
+    kinds.append(partial(stranger, address, hello, echoes=True))
+    strangers = (kinds[number % len(kinds)]() for number in range(count))
     try:
         await asyncio.wait_for(asyncio.gather(*strangers), LIMIT)
     except BaseException:
@@ -99,14 +105,15 @@ async def crowd(count: int, address: Address, hello: bytes) -> None:
     print(count, flush=True)
 
 
-async def stranger(address: Address, says: bytes) -> None:
-    """Comes, says something, and waits to be turned away."""
+async def stranger(address: Address, says: bytes, echoes: bool = False) -> None:
+    """Comes, says something, perhaps also what it hears, and waits to be turned away."""
     with contextlib.suppress(ConnectionError):  # turned away at once, or in the middle of a word
         reader, writer = await connect(address)
         try:
             writer.write(says)
-            while await reader.read(4096):
-                pass
+            while heard := await reader.read(4096):
+                if echoes:
+                    writer.write(heard)
         finally:
             writer.close()
 
@@ -128,4 +135,4 @@ async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.Strea
 if __name__ == "__main__":
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    asyncio.run(main(bytes.fromhex(sys.argv[1])))
+    asyncio.run(main(*map(bytes.fromhex, sys.argv[1:])))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -116,6 +117,36 @@ def test_frames_are_fixed_and_small(door: Door) -> None:
     assert len(HELLO.pack()) == 72
     assert len(Hello("a much longer name of a job " * 10, Purpose.P2P).pack()) == 72
     assert [len(frame) for frame in record(door)] == [72, 64, 32, 1]
+
+
+def test_a_handshake_has_the_bytes_that_the_protocol_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reckoned from the definition with SHA-256 alone; nonces are 0 to 31 and 32 to 63."""
+    monkeypatch.setattr(
+        _handshake.secrets, "token_bytes", lambda count: bytes(range(32, 32 + count))
+    )
+    key = _handshake._key(SECRET, Purpose.CONTROL, "job")
+    assert key.hex() == "101026ca5e048a2ec174b27accc411f2d1c2025d4784ae82d2f461e9f1367b4d"
+    conversation = _handshake.answer("job", SECRET, lambda hello: None)
+    assert next(conversation) == (b"", 72)
+    hello = replace(HELLO, nonce=bytes(range(32)))
+    assert hello.pack().hex() == (
+        "47574a31010002005e8c9902207afaeb7120430c585a445f030000000100000002000000000000"
+        "00000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+    )
+    challenge, wanted = conversation.send(hello.pack())
+    assert (challenge[:32], wanted) == (bytes(range(32, 64)), 32)
+    assert challenge[32:].hex() == (
+        "f0c4cc1307b2ba81f14f1510eae7847adb888c50db9497975de50e743ecada78"
+    )
+    proof = "a1dbcbbcdd0a9b36d68fc8074bfca6b1b9a70eafb1d79261a9fca353b31cdd32"
+    with pytest.raises(StopIteration) as proved:
+        conversation.send(bytes.fromhex(proof))
+    assert proved.value.value == hello
+
+
+def test_strangers_have_five_seconds_and_sixty_four_places() -> None:
+    assert _handshake.LIMIT_SECONDS == 5
+    assert _handshake.MAX_PENDING == 64
 
 
 def test_macs_are_compared_in_constant_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
 from gradwire._environment import VARIABLES
 from gradwire._errors import RendezvousError
-from gradwire._handshake import Hello, Purpose, RefusalLog
+from gradwire._handshake import Hello, Purpose, RefusalLog, introduce, receive
 from gradwire._interfaces import Choice, Interface
 from gradwire._introduction import introduction, read_introduction
 from gradwire._mesh import Card, Job, Mesh, unpack_card
@@ -53,7 +53,24 @@ def quick_and_fresh_gates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gather_storm() -> Storm:
-    return Storm(Hello("job", Purpose.STORE).pack())
+    return Storm(*record_a_handshake())
+
+
+def record_a_handshake() -> tuple[bytes, bytes]:
+    """The hello and the proof of one that a store of the job let in."""
+    ours, theirs = socket.socketpair()
+    deadline, here = Deadline(20), Address("tcp", "127.0.0.1", 0)
+    with ours, theirs, StoreServer(here, "job", SECRET) as server:
+        hello = Hello("job", Purpose.STORE)
+        client = threading.Thread(target=introduce, args=(ours, hello, SECRET, deadline))
+        client.start()
+        with socket.create_connection((server.address.host, server.address.port)) as door:
+            door.sendall(said := receive(theirs, 72, deadline))
+            theirs.sendall(receive(door, 64, deadline))
+            door.sendall(proof := receive(theirs, 32, deadline))
+            theirs.sendall(receive(door, 1, deadline))
+        client.join()
+    return said, proof
 
 
 def open_descriptors(pid: int | str = "self") -> int:

@@ -87,6 +87,14 @@ assert int(os.environ["MASTER_PORT"]) > 0
     assert sorted(out.splitlines()) == [f"{rank} 3 {rank} 3 127.0.0.1 1" for rank in range(3)]
 
 
+def test_each_run_has_a_secret_of_its_own(launch: Launch, script: Callable[[str], str]) -> None:
+    path = script('os.write(1, os.environ["GRADWIRE_SECRET"].encode() + b"\\n")')
+    runs = [set(finish(launch("-n", "2", path))[1].split()) for _ in range(2)]
+    assert [len(found) for found in runs] == [1, 1]
+    assert runs[0] != runs[1]
+    assert all(len(bytes.fromhex(secret)) >= 16 for found in runs for secret in found)
+
+
 def test_ranks_meet(launch: Launch, script: Callable[[str], str]) -> None:
     path = script("""
 from gradwire._rendezvous import rendezvous

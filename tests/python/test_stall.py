@@ -141,6 +141,21 @@ def test_zero_turns_it_off(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert log.read_text() == ""
 
 
+def test_patience_is_thirty_seconds_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a communicator gives its core."""
+    monkeypatch.delenv("GRADWIRE_STALL_SECONDS", raising=False)
+    given: list[float] = []
+    core = _core.Communicator
+
+    def spy(*args: Any, stall_seconds: float, **rest: Any) -> _core.Communicator:
+        given.append(stall_seconds)
+        return core(*args, stall_seconds=stall_seconds, **rest)
+
+    monkeypatch.setattr(_core, "Communicator", spy)
+    run(2, lambda comm: None)
+    assert given == [30, 30]
+
+
 def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_STALL_SECONDS", "soon")
     with pytest.raises(InvalidArgument, match="GRADWIRE_STALL_SECONDS='soon'"):

@@ -70,7 +70,7 @@ def test_the_one_who_is_stopped_is_at_the_end_of_every_chain(gate: Any) -> None:
         comm.all_reduce(np.ones(1000, np.float32), algorithm="ring")
 
     job = Job(4, body)
-    eventually(lambda: sum(each["peer"] >= 0 for each in job.ranks().values()) == 3)
+    eventually(lambda: waits(job) == {3: (2, "round 0"), 0: (3, "round 1"), 1: (0, "round 2")})
     stopped = job.ranks()[2]["pid"]
     os.kill(stopped, signal.SIGSTOP)
     try:
@@ -88,6 +88,10 @@ def test_the_one_who_is_stopped_is_at_the_end_of_every_chain(gate: Any) -> None:
     assert own[1:3] == [str(stopped), "STOPPED"]
     assert own[5:] == ["outside", "gradwire,", "last", "call", "0"]
     assert sum(call in line for line in lines) == 3
+    for rank, (peer, round) in {3: (2, "round 0"), 0: (3, "round 1"), 1: (0, "round 2")}.items():
+        (row,) = [line for line in lines if line.split()[:1] == [str(rank)]]
+        assert f" rank {peer} " in row
+        assert row.endswith(f"{call}, {round}, segment 0")
     assert lines[-1] == (
         f"Ranks 0, 1 and 3 wait in the end for one: rank 2 (process {stopped}) is stopped "
         f"(kill -CONT {stopped} lets it go on)."
@@ -96,6 +100,15 @@ def test_the_one_who_is_stopped_is_at_the_end_of_every_chain(gate: Any) -> None:
     assert found["conclusions"] == [lines[-1]]
     assert [each["rank"] for each in found["ranks"]] == [0, 1, 2, 3]
     assert doctor("--job", job.name).returncode == 1  # it is over
+
+
+def waits(job: Job) -> dict[int, tuple[int, str]]:
+    """For whom each rank waits, and in which round of its call."""
+    return {
+        rank: (each["peer"], each["operation"].split(", ")[-2])
+        for rank, each in job.ranks().items()
+        if each["peer"] >= 0
+    }
 
 
 def test_a_fork_of_a_rank_is_no_rank(gate: Any) -> None:
