@@ -120,6 +120,7 @@ struct OneBitBlock {
     Seen seen;
     sweep<kGroup>(n, [&, here = *this, bits = out + kHeader](std::size_t i, auto part) {
       here.look_at(i, part, bits, seen);
+      if constexpr (!kError) here.source.ask_for(i + here.n);
     });
     return seen;
   }
