@@ -1,6 +1,8 @@
-// The stream of a tcp link: the hello, then frames, cut anywhere.
-//   input: 1 byte, how much arrives at a time; 1 byte, whether the hello is genuine; the stream
+// The stream of a tcp link, or of an emulated one: the hello, then frames, cut anywhere.
+//   input: 1 byte, how much arrives at a time; 1 byte, whose lowest bit says whether the hello is
+//   genuine and whose next one whether the link is emulated; the stream
 #include "fuzz.h"
+#include "gradwire/transport/emulated_link.h"
 #include "gradwire/transport/transport.h"
 
 namespace gradwire::fuzz {
@@ -24,10 +26,14 @@ void answer(transport::Transport& transport) {
 
 // The stream ends: so does the link, with an error and not with waiting.
 void listen(UniqueFd own, UniqueFd peer, Input& input, std::size_t piece) {
-  const auto transport = transport::make_transport("tcp", kOptions);
-  const bool speaks_first = input.number<std::uint8_t>() % 2 == 0;
+  const auto way = input.number<std::uint8_t>();
+  const bool speaks_first = (way & 1) == 0, emulated = (way & 2) != 0;
+  transport::Options options = kOptions;
+  options.link = std::make_shared<transport::EmulatedLink>("1gbit");
+  const auto transport = transport::make_transport(emulated ? "emulated" : "tcp", options);
+  if (emulated) options.max_message += sizeof(transport::EmulatedLink::Flight);
   if (speaks_first) {
-    say(peer, hello_of("tcp", kOptions, 1, 0));
+    say(peer, hello_of("tcp", options, 1, 0));
   } else {
     say(peer, input.rest());
     ::shutdown(peer.get(), SHUT_WR);
@@ -40,7 +46,7 @@ void listen(UniqueFd own, UniqueFd peer, Input& input, std::size_t piece) {
   }
   peer.reset();
   read_all(*transport);
-  require(false);
+  require(emulated);  // where what comes later is not to be seen yet, nor the end behind it
 }
 
 }  // namespace
