@@ -21,6 +21,7 @@ from train_runs import Point, Result
 
 _HOST, _EMULATED = "none", "emulated "  # links of bench/step_times.py
 _BELOW_DENSE = 1.0  # points: the accuracy whose time is told
+_SHOWN = 25  # points below the best accuracy, in the picture
 
 
 class Line(NamedTuple):
@@ -157,7 +158,9 @@ def _draw(composed: Mapping[str, Sequence[Line]], path: Path) -> None:
             accuracies = [100 * point.test_accuracy for point in each.curve]
             style = "--" if each.method in methods.PEERS else "-"
             panel.plot(seconds, accuracies, style, label=titles[each.method])
+        best = 100 * max(each.curve[-1].test_accuracy for each in lines)
         panel.set(xscale="log", xlabel="seconds of training", title=link)
+        panel.set_ylim(bottom=best - _SHOWN)
         panel.grid(alpha=0.3)
     axes[0][0].set_ylabel("test accuracy, %")
     axes[0][-1].legend(fontsize=8, loc="lower right")

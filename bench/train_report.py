@@ -319,6 +319,7 @@ def _draw_accuracies(axes: Any, setting: Setting) -> None:
                 fontsize=8,
             )
     axes.set(xscale="log", xlabel="ratio (dense ring = 1)", ylabel="test accuracy, %")
+    axes.margins(x=0.15)  # for the names
     axes.plot([], [], "o", color="#1463b0", label="with feedback")
     axes.plot([], [], "x", color="#b3123a", label="without")
     axes.legend(fontsize=8, loc="lower left")
@@ -335,4 +336,4 @@ def _draw_losses(axes: Any, setting: Setting) -> None:
             axes.plot(losses, [place] * len(losses), marker, color=colour, alpha=0.7)
     axes.set_yticks(range(len(names)), labels=[_codec(each, setting) for each in names])
     axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="final training loss, one mark a seed")
+    axes.set(xlabel="final training loss, one mark a seed")
