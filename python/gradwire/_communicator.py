@@ -24,6 +24,10 @@ from gradwire._reductions import Call, CodecLike
 from gradwire._schedules import Schedule
 from gradwire._work import Work, seconds
 
+# Of the patience with others: links are made in less, so that a rank which waits for one names whom
+# it waits for before those that have theirs, and are in a call, lose their patience with it.
+_LINKS_SHARE = 0.75
+
 
 class Traffic(NamedTuple):
     """What this rank's operations have cost it.
@@ -536,12 +540,13 @@ def from_mesh(
     groups = _groups(mesh.hosts) if hosts is None else hosts
     core = _core_of(mesh, groups, tuning)
     limit = timeout if patience is None else patience
+    for_links = _LINKS_SHARE * limit
     try:
         for number, peer in mesh.peers.items():
             core.adopt_control(peer.control.detach(), number)
         for number, peer in mesh.peers.items():
             for lane, link in peer.links.items():
-                core.adopt_link(lane, link.transport, link.sock.detach(), number, limit)
+                core.adopt_link(lane, link.transport, link.sock.detach(), number, for_links)
     except BaseException:
         mesh.close()
         core.abort(f"rank {mesh.rank} could not connect")
