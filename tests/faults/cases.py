@@ -20,7 +20,7 @@ _MOST_BYTES = 4 << 20  # of a large call
 _MOST_FRAMES = 100  # that a large call is cut into
 _INTEGERS = ("int8", "uint8", "int32", "int64")
 _DTYPES = ("float32", "float32", "float64", "float16", *_INTEGERS)
-_LOSSY = ("int8", "onebit", "lowrank:rank=2", "threshold:density=0.05", "topk:density=0.1")
+_LOSSY = ("int8:block=64", "onebit", "lowrank:rank=2", "threshold:density=0.05", "topk:density=0.1")
 _LARGE_MESSAGE = 65536  # bytes; smaller ones may not hold a unit of threshold and topk
 _LOSSY_COUNTS = (20 * COLUMNS, 600 * COLUMNS)  # few, so that residuals are met again
 
