@@ -255,6 +255,7 @@ template <bool kResidual, bool kError>
 [[gnu::flatten]] std::size_t encode_onebit_as(const float* x, const float* residual, std::size_t n,
                                               std::size_t block, std::byte* out,
                                               float* error) noexcept {
+  if (n == 0) return 0;  // where `out` may be null
   const auto block_at = [=](std::size_t i) {
     return OneBitBlock<kResidual, kError>{{x + i, kResidual ? residual + i : nullptr},
                                           kError ? error + i : nullptr,
