@@ -3,7 +3,6 @@
 // a line of the output the seconds, of this thread's processor time, of one encode and one decode.
 // lowrank has no payload: its work is all that a rank computes between the sums.
 #include <cstdio>
-#include <ctime>
 #include <iostream>
 #include <random>
 #include <string>
@@ -13,17 +12,12 @@
 #include "gradwire/codec/codec.h"
 #include "gradwire/codec/low_rank.h"
 #include "gradwire/codec/simd.h"
+#include "stopwatch.h"
 
 namespace {
 
 using namespace gradwire::codec;
 using Values = std::vector<float>;
-
-double now() {
-  timespec time;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
 
 struct Bucket {
   std::size_t rows, columns;

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
-#include <ctime>
 #include <functional>
 #include <random>
 #include <string>
@@ -16,6 +15,7 @@
 
 #include "aligned.h"
 #include "gradwire/codec/simd.h"
+#include "stopwatch.h"
 
 namespace {
 
@@ -51,24 +51,6 @@ struct Case {
   std::function<void(const Kernels&, Arrays&)> run;
   std::function<void(const Kernels&, Arrays&)> prepare = [](const Kernels&, Arrays&) {};
 };
-
-// Of this thread's processor time: others that run in between do not count.
-double now() {
-  timespec time;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
-double seconds(int repeats, const std::function<void()>& work) {
-  const double start = now();
-  for (int i = 0; i < repeats; ++i) work();
-  return (now() - start) / repeats;
-}
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
 
 void measure(const char* where, std::size_t n, int repeats, const std::vector<Case>& cases) {
   Arrays arrays(n);

@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <ctime>
 #include <functional>
 #include <random>
 #include <string>
@@ -18,29 +17,12 @@
 #include "gradwire/codec/codec.h"
 #include "gradwire/codec/simd.h"
 #include "gradwire/codec/sparse.h"
+#include "stopwatch.h"
 
 namespace {
 
 using namespace gradwire::codec;
 using Values = std::vector<float>;
-
-// Of this thread's processor time: others that run in between do not count.
-double now() {
-  timespec time;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
-double seconds(int repeats, const std::function<void()>& work) {
-  const double start = now();
-  for (int i = 0; i < repeats; ++i) work();
-  return (now() - start) / repeats;
-}
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
 
 Values gaussian(std::size_t n, float scale) {
   std::mt19937 random(1);

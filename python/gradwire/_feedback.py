@@ -122,7 +122,7 @@ def _floats(values: Any) -> NDArray[np.float32]:
         return np.asarray(values, np.float32).ravel()
 
 
-def keys_of(inputs: Sequence[Operand], key: str | None, keys: Sequence[Any] | None) -> Keys:
+def keys_of(inputs: Sequence[Operand], key: str | None, keys: Keys | None) -> Keys:
     """Checked against the arrays; raises InvalidArgument where they do not fit."""
     total = sum(each.elements for each in inputs)
     if key is not None and keys is not None:
@@ -134,14 +134,13 @@ def keys_of(inputs: Sequence[Operand], key: str | None, keys: Sequence[Any] | No
             "feedback= needs key=, or keys=[(name, count), ...], under which to keep what was not "
             "sent: the same one for the same array at every call"
         )
-    named = [(str(name), int(count)) for name, count in keys]
-    if len({name for name, _ in named}) < len(named):
+    if len({name for name, _ in keys}) < len(keys):
         raise InvalidArgument("keys= names one key twice")
-    if sum(count for _, count in named) != total:
+    if sum(count for _, count in keys) != total:
         raise InvalidArgument(
-            f"keys= have {sum(count for _, count in named)} elements, the arrays {total}"
+            f"keys= have {sum(count for _, count in keys)} elements, the arrays {total}"
         )
-    return named
+    return keys
 
 
 def cut(arrays: Sequence[Operand], keys: Keys) -> list[Operand]:

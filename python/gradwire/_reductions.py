@@ -146,7 +146,7 @@ def _named(keys: Sequence[Any] | None) -> Keys | None:
     if keys is None:
         return None
     try:
-        named = [(name, operator.index(count)) for name, count in keys]
+        named = [(str(name), operator.index(count)) for name, count in keys]
     except (TypeError, ValueError) as error:
         raise InvalidArgument(
             f"keys={keys!r} is no list of (name, count), one for each run of elements with a "
