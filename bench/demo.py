@@ -30,8 +30,9 @@ import methods
 import replicas
 from gradwire import _launch
 from methods import Method
+from train_runs import WARM_UP
 
-CODECS = [Method("none"), Method("fp16"), Method("onebit"), Method("threshold")]
+CODECS = [Method.parse(each) for each in ("none", "fp16", methods.ONEBIT, methods.THRESHOLD)]
 MEGABYTE = 1e6
 WIDTH = 18  # of a title
 
@@ -39,7 +40,7 @@ WIDTH = 18  # of a title
 class Row(NamedTuple):
     """What one training run measured; the same on every rank, but for the rank's own time."""
 
-    name: str
+    method: str
     milliseconds: float  # per step, median
     megabytes: float | None  # sent per rank and step, mean over ranks; None: not to be known
     accuracy: float
@@ -102,10 +103,11 @@ def train_row(options: argparse.Namespace, data: images.Images, method: Method) 
     torch.manual_seed(options.seed)
     model = images.small_cnn(data.side)
     optimizer = method.optimizer(model, options.learning_rate)
-    averaging = methods.average(model, method, options.algorithm, optimizer=optimizer)
-    seconds, traffic = train(options, data, averaging, optimizer, method.title)
+    first_steps = round(method.first_share(WARM_UP) * options.steps)
+    averaging = methods.average(model, method, options.algorithm, first_steps, optimizer)
+    seconds, traffic = train(options, data, averaging, optimizer, method.short_title)
     row = Row(
-        method.title,
+        str(method),
         statistics.median(seconds) * 1e3,
         None if traffic is None else replicas.mean(traffic) / options.steps / MEGABYTE,
         replicas.test_accuracy(averaging.ddp.module, data),
@@ -146,13 +148,15 @@ def print_table(options: argparse.Namespace, data: images.Images, rows: list[Row
         f"{options.ranks} ranks, {options.batch} images each\n\n"
         f"{'':{WIDTH}}  ms/step  MB sent/rank/step  test accuracy  replicas bit-identical"
     )
+    titles = methods.titles(row.method for row in rows)
     for row in rows:
         megabytes = "–" if row.megabytes is None else f"{row.megabytes:.3f}"
         identical = "yes" if row.identical else "NO"
         print(
-            f"{row.name:{WIDTH}}  {row.milliseconds:7.2f}  {megabytes:>17}  {row.accuracy:13.2%}  "
-            f"{identical:>22}"
+            f"{titles[row.method]:{WIDTH}}  {row.milliseconds:7.2f}  {megabytes:>17}  "
+            f"{row.accuracy:13.2%}  {identical:>22}"
         )
+    print("\n".join(methods.legend(titles)))
 
 
 if __name__ == "__main__":

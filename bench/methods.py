@@ -25,14 +25,16 @@ PEERS = {
 }
 _ONE_BUCKET_MB = 1 << 12  # torch's PowerSGD hook hangs on CPUs with more than one bucket
 _NO_FEEDBACK, _WITH_FEEDBACK = "-feedback", "+feedback"
+FIRST = "int8"  # before a biased codec: on a slow link dense steps took most of a run's time
 SMALL = 1024  # elements: what gradwire's hook leaves dense where the codec is biased
 
 # The biased codecs as they train the network of `images.py` at the learning rate of all. Without
 # these options, measured: onebit ends up to 6 points below none, the sparse ones about 1.
-ONEBIT = "onebit:block=8192+momentum+rate+ends=int8+dense=0.1"
-THRESHOLD = "threshold:density=0.01+momentum+rate+ends=int8+dense=0.15"
-TOPK = "topk:density=0.0029+momentum+rate+ends=int8+dense=0.15"
-TRAINED = ("none", "fp16", "bf16", "int8", ONEBIT, THRESHOLD, TOPK, "lowrank")
+ONEBIT = "onebit:block=8192+momentum+rate+ends=int8+int8=0.1"
+THRESHOLD = "threshold:density=0.01+momentum+rate+ends=int8+int8=0.15"
+TOPK = "topk:density=0.0029+momentum+rate+ends=int8+int8=0.15"
+LOW_RANK = "lowrank+int8=0.05"
+TRAINED = ("none", "fp16", "bf16", "int8", ONEBIT, THRESHOLD, TOPK, LOW_RANK)
 
 
 class Options(NamedTuple):
@@ -41,7 +43,7 @@ class Options(NamedTuple):
     momentum: bool = False  # the hook's, before the codec, in place of the optimizer's
     rate: bool = False  # residuals follow the learning rate
     ends: str | None = None  # the codec of the first layer, the last, and tensors below SMALL
-    dense: float | None = None  # share of the steps before a biased codec; None: the warm-up
+    int8: float | None = None  # share of the steps in FIRST, before a biased codec; None: warm-up
 
     def __str__(self) -> str:
         """As in "+momentum+ends=int8"."""
@@ -61,11 +63,11 @@ class Options(NamedTuple):
                 found[name] = True
             elif name == "ends" and value:
                 found[name] = value
-            elif name == "dense" and equals:
+            elif name == FIRST and equals:
                 found[name] = _share(value)
             else:
                 raise gradwire.InvalidArgument(
-                    f"{text!r} is none of momentum, rate, ends=CODEC and dense=SHARE"
+                    f"{text!r} is none of momentum, rate, ends=CODEC and int8=SHARE"
                 )
         return cls(**found)
 
@@ -76,7 +78,7 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1
     if not 0 <= share < 1:
-        raise gradwire.InvalidArgument(f"dense={text} is not from 0 to below 1")
+        raise gradwire.InvalidArgument(f"{FIRST}={text} is not from 0 to below 1")
     return share
 
 
@@ -141,9 +143,11 @@ class Method(NamedTuple):
         suffix = {None: "", False: " without feedback", True: " with feedback"}[self.feedback]
         return f"gradwire {self.family}{suffix}"
 
-    def dense_share(self, warm_up: float) -> float:
-        """Of the steps, those before a biased codec, in a run with such a warm-up."""
-        return warm_up if self.options.dense is None else self.options.dense
+    def first_share(self, warm_up: float) -> float:
+        """Of the steps, those in FIRST: a biased codec's, in a run with such a warm-up."""
+        if not self._biased:
+            return 0
+        return warm_up if self.options.int8 is None else self.options.int8
 
     def optimizer(self, model: torch.nn.Module, rate: float) -> torch.optim.SGD:
         """With MOMENTUM, unless the hook has it."""
@@ -191,12 +195,12 @@ def average(
     model: torch.nn.Module,
     method: Method,
     algorithm: str = "auto",
-    dense_steps: int = 0,
+    first_steps: int = 0,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Averaging:
     """Every rank of torch's default group calls it; `optimizer` is the method's own of the model.
 
-    A codec of gradwire's that is biased begins after so many dense steps.
+    The codec begins after so many steps in FIRST.
     """
     if method.codec in PEERS:
         return Averaging(_gloo(model, method.codec), tcp_bytes_sent, lambda: None)
@@ -208,7 +212,7 @@ def average(
         options["optimizer"] = optimizer
     state = gradwire.torch.register(
         ddp,
-        codec=_after(dense_steps, method.codec),
+        codec=_after(first_steps, method.codec),
         algorithm=algorithm,
         rules=_at_ends(model, method.options.ends),
         **options,
@@ -221,10 +225,8 @@ def average(
     )
 
 
-def _after(dense_steps: int, codec: str) -> Any:
-    if dense_steps == 0 or not _core.Codec(codec).biased:
-        return codec
-    return gradwire.torch.Stages((0, "none"), (dense_steps, codec))
+def _after(first_steps: int, codec: str) -> Any:
+    return gradwire.torch.Stages((0, FIRST), (first_steps, codec)) if first_steps else codec
 
 
 def _at_ends(model: torch.nn.Module, codec: str | None) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 A run has the same bits on any link. So the accuracy after a number of steps is measured once, by
 bench/train.py, and a step's time on a link by bench/step_times.py, whose json is read here:
 step_ms[link][method], with the batch size and the number of ranks that both must share. Where a run
-began with dense gradients, those steps take as long as codec none's.
+began with another codec, those steps take as long as that codec's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import methods
-from methods import Method
-from train_report import Setting, dense_share, settings_of
+from train_report import Setting, first_share, settings_of
 from train_runs import Point, Result
 
 _HOST, _EMULATED = "none", "emulated "  # links of bench/step_times.py
@@ -29,8 +28,8 @@ class Line(NamedTuple):
 
     method: str
     ms: float  # of a step
-    dense_ms: float  # of each of the first steps, which were dense
-    dense_steps: int
+    first_ms: float  # of each of the first steps, before a biased codec
+    first_steps: int
     curve: list[Point]  # accuracies are means over seeds
 
     @property
@@ -40,8 +39,8 @@ class Line(NamedTuple):
 
     def after(self, steps: int) -> float:
         """Seconds of so many steps."""
-        dense = min(steps, self.dense_steps)
-        return (dense * self.dense_ms + (steps - dense) * self.ms) / 1e3
+        first = min(steps, self.first_steps)
+        return (first * self.first_ms + (steps - first) * self.ms) / 1e3
 
     def reaches(self, accuracy: float) -> float | None:
         """Seconds to the first point with that accuracy; None if there is none."""
@@ -65,16 +64,15 @@ def write(results: Sequence[Result], step_times: Path, output: Path) -> None:
 def lines_on(setting: Setting, step_ms: Mapping[str, float]) -> list[Line]:
     """Of every method that was both timed and trained."""
     return [
-        _line(timed, ms, step_ms.get("none", ms), setting.of(timed))
+        _line(timed, ms, step_ms.get(methods.FIRST, ms), setting.of(timed))
         for timed, ms in step_ms.items()
         if setting.of(timed)
     ]
 
 
-def _line(method: str, ms: float, dense_ms: float, results: Sequence[Result]) -> Line:
-    begins_dense = Method.parse(method).feeds_back
-    dense_steps = round(dense_share(results[0]) * results[0].steps) if begins_dense else 0
-    return Line(method, ms, dense_ms, dense_steps, _mean_curve(results))
+def _line(method: str, ms: float, first_ms: float, results: Sequence[Result]) -> Line:
+    first_steps = round(first_share(results[0]) * results[0].steps)
+    return Line(method, ms, first_ms, first_steps, _mean_curve(results))
 
 
 def _setting(results: Sequence[Result], batch: int, ranks: int) -> Setting:
@@ -115,8 +113,8 @@ def _document(
         f"{run.ranks} ranks, {run.batch} images a rank and step, {setting.steps:,} steps. The test "
         "accuracy after each step is the mean over seeds of bench/train.py's unshaped runs, whose "
         f"bits do not depend on links; a step's time on a link is the median in `{source}`. *Steps "
-        "as fast* compares a step with gloo DDP's; *whole run* counts the dense steps with which "
-        "biased codecs begin at codec none's pace."
+        "as fast* compares a step with gloo DDP's; *whole run* counts the steps with which biased "
+        f"codecs begin at the pace of {methods.FIRST}, which they use there."
     )
     yield from ["", f"![Test accuracy over seconds]({name}.png)"]
     for link, lines in composed.items():

@@ -50,8 +50,8 @@ def train(run: Run, data: images.Images, advance: Callable[[], object]) -> Resul
     model = images.small_cnn(data.side, HIDDEN)
     method = Method.parse(run.method)
     optimizer = method.optimizer(model, run.learning_rate)
-    dense = round(method.dense_share(run.warm_up) * run.steps(len(data.train_labels)))
-    averaging = methods.average(model, method, run.algorithm, dense, optimizer)
+    first = round(method.first_share(run.warm_up) * run.steps(len(data.train_labels)))
+    averaging = methods.average(model, method, run.algorithm, first, optimizer)
     try:
         seconds, curve = _steps(run, data, averaging, optimizer, advance)
         return Result(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import machine
-from methods import SMALL, Method, legend, titles
+from methods import FIRST, SMALL, Method, legend, titles
 from train_runs import MOMENTUM, Result, Run
 
 DENSE = "none"
@@ -67,8 +67,8 @@ class Setting:
         return [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
 
     def ratio(self, method: str, *, whole: bool = False) -> float | None:
-        """Mean over seeds, after the dense steps or of the whole run."""
-        found = [each.ratio(0 if whole else dense_share(each)) for each in self.of(method)]
+        """Mean over seeds, of the steps with the codec or of the whole run."""
+        found = [each.ratio(0 if whole else first_share(each)) for each in self.of(method)]
         known = [each for each in found if each is not None]
         return statistics.fmean(known) if known else None
 
@@ -91,9 +91,9 @@ def settings_of(results: Sequence[Result]) -> list[Setting]:
     return [Setting(run, found) for run, found in sorted(groups.items())]
 
 
-def dense_share(result: Result) -> float:
+def first_share(result: Result) -> float:
     """Of the steps, those before a biased codec."""
-    return Method.parse(result.run.method).dense_share(result.run.warm_up)
+    return Method.parse(result.run.method).first_share(result.run.warm_up)
 
 
 def control_of(method: str) -> str:
@@ -134,7 +134,7 @@ def _document(results: Sequence[Result], compared: list[Setting], name: str) -> 
         f"{', '.join(sorted({each.data for each in runs}))}; a CNN of {any_one.parameters:,} "
         f"parameters; DistributedDataParallel on {any_one.run.ranks} ranks; SGD, momentum "
         f"{MOMENTUM}. In the warm-up, the first {any_one.run.warm_up:.0%} of the steps, the "
-        "learning rate rises, and biased codecs leave gradients dense; then it falls to 0. It is "
+        f"learning rate rises, and {FIRST} goes before biased codecs; then it falls to 0. It is "
         "the same for all methods, and so are, for one seed, the first parameters and the order "
         "of images. Figures are means ± standard deviations over seeds; differences are taken "
         "seed by seed."
@@ -142,14 +142,14 @@ def _document(results: Sequence[Result], compared: list[Setting], name: str) -> 
     yield ""
     yield (
         "*Ratio* is what a ring sends of dense float32 gradients, 2(p − 1)/p · 4 bytes an element, "
-        "over the bytes sent: all parameters, with headers, mean over ranks, after the dense "
-        "steps; beside it, that of the whole run. *Training loss* is the final parameters' mean "
+        "over the bytes sent: all parameters, with headers, mean over ranks, once the codec has "
+        "begun; beside it, that of the whole run. *Training loss* is the final parameters' mean "
         "cross-entropy over all training images. Biased codecs have error feedback, the others "
         "none; *with* or *without feedback* is the opposite, for comparison. Options of the hook, "
         "in the line below the tables: `+momentum`, it is the hook's, before the codec, and the "
         "optimizer has none; `+rate`, residuals follow the learning rate; `+ends=CODEC`, that of "
-        f"the first layer, the last, and tensors of less than {SMALL:,} elements; `+dense=SHARE`, "
-        "dense gradients for that share of the steps."
+        f"the first layer, the last, and tensors of less than {SMALL:,} elements; "
+        f"`+{FIRST}=SHARE`, that codec for this share of the steps, before a biased one."
     )
     if compared:
         yield from ["", f"![Accuracy over ratio, and training loss]({name}.png)"]
@@ -172,7 +172,7 @@ def _methods_table(setting: Setting) -> Iterator[str]:
     for method in setting.methods:
         found = setting.of(method)
         than = setting.differences(method, DENSE, accuracy) if method != DENSE else []
-        sent = [each.bytes_per_step(dense_share(each)) for each in found]
+        sent = [each.bytes_per_step(first_share(each)) for each in found]
         kilobytes = [each / 1e3 for each in sent if each is not None]
         yield (
             f"| {named[method]} | {_mean(setting.points(method), 2)} | "

@@ -21,7 +21,7 @@ class Run(NamedTuple):
     seed: int  # of the parameters and of the order of images
     epochs: float
     learning_rate: float  # the highest: it rises in the warm-up and falls to 0, linearly
-    warm_up: float  # share of the steps, dense ones even where the codec is biased
+    warm_up: float  # share of the steps: before a biased codec, unless the method says another
     ranks: int
     algorithm: str
     data: str

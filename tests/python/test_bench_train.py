@@ -26,11 +26,14 @@ RUN = Run("none", 16, 1, 3, 0.1, 0.1, 4, "auto", "Fashion-MNIST")
 def result(
     method: str, seed: int, accuracy: float, loss: float | None, ratio: float = 1, ms: int = 20
 ) -> Result:
-    """Of 100 steps and 1,000 parameters; the first ten steps send dense gradients."""
+    """Of 100 steps and 1,000 parameters; before a biased codec, ten steps send dense gradients."""
     dense = 2 * 3 / 4 * 4 * 1000
-    curve = [Point(10, accuracy / 2, 2, 10 * dense), Point(50, accuracy, 1, 0)]
-    curve = [*curve[:1], curve[1]._replace(bytes=10 * dense + 40 * dense / ratio)]
-    curve.append(Point(100, accuracy, 0.5, 10 * dense + 90 * dense / ratio))
+    first = 10 * dense / (1 if Method.parse(method).first_share(0.1) else ratio)
+    curve = [
+        Point(10, accuracy / 2, 2, first),
+        Point(50, accuracy, 1, first + 40 * dense / ratio),
+        Point(100, accuracy, 0.5, first + 90 * dense / ratio),
+    ]
     run = RUN._replace(method=method, seed=seed)
     return Result(run, 1000, accuracy, loss, True, ms / 1e3, curve, "2020-01-01", {"torch": "2"})
 
@@ -85,14 +88,15 @@ def test_a_method_is_what_its_text_says(text: str):
 
 
 def test_a_method_has_options_of_the_hook():
-    method = Method.parse("onebit+momentum+ends=int8+dense=0.15-feedback")
-    assert method.options == Options(momentum=True, ends="int8", dense=0.15)
-    assert (method.family, method.feedback, method.dense_share(0.05)) == ("onebit", False, 0.15)
-    assert Method.parse("onebit").dense_share(0.05) == 0.05
+    method = Method.parse("onebit+momentum+ends=int8+int8=0.15-feedback")
+    assert method.options == Options(momentum=True, ends="int8", int8=0.15)
+    assert (method.family, method.feedback, method.first_share(0.05)) == ("onebit", False, 0.15)
+    assert Method.parse("onebit").first_share(0.05) == 0.05
+    assert Method.parse("int8+feedback").first_share(0.05) == 0
 
 
 @pytest.mark.parametrize(
-    "text", ["onebit+nesterov", "onebit+dense=1", "onebit+ends=int9", "gloo+momentum", "onebits"]
+    "text", ["onebit+nesterov", "onebit+int8=1", "onebit+ends=int9", "gloo+momentum", "onebits"]
 )
 def test_a_method_that_is_none_is_refused(text: str):
     with pytest.raises(gradwire.InvalidArgument):
@@ -130,10 +134,10 @@ def test_momentum_is_the_optimizers_or_the_hooks():
     assert momenta == [0.9, 0]
 
 
-def test_a_ratio_leaves_the_dense_steps_out():
-    found = result("onebit+dense=0.5", 1, 0.9, 0.3, ratio=30)
-    assert train_report.dense_share(found) == 0.5
-    assert train_report.dense_share(result("onebit", 1, 0.9, 0.3)) == 0.1
+def test_a_ratio_leaves_the_steps_before_the_codec_out():
+    found = result("onebit+int8=0.5", 1, 0.9, 0.3, ratio=30)
+    assert train_report.first_share(found) == 0.5
+    assert train_report.first_share(result("onebit", 1, 0.9, 0.3)) == 0.1
 
 
 def test_a_ratio_leaves_the_warm_up_out():
@@ -176,14 +180,14 @@ def test_accuracy_is_composed_with_the_step_times_of_links(
 ):
     found = [
         *(result(method, 1, accuracy, 0.3) for method, accuracy in (("gloo", 0.9), ("none", 0.9))),
-        result("onebit+momentum", 1, 0.895, 0.3),  # of 100 steps, the first 10 are dense
+        result("onebit+momentum", 1, 0.895, 0.3),  # of 100 steps, the first 10 are in int8
     ]
-    step_ms = {"gloo": 500, "local step": 5, "none": 400, "onebit+momentum": 20}
+    step_ms = {"gloo": 500, "local step": 5, "none": 400, "int8": 100, "onebit+momentum": 20}
     times = {"step_ms": {"none": {"none": 9}, "100mbit": step_ms}, "batch": 16, "ranks": 4}
     (tmp_path / "times.json").write_text(json.dumps(times))
     train_links.write(found, tmp_path / "times.json", tmp_path / "train")
     text = capsys.readouterr().out
-    assert "| gradwire onebit | 20.0 | 25.0× | 5.8 | 8.6× | 89.50 | 4.8 |" in text
+    assert "| gradwire onebit | 20.0 | 25.0× | 2.8 | 17.9× | 89.50 | 1.8 |" in text
     assert "| gloo DDP | 500.0 | 1.0× | 50.0 | 1.0× | 90.00 | 25.0 |" in text
     assert "local step" not in text
     assert "\ngradwire onebit: `onebit+momentum`.\n" in text
@@ -208,6 +212,10 @@ def test_every_codec_is_trained_with_its_control(monkeypatch: pytest.MonkeyPatch
             assert {each.control for each in chosen if each.feeds_back} <= set(chosen)
 
 
+def control(method: str) -> Method:
+    return Method.parse(method)._replace(feedback=False)
+
+
 def test_the_demo_shows_four_codecs_beside_gloo(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("sklearn")
     import demo
@@ -216,7 +224,7 @@ def test_the_demo_shows_four_codecs_beside_gloo(monkeypatch: pytest.MonkeyPatch)
     chosen = [each.check() for each in demo.parse_options().codecs]
     assert [(each.family, each.control) for each in chosen] == [
         *(("none", Method("none")), ("fp16", Method("fp16"))),
-        *(("onebit", Method("onebit", False)), ("threshold", Method("threshold", False))),
+        *(("onebit", control(methods.ONEBIT)), ("threshold", control(methods.THRESHOLD))),
     ]
 
 
