@@ -1,0 +1,136 @@
+#include "gradwire/schedule/cost.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+#include "gradwire/base/error.h"
+#include "gradwire/base/op.h"
+
+namespace gradwire::schedule {
+namespace {
+
+constexpr double kMostSeconds = 1000;
+constexpr double kMostCores = 1e6;
+constexpr double kNearBytes = 64 * 1024;
+constexpr int kOctavesApart = 4;  // 64 KiB, 1 MiB, 16 MiB, 256 MiB
+
+using Named = std::pair<const char*, double CostModel::*>;
+using NamedOfLink = std::pair<const char*, double LinkCost::*>;
+constexpr Named kScalars[] = {{"call", &CostModel::call},
+                              {"move", &CostModel::move},
+                              {"gamma", &CostModel::gamma},
+                              {"turn", &CostModel::turn}};
+constexpr NamedOfLink kOfLink[] = {{"alpha", &LinkCost::alpha},
+                                   {"latency", &LinkCost::latency},
+                                   {"beta", &LinkCost::beta},
+                                   {"copy", &LinkCost::copy}};
+constexpr const char* kFar[] = {"far.1M", "far.16M", "far.256M"};
+
+// Calls each(name, value) for all parameters but cores, in one order; `Model` may be const.
+template <typename Model, typename Each>
+void visit(Model& model, Each each) {
+  for (const auto& [name, member] : kOfLink)
+    each(std::string("within.") + name, model.within.*member);
+  for (const auto& [name, member] : kOfLink)
+    each(std::string("between.") + name, model.between.*member);
+  for (const auto& [name, member] : kScalars) each(name, model.*member);
+  for (std::size_t i = 0; i < model.far.size(); ++i) each(kFar[i], model.far[i]);
+  for (auto& [codec, cost] : model.codecs) {
+    each(codec + ".encode", cost.encode);
+    each(codec + ".decode", cost.decode);
+  }
+}
+
+void require(bool fits, const std::string& name, double value) {
+  if (!fits)
+    throw InvalidArgument("cost model: " + name + " = " + std::to_string(value) +
+                          " is out of range");
+}
+
+// Octaves above 64 KiB, straight between two of them, so that no library's logarithm is asked.
+double octaves(double bytes) {
+  int exponent = 0;
+  const double fraction = std::frexp(bytes / kNearBytes, &exponent);
+  return exponent - 1 + (2 * fraction - 1);
+}
+
+LinkCost link_cost(std::string_view transport, bool between) {
+  if (transport == "shm" || transport == "inproc") return {1.5e-7, 2e-7, 0, 0};
+  const LinkCost local{4e-6, 8e-6, 0, 1.5e-10};
+  if (transport == "emulated") return {local.alpha, 1e-4, 8e-9, local.copy};
+  return between ? LinkCost{local.alpha, 3e-5, 8e-10, local.copy} : local;
+}
+
+}  // namespace
+
+std::vector<std::pair<std::string, double>> CostModel::parameters() const {
+  std::vector<std::pair<std::string, double>> all;
+  visit(*this, [&](const std::string& name, double value) { all.emplace_back(name, value); });
+  all.emplace_back("cores", cores);
+  return all;
+}
+
+void CostModel::set(const std::string& name, double value) {
+  if (name == "cores") {
+    require(value >= 1 && value <= kMostCores && value == std::floor(value), name, value);
+    cores = static_cast<int>(value);
+    return;
+  }
+  bool found = false;
+  visit(*this, [&](const std::string& each, double& place) {
+    if (each != name) return;
+    require(value >= 0 && value < kMostSeconds, name, value);
+    place = value;
+    found = true;
+  });
+  if (!found) throw InvalidArgument("cost model: there is no '" + name + "'");
+}
+
+std::uint64_t CostModel::digest() const {
+  Fnv1a hash;
+  for (const auto& [name, value] : parameters())
+    hash.text(name).number(std::bit_cast<std::uint64_t>(value));
+  return std::max<std::uint64_t>(1, hash.digest());
+}
+
+const CodecCost& CostModel::codec(std::string_view name) const {
+  const auto found = codecs.find(std::string(name.substr(0, name.find(':'))));
+  return found != codecs.end() ? found->second : codecs.at(kAnyCodec);
+}
+
+double CostModel::growth(double bytes) const {
+  if (bytes <= kNearBytes) return 1;
+  const double at = octaves(bytes) / kOctavesApart;
+  const auto last = static_cast<double>(far.size());
+  if (at >= last) return far.back();
+  const auto above = static_cast<std::size_t>(at);
+  const double low = above == 0 ? 1 : far[above - 1];
+  return low + (far[above] - low) * (at - static_cast<double>(above));
+}
+
+double total_bytes(const Workload& work) {
+  double sum = 0;
+  for (double bytes : work.chunks) sum += bytes;
+  return sum;
+}
+
+// Of the order of what two cores of a server do at once, with frames of 256 KB.
+CostModel default_model(std::string_view within, std::string_view between, int cores) {
+  CostModel model;
+  model.within = link_cost(within, /*between=*/false);
+  model.between = link_cost(between, /*between=*/true);
+  model.call = 5e-7;
+  model.move = 5e-11;
+  model.gamma = 6e-11;
+  model.turn = 2e-6;
+  model.cores = std::max(1, cores);
+  model.far = {1.1, 1.4, 1.6};
+  model.codecs = {{"fp16", {5e-11, 5e-11}},   {"bf16", {5e-11, 5e-11}},
+                  {"int8", {7e-11, 5e-11}},   {"onebit", {8e-11, 8e-11}},
+                  {"topk", {1e-10, 2e-11}},   {"threshold", {6e-11, 2e-11}},
+                  {kAnyCodec, {3e-10, 1e-10}}};
+  return model;
+}
+
+}  // namespace gradwire::schedule

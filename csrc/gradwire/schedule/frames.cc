@@ -1,0 +1,283 @@
+#include "gradwire/schedule/frames.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace gradwire::schedule {
+namespace {
+
+std::size_t at(int i) { return static_cast<std::size_t>(i); }
+
+constexpr std::uint32_t kNone = ~0U;
+
+}  // namespace
+
+std::vector<Place> wavefront(int rounds, int segments) {
+  std::vector<Place> order;
+  order.reserve(at(rounds) * at(segments));
+  const int ticks = rounds == 0 ? 0 : segments + kLag * (rounds - 1);
+  for (int tick = 0; tick < ticks; ++tick) {
+    const int first = std::max(0, tick - kLag * (rounds - 1));
+    const int begin = first + (tick - first) % kLag;  // segments of whole rounds
+    for (int segment = begin; segment <= std::min(tick, segments - 1); segment += kLag)
+      order.push_back({(tick - segment) / kLag, segment});
+  }
+  return order;
+}
+
+class Frames::Maker {
+ public:
+  Maker(Frames& frames, const Schedule& schedule, const CostModel& model, const Workload& work)
+      : out_(frames),
+        schedule_(schedule),
+        model_(model),
+        work_(work),
+        message_to_(at(schedule.ranks), kNone),
+        group_at_(at(schedule.chunks), kNone) {
+    before_.push_back(0);
+    for (double bytes : work.chunks) before_.push_back(before_.back() + bytes);
+    if (work.codec) finished_.assign(at(schedule.ranks) * at(schedule.chunks), 0);
+  }
+
+  void make() {
+    for (const Round& round : schedule_.rounds) {
+      sort_by_source(round);
+      message_of_.assign(round.size(), kNone);
+      const auto first = static_cast<std::uint32_t>(out_.messages_.size());
+      for (Rank src = 0; src < schedule_.ranks; ++src) {
+        out_.sends_from_.push_back(static_cast<std::uint32_t>(out_.sends_.size()));
+        make_messages(round, src);
+        make_sends();
+      }
+      list_receives(round, first);
+      if (work_.codec) note_arrivals(round);
+    }
+    out_.sends_from_.push_back(static_cast<std::uint32_t>(out_.sends_.size()));
+    out_.receives_from_.push_back(static_cast<std::uint32_t>(out_.receives_.size()));
+    count_before(out_.sends_from_, out_.sent_before_);
+    count_before(out_.receives_from_, out_.received_before_);
+  }
+
+ private:
+  // What a message has beside what Message says.
+  struct Staged {
+    double work = 0;
+    std::uint64_t bytes_digest = 0xcbf29ce484222325ULL;
+    std::size_t first_chunk = 0;
+  };
+
+  double bytes(ChunkRange chunks) const {
+    return before_[at(chunks.last)] - before_[at(chunks.first)];
+  }
+  std::span<const std::uint32_t> edges_from(Rank src) const {
+    return {by_source_.data() + source_from_[at(src)],
+            source_from_[at(src) + 1] - source_from_[at(src)]};
+  }
+
+  // Edge numbers, by source and then in list order.
+  void sort_by_source(const Round& round) {
+    source_from_.assign(at(schedule_.ranks) + 1, 0);
+    for (const Edge& edge : round) ++source_from_[at(edge.src) + 1];
+    for (std::size_t i = 1; i < source_from_.size(); ++i) source_from_[i] += source_from_[i - 1];
+    by_source_.resize(round.size());
+    std::vector<std::uint32_t> next = source_from_;
+    for (std::uint32_t e = 0; e < round.size(); ++e) by_source_[next[at(round[e].src)]++] = e;
+  }
+
+  void make_messages(const Round& round, Rank src) {
+    first_message_ = out_.messages_.size();
+    staged_.clear();
+    for (std::uint32_t e : edges_from(src)) {
+      const Edge& edge = round[e];
+      std::uint32_t& to = message_to_[at(edge.dst)];
+      if (to == kNone) {
+        to = static_cast<std::uint32_t>(out_.messages_.size());
+        out_.messages_.push_back({src, edge.dst, 0, 0});
+        staged_.push_back({});
+        staged_.back().first_chunk = at(edge.chunks.first);
+      }
+      message_of_[e] = to;
+      add(edge, out_.messages_[to], staged_[to - first_message_]);
+    }
+    for (std::uint32_t e : edges_from(src)) message_to_[at(round[e].dst)] = kNone;
+  }
+
+  void add(const Edge& edge, Message& message, Staged& staged) {
+    const double size = bytes(edge.chunks);
+    const bool copies = edge.landing == Landing::kCopy;
+    message.wire += size * work_.ratio;
+    if (work_.codec)
+      message.work += size * work_.codec->decode;
+    else
+      message.work += size * (copies ? model_.move : model_.gamma);
+    staged.work += !work_.codec ? size * model_.move
+                   : copies     ? hand_on(edge)
+                                : size * work_.codec->encode;
+    for (int word : {edge.chunks.first, edge.chunks.last, static_cast<int>(edge.landing)})
+      staged.bytes_digest =
+          (staged.bytes_digest ^ static_cast<std::uint64_t>(word)) * 0x100000001b3ULL;
+  }
+
+  // Finished chunks travel verbatim: who sends one first encodes it, and adopts what all decode.
+  double hand_on(const Edge& edge) {
+    double seconds = 0;
+    for (int c = edge.chunks.first; c < edge.chunks.last; ++c) {
+      const double size = bytes({c, c + 1});
+      char& finished = finished_[at(edge.src) * at(schedule_.chunks) + at(c)];
+      if (!finished) seconds += size * (work_.codec->encode + work_.codec->decode);
+      seconds += size * work_.ratio * model_.move;
+      finished = 1;
+    }
+    return seconds;
+  }
+
+  void note_arrivals(const Round& round) {
+    for (const Edge& edge : round)
+      if (edge.landing == Landing::kCopy)
+        for (int c = edge.chunks.first; c < edge.chunks.last; ++c)
+          finished_[at(edge.dst) * at(schedule_.chunks) + at(c)] = 1;
+  }
+
+  // Of the messages of one rank and round. Those that may be equal begin with the same chunk.
+  void make_sends() {
+    const std::size_t first_send = out_.sends_.size();
+    group_of_.clear();
+    std::vector<std::size_t> leaders;  // the first message of each send
+    for (std::size_t i = 0; i < staged_.size(); ++i) {
+      std::uint32_t& group = group_at_[staged_[i].first_chunk];
+      if (group == kNone || !same(leaders[group], i)) {
+        group = static_cast<std::uint32_t>(leaders.size());
+        leaders.push_back(i);
+        out_.sends_.push_back({0, 0, staged_[i].work});
+      }
+      group_of_.push_back(group);
+      ++out_.sends_[first_send + group].last;
+    }
+    auto end = static_cast<std::uint32_t>(out_.copies_.size());
+    for (std::size_t s = first_send; s < out_.sends_.size(); ++s) {
+      Send& send = out_.sends_[s];
+      send.first = end;
+      end += std::exchange(send.last, end);
+    }
+    out_.copies_.resize(end);
+    for (std::size_t i = 0; i < staged_.size(); ++i) {
+      Send& send = out_.sends_[first_send + group_of_[i]];
+      out_.copies_[send.last++] = static_cast<std::uint32_t>(first_message_ + i);
+      group_at_[staged_[i].first_chunk] = kNone;
+    }
+  }
+
+  bool same(std::size_t a, std::size_t b) const {
+    const Message& one = out_.messages_[first_message_ + a];
+    const Message& other = out_.messages_[first_message_ + b];
+    return staged_[a].bytes_digest == staged_[b].bytes_digest && near(one) == near(other);
+  }
+  bool near(const Message& message) const {
+    return work_.host_of.empty() ||
+           work_.host_of[at(message.src)] == work_.host_of[at(message.dst)];
+  }
+
+  // By destination, each message where its first edge stands.
+  void list_receives(const Round& round, std::uint32_t first) {
+    std::vector<std::uint32_t> from(at(schedule_.ranks) + 1, 0);
+    for (std::size_t m = first; m < out_.messages_.size(); ++m)
+      ++from[at(out_.messages_[m].dst) + 1];
+    for (std::size_t i = 1; i < from.size(); ++i) from[i] += from[i - 1];
+    const auto base = static_cast<std::uint32_t>(out_.receives_.size());
+    for (Rank dst = 0; dst < schedule_.ranks; ++dst)
+      out_.receives_from_.push_back(base + from[at(dst)]);
+    out_.receives_.resize(out_.messages_.size());
+    std::vector<bool> listed(out_.messages_.size() - first, false);
+    for (std::size_t e = 0; e < round.size(); ++e) {
+      const std::uint32_t message = message_of_[e];
+      if (listed[message - first]) continue;
+      listed[message - first] = true;
+      out_.receives_[base + from[at(round[e].dst)]++] = message;
+    }
+  }
+
+  void count_before(const std::vector<std::uint32_t>& from, std::vector<std::uint32_t>& before) {
+    const std::size_t p = at(schedule_.ranks);
+    before.assign(p * (schedule_.rounds.size() + 1), 0);
+    for (std::size_t i = 0; i + 1 < from.size(); ++i)
+      before[i + p] = before[i] + from[i + 1] - from[i];
+  }
+
+  Frames& out_;
+  const Schedule& schedule_;
+  const CostModel& model_;
+  const Workload& work_;
+  std::vector<double> before_;  // bytes of the chunks before each
+  std::vector<char> finished_;  // by rank and chunk: has left here finished, or arrived so
+  std::vector<std::uint32_t> source_from_, by_source_;
+  std::vector<std::uint32_t> message_of_;  // by edge of the round
+  std::vector<std::uint32_t> message_to_;  // by destination
+  std::vector<std::uint32_t> group_at_;    // by first chunk
+  std::vector<std::uint32_t> group_of_;
+  std::vector<Staged> staged_;
+  std::size_t first_message_ = 0;
+};
+
+Frames::Frames(const Schedule& schedule, const CostModel& model, const Workload& work)
+    : ranks_(schedule.ranks), rounds_(static_cast<int>(schedule.rounds.size())) {
+  Maker(*this, schedule, model, work).make();
+}
+
+namespace {
+
+// Seconds by rank, and by host, of processors and of cards in both directions.
+class Work {
+ public:
+  Work(const Frames& frames, const CostModel& model, const Workload& work)
+      : frames_(frames), model_(model), work_(work), growth_(model.growth(total_bytes(work))) {
+    const auto p = at(frames.ranks());
+    const int hosts =
+        work.host_of.empty() ? 1 : 1 + *std::max_element(work.host_of.begin(), work.host_of.end());
+    for (auto* of_ranks : {&ranks_, &out_, &in_}) of_ranks->assign(p, 0);
+    for (auto* of_hosts : {&hosts_, &out_of_host_, &into_host_}) of_hosts->assign(at(hosts), 0);
+    for (int round = 0; round < frames.rounds(); ++round)
+      for (Rank rank = 0; rank < frames.ranks(); ++rank)
+        for (const Frames::Send& send : frames.sends(round, rank))
+          ranks_[at(rank)] += send.work * growth_;
+    for (const Frames::Message& message : frames.messages()) add(message);
+    for (std::size_t r = 0; r < p; ++r) hosts_[host(static_cast<Rank>(r))] += ranks_[r];
+    for (double& seconds : hosts_) seconds /= model.cores;
+  }
+
+  double most() const {
+    double found = 0;
+    for (const auto* all : {&ranks_, &hosts_, &out_, &in_, &out_of_host_, &into_host_})
+      found = std::max(found, *std::max_element(all->begin(), all->end()));
+    return found;
+  }
+
+ private:
+  std::size_t host(Rank rank) const {
+    return work_.host_of.empty() ? 0 : at(work_.host_of[at(rank)]);
+  }
+
+  void add(const Frames::Message& message) {
+    const bool near = host(message.src) == host(message.dst);
+    const LinkCost& link = near ? model_.within : model_.between;
+    const double bytes = message.wire + work_.segments * kHeaderBytes;
+    const double processor = work_.segments * link.alpha + link.copy * growth_ * bytes;
+    ranks_[at(message.src)] += processor;
+    ranks_[at(message.dst)] += processor + message.work * growth_;
+    (near ? out_[at(message.src)] : out_of_host_[host(message.src)]) += link.beta * bytes;
+    (near ? in_[at(message.dst)] : into_host_[host(message.dst)]) += link.beta * bytes;
+  }
+
+  const Frames& frames_;
+  const CostModel& model_;
+  const Workload& work_;
+  const double growth_;
+  std::vector<double> ranks_, hosts_, out_, in_, out_of_host_, into_host_;
+};
+
+}  // namespace
+
+double most_work(const Frames& frames, const CostModel& model, const Workload& work) {
+  return Work(frames, model, work).most();
+}
+
+}  // namespace gradwire::schedule

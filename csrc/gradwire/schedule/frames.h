@@ -1,0 +1,90 @@
+// Frames: a Schedule as exec/plan.h reads it, for all ranks at once and with what each frame costs.
+// All edges of a round between two ranks are one message; equal messages of one rank, to ranks on
+// links of one kind, are staged once and are one send.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "gradwire/schedule/cost.h"
+#include "gradwire/schedule/schedule.h"
+
+namespace gradwire::schedule {
+
+// Rounds of one segment are this many ticks apart: a rank may run ahead of its peers by so many
+// segments before it waits for them.
+inline constexpr int kLag = 2;
+
+// The order of all frames of a rank, of both directions: by (segment + kLag · round, segment).
+struct Place {
+  int round = 0;
+  int segment = 0;
+};
+std::vector<Place> wavefront(int rounds, int segments);
+
+class Frames {
+ public:
+  // Of all segments together.
+  struct Message {
+    Rank src = 0;
+    Rank dst = 0;
+    double wire = 0;  // bytes of payload
+    double work = 0;  // seconds to land it
+  };
+  struct Send {
+    std::uint32_t first = 0;  // in copies()
+    std::uint32_t last = 0;
+    double work = 0;  // seconds to stage it
+  };
+
+  Frames(const Schedule& schedule, const CostModel& model, const Workload& work);
+
+  int ranks() const noexcept { return ranks_; }
+  int rounds() const noexcept { return rounds_; }
+  const std::vector<Message>& messages() const noexcept { return messages_; }
+  // The messages that one send is for.
+  std::span<const std::uint32_t> copies(const Send& send) const {
+    return {copies_.data() + send.first, send.last - send.first};
+  }
+  // What a rank does in a round, in list order.
+  std::span<const Send> sends(int round, Rank rank) const {
+    const std::size_t i = index(round, rank);
+    return {sends_.data() + sends_from_[i], sends_from_[i + 1] - sends_from_[i]};
+  }
+  std::span<const std::uint32_t> receives(int round, Rank rank) const {
+    const std::size_t i = index(round, rank);
+    return {receives_.data() + receives_from_[i], receives_from_[i + 1] - receives_from_[i]};
+  }
+  // How many of a segment a rank has in the rounds before this one, which may be one past the last.
+  std::uint32_t sent_before(int round, Rank rank) const { return sent_before_[index(round, rank)]; }
+  std::uint32_t received_before(int round, Rank rank) const {
+    return received_before_[index(round, rank)];
+  }
+
+ private:
+  class Maker;
+  std::size_t index(int round, Rank rank) const {
+    return static_cast<std::size_t>(round) * static_cast<std::size_t>(ranks_) +
+           static_cast<std::size_t>(rank);
+  }
+
+  int ranks_;
+  int rounds_;
+  std::vector<Message> messages_;
+  std::vector<Send> sends_;
+  std::vector<std::uint32_t> copies_, receives_;
+  std::vector<std::uint32_t> sends_from_, receives_from_;     // by round and rank, and the end
+  std::vector<std::uint32_t> sent_before_, received_before_;  // by round, one past the last too
+};
+
+// simulate() of the first `simulated` of the work's segments. What a segment costs stays as it is.
+double simulate(const Frames& frames, const CostModel& model, const Workload& work, int simulated,
+                double limit = std::numeric_limits<double>::infinity());
+
+// Seconds of all segments for the rank, the host's cores or the card that has most to do: no run is
+// faster.
+double most_work(const Frames& frames, const CostModel& model, const Workload& work);
+
+}  // namespace gradwire::schedule

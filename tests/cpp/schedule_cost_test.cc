@@ -1,0 +1,358 @@
+#include "gradwire/schedule/cost.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+#include "gradwire/base/error.h"
+#include "gradwire/schedule/frames.h"
+#include "schedule_catalogue.h"
+
+namespace gradwire::schedule {
+namespace {
+
+constexpr double kBytes = 1 << 20;
+
+// All costs are zero, and there is a core for every rank.
+CostModel free_of_cost() {
+  CostModel model;
+  model.cores = 1000;
+  model.codecs[kAnyCodec] = {};
+  return model;
+}
+
+Workload even(const Schedule& schedule, double bytes, int segments = 1) {
+  const auto chunks = static_cast<std::size_t>(schedule.chunks);
+  return {std::vector<double>(chunks, bytes / schedule.chunks), segments};
+}
+
+double seconds(const Schedule& schedule, const CostModel& model, double bytes = kBytes,
+               int segments = 1) {
+  return simulate(schedule, model, even(schedule, bytes, segments));
+}
+
+// What one message takes that nothing holds up, from staging to landing.
+double hop(const CostModel& model, double bytes) {
+  const LinkCost& link = model.within;
+  return 2 * link.alpha + link.latency + (link.beta + 2 * link.copy) * (bytes + kHeaderBytes);
+}
+
+CostModel links(double alpha, double latency, double beta) {
+  CostModel model = free_of_cost();
+  model.within = {alpha, latency, beta, 0};
+  return model;
+}
+
+Schedule chain(int ranks) {
+  Builder out(ranks, 1);
+  for (Rank r = 0; r + 1 < ranks; ++r) out.copy(r, r, r + 1, {0, 1});
+  return std::move(out).build(Collective::kBroadcast, "chain");
+}
+
+#define EXPECT_ABOUT(a, b) EXPECT_NEAR((a) / (b), 1.0, 1e-9)
+
+TEST(Simulate, RingIsItsClosedForm) {
+  CostModel model = links(3e-6, 5e-6, 1e-9);
+  model.gamma = 2e-10;
+  model.move = 1e-10;
+  for (int p = 2; p <= 12; ++p) {
+    const double n = kBytes / p;
+    const double each = hop(model, n) + model.move * n;  // staged
+    const double expected = (p - 1) * (2 * each + (model.gamma + model.move) * n);
+    EXPECT_ABOUT(seconds(all_reduce_by("ring", p), model), expected) << p;
+  }
+}
+
+TEST(Simulate, ButterfliesAreTheirClosedForms) {
+  CostModel model = links(3e-6, 5e-6, 1e-9);
+  model.gamma = 2e-10;
+  for (int p = 2, rounds = 1; p <= 32; p *= 2, ++rounds) {
+    const double doubling = rounds * (hop(model, kBytes) + model.gamma * kBytes);
+    EXPECT_ABOUT(seconds(all_reduce_by("recursive_doubling", p), model), doubling) << p;
+    double halving = 0;
+    for (int share = 2; share <= p; share *= 2)
+      halving += 2 * hop(model, kBytes / share) + model.gamma * kBytes / share;
+    EXPECT_ABOUT(seconds(all_reduce_by("halving_doubling", p), model), halving) << p;
+  }
+}
+
+// The card of a rank sends one message after the other, and no card receives two at a time.
+TEST(Simulate, DirectIsBoundByTheCards) {
+  const CostModel model = links(0, 0, 1e-9);
+  for (int p = 2; p <= 12; ++p) {
+    const double message = model.within.beta * (kBytes / p + kHeaderBytes);
+    EXPECT_ABOUT(seconds(all_reduce_by("direct", p), model), 2 * (p - 1) * message) << p;
+  }
+}
+
+TEST(Simulate, TheRootOfAStarIsTheBottleneck) {
+  const CostModel wire = links(0, 0, 1e-9);
+  CostModel adds = free_of_cost();
+  adds.gamma = 1e-9;
+  for (int p = 2; p <= 9; ++p) {
+    const Schedule star = all_reduce_by("star", p);
+    EXPECT_ABOUT(seconds(star, wire), 2 * (p - 1) * wire.within.beta * (kBytes + kHeaderBytes));
+    EXPECT_ABOUT(seconds(star, adds), (p - 1) * adds.gamma * kBytes);
+  }
+}
+
+TEST(Simulate, SegmentsFollowEachOtherDownAChain) {
+  const CostModel model = links(0, 7e-6, 1e-9);
+  for (int p : {2, 3, 6})
+    for (int segments : {1, 2, 5, 64}) {
+      const double one = model.within.beta * (kBytes / segments + kHeaderBytes);
+      // A segment is on the wire of the first link while others are on the next ones.
+      const double expected = (segments + p - 2) * one + (p - 1) * model.within.latency;
+      EXPECT_ABOUT(seconds(chain(p), model, kBytes, segments), expected) << p << " " << segments;
+    }
+}
+
+TEST(Simulate, AReadMessageIsStagedOnceForAll) {
+  CostModel model = free_of_cost();
+  model.move = 1e-9;
+  const Schedule star = generate(recipe_of(Collective::kBroadcast, "star", 8));
+  EXPECT_ABOUT(seconds(star, model), 2 * model.move * kBytes);
+  model.within.copy = 1e-9;  // but a kernel copies for each reader
+  const double copy = model.within.copy * (kBytes + kHeaderBytes);
+  EXPECT_ABOUT(seconds(star, model), 2 * model.move * kBytes + (7 + 1) * copy);
+}
+
+TEST(Simulate, RanksShareTheCoresOfTheirHost) {
+  CostModel model = free_of_cost();
+  model.move = model.gamma = 1e-9;
+  for (int p : {4, 8, 16}) {
+    const Schedule ring = all_reduce_by("ring", p);
+    const double alone = seconds(ring, model, kBytes, 4);
+    CostModel crowded = model;
+    crowded.cores = 2;
+    const double shared = seconds(ring, crowded, kBytes, 4);
+    EXPECT_GE(shared, alone * p / 2 * (1 - 1e-9)) << p;
+    EXPECT_LE(shared, alone * p / 2 * 1.15) << p;
+    crowded.turn = 1e-5;
+    EXPECT_GE(seconds(ring, crowded, kBytes, 4), shared + 1e-5);
+  }
+}
+
+TEST(Simulate, CardsAreNotSharedOutAsCoresAre) {
+  CostModel model = links(0, 0, 1e-9);
+  const double alone = seconds(all_reduce_by("ring", 8), model);
+  model.cores = 1;
+  EXPECT_ABOUT(seconds(all_reduce_by("ring", 8), model), alone);
+}
+
+TEST(Simulate, RanksOfAHostShareItsCardToOthers) {
+  CostModel model = free_of_cost();
+  model.between.beta = 1e-9;
+  const Schedule direct = all_reduce_by("direct", 4);
+  Workload work = even(direct, kBytes);
+  work.host_of = {0, 0, 1, 1};
+  // In each half two ranks send two messages each.
+  const double message = model.between.beta * (kBytes / 4 + kHeaderBytes);
+  EXPECT_ABOUT(simulate(direct, model, work), 2 * 4 * message);
+}
+
+TEST(Simulate, ALossyCodecWorksWhereTheSchedulesPartsAre) {
+  CostModel model = links(0, 0, 1e-9);
+  const Schedule ring = all_reduce_by("ring", 4);
+  Workload work = even(ring, kBytes);
+  work.codec = CodecCost{2e-9, 3e-9};
+  work.ratio = 0.5;
+  const double n = kBytes / 4;
+  const double wire = 6 * model.within.beta * (n / 2 + kHeaderBytes);
+  // Encoded at each hop; the finished part once, which its owner adopts; then forwarded.
+  const double codec = n * (3 * 2e-9 + 3 * 3e-9 + (2e-9 + 3e-9) + 3 * 3e-9);
+  EXPECT_ABOUT(simulate(ring, model, work), wire + codec);
+}
+
+TEST(Simulate, FarMemoryIsSlowerFromOctaveToOctave) {
+  CostModel model = free_of_cost();
+  model.far = {2, 4, 8};
+  constexpr double kKiB = 1024;
+  EXPECT_EQ(model.growth(4), 1);
+  EXPECT_EQ(model.growth(64 * kKiB), 1);
+  EXPECT_EQ(model.growth(256 * kKiB), 1.5);
+  EXPECT_EQ(model.growth(1024 * kKiB), 2);
+  EXPECT_EQ(model.growth(16 * 1024 * kKiB), 4);
+  EXPECT_EQ(model.growth(64 * 1024 * kKiB), 6);
+  EXPECT_EQ(model.growth(1e12), 8);
+  model.move = 1e-9;
+  const Schedule copy = chain(2);
+  EXPECT_ABOUT(seconds(copy, model, 1024 * kKiB), 2 * 2e-9 * 1024 * kKiB);
+}
+
+TEST(Simulate, GivesUpBeyondTheLimit) {
+  const CostModel model = links(1e-6, 0, 1e-9);
+  const Schedule ring = all_reduce_by("ring", 4);
+  const double all = seconds(ring, model);
+  EXPECT_EQ(simulate(ring, model, even(ring, kBytes), all * 1.001), all);
+  EXPECT_TRUE(std::isinf(simulate(ring, model, even(ring, kBytes), all / 2)));
+}
+
+TEST(Simulate, RefusesAWorkloadOfAnotherSchedule) {
+  const Schedule ring = all_reduce_by("ring", 4);
+  EXPECT_THROW(simulate(ring, {}, {{1, 2, 3}, 1}), InvalidArgument);
+  EXPECT_THROW(simulate(ring, {}, {{1, 2, 3, 4}, 0}), InvalidArgument);
+  EXPECT_THROW(simulate(ring, {}, {{1, 2, 3, 4}, 1, {0, 0}}), InvalidArgument);
+}
+
+CostModel random_model(std::mt19937& random) {
+  std::uniform_real_distribution<double> value(0.1, 1.0);
+  CostModel model = free_of_cost();
+  for (const auto& [name, _] : model.parameters()) {
+    const bool of_a_byte =
+        name.ends_with("beta") || name.ends_with("copy") || name == "move" || name == "gamma";
+    if (name.starts_with("far"))
+      model.set(name, 1 + value(random));
+    else if (name != "cores")
+      model.set(name, value(random) * (of_a_byte ? 1e-9 : 1e-5));
+  }
+  return model;
+}
+
+TEST(Simulate, EveryScheduleIsAboveItsBoundsAndGrowsWithEachParameter) {
+  std::mt19937 random(7);
+  for (const Recipe& recipe : all_recipes(9)) {
+    if (recipe.ranks < 2) continue;
+    const Schedule schedule = generate(recipe);
+    const Shape shape = verify(schedule).shape;
+    const CostModel model = random_model(random);
+    for (int segments : {1, 3}) {
+      const double found = seconds(schedule, model, kBytes, segments);
+      EXPECT_EQ(found, seconds(schedule, model, kBytes, segments));
+      EXPECT_GE(found, shape.max_sent * kBytes * std::max(model.within.beta, model.within.copy))
+          << label(recipe);
+      const Workload work = even(schedule, kBytes, segments);
+      EXPECT_GE(found, most_work(Frames(schedule, model, work), model, work)) << label(recipe);
+      for (const auto& [name, value] : model.parameters()) {
+        if (name == "cores") continue;
+        CostModel slower = model;
+        slower.set(name, 2 * value);
+        // What comes later may meet an emptier queue: the anomalies of Graham 1969.
+        EXPECT_GE(seconds(schedule, slower, kBytes, segments), found * 0.97)
+            << label(recipe) << " " << name << " " << segments;
+      }
+    }
+  }
+}
+
+TEST(Wavefront, HasEveryPlaceOnceInThePlansOrder) {
+  for (int rounds : {0, 1, 2, 7})
+    for (int segments : {1, 2, 3, 9}) {
+      const std::vector<Place> order = wavefront(rounds, segments);
+      EXPECT_EQ(order.size(), static_cast<std::size_t>(rounds * segments));
+      for (std::size_t i = 1; i < order.size(); ++i) {
+        const auto key = [&](const Place& place) {
+          return std::pair(place.segment + kLag * place.round, place.segment);
+        };
+        EXPECT_LT(key(order[i - 1]), key(order[i]));
+      }
+    }
+}
+
+TEST(CostModel, HasNamesForAllItsParameters) {
+  CostModel model = default_model("shm", "tcp", 4), copy;
+  EXPECT_NE(model.digest(), 0U);
+  copy.codecs = model.codecs;
+  for (const auto& [name, value] : model.parameters()) {
+    if (name != "cores" && value == 0) continue;
+    EXPECT_NE(copy.digest(), model.digest()) << name;
+    copy.set(name, value);
+  }
+  copy.within = model.within;
+  EXPECT_EQ(copy.digest(), model.digest());
+}
+
+TEST(CostModel, RefusesWhatIsNoParameter) {
+  CostModel model = default_model("shm", "tcp", 4);
+  EXPECT_THROW(model.set("speed", 1), InvalidArgument);
+  for (double value : {-1.0, 1e3, 1e300, std::nan(""), HUGE_VAL})
+    EXPECT_THROW(model.set("within.alpha", value), InvalidArgument) << value;
+  for (double value : {0.0, 1.5, -3.0, 1e7, std::nan("")})
+    EXPECT_THROW(model.set("cores", value), InvalidArgument) << value;
+}
+
+TEST(CostModel, FindsTheCostsOfACodecByItsName) {
+  const CostModel model = default_model("shm", "tcp", 4);
+  EXPECT_EQ(model.codec("topk:density=0.01").encode, model.codecs.at("topk").encode);
+  EXPECT_EQ(model.codec("mine").encode, model.codecs.at(kAnyCodec).encode);
+}
+
+Choice of(const CostModel& model, Collective collective, int ranks, double bytes) {
+  Question question;
+  question.collective = collective;
+  question.ranks = ranks;
+  question.bytes = bytes;
+  return choose(model, question);
+}
+
+TEST(Choose, ByDefaultIsWhatExperienceSays) {
+  const CostModel model = default_model("shm", "tcp", 64);
+  for (int p : {2, 3, 4, 8, 16}) {
+    EXPECT_EQ(of(model, Collective::kAllReduce, p, 64 << 20).algorithm, "direct") << p;
+    EXPECT_EQ(of(model, Collective::kAllGather, p, 64 << 20).algorithm, "direct") << p;
+    EXPECT_EQ(of(model, Collective::kReduceScatter, p, 64 << 20).algorithm, "direct") << p;
+  }
+  for (int p : {4, 8, 16, 64})
+    EXPECT_EQ(of(model, Collective::kAllReduce, p, 4).algorithm, "recursive_doubling") << p;
+  EXPECT_EQ(of(model, Collective::kBroadcast, 4, 4).algorithm, "star");
+}
+
+TEST(Choose, IsTheBestOfTheCatalogue) {
+  std::mt19937 random(3);
+  for (int p : {2, 3, 5, 8})
+    for (double bytes : {4.0, 65536.0, 4194304.0}) {
+      const CostModel model = random_model(random);
+      const Choice best = of(model, Collective::kAllReduce, p, bytes);
+      for (std::string_view name : algorithms(Collective::kAllReduce)) {
+        const Schedule schedule = all_reduce_by(name, p);
+        EXPECT_LE(best.seconds, seconds(schedule, model, bytes, 32) * 1.001) << name;
+      }
+    }
+}
+
+TEST(Choose, WantsNoMoreOfASlowLinkThanMustCrossIt) {
+  CostModel model = default_model("emulated", "tcp", 8);
+  for (int p : {2, 4, 8}) {
+    const double bytes = 64 << 20, least = 2 * (p - 1.0) / p * bytes * model.within.beta;
+    const double found = of(model, Collective::kAllReduce, p, bytes).seconds;
+    EXPECT_GE(found, least);
+    EXPECT_LE(found, 1.05 * least) << p;
+  }
+}
+
+TEST(Choose, TakesAnInTreeScheduleForALossyCodec) {
+  const CostModel model = default_model("shm", "tcp", 64);
+  Question question;
+  question.ranks = 8;
+  question.bytes = 64;
+  question.codec = model.codec("int8");
+  question.ratio = 0.25;
+  const Choice choice = choose(model, question);
+  EXPECT_TRUE(verify(all_reduce_by(choice.algorithm, 8)).in_tree);
+}
+
+TEST(Choose, KeepsMostBytesWithinTheHosts) {
+  CostModel model = default_model("shm", "tcp", 64);
+  Question question;
+  question.ranks = 16;
+  question.bytes = 64 << 20;
+  for (Rank r = 0; r < 16; r += 4) question.hosts.push_back({r, r + 1, r + 2, r + 3});
+  EXPECT_TRUE(choose(model, question).algorithm.starts_with("hierarchical(direct,"));
+  EXPECT_LE(choose(model, question).segment_bytes, question.most_message);
+}
+
+TEST(Choose, HasSomethingForOneRankAndForNothing) {
+  const CostModel model = default_model("shm", "tcp", 2);
+  for (int c = 0; c < kCollectives; ++c) {
+    const auto collective = static_cast<Collective>(c);
+    for (int p : {1, 2, 5})
+      for (double bytes : {0.0, 1e6}) {
+        const Choice choice = of(model, collective, p, bytes);
+        EXPECT_NO_THROW(generate(recipe_of(collective, choice.algorithm, p)));
+      }
+  }
+}
+
+}  // namespace
+}  // namespace gradwire::schedule
