@@ -1,0 +1,186 @@
+"""README's tables, made from the newest files in bench/results.
+
+    python bench/tables.py            # writes what is between <!-- table: NAME --> and <!-- end -->
+    python bench/tables.py --check    # exits with 1 where README says other than the results
+
+A table whose results lack a row or a column of it stays as it is, and why is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import gradwire
+import peers_report
+from methods import GLOO, GLOO_FP16, GLOO_POWERSGD, ONEBIT, PEERS, THRESHOLD, TOPK, TRAINED, Method
+from peer_teams import GLOO as GLOO_LIBRARY
+from peer_teams import GRADWIRE
+from train_report import DENSE, Setting, accuracy, first_share, settings_of
+from train_runs import Result, read_results
+
+README = Path(__file__).parents[1] / "README.md"
+RESULTS = Path(__file__).parent / "results"
+_BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+_BATCHES = (16, 64)  # images a rank and step
+_LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "none": "one host"}
+_NOTES = {ONEBIT: " ¹", THRESHOLD: " ²", TOPK: " ³"}  # of their options, below the table
+_SIZES = (4, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes
+_RANKS = (2, 4)
+
+
+class Incomplete(Exception):
+    """The newest results do not make the table."""
+
+
+def main() -> int:
+    """Writes README, or compares it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 instead")
+    check = parser.parse_args().check
+    before = README.read_text(encoding="utf-8")
+    after = rewritten(before, RESULTS)
+    if after == before:
+        return 0
+    if check:
+        print("README differs from bench/results: run `python bench/tables.py`", file=sys.stderr)
+        return 1
+    README.write_text(after, encoding="utf-8")
+    return 0
+
+
+def rewritten(text: str, results: Path) -> str:
+    """With every marked table made anew; prints which could not be."""
+
+    def block(found: re.Match[str]) -> str:
+        try:
+            rows = TABLES[found[2]](results)
+        except Incomplete as why:
+            print(f"table {found[2]} is left as it is: {why}", file=sys.stderr)
+            return found[0]
+        return f"{found[1]}\n{chr(10).join(rows)}\n\n{found[4]}"
+
+    return _BLOCK.sub(block, text)
+
+
+def newest(results: Path, pattern: str) -> Path:
+    """By the date in the name; raises Incomplete."""
+    found = sorted(results.glob(pattern))
+    if not found:
+        raise Incomplete(f"{results} has no {pattern}")
+    return found[-1]
+
+
+def codecs(results: Path) -> list[str]:
+    """What every codec does to accuracy, bytes, and the milliseconds of a step."""
+    runs = newest(results, "train-runs-*.jsonl")
+    steps = newest(results, "step-times-*.json")
+    by_batch = _by_batch(read_results(runs))
+    step_ms = json.loads(steps.read_text(encoding="utf-8"))["step_ms"]
+    _check_complete(runs, by_batch, steps, step_ms)
+    rows = [
+        f"| | accuracy, {_BATCHES[0]} | accuracy, {_BATCHES[1]} | ratio | "
+        f"{' | '.join(f'ms, {title}' for title in _LINKS.values())} |",
+        "|---|" + "---:|" * (len(_BATCHES) + 1 + len(_LINKS)),
+    ]
+    for method in (GLOO, GLOO_FP16, GLOO_POWERSGD, *TRAINED):
+        cells = [_accuracy(setting, method) for setting in by_batch.values()]
+        cells.append(_ratio(list(by_batch.values()), method))
+        cells += [_number(step_ms[link].get(method), ".1f") for link in _LINKS]
+        title = PEERS.get(method, Method.parse(method).family) + _NOTES.get(method, "")
+        rows.append(f"| {title} | {' | '.join(cells)} |")
+    return rows
+
+
+def _by_batch(results: Sequence[Result]) -> dict[int, Setting]:
+    """The runs with each batch size, of the settings that the most methods share."""
+    settings = settings_of([each for each in results if _is_known(each.run.method)])
+    found: dict[int, Setting] = {}
+    for each in sorted(settings, key=lambda setting: len(setting.methods)):
+        found[each.run.batch] = each
+    return {batch: found[batch] for batch in _BATCHES if batch in found}
+
+
+def _is_known(method: str) -> bool:
+    """Whether it is one, and not one that was."""
+    try:
+        Method.parse(method).check()
+    except gradwire.InvalidArgument:
+        return False
+    return True
+
+
+def _check_complete(
+    runs: Path,
+    by_batch: Mapping[int, Setting],
+    steps: Path,
+    step_ms: Mapping[str, Mapping[str, float]],
+) -> None:
+    for batch in _BATCHES:
+        have = by_batch[batch].methods if batch in by_batch else []
+        if missing := [each for each in TRAINED if each not in have]:
+            raise Incomplete(f"{runs.name} has no {batch}-image runs of {', '.join(missing)}")
+    for link in _LINKS:
+        if missing := [each for each in TRAINED if each not in step_ms.get(link, {})]:
+            raise Incomplete(f"{steps.name} has no steps over {link} of {', '.join(missing)}")
+
+
+def _accuracy(setting: Setting, method: str) -> str:
+    """Less that of `none`; in brackets how many seeds."""
+    points = setting.points(method)
+    if method != DENSE:
+        points = setting.differences(method, DENSE, accuracy)
+    sign = "" if method == DENSE else "+"
+    return f"{statistics.fmean(points):{sign}.2f} ({len(points)})" if points else "–"
+
+
+def _ratio(settings: Sequence[Setting], method: str) -> str:
+    results = [each for setting in settings for each in setting.of(method)]
+    found = [ratio for each in results if (ratio := each.ratio(first_share(each))) is not None]
+    mean = statistics.fmean(found) if found else None
+    return "–" if mean is None else f"{mean:.{1 if mean < 100 else 0}f}×"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def peers(results: Path) -> list[str]:
+    """Microseconds of all_reduce, and how many times faster than the best other, and than gloo."""
+    path = newest(results, "peers-*.json")
+    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    found = {(each["transport"], each["ranks"], each["bytes"]): each for each in cases}
+    columns = [(transport, ranks) for transport in ("shm", "tcp") for ranks in _RANKS]
+    rows = [
+        f"| | {' | '.join(f'{transport}, {ranks} ranks' for transport, ranks in columns)} |",
+        "|---|" + "---:|" * len(columns),
+    ]
+    for nbytes in _SIZES:
+        cells = [_beside(path, found.get((*column, nbytes)), column, nbytes) for column in columns]
+        rows.append(f"| {peers_report.size(nbytes)} | {' | '.join(cells)} |")
+    return rows
+
+
+def _beside(
+    path: Path, case: peers_report.Case | None, column: tuple[str, int], nbytes: int
+) -> str:
+    to_best = None if case is None else peers_report.to_best(case)
+    if case is None or to_best is None or GLOO_LIBRARY not in case["seconds"]:
+        raise Incomplete(f"{path.name} has no {nbytes} bytes over {column[0]}, p = {column[1]}")
+    microseconds = peers_report.median(case, GRADWIRE) * 1e6
+    digits = 2 if microseconds < 10 else 1 if microseconds < 1000 else 0
+    gloo = peers_report.ratio(case, GLOO_LIBRARY)
+    return f"{microseconds:,.{digits}f} ({to_best:.1f}×, {gloo:.1f}×)"
+
+
+TABLES: dict[str, Callable[[Path], list[str]]] = {"codecs": codecs, "peers": peers}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
