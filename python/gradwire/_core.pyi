@@ -1,7 +1,7 @@
 """The C++ core. Private: use the classes of `gradwire`, which check and explain."""
 
-from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,19 @@ class Request:
     def feed_back(self, feedback: ErrorFeedback, keys: Sequence[tuple[str, int]]) -> None: ...
     def shape(self, shapes: Sequence[tuple[int, int]]) -> None: ...  # rows and columns of inputs
     def exchange(self, letters: Letters, label: str) -> None: ...
+
+class Shortcut:
+    """Makes blocking all_reduces of one NumPy array, in place, that are like earlier ones.
+
+    `call(array, *options)` is False for a call that was not learnt, with these very objects.
+    """
+
+    def __init__(self, communicator: Communicator) -> None: ...
+    def learn(
+        self, array: NDArray[Any], options: tuple[object, ...], request: Request, timeout: float
+    ) -> None: ...
+    @property
+    def call(self) -> Callable[..., bool]: ...
 
 _Kept = tuple[NDArray[np.float32], float, float, int, NDArray[np.float32]]
 

@@ -20,12 +20,6 @@ using exec::Work;
 using std::shared_ptr;
 using transport::EmulatedLink;
 
-// Ctrl-C ends a blocking call; only the main thread sees it.
-void check_signals() {
-  py::gil_scoped_acquire locked;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 exec::Lane parse_lane(const std::string& name) {
   if (name == "collective") return exec::Lane::kCollective;
   if (name == "p2p") return exec::Lane::kPointToPoint;

@@ -18,6 +18,11 @@ std::vector<exec::Array> arrays(const Request::Addresses& addresses) {
 
 }  // namespace
 
+void check_signals() {
+  py::gil_scoped_acquire locked;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 Request::Request(exec::Request fixed, std::string algorithm,
                  std::shared_ptr<schedule::Schedule> schedule, const Addresses& inputs,
                  const Addresses& outputs)

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "gradwire/base/fork.h"
 #include "gradwire/codec/codec.h"
 #include "gradwire/exec/communicator.h"
 #include "gradwire/exec/exchange.h"
@@ -19,6 +20,9 @@
 namespace gradwire::bind {
 
 namespace py = pybind11;
+
+// Ctrl-C ends a blocking call; only the main thread sees it.
+void check_signals();
 
 // A request that owns what exec::Request only views. Can be run many times.
 class Request {
@@ -53,10 +57,10 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Throws Aborted in a process other than the one that made it.
+  // Throws Aborted in a fork of the process that made it.
   exec::Communicator& get() const;
   void let_go_in_child() noexcept { communicator_->let_go_in_child(); }
-  bool owned_here() const noexcept { return owner_ == ::getpid(); }
+  bool owned_here() const noexcept { return made_after_ == forks(); }
 
   // Holds `memory` until `work` is over.
   std::shared_ptr<exec::Work> keep(std::shared_ptr<exec::Work> work, py::object memory);
@@ -68,6 +72,7 @@ class Communicator {
   Kept take_finished();
 
   const pid_t owner_ = ::getpid();
+  const std::uint32_t made_after_ = forks();
   std::unique_ptr<exec::Communicator> communicator_;
   std::mutex mutex_;
   Kept kept_;

@@ -1,45 +1,39 @@
+#include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
+#include <thread>
 
+#include "gradwire/base/deadline.h"
 #include "gradwire/bind/module.h"
 
 namespace gradwire::bind {
 namespace {
 
 // Of the whole process, as the interpreter is.
-std::mutex mutex;
-std::condition_variable left;
-int inside = 0;
+std::atomic<int> inside{0};
+
+constexpr std::chrono::milliseconds kBetweenLooks{1};
 
 }  // namespace
 
 Unlocked::Unlocked() {
-  {
-    std::lock_guard lock(mutex);
-    ++inside;
-  }
+  ++inside;
   released_.emplace();
 }
 
 // Counts itself out only when it holds the interpreter's lock again.
 Unlocked::~Unlocked() {
   released_.reset();
-  std::lock_guard lock(mutex);
   --inside;
-  left.notify_all();
 }
 
+// At the end of a program, once: it may as well look now and then.
 void await_calls(double seconds) {
-  py::gil_scoped_release released;
-  std::unique_lock lock(mutex);
-  left.wait_for(lock, std::chrono::duration<double>(seconds), [] { return inside == 0; });
+  const py::gil_scoped_release released;
+  const Deadline deadline = Deadline::after(seconds);
+  while (inside != 0 && !deadline.passed()) std::this_thread::sleep_for(kBetweenLooks);
 }
 
 // The threads that were inside are the parent's.
-void forget_calls() {
-  std::lock_guard lock(mutex);
-  inside = 0;
-}
+void forget_calls() { inside = 0; }
 
 }  // namespace gradwire::bind

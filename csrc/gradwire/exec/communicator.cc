@@ -78,14 +78,23 @@ void Communicator::adopt_link(Lane lane, std::string_view transport, UniqueFd so
 // ---- Calls -------------------------------------------------------------------------------------
 
 void Communicator::run(const Request& request, const Interrupt& interrupt) {
-  const std::shared_ptr<Work> work = enqueue(request);
-  drive_or_wait(*work, Deadline::never(), interrupt);
+  std::unique_lock lock(mutex_);
+  const std::shared_ptr<Work> work = enqueue(lock, request);
+  drive_or_wait(lock, *work, Deadline::never(), interrupt);
   work->rethrow();
 }
 
+std::shared_ptr<Work> Communicator::begin(const Request& request) {
+  std::unique_lock lock(mutex_);
+  std::shared_ptr<Work> work = enqueue(lock, request);
+  if (!driving_) drive(lock, work.get(), nullptr, /*most_idle=*/kSpins);
+  return work;
+}
+
 std::shared_ptr<Work> Communicator::submit(const Request& request) {
-  std::shared_ptr<Work> work = enqueue(request);
-  start_progress_thread();
+  std::unique_lock lock(mutex_);
+  std::shared_ptr<Work> work = enqueue(lock, request);
+  start_progress_thread_locked();
   return work;
 }
 
@@ -113,7 +122,10 @@ std::shared_ptr<Work> Communicator::receive(std::byte* data, std::size_t size, R
 
 void Communicator::wait(Work& work, double timeout, const Interrupt& interrupt) {
   const Deadline deadline = Deadline::after(timeout);
-  drive_or_wait(work, deadline, interrupt);
+  {
+    std::unique_lock lock(mutex_);
+    drive_or_wait(lock, work, deadline, interrupt);
+  }
   if (!work.done())
     throw Timeout("rank " + std::to_string(identity_.rank) +
                       ": wait() ended before its operation, which goes on; wait again or abort()",
@@ -144,9 +156,9 @@ std::unique_ptr<Communicator::Pending> Communicator::take_spare() {
   return pending;
 }
 
-std::shared_ptr<Work> Communicator::enqueue(const Request& request) {
+std::shared_ptr<Work> Communicator::enqueue(std::unique_lock<std::mutex>& lock,
+                                            const Request& request) {
   Operation::check(request, identity_.rank, identity_.size);
-  std::unique_lock lock(mutex_);
   require_alive();
   auto pending = take_spare();
   bind(*pending, request);
@@ -159,6 +171,7 @@ std::shared_ptr<Work> Communicator::enqueue(const Request& request) {
   pending->timeout = request.timeout;
   std::shared_ptr<Work> work = pending->work;
   queue_.push_back(std::move(pending));
+  front_ = queue_.front().get();
   if (driving_) ring();
   return work;
 }

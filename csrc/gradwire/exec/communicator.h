@@ -69,6 +69,8 @@ class Communicator {
   std::string_view transport_of(Rank peer) const { return links_.transport_of(peer); }
 
   void run(const Request& request, const Interrupt& interrupt = nullptr);
+  // Does of it what can be done within microseconds; wait() for the rest.
+  std::shared_ptr<Work> begin(const Request& request);
   std::shared_ptr<Work> submit(const Request& request);
   std::shared_ptr<Work> send(std::byte* data, std::size_t size, Rank to, double timeout);
   // from = Transfer::kAnyRank: whoever sends first.
@@ -97,6 +99,10 @@ class Communicator {
   Traffic traffic() const { return traffic_.read(); }
 
  private:
+  // More ranks than cores is the normal case: hardly spin, soon let others run, then sleep.
+  static constexpr unsigned kSpins = 100;
+  static constexpr unsigned kPatient = ~0U;
+
   // A collective that waits for its turn, or has it. Reused, with all that it has allocated.
   struct Pending {
     Operation operation;  // or its compound's present phase
@@ -112,7 +118,7 @@ class Communicator {
     Deadline deadline = Deadline::never();
   };
 
-  std::shared_ptr<Work> enqueue(const Request& request);
+  std::shared_ptr<Work> enqueue(std::unique_lock<std::mutex>& lock, const Request& request);
   static void check_feedback(const Request& request);
   void bind(Pending& pending, const Request& request);
   void bind_operation(Pending& pending, const Request& request);
@@ -133,11 +139,13 @@ class Communicator {
                                 const Interrupt& interrupt);
   void listen(std::unique_lock<std::mutex>& lock);
 
-  void drive_or_wait(Work& work, Deadline deadline, const Interrupt& interrupt);
+  void drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work, Deadline deadline,
+                     const Interrupt& interrupt);
   void interrupt_or_abort(const Work& work, const Interrupt& interrupt);
 
   // The driver: one thread at a time, the one that set driving_.
-  void drive(std::unique_lock<std::mutex>& lock, const Work* until, const Interrupt& interrupt);
+  void drive(std::unique_lock<std::mutex>& lock, const Work* until, const Interrupt& interrupt,
+             unsigned most_idle = kPatient);
   bool finished(const Work* until) const;
   bool advance();
   void take_attention();
@@ -185,6 +193,7 @@ class Communicator {
   std::string abort_reason_;
   std::exception_ptr failure_;                   // set once: the communicator is dead
   std::vector<std::unique_ptr<Pending>> queue_;  // the front is executing
+  std::atomic<Pending*> front_{nullptr};         // of the queue, for the driver
   std::vector<std::unique_ptr<Pending>> spare_;
   std::vector<std::pair<Transfer, bool>> submitted_;  // transfers not yet seen by the driver
   PlanCache plans_;

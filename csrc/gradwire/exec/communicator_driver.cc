@@ -17,8 +17,6 @@
 namespace gradwire::exec {
 namespace {
 
-// More ranks than cores is the normal case: hardly spin, soon let others run, then sleep.
-constexpr unsigned kSpins = 100;
 constexpr unsigned kYields = 20;
 // Even while something always moves, failures, deadlines and Ctrl-C are looked at. A turn may take
 // a millisecond; the clock is not read at each.
@@ -63,8 +61,8 @@ void Communicator::progress_loop(const std::stop_token& stop) {
 }
 
 // Until `work` is over: drives when nobody does, else sleeps until it may be its turn.
-void Communicator::drive_or_wait(Work& work, Deadline deadline, const Interrupt& interrupt) {
-  std::unique_lock lock(mutex_);
+void Communicator::drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work, Deadline deadline,
+                                 const Interrupt& interrupt) {
   while (!work.done() && !deadline.passed()) {
     if (!driving_ && deadline.is_never()) {
       drive(lock, &work, interrupt);
@@ -91,15 +89,15 @@ void Communicator::interrupt_or_abort(const Work& work, const Interrupt& interru
 }
 
 // Called with the mutex held, which it gives up while it works. With `until` it returns when that
-// work is over, else when there is nothing left to do.
+// work is over, else when there is nothing left to do; or when nothing has moved `most_idle` times.
 void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
-                         const Interrupt& interrupt) {
+                         const Interrupt& interrupt, unsigned most_idle) {
   driving_ = true;
   lock.unlock();
   std::exception_ptr interruption;
   try {
     const codec::FloatEnvironment environment;
-    for (unsigned idle = 0, turns = 0; !finished(until);) {
+    for (unsigned idle = 0, turns = 0; !finished(until) && idle < most_idle;) {
       if (++turns % kTurnsBetweenClocks == 0 && look_due_.passed()) look_around(interrupt);
       if (advance()) {
         idle = 0;
@@ -159,11 +157,8 @@ bool Communicator::advance_collective() {
 }
 
 bool Communicator::start_next() {
-  {
-    std::lock_guard lock(mutex_);
-    if (queue_.empty()) return false;
-    current_ = queue_.front().get();
-  }
+  current_ = front_;
+  if (current_ == nullptr) return false;
   current_->deadline = Deadline::after(current_->timeout);
   look_at_ = current_->deadline.earlier(std::min(current_->timeout / 2, kRollCallSeconds));
   roll_called_ = false;
@@ -212,6 +207,7 @@ void Communicator::finish_current() {
   std::lock_guard lock(mutex_);
   auto done = std::move(queue_.front());
   queue_.erase(queue_.begin());
+  front_ = queue_.empty() ? nullptr : queue_.front().get();
   done->feedback.reset();
   done->work->finish(nullptr);
   spare_.push_back(std::move(done));

@@ -216,6 +216,7 @@ void Communicator::fail_locked(const std::exception_ptr& error) noexcept {
     each->work->finish(error);
   }
   queue_.clear();
+  front_ = nullptr;
   transfers_.fail(error);
   for (auto& [transfer, sends] : submitted_) transfer.work->finish(error);
   submitted_.clear();

@@ -1,0 +1,221 @@
+"""Blocking all_reduces like an earlier one, which take a shorter way: same results, same errors."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+from gradwire import Aborted, Communicator, InvalidArgument, Timeout, TransportError
+from ranks import outcomes, over_all, over_processes, run
+
+# Small enough to be begun with the interpreter's lock held, and not.
+LENGTHS = (0, 1, 1000, 1025, 70_000)
+# What all_reduce is called with where nothing is given, after the array.
+DEFAULTS: tuple[Any, ...] = ("auto", None, False, None, "sum", "none", None, None, None, None)
+
+
+def takes_shortcut(comm: Communicator, x: np.ndarray, *options: Any) -> bool:
+    """All ranks ask, or none: it is a call where it does."""
+    return comm._repeated(x, *(options or DEFAULTS))
+
+
+@over_all
+def test_a_repeated_call_takes_it_and_finds_the_same(transport: str) -> None:
+    def body(comm: Communicator) -> None:
+        for n in LENGTHS:
+            given = np.arange(n, dtype=np.float32) + comm.rank
+            first = comm.all_reduce(given.copy())
+            for _ in range(3):  # other arrays of the form
+                again = given.copy()
+                assert takes_shortcut(comm, again)
+                assert again.tobytes() == first.tobytes()
+                result = comm.all_reduce(given.copy())
+                assert result.tobytes() == first.tobytes()
+                assert comm.all_reduce(again) is again
+
+    run(3, body, transport=transport)
+
+
+def test_another_form_or_option_does_not_take_it() -> None:
+    def body(comm: Communicator) -> None:
+        x = np.full(6, comm.rank + 1, np.float32)
+        assert not takes_shortcut(comm, x)
+        comm.all_reduce(x.copy())
+        others = [
+            np.zeros(5, np.float32),
+            np.zeros(6, np.int32),
+            np.zeros(6, ">f4"),
+            np.zeros(12, np.float32)[::2],
+            np.zeros(6, np.float32).view(np.recarray),
+            [x],
+            memoryview(x),
+            None,
+        ]
+        assert not any(takes_shortcut(comm, each) for each in others)  # type: ignore[arg-type]
+        read_only = x.copy()
+        read_only.flags.writeable = False
+        assert not takes_shortcut(comm, read_only)
+        for index, value in enumerate(("ring", object(), True, 5, "max", "fp16", "key", [], 0, x)):
+            options = (*DEFAULTS[:index], value, *DEFAULTS[index + 1 :])
+            assert not takes_shortcut(comm, x, *options)
+        assert not takes_shortcut(comm, x, *DEFAULTS[:-1])
+        assert takes_shortcut(comm, x.reshape(2, 3))  # the same elements
+        assert x.tolist() == [3] * 6
+        assert comm.all_reduce(np.float32([1, comm.rank]), op="max").tolist() == [1, 1]
+        assert comm.all_reduce(np.float32([1, comm.rank])).tolist() == [2, 1]
+        assert comm.all_reduce(np.float32([1, comm.rank]), op="max").tolist() == [1, 1]
+
+    run(2, body)
+
+
+def test_what_can_change_between_calls_is_not_learnt() -> None:
+    def body(comm: Communicator) -> None:
+        x, out, feedback = np.ones(8, np.float32), np.empty(8, np.float32), gradwire.ErrorFeedback()
+        comm.all_reduce(x, out=out)
+        comm.all_reduce(x, async_op=True).wait()
+        comm.all_reduce(x, codec="onebit", key="x", feedback=feedback)
+        comm.all_reduce(x, codec="lowrank", feedback=False)
+        comm.all_reduce(x, codec=gradwire.codec.FP16())
+        comm.reduce(x)
+        options = [
+            DEFAULTS,
+            (*DEFAULTS[:-1], out),
+            ("auto", None, True, *DEFAULTS[3:]),
+            ("auto", None, False, None, "sum", "onebit", "x", None, feedback, None),
+            ("auto", None, False, None, "sum", "lowrank", None, None, False, None),
+        ]
+        assert not any(takes_shortcut(comm, x, *each) for each in options)
+
+    run(2, body)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8", "onebit", "threshold:density=0.5"])
+def test_codecs_take_it(codec: str) -> None:
+    def body(comm: Communicator) -> None:
+        given = np.random.default_rng(comm.rank).standard_normal(5000).astype(np.float32)
+        first = comm.all_reduce(given.copy(), codec=codec, feedback=False)
+        again = given.copy()
+        options = ("auto", None, False, None, "sum", codec, None, None, False, None)
+        assert takes_shortcut(comm, again, *options)
+        assert again.tobytes() == first.tobytes()
+
+    run(2, body)
+
+
+def test_more_forms_than_it_remembers() -> None:
+    def body(comm: Communicator) -> None:
+        for _ in range(2):
+            for n in range(1, 40):
+                assert comm.all_reduce(np.ones(n, np.float32)).tolist() == [2] * n
+        assert takes_shortcut(comm, np.ones(39, np.float32))
+        assert not takes_shortcut(comm, np.ones(1, np.float32))
+
+    run(2, body)
+
+
+def test_a_barrier_takes_it_and_orders() -> None:
+    arrived: list[int] = []
+
+    def body(comm: Communicator) -> None:
+        for turn in range(50):
+            arrived.append(turn)
+            comm.barrier()
+            assert arrived.count(turn) == 3
+        assert takes_shortcut(comm, np.empty(0, np.uint8), "recursive_doubling", *DEFAULTS[1:])
+
+    run(3, body)
+
+
+@pytest.mark.parametrize("n", [1, 70_000])
+def test_threads_of_a_rank_share_it(n: int) -> None:
+    """Their calls are equal, so any order of them is one order on all ranks."""
+
+    def body(comm: Communicator) -> None:
+        sums: list[float] = []
+
+        def repeat() -> None:
+            for _ in range(30):
+                sums.append(float(comm.all_reduce(np.ones(n, np.float32))[-1]))
+
+        threads = [threading.Thread(target=repeat) for _ in range(3)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert sums == [2.0] * 90
+
+    run(2, body)
+
+
+@over_processes
+@pytest.mark.parametrize("n", [1, 70_000])
+def test_errors_are_the_same(transport: str, n: int) -> None:
+    def body(comm: Communicator, how: str) -> None:
+        x = np.zeros(n, np.float32)
+        comm.all_reduce(x)
+        if comm.rank == 1:
+            if how == "dies":
+                os._exit(3)
+            if how == "aborts":
+                comm.abort("enough")
+            if how == "disagrees":
+                comm.all_reduce(x, op="max")
+            return
+        while True:
+            comm.all_reduce(x)
+
+    expected = {"dies": TransportError, "aborts": Aborted, "disagrees": InvalidArgument}
+    for how, kind in expected.items():
+        ended = outcomes(2, body, how, transport=transport, processes=True)[0]
+        assert isinstance(ended.error, kind), (how, ended)
+        assert how == "disagrees" or ended.error.peer == 1  # type: ignore[union-attr]
+
+
+def test_its_timeout_is_the_calls() -> None:
+    def body(comm: Communicator) -> None:
+        x = np.zeros(1, np.float32)
+        for _ in range(2 - comm.rank):
+            comm.all_reduce(x, timeout=0.5)
+        if comm.rank == 1:
+            stop.wait(20)
+
+    stop = threading.Event()
+    first, _ = outcomes(2, body)
+    stop.set()
+    assert isinstance(first.error, Timeout)
+    assert first.error.peer == 1
+
+
+def test_a_forked_child_is_refused() -> None:
+    comm = gradwire.init(rank=0, size=1)
+    x = np.zeros(1, np.float32)
+    comm.all_reduce(x)
+    child = os.fork()
+    if child == 0:
+        try:
+            takes_shortcut(comm, x)
+        except Aborted as error:
+            os._exit(7 if "is a fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    comm.close()
+    with pytest.raises(Aborted, match="closed"):
+        comm.all_reduce(x)
+
+
+def test_it_keeps_no_communicator_alive_nor_memory() -> None:
+    import gc
+    import weakref
+
+    comm = gradwire.init(rank=0, size=1)
+    x = np.zeros(4, np.float32)
+    comm.all_reduce(x)
+    seen = weakref.ref(comm), weakref.ref(x)
+    comm.close()
+    del comm, x
+    gc.collect()
+    assert [each() for each in seen] == [None, None]
