@@ -8,12 +8,13 @@ namespace gradwire {
 namespace {
 
 OpSpec all_reduce_of(std::uint64_t count) {
-  return {Collective::kAllReduce, DType::kFloat32, ReduceOp::kSum, 0, {count}, "ring", 7, "none"};
+  return {
+      Collective::kAllReduce, DType::kFloat32, ReduceOp::kSum, 0, {count}, "ring", 7, "none", 0};
 }
 
 TEST(OpSpec, EveryFieldChangesTheFingerprint) {
   const OpSpec base = all_reduce_of(1000);
-  std::vector<OpSpec> others(8, base);
+  std::vector<OpSpec> others(9, base);
   others[0].collective = Collective::kReduce;
   others[1].dtype = DType::kFloat64;
   others[2].op = ReduceOp::kMax;
@@ -22,6 +23,7 @@ TEST(OpSpec, EveryFieldChangesTheFingerprint) {
   others[5].algorithm = "direct";
   others[6].schedule_digest = 8;
   others[7].codec = "fp16";
+  others[8].model = 1;
   for (const OpSpec& other : others) EXPECT_NE(base.fingerprint(), other.fingerprint());
 }
 
@@ -36,6 +38,9 @@ TEST(OpSpec, TextSaysWhatTheCallWas) {
   spec.schedule_digest = 0;
   spec.counts = {4, 6};
   EXPECT_EQ(spec.to_string(), "all_reduce(float32[4, 6], op=sum, algorithm=ring, codec=none)");
+  spec.model = 120007;
+  EXPECT_EQ(spec.to_string(),
+            "all_reduce(float32[4, 6], op=sum, algorithm=ring, codec=none, by cost model #7)");
 }
 
 TEST(OpSpec, ManyCountsThatDifferLookDifferent) {

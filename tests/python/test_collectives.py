@@ -389,7 +389,7 @@ def test_auto_sends_little_whatever_the_density(p: int) -> None:
         dense = sends(comm, "none", "direct", n)
         for codec, most in GATHERED.items():
             auto, gather, direct = (sends(comm, codec, each, n) for each in AUTO_AND_BOTH)
-            assert auto == (gather if p <= most else direct), codec
+            assert auto == gather if p <= most else auto < gather, codec
             assert auto <= max(1.04 * direct, dense / 12), codec  # lengths are rounded up
 
     run(p, body)

@@ -18,7 +18,7 @@ std::uint32_t OpSpec::fingerprint() const {
       .number(static_cast<std::uint64_t>(root))
       .number(counts.size());
   for (std::uint64_t count : counts) hash.number(count);
-  hash.text(algorithm).number(schedule_digest).text(codec);
+  hash.text(algorithm).number(schedule_digest).text(codec).number(model);
   const std::uint64_t digest = hash.digest();
   return static_cast<std::uint32_t>(digest ^ (digest >> 32));
 }
@@ -52,7 +52,9 @@ std::string OpSpec::to_string() const {
   if (rooted) text += ", root=" + std::to_string(root);
   text += ", algorithm=" + algorithm;
   if (schedule_digest != 0) text += " #" + std::to_string(schedule_digest % 10000);
-  return text + ", codec=" + codec + ")";
+  text += ", codec=" + codec;
+  if (model != 0) text += ", by cost model #" + std::to_string(model % 10000);
+  return text + ")";
 }
 
 }  // namespace gradwire

@@ -19,6 +19,7 @@ struct OpSpec {
   std::string algorithm;              // the schedule's name
   std::uint64_t schedule_digest = 0;  // of its text, so that two schedules of one name differ
   std::string codec;                  // canonical, with parameters: "none", "topk:density=0.001"
+  std::uint64_t model = 0;            // digest of the cost model that chose; 0: the caller chose
 
   // FNV-1a over every field, folded to 32 bits; the same on every machine.
   std::uint32_t fingerprint() const;

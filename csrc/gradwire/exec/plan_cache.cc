@@ -1,5 +1,6 @@
 #include "gradwire/exec/plan_cache.h"
 
+#include <cmath>
 #include <numeric>
 
 #include "gradwire/base/error.h"
@@ -38,26 +39,33 @@ void require_fits(const schedule::Schedule& schedule, const Request& request, in
                         std::to_string(request.root));
 }
 
+// Blocks whose sizes not all ranks know are taken to be of this size.
+constexpr double kUnknownBlock = 64 * 1024;
+
+double bytes_of_all(const std::vector<std::uint64_t>& counts, const Request& request, int size) {
+  if (!counts_known_to_all(request.collective)) return kUnknownBlock * size;
+  const std::uint64_t elements = std::accumulate(counts.begin(), counts.end(), std::uint64_t{0});
+  return static_cast<double>(elements) * static_cast<double>(size_of(request.dtype));
+}
+
+// Rounded up to a quarter of an octave.
+double size_class(double bytes) {
+  int exponent = 0;
+  const double fraction = std::frexp(bytes, &exponent);
+  return std::ldexp(std::ceil(fraction * 8), exponent - 3);
+}
+
 }  // namespace
 
-std::string choose_algorithm(Collective collective, std::uint64_t bytes, int ranks, bool lossy) {
-  switch (collective) {
-    case Collective::kAllReduce:
-      if (bytes <= 16 * 1024 && !lossy && ranks > 2) return "recursive_doubling";
-      return ranks <= 16 ? "direct" : "ring";
-    case Collective::kReduceScatter:
-    case Collective::kAllGather:
-      return ranks <= 16 ? "direct" : "ring";
-    case Collective::kReduce:
-    case Collective::kBroadcast:
-      return ranks <= 4 ? "star" : "binary_tree";
-    case Collective::kGather:
-    case Collective::kScatter:
-      return "star";
-    case Collective::kAllToAll:
-      return "direct";
-  }
-  return "ring";
+PlanCache::PlanCache(Setting setting) : setting_(std::move(setting)) {
+  set_model(schedule::default_model("shm", "tcp", setting_.size));
+}
+
+void PlanCache::set_model(schedule::CostModel model) {
+  model_ = std::move(model);
+  model_digest_ = model_.digest();
+  entries_.clear();
+  answers_.clear();
 }
 
 bool PlanCache::matches(const Key& key, const Request& request, std::uint64_t digest) const {
@@ -79,21 +87,43 @@ std::shared_ptr<const Plan> PlanCache::find(const Request& request,
   return make(request, link_of, digest);
 }
 
-schedule::Schedule PlanCache::schedule_for(const Request& request) const {
-  if (request.schedule != nullptr) {
-    require_fits(*request.schedule, request, setting_.size);
-    schedule::require_valid(*request.schedule);
-    return *request.schedule;
-  }
-  std::string algorithm(request.algorithm);
-  if (algorithm == "auto") {
-    const std::uint64_t bytes =
-        std::accumulate(counts_.begin(), counts_.end(), std::uint64_t{0}) * size_of(request.dtype);
-    const bool lossy = codec_of(request)->combine() != codec::Combine::kPlain;
-    algorithm = choose_algorithm(request.collective, bytes, setting_.size, lossy);
-  }
-  return schedule::generate(
-      {request.collective, algorithm, setting_.size, request.root, setting_.hosts});
+void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
+             schedule::Question& question) {
+  if (codec.combine() == codec::Combine::kPlain) return;
+  const auto elements = static_cast<std::size_t>(question.bytes / sizeof(float)) + 1;
+  question.codec = model.codec(codec.name());
+  question.ratio = static_cast<double>(codec.max_bytes(elements)) /
+                   static_cast<double>(elements * sizeof(float));
+}
+
+// Calls of nearly the same size are asked for once.
+const schedule::Choice& PlanCache::choose(const Request& request) {
+  const auto& codec = codec_of(request);
+  const Asked asked{request.collective, request.root,
+                    size_class(bytes_of_all(counts_, request, setting_.size)), codec.get()};
+  for (const Answer& answer : answers_)
+    if (answer.asked == asked) return answer.choice;
+  schedule::Question question;
+  question.collective = asked.collective;
+  question.ranks = setting_.size;
+  question.root = asked.root;
+  question.bytes = asked.bytes;
+  question.hosts = setting_.hosts;
+  question.most_message = static_cast<double>(setting_.max_message);
+  ask_for(*codec, model_, question);
+  if (answers_.size() >= kMostPlans) answers_.clear();
+  answers_.push_back({asked, codec, schedule::choose(model_, question)});
+  return answers_.back().choice;
+}
+
+schedule::Schedule PlanCache::schedule_for(const Request& request,
+                                           const std::string& algorithm) const {
+  if (request.schedule == nullptr)
+    return schedule::generate(
+        {request.collective, algorithm, setting_.size, request.root, setting_.hosts});
+  require_fits(*request.schedule, request, setting_.size);
+  schedule::require_valid(*request.schedule);
+  return *request.schedule;
 }
 
 std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::vector<int>& link_of,
@@ -101,19 +131,30 @@ std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::v
   if (request.root < 0 || request.root >= setting_.size)
     throw InvalidArgument("root " + std::to_string(request.root) +
                           " is not a rank; this communicator has " + std::to_string(setting_.size));
-  const schedule::Schedule schedule = schedule_for(request);
+  schedule::Choice choice{std::string(request.algorithm), 0, 0};
+  const bool chosen = request.schedule == nullptr && request.algorithm == "auto";
+  if (chosen) choice = choose(request);
+  const schedule::Schedule schedule = schedule_for(request, choice.algorithm);
   Binding binding;
   binding.rank = setting_.rank;
   binding.codec = codec_of(request);
   binding.in_tree = schedule::verify(schedule).in_tree;
   binding.max_message = setting_.max_message;
-  binding.segment_bytes = setting_.segment_bytes;
+  binding.segment_bytes =
+      setting_.segment_bytes != 0 ? setting_.segment_bytes : choice.segment_bytes;
   binding.link_of = link_of;
   binding.uniform_segments = counts_known_to_all(request.collective);
   binding.counts = counts_;
   OpSpec& spec = binding.spec;
-  spec = {request.collective, request.dtype,           request.op,           request.root, {},
-          schedule.name,      request.schedule_digest, binding.codec->name()};
+  spec = {request.collective,
+          request.dtype,
+          request.op,
+          request.root,
+          {},
+          schedule.name,
+          request.schedule_digest,
+          binding.codec->name(),
+          chosen ? model_digest_ : 0};
   if (!request.codec_label.empty()) spec.codec = request.codec_label;
   if (binding.uniform_segments) spec.counts = counts_;
   auto plan = std::make_shared<const Plan>(schedule, std::move(binding));

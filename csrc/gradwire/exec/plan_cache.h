@@ -1,5 +1,6 @@
 // PlanCache: from a request to its plan, without allocating when the same shape was seen before.
-// Also decides what algorithm="auto" means, from what all ranks know alike.
+// Also decides what algorithm="auto" means, by a cost model and what all ranks know alike. The
+// model's digest is part of what the ranks agree on, wherever it decided.
 #pragma once
 
 #include <memory>
@@ -8,12 +9,14 @@
 
 #include "gradwire/exec/operation.h"
 #include "gradwire/exec/plan.h"
+#include "gradwire/schedule/cost.h"
 
 namespace gradwire::exec {
 
-// The algorithm for a collective of `bytes` on `ranks` ranks with a codec that may need an in-tree
-// schedule. A rule of thumb, the same on all ranks; measured models come later.
-std::string choose_algorithm(Collective collective, std::uint64_t bytes, int ranks, bool lossy);
+// Says in the question what the codec takes, and what it makes of the bytes; nothing of a plain
+// one.
+void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
+             schedule::Question& question);
 
 class PlanCache {
  public:
@@ -24,7 +27,11 @@ class PlanCache {
     std::size_t max_message = 0;
     std::size_t segment_bytes = 0;
   };
-  explicit PlanCache(Setting setting) : setting_(std::move(setting)) {}
+  explicit PlanCache(Setting setting);
+
+  // Of all ranks at once, between two calls: by what auto is decided from now on. Until then it is
+  // the default model of shared memory, with a core for every rank.
+  void set_model(schedule::CostModel model);
 
   // Throws ScheduleError or InvalidArgument when the request makes no valid plan.
   std::shared_ptr<const Plan> find(const Request& request, const std::vector<int>& link_of);
@@ -49,10 +56,27 @@ class PlanCache {
   bool matches(const Key& key, const Request& request, std::uint64_t digest) const;
   std::shared_ptr<const Plan> make(const Request& request, const std::vector<int>& link_of,
                                    std::uint64_t digest);
-  schedule::Schedule schedule_for(const Request& request) const;
+  // What a choice depends on, beside the setting and the model.
+  struct Asked {
+    Collective collective;
+    Rank root = 0;
+    double bytes = 0;
+    const codec::Codec* codec = nullptr;  // kept
+    bool operator==(const Asked&) const = default;
+  };
+  struct Answer {
+    Asked asked;
+    std::shared_ptr<const codec::Codec> codec;
+    schedule::Choice choice;
+  };
+  schedule::Schedule schedule_for(const Request& request, const std::string& algorithm) const;
+  const schedule::Choice& choose(const Request& request);
 
   Setting setting_;
+  schedule::CostModel model_;
+  std::uint64_t model_digest_ = 0;
   std::vector<Entry> entries_;
+  std::vector<Answer> answers_;
   std::vector<std::uint64_t> counts_;  // of the request being looked up
 };
 

@@ -1,4 +1,5 @@
-// choose(): the fastest algorithm of the catalogue, and the best size of its segments.
+// choose(): the fastest algorithm of the catalogue, and the best size of its segments. predict():
+// what one of the caller's own takes.
 #include <algorithm>
 #include <cmath>
 
@@ -8,8 +9,10 @@
 namespace gradwire::schedule {
 namespace {
 
-constexpr double kSmallestSegment = 8 * 1024;  // bytes
-constexpr std::size_t kFewMessages = 4096;     // of a schedule whose segments are searched for
+constexpr double kSmallestSegment = 8 * 1024;   // bytes
+constexpr double kUnchosenSegment = 32 * 1024;  // bytes, at least; as in exec/plan.cc
+constexpr double kUnchosenSegments = 4;
+constexpr std::size_t kFewMessages = 4096;  // of a schedule whose segments are searched for
 // Messages times segments of one simulation; of more segments, the rest is extrapolated.
 constexpr std::size_t kMostFrames = 8192;
 
@@ -59,10 +62,19 @@ class Trial {
         work_{std::vector<double>(static_cast<std::size_t>(schedule.chunks),
                                   question.bytes / schedule.chunks),
               1, host_of(question), question.codec, question.ratio},
-        frames_(schedule, model, work_) {
+        frames_(schedule, model, work_),
+        most_message_(question.most_message) {
     for (const Frames::Message& message : frames_.messages())
       largest_ = std::max(largest_, message.wire);
-    least_segments_ = std::max(1.0, std::ceil(largest_ / (question.most_message - kHeaderBytes)));
+    least_segments_ = std::max(1.0, std::ceil(largest_ / (most_message_ - kHeaderBytes)));
+  }
+
+  double unchosen() {
+    const double most = most_message_ - kHeaderBytes;
+    const double target =
+        std::min(std::max(std::floor(largest_ / kUnchosenSegments), kUnchosenSegment), most);
+    return seconds_of(std::max(1, static_cast<int>(std::ceil(largest_ / target))),
+                      std::numeric_limits<double>::infinity());
   }
 
   // Doubles the segments while that makes it faster.
@@ -96,11 +108,16 @@ class Trial {
   const CostModel& model_;
   Workload work_;
   Frames frames_;
+  double most_message_;
   double largest_ = 0;  // bytes of a message
   double least_segments_ = 1;
 };
 
 }  // namespace
+
+double predict(const CostModel& model, const Schedule& schedule, const Question& question) {
+  return Trial(model, question, schedule).unchosen();
+}
 
 Choice choose(const CostModel& model, const Question& question) {
   struct Candidate {

@@ -107,6 +107,10 @@ struct Question {
   double most_message = 256 * 1024;  // bytes that a frame may have
 };
 
+// Seconds of a call by a schedule of the caller's choice, in the segments that exec/plan.h cuts
+// then.
+double predict(const CostModel& model, const Schedule& schedule, const Question& question);
+
 struct Choice {
   std::string algorithm;
   std::size_t segment_bytes = 0;  // of the largest message: into such parts it is cut

@@ -84,6 +84,10 @@ EmulatedLink::Time EmulatedLink::receive(const Flight& flight, std::size_t bytes
   return std::max(flight.last, receives_until_);
 }
 
+double EmulatedLink::seconds_of_byte() const {
+  return 8 * (1 + static_cast<double>(kHeaders) / static_cast<double>(kPayload)) / bits_per_second_;
+}
+
 Duration EmulatedLink::time_of(std::size_t bytes) const {
   const std::size_t packets = (bytes + kPayload - 1) / kPayload;
   const auto bits = static_cast<double>(8 * (bytes + packets * kHeaders));

@@ -1,0 +1,79 @@
+#include <pybind11/stl.h>
+
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "gradwire/bind/codec.h"
+#include "gradwire/bind/module.h"
+#include "gradwire/exec/plan_cache.h"
+#include "gradwire/schedule/cost.h"
+#include "gradwire/transport/emulated_link.h"
+
+namespace gradwire::bind {
+namespace {
+
+using schedule::CostModel;
+using Groups = std::vector<std::vector<Rank>>;
+
+std::map<std::string, double> parameters(const CostModel& model) {
+  const auto all = model.parameters();
+  return {all.begin(), all.end()};
+}
+
+schedule::Question question(const CostModel& model, int ranks, double bytes, const Groups& hosts,
+                            const Codec* codec, double most_message) {
+  schedule::Question out;
+  out.ranks = ranks;
+  out.bytes = bytes;
+  out.hosts = hosts;
+  out.most_message = most_message;
+  if (codec != nullptr) exec::ask_for(*codec->value, model, out);
+  return out;
+}
+
+double predict(const CostModel& model, const schedule::Schedule& schedule, double bytes,
+               const Groups& hosts, const Codec* codec, double most_message) {
+  return schedule::predict(model, schedule,
+                           question(model, schedule.ranks, bytes, hosts, codec, most_message));
+}
+
+std::tuple<std::string, std::size_t, double> choose(const CostModel& model,
+                                                    const std::string& collective, int ranks,
+                                                    double bytes, const Groups& hosts,
+                                                    const Codec* codec, Rank root,
+                                                    double most_message) {
+  schedule::Question asked = question(model, ranks, bytes, hosts, codec, most_message);
+  asked.collective = parse_collective(collective);
+  asked.root = root;
+  const schedule::Choice choice = schedule::choose(model, asked);
+  return {choice.algorithm, choice.segment_bytes, choice.seconds};
+}
+
+}  // namespace
+
+void bind_cost(py::module_& m) {
+  const schedule::Question by_default;
+  py::class_<CostModel>(m, "CostModel")
+      .def(py::init(&schedule::default_model), py::arg("within"), py::arg("between"),
+           py::arg("cores"))
+      .def("set", &CostModel::set, py::arg("name"), py::arg("value"))
+      .def_property_readonly("parameters", &parameters)
+      .def_property_readonly("digest", &CostModel::digest)
+      .def("predict", &predict, py::arg("schedule"), py::arg("bytes"),
+           py::arg("hosts") = by_default.hosts, py::arg("codec") = nullptr,
+           py::arg("most_message") = by_default.most_message)
+      .def("choose", &choose, py::arg("collective"), py::arg("ranks"), py::arg("bytes"),
+           py::arg("hosts") = by_default.hosts, py::arg("codec") = nullptr, py::arg("root") = 0,
+           py::arg("most_message") = by_default.most_message);
+  m.def(
+      "link_costs",
+      [](const transport::EmulatedLink& link) {
+        return std::pair(link.seconds_of_byte(), link.seconds_under_way());
+      },
+      py::arg("link"));
+}
+
+}  // namespace gradwire::bind
