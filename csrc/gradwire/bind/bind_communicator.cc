@@ -188,6 +188,12 @@ void bind_state(py::class_<Communicator>& c) {
          return std::string(self.get().transport_of(peer));
        },
        py::arg("peer"))
+      .def(
+          "set_model",
+          [](const Communicator& self, const schedule::CostModel& model) {
+            self.get().set_model(model);
+          },
+          py::arg("model"), WithoutLock())
       .def("let_go_in_child", &Communicator::let_go_in_child)
       .def_property_readonly("owned_here", &Communicator::owned_here)
       .def_property_readonly("closed", [](const Communicator& self) { return self.get().closed(); })

@@ -54,6 +54,11 @@ Communicator::~Communicator() {
   stop_progress_thread();
 }
 
+void Communicator::set_model(schedule::CostModel model) {
+  std::lock_guard lock(mutex_);
+  plans_.set_model(std::move(model));
+}
+
 void Communicator::adopt_control(UniqueFd socket, Rank peer) {
   control_.adopt(std::move(socket), peer);
 }

@@ -67,6 +67,8 @@ class Communicator {
 
   const Identity& identity() const noexcept { return identity_; }
   std::string_view transport_of(Rank peer) const { return links_.transport_of(peer); }
+  // By which algorithm="auto" is decided from now on: the same on all ranks, and between two calls.
+  void set_model(schedule::CostModel model);
 
   void run(const Request& request, const Interrupt& interrupt = nullptr);
   // Does of it what can be done within microseconds; wait() for the rest.
