@@ -23,7 +23,10 @@ from torch.nn.functional import cross_entropy
 
 LOCAL = "local step"  # without averaging
 _CALLS = 9  # of each all_reduce
-_HIDDEN = 640
+NETWORKS: dict[str, Callable[[int], torch.nn.Module]] = {  # for images of so many pixels a side
+    "cnn": lambda side: images.small_cnn(side, 640),
+    "mlp": images.mlp,
+}
 
 
 class Block(NamedTuple):
@@ -39,9 +42,9 @@ class Block(NamedTuple):
 class Trainee:
     """A model under training by one method."""
 
-    def __init__(self, method: str, data: images.Images, batch: int, steps: int) -> None:
-        torch.manual_seed(1)
-        model = images.small_cnn(data.side, _HIDDEN)
+    def __init__(
+        self, method: str, model: torch.nn.Module, data: images.Images, batch: int, steps: int
+    ) -> None:
         self._averaging: Averaging | None = None
         chosen = Method.parse("none" if method == LOCAL else method)
         self._optimizer = chosen.optimizer(model, rate=0.02)
@@ -94,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     rank, ranks = int(os.environ["RANK"]), options.ranks
     store = dist.FileStore(f"{options.meet}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = {"steps": _steps(options), "calls": _calls(options.calls)}
+    found = {"steps": _steps(options), "calls": _calls(options.algorithms, options.calls)}
     if rank == 0:
         (Path(options.meet) / "found.json").write_text(json.dumps(found))
     replicas.leave(store, rank, ranks)
@@ -103,10 +106,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _steps(options: argparse.Namespace) -> dict[str, Any]:
     """By method. The first round of blocks is not kept."""
-    data = images.load_fashion_mnist() if options.data is None else images.load(options.data)
+    data = _data(options)
     rounds = 1 + -(-options.steps // options.block)
     names = [LOCAL, *options.methods]
-    trainees = {name: Trainee(name, data, options.batch, rounds * options.block) for name in names}
+    trainees = {
+        name: Trainee(name, _model(options, data), data, options.batch, rounds * options.block)
+        for name in names
+    }
     blocks: dict[str, list[Block]] = {name: [] for name in names}
     for turn in range(rounds):
         first = turn % len(names)
@@ -115,6 +121,18 @@ def _steps(options: argparse.Namespace) -> dict[str, Any]:
     for trainee in trainees.values():
         trainee.close()
     return {name: _summary(kept[1:]) for name, kept in blocks.items()}
+
+
+def _data(options: argparse.Namespace) -> images.Images:
+    if options.network == "mlp":
+        return images.random_images(64 * options.batch)
+    return images.load_fashion_mnist() if options.data is None else images.load(options.data)
+
+
+def _model(options: argparse.Namespace, data: images.Images) -> torch.nn.Module:
+    """The same for every method and rank."""
+    torch.manual_seed(1)
+    return NETWORKS[options.network](data.side)
 
 
 def _summary(blocks: Sequence[Block]) -> dict[str, Any]:
@@ -140,7 +158,9 @@ def _mean_of_known(values: Sequence[float | None], scale: float = 1) -> float | 
     return scale * replicas.mean(statistics.median(known)) if known else None
 
 
-def _calls(sizes: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
+def _calls(
+    algorithms: Sequence[str], sizes: Sequence[int]
+) -> dict[str, dict[str, dict[str, float]]]:
     """Milliseconds of one all_reduce on the slowest rank: by library, algorithm and bytes."""
     group = dist.distributed_c10d._get_default_group()
     with communicator_of(group) as comm:
@@ -148,7 +168,7 @@ def _calls(sizes: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
             f"gradwire {algorithm}": _timed(
                 lambda x, algorithm=algorithm: comm.all_reduce(x, algorithm=algorithm), sizes, comm
             )
-            for algorithm in ("ring", "direct")
+            for algorithm in algorithms
         }
         return {
             **times,

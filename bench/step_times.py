@@ -35,6 +35,7 @@ from methods import PEERS, TRAINED
 
 RESULTS = Path(__file__).parent / "results"
 METHODS = (*PEERS, *TRAINED)
+ALGORITHMS = ("ring", "direct")
 CALLS = (200_000, 1_000_000, 8_000_000)
 _LATENCY = 40e-6  # seconds one way, of an emulated link where no real one is there to be measured
 _LIMIT = 1800.0  # seconds for the ranks of one link
@@ -52,7 +53,7 @@ def main() -> int:
         print(f"step_times: {why}; --emulated-only needs none of it", file=sys.stderr)
         return 1
     load = OtherLoad()
-    found: dict[str, Any] = {"checks": {}, "links": {step_report.NO_LINK: _on_this_host(options)}}
+    found: dict[str, Any] = {"checks": {}, "links": {step_report.NO_LINK: on_this_host(options)}}
     for rate in options.link:
         print(f"links of {rate.name} …", file=sys.stderr, flush=True)
         _measure(rate, options, found)
@@ -74,7 +75,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="directory of other IDX files")
     parser.add_argument("--emulated-only", action="store_true", help="no root")
     parser.add_argument("--output", type=Path, help="a path without suffix")
-    parser.add_argument("--meet", help=argparse.SUPPRESS)  # set for the ranks
+    parser.add_argument("--meet", help=argparse.SUPPRESS)  # set for the ranks, as the next two
+    parser.add_argument("--network", default="cnn", help=argparse.SUPPRESS)
+    parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.link = options.link or [links.rate("100mbit"), links.rate("1gbit")]
     return options
@@ -83,15 +86,20 @@ def _parse() -> argparse.Namespace:
 def _measure(rate: links.Rate, options: argparse.Namespace, found: dict[str, Any]) -> None:
     latency = _LATENCY
     if not options.emulated_only:
-        with contextlib.closing(links.ShapedLinks(options.ranks, rate)) as shaped:
-            found["checks"][rate.name] = _check(shaped, found)
-            latency = found["checks"][rate.name]["latency_us"] / 1e6
-            found["links"][rate.name] = _on_hosts(options, shaped)
-            found["links"][rate.name]["dropped"] = shaped.dropped()
+        on_shaped(rate, options, found)
+        latency = found["checks"][rate.name]["latency_us"] / 1e6
     emulated = {"GRADWIRE_LINK": f"{rate.name},{latency * 1e6:.0f}us"}
     own = [each for each in options.methods if not each.startswith("gloo")]
-    measured = {"latency_us": latency * 1e6, **_on_this_host(options, emulated, own)}
+    measured = {"latency_us": latency * 1e6, **on_this_host(options, emulated, own)}
     found["links"][step_report.EMULATED + rate.name] = measured
+
+
+def on_shaped(rate: links.Rate, options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Checks links between namespaces, and adds what steps take over them."""
+    with contextlib.closing(links.ShapedLinks(options.ranks, rate)) as shaped:
+        found["checks"][rate.name] = _check(shaped, found)
+        found["links"][rate.name] = _on_hosts(options, shaped)
+        found["links"][rate.name]["dropped"] = shaped.dropped()
 
 
 def _check(shaped: links.ShapedLinks, found: dict[str, Any]) -> dict[str, Any]:
@@ -120,11 +128,12 @@ def _on_hosts(options: argparse.Namespace, shaped: links.ShapedLinks) -> dict[st
     return _run(options, options.methods, place, [host.run for host in shaped.hosts])
 
 
-def _on_this_host(
+def on_this_host(
     options: argparse.Namespace,
     setting: Mapping[str, str] | None = None,
     methods: Sequence[str] | None = None,
 ) -> dict[str, Any]:
+    """What steps take over the host's own links, or as the setting says."""
     place = {"GLOO_SOCKET_IFNAME": "lo", **(setting or {})}
     return _run(options, methods or options.methods, place, [_here] * options.ranks)
 
@@ -144,6 +153,7 @@ def _run(
         own = ["--meet", meet, "--methods", *methods, "--steps", str(options.steps)]
         own += ["--block", str(options.block), "--batch", str(options.batch)]
         own += ["--ranks", str(options.ranks), "--calls", *map(str, options.calls)]
+        own += ["--network", options.network, "--algorithms", *options.algorithms]
         own += [] if options.data is None else ["--data", str(options.data)]
         common = {"WORLD_SIZE": str(options.ranks), "GRADWIRE_SECRET": secrets.token_hex()}
         environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", **place}

@@ -1,0 +1,79 @@
+"""The benchmark of overlap: its goals, and the network that it is about."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import images
+import links
+import overlap
+import pytest
+from step_report import NO_LINK
+
+BYTES, LARGE = 40_000_000, 64 << 20
+
+
+def measured(local: float, gloo: float, gradwire: float, alone: float) -> dict[str, Any]:
+    """Milliseconds."""
+    sent = {"local step": 0, "gloo": BYTES, "none": BYTES}
+    times = zip(sent, (local, gloo, gradwire), strict=True)
+    calls = {str(BYTES): alone, str(LARGE): 570.0}
+    return {
+        "steps": {name: {"ms": ms, "sent": sent[name]} for name, ms in times},
+        "calls": {f"gradwire {name}": calls for name in overlap.ALGORITHMS} | {"gloo": calls},
+    }
+
+
+def goals(here: dict[str, Any], shaped: dict[str, Any]) -> list[list[str]]:
+    found = {"date": "2020-01-01", "machine": "a machine", "command": "bench/overlap.py"}
+    found |= {"ranks": 2, "batch": 64, "bytes": BYTES, "links": {NO_LINK: here, "1gbit": shaped}}
+    rows = [line.strip("| ").split(" | ") for line in overlap.document(found).splitlines()]
+    return [row for row in rows if row[-1] in ("yes", "no")]
+
+
+def test_on_one_host_a_step_is_the_local_one_and_an_all_reduce():
+    here = goals(measured(50, 80, 60, 10), measured(50, 400, 400, 340))
+    assert here[:2] == [
+        ["shm", "step ≤ local step + 1.15 × all_reduce alone", "1.00×", "yes"],
+        ["shm", "step ≤ 0.75 × gloo DDP's", "0.75×", "yes"],
+    ]
+    slower = goals(measured(50, 80, 62, 10), measured(50, 400, 400, 340))
+    assert [row[-2:] for row in slower[:2]] == [["1.20×", "no"], ["0.78×", "no"]]
+
+
+def test_on_a_link_the_longer_of_step_and_travel_counts():
+    travel = links.wire_bytes(BYTES) * 8e3 / 1e9
+    what = "step ≤ 1.15 × max(local step, bytes / rate)"
+    slow_link = goals(measured(1, 2, 1, 1), measured(50, 400, 1.1 * travel, 340))
+    assert slow_link[2] == ["1gbit", what, "1.10×", "yes"]
+    slow_step = goals(measured(1, 2, 1, 1), measured(500, 900, 600, 340))
+    assert slow_step[2] == ["1gbit", what, "1.20×", "no"]
+
+
+def test_large_sums_are_to_travel_at_the_rate():
+    found = goals(measured(1, 2, 1, 1), measured(50, 400, 400, 340))
+    share = links.wire_bytes(LARGE) * 8e3 / 1e9 / 570
+    assert [row[1] for row in found[3:]] == [
+        f"67,108,864 B by {name} at ≥ 95% of the rate"
+        for name in ("ring", "direct", "halving_doubling")
+    ]
+    assert {row[2] for row in found[3:]} == {f"{share:.1%}"}
+    assert {row[3] for row in found[3:]} == {"yes"}
+
+
+def test_the_network_has_10_million_parameters():
+    model = images.mlp(28)
+    assert sum(each.numel() for each in model.parameters()) == 10_020_874
+    assert model(images.random_images(3).train_images).shape == (3, 10)
+
+
+def test_without_root_it_says_what_needs_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.setattr(links, "missing", lambda: "needs root")
+    monkeypatch.setattr(sys, "argv", ["overlap.py", "--output", str(tmp_path / "found")])
+    assert overlap.main() == 1
+    assert "needs root; --here needs none of it" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
