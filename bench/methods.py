@@ -30,7 +30,7 @@ SMALL = 1024  # elements: what gradwire's hook leaves dense where the codec is b
 
 # The biased codecs as they train the network of `images.py` at the learning rate of all. Without
 # these options, measured: onebit ends up to 6 points below none, the sparse ones about 1.
-ONEBIT = "onebit:block=8192+momentum+rate+ends=int8+int8=0.1"
+ONEBIT = "onebit:block=8192+momentum+rate+ends=int8+int8=0.2"
 THRESHOLD = "threshold:density=0.01+momentum+rate+ends=int8+int8=0.15"
 TOPK = "topk:density=0.0029+momentum+rate+ends=int8+int8=0.15"
 LOW_RANK = "lowrank+int8=0.05"
