@@ -238,9 +238,10 @@ TEST(LowRank, ResultsDoNotDependOnOtherArraysOfTheCallNorOnPlace) {
   const auto x = inputs(together, 1);
   std::vector<Values> first;
   for (const Values& each : x) first.emplace_back(each.begin(), each.begin() + 24 * 40);
-  How elsewhere;
+  How here, elsewhere;
+  here.algorithm = elsewhere.algorithm = "recursive_doubling";  // auto goes by the call's size
   elsewhere.in_place = false;
-  const Values y = alone.all_reduce(first, elsewhere)[0], all = together.all_reduce(x)[0];
+  const Values y = alone.all_reduce(first, elsewhere)[0], all = together.all_reduce(x, here)[0];
   EXPECT_TRUE(same_bits(y, Values(all.begin(), all.begin() + 24 * 40)));
 }
 

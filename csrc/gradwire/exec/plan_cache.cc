@@ -96,7 +96,8 @@ void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
                    static_cast<double>(elements * sizeof(float));
 }
 
-// Calls of nearly the same size are asked for once.
+// Calls of nearly the same size are asked for once. Not for this communicator's messages, but for
+// the usual ones: their size may change no bit.
 const schedule::Choice& PlanCache::choose(const Request& request) {
   const auto& codec = codec_of(request);
   const Asked asked{request.collective, request.root,
@@ -109,7 +110,6 @@ const schedule::Choice& PlanCache::choose(const Request& request) {
   question.root = asked.root;
   question.bytes = asked.bytes;
   question.hosts = setting_.hosts;
-  question.most_message = static_cast<double>(setting_.max_message);
   ask_for(*codec, model_, question);
   if (answers_.size() >= kMostPlans) answers_.clear();
   answers_.push_back({asked, codec, schedule::choose(model_, question)});
