@@ -25,6 +25,7 @@ from gradwire._errors import (
     TransportError,
 )
 from gradwire._feedback import ErrorFeedback
+from gradwire._model import CostModel
 from gradwire._schedules import Edge, Report, Schedule, ScheduleBuilder, Shape, algorithms
 from gradwire._spawn import spawn
 from gradwire._work import Work
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Aborted",
     "Communicator",
+    "CostModel",
     "Edge",
     "Error",
     "ErrorFeedback",

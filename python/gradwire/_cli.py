@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradwire import _bench, _doctor, _launch, _status
+from gradwire import _bench, _doctor, _launch, _status, _tune
 from gradwire._errors import Error, InvalidArgument, ScheduleError
 from gradwire._schedules import Schedule, groups_of
 
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("run", help="start a program on n local ranks", add_help=False)
     _add_doctor(commands.add_parser("doctor", help="what is available here, or why not"))
     _add_bench(commands.add_parser("bench", help="measure collectives, as nccl-tests does"))
+    _add_tune(commands.add_parser("tune", help='measure what algorithm="auto" decides by'))
     _add_schedule(commands.add_parser("schedule", help="show, verify or draw a schedule"))
     return parser
 
@@ -88,6 +89,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 def _bench_command(options: argparse.Namespace) -> int:
     return _bench.run(options, options.argv)
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    _tune.add_options(parser)
+    parser.set_defaults(command=_tune_command)
+
+
+def _tune_command(options: argparse.Namespace) -> int:
+    return _tune.run(options, options.argv)
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:

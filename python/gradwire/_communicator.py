@@ -11,7 +11,17 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gradwire import _buffers, _core, _environment, _exit, _link, _reductions, _shrink, _work
+from gradwire import (
+    _buffers,
+    _core,
+    _environment,
+    _exit,
+    _link,
+    _model,
+    _reductions,
+    _shrink,
+    _work,
+)
 from gradwire._arrays import Operand, operand, writable, written
 from gradwire._buffers import Buffers, Place
 from gradwire._connect import connect_mesh
@@ -20,6 +30,7 @@ from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire._lines import Lines
 from gradwire._mesh import DEFAULT_TRANSPORTS, EMULATED, Mesh
+from gradwire._model import CostModel
 from gradwire._reductions import Call, CodecLike
 from gradwire._schedules import Schedule
 from gradwire._work import Work, seconds
@@ -66,7 +77,7 @@ class Communicator:
 
     Every rank makes the same calls in the same order, from any thread, with the same options and
     sizes; a call that differs raises InvalidArgument on all ranks. Results have the same bits on
-    every rank and in every run.
+    every rank and in every run, where ``auto`` has the same `cost_model`.
 
     Arrays are NumPy arrays (ml_dtypes.bfloat16 too), torch CPU tensors or other objects with
     DLPack; C-contiguous, and writable where they are written. Nothing is copied on the way in or
@@ -75,7 +86,8 @@ class Communicator:
 
     All collectives share these keywords:
 
-    - ``algorithm``: a name from `gradwire.algorithms`, ``hierarchical(inner,outer)``, or ``auto``;
+    - ``algorithm``: a name from `gradwire.algorithms`, ``hierarchical(inner,outer)``, or ``auto``,
+      the fastest by `cost_model`;
       with a lossy codec, but not lowrank, also ``gather``: each rank encodes once, and all payloads
       go to all ranks;
     - ``schedule``: a `gradwire.Schedule` of one's own instead, equal on all ranks;
@@ -381,7 +393,30 @@ class Communicator:
             interface=self._mesh.interface,
             hear=self._core.hear,
         )
+        mesh.model = self._mesh.model
         return from_mesh(mesh, timeout=self._timeout)
+
+    @property
+    def cost_model(self) -> CostModel:
+        """By which ``algorithm="auto"`` decides: rank 0's, which all ranks have."""
+        return _model.wrap(self._mesh.model or _core.CostModel("shm", "tcp", self.size))
+
+    def tune(self, *, seconds: float = 10.0) -> CostModel:
+        """Measures what ``algorithm="auto"`` decides by, and decides by it from now on.
+
+        Every rank calls it, with no other call under way. It takes about `seconds`, and some more
+        on rank 0; the machine should do nothing else. `gradwire tune` does this and keeps the
+        result for later jobs on these hosts. Which algorithm is chosen can change the order in
+        which a sum is formed, and so its last bits.
+        """
+        from gradwire import _tune  # which measures with communicators
+
+        if self.size == 1:
+            return self.cost_model
+        hosts = _model.host_set(self._mesh)
+        self._mesh.model, _ = _tune.tune(self, hosts, seconds=seconds, progress=None)
+        self._core.set_model(self._mesh.model)
+        return self.cost_model
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Ends every call, here and on all ranks, with Aborted. May be called from any thread.
@@ -405,12 +440,17 @@ class Communicator:
         turn. Raises RendezvousError when the survivors cannot connect to each other.
         """
         limit = self._seconds(timeout)
+
+        def make(mesh: Mesh, patience: float) -> Communicator:
+            mesh.model = self._mesh.model
+            return from_mesh(mesh, timeout=self._timeout, patience=patience)
+
         lines = Lines(self._core.release_controls(), self.size)
         _work.finish(self._dropped)
         return _shrink.shrink(
             self._mesh,
             lines,
-            lambda mesh, patience: from_mesh(mesh, timeout=self._timeout, patience=patience),
+            make,
             transports=self._transports_in_use(),
             timeout=limit,
         )
@@ -566,6 +606,8 @@ def from_mesh(
     """
     groups = _groups(mesh.hosts) if hosts is None else hosts
     core = _core_of(mesh, groups, tuning)
+    if mesh.model is not None:
+        core.set_model(mesh.model)
     limit = timeout if patience is None else patience
     for_links = _LINKS_SHARE * limit
     try:

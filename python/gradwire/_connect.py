@@ -124,6 +124,7 @@ class _Attempt:
         for peer in range(self._mesh.rank + 1, self._mesh.size):
             self._compare_source(peer)
         self._mesh.hosts = tuple(card.host for card in self._cards)
+        self._mesh.names = tuple(card.name.rpartition(":")[0] for card in self._cards)
         self._mesh.peers = {peer: self._peer(peer, name) for peer, name in transports.items()}
 
     def discard(self) -> None:

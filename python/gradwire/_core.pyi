@@ -130,6 +130,40 @@ class EmulatedLink:
 
     def __init__(self, spec: str) -> None: ...  # "1gbit,100us"
 
+class CostModel:
+    """By which algorithm="auto" decides; see csrc/gradwire/schedule/cost.h."""
+
+    # Built-in values for the transports of pairs on one host and of others.
+    def __init__(self, within: str, between: str, cores: int) -> None: ...
+    def set(self, name: str, value: float) -> None: ...
+    @property
+    def parameters(self) -> dict[str, float]: ...
+    @property
+    def digest(self) -> int: ...
+    # Seconds; `bytes` are those of all chunks together, `hosts` the ranks of each.
+    def predict(
+        self,
+        schedule: Schedule,
+        bytes: float,
+        hosts: Sequence[Sequence[int]] = ...,
+        codec: Codec | None = None,
+        most_message: float = ...,
+    ) -> float: ...
+    # Algorithm, bytes of a segment, seconds.
+    def choose(
+        self,
+        collective: str,
+        ranks: int,
+        bytes: float,
+        hosts: Sequence[Sequence[int]] = ...,
+        codec: Codec | None = None,
+        root: int = 0,
+        most_message: float = ...,
+    ) -> tuple[str, int, float]: ...
+
+# What a card takes for a byte among many, and how long each bit is under way, in seconds.
+def link_costs(link: EmulatedLink) -> tuple[float, float]: ...
+
 class Communicator:
     """Calls in a process forked from its owner raise Aborted."""
 
@@ -152,6 +186,7 @@ class Communicator:
     def adopt_control(self, fd: int, peer: int) -> None: ...
     def adopt_link(self, lane: str, transport: str, fd: int, peer: int, timeout: float) -> None: ...
     def transport_of(self, peer: int) -> str: ...
+    def set_model(self, model: CostModel) -> None: ...  # on all ranks, between two calls
 
     # Blocks; Ctrl-C ends it and aborts the communicator.
     def run(self, request: Request, timeout: float) -> None: ...

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from urllib.parse import urlsplit
 
-from gradwire import _core, _environment, _interfaces, _link, _rendezvous, _world
+from gradwire import _core, _environment, _interfaces, _link, _model, _rendezvous, _world
 from gradwire._errors import Error, RendezvousError
 from gradwire._mesh import EMULATED
 
@@ -34,7 +34,7 @@ class Check:
 
 def checks() -> list[Check]:
     """All checks; imports neither torch nor CUDA, opens no connection."""
-    machine = (_system, _transports, _instruction_sets, _network, _joins, _memory)
+    machine = (_system, _transports, _cost_models, _instruction_sets, _network, _joins, _memory)
     sections = (*machine, _torch, _devices, _variables)
     return [check for section in sections for check in section()]
 
@@ -93,6 +93,20 @@ def _choice(transport: str) -> str:
     if transport == EMULATED:
         return f"holds tcp to {link}" if link else "holds tcp to a rate: `gradwire run --link`"
     return f"not chosen: GRADWIRE_LINK={link} emulates links" if link else ""
+
+
+def _cost_models() -> Iterator[Check]:
+    """What algorithm="auto" may be decided by here."""
+    given = _environment.text(_model.VARIABLE)
+    if given is not None:
+        yield Check("cost models", _model.VARIABLE, None, given)
+        return
+    saved = sorted(_model.directory().glob("*.json"))
+    for path in saved:
+        name, ok, detail = _model.describe(path)
+        yield Check("cost models", name, ok, detail)
+    if not saved:
+        yield Check("cost models", "none saved", None, "built-in values; `gradwire tune` measures")
 
 
 def _instruction_sets() -> Iterator[Check]:

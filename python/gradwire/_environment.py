@@ -41,6 +41,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "seconds without progress after which a rank logs whom it waits for; 0: never",
         "30",
     ),
+    "GRADWIRE_MODEL": (
+        'rank 0: the file of the cost model by which algorithm="auto" decides, or default',
+        "what `gradwire tune` has saved for these hosts",
+    ),
     "GRADWIRE_SIMD": ("instruction set of the core: scalar, avx2 or avx512", "the best there is"),
 }
 

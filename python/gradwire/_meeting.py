@@ -61,9 +61,13 @@ class Meeting:
 
     def agree_on_secret(self) -> bytes:
         """Rank 0 makes a secret for this communicator; it is as private as the store."""
+        return self.from_rank_0("secret", lambda: secrets.token_bytes(32))
+
+    def from_rank_0(self, what: str, own: Callable[[], bytes]) -> bytes:
+        """What rank 0 says, which alone calls `own` for it."""
         if self.world.rank == 0:
-            self._store.set(f"{self._prefix}/secret/0", secrets.token_bytes(32))
-        return self._get("secret", 0, self._deadline)
+            self._store.set(f"{self._prefix}/{what}/0", own())
+        return self._get(what, 0, self._deadline)
 
     @contextlib.contextmanager
     def together(self, *, hosting: bool) -> Iterator[None]:

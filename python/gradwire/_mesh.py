@@ -16,10 +16,13 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradwire._errors import RendezvousError
 from gradwire._interfaces import LOOPBACK, Choice
+
+if TYPE_CHECKING:
+    from gradwire import _core
 
 DEFAULT_TRANSPORTS = ("shm", "tcp")
 LOCAL_TRANSPORTS = ("inproc", "shm")  # within a host, over Unix sockets
@@ -75,6 +78,8 @@ class Mesh:
     hosts: tuple[str, ...]  # by rank; equal for ranks of one host
     peers: dict[int, Peer]
     interface: Choice
+    names: tuple[str, ...] = ()  # of the hosts, for people, by rank; where they are known
+    model: _core.CostModel | None = None  # rank 0's, which all ranks have
 
     def close(self) -> None:
         """Closes every socket that was not handed over."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from gradwire import _environment, _link
+from gradwire import _environment, _link, _model
 from gradwire._announced import announced_store, heard, pack_failure
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
@@ -90,6 +90,7 @@ def meet(
                 hear=meeting.hear,
                 ended=lost,
             )
+            _model.agree(mesh, meeting)
             return make(mesh)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire import _environment
+from gradwire import _environment, _model
 from gradwire._announced import announced_store
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._connect import connect_mesh
@@ -69,6 +69,7 @@ def communicator_of(group: dist.ProcessGroup, timeout: float = 300) -> Communica
                 hear=meeting.hear,
                 ended=lost,
             )
+            _model.agree(mesh, meeting)
             return from_mesh(mesh, timeout=timeout)
 
 

@@ -1,0 +1,295 @@
+"""The cost model: by which algorithm="auto" decides, where it is kept, and how all ranks get it.
+
+Rank 0's counts. It is the file that GRADWIRE_MODEL names, or what `gradwire tune` has saved for
+these hosts, or else the built-in values; the others are told when they meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradwire import _core, _environment, _link
+from gradwire._errors import InvalidArgument, RendezvousError
+from gradwire._meeting import Meeting
+from gradwire._mesh import EMULATED, Mesh
+from gradwire._schedules import Schedule, groups_of
+
+VARIABLE = "GRADWIRE_MODEL"
+BUILT_IN = "default"  # as a value of the variable
+
+_FORMAT = 1
+_MOST_BYTES = 1 << 16  # of a file
+_log = logging.getLogger("gradwire")
+
+
+class CostModel:
+    """Foretells how long a collective takes, from what a message, a byte and an addition cost.
+
+    Seconds, under flat names: ``within.`` for pairs of ranks on one host and ``between.`` for
+    others have ``alpha`` (of a processor, a message and end), ``latency``, ``beta`` (of a network
+    card, a wire byte) and ``copy`` (of a processor, a wire byte and end); ``call``, ``move`` and
+    ``gamma`` (of a processor, a byte copied or added), ``turn`` (until another rank has the core),
+    ``far.*`` (how much slower bytes are in large calls) and ``CODEC.encode`` and ``.decode``, a
+    byte of the array. ``cores`` is how many the ranks of a host share.
+    """
+
+    __slots__ = ("_core",)
+
+    def __init__(self, parameters: Mapping[str, float] | None = None) -> None:
+        """The built-in values for shared memory and tcp, but for the parameters that are given.
+
+        Raises InvalidArgument for a name that is none, and a value that cannot be.
+        """
+        self._core = _core.CostModel("shm", "tcp", usable_cores())
+        _set(self._core, parameters or {})
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """All of them, in seconds but for ``cores`` and ``far.*``."""
+        return self._core.parameters
+
+    def predict(
+        self,
+        algorithm: str | Schedule,
+        nbytes: float,
+        ranks: int,
+        *,
+        collective: str = "all_reduce",
+        per_host: int | None = None,
+        codec: str = "none",
+    ) -> float:
+        """Seconds of one call over a buffer of `nbytes`, the blocks of all ranks together.
+
+        The ranks are on one host, or `per_host` on each. Raises as `Schedule.generate` does.
+        """
+        hosts = groups_of(ranks, ranks if per_host is None else per_host)
+        if isinstance(algorithm, str):
+            algorithm = Schedule.generate(algorithm, ranks, collective=collective, groups=hosts)
+        return self._core.predict(algorithm._core, nbytes, hosts, _core.Codec(codec))
+
+    def choose(
+        self,
+        nbytes: float,
+        ranks: int,
+        *,
+        collective: str = "all_reduce",
+        per_host: int | None = None,
+        codec: str = "none",
+    ) -> tuple[str, float]:
+        """The algorithm that ``auto`` means for such a call, and its seconds."""
+        hosts = groups_of(ranks, ranks if per_host is None else per_host)
+        name, _, seconds = self._core.choose(collective, ranks, nbytes, hosts, _core.Codec(codec))
+        return name, seconds
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CostModel) and self.parameters == other.parameters
+
+    def __hash__(self) -> int:
+        return self._core.digest
+
+    def __repr__(self) -> str:
+        return f"<CostModel #{self._core.digest % 10000}>"
+
+
+def wrap(core: _core.CostModel) -> CostModel:
+    """The public object of a core model."""
+    made = CostModel.__new__(CostModel)
+    made._core = core
+    return made
+
+
+class HostSet(NamedTuple):
+    """Where a model is good for: which hosts, how many ranks on each, and what links them."""
+
+    hosts: tuple[tuple[str, int], ...]  # names and ranks, sorted
+    within: str  # transport of pairs on one host
+    between: str
+    link: str | None = None  # what GRADWIRE_LINK emulates
+
+    @property
+    def path(self) -> Path:
+        """Where its model is kept: in the user's cache, under a digest of all of this."""
+        named = json.dumps(self._asdict(), sort_keys=True).encode()
+        return directory() / f"{hashlib.sha256(named).hexdigest()[:16]}.json"
+
+    def __str__(self) -> str:
+        hosts = ", ".join(f"{ranks} on {name}" for name, ranks in self.hosts)
+        links = self.within if len(self.hosts) == 1 else f"{self.within} and {self.between}"
+        return f"{hosts} over {links}" + (f" held to {self.link}" if self.link else "")
+
+
+def directory() -> Path:
+    """Where models are kept."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "gradwire" / "models"
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def host_set(mesh: Mesh) -> HostSet:
+    """The hosts and links of a mesh, as this rank sees them."""
+    names = mesh.names or (socket.gethostname(),) * mesh.size
+    name_of = dict(zip(mesh.hosts, names, strict=True))
+    hosts = tuple(sorted((name_of[host], ranks) for host, ranks in Counter(mesh.hosts).items()))
+    used = {peer.same_host: peer.links["collective"].transport for peer in mesh.peers.values()}
+    within, between = used.get(True, "shm"), used.get(False, "tcp")
+    return HostSet(hosts, within, between, _link.spec() if within == EMULATED else None)
+
+
+def built_in(hosts: HostSet) -> _core.CostModel:
+    """What is known without a measurement."""
+    model = _core.CostModel(hosts.within, hosts.between, usable_cores())
+    link = _link.of_this_rank()
+    if link is not None and hosts.link is not None:
+        beta, latency = _core.link_costs(link)
+        _set(model, {"within.beta": beta, "within.latency": latency})
+    return model
+
+
+def find(hosts: HostSet) -> tuple[_core.CostModel, str]:
+    """The model for these hosts, and where it comes from.
+
+    Raises InvalidArgument where GRADWIRE_MODEL names a file that is none. One in the cache that is
+    none is warned of, and is not used.
+    """
+    given = _environment.text(VARIABLE)
+    if given == BUILT_IN:
+        return built_in(hosts), "built-in values"
+    if given is not None:
+        return read(Path(given), hosts), given
+    if not hosts.path.exists():
+        return built_in(hosts), "built-in values"
+    try:
+        return read(hosts.path, hosts, exact=True), str(hosts.path)
+    except InvalidArgument as error:
+        _log.warning("%s: using built-in values; `gradwire tune` makes it anew", error)
+        return built_in(hosts), "built-in values"
+
+
+def read(path: Path, hosts: HostSet, *, exact: bool = False) -> _core.CostModel:
+    """The model in a file; `exact`: it must be of these hosts.
+
+    Raises InvalidArgument, which names the file, for what cannot be read or is no model.
+    """
+    try:
+        found = _contents(path)
+        if exact and found.get("hosts") != str(hosts):
+            raise ValueError(f"it is of other hosts: {found.get('hosts')!r:.200}")
+        model = built_in(hosts)
+        _set(model, found.get("parameters"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} holds no cost model: {error}") from error
+    return model
+
+
+def describe(path: Path) -> tuple[str, bool, str]:
+    """For people: the file's name, whether it is a model, and of which hosts, or why not."""
+    try:
+        found = _contents(path)
+        _set(_core.CostModel("shm", "tcp", 1), found.get("parameters"))
+    except (OSError, ValueError, RecursionError) as error:
+        return path.name, False, f"because {error}"
+    return path.name, True, f"{found.get('hosts')!s:.120}, {found.get('made')!s:.40}"
+
+
+def save(model: CostModel, hosts: HostSet, path: Path | None = None) -> Path:
+    """Keeps a model where `find` finds it, or in a file; returns where. Whole, or not at all."""
+    path = path or hosts.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = {
+        "gradwire_cost_model": _FORMAT,
+        "hosts": str(hosts),
+        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "parameters": model.parameters,
+    }
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        json.dump(text, file, indent=2)
+        file.write("\n")
+    try:
+        os.replace(file.name, path)
+    except OSError:
+        os.unlink(file.name)
+        raise
+    return path
+
+
+def agree(mesh: Mesh, meeting: Meeting) -> None:
+    """Gives the mesh rank 0's model; every rank calls it. Closes the mesh where it raises.
+
+    Raises RendezvousError, and on rank 0 as `find` does.
+    """
+
+    def own() -> bytes:
+        model, source = find(host_set(mesh))
+        _log.info("algorithm='auto' is decided by %s", source)
+        return pack(model)
+
+    try:
+        mesh.model = unpack(meeting.from_rank_0("model", own))
+    except BaseException:
+        mesh.close()
+        raise
+
+
+def pack(model: _core.CostModel) -> bytes:
+    """For the other ranks: every bit of it."""
+    return json.dumps(model.parameters).encode()
+
+
+def unpack(data: bytes) -> _core.CostModel:
+    """What rank 0 packed; raises RendezvousError for what is none."""
+    try:
+        model = _core.CostModel("shm", "tcp", 1)
+        _set(model, _object(data))
+    except (ValueError, RecursionError) as error:
+        raise RendezvousError(
+            f"rank 0 sent no cost model ({error}): another gradwire version?"
+        ) from None
+    return model
+
+
+def _contents(path: Path) -> dict[str, Any]:
+    with open(path, "rb", opener=_open_at_once) as file:
+        found = _object(file.read(_MOST_BYTES + 1))
+    if found.get("gradwire_cost_model") != _FORMAT:
+        raise ValueError("it is not of this version's format")
+    return found
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    if len(data) > _MOST_BYTES:
+        raise ValueError("it is too long")
+    found = json.loads(data)
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    return found
+
+
+def _set(model: _core.CostModel, parameters: object) -> None:
+    if not isinstance(parameters, Mapping):
+        raise InvalidArgument("cost model: there are no parameters")
+    for name, value in parameters.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidArgument(f"cost model: {name!r:.80} is no number")
+        try:
+            model.set(str(name), float(value))
+        except OverflowError as error:
+            raise InvalidArgument(f"cost model: {name!r:.80} is too large") from error
+
+
+def _open_at_once(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)  # a FIFO would wait for its writer

@@ -1,0 +1,356 @@
+"""`gradwire tune` and `Communicator.tune`: the cost model of the ranks that run, measured on them.
+
+Calls of several algorithms and sizes are timed, and the parameters are those under which the
+simulator foretells these times best: least squares of the logarithms of predicted / measured, in
+the logarithms of the parameters, by Levenberg and Marquardt's method. The built-in values are a
+weak prior, which decides what no call has shown. Codecs come last, one factor each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwire import _core, _launch, _measure, _model, _world
+from gradwire._errors import InvalidArgument
+from gradwire._measure import Case
+from gradwire._model import CostModel, HostSet
+from gradwire._schedules import Schedule
+
+if TYPE_CHECKING:
+    from gradwire import Communicator
+
+_Floats = NDArray[np.float64]
+Progress = Callable[[float, str], None]  # the share that is done, from 0 to 1, and what is next
+
+SECONDS = 10.0
+_MOST_FIT_SECONDS = 4.0
+
+_SIZES = (4, 16 << 10, 256 << 10, 2 << 20, 32 << 20)
+_PLANS = {  # what is timed of each collective; reductions are told from copies by the broadcasts
+    "all_reduce": ("direct", "ring", "recursive_doubling", "halving_doubling", "binary_tree"),
+    "broadcast": ("star", "binary_tree"),
+}
+_CODECS = ("fp16", "bf16", "int8", "onebit", "topk", "threshold")
+_CODEC_BYTES = 4 << 20
+_BATCHES = 5
+_MOST_CALLS = 400  # of a batch
+# Weight of a factor e from the built-in value, beside that of a case that is off by as much.
+_PRIOR = 0.05
+_PRIOR_FAR = 0.5  # how memory is slower further away differs little
+_OUTLIER = 0.3  # residuals beyond this count less
+_CLOSE = 0.2
+_STEP = 0.05  # of a parameter's logarithm, for slopes
+_MOST_DAMPING = 1e4
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One case, and what was measured and is predicted of it, in seconds."""
+
+    case: Case
+    measured: float
+    predicted: float = math.nan
+
+    @property
+    def close(self) -> bool:
+        """Whether the prediction is within 20 % of the measurement."""
+        return abs(self.predicted - self.measured) <= _CLOSE * self.measured
+
+
+def tune(
+    comm: Communicator, hosts: HostSet, *, seconds: float, progress: Progress | None
+) -> tuple[_core.CostModel, list[Timing]]:
+    """The model that fits best, the same on all ranks, and on rank 0 also its timings.
+
+    Every rank calls it; it takes about `seconds`, and a few more on rank 0 to compute.
+    """
+    if not 0 < seconds < math.inf:
+        raise InvalidArgument(f"seconds={seconds!r} is no time to measure for")
+    stopwatch = _Stopwatch(comm, seconds, progress)
+    timings = stopwatch.time_all(_cases(comm.size))
+    coded = stopwatch.time_all([_coded_case(name) for name in _CODECS])
+    found = b""
+    if comm.rank == 0:
+        fit = _Fit(comm, _model.built_in(hosts), timings)
+        timings = fit.run()
+        fit.fit_codecs(coded)
+        found = _model.pack(fit.model)
+    return _model.unpack(_broadcast(comm, found)), timings
+
+
+def _cases(ranks: int) -> list[Case]:
+    """By size, so that what is too slow is known before it is tried."""
+    return [
+        _measure.case_of_bytes(size, ranks, collective=collective, algorithm=algorithm)
+        for size in _SIZES
+        for collective, algorithms in _PLANS.items()
+        for algorithm in algorithms
+        if ranks > 2 or algorithm in ("direct", "recursive_doubling", "star")
+    ]
+
+
+def _coded_case(codec: str) -> Case:
+    return Case("all_reduce", _CODEC_BYTES // 4, algorithm="direct", codec=codec)
+
+
+class _Stopwatch:
+    """Times cases on all ranks, which decide alike what there is time for."""
+
+    def __init__(self, comm: Communicator, seconds: float, progress: Progress | None) -> None:
+        self._comm, self._seconds, self._progress = comm, seconds, progress
+        self._left = len(_cases(comm.size)) + len(_CODECS)
+        self._cases = self._left
+        self._start = monotonic()
+        self._rates: dict[tuple[str, str], float] = {}  # seconds a byte, by the last smaller case
+
+    def time_all(self, cases: Sequence[Case]) -> list[Timing]:
+        """Those for which there is time: each has its share."""
+        return [timing for case in cases if (timing := self._time(case)) is not None]
+
+    def _time(self, case: Case) -> Timing | None:
+        share = self._share()
+        self._show(case)
+        self._left -= 1
+        family = (case.collective, case.algorithm)
+        if self._rates.get(family, 0.0) * case.nbytes > share:
+            return None
+        call = _measure.timed_call(self._comm, case)
+        once = self._batch(call, 1)
+        self._rates[family] = once / case.nbytes if case.nbytes > _SIZES[1] else 0.0
+        if 2 * once > share:
+            return Timing(case, once)
+        calls = max(1, min(_MOST_CALLS, int(share / _BATCHES / once)))
+        return Timing(case, float(np.median([self._batch(call, calls) for _ in range(_BATCHES)])))
+
+    def _share(self) -> float:
+        """Seconds for the next case; the same on all ranks."""
+        spent = _measure.slowest(self._comm, monotonic() - self._start)
+        return (self._seconds - spent) / self._left
+
+    def _show(self, case: Case) -> None:
+        if self._progress is not None:
+            words = (case.collective, case.algorithm, case.codec, f"{case.nbytes} bytes")
+            self._progress(1 - self._left / self._cases, " ".join(words))
+
+    def _batch(self, call: Callable[[], object], calls: int) -> float:
+        """Seconds of a call, on the slowest rank; the same number on all."""
+        call()
+        self._comm.barrier()
+        start = monotonic()
+        for _ in range(calls):
+            call()
+        return _measure.slowest(self._comm, (monotonic() - start) / calls)
+
+
+class _Fit:
+    """Finds the parameters under which the timings are foretold best."""
+
+    def __init__(
+        self, comm: Communicator, model: _core.CostModel, timings: Sequence[Timing]
+    ) -> None:
+        self._hosts = [list(each) for each in comm.hosts]
+        self._ranks = comm.size
+        self.model = model
+        self._timings = timings
+        self._schedules = {
+            (each.case.collective, each.case.algorithm): Schedule.generate(
+                each.case.algorithm, comm.size, collective=each.case.collective
+            )._core
+            for each in timings
+        }
+        self._names = self._free(max(map(len, comm.hosts)))
+        weights = [_PRIOR_FAR if name.startswith("far.") else _PRIOR for name in self._names]
+        self._prior = np.square(weights)
+
+    def _free(self, most_on_a_host: int) -> list[str]:
+        """The parameters that matter to these ranks, and are not zero."""
+        given = self.model.parameters
+        scopes = [
+            *(["within."] if most_on_a_host > 1 else []),
+            *(["between."] if len(self._hosts) > 1 else []),
+        ]
+        names = [name for name in given if name.startswith(tuple(scopes))] if scopes else []
+        names += ["call", "move", "gamma", *(name for name in given if name.startswith("far."))]
+        if most_on_a_host > given["cores"]:
+            names.append("turn")
+        return [name for name in names if given[name] > 0]
+
+    def run(self) -> list[Timing]:
+        """Fits the model; returns the timings with what it predicts of them."""
+        prior = np.log([self.model.parameters[name] for name in self._names])
+        at, errors, damping = prior, self._errors(prior), 1e-2
+        until = monotonic() + _MOST_FIT_SECONDS
+        while monotonic() < until and damping < _MOST_DAMPING:
+            normal, pull = self._normal(at, errors, prior)
+            before, gain = self._badness(errors, at - prior), 0.0
+            while gain <= 0 and damping < _MOST_DAMPING:
+                step = -np.linalg.solve(normal + damping * np.diag(np.diag(normal)), pull)
+                there = at + np.clip(step, -1.0, 1.0)
+                found = self._errors(there)
+                gain = before - self._badness(found, there - prior)
+                damping = damping / 4 if gain > 0 else damping * 4
+            if gain > 0:
+                at, errors = there, found
+            if gain < 1e-4 * before:
+                break
+        self._set(at)
+        return [replace(each, predicted=self._predict(each.case)) for each in self._timings]
+
+    def _normal(self, at: _Floats, errors: _Floats, prior: _Floats) -> tuple[_Floats, _Floats]:
+        """The normal equations, in which outliers count less."""
+        slope = np.empty((len(errors), len(at)))
+        for i, step in enumerate(_STEP * np.eye(len(at))):
+            slope[:, i] = (self._errors(at + step) - errors) / _STEP
+        weights = np.minimum(1.0, _OUTLIER / np.maximum(np.abs(errors), 1e-9))
+        normal = slope.T @ (weights[:, None] * slope) + np.diag(self._prior)
+        return normal, slope.T @ (weights * errors) + self._prior * (at - prior)
+
+    def _badness(self, errors: _Floats, away: _Floats) -> float:
+        """Huber's loss of the errors, and the prior's of how far away it is."""
+        size = np.abs(errors)
+        loss = np.where(size <= _OUTLIER, size**2, 2 * _OUTLIER * size - _OUTLIER**2)
+        return float(loss.sum() + (self._prior * away**2).sum())
+
+    def fit_codecs(self, timings: Sequence[Timing]) -> None:
+        """One factor for both directions of each codec, by bisection."""
+        base = self.model.parameters
+        for timing in timings:
+            name = timing.case.codec
+            codec = _core.Codec(name)
+            schedule = Schedule.generate("direct", self._ranks)._core
+            low, high = math.log(1e-2), math.log(1e3)
+            for _ in range(20):
+                middle = (low + high) / 2
+                for part in ("encode", "decode"):
+                    full = f"{name}.{part}"
+                    self.model.set(full, base[full] * math.exp(middle))
+                predicted = self.model.predict(schedule, timing.case.nbytes, self._hosts, codec)
+                low, high = (low, middle) if predicted > timing.measured else (middle, high)
+
+    def _errors(self, at: _Floats) -> _Floats:
+        self._set(at)
+        return np.array(
+            [math.log(self._predict(each.case) / each.measured) for each in self._timings]
+        )
+
+    def _set(self, at: _Floats) -> None:
+        for name, value in zip(self._names, at.tolist(), strict=True):
+            self.model.set(name, math.exp(min(value, math.log(999))))
+
+    def _predict(self, case: Case) -> float:
+        schedule = self._schedules[case.collective, case.algorithm]
+        return self.model.predict(schedule, case.nbytes, self._hosts)
+
+
+def _broadcast(comm: Communicator, data: bytes) -> bytes:
+    size = np.array([len(data)], np.int64)
+    comm.broadcast(size, algorithm="star")
+    text = np.frombuffer(data.ljust(int(size[0])), np.uint8).copy()
+    comm.broadcast(text, algorithm="star")
+    return bytes(text)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `run`."""
+    add = parser.add_argument
+    add("-n", "--ranks", type=int, default=2, help="local ranks to start, when no launcher did")
+    add("--transport", type=_names, help="restrict to these, with commas: shm, tcp")
+    add("--seconds", type=float, default=SECONDS, help=f"to measure; default: {SECONDS:g}")
+    add("-o", "--output", metavar="FILE", help="save there; default: where init() looks")
+    add("--json", action="store_true", help="print the parameters and timings as JSON")
+
+
+def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Tunes on the launcher's ranks, or on local ones that it starts with the same `argv`.
+
+    Saves the model, and prints what it foretells. Returns the exit code. Raises InvalidArgument
+    for options that do not fit together, before anything is started.
+    """
+    world = _world.from_environment()
+    alone = world.launcher == "no launcher"
+    if options.ranks < 2 and alone:
+        raise InvalidArgument(f"--ranks {options.ranks}: there is nothing to choose for one rank")
+    if not 0.1 <= options.seconds <= 600:
+        raise InvalidArgument(f"--seconds {options.seconds:g}: use 0.1 to 600")
+    if alone:
+        return _launch.run(["-n", str(options.ranks), "-m", "gradwire", "tune", *argv])
+    return _run_ranks(options)
+
+
+def _run_ranks(options: argparse.Namespace) -> int:
+    import gradwire
+
+    with gradwire.init(transports=options.transport) as comm:
+        hosts = _model.host_set(comm._mesh)
+        bar = progress_bar if comm.rank == 0 and sys.stderr.isatty() else None
+        core, timings = tune(comm, hosts, seconds=options.seconds, progress=bar)
+        if comm.rank == 0:
+            if bar is not None:
+                bar(1.0, "")
+            model = _model.wrap(core)
+            output = None if options.output is None else Path(options.output)
+            path = _model.save(model, hosts, output)
+            print(_as_json(hosts, model, timings) if options.json else _report(hosts, timings))
+            print(f"saved in {path}", file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def progress_bar(done: float, what: str) -> None:
+    """Draws one, in place, on stderr."""
+    full = round(32 * done)
+    text = f"\r[{'#' * full}{'.' * (32 - full)}] {100 * done:3.0f} %  {what}"
+    print(f"{text:<79}", end="\n" if done >= 1 else "", file=sys.stderr, flush=True)
+
+
+def _report(hosts: HostSet, timings: Sequence[Timing]) -> str:
+    lines = [f"cost model of {hosts}", "", _row("collective", "algorithm", "bytes", "us", "model")]
+    lines += [
+        _row(
+            each.case.collective,
+            each.case.algorithm,
+            str(each.case.nbytes),
+            f"{each.measured * 1e6:.1f}",
+            f"{each.predicted * 1e6:.1f}",
+        )
+        for each in timings
+    ]
+    close = sum(each.close for each in timings)
+    return "\n".join([*lines, "", f"{close} of {len(timings)} cases are within 20 %"])
+
+
+def _row(*cells: str) -> str:
+    widths = (-12, -20, 10, 12, 12)
+    return " ".join(
+        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
+        for cell, width in zip(cells, widths, strict=True)
+    )
+
+
+def _as_json(hosts: HostSet, model: CostModel, timings: Sequence[Timing]) -> str:
+    rows = [
+        {
+            "collective": each.case.collective,
+            "algorithm": each.case.algorithm,
+            "bytes": each.case.nbytes,
+            "measured": each.measured,
+            "predicted": each.predicted,
+        }
+        for each in timings
+    ]
+    found = {"hosts": str(hosts), "parameters": model.parameters, "timings": rows}
+    return json.dumps(found, indent=2)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
