@@ -1,0 +1,301 @@
+"""Does the cost model foretell what calls take, and is auto as good as the best algorithm?
+
+    python bench/model_check.py                  # shared memory, TCP, and links held to 1 Gbit/s
+    python bench/model_check.py --link --quick   # without the latter, which take root; fewer cases
+
+For each p and link, ranks first tune (`Communicator.tune`), and then time all_reduce of float32 by
+every algorithm and by auto, in turns; none of these times is known to the model. It writes
+bench/results/model-DATE.json, .md and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import links
+import numpy as np
+from machine import OtherLoad, describe
+
+RESULTS = Path(__file__).parent / "results"
+SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
+AUTO = "auto"
+CLOSE, NEARLY_BEST = 0.2, 0.1  # as goals have it
+CLOSE_SHARE, NEARLY_BEST_SHARE = 0.8, 0.9
+_ROUNDS = 7
+_TURN = 0.03  # seconds of calls, at least one
+_STORE_PORT = 4777  # in a namespace where nothing else runs
+_LIMIT = 3600.0
+
+Case = Mapping[str, Any]
+
+
+def main() -> int:
+    """Measures, writes, and prints what it found; or is a rank of it."""
+    options = _parse()
+    if options.rank_of is not None:
+        _be_rank(options)
+        return 0
+    why = links.missing() if options.link else None
+    if why is not None:
+        print(f"model_check: {why}; --link without a rate needs none of it", file=sys.stderr)
+        return 1
+    load = OtherLoad()
+    cases = [case for found in _measure_all(options) for case in found]
+    found = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": f"{describe()}, of whose time other work took about {load.share():.0%}",
+        "command": " ".join(["bench/model_check.py", *sys.argv[1:]]),
+        "cases": cases,
+    }
+    stem = options.output or RESULTS / f"model-{datetime.date.today().isoformat()}"
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(document(found, stem.name), encoding="utf-8")
+    draw(cases, stem.with_suffix(".png"))
+    print("\n".join(summary(cases)))
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    add("--transport", nargs="*", default=["shm", "tcp"])
+    add("--link", type=links.rate, nargs="*", default=[links.rate("1gbit")], metavar="RATE")
+    add("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
+    add("--seconds", type=float, default=10.0, help="to tune, for each p and link")
+    add("--quick", action="store_true", help="p = 2 and 4, half of the sizes, fewer rounds")
+    add("--output", type=Path, help="a path without suffix")
+    add("--rank-of", type=Path, help=argparse.SUPPRESS)
+    add("--rounds", type=int, default=_ROUNDS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.ranks, options.sizes, options.rounds = [2, 4], options.sizes[::2], 3
+    return options
+
+
+def _measure_all(options: argparse.Namespace) -> Iterator[list[Case]]:
+    for ranks in options.ranks:
+        for transport in options.transport:
+            print(f"p = {ranks}, {transport}", file=sys.stderr, flush=True)
+            yield _measure(options, transport, _run_here, ranks)
+        for rate in options.link:
+            print(f"p = {ranks}, links held to {rate.name}", file=sys.stderr, flush=True)
+            with contextlib.closing(links.ShapedLinks(ranks, rate)) as shaped:
+                yield _measure(options, rate.name, partial(_run_on, shaped), ranks)
+
+
+def _measure(
+    options: argparse.Namespace,
+    link: str,
+    run: Callable[[list[str], dict[str, str], int], None],
+    ranks: int,
+) -> list[Case]:
+    """What the ranks found, which `run` runs."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "found.json"
+        words = [__file__, "--rank-of", str(output), "--seconds", str(options.seconds)]
+        words += ["--sizes", *map(str, options.sizes), "--rounds", str(options.rounds)]
+        environment = {**os.environ, "GRADWIRE_MODEL": "default"}
+        if link in options.transport:
+            environment["GRADWIRE_TRANSPORT"] = link
+        run(words, environment, ranks)
+        return [{"link": link, **case} for case in json.loads(output.read_text())]
+
+
+def _run_here(words: list[str], environment: dict[str, str], ranks: int) -> None:
+    command = [sys.executable, "-m", "gradwire", "run", "-n", str(ranks), *words]
+    subprocess.run(command, env=environment, check=True, timeout=_LIMIT)
+
+
+def _run_on(
+    shaped: links.ShapedLinks, words: list[str], environment: dict[str, str], ranks: int
+) -> None:
+    """A rank in each namespace."""
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "GRADWIRE_STORE": f"tcp://{shaped.address(0)}:{_STORE_PORT}",
+        "GRADWIRE_SOCKET_IFNAME": "eth0",
+        "GRADWIRE_SECRET": secrets.token_hex(),
+    }
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank, host in enumerate(shaped.hosts):
+            variables = {**environment, **common, "RANK": str(rank)}
+            process = host.run(
+                lambda env=variables: subprocess.Popen([sys.executable, *words], env=env)
+            )
+            stack.callback(process.kill)
+            started.append(process)
+        if any(each.wait(_LIMIT) for each in started):
+            raise RuntimeError(f"a rank failed over links held to {shaped.rate.name}: see above")
+
+
+def _be_rank(options: argparse.Namespace) -> None:
+    import gradwire
+
+    with gradwire.init() as comm:
+        model = comm.tune(seconds=options.seconds)
+        cases = [
+            case for size in options.sizes for case in _cases_of(comm, model, size, options.rounds)
+        ]
+        if comm.rank == 0:
+            options.rank_of.write_text(json.dumps(cases))
+
+
+def _cases_of(comm: Any, model: Any, nbytes: int, rounds: int) -> Iterator[Case]:
+    """Every algorithm and auto, in turns; seconds of a call on the slowest rank."""
+    import gradwire
+    from gradwire import _measure
+
+    per_host = len(comm.hosts[0])
+    x = np.zeros(nbytes // 4, np.float32)
+    names = [*gradwire.algorithms("all_reduce"), AUTO]
+
+    def turn(name: str, calls: int) -> float:
+        comm.barrier()
+        start = _measure.perf_counter()
+        for _ in range(calls):
+            comm.all_reduce(x, algorithm=name)
+        return _measure.slowest(comm, (_measure.perf_counter() - start) / calls)
+
+    turn(AUTO, 1)
+    calls = {name: max(1, min(500, int(_TURN / max(turn(name, 2), 1e-7)))) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name in names:
+            seconds[name].append(turn(name, calls[name]))
+    chosen, least = model.choose(nbytes, comm.size, per_host=per_host)
+    for name in names:
+        auto = name == AUTO
+        yield {
+            "ranks": comm.size,
+            "bytes": nbytes,
+            "algorithm": name,
+            "chosen": chosen if auto else None,
+            "measured": seconds[name],
+            "predicted": least
+            if auto
+            else model.predict(name, nbytes, comm.size, per_host=per_host),
+        }
+
+
+def measured(case: Case) -> float:
+    """Seconds: the median of all turns."""
+    return statistics.median(case["measured"])
+
+
+def error(case: Case) -> float:
+    """Predicted over measured, less one."""
+    return float(case["predicted"]) / measured(case) - 1
+
+
+def fixed(cases: Sequence[Case]) -> list[Case]:
+    """Those whose algorithm was named."""
+    return [case for case in cases if case["algorithm"] != AUTO]
+
+
+def behind(auto: Case, cases: Sequence[Case]) -> tuple[float, Case]:
+    """How much more time auto took than the best named algorithm, round by round, and that one."""
+    beside = [
+        case
+        for case in fixed(cases)
+        if all(case[key] == auto[key] for key in ("link", "ranks", "bytes"))
+    ]
+    best = min(beside, key=measured)
+    rounds = zip(auto["measured"], best["measured"], strict=True)
+    return statistics.median(ours / least for ours, least in rounds) - 1, best
+
+
+def summary(cases: Sequence[Case]) -> list[str]:
+    """The two goals, over all cases and for each link."""
+    lines = []
+    for link in [None, *dict.fromkeys(case["link"] for case in cases)]:
+        there = [case for case in cases if link in (None, case["link"])]
+        named = fixed(there)
+        autos = [case for case in there if case["algorithm"] == AUTO]
+        close = sum(abs(error(case)) <= CLOSE for case in named) / len(named)
+        best = sum(behind(case, there)[0] <= NEARLY_BEST for case in autos) / len(autos)
+        lines.append(
+            f"{link or 'all'}: predicted within {CLOSE:.0%} in {close:.0%} of {len(named)} cases "
+            f"(goal {CLOSE_SHARE:.0%}), auto within {NEARLY_BEST:.0%} of the best in {best:.0%} "
+            f"of {len(autos)} (goal {NEARLY_BEST_SHARE:.0%})"
+        )
+    return lines
+
+
+def document(found: Mapping[str, Any], name: str) -> str:
+    """The md file."""
+    cases: list[Case] = found["cases"]
+    lines = [
+        "# Predicted and measured",
+        "",
+        f"{found['date']}; {found['machine']}. `python {found['command']}`.",
+        "",
+        *(f"- {line}" for line in summary(cases)),
+        "",
+        f"![predicted over measured]({name}.png)",
+    ]
+    for key in dict.fromkeys((case["link"], case["ranks"]) for case in cases):
+        lines += _table(key, [case for case in cases if (case["link"], case["ranks"]) == key])
+    return "\n".join(lines) + "\n"
+
+
+def _table(key: tuple[str, int], cases: Sequence[Case]) -> list[str]:
+    """Predicted and measured, in µs; in the last columns what auto chose, and what it costs."""
+    names = list(dict.fromkeys(case["algorithm"] for case in fixed(cases)))
+    lines = ["", f"## {key[0]}, p = {key[1]}: predicted / measured, µs", ""]
+    lines += ["| bytes | " + " | ".join([*names, AUTO, "to the best"]) + " |"]
+    lines += ["|---:|" + "---:|" * len(names) + "---|---:|"]
+    for nbytes in dict.fromkeys(case["bytes"] for case in cases):
+        row = {case["algorithm"]: case for case in cases if case["bytes"] == nbytes}
+        more, best = behind(row[AUTO], cases)
+        cells = [_cell(row[name]) for name in names]
+        cells += [f"{row[AUTO]['chosen']}: {_cell(row[AUTO])}", f"{more:+.0%}, {best['algorithm']}"]
+        lines.append(f"| {nbytes:,} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _cell(case: Case) -> str:
+    text = f"{case['predicted'] * 1e6:,.1f} / {measured(case) * 1e6:,.1f}"
+    return f"**{text}**" if abs(error(case)) <= CLOSE else text
+
+
+def draw(cases: Sequence[Case], path: Path) -> None:
+    """Predicted over measured, a point for each case, and the band within which they should be."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 6), layout="constrained")
+    for link, ranks in dict.fromkeys((case["link"], case["ranks"]) for case in cases):
+        there = [c for c in fixed(cases) if (c["link"], c["ranks"]) == (link, ranks)]
+        points = [(measured(case), case["predicted"]) for case in there]
+        axes.plot(*zip(*points, strict=True), "o", ms=4, alpha=0.7, label=f"{link}, p = {ranks}")
+    ends = np.array([min(map(measured, cases)), max(map(measured, cases))])
+    axes.fill_between(ends, (1 - CLOSE) * ends, (1 + CLOSE) * ends, color="0.85", zorder=0)
+    axes.plot(ends, ends, color="0.5", lw=0.8, zorder=1)
+    axes.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s")
+    axes.set_title(f"all_reduce: {len(fixed(cases))} cases, band of {CLOSE:.0%}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=144)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
