@@ -1,4 +1,8 @@
-"""`gradwire bench`: nccl-tests' columns for any collective, algorithm, codec and transport."""
+"""`gradwire bench`: nccl-tests' columns for any collective, algorithm, codec and transport.
+
+Its letters are nccl-tests' too, -n among them, so that commands carry over: `all_reduce_perf -b 8
+-e 128M -f 2 -g 4` is `gradwire bench -b 8 -e 128M -f 2 -g 4`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from gradwire import _core, _launch, _measure, _world
 from gradwire._errors import InvalidArgument, ScheduleError
-from gradwire._measure import Case, Result
+from gradwire._measure import Result
 from gradwire._rendezvous import choose_transports
 from gradwire._schedules import Schedule
 
@@ -22,22 +26,30 @@ _SCALES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HEADINGS = ("size(B)", "count", "type", "redop", "time(us)", "algbw(GB/s)", "busbw(GB/s)")
 _COLUMNS = (*_HEADINGS, "#wrong")
 _WIDTHS = (12, 12, 9, 6, 12, 12, 12, 8)
+_OPS = ("sum", "prod", "min", "max", "avg")
+_TYPES = ("int8", "uint8", "int32", "int64", "float16", "float32", "float64", "bfloat16")
+_NICKNAMES = {"half": "float16", "float": "float32", "double": "float64"}  # nccl-tests'
+_ALL = "all"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `run`."""
     add = parser.add_argument
-    add("-n", "--ranks", type=int, default=2, help="local ranks to start, when no launcher did")
+    add("-g", "--ranks", type=int, default=2, help="local ranks to start, when no launcher did")
     add("--collective", default="all_reduce", choices=_measure.COLLECTIVES)
     add("--algorithm", default="auto", help="default: auto")
     add("--codec", default="none", help=f"one of: {', '.join(_core.codec_names())}")
-    add("--dtype", default="float32", help="default: float32")
-    add("--op", default="sum", choices=("sum", "avg", "min", "max", "prod"))
+    add("-d", "--dtype", default="float32", type=_type, help="or all; default: float32")
+    add("-o", "--op", default="sum", choices=(*_OPS, _ALL), help="default: sum")
+    add("-r", "--root", type=int, default=0, help="of broadcast, reduce, gather and scatter")
     add("-b", "--min-bytes", type=_bytes, default="4", metavar="SIZE", help="default: 4")
     add("-e", "--max-bytes", type=_bytes, default="16M", metavar="SIZE", help="default: 16M")
-    add("-f", "--factor", type=float, default=4, help="between two sizes; default: 4")
-    add("--iters", type=int, default=20, help="timed calls for each size; default: 20")
-    add("--warmup", type=int, default=5, help="calls before them; default: 5")
+    step = parser.add_mutually_exclusive_group()
+    step.add_argument("-f", "--factor", type=float, default=4, help="between two sizes; default: 4")
+    step.add_argument("-i", "--step-bytes", type=_bytes, metavar="SIZE", help="instead, their step")
+    add("-n", "--iters", type=int, default=20, help="timed calls for each size; default: 20")
+    add("-w", "--warmup", type=int, default=5, help="calls before them; default: 5")
+    add("-c", "--check", type=int, default=1, help="calls whose results are checked; default: 1")
     add("--transport", type=_names, help="restrict to these, with commas: shm, tcp")
     add("--plot", metavar="FILE.png", help="draw bandwidth over size")
     form = parser.add_mutually_exclusive_group()
@@ -59,12 +71,41 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     return _measure_all(options)
 
 
-def sizes(least: int, most: int, factor: float) -> Iterator[int]:
-    """`least`, and each next `factor` times as much, up to `most`."""
+def sizes(least: int, most: int, factor: float, step: int | None = None) -> Iterator[int]:
+    """`least`, and each next `factor` times as much, or `step` more, up to `most`."""
     size = least
     while size <= most:
         yield size
-        size = max(size + 1, int(size * factor))
+        size = max(size + 1, int(size * factor)) if step is None else size + step
+
+
+def kinds(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """The types and ops to measure: of all, those that go together."""
+    types = [options.dtype]
+    if options.dtype == _ALL:
+        types = [name for name in _TYPES if _is_here(name)]
+    reduces = options.collective in _measure.REDUCING
+    ops = _OPS if options.op == _ALL and reduces else ["sum" if options.op == _ALL else options.op]
+    every = [(name, op) for name in types for op in ops]
+    if _ALL not in (options.dtype, options.op):
+        return every
+    return [(name, op) for name, op in every if op != "avg" or not _is_integer(name)]
+
+
+def _is_here(dtype: str) -> bool:
+    try:
+        _measure.numpy_dtype(dtype)
+    except InvalidArgument:  # bfloat16, without its package
+        return False
+    return True
+
+
+def _is_integer(dtype: str) -> bool:
+    return _measure.numpy_dtype(dtype).kind in "iu"
+
+
+def _type(text: str) -> str:
+    return _NICKNAMES.get(text, text)
 
 
 def _bytes(text: str) -> int:
@@ -82,8 +123,12 @@ def _names(text: str) -> list[str]:
 
 
 def _check(options: argparse.Namespace, ranks: int) -> None:
-    if options.ranks < 1 or options.iters < 1 or options.warmup < 0:
-        raise InvalidArgument("--ranks and --iters are at least 1, --warmup at least 0")
+    if options.ranks < 1 or options.iters < 1 or min(options.warmup, options.check) < 0:
+        raise InvalidArgument("--ranks and --iters are at least 1, --warmup and --check at least 0")
+    if options.step_bytes is not None and options.step_bytes < 1:
+        raise InvalidArgument(f"--step-bytes {options.step_bytes} does not grow: use 1 or more")
+    if not 0 <= options.root < ranks:
+        raise InvalidArgument(f"--root {options.root} is no rank of {ranks}")
     if options.factor <= 1:
         raise InvalidArgument(f"--factor {options.factor:g} does not grow: use more than 1")
     if not 0 < options.min_bytes <= options.max_bytes:
@@ -104,12 +149,15 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
 
 
 def _check_type(options: argparse.Namespace) -> None:
+    if options.plot is not None and _ALL in (options.dtype, options.op):
+        raise InvalidArgument("--plot draws one type and one op, not all")
     try:
-        kind = _measure.numpy_dtype(options.dtype).kind
+        found = kinds(options)
+        integers = [name for name, op in found if _is_integer(name) and op == "avg"]
     except TypeError as error:
         raise InvalidArgument(f"--dtype {options.dtype}: {error}") from None
-    if options.op == "avg" and kind in "iu":
-        raise InvalidArgument(f"--op avg of {options.dtype} is not exact: use a floating type")
+    if integers:
+        raise InvalidArgument(f"--op avg of {integers[0]} is not exact: use a floating type")
 
 
 def _check_algorithm(options: argparse.Namespace, ranks: int) -> None:
@@ -124,19 +172,24 @@ def _measure_all(options: argparse.Namespace) -> int:
 
     with gradwire.init(transports=options.transport) as comm:
         report = _Report(options, comm) if comm.rank == 0 else None
-        for nbytes in sizes(options.min_bytes, options.max_bytes, options.factor):
-            result = _measure.measure(
-                comm, _case(options, nbytes, comm), iterations=options.iters, warmup=options.warmup
-            )
-            if report is not None:
-                report.add(result)
+        for dtype, op in kinds(options):
+            for nbytes in sizes(
+                options.min_bytes, options.max_bytes, options.factor, options.step_bytes
+            ):
+                result = _result(options, comm, nbytes, dtype, op)
+                if report is not None:
+                    report.add(result)
         return 0 if report is None else report.finish()
 
 
-def _case(options: argparse.Namespace, nbytes: int, comm: Communicator) -> Case:
-    names = ("collective", "dtype", "op", "algorithm", "codec")
-    return _measure.case_of_bytes(
-        nbytes, comm.size, **{name: getattr(options, name) for name in names}
+def _result(
+    options: argparse.Namespace, comm: Communicator, nbytes: int, dtype: str, op: str
+) -> Result:
+    names = ("collective", "algorithm", "codec", "root")
+    given = {name: getattr(options, name) for name in names}
+    case = _measure.case_of_bytes(nbytes, comm.size, dtype=dtype, op=op, **given)
+    return _measure.measure(
+        comm, case, iterations=options.iters, warmup=options.warmup, checks=options.check
     )
 
 
@@ -173,7 +226,8 @@ class _Report:
             print()
         else:
             mean = sum(result.busbw for result in self._results) / len(self._results)
-            print(f"# wrong elements: {wrong}; average busbw: {mean:.3f} GB/s")
+            print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+            print(f"# Avg bus bandwidth    : {mean:.3f}")
         if self._options.plot is not None:
             _plot(self._results, self._title, self._options.plot)
         return 1 if wrong else 0

@@ -13,38 +13,83 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradwire import Communicator, _bench, _measure
+from gradwire import Communicator, _bench, _cli, _measure
 from gradwire._measure import COLLECTIVES, Case
 from ranks import run
 
-BENCH = [sys.executable, "-m", "gradwire", "bench", "-b", "64", "-e", "4K", "-f", "8"]
+BENCH_OPTIONS = ("-b", "64", "-e", "4K", "-f", "8", "-n", "2", "-w", "1")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-BENCH += ["--iters", "2", "--warmup", "1"]
 
 
 def bench(*options: str) -> str:
-    command = [*BENCH, *options]
+    return bench_of(*BENCH_OPTIONS, *options)
+
+
+def bench_of(*options: str) -> str:
+    command = [sys.executable, "-m", "gradwire", "bench", *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
 def test_the_table_has_the_columns_of_nccl_tests():
-    lines = bench("-n", "2").splitlines()
+    lines = bench("-g", "2").splitlines()
     assert lines[1].split() == [
         *("size(B)", "count", "type", "redop"),
         *("time(us)", "algbw(GB/s)", "busbw(GB/s)", "#wrong"),
     ]
-    assert [line.split()[:4] for line in lines[2:-1]] == [
+    assert [line.split()[:4] for line in lines[2:-2]] == [
         ["64", "16", "float32", "sum"],
         ["512", "128", "float32", "sum"],
         ["4096", "1024", "float32", "sum"],
     ]
-    assert all(line.split()[-1] == "0" for line in lines[2:-1])
+    assert all(line.split()[-1] == "0" for line in lines[2:-2])
+    assert lines[-2].split(":")[1].split() == ["0", "OK"]
+    assert lines[-1].startswith("# Avg bus bandwidth")
+
+
+def test_the_letters_are_those_of_nccl_tests():
+    options = ("-g", "3", "-b", "96", "-e", "192", "-i", "96", "-o", "max", "-d", "half")
+    lines = bench_of(*options, "-c", "0", "-n", "1", "-w", "0", "-r", "2").splitlines()
+    assert "3 ranks" in lines[0]
+    assert "1 iterations" in lines[0]
+    assert [line.split()[:4] + line.split()[-1:] for line in lines[2:-2]] == [
+        ["96", "48", "float16", "max", "N/A"],
+        ["192", "96", "float16", "max", "N/A"],
+    ]
+
+
+def test_all_types_and_ops_go_together_as_they_can():
+    options = ("-g", "2", "-b", "64", "-e", "64", "-o", "all", "-d", "all", "-n", "1", "--csv")
+    rows = list(csv.DictReader(io.StringIO(bench_of(*options))))
+    found = {(row["type"], row["redop"]) for row in rows}
+    assert ("bfloat16", "avg") in found
+    assert ("int8", "prod") in found
+    assert ("int8", "avg") not in found
+    assert len(found) == len(rows) == 8 * 5 - 4
+    assert {row["#wrong"] for row in rows} == {"0"}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("-o", "avg", "-d", "int32"), "avg of int32 is not exact"),
+        (("-d", "float128x"), "--dtype float128x"),
+        (("-o", "all", "--plot", "x.png"), "--plot draws one type and one op"),
+        (("-r", "2"), "--root 2 is no rank of 2"),
+        (("-c", "-1"), "--check at least 0"),
+        (("-i", "0"), "--step-bytes 0 does not grow"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    options: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str], bare_environment: None
+):
+    assert _cli.main(["bench", *options]) == 2
+    assert why in capsys.readouterr().err
 
 
 def test_json_says_what_was_measured():
-    found = json.loads(bench("-n", "2", "--json", "--transport", "tcp", "--codec", "fp16"))
+    found = json.loads(bench("-g", "2", "--json", "--transport", "tcp", "--codec", "fp16"))
     assert (found["ranks"], found["transports"], found["codec"]) == (2, "tcp", "fp16")
     row = found["results"][-1]
     assert row["algbw(GB/s)"] == pytest.approx(4096 / row["time(us)"] / 1e3)
@@ -53,7 +98,7 @@ def test_json_says_what_was_measured():
 
 def test_csv_and_plot(tmp_path: Path):
     path = tmp_path / "bandwidth.png"
-    rows = list(csv.DictReader(io.StringIO(bench("-n", "1", "--csv", "--plot", str(path)))))
+    rows = list(csv.DictReader(io.StringIO(bench("-g", "1", "--csv", "--plot", str(path)))))
     assert [row["count"] for row in rows] == ["16", "128", "1024"]
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -120,6 +165,7 @@ def test_bus_bandwidth_follows_nccl_tests(collective: str, factor: float):
 def test_sizes_grow_by_the_factor_and_never_stand_still():
     assert list(_bench.sizes(4, 64, 4)) == [4, 16, 64]
     assert list(_bench.sizes(1, 4, 1.1)) == [1, 2, 3, 4]
+    assert list(_bench.sizes(4, 13, 2, step=4)) == [4, 8, 12]
 
 
 def test_blocks_are_whole_and_never_empty():
