@@ -1,7 +1,7 @@
 """What a rank publishes of itself: it is fit to connect to, and to print.
 
 input: an address card, what it says of its host or in a process group, why it gives up, or where
-rank 0's store is
+rank 0's store is, or its cost model
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import sys
 
 import atheris
-from gradwire import _announced, _introduction, _meeting, _mesh
+from gradwire import _announced, _introduction, _meeting, _mesh, _model
 from gradwire._errors import RendezvousError, TransportError
 from gradwire._interfaces import is_loopback
 from instrument import cover
@@ -50,8 +50,11 @@ def test_one_input(data: bytes) -> None:
         store, secret = _announced.unpack_notice(data, None)
         assert store.local or 0 < store.port < 1 << 16
         assert secret
+    with contextlib.suppress(RendezvousError):
+        model = _model.unpack(data)
+        assert _model.unpack(_model.pack(model)).digest == model.digest
 
 
-cover(_announced, _introduction, _meeting, _mesh)
+cover(_announced, _introduction, _meeting, _mesh, _model)
 atheris.Setup(sys.argv, test_one_input)
 atheris.Fuzz()
