@@ -44,6 +44,6 @@ def test_bandwidth(benchmark: Any, pool: RankPool, case: Case, nbytes: int) -> N
             ranks=pool.ranks,
             transport=pool.transport,
             algorithm=case.algorithm,
-            algbw_GBps=round(result.algbw, 4),
-            busbw_GBps=round(result.busbw, 4),
+            algbw_GBps=float(f"{result.algbw:.4g}"),
+            busbw_GBps=float(f"{result.busbw:.4g}"),
         )
