@@ -8,21 +8,17 @@
 #include "gradwire/base/error.h"
 #include "gradwire/base/wire.h"
 #include "gradwire/exec/layout.h"
+#include "gradwire/schedule/frames.h"
 
 namespace gradwire::exec {
 namespace {
 
 using schedule::Edge;
+using schedule::kLag;
+using schedule::kSegmentsWanted;
+using schedule::kSmallestSegment;
 using schedule::Landing;
 using schedule::Schedule;
-
-// Rounds of one segment are this many ticks apart: a rank may run ahead of its peers by so many
-// segments before it waits for them.
-constexpr int kLag = 2;
-
-// Without a wish from the caller: about four segments per message, none below 32 KiB.
-constexpr std::size_t kSmallestSegment = 32 * 1024;
-constexpr std::size_t kSegmentsWanted = 4;
 
 bool chunk_is_extent(Collective collective) {
   return collective != Collective::kAllReduce && collective != Collective::kReduce &&

@@ -9,9 +9,7 @@
 namespace gradwire::schedule {
 namespace {
 
-constexpr double kSmallestSegment = 8 * 1024;   // bytes
-constexpr double kUnchosenSegment = 32 * 1024;  // bytes, at least; as in exec/plan.cc
-constexpr double kUnchosenSegments = 4;
+constexpr double kLeastSegment = 8 * 1024;  // bytes
 constexpr std::size_t kFewMessages = 4096;  // of a schedule whose segments are searched for
 // Messages times segments of one simulation; of more segments, the rest is extrapolated.
 constexpr std::size_t kMostFrames = 8192;
@@ -71,8 +69,8 @@ class Trial {
 
   double unchosen() {
     const double most = most_message_ - kHeaderBytes;
-    const double target =
-        std::min(std::max(std::floor(largest_ / kUnchosenSegments), kUnchosenSegment), most);
+    const double wanted = std::floor(largest_ / static_cast<double>(kSegmentsWanted));
+    const double target = std::min(std::max(wanted, static_cast<double>(kSmallestSegment)), most);
     return seconds_of(std::max(1, static_cast<int>(std::ceil(largest_ / target))),
                       std::numeric_limits<double>::infinity());
   }
@@ -86,7 +84,7 @@ class Trial {
       if (seconds >= found.seconds && segments > least_segments_) break;
       if (seconds < found.seconds)
         found = {{}, static_cast<std::size_t>(std::ceil(largest_ / segments)), seconds};
-      if (!searched || largest_ / segments < 2 * kSmallestSegment) break;
+      if (!searched || largest_ / segments < 2 * kLeastSegment) break;
     }
     return found;
   }

@@ -3,6 +3,7 @@
 // links of one kind, are staged once and are one send.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -16,6 +17,10 @@ namespace gradwire::schedule {
 // Rounds of one segment are this many ticks apart: a rank may run ahead of its peers by so many
 // segments before it waits for them.
 inline constexpr int kLag = 2;
+
+// Where nobody says how large they are: about so many segments a message, none below so many bytes.
+inline constexpr std::size_t kSegmentsWanted = 4;
+inline constexpr std::size_t kSmallestSegment = 32 * 1024;
 
 // The order of all frames of a rank, of both directions: by (segment + kLag · round, segment).
 struct Place {
