@@ -168,6 +168,8 @@ def build(source: Path, place: Path) -> Path:
     """Builds the extension in release mode; where it lies with the Python files as they are."""
     import pybind11
 
+    if shutil.which("cmake") is None:
+        sys.exit("compare: no `cmake` command: pip install cmake ninja")
     print(f"building {source} …", file=sys.stderr, flush=True)
     tree = place / "build"
     configure = ["cmake", "-S", str(source), "-B", str(tree), "-DCMAKE_BUILD_TYPE=Release"]
