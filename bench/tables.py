@@ -82,7 +82,8 @@ def codecs(results: Path) -> list[str]:
     runs = newest(results, "train-runs-*.jsonl")
     steps = newest(results, "step-times-*.json")
     by_batch = _by_batch(read_results(runs))
-    step_ms = json.loads(steps.read_text(encoding="utf-8"))["step_ms"]
+    found = json.loads(steps.read_text(encoding="utf-8"))["step_ms"]
+    step_ms = {link: _by_step(found.get(link, {})) for link in _LINKS}
     _check_complete(runs, by_batch, steps, step_ms)
     rows = [
         f"| | accuracy, {_BATCHES[0]} | accuracy, {_BATCHES[1]} | ratio | "
@@ -92,7 +93,7 @@ def codecs(results: Path) -> list[str]:
     for method in (GLOO, GLOO_FP16, GLOO_POWERSGD, *TRAINED):
         cells = [_accuracy(setting, method) for setting in by_batch.values()]
         cells.append(_ratio(list(by_batch.values()), method))
-        cells += [_number(step_ms[link].get(method), ".1f") for link in _LINKS]
+        cells += [_number(step_ms[link].get(_step(method)), ".1f") for link in _LINKS]
         title = PEERS.get(method, Method.parse(method).family) + _NOTES.get(method, "")
         rows.append(f"| {title} | {' | '.join(cells)} |")
     return rows
@@ -105,6 +106,16 @@ def _by_batch(results: Sequence[Result]) -> dict[int, Setting]:
     for each in sorted(settings, key=lambda setting: len(setting.methods)):
         found[each.run.batch] = each
     return {batch: found[batch] for batch in _BATCHES if batch in found}
+
+
+def _by_step(milliseconds: Mapping[str, float]) -> dict[str, float]:
+    return {_step(method): ms for method, ms in milliseconds.items() if _is_known(method)}
+
+
+def _step(method: str) -> str:
+    """What a step does; how many steps another codec has before it makes no difference."""
+    parsed = Method.parse(method)
+    return str(parsed._replace(options=parsed.options._replace(int8=None)))
 
 
 def _is_known(method: str) -> bool:
@@ -127,7 +138,7 @@ def _check_complete(
         if missing := [each for each in TRAINED if each not in have]:
             raise Incomplete(f"{runs.name} has no {batch}-image runs of {', '.join(missing)}")
     for link in _LINKS:
-        if missing := [each for each in TRAINED if each not in step_ms.get(link, {})]:
+        if missing := [each for each in TRAINED if _step(each) not in step_ms[link]]:
             raise Incomplete(f"{steps.name} has no steps over {link} of {', '.join(missing)}")
 
 

@@ -35,7 +35,8 @@ def write_steps(path: Path, names: tuple[str, ...]) -> None:
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     write_runs(tmp_path / "train-runs-2020-01-02.jsonl", (*methods.TRAINED, OLD))
-    write_steps(tmp_path / "step-times-2020-01-02.json", ("gloo", *methods.TRAINED))
+    timed = ("gloo", *methods.TRAINED[:-1], f"{methods.LOW_RANK.partition('+')[0]}+int8=0.5", OLD)
+    write_steps(tmp_path / "step-times-2020-01-02.json", timed)
     return tmp_path
 
 
@@ -52,6 +53,7 @@ def test_codecs_are_compared_by_seed(results: Path):
     assert rows["| int8"] == ["-3.00 (2)", "-3.00 (2)", "8.0×", "14.0", "14.0", "14.0 |"]
     assert rows["| gloo DDP"] == ["–", "–", "–", "10.0", "10.0", "10.0 |"]
     assert rows["| topk ³"][0] == "-6.00 (2)"
+    assert rows["| lowrank"][3] == "18.0"  # timed with another share of int8 before it
 
 
 def test_the_newest_file_counts(results: Path):
