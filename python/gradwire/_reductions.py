@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -96,10 +95,7 @@ def _native(spec: str) -> _core.Codec:
 
 
 def _with_codec(call: Call, codec: _core.Codec, wishes: Wishes) -> Call:
-    blocks = call.inputs
     call = _with_feedback(call, codec.name, codec.biased, wishes)._replace(codec=codec)
-    if call.name == "reduce_scatter" and call.keys:
-        _require_whole_blocks(blocks, call.keys)
     if not codec.compound:
         return call
     return call._replace(shapes=[_matrix(each.shape) for each in call.inputs])
@@ -122,23 +118,12 @@ def _with_feedback(call: Call, codec: str, biased: bool, wishes: Wishes) -> Call
     if not isinstance(feedback, ErrorFeedback):
         raise InvalidArgument(f"feedback={feedback!r} is no gradwire.ErrorFeedback, nor False")
     keys = keys_of(call.inputs, wishes.key, _named(wishes.keys))
+    call = call._replace(feedback=feedback, keys=keys)
+    if call.name == "reduce_scatter":  # a block may be of several keys
+        return call
     in_place = call.outputs is call.inputs
     inputs = cut(call.inputs, keys)
-    outputs = call.outputs
-    if call.name != "reduce_scatter" and outputs:  # whose blocks are what they are
-        outputs = inputs if in_place else cut(outputs, keys)
-    return call._replace(inputs=inputs, outputs=outputs, feedback=feedback, keys=keys)
-
-
-def _require_whole_blocks(blocks: Sequence[Operand], keys: Keys) -> None:
-    """Raises InvalidArgument for a key that ends inside a rank's block, which is one array."""
-    ends = [0, *itertools.accumulate(each.elements for each in blocks)]
-    for (name, _), end in zip(keys, itertools.accumulate(count for _, count in keys), strict=True):
-        if end not in ends:
-            raise InvalidArgument(
-                f"reduce_scatter: key '{name}' of keys= ends at element {end}, inside a rank's "
-                f"block; a block has one key: let keys end where blocks do, at {ends[1:]}"
-            )
+    return call._replace(inputs=inputs, outputs=inputs if in_place else cut(call.outputs, keys))
 
 
 def _named(keys: Sequence[Any] | None) -> Keys | None:
@@ -161,10 +146,7 @@ def _named(keys: Sequence[Any] | None) -> Keys | None:
 def _with_python_codec(call: Call, codec: Codec, wishes: Wishes, place: Place) -> Call:
     if wishes.op not in ("sum", "avg"):
         raise InvalidArgument(f"codec '{codec}' is for op 'sum' or 'avg', not '{wishes.op}'")
-    blocks = call.inputs
     call = _with_feedback(call, str(codec), codec.biased, wishes)
-    if call.name == "reduce_scatter":  # may have several keys in a block
-        call = call._replace(inputs=blocks)
     reduction = Reduction(codec, call.inputs, wishes.op == "avg", call.feedback, call.keys)
     outputs = _results(call, wishes, place)
     finish = call.finish

@@ -50,6 +50,7 @@ inline Values inputs(int rank, int call, std::size_t n) {
 // Several calls of one shape on all ranks, and what they leave behind.
 struct Job {
   std::vector<KeyedExtent> keys;
+  std::vector<Shape> shapes;  // for codecs of matrices; none: vectors
   Travel travel;
   std::vector<std::shared_ptr<ErrorFeedback>> feedback;
   Ranks ranks;
@@ -102,13 +103,14 @@ struct Job {
       call.codec = codec;
       call.feedback = feedback[r];
       call.keys = keys;
+      call.shapes = shapes;
       call.inputs = call.outputs = arrays;
       comm.run(call);
     });
     return x;
   }
 
-  // reduce_scatter or reduce, of one key: what each rank has of the result, at its place in the
+  // reduce_scatter, or reduce of one key: what each rank has of the result, at its place in the
   // whole.
   std::vector<Values> reduce(Collective collective, const Case& how, const std::vector<Values>& x) {
     const auto codec = codec::make_codec(how.codec);

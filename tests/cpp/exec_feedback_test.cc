@@ -84,26 +84,72 @@ TEST(Feedback, OneNanAnywhereMovesNoResidual) {
     }
 }
 
+// Of three ranks.
+void expect_conserved(Job& job, Collective collective, const Case& how) {
+  const std::size_t count = job.count();
+  std::vector<double> given(count), delivered(count);
+  for (int call = 0; call < 3; ++call) {
+    std::vector<Values> x;
+    for (int r = 0; r < 3; ++r) x.push_back(inputs(r, call, count));
+    for (const Values& each : x)
+      for (std::size_t i = 0; i < each.size(); ++i) given[i] += each[i];
+    for (const Values& each : job.reduce(collective, how, x))
+      for (std::size_t i = 0; i < each.size(); ++i) delivered[i] += each[i];
+  }
+  const auto kept = job.residuals();
+  for (std::size_t i = 0; i < count; ++i)
+    ASSERT_NEAR(delivered[i] + kept[i], given[i], 64 * 0x1p-20)
+        << how.codec << " " << how.algorithm << " element " << i;
+}
+
 // Ranks hold different blocks, or none, and agree all the same.
 TEST(Feedback, ReduceScatterAndReduceConserveAndAgree) {
-  constexpr std::size_t kCount = 2100;
   for (const Case& how : cases())
     for (Collective collective : {Collective::kReduceScatter, Collective::kReduce}) {
-      Job job(3, {{"a", kCount}});
-      std::vector<double> given(kCount), delivered(kCount);
-      for (int call = 0; call < 3; ++call) {
-        std::vector<Values> x;
-        for (int r = 0; r < 3; ++r) x.push_back(inputs(r, call, kCount));
-        for (const Values& each : x)
-          for (std::size_t i = 0; i < each.size(); ++i) given[i] += each[i];
-        for (const Values& each : job.reduce(collective, how, x))
-          for (std::size_t i = 0; i < each.size(); ++i) delivered[i] += each[i];
-      }
-      const auto kept = job.residuals();
-      for (std::size_t i = 0; i < kCount; ++i)
-        ASSERT_NEAR(delivered[i] + kept[i], given[i], 64 * 0x1p-20)
-            << how.codec << " " << how.algorithm;
+      Job job(3, {{"a", 2100}});
+      expect_conserved(job, collective, how);
     }
+}
+
+// Inside a block and inside a unit: units are counted from where the key begins in the block, so
+// that segments do not change a bit here either.
+TEST(Feedback, KeysOfReduceScatterMayEndAnywhere) {
+  const std::vector<KeyedExtent> keys = {{"a", 333}, {"no", 0}, {"b", 1}, {"c", 1066}, {"d", 700}};
+  for (const Case& how : cases()) {
+    Job job(3, keys), cut(3, keys, {"shm", 600, true});
+    expect_conserved(job, Collective::kReduceScatter, how);
+    expect_conserved(cut, Collective::kReduceScatter, how);
+    const auto before = job.residuals();
+    EXPECT_EQ(cut.residuals(), before) << how.codec << " " << how.algorithm;
+    std::vector<Values> x(3, Values(job.count(), 1));
+    x[1][1400] = NAN;  // of the last key alone
+    const auto y = job.reduce(Collective::kReduceScatter, how, x);
+    for (std::size_t i = 0; i < job.count(); ++i)
+      ASSERT_TRUE(std::isnan(y[i / 700][i])) << how.codec << " " << how.algorithm;
+    EXPECT_EQ(job.residuals(), before) << how.codec << " " << how.algorithm;
+  }
+}
+
+std::vector<std::uint64_t> extents_of(const std::vector<std::uint64_t>& blocks,
+                                      const std::vector<KeyedExtent>& keys) {
+  std::vector<Array> arrays;
+  for (std::uint64_t count : blocks) arrays.push_back({nullptr, count});
+  Request call;
+  call.collective = Collective::kReduceScatter;
+  call.keys = keys;
+  call.inputs = arrays;
+  std::vector<std::uint64_t> counts;
+  Operation::counts(call, 0, static_cast<int>(blocks.size()), counts);
+  return counts;
+}
+
+TEST(Feedback, BlocksAreCutWhereKeysEnd) {
+  using Counts = std::vector<std::uint64_t>;
+  EXPECT_EQ(extents_of({10, 20}, {}), Counts({10, 20}));
+  EXPECT_EQ(extents_of({10, 20}, {{"a", 30}}), Counts({10, 20}));
+  EXPECT_EQ(extents_of({10, 20}, {{"a", 10}, {"b", 0}, {"c", 20}}), Counts({10, 20}));
+  EXPECT_EQ(extents_of({10, 0, 5}, {{"a", 3}, {"b", 0}, {"c", 12}}), Counts({3, 7, 0, 0, 5, 0}));
+  EXPECT_EQ(extents_of({4, 4}, {{"a", 5}, {"b", 1}, {"c", 2}}), Counts({4, 0, 0, 1, 1, 2}));
 }
 
 std::string refusal(Job& job, std::vector<KeyedExtent> keys) {

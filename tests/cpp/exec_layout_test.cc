@@ -7,8 +7,8 @@ namespace {
 
 // Every element of every extent is in exactly one piece, and cuts stand at units only.
 void expect_partition(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
-                      int segments, bool chunk_is_extent) {
-  const Layout layout(counts, chunks, unit, chunk_is_extent);
+                      int segments, bool chunks_are_extents) {
+  const Layout layout(counts, chunks, unit, chunks_are_extents);
   std::vector<Piece> pieces;
   for (int c = 0; c < chunks; ++c)
     for (int s = 0; s < segments; ++s) layout.append(c, s, segments, pieces);
@@ -36,6 +36,14 @@ TEST(Layout, AChunkCanBeAnExtent) {
   const Layout layout({5, 0, 900, 33}, 4, 16, true);
   EXPECT_EQ(layout.units(1), 0U);
   EXPECT_EQ(layout.units(2), 57U);
+}
+
+TEST(Layout, AChunkCanBeSeveralExtents) {
+  expect_partition({5, 40, 900, 0, 33, 7}, 3, 16, 4, true);
+  const Layout layout({5, 40, 900, 0, 33, 7}, 3, 16, true);
+  EXPECT_EQ(layout.units(0), 4U);
+  EXPECT_EQ(layout.units(1), 57U);
+  EXPECT_EQ(layout.units(2), 4U);
 }
 
 TEST(Layout, ChunksDifferByAtMostOneUnit) {

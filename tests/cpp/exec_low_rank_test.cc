@@ -9,6 +9,7 @@
 #include "exec_ranks.h"
 #include "gradwire/base/error.h"
 #include "gradwire/codec/low_rank.h"
+#include "gradwire/schedule/generators.h"
 
 namespace gradwire::exec {
 namespace {
@@ -382,14 +383,15 @@ TEST(LowRank, OneNanAnywhereIsNanEverywhereAndMovesNothing) {
   const auto before = inputs(job, 1), after = inputs(job, 2);
   job.all_reduce(before);
   spared.all_reduce(before);
-  for (float bad : {NAN, INFINITY, -INFINITY})
-    for (std::size_t at : {std::size_t{5}, std::size_t{24 * 40 + 10}, job.count() - 1}) {
-      auto x = inputs(job, 3);
-      x[1][at] = bad;
-      for (const Values& each : job.all_reduce(x))
-        EXPECT_TRUE(std::ranges::all_of(each, [](float y) { return std::isnan(y); }));
-      for (std::size_t r = 0; r < 3; ++r) EXPECT_EQ(job.residual(r), spared.residual(r));
-    }
+  for (std::string_view algorithm : schedule::algorithms(Collective::kAllReduce))
+    for (float bad : {NAN, INFINITY, -INFINITY})
+      for (std::size_t at : {std::size_t{5}, std::size_t{24 * 40 + 10}, job.count() - 1}) {
+        auto x = inputs(job, 3);
+        x[1][at] = bad;
+        for (const Values& each : job.all_reduce(x, {.algorithm = std::string(algorithm)}))
+          EXPECT_TRUE(std::ranges::all_of(each, [](float y) { return std::isnan(y); }));
+        for (std::size_t r = 0; r < 3; ++r) EXPECT_EQ(job.residual(r), spared.residual(r));
+      }
   EXPECT_TRUE(same_bits(job.all_reduce(after)[0], spared.all_reduce(after)[0]));
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -142,22 +143,74 @@ def test_reduce_scatter(codec: Any) -> None:
     expect_conserved(found, sum(each[1] for each in found))
 
 
-def test_keys_of_reduce_scatter_end_where_blocks_do() -> None:
-    keys = [("a", 1000), ("none", 0), ("b", 2000)]
+@pytest.mark.parametrize("algorithm", ["auto", "gather"])
+def test_keys_of_reduce_scatter_may_end_anywhere(algorithm: str, codec: Any) -> None:
+    keys = [("a", 700), ("b", 0), ("c", 1), ("d", 2299)]
 
     def body(comm: Communicator) -> tuple[Any, ...]:
         def call(feedback: ErrorFeedback, number: int) -> Any:
-            x, y = inputs(comm.rank, number), np.zeros(N, np.float32)
-            wrong = [("c", 1000), ("d", 1500), ("e", 500)]
-            with pytest.raises(InvalidArgument, match=r"'d' .* ends at element 2500.*2000, 3000\]"):
-                comm.reduce_scatter(x, codec="onebit", feedback=feedback, keys=wrong)
-            block = comm.reduce_scatter(x, codec="onebit", feedback=feedback, keys=keys)
-            y.reshape(3, -1)[comm.rank] = block
+            y = np.zeros(N, np.float32)
+            blocks, results = (
+                np.split(each, [100, 2000]) for each in (inputs(comm.rank, number), y)
+            )
+            results[comm.rank][:] = comm.reduce_scatter(
+                blocks, codec=codec, algorithm=algorithm, feedback=feedback, keys=keys
+            )
             return y
 
         return conserved(comm, call)
 
     found = run(3, body)
+    expect_conserved(found, sum(each[1] for each in found))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "gather"])
+def test_ranks_whose_keys_end_elsewhere_are_told(algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        keys = [("a", 1000 + comm.rank), ("b", 2000 - comm.rank)]
+        with pytest.raises(InvalidArgument, match=r"rank 0 .*reduce_scatter"):
+            comm.reduce_scatter(
+                np.ones(N, np.float32),
+                codec="onebit",
+                algorithm=algorithm,
+                feedback=ErrorFeedback(),
+                keys=keys,
+            )
+
+    run(2, body)
+
+
+def test_it_goes_on_in_parts_and_with_the_survivors(codec: Any) -> None:
+    met, left = threading.Barrier(3), []
+
+    def body(comm: Communicator) -> tuple[Any, ...]:
+        feedback, given, delivered = ErrorFeedback(), np.zeros(N), np.zeros(N)
+
+        def reduce(members: Communicator, call: int) -> None:
+            x = inputs(comm.rank, call)
+            y = members.all_reduce(x.copy(), codec=codec, feedback=feedback, key="w")
+            given[:] += x
+            delivered[:] += y / members.size  # of each rank its share
+
+        reduce(comm, 0)
+        with comm.split(comm.rank % 2) as part:
+            reduce(part, 1)
+        reduce(comm, 2)
+        met.wait()
+        if comm.rank == 2:
+            left.append(feedback.residual("w"))
+            comm.abort("leaves")
+            return given, delivered, np.zeros(N)
+        with pytest.raises(gradwire.Aborted):
+            reduce(comm, 3)
+        with comm.shrink() as rest:
+            assert rest.size == 2
+            if rest.rank == 0:
+                feedback.add("w", left[0])
+            reduce(rest, 4)
+        return given, delivered, feedback.residual("w")
+
+    found = run(3, body, transport="tcp")
     expect_conserved(found, sum(each[1] for each in found))
 
 

@@ -167,6 +167,32 @@ def test_ranks_agree_and_nothing_is_lost(p: int) -> None:
     np.testing.assert_allclose(sum(each[1] for each in found), 3 * given, atol=1e-5 * p)
 
 
+def test_neither_transport_nor_algorithm_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_LINK", "1gbit,10us")
+    algorithms = [
+        "auto",
+        "gather",
+        *(f"gather({each})" for each in gradwire.algorithms("all_gather")),
+    ]
+
+    def results(comm: Communicator, algorithm: str) -> list[bytes]:
+        feedback, found = ErrorFeedback(), []
+        options: dict[str, Any] = {"codec": Halves(), "algorithm": algorithm, "feedback": feedback}
+        for collective in (*COLLECTIVES, *COLLECTIVES):
+            y = collective(comm, inputs(comm.rank), key=collective.__name__, **options)
+            found.append(b"" if y is None else y.tobytes())
+        return found + [feedback.residual(each.__name__).tobytes() for each in COLLECTIVES]
+
+    def body(comm: Communicator) -> list[bytes]:
+        first, *others = (results(comm, each) for each in algorithms)
+        assert all(each == first for each in others)
+        return first
+
+    expected = run(P, body)
+    for transport in ("shm", "tcp", "emulated"):
+        assert run(P, body, transport=transport) == expected
+
+
 # ---- Works that are dropped --------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ void Compound::bind(const Request& request, Rank rank, int size) {
   size_ = size;
   algorithm_.assign(request.algorithm);
   whole_.algorithm = algorithm_;
+  Operation::counts(request, rank, size, counts_);
   take_label(request);
   const auto keep = [](auto& kept, auto& span) {
     kept.assign(span.begin(), span.end());
@@ -46,14 +47,14 @@ void Compound::take_label(const Request& request) {
   spec.op = request.op;
   spec.root = request.root;
   Fnv1a counts;
-  for (const Array& each : request.inputs) counts.number(each.count);
+  for (std::uint64_t each : counts_) counts.number(each);
   Fnv1a all;
   all.number(static_cast<std::uint64_t>(spec.collective))
       .number(static_cast<std::uint64_t>(spec.op));
   all.number(static_cast<std::uint64_t>(spec.root)).number(counts.digest());
   all.bytes(request.codec_label.data(), request.codec_label.size());
   if (!label_.empty() && all.digest() == labelled_digest_ && request.codec == labelled_) return;
-  for (const Array& each : request.inputs) spec.counts.push_back(each.count);
+  spec.counts = counts_;
   spec.algorithm = "auto";
   spec.codec = request.codec_label;
   if (spec.codec.empty()) spec.codec = request.codec ? request.codec->name() : "none";

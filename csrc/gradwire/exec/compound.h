@@ -50,6 +50,8 @@ class Compound {
  protected:
   // The request as it was bound: its spans and strings are copies.
   const Request& whole() const noexcept { return whole_; }
+  // Elements of each of its extents (Operation::counts).
+  const std::vector<std::uint64_t>& counts() const noexcept { return counts_; }
   Rank rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
   // A phase on this rank's behalf: algorithm "auto", and what the ranks are told of the codec.
@@ -76,6 +78,7 @@ class Compound {
   std::string algorithm_, label_;
   std::shared_ptr<const codec::Codec> labelled_;  // what label_ was made for
   std::uint64_t labelled_digest_ = 0;
+  std::vector<std::uint64_t> counts_;
   std::vector<Array> inputs_, outputs_;
   std::vector<Shape> shapes_;
   std::vector<codec::KeyedExtent> keys_;

@@ -54,16 +54,21 @@ void GatherReduce::begin() {
   spec.op = request.op;
   Plan::check_types(spec, *request.codec);
   phase_ = 0;
-  counts_.clear();
-  limit_ = table_bytes(request.inputs.size());
-  for (const Array& each : request.inputs) {
-    counts_.push_back(each.count);
-    limit_ += request.codec->max_bytes(each.count);
-  }
-  feedback_.bind(counts_, request.keys, transaction());
+  place_extents();
+  limit_ = table_bytes(counts().size());
+  for (std::uint64_t count : counts()) limit_ += request.codec->max_bytes(count);
+  feedback_.bind(counts(), request.keys, transaction());
   Request gather = phase(Collective::kAllGather, DType::kUInt8, ReduceOp::kSum);
   gather.algorithm = gather_algorithm(request);
   payloads_.start(gather, rank(), size());
+}
+
+void GatherReduce::place_extents() {
+  const std::size_t arrays = whole().inputs.size();
+  runs_ = arrays == 0 ? 1 : counts().size() / arrays;
+  offsets_.assign(counts().size(), 0);
+  for (std::size_t i = 1; i < offsets_.size(); ++i)
+    if (i % runs_ > 0) offsets_[i] = offsets_[i - 1] + counts()[i - 1];
 }
 
 const Request* GatherReduce::next(const Progress& progress) {
@@ -86,12 +91,12 @@ const Request& GatherReduce::encode(std::uint32_t operation) {
   const codec::Codec& codec = *whole().codec;
   std::vector<std::byte>& out = payloads_.own();
   if (out.size() < limit_) out.resize(limit_);
-  std::size_t used = table_bytes(counts_.size());
-  for (std::size_t i = 0; i < counts_.size(); ++i) {
+  std::size_t used = table_bytes(counts().size());
+  for (std::size_t i = 0; i < counts().size(); ++i) {
     const float* x = input(i);
     feedback_.prepare(codec, i, x);
     const codec::Site site = feedback_.site(i, rank(), operation);
-    const std::size_t size = codec.encode(x, counts_[i], site, Bytes(out).subspan(used));
+    const std::size_t size = codec.encode(x, counts()[i], site, Bytes(out).subspan(used));
     const auto length = static_cast<std::uint32_t>(size);
     std::memcpy(out.data() + table_bytes(i), &length, sizeof length);
     used += size;
@@ -103,10 +108,10 @@ const Request& GatherReduce::encode(std::uint32_t operation) {
 // All payloads are here. Where all ranks keep all sums, they find the same.
 const Request* GatherReduce::add_up() {
   const Stopwatch stopwatch(spent_.decode);
-  starts_.assign(static_cast<std::size_t>(size()), table_bytes(counts_.size()));
+  starts_.assign(static_cast<std::size_t>(size()), table_bytes(counts().size()));
   parts_.resize(starts_.size());
   bool finite = true;
-  for (std::size_t i = 0; i < counts_.size(); ++i) {
+  for (std::size_t i = 0; i < counts().size(); ++i) {
     for (Rank r = 0; r < size(); ++r) take_part(r, i);
     if (float* y = output(i)) finite = sum(i, y) && finite;
   }
@@ -122,7 +127,7 @@ void GatherReduce::take_part(Rank from, std::size_t extent) {
   const auto r = static_cast<std::size_t>(from);
   const ConstBytes all = payloads_.of(from);
   std::uint32_t length = 0;
-  if (all.size() >= table_bytes(counts_.size()))
+  if (all.size() >= table_bytes(counts().size()))
     std::memcpy(&length, all.data() + table_bytes(extent), sizeof length);
   if (starts_[r] > all.size() || length > all.size() - starts_[r])
     refuse(from, "it is shorter than its parts");
@@ -139,20 +144,20 @@ void GatherReduce::check_ends() const {
 // Whether all of it is finite.
 bool GatherReduce::sum(std::size_t extent, float* y) {
   try {
-    whole().codec->decode_sum(parts_, y, counts_[extent]);
+    whole().codec->decode_sum(parts_, y, counts()[extent]);
   } catch (const InvalidArgument& error) {
     refuse(blame(extent), error.what());
   }
-  const bool finite = codec::mark_not_finite(*whole().codec, y, counts_[extent]);
+  const bool finite = codec::mark_not_finite(*whole().codec, y, counts()[extent]);
   if (whole().op == ReduceOp::kAvg)
     codec::kernels().scale[static_cast<std::size_t>(DType::kFloat32)](y, 1.0 / size(),
-                                                                      counts_[extent]);
+                                                                      counts()[extent]);
   return finite;
 }
 
 // Whose part of an extent can't be decoded, when it is known that one can't.
 Rank GatherReduce::blame(std::size_t extent) const {
-  std::vector<float> scratch(counts_[extent]);
+  std::vector<float> scratch(counts()[extent]);
   for (Rank r = 0; r < size(); ++r) {
     const ConstBytes part = parts_[static_cast<std::size_t>(r)];
     try {
@@ -174,28 +179,31 @@ void GatherReduce::refuse(Rank from, const std::string& why) const {
 // Nobody to lose anything to.
 const Request* GatherReduce::deliver_alone() {
   bool finite = true;
-  for (std::size_t i = 0; i < counts_.size(); ++i) {
+  for (std::size_t i = 0; i < counts().size(); ++i) {
     float* y = output(i);
-    if (y != input(i) && counts_[i] > 0) std::memcpy(y, input(i), counts_[i] * sizeof(float));
+    if (y != input(i) && counts()[i] > 0) std::memcpy(y, input(i), counts()[i] * sizeof(float));
     feedback_.deliver(i, y);
-    finite = codec::mark_not_finite(*whole().codec, y, counts_[i]) && finite;
+    finite = codec::mark_not_finite(*whole().codec, y, counts()[i]) && finite;
   }
   transaction().settle(finite);
   return nullptr;
 }
 
 const float* GatherReduce::input(std::size_t extent) const {
-  return reinterpret_cast<const float*>(whole().inputs[extent].data);
+  const Array& array = whole().inputs[extent / runs_];
+  return reinterpret_cast<const float*>(array.data) + offsets_[extent];
 }
 
 // Where this rank keeps the sum of an extent; null where others do.
 float* GatherReduce::output(std::size_t extent) const {
   const Request& request = whole();
+  std::size_t array = extent / runs_;
   if (request.collective == Collective::kReduce && rank() != request.root) return nullptr;
-  if (request.collective != Collective::kReduceScatter)
-    return reinterpret_cast<float*>(request.outputs[extent].data);
-  const bool own = extent == static_cast<std::size_t>(rank());
-  return own ? reinterpret_cast<float*>(request.outputs[0].data) : nullptr;
+  if (request.collective == Collective::kReduceScatter) {
+    if (array != static_cast<std::size_t>(rank())) return nullptr;
+    array = 0;
+  }
+  return reinterpret_cast<float*>(request.outputs[array].data) + offsets_[extent];
 }
 
 }  // namespace gradwire::exec

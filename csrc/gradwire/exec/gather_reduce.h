@@ -24,6 +24,7 @@ class GatherReduce final : public Compound {
 
  private:
   void begin() override;
+  void place_extents();
   const Request& encode(std::uint32_t operation);
   const Request* add_up();
   void take_part(Rank from, std::size_t extent);
@@ -36,8 +37,9 @@ class GatherReduce final : public Compound {
   float* output(std::size_t extent) const;
 
   int phase_ = 0;
-  std::vector<std::uint64_t> counts_;
-  std::size_t limit_ = 0;  // bytes of a payload
+  std::size_t runs_ = 1;              // extents of an array
+  std::vector<std::size_t> offsets_;  // of each extent in its array
+  std::size_t limit_ = 0;             // bytes of a payload
   FeedbackView feedback_;
   Payloads payloads_;
   std::vector<std::size_t> starts_;  // by rank: where its next extent's part begins

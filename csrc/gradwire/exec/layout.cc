@@ -14,15 +14,16 @@ std::size_t even_cut(std::size_t total, std::size_t part, std::size_t parts) {
 }  // namespace
 
 Layout::Layout(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
-               bool chunk_is_extent)
+               bool chunks_are_extents)
     : unit_(unit), counts_(counts), extent_units_{0} {
   for (std::uint64_t count : counts)
     extent_units_.push_back(extent_units_.back() + (count + unit - 1) / unit);
   const auto parts = static_cast<std::size_t>(chunks);
+  const std::size_t total = extent_units_.back(), each = counts.size() / parts;
   for (std::size_t c = 0; c < parts; ++c) {
-    const std::size_t total = extent_units_.back();
-    begins_.push_back(chunk_is_extent ? extent_units_[c] : even_cut(total, c, parts));
-    ends_.push_back(chunk_is_extent ? extent_units_[c + 1] : even_cut(total, c + 1, parts));
+    begins_.push_back(chunks_are_extents ? extent_units_[c * each] : even_cut(total, c, parts));
+    ends_.push_back(chunks_are_extents ? extent_units_[(c + 1) * each]
+                                       : even_cut(total, c + 1, parts));
   }
 }
 

@@ -15,10 +15,10 @@ namespace gradwire::exec {
 
 class Layout {
  public:
-  // One chunk per extent (`chunk_is_extent`), or all extents end to end cut into `chunks` even
-  // parts.
+  // As many extents to each chunk (`chunks_are_extents`), or all extents end to end cut into
+  // `chunks` even parts.
   Layout(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
-         bool chunk_is_extent);
+         bool chunks_are_extents);
 
   // The pieces of segment `segment` of `segments` of a chunk, appended in order.
   void append(int chunk, int segment, int segments, std::vector<Piece>& out) const;

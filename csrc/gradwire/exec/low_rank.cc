@@ -22,9 +22,7 @@ Array array_at(std::vector<float>& values, std::size_t first, std::size_t count)
 void LowRankReduce::begin() {
   check();
   phase_ = 0;
-  counts_.clear();
-  for (const Array& each : whole().inputs) counts_.push_back(each.count);
-  feedback_.bind(counts_, whole().keys, transaction());
+  feedback_.bind(counts(), whole().keys, transaction());
   list_matrices(static_cast<const codec::LowRank&>(*whole().codec).rank());
   if (feedback_.feeds_back()) place_in_keys();
   list_exchanges();
@@ -71,8 +69,8 @@ void LowRankReduce::list_matrices(std::size_t rank) {
   matrices_.clear();
   plain_.clear();
   std::size_t left = 0, right = 0;
-  for (std::size_t i = 0; i < counts_.size(); ++i) {
-    const Shape shape = whole().shapes.empty() ? Shape{1, counts_[i]} : whole().shapes[i];
+  for (std::size_t i = 0; i < counts().size(); ++i) {
+    const Shape shape = whole().shapes.empty() ? Shape{1, counts()[i]} : whole().shapes[i];
     const codec::Factors of{shape.rows, shape.columns, rank};
     if (size() == 1 || !codec::worth_factoring(of)) {
       plain_.push_back(i);
@@ -114,8 +112,8 @@ void LowRankReduce::prepare() {
   const Stopwatch stopwatch(spent_.encode);
   for (std::size_t extent : plain_) {
     float* y = output(extent);
-    if (y != input(extent) && counts_[extent] > 0)
-      std::memcpy(y, input(extent), counts_[extent] * sizeof(float));
+    if (y != input(extent) && counts()[extent] > 0)
+      std::memcpy(y, input(extent), counts()[extent] * sizeof(float));
     feedback_.deliver(extent, y);
   }
   for (const Matrix& each : matrices_) {
@@ -160,7 +158,7 @@ bool LowRankReduce::orthonormalise() {
   const auto& kernels = codec::kernels();
   bool finite = kernels.finite(left_.data(), left_.size());
   for (std::size_t extent : plain_)
-    finite = kernels.finite(output(extent), counts_[extent]) && finite;
+    finite = kernels.finite(output(extent), counts()[extent]) && finite;
   for (const Matrix& each : matrices_) {
     if (!finite) return false;
     float* q = own_right_.data() + each.right;
@@ -178,7 +176,7 @@ void LowRankReduce::finish() {
   const auto& kernels = codec::kernels();
   const auto scale = kernels.scale[static_cast<std::size_t>(DType::kFloat32)];
   for (std::size_t extent : plain_)
-    if (average) scale(output(extent), factor, counts_[extent]);
+    if (average) scale(output(extent), factor, counts()[extent]);
   for (const Matrix& each : matrices_) {
     codec::LowRankResult result;
     result.p = left_.data() + each.left;

@@ -54,7 +54,6 @@ class LowRankReduce final : public Compound {
   std::span<const float> last_right(const Matrix& matrix);
 
   int phase_ = 0;
-  std::vector<std::uint64_t> counts_;
   FeedbackView feedback_;
   std::vector<Matrix> matrices_;
   std::vector<std::size_t> plain_;  // extents that travel as they are

@@ -1,5 +1,6 @@
 #include "gradwire/exec/operation.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -49,6 +50,47 @@ void require_one(const Request& request, std::span<const Array> arrays, const ch
            std::string("needs one ") + which + " array, got " + std::to_string(arrays.size()));
 }
 
+// A walk over keys that lie end to end.
+class KeyWalk {
+ public:
+  explicit KeyWalk(std::span<const codec::KeyedExtent> keys) : keys_(keys) {}
+
+  // Past those of the next `most` elements that are of one key; beyond the last one, past all.
+  std::uint64_t step(std::uint64_t most) {
+    for (; !keys_.empty() && used_ == keys_.front().count; used_ = 0) keys_ = keys_.subspan(1);
+    const std::uint64_t run = keys_.empty() ? most : std::min(most, keys_.front().count - used_);
+    used_ += run;
+    return run;
+  }
+
+ private:
+  std::span<const codec::KeyedExtent> keys_;
+  std::uint64_t used_ = 0;  // of the first one
+};
+
+std::size_t most_runs(const Request& request) {
+  KeyWalk keys(request.keys);
+  std::size_t most = 1;
+  for (const Array& block : request.inputs) {
+    std::size_t runs = 0;
+    for (std::uint64_t left = block.count; left > 0; ++runs) left -= keys.step(left);
+    most = std::max(most, runs);
+  }
+  return most;
+}
+
+void append_runs(const Request& request, std::vector<std::uint64_t>& out) {
+  KeyWalk keys(request.keys);
+  const std::size_t runs = most_runs(request);
+  for (const Array& block : request.inputs) {
+    std::uint64_t left = block.count;
+    for (std::size_t i = 0; i < runs; ++i) {
+      out.push_back(keys.step(left));
+      left -= out.back();
+    }
+  }
+}
+
 }  // namespace
 
 void Operation::check(const Request& request, Rank rank, int size) {
@@ -94,8 +136,9 @@ void Operation::counts(const Request& request, Rank rank, int size,
   switch (request.collective) {
     case Collective::kAllReduce:
     case Collective::kReduce:
-    case Collective::kReduceScatter:
       return append(request.inputs);
+    case Collective::kReduceScatter:
+      return append_runs(request, out);
     case Collective::kBroadcast:
     case Collective::kAllGather:
       return append(request.outputs);
@@ -164,12 +207,14 @@ void Operation::bind_in_place(const Request& request, Rank rank) {
 
 void Operation::bind_reduce_scatter(const Request& request, Rank rank) {
   std::byte* next = scratch(request.inputs);
-  for (const Array& each : request.inputs) {
+  for (std::uint64_t count : plan_->counts()) {
     extents_.push_back(next);
-    add_copy(before_, next, each);
-    next += each.count * element_;
+    next += count * element_;
   }
-  add_copy(after_, request.outputs[0].data, {extents_[at(rank)], request.outputs[0].count});
+  const std::size_t runs = extents_.size() / request.inputs.size();  // of each block
+  for (std::size_t i = 0; i < request.inputs.size(); ++i)
+    add_copy(before_, extents_[i * runs], request.inputs[i]);
+  add_copy(after_, request.outputs[0].data, {extents_[at(rank) * runs], request.outputs[0].count});
 }
 
 void Operation::bind_all_gather(const Request& request, Rank rank) {

@@ -49,7 +49,7 @@ struct Request {
   std::uint64_t schedule_digest = 0;             // of *schedule, taken once by whoever keeps it
   std::shared_ptr<const codec::Codec> codec;     // null: none
   // Lossy codecs: null for no error feedback. The keys lie end to end over all inputs, each of
-  // which belongs to one key.
+  // which belongs to one key; of reduce_scatter, whose inputs are blocks, to any number of them.
   std::shared_ptr<codec::ErrorFeedback> feedback;
   std::span<const codec::KeyedExtent> keys;
   // Instead of a codec: payloads are exchanged (exec/exchange.h), and the arrays are not touched.
@@ -70,9 +70,10 @@ struct CopyStep {
 // Reused from call to call: bind() allocates only when it needs more room than ever before.
 class Operation {
  public:
-  // The elements of each extent that the request's schedule works on (OpSpec::counts). For gather,
-  // scatter and all_to_all only this rank's own counts are known here: the others are 0, and uneven
-  // counts are checked frame by frame instead of in the fingerprint.
+  // The elements of each extent that the request's schedule works on (OpSpec::counts). Blocks of
+  // reduce_scatter are cut where keys end, all into as many extents, some of them empty. For
+  // gather, scatter and all_to_all only this rank's own counts are known here: the others are 0,
+  // and uneven counts are checked frame by frame instead of in the fingerprint.
   static void counts(const Request& request, Rank rank, int size, std::vector<std::uint64_t>& out);
   // Throws InvalidArgument when inputs and outputs do not fit together.
   static void check(const Request& request, Rank rank, int size);

@@ -20,7 +20,7 @@ using schedule::kSmallestSegment;
 using schedule::Landing;
 using schedule::Schedule;
 
-bool chunk_is_extent(Collective collective) {
+bool chunks_are_extents(Collective collective) {
   return collective != Collective::kAllReduce && collective != Collective::kReduce &&
          collective != Collective::kBroadcast;
 }
@@ -78,7 +78,7 @@ class Plan::Maker {
         spec_(plan.binding_.spec),
         codec_(*plan.binding_.codec),
         layout_(plan.binding_.counts, schedule.chunks, unit(),
-                chunk_is_extent(schedule.collective)) {}
+                chunks_are_extents(schedule.collective)) {}
 
   void make() {
     collect_messages();

@@ -24,7 +24,7 @@
 
 namespace gradwire::exec {
 
-// A run of elements inside one extent (one array of the caller's).
+// A run of elements inside one extent (one array of the caller's, or what is of one key in it).
 struct Piece {
   std::uint32_t extent = 0;
   std::size_t offset = 0;  // elements
