@@ -1,5 +1,6 @@
 #include "gradwire/exec/communicator.h"
 
+#include <sched.h>
 #include <sys/eventfd.h>
 
 #include <algorithm>
@@ -10,6 +11,21 @@
 
 namespace gradwire::exec {
 namespace {
+
+// Where each rank has a core of its own, whom it waits for is at work: a few microseconds.
+constexpr unsigned kSpins = 100;
+
+// Ranks that share cores wait for one that is not running: each lets others run at once.
+unsigned spins_of(const Identity& identity) {
+  const auto ours = std::ranges::find_if(identity.hosts, [&](const std::vector<Rank>& host) {
+    return std::ranges::find(host, identity.rank) != host.end();
+  });
+  const auto ranks =
+      ours == identity.hosts.end() ? static_cast<std::size_t>(identity.size) : ours->size();
+  cpu_set_t cores;
+  if (::sched_getaffinity(0, sizeof cores, &cores) != 0) return 0;
+  return ranks <= static_cast<std::size_t>(CPU_COUNT(&cores)) ? kSpins : 0;
+}
 
 constexpr std::size_t kLeastMessage = 4096, kMostMessage = std::size_t{1} << 30;
 
@@ -35,6 +51,7 @@ transport::Options transfer_options(const Identity& identity, const Tuning& tuni
 
 Communicator::Communicator(Identity identity, Tuning tuning)
     : identity_(std::move(identity)),
+      spins_(spins_of(identity_)),
       links_(link_options(identity_, tuning)),
       transfer_links_(transfer_options(identity_, tuning)),
       control_(identity_.rank, identity_.size, [this] { return position(); }),
@@ -92,7 +109,7 @@ void Communicator::run(const Request& request, const Interrupt& interrupt) {
 std::shared_ptr<Work> Communicator::begin(const Request& request) {
   std::unique_lock lock(mutex_);
   std::shared_ptr<Work> work = enqueue(lock, request);
-  if (!driving_) drive(lock, work.get(), nullptr, /*most_idle=*/kSpins);
+  if (!driving_) drive(lock, work.get(), nullptr, /*most_idle=*/std::max(spins_, 1U));
   return work;
 }
 

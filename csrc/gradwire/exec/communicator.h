@@ -101,8 +101,6 @@ class Communicator {
   Traffic traffic() const { return traffic_.read(); }
 
  private:
-  // More ranks than cores is the normal case: hardly spin, soon let others run, then sleep.
-  static constexpr unsigned kSpins = 100;
   static constexpr unsigned kPatient = ~0U;
 
   // A collective that waits for its turn, or has it. Reused, with all that it has allocated.
@@ -179,6 +177,7 @@ class Communicator {
   void fail_locked(const std::exception_ptr& error) noexcept;
 
   Identity identity_;
+  const unsigned spins_;  // before others may run
   Links links_;
   Links transfer_links_;
   ControlPlane control_;

@@ -214,8 +214,8 @@ void Communicator::finish_current() {
 }
 
 void Communicator::rest(unsigned idle, const Interrupt& interrupt) {
-  if (idle <= kSpins) return __builtin_ia32_pause();
-  if (idle <= kSpins + kYields) return static_cast<void>(::sched_yield());
+  if (idle <= spins_) return __builtin_ia32_pause();
+  if (idle <= spins_ + kYields) return static_cast<void>(::sched_yield());
   if (!waits_since_) start_waiting();
   check_stall();
   if (watch_.due())
