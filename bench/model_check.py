@@ -27,6 +27,7 @@ from typing import Any
 
 import links
 import numpy as np
+import result_files
 from machine import OtherLoad, describe
 
 RESULTS = Path(__file__).parent / "results"
@@ -61,9 +62,7 @@ def main() -> int:
         "cases": cases,
     }
     stem = options.output or RESULTS / f"model-{datetime.date.today().isoformat()}"
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(document(found, stem.name), encoding="utf-8")
+    result_files.save(stem, found, document(found, stem.name))
     draw(cases, stem.with_suffix(".png"))
     print("\n".join(summary(cases)))
     return 0

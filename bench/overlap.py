@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import images
 import links
+import result_files
 import step_times
 from machine import OtherLoad, describe
 from step_report import GLOO, LOCAL, NO_LINK
@@ -53,10 +53,8 @@ def main() -> int:
         "bytes": options.calls[0],
     }
     stem = options.output or RESULTS / f"overlap-{datetime.date.today().isoformat()}"
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     text = document(found)
-    stem.with_suffix(".md").write_text(text, encoding="utf-8")
+    result_files.save(stem, found, text)
     print(text)
     return 0
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import json
 import math
 import os
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 
 import peer_teams
 import peers_report
+import result_files
 from machine import OtherLoad, describe
 from peer_teams import GRADWIRE, LIBRARIES, Team
 from tqdm import tqdm
@@ -204,10 +204,8 @@ def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
     found["date"] = now.strftime("%Y-%m-%d %H:%M UTC")
     found["command"] = " ".join(["bench/peers.py", *sys.argv[1:]])
     stem = options.output or RESULTS / f"peers-{now.date().isoformat()}"
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     document = peers_report.document(found, stem.name)
-    stem.with_suffix(".md").write_text(document, encoding="utf-8")
+    result_files.save(stem, found, document)
     peers_report.draw(found, stem.with_suffix(".png"))
     return document
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import links
+import result_files
 import step_report
 from machine import OtherLoad, describe
 from methods import PEERS, TRAINED
@@ -186,7 +187,6 @@ def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
     today = datetime.date.today().isoformat()
     stem = options.output or RESULTS / f"step-times-{today}"
-    stem.parent.mkdir(parents=True, exist_ok=True)
     found["step_ms"] = {
         link: {name: each["ms"] for name, each in measured["steps"].items()}
         for link, measured in found["links"].items()
@@ -196,9 +196,8 @@ def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
         "batch": options.batch,
         "command": " ".join(["bench/step_times.py", *sys.argv[1:]]),
     }
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     document = step_report.document(found, stem.name)
-    stem.with_suffix(".md").write_text(document, encoding="utf-8")
+    result_files.save(stem, found, document)
     step_report.draw(found, stem.with_suffix(".png"))
     return document
 

@@ -39,7 +39,6 @@ from gradwire._work import Work, seconds
 # it waits for before those that have theirs, and are in a call, lose their patience with it.
 _LINKS_SHARE = 0.75
 
-
 # Of options: the same object means the same.
 _IMMUTABLE = {str, int, float, bool, type(None)}
 
@@ -87,9 +86,8 @@ class Communicator:
     All collectives share these keywords:
 
     - ``algorithm``: a name from `gradwire.algorithms`, ``hierarchical(inner,outer)``, or ``auto``,
-      the fastest by `cost_model`;
-      with a lossy codec, but not lowrank, also ``gather``: each rank encodes once, and all payloads
-      go to all ranks;
+      the fastest by `cost_model`; with a lossy codec, but not lowrank, also ``gather``: each rank
+      encodes once, and all payloads go to all ranks;
     - ``schedule``: a `gradwire.Schedule` of one's own instead, equal on all ranks;
     - ``async_op``: return a `Work` at once; its wait() returns the result;
     - ``timeout``: seconds, from when the operation's turn comes; the communicator's if None;
