@@ -92,6 +92,26 @@ TEST_F(Planes, ALinksFailureIsExplainedByTheFailureOfAnother) {
   }
 }
 
+// Near the end of 32 bits, too, an inquiry is answered.
+TEST(ControlPlane, AnInquiryMayNameAnyCall) {
+  for (const std::uint64_t call : {0ULL, 0xFFFFFFFEULL, 0xFFFFFFFFULL, ~0ULL}) {
+    ControlPlane plane(0, 2, [] { return Position{}; });
+    transport::Control peer(1, 2);
+    auto [own, other] = transport::unix_ends();
+    plane.adopt(std::move(own), 1);
+    peer.adopt(std::move(other), 0);
+    transport::ControlFrame question;
+    question.type = transport::ControlType::kInquiry;
+    question.value = call;
+    peer.send(0, question);
+    plane.listen();
+    const auto answer = peer.poll();
+    ASSERT_TRUE(answer);
+    EXPECT_EQ(answer->frame.type, transport::ControlType::kAnswer);
+    EXPECT_NE(answer->frame.flags & transport::kLast, 0u);
+  }
+}
+
 struct Stop {};
 
 // Ends a wait at its first turn.

@@ -37,7 +37,7 @@ void ControlPlane::begin_call(std::shared_ptr<const Plan> plan) {
   history_.add(std::move(plan));
   if (std::exchange(some_are_ahead_, false))
     for (Rank peer = 0; peer < size_; ++peer) compare(peer);
-  if (!tell_at_.passed()) return;
+  if (!tell_at_.passed_about()) return;
   listen();
   announce();
 }
@@ -114,10 +114,11 @@ void ControlPlane::announce() {
   control_.broadcast(position_frame());
 }
 
-// The calls up to `call`, then the last of all.
+// The calls up to `call`, any number that a peer may name, then the last of all.
 void ControlPlane::testify(Rank to, std::uint32_t call) noexcept {
-  for (std::uint32_t calls = call + 2 - std::min(call + 1, kCallsTold); calls <= call + 1; ++calls)
-    if (history_.after(calls) != nullptr) control_.send(to, frame_of(ControlType::kAnswer, calls));
+  for (std::uint32_t ago = kCallsTold; ago-- > 0;)
+    if (ago <= call && history_.after(call + 1 - ago) != nullptr)
+      control_.send(to, frame_of(ControlType::kAnswer, call + 1 - ago));
   ControlFrame last = frame_of(ControlType::kAnswer, history_.calls());
   last.flags |= transport::kLast;
   control_.send(to, last);

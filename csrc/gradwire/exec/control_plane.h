@@ -117,7 +117,7 @@ class ControlPlane {
   std::vector<Word> words_;      // by peer
   bool some_are_ahead_ = false;  // to be compared when this rank comes to their call
   bool leaving_ = false;
-  Deadline tell_at_ = Deadline::after(0);
+  Deadline tell_at_ = Deadline::at_once();
   Clock::time_point roll_called_{};
 };
 
