@@ -17,7 +17,7 @@ from gradwire import _core, _launch, _measure, _world
 from gradwire._errors import InvalidArgument, ScheduleError
 from gradwire._measure import Result
 from gradwire._rendezvous import choose_transports
-from gradwire._schedules import Schedule
+from gradwire._schedules import Schedule, gathering
 
 if TYPE_CHECKING:
     from gradwire import Communicator
@@ -161,8 +161,12 @@ def _check_type(options: argparse.Namespace) -> None:
 
 
 def _check_algorithm(options: argparse.Namespace, ranks: int) -> None:
+    algorithm, collective = options.algorithm, options.collective
+    by = gathering(algorithm)
+    if by is not None and collective in _measure.REDUCING:
+        algorithm, collective = by or "direct", "all_gather"
     try:
-        Schedule.generate(options.algorithm, ranks, collective=options.collective)
+        Schedule.generate(algorithm, ranks, collective=collective)
     except ScheduleError as error:
         raise InvalidArgument(str(error)) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections import deque
 from collections.abc import Sequence
@@ -12,19 +11,19 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from gradwire import (
+    _adopt,
+    _barrier,
     _buffers,
     _core,
-    _environment,
     _exit,
-    _link,
     _model,
     _reductions,
     _shrink,
+    _split,
     _work,
 )
 from gradwire._arrays import Operand, operand, writable, written
 from gradwire._buffers import Buffers, Place
-from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
@@ -34,10 +33,6 @@ from gradwire._model import CostModel
 from gradwire._reductions import Call, CodecLike
 from gradwire._schedules import Schedule
 from gradwire._work import Work, seconds
-
-# Of the patience with others: links are made in less, so that a rank which waits for one names whom
-# it waits for before those that have theirs, and are in a call, lose their patience with it.
-_LINKS_SHARE = 0.75
 
 # Of options: the same object means the same.
 _IMMUTABLE = {str, int, float, bool, type(None)}
@@ -86,8 +81,9 @@ class Communicator:
     All collectives share these keywords:
 
     - ``algorithm``: a name from `gradwire.algorithms`, ``hierarchical(inner,outer)``, or ``auto``,
-      the fastest by `cost_model`; with a lossy codec, but not lowrank, also ``gather``: each rank
-      encodes once, and all payloads go to all ranks;
+      the fastest by `cost_model`. all_reduce takes ``gather`` too, as reduce and
+      reduce_scatter do with a lossy codec, but for lowrank: every rank's input, encoded once, goes
+      to all, by an all_gather that ``gather(ring)`` names, and each adds them up;
     - ``schedule``: a `gradwire.Schedule` of one's own instead, equal on all ranks;
     - ``async_op``: return a `Work` at once; its wait() returns the result;
     - ``timeout``: seconds, from when the operation's turn comes; the communicator's if None;
@@ -120,8 +116,8 @@ class Communicator:
         self._hosts = tuple(map(tuple, hosts))
         self._splits = 0
         self._dropped: deque[Work] = deque()
-        self._shortcut = _core.Shortcut(core)
-        self._repeated = self._shortcut.call
+        self._is_one_round: bool | None = None  # a barrier
+        self._forget_calls()
         self._nothing = np.empty(0, np.uint8)
         _exit.track(self)
 
@@ -155,6 +151,7 @@ class Communicator:
         """Whether it is closed or failed: calls raise, and another must be made."""
         return not self._core.owned_here or self._core.closed
 
+    @_core.repeatable
     def all_reduce(
         self,
         x: Any,
@@ -174,10 +171,6 @@ class Communicator:
 
         A list of arrays of one dtype is one operation, which is faster than one for each.
         """
-        if not self._dropped and self._repeated(
-            x, algorithm, schedule, async_op, timeout, op, codec, key, keys, feedback, out
-        ):
-            return x
         options = _Options(
             algorithm, schedule, async_op, timeout, op, 0, codec, key, keys, feedback
         )
@@ -319,15 +312,23 @@ class Communicator:
         options = _Options(algorithm, schedule, async_op, timeout)
         return self._call("all_to_all", _buffers.all_to_all(x, out, self._place), options)
 
+    @_core.repeatable
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Returns when every rank has called it."""
-        x, algorithm = self._nothing, "recursive_doubling"
-        if not self._dropped and self._repeated(
-            x, algorithm, None, async_op, timeout, "sum", "none", None, None, None, None
-        ):
-            return None
+        """Returns when every rank has called it.
+
+        It is a collective of nothing: an all_gather or an all_reduce, as errors call it.
+        """
+        nothing = self._nothing
+        if self._is_one_round is None:
+            self._is_one_round = _barrier.is_one_round(self.cost_model._core, self._hosts)
+        if self._is_one_round:
+            name, algorithm = "all_gather", "direct"
+            buffers = _buffers.all_gather(nothing, [nothing] * self.size, self._place)
+        else:
+            name, algorithm = "all_reduce", "recursive_doubling"
+            buffers = _buffers.all_reduce(nothing, None)
         options = _Options(algorithm, None, async_op, timeout)
-        return self._call("all_reduce", _buffers.all_reduce(x, None)._replace(result=None), options)
+        return self._call(name, buffers._replace(result=None), options)
 
     def send(
         self, x: Any, dst: int, *, async_op: bool = False, timeout: float | None = None
@@ -368,31 +369,18 @@ class Communicator:
         this communicator's failure when that is the reason.
         """
         deadline = Deadline(self._timeout)
-        members = self._members(color, self.rank if key is None else key)
+        group = _split.members(self, color, self.rank if key is None else key)
         self._splits += 1
-        if len(members) < 2:  # but the others need its part of their exchange
-            self._gather_bytes(b"", deadline)
-        if color is None:
-            return None
-
-        def exchange(card: bytes, until: Deadline) -> list[bytes]:
-            cards = self._gather_bytes(card, until)
-            return [cards[rank] for rank in members]
-
-        name = f"{self._mesh.communicator}/{self._splits}/{color}"
-        mesh = connect_mesh(
-            self._mesh.job,
-            exchange,
-            rank=members.index(self.rank),
-            size=len(members),
-            communicator=int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"),
-            deadline=deadline,
+        mesh = _split.connect(
+            self,
+            self._mesh,
+            group,
+            None if color is None else f"{self._mesh.communicator}/{self._splits}/{color}",
             transports=self._transports_in_use(),
-            interface=self._mesh.interface,
             hear=self._core.hear,
+            deadline=deadline,
         )
-        mesh.model = self._mesh.model
-        return from_mesh(mesh, timeout=self._timeout)
+        return None if mesh is None else from_mesh(mesh, timeout=self._timeout)
 
     @property
     def cost_model(self) -> CostModel:
@@ -414,6 +402,7 @@ class Communicator:
         hosts = _model.host_set(self._mesh)
         self._mesh.model, _ = _tune.tune(self, hosts, seconds=seconds, progress=None)
         self._core.set_model(self._mesh.model)
+        self._forget_calls()
         return self.cost_model
 
     def abort(self, reason: str = "abort() was called") -> None:
@@ -513,18 +502,29 @@ class Communicator:
         dropped = None if call.reduction is None else self._dropped
         return Work(self._core, core, call.name, call.finish, dropped)
 
+    def _forget_calls(self) -> None:
+        """And what the cost model said of them."""
+        self._learnt = _core.Shortcut(self._core, self._dropped)
+        self._shortcut = self._learnt.capsule  # for repeatable methods
+        self._is_one_round = None
+
     def _learn(
         self, call: Call, buffers: Buffers, options: _Options, request: _core.Request
     ) -> None:
         """Makes the next call like this one take the shortcut, where nothing can differ in it."""
-        if call.name != "all_reduce" or len(buffers.inputs) != 1 or call.reduction is not None:
+        inputs = buffers.inputs
+        if len(inputs) != 1 or call.reduction is not None or call.feedback is not None:
             return
-        array = buffers.inputs[0].array
-        in_place = buffers.outputs is buffers.inputs and type(array) is np.ndarray
-        plain = call.feedback is None and not call.shapes
-        given = (*options[:5], *options[6:], None)  # without the root, but with out=
-        if in_place and plain and set(map(type, given)) <= _IMMUTABLE:
-            self._shortcut.learn(array, given, request, self._seconds(options.timeout))
+        array: np.ndarray[Any, Any] | None = inputs[0].array
+        method = _ALL_REDUCE
+        in_place = call.name == "all_reduce" and buffers.outputs is inputs and not call.shapes
+        if array is self._nothing:
+            array, method = None, _BARRIER
+        elif not in_place or type(array) is not np.ndarray:
+            return
+        given = tuple(getattr(options, name, None) for name in method.names)  # out: none
+        if set(map(type, given)) <= _IMMUTABLE:
+            self._learnt.learn(method, array, given, request, self._seconds(options.timeout))
 
     def _request(self, call: Call, options: _Options) -> _core.Request:
         request = _core.Request(
@@ -562,30 +562,14 @@ class Communicator:
             raise InvalidArgument(f"rank {rank} cannot send to itself, nor receive")
         return rank
 
-    def _members(self, color: int | None, key: int) -> list[int]:
-        """The ranks of the same color, by their keys; this one alone where it has no color."""
-        if color is not None and operator.index(color) < 0:
-            raise InvalidArgument(f"color={color} is negative; use None for no communicator")
-        own = np.array([-1 if color is None else color, key], np.int64)
-        wishes = self.all_gather(own).reshape(self.size, 2)
-        if color is None:
-            return [self.rank]
-        return sorted(
-            np.flatnonzero(wishes[:, 0] == color).tolist(), key=lambda r: (wishes[r, 1], r)
-        )
-
-    def _gather_bytes(self, data: bytes, deadline: Deadline) -> list[bytes]:
-        """Every rank's bytes, in rank order."""
-        timeout = max(deadline.remaining, 1e-3)
-        own = np.frombuffer(data, np.uint8)
-        sizes = self.all_gather(np.array([own.size], np.int64), timeout=timeout)
-        blobs = [np.empty(size, np.uint8) for size in sizes.tolist()]
-        self.all_gather(own, out=blobs, timeout=timeout)
-        return [blob.tobytes() for blob in blobs]
-
     def _transports_in_use(self) -> tuple[str, ...]:
         used = set(self.transports.values())
         return tuple(name for name in ("inproc", *DEFAULT_TRANSPORTS, EMULATED) if name in used)
+
+
+# As they are here, whatever somebody puts in their place.
+_ALL_REDUCE: _core.repeatable[Any, Any, Any] = Communicator.all_reduce
+_BARRIER: _core.repeatable[Any, Any, Any] = Communicator.barrier
 
 
 def from_mesh(
@@ -602,61 +586,11 @@ def from_mesh(
     count as one host; `tuning` the sizes of frames and segments, as `_core.Communicator` takes
     them.
     """
-    groups = _groups(mesh.hosts) if hosts is None else hosts
-    core = _core_of(mesh, groups, tuning)
-    if mesh.model is not None:
-        core.set_model(mesh.model)
     limit = timeout if patience is None else patience
-    for_links = _LINKS_SHARE * limit
-    try:
-        for number, peer in mesh.peers.items():
-            core.adopt_control(peer.control.detach(), number)
-        for number, peer in mesh.peers.items():
-            for lane, link in peer.links.items():
-                core.adopt_link(lane, link.transport, link.sock.detach(), number, for_links)
-    except BaseException:
-        mesh.close()
-        core.abort(f"rank {mesh.rank} could not connect")
-        core.close(limit)
-        raise
+    core, groups = _adopt.adopt(mesh, hosts, tuning, limit)
     return Communicator(core, mesh, groups, seconds(timeout))
-
-
-def _core_of(
-    mesh: Mesh, groups: Sequence[Sequence[int]], tuning: dict[str, int]
-) -> _core.Communicator:
-    try:
-        return _core.Communicator(
-            mesh.rank,
-            mesh.size,
-            mesh.communicator,
-            groups,
-            **tuning,
-            stall_seconds=_environment.seconds("GRADWIRE_STALL_SECONDS", 0, 1e6),
-            job=mesh.job.name,
-            tag=mesh.job.tag,
-            about=_about(mesh),
-            link=_link.of_this_rank(),
-        )
-    except BaseException:
-        mesh.close()
-        raise
-
-
-def _about(mesh: Mesh) -> str:
-    """By what the ranks joined, for `gradwire doctor --job`."""
-    if not mesh.peers:
-        return ""
-    return "; ".join(filter(None, [f"listens on {mesh.interface}", mesh.job.privacy]))
 
 
 def _addresses(given: Sequence[Operand]) -> list[tuple[int, int]]:
     """In elements of a reducible dtype, else in bytes."""
     return [(each.address, each.elements if each.reducible else each.nbytes) for each in given]
-
-
-def _groups(hosts: Sequence[str]) -> list[list[int]]:
-    groups: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        groups.setdefault(host, []).append(rank)
-    return list(groups.values())

@@ -1,10 +1,11 @@
 """The C++ core. Private: use the classes of `gradwire`, which check and explain."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 class Error(Exception):
     """Base of everything that gradwire raises."""
@@ -70,18 +71,40 @@ class Request:
     def shape(self, shapes: Sequence[tuple[int, int]]) -> None: ...  # rows and columns of inputs
     def exchange(self, letters: Letters, label: str) -> None: ...
 
-class Shortcut:
-    """Makes blocking all_reduces of one NumPy array, in place, that are like earlier ones.
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_S = TypeVar("_S")
 
-    `call(array, *options)` is False for a call that was not learnt, with these very objects.
+class repeatable(Generic[_S, _P, _R]):
+    """A method of `Communicator` with an array, or none, and keywords: tries the shortcut first."""
+
+    def __init__(self, function: Callable[Concatenate[_S, _P], _R]) -> None: ...
+    @overload
+    def __get__(self, instance: None, owner: type[_S]) -> Self: ...
+    @overload
+    def __get__(self, instance: _S, owner: type[_S]) -> Callable[_P, _R]: ...
+    def __call__(self, instance: _S, *args: _P.args, **kwargs: _P.kwargs) -> _R: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...  # of the keywords
+
+class Shortcut:
+    """Makes calls like earlier ones: a blocking all_reduce of one NumPy array in place, a barrier.
+
+    It is not taken while there is something in `unfinished`. The capsule is what a `repeatable`
+    finds as its instance's `_shortcut`.
     """
 
-    def __init__(self, communicator: Communicator) -> None: ...
+    def __init__(self, communicator: Communicator, unfinished: Sized) -> None: ...
     def learn(
-        self, array: NDArray[Any], options: tuple[object, ...], request: Request, timeout: float
+        self,
+        method: repeatable[Any, Any, Any],
+        array: NDArray[Any] | None,
+        options: tuple[object, ...],  # as many as the method has names
+        request: Request,
+        timeout: float,
     ) -> None: ...
     @property
-    def call(self) -> Callable[..., bool]: ...
+    def capsule(self) -> object: ...
 
 _Kept = tuple[NDArray[np.float32], float, float, int, NDArray[np.float32]]
 
@@ -148,6 +171,10 @@ class CostModel:
         hosts: Sequence[Sequence[int]] = ...,
         codec: Codec | None = None,
         most_message: float = ...,
+    ) -> float: ...
+    # Of an all_reduce of `bytes` whose inputs all ranks get.
+    def predict_gathered(
+        self, all_gather: Schedule, bytes: float, hosts: Sequence[Sequence[int]] = ...
     ) -> float: ...
     # Algorithm, bytes of a segment, seconds.
     def choose(

@@ -22,12 +22,12 @@ from gradwire import _core, _environment, _link
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._meeting import Meeting
 from gradwire._mesh import EMULATED, Mesh
-from gradwire._schedules import Schedule, groups_of
+from gradwire._schedules import Schedule, gathering, groups_of
 
 VARIABLE = "GRADWIRE_MODEL"
 BUILT_IN = "default"  # as a value of the variable
 
-_FORMAT = 1
+_FORMAT = 2  # in 1 parameters had other meanings
 _MOST_BYTES = 1 << 16  # of a file
 _log = logging.getLogger("gradwire")
 
@@ -70,10 +70,16 @@ class CostModel:
     ) -> float:
         """Seconds of one call over a buffer of `nbytes`, the blocks of all ranks together.
 
-        The ranks are on one host, or `per_host` on each. Raises as `Schedule.generate` does.
+        The ranks are on one host, or `per_host` on each. Without codec, an all_reduce may be
+        ``gather(direct)``, or by another all_gather. Raises as `Schedule.generate` does.
         """
         hosts = groups_of(ranks, ranks if per_host is None else per_host)
         if isinstance(algorithm, str):
+            by = gathering(algorithm) if (collective, codec) == ("all_reduce", "none") else None
+            if by is not None:
+                by = by or self.choose(ranks * nbytes, ranks, collective="all_gather")[0]
+                gather = Schedule.generate(by, ranks, collective="all_gather")
+                return self._core.predict_gathered(gather._core, nbytes, hosts)
             algorithm = Schedule.generate(algorithm, ranks, collective=collective, groups=hosts)
         return self._core.predict(algorithm._core, nbytes, hosts, _core.Codec(codec))
 

@@ -8,6 +8,7 @@ reductions into one chunk fold in list order.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -292,6 +293,12 @@ def _bounds(chunks: int | range | slice) -> tuple[int, int]:
     if chunks.step not in (None, 1) or chunks.start is None or chunks.stop is None:
         raise InvalidArgument(f"chunks={chunks!r} is not one chunk or a range without gaps")
     return chunks.start, chunks.stop
+
+
+def gathering(algorithm: str) -> str | None:
+    """The all_gather by which "gather(ring)" adds up, "" of "gather"; None of all others."""
+    found = re.fullmatch(r"gather(?:\((.*)\))?", algorithm)
+    return None if found is None else found[1] or ""
 
 
 def groups_of(ranks: int, size: int) -> list[list[int]]:

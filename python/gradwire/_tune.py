@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -36,18 +36,23 @@ Progress = Callable[[float, str], None]  # the share that is done, from 0 to 1, 
 SECONDS = 10.0
 _MOST_FIT_SECONDS = 4.0
 
-_SIZES = (4, 16 << 10, 256 << 10, 2 << 20, 32 << 20)
+_SIZES = (4, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
 _PLANS = {  # what is timed of each collective; reductions are told from copies by the broadcasts
     "all_reduce": ("direct", "ring", "recursive_doubling", "halving_doubling", "binary_tree"),
     "broadcast": ("star", "binary_tree"),
 }
+# A repeated all_reduce goes past Python's checks; where they matter, a broadcast tells of them.
+_LEAST = {"all_reduce": 0, "broadcast": 256 << 10}  # bytes
 _CODECS = ("fp16", "bf16", "int8", "onebit", "topk", "threshold")
 _CODEC_BYTES = 4 << 20
-_BATCHES = 5
-_MOST_CALLS = 400  # of a batch
+_ROUNDS = 8
+_MOST_CALLS = 5000  # of a case in a round
+_SHORT, _SOME = 2e-3, 30  # seconds of a call, and calls
+# Of the rounds: other work only adds to what calls take, for a second or for longer.
+_UNDISTURBED = 0.25
 # Weight of a factor e from the built-in value, beside that of a case that is off by as much.
 _PRIOR = 0.05
-_PRIOR_FAR = 0.5  # how memory is slower further away differs little
+_PRIOR_FAR = 0.1  # how memory is slower further away differs less
 _OUTLIER = 0.3  # residuals beyond this count less
 _CLOSE = 0.2
 _STEP = 0.05  # of a parameter's logarithm, for slopes
@@ -77,9 +82,10 @@ def tune(
     """
     if not 0 < seconds < math.inf:
         raise InvalidArgument(f"seconds={seconds!r} is no time to measure for")
-    stopwatch = _Stopwatch(comm, seconds, progress)
-    timings = stopwatch.time_all(_cases(comm.size))
-    coded = stopwatch.time_all([_coded_case(name) for name in _CODECS])
+    cases = [*_cases(comm.size), *map(_coded_case, _CODECS)]
+    timings = _Stopwatch(comm, seconds, progress).time_all(cases)
+    coded = [each for each in timings if each.case.codec != "none"]
+    timings = [each for each in timings if each.case.codec == "none"]
     found = b""
     if comm.rank == 0:
         fit = _Fit(comm, _model.built_in(hosts), timings)
@@ -95,6 +101,7 @@ def _cases(ranks: int) -> list[Case]:
         _measure.case_of_bytes(size, ranks, collective=collective, algorithm=algorithm)
         for size in _SIZES
         for collective, algorithms in _PLANS.items()
+        if size >= _LEAST[collective]
         for algorithm in algorithms
         if ranks > 2 or algorithm in ("direct", "recursive_doubling", "star")
     ]
@@ -104,48 +111,76 @@ def _coded_case(codec: str) -> Case:
     return Case("all_reduce", _CODEC_BYTES // 4, algorithm="direct", codec=codec)
 
 
+@dataclass
+class _Clocked:
+    """A case, and the seconds of a call in each round; its first call is of no round."""
+
+    case: Case
+    call: Callable[[], object]
+    once: float
+    rounds: list[float] = field(default_factory=list)
+
+    def timing(self) -> Timing:
+        found = self.rounds or [self.once]
+        return Timing(self.case, float(np.quantile(found, _UNDISTURBED)))
+
+
 class _Stopwatch:
-    """Times cases on all ranks, which decide alike what there is time for."""
+    """Times cases on all ranks, which decide alike what there is time for.
+
+    First each is called once, so that it is known what it takes. Then come rounds over all of them,
+    so that each has its share of the machine's good and bad seconds.
+    """
 
     def __init__(self, comm: Communicator, seconds: float, progress: Progress | None) -> None:
         self._comm, self._seconds, self._progress = comm, seconds, progress
-        self._left = len(_cases(comm.size)) + len(_CODECS)
-        self._cases = self._left
         self._start = monotonic()
-        self._rates: dict[tuple[str, str], float] = {}  # seconds a byte, by the last smaller case
+        self._room = np.zeros(max(_SIZES) // 4, np.float32)  # of all cases
+        self._rates: dict[tuple[str, str], float] = {}  # seconds a byte, by the last smaller one
 
     def time_all(self, cases: Sequence[Case]) -> list[Timing]:
-        """Those for which there is time: each has its share."""
-        return [timing for case in cases if (timing := self._time(case)) is not None]
+        """Those for which there is time."""
+        share = self._seconds / len(cases)
+        tried = [self._try(case, share) for case in cases]
+        all_clocked = [each for each in tried if each is not None]
+        left = len(all_clocked) * _ROUNDS
+        for _ in range(_ROUNDS):
+            for each in all_clocked:
+                self._time(each, left)
+                left -= 1
+        return [each.timing() for each in all_clocked]
 
-    def _time(self, case: Case) -> Timing | None:
-        share = self._share()
+    def _try(self, case: Case, share: float) -> _Clocked | None:
+        """Its first calls; None where even one would take more than its share."""
         self._show(case)
-        self._left -= 1
         family = (case.collective, case.algorithm)
         if self._rates.get(family, 0.0) * case.nbytes > share:
             return None
-        call = _measure.timed_call(self._comm, case)
+        call = _measure.timed_call(self._comm, case, self._room[: case.count])
+        call()
         once = self._batch(call, 1)
+        if once < _SHORT:  # in which ranks come late by more than a call takes
+            once = self._batch(call, _SOME)
         self._rates[family] = once / case.nbytes if case.nbytes > _SIZES[1] else 0.0
-        if 2 * once > share:
-            return Timing(case, once)
-        calls = max(1, min(_MOST_CALLS, int(share / _BATCHES / once)))
-        return Timing(case, float(np.median([self._batch(call, calls) for _ in range(_BATCHES)])))
+        return _Clocked(case, call, once)
 
-    def _share(self) -> float:
-        """Seconds for the next case; the same on all ranks."""
+    def _time(self, clocked: _Clocked, left: int) -> None:
+        """A round of it, where `left` rounds of cases share the time that is left."""
         spent = _measure.slowest(self._comm, monotonic() - self._start)
-        return (self._seconds - spent) / self._left
+        share = (self._seconds - spent) / left
+        calls = min(_MOST_CALLS, int(share / clocked.once))
+        if calls < 1 and clocked.rounds:
+            return
+        self._show(clocked.case)
+        clocked.rounds.append(self._batch(clocked.call, max(1, calls)))
 
     def _show(self, case: Case) -> None:
         if self._progress is not None:
             words = (case.collective, case.algorithm, case.codec, f"{case.nbytes} bytes")
-            self._progress(1 - self._left / self._cases, " ".join(words))
+            self._progress(min(0.99, (monotonic() - self._start) / self._seconds), " ".join(words))
 
     def _batch(self, call: Callable[[], object], calls: int) -> float:
         """Seconds of a call, on the slowest rank; the same number on all."""
-        call()
         self._comm.barrier()
         start = monotonic()
         for _ in range(calls):

@@ -96,6 +96,7 @@ TEST(Allocation, RepeatedCallsMakeNone) {
     expect_no_allocation("ring", "none", n);
     expect_no_allocation("ring", "fp16", n);
     expect_no_allocation("auto", "none", n);
+    expect_no_allocation("gather", "none", n);
   }
 }
 

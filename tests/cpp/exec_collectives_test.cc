@@ -56,7 +56,9 @@ class Collectives : public testing::TestWithParam<int> {};
 
 TEST_P(Collectives, AllReduceIsTheSumWithEveryAlgorithm) {
   Ranks ranks(GetParam());
-  for (std::string_view algorithm : schedule::algorithms(Collective::kAllReduce)) {
+  auto algorithms = schedule::algorithms(Collective::kAllReduce);
+  algorithms.insert(algorithms.end(), {"auto", "gather", "gather(ring)"});
+  for (std::string_view algorithm : algorithms) {
     for (std::size_t n : kLengths) {
       ranks.run([&](Communicator& comm) {
         std::vector<float> x = input(comm.identity().rank, n);
@@ -65,6 +67,38 @@ TEST_P(Collectives, AllReduceIsTheSumWithEveryAlgorithm) {
         EXPECT_EQ(x, sum(comm.identity().size, n)) << algorithm << " n=" << n;
       });
     }
+  }
+}
+
+// Several arrays of every dtype, and of none: x0 op x1 op ..., then what avg divides by.
+TEST_P(Collectives, GatheredInputsAreAddedInTheOrderOfTheRanks) {
+  const int p = GetParam();
+  Ranks ranks(p);
+  for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kProd}) {
+    const auto of = [](Rank r, std::size_t i) { return 1 + 0.1F / float(r + 3) + float(i % 7); };
+    const auto result = [&](std::size_t i) {
+      float y = of(0, i);
+      for (Rank r = 1; r < p; ++r) y = op == ReduceOp::kProd ? y * of(r, i) : y + of(r, i);
+      return op == ReduceOp::kAvg && p > 1 ? y * float(1.0 / p) : y;
+    };
+    ranks.run([&](Communicator& comm) {
+      std::vector<float> whole(100), none, apart(37), expected(100);
+      for (std::size_t i = 0; i < whole.size(); ++i) {
+        whole[i] = of(comm.identity().rank, i);
+        expected[i] = result(i);
+      }
+      const auto kept = whole;
+      const Array in[] = {{reinterpret_cast<std::byte*>(whole.data()), 63},
+                          array_of(none),
+                          {reinterpret_cast<std::byte*>(whole.data() + 63), 37}};
+      const Array out[] = {in[0], in[1], array_of(apart)};
+      Request call = request(Collective::kAllReduce, "gather", in, out);
+      call.op = op;
+      comm.run(call);
+      EXPECT_TRUE(std::equal(whole.begin(), whole.begin() + 63, expected.begin()));
+      EXPECT_TRUE(std::equal(whole.begin() + 63, whole.end(), kept.begin() + 63));
+      EXPECT_TRUE(same_bits(apart, {expected.begin() + 63, expected.end()}));
+    });
   }
 }
 

@@ -172,6 +172,21 @@ TEST_P(TransportConformance, FullStagingMakesRoomAndRings) {
   });
 }
 
+TEST_P(TransportConformance, SmallMessagesAmongLargeOnesKeepTheirOrder) {
+  const Transports mesh = connect(GetParam(), 2, small());
+  const std::array lengths{small().max_message, std::size_t{8},   std::size_t{0},
+                           std::size_t{120},    std::size_t{121}, std::size_t{9}};
+  run_threads(2, [&](Rank rank) {
+    Transport& self = *mesh[static_cast<std::size_t>(rank)];
+    for (std::size_t i = 0; i < 500; ++i) {
+      const std::size_t length = lengths[i % lengths.size()];
+      if (rank == 0) send(self, {1}, length, i);
+      if (rank == 1) expect_message(self, 0, length, i);
+    }
+    flush_all(self);
+  });
+}
+
 TEST_P(TransportConformance, AFullShareOfOnePeerHoldsUpNoOther) {
   Options shared = small();
   shared.messages_per_peer = 2;

@@ -158,7 +158,8 @@ TEST(Arena, ImpossibleDescriptorsNameThePeer) {
     std::unique_ptr<std::shared_ptr<Arena>>(theirs).reset();
   });
   for (std::uint64_t word : {Descriptor::pack(2, 8), Descriptor::pack(-2, 8),
-                             Descriptor::pack(0, kOptions.max_message + 1)}) {
+                             Descriptor::pack(0, kOptions.max_message + 1),
+                             Descriptor::pack(Descriptor::kInEntry, kSmallMessage + 1)}) {
     arena->entry(0, 0).store(word);
     try {
       peer.transport->peek(1);
@@ -169,6 +170,9 @@ TEST(Arena, ImpossibleDescriptorsNameThePeer) {
   }
   arena->entry(0, 0).store(Descriptor::pack(1, 8));
   EXPECT_EQ(peer.transport->peek(1)->data(), arena->data(1));
+  peer.transport->release(1);
+  arena->entry(0, 1).store(Descriptor::pack(Descriptor::kInEntry, kSmallMessage));
+  EXPECT_EQ(peer.transport->peek(1)->data(), arena->small(0, 1));
 }
 
 TEST(Registry, UnknownNamesAndOptionsOutOfRangeSaySo) {

@@ -130,7 +130,8 @@ def foreign_frame(rng: random.Random, ranks: int) -> bytes:
 class ArenaTap:
     """Alters frames that wait in a sender's shared memory; laid out as in transport/arena.cc."""
 
-    _MAGIC, _LINE, _PAGE, _CELLS_AT = 0x31415247, 64, 4096, 192
+    _MAGIC, _LINE, _ENTRY, _PAGE, _CELLS_AT = 0x32415247, 64, 128, 4096, 192
+    _IN_ENTRY = 0x7FFFFFFF  # instead of a cell: a small message
 
     def __init__(self, memory: int, *, reader: int, ranks: int, max_message: int) -> None:
         self._map = mmap.mmap(memory, os.fstat(memory).st_size)
@@ -138,8 +139,8 @@ class ArenaTap:
             raise RuntimeError("transport/arena.cc has another layout by now: ArenaTap must follow")
         self._messages = max(16, 2 * ranks)
         entries_at = self._CELLS_AT + self._messages * self._LINE
-        self._queue_at = entries_at + reader * self._messages * self._LINE
-        self._data_at = _rounded(entries_at + ranks * self._messages * self._LINE, self._PAGE)
+        self._queue_at = entries_at + reader * self._messages * self._ENTRY
+        self._data_at = _rounded(entries_at + ranks * self._messages * self._ENTRY, self._PAGE)
         self._stride = _rounded(max_message, self._LINE)
 
     def flip(self, rng: random.Random) -> bool:
@@ -149,7 +150,7 @@ class ArenaTap:
             return False
         entry = rng.choice(waiting)
         cell = (self._word(entry) & 0xFFFFFFFF) - 1
-        header = self._data_at + cell * self._stride
+        header = entry + 8 if cell == self._IN_ENTRY else self._data_at + cell * self._stride
         at, bits = rng.choice(((entry, 64), (header, 8 * _HEADER)))
         bit = rng.randrange(bits)
         self._map[at + bit // 8] ^= 1 << bit % 8
@@ -160,8 +161,8 @@ class ArenaTap:
         self._map.close()
 
     def _entries(self) -> range:
-        end = self._queue_at + self._messages * self._LINE
-        return range(self._queue_at, end, self._LINE)
+        end = self._queue_at + self._messages * self._ENTRY
+        return range(self._queue_at, end, self._ENTRY)
 
     def _word(self, at: int) -> int:
         return int(struct.unpack_from("<Q", self._map, at)[0])

@@ -1,6 +1,6 @@
 """Runs libFuzzer targets, two at a time, for a time that they share; fails where one finds a bug.
 
-    python tests/fuzz/run.py --seconds 60 build/fuzz/tests/fuzz/*_fuzz tests/fuzz/*_fuzz.py
+    python tests/fuzz/run.py --seconds 60 build/address/tests/fuzz/*_fuzz tests/fuzz/*_fuzz.py
 
 Each begins with its committed corpus. An input that breaks it lies in build/fuzz/work; it belongs
 into the corpus once the bug is fixed. --keep puts what was new and useful there.

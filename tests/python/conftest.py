@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from gradwire._environment import VARIABLES
+
+# A shell's background job ignores Ctrl-C, and so would all ranks.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LAUNCHERS = (
     "RANK",

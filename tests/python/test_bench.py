@@ -79,6 +79,8 @@ def test_all_types_and_ops_go_together_as_they_can():
         (("-r", "2"), "--root 2 is no rank of 2"),
         (("-c", "-1"), "--check at least 0"),
         (("-i", "0"), "--step-bytes 0 does not grow"),
+        (("--algorithm", "gather(pigeon)"), "all_gather has no algorithm 'pigeon'"),
+        (("--collective", "broadcast", "--algorithm", "gather"), "no algorithm 'gather'"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(
@@ -94,6 +96,13 @@ def test_json_says_what_was_measured():
     row = found["results"][-1]
     assert row["algbw(GB/s)"] == pytest.approx(4096 / row["time(us)"] / 1e3)
     assert row["busbw(GB/s)"] == pytest.approx(row["algbw(GB/s)"])  # 2(p-1)/p is 1 at p = 2
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "gather(ring)"])
+def test_gathered_sums_can_be_measured(algorithm: str):
+    found = json.loads(bench("-g", "3", "--json", "--algorithm", algorithm))
+    assert found["algorithm"] == algorithm
+    assert {row["#wrong"] for row in found["results"]} == {0}
 
 
 def test_csv_and_plot(tmp_path: Path):

@@ -382,6 +382,28 @@ def sends(
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_repeated_calls_send_what_the_closed_form_says(p: int) -> None:
+    n = 16 * 2 * 3 * 8  # elements, cut evenly in cache lines
+
+    def body(comm: Communicator, algorithm: str) -> tuple[float, float]:
+        x, sent = np.zeros(n, np.float32), []
+        for _ in range(4):
+            before = comm.traffic
+            comm.all_reduce(x, algorithm=algorithm)
+            after = comm.traffic
+            frames = after.frames_sent - before.frames_sent
+            sent.append((after.bytes_sent - before.bytes_sent - HEADER * frames) / x.nbytes)
+        return min(sent), max(sent)
+
+    for algorithm in algorithms():
+        form = Schedule.generate(algorithm, p).closed_form()
+        least, most = zip(*run(p, body, algorithm, transport="shm"), strict=True)
+        assert least == most
+        assert form is not None
+        assert max(most) == pytest.approx(form.max_sent), algorithm
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_auto_sends_little_whatever_the_density(p: int) -> None:
     n = 1 << 17
 
@@ -486,7 +508,8 @@ def test_a_wrong_schedule_says_what_is_wrong() -> None:
     run(3, body)
 
 
-def test_barrier_waits_for_all() -> None:
+@pytest.mark.parametrize("p", [1, 2, 4, 17])  # in one round, and beyond
+def test_barrier_waits_for_all(p: int) -> None:
     entered: list[int] = []
 
     def body(comm: Communicator) -> None:
@@ -497,7 +520,7 @@ def test_barrier_waits_for_all() -> None:
             assert entered[-1] == turn
             comm.barrier()
 
-    run(4, body)
+    run(p, body)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -294,7 +294,6 @@ def refusals(comm: Communicator) -> list[str]:
         {"codec": Signs()},
         {"codec": Signs(), "feedback": False, "op": "min"},
         {"codec": "bf16", "op": "max"},
-        {"codec": "none", "algorithm": "gather"},
     ):
         with pytest.raises((InvalidArgument, gradwire.ScheduleError)) as raised:
             comm.all_reduce(x, **{"codec": "bf16", **options})
@@ -302,6 +301,12 @@ def refusals(comm: Communicator) -> list[str]:
     with pytest.raises(InvalidArgument) as raised:
         comm.all_reduce(np.ones(4), feedback=feedback, key="v")
     texts.append(str(raised.value))
+    with pytest.raises(gradwire.ScheduleError) as refused:
+        comm.reduce(x, algorithm="gather")
+    texts.append(str(refused.value))
+    with pytest.raises(gradwire.ScheduleError) as refused:
+        comm.broadcast(x, algorithm="gather")
+    texts.append(str(refused.value))
     return texts
 
 
@@ -318,8 +323,9 @@ def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
         "feedback=False",
         "for op 'sum' or 'avg'",
         "for op 'sum' or 'avg'",
-        "codec 'none'",
         "float32",
+        "reduce by 'gather': without codec only all_reduce gathers; use auto, or a codec",
+        "broadcast by 'gather': without codec only all_reduce gathers; use auto",
     ]
     for text, words in zip(texts, expected, strict=True):
         assert words in text

@@ -456,6 +456,9 @@ def star() -> gradwire.Schedule:
         ),
         ({"codec": "fp16", "algorithm": "gather(pigeon)"}, "pigeon"),
         ({"codec": Exact(), "algorithm": "gather(pigeon)"}, "pigeon"),
+        ({"codec": "fp16", "algorithm": "gather(gather)"}, "no algorithm 'gather'"),
+        ({"codec": Exact(), "algorithm": "gather(gather)"}, "no algorithm 'gather'"),
+        ({"codec": "none", "algorithm": "gather(gather)"}, "no algorithm 'gather'"),
     ],
 )
 def test_gathered_payloads_refuse_what_adds_on_the_way(options: dict[str, Any], words: str) -> None:

@@ -159,9 +159,9 @@ def outlive(board: Board, comm: Communicator, call: Callable[[], Any]) -> tuple[
     """How `call` ends on a rank that is not the stopped one; the last of them wakes that one."""
     error = error_of(call)
     seconds = board.age
+    assert state_of(board.pid[0]) == "T"  # before the last can wake it
     board.ready[comm.rank] = 1
     if sum(board.ready) == P - 1:
-        assert state_of(board.pid[0]) == "T"
         os.kill(board.pid[0], signal.SIGCONT)
     return error, seconds
 

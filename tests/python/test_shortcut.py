@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import gradwire
 import numpy as np
@@ -14,13 +16,37 @@ from ranks import outcomes, over_all, over_processes, run
 
 # Small enough to be begun with the interpreter's lock held, and not.
 LENGTHS = (0, 1, 1000, 1025, 70_000)
-# What all_reduce is called with where nothing is given, after the array.
-DEFAULTS: tuple[Any, ...] = ("auto", None, False, None, "sum", "none", None, None, None, None)
+# Which no earlier call had.
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"op": "max"},
+    {"algorithm": "ring"},
+    {"schedule": object()},
+    {"codec": "fp16"},
+    {"key": "key"},
+    {"keys": []},
+    {"feedback": 0},
+    {"out": np.zeros(6, np.float32)},
+    {"async_op": True},
+    {"timeout": 5},
+)
 
 
-def takes_shortcut(comm: Communicator, x: np.ndarray, *options: Any) -> bool:
+class NotTaken(Exception):
+    """Python was asked."""
+
+
+def takes_shortcut(comm: Communicator, x: Any, **options: Any) -> bool:
     """All ranks ask, or none: it is a call where it does."""
-    return comm._repeated(x, *(options or DEFAULTS))
+
+    def refuse(*_: object) -> NoReturn:
+        raise NotTaken
+
+    with mock.patch.object(comm, "_call", refuse):
+        try:
+            comm.all_reduce(x, **options)
+        except (NotTaken, InvalidArgument):
+            return False
+    return True
 
 
 @over_all
@@ -55,14 +81,16 @@ def test_another_form_or_option_does_not_take_it() -> None:
             memoryview(x),
             None,
         ]
-        assert not any(takes_shortcut(comm, each) for each in others)  # type: ignore[arg-type]
+        assert not any(takes_shortcut(comm, each) for each in others)
         read_only = x.copy()
         read_only.flags.writeable = False
         assert not takes_shortcut(comm, read_only)
-        for index, value in enumerate(("ring", object(), True, 5, "max", "fp16", "key", [], 0, x)):
-            options = (*DEFAULTS[:index], value, *DEFAULTS[index + 1 :])
-            assert not takes_shortcut(comm, x, *options)
-        assert not takes_shortcut(comm, x, *DEFAULTS[:-1])
+        for option in OTHERS:
+            assert not takes_shortcut(comm, x, **option)
+        with pytest.raises(TypeError, match="positional"):
+            comm.all_reduce(x, "max")  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="unheard"):
+            takes_shortcut(comm, x, unheard=1)
         assert takes_shortcut(comm, x.reshape(2, 3))  # the same elements
         assert x.tolist() == [3] * 6
         assert comm.all_reduce(np.float32([1, comm.rank]), op="max").tolist() == [1, 1]
@@ -81,16 +109,60 @@ def test_what_can_change_between_calls_is_not_learnt() -> None:
         comm.all_reduce(x, codec="lowrank", feedback=False)
         comm.all_reduce(x, codec=gradwire.codec.FP16())
         comm.reduce(x)
-        options = [
-            DEFAULTS,
-            (*DEFAULTS[:-1], out),
-            ("auto", None, True, *DEFAULTS[3:]),
-            ("auto", None, False, None, "sum", "onebit", "x", None, feedback, None),
-            ("auto", None, False, None, "sum", "lowrank", None, None, False, None),
+        options: list[dict[str, Any]] = [
+            {},
+            {"out": out},
+            {"async_op": True},
+            {"codec": "onebit", "key": "x", "feedback": feedback},
+            {"codec": "lowrank", "feedback": False},
         ]
-        assert not any(takes_shortcut(comm, x, *each) for each in options)
+        assert not any(takes_shortcut(comm, x, **each) for each in options)
 
     run(2, body)
+
+
+def test_timeouts_that_are_computed_push_out_no_other_call() -> None:
+    def body(comm: Communicator) -> None:
+        x = np.ones(8, np.float32)
+        comm.all_reduce(x.copy())
+        for i in range(40):
+            comm.all_reduce(x.copy(), timeout=20 + i / 8)
+        assert takes_shortcut(comm, x)
+
+    run(2, body)
+
+
+def test_work_that_nobody_waited_for_comes_first() -> None:
+    def body(comm: Communicator) -> None:
+        x = np.ones(8, np.float32)
+        comm.all_reduce(x.copy())
+        with mock.patch.object(gradwire._work, "finish"):
+            comm._dropped.append(mock.Mock())
+            assert not takes_shortcut(comm, x)
+            comm._dropped.clear()
+        assert takes_shortcut(comm, x)
+
+    run(2, body)
+
+
+def test_the_method_is_a_method() -> None:
+    class Doubling(Communicator):
+        def all_reduce(self, x: Any, **options: Any) -> Any:
+            return super().all_reduce(2 * x, **options)
+
+    with gradwire.init(rank=0, size=1) as comm:
+        x = np.ones(3, np.float32)
+        for _ in range(2):
+            assert Communicator.all_reduce(comm, x) is x
+            assert comm.all_reduce(x=x) is x
+        assert list(inspect.signature(comm.all_reduce).parameters)[:2] == ["x", "op"]
+        assert comm.barrier.__doc__ == Communicator.barrier.__doc__
+        comm.__class__ = Doubling
+        for _ in range(2):
+            assert comm.all_reduce(x).tolist() == [2] * 3
+        comm.__class__ = Communicator
+        with mock.patch.object(Communicator, "all_reduce", Communicator.all_reduce.__wrapped__):
+            assert comm.all_reduce(np.ones(5, np.float32)).tolist() == [1] * 5
 
 
 @pytest.mark.parametrize("codec", ["fp16", "int8", "onebit", "threshold:density=0.5"])
@@ -99,8 +171,7 @@ def test_codecs_take_it(codec: str) -> None:
         given = np.random.default_rng(comm.rank).standard_normal(5000).astype(np.float32)
         first = comm.all_reduce(given.copy(), codec=codec, feedback=False)
         again = given.copy()
-        options = ("auto", None, False, None, "sum", codec, None, None, False, None)
-        assert takes_shortcut(comm, again, *options)
+        assert takes_shortcut(comm, again, codec=codec, feedback=False)
         assert again.tobytes() == first.tobytes()
 
     run(2, body)
@@ -125,7 +196,8 @@ def test_a_barrier_takes_it_and_orders() -> None:
             arrived.append(turn)
             comm.barrier()
             assert arrived.count(turn) == 3
-        assert takes_shortcut(comm, np.empty(0, np.uint8), "recursive_doubling", *DEFAULTS[1:])
+        with mock.patch.object(comm, "_call", None):
+            comm.barrier()
 
     run(3, body)
 

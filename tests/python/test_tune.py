@@ -13,18 +13,26 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
-from gradwire import Communicator, CostModel, InvalidArgument, Schedule, _model, _tune
+from gradwire import (
+    Communicator,
+    CostModel,
+    InvalidArgument,
+    Schedule,
+    ScheduleError,
+    _model,
+    _tune,
+)
 from gradwire._measure import Case
 from gradwire._model import HostSet
 from ranks import run
 
 HOSTS = HostSet((("one", 2), ("two", 2)), "shm", "tcp")
-OTHER = {"within.alpha": 1e-3, "gamma": 2e-9, "far.16M": 3.0, "fp16.encode": 1e-8}
+OTHER = {"within.alpha": 1e-3, "gamma": 2e-9, "far.4M": 3.0, "fp16.encode": 1e-8}
 NO_MODELS: dict[str, Any] = {
     "empty": "",
     "no JSON": "{",
     "no object": "[1]",
-    "another format": {"gradwire_cost_model": 2, "parameters": {}},
+    "another format": {"gradwire_cost_model": 1, "parameters": {}},
     "no parameters": {"gradwire_cost_model": 1},
     "unknown": {"gradwire_cost_model": 1, "parameters": {"speed": 1}},
     "negative": {"gradwire_cost_model": 1, "parameters": {"gamma": -1}},
@@ -153,12 +161,18 @@ def test_the_fit_foretells_what_a_model_does():
 
 def test_a_model_can_be_asked():
     model = CostModel({"within.alpha": 0, "within.latency": 0, "call": 0, "move": 0, "cores": 8})
-    n = 1 << 20
+    n = 512 << 10
     assert model.predict("ring", n, 4) == pytest.approx(
         3 / 4 * n * model.parameters["gamma"] * model_growth(model), rel=1e-6
     )
     name, seconds = model.choose(64 << 20, 4)
     assert seconds <= model.predict(name, 64 << 20, 4)
+    name, seconds = CostModel({"cores": 8}).choose(4, 4)
+    assert name == "gather(direct)"
+    assert seconds == pytest.approx(CostModel({"cores": 8}).predict(name, 4, 4))
+    assert model.predict("gather", 4, 4) == pytest.approx(model.predict("gather(direct)", 4, 4))
+    with pytest.raises(ScheduleError, match="pigeon"):
+        model.predict("gather(pigeon)", 4, 4)
     assert model.choose(4, 4, codec="int8")[0] != "recursive_doubling"
     for name, value in (("speed", 1.0), ("gamma", -1.0)):
         with pytest.raises(InvalidArgument, match=name):
@@ -166,7 +180,7 @@ def test_a_model_can_be_asked():
 
 
 def model_growth(model: CostModel) -> float:
-    return model.parameters["far.1M"]
+    return model.parameters["far.512K"]
 
 
 def gradwire_says(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,21 +4,40 @@
 #include <algorithm>
 #include <chrono>
 #include <compare>
-#include <limits>
+#include <ctime>
 
 namespace gradwire {
+
+// steady_clock as of its last tick, some milliseconds ago at most; cheap to read.
+struct CoarseClock {
+  static std::chrono::nanoseconds tick() noexcept {
+    static const std::chrono::nanoseconds length = [] {
+      timespec tick{};
+      ::clock_getres(CLOCK_MONOTONIC_COARSE, &tick);
+      return std::chrono::seconds(tick.tv_sec) + std::chrono::nanoseconds(tick.tv_nsec);
+    }();
+    return length;
+  }
+  static std::chrono::steady_clock::time_point now() noexcept {
+    timespec now{};
+    ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    return std::chrono::steady_clock::time_point(std::chrono::seconds(now.tv_sec) +
+                                                 std::chrono::nanoseconds(now.tv_nsec));
+  }
+};
 
 class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
 
   static Deadline never() { return Deadline(Clock::time_point::max()); }
+  // By any clock.
+  static Deadline at_once() { return Deadline(Clock::time_point::min()); }
   // Negative or zero means "already passed"; more than ten years means never.
-  static Deadline after(double seconds) {
-    constexpr double kTenYears = 3.2e8;
-    if (seconds >= kTenYears) return never();
-    return Deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                       std::chrono::duration<double>(std::max(seconds, 0.0))));
+  static Deadline after(double seconds) { return after(Clock::now(), seconds); }
+  // Some milliseconds late at most, and cheap.
+  static Deadline about(double seconds) {
+    return after(CoarseClock::now() + CoarseClock::tick(), seconds);
   }
 
   Deadline earlier(double seconds) const {
@@ -31,6 +50,8 @@ class Deadline {
 
   bool is_never() const { return when_ == Clock::time_point::max(); }
   bool passed() const { return !is_never() && Clock::now() >= when_; }
+  // Some milliseconds late, and cheap.
+  bool passed_about() const { return !is_never() && CoarseClock::now() >= when_; }
 
   // For poll(): the milliseconds left, rounded up, at most `cap`.
   int milliseconds_left(int cap) const {
@@ -40,6 +61,12 @@ class Deadline {
   }
 
  private:
+  static Deadline after(Clock::time_point now, double seconds) {
+    constexpr double kTenYears = 3.2e8;
+    if (seconds >= kTenYears) return never();
+    return Deadline(now + std::chrono::duration_cast<Clock::duration>(
+                              std::chrono::duration<double>(std::max(seconds, 0.0))));
+  }
   explicit Deadline(Clock::time_point when) : when_(when) {}
   Clock::time_point when_;
 };

@@ -40,6 +40,14 @@ double predict(const CostModel& model, const schedule::Schedule& schedule, doubl
                            question(model, schedule.ranks, bytes, hosts, codec, most_message));
 }
 
+double predict_gathered(const CostModel& model, const schedule::Schedule& all_gather, double bytes,
+                        const Groups& hosts) {
+  const schedule::Question by_default;
+  return schedule::predict_gathered(
+      model, all_gather,
+      question(model, all_gather.ranks, bytes, hosts, nullptr, by_default.most_message));
+}
+
 std::tuple<std::string, std::size_t, double> choose(const CostModel& model,
                                                     const std::string& collective, int ranks,
                                                     double bytes, const Groups& hosts,
@@ -65,6 +73,8 @@ void bind_cost(py::module_& m) {
       .def("predict", &predict, py::arg("schedule"), py::arg("bytes"),
            py::arg("hosts") = by_default.hosts, py::arg("codec") = nullptr,
            py::arg("most_message") = by_default.most_message)
+      .def("predict_gathered", &predict_gathered, py::arg("all_gather"), py::arg("bytes"),
+           py::arg("hosts") = by_default.hosts)
       .def("choose", &choose, py::arg("collective"), py::arg("ranks"), py::arg("bytes"),
            py::arg("hosts") = by_default.hosts, py::arg("codec") = nullptr, py::arg("root") = 0,
            py::arg("most_message") = by_default.most_message);

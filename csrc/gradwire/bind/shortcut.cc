@@ -1,10 +1,13 @@
 #include "gradwire/bind/shortcut.h"
 
-#include <exception>
+#include <pybind11/numpy.h>
+
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "gradwire/bind/module.h"
+#include "gradwire/bind/repeatable.h"
 
 namespace gradwire::bind {
 namespace {
@@ -13,7 +16,6 @@ namespace {
 constexpr std::size_t kMostKnown = 16;
 // What takes no longer than to give up the interpreter's lock.
 constexpr std::uint64_t kSmallBytes = 4096;
-constexpr const char* kCapsule = "gradwire.Shortcut";
 
 const py::detail::PyArray_Proxy& fields(PyObject* array) noexcept {
   return *py::detail::array_proxy(array);
@@ -32,107 +34,100 @@ bool is_dense_and_writable(const py::detail::PyArray_Proxy& array) noexcept {
   return (array.flags & kWanted) == kWanted;
 }
 
-// As a call from Python raises it.
-void set_error(const std::exception_ptr& error) noexcept {
-  try {
-    py::cpp_function([error] { std::rethrow_exception(error); })();
-  } catch (py::error_already_set& raised) {
-    raised.restore();
-  }
-}
-
-PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count) noexcept {
-  return (*static_cast<std::shared_ptr<Shortcut>*>(PyCapsule_GetPointer(self, kCapsule)))
-      ->call(args, count);
-}
-
-// A builtin, which Python calls without packing its arguments; it keeps the shortcut.
-py::object as_builtin(const std::shared_ptr<Shortcut>& shortcut) {
-  static PyMethodDef method = {"call",
-                               reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)),
-                               METH_FASTCALL, nullptr};
-  auto* kept = new std::shared_ptr<Shortcut>(shortcut);
-  const py::capsule self(kept, kCapsule, [](PyObject* capsule) {
-    delete static_cast<std::shared_ptr<Shortcut>*>(PyCapsule_GetPointer(capsule, kCapsule));
-  });
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, self.ptr()));
-}
-
 }  // namespace
 
-Shortcut::Shortcut(py::object communicator)
-    : owner_(std::move(communicator)), communicator_(owner_.cast<Communicator&>()) {
+Shortcut::Shortcut(py::object communicator, py::object unfinished)
+    : owner_(std::move(communicator)),
+      unfinished_(std::move(unfinished)),
+      communicator_(owner_.cast<Communicator&>()) {
   known_.reserve(kMostKnown);
 }
 
-void Shortcut::learn(const py::array& array, const py::tuple& options, const Request& request,
-                     double timeout) {
+void Shortcut::learn(const py::object& method, const py::object& array, const py::tuple& options,
+                     const Request& request, double timeout) {
   const auto made = std::make_shared<Known>(Known{.request = request, .timeout = timeout});
   Known& known = *made;
-  known.type = py::type::of(array);
-  known.dtype = array.dtype();
+  known.method = method;
   known.options = options;
-  known.elements = static_cast<std::uint64_t>(array.size());
-  known.small = static_cast<std::uint64_t>(array.nbytes()) <= kSmallBytes;
+  if (!array.is_none()) {
+    const auto of = array.cast<py::array>();
+    known.type = py::type::of(of);
+    known.dtype = of.dtype();
+    known.elements = static_cast<std::uint64_t>(of.size());
+    known.small = static_cast<std::uint64_t>(of.nbytes()) <= kSmallBytes;
+  }
   std::shared_ptr<const Known> replaced = made;  // to be destroyed without the mutex
   const std::lock_guard lock(mutex_);
+  for (auto& each : known_)
+    if (each->differs_in_numbers(known)) return each.swap(replaced);
   if (known_.size() < kMostKnown) return known_.push_back(made);
   known_[oldest_].swap(replaced);
   oldest_ = (oldest_ + 1) % kMostKnown;
 }
 
-std::shared_ptr<const Shortcut::Known> Shortcut::find(PyObject* const* args,
-                                                      Py_ssize_t count) const noexcept {
-  const auto alike = [&](const Known& known) {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(args[0])) != known.type.ptr()) return false;
-    const auto& array = fields(args[0]);
-    if (array.descr != known.dtype.ptr() || elements_of(array) != known.elements) return false;
-    if (count != PyTuple_GET_SIZE(known.options.ptr()) + 1) return false;
-    for (Py_ssize_t i = 1; i < count; ++i)
-      if (args[i] != PyTuple_GET_ITEM(known.options.ptr(), i - 1)) return false;
-    return is_dense_and_writable(array);
-  };
+bool Shortcut::Known::differs_in_numbers(const Known& other) const noexcept {
+  if (!method.is(other.method) || !type.is(other.type) || !dtype.is(other.dtype) ||
+      elements != other.elements)
+    return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(options.ptr()); ++i) {
+    PyObject* mine = PyTuple_GET_ITEM(options.ptr(), i);
+    PyObject* its = PyTuple_GET_ITEM(other.options.ptr(), i);
+    if (mine != its && !(PyFloat_Check(mine) && PyFloat_Check(its))) return false;
+  }
+  return true;
+}
+
+bool Shortcut::Known::is_like(PyObject* called, PyObject* array,
+                              PyObject* const* given) const noexcept {
+  if (called != method.ptr()) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(options.ptr()); ++i)
+    if (given[i] != PyTuple_GET_ITEM(options.ptr(), i)) return false;
+  if (array == nullptr || !type) return array == nullptr && !type;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(array)) != type.ptr()) return false;
+  const auto& form = fields(array);
+  return form.descr == dtype.ptr() && elements_of(form) == elements && is_dense_and_writable(form);
+}
+
+std::shared_ptr<const Shortcut::Known> Shortcut::find(PyObject* method, PyObject* array,
+                                                      PyObject* const* options) const noexcept {
   const std::lock_guard lock(mutex_);
   for (const auto& each : known_)
-    if (alike(*each)) return each;
+    if (each->is_like(method, array, options)) return each;
   return nullptr;
 }
 
-PyObject* Shortcut::call(PyObject* const* args, Py_ssize_t count) noexcept {
-  const std::shared_ptr<const Known> known = find(args, count);
-  if (known == nullptr) Py_RETURN_FALSE;
-  try {
-    run(*known, reinterpret_cast<std::byte*>(fields(args[0]).data));
-  } catch (...) {
-    set_error(std::current_exception());
-    return nullptr;
-  }
-  Py_RETURN_TRUE;
+bool Shortcut::call(PyObject* method, PyObject* array, PyObject* const* options) {
+  if (PyObject_Size(unfinished_.ptr()) != 0) return false;
+  const std::shared_ptr<const Known> known = find(method, array, options);
+  if (known == nullptr) return false;
+  run(*known, array == nullptr ? nullptr : reinterpret_cast<std::byte*>(fields(array).data));
+  return true;
 }
 
 void Shortcut::run(const Known& known, std::byte* data) {
   const exec::Array array{data, known.elements};
   exec::Request request = known.request.view(known.timeout);
-  request.inputs = request.outputs = {&array, 1};
+  if (known.type) request.inputs = request.outputs = {&array, 1};
   exec::Communicator& communicator = communicator_.get();
   if (!known.small) {
     const Unlocked unlocked;
     return communicator.run(request, check_signals);
   }
-  const std::shared_ptr<exec::Work> work = communicator.begin(request);
-  if (!work->done()) {
-    const Unlocked unlocked;
-    communicator.wait(*work, std::numeric_limits<double>::infinity(), check_signals);
-  }
-  work->rethrow();
+  std::optional<Unlocked> unlocked;
+  const std::shared_ptr<exec::Work> work = communicator.begin(request, [&] { unlocked.emplace(); });
+  if (work->done()) return work->rethrow();
+  if (!unlocked) unlocked.emplace();
+  communicator.wait(*work, std::numeric_limits<double>::infinity(), check_signals);
 }
 
 void bind_shortcut(py::module_& m) {
   py::class_<Shortcut, std::shared_ptr<Shortcut>>(m, "Shortcut")
-      .def(py::init<py::object>(), py::arg("communicator"))
-      .def("learn", &Shortcut::learn, py::arg("array"), py::arg("options"), py::arg("request"),
-           py::arg("timeout"))
-      .def_property_readonly("call", &as_builtin);
+      .def(py::init<py::object, py::object>(), py::arg("communicator"), py::arg("unfinished"))
+      .def("learn", &Shortcut::learn, py::arg("method"), py::arg("array"), py::arg("options"),
+           py::arg("request"), py::arg("timeout"))
+      .def_property_readonly(
+          "capsule", [](const std::shared_ptr<Shortcut>& self) { return as_capsule(self); });
+  bind_repeatable(m);
 }
 
 }  // namespace gradwire::bind

@@ -1,13 +1,13 @@
-// Shortcut: the quick way for a blocking all_reduce of one NumPy array that is like an earlier one.
+// Shortcut: the quick way for a blocking all_reduce of one NumPy array that is like an earlier one,
+// and for a barrier.
 //
 // Python checks a call and learns it here: its options, and the form of its array. A later call
 // with the same options (the same objects, all immutable) and an array of the same form needs none
-// of these checks again, and is made without them. What is small is begun with the interpreter's
-// lock held: to give it up and take it back costs as much as to hear from a rank that is there
-// already.
+// of these checks again, and is made without them, by the Repeatable that stands before the method.
+// What is small is begun with the interpreter's lock held: to give it up and take it back costs as
+// much as to hear from a rank that is there already.
 #pragma once
 
-#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -21,29 +21,35 @@ namespace gradwire::bind {
 
 class Shortcut {
  public:
-  // Of the communicator, which it keeps.
-  explicit Shortcut(py::object communicator);
+  // Of the communicator, which it keeps. It is not taken while there is something in `unfinished`.
+  Shortcut(py::object communicator, py::object unfinished);
 
-  // `array` and `options` as call() will get them. The request is of that array, in place.
-  void learn(const py::array& array, const py::tuple& options, const Request& request,
-             double timeout);
-  // args: the array, then each of the options. A new reference to True when the call was made, to
-  // False when it is none that was learnt; null with a Python error set when it failed.
-  PyObject* call(PyObject* const* args, Py_ssize_t count) noexcept;
+  // `array`, or None where the method takes none, and `options` as call() will get them. The
+  // request is of that array, in place.
+  void learn(const py::object& method, const py::object& array, const py::tuple& options,
+             const Request& request, double timeout);
+  // A call of the method with an array, or null, and as many options as it has. False when it is
+  // none that was learnt.
+  bool call(PyObject* method, PyObject* array, PyObject* const* options);
 
  private:
   struct Known {
     Request request;  // whose array is that of the first call
     double timeout = 0;
-    py::object type{}, dtype{};
+    py::object method{}, type{}, dtype{};  // type: null where there is no array
     py::tuple options{};
     std::uint64_t elements = 0;
-    bool small = false;
+    bool small = true;
+
+    // At most: a timeout that is computed anew for each call must not push out all others.
+    bool differs_in_numbers(const Known& other) const noexcept;
+    bool is_like(PyObject* method, PyObject* array, PyObject* const* options) const noexcept;
   };
-  std::shared_ptr<const Known> find(PyObject* const* args, Py_ssize_t count) const noexcept;
+  std::shared_ptr<const Known> find(PyObject* method, PyObject* array,
+                                    PyObject* const* options) const noexcept;
   void run(const Known& known, std::byte* data);
 
-  py::object owner_;
+  py::object owner_, unfinished_;
   Communicator& communicator_;
   mutable std::mutex mutex_;  // there are interpreters without a lock of their own
   std::vector<std::shared_ptr<const Known>> known_;

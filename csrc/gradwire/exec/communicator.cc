@@ -106,10 +106,12 @@ void Communicator::run(const Request& request, const Interrupt& interrupt) {
   work->rethrow();
 }
 
-std::shared_ptr<Work> Communicator::begin(const Request& request) {
+std::shared_ptr<Work> Communicator::begin(const Request& request,
+                                          const std::function<void()>& slow) {
   std::unique_lock lock(mutex_);
   std::shared_ptr<Work> work = enqueue(lock, request);
-  if (!driving_) drive(lock, work.get(), nullptr, /*most_idle=*/std::max(spins_, 1U));
+  const bool alone = queue_.size() == 1 && submitted_.empty() && transfers_.idle();
+  if (!driving_ && alone) drive(lock, work.get(), nullptr, std::max(spins_, 1U), slow);
   return work;
 }
 

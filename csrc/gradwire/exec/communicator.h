@@ -24,6 +24,7 @@
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/fd.h"
 #include "gradwire/base/log.h"
+#include "gradwire/base/wire.h"
 #include "gradwire/exec/compound.h"
 #include "gradwire/exec/control_plane.h"
 #include "gradwire/exec/execution.h"
@@ -40,10 +41,10 @@ namespace gradwire::exec {
 enum class Lane : std::uint8_t { kCollective, kPointToPoint };
 
 struct Tuning {
-  std::size_t max_message = 256 * 1024;  // bytes of the largest frame; the same on all ranks
-  std::size_t segment_bytes = 0;         // 0: chosen for each operation
-  double stall_seconds = 30;             // see Watch; 0: never
-  Log log = log_to_stderr;               // of stalls
+  std::size_t max_message = kUsualFrame;  // bytes of the largest frame; the same on all ranks
+  std::size_t segment_bytes = 0;          // 0: chosen for each operation
+  double stall_seconds = 30;              // see Watch; 0: never
+  Log log = log_to_stderr;                // of stalls
   std::shared_ptr<transport::EmulatedLink> link = nullptr;  // this rank's, where it has one
 };
 
@@ -71,8 +72,9 @@ class Communicator {
   void set_model(schedule::CostModel model);
 
   void run(const Request& request, const Interrupt& interrupt = nullptr);
-  // Does of it what can be done within microseconds; wait() for the rest.
-  std::shared_ptr<Work> begin(const Request& request);
+  // Does of it what can be done within microseconds; wait() for the rest. Calls `slow` before it
+  // takes longer, to find out who failed.
+  std::shared_ptr<Work> begin(const Request& request, const std::function<void()>& slow = nullptr);
   std::shared_ptr<Work> submit(const Request& request);
   std::shared_ptr<Work> send(std::byte* data, std::size_t size, Rank to, double timeout);
   // from = Transfer::kAnyRank: whoever sends first.
@@ -145,7 +147,7 @@ class Communicator {
 
   // The driver: one thread at a time, the one that set driving_.
   void drive(std::unique_lock<std::mutex>& lock, const Work* until, const Interrupt& interrupt,
-             unsigned most_idle = kPatient);
+             unsigned most_idle = kPatient, const std::function<void()>& slow = nullptr);
   bool finished(const Work* until) const;
   bool advance();
   void take_attention();

@@ -91,7 +91,8 @@ void Communicator::interrupt_or_abort(const Work& work, const Interrupt& interru
 // Called with the mutex held, which it gives up while it works. With `until` it returns when that
 // work is over, else when there is nothing left to do; or when nothing has moved `most_idle` times.
 void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
-                         const Interrupt& interrupt, unsigned most_idle) {
+                         const Interrupt& interrupt, unsigned most_idle,
+                         const std::function<void()>& slow) {
   driving_ = true;
   lock.unlock();
   std::exception_ptr interruption;
@@ -107,6 +108,7 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
       }
     }
   } catch (...) {
+    if (slow) slow();
     interruption = fail_for(std::current_exception(), interrupt);
   }
   lock.lock();
@@ -159,7 +161,7 @@ bool Communicator::advance_collective() {
 bool Communicator::start_next() {
   current_ = front_;
   if (current_ == nullptr) return false;
-  current_->deadline = Deadline::after(current_->timeout);
+  current_->deadline = Deadline::about(current_->timeout);
   look_at_ = current_->deadline.earlier(std::min(current_->timeout / 2, kRollCallSeconds));
   roll_called_ = false;
   if (current_->compound == nullptr)

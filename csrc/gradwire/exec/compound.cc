@@ -107,8 +107,10 @@ bool is_best_gathered(const Request& request, int size) {
 Way way_of(const Request& request, int size) {
   if (request.letters) return Way::kExchange;
   if (request.codec && request.codec->combine() == codec::Combine::kCompound) return Way::kLowRank;
-  if (is_gather(request.algorithm) || is_best_gathered(request, size)) return Way::kGather;
   const bool shared = request.collective == Collective::kAllReduce;
+  const bool plain = !request.codec || request.codec->combine() == codec::Combine::kPlain;
+  const bool gathers = is_gather(request.algorithm) && !(plain && shared);  // those are one phase
+  if (gathers || is_best_gathered(request, size)) return Way::kGather;
   return request.feedback && !shared ? Way::kAgreed : Way::kAtOnce;
 }
 

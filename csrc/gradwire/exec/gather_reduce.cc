@@ -29,25 +29,30 @@ bool is_gather(std::string_view algorithm) {
   return algorithm == kName || (algorithm.starts_with("gather(") && algorithm.ends_with(')'));
 }
 
+std::string_view gather_algorithm(std::string_view algorithm) {
+  if (algorithm == kName) return "auto";
+  constexpr std::size_t kOpening = kName.size() + 1;
+  return algorithm.substr(kOpening, algorithm.size() - kOpening - 1);
+}
+
 std::string_view gather_algorithm(const Request& request) {
   const std::string_view algorithm = request.algorithm;
   if (request.schedule != nullptr)
     refuse_to_add(request, "schedule '" + request.schedule->name + "'",
                   request.letters ? "leave the schedule out" : "give the schedule or 'gather'");
-  if (algorithm == kName || algorithm == "auto") return "auto";
+  if (algorithm == "auto") return algorithm;
   if (!is_gather(algorithm))
     refuse_to_add(request, "algorithm '" + std::string(algorithm) + "'",
                   "use auto, gather or gather(ring)");
-  constexpr std::size_t kOpening = kName.size() + 1;
-  return algorithm.substr(kOpening, algorithm.size() - kOpening - 1);
+  return gather_algorithm(algorithm);
 }
 
 void GatherReduce::begin() {
   const Request& request = whole();
   if (!request.codec || request.codec->combine() == codec::Combine::kPlain)
-    throw ScheduleError("algorithm '" + std::string(request.algorithm) +
-                        "' gathers encoded payloads, which codec 'none' has none of; give a codec, "
-                        "or use another algorithm");
+    throw ScheduleError(std::string(name_of(request.collective)) + " by '" +
+                        std::string(request.algorithm) + "': without codec only all_reduce " +
+                        "gathers; use auto" + (reduces(request.collective) ? ", or a codec" : ""));
   OpSpec spec;
   spec.collective = request.collective;
   spec.dtype = request.dtype;

@@ -13,8 +13,10 @@ namespace gradwire::exec {
 
 // "gather", or "gather(ring)" with the algorithm of the all_gather.
 bool is_gather(std::string_view algorithm);
-// For a request whose payloads are gathered: ring, or auto. Throws ScheduleError for a request that
-// wants them to travel otherwise.
+// "ring" of "gather(ring)", or "auto".
+std::string_view gather_algorithm(std::string_view algorithm);
+// For a request whose payloads are gathered. Throws ScheduleError for one that wants them to travel
+// otherwise.
 std::string_view gather_algorithm(const Request& request);
 
 class GatherReduce final : public Compound {

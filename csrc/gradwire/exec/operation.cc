@@ -168,13 +168,16 @@ void Operation::bind(const Request& request, std::shared_ptr<const Plan> plan, R
   bind_arrays(request, rank, size);
   const bool feeds_back = transaction.is_open();
   if (plan_->lossy() || feeds_back)
-    feedback_.bind(plan_->counts(), feeds_back ? request.keys : decltype(request.keys){},
-                   transaction);
+    feedback_.bind(plan_->folds() ? plan_->spec().counts : plan_->counts(),
+                   feeds_back ? request.keys : decltype(request.keys){}, transaction);
   else
     feedback_.clear();
 }
 
 void Operation::bind_arrays(const Request& request, Rank rank, int size) {
+  sums_.clear();
+  addends_.clear();
+  if (plan_->folds()) return bind_fold(request, rank, size);
   switch (request.collective) {
     case Collective::kAllReduce:
     case Collective::kReduce:
@@ -202,6 +205,20 @@ void Operation::bind_in_place(const Request& request, Rank rank) {
     extents_.push_back(data);
     if (i < request.inputs.size()) add_copy(before_, data, request.inputs[i]);
     if (bystander) next += request.inputs[i].count * element_;
+  }
+}
+
+// A block of scratch for the inputs of each rank.
+void Operation::bind_fold(const Request& request, Rank rank, int size) {
+  sums_.assign(request.outputs.begin(), request.outputs.end());
+  const std::size_t bytes = plan_->counts()[0] * element_;
+  std::byte* next = scratch(bytes * at(size));
+  for (Rank r = 0; r < size; ++r) extents_.push_back(next + at(r) * bytes);
+  next = extents_[at(rank)];
+  for (const Array& each : request.inputs) {
+    addends_.push_back(next);
+    add_copy(before_, next, each);
+    next += each.count * element_;
   }
 }
 
@@ -254,6 +271,10 @@ void Operation::add_copy(std::vector<CopyStep>& steps, std::byte* to, const Arra
 std::byte* Operation::scratch(std::span<const Array> arrays) {
   std::size_t bytes = 0;
   for (const Array& each : arrays) bytes += each.count * element_;
+  return scratch(bytes);
+}
+
+std::byte* Operation::scratch(std::size_t bytes) {
   if (scratch_.size() < bytes) scratch_.resize(bytes);
   return scratch_.data();
 }
@@ -264,21 +285,53 @@ void Operation::copy(const std::vector<CopyStep>& steps) {
 
 void Operation::begin() {
   copy(before_);
-  for (std::size_t i = 0; i < extents_.size(); ++i) {
-    if (plan_->lossy())
-      feedback_.prepare(plan_->codec(), i, floats(i));
-    else
-      feedback_.deliver(i, floats(i));  // a plain sum loses nothing
-  }
+  if (!plan_->lossy()) return deliver_residuals();
+  for (std::size_t i = 0; i < extents_.size(); ++i) feedback_.prepare(plan_->codec(), i, floats(i));
+}
+
+// A plain sum loses nothing.
+void Operation::deliver_residuals() const {
+  if (!feedback_.feeds_back()) return;
+  const auto& own = plan_->folds() ? addends_ : extents_;
+  for (std::size_t i = 0; i < own.size(); ++i)
+    feedback_.deliver(i, reinterpret_cast<float*>(own[i]));
 }
 
 bool Operation::end(bool finite) {
+  if (plan_->folds()) fold();
   copy(after_);
   if (plan_->lossy()) feedback_.adapt(plan_->codec());
   if (!feedback_.feeds_back() || plan_->lossy()) return finite;
+  return finite && all_finite();
+}
+
+// In the order of the ranks, which is the same on all of them.
+void Operation::fold() const {
+  const OpSpec& spec = plan_->spec();
+  const codec::Kernels& kernels = codec::kernels();
+  const auto dtype = static_cast<std::size_t>(spec.dtype);
+  const auto add = kernels.reduce[dtype][static_cast<std::size_t>(spec.op)];
+  std::size_t offset = 0;
+  for (const Array& sum : sums_) {
+    if (sum.count == 0) continue;
+    std::memcpy(sum.data, extents_[0] + offset, sum.count * element_);
+    for (std::size_t r = 1; r < extents_.size(); ++r)
+      add(sum.data, extents_[r] + offset, sum.count);
+    if (plan_->factor() != 1) kernels.scale[dtype](sum.data, plan_->factor(), sum.count);
+    offset += sum.count * element_;
+  }
+}
+
+bool Operation::all_finite() const {
+  const auto finite = [](std::byte* data, std::uint64_t count) {
+    return codec::kernels().finite(reinterpret_cast<float*>(data), count);
+  };
+  if (plan_->folds())
+    return std::ranges::all_of(sums_,
+                               [&](const Array& sum) { return finite(sum.data, sum.count); });
   for (std::size_t i = 0; i < extents_.size(); ++i)
-    finite = finite && codec::kernels().finite(floats(i), plan_->counts()[i]);
-  return finite;
+    if (!finite(extents_[i], plan_->counts()[i])) return false;
+  return true;
 }
 
 Execution::Call Operation::call() const {

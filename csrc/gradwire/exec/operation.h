@@ -94,17 +94,25 @@ class Operation {
   static void copy(const std::vector<CopyStep>& steps);
   void bind_arrays(const Request& request, Rank rank, int size);
   void bind_in_place(const Request& request, Rank rank);
+  void bind_fold(const Request& request, Rank rank, int size);
+  void deliver_residuals() const;
+  void fold() const;
   void bind_reduce_scatter(const Request& request, Rank rank);
   void bind_all_gather(const Request& request, Rank rank);
   void bind_blocks(const Request& request, Rank rank, int size);
   void bind_all_to_all(const Request& request, Rank rank, int size);
   void add_copy(std::vector<CopyStep>& steps, std::byte* to, const Array& from);
   std::byte* scratch(std::span<const Array> arrays);
+  std::byte* scratch(std::size_t bytes);
+  bool all_finite() const;
   float* floats(std::size_t extent) const { return reinterpret_cast<float*>(extents_[extent]); }
 
   std::shared_ptr<const Plan> plan_;
   std::size_t element_ = 0;  // bytes
   std::vector<std::byte*> extents_;
+  // Of a plan that folds: what this rank adds, one after the other in its block, and the sums.
+  std::vector<std::byte*> addends_;
+  std::vector<Array> sums_;
   std::vector<CopyStep> before_, after_;
   std::vector<std::byte> scratch_;
   FeedbackView feedback_;

@@ -347,7 +347,7 @@ class Plan::Maker {
   }
 
   void list_finished_here() {
-    if (plan_.factor_ == 1 && !plan_.lossy()) return;
+    if (plan_.folds() || (plan_.factor_ == 1 && !plan_.lossy())) return;
     for (int c = 0; c < schedule_.chunks; ++c) {
       const auto i = static_cast<std::size_t>(c);
       const int first = std::min(arrives_finished_[i], leaves_finished_[i]);

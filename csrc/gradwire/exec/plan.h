@@ -68,7 +68,9 @@ struct Binding {
   bool uniform_segments = true;
   Rank rank = 0;
   std::shared_ptr<const codec::Codec> codec;
-  bool in_tree = false;           // schedule::verify's fact
+  bool in_tree = false;  // schedule::verify's fact
+  // The schedule is an all_gather of the ranks' inputs, end to end; the operation adds them up.
+  bool folds = false;
   std::size_t max_message = 0;    // bytes, frame header included
   std::vector<int> link_of;       // peers on the same link class can share one staging
   std::size_t segment_bytes = 0;  // 0: chosen from the chunk's size
@@ -86,6 +88,7 @@ class Plan {
   const OpSpec& spec() const noexcept { return binding_.spec; }
   const std::vector<std::uint64_t>& counts() const noexcept { return binding_.counts; }
   const codec::Codec& codec() const noexcept { return *binding_.codec; }
+  bool folds() const noexcept { return binding_.folds; }
   bool lossy() const noexcept { return binding_.codec->combine() != codec::Combine::kPlain; }
   std::uint32_t fingerprint() const noexcept { return fingerprint_; }
   // OpSpec::to_string(), for messages.

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "gradwire/base/error.h"
+#include "gradwire/exec/gather_reduce.h"
 #include "gradwire/schedule/generators.h"
 #include "gradwire/schedule/verify.h"
 
@@ -41,6 +42,12 @@ void require_fits(const schedule::Schedule& schedule, const Request& request, in
 
 // Blocks whose sizes not all ranks know are taken to be of this size.
 constexpr double kUnknownBlock = 64 * 1024;
+
+// Of a sum of plain arrays whose inputs all ranks get: its schedule is an all_gather.
+bool folds(const Request& request, std::string_view algorithm) {
+  return request.schedule == nullptr && request.collective == Collective::kAllReduce &&
+         codec_of(request)->combine() == codec::Combine::kPlain && is_gather(algorithm);
+}
 
 double bytes_of_all(const std::vector<std::uint64_t>& counts, const Request& request, int size) {
   if (!counts_known_to_all(request.collective)) return kUnknownBlock * size;
@@ -98,10 +105,9 @@ void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
 
 // Calls of nearly the same size are asked for once. Not for this communicator's messages, but for
 // the usual ones: their size may change no bit.
-const schedule::Choice& PlanCache::choose(const Request& request) {
-  const auto& codec = codec_of(request);
-  const Asked asked{request.collective, request.root,
-                    size_class(bytes_of_all(counts_, request, setting_.size)), codec.get()};
+const schedule::Choice& PlanCache::choose(Collective collective, Rank root, double bytes,
+                                          const std::shared_ptr<const codec::Codec>& codec) {
+  const Asked asked{collective, root, size_class(bytes), codec.get()};
   for (const Answer& answer : answers_)
     if (answer.asked == asked) return answer.choice;
   schedule::Question question;
@@ -116,11 +122,28 @@ const schedule::Choice& PlanCache::choose(const Request& request) {
   return answers_.back().choice;
 }
 
+// What is left to the model is chosen by it; the rest is as the caller says.
+schedule::Choice PlanCache::choose(const Request& request) {
+  const double bytes = bytes_of_all(counts_, request, setting_.size);
+  if (request.algorithm == "auto")
+    return choose(request.collective, request.root, bytes, codec_of(request));
+  schedule::Choice choice{std::string(request.algorithm), 0, 0};
+  if (!folds(request, choice.algorithm) || gather_algorithm(choice.algorithm) != "auto")
+    return choice;
+  choice = choose(Collective::kAllGather, 0, setting_.size * bytes, codec_of(request));
+  choice.algorithm = "gather(" + choice.algorithm + ")";
+  return choice;
+}
+
 schedule::Schedule PlanCache::schedule_for(const Request& request,
-                                           const std::string& algorithm) const {
+                                           const schedule::Choice& choice) const {
+  if (folds(request, choice.algorithm))
+    return schedule::generate({Collective::kAllGather,
+                               std::string(gather_algorithm(choice.algorithm)), setting_.size, 0,
+                               setting_.hosts});
   if (request.schedule == nullptr)
     return schedule::generate(
-        {request.collective, algorithm, setting_.size, request.root, setting_.hosts});
+        {request.collective, choice.algorithm, setting_.size, request.root, setting_.hosts});
   require_fits(*request.schedule, request, setting_.size);
   schedule::require_valid(*request.schedule);
   return *request.schedule;
@@ -131,10 +154,10 @@ std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::v
   if (request.root < 0 || request.root >= setting_.size)
     throw InvalidArgument("root " + std::to_string(request.root) +
                           " is not a rank; this communicator has " + std::to_string(setting_.size));
-  schedule::Choice choice{std::string(request.algorithm), 0, 0};
-  const bool chosen = request.schedule == nullptr && request.algorithm == "auto";
-  if (chosen) choice = choose(request);
-  const schedule::Schedule schedule = schedule_for(request, choice.algorithm);
+  schedule::Choice choice;
+  if (request.schedule == nullptr) choice = choose(request);
+  const bool chosen = request.schedule == nullptr && choice.algorithm != request.algorithm;
+  const schedule::Schedule schedule = schedule_for(request, choice);
   Binding binding;
   binding.rank = setting_.rank;
   binding.codec = codec_of(request);
@@ -144,14 +167,18 @@ std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::v
       setting_.segment_bytes != 0 ? setting_.segment_bytes : choice.segment_bytes;
   binding.link_of = link_of;
   binding.uniform_segments = counts_known_to_all(request.collective);
+  binding.folds = folds(request, choice.algorithm);
   binding.counts = counts_;
+  if (binding.folds)
+    binding.counts.assign(static_cast<std::size_t>(setting_.size),
+                          std::accumulate(counts_.begin(), counts_.end(), std::uint64_t{0}));
   OpSpec& spec = binding.spec;
   spec = {request.collective,
           request.dtype,
           request.op,
           request.root,
           {},
-          schedule.name,
+          binding.folds ? choice.algorithm : schedule.name,
           request.schedule_digest,
           binding.codec->name(),
           chosen ? model_digest_ : 0};

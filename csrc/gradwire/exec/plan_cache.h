@@ -69,8 +69,10 @@ class PlanCache {
     std::shared_ptr<const codec::Codec> codec;
     schedule::Choice choice;
   };
-  schedule::Schedule schedule_for(const Request& request, const std::string& algorithm) const;
-  const schedule::Choice& choose(const Request& request);
+  schedule::Schedule schedule_for(const Request& request, const schedule::Choice& choice) const;
+  schedule::Choice choose(const Request& request);
+  const schedule::Choice& choose(Collective collective, Rank root, double bytes,
+                                 const std::shared_ptr<const codec::Codec>& codec);
 
   Setting setting_;
   schedule::CostModel model_;

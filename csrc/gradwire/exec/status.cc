@@ -2,13 +2,14 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <time.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <type_traits>
+
+#include "gradwire/base/deadline.h"
 
 namespace gradwire::exec {
 namespace {
@@ -78,10 +79,7 @@ void tame(char* text, std::size_t size) {
 }  // namespace
 
 std::uint64_t coarse_now() noexcept {
-  timespec now{};
-  ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
-  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000U +
-         static_cast<std::uint64_t>(now.tv_nsec);
+  return static_cast<std::uint64_t>(CoarseClock::now().time_since_epoch().count());
 }
 
 std::string StatusPage::spec() const {

@@ -13,7 +13,7 @@ namespace {
 constexpr double kMostSeconds = 1000;
 constexpr double kMostCores = 1e6;
 constexpr double kNearBytes = 64 * 1024;
-constexpr int kOctavesApart = 4;  // 64 KiB, 1 MiB, 16 MiB, 256 MiB
+constexpr int kOctavesApart = 3;  // 64 KiB, 512 KiB, 4 MiB, 32 MiB
 
 using Named = std::pair<const char*, double CostModel::*>;
 using NamedOfLink = std::pair<const char*, double LinkCost::*>;
@@ -25,7 +25,7 @@ constexpr NamedOfLink kOfLink[] = {{"alpha", &LinkCost::alpha},
                                    {"latency", &LinkCost::latency},
                                    {"beta", &LinkCost::beta},
                                    {"copy", &LinkCost::copy}};
-constexpr const char* kFar[] = {"far.1M", "far.16M", "far.256M"};
+constexpr const char* kFar[] = {"far.512K", "far.4M", "far.32M"};
 
 // Calls each(name, value) for all parameters but cores, in one order; `Model` may be const.
 template <typename Model, typename Each>
@@ -115,7 +115,7 @@ double total_bytes(const Workload& work) {
   return sum;
 }
 
-// Of the order of what two cores of a server do at once, with frames of 256 KB.
+// Of the order of what two cores of a server do at once, with the usual frames.
 CostModel default_model(std::string_view within, std::string_view between, int cores) {
   CostModel model;
   model.within = link_cost(within, /*between=*/false);
@@ -125,7 +125,7 @@ CostModel default_model(std::string_view within, std::string_view between, int c
   model.gamma = 6e-11;
   model.turn = 2e-6;
   model.cores = std::max(1, cores);
-  model.far = {1.1, 1.4, 1.6};
+  model.far = {1.1, 1.3, 1.6};
   model.codecs = {{"fp16", {5e-11, 5e-11}},   {"bf16", {5e-11, 5e-11}},
                   {"int8", {7e-11, 5e-11}},   {"onebit", {8e-11, 8e-11}},
                   {"topk", {1e-10, 2e-11}},   {"threshold", {6e-11, 2e-11}},

@@ -11,9 +11,12 @@
 //     at the receiver    alpha + copy·w, and what the codec takes to land it
 //
 // Within a host each rank has a card of its own (beta is 0, unless links are emulated); between
-// hosts all ranks of a host share one. Where a host has more ranks than cores, a rank that has a
-// core keeps it until it must wait, and the next one needs a turn to take over. So processor time
-// is shared out, and wire time is not.
+// hosts all ranks of a host share one.
+//
+// Where a host has more ranks than cores, each core has its ranks, of which one works until it must
+// wait, and gives way. Who waits has the core in turns, each of which takes `turn` whether there is
+// something to do or not. There calls are looked at that follow each other: a rank goes on with the
+// next one while it has the core.
 //
 // Every machine computes the same bits: doubles, a fixed order, nothing fused. All ranks of a
 // communicator have one model, so they choose alike.
@@ -30,6 +33,7 @@
 #include <utility>
 #include <vector>
 
+#include "gradwire/base/wire.h"
 #include "gradwire/schedule/generators.h"
 #include "gradwire/schedule/schedule.h"
 
@@ -58,13 +62,14 @@ struct CostModel {
   double turn = 0;   // seconds until another rank runs on a core
   int cores = 1;     // of each host
   // What memory far away costs: seconds of a processor for a byte grow by these factors for calls
-  // of 1, 16 and 256 MiB a rank, evenly from octave to octave, and from 64 KiB, where they are 1.
+  // of 512 KiB, 4 and 32 MiB a rank, evenly from octave to octave, and from 64 KiB, where they
+  // are 1.
   std::array<double, 3> far{1, 1, 1};
   std::map<std::string, CodecCost> codecs;  // by name, without parameters
 
   const CodecCost& codec(std::string_view name) const;  // "topk:density=0.01"; else kAnyCodec's
 
-  // As flat names with values: "within.alpha", "far.16M", "fp16.encode". set() throws
+  // As flat names with values: "within.alpha", "far.4M", "fp16.encode". set() throws
   // InvalidArgument for another name, and for what is no finite value, not negative, below 1000 (a
   // million for cores, a whole number from 1).
   std::vector<std::pair<std::string, double>> parameters() const;
@@ -91,7 +96,8 @@ struct Workload {
 
 double total_bytes(const Workload& work);
 
-// When the last rank is through, in seconds; infinity as soon as that is after `limit`.
+// Seconds until the last rank is through, or, of ranks that share cores, of a call among others;
+// infinity as soon as that is more than `limit`.
 double simulate(const Schedule& schedule, const CostModel& model, const Workload& work,
                 double limit = std::numeric_limits<double>::infinity());
 
@@ -104,12 +110,15 @@ struct Question {
   std::vector<std::vector<Rank>> hosts = {};  // ranks of each; empty: one host
   std::optional<CodecCost> codec = {};        // of a lossy one: the schedule is in-tree then
   double ratio = 1;
-  double most_message = 256 * 1024;  // bytes that a frame may have
+  double most_message = kUsualFrame;  // bytes that a frame may have
 };
 
 // Seconds of a call by a schedule of the caller's choice, in the segments that exec/plan.h cuts
 // then.
 double predict(const CostModel& model, const Schedule& schedule, const Question& question);
+// The same of a sum of so many bytes whose inputs all ranks get by an all_gather.
+double predict_gathered(const CostModel& model, const Schedule& all_gather,
+                        const Question& question);
 
 struct Choice {
   std::string algorithm;
@@ -117,8 +126,10 @@ struct Choice {
   double seconds = 0;
 };
 
-// The fastest of the catalogue. Segments are simulated in small numbers and extrapolated, and what
-// a closed form puts far behind is not simulated.
+// The fastest of the catalogue, or for small sums one like "gather(direct)": every rank's input
+// goes to all by that all_gather, and each adds them up. Of those that differ by less than a
+// hundredth, the one with the least to do by a closed form. Segments are simulated in small numbers
+// and extrapolated, and what a closed form puts far behind is not simulated.
 Choice choose(const CostModel& model, const Question& question);
 
 }  // namespace gradwire::schedule

@@ -219,7 +219,10 @@ class Frames::Maker {
 };
 
 Frames::Frames(const Schedule& schedule, const CostModel& model, const Workload& work)
-    : ranks_(schedule.ranks), rounds_(static_cast<int>(schedule.rounds.size())) {
+    : ranks_(schedule.ranks),
+      rounds_(static_cast<int>(schedule.rounds.size())),
+      mutual_(schedule.collective == Collective::kAllReduce ||
+              schedule.collective == Collective::kAllGather) {
   Maker(*this, schedule, model, work).make();
 }
 

@@ -48,6 +48,8 @@ class Frames {
 
   int ranks() const noexcept { return ranks_; }
   int rounds() const noexcept { return rounds_; }
+  // Nobody is through before all have sent: no rank is more than a call ahead.
+  bool mutual() const noexcept { return mutual_; }
   const std::vector<Message>& messages() const noexcept { return messages_; }
   // The messages that one send is for.
   std::span<const std::uint32_t> copies(const Send& send) const {
@@ -77,6 +79,7 @@ class Frames {
 
   int ranks_;
   int rounds_;
+  bool mutual_;
   std::vector<Message> messages_;
   std::vector<Send> sends_;
   std::vector<std::uint32_t> copies_, receives_;

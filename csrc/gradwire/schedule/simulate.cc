@@ -15,27 +15,28 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr std::size_t kNone = ~std::size_t{0};
 
+// Ranks that share cores are looked at in calls that follow each other, of which the first and the
+// last do not count: they have nothing before them, or behind.
+constexpr int kCallsThatCount = 2;
+// Who waits gives way to others so many times, then sleeps.
+constexpr double kYields = 20;
+
 std::size_t at(int i) { return static_cast<std::size_t>(i); }
 
 // Cards and cores, and since when each is free.
 class Hosts {
  public:
   Hosts(const CostModel& model, const std::vector<int>& host_of, int ranks)
-      : host_of_(host_of.empty() ? std::vector<int>(at(ranks), 0) : host_of),
-        cores_(model.cores),
-        turn_(model.turn) {
+      : host_of_(host_of.empty() ? std::vector<int>(at(ranks), 0) : host_of), turn_(model.turn) {
     const int hosts = 1 + *std::max_element(host_of_.begin(), host_of_.end());
-    std::vector<int> population(at(hosts), 0);
-    for (int host : host_of_) ++population[at(host)];
-    for (int p : population) crowded_.push_back(p > cores_);
-    const bool any = std::find(crowded_.begin(), crowded_.end(), true) != crowded_.end();
-    if (any) core_.assign(at(hosts) * at(cores_), {});
+    place_ranks(hosts, model.cores, model.call);
     for (auto* cards : {&out_of_rank_, &into_rank_}) cards->assign(at(ranks), 0);
     for (auto* cards : {&out_of_host_, &into_host_}) cards->assign(at(hosts), 0);
   }
 
   bool together(Rank a, Rank b) const { return host_of_[at(a)] == host_of_[at(b)]; }
-  bool crowded(Rank rank) const { return crowded_[at(host_of_[at(rank)])]; }
+  bool crowded(Rank rank) const { return seats_[at(rank)].core != kNone; }
+  bool any_crowded() const { return !cores_.empty(); }
 
   // When the first bit reaches the receiver's card, of bits that are ready to go at `time`.
   double send(const LinkCost& link, Rank src, Rank dst, double bytes, double time) {
@@ -51,30 +52,73 @@ class Hosts {
     return in;
   }
 
-  struct Core {
-    double free = 0;
-    Rank last = -1;
-  };
-  // The rank's own where it is free, else the first that is.
-  Core& take_core(Rank rank, double& time) {
-    const std::size_t first = at(host_of_[at(rank)]) * at(cores_);
-    Core* best = &core_[first];
-    for (std::size_t c = first; c < first + at(cores_); ++c) {
-      if (core_[c].last == rank && core_[c].free <= time) return core_[c];
-      if (core_[c].free < best->free) best = &core_[c];
-    }
-    const bool first_use = best->last < 0 || best->last == rank;
-    time = std::max(time, best->free) + (first_use ? 0 : turn_);
-    best->last = rank;
-    return *best;
+  // When the rank, which has something to do from `time` on, has its core, if nobody else takes it
+  // before: those who wait have it in turns.
+  double turn_of(Rank rank, double time) const {
+    const Seat& seat = seats_[at(rank)];
+    const Core& core = cores_[seat.core];
+    if (seat.promised == time && seat.left == core.left) return time;
+    if (core.ranks == 1 || turn_ == 0) return std::max(time, core.free);
+    const double cycle = core.ranks * turn_, waited = time - core.free;
+    if (waited > kYields * cycle) return time + turn_;  // all sleep
+    const int ahead = 1 + (seat.place - core.last - 1 + core.ranks) % core.ranks;
+    const double first = core.free + ahead * turn_;
+    if (first >= time) return first;
+    return first + std::ceil((time - first) / cycle - kSame) * cycle;
+  }
+  // So that rounding makes no other turn of it.
+  void promise(Rank rank, double turn) {
+    Seat& seat = seats_[at(rank)];
+    seat.promised = turn;
+    seat.left = cores_[seat.core].left;
+  }
+  // It has worked there until `time`.
+  void leave_core(Rank rank, double time) {
+    const Seat& seat = seats_[at(rank)];
+    cores_[seat.core].free = time;
+    ++cores_[seat.core].left;
+    cores_[seat.core].last = seat.place;
   }
 
  private:
+  struct Seat {
+    std::size_t core = kNone;
+    int place = 0;  // among the core's ranks
+    double promised = -1;
+    std::uint64_t left = 0;  // as the core's was then
+  };
+  struct Core {
+    double free = 0;
+    int last = 0;  // whose place it was
+    int ranks = 0;
+    std::uint64_t left = 0;  // how many times
+  };
+  static constexpr double kSame = 1e-6;  // of a cycle
+
+  // On a host with more ranks than cores each core has its own.
+  void place_ranks(int hosts, int cores, double start) {
+    seats_.resize(host_of_.size());
+    for (int host = 0; host < hosts; ++host) {
+      if (std::count(host_of_.begin(), host_of_.end(), host) <= cores) continue;
+      const std::size_t first = cores_.size();
+      cores_.resize(first + at(cores));
+      int next = 0;
+      for (std::size_t r = 0; r < seats_.size(); ++r)
+        if (host_of_[r] == host) sit_down(seats_[r], first + at(next++ % cores));
+    }
+    // The first of each has it as soon as calls begin.
+    for (Core& core : cores_) core = {start - turn_, core.ranks - 1, core.ranks, 0};
+  }
+  void sit_down(Seat& seat, std::size_t core) {
+    seat.core = core;
+    seat.place = cores_[core].ranks;
+    ++cores_[core].ranks;
+  }
+
   std::vector<int> host_of_;
-  int cores_;
   double turn_;
-  std::vector<bool> crowded_;
-  std::vector<Core> core_;
+  std::vector<Seat> seats_;  // by rank
+  std::vector<Core> cores_;  // of crowded hosts
   std::vector<double> out_of_rank_, into_rank_, out_of_host_, into_host_;
 };
 
@@ -83,30 +127,41 @@ class Simulation {
   Simulation(const Frames& frames, const CostModel& model, const Workload& work, int simulated)
       : frames_(frames),
         model_(model),
-        segments_(simulated),
         parts_(work.segments),
         hosts_(model, work.host_of, frames.ranks()),
         growth_(model.growth(total_bytes(work))),
-        order_(wavefront(frames.rounds(), simulated)),
-        arrivals_(frames.messages().size() * at(simulated), kNever),
-        ranks_(at(frames.ranks())) {
+        per_call_(simulated),
+        calls_(frames.mutual() && hosts_.any_crowded() ? kCallsThatCount + 2 : 1),
+        segments_(simulated * calls_),
+        arrivals_(frames.messages().size() * at(segments_), kNever),
+        ranks_(at(frames.ranks())),
+        ends_(at(calls_), model.call) {
+    for (Place place : wavefront(frames.rounds(), per_call_)) order_.push_back(place);
+    const std::size_t once = order_.size();
+    for (int call = 1; call < calls_; ++call)
+      for (std::size_t i = 0; i < once; ++i)
+        order_.push_back({order_[i].round, order_[i].segment + call * per_call_});
     for (RankState& rank : ranks_)
       for (auto* counts : {&rank.sent, &rank.landed}) counts->assign(at(segments_), 0);
   }
 
+  // Seconds of a call.
   double run(double limit) {
-    for (Rank r = 0; r < frames_.ranks(); ++r) events_.push({0, r, kNone});
-    double end = 0;
+    for (Rank r = 0; r < frames_.ranks(); ++r) events_.push({model_.call, r, kNone});
+    const double most = calls_ == 1 ? limit : (calls_ + 1) * limit;
     while (!events_.empty()) {
       const Event event = events_.top();
       events_.pop();
-      if (event.time + model_.call > limit) return kNever;
+      if (event.time > most) return kNever;
       if (event.flight == kNone)
-        end = std::max(end, proceed(event.rank, event.time));
+        proceed(event.rank, event.time);
       else
         receive(event.flight, event.time);
     }
-    return model_.call + end;
+    const double seconds =
+        calls_ == 1 ? ends_[0]
+                    : std::max(model_.call, (ends_[kCallsThatCount] - ends_[0]) / kCallsThatCount);
+    return seconds > limit ? kNever : seconds;
   }
 
  private:
@@ -128,31 +183,31 @@ class Simulation {
     Cursor send, receive;
     std::vector<std::uint32_t> sent, landed;  // by segment
     bool landing_next = false;
+    int calls = 0;               // that are over
+    std::uint32_t steps = 0;     // of this one
     std::size_t awaits = kNone;  // the arrival for which it sleeps
     double asleep_since = 0;
   };
 
-  // Lets a rank work from `time`; returns when it stopped, with its next event in the queue.
-  double proceed(Rank rank, double time) {
-    if (!hosts_.crowded(rank)) {
-      while (step(rank, time))
-        if (!events_.empty() && Event{time, rank, kNone} < events_.top()) {
-          events_.push({time, rank, kNone});
-          return time;
-        }
-      wait(rank, time);
-      return time;
-    }
-    if (!can_step(rank, time)) {
-      wait(rank, time);
-      return time;
-    }
-    Hosts::Core& core = hosts_.take_core(rank, time);
-    while (step(rank, time)) {
-    }
-    core.free = time;
+  // Lets a rank work from `time`, and puts its next event into the queue.
+  void proceed(Rank rank, double time) {
+    if (hosts_.crowded(rank)) return take_turn(rank, time);
+    while (step(rank, time))
+      if (!events_.empty() && Event{time, rank, kNone} < events_.top())
+        return events_.push({time, rank, kNone});
     wait(rank, time);
-    return time;
+  }
+
+  void take_turn(Rank rank, double time) {
+    if (!can_step(rank, time)) return wait(rank, time);
+    const double turn = hosts_.turn_of(rank, time);
+    if (turn > time) {
+      hosts_.promise(rank, turn);
+      return events_.push({turn, rank, kNone});
+    }
+    while (step(rank, time)) continue;
+    hosts_.leave_core(rank, time);
+    wait(rank, time);
   }
 
   bool can_step(Rank rank, double time) {
@@ -170,7 +225,22 @@ class Simulation {
       land(rank, *receive, time);
     else
       stage(rank, *send, time);
+    if (++state.steps == steps_of_call(rank)) end_call(rank, time);
     return true;
+  }
+
+  std::uint32_t steps_of_call(Rank rank) const {
+    const int rounds = frames_.rounds();
+    return static_cast<std::uint32_t>(per_call_) *
+           (frames_.sent_before(rounds, rank) + frames_.received_before(rounds, rank));
+  }
+
+  // The next one begins at once.
+  void end_call(Rank rank, double& time) {
+    RankState& state = ranks_[at(rank)];
+    ends_[at(state.calls)] = std::max(ends_[at(state.calls)], time);
+    state.steps = 0;
+    if (++state.calls < calls_) time += model_.call;
   }
 
   void stage(Rank rank, const Frames::Send& send, double& time) {
@@ -237,6 +307,7 @@ class Simulation {
     if (sends.empty()) return nullptr;
     const Place place = order_[state.send.place];
     const bool ready =
+        place.segment < (state.calls + 1) * per_call_ &&
         state.landed[at(place.segment)] >= frames_.received_before(place.round, rank);
     return ready ? &sends[state.send.within] : nullptr;
   }
@@ -248,7 +319,8 @@ class Simulation {
         seek(state.receive, [&](int round) { return frames_.receives(round, rank); });
     if (receives.empty()) return nullptr;
     const Place place = order_[state.receive.place];
-    const bool ready = state.sent[at(place.segment)] >= frames_.sent_before(place.round + 1, rank);
+    const bool ready = place.segment < (state.calls + 1) * per_call_ &&
+                       state.sent[at(place.segment)] >= frames_.sent_before(place.round + 1, rank);
     return ready ? &frames_.messages()[receives[state.receive.within]] : nullptr;
   }
 
@@ -278,13 +350,15 @@ class Simulation {
 
   const Frames& frames_;
   const CostModel& model_;
-  const int segments_;  // that are simulated
-  const int parts_;     // into which a message is cut
+  const int parts_;  // into which a message is cut
   Hosts hosts_;
   const double growth_;
-  const std::vector<Place> order_;
+  const int per_call_;          // segments that are simulated of each call
+  const int calls_, segments_;  // in all
+  std::vector<Place> order_;
   std::vector<double> arrivals_;  // by message and segment
   std::vector<RankState> ranks_;
+  std::vector<double> ends_;  // by call
   std::priority_queue<Event> events_;
 };
 

@@ -11,8 +11,9 @@
 namespace gradwire::transport {
 namespace {
 
-constexpr std::uint32_t kArenaMagic = 0x31415247;  // "GRA1"; a new layout, a new magic
+constexpr std::uint32_t kArenaMagic = 0x32415247;  // "GRA2"; a new layout, a new magic
 constexpr std::size_t kLine = 64;                  // what two writers must not share
+constexpr std::size_t kEntry = 2 * kLine;
 constexpr std::size_t kPage = 4096;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
@@ -45,7 +46,7 @@ Arena::Layout::Layout(const Options& options)
     : messages(static_cast<std::size_t>(options.messages)),
       entries_at(sizeof(Header) + messages * kLine),
       data_at(
-          round_up(entries_at + static_cast<std::size_t>(options.size) * messages * kLine, kPage)),
+          round_up(entries_at + static_cast<std::size_t>(options.size) * messages * kEntry, kPage)),
       stride(round_up(options.max_message, kLine)),
       total(data_at + messages * stride) {}
 
@@ -93,7 +94,11 @@ std::atomic<std::uint32_t>& Arena::readers(std::size_t cell) noexcept {
 
 std::atomic<std::uint64_t>& Arena::entry(Rank reader, std::size_t position) noexcept {
   const std::size_t index = static_cast<std::size_t>(reader) * layout_.messages + position;
-  return at<std::atomic<std::uint64_t>>(layout_.entries_at + index * kLine);
+  return at<std::atomic<std::uint64_t>>(layout_.entries_at + index * kEntry);
+}
+
+std::byte* Arena::small(Rank reader, std::size_t position) noexcept {
+  return reinterpret_cast<std::byte*>(&entry(reader, position)) + sizeof(std::uint64_t);
 }
 
 std::byte* Arena::data(std::size_t cell) noexcept {
@@ -101,5 +106,6 @@ std::byte* Arena::data(std::size_t cell) noexcept {
 }
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+static_assert(sizeof(std::uint64_t) + kSmallMessage == kEntry);
 
 }  // namespace gradwire::transport

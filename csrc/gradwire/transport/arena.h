@@ -1,9 +1,9 @@
 // Arena: the memory in which one rank stages what it sends, shared with all who read it.
 //
 // It has `messages` cells of max_message bytes. Each cell counts the readers that still need it,
-// and each reader has a queue of descriptors (which cell, how many bytes). A descriptor is one
-// atomic word; zero means none. As a cell is free only when all readers released it, a queue of as
-// many entries as there are cells can't overflow, and no index is shared.
+// and each reader has a queue of as many entries. An entry is two cache lines: a descriptor (which
+// cell, how many bytes), which is one atomic word, zero for none; and room for a message so small
+// that it needs no cell, and travels with its descriptor. No index is shared.
 //
 // Waking is Dekker's handshake with sequentially consistent operations, no fences: the owner says
 // it will sleep and looks once more; the others write and then look whether it sleeps.
@@ -19,9 +19,13 @@
 
 namespace gradwire::transport {
 
+// What lies in the entry itself needs no cell.
+inline constexpr std::size_t kSmallMessage = 120;  // bytes, at most
+
 // A cell and a length in one word that is never zero.
 struct Descriptor {
   static constexpr std::uint64_t kNone = 0;
+  static constexpr int kInEntry = 0x7fffffff;  // in place of a cell: a small message
   static std::uint64_t pack(int cell, std::size_t bytes) noexcept {
     return (static_cast<std::uint64_t>(bytes) << 32) | (static_cast<std::uint32_t>(cell) + 1U);
   }
@@ -53,6 +57,8 @@ class Arena {
   std::atomic<std::uint32_t>& readers(std::size_t cell) noexcept;
   // The reader's queue, a ring of `messages` entries.
   std::atomic<std::uint64_t>& entry(Rank reader, std::size_t position) noexcept;
+  // Where a small message lies in an entry.
+  std::byte* small(Rank reader, std::size_t position) noexcept;
   std::byte* data(std::size_t cell) noexcept;
 
  private:

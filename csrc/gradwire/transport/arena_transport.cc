@@ -3,8 +3,10 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstring>
 
 #include "gradwire/base/error.h"
 
@@ -42,14 +44,24 @@ int ArenaTransport::first_free_cell() noexcept {
   return kNoCell;
 }
 
-// The last message but messages_per_peer - 1 is still unread.
 bool ArenaTransport::has_its_share(Rank peer) {
-  const auto share = static_cast<std::size_t>(options().messages_per_peer);
-  if (share >= messages_) return false;
-  const auto& entry = own_->entry(peer, (at(peer).posted + messages_ - share) % messages_);
-  if (entry.load() == Descriptor::kNone) return false;
+  std::size_t& room = at(peer).room;
+  if (room == 0) room = look_for_room(peer);
+  if (room > 0) return false;
   want_room();
-  return entry.load() != Descriptor::kNone;
+  room = look_for_room(peer);
+  return room == 0;
+}
+
+// How many more the peer may have: it reads in order, so that what it has read of the last
+// `share` messages tells of all before. Seldom a look, which costs a cache line on its way back.
+std::size_t ArenaTransport::look_for_room(Rank peer) noexcept {
+  const auto share = std::min(messages_, static_cast<std::size_t>(options().messages_per_peer));
+  for (std::size_t room : {share / 2 + 1, std::size_t{1}}) {
+    const std::size_t before = at(peer).posted + messages_ - share + room - 1;
+    if (own_->entry(peer, before % messages_).load() == Descriptor::kNone) return room;
+  }
+  return 0;
 }
 
 void ArenaTransport::want_room() noexcept {
@@ -57,7 +69,8 @@ void ArenaTransport::want_room() noexcept {
   starved_ = true;
 }
 
-int ArenaTransport::find_room() {
+int ArenaTransport::find_room(std::size_t bytes) {
+  if (bytes <= kSmallMessage) return Descriptor::kInEntry;
   const int cell = first_free_cell();
   if (cell != kNoCell) return cell;
   want_room();
@@ -65,16 +78,20 @@ int ArenaTransport::find_room() {
 }
 
 std::byte* ArenaTransport::staging(int cell) noexcept {
-  return own_->data(static_cast<std::size_t>(cell));
+  return cell == Descriptor::kInEntry ? small_.data() : own_->data(static_cast<std::size_t>(cell));
 }
 
 void ArenaTransport::post(int cell, std::size_t bytes, std::span<const Rank> peers) {
-  own_->readers(static_cast<std::size_t>(cell))
-      .store(static_cast<std::uint32_t>(peers.size()), std::memory_order_relaxed);
+  const bool small = cell == Descriptor::kInEntry;
+  if (!small)
+    own_->readers(static_cast<std::size_t>(cell))
+        .store(static_cast<std::uint32_t>(peers.size()), std::memory_order_relaxed);
   for (Rank peer : peers) {
     Link& link = at(peer);
+    if (small) std::memcpy(own_->small(peer, link.posted), small_.data(), bytes);
     own_->entry(peer, link.posted).store(Descriptor::pack(cell, bytes));
     link.posted = next(link.posted);
+    --link.room;
   }
   for (Rank peer : peers) wake(at(peer));
 }
@@ -84,12 +101,16 @@ std::optional<ConstBytes> ArenaTransport::arrived(Rank peer) {
   const std::uint64_t word = link.arena->entry(options().rank, link.consumed).load();
   if (word == Descriptor::kNone) return std::nullopt;
   const Descriptor descriptor(word);
-  if (descriptor.cell >= messages_ || descriptor.bytes > max_message())
+  const bool small = descriptor.cell == Descriptor::kInEntry;
+  if ((!small && descriptor.cell >= messages_) ||
+      descriptor.bytes > (small ? kSmallMessage : max_message()))
     throw_transport_error(link_id(peer), "impossible descriptor in shared memory: cell " +
                                              std::to_string(descriptor.cell) + ", " +
                                              std::to_string(descriptor.bytes) + " bytes");
-  link.front = descriptor.cell;
-  return ConstBytes{link.arena->data(descriptor.cell), descriptor.bytes};
+  link.front = static_cast<int>(descriptor.cell);
+  return ConstBytes{
+      small ? link.arena->small(options().rank, link.consumed) : link.arena->data(descriptor.cell),
+      descriptor.bytes};
 }
 
 // A release that leaves the cell to other readers makes room too: in this reader's share.
@@ -97,7 +118,8 @@ void ArenaTransport::consume(Rank peer) {
   Link& link = at(peer);
   link.arena->entry(options().rank, link.consumed).store(Descriptor::kNone);
   link.consumed = next(link.consumed);
-  link.arena->readers(link.front).fetch_sub(1);
+  if (link.front != Descriptor::kInEntry)
+    link.arena->readers(static_cast<std::size_t>(link.front)).fetch_sub(1);
   if (link.arena->wants_room().load() != 0) wake(link);
 }
 

@@ -1,6 +1,8 @@
 // The link over shared memory, whatever way the arenas are shared: shm and inproc.
 #pragma once
 
+#include <array>
+
 #include "gradwire/transport/arena.h"
 #include "gradwire/transport/staged.h"
 
@@ -29,13 +31,14 @@ class ArenaTransport final : public StagedTransport {
     std::shared_ptr<Arena> arena;
     std::size_t posted = 0;    // where our next descriptor goes in the peer's queue of our arena
     std::size_t consumed = 0;  // where the next one is in our queue of the peer's arena
-    std::size_t front = 0;     // the cell that arrived() showed last
+    std::size_t room = 0;      // so many fit there, without a look
+    int front = 0;             // the cell that arrived() showed last
   };
 
   void introduce(int socket, Rank peer) override;
   void link(UniqueFd socket, Rank peer, const Patience& patience) override;
   bool has_its_share(Rank peer) override;
-  int find_room() override;
+  int find_room(std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override;
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
   std::optional<ConstBytes> arrived(Rank peer) override;
@@ -43,6 +46,7 @@ class ArenaTransport final : public StagedTransport {
 
   Link& at(Rank peer) noexcept { return links_[static_cast<std::size_t>(peer)]; }
   std::size_t next(std::size_t position) const noexcept;
+  std::size_t look_for_room(Rank peer) noexcept;
   int first_free_cell() noexcept;
   void want_room() noexcept;
   void wake(Link& link) noexcept;
@@ -55,6 +59,7 @@ class ArenaTransport final : public StagedTransport {
   UniqueFd epoll_;
   std::vector<Link> links_;
   bool starved_ = false;
+  alignas(64) std::array<std::byte, kSmallMessage> small_;  // staging of the open reservation
 };
 
 }  // namespace gradwire::transport

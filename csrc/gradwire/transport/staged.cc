@@ -75,7 +75,7 @@ Bytes StagedTransport::reserve(std::span<const Rank> peers, std::size_t bytes) {
   open_.cell = kNoCell;
   for (Rank peer : peers)
     if (has_its_share(peer)) return {};
-  open_.cell = find_room();
+  open_.cell = find_room(bytes);
   if (open_.cell == kNoCell) return {};
   open_.bytes = bytes;
   open_.peers.assign(peers.begin(), peers.end());

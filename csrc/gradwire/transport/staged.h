@@ -35,8 +35,9 @@ class StagedTransport : public Transport {
   virtual void link(UniqueFd socket, Rank peer, const Patience& patience) = 0;
   // The peer has as many unread messages as it may have (Options::messages_per_peer).
   virtual bool has_its_share(Rank peer) = 0;
-  // A cell (one message's staging memory) that no reader needs any more, or kNoCell.
-  virtual int find_room() = 0;
+  // A cell (one message's staging memory) for so many bytes that no reader needs any more, or
+  // kNoCell.
+  virtual int find_room(std::size_t bytes) = 0;
   virtual std::byte* staging(int cell) noexcept = 0;
   // Sends the first `bytes` of the cell. A peer found gone is marked, not thrown.
   virtual void post(int cell, std::size_t bytes, std::span<const Rank> peers) = 0;

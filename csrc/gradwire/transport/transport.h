@@ -20,6 +20,7 @@
 #include "gradwire/base/fd.h"
 #include "gradwire/base/patience.h"
 #include "gradwire/base/types.h"
+#include "gradwire/base/wire.h"
 
 namespace gradwire::transport {
 
@@ -39,10 +40,11 @@ class EmulatedLink;
 struct Options {
   Rank rank = 0;
   int size = 1;
-  std::size_t max_message = 256 * 1024;  // bytes of the largest message, the same on all ranks
-  int messages = 16;                     // staged at a time, by one sender over all its peers
-  int messages_per_peer = 16;            // of these, to one peer: a slow reader holds up no other
-  std::shared_ptr<EmulatedLink> link{};  // this rank's, for "emulated"
+  std::size_t max_message = kUsualFrame;  // bytes of the largest message, the same on all ranks
+  int messages = 16;                      // staged at a time, by one sender over all its peers;
+                                          // the smallest ones may need no staging
+  int messages_per_peer = 16;             // of these, to one peer: a slow reader holds up no other
+  std::shared_ptr<EmulatedLink> link{};   // this rank's, for "emulated"
 };
 
 class Transport {

@@ -1,0 +1,196 @@
+#include "gradwire/bind/repeatable.h"
+
+#include <structmember.h>
+
+#include <array>
+#include <cstddef>
+#include <exception>
+
+namespace gradwire::bind {
+namespace {
+
+constexpr const char* kCapsule = "gradwire.Shortcut";
+constexpr std::size_t kMostOptions = 16;
+
+struct Repeatable {
+  PyObject head;
+  vectorcallfunc vectorcall;
+  PyObject* function;
+  PyObject* names;     // of its keyword-only parameters
+  PyObject* defaults;  // of these, in the same order
+  Py_ssize_t positional;
+  PyObject* dict;
+};
+
+Repeatable* as_repeatable(PyObject* object) { return reinterpret_cast<Repeatable*>(object); }
+
+// As a call from Python raises it.
+void set_error(const std::exception_ptr& error) noexcept {
+  try {
+    py::cpp_function([error] { std::rethrow_exception(error); })();
+  } catch (py::error_already_set& raised) {
+    raised.restore();
+  }
+}
+
+// Where the values of `kwnames` go among the options; false where one has another name. Names of
+// keywords are interned.
+bool place(const Repeatable& method, PyObject* kwnames, PyObject* const* values,
+           PyObject** options) noexcept {
+  const Py_ssize_t count = PyTuple_GET_SIZE(method.names);
+  for (Py_ssize_t i = 0; i < count; ++i) options[i] = PyTuple_GET_ITEM(method.defaults, i);
+  for (Py_ssize_t k = 0; kwnames != nullptr && k < PyTuple_GET_SIZE(kwnames); ++k) {
+    Py_ssize_t at = 0;
+    while (at < count && PyTuple_GET_ITEM(method.names, at) != PyTuple_GET_ITEM(kwnames, k)) ++at;
+    if (at == count) return false;
+    options[at] = values[k];
+  }
+  return true;
+}
+
+std::shared_ptr<Shortcut> shortcut_of(PyObject* instance) noexcept {
+  static PyObject* const name = PyUnicode_InternFromString("_shortcut");
+  PyObject* capsule = PyObject_GetAttr(instance, name);
+  void* kept = capsule == nullptr ? nullptr : PyCapsule_GetPointer(capsule, kCapsule);
+  std::shared_ptr<Shortcut> found;
+  if (kept != nullptr) found = *static_cast<std::shared_ptr<Shortcut>*>(kept);
+  Py_XDECREF(capsule);
+  if (found == nullptr) PyErr_Clear();
+  return found;
+}
+
+// The instance, then the array where there is one.
+PyObject* call(PyObject* self, PyObject* const* args, std::size_t nargsf, PyObject* kwnames) {
+  const Repeatable& method = *as_repeatable(self);
+  const Py_ssize_t count = PyVectorcall_NARGS(nargsf);
+  std::array<PyObject*, kMostOptions> options;
+  if (count == method.positional && place(method, kwnames, args + count, options.data())) {
+    PyObject* array = count > 1 ? args[1] : nullptr;
+    try {
+      const std::shared_ptr<Shortcut> shortcut = shortcut_of(args[0]);
+      if (shortcut != nullptr && shortcut->call(self, array, options.data()))
+        return Py_NewRef(array != nullptr ? array : Py_None);
+    } catch (...) {
+      set_error(std::current_exception());
+      return nullptr;
+    }
+  }
+  return PyObject_Vectorcall(method.function, args, nargsf, kwnames);
+}
+
+PyObject* get(PyObject* self, PyObject* instance, PyObject*) {
+  return instance == nullptr ? Py_NewRef(self) : PyMethod_New(self, instance);
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(as_repeatable(self)->function);
+  Py_VISIT(as_repeatable(self)->defaults);
+  Py_VISIT(as_repeatable(self)->dict);
+  return 0;
+}
+
+int clear(PyObject* self) {
+  Py_CLEAR(as_repeatable(self)->function);
+  Py_CLEAR(as_repeatable(self)->names);
+  Py_CLEAR(as_repeatable(self)->defaults);
+  Py_CLEAR(as_repeatable(self)->dict);
+  return 0;
+}
+
+void deallocate(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  clear(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// Its names and defaults, from the function that is decorated.
+void describe(Repeatable& method, const py::function& function) {
+  const py::object code = function.attr("__code__");
+  const auto positional = code.attr("co_argcount").cast<Py_ssize_t>();
+  const py::tuple variables = code.attr("co_varnames");
+  const py::dict given = function.attr("__kwdefaults__");
+  const auto count = static_cast<Py_ssize_t>(given.size());
+  if (given.size() > kMostOptions || positional < 1 || positional > 2 ||
+      code.attr("co_kwonlyargcount").cast<Py_ssize_t>() != count)
+    throw py::type_error("a repeatable method takes an array, or nothing, and keywords");
+  py::tuple names(count), defaults(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    names[i] = variables[positional + i];
+    defaults[i] = given[names[i]];
+  }
+  method.function = function.inc_ref().ptr();
+  method.names = names.release().ptr();
+  method.defaults = defaults.release().ptr();
+  method.positional = positional;
+  method.vectorcall = &call;
+}
+
+PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* function = nullptr;
+  if (PyArg_ParseTuple(args, "O!", &PyFunction_Type, &function) == 0) return nullptr;
+  auto made = py::reinterpret_steal<py::object>(type->tp_alloc(type, 0));
+  if (!made) return nullptr;
+  try {
+    const auto decorated = py::reinterpret_borrow<py::function>(function);
+    describe(*as_repeatable(made.ptr()), decorated);
+    py::module_::import("functools").attr("update_wrapper")(made, decorated);
+  } catch (...) {
+    set_error(std::current_exception());
+    return nullptr;
+  }
+  return made.release().ptr();
+}
+
+PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Repeatable, vectorcall), READONLY, nullptr},
+    {"__dictoffset__", T_PYSSIZET, offsetof(Repeatable, dict), READONLY, nullptr},
+    {"names", T_OBJECT, offsetof(Repeatable, names), READONLY, nullptr},
+    {},
+};
+
+PyGetSetDef properties[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, nullptr, nullptr},
+    {},
+};
+
+template <typename Function>
+PyType_Slot slot(int which, Function* function) {
+  return {which, reinterpret_cast<void*>(function)};
+}
+
+py::object make_type() {
+  PyType_Slot slots[] = {
+      slot(Py_tp_new, make),
+      slot(Py_tp_call, PyVectorcall_Call),
+      slot(Py_tp_descr_get, get),
+      slot(Py_tp_traverse, traverse),
+      slot(Py_tp_clear, clear),
+      slot(Py_tp_dealloc, deallocate),
+      {Py_tp_members, members},
+      {Py_tp_getset, properties},
+      {0, nullptr},
+  };
+  PyType_Spec spec = {"gradwire._core.repeatable", sizeof(Repeatable), 0,
+                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+                          Py_TPFLAGS_METHOD_DESCRIPTOR,
+                      slots};
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(type);
+}
+
+}  // namespace
+
+py::capsule as_capsule(const std::shared_ptr<Shortcut>& shortcut) {
+  auto* kept = new std::shared_ptr<Shortcut>(shortcut);
+  return py::capsule(kept, kCapsule, [](PyObject* capsule) {
+    delete static_cast<std::shared_ptr<Shortcut>*>(PyCapsule_GetPointer(capsule, kCapsule));
+  });
+}
+
+void bind_repeatable(py::module_& m) { m.attr("repeatable") = make_type(); }
+
+}  // namespace gradwire::bind
