@@ -17,21 +17,22 @@ CTEST := ctest --output-on-failure -j $(shell nproc) --test-dir
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
+BUILT := build/release/.built
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/*)
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc' 'bench/*.cc')
 
 .PHONY: demo test test-cpp test-python bench lint lint-check sanitize sanitize-build faults fuzz \
-  fuzz-build build clean
+  fuzz-build build tools clean
 demo: build
 	$(BIN)/python bench/demo.py $(ARGS)
 
 test: test-cpp test-python
 
-test-cpp: $(VENV)/tools .system-packages
+test-cpp: $(BUILT) .system-packages
 	@echo "== C++ tests"
-	cmake -G Ninja -S . -B build/tests -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON >/dev/null
-	ninja -C build/tests
-	$(CTEST) build/tests
+	cmake -S . -B build/release -DGRADWIRE_TESTS=ON >/dev/null
+	ninja -C build/release
+	$(CTEST) build/release
 
 test-python: build
 	@echo "== Python tests"
@@ -44,10 +45,12 @@ faults: build
 bench: build
 	$(BIN)/python -m pytest bench --benchmark-only $(ARGS)
 
-build: $(VENV)/built
-$(VENV)/built: $(VENV)/packages $(NATIVE)
+build: $(VENV)/packages $(BUILT)
+
+# Its libraries are those of the C++ tests.
+$(BUILT): $(VENV)/tools $(NATIVE)
 	@echo "== Building the extension"
-	$(PIP) --no-build-isolation --no-deps --editable .
+	$(PIP) --no-build-isolation --no-deps -C build-dir=build/release -C build.targets=_core --editable .
 	@touch $@
 
 $(VENV)/packages: $(VENV)/tools pyproject.toml constraints.txt
@@ -67,6 +70,10 @@ $(VENV)/tools: pyproject.toml
 .system-packages:
 	@sh .ci/system-packages
 
+# All that builds of C++ need.
+tools: $(VENV)/tools .system-packages
+	@sh .ci/system-packages $(CLANG)
+
 lint-check: $(VENV)/linters
 	clang-format --dry-run --Werror $(CXX_FILES)
 	ruff format --check python tests bench .ci
@@ -83,36 +90,34 @@ $(VENV)/linters: $(VENV)/packages
 	$(PIP) $$($(BIN)/python .ci/requirements.py lint)
 	@touch $@
 
-# $(call sanitized,KIND,TESTS): build the C++ tests whose names match for a sanitizer.
-define sanitized
-	@echo "== Building the C++ tests for the $(1) sanitizer"
-	cmake -G Ninja -S . -B build/$(1) -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON \
-	  -DGRADWIRE_SANITIZE=$(1) -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" >/dev/null
-	ninja -C build/$(1) $$(ls tests/cpp | sed -n 's/_test\.cc$$/_test/p' | grep -E '$(2)')
-endef
-
-# The thread sanitizer where there are threads.
+# The thread sanitizer where there are threads. The address sanitizer shares its build with the fuzz
+# targets.
 THREADED := ^(exec|transport|codec_feedback)_
-sanitize-build: $(VENV)/tools .system-packages
-	$(call sanitized,address,.)
-	$(call sanitized,thread,$(THREADED))
-
 sanitize: sanitize-build
 	$(CTEST) build/address
 	$(CTEST) build/thread -R '$(THREADED)'
 
+sanitize-build: .address
+	@echo "== Building the C++ tests for the sanitizers"
+	ninja -C build/address
+	cmake -G Ninja -S . -B build/thread -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON \
+	  -DGRADWIRE_SANITIZE=thread -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
+	ninja -C build/thread $$(ls tests/cpp | sed -n 's/_test\.cc$$/_test/p' | grep -E '$(THREADED)')
+
 # What is in C++ needs clang, what is in Python atheris: both have libFuzzer. ARGS=--keep adds what
 # was found to the committed corpora.
-fuzz: fuzz-build
+fuzz: build $(VENV)/fuzzer fuzz-build
 	@echo "== Fuzzing for $(FUZZ_SECONDS) s"
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(ARGS) \
-	  $$(ls build/fuzz/tests/fuzz/*_fuzz tests/fuzz/*_fuzz.py)
+	  $$(ls build/address/tests/fuzz/*_fuzz tests/fuzz/*_fuzz.py)
 
-fuzz-build: build $(VENV)/fuzzer
-	@sh .ci/system-packages $(CLANG)
-	cmake -G Ninja -S . -B build/fuzz -DCMAKE_CXX_COMPILER=$(CLANG) -DGRADWIRE_PYTHON=OFF \
-	  -DGRADWIRE_FUZZ=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
-	ninja -C build/fuzz
+fuzz-build: .address
+	ninja -C build/address fuzz_targets
+
+.PHONY: .address
+.address: tools
+	cmake -G Ninja -S . -B build/address -DCMAKE_CXX_COMPILER=$(CLANG) -DGRADWIRE_PYTHON=OFF \
+	  -DGRADWIRE_TESTS=ON -DGRADWIRE_FUZZ=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
 
 $(VENV)/fuzzer: $(VENV)/packages
 	$(PIP) $$($(BIN)/python .ci/requirements.py fuzz)

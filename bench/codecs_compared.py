@@ -1,6 +1,6 @@
 """One rank's work in codecs, beside torch's hooks and PyTorch code as GRACE has it, in one run.
 
-    python bench/codecs_compared.py --build build    # a build tree with libgradwire_codec.a
+    make test-cpp && python bench/codecs_compared.py
 
 Writes a table to bench/results/. Each round measures every codec and its counterpart in turn, on
 the same bucket: float32, normal, at 1 M elements and at the 6.5 M of DDP's 25 MB. Counted is the
@@ -28,6 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 
 HERE = Path(__file__).parent
+BUILD = HERE.parent / "build" / "release"  # of `make test-cpp`
 BUCKETS = ((1024, 1024), (2560, 2560))  # rows and columns
 DENSITY = 0.001
 TAU = 3.307  # what that part of the values reaches, nearly
@@ -210,7 +211,9 @@ def measure(program: Program, shape: tuple[int, int], rounds: int) -> list[str]:
 def main() -> None:
     """Measures, prints and writes the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--build", type=Path, required=True, help="with libgradwire_codec.a")
+    parser.add_argument(
+        "--build", type=Path, default=BUILD, help="a tree, with libgradwire_codec.a"
+    )
     parser.add_argument("--rounds", type=int, default=16, help="of which the first does not count")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -236,7 +239,7 @@ def main() -> None:
 HEAD = """# One rank's work in codecs, beside torch's hooks and GRACE's way
 
 {day}; {machine}, of whose time other work took about {load:.0%}; torch {torch};
-`python bench/codecs_compared.py --build build`.
+`python bench/codecs_compared.py`.
 
 Milliseconds of one thread's processor time for one encode and one decode of one bucket, no
 communication; medians of {rounds} rounds in which all take turns, and the median of the ratios of

@@ -104,18 +104,15 @@ def small_cnn(side: int, hidden: int = 128) -> nn.Module:
     )
 
 
-def mlp(side: int, hidden: int = 2048) -> nn.Module:
-    """Four linear layers: with images of 28 × 28, 10,020,874 parameters."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(side * side, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, CLASSES),
-    )
+def mlp(side: int, hidden: int = 1024) -> nn.Module:
+    """Eleven linear layers: with images of 28 × 28, 10,260,490 parameters.
+
+    Many, so that backward has some of the gradients soon, and averaging can begin.
+    """
+    layers = [nn.Flatten(), nn.Linear(side * side, hidden), nn.ReLU()]
+    for _ in range(9):
+        layers += [nn.Linear(hidden, hidden), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(hidden, CLASSES))
 
 
 def batches(count: int, batch: int, rank: int, ranks: int, seed: int, steps: int) -> torch.Tensor:

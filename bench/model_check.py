@@ -4,7 +4,9 @@
     python bench/model_check.py --link --quick   # without the latter, which take root; fewer cases
 
 For each p and link, ranks first tune (`Communicator.tune`), and then time all_reduce of float32 by
-every algorithm and by auto, in turns; none of these times is known to the model. It writes
+every algorithm and by auto, in turns; none of these times is known to the model. All of that is
+repeated, with ranks and a model of its own each time, as a virtual machine may be twice as fast for
+half a minute: what is judged is the median of the repetitions' predicted / measured. It writes
 bench/results/model-DATE.json, .md and .png.
 """
 
@@ -35,7 +37,7 @@ SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 AUTO = "auto"
 CLOSE, NEARLY_BEST = 0.2, 0.1  # as goals have it
 CLOSE_SHARE, NEARLY_BEST_SHARE = 0.8, 0.9
-_ROUNDS = 7
+_REPEATS, _ROUNDS = 5, 5
 _TURN = 0.03  # seconds of calls, at least one
 _STORE_PORT = 4777  # in a namespace where nothing else runs
 _LIMIT = 3600.0
@@ -75,14 +77,14 @@ def _parse() -> argparse.Namespace:
     add("--transport", nargs="*", default=["shm", "tcp"])
     add("--link", type=links.rate, nargs="*", default=[links.rate("1gbit")], metavar="RATE")
     add("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
-    add("--seconds", type=float, default=10.0, help="to tune, for each p and link")
-    add("--quick", action="store_true", help="p = 2 and 4, half of the sizes, fewer rounds")
+    add("--seconds", type=float, default=10.0, help="to tune, each time")
+    add("--quick", action="store_true", help="p = 2 and 4, half of the sizes, 2 repetitions")
     add("--output", type=Path, help="a path without suffix")
     add("--rank-of", type=Path, help=argparse.SUPPRESS)
-    add("--rounds", type=int, default=_ROUNDS, help=argparse.SUPPRESS)
+    add("--repeats", type=int, default=_REPEATS, help="of tuning and timing")
     options = parser.parse_args()
     if options.quick:
-        options.ranks, options.sizes, options.rounds = [2, 4], options.sizes[::2], 3
+        options.ranks, options.sizes, options.repeats = [2, 4], options.sizes[::2], 2
     return options
 
 
@@ -90,29 +92,35 @@ def _measure_all(options: argparse.Namespace) -> Iterator[list[Case]]:
     for ranks in options.ranks:
         for transport in options.transport:
             print(f"p = {ranks}, {transport}", file=sys.stderr, flush=True)
-            yield _measure(options, transport, _run_here, ranks)
+            yield _repeat(options, transport, _run_here, ranks)
         for rate in options.link:
             print(f"p = {ranks}, links held to {rate.name}", file=sys.stderr, flush=True)
             with contextlib.closing(links.ShapedLinks(ranks, rate)) as shaped:
-                yield _measure(options, rate.name, partial(_run_on, shaped), ranks)
+                yield _repeat(options, rate.name, partial(_run_on, shaped), ranks)
+
+
+Run = Callable[[list[str], dict[str, str], int], None]
+
+
+def _repeat(options: argparse.Namespace, link: str, run: Run, ranks: int) -> list[Case]:
+    """Every case with what each repetition found of it."""
+    repeats = [_measure(options, link, run, ranks) for _ in range(options.repeats)]
+    return [{**same[0][0], "runs": [run for _, run in same]} for same in zip(*repeats, strict=True)]
 
 
 def _measure(
-    options: argparse.Namespace,
-    link: str,
-    run: Callable[[list[str], dict[str, str], int], None],
-    ranks: int,
-) -> list[Case]:
-    """What the ranks found, which `run` runs."""
+    options: argparse.Namespace, link: str, run: Run, ranks: int
+) -> list[tuple[Case, Mapping[str, Any]]]:
+    """Cases, and what the ranks found of each, which `run` runs."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "found.json"
         words = [__file__, "--rank-of", str(output), "--seconds", str(options.seconds)]
-        words += ["--sizes", *map(str, options.sizes), "--rounds", str(options.rounds)]
+        words += ["--sizes", *map(str, options.sizes)]
         environment = {**os.environ, "GRADWIRE_MODEL": "default"}
         if link in options.transport:
             environment["GRADWIRE_TRANSPORT"] = link
         run(words, environment, ranks)
-        return [{"link": link, **case} for case in json.loads(output.read_text())]
+        return [({"link": link, **case}, found) for case, found in json.loads(output.read_text())]
 
 
 def _run_here(words: list[str], environment: dict[str, str], ranks: int) -> None:
@@ -148,58 +156,83 @@ def _be_rank(options: argparse.Namespace) -> None:
 
     with gradwire.init() as comm:
         model = comm.tune(seconds=options.seconds)
-        cases = [
-            case for size in options.sizes for case in _cases_of(comm, model, size, options.rounds)
-        ]
+        cases = list(_cases(comm, model, options.sizes))
         if comm.rank == 0:
             options.rank_of.write_text(json.dumps(cases))
 
 
-def _cases_of(comm: Any, model: Any, nbytes: int, rounds: int) -> Iterator[Case]:
-    """Every algorithm and auto, in turns; seconds of a call on the slowest rank."""
+def _cases(comm: Any, model: Any, sizes: Sequence[int]) -> Iterator[tuple[Case, Mapping[str, Any]]]:
+    """Every size by every algorithm and auto; seconds of a call on the slowest rank.
+
+    A round has a turn of each, so that all cases have their share of the machine's good and bad
+    minutes.
+    """
     import gradwire
-    from gradwire import _measure
 
     per_host = len(comm.hosts[0])
-    x = np.zeros(nbytes // 4, np.float32)
     names = [*gradwire.algorithms("all_reduce"), AUTO]
-
-    def turn(name: str, calls: int) -> float:
-        comm.barrier()
-        start = _measure.perf_counter()
-        for _ in range(calls):
-            comm.all_reduce(x, algorithm=name)
-        return _measure.slowest(comm, (_measure.perf_counter() - start) / calls)
-
-    turn(AUTO, 1)
-    calls = {name: max(1, min(500, int(_TURN / max(turn(name, 2), 1e-7)))) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name in names:
-            seconds[name].append(turn(name, calls[name]))
-    chosen, least = model.choose(nbytes, comm.size, per_host=per_host)
-    for name in names:
+    arrays = {size: np.zeros(size // 4, np.float32) for size in sizes}
+    turns = {(size, name): _Turn(comm, x, name) for size, x in arrays.items() for name in names}
+    seconds: dict[tuple[int, str], list[float]] = {key: [] for key in turns}
+    for _ in range(_ROUNDS):
+        for key, turn in turns.items():
+            seconds[key].append(turn.time())
+    for (size, name), found in seconds.items():
+        chosen, least = model.choose(size, comm.size, per_host=per_host)
         auto = name == AUTO
-        yield {
-            "ranks": comm.size,
-            "bytes": nbytes,
-            "algorithm": name,
-            "chosen": chosen if auto else None,
-            "measured": seconds[name],
-            "predicted": least
-            if auto
-            else model.predict(name, nbytes, comm.size, per_host=per_host),
-        }
+        predicted = least if auto else model.predict(name, size, comm.size, per_host=per_host)
+        case = {"ranks": comm.size, "bytes": size, "algorithm": name}
+        run = {"predicted": predicted, "measured": found, "chosen": chosen if auto else name}
+        yield case, run
+
+
+class _Turn:
+    """Calls of one case, back to back: as many as take _TURN."""
+
+    def __init__(self, comm: Any, x: np.ndarray, algorithm: str) -> None:
+        self._comm, self._x, self._algorithm = comm, x, algorithm
+        self._calls = 2
+        self.time()
+        self._calls = max(1, min(5000, int(_TURN / max(self.time(), 1e-7))))
+
+    def time(self) -> float:
+        """Seconds of a call."""
+        from gradwire import _measure
+
+        self._comm.barrier()
+        start = _measure.perf_counter()
+        for _ in range(self._calls):
+            self._comm.all_reduce(self._x, algorithm=self._algorithm)
+        return _measure.slowest(self._comm, (_measure.perf_counter() - start) / self._calls)
+
+
+def _of_run(run: Mapping[str, Any]) -> float:
+    """Seconds: the lower quartile of all turns, as the model has it of its own.
+
+    Other work only adds to what calls take.
+    """
+    return float(np.quantile(run["measured"], 0.25))
 
 
 def measured(case: Case) -> float:
-    """Seconds: the median of all turns."""
-    return statistics.median(case["measured"])
+    """Seconds: the median of the repetitions."""
+    return statistics.median(map(_of_run, case["runs"]))
+
+
+def predicted(case: Case) -> float:
+    """The same of what their models foretell."""
+    return statistics.median(run["predicted"] for run in case["runs"])
 
 
 def error(case: Case) -> float:
-    """Predicted over measured, less one."""
-    return float(case["predicted"]) / measured(case) - 1
+    """Predicted over measured, less one: the median of the repetitions."""
+    return statistics.median(run["predicted"] / _of_run(run) for run in case["runs"]) - 1
+
+
+def chosen(case: Case) -> str:
+    """What auto chose, most often first."""
+    names = [run["chosen"] for run in case["runs"]]
+    return " or ".join(sorted(set(names), key=lambda name: (-names.count(name), name)))
 
 
 def fixed(cases: Sequence[Case]) -> list[Case]:
@@ -208,15 +241,24 @@ def fixed(cases: Sequence[Case]) -> list[Case]:
 
 
 def behind(auto: Case, cases: Sequence[Case]) -> tuple[float, Case]:
-    """How much more time auto took than the best named algorithm, round by round, and that one."""
+    """How much more time auto took than the best named algorithm, round by round, and that one.
+
+    Which one is the best, the even rounds say, and how far behind auto is, the odd ones: the best
+    of several that are equal would be ahead by chance in the rounds by which it was chosen.
+    """
     beside = [
         case
         for case in fixed(cases)
         if all(case[key] == auto[key] for key in ("link", "ranks", "bytes"))
     ]
-    best = min(beside, key=measured)
-    rounds = zip(auto["measured"], best["measured"], strict=True)
-    return statistics.median(ours / least for ours, least in rounds) - 1, best
+    best = min(beside, key=lambda case: statistics.median(_rounds(case)[::2]))
+    pairs = zip(_rounds(auto)[1::2], _rounds(best)[1::2], strict=True)
+    return statistics.median(ours / least for ours, least in pairs) - 1, best
+
+
+def _rounds(case: Case) -> list[float]:
+    """Those of all repetitions."""
+    return [seconds for run in case["runs"] for seconds in run["measured"]]
 
 
 def summary(cases: Sequence[Case]) -> list[str]:
@@ -244,6 +286,9 @@ def document(found: Mapping[str, Any], name: str) -> str:
         "",
         f"{found['date']}; {found['machine']}. `python {found['command']}`.",
         "",
+        "Medians of the repetitions; bold where their median of predicted / measured is within "
+        f"{CLOSE:.0%} of 1.",
+        "",
         *(f"- {line}" for line in summary(cases)),
         "",
         f"![predicted over measured]({name}.png)",
@@ -263,13 +308,13 @@ def _table(key: tuple[str, int], cases: Sequence[Case]) -> list[str]:
         row = {case["algorithm"]: case for case in cases if case["bytes"] == nbytes}
         more, best = behind(row[AUTO], cases)
         cells = [_cell(row[name]) for name in names]
-        cells += [f"{row[AUTO]['chosen']}: {_cell(row[AUTO])}", f"{more:+.0%}, {best['algorithm']}"]
+        cells += [f"{chosen(row[AUTO])}: {_cell(row[AUTO])}", f"{more:+.0%}, {best['algorithm']}"]
         lines.append(f"| {nbytes:,} | " + " | ".join(cells) + " |")
     return lines
 
 
 def _cell(case: Case) -> str:
-    text = f"{case['predicted'] * 1e6:,.1f} / {measured(case) * 1e6:,.1f}"
+    text = f"{predicted(case) * 1e6:,.1f} / {measured(case) * 1e6:,.1f}"
     return f"**{text}**" if abs(error(case)) <= CLOSE else text
 
 
@@ -283,7 +328,7 @@ def draw(cases: Sequence[Case], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 6), layout="constrained")
     for link, ranks in dict.fromkeys((case["link"], case["ranks"]) for case in cases):
         there = [c for c in fixed(cases) if (c["link"], c["ranks"]) == (link, ranks)]
-        points = [(measured(case), case["predicted"]) for case in there]
+        points = [(measured(case), predicted(case)) for case in there]
         axes.plot(*zip(*points, strict=True), "o", ms=4, alpha=0.7, label=f"{link}, p = {ranks}")
     ends = np.array([min(map(measured, cases)), max(map(measured, cases))])
     axes.fill_between(ends, (1 - CLOSE) * ends, (1 + CLOSE) * ends, color="0.85", zorder=0)

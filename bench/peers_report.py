@@ -216,7 +216,8 @@ def document(found: Found, stem: str) -> str:
         "buffer once for each rank (which reads n bytes and writes n), by as many processes at "
         "once as there are ranks, or cores; were only the bytes written counted, the shares would "
         "be twice as large. Of TCP: processes in pairs, of which each sends what a rank must, "
-        "2 (p - 1) / p · n, while it receives as much and adds it up, over plain sockets. Below "
+        "2 (p - 1) / p · n, while it receives as much and adds it up, over plain sockets; an "
+        "all_reduce adds half of that, so it can be above 100 %. Below "
         "64 KiB the wall is taken to be as fast as at 64 KiB, above 64 MiB as there. gloo has no "
         "shared memory: its figures there are over loopback. Each TCP run was seen to send its "
         "bytes over loopback.",

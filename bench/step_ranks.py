@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from gradwire import Communicator, Traffic
 from gradwire.torch._group import communicator_of
-from methods import Averaging, Method, average
+from methods import Averaging, Method, average, without_averaging
+from step_report import EMPTY_HOOK, LOCAL
 from torch.nn.functional import cross_entropy
 
-LOCAL = "local step"  # without averaging
 _CALLS = 9  # of each all_reduce
 NETWORKS: dict[str, Callable[[int], torch.nn.Module]] = {  # for images of so many pixels a side
     "cnn": lambda side: images.small_cnn(side, 640),
@@ -46,12 +46,14 @@ class Trainee:
         self, method: str, model: torch.nn.Module, data: images.Images, batch: int, steps: int
     ) -> None:
         self._averaging: Averaging | None = None
-        chosen = Method.parse("none" if method == LOCAL else method)
+        chosen = Method.parse("none" if method in (LOCAL, EMPTY_HOOK) else method)
         self._optimizer = chosen.optimizer(model, rate=0.02)
-        if method != LOCAL:
+        if method == EMPTY_HOOK:
+            self._averaging = without_averaging(model)
+        elif method != LOCAL:
             self._averaging = average(model, chosen, optimizer=self._optimizer)
-            model = self._averaging.ddp
-        self._model, self._data = model, data
+        self._model = model if self._averaging is None else self._averaging.ddp
+        self._data = data
         rank, ranks, count = dist.get_rank(), dist.get_world_size(), len(data.train_labels)
         self._order = iter(images.batches(count, batch, rank, ranks, 1, steps))
 
