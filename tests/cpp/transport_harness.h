@@ -16,7 +16,9 @@
 
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/error.h"
+#include "gradwire/base/fork.h"
 #include "gradwire/transport/emulated_link.h"
+#include "gradwire/transport/rdma_devices.h"
 #include "gradwire/transport/transport.h"
 
 namespace gradwire::transport {
@@ -47,7 +49,7 @@ inline Ends tcp_ends() {
 }
 
 inline Ends ends_for(std::string_view transport) {
-  return transport == "tcp" || transport == "emulated" ? tcp_ends() : unix_ends();
+  return transport == "shm" || transport == "inproc" ? unix_ends() : tcp_ends();
 }
 
 // Runs every job on a thread of its own; rethrows the first exception after all have ended.
@@ -73,6 +75,20 @@ inline std::shared_ptr<EmulatedLink> fast_link() {
   return std::make_shared<EmulatedLink>("10gbit,5us");
 }
 
+// Of the library by which a program's rdma links are made; another one where it is a fake.
+inline std::string rdma_library = Verbs::kLibrary;
+
+// This process's, where the transport needs some.
+inline std::shared_ptr<RdmaDevices> rdma_devices(std::string_view transport) {
+  static std::shared_ptr<RdmaDevices> devices;
+  static std::uint32_t made_after = 0;
+  if (transport != "rdma") return nullptr;
+  if (!devices || made_after != forks())
+    devices = std::make_shared<RdmaDevices>(RdmaSettings{.library = rdma_library});
+  made_after = forks();
+  return devices;
+}
+
 // A full mesh of `size` ranks of one transport.
 inline Transports connect(std::string_view name, int size, Options options = {}) {
   const auto count = static_cast<std::size_t>(size);
@@ -82,11 +98,13 @@ inline Transports connect(std::string_view name, int size, Options options = {})
     for (std::size_t b = a + 1; b < count; ++b)
       std::tie(sockets[a][b], sockets[b][a]) = ends_for(name);
   Transports mesh(count);
+  const auto devices = options.rdma ? options.rdma : rdma_devices(name);
   run_threads(size, [&](Rank rank) {
     Options mine = options;
     mine.rank = rank;
     mine.size = size;
     mine.link = fast_link();
+    if (!mine.rdma) mine.rdma = devices;
     auto& self = mesh[static_cast<std::size_t>(rank)] = make_transport(name, mine);
     for (Rank peer = 0; peer < size; ++peer)
       if (peer != rank)

@@ -9,10 +9,13 @@ namespace gradwire::transport {
 
 std::unique_ptr<Transport> make_inproc(const Options& options);
 std::unique_ptr<Transport> make_shm(const Options& options);
+std::unique_ptr<Transport> make_rdma(const Options& options);
 std::unique_ptr<Transport> make_tcp(const Options& options);
 std::unique_ptr<Transport> make_emulated(const Options& options);
 
 // Of inproc and shm alike.
-Viability probe_shared_memory();
+Viability probe_shared_memory(const Options& options);
+// Where the options have no devices: whether this host has any.
+Viability probe_rdma(const Options& options);
 
 }  // namespace gradwire::transport

@@ -80,7 +80,7 @@ std::shared_ptr<Arena> take_descriptor(int socket, const std::shared_ptr<Arena>&
 
 }  // namespace
 
-Viability probe_shared_memory() {
+Viability probe_shared_memory(const Options&) {
   const UniqueFd memory(::memfd_create("gradwire-probe", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory.valid()) return {};
   return {false, system_message("memfd_create is not possible here", errno)};

@@ -4,13 +4,12 @@
 #include <cstring>
 #include <memory>
 #include <optional>
-#include <vector>
 
+#include "gradwire/transport/cells.h"
 #include "gradwire/transport/socket.h"
 
 namespace gradwire::transport {
 
-inline constexpr std::size_t kLine = 64;
 inline constexpr std::size_t kReadAhead =
     8192;  // a small message costs one call; what is over moves down
 
@@ -42,25 +41,6 @@ class AlignedBuffer {
     std::byte bytes[kLine];
   };
   std::unique_ptr<Line[]> lines_;
-};
-
-// The cells that a peer has yet to be sent, oldest first; never more than there are cells.
-class CellQueue {
- public:
-  explicit CellQueue(std::size_t capacity = 0) : cells_(capacity) {}
-  bool empty() const noexcept { return count_ == 0; }
-  std::size_t size() const noexcept { return count_; }
-  int front() const noexcept { return cells_[first_]; }
-  void push(int cell) noexcept { cells_[(first_ + count_++) % cells_.size()] = cell; }
-  void pop() noexcept {
-    first_ = (first_ + 1) % cells_.size();
-    --count_;
-  }
-
- private:
-  std::vector<int> cells_;
-  std::size_t first_ = 0;
-  std::size_t count_ = 0;
 };
 
 // The received part of a stream: [begin, end) of a buffer that holds the largest frame and more.

@@ -10,16 +10,17 @@ namespace {
 
 struct Kind {
   std::string_view name;
-  Viability (*probe)();
+  Viability (*probe)(const Options&);
   std::unique_ptr<Transport> (*make)(const Options&);
 };
 
-Viability always_viable() { return {}; }
+Viability always_viable(const Options&) { return {}; }
 
 // A new kind of link joins this list, best first.
 constexpr std::array kKinds = {
     Kind{"inproc", probe_shared_memory, make_inproc},
     Kind{"shm", probe_shared_memory, make_shm},
+    Kind{"rdma", probe_rdma, make_rdma},
     Kind{"tcp", always_viable, make_tcp},
     Kind{"emulated", always_viable, make_emulated},
 };
@@ -56,12 +57,12 @@ std::vector<std::string_view> transport_names() {
   return names;
 }
 
-Viability probe(std::string_view name) { return kind_of(name).probe(); }
+Viability probe(std::string_view name) { return kind_of(name).probe({}); }
 
 std::unique_ptr<Transport> make_transport(std::string_view name, const Options& options) {
   const Kind& kind = kind_of(name);
   check(options);
-  if (const Viability viability = kind.probe(); !viability.ok)
+  if (const Viability viability = kind.probe(options); !viability.ok)
     throw InvalidArgument("transport " + std::string(name) +
                           " is not usable here: " + viability.reason);
   return kind.make(options);

@@ -36,6 +36,7 @@ struct Viability {
 };
 
 class EmulatedLink;
+class RdmaDevices;
 
 struct Options {
   Rank rank = 0;
@@ -45,6 +46,7 @@ struct Options {
                                           // the smallest ones may need no staging
   int messages_per_peer = 16;             // of these, to one peer: a slow reader holds up no other
   std::shared_ptr<EmulatedLink> link{};   // this rank's, for "emulated"
+  std::shared_ptr<RdmaDevices> rdma{};    // this rank's, for "rdma"
 };
 
 class Transport {
@@ -94,9 +96,9 @@ class Transport {
   virtual void disarm() = 0;
 };
 
-// "inproc", "shm", "tcp", "emulated": in the order of preference, best first. inproc is never
-// chosen for a pair by itself: its ranks share a process (spawn with threads). emulated is chosen
-// where GRADWIRE_LINK says so, and then alone.
+// "inproc", "shm", "rdma", "tcp", "emulated": in the order of preference, best first. inproc is
+// never chosen for a pair by itself: its ranks share a process (spawn with threads). emulated is
+// chosen where GRADWIRE_LINK says so, and then alone.
 std::vector<std::string_view> transport_names();
 Viability probe(std::string_view name);
 // Throws InvalidArgument for an unknown name or one that probe() refuses, with the reason.

@@ -1,0 +1,18 @@
+// The conformance suite over a libibverbs of this process.
+#include "fake_ibverbs.h"
+#include "transport_conformance.h"
+
+namespace gradwire::transport {
+namespace {
+
+const bool faked = [] {
+  rdma_library = GRADWIRE_FAKE_IBVERBS;
+  fake_ibverbs().reset();
+  return true;
+}();
+
+}  // namespace
+
+INSTANTIATE_TEST_SUITE_P(FakeRdma, TransportConformance, testing::Values("rdma"));
+
+}  // namespace gradwire::transport

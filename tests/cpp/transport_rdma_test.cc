@@ -1,0 +1,22 @@
+// On a real RDMA device (`make test-rdma` boots a machine that has one), as other transports.
+#include "transport_conformance.h"
+
+namespace gradwire::transport {
+namespace {
+
+std::vector<const char*> where_there_is_a_device() {
+  return probe("rdma").ok ? std::vector<const char*>{"rdma"} : std::vector<const char*>{};
+}
+
+}  // namespace
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(TransportConformance);
+INSTANTIATE_TEST_SUITE_P(Rdma, TransportConformance, testing::ValuesIn(where_there_is_a_device()));
+
+TEST(Rdma, IsTestedWhereThereIsADevice) {
+  if (!probe("rdma").ok) GTEST_SKIP() << probe("rdma").reason;
+  for (const RdmaPort& port : rdma_devices("rdma")->ports())
+    std::printf("%s\n", port.describe().c_str());
+}
+
+}  // namespace gradwire::transport
