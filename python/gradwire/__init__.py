@@ -74,10 +74,11 @@ def init(
     any of them there is one rank. Given explicitly, they come together, and with a `store`:
     ``tcp://HOST:PORT`` on rank 0's host, the same on all ranks.
 
-    `transports` are the ones to offer, best first (GRADWIRE_TRANSPORT; default shm, tcp); each pair
-    of ranks takes the first that both have. `timeout` is in seconds, for meeting and as the
-    default of every operation. `secret` (GRADWIRE_SECRET, GRADWIRE_SECRET_FILE) is what ranks
-    authenticate each other with, at least 16 bytes; needed beyond one host.
+    `transports` are the ones to offer, best first (GRADWIRE_TRANSPORT; default shm, rdma, tcp,
+    without rdma where it cannot be used); each pair of ranks takes the first that both have.
+    `timeout` is in seconds, for meeting and as the default of every operation. `secret`
+    (GRADWIRE_SECRET, GRADWIRE_SECRET_FILE) is what ranks authenticate each other with, at least 16
+    bytes; needed beyond one host.
 
     Raises RendezvousError, which names who is missing or what to set, TransportError on a rank that
     dies meanwhile, and InvalidArgument.

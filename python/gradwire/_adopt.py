@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gradwire import _core, _environment, _link
+from gradwire import _core, _environment, _link, _rdma
 from gradwire._mesh import Mesh
 
 # Of the patience with others: links are made in less, so that a rank which waits for one names whom
@@ -49,6 +49,7 @@ def _made(mesh: Mesh, groups: Groups, tuning: Mapping[str, int]) -> _core.Commun
             tag=mesh.job.tag,
             about=_about(mesh),
             link=_link.of_this_rank(),
+            rdma=_rdma.of_this_rank() if _uses_rdma(mesh) else None,
         )
     except BaseException:
         mesh.close()
@@ -61,6 +62,12 @@ def _link_up(core: _core.Communicator, mesh: Mesh, patience: float) -> None:
     for number, peer in mesh.peers.items():
         for lane, link in peer.links.items():
             core.adopt_link(lane, link.transport, link.sock.detach(), number, patience)
+
+
+def _uses_rdma(mesh: Mesh) -> bool:
+    return any(
+        link.transport == _rdma.NAME for peer in mesh.peers.values() for link in peer.links.values()
+    )
 
 
 def _about(mesh: Mesh) -> str:

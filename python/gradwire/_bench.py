@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("-n", "--iters", type=int, default=20, help="timed calls for each size; default: 20")
     add("-w", "--warmup", type=int, default=5, help="calls before them; default: 5")
     add("-c", "--check", type=int, default=1, help="calls whose results are checked; default: 1")
-    add("--transport", type=_names, help="restrict to these, with commas: shm, tcp")
+    add("--transport", type=_names, help="restrict to these, with commas: shm, rdma, tcp")
     add("--plot", metavar="FILE.png", help="draw bandwidth over size")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print CSV instead of the table")

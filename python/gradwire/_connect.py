@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
+from gradwire import _rdma
 from gradwire._deadline import Deadline
 from gradwire._errors import Error, RendezvousError
 from gradwire._handshake import BACKLOG, Admitted, Gate, HandshakeError, Hello, Purpose, introduce
@@ -142,8 +143,8 @@ class _Attempt:
         if transport is None:
             raise RendezvousError(
                 f"ranks {lower} ({cards[0].describe()}) and {higher} ({cards[1].describe()}) "
-                "share no transport: shm and emulated need one host, and emulated GRADWIRE_LINK "
-                "on both; see GRADWIRE_TRANSPORT and transports="
+                "share no transport: shm and emulated need one host, emulated GRADWIRE_LINK on "
+                "both, and rdma a network of both; see GRADWIRE_TRANSPORT and transports="
             )
         if transport not in LOCAL_TRANSPORTS:
             _require_route(lower, cards[0], higher, cards[1])
@@ -329,7 +330,9 @@ def _listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.so
         target = choice.interface.target(address, 0)
         listeners.append(_bind(choice.interface.family, target))
         port = listeners[-1].getsockname()[1]
-    return listeners, Card(host_identity(), process_name(), transports, unix, address, port, name)
+    networks = _rdma.networks(transports)
+    where = (unix, address, port, name, networks)
+    return listeners, Card(host_identity(), process_name(), transports, *where)
 
 
 def _bind(family: socket.AddressFamily, target: str | Target) -> socket.socket:

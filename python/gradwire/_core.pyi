@@ -153,6 +153,30 @@ class EmulatedLink:
 
     def __init__(self, spec: str) -> None: ...  # "1gbit,100us"
 
+class RdmaDevices:
+    """The RDMA ports that this process may use; all its communicators share them."""
+
+    # Raises InvalidArgument with what is missing and what to do.
+    def __init__(
+        self,
+        hca: str,  # in NCCL's syntax
+        link_layer: str,
+        gid_index: int,  # -1: chosen
+        mtu: int,  # bytes; 0: the port's
+        traffic_class: int,
+        service_level: int,
+        timeout: int,
+        library: str = ...,
+    ) -> None: ...
+
+    # One entry a port.
+    @property
+    def ports(self) -> list[str]: ...
+    @property
+    def networks(self) -> list[str]: ...  # "" where it is not known
+    @property
+    def link_layers(self) -> list[str]: ...
+
 class CostModel:
     """By which algorithm="auto" decides; see csrc/gradwire/schedule/cost.h."""
 
@@ -207,6 +231,7 @@ class Communicator:
         tag: int = 0,
         about: str = "",
         link: EmulatedLink | None = None,  # for the transport "emulated"
+        rdma: RdmaDevices | None = None,  # for the transport "rdma"
     ) -> None: ...
 
     # File descriptors are taken over. In ascending order of peers; releases the GIL.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import importlib.metadata
 import json
 import os
@@ -14,7 +13,16 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from urllib.parse import urlsplit
 
-from gradwire import _core, _environment, _interfaces, _link, _model, _rendezvous, _world
+from gradwire import (
+    _core,
+    _environment,
+    _interfaces,
+    _link,
+    _model,
+    _rdma,
+    _rendezvous,
+    _world,
+)
 from gradwire._errors import Error, RendezvousError
 from gradwire._mesh import EMULATED
 
@@ -84,7 +92,20 @@ def _cpu_quota() -> float | None:
 
 def _transports() -> Iterator[Check]:
     for name, usable, why in _core.transports():
-        yield Check("transports", name, usable, _choice(name) if usable else f"because {why}")
+        if name == _rdma.NAME:
+            yield Check("transports", name, *_rdma_ports())
+        else:
+            yield Check("transports", name, usable, _choice(name) if usable else f"because {why}")
+
+
+def _rdma_ports() -> tuple[bool, str]:
+    try:
+        why_not = _rdma.why_not()
+    except Error as error:
+        return False, f"because {error}"
+    if why_not is not None:
+        return False, f"because {why_not}"
+    return True, "; ".join(_rdma.of_this_rank().ports) + _choice(_rdma.NAME)
 
 
 def _choice(transport: str) -> str:
@@ -199,7 +220,6 @@ def _torch() -> Iterator[Check]:
 
 def _devices() -> Iterator[Check]:
     yield Check("devices", "CUDA", *_cuda())
-    yield Check("devices", "verbs", *_verbs())
 
 
 def _cuda() -> tuple[bool, str]:
@@ -217,25 +237,6 @@ def _cuda() -> tuple[bool, str]:
     if count.value == 0:
         return False, f"because there is no device ({release})"
     return True, f"{_plural(count.value, 'device')}, {release}; not used by this version"
-
-
-def _verbs() -> tuple[bool, str]:
-    try:
-        library = ctypes.CDLL("libibverbs.so.1", use_errno=True)
-    except OSError as error:
-        return False, f"because libibverbs does not load: {error}"
-    library.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
-    library.ibv_free_device_list.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
-    count = ctypes.c_int()
-    devices = library.ibv_get_device_list(ctypes.byref(count))
-    if not devices:
-        code = ctypes.get_errno()
-        why = "the kernel has no RDMA support" if code == errno.ENOSYS else os.strerror(code)
-        return False, f"because libibverbs lists no devices: {why}"
-    library.ibv_free_device_list(devices)
-    if count.value == 0:
-        return False, "because libibverbs finds no device"
-    return True, f"{_plural(count.value, 'device')}; not used by this version"
 
 
 def _plural(count: int, word: str) -> str:

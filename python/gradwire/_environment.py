@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 
 from gradwire._errors import InvalidArgument
 
@@ -20,7 +21,20 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "GRADWIRE_SECRET": ("shared secret of the job's ranks, at least 16 bytes", "made by rank 0"),
     "GRADWIRE_SECRET_FILE": ("file (mode 0600) that holds the secret", "none"),
     "GRADWIRE_INSECURE": ("1: allow a store beyond loopback without a secret", "0"),
-    "GRADWIRE_TRANSPORT": ("transports to use, best first, with commas", "shm,tcp"),
+    "GRADWIRE_TRANSPORT": ("transports to use, best first, with commas", "shm,rdma,tcp"),
+    "GRADWIRE_IB_HCA": (
+        "RDMA devices, as in NCCL: prefix[:port][,...], =exact, ^excluded",
+        "those that reach the peer",
+    ),
+    "GRADWIRE_IB_LINK_LAYER": ("use RDMA ports of one kind: ethernet or infiniband", "both"),
+    "GRADWIRE_IB_GID_INDEX": ("index of the RDMA port's address", "RoCE v2 with an IPv4 address"),
+    "GRADWIRE_IB_MTU": ("bytes of RDMA packets, 256 to 4096", "the port's"),
+    "GRADWIRE_IB_TC": ("traffic class of RDMA packets, 0 to 255", "0"),
+    "GRADWIRE_IB_SL": ("service level of RDMA packets, 0 to 15", "0"),
+    "GRADWIRE_IB_TIMEOUT": (
+        "a lost RDMA packet is sent again after 4.096 us x 2^this, 6 times",
+        "18",
+    ),
     "GRADWIRE_LINK": (
         "RATE[,LATENCY] of an emulated network card for each rank: 1gbit,100us; one host, over tcp",
         "links as they are",
@@ -83,6 +97,24 @@ def seconds(name: str, least: float, most: float) -> float:
     if not least <= value <= most:
         raise InvalidArgument(f"{name}={given!r} is not a time: use {least:g} to {most:g} seconds")
     return value
+
+
+def integer(name: str, least: int, most: int, *, unset: int) -> int:
+    """The variable, or `unset`; raises InvalidArgument for what is out of range."""
+    given = text(name)
+    if given is None:
+        return unset
+    if not given.isdecimal() or not least <= int(given) <= most:
+        raise InvalidArgument(f"{name}={given!r} is out of range: use {least} to {most}")
+    return int(given)
+
+
+def choice(name: str, among: Sequence[str]) -> str:
+    """The variable, one of these or empty; raises InvalidArgument for anything else."""
+    given = text(name) or ""
+    if given and given not in among:
+        raise InvalidArgument(f"{name}={given!r}: use {', '.join(among)}")
+    return given
 
 
 def items(name: str) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from gradwire._interfaces import LOOPBACK, Choice
 if TYPE_CHECKING:
     from gradwire import _core
 
-DEFAULT_TRANSPORTS = ("shm", "tcp")
+DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp")
 LOCAL_TRANSPORTS = ("inproc", "shm")  # within a host, over Unix sockets
 EMULATED = "emulated"  # within a host, over TCP; see _link
 LANES = ("collective", "p2p")
@@ -110,6 +110,7 @@ class Card:
     address: str
     port: int
     interface: str = ""  # for messages: what has the address
+    networks: tuple[str, ...] = ()  # that RDMA reaches others by
 
     def pack(self) -> bytes:
         """As JSON."""
@@ -134,6 +135,7 @@ _FIELDS: dict[str, type] = {
     "address": str,
     "port": int,
     "interface": str,
+    "networks": list,
 }
 _MAX_CARD = 4096  # bytes
 _MAX_TEXT = 255  # characters
@@ -155,13 +157,15 @@ def _read_card(found: Any) -> Card:
     """The card, all of whose values are fit for use and for messages; else raises ValueError."""
     if not isinstance(found, dict) or {key: type(found[key]) for key in found} != _FIELDS:
         raise ValueError("it has other fields")
-    texts = [each for each in found.values() if isinstance(each, str)] + found["transports"]
+    texts = [each for each in found.values() if isinstance(each, str)]
+    texts += found["transports"] + found["networks"]
     if not all(_is_plain(each) for each in texts):
         raise ValueError("a text in it is too long, or not printable")
     if not 0 <= found["port"] < 1 << 16:
         raise ValueError("its port is out of range")
     ipaddress.ip_address(found["address"])
-    return Card(**{**found, "transports": tuple(found["transports"])})
+    lists = {name: tuple(each) for name, each in found.items() if isinstance(each, list)}
+    return Card(**{**found, **lists})
 
 
 def _is_plain(text: object) -> bool:
@@ -171,12 +175,15 @@ def _is_plain(text: object) -> bool:
 
 
 def choose_transport(lower: Card, higher: Card) -> str | None:
-    """The first of the lower rank's transports that both have; those of one host within one."""
-    for name in lower.transports:
-        within_host = name in (*LOCAL_TRANSPORTS, EMULATED)
-        if name in higher.transports and (not within_host or lower.host == higher.host):
-            return name
-    return None
+    """The first of the lower rank's transports that both have and that joins the two."""
+    both = (name for name in lower.transports if name in higher.transports)
+    return next((name for name in both if _joins(name, lower, higher)), None)
+
+
+def _joins(transport: str, one: Card, other: Card) -> bool:
+    if transport == "rdma":
+        return not set(one.networks).isdisjoint(other.networks)
+    return one.host == other.host or transport not in (*LOCAL_TRANSPORTS, EMULATED)
 
 
 def process_name() -> str:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from gradwire import _environment, _link, _model
+from gradwire import _environment, _link, _model, _rdma
 from gradwire._announced import announced_store, heard, pack_failure
 from gradwire._connect import connect_mesh
 from gradwire._deadline import Deadline
@@ -97,18 +97,22 @@ def meet(
 def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:
     """The transports to offer, best first; raises InvalidArgument for an unknown one or none.
 
-    Where GRADWIRE_LINK is set it is the emulated one alone, in place of tcp.
+    Where GRADWIRE_LINK is set it is the emulated one alone, in place of tcp. rdma is among them
+    where it can be used, and raises InvalidArgument where it is asked for by name and cannot.
     """
     names = tuple(given if given is not None else _environment.items("GRADWIRE_TRANSPORT"))
     if _link.of_this_rank() is not None and (not names or "tcp" in names):
         return (EMULATED,)
     if given is None and not names:
-        return DEFAULT_TRANSPORTS
+        usable = _rdma.is_usable()
+        return tuple(name for name in DEFAULT_TRANSPORTS if usable or name != _rdma.NAME)
     unknown = [name for name in names if name not in DEFAULT_TRANSPORTS]
     if unknown or not names:
         what = f"{unknown[0]!r} is no transport between processes" if unknown else "no transport"
         raise InvalidArgument(f"{what}: use {', '.join(DEFAULT_TRANSPORTS)}")
     _link.require_none(f"the transports are {', '.join(names)}")
+    if _rdma.NAME in names:
+        _rdma.of_this_rank()
     return names
 
 

@@ -300,7 +300,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `run`."""
     add = parser.add_argument
     add("-n", "--ranks", type=int, default=2, help="local ranks to start, when no launcher did")
-    add("--transport", type=_names, help="restrict to these, with commas: shm, tcp")
+    add("--transport", type=_names, help="restrict to these, with commas: shm, rdma, tcp")
     add("--seconds", type=float, default=SECONDS, help=f"to measure; default: {SECONDS:g}")
     add("-o", "--output", metavar="FILE", help="save there; default: where init() looks")
     add("--json", action="store_true", help="print the parameters and timings as JSON")

@@ -420,7 +420,7 @@ def test_a_card_survives_its_trip() -> None:
 
 @pytest.mark.parametrize("names", [[], ["ib"], ["tcp", "inproc"]])
 def test_unknown_transports_are_refused(names: list[str]) -> None:
-    with pytest.raises(InvalidArgument, match="use shm, tcp"):
+    with pytest.raises(InvalidArgument, match="use shm, rdma, tcp"):
         choose_transports(names)
 
 

@@ -10,6 +10,7 @@
 #include "gradwire/bind/communicator.h"
 #include "gradwire/bind/module.h"
 #include "gradwire/transport/emulated_link.h"
+#include "gradwire/transport/rdma_devices.h"
 #include "gradwire/transport/transport.h"
 
 namespace gradwire::bind {
@@ -19,6 +20,7 @@ using WithoutLock = py::call_guard<Unlocked>;
 using exec::Work;
 using std::shared_ptr;
 using transport::EmulatedLink;
+using transport::RdmaDevices;
 
 exec::Lane parse_lane(const std::string& name) {
   if (name == "collective") return exec::Lane::kCollective;
@@ -131,20 +133,23 @@ void bind_set_up(py::class_<Communicator>& c) {
   c.def(py::init([](Rank rank, int size, std::uint32_t communicator,
                     std::vector<std::vector<Rank>> hosts, std::size_t max_message,
                     std::size_t segment_bytes, double stall_seconds, std::string job,
-                    std::uint64_t tag, std::string about, shared_ptr<EmulatedLink> link) {
+                    std::uint64_t tag, std::string about, shared_ptr<EmulatedLink> link,
+                    shared_ptr<RdmaDevices> rdma) {
           return std::make_unique<Communicator>(
               exec::Identity{rank, size, communicator, std::move(hosts), std::move(job), tag,
                              std::move(about)},
               exec::Tuning{.max_message = max_message,
                            .segment_bytes = segment_bytes,
                            .stall_seconds = stall_seconds,
-                           .link = std::move(link)});
+                           .link = std::move(link),
+                           .rdma = std::move(rdma)});
         }),
         py::arg("rank"), py::arg("size"), py::arg("communicator"), py::arg("hosts"),
         py::arg("max_message") = exec::Tuning{}.max_message,
         py::arg("segment_bytes") = exec::Tuning{}.segment_bytes,
         py::arg("stall_seconds") = exec::Tuning{}.stall_seconds, py::arg("job") = "",
-        py::arg("tag") = 0, py::arg("about") = "", py::arg("link") = nullptr)
+        py::arg("tag") = 0, py::arg("about") = "", py::arg("link") = nullptr,
+        py::arg("rdma") = nullptr)
       .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("peer"), WithoutLock())
       .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
            py::arg("peer"), py::arg("timeout"), WithoutLock());

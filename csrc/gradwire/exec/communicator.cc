@@ -36,6 +36,7 @@ transport::Options link_options(const Identity& identity, const Tuning& tuning) 
   options.max_message = tuning.max_message;
   options.messages = std::max(16, 2 * identity.size);  // a plan stages a whole round
   options.link = tuning.link;
+  options.rdma = tuning.rdma;
   return options;
 }
 

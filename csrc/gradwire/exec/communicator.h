@@ -46,6 +46,7 @@ struct Tuning {
   double stall_seconds = 30;              // see Watch; 0: never
   Log log = log_to_stderr;                // of stalls
   std::shared_ptr<transport::EmulatedLink> link = nullptr;  // this rank's, where it has one
+  std::shared_ptr<transport::RdmaDevices> rdma = nullptr;   // this rank's, where links need them
 };
 
 class Communicator {

@@ -62,10 +62,6 @@ RdmaPort with_gid(RdmaPort port, const ibv::GidEntry& entry) {
   return port;
 }
 
-std::string layer_name(std::uint8_t layer) {
-  return layer == ibv::kLinkEthernet ? "ethernet" : "infiniband";
-}
-
 std::string open_failed(const ibv::Device& device, int error) {
   const std::string node = "/dev/infiniband/" + std::string(device.dev_name.data());
   if (error != EACCES && error != EPERM && error != ENOENT)
@@ -75,6 +71,10 @@ std::string open_failed(const ibv::Device& device, int error) {
 }
 
 }  // namespace
+
+std::string_view link_layer_name(std::uint8_t layer) {
+  return layer == ibv::kLinkEthernet ? "ethernet" : "infiniband";
+}
 
 std::string RdmaPort::describe() const {
   const std::string where = device + ":" + std::to_string(number);
@@ -164,9 +164,9 @@ void RdmaDevices::add_port(RdmaPort port, const ibv::PortAttr& found) {
   address.link_layer =
       found.link_layer == ibv::kLinkEthernet ? ibv::kLinkEthernet : ibv::kLinkInfiniBand;
   port.max_message = found.max_msg_sz;
-  if (!settings_.link_layer.empty() && settings_.link_layer != layer_name(address.link_layer))
+  if (!settings_.link_layer.empty() && settings_.link_layer != link_layer_name(address.link_layer))
     return leave_out(name, "GRADWIRE_IB_LINK_LAYER=" + settings_.link_layer + ", and it is " +
-                               layer_name(address.link_layer));
+                               std::string(link_layer_name(address.link_layer)));
   const auto entries = choose_gids(port, found.gid_tbl_len);
   if (entries.empty())
     return leave_out(name, settings_.gid_index < 0

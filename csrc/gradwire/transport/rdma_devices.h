@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -85,6 +86,9 @@ class RdmaDevices {
   std::string left_out_;  // what there is, but is not used, and why
   std::uint32_t made_after_ = forks();
 };
+
+// "infiniband" or "ethernet".
+std::string_view link_layer_name(std::uint8_t layer);
 
 // The two ports that a pair of ranks uses, of the lower and of the higher rank: those of a network
 // that both are on, or else the n-th of the one and the n-th of the other if they are of one link
