@@ -101,6 +101,7 @@ RdmaDevices::RdmaDevices(RdmaSettings settings)
         "see ibv_devices, " +
         std::string(kWithout));
   if (ports_.empty()) refuse("no RDMA port can be used: " + left_out_);
+  if (ports_.size() > kMostRdmaPorts) ports_.resize(kMostRdmaPorts);
   require_lockable_memory();
 }
 

@@ -54,6 +54,9 @@ struct RdmaPort {
   std::string describe() const;
 };
 
+// That a rank tells of.
+inline constexpr std::size_t kMostRdmaPorts = 16;
+
 class RdmaDevices {
  public:
   // Throws InvalidArgument with what is missing (library, kernel, device, permission, port, GID,

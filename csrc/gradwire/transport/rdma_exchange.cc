@@ -11,7 +11,6 @@ namespace {
 
 constexpr std::uint32_t kPortsMagic = 0x31505247;  // "GRP1"
 constexpr std::uint32_t kEndMagic = 0x31455247;    // "GRE1"
-constexpr std::size_t kMostPorts = 16;
 constexpr std::uint32_t kMostSlots = 1 << 16;
 constexpr std::uint32_t kNumbers = 1 << 24;  // of queue pairs and of packets
 
@@ -26,9 +25,9 @@ struct AddressCard {
 struct PortsCard {
   std::uint32_t magic = kPortsMagic;
   std::uint32_t count = 0;
-  std::array<AddressCard, kMostPorts> addresses{};
+  std::array<AddressCard, kMostRdmaPorts> addresses{};
 };
-static_assert(sizeof(PortsCard) == 8 + kMostPorts * 88);
+static_assert(sizeof(PortsCard) == 8 + kMostRdmaPorts * 88);
 
 struct EndCard {
   std::uint32_t magic = kEndMagic;
@@ -82,14 +81,14 @@ Card receive_card(int socket, const LinkId& link, const Patience& patience) {
 
 void send_ports(int socket, const LinkId& link, std::span<const RdmaPort> ports) {
   PortsCard card;
-  for (const RdmaPort& port : ports.first(std::min(ports.size(), kMostPorts)))
+  for (const RdmaPort& port : ports.first(std::min(ports.size(), kMostRdmaPorts)))
     card.addresses[card.count++] = packed(port.address);
   send_card(socket, link, card);
 }
 
 std::vector<RdmaAddress> receive_ports(int socket, const LinkId& link, const Patience& patience) {
   const auto card = receive_card<PortsCard>(socket, link, patience);
-  if (card.count > kMostPorts)
+  if (card.count > kMostRdmaPorts)
     throw_transport_error(link, "the other end told of an impossible number of RDMA ports");
   std::vector<RdmaAddress> addresses;
   for (std::size_t i = 0; i < card.count; ++i)
@@ -111,7 +110,7 @@ void send_end(int socket, const LinkId& link, const RdmaEnd& end) {
 
 RdmaEnd receive_end(int socket, const LinkId& link, const Patience& patience) {
   const auto card = receive_card<EndCard>(socket, link, patience);
-  if (card.port >= kMostPorts || card.peer_port >= kMostPorts || card.number >= kNumbers ||
+  if (card.port >= kMostRdmaPorts || card.peer_port >= kMostRdmaPorts || card.number >= kNumbers ||
       card.first_packet >= kNumbers || !std::has_single_bit(card.slots) || card.slots > kMostSlots)
     throw_transport_error(link, "the other end described an impossible RDMA connection");
   return {static_cast<int>(card.port),

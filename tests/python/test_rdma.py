@@ -1,0 +1,164 @@
+"""What Python decides about rdma; its links have tests in C++ and by `make test-rdma`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import gradwire
+import pytest
+from gradwire import InvalidArgument, _core, _doctor, _rdma
+from gradwire._mesh import Card, choose_transport
+from gradwire._rendezvous import choose_transports
+
+ABSENT = "the RDMA library does not load"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("HCA", "LINK_LAYER", "GID_INDEX", "MTU", "TC", "SL", "TIMEOUT"):
+        monkeypatch.delenv(f"GRADWIRE_IB_{name}", raising=False)
+    monkeypatch.delenv("GRADWIRE_TRANSPORT", raising=False)
+    _rdma._open.cache_clear()
+    yield
+    _rdma._open.cache_clear()
+
+
+@pytest.fixture
+def no_ports(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """A machine without the library; what the ports were asked for with."""
+    asked: list[dict[str, object]] = []
+
+    def devices(**settings: object) -> None:
+        asked.append(settings)
+        raise InvalidArgument(ABSENT)
+
+    monkeypatch.setattr(_core, "RdmaDevices", devices)
+    return asked
+
+
+@pytest.fixture
+def two_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(
+        ports=["rxe0:1, RoCE v2, GID 1 (198.18.0.1), MTU 4096", "mlx5_0:1, InfiniBand, LID 3"],
+        networks=["ethernet 198.18.0.0/24", ""],
+        link_layers=["ethernet", "infiniband"],
+    )
+    monkeypatch.setattr(_core, "RdmaDevices", lambda **settings: found)
+
+
+@pytest.mark.usefixtures("no_ports")
+def test_without_ports_it_is_left_out_unless_it_is_asked_for():
+    assert choose_transports(None) == ("shm", "tcp")
+    with pytest.raises(InvalidArgument, match=f"transport rdma is not usable here: {ABSENT}"):
+        choose_transports(["rdma"])
+    with pytest.raises(InvalidArgument, match=ABSENT):
+        gradwire.init(transports=["shm", "rdma"])
+
+
+@pytest.mark.usefixtures("two_ports")
+def test_with_ports_it_comes_between_shm_and_tcp(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, "gradwire"):
+        assert choose_transports(None) == ("shm", "rdma", "tcp")
+    assert "GID 1 (198.18.0.1)" in caplog.text
+    assert choose_transports(["rdma"]) == ("rdma",)
+
+
+@pytest.mark.usefixtures("no_ports")
+def test_a_device_that_was_named_and_is_not_used_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    choose_transports(None)
+    assert caplog.text == ""
+    monkeypatch.setenv("GRADWIRE_IB_HCA", "mlx5_7")
+    choose_transports(None)
+    assert f"GRADWIRE_IB_HCA=mlx5_7, and RDMA is not used: {ABSENT}" in caplog.text
+
+
+def test_the_environment_chooses(
+    no_ports: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+):
+    assert _rdma.why_not() == ABSENT
+    unset = {"hca": "", "link_layer": "", "gid_index": -1, "mtu": 0, "traffic_class": 0}
+    assert no_ports == [{**unset, "service_level": 0, "timeout": 18}]
+    chosen = {"HCA": "=rxe0", "LINK_LAYER": "ethernet", "GID_INDEX": "3", "MTU": "1024"}
+    for name, value in {**chosen, "TC": "106", "SL": "3", "TIMEOUT": "20"}.items():
+        monkeypatch.setenv(f"GRADWIRE_IB_{name}", value)
+    _rdma.why_not()
+    known = {"hca": "=rxe0", "link_layer": "ethernet", "gid_index": 3, "mtu": 1024}
+    assert no_ports[1] == {**known, "traffic_class": 106, "service_level": 3, "timeout": 20}
+
+
+@pytest.mark.usefixtures("no_ports")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LINK_LAYER", "token ring"),
+        ("GID_INDEX", "-1"),
+        ("MTU", "1500"),
+        ("TC", "256"),
+        ("SL", "high"),
+        ("TIMEOUT", "0"),
+    ],
+)
+def test_a_wrong_setting_is_an_error_even_where_tcp_would_do(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+):
+    monkeypatch.setenv(f"GRADWIRE_IB_{name}", value)
+    with pytest.raises(InvalidArgument, match=f"GRADWIRE_IB_{name}={value!r}"):
+        choose_transports(None)
+    (check,) = (each for each in _doctor.checks() if each.name == "rdma")
+    assert check.ok is False
+    assert value in check.detail
+
+
+def test_ports_are_opened_once_a_process(
+    no_ports: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+):
+    for _ in range(3):
+        _rdma.why_not()
+    assert len(no_ports) == 1
+    monkeypatch.setattr("os.getpid", lambda: 1)  # as in a forked child
+    _rdma.why_not()
+    assert len(no_ports) == 2
+
+
+@pytest.mark.usefixtures("two_ports")
+def test_networks_say_who_is_reached():
+    assert _rdma.networks(["shm", "tcp"]) == ()
+    assert _rdma.networks(["shm", "rdma", "tcp"]) == ("ethernet 198.18.0.0/24",)
+    assert _rdma.networks(["rdma"]) == (
+        "ethernet 198.18.0.0/24",
+        "ethernet, any network",
+        "infiniband, any network",
+    )
+
+
+@pytest.mark.usefixtures("two_ports")
+def test_the_doctor_shows_ports_with_their_addresses():
+    (check,) = (each for each in _doctor.checks() if each.name == "rdma")
+    assert check.ok is True
+    assert check.detail.startswith("rxe0:1, RoCE v2, GID 1 (198.18.0.1), MTU 4096; mlx5_0:1")
+
+
+ALL = ("shm", "rdma", "tcp")
+CARD = Card("host a", "a:1", ALL, "x", "192.0.2.1", 1, "eth0", ("ethernet 198.18.0.0/24",))
+FAR = replace(CARD, host="host b")
+
+
+@pytest.mark.parametrize(
+    ("other", "transport"),
+    [
+        (CARD, "shm"),
+        (FAR, "rdma"),
+        (replace(FAR, networks=("ethernet 198.18.1.0/24", "ethernet 198.18.0.0/24")), "rdma"),
+        (replace(FAR, networks=("ethernet 198.18.1.0/24",)), "tcp"),
+        (replace(FAR, networks=()), "tcp"),
+        (replace(FAR, transports=("shm", "tcp")), "tcp"),
+        (replace(FAR, transports=("rdma",), networks=("infiniband, any network",)), None),
+    ],
+)
+def test_a_pair_takes_rdma_where_both_are_on_one_network(other: Card, transport: str | None):
+    assert choose_transport(CARD, other) == transport
