@@ -1,7 +1,8 @@
 // rdma: one reliable connection a peer (libibverbs). A message is an RDMA write with immediate from
-// a staging cell into a slot of the peer's ring; the immediate word is its length. The reader gives
-// slots back in halves of its ring, by an empty write whose word is the number of messages read so
-// far. All of it lies in one slab, registered when the first link is made and never again.
+// a staging cell into a slot of the peer's ring. Its immediate word (Word) has its length and how
+// many of the peer's messages were read so far, whose slots are free again; a reader that has
+// nothing to send says so by an empty write when half its ring is free. All of it lies in one slab,
+// registered when the first link is made and never again.
 //
 // Few bytes go by value, which frees their cell at once, and ask for a completion only now and
 // then; others ask for one each, which tells when their cell is free. The authenticated socket
@@ -27,15 +28,32 @@
 namespace gradwire::transport {
 namespace {
 
-constexpr std::size_t kMostSlots = 8;          // of a ring
-constexpr std::size_t kRings = 32UL << 20;     // bytes that all rings may take, with two slots each
-constexpr std::uint32_t kRequests = 64;        // writes under way to one peer
-constexpr std::uint32_t kQuiet = 16;           // by value without a completion
-constexpr std::size_t kWords = 4;              // empty writes that a peer may have under way
-constexpr std::uint32_t kReleased = 1U << 31;  // in an immediate word: a count, and no length
-constexpr std::uint32_t kReceive = ~0U;        // in the id of a request
+constexpr std::size_t kMostSlots = 8;       // of a ring
+constexpr std::size_t kRings = 32UL << 20;  // bytes that all rings may take, with two slots each
+constexpr std::uint32_t kRequests = 64;     // writes under way to one peer
+constexpr std::uint32_t kQuiet = 16;        // by value without a completion
+constexpr std::size_t kWords = 4;           // empty writes that a peer may have under way
+constexpr std::uint32_t kReceive = ~0U;     // in the id of a request
 constexpr double kGreetingSeconds = 20;
 constexpr double kLingerSeconds = 1;
+
+// The immediate word of a write: 27 bits of length, 4 of a number of messages, and whether there is
+// no message.
+struct Word {
+  static constexpr std::uint32_t kLength = (1U << 27) - 1;
+  static constexpr std::uint32_t kCounts = 16;  // more than there can be slots
+  static constexpr std::uint32_t kAlone = 1U << 31;
+
+  std::uint32_t bytes = 0;
+  std::uint32_t read = 0;  // modulo kCounts
+  bool alone = false;
+
+  std::uint32_t packed() const { return bytes | read % kCounts << 27 | (alone ? kAlone : 0); }
+  static Word unpack(std::uint32_t word) {
+    return {word & kLength, word >> 27 & (kCounts - 1), (word & kAlone) != 0};
+  }
+};
+static_assert(kMostSlots < Word::kCounts);
 
 class RdmaTransport final : public StagedTransport {
  public:
@@ -99,13 +117,13 @@ class RdmaTransport final : public StagedTransport {
 
   void poll();
   void handle(const ibv::Wc& found);
-  void take_word(Rank peer, std::uint32_t word);
+  void take(Rank peer, const Word& word);
   void retire(Link& link, std::uint32_t last);
   int first_free_cell() const noexcept;
   void free_cell(int cell) noexcept { --cells_[static_cast<std::size_t>(cell)].readers; }
   std::size_t with_device(const Link& link) const noexcept { return link.posted - link.done; }
   void push_out(Rank peer);
-  bool write(Rank peer, int cell, std::uint32_t word, bool tells);
+  bool write(Rank peer, int cell, bool tells);
   void tell_released(Rank peer);
   void answer_bell(Rank peer);
   void lose(Rank peer, const std::string& reason);
@@ -221,7 +239,7 @@ RdmaEnd RdmaTransport::agree(int socket, Link& link, Rank peer, const Patience& 
 // Ready to be written to before the other end hears of it.
 RdmaEnd RdmaTransport::make_end(Link& link, Rank peer, int port, int peer_port) {
   link.rail = &rail_of(port);
-  if (max_message() > link.rail->port().max_message)
+  if (max_message() > std::min(link.rail->port().max_message, Word::kLength))
     throw InvalidArgument(describe(link_id(peer), "messages of " + std::to_string(max_message()) +
                                                       " bytes are too large for " +
                                                       link.rail->port().describe()));
@@ -251,7 +269,7 @@ void RdmaTransport::greet(Rank peer, const Patience& patience) {
   char theirs = 0;
   receive_all(link.socket.get(), std::as_writable_bytes(std::span(&theirs, 1)), id, patience);
   const Patience shorter = patience.within(kGreetingSeconds);
-  write(peer, kNoCell, kReleased, true);
+  write(peer, kNoCell, true);
   while (!link.greeted || with_device(link) > 0) {
     pollfd end{link.socket.get(), POLLIN, 0};
     if (!link.lost && ::poll(&end, 1, 1) > 0) answer_bell(peer);
@@ -314,7 +332,7 @@ void RdmaTransport::push_out(Rank peer) {
     const int cell = link.outbox.front();
     const auto bytes = cells_[static_cast<std::size_t>(cell)].bytes;
     const bool by_value = bytes <= link.queue_pair->most_inline();
-    if (!write(peer, cell, static_cast<std::uint32_t>(bytes), !by_value)) return;
+    if (!write(peer, cell, !by_value)) return;
     link.outbox.pop();
     ++link.sent;
     if (!by_value) continue;
@@ -324,18 +342,18 @@ void RdmaTransport::push_out(Rank peer) {
 }
 
 // One write of a cell into the peer's next slot, or of a word alone.
-bool RdmaTransport::write(Rank peer, int cell, std::uint32_t word, bool tells) {
+bool RdmaTransport::write(Rank peer, int cell, bool tells) {
   Link& link = at(peer);
   QueuePair::Write next;
   next.id = request_id(peer, link.posted);
   if (cell != kNoCell) {
     next.from = staging(cell);
-    next.bytes = word;
+    next.bytes = static_cast<std::uint32_t>(cells_[static_cast<std::size_t>(cell)].bytes);
     next.key = link.rail->memory().lkey;
     next.to = link.far.ring + link.sent % link.far.slots * slot_bytes_;
     next.to_key = link.far.key;
   }
-  next.word = word;
+  next.word = Word{next.bytes, link.released, cell == kNoCell}.packed();
   next.tells = tells || ++link.quiet >= kQuiet;
   if (next.tells) link.quiet = 0;
   if (!link.queue_pair->post(next)) {
@@ -343,6 +361,7 @@ bool RdmaTransport::write(Rank peer, int cell, std::uint32_t word, bool tells) {
     return false;
   }
   link.cells[link.posted++ % kRequests] = cell;
+  link.told = link.released;
   return true;
 }
 
@@ -371,7 +390,7 @@ void RdmaTransport::handle(const ibv::Wc& found) {
                           (silent ? " (its process or its host died, or the network is cut)" : ""));
   }
   if (number == kReceive) {
-    take_word(peer, ntohl(found.imm_data));
+    take(peer, Word::unpack(ntohl(found.imm_data)));
     if (!link.lost && !link.queue_pair->post_receive(found.wr_id))
       lose(peer, system_message("the device refused to receive", errno));
   } else {
@@ -381,19 +400,18 @@ void RdmaTransport::handle(const ibv::Wc& found) {
   tell_released(peer);
 }
 
-void RdmaTransport::take_word(Rank peer, std::uint32_t word) {
+void RdmaTransport::take(Rank peer, const Word& word) {
   Link& link = at(peer);
-  if ((word & kReleased) != 0) {
-    const std::uint32_t more = (word - link.read) & ~kReleased;
-    if (more > link.sent - link.read)
-      return lose(peer, "the peer said that it read more messages than were sent");
-    link.read += more;
-    link.greeted = true;
-  } else if (word > max_message() || link.arrived - link.released >= slots_) {
-    lose(peer, "impossible message of " + std::to_string(word) + " bytes, or out of turn");
-  } else {
-    link.lengths[link.arrived++ % slots_] = word;
-  }
+  const std::uint32_t more = (word.read - link.read) % Word::kCounts;
+  if (more > link.sent - link.read)
+    return lose(peer, "the peer said that it read more messages than were sent");
+  link.read += more;
+  link.greeted = true;
+  if (word.alone) return;
+  if (word.bytes > max_message() || link.arrived - link.released >= slots_)
+    return lose(peer,
+                "impossible message of " + std::to_string(word.bytes) + " bytes, or out of turn");
+  link.lengths[link.arrived++ % slots_] = word.bytes;
 }
 
 // Writes are over in order, so all up to this one.
@@ -422,7 +440,7 @@ void RdmaTransport::consume(Rank peer) {
 void RdmaTransport::tell_released(Rank peer) {
   Link& link = at(peer);
   if (link.lost || link.released - link.told < slots_ / 2 || with_device(link) == kRequests) return;
-  if (write(peer, kNoCell, link.released | kReleased, false)) link.told = link.released;
+  write(peer, kNoCell, false);
 }
 
 // --- waiting, and the end ---
@@ -472,8 +490,7 @@ void RdmaTransport::linger() noexcept try {
   const Deadline deadline = Deadline::after(kLingerSeconds);
   for (Rank peer = 0; peer < options().size; ++peer) {
     Link& link = at(peer);
-    if (!link.lost && link.quiet > 0 && with_device(link) < kRequests)
-      write(peer, kNoCell, link.released | kReleased, true);
+    if (!link.lost && link.quiet > 0 && with_device(link) < kRequests) write(peer, kNoCell, true);
   }
   const auto all_over = [&] {
     return std::ranges::all_of(links_, [&](const Link& link) { return with_device(link) == 0; });
