@@ -330,9 +330,14 @@ def _listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.so
         target = choice.interface.target(address, 0)
         listeners.append(_bind(choice.interface.family, target))
         port = listeners[-1].getsockname()[1]
-    networks = _rdma.networks(transports)
+    networks = () if _share_memory(transports, choice) else _rdma.networks(transports)
     where = (unix, address, port, name, networks)
     return listeners, Card(host_identity(), process_name(), transports, *where)
+
+
+def _share_memory(transports: tuple[str, ...], choice: Choice) -> bool:
+    """Whether all ranks are on this host, and shm joins them: no RDMA device need be opened."""
+    return choice.interface.loopback and "shm" in transports
 
 
 def _bind(family: socket.AddressFamily, target: str | Target) -> socket.socket:

@@ -46,24 +46,18 @@ def why_not() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def is_usable() -> bool:
-    """Whether there are ports. Logs which, or why none where the environment asks for one."""
-    found = _opened()
-    if not isinstance(found, str):
-        _log.info("RDMA ports: %s", "; ".join(found.ports))
-    elif hca := _environment.text("GRADWIRE_IB_HCA"):
-        _log.warning("GRADWIRE_IB_HCA=%s, and RDMA is not used: %s", hca, found)
-    return not isinstance(found, str)
-
-
 def networks(transports: Sequence[str]) -> tuple[str, ...]:
     """What says which other hosts this one reaches by RDMA: those that name one of these too.
 
-    Without tcp to fall back to, every network of the same link layer is taken to be the same.
+    Empty where there are no ports, or rdma is not among the transports. Without tcp to fall back
+    to, every network of the same link layer is taken to be the same.
     """
     devices = _opened() if NAME in transports else ""
     if isinstance(devices, str):
+        if devices and (hca := _environment.text("GRADWIRE_IB_HCA")):
+            _log.warning("GRADWIRE_IB_HCA=%s, and RDMA is not used: %s", hca, devices)
         return ()
+    _log.info("RDMA ports: %s", "; ".join(devices.ports))
     found = {name for name in devices.networks if name}
     if "tcp" not in transports:
         found |= {f"{layer}, any network" for layer in devices.link_layers}

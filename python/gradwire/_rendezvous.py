@@ -97,15 +97,14 @@ def meet(
 def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:
     """The transports to offer, best first; raises InvalidArgument for an unknown one or none.
 
-    Where GRADWIRE_LINK is set it is the emulated one alone, in place of tcp. rdma is among them
-    where it can be used, and raises InvalidArgument where it is asked for by name and cannot.
+    Where GRADWIRE_LINK is set it is the emulated one alone, in place of tcp. For rdma, asked for by
+    name where it cannot be used, InvalidArgument says why.
     """
     names = tuple(given if given is not None else _environment.items("GRADWIRE_TRANSPORT"))
     if _link.of_this_rank() is not None and (not names or "tcp" in names):
         return (EMULATED,)
     if given is None and not names:
-        usable = _rdma.is_usable()
-        return tuple(name for name in DEFAULT_TRANSPORTS if usable or name != _rdma.NAME)
+        return DEFAULT_TRANSPORTS
     unknown = [name for name in names if name not in DEFAULT_TRANSPORTS]
     if unknown or not names:
         what = f"{unknown[0]!r} is no transport between processes" if unknown else "no transport"

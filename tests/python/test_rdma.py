@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import gradwire
 import pytest
-from gradwire import InvalidArgument, _core, _doctor, _rdma
+from gradwire import InvalidArgument, _connect, _core, _doctor, _rdma
+from gradwire._interfaces import LOOPBACK
 from gradwire._mesh import Card, choose_transport
 from gradwire._rendezvous import choose_transports
 
@@ -51,7 +52,7 @@ def two_ports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_ports")
 def test_without_ports_it_is_left_out_unless_it_is_asked_for():
-    assert choose_transports(None) == ("shm", "tcp")
+    assert _rdma.networks(choose_transports(None)) == ()
     with pytest.raises(InvalidArgument, match=f"transport rdma is not usable here: {ABSENT}"):
         choose_transports(["rdma"])
     with pytest.raises(InvalidArgument, match=ABSENT):
@@ -62,6 +63,7 @@ def test_without_ports_it_is_left_out_unless_it_is_asked_for():
 def test_with_ports_it_comes_between_shm_and_tcp(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "gradwire"):
         assert choose_transports(None) == ("shm", "rdma", "tcp")
+        assert _rdma.networks(choose_transports(None))
     assert "GID 1 (198.18.0.1)" in caplog.text
     assert choose_transports(["rdma"]) == ("rdma",)
 
@@ -70,10 +72,10 @@ def test_with_ports_it_comes_between_shm_and_tcp(caplog: pytest.LogCaptureFixtur
 def test_a_device_that_was_named_and_is_not_used_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    choose_transports(None)
+    _rdma.networks(["rdma", "tcp"])
     assert caplog.text == ""
     monkeypatch.setenv("GRADWIRE_IB_HCA", "mlx5_7")
-    choose_transports(None)
+    _rdma.networks(["rdma", "tcp"])
     assert f"GRADWIRE_IB_HCA=mlx5_7, and RDMA is not used: {ABSENT}" in caplog.text
 
 
@@ -108,7 +110,7 @@ def test_a_wrong_setting_is_an_error_even_where_tcp_would_do(
 ):
     monkeypatch.setenv(f"GRADWIRE_IB_{name}", value)
     with pytest.raises(InvalidArgument, match=f"GRADWIRE_IB_{name}={value!r}"):
-        choose_transports(None)
+        _rdma.networks(["rdma", "tcp"])
     (check,) = (each for each in _doctor.checks() if each.name == "rdma")
     assert check.ok is False
     assert value in check.detail
@@ -123,6 +125,16 @@ def test_ports_are_opened_once_a_process(
     monkeypatch.setattr("os.getpid", lambda: 1)  # as in a forked child
     _rdma.why_not()
     assert len(no_ports) == 2
+
+
+def test_no_device_is_opened_where_shared_memory_joins_all_ranks(no_ports: list[dict[str, object]]):
+    with gradwire.init() as comm:
+        assert comm.size == 1
+    assert gradwire.spawn(lambda comm: comm.transports, 2) == [{1: "shm"}, {0: "shm"}]
+    listeners, card = _connect._listen(("shm", "rdma", "tcp"), LOOPBACK)
+    for each in listeners:
+        each.close()
+    assert (card.networks, no_ports) == ((), [])
 
 
 @pytest.mark.usefixtures("two_ports")
