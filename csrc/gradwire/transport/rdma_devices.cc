@@ -217,6 +217,25 @@ void RdmaDevices::require_lockable_memory() {
            kWithout);
 }
 
+namespace {
+
+bool share_a_network(const RdmaAddress& one, const RdmaAddress& other) {
+  return !one.network.empty() && one.network == other.network && one.link_layer == other.link_layer;
+}
+
+// Of several ports on one network, the n-th of the one end goes with the n-th of the other, counted
+// from the front again where one end has fewer.
+bool in_step(std::span<const RdmaAddress> lower, std::size_t i, std::span<const RdmaAddress> higher,
+             std::size_t j) {
+  const auto like = [&](const RdmaAddress& each) { return share_a_network(each, lower[i]); };
+  const auto position = std::ranges::count_if(lower.first(i), like);
+  const auto peer_position = std::ranges::count_if(higher.first(j), like);
+  return position % std::ranges::count_if(higher, like) ==
+         peer_position % std::ranges::count_if(lower, like);
+}
+
+}  // namespace
+
 std::pair<int, int> pair_ports(std::span<const RdmaAddress> lower,
                                std::span<const RdmaAddress> higher, int lower_rank,
                                int higher_rank) {
@@ -224,9 +243,9 @@ std::pair<int, int> pair_ports(std::span<const RdmaAddress> lower,
   for (std::size_t i = 0; i < lower.size(); ++i)
     for (std::size_t j = 0; j < higher.size(); ++j) {
       const std::pair pair{static_cast<int>(i), static_cast<int>(j)};
-      if (lower[i].link_layer != higher[j].link_layer) continue;
-      if (!lower[i].network.empty() && lower[i].network == higher[j].network) found.push_back(pair);
-      if (i == j) by_position.push_back(pair);
+      if (share_a_network(lower[i], higher[j]) && in_step(lower, i, higher, j))
+        found.push_back(pair);
+      if (i == j && lower[i].link_layer == higher[j].link_layer) by_position.push_back(pair);
     }
   if (found.empty()) found = std::move(by_position);
   if (found.empty()) return {-1, -1};
