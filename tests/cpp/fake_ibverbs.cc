@@ -6,6 +6,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -31,9 +32,14 @@ struct FakeCq;
 struct FakeChannel : ibv::CompChannel {
   std::deque<FakeCq*> rung;
 };
+struct Completion {
+  ibv::Wc found;
+  std::uint64_t sends_over = 0;  // of the queue pair, with it
+};
 struct FakeCq : ibv::Cq {
   FakeChannel* channel = nullptr;
-  std::deque<ibv::Wc> found;
+  std::size_t room = 0;
+  std::deque<Completion> found;
   bool armed = false;
 };
 struct FakeQp : ibv::Qp {
@@ -42,6 +48,8 @@ struct FakeQp : ibv::Qp {
   std::uint32_t most_inline = 0;
   std::size_t most_sends = 0;
   std::size_t most_receives = 0;
+  std::uint64_t sends = 0;
+  std::uint64_t sends_over = 0;  // of these, as the completions tell that were polled
   std::deque<std::uint64_t> receives;
 };
 
@@ -55,6 +63,7 @@ FakeIbverbs::Hardware hardware_now;
 std::map<std::string, Failure> failures;
 std::map<std::string, int> calls_of;
 std::map<std::uint32_t, FakeQp*> queue_pairs;
+std::map<int, ibv::QpAttr> modified_to;
 std::set<ibv::Mr*> regions;
 std::array<ibv::Device, 4> devices;
 std::uint32_t next_number = 100;
@@ -78,7 +87,8 @@ bool fails(const char* verb) {
   return error != 0;
 }
 
-void push(FakeCq& cq, const ibv::Wc& completion) {
+void push(FakeCq& cq, const Completion& completion) {
+  if (cq.found.size() == cq.room) ++calls_of["overflow"];
   cq.found.push_back(completion);
   if (!cq.armed) return;
   cq.armed = false;
@@ -87,19 +97,26 @@ void push(FakeCq& cq, const ibv::Wc& completion) {
   [[maybe_unused]] const ssize_t written = ::write(cq.channel->fd, &one, sizeof one);
 }
 
-void complete(ibv::Cq* cq, std::uint64_t id, int status, int opcode, std::uint32_t word = 0) {
-  ibv::Wc completion{};
-  completion.wr_id = id;
-  completion.status = status;
-  completion.opcode = opcode;
-  completion.imm_data = word;
-  push(*static_cast<FakeCq*>(cq), completion);
+void complete(FakeQp& qp, std::uint64_t id, int status, int opcode, std::uint32_t word = 0) {
+  ibv::Wc found{};
+  found.wr_id = id;
+  found.status = status;
+  found.opcode = opcode;
+  found.imm_data = word;
+  found.qp_num = qp.qp_num;
+  const bool sent = opcode == ibv::kWcRdmaWrite;
+  push(*static_cast<FakeCq*>(sent ? qp.send_cq : qp.recv_cq), {found, sent ? qp.sends : 0});
+}
+void complete_send(FakeQp& qp, std::uint64_t id, int status) {
+  complete(qp, id, status, ibv::kWcRdmaWrite);
+}
+void complete_receive(FakeQp& qp, std::uint64_t id, int status, std::uint32_t word = 0) {
+  complete(qp, id, status, ibv::kWcRecvRdmaWithImm, word);
 }
 
 void break_down(FakeQp& qp) {
   qp.state = ibv::kQpError;
-  for (std::uint64_t id : qp.receives)
-    complete(qp.recv_cq, id, ibv::kWcFlushed, ibv::kWcRecvRdmaWithImm);
+  for (std::uint64_t id : qp.receives) complete_receive(qp, id, ibv::kWcFlushed);
   qp.receives.clear();
 }
 
@@ -130,8 +147,7 @@ int deliver(FakeQp& qp, const ibv::SendWr& request) {
     std::memcpy(reinterpret_cast<void*>(request.remote_addr),
                 reinterpret_cast<const void*>(part.addr), part.length);
   }
-  complete(peer.recv_cq, peer.receives.front(), ibv::kWcSuccess, ibv::kWcRecvRdmaWithImm,
-           request.imm_data);
+  complete_receive(peer, peer.receives.front(), ibv::kWcSuccess, request.imm_data);
   peer.receives.pop_front();
   return ibv::kWcSuccess;
 }
@@ -141,7 +157,12 @@ int poll_cq(ibv::Cq* handle, int entries, ibv::Wc* out) {
   if (fails("poll_cq")) return -1;
   auto& found = static_cast<FakeCq*>(handle)->found;
   int count = 0;
-  for (; count < entries && !found.empty(); ++count, found.pop_front()) out[count] = found.front();
+  for (; count < entries && !found.empty(); ++count, found.pop_front()) {
+    out[count] = found.front().found;
+    const auto qp = queue_pairs.find(out[count].qp_num);
+    if (qp != queue_pairs.end())
+      qp->second->sends_over = std::max(qp->second->sends_over, found.front().sends_over);
+  }
   return count;
 }
 
@@ -156,12 +177,16 @@ int post_send(ibv::Qp* handle, ibv::SendWr* request, ibv::SendWr** bad) {
   auto& qp = *static_cast<FakeQp*>(handle);
   *bad = request;
   if (const int error = called("post_send"); error != 0) return error;
-  if (qp.state != ibv::kQpReadyToSend) return EINVAL;
+  if (qp.state != ibv::kQpReadyToSend && qp.state != ibv::kQpError) return EINVAL;
+  if (qp.sends - qp.sends_over == qp.most_sends) return ENOMEM;
   const bool by_value = (request->send_flags & ibv::kSendInline) != 0;
+  const bool tells = (request->send_flags & ibv::kSendSignaled) != 0;
   if (by_value && request->num_sge == 1 && request->sg_list->length > qp.most_inline) return EINVAL;
-  const int status = deliver(qp, *request);
-  if (status != ibv::kWcSuccess || (request->send_flags & ibv::kSendSignaled) != 0)
-    complete(qp.send_cq, request->wr_id, status, ibv::kWcRdmaWrite);
+  calls_of["post_send inline"] += by_value && request->num_sge == 1;
+  calls_of["post_send signaled"] += tells;
+  const int status = qp.state == ibv::kQpError ? ibv::kWcFlushed : deliver(qp, *request);
+  ++qp.sends;
+  if (status != ibv::kWcSuccess || tells) complete_send(qp, request->wr_id, status);
   if (status != ibv::kWcSuccess) break_down(qp);
   return 0;
 }
@@ -173,7 +198,7 @@ int post_recv(ibv::Qp* handle, ibv::RecvWr* request, ibv::RecvWr** bad) {
   if (const int error = called("post_recv"); error != 0) return error;
   if (qp.receives.size() == qp.most_receives) return ENOMEM;
   if (qp.state == ibv::kQpError)
-    complete(qp.recv_cq, request->wr_id, ibv::kWcFlushed, ibv::kWcRecvRdmaWithImm);
+    complete_receive(qp, request->wr_id, ibv::kWcFlushed);
   else
     qp.receives.push_back(request->wr_id);
   return 0;
@@ -184,6 +209,7 @@ void reset() {
   hardware_now = {};
   failures.clear();
   calls_of.clear();
+  modified_to.clear();
   breaks_with = 0;
 }
 FakeIbverbs::Hardware* hardware() { return &hardware_now; }
@@ -199,8 +225,7 @@ void inject(unsigned word) {
   const Lock lock(mutex);
   for (auto& [number, qp] : queue_pairs) {
     if (qp->receives.empty()) continue;
-    complete(qp->recv_cq, qp->receives.front(), ibv::kWcSuccess, ibv::kWcRecvRdmaWithImm,
-             htonl(word));
+    complete_receive(*qp, qp->receives.front(), ibv::kWcSuccess, htonl(word));
     qp->receives.pop_front();
   }
 }
@@ -212,6 +237,10 @@ int calls(const char* verb) {
   const Lock lock(mutex);
   return calls_of[verb];
 }
+ibv::QpAttr modified(int state) {
+  const Lock lock(mutex);
+  return modified_to[state];
+}
 
 }  // namespace
 
@@ -219,7 +248,8 @@ int calls(const char* verb) {
 extern "C" {
 
 extern const FakeIbverbs fake_ibverbs_table;  // what is const is local otherwise
-const FakeIbverbs fake_ibverbs_table = {reset, hardware, fail, break_next, inject, alive, calls};
+const FakeIbverbs fake_ibverbs_table = {reset,  hardware, fail,  break_next,
+                                        inject, alive,    calls, modified};
 
 int ibv_fork_init() { return 0; }
 
@@ -341,12 +371,13 @@ int ibv_destroy_comp_channel(ibv::CompChannel* channel) {
   return 0;
 }
 
-ibv::Cq* ibv_create_cq(ibv::Context* context, int, void*, ibv::CompChannel* channel, int) {
+ibv::Cq* ibv_create_cq(ibv::Context* context, int entries, void*, ibv::CompChannel* channel, int) {
   const Lock lock(mutex);
   if (fails("ibv_create_cq")) return nullptr;
   auto* cq = new FakeCq();
   cq->context = context;
   cq->channel = static_cast<FakeChannel*>(channel);
+  cq->room = static_cast<std::size_t>(entries);
   ++living;
   return cq;
 }
@@ -381,6 +412,7 @@ ibv::Qp* ibv_create_qp(ibv::Pd* pd, ibv::QpInitAttr* wanted) {
   qp->recv_cq = wanted->recv_cq;
   qp->qp_num = ++next_number;
   qp->most_inline = wanted->cap.max_inline_data;
+  qp->most_sends = wanted->cap.max_send_wr;
   qp->most_receives = wanted->cap.max_recv_wr;
   queue_pairs[qp->qp_num] = qp;
   ++living;
@@ -391,6 +423,7 @@ int ibv_modify_qp(ibv::Qp* handle, ibv::QpAttr* wanted, int mask) {
   auto& qp = *static_cast<FakeQp*>(handle);
   const std::string verb = "ibv_modify_qp " + std::to_string(wanted->qp_state);
   if (const int error = called(verb); error != 0) return error;
+  modified_to[wanted->qp_state] = *wanted;
   if ((mask & ibv::kQpDestQpn) != 0) qp.peer = wanted->dest_qp_num;
   if (wanted->qp_state == ibv::kQpError)
     break_down(qp);

@@ -7,6 +7,8 @@
 
 #include <stdexcept>
 
+#include "gradwire/transport/verbs_abi.h"
+
 namespace gradwire::transport {
 
 struct FakeIbverbs {
@@ -33,8 +35,11 @@ struct FakeIbverbs {
   void (*inject)(unsigned word);
   // What is open or registered, of all kinds: 0 when all was given back.
   int (*alive)();
-  // Calls of a verb since reset().
+  // Calls of a verb since reset(); of "post_send inline", with bytes by value, of "post_send
+  // signaled", that ask for a completion; and of "overflow", completions that found no room.
   int (*calls)(const char* verb);
+  // What a queue pair was last asked to become on its way to this state (ibv::QpState).
+  ibv::QpAttr (*modified)(int state);
 };
 
 inline const FakeIbverbs& fake_ibverbs() {

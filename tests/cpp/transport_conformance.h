@@ -16,12 +16,6 @@
 
 namespace gradwire::transport {
 
-#ifdef __SANITIZE_THREAD__
-inline constexpr bool kForkWorks = false;  // ThreadSanitizer does not follow a fork with threads
-#else
-inline constexpr bool kForkWorks = true;
-#endif
-
 class TransportConformance : public testing::TestWithParam<const char*> {
  protected:
   static Options small() {

@@ -23,6 +23,12 @@
 
 namespace gradwire::transport {
 
+#ifdef __SANITIZE_THREAD__
+inline constexpr bool kForkWorks = false;  // ThreadSanitizer does not follow a fork with threads
+#else
+inline constexpr bool kForkWorks = true;
+#endif
+
 inline constexpr double kTestSeconds = 60;
 using Ends = std::pair<UniqueFd, UniqueFd>;
 using Transports = std::vector<std::unique_ptr<Transport>>;

@@ -1,0 +1,283 @@
+// Which devices and ports are used, and what is said where none can be.
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "rdma_fake.h"
+
+namespace {
+
+std::optional<rlim_t> lockable;  // what the process may lock, as a test says
+
+}  // namespace
+
+// In place of libc's: what may be locked can't be raised everywhere.
+extern "C" int getrlimit(__rlimit_resource_t resource, rlimit* limit) noexcept {
+  const auto got = ::syscall(SYS_prlimit64, 0, resource, nullptr, limit);
+  if (got == 0 && resource == RLIMIT_MEMLOCK && lockable) limit->rlim_cur = *lockable;
+  return static_cast<int>(got);
+}
+
+namespace gradwire::transport {
+namespace {
+
+class RdmaDevicesTest : public FakeRdma {
+ protected:
+  RdmaDevicesTest() { lockable = RLIM_INFINITY; }
+  ~RdmaDevicesTest() override { lockable.reset(); }
+
+  static std::string refusal(const RdmaSettings& settings = {}) {
+    return thrown_by<InvalidArgument>([&] { devices(settings); });
+  }
+  static void expect_refusal(const std::vector<std::string>& words) {
+    expect_words(refusal(), words);
+  }
+  static std::vector<std::string> described(const RdmaSettings& settings = {}) {
+    std::vector<std::string> texts;
+    const auto found = devices(settings);
+    for (const RdmaPort& port : found->ports()) texts.push_back(port.describe());
+    return texts;
+  }
+};
+using Texts = std::vector<std::string>;
+
+// --- the library ---
+
+std::string load_failure(const std::string& library) {
+  return thrown_by<InvalidArgument>([&] { Verbs::load(library); });
+}
+
+TEST(RdmaLibrary, AnAbsentOneSaysWhatToInstall) {
+  expect_words(load_failure("libibverbs-of-nobody.so.1"),
+               {"libibverbs-of-nobody.so.1", "libibverbs1", "ibverbs-providers", "rdma-core"});
+}
+
+TEST(RdmaLibrary, AnotherLibraryIsRefusedByItsFirstMissingSymbol) {
+  expect_words(load_failure("libm.so.6"), {"ibv_fork_init@IBVERBS_1.1", "rdma-core"});
+}
+
+TEST(RdmaLibrary, ASymbolOfAnotherVersionIsMissing) {
+  expect_words(load_failure(GRADWIRE_OLD_IBVERBS),
+               {"too old", "_ibv_query_gid_ex@IBVERBS_1.11", "version 32"});
+}
+
+TEST(RdmaLibrary, IsLoadedOnceAndAfterAFailureTriedAgain) {
+  for (int i = 0; i < 2; ++i) load_failure("libm.so.6");
+  const Verbs& verbs = Verbs::load(GRADWIRE_FAKE_IBVERBS);
+  EXPECT_EQ(&verbs, &Verbs::load(GRADWIRE_FAKE_IBVERBS));
+  EXPECT_EQ(verbs.library, GRADWIRE_FAKE_IBVERBS);
+}
+
+TEST(RdmaLibrary, DevicesOfAnAbsentOneAreRefusedAlike) {
+  const RdmaSettings settings{.library = "libibverbs-of-nobody.so.1"};
+  expect_words(thrown_by<InvalidArgument>([&] { RdmaDevices devices(settings); }), {"libibverbs1"});
+}
+
+// --- the kernel, devices and ports ---
+
+TEST_F(RdmaDevicesTest, AKernelWithoutRdmaSaysWhichModule) {
+  fake.hardware()->devices = -1;
+  expect_refusal({"no RDMA support", "ib_uverbs", "GRADWIRE_TRANSPORT=shm,tcp"});
+}
+
+TEST_F(RdmaDevicesTest, AListThatFailsSaysWhy) {
+  fake.fail("ibv_get_device_list", ENOMEM, 0);
+  expect_refusal({"cannot be listed", "Cannot allocate memory"});
+}
+
+TEST_F(RdmaDevicesTest, NoDeviceSaysWhereToLook) {
+  fake.hardware()->devices = 0;
+  expect_refusal({"no RDMA device", "network namespace", "ibv_devices"});
+}
+
+TEST_F(RdmaDevicesTest, WithoutPermissionTheFileIsNamed) {
+  for (int error : {EACCES, EPERM, ENOENT}) {
+    fake.fail("ibv_open_device", error, 0);
+    expect_refusal({"fake0: it does not open", system_message("", error), "/dev/infiniband/uverbs0",
+                    "--device=/dev/infiniband"});
+  }
+}
+
+TEST_F(RdmaDevicesTest, ADeviceThatFailsToOpenOtherwiseSaysWhy) {
+  fake.fail("ibv_open_device", EIO, 0);
+  const std::string text = refusal();
+  expect_words(text, {"fake0: it does not open", "Input/output error"});
+  EXPECT_EQ(text.find("/dev/infiniband"), std::string::npos) << text;
+}
+
+TEST_F(RdmaDevicesTest, AVerbThatFailsIsNamedAndNothingStaysOpen) {
+  for (const char* verb : {"ibv_alloc_pd", "ibv_query_device", "ibv_query_port"}) {
+    fake.reset();
+    fake.fail(verb, ENOMEM, 0);
+    expect_refusal({"fake0", verb, "Cannot allocate memory"});
+    EXPECT_EQ(fake.alive(), 0) << verb;
+  }
+}
+
+TEST_F(RdmaDevicesTest, EveryReasonIsTold) {
+  fake.hardware()->devices = 2;
+  fake.fail("ibv_alloc_pd", ENOMEM, 1);
+  fake.hardware()->port_state = 1;
+  expect_refusal({"fake0:1: its link is down; fake1: ibv_alloc_pd"});
+}
+
+TEST_F(RdmaDevicesTest, APortWhoseLinkIsDownIsNotUsed) {
+  for (int state : {0, 1, 2, 3, 5}) {
+    fake.hardware()->port_state = state;
+    expect_refusal({"fake0:1: its link is down"});
+  }
+}
+
+TEST_F(RdmaDevicesTest, IWarpIsNotUsed) {
+  fake.hardware()->transport_type = 1;
+  expect_refusal({"fake0: it is neither InfiniBand nor RoCE"});
+}
+
+TEST_F(RdmaDevicesTest, ADeviceThatFailsLeavesTheOthers) {
+  fake.hardware()->devices = 3;
+  fake.fail("ibv_open_device", EACCES, 2);
+  const auto found = devices();
+  ASSERT_EQ(found->ports().size(), 2U);
+  EXPECT_EQ(found->ports()[1].device, "fake1");
+}
+
+TEST_F(RdmaDevicesTest, ThePatternChoosesAndAMissIsTold) {
+  fake.hardware()->devices = 2;
+  fake.hardware()->ports = 2;
+  const auto found = devices({.hca = "=fake1:2"});
+  ASSERT_EQ(found->ports().size(), 1U);
+  EXPECT_EQ(found->ports()[0].device, "fake1");
+  EXPECT_EQ(found->ports()[0].number, 2);
+  expect_words(refusal({.hca = "mlx5_0"}), {"fake0:1: GRADWIRE_IB_HCA=mlx5_0 does not name it",
+                                            "fake1:2: GRADWIRE_IB_HCA=mlx5_0 does not name it"});
+}
+
+TEST_F(RdmaDevicesTest, TheLinkLayerChoosesAndAMissIsTold) {
+  EXPECT_EQ(described({.link_layer = "ethernet"}).size(), 1U);
+  expect_words(refusal({.link_layer = "infiniband"}),
+               {"fake0:1: GRADWIRE_IB_LINK_LAYER=infiniband, and it is ethernet"});
+  fake.hardware()->link_layer = ibv::kLinkInfiniBand;
+  EXPECT_EQ(described({.link_layer = "infiniband"}).size(), 1U);
+  expect_words(refusal({.link_layer = "ethernet"}),
+               {"fake0:1: GRADWIRE_IB_LINK_LAYER=ethernet, and it is infiniband"});
+}
+
+// --- addresses ---
+
+TEST_F(RdmaDevicesTest, AnIpv4AddressOfRoceV2IsTakenRather) {
+  const auto found = devices();
+  ASSERT_EQ(found->ports().size(), 1U);
+  EXPECT_EQ(found->ports()[0].describe(), "fake0:1, RoCE v2, GID 2 (127.0.0.1), MTU 4096");
+  EXPECT_EQ(found->ports()[0].address.network, "ethernet 127.0.0.0/8");
+}
+
+TEST_F(RdmaDevicesTest, WithoutIpv4TheLinkLocalOneServesAndTellsNoNetwork) {
+  fake.hardware()->has_ipv4 = false;
+  const auto found = devices();
+  ASSERT_EQ(found->ports().size(), 1U);
+  EXPECT_EQ(found->ports()[0].describe(), "fake0:1, RoCE v2, GID 1 (fe80::1), MTU 4096");
+  EXPECT_EQ(found->ports()[0].address.network, "");
+}
+
+TEST_F(RdmaDevicesTest, WithoutRoceV2ThereIsNoAddress) {
+  for (int readable : {0, 1}) {  // of these the first is of RoCE v1
+    fake.reset();
+    fake.fail("ibv_query_gid_ex", ENODATA, readable);
+    expect_refusal({"fake0:1: it has no RoCE v2 address", "IPv4"});
+  }
+}
+
+TEST_F(RdmaDevicesTest, AnIndexOfTheTableIsTakenAsItIs) {
+  EXPECT_EQ(described({.gid_index = 0}), Texts{"fake0:1, RoCE v1, GID 0 (fe80::1), MTU 4096"});
+  EXPECT_EQ(described({.gid_index = 1}), Texts{"fake0:1, RoCE v2, GID 1 (fe80::1), MTU 4096"});
+  for (int index : {3, 7, 8, 255})  // the table has 8 entries, of which 5 are empty
+    expect_words(
+        refusal({.gid_index = index}),
+        {"fake0:1: it has no GID of index GRADWIRE_IB_GID_INDEX=" + std::to_string(index)});
+}
+
+TEST_F(RdmaDevicesTest, InfiniBandIsReachedByItsLid) {
+  fake.hardware()->link_layer = ibv::kLinkInfiniBand;
+  fake.hardware()->active_mtu = ibv::kMtu2048;
+  const auto found = devices();
+  ASSERT_EQ(found->ports().size(), 1U);
+  EXPECT_EQ(found->ports()[0].describe(), "fake0:1, InfiniBand, LID 7, MTU 2048");
+  EXPECT_EQ(found->ports()[0].address.network, "infiniband fe80000000000000");
+}
+
+TEST_F(RdmaDevicesTest, TheMtuIsThePortsOrASmallerOneThatIsAskedFor) {
+  fake.hardware()->active_mtu = ibv::kMtu1024;
+  for (const auto& [asked, used] :
+       std::vector<std::pair<int, std::string>>{{0, "1024"}, {256, "256"}, {4096, "1024"}})
+    EXPECT_EQ(described({.mtu = asked}), Texts{"fake0:1, RoCE v2, GID 2 (127.0.0.1), MTU " + used});
+}
+
+TEST_F(RdmaDevicesTest, ASettingOutOfRangeNamesItsVariable) {
+  const std::vector<std::pair<RdmaSettings, std::string>> wrong = {
+      {{.gid_index = -2}, "GRADWIRE_IB_GID_INDEX=-2"},
+      {{.gid_index = 256}, "GRADWIRE_IB_GID_INDEX=256"},
+      {{.traffic_class = -1}, "GRADWIRE_IB_TC=-1"},
+      {{.traffic_class = 256}, "GRADWIRE_IB_TC=256"},
+      {{.service_level = -1}, "GRADWIRE_IB_SL=-1"},
+      {{.service_level = 16}, "GRADWIRE_IB_SL=16"},
+      {{.timeout = 0}, "GRADWIRE_IB_TIMEOUT=0"},
+      {{.timeout = 32}, "GRADWIRE_IB_TIMEOUT=32"},
+      {{.mtu = 1000}, "GRADWIRE_IB_MTU=1000"},
+      {{.mtu = -1}, "GRADWIRE_IB_MTU=-1"},
+      {{.mtu = 8192}, "GRADWIRE_IB_MTU=8192"},
+      {{.link_layer = "roce"}, "GRADWIRE_IB_LINK_LAYER='roce'"},
+  };
+  for (const auto& [settings, words] : wrong) expect_words(refusal(settings), {words, "use "});
+  EXPECT_EQ(fake.calls("ibv_get_device_list"), 0);
+}
+
+TEST_F(RdmaDevicesTest, TheEndsOfARangeAreInIt) {
+  EXPECT_NO_THROW(devices({.mtu = 256, .traffic_class = 255, .service_level = 15, .timeout = 31}));
+  EXPECT_NO_THROW(devices({.mtu = 4096, .traffic_class = 0, .service_level = 0, .timeout = 1}));
+}
+
+// --- lockable memory ---
+
+TEST_F(RdmaDevicesTest, ALowLimitIsTriedAndItsRemediesAreTold) {
+  lockable = 8 << 20;
+  fake.fail("ibv_reg_mr", ENOMEM, 0);
+  expect_refusal({"Cannot allocate memory", "limit is 8 MiB", "64 MiB", "ulimit -l unlimited",
+                  "LimitMEMLOCK=infinity", "--ulimit memlock=-1", "GRADWIRE_TRANSPORT=shm,tcp"});
+}
+
+TEST_F(RdmaDevicesTest, ALowLimitThatDoesNotApplyIsNone) {
+  lockable = 64 << 10;
+  const auto found = devices();
+  EXPECT_EQ(fake.calls("ibv_reg_mr"), 1);
+  EXPECT_EQ(fake.alive(), 2);  // the device and its domain: the trial was given back
+}
+
+TEST_F(RdmaDevicesTest, WhereTheLimitSufficesNothingIsTried) {
+  for (rlim_t limit : {RLIM_INFINITY, rlim_t{64} << 20}) {
+    lockable = limit;
+    fake.fail("ibv_reg_mr", ENOMEM, 0);
+    EXPECT_NO_THROW(devices());
+  }
+  EXPECT_EQ(fake.calls("ibv_reg_mr"), 0);
+}
+
+// --- a fork ---
+
+TEST_F(RdmaDevicesTest, AForkTakesNothingAwayFromItsParent) {
+  if (!kForkWorks) GTEST_SKIP() << "ThreadSanitizer";
+  auto mine = devices();
+  const int before = fake.alive();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    mine.reset();
+    ::_exit(fake.alive() == before ? 0 : 1);  // of its copy: nothing was given back
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(mine->ports().size(), 1U);
+}
+
+}  // namespace
+}  // namespace gradwire::transport
