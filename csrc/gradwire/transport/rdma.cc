@@ -278,6 +278,7 @@ void RdmaTransport::greet(Rank peer, const Patience& patience) {
     if (link.lost || shorter.passed())
       throw_transport_error(
           id, link.rail->port().describe() + " does not reach the other end" +
+                  (link.lost ? " (" + why_gone(peer) + ")" : "") +
                   ": these are different networks, or RoCE is blocked between them; choose with "
                   "GRADWIRE_IB_HCA and GRADWIRE_IB_GID_INDEX, or do without: "
                   "GRADWIRE_TRANSPORT=shm,tcp");

@@ -49,6 +49,10 @@ class StagedTransport : public Transport {
   LinkId link_id(Rank peer) const noexcept { return {name_, options_.rank, peer}; }
   void mark_gone(Rank peer, const std::string& reason);
   void throw_if_gone(Rank peer) const;
+  // Empty while it is there.
+  const std::string& why_gone(Rank peer) const noexcept {
+    return peers_[static_cast<std::size_t>(peer)].gone;
+  }
 
  private:
   struct Peer {
