@@ -49,8 +49,8 @@ class QueuePair {
 
   const RdmaDevices& devices_;
   const RdmaPort& port_;
+  std::size_t most_inline_ = 0;  // before the queue pair, whose making sets it
   Owned<ibv::Qp> qp_;
-  std::size_t most_inline_ = 0;
 };
 
 }  // namespace gradwire::transport

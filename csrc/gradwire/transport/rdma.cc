@@ -312,6 +312,8 @@ void RdmaTransport::post(int index, std::size_t bytes, std::span<const Rank> pee
   cell.readers = peers.size();
   for (Rank peer : peers) at(peer).outbox.push(index);
   for (Rank peer : peers) push_out(peer);
+  // That a ring has room again may be told, and not yet heard.
+  if (!std::ranges::all_of(peers, [this](Rank peer) { return is_flushed(peer); })) poll();
 }
 
 bool RdmaTransport::flush() {
