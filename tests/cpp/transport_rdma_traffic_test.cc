@@ -1,5 +1,6 @@
 // What is asked of a device: how queue pairs are configured, what is registered, how many writes
 // and completions the messages cost.
+#include <chrono>
 
 #include "rdma_fake.h"
 
@@ -99,6 +100,19 @@ TEST_F(RdmaTraffic, CommitSendsWhatTheReaderHasRoomFor) {
     ASSERT_TRUE(try_send(*pair.ends[0], peers, 8, i));
     expect_message(*pair.ends[1], 0, 8, i);
   }
+}
+
+TEST_F(RdmaTraffic, AnEndWaitsForWhatWasSentOnly) {
+  Options many = usual();
+  many.messages = 16;
+  Couple pair = couple(of_rank(0, many), of_rank(1, many));
+  const std::array peers{1};
+  for (std::size_t i = 0; i < kSlots + 4; ++i) ASSERT_TRUE(try_send(*pair.ends[0], peers, 8, i));
+  EXPECT_FALSE(pair.ends[0]->is_flushed(1));
+  for (std::size_t i = 0; i < kSlots; ++i) expect_message(*pair.ends[1], 0, 8, i);
+  const auto before = std::chrono::steady_clock::now();
+  pair.ends[0].reset();  // it has yet to hear that there is room
+  EXPECT_LT(std::chrono::steady_clock::now() - before, std::chrono::milliseconds(500));
 }
 
 // What the device takes by value, and what is then sent so.

@@ -488,11 +488,13 @@ void RdmaTransport::lose(Rank peer, const std::string& reason) {
   for (; !link.outbox.empty(); link.outbox.pop()) free_cell(link.outbox.front());
 }
 
-// A connection that is taken down takes with it what the peer has not acknowledged.
+// A connection that is taken down takes with it what the peer has not acknowledged. What is not
+// with the device stays here: nothing is sent behind the write that tells of all before it.
 void RdmaTransport::linger() noexcept try {
   const Deadline deadline = Deadline::after(kLingerSeconds);
   for (Rank peer = 0; peer < options().size; ++peer) {
     Link& link = at(peer);
+    link.outbox = CellQueue();
     if (!link.lost && link.quiet > 0 && with_device(link) < kRequests) write(peer, kNoCell, true);
   }
   const auto all_over = [&] {
