@@ -33,7 +33,7 @@ constexpr std::size_t kRings = 32UL << 20;  // bytes that all rings may take, wi
 constexpr std::uint32_t kRequests = 64;     // writes under way to one peer
 constexpr std::uint32_t kQuiet = 16;        // by value without a completion
 constexpr std::size_t kWords = 4;           // empty writes that a peer may have under way
-constexpr std::uint32_t kReceive = ~0U;     // in the id of a request
+constexpr std::uint64_t kReceive = 1ULL << 63;  // in the id of a request
 constexpr double kGreetingSeconds = 20;
 constexpr double kLingerSeconds = 1;
 
@@ -247,7 +247,7 @@ RdmaEnd RdmaTransport::make_end(Link& link, Rank peer, int port, int peer_port) 
   link.queue_pair = std::make_unique<QueuePair>(*devices_, link.rail->port(), link.rail->cq(),
                                                 static_cast<int>(kRequests), receives);
   for (int i = 0; i < receives; ++i)
-    if (!link.queue_pair->post_receive(request_id(peer, kReceive)))
+    if (!link.queue_pair->post_receive(request_id(peer, 0) | kReceive))
       throw Error(system_message(link.rail->port().describe() + ": ibv_post_recv", errno));
   RdmaEnd end;
   end.port = port;
@@ -383,7 +383,8 @@ void RdmaTransport::poll() {
 }
 
 void RdmaTransport::handle(const ibv::Wc& found) {
-  const auto peer = static_cast<Rank>(found.wr_id >> 32);
+  const bool received = (found.wr_id & kReceive) != 0;
+  const auto peer = static_cast<Rank>((found.wr_id & ~kReceive) >> 32);
   const auto number = static_cast<std::uint32_t>(found.wr_id);
   Link& link = at(peer);
   if (found.status != ibv::kWcSuccess) {
@@ -392,7 +393,7 @@ void RdmaTransport::handle(const ibv::Wc& found) {
     return lose(peer, "the connection broke: " + what +
                           (silent ? " (its process or its host died, or the network is cut)" : ""));
   }
-  if (number == kReceive) {
+  if (received) {
     take(peer, Word::unpack(ntohl(found.imm_data)));
     if (!link.lost && !link.queue_pair->post_receive(found.wr_id))
       lose(peer, system_message("the device refused to receive", errno));
