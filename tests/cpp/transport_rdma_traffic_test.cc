@@ -59,6 +59,20 @@ TEST_F(RdmaTraffic, TheReaderAnswersOncePerHalfARing) {
   EXPECT_NEAR(words, kMessages / (kSlots / 2), 1);
 }
 
+// What an end has read goes with what it sends.
+TEST_F(RdmaTraffic, RanksThatTalkInTurnsNeedNoWordsAlone) {
+  const Couple pair = plain();
+  const Cost cost = cost_of([&] {
+    for (std::size_t i = 0; i < kMessages; ++i) {
+      send(*pair.ends[0], {1}, 8, i);
+      expect_message(*pair.ends[1], 0, 8, i);
+      send(*pair.ends[1], {0}, 8, i);
+      expect_message(*pair.ends[0], 1, 8, i);
+    }
+  });
+  EXPECT_EQ(cost.writes, 2 * kMessages);
+}
+
 TEST_F(RdmaTraffic, FewBytesGoByValueAndAskForACompletionNowAndThen) {
   const Couple pair = plain();
   for (std::size_t bytes : {1, 8, kInline}) {
