@@ -176,7 +176,8 @@ TEST(Arena, ImpossibleDescriptorsNameThePeer) {
 }
 
 TEST(Registry, UnknownNamesAndOptionsOutOfRangeSaySo) {
-  EXPECT_EQ(transport_names(), (std::vector<std::string_view>{"inproc", "shm", "rdma", "tcp", "emulated"}));
+  EXPECT_EQ(transport_names(),
+            (std::vector<std::string_view>{"inproc", "shm", "rdma", "tcp", "emulated"}));
   EXPECT_THROW(make_transport("carrier_pigeon", kOptions), InvalidArgument);
   EXPECT_THROW(probe("carrier_pigeon"), InvalidArgument);
   std::vector<Options> wrong(5, kOptions);

@@ -149,8 +149,17 @@ TEST_F(RdmaDevicesTest, ThePatternChoosesAndAMissIsTold) {
   ASSERT_EQ(found->ports().size(), 1U);
   EXPECT_EQ(found->ports()[0].device, "fake1");
   EXPECT_EQ(found->ports()[0].number, 2);
+  EXPECT_EQ(fake.alive(), 2);  // the other device is closed
   expect_words(refusal({.hca = "mlx5_0"}), {"fake0:1: GRADWIRE_IB_HCA=mlx5_0 does not name it",
                                             "fake1:2: GRADWIRE_IB_HCA=mlx5_0 does not name it"});
+}
+
+TEST_F(RdmaDevicesTest, OfManyPortsTheFirstAreUsed) {
+  fake.hardware()->devices = 4;
+  fake.hardware()->ports = 5;
+  const auto found = devices();
+  ASSERT_EQ(found->ports().size(), kMostRdmaPorts);
+  EXPECT_EQ(found->ports().back().describe().substr(0, 7), "fake3:1");
 }
 
 TEST_F(RdmaDevicesTest, TheLinkLayerChoosesAndAMissIsTold) {

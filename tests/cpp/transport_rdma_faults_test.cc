@@ -29,6 +29,18 @@ class RdmaFaults : public FakeRdma {
     expect_traffic(*fresh[0], *fresh[1]);
   }
 
+  // As many messages as the ring and the staging hold, and no fewer, until they are read.
+  static void expect_all_staging_is_free(Transport& from, Transport& to) {
+    const std::array peers{2};
+    std::size_t sent = 0;
+    while (sent < 100 && try_send(from, peers, kLarge, sent)) ++sent;
+    EXPECT_EQ(sent, kSlots + static_cast<std::size_t>(options().messages));
+    for (std::size_t i = 0; i < sent; ++i) {
+      from.flush();
+      expect_message(to, 0, kLarge, i);
+    }
+  }
+
   // All that a rank may try with a peer that is gone.
   static void expect_gone(Transport& self, Rank peer) {
     const std::array peers{peer};
@@ -146,6 +158,24 @@ TEST_F(RdmaFaults, AWriteThatTheDeviceRefusesEndsThisLinkOnly) {
   }
 }
 
+// Writes are over, and messages have come, of which the sender has yet to hear.
+TEST_F(RdmaFaults, WhatWasOverBeforeARefusedWriteIsHeardAfterIt) {
+  const Transports ranks = mesh(3);
+  const std::array peers{1};
+  for (std::size_t i = 0; i < kSlots; ++i) send(*ranks[1], {0}, 8, i);
+  for (std::size_t i = 0; i < 3; ++i) ASSERT_TRUE(try_send(*ranks[0], peers, kLarge, i));
+  ranks[0]->reserve(peers, 8);
+  fake.fail("post_send", ENOMEM, 0);
+  EXPECT_THROW(ranks[0]->commit(8), TransportError);
+  mend("post_send");
+  const int posted = fake.calls("post_send"), received = fake.calls("post_recv");
+  for (std::size_t i = 0; i < kSlots; ++i) expect_message(*ranks[0], 1, 8, i);
+  EXPECT_EQ(fake.calls("post_send"), posted);
+  EXPECT_EQ(fake.calls("post_recv"), received);
+  expect_gone_for_good(*ranks[0], 1);
+  expect_all_staging_is_free(*ranks[0], *ranks[2]);
+}
+
 TEST_F(RdmaFaults, AReaderThatCanNotAnswerHasReadWhatCame) {
   const Transports ranks = mesh(2);
   for (std::size_t i = 0; i < kSlots; ++i) send(*ranks[0], {1}, 8, i);
@@ -220,9 +250,11 @@ class RdmaEnding : public RdmaFaults, public testing::WithParamInterface<Ending>
 TEST_P(RdmaEnding, NamesThePeerAfterWhatItSent) {
   for (std::size_t bytes : {std::size_t{8}, kLarge}) {
     const Transports ranks = mesh(2);
-    for (std::size_t i = 0; i < 3; ++i) send(*ranks[1], {0}, bytes, i);
+    for (std::size_t i = 0; i < kSlots; ++i) send(*ranks[1], {0}, bytes, i);
     break_a_write(*ranks[0], bytes);
-    for (std::size_t i = 0; i < 3; ++i) expect_message(*ranks[0], 1, bytes, i);
+    const int posted = fake.calls("post_send");
+    for (std::size_t i = 0; i < kSlots; ++i) expect_message(*ranks[0], 1, bytes, i);
+    EXPECT_EQ(fake.calls("post_send"), posted);  // these are answered no more
     expect_words(thrown_by<TransportError>([&] { ranks[0]->peek(1); }),
                  {"rank 0: rdma link to rank 1: the connection broke", GetParam().told});
     expect_gone_for_good(*ranks[0], 1);
@@ -236,9 +268,9 @@ TEST_P(RdmaEnding, LeavesTheOtherPeersAndTheStaging) {
   break_a_write(*ranks[0], kLarge);
   const auto cells = static_cast<std::size_t>(options().messages);
   for (std::size_t i = 1; i < cells; ++i) ASSERT_TRUE(try_send(*ranks[0], peers, kLarge, i));
-  for (std::size_t i = 0; i < 20; ++i) {  // all of the staging, several times
-    send(*ranks[0], {2}, kLarge, i);
-    expect_message(*ranks[2], 0, kLarge, i);
+  EXPECT_FALSE(ranks[0]->peek(2).has_value());  // and hears of it
+  expect_all_staging_is_free(*ranks[0], *ranks[2]);
+  for (std::size_t i = 0; i < 20; ++i) {
     send(*ranks[2], {0, 1}, kLarge, i);
     expect_message(*ranks[0], 2, kLarge, i);
     expect_message(*ranks[1], 2, kLarge, i);
@@ -284,6 +316,16 @@ TEST_P(RdmaEnding, OfTheWordThatAnswersEndsTheReader) {
   expect_message(*ranks[1], 0, 8, kSlots / 2 - 1);
   expect_end(*ranks[1], 0);
   expect_end(*ranks[0], 1);
+}
+
+TEST_P(RdmaEnding, NothingIsWrittenAtTheEndOfABrokenLink) {
+  Transports ranks = mesh(2);
+  for (std::size_t i = 0; i < 3; ++i) send(*ranks[0], {1}, 8, i);
+  break_a_write(*ranks[0], 8);
+  EXPECT_THROW(ranks[0]->peek(1), TransportError);
+  const int posted = fake.calls("post_send");
+  ranks[0].reset();
+  EXPECT_EQ(fake.calls("post_send"), posted);
 }
 
 TEST_P(RdmaEnding, WithinAnEndItIsNoMore) {
@@ -334,6 +376,17 @@ TEST_F(RdmaWords, MoreReadThanWasSentIsRefused) {
     expect_refused(kAlone | read(count), "read more messages than were sent");
     expect_refused(64 | read(count), "read more messages than were sent");
   }
+}
+
+TEST_F(RdmaWords, FlushTellsOfItToo) {
+  const Transports ranks = mesh(2);
+  const std::array peers{1};
+  for (std::size_t i = 0; i < kSlots + 2; ++i) ASSERT_TRUE(try_send(*ranks[0], peers, 8, i));
+  EXPECT_FALSE(ranks[0]->flush());
+  fake.inject(kAlone | read(kSlots + 1));
+  expect_words(thrown_by<TransportError>([&] { ranks[0]->flush(); }),
+               {"link to rank 1", "read more messages than were sent"});
+  EXPECT_TRUE(ranks[0]->flush());
 }
 
 TEST_F(RdmaWords, FewerReadThanBeforeIsRefused) {
