@@ -1,6 +1,7 @@
 # Everything from a fresh machine with Python >= 3.10 and g++:
 #   make demo      set up, train a small network on 4 ranks, print the table
 #   make test      set up, run every test
+#   make test-rdma the tests over RDMA, in a virtual machine that has a device
 #   make bench     the pytest-benchmark bandwidth suites
 #   make lint      format and check;  make lint-check only checks
 #   make sanitize  the C++ tests under AddressSanitizer + UBSan and under ThreadSanitizer
@@ -21,8 +22,8 @@ BUILT := build/release/.built
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/*)
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc' 'bench/*.cc')
 
-.PHONY: demo test test-cpp test-python bench lint lint-check sanitize sanitize-build faults fuzz \
-  fuzz-build build tools clean
+.PHONY: demo test test-cpp test-python test-rdma bench lint lint-check sanitize sanitize-build \
+  faults fuzz fuzz-build build tools clean
 demo: build
 	$(BIN)/python bench/demo.py $(ARGS)
 
@@ -37,6 +38,12 @@ test-cpp: $(BUILT) .system-packages
 test-python: build
 	@echo "== Python tests"
 	$(BIN)/python -m pytest $(ARGS)
+
+# On Debian, x86-64, as root; elsewhere says why not, and passes.
+test-rdma: build .system-packages
+	cmake -S . -B build/release -DGRADWIRE_TESTS=ON >/dev/null
+	ninja -C build/release transport_rdma_test
+	tests/rdma/run $(BIN)/python
 
 # SEED=… repeats a run; ARGS="--only N" one case of it.
 faults: build

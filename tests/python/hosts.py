@@ -39,6 +39,12 @@ class Rank:
             (host.run if host else lambda start: start())(self._process.start)
         theirs.close()
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def outcome(self, timeout: float = LIMIT) -> Outcome:
         """How the function ended; raises AssertionError when it has not by then."""
         assert self.pipe.poll(timeout), f"a rank did not end within {timeout} s"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradwire import Communicator
+from gradwire import Communicator, _rdma
 from gradwire._communicator import from_mesh
 from gradwire._interfaces import LOOPBACK
 from gradwire._mesh import LANES, Job, Link, Mesh, Peer, inproc_meshes
@@ -29,7 +29,8 @@ from gradwire._mesh import LANES, Job, Link, Mesh, Peer, inproc_meshes
 LIMIT = 90.0  # seconds, after which ranks are taken to hang
 VANISHED = 3  # the exit code of a rank that does
 # What every test of a fault goes over: whatever is added here inherits them.
-PROCESS_TRANSPORTS = ("shm", "tcp")  # between processes, which can die
+# Between processes, which can die; rdma where there is a device.
+PROCESS_TRANSPORTS = ("shm", "tcp", *(["rdma"] if _rdma.why_not() is None else []))
 TRANSPORTS = ("inproc", *PROCESS_TRANSPORTS)
 over_processes = pytest.mark.parametrize("transport", PROCESS_TRANSPORTS)
 over_all = pytest.mark.parametrize("transport", TRANSPORTS)
