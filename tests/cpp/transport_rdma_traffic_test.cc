@@ -183,6 +183,16 @@ TEST_F(RdmaTraffic, AMessageTooLargeForThePortIsRefused) {
   expect_words(pair.errors[0], {"65536 bytes", "too large for fake0:1"});
 }
 
+TEST_F(RdmaTraffic, AMessageWhoseLengthNoWordHoldsIsRefused) {
+  fake.hardware()->max_message = 1U << 31;
+  Options wide = usual();
+  wide.rdma = devices();
+  wide.max_message = 1 << 27;
+  wide.messages = 1;
+  const Couple pair = couple(of_rank(0, wide), of_rank(1, wide));
+  expect_words(pair.errors[0], {"134217728 bytes", "too large"});
+}
+
 // --- how queue pairs are configured ---
 
 TEST_F(RdmaTraffic, TheSmallerMtuOfTheTwoEndsIsUsed) {
