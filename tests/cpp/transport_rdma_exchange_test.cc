@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "gradwire/transport/handshake.h"
+#include "gradwire/transport/rdma_rail.h"
 #include "rdma_fake.h"
 
 namespace gradwire::transport {
@@ -234,6 +235,39 @@ TEST_F(RdmaByHand, APeerThatTheNetworkDoesNotReachIsAnErrorWithTheRemedy) {
     expect_words(error_of<TransportError>(self, {ports_card(), end_of(0, 0), {std::byte{'R'}}}),
                  {"does not reach the other end", "retry counter exceeded", "GRADWIRE_IB_GID_INDEX",
                   "GRADWIRE_TRANSPORT=shm,tcp"});
+}
+
+// Its card acknowledges what is written to it, but the peer itself says nothing: it was stopped.
+TEST_F(RdmaByHand, APeerThatIsReachedAndNeverGreetsIsATimeout) {
+  const Options mine = of_rank(0, options());
+  const RdmaPort& port = mine.rdma->ports()[0];
+  const LinkId back{"rdma", kPeer, 0};
+  Slab slab(4096);
+  const Rail rail(*mine.rdma, port, slab, 64);
+  QueuePair stopped(*mine.rdma, port, rail.cq(), 1, 1);
+  ASSERT_TRUE(stopped.post_receive(0));
+  Ends ends = tcp_ends();
+  send_hello(ends.second.get(), back, of_rank(kPeer, mine));
+  run_threads(2, [&](int side) {
+    if (side == 0) {
+      const auto transport = make_transport("rdma", mine);
+      expect_words(thrown_by<Timeout>([&] { transport->adopt(std::move(ends.first), kPeer, 1); }),
+                   {"rank 1", "no word over RDMA"});
+      return;
+    }
+    const Patience patience = Deadline::after(kTestSeconds);
+    receive_hello(ends.second.get(), back, of_rank(kPeer, mine), patience);
+    send_ports(ends.second.get(), back, mine.rdma->ports());
+    receive_ports(ends.second.get(), back, patience);
+    RdmaEnd far = receive_end(ends.second.get(), back, patience);
+    far.queue_pair.address = port.address;
+    RdmaEnd own = kEnd;
+    own.port = own.peer_port = 0;
+    own.queue_pair.number = stopped.number();
+    send_end(ends.second.get(), back, own);
+    stopped.connect(far.queue_pair, own.queue_pair.first_packet);
+    say(ends.second.get(), {std::byte{'R'}});
+  });
 }
 
 TEST_F(RdmaByHand, NothingIsRegisteredForAPeerThatSaysNothingSensible) {

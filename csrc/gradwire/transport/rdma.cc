@@ -114,6 +114,7 @@ class RdmaTransport final : public StagedTransport {
   RdmaEnd make_end(Link& link, Rank peer, int port, int peer_port);
   RdmaEnd agree(int socket, Link& link, Rank peer, const Patience& patience, RdmaEnd& mine);
   void greet(Rank peer, const Patience& patience);
+  [[noreturn]] void throw_out_of_reach(Rank peer);
 
   void poll();
   void handle(const ibv::Wc& found);
@@ -268,21 +269,28 @@ void RdmaTransport::greet(Rank peer, const Patience& patience) {
   send_all(link.socket.get(), std::as_bytes(std::span(&ready, 1)), id, Deadline::after(0));
   char theirs = 0;
   receive_all(link.socket.get(), std::as_writable_bytes(std::span(&theirs, 1)), id, patience);
-  const Patience shorter = patience.within(kGreetingSeconds);
+  const Deadline arrival = Deadline::after(kGreetingSeconds);
   write(peer, kNoCell, true);
   while (!link.greeted || with_device(link) > 0) {
     pollfd end{link.socket.get(), POLLIN, 0};
     if (!link.lost && ::poll(&end, 1, 1) > 0) answer_bell(peer);
     poll();
-    shorter.require();
-    if (link.lost || shorter.passed())
-      throw_transport_error(
-          id, link.rail->port().describe() + " does not reach the other end" +
-                  (link.lost ? " (" + why_gone(peer) + ")" : "") +
-                  ": these are different networks, or RoCE is blocked between them; choose with "
-                  "GRADWIRE_IB_HCA and GRADWIRE_IB_GID_INDEX, or do without: "
-                  "GRADWIRE_TRANSPORT=shm,tcp");
+    patience.require();
+    if (link.lost || (arrival.passed() && with_device(link) > 0)) throw_out_of_reach(peer);
+    if (patience.passed())
+      throw Timeout(describe(id, "no word over RDMA while the link was made; is rank " +
+                                     std::to_string(peer) + " alive?"),
+                    peer);
   }
+}
+
+void RdmaTransport::throw_out_of_reach(Rank peer) {
+  const std::string reason = at(peer).lost ? " (" + why_gone(peer) + ")" : "";
+  throw_transport_error(
+      link_id(peer),
+      at(peer).rail->port().describe() + " does not reach the other end" + reason +
+          ": these are different networks, or RoCE is blocked between them; choose with "
+          "GRADWIRE_IB_HCA and GRADWIRE_IB_GID_INDEX, or do without: GRADWIRE_TRANSPORT=shm,tcp");
 }
 
 // --- sending ---

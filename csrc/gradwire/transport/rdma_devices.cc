@@ -136,6 +136,7 @@ void RdmaDevices::add_ports(const std::string& device, const Opened& opened) {
   ibv::DeviceAttr device_found{};
   if (const int error = verbs_.query_device(opened.context.get(), &device_found); error != 0)
     return leave_out(device, system_message("ibv_query_device", error));
+  if (device_found.phys_port_cnt == 0) leave_out(device, "it has no port");
   for (int number = 1; number <= device_found.phys_port_cnt; ++number) {
     RdmaPort port;
     port.device = device;
