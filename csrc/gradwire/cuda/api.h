@@ -1,0 +1,243 @@
+// What the core asks of gradwire_cuda, a shared object of its own (cuda/plugin/), so that one build
+// of the core works with and without a GPU, a driver and a CUDA compiler. A table of C functions,
+// which cuda/device.h loads.
+//
+// Everything that takes a stream is enqueued there and returns at once; nothing of it allocates, or
+// waits for the host, so all of it may be captured in a graph. The device of the stream must be the
+// calling thread's (set_device). Sizes are 64-bit. Pointers to elements are aligned to an element,
+// and to nothing more; n = 0 is allowed, with null pointers, and does nothing. Payloads are aligned
+// to kPayloadAlignment.
+//
+// Codecs: the bytes and the results are those of the CPU's, bit for bit; csrc/gradwire/codec/
+// defines them. Only where the units of a codec whose size varies lie differs: see Slots.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct CUstream_st;
+struct CUevent_st;
+
+namespace gradwire::cuda {
+
+inline constexpr std::uint32_t kApiVersion = 1;
+
+using Status = int;                                       // cudaError_t; 0 is success
+inline constexpr Status kNoDriver = 35, kNoDevice = 100;  // there is no GPU
+
+using Stream = CUstream_st*;  // null: the device's default stream
+using Event = CUevent_st*;
+
+inline constexpr std::size_t kPayloadAlignment = 16;  // bytes
+
+constexpr std::size_t aligned(std::size_t bytes) {
+  return (bytes + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment;
+}
+
+// A word of device memory that says what became of a call. Bits are only ever set.
+enum Flag : std::uint32_t {
+  kNotFinite = 1,  // NaN or Inf among the results
+  kRefused = 2,    // a payload that its codec refuses: what it stands for is NaN
+};
+
+// What codecs adapt to one key (codec/codec.h).
+struct Adapted {
+  float tau;
+  float filter;  // unused: it changes no result
+  std::uint64_t sent;
+  std::uint32_t largest;  // bits of a float that is not negative, so that they compare as it does
+  std::uint32_t reserved;
+};
+
+// One key's state, in device memory; all zero at first. Of what there are two, the one numbered
+// `which` is as the last call that was kept left it, and the other is of the call under way.
+struct Entry {
+  std::uint32_t which;         // 0 or 1
+  std::uint32_t which_memory;  // likewise
+  std::uint64_t calls;         // that were kept
+  Adapted adapted[2];
+};
+
+// A run's error feedback: e is residual[entry->which], e' the other. Both null: none is kept, and
+// entry is still where a codec that adapts does so.
+struct Site {
+  float* residual[2];
+  Entry* entry;
+};
+
+// Where a run's random numbers are (codec/int8.cc): its call is `call`, with feedback `call` ^
+// entry->calls.
+struct Dice {
+  bool stochastic;
+  std::uint64_t seed;
+  std::uint64_t call;
+  std::uint64_t element;  // of the run's first, in its extent
+};
+
+// A payload of a codec whose size varies. Each unit of its elements has a slot of its own, of
+// aligned(the most bytes of one unit); a unit's bytes begin its slot, and the rest of the slot has
+// any content. `offsets`: null; or, of a packed payload, where each unit's bytes begin, and where
+// the last ones end: units + 1 numbers in device memory, ascending and none beyond the payload's
+// end, which whoever made them has seen to.
+struct Slots {
+  const std::byte* data;
+  const std::uint64_t* offsets;
+};
+
+enum class Cast : std::int32_t { kFp16, kBf16 };
+enum class Values : std::int32_t { kFloat32, kFp16, kBf16 };  // of topk
+enum class CopyKind : std::int32_t { kToDevice, kToHost, kOnDevice };
+
+struct DeviceFacts {
+  char name[256];
+  int major, minor;      // compute capability
+  std::uint64_t memory;  // bytes
+  char bus_id[32];
+  std::uint8_t uuid[16];
+};
+
+// A matrix and its factors (codec/factors.h).
+struct Matrix {
+  std::uint64_t rows, columns, rank;
+};
+
+// What a codec remembers of a key: factor[entry->which_memory], and the other is of the call under
+// way. All zero is nothing. Both null: it forgets.
+struct Memory {
+  float* factor[2];
+  const Entry* entry;
+};
+
+struct Api {
+  std::uint32_t version;  // kApiVersion
+  std::uint32_t bytes;    // sizeof(Api)
+
+  // ---- The device (plugin/runtime.cu) ----
+  const char* (*describe)(Status);                // for messages
+  Status (*versions)(int* runtime, int* driver);  // 13000 is 13.0; driver 0: none
+  Status (*device_count)(int* count);
+  Status (*device_facts)(int device, DeviceFacts* facts);
+  Status (*set_device)(int device);
+  Status (*get_device)(int* device);
+  // On which device an address is; InvalidArgument's remedy needs it. -1: not device memory.
+  Status (*device_of)(const void* address, int* device);
+  Status (*allocate)(void** address, std::size_t bytes);  // of any content
+  Status (*release)(void* address);
+  Status (*allocate_host)(void** address, std::size_t bytes);  // pinned
+  Status (*release_host)(void* address);
+  Status (*create_stream)(Stream* stream);  // does not wait for the default stream
+  Status (*destroy_stream)(Stream stream);
+  Status (*synchronize)(Stream stream);
+  // 0 where it is not being captured, else a number of the capture.
+  Status (*capture_of)(Stream stream, std::uint64_t* capture);
+  Status (*create_event)(Event* event);  // without timing
+  Status (*create_timing_event)(Event* event);
+  Status (*destroy_event)(Event event);
+  Status (*record)(Event event, Stream stream);
+  Status (*wait)(Stream stream, Event event);
+  Status (*query)(Event event, int* done);
+  Status (*elapsed)(Event from, Event to, float* milliseconds);
+  Status (*copy)(void* to, const void* from, std::size_t bytes, CopyKind kind, Stream stream);
+  Status (*fill)(void* to, int byte, std::size_t bytes, Stream stream);
+  // The function may not call CUDA. What follows on the stream waits for it.
+  Status (*call_host)(Stream stream, void (*function)(void*), void* argument);
+
+  // ---- Elements (plugin/elements.cu); dtypes and ops are the numbers of DType and ReduceOp ----
+  // acc := acc (op) x. They may be equal, and may not overlap otherwise.
+  Status (*fold)(int dtype, int op, void* acc, const void* x, std::uint64_t n, Stream);
+  // y := x[0] (op) x[1] (op) … in this order, times factor unless that is 1; x + i · stride bytes.
+  // y may be x.
+  Status (*fold_all)(int dtype, int op, const void* x, std::uint64_t stride, int count, void* y,
+                     double factor, std::uint64_t n, Stream);
+  Status (*scale)(int dtype, void* x, double factor, std::uint64_t n, Stream);
+  // y := y + e, e' := 0.
+  Status (*deliver)(Site, float* y, std::uint64_t n, Stream);
+  // codec/codec.h, mark_not_finite(): sets kNotFinite; where unit > 1 the whole unit becomes NaN.
+  Status (*mark)(float* y, std::uint64_t n, std::uint64_t unit, std::uint32_t* flags, Stream);
+  // y := NaN if a flag is set.
+  Status (*poison)(float* y, std::uint64_t n, const std::uint32_t* flags, Stream);
+
+  // ---- Keys (plugin/elements.cu); entries: an array of pointers in device memory ----
+  // Of the call under way: tau and filter as the last one left them, nothing sent.
+  Status (*open)(Entry* const* entries, std::uint64_t count, Stream);
+  // Where no flag is set: what is of the call under way takes its place; `remembers`: the memory
+  // too.
+  Status (*settle)(Entry* const* entries, std::uint64_t count, bool remembers,
+                   const std::uint32_t* flags, Stream);
+
+  // ---- fp16, bf16 (plugin/cast.cu); kNotFinite where the payload is not finite ----
+  Status (*cast_encode)(Cast, const float* x, Site, float scale, std::byte* out, std::uint64_t n,
+                        Stream);
+  Status (*cast_decode)(Cast, const std::byte* in, float scale, float* y, std::uint64_t n, bool add,
+                        std::uint32_t* flags, Stream);
+
+  // ---- int8 (plugin/int8.cu); flags of all decoders may be null: nobody asks ----
+  Status (*int8_encode)(const float* x, Site, std::uint64_t n, std::uint64_t block, Dice,
+                        std::byte* out, Stream);
+  Status (*int8_decode)(const std::byte* in, std::uint64_t n, std::uint64_t block, float* y,
+                        bool add, std::uint32_t* flags, Stream);
+
+  // ---- Slots (plugin/slots.cu) ----
+  // One payload as the CPU writes it: `sizes` are the units' bytes, `offsets` has units + 1 places,
+  // and is filled in; out holds units · slot bytes.
+  Status (*pack)(const std::byte* slots, std::uint64_t slot_bytes, const std::uint32_t* sizes,
+                 std::uint64_t units, std::uint64_t* offsets, std::byte* out, Stream);
+  // offsets := the sums of the sizes before each, and of all; where one of them is more than
+  // slot_bytes, or all more than `limit`, every offset is 0 and kRefused is set.
+  Status (*offsets)(const std::uint32_t* sizes, std::uint64_t units, std::uint64_t slot_bytes,
+                    std::uint64_t limit, std::uint64_t* offsets, std::uint32_t* flags, Stream);
+
+  // ---- onebit (plugin/onebit.cu); `sizes`: the bytes of each unit, may be null ----
+  Status (*onebit_encode)(const float* x, Site, std::uint64_t n, std::uint64_t block,
+                          std::byte* out, std::uint32_t* sizes, Stream);
+  // y := the sum of `count` payloads (codec/onebit.cc's order), or y := y + the one payload. The
+  // array of payloads is in host memory, and is free when this returns.
+  Status (*onebit_sum)(const Slots* payloads, int count, std::uint64_t n, std::uint64_t block,
+                       float* y, bool add, std::uint32_t* flags, Stream);
+  // The owner's stage in one pass: onebit_encode(), then y := what that decodes to, times factor.
+  // x may be y.
+  Status (*onebit_finish)(const float* x, Site, std::uint64_t n, std::uint64_t block,
+                          std::byte* out, std::uint32_t* sizes, float* y, float factor,
+                          std::uint32_t* flags, Stream);
+
+  // ---- threshold, topk (plugin/sparse.cu); units of kSparseUnit ----
+  // tau of the call under way, where the key has none that can be used. `density` 0: tau is given.
+  // `scratch`: sparse_scratch_bytes(n).
+  Status (*threshold_prepare)(const float* x, Site, std::uint64_t n, double density, void* scratch,
+                              Stream);
+  // tau > 0: given; else the call's, and where that can't be used unit by unit.
+  Status (*threshold_encode)(const float* x, Site, std::uint64_t n, float tau, double density,
+                             std::byte* out, std::uint32_t* sizes, void* scratch, Stream);
+  Status (*threshold_adapt)(std::uint64_t n, double density, Entry* entry, Stream);
+  Status (*topk_encode)(const float* x, Site, std::uint64_t n, double density, Values,
+                        std::uint64_t slot_bytes, std::byte* out, std::uint32_t* sizes,
+                        void* scratch, Stream);
+  Status (*threshold_decode)(Slots, std::uint64_t n, float* y, bool add, std::uint32_t* flags,
+                             Stream);
+  Status (*topk_decode)(Slots, std::uint64_t n, std::uint64_t slot_bytes, Values, float* y,
+                        bool add, std::uint32_t* flags, Stream);
+  std::size_t (*sparse_scratch_bytes)(std::uint64_t n);
+
+  // ---- lowrank (plugin/low_rank.cu); codec/low_rank.h, codec/factors.h ----
+  // q := start_factor(what the last call remembers).
+  Status (*start_factor)(Memory, Matrix, float* q, Stream);
+  // v := x + e (v may be x; without feedback v is not written), p := v · q.
+  Status (*left_factor)(const float* x, Site, float* v, const float* q, float* p, Matrix, Stream);
+  // Sets kNotFinite where x is not finite.
+  Status (*check_finite)(const float* x, std::uint64_t n, std::uint32_t* flags, Stream);
+  Status (*orthonormalise)(float* p, double* room, Matrix, Stream);  // room: rows · rank
+  Status (*right_factor)(const float* v, const float* p, float* q, Matrix, Stream);
+  // *scale := take_headroom(q), in device memory.
+  Status (*take_headroom)(float* q, std::uint64_t n, float* scale, Stream);
+  // y := limit(p·qᵀ · (*scale · factor)), e' := limit(v − limit(p·own_qᵀ · *own_scale)).
+  Status (*product)(const float* p, const float* q, const float* scale, float factor,
+                    const float* own_q, const float* own_scale, const float* v, Site, float* y,
+                    Matrix, Stream);
+  // What the next call begins with := q.
+  Status (*remember)(Memory, const float* q, std::uint64_t n, Stream);
+};
+
+using GetApi = const Api* (*)();
+inline constexpr const char* kGetApi = "gradwire_cuda_api";
+
+}  // namespace gradwire::cuda

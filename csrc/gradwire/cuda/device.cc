@@ -1,0 +1,93 @@
+#include "gradwire/cuda/device.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr const char* kFileName = "libgradwire_cuda.so";
+
+std::string loader_says() {
+  const char* said = ::dlerror();
+  return said == nullptr ? "no reason given" : said;
+}
+
+const Api& open_library(const std::string& path) {
+  void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // for good
+  if (handle == nullptr)
+    throw InvalidArgument("gradwire's CUDA part does not load (" + loader_says() +
+                          "): install a gradwire that was built with nvcc, or name the file in "
+                          "GRADWIRE_CUDA_SO");
+  const auto get = reinterpret_cast<GetApi>(::dlsym(handle, kGetApi));
+  if (get == nullptr)
+    throw InvalidArgument(path + " is not gradwire's CUDA part: it has no " + kGetApi);
+  const Api& api = *get();
+  if (api.version != kApiVersion || api.bytes != sizeof(Api))
+    throw InvalidArgument(path + " is of another version of gradwire: it has table " +
+                          std::to_string(api.version) + " of " + std::to_string(api.bytes) +
+                          " bytes, and " + std::to_string(kApiVersion) + " of " +
+                          std::to_string(sizeof(Api)) + " is needed; build both together");
+  return api;
+}
+
+}  // namespace
+
+std::string api_path() {
+  if (const char* given = std::getenv("GRADWIRE_CUDA_SO"); given != nullptr && *given != '\0')
+    return given;
+  Dl_info here{};
+  if (::dladdr(reinterpret_cast<const void*>(&api_path), &here) == 0) return kFileName;
+  const std::string core = here.dli_fname;
+  const std::size_t slash = core.rfind('/');
+  return slash == std::string::npos ? kFileName : core.substr(0, slash + 1) + kFileName;
+}
+
+const Api& load_api(const std::string& library) {
+  static std::mutex mutex;
+  static std::map<std::string, const Api*> loaded;
+  const std::string path = library.empty() ? api_path() : library;
+  const std::lock_guard lock(mutex);
+  const auto found = loaded.find(path);
+  if (found != loaded.end()) return *found->second;
+  return *loaded.emplace(path, &open_library(path)).first->second;
+}
+
+void check(const Api& api, Status status, const char* what) {
+  if (status == 0) return;
+  throw CudaError(std::string(what) + ": " + api.describe(status) + " (" + std::to_string(status) +
+                  ")");
+}
+
+OnDevice::OnDevice(const Api& api, int device) : api_(api) {
+  check(api, api.get_device(&before_), "cudaGetDevice");
+  check(api, api.set_device(device), "cudaSetDevice");
+}
+
+OnDevice::~OnDevice() { api_.set_device(before_); }
+
+Room::~Room() {
+  if (data_ != nullptr) (kind_ == Kind::kDevice ? api_->release : api_->release_host)(data_);
+}
+
+std::byte* Room::take(std::size_t bytes, bool captured) {
+  if (bytes <= bytes_) return data_;
+  if (captured)
+    throw InvalidArgument(
+        "a call that is captured in a CUDA graph can't allocate: make the same call "
+        "once before the capture begins");
+  const bool on_device = kind_ == Kind::kDevice;
+  void* fresh = nullptr;
+  check(*api_, (on_device ? api_->allocate : api_->allocate_host)(&fresh, bytes),
+        on_device ? "cudaMalloc" : "cudaHostAlloc");
+  if (data_ != nullptr) (on_device ? api_->release : api_->release_host)(data_);
+  data_ = static_cast<std::byte*>(fresh);
+  bytes_ = bytes;
+  return data_;
+}
+
+}  // namespace gradwire::cuda

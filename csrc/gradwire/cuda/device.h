@@ -1,0 +1,102 @@
+// The GPUs of this process, by way of gradwire_cuda (cuda/api.h), which is loaded when it is first
+// asked for.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "gradwire/base/error.h"
+#include "gradwire/cuda/api.h"
+
+namespace gradwire::cuda {
+
+// The table of `library`; by default GRADWIRE_CUDA_SO, or libgradwire_cuda.so beside the core.
+// Throws InvalidArgument with the reason and the remedy where it is absent or of another version.
+// Loads each library once.
+const Api& load_api(const std::string& library = "");
+
+// Where load_api() looks by default.
+std::string api_path();
+
+// A call of CUDA that failed. What ran before it on the device may be lost.
+class CudaError : public Error {
+ public:
+  using Error::Error;
+};
+
+// Throws CudaError, "what: CUDA's words (number)", unless the status is 0.
+void check(const Api& api, Status status, const char* what);
+
+// Makes `device` this thread's, and in the end the one it was.
+class OnDevice {
+ public:
+  OnDevice(const Api& api, int device);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  const Api& api_;
+  int before_ = 0;
+};
+
+// Device memory that only grows, and never while its stream is captured in a graph.
+class Room {
+ public:
+  enum class Kind : bool { kDevice, kPinned };
+  explicit Room(const Api& api, Kind kind = Kind::kDevice) : api_(&api), kind_(kind) {}
+  Room(Room&& other) noexcept
+      : api_(other.api_),
+        kind_(other.kind_),
+        data_(std::exchange(other.data_, nullptr)),
+        bytes_(std::exchange(other.bytes_, 0)) {}
+  Room& operator=(Room&&) = delete;
+  ~Room();
+
+  // At least so many bytes, of any content where it had fewer before. Throws InvalidArgument where
+  // it would have to grow for a call that is `captured`.
+  std::byte* take(std::size_t bytes, bool captured = false);
+  std::byte* data() const noexcept { return data_; }
+  std::size_t size() const noexcept { return bytes_; }
+
+ private:
+  const Api* api_;
+  Kind kind_;
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// A stream or an event with one owner.
+class OwnedStream {
+ public:
+  explicit OwnedStream(const Api& api) : api_(api) {
+    check(api, api.create_stream(&stream_), "cudaStreamCreate");
+  }
+  ~OwnedStream() { api_.destroy_stream(stream_); }
+  OwnedStream(const OwnedStream&) = delete;
+  OwnedStream& operator=(const OwnedStream&) = delete;
+  Stream get() const noexcept { return stream_; }
+
+ private:
+  const Api& api_;
+  Stream stream_ = nullptr;
+};
+
+class OwnedEvent {
+ public:
+  explicit OwnedEvent(const Api& api) : api_(api) {
+    check(api, api.create_event(&event_), "cudaEventCreate");
+  }
+  ~OwnedEvent() { api_.destroy_event(event_); }
+  OwnedEvent(const OwnedEvent&) = delete;
+  OwnedEvent& operator=(const OwnedEvent&) = delete;
+  Event get() const noexcept { return event_; }
+
+ private:
+  const Api& api_;
+  Event event_ = nullptr;
+};
+
+}  // namespace gradwire::cuda
