@@ -33,7 +33,9 @@ Status launch(void (*kernel)(Parameters...), std::uint64_t blocks, unsigned thre
 #ifdef GRADWIRE_SIMULATED_CUDA
   return simulated::launch(stream, grid, threads, [=] { kernel(arguments...); });
 #else
-  kernel<<<grid, threads, 0, stream> > >(arguments...);
+  // clang-format off
+  kernel<<<grid, threads, 0, stream>>>(arguments...);
+  // clang-format on
   return static_cast<Status>(cudaGetLastError());
 #endif
 }

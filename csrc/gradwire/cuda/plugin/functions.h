@@ -1,0 +1,10 @@
+// The parts of the plugin: each file fills in its functions of the table.
+#pragma once
+
+#include "gradwire/cuda/api.h"
+
+namespace gradwire::cuda {
+
+void fill_runtime(Api& api);
+
+}  // namespace gradwire::cuda

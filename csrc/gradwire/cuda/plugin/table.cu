@@ -1,0 +1,21 @@
+// What the shared object exports: its one table.
+#include "gradwire/cuda/plugin/functions.h"
+
+namespace gradwire::cuda {
+namespace {
+
+Api make_table() {
+  Api api{};
+  api.version = kApiVersion;
+  api.bytes = sizeof(Api);
+  fill_runtime(api);
+  return api;
+}
+
+}  // namespace
+}  // namespace gradwire::cuda
+
+extern "C" __attribute__((visibility("default"))) const gradwire::cuda::Api* gradwire_cuda_api() {
+  static const gradwire::cuda::Api api = gradwire::cuda::make_table();
+  return &api;
+}

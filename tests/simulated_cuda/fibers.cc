@@ -1,0 +1,120 @@
+#include "fibers.h"
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace simulated {
+namespace {
+
+constexpr std::size_t kStack = 128 * 1024;
+
+struct Fiber {
+  ucontext_t context;
+  std::byte* stack = nullptr;
+  void* sanitizer = nullptr;
+  bool done = true;
+};
+
+// Guarded by the lock of whoever runs a kernel.
+std::vector<std::unique_ptr<Fiber>> fibers;
+std::vector<unsigned> ready;
+ucontext_t scheduler;
+void* scheduler_sanitizer = nullptr;
+const void* scheduler_stack = nullptr;
+std::size_t scheduler_stack_size = 0;
+unsigned running = 0, alive = 0;
+const std::function<void(unsigned)>* work = nullptr;
+
+void before_switch([[maybe_unused]] void** save, [[maybe_unused]] const void* stack,
+                   [[maybe_unused]] std::size_t size) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(save, stack, size);
+#endif
+}
+void after_switch([[maybe_unused]] void* saved, [[maybe_unused]] const void** old_stack,
+                  [[maybe_unused]] std::size_t* old_size) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(saved, old_stack, old_size);
+#endif
+}
+
+void to_scheduler(Fiber& self) {
+  before_switch(&self.sanitizer, scheduler_stack, scheduler_stack_size);
+  swapcontext(&self.context, &scheduler);
+  after_switch(self.sanitizer, &scheduler_stack, &scheduler_stack_size);
+}
+
+void entry(unsigned index) {
+  after_switch(nullptr, &scheduler_stack, &scheduler_stack_size);
+  Fiber& self = *fibers[index];
+  for (;;) {  // one job after the other
+    (*work)(index);
+    self.done = true;
+    --alive;
+    to_scheduler(self);
+  }
+}
+
+void make(unsigned index) {
+  auto fiber = std::make_unique<Fiber>();
+  void* stack = ::mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (stack == MAP_FAILED) fatal("no memory for a fiber");
+  fiber->stack = static_cast<std::byte*>(stack);
+  getcontext(&fiber->context);
+  fiber->context.uc_stack.ss_sp = stack;
+  fiber->context.uc_stack.ss_size = kStack;
+  fiber->context.uc_link = nullptr;
+  makecontext(&fiber->context, reinterpret_cast<void (*)()>(entry), 1, index);
+  fibers.push_back(std::move(fiber));
+}
+
+void run(unsigned index) {
+  Fiber& fiber = *fibers[index];
+  running = index;
+  before_switch(&scheduler_sanitizer, fiber.stack, kStack);
+  swapcontext(&scheduler, &fiber.context);
+  after_switch(scheduler_sanitizer, nullptr, nullptr);
+}
+
+}  // namespace
+
+void fatal(const char* what) {
+  std::fprintf(stderr, "simulated CUDA: %s\n", what);
+  std::abort();
+}
+
+void run_fibers(unsigned count, const std::function<void(unsigned)>& body,
+                const std::function<unsigned(unsigned)>& pick) {
+  while (fibers.size() < count) make(static_cast<unsigned>(fibers.size()));
+  work = &body;
+  alive = count;
+  ready.clear();
+  for (unsigned i = 0; i < count; ++i) {
+    fibers[i]->done = false;
+    ready.push_back(i);
+  }
+  while (alive > 0) {
+    if (ready.empty()) fatal("a barrier that some thread of the block never reaches");
+    const unsigned at = pick(static_cast<unsigned>(ready.size()));
+    const unsigned next = ready[at];
+    ready[at] = ready.back();
+    ready.pop_back();
+    run(next);
+  }
+}
+
+unsigned current_fiber() { return running; }
+unsigned fibers_alive() { return alive; }
+void suspend() { to_scheduler(*fibers[running]); }
+void resume(unsigned fiber) { ready.push_back(fiber); }
+
+}  // namespace simulated
