@@ -17,6 +17,12 @@ class Cast final : public Codec {
       : name_(std::move(name)), cast_(cast), scale_(scale) {}
 
   std::string name() const override { return name_; }
+  Definition definition() const noexcept override {
+    Definition made;
+    made.kind = cast_ == &Kernels::fp16 ? Definition::Kind::kFp16 : Definition::Kind::kBf16;
+    made.scale = scale_;
+    return made;
+  }
   Combine combine() const noexcept override { return Combine::kReencode; }
   bool biased() const noexcept override { return false; }
   std::size_t unit() const noexcept override { return 1; }

@@ -43,6 +43,30 @@ struct Site {
   Adapted* adapted = nullptr;  // of the run's extent, prepared; null: chosen from the run alone
 };
 
+// What defines a codec, for kernels on other devices. What a kind does not have stays as it is.
+struct Definition {
+  enum class Kind : std::uint8_t {
+    kNone,
+    kFp16,
+    kBf16,
+    kInt8,
+    kOneBit,
+    kThreshold,
+    kTopK,
+    kLowRank,
+    kOther,
+  };
+  Kind kind = Kind::kOther;
+  float scale = 1;            // fp16
+  std::size_t block = 0;      // int8, onebit
+  bool stochastic = false;    // int8
+  std::uint64_t seed = 0;     // int8
+  float tau = 0;              // threshold; 0: it follows the density
+  double density = 0;         // threshold, topk
+  Kind values = Kind::kNone;  // topk: float32, or fp16, or bf16
+  std::size_t rank = 0;       // lowrank
+};
+
 struct Decoded {
   std::size_t bytes = 0;  // consumed; more may follow
   bool finite = true;     // neither NaN nor Inf among what this payload stands for
@@ -54,6 +78,7 @@ class Codec {
 
   // Canonical, with parameters: make_codec(name())->name() == name().
   virtual std::string name() const = 0;
+  virtual Definition definition() const noexcept { return {}; }
   virtual Combine combine() const noexcept = 0;
   // Losses do not average out without error feedback.
   virtual bool biased() const noexcept = 0;

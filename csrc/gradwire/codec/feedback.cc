@@ -223,6 +223,24 @@ void ErrorFeedback::clear() {
   entries_.clear();
 }
 
+ErrorFeedback::Kept ErrorFeedback::take(const std::string& key) {
+  const std::lock_guard lock(mutex_);
+  const auto found = entries_.find(key);
+  if (found == entries_.end()) return {};
+  check_closed(key, found->second.open);
+  Kept kept = std::move(found->second.current);
+  entries_.erase(found);
+  return kept;
+}
+
+void ErrorFeedback::put(const std::string& key, Kept kept) {
+  check_kept(key, kept);
+  const std::lock_guard lock(mutex_);
+  Entry& entry = entries_[key];
+  check_closed(key, entry.open);
+  entry.current = std::move(kept);
+}
+
 std::vector<KeyedExtent> ErrorFeedback::keys() const {
   const std::lock_guard lock(mutex_);
   std::vector<KeyedExtent> all;

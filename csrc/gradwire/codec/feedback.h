@@ -104,8 +104,13 @@ class ErrorFeedback {
   State save() const;
   void load(State state);  // in place of all there was
 
-  // add, scale, clear and load throw InvalidArgument, and change nothing, for a key in an open
-  // transaction, and where a residual would not be finite.
+  // For whoever keeps it elsewhere: what is kept of one key, which is then as if it had never been
+  // used; and back, in place of what there was.
+  Kept take(const std::string& key);
+  void put(const std::string& key, Kept kept);
+
+  // add, scale, clear, load, take and put throw InvalidArgument, and change nothing, for a key in
+  // an open transaction, and all but take where a residual would not be finite.
 
  private:
   struct Entry {

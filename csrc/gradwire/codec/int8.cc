@@ -27,6 +27,14 @@ class Int8 final : public Codec {
       : name_(std::move(name)), block_(block), stochastic_(stochastic), seed_(seed) {}
 
   std::string name() const override { return name_; }
+  Definition definition() const noexcept override {
+    Definition made;
+    made.kind = Definition::Kind::kInt8;
+    made.block = block_;
+    made.stochastic = stochastic_;
+    made.seed = seed_;
+    return made;
+  }
   Combine combine() const noexcept override { return Combine::kReencode; }
   bool biased() const noexcept override { return false; }
   std::size_t unit() const noexcept override { return block_; }

@@ -25,6 +25,12 @@ class LowRank final : public Codec {
 
   std::size_t rank() const noexcept { return rank_; }
   std::string name() const override;
+  Definition definition() const noexcept override {
+    Definition made;
+    made.kind = Definition::Kind::kLowRank;
+    made.rank = rank_;
+    return made;
+  }
   Combine combine() const noexcept override { return Combine::kCompound; }
   bool biased() const noexcept override { return true; }
   std::size_t unit() const noexcept override { return 1; }

@@ -10,6 +10,11 @@ namespace {
 class None final : public Codec {
  public:
   std::string name() const override { return "none"; }
+  Definition definition() const noexcept override {
+    Definition made;
+    made.kind = Definition::Kind::kNone;
+    return made;
+  }
   Combine combine() const noexcept override { return Combine::kPlain; }
   bool biased() const noexcept override { return false; }
   std::size_t unit() const noexcept override { return 1; }

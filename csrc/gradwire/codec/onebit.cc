@@ -119,6 +119,12 @@ class OneBit final : public Codec {
   OneBit(std::string name, std::size_t block) : name_(std::move(name)), block_(block) {}
 
   std::string name() const override { return name_; }
+  Definition definition() const noexcept override {
+    Definition made;
+    made.kind = Definition::Kind::kOneBit;
+    made.block = block_;
+    return made;
+  }
   Combine combine() const noexcept override { return Combine::kReencode; }
   bool biased() const noexcept override { return true; }
   // Of two ranks, each sends as many bytes either way, and encodes once instead of twice.

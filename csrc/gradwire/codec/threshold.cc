@@ -64,6 +64,13 @@ class Threshold final : public Codec {
       : name_(std::move(name)), tau_(tau), density_(density) {}
 
   std::string name() const override { return name_; }
+  Definition definition() const noexcept override {
+    Definition made;
+    made.kind = Definition::Kind::kThreshold;
+    made.tau = tau_;
+    made.density = density_;
+    return made;
+  }
   Combine combine() const noexcept override { return Combine::kReencode; }
   bool biased() const noexcept override { return true; }
   // Nobody knows how much reaches a given τ.

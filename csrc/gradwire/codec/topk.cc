@@ -28,6 +28,16 @@ class TopK final : public Codec {
       : name_(std::move(name)), density_(density), cast_(cast) {}
 
   std::string name() const override { return name_; }
+  Definition definition() const noexcept override {
+    using Kind = Definition::Kind;
+    Definition made;
+    made.kind = Kind::kTopK;
+    made.density = density_;
+    made.values = cast_ == nullptr          ? Kind::kNone
+                  : cast_ == &Kernels::fp16 ? Kind::kFp16
+                                            : Kind::kBf16;
+    return made;
+  }
   Combine combine() const noexcept override { return Combine::kReencode; }
   bool biased() const noexcept override { return true; }
   bool gathers(int ranks) const noexcept override { return worth_gathering(ranks, density_); }

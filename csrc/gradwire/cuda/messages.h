@@ -11,7 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <span>
 #include <string_view>
 
 #include "gradwire/base/types.h"
@@ -19,21 +19,30 @@
 
 namespace gradwire::cuda {
 
+// A stretch of a message of which not all bytes count: the sizes of its units, 4 bytes each, padded
+// to kPayloadAlignment; then a slot for each unit, whose first bytes count, as many as its size
+// says.
+struct Slotted {
+  std::uint64_t units = 0;
+  std::size_t slot_bytes = 0;
+
+  std::size_t table_bytes() const noexcept { return aligned(sizeof(std::uint32_t) * units); }
+  std::size_t bytes() const noexcept { return table_bytes() + units * slot_bytes; }
+};
+
 class Messages {
  public:
   virtual ~Messages() = default;
 
   virtual std::string_view name() const noexcept = 0;
-  // Whether fewer bytes travel where `used` says so.
-  virtual bool exact(Rank /*peer*/) const noexcept { return false; }
 
   virtual void begin() = 0;
-  // `used`: in device memory, how many of the bytes count, read when the message's turn comes on
-  // the stream; null, or not exact: all of them.
+  // `layout`: the stretches of all of it, in order, the same at both ends; empty: all bytes count.
+  // Which bytes count is known on the device alone, so messages may travel whole all the same.
   virtual void send(const std::byte* data, std::size_t bytes, Rank peer,
-                    const std::uint64_t* used = nullptr) = 0;
-  // Of an exact message as many bytes as were sent, at most `bytes`.
-  virtual void receive(std::byte* data, std::size_t bytes, Rank peer) = 0;
+                    std::span<const Slotted> layout = {}) = 0;
+  virtual void receive(std::byte* data, std::size_t bytes, Rank peer,
+                       std::span<const Slotted> layout = {}) = 0;
   // Throws TransportError, Timeout or Aborted as the CPU transports do; then nothing more may be
   // posted.
   virtual void end(Stream stream) = 0;

@@ -24,10 +24,11 @@ class Loopback::Endpoint final : public Messages {
     sends_.clear();
     receives_.clear();
   }
-  void send(const std::byte* data, std::size_t bytes, Rank peer, const std::uint64_t*) override {
+  void send(const std::byte* data, std::size_t bytes, Rank peer,
+            std::span<const Slotted>) override {
     sends_.push_back({{data, bytes}, peer, 0});
   }
-  void receive(std::byte* data, std::size_t bytes, Rank peer) override {
+  void receive(std::byte* data, std::size_t bytes, Rank peer, std::span<const Slotted>) override {
     receives_.push_back({data, bytes, peer});
   }
   void end(Stream stream) override;

@@ -161,11 +161,10 @@ void Operation::counts(const Request& request, Rank rank, int size,
 void Operation::bind(const Request& request, std::shared_ptr<const Plan> plan, Rank rank, int size,
                      codec::ErrorFeedback::Transaction& transaction) {
   plan_ = std::move(plan);
-  element_ = size_of(request.dtype);
-  extents_.clear();
-  before_.clear();
-  after_.clear();
-  bind_arrays(request, rank, size);
+  arrangement_.make(request, *plan_, rank, size, [this](std::size_t bytes) {
+    if (scratch_.size() < bytes) scratch_.resize(bytes);
+    return scratch_.data();
+  });
   const bool feeds_back = transaction.is_open();
   if (plan_->lossy() || feeds_back)
     feedback_.bind(plan_->folds() ? plan_->spec().counts : plan_->counts(),
@@ -174,132 +173,28 @@ void Operation::bind(const Request& request, std::shared_ptr<const Plan> plan, R
     feedback_.clear();
 }
 
-void Operation::bind_arrays(const Request& request, Rank rank, int size) {
-  sums_.clear();
-  addends_.clear();
-  if (plan_->folds()) return bind_fold(request, rank, size);
-  switch (request.collective) {
-    case Collective::kAllReduce:
-    case Collective::kReduce:
-    case Collective::kBroadcast:
-      return bind_in_place(request, rank);
-    case Collective::kReduceScatter:
-      return bind_reduce_scatter(request, rank);
-    case Collective::kAllGather:
-      return bind_all_gather(request, rank);
-    case Collective::kGather:
-    case Collective::kScatter:
-      return bind_blocks(request, rank, size);
-    case Collective::kAllToAll:
-      return bind_all_to_all(request, rank, size);
-  }
-}
-
-// The outputs are what is worked on; a rank that keeps no result works on a copy of its inputs.
-void Operation::bind_in_place(const Request& request, Rank rank) {
-  const bool bystander = request.collective == Collective::kReduce && rank != request.root;
-  std::byte* next = bystander ? scratch(request.inputs) : nullptr;
-  const std::size_t arrays = bystander ? request.inputs.size() : request.outputs.size();
-  for (std::size_t i = 0; i < arrays; ++i) {
-    std::byte* data = bystander ? next : request.outputs[i].data;
-    extents_.push_back(data);
-    if (i < request.inputs.size()) add_copy(before_, data, request.inputs[i]);
-    if (bystander) next += request.inputs[i].count * element_;
-  }
-}
-
-// A block of scratch for the inputs of each rank.
-void Operation::bind_fold(const Request& request, Rank rank, int size) {
-  sums_.assign(request.outputs.begin(), request.outputs.end());
-  const std::size_t bytes = plan_->counts()[0] * element_;
-  std::byte* next = scratch(bytes * at(size));
-  for (Rank r = 0; r < size; ++r) extents_.push_back(next + at(r) * bytes);
-  next = extents_[at(rank)];
-  for (const Array& each : request.inputs) {
-    addends_.push_back(next);
-    add_copy(before_, next, each);
-    next += each.count * element_;
-  }
-}
-
-void Operation::bind_reduce_scatter(const Request& request, Rank rank) {
-  std::byte* next = scratch(request.inputs);
-  for (std::uint64_t count : plan_->counts()) {
-    extents_.push_back(next);
-    next += count * element_;
-  }
-  const std::size_t runs = extents_.size() / request.inputs.size();  // of each block
-  for (std::size_t i = 0; i < request.inputs.size(); ++i)
-    add_copy(before_, extents_[i * runs], request.inputs[i]);
-  add_copy(after_, request.outputs[0].data, {extents_[at(rank) * runs], request.outputs[0].count});
-}
-
-void Operation::bind_all_gather(const Request& request, Rank rank) {
-  for (const Array& each : request.outputs) extents_.push_back(each.data);
-  add_copy(before_, extents_[at(rank)], request.inputs[0]);
-}
-
-void Operation::bind_blocks(const Request& request, Rank rank, int size) {
-  const bool gathers = request.collective == Collective::kGather;
-  const auto& whole = gathers ? request.outputs : request.inputs;
-  const auto& own = gathers ? request.inputs : request.outputs;
-  if (rank != request.root) {
-    extents_.assign(at(size), nullptr);
-    extents_[at(rank)] = own[0].data;
-    return;
-  }
-  for (const Array& each : whole) extents_.push_back(each.data);
-  if (gathers)
-    add_copy(before_, extents_[at(rank)], own[0]);
-  else
-    add_copy(before_, own[0].data, whole[at(rank)]);
-}
-
-void Operation::bind_all_to_all(const Request& request, Rank rank, int size) {
-  const auto p = at(size);
-  extents_.assign(p * p, nullptr);
-  for (std::size_t d = 0; d < p; ++d) extents_[at(rank) * p + d] = request.inputs[d].data;
-  for (std::size_t s = 0; s < p; ++s)
-    if (s != at(rank)) extents_[s * p + at(rank)] = request.outputs[s].data;
-  add_copy(before_, request.outputs[at(rank)].data, request.inputs[at(rank)]);
-}
-
-void Operation::add_copy(std::vector<CopyStep>& steps, std::byte* to, const Array& from) {
-  if (to != from.data && from.count > 0) steps.push_back({to, from.data, from.count * element_});
-}
-
-std::byte* Operation::scratch(std::span<const Array> arrays) {
-  std::size_t bytes = 0;
-  for (const Array& each : arrays) bytes += each.count * element_;
-  return scratch(bytes);
-}
-
-std::byte* Operation::scratch(std::size_t bytes) {
-  if (scratch_.size() < bytes) scratch_.resize(bytes);
-  return scratch_.data();
-}
-
 void Operation::copy(const std::vector<CopyStep>& steps) {
   for (const CopyStep& each : steps) std::memmove(each.to, each.from, each.bytes);
 }
 
 void Operation::begin() {
-  copy(before_);
+  copy(arrangement_.before());
   if (!plan_->lossy()) return deliver_residuals();
-  for (std::size_t i = 0; i < extents_.size(); ++i) feedback_.prepare(plan_->codec(), i, floats(i));
+  for (std::size_t i = 0; i < extents().size(); ++i)
+    feedback_.prepare(plan_->codec(), i, floats(i));
 }
 
 // A plain sum loses nothing.
 void Operation::deliver_residuals() const {
   if (!feedback_.feeds_back()) return;
-  const auto& own = plan_->folds() ? addends_ : extents_;
+  const auto& own = plan_->folds() ? arrangement_.addends() : extents();
   for (std::size_t i = 0; i < own.size(); ++i)
     feedback_.deliver(i, reinterpret_cast<float*>(own[i]));
 }
 
 bool Operation::end(bool finite) {
   if (plan_->folds()) fold();
-  copy(after_);
+  copy(arrangement_.after());
   if (plan_->lossy()) feedback_.adapt(plan_->codec());
   if (!feedback_.feeds_back() || plan_->lossy()) return finite;
   return finite && all_finite();
@@ -310,15 +205,16 @@ void Operation::fold() const {
   const OpSpec& spec = plan_->spec();
   const codec::Kernels& kernels = codec::kernels();
   const auto dtype = static_cast<std::size_t>(spec.dtype);
+  const std::size_t element = size_of(spec.dtype);
   const auto add = kernels.reduce[dtype][static_cast<std::size_t>(spec.op)];
   std::size_t offset = 0;
-  for (const Array& sum : sums_) {
+  for (const Array& sum : arrangement_.sums()) {
     if (sum.count == 0) continue;
-    std::memcpy(sum.data, extents_[0] + offset, sum.count * element_);
-    for (std::size_t r = 1; r < extents_.size(); ++r)
-      add(sum.data, extents_[r] + offset, sum.count);
+    std::memcpy(sum.data, extents()[0] + offset, sum.count * element);
+    for (std::size_t r = 1; r < extents().size(); ++r)
+      add(sum.data, extents()[r] + offset, sum.count);
     if (plan_->factor() != 1) kernels.scale[dtype](sum.data, plan_->factor(), sum.count);
-    offset += sum.count * element_;
+    offset += sum.count * element;
   }
 }
 
@@ -327,17 +223,17 @@ bool Operation::all_finite() const {
     return codec::kernels().finite(reinterpret_cast<float*>(data), count);
   };
   if (plan_->folds())
-    return std::ranges::all_of(sums_,
+    return std::ranges::all_of(arrangement_.sums(),
                                [&](const Array& sum) { return finite(sum.data, sum.count); });
-  for (std::size_t i = 0; i < extents_.size(); ++i)
-    if (!finite(extents_[i], plan_->counts()[i])) return false;
+  for (std::size_t i = 0; i < extents().size(); ++i)
+    if (!finite(extents()[i], plan_->counts()[i])) return false;
   return true;
 }
 
 Execution::Call Operation::call() const {
   Execution::Call call;
   call.plan = plan_.get();
-  call.extents = extents_;
+  call.extents = extents();
   if (!plan_->lossy()) return call;
   call.sites = feedback_.sites();
   return call;

@@ -287,7 +287,7 @@ class Plan::Maker {
     const auto c = static_cast<std::size_t>(chunk);
     part.finishes = sends && edge.landing == Landing::kCopy && leaves_finished_[c] != kNever &&
                     leaves_finished_[c] <= arrives_finished_[c];
-    frame.bytes += static_cast<std::uint32_t>(cut_bytes(part.pieces));
+    frame.bytes += cut_bytes(part.pieces);
     plan_.parts_.push_back(part);
   }
 

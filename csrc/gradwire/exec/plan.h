@@ -56,7 +56,7 @@ struct Frame {
   Range parts;
   Range peers;              // one for a receive; all readers of the same bytes for a send
   std::uint32_t needs = 0;  // send: receives that must have landed; receive: sends staged
-  std::uint32_t bytes = 0;  // payload, at most (exactly, unless the codec's size varies)
+  std::uint64_t bytes = 0;  // payload, at most (exactly, unless the codec's size varies)
 };
 
 // Everything that a Plan is a function of, the schedule aside.

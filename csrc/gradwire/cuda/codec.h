@@ -1,0 +1,68 @@
+// A codec on a GPU: the kernels of codec/codec.h's codecs, with the CPU's bytes and results.
+//
+// A payload of n elements takes payload_bytes(n). Where a codec's size varies its units lie in
+// slots (cuda/api.h), so that nobody has to know their lengths; the bytes that count are `sizes`,
+// and pack() puts these together as the CPU would write them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "gradwire/codec/codec.h"
+#include "gradwire/cuda/api.h"
+#include "gradwire/cuda/messages.h"
+
+namespace gradwire::cuda {
+
+// A run of elements that is encoded, on the device.
+struct Run {
+  const float* x = nullptr;
+  std::uint64_t n = 0;
+  Site site{};
+  std::uint64_t call = 0;     // of Dice
+  std::uint64_t element = 0;  // of the first, in its extent
+};
+
+class Codec {
+ public:
+  virtual ~Codec() = default;
+
+  // Throws InvalidArgument for a codec without payloads, and for one that is written in Python.
+  static std::unique_ptr<const Codec> make(const Api& api, const codec::Codec& codec);
+
+  // A multiple of kPayloadAlignment.
+  virtual std::size_t payload_bytes(std::uint64_t n) const { return layout(n).bytes(); }
+  // Of a codec whose size varies, else 0: of its payload's one stretch.
+  virtual std::size_t slot_bytes() const { return 0; }
+  virtual Slotted layout(std::uint64_t) const { return {}; }
+  // Whether keys adapt, and so need an Entry also without feedback.
+  virtual bool adapts() const { return false; }
+  // Room that prepare() and encode() work in.
+  virtual std::size_t scratch_bytes(std::uint64_t) const { return 0; }
+
+  // Before the first encode() of a call with the whole extent, and after the last with the elements
+  // of the whole key.
+  virtual void prepare(const Run&, std::byte* /*scratch*/, Stream) const {}
+  virtual void adapt(std::uint64_t /*n*/, Entry*, Stream) const {}
+
+  virtual void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const = 0;
+  // y := decoded, or y + decoded.
+  virtual void decode(const std::byte* in, float* y, std::uint64_t n, bool add,
+                      std::uint32_t* flags, Stream stream) const = 0;
+  // y := the sum of all payloads in their order.
+  virtual void decode_sum(std::span<const std::byte* const> payloads, float* y, std::uint64_t n,
+                          std::uint32_t* flags, Stream stream) const;
+  // encode(), then y := what that decodes to, times factor. x may be y.
+  virtual void finish(const Run& run, std::byte* out, std::byte* scratch, float* y, float factor,
+                      std::uint32_t* flags, Stream stream) const;
+
+ protected:
+  explicit Codec(const Api& api) : api_(api) {}
+  void scale(float* y, double factor, std::uint64_t n, Stream stream) const;
+
+  const Api& api_;
+};
+
+}  // namespace gradwire::cuda

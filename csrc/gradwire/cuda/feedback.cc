@@ -1,0 +1,200 @@
+#include "gradwire/cuda/feedback.h"
+
+#include <algorithm>
+#include <bit>
+#include <set>
+
+#include "gradwire/base/error.h"
+#include "gradwire/base/op.h"
+
+namespace gradwire::cuda {
+namespace {
+
+void check_keys(std::span<const codec::KeyedExtent> extents) {
+  std::set<std::string_view> seen;
+  for (const auto& each : extents)
+    if (!seen.insert(each.key).second)
+      throw InvalidArgument("error feedback: key '" + each.key + "' is given twice in one call");
+}
+
+bool is_zero(const std::vector<float>& values) {
+  return std::ranges::all_of(values,
+                             [](float each) { return std::bit_cast<std::uint32_t>(each) == 0; });
+}
+
+}  // namespace
+
+Feedback::Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host)
+    : api_(api), host_(std::move(host)), step_room_(api) {
+  step_flags_ = reinterpret_cast<std::uint32_t*>(step_room_.take(kPayloadAlignment));
+}
+
+Feedback::~Feedback() = default;
+
+float* Feedback::zeros(Kept& kept, std::uint64_t count, Stream stream) {
+  Room& room = kept.rooms.emplace_back(api_);
+  auto* data = reinterpret_cast<float*>(room.take(std::max<std::size_t>(4 * count, 4)));
+  check(api_, api_.fill(data, 0, 4 * count, stream), "cudaMemsetAsync");
+  return data;
+}
+
+Feedback::Kept& Feedback::make(const codec::KeyedExtent& extent, Stream stream) {
+  auto kept = std::make_unique<Kept>();
+  Key& key = kept->key;
+  Room& room = kept->rooms.emplace_back(api_);
+  key.entry = reinterpret_cast<Entry*>(room.take(sizeof(Entry)));
+  key.count = extent.count;
+  key.digest = Fnv1a().text(extent.key).digest();
+  for (float*& each : key.residual) each = zeros(*kept, extent.count, stream);
+  return *keys_.emplace(extent.key, std::move(kept)).first->second;
+}
+
+void Feedback::remember(Kept& kept, std::uint64_t count, Stream stream) {
+  if (kept.key.remembered >= count) return;
+  for (float*& each : kept.key.memory) {
+    float* const before = each;
+    each = zeros(kept, count, stream);
+    check(api_, api_.copy(each, before, 4 * kept.key.remembered, CopyKind::kOnDevice, stream),
+          "cudaMemcpyAsync");
+  }
+  kept.key.remembered = count;
+}
+
+const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extents,
+                                      std::span<const std::uint64_t> memory, bool captured,
+                                      Stream stream) {
+  std::vector<std::string> names;
+  for (const auto& each : extents) names.push_back(each.key);
+  auto known = tables_.find(names);
+  if (known == tables_.end() && captured)
+    throw InvalidArgument(
+        "error feedback: a call that is captured in a CUDA graph has new keys: "
+        "make the same call once before the capture begins");
+  if (known == tables_.end()) check_keys(extents);
+  for (std::size_t i = 0; i < extents.size(); ++i) {
+    const auto& extent = extents[i];
+    auto found = keys_.find(extent.key);
+    if (found != keys_.end() && found->second->key.count != extent.count)
+      throw InvalidArgument("error feedback: key '" + extent.key + "' has a residual of " +
+                            std::to_string(found->second->key.count) + " elements, this call has " +
+                            std::to_string(extent.count) + "; use another key, or clear()");
+    if (found == keys_.end()) {
+      const auto start = host_->take(extent.key);
+      if (!start.residual.empty() && start.residual.size() != extent.count) {
+        const std::size_t stored = start.residual.size();
+        host_->put(extent.key, start);
+        throw InvalidArgument("error feedback: key '" + extent.key + "' has a residual of " +
+                              std::to_string(stored) + " elements, this call has " +
+                              std::to_string(extent.count) + "; use another key, or clear()");
+      }
+      Kept& kept = make(extent, stream);
+      if (!start.memory.empty()) remember(kept, start.memory.size(), stream);
+      write(kept.key, start, stream);
+    }
+    Kept& kept = *keys_.at(extent.key);
+    if (!memory.empty() && memory[i] > kept.key.remembered) {
+      if (captured) throw InvalidArgument("error feedback: make the same call before the capture");
+      remember(kept, memory[i], stream);
+    }
+  }
+  if (known == tables_.end()) {
+    auto made = std::make_unique<Known>(Known{{}, Room(api_)});
+    std::vector<Entry*> entries;
+    for (const std::string& name : names) {
+      made->table.keys.push_back(&keys_.at(name)->key);
+      entries.push_back(made->table.keys.back()->entry);
+    }
+    std::byte* room = made->entries.take(std::max<std::size_t>(1, entries.size()) * sizeof(Entry*));
+    check(api_,
+          api_.copy(room, entries.data(), entries.size() * sizeof(Entry*), CopyKind::kToDevice,
+                    stream),
+          "cudaMemcpyAsync");
+    check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
+    made->table.entries = reinterpret_cast<Entry* const*>(room);
+    known = tables_.emplace(std::move(names), std::move(made)).first;
+  }
+  const Table& table = known->second->table;
+  check(api_, api_.open(table.entries, table.keys.size(), stream), "opening residuals");
+  return table;
+}
+
+void Feedback::begin_step(Stream stream) {
+  if (in_step_) throw InvalidArgument("error feedback: end the step before you begin another");
+  in_step_ = true;
+  of_step_.clear();
+  check(api_, api_.fill(step_flags_, 0, sizeof *step_flags_, stream), "cudaMemsetAsync");
+}
+
+void Feedback::end_step(bool keep, Stream stream) {
+  if (!in_step_) throw InvalidArgument("error feedback: no step was begun");
+  in_step_ = false;
+  if (!keep) return;
+  for (const Settled& each : of_step_) settle(*each.table, each.remembers, step_flags_, stream);
+}
+
+void Feedback::settle(const Table& table, bool remembers, const std::uint32_t* flags,
+                      Stream stream) {
+  if (in_step_) return of_step_.push_back({&table, remembers});
+  check(api_, api_.settle(table.entries, table.keys.size(), remembers, flags, stream),
+        "settling residuals");
+}
+
+codec::ErrorFeedback::Kept Feedback::read(const Key& key, Stream stream) const {
+  Entry entry;
+  const auto fetch = [&](void* to, const void* from, std::size_t bytes) {
+    check(api_, api_.copy(to, from, bytes, CopyKind::kToHost, stream), "cudaMemcpyAsync");
+    check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
+  };
+  fetch(&entry, key.entry, sizeof entry);
+  const Adapted& adapted = entry.adapted[entry.which & 1U];
+  codec::ErrorFeedback::Kept kept;
+  kept.calls = entry.calls;
+  kept.adapted.tau = adapted.tau;
+  kept.adapted.filter = adapted.filter;
+  kept.adapted.sent = adapted.sent;
+  kept.adapted.largest = std::bit_cast<float>(adapted.largest);
+  kept.residual.resize(key.count);
+  fetch(kept.residual.data(), key.residual[entry.which & 1U], 4 * key.count);
+  if (kept.calls == 0 && is_zero(kept.residual)) kept.residual.clear();
+  if (key.remembered == 0) return kept;
+  kept.memory.resize(key.remembered);
+  fetch(kept.memory.data(), key.memory[entry.which_memory & 1U], 4 * key.remembered);
+  if (is_zero(kept.memory)) kept.memory.clear();
+  return kept;
+}
+
+void Feedback::write(const Key& key, const codec::ErrorFeedback::Kept& kept, Stream stream) const {
+  Entry entry{};
+  entry.calls = kept.calls;
+  Adapted& adapted = entry.adapted[0];
+  adapted.tau = kept.adapted.tau;
+  adapted.filter = kept.adapted.filter;
+  adapted.sent = kept.adapted.sent;
+  adapted.largest = std::bit_cast<std::uint32_t>(kept.adapted.largest);
+  const auto store = [&](void* to, const void* from, std::size_t bytes) {
+    check(api_, api_.copy(to, from, bytes, CopyKind::kToDevice, stream), "cudaMemcpyAsync");
+  };
+  store(key.entry, &entry, sizeof entry);
+  const std::size_t residuals = std::min<std::size_t>(kept.residual.size(), key.count);
+  const std::size_t memories = std::min<std::size_t>(kept.memory.size(), key.remembered);
+  check(api_, api_.fill(key.residual[0], 0, 4 * key.count, stream), "cudaMemsetAsync");
+  store(key.residual[0], kept.residual.data(), 4 * residuals);
+  check(api_, api_.fill(key.memory[0], 0, 4 * key.remembered, stream), "cudaMemsetAsync");
+  store(key.memory[0], kept.memory.data(), 4 * memories);
+  check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
+}
+
+void Feedback::bring_home(Stream stream) {
+  if (in_step_) throw InvalidArgument("error feedback: a step is under way; end it first");
+  for (const auto& [name, kept] : keys_) {
+    auto read_back = read(kept->key, stream);
+    if (read_back.calls > 0 || !read_back.residual.empty() || !read_back.memory.empty())
+      host_->put(name, std::move(read_back));
+  }
+}
+
+void Feedback::send_back(Stream stream) {
+  for (const auto& [name, kept] : keys_) write(kept->key, host_->take(name), stream);
+}
+
+}  // namespace gradwire::cuda

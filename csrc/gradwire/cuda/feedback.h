@@ -1,0 +1,97 @@
+// Error feedback on one GPU: codec/feedback.h's residuals, what codecs adapt and remember, in
+// device memory, so that a call needs nothing of the host. Whether a call's residuals take the
+// place of those before is decided on the device, by the call's flags.
+//
+// Each key has two vectors of which its Entry says which is the present one (cuda/api.h). Belongs
+// to one thread at a time, and its calls to one stream after the other: who changes streams orders
+// them.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "gradwire/codec/feedback.h"
+#include "gradwire/cuda/device.h"
+
+namespace gradwire::cuda {
+
+class Feedback {
+ public:
+  struct Key {
+    Entry* entry = nullptr;
+    float* residual[2] = {nullptr, nullptr};
+    std::uint64_t count = 0;  // elements
+    float* memory[2] = {nullptr, nullptr};
+    std::uint64_t remembered = 0;  // elements of memory
+    std::uint64_t digest = 0;      // of the name, for Dice
+
+    Site site(std::uint64_t offset) const {
+      return {{residual[0] + offset, residual[1] + offset}, entry};
+    }
+  };
+  // The keys of a call, in order.
+  struct Table {
+    std::vector<const Key*> keys;
+    Entry* const* entries = nullptr;  // in device memory
+  };
+
+  // On this thread's device. What a new key starts with is taken from the host's.
+  Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host);
+  ~Feedback();
+  Feedback(const Feedback&) = delete;
+  Feedback& operator=(const Feedback&) = delete;
+
+  // Throws InvalidArgument for a key whose residual has another length, one that is given twice,
+  // and for new ones in a call that is captured. A table stays valid. `memory`: elements that each
+  // key remembers (empty: none).
+  const Table& open(std::span<const codec::KeyedExtent> extents,
+                    std::span<const std::uint64_t> memory, bool captured, Stream stream);
+
+  // A step: calls between the two stand or fall together. InvalidArgument where one is (not) under
+  // way.
+  void begin_step(Stream stream);
+  void end_step(bool keep, Stream stream);
+  bool in_step() const noexcept { return in_step_; }
+  // The end of a call, or part of the step's: by the flags, which in a step are the step's.
+  void settle(const Table& table, bool remembers, const std::uint32_t* flags, Stream stream);
+  std::uint32_t* step_flags() const noexcept { return step_flags_; }
+
+  // Waits for the stream, and gives a copy of everything to the host's, for as long as it is read
+  // or changed there; and takes it back, in the same memory, so that graphs stay valid.
+  void bring_home(Stream stream);
+  void send_back(Stream stream);
+
+ private:
+  struct Kept {
+    Key key;
+    std::vector<Room> rooms;
+  };
+  Kept& make(const codec::KeyedExtent& extent, Stream stream);
+  void remember(Kept& kept, std::uint64_t count, Stream stream);
+  float* zeros(Kept& kept, std::uint64_t count, Stream stream);
+  codec::ErrorFeedback::Kept read(const Key& key, Stream stream) const;
+  void write(const Key& key, const codec::ErrorFeedback::Kept& kept, Stream stream) const;
+
+  const Api& api_;
+  std::shared_ptr<codec::ErrorFeedback> host_;
+  std::map<std::string, std::unique_ptr<Kept>> keys_;
+  struct Known {
+    Table table;
+    Room entries;
+  };
+  std::map<std::vector<std::string>, std::unique_ptr<Known>> tables_;
+  Room step_room_;
+  std::uint32_t* step_flags_ = nullptr;
+  bool in_step_ = false;
+  struct Settled {
+    const Table* table;
+    bool remembers;
+  };
+  std::vector<Settled> of_step_;
+};
+
+}  // namespace gradwire::cuda
