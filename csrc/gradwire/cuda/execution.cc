@@ -90,7 +90,7 @@ void Execution::post_send(const Part& part, std::span<const Rank> peers) {
     return;
   }
   for (const Piece& piece : call_.plan->pieces(part))
-    for (Rank peer : peers) messages_->send(address(piece), bytes_of(piece), peer);
+    for (Rank peer : peers) messages_->send(address(piece), bytes_of(piece), peer, call_.layout);
 }
 
 const std::byte* Execution::payload_to_send(const Part& part) {
@@ -131,7 +131,7 @@ void Execution::post_receive(const Part& part, Rank peer, Frames sends) {
   const bool at_once = part.landing == schedule::Landing::kCopy && !is_sent(part, sends);
   for (const Piece& piece : call_.plan->pieces(part)) {
     std::byte* const data = at_once ? address(piece) : take(aligned(bytes_of(piece)));
-    messages_->receive(data, bytes_of(piece), peer);
+    messages_->receive(data, bytes_of(piece), peer, call_.layout);
     if (!at_once) landings_.push_back({&part, &piece, data});
   }
 }

@@ -35,6 +35,7 @@ class Execution {
     std::span<const ExtentSite> sites;    // lossy: one an extent
     std::byte* scratch = nullptr;         // the codec's
     std::uint32_t* flags = nullptr;       // lossy: the call's
+    std::span<const Slotted> layout;      // plain: of every block, each of which is a payload
     bool captured = false;                // in a graph
   };
 

@@ -17,6 +17,19 @@ void check_keys(std::span<const codec::KeyedExtent> extents) {
       throw InvalidArgument("error feedback: key '" + each.key + "' is given twice in one call");
 }
 
+void check_length(const codec::KeyedExtent& extent, std::size_t stored) {
+  if (stored == extent.count) return;
+  throw InvalidArgument("error feedback: key '" + extent.key + "' has a residual of " +
+                        std::to_string(stored) + " elements, this call has " +
+                        std::to_string(extent.count) + "; use another key, or clear()");
+}
+
+[[noreturn]] void refuse_in_capture() {
+  throw InvalidArgument(
+      "error feedback: a call that is captured in a CUDA graph has new keys: make the same call "
+      "once before the capture begins");
+}
+
 bool is_zero(const std::vector<float>& values) {
   return std::ranges::all_of(values,
                              [](float each) { return std::bit_cast<std::uint32_t>(each) == 0; });
@@ -49,7 +62,7 @@ Feedback::Kept& Feedback::make(const codec::KeyedExtent& extent, Stream stream) 
   return *keys_.emplace(extent.key, std::move(kept)).first->second;
 }
 
-void Feedback::remember(Kept& kept, std::uint64_t count, Stream stream) {
+void Feedback::make_memory(Kept& kept, std::uint64_t count, Stream stream) {
   if (kept.key.remembered >= count) return;
   for (float*& each : kept.key.memory) {
     float* const before = each;
@@ -60,62 +73,63 @@ void Feedback::remember(Kept& kept, std::uint64_t count, Stream stream) {
   kept.key.remembered = count;
 }
 
-const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extents,
-                                      std::span<const std::uint64_t> memory, bool captured,
+void Feedback::remember(const Table& table, std::span<const std::uint64_t> counts, bool captured,
+                        Stream stream) {
+  for (auto& [name, kept] : keys_)
+    for (std::size_t i = 0; i < counts.size(); ++i) {
+      if (table.keys[i] != &kept->key || kept->key.remembered >= counts[i]) continue;
+      if (captured) refuse_in_capture();
+      make_memory(*kept, counts[i], stream);
+    }
+}
+
+Feedback::Kept& Feedback::find(const codec::KeyedExtent& extent, Stream stream) {
+  const auto found = keys_.find(extent.key);
+  if (found != keys_.end()) {
+    check_length(extent, found->second->key.count);
+    return *found->second;
+  }
+  const auto start = host_->take(extent.key);
+  if (!start.residual.empty() && start.residual.size() != extent.count) {
+    host_->put(extent.key, start);
+    check_length(extent, start.residual.size());
+  }
+  Kept& kept = make(extent, stream);
+  if (!start.memory.empty()) make_memory(kept, start.memory.size(), stream);
+  write(kept.key, start, stream);
+  return kept;
+}
+
+const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extents, bool captured,
                                       Stream stream) {
-  std::vector<std::string> names;
-  for (const auto& each : extents) names.push_back(each.key);
-  auto known = tables_.find(names);
-  if (known == tables_.end() && captured)
-    throw InvalidArgument(
-        "error feedback: a call that is captured in a CUDA graph has new keys: "
-        "make the same call once before the capture begins");
-  if (known == tables_.end()) check_keys(extents);
-  for (std::size_t i = 0; i < extents.size(); ++i) {
-    const auto& extent = extents[i];
-    auto found = keys_.find(extent.key);
-    if (found != keys_.end() && found->second->key.count != extent.count)
-      throw InvalidArgument("error feedback: key '" + extent.key + "' has a residual of " +
-                            std::to_string(found->second->key.count) + " elements, this call has " +
-                            std::to_string(extent.count) + "; use another key, or clear()");
-    if (found == keys_.end()) {
-      const auto start = host_->take(extent.key);
-      if (!start.residual.empty() && start.residual.size() != extent.count) {
-        const std::size_t stored = start.residual.size();
-        host_->put(extent.key, start);
-        throw InvalidArgument("error feedback: key '" + extent.key + "' has a residual of " +
-                              std::to_string(stored) + " elements, this call has " +
-                              std::to_string(extent.count) + "; use another key, or clear()");
-      }
-      Kept& kept = make(extent, stream);
-      if (!start.memory.empty()) remember(kept, start.memory.size(), stream);
-      write(kept.key, start, stream);
-    }
-    Kept& kept = *keys_.at(extent.key);
-    if (!memory.empty() && memory[i] > kept.key.remembered) {
-      if (captured) throw InvalidArgument("error feedback: make the same call before the capture");
-      remember(kept, memory[i], stream);
-    }
-  }
+  names_.clear();
+  for (const auto& each : extents) names_.push_back(each.key);
+  auto known = tables_.find(names_);
   if (known == tables_.end()) {
-    auto made = std::make_unique<Known>(Known{{}, Room(api_)});
-    std::vector<Entry*> entries;
-    for (const std::string& name : names) {
-      made->table.keys.push_back(&keys_.at(name)->key);
-      entries.push_back(made->table.keys.back()->entry);
-    }
-    std::byte* room = made->entries.take(std::max<std::size_t>(1, entries.size()) * sizeof(Entry*));
-    check(api_,
-          api_.copy(room, entries.data(), entries.size() * sizeof(Entry*), CopyKind::kToDevice,
-                    stream),
-          "cudaMemcpyAsync");
-    check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
-    made->table.entries = reinterpret_cast<Entry* const*>(room);
-    known = tables_.emplace(std::move(names), std::move(made)).first;
+    if (captured) refuse_in_capture();
+    check_keys(extents);
   }
+  for (const auto& each : extents) find(each, stream);
+  if (known == tables_.end()) known = tables_.emplace(names_, make_table(stream)).first;
   const Table& table = known->second->table;
   check(api_, api_.open(table.entries, table.keys.size(), stream), "opening residuals");
   return table;
+}
+
+std::unique_ptr<Feedback::Known> Feedback::make_table(Stream stream) {
+  auto made = std::make_unique<Known>(Known{{}, Room(api_)});
+  std::vector<Entry*> entries;
+  for (const std::string& name : names_) {
+    made->table.keys.push_back(&keys_.at(name)->key);
+    entries.push_back(made->table.keys.back()->entry);
+  }
+  const std::size_t bytes = entries.size() * sizeof(Entry*);
+  std::byte* room = made->entries.take(std::max(bytes, sizeof(Entry*)));
+  check(api_, api_.copy(room, entries.data(), bytes, CopyKind::kToDevice, stream),
+        "cudaMemcpyAsync");
+  check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
+  made->table.entries = reinterpret_cast<Entry* const*>(room);
+  return made;
 }
 
 void Feedback::begin_step(Stream stream) {

@@ -46,10 +46,11 @@ class Feedback {
   Feedback& operator=(const Feedback&) = delete;
 
   // Throws InvalidArgument for a key whose residual has another length, one that is given twice,
-  // and for new ones in a call that is captured. A table stays valid. `memory`: elements that each
-  // key remembers (empty: none).
-  const Table& open(std::span<const codec::KeyedExtent> extents,
-                    std::span<const std::uint64_t> memory, bool captured, Stream stream);
+  // and for new ones in a call that is captured. A table stays valid.
+  const Table& open(std::span<const codec::KeyedExtent> extents, bool captured, Stream stream);
+  // Makes room for so many elements that each of its keys remembers.
+  void remember(const Table& table, std::span<const std::uint64_t> counts, bool captured,
+                Stream stream);
 
   // A step: calls between the two stand or fall together. InvalidArgument where one is (not) under
   // way.
@@ -70,8 +71,14 @@ class Feedback {
     Key key;
     std::vector<Room> rooms;
   };
+  struct Known {
+    Table table;
+    Room entries;
+  };
+  Kept& find(const codec::KeyedExtent& extent, Stream stream);
   Kept& make(const codec::KeyedExtent& extent, Stream stream);
-  void remember(Kept& kept, std::uint64_t count, Stream stream);
+  std::unique_ptr<Known> make_table(Stream stream);
+  void make_memory(Kept& kept, std::uint64_t count, Stream stream);
   float* zeros(Kept& kept, std::uint64_t count, Stream stream);
   codec::ErrorFeedback::Kept read(const Key& key, Stream stream) const;
   void write(const Key& key, const codec::ErrorFeedback::Kept& kept, Stream stream) const;
@@ -79,10 +86,7 @@ class Feedback {
   const Api& api_;
   std::shared_ptr<codec::ErrorFeedback> host_;
   std::map<std::string, std::unique_ptr<Kept>> keys_;
-  struct Known {
-    Table table;
-    Room entries;
-  };
+  std::vector<std::string> names_;  // of the call that is being opened
   std::map<std::vector<std::string>, std::unique_ptr<Known>> tables_;
   Room step_room_;
   std::uint32_t* step_flags_ = nullptr;

@@ -15,39 +15,7 @@ Array array_at(std::vector<float>& values, std::size_t first, std::size_t count)
   return {reinterpret_cast<std::byte*>(values.data() + first), count};
 }
 
-}  // namespace
-
-// ---- At submission -----------------------------------------------------------------------------
-
-void LowRankReduce::begin() {
-  check();
-  phase_ = 0;
-  feedback_.bind(counts(), whole().keys, transaction());
-  list_matrices(static_cast<const codec::LowRank&>(*whole().codec).rank());
-  if (feedback_.feeds_back()) place_in_keys();
-  list_exchanges();
-}
-
-void LowRankReduce::check() const {
-  const Request& request = whole();
-  OpSpec spec;
-  spec.collective = request.collective;
-  spec.dtype = request.dtype;
-  spec.op = request.op;
-  Plan::check_types(spec, *request.codec);
-  if (request.collective != Collective::kAllReduce)
-    throw ScheduleError("codec '" + request.codec->name() +
-                        "' needs the sum of all factors on all ranks; use all_reduce, not " +
-                        std::string(name_of(request.collective)));
-  if (is_gather(request.algorithm))
-    throw ScheduleError("codec '" + request.codec->name() +
-                        "' has no payloads to gather: the sums of its factors travel; use auto, or "
-                        "another algorithm of all_reduce");
-  if (!request.shapes.empty()) check_shapes();
-}
-
-void LowRankReduce::check_shapes() const {
-  const Request& request = whole();
+void check_shapes(const Request& request) {
   const auto& shapes = request.shapes;
   const std::string codec = "codec '" + request.codec->name() + "'";
   if (shapes.size() != request.inputs.size())
@@ -62,6 +30,36 @@ void LowRankReduce::check_shapes() const {
                           " elements, which are no " + std::to_string(rows) + " x " +
                           std::to_string(columns) + " matrix");
   }
+}
+
+}  // namespace
+
+void check_low_rank(const Request& request) {
+  OpSpec spec;
+  spec.collective = request.collective;
+  spec.dtype = request.dtype;
+  spec.op = request.op;
+  Plan::check_types(spec, *request.codec);
+  if (request.collective != Collective::kAllReduce)
+    throw ScheduleError("codec '" + request.codec->name() +
+                        "' needs the sum of all factors on all ranks; use all_reduce, not " +
+                        std::string(name_of(request.collective)));
+  if (is_gather(request.algorithm))
+    throw ScheduleError("codec '" + request.codec->name() +
+                        "' has no payloads to gather: the sums of its factors travel; use auto, or "
+                        "another algorithm of all_reduce");
+  if (!request.shapes.empty()) check_shapes(request);
+}
+
+// ---- At submission -----------------------------------------------------------------------------
+
+void LowRankReduce::begin() {
+  check_low_rank(whole());
+  phase_ = 0;
+  feedback_.bind(counts(), whole().keys, transaction());
+  list_matrices(static_cast<const codec::LowRank&>(*whole().codec).rank());
+  if (feedback_.feeds_back()) place_in_keys();
+  list_exchanges();
 }
 
 // Alone there is nobody to send anything to.

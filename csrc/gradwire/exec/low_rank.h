@@ -12,6 +12,9 @@
 
 namespace gradwire::exec {
 
+// Throws InvalidArgument and ScheduleError for what makes no call of this codec.
+void check_low_rank(const Request& request);
+
 class LowRankReduce final : public Compound {
  public:
   const Request& probe() override { return exchange(lefts_); }
@@ -33,8 +36,6 @@ class LowRankReduce final : public Compound {
   };
 
   void begin() override;
-  void check() const;
-  void check_shapes() const;
   void list_matrices(std::size_t rank);
   void list_exchanges();
   void place_in_keys();

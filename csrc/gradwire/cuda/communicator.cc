@@ -1,0 +1,275 @@
+#include "gradwire/cuda/communicator.h"
+
+#include <algorithm>
+
+#include "gradwire/base/error.h"
+#include "gradwire/cuda/gather_reduce.h"
+#include "gradwire/cuda/low_rank.h"
+#include "gradwire/cuda/model.h"
+#include "gradwire/exec/gather_reduce.h"
+
+namespace gradwire::cuda {
+namespace {
+
+// A plan's frames are whole chunks here, however long.
+constexpr std::size_t kUnlimited = std::size_t{1} << 60;
+
+exec::PlanCache::Setting plans_of(const Communicator::Setting& setting) {
+  return {setting.rank, setting.size, setting.hosts, kUnlimited, kUnlimited};
+}
+
+bool is_plain(const exec::Request& request) {
+  return !request.codec || request.codec->combine() == codec::Combine::kPlain;
+}
+
+// Payloads travel whole on most ways between GPUs, so gathering more than one other's does not pay.
+bool gathers(const exec::Request& request, int size) {
+  const bool shared = request.collective == Collective::kAllReduce;
+  if (exec::is_gather(request.algorithm)) return !(is_plain(request) && shared);
+  return request.algorithm == "auto" && request.schedule == nullptr && !is_plain(request) &&
+         shared && size == 2 && request.codec->gathers(size);
+}
+
+void check_types(const exec::Request& request) {
+  if (request.letters)
+    throw InvalidArgument("codec '" + std::string(request.codec_label) +
+                          "' is written in Python and works on arrays in host memory: copy them "
+                          "there, or take one of gradwire.codecs()");
+  OpSpec spec;
+  spec.collective = request.collective;
+  spec.dtype = request.dtype;
+  spec.op = request.op;
+  if (request.codec) exec::Plan::check_types(spec, *request.codec);
+}
+
+}  // namespace
+
+Communicator::Communicator(const Api& api, Setting setting, std::unique_ptr<Messages> messages)
+    : api_(api),
+      setting_(std::move(setting)),
+      messages_(std::move(messages)),
+      plans_(plans_of(setting_)),
+      main_(api, {setting_.rank, setting_.size, messages_.get(), &plans_}),
+      question_(api, {setting_.rank, setting_.size, messages_.get(), &plans_}),
+      flags_room_(api),
+      own_entries_(api),
+      codec_scratch_(api),
+      told_(api, Room::Kind::kPinned),
+      last_(api) {
+  plans_.set_model(gpu_model());
+  flags_ = reinterpret_cast<std::uint32_t*>(flags_room_.take(kPayloadAlignment));
+  std::fill_n(told_.take(kPayloadAlignment), kPayloadAlignment, std::byte{0});
+}
+
+// What is enqueued still uses the memory: releasing it waits.
+Communicator::~Communicator() = default;
+
+void Communicator::run(const exec::Request& request, Feedback* feedback, Stream stream) {
+  const OnDevice here(api_, setting_.device);
+  check_types(request);
+  exec::Operation::check(request, setting_.rank, setting_.size);
+  messages_->check();
+  Call& call = call_;
+  call.request = &request;
+  call.stream = stream;
+  call.feedback = feedback;
+  std::uint64_t capture = 0;
+  check(api_, api_.capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
+  call.captured = capture != 0;
+  exec::Operation::counts(request, setting_.rank, setting_.size, call.counts);
+  // Events of one capture mean nothing in another one, nor outside.
+  if (recorded_ && capture == last_capture_)
+    check(api_, api_.wait(stream, last_.get()), "cudaStreamWaitEvent");
+  const bool low_rank = request.codec && request.codec->combine() == codec::Combine::kCompound;
+  if (low_rank) {
+    if (!low_rank_) low_rank_ = std::make_unique<LowRankReduce>(*this);
+    low_rank_->run(call);
+  } else if (gathers(request, setting_.size)) {
+    if (!gather_) gather_ = std::make_unique<GatherReduce>(*this);
+    gather_->run(call);
+  } else {
+    run_at_once(call);
+  }
+  if (!call.captured)
+    check(api_,
+          api_.copy(told_.data(), call.flags, sizeof(std::uint32_t), CopyKind::kToHost, stream),
+          "cudaMemcpyAsync");
+  check(api_, api_.record(last_.get(), stream), "cudaEventRecord");
+  recorded_ = true;
+  last_capture_ = capture;
+  ++operations_;
+}
+
+std::uint32_t Communicator::take_flags() {
+  auto* const told = reinterpret_cast<std::uint32_t*>(told_.data());
+  return std::atomic_ref(*told).exchange(0);
+}
+
+// ---- What every way of a call begins with ------------------------------------------------------
+
+// Of a step the calls share one word.
+void Communicator::begin(Call& call) {
+  const bool in_step = call.feedback != nullptr && call.feedback->in_step();
+  call.flags = in_step ? call.feedback->step_flags() : flags_;
+  if (!in_step)
+    check(api_, api_.fill(call.flags, 0, sizeof(std::uint32_t), call.stream), "cudaMemsetAsync");
+  call.codec = codec_for(call.request->codec);
+  std::size_t scratch = 0;
+  for (std::uint64_t count : call.counts)
+    if (call.codec != nullptr) scratch = std::max(scratch, call.codec->scratch_bytes(count));
+  call.scratch = codec_scratch_.take(scratch, call.captured);
+}
+
+const Codec* Communicator::codec_for(const std::shared_ptr<const codec::Codec>& codec) {
+  using codec::Combine;
+  if (!codec || codec->combine() == Combine::kPlain || codec->combine() == Combine::kCompound)
+    return nullptr;
+  auto& made = codecs_[codec];
+  if (!made) made = Codec::make(api_, *codec);
+  return made.get();
+}
+
+void Communicator::bind_sites(Call& call) {
+  call.sites.assign(call.counts.size(), {});
+  call.table = nullptr;
+  if (call.feedback != nullptr) return bind_keys(call);
+  if (call.codec == nullptr) return;
+  for (ExtentSite& each : call.sites)
+    each.call = operations_ ^ static_cast<std::uint64_t>(setting_.rank) << 48;
+  if (!call.codec->adapts()) return;
+  const std::size_t bytes = sizeof(Entry) * call.counts.size();
+  auto* entry = reinterpret_cast<Entry*>(own_entries_.take(bytes, call.captured));
+  check(api_, api_.fill(entry, 0, bytes, call.stream), "cudaMemsetAsync");
+  for (ExtentSite& each : call.sites) each.site.entry = entry++;
+}
+
+// The keys lie end to end over the extents, each of which belongs to one key.
+void Communicator::bind_keys(Call& call) {
+  const auto& keys = call.request->keys;
+  call.keys.clear();
+  std::size_t key = 0;
+  std::uint64_t used = 0;
+  const auto skip_full = [&] {
+    for (; key + 1 < keys.size() && used == keys[key].count; ++key) used = 0;
+  };
+  std::vector<std::uint64_t> begins;
+  for (std::uint64_t count : call.counts) {
+    skip_full();
+    if (keys[key].count - used < count)
+      throw InvalidArgument("error feedback: key '" + keys[key].key + "' has " +
+                            std::to_string(keys[key].count) +
+                            " elements, which is not where an array ends; give keys whose counts "
+                            "add up to the arrays'");
+    call.keys.push_back(key);
+    begins.push_back(used);
+    used += count;
+  }
+  skip_full();
+  if (key + 1 < keys.size() || used < keys[key].count)
+    throw InvalidArgument("error feedback: the keys have more elements than the arrays");
+  if (call.table == nullptr) call.table = &call.feedback->open(keys, call.captured, call.stream);
+  for (std::size_t i = 0; i < call.sites.size(); ++i) {
+    const Feedback::Key& its = *call.table->keys[call.keys[i]];
+    call.sites[i].site = its.site(begins[i]);
+    call.sites[i].call = its.digest ^ static_cast<std::uint64_t>(setting_.rank) << 48;
+    call.sites[i].element = begins[i];
+  }
+}
+
+// ---- One schedule ------------------------------------------------------------------------------
+
+void Communicator::run_at_once(Call& call) {
+  main_.bind(*call.request, call.captured);
+  begin(call);
+  if (!main_.plan().folds() && main_.plan().counts() != call.counts)
+    throw InvalidArgument("a plan of other arrays was found");
+  bind_sites(call);
+  main_.begin(call.stream);
+  const exec::Arrangement& arrangement = main_.arrangement();
+  if (call.codec != nullptr)
+    prepare(call, arrangement.extents());
+  else if (call.feedback != nullptr)
+    deliver_residuals(call, arrangement);
+  main_.run({call.codec, call.sites, call.scratch, call.flags}, {}, call.stream);
+  if (call.codec != nullptr) adapt(call);
+  if (call.feedback == nullptr) return;
+  if (call.codec == nullptr) check_results(call, arrangement);
+  settle(call, call.request->collective == Collective::kAllReduce);
+}
+
+void Communicator::prepare(const Call& call, std::span<std::byte* const> extents) {
+  if (!call.codec->adapts()) return;
+  for (std::size_t i = 0; i < extents.size(); ++i) {
+    Run run;
+    run.x = reinterpret_cast<const float*>(extents[i]);
+    run.n = call.counts[i];
+    run.site = call.sites[i].site;
+    call.codec->prepare(run, call.scratch, call.stream);
+  }
+}
+
+// Once a key, though several extents may be of it.
+void Communicator::adapt(const Call& call) {
+  if (!call.codec->adapts()) return;
+  std::uint64_t elements = 0;
+  for (std::size_t i = 0; i < call.sites.size(); ++i) {
+    elements += call.counts[i];
+    Entry* const entry = call.sites[i].site.entry;
+    if (i + 1 < call.sites.size() && call.sites[i + 1].site.entry == entry) continue;
+    call.codec->adapt(elements, entry, call.stream);
+    elements = 0;
+  }
+}
+
+// A plain sum loses nothing.
+void Communicator::deliver_residuals(const Call& call, const exec::Arrangement& arrangement) {
+  const auto& own = main_.plan().folds() ? arrangement.addends() : arrangement.extents();
+  for (std::size_t i = 0; i < own.size(); ++i)
+    check(api_,
+          api_.deliver(call.sites[i].site, reinterpret_cast<float*>(own[i]), call.counts[i],
+                       call.stream),
+          "delivering");
+}
+
+void Communicator::check_results(const Call& call, const exec::Arrangement& arrangement) {
+  const auto look = [&](std::byte* data, std::uint64_t count) {
+    check(api_, api_.check_finite(reinterpret_cast<float*>(data), count, call.flags, call.stream),
+          "looking for NaN");
+  };
+  if (main_.plan().folds())
+    for (const exec::Array& each : arrangement.sums()) look(each.data, each.count);
+  else
+    for (std::size_t i = 0; i < call.counts.size(); ++i)
+      look(arrangement.extents()[i], call.counts[i]);
+}
+
+void Communicator::settle(const Call& call, bool shared, bool remembers) {
+  if (call.table == nullptr) return;
+  if (!shared) {
+    ask_all(call);
+    poison(call);
+  }
+  call.feedback->settle(*call.table, remembers, call.flags, call.stream);
+}
+
+// Ranks that hold different results agree whether residuals may move.
+void Communicator::ask_all(const Call& call) {
+  const exec::Array word{reinterpret_cast<std::byte*>(call.flags), 1};
+  exec::Request question;
+  question.collective = Collective::kAllReduce;
+  question.dtype = DType::kInt32;
+  question.op = ReduceOp::kMax;
+  question.inputs = question.outputs = {&word, 1};
+  question_.bind(question, call.captured);
+  question_.begin(call.stream);
+  question_.run({}, {}, call.stream);
+}
+
+void Communicator::poison(const Call& call) {
+  for (const exec::Array& each : call.request->outputs)
+    check(api_,
+          api_.poison(reinterpret_cast<float*>(each.data), each.count, call.flags, call.stream),
+          "poisoning");
+}
+
+}  // namespace gradwire::cuda
