@@ -9,6 +9,9 @@ Api make_table() {
   api.version = kApiVersion;
   api.bytes = sizeof(Api);
   fill_runtime(api);
+  fill_low_rank(api);
+  fill_factors(api);
+  fill_orthonormalise(api);
   return api;
 }
 

@@ -1,0 +1,401 @@
+// lowrank: the three passes over a matrix (codec/factors.h), each of which reads it once. Factors
+// are handled four by four, those that are missing as zeros.
+#include "gradwire/codec/factors.h"
+
+#include "gradwire/cuda/plugin/floats.cuh"
+#include "gradwire/cuda/plugin/functions.h"
+#include "gradwire/cuda/plugin/gpu.cuh"
+#include "gradwire/cuda/plugin/site.cuh"
+
+namespace gradwire::cuda {
+namespace {
+
+using codec::kMostRank;
+
+template <unsigned kValue>
+struct Count {
+  static constexpr unsigned value = kValue;
+};
+
+// Calls body(Count<k>) with the least of these that is enough for the rank; `most` for those above.
+template <typename Body>
+Status with_factors(std::uint64_t rank, Body body) {
+  if (rank <= 4) return body(Count<4>{});
+  if (rank <= 8) return body(Count<8>{});
+  if (rank <= 16) return body(Count<16>{});
+  return body(Count<32>{});
+}
+
+// Element `at` of four vectors of n elements, the first of them k; zero where there is none.
+__device__ Four load_four(const float* vectors, std::uint64_t k, std::uint64_t rank,
+                          std::uint64_t at, std::uint64_t n) {
+  Four four;
+#pragma unroll
+  for (unsigned f = 0; f < 4; ++f)
+    four.value[f] = k + f < rank && at < n ? vectors[(k + f) * n + at] : 0;
+  return four;
+}
+
+// ---- p = v·q: sums along rows ------------------------------------------------------------------
+// A thread for each of a row's 16 lanes, with a sum for each factor. A block takes q tile by tile
+// for all of its rows.
+
+constexpr unsigned kRowLanes = 16;
+constexpr unsigned kLeftThreads = 512, kFewThreads = 128;
+constexpr std::uint64_t kManyRows = 4096;  // for which large blocks fill the device
+
+template <unsigned kFactors>
+struct LeftTile {
+  static constexpr unsigned kColumns = 256;
+  static constexpr unsigned kSteps = kColumns / kRowLanes;
+  Four q[kFactors / 4][kColumns];
+};
+
+// x or x + e, which is written to v then.
+struct LeftSource {
+  const float* x;
+  const float* residual;
+  float* v;
+
+  __device__ float take(std::uint64_t at) const {
+    if (residual == nullptr) return x[at];
+    return canonical(x[at] + residual[at]);
+  }
+};
+
+// What one thread adds up of a tile of its row, from its lane's first element on.
+template <unsigned kSteps>
+__device__ void load_row(LeftSource from, std::uint64_t at, std::uint64_t left,
+                         float (&values)[kSteps]) {
+#pragma unroll
+  for (unsigned s = 0; s < kSteps; ++s)
+    values[s] = s * kRowLanes < left ? from.take(at + s * kRowLanes) : 0;
+  if (from.residual == nullptr) return;
+#pragma unroll
+  for (unsigned s = 0; s < kSteps; ++s)
+    if (s * kRowLanes < left) from.v[at + s * kRowLanes] = values[s];
+}
+
+template <unsigned kFactors>
+__device__ void stage(LeftTile<kFactors>& tile, const float* q, std::uint64_t first, Matrix of) {
+  constexpr unsigned kColumns = LeftTile<kFactors>::kColumns;
+  for (unsigned i = threadIdx.x; i < kColumns * (kFactors / 4); i += blockDim.x)
+    tile.q[i / kColumns][i % kColumns] =
+        load_four(q, i / kColumns * 4, of.rank, first + i % kColumns, of.columns);
+}
+
+template <unsigned kFactors, unsigned kSteps>
+__device__ void add_row(const LeftTile<kFactors>& tile, unsigned lane,
+                        const float (&values)[kSteps], float (&sums)[kFactors]) {
+#pragma unroll
+  for (unsigned s = 0; s < kSteps; ++s)
+#pragma unroll
+    for (unsigned k = 0; k < kFactors; k += 4) {
+      const Four q = tile.q[k / 4][s * kRowLanes + lane];
+#pragma unroll
+      for (unsigned f = 0; f < 4; ++f) sums[k + f] += values[s] * q.value[f];
+    }
+}
+
+// Lane l takes lane l + w, for w = 8, 4, 2, 1; the first lane writes.
+template <unsigned kFactors>
+__device__ void write_row(float (&sums)[kFactors], float* p, std::uint64_t row, bool writes,
+                          Matrix of) {
+#pragma unroll
+  for (unsigned k = 0; k < kFactors; ++k) {
+    float sum = sums[k];
+#pragma unroll
+    for (unsigned w = kRowLanes / 2; w > 0; w /= 2) sum += __shfl_down_sync(kAllLanes, sum, w);
+    if (writes && k < of.rank) p[k * of.rows + row] = sum;
+  }
+}
+
+template <unsigned kFactors>
+__global__ void __launch_bounds__(kLeftThreads, kFactors <= 16 ? 2 : 1)
+    left(const float* x, Site site, float* v, const float* q, float* p, Matrix of) {
+  using Tile = LeftTile<kFactors>;
+  __shared__ Tile tile;
+  const LeftSource from{x, residual_of(site), v};
+  const unsigned lane = threadIdx.x % kRowLanes, rows = blockDim.x / kRowLanes;
+  for (std::uint64_t first = std::uint64_t{blockIdx.x} * rows; first < of.rows;
+       first += std::uint64_t{gridDim.x} * rows) {
+    const std::uint64_t row = first + threadIdx.x / kRowLanes;
+    float sums[kFactors] = {};
+    for (std::uint64_t j = 0; j < of.columns; j += Tile::kColumns) {
+      const bool any = row < of.rows && j + lane < of.columns;
+      float values[Tile::kSteps];
+      load_row(from, row * of.columns + j + lane, any ? of.columns - j - lane : 0, values);
+      __syncthreads();  // nobody reads the last tile any more
+      stage(tile, q, j, of);
+      __syncthreads();
+      add_row(tile, lane, values, sums);
+    }
+    write_row(sums, p, row, row < of.rows && lane == 0, of);
+  }
+}
+
+Status left_factor(const float* x, Site site, float* v, const float* q, float* p, Matrix of,
+                   Stream stream) {
+  const unsigned threads = of.rows < kManyRows ? kFewThreads : kLeftThreads;
+  const std::uint64_t blocks = blocks_for(of.rows, threads / kRowLanes);
+  return with_factors(of.rank, [&](auto factors) {
+    return launch(left<decltype(factors)::value>, blocks, threads, stream, x, site, v, q, p, of);
+  });
+}
+
+// ---- q = vᵀ·p: sums along columns --------------------------------------------------------------
+// A block has a strip of columns from the first row to the last, and up to 16 factors. A tile is as
+// many groups of eight rows as there are threads for them; each sums one group of one column. What
+// they found joins the sums of the columns group by group, four factors at a time.
+
+constexpr unsigned kGroup = 8;  // rows
+constexpr unsigned kRightThreads = 512;
+constexpr unsigned kMostAtOnce = 16;  // factors
+
+template <unsigned kFactors, unsigned kWide>
+struct RightTile {
+  static constexpr unsigned kGroups = kRightThreads / kWide;
+  static constexpr unsigned kRows = kGroups * kGroup;
+  // Of p, times kHeadroom. One more a group: other groups of a warp are in other banks.
+  Four picked[kFactors / 4][kGroups][kGroup + 1];
+  float sums[4][kRightThreads + kWide];  // likewise for other factors
+};
+
+template <unsigned kFactors, unsigned kWide>
+__device__ void stage(RightTile<kFactors, kWide>& tile, const float* p, std::uint64_t first_factor,
+                      std::uint64_t first, Matrix of) {
+  constexpr unsigned kRows = RightTile<kFactors, kWide>::kRows;
+  for (unsigned i = threadIdx.x; i < kRows * (kFactors / 4); i += kRightThreads) {
+    const unsigned row = i % kRows;
+    Four four = load_four(p, first_factor + i / kRows * 4, of.rank, first + row, of.rows);
+#pragma unroll
+    for (float& each : four.value) each *= codec::kHeadroom;
+    tile.picked[i / kRows][row / kGroup][row % kGroup] = four;
+  }
+}
+
+// Eight rows of one column.
+__device__ void load_group(const float* v, std::uint64_t row, std::uint64_t column, Matrix of,
+                           float (&values)[kGroup]) {
+#pragma unroll
+  for (unsigned r = 0; r < kGroup; ++r)
+    values[r] = row + r < of.rows && column < of.columns ? v[(row + r) * of.columns + column] : 0;
+}
+
+template <unsigned kFactors, unsigned kWide>
+__device__ void sum_group(const RightTile<kFactors, kWide>& tile, unsigned group,
+                          const float (&values)[kGroup], float (&sums)[kFactors]) {
+#pragma unroll
+  for (unsigned r = 0; r < kGroup; ++r)
+#pragma unroll
+    for (unsigned k = 0; k < kFactors; k += 4) {
+      const Four factor = tile.picked[k / 4][group][r];
+#pragma unroll
+      for (unsigned f = 0; f < 4; ++f) sums[k + f] += values[r] * factor.value[f];
+    }
+}
+
+// whole[k / 4] of the first threads: of column threadIdx.x % kWide, and of factor threadIdx.x /
+// kWide of each four.
+template <unsigned kFactors, unsigned kWide>
+__device__ void join(RightTile<kFactors, kWide>& tile, const float (&sums)[kFactors],
+                     float (&whole)[kFactors / 4]) {
+#pragma unroll
+  for (unsigned k = 0; k < kFactors; k += 4) {
+#pragma unroll
+    for (unsigned f = 0; f < 4; ++f) tile.sums[f][threadIdx.x] = sums[k + f];
+    __syncthreads();
+    if (threadIdx.x < 4 * kWide) {
+      const float* found = tile.sums[threadIdx.x / kWide] + threadIdx.x % kWide;
+#pragma unroll 8
+      for (unsigned group = 0; group < RightTile<kFactors, kWide>::kGroups; ++group)
+        whole[k / 4] += found[group * kWide];
+    }
+    __syncthreads();
+  }
+}
+
+template <unsigned kFactors, unsigned kWide>
+__device__ void write_columns(const float (&whole)[kFactors / 4], float* q,
+                              std::uint64_t first_factor, std::uint64_t first, Matrix of) {
+  const std::uint64_t column = first + threadIdx.x % kWide;
+  if (threadIdx.x >= 4 * kWide || column >= of.columns) return;
+#pragma unroll
+  for (unsigned four = 0; four < kFactors / 4; ++four) {
+    const std::uint64_t k = first_factor + 4 * four + threadIdx.x / kWide;
+    if (k < of.rank) q[k * of.columns + column] = whole[four];
+  }
+}
+
+// Block after block: all factors of a strip, then the next strip's.
+template <unsigned kFactors, unsigned kWide>
+__global__ void __launch_bounds__(kRightThreads, kFactors <= 8 ? 2 : 1)
+    right(const float* v, const float* p, float* q, Matrix of) {
+  using Tile = RightTile<kFactors, kWide>;
+  __shared__ Tile tile;
+  const std::uint64_t parts = blocks_for(of.rank, kFactors);
+  const unsigned group = threadIdx.x / kWide;
+  for (std::uint64_t b = blockIdx.x; b < blocks_for(of.columns, kWide) * parts; b += gridDim.x) {
+    const std::uint64_t first = b / parts * kWide, factor = b % parts * kFactors;
+    const std::uint64_t column = first + threadIdx.x % kWide;
+    float whole[kFactors / 4] = {};
+    float next[kGroup];
+    load_group(v, group * kGroup, column, of, next);
+    for (std::uint64_t i = 0; i < of.rows; i += Tile::kRows) {
+      float values[kGroup], sums[kFactors] = {};
+#pragma unroll
+      for (unsigned r = 0; r < kGroup; ++r) values[r] = next[r];
+      load_group(v, i + Tile::kRows + group * kGroup, column, of, next);
+      stage(tile, p, factor, i, of);
+      __syncthreads();
+      sum_group(tile, group, values, sums);
+      join(tile, sums, whole);
+    }
+    write_columns<kFactors, kWide>(whole, q, factor, first, of);
+  }
+}
+
+// Strips so narrow that there are enough of them, as far as lines of memory allow that.
+template <unsigned kFactors>
+Status right_of(const float* v, const float* p, float* q, Matrix of, Stream stream) {
+  const auto enqueue = [&](auto wide) {
+    constexpr unsigned kWide = decltype(wide)::value;
+    const std::uint64_t blocks = blocks_for(of.columns, kWide) * blocks_for(of.rank, kFactors);
+    return launch(right<kFactors, kWide>, blocks, kRightThreads, stream, v, p, q, of);
+  };
+  if (of.columns >= 8192) return enqueue(Count<32>{});
+  return of.columns >= 4096 ? enqueue(Count<16>{}) : enqueue(Count<8>{});
+}
+
+Status right_factor(const float* v, const float* p, float* q, Matrix of, Stream stream) {
+  const std::uint64_t at_once = of.rank < kMostAtOnce ? of.rank : kMostAtOnce;
+  return with_factors(at_once, [&](auto factors) {
+    constexpr unsigned kFactors =
+        decltype(factors)::value < kMostAtOnce ? decltype(factors)::value : kMostAtOnce;
+    return right_of<kFactors>(v, p, q, of, stream);
+  });
+}
+
+// ---- y = p·qᵀ ----------------------------------------------------------------------------------
+// A thread keeps its column's part of q while it goes down the rows of a tile.
+
+constexpr unsigned kProductThreads = 256;
+constexpr unsigned kProductWide = kWarp;
+constexpr unsigned kProductDeep = 8;  // rows of a thread
+constexpr unsigned kProductRows = kProductThreads / kProductWide * kProductDeep;
+
+struct Product {
+  const float* p;
+  const float* q;
+  const float* scale;
+  float factor;
+  const float* own_q;
+  const float* own_scale;
+  const float* v;
+};
+
+__device__ float limit(float x) {
+  constexpr float kMost = 0x1.FFFFFEp127F;
+  const float below = x < kMost ? x : kMost;
+  return below > -kMost ? below : -kMost;
+}
+
+template <unsigned kFactors>
+struct ProductTile {
+  Four p[kFactors / 4][kProductRows];
+};
+
+template <unsigned kFactors>
+__device__ void stage(ProductTile<kFactors>& tile, const float* p, std::uint64_t first, Matrix of) {
+  for (unsigned i = threadIdx.x; i < kProductRows * (kFactors / 4); i += kProductThreads)
+    tile.p[i / kProductRows][i % kProductRows] =
+        load_four(p, i / kProductRows * 4, of.rank, first + i % kProductRows, of.rows);
+}
+
+template <unsigned kFactors>
+__device__ void load_column(const float* q, std::uint64_t column, Matrix of,
+                            Four (&found)[kFactors / 4]) {
+#pragma unroll
+  for (unsigned k = 0; k < kFactors; k += 4)
+    found[k / 4] = load_four(q, k, of.rank, column, of.columns);
+}
+
+template <unsigned kFactors>
+__device__ float product_at(const ProductTile<kFactors>& tile, unsigned row,
+                            const Four (&q)[kFactors / 4]) {
+  float sum = 0;
+#pragma unroll
+  for (unsigned k = 0; k < kFactors / 4; ++k) {
+    const Four p = tile.p[k][row];
+#pragma unroll
+    for (unsigned f = 0; f < 4; ++f) sum += q[k].value[f] * p.value[f];
+  }
+  return sum;
+}
+
+// Of the thread's part of a tile.
+template <typename Body>
+__device__ void each_row(std::uint64_t first, std::uint64_t column, Matrix of, Body body) {
+  if (column >= of.columns) return;
+#pragma unroll
+  for (unsigned r = 0; r < kProductDeep; ++r) {
+    const unsigned row = threadIdx.x / kProductWide + r * (kProductThreads / kProductWide);
+    if (first + row < of.rows) body(r, row, (first + row) * of.columns + column);
+  }
+}
+
+template <unsigned kFactors, bool kError>
+__global__ void __launch_bounds__(kProductThreads)
+    product(Product what, Site site, float* y, Matrix of) {
+  __shared__ ProductTile<kFactors> tile;
+  const std::uint64_t across = blocks_for(of.columns, kProductWide);
+  const std::uint64_t tiles = blocks_for(of.rows, kProductRows) * across;
+  const float scale = what.factor * *what.scale;
+  for (std::uint64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
+    const std::uint64_t first = t / across * kProductRows;
+    const std::uint64_t column = t % across * kProductWide + threadIdx.x % kProductWide;
+    Four factors[kFactors / 4];
+    float values[kProductDeep];
+    if constexpr (kError)
+      each_row(first, column, of,
+               [&](unsigned r, unsigned, std::uint64_t at) { values[r] = what.v[at]; });
+    __syncthreads();  // nobody reads the last tile any more
+    stage(tile, what.p, first, of);
+    __syncthreads();
+    if constexpr (kError) {
+      const float own_scale = *what.own_scale;
+      float* error = next_residual(site);
+      load_column<kFactors>(what.own_q, column, of, factors);
+      each_row(first, column, of, [&](unsigned r, unsigned row, std::uint64_t at) {
+        error[at] = limit(values[r] - limit(product_at(tile, row, factors) * own_scale));
+      });
+    }
+    load_column<kFactors>(what.q, column, of, factors);
+    each_row(first, column, of, [&](unsigned, unsigned row, std::uint64_t at) {
+      y[at] = limit(product_at(tile, row, factors) * scale);
+    });
+  }
+}
+
+Status product_of(const float* p, const float* q, const float* scale, float factor,
+                  const float* own_q, const float* own_scale, const float* v, Site site, float* y,
+                  Matrix of, Stream stream) {
+  const Product what{p, q, scale, factor, own_q, own_scale, v};
+  const std::uint64_t blocks =
+      blocks_for(of.rows, kProductRows) * blocks_for(of.columns, kProductWide);
+  return with_factors(of.rank, [&](auto factors) {
+    constexpr unsigned kFactors = decltype(factors)::value;
+    return launch(keeps_errors(site) ? product<kFactors, true> : product<kFactors, false>, blocks,
+                  kProductThreads, stream, what, site, y, of);
+  });
+}
+
+}  // namespace
+
+void fill_low_rank(Api& api) {
+  api.left_factor = left_factor;
+  api.right_factor = right_factor;
+  api.product = product_of;
+}
+
+}  // namespace gradwire::cuda

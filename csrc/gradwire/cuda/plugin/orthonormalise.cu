@@ -1,0 +1,151 @@
+// lowrank: Gram-Schmidt (codec/low_rank.h) on the columns of a factor. Column k takes off its
+// projections on those before it, in their order: so all columns may take off their projections on
+// column m as soon as that is done. A kernel does so for one m, with a block for each column after
+// it; the first of these finishes its own.
+//
+// A sum has 16 lanes, each of which is added up in its order: by one thread, from terms that the
+// others prepare meanwhile.
+#include "gradwire/cuda/plugin/functions.h"
+#include "gradwire/cuda/plugin/gpu.cuh"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr unsigned kThreads = 1024;
+constexpr unsigned kLanes = 16;
+constexpr unsigned kTile = kThreads - kWarp;  // elements: one a thread that prepares
+constexpr double kVanished = 0x1p-60;
+constexpr std::uint64_t kNone = ~std::uint64_t{0};
+static_assert(kTile % kLanes == 0);
+
+// Of one element, before and after they are multiplied.
+struct Operands {
+  double a, b;
+};
+struct Terms {
+  double term[2];
+};
+
+struct Room {
+  double terms[2][2][kTile];  // while one tile of both sums is added up, the next is made
+  double sums[2];
+};
+
+// One of the threads that prepare: its element of each tile in turn, loaded one tile ahead.
+template <typename Load, typename Multiply>
+class Preparer {
+ public:
+  __device__ Preparer(Room& room, std::uint64_t n, Load load, Multiply multiply)
+      : room_(room), n_(n), load_(load), multiply_(multiply), at_(threadIdx.x - kWarp) {
+    fetch();
+  }
+
+  __device__ void next(unsigned buffer) {
+    if (at_ < n_) {
+      const Terms terms = multiply_(fetched_);
+      room_.terms[buffer][0][threadIdx.x - kWarp] = terms.term[0];
+      room_.terms[buffer][1][threadIdx.x - kWarp] = terms.term[1];
+    }
+    at_ += kTile;
+    fetch();
+  }
+
+ private:
+  __device__ void fetch() {
+    if (threadIdx.x >= kWarp && at_ < n_) fetched_ = load_(at_);
+  }
+
+  Room& room_;
+  std::uint64_t n_;
+  Load load_;
+  Multiply multiply_;
+  std::uint64_t at_;
+  Operands fetched_{};
+};
+
+__device__ double add_up(double lane, const double* terms, std::uint64_t left) {
+  const unsigned count = left < kTile ? static_cast<unsigned>(left) : kTile;
+#pragma unroll 8
+  for (unsigned i = threadIdx.x % kLanes; i < count; i += kLanes) lane += terms[i];
+  return lane;
+}
+
+// Both sums, into room.sums. Of the first warp, which adds up, half the lanes are of each.
+template <typename Load, typename Multiply>
+__device__ void sum_up(Room& room, std::uint64_t n, Load load, Multiply multiply) {
+  const bool adds = threadIdx.x < kWarp;
+  const std::uint64_t tiles = blocks_for(n, kTile);
+  Preparer preparer(room, n, load, multiply);
+  double lane = 0;
+  for (std::uint64_t tile = 0; tile <= tiles; ++tile) {
+    if (!adds)
+      preparer.next(tile % 2);
+    else if (tile > 0)
+      lane = add_up(lane, room.terms[(tile - 1) % 2][threadIdx.x / kLanes], n - (tile - 1) * kTile);
+    __syncthreads();
+  }
+  if (adds) {
+    // Lane l takes lane l + w.
+    for (unsigned w = kLanes / 2; w > 0; w /= 2) lane += __shfl_down_sync(kAllLanes, lane, w);
+    if (threadIdx.x % kLanes == 0) room.sums[threadIdx.x / kLanes] = lane;
+  }
+  __syncthreads();
+}
+
+// Takes the projection on `done` off the column.
+__device__ void take_off(Room& room, const double* __restrict__ done, double* __restrict__ column,
+                         std::uint64_t n) {
+  sum_up(
+      room, n, [=](std::uint64_t i) { return Operands{done[i], column[i]}; },
+      [](Operands each) { return Terms{{each.a * each.b, 0}}; });
+  const double times = room.sums[0];
+#pragma unroll 4
+  for (std::uint64_t i = threadIdx.x; i < n; i += kThreads) column[i] -= times * done[i];
+  __syncthreads();
+}
+
+// p still holds the column as it was at first.
+__device__ void finish(Room& room, float* __restrict__ p, double* __restrict__ column,
+                       std::uint64_t n) {
+  sum_up(
+      room, n, [=](std::uint64_t i) { return Operands{static_cast<double>(p[i]), column[i]}; },
+      [](Operands each) { return Terms{{each.a * each.a, each.b * each.b}}; });
+  const double before = room.sums[0], after = room.sums[1];
+  const double factor = after > before * kVanished ? __ddiv_rn(1, __dsqrt_rn(after)) : 0;
+#pragma unroll 4
+  for (std::uint64_t i = threadIdx.x; i < n; i += kThreads) {
+    const double value = column[i] * factor;
+    column[i] = value;
+    p[i] = static_cast<float>(value);
+  }
+}
+
+// Column `done` is; kNone: nothing is yet.
+__global__ void __launch_bounds__(kThreads)
+    orthonormalise_after(std::uint64_t done, float* p, double* room, std::uint64_t rows) {
+  __shared__ Room shared;
+  const std::uint64_t k = done + 1 + blockIdx.x;
+  double* column = room + k * rows;
+  if (done == kNone) {
+    for (std::uint64_t i = threadIdx.x; i < rows; i += kThreads) column[i] = p[k * rows + i];
+    __syncthreads();
+  } else {
+    take_off(shared, room + done * rows, column, rows);
+  }
+  if (blockIdx.x == 0) finish(shared, p + k * rows, column, rows);
+}
+
+Status orthonormalise(float* p, double* room, Matrix of, Stream stream) {
+  Status status = 0;
+  if (of.rows == 0) return status;
+  for (std::uint64_t k = 0; k < of.rank && status == 0; ++k)
+    status = launch(orthonormalise_after, of.rank - k, kThreads, stream, k == 0 ? kNone : k - 1, p,
+                    room, of.rows);
+  return status;
+}
+
+}  // namespace
+
+void fill_orthonormalise(Api& api) { api.orthonormalise = orthonormalise; }
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,25 @@
+// A run's error feedback, on the device.
+#pragma once
+
+#include "gradwire/cuda/plugin/gpu.cuh"
+
+namespace gradwire::cuda {
+
+__host__ __device__ inline bool keeps_errors(const Site& site) {
+  return site.residual[0] != nullptr;
+}
+
+// The one numbered `which`. (An index into a parameter would put that into local memory.)
+__device__ inline float* one_of(float* const (&two)[2], std::uint32_t which) {
+  return which == 0 ? two[0] : two[1];
+}
+
+// e and e'; null where none is kept.
+__device__ inline const float* residual_of(const Site& site) {
+  return keeps_errors(site) ? one_of(site.residual, site.entry->which) : nullptr;
+}
+__device__ inline float* next_residual(const Site& site) {
+  return keeps_errors(site) ? one_of(site.residual, 1 - site.entry->which) : nullptr;
+}
+
+}  // namespace gradwire::cuda
