@@ -19,8 +19,9 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 BUILT := build/release/.built
-NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/*)
-CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc' 'bench/*.cc')
+NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/* csrc/gradwire/*/*/*)
+CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' \
+  'tests/*.cc' 'bench/*.cc')
 
 .PHONY: demo test test-cpp test-python test-rdma bench lint lint-check sanitize sanitize-build \
   faults fuzz fuzz-build build tools clean
@@ -57,7 +58,7 @@ build: $(VENV)/packages $(BUILT)
 # Its libraries are those of the C++ tests.
 $(BUILT): $(VENV)/tools $(NATIVE)
 	@echo "== Building the extension"
-	$(PIP) --no-build-isolation --no-deps -C build-dir=build/release -C build.targets=_core --editable .
+	$(PIP) --no-build-isolation --no-deps -C build-dir=build/release -C build.targets=extension --editable .
 	@touch $@
 
 $(VENV)/packages: $(VENV)/tools pyproject.toml constraints.txt

@@ -1,11 +1,14 @@
 # Warnings are errors; sanitizers instrument everything that links this. They are GCC's: clang, for
-# fuzzing, warns of other things, libstdc++'s own among them.
+# fuzzing, warns of other things, libstdc++'s own among them. nvcc warns too, and hands its C++ to
+# GCC: in a form that is not pedantic's.
 add_library(gradwire_warnings INTERFACE)
 if(GRADWIRE_FUZZ)
   target_compile_options(gradwire_warnings INTERFACE -w)
 else()
+  set(warnings -Wall -Wextra -Wshadow -Wconversion -Wnon-virtual-dtor -Woverloaded-virtual -Werror)
   target_compile_options(gradwire_warnings INTERFACE
-    -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wnon-virtual-dtor -Woverloaded-virtual -Werror)
+    "$<$<COMPILE_LANGUAGE:CXX>:${warnings};-Wpedantic>"
+    "$<$<COMPILE_LANGUAGE:CUDA>:--Werror=all-warnings;-Xcompiler=$<JOIN:${warnings},$<COMMA>>>")
 endif()
 
 # -g1: lines and functions, which is what a report shows.

@@ -1,6 +1,6 @@
 """Every GRADWIRE_* variable that is read, in one table; no other module reads one itself.
 
-GRADWIRE_SIMD alone is read by the core.
+GRADWIRE_SIMD and GRADWIRE_CUDA_SO are read by the core.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "GRADWIRE_MODEL": (
         'rank 0: the file of the cost model by which algorithm="auto" decides, or default',
         "what `gradwire tune` has saved for these hosts",
+    ),
+    "GRADWIRE_CUDA_SO": (
+        "file of gradwire's CUDA part",
+        "libgradwire_cuda.so beside the core, if it was built with nvcc",
     ),
     "GRADWIRE_SIMD": ("instruction set of the core: scalar, avx2 or avx512", "the best there is"),
 }

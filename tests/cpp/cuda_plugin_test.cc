@@ -1,0 +1,41 @@
+// The CUDA part as nvcc built it: what holds whether or not there is a GPU. What it exports and
+// needs: tests/python/test_cuda_build.py.
+#include <gtest/gtest.h>
+
+#include "gradwire/cuda/device.h"
+
+namespace gradwire::cuda {
+namespace {
+
+class CudaPlugin : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (*GRADWIRE_CUDA_PLUGIN == '\0') GTEST_SKIP() << "there was no nvcc to build it";
+    api_ = &load_api(GRADWIRE_CUDA_PLUGIN);  // throws unless version and size are the core's
+  }
+  const Api& api() const { return *api_; }
+
+ private:
+  const Api* api_ = nullptr;
+};
+
+TEST_F(CudaPlugin, SaysWhetherThereAreGpus) {
+  int count = -1;
+  const Status status = api().device_count(&count);
+  if (status == 0) {
+    EXPECT_GT(count, 0);
+  } else {
+    EXPECT_TRUE(status == kNoDriver || status == kNoDevice) << api().describe(status);
+    EXPECT_EQ(count, 0);
+  }
+}
+
+TEST_F(CudaPlugin, SaysItsVersions) {
+  int runtime = -1, driver = -1;
+  ASSERT_EQ(api().versions(&runtime, &driver), 0);
+  EXPECT_GE(runtime, 12000);
+  EXPECT_GE(driver, 0);
+}
+
+}  // namespace
+}  // namespace gradwire::cuda
