@@ -128,3 +128,23 @@ unsigned __brev(unsigned x) {
   for (int i = 0; i < 32; ++i, x >>= 1) turned = turned << 1 | (x & 1U);
   return turned;
 }
+
+__half __float2half_rn(float x) {
+  if (std::isnan(x)) return {0x7FFF};
+  const auto sign = static_cast<unsigned short>(std::signbit(x) ? 0x8000 : 0);
+  const double magnitude = std::fabs(static_cast<double>(x));
+  if (magnitude >= 65520) return {static_cast<unsigned short>(sign | 0x7C00)};
+  const int exponent = std::max(magnitude == 0 ? -14 : std::ilogb(magnitude), -14);
+  // A carry out of the digits lands in the exponent, where it belongs.
+  const auto digits = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
+  return {static_cast<unsigned short>(sign | (((exponent + 14) << 10) + digits))};
+}
+float __half2float(__half h) {
+  const int exponent = h.bits >> 10 & 31, digits = h.bits & 1023;
+  if (exponent == 31 && digits != 0) return std::bit_cast<float>(0x7FFFFFFF);
+  const float magnitude = exponent == 31 ? INFINITY
+                          : exponent == 0
+                              ? std::ldexp(static_cast<float>(digits), -24)
+                              : std::ldexp(static_cast<float>(1024 + digits), exponent - 25);
+  return (h.bits & 0x8000) != 0 ? -magnitude : magnitude;
+}

@@ -236,6 +236,14 @@ inline unsigned long long __double_as_longlong(double x) {
   return std::bit_cast<unsigned long long>(x);
 }
 inline double __longlong_as_double(long long x) { return std::bit_cast<double>(x); }
+struct __half {
+  unsigned short bits;
+};
+inline __half __ushort_as_half(unsigned short bits) { return {bits}; }
+inline unsigned short __half_as_ushort(__half h) { return h.bits; }
+// To nearest even. Both give a NaN's one and only bits for any NaN, as a GPU does.
+__half __float2half_rn(float x);
+float __half2float(__half h);
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -142,7 +142,7 @@ struct Api {
   // The function may not call CUDA. What follows on the stream waits for it.
   Status (*call_host)(Stream stream, void (*function)(void*), void* argument);
 
-  // ---- Elements (plugin/elements.cu); dtypes and ops are the numbers of DType and ReduceOp ----
+  // ---- Elements (plugin/fold.cu, elements.cu); dtypes, ops: the numbers of DType, ReduceOp ----
   // acc := acc (op) x. They may be equal, and may not overlap otherwise.
   Status (*fold)(int dtype, int op, void* acc, const void* x, std::uint64_t n, Stream);
   // y := x[0] (op) x[1] (op) … in this order, times factor unless that is 1; x + i · stride bytes.

@@ -1,6 +1,8 @@
 // Floats by their bits.
 #pragma once
 
+#include <type_traits>
+
 #include "gradwire/cuda/plugin/gpu.cuh"
 
 namespace gradwire::cuda {
@@ -11,8 +13,24 @@ inline constexpr std::uint32_t kNanBits = 0x7FC00000U;
 // Of |x|: they compare as magnitudes do.
 __device__ inline std::uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFU; }
 
-// A sum's NaN is the one that the CPU's kernels write.
-__device__ inline float canonical(float x) { return x == x ? x : __uint_as_float(kNanBits); }
+__device__ inline bool is_finite(float x) { return magnitude_bits(x) < kInfinityBits; }
+__device__ inline bool is_negative(float x) { return __float_as_uint(x) >> 31 != 0; }
+
+// The one that the CPU's kernels write.
+template <typename T>
+__device__ T quiet_nan() {
+  if constexpr (sizeof(T) == sizeof(float))
+    return __uint_as_float(kNanBits);
+  else
+    return __longlong_as_double(0x7FF8000000000000);
+}
+
+// Of what was computed.
+template <typename T>
+__device__ T canonical(T x) {
+  if constexpr (std::is_floating_point_v<T>) return x == x ? x : quiet_nan<T>();
+  return x;
+}
 
 // Four that are loaded at once.
 struct alignas(16) Four {

@@ -10,6 +10,7 @@
 #ifdef GRADWIRE_SIMULATED_CUDA
 #include "simulated_cuda.h"
 #else
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #endif
 

@@ -22,4 +22,14 @@ __device__ inline float* next_residual(const Site& site) {
   return keeps_errors(site) ? one_of(site.residual, 1 - site.entry->which) : nullptr;
 }
 
+// Both, of a site that keeps them.
+struct Feedback {
+  const float* before;
+  float* after;
+};
+__device__ inline Feedback feedback_of(const Site& site) {
+  const std::uint32_t which = site.entry->which;
+  return {one_of(site.residual, which), one_of(site.residual, 1 - which)};
+}
+
 }  // namespace gradwire::cuda

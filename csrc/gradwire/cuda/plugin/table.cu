@@ -9,6 +9,8 @@ Api make_table() {
   api.version = kApiVersion;
   api.bytes = sizeof(Api);
   fill_runtime(api);
+  fill_fold(api);
+  fill_elements(api);
   fill_low_rank(api);
   fill_factors(api);
   fill_orthonormalise(api);

@@ -1,0 +1,144 @@
+// Single elements, and the keys' states.
+#include "gradwire/cuda/plugin/floats.cuh"
+#include "gradwire/cuda/plugin/functions.h"
+#include "gradwire/cuda/plugin/share.cuh"
+#include "gradwire/cuda/plugin/site.cuh"
+#include "gradwire/cuda/plugin/team.cuh"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr unsigned kThreads = 256;
+constexpr unsigned kCount = 8;  // of one thread
+constexpr unsigned kTile = kThreads * kCount;
+
+template <unsigned kWide>
+__global__ void __launch_bounds__(kThreads) deliver_kernel(Site site, float* y, std::uint64_t n) {
+  const Share<kThreads, kCount, kWide> share{threadIdx.x};
+  const Feedback feedback = feedback_of(site);
+  for (std::uint64_t begin = std::uint64_t{blockIdx.x} * kTile; begin < n;
+       begin += std::uint64_t{gridDim.x} * kTile) {
+    float v[kCount], e[kCount];
+    share.load(y + begin, n - begin, v);
+    share.load(feedback.before + begin, n - begin, e);
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i) {
+      v[i] = canonical(v[i] + e[i]);
+      e[i] = 0;
+    }
+    share.store(y + begin, n - begin, v);
+    share.store(feedback.after + begin, n - begin, e);
+  }
+}
+
+Status deliver(Site site, float* y, std::uint64_t n, Stream stream) {
+  if (!keeps_errors(site)) return 0;
+  const bool wide = is_aligned(y) && is_aligned(site);
+  return launch(wide ? deliver_kernel<4> : deliver_kernel<1>, blocks_for(n, kTile), kThreads,
+                stream, site, y, n);
+}
+
+// ---- Values that are not finite ----------------------------------------------------------------
+
+constexpr unsigned kOfWarp = 1024;  // elements that a warp looks at at once
+constexpr unsigned kMarked = kOfWarp / kWarp;
+
+// One unit, of n elements. Returns whether all of what this thread saw of it is finite.
+template <unsigned kWide, typename Team>
+__device__ bool look_at(const float* y, std::uint64_t n, Team team) {
+  const Share<kWarp, kMarked, kWide> share{team.lane()};
+  bool finite = true;
+  for (std::uint64_t i = team.warp() * kOfWarp; i < n; i += team.warps() * kOfWarp) {
+    float v[kMarked];
+    share.load(y + i, n - i, v);
+#pragma unroll
+    for (unsigned k = 0; k < kMarked; ++k) finite = finite && is_finite(v[k]);
+  }
+  return finite;
+}
+
+template <unsigned kWide, bool kAlone>
+__global__ void __launch_bounds__(kThreads)
+    mark_kernel(float* y, std::uint64_t n, std::uint64_t unit, bool fills, std::uint32_t* flags) {
+  const Team<kAlone> team;
+  for (std::uint64_t begin = team.number() * unit; begin < n; begin += team.count() * unit) {
+    const std::uint64_t length = n - begin < unit ? n - begin : unit;
+    if (!team.any(!look_at<kWide>(y + begin, length, team))) continue;
+    if (team.rank() == 0) set_flag(flags, kNotFinite);
+    for (std::uint64_t i = team.rank(); fills && i < length; i += team.size())
+      y[begin + i] = quiet_nan<float>();
+  }
+}
+
+template <unsigned kWide>
+Status start_mark(float* y, std::uint64_t n, std::uint64_t unit, bool fills, std::uint32_t* flags,
+                  Stream stream) {
+  const std::uint64_t units = blocks_for(n, unit);
+  if (unit <= kOfWarp)
+    return launch(mark_kernel<kWide, true>, blocks_for(units, kThreads / kWarp), kThreads, stream,
+                  y, n, unit, fills, flags);
+  return launch(mark_kernel<kWide, false>, units, kThreads, stream, y, n, unit, fills, flags);
+}
+
+Status mark(float* y, std::uint64_t n, std::uint64_t unit, std::uint32_t* flags, Stream stream) {
+  const bool fills = unit > 1;
+  const std::uint64_t looked_at = fills ? unit : kOfWarp;
+  if (is_aligned(y) && looked_at % 4 == 0)
+    return start_mark<4>(y, n, looked_at, fills, flags, stream);
+  return start_mark<1>(y, n, looked_at, fills, flags, stream);
+}
+
+// Few blocks: there is seldom anything to do.
+__global__ void poison_kernel(float* y, std::uint64_t n, const std::uint32_t* flags) {
+  if (*flags == 0) return;
+  for (std::uint64_t i = first_index(); i < n; i += index_stride()) y[i] = quiet_nan<float>();
+}
+
+Status poison(float* y, std::uint64_t n, const std::uint32_t* flags, Stream stream) {
+  constexpr std::uint64_t kMost = 1024;
+  const std::uint64_t blocks = blocks_for(n, kThreads);
+  return launch(poison_kernel, blocks < kMost ? blocks : kMost, kThreads, stream, y, n, flags);
+}
+
+// ---- Keys --------------------------------------------------------------------------------------
+
+__global__ void open_kernel(Entry* const* entries, std::uint64_t count) {
+  for (std::uint64_t i = first_index(); i < count; i += index_stride()) {
+    Entry& entry = *entries[i];
+    const Adapted last = entry.adapted[entry.which];
+    entry.adapted[entry.which ^ 1U] = {last.tau, last.filter, 0, 0, 0};
+  }
+}
+
+Status open(Entry* const* entries, std::uint64_t count, Stream stream) {
+  return launch(open_kernel, blocks_for(count, kThreads), kThreads, stream, entries, count);
+}
+
+__global__ void settle_kernel(Entry* const* entries, std::uint64_t count, bool remembers,
+                              const std::uint32_t* flags) {
+  if (*flags != 0) return;
+  for (std::uint64_t i = first_index(); i < count; i += index_stride()) {
+    Entry& entry = *entries[i];
+    entry.which ^= 1U;
+    if (remembers) entry.which_memory ^= 1U;
+    ++entry.calls;
+  }
+}
+
+Status settle(Entry* const* entries, std::uint64_t count, bool remembers,
+              const std::uint32_t* flags, Stream stream) {
+  return launch(settle_kernel, blocks_for(count, kThreads), kThreads, stream, entries, count,
+                remembers, flags);
+}
+
+}  // namespace
+
+void fill_elements(Api& api) {
+  api.deliver = deliver;
+  api.mark = mark;
+  api.poison = poison;
+  api.open = open;
+  api.settle = settle;
+}
+
+}  // namespace gradwire::cuda

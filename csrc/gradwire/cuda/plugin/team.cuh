@@ -1,0 +1,88 @@
+// The threads that work on one unit of elements: a warp alone, or all warps of a block.
+#pragma once
+
+#include "gradwire/cuda/plugin/gpu.cuh"
+
+namespace gradwire::cuda {
+
+// What a scan gives: the values before this thread's, joined, and those of all threads.
+struct Scanned {
+  std::uint32_t before, all;
+};
+
+struct Plus {
+  __device__ std::uint32_t operator()(std::uint32_t a, std::uint32_t b) const { return a + b; }
+};
+struct Larger {
+  __device__ std::uint32_t operator()(std::uint32_t a, std::uint32_t b) const {
+    return a > b ? a : b;
+  }
+};
+
+// All of its threads call its functions together. What these join begins with 0.
+template <bool kAlone>
+struct Team {
+  __device__ static unsigned lane() { return threadIdx.x % kWarp; }
+  __device__ static unsigned rank() { return kAlone ? lane() : threadIdx.x; }
+  __device__ static unsigned size() { return kAlone ? kWarp : blockDim.x; }
+  __device__ static unsigned warp() { return kAlone ? 0 : threadIdx.x / kWarp; }
+  __device__ static unsigned warps() { return kAlone ? 1 : blockDim.x / kWarp; }
+
+  // Among those of the grid, which take one unit after the other.
+  __device__ static std::uint64_t number() { return kAlone ? first_index() / kWarp : blockIdx.x; }
+  __device__ static std::uint64_t count() { return kAlone ? index_stride() / kWarp : gridDim.x; }
+
+  __device__ static void sync() {
+    if constexpr (kAlone)
+      __syncwarp();
+    else
+      __syncthreads();
+  }
+  __device__ static bool any(bool predicate) {
+    if constexpr (kAlone)
+      return __any_sync(kAllLanes, predicate) != 0;
+    else
+      return __syncthreads_or(predicate) != 0;
+  }
+
+  __device__ static std::uint32_t largest(std::uint32_t mine) {
+    return over_warps(__reduce_max_sync(kAllLanes, mine), Larger{}).all;
+  }
+  __device__ static std::uint32_t sum(std::uint32_t mine) {
+    return over_warps(__reduce_add_sync(kAllLanes, mine), Plus{}).all;
+  }
+
+  template <typename Join>
+  __device__ static Scanned scan(std::uint32_t mine, Join join) {
+    std::uint32_t upto = mine;
+    for (unsigned by = 1; by < kWarp; by *= 2) {
+      const std::uint32_t other = __shfl_up_sync(kAllLanes, upto, by);
+      if (lane() >= by) upto = join(upto, other);
+    }
+    const std::uint32_t before = __shfl_up_sync(kAllLanes, upto, 1);
+    const Scanned warps = over_warps(__shfl_sync(kAllLanes, upto, kWarp - 1), join);
+    return {lane() == 0 ? warps.before : join(warps.before, before), warps.all};
+  }
+
+ private:
+  // Of values that all lanes of a warp have.
+  template <typename Join>
+  __device__ static Scanned over_warps(std::uint32_t of_warp, Join join) {
+    if constexpr (kAlone) {
+      return {0, of_warp};
+    } else {
+      __shared__ std::uint32_t values[kWarp];
+      if (lane() == 0) values[warp()] = of_warp;
+      __syncthreads();
+      Scanned found{0, 0};
+      for (unsigned w = 0; w < warps(); ++w) {
+        if (w < warp()) found.before = join(found.before, values[w]);
+        found.all = join(found.all, values[w]);
+      }
+      __syncthreads();  // before anybody writes there again
+      return found;
+    }
+  }
+};
+
+}  // namespace gradwire::cuda
