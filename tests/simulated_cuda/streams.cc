@@ -321,6 +321,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t given, cudaEvent_t event, unsigned)
   if (stream->capture != nullptr) return fail(cudaErrorStreamCaptureIsolation);
   return enqueue(stream, {{}, event, event->recorded});
 }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t given, cudaStreamCaptureStatus* status,
                                      unsigned long long* id) {
   const std::lock_guard lock(machine().mutex);

@@ -18,6 +18,7 @@ namespace {
 
 using WithoutLock = py::call_guard<Unlocked>;
 using exec::Work;
+using CommunicatorClass = py::class_<Communicator, std::shared_ptr<Communicator>>;
 using std::shared_ptr;
 using transport::EmulatedLink;
 using transport::RdmaDevices;
@@ -129,7 +130,7 @@ void bind_work(py::module_& m) {
       .def("source", &Work::source);
 }
 
-void bind_set_up(py::class_<Communicator>& c) {
+void bind_set_up(CommunicatorClass& c) {
   c.def(py::init([](Rank rank, int size, std::uint32_t communicator,
                     std::vector<std::vector<Rank>> hosts, std::size_t max_message,
                     std::size_t segment_bytes, double stall_seconds, std::string job,
@@ -155,7 +156,7 @@ void bind_set_up(py::class_<Communicator>& c) {
            py::arg("peer"), py::arg("timeout"), WithoutLock());
 }
 
-void bind_calls(py::class_<Communicator>& c) {
+void bind_calls(CommunicatorClass& c) {
   c.def(
        "run",
        [](Communicator& self, const Request& request, double timeout) {
@@ -175,7 +176,7 @@ void bind_calls(py::class_<Communicator>& c) {
           py::arg("work"), py::arg("timeout"), WithoutLock());
 }
 
-void bind_end(py::class_<Communicator>& c) {
+void bind_end(CommunicatorClass& c) {
   c.def(
        "abort", [](Communicator& self, const std::string& reason) { self.get().abort(reason); },
        py::arg("reason"), WithoutLock())
@@ -186,7 +187,7 @@ void bind_end(py::class_<Communicator>& c) {
       .def("release_controls", &release_controls);
 }
 
-void bind_state(py::class_<Communicator>& c) {
+void bind_state(CommunicatorClass& c) {
   c.def(
        "transport_of",
        [](const Communicator& self, Rank peer) {
@@ -212,7 +213,7 @@ void bind_communicator(py::module_& m) {
   bind_work(m);
   py::class_<EmulatedLink, shared_ptr<EmulatedLink>>(m, "EmulatedLink")
       .def(py::init<const std::string&>(), py::arg("spec"));
-  py::class_<Communicator> c(m, "Communicator");
+  CommunicatorClass c(m, "Communicator");
   bind_set_up(c);
   bind_calls(c);
   bind_end(c);

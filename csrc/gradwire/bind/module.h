@@ -37,6 +37,7 @@ void bind_schedule(py::module_& m);
 void bind_cost(py::module_& m);
 void bind_rdma(py::module_& m);
 void bind_communicator(py::module_& m);
+void bind_gpu(py::module_& m);
 void bind_shortcut(py::module_& m);
 void bind_status(py::module_& m);
 

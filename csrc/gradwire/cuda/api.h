@@ -128,6 +128,8 @@ struct Api {
   Status (*create_stream)(Stream* stream);  // does not wait for the default stream
   Status (*destroy_stream)(Stream stream);
   Status (*synchronize)(Stream stream);
+  // This thread's calls of CUDA never disturb a capture that another thread has begun.
+  Status (*relax_captures)();
   // 0 where it is not being captured, else a number of the capture.
   Status (*capture_of)(Stream stream, std::uint64_t* capture);
   Status (*create_event)(Event* event);  // without timing

@@ -11,6 +11,7 @@
 namespace gradwire::cuda {
 namespace {
 
+constexpr std::size_t kTold = 64;  // calls whose flags are told before the first is told anew
 // A plan's frames are whole chunks here, however long.
 constexpr std::size_t kUnlimited = std::size_t{1} << 60;
 
@@ -58,7 +59,8 @@ Communicator::Communicator(const Api& api, Setting setting, std::unique_ptr<Mess
       last_(api) {
   plans_.set_model(gpu_model());
   flags_ = reinterpret_cast<std::uint32_t*>(flags_room_.take(kPayloadAlignment));
-  std::fill_n(told_.take(kPayloadAlignment), kPayloadAlignment, std::byte{0});
+  std::fill_n(told_.take(kTold * sizeof(std::uint32_t)), kTold * sizeof(std::uint32_t),
+              std::byte{0});
 }
 
 // What is enqueued still uses the memory: releasing it waits.
@@ -73,6 +75,7 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
   call.request = &request;
   call.stream = stream;
   call.feedback = feedback;
+  call.codec = nullptr;
   std::uint64_t capture = 0;
   check(api_, api_.capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
   call.captured = capture != 0;
@@ -90,9 +93,10 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
   } else {
     run_at_once(call);
   }
-  if (!call.captured)
+  if (!call.captured && call.codec != nullptr)
     check(api_,
-          api_.copy(told_.data(), call.flags, sizeof(std::uint32_t), CopyKind::kToHost, stream),
+          api_.copy(told_.data() + operations_ % kTold * sizeof(std::uint32_t), call.flags,
+                    sizeof(std::uint32_t), CopyKind::kToHost, stream),
           "cudaMemcpyAsync");
   check(api_, api_.record(last_.get(), stream), "cudaEventRecord");
   recorded_ = true;
@@ -102,7 +106,9 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
 
 std::uint32_t Communicator::take_flags() {
   auto* const told = reinterpret_cast<std::uint32_t*>(told_.data());
-  return std::atomic_ref(*told).exchange(0);
+  std::uint32_t all = 0;
+  for (std::size_t i = 0; i < kTold; ++i) all |= std::atomic_ref(told[i]).exchange(0);
+  return all;
 }
 
 // ---- What every way of a call begins with ------------------------------------------------------

@@ -63,6 +63,8 @@ class Communicator {
   int device() const noexcept { return setting_.device; }
   std::string_view messages() const noexcept { return messages_->name(); }
   const Api& api() const noexcept { return api_; }
+  // Throws what has failed between the GPUs since.
+  void check_messages() { messages_->check(); }
   void abort() noexcept { messages_->abort(); }
 
  private:

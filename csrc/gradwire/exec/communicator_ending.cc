@@ -120,6 +120,18 @@ void Communicator::hear(double seconds) {
   }
 }
 
+void Communicator::fail_with(const std::exception_ptr& error) noexcept {
+  std::unique_lock lock(mutex_);
+  if (failure_ || closed_) return;
+  if (changed_.wait_for(lock, std::chrono::seconds(1), [this] { return !driving_; })) {
+    fail_locked(error);
+    changed_.notify_all();
+    return;
+  }
+  lock.unlock();
+  abort(transport::text_of(failure_frame(error, identity_.rank)));
+}
+
 // As a driver, without the mutex.
 void Communicator::listen(std::unique_lock<std::mutex>& lock) {
   driving_ = true;

@@ -72,6 +72,11 @@ Status create_stream(Stream* stream) {
 Status destroy_stream(Stream stream) { return said(cudaStreamDestroy(stream)); }
 Status synchronize(Stream stream) { return said(cudaStreamSynchronize(stream)); }
 
+Status relax_captures() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  return said(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+
 Status capture_of(Stream stream, std::uint64_t* capture) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
@@ -129,6 +134,7 @@ void fill_runtime(Api& api) {
   api.create_stream = create_stream;
   api.destroy_stream = destroy_stream;
   api.synchronize = synchronize;
+  api.relax_captures = relax_captures;
   api.capture_of = capture_of;
   api.create_event = create_event;
   api.create_timing_event = create_timing_event;

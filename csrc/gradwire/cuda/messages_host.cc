@@ -1,0 +1,238 @@
+#include "gradwire/cuda/messages_host.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr double kLastSeconds = 5;
+
+std::size_t tables_of(std::span<const Slotted> layout) {
+  std::size_t bytes = 0;
+  for (const Slotted& each : layout) bytes += sizeof(std::uint32_t) * each.units;
+  return bytes;
+}
+
+// Calls visit(size, slot) for each unit of a message in its slots; sizes are loaded once.
+template <typename Visit>
+void each_unit(std::byte* message, std::span<const Slotted> layout, Visit visit) {
+  for (const Slotted& each : layout) {
+    std::byte* slot = message + each.table_bytes();
+    for (std::uint64_t u = 0; u < each.units; ++u, slot += each.slot_bytes) {
+      std::uint32_t size = 0;
+      std::memcpy(&size, message + u * sizeof size, sizeof size);
+      visit(size, slot, each.slot_bytes);
+    }
+    message += each.bytes();
+  }
+}
+
+}  // namespace
+
+HostMessages::HostMessages(const Api& api, exec::Communicator& carrier, double timeout)
+    : api_(api),
+      carrier_(carrier),
+      timeout_(timeout),
+      pinned_(api, Room::Kind::kPinned),
+      ended_(api) {}
+
+// Groups that are enqueued still run, and come to their end, since nothing travels any more.
+HostMessages::~HostMessages() {
+  abort();
+  const Deadline deadline = Deadline::after(kLastSeconds);
+  int done = 0;
+  while (api_.query(ended_.get(), &done) == 0 && done == 0 && !deadline.passed())
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+void HostMessages::begin() {
+  check();
+  posted_ = take_spare();
+  posted_->owner = this;
+  posted_->sends.clear();
+  posted_->receives.clear();
+}
+
+std::unique_ptr<HostMessages::Group> HostMessages::take_spare() {
+  const std::lock_guard lock(mutex_);
+  if (spare_.empty()) return std::make_unique<Group>();
+  auto group = std::move(spare_.back());
+  spare_.pop_back();
+  return group;
+}
+
+void HostMessages::send(const std::byte* data, std::size_t bytes, Rank peer,
+                        std::span<const Slotted> layout) {
+  posted_->sends.push_back(
+      {peer, const_cast<std::byte*>(data), bytes, 0, {layout.begin(), layout.end()}, {}, {}});
+}
+
+void HostMessages::receive(std::byte* data, std::size_t bytes, Rank peer,
+                           std::span<const Slotted> layout) {
+  posted_->receives.push_back({peer, data, bytes, 0, {layout.begin(), layout.end()}, {}, {}});
+}
+
+// Pinned memory is used in stream order: one group's copies come after those of the one before.
+void HostMessages::end(Stream stream) {
+  std::size_t used = 0;
+  for (auto* letters : {&posted_->sends, &posted_->receives})
+    for (Letter& each : *letters) {
+      each.pinned = used;
+      used += aligned(each.bytes);
+    }
+  std::uint64_t capture = 0;
+  cuda::check(api_, api_.capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
+  posted_->captured = capture != 0;
+  if (used > pinned_.size() && pinned_.size() > 0 && !posted_->captured)
+    cuda::check(api_, api_.synchronize(stream), "cudaStreamSynchronize");  // it is in use
+  posted_->pinned = pinned_.take(used, posted_->captured);
+  Group* const group = posted_.get();
+  {
+    const std::lock_guard lock(mutex_);
+    groups_.push_back(std::move(posted_));
+  }
+  for (const Letter& each : group->sends)
+    cuda::check(
+        api_,
+        api_.copy(group->pinned + each.pinned, each.device, each.bytes, CopyKind::kToHost, stream),
+        "cudaMemcpyAsync");
+  // The letters of the receives are read here, before the group may run and be spare.
+  const std::vector<Letter> receives = group->receives;
+  std::byte* const pinned = group->pinned;
+  cuda::check(api_, api_.call_host(stream, &HostMessages::run, group), "cudaLaunchHostFunc");
+  for (const Letter& each : receives)
+    cuda::check(
+        api_, api_.copy(each.device, pinned + each.pinned, each.bytes, CopyKind::kToDevice, stream),
+        "cudaMemcpyAsync");
+  if (capture == 0) cuda::check(api_, api_.record(ended_.get(), stream), "cudaEventRecord");
+}
+
+void HostMessages::check() {
+  const std::lock_guard lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
+}
+
+void HostMessages::abort() noexcept {
+  carrier_.abort("rank " + std::to_string(carrier_.identity().rank) +
+                 " aborted its GPU's messages");
+}
+
+// ---- On CUDA's thread --------------------------------------------------------------------------
+
+void HostMessages::run(void* argument) {
+  auto* const group = static_cast<Group*>(argument);
+  HostMessages& self = *group->owner;
+  try {
+    self.check();  // after an error nothing more travels
+    self.exchange(*group);
+  } catch (...) {
+    self.fail(std::current_exception());
+  }
+  if (group->captured) return;
+  const std::lock_guard lock(self.mutex_);
+  const auto at =
+      std::ranges::find_if(self.groups_, [group](const auto& each) { return each.get() == group; });
+  self.spare_.push_back(std::move(*at));
+  self.groups_.erase(at);
+}
+
+void HostMessages::fail(const std::exception_ptr& error) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!error_) error_ = error;
+}
+
+// First the sizes of all units, then what counts of them: so the receiver knows how much comes.
+void HostMessages::exchange(Group& group) {
+  std::vector<std::shared_ptr<exec::Work>> sends, receives;
+  const auto wait = [this](auto& works) {
+    for (auto& each : works) carrier_.wait(*each, timeout_);
+    works.clear();
+  };
+  const auto send = [&](std::byte* data, std::size_t bytes, Rank to) {
+    if (bytes > 0) sends.push_back(carrier_.send(data, bytes, to, timeout_));
+  };
+  const auto receive = [&](std::byte* data, std::size_t bytes, Rank from) {
+    if (bytes > 0) receives.push_back(carrier_.receive(data, bytes, from, timeout_));
+  };
+  for (Letter& each : group.sends) {
+    if (each.layout.empty()) continue;
+    pack(group, each);
+    send(each.tables.data(), each.tables.size(), each.peer);
+  }
+  for (Letter& each : group.receives) {
+    if (each.layout.empty()) continue;
+    each.tables.resize(tables_of(each.layout));
+    receive(each.tables.data(), each.tables.size(), each.peer);
+  }
+  wait(receives);
+  for (Letter& each : group.sends)
+    if (each.layout.empty())
+      send(group.pinned + each.pinned, each.bytes, each.peer);
+    else
+      send(each.body.data(), each.body.size(), each.peer);
+  for (Letter& each : group.receives) {
+    if (each.layout.empty()) {
+      receive(group.pinned + each.pinned, each.bytes, each.peer);
+      continue;
+    }
+    make_room(group, each);
+    receive(each.body.data(), each.body.size(), each.peer);
+  }
+  wait(receives);
+  for (Letter& each : group.receives)
+    if (!each.layout.empty()) unpack(group, each);
+  wait(sends);
+}
+
+void HostMessages::pack(Group& group, Letter& letter) const {
+  letter.tables.clear();
+  letter.body.clear();
+  each_unit(group.pinned + letter.pinned, letter.layout,
+            [&](std::uint32_t size, const std::byte* slot, std::size_t slot_bytes) {
+              if (size > slot_bytes)
+                throw Error("a GPU wrote a payload that does not fit its slot");
+              const auto* at = reinterpret_cast<const std::byte*>(&size);
+              letter.tables.insert(letter.tables.end(), at, at + sizeof size);
+              letter.body.insert(letter.body.end(), slot, slot + size);
+            });
+}
+
+// Puts the sizes that came in their places, and checks them.
+void HostMessages::make_room(Group& group, Letter& letter) const {
+  const std::byte* told = letter.tables.data();
+  std::byte* message = group.pinned + letter.pinned;
+  for (const Slotted& each : letter.layout) {
+    std::memcpy(message, told, sizeof(std::uint32_t) * each.units);
+    told += sizeof(std::uint32_t) * each.units;
+    message += each.bytes();
+  }
+  std::size_t bytes = 0;
+  each_unit(group.pinned + letter.pinned, letter.layout,
+            [&](std::uint32_t size, const std::byte*, std::size_t slot_bytes) {
+              if (size > slot_bytes)
+                throw TransportError("rank " + std::to_string(carrier_.identity().rank) +
+                                         ": rank " + std::to_string(letter.peer) +
+                                         " sent a payload whose unit has " + std::to_string(size) +
+                                         " bytes, more than " + std::to_string(slot_bytes),
+                                     letter.peer);
+              bytes += size;
+            });
+  letter.body.resize(bytes);
+}
+
+void HostMessages::unpack(Group& group, const Letter& letter) const {
+  const std::byte* from = letter.body.data();
+  each_unit(group.pinned + letter.pinned, letter.layout,
+            [&](std::uint32_t size, std::byte* slot, std::size_t) {
+              if (size > 0) std::memcpy(slot, from, size);
+              from += size;
+            });
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,74 @@
+// Messages by way of the host: over the CPU transports of a communicator, through pinned memory. Of
+// payloads whose size varies only the bytes that count cross the network, so this is the way
+// between hosts that a slow link joins.
+//
+// Each group is three steps on the stream: copies to pinned memory, a function of the host that
+// sends and receives, copies back. The stream waits in the function, and the caller does not. Only
+// for ranks that are processes: CUDA runs such functions one after the other.
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "gradwire/cuda/device.h"
+#include "gradwire/cuda/messages.h"
+#include "gradwire/exec/communicator.h"
+
+namespace gradwire::cuda {
+
+class HostMessages final : public Messages {
+ public:
+  // `carrier` is nobody else's, and outlives this. `timeout`: seconds of a group's messages.
+  HostMessages(const Api& api, exec::Communicator& carrier, double timeout);
+  ~HostMessages() override;
+
+  std::string_view name() const noexcept override { return "host"; }
+  void begin() override;
+  void send(const std::byte* data, std::size_t bytes, Rank peer,
+            std::span<const Slotted> layout) override;
+  void receive(std::byte* data, std::size_t bytes, Rank peer,
+               std::span<const Slotted> layout) override;
+  void end(Stream stream) override;
+  void check() override;
+  void abort() noexcept override;
+
+ private:
+  // One message: its memory on the device, and its place in pinned memory.
+  struct Letter {
+    Rank peer = 0;
+    std::byte* device = nullptr;
+    std::size_t bytes = 0;
+    std::size_t pinned = 0;  // offset
+    std::vector<Slotted> layout;
+    std::vector<std::byte> tables, body;  // as it travels, where it has a layout
+  };
+  struct Group {
+    HostMessages* owner = nullptr;
+    std::vector<Letter> sends, receives;
+    std::byte* pinned = nullptr;
+    bool captured = false;  // runs again and again
+  };
+
+  static void run(void* group);  // on CUDA's thread
+  void exchange(Group& group);
+  void pack(Group& group, Letter& letter) const;
+  void make_room(Group& group, Letter& letter) const;
+  void unpack(Group& group, const Letter& letter) const;
+  std::unique_ptr<Group> take_spare();
+  void fail(const std::exception_ptr& error) noexcept;
+
+  const Api& api_;
+  exec::Communicator& carrier_;
+  const double timeout_;
+  Room pinned_;
+  OwnedEvent ended_;  // recorded behind the last group
+  std::unique_ptr<Group> posted_;
+  mutable std::mutex mutex_;                    // all below
+  std::vector<std::unique_ptr<Group>> groups_;  // that run, or will
+  std::vector<std::unique_ptr<Group>> spare_;
+  std::exception_ptr error_;
+};
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,74 @@
+// Watch: what makes a call on a GPU end where a rank has died, was stopped, aborts, or makes
+// another call, though a GPU's stream knows of none of this.
+//
+// Every call has a companion: a collective of nothing, with the call's text, on a communicator of
+// CPUs that is nobody else's (the side). So each fault comes out of it as it does on CPUs, named
+// after the same rank. A thread waits for the companions; when one fails, or the GPU does, it
+// aborts the GPU's messages, which lets streams run out, and fails the side and the communicator
+// that users hold.
+//
+// Replays of a CUDA graph have no companions, so a fault in one is found by NCCL, or not at all.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gradwire/cuda/communicator.h"
+#include "gradwire/exec/communicator.h"
+
+namespace gradwire::cuda {
+
+class Watch {
+ public:
+  // All must outlive it. Of the side nobody else makes calls.
+  Watch(Communicator& gpu, exec::Communicator& side, exec::Communicator& users);
+  // Waits for nobody. What is enqueued goes on.
+  ~Watch();
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  // The call, watched. `timeout`: seconds from when its turn on the GPU comes. Throws the failure
+  // as soon as there is one, and what Communicator::run() throws.
+  void run(const exec::Request& request, Feedback* feedback, Stream stream);
+  void require_alive() const;
+  // Waits until all calls so far are over, for so long; throws the failure, or Timeout.
+  void finish(double timeout);
+  // As exec::Communicator::abort().
+  void abort(const std::string& reason) noexcept;
+
+ private:
+  struct Running {
+    std::shared_ptr<exec::Work> companion;
+    std::unique_ptr<OwnedEvent> end;
+    double timeout = 0;
+    Deadline deadline = Deadline::never();  // once its turn has come
+    std::string text;
+  };
+
+  void begin_companion(const exec::Request& request, Running& running);
+  void loop(const std::stop_token& stop);
+  void look(std::unique_lock<std::mutex>& lock);
+  bool is_over(const Running& running) const;
+  void check_flags();
+  void fail(std::unique_lock<std::mutex>& lock, const std::exception_ptr& error) noexcept;
+
+  Communicator& gpu_;
+  exec::Communicator& side_;
+  exec::Communicator& users_;
+  mutable std::mutex mutex_;
+  std::condition_variable_any changed_;
+  std::deque<Running> running_;
+  std::vector<std::unique_ptr<OwnedEvent>> spare_;
+  std::exception_ptr failure_;
+  std::vector<exec::Array> nothing_;  // a block of none for each rank
+  std::string label_;
+  std::jthread thread_;
+};
+
+}  // namespace gradwire::cuda
