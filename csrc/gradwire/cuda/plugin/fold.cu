@@ -9,18 +9,22 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 
-// How an element lies in memory, and what it is computed as.
+// How an element lies in memory, and what it is computed as. Results that are NaN have one form.
 template <typename T>
 struct Plain {
   using Stored = T;
   using Value = T;
   __device__ static T widen(T v) { return v; }
-  __device__ static T narrow(T v) { return v; }
+  __device__ static T narrow(T v) { return canonical(v); }
 };
-template <typename Cast>
-struct Narrow : Cast {
+template <typename Half>
+struct Narrow {
   using Stored = std::uint16_t;
   using Value = float;
+  __device__ static float widen(std::uint16_t h) { return Half::widen_number(h); }
+  __device__ static std::uint16_t narrow(float v) {
+    return v == v ? Half::narrow_number(v) : Half::kNan;
+  }
 };
 
 // Integers wrap.
@@ -41,7 +45,7 @@ struct Sum {
   template <typename T>
   __device__ static T apply(T a, T b) {
     using U = typename Wrapping<T>::type;
-    return canonical(static_cast<T>(static_cast<U>(a) + static_cast<U>(b)));
+    return static_cast<T>(static_cast<U>(a) + static_cast<U>(b));
   }
 };
 
@@ -49,7 +53,7 @@ struct Prod {
   template <typename T>
   __device__ static T apply(T a, T b) {
     using U = typename Wrapping<T>::type;
-    return canonical(static_cast<T>(static_cast<U>(a) * static_cast<U>(b)));
+    return static_cast<T>(static_cast<U>(a) * static_cast<U>(b));
   }
 };
 
@@ -115,8 +119,7 @@ template <typename Kind, unsigned kCount>
 __device__ void scale_by(typename Kind::Value factor, typename Kind::Stored (&acc)[kCount]) {
   if constexpr (std::is_floating_point_v<typename Kind::Value>) {
 #pragma unroll
-    for (unsigned i = 0; i < kCount; ++i)
-      acc[i] = Kind::narrow(canonical(Kind::widen(acc[i]) * factor));
+    for (unsigned i = 0; i < kCount; ++i) acc[i] = Kind::narrow(Kind::widen(acc[i]) * factor);
   }
 }
 

@@ -11,6 +11,7 @@ Api make_table() {
   fill_runtime(api);
   fill_fold(api);
   fill_elements(api);
+  fill_cast(api);
   fill_low_rank(api);
   fill_factors(api);
   fill_orthonormalise(api);
