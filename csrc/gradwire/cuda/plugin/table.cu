@@ -12,6 +12,7 @@ Api make_table() {
   fill_fold(api);
   fill_elements(api);
   fill_cast(api);
+  fill_slots(api);
   fill_low_rank(api);
   fill_factors(api);
   fill_orthonormalise(api);

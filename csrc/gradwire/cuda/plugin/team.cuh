@@ -6,15 +6,20 @@
 namespace gradwire::cuda {
 
 // What a scan gives: the values before this thread's, joined, and those of all threads.
+template <typename T>
 struct Scanned {
-  std::uint32_t before, all;
+  T before, all;
 };
 
 struct Plus {
-  __device__ std::uint32_t operator()(std::uint32_t a, std::uint32_t b) const { return a + b; }
+  template <typename T>
+  __device__ T operator()(T a, T b) const {
+    return a + b;
+  }
 };
 struct Larger {
-  __device__ std::uint32_t operator()(std::uint32_t a, std::uint32_t b) const {
+  template <typename T>
+  __device__ T operator()(T a, T b) const {
     return a > b ? a : b;
   }
 };
@@ -52,29 +57,29 @@ struct Team {
     return over_warps(__reduce_add_sync(kAllLanes, mine), Plus{}).all;
   }
 
-  template <typename Join>
-  __device__ static Scanned scan(std::uint32_t mine, Join join) {
-    std::uint32_t upto = mine;
+  template <typename T, typename Join>
+  __device__ static Scanned<T> scan(T mine, Join join) {
+    T upto = mine;
     for (unsigned by = 1; by < kWarp; by *= 2) {
-      const std::uint32_t other = __shfl_up_sync(kAllLanes, upto, by);
+      const T other = __shfl_up_sync(kAllLanes, upto, by);
       if (lane() >= by) upto = join(upto, other);
     }
-    const std::uint32_t before = __shfl_up_sync(kAllLanes, upto, 1);
-    const Scanned warps = over_warps(__shfl_sync(kAllLanes, upto, kWarp - 1), join);
+    const T before = __shfl_up_sync(kAllLanes, upto, 1);
+    const Scanned<T> warps = over_warps(__shfl_sync(kAllLanes, upto, kWarp - 1), join);
     return {lane() == 0 ? warps.before : join(warps.before, before), warps.all};
   }
 
  private:
   // Of values that all lanes of a warp have.
-  template <typename Join>
-  __device__ static Scanned over_warps(std::uint32_t of_warp, Join join) {
+  template <typename T, typename Join>
+  __device__ static Scanned<T> over_warps(T of_warp, Join join) {
     if constexpr (kAlone) {
       return {0, of_warp};
     } else {
-      __shared__ std::uint32_t values[kWarp];
+      __shared__ T values[kWarp];
       if (lane() == 0) values[warp()] = of_warp;
       __syncthreads();
-      Scanned found{0, 0};
+      Scanned<T> found{0, 0};
       for (unsigned w = 0; w < warps(); ++w) {
         if (w < warp()) found.before = join(found.before, values[w]);
         found.all = join(found.all, values[w]);
