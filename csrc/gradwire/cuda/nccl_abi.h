@@ -1,0 +1,41 @@
+// The part of NCCL's binary interface that gradwire uses, in its own words: the library is loaded
+// at run time, and its header is not needed to build. The same in NCCL 2.19 to 2.32;
+// tests/cpp/cuda_nccl_abi_test.cc compares it with <nccl.h> where that is installed.
+#pragma once
+
+#include <array>
+#include <climits>
+#include <cstddef>
+
+#include "gradwire/cuda/api.h"
+
+namespace gradwire::cuda::nccl {
+
+struct Comm;  // what ncclComm_t points to
+
+using UniqueId = std::array<char, 128>;  // passed by value
+
+enum Result : int {
+  kSuccess,
+  kUnhandledCudaError,
+  kSystemError,
+  kInternalError,
+  kInvalidArgument,
+  kInvalidUsage,
+  kRemoteError,
+  kInProgress,
+};
+
+enum DataType : int { kUint8 = 1 };
+
+// ncclConfig_t as it was in 2.14, which every later version takes, with its own values for what was
+// added since: it goes by `size` and `version`.
+struct Config {
+  std::size_t size = sizeof(Config);
+  unsigned magic = 0xcafebeef;
+  unsigned version = 21400;
+  int blocking = INT_MIN;          // NCCL's own value
+  int cga_cluster_size = INT_MIN;  // since 2.17, where the struct of 2.14 has padding
+};
+
+}  // namespace gradwire::cuda::nccl
