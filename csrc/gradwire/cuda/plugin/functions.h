@@ -10,6 +10,7 @@ void fill_fold(Api& api);
 void fill_elements(Api& api);
 void fill_cast(Api& api);
 void fill_slots(Api& api);
+void fill_int8(Api& api);
 void fill_low_rank(Api& api);
 void fill_factors(Api& api);
 void fill_orthonormalise(Api& api);

@@ -13,6 +13,7 @@ Api make_table() {
   fill_elements(api);
   fill_cast(api);
   fill_slots(api);
+  fill_int8(api);
   fill_low_rank(api);
   fill_factors(api);
   fill_orthonormalise(api);

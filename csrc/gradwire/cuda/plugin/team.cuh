@@ -27,6 +27,8 @@ struct Larger {
 // All of its threads call its functions together. What these join begins with 0.
 template <bool kAlone>
 struct Team {
+  static constexpr bool kOneWarp = kAlone;
+
   __device__ static unsigned lane() { return threadIdx.x % kWarp; }
   __device__ static unsigned rank() { return kAlone ? lane() : threadIdx.x; }
   __device__ static unsigned size() { return kAlone ? kWarp : blockDim.x; }

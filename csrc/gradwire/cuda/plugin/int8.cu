@@ -1,0 +1,241 @@
+// int8 (codec/int8.cc defines it): per block a scale, then one byte an element.
+#include "gradwire/codec/blocks.h"
+#include "gradwire/codec/mixed.h"
+#include "gradwire/cuda/plugin/floats.cuh"
+#include "gradwire/cuda/plugin/functions.h"
+#include "gradwire/cuda/plugin/share.cuh"
+#include "gradwire/cuda/plugin/site.cuh"
+#include "gradwire/cuda/plugin/team.cuh"
+
+namespace gradwire::cuda {
+namespace {
+
+using codec::Int8Kernels;
+using codec::mixed;
+
+constexpr unsigned kThreads = 256;
+constexpr unsigned kCount = 32;                    // of one thread
+constexpr unsigned kSegment = kWarp * kCount;      // of one warp: elements of a block
+constexpr unsigned kMostWarps = kThreads / kWarp;  // that share a block
+
+constexpr std::uint64_t payload_bytes(std::uint64_t block) { return sizeof(float) + block; }
+
+// Added to at most 2^22, it leaves the nearest integer, a tie to even, in the last bits.
+constexpr float kRounder = 0x1.8p23F;
+
+struct Scale {
+  float scale, inverse;
+
+  __device__ static Scale of(float most) {
+    if (most < 0x1p-100F) return {0, 0};
+    const float scale = most / 127.0F;
+    return {scale < Int8Kernels::kMostScale ? scale : Int8Kernels::kMostScale, 127.0F / most};
+  }
+};
+
+// Gives kRounder + q, for t of element i of a block.
+class Rounding {
+ public:
+  __device__ Rounding(bool stochastic, std::uint64_t key) : stochastic_(stochastic), key_(key) {}
+
+  __device__ float operator()(float t, std::uint32_t i) const {
+    if (!stochastic_) return t + kRounder;
+    t = t > 127.0F ? 127.0F : (t < -127.0F ? -127.0F : t);
+    const float nearest = (t + kRounder) - kRounder;
+    const float floor = nearest > t ? nearest - 1.0F : nearest;
+    return (uniform(i) < t - floor ? floor + 1.0F : floor) + kRounder;
+  }
+
+ private:
+  // In [0, 1), of 23 bits.
+  __device__ float uniform(std::uint32_t i) const {
+    std::uint32_t h = i * 0x9E3779B9U + static_cast<std::uint32_t>(key_);
+    h = (h ^ (h >> 16)) * 0x7FEB352DU;
+    h = ((h ^ (h >> 15)) + static_cast<std::uint32_t>(key_ >> 32)) * 0x846CA68BU;
+    h = h ^ (h >> 16);
+    return __uint_as_float((h >> 9) | 0x3F800000U) - 1.0F;
+  }
+
+  bool stochastic_;
+  std::uint64_t key_;
+};
+
+// The same of all blocks of a run.
+__device__ std::uint64_t run_key(const Dice& dice, std::uint64_t calls) {
+  return mixed(mixed(dice.seed) ^ dice.call ^ calls);
+}
+
+// ---- Encoding ----------------------------------------------------------------------------------
+
+// One block, shared by a team: each of its warps has one segment after the other. Blocks that have
+// more segments than the team has warps are read twice.
+template <bool kFeedsBack, unsigned kWide, typename Team>
+struct Block {
+  const float* x;
+  const float* before;  // e, and
+  float* after;         // e'
+  std::uint64_t n;
+  std::byte* out;
+  Team team;
+  Share<kWarp, kCount, kWide> share;
+
+  __device__ void load(std::uint64_t begin, float (&v)[kCount]) const {
+    share.load(x + begin, n - begin, v);
+    if constexpr (kFeedsBack) {
+      float e[kCount];
+      share.load(before + begin, n - begin, e);
+#pragma unroll
+      for (unsigned i = 0; i < kCount; ++i) v[i] = v[i] + e[i];
+    }
+  }
+
+  template <typename Visit>
+  __device__ void each_segment(Visit visit) const {
+    if constexpr (Team::kOneWarp) {
+      visit(0);
+    } else {
+      const std::uint64_t step = team.warps() * kSegment;
+      for (std::uint64_t begin = team.warp() * kSegment; begin < n; begin += step) visit(begin);
+    }
+  }
+
+  __device__ void encode(const Rounding& round) const {
+    float v[kCount];
+    std::uint32_t most = 0;
+    each_segment([&](std::uint64_t begin) {
+      load(begin, v);
+#pragma unroll
+      for (unsigned i = 0; i < kCount; ++i) most = Larger{}(most, magnitude_bits(v[i]));
+    });
+    most = team.largest(most);
+    const bool finite = most<kInfinityBits, again = n> team.warps() * kSegment;
+    const Scale by = finite ? Scale::of(__uint_as_float(most)) : Scale{quiet_nan<float>(), 0};
+    if (team.rank() == 0) *reinterpret_cast<float*>(out) = by.scale;
+    each_segment([&](std::uint64_t begin) {
+      if (again) load(begin, v);
+      write(v, begin, finite, by, round);
+    });
+  }
+
+  __device__ void write(float (&v)[kCount], std::uint64_t begin, bool finite, Scale by,
+                        const Rounding& round) const {
+    std::uint8_t codes[kCount];
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i) {
+      const auto element = static_cast<std::uint32_t>(begin) + share.element(i);
+      const float rounded = round(v[i] * by.inverse, element);
+      codes[i] = finite ? static_cast<std::uint8_t>(__float_as_uint(rounded)) : 0;
+      v[i] = finite ? v[i] - (rounded - kRounder) * by.scale : 0;
+    }
+    share.store(reinterpret_cast<std::uint8_t*>(out + sizeof(float)) + begin, n - begin, codes);
+    if constexpr (kFeedsBack) share.store(after + begin, n - begin, v);
+  }
+};
+
+template <bool kFeedsBack, unsigned kWide, bool kAlone>
+__global__ void __launch_bounds__(kThreads) encode(const float* x, Site site, std::uint64_t n,
+                                                   std::uint64_t block, Dice dice, std::byte* out) {
+  const Team<kAlone> team;
+  Feedback feedback{};
+  if constexpr (kFeedsBack) feedback = feedback_of(site);
+  const std::uint64_t run = run_key(dice, kFeedsBack ? site.entry->calls : 0);
+  for (std::uint64_t unit = team.number(); unit * block < n; unit += team.count()) {
+    const std::uint64_t begin = unit * block;
+    const Block<kFeedsBack, kWide, Team<kAlone>> here{x + begin,
+                                                      feedback.before + begin,
+                                                      feedback.after + begin,
+                                                      n - begin < block ? n - begin : block,
+                                                      out + unit * payload_bytes(block),
+                                                      team,
+                                                      {team.lane()}};
+    here.encode({dice.stochastic, mixed(run ^ (dice.element + begin))});
+  }
+}
+
+template <bool kFeedsBack, unsigned kWide>
+Status start_encode(const float* x, const Site& site, std::uint64_t n, std::uint64_t block,
+                    const Dice& dice, std::byte* out, Stream stream) {
+  const std::uint64_t units = blocks_for(n, block);
+  if (block <= kSegment)
+    return launch(encode<kFeedsBack, kWide, true>, blocks_for(units, kMostWarps), kThreads, stream,
+                  x, site, n, block, dice, out);
+  const std::uint64_t warps = blocks_for(block, kSegment);
+  const auto threads = static_cast<unsigned>(warps < kMostWarps ? warps : kMostWarps) * kWarp;
+  return launch(encode<kFeedsBack, kWide, false>, units, threads, stream, x, site, n, block, dice,
+                out);
+}
+
+template <bool kFeedsBack>
+Status start_encode(const float* x, const Site& site, std::uint64_t n, std::uint64_t block,
+                    const Dice& dice, std::byte* out, Stream stream) {
+  return is_aligned(x) && is_aligned(site)
+             ? start_encode<kFeedsBack, 4>(x, site, n, block, dice, out, stream)
+             : start_encode<kFeedsBack, 1>(x, site, n, block, dice, out, stream);
+}
+
+Status int8_encode(const float* x, Site site, std::uint64_t n, std::uint64_t block, Dice dice,
+                   std::byte* out, Stream stream) {
+  return keeps_errors(site) ? start_encode<true>(x, site, n, block, dice, out, stream)
+                            : start_encode<false>(x, site, n, block, dice, out, stream);
+}
+
+// ---- Decoding: by segments, as nothing has to be known of a whole block ------------------------
+
+template <bool kAdd, unsigned kWide>
+__device__ void decode_segment(const std::byte* codes, float scale, std::uint64_t n, float* y) {
+  const Share<kWarp, kCount, kWide> share{threadIdx.x % kWarp};
+  std::int8_t q[kCount];
+  float v[kCount];
+  share.load(reinterpret_cast<const std::int8_t*>(codes), n, q);
+  if constexpr (kAdd) share.load(y, n, v);
+#pragma unroll
+  for (unsigned i = 0; i < kCount; ++i) {
+    const float decoded = static_cast<float>(q[i]) * scale;
+    v[i] = canonical(kAdd ? v[i] + decoded : decoded);
+  }
+  share.store(y, n, v);
+}
+
+template <bool kAdd, unsigned kWide>
+__global__ void __launch_bounds__(kThreads)
+    decode(const std::byte* in, std::uint64_t n, std::uint64_t block, std::uint64_t segments,
+           float* y, std::uint32_t* flags) {
+  for (std::uint64_t number = first_index() / kWarp;; number += index_stride() / kWarp) {
+    const std::uint64_t unit = number / segments, inside = number % segments * kSegment;
+    if (unit * block >= n) return;
+    const std::uint64_t length = n - unit * block < block ? n - unit * block : block;
+    if (inside >= length) continue;
+    const std::byte* const payload = in + unit * payload_bytes(block);
+    float scale = *reinterpret_cast<const float*>(payload);
+    if (!(scale >= 0 && scale <= Int8Kernels::kMostScale)) {
+      scale = quiet_nan<float>();
+      if (threadIdx.x % kWarp == 0) set_flag(flags, kNotFinite);
+    }
+    decode_segment<kAdd, kWide>(payload + sizeof(float) + inside, scale, length - inside,
+                                y + unit * block + inside);
+  }
+}
+
+template <bool kAdd>
+Status start_decode(const std::byte* in, std::uint64_t n, std::uint64_t block, float* y,
+                    std::uint32_t* flags, Stream stream) {
+  const std::uint64_t segments = blocks_for(block, kSegment);
+  const std::uint64_t blocks = blocks_for(blocks_for(n, block) * segments, kMostWarps);
+  return launch(is_aligned(y) ? decode<kAdd, 4> : decode<kAdd, 1>, blocks, kThreads, stream, in, n,
+                block, segments, y, flags);
+}
+
+Status int8_decode(const std::byte* in, std::uint64_t n, std::uint64_t block, float* y, bool add,
+                   std::uint32_t* flags, Stream stream) {
+  return add ? start_decode<true>(in, n, block, y, flags, stream)
+             : start_decode<false>(in, n, block, y, flags, stream);
+}
+
+}  // namespace
+
+void fill_int8(Api& api) {
+  api.int8_encode = int8_encode;
+  api.int8_decode = int8_decode;
+}
+
+}  // namespace gradwire::cuda
