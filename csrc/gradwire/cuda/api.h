@@ -78,7 +78,7 @@ struct Dice {
 // aligned(the most bytes of one unit); a unit's bytes begin its slot, and the rest of the slot has
 // any content. `offsets`: null; or, of a packed payload, where each unit's bytes begin, and where
 // the last ones end: units + 1 numbers in device memory, ascending and none beyond the payload's
-// end, which whoever made them has seen to.
+// end, which whoever made them has seen to; a unit that leaves some of its bytes is refused.
 struct Slots {
   const std::byte* data;
   const std::uint64_t* offsets;
@@ -202,7 +202,7 @@ struct Api {
                           std::byte* out, std::uint32_t* sizes, float* y, float factor,
                           std::uint32_t* flags, Stream);
 
-  // ---- threshold, topk (plugin/sparse.cu); units of kSparseUnit ----
+  // ---- threshold, topk (plugin/threshold.cu, plugin/topk.cu); units of kSparseUnit ----
   // tau of the call under way, where the key has none that can be used. `density` 0: tau is given.
   // `scratch`: sparse_scratch_bytes(n).
   Status (*threshold_prepare)(const float* x, Site, std::uint64_t n, double density, void* scratch,
@@ -220,7 +220,7 @@ struct Api {
                         bool add, std::uint32_t* flags, Stream);
   std::size_t (*sparse_scratch_bytes)(std::uint64_t n);
 
-  // ---- lowrank (plugin/low_rank.cu); codec/low_rank.h, codec/factors.h ----
+  // ---- lowrank (plugin/low_rank.cu, factors.cu, orthonormalise.cu); codec/factors.h ----
   // q := start_factor(what the last call remembers).
   Status (*start_factor)(Memory, Matrix, float* q, Stream);
   // v := x + e (v may be x; without feedback v is not written), p := v · q.

@@ -1,7 +1,7 @@
 // What the threads of a block find out together. All of them call.
 #pragma once
 
-#include "gradwire/cuda/plugin/gpu.cuh"
+#include "gradwire/cuda/plugin/team.cuh"
 
 namespace gradwire::cuda {
 
@@ -18,6 +18,38 @@ __device__ inline std::uint32_t block_largest(std::uint32_t mine) {
   for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp)
     most = of_warp[warp] > most ? of_warp[warp] : most;
   return most;
+}
+
+// Of the lanes up to this one.
+template <typename T, typename Join>
+__device__ T warp_scan(T mine, Join join) {
+  for (unsigned by = 1; by < kWarp; by *= 2) {
+    const T other = __shfl_up_sync(kAllLanes, mine, by);
+    if (threadIdx.x % kWarp >= by) mine = join(other, mine);
+  }
+  return mine;
+}
+
+// join(earlier, later) is associative, and joined with `neutral` a value is itself.
+template <typename T, typename Join>
+__device__ Scanned<T> block_scan(T mine, T neutral, Join join) {
+  __shared__ T of_warp[kMostWarps];
+  const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const T through = warp_scan(mine, join);
+  const T before = __shfl_up_sync(kAllLanes, through, 1);
+  __syncthreads();  // nobody reads those of the last call
+  if (lane == kWarp - 1) of_warp[warp] = through;
+  __syncthreads();
+  const T warps = warp_scan(lane < blockDim.x / kWarp ? of_warp[lane] : neutral, join);
+  const T lower = __shfl_sync(kAllLanes, warps, (warp + kWarp - 1) % kWarp);
+  const T all = __shfl_sync(kAllLanes, warps, kWarp - 1);
+  const T of_lanes = lane == 0 ? neutral : before;
+  return {warp == 0 ? of_lanes : join(lower, of_lanes), all};
+}
+
+template <typename T>
+__device__ Scanned<T> block_sums(T mine) {
+  return block_scan(mine, T{0}, Plus{});
 }
 
 }  // namespace gradwire::cuda

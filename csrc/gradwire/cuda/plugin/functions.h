@@ -14,5 +14,6 @@ void fill_int8(Api& api);
 void fill_low_rank(Api& api);
 void fill_factors(Api& api);
 void fill_orthonormalise(Api& api);
+void fill_threshold(Api& api);
 
 }  // namespace gradwire::cuda

@@ -17,6 +17,7 @@ Api make_table() {
   fill_low_rank(api);
   fill_factors(api);
   fill_orthonormalise(api);
+  fill_threshold(api);
   return api;
 }
 

@@ -1,0 +1,107 @@
+// threshold and topk (codec/sparse.h): a unit of elements is a block's work, one mask of a bit an
+// element tells its threads which are sent.
+#pragma once
+
+#include "gradwire/codec/sparse.h"
+#include "gradwire/cuda/plugin/gpu.cuh"
+
+namespace gradwire::cuda {
+
+inline constexpr unsigned kUnit = codec::kSparseUnit;
+inline constexpr unsigned kUnitThreads = 1024;
+inline constexpr unsigned kUnitWords = kUnit / kWarp;
+inline constexpr unsigned kUnitSteps = kUnit / kUnitThreads;
+static_assert(kUnitWords == kUnitThreads);  // each thread looks after one word of the mask
+
+// In step s thread t has element s · kUnitThreads + t, which is bit t % kWarp of word mask_word(s).
+__device__ inline unsigned element_of(unsigned step) { return step * kUnitThreads + threadIdx.x; }
+__device__ inline unsigned mask_word(unsigned step) {
+  return step * (kUnitThreads / kWarp) + threadIdx.x / kWarp;
+}
+__device__ inline bool has_bit(std::uint32_t word) {
+  return (word >> (threadIdx.x % kWarp) & 1U) != 0;
+}
+// Of those in the word before this thread's.
+__device__ inline unsigned bits_before(std::uint32_t word) {
+  return static_cast<unsigned>(__popc(word & ((1U << (threadIdx.x % kWarp)) - 1)));
+}
+
+constexpr std::uint64_t units_of(std::uint64_t n) { return blocks_for(n, kUnit); }
+
+__device__ inline unsigned unit_length(std::uint64_t n, std::uint64_t unit) {
+  const std::uint64_t left = n - unit * kUnit;
+  return left < kUnit ? static_cast<unsigned>(left) : kUnit;
+}
+
+// One unit of v = x + residual, which may be null.
+struct UnitSource {
+  const float* x;
+  const float* residual;
+  unsigned n;
+
+  __device__ UnitSource(const float* all_x, const float* all_residual, std::uint64_t all,
+                        std::uint64_t unit)
+      : x(all_x + unit * kUnit),
+        residual(all_residual == nullptr ? nullptr : all_residual + unit * kUnit),
+        n(unit_length(all, unit)) {}
+
+  // This thread's of some steps; 0 beyond the end.
+  template <unsigned kSteps>
+  __device__ void load(unsigned first_step, float (&v)[kSteps]) const {
+#pragma unroll
+    for (unsigned s = 0; s < kSteps; ++s)
+      v[s] = element_of(first_step + s) < n ? x[element_of(first_step + s)] : 0;
+    if (residual == nullptr) return;
+    float r[kSteps];
+#pragma unroll
+    for (unsigned s = 0; s < kSteps; ++s)
+      r[s] = element_of(first_step + s) < n ? residual[element_of(first_step + s)] : 0;
+#pragma unroll
+    for (unsigned s = 0; s < kSteps; ++s) v[s] += r[s];
+  }
+};
+
+// Elements of n that a density stands for (codec::share_of).
+inline std::uint64_t share_of(double density, std::uint64_t n) {
+  const auto share = static_cast<std::uint64_t>(density * static_cast<double>(n) + 0.5);
+  return share < 1 ? 1 : share > n ? n : share;
+}
+
+// Of a whole unit and of the last one.
+struct Shares {
+  unsigned whole, last;
+
+  Shares(double density, std::uint64_t n)
+      : whole(static_cast<unsigned>(share_of(density, kUnit))),
+        last(static_cast<unsigned>(share_of(density, n % kUnit))) {}
+  __device__ unsigned of(unsigned length) const { return length == kUnit ? whole : last; }
+};
+
+// ---- Payloads, as they grow in shared memory ---------------------------------------------------
+
+// Sets bits [at, at + bits) of what was zero; up to 32 of them.
+__device__ inline void put(std::uint32_t* words, unsigned at, std::uint32_t value, unsigned bits) {
+  if (value == 0) return;
+  atomicOr(words + at / 32, value << at % 32);
+  if (at % 32 + bits > 32) atomicOr(words + at / 32 + 1, value >> (32 - at % 32));
+}
+
+__device__ inline void clear(std::uint32_t* words, unsigned count) {
+  for (unsigned i = threadIdx.x; i < count; i += kUnitThreads) words[i] = 0;
+}
+
+// `out` is aligned to a word.
+__device__ inline void copy_out(const std::uint32_t* words, unsigned bytes, std::byte* out) {
+  for (unsigned i = threadIdx.x; i < bytes / 4; i += kUnitThreads)
+    reinterpret_cast<std::uint32_t*>(out)[i] = words[i];
+  const unsigned at = bytes / 4 * 4 + threadIdx.x;
+  if (at < bytes) out[at] = static_cast<std::byte>(words[at / 4] >> (at % 4 * 8));
+}
+
+inline constexpr unsigned kLayoutBits = 3, kMostLowBits = 15, kShortCount = 128;
+
+__device__ inline std::uint32_t head_of(codec::Layout layout, unsigned low = 0) {
+  return static_cast<std::uint32_t>(layout) | low << kLayoutBits;
+}
+
+}  // namespace gradwire::cuda

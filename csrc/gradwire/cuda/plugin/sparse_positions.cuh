@@ -1,0 +1,125 @@
+// Writes which elements of a unit are sent, in the layout that codec/sparse.cc chooses.
+#pragma once
+
+#include "gradwire/cuda/plugin/block.cuh"
+#include "gradwire/cuda/plugin/sparse.cuh"
+
+namespace gradwire::cuda {
+
+inline constexpr unsigned kMostPositionBytes = codec::most_position_bytes(kUnit);
+
+// What a block works in.
+struct PositionRoom {
+  std::uint32_t zeros[kMostLowBits + 1];  // of all gaps, for each `low`
+};
+
+struct Positions {
+  unsigned count;   // of the unit
+  unsigned before;  // the thread's word
+  unsigned bytes;   // that were written
+};
+
+// body(gap less 1, index) for each bit of the thread's word; `next`: the index after the one before
+// that word.
+template <typename Body>
+__device__ void each_gap(std::uint32_t word, unsigned next, Body body) {
+  for (; word != 0; word &= word - 1) {
+    const unsigned index =
+        threadIdx.x * kWarp + static_cast<unsigned>(__ffs(static_cast<int>(word))) - 1;
+    body(index - next, index);
+    next = index + 1;
+  }
+}
+
+// Into zeros, which are 0.
+__device__ inline void count_zeros(std::uint32_t word, unsigned next, PositionRoom& room) {
+  if (__any_sync(kAllLanes, word != 0) == 0) return;
+  for (unsigned low = 0; low <= kMostLowBits; ++low) {
+    std::uint32_t zeros = 0;
+    each_gap(word, next, [&](unsigned gap, unsigned) { zeros += gap >> low; });
+    zeros = __reduce_add_sync(kAllLanes, zeros);
+    if (threadIdx.x % kWarp == 0) atomicAdd(room.zeros + low, zeros);
+  }
+}
+
+struct GapCode {
+  unsigned low, bits;
+};
+
+// The same walk as the CPU's.
+__device__ inline GapCode best_gap_code(const PositionRoom& room, unsigned count, unsigned n) {
+  const auto code_of = [&](unsigned low) {
+    return GapCode{low, room.zeros[low] + count * (1 + low)};
+  };
+  GapCode best = code_of(31 - static_cast<unsigned>(__clz(static_cast<int>(n / count))));
+  while (best.low < kMostLowBits && code_of(best.low + 1).bits < best.bits)
+    best = code_of(best.low + 1);
+  while (best.low > 0 && code_of(best.low - 1).bits <= best.bits) best = code_of(best.low - 1);
+  return best;
+}
+
+__device__ inline void write_gaps(std::uint32_t word, unsigned next, unsigned low, unsigned at,
+                                  std::uint32_t* out) {
+  unsigned bits = 0;
+  each_gap(word, next, [&](unsigned gap, unsigned) { bits += (gap >> low) + 1 + low; });
+  at += block_sums(bits).before;
+  each_gap(word, next, [&](unsigned gap, unsigned) {
+    at += gap >> low;
+    put(out, at, (gap & ((1U << low) - 1)) << 1 | 1, 1 + low);
+    at += 1 + low;
+  });
+}
+
+// From the front of `out`, which is 0: kMostPositionBytes, and a word to spare. Returns how many
+// bytes that were.
+__device__ inline unsigned write_some(std::uint32_t word, unsigned next, unsigned before,
+                                      unsigned count, unsigned n, const PositionRoom& room,
+                                      std::uint32_t* out) {
+  const GapCode code = best_gap_code(room, count, n);
+  const unsigned bytes_of_count = count < kShortCount ? 1 : 2;
+  const unsigned list = bytes_of_count + 2 * count, gaps = bytes_of_count + (code.bits + 7) / 8,
+                 bitmap = (n + 7) / 8;
+  const unsigned body = 8 * (1 + bytes_of_count);
+  const auto begin = [&](codec::Layout layout, unsigned low) {
+    const unsigned low_count =
+        count < kShortCount ? count
+                            : (count & (kShortCount - 1)) | kShortCount | count / kShortCount << 8;
+    if (threadIdx.x == 0) put(out, 0, head_of(layout, low) | low_count << 8, 24);
+  };
+  if (list <= gaps && list <= bitmap) {
+    begin(codec::Layout::kList, 0);
+    each_gap(word, next,
+             [&](unsigned, unsigned index) { put(out, body + 16 * before++, index, 16); });
+    return 1 + list;
+  }
+  if (gaps <= bitmap) {
+    begin(codec::Layout::kGaps, code.low);
+    write_gaps(word, next, code.low, body, out);
+    return 1 + gaps;
+  }
+  if (threadIdx.x == 0) put(out, 0, head_of(codec::Layout::kBitmap), 8);
+  put(out, 8 + 32 * threadIdx.x, word, 32);
+  return 1 + bitmap;
+}
+
+// `word`: the thread's of the mask, all zero beyond n. What it wrote is there after a barrier.
+__device__ inline Positions write_positions(std::uint32_t word, unsigned n, PositionRoom& room,
+                                            std::uint32_t* out) {
+  if (threadIdx.x <= kMostLowBits) room.zeros[threadIdx.x] = 0;
+  const auto sums = block_sums(static_cast<std::uint32_t>(__popc(word)));
+  const unsigned count = sums.all;
+  if (count == 0 || count == n) {
+    const auto layout = count == 0 ? codec::Layout::kNone : codec::Layout::kAll;
+    if (threadIdx.x == 0) put(out, 0, head_of(layout), 8);
+    return {count, sums.before, 1};
+  }
+  const unsigned end =
+      word == 0 ? 0
+                : (threadIdx.x + 1) * kWarp - static_cast<unsigned>(__clz(static_cast<int>(word)));
+  const unsigned next = block_scan(end, 0U, Larger{}).before;
+  count_zeros(word, next, room);
+  __syncthreads();
+  return {count, sums.before, write_some(word, next, sums.before, count, n, room, out)};
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,303 @@
+// Reads payloads of units, which are hostile: nothing beyond a unit's bytes is read, nothing beyond
+// its elements written, and what the CPU refuses (codec/sparse.cc) is refused.
+#pragma once
+
+#include <cmath>
+
+#include "gradwire/cuda/plugin/block.cuh"
+#include "gradwire/cuda/plugin/floats.cuh"
+#include "gradwire/cuda/plugin/sparse.cuh"
+
+namespace gradwire::cuda {
+
+// Bytes of any alignment; 0 beyond their end.
+struct Foreign {
+  const std::byte* data;
+  std::uint64_t size;
+
+  __device__ std::uint32_t byte(std::uint64_t at) const {
+    return at < size ? static_cast<std::uint32_t>(data[at]) : 0;
+  }
+  __device__ std::uint32_t word(std::uint64_t at) const {
+    return byte(at) | byte(at + 1) << 8 | byte(at + 2) << 16 | byte(at + 3) << 24;
+  }
+  __device__ Foreign from(std::uint64_t at) const {
+    return at < size ? Foreign{data + at, size - at} : Foreign{data, 0};
+  }
+};
+
+__device__ inline Foreign unit_bytes(const Slots& in, std::uint64_t slot_bytes,
+                                     std::uint64_t unit) {
+  if (in.offsets == nullptr) return {in.data + unit * slot_bytes, slot_bytes};
+  return {in.data + in.offsets[unit], in.offsets[unit + 1] - in.offsets[unit]};
+}
+
+struct ReadRoom {
+  std::uint32_t hits[kUnitWords];
+  std::uint32_t before[kUnitWords];  // hits before each word
+  std::uint64_t gap_bits;            // that the codes of a list of gaps take
+};
+
+// All threads have the same.
+struct Read {
+  bool refused;
+  bool finite;
+  unsigned count;       // of the elements that were sent
+  std::uint64_t bytes;  // of their positions
+};
+
+constexpr Read kRefusedUnit{true, true, 0, 0};
+
+// ---- kList, kBitmap ----------------------------------------------------------------------------
+
+__device__ inline void set_hit(ReadRoom& room, unsigned index) {
+  atomicOr(room.hits + index / kWarp, 1U << index % kWarp);
+}
+
+__device__ inline Read read_list(Foreign in, std::uint64_t at, unsigned count, unsigned n,
+                                 ReadRoom& room) {
+  if (at + 2 * count > in.size) return kRefusedUnit;
+  const auto index = [&](unsigned k) { return in.byte(at + 2 * k) | in.byte(at + 2 * k + 1) << 8; };
+  bool wrong = false;
+  for (unsigned k = threadIdx.x; k < count; k += kUnitThreads) {
+    const bool fits = index(k) < n && (k == 0 || index(k - 1) < index(k));
+    if (fits) set_hit(room, index(k));
+    wrong = wrong || !fits;
+  }
+  if (__syncthreads_or(wrong ? 1 : 0) != 0) return kRefusedUnit;
+  return {false, true, count, at + 2 * count};
+}
+
+// The thread's word of a unit of which all is sent.
+__device__ inline std::uint32_t all_hits(unsigned n) {
+  const unsigned first = threadIdx.x * kWarp;
+  if (first >= n) return 0;
+  return n - first >= kWarp ? ~0U : (1U << (n - first)) - 1;
+}
+
+// The count is found later.
+__device__ inline Read read_bitmap(Foreign in, unsigned n, ReadRoom& room) {
+  const unsigned bytes = (n + 7) / 8;
+  if (1 + bytes > in.size) return kRefusedUnit;
+  const Foreign map{in.data + 1, bytes};
+  const std::uint32_t hits = map.word(4 * threadIdx.x);
+  room.hits[threadIdx.x] = hits;
+  if (__syncthreads_or((hits & ~all_hits(n)) != 0 ? 1 : 0) != 0) return kRefusedUnit;
+  return {false, true, 0, 1U + bytes};
+}
+
+// ---- kGaps -------------------------------------------------------------------------------------
+// A code ends `low` bits after its one bit, so where codes begin in a word depends on the words
+// before it: on how many bits of one are left there, 0 to `low`. For each of these a word tells how
+// many it leaves to the next; and these maps are joined by a scan, a thread a word. Then every
+// thread knows where its codes begin.
+//
+// If p is the place of the one bit of code k, the zeros of all codes so far are p - k · (1 + low);
+// so the code's index is that << low, and all low bits so far, and k.
+
+// Sixteen times four bits: how many bits are left after a word, by how many were before it.
+constexpr std::uint64_t kSameLeft = 0xFEDCBA9876543210U;
+
+__device__ inline unsigned left_after(std::uint64_t map, unsigned before) {
+  return static_cast<unsigned>(map >> (4 * before)) & 15U;
+}
+
+// Calls body(place) for each one bit that ends the zeros of a code; returns the bits left.
+template <typename Body>
+__device__ unsigned each_code(std::uint32_t word, unsigned left, unsigned low, Body body) {
+  unsigned at = left;
+  while (at < kWarp && word >> at != 0) {
+    at += static_cast<unsigned>(__ffs(static_cast<int>(word >> at))) - 1;
+    body(at);
+    at += 1 + low;
+  }
+  return at < kWarp ? 0 : at - kWarp;
+}
+
+__device__ inline std::uint64_t map_of(std::uint32_t word, unsigned low) {
+  std::uint64_t map = 0;
+  for (unsigned before = 0; before <= low; ++before)
+    map |= std::uint64_t{each_code(word, before, low, [](unsigned) {})} << (4 * before);
+  return map;
+}
+
+// How far a list of gaps was read.
+struct GapState {
+  unsigned left;        // bits of a code
+  std::uint32_t count;  // codes
+  std::uint32_t rests;  // the sum of their low bits
+};
+
+// The codes of the thread's word, which is number `at` of the stream.
+struct GapWord {
+  std::uint64_t at;
+  std::uint32_t word, next;  // and what follows it
+  unsigned low;
+
+  __device__ std::uint32_t rest(unsigned place) const {
+    const std::uint64_t both = std::uint64_t{next} << 32 | word;
+    return static_cast<std::uint32_t>(both >> (place + 1)) & ((1U << low) - 1);
+  }
+};
+
+// Reads the thread's codes as far as there are `count`. Returns whether they fit.
+__device__ inline bool take_gaps(const GapWord& word, GapState state, unsigned count, unsigned n,
+                                 std::uint64_t bits, ReadRoom& room) {
+  bool fits = true;
+  each_code(word.word, state.left, word.low, [&](unsigned place) {
+    if (state.count >= count) return;
+    const std::uint64_t p = word.at * kWarp + place, end = p + 1 + word.low;
+    state.rests += word.rest(place);
+    const std::uint64_t zeros = p - std::uint64_t{state.count} * (1 + word.low);
+    const std::uint64_t index = (zeros << word.low) + state.rests + state.count;
+    if (index < n && end <= bits)
+      set_hit(room, static_cast<unsigned>(index));
+    else
+      fits = false;
+    if (++state.count == count) room.gap_bits = end;
+  });
+  return fits;
+}
+
+// One word a thread, from word `first` on. The state is moved on to behind them.
+__device__ inline bool read_gap_words(Foreign in, std::uint64_t first, unsigned low, unsigned count,
+                                      unsigned n, GapState& state, ReadRoom& room) {
+  const std::uint64_t at = first + threadIdx.x;
+  const bool any = 4 * at < in.size;
+  const GapWord word{at, any ? in.word(4 * at) : 0, any ? in.word(4 * at + 4) : 0, low};
+  const auto maps = block_scan(
+      any ? map_of(word.word, low) : kSameLeft, kSameLeft, [=](std::uint64_t a, std::uint64_t b) {
+        if (b == kSameLeft) return a;
+        std::uint64_t both = 0;
+        for (unsigned l = 0; l <= low; ++l)
+          both |= std::uint64_t{left_after(b, left_after(a, l))} << (4 * l);
+        return both;
+      });
+  GapState mine{any ? left_after(maps.before, state.left) : kWarp, 0, 0};
+  each_code(word.word, mine.left, low, [&](unsigned place) {
+    ++mine.count;
+    mine.rests += word.rest(place);
+  });
+  const auto sums = block_sums(std::uint64_t{mine.count} << 32 | mine.rests);
+  mine.count = state.count + static_cast<std::uint32_t>(sums.before >> 32);
+  mine.rests = state.rests + static_cast<std::uint32_t>(sums.before);
+  state = {left_after(maps.all, state.left),
+           state.count + static_cast<std::uint32_t>(sums.all >> 32),
+           state.rests + static_cast<std::uint32_t>(sums.all)};
+  return take_gaps(word, mine, count, n, 8 * in.size, room);
+}
+
+__device__ inline Read read_gaps(Foreign in, std::uint64_t at, unsigned low, unsigned count,
+                                 unsigned n, ReadRoom& room) {
+  if (count == 0) return {false, true, 0, at};
+  // More than the gaps of a unit need is not looked at.
+  const std::uint64_t most = ((n >> low) + std::uint64_t{count} * (1 + low)) / 8 + 1;
+  Foreign codes = in.from(at);
+  if (codes.size > most) codes.size = most;
+  GapState state{0, 0, 0};
+  bool fits = true;
+  for (std::uint64_t first = 0; state.count < count && 4 * first < codes.size;
+       first += kUnitThreads)
+    fits = read_gap_words(codes, first, low, count, n, state, room) && fits;
+  if (__syncthreads_or(fits ? 0 : 1) != 0 || state.count < count) return kRefusedUnit;
+  return {false, true, count, at + (room.gap_bits + 7) / 8};
+}
+
+// ---- All layouts -------------------------------------------------------------------------------
+
+// Into room.hits, which is 0.
+__device__ inline Read read_layout(Foreign in, unsigned n, ReadRoom& room) {
+  using codec::Layout;
+  if (in.size == 0) return kRefusedUnit;
+  const std::uint32_t head = in.byte(0), low = head >> kLayoutBits;
+  const auto layout = static_cast<Layout>(head & ((1U << kLayoutBits) - 1));
+  if (layout > Layout::kNotFinite || low > (layout == Layout::kGaps ? kMostLowBits : 0))
+    return kRefusedUnit;
+  if (layout == Layout::kBitmap) return read_bitmap(in, n, room);
+  if (layout == Layout::kAll) room.hits[threadIdx.x] = all_hits(n);
+  if (layout != Layout::kList && layout != Layout::kGaps)
+    return {false, layout != Layout::kNotFinite, layout == Layout::kAll ? n : 0, 1};
+  const unsigned short_count = in.byte(1);
+  const bool is_short = short_count < kShortCount;
+  const unsigned count =
+      is_short ? short_count : (short_count & (kShortCount - 1)) + kShortCount * in.byte(2);
+  const std::uint64_t at = is_short ? 2 : 3;
+  if (at > in.size || count > n) return kRefusedUnit;
+  return layout == Layout::kList ? read_list(in, at, count, n, room)
+                                 : read_gaps(in, at, low, count, n, room);
+}
+
+__device__ inline Read read_positions(Foreign in, unsigned n, ReadRoom& room) {
+  room.hits[threadIdx.x] = 0;
+  __syncthreads();
+  Read read = read_layout(in, n, room);
+  __syncthreads();
+  const auto sums = block_sums(static_cast<std::uint32_t>(__popc(room.hits[threadIdx.x])));
+  room.before[threadIdx.x] = sums.before;
+  if (!read.refused) read.count = sums.all;
+  __syncthreads();
+  return read;
+}
+
+// ---- Values ------------------------------------------------------------------------------------
+
+// y := the values that were sent and 0, or y + these. Returns whether the thread's are finite.
+template <typename Values>
+__device__ bool put_values(const ReadRoom& room, const Values& values, unsigned n, float* y,
+                           bool add) {
+  constexpr unsigned kAtOnce = 4;
+  bool finite = true;
+  for (unsigned first = 0; first < kUnitSteps; first += kAtOnce) {
+    bool hit[kAtOnce];
+    float value[kAtOnce], sum[kAtOnce];
+#pragma unroll
+    for (unsigned s = 0; s < kAtOnce; ++s) {
+      const unsigned word = mask_word(first + s);
+      hit[s] = has_bit(room.hits[word]);
+      value[s] = hit[s] ? values.at(room.before[word] + bits_before(room.hits[word])) : 0;
+      sum[s] = hit[s] && add ? y[element_of(first + s)] + value[s] : value[s];
+      finite = finite && magnitude_bits(value[s]) < kInfinityBits;
+    }
+#pragma unroll
+    for (unsigned s = 0; s < kAtOnce; ++s)
+      if (add ? hit[s] : element_of(first + s) < n) y[element_of(first + s)] = sum[s];
+  }
+  return finite;
+}
+
+__device__ inline void fill_nan(float* y, unsigned n) {
+  for (unsigned i = threadIdx.x; i < n; i += kUnitThreads) y[i] = __uint_as_float(kNanBits);
+}
+
+// One unit. Returns the flags that it sets; all threads have the same.
+template <typename Values>
+__device__ std::uint32_t decode_unit(Foreign in, bool whole, Values values, unsigned n, float* y,
+                                     bool add, ReadRoom& room) {
+  Read read = read_positions(in, n, room);
+  const std::uint64_t bytes = read.bytes + values.bytes(read.count);
+  read.refused = read.refused || bytes > in.size || (whole && bytes < in.size);
+  if (!read.refused && read.count > 0) read.refused = !values.open(in.from(read.bytes));
+  if (read.refused || !read.finite) {
+    fill_nan(y, n);
+    return read.refused ? kRefused : kNotFinite;
+  }
+  const bool finite = put_values(room, values, n, y, add);
+  return __syncthreads_or(finite ? 0 : 1) == 0 ? 0U : kNotFinite;
+}
+
+// y := decoded, or y + decoded. A unit's bytes are consumed whole where it has offsets.
+template <typename Values>
+__global__ void __launch_bounds__(kUnitThreads, 2)
+    decode_units(Slots in, std::uint64_t slot_bytes, std::uint64_t n, float* y, bool add,
+                 std::uint32_t* flags) {
+  __shared__ ReadRoom room;
+  for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
+    const std::uint32_t found =
+        decode_unit(unit_bytes(in, slot_bytes, unit), in.offsets != nullptr, Values{},
+                    unit_length(n, unit), y + unit * kUnit, add, room);
+    if (threadIdx.x == 0 && found != 0) set_flag(flags, found);
+    __syncthreads();  // nobody reads the room any more
+  }
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,76 @@
+// Selects by magnitude: digit by digit from the highest, with a count for each value of the digit.
+#pragma once
+
+#include "gradwire/cuda/plugin/block.cuh"
+#include "gradwire/cuda/plugin/floats.cuh"
+#include "gradwire/cuda/plugin/sparse.cuh"
+
+namespace gradwire::cuda {
+
+// Digits of a magnitude's 31 bits: 11, 10 and 10.
+inline constexpr unsigned kDigitBits = 10, kFirstDigitBits = 11;
+
+struct SelectRoom {
+  std::uint32_t counts[1U << kFirstDigitBits];
+  std::uint32_t digit, above, count;
+};
+
+// The k-th largest, how many of those equal to it are among the k largest, and of all.
+struct Selected {
+  std::uint32_t magnitude;
+  unsigned taken, equal;
+};
+
+// Finds the digit of the k-th largest of `total`, by the counts of all digits but 0.
+template <unsigned kBits>
+__device__ void find_digit(unsigned k, unsigned total, SelectRoom& room) {
+  constexpr unsigned kEach = (1U << kBits) / kUnitThreads;
+  std::uint32_t counts[kEach];
+  std::uint32_t mine = 0;
+  const unsigned highest = (1U << kBits) - 1 - threadIdx.x * kEach;
+#pragma unroll
+  for (unsigned d = 0; d < kEach; ++d) mine += counts[d] = room.counts[highest - d];
+  std::uint32_t above = block_sums(mine).before;
+#pragma unroll
+  for (unsigned d = 0; d < kEach; ++d) {
+    if (highest == d) counts[d] = total - above;
+    if (above < k && k <= above + counts[d]) {
+      room.digit = highest - d;
+      room.above = above;
+      room.count = counts[d];
+    }
+    above += counts[d];
+  }
+  __syncthreads();
+}
+
+// Narrows down to those with one more digit. each(count) calls count(magnitude) for all; 0 may be
+// left out.
+template <unsigned kBits, typename Each>
+__device__ void narrow(Selected& so_far, unsigned& k, unsigned shift, SelectRoom& room, Each each) {
+  constexpr std::uint32_t kMask = (1U << kBits) - 1;
+  clear(room.counts, 1U << kBits);
+  __syncthreads();
+  each([&](std::uint32_t magnitude) {
+    const std::uint32_t digit = magnitude >> shift & kMask;
+    if (digit != 0 && (magnitude >> shift >> kBits) == so_far.magnitude)
+      atomicAdd(room.counts + digit, 1U);
+  });
+  __syncthreads();
+  find_digit<kBits>(k, so_far.equal, room);
+  k -= room.above;
+  so_far = {so_far.magnitude << kBits | room.digit, k, room.count};
+  __syncthreads();
+}
+
+// Of n magnitudes, 1 <= k <= n. The block has kUnitThreads threads.
+template <typename Each>
+__device__ Selected select_largest(unsigned n, unsigned k, SelectRoom& room, Each each) {
+  Selected found{0, k, n};
+  narrow<kFirstDigitBits>(found, k, 2 * kDigitBits, room, each);
+  narrow<kDigitBits>(found, k, kDigitBits, room, each);
+  narrow<kDigitBits>(found, k, 0, room, each);
+  return found;
+}
+
+}  // namespace gradwire::cuda

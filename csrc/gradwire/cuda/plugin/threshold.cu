@@ -1,0 +1,297 @@
+// threshold (codec/threshold.cc): one pass over x and e.
+#include <cfloat>
+#include <cmath>
+
+#include "gradwire/cuda/plugin/block.cuh"
+#include "gradwire/cuda/plugin/floats.cuh"
+#include "gradwire/cuda/plugin/functions.h"
+#include "gradwire/cuda/plugin/gpu.cuh"
+#include "gradwire/cuda/plugin/site.cuh"
+#include "gradwire/cuda/plugin/sparse.cuh"
+#include "gradwire/cuda/plugin/sparse_positions.cuh"
+#include "gradwire/cuda/plugin/sparse_read.cuh"
+#include "gradwire/cuda/plugin/sparse_select.cuh"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr unsigned kTauBytes = sizeof(float);
+constexpr unsigned kMostBytes = kMostPositionBytes + kTauBytes + kUnit / 8;
+constexpr std::uint64_t kSlotBytes = aligned(kMostBytes);
+
+__device__ bool usable(float tau) {
+  return __float_as_uint(tau) != 0 && __float_as_uint(tau) < kInfinityBits;
+}
+
+// Of the call under way.
+__device__ Adapted& adapted_of(Entry* entry) { return entry->adapted[1 - entry->which]; }
+
+// ---- The first tau of an extent ----------------------------------------------------------------
+
+constexpr std::uint64_t kMostSamples = 65536;
+
+constexpr std::uint64_t samples_stride(std::uint64_t n) { return blocks_for(n, kMostSamples); }
+constexpr std::uint64_t samples_of(std::uint64_t n) {
+  return n == 0 ? 0 : blocks_for(n, samples_stride(n));
+}
+
+__global__ void __launch_bounds__(kUnitThreads)
+    take_samples(const float* x, Site site, std::uint64_t n, std::uint32_t* keys) {
+  if (usable(adapted_of(site.entry).tau)) return;
+  const float* residual = residual_of(site);
+  const std::uint64_t stride = samples_stride(n);
+  for (std::uint64_t i = first_index(); i * stride < n; i += index_stride()) {
+    const float v = residual == nullptr ? x[i * stride] : x[i * stride] + residual[i * stride];
+    keys[i] = magnitude_bits(v) < kInfinityBits ? magnitude_bits(v) : 0;
+  }
+}
+
+// The share-th largest key; the largest of all where that is 0.
+__global__ void __launch_bounds__(kUnitThreads)
+    choose_first_tau(const std::uint32_t* keys, unsigned count, unsigned share, Entry* entry) {
+  __shared__ SelectRoom room;
+  Adapted& adapted = adapted_of(entry);
+  const bool known = usable(adapted.tau);
+  __syncthreads();  // everybody knows
+  if (known) return;
+  std::uint32_t mine = 0;
+  for (unsigned i = threadIdx.x; i < count; i += kUnitThreads)
+    mine = keys[i] > mine ? keys[i] : mine;
+  const std::uint32_t largest = block_largest(mine);
+  const Selected found = select_largest(count, share, room, [=](auto see) {
+    for (unsigned i = threadIdx.x; i < count; i += kUnitThreads) see(keys[i]);
+  });
+  if (threadIdx.x == 0)
+    adapted.tau = __uint_as_float(found.magnitude > 0 ? found.magnitude : largest);
+}
+
+Status threshold_prepare(const float* x, Site site, std::uint64_t n, double density, void* scratch,
+                         Stream stream) {
+  if (n == 0 || density == 0 || site.entry == nullptr) return 0;
+  auto* keys = static_cast<std::uint32_t*>(scratch);
+  const std::uint64_t count = samples_of(n);
+  const Status status =
+      launch(take_samples, blocks_for(count, kUnitThreads), kUnitThreads, stream, x, site, n, keys);
+  if (status != 0) return status;
+  return launch(choose_first_tau, 1, kUnitThreads, stream, keys, static_cast<unsigned>(count),
+                static_cast<unsigned>(share_of(density, count)), site.entry);
+}
+
+// ---- The tau of each unit, where the call has none ---------------------------------------------
+
+// The call's; 0: none.
+__device__ float tau_of_call(const Site& site) {
+  if (site.entry == nullptr) return 0;
+  const float tau = adapted_of(site.entry).tau;
+  return usable(tau) ? tau : 0;
+}
+
+__global__ void __launch_bounds__(kUnitThreads, 1)
+    choose_unit_taus(const float* x, Site site, std::uint64_t n, Shares shares, float* taus) {
+  __shared__ SelectRoom room;
+  if (tau_of_call(site) > 0) return;
+  for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
+    const UnitSource source(x, residual_of(site), n, unit);
+    float v[kUnitSteps];
+    source.load(0, v);
+    std::uint32_t mine = 0;
+#pragma unroll
+    for (float each : v) mine = magnitude_bits(each) > mine ? magnitude_bits(each) : mine;
+    const std::uint32_t largest = block_largest(mine);
+    float tau = 1;
+    if (largest < kInfinityBits) {
+      const Selected found = select_largest(source.n, shares.of(source.n), room, [&](auto see) {
+#pragma unroll
+        for (float each : v) see(magnitude_bits(each));
+      });
+      const std::uint32_t above_zero = largest > 0 ? largest : 1;
+      tau = __uint_as_float(found.magnitude > 0 ? found.magnitude : above_zero);
+    }
+    if (threadIdx.x == 0) taus[unit] = tau;
+  }
+}
+
+// ---- encode ------------------------------------------------------------------------------------
+
+struct EncodeRoom {
+  std::uint32_t hits[kUnitWords], negative[kUnitWords];
+  PositionRoom positions;
+  std::uint32_t payload[kSlotBytes / 4 + 1];
+};
+
+// Sets the bits of one step, the sign's only in words with a hit. Returns what is not sent.
+__device__ float take(EncodeRoom& room, unsigned step, float v, unsigned n, float tau) {
+  const std::uint32_t magnitude = magnitude_bits(v);
+  const bool hit = element_of(step) < n && magnitude >= __float_as_uint(tau);
+  const unsigned hits = __ballot_sync(kAllLanes, hit);
+  const bool first = threadIdx.x % kWarp == 0;
+  if (first) room.hits[mask_word(step)] = hits;
+  if (hits != 0) {
+    const unsigned negative = __ballot_sync(kAllLanes, __float_as_uint(v) >> 31 != 0);
+    if (first) room.negative[mask_word(step)] = negative;
+  }
+  const float left = __uint_as_float(magnitude) - (hit ? tau : 0.0F);
+  const std::uint32_t sign = __float_as_uint(v) ^ magnitude;
+  return __uint_as_float(magnitude < kInfinityBits ? __float_as_uint(left) | sign : 0);
+}
+
+// Returns the thread's largest magnitude. error: may be null.
+__device__ std::uint32_t take_unit(EncodeRoom& room, const UnitSource& source, float tau,
+                                   float* error) {
+  constexpr unsigned kAtOnce = 4;
+  std::uint32_t largest = 0;
+  for (unsigned first = 0; first < kUnitSteps; first += kAtOnce) {
+    float v[kAtOnce];
+    source.load(first, v);
+#pragma unroll
+    for (unsigned s = 0; s < kAtOnce; ++s) {
+      largest = magnitude_bits(v[s]) > largest ? magnitude_bits(v[s]) : largest;
+      const float left = take(room, first + s, v[s], source.n, tau);
+      if (error != nullptr && element_of(first + s) < source.n) error[element_of(first + s)] = left;
+    }
+  }
+  return largest;
+}
+
+// A sign bit for each hit of the thread's word.
+__device__ void write_signs(std::uint32_t hits, std::uint32_t negative, unsigned at,
+                            std::uint32_t* out) {
+  std::uint32_t signs = 0;
+  unsigned count = 0;
+  for (; hits != 0; hits &= hits - 1, ++count)
+    if ((negative & hits & (~hits + 1)) != 0) signs |= 1U << count;
+  put(out, at, signs, count);
+}
+
+// Returns the bytes of the payload, which is there after a barrier.
+__device__ unsigned write_unit(EncodeRoom& room, unsigned n, float tau, std::uint32_t largest,
+                               Entry* entry) {
+  const std::uint32_t hits = room.hits[threadIdx.x];
+  const Positions positions = write_positions(hits, n, room.positions, room.payload);
+  if (threadIdx.x == 0 && entry != nullptr) {
+    Adapted& adapted = adapted_of(entry);
+    atomicAdd(reinterpret_cast<unsigned long long*>(&adapted.sent),
+              static_cast<unsigned long long>(positions.count));
+    atomicMax(&adapted.largest, largest);
+  }
+  if (positions.count == 0) return positions.bytes;
+  const unsigned at = 8 * positions.bytes;
+  if (threadIdx.x == 0) put(room.payload, at, __float_as_uint(tau), 32);
+  write_signs(hits, room.negative[threadIdx.x], at + 32 + positions.before, room.payload);
+  return positions.bytes + kTauBytes + (positions.count + 7) / 8;
+}
+
+__global__ void __launch_bounds__(kUnitThreads, 2)
+    encode(const float* x, Site site, std::uint64_t n, float given, const float* taus,
+           std::byte* out, std::uint32_t* sizes) {
+  __shared__ EncodeRoom room;
+  const float* residual = residual_of(site);
+  float* errors = next_residual(site);
+  const float all = given > 0 ? given : tau_of_call(site);
+  for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
+    const UnitSource source(x, residual, n, unit);
+    const float tau = all > 0 ? all : taus[unit];
+    clear(room.payload, kSlotBytes / 4 + 1);
+    const std::uint32_t largest = block_largest(
+        take_unit(room, source, tau, errors == nullptr ? nullptr : errors + unit * kUnit));
+    unsigned bytes = 1;
+    if (largest < kInfinityBits)
+      bytes = write_unit(room, source.n, tau, largest, site.entry);
+    else if (threadIdx.x == 0)
+      room.payload[0] = head_of(codec::Layout::kNotFinite);
+    __syncthreads();
+    copy_out(room.payload, bytes, out + unit * kSlotBytes);
+    if (threadIdx.x == 0) sizes[unit] = bytes;
+    __syncthreads();  // nobody reads the room any more
+  }
+}
+
+Status threshold_encode(const float* x, Site site, std::uint64_t n, float tau, double density,
+                        std::byte* out, std::uint32_t* sizes, void* scratch, Stream stream) {
+  auto* taus = static_cast<float*>(scratch);
+  if (tau == 0) {
+    const Status status = launch(choose_unit_taus, units_of(n), kUnitThreads, stream, x, site, n,
+                                 Shares(density, n), taus);
+    if (status != 0) return status;
+  }
+  return launch(encode, units_of(n), kUnitThreads, stream, x, site, n, tau, taus, out, sizes);
+}
+
+// ---- adapt -------------------------------------------------------------------------------------
+
+constexpr double kStep = 0.6, kMostRise = 3, kFar = 4;
+constexpr float kLongestWait = 256, kHeadroom = 1.25F;
+
+__device__ double limit(double x, double least, double most) {
+  return x < least ? least : most < x ? most : x;
+}
+
+__global__ void adapt(std::uint64_t n, double density, Entry* entry) {
+  Adapted& adapted = adapted_of(entry);
+  const float largest = __uint_as_float(adapted.largest);
+  if (threadIdx.x > 0 || !usable(adapted.tau) || !usable(largest)) return;
+  const double elements = density * static_cast<double>(n);
+  const double ratio = static_cast<double>(adapted.sent) / (elements > 1 ? elements : 1);
+  double tau = adapted.tau;
+  tau *= 1 + kStep * __dsqrt_rn(density) * limit(ratio - 1, -1, kMostRise);
+  if (ratio > kFar) {
+    const double rise = __dsqrt_rn(__dsqrt_rn(__dsqrt_rn(ratio / kFar)));
+    tau *= rise < 2 ? rise : 2;
+  }
+  tau = limit(tau, largest / kLongestWait, static_cast<double>(largest) * kHeadroom);
+  adapted.tau = static_cast<float>(
+      limit(tau, static_cast<double>(__uint_as_float(1)), static_cast<double>(FLT_MAX)));
+}
+
+Status threshold_adapt(std::uint64_t n, double density, Entry* entry, Stream stream) {
+  if (density == 0 || entry == nullptr) return 0;
+  return launch(adapt, 1, kWarp, stream, n, density, entry);
+}
+
+// ---- decode ------------------------------------------------------------------------------------
+
+// What follows the positions of a unit: tau, and the signs.
+class Signs {
+ public:
+  __device__ unsigned bytes(unsigned count) const {
+    return count == 0 ? 0 : kTauBytes + (count + 7) / 8;
+  }
+  // Returns whether it can be. Of at least one element.
+  __device__ bool open(Foreign in) {
+    in_ = in;
+    tau_ = in.word(0);
+    return tau_ != 0 && tau_ < kInfinityBits;
+  }
+  __device__ float at(unsigned rank) const {
+    const std::uint32_t sign = in_.byte(kTauBytes + rank / 8) >> (rank % 8) & 1U;
+    return __uint_as_float(tau_ | sign << 31);
+  }
+
+ private:
+  Foreign in_{};
+  std::uint32_t tau_ = 0;
+};
+
+Status threshold_decode(Slots in, std::uint64_t n, float* y, bool add, std::uint32_t* flags,
+                        Stream stream) {
+  return launch(decode_units<Signs>, units_of(n), kUnitThreads, stream, in, kSlotBytes, n, y, add,
+                flags);
+}
+
+std::size_t sparse_scratch_bytes(std::uint64_t n) {
+  const std::uint64_t samples = samples_of(n) * sizeof(std::uint32_t);
+  const std::uint64_t taus = units_of(n) * sizeof(float);
+  return samples > taus ? samples : taus;
+}
+
+}  // namespace
+
+void fill_threshold(Api& api) {
+  api.threshold_prepare = threshold_prepare;
+  api.threshold_encode = threshold_encode;
+  api.threshold_adapt = threshold_adapt;
+  api.threshold_decode = threshold_decode;
+  api.sparse_scratch_bytes = sparse_scratch_bytes;
+}
+
+}  // namespace gradwire::cuda
