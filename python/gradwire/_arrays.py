@@ -1,7 +1,8 @@
-"""Where the caller's arrays lie in memory: NumPy, torch CPU tensors, anything with DLPack.
+"""Where the caller's arrays lie in memory: NumPy, torch tensors, CuPy, anything with DLPack.
 
 Nothing is copied, and one rule holds for every array, read or written: it is C-contiguous (row
-after row without gaps), on the CPU, and writable where it is written. Anything else is refused with
+after row without gaps), and writable where it is written; all of one call are on the CPU or on one
+GPU. Anything else is refused with
 the remedy. A copy made in silence would lose the result of a call that works in place, and ranks
 with different strides would add elements that do not belong together.
 """
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradwire import _core
+from gradwire import _core, _cuda_arrays
 from gradwire._errors import InvalidArgument
 
 REDUCIBLE = ("float32", "float64", "float16", "bfloat16", "int8", "int32", "int64", "uint8")
@@ -36,6 +37,7 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     writable: bool
     array: Any  # holds the memory
+    device: int | None = None  # a GPU; None: the CPU
 
     @property
     def nbytes(self) -> int:
@@ -78,11 +80,13 @@ def operand(x: Any, what: str) -> Operand:
         return _of_numpy(x, what)
     if torch is not None and isinstance(x, torch.Tensor):
         return _of_torch(x, what, torch)
+    if _cuda_arrays.is_interface(x):
+        return _of_interface(x, what)
     if hasattr(x, "__dlpack__"):
         return _of_dlpack(x, what)
     raise InvalidArgument(
-        f"{what} is a {type(x).__name__}: give a NumPy array, a torch CPU tensor, another array "
-        "with DLPack, or a list of such"
+        f"{what} is a {type(x).__name__}: give a NumPy array, a torch tensor, another array with "
+        "DLPack or __cuda_array_interface__, or a list of such"
     )
 
 
@@ -106,6 +110,21 @@ def written(given: Sequence[Operand]) -> None:
             torch.autograd.graph.increment_version(each.array)
 
 
+def device_of(given: Sequence[Operand]) -> int | None:
+    """The one device of all of them; raises InvalidArgument where there are several."""
+    for each in given:
+        if each.device != given[0].device:
+            raise InvalidArgument(
+                f"{given[0].what} is on {_place(given[0])} and {each.what} on {_place(each)}: "
+                "one operation has one device"
+            )
+    return given[0].device if given else None
+
+
+def _place(operand: Operand) -> str:
+    return "the CPU" if operand.device is None else f"cuda:{operand.device}"
+
+
 def same_dtype(given: Sequence[Operand]) -> None:
     """Raises InvalidArgument that names both when two differ."""
     for each in given:
@@ -124,6 +143,14 @@ def empty(like: Operand, shape: tuple[int, ...]) -> Any:
         return np.empty(shape, array.dtype)
     if torch is not None and isinstance(array, torch.Tensor):
         return array.new_empty(shape)
+    if like.device is not None:
+        made = _cuda_arrays.empty_like(array, shape)
+        if made is None:
+            raise InvalidArgument(
+                f"{like.what} is a {type(array).__name__} on a GPU, of which gradwire cannot make "
+                "another one for the result: give out="
+            )
+        return made
     try:
         return np.empty(shape, like.dtype)
     except TypeError:
@@ -145,9 +172,9 @@ def _of_numpy(x: np.ndarray[Any, Any], what: str) -> Operand:
 
 
 def _of_torch(x: Any, what: str, torch: Any) -> Operand:
-    if x.device.type != "cpu":
+    if x.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(
-            f"{what} is on {x.device}, and gradwire works on CPU memory: use x.cpu()"
+            f"{what} is on {x.device}, and gradwire works on the CPU and on CUDA: use x.cpu()"
         )
     if x.layout is not torch.strided:
         raise InvalidArgument(f"{what} has the layout {x.layout}: use x.to_dense()")
@@ -161,36 +188,69 @@ def _of_torch(x: Any, what: str, torch: Any) -> Operand:
     if count and not address:
         raise InvalidArgument(f"{what} is a {type(x).__name__} without memory of its own")
     dtype = str(x.dtype).removeprefix("torch.")
-    return Operand(what, address, count, x.element_size(), dtype, tuple(x.shape), True, x)
+    device = x.device.index if x.device.type == "cuda" else None
+    return Operand(what, address, count, x.element_size(), dtype, tuple(x.shape), True, x, device)
+
+
+def _of_interface(x: Any, what: str) -> Operand:
+    found = _cuda_arrays.of_interface(x)
+    if not found["contiguous"]:
+        raise _not_contiguous(what, found["shape"], None, "a contiguous copy")
+    if found["device"] < 0:
+        raise InvalidArgument(f"{what} has a __cuda_array_interface__ of no GPU's memory")
+    return Operand(
+        what,
+        found["address"],
+        prod(found["shape"]),
+        found["itemsize"],
+        found["dtype"],
+        found["shape"],
+        found["writable"],
+        x,
+        found["device"],
+    )
 
 
 def _of_dlpack(x: Any, what: str) -> Operand:
-    device = int(x.__dlpack_device__()[0])
-    if device not in _DLPACK_CPU:
+    kind, index = map(int, x.__dlpack_device__())
+    on_gpu = kind in _cuda_arrays.DLPACK_CUDA
+    if kind not in _DLPACK_CPU and not on_gpu:
         raise InvalidArgument(
-            f"{what} is on a device (DLPack type {device}), and gradwire works on CPU memory"
+            f"{what} is on a device (DLPack type {kind}), and gradwire works on the CPU and on CUDA"
         )
-    capsule = _capsule(x, what)
+    capsule = _capsule(x, what, on_gpu)
     found = _core.read_dlpack(capsule)
     if not found["contiguous"]:
         raise _not_contiguous(what, found["shape"], None, "a contiguous copy")
-    kind = _DLPACK_KINDS.get(found["code"], f"dlpack{found['code']}_")
-    dtype = "bool" if kind == "bool" else f"{kind}{found['bits']}"
+    name = _DLPACK_KINDS.get(found["code"], f"dlpack{found['code']}_")
+    dtype = "bool" if name == "bool" else f"{name}{found['bits']}"
     if found["bits"] % 8:
         raise InvalidArgument(f"{what} is {dtype}, whose elements are no whole bytes")
     shape, count = found["shape"], prod(found["shape"])
     writes = not found["read_only"]
     return Operand(
-        what, found["address"], count, found["bits"] // 8, dtype, shape, writes, (x, capsule)
+        what,
+        found["address"],
+        count,
+        found["bits"] // 8,
+        dtype,
+        shape,
+        writes,
+        (x, capsule),
+        index if on_gpu else None,
     )
 
 
-def _capsule(x: Any, what: str) -> object:
-    """The newer kind of capsule, which knows what is read-only, where the library has it."""
+def _capsule(x: Any, what: str, on_gpu: bool) -> object:
+    """The newer kind of capsule, which knows what is read-only, where the library has it.
+
+    Of an array on a GPU: for the default stream.
+    """
+    stream = {"stream": 1} if on_gpu else {}
     try:
-        return x.__dlpack__(max_version=(1, 0))
+        return x.__dlpack__(max_version=(1, 0), **stream)
     except TypeError:
-        return x.__dlpack__()
+        return x.__dlpack__(**stream)
     except BufferError as error:
         raise InvalidArgument(f"{what} has no DLPack capsule to give: {error}") from error
 

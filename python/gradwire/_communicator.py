@@ -15,14 +15,16 @@ from gradwire import (
     _barrier,
     _buffers,
     _core,
+    _cuda_arrays,
     _exit,
+    _gpus,
     _model,
     _reductions,
     _shrink,
     _split,
     _work,
 )
-from gradwire._arrays import Operand, operand, writable, written
+from gradwire._arrays import Operand, device_of, operand, writable, written
 from gradwire._buffers import Buffers, Place
 from gradwire._deadline import Deadline
 from gradwire._errors import InvalidArgument
@@ -32,7 +34,7 @@ from gradwire._mesh import DEFAULT_TRANSPORTS, EMULATED, Mesh
 from gradwire._model import CostModel
 from gradwire._reductions import Call, CodecLike
 from gradwire._schedules import Schedule
-from gradwire._work import Work, seconds
+from gradwire._work import GpuWork, Work, seconds
 
 # Of options: the same object means the same.
 _IMMUTABLE = {str, int, float, bool, type(None)}
@@ -73,8 +75,10 @@ class Communicator:
     sizes; a call that differs raises InvalidArgument on all ranks. Results have the same bits on
     every rank and in every run, where ``auto`` has the same `cost_model`.
 
-    Arrays are NumPy arrays (ml_dtypes.bfloat16 too), torch CPU tensors or other objects with
-    DLPack; C-contiguous, and writable where they are written. Nothing is copied on the way in or
+    Arrays are NumPy arrays (ml_dtypes.bfloat16 too), torch tensors on the CPU or on CUDA, CuPy
+    arrays or other objects with DLPack; C-contiguous, and writable where they are written. On a GPU
+    a call is enqueued on the caller's current stream and returns, and the wait() of a `Work` makes
+    that stream wait; one rank has one GPU, of the first such call on. Nothing is copied on the way in or
     out. Collectives that reduce take float32/64, float16, bfloat16, int8/32/64 and uint8; those
     that only move data take every type.
 
@@ -119,6 +123,7 @@ class Communicator:
         self._is_one_round: bool | None = None  # a barrier
         self._forget_calls()
         self._nothing = np.empty(0, np.uint8)
+        self._gpu: _gpus.Gpu | None = None
         _exit.track(self)
 
     @property
@@ -338,7 +343,7 @@ class Communicator:
         Messages between two ranks arrive in the order they were sent, independently of collectives.
         The call may return before the message is received.
         """
-        message = operand(x, "x")
+        message = self._on_host(operand(x, "x"), "send")
         work = self._core.send(
             message.address, message.nbytes, self._peer(dst), self._seconds(timeout), x
         )
@@ -353,7 +358,7 @@ class Communicator:
         timeout: float | None = None,
     ) -> Any:
         """Receives into an array from a rank, or from whichever sends first; returns the rank."""
-        (message,) = writable([operand(x, "x")])
+        (message,) = writable([self._on_host(operand(x, "x"), "recv")])
         written([message])
         source = -1 if src is None else self._peer(src)
         work = self._core.receive(
@@ -411,6 +416,8 @@ class Communicator:
         It returns at once; within 0.2 s no call is blocked any more. `shrink` can go on from there.
         """
         self._core.abort(f"rank {self.rank}: {reason}")
+        if self._gpu is not None:
+            self._gpu.abort(f"rank {self.rank}: {reason}")
 
     def shrink(self, timeout: float | None = None) -> Communicator:
         """Makes a communicator of the ranks that survived the failure of this one.
@@ -451,9 +458,13 @@ class Communicator:
         if not self._core.owned_here:
             return
         try:
-            self._core.close(self._seconds(timeout))
+            if self._gpu is not None:
+                self._gpu.close(self._seconds(timeout))
         finally:
-            _work.finish(self._dropped)
+            try:
+                self._core.close(self._seconds(timeout))
+            finally:
+                _work.finish(self._dropped)
 
     def __enter__(self) -> Communicator:
         return self
@@ -479,6 +490,9 @@ class Communicator:
 
     def _call(self, name: str, buffers: Buffers, options: _Options) -> Any:
         _work.finish(self._dropped)
+        device = device_of((*buffers.inputs, *buffers.outputs))
+        if device is not None:
+            return self._call_on_gpu(name, buffers, options, device)
         call = _reductions.prepare(name, buffers, options, self._place)
         try:
             work = self._begin(call, buffers, options)
@@ -501,6 +515,26 @@ class Communicator:
         core = self._core.submit(request, timeout, (buffers, request))
         dropped = None if call.reduction is None else self._dropped
         return Work(self._core, core, call.name, call.finish, dropped)
+
+    def _call_on_gpu(self, name: str, buffers: Buffers, options: _Options, device: int) -> Any:
+        call = _reductions.prepare(name, buffers, options, self._place, on_gpu=True)
+        if self._gpu is None:
+            self._gpu = _gpus.Gpu(self, device)
+        gpu, request = self._gpu, self._request(call, options)
+        if device != gpu.device:
+            raise InvalidArgument(
+                f"the arrays are on cuda:{device}, and this rank works on cuda:{gpu.device} since "
+                "its first call there: give each rank one GPU"
+            )
+        timeout = self._seconds(options.timeout)
+        written(buffers.outputs)
+        arrays = (*buffers.inputs, *buffers.outputs)
+        if options.async_op:
+            event = gpu.begin(request, call.feedback, arrays, timeout)
+            return GpuWork(gpu, event, name, call.finish, arrays)
+        stream = _cuda_arrays.current_stream(arrays[0].array, device)
+        gpu.run(request, call.feedback, stream, timeout)
+        return call.finish()
 
     def _forget_calls(self) -> None:
         """And what the cost model said of them."""
@@ -539,12 +573,21 @@ class Communicator:
             call.codec,
         )
         if call.feedback is not None:
-            request.feed_back(call.feedback._core, call.keys)
+            on_gpu = call.inputs[0].device is not None
+            host = call.feedback._core if on_gpu else call.feedback._on_cpu()
+            request.feed_back(host, call.keys)
         if call.shapes:
             request.shape(call.shapes)
         if call.reduction is not None:
             request.exchange(call.reduction.letters, str(call.reduction.codec))
         return request
+
+    def _on_host(self, message: Operand, name: str) -> Operand:
+        if message.device is not None:
+            raise InvalidArgument(
+                f"{name}: x is on cuda:{message.device}, and messages are of CPU memory: use x.cpu()"
+            )
+        return message
 
     def _finish(self, work: Work, async_op: bool) -> Any:
         return work if async_op else work.wait()

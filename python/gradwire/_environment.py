@@ -63,6 +63,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "file of gradwire's CUDA part",
         "libgradwire_cuda.so beside the core, if it was built with nvcc",
     ),
+    "GRADWIRE_GPU_LINKS": (
+        "how GPUs exchange messages: nccl, host, nccl+host (within a host, and between), loopback",
+        "nccl where each rank has a GPU of its own, else host; loopback between threads",
+    ),
     "GRADWIRE_SIMD": ("instruction set of the core: scalar, avx2 or avx512", "the best there is"),
 }
 

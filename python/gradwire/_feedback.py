@@ -6,10 +6,11 @@ Feedback Fixes SignSGD".
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,45 +33,61 @@ class ErrorFeedback:
     any rank, leaves the residuals of all ranks as they were.
 
     May be used from any thread. A key can be in one unfinished call only.
+
+    Used with arrays on a GPU, it lives in that GPU's memory. What reads or changes it on the host
+    waits for the GPU then, so it must not be used while a CUDA graph is captured.
     """
 
     def __init__(self) -> None:
         self._core = _core.ErrorFeedback()
+        self._gpu: _GpuPart | None = None
+        self._in_step = False
 
     def residual(self, key: str) -> NDArray[np.float32]:
         """A copy of the key's residual, float32 of the input's length; empty for an unused key."""
-        return self._core.residual(key)
+        with self._at_home():
+            return self._core.residual(key)
 
     def keys(self) -> dict[str, int]:
         """The keys that have a residual, and its length."""
-        return dict(self._core.keys())
+        with self._at_home():
+            return dict(self._core.keys())
 
     def add(self, key: str, values: Any) -> None:
         """Adds to a key's residual, as a survivor does with that of a rank that left.
 
         Raises InvalidArgument for another length than the key has, and while a call is unfinished.
         """
-        self._core.add(key, _floats(values))
+        with self._at_home():
+            self._core.add(key, _floats(values))
 
     def scale(self, factor: float) -> None:
         """Multiplies all residuals: when the loss scale or the learning rate is changed by it."""
-        self._core.scale(factor)
+        with self._at_home():
+            self._core.scale(factor)
 
     def clear(self) -> None:
         """Forgets all keys."""
-        self._core.clear()
+        with self._at_home():
+            self._core.clear()
 
     def begin_step(self) -> None:
         """Makes the calls from here to `end_step` stand or fall together."""
         self._core.begin_step()
+        self._in_step = True
 
     def end_step(self, keep: bool = True) -> bool:
         """Keeps what the step's calls left, or nothing of it; says which.
 
         Nothing is kept when one of them failed or met NaN or Inf, or `keep` is false. Raises
-        InvalidArgument while one of them is unfinished.
+        InvalidArgument while one of them is unfinished. Of calls on a GPU, where NaN is found only
+        later, it says `keep`.
         """
-        return self._core.end_step(keep)
+        kept = self._core.end_step(keep)
+        self._in_step = False
+        if self._gpu is not None:
+            self._gpu.end_step(kept)
+        return kept
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All there is, by key: to be saved on each rank with a checkpoint, and loaded again.
@@ -80,7 +97,9 @@ class ErrorFeedback:
         ``filter`` of topk) or remember (``memory``, factors of lowrank); and its number of
         ``calls``, on which stochastic rounding depends.
         """
-        return {key: dict(zip(_KEPT, kept, strict=True)) for key, kept in self._core.save().items()}
+        with self._at_home():
+            saved = self._core.save()
+        return {key: dict(zip(_KEPT, kept, strict=True)) for key, kept in saved.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replaces everything by what `state_dict` returned.
@@ -90,11 +109,73 @@ class ErrorFeedback:
         """
         if not isinstance(state, Mapping):
             raise InvalidArgument(f"error feedback: {state!r} is no state_dict()")
-        self._core.load({key: _kept(key, each) for key, each in state.items()})
+        kept = {key: _kept(key, each) for key, each in state.items()}
+        with self._at_home():
+            self._core.load(kept)
+
+    def _on_gpu(self, device: int, stream: int, keeps: object) -> _core.CudaFeedback:
+        """Its part there, for a call on the stream, which `keeps` owns."""
+        if self._gpu is None:
+            self._gpu = _GpuPart(self._core, device)
+        return self._gpu.for_call(device, stream, keeps, self._in_step)
+
+    def _on_cpu(self) -> _core.ErrorFeedback:
+        """The host's part, for a call there."""
+        if self._gpu is not None:
+            self._gpu.bring_home()
+            self._gpu = None
+        return self._core
+
+    @contextlib.contextmanager
+    def _at_home(self) -> Iterator[None]:
+        """All of it is on the host for as long as this lasts."""
+        gpu = self._gpu
+        if gpu is None:
+            yield
+            return
+        gpu.bring_home()
+        try:
+            yield
+        finally:
+            gpu.send_back()
 
     def __repr__(self) -> str:
         keys = self.keys()
         return f"ErrorFeedback({len(keys)} keys, {sum(keys.values())} elements)"
+
+
+class _GpuPart:
+    """What is in a GPU's memory, in the order of the stream of the last call."""
+
+    def __init__(self, host: _core.ErrorFeedback, device: int) -> None:
+        self._core, self._device = _core.CudaFeedback(host, device), device
+        self._stream, self._keeps = 0, object()
+        self._in_step = False
+
+    def for_call(
+        self, device: int, stream: int, keeps: object, in_step: bool
+    ) -> _core.CudaFeedback:
+        if device != self._device:
+            raise InvalidArgument(
+                f"error feedback: the residuals are on cuda:{self._device} and the arrays on "
+                f"cuda:{device}; give each its own ErrorFeedback"
+            )
+        self._stream, self._keeps = stream, keeps
+        if in_step and not self._in_step:
+            self._core.begin_step(stream)
+            self._in_step = True
+        return self._core
+
+    def end_step(self, keep: bool) -> None:
+        if self._in_step:
+            self._in_step = False
+            self._core.end_step(keep, self._stream)
+
+    def bring_home(self) -> None:
+        self._core.bring_home(self._stream)
+
+    def send_back(self) -> None:
+        self._core.send_back(self._stream)
 
 
 _KEPT = ("residual", "tau", "filter", "calls", "memory")

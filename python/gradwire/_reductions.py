@@ -53,7 +53,9 @@ class Call(NamedTuple):
     reduction: Reduction | None = None  # of a codec in Python
 
 
-def prepare(name: str, buffers: Buffers, wishes: Wishes, place: Place) -> Call:
+def prepare(
+    name: str, buffers: Buffers, wishes: Wishes, place: Place, *, on_gpu: bool = False
+) -> Call:
     """Raises InvalidArgument for arrays, codec and feedback that do not go together."""
     inputs, outputs, result = buffers
     known = (*inputs, *outputs)[0]
@@ -64,6 +66,11 @@ def prepare(name: str, buffers: Buffers, wishes: Wishes, place: Place) -> Call:
         raise InvalidArgument(
             f"{name}: {known.what} is {known.dtype}, which cannot be reduced; "
             f"use one of {', '.join(REDUCIBLE)}"
+        )
+    if isinstance(wishes.codec, Codec) and on_gpu:
+        raise InvalidArgument(
+            f"codec '{wishes.codec}' is written in Python and works on arrays of the CPU: use "
+            "x.cpu(), or one of gradwire.codecs()"
         )
     if isinstance(wishes.codec, Codec):
         return _with_python_codec(call, wishes.codec, wishes, place)

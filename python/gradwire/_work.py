@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from gradwire import _core
+from gradwire import _core, _cuda_arrays
 from gradwire._errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from gradwire._arrays import Operand
+    from gradwire._gpus import Gpu
 
 
 class Work:
@@ -57,6 +61,39 @@ class Work:
 
     def __repr__(self) -> str:
         return f"<Work {self._name} {'done' if self.done() else 'in flight'}>"
+
+
+class GpuWork(Work):
+    """Of arrays on a GPU. It is over when the GPU has done it; nothing here waits for that."""
+
+    __slots__ = ("_arrays", "_event", "_gpu")
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        event: _core.CudaEvent,
+        name: str,
+        result: Callable[[], Any],
+        arrays: Sequence[Operand],
+    ) -> None:
+        self._gpu, self._event, self._name, self._result = gpu, event, name, result
+        self._arrays, self._dropped = arrays, None
+
+    def done(self) -> bool:
+        """Whether the GPU has done it."""
+        return self._event.done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Lets the caller's current stream wait for it; returns the result, which comes after.
+
+        Raises the communicator's failure if that is known. `timeout` has no meaning: the host does
+        not wait.
+        """
+        if timeout is not None:
+            seconds(timeout)
+        self._gpu.require_alive()
+        self._event.wait(_cuda_arrays.current_stream(self._arrays[0].array, self._gpu.device))
+        return self._result()
 
 
 def finish(dropped: deque[Work]) -> None:

@@ -427,3 +427,13 @@ void simulated_cuda_hang(int on) {
   machine().hangs = on != 0;
   machine().changed.notify_all();
 }
+void* simulated_cuda_allocate(std::size_t bytes) {
+  void* address = nullptr;
+  cudaMalloc(&address, bytes);
+  return address;
+}
+void simulated_cuda_release(void* address) { cudaFree(address); }
+void simulated_cuda_copy(void* to, const void* from, std::size_t bytes) {
+  cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, nullptr);
+  cudaStreamSynchronize(nullptr);
+}

@@ -30,6 +30,7 @@ class Gpu {
   void run(const Request& request, cuda::Feedback* feedback, std::uintptr_t stream, double timeout);
   void finish(double timeout);
   void abort(const std::string& reason) noexcept { watch_->abort(reason); }
+  void require_alive() const { watch_->require_alive(); }
   std::string messages() const { return std::string(gpu_->messages()); }
 
  private:

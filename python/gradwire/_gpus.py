@@ -1,0 +1,227 @@
+"""Calls on GPUs: how the ranks' GPUs come to exchange messages, and how a call gets to its stream.
+
+Everything is set up in the first call with an array on a GPU, which every rank makes; its GPU is
+the rank's from then on. Ranks on GPUs of their own exchange messages over NCCL, threads of one
+process over copies on the device, and all others by way of the CPU transports (`GRADWIRE_GPU_LINKS`
+says otherwise).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from gradwire import _core, _cuda, _cuda_arrays, _environment
+from gradwire._errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from gradwire._arrays import Operand
+    from gradwire._communicator import Communicator
+    from gradwire._feedback import ErrorFeedback
+
+LINKS = ("auto", "nccl", "host", "nccl+host", "loopback")
+_CARD_BYTES = 1024
+_ID_BYTES = 128  # of NCCL
+
+_loopbacks: weakref.WeakValueDictionary[str, _core.CudaLoopback] = weakref.WeakValueDictionary()
+_lock = threading.Lock()  # of those
+
+
+class _Card(NamedTuple):
+    """What a rank tells the others of itself."""
+
+    process: str
+    device: str  # what identifies it on its host
+    name: str
+    nccl: str  # its version; empty: none
+    wish: str
+    token: str  # rank 0's: what this set-up is called within a process
+
+
+class Gpu:
+    """One rank's GPU in one communicator."""
+
+    def __init__(self, communicator: Communicator, device: int) -> None:
+        """Every rank makes one at once. Raises InvalidArgument on all where it cannot be."""
+        self.device = device
+        timeout = communicator._timeout
+        card = _card(device)
+        cards = _exchange(communicator, card)
+        links = _choose(cards, communicator.hosts)
+        side = communicator.split(0)
+        assert side is not None
+        self._side, self._carriers = side, list[Any]()
+        messages = self._messages(links, communicator, cards, timeout)
+        self._core = _core.Gpu(communicator._core, side._core, device, messages)
+        self._stream: _core.CudaStream | None = None  # of calls that are not waited for
+        self._lock = threading.Lock()  # a call at a time
+        self._done = False
+
+    @property
+    def links(self) -> str:
+        """How its messages travel: "nccl", "host", "host+nccl" or "loopback"."""
+        return self._core.messages
+
+    def run(
+        self,
+        request: _core.Request,
+        feedback: ErrorFeedback | None,
+        stream: int,
+        timeout: float,
+    ) -> None:
+        """Enqueues the call."""
+        with self._lock:
+            kept = None
+            if feedback is not None:
+                kept = feedback._on_gpu(self.device, stream, self._stream)
+            self._core.run(request, kept, stream, timeout)
+
+    def begin(
+        self,
+        request: _core.Request,
+        feedback: ErrorFeedback | None,
+        arrays: Sequence[Operand],
+        timeout: float,
+    ) -> _core.CudaEvent:
+        """Enqueues it on a stream of gradwire's, behind what is on the caller's; the end of it."""
+        caller = _cuda_arrays.current_stream(arrays[0].array, self.device)
+        if self._stream is None:
+            self._stream = _core.CudaStream(self.device)
+        event = _core.CudaEvent(self.device)
+        event.record(caller)
+        event.wait(self._stream.handle)
+        for each in arrays:
+            _cuda_arrays.keep_for(each.array, self._stream.handle)
+        self.run(request, feedback, self._stream.handle, timeout)
+        event.record(self._stream.handle)
+        return event
+
+    def require_alive(self) -> None:
+        """Raises what has failed."""
+        self._core.require_alive()
+
+    def abort(self, reason: str) -> None:
+        """Ends what is enqueued."""
+        self._core.abort(reason)
+
+    def close(self, timeout: float) -> None:
+        """Waits for what is enqueued, and lets go."""
+        if self._done:
+            return
+        self._done = True
+        try:
+            self._core.finish(timeout)
+        finally:
+            for each in (*self._carriers, self._side):
+                each.close(timeout)
+
+    def _messages(
+        self, links: str, communicator: Communicator, cards: Sequence[_Card], timeout: float
+    ) -> _core.CudaMessages:
+        rank, size = communicator.rank, communicator.size
+        if links == "loopback":
+            self._shared = _loopback(cards[0].token, size, self.device)  # for those yet to come
+            return _core.CudaMessages.loopback(self._shared, rank, timeout)
+        if links == "host":
+            return self._by_host(communicator, timeout)
+        if links == "nccl":
+            return self._by_nccl(communicator, range(size), timeout)
+        own = next(host for host in communicator.hosts if rank in host)
+        ways = [self._by_host(communicator, timeout), self._by_nccl(communicator, own, timeout)]
+        routes = [(1, own.index(each)) if each in own else (0, each) for each in range(size)]
+        return _core.CudaMessages.routed(ways, routes)
+
+    def _by_host(self, communicator: Communicator, timeout: float) -> _core.CudaMessages:
+        carrier = communicator.split(0)
+        assert carrier is not None
+        self._carriers.append(carrier)
+        return _core.CudaMessages.host(carrier._core, self.device, timeout)
+
+    def _by_nccl(
+        self, communicator: Communicator, ranks: Sequence[int], timeout: float
+    ) -> _core.CudaMessages:
+        """Of those ranks, the first of which makes the id; every rank of the communicator calls."""
+        search = _cuda.nccl_files()
+        own = np.zeros(_ID_BYTES, np.uint8)
+        if communicator.rank == ranks[0]:
+            own[:] = np.frombuffer(_core.CudaMessages.nccl_id(search), np.uint8)
+        ids = communicator.all_gather(own).reshape(communicator.size, _ID_BYTES)
+        return _core.CudaMessages.nccl(
+            ids[ranks[0]].tobytes(),
+            list(ranks).index(communicator.rank),
+            len(ranks),
+            self.device,
+            timeout,
+            search,
+        )
+
+
+def _card(device: int) -> _Card:
+    identity, name = _core.cuda_device_identity(device)
+    wish = _environment.text("GRADWIRE_GPU_LINKS") or "auto"
+    if wish not in LINKS:
+        raise InvalidArgument(
+            f"GRADWIRE_GPU_LINKS={wish} is none of {', '.join(LINKS)}"
+        )
+    process = f"{_host()} {os.getpid()}"
+    return _Card(process, identity, name, _cuda.nccl_version(), wish, secrets.token_hex(8))
+
+
+def _host() -> str:
+    """What tells hosts, and containers of one host, apart."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _exchange(communicator: Communicator, card: _Card) -> list[_Card]:
+    """All ranks' cards, by rank."""
+    text = json.dumps(card).encode()
+    own = np.zeros(_CARD_BYTES, np.uint8)
+    own[: len(text)] = np.frombuffer(text, np.uint8)
+    cards = communicator.all_gather(own).reshape(communicator.size, _CARD_BYTES)
+    return [_Card(*json.loads(each.tobytes().rstrip(b"\0"))) for each in cards]
+
+
+def _choose(cards: Sequence[_Card], hosts: Sequence[Sequence[int]]) -> str:
+    """The links, of which all ranks find the same; raises InvalidArgument on all of them."""
+    wishes = {each.wish for each in cards}
+    if len(wishes) > 1:
+        raise InvalidArgument(
+            f"ranks disagree on GPUs: GRADWIRE_GPU_LINKS is {' and '.join(sorted(wishes))}"
+        )
+    (wish,) = wishes
+    alone = len({each.process for each in cards}) == 1
+    if wish == "loopback" and not alone:
+        raise InvalidArgument("GRADWIRE_GPU_LINKS=loopback is for ranks that are one process")
+    if wish == "host" and alone and len(cards) > 1:
+        raise InvalidArgument("GRADWIRE_GPU_LINKS=host is for ranks that are processes")
+    without = [rank for rank, each in enumerate(cards) if not each.nccl]
+    if wish.startswith("nccl") and without:
+        raise InvalidArgument(
+            f"GRADWIRE_GPU_LINKS={wish}, and rank {without[0]} has no NCCL: install a wheel of it "
+            "(nvidia-nccl-cu13 or -cu12), or name its file in GRADWIRE_NCCL_SO"
+        )
+    if wish != "auto":
+        return wish
+    own = len({(each.process.split()[0], each.device) for each in cards}) == len(cards)
+    if own and not without:
+        return "nccl"
+    if alone:
+        return "loopback"
+    return "host"
+
+
+def _loopback(token: str, size: int, device: int) -> _core.CudaLoopback:
+    with _lock:
+        shared = _loopbacks.get(token)
+        if shared is None:
+            shared = _loopbacks[token] = _core.CudaLoopback(size, device)
+        return shared
