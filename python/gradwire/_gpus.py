@@ -168,9 +168,7 @@ def _card(device: int) -> _Card:
     identity, name = _core.cuda_device_identity(device)
     wish = _environment.text("GRADWIRE_GPU_LINKS") or "auto"
     if wish not in LINKS:
-        raise InvalidArgument(
-            f"GRADWIRE_GPU_LINKS={wish} is none of {', '.join(LINKS)}"
-        )
+        raise InvalidArgument(f"GRADWIRE_GPU_LINKS={wish} is none of {', '.join(LINKS)}")
     process = f"{_host()} {os.getpid()}"
     return _Card(process, identity, name, _cuda.nccl_version(), wish, secrets.token_hex(8))
 

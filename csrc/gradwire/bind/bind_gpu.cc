@@ -2,12 +2,14 @@
 
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <optional>
 #include <tuple>
 
 #include "gradwire/bind/module.h"
 #include "gradwire/cuda/device.h"
 #include "gradwire/cuda/messages_host.h"
+#include "gradwire/cuda/messages_nccl.h"
 #include "gradwire/cuda/messages_routed.h"
 #include "gradwire/schedule/cost.h"
 
@@ -108,6 +110,29 @@ shared_ptr<CudaMessages> by_host(shared_ptr<Communicator> carrier, int device, d
   return made;
 }
 
+py::bytes nccl_id(const std::vector<std::string>& search) {
+  const cuda::nccl::UniqueId id = cuda::make_unique_id(cuda::Nccl::load(search));
+  return {reinterpret_cast<const char*>(&id), sizeof id};
+}
+
+shared_ptr<CudaMessages> by_nccl(const std::string& id, Rank rank, int size, int device,
+                                 double timeout, const std::vector<std::string>& search) {
+  cuda::nccl::UniqueId unique;
+  if (id.size() != sizeof unique) throw InvalidArgument("this is no id of NCCL");
+  std::memcpy(&unique, id.data(), sizeof unique);
+  const cuda::Api& api = cuda::load_api();
+  const cuda::OnDevice here(api, device);
+  cuda::NcclSettings settings;
+  settings.rank = rank;
+  settings.size = size;
+  settings.timeout_seconds = timeout;
+  settings.interrupt = check_signals;
+  settings.use_device = [&api, device] { api.set_device(device); };
+  auto made = std::make_shared<CudaMessages>();
+  made->messages = cuda::make_nccl_messages(cuda::Nccl::load(search), unique, std::move(settings));
+  return made;
+}
+
 shared_ptr<CudaMessages> routed(const std::vector<shared_ptr<CudaMessages>>& ways,
                                 const std::vector<std::pair<std::size_t, Rank>>& routes) {
   auto made = std::make_shared<CudaMessages>();
@@ -179,6 +204,9 @@ void bind_gpu(py::module_& m) {
   py::class_<CudaMessages, shared_ptr<CudaMessages>>(m, "CudaMessages")
       .def_static("loopback", &loopback, py::arg("shared"), py::arg("rank"), py::arg("timeout"))
       .def_static("host", &by_host, py::arg("carrier"), py::arg("device"), py::arg("timeout"))
+      .def_static("nccl_id", &nccl_id, py::arg("search"))
+      .def_static("nccl", &by_nccl, py::arg("id"), py::arg("rank"), py::arg("size"),
+                  py::arg("device"), py::arg("timeout"), py::arg("search"), WithoutLock())
       .def_static("routed", &routed, py::arg("ways"), py::arg("routes"));
   py::class_<CudaEvent>(m, "CudaEvent")
       .def(py::init<int>(), py::arg("device"))
