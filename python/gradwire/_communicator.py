@@ -76,11 +76,11 @@ class Communicator:
     every rank and in every run, where ``auto`` has the same `cost_model`.
 
     Arrays are NumPy arrays (ml_dtypes.bfloat16 too), torch tensors on the CPU or on CUDA, CuPy
-    arrays or other objects with DLPack; C-contiguous, and writable where they are written. On a GPU
-    a call is enqueued on the caller's current stream and returns, and the wait() of a `Work` makes
-    that stream wait; one rank has one GPU, of the first such call on. Nothing is copied on the way in or
-    out. Collectives that reduce take float32/64, float16, bfloat16, int8/32/64 and uint8; those
-    that only move data take every type.
+    arrays or other objects with DLPack; C-contiguous, and writable where they are written. Nothing
+    is copied on the way in or out. Collectives that reduce take float32/64, float16, bfloat16,
+    int8/32/64 and uint8; those that only move data take every type. On a GPU a call is enqueued on
+    the caller's current stream and returns, and the wait() of a `Work` makes that stream wait; a
+    rank works on one GPU, that of its first such call.
 
     All collectives share these keywords:
 
@@ -536,6 +536,15 @@ class Communicator:
         gpu.run(request, call.feedback, stream, timeout)
         return call.finish()
 
+    @property
+    def _gpu_stream(self) -> int | None:
+        """On which calls run that are not waited for; None before the first such call."""
+        return None if self._gpu is None else self._gpu.stream
+
+    def _require_alive_on_gpu(self) -> None:
+        if self._gpu is not None:
+            self._gpu.require_alive()
+
     def _forget_calls(self) -> None:
         """And what the cost model said of them."""
         self._learnt = _core.Shortcut(self._core, self._dropped)
@@ -585,7 +594,7 @@ class Communicator:
     def _on_host(self, message: Operand, name: str) -> Operand:
         if message.device is not None:
             raise InvalidArgument(
-                f"{name}: x is on cuda:{message.device}, and messages are of CPU memory: use x.cpu()"
+                f"{name}: x is on cuda:{message.device}; messages are of CPU memory: use x.cpu()"
             )
         return message
 

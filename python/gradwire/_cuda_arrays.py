@@ -24,7 +24,7 @@ def is_interface(x: Any) -> bool:
 
 
 def of_interface(x: Any) -> dict[str, Any]:
-    """Its address, shape, dtype, itemsize, whether it is contiguous and writable, and its device."""
+    """Its address, shape, dtype, itemsize and device; whether it is contiguous and writable."""
     found = x.__cuda_array_interface__
     address, read_only = found["data"]
     shape, typestr = tuple(found["shape"]), found["typestr"]

@@ -119,6 +119,11 @@ class ErrorFeedback:
             self._gpu = _GpuPart(self._core, device)
         return self._gpu.for_call(device, stream, keeps, self._in_step)
 
+    def _require_finite(self, address: int, elements: int, keeps: object) -> None:
+        """Of float32 on a GPU: the step under way is not kept where it holds NaN or Inf."""
+        if self._gpu is not None:
+            self._gpu.require_finite(address, elements, keeps)
+
     def _on_cpu(self) -> _core.ErrorFeedback:
         """The host's part, for a call there."""
         if self._gpu is not None:
@@ -150,6 +155,7 @@ class _GpuPart:
     def __init__(self, host: _core.ErrorFeedback, device: int) -> None:
         self._core, self._device = _core.CudaFeedback(host, device), device
         self._stream, self._keeps = 0, object()
+        self._looked_at: list[object] = []
         self._in_step = False
 
     def for_call(
@@ -164,12 +170,18 @@ class _GpuPart:
         if in_step and not self._in_step:
             self._core.begin_step(stream)
             self._in_step = True
+            self._looked_at.clear()
         return self._core
 
     def end_step(self, keep: bool) -> None:
         if self._in_step:
             self._in_step = False
             self._core.end_step(keep, self._stream)
+
+    def require_finite(self, address: int, elements: int, keeps: object) -> None:
+        if self._in_step:
+            self._core.require_finite(address, elements, self._stream)
+            self._looked_at.append(keeps)  # until the stream has surely come by
 
     def bring_home(self) -> None:
         self._core.bring_home(self._stream)

@@ -14,13 +14,13 @@ import secrets
 import threading
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gradwire import _core, _cuda, _cuda_arrays, _environment
 from gradwire._errors import InvalidArgument
+from gradwire._mesh import host_identity
 
 if TYPE_CHECKING:
     from gradwire._arrays import Operand
@@ -55,7 +55,7 @@ class Gpu:
         timeout = communicator._timeout
         card = _card(device)
         cards = _exchange(communicator, card)
-        links = _choose(cards, communicator.hosts)
+        links = _choose(cards)
         side = communicator.split(0)
         assert side is not None
         self._side, self._carriers = side, list[Any]()
@@ -69,6 +69,11 @@ class Gpu:
     def links(self) -> str:
         """How its messages travel: "nccl", "host", "host+nccl" or "loopback"."""
         return self._core.messages
+
+    @property
+    def stream(self) -> int | None:
+        """The handle of the stream of calls that are not waited for, once there was one."""
+        return None if self._stream is None else self._stream.handle
 
     def run(
         self,
@@ -149,7 +154,7 @@ class Gpu:
         self, communicator: Communicator, ranks: Sequence[int], timeout: float
     ) -> _core.CudaMessages:
         """Of those ranks, the first of which makes the id; every rank of the communicator calls."""
-        search = _cuda.nccl_files()
+        search = _cuda.nccl_wheels()
         own = np.zeros(_ID_BYTES, np.uint8)
         if communicator.rank == ranks[0]:
             own[:] = np.frombuffer(_core.CudaMessages.nccl_id(search), np.uint8)
@@ -169,14 +174,16 @@ def _card(device: int) -> _Card:
     wish = _environment.text("GRADWIRE_GPU_LINKS") or "auto"
     if wish not in LINKS:
         raise InvalidArgument(f"GRADWIRE_GPU_LINKS={wish} is none of {', '.join(LINKS)}")
-    process = f"{_host()} {os.getpid()}"
-    return _Card(process, identity, name, _cuda.nccl_version(), wish, secrets.token_hex(8))
+    process = f"{host_identity()} {os.readlink('/proc/self/ns/pid')} {os.getpid()}"
+    return _Card(process, identity, name, _nccl_version(), wish, secrets.token_hex(8))
 
 
-def _host() -> str:
-    """What tells hosts, and containers of one host, apart."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+def _nccl_version() -> str:
+    """Empty where there is none."""
+    try:
+        return _core.nccl_facts(_cuda.nccl_wheels())["version"]
+    except InvalidArgument:
+        return ""
 
 
 def _exchange(communicator: Communicator, card: _Card) -> list[_Card]:
@@ -188,7 +195,7 @@ def _exchange(communicator: Communicator, card: _Card) -> list[_Card]:
     return [_Card(*json.loads(each.tobytes().rstrip(b"\0"))) for each in cards]
 
 
-def _choose(cards: Sequence[_Card], hosts: Sequence[Sequence[int]]) -> str:
+def _choose(cards: Sequence[_Card]) -> str:
     """The links, of which all ranks find the same; raises InvalidArgument on all of them."""
     wishes = {each.wish for each in cards}
     if len(wishes) > 1:
@@ -209,7 +216,7 @@ def _choose(cards: Sequence[_Card], hosts: Sequence[Sequence[int]]) -> str:
         )
     if wish != "auto":
         return wish
-    own = len({(each.process.split()[0], each.device) for each in cards}) == len(cards)
+    own = len({each.device for each in cards}) == len(cards)
     if own and not without:
         return "nccl"
     if alone:

@@ -75,6 +75,11 @@ class CudaFeedback {
   void end_step(bool keep, std::uintptr_t stream) {
     on([&] { own_->end_step(keep, stream_of(stream)); });
   }
+  void require_finite(std::uintptr_t address, std::uint64_t count, std::uintptr_t stream) {
+    on([&] {
+      own_->require_finite(reinterpret_cast<const float*>(address), count, stream_of(stream));
+    });
+  }
   void bring_home(std::uintptr_t stream) {
     on([&] { own_->bring_home(stream_of(stream)); });
   }
@@ -220,6 +225,8 @@ void bind_gpu(py::module_& m) {
       .def(py::init<shared_ptr<codec::ErrorFeedback>, int>(), py::arg("host"), py::arg("device"))
       .def("begin_step", &CudaFeedback::begin_step, py::arg("stream"))
       .def("end_step", &CudaFeedback::end_step, py::arg("keep"), py::arg("stream"))
+      .def("require_finite", &CudaFeedback::require_finite, py::arg("address"), py::arg("count"),
+           py::arg("stream"))
       .def("bring_home", &CudaFeedback::bring_home, py::arg("stream"), WithoutLock())
       .def("send_back", &CudaFeedback::send_back, py::arg("stream"), WithoutLock())
       .def_property_readonly("device", &CudaFeedback::device);

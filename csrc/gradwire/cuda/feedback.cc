@@ -146,6 +146,10 @@ void Feedback::end_step(bool keep, Stream stream) {
   for (const Settled& each : of_step_) settle(*each.table, each.remembers, step_flags_, stream);
 }
 
+void Feedback::require_finite(const float* x, std::uint64_t count, Stream stream) {
+  check(api_, api_.check_finite(x, count, step_flags_, stream), "looking for NaN");
+}
+
 void Feedback::settle(const Table& table, bool remembers, const std::uint32_t* flags,
                       Stream stream) {
   if (in_step_) return of_step_.push_back({&table, remembers});

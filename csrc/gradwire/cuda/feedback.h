@@ -56,6 +56,8 @@ class Feedback {
   // way.
   void begin_step(Stream stream);
   void end_step(bool keep, Stream stream);
+  // Of the step under way: it is not kept where this holds NaN or Inf.
+  void require_finite(const float* x, std::uint64_t count, Stream stream);
   bool in_step() const noexcept { return in_step_; }
   // The end of a call, or part of the step's: by the flags, which in a step are the step's.
   void settle(const Table& table, bool remembers, const std::uint32_t* flags, Stream stream);

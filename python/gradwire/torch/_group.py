@@ -128,20 +128,30 @@ def _place_of_store(introductions: Sequence[dict[str, Any]]) -> Address:
 
 
 def _all_gather_bytes(group: dist.ProcessGroup, data: bytes, deadline: Deadline) -> list[bytes]:
-    """Every rank's bytes, in rank order, by way of CPU tensors; nothing is unpickled."""
+    """Every rank's bytes, in rank order; nothing is unpickled."""
     try:
-        own = torch.tensor(list(data), dtype=torch.uint8)
-        sizes = [int(each) for each in _all_gather(group, torch.tensor([own.numel()]), deadline)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        at = _device(group)
+        own = torch.tensor(list(data), dtype=torch.uint8, device=at)
+        length = torch.tensor([own.numel()], device=at)
+        sizes = [int(each) for each in _all_gather(group, length, deadline)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=at)
         padded[: own.numel()] = own
         gathered = _all_gather(group, padded, deadline)
     except RuntimeError as error:
         raise RendezvousError(
             f"another rank of the process group ended, or did not register in time: which one, "
             f"torch did not tell rank {group.rank()} ({error}); all its ranks must register, and "
-            "it needs a backend for CPU tensors, such as gloo; or give communicator="
+            "it needs a backend for CPU tensors, such as gloo, or NCCL; or give communicator="
         ) from error
     return [bytes(each[:size].tolist()) for each, size in zip(gathered, sizes, strict=True)]
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Of tensors that the group can exchange: this process's GPU where it has only NCCL."""
+    kinds = {each.type for each in getattr(group, "_device_types", [])}
+    if kinds == {"cuda"}:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _all_gather(

@@ -27,7 +27,9 @@ def comm_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[tor
     they are over: errors are in the future and in `state.error`, and the end of backward raises
     them.
     """
-    future: Future[torch.Tensor] = Future()
+    buffer = bucket.buffer()
+    # Without its device the future of a GPU's bucket would be complete before the bucket is.
+    future: Future[torch.Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
     averaged = future.then(_value)
     state._steps.hand_over(bucket, future)
     if bucket.is_last():

@@ -100,7 +100,7 @@ class Memory:
     def end_step(self, well: bool) -> bool:
         """Keeps what the step has changed, or nothing of it: the same on all ranks; says which."""
         self._packing.end_step(well)
-        keep = well and all(bool(torch.isfinite(each).all()) for each in self._plain)
+        keep = well and all(self._is_finite(each) for each in self._plain)
         if self.feedback is not None:
             keep = self.feedback.end_step(keep)
         if self.unused is not None and keep:
@@ -108,6 +108,15 @@ class Memory:
         if self._velocities is not None:
             self._velocities.end_step(keep, self._sparse, self.feedback)
         return keep
+
+    def _is_finite(self, array: torch.Tensor) -> bool:
+        """Of one on a GPU it is asked there, and the step's end answers."""
+        if not array.is_cuda:
+            return bool(torch.isfinite(array).all())
+        if self.feedback is not None:
+            probe = array if array.dtype is torch.float32 else (array.float() * 0).sum()
+            self.feedback._require_finite(probe.data_ptr(), probe.numel(), probe)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values, by parameter name."""
@@ -163,7 +172,7 @@ class Memory:
         for name in names & self._keyed.keys():
             assert self.feedback is not None  # which has keys
             back = self._keyed[name]
-            self.feedback.add(name, (back - own[name] if name in own else back).numpy())
+            self.feedback.add(name, (back - own[name] if name in own else back).cpu().numpy())
 
     def _check(self, saved: Mapping[str, Any]) -> None:
         _saved.check(saved["feedback"], self._names)

@@ -16,6 +16,7 @@ from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._buffers import broadcast_buffers_by
+from gradwire.torch._gpu import require_features
 from gradwire.torch._group import communicator_of
 from gradwire.torch._guard import Guard
 from gradwire.torch._hook import comm_hook
@@ -78,6 +79,7 @@ def register(
     failed; within such a block, backward may raise torch's. Backward raises when DDP left the hook
     out.
     """
+    require_features(ddp, momentum=momentum, clip_norm=clip_norm)
     compresses = Rules(codec, rules).compresses  # refuses an unknown codec before the ranks meet
     owns = communicator is None
     if communicator is None:

@@ -20,6 +20,7 @@ from gradwire._communicator import Communicator, Traffic
 from gradwire._errors import Aborted, Error
 from gradwire._work import Work
 from gradwire.torch._completions import Completions
+from gradwire.torch._gpu import on_gpu_stream
 from gradwire.torch._joined import Active
 from gradwire.torch._memory import Call, Memory
 from gradwire.torch._scales import Units
@@ -69,6 +70,9 @@ class Steps:
         if self.closed:
             future.set_exception(self._first(error or Aborted(_CLOSED)))
             return
+        if bucket.buffer().is_cuda:
+            self._follow_on_gpu(bucket, future, works, error)
+            return
         wait = partial(self._wait, works, error)
         buffer = bucket.buffer()
         finish = self._end if bucket.is_last() else _nothing
@@ -77,6 +81,31 @@ class Steps:
         else:
             finish = partial(_complete, buffer, future)
         self.completions.submit(wait, finish)
+
+    def _follow_on_gpu(
+        self,
+        bucket: dist.GradBucket,
+        future: Future[torch.Tensor],
+        works: Sequence[Work],
+        error: Exception | None,
+    ) -> None:
+        """Completes futures at once, on the stream on which the bucket is averaged.
+
+        So whoever waits for one makes its own stream wait, and the host goes on.
+        """
+        buffer, last = bucket.buffer(), bucket.is_last()
+        with on_gpu_stream(self.communicator, buffer):
+            found = error
+            try:
+                self._wait(works, error)
+            except Exception as its:
+                found = its
+            if last or self.memory.holds or self._step.counts_active:
+                self._step.waiting.append((buffer, future))
+            else:
+                _complete(buffer, future, found)
+            if last:
+                self._end(found)
 
     def end_backward(self) -> None:
         """Waits for the step's end; raises the error, or what Ctrl-C raises."""
@@ -91,6 +120,10 @@ class Steps:
 
     def raise_error(self) -> None:
         """The first one, if there was any."""
+        try:
+            self.communicator._require_alive_on_gpu()
+        except Error as error:
+            self._first(error)
         if self.error is not None:
             error, self._to_raise = self._to_raise or _bare(self.error), None
             raise error

@@ -1,0 +1,297 @@
+"""Collectives on arrays on a GPU, which is simulated: the whole way from Python but for the device.
+
+The bits of every schedule and codec are compared in tests/cpp/cuda_*_test.cc.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import gradwire
+import pytest
+import simulated_gpu
+
+pytestmark = pytest.mark.skipif(
+    not simulated_gpu.path().exists(), reason="libsimulated_cuda.so was not built (make test-cpp)"
+)
+
+_HEAD = """
+import json, sys, time
+import numpy as np
+import gradwire
+from simulated_gpu import Array, library
+
+def values(rank, n=1000):
+    return np.random.default_rng(rank).standard_normal(n).astype(np.float32)
+"""
+
+_RUN = """
+if __name__ == "__main__":
+    print(json.dumps(gradwire.spawn(body, {ranks}, threads={threads}, timeout=60)))
+"""
+
+
+def run(body: str, ranks: int = 2, *, threads: bool = False, **environment: str) -> list:
+    """What `body(comm)` returns on every rank, of a program of its own."""
+    program = _HEAD + textwrap.dedent(body) + _RUN.format(ranks=ranks, threads=threads)
+    root = simulated_gpu.ROOT
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ
+        | {
+            "GRADWIRE_CUDA_SO": str(simulated_gpu.path()),
+            "PYTHONPATH": f"{root / 'tests/python'}:{os.environ.get('PYTHONPATH', '')}",
+        }
+        | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("threads", [True, False], ids=["loopback", "host"])
+def test_results_are_those_of_the_cpu(threads: bool) -> None:
+    """Threads exchange messages on the device, processes by way of the CPU transports."""
+    same = run(
+        """
+        def body(comm):
+            same = {"links": comm.all_reduce(Array(values(0, 3))) is not None and comm._gpu.links}
+            for codec in ("none", "fp16", "int8", "onebit", "threshold", "topk"):
+                on_cpu, on_gpu = values(comm.rank), Array(values(comm.rank))
+                ef_cpu, ef_gpu = gradwire.ErrorFeedback(), gradwire.ErrorFeedback()
+                for _ in range(2):
+                    wish = dict(op="avg", codec=codec, key="k", algorithm="ring")
+                    comm.all_reduce(on_cpu, feedback=ef_cpu, **wish)
+                    comm.all_reduce(on_gpu, feedback=ef_gpu, **wish)
+                results = on_gpu.get().tobytes() == on_cpu.tobytes()
+                residuals = ef_gpu.residual("k").tobytes() == ef_cpu.residual("k").tobytes()
+                same[codec] = results and residuals
+            return same
+        """,
+        threads=threads,
+    )
+    for each in same:
+        assert each.pop("links") == ("loopback" if threads else "host")
+        assert all(each.values()), each
+
+
+def test_every_collective_and_its_results() -> None:
+    run(
+        """
+        def body(comm):
+            r, p = comm.rank, comm.size
+            x = Array(np.arange(4, dtype=np.int64) + 10 * r)
+            out = Array(np.zeros(4 * p, np.int64))
+            gathered = np.concatenate([np.arange(4) + 10 * i for i in range(p)])
+            assert comm.all_gather(x, out=out) is out
+            assert (out.get() == gathered).all()
+            part = Array(np.zeros(4, np.int64))
+            comm.reduce_scatter(out, out=part)
+            assert (part.get() == p * (np.arange(4) + 10 * r)).all()
+            comm.broadcast(x, root=1)
+            assert (x.get() == np.arange(4) + 10).all()
+            back = Array(np.zeros(4 * p, np.int64))
+            comm.all_to_all(out, out=back)
+            assert (back.get() == np.tile(np.arange(4) + 10 * r, p)).all()
+            comm.reduce(part, root=0)
+            comm.scatter(out if r == 0 else None, root=0, out=part)
+            assert (part.get() == np.arange(4) + 10 * r).all()
+            comm.gather(part, root=0, out=back if r == 0 else None)
+            if r == 0:
+                assert (back.get() == gathered).all()
+        """,
+        3,
+        threads=True,
+    )
+
+
+def test_a_work_orders_streams_and_the_host_does_not_wait() -> None:
+    run(
+        """
+        def body(comm):
+            x = Array(values(comm.rank))
+            comm.all_reduce(x, async_op=True).wait()
+            comm.barrier()
+            gpu = library()
+            waits, allocations = gpu.simulated_cuda_waits(), gpu.simulated_cuda_allocations()
+            works = [comm.all_reduce(x, op="avg", async_op=True) for _ in range(3)]
+            for each in works:
+                assert each.wait() is x
+            comm.barrier()
+            assert gpu.simulated_cuda_waits() == waits
+            assert gpu.simulated_cuda_allocations() == allocations
+            comm.barrier()
+            total = sum(values(r).astype(float) for r in range(comm.size))
+            assert np.allclose(x.get(), total, atol=1e-4)
+            assert all(each.done() for each in works)
+        """,
+        3,
+        threads=True,
+    )
+
+
+def test_residuals_are_saved_loaded_and_scaled() -> None:
+    run(
+        """
+        def body(comm):
+            def step(feedback):
+                x = Array(values(comm.rank))
+                comm.all_reduce(x, codec="onebit", feedback=feedback, key="k")
+                return x.get().tobytes()
+            ef = gradwire.ErrorFeedback()
+            step(ef)
+            saved = ef.state_dict()
+            after = [step(ef), step(ef)]
+            again = gradwire.ErrorFeedback()
+            again.load_state_dict(saved)
+            assert [step(again), step(again)] == after
+            before = again.residual("k")
+            again.scale(2)
+            assert (again.residual("k") == 2 * before).all()
+            on_cpu = values(comm.rank)
+            comm.all_reduce(on_cpu, codec="onebit", feedback=again, key="k")
+            assert again.state_dict()["k"]["calls"] == 4
+        """
+    )
+
+
+def test_a_step_with_nan_is_not_kept() -> None:
+    run(
+        """
+        def body(comm):
+            ef = gradwire.ErrorFeedback()
+            x = Array(values(comm.rank))
+            comm.all_reduce(x, codec="int8", feedback=ef, key="a")
+            kept = ef.residual("a")
+            bad = values(comm.rank)
+            bad[7] = np.nan if comm.rank == 1 else 1
+            ef.begin_step()
+            comm.all_reduce(Array(values(comm.rank)), codec="int8", feedback=ef, key="a")
+            comm.all_reduce(Array(bad), codec="int8", feedback=ef, key="b")
+            ef.end_step()
+            assert (ef.residual("a") == kept).all()
+            assert ef.keys().get("b") is None or not ef.residual("b").any()
+        """
+    )
+
+
+def test_a_different_call_names_who_called_what() -> None:
+    found = run(
+        """
+        def body(comm):
+            x = Array(values(comm.rank))
+            comm.all_reduce(x)
+            try:
+                for _ in range(100):
+                    comm.all_reduce(x, op="sum" if comm.rank else "avg", timeout=20)
+                    time.sleep(0.05)
+            except gradwire.InvalidArgument as error:
+                comm.abort()
+                return str(error)
+        """
+    )
+    for text in found:
+        assert "rank 0 called" in text
+        assert "on GPUs" in text
+
+
+def test_a_stopped_rank_is_a_timeout_that_names_it() -> None:
+    found = run(
+        """
+        def body(comm):
+            x = Array(values(comm.rank))
+            comm.all_reduce(x)
+            if comm.rank == 1:
+                time.sleep(6)
+                return None
+            try:
+                for _ in range(200):
+                    comm.all_reduce(x, timeout=2)
+                    time.sleep(0.05)
+            except gradwire.Timeout as error:
+                return [error.peer, time.perf_counter()]
+        """,
+        3,
+    )
+    assert found[0][0] == found[2][0] == 1
+
+
+def test_abort_ends_calls_on_all_ranks() -> None:
+    found = run(
+        """
+        def body(comm):
+            x = Array(values(comm.rank))
+            comm.all_reduce(x)
+            if comm.rank == 1:
+                comm.abort("enough")
+            try:
+                for _ in range(200):
+                    comm.all_reduce(x, timeout=20)
+                    time.sleep(0.05)
+            except gradwire.Aborted as error:
+                return error.peer
+        """
+    )
+    assert found == [1, 1]
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    run(
+        """
+        import pytest
+
+        class Sign(gradwire.codec.Codec):
+            biased = True
+            def encode(self, x): return np.packbits(x < 0).tobytes()
+            def decode(self, b, n): return np.ones(n, np.float32)
+
+        def body(comm):
+            x = Array(values(comm.rank))
+            def refused(match, *args, **options):
+                with pytest.raises(gradwire.InvalidArgument, match=match):
+                    comm.all_reduce(*args, **options)
+            refused("on the CPU", x, out=values(0))
+            refused("written in Python", x, codec=Sign(), feedback=False)
+            with pytest.raises(gradwire.InvalidArgument, match="give out="):
+                comm.all_gather(x)
+            with pytest.raises(gradwire.InvalidArgument, match="CPU memory"):
+                comm.send(x, 1 - comm.rank)
+        """
+    )
+
+
+def test_a_wish_that_cannot_be_is_refused_on_all_ranks() -> None:
+    found = run(
+        """
+        def body(comm):
+            try:
+                comm.all_reduce(Array(values(comm.rank)))
+            except gradwire.InvalidArgument as error:
+                return str(error)
+        """,
+        GRADWIRE_GPU_LINKS="loopback",
+    )
+    assert all("one process" in each for each in found)
+
+
+def test_without_the_cuda_part_arrays_on_gpus_say_why() -> None:
+    class OnGpu:
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": (4,),
+            "typestr": "<f4",
+            "data": (64, False),
+            "version": 3,
+        }
+
+    def body(comm: gradwire.Communicator) -> None:
+        with pytest.raises(gradwire.InvalidArgument, match="CUDA"):
+            comm.all_reduce(OnGpu())
+
+    if not (simulated_gpu.ROOT / "python/gradwire/libgradwire_cuda.so").exists():
+        gradwire.spawn(body, 1, threads=True)
