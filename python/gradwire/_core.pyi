@@ -343,6 +343,27 @@ class RankSeen(TypedDict):
     peer: int  # waited for; -1: none, or any
     sentence: str
 
+class CudaDevice(TypedDict):
+    name: str
+    capability: tuple[int, int]
+    memory: int  # bytes
+
+class CudaFacts(TypedDict):
+    library: str  # gradwire's CUDA part, as it was looked for
+    runtime: str  # "13.0"; "0.0": not known
+    driver: str
+    devices: list[CudaDevice]
+    why_not: str  # empty where there are devices
+
+class NcclFacts(TypedDict):
+    version: str
+    library: str
+    origin: str  # how it was found
+
+def cuda_facts(library: str = ...) -> CudaFacts: ...
+
+# Loads NCCL; `search`: files of pip's wheels. Raises InvalidArgument that says why it can't.
+def nccl_facts(search: Sequence[str]) -> NcclFacts: ...
 def ranks_on_this_host() -> list[RankSeen]: ...
 def transports() -> list[tuple[str, bool, str]]: ...  # name, usable here, why not
 def instruction_sets() -> list[str]: ...  # best first

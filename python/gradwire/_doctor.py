@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import json
 import os
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 from gradwire import (
     _core,
+    _cuda,
     _environment,
     _interfaces,
     _link,
@@ -41,7 +41,7 @@ class Check:
 
 
 def checks() -> list[Check]:
-    """All checks; imports neither torch nor CUDA, opens no connection."""
+    """All checks; imports no torch, opens no connection."""
     machine = (_system, _transports, _cost_models, _instruction_sets, _network, _joins, _memory)
     sections = (*machine, _torch, _devices, _variables)
     return [check for section in sections for check in section()]
@@ -219,28 +219,8 @@ def _torch() -> Iterator[Check]:
 
 
 def _devices() -> Iterator[Check]:
-    yield Check("devices", "CUDA", *_cuda())
-
-
-def _cuda() -> tuple[bool, str]:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        return False, f"because the driver's library does not load: {error}"
-    code = driver.cuInit(0)
-    if code != 0:
-        return False, f"because the driver refuses to start: error {code} of cuInit"
-    count, number = ctypes.c_int(), ctypes.c_int()
-    driver.cuDeviceGetCount(ctypes.byref(count))
-    driver.cuDriverGetVersion(ctypes.byref(number))
-    release = f"driver for CUDA {number.value // 1000}.{number.value % 1000 // 10}"
-    if count.value == 0:
-        return False, f"because there is no device ({release})"
-    return True, f"{_plural(count.value, 'device')}, {release}; not used by this version"
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+    yield Check("devices", "CUDA", *_cuda.devices())
+    yield Check("devices", "NCCL", *_cuda.nccl())
 
 
 def _variables() -> Iterator[Check]:

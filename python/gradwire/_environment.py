@@ -1,6 +1,6 @@
 """Every GRADWIRE_* variable that is read, in one table; no other module reads one itself.
 
-GRADWIRE_SIMD and GRADWIRE_CUDA_SO are read by the core.
+The core reads GRADWIRE_SIMD, GRADWIRE_CUDA_SO and GRADWIRE_NCCL_SO.
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "GRADWIRE_GPU_LINKS": (
         "how GPUs exchange messages: nccl, host, nccl+host (within a host, and between), loopback",
         "nccl where each rank has a GPU of its own, else host; loopback between threads",
+    ),
+    "GRADWIRE_NCCL_SO": (
+        "file of NCCL",
+        "what torch has loaded, pip's wheel, or the system's libnccl.so.2",
     ),
     "GRADWIRE_SIMD": ("instruction set of the core: scalar, avx2 or avx512", "the best there is"),
 }

@@ -11,6 +11,7 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_schedule(m);
   bind_cost(m);
   bind_rdma(m);
+  bind_cuda(m);
   bind_communicator(m);
   bind_gpu(m);
   bind_shortcut(m);

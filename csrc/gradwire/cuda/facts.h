@@ -1,0 +1,25 @@
+// What there is of CUDA, for people: the GPUs, or why there are none.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "gradwire/cuda/api.h"
+
+namespace gradwire::cuda {
+
+struct Facts {
+  std::string library;          // gradwire's CUDA part, as it was looked for
+  int runtime = 0, driver = 0;  // 13000 is 13.0; 0: not known
+  std::vector<DeviceFacts> devices;
+  std::string why_not;  // empty where there are devices
+};
+
+// Of load_api(library). Throws nothing that a machine can cause; starts the driver.
+Facts find_facts(const std::string& library = "");
+Facts find_facts(const Api& api);
+
+// "13.0".
+std::string cuda_version_text(int version);
+
+}  // namespace gradwire::cuda
