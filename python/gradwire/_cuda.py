@@ -24,21 +24,13 @@ def devices() -> tuple[bool, str]:
 def nccl() -> tuple[bool, str]:
     """Whether NCCL loads; which version, from where, or why not."""
     try:
-        found = _core.nccl_facts(nccl_files())
+        found = _core.nccl_facts(nccl_wheels())
     except InvalidArgument as error:
         return False, f"because {error}"
     return True, f"{found['version']}, {found['library']} ({found['origin']})"
 
 
-def nccl_version() -> str:
-    """Its version; empty where none loads, of which nccl() tells why."""
-    try:
-        return _core.nccl_facts(nccl_files())["version"]
-    except InvalidArgument:
-        return ""
-
-
-def nccl_files() -> list[str]:
+def nccl_wheels() -> list[str]:
     """The files of NCCL that pip has installed where Python looks; torch's own is one of them."""
     places = (Path(entry or ".", _IN_WHEEL).absolute() for entry in sys.path)
     return [str(place) for place in dict.fromkeys(places) if place.is_file()]

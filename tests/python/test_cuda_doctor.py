@@ -88,7 +88,7 @@ def test_what_torch_has_loaded_comes_first(site: Path, tmp_path: Path):
 
 
 def test_the_system_has_the_last_word(fake: Path):
-    if _cuda.nccl_files():
+    if _cuda.nccl_wheels():
         pytest.skip("a wheel of NCCL is installed")
     found = doctor("NCCL", LD_LIBRARY_PATH=str(fake.parent))
     assert found == (True, f"2.28.9, {fake} (the system's)")
@@ -129,7 +129,7 @@ def test_wheels_are_looked_for_where_python_looks(
 ):
     monkeypatch.chdir(site)
     monkeypatch.setattr(sys, "path", [str(tmp_path), "", str(site), str(site)])
-    assert _cuda.nccl_files() == [str(fake)]
+    assert _cuda.nccl_wheels() == [str(fake)]
 
 
 # --- GPUs ---
