@@ -11,6 +11,8 @@ void fill_elements(Api& api);
 void fill_cast(Api& api);
 void fill_slots(Api& api);
 void fill_int8(Api& api);
+void fill_onebit(Api& api);
+void fill_onebit_sum(Api& api);
 void fill_low_rank(Api& api);
 void fill_factors(Api& api);
 void fill_orthonormalise(Api& api);

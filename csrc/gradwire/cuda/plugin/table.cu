@@ -14,6 +14,8 @@ Api make_table() {
   fill_cast(api);
   fill_slots(api);
   fill_int8(api);
+  fill_onebit(api);
+  fill_onebit_sum(api);
   fill_low_rank(api);
   fill_factors(api);
   fill_orthonormalise(api);

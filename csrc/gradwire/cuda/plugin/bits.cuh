@@ -1,0 +1,71 @@
+// Strings of bits, the first one lowest, as onebit's payloads are made of (codec/simd_runs.h).
+#pragma once
+
+#include "gradwire/codec/blocks.h"
+#include "gradwire/cuda/plugin/gpu.cuh"
+
+namespace gradwire::cuda {
+
+// The bits of `word` that the mask has, moved together; and moved back.
+__device__ inline std::uint32_t compress(std::uint32_t word, std::uint32_t mask) {
+  std::uint32_t packed = 0;
+  for (std::uint32_t next = 1; mask != 0; mask &= mask - 1, next <<= 1)
+    if ((word & mask & -mask) != 0) packed |= next;
+  return packed;
+}
+__device__ inline std::uint32_t expand(std::uint32_t packed, std::uint32_t mask) {
+  std::uint32_t word = 0;
+  for (; mask != 0; mask &= mask - 1, packed >>= 1)
+    if ((packed & 1U) != 0) word |= mask & -mask;
+  return word;
+}
+
+constexpr std::uint32_t bytes_of_bits(std::uint32_t n) {
+  return static_cast<std::uint32_t>(codec::OneBitKernels::bytes_of_bits(n));
+}
+// Of a mask of n bits that is written as its runs.
+constexpr std::uint32_t most_run_bytes(std::uint32_t n) { return bytes_of_bits(n) - 1; }
+
+// Those of the word number `index` that are among the first n bits.
+__device__ inline std::uint32_t word_of_first(std::uint32_t n, std::uint32_t index) {
+  if (32 * index >= n) return 0;
+  const std::uint32_t count = n - 32 * index;
+  return count >= 32 ? ~0U : (1U << count) - 1;
+}
+
+// Into words that are 0 there; several threads may at once.
+__device__ inline void put_bits(std::uint32_t* words, std::uint32_t at, std::uint32_t bits,
+                                std::uint32_t count) {
+  const std::uint32_t shift = at % 32;
+  atomicOr(words + at / 32, bits << shift);
+  if (shift + count > 32) atomicOr(words + at / 32 + 1, bits >> (32 - shift));
+}
+
+// 32 bits from any bit on.
+__device__ inline std::uint32_t bits_at(const std::uint32_t* words, std::uint32_t at) {
+  return __funnelshift_r(words[at / 32], words[at / 32 + 1], at % 32);
+}
+
+// The first four bytes of so many, at any address; zeros behind the last.
+__device__ inline std::uint32_t load_word(const std::byte* at, std::uint64_t bytes) {
+  if (bytes >= 4 && reinterpret_cast<std::uintptr_t>(at) % 4 == 0)
+    return *reinterpret_cast<const std::uint32_t*>(at);
+  std::uint32_t word = 0;
+  for (unsigned i = 0; i < 4 && i < bytes; ++i)
+    word |= static_cast<std::uint32_t>(at[i]) << (8 * i);
+  return word;
+}
+
+// The lengths of a mask's runs: an Elias gamma code each (codec/onebit.cc).
+__device__ inline std::uint32_t run_digits(std::uint32_t length) {
+  return 31U - static_cast<std::uint32_t>(__clz(static_cast<int>(length)));
+}
+__device__ inline std::uint32_t run_size(std::uint32_t length) {
+  return 2 * run_digits(length) + 1;
+}
+__device__ inline std::uint32_t run_code(std::uint32_t length) {
+  const std::uint32_t digits = run_digits(length);
+  return (length << 1 | 1U) << digits & ((2U << 2 * digits) - 1);
+}
+
+}  // namespace gradwire::cuda
