@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gradwire import _core, _cuda, _cuda_arrays, _environment
-from gradwire._errors import InvalidArgument
+from gradwire._errors import Error, InvalidArgument
 from gradwire._mesh import host_identity
 
 if TYPE_CHECKING:
@@ -118,15 +118,23 @@ class Gpu:
         self._core.abort(reason)
 
     def close(self, timeout: float) -> None:
-        """Waits for what is enqueued, and lets go."""
+        """Waits for what is enqueued, and lets go; raises what ends it, but not an old failure."""
         if self._done:
             return
         self._done = True
         try:
-            self._core.finish(timeout)
+            if not self._has_failed():
+                self._core.finish(timeout)
         finally:
             for each in (*self._carriers, self._side):
                 each.close(timeout)
+
+    def _has_failed(self) -> bool:
+        try:
+            self.require_alive()
+        except Error:
+            return True
+        return False
 
     def _messages(
         self, links: str, communicator: Communicator, cards: Sequence[_Card], timeout: float
@@ -154,7 +162,7 @@ class Gpu:
         self, communicator: Communicator, ranks: Sequence[int], timeout: float
     ) -> _core.CudaMessages:
         """Of those ranks, the first of which makes the id; every rank of the communicator calls."""
-        search = _cuda.nccl_wheels()
+        search = _cuda.nccl_files()
         own = np.zeros(_ID_BYTES, np.uint8)
         if communicator.rank == ranks[0]:
             own[:] = np.frombuffer(_core.CudaMessages.nccl_id(search), np.uint8)
@@ -175,15 +183,7 @@ def _card(device: int) -> _Card:
     if wish not in LINKS:
         raise InvalidArgument(f"GRADWIRE_GPU_LINKS={wish} is none of {', '.join(LINKS)}")
     process = f"{host_identity()} {os.readlink('/proc/self/ns/pid')} {os.getpid()}"
-    return _Card(process, identity, name, _nccl_version(), wish, secrets.token_hex(8))
-
-
-def _nccl_version() -> str:
-    """Empty where there is none."""
-    try:
-        return _core.nccl_facts(_cuda.nccl_wheels())["version"]
-    except InvalidArgument:
-        return ""
+    return _Card(process, identity, name, _cuda.nccl_version(), wish, secrets.token_hex(8))
 
 
 def _exchange(communicator: Communicator, card: _Card) -> list[_Card]:

@@ -122,8 +122,8 @@ class Steps:
         """The first one, if there was any."""
         try:
             self.communicator._require_alive_on_gpu()
-        except Error as error:
-            self._first(error)
+        except Error as its:
+            self._first(its)
         if self.error is not None:
             error, self._to_raise = self._to_raise or _bare(self.error), None
             raise error
