@@ -171,6 +171,13 @@ TEST_F(NcclMessages, EveryMessageArrivesInOrder) {
   }
 }
 
+TEST_F(NcclMessages, ASuccessThatIsSaidTooEarlyIsNotBelieved) {
+  fake.in_progress(5);
+  fake.hasten();
+  const auto all = mesh(3);
+  run_threads(3, [&](int rank) { exchange_all(*all[static_cast<std::size_t>(rank)], rank, 3, 4); });
+}
+
 TEST_F(NcclMessages, AnEndIsOneGroup) {
   const auto self = alone();
   for (int i = 0; i < 3; ++i) talk(*self);
@@ -292,16 +299,18 @@ TEST_F(NcclMessages, EndingThreadsUseTheRanksDevice) {
 TEST_F(NcclMessages, AForkLeavesItAlone) {
   if (!kForkWorks) GTEST_SKIP() << "no fork under ThreadSanitizer";
   auto self = alone();
+  const auto other = alone();
   const pid_t child = ::fork();
   if (child == 0) {
-    self->abort();
     self.reset();
-    ::_exit(fake.alive() == 1 && fake.calls("ncclCommAbort") == 0 ? 0 : 1);
+    other->abort();
+    ::_exit(fake.alive() == 2 && fake.calls("ncclCommFinalize") == 0 ? 0 : 1);
   }
   int status = -1;
   ::waitpid(child, &status, 0);
   EXPECT_EQ(status, 0);
   talk(*self);
+  talk(*other);
 }
 
 TEST_F(NcclMessages, NcclMayNotBeMadeToBlock) {
@@ -413,10 +422,21 @@ TEST_F(NcclMessages, AnAbortEndsAGroupFromAnyThread) {
   });
   const auto error = thrown_by<Aborted>([&] { wait_in_vain(*all[0]); });
   expect_words(error.what(), {"rank 0: ", "aborted"});
-  EXPECT_EQ(fake.alive(), 1) << "the one that threw must be over";
   aborter.join();
   EXPECT_THROW(all[0]->begin(), Aborted);
   EXPECT_THROW(all[0]->check(), Aborted);
+}
+
+TEST_F(NcclMessages, WhoIsAbortedComesBackWhenTheAbortIsOver) {
+  const auto self = alone({.ending_seconds = 0.3});
+  fake.block("ncclCommAbort");
+  std::jthread aborter([&] { self->abort(); });
+  while (fake.calls("ncclCommAbort") == 0) std::this_thread::yield();
+  const auto begun = Deadline::Clock::now();
+  self->abort();
+  EXPECT_GT(Deadline::Clock::now() - begun, std::chrono::milliseconds(150));
+  aborter.join();
+  fake.reset();
 }
 
 TEST_F(NcclMessages, AnAbortIsOneHoweverOftenItIsAsked) {
@@ -424,6 +444,17 @@ TEST_F(NcclMessages, AnAbortIsOneHoweverOftenItIsAsked) {
   run_threads(4, [&](int) { all[0]->abort(); });
   all[0]->abort();
   EXPECT_EQ(fake.calls("ncclCommAbort"), 1);
+  EXPECT_THROW(wait_in_vain(*all[0]), Aborted);
+}
+
+TEST_F(NcclMessages, AnAbortWaitsForACallThatIsUnderWay) {
+  const auto all = mesh(2);
+  const int before = fake.calls("ncclCommGetAsyncError");
+  fake.linger("ncclCommGetAsyncError", 100);
+  std::jthread aborter([&] {
+    while (fake.calls("ncclCommGetAsyncError") == before) std::this_thread::yield();
+    all[0]->abort();
+  });
   EXPECT_THROW(wait_in_vain(*all[0]), Aborted);
 }
 

@@ -43,6 +43,7 @@ struct nccl::Comm {
   bool ended = false;  // destroyed or aborted: nothing may be done with it
   bool aborted = false;
   bool finalized = false;
+  int lingering = 0;          // calls that are in it, and come out by themselves
   std::size_t unmatched = 0;  // messages of its group
   nccl::Result error = nccl::kSuccess;
   std::vector<Event> events;
@@ -76,8 +77,10 @@ struct State {
   std::vector<std::unique_ptr<nccl::Comm>> comms;
   std::map<std::string, Failure> failures;
   std::set<std::string> hanging, blocking;
+  std::map<std::string, int> lingering;  // milliseconds
   std::map<std::string, int> calls;
   const Api* api = nullptr;
+  bool hastens = false;
   int questions = 0, open_groups = 0, ids = 0, generation = 0;
   std::size_t last_count = 0;
 };
@@ -98,9 +101,15 @@ using Lock = std::unique_lock<std::mutex>;
 constexpr std::chrono::seconds kLongest{30};  // no test waits for a hang for ever
 
 // Counts the call; waits where it has to block; the result that it has to fail with, or success.
-nccl::Result called(Lock& lock, const std::string& call, const nccl::Comm* comm = nullptr) {
+nccl::Result called(Lock& lock, const std::string& call, nccl::Comm* comm = nullptr) {
   ++state.calls[call];
   const int generation = state.generation;
+  if (comm != nullptr && state.lingering.contains(call)) {
+    ++comm->lingering;
+    const std::chrono::milliseconds time{state.lingering[call]};
+    changed.wait_for(lock, time, [] { return false; });
+    --comm->lingering;
+  }
   if (state.blocking.contains(call))
     changed.wait_for(lock, kLongest, [&] {
       return state.generation != generation ||
@@ -129,9 +138,10 @@ bool usable(const nccl::Comm* comm) {
   return false;
 }
 
-void begin(nccl::Comm& comm, const char* call) {
+nccl::Result begin(nccl::Comm& comm, const char* call) {
   comm.questions = state.questions;
   comm.hangs = state.hanging.contains(call);
+  return state.hastens ? nccl::kSuccess : nccl::kInProgress;
 }
 
 void order(nccl::Comm& comm, Stream before, Stream after) {
@@ -198,7 +208,7 @@ nccl::Result add(const char* call, const Message& message, std::size_t count, in
 // A communicator's end, in whatever way.
 nccl::Result end(Lock& lock, nccl::Comm* comm, const char* call, bool aborts) {
   const nccl::Result result = called(lock, call, comm);
-  if (comm->ended) return misuse();
+  if (comm->ended || comm->lingering > 0) return misuse();
   comm->ended = true;
   comm->aborted = aborts;
   withdraw(comm);
@@ -226,9 +236,17 @@ void set_in_progress(int questions) {
   const Lock lock(mutex);
   state.questions = questions;
 }
+void hasten() {
+  const Lock lock(mutex);
+  state.hastens = true;
+}
 void fail(const char* call, int result, int after) {
   const Lock lock(mutex);
   state.failures[call] = {result, after};
+}
+void linger(const char* call, int milliseconds) {
+  const Lock lock(mutex);
+  state.lingering[call] = milliseconds;
 }
 void hang(const char* call) {
   const Lock lock(mutex);
@@ -263,8 +281,9 @@ std::size_t last_count() {
 extern "C" {
 
 extern const FakeNccl fake_nccl_table;  // what is const is local otherwise
-const FakeNccl fake_nccl_table = {reset, copy_by, set_in_progress, fail,        hang,
-                                  block, calls,   alive,           open_groups, last_count};
+const FakeNccl fake_nccl_table = {reset, copy_by, set_in_progress, hasten,
+                                  fail,  hang,    linger,          block,
+                                  calls, alive,   open_groups,     last_count};
 
 nccl::Result ncclGetVersion(int* version) {
   *version = FAKE_NCCL_VERSION;
@@ -295,9 +314,8 @@ nccl::Result ncclCommInitRankConfig(nccl::Comm** out, int size, nccl::UniqueId i
   auto& comm = *state.comms.emplace_back(std::make_unique<nccl::Comm>());
   comm.world = world;
   comm.rank = rank;
-  begin(comm, "ncclCommInitRankConfig");
   *out = &comm;
-  return nccl::kInProgress;
+  return begin(comm, "ncclCommInitRankConfig");
 }
 
 nccl::Result ncclCommGetAsyncError(nccl::Comm* comm, nccl::Result* error) {
@@ -318,8 +336,7 @@ nccl::Result ncclCommFinalize(nccl::Comm* comm) {
   if (!usable(comm) || comm->finalized) return misuse();
   if (result != nccl::kSuccess) return result;
   comm->finalized = true;
-  begin(*comm, "ncclCommFinalize");
-  return nccl::kInProgress;
+  return begin(*comm, "ncclCommFinalize");
 }
 
 nccl::Result ncclCommDestroy(nccl::Comm* comm) {
@@ -354,9 +371,8 @@ nccl::Result ncclGroupEnd() {
   if (ended.error != nccl::kSuccess) return ended.error;
   if (result != nccl::kSuccess || comm == nullptr) return result;
   if (comm->ended) return nccl::kInternalError;  // aborted while it was blocked
-  begin(*comm, "ncclGroupEnd");
   for (const Message& message : ended.messages) post(message);
-  return nccl::kInProgress;
+  return begin(*comm, "ncclGroupEnd");
 }
 
 nccl::Result ncclSend(const void* data, std::size_t count, nccl::DataType type, int peer,

@@ -21,11 +21,15 @@ struct FakeNccl {
   void (*copy_by)(const Api* api);
   // What a call begins is in progress for so many more questions.
   void (*in_progress)(int questions);
+  // Calls say success of what they have but begun, as some versions of NCCL do.
+  void (*hasten)();
   // The call returns this result, from the next one but `after` on. Of "ncclCommGetAsyncError":
   // that is what it says of the communicator.
   void (*fail)(const char* call, int result, int after);
   // What the call begins is in progress until the communicator is aborted.
   void (*hang)(const char* call);
+  // The call itself takes so many milliseconds, in which its communicator may not be ended.
+  void (*linger)(const char* call, int milliseconds);
   // The call itself does not return until then; "ncclCommAbort": until reset().
   void (*block)(const char* call);
   // Calls since reset(); of "misuse", what NCCL forbids.
