@@ -27,6 +27,7 @@ class DeviceBytes {
   std::byte* data() const { return room_.data(); }
   void put(const void* from, Stream stream) {
     simulated_api().copy(room_.data(), from, bytes_, CopyKind::kToDevice, stream);
+    simulated_api().synchronize(stream);  // it reads `from` no sooner
   }
   void get(void* to, Stream stream) const {
     simulated_api().copy(to, room_.data(), bytes_, CopyKind::kToHost, stream);

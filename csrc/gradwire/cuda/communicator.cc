@@ -7,6 +7,7 @@
 #include "gradwire/cuda/low_rank.h"
 #include "gradwire/cuda/model.h"
 #include "gradwire/exec/gather_reduce.h"
+#include "gradwire/exec/low_rank.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -29,6 +30,15 @@ bool gathers(const exec::Request& request, int size) {
   if (exec::is_gather(request.algorithm)) return !(is_plain(request) && shared);
   return request.algorithm == "auto" && request.schedule == nullptr && !is_plain(request) &&
          shared && size == 2 && request.codec->gathers(size);
+}
+
+// As exec/gather_reduce.h does.
+void require_gathers(const exec::Request& request) {
+  if (is_plain(request))
+    throw ScheduleError(std::string(name_of(request.collective)) + " by '" +
+                        std::string(request.algorithm) + "': without codec only all_reduce " +
+                        "gathers; use auto" + (reduces(request.collective) ? ", or a codec" : ""));
+  exec::gather_algorithm(request);
 }
 
 void check_types(const exec::Request& request) {
@@ -68,8 +78,7 @@ Communicator::~Communicator() = default;
 
 void Communicator::run(const exec::Request& request, Feedback* feedback, Stream stream) {
   const OnDevice here(api_, setting_.device);
-  check_types(request);
-  exec::Operation::check(request, setting_.rank, setting_.size);
+  require_valid(request, feedback);
   messages_->check();
   Call& call = call_;
   call.request = &request;
@@ -102,6 +111,18 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
   recorded_ = true;
   last_capture_ = capture;
   ++operations_;
+}
+
+void Communicator::require_valid(const exec::Request& request, const Feedback* feedback) {
+  check_types(request);
+  exec::Operation::check(request, setting_.rank, setting_.size);
+  if (feedback != nullptr) feedback->require_fits(request.keys);
+  if (request.codec && request.codec->combine() == codec::Combine::kCompound)
+    exec::check_low_rank(request);
+  else if (gathers(request, setting_.size))
+    require_gathers(request);
+  else
+    plans_.find(request, {});
 }
 
 std::uint32_t Communicator::take_flags() {

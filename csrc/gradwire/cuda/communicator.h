@@ -56,6 +56,9 @@ class Communicator {
   // enqueued; and what the messages throw, after which every call throws it.
   void run(const exec::Request& request, Feedback* feedback, Stream stream);
 
+  // Throws what run() would throw for a request that is wrong; nothing else is done.
+  void require_valid(const exec::Request& request, const Feedback* feedback);
+
   // What became of the calls so far, as far as they are over: Flag bits, which the caller's next
   // look does not find again.
   std::uint32_t take_flags();

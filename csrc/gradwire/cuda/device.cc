@@ -71,7 +71,12 @@ OnDevice::OnDevice(const Api& api, int device) : api_(api) {
 OnDevice::~OnDevice() { api_.set_device(before_); }
 
 Room::~Room() {
-  if (data_ != nullptr) (kind_ == Kind::kDevice ? api_->release : api_->release_host)(data_);
+  for (void* each : outgrown_) release(each);
+  if (data_ != nullptr) release(data_);
+}
+
+void Room::release(void* data) noexcept {
+  (kind_ == Kind::kDevice ? api_->release : api_->release_host)(data);
 }
 
 std::byte* Room::take(std::size_t bytes, bool captured) {
@@ -81,10 +86,12 @@ std::byte* Room::take(std::size_t bytes, bool captured) {
         "a call that is captured in a CUDA graph can't allocate: make the same call "
         "once before the capture begins");
   const bool on_device = kind_ == Kind::kDevice;
+  if (data_ != nullptr)
+    bytes = std::max(bytes, bytes_ + bytes_ / 2);  // so that it is seldom outgrown
   void* fresh = nullptr;
   check(*api_, (on_device ? api_->allocate : api_->allocate_host)(&fresh, bytes),
         on_device ? "cudaMalloc" : "cudaHostAlloc");
-  if (data_ != nullptr) (on_device ? api_->release : api_->release_host)(data_);
+  if (data_ != nullptr) outgrown_.push_back(data_);
   data_ = static_cast<std::byte*>(fresh);
   bytes_ = bytes;
   return data_;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "gradwire/base/error.h"
 #include "gradwire/cuda/api.h"
@@ -42,7 +43,9 @@ class OnDevice {
   int before_ = 0;
 };
 
-// Device memory that only grows, and never while its stream is captured in a graph.
+// Device memory that only grows, and never while its stream is captured in a graph. What it has
+// grown out of stays until the end: streams may still use it, and to release it waits for all of
+// them, which may wait for other ranks.
 class Room {
  public:
   enum class Kind : bool { kDevice, kPinned };
@@ -51,7 +54,8 @@ class Room {
       : api_(other.api_),
         kind_(other.kind_),
         data_(std::exchange(other.data_, nullptr)),
-        bytes_(std::exchange(other.bytes_, 0)) {}
+        bytes_(std::exchange(other.bytes_, 0)),
+        outgrown_(std::move(other.outgrown_)) {}
   Room& operator=(Room&&) = delete;
   ~Room();
 
@@ -64,8 +68,10 @@ class Room {
  private:
   const Api* api_;
   Kind kind_;
+  void release(void* data) noexcept;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
+  std::vector<void*> outgrown_;
 };
 
 // A stream or an event with one owner.

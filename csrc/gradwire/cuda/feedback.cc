@@ -132,6 +132,13 @@ std::unique_ptr<Feedback::Known> Feedback::make_table(Stream stream) {
   return made;
 }
 
+void Feedback::require_fits(std::span<const codec::KeyedExtent> extents) const {
+  check_keys(extents);
+  for (const auto& each : extents)
+    if (const auto found = keys_.find(each.key); found != keys_.end())
+      check_length(each, found->second->key.count);
+}
+
 void Feedback::begin_step(Stream stream) {
   if (in_step_) throw InvalidArgument("error feedback: end the step before you begin another");
   in_step_ = true;

@@ -52,6 +52,9 @@ class Feedback {
   void remember(const Table& table, std::span<const std::uint64_t> counts, bool captured,
                 Stream stream);
 
+  // Throws InvalidArgument as open() would for keys of another length, or given twice.
+  void require_fits(std::span<const codec::KeyedExtent> extents) const;
+
   // A step: calls between the two stand or fall together. InvalidArgument where one is (not) under
   // way.
   void begin_step(Stream stream);

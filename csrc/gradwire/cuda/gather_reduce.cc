@@ -12,10 +12,6 @@ GatherReduce::GatherReduce(Communicator& of)
 
 void GatherReduce::run(Call& call) {
   const exec::Request& request = *call.request;
-  if (!request.codec || request.codec->combine() == codec::Combine::kPlain)
-    throw ScheduleError(std::string(name_of(request.collective)) + " by '" +
-                        std::string(request.algorithm) + "': without codec only all_reduce " +
-                        "gathers; use auto" + (reduces(request.collective) ? ", or a codec" : ""));
   const std::string_view algorithm = exec::gather_algorithm(request);
   of_.begin(call);
   place(call);

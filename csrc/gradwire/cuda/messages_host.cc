@@ -89,8 +89,6 @@ void HostMessages::end(Stream stream) {
   std::uint64_t capture = 0;
   cuda::check(api_, api_.capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
   posted_->captured = capture != 0;
-  if (used > pinned_.size() && pinned_.size() > 0 && !posted_->captured)
-    cuda::check(api_, api_.synchronize(stream), "cudaStreamSynchronize");  // it is in use
   posted_->pinned = pinned_.take(used, posted_->captured);
   Group* const group = posted_.get();
   {

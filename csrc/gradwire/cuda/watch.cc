@@ -7,6 +7,7 @@
 namespace gradwire::cuda {
 namespace {
 
+constexpr std::chrono::milliseconds kEcho{1000};
 constexpr std::chrono::milliseconds kLook{10};  // between two looks at what runs
 
 std::string text_of(const exec::Request& request, const std::vector<std::uint64_t>& counts) {
@@ -43,34 +44,42 @@ void Watch::require_alive() const {
 
 void Watch::run(const exec::Request& request, Feedback* feedback, Stream stream) {
   require_alive();
-  Running running;
-  running.timeout = request.timeout;
-  exec::Operation::check(request, side_.identity().rank, side_.identity().size);
-  begin_companion(request, running);
+  gpu_.require_valid(request, feedback);
+  begin(request);
   try {
     gpu_.run(request, feedback, stream);
-  } catch (const InvalidArgument&) {
-    throw;  // of this rank alone: the others' GPUs wait, as the CPUs of others would
-  } catch (const ScheduleError&) {
-    throw;
+    end(stream);
   } catch (...) {
-    // Another rank's failure shows here first, as an echo: its cause comes by the side.
+    // Another rank's failure may show here first, as an echo: its cause comes by the side.
     std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, std::chrono::milliseconds(500), [this] { return failure_ != nullptr; });
-    if (!failure_) fail(lock, std::current_exception());
+    changed_.wait_for(lock, kEcho, [this] { return failure_ != nullptr; });
+    fail(lock, std::current_exception());
     std::rethrow_exception(failure_);
   }
+}
+
+void Watch::begin(const exec::Request& request) {
+  Running running;
+  running.timeout = request.timeout;
+  begin_companion(request, running);
+  const std::lock_guard lock(mutex_);
+  running_.push_back(std::move(running));
+  changed_.notify_all();
+}
+
+void Watch::end(Stream stream) {
   std::uint64_t capture = 0;
   check(gpu_.api(), gpu_.api().capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
   const std::lock_guard lock(mutex_);
-  if (capture == 0) {
-    if (spare_.empty()) spare_.push_back(std::make_unique<OwnedEvent>(gpu_.api()));
-    running.end = std::move(spare_.back());
-    spare_.pop_back();
-    check(gpu_.api(), gpu_.api().record(running.end->get(), stream), "cudaEventRecord");
-  }
-  running_.push_back(std::move(running));
-  changed_.notify_all();
+  if (failure_) std::rethrow_exception(failure_);
+  Running& running = running_.back();
+  running.enqueued = true;
+  if (capture != 0) return;
+  const OnDevice here(gpu_.api(), gpu_.device());
+  if (spare_.empty()) spare_.push_back(std::make_unique<OwnedEvent>(gpu_.api()));
+  running.end = std::move(spare_.back());
+  spare_.pop_back();
+  check(gpu_.api(), gpu_.api().record(running.end->get(), stream), "cudaEventRecord");
 }
 
 void Watch::begin_companion(const exec::Request& request, Running& running) {
@@ -135,7 +144,8 @@ void Watch::look(std::unique_lock<std::mutex>& lock) {
   if (running_.empty()) return;
   Running& front = running_.front();
   if (front.deadline.is_never()) front.deadline = Deadline::after(front.timeout);
-  const bool late = front.deadline.passed() && (!front.companion || front.companion->done());
+  const bool all_here = !front.companion || front.companion->done();
+  const bool late = front.enqueued && all_here && front.deadline.passed();
   if (late)
     throw Timeout("rank " + std::to_string(side_.identity().rank) + ": " + front.text +
                       ": all ranks have made the call, but this GPU did not finish it within " +
@@ -151,7 +161,7 @@ void Watch::look(std::unique_lock<std::mutex>& lock) {
 }
 
 bool Watch::is_over(const Running& running) const {
-  if (running.companion && !running.companion->done()) return false;
+  if (!running.enqueued || (running.companion && !running.companion->done())) return false;
   if (!running.end) return true;
   int done = 0;
   check(gpu_.api(), gpu_.api().query(running.end->get(), &done), "cudaEventQuery");

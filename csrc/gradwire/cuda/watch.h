@@ -45,12 +45,15 @@ class Watch {
  private:
   struct Running {
     std::shared_ptr<exec::Work> companion;
-    std::unique_ptr<OwnedEvent> end;
+    bool enqueued = false;
+    std::unique_ptr<OwnedEvent> end;  // null: it is part of a graph
     double timeout = 0;
     Deadline deadline = Deadline::never();  // once its turn has come
     std::string text;
   };
 
+  void begin(const exec::Request& request);
+  void end(Stream stream);
   void begin_companion(const exec::Request& request, Running& running);
   void loop(const std::stop_token& stop);
   void look(std::unique_lock<std::mutex>& lock);

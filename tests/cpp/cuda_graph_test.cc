@@ -1,0 +1,176 @@
+// Calls that are captured in a CUDA graph: replays give what plain calls give, residuals included.
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "cuda_ranks.h"
+#include "gradwire/base/error.h"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr std::size_t kElements = 700;
+
+std::vector<float> input(Rank rank, int step) {
+  std::mt19937 random(static_cast<unsigned>(1000 * step + rank));
+  std::normal_distribution<float> normal;
+  std::vector<float> x(kElements);
+  for (float& each : x) each = normal(random);
+  return x;
+}
+
+// One rank's array, residuals and call.
+struct Job {
+  Job(std::string_view name, Rank of)
+      : rank(of),
+        codec(codec::make_codec(name)),
+        host(std::make_shared<codec::ErrorFeedback>()),
+        feedback(simulated_api(), host),
+        memory(kElements * sizeof(float)) {}
+
+  void call(Communicator& comm, Stream stream) {
+    const exec::Array array{memory.data(), kElements};
+    exec::Request request;
+    request.op = ReduceOp::kAvg;
+    request.algorithm = "ring";
+    request.codec = codec;
+    request.keys = {&key, 1};
+    request.inputs = request.outputs = {&array, 1};
+    comm.run(request, &feedback, stream);
+  }
+  void put(int step, Stream stream) { memory.put(input(rank, step).data(), stream); }
+  std::vector<float> result(Stream stream) const {
+    std::vector<float> y(kElements);
+    memory.get(y.data(), stream);
+    return y;
+  }
+  std::vector<float> residual(Stream stream) {
+    feedback.bring_home(stream);
+    std::vector<float> found = host->residual("key");
+    feedback.send_back(stream);
+    return found;
+  }
+
+  Rank rank;
+  std::shared_ptr<const codec::Codec> codec;
+  std::shared_ptr<codec::ErrorFeedback> host;
+  Feedback feedback;
+  DeviceBytes memory;
+  codec::KeyedExtent key{"key", kElements};
+};
+
+class Graphs : public testing::TestWithParam<std::string_view> {};
+
+TEST_P(Graphs, AHundredReplaysAreAHundredCalls) {
+  GpuRanks plain(1), captured(1);
+  Job one(GetParam(), 0), other(GetParam(), 0);
+  const Stream stream = captured.stream(0);
+  for (int step = 0; step < 2; ++step) {  // a first call allocates
+    one.put(step, plain.stream(0));
+    one.call(plain[0], plain.stream(0));
+    other.put(step, stream);
+    other.call(captured[0], stream);
+  }
+  simulated_api().synchronize(stream);
+  simulated_cuda_begin_capture(stream);
+  other.call(captured[0], stream);
+  SimulatedGraph* graph = simulated_cuda_end_capture(stream);
+  ASSERT_NE(graph, nullptr);
+  for (int step = 2; step < 102; ++step) {
+    one.put(step, plain.stream(0));
+    one.call(plain[0], plain.stream(0));
+    other.put(step, stream);
+    simulated_cuda_launch_graph(graph, stream);
+    ASSERT_TRUE(exec::same_bits(one.result(plain.stream(0)), other.result(stream))) << step;
+  }
+  EXPECT_TRUE(exec::same_bits(one.residual(plain.stream(0)), other.residual(stream)));
+  simulated_cuda_free_graph(graph);
+}
+
+// All ranks' calls in one graph, which forks to their streams and joins them again.
+TEST_P(Graphs, OfSeveralRanks) {
+  constexpr int kRanks = 3;
+  GpuRanks plain(kRanks), captured(kRanks);
+  std::vector<std::unique_ptr<Job>> one, other;
+  for (Rank r = 0; r < kRanks; ++r) {
+    one.push_back(std::make_unique<Job>(GetParam(), r));
+    other.push_back(std::make_unique<Job>(GetParam(), r));
+  }
+  const auto at = [](Rank r) { return static_cast<std::size_t>(r); };
+  const auto step_of = [&](GpuRanks& ranks, auto& jobs, int step) {
+    ranks.run([&](Rank r) {
+      jobs[at(r)]->put(step, ranks.stream(r));
+      simulated_api().synchronize(ranks.stream(r));
+      jobs[at(r)]->call(ranks[r], ranks.stream(r));
+      simulated_api().synchronize(ranks.stream(r));
+    });
+  };
+  step_of(plain, one, 0);
+  step_of(captured, other, 0);
+  const Api& api = simulated_api();
+  OwnedStream origin(api);
+  OwnedEvent fork(api);
+  std::vector<std::unique_ptr<OwnedEvent>> ends;
+  simulated_cuda_begin_capture(origin.get());
+  api.record(fork.get(), origin.get());
+  for (Rank r = 0; r < kRanks; ++r) {
+    ASSERT_EQ(api.wait(captured.stream(r), fork.get()), 0);
+    ends.push_back(std::make_unique<OwnedEvent>(api));
+  }
+  captured.run([&](Rank r) {
+    other[at(r)]->call(captured[r], captured.stream(r));
+    api.record(ends[at(r)]->get(), captured.stream(r));
+  });
+  for (const auto& each : ends) ASSERT_EQ(api.wait(origin.get(), each->get()), 0);
+  SimulatedGraph* graph = simulated_cuda_end_capture(origin.get());
+  for (int step = 1; step < 6; ++step) {
+    step_of(plain, one, step);
+    for (Rank r = 0; r < kRanks; ++r) {
+      other[at(r)]->put(step, captured.stream(r));
+      api.synchronize(captured.stream(r));
+    }
+    simulated_cuda_launch_graph(graph, origin.get());
+    api.synchronize(origin.get());
+    for (Rank r = 0; r < kRanks; ++r)
+      ASSERT_TRUE(exec::same_bits(one[at(r)]->result(plain.stream(r)),
+                                  other[at(r)]->result(captured.stream(r))))
+          << "rank " << r << " step " << step;
+  }
+  simulated_cuda_free_graph(graph);
+}
+
+TEST_P(Graphs, WhatIsNewCannotBeCaptured) {
+  GpuRanks ranks(1);
+  Job job(GetParam(), 0);
+  job.put(0, ranks.stream(0));
+  simulated_api().synchronize(ranks.stream(0));
+  simulated_cuda_begin_capture(ranks.stream(0));
+  EXPECT_THROW(job.call(ranks[0], ranks.stream(0)), InvalidArgument);
+  simulated_cuda_free_graph(simulated_cuda_end_capture(ranks.stream(0)));
+  job.call(ranks[0], ranks.stream(0));  // and it works afterwards
+  simulated_api().synchronize(ranks.stream(0));
+}
+
+INSTANTIATE_TEST_SUITE_P(Codecs, Graphs,
+                         testing::Values("none", "bf16", "int8:rounding=stochastic", "onebit",
+                                         "threshold"));
+
+// A repeated call neither waits for the device nor allocates.
+TEST(GpuCalls, RepeatedOnesWaitForNothing) {
+  GpuRanks ranks(2);
+  std::vector<std::unique_ptr<Job>> jobs;
+  for (Rank r = 0; r < 2; ++r) jobs.push_back(std::make_unique<Job>("onebit", r));
+  const auto call = [&] {
+    ranks.run([&](Rank r) { jobs[static_cast<std::size_t>(r)]->call(ranks[r], ranks.stream(r)); });
+  };
+  for (Rank r = 0; r < 2; ++r) jobs[static_cast<std::size_t>(r)]->put(0, ranks.stream(r));
+  call();
+  call();
+  const auto waits = simulated_cuda_waits(), allocations = simulated_cuda_allocations();
+  for (int i = 0; i < 5; ++i) call();
+  EXPECT_EQ(simulated_cuda_waits(), waits);
+  EXPECT_EQ(simulated_cuda_allocations(), allocations);
+}
+
+}  // namespace
+}  // namespace gradwire::cuda
