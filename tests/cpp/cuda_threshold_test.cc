@@ -102,7 +102,7 @@ TEST(CudaThreshold, AdaptsAsTheCpuDoes) {
     const std::size_t n = kUnit + 77;
     Floats residual(n);
     codec::Adapted adapted;
-    for (std::uint32_t call = 0; call < 4; ++call) {
+    for (std::uint32_t call = 0; call < 3; ++call) {
       SCOPED_TRACE(std::string(spec) + ", call " + std::to_string(call));
       expect_call(*codec::make_codec(spec), draw(kFamilies[call == 2 ? 1 : 0], n, random), residual,
                   adapted, call % 2);
@@ -184,10 +184,10 @@ TEST(CudaThreshold, RefusesWhatTheCpuRefuses) {
   std::mt19937_64 random(7);
   for (const char* spec : {kSpecs[0], kSpecs[1], kSpecs[2]}) {
     const auto codec = codec::make_codec(spec);
-    std::vector<Payload> units = hostile_units(*codec, 30, kUnit, random);
+    std::vector<Payload> units = hostile_units(*codec, 16, kUnit, random);
     const std::size_t rest = 1 + random() % 2000;
     units.push_back(hostile_units(*codec, 1, rest, random)[0]);
-    const Floats y = draw(kFamilies[0], 30 * kUnit + rest, random);
+    const Floats y = draw(kFamilies[0], 16 * kUnit + rest, random);
     for (const bool add : {false, true})
       expect_decoded(decode_packed(decoder(), units, y, add), *codec, units, y, add);
   }
@@ -200,7 +200,7 @@ TEST(CudaThreshold, RefusesEveryTruncation) {
       const auto codec = codec::make_codec(spec);
       const Floats x = draw(kFamilies[0], n, random), y = draw(kFamilies[0], n, random);
       const Payload whole = encode_on_cpu(*codec, x, {}, nullptr).units[0];
-      for (std::size_t size = 0; size <= whole.size(); size += 1 + whole.size() / 30) {
+      for (std::size_t size = 0; size <= whole.size(); size += 1 + whole.size() / 20) {
         const std::vector<Payload> cut = {
             Payload(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size))};
         expect_decoded(decode_packed(decoder(), cut, y, true), *codec, cut, y, true);
@@ -221,11 +221,10 @@ TEST(CudaThreshold, ReadsEveryLayoutWhateverItsCount) {
   std::mt19937_64 random(9);
   const auto codec = codec::make_codec(kSpecs[0]);
   std::vector<Payload> units;
-  for (const std::size_t count : {0, 1, 2, 31, 127, 128, 129, 1000, 20000, 32767, 32768}) {
-    if (count == 32768) continue;  // no count says that
+  for (const std::size_t count : {0, 1, 2, 127, 128, 1000, 20000, 32767}) {
     const auto index = draw_index(count, kUnit, random);
     units.push_back(with_signs(as_list(index), count));
-    for (const unsigned low : {0U, 1U, 2U, 5U, 9U, 14U, 15U})
+    for (const unsigned low : {0U, 1U, 5U, 9U, 15U})
       units.push_back(with_signs(as_gaps(index, low), count));
   }
   const Floats y = draw(kFamilies[0], units.size() * kUnit, random);

@@ -23,7 +23,8 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __shared__ static
+// Used: or else GCC 12 may take one that is written by way of a reference for a constant.
+#define __shared__ static __attribute__((used))
 #define __launch_bounds__(...)
 #define __grid_constant__
 

@@ -17,5 +17,6 @@ void fill_low_rank(Api& api);
 void fill_factors(Api& api);
 void fill_orthonormalise(Api& api);
 void fill_threshold(Api& api);
+void fill_topk(Api& api);
 
 }  // namespace gradwire::cuda

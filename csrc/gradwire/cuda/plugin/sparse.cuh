@@ -15,6 +15,10 @@ static_assert(kUnitWords == kUnitThreads);  // each thread looks after one word 
 
 // In step s thread t has element s · kUnitThreads + t, which is bit t % kWarp of word mask_word(s).
 __device__ inline unsigned element_of(unsigned step) { return step * kUnitThreads + threadIdx.x; }
+// How many of the steps have an element of the first n, for this thread.
+__device__ inline unsigned steps_of(unsigned n) {
+  return n <= threadIdx.x ? 0 : (n - threadIdx.x + kUnitThreads - 1) / kUnitThreads;
+}
 __device__ inline unsigned mask_word(unsigned step) {
   return step * (kUnitThreads / kWarp) + threadIdx.x / kWarp;
 }
@@ -38,26 +42,37 @@ struct UnitSource {
   const float* x;
   const float* residual;
   unsigned n;
+  unsigned steps;  // of this thread
 
   __device__ UnitSource(const float* all_x, const float* all_residual, std::uint64_t all,
                         std::uint64_t unit)
       : x(all_x + unit * kUnit),
         residual(all_residual == nullptr ? nullptr : all_residual + unit * kUnit),
-        n(unit_length(all, unit)) {}
+        n(unit_length(all, unit)),
+        steps(steps_of(n)) {}
 
-  // This thread's of some steps; 0 beyond the end.
+  // This thread's of some steps; 0 beyond the end. Several are asked for before one is used.
   template <unsigned kSteps>
   __device__ void load(unsigned first_step, float (&v)[kSteps]) const {
+    constexpr unsigned kAtOnce = kSteps < 8 ? kSteps : 8;
 #pragma unroll
-    for (unsigned s = 0; s < kSteps; ++s)
-      v[s] = element_of(first_step + s) < n ? x[element_of(first_step + s)] : 0;
-    if (residual == nullptr) return;
+    for (unsigned s = 0; s < kSteps; s += kAtOnce) load_some<kAtOnce>(first_step + s, v + s);
+  }
+
+ private:
+  template <unsigned kSteps>
+  __device__ void load_some(unsigned first_step, float* v) const {
     float r[kSteps];
 #pragma unroll
-    for (unsigned s = 0; s < kSteps; ++s)
-      r[s] = element_of(first_step + s) < n ? residual[element_of(first_step + s)] : 0;
+    for (unsigned s = 0; s < kSteps; ++s) v[s] = at(x, first_step + s);
+    if (residual == nullptr) return;
+#pragma unroll
+    for (unsigned s = 0; s < kSteps; ++s) r[s] = at(residual, first_step + s);
 #pragma unroll
     for (unsigned s = 0; s < kSteps; ++s) v[s] += r[s];
+  }
+  __device__ float at(const float* from, unsigned step) const {
+    return step < steps ? from[element_of(step)] : 0;
   }
 };
 

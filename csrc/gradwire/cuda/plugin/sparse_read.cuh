@@ -246,6 +246,7 @@ template <typename Values>
 __device__ bool put_values(const ReadRoom& room, const Values& values, unsigned n, float* y,
                            bool add) {
   constexpr unsigned kAtOnce = 4;
+  const unsigned steps = steps_of(n);
   bool finite = true;
   for (unsigned first = 0; first < kUnitSteps; first += kAtOnce) {
     bool hit[kAtOnce];
@@ -260,7 +261,7 @@ __device__ bool put_values(const ReadRoom& room, const Values& values, unsigned 
     }
 #pragma unroll
     for (unsigned s = 0; s < kAtOnce; ++s)
-      if (add ? hit[s] : element_of(first + s) < n) y[element_of(first + s)] = sum[s];
+      if (add ? hit[s] : first + s < steps) y[element_of(first + s)] = sum[s];
   }
   return finite;
 }

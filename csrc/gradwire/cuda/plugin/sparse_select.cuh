@@ -44,32 +44,32 @@ __device__ void find_digit(unsigned k, unsigned total, SelectRoom& room) {
   __syncthreads();
 }
 
-// Narrows down to those with one more digit. each(count) calls count(magnitude) for all; 0 may be
-// left out.
-template <unsigned kBits, typename Each>
-__device__ void narrow(Selected& so_far, unsigned& k, unsigned shift, SelectRoom& room, Each each) {
-  constexpr std::uint32_t kMask = (1U << kBits) - 1;
+// Narrows down to those with one more digit, kBits above bit kShift. each(see) calls see(bits of v)
+// for all; 0 may be left out. (Each use of v has a mask of its own: what is common to several would
+// stay in registers, beside v.)
+template <unsigned kShift, unsigned kBits, typename Each>
+__device__ void narrow(Selected& so_far, SelectRoom& room, Each each) {
+  constexpr std::uint32_t kDigit = (1U << kBits) - 1;
+  constexpr std::uint32_t kAbove = 0x7FFFFFFFU & ~((1U << (kShift + kBits)) - 1);
   clear(room.counts, 1U << kBits);
   __syncthreads();
-  each([&](std::uint32_t magnitude) {
-    const std::uint32_t digit = magnitude >> shift & kMask;
-    if (digit != 0 && (magnitude >> shift >> kBits) == so_far.magnitude)
-      atomicAdd(room.counts + digit, 1U);
+  each([&](std::uint32_t v) {
+    const std::uint32_t digit = v >> kShift & kDigit;
+    if (digit != 0 && (v & kAbove) == so_far.magnitude) atomicAdd(room.counts + digit, 1U);
   });
   __syncthreads();
-  find_digit<kBits>(k, so_far.equal, room);
-  k -= room.above;
-  so_far = {so_far.magnitude << kBits | room.digit, k, room.count};
+  find_digit<kBits>(so_far.taken, so_far.equal, room);
+  so_far = {so_far.magnitude | room.digit << kShift, so_far.taken - room.above, room.count};
   __syncthreads();
 }
 
-// Of n magnitudes, 1 <= k <= n. The block has kUnitThreads threads.
+// By magnitude; of n elements, 1 <= k <= n. The block has kUnitThreads threads.
 template <typename Each>
 __device__ Selected select_largest(unsigned n, unsigned k, SelectRoom& room, Each each) {
   Selected found{0, k, n};
-  narrow<kFirstDigitBits>(found, k, 2 * kDigitBits, room, each);
-  narrow<kDigitBits>(found, k, kDigitBits, room, each);
-  narrow<kDigitBits>(found, k, 0, room, each);
+  narrow<2 * kDigitBits, kFirstDigitBits>(found, room, each);
+  narrow<kDigitBits, kDigitBits>(found, room, each);
+  narrow<0, kDigitBits>(found, room, each);
   return found;
 }
 

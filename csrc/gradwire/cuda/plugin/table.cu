@@ -20,6 +20,7 @@ Api make_table() {
   fill_factors(api);
   fill_orthonormalise(api);
   fill_threshold(api);
+  fill_topk(api);
   return api;
 }
 

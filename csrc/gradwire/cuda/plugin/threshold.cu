@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
     if (largest < kInfinityBits) {
       const Selected found = select_largest(source.n, shares.of(source.n), room, [&](auto see) {
 #pragma unroll
-        for (float each : v) see(magnitude_bits(each));
+        for (float each : v) see(__float_as_uint(each));
       });
       const std::uint32_t above_zero = largest > 0 ? largest : 1;
       tau = __uint_as_float(found.magnitude > 0 ? found.magnitude : above_zero);
@@ -120,9 +120,9 @@ struct EncodeRoom {
 };
 
 // Sets the bits of one step, the sign's only in words with a hit. Returns what is not sent.
-__device__ float take(EncodeRoom& room, unsigned step, float v, unsigned n, float tau) {
+__device__ float take(EncodeRoom& room, unsigned step, float v, unsigned steps, float tau) {
   const std::uint32_t magnitude = magnitude_bits(v);
-  const bool hit = element_of(step) < n && magnitude >= __float_as_uint(tau);
+  const bool hit = step < steps && magnitude >= __float_as_uint(tau);
   const unsigned hits = __ballot_sync(kAllLanes, hit);
   const bool first = threadIdx.x % kWarp == 0;
   if (first) room.hits[mask_word(step)] = hits;
@@ -146,8 +146,8 @@ __device__ std::uint32_t take_unit(EncodeRoom& room, const UnitSource& source, f
 #pragma unroll
     for (unsigned s = 0; s < kAtOnce; ++s) {
       largest = magnitude_bits(v[s]) > largest ? magnitude_bits(v[s]) : largest;
-      const float left = take(room, first + s, v[s], source.n, tau);
-      if (error != nullptr && element_of(first + s) < source.n) error[element_of(first + s)] = left;
+      const float left = take(room, first + s, v[s], source.steps, tau);
+      if (error != nullptr && first + s < source.steps) error[element_of(first + s)] = left;
     }
   }
   return largest;

@@ -1,0 +1,232 @@
+// topk (codec/topk.cc): one pass over x and e. A block keeps its unit of v in registers while it
+// finds the largest.
+#include "gradwire/cuda/plugin/block.cuh"
+#include "gradwire/cuda/plugin/cast.cuh"
+#include "gradwire/cuda/plugin/floats.cuh"
+#include "gradwire/cuda/plugin/functions.h"
+#include "gradwire/cuda/plugin/gpu.cuh"
+#include "gradwire/cuda/plugin/site.cuh"
+#include "gradwire/cuda/plugin/sparse.cuh"
+#include "gradwire/cuda/plugin/sparse_positions.cuh"
+#include "gradwire/cuda/plugin/sparse_read.cuh"
+#include "gradwire/cuda/plugin/sparse_select.cuh"
+
+namespace gradwire::cuda {
+namespace {
+
+// ---- How values travel -------------------------------------------------------------------------
+
+struct AsFloat32 {
+  static constexpr unsigned kBytes = sizeof(float);
+  __device__ static std::uint32_t narrow(float v) { return __float_as_uint(v); }
+  __device__ static float widen(std::uint32_t bits) { return __uint_as_float(bits); }
+  __device__ static float lost(float, std::uint32_t) { return 0; }
+};
+
+template <typename Half>
+struct As16Bits {
+  static constexpr unsigned kBytes = sizeof(std::uint16_t);
+  // Of what is finite: limited to the largest.
+  __device__ static std::uint32_t narrow(float v) {
+    const float most = Half::kLargest;
+    return Half::narrow_number(v > most ? most : v < -most ? -most : v);
+  }
+  __device__ static float widen(std::uint32_t bits) {
+    return cuda::widen<Half>(static_cast<std::uint16_t>(bits));
+  }
+  __device__ static float lost(float v, std::uint32_t bits) { return v - widen(bits); }
+};
+
+// Calls body with how they travel.
+template <typename Body>
+Status with_values(Values values, Body body) {
+  if (values == Values::kFp16) return body(As16Bits<Fp16>{});
+  if (values == Values::kBf16) return body(As16Bits<Bf16>{});
+  return body(AsFloat32{});
+}
+
+// ---- encode ------------------------------------------------------------------------------------
+
+constexpr unsigned kStagedBytes = 16384;  // of a payload that is put together in shared memory
+
+struct EncodeRoom {
+  union {
+    SelectRoom select;
+    std::uint32_t before[kUnitWords];  // hits before each word
+  };
+  std::uint32_t hits[kUnitWords], ties[kUnitWords];
+  PositionRoom positions;
+  std::uint32_t payload[kStagedBytes / 4 + 2];
+};
+static_assert(kStagedBytes >= kMostPositionBytes);
+
+// Of the thread's word of ties those that are among the first `taken` of the unit.
+__device__ std::uint32_t first_ties(std::uint32_t ties, unsigned taken) {
+  const unsigned before = block_sums(static_cast<std::uint32_t>(__popc(ties))).before;
+  const unsigned left = taken > before ? taken - before : 0;
+  while (static_cast<unsigned>(__popc(ties)) > left)
+    ties &= ~(1U << (31 - static_cast<unsigned>(__clz(static_cast<int>(ties)))));
+  return ties;
+}
+
+// Into room.hits; they are there after a barrier.
+__device__ void mark_largest(EncodeRoom& room, const float (&v)[kUnitSteps], unsigned steps,
+                             const Selected& found) {
+  const bool some = found.taken < found.equal;  // of the ties
+#pragma unroll
+  for (unsigned s = 0; s < kUnitSteps; ++s) {
+    const std::uint32_t magnitude = magnitude_bits(v[s]);
+    const bool inside = s < steps;
+    const bool above = some ? magnitude > found.magnitude : magnitude >= found.magnitude;
+    const unsigned hits = __ballot_sync(kAllLanes, inside && above);
+    if (threadIdx.x % kWarp == 0) room.hits[mask_word(s)] = hits;
+    if (!some) continue;
+    const unsigned ties = __ballot_sync(kAllLanes, inside && magnitude == found.magnitude);
+    if (threadIdx.x % kWarp == 0) room.ties[mask_word(s)] = ties;
+  }
+  if (!some) return;
+  __syncthreads();
+  room.hits[threadIdx.x] |= first_ties(room.ties[threadIdx.x], found.taken);
+}
+
+// The number of a hit of the thread's, in step s.
+__device__ unsigned rank_of(const EncodeRoom& room, unsigned step) {
+  const unsigned word = mask_word(step);
+  return room.before[word] + bits_before(room.hits[word]);
+}
+
+// The values in shared memory, behind the positions.
+template <typename As>
+__device__ void stage_values(EncodeRoom& room, const float (&v)[kUnitSteps], unsigned at) {
+#pragma unroll
+  for (unsigned s = 0; s < kUnitSteps; ++s)
+    if (has_bit(room.hits[mask_word(s)]))
+      put(room.payload, 8 * (at + As::kBytes * rank_of(room, s)), As::narrow(v[s]), 8 * As::kBytes);
+}
+
+// The values at their places, byte by byte.
+template <typename As>
+__device__ void write_values(const EncodeRoom& room, const float (&v)[kUnitSteps], std::byte* out) {
+#pragma unroll
+  for (unsigned s = 0; s < kUnitSteps; ++s) {
+    if (!has_bit(room.hits[mask_word(s)])) continue;
+    const std::uint32_t value = As::narrow(v[s]);
+    std::byte* at = out + As::kBytes * rank_of(room, s);
+#pragma unroll
+    for (unsigned b = 0; b < As::kBytes; ++b) at[b] = static_cast<std::byte>(value >> (8 * b));
+  }
+}
+
+template <typename As>
+__device__ void write_errors(const EncodeRoom& room, const float (&v)[kUnitSteps], unsigned steps,
+                             float* error) {
+#pragma unroll
+  for (unsigned s = 0; s < kUnitSteps; ++s) {
+    if (s >= steps) continue;
+    const bool sent = has_bit(room.hits[mask_word(s)]);
+    const float left = sent ? As::lost(v[s], As::narrow(v[s])) : v[s];
+    error[element_of(s)] = is_finite(v[s]) ? left : 0;
+  }
+}
+
+// Returns the bytes of the payload.
+template <typename As>
+__device__ unsigned write_unit(EncodeRoom& room, const float (&v)[kUnitSteps],
+                               const UnitSource& source, unsigned k, std::byte* out) {
+  const unsigned n = source.n;
+  const Selected found = select_largest(n, k, room.select, [&](auto see) {
+#pragma unroll
+    for (float each : v) see(__float_as_uint(each));
+  });
+  clear(room.payload, kStagedBytes / 4 + 2);
+  mark_largest(room, v, source.steps, found);
+  __syncthreads();
+  const Positions positions =
+      write_positions(room.hits[threadIdx.x], n, room.positions, room.payload);
+  room.before[threadIdx.x] = positions.before;
+  __syncthreads();
+  const unsigned bytes = positions.bytes + As::kBytes * positions.count;
+  const bool staged = bytes <= kStagedBytes;
+  if (staged)
+    stage_values<As>(room, v, positions.bytes);
+  else
+    write_values<As>(room, v, out + positions.bytes);
+  __syncthreads();
+  copy_out(room.payload, staged ? bytes : positions.bytes, out);
+  return bytes;
+}
+
+template <typename As>
+__global__ void __launch_bounds__(kUnitThreads, 1)
+    encode(const float* x, Site site, std::uint64_t n, Shares shares, std::uint64_t slot_bytes,
+           std::byte* out, std::uint32_t* sizes) {
+  __shared__ EncodeRoom room;
+  float* errors = next_residual(site);
+  for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
+    const UnitSource source(x, residual_of(site), n, unit);
+    float v[kUnitSteps];
+    source.load(0, v);
+    bool finite = true;
+#pragma unroll
+    for (float each : v) finite = finite && is_finite(each);
+    std::byte* const slot = out + unit * slot_bytes;
+    unsigned bytes = 1;
+    room.hits[threadIdx.x] = 0;
+    if (__syncthreads_or(finite ? 0 : 1) == 0)
+      bytes = write_unit<As>(room, v, source, shares.of(source.n), slot);
+    else if (threadIdx.x == 0)
+      *slot = static_cast<std::byte>(head_of(codec::Layout::kNotFinite));
+    if (errors != nullptr) write_errors<As>(room, v, source.steps, errors + unit * kUnit);
+    if (threadIdx.x == 0) sizes[unit] = bytes;
+    __syncthreads();  // nobody reads the room any more
+  }
+}
+
+Status topk_encode(const float* x, Site site, std::uint64_t n, double density, Values values,
+                   std::uint64_t slot_bytes, std::byte* out, std::uint32_t* sizes, void*,
+                   Stream stream) {
+  return with_values(values, [&](auto as) {
+    return launch(encode<decltype(as)>, units_of(n), kUnitThreads, stream, x, site, n,
+                  Shares(density, n), slot_bytes, out, sizes);
+  });
+}
+
+// ---- decode ------------------------------------------------------------------------------------
+
+// What follows the positions of a unit.
+template <typename As>
+class Largest {
+ public:
+  __device__ unsigned bytes(unsigned count) const { return As::kBytes * count; }
+  __device__ bool open(Foreign in) {
+    in_ = in;
+    return true;
+  }
+  __device__ float at(unsigned rank) const {
+    std::uint32_t bits = 0;
+#pragma unroll
+    for (unsigned b = 0; b < As::kBytes; ++b)
+      bits |= in_.byte(std::uint64_t{As::kBytes} * rank + b) << (8 * b);
+    return As::widen(bits);
+  }
+
+ private:
+  Foreign in_{};
+};
+
+Status topk_decode(Slots in, std::uint64_t n, std::uint64_t slot_bytes, Values values, float* y,
+                   bool add, std::uint32_t* flags, Stream stream) {
+  return with_values(values, [&](auto as) {
+    return launch(decode_units<Largest<decltype(as)>>, units_of(n), kUnitThreads, stream, in,
+                  slot_bytes, n, y, add, flags);
+  });
+}
+
+}  // namespace
+
+void fill_topk(Api& api) {
+  api.topk_encode = topk_encode;
+  api.topk_decode = topk_decode;
+}
+
+}  // namespace gradwire::cuda
