@@ -30,6 +30,14 @@ def nccl() -> tuple[bool, str]:
     return True, f"{found['version']}, {found['library']} ({found['origin']})"
 
 
+def nccl_version() -> str:
+    """Its version; empty where none loads, of which nccl() tells why."""
+    try:
+        return _core.nccl_facts(nccl_wheels())["version"]
+    except InvalidArgument:
+        return ""
+
+
 def nccl_wheels() -> list[str]:
     """The files of NCCL that pip has installed where Python looks; torch's own is one of them."""
     places = (Path(entry or ".", _IN_WHEEL).absolute() for entry in sys.path)

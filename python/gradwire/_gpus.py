@@ -162,7 +162,7 @@ class Gpu:
         self, communicator: Communicator, ranks: Sequence[int], timeout: float
     ) -> _core.CudaMessages:
         """Of those ranks, the first of which makes the id; every rank of the communicator calls."""
-        search = _cuda.nccl_files()
+        search = _cuda.nccl_wheels()
         own = np.zeros(_ID_BYTES, np.uint8)
         if communicator.rank == ranks[0]:
             own[:] = np.frombuffer(_core.CudaMessages.nccl_id(search), np.uint8)
