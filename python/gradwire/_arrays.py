@@ -227,6 +227,8 @@ def _of_dlpack(x: Any, what: str) -> Operand:
     if found["bits"] % 8:
         raise InvalidArgument(f"{what} is {dtype}, whose elements are no whole bytes")
     shape, count = found["shape"], prod(found["shape"])
+    if on_gpu and count and _core.cuda_device_of(found["address"]) < 0:
+        raise InvalidArgument(f"{what} says that it is on CUDA, and is in no GPU's memory")
     writes = not found["read_only"]
     return Operand(
         what,

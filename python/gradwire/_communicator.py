@@ -148,8 +148,15 @@ class Communicator:
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank's finished operations have sent."""
-        return Traffic(*self._core.traffic)
+        """What this rank's finished operations have sent, those of its GPU among them.
+
+        There the codecs' seconds are not known, nor what replays of CUDA graphs send, nor, with
+        ``nccl+host``, what NCCL does.
+        """
+        traffic = Traffic(*self._core.traffic)
+        if self._gpu is None:
+            return traffic
+        return traffic._replace(bytes_sent=traffic.bytes_sent + self._gpu.bytes_sent)
 
     @property
     def closed(self) -> bool:

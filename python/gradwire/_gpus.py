@@ -71,6 +71,13 @@ class Gpu:
         return self._core.messages
 
     @property
+    def bytes_sent(self) -> int:
+        """By way of the host those that crossed it, else as they were handed over."""
+        if self._carriers:
+            return sum(each.traffic.bytes_sent for each in self._carriers)
+        return self._core.sent
+
+    @property
     def stream(self) -> int | None:
         """The handle of the stream of calls that are not waited for, once there was one."""
         return None if self._stream is None else self._stream.handle

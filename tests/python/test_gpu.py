@@ -15,7 +15,8 @@ import pytest
 import simulated_gpu
 
 pytestmark = pytest.mark.skipif(
-    not simulated_gpu.path().exists(), reason="libsimulated_cuda.so was not built (make test-python)"
+    not simulated_gpu.path().exists(),
+    reason="libsimulated_cuda.so was not built (make test-python)",
 )
 
 _HEAD = """

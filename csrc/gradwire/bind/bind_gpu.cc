@@ -244,6 +244,7 @@ void bind_gpu(py::module_& m) {
       .def("finish", &Gpu::finish, py::arg("timeout"), WithoutLock())
       .def("abort", &Gpu::abort, py::arg("reason"), WithoutLock())
       .def("require_alive", &Gpu::require_alive)
+      .def_property_readonly("sent", &Gpu::sent)
       .def_property_readonly("messages", &Gpu::messages);
   m.def("cuda_device_of", &device_of, py::arg("address"));
   m.def("cuda_device_identity", &device_identity, py::arg("device"));

@@ -31,6 +31,7 @@ class Gpu {
   void finish(double timeout);
   void abort(const std::string& reason) noexcept { watch_->abort(reason); }
   void require_alive() const { watch_->require_alive(); }
+  std::uint64_t sent() const noexcept { return gpu_->sent(); }
   std::string messages() const { return std::string(gpu_->messages()); }
 
  private:

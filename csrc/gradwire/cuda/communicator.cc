@@ -111,6 +111,14 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
   recorded_ = true;
   last_capture_ = capture;
   ++operations_;
+  count_sent();
+}
+
+void Communicator::count_sent() {
+  std::uint64_t sent = main_.sent() + question_.sent();
+  if (gather_) sent += gather_->sent();
+  if (low_rank_) sent += low_rank_->sent();
+  sent_ = sent;
 }
 
 void Communicator::require_valid(const exec::Request& request, const Feedback* feedback) {

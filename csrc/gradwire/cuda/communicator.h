@@ -63,6 +63,9 @@ class Communicator {
   // look does not find again.
   std::uint32_t take_flags();
 
+  // Bytes that this rank's calls have sent, replays of graphs not among them.
+  std::uint64_t sent() const noexcept { return sent_; }
+
   int device() const noexcept { return setting_.device; }
   std::string_view messages() const noexcept { return messages_->name(); }
   const Api& api() const noexcept { return api_; }
@@ -83,6 +86,7 @@ class Communicator {
   void prepare(const Call& call, std::span<std::byte* const> extents);
   void adapt(const Call& call);
   // The end of a call with feedback; `shared`: all ranks have all results, and so the same flags.
+  void count_sent();
   void settle(const Call& call, bool shared, bool remembers = false);
   void ask_all(const Call& call);
   void poison(const Call& call);
@@ -99,6 +103,7 @@ class Communicator {
   bool recorded_ = false;
   std::uint64_t last_capture_ = 0;
   std::uint64_t operations_ = 0;
+  std::atomic<std::uint64_t> sent_{0};
   Call call_;
   std::map<std::shared_ptr<const codec::Codec>, std::unique_ptr<const Codec>> codecs_;
   std::unique_ptr<GatherReduce> gather_;

@@ -84,13 +84,15 @@ void Execution::run_round(Frames sends, Frames receives) {
 
 void Execution::post_send(const Part& part, std::span<const Rank> peers) {
   if (part.finishes) finish(part);
-  if (lossy()) {
-    const std::byte* payload = payload_to_send(part);
-    for (Rank peer : peers) messages_->send(payload, payload_bytes(part), peer, layout_of(part));
-    return;
-  }
+  if (lossy()) return send(payload_to_send(part), payload_bytes(part), peers, layout_of(part));
   for (const Piece& piece : call_.plan->pieces(part))
-    for (Rank peer : peers) messages_->send(address(piece), bytes_of(piece), peer, call_.layout);
+    send(address(piece), bytes_of(piece), peers, call_.layout);
+}
+
+void Execution::send(const std::byte* data, std::size_t bytes, std::span<const Rank> peers,
+                     std::span<const Slotted> layout) {
+  for (Rank peer : peers) messages_->send(data, bytes, peer, layout);
+  sent_ += bytes * peers.size();
 }
 
 const std::byte* Execution::payload_to_send(const Part& part) {

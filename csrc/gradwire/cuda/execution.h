@@ -43,6 +43,8 @@ class Execution {
 
   // Throws what the messages throw; then the results are undefined.
   void run(const Call& call, Messages& messages, Stream stream);
+  // Bytes that were posted so far, as slots are.
+  std::uint64_t sent() const noexcept { return sent_; }
 
  private:
   using Frames = std::span<const exec::Frame>;
@@ -59,6 +61,8 @@ class Execution {
 
   void run_round(Frames sends, Frames receives);
   void post_send(const exec::Part& part, std::span<const Rank> peers);
+  void send(const std::byte* data, std::size_t bytes, std::span<const Rank> peers,
+            std::span<const Slotted> layout);
   void post_receive(const exec::Part& part, Rank peer, Frames sends);
   const std::byte* payload_to_send(const exec::Part& part);
   void finish(const exec::Part& part);
@@ -84,6 +88,7 @@ class Execution {
   Messages* messages_ = nullptr;
   Stream stream_ = nullptr;
   std::size_t used_ = 0;  // of the arena, in this round
+  std::uint64_t sent_ = 0;
   std::vector<std::size_t> store_offsets_;
   std::vector<Landing> landings_;
   std::vector<Slotted> layout_;

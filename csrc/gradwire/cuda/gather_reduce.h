@@ -12,6 +12,7 @@ class GatherReduce {
  public:
   explicit GatherReduce(Communicator& of);
   void run(Call& call);
+  std::uint64_t sent() const noexcept { return operation_.sent(); }
 
  private:
   void place(const Call& call);

@@ -13,6 +13,7 @@ class LowRankReduce {
  public:
   explicit LowRankReduce(Communicator& of);
   void run(Call& call);
+  std::uint64_t sent() const noexcept { return operation_.sent(); }
 
  private:
   struct Factored {

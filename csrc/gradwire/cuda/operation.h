@@ -35,6 +35,8 @@ class Operation {
   const exec::Plan& plan() const noexcept { return *plan_; }
   const exec::Arrangement& arrangement() const noexcept { return arrangement_; }
 
+  std::uint64_t sent() const noexcept { return execution_.sent(); }
+
   // The copies that come first; then everything else. `layout`: of plain blocks that are payloads.
   void begin(Stream stream);
   void run(const Coding& coding, std::span<const Slotted> layout, Stream stream);
