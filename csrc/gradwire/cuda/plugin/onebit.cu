@@ -4,6 +4,7 @@
 #include "gradwire/cuda/plugin/bits.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
+#include "gradwire/cuda/plugin/onebit.cuh"
 #include "gradwire/cuda/plugin/share.cuh"
 #include "gradwire/cuda/plugin/site.cuh"
 #include "gradwire/cuda/plugin/team.cuh"
@@ -11,13 +12,7 @@
 namespace gradwire::cuda {
 namespace {
 
-using codec::OneBitKernels;
-
-constexpr unsigned kCount = 32;                                        // elements of a thread
-constexpr unsigned kSegment = kWarp * kCount;                          // of a warp
-constexpr unsigned kMostWarps = OneBitKernels::kMostBlock / kSegment;  // that share a block
-constexpr unsigned kAloneWarps = 4;  // in a block of threads, where each has blocks of its own
-constexpr std::uint32_t kHeader = 2 * sizeof(float);
+using namespace onebit;
 
 struct Encoding {
   const float* x;
@@ -293,7 +288,8 @@ struct Block {
 };
 
 template <bool kFeedsBack, bool kFinishes, bool kAlone>
-__global__ void __launch_bounds__(kWarp*(kAlone ? kAloneWarps : kMostWarps)) encode(Encoding of) {
+__global__ void __launch_bounds__(kWarp*(kAlone ? kAloneWarps : kMostWarps),
+                                  kAlone ? kAloneBlocks : 2) encode(Encoding of) {
   __shared__ BitRoom<kAlone> rooms[kAlone ? kAloneWarps : 1];
   const Team<kAlone> team;
   Feedback feedback{};
@@ -329,7 +325,7 @@ Status start(const Encoding& of, Stream stream) {
 template <bool kFinishes>
 Status start(Encoding of, Stream stream) {
   if (of.block > OneBitKernels::kMostBlock) return cudaErrorInvalidValue;
-  of.slot_bytes = aligned(OneBitKernels::most_bytes(of.block));
+  of.slot_bytes = slot_bytes(of.block);
   return keeps_errors(of.site) ? start<true, kFinishes>(of, stream)
                                : start<false, kFinishes>(of, stream);
 }

@@ -1,0 +1,24 @@
+// What the threads that encode and decode onebit have in common.
+#pragma once
+
+#include "gradwire/codec/blocks.h"
+#include "gradwire/cuda/plugin/gpu.cuh"
+
+namespace gradwire::cuda::onebit {
+
+using codec::OneBitKernels;
+
+inline constexpr unsigned kCount = 32;                // elements of a thread
+inline constexpr unsigned kSegment = kWarp * kCount;  // of a warp
+inline constexpr unsigned kMostWarps = OneBitKernels::kMostBlock / kSegment;  // that share a block
+// In a block of threads, where each has blocks of its own; and so many of these at once, which
+// leaves a thread 96 registers.
+inline constexpr unsigned kAloneWarps = 4;
+inline constexpr unsigned kAloneBlocks = 5;
+inline constexpr std::uint32_t kHeader = 2 * sizeof(float);
+
+inline std::uint64_t slot_bytes(std::uint64_t block) {
+  return aligned(OneBitKernels::most_bytes(block));
+}
+
+}  // namespace gradwire::cuda::onebit

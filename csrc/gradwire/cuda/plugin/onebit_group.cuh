@@ -1,0 +1,177 @@
+// Blocks of onebit payloads as they arrive (codec/onebit.cc defines them): a group, which are
+// payloads that are added before others are.
+#pragma once
+
+#include "gradwire/cuda/plugin/bits.cuh"
+#include "gradwire/cuda/plugin/floats.cuh"
+#include "gradwire/cuda/plugin/onebit.cuh"
+#include "gradwire/cuda/plugin/team.cuh"
+
+namespace gradwire::cuda::onebit {
+
+inline constexpr unsigned kGroup = OneBitKernels::kGroup;
+
+// One unit's bytes.
+struct Unit {
+  const std::byte* at;
+  std::uint64_t bytes;
+  bool whole;  // all of them have to be its
+
+  __device__ bool holds(std::uint64_t needed) const {
+    return whole ? needed == bytes : needed <= bytes;
+  }
+  __device__ std::uint64_t behind_header() const { return bytes < kHeader ? 0 : bytes - kHeader; }
+  // The word number `index` there.
+  __device__ std::uint32_t word(std::uint32_t index) const {
+    const std::uint64_t begin = kHeader + std::uint64_t{4} * index;
+    return begin < bytes ? load_word(at + begin, bytes - begin) : 0;
+  }
+};
+
+__device__ inline Unit unit_of(const Slots& payload, std::uint64_t unit, std::uint64_t slot_bytes) {
+  if (payload.offsets == nullptr) return {payload.data + unit * slot_bytes, slot_bytes, false};
+  const std::uint64_t begin = payload.offsets[unit];
+  return {payload.data + begin, payload.offsets[unit + 1] - begin, true};
+}
+
+struct Means {
+  float plus, minus;
+
+  // Of a header as it was sent.
+  __device__ bool masked() const { return is_negative(plus); }
+  __device__ bool has_runs() const { return masked() && !is_negative(minus); }
+
+  __device__ bool finite() const { return is_finite(plus) && is_finite(minus); }
+};
+
+// What a thread knows of a payload's block: its header, and one word of what is behind that.
+struct Plane {
+  Means means;
+  std::uint32_t word;
+};
+
+// Of a block of n elements. Nearly always all words of an unmasked one are there, and aligned.
+__device__ inline Plane load_plane(const Unit& unit, std::uint32_t n, unsigned rank) {
+  const std::uint32_t words = (n + 31) / 32;
+  if (reinterpret_cast<std::uintptr_t>(unit.at) % 4 == 0 && unit.bytes >= kHeader + 4 * words) {
+    const auto* const at = reinterpret_cast<const std::uint32_t*>(unit.at);
+    return {{__uint_as_float(at[0]), __uint_as_float(at[1])}, rank < words ? at[2 + rank] : 0};
+  }
+  const auto value = [&](std::uint64_t at) {
+    return at < unit.bytes ? __uint_as_float(load_word(unit.at + at, unit.bytes - at)) : 0;
+  };
+  return {{value(0), value(sizeof(float))}, unit.word(rank)};
+}
+
+// Payloads that are added before others are.
+struct Group {
+  Plane planes[kGroup];
+  unsigned count;
+  unsigned refused;  // a bit for each, of those without a mask
+};
+
+// ---- Masks -------------------------------------------------------------------------------------
+
+// A team's room for a group: of each payload its means, a word of signs for each thread, and one of
+// the mask.
+template <bool kAlone>
+struct GroupRoom {
+  static constexpr unsigned kWords = kWarp * (kAlone ? 1 : kMostWarps);
+  Means sent[kGroup];
+  Means means[kGroup];
+  std::uint32_t signs[kGroup][kWords + 1];  // first: what is behind the header
+  std::uint32_t present[kGroup][kWords];
+  std::uint32_t run_bytes[kGroup];
+};
+
+__device__ inline void set_bits(std::uint32_t* words, std::uint32_t begin, std::uint32_t end) {
+  for (std::uint32_t at = begin; at < end; at = at / 32 * 32 + 32) {
+    const std::uint32_t count = end - at / 32 * 32;
+    words[at / 32] |= (count >= 32 ? ~0U : (1U << count) - 1) & (~0U << at % 32);
+  }
+}
+
+// A mask of n bits, which are 0, of its runs. Returns how many of the `available` bytes they took;
+// 0 where they are no runs of n elements in all, or as long as the mask.
+__device__ inline std::uint32_t read_runs(const std::uint32_t* runs, std::uint64_t available,
+                                          std::uint32_t n, std::uint32_t* mask) {
+  const std::uint32_t most = most_run_bytes(n);
+  const std::uint32_t bits = 8 * (available < most ? static_cast<std::uint32_t>(available) : most);
+  std::uint32_t read = 0, done = 0;  // one more than of the mask, as the first run is
+  for (bool set = false; done < n + 1; set = !set) {
+    if (read >= bits) return 0;
+    const std::uint32_t code = bits_at(runs, read);
+    const auto zeros = static_cast<std::uint32_t>(__ffs(static_cast<int>(code | 1U << 15))) - 1;
+    if (zeros == 15 || read + 2 * zeros + 1 > bits) return 0;
+    const std::uint32_t length = 1U << zeros | (code >> (zeros + 1) & ((1U << zeros) - 1));
+    if (length > n + 1 - done) return 0;
+    if (set) set_bits(mask, done - 1, done - 1 + length);
+    done += length;
+    read += 2 * zeros + 1;
+  }
+  return bytes_of_bits(read);
+}
+
+// One payload that has a mask: from its words to those of its signs and its mask. Whether its codec
+// takes it.
+template <bool kAlone>
+__device__ bool unpack(const Unit& unit, std::uint32_t n, Means sent, std::uint32_t run_bytes,
+                       Team<kAlone> team, std::uint32_t& signs, std::uint32_t& present) {
+  if (!sent.has_runs()) present &= signs;
+  const auto packed = static_cast<std::uint32_t>(__popc(present));
+  const auto counts = team.scan(packed, Plus{});
+  const std::uint64_t mask_end = kHeader + (sent.has_runs() ? run_bytes : bytes_of_bits(n));
+  const std::uint64_t end = mask_end + bytes_of_bits(counts.all);
+  const bool good = unit.holds(end) && (!sent.has_runs() || run_bytes > 0);
+  signs = 0;
+  if (good && packed > 0) {
+    const std::uint64_t begin = mask_end + counts.before / 8;
+    std::uint64_t bits = load_word(unit.at + begin, end - begin);
+    if (counts.before % 8 + packed > 32)
+      bits |= static_cast<std::uint64_t>(unit.at[begin + 4]) << 32;
+    signs = expand(static_cast<std::uint32_t>(bits >> counts.before % 8), present);
+  }
+  return good;
+}
+
+// A group some of whose payloads have masks, into the room. Returns the flags that it sets. What is
+// done for one payload after the other needs no registers for all of them.
+template <bool kAlone, typename UnitAt>
+__device__ std::uint32_t unpack(const Group& group, std::uint32_t n, Team<kAlone> team,
+                                GroupRoom<kAlone>& room, UnitAt unit_at) {
+  const unsigned rank = team.rank();
+  team.sync();  // nobody reads any more what is there
+#pragma unroll
+  for (unsigned p = 0; p < kGroup; ++p) {
+    const Plane& plane = group.planes[p];
+    room.signs[p][rank] = plane.word;
+    room.present[p][rank] = plane.means.has_runs() ? 0 : word_of_first(n, rank);
+    if (rank == 0) room.sent[p] = plane.means;
+  }
+  team.sync();
+  if (rank < group.count && room.sent[rank].has_runs())
+    room.run_bytes[rank] =
+        read_runs(room.signs[rank], unit_at(rank).behind_header(), n, room.present[rank]);
+  team.sync();
+  std::uint32_t flags = 0;
+#pragma unroll 1
+  for (unsigned p = 0; p < group.count; ++p) {
+    const Means sent = room.sent[p];
+    bool good = (group.refused >> p & 1U) == 0;
+    if (sent.masked())
+      good = unpack(unit_at(p), n, sent, room.run_bytes[p], team, room.signs[p][rank],
+                    room.present[p][rank]);
+    flags |= (good ? 0U : kRefused) | (sent.finite() ? 0U : kNotFinite);
+    if (rank > 0) continue;
+    Means means{quiet_nan<float>(), quiet_nan<float>()};
+    if (sent.finite() && sent.masked())
+      means = {-sent.plus, -__uint_as_float(magnitude_bits(sent.minus))};
+    else if (sent.finite())
+      means = sent;
+    room.means[p] = means;
+  }
+  team.sync();
+  return flags;
+}
+
+}  // namespace gradwire::cuda::onebit
