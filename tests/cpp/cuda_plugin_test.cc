@@ -2,6 +2,10 @@
 // needs: tests/python/test_cuda_build.py.
 #include <gtest/gtest.h>
 
+#include <cstddef>
+#include <cstring>
+#include <vector>
+
 #include "gradwire/cuda/device.h"
 
 namespace gradwire::cuda {
@@ -35,6 +39,26 @@ TEST_F(CudaPlugin, SaysItsVersions) {
   ASSERT_EQ(api().versions(&runtime, &driver), 0);
   EXPECT_GE(runtime, 12000);
   EXPECT_GE(driver, 0);
+}
+
+// Which functions of a table are null; the first is 0, in the order of api.h.
+std::vector<std::size_t> missing(const Api& table) {
+  constexpr std::size_t kHead = offsetof(Api, describe), kEach = sizeof(Api::describe);
+  static_assert((sizeof(Api) - kHead) % kEach == 0, "functions, and nothing else");
+  std::vector<std::size_t> found;
+  const auto* at = reinterpret_cast<const std::byte*>(&table);
+  for (std::size_t i = 0; i < (sizeof(Api) - kHead) / kEach; ++i) {
+    void* function = nullptr;
+    std::memcpy(&function, at + kHead + i * kEach, kEach);
+    if (function == nullptr) found.push_back(i);
+  }
+  return found;
+}
+
+TEST_F(CudaPlugin, HasEveryFunction) { EXPECT_EQ(missing(api()), std::vector<std::size_t>{}); }
+
+TEST(SimulatedPlugin, HasEveryFunction) {
+  EXPECT_EQ(missing(load_api(GRADWIRE_SIMULATED_CUDA_SO)), std::vector<std::size_t>{});
 }
 
 }  // namespace
