@@ -47,6 +47,7 @@ void Watch::run(const exec::Request& request, Feedback* feedback, Stream stream)
   gpu_.require_valid(request, feedback);
   begin(request);
   try {
+    const std::lock_guard lock(enqueuing_);
     gpu_.run(request, feedback, stream);
     end(stream);
   } catch (...) {
@@ -156,7 +157,7 @@ void Watch::look(std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   side_.hear(0);
   users_.hear(0);
-  gpu_.check_messages();
+  if (const std::unique_lock idle(enqueuing_, std::try_to_lock); idle) gpu_.check_messages();
   lock.lock();
 }
 

@@ -64,6 +64,7 @@ class Watch {
   Communicator& gpu_;
   exec::Communicator& side_;
   exec::Communicator& users_;
+  std::mutex enqueuing_;  // of who uses the GPU's messages; taken before the other
   mutable std::mutex mutex_;
   std::condition_variable_any changed_;
   std::deque<Running> running_;
