@@ -50,9 +50,10 @@ class CudaElements : public testing::Test {
   std::mt19937_64 random_{3};
 };
 
-// Around the edges of what one block of threads works on at once, for all sizes of elements.
+// Around the edges of what one block of threads works on at once, for all sizes of elements; and so
+// many that blocks of threads work on several such tiles.
 constexpr std::size_t kLengths[] = {0,    1,    2,    17,   255,  1000, 2047, 2048,
-                                    2049, 4095, 4096, 4097, 8191, 8192, 8200, 20003};
+                                    2049, 4095, 4096, 4097, 8191, 8192, 8200, 140003};
 
 void fold_on_cpu(int dtype, int op, std::vector<std::byte>& acc, const std::byte* x,
                  std::size_t n) {
@@ -165,7 +166,7 @@ TEST_F(CudaElements, DeliversNothingWithoutFeedback) {
 
 TEST_F(CudaElements, MarksUnitsThatAreNotFinite) {
   for (const char* name : {"fp16", "int8:block=32", "onebit", "int8:block=4096", "topk"})
-    for (const std::size_t units : {0, 1, 3})
+    for (const std::size_t units : {0, 1, 3, 600})
       for (const int bad : {0, 1, 2}) {
         const auto codec = codec::make_codec(name);
         const std::size_t n =

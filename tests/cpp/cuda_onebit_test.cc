@@ -37,6 +37,7 @@ class CudaOneBit : public testing::TestWithParam<std::size_t> {
   }
   std::vector<std::size_t> lengths() const {
     if (block() > 2000) return {1, 1025, block() - 1, block(), 2 * block() + 7};
+    if (block() == 32) return {0, 1, 31, 32, 33, 4500};  // the last: more than are launched at once
     return {0, 1, 2, 31, 33, block() - 1, block(), block() + 1, 5 * block() + 7};
   }
   std::size_t shift() { return random_() % 2; }
@@ -200,9 +201,9 @@ OnDevicePayload packed(const std::vector<Payload>& units, std::size_t shift) {
 }
 
 TEST_P(CudaOneBit, AddsPayloadsAsTheCpu) {
-  for (const std::size_t n : {std::size_t{1}, block() + 9, 2 * block()})
+  for (const std::size_t n : {std::size_t{1}, block() + 9, 2 * block(), 140 * block()})
     for (const std::size_t count : {1, 2, 3, 4, 5, 8, 9, 70}) {
-      if (n > 3000 && count > 9) continue;
+      if (n > 3000 && (count > 9 || n > 20000)) continue;
       SCOPED_TRACE(std::to_string(count) + " of " + std::to_string(n));
       std::vector<Payload> cpu;
       std::vector<OnDevicePayload> payloads;
