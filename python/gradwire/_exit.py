@@ -111,7 +111,8 @@ def note(error: str, *, is_consequence: bool) -> None:
 def _close_all() -> None:
     """Gets every thread out of C++ before the interpreter is gone, and tells the peers."""
     note("", is_consequence=False)
-    for communicator in list(_open):
+    # A GPU's calls end before the communicators that they need.
+    for communicator in sorted(_open, key=lambda each: each._gpu is None):
         with contextlib.suppress(Error):
             communicator.close(_EXIT_SECONDS)
     _core.await_calls(_EXIT_SECONDS)

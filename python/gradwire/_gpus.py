@@ -133,6 +133,7 @@ class Gpu:
             if not self._has_failed():
                 self._core.finish(timeout)
         finally:
+            self._core.close()
             for each in (*self._carriers, self._side):
                 each.close(timeout)
 

@@ -19,7 +19,12 @@ def library() -> ctypes.CDLL:
     found.simulated_cuda_allocate.restype = ctypes.c_void_p
     found.simulated_cuda_allocate.argtypes = [ctypes.c_size_t]
     found.simulated_cuda_release.argtypes = [ctypes.c_void_p]
-    found.simulated_cuda_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    found.simulated_cuda_copy.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    ]
     found.simulated_cuda_hang.argtypes = [ctypes.c_int]
     found.simulated_cuda_waits.restype = ctypes.c_uint64
     found.simulated_cuda_allocations.restype = ctypes.c_uint64
@@ -33,12 +38,14 @@ def path() -> Path:
 class Array:
     """One with a __cuda_array_interface__, and nothing else."""
 
-    def __init__(self, values: np.ndarray) -> None:
+    def __init__(self, values: np.ndarray, stream: int | None = None) -> None:
+        """`stream`: its handle; None for the default one."""
         values = np.ascontiguousarray(values)
+        self.stream = stream
         self.shape, self.dtype = values.shape, values.dtype
         self.nbytes = values.nbytes
         self._address = library().simulated_cuda_allocate(max(1, values.nbytes))
-        library().simulated_cuda_copy(self._address, values.ctypes.data, values.nbytes)
+        library().simulated_cuda_copy(self._address, values.ctypes.data, values.nbytes, stream)
 
     @property
     def __cuda_array_interface__(self) -> dict:
@@ -47,12 +54,12 @@ class Array:
             "typestr": self.dtype.str,
             "data": (self._address, False),
             "version": 3,
-            "stream": 1,
+            "stream": self.stream or 1,
         }
 
     def get(self) -> np.ndarray:
         values = np.empty(self.shape, self.dtype)
-        library().simulated_cuda_copy(values.ctypes.data, self._address, self.nbytes)
+        library().simulated_cuda_copy(values.ctypes.data, self._address, self.nbytes, self.stream)
         return values
 
     def __del__(self) -> None:

@@ -115,7 +115,8 @@ def test_a_work_orders_streams_and_the_host_does_not_wait() -> None:
     run(
         """
         def body(comm):
-            x = Array(values(comm.rank))
+            stream = gradwire._core.CudaStream(0)  # ranks that are threads need one each
+            x = Array(values(comm.rank), stream.handle)
             comm.all_reduce(x, async_op=True).wait()
             comm.barrier()
             gpu = library()
@@ -130,6 +131,7 @@ def test_a_work_orders_streams_and_the_host_does_not_wait() -> None:
             total = sum(values(r).astype(float) for r in range(comm.size))
             assert np.allclose(x.get(), total, atol=1e-4)
             assert all(each.done() for each in works)
+            comm.close()
         """,
         3,
         threads=True,

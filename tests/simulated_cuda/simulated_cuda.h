@@ -281,10 +281,11 @@ std::uint64_t simulated_cuda_allocations();
 std::uint64_t simulated_cuda_operations();
 // Waits of the host for the device so far (cudaStreamSynchronize, cudaFree).
 std::uint64_t simulated_cuda_waits();
-// For programs in Python: device memory, and copies on the default stream that the host waits for.
+// For programs in Python: device memory, and copies that the host waits for; null: the default
+// stream.
 void* simulated_cuda_allocate(std::size_t bytes);
 void simulated_cuda_release(void* address);
-void simulated_cuda_copy(void* to, const void* from, std::size_t bytes);
+void simulated_cuda_copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream);
 // A device that does nothing any more (on), as one that hangs, until it is set off.
 void simulated_cuda_hang(int on);
 }

@@ -193,15 +193,30 @@ Gpu::Gpu(shared_ptr<Communicator> users, shared_ptr<Communicator> side, int devi
   cuda::Communicator::Setting setting{identity.rank, identity.size, identity.hosts, device};
   gpu_ =
       std::make_unique<cuda::Communicator>(api, std::move(setting), std::move(messages.messages));
+  messages_ = gpu_->messages();
   watch_ = std::make_unique<cuda::Watch>(*gpu_, side_->get(), users_->get());
 }
 
 void Gpu::run(const Request& request, cuda::Feedback* feedback, std::uintptr_t stream,
               double timeout) {
-  watch_->run(request.view(timeout), feedback, stream_of(stream));
+  watch().run(request.view(timeout), feedback, stream_of(stream));
 }
 
-void Gpu::finish(double timeout) { watch_->finish(timeout); }
+cuda::Watch& Gpu::watch() const {
+  if (!watch_) throw Aborted("this communicator is closed");
+  return *watch_;
+}
+
+void Gpu::abort(const std::string& reason) noexcept {
+  if (watch_) watch_->abort(reason);
+}
+
+void Gpu::close() {
+  if (!gpu_) return;
+  sent_ = gpu_->sent();
+  watch_.reset();
+  gpu_.reset();
+}
 
 void bind_gpu(py::module_& m) {
   py::class_<cuda::Loopback, shared_ptr<cuda::Loopback>>(m, "CudaLoopback")
@@ -242,6 +257,7 @@ void bind_gpu(py::module_& m) {
           py::arg("request"), py::arg("feedback").none(true), py::arg("stream"), py::arg("timeout"),
           WithoutLock())
       .def("finish", &Gpu::finish, py::arg("timeout"), WithoutLock())
+      .def("close", &Gpu::close, WithoutLock())
       .def("abort", &Gpu::abort, py::arg("reason"), WithoutLock())
       .def("require_alive", &Gpu::require_alive)
       .def_property_readonly("sent", &Gpu::sent)

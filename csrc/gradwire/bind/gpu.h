@@ -28,15 +28,21 @@ class Gpu {
       CudaMessages& messages);
 
   void run(const Request& request, cuda::Feedback* feedback, std::uintptr_t stream, double timeout);
-  void finish(double timeout);
-  void abort(const std::string& reason) noexcept { watch_->abort(reason); }
-  void require_alive() const { watch_->require_alive(); }
-  std::uint64_t sent() const noexcept { return gpu_->sent(); }
-  std::string messages() const { return std::string(gpu_->messages()); }
+  void finish(double timeout) { watch().finish(timeout); }
+  void abort(const std::string& reason) noexcept;
+  void require_alive() const { watch().require_alive(); }
+  std::uint64_t sent() const noexcept { return gpu_ ? gpu_->sent() : sent_; }
+  std::string messages() const { return messages_; }
+  // Lets go of everything; what is enqueued must be over, or has failed. Later calls throw Aborted.
+  void close();
 
  private:
+  cuda::Watch& watch() const;
+
   std::shared_ptr<Communicator> users_, side_;
   CudaMessages kept_;
+  std::string messages_;
+  std::uint64_t sent_ = 0;
   std::unique_ptr<cuda::Communicator> gpu_;
   std::unique_ptr<cuda::Watch> watch_;
 };

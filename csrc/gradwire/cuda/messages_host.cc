@@ -42,13 +42,19 @@ HostMessages::HostMessages(const Api& api, exec::Communicator& carrier, double t
       pinned_(api, Room::Kind::kPinned),
       ended_(api) {}
 
-// Groups that are enqueued still run, and come to their end, since nothing travels any more.
+// Groups that are enqueued still run, and refer to this.
 HostMessages::~HostMessages() {
-  abort();
+  if (await_end()) return;
+  abort();  // then nothing travels any more, and they end
+  await_end();
+}
+
+bool HostMessages::await_end() const noexcept {
   const Deadline deadline = Deadline::after(kLastSeconds);
   int done = 0;
   while (api_.query(ended_.get(), &done) == 0 && done == 0 && !deadline.passed())
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return done != 0;
 }
 
 void HostMessages::begin() {

@@ -57,6 +57,7 @@ class HostMessages final : public Messages {
   void make_room(Group& group, Letter& letter) const;
   void unpack(Group& group, const Letter& letter) const;
   std::unique_ptr<Group> take_spare();
+  bool await_end() const noexcept;
   void fail(const std::exception_ptr& error) noexcept;
 
   const Api& api_;
