@@ -74,6 +74,7 @@ struct Machine {
   std::mt19937_64 random{number_from("SIMULATED_CUDA_SEED", 1)};
   std::vector<std::unique_ptr<CUstream_st>> defaults;  // of each device
   std::vector<cudaStream_t> streams;
+  std::vector<std::unique_ptr<CUevent_st>> destroyed;
   std::map<const std::byte*, std::pair<std::size_t, int>> memory;  // device; -1: pinned
   std::map<std::uint64_t, std::unique_ptr<Capture>> captures;
   std::uint64_t next_capture = 1, allocations = 0, operations = 0, waits = 0;
@@ -338,10 +339,8 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  Machine& m = machine();
-  std::unique_lock lock(m.mutex);
-  run_until(lock, [&] { return event->capture != nullptr || event->completed >= event->recorded; });
-  delete event;
+  const std::lock_guard lock(machine().mutex);
+  machine().destroyed.emplace_back(event);  // streams may still refer to it, and nobody waits
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t given) {
