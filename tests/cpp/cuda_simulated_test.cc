@@ -89,6 +89,21 @@ TEST(SimulatedCuda, OnlyEventsOrderStreams) {
   EXPECT_GT(wrong, 0);
 }
 
+TEST(SimulatedCuda, AnEventMayEndBeforeWhatWaitsForIt) {
+  Room room(api());
+  std::byte* word = room.take(4);
+  OwnedStream a(api()), b(api());
+  for (int i = 1; i < 50; ++i) {
+    OwnedEvent event(api());
+    api().fill(word, i, 4, a.get());
+    api().record(event.get(), a.get());
+    api().wait(b.get(), event.get());
+  }
+  const OwnedEvent another(api());  // in its place, and never recorded
+  api().synchronize(b.get());
+  EXPECT_EQ(static_cast<int>(word[0]), 49);
+}
+
 TEST(SimulatedCuda, GraphsReplay) {
   Room room(api());
   std::byte* bytes = room.take(8);
