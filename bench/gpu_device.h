@@ -1,0 +1,128 @@
+// Arrays in a device's memory, and rows of what was found, for the programs that bench/gpu.py runs.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "gradwire/cuda/device.h"
+
+namespace gradwire::cuda {
+
+using Floats = std::vector<float>;
+using Payload = std::vector<std::byte>;
+
+struct Device {
+  explicit Device(const Api& table) : api(table), own(table), stream(own.get()) {}
+
+  void run(Status status, const char* what) const { check(api, status, what); }
+  void copy(void* to, const void* from, std::size_t bytes, CopyKind kind) const {
+    run(api.copy(to, from, bytes, kind, stream), "copy");
+    run(api.synchronize(stream), "synchronize");
+  }
+
+  const Api& api;
+  OwnedStream own;
+  Stream stream;
+};
+
+// Values `shift` elements behind a place that is aligned to all, between guards.
+template <typename T>
+class DeviceArray {
+ public:
+  DeviceArray(const Device& on, const std::vector<T>& values, std::size_t shift = 0)
+      : on_(on), shift_(shift), size_(values.size()), room_(on.api) {
+    std::vector<T> all(kGuard + shift + size_ + kGuard);
+    std::memset(static_cast<void*>(all.data()), kByte, all.size() * sizeof(T));
+    if (size_ > 0) std::memcpy(all.data() + kGuard + shift, values.data(), size_ * sizeof(T));
+    room_.take(all.size() * sizeof(T));
+    on.copy(room_.data(), all.data(), all.size() * sizeof(T), CopyKind::kToDevice);
+  }
+
+  T* data() const { return reinterpret_cast<T*>(room_.data()) + kGuard + shift_; }
+
+  // `intact`: becomes false where something was written around them.
+  std::vector<T> values(bool& intact) const {
+    std::vector<T> all(kGuard + shift_ + size_ + kGuard);
+    on_.copy(all.data(), room_.data(), all.size() * sizeof(T), CopyKind::kToHost);
+    const auto* const bytes = reinterpret_cast<const unsigned char*>(all.data());
+    const std::size_t begin = (kGuard + shift_) * sizeof(T), end = begin + size_ * sizeof(T);
+    for (std::size_t i = 0; i < all.size() * sizeof(T); ++i)
+      if ((i < begin || i >= end) && bytes[i] != kByte) intact = false;
+    const auto first = all.begin() + static_cast<std::ptrdiff_t>(kGuard + shift_);
+    return {first, first + static_cast<std::ptrdiff_t>(size_)};
+  }
+
+ private:
+  static constexpr std::size_t kGuard = 64;  // elements
+  static constexpr int kByte = 0xA5;
+
+  const Device& on_;
+  std::size_t shift_, size_;
+  Room room_;
+};
+
+// Where two differ first, or -1; all NaNs are one.
+inline std::ptrdiff_t first_difference(const Floats& one, const Floats& other) {
+  if (one.size() != other.size()) return 0;
+  for (std::size_t i = 0; i < one.size(); ++i)
+    if (std::memcmp(&one[i], &other[i], sizeof(float)) != 0 &&
+        !(std::isnan(one[i]) && std::isnan(other[i])))
+      return static_cast<std::ptrdiff_t>(i);
+  return -1;
+}
+
+// Checks of one group, which are told as one line of JSON.
+class Row {
+ public:
+  Row(std::string group, std::string which) : group_(std::move(group)), case_(std::move(which)) {}
+  ~Row() {
+    std::printf("{\"group\": \"%s\", \"case\": \"%s\", \"passed\": %s, \"checks\": %d, ",
+                group_.c_str(), case_.c_str(), failure_.empty() ? "true" : "false", checks_);
+    if (failure_.empty() && !skipped_.empty()) std::printf("\"skipped\": true, ");
+    std::printf("\"detail\": \"%s\"}\n", (failure_.empty() ? skipped_ : failure_).c_str());
+    std::fflush(stdout);
+  }
+  Row(const Row&) = delete;
+  Row& operator=(const Row&) = delete;
+
+  void expect(bool holds, const std::string& what) {
+    ++checks_;
+    if (!holds) fail(what);
+  }
+  template <typename T>
+  void expect_same(const std::vector<T>& actual, const std::vector<T>& expected,
+                   const std::string& what) {
+    ++checks_;
+    if (actual.size() != expected.size())
+      return fail(what + ": " + std::to_string(actual.size()) + " instead of " +
+                  std::to_string(expected.size()));
+    const std::ptrdiff_t at = difference(actual, expected);
+    if (at >= 0) fail(what + ": differs at " + std::to_string(at));
+  }
+  void skip(const std::string& why) { skipped_ = why; }
+  // The first one is kept.
+  void fail(const std::string& what) {
+    if (!failure_.empty()) return;
+    for (const char each : what)
+      failure_ += each == '"' || each == '\\' || each < ' ' ? '\'' : each;
+  }
+
+ private:
+  static std::ptrdiff_t difference(const Floats& one, const Floats& other) {
+    return first_difference(one, other);
+  }
+  static std::ptrdiff_t difference(const Payload& one, const Payload& other) {
+    for (std::size_t i = 0; i < one.size(); ++i)
+      if (one[i] != other[i]) return static_cast<std::ptrdiff_t>(i);
+    return -1;
+  }
+
+  std::string group_, case_, failure_, skipped_;
+  int checks_ = 0;
+};
+
+}  // namespace gradwire::cuda

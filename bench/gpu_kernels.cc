@@ -1,0 +1,79 @@
+// Whether the kernels of gradwire's CUDA part give the CPU's bits, in one process, on the device
+// that the library has: a GPU, or tests/simulated_cuda's. Prints a line of JSON for each group.
+//   gpu_kernels LIBRARY small     few elements: for the simulated device, and compute-sanitizer
+//   gpu_kernels LIBRARY all       up to a million
+//   gpu_kernels LIBRARY long      beyond 2^32 bytes, and elements where memory allows it
+#include "gpu_kernels.h"
+
+#include <exception>
+
+#include "gradwire/codec/simd.h"
+
+namespace gradwire::cuda {
+namespace {
+
+// What one name of the table needs; a library may be without the codec.
+bool has(const Api& api, std::string_view spec) {
+  if (spec.starts_with("onebit")) return api.onebit_encode != nullptr;
+  if (spec.starts_with("threshold")) return api.threshold_encode != nullptr;
+  if (spec.starts_with("topk")) return api.topk_encode != nullptr;
+  if (spec.starts_with("int8")) return api.int8_encode != nullptr;
+  return api.cast_encode != nullptr;
+}
+
+void guarded(const std::string& group, const std::string& which,
+             const std::function<void(Row&)>& body) {
+  Row row(group, which);
+  try {
+    body(row);
+  } catch (const std::exception& error) {
+    row.fail(error.what());
+  }
+}
+
+// Its functions are all that follows `describe`.
+void check_table(const Device& on) {
+  guarded("table of functions", "all", [&](Row& row) {
+    const auto* const first = reinterpret_cast<void (*const*)()>(&on.api.describe);
+    const auto* const last = reinterpret_cast<void (*const*)()>(&on.api + 1);
+    for (const auto* each = first; each < last; ++each)
+      row.expect(*each != nullptr, "the library lacks number " + std::to_string(each - first));
+  });
+}
+
+std::vector<std::size_t> lengths(bool small) {
+  if (small) return {31, 1025};
+  return {1, 31, 1023, 1024, 1025, 32768, 32801, 100'003, 1'000'013};
+}
+
+int run(const char* library, std::string_view extent) {
+  const codec::FloatEnvironment environment;
+  const Device on(load_api(library));
+  const bool small = extent == "small";
+  if (extent == "long") {
+    check_long(on, guarded);
+    return 0;
+  }
+  check_table(on);
+  for (const std::string_view spec : codec_specs())
+    if (has(on.api, spec))
+      for (const std::size_t n : lengths(small))
+        guarded("codec " + std::string(spec), "n=" + std::to_string(n),
+                [&](Row& row) { check_codec(on, spec, n, small, row); });
+  check_elements(on, small, guarded);
+  check_matrices(on, small, guarded);
+  return 0;
+}
+
+}  // namespace
+}  // namespace gradwire::cuda
+
+int main(int argc, char** argv) {
+  try {
+    if (argc == 3) return gradwire::cuda::run(argv[1], argv[2]);
+    std::fprintf(stderr, "gpu_kernels LIBRARY small|all|long\n");
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "gpu_kernels: %s\n", error.what());
+  }
+  return 1;
+}

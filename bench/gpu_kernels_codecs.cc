@@ -1,0 +1,268 @@
+// Codecs on the device beside those of the CPU (codec/codec.h), with error feedback and without.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <memory>
+#include <random>
+
+#include "cuda_families.h"
+#include "gpu_kernels.h"
+#include "gradwire/codec/codec.h"
+#include "gradwire/cuda/codec.h"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr std::uint64_t kCall = 77, kCalls = 5;  // of Dice
+constexpr float kFactor = 1.0F / 3;
+
+// What a call gives on either side.
+struct Outcome {
+  Payload payload;
+  Floats error;             // with feedback
+  codec::Adapted adapted;   // where the codec adapts
+  Floats decoded, added;    // y := , y +=
+  Floats summed, finished;  // of three payloads; the owner's stage
+  std::uint32_t flags = 0;  // of both decodings
+};
+
+// A call: x, what was not sent before (empty: no feedback), and what decodings find.
+struct Inputs {
+  Floats x, residual, other, before;
+  codec::Adapted adapted;
+};
+
+Payload encode(const codec::Codec& codec, const Floats& x, const codec::Site& site) {
+  Payload out(codec.max_bytes(x.size()));
+  out.resize(codec.encode(x.data(), x.size(), site, out));
+  return out;
+}
+
+// Without a key: a codec that adapts chooses for each unit by itself, as the device does.
+Payload encode_by_units(const codec::Codec& codec, const Floats& x) {
+  const std::size_t unit = codec.fixed_size() ? x.size() : codec.unit();
+  Payload all;
+  for (std::size_t i = 0; i < x.size(); i += unit) {
+    const std::size_t n = std::min(unit, x.size() - i);
+    Payload out(codec.max_bytes(n));
+    out.resize(codec.encode(x.data() + i, n, {.call = kCall, .element = i}, out));
+    all.insert(all.end(), out.begin(), out.end());
+  }
+  return all;
+}
+
+Outcome on_cpu(const codec::Codec& codec, const Inputs& of, bool adapts) {
+  const std::size_t n = of.x.size();
+  const bool feedback = !of.residual.empty();
+  Outcome made;
+  made.error.resize(feedback ? n : 0);
+  made.adapted = {.tau = of.adapted.tau};
+  codec::Site site{.call = feedback ? kCall ^ kCalls : kCall,
+                   .residual = feedback ? of.residual.data() : nullptr,
+                   .error = feedback ? made.error.data() : nullptr,
+                   .adapted = adapts ? &made.adapted : nullptr};
+  if (adapts) codec.prepare(of.x.data(), site.residual, n, made.adapted);
+  made.payload = encode(codec, of.x, site);
+  if (adapts) codec.adapt(n, made.adapted);
+  made.decoded = made.added = of.before;
+  bool finite = codec.decode(made.payload, made.decoded.data(), n).finite;
+  finite = codec.decode_add(made.payload, made.added.data(), n).finite && finite;
+  made.flags = finite ? 0U : std::uint32_t{kNotFinite};
+  const Payload other = encode_by_units(codec, of.other);
+  made.summed = of.before;
+  const std::array<ConstBytes, 3> payloads = {made.payload, other, made.payload};
+  codec.decode_sum(payloads, made.summed.data(), n);
+  made.finished = made.decoded;
+  for (float& each : made.finished) each *= kFactor;
+  return made;
+}
+
+// A key on the device, the call under way of which is `which ^ 1`.
+struct Key {
+  Key(const Device& on, const Inputs& of, std::uint32_t which, std::size_t shift)
+      : old(on, of.residual, shift),
+        next(on, Floats(of.residual.size(), -7), shift),
+        entry(on, entry_of(of, which)) {
+    site.entry = entry.data();
+    if (of.residual.empty()) return;
+    site.residual[which] = old.data();
+    site.residual[which ^ 1U] = next.data();
+  }
+  static std::vector<Entry> entry_of(const Inputs& of, std::uint32_t which) {
+    Entry one{which, which, kCalls, {}};
+    one.adapted[which ^ 1U].tau = of.adapted.tau;
+    return {one};
+  }
+  Adapted adapted(bool& intact) const {
+    const Entry now = entry.values(intact)[0];
+    return now.adapted[now.which ^ 1U];
+  }
+
+  DeviceArray<float> old, next;
+  DeviceArray<Entry> entry;
+  Site site{{nullptr, nullptr}, nullptr};
+};
+
+// The bytes that count, as the CPU writes them.
+Payload packed(const Payload& whole, const Codec& codec, std::size_t n, std::size_t most) {
+  const Slotted layout = codec.layout(n);
+  if (layout.units == 0) return {whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(most)};
+  Payload out;
+  for (std::uint64_t unit = 0; unit < layout.units; ++unit) {
+    std::uint32_t size = 0;
+    std::memcpy(&size, whole.data() + unit * sizeof size, sizeof size);
+    const std::byte* slot = whole.data() + layout.table_bytes() + unit * layout.slot_bytes;
+    out.insert(out.end(), slot, slot + std::min<std::size_t>(size, layout.slot_bytes));
+  }
+  return out;
+}
+
+class OnGpu {
+ public:
+  OnGpu(const Device& on, const codec::Codec& cpu, std::size_t n, std::size_t shift)
+      : on_(on),
+        cpu_(cpu),
+        codec_(Codec::make(on.api, cpu)),
+        n_(n),
+        shift_(shift),
+        scratch_(on, Payload(codec_->scratch_bytes(n) + 1)) {}
+
+  bool adapts() const { return codec_->adapts(); }
+
+  Outcome call(const Inputs& of, std::uint32_t which, Row& row) const {
+    Outcome made;
+    bool intact = true;
+    const DeviceArray<float> x(on_, of.x, shift_), other(on_, of.other);
+    const Key key(on_, of, which, shift_);
+    const auto payload = room(), second = room();
+    const Run run = run_of(x.data(), key.site);
+    codec_->prepare(run, scratch_.data(), on_.stream);
+    codec_->encode(run, payload.data(), scratch_.data(), on_.stream);
+    codec_->adapt(n_, key.site.entry, on_.stream);
+    made.payload = packed(payload.values(intact), *codec_, n_, cpu_.max_bytes(n_));
+    if (!of.residual.empty()) made.error = key.next.values(intact);
+    const Adapted found = key.adapted(intact);
+    made.adapted = {found.tau, found.filter, found.sent, std::bit_cast<float>(found.largest)};
+    codec_->encode(run_of(other.data(), {}), second.data(), scratch_.data(), on_.stream);
+    decode(of, payload.data(), second.data(), made, intact);
+    made.finished = finish(of, which, made, row, intact);
+    row.expect(intact, "written beyond an array");
+    row.expect_same(x.values(intact), of.x, "the input");
+    if (!of.residual.empty()) row.expect_same(key.old.values(intact), of.residual, "the residual");
+    return made;
+  }
+
+ private:
+  DeviceArray<std::byte> room() const {
+    return {on_, Payload(codec_->payload_bytes(n_), std::byte{0xEE})};
+  }
+  Run run_of(const float* x, const Site& site) const {
+    Run run;
+    run.x = x;
+    run.n = n_;
+    run.site = site;
+    run.call = kCall;
+    return run;
+  }
+  void decode(const Inputs& of, const std::byte* payload, const std::byte* second, Outcome& made,
+              bool& intact) const {
+    const DeviceArray<std::uint32_t> flags(on_, {0});
+    const DeviceArray<float> plain(on_, of.before, shift_), added(on_, of.before, shift_),
+        summed(on_, of.before, shift_);
+    codec_->decode(payload, plain.data(), n_, /*add=*/false, flags.data(), on_.stream);
+    codec_->decode(payload, added.data(), n_, /*add=*/true, flags.data(), on_.stream);
+    made.flags = flags.values(intact)[0];
+    const std::array<const std::byte*, 3> all = {payload, second, payload};
+    codec_->decode_sum(all, summed.data(), n_, nullptr, on_.stream);
+    made.decoded = plain.values(intact);
+    made.added = added.values(intact);
+    made.summed = summed.values(intact);
+  }
+  // Of the same call once more, where nothing was adapted yet; y takes x's place.
+  Floats finish(const Inputs& of, std::uint32_t which, const Outcome& made, Row& row,
+                bool& intact) const {
+    const DeviceArray<float> y(on_, of.x, shift_);
+    const Key key(on_, of, which, shift_);
+    const auto payload = room();
+    const Run run = run_of(y.data(), key.site);
+    codec_->prepare(run, scratch_.data(), on_.stream);
+    codec_->finish(run, payload.data(), scratch_.data(), y.data(), kFactor, nullptr, on_.stream);
+    row.expect_same(packed(payload.values(intact), *codec_, n_, cpu_.max_bytes(n_)), made.payload,
+                    "the owner's payload");
+    if (!of.residual.empty())
+      row.expect_same(key.next.values(intact), made.error, "the owner's residual");
+    return y.values(intact);
+  }
+
+  const Device& on_;
+  const codec::Codec& cpu_;
+  std::unique_ptr<const Codec> codec_;
+  std::size_t n_, shift_;
+  DeviceArray<std::byte> scratch_;
+};
+
+void compare(const Outcome& gpu, const Outcome& cpu, bool adapts, const std::string& what,
+             Row& row) {
+  row.expect_same(gpu.payload, cpu.payload, what + ": payload");
+  row.expect_same(gpu.error, cpu.error, what + ": residual");
+  row.expect_same(gpu.decoded, cpu.decoded, what + ": decoded");
+  row.expect_same(gpu.added, cpu.added, what + ": decoded and added");
+  row.expect_same(gpu.summed, cpu.summed, what + ": sum of three");
+  row.expect_same(gpu.finished, cpu.finished, what + ": owner's result");
+  row.expect((gpu.flags & kNotFinite) == cpu.flags, what + ": flags");
+  if (!adapts) return;
+  row.expect(gpu.adapted.sent == cpu.adapted.sent, what + ": elements sent");
+  row.expect(std::bit_cast<std::uint32_t>(gpu.adapted.tau) ==
+                 std::bit_cast<std::uint32_t>(cpu.adapted.tau),
+             what + ": tau");
+}
+
+}  // namespace
+
+std::vector<std::string_view> codec_specs() {
+  return {"fp16",
+          "fp16:scale=1024",
+          "bf16",
+          "int8",
+          "int8:block=96,rounding=stochastic,seed=5",
+          "onebit",
+          "onebit:block=64",
+          "threshold",
+          "threshold:density=0.1",
+          "threshold:tau=0.5",
+          "topk",
+          "topk:density=0.3,values=fp16",
+          "topk:density=0.05,values=bf16"};
+}
+
+void check_codec(const Device& on, std::string_view spec, std::size_t n, bool small, Row& row) {
+  const auto codec = codec::make_codec(spec);
+  std::mt19937_64 random(n);
+  std::uint32_t turn = 0;
+  for (std::size_t kind = 0; kind < std::size(kFamilies); kind += small ? 4 : 1) {
+    const Family& family = kFamilies[kind];
+    // Of long arrays each family once; of short ones aligned and not, with feedback and without.
+    const int variants = small || n > 50'000 ? 1 : 4;
+    for (int variant = 0; variant < variants; ++variant, ++turn) {
+      const bool feedback = (turn & 1U) == 0;
+      const std::size_t shift = turn >> 1 & 1U;
+      Inputs of{draw(family, n, random),
+                feedback ? draw(kFamilies[0], n, random) : Floats(),
+                draw(kFamilies[0], n, random),
+                draw(kFamilies[0], n, random),
+                {}};
+      const OnGpu gpu(on, *codec, n, shift);
+      const std::string what = std::string(family.name) + (feedback ? ", with feedback" : "") +
+                               (shift > 0 ? ", unaligned" : "");
+      for (std::uint32_t call = 0; call < 2; ++call) {
+        const Outcome cpu = on_cpu(*codec, of, gpu.adapts());
+        compare(gpu.call(of, call, row), cpu, gpu.adapts(), what, row);
+        if (!feedback || n > 50'000) break;
+        of.residual = cpu.error;  // the second call goes on with what the first one left
+        of.adapted = cpu.adapted;
+      }
+    }
+  }
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,209 @@
+// Folding, scaling and lowrank's passes on the device beside those of the CPU.
+#include <bit>
+#include <random>
+
+#include "codec_reference.h"
+#include "gpu_kernels.h"
+#include "gradwire/base/types.h"
+#include "gradwire/codec/low_rank.h"
+#include "gradwire/codec/simd.h"
+
+namespace gradwire::cuda {
+namespace {
+
+using codec::Data;
+using codec::Factors;
+using codec::kHeadroom;
+
+const codec::Format* format_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return &codec::kFloat32Format;
+    case DType::kFloat64:
+      return &codec::kFloat64Format;
+    case DType::kFloat16:
+      return &codec::kFp16Format;
+    case DType::kBFloat16:
+      return &codec::kBf16Format;
+    default:
+      return nullptr;
+  }
+}
+
+Payload draw_elements(DType dtype, std::size_t n, Data data, std::mt19937_64& random) {
+  const std::size_t size = size_of(dtype);
+  Payload bytes(n * size);
+  const codec::Format* format = format_of(dtype);
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::uint64_t bits = format != nullptr ? codec::draw(*format, data, random) : random();
+    std::memcpy(bytes.data() + i * size, &bits, size);
+  }
+  return bytes;
+}
+
+void fold_on_cpu(int dtype, int op, Payload& acc, const std::byte* x, std::size_t n) {
+  codec::kernels().reduce[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](acc.data(),
+                                                                                         x, n);
+}
+
+struct Elements {
+  DType dtype;
+  int op;
+  std::size_t n;
+  Payload a, b;
+};
+
+void check_fold(const Device& on, const Elements& of, std::size_t shift, Row& row) {
+  const int dtype = static_cast<int>(of.dtype);
+  Payload expected = of.a;
+  fold_on_cpu(dtype, of.op, expected, of.b.data(), of.n);
+  const DeviceArray<std::byte> acc(on, of.a), x(on, of.b, shift * size_of(of.dtype));
+  on.run(on.api.fold(dtype, of.op, acc.data(), x.data(), of.n, on.stream), "fold");
+  bool intact = true;
+  row.expect_same(acc.values(intact), expected, "fold of " + std::to_string(of.n));
+  row.expect_same(x.values(intact), of.b, "what was folded");
+  row.expect(intact, "written beyond an array");
+}
+
+// Both arrays and the first again, then times a factor where there may be one.
+void check_fold_all(const Device& on, const Elements& of, Row& row) {
+  const int dtype = static_cast<int>(of.dtype);
+  const bool scaled = is_floating(of.dtype) && of.op != static_cast<int>(ReduceOp::kAvg);
+  const double factor = scaled ? 1.0 / 3 : 1;
+  Payload all = of.a, expected = of.a;
+  all.insert(all.end(), of.b.begin(), of.b.end());
+  all.insert(all.end(), of.a.begin(), of.a.end());
+  fold_on_cpu(dtype, of.op, expected, of.b.data(), of.n);
+  fold_on_cpu(dtype, of.op, expected, of.a.data(), of.n);
+  if (scaled)
+    codec::kernels().scale[static_cast<std::size_t>(dtype)](expected.data(), factor, of.n);
+  const DeviceArray<std::byte> x(on, all), y(on, Payload(of.a.size(), std::byte{0xEE}));
+  on.run(on.api.fold_all(dtype, of.op, x.data(), of.a.size(), 3, y.data(), factor, of.n, on.stream),
+         "fold_all");
+  bool intact = true;
+  row.expect_same(y.values(intact), expected, "fold of three, " + std::to_string(of.n));
+  row.expect(intact, "written beyond an array");
+}
+
+// ---- lowrank -----------------------------------------------------------------------------------
+
+Floats draw_floats(std::size_t n, Data data, std::mt19937_64& random) {
+  Floats values(n);
+  for (float& each : values) each = codec::draw_float(data, random);
+  return values;
+}
+
+Floats tiny(Floats values) {
+  for (float& each : values) each *= kHeadroom;
+  return values;
+}
+
+class MatrixCheck {
+ public:
+  MatrixCheck(const Device& on, const Factors& of, Data data, Row& row)
+      : on_(on), of_(of), row_(row), matrix_{of.rows, of.columns, of.rank}, random_(of.rows) {
+    x_ = draw_floats(of.rows * of.columns, data, random_);
+    residual_ = draw_floats(x_.size(), Data::kNormal, random_);
+    q_ = tiny(draw_floats(of.rank * of.columns, Data::kNormal, random_));
+    p_ = draw_floats(of.rank * of.rows, Data::kNormal, random_);
+  }
+
+  void left() {
+    Floats v(x_.size()), expected(p_.size());
+    codec::kernels().low_rank.left(x_.data(), residual_.data(), v.data(), q_.data(),
+                                   expected.data(), of_);
+    const DeviceArray<float> x(on_, x_, 1), e(on_, residual_), q(on_, q_), p(on_, p_), sum(on_, x_);
+    const DeviceArray<Entry> entry(on_, {Entry{}});
+    const Site site{{e.data(), sum.data()}, entry.data()};
+    on_.run(
+        on_.api.left_factor(x.data(), site, sum.data(), q.data(), p.data(), matrix_, on_.stream),
+        "left_factor");
+    expect(p, expected, "left factor");
+    expect(sum, v, "input plus residual");
+  }
+  void right() {
+    Floats expected(q_.size());
+    codec::kernels().low_rank.right(x_.data(), p_.data(), expected.data(), of_);
+    const DeviceArray<float> v(on_, x_), p(on_, p_, 1), q(on_, q_);
+    on_.run(on_.api.right_factor(v.data(), p.data(), q.data(), matrix_, on_.stream),
+            "right_factor");
+    expect(q, expected, "right factor");
+  }
+  void orthonormalise() {
+    Floats expected = p_;
+    std::vector<double> room;
+    codec::orthonormalise(of_, expected, room);
+    const DeviceArray<float> p(on_, p_, 1);
+    const DeviceArray<double> own(on_, std::vector<double>(p_.size()));
+    on_.run(on_.api.orthonormalise(p.data(), own.data(), matrix_, on_.stream), "orthonormalise");
+    expect(p, expected, "orthonormal columns");
+  }
+  void product() {
+    const Floats own_q = tiny(draw_floats(q_.size(), Data::kNormal, random_));
+    const float factor = 1.0F / 3, scale = 1 / kHeadroom, own_scale = 0.5F / kHeadroom;
+    Floats y(x_.size()), error(x_.size());
+    codec::kernels().low_rank.product({p_.data(), q_.data(), factor * scale, y.data(), own_q.data(),
+                                       own_scale, x_.data(), error.data()},
+                                      of_);
+    const DeviceArray<float> v(on_, x_, 1), p(on_, p_), q(on_, q_), own(on_, own_q), e(on_, x_),
+        scales(on_, Floats{scale, own_scale});
+    const DeviceArray<Entry> entry(on_, {Entry{}});
+    const Site site{{p.data(), e.data()}, entry.data()};
+    on_.run(on_.api.product(p.data(), q.data(), scales.data(), factor, own.data(),
+                            scales.data() + 1, v.data(), site, v.data(), matrix_, on_.stream),
+            "product");
+    expect(v, y, "product");
+    expect(e, error, "residual");
+  }
+
+ private:
+  void expect(const DeviceArray<float>& actual, const Floats& expected, const char* what) {
+    bool intact = true;
+    row_.expect_same(actual.values(intact), expected, what);
+    row_.expect(intact, "written beyond an array");
+  }
+
+  const Device& on_;
+  const Factors of_;
+  Row& row_;
+  const Matrix matrix_;
+  std::mt19937_64 random_;
+  Floats x_, residual_, q_, p_;
+};
+
+}  // namespace
+
+void check_elements(const Device& on, bool small, const Guarded& guarded) {
+  const std::vector<std::size_t> lengths =
+      small ? std::vector<std::size_t>{1, 2049} : std::vector<std::size_t>{1, 4097, 1'000'013};
+  std::mt19937_64 random(3);
+  for (int d = 0; d < kDTypes; ++d)
+    guarded("fold", std::string(name_of(static_cast<DType>(d))), [&](Row& row) {
+      for (const std::size_t n : lengths)
+        for (int op = 0; op < kReduceOps; ++op) {
+          const auto dtype = static_cast<DType>(d);
+          const Data data = op % 2 == 0 ? Data::kRandomBits : Data::kSpecial;
+          const Elements of{dtype, op, n, draw_elements(dtype, n, data, random),
+                            draw_elements(dtype, n, data, random)};
+          check_fold(on, of, n % 2, row);
+          check_fold_all(on, of, row);
+        }
+    });
+}
+
+void check_matrices(const Device& on, bool small, const Guarded& guarded) {
+  std::vector<Factors> shapes = {{1, 1, 1}, {7, 17, 3}, {33, 65, 4}};
+  if (!small) shapes.insert(shapes.end(), {{31, 4100, 16}, {1100, 9, 2}, {1000, 1777, 4}});
+  for (const Factors& of : shapes)
+    guarded("lowrank", std::to_string(of.rows) + "x" + std::to_string(of.columns), [&](Row& row) {
+      for (const Data data : {Data::kNormal, Data::kHuge, Data::kDenormal}) {
+        MatrixCheck check(on, of, data, row);
+        check.left();
+        check.right();
+        check.orthonormalise();
+        check.product();
+      }
+    });
+}
+
+}  // namespace gradwire::cuda
