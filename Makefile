@@ -37,8 +37,8 @@ test-cpp: $(BUILT) .system-packages
 	$(CTEST) build/release
 
 test-python: build
-	cmake -S . -B build/release -DGRADWIRE_SIMULATED_CUDA=ON >/dev/null
-	ninja -C build/release simulated_cuda
+	cmake -S . -B build/release -DGRADWIRE_SIMULATED_CUDA=ON -DGRADWIRE_BENCH=ON >/dev/null
+	ninja -C build/release simulated_cuda gpu_kernels gpu_jobs
 	@echo "== Python tests"
 	$(BIN)/python -m pytest $(ARGS)
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import gpu_report
 import gradwire
 import peers_report
 from methods import GLOO, GLOO_FP16, GLOO_POWERSGD, ONEBIT, PEERS, THRESHOLD, TOPK, TRAINED, Method
@@ -190,7 +191,22 @@ def _beside(
     return f"{microseconds:,.{digits}f} ({to_best:.1f}×, {gloo:.1f}×)"
 
 
-TABLES: dict[str, Callable[[Path], list[str]]] = {"codecs": codecs, "peers": peers}
+def gpu(results: Path) -> list[str]:
+    """Kernels on a GPU as shares of a copy's bandwidth, and how many checks passed there."""
+    files = sorted(results.glob("gpu-*.json"))
+    if not files:
+        return ["Nothing was measured on a GPU yet."]
+    found = json.loads(files[-1].read_text(encoding="utf-8"))
+    document = f"[all of it](bench/results/{files[-1].stem}.md)"
+    said = f"{found['gpu']['name']}, {found['date'][:10]}: {gpu_report.verdict(found)}"
+    if not found["times"]:
+        return [f"{said} No kernel was timed; {document}."]
+    rate = gpu_report.copy_rate(found["times"])
+    copies = f"A copy reads and writes {rate:,.0f} GB/s; {document}."
+    return [f"{said} {copies}", "", *gpu_report.speeds(found["times"])]
+
+
+TABLES: dict[str, Callable[[Path], list[str]]] = {"codecs": codecs, "peers": peers, "gpu": gpu}
 
 
 if __name__ == "__main__":

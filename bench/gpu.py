@@ -1,0 +1,193 @@
+"""Builds, checks and times gradwire's CUDA part on the first GPU of this machine, in 8 minutes.
+
+    python bench/gpu.py                    # writes bench/results/gpu-DATE.json and .md
+    python bench/gpu.py --output FOLDER/gpu  # those two files elsewhere
+    python bench/gpu.py --only loopback kernels
+    python bench/gpu.py --simulated        # the checks, over tests/simulated_cuda; writes nothing
+
+It needs nvcc, cmake, ninja, pybind11, NumPy, ml_dtypes, pytest and a torch with CUDA, and no
+network. Each stage (gpu_stages.py) runs in processes of its own for a limited time, so that one
+that crashes or hangs is one failure. Exits with 1 where a check failed, and where there is no GPU:
+then it measures nothing. `make test-cpp build` makes what --simulated runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gpu_build
+import gpu_report
+import result_files
+from gpu_stages import Deadline, Ended, Stage, python, run_all, simulated, stages
+from machine import describe
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+RELEASE = ROOT / "build/release"  # of `make test-cpp build`
+_BUILD_SECONDS = 240.0
+_LOOK_SECONDS = 60.0
+
+# What this Python's torch says of the first GPU, or why there is none.
+_LOOK = """
+import json
+try:
+    import torch
+    if not torch.cuda.is_available():
+        found = {"why_not": f"torch {torch.__version__} finds no GPU"}
+    else:
+        of = torch.cuda.get_device_properties(0)
+        found = {
+            "name": of.name, "capability": f"{of.major}{of.minor}", "memory": of.total_memory,
+            "torch": torch.__version__, "CUDA": torch.version.cuda,
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+except Exception as error:
+    found = {"why_not": f"{type(error).__name__}: {error}"}
+print(json.dumps(found))
+"""
+
+
+def main() -> int:
+    """Runs the stages, writes and prints what they found."""
+    options = _parse()
+    deadline = Deadline(60 * options.minutes)
+    if options.simulated:
+        return _simulated(options, deadline)
+    gpu = look()
+    if "why_not" in gpu:
+        print(f"gpu: {gpu['why_not']}; nothing was measured", file=sys.stderr)
+        return 1
+    gpu |= {"driver": _driver(), "nvcc": _nvcc()}
+    _told(", ".join(f"{name} {value}" for name, value in gpu.items()))
+    started = deadline.remaining()
+    ended = _run(options, deadline, gpu)
+    found = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": describe(),
+        "command": " ".join(["bench/gpu.py", *sys.argv[1:]]),
+        "gpu": gpu,
+        "seconds": started - deadline.remaining(),
+        "passed": all(each.passed for each in ended),
+        "stages": [
+            {"name": each.name, "seconds": each.seconds, "rows": each.rows} for each in ended
+        ],
+        "times": [row for each in ended for row in each.times],
+    }
+    text = gpu_report.document(found)
+    if options.output or not options.only:
+        stem = options.output or RESULTS / f"gpu-{datetime.date.today().isoformat()}"
+        result_files.save(stem, found, text)
+    print(text)
+    return 0 if found["passed"] else 1
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--minutes", type=float, default=8.0, help="for everything; what is left is skipped")
+    add("--only", nargs="+", default=[], metavar="STAGE", help="after the build")
+    add("--output", type=Path, help="a path without suffix")
+    add("--simulated", action="store_true", help="the checks, over a simulated GPU")
+    add("--build", type=Path, default=RELEASE, help="with --simulated: the folder of the build")
+    add("--architectures", help="to compile for; the GPU's own by default")
+    return parser.parse_args()
+
+
+def look() -> dict[str, Any]:
+    """Of the first GPU, or `why_not`; in a process of its own, since a driver may hang."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOOK], capture_output=True, text=True, timeout=_LOOK_SECONDS
+        )
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        return {"why_not": f"looking for a GPU failed: {type(error).__name__}"}
+    return found
+
+
+def _driver() -> str:
+    """Its version; ? where nobody tells."""
+    smi = shutil.which("nvidia-smi")
+    if smi is not None:
+        wish = ["--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        done = subprocess.run([smi, *wish], capture_output=True, text=True)
+        if done.returncode == 0 and done.stdout.strip():
+            return done.stdout.strip()
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return "?"
+    number = re.search(r"\d+\.\d+\.\d+", text)
+    return number[0] if number else "?"
+
+
+def _nvcc() -> str:
+    try:
+        done = subprocess.run(["nvcc", "--version"], capture_output=True, text=True)
+    except OSError:
+        return "?"
+    found = re.search(r"release ([\d.]+)", done.stdout)
+    return found[1] if found else "?"
+
+
+def _run(options: argparse.Namespace, deadline: Deadline, gpu: Mapping[str, Any]) -> list[Ended]:
+    """The build, and all stages if it passed."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("GRADWIRE_")
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(gpu_build.PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    architectures = options.architectures or f"{gpu['capability']}-real"
+    build = Stage("build", python("gpu_build.py", architectures), _BUILD_SECONDS)
+    ended = run_all([build], deadline, environment, _told)
+    if not ended[0].passed:
+        return ended
+    wanted = _chosen(stages(gpu_build.BUILD, gpu_build.PLUGIN), options.only)
+    return ended + run_all(wanted, deadline, environment, _told)
+
+
+def _chosen(all_of_them: Sequence[Stage], only: Sequence[str]) -> list[Stage]:
+    unknown = set(only) - {each.name for each in all_of_them}
+    if unknown:
+        names = ", ".join(each.name for each in all_of_them)
+        raise SystemExit(f"gpu: no stage {', '.join(sorted(unknown))}; there are {names}")
+    return [each for each in all_of_them if not only or each.name in only]
+
+
+def _simulated(options: argparse.Namespace, deadline: Deadline) -> int:
+    """The checks alone."""
+    build = options.build.absolute()
+    missing = [
+        path
+        for path in (
+            build / "bench/gpu_kernels",
+            build / "tests/simulated_cuda/libsimulated_cuda.so",
+        )
+        if not path.exists()
+    ]
+    if missing:
+        print(f"gpu: no {missing[0]}: `make test-cpp build` builds it", file=sys.stderr)
+        return 1
+    ended = run_all(_chosen(simulated(build), options.only), deadline, os.environ, _told)
+    print("A simulated GPU: nothing here is a figure of one.\n")
+    print("\n".join(gpu_report.checks([{"name": each.name, "rows": each.rows} for each in ended])))
+    return 0 if all(each.passed for each in ended) else 1
+
+
+def _told(line: str) -> None:
+    print(f"gpu: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

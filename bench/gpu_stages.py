@@ -1,0 +1,210 @@
+"""The stages of bench/gpu.py: programs that print rows, each in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import IO, Any
+
+HERE = Path(__file__).parent
+_TOO_LATE = 5.0  # seconds, in which no stage gets anywhere
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A program."""
+
+    name: str
+    command: Sequence[str]
+    seconds: float  # that it may take
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Ended:
+    """What a stage told."""
+
+    name: str
+    seconds: float
+    rows: list[Row] = field(default_factory=list)  # of checks
+    times: list[Row] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return all(row["passed"] for row in self.rows)
+
+
+def python(program: str, *arguments: str) -> list[str]:
+    """The command of a program beside this file."""
+    return [sys.executable, "-u", str(HERE / program), *arguments]
+
+
+def stages(build: Path, plugin: Path) -> list[Stage]:
+    """All of them, on a GPU; first what tells most."""
+    kernels, library = str(build / "bench/gpu_kernels"), str(plugin)
+    jobs = str(build / "bench/libgpu_jobs.so")
+    # Threads that are ranks have a queue each.
+    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    return [
+        Stage("loopback", python("gpu_loopback.py"), 100, queues),
+        Stage("kernels", [kernels, library, "all"], 75),
+        Stage("speed", python("gpu_speed.py", library, jobs), 90),
+        Stage("graph", python("gpu_graph.py"), 45, queues),
+        Stage("ranks", python("gpu_ranks.py"), 120),
+        Stage("hook", python("gpu_ddp.py"), 100),
+        Stage("long arrays", [kernels, library, "long"], 60),
+        Stage("memcheck", python("gpu_sanitize.py", "memcheck", kernels, library), 60),
+        Stage("racecheck", python("gpu_sanitize.py", "racecheck", kernels, library), 60),
+        Stage("C++ tests", python("gpu_tests.py", str(build), library), 120),
+    ]
+
+
+def simulated(build: Path) -> list[Stage]:
+    """What runs over the simulated device, and times nothing."""
+    library = build / "tests/simulated_cuda/libsimulated_cuda.so"
+    environment = {"GRADWIRE_CUDA_SO": str(library)}
+    kernels = [str(build / "bench/gpu_kernels"), str(library), "small"]
+    programs = {
+        "loopback": "gpu_loopback.py",
+        "graph": "gpu_graph.py",
+        "ranks": "gpu_ranks.py",
+        "hook": "gpu_ddp.py",
+    }
+    return [
+        Stage("kernels", kernels, 100),
+        *(
+            Stage(name, python(program, "--simulated"), 100, environment)
+            for name, program in programs.items()
+        ),
+    ]
+
+
+class Deadline:
+    """Of all stages."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Seconds."""
+        return self._end - monotonic()
+
+
+def run_all(
+    all_of_them: Sequence[Stage],
+    deadline: Deadline,
+    base: Mapping[str, str],
+    told: Callable[[str], object],
+) -> list[Ended]:
+    """One after the other; what the deadline leaves no time for is skipped."""
+    ended = []
+    for stage in all_of_them:
+        seconds = min(stage.seconds, deadline.remaining() - 1)
+        if seconds < _TOO_LATE:
+            ended.append(Ended(stage.name, 0, [_skipped("no time was left")]))
+        else:
+            told(f"{stage.name} (up to {seconds:.0f} s)")
+            ended.append(run(stage, seconds, base))
+        told(f"{stage.name}: {summary(ended[-1])}")
+    return ended
+
+
+def summary(ended: Ended) -> str:
+    """A line for people."""
+    failed = [row for row in ended.rows if not row["passed"]]
+    checks = sum(row.get("checks", 0) for row in ended.rows)
+    if failed:
+        first = failed[0]
+        return f"{len(failed)} groups FAILED, first {first['group']} {first['case']}: " + str(
+            first["detail"]
+        )
+    return f"{checks} checks passed in {ended.seconds:.1f} s"
+
+
+def run(stage: Stage, seconds: float, base: Mapping[str, str]) -> Ended:
+    """Its rows; that it crashed, hung or told nothing is one that failed."""
+    ended = Ended(stage.name, 0)
+    start = monotonic()
+    late = threading.Event()
+    with tempfile.TemporaryFile() as errors, _started(stage, base, errors) as process:
+        timer = threading.Timer(seconds, _kill, (process, late))
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                _read(line.decode(errors="replace"), ended)
+            process.wait()
+        finally:
+            timer.cancel()
+            timer.join()
+            _kill(process)
+        ended.seconds = monotonic() - start
+        why = _why(process.returncode, seconds if late.is_set() else None, ended)
+        if why:
+            errors.seek(0)
+            words = errors.read().decode(errors="replace").strip().splitlines()[-4:]
+            ended.rows.append(_failed(" | ".join([why, *words])))
+    return ended
+
+
+def _started(stage: Stage, base: Mapping[str, str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        stage.command,
+        env={**base, **stage.environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        start_new_session=True,
+    )
+
+
+def _kill(process: subprocess.Popen[bytes], late: threading.Event | None = None) -> None:
+    """With everything that it has started."""
+    if late is not None:
+        late.set()
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _read(line: str, ended: Ended) -> None:
+    """One of JSON is a row, or a time; others are somebody's chatter."""
+    if not line.startswith("{"):
+        return
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return
+    (ended.rows if "passed" in row else ended.times).append(row)
+
+
+def _why(status: int, late: float | None, ended: Ended) -> str:
+    """How it ended, if not well."""
+    if late is not None:
+        last = f", last of {ended.rows[-1]['group']} {ended.rows[-1]['case']}" if ended.rows else ""
+        return f"ended by force after {late:.0f} s{last}"
+    if status != 0:
+        return f"ended with status {status}"
+    return "" if ended.rows else "it told nothing"
+
+
+def _failed(why: str) -> Row:
+    return {"group": "the stage", "case": "", "passed": False, "checks": 1, "detail": why}
+
+
+def _skipped(why: str) -> Row:
+    fields = {"group": "the stage", "case": "", "passed": True, "checks": 0}
+    return {**fields, "skipped": True, "detail": why}

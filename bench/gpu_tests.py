@@ -1,0 +1,67 @@
+"""The C++ tests of kernels, on the GPU instead of the simulated one; skipped without GoogleTest.
+
+A stage of bench/gpu.py. CMAKE_PREFIX_PATH may name a folder that has GoogleTest.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_build
+from gpu_rows import Row
+
+_ROOT = Path(__file__).parents[1]
+
+
+def main() -> int:
+    """Prints the rows."""
+    build, library = Path(sys.argv[1]), sys.argv[2]
+    tests = names(_ROOT / "tests/cpp")
+    if not _built(build, tests):
+        return 0
+    for name in tests:
+        with Row("C++ tests", name) as row:
+            done = subprocess.run(
+                [str(build / "tests/cpp" / name), "--gtest_brief=1"],
+                env={**os.environ, "GRADWIRE_TESTED_CUDA_SO": library},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            failed = [line for line in done.stdout.splitlines() if "FAILED" in line]
+            ended = f"ended with {done.returncode}"
+            row.expect(done.returncode == 0, (failed or [ended])[0])
+    return 0
+
+
+def names(folder: Path) -> list[str]:
+    """Of the tests that run on a device of one's choice (cuda_arrays.h)."""
+    headers = ("cuda_arrays.h", "cuda_kernels.h", "cuda_sparse.h")
+    return sorted(
+        path.stem
+        for path in folder.glob("cuda_*_test.cc")
+        if any(f'"{header}"' in path.read_text(encoding="utf-8") for header in headers)
+    )
+
+
+def _built(build: Path, tests: list[str]) -> bool:
+    with Row("C++ tests", "build") as row:
+        try:
+            gpu_build.call(gpu_build.tool("cmake"), "-B", str(build), "-DGRADWIRE_TESTS=ON")
+        except RuntimeError as error:
+            gpu_build.call(gpu_build.tool("cmake"), "-B", str(build), "-DGRADWIRE_TESTS=OFF")
+            if "gtest" not in str(error).lower():
+                raise
+            row.skip("there is no GoogleTest")
+            return False
+        gpu_build.call(gpu_build.tool("ninja"), "-C", str(build), *tests)
+        row.expect(tests, "no test is for a device of one's choice")
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

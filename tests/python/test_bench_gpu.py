@@ -1,0 +1,276 @@
+"""bench/gpu.py: its checks over the simulated GPU, and what it makes of stages that go wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gpu
+import gpu_floors
+import gpu_loopback
+import gpu_ranks
+import gpu_report
+import gpu_sanitize
+import gpu_stages
+import gpu_tests
+import gpu_torch_jobs
+import pytest
+import ranks
+import simulated_gpu
+import tables
+from gpu_calls import Found, difference
+from gpu_rows import Row
+from gpu_stages import Deadline, Ended, Stage
+
+BUILD = simulated_gpu.path().parents[2]
+JOBS = BUILD / "bench/libgpu_jobs.so"
+built = pytest.mark.skipif(
+    not (simulated_gpu.path().exists() and JOBS.exists()),
+    reason="the simulated GPU and bench/gpu.py's programs were not built (make test-cpp)",
+)
+
+
+@built
+@pytest.mark.timeout(500)
+def test_all_checks_pass_over_the_simulated_gpu() -> None:
+    command = [sys.executable, "bench/gpu.py", "--simulated", "--build", str(BUILD)]
+    done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    stages = [line.split(" | ")[0] for line in done.stdout.splitlines() if "passed" in line]
+    assert set(stages) == {
+        f"| {each}" for each in ("kernels", "loopback", "graph", "ranks", "hook")
+    }
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "bench/gpu.py", "--output", str(tmp_path / "gpu")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=gpu.ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "nothing was measured" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# ---- Stages ------------------------------------------------------------------------------------
+
+
+def run(program: str, seconds: float = 60) -> Ended:
+    """A stage that is this program, after some imports."""
+    text = "import json, os, sys, time\nsys.path.append('bench')\n" + program
+    environment = {**os.environ, "PYTHONPATH": str(gpu.ROOT / "bench")}
+    return gpu_stages.run(
+        Stage("made up", [sys.executable, "-c", text], seconds), seconds, environment
+    )
+
+
+_ROW = "from gpu_rows import Row, tell\nwith Row('g', 'c') as row: row.expect(True, '')\n"
+
+
+def test_rows_and_times_are_read_among_chatter() -> None:
+    ended = run("print('hello'); print('{no json')\n" + _ROW + "tell(job='fold', n=1)")
+    assert ended.passed
+    assert [(row["group"], row["case"], row["checks"]) for row in ended.rows] == [("g", "c", 1)]
+    assert ended.times == [{"job": "fold", "n": 1}]
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (_ROW + "os.kill(os.getpid(), 11)", "ended with status -11"),
+        (_ROW + "print('the reason', file=sys.stderr); sys.exit(3)", "the reason"),
+        ("", "it told nothing"),
+        ("from gpu_rows import Row\nwith Row('g') as row: row.expect(1 == 2, 'sums')", "sums"),
+        ("from gpu_rows import Row\nwith Row('g') as row: raise ValueError('x')", "ValueError: x"),
+    ],
+)
+def test_what_goes_wrong_in_a_stage_is_a_failed_row(program: str, words: str) -> None:
+    ended = run(program)
+    assert not ended.passed
+    assert words in ended.rows[-1]["detail"]
+
+
+def test_a_stage_that_hangs_is_ended_with_its_children() -> None:
+    hanging = """
+child = os.fork()
+if child == 0:
+    time.sleep(1000)
+print(json.dumps({"group": "children", "case": str(child), "passed": True}), flush=True)
+time.sleep(1000)
+"""
+    ended = run(_ROW + hanging, seconds=3)
+    assert ended.seconds < 60
+    assert "ended by force after 3 s, last of children" in ended.rows[-1]["detail"]
+    (child,) = [int(row["case"]) for row in ended.rows if row["group"] == "children"]
+    ranks.eventually(lambda: not Path(f"/proc/{child}").exists() or ranks.state_of(child) == "Z")
+
+
+def test_what_the_deadline_leaves_no_time_for_is_skipped_and_said() -> None:
+    told: list[str] = []
+    (ended,) = gpu_stages.run_all([Stage("late", ["false"], 10)], Deadline(0), {}, told.append)
+    assert ended.rows[0]["skipped"]
+    assert "no time was left" in ended.rows[0]["detail"]
+
+
+# ---- What is compared --------------------------------------------------------------------------
+
+
+def test_differences_of_results_and_residuals_are_found() -> None:
+    kept = {"residual": [1.0], "tau": 0.5, "filter": 1.0, "calls": 3, "memory": []}
+    one = Found([b"a", b"b"], {"k": kept})
+    assert difference(one, one) == ""
+    assert difference(one, Found([b"a", b"c"], {"k": kept})) == "the results of call 1 differ"
+    assert difference(one, Found([b"a", b"b"], {"k": {**kept, "filter": 2.0}})) == ""
+    other = Found([b"a", b"b"], {"k": {**kept, "residual": [2.0]}})
+    assert difference(one, other) == "residual of k differs"
+    assert "refused" in difference(one, Found([], {}, "no"))
+
+
+def test_every_collective_codec_and_number_of_ranks_is_checked() -> None:
+    assert sorted(gpu_loopback.SIZES) == [1, 2, 3, 4, 5, 8]
+    groups = dict(gpu_loopback.groups(gpu_loopback.FULL, 4, ("float32",)))
+    assert set(gpu_loopback.COLLECTIVES) < set(groups)
+    assert {f"codec {each}" for each in (*gpu_loopback.CODECS, "lowrank")} < set(groups)
+    assert {0, 1, 3} < {case.n for case in groups["all_reduce"]}
+    assert {0, 1} == {case.shift for case in groups["all_reduce"]}
+    assert all(case.calls == 3 for case in groups["codec onebit"] if case.feedback)
+
+
+def test_nccl_gets_several_ranks_of_a_gpu() -> None:
+    old, new = (gpu_ranks.nccl_environment(2, version) for version in ("2.28.9", "2.30.7"))
+    assert (old["NCCL_HOSTID"], old["NCCL_NET"]) == ("rank2", "Socket")
+    assert new["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert "NCCL_HOSTID" not in new
+    assert gpu_ranks.nccl_environment(0, "") == {}
+
+
+@pytest.mark.parametrize(
+    ("output", "passed", "skipped"),
+    [
+        ('{"passed": true}\n========= ERROR SUMMARY: 0 errors', True, False),
+        ('{"passed": true}\n========= ERROR SUMMARY: 2 errors', False, False),
+        ('{"passed": false}\n========= ERROR SUMMARY: 0 errors', False, False),
+        ("========= ERROR SUMMARY: 0 errors", False, False),
+        ("========= Error: Device not supported", True, True),
+        ("cannot run", True, True),
+    ],
+)
+def test_compute_sanitizer_is_judged(
+    output: str, passed: bool, skipped: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Row("g") as row:
+        gpu_sanitize.judge(row, "memcheck", output)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["passed"], told.get("skipped", False)) == (passed, skipped)
+
+
+def test_the_kernels_tests_in_cpp_are_known() -> None:
+    names = gpu_tests.names(gpu.ROOT / "tests/cpp")
+    assert {"cuda_cast_test", "cuda_onebit_test", "cuda_topk_test"} < set(names)
+    assert "cuda_nccl_test" not in names
+
+
+# ---- Jobs --------------------------------------------------------------------------------------
+
+
+@built
+def test_every_job_that_is_timed_runs() -> None:
+    library = ctypes.CDLL(str(JOBS))
+    library.gpu_job_make.restype = ctypes.c_void_p
+    library.gpu_job_make.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_uint64,
+        ctypes.c_int,
+    ]
+    library.gpu_job_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    library.gpu_job_free.argtypes = [ctypes.c_void_p]
+    library.gpu_job_error.restype = ctypes.c_char_p
+    plugin = str(simulated_gpu.path()).encode()
+    for floor in gpu_floors.FLOORS:
+        job = library.gpu_job_make(plugin, floor.job.encode(), 4096, 2)
+        assert job, library.gpu_job_error()
+        for index in range(2):
+            assert library.gpu_job_run(job, index, None) == 0, library.gpu_job_error()
+        library.gpu_job_free(job)
+    assert not library.gpu_job_make(plugin, b"no such job", 4096, 1)
+    assert b"no job 'no such job'" in library.gpu_job_error()
+
+
+def test_torch_does_every_job_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_torch_jobs, "DEVICE", "cpu")
+    for floor in gpu_floors.FLOORS:
+        job = gpu_torch_jobs.make(floor.job, 1 << 14, 2)
+        job.run(0)
+        job.run(1)
+
+
+def test_floors_are_those_of_the_kernels() -> None:
+    floors = {each.job: each.bytes for each in gpu_floors.FLOORS}
+    assert floors["onebit encode, feedback"] == 12 + 1 / 8 + 8 / 1024
+    assert floors["onebit sum of 8"] == 4 + 8 * (1 / 8 + 8 / 1024)
+    assert floors["fp16 ring round"] == 8
+    (fold,) = [each for each in gpu_floors.FLOORS if each.job == "fold"]
+    copy_bytes = 8 * 1000 / 2e-3  # of a copy of 1,000 elements in 2 ms
+    assert gpu_floors.share(fold, 1000, 3e-3, copy_bytes) == pytest.approx(1)
+    assert gpu_floors.share(fold, 1000, 6e-3, copy_bytes) == pytest.approx(0.5)
+
+
+# ---- Tables ------------------------------------------------------------------------------------
+
+
+def time_of(job: str, n: int, share: float) -> dict[str, Any]:
+    floor = next(each for each in gpu_floors.FLOORS if each.job == job)
+    copy = 8 * n / 4e12
+    own = floor.bytes * n / (share * 4e12)
+    return {
+        "job": job,
+        "n": n,
+        "floor": floor.bytes,
+        "seconds": own,
+        "copy_seconds": copy,
+        "torch_seconds": 3 * own,
+        "beside": floor.beside,
+        "share": share,
+        "reached": share >= gpu_floors.GOAL,
+        "spread": 0.01,
+    }
+
+
+def found_of(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "date": "2020-01-02 03:04 UTC",
+        "machine": "a machine",
+        "command": "bench/gpu.py",
+        "gpu": {"name": "A GPU", "driver": "1.2", "CUDA": "13.0", "torch": "2", "NCCL": "2.28.9"},
+        "seconds": 400.0,
+        "passed": all(row["passed"] for row in rows),
+        "stages": [{"name": "kernels", "seconds": 1.0, "rows": list(rows)}],
+        "times": [time_of("fold", 1 << 20, 0.8), time_of("fold", 1 << 28, 0.95)],
+    }
+
+
+PASSED = {"group": "codec int8", "case": "n=1", "passed": True, "checks": 1200, "detail": ""}
+FAILED = {"group": "codec int8", "case": "n=2", "passed": False, "checks": 3, "detail": "a | b"}
+
+
+def test_a_document_says_what_failed_and_which_goals_are_missed() -> None:
+    text = gpu_report.document(found_of(PASSED, FAILED))
+    assert "1,203 checks in 2 groups, of which 1 failed." in text
+    assert "| kernels | codec int8 | 2 | 1,203 | **FAILED** n=2: a / b |" in text
+    assert "| fold | 12.00 | 0.80 (3,200 GB/s) | 0.95 (3,800 GB/s) | missed at 1 M |" in text
+    assert "add_: 3.0× as long at 256 M" in text
+
+
+def test_readme_has_what_was_measured_or_that_nothing_was(tmp_path: Path) -> None:
+    assert tables.gpu(tmp_path) == ["Nothing was measured on a GPU yet."]
+    (tmp_path / "gpu-2020-01-02.json").write_text(json.dumps(found_of(PASSED)))
+    text = "\n".join(tables.gpu(tmp_path))
+    assert "A GPU" in text
+    assert "| fold | 12.00 |" in text
+    (tmp_path / "gpu-2020-01-03.json").write_text(json.dumps(found_of(PASSED, FAILED)))
+    assert "1 failed" in "\n".join(tables.gpu(tmp_path))
