@@ -230,9 +230,10 @@ def test_abort_ends_calls_on_all_ranks() -> None:
         def body(comm):
             x = Array(values(comm.rank))
             comm.all_reduce(x)
-            if comm.rank == 1:
-                comm.abort("enough")
             try:
+                comm.barrier()
+                if comm.rank == 1:
+                    comm.abort("enough")
                 for _ in range(200):
                     comm.all_reduce(x, timeout=20)
                     time.sleep(0.05)
