@@ -85,9 +85,9 @@ class Communicator {
 
   // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters.
   void abort(const std::string& reason) noexcept;
-  // Ends every call with `error`, here and on all ranks: for whoever finds it outside of calls. Does
-  // nothing where it has failed already. Where another thread drives for longer than a second it is
-  // an abort() with the error's text.
+  // Ends every call with `error`, here and on all ranks: for whoever finds it outside of calls.
+  // Does nothing where it has failed already. Where another thread drives for longer than a second
+  // it is an abort() with the error's text.
   void fail_with(const std::exception_ptr& error) noexcept;
   // Finishes pending work, says BYE, lets go of all sockets. Later calls throw Aborted. Throws what
   // ended the pending work, and InvalidArgument when ranks turn out to have made different calls.
