@@ -297,13 +297,57 @@ class CudaOneBitForeign : public CudaOneBit {
   Payload altered() {
     const std::size_t family = random_() % std::size(kFamilies);
     Payload payload = encode(draw(kFamilies[family], block(), random_), nullptr).units[0];
+    if (random_() % 2 == 0) alter_means(payload);
     const bool front = random_() % 2 == 0;
     for (std::size_t changes = random_() % 4; changes > 0; --changes)
       payload[random_() % (front ? std::min<std::size_t>(14, payload.size()) : payload.size())] =
           static_cast<std::byte>(random_());
     return payload;
   }
+  // To others of the same sign, so that mask and signs stay where they are.
+  void alter_means(Payload& payload) {
+    constexpr float kOthers[] = {0, kLeast, kMost, INFINITY, NAN};
+    for (std::size_t at : {0, 4}) {
+      float mean;
+      std::memcpy(&mean, payload.data() + at, sizeof mean);
+      mean = std::copysign(kOthers[random_() % std::size(kOthers)], mean);
+      if (random_() % 2 == 0) std::memcpy(payload.data() + at, &mean, sizeof mean);
+    }
+  }
+
+  // A payload of which the mask is runs of about so many bits, whether or not a bitmap is shorter.
+  Payload of_runs(std::size_t bits) {
+    std::vector<bool> code, mask;
+    const auto add_run = [&](std::size_t length, bool set) {
+      const auto digits = static_cast<std::size_t>(std::bit_width(length)) - 1;
+      code.insert(code.end(), digits, false);
+      code.push_back(true);
+      for (std::size_t k = 0; k < digits; ++k) code.push_back((length >> k & 1) != 0);
+      mask.insert(mask.end(), length, set);
+    };
+    bool set = false;
+    for (; code.size() + 8 < bits && mask.size() + 4 < block(); set = !set)
+      add_run(1 + random_() % 3, set);
+    add_run(block() + 1 - mask.size(), set);
+    const auto ones = static_cast<std::size_t>(std::count(mask.begin(), mask.end(), true));
+    Payload payload(8 + (code.size() + 7) / 8);
+    for (std::size_t i = 0; i < code.size(); ++i)
+      if (code[i]) payload[8 + i / 8] |= static_cast<std::byte>(1U << i % 8);
+    const float means[] = {-1.5F, 2.5F};
+    std::memcpy(payload.data(), means, sizeof means);
+    const Payload signs = draw_bytes((ones + 7) / 8, random_);
+    payload.insert(payload.end(), signs.begin(), signs.end());
+    return payload;
+  }
 };
+
+// Up to those that take as many bytes as a bitmap, which is refused.
+TEST_P(CudaOneBitForeign, RunsOfAnyLength) {
+  std::vector<Payload> units;
+  for (std::size_t u = 0; u < 48; ++u) units.push_back(of_runs(block() - std::min(block(), 2 * u)));
+  for (std::size_t u = 0; u < 24; ++u) units.push_back(of_runs(block() - u % 8));
+  expect_decoded(units, block(), false);
+}
 
 TEST_P(CudaOneBitForeign, RandomBytes) {
   for (const bool slotted : {false, true}) {

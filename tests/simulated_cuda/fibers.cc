@@ -111,7 +111,7 @@ void fatal(const char* what) {
 }
 
 void run_fibers(unsigned count, const std::function<void(unsigned)>& body,
-                const std::function<unsigned(unsigned)>& pick) {
+                const std::function<std::size_t(const std::vector<unsigned>&)>& pick) {
   while (fibers.size() < count) make(static_cast<unsigned>(fibers.size()));
   work = &body;
   alive = count;
@@ -122,7 +122,7 @@ void run_fibers(unsigned count, const std::function<void(unsigned)>& body,
   }
   while (alive > 0) {
     if (ready.empty()) fatal("a barrier that some thread of the block never reaches");
-    const unsigned at = pick(static_cast<unsigned>(ready.size()));
+    const std::size_t at = pick(ready);
     const unsigned next = ready[at];
     ready[at] = ready.back();
     ready.pop_back();

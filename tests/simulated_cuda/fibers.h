@@ -3,12 +3,14 @@
 
 #include <cstddef>
 #include <functional>
+#include <vector>
 
 namespace simulated {
 
-// Runs `body` once for each of `count` fibers; pick(n) says which of n fibers that can run is next.
+// Runs `body` once for each of `count` fibers; pick(ready) says which of those that can
+// run is next, by its place.
 void run_fibers(unsigned count, const std::function<void(unsigned)>& body,
-                const std::function<unsigned(unsigned)>& pick);
+                const std::function<std::size_t(const std::vector<unsigned>&)>& pick);
 // Of a fiber that runs: lets others run until resume_all(list) has been called for it.
 unsigned current_fiber();
 void suspend();

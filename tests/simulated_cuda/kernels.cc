@@ -52,7 +52,13 @@ void run_grid(unsigned blocks, unsigned threads, const std::function<void()>& th
   std::shuffle(order.begin(), order.end(), random_bits());
   gridDim = {blocks, 1, 1};
   blockDim = {threads, 1, 1};
-  const auto pick = [](unsigned n) { return static_cast<unsigned>(random_bits()() % n); };
+  unsigned late = 0;  // a warp that runs when hardly another can, or none
+  const auto pick = [&late](const std::vector<unsigned>& ready) {
+    std::size_t at = random_bits()() % ready.size();
+    for (int tries = 0; tries < 16 && ready[at] / 32 == late; ++tries)
+      at = random_bits()() % ready.size();
+    return at;
+  };
   const std::function<void(unsigned)> body = [&](unsigned index) {
     set_thread(index);
     thread();
@@ -61,6 +67,7 @@ void run_grid(unsigned blocks, unsigned threads, const std::function<void()>& th
     blockIdx = {block, 0, 0};
     warps.assign(threads / 32, {});
     at_barrier.clear();
+    late = static_cast<unsigned>(random_bits()() % (threads / 16));
     run_fibers(threads, body, pick);
   }
 }

@@ -2,10 +2,10 @@
 // where there is no GPU. Instead of <cuda_runtime.h>, under GRADWIRE_SIMULATED_CUDA.
 //
 // Kernels run thread by thread: every thread of a block is a fiber, and between two barriers they
-// run one after the other in random order, so that what lacks a barrier gives wrong results. Blocks
-// run in random order. Warps are of 32 threads; the mask of a warp's operation must be of all of
-// them, and block sizes multiples of 32. A barrier that some thread of the block never reaches ends
-// the program with a message.
+// run one after the other in random order, in every other block one warp later than the others, so
+// that what lacks a barrier gives wrong results. Blocks run in random order. Warps are of 32
+// threads; the mask of a warp's operation must be of all of them, and block sizes multiples of 32.
+// A barrier that some thread of the block never reaches ends the program with a message.
 //
 // Streams are queues. Nothing runs until somebody waits (cudaStreamSynchronize, cudaEventQuery,
 // cudaFree): then operations run in random order, as far as streams and events let them, so that

@@ -34,14 +34,20 @@ __device__ inline Unit unit_of(const Slots& payload, std::uint64_t unit, std::ui
   return {payload.data + begin, payload.offsets[unit + 1] - begin, true};
 }
 
+// As they are sent.
 struct Means {
   float plus, minus;
 
-  // Of a header as it was sent.
   __device__ bool masked() const { return is_negative(plus); }
   __device__ bool has_runs() const { return masked() && !is_negative(minus); }
-
   __device__ bool finite() const { return is_finite(plus) && is_finite(minus); }
+
+  // What elements become: never -0, as on CPUs.
+  __device__ Means decoded() const {
+    if (!finite()) return {quiet_nan<float>(), quiet_nan<float>()};
+    if (masked()) return {0 - plus, 0 - __uint_as_float(magnitude_bits(minus))};
+    return {0 + plus, 0 + minus};
+  }
 };
 
 // What a thread knows of a payload's block: its header, and one word of what is behind that.
@@ -78,7 +84,7 @@ template <bool kAlone>
 struct GroupRoom {
   static constexpr unsigned kWords = kWarp * (kAlone ? 1 : kMostWarps);
   Means sent[kGroup];
-  Means means[kGroup];
+  Means means[kGroup];                      // decoded
   std::uint32_t signs[kGroup][kWords + 1];  // first: what is behind the header
   std::uint32_t present[kGroup][kWords];
   std::uint32_t run_bytes[kGroup];
@@ -162,13 +168,7 @@ __device__ std::uint32_t unpack(const Group& group, std::uint32_t n, Team<kAlone
       good = unpack(unit_at(p), n, sent, room.run_bytes[p], team, room.signs[p][rank],
                     room.present[p][rank]);
     flags |= (good ? 0U : kRefused) | (sent.finite() ? 0U : kNotFinite);
-    if (rank > 0) continue;
-    Means means{quiet_nan<float>(), quiet_nan<float>()};
-    if (sent.finite() && sent.masked())
-      means = {-sent.plus, -__uint_as_float(magnitude_bits(sent.minus))};
-    else if (sent.finite())
-      means = sent;
-    room.means[p] = means;
+    if (rank == 0) room.means[p] = sent.decoded();
   }
   team.sync();
   return flags;

@@ -51,9 +51,8 @@ __device__ void fill(SumTable& table, const Group& group, unsigned lane) {
   float sum = 0;
 #pragma unroll
   for (unsigned p = 0; p < kGroup; ++p) {
-    const Means means = group.planes[p].means;
-    float value = (lane >> p & 1U) != 0 ? means.minus : means.plus;
-    if (!means.finite()) value = quiet_nan<float>();
+    const Means means = group.planes[p].means.decoded();
+    const float value = (lane >> p & 1U) != 0 ? means.minus : means.plus;
     if (p < group.count) sum = p == 0 ? value : sum + value;
   }
   __syncwarp();  // nobody reads any more what is there
@@ -163,7 +162,7 @@ struct Block {
     float* const y = of.y + unit * of.block + segment;
     float acc[kCount];
 #pragma unroll
-    for (unsigned i = 0; i < kCount; ++i) acc[i] = -0.0F;  // to which anything adds up unchanged
+    for (unsigned i = 0; i < kCount; ++i) acc[i] = 0;
     if (of.add) share.load(y, inside, acc);
     std::uint32_t flags = 0;
     Group group = load(0);
