@@ -168,7 +168,7 @@ class _GpuPart:
             )
         self._stream, self._keeps = stream, keeps
         if in_step and not self._in_step:
-            self._core.begin_step(stream)
+            self._core.begin_step()
             self._in_step = True
             self._looked_at.clear()
         return self._core

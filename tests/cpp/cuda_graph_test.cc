@@ -172,5 +172,31 @@ TEST(GpuCalls, RepeatedOnesWaitForNothing) {
   EXPECT_EQ(simulated_cuda_allocations(), allocations);
 }
 
+// Steps on one stream, and on another one each: the same residuals.
+TEST(GpuCalls, StepsAreInOrderOnWhateverStreams) {
+  std::vector<std::vector<float>> residuals[2];
+  for (int moves = 0; moves < 2; ++moves) {
+    GpuRanks ranks(2);
+    residuals[moves].resize(2);
+    ranks.run([&](Rank r) {
+      OwnedStream other(simulated_api());
+      Job job("onebit", r);
+      for (int step = 0; step < 20; ++step) {
+        const Stream stream = moves == 1 && step % 2 == 1 ? other.get() : ranks.stream(r);
+        job.put(step, stream);
+        job.feedback.begin_step();
+        job.call(ranks[r], stream);
+        job.feedback.end_step(/*keep=*/step % 3 != 0, stream);
+      }
+      residuals[moves][static_cast<std::size_t>(r)] =
+          job.residual(moves == 1 ? other.get() : ranks.stream(r));
+      simulated_api().synchronize(ranks.stream(r));
+      simulated_api().synchronize(other.get());
+    });
+  }
+  for (std::size_t r = 0; r < 2; ++r)
+    EXPECT_TRUE(exec::same_bits(residuals[0][r], residuals[1][r])) << "rank " << r;
+}
+
 }  // namespace
 }  // namespace gradwire::cuda

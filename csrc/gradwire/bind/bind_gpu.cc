@@ -69,9 +69,7 @@ class CudaFeedback {
     own_.emplace(api_, std::move(host));
   }
   cuda::Feedback& get() { return *own_; }
-  void begin_step(std::uintptr_t stream) {
-    on([&] { own_->begin_step(stream_of(stream)); });
-  }
+  void begin_step() { own_->begin_step(); }
   void end_step(bool keep, std::uintptr_t stream) {
     on([&] { own_->end_step(keep, stream_of(stream)); });
   }
@@ -238,7 +236,7 @@ void bind_gpu(py::module_& m) {
       .def_property_readonly("handle", &CudaStream::handle);
   py::class_<CudaFeedback>(m, "CudaFeedback")
       .def(py::init<shared_ptr<codec::ErrorFeedback>, int>(), py::arg("host"), py::arg("device"))
-      .def("begin_step", &CudaFeedback::begin_step, py::arg("stream"))
+      .def("begin_step", &CudaFeedback::begin_step)
       .def("end_step", &CudaFeedback::end_step, py::arg("keep"), py::arg("stream"))
       .def("require_finite", &CudaFeedback::require_finite, py::arg("address"), py::arg("count"),
            py::arg("stream"))

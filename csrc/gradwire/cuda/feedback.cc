@@ -38,7 +38,7 @@ bool is_zero(const std::vector<float>& values) {
 }  // namespace
 
 Feedback::Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host)
-    : api_(api), host_(std::move(host)), step_room_(api) {
+    : api_(api), host_(std::move(host)), step_room_(api), ended_(api) {
   step_flags_ = reinterpret_cast<std::uint32_t*>(step_room_.take(kPayloadAlignment));
 }
 
@@ -109,6 +109,8 @@ const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extent
     if (captured) refuse_in_capture();
     check_keys(extents);
   }
+  if (has_ended_ && !captured) check(api_, api_.wait(stream, ended_.get()), "cudaStreamWaitEvent");
+  begin_flags(stream);
   for (const auto& each : extents) find(each, stream);
   if (known == tables_.end()) known = tables_.emplace(names_, make_table(stream)).first;
   const Table& table = known->second->table;
@@ -139,11 +141,17 @@ void Feedback::require_fits(std::span<const codec::KeyedExtent> extents) const {
       check_length(each, found->second->key.count);
 }
 
-void Feedback::begin_step(Stream stream) {
+void Feedback::begin_step() {
   if (in_step_) throw InvalidArgument("error feedback: end the step before you begin another");
-  in_step_ = true;
+  in_step_ = is_fresh_ = true;
   of_step_.clear();
+}
+
+// With the first call of a step, which is in order behind all before it.
+void Feedback::begin_flags(Stream stream) {
+  if (!in_step_ || !is_fresh_) return;
   check(api_, api_.fill(step_flags_, 0, sizeof *step_flags_, stream), "cudaMemsetAsync");
+  is_fresh_ = false;
 }
 
 void Feedback::end_step(bool keep, Stream stream) {
@@ -151,9 +159,15 @@ void Feedback::end_step(bool keep, Stream stream) {
   in_step_ = false;
   if (!keep) return;
   for (const Settled& each : of_step_) settle(*each.table, each.remembers, step_flags_, stream);
+  std::uint64_t capture = 0;
+  check(api_, api_.capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
+  if (capture != 0) return;
+  check(api_, api_.record(ended_.get(), stream), "cudaEventRecord");
+  has_ended_ = true;
 }
 
 void Feedback::require_finite(const float* x, std::uint64_t count, Stream stream) {
+  begin_flags(stream);
   check(api_, api_.check_finite(x, count, step_flags_, stream), "looking for NaN");
 }
 

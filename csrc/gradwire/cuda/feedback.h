@@ -56,8 +56,8 @@ class Feedback {
   void require_fits(std::span<const codec::KeyedExtent> extents) const;
 
   // A step: calls between the two stand or fall together. InvalidArgument where one is (not) under
-  // way.
-  void begin_step(Stream stream);
+  // way. The stream is that of the step's last call.
+  void begin_step();
   void end_step(bool keep, Stream stream);
   // Of the step under way: it is not kept where this holds NaN or Inf.
   void require_finite(const float* x, std::uint64_t count, Stream stream);
@@ -80,6 +80,7 @@ class Feedback {
     Table table;
     Room entries;
   };
+  void begin_flags(Stream stream);
   Kept& find(const codec::KeyedExtent& extent, Stream stream);
   Kept& make(const codec::KeyedExtent& extent, Stream stream);
   std::unique_ptr<Known> make_table(Stream stream);
@@ -96,6 +97,9 @@ class Feedback {
   Room step_room_;
   std::uint32_t* step_flags_ = nullptr;
   bool in_step_ = false;
+  bool is_fresh_ = false;  // its flags are of the step before
+  OwnedEvent ended_;       // recorded behind a step's end, which calls on other streams wait for
+  bool has_ended_ = false;
   struct Settled {
     const Table* table;
     bool remembers;
