@@ -4,7 +4,8 @@
 #   make test-rdma the tests over RDMA, in a virtual machine that has a device
 #   make bench     the pytest-benchmark bandwidth suites
 #   make lint      format and check;  make lint-check only checks
-#   make sanitize  the C++ tests under AddressSanitizer + UBSan and under ThreadSanitizer
+#   make sanitize  the C++ tests under AddressSanitizer + UBSan and under ThreadSanitizer;
+#                  SANITIZE_CUDA=ON: those of the CUDA part under the first too, which takes minutes
 #   make faults    COUNT=1000 random jobs with a random fault each, from a SEED that is printed
 #   make fuzz      every parser of foreign bytes under libFuzzer, FUZZ_SECONDS=60 in all
 PYTHON ?= python3
@@ -13,6 +14,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CLANG ?= clang++-19
 FUZZ_SECONDS ?= 60
+SANITIZE_CUDA ?= OFF
 COUNT ?= 1000
 CTEST := ctest --output-on-failure -j $(shell nproc) --test-dir
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
@@ -111,7 +113,7 @@ sanitize-build: .address
 	@echo "== Building the C++ tests for the sanitizers"
 	ninja -C build/address
 	cmake -G Ninja -S . -B build/thread -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON \
-	  -DGRADWIRE_SANITIZE=thread -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
+	  -DGRADWIRE_TEST_CUDA=OFF -DGRADWIRE_SANITIZE=thread -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
 	ninja -C build/thread $$(ls tests/cpp | sed -n 's/_test\.cc$$/_test/p' | grep -E '$(THREADED)')
 
 # What is in C++ needs clang, what is in Python atheris: both have libFuzzer. ARGS=--keep adds what
@@ -127,7 +129,8 @@ fuzz-build: .address
 .PHONY: .address
 .address: tools
 	cmake -G Ninja -S . -B build/address -DCMAKE_CXX_COMPILER=$(CLANG) -DGRADWIRE_PYTHON=OFF \
-	  -DGRADWIRE_TESTS=ON -DGRADWIRE_FUZZ=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
+	  -DGRADWIRE_TESTS=ON -DGRADWIRE_TEST_CUDA=$(SANITIZE_CUDA) -DGRADWIRE_FUZZ=ON \
+	  -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
 
 $(VENV)/fuzzer: $(VENV)/packages
 	$(PIP) $$($(BIN)/python .ci/requirements.py fuzz)

@@ -42,7 +42,7 @@ TEST(Auto, SegmentsAreTheCallersWhereHeSaysSo) {
     Request request;
     request.inputs = request.outputs = arrays;
     const auto plan = plans.find(request, {});
-    std::uint32_t most = 0;
+    std::uint64_t most = 0;
     for (const Frame& frame : plan->sends()) most = std::max(most, frame.bytes);
     EXPECT_LE(most, wish == 0 ? 256 * 1024 : wish);
     EXPECT_GE(most, wish == 0 ? 8 * 1024 : wish / 2);
