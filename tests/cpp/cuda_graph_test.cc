@@ -26,10 +26,10 @@ struct Job {
         codec(codec::make_codec(name)),
         host(std::make_shared<codec::ErrorFeedback>()),
         feedback(simulated_api(), host),
-        memory(kElements * sizeof(float)) {}
+        memory(std::make_unique<DeviceBytes>(kElements * sizeof(float))) {}
 
   void call(Communicator& comm, Stream stream) {
-    const exec::Array array{memory.data(), kElements};
+    const exec::Array array{memory->data(), kElements};
     exec::Request request;
     request.op = ReduceOp::kAvg;
     request.algorithm = "ring";
@@ -38,10 +38,10 @@ struct Job {
     request.inputs = request.outputs = {&array, 1};
     comm.run(request, &feedback, stream);
   }
-  void put(int step, Stream stream) { memory.put(input(rank, step).data(), stream); }
+  void put(int step, Stream stream) { memory->put(input(rank, step).data(), stream); }
   std::vector<float> result(Stream stream) const {
     std::vector<float> y(kElements);
-    memory.get(y.data(), stream);
+    memory->get(y.data(), stream);
     return y;
   }
   std::vector<float> residual(Stream stream) {
@@ -55,7 +55,7 @@ struct Job {
   std::shared_ptr<const codec::Codec> codec;
   std::shared_ptr<codec::ErrorFeedback> host;
   Feedback feedback;
-  DeviceBytes memory;
+  std::unique_ptr<DeviceBytes> memory;
   codec::KeyedExtent key{"key", kElements};
 };
 
@@ -181,8 +181,10 @@ TEST(GpuCalls, StepsAreInOrderOnWhateverStreams) {
     ranks.run([&](Rank r) {
       OwnedStream other(simulated_api());
       Job job("onebit", r);
+      auto memory = std::make_unique<DeviceBytes>(kElements * sizeof(float));
       for (int step = 0; step < 20; ++step) {
         const Stream stream = moves == 1 && step % 2 == 1 ? other.get() : ranks.stream(r);
+        std::swap(job.memory, memory);  // of one stream each: their order is the caller's to keep
         job.put(step, stream);
         job.feedback.begin_step();
         job.call(ranks[r], stream);
