@@ -96,6 +96,15 @@ TEST(CudaThreshold, SendsWhatTheCpuSends) {
     }
 }
 
+// More than there are blocks on the simulated device.
+TEST(CudaThreshold, TakesUnitAfterUnit) {
+  std::mt19937_64 random(12);
+  Floats residual(4 * kUnit + 5, 0.25F);
+  codec::Adapted adapted;
+  expect_call(*codec::make_codec(kSpecs[1]), draw(kFamilies[0], residual.size(), random), residual,
+              adapted, 0);
+}
+
 TEST(CudaThreshold, AdaptsAsTheCpuDoes) {
   std::mt19937_64 random(2);
   for (const char* spec : kSpecs) {
@@ -231,6 +240,69 @@ TEST(CudaThreshold, ReadsEveryLayoutWhateverItsCount) {
   const Decoding decoded = decode_packed(decoder(), units, y, true);
   EXPECT_EQ(decoded.flags, 0U);
   expect_decoded(decoded, *codec, units, y, true);
+}
+
+Payload bytes_of(std::initializer_list<unsigned> values) {
+  Payload all;
+  for (const unsigned each : values) all.push_back(static_cast<std::byte>(each));
+  return all;
+}
+
+// Behind a good unit, whose remains must not help.
+void expect_refused(const Payload& unit, std::size_t n, const char* why) {
+  SCOPED_TRACE(why);
+  const auto codec = codec::make_codec(kSpecs[0]);
+  std::mt19937_64 random(10);
+  const std::vector<Payload> units = {with_signs(as_gaps({0}, 4), 1), unit};
+  const Floats y = draw(kFamilies[0], kUnit + n, random);
+  const Decoding decoded = decode_packed(decoder(), units, y, true);
+  EXPECT_EQ(decoded.flags, kRefused);
+  expect_decoded(decoded, *codec, units, y, true);
+}
+
+TEST(CudaThreshold, RefusesByEachRule) {
+  expect_refused(with_signs(as_list({3, 9, 9}), 3), 50, "the same index twice");
+  expect_refused(with_signs(as_list({9, 3}), 2), 50, "descending");
+  expect_refused(with_signs(as_list({3, 50}), 2), 50, "an index beyond the unit");
+  expect_refused(with_signs(as_list({0, 1, 2}), 3), 2, "more indices than elements");
+  expect_refused(with_signs(as_gaps({3, 50}, 2), 2), 50, "gaps that leave the unit");
+  expect_refused(with_signs(as_gaps({3, 4, 5}, 0), 3), 2, "more gaps than elements");
+  expect_refused(with_signs(bytes_of({2 | 4 << 3, 3, 1}), 3), 16, "gaps that do not end");
+  expect_refused(bytes_of({2 | 15 << 3, 1, 0x80}), 1000, "a gap without its low bits");
+  expect_refused(with_signs(bytes_of({3, 0x10, 0x20}), 2), 13, "a bit beyond the unit");
+  expect_refused(bytes_of({3, 0x10}), 13, "a short bitmap");
+  expect_refused(bytes_of({6}), 13, "no layout");
+  expect_refused(bytes_of({7}), 13, "no layout either");
+  expect_refused(bytes_of({1 << 3}), 13, "low bits of nothing");
+  expect_refused(bytes_of({0x80}), 13, "a set bit 7");
+  expect_refused(bytes_of({0, 0}), 13, "a byte behind it");
+  expect_refused(bytes_of({5, 0}), 13, "a byte behind NaN");
+  expect_refused({}, 13, "nothing");
+  for (const std::uint32_t tau : {0U, 0x7F800000U, 0x7FC00000U, 0x80000000U, 0xBF800000U}) {
+    Payload unit = with_signs(as_list({3}), 1);
+    std::memcpy(unit.data() + 4, &tau, sizeof tau);
+    expect_refused(unit, 13, "tau");
+  }
+}
+
+// Where a bitmap would take as many bytes as what it chose.
+TEST(CudaThreshold, ChoosesTheLayoutThatTheCpuChooses) {
+  std::mt19937_64 random(11);
+  const auto codec = codec::make_codec("threshold:tau=0.5");
+  for (int found = 0; found < 10;) {
+    Floats x(2 + random() % 80), none;
+    const std::uint64_t one_in = 2 + random() % 6;
+    for (float& each : x) each = random() % one_in == 0 ? 1.0F : 0.0F;
+    const auto count = static_cast<std::size_t>(std::ranges::count(x, 1.0F));
+    const Payload unit = encode_on_cpu(*codec, x, {}, nullptr).units[0];
+    const auto layout = static_cast<codec::Layout>(unit[0] & std::byte{7});
+    const std::size_t positions =
+        unit.size() - std::min<std::size_t>(count, 1) * 4 - (count + 7) / 8;
+    if (layout == codec::Layout::kBitmap || positions != 1 + (x.size() + 7) / 8) continue;
+    codec::Adapted adapted;
+    expect_call(*codec, x, none, adapted, 0, /*prepares=*/false);
+    ++found;
+  }
 }
 
 TEST(CudaThreshold, OfNothingDoesNothing) {

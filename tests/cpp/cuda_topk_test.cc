@@ -72,6 +72,14 @@ TEST(CudaTopK, SendsWhatTheCpuSends) {
     }
 }
 
+// More than there are blocks on the simulated device.
+TEST(CudaTopK, TakesUnitAfterUnit) {
+  std::mt19937_64 random(7);
+  Floats residual(4 * kUnit + 5, 0.25F);
+  expect_call(*codec::make_codec(kSpecs[2]), draw(kFamilies[0], residual.size(), random), residual,
+              1);
+}
+
 TEST(CudaTopK, TiesGoToTheLowerIndex) {
   std::mt19937_64 random(2);
   for (const char* spec : {kSpecs[0], kSpecs[3], kSpecs[4]})

@@ -26,7 +26,7 @@ inline constexpr unsigned kAllLanes = 0xFFFFFFFFU;
 // Of a launch: kernels stride over the rest. On the simulated device so few that tests see them do
 // it.
 #ifdef GRADWIRE_SIMULATED_CUDA
-inline constexpr std::uint64_t kMostBlocks = 32;
+inline constexpr std::uint64_t kMostBlocks = 3;
 #else
 inline constexpr std::uint64_t kMostBlocks = 1U << 16;
 #endif

@@ -120,19 +120,21 @@ __device__ void finish(Room& room, float* __restrict__ p, double* __restrict__ c
   }
 }
 
-// Column `done` is; kNone: nothing is yet.
+// Column `done` is, of `rank`; kNone: nothing is yet.
 __global__ void __launch_bounds__(kThreads)
-    orthonormalise_after(std::uint64_t done, float* p, double* room, std::uint64_t rows) {
+    orthonormalise_after(std::uint64_t done, float* p, double* room, std::uint64_t rows,
+                         std::uint64_t rank) {
   __shared__ Room shared;
-  const std::uint64_t k = done + 1 + blockIdx.x;
-  double* column = room + k * rows;
-  if (done == kNone) {
-    for (std::uint64_t i = threadIdx.x; i < rows; i += kThreads) column[i] = p[k * rows + i];
-    __syncthreads();
-  } else {
-    take_off(shared, room + done * rows, column, rows);
+  for (std::uint64_t k = done + 1 + blockIdx.x; k < rank; k += gridDim.x) {
+    double* column = room + k * rows;
+    if (done == kNone) {
+      for (std::uint64_t i = threadIdx.x; i < rows; i += kThreads) column[i] = p[k * rows + i];
+      __syncthreads();
+    } else {
+      take_off(shared, room + done * rows, column, rows);
+    }
+    if (k == done + 1) finish(shared, p + k * rows, column, rows);
   }
-  if (blockIdx.x == 0) finish(shared, p + k * rows, column, rows);
 }
 
 Status orthonormalise(float* p, double* room, Matrix of, Stream stream) {
@@ -140,7 +142,7 @@ Status orthonormalise(float* p, double* room, Matrix of, Stream stream) {
   if (of.rows == 0) return status;
   for (std::uint64_t k = 0; k < of.rank && status == 0; ++k)
     status = launch(orthonormalise_after, of.rank - k, kThreads, stream, k == 0 ? kNone : k - 1, p,
-                    room, of.rows);
+                    room, of.rows, of.rank);
   return status;
 }
 

@@ -140,21 +140,22 @@ struct GapWord {
   }
 };
 
-// Reads the thread's codes as far as there are `count`. Returns whether they fit.
+// Reads the thread's codes as far as there are `count`. Returns whether they stay in the unit.
+// (Where bits are missing, the positions are longer than the payload.)
 __device__ inline bool take_gaps(const GapWord& word, GapState state, unsigned count, unsigned n,
-                                 std::uint64_t bits, ReadRoom& room) {
+                                 ReadRoom& room) {
   bool fits = true;
   each_code(word.word, state.left, word.low, [&](unsigned place) {
     if (state.count >= count) return;
-    const std::uint64_t p = word.at * kWarp + place, end = p + 1 + word.low;
+    const std::uint64_t p = word.at * kWarp + place;
     state.rests += word.rest(place);
     const std::uint64_t zeros = p - std::uint64_t{state.count} * (1 + word.low);
     const std::uint64_t index = (zeros << word.low) + state.rests + state.count;
-    if (index < n && end <= bits)
+    if (index < n)
       set_hit(room, static_cast<unsigned>(index));
     else
       fits = false;
-    if (++state.count == count) room.gap_bits = end;
+    if (++state.count == count) room.gap_bits = p + 1 + word.low;
   });
   return fits;
 }
@@ -184,7 +185,7 @@ __device__ inline bool read_gap_words(Foreign in, std::uint64_t first, unsigned 
   state = {left_after(maps.all, state.left),
            state.count + static_cast<std::uint32_t>(sums.all >> 32),
            state.rests + static_cast<std::uint32_t>(sums.all)};
-  return take_gaps(word, mine, count, n, 8 * in.size, room);
+  return take_gaps(word, mine, count, n, room);
 }
 
 __device__ inline Read read_gaps(Foreign in, std::uint64_t at, unsigned low, unsigned count,
@@ -270,7 +271,8 @@ __device__ inline void fill_nan(float* y, unsigned n) {
   for (unsigned i = threadIdx.x; i < n; i += kUnitThreads) y[i] = __uint_as_float(kNanBits);
 }
 
-// One unit. Returns the flags that it sets; all threads have the same.
+// One unit. Returns the flags that it sets; all threads have the same, and nobody reads the room
+// any more.
 template <typename Values>
 __device__ std::uint32_t decode_unit(Foreign in, bool whole, Values values, unsigned n, float* y,
                                      bool add, ReadRoom& room) {
@@ -297,7 +299,6 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
         decode_unit(unit_bytes(in, slot_bytes, unit), in.offsets != nullptr, Values{},
                     unit_length(n, unit), y + unit * kUnit, add, room);
     if (threadIdx.x == 0 && found != 0) set_flag(flags, found);
-    __syncthreads();  // nobody reads the room any more
   }
 }
 
