@@ -299,6 +299,7 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
         decode_unit(unit_bytes(in, slot_bytes, unit), in.offsets != nullptr, Values{},
                     unit_length(n, unit), y + unit * kUnit, add, room);
     if (threadIdx.x == 0 && found != 0) set_flag(flags, found);
+    __syncthreads();  // no unit's registers are the next one's: without it the compiler spills
   }
 }
 
