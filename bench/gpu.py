@@ -34,6 +34,7 @@ from machine import describe
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 RELEASE = ROOT / "build/release"  # of `make test-cpp build`
+_CUDA_PROGRAMS = "/usr/local/cuda/bin"  # where PATH may not lead
 _BUILD_SECONDS = 240.0
 _LOOK_SECONDS = 60.0
 
@@ -133,7 +134,8 @@ def _driver() -> str:
 
 def _nvcc() -> str:
     try:
-        done = subprocess.run(["nvcc", "--version"], capture_output=True, text=True)
+        nvcc = shutil.which("nvcc") or f"{_CUDA_PROGRAMS}/nvcc"
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
     except OSError:
         return "?"
     found = re.search(r"release ([\d.]+)", done.stdout)
@@ -145,6 +147,7 @@ def _run(options: argparse.Namespace, deadline: Deadline, gpu: Mapping[str, Any]
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("GRADWIRE_")
     }
+    environment["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), _CUDA_PROGRAMS])
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(gpu_build.PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     )

@@ -1,7 +1,9 @@
 // Arrays in a device's memory, and rows of what was found, for the programs that bench/gpu.py runs.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -48,10 +50,12 @@ class DeviceArray {
   std::vector<T> values(bool& intact) const {
     std::vector<T> all(kGuard + shift_ + size_ + kGuard);
     on_.copy(all.data(), room_.data(), all.size() * sizeof(T), CopyKind::kToHost);
-    const auto* const bytes = reinterpret_cast<const unsigned char*>(all.data());
     const std::size_t begin = (kGuard + shift_) * sizeof(T), end = begin + size_ * sizeof(T);
-    for (std::size_t i = 0; i < all.size() * sizeof(T); ++i)
-      if ((i < begin || i >= end) && bytes[i] != kByte) intact = false;
+    const auto* const bytes = reinterpret_cast<const unsigned char*>(all.data());
+    const auto changed = [](unsigned char byte) { return byte != kByte; };
+    if (std::any_of(bytes, bytes + begin, changed) ||
+        std::any_of(bytes + end, bytes + all.size() * sizeof(T), changed))
+      intact = false;
     const auto first = all.begin() + static_cast<std::ptrdiff_t>(kGuard + shift_);
     return {first, first + static_cast<std::ptrdiff_t>(size_)};
   }

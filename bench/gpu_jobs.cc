@@ -1,13 +1,17 @@
 // The work of kernels, for bench/gpu_speed.py to time beside torch's: a library, through which it
 // enqueues a job on a stream of torch's, with arrays of its own, of which there are several sets,
 // so that none is still in a cache when its turn comes.
+#include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <random>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "gpu_device.h"
 #include "gradwire/base/types.h"

@@ -235,29 +235,28 @@ std::vector<std::string_view> codec_specs() {
           "topk:density=0.05,values=bf16"};
 }
 
+// Of long arrays every second family once; of short ones aligned and not, with feedback and
+// without.
 void check_codec(const Device& on, std::string_view spec, std::size_t n, bool small, Row& row) {
   const auto codec = codec::make_codec(spec);
+  const bool long_one = n > 50'000;
   std::mt19937_64 random(n);
+  const Floats residual = draw(kFamilies[0], n, random), other = draw(kFamilies[0], n, random),
+               before = draw(kFamilies[0], n, random);
   std::uint32_t turn = 0;
-  for (std::size_t kind = 0; kind < std::size(kFamilies); kind += small ? 4 : 1) {
+  for (std::size_t kind = 0; kind < std::size(kFamilies); kind += small ? 4 : long_one ? 2 : 1) {
     const Family& family = kFamilies[kind];
-    // Of long arrays each family once; of short ones aligned and not, with feedback and without.
-    const int variants = small || n > 50'000 ? 1 : 4;
-    for (int variant = 0; variant < variants; ++variant, ++turn) {
+    for (int variant = 0; variant < (small || long_one ? 1 : 4); ++variant, ++turn) {
       const bool feedback = (turn & 1U) == 0;
       const std::size_t shift = turn >> 1 & 1U;
-      Inputs of{draw(family, n, random),
-                feedback ? draw(kFamilies[0], n, random) : Floats(),
-                draw(kFamilies[0], n, random),
-                draw(kFamilies[0], n, random),
-                {}};
+      Inputs of{draw(family, n, random), feedback ? residual : Floats(), other, before, {}};
       const OnGpu gpu(on, *codec, n, shift);
       const std::string what = std::string(family.name) + (feedback ? ", with feedback" : "") +
                                (shift > 0 ? ", unaligned" : "");
       for (std::uint32_t call = 0; call < 2; ++call) {
         const Outcome cpu = on_cpu(*codec, of, gpu.adapts());
         compare(gpu.call(of, call, row), cpu, gpu.adapts(), what, row);
-        if (!feedback || n > 50'000) break;
+        if (!feedback || long_one) break;
         of.residual = cpu.error;  // the second call goes on with what the first one left
         of.adapted = cpu.adapted;
       }

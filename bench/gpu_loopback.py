@@ -59,7 +59,7 @@ class Extent(NamedTuple):
 FULL = Extent(
     SIZES,
     (0, 1, 3, 1001, 40_003),
-    (1, 3000, 100_001),
+    (3001, 1, 100_001),
     (0, 1),
     CODECS,
     ((40, 60), (33,), (64, 25), (500, 301)),
@@ -134,19 +134,20 @@ def _in_place(extent: Extent) -> Iterator[Case]:
 def coded(codec: str, extent: Extent) -> Iterator[Case]:
     """Of every schedule; one that is no tree has no use for a codec, and both devices refuse it."""
     for collective in ("all_reduce", "reduce_scatter", "reduce"):
+        lengths = extent.coded if collective == "all_reduce" else extent.coded[:1]
         algorithms = [*gradwire.algorithms(collective), "gather"]
-        for algorithm, n in product(algorithms, extent.coded):
-            for feedback in (True, False):
-                yield Case(
-                    collective,
-                    algorithm,
-                    n,
-                    op="avg",
-                    codec=codec,
-                    feedback=feedback,
-                    calls=3 if feedback else 1,
-                    shift=n % 2,
-                )
+        kinds = [(n, True) for n in lengths] + [(extent.coded[0], False)]
+        for algorithm, (n, feedback) in product(algorithms, kinds):
+            yield Case(
+                collective,
+                algorithm,
+                n,
+                op="avg",
+                codec=codec,
+                feedback=feedback,
+                calls=3 if feedback else 1,
+                shift=n % 2,
+            )
 
 
 def _low_rank(extent: Extent) -> Iterator[Case]:

@@ -22,18 +22,24 @@ _ENDED = {
 
 def main() -> int:
     """Prints the row."""
-    tool, kernels, library = sys.argv[1:]
+    tool, kernels, library, seconds = sys.argv[1:]
     with Row(f"compute-sanitizer {tool}", "small") as row:
         sanitizer = shutil.which("compute-sanitizer") or _elsewhere()
         if sanitizer is None:
             row.skip("there is no compute-sanitizer")
             return 0
-        done = subprocess.run(
-            [sanitizer, "--tool", tool, kernels, library, "small"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = [sanitizer, "--tool", tool, kernels, library, "small"]
+        try:
+            done = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=float(seconds),
+            )
+        except subprocess.TimeoutExpired:
+            row.skip(f"{tool} took more than {seconds} s")
+            return 0
         judge(row, tool, done.stdout)
     return 0
 
