@@ -135,6 +135,48 @@ class Cuda:
         self._torch.cuda.current_stream(self.device).synchronize()
 
 
+class Cupy:
+    """In CuPy's arrays on the first GPU."""
+
+    dtypes = _PLAIN
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy = cupy
+
+    def put(self, values: np.ndarray, shift: int = 0) -> Any:
+        """See Place."""
+        room = self._cupy.empty(values.size + shift, values.dtype)
+        room[shift:] = self._cupy.asarray(np.ascontiguousarray(values).ravel())
+        return room[shift:].reshape(values.shape)
+
+    def get(self, array: Any) -> np.ndarray:
+        """See Place."""
+        found: np.ndarray = self._cupy.asnumpy(array)
+        return found
+
+    def fill(self, array: Any, values: np.ndarray) -> None:
+        """See Place."""
+        array.set(values)
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """See Place."""
+        with self._cupy.cuda.Device(0), self._cupy.cuda.Stream(non_blocking=True):
+            yield
+            self.wait()
+
+    @property
+    def stream(self) -> int:
+        """See Place."""
+        return int(self._cupy.cuda.get_current_stream().ptr)
+
+    def wait(self) -> None:
+        """See Place."""
+        self._cupy.cuda.get_current_stream().synchronize()
+
+
 class Simulated:
     """In arrays of tests/python/simulated_gpu.py; GRADWIRE_CUDA_SO names its library."""
 

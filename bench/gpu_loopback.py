@@ -77,7 +77,21 @@ def main() -> int:
     for p in extent.sizes:
         for group, cases in groups(extent, p, place.dtypes):
             check(group, p, cases, place)
+    if not simulated:
+        _check_cupy()
     return 0
+
+
+def _check_cupy() -> None:
+    """Arrays of a library whose streams are found otherwise than torch's."""
+    try:
+        place = gpu_arrays.Cupy()
+    except ImportError as error:
+        with Row("CuPy's arrays", "p=2") as row:
+            row.skip(str(error))
+        return
+    cases = [*_in_place(FULL), *coded("onebit", FULL), *_several()]
+    check("CuPy's arrays", 2, cases, place)
 
 
 def check(group: str, p: int, cases: Sequence[Case], place: gpu_arrays.Place) -> None:

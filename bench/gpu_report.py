@@ -8,6 +8,7 @@ from typing import Any
 from gpu_floors import FLOORS, GOAL, SIZES
 
 Found = Mapping[str, Any]
+_LONG = 400  # characters
 
 _NOTE = (
     f"The floor is the fewest bytes that the work can move; the goal is {GOAL:.0%} of a copy's "
@@ -76,7 +77,9 @@ def _said(rows: Sequence[Found]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "/").split())
+    """On one line, without what would end the cell; of a long one the beginning and the end."""
+    line = " ".join(text.replace("|", "/").split())
+    return line if len(line) <= _LONG else f"{line[: _LONG // 2]} … {line[-_LONG // 2 :]}"
 
 
 def speeds(times: Sequence[Found]) -> list[str]:

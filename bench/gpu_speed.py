@@ -93,6 +93,7 @@ class _Turn:
     def __init__(self, run: Callable[[int], object], sets: int, *, in_graph: bool = True) -> None:
         self._run, self._sets = run, sets
         self._stream = torch.cuda.Stream()
+        torch.cuda.synchronize()  # what it works on was made elsewhere
         with torch.cuda.stream(self._stream):
             for i in range(3):
                 run(i % sets)

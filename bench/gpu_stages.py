@@ -146,9 +146,8 @@ def summary(ended: Ended) -> str:
         return f"skipped: {skipped[0]['detail']}"
     if failed:
         first = failed[0]
-        return f"{len(failed)} groups FAILED, first {first['group']} {first['case']}: " + str(
-            first["detail"]
-        )
+        detail = " ".join(str(first["detail"]).split())
+        return f"{len(failed)} groups FAILED, first {first['group']} {first['case']}: {detail}"
     return f"{checks} checks passed in {ended.seconds:.1f} s"
 
 
