@@ -466,7 +466,7 @@ class Communicator:
             return
         try:
             if self._gpu is not None:
-                self._gpu.close(self._seconds(timeout))
+                self._gpu.close(self._seconds(timeout), failed=self._core.closed)
         finally:
             try:
                 self._core.close(self._seconds(timeout))

@@ -8,6 +8,7 @@ says otherwise).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -124,14 +125,18 @@ class Gpu:
         """Ends what is enqueued."""
         self._core.abort(reason)
 
-    def close(self, timeout: float) -> None:
-        """Waits for what is enqueued, and lets go; raises what ends it, but not an old failure."""
+    def close(self, timeout: float, *, failed: bool) -> None:
+        """Waits for what is enqueued, and lets go; raises what ends it, but not an old failure.
+
+        `failed`: a call on CPUs has raised one, which may be on its way here.
+        """
         if self._done:
             return
         self._done = True
         try:
             if not self._has_failed():
-                self._core.finish(timeout)
+                with contextlib.suppress(Error) if failed else contextlib.nullcontext():
+                    self._core.finish(timeout)
         finally:
             self._core.close()
             for each in (*self._carriers, self._side):

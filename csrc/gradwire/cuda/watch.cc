@@ -45,7 +45,13 @@ void Watch::require_alive() const {
 void Watch::run(const exec::Request& request, Feedback* feedback, Stream stream) {
   require_alive();
   gpu_.require_valid(request, feedback);
-  begin(request);
+  try {
+    begin(request);
+  } catch (...) {  // the failure of an earlier call, which the side tells before the thread does
+    std::unique_lock lock(mutex_);
+    fail(lock, std::current_exception());
+    std::rethrow_exception(failure_);
+  }
   try {
     const std::lock_guard lock(enqueuing_);
     gpu_.run(request, feedback, stream);
