@@ -178,36 +178,16 @@ void Communicator::bind_sites(Call& call) {
   for (ExtentSite& each : call.sites) each.site.entry = entry++;
 }
 
-// The keys lie end to end over the extents, each of which belongs to one key.
 void Communicator::bind_keys(Call& call) {
   const auto& keys = call.request->keys;
-  call.keys.clear();
-  std::size_t key = 0;
-  std::uint64_t used = 0;
-  const auto skip_full = [&] {
-    for (; key + 1 < keys.size() && used == keys[key].count; ++key) used = 0;
-  };
-  std::vector<std::uint64_t> begins;
-  for (std::uint64_t count : call.counts) {
-    skip_full();
-    if (keys[key].count - used < count)
-      throw InvalidArgument("error feedback: key '" + keys[key].key + "' has " +
-                            std::to_string(keys[key].count) +
-                            " elements, which is not where an array ends; give keys whose counts "
-                            "add up to the arrays'");
-    call.keys.push_back(key);
-    begins.push_back(used);
-    used += count;
-  }
-  skip_full();
-  if (key + 1 < keys.size() || used < keys[key].count)
-    throw InvalidArgument("error feedback: the keys have more elements than the arrays");
-  if (call.table == nullptr) call.table = &call.feedback->open(keys, call.captured, call.stream);
+  exec::place_in_keys(call.counts, keys, call.keys);
+  call.table = &call.feedback->open(keys, call.captured, call.stream);
   for (std::size_t i = 0; i < call.sites.size(); ++i) {
-    const Feedback::Key& its = *call.table->keys[call.keys[i]];
-    call.sites[i].site = its.site(begins[i]);
+    const auto [key, begin] = call.keys[i];
+    const Feedback::Key& its = *call.table->keys[key];
+    call.sites[i].site = its.site(begin);
     call.sites[i].call = its.digest ^ static_cast<std::uint64_t>(setting_.rank) << 48;
-    call.sites[i].element = begins[i];
+    call.sites[i].element = begin;
   }
 }
 
@@ -216,8 +196,6 @@ void Communicator::bind_keys(Call& call) {
 void Communicator::run_at_once(Call& call) {
   main_.bind(*call.request, call.captured);
   begin(call);
-  if (!main_.plan().folds() && main_.plan().counts() != call.counts)
-    throw InvalidArgument("a plan of other arrays was found");
   bind_sites(call);
   main_.begin(call.stream);
   const exec::Arrangement& arrangement = main_.arrangement();

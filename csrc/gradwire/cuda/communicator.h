@@ -15,6 +15,7 @@
 
 #include "gradwire/cuda/feedback.h"
 #include "gradwire/cuda/operation.h"
+#include "gradwire/exec/key_places.h"
 
 namespace gradwire::cuda {
 
@@ -32,7 +33,7 @@ struct Call {
   std::uint32_t* flags = nullptr;
   Feedback* feedback = nullptr;
   const Feedback::Table* table = nullptr;  // with feedback
-  std::vector<std::size_t> keys;           // with feedback: of each extent, which of the table's
+  std::vector<exec::KeyPlace> keys;        // with feedback: of each extent, in the table's
   std::vector<ExtentSite> sites;           // of each extent
 };
 

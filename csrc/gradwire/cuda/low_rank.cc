@@ -83,11 +83,10 @@ void LowRankReduce::take_room(bool captured) {
 // The factors of one key's matrices lie end to end in its memory.
 void LowRankReduce::open(Call& call) {
   if (call.feedback == nullptr) return of_.bind_sites(call);
-  call.table = nullptr;
   of_.bind_sites(call);
   std::vector<std::uint64_t> remembered(call.request->keys.size(), 0);
   for (Factored& each : matrices_) {
-    each.key = call.keys[each.extent];
+    each.key = call.keys[each.extent].key;
     each.memory = remembered[each.key];
     remembered[each.key] += each.right_size();
   }

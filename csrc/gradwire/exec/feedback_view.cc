@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "gradwire/base/error.h"
 #include "gradwire/codec/simd.h"
 
 namespace gradwire::exec {
@@ -20,31 +19,17 @@ void FeedbackView::bind(std::span<const std::uint64_t> counts,
 
 void FeedbackView::bind_keys(std::span<const codec::KeyedExtent> keys,
                              codec::ErrorFeedback::Transaction& transaction) {
-  keys_.clear();
-  std::size_t key = 0, used = 0;
-  const auto skip_full = [&] {
-    for (; key + 1 < keys.size() && used == keys[key].count; ++key) used = 0;
-  };
+  place_in_keys(counts_, keys, places_);
   for (std::size_t i = 0; i < counts_.size(); ++i) {
-    skip_full();
-    if (keys[key].count - used < counts_[i])
-      throw InvalidArgument("error feedback: key '" + keys[key].key + "' has " +
-                            std::to_string(keys[key].count) +
-                            " elements, which is not where an array ends; give keys whose counts "
-                            "add up to the arrays'");
-    keys_.push_back(key);
+    const auto [key, begin] = places_[i];
     const auto residual = transaction.residual(key);
     codec::Site& site = sites_[i];
     site.call = transaction.number(key);
-    site.element = used;
-    site.residual = residual.empty() ? nullptr : residual.data() + used;
-    site.error = transaction.next(key).data() + used;
+    site.element = begin;
+    site.residual = residual.empty() ? nullptr : residual.data() + begin;
+    site.error = transaction.next(key).data() + begin;
     site.adapted = &transaction.adapted(key);
-    used += counts_[i];
   }
-  skip_full();
-  if (key + 1 < keys.size() || used < keys[key].count)
-    throw InvalidArgument("error feedback: the keys have more elements than the arrays");
 }
 
 codec::Site FeedbackView::site(std::size_t extent, Rank rank, std::uint32_t operation) const {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "gradwire/codec/feedback.h"
+#include "gradwire/exec/key_places.h"
 
 namespace gradwire::exec {
 
@@ -23,7 +24,7 @@ class FeedbackView {
   // By extent; `error` is null without feedback. To be numbered before use.
   std::span<const codec::Site> sites() const noexcept { return sites_; }
   // With feedback: which of the transaction's keys the extent belongs to.
-  std::size_t key(std::size_t extent) const { return keys_[extent]; }
+  std::size_t key(std::size_t extent) const { return places_[extent].key; }
 
   // A whole extent, to be encoded at once.
   codec::Site site(std::size_t extent, Rank rank, std::uint32_t operation) const;
@@ -40,7 +41,7 @@ class FeedbackView {
   bool feeds_back_ = false;
   std::vector<std::uint64_t> counts_;
   std::vector<codec::Site> sites_;
-  std::vector<std::size_t> keys_;
+  std::vector<KeyPlace> places_;
   std::vector<codec::Adapted> own_;  // without feedback
   codec::ErrorFeedback::Transaction none_;
 };
