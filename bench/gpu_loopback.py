@@ -16,6 +16,7 @@ import gpu_arrays
 import gradwire
 from gpu_calls import Case, problems
 from gpu_rows import Row
+from gradwire._measure import COLLECTIVES
 
 SIZES = (2, 3, 1, 4, 5, 8)  # ranks; two first, since most that can go wrong goes wrong there
 CODECS = (
@@ -30,16 +31,6 @@ CODECS = (
     "threshold:tau=0.5",
     "topk",
     "topk:density=0.3,values=fp16",
-)
-COLLECTIVES = (
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
 )
 _OPS = ("sum", "avg", "min", "max", "prod")
 _SECONDS = 60.0  # of a wait

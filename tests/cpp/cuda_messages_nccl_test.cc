@@ -14,6 +14,7 @@
 #include "fake_nccl.h"
 #include "gradwire/base/error.h"
 #include "gradwire/cuda/device.h"
+#include "transport_harness.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -26,23 +27,7 @@ constexpr bool kForkWorks = true;
 
 using Payload = std::vector<std::byte>;
 
-// Runs every job on a thread of its own; rethrows the first exception after all have ended.
-template <typename Job>
-void run_threads(int count, Job job) {
-  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(count));
-  std::vector<std::jthread> threads;
-  for (int i = 0; i < count; ++i)
-    threads.emplace_back([&, i] {
-      try {
-        job(i);
-      } catch (...) {
-        errors[static_cast<std::size_t>(i)] = std::current_exception();
-      }
-    });
-  threads.clear();
-  for (const auto& error : errors)
-    if (error) std::rethrow_exception(error);
-}
+using transport::run_threads;
 
 // What `call` throws, which must be of this kind.
 template <typename Kind, typename Call>
