@@ -251,6 +251,23 @@ TEST_P(GpuCollectives, PlainDeliversResiduals) {
   }
 }
 
+// A CPU adds no residual in a first call, so a -0 is one still.
+TEST_P(GpuCollectives, FirstCallsKeepTheSignsOfZeros) {
+  const int p = GetParam();
+  if (p > 3) return;
+  std::vector<std::string_view> codecs(std::begin(kCodecs), std::end(kCodecs));
+  codecs.push_back("none");
+  for (std::string_view codec : codecs)
+    for (std::string_view algorithm : {"ring", "gather"}) {
+      Case of = coded(codec, Collective::kAllReduce, algorithm, p, 2100, true);
+      std::vector<float> zeros(2100, -0.0F);  // the first block throughout
+      for (std::size_t i = 1100; i < zeros.size(); i += 2) zeros[i] = i % 3 ? 0.0F : 1.0F;
+      for (Arrays& each : of.inputs) each = {bytes_of(zeros)};
+      of.calls = 1;
+      expect_same(of, label(of, algorithm) + ", zeros");
+    }
+}
+
 TEST_P(GpuCollectives, LowRank) {
   const int p = GetParam();
   if (p > 3) return;

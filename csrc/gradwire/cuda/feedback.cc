@@ -30,9 +30,11 @@ void check_length(const codec::KeyedExtent& extent, std::size_t stored) {
       "once before the capture begins");
 }
 
-bool is_zero(const std::vector<float>& values) {
-  return std::ranges::all_of(values,
-                             [](float each) { return std::bit_cast<std::uint32_t>(each) == 0; });
+// Bit by bit: -0 is not +0.
+bool are_all(const std::vector<float>& values, float value) {
+  return std::ranges::all_of(values, [bits = std::bit_cast<std::uint32_t>(value)](float each) {
+    return std::bit_cast<std::uint32_t>(each) == bits;
+  });
 }
 
 }  // namespace
@@ -194,11 +196,11 @@ codec::ErrorFeedback::Kept Feedback::read(const Key& key, Stream stream) const {
   kept.adapted.largest = std::bit_cast<float>(adapted.largest);
   kept.residual.resize(key.count);
   fetch(kept.residual.data(), key.residual[entry.which & 1U], 4 * key.count);
-  if (kept.calls == 0 && is_zero(kept.residual)) kept.residual.clear();
+  if (kept.calls == 0 && are_all(kept.residual, -0.0F)) kept.residual.clear();
   if (key.remembered == 0) return kept;
   kept.memory.resize(key.remembered);
   fetch(kept.memory.data(), key.memory[entry.which_memory & 1U], 4 * key.remembered);
-  if (is_zero(kept.memory)) kept.memory.clear();
+  if (are_all(kept.memory, 0.0F)) kept.memory.clear();
   return kept;
 }
 
@@ -217,6 +219,10 @@ void Feedback::write(const Key& key, const codec::ErrorFeedback::Kept& kept, Str
   const std::size_t residuals = std::min<std::size_t>(kept.residual.size(), key.count);
   const std::size_t memories = std::min<std::size_t>(kept.memory.size(), key.remembered);
   check(api_, api_.fill(key.residual[0], 0, 4 * key.count, stream), "cudaMemsetAsync");
+  if (kept.residual.empty())  // to -0: a CPU adds nothing now, and x + -0 is x, for x = -0 too
+    check(api_,
+          api_.scale(static_cast<int>(DType::kFloat32), key.residual[0], -1, key.count, stream),
+          "scaling");
   store(key.residual[0], kept.residual.data(), 4 * residuals);
   check(api_, api_.fill(key.memory[0], 0, 4 * key.remembered, stream), "cudaMemsetAsync");
   store(key.memory[0], kept.memory.data(), 4 * memories);
