@@ -1,6 +1,7 @@
 // Devices, memory, streams, events and graphs.
 #include "streams.h"
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -310,6 +311,18 @@ cudaError_t cudaStreamSynchronize(cudaStream_t given) {
   if (stream->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
   ++m.waits;
   run_until(lock, [&] { return idle(*stream); });
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() {
+  Machine& m = machine();
+  std::unique_lock lock(m.mutex);
+  if (captures_anywhere()) return fail(cudaErrorStreamCaptureUnsupported);
+  ++m.waits;
+  run_until(lock, [&m] {
+    return std::ranges::all_of(m.streams, [](cudaStream_t each) {
+      return each->device != current_device || idle(*each);
+    });
+  });
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t given, cudaEvent_t event, unsigned) {

@@ -128,6 +128,7 @@ struct Api {
   Status (*create_stream)(Stream* stream);  // does not wait for the default stream
   Status (*destroy_stream)(Stream stream);
   Status (*synchronize)(Stream stream);
+  Status (*synchronize_device)();  // all of its streams
   // This thread's calls of CUDA never disturb a capture that another thread has begun.
   Status (*relax_captures)();
   // 0 where it is not being captured, else a number of the capture.

@@ -71,6 +71,7 @@ Status create_stream(Stream* stream) {
 }
 Status destroy_stream(Stream stream) { return said(cudaStreamDestroy(stream)); }
 Status synchronize(Stream stream) { return said(cudaStreamSynchronize(stream)); }
+Status synchronize_device() { return said(cudaDeviceSynchronize()); }
 
 Status relax_captures() {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -134,6 +135,7 @@ void fill_runtime(Api& api) {
   api.create_stream = create_stream;
   api.destroy_stream = destroy_stream;
   api.synchronize = synchronize;
+  api.synchronize_device = synchronize_device;
   api.relax_captures = relax_captures;
   api.capture_of = capture_of;
   api.create_event = create_event;
