@@ -319,9 +319,8 @@ cudaError_t cudaDeviceSynchronize() {
   if (captures_anywhere()) return fail(cudaErrorStreamCaptureUnsupported);
   ++m.waits;
   run_until(lock, [&m] {
-    return std::ranges::all_of(m.streams, [](cudaStream_t each) {
-      return each->device != current_device || idle(*each);
-    });
+    return std::ranges::all_of(
+        m.streams, [](cudaStream_t each) { return each->device != current_device || idle(*each); });
   });
   return cudaSuccess;
 }
