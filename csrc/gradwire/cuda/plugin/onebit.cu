@@ -140,8 +140,8 @@ __device__ std::uint32_t write_runs(std::uint32_t present, std::uint32_t n, Team
   runs.each([&](std::uint32_t length) { size += run_size(length); });
   const auto sizes = team.scan(size, Plus{});
   const std::uint32_t last = n + 1 - ends.all, bits = sizes.all + run_size(last);
+  team.sync();  // all have read their neighbour's word
   if (bits > 8 * most_run_bytes(n)) return 0;
-  team.sync();
   room.words[rank] = 0;
   team.sync();
   std::uint32_t at = sizes.before;
