@@ -65,7 +65,7 @@ def main() -> int:
     }
     stem = options.output or RESULTS / f"model-{datetime.date.today().isoformat()}"
     result_files.save(stem, found, document(found, stem.name))
-    draw(cases, stem.with_suffix(".png"))
+    draw(cases, result_files.beside(stem, ".png"))
     print("\n".join(summary(cases)))
     return 0
 

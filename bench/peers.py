@@ -206,7 +206,7 @@ def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
     stem = options.output or RESULTS / f"peers-{now.date().isoformat()}"
     document = peers_report.document(found, stem.name)
     result_files.save(stem, found, document)
-    peers_report.draw(found, stem.with_suffix(".png"))
+    peers_report.draw(found, result_files.beside(stem, ".png"))
     return document
 
 

@@ -11,5 +11,10 @@ from typing import Any
 def save(stem: Path, found: Mapping[str, Any], document: str) -> None:
     """Writes STEM.json and STEM.md, and their directory if need be."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(document, encoding="utf-8")
+    beside(stem, ".json").write_text(json.dumps(found, indent=1) + "\n")
+    beside(stem, ".md").write_text(document, encoding="utf-8")
+
+
+def beside(stem: Path, suffix: str) -> Path:
+    """STEM and a suffix; a stem may have a dot in it."""
+    return stem.with_name(stem.name + suffix)

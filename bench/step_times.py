@@ -198,7 +198,7 @@ def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
     }
     document = step_report.document(found, stem.name)
     result_files.save(stem, found, document)
-    step_report.draw(found, stem.with_suffix(".png"))
+    step_report.draw(found, result_files.beside(stem, ".png"))
     return document
 
 
