@@ -22,6 +22,14 @@ PLUGIN = BUILD / "libgradwire_cuda.so"
 ARCHITECTURES = "90"
 
 
+class CallFailed(RuntimeError):
+    """A program's last words, and all that it printed."""
+
+    def __init__(self, words: str, output: str) -> None:
+        super().__init__(words)
+        self.output = output
+
+
 def main() -> int:
     """Prints the rows; the first argument is the GPUs' architectures, 90 by default."""
     architectures = sys.argv[1] if len(sys.argv) > 1 else ARCHITECTURES
@@ -61,12 +69,13 @@ def tool(name: str) -> str:
 
 
 def call(*command: str) -> str:
-    """What it prints; raises its last words."""
+    """What it prints; raises CallFailed."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         lines = done.stdout.strip().splitlines()
         named = [line for line in lines if "error" in line.lower() or "FAILED" in line]
-        raise RuntimeError(f"{' '.join(command[:2])}: " + " | ".join((named or lines)[-5:]))
+        words = f"{' '.join(command[:2])}: " + " | ".join((named or lines)[-5:])
+        raise CallFailed(words, done.stdout)
     return done.stdout
 
 
