@@ -41,11 +41,6 @@ void check_table(const Device& on) {
   });
 }
 
-std::vector<std::size_t> lengths(bool small) {
-  if (small) return {31, 1025};
-  return {1, 31, 1023, 1024, 1025, 32768, 32801, 100'003, 1'000'013};
-}
-
 int run(const char* library, std::string_view extent) {
   const codec::FloatEnvironment environment;
   const Device on(load_api(library));
@@ -55,11 +50,12 @@ int run(const char* library, std::string_view extent) {
     return 0;
   }
   check_table(on);
-  for (const std::string_view spec : codec_specs())
+  for (const std::string_view spec : codec_specs(small))
     if (has(on.api, spec))
-      for (const std::size_t n : lengths(small))
+      for (const std::size_t n : codec_lengths(spec, small))
         guarded("codec " + std::string(spec), "n=" + std::to_string(n),
                 [&](Row& row) { check_codec(on, spec, n, small, row); });
+  check_payloads(on, small, guarded);
   check_elements(on, small, guarded);
   check_matrices(on, small, guarded);
   return 0;

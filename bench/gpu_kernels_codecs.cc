@@ -4,10 +4,13 @@
 #include <bit>
 #include <memory>
 #include <random>
+#include <utility>
 
 #include "cuda_families.h"
 #include "gpu_kernels.h"
+#include "gradwire/base/types.h"
 #include "gradwire/codec/codec.h"
+#include "gradwire/codec/simd.h"
 #include "gradwire/cuda/codec.h"
 
 namespace gradwire::cuda {
@@ -73,34 +76,40 @@ Outcome on_cpu(const codec::Codec& codec, const Inputs& of, bool adapts) {
   const std::array<ConstBytes, 3> payloads = {made.payload, other, made.payload};
   codec.decode_sum(payloads, made.summed.data(), n);
   made.finished = made.decoded;
-  for (float& each : made.finished) each *= kFactor;
+  codec::kernels().scale[static_cast<std::size_t>(DType::kFloat32)](
+      made.finished.data(), static_cast<double>(kFactor), n);
   return made;
 }
 
-// A key on the device, the call under way of which is `which ^ 1`.
-struct Key {
-  Key(const Device& on, const Inputs& of, std::uint32_t which, std::size_t shift)
-      : old(on, of.residual, shift),
-        next(on, Floats(of.residual.size(), -7), shift),
-        entry(on, entry_of(of, which)) {
-    site.entry = entry.data();
-    if (of.residual.empty()) return;
-    site.residual[which] = old.data();
-    site.residual[which ^ 1U] = next.data();
+// A key on the device.
+class Key {
+ public:
+  Key(const Device& on, std::size_t n, std::size_t shift)
+      : old_(on, Floats(n), shift), next_(on, Floats(n), shift), entry_(on, {Entry{}}) {}
+
+  // Its call `which ^ 1` is under way.
+  Site begin(const Inputs& of, std::uint32_t which) const {
+    Entry now{which, which, kCalls, {}};
+    now.adapted[which ^ 1U].tau = of.adapted.tau;
+    entry_.set({now});
+    Site site{{nullptr, nullptr}, entry_.data()};
+    if (of.residual.empty()) return site;
+    old_.set(of.residual);
+    next_.set(Floats(of.residual.size(), -7));
+    site.residual[which] = old_.data();
+    site.residual[which ^ 1U] = next_.data();
+    return site;
   }
-  static std::vector<Entry> entry_of(const Inputs& of, std::uint32_t which) {
-    Entry one{which, which, kCalls, {}};
-    one.adapted[which ^ 1U].tau = of.adapted.tau;
-    return {one};
-  }
+  Floats before(bool& intact) const { return old_.values(intact); }
+  Floats after(bool& intact) const { return next_.values(intact); }
   Adapted adapted(bool& intact) const {
-    const Entry now = entry.values(intact)[0];
+    const Entry now = entry_.values(intact)[0];
     return now.adapted[now.which ^ 1U];
   }
 
-  DeviceArray<float> old, next;
-  DeviceArray<Entry> entry;
-  Site site{{nullptr, nullptr}, nullptr};
+ private:
+  DeviceArray<float> old_, next_;
+  DeviceArray<Entry> entry_;
 };
 
 // The bytes that count, as the CPU writes them.
@@ -124,38 +133,43 @@ class OnGpu {
         cpu_(cpu),
         codec_(Codec::make(on.api, cpu)),
         n_(n),
-        shift_(shift),
-        scratch_(on, Payload(codec_->scratch_bytes(n) + 1)) {}
+        scratch_(on, Payload(codec_->scratch_bytes(n) + 1)),
+        key_(on, n, shift),
+        x_(on, Floats(n), shift),
+        y_(on, Floats(n), shift),
+        other_(on, Floats(n)),
+        flags_(on, {0}),
+        payload_(on, empty()),
+        second_(on, empty()) {}
 
   bool adapts() const { return codec_->adapts(); }
 
   Outcome call(const Inputs& of, std::uint32_t which, Row& row) const {
     Outcome made;
     bool intact = true;
-    const DeviceArray<float> x(on_, of.x, shift_), other(on_, of.other);
-    const Key key(on_, of, which, shift_);
-    const auto payload = room(), second = room();
-    const Run run = run_of(x.data(), key.site);
+    x_.set(of.x);
+    other_.set(of.other);
+    payload_.set(empty());
+    second_.set(empty());
+    const Run run = run_of(x_.data(), key_.begin(of, which));
     codec_->prepare(run, scratch_.data(), on_.stream);
-    codec_->encode(run, payload.data(), scratch_.data(), on_.stream);
-    codec_->adapt(n_, key.site.entry, on_.stream);
-    made.payload = packed(payload.values(intact), *codec_, n_, cpu_.max_bytes(n_));
-    if (!of.residual.empty()) made.error = key.next.values(intact);
-    const Adapted found = key.adapted(intact);
+    codec_->encode(run, payload_.data(), scratch_.data(), on_.stream);
+    codec_->adapt(n_, run.site.entry, on_.stream);
+    made.payload = packed(payload_.values(intact), *codec_, n_, cpu_.max_bytes(n_));
+    if (!of.residual.empty()) made.error = key_.after(intact);
+    const Adapted found = key_.adapted(intact);
     made.adapted = {found.tau, found.filter, found.sent, std::bit_cast<float>(found.largest)};
-    codec_->encode(run_of(other.data(), {}), second.data(), scratch_.data(), on_.stream);
-    decode(of, payload.data(), second.data(), made, intact);
+    codec_->encode(run_of(other_.data(), {}), second_.data(), scratch_.data(), on_.stream);
+    decode(of, made, intact);
+    row.expect_same(x_.values(intact), of.x, "the input");
+    if (!of.residual.empty()) row.expect_same(key_.before(intact), of.residual, "the residual");
     made.finished = finish(of, which, made, row, intact);
     row.expect(intact, "written beyond an array");
-    row.expect_same(x.values(intact), of.x, "the input");
-    if (!of.residual.empty()) row.expect_same(key.old.values(intact), of.residual, "the residual");
     return made;
   }
 
  private:
-  DeviceArray<std::byte> room() const {
-    return {on_, Payload(codec_->payload_bytes(n_), std::byte{0xEE})};
-  }
+  Payload empty() const { return Payload(codec_->payload_bytes(n_), std::byte{0xEE}); }
   Run run_of(const float* x, const Site& site) const {
     Run run;
     run.x = x;
@@ -164,45 +178,56 @@ class OnGpu {
     run.call = kCall;
     return run;
   }
-  void decode(const Inputs& of, const std::byte* payload, const std::byte* second, Outcome& made,
-              bool& intact) const {
-    const DeviceArray<std::uint32_t> flags(on_, {0});
-    const DeviceArray<float> plain(on_, of.before, shift_), added(on_, of.before, shift_),
-        summed(on_, of.before, shift_);
-    codec_->decode(payload, plain.data(), n_, /*add=*/false, flags.data(), on_.stream);
-    codec_->decode(payload, added.data(), n_, /*add=*/true, flags.data(), on_.stream);
-    made.flags = flags.values(intact)[0];
-    const std::array<const std::byte*, 3> all = {payload, second, payload};
-    codec_->decode_sum(all, summed.data(), n_, nullptr, on_.stream);
-    made.decoded = plain.values(intact);
-    made.added = added.values(intact);
-    made.summed = summed.values(intact);
+  void decode(const Inputs& of, Outcome& made, bool& intact) const {
+    const auto found = [&](const auto& decoding) {
+      y_.set(of.before);
+      decoding();
+      return y_.values(intact);
+    };
+    flags_.set({0});
+    for (const bool add : {false, true})
+      (add ? made.added : made.decoded) = found(
+          [&] { codec_->decode(payload_.data(), y_.data(), n_, add, flags_.data(), on_.stream); });
+    made.flags = flags_.values(intact)[0];
+    const std::array<const std::byte*, 3> all = {payload_.data(), second_.data(), payload_.data()};
+    made.summed = found([&] { codec_->decode_sum(all, y_.data(), n_, nullptr, on_.stream); });
   }
   // Of the same call once more, where nothing was adapted yet; y takes x's place.
   Floats finish(const Inputs& of, std::uint32_t which, const Outcome& made, Row& row,
                 bool& intact) const {
-    const DeviceArray<float> y(on_, of.x, shift_);
-    const Key key(on_, of, which, shift_);
-    const auto payload = room();
-    const Run run = run_of(y.data(), key.site);
+    y_.set(of.x);
+    payload_.set(empty());
+    const Run run = run_of(y_.data(), key_.begin(of, which));
     codec_->prepare(run, scratch_.data(), on_.stream);
-    codec_->finish(run, payload.data(), scratch_.data(), y.data(), kFactor, nullptr, on_.stream);
-    row.expect_same(packed(payload.values(intact), *codec_, n_, cpu_.max_bytes(n_)), made.payload,
+    codec_->finish(run, payload_.data(), scratch_.data(), y_.data(), kFactor, nullptr, on_.stream);
+    row.expect_same(packed(payload_.values(intact), *codec_, n_, cpu_.max_bytes(n_)), made.payload,
                     "the owner's payload");
     if (!of.residual.empty())
-      row.expect_same(key.next.values(intact), made.error, "the owner's residual");
-    return y.values(intact);
+      row.expect_same(key_.after(intact), made.error, "the owner's residual");
+    return y_.values(intact);
   }
 
   const Device& on_;
   const codec::Codec& cpu_;
   std::unique_ptr<const Codec> codec_;
-  std::size_t n_, shift_;
+  std::size_t n_;
   DeviceArray<std::byte> scratch_;
+  Key key_;
+  DeviceArray<float> x_, y_, other_;
+  DeviceArray<std::uint32_t> flags_;
+  DeviceArray<std::byte> payload_, second_;
 };
 
-void compare(const Outcome& gpu, const Outcome& cpu, bool adapts, const std::string& what,
-             Row& row) {
+bool is_sparse(const codec::Codec& codec) {
+  return codec.definition().kind == codec::Definition::Kind::kThreshold ||
+         codec.definition().kind == codec::Definition::Kind::kTopK;
+}
+
+void compare(Outcome gpu, Outcome cpu, const codec::Codec& codec, bool adapts,
+             const std::string& what, Row& row) {
+  if (is_sparse(codec))
+    for (Floats* each : {&gpu.added, &cpu.added, &gpu.summed, &cpu.summed})
+      *each = with_one_nan(std::move(*each));
   row.expect_same(gpu.payload, cpu.payload, what + ": payload");
   row.expect_same(gpu.error, cpu.error, what + ": residual");
   row.expect_same(gpu.decoded, cpu.decoded, what + ": decoded");
@@ -219,43 +244,55 @@ void compare(const Outcome& gpu, const Outcome& cpu, bool adapts, const std::str
 
 }  // namespace
 
-std::vector<std::string_view> codec_specs() {
-  return {"fp16",
-          "fp16:scale=1024",
-          "bf16",
-          "int8",
-          "int8:block=96,rounding=stochastic,seed=5",
-          "onebit",
-          "onebit:block=64",
-          "threshold",
-          "threshold:density=0.1",
-          "threshold:tau=0.5",
-          "topk",
-          "topk:density=0.3,values=fp16",
-          "topk:density=0.05,values=bf16"};
+std::vector<std::string_view> codec_specs(bool small) {
+  std::vector<std::string_view> specs = {"fp16",
+                                         "fp16:scale=1024",
+                                         "bf16",
+                                         "int8",
+                                         "int8:block=96,rounding=stochastic,seed=5",
+                                         "onebit",
+                                         "onebit:block=64",
+                                         "onebit:block=2048",
+                                         "threshold",
+                                         "threshold:density=0.1",
+                                         "threshold:tau=0.5",
+                                         "topk",
+                                         "topk:density=0.3,values=fp16",
+                                         "topk:density=0.05,values=bf16"};
+  if (!small)
+    specs.insert(specs.end(), {"onebit:block=4096", "int8:block=4096", "int8:block=20000"});
+  return specs;
 }
 
-// Of long arrays every second family once; of short ones aligned and not, with feedback and
-// without.
+std::vector<std::size_t> codec_lengths(std::string_view spec, bool small) {
+  if (!small) return {1, 31, 1023, 1024, 1025, 32768, 32801, 100'003, 1'000'014};
+  if (spec == "onebit:block=2048") return {4103};  // two blocks of several warps, and some
+  return {31, 1025};
+}
+
+// Of an even n beyond 1,025 every second family, of an odd one the others; of long arrays once, of
+// others aligned and not, with feedback and without.
 void check_codec(const Device& on, std::string_view spec, std::size_t n, bool small, Row& row) {
   const auto codec = codec::make_codec(spec);
   const bool long_one = n > 50'000;
   std::mt19937_64 random(n);
   const Floats residual = draw(kFamilies[0], n, random), other = draw(kFamilies[0], n, random),
                before = draw(kFamilies[0], n, random);
+  const OnGpu aligned(on, *codec, n, 0), unaligned(on, *codec, n, 1);
   std::uint32_t turn = 0;
-  for (std::size_t kind = 0; kind < std::size(kFamilies); kind += small ? 4 : long_one ? 2 : 1) {
+  const std::size_t step = small ? 4 : n > 1025 ? 2 : 1;
+  for (std::size_t kind = step == 2 ? n % 2 : 0; kind < std::size(kFamilies); kind += step) {
     const Family& family = kFamilies[kind];
     for (int variant = 0; variant < (small || long_one ? 1 : 4); ++variant, ++turn) {
       const bool feedback = (turn & 1U) == 0;
-      const std::size_t shift = turn >> 1 & 1U;
+      const bool shifted = (turn >> 1 & 1U) != 0;
       Inputs of{draw(family, n, random), feedback ? residual : Floats(), other, before, {}};
-      const OnGpu gpu(on, *codec, n, shift);
+      const OnGpu& gpu = shifted ? unaligned : aligned;
       const std::string what = std::string(family.name) + (feedback ? ", with feedback" : "") +
-                               (shift > 0 ? ", unaligned" : "");
+                               (shifted ? ", unaligned" : "");
       for (std::uint32_t call = 0; call < 2; ++call) {
         const Outcome cpu = on_cpu(*codec, of, gpu.adapts());
-        compare(gpu.call(of, call, row), cpu, gpu.adapts(), what, row);
+        compare(gpu.call(of, call, row), cpu, *codec, gpu.adapts(), what, row);
         if (!feedback || long_one) break;
         of.residual = cpu.error;  // the second call goes on with what the first one left
         of.adapted = cpu.adapted;
