@@ -13,7 +13,8 @@ _LONG = 400  # characters
 _NOTE = (
     f"The floor is the fewest bytes that the work can move; the goal is {GOAL:.0%} of a copy's "
     "bandwidth on them. Times are medians of turns in which a copy of as many elements, the kernel "
-    "and torch's operations follow each other; below 64 MiB what a launch costs is part of all."
+    "and torch's operations follow each other; below 64 MiB what a launch costs is part of all. "
+    "Where two kernels do the work the second reads what the first has written."
 )
 
 
@@ -41,10 +42,12 @@ def verdict(found: Found) -> str:
     rows = [row for stage in found["stages"] for row in stage["rows"]]
     count = sum(row.get("checks", 0) for row in rows)
     failed = [row for row in rows if not row["passed"]]
-    skipped = [row for row in rows if row.get("skipped")]
     said = f"{count:,} checks in {len(rows)} groups"
     said += f", of which {len(failed)} failed" if failed else ", all passed"
-    return said + (f"; {len(skipped)} were skipped." if skipped else ".")
+    for instead in ("skipped", "incomplete"):
+        some = [row for row in rows if row.get(instead)]
+        said += f"; {len(some)} were {instead}" if some else ""
+    return said + "."
 
 
 def checks(stages: Sequence[Found]) -> list[str]:
@@ -70,9 +73,10 @@ def _said(rows: Sequence[Found]) -> str:
     failed = [row for row in rows if not row["passed"]]
     if failed:
         return f"**FAILED** {_cell(failed[0]['case'])}: {_cell(failed[0]['detail'])}"
-    skipped = [row for row in rows if row.get("skipped")]
-    if skipped:
-        return f"skipped: {_cell(skipped[0]['detail'])}"
+    for instead in ("incomplete", "skipped"):
+        some = [row for row in rows if row.get(instead)]
+        if some:
+            return f"{instead}: {_cell(some[0]['detail'])}"
     return "passed"
 
 
@@ -101,6 +105,8 @@ def _speed_rows(times: Sequence[Found], sizes: Sequence[int]) -> Iterator[str]:
         cells = [_share(by_job.get((floor.job, n))) for n in sizes]
         missed = [_size(each["n"]) for each in own if not each["reached"]]
         goal = "reached" if not missed else f"missed at {', '.join(missed)}"
+        if floor.moved:
+            goal += f" (two kernels: at most {floor.most:.2f} beyond the cache)"
         largest = own[-1]
         times_as_long = largest["torch_seconds"] / largest["seconds"]
         beside = f"{floor.beside}: {times_as_long:.1f}× as long at {_size(largest['n'])}"

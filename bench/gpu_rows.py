@@ -19,7 +19,7 @@ class Row:
     def __init__(self, group: str, case: str = "") -> None:
         self._group, self._case = group, case
         self._failure = self._note = ""
-        self._checks, self._skipped = 0, False
+        self._checks, self._instead = 0, ""
 
     def expect(self, holds: object, what: str) -> None:
         """The first `what` that does not hold is the row's failure."""
@@ -39,8 +39,12 @@ class Row:
         self._note = what
 
     def skip(self, why: str) -> None:
-        """Nothing was checked."""
-        self._skipped, self._note = True, why
+        """Nothing was checked, nor can be here."""
+        self._instead, self._note = "skipped", why
+
+    def incomplete(self, why: str) -> None:
+        """The time was not enough for all checks."""
+        self._instead, self._note = "incomplete", why
 
     def __enter__(self) -> Row:
         return self
@@ -55,8 +59,8 @@ class Row:
             self._failure = _told(error)
         fields: dict[str, Any] = {"group": self._group, "case": self._case}
         fields |= {"passed": not self._failure, "checks": self._checks}
-        if self._skipped and not self._failure:
-            fields["skipped"] = True
+        if self._instead and not self._failure:
+            fields[self._instead] = True
         tell(**fields, detail=self._failure or self._note)
         return isinstance(error, Exception) or error is None
 

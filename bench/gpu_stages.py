@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from time import monotonic
@@ -19,6 +20,7 @@ from typing import IO, Any
 
 HERE = Path(__file__).parent
 _TOO_LATE = 5.0  # seconds, in which no stage gets anywhere
+SECONDS = "SECONDS"  # in a command: those that the stage has
 
 Row = dict[str, Any]
 
@@ -29,7 +31,7 @@ class Stage:
 
     name: str
     command: Sequence[str]
-    seconds: float  # that it may take
+    seconds: float  # that it may take, besides what those before it have left of theirs
     wave: int = 0  # those of one number run side by side
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -48,6 +50,11 @@ class Ended:
         """Whether no check failed."""
         return all(row["passed"] for row in self.rows)
 
+    @property
+    def complete(self) -> bool:
+        """Whether the time was enough for all checks."""
+        return not any(row.get("incomplete") for row in self.rows)
+
 
 def python(program: str, *arguments: str) -> list[str]:
     """The command of a program beside this file."""
@@ -55,26 +62,30 @@ def python(program: str, *arguments: str) -> list[str]:
 
 
 def stages(build: Path, plugin: Path) -> list[Stage]:
-    """All of them, on a GPU; first what tells most."""
+    """All of them, on a GPU; first what tells most.
+
+    Processes share a GPU by turns, which makes many small calls slow: those have waves of their
+    own, and so have times, and `graph`, which looks at how much memory is free.
+    """
     kernels, library = str(build / "bench/gpu_kernels"), str(plugin)
     jobs = str(build / "bench/libgpu_jobs.so")
     # Threads that are ranks have a queue each.
     queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
-    def sanitize(tool: str, seconds: float) -> list[str]:
-        return python("gpu_sanitize.py", tool, kernels, library, str(seconds - 5))
+    def sanitize(tool: str) -> list[str]:
+        return python("gpu_sanitize.py", tool, kernels, library, SECONDS)
 
     return [
-        Stage("loopback", python("gpu_loopback.py"), 120, 0, queues),
-        Stage("kernels", [kernels, library, "all"], 120, 0),
-        Stage("graph", python("gpu_graph.py"), 60, 0, queues),
-        Stage("speed", python("gpu_speed.py", library, jobs), 90, 1),
-        Stage("ranks", python("gpu_ranks.py"), 130, 2),
-        Stage("C++ tests", python("gpu_tests.py", str(build), library), 130, 2),
-        Stage("hook", python("gpu_ddp.py"), 110, 3),
-        Stage("long arrays", [kernels, library, "long"], 110, 3),
-        Stage("memcheck", sanitize("memcheck", 70), 70, 4),
-        Stage("racecheck", sanitize("racecheck", 70), 70, 4),
+        Stage("kernels", [kernels, library, "all"], 55, 0),
+        Stage("loopback", python("gpu_loopback.py"), 55, 1, queues),
+        Stage("graph", python("gpu_graph.py"), 25, 2, queues),
+        Stage("speed", python("gpu_speed.py", library, jobs), 60, 3),
+        Stage("ranks", python("gpu_ranks.py"), 60, 4),
+        Stage("C++ tests", python("gpu_tests.py", str(build), library), 60, 4),
+        Stage("hook", python("gpu_ddp.py"), 35, 5),
+        Stage("long arrays", [kernels, library, "long"], 35, 5),
+        Stage("memcheck", sanitize("memcheck"), 30, 6),
+        Stage("racecheck", sanitize("racecheck"), 30, 6),
     ]
 
 
@@ -109,30 +120,50 @@ class Deadline:
         return self._end - monotonic()
 
 
+def needed(all_of_them: Sequence[Stage]) -> float:
+    """Seconds that they may take, wave after wave."""
+    return sum(max(stage.seconds for stage in wave) for wave in _waves(all_of_them))
+
+
+def _waves(all_of_them: Sequence[Stage]) -> list[list[Stage]]:
+    return [list(wave) for _, wave in groupby(all_of_them, key=lambda stage: stage.wave)]
+
+
 def run_all(
     all_of_them: Sequence[Stage],
     deadline: Deadline,
     base: Mapping[str, str],
     told: Callable[[str], object],
+    later: Sequence[Stage] = (),
 ) -> list[Ended]:
-    """Wave after wave; what the deadline leaves no time for is skipped."""
-    ended = []
-    for _, wave in groupby(all_of_them, key=lambda stage: stage.wave):
-        stages = list(wave)
-        with ThreadPoolExecutor(len(stages)) as pool:
-            ended += pool.map(lambda stage: _run(stage, deadline, base, told), stages)
+    """Wave after wave, and nobody takes what those after it, and `later`, may need.
+
+    What the deadline leaves no time for, or ends, is incomplete.
+    """
+    ended: list[Ended] = []
+    waves = _waves(all_of_them)
+    for number, wave in enumerate(waves):
+        others = needed(later) + sum(map(needed, waves[number + 1 :]))
+        spare = deadline.remaining() - others - needed(wave)
+        with ThreadPoolExecutor(len(wave)) as pool:
+            begun = partial(_run, spare=spare, deadline=deadline, base=base, told=told)
+            ended += pool.map(begun, wave)
     return ended
 
 
 def _run(
-    stage: Stage, deadline: Deadline, base: Mapping[str, str], told: Callable[[str], object]
+    stage: Stage,
+    spare: float,
+    deadline: Deadline,
+    base: Mapping[str, str],
+    told: Callable[[str], object],
 ) -> Ended:
-    seconds = min(stage.seconds, deadline.remaining() - 1)
-    if seconds < _TOO_LATE:
-        ended = Ended(stage.name, 0, [_skipped("no time was left")])
+    own, left = stage.seconds + max(0, spare - 1), deadline.remaining() - 1
+    if left < _TOO_LATE:
+        ended = Ended(stage.name, 0, [_incomplete("no time was left")])
     else:
-        told(f"{stage.name} (up to {seconds:.0f} s)")
-        ended = run(stage, seconds, base)
+        told(f"{stage.name} (up to {min(own, left):.0f} s)")
+        ended = run(stage, min(own, left), base, cut=left < own)
     told(f"{stage.name}: {summary(ended)}")
     return ended
 
@@ -141,6 +172,9 @@ def summary(ended: Ended) -> str:
     """A line for people."""
     failed = [row for row in ended.rows if not row["passed"]]
     checks = sum(row.get("checks", 0) for row in ended.rows)
+    incomplete = [row for row in ended.rows if row.get("incomplete")]
+    if incomplete and not failed:
+        return f"INCOMPLETE after {checks} checks: {incomplete[0]['detail']}"
     skipped = [row for row in ended.rows if row.get("skipped")]
     if skipped and not failed and not checks:
         return f"skipped: {skipped[0]['detail']}"
@@ -151,12 +185,19 @@ def summary(ended: Ended) -> str:
     return f"{checks} checks passed in {ended.seconds:.1f} s"
 
 
-def run(stage: Stage, seconds: float, base: Mapping[str, str]) -> Ended:
-    """Its rows; that it crashed, hung or told nothing is one that failed."""
+def run(stage: Stage, seconds: float, base: Mapping[str, str], *, cut: bool = False) -> Ended:
+    """Its rows; that it crashed, hung or told nothing is one that failed.
+
+    `cut`: it should have had more seconds, so that it proves nothing if they were not enough.
+    """
     ended = Ended(stage.name, 0)
     start = monotonic()
     late = threading.Event()
-    with tempfile.TemporaryFile() as errors, _started(stage, base, errors) as process:
+    command = [f"{seconds:.0f}" if each == SECONDS else each for each in stage.command]
+    with (
+        tempfile.TemporaryFile() as errors,
+        _started(command, {**base, **stage.environment}, errors) as process,
+    ):
         timer = threading.Timer(seconds, _kill, (process, late))
         timer.start()
         try:
@@ -173,14 +214,17 @@ def run(stage: Stage, seconds: float, base: Mapping[str, str]) -> Ended:
         if why:
             errors.seek(0)
             words = errors.read().decode(errors="replace").strip().splitlines()[-4:]
-            ended.rows.append(_failed(" | ".join([why, *words])))
+            row = _incomplete if cut and late.is_set() else _failed
+            ended.rows.append(row(" | ".join([why, *words])))
     return ended
 
 
-def _started(stage: Stage, base: Mapping[str, str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], errors: IO[bytes]
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        stage.command,
-        env={**base, **stage.environment},
+        command,
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,
@@ -223,6 +267,6 @@ def _failed(why: str) -> Row:
     return {"group": "the stage", "case": "", "passed": False, "checks": 1, "detail": why}
 
 
-def _skipped(why: str) -> Row:
+def _incomplete(why: str) -> Row:
     fields = {"group": "the stage", "case": "", "passed": True, "checks": 0}
-    return {**fields, "skipped": True, "detail": why}
+    return {**fields, "incomplete": True, "detail": why}

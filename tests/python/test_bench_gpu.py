@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import gpu
+import gpu_build
 import gpu_floors
 import gpu_loopback
 import gpu_ranks
@@ -21,6 +23,7 @@ import gpu_tests
 import gpu_torch_jobs
 import pytest
 import ranks
+import result_files
 import simulated_gpu
 import tables
 from gpu_calls import Found, difference
@@ -56,15 +59,24 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_results_go_into_a_folder_or_beside_a_name(tmp_path: Path) -> None:
+    assert gpu._stem("").parent == gpu.RESULTS
+    assert gpu._stem(str(tmp_path)) == tmp_path / "gpu"
+    assert gpu._stem(f"{tmp_path}/new/") == tmp_path / "new/gpu"
+    assert gpu._stem(str(tmp_path / "h200.1")) == tmp_path / "h200.1"
+    result_files.save(tmp_path / "h200.1", {"a": 1}, "text")
+    assert {each.name for each in tmp_path.iterdir()} == {"h200.1.json", "h200.1.md"}
+
+
 # ---- Stages ------------------------------------------------------------------------------------
 
 
-def run(program: str, seconds: float = 60) -> Ended:
+def run(program: str, seconds: float = 60, *, cut: bool = False) -> Ended:
     """A stage that is this program, after some imports."""
     text = "import json, os, sys, time\nsys.path.append('bench')\n" + program
     environment = {**os.environ, "PYTHONPATH": str(gpu.ROOT / "bench")}
     return gpu_stages.run(
-        Stage("made up", [sys.executable, "-c", text], seconds), seconds, environment
+        Stage("made up", [sys.executable, "-c", text], seconds), seconds, environment, cut=cut
     )
 
 
@@ -109,11 +121,44 @@ time.sleep(1000)
     ranks.eventually(lambda: not Path(f"/proc/{child}").exists() or ranks.state_of(child) == "Z")
 
 
-def test_what_the_deadline_leaves_no_time_for_is_skipped_and_said() -> None:
+def test_what_the_deadline_leaves_no_time_for_is_incomplete_and_said() -> None:
     told: list[str] = []
     (ended,) = gpu_stages.run_all([Stage("late", ["false"], 10)], Deadline(0), {}, told.append)
-    assert ended.rows[0]["skipped"]
-    assert "no time was left" in ended.rows[0]["detail"]
+    assert ended.passed
+    assert not ended.complete
+    assert "INCOMPLETE after 0 checks: no time was left" in told[0]
+    assert gpu._status([ended]) == 2
+
+
+def test_a_stage_that_the_deadline_ends_has_not_failed() -> None:
+    ended = run(_ROW + "time.sleep(1000)", seconds=3, cut=True)
+    assert ended.passed
+    assert not ended.complete
+    assert gpu._status([ended, Ended("b", 0, [FAILED])]) == 1
+    assert gpu._status([Ended("b", 0, [PASSED])]) == 0
+
+
+def test_stages_have_their_time_and_what_those_before_them_left() -> None:
+    row = '{"passed": true, "group": "g", "case": "", "checks": 1}'
+    first, second = (
+        Stage(name, ["sh", "-c", f"echo '{row}'"], 30, wave)
+        for wave, name in enumerate(("first", "second"))
+    )
+    told: list[str] = []
+    gpu_stages.run_all([first, second], Deadline(100), os.environ, told.append, later=[second])
+    assert told[0] == "first (up to 39 s)"
+    assert told[2] in ("second (up to 69 s)", "second (up to 68 s)")
+
+
+def test_a_command_is_told_its_seconds() -> None:
+    row = 'import sys; print(\'{"passed": true, "case": "\' + sys.argv[1] + \'"}\')'
+    stage = Stage("s", [sys.executable, "-c", row, gpu_stages.SECONDS], 99)
+    assert gpu_stages.run(stage, 30, os.environ).rows == [{"passed": True, "case": "30"}]
+
+
+def test_all_stages_have_their_time_within_8_minutes() -> None:
+    stages = gpu_stages.stages(Path("build"), Path("plugin"))
+    assert gpu._BUILD_SECONDS + gpu_stages.needed(stages) <= 470  # and what GPU there is
 
 
 # ---- What is compared --------------------------------------------------------------------------
@@ -148,24 +193,79 @@ def test_nccl_gets_several_ranks_of_a_gpu() -> None:
     assert gpu_ranks.nccl_environment(0, "") == {}
 
 
+_WELL = '{"passed": true}\n========= ERROR SUMMARY: 0 errors'
+_NOT_SUPPORTED = """========= Program hit cudaErrorNotSupported (error 801) due to "operation not
+========= supported" on CUDA API call to cudaLaunchKernel: not supported."""
+
+
 @pytest.mark.parametrize(
-    ("output", "passed", "skipped"),
+    ("output", "status", "judged"),
     [
-        ('{"passed": true}\n========= ERROR SUMMARY: 0 errors', True, False),
-        ('{"passed": true}\n========= ERROR SUMMARY: 2 errors', False, False),
-        ('{"passed": false}\n========= ERROR SUMMARY: 0 errors', False, False),
-        ("========= ERROR SUMMARY: 0 errors", False, False),
-        ("========= Error: Device not supported", True, True),
-        ("cannot run", True, True),
+        (_WELL, 0, "passed"),
+        (_WELL, 1, "failed"),
+        (_WELL.replace("0 errors", "2 errors"), 0, "failed"),
+        (_WELL.replace("true", "false"), 0, "failed"),
+        ("========= ERROR SUMMARY: 0 errors", 0, "failed"),
+        ("========= Internal Sanitizer Error: it will be shut down\n" + _WELL, 0, "failed"),
+        ('{"passed": true}', -11, "failed"),
+        (f"{_NOT_SUPPORTED}\n{_WELL.replace('0 errors', '1 error')}", 0, "failed"),
+        ("========= Error: Device not supported. Please refer to", 255, "skipped"),
+        ("========= Error: Device not supported.\n" + _WELL, 0, "skipped"),
+        ("cannot run", 1, "failed"),
+        ('{"passed": true}', None, "incomplete"),
+        ('{"passed": true}\n========= Invalid __global__ write of size 4', None, "failed"),
+        ('{"passed": false}', None, "failed"),
     ],
 )
 def test_compute_sanitizer_is_judged(
-    output: str, passed: bool, skipped: bool, capsys: pytest.CaptureFixture[str]
+    output: str, status: int | None, judged: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Row("g") as row:
-        gpu_sanitize.judge(row, "memcheck", output)
+        gpu_sanitize.judge(row, "memcheck", output, status)
     told = json.loads(capsys.readouterr().out)
-    assert (told["passed"], told.get("skipped", False)) == (passed, skipped)
+    instead = [each for each in ("skipped", "incomplete") if told.get(each)]
+    assert judged == (*instead, "passed" if told["passed"] else "failed")[0]
+
+
+def test_a_sanitizer_that_takes_too_long_is_ended() -> None:
+    program = "import sys, time; print('said', flush=True); time.sleep(1000)"
+    assert gpu_sanitize._run([sys.executable, "-c", program], 3) == ("said\n", None)
+
+
+_TESTED = """cmake_minimum_required(VERSION 3.26)
+project(tested LANGUAGES NONE)
+if(GRADWIRE_TESTS)  # where there may be one
+  set(CMAKE_FIND_USE_CMAKE_ENVIRONMENT_PATH OFF)
+  set(CMAKE_FIND_USE_SYSTEM_ENVIRONMENT_PATH OFF)
+  set(CMAKE_FIND_USE_CMAKE_SYSTEM_PATH OFF)
+  find_package(GTest REQUIRED)
+endif()
+"""
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake")
+def test_without_googletest_its_tests_are_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "CMakeLists.txt").write_text(_TESTED)
+    build = tmp_path / "build"
+    gpu_build.call("cmake", "-S", str(tmp_path), "-B", str(build))
+    assert not gpu_tests._built(build, ["cuda_cast_test"])
+    row = json.loads(capsys.readouterr().out)
+    assert (row["passed"], row["skipped"], row["detail"]) == (True, True, "there is no GoogleTest")
+    assert "GRADWIRE_TESTS:UNINITIALIZED=OFF" in (build / "CMakeCache.txt").read_text()
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake")
+def test_what_else_cmake_says_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = 'message(STATUS "Found GTest: x")\n  message(FATAL_ERROR "no nvcc")'
+    (tmp_path / "CMakeLists.txt").write_text(_TESTED.replace("find_package(GTest REQUIRED)", other))
+    build = tmp_path / "build"
+    gpu_build.call("cmake", "-S", str(tmp_path), "-B", str(build))
+    assert not gpu_tests._built(build, ["cuda_cast_test"])
+    assert not json.loads(capsys.readouterr().out)["passed"]
 
 
 def test_the_kernels_tests_in_cpp_are_known() -> None:
@@ -214,6 +314,11 @@ def test_floors_are_those_of_the_kernels() -> None:
     assert floors["onebit encode, feedback"] == 12 + 1 / 8 + 8 / 1024
     assert floors["onebit sum of 8"] == 4 + 8 * (1 / 8 + 8 / 1024)
     assert floors["fp16 ring round"] == 8
+    assert floors["topk encode, feedback"] == pytest.approx(12.05)
+    most = {each.job: each.most for each in gpu_floors.FLOORS if each.moved}
+    assert most["fp16 ring round"] == 0.5
+    assert most["onebit owner's stage of 8"] == pytest.approx(9.20 / 21.20, rel=1e-3)
+    assert len(most) == 2
     (fold,) = [each for each in gpu_floors.FLOORS if each.job == "fold"]
     copy_bytes = 8 * 1000 / 2e-3  # of a copy of 1,000 elements in 2 ms
     assert gpu_floors.share(fold, 1000, 3e-3, copy_bytes) == pytest.approx(1)
@@ -264,6 +369,16 @@ def test_a_document_says_what_failed_and_which_goals_are_missed() -> None:
     assert "| kernels | codec int8 | 2 | 1,203 | **FAILED** n=2: a / b |" in text
     assert "| fold | 12.00 | 0.80 (3,200 GB/s) | 0.95 (3,800 GB/s) | missed at 1 M |" in text
     assert "add_: 3.0× as long at 256 M" in text
+
+
+def test_a_document_says_what_is_incomplete_and_which_goals_are_out_of_reach() -> None:
+    row = {"group": "the stage", "case": "", "passed": True, "checks": 0, "incomplete": True}
+    found = found_of(PASSED, {**row, "detail": "no time was left"})
+    found["times"] = [time_of("fp16 ring round", 1 << 28, 0.48)]
+    text = gpu_report.document(found)
+    assert "1,200 checks in 2 groups, all passed; 1 were incomplete." in text
+    assert "| kernels | the stage | 1 | 0 | incomplete: no time was left |" in text
+    assert "missed at 256 M (two kernels: at most 0.50 beyond the cache)" in text
 
 
 def test_readme_has_what_was_measured_or_that_nothing_was(tmp_path: Path) -> None:
