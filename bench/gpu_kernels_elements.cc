@@ -1,5 +1,6 @@
 // Folding, scaling and lowrank's passes on the device beside those of the CPU.
 #include <bit>
+#include <limits>
 #include <random>
 
 #include "codec_reference.h"
@@ -171,6 +172,22 @@ class MatrixCheck {
   Floats x_, residual_, q_, p_;
 };
 
+// Of one block and of several, with a last value that decides.
+void check_headroom(const Device& on, std::size_t n, Row& row) {
+  std::mt19937_64 random(n);
+  for (const float last : {1.0F, 0x1.1p64F, std::numeric_limits<float>::quiet_NaN()}) {
+    Floats q = draw_floats(n, Data::kNormal, random);
+    q.back() = last;
+    const DeviceArray<float> on_device(on, q, 1), scale(on, Floats{-7});
+    on.run(on.api.take_headroom(on_device.data(), n, scale.data(), on.stream), "take_headroom");
+    const float expected = codec::take_headroom(q);
+    bool intact = true;
+    row.expect_same(with_one_nan(on_device.values(intact)), with_one_nan(q), "headroom");
+    row.expect_same(scale.values(intact), Floats{expected}, "the scale of a factor");
+    row.expect(intact, "written beyond an array");
+  }
+}
+
 }  // namespace
 
 void check_elements(const Device& on, bool small, const Guarded& guarded) {
@@ -192,6 +209,9 @@ void check_elements(const Device& on, bool small, const Guarded& guarded) {
 }
 
 void check_matrices(const Device& on, bool small, const Guarded& guarded) {
+  guarded("lowrank", "headroom", [&](Row& row) {
+    for (const std::size_t n : {100, 40'000}) check_headroom(on, n, row);
+  });
   std::vector<Factors> shapes = {{1, 1, 1}, {7, 17, 3}, {33, 65, 4}};
   if (!small) shapes.insert(shapes.end(), {{31, 4100, 16}, {1100, 9, 2}, {1000, 1777, 4}});
   for (const Factors& of : shapes)

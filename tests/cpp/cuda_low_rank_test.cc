@@ -219,6 +219,11 @@ TEST(CudaLowRank, TakesOutTheHeadroom) {
   all.push_back(random_values(3000, Data::kNormal, 1));
   all.push_back(random_values(3000, Data::kDenormal, 2));
   all.push_back(random_values(1025, Data::kHuge, 3));
+  for (const float last : {1.0F, 0x1.1p64F, -INFINITY, NAN}) {  // of many, seen by one block
+    all.push_back(random_values(40000, Data::kNormal, 4));
+    all.back().back() = last;
+    all.back().front() = std::isnan(last) ? 0x1.1p64F : 1;
+  }
   for (Values& each : all) {
     const Floats q(each, 3), scale({-7});
     api().take_headroom(q.data(), each.size(), scale.data(), test_stream());

@@ -74,17 +74,53 @@ Status start_factor(Memory memory, Matrix of, float* q, Stream stream) {
 
 // ---- The rest ----------------------------------------------------------------------------------
 
+constexpr std::uint64_t kEach = 8;                    // elements a thread looks at, or more
+constexpr std::uint64_t kOfOneBlock = 32 * kThreads;  // up to which one launch is enough
+
+// The scale of what is too large to be multiplied by it.
+constexpr float kLargeScale = 1 / codec::kHeadroom;
+
 __global__ void __launch_bounds__(kThreads)
     take_out_headroom(float* q, std::uint64_t n, float* scale) {
   const std::uint32_t largest = largest_of(n, [=](std::uint64_t i) { return q[i]; });
   const bool large = __uint_as_float(largest) > 0x1p64F;
-  for (std::uint64_t i = threadIdx.x; !large && i < n; i += blockDim.x)
-    q[i] *= 1 / codec::kHeadroom;
-  if (threadIdx.x == 0) *scale = large ? 1 / codec::kHeadroom : 1;
+  for (std::uint64_t i = threadIdx.x; !large && i < n; i += blockDim.x) q[i] *= kLargeScale;
+  if (threadIdx.x == 0) *scale = large ? kLargeScale : 1;
+}
+
+// NaN, more than all as bits, of what holds one.
+__device__ float scale_of(std::uint32_t largest) {
+  if (largest > kInfinityBits) return quiet_nan<float>();
+  return __uint_as_float(largest) > 0x1p64F ? kLargeScale : 1;
+}
+
+// `scale`, which begins as 0: the largest of scale_of().
+__global__ void __launch_bounds__(kThreads)
+    find_scale(const float* q, std::uint64_t n, std::uint32_t* scale) {
+  std::uint32_t most = 0;
+  for (std::uint64_t i = first_index(); i < n; i += index_stride())
+    most = Larger{}(most, magnitude_bits(q[i]));
+  most = block_largest(most);
+  if (threadIdx.x == 0) atomicMax(scale, __float_as_uint(scale_of(most)));
+}
+
+// One block may give NaN's scale its value while others still read it: neither is the large one.
+__global__ void __launch_bounds__(kThreads)
+    multiply_by_scale(float* q, std::uint64_t n, std::uint32_t* scale) {
+  if (*scale == __float_as_uint(kLargeScale)) return;
+  for (std::uint64_t i = first_index(); i < n; i += index_stride()) q[i] *= kLargeScale;
+  if (first_index() == 0) atomicExch(scale, __float_as_uint(1.0F));
 }
 
 Status take_headroom(float* q, std::uint64_t n, float* scale, Stream stream) {
-  return launch(take_out_headroom, n == 0 ? 0 : 1, kThreads, stream, q, n, scale);
+  if (n <= kOfOneBlock)
+    return launch(take_out_headroom, n == 0 ? 0 : 1, kThreads, stream, q, n, scale);
+  const std::uint64_t blocks = blocks_for(n, kThreads * kEach);
+  auto* const bits = reinterpret_cast<std::uint32_t*>(scale);
+  Status status = static_cast<Status>(cudaMemsetAsync(scale, 0, sizeof *scale, stream));
+  if (status == 0) status = launch(find_scale, blocks, kThreads, stream, q, n, bits);
+  if (status != 0) return status;
+  return launch(multiply_by_scale, blocks, kThreads, stream, q, n, bits);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -97,8 +133,6 @@ __global__ void __launch_bounds__(kThreads)
   if (__syncthreads_or(largest >= kInfinityBits ? 1 : 0) != 0 && threadIdx.x == 0)
     set_flag(flags, kNotFinite);
 }
-
-constexpr std::uint64_t kEach = 8;  // elements a thread looks at, or more
 
 Status check_finite(const float* x, std::uint64_t n, std::uint32_t* flags, Stream stream) {
   return launch(look_for_nan, blocks_for(n, kThreads * kEach), kThreads, stream, x, n, flags);
