@@ -104,6 +104,25 @@ TEST(SimulatedCuda, AnEventMayEndBeforeWhatWaitsForIt) {
   EXPECT_EQ(static_cast<int>(word[0]), 49);
 }
 
+TEST(SimulatedCuda, OneEventOrdersSeveralStreams) {
+  Room room(api());
+  std::byte* words = room.take(8);
+  OwnedStream a(api()), b(api()), c(api());
+  OwnedEvent event(api());
+  for (int i = 1; i < 50; ++i) {
+    for (int more = 0; more < i; ++more) api().fill(words, 0, 4, a.get());
+    api().fill(words, i, 4, a.get());
+    api().record(event.get(), a.get());
+    api().wait(c.get(), event.get());
+    api().fill(words + 4, i, 4, b.get());
+    api().record(event.get(), b.get());
+    api().wait(c.get(), event.get());
+    api().synchronize(c.get());
+    EXPECT_EQ(static_cast<int>(words[0]), i);
+    EXPECT_EQ(static_cast<int>(words[4]), i);
+  }
+}
+
 TEST(SimulatedCuda, GraphsReplay) {
   Room room(api());
   std::byte* bytes = room.take(8);

@@ -9,7 +9,8 @@
 //
 // Streams are queues. Nothing runs until somebody waits (cudaStreamSynchronize, cudaEventQuery,
 // cudaFree): then operations run in random order, as far as streams and events let them, so that
-// what lacks an event gives wrong results. SIMULATED_CUDA_SEED sets the order,
+// what lacks an event gives wrong results. Handles 1 and 2 are the default stream and this thread's
+// own; a stream that was destroyed takes no event. SIMULATED_CUDA_SEED sets the order,
 // SIMULATED_CUDA_DEVICES how many devices there are (1).
 #pragma once
 
@@ -287,6 +288,8 @@ std::uint64_t simulated_cuda_waits();
 void* simulated_cuda_allocate(std::size_t bytes);
 void simulated_cuda_release(void* address);
 void simulated_cuda_copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream);
+// Nobody waits for it; `from` is free when this returns.
+void simulated_cuda_put(void* to, const void* from, std::size_t bytes, cudaStream_t stream);
 // A device that does nothing any more (on), as one that hangs, until it is set off.
 void simulated_cuda_hang(int on);
 }

@@ -38,9 +38,11 @@ std::uint64_t number_from(const char* name, std::uint64_t otherwise) {
 }  // namespace
 
 struct CUevent_st {
-  std::uint64_t recorded = 0;   // how often, as enqueued
-  std::uint64_t completed = 0;  // of these
-  Capture* capture = nullptr;   // in which it was last recorded
+  std::uint64_t recorded = 0;       // how often, as enqueued
+  std::set<std::uint64_t> pending;  // of these, on whatever streams
+  Capture* capture = nullptr;       // in which it was last recorded
+
+  bool is_over(std::uint64_t generation) const { return !pending.contains(generation); }
 };
 
 namespace {
@@ -97,8 +99,23 @@ cudaError_t fail(cudaError_t error) {
   return error;
 }
 
+// The default stream of this thread, for as long as the program runs.
+cudaStream_t per_thread_stream() {
+  thread_local std::map<int, cudaStream_t> streams;
+  cudaStream_t& mine = streams[current_device];
+  if (mine == nullptr) {
+    mine = new CUstream_st;
+    mine->device = current_device;
+    machine().streams.push_back(mine);
+  }
+  return mine;
+}
+
+// Handles 1 and 2 are cudaStreamLegacy and cudaStreamPerThread.
 cudaStream_t stream_of(cudaStream_t stream) {
-  if (stream != nullptr) return stream;
+  const auto handle = reinterpret_cast<std::uintptr_t>(stream);
+  if (handle == 2) return per_thread_stream();
+  if (handle > 2) return stream;
   Machine& m = machine();
   while (m.defaults.size() <= static_cast<std::size_t>(current_device)) {
     m.defaults.push_back(std::make_unique<CUstream_st>());
@@ -108,10 +125,14 @@ cudaStream_t stream_of(cudaStream_t stream) {
   return m.defaults[static_cast<std::size_t>(current_device)].get();
 }
 
+bool is_stream(cudaStream_t stream) {
+  return std::ranges::find(machine().streams, stream) != machine().streams.end();
+}
+
 bool can_run(const CUstream_st& stream) {
   if (stream.busy || stream.queue.empty()) return false;
   const Operation& next = stream.queue.front();
-  return next.event == nullptr || next.event->completed >= next.generation;
+  return next.event == nullptr || next.event->is_over(next.generation);
 }
 
 // Runs one operation of some stream. Whether there was one.
@@ -358,17 +379,19 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t given) {
   const std::lock_guard lock(machine().mutex);
   cudaStream_t stream = stream_of(given);
+  if (!is_stream(stream)) return fail(cudaErrorInvalidResourceHandle);  // it was destroyed
   event->capture = stream->capture;
   if (stream->capture != nullptr) return cudaSuccess;
   const std::uint64_t generation = ++event->recorded;
-  return enqueue(stream, {[event, generation] { event->completed = generation; }});
+  event->pending.insert(generation);
+  return enqueue(stream, {[event, generation] { event->pending.erase(generation); }});
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   Machine& m = machine();
   std::unique_lock lock(m.mutex);
   if (event->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
-  for (int i = 0; i < kAtOnce && event->completed < event->recorded; ++i) run_one(lock);
-  return event->completed >= event->recorded ? cudaSuccess : cudaErrorNotReady;
+  for (int i = 0; i < kAtOnce && !event->is_over(event->recorded); ++i) run_one(lock);
+  return event->is_over(event->recorded) ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
   *milliseconds = 1;
@@ -449,4 +472,11 @@ void simulated_cuda_release(void* address) { cudaFree(address); }
 void simulated_cuda_copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
   cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
   cudaStreamSynchronize(stream);
+}
+void simulated_cuda_put(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
+  const auto* begin = static_cast<const std::byte*>(from);
+  const std::lock_guard lock(machine().mutex);
+  enqueue(stream, {[to, values = std::vector<std::byte>(begin, begin + bytes)] {
+            std::memcpy(to, values.data(), values.size());
+          }});
 }
