@@ -113,11 +113,11 @@ class ErrorFeedback:
         with self._at_home():
             self._core.load(kept)
 
-    def _on_gpu(self, device: int, stream: int, keeps: object) -> _core.CudaFeedback:
-        """Its part there, for a call on the stream, which `keeps` owns."""
+    def _on_gpu(self, device: int, stream: int) -> _core.CudaFeedback:
+        """Its part there, for a call on the stream."""
         if self._gpu is None:
             self._gpu = _GpuPart(self._core, device)
-        return self._gpu.for_call(device, stream, keeps, self._in_step)
+        return self._gpu.for_call(device, stream, self._in_step)
 
     def _require_finite(self, address: int, elements: int, keeps: object) -> None:
         """Of float32 on a GPU: the step under way is not kept where it holds NaN or Inf."""
@@ -150,23 +150,21 @@ class ErrorFeedback:
 
 
 class _GpuPart:
-    """What is in a GPU's memory, in the order of the stream of the last call."""
+    """What is in a GPU's memory."""
 
     def __init__(self, host: _core.ErrorFeedback, device: int) -> None:
         self._core, self._device = _core.CudaFeedback(host, device), device
-        self._stream, self._keeps = 0, object()
+        self._stream = 0  # of the step's last call, behind which the step ends
         self._looked_at: list[object] = []
         self._in_step = False
 
-    def for_call(
-        self, device: int, stream: int, keeps: object, in_step: bool
-    ) -> _core.CudaFeedback:
+    def for_call(self, device: int, stream: int, in_step: bool) -> _core.CudaFeedback:
         if device != self._device:
             raise InvalidArgument(
                 f"error feedback: the residuals are on cuda:{self._device} and the arrays on "
                 f"cuda:{device}; give each its own ErrorFeedback"
             )
-        self._stream, self._keeps = stream, keeps
+        self._stream = stream
         if in_step and not self._in_step:
             self._core.begin_step()
             self._in_step = True
@@ -184,10 +182,10 @@ class _GpuPart:
             self._looked_at.append(keeps)  # until the stream has surely come by
 
     def bring_home(self) -> None:
-        self._core.bring_home(self._stream)
+        self._core.bring_home()
 
     def send_back(self) -> None:
-        self._core.send_back(self._stream)
+        self._core.send_back()
 
 
 _KEPT = ("residual", "tau", "filter", "calls", "memory")

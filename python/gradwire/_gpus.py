@@ -92,9 +92,7 @@ class Gpu:
     ) -> None:
         """Enqueues the call."""
         with self._lock:
-            kept = None
-            if feedback is not None:
-                kept = feedback._on_gpu(self.device, stream, self._stream)
+            kept = None if feedback is None else feedback._on_gpu(self.device, stream)
             self._core.run(request, kept, stream, timeout)
 
     def begin(

@@ -188,7 +188,7 @@ inline Outcome on_gpus(const Case& of) {
       }
     }
     if (feedback) {
-      feedback->bring_home(stream);
+      feedback->bring_home();
       outcome.kept[me] = host->save();
     }
   });

@@ -5,54 +5,10 @@ The bits of every schedule and codec are compared in tests/cpp/cuda_*_test.cc.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
-import simulated_gpu
+from simulated_gpu import needed, run
 
-pytestmark = pytest.mark.skipif(
-    not simulated_gpu.path().exists(),
-    reason="libsimulated_cuda.so was not built (make test-python)",
-)
-
-_HEAD = """
-import json, sys, time
-import numpy as np
-import gradwire
-from simulated_gpu import Array, library
-
-def values(rank, n=1000):
-    return np.random.default_rng(rank).standard_normal(n).astype(np.float32)
-"""
-
-_RUN = """
-if __name__ == "__main__":
-    print(json.dumps(gradwire.spawn(body, {ranks}, threads={threads}, timeout=60)))
-"""
-
-
-def run(body: str, ranks: int = 2, *, threads: bool = False, **environment: str) -> list:
-    """What `body(comm)` returns on every rank, of a program of its own."""
-    program = _HEAD + textwrap.dedent(body) + _RUN.format(ranks=ranks, threads=threads)
-    root = simulated_gpu.ROOT
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ
-        | {
-            "GRADWIRE_CUDA_SO": str(simulated_gpu.path()),
-            "PYTHONPATH": f"{root / 'tests/python'}:{os.environ.get('PYTHONPATH', '')}",
-        }
-        | environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+pytestmark = needed
 
 
 @pytest.mark.parametrize("threads", [True, False], ids=["loopback", "host"])

@@ -4,11 +4,13 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "gradwire/bind/communicator.h"
+#include "gradwire/bind/cuda_parts.h"
 #include "gradwire/cuda/messages_loopback.h"
 #include "gradwire/cuda/watch.h"
 
@@ -26,25 +28,32 @@ class Gpu {
   // `side` is nobody else's. The communicators are kept.
   Gpu(std::shared_ptr<Communicator> users, std::shared_ptr<Communicator> side, int device,
       CudaMessages& messages);
+  ~Gpu();
+  Gpu(const Gpu&) = delete;
+  Gpu& operator=(const Gpu&) = delete;
 
-  void run(const Request& request, cuda::Feedback* feedback, std::uintptr_t stream, double timeout);
-  void finish(double timeout) { watch().finish(timeout); }
+  // All of it from any thread, though close() is under way. In a fork calls throw Aborted, and
+  // abort() and close() do nothing.
+  void run(const Request& request, CudaFeedback* feedback, std::uintptr_t stream, double timeout);
+  void finish(double timeout);
   void abort(const std::string& reason) noexcept;
-  void require_alive() const { watch().require_alive(); }
-  std::uint64_t sent() const noexcept { return gpu_ ? gpu_->sent() : sent_; }
+  void require_alive() const;
+  std::uint64_t sent() const;
   std::string messages() const { return messages_; }
   // Lets go of everything; what is enqueued must be over, or has failed. Later calls throw Aborted.
   void close();
 
  private:
-  cuda::Watch& watch() const;
+  struct Parts;
+  std::shared_ptr<Parts> parts() const;  // never null
 
+  const int device_;
   std::shared_ptr<Communicator> users_, side_;
   CudaMessages kept_;
   std::string messages_;
+  mutable std::mutex mutex_;  // of what follows
   std::uint64_t sent_ = 0;
-  std::unique_ptr<cuda::Communicator> gpu_;
-  std::unique_ptr<cuda::Watch> watch_;
+  std::shared_ptr<Parts> parts_;  // null: closed; a call that is under way keeps it
 };
 
 }  // namespace gradwire::bind

@@ -40,11 +40,12 @@ bool are_all(const std::vector<float>& values, float value) {
 }  // namespace
 
 Feedback::Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host)
-    : api_(api), host_(std::move(host)), step_room_(api), ended_(api) {
+    : api_(api), host_(std::move(host)), step_room_(api), copies_(api), ended_(api) {
   step_flags_ = reinterpret_cast<std::uint32_t*>(step_room_.take(kPayloadAlignment));
 }
 
-Feedback::~Feedback() = default;
+// Releasing memory promises no wait, and calls or graphs may still use it.
+Feedback::~Feedback() { api_.synchronize_device(); }
 
 float* Feedback::zeros(Kept& kept, std::uint64_t count, Stream stream) {
   Room& room = kept.rooms.emplace_back(api_);
@@ -229,17 +230,19 @@ void Feedback::write(const Key& key, const codec::ErrorFeedback::Kept& kept, Str
   check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
 }
 
-void Feedback::bring_home(Stream stream) {
+void Feedback::bring_home() {
   if (in_step_) throw InvalidArgument("error feedback: a step is under way; end it first");
+  check(api_, api_.synchronize_device(), "cudaDeviceSynchronize");
   for (const auto& [name, kept] : keys_) {
-    auto read_back = read(kept->key, stream);
+    auto read_back = read(kept->key, copies_.get());
     if (read_back.calls > 0 || !read_back.residual.empty() || !read_back.memory.empty())
       host_->put(name, std::move(read_back));
   }
 }
 
-void Feedback::send_back(Stream stream) {
-  for (const auto& [name, kept] : keys_) write(kept->key, host_->take(name), stream);
+void Feedback::send_back() {
+  check(api_, api_.synchronize_device(), "cudaDeviceSynchronize");
+  for (const auto& [name, kept] : keys_) write(kept->key, host_->take(name), copies_.get());
 }
 
 }  // namespace gradwire::cuda

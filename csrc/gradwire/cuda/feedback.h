@@ -41,7 +41,7 @@ class Feedback {
 
   // On this thread's device. What a new key starts with is taken from the host's.
   Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host);
-  ~Feedback();
+  ~Feedback();  // waits for the device
   Feedback(const Feedback&) = delete;
   Feedback& operator=(const Feedback&) = delete;
 
@@ -66,10 +66,11 @@ class Feedback {
   void settle(const Table& table, bool remembers, const std::uint32_t* flags, Stream stream);
   std::uint32_t* step_flags() const noexcept { return step_flags_; }
 
-  // Waits for the stream, and gives a copy of everything to the host's, for as long as it is read
-  // or changed there; and takes it back, in the same memory, so that graphs stay valid.
-  void bring_home(Stream stream);
-  void send_back(Stream stream);
+  // Waits for the whole device, since calls and replays of graphs may be on any stream, and gives a
+  // copy of everything to the host's, for as long as it is read or changed there; and takes it
+  // back, in the same memory, so that graphs stay valid.
+  void bring_home();
+  void send_back();
 
  private:
   struct Kept {
@@ -98,6 +99,7 @@ class Feedback {
   std::uint32_t* step_flags_ = nullptr;
   bool in_step_ = false;
   bool is_fresh_ = false;  // its flags are of the step before
+  OwnedStream copies_;     // of those to and from the host
   OwnedEvent ended_;       // recorded behind a step's end, which calls on other streams wait for
   bool has_ended_ = false;
   struct Settled {

@@ -1,0 +1,180 @@
+#include "gradwire/bind/cuda_parts.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "gradwire/base/error.h"
+#include "gradwire/base/fork.h"
+#include "gradwire/bind/module.h"
+#include "gradwire/cuda/device.h"
+
+namespace gradwire::bind {
+namespace {
+
+// Who uses CUDA, here or in a process that this one was forked from.
+struct User {
+  std::atomic<pid_t> process{0};
+  std::atomic<std::uint32_t> after{0};         // forks
+  std::atomic<const cuda::Api*> api{nullptr};  // null: nobody does
+};
+User user;
+
+// Streams by device, of whole processes: never destroyed, nor is this.
+class StreamPool {
+ public:
+  static StreamPool& get() {
+    static auto* const one = new StreamPool;
+    return *one;
+  }
+
+  // One whose work is over, so that nobody waits for what another communicator left there.
+  cuda::Stream take(const cuda::Api& api, int device) {
+    const std::lock_guard lock(mutex_);
+    auto& idle = idle_[device];
+    const auto found =
+        std::ranges::find_if(idle, [&api](const Idle& each) { return is_over(api, each); });
+    if (found == idle.end()) {
+      cuda::Stream fresh = nullptr;
+      cuda::check(api, api.create_stream(&fresh), "cudaStreamCreate");
+      return fresh;
+    }
+    const cuda::Stream stream = found->stream;
+    idle.erase(found);
+    return stream;
+  }
+
+  void give_back(const cuda::Api& api, int device, cuda::Stream stream) {
+    Idle idle{stream, std::make_unique<cuda::OwnedEvent>(api)};
+    cuda::check(api, api.record(idle.end->get(), stream), "cudaEventRecord");
+    const std::lock_guard lock(mutex_);
+    idle_[device].push_back(std::move(idle));
+  }
+
+ private:
+  struct Idle {
+    cuda::Stream stream;
+    std::unique_ptr<cuda::OwnedEvent> end;  // of its work
+  };
+  static bool is_over(const cuda::Api& api, const Idle& idle) {
+    int done = 0;
+    return api.query(idle.end->get(), &done) == 0 && done != 0;
+  }
+
+  std::mutex mutex_;
+  std::map<int, std::vector<Idle>> idle_;
+};
+
+}  // namespace
+
+bool is_cuda_elsewhere() noexcept { return user.api != nullptr && user.after != forks(); }
+
+const cuda::Api& cuda_api() {
+  if (is_cuda_elsewhere())
+    throw Aborted("process " + std::to_string(user.process) + " uses CUDA, of which this one (" +
+                  std::to_string(::getpid()) +
+                  ") is a fork, and there CUDA does not work: start processes by "
+                  "multiprocessing's \"spawn\", or fork before the first array on a GPU");
+  if (const cuda::Api* known = user.api; known != nullptr) return *known;
+  const cuda::Api& api = cuda::load_api();
+  user.process = ::getpid();
+  user.after = forks();
+  user.api = &api;
+  return api;
+}
+
+bool is_captured(int device, std::uintptr_t stream) {
+  const cuda::Api& api = cuda_api();
+  const cuda::OnDevice here(api, device);
+  std::uint64_t capture = 0;
+  cuda::check(api, api.capture_of(stream_of(stream), &capture), "cudaStreamGetCaptureInfo");
+  return capture != 0;
+}
+
+void end_on(int device, const std::function<void()>& end) noexcept {
+  if (is_cuda_elsewhere()) return;
+  const Unlocked unlocked;
+  try {
+    const cuda::OnDevice here(cuda_api(), device);
+    end();
+  } catch (const Error&) {  // the program ends, and CUDA was faster
+  }
+}
+
+// ---- What Python holds -------------------------------------------------------------------------
+
+CudaEvent::CudaEvent(int device) : device_(device) {
+  const cuda::Api& api = cuda_api();
+  const cuda::OnDevice here(api, device_);
+  event_ = std::make_unique<cuda::OwnedEvent>(api);
+}
+
+CudaEvent::~CudaEvent() { end_on(device_, event_); }
+
+void CudaEvent::record(std::uintptr_t stream) {
+  const cuda::Api& api = cuda_api();
+  const cuda::OnDevice here(api, device_);
+  cuda::check(api, api.record(event_->get(), stream_of(stream)), "cudaEventRecord");
+}
+
+void CudaEvent::wait(std::uintptr_t stream) const {
+  const cuda::Api& api = cuda_api();
+  const cuda::OnDevice here(api, device_);
+  cuda::check(api, api.wait(stream_of(stream), event_->get()), "cudaStreamWaitEvent");
+}
+
+bool CudaEvent::done() const {
+  const cuda::Api& api = cuda_api();
+  const cuda::OnDevice here(api, device_);
+  int found = 0;
+  cuda::check(api, api.query(event_->get(), &found), "cudaEventQuery");
+  return found != 0;
+}
+
+CudaStream::CudaStream(int device) : device_(device) {
+  const cuda::Api& api = cuda_api();
+  const cuda::OnDevice here(api, device_);
+  stream_ = StreamPool::get().take(api, device_);
+}
+
+CudaStream::~CudaStream() {
+  end_on(device_, [this] { StreamPool::get().give_back(cuda_api(), device_, stream_); });
+}
+
+CudaFeedback::CudaFeedback(std::shared_ptr<codec::ErrorFeedback> host, int device)
+    : device_(device) {
+  const cuda::Api& api = cuda_api();
+  const cuda::OnDevice here(api, device_);
+  own_ = std::make_unique<cuda::Feedback>(api, std::move(host));
+}
+
+CudaFeedback::~CudaFeedback() { end_on(device_, own_); }
+
+void CudaFeedback::begin_step() {
+  with([](cuda::Feedback& own) { own.begin_step(); });
+}
+
+void CudaFeedback::end_step(bool keep, std::uintptr_t stream) {
+  with([&](cuda::Feedback& own) { own.end_step(keep, stream_of(stream)); });
+}
+
+void CudaFeedback::require_finite(std::uintptr_t address, std::uint64_t count,
+                                  std::uintptr_t stream) {
+  with([&](cuda::Feedback& own) {
+    own.require_finite(reinterpret_cast<const float*>(address), count, stream_of(stream));
+  });
+}
+
+void CudaFeedback::bring_home() {
+  with([](cuda::Feedback& own) { own.bring_home(); });
+}
+
+void CudaFeedback::send_back() {
+  with([](cuda::Feedback& own) { own.send_back(); });
+}
+
+}  // namespace gradwire::bind

@@ -1,0 +1,100 @@
+// Events, streams and residuals of one GPU, as Python holds them. In a process that was forked from
+// the one that uses CUDA they are shells: every call throws, and their end touches nothing.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+#include "gradwire/codec/feedback.h"
+#include "gradwire/cuda/feedback.h"
+
+namespace gradwire::bind {
+
+// The table of the CUDA part. Throws Aborted in a fork of a process that had it.
+const cuda::Api& cuda_api();
+// Whether this is such a fork: whoever ends something leaves it as it is there.
+bool is_cuda_elsewhere() noexcept;
+
+inline cuda::Stream stream_of(std::uintptr_t handle) {
+  return reinterpret_cast<cuda::Stream>(handle);
+}
+
+// Whether what is enqueued there becomes part of a graph.
+bool is_captured(int device, std::uintptr_t stream);
+
+// For destructors, with the interpreter's lock held: runs it on the device, without the lock, since
+// it may take as long as the device works. In a fork it does nothing.
+void end_on(int device, const std::function<void()>& end) noexcept;
+
+// Likewise; what is owned goes there, and in a fork it leaks.
+template <typename Owned>
+void end_on(int device, std::unique_ptr<Owned>& owned) noexcept {
+  end_on(device, [&owned] { owned.reset(); });
+  [[maybe_unused]] Owned* leaked = owned.release();
+}
+
+class CudaEvent {
+ public:
+  explicit CudaEvent(int device);
+  ~CudaEvent();
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+
+  void record(std::uintptr_t stream);
+  void wait(std::uintptr_t stream) const;
+  bool done() const;
+
+ private:
+  int device_;
+  std::unique_ptr<cuda::OwnedEvent> event_;
+};
+
+// A stream of this process that nobody else has. It is never destroyed but given to the next one:
+// torch's allocator keeps what record_stream() named, and records an event there when the tensor is
+// freed, however late.
+class CudaStream {
+ public:
+  explicit CudaStream(int device);
+  ~CudaStream();
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+
+  std::uintptr_t handle() const { return reinterpret_cast<std::uintptr_t>(stream_); }
+
+ private:
+  int device_;
+  cuda::Stream stream_ = nullptr;
+};
+
+// From any thread, one after the other.
+class CudaFeedback {
+ public:
+  CudaFeedback(std::shared_ptr<codec::ErrorFeedback> host, int device);
+  ~CudaFeedback();
+  CudaFeedback(const CudaFeedback&) = delete;
+  CudaFeedback& operator=(const CudaFeedback&) = delete;
+
+  int device() const noexcept { return device_; }
+  void begin_step();
+  void end_step(bool keep, std::uintptr_t stream);
+  void require_finite(std::uintptr_t address, std::uint64_t count, std::uintptr_t stream);
+  void bring_home();
+  void send_back();
+
+  // body(feedback), which nobody else uses meanwhile.
+  template <typename Body>
+  void with(Body body) {
+    const cuda::OnDevice here(cuda_api(), device_);
+    const std::lock_guard lock(mutex_);
+    body(*own_);
+  }
+
+ private:
+  int device_;
+  std::mutex mutex_;
+  std::unique_ptr<cuda::Feedback> own_;
+};
+
+}  // namespace gradwire::bind

@@ -1,0 +1,92 @@
+#include "gradwire/bind/gpu.h"
+
+#include "gradwire/base/error.h"
+#include "gradwire/bind/module.h"
+
+namespace gradwire::bind {
+
+// Ends where its last user lets go of it.
+struct Gpu::Parts {
+  Parts(cuda::Communicator::Setting setting, std::unique_ptr<cuda::Messages> messages,
+        Communicator& side, Communicator& users)
+      : gpu(std::make_unique<cuda::Communicator>(cuda_api(), std::move(setting),
+                                                 std::move(messages))),
+        watch(std::make_unique<cuda::Watch>(*gpu, side.get(), users.get())) {}
+  ~Parts() {
+    try {
+      const cuda::OnDevice here(gpu->api(), gpu->device());
+      watch.reset();
+      gpu.reset();
+    } catch (const Error&) {  // the program ends, and CUDA was faster
+    }
+  }
+  Parts(const Parts&) = delete;
+  Parts& operator=(const Parts&) = delete;
+
+  std::unique_ptr<cuda::Communicator> gpu;
+  std::unique_ptr<cuda::Watch> watch;
+};
+
+Gpu::Gpu(std::shared_ptr<Communicator> users, std::shared_ptr<Communicator> side, int device,
+         CudaMessages& messages)
+    : device_(device), users_(std::move(users)), side_(std::move(side)) {
+  const cuda::OnDevice here(cuda_api(), device_);
+  kept_.kept = messages.kept;
+  const exec::Identity& identity = users_->get().identity();
+  parts_ = std::make_shared<Parts>(
+      cuda::Communicator::Setting{identity.rank, identity.size, identity.hosts, device_},
+      std::move(messages.messages), *side_, *users_);
+  messages_ = parts_->gpu->messages();
+}
+
+Gpu::~Gpu() {
+  end_on(device_, [this] { close(); });
+  if (!is_cuda_elsewhere()) return;
+  [[maybe_unused]] const auto* parts = new std::shared_ptr<Parts>(std::move(parts_));
+  [[maybe_unused]] const auto* kept = new CudaMessages(std::move(kept_));
+}
+
+std::shared_ptr<Gpu::Parts> Gpu::parts() const {
+  cuda_api();  // the mutex of a fork may never be free
+  const std::lock_guard lock(mutex_);
+  if (!parts_) throw Aborted("this communicator is closed");
+  return parts_;
+}
+
+void Gpu::run(const Request& request, CudaFeedback* feedback, std::uintptr_t stream,
+              double timeout) {
+  const auto held = parts();
+  const auto call = [&](cuda::Feedback* its) {
+    held->watch->run(request.view(timeout), its, stream_of(stream));
+  };
+  feedback == nullptr ? call(nullptr) : feedback->with([&](cuda::Feedback& its) { call(&its); });
+}
+
+void Gpu::finish(double timeout) { parts()->watch->finish(timeout); }
+
+void Gpu::require_alive() const { parts()->watch->require_alive(); }
+
+void Gpu::abort(const std::string& reason) noexcept {
+  if (is_cuda_elsewhere()) return;
+  std::unique_lock lock(mutex_);
+  const auto held = parts_;
+  lock.unlock();
+  if (held) held->watch->abort(reason);
+}
+
+std::uint64_t Gpu::sent() const {
+  cuda_api();
+  const std::lock_guard lock(mutex_);
+  return parts_ ? parts_->gpu->sent() : sent_;
+}
+
+void Gpu::close() {
+  if (is_cuda_elsewhere()) return;
+  std::unique_lock lock(mutex_);
+  if (!parts_) return;
+  sent_ = parts_->gpu->sent();
+  const auto last = std::move(parts_);
+  lock.unlock();
+}
+
+}  // namespace gradwire::bind
