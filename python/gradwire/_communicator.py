@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -15,7 +16,6 @@ from gradwire import (
     _barrier,
     _buffers,
     _core,
-    _cuda_arrays,
     _exit,
     _gpus,
     _model,
@@ -124,6 +124,7 @@ class Communicator:
         self._forget_calls()
         self._nothing = np.empty(0, np.uint8)
         self._gpu: _gpus.Gpu | None = None
+        self._making_gpu = threading.Lock()
         _exit.track(self)
 
     @property
@@ -525,9 +526,7 @@ class Communicator:
 
     def _call_on_gpu(self, name: str, buffers: Buffers, options: _Options, device: int) -> Any:
         call = _reductions.prepare(name, buffers, options, self._place, on_gpu=True)
-        if self._gpu is None:
-            self._gpu = _gpus.Gpu(self, device)
-        gpu, request = self._gpu, self._request(call, options)
+        gpu, request = self._gpu_on(device), self._request(call, options)
         if device != gpu.device:
             raise InvalidArgument(
                 f"the arrays are on cuda:{device}, and this rank works on cuda:{gpu.device} since "
@@ -539,9 +538,17 @@ class Communicator:
         if options.async_op:
             event = gpu.begin(request, call.feedback, arrays, timeout)
             return GpuWork(gpu, event, name, call.finish, arrays)
-        stream = _cuda_arrays.current_stream(arrays[0].array, device)
-        gpu.run(request, call.feedback, stream, timeout)
+        gpu.run(request, call.feedback, arrays, timeout)
         return call.finish()
+
+    def _gpu_on(self, device: int) -> _gpus.Gpu:
+        """This rank's, which the first call sets up."""
+        if self._gpu is None:
+            self._core.hear(0)  # raises in a fork, where the lock may never be free
+            with self._making_gpu:
+                if self._gpu is None:
+                    self._gpu = _gpus.Gpu(self, device)
+        return self._gpu
 
     @property
     def _gpu_stream(self) -> int | None:

@@ -7,12 +7,14 @@ torch's and CuPy's current stream is theirs. Any other library's is the one that
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from gradwire import _core
 
 _DEFAULT_STREAM = 0
 _LEGACY_STREAM = 1  # the default one, in __cuda_array_interface__ and DLPack
+PER_THREAD_STREAM = 2  # the default one of whatever thread names it
 _TYPES = {"f": "float", "i": "int", "u": "uint", "b": "bool", "c": "complex", "V": "void"}
 
 DLPACK_CUDA = (2, 13)  # plain and managed
@@ -52,24 +54,53 @@ def _row_major(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize
     return True
 
 
-def current_stream(array: Any, device: int) -> int:
-    """The handle of the stream in whose order the caller works with the array."""
+def streams_of(arrays: Iterable[Any], device: int) -> list[int]:
+    """The handles of the streams in whose order the caller works with the arrays; no two alike.
+
+    The first array's is the first.
+    """
+    found: dict[int, None] = {}
+    asked = set()
+    for array in arrays:
+        library = _library(array)
+        if library is None or library not in asked:
+            found[_stream_of(array, library, device)] = None
+            asked.add(library)
+    return list(found)
+
+
+def _library(array: Any) -> str | None:
+    """Of those that have a current stream: "torch" or "cupy"."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        return int(torch.cuda.current_stream(device).cuda_stream)
+        return "torch"
     cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(array, cupy.ndarray):
+    return "cupy" if cupy is not None and isinstance(array, cupy.ndarray) else None
+
+
+def _stream_of(array: Any, library: str | None, device: int) -> int:
+    if library == "torch":
+        handle = int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+    elif library == "cupy":
+        cupy = sys.modules["cupy"]
         with cupy.cuda.Device(device):
-            return int(cupy.cuda.get_current_stream().ptr)
-    named = getattr(array, "__cuda_array_interface__", {}).get("stream")
-    return _DEFAULT_STREAM if named in (None, _LEGACY_STREAM) else int(named)
+            handle = int(cupy.cuda.get_current_stream().ptr)
+    else:
+        named = getattr(array, "__cuda_array_interface__", {}).get("stream")
+        handle = _DEFAULT_STREAM if named is None else int(named)
+    return _DEFAULT_STREAM if handle == _LEGACY_STREAM else handle
 
 
-def keep_for(array: Any, stream: Any) -> None:
-    """Tells the array's library that `stream` uses its memory, so that it is not given away."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
-        array.record_stream(torch.cuda.ExternalStream(stream, device=array.device))
+def keep_for(array: Any, stream: int) -> bool:
+    """Tells the array's library that `stream` uses its memory, so that it is not given away.
+
+    Whether it could be told: torch alone listens.
+    """
+    if _library(array) != "torch":
+        return False
+    torch = sys.modules["torch"]
+    array.record_stream(torch.cuda.ExternalStream(stream, device=array.device))
+    return True
 
 
 def empty_like(array: Any, shape: tuple[int, ...]) -> Any:

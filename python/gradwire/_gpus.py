@@ -14,6 +14,7 @@ import os
 import secrets
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,6 +65,9 @@ class Gpu:
         self._core = _core.Gpu(communicator._core, side._core, device, messages)
         self._stream: _core.CudaStream | None = None  # of calls that are not waited for
         self._lock = threading.Lock()  # a call at a time
+        # Arrays whose library nobody can tell, until that stream has used them.
+        self._kept: deque[tuple[_core.CudaEvent, list[Any]]] = deque()
+        self._keeping = threading.Lock()  # of those
         self._done = False
 
     @property
@@ -87,13 +91,26 @@ class Gpu:
         self,
         request: _core.Request,
         feedback: ErrorFeedback | None,
-        stream: int,
+        arrays: Sequence[Operand],
         timeout: float,
     ) -> None:
-        """Enqueues the call."""
-        with self._lock:
-            kept = None if feedback is None else feedback._on_gpu(self.device, stream)
-            self._core.run(request, kept, stream, timeout)
+        """Enqueues it on the caller's stream, behind what is on all streams of the arrays.
+
+        Not on one that means another stream on another thread: NCCL launches from its own.
+        """
+        stream, *others = self._callers(arrays)
+        if stream == _cuda_arrays.PER_THREAD_STREAM:
+            event = self.begin(request, feedback, arrays, timeout)
+            others.append(stream)
+        elif not others:
+            self._enqueue(request, feedback, stream, timeout)
+        else:
+            event = _core.CudaEvent(self.device)
+            _follow(stream, others, event)
+            self._enqueue(request, feedback, stream, timeout)
+            event.record(stream)
+        for each in others:
+            event.wait(each)
 
     def begin(
         self,
@@ -103,17 +120,53 @@ class Gpu:
         timeout: float,
     ) -> _core.CudaEvent:
         """Enqueues it on a stream of gradwire's, behind what is on the caller's; the end of it."""
-        caller = _cuda_arrays.current_stream(arrays[0].array, self.device)
-        if self._stream is None:
-            self._stream = _core.CudaStream(self.device)
+        callers, own = self._callers(arrays), self._own_stream()
         event = _core.CudaEvent(self.device)
-        event.record(caller)
-        event.wait(self._stream.handle)
-        for each in arrays:
-            _cuda_arrays.keep_for(each.array, self._stream.handle)
-        self.run(request, feedback, self._stream.handle, timeout)
-        event.record(self._stream.handle)
+        _follow(own, callers, event)
+        unkept = [each.array for each in arrays if not _cuda_arrays.keep_for(each.array, own)]
+        try:
+            self._enqueue(request, feedback, own, timeout)
+        finally:
+            event.record(own)
+            self._keep(unkept, event, own)
         return event
+
+    def _callers(self, arrays: Sequence[Operand]) -> list[int]:
+        return _cuda_arrays.streams_of((each.array for each in arrays), self.device)
+
+    def _own_stream(self) -> int:
+        self.require_alive()  # in a fork the lock may never be free
+        with self._lock:
+            if self._stream is None:
+                self._stream = _core.CudaStream(self.device)
+            return self._stream.handle
+
+    def _enqueue(
+        self,
+        request: _core.Request,
+        feedback: ErrorFeedback | None,
+        stream: int,
+        timeout: float,
+    ) -> None:
+        self.require_alive()
+        if self._kept and not _core.cuda_is_captured(self.device, stream):
+            self._let_go()
+        with self._lock:
+            kept = None if feedback is None else feedback._on_gpu(self.device, stream)
+            self._core.run(request, kept, stream, timeout)
+
+    def _keep(self, arrays: list[Any], event: _core.CudaEvent, stream: int) -> None:
+        """Those of a graph are the caller's to keep, for as long as it is replayed."""
+        if arrays and not _core.cuda_is_captured(self.device, stream):
+            with self._keeping:
+                self._kept.append((event, arrays))
+
+    def _let_go(self) -> None:
+        """Of what is over."""
+        over = []  # which ends without the lock: it may run any code
+        with self._keeping:
+            while self._kept and self._kept[0][0].done():
+                over.append(self._kept.popleft())
 
     def require_alive(self) -> None:
         """Raises what has failed."""
@@ -137,6 +190,8 @@ class Gpu:
                     self._core.finish(timeout)
         finally:
             self._core.close()
+            with contextlib.suppress(Error):
+                self._let_go()
             for each in (*self._carriers, self._side):
                 each.close(timeout)
 
@@ -186,6 +241,13 @@ class Gpu:
             timeout,
             search,
         )
+
+
+def _follow(stream: int, others: Sequence[int], event: _core.CudaEvent) -> None:
+    """Lets the stream wait for what is on the others."""
+    for each in others:
+        event.record(each)
+        event.wait(stream)
 
 
 def _card(device: int) -> _Card:

@@ -84,7 +84,7 @@ class GpuWork(Work):
         return self._event.done()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Lets the caller's current stream wait for it; returns the result, which comes after.
+        """Lets the caller's current streams wait for it; returns the result, which comes after.
 
         Raises the communicator's failure if that is known. `timeout` has no meaning: the host does
         not wait.
@@ -92,7 +92,10 @@ class GpuWork(Work):
         if timeout is not None:
             seconds(timeout)
         self._gpu.require_alive()
-        self._event.wait(_cuda_arrays.current_stream(self._arrays[0].array, self._gpu.device))
+        for stream in _cuda_arrays.streams_of(
+            (each.array for each in self._arrays), self._gpu.device
+        ):
+            self._event.wait(stream)
         return self._result()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from simulated_gpu import needed, run
 
 pytestmark = needed
@@ -23,6 +24,92 @@ def test_streams_outlive_communicators_and_are_taken_again() -> None:
                 del other
             assert len(found) == 1
             gradwire._core.CudaEvent(0).record(found.pop())
+        """,
+        1,
+    )
+
+
+def test_the_first_calls_of_two_threads_set_up_one_gpu() -> None:
+    run(
+        """
+        import threading
+
+        def body(comm):
+            arrays = [Array(values(i)) for i in range(4)]
+            begin = threading.Barrier(len(arrays))
+            found = []
+            def call(x):
+                begin.wait()
+                comm.all_reduce(x, async_op=True).wait()
+                found.append((comm._gpu, comm._gpu.stream))
+            threads = [threading.Thread(target=call, args=(x,)) for x in arrays]
+            for each in threads:
+                each.start()
+            for each in threads:
+                each.join()
+            assert len(found) == len(arrays) and len(set(found)) == 1
+        """,
+        1,
+    )
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_every_array_of_a_call_is_used_in_the_order_of_its_stream(asynchronous: bool) -> None:
+    run(
+        f"""
+        def body(comm):
+            streams = [gradwire._core.CudaStream(0) for _ in range(3)]
+            arrays = [Array(values(0), each.handle) for each in streams]
+            for turn in range(5):
+                for i, each in enumerate(arrays):
+                    for _ in range(50 * i):
+                        each.put(values(99))
+                    each.put(values(turn + i))  # for which nobody waits
+                work = comm.all_reduce(arrays, async_op={asynchronous})
+                if {asynchronous}:
+                    work.wait()
+                for i, each in reversed(list(enumerate(arrays))):
+                    assert (each.get() == 2 * values(turn + i)).all(), (turn, i)
+        """,
+        threads=True,
+    )
+
+
+def test_a_call_on_each_threads_default_stream_runs_on_a_stream_of_gradwires() -> None:
+    """Its handle, 2, is another stream where another thread uses it."""
+    run(
+        """
+        def body(comm):
+            x = Array(values(0), 2)
+            for turn in range(20):
+                x.put(values(turn))
+                assert comm.all_reduce(x) is x
+                assert (x.get() == 2 * values(turn)).all(), turn
+            assert comm._gpu.stream is not None
+        """,
+        threads=True,
+    )
+
+
+def test_an_array_is_kept_until_the_gpu_has_used_it() -> None:
+    run(
+        """
+        import weakref
+
+        def body(comm):
+            first, x = Array(values(0)), Array(values(0))
+            comm.all_reduce(first, async_op=True).wait()
+            still = weakref.ref(x)
+            library().simulated_cuda_hang(1)
+            work = comm.all_reduce(x, async_op=True)
+            del work, x
+            kept = still() is not None
+            library().simulated_cuda_hang(0)
+            assert kept
+            while still() is not None:
+                y = Array(values(0))
+                comm.all_reduce(y, async_op=True).wait()
+                y.get()
         """,
         1,
     )
