@@ -279,8 +279,8 @@ def _choose(cards: Sequence[_Card]) -> str:
     alone = len({each.process for each in cards}) == 1
     if wish == "loopback" and not alone:
         raise InvalidArgument("GRADWIRE_GPU_LINKS=loopback is for ranks that are one process")
-    if wish == "host" and alone and len(cards) > 1:
-        raise InvalidArgument("GRADWIRE_GPU_LINKS=host is for ranks that are processes")
+    if wish in ("host", "nccl+host"):
+        _require_processes(cards, f"GRADWIRE_GPU_LINKS={wish}")
     without = [rank for rank, each in enumerate(cards) if not each.nccl]
     if wish.startswith("nccl") and without:
         raise InvalidArgument(
@@ -294,7 +294,25 @@ def _choose(cards: Sequence[_Card]) -> str:
         return "nccl"
     if alone:
         return "loopback"
+    why = "they share GPUs" if not own else f"rank {without[0]} has no NCCL"
+    _require_processes(cards, f"ranks need the host between their GPUs, as {why}")
     return "host"
+
+
+def _require_processes(cards: Sequence[_Card], what: str) -> None:
+    """By way of the host a rank's stream waits in a function of the host.
+
+    CUDA may run those of one process one after the other, so that its ranks wait for each other.
+    """
+    first: dict[str, int] = {}
+    for rank, card in enumerate(cards):
+        other = first.setdefault(card.process, rank)
+        if other != rank:
+            raise InvalidArgument(
+                f"{what}: ranks {other} and {rank} are threads of one process, and their GPUs "
+                "could wait for each other for ever: give each rank a process of its own, or each "
+                "a GPU of its own and NCCL (GRADWIRE_GPU_LINKS=nccl)"
+            )
 
 
 def _loopback(token: str, size: int, device: int) -> _core.CudaLoopback:

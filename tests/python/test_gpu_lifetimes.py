@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from gradwire import InvalidArgument
+from gradwire._gpus import _Card, _choose
 from simulated_gpu import needed, run
 
 pytestmark = needed
@@ -217,3 +219,34 @@ def test_a_forked_child_leaves_the_gpu_alone() -> None:
     assert found[0][0] == 7
     assert len(found[0]) == 6
     assert all("fork" in each for each in found[0][1:])
+
+
+def _cards(processes: str, devices: str, *, nccl: str = "2.27", wish: str = "auto") -> list[_Card]:
+    return [
+        _Card(process, device, "GPU", nccl, wish, "")
+        for process, device in zip(processes, devices, strict=True)
+    ]
+
+
+def test_links_where_all_ranks_have_what_they_need() -> None:
+    assert _choose(_cards("ab", "01")) == "nccl"
+    assert _choose(_cards("aabb", "0123")) == "nccl"
+    assert _choose(_cards("aa", "00")) == "loopback"
+    assert _choose(_cards("ab", "00")) == "host"
+    assert _choose(_cards("ab", "01", nccl="")) == "host"
+    assert _choose(_cards("a", "0", wish="host")) == "host"
+
+
+@pytest.mark.parametrize(
+    "cards",
+    [
+        _cards("abb", "012", wish="host"),
+        _cards("aab", "012", wish="nccl+host"),
+        _cards("aa", "01", wish="host"),
+        _cards("abcb", "0120"),
+        _cards("abb", "012", nccl=""),
+    ],
+)
+def test_ranks_that_share_a_process_do_not_go_by_way_of_the_host(cards: list[_Card]) -> None:
+    with pytest.raises(InvalidArgument, match=r"ranks \d and \d are threads of one process"):
+        _choose(cards)
