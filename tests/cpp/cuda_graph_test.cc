@@ -1,6 +1,7 @@
 // Calls that are captured in a CUDA graph: replays give what plain calls give, residuals included.
 #include <gtest/gtest.h>
 
+#include <barrier>
 #include <random>
 
 #include "cuda_ranks.h"
@@ -223,6 +224,63 @@ TEST(GpuCalls, ResidualsAreReadBehindReplaysOnWhateverStream) {
     ASSERT_TRUE(exec::same_bits(one.residual(), found)) << step;
   }
   simulated_cuda_free_graph(graph);
+}
+
+// What is enqueued when the messages fail is over all the same, with whatever came.
+TEST(GpuCalls, AFailureLeavesResidualsAsTheyWere) {
+  for (const bool in_step : {false, true}) {
+    GpuRanks ranks(2);
+    std::barrier all_called(2), all_aborted(2);
+    ranks.run([&](Rank r) {
+      const Stream stream = ranks.stream(r);
+      Job job("onebit", r);
+      job.put(0, stream);
+      job.call(ranks[r], stream);
+      const std::vector<float> before = job.residual();
+      job.put(1, stream);
+      if (in_step) job.feedback.begin_step();
+      job.call(ranks[r], stream);
+      all_called.arrive_and_wait();
+      ranks[r].abort();
+      all_aborted.arrive_and_wait();
+      if (in_step) job.feedback.end_step(/*keep=*/true, stream);
+      EXPECT_TRUE(exec::same_bits(job.residual(), before)) << "rank " << r;
+    });
+  }
+}
+
+TEST(GpuCalls, EndBeforeTheirCommunicatorIsGone) {
+  DeviceBytes memory[] = {DeviceBytes(4), DeviceBytes(4)};
+  const OwnedStream streams[] = {OwnedStream(simulated_api()), OwnedStream(simulated_api())};
+  Loopback loopback(simulated_api(), 2);
+  std::vector<std::jthread> threads;
+  for (Rank r = 0; r < 2; ++r)
+    threads.emplace_back([&, r] {
+      const float one = 1;
+      memory[r].put(&one, streams[r].get());
+      Communicator comm(simulated_api(), {r, 2, {}, 0}, loopback.endpoint(r, 10));
+      const exec::Array array{memory[r].data(), 1};
+      exec::Request request;
+      request.algorithm = "ring";
+      request.inputs = request.outputs = {&array, 1};
+      comm.run(request, nullptr, streams[r].get());
+    });
+  threads.clear();
+  for (const DeviceBytes& each : memory)  // which is the host's here, and nobody waits for it
+    EXPECT_EQ(*reinterpret_cast<const float*>(each.data()), 2);
+}
+
+TEST(GpuCalls, ADeviceThatHangsDoesNotHoldUpTheEnd) {
+  simulated_cuda_hang(1);
+  DeviceBytes memory(4);
+  const OwnedStream stream(simulated_api());
+  Loopback loopback(simulated_api(), 1);
+  {
+    Communicator comm(simulated_api(), {0, 1, {}, 0}, loopback.endpoint(0, 10));
+    simulated_api().fill(memory.data(), 0, 4, stream.get());
+  }
+  simulated_cuda_hang(0);
+  await_device(simulated_api());
 }
 
 }  // namespace

@@ -186,6 +186,7 @@ inline Outcome on_gpus(const Case& of) {
         results.emplace_back(of.in_place ? of.inputs[me][i].size() : of.outputs[me][i]);
         (of.in_place ? in : out)[i]->get(results.back().data(), stream);
       }
+      simulated_api().synchronize(stream);  // memory goes
     }
     if (feedback) {
       feedback->bring_home();

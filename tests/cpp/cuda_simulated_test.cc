@@ -162,5 +162,34 @@ TEST(LoadApi, SaysWhatIsWrong) {
   EXPECT_THROW(load_api("/nowhere/libgradwire_cuda.so"), InvalidArgument);
 }
 
+// A device that a thread has by default, and its process does not use, stays unused. (In a process
+// of its own, in which nobody has used one.)
+TEST(OnDevice, BeginsToUseNoOther) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        ::setenv("SIMULATED_CUDA_DEVICES", "2", 1);
+        const Api& api = load_api(GRADWIRE_SIMULATED_CUDA_SO);
+        {
+          const OnDevice here(api, 1);
+        }
+        std::_Exit(api.is_in_use(0) == 0 && api.is_in_use(1) == 1 ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(
+      {
+        ::setenv("SIMULATED_CUDA_DEVICES", "2", 1);
+        const Api& api = load_api(GRADWIRE_SIMULATED_CUDA_SO);
+        api.set_device(0);
+        {
+          const OnDevice here(api, 1);
+        }
+        int device = -1;
+        api.get_device(&device);
+        std::_Exit(device);
+      },
+      testing::ExitedWithCode(0), "");
+}
+
 }  // namespace
 }  // namespace gradwire::cuda

@@ -36,6 +36,7 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 struct CUstream_st;
 struct CUevent_st;
+#define CUDART_VERSION 13000
 using cudaStream_t = CUstream_st*;
 using cudaEvent_t = CUevent_st*;
 enum cudaError_t : int {
@@ -99,6 +100,11 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
 cudaError_t cudaDeviceGetPCIBusId(char* to, int bytes, int device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaGetDevice(int* device);
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+inline constexpr int cudaEnableDefault = 0;
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* result);
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* address);
 cudaError_t cudaMalloc(void** address, std::size_t bytes);  // filled with 0xCD
 cudaError_t cudaFree(void* address);
@@ -281,7 +287,7 @@ void simulated_cuda_seed(std::uint64_t seed);
 // Allocations of device and pinned memory so far, and operations enqueued so far.
 std::uint64_t simulated_cuda_allocations();
 std::uint64_t simulated_cuda_operations();
-// Waits of the host for the device so far (cudaStreamSynchronize, cudaFree).
+// Waits of the host for the device so far (cudaStreamSynchronize, cudaDeviceSynchronize).
 std::uint64_t simulated_cuda_waits();
 // For programs in Python: device memory, and copies that the host waits for; null: the default
 // stream.

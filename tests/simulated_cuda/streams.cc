@@ -38,6 +38,7 @@ std::uint64_t number_from(const char* name, std::uint64_t otherwise) {
 }  // namespace
 
 struct CUevent_st {
+  int device = 0;
   std::uint64_t recorded = 0;       // how often, as enqueued
   std::set<std::uint64_t> pending;  // of these, on whatever streams
   Capture* capture = nullptr;       // in which it was last recorded
@@ -81,6 +82,8 @@ struct Machine {
   std::map<const std::byte*, std::pair<std::size_t, int>> memory;  // device; -1: pinned
   std::map<std::uint64_t, std::unique_ptr<Capture>> captures;
   std::uint64_t next_capture = 1, allocations = 0, operations = 0, waits = 0;
+  std::vector<void*> freed;
+  std::set<int> in_use;  // devices
   bool hangs = false;
 
   int devices() const { return static_cast<int>(number_from("SIMULATED_CUDA_DEVICES", 1)); }
@@ -192,6 +195,7 @@ cudaError_t allocate(void** address, std::size_t bytes, int device) {
   const std::lock_guard lock(m.mutex);
   if (captures_anywhere()) return fail(cudaErrorStreamCaptureUnsupported);
   ++m.allocations;
+  if (device >= 0) m.in_use.insert(device);
   auto* data = static_cast<std::byte*>(std::malloc(bytes == 0 ? 1 : bytes));
   if (data == nullptr) return fail(cudaErrorMemoryAllocation);
   std::memset(data, 0xCD, bytes);
@@ -200,19 +204,25 @@ cudaError_t allocate(void** address, std::size_t bytes, int device) {
   return cudaSuccess;
 }
 
+// CUDA promises no wait for what still uses memory that is freed: here that finds other bytes.
+void empty_freed() {
+  Machine& m = machine();
+  if (!std::ranges::all_of(m.streams, [](cudaStream_t each) { return idle(*each); })) return;
+  for (void* each : m.freed) std::free(each);
+  m.freed.clear();
+}
+
 cudaError_t release(void* address) {
   if (address == nullptr) return cudaSuccess;
   Machine& m = machine();
-  std::unique_lock lock(m.mutex);
+  const std::lock_guard lock(m.mutex);
   if (captures_anywhere()) return fail(cudaErrorStreamCaptureUnsupported);
-  if (m.memory.erase(static_cast<std::byte*>(address)) == 0) return fail(cudaErrorInvalidValue);
-  ++m.waits;
-  run_until(lock, [&m] {
-    for (cudaStream_t each : m.streams)
-      if (!idle(*each)) return false;
-    return true;
-  });
-  std::free(address);
+  const auto found = m.memory.find(static_cast<std::byte*>(address));
+  if (found == m.memory.end()) return fail(cudaErrorInvalidValue);
+  std::memset(address, 0xDD, found->second.first);
+  m.memory.erase(found);
+  m.freed.push_back(address);
+  empty_freed();
   return cudaSuccess;
 }
 
@@ -279,11 +289,25 @@ cudaError_t cudaDeviceGetPCIBusId(char* to, int bytes, int device) {
 }
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= machine().devices()) return fail(cudaErrorInvalidDevice);
+  const std::lock_guard lock(machine().mutex);
+  machine().in_use.insert(device);
   current_device = device;
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
   *device = current_device;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  int (*const is_active)(int, unsigned*, int*) = [](int device, unsigned*, int* active) {
+    const std::lock_guard lock(machine().mutex);
+    *active = machine().in_use.contains(device) ? 1 : 0;
+    return 0;
+  };
+  *function = reinterpret_cast<void*>(is_active);
+  *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* address) {
@@ -368,6 +392,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t given, cudaStreamCaptureStatus
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = new CUevent_st;
+  (*event)->device = current_device;
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
@@ -380,6 +405,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t given) {
   const std::lock_guard lock(machine().mutex);
   cudaStream_t stream = stream_of(given);
   if (!is_stream(stream)) return fail(cudaErrorInvalidResourceHandle);  // it was destroyed
+  if (event->device != stream->device) return fail(cudaErrorInvalidResourceHandle);
   event->capture = stream->capture;
   if (stream->capture != nullptr) return cudaSuccess;
   const std::uint64_t generation = ++event->recorded;

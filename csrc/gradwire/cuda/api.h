@@ -38,6 +38,7 @@ constexpr std::size_t aligned(std::size_t bytes) {
 enum Flag : std::uint32_t {
   kNotFinite = 1,  // NaN or Inf among the results
   kRefused = 2,    // a payload that its codec refuses: what it stands for is NaN
+  kLost = 4,       // bytes that never came: the call has failed, and results hold anything
 };
 
 // What codecs adapt to one key (codec/codec.h).
@@ -119,6 +120,7 @@ struct Api {
   Status (*device_facts)(int device, DeviceFacts* facts);
   Status (*set_device)(int device);
   Status (*get_device)(int* device);
+  int (*is_in_use)(int device);  // whether this process has begun to use it
   // On which device an address is; InvalidArgument's remedy needs it. -1: not device memory.
   Status (*device_of)(const void* address, int* device);
   Status (*allocate)(void** address, std::size_t bytes);  // of any content
@@ -157,6 +159,8 @@ struct Api {
   Status (*deliver)(Site, float* y, std::uint64_t n, Stream);
   // codec/codec.h, mark_not_finite(): sets kNotFinite; where unit > 1 the whole unit becomes NaN.
   Status (*mark)(float* y, std::uint64_t n, std::uint64_t unit, std::uint32_t* flags, Stream);
+  // flags := flags | *more, which may be in pinned memory.
+  Status (*add_flags)(const std::uint32_t* more, std::uint32_t* flags, Stream);
   // y := NaN if a flag is set.
   Status (*poison)(float* y, std::uint64_t n, const std::uint32_t* flags, Stream);
 

@@ -66,15 +66,25 @@ Communicator::Communicator(const Api& api, Setting setting, std::unique_ptr<Mess
       own_entries_(api),
       codec_scratch_(api),
       told_(api, Room::Kind::kPinned),
-      last_(api) {
+      last_(api),
+      last_captured_(api) {
   plans_.set_model(gpu_model());
   flags_ = reinterpret_cast<std::uint32_t*>(flags_room_.take(kPayloadAlignment));
-  std::fill_n(told_.take(kTold * sizeof(std::uint32_t)), kTold * sizeof(std::uint32_t),
-              std::byte{0});
+  constexpr std::size_t kBytes = (kTold + 1) * sizeof(std::uint32_t);
+  std::fill_n(told_.take(kBytes), kBytes, std::byte{0});
+  lost_ = reinterpret_cast<std::uint32_t*>(told_.data()) + kTold;
+  messages_->tell_losses(lost_);
 }
 
-// What is enqueued still uses the memory: releasing it waits.
-Communicator::~Communicator() = default;
+// What is enqueued uses the memory, and ends when its messages do, or are aborted.
+Communicator::~Communicator() {
+  messages_.reset();
+  int before = 0;
+  api_.get_device(&before);
+  if (before != setting_.device) api_.set_device(setting_.device);
+  await_device(api_);
+  if (before != setting_.device && api_.is_in_use(before) != 0) api_.set_device(before);
+}
 
 void Communicator::run(const exec::Request& request, Feedback* feedback, Stream stream) {
   const OnDevice here(api_, setting_.device);
@@ -90,8 +100,9 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
   call.captured = capture != 0;
   exec::Operation::counts(request, setting_.rank, setting_.size, call.counts);
   // Events of one capture mean nothing in another one, nor outside.
-  if (recorded_ && capture == last_capture_)
-    check(api_, api_.wait(stream, last_.get()), "cudaStreamWaitEvent");
+  const Event last = call.captured ? last_captured_.get() : last_.get();
+  if (call.captured ? capture == last_capture_ : recorded_)
+    check(api_, api_.wait(stream, last), "cudaStreamWaitEvent");
   const bool low_rank = request.codec && request.codec->combine() == codec::Combine::kCompound;
   if (low_rank) {
     if (!low_rank_) low_rank_ = std::make_unique<LowRankReduce>(*this);
@@ -107,9 +118,11 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
           api_.copy(told_.data() + operations_ % kTold * sizeof(std::uint32_t), call.flags,
                     sizeof(std::uint32_t), CopyKind::kToHost, stream),
           "cudaMemcpyAsync");
-  check(api_, api_.record(last_.get(), stream), "cudaEventRecord");
-  recorded_ = true;
-  last_capture_ = capture;
+  check(api_, api_.record(last, stream), "cudaEventRecord");
+  if (call.captured)
+    last_capture_ = capture;
+  else
+    recorded_ = true;
   ++operations_;
   count_sent();
 }
@@ -258,6 +271,7 @@ void Communicator::check_results(const Call& call, const exec::Arrangement& arra
 
 void Communicator::settle(const Call& call, bool shared, bool remembers) {
   if (call.table == nullptr) return;
+  check(api_, api_.add_flags(lost_, call.flags, call.stream), "looking for a failure");
   if (!shared) {
     ask_all(call);
     poison(call);

@@ -3,7 +3,12 @@
 // stream does next finds its results. A repeated call waits for nothing and allocates nothing, so
 // it can be captured in a CUDA graph.
 //
-// Calls are ordered as they are made, on whatever streams. One thread at a time; abort() for any.
+// Calls are ordered as they are made, on whatever streams; those of one capture among themselves,
+// and who launches a graph orders it with the rest, as they use the same memory. One thread at a
+// time; abort() for any.
+//
+// A call whose messages fail is over all the same: its results may hold anything, and residuals are
+// as they were before it.
 #pragma once
 
 #include <atomic>
@@ -100,9 +105,10 @@ class Communicator {
   Operation main_, question_;
   Room flags_room_, own_entries_, codec_scratch_, told_;
   std::uint32_t* flags_ = nullptr;
-  OwnedEvent last_;
-  bool recorded_ = false;
-  std::uint64_t last_capture_ = 0;
+  std::uint32_t* lost_ = nullptr;  // pinned: kLost, once messages have failed
+  OwnedEvent last_, last_captured_;
+  bool recorded_ = false;           // last_
+  std::uint64_t last_capture_ = 0;  // of last_captured_
   std::uint64_t operations_ = 0;
   std::atomic<std::uint64_t> sent_{0};
   Call call_;

@@ -3,14 +3,20 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <map>
 #include <mutex>
+
+#include "gradwire/base/apart.h"
 
 namespace gradwire::cuda {
 namespace {
 
 constexpr const char* kFileName = "libgradwire_cuda.so";
+constexpr double kRestSeconds = 5;
+
+std::atomic<bool> restless = false;  // some device has not come to its end
 
 std::string loader_says() {
   const char* said = ::dlerror();
@@ -63,12 +69,28 @@ void check(const Api& api, Status status, const char* what) {
                   ")");
 }
 
-OnDevice::OnDevice(const Api& api, int device) : api_(api) {
+OnDevice::OnDevice(const Api& api, int device) : api_(api), device_(device) {
   check(api, api.get_device(&before_), "cudaGetDevice");
-  check(api, api.set_device(device), "cudaSetDevice");
+  if (before_ != device) check(api, api.set_device(device), "cudaSetDevice");
 }
 
-OnDevice::~OnDevice() { api_.set_device(before_); }
+OnDevice::~OnDevice() {
+  if (before_ != device_ && api_.is_in_use(before_) != 0) api_.set_device(before_);
+}
+
+void await_device(const Api& api) noexcept {
+  int device = 0;
+  if (api.get_device(&device) != 0) return;
+  try {
+    restless = !run_apart(kRestSeconds, [&api, device] {
+      api.set_device(device);
+      api.relax_captures();
+      api.synchronize_device();
+    });
+  } catch (const std::exception&) {  // no thread can be made
+    restless = true;
+  }
+}
 
 Room::~Room() {
   for (void* each : outgrown_) release(each);
@@ -76,6 +98,7 @@ Room::~Room() {
 }
 
 void Room::release(void* data) noexcept {
+  if (restless) return;
   (kind_ == Kind::kDevice ? api_->release : api_->release_host)(data);
 }
 

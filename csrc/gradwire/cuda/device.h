@@ -30,7 +30,8 @@ class CudaError : public Error {
 // Throws CudaError, "what: CUDA's words (number)", unless the status is 0.
 void check(const Api& api, Status status, const char* what);
 
-// Makes `device` this thread's, and in the end the one it was.
+// Makes `device` this thread's, and in the end the one it was, unless this process has not begun to
+// use that: to make it this thread's would, and take hundreds of megabytes there.
 class OnDevice {
  public:
   OnDevice(const Api& api, int device);
@@ -40,12 +41,17 @@ class OnDevice {
 
  private:
   const Api& api_;
+  const int device_;
   int before_ = 0;
 };
 
+// Waits until all that is enqueued on this thread's device is over, but not for ever. What is not
+// over then may use its memory still, so no Room is released any more, until such a wait was well.
+void await_device(const Api& api) noexcept;
+
 // Device memory that only grows, and never while its stream is captured in a graph. What it has
-// grown out of stays until the end: streams may still use it, and to release it waits for all of
-// them, which may wait for other ranks.
+// grown out of stays until the end: streams may still use it. To release it waits for nothing, so
+// whoever owns it has called await_device() before.
 class Room {
  public:
   enum class Kind : bool { kDevice, kPinned };

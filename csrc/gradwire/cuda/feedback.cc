@@ -45,7 +45,7 @@ Feedback::Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host)
 }
 
 // Releasing memory promises no wait, and calls or graphs may still use it.
-Feedback::~Feedback() { api_.synchronize_device(); }
+Feedback::~Feedback() { await_device(api_); }
 
 float* Feedback::zeros(Kept& kept, std::uint64_t count, Stream stream) {
   Room& room = kept.rooms.emplace_back(api_);

@@ -9,6 +9,7 @@
 // abort() is for any thread.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -51,6 +52,18 @@ class Messages {
   virtual void check() = 0;
   // What is enqueued comes to its end, whatever the peers do; later calls throw Aborted.
   virtual void abort() noexcept = 0;
+
+  // A word that devices can read, and that outlives this: kLost is set there before anything that
+  // is enqueued goes on without the bytes that it waited for.
+  virtual void tell_losses(std::uint32_t* word) { lost_ = word; }
+
+ protected:
+  void lose() noexcept {
+    if (lost_ != nullptr) std::atomic_ref(*lost_).fetch_or(kLost);
+  }
+
+ private:
+  std::uint32_t* lost_ = nullptr;
 };
 
 }  // namespace gradwire::cuda

@@ -11,8 +11,8 @@ namespace {
 
 class NcclMessages final : public Messages {
  public:
-  NcclMessages(const Nccl& nccl, const nccl::UniqueId& id, const NcclSettings& settings)
-      : size_(settings.size), comm_(nccl, id, settings) {}
+  NcclMessages(const Nccl& nccl, const nccl::UniqueId& id, NcclSettings settings)
+      : size_(settings.size), comm_(nccl, id, telling(std::move(settings))) {}
 
   std::string_view name() const noexcept override { return "nccl"; }
 
@@ -36,6 +36,10 @@ class NcclMessages final : public Messages {
   void abort() noexcept override { comm_.abort(); }
 
  private:
+  NcclSettings telling(NcclSettings settings) {
+    settings.before_abort = [this] { lose(); };
+    return settings;
+  }
   void post(const NcclComm::Message& message) {
     if (message.peer < 0 || message.peer >= size_)
       throw InvalidArgument("there is no rank " + std::to_string(message.peer) + " among " +

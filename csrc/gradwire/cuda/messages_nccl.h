@@ -24,6 +24,8 @@ struct NcclSettings {
   Patience::Interrupt interrupt = nullptr;
   // Makes the rank's GPU that of the calling thread; for the threads that end a communicator.
   std::function<void()> use_device = nullptr;
+  // Called first in each abort.
+  std::function<void()> before_abort = nullptr;
 };
 
 // What rank 0 makes and all ranks need. Its process must live until they have met.

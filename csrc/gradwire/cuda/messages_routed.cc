@@ -38,4 +38,8 @@ void RoutedMessages::abort() noexcept {
   for (const auto& each : ways_) each->abort();
 }
 
+void RoutedMessages::tell_losses(std::uint32_t* word) {
+  for (const auto& each : ways_) each->tell_losses(word);
+}
+
 }  // namespace gradwire::cuda

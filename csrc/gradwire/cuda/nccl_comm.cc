@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
-#include <future>
 #include <set>
 #include <sstream>
 #include <string_view>
 #include <thread>
 #include <utility>
 
+#include "gradwire/base/apart.h"
 #include "gradwire/base/error.h"
 #include "gradwire/base/fork.h"
 #include "gradwire/base/log.h"
@@ -51,17 +51,6 @@ class Interruptions {
   const Patience::Interrupt& interrupt_;
   Deadline due_ = Deadline::after(kSeconds);
 };
-
-// Whether `call` was over within `seconds`; if not, it goes on alone.
-bool run_apart(double seconds, std::function<void()> call) {
-  std::packaged_task<void()> task(std::move(call));
-  const std::future<void> over = task.get_future();
-  std::thread thread(std::move(task));
-  const bool in_time =
-      over.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready;
-  in_time ? thread.join() : thread.detach();
-  return in_time;
-}
 
 // NCCL_COMM_BLOCKING overrules what gradwire asks for.
 void require_not_blocking() {
@@ -229,6 +218,7 @@ void NcclComm::require_not_aborted() const {
 }
 
 void NcclComm::abort() noexcept {
+  if (settings_.before_abort) settings_.before_abort();
   aborted_ = true;
   if (forks() != forks_) return;
   const std::lock_guard lock(aborts_);

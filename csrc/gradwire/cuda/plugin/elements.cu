@@ -88,6 +88,15 @@ Status mark(float* y, std::uint64_t n, std::uint64_t unit, std::uint32_t* flags,
   return start_mark<1>(y, n, looked_at, fills, flags, stream);
 }
 
+// Volatile: the host may have written it after this GPU last read it.
+__global__ void add_flags_kernel(const volatile std::uint32_t* more, std::uint32_t* flags) {
+  if (threadIdx.x == 0 && *more != 0) *flags |= *more;
+}
+
+Status add_flags(const std::uint32_t* more, std::uint32_t* flags, Stream stream) {
+  return launch(add_flags_kernel, 1, kWarp, stream, more, flags);
+}
+
 // Few blocks: there is seldom anything to do.
 __global__ void poison_kernel(float* y, std::uint64_t n, const std::uint32_t* flags) {
   if (*flags == 0) return;
@@ -136,6 +145,7 @@ Status settle(Entry* const* entries, std::uint64_t count, bool remembers,
 void fill_elements(Api& api) {
   api.deliver = deliver;
   api.mark = mark;
+  api.add_flags = add_flags;
   api.poison = poison;
   api.open = open;
   api.settle = settle;

@@ -51,6 +51,25 @@ Status device_facts(int device, DeviceFacts* facts) {
 Status set_device(int device) { return said(cudaSetDevice(device)); }
 Status get_device(int* device) { return said(cudaGetDevice(device)); }
 
+// Only the driver tells without beginning to.
+int is_in_use(int device) {
+  using GetState = int (*)(int device, unsigned* flags, int* active);
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &found,
+                                                             12000, cudaEnableDefault, &result);
+#else
+  const cudaError_t error =
+      cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &found, cudaEnableDefault, &result);
+#endif
+  if (error != cudaSuccess) cudaGetLastError();
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess || found == nullptr) return 1;
+  unsigned flags = 0;
+  int active = 1;
+  return reinterpret_cast<GetState>(found)(device, &flags, &active) == 0 ? active : 1;
+}
+
 Status device_of(const void* address, int* device) {
   cudaPointerAttributes found;
   const cudaError_t error = cudaPointerGetAttributes(&found, address);
@@ -127,6 +146,7 @@ void fill_runtime(Api& api) {
   api.device_facts = device_facts;
   api.set_device = set_device;
   api.get_device = get_device;
+  api.is_in_use = is_in_use;
   api.device_of = device_of;
   api.allocate = allocate;
   api.release = release;

@@ -1,0 +1,20 @@
+#include "gradwire/base/apart.h"
+
+#include <chrono>
+#include <future>
+#include <thread>
+#include <utility>
+
+namespace gradwire {
+
+bool run_apart(double seconds, std::function<void()> call) {
+  std::packaged_task<void()> task(std::move(call));
+  const std::future<void> over = task.get_future();
+  std::thread thread(std::move(task));
+  const bool in_time =
+      over.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready;
+  in_time ? thread.join() : thread.detach();
+  return in_time;
+}
+
+}  // namespace gradwire
