@@ -378,7 +378,9 @@ class CudaMessages:
     """How one rank's GPU exchanges messages; taken by `Gpu`, once."""
 
     @staticmethod
-    def loopback(shared: CudaLoopback, rank: int, timeout: float) -> CudaMessages: ...
+    def loopback(
+        shared: CudaLoopback, rank: int, device: int, timeout: float
+    ) -> CudaMessages: ...
     @staticmethod
     def host(carrier: Communicator, device: int, timeout: float) -> CudaMessages: ...
     @staticmethod

@@ -207,8 +207,8 @@ class Gpu:
     ) -> _core.CudaMessages:
         rank, size = communicator.rank, communicator.size
         if links == "loopback":
-            self._shared = _loopback(cards[0].token, size, self.device)  # for those yet to come
-            return _core.CudaMessages.loopback(self._shared, rank, timeout)
+            self._shared = _loopback(cards[0].token, size)  # for those yet to come
+            return _core.CudaMessages.loopback(self._shared, rank, self.device, timeout)
         if links == "host":
             return self._by_host(communicator, timeout)
         if links == "nccl":
@@ -315,9 +315,9 @@ def _require_processes(cards: Sequence[_Card], what: str) -> None:
             )
 
 
-def _loopback(token: str, size: int, device: int) -> _core.CudaLoopback:
+def _loopback(token: str, size: int) -> _core.CudaLoopback:
     with _lock:
         shared = _loopbacks.get(token)
         if shared is None:
-            shared = _loopbacks[token] = _core.CudaLoopback(size, device)
+            shared = _loopbacks[token] = _core.CudaLoopback(size)
         return shared

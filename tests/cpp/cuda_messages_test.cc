@@ -2,7 +2,10 @@
 // what goes wrong is told.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <mutex>
 
 #include "cuda_ranks.h"
@@ -42,7 +45,8 @@ class Ways : public testing::TestWithParam<std::string_view> {
 
   std::unique_ptr<Messages> make(Rank rank) {
     if (GetParam() == "loopback") return loopback_.endpoint(rank, 10);
-    auto host = std::make_unique<HostMessages>(simulated_api(), carriers_[rank], 10);
+    auto host = std::make_unique<HostMessages>(simulated_api(), carriers_[rank], 10,
+                                               turns_.emplace_back(simulated_api()));
     if (GetParam() == "host") return host;
     Loopback& pair = rank < 2 ? inner_ : outer_;  // two hosts of two ranks
     std::vector<std::unique_ptr<Messages>> ways;
@@ -55,7 +59,7 @@ class Ways : public testing::TestWithParam<std::string_view> {
     return std::make_unique<RoutedMessages>(std::move(ways), std::move(routes));
   }
 
-  // Stays until the end: to release memory waits for all streams, and so for all ranks.
+  // Stays until the end, when nothing uses it any more.
   DeviceBytes& allocate(std::size_t bytes) {
     auto made = std::make_unique<DeviceBytes>(bytes);
     const std::lock_guard lock(mutex_);
@@ -80,6 +84,7 @@ class Ways : public testing::TestWithParam<std::string_view> {
 
   Loopback loopback_;
   exec::Ranks carriers_;
+  std::deque<HostTurns> turns_;  // one for each rank, as if they were processes
   Loopback inner_, outer_;
   std::vector<std::unique_ptr<OwnedStream>> streams_;
   std::mutex mutex_;
@@ -203,6 +208,58 @@ TEST(Loopback, RefusesAnotherLength) {
   EXPECT_THROW(other->end(b.get()), TransportError);
   other->abort();
   sender.join();
+}
+
+// One thread a device, as users have it that run a rank in each of several threads.
+TEST(Loopback, RanksOnDevicesOfTheirOwn) {
+  ::setenv("SIMULATED_CUDA_DEVICES", "2", 1);
+  const Api& api = simulated_api();
+  Loopback shared(api, 2);
+  std::vector<std::byte> got[2];
+  std::vector<std::jthread> threads;
+  for (Rank r = 0; r < 2; ++r)
+    threads.emplace_back([&, r] {
+      const OnDevice here(api, r);
+      const auto messages = shared.endpoint(r, 10);
+      const OwnedStream stream(api);
+      DeviceBytes out(100), in(100);
+      out.put(pattern(r, 1 - r, 100).data(), stream.get());
+      messages->begin();
+      messages->send(out.data(), 100, 1 - r);
+      messages->receive(in.data(), 100, 1 - r);
+      messages->end(stream.get());
+      got[r].resize(100);
+      in.get(got[r].data(), stream.get());
+      api.synchronize(stream.get());
+    });
+  threads.clear();
+  ::unsetenv("SIMULATED_CUDA_DEVICES");
+  EXPECT_TRUE(got[0] == pattern(1, 0, 100));
+  EXPECT_TRUE(got[1] == pattern(0, 1, 100));
+}
+
+TEST(HostTurns, RunInTheOrderOfTheCalls) {
+  const Api& api = simulated_api();
+  HostTurns turns(api);
+  const OwnedStream streams[] = {OwnedStream(api), OwnedStream(api), OwnedStream(api)};
+  struct Note {
+    std::vector<int>* order;
+    int number;
+  };
+  std::vector<int> order;
+  std::vector<Note> notes;
+  for (int i = 0; i < 30; ++i) notes.push_back({&order, i});
+  for (Note& each : notes)
+    turns.call(
+        streams[static_cast<std::size_t>(each.number * 7 % 3)].get(),
+        [](void* note) {
+          auto* const its = static_cast<Note*>(note);
+          its->order->push_back(its->number);
+        },
+        &each);
+  for (const OwnedStream& each : streams) api.synchronize(each.get());
+  ASSERT_EQ(order.size(), notes.size());
+  EXPECT_TRUE(std::ranges::is_sorted(order));
 }
 
 }  // namespace

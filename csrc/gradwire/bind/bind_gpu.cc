@@ -18,7 +18,9 @@ namespace {
 using std::shared_ptr;
 using WithoutLock = py::call_guard<Unlocked>;
 
-shared_ptr<CudaMessages> loopback(shared_ptr<cuda::Loopback> shared, Rank rank, double timeout) {
+shared_ptr<CudaMessages> loopback(shared_ptr<cuda::Loopback> shared, Rank rank, int device,
+                                  double timeout) {
+  const cuda::OnDevice here(cuda_api(), device);
   auto made = std::make_shared<CudaMessages>();
   made->messages = shared->endpoint(rank, timeout, check_signals);
   made->kept.push_back(std::move(shared));
@@ -29,7 +31,8 @@ shared_ptr<CudaMessages> by_host(shared_ptr<Communicator> carrier, int device, d
   const cuda::Api& api = cuda_api();
   const cuda::OnDevice here(api, device);
   auto made = std::make_shared<CudaMessages>();
-  made->messages = std::make_unique<cuda::HostMessages>(api, carrier->get(), timeout);
+  made->messages = std::make_unique<cuda::HostMessages>(api, carrier->get(), timeout,
+                                                        cuda::HostTurns::here(api));
   made->kept.push_back(std::move(carrier));
   return made;
 }
@@ -79,10 +82,8 @@ int device_of(std::uintptr_t address) {
   return status == 0 ? device : -1;
 }
 
-shared_ptr<cuda::Loopback> make_loopback(int size, int device) {
-  const cuda::Api& api = cuda::load_api();
-  const cuda::OnDevice here(api, device);
-  return std::make_shared<cuda::Loopback>(api, size);
+shared_ptr<cuda::Loopback> make_loopback(int size) {
+  return std::make_shared<cuda::Loopback>(cuda_api(), size);
 }
 
 // What identifies a device, and how it is called.
@@ -104,9 +105,10 @@ std::tuple<std::string, std::string> device_identity(int device) {
 
 void bind_gpu(py::module_& m) {
   py::class_<cuda::Loopback, shared_ptr<cuda::Loopback>>(m, "CudaLoopback")
-      .def(py::init(&make_loopback), py::arg("size"), py::arg("device"));
+      .def(py::init(&make_loopback), py::arg("size"));
   py::class_<CudaMessages, shared_ptr<CudaMessages>>(m, "CudaMessages")
-      .def_static("loopback", &loopback, py::arg("shared"), py::arg("rank"), py::arg("timeout"))
+      .def_static("loopback", &loopback, py::arg("shared"), py::arg("rank"), py::arg("device"),
+                  py::arg("timeout"))
       .def_static("host", &by_host, py::arg("carrier"), py::arg("device"), py::arg("timeout"))
       .def_static("nccl_id", &nccl_id, py::arg("search"))
       .def_static("nccl", &by_nccl, py::arg("id"), py::arg("rank"), py::arg("size"),

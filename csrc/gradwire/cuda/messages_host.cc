@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <map>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "gradwire/base/error.h"
 
@@ -35,10 +37,29 @@ void each_unit(std::byte* message, std::span<const Slotted> layout, Visit visit)
 
 }  // namespace
 
-HostMessages::HostMessages(const Api& api, exec::Communicator& carrier, double timeout)
+HostTurns& HostTurns::here(const Api& api) {
+  static std::mutex mutex;
+  static auto* const all = new std::map<std::pair<const Api*, int>, HostTurns>;  // for good
+  int device = 0;
+  check(api, api.get_device(&device), "cudaGetDevice");
+  const std::lock_guard lock(mutex);
+  return all->try_emplace({&api, device}, api).first->second;
+}
+
+void HostTurns::call(Stream stream, void (*function)(void*), void* argument) {
+  const std::lock_guard lock(mutex_);
+  if (recorded_) check(api_, api_.wait(stream, last_.get()), "cudaStreamWaitEvent");
+  check(api_, api_.call_host(stream, function, argument), "cudaLaunchHostFunc");
+  check(api_, api_.record(last_.get(), stream), "cudaEventRecord");
+  recorded_ = true;
+}
+
+HostMessages::HostMessages(const Api& api, exec::Communicator& carrier, double timeout,
+                           HostTurns& turns)
     : api_(api),
       carrier_(carrier),
       timeout_(timeout),
+      turns_(turns),
       pinned_(api, Room::Kind::kPinned),
       ended_(api) {}
 
@@ -94,8 +115,9 @@ void HostMessages::end(Stream stream) {
     }
   std::uint64_t capture = 0;
   cuda::check(api_, api_.capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
-  posted_->captured = capture != 0;
-  posted_->pinned = pinned_.take(used, posted_->captured);
+  const bool captured = capture != 0;
+  posted_->captured = captured;
+  posted_->pinned = pinned_.take(used, captured);
   Group* const group = posted_.get();
   {
     const std::lock_guard lock(mutex_);
@@ -109,12 +131,15 @@ void HostMessages::end(Stream stream) {
   // The letters of the receives are read here, before the group may run and be spare.
   const std::vector<Letter> receives = group->receives;
   std::byte* const pinned = group->pinned;
-  cuda::check(api_, api_.call_host(stream, &HostMessages::run, group), "cudaLaunchHostFunc");
+  if (captured)
+    cuda::check(api_, api_.call_host(stream, &HostMessages::run, group), "cudaLaunchHostFunc");
+  else
+    turns_.call(stream, &HostMessages::run, group);
   for (const Letter& each : receives)
     cuda::check(
         api_, api_.copy(each.device, pinned + each.pinned, each.bytes, CopyKind::kToDevice, stream),
         "cudaMemcpyAsync");
-  if (capture == 0) cuda::check(api_, api_.record(ended_.get(), stream), "cudaEventRecord");
+  if (!captured) cuda::check(api_, api_.record(ended_.get(), stream), "cudaEventRecord");
 }
 
 void HostMessages::check() {
@@ -147,6 +172,7 @@ void HostMessages::run(void* argument) {
 }
 
 void HostMessages::fail(const std::exception_ptr& error) noexcept {
+  lose();
   const std::lock_guard lock(mutex_);
   if (!error_) error_ = error;
 }

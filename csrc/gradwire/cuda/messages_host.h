@@ -18,10 +18,30 @@
 
 namespace gradwire::cuda {
 
+// Functions of the host, on whatever streams, that run in the order in which they were enqueued.
+// CUDA may run all of a process one after the other; then one that waits for another rank's must
+// not stand before the one for which that rank waits. Where each rank has one thread that makes its
+// calls, the order is the same on all of them, whatever communicators the calls are of.
+class HostTurns {
+ public:
+  explicit HostTurns(const Api& api) : api_(api), last_(api) {}
+  // Those of all calls on this thread's device.
+  static HostTurns& here(const Api& api);
+
+  void call(Stream stream, void (*function)(void*), void* argument);
+
+ private:
+  const Api& api_;
+  std::mutex mutex_;
+  OwnedEvent last_;
+  bool recorded_ = false;
+};
+
 class HostMessages final : public Messages {
  public:
-  // `carrier` is nobody else's, and outlives this. `timeout`: seconds of a group's messages.
-  HostMessages(const Api& api, exec::Communicator& carrier, double timeout);
+  // `carrier` is nobody else's, and outlives this, as `turns` do. `timeout`: seconds of a group's
+  // messages.
+  HostMessages(const Api& api, exec::Communicator& carrier, double timeout, HostTurns& turns);
   ~HostMessages() override;
 
   std::string_view name() const noexcept override { return "host"; }
@@ -63,6 +83,7 @@ class HostMessages final : public Messages {
   const Api& api_;
   exec::Communicator& carrier_;
   const double timeout_;
+  HostTurns& turns_;
   Room pinned_;
   OwnedEvent ended_;  // recorded behind the last group
   std::unique_ptr<Group> posted_;

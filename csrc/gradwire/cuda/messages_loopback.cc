@@ -38,6 +38,7 @@ class Loopback::Endpoint final : public Messages {
     require_alive();
   }
   void abort() noexcept override {
+    lose();
     shared_.abort("rank " + std::to_string(rank_) + " aborted its GPU's messages");
   }
 
@@ -134,8 +135,7 @@ void Loopback::Endpoint::take(std::unique_lock<std::mutex>& lock, const Received
 
 Loopback::Loopback(const Api& api, int size) : api_(api), size_(size) {
   pairs_.resize(static_cast<std::size_t>(size) * static_cast<std::size_t>(size));
-  for (Pair& each : pairs_) each.taken_event = std::make_unique<OwnedEvent>(api);
-  for (int i = 0; i < size; ++i) ready_.push_back(std::make_unique<OwnedEvent>(api));
+  ready_.resize(static_cast<std::size_t>(size));
 }
 
 Loopback::Pair& Loopback::pair(Rank from, Rank to) {
@@ -144,6 +144,10 @@ Loopback::Pair& Loopback::pair(Rank from, Rank to) {
 }
 
 std::unique_ptr<Messages> Loopback::endpoint(Rank rank, double timeout, Interrupt interrupt) {
+  const std::lock_guard lock(mutex_);
+  ready_[static_cast<std::size_t>(rank)] = std::make_unique<OwnedEvent>(api_);
+  for (Rank from = 0; from < size_; ++from)
+    pair(from, rank).taken_event = std::make_unique<OwnedEvent>(api_);
   return std::make_unique<Endpoint>(*this, rank, timeout, std::move(interrupt));
 }
 

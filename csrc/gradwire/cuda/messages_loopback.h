@@ -1,4 +1,4 @@
-// Messages between virtual ranks: threads of one process, of which several may share a GPU. A
+// Messages between virtual ranks: threads of one process, each on a GPU that it may share. A
 // message is a copy on the receiver's stream, between two events. Every rank's thread comes to
 // end(), which waits for the others to have come there too, and not for any device.
 #pragma once
@@ -24,7 +24,8 @@ class Loopback {
   // Called every 100 ms by a thread that waits; throws to end the wait.
   using Interrupt = std::function<void()>;
 
-  // This rank's end. `timeout`: seconds that end() waits for another rank to come to its own; then
+  // This rank's end, on this thread's device, whose streams alone may record the rank's events.
+  // `timeout`: seconds that end() waits for another rank to come to its own; then
   // Timeout, which names it. The Loopback must outlive it.
   std::unique_ptr<Messages> endpoint(Rank rank, double timeout, Interrupt interrupt = nullptr);
 
