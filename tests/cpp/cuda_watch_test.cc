@@ -1,6 +1,9 @@
 // Calls on GPUs end in the same errors as on CPUs, whatever becomes of a rank.
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <string>
+
 #include "cuda_ranks.h"
 #include "gradwire/base/error.h"
 #include "gradwire/cuda/watch.h"
@@ -9,6 +12,8 @@ namespace gradwire::cuda {
 namespace {
 
 constexpr std::size_t kElements = 500;
+
+struct Interrupted {};
 
 // Ranks whose GPU is watched, each with two communicators of CPUs.
 class Watched {
@@ -20,8 +25,11 @@ class Watched {
     for (Rank r = 0; r < size; ++r) {
       streams_.push_back(std::make_unique<OwnedStream>(simulated_api()));
       memory_.push_back(std::make_unique<DeviceBytes>(kElements * sizeof(float)));
-      gpus_.push_back(std::make_unique<Communicator>(
-          simulated_api(), Communicator::Setting{r, size, {}, 0}, loopback_.endpoint(r, 10)));
+      gpus_.push_back(std::make_unique<Communicator>(simulated_api(),
+                                                     Communicator::Setting{r, size, {}, 0},
+                                                     loopback_.endpoint(r, 10, [this, r] {
+                                                       if (interrupted_ == r) throw Interrupted();
+                                                     })));
       watches_.push_back(std::make_unique<Watch>(*gpus_.back(), side_[r], users_[r]));
     }
   }
@@ -33,6 +41,9 @@ class Watched {
 
   exec::Ranks& side() { return side_; }
   exec::Ranks& users() { return users_; }
+  // In the rank's next wait, as by Ctrl-C.
+  void interrupt(Rank rank) { interrupted_ = rank; }
+  Stream stream(Rank rank) { return streams_[static_cast<std::size_t>(rank)]->get(); }
   Watch& operator[](Rank rank) { return *watches_[static_cast<std::size_t>(rank)]; }
 
   void call(Rank rank, double timeout = 10, ReduceOp op = ReduceOp::kSum) {
@@ -63,6 +74,7 @@ class Watched {
 
  private:
   exec::Ranks side_, users_;
+  std::atomic<Rank> interrupted_ = -1;
   Loopback loopback_;
   std::vector<std::unique_ptr<OwnedStream>> streams_;
   std::vector<std::unique_ptr<DeviceBytes>> memory_;
@@ -151,8 +163,39 @@ TEST(Watch, AGpuThatHangsIsATimeout) {
   });
   for (const auto& each : thrown) {
     ASSERT_TRUE(each);
-    EXPECT_THROW(std::rethrow_exception(each), Timeout);
+    try {
+      std::rethrow_exception(each);
+    } catch (const Timeout& error) {
+      EXPECT_NE(std::string(error.what()).find("did not come to the call"), std::string::npos)
+          << error.what();
+    }
   }
+}
+
+TEST(Watch, AnInterruptIsForWhoMadeItAndAnAbortForTheRest) {
+  Watched ranks(2);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    if (r == 1) {
+      EXPECT_THROW(ranks.users()[1].hear(10), Aborted);
+      return;
+    }
+    ranks.interrupt(0);
+    EXPECT_THROW(ranks.call(0), Interrupted);
+    EXPECT_THROW(ranks.call(0), Aborted);
+  });
+  for (const auto& each : thrown) EXPECT_FALSE(each);
+}
+
+TEST(Watch, WhatWasNotCalledCannotBeCaptured) {
+  Watched ranks(1);
+  simulated_cuda_begin_capture(ranks.stream(0));
+  EXPECT_THROW(ranks.call(0), InvalidArgument);
+  simulated_cuda_free_graph(simulated_cuda_end_capture(ranks.stream(0)));
+  ranks.call(0);
+  ranks[0].finish(10);
+  simulated_cuda_begin_capture(ranks.stream(0));
+  ranks.call(0);
+  simulated_cuda_free_graph(simulated_cuda_end_capture(ranks.stream(0)));
 }
 
 TEST(Watch, TheUsersFailureEndsCalls) {

@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "gradwire/base/error.h"
+#include "gradwire/base/op.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -43,10 +44,15 @@ void Watch::require_alive() const {
 }
 
 void Watch::run(const exec::Request& request, Feedback* feedback, Stream stream) {
+  const OnDevice here(gpu_.api(), gpu_.device());
   require_alive();
   gpu_.require_valid(request, feedback);
+  exec::Operation::counts(request, side_.identity().rank, side_.identity().size, counts_);
+  std::string text = text_of(request, counts_);
+  const bool captured = is_captured(stream);
+  learn(request, text, feedback, captured);
   try {
-    begin(request);
+    begin(request, std::move(text));
   } catch (...) {  // the failure of an earlier call, which the side tells before the thread does
     std::unique_lock lock(mutex_);
     fail(lock, std::current_exception());
@@ -54,55 +60,85 @@ void Watch::run(const exec::Request& request, Feedback* feedback, Stream stream)
   }
   try {
     const std::lock_guard lock(enqueuing_);
+    if (!captured) mark(&Running::start, stream);
     gpu_.run(request, feedback, stream);
-    end(stream);
-  } catch (...) {
+    if (!captured) mark(&Running::end, stream);
+    finish_enqueuing();
+  } catch (const Error&) {
     // Another rank's failure may show here first, as an echo: its cause comes by the side.
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, kEcho, [this] { return failure_ != nullptr; });
     fail(lock, std::current_exception());
     std::rethrow_exception(failure_);
+  } catch (...) {  // Ctrl-C: for who pressed it, and an abort for everybody else
+    std::unique_lock lock(mutex_);
+    fail(lock, std::make_exception_ptr(Aborted("rank " + std::to_string(side_.identity().rank) +
+                                                   " was interrupted in a call on its GPU",
+                                               side_.identity().rank)));
+    throw;
   }
 }
 
-void Watch::begin(const exec::Request& request) {
+// In a capture nothing can be allocated, nor a peer met for the first time. To find that out in the
+// middle of a call would be the end of the communicator.
+void Watch::learn(const exec::Request& request, const std::string& text, const Feedback* feedback,
+                  bool captured) {
+  constexpr std::size_t kMost = 10000;
+  Fnv1a hash;
+  hash.text(text).number(reinterpret_cast<std::uintptr_t>(feedback));
+  for (std::uint64_t each : counts_) hash.number(each);
+  for (const auto& each : request.keys) hash.text(each.key).number(each.count);
+  const std::uint64_t call = hash.digest();
+  if (made_.contains(call)) return;
+  if (captured)
+    throw InvalidArgument(
+        "a call that is captured in a CUDA graph was not made before: make the same call once "
+        "before the capture begins");
+  if (made_.size() >= kMost) made_.clear();
+  made_.insert(call);
+}
+
+void Watch::begin(const exec::Request& request, std::string text) {
   Running running;
   running.timeout = request.timeout;
-  begin_companion(request, running);
+  running.text = std::move(text);
+  if (side_.identity().size > 1) running.companion = submit_companion(request, running.text);
   const std::lock_guard lock(mutex_);
   running_.push_back(std::move(running));
   changed_.notify_all();
 }
 
-void Watch::end(Stream stream) {
-  std::uint64_t capture = 0;
-  check(gpu_.api(), gpu_.api().capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
-  const std::lock_guard lock(mutex_);
-  if (failure_) std::rethrow_exception(failure_);
-  Running& running = running_.back();
-  running.enqueued = true;
-  if (capture != 0) return;
-  const OnDevice here(gpu_.api(), gpu_.device());
-  if (spare_.empty()) spare_.push_back(std::make_unique<OwnedEvent>(gpu_.api()));
-  running.end = std::move(spare_.back());
-  spare_.pop_back();
-  check(gpu_.api(), gpu_.api().record(running.end->get(), stream), "cudaEventRecord");
-}
-
-void Watch::begin_companion(const exec::Request& request, Running& running) {
-  std::vector<std::uint64_t> counts;
-  exec::Operation::counts(request, side_.identity().rank, side_.identity().size, counts);
-  running.text = text_of(request, counts);
-  if (side_.identity().size == 1) return;
+std::shared_ptr<exec::Work> Watch::submit_companion(const exec::Request& request,
+                                                    const std::string& text) {
   exec::Request companion;
   companion.collective = Collective::kAllGather;
   companion.dtype = DType::kUInt8;
   companion.algorithm = "direct";
-  companion.codec_label = running.text;
+  companion.codec_label = text;
   companion.inputs = {nothing_.data(), 1};
   companion.outputs = nothing_;
   companion.timeout = request.timeout;
-  running.companion = side_.submit(companion);
+  return side_.submit(companion);
+}
+
+bool Watch::is_captured(Stream stream) const {
+  std::uint64_t capture = 0;
+  check(gpu_.api(), gpu_.api().capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
+  return capture != 0;
+}
+
+void Watch::mark(std::unique_ptr<OwnedEvent> Running::* event, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (spare_.empty()) spare_.push_back(std::make_unique<OwnedEvent>(gpu_.api()));
+  check(gpu_.api(), gpu_.api().record(spare_.back()->get(), stream), "cudaEventRecord");
+  running_.back().*event = std::move(spare_.back());
+  spare_.pop_back();
+}
+
+void Watch::finish_enqueuing() {
+  const std::lock_guard lock(mutex_);
+  if (failure_) std::rethrow_exception(failure_);
+  running_.back().enqueued = true;
 }
 
 void Watch::finish(double timeout) {
@@ -143,35 +179,67 @@ void Watch::look(std::unique_lock<std::mutex>& lock) {
   for (Running& each : running_)
     if (each.companion && each.companion->done()) each.companion->rethrow();
   while (!running_.empty() && is_over(running_.front())) {
-    if (running_.front().end) spare_.push_back(std::move(running_.front().end));
+    for (auto* each : {&running_.front().start, &running_.front().end})
+      if (*each) spare_.push_back(std::move(*each));
     running_.pop_front();
     check_flags();
     changed_.notify_all();
   }
   if (running_.empty()) return;
-  Running& front = running_.front();
-  if (front.deadline.is_never()) front.deadline = Deadline::after(front.timeout);
-  const bool all_here = !front.companion || front.companion->done();
-  const bool late = front.enqueued && all_here && front.deadline.passed();
-  if (late)
-    throw Timeout("rank " + std::to_string(side_.identity().rank) + ": " + front.text +
-                      ": all ranks have made the call, but this GPU did not finish it within " +
-                      std::to_string(front.timeout) +
-                      " s; is its device, or the network between "
-                      "GPUs, all right?",
-                  side_.identity().rank);
+  require_in_time(running_.front());
   lock.unlock();
   side_.hear(0);
   users_.hear(0);
-  if (const std::unique_lock idle(enqueuing_, std::try_to_lock); idle) gpu_.check_messages();
+  check_messages();
   lock.lock();
+}
+
+// Another rank's failure may show here first, as an echo.
+void Watch::check_messages() {
+  try {
+    if (const std::unique_lock idle(enqueuing_, std::try_to_lock); idle) gpu_.check_messages();
+  } catch (const Error&) {
+    constexpr double kTurn = 0.02;
+    for (const auto echo = Deadline::after(std::chrono::duration<double>(kEcho).count());
+         !echo.passed();) {
+      side_.hear(kTurn);
+      users_.hear(kTurn);
+    }
+    throw;
+  }
+}
+
+// The stream has that long to come to the call, and then that long for it.
+void Watch::require_in_time(Running& front) const {
+  const bool all_here = !front.companion || front.companion->done();
+  const bool is_known = front.start || front.enqueued;
+  if (!front.has_started && is_known && has_passed(front.start)) {
+    front.has_started = true;
+    front.deadline = Deadline::never();
+  }
+  if (front.deadline.is_never()) front.deadline = Deadline::after(front.timeout);
+  if (!front.enqueued || !all_here || !front.deadline.passed()) return;
+  const Rank rank = side_.identity().rank;
+  const std::string seconds = std::to_string(front.timeout) + " s";
+  const std::string what = "rank " + std::to_string(rank) + ": " + front.text + ": ";
+  if (!front.has_started)
+    throw Timeout(what + "this GPU did not come to the call within " + seconds +
+                      ": what was enqueued before it is not over",
+                  rank);
+  throw Timeout(what + "all ranks have made the call, but this GPU did not finish it within " +
+                    seconds + "; is its device, or the network between GPUs, all right?",
+                rank);
 }
 
 bool Watch::is_over(const Running& running) const {
   if (!running.enqueued || (running.companion && !running.companion->done())) return false;
-  if (!running.end) return true;
+  return has_passed(running.end);
+}
+
+bool Watch::has_passed(const std::unique_ptr<OwnedEvent>& event) const {
+  if (!event) return true;
   int done = 0;
-  check(gpu_.api(), gpu_.api().query(running.end->get(), &done), "cudaEventQuery");
+  check(gpu_.api(), gpu_.api().query(event->get(), &done), "cudaEventQuery");
   return done != 0;
 }
 
@@ -189,8 +257,8 @@ void Watch::fail(std::unique_lock<std::mutex>& lock, const std::exception_ptr& e
   changed_.notify_all();
   lock.unlock();
   gpu_.abort();
-  side_.fail_with(error);
   users_.fail_with(error);
+  side_.fail_with(error);
   lock.lock();
 }
 

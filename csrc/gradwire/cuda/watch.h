@@ -17,6 +17,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <unordered_set>
 #include <vector>
 
 #include "gradwire/cuda/communicator.h"
@@ -33,8 +34,9 @@ class Watch {
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
-  // The call, watched. `timeout`: seconds from when its turn on the GPU comes. Throws the failure
-  // as soon as there is one, and what Communicator::run() throws.
+  // The call, watched. `timeout`: seconds from when the stream comes to it, for which it has as
+  // long. Throws the failure as soon as there is one, and what Communicator::run() throws;
+  // InvalidArgument for what is captured in a graph and was not made before.
   void run(const exec::Request& request, Feedback* feedback, Stream stream);
   void require_alive() const;
   // Waits until all calls so far are over, for so long; throws the failure, or Timeout.
@@ -46,18 +48,27 @@ class Watch {
   struct Running {
     std::shared_ptr<exec::Work> companion;
     bool enqueued = false;
-    std::unique_ptr<OwnedEvent> end;  // null: it is part of a graph
+    std::unique_ptr<OwnedEvent> start, end;  // null: it is part of a graph
+    bool has_started = false;                // as far as is known
     double timeout = 0;
     Deadline deadline = Deadline::never();  // once its turn has come
     std::string text;
   };
 
-  void begin(const exec::Request& request);
-  void end(Stream stream);
-  void begin_companion(const exec::Request& request, Running& running);
+  void learn(const exec::Request& request, const std::string& text, const Feedback* feedback,
+             bool captured);
+  void begin(const exec::Request& request, std::string text);
+  std::shared_ptr<exec::Work> submit_companion(const exec::Request& request,
+                                               const std::string& text);
+  bool is_captured(Stream stream) const;
+  void mark(std::unique_ptr<OwnedEvent> Running::* event, Stream stream);
+  void finish_enqueuing();
+  bool has_passed(const std::unique_ptr<OwnedEvent>& event) const;
+  void require_in_time(Running& front) const;
   void loop(const std::stop_token& stop);
   void look(std::unique_lock<std::mutex>& lock);
   bool is_over(const Running& running) const;
+  void check_messages();
   void check_flags();
   void fail(std::unique_lock<std::mutex>& lock, const std::exception_ptr& error) noexcept;
 
@@ -70,8 +81,9 @@ class Watch {
   std::deque<Running> running_;
   std::vector<std::unique_ptr<OwnedEvent>> spare_;
   std::exception_ptr failure_;
-  std::vector<exec::Array> nothing_;  // a block of none for each rank
-  std::string label_;
+  std::vector<exec::Array> nothing_;        // a block of none for each rank
+  std::vector<std::uint64_t> counts_;       // of the call that is being made
+  std::unordered_set<std::uint64_t> made_;  // digests of the calls so far
   std::jthread thread_;
 };
 
