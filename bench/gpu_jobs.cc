@@ -43,6 +43,9 @@ using Work = std::function<void(const Job&, Arrays&, Stream)>;
 class Job {
  public:
   Job(const Api& api, std::string_view name, std::uint64_t n, int sets);
+  ~Job() { await_device(api()); }
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
 
   const Api& api() const { return on_.api; }
   std::uint64_t n() const { return n_; }
@@ -255,4 +258,5 @@ EXPORTED int gpu_job_run(void* job, int set, void* stream) {
   }
 }
 
+// Waits for what it has enqueued.
 EXPORTED void gpu_job_free(void* job) { delete static_cast<Job*>(job); }

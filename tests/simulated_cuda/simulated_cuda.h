@@ -289,8 +289,8 @@ std::uint64_t simulated_cuda_allocations();
 std::uint64_t simulated_cuda_operations();
 // Waits of the host for the device so far (cudaStreamSynchronize, cudaDeviceSynchronize).
 std::uint64_t simulated_cuda_waits();
-// For programs in Python: device memory, and copies that the host waits for; null: the default
-// stream.
+// For programs in Python: device memory, which goes when the device is done with it, and copies
+// that the host waits for; null: the default stream.
 void* simulated_cuda_allocate(std::size_t bytes);
 void simulated_cuda_release(void* address);
 void simulated_cuda_copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream);

@@ -494,7 +494,10 @@ void* simulated_cuda_allocate(std::size_t bytes) {
   cudaMalloc(&address, bytes);
   return address;
 }
-void simulated_cuda_release(void* address) { cudaFree(address); }
+void simulated_cuda_release(void* address) {
+  cudaDeviceSynchronize();
+  cudaFree(address);
+}
 void simulated_cuda_copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
   cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
   cudaStreamSynchronize(stream);
