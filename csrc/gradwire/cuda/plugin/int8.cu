@@ -141,9 +141,11 @@ __global__ void __launch_bounds__(kThreads) encode(const float* x, Site site, st
   const std::uint64_t run = run_key(dice, kFeedsBack ? site.entry->calls : 0);
   for (std::uint64_t unit = team.number(); unit * block < n; unit += team.count()) {
     const std::uint64_t begin = unit * block;
+    Feedback of_unit{};
+    if constexpr (kFeedsBack) of_unit = {feedback.before + begin, feedback.after + begin};
     const Block<kFeedsBack, kWide, Team<kAlone>> here{x + begin,
-                                                      feedback.before + begin,
-                                                      feedback.after + begin,
+                                                      of_unit.before,
+                                                      of_unit.after,
                                                       n - begin < block ? n - begin : block,
                                                       out + unit * payload_bytes(block),
                                                       team,
