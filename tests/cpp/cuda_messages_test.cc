@@ -7,6 +7,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <semaphore>
 
 #include "cuda_ranks.h"
 #include "gradwire/base/error.h"
@@ -260,6 +261,31 @@ TEST(HostTurns, RunInTheOrderOfTheCalls) {
   for (const OwnedStream& each : streams) api.synchronize(each.get());
   ASSERT_EQ(order.size(), notes.size());
   EXPECT_TRUE(std::ranges::is_sorted(order));
+}
+
+// A group behind a function of the host that does not end: its messages may not be destroyed, and
+// travel no more when it is their turn.
+TEST(HostMessages, AreLeftAloneWhereTheyCannotEnd) {
+  const Api& api = simulated_api();
+  exec::Ranks carriers(2);
+  HostTurns turns(api);
+  const OwnedStream before(api), stream(api);
+  std::binary_semaphore over(0);
+  turns.call(
+      before.get(), [](void* its) { static_cast<std::binary_semaphore*>(its)->acquire(); }, &over);
+  std::unique_ptr<Messages> messages = std::make_unique<HostMessages>(api, carriers[0], 10, turns);
+  std::uint32_t lost = 0;
+  messages->tell_losses(&lost);
+  DeviceBytes bytes(8);
+  messages->begin();
+  messages->send(bytes.data(), 8, 1);
+  messages->end(stream.get());
+  EXPECT_FALSE(messages->rest());
+  EXPECT_EQ(lost, kLost);
+  over.release();
+  api.synchronize(stream.get());
+  EXPECT_THROW(messages->check(), Aborted);
+  EXPECT_TRUE(messages->rest());
 }
 
 }  // namespace

@@ -78,7 +78,10 @@ Communicator::Communicator(const Api& api, Setting setting, std::unique_ptr<Mess
 
 // What is enqueued uses the memory, and ends when its messages do, or are aborted.
 Communicator::~Communicator() {
-  messages_.reset();
+  if (messages_->rest())
+    messages_.reset();
+  else
+    messages_.release();  // for good
   int before = 0;
   api_.get_device(&before);
   if (before != setting_.device) api_.set_device(setting_.device);
@@ -271,9 +274,13 @@ void Communicator::check_results(const Call& call, const exec::Arrangement& arra
 
 void Communicator::settle(const Call& call, bool shared, bool remembers) {
   if (call.table == nullptr) return;
-  check(api_, api_.add_flags(lost_, call.flags, call.stream), "looking for a failure");
+  const auto look_for_failure = [&] {
+    check(api_, api_.add_flags(lost_, call.flags, call.stream), "looking for a failure");
+  };
+  look_for_failure();
   if (!shared) {
     ask_all(call);
+    look_for_failure();  // of the question
     poison(call);
   }
   call.feedback->settle(*call.table, remembers, call.flags, call.stream);

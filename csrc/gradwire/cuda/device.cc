@@ -16,7 +16,12 @@ namespace {
 constexpr const char* kFileName = "libgradwire_cuda.so";
 constexpr double kRestSeconds = 5;
 
-std::atomic<bool> restless = false;  // some device has not come to its end
+// The devices that did not come to rest, as bits.
+std::atomic<std::uint64_t> restless = 0;
+
+std::uint64_t bit_of(int device) {
+  return std::uint64_t{1} << (static_cast<unsigned>(device) % 64);
+}
 
 std::string loader_says() {
   const char* said = ::dlerror();
@@ -81,15 +86,21 @@ OnDevice::~OnDevice() {
 void await_device(const Api& api) noexcept {
   int device = 0;
   if (api.get_device(&device) != 0) return;
+  bool rests = false;
   try {
-    restless = !run_apart(kRestSeconds, [&api, device] {
+    const auto well = std::make_shared<std::atomic<bool>>(false);
+    const bool in_time = run_apart(kRestSeconds, [&api, device, well] {
       api.set_device(device);
       api.relax_captures();
-      api.synchronize_device();
+      *well = api.synchronize_device() == 0;
     });
+    rests = in_time && *well;
   } catch (const std::exception&) {  // no thread can be made
-    restless = true;
   }
+  if (rests)
+    restless &= ~bit_of(device);
+  else
+    restless |= bit_of(device);
 }
 
 Room::~Room() {
@@ -98,7 +109,7 @@ Room::~Room() {
 }
 
 void Room::release(void* data) noexcept {
-  if (restless) return;
+  if ((restless & bit_of(device_)) != 0) return;
   (kind_ == Kind::kDevice ? api_->release : api_->release_host)(data);
 }
 
@@ -111,6 +122,7 @@ std::byte* Room::take(std::size_t bytes, bool captured) {
   const bool on_device = kind_ == Kind::kDevice;
   if (data_ != nullptr)
     bytes = std::max(bytes, bytes_ + bytes_ / 2);  // so that it is seldom outgrown
+  check(*api_, api_->get_device(&device_), "cudaGetDevice");
   void* fresh = nullptr;
   check(*api_, (on_device ? api_->allocate : api_->allocate_host)(&fresh, bytes),
         on_device ? "cudaMalloc" : "cudaHostAlloc");

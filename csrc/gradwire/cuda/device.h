@@ -46,7 +46,8 @@ class OnDevice {
 };
 
 // Waits until all that is enqueued on this thread's device is over, but not for ever. What is not
-// over then may use its memory still, so no Room is released any more, until such a wait was well.
+// over then may use its memory still, so none of the device's Rooms is released any more, until
+// such a wait was well. No stream of the device may be captured meanwhile.
 void await_device(const Api& api) noexcept;
 
 // Device memory that only grows, and never while its stream is captured in a graph. What it has
@@ -61,6 +62,7 @@ class Room {
         kind_(other.kind_),
         data_(std::exchange(other.data_, nullptr)),
         bytes_(std::exchange(other.bytes_, 0)),
+        device_(other.device_),
         outgrown_(std::move(other.outgrown_)) {}
   Room& operator=(Room&&) = delete;
   ~Room();
@@ -77,6 +79,7 @@ class Room {
   void release(void* data) noexcept;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
+  int device_ = 0;
   std::vector<void*> outgrown_;
 };
 

@@ -53,6 +53,10 @@ class Messages {
   // What is enqueued comes to its end, whatever the peers do; later calls throw Aborted.
   virtual void abort() noexcept = 0;
 
+  // Before the end: waits for what is enqueued, but not for ever. False: something may refer to
+  // this still, so it must not be destroyed.
+  virtual bool rest() noexcept { return true; }
+
   // A word that devices can read, and that outlives this: kLost is set there before anything that
   // is enqueued goes on without the bytes that it waited for.
   virtual void tell_losses(std::uint32_t* word) { lost_ = word; }

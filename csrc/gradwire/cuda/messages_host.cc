@@ -63,11 +63,14 @@ HostMessages::HostMessages(const Api& api, exec::Communicator& carrier, double t
       pinned_(api, Room::Kind::kPinned),
       ended_(api) {}
 
+HostMessages::~HostMessages() { rest(); }
+
 // Groups that are enqueued still run, and refer to this.
-HostMessages::~HostMessages() {
-  if (await_end()) return;
-  abort();  // then nothing travels any more, and they end
-  await_end();
+bool HostMessages::rest() noexcept {
+  if (await_end()) return true;
+  fail(std::make_exception_ptr(Aborted("these messages of a GPU came to their end")));
+  abort();  // what travels ends, and nothing more will
+  return await_end();
 }
 
 bool HostMessages::await_end() const noexcept {

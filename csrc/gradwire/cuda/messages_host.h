@@ -53,6 +53,7 @@ class HostMessages final : public Messages {
   void end(Stream stream) override;
   void check() override;
   void abort() noexcept override;
+  bool rest() noexcept override;
 
  private:
   // One message: its memory on the device, and its place in pinned memory.

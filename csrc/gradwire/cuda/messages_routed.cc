@@ -38,6 +38,12 @@ void RoutedMessages::abort() noexcept {
   for (const auto& each : ways_) each->abort();
 }
 
+bool RoutedMessages::rest() noexcept {
+  bool all = true;
+  for (const auto& each : ways_) all = each->rest() && all;
+  return all;
+}
+
 void RoutedMessages::tell_losses(std::uint32_t* word) {
   for (const auto& each : ways_) each->tell_losses(word);
 }

@@ -31,6 +31,7 @@ class RoutedMessages final : public Messages {
   void end(Stream stream) override;
   void check() override;
   void abort() noexcept override;
+  bool rest() noexcept override;
   void tell_losses(std::uint32_t* word) override;
 
  private:
