@@ -7,6 +7,7 @@
 // them.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -42,6 +43,8 @@ class Feedback {
   // On this thread's device. What a new key starts with is taken from the host's.
   Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host);
   ~Feedback();  // waits for the device
+  // No other of the process has it, before or after.
+  std::uint64_t number() const noexcept { return number_; }
   Feedback(const Feedback&) = delete;
   Feedback& operator=(const Feedback&) = delete;
 
@@ -90,6 +93,12 @@ class Feedback {
   codec::ErrorFeedback::Kept read(const Key& key, Stream stream) const;
   void write(const Key& key, const codec::ErrorFeedback::Kept& kept, Stream stream) const;
 
+  static std::uint64_t next_number() noexcept {
+    static std::atomic<std::uint64_t> last = 0;
+    return ++last;
+  }
+
+  const std::uint64_t number_ = next_number();
   const Api& api_;
   std::shared_ptr<codec::ErrorFeedback> host_;
   std::map<std::string, std::unique_ptr<Kept>> keys_;

@@ -83,18 +83,18 @@ void Watch::run(const exec::Request& request, Feedback* feedback, Stream stream)
 // middle of a call would be the end of the communicator.
 void Watch::learn(const exec::Request& request, const std::string& text, const Feedback* feedback,
                   bool captured) {
-  constexpr std::size_t kMost = 10000;
+  constexpr std::size_t kMost = 10000;  // of those beyond nothing is known
   Fnv1a hash;
-  hash.text(text).number(reinterpret_cast<std::uintptr_t>(feedback));
+  hash.text(text).number(feedback == nullptr ? 0 : feedback->number());
   for (std::uint64_t each : counts_) hash.number(each);
   for (const auto& each : request.keys) hash.text(each.key).number(each.count);
+  for (const exec::Shape& each : request.shapes) hash.number(each.rows).number(each.columns);
   const std::uint64_t call = hash.digest();
-  if (made_.contains(call)) return;
+  if (made_.size() >= kMost || made_.contains(call)) return;
   if (captured)
     throw InvalidArgument(
         "a call that is captured in a CUDA graph was not made before: make the same call once "
         "before the capture begins");
-  if (made_.size() >= kMost) made_.clear();
   made_.insert(call);
 }
 
@@ -128,11 +128,14 @@ bool Watch::is_captured(Stream stream) const {
 }
 
 void Watch::mark(std::unique_ptr<OwnedEvent> Running::* event, Stream stream) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (spare_.empty()) spare_.push_back(std::make_unique<OwnedEvent>(gpu_.api()));
-  check(gpu_.api(), gpu_.api().record(spare_.back()->get(), stream), "cudaEventRecord");
-  running_.back().*event = std::move(spare_.back());
+  auto taken = std::move(spare_.back());
   spare_.pop_back();
+  lock.unlock();  // a stream that is full waits until the thread ends what is on it
+  check(gpu_.api(), gpu_.api().record(taken->get(), stream), "cudaEventRecord");
+  lock.lock();
+  running_.back().*event = std::move(taken);
 }
 
 void Watch::finish_enqueuing() {
