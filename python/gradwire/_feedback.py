@@ -32,7 +32,8 @@ class ErrorFeedback:
     all ranks' residuals add up to the sum of all inputs. A call that fails, or meets NaN or Inf on
     any rank, leaves the residuals of all ranks as they were.
 
-    May be used from any thread. A key can be in one unfinished call only.
+    May be used from any thread. A key can be in one unfinished call only. Of calls on a GPU, those
+    of one communicator at a time.
 
     Used with arrays on a GPU, it lives in that GPU's memory. What reads or changes it on the host
     waits for the GPU then, so it must not be used while a CUDA graph is captured.

@@ -113,8 +113,12 @@ Status destroy_event(Event event) { return said(cudaEventDestroy(event)); }
 Status record(Event event, Stream stream) { return said(cudaEventRecord(event, stream)); }
 Status wait(Stream stream, Event event) { return said(cudaStreamWaitEvent(stream, event, 0)); }
 
+// Elsewhere it would break a capture that is under way on any thread.
 Status query(Event event, int* done) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
   const cudaError_t error = cudaEventQuery(event);
+  cudaThreadExchangeStreamCaptureMode(&mode);
   *done = error == cudaSuccess ? 1 : 0;
   if (error == cudaErrorNotReady) {
     cudaGetLastError();
