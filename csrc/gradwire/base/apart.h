@@ -5,7 +5,7 @@
 
 namespace gradwire {
 
-// Whether `call` was over within `seconds`; if not, it goes on alone. Throws what it throws not.
+// Whether `call` was over within `seconds`; if not, it goes on alone. What it throws is lost.
 bool run_apart(double seconds, std::function<void()> call);
 
 }  // namespace gradwire

@@ -90,9 +90,7 @@ const cuda::Api& cuda_api() {
 bool is_captured(int device, std::uintptr_t stream) {
   const cuda::Api& api = cuda_api();
   const cuda::OnDevice here(api, device);
-  std::uint64_t capture = 0;
-  cuda::check(api, api.capture_of(stream_of(stream), &capture), "cudaStreamGetCaptureInfo");
-  return capture != 0;
+  return cuda::capture_of(api, stream_of(stream)) != 0;
 }
 
 void end_on(int device, const std::function<void()>& end) noexcept {

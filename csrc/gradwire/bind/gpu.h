@@ -20,7 +20,6 @@ namespace gradwire::bind {
 struct CudaMessages {
   std::unique_ptr<cuda::Messages> messages;
   std::vector<std::shared_ptr<void>> kept;
-  std::vector<py::object> kept_objects;
 };
 
 class Gpu {

@@ -82,11 +82,7 @@ Communicator::~Communicator() {
     messages_.reset();
   else
     messages_.release();  // for good
-  int before = 0;
-  api_.get_device(&before);
-  if (before != setting_.device) api_.set_device(setting_.device);
-  await_device(api_);
-  if (before != setting_.device && api_.is_in_use(before) != 0) api_.set_device(before);
+  await_device(api_, setting_.device);
 }
 
 void Communicator::run(const exec::Request& request, Feedback* feedback, Stream stream) {
@@ -98,8 +94,7 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
   call.stream = stream;
   call.feedback = feedback;
   call.codec = nullptr;
-  std::uint64_t capture = 0;
-  check(api_, api_.capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
+  const std::uint64_t capture = capture_of(api_, stream);
   call.captured = capture != 0;
   exec::Operation::counts(request, setting_.rank, setting_.size, call.counts);
   // Events of one capture mean nothing in another one, nor outside.

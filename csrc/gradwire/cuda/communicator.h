@@ -91,8 +91,8 @@ class Communicator {
   void check_results(const Call& call, const exec::Arrangement& arrangement);
   void prepare(const Call& call, std::span<std::byte* const> extents);
   void adapt(const Call& call);
-  // The end of a call with feedback; `shared`: all ranks have all results, and so the same flags.
   void count_sent();
+  // The end of a call with feedback; `shared`: all ranks have all results, and so the same flags.
   void settle(const Call& call, bool shared, bool remembers = false);
   void ask_all(const Call& call);
   void poison(const Call& call);

@@ -74,6 +74,12 @@ void check(const Api& api, Status status, const char* what) {
                   ")");
 }
 
+std::uint64_t capture_of(const Api& api, Stream stream) {
+  std::uint64_t capture = 0;
+  check(api, api.capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
+  return capture;
+}
+
 OnDevice::OnDevice(const Api& api, int device) : api_(api), device_(device) {
   check(api, api.get_device(&before_), "cudaGetDevice");
   if (before_ != device) check(api, api.set_device(device), "cudaSetDevice");
@@ -85,7 +91,10 @@ OnDevice::~OnDevice() {
 
 void await_device(const Api& api) noexcept {
   int device = 0;
-  if (api.get_device(&device) != 0) return;
+  if (api.get_device(&device) == 0) await_device(api, device);
+}
+
+void await_device(const Api& api, int device) noexcept {
   bool rests = false;
   try {
     const auto well = std::make_shared<std::atomic<bool>>(false);

@@ -30,6 +30,9 @@ class CudaError : public Error {
 // Throws CudaError, "what: CUDA's words (number)", unless the status is 0.
 void check(const Api& api, Status status, const char* what);
 
+// 0 where the stream is not being captured in a graph, else a number of the capture.
+std::uint64_t capture_of(const Api& api, Stream stream);
+
 // Makes `device` this thread's, and in the end the one it was, unless this process has not begun to
 // use that: to make it this thread's would, and take hundreds of megabytes there.
 class OnDevice {
@@ -49,6 +52,7 @@ class OnDevice {
 // over then may use its memory still, so none of the device's Rooms is released any more, until
 // such a wait was well. No stream of the device may be captured meanwhile.
 void await_device(const Api& api) noexcept;
+void await_device(const Api& api, int device) noexcept;  // of that one
 
 // Device memory that only grows, and never while its stream is captured in a graph. What it has
 // grown out of stays until the end: streams may still use it. To release it waits for nothing, so

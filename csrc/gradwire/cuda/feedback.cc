@@ -162,9 +162,7 @@ void Feedback::end_step(bool keep, Stream stream) {
   in_step_ = false;
   if (!keep) return;
   for (const Settled& each : of_step_) settle(*each.table, each.remembers, step_flags_, stream);
-  std::uint64_t capture = 0;
-  check(api_, api_.capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
-  if (capture != 0) return;
+  if (capture_of(api_, stream) != 0) return;
   check(api_, api_.record(ended_.get(), stream), "cudaEventRecord");
   has_ended_ = true;
 }

@@ -5,8 +5,8 @@
 // order.
 //
 // Three implementations: NCCL (messages_nccl.h), virtual ranks in one process
-// (messages_loopback.h), the CPU transports (messages_host.h). Belongs to one thread at a time;
-// abort() is for any thread.
+// (messages_loopback.h), the CPU transports (messages_host.h); and several of them at once
+// (messages_routed.h). Belongs to one thread at a time; abort() is for any thread.
 #pragma once
 
 #include <atomic>

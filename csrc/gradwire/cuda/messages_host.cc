@@ -116,9 +116,7 @@ void HostMessages::end(Stream stream) {
       each.pinned = used;
       used += aligned(each.bytes);
     }
-  std::uint64_t capture = 0;
-  cuda::check(api_, api_.capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
-  const bool captured = capture != 0;
+  const bool captured = capture_of(api_, stream) != 0;
   posted_->captured = captured;
   posted_->pinned = pinned_.take(used, captured);
   Group* const group = posted_.get();

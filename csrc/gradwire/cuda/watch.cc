@@ -49,7 +49,7 @@ void Watch::run(const exec::Request& request, Feedback* feedback, Stream stream)
   gpu_.require_valid(request, feedback);
   exec::Operation::counts(request, side_.identity().rank, side_.identity().size, counts_);
   std::string text = text_of(request, counts_);
-  const bool captured = is_captured(stream);
+  const bool captured = capture_of(gpu_.api(), stream) != 0;
   learn(request, text, feedback, captured);
   try {
     begin(request, std::move(text));
@@ -119,12 +119,6 @@ std::shared_ptr<exec::Work> Watch::submit_companion(const exec::Request& request
   companion.outputs = nothing_;
   companion.timeout = request.timeout;
   return side_.submit(companion);
-}
-
-bool Watch::is_captured(Stream stream) const {
-  std::uint64_t capture = 0;
-  check(gpu_.api(), gpu_.api().capture_of(stream, &capture), "cudaStreamGetCaptureInfo");
-  return capture != 0;
 }
 
 void Watch::mark(std::unique_ptr<OwnedEvent> Running::* event, Stream stream) {

@@ -60,7 +60,6 @@ class Watch {
   void begin(const exec::Request& request, std::string text);
   std::shared_ptr<exec::Work> submit_companion(const exec::Request& request,
                                                const std::string& text);
-  bool is_captured(Stream stream) const;
   void mark(std::unique_ptr<OwnedEvent> Running::* event, Stream stream);
   void finish_enqueuing();
   bool has_passed(const std::unique_ptr<OwnedEvent>& event) const;
