@@ -13,34 +13,9 @@ namespace gradwire::cuda {
 namespace {
 
 using codec::Data;
+using codec::draw_elements;
 using codec::Factors;
 using codec::kHeadroom;
-
-const codec::Format* format_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return &codec::kFloat32Format;
-    case DType::kFloat64:
-      return &codec::kFloat64Format;
-    case DType::kFloat16:
-      return &codec::kFp16Format;
-    case DType::kBFloat16:
-      return &codec::kBf16Format;
-    default:
-      return nullptr;
-  }
-}
-
-Payload draw_elements(DType dtype, std::size_t n, Data data, std::mt19937_64& random) {
-  const std::size_t size = size_of(dtype);
-  Payload bytes(n * size);
-  const codec::Format* format = format_of(dtype);
-  for (std::size_t i = 0; i < n; ++i) {
-    const std::uint64_t bits = format != nullptr ? codec::draw(*format, data, random) : random();
-    std::memcpy(bytes.data() + i * size, &bits, size);
-  }
-  return bytes;
-}
 
 void fold_on_cpu(int dtype, int op, Payload& acc, const std::byte* x, std::size_t n) {
   codec::kernels().reduce[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](acc.data(),

@@ -3,9 +3,12 @@
 
 #include <bit>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <random>
+#include <vector>
 
 #include "gradwire/base/types.h"
 
@@ -100,6 +103,35 @@ inline std::uint64_t draw(const Format& format, Data data, std::mt19937_64& rand
 
 inline float draw_float(Data data, std::mt19937_64& random) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(draw(kFloat32Format, data, random)));
+}
+
+// Null for integers.
+inline const Format* format_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return &kFloat32Format;
+    case DType::kFloat64:
+      return &kFloat64Format;
+    case DType::kFloat16:
+      return &kFp16Format;
+    case DType::kBFloat16:
+      return &kBf16Format;
+    default:
+      return nullptr;
+  }
+}
+
+// An array of n elements; integers are any.
+inline std::vector<std::byte> draw_elements(DType dtype, std::size_t n, Data data,
+                                            std::mt19937_64& random) {
+  const std::size_t size = size_of(dtype);
+  std::vector<std::byte> bytes(n * size);
+  const Format* format = format_of(dtype);
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::uint64_t bits = format != nullptr ? draw(*format, data, random) : random();
+    std::memcpy(bytes.data() + i * size, &bits, size);
+  }
+  return bytes;
 }
 
 }  // namespace gradwire::codec

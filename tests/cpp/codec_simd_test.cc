@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -28,21 +29,6 @@ std::vector<std::size_t> lengths() {
   return all;
 }
 
-const Format* format_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return &kFloat32Format;
-    case DType::kFloat64:
-      return &kFloat64Format;
-    case DType::kFloat16:
-      return &kFp16Format;
-    case DType::kBFloat16:
-      return &kBf16Format;
-    default:
-      return nullptr;
-  }
-}
-
 // An array somewhere in memory: n elements that start `offset` bytes into their guard.
 class Array {
  public:
@@ -62,13 +48,8 @@ class Differential : public testing::Test {
   std::size_t float_offset() { return any_offset() / 4 * 4; }
 
   Array elements(DType dtype, std::size_t n, Data data) {
-    const std::size_t size = size_of(dtype);
-    Array array(n * size, any_offset());
-    const Format* format = format_of(dtype);
-    for (std::size_t i = 0; i < n; ++i) {
-      const std::uint64_t bits = format != nullptr ? draw(*format, data, random_) : random_();
-      std::memcpy(array.data() + i * size, &bits, size);
-    }
+    Array array(n * size_of(dtype), any_offset());
+    std::ranges::copy(draw_elements(dtype, n, data, random_), array.data());
     return array;
   }
 

@@ -13,32 +13,10 @@ namespace {
 
 using codec::Data;
 
-const codec::Format* format_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return &codec::kFloat32Format;
-    case DType::kFloat64:
-      return &codec::kFloat64Format;
-    case DType::kFloat16:
-      return &codec::kFp16Format;
-    case DType::kBFloat16:
-      return &codec::kBf16Format;
-    default:
-      return nullptr;
-  }
-}
-
 class CudaElements : public testing::Test {
  protected:
   std::vector<std::byte> elements(DType dtype, std::size_t n, Data data) {
-    const std::size_t size = size_of(dtype);
-    std::vector<std::byte> bytes(n * size);
-    const codec::Format* format = format_of(dtype);
-    for (std::size_t i = 0; i < n; ++i) {
-      const std::uint64_t bits = format != nullptr ? draw(*format, data, random_) : random_();
-      std::memcpy(bytes.data() + i * size, &bits, size);
-    }
-    return bytes;
+    return codec::draw_elements(dtype, n, data, random_);
   }
   std::vector<float> floats(std::size_t n, Data data) {
     std::vector<float> values(n);
