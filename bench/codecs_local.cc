@@ -11,7 +11,7 @@
 #include "aligned.h"
 #include "gradwire/codec/codec.h"
 #include "gradwire/codec/low_rank.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 #include "stopwatch.h"
 
 namespace {
@@ -36,10 +36,10 @@ struct Bucket {
 double by_payload(const Codec& codec, bool feedback, Bucket& of) {
   std::vector<std::byte> payload(codec.max_bytes(of.x.size()));
   static Adapted adapted;  // from call to call: topk's filter
-  if (feedback) codec.prepare(of.x.data(), of.residual.data(), of.x.size(), adapted);
   const Site site{.residual = feedback ? of.residual.data() : nullptr,
                   .error = feedback ? of.error.data() : nullptr,
                   .adapted = &adapted};
+  if (feedback) codec.prepare(of.x.data(), of.x.size(), site);
   const double start = now();
   const std::size_t size = codec.encode(of.x.data(), of.x.size(), site, payload);
   codec.decode({payload.data(), size}, of.y.data(), of.x.size());

@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from gradwire._measure import case_of_bytes
+from gradwire._tuning.measure import case_of_bytes
 from rank_pool import RankPool
 
 

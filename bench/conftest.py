@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from gradwire import algorithms
-from gradwire._measure import COLLECTIVES, Case, case_of_bytes
+from gradwire._tuning.measure import COLLECTIVES, Case, case_of_bytes
 from rank_pool import RankPool
 
 _POOLS = [(2, "shm"), (4, "shm"), (2, "tcp"), (4, "tcp")]

@@ -1,7 +1,9 @@
 """Trains a small CNN on local ranks: torch's own gloo DDP first, then gradwire's hook per codec.
 
-Every row starts from the same parameters and sees the same images in the same order. Exits with 1
-if the replicas of some row differ. `make demo` runs it; see --help for what can be changed.
+Then the same over an emulated slow link, in fewer steps, with gradwire alone: what travels over
+gloo is not held back. Every row starts from the same parameters and sees the same images in the
+same order. Exits with 1 if the replicas of some row differ. `make demo` runs it; see --help for
+what can be changed.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ import gradwire
 import images
 import methods
 import replicas
-from gradwire import _launch
+from gradwire._launch import launcher
 from methods import Method
 from train_runs import WARM_UP
 
 CODECS = [Method.parse(each) for each in ("none", "fp16", methods.ONEBIT, methods.THRESHOLD)]
+LINK_CODECS = [Method.parse(each) for each in ("none", "fp16", methods.ONEBIT, methods.LOW_RANK)]
+LINK, NO_LINK = "100mbit,100us", "none"
+CHECKS = 10  # of the test accuracy, in a training over the link
 MEGABYTE = 1e6
 WIDTH = 18  # of a title
 
@@ -41,20 +46,28 @@ class Row(NamedTuple):
     """What one training run measured; the same on every rank, but for the rank's own time."""
 
     method: str
-    milliseconds: float  # per step, median
+    seconds: list[float]  # of each step
     megabytes: float | None  # sent per rank and step, mean over ranks; None: not to be known
     accuracy: float
     identical: bool
+    curve: list[tuple[float, float]]  # seconds from the start, and test accuracy then
 
 
 def main() -> int:
     options = parse_options()
     if "RANK" in os.environ:
         return rank_main(options)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    code = launch(options, [])
+    if code == 0 and options.link != NO_LINK:
+        code = launch(options, ["--link", options.link])
+    return code
+
+
+def launch(options: argparse.Namespace, launcher_options: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         program = [__file__, *sys.argv[1:], "--store", f"{scratch}/store"]
-        return _launch.run(["-n", str(options.ranks), *program])
+        return launcher.run(["-n", str(options.ranks), *launcher_options, *program])
 
 
 def parse_options() -> argparse.Namespace:
@@ -68,6 +81,16 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="images per rank and step")
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--link",
+        default=LINK,
+        metavar="RATE[,LATENCY]",
+        help=f"of the second training; {NO_LINK}: without it",
+    )
+    parser.add_argument("--link-steps", type=int, default=200, help="of the second training")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="accuracy over seconds on the link"
+    )
     parser.add_argument("--store", help=argparse.SUPPRESS)  # set for the ranks
     options = parser.parse_args()
     if options.data is not None and not options.data.is_dir():
@@ -89,74 +112,129 @@ def rank_main(options: argparse.Namespace) -> int:
     store = dist.FileStore(options.store, ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     data = images.load(options.data)
-    if options.epochs is not None:
-        options.steps = int(options.epochs * (len(data.train_labels) // (options.batch * ranks)))
-    rows = [train_row(options, data, each) for each in (Method(methods.GLOO), *options.codecs)]
+    on_link = "GRADWIRE_LINK" in os.environ
+    if on_link:
+        options.steps, trained = options.link_steps, LINK_CODECS
+    else:
+        trained = [Method(methods.GLOO), *options.codecs]
+        if options.epochs is not None:
+            options.steps = int(
+                options.epochs * (len(data.train_labels) // (options.batch * ranks))
+            )
+    rows = [train_row(options, data, each, CHECKS if on_link else 0) for each in trained]
     if rank == 0:
-        print_table(options, data, rows)
+        print_table(options, data, rows, on_link)
+        if on_link and options.picture is not None:
+            draw(options, data, rows)
     replicas.leave(store, rank, ranks)
     return 0 if all(row.identical for row in rows) else 1
 
 
-def train_row(options: argparse.Namespace, data: images.Images, method: Method) -> Row:
-    """Trains from the start."""
+def train_row(options: argparse.Namespace, data: images.Images, method: Method, checks: int) -> Row:
+    """Trains from the start; looks at the test accuracy so many times on the way."""
     torch.manual_seed(options.seed)
     model = images.small_cnn(data.side)
     optimizer = method.optimizer(model, options.learning_rate)
     first_steps = round(method.first_share(WARM_UP) * options.steps)
     averaging = methods.average(model, method, options.algorithm, first_steps, optimizer)
-    seconds, traffic = train(options, data, averaging, optimizer, method.short_title)
+    seconds: list[float] = []
+    curve: list[tuple[float, float]] = []
+    order = batches(options, data)
+    dist.barrier()
+    before = averaging.sent()
+    progress = tqdm(
+        total=options.steps,
+        desc=f"{method.short_title:{WIDTH}}",
+        unit="step",
+        disable=dist.get_rank() != 0,
+    )
+    with progress:
+        for part in order.tensor_split(checks or 1):
+            seconds += train(part, data, averaging.ddp, optimizer, progress)
+            if checks:
+                accuracy = replicas.test_accuracy(averaging.ddp.module, data)
+                curve.append((sum(seconds), accuracy))
+    after = averaging.sent()
+    sent = None if before is None or after is None else after - before
     row = Row(
         str(method),
-        statistics.median(seconds) * 1e3,
-        None if traffic is None else replicas.mean(traffic) / options.steps / MEGABYTE,
+        seconds,
+        None if sent is None else replicas.mean(sent) / options.steps / MEGABYTE,
         replicas.test_accuracy(averaging.ddp.module, data),
         replicas.identical(averaging.ddp.module),
+        curve,
     )
     averaging.close()
     return row
 
 
+def batches(options: argparse.Namespace, data: images.Images) -> torch.Tensor:
+    """The indices of this rank's images, a row a step."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    count = len(data.train_labels)
+    return images.batches(count, options.batch, rank, ranks, options.seed, options.steps)
+
+
 def train(
-    options: argparse.Namespace,
+    order: torch.Tensor,
     data: images.Images,
-    averaging: methods.Averaging,
+    ddp: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    title: str,
-) -> tuple[list[float], int | None]:
-    """Seconds of every step, and bytes that this rank sent in all of them."""
-    ddp = averaging.ddp
-    rank, ranks, seconds = dist.get_rank(), dist.get_world_size(), []
-    order = images.batches(
-        len(data.train_labels), options.batch, rank, ranks, options.seed, options.steps
-    )
-    dist.barrier()
-    before = averaging.sent()
-    for chosen in tqdm(order, desc=f"{title:{WIDTH}}", unit="step", disable=rank != 0):
+    progress: tqdm,
+) -> list[float]:
+    """Seconds of every step."""
+    seconds = []
+    for chosen in order:
         started = time.perf_counter()
         optimizer.zero_grad()
         cross_entropy(ddp(data.train_images[chosen]), data.train_labels[chosen]).backward()
         optimizer.step()
         seconds.append(time.perf_counter() - started)
-    after = averaging.sent()
-    return seconds, None if before is None or after is None else after - before
+        progress.update()
+    return seconds
 
 
-def print_table(options: argparse.Namespace, data: images.Images, rows: list[Row]) -> None:
+def print_table(
+    options: argparse.Namespace, data: images.Images, rows: list[Row], on_link: bool
+) -> None:
+    where = f", over emulated links of {options.link}" if on_link else ""
     print(
         f"\n{data.name}, {len(data.train_labels):,} images: {options.steps:,} steps on "
-        f"{options.ranks} ranks, {options.batch} images each\n\n"
-        f"{'':{WIDTH}}  ms/step  MB sent/rank/step  test accuracy  replicas bit-identical"
+        f"{options.ranks} ranks, {options.batch} images each{where}\n\n"
+        f"{'':{WIDTH}}  ms/step  seconds  MB sent/rank/step  test accuracy  "
+        "replicas bit-identical"
     )
     titles = methods.titles(row.method for row in rows)
     for row in rows:
         megabytes = "–" if row.megabytes is None else f"{row.megabytes:.3f}"
         identical = "yes" if row.identical else "NO"
         print(
-            f"{titles[row.method]:{WIDTH}}  {row.milliseconds:7.2f}  {megabytes:>17}  "
-            f"{row.accuracy:13.2%}  {identical:>22}"
+            f"{titles[row.method]:{WIDTH}}  {statistics.median(row.seconds) * 1e3:7.2f}  "
+            f"{sum(row.seconds):7.1f}  {megabytes:>17}  {row.accuracy:13.2%}  {identical:>22}"
         )
     print("\n".join(methods.legend(titles)))
+
+
+def draw(options: argparse.Namespace, data: images.Images, rows: list[Row]) -> None:
+    """Writes the picture: accuracy over seconds, a line a row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    titles = methods.titles(row.method for row in rows)
+    for row in rows:
+        seconds, accuracies = zip(*row.curve, strict=True)
+        label = f"{titles[row.method]}: {seconds[-1]:.1f} s"
+        axes.plot(seconds, [100 * each for each in accuracies], marker=".", label=label)
+    axes.set(
+        title=f"{options.steps} steps on {options.ranks} ranks, links of {options.link}",
+        xlabel="seconds of training",
+        ylabel=f"test accuracy, {data.name} (%)",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(options.picture, dpi=110)
+    print(f"wrote {options.picture}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@
 #include "gpu_device.h"
 #include "gradwire/base/types.h"
 #include "gradwire/codec/codec.h"
-#include "gradwire/cuda/codec.h"
+#include "gradwire/cuda/gpu_codec.h"
 
 namespace gradwire::cuda {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <exception>
 
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::cuda {
 namespace {

@@ -10,8 +10,8 @@
 #include "gpu_kernels.h"
 #include "gradwire/base/types.h"
 #include "gradwire/codec/codec.h"
-#include "gradwire/codec/simd.h"
-#include "gradwire/cuda/codec.h"
+#include "gradwire/codec/simd/simd.h"
+#include "gradwire/cuda/gpu_codec.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -64,7 +64,7 @@ Outcome on_cpu(const codec::Codec& codec, const Inputs& of, bool adapts) {
                    .residual = feedback ? of.residual.data() : nullptr,
                    .error = feedback ? made.error.data() : nullptr,
                    .adapted = adapts ? &made.adapted : nullptr};
-  if (adapts) codec.prepare(of.x.data(), site.residual, n, made.adapted);
+  if (adapts) codec.prepare(of.x.data(), n, site);
   made.payload = encode(codec, of.x, site);
   if (adapts) codec.adapt(n, made.adapted);
   made.decoded = made.added = of.before;

@@ -8,7 +8,7 @@
 #include "gradwire/base/types.h"
 #include "gradwire/codec/codec.h"
 #include "gradwire/codec/sparse.h"
-#include "gradwire/cuda/codec.h"
+#include "gradwire/cuda/gpu_codec.h"
 
 namespace gradwire::cuda {
 namespace {

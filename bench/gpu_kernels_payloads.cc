@@ -8,7 +8,7 @@
 #include "gpu_kernels.h"
 #include "gradwire/base/error.h"
 #include "gradwire/codec/codec.h"
-#include "gradwire/cuda/codec.h"
+#include "gradwire/cuda/gpu_codec.h"
 
 namespace gradwire::cuda {
 namespace {

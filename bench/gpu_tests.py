@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[1]
 def main() -> int:
     """Prints the rows."""
     build, library = Path(sys.argv[1]), sys.argv[2]
-    tests = names(_ROOT / "tests/cpp")
+    tests = names(_ROOT / "tests/cpp/cuda")
     if not _built(build, tests):
         return 0
     for name in tests:

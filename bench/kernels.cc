@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "aligned.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 #include "stopwatch.h"
 
 namespace {

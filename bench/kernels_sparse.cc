@@ -15,7 +15,7 @@
 
 #include "aligned.h"
 #include "gradwire/codec/codec.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/sparse.h"
 #include "stopwatch.h"
 

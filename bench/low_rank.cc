@@ -12,7 +12,7 @@
 
 #include "aligned.h"
 #include "gradwire/codec/low_rank.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 
 namespace {
 

@@ -104,11 +104,11 @@ Run = Callable[[list[str], dict[str, str], int], None]
 
 def _repeat(options: argparse.Namespace, link: str, run: Run, ranks: int) -> list[Case]:
     """Every case with what each repetition found of it."""
-    repeats = [_measure(options, link, run, ranks) for _ in range(options.repeats)]
+    repeats = [measure(options, link, run, ranks) for _ in range(options.repeats)]
     return [{**same[0][0], "runs": [run for _, run in same]} for same in zip(*repeats, strict=True)]
 
 
-def _measure(
+def measure(
     options: argparse.Namespace, link: str, run: Run, ranks: int
 ) -> list[tuple[Case, Mapping[str, Any]]]:
     """Cases, and what the ranks found of each, which `run` runs."""
@@ -197,13 +197,13 @@ class _Turn:
 
     def time(self) -> float:
         """Seconds of a call."""
-        from gradwire import _measure
+        from gradwire._tuning import measure
 
         self._comm.barrier()
-        start = _measure.perf_counter()
+        start = measure.perf_counter()
         for _ in range(self._calls):
             self._comm.all_reduce(self._x, algorithm=self._algorithm)
-        return _measure.slowest(self._comm, (_measure.perf_counter() - start) / self._calls)
+        return measure.slowest(self._comm, (measure.perf_counter() - start) / self._calls)
 
 
 def _of_run(run: Mapping[str, Any]) -> float:

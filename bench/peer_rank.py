@@ -86,6 +86,21 @@ def copy(rank: str) -> Library:
     return Library(int(rank), "", [int(rank)], bind, lambda: None, lambda: None)
 
 
+def floor(place: str) -> Library:
+    """What this machine allows in shared memory: shm_floor.cc."""
+    import placement
+
+    descriptor, rank, ranks = map(int, place.split(","))
+    library = placement.library()
+    joined = library.floor_join(descriptor, rank, ranks)
+    one = np.zeros(1, np.float32)
+
+    def bind(x: Array) -> Call:
+        return partial(library.floor_all_reduce, joined, x.ctypes.data, len(x))
+
+    return Library(rank, "", range(ranks), _in_place(bind), bind(one), lambda: None)
+
+
 def exchange(place: str) -> Library:
     """The wall of TCP: the buffer sent to a partner, while its own comes and is added."""
     rank, descriptor = map(int, place.split(","))
@@ -102,7 +117,7 @@ def exchange(place: str) -> Library:
 
 
 LIBRARIES: dict[str, Callable[[str], Library]] = {
-    each.__name__: each for each in (gradwire, gloo, mpi, copy, exchange)
+    each.__name__: each for each in (gradwire, gloo, mpi, floor, copy, exchange)
 }
 
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import placement
+
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / "build" / "peers"
 GRADWIRE, GLOO, MPICH, MPICH_OFI, OPEN_MPI = "gradwire", "gloo", "mpich", "mpich-ofi", "openmpi"
@@ -110,6 +112,15 @@ def wall_of(transport: str, ranks: int, cores: int, stack: contextlib.ExitStack)
         kind = "exchange"
     commands = [[sys.executable, *_rank(f"{kind}:{place}")] for place in places]
     return Start(commands, {}, descriptors)
+
+
+def floor_of(ranks: int, stack: contextlib.ExitStack) -> Start:
+    """The ranks of the floor program over memory that is theirs alone."""
+    memory = os.memfd_create("floor")
+    stack.callback(os.close, memory)
+    os.ftruncate(memory, placement.library().floor_bytes(ranks))
+    commands = [[sys.executable, *_rank(f"floor:{memory},{rank},{ranks}")] for rank in range(ranks)]
+    return Start(commands, {}, [memory])
 
 
 def _connected(stack: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:

@@ -9,8 +9,9 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import gradwire
-from gradwire import Communicator, _measure
-from gradwire._measure import Case
+from gradwire import Communicator
+from gradwire._tuning import measure
+from gradwire._tuning.measure import Case
 
 _ROUND_SECONDS = 0.01  # what one round of a fast case should take
 _MOST_CALLS = 500
@@ -88,10 +89,10 @@ def _serve(comm: Communicator, pipes: list[Connection[Any, Any]]) -> None:
 
 
 def _time(comm: Communicator, command: Round) -> float:
-    return _measure.seconds(comm, command.case, iterations=command.calls, warmup=1)
+    return measure.seconds(comm, command.case, iterations=command.calls, warmup=1)
 
 
 def _fit(comm: Communicator, command: Fit) -> tuple[int, int | None]:
-    wrong = _measure.wrong_elements(comm, command.case)
-    once = _measure.seconds(comm, command.case, iterations=2, warmup=1)
+    wrong = measure.wrong_elements(comm, command.case)
+    once = measure.seconds(comm, command.case, iterations=2, warmup=1)
     return max(1, min(_MOST_CALLS, math.ceil(_ROUND_SECONDS / once))), wrong

@@ -1,7 +1,7 @@
-"""README's tables, made from the newest files in bench/results.
+"""The tables of README and of docs/, made from the newest files in bench/results.
 
     python bench/tables.py            # writes what is between <!-- table: NAME --> and <!-- end -->
-    python bench/tables.py --check    # exits with 1 where README says other than the results
+    python bench/tables.py --check    # exits with 1 where a document says other than the results
 
 A table whose results lack a row or a column of it stays as it is, and why is printed.
 """
@@ -19,18 +19,42 @@ from pathlib import Path
 import gpu_report
 import gradwire
 import peers_report
-from methods import GLOO, GLOO_FP16, GLOO_POWERSGD, ONEBIT, PEERS, THRESHOLD, TOPK, TRAINED, Method
+from methods import (
+    GLOO,
+    GLOO_FP16,
+    GLOO_POWERSGD,
+    LOW_RANK,
+    ONEBIT,
+    PEERS,
+    THRESHOLD,
+    TOPK,
+    TRAINED,
+    Method,
+)
 from peer_teams import GLOO as GLOO_LIBRARY
 from peer_teams import GRADWIRE
 from train_report import DENSE, Setting, accuracy, first_share, settings_of
 from train_runs import Result, read_results
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RESULTS = Path(__file__).parent / "results"
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 _BATCHES = (16, 64)  # images a rank and step
 _LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "none": "one host"}
+_CHOICES = {
+    GLOO: "gloo DDP",
+    "none": "gradwire `none`",
+    "fp16": "`fp16`",
+    ONEBIT: "`onebit`",
+    LOW_RANK: "`lowrank`",
+}
+_ADVICE = {
+    "100mbit": ("100 Mbit/s", "`lowrank`, or `onebit` for a model with few matrices"),
+    "1gbit": ("1 Gbit/s", "`fp16` or `int8`; `lowrank` where it must be faster"),
+    "none": ("shared memory", "`none`: there is nothing to win"),
+}
 _NOTES = {ONEBIT: " ¹", THRESHOLD: " ²", TOPK: " ³"}  # of their options, below the table
 _SIZES = (4, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes
 _RANKS = (2, 4)
@@ -41,19 +65,24 @@ class Incomplete(Exception):
 
 
 def main() -> int:
-    """Writes README, or compares it."""
+    """Writes the documents, or compares them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 instead")
     check = parser.parse_args().check
-    before = README.read_text(encoding="utf-8")
-    after = rewritten(before, RESULTS)
-    if after == before:
-        return 0
-    if check:
-        print("README differs from bench/results: run `python bench/tables.py`", file=sys.stderr)
+    differing = [each for each in DOCUMENTS if not _is_up_to_date(each, write=not check)]
+    if check and differing:
+        names = ", ".join(each.name for each in differing)
+        print(f"{names}: differ from bench/results: run `python bench/tables.py`", file=sys.stderr)
         return 1
-    README.write_text(after, encoding="utf-8")
     return 0
+
+
+def _is_up_to_date(document: Path, *, write: bool) -> bool:
+    before = document.read_text(encoding="utf-8")
+    after = rewritten(before, RESULTS)
+    if write and after != before:
+        document.write_text(after, encoding="utf-8")
+    return after == before
 
 
 def rewritten(text: str, results: Path) -> str:
@@ -97,6 +126,23 @@ def codecs(results: Path) -> list[str]:
         cells += [_number(step_ms[link].get(_step(method)), ".1f") for link in _LINKS]
         title = PEERS.get(method, Method.parse(method).family) + _NOTES.get(method, "")
         rows.append(f"| {title} | {' | '.join(cells)} |")
+    return rows
+
+
+def links(results: Path) -> list[str]:
+    """The milliseconds of a training step by link, of a few methods, and which of them to use."""
+    steps = newest(results, "step-times-*.json")
+    found = json.loads(steps.read_text(encoding="utf-8"))["step_ms"]
+    rows = [
+        f"| ranks joined by | {' | '.join(_CHOICES.values())} | use |",
+        "|---|" + "---:|" * len(_CHOICES) + "---|",
+    ]
+    for link, (title, advice) in _ADVICE.items():
+        step_ms = _by_step(found.get(link, {}))
+        cells = [step_ms.get(_step(method)) for method in _CHOICES]
+        if None in cells:
+            raise Incomplete(f"{steps.name} has not all of {', '.join(_CHOICES)} over {link}")
+        rows.append(f"| {title} | {' | '.join(_number(ms, '.1f') for ms in cells)} | {advice} |")
     return rows
 
 
@@ -197,7 +243,7 @@ def gpu(results: Path) -> list[str]:
     if not files:
         return ["Nothing was measured on a GPU yet."]
     found = json.loads(files[-1].read_text(encoding="utf-8"))
-    document = f"[all of it](bench/results/{files[-1].stem}.md)"
+    document = f"all of it: `bench/results/{files[-1].stem}.md`"
     said = f"{found['gpu']['name']}, {found['date'][:10]}: {gpu_report.verdict(found)}"
     if not found["times"]:
         return [f"{said} No kernel was timed; {document}."]
@@ -206,7 +252,12 @@ def gpu(results: Path) -> list[str]:
     return [f"{said} {copies}", "", *gpu_report.speeds(found["times"])]
 
 
-TABLES: dict[str, Callable[[Path], list[str]]] = {"codecs": codecs, "peers": peers, "gpu": gpu}
+TABLES: dict[str, Callable[[Path], list[str]]] = {
+    "codecs": codecs,
+    "links": links,
+    "peers": peers,
+    "gpu": gpu,
+}
 
 
 if __name__ == "__main__":

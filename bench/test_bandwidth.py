@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gradwire._measure import Case, Result
+from gradwire._tuning.measure import Case, Result
 from rank_pool import RankPool
 
 ROUNDS = 7

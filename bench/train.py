@@ -26,7 +26,7 @@ import images
 import methods
 import train_links
 import train_report
-from gradwire import _launch
+from gradwire._launch import launcher
 from methods import Method
 from train_runs import WARM_UP, Run, read_results
 
@@ -167,7 +167,7 @@ def launch(options: argparse.Namespace, runs: list[Run]) -> int:
         own = [__file__, "--plan", str(planned), "--store", f"{scratch}/store"]
         own += ["--runs", str(options.runs)]
         own += [] if options.data is None else ["--data", str(options.data)]
-        return _launch.run(["-n", str(options.ranks), *own])
+        return launcher.run(["-n", str(options.ranks), *own])
 
 
 def read_plan(path: Path) -> list[Run]:
