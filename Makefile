@@ -1,8 +1,11 @@
 # Everything from a fresh machine with Python >= 3.10 and g++:
-#   make demo      set up, train a small network on 4 ranks, print the table
-#   make test      set up, run every test
+#   make demo      set up, train a small network on 4 ranks, locally and over a slow link, print tables
+#   make test      set up, run the tests
+#   make nightly   what takes longer: see CONTRIBUTING.md
+#   make test-under-load  the same TIMES=5 times, beside four busy loops and a memory hog
 #   make test-rdma the tests over RDMA, in a virtual machine that has a device
 #   make bench     the pytest-benchmark bandwidth suites
+#   make docs      the documentation as HTML, in build/docs; warnings are errors
 #   make lint      format and check;  make lint-check only checks
 #   make sanitize  the C++ tests under AddressSanitizer + UBSan and under ThreadSanitizer;
 #                  SANITIZE_CUDA=ON: those of the CUDA part under the first too, which takes minutes
@@ -16,6 +19,9 @@ CLANG ?= clang++-19
 FUZZ_SECONDS ?= 60
 SANITIZE_CUDA ?= OFF
 COUNT ?= 1000
+TIMES ?= 5
+# Tests that run at once: they wait for each other's ranks most of the time.
+JOBS ?= $(shell echo $$(($(shell nproc) * 3 / 2)))
 CTEST := ctest --output-on-failure -j $(shell nproc) --test-dir
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -25,8 +31,8 @@ NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/* csr
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' \
   'tests/*.cc' 'bench/*.cc')
 
-.PHONY: demo test test-cpp test-python test-rdma bench lint lint-check sanitize sanitize-build \
-  faults fuzz fuzz-build build tools clean
+.PHONY: demo test test-cpp test-python nightly test-under-load test-rdma bench docs lint lint-check \
+  sanitize sanitize-build faults fuzz fuzz-build build tools clean
 demo: build
 	$(BIN)/python bench/demo.py $(ARGS)
 
@@ -42,7 +48,16 @@ test-python: build
 	cmake -S . -B build/release -DGRADWIRE_SIMULATED_CUDA=ON -DGRADWIRE_BENCH=ON >/dev/null
 	ninja -C build/release simulated_cuda gpu_kernels gpu_jobs
 	@echo "== Python tests"
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+# What takes too long for every change, beside what `make test` runs. SEED and ARGS as above.
+nightly: test faults
+	$(MAKE) fuzz FUZZ_SECONDS=600
+	$(MAKE) sanitize SANITIZE_CUDA=ON
+	$(MAKE) test-rdma
+
+test-under-load: build
+	$(BIN)/python tests/load.py --times $(TIMES) -- $(MAKE) test
 
 # On Debian, x86-64, as root; elsewhere says why not, and passes.
 test-rdma: build .system-packages
@@ -56,6 +71,14 @@ faults: build
 
 bench: build
 	$(BIN)/python -m pytest bench --benchmark-only $(ARGS)
+
+# Of the installed package: the reference comes from its docstrings.
+docs: build $(VENV)/documenters
+	sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/docs
+
+$(VENV)/documenters: $(VENV)/packages
+	$(PIP) $$($(BIN)/python .ci/requirements.py docs)
+	@touch $@
 
 build: $(VENV)/packages $(BUILT)
 
@@ -88,43 +111,47 @@ tools: $(VENV)/tools .system-packages
 
 lint-check: $(VENV)/linters
 	clang-format --dry-run --Werror $(CXX_FILES)
-	ruff format --check python tests bench .ci
-	ruff check python tests bench .ci
+	ruff format --check python tests bench docs examples .ci
+	ruff check python tests bench docs examples .ci
 	mypy
 
 lint: $(VENV)/linters
 	clang-format -i $(CXX_FILES)
-	ruff format python tests bench .ci
-	ruff check --fix python tests bench .ci
+	ruff format python tests bench docs examples .ci
+	ruff check --fix python tests bench docs examples .ci
 	mypy
 
 $(VENV)/linters: $(VENV)/packages
 	$(PIP) $$($(BIN)/python .ci/requirements.py lint)
 	@touch $@
 
-# The thread sanitizer where there are threads. The address sanitizer shares its build with the fuzz
-# targets.
-THREADED := ^(exec|transport|codec_feedback)_
+# The address sanitizer shares its build with the fuzz targets. The thread sanitizer looks at tests
+# that have threads. ADDRESS=regex and THREAD=regex choose fewer tests.
+ADDRESS ?= ^(base|schedule|codec|transport|exec$(if $(filter ON,$(SANITIZE_CUDA)),|cuda))_
+THREAD ?= ^(exec|transport|codec_feedback)_
+tests_named = $$(ls tests/cpp/* | sed -n 's/_test\.cc$$/_test/p' | grep -E '$(1)')
 sanitize: sanitize-build
-	$(CTEST) build/address
-	$(CTEST) build/thread -R '$(THREADED)'
+	$(CTEST) build/address -R '$(ADDRESS)'
+	$(CTEST) build/thread -R '$(THREAD)'
 
 sanitize-build: .address
 	@echo "== Building the C++ tests for the sanitizers"
-	ninja -C build/address
+	ninja -C build/address $(call tests_named,$(ADDRESS))
 	cmake -G Ninja -S . -B build/thread -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON \
 	  -DGRADWIRE_TEST_CUDA=OFF -DGRADWIRE_SANITIZE=thread -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
-	ninja -C build/thread $$(ls tests/cpp | sed -n 's/_test\.cc$$/_test/p' | grep -E '$(THREADED)')
+	ninja -C build/thread $(call tests_named,$(THREAD))
 
-# What is in C++ needs clang, what is in Python atheris: both have libFuzzer. ARGS=--keep adds what
-# was found to the committed corpora.
+# What is in C++ needs clang, what is in Python atheris: both have libFuzzer. FUZZ=regex chooses fewer
+# targets; ARGS=--keep adds what was found to the committed corpora.
+FUZZ ?= .
+fuzz_targets = $$(ls tests/fuzz | sed -n 's/_fuzz\.cc$$/_fuzz/p' | grep -E '$(FUZZ)')
 fuzz: build $(VENV)/fuzzer fuzz-build
 	@echo "== Fuzzing for $(FUZZ_SECONDS) s"
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(ARGS) \
-	  $$(ls build/address/tests/fuzz/*_fuzz tests/fuzz/*_fuzz.py)
+	  $$(ls build/address/tests/fuzz/*_fuzz tests/fuzz/*_fuzz.py | grep -E '$(FUZZ)')
 
 fuzz-build: .address
-	ninja -C build/address fuzz_targets
+	ninja -C build/address $(fuzz_targets)
 
 .PHONY: .address
 .address: tools

@@ -1,8 +1,11 @@
-# Instruction-set flags per file; everything else stays at the platform's baseline, so that one wheel
-# runs everywhere. -ffp-contract=off: GCC would fuse even intrinsics into FMA and change the bits.
-function(gradwire_simd_flags)
+# The codecs' inner loops, a part of their layer, and instruction-set flags per file; everything else
+# stays at the platform's baseline, so that one wheel runs everywhere. -ffp-contract=off: GCC would
+# fuse even intrinsics into FMA and change the bits.
+function(gradwire_simd)
   set(dir ${CMAKE_SOURCE_DIR}/csrc/gradwire/codec)
-  file(GLOB codec_sources CONFIGURE_DEPENDS ${dir}/*.cc)
+  file(GLOB simd_sources CONFIGURE_DEPENDS ${dir}/simd/*.cc)
+  target_sources(gradwire_codec PRIVATE ${simd_sources})
+  get_target_property(codec_sources gradwire_codec SOURCES)
   foreach(source ${codec_sources})
     set(flags -O3 -ffp-contract=off)
     if(source MATCHES "simd_scalar.cc$")

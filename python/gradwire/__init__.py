@@ -12,7 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as _Sequence
 
-from gradwire import _core, _rendezvous, _world, codec
+from gradwire import _core, codec
+from gradwire._base import arguments as _arguments
+from gradwire._bootstrap import rendezvous as _rendezvous
+from gradwire._bootstrap import world as _world
+from gradwire._calls.work import Work
 from gradwire._communicator import Communicator, Traffic
 from gradwire._communicator import from_mesh as _from_mesh
 from gradwire._errors import (
@@ -26,10 +30,9 @@ from gradwire._errors import (
 )
 from gradwire._feedback import ErrorFeedback
 from gradwire._model import CostModel
-from gradwire._schedules import Edge, Report, Schedule, ScheduleBuilder, Shape, algorithms
+from gradwire._schedules.report import Edge, Report, Shape
+from gradwire._schedules.schedule import Schedule, ScheduleBuilder, algorithms
 from gradwire._spawn import spawn
-from gradwire._work import Work
-from gradwire._work import seconds as _seconds
 
 __version__ = "0.1.0"
 
@@ -91,7 +94,7 @@ def init(
         raise InvalidArgument("store= needs rank= and size=; or set GRADWIRE_STORE")
     else:
         world = _world.from_environment()
-    limit = _seconds(timeout)
+    limit = _arguments.seconds(timeout)
     return _rendezvous.meet(
         world,
         lambda mesh: _from_mesh(mesh, timeout=limit),

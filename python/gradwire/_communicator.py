@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-import operator
+import sys
 import threading
-from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
-from gradwire import (
-    _adopt,
-    _barrier,
-    _buffers,
-    _core,
-    _exit,
-    _gpus,
-    _model,
-    _reductions,
-    _shrink,
-    _split,
-    _work,
-)
-from gradwire._arrays import Operand, device_of, operand, writable, written
-from gradwire._buffers import Buffers, Place
-from gradwire._deadline import Deadline
+from gradwire import _core, _model
+from gradwire._arrays import buffers
+from gradwire._arrays.buffers import Buffers, Place
+from gradwire._arrays.operands import device_of, on_cpu, writable, written
+from gradwire._arrays.shapes import Check
+from gradwire._base import arguments
+from gradwire._base.arguments import flag, seconds, whole
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import adopt
+from gradwire._bootstrap import shrink as _shrink
+from gradwire._bootstrap import split as _split
+from gradwire._bootstrap.agreed_model import host_set
+from gradwire._bootstrap.lines import Lines
+from gradwire._bootstrap.mesh import Mesh
+from gradwire._calls import barrier as barriers
+from gradwire._calls import gpus
+from gradwire._calls.objects import ObjectCollectives
+from gradwire._calls.on_cpu import CpuCalls
+from gradwire._calls.on_gpu import call_on_gpu
+from gradwire._calls.options import Options
+from gradwire._calls.reductions import CodecLike
+from gradwire._calls.variable import VariableCollectives
+from gradwire._calls.work import Work
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
-from gradwire._lines import Lines
-from gradwire._mesh import DEFAULT_TRANSPORTS, EMULATED, Mesh
+from gradwire._launch import at_exit
 from gradwire._model import CostModel
-from gradwire._reductions import Call, CodecLike
-from gradwire._schedules import Schedule
-from gradwire._work import GpuWork, Work, seconds
-
-# Of options: the same object means the same.
-_IMMUTABLE = {str, int, float, bool, type(None)}
+from gradwire._schedules.schedule import Schedule
+from gradwire._tuning import fit
 
 
 class Traffic(NamedTuple):
@@ -53,34 +52,21 @@ class Traffic(NamedTuple):
     decode_seconds: float = 0.0
 
 
-class _Options(NamedTuple):
-    """What the collectives' keywords mean; see `Communicator`."""
-
-    algorithm: str = "auto"
-    schedule: Schedule | None = None
-    async_op: bool = False
-    timeout: float | None = None
-    op: str = "sum"
-    root: int = 0
-    codec: CodecLike = "none"
-    key: str | None = None
-    keys: Sequence[Any] | None = None
-    feedback: ErrorFeedback | Literal[False] | None = None
-
-
-class Communicator:
+class Communicator(ObjectCollectives, VariableCollectives):
     """One rank's end of a group of ranks. Made by `gradwire.init`, `gradwire.spawn` or `split`.
 
-    Every rank makes the same calls in the same order, from any thread, with the same options and
-    sizes; a call that differs raises InvalidArgument on all ranks. Results have the same bits on
-    every rank and in every run, where ``auto`` has the same `cost_model`.
+    Every rank makes the same calls in the same order, from any thread, with the same options,
+    dtypes, sizes and shapes. A call that differs raises InvalidArgument on all ranks: that call
+    where the rank waits for data of the others, else the next one that does, or `close`, or the end
+    of the program, which then has a status that is not 0. Results have the same bits on every rank
+    and in every run, where ``auto`` has the same `cost_model`.
 
     Arrays are NumPy arrays (ml_dtypes.bfloat16 too), torch tensors on the CPU or on CUDA, CuPy
     arrays or other objects with DLPack; C-contiguous, and writable where they are written. Nothing
     is copied on the way in or out. Collectives that reduce take float32/64, float16, bfloat16,
-    int8/32/64 and uint8; those that only move data take every type. On a GPU a call is enqueued on
-    the caller's current stream and returns, and the wait() of a `Work` makes that stream wait; a
-    rank works on one GPU, that of its first such call.
+    complex64/128, int8 to int64, uint8 to uint64 and bool; those that only move data take every
+    type. On a GPU a call is enqueued on the caller's current stream and returns, and the wait() of
+    a `Work` makes that stream wait; a rank works on one GPU, that of its first such call.
 
     All collectives share these keywords:
 
@@ -91,15 +77,31 @@ class Communicator:
     - ``schedule``: a `gradwire.Schedule` of one's own instead, equal on all ranks;
     - ``async_op``: return a `Work` at once; its wait() returns the result;
     - ``timeout``: seconds, from when the operation's turn comes; the communicator's if None;
-    - ``op`` of those that reduce: sum, avg, min, max, prod. Integers wrap and have no avg; min and
-      max are IEEE 754-2019 minimum and maximum (NaN wins, -0 < +0);
+    - ``op`` of those that reduce: sum, avg, min, max, prod; of integers and bool also band, bor,
+      bxor (bitwise) and land, lor, lxor (logical: 0 or 1). Sums and products of integers wrap;
+      their avg is the sum, wrapped or not, divided by the number of ranks and truncated toward
+      zero. min and max of floats are IEEE 754-2019 minimum and maximum (NaN wins, -0 < +0). Of
+      bools sum, max, bor and lor are "or", prod, min, band and land "and", and there is no avg.
+      Complex numbers have sum and avg, without codecs: give those their real and imaginary parts.
+      float16 and bfloat16 are added, averaged and multiplied in float32: ``direct``, ``star`` and
+      ``gather`` round the result once, the others once on each rank that a partial sum passes.
+      With one rank there is nothing to reduce, and arrays stay as they are;
     - ``codec`` of those that reduce: how float32 travels for sum and avg, by a name from
       `gradwire.codecs` (``"topk:density=0.01"`` gives a parameter) or as an object of
       `gradwire.codec`; sums are formed in float32 all the same;
+    - ``prescale``, ``postscale`` of those that reduce, for sum and avg of floats and complex on the
+      CPU: numbers by which this rank's input, of which a copy is made, and the result are
+      multiplied; each product is rounded once, in the array's dtype. `prescale` may differ between
+      ranks, for a weighted sum; `postscale` may not. Residuals are in units of what was prescaled;
     - ``feedback`` of those that reduce: the `ErrorFeedback` that keeps what the codec loses, under
       ``key``, or under ``keys=[(name, count), ...]`` that lie end to end over the arrays. A codec
       that is biased needs it, or ``feedback=False``. With NaN or Inf on any rank no residual moves,
       and every result shows it.
+
+    all_reduce, reduce, reduce_scatter, broadcast and all_gather have ``check`` too, for arrays on
+    the CPU: by None, shapes are compared between the ranks in the first call that has them, but for
+    all_gather's; by ``"shape"`` in each call; by ``"size"`` only numbers of elements are.
+    Dimensions of size 1 do not count.
 
     A failure is final: every later call raises the same error, and `shrink` makes a communicator
     of the ranks that survived. TransportError, Timeout and Aborted name the rank in `peer`.
@@ -119,13 +121,12 @@ class Communicator:
         self._place = Place(mesh.rank, mesh.size)
         self._hosts = tuple(map(tuple, hosts))
         self._splits = 0
-        self._dropped: deque[Work] = deque()
         self._is_one_round: bool | None = None  # a barrier
+        self._calls = CpuCalls(core, self._place, _REPEATABLE)
         self._forget_calls()
-        self._nothing = np.empty(0, np.uint8)
-        self._gpu: _gpus.Gpu | None = None
+        self._gpu: gpus.Gpu | None = None
         self._making_gpu = threading.Lock()
-        _exit.track(self)
+        at_exit.track(self)
 
     @property
     def rank(self) -> int:
@@ -176,7 +177,10 @@ class Communicator:
         key: str | None = None,
         keys: Sequence[Any] | None = None,
         feedback: ErrorFeedback | Literal[False] | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
         out: Any = None,
+        check: Check = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -184,10 +188,12 @@ class Communicator:
 
         A list of arrays of one dtype is one operation, which is faster than one for each.
         """
-        options = _Options(
-            algorithm, schedule, async_op, timeout, op, 0, codec, key, keys, feedback
+        options = Options(
+            *(algorithm, schedule, async_op, timeout, op, 0),
+            *(codec, key, keys, feedback, prescale, postscale),
+            check=check,
         )
-        return self._call("all_reduce", _buffers.all_reduce(x, out), options)
+        return self._call("all_reduce", buffers.all_reduce(x, out), options)
 
     allreduce = all_reduce
 
@@ -202,19 +208,25 @@ class Communicator:
         key: str | None = None,
         keys: Sequence[Any] | None = None,
         feedback: ErrorFeedback | Literal[False] | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
         out: Any = None,
+        check: Check = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """Block r of the reduction of all ranks' `x`, on rank r; in a new array, or in `out`.
 
         `x` is one array, cut evenly along its first dimension, or a list of one array per rank.
-        Keys of error feedback may end anywhere in it.
+        Keys of error feedback may end anywhere in it. With a list as `out`, `x` is a list of as
+        many arrays, each cut evenly, and all are one operation; without codecs.
         """
-        options = _Options(
-            algorithm, schedule, async_op, timeout, op, 0, codec, key, keys, feedback
+        options = Options(
+            *(algorithm, schedule, async_op, timeout, op, 0),
+            *(codec, key, keys, feedback, prescale, postscale),
+            check=check,
         )
-        return self._call("reduce_scatter", _buffers.reduce_scatter(x, out, self._place), options)
+        return self._call("reduce_scatter", buffers.reduce_scatter(x, out, self._place), options)
 
     def all_gather(
         self,
@@ -223,16 +235,18 @@ class Communicator:
         algorithm: str = "auto",
         schedule: Schedule | None = None,
         out: Any = None,
+        check: Check = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """All ranks' `x` one after the other along the first dimension, on all ranks.
 
         The result is a new array for `x` of the same shape on every rank, or `out`: one array, or
-        a list of one per rank for any sizes.
+        a list of one per rank for any sizes. A list of arrays as `x` is one operation, and so are
+        the result and `out` lists of as many.
         """
-        options = _Options(algorithm, schedule, async_op, timeout)
-        return self._call("all_gather", _buffers.all_gather(x, out, self._place), options)
+        options = Options(algorithm, schedule, async_op, timeout, check=check)
+        return self._call("all_gather", buffers.all_gather(x, out, self._place), options)
 
     def broadcast(
         self,
@@ -241,12 +255,14 @@ class Communicator:
         root: int = 0,
         algorithm: str = "auto",
         schedule: Schedule | None = None,
+        check: Check = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """The root's `x`, or list of arrays, on all ranks; in place. Returns `x`."""
-        options = _Options(algorithm, schedule, async_op, timeout, root=root)
-        return self._call("broadcast", _buffers.broadcast(x, root, self._place), options)
+        root = self._rank(root, "root")
+        options = Options(algorithm, schedule, async_op, timeout, root=root, check=check)
+        return self._call("broadcast", buffers.broadcast(x, root, self._place), options)
 
     def reduce(
         self,
@@ -260,7 +276,10 @@ class Communicator:
         key: str | None = None,
         keys: Sequence[Any] | None = None,
         feedback: ErrorFeedback | Literal[False] | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
         out: Any = None,
+        check: Check = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -268,10 +287,13 @@ class Communicator:
 
         The other ranks' `x` stays as it is, and they get None.
         """
-        options = _Options(
-            algorithm, schedule, async_op, timeout, op, root, codec, key, keys, feedback
+        root = self._rank(root, "root")
+        options = Options(
+            *(algorithm, schedule, async_op, timeout, op, root),
+            *(codec, key, keys, feedback, prescale, postscale),
+            check=check,
         )
-        return self._call("reduce", _buffers.reduce(x, out, root, self._place), options)
+        return self._call("reduce", buffers.reduce(x, out, root, self._place), options)
 
     def gather(
         self,
@@ -285,8 +307,9 @@ class Communicator:
         timeout: float | None = None,
     ) -> Any:
         """What `all_gather` returns, on the root; None on the others."""
-        options = _Options(algorithm, schedule, async_op, timeout, root=root)
-        return self._call("gather", _buffers.gather(x, out, root, self._place), options)
+        root = self._rank(root, "root")
+        options = Options(algorithm, schedule, async_op, timeout, root=root)
+        return self._call("gather", buffers.gather(x, out, root, self._place), options)
 
     def scatter(
         self,
@@ -304,8 +327,9 @@ class Communicator:
         At the root `x` is as in `reduce_scatter`, and the result a new array or `out`. The others
         pass no `x`, and give the array for the result as `out`.
         """
-        options = _Options(algorithm, schedule, async_op, timeout, root=root)
-        return self._call("scatter", _buffers.scatter(x, out, root, self._place), options)
+        root = self._rank(root, "root")
+        options = Options(algorithm, schedule, async_op, timeout, root=root)
+        return self._call("scatter", buffers.scatter(x, out, root, self._place), options)
 
     def all_to_all(
         self,
@@ -322,8 +346,8 @@ class Communicator:
         `x` is one array, cut evenly along its first dimension, and the result a new array of the
         same shape or `out`; or `x` and `out` are lists of one array per rank, of any sizes.
         """
-        options = _Options(algorithm, schedule, async_op, timeout)
-        return self._call("all_to_all", _buffers.all_to_all(x, out, self._place), options)
+        options = Options(algorithm, schedule, async_op, timeout)
+        return self._call("all_to_all", buffers.all_to_all(x, out, self._place), options)
 
     @_core.repeatable
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
@@ -331,17 +355,12 @@ class Communicator:
 
         It is a collective of nothing: an all_gather or an all_reduce, as errors call it.
         """
-        nothing = self._nothing
         if self._is_one_round is None:
-            self._is_one_round = _barrier.is_one_round(self.cost_model._core, self._hosts)
-        if self._is_one_round:
-            name, algorithm = "all_gather", "direct"
-            buffers = _buffers.all_gather(nothing, [nothing] * self.size, self._place)
-        else:
-            name, algorithm = "all_reduce", "recursive_doubling"
-            buffers = _buffers.all_reduce(nothing, None)
-        options = _Options(algorithm, None, async_op, timeout)
-        return self._call(name, buffers._replace(result=None), options)
+            self._is_one_round = barriers.is_one_round(self.cost_model._core, self._hosts)
+        name, algorithm, given = barriers.call_of(
+            self._calls.nothing, self._place, one_round=self._is_one_round
+        )
+        return self._call(name, given, Options(algorithm, None, async_op, timeout))
 
     def send(
         self, x: Any, dst: int, *, async_op: bool = False, timeout: float | None = None
@@ -349,13 +368,15 @@ class Communicator:
         """Sends one array, of any type, to a rank that receives as many bytes.
 
         Messages between two ranks arrive in the order they were sent, independently of collectives.
-        The call may return before the message is received.
+        The call may return before the message is received; one to this rank itself is copied, and
+        the call returns at once.
         """
-        message = self._on_host(operand(x, "x"), "send")
-        work = self._core.send(
-            message.address, message.nbytes, self._peer(dst), self._seconds(timeout), x
-        )
-        return self._finish(Work(self._core, work, "send", lambda: None), async_op)
+        flag(async_op, "async_op")
+        limit = self._seconds(timeout)
+        message = on_cpu(x, "send")
+        core = self._core.send(message.address, message.nbytes, self._rank(dst, "dst"), limit, x)
+        work = Work(self._core, core, "send", lambda: None)
+        return work if async_op else work.wait()
 
     def recv(
         self,
@@ -366,13 +387,14 @@ class Communicator:
         timeout: float | None = None,
     ) -> Any:
         """Receives into an array from a rank, or from whichever sends first; returns the rank."""
-        (message,) = writable([self._on_host(operand(x, "x"), "recv")])
+        flag(async_op, "async_op")
+        limit = self._seconds(timeout)
+        (message,) = writable([on_cpu(x, "recv")])
         written([message])
-        source = -1 if src is None else self._peer(src)
-        work = self._core.receive(
-            message.address, message.nbytes, source, self._seconds(timeout), x
-        )
-        return self._finish(Work(self._core, work, "recv", work.source), async_op)
+        source = -1 if src is None else self._rank(src, "src")
+        core = self._core.receive(message.address, message.nbytes, source, limit, x)
+        work = Work(self._core, core, "recv", core.source)
+        return work if async_op else work.wait()
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """Makes one communicator for each color; every rank calls it.
@@ -389,7 +411,7 @@ class Communicator:
             self._mesh,
             group,
             None if color is None else f"{self._mesh.communicator}/{self._splits}/{color}",
-            transports=self._transports_in_use(),
+            transports=self._mesh.transports,
             hear=self._core.hear,
             deadline=deadline,
         )
@@ -408,20 +430,21 @@ class Communicator:
         result for later jobs on these hosts. Which algorithm is chosen can change the order in
         which a sum is formed, and so its last bits.
         """
-        from gradwire import _tune  # which measures with communicators
 
+        limit = arguments.seconds(seconds, "seconds")
         if self.size == 1:
             return self.cost_model
-        hosts = _model.host_set(self._mesh)
-        self._mesh.model, _ = _tune.tune(self, hosts, seconds=seconds, progress=None)
+        hosts = host_set(self._mesh)
+        self._mesh.model, _ = fit.tune(self, hosts, seconds=limit, progress=None)
         self._core.set_model(self._mesh.model)
         self._forget_calls()
         return self.cost_model
 
-    def abort(self, reason: str = "abort() was called") -> None:
+    def abort(self, reason: object = "abort() was called") -> None:
         """Ends every call, here and on all ranks, with Aborted. May be called from any thread.
 
         It returns at once; within 0.2 s no call is blocked any more. `shrink` can go on from there.
+        Of a `close` that has said goodbye it ends the wait, on this rank alone.
         """
         self._core.abort(f"rank {self.rank}: {reason}")
         if self._gpu is not None:
@@ -448,31 +471,45 @@ class Communicator:
             return from_mesh(mesh, timeout=self._timeout, patience=patience)
 
         lines = Lines(self._core.release_controls(), self.size)
-        _work.finish(self._dropped)
+        self._calls.finish_dropped()
         return _shrink.shrink(
             self._mesh,
             lines,
             make,
-            transports=self._transports_in_use(),
+            transports=self._mesh.transports,
             timeout=limit,
         )
 
     def close(self, timeout: float | None = None) -> None:
         """Finishes what is in flight, says goodbye, lets go of everything; later calls raise.
 
-        Work that is not over after `timeout` seconds is aborted. Once closed, does nothing; nor in
-        a process that was forked from the communicator's.
+        Work that is not over after `timeout` seconds (the communicator's if None) is aborted. Waits
+        as long for ranks that have not finished the last calls of this one, where only they can
+        tell that theirs were the same: InvalidArgument when they differ, Timeout when they do not
+        come. After all_reduce, all_gather, reduce_scatter or barrier that is known already, and
+        with a `timeout` of 0 it is not asked. Once closed, does nothing; nor in a process that was
+        forked from the communicator's.
         """
+        limit = self._seconds(timeout)
+        self._end(limit, limit)
+
+    def _end(self, timeout: float, settle: float | None = None) -> None:
+        """Closes it; `settle` is how long to wait for ranks that are behind, None: its timeout."""
         if not self._core.owned_here:
             return
         try:
             if self._gpu is not None:
-                self._gpu.close(self._seconds(timeout), failed=self._core.closed)
+                self._gpu.close(timeout, failed=self._core.closed)
         finally:
             try:
-                self._core.close(self._seconds(timeout))
+                self._core.close(timeout, self._timeout if settle is None else settle)
             finally:
-                _work.finish(self._dropped)
+                self._calls.finish_dropped()
+
+    def __del__(self) -> None:
+        core = getattr(self, "_core", None)  # none where __init__ was not called
+        if core is not None and not sys.is_finalizing():
+            at_exit.outlive(core, self._timeout)
 
     def __enter__(self) -> Communicator:
         return self
@@ -496,58 +533,21 @@ class Communicator:
         ]
         return " ".join(filter(None, words)) + ">"
 
-    def _call(self, name: str, buffers: Buffers, options: _Options) -> Any:
-        _work.finish(self._dropped)
-        device = device_of((*buffers.inputs, *buffers.outputs))
-        if device is not None:
-            return self._call_on_gpu(name, buffers, options, device)
-        call = _reductions.prepare(name, buffers, options, self._place)
-        try:
-            work = self._begin(call, buffers, options)
-        except BaseException:
-            if call.reduction is not None:
-                call.reduction.withdraw(failed=self.closed)
-            raise
-        return work if options.async_op else call.finish()
+    def _call(self, name: str, given: Buffers, options: Options) -> Any:
+        self._calls.finish_dropped()
+        options = options.checked()
+        device = device_of((*given.inputs, *given.outputs))
+        if device is None:
+            return self._calls.run(name, given, options, self._timeout)
+        return call_on_gpu(name, given, options, self._place, device, self._gpu_on, self._timeout)
 
-    def _begin(self, call: Call, buffers: Buffers, options: _Options) -> Work | None:
-        """Runs the call, or submits it."""
-        request = self._request(call, options)
-        timeout = self._seconds(options.timeout)
-        written(buffers.outputs)
-        if not options.async_op:
-            self._core.run(request, timeout)
-            self._learn(call, buffers, options, request)
-            _work.finish(self._dropped)
-            return None
-        core = self._core.submit(request, timeout, (buffers, request))
-        dropped = None if call.reduction is None else self._dropped
-        return Work(self._core, core, call.name, call.finish, dropped)
-
-    def _call_on_gpu(self, name: str, buffers: Buffers, options: _Options, device: int) -> Any:
-        call = _reductions.prepare(name, buffers, options, self._place, on_gpu=True)
-        gpu, request = self._gpu_on(device), self._request(call, options)
-        if device != gpu.device:
-            raise InvalidArgument(
-                f"the arrays are on cuda:{device}, and this rank works on cuda:{gpu.device} since "
-                "its first call there: give each rank one GPU"
-            )
-        timeout = self._seconds(options.timeout)
-        written(buffers.outputs)
-        arrays = (*buffers.inputs, *buffers.outputs)
-        if options.async_op:
-            event = gpu.begin(request, call.feedback, arrays, timeout)
-            return GpuWork(gpu, event, name, call.finish, arrays)
-        gpu.run(request, call.feedback, arrays, timeout)
-        return call.finish()
-
-    def _gpu_on(self, device: int) -> _gpus.Gpu:
+    def _gpu_on(self, device: int) -> gpus.Gpu:
         """This rank's, which the first call sets up."""
         if self._gpu is None:
             self._core.hear(0)  # raises in a fork, where the lock may never be free
             with self._making_gpu:
                 if self._gpu is None:
-                    self._gpu = _gpus.Gpu(self, device)
+                    self._gpu = gpus.Gpu(self, device)
         return self._gpu
 
     @property
@@ -560,82 +560,26 @@ class Communicator:
             self._gpu.require_alive()
 
     def _forget_calls(self) -> None:
-        """And what the cost model said of them."""
-        self._learnt = _core.Shortcut(self._core, self._dropped)
-        self._shortcut = self._learnt.capsule  # for repeatable methods
+        """Forgets what the cost model said of calls."""
+        self._calls.forget()
+        self._shortcut = self._calls.shortcut  # for repeatable methods
         self._is_one_round = None
-
-    def _learn(
-        self, call: Call, buffers: Buffers, options: _Options, request: _core.Request
-    ) -> None:
-        """Makes the next call like this one take the shortcut, where nothing can differ in it."""
-        inputs = buffers.inputs
-        if len(inputs) != 1 or call.reduction is not None or call.feedback is not None:
-            return
-        array: np.ndarray[Any, Any] | None = inputs[0].array
-        method = _ALL_REDUCE
-        in_place = call.name == "all_reduce" and buffers.outputs is inputs and not call.shapes
-        if array is self._nothing:
-            array, method = None, _BARRIER
-        elif not in_place or type(array) is not np.ndarray:
-            return
-        given = tuple(getattr(options, name, None) for name in method.names)  # out: none
-        if set(map(type, given)) <= _IMMUTABLE:
-            self._learnt.learn(method, array, given, request, self._seconds(options.timeout))
-
-    def _request(self, call: Call, options: _Options) -> _core.Request:
-        request = _core.Request(
-            call.name,
-            call.dtype,
-            options.op,
-            self._rank(options.root, "root"),
-            _addresses(call.inputs),
-            _addresses(call.outputs),
-            options.algorithm,
-            None if options.schedule is None else options.schedule._core,
-            call.codec,
-        )
-        if call.feedback is not None:
-            on_gpu = call.inputs[0].device is not None
-            host = call.feedback._core if on_gpu else call.feedback._on_cpu()
-            request.feed_back(host, call.keys)
-        if call.shapes:
-            request.shape(call.shapes)
-        if call.reduction is not None:
-            request.exchange(call.reduction.letters, str(call.reduction.codec))
-        return request
-
-    def _on_host(self, message: Operand, name: str) -> Operand:
-        if message.device is not None:
-            raise InvalidArgument(
-                f"{name}: x is on cuda:{message.device}; messages are of CPU memory: use x.cpu()"
-            )
-        return message
-
-    def _finish(self, work: Work, async_op: bool) -> Any:
-        return work if async_op else work.wait()
 
     def _seconds(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else seconds(timeout)
 
     def _rank(self, rank: int, what: str) -> int:
-        if not 0 <= operator.index(rank) < self.size:
-            raise InvalidArgument(f"{what}={rank} is not a rank of {self!r}")
-        return operator.index(rank)
-
-    def _peer(self, rank: int) -> int:
-        if self._rank(rank, "rank") == self.rank:
-            raise InvalidArgument(f"rank {rank} cannot send to itself, nor receive")
-        return rank
-
-    def _transports_in_use(self) -> tuple[str, ...]:
-        used = set(self.transports.values())
-        return tuple(name for name in ("inproc", *DEFAULT_TRANSPORTS, EMULATED) if name in used)
+        given = whole(rank, what)
+        if not 0 <= given < self.size:
+            raise InvalidArgument(f"{what}={given} is not a rank of {self!r}")
+        return given
 
 
 # As they are here, whatever somebody puts in their place.
-_ALL_REDUCE: _core.repeatable[Any, Any, Any] = Communicator.all_reduce
-_BARRIER: _core.repeatable[Any, Any, Any] = Communicator.barrier
+_REPEATABLE: dict[str, _core.repeatable[Any, Any, Any]] = {
+    "all_reduce": Communicator.all_reduce,
+    "barrier": Communicator.barrier,
+}
 
 
 def from_mesh(
@@ -653,10 +597,5 @@ def from_mesh(
     them.
     """
     limit = timeout if patience is None else patience
-    core, groups = _adopt.adopt(mesh, hosts, tuning, limit)
+    core, groups = adopt.adopt(mesh, hosts, tuning, limit)
     return Communicator(core, mesh, groups, seconds(timeout))
-
-
-def _addresses(given: Sequence[Operand]) -> list[tuple[int, int]]:
-    """In elements of a reducible dtype, else in bytes."""
-    return [(each.address, each.elements if each.reducible else each.nbytes) for each in given]

@@ -1,4 +1,4 @@
-"""The cost model: by which algorithm="auto" decides, where it is kept, and how all ranks get it.
+"""The cost model: by which algorithm="auto" decides, and where it is kept.
 
 Rank 0's counts. It is the file that GRADWIRE_MODEL names, or what `gradwire tune` has saved for
 these hosts, or else the built-in values; the others are told when they meet.
@@ -10,19 +10,17 @@ import hashlib
 import json
 import logging
 import os
-import socket
 import tempfile
-from collections import Counter
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradwire import _core, _environment, _link
+from gradwire import _core
+from gradwire._base import arguments, environment
 from gradwire._errors import InvalidArgument, RendezvousError
-from gradwire._meeting import Meeting
-from gradwire._mesh import EMULATED, Mesh
-from gradwire._schedules import Schedule, gathering, groups_of
+from gradwire._host import emulated_link
+from gradwire._schedules.schedule import Schedule, gathering, groups_of
 
 VARIABLE = "GRADWIRE_MODEL"
 BUILT_IN = "default"  # as a value of the variable
@@ -73,15 +71,18 @@ class CostModel:
         The ranks are on one host, or `per_host` on each. Without codec, an all_reduce may be
         ``gather(direct)``, or by another all_gather. Raises as `Schedule.generate` does.
         """
-        hosts = groups_of(ranks, ranks if per_host is None else per_host)
-        if isinstance(algorithm, str):
+        ranks, hosts = _hosts(ranks, per_host)
+        bytes_, codec = _size(nbytes), arguments.text(codec, "codec")
+        arguments.text(collective, "collective")
+        if not isinstance(algorithm, Schedule):
+            arguments.text(algorithm, "algorithm")
             by = gathering(algorithm) if (collective, codec) == ("all_reduce", "none") else None
             if by is not None:
-                by = by or self.choose(ranks * nbytes, ranks, collective="all_gather")[0]
+                by = by or self.choose(ranks * bytes_, ranks, collective="all_gather")[0]
                 gather = Schedule.generate(by, ranks, collective="all_gather")
-                return self._core.predict_gathered(gather._core, nbytes, hosts)
+                return self._core.predict_gathered(gather._core, bytes_, hosts)
             algorithm = Schedule.generate(algorithm, ranks, collective=collective, groups=hosts)
-        return self._core.predict(algorithm._core, nbytes, hosts, _core.Codec(codec))
+        return self._core.predict(algorithm._core, bytes_, hosts, _core.Codec(codec))
 
     def choose(
         self,
@@ -93,8 +94,10 @@ class CostModel:
         codec: str = "none",
     ) -> tuple[str, float]:
         """The algorithm that ``auto`` means for such a call, and its seconds."""
-        hosts = groups_of(ranks, ranks if per_host is None else per_host)
-        name, _, seconds = self._core.choose(collective, ranks, nbytes, hosts, _core.Codec(codec))
+        ranks, hosts = _hosts(ranks, per_host)
+        by = _core.Codec(arguments.text(codec, "codec"))
+        collective = arguments.text(collective, "collective")
+        name, _, seconds = self._core.choose(collective, ranks, _size(nbytes), hosts, by)
         return name, seconds
 
     def __eq__(self, other: object) -> bool:
@@ -105,6 +108,19 @@ class CostModel:
 
     def __repr__(self) -> str:
         return f"<CostModel #{self._core.digest % 10000}>"
+
+
+def _hosts(ranks: int, per_host: int | None) -> tuple[int, list[list[int]]]:
+    """The number of ranks, checked, and the ranks of each host."""
+    count = arguments.whole(ranks, "ranks", least=1)
+    each = count if per_host is None else arguments.whole(per_host, "per_host", least=1)
+    return count, groups_of(count, each)
+
+
+def _size(nbytes: float) -> float:
+    if not (given := arguments.number(nbytes, "nbytes")) >= 0:
+        raise InvalidArgument(f"nbytes={nbytes} is no number of bytes")
+    return given
 
 
 def wrap(core: _core.CostModel) -> CostModel:
@@ -146,20 +162,10 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def host_set(mesh: Mesh) -> HostSet:
-    """The hosts and links of a mesh, as this rank sees them."""
-    names = mesh.names or (socket.gethostname(),) * mesh.size
-    name_of = dict(zip(mesh.hosts, names, strict=True))
-    hosts = tuple(sorted((name_of[host], ranks) for host, ranks in Counter(mesh.hosts).items()))
-    used = {peer.same_host: peer.links["collective"].transport for peer in mesh.peers.values()}
-    within, between = used.get(True, "shm"), used.get(False, "tcp")
-    return HostSet(hosts, within, between, _link.spec() if within == EMULATED else None)
-
-
 def built_in(hosts: HostSet) -> _core.CostModel:
     """What is known without a measurement."""
     model = _core.CostModel(hosts.within, hosts.between, usable_cores())
-    link = _link.of_this_rank()
+    link = emulated_link.of_this_rank()
     if link is not None and hosts.link is not None:
         beta, latency = _core.link_costs(link)
         _set(model, {"within.beta": beta, "within.latency": latency})
@@ -172,7 +178,7 @@ def find(hosts: HostSet) -> tuple[_core.CostModel, str]:
     Raises InvalidArgument where GRADWIRE_MODEL names a file that is none. One in the cache that is
     none is warned of, and is not used.
     """
-    given = _environment.text(VARIABLE)
+    given = environment.text(VARIABLE)
     if given == BUILT_IN:
         return built_in(hosts), "built-in values"
     if given is not None:
@@ -231,24 +237,6 @@ def save(model: CostModel, hosts: HostSet, path: Path | None = None) -> Path:
         os.unlink(file.name)
         raise
     return path
-
-
-def agree(mesh: Mesh, meeting: Meeting) -> None:
-    """Gives the mesh rank 0's model; every rank calls it. Closes the mesh where it raises.
-
-    Raises RendezvousError, and on rank 0 as `find` does.
-    """
-
-    def own() -> bytes:
-        model, source = find(host_set(mesh))
-        _log.info("algorithm='auto' is decided by %s", source)
-        return pack(model)
-
-    try:
-        mesh.model = unpack(meeting.from_rank_0("model", own))
-    except BaseException:
-        mesh.close()
-        raise
 
 
 def pack(model: _core.CostModel) -> bytes:

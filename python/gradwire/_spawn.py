@@ -19,16 +19,17 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any
 
-from gradwire import _link
+from gradwire._base import arguments
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.mesh import Mesh, inproc_meshes
+from gradwire._bootstrap.rendezvous import rendezvous
+from gradwire._bootstrap.store import Address
+from gradwire._bootstrap.store_server import StoreServer
+from gradwire._bootstrap.world import World
 from gradwire._communicator import Communicator, from_mesh
-from gradwire._deadline import Deadline
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
-from gradwire._mesh import Mesh, inproc_meshes
-from gradwire._rendezvous import rendezvous
-from gradwire._store import Address
-from gradwire._store_server import StoreServer
-from gradwire._verdict import describe_exit
-from gradwire._world import World
+from gradwire._host import emulated_link
+from gradwire._launch.root_cause import describe_exit
 
 GRACE_SECONDS = 2.0  # that the other ranks have to end by themselves after one has failed
 
@@ -58,14 +59,17 @@ def spawn(
     here; its `__cause__` names the rank and holds its traceback. Threads cannot be ended: one that
     computes on is left behind.
     """
-    if nprocs < 1:
-        raise InvalidArgument(f"nprocs={nprocs}: at least one rank")
-    if threads:
+    nprocs = arguments.whole(nprocs, "nprocs", least=1)
+    if not callable(fn):
+        raise arguments.wrong(fn, "fn", "a function of a communicator")
+    args = tuple(arguments.items(args, "args", "a list of arguments"))
+    timeout = arguments.seconds(timeout)
+    if arguments.flag(threads, "threads"):
         if transports is not None:
             raise InvalidArgument("transports= does not apply to threads=True, which use inproc")
-        _link.require_none("threads=True joins threads by inproc")
-        return _results(_Threads(fn, nprocs, tuple(args), timeout).run())
-    return _results(_Processes(fn, nprocs, tuple(args), transports, timeout).run())
+        emulated_link.require_none("threads=True joins threads by inproc")
+        return _results(_Threads(fn, nprocs, args, timeout).run())
+    return _results(_Processes(fn, nprocs, args, transports, timeout).run())
 
 
 class SpawnedTraceback(Exception):

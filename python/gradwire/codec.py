@@ -9,12 +9,15 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwire import _core
+from gradwire._base import arguments
+from gradwire._errors import InvalidArgument
 
 __all__ = [
     "BF16",
@@ -29,17 +32,43 @@ __all__ = [
 ]
 
 
+def _word(value: Any, what: str) -> str:
+    """A text that ends where its option does."""
+    given = arguments.text(value, what)
+    if "," in given:
+        raise InvalidArgument(f"{what}={given!r} is no choice of one option")
+    return given
+
+
+# By the annotation of a field.
+_CHECKS: dict[Any, Callable[[Any, str], object]] = {
+    "int | None": functools.partial(arguments.whole, bits=65),
+    "float | None": arguments.number,
+    "str | None": _word,
+}
+
+
 class NativeCodec:
-    """A codec of the C++ core, with its parameters. Immutable."""
+    """A codec of the C++ core, with its parameters. Immutable.
+
+    Raises InvalidArgument for a parameter of the wrong type or out of range.
+    """
 
     _name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        self.spec  # noqa: B018 - which is checked when it is made
 
     @functools.cached_property
     def spec(self) -> str:
         """Its canonical name with parameters, as ``codec=`` takes it."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = {each.name: getattr(self, each.name) for each in fields}
-        text = ",".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        given = {each: getattr(self, each.name) for each in fields}
+        text = ",".join(
+            f"{field.name}={_CHECKS[field.type](value, field.name)}"
+            for field, value in given.items()
+            if value is not None
+        )
         return _core.Codec(f"{self._name}:{text}" if text else self._name).name
 
     def __str__(self) -> str:

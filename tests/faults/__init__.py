@@ -2,3 +2,8 @@
 
 `python -m faults --count 1000 --seed S` runs it (`make faults`); `--only N` repeats one case.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "python"))  # for the stopwatch

@@ -16,7 +16,19 @@ import numpy as np
 from gradwire import Communicator, ErrorFeedback, Schedule
 
 _PERIOD = 4093  # prime: no chunk, segment or page is a multiple of it
-_FOLDS = {"sum": np.add, "avg": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
+_FOLDS = {
+    "sum": np.add,
+    "avg": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "prod": np.multiply,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+    "land": np.logical_and,
+    "lor": np.logical_or,
+    "lxor": np.logical_xor,
+}
 
 
 @dataclass(frozen=True)
@@ -71,8 +83,12 @@ class Pending:
         if self.call.codec not in EXACT:
             self.digest = zlib.crc32(found.tobytes())
             return int(np.count_nonzero(~np.isfinite(found)))
-        bits = f"u{expected.itemsize}"
-        return int(np.count_nonzero(found.view(bits) != expected.view(bits)))
+        return int(np.count_nonzero((_bytes(found) != _bytes(expected)).any(axis=1)))
+
+
+def _bytes(x: Any) -> Any:
+    """A row for each element."""
+    return x.view(np.uint8).reshape(x.size, x.itemsize)
 
 
 def _start(
@@ -129,7 +145,10 @@ def _values(call: Call, index: int, rank: int, blocks: int = 1) -> Any:
 def _pattern(call: Call, index: int, rank: int) -> Any:
     i = np.arange(_PERIOD)
     noise = (i * (7919 * rank + 104729) + i * i // 7 + 31 * index + rank) % 5
-    return (noise % 2 + 1 if call.op == "prod" else noise).astype(call.dtype)
+    values = noise % 2 + 1 if call.op == "prod" else noise
+    if np.dtype(call.dtype).kind == "c":
+        values = values + 1j * values[::-1]
+    return values.astype(call.dtype)
 
 
 def _expected(call: Call, index: int, rank: int, size: int) -> Any:
@@ -159,8 +178,15 @@ def _block(x: Any, rank: int, call: Call) -> Any:
 def _folded(call: Call, index: int, size: int) -> Any:
     total = _pattern(call, index, 0)
     for rank in range(1, size):
-        total = _FOLDS[call.op](total, _pattern(call, index, rank))
-    if call.op != "avg":
-        return total
-    wide = np.float64 if call.dtype == "float64" else np.float32
-    return (total.astype(wide) * (wide(1) / wide(size))).astype(total.dtype)
+        total = _FOLDS[call.op](total, _pattern(call, index, rank)).astype(call.dtype)
+    return _average(total, size) if call.op == "avg" else total
+
+
+def _average(total: Any, size: int) -> Any:
+    """Rounded as it is defined to be; complex numbers are pairs."""
+    if total.dtype.kind in "iu":
+        return total // size
+    numbers = total.view(total.real.dtype)
+    wide = np.float64 if numbers.dtype == np.float64 else np.float32
+    averages = (numbers.astype(wide) * (wide(1) / wide(size))).astype(numbers.dtype)
+    return averages.view(total.dtype)

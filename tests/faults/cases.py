@@ -18,8 +18,11 @@ _SOCKETS = ("tcp", "mixed")
 SET_UP = -1  # the number of what comes before call 0
 _MOST_BYTES = 4 << 20  # of a large call
 _MOST_FRAMES = 100  # that a large call is cut into
-_INTEGERS = ("int8", "uint8", "int32", "int64")
-_DTYPES = ("float32", "float32", "float64", "float16", *_INTEGERS)
+_DTYPES = (
+    *("float32",) * 4,
+    *("float64", "float16", "complex64", "complex128", "bool"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+)
 _LOSSY = ("int8:block=64", "onebit", "lowrank:rank=2", "threshold:density=0.05", "topk:density=0.1")
 _LARGE_MESSAGE = 65536  # bytes; smaller ones may not hold a unit of threshold and topk
 _LOSSY_COUNTS = (20 * COLUMNS, 600 * COLUMNS)  # few, so that residuals are met again
@@ -215,11 +218,19 @@ def _call(
 
 
 def _reducing(rng: random.Random, call: Call) -> Call:
-    ops = ("sum", "sum", "min", "max", "prod") + (("avg",) * (call.dtype not in _INTEGERS))
-    call = dataclasses.replace(call, op=rng.choice(ops))
+    call = dataclasses.replace(call, op=rng.choice(_ops(call.dtype)))
     if _takes_codec(call) and rng.random() < 0.3:
         call = dataclasses.replace(call, codec=rng.choice(("fp16", "bf16")))
     return call
+
+
+def _ops(dtype: str) -> tuple[str, ...]:
+    """Those that it has, the sum twice."""
+    kind = np.dtype(dtype).kind
+    if kind == "c":
+        return ("sum", "sum", "avg")
+    found = ("sum", "sum", "min", "max", "prod") + ("avg",) * (kind != "b")
+    return found + ("band", "bor", "bxor", "land", "lor", "lxor") * (kind in "iub")
 
 
 def _takes_codec(call: Call) -> bool:
@@ -326,8 +337,8 @@ _DISAGREEMENTS = {
     "all_reduce": ("count", "dtype", "op", "algorithm", "codec", "schedule", "collective"),
     "reduce": ("count", "dtype", "op", "root", "codec", "collective"),
     "reduce_scatter": ("count", "dtype", "op", "algorithm", "codec", "collective"),
-    "all_gather": ("count", "algorithm", "collective"),
-    "broadcast": ("count", "root", "collective"),
+    "all_gather": ("count", "dtype", "algorithm", "collective"),
+    "broadcast": ("count", "dtype", "root", "collective"),
     SHIFT: ("count",),
 }
 
@@ -372,7 +383,8 @@ def _changed(rng: random.Random, call: Call, what: str, ranks: int) -> Call:
         other = "int32" if call.dtype != "int32" else "int64"
         return dataclasses.replace(_plain(call), dtype=other, op="sum")
     if what == "op":
-        return dataclasses.replace(_plain(call), op="min" if call.op != "min" else "max")
+        one, other = ("sum", "avg") if call.dtype.startswith("complex") else ("min", "max")
+        return dataclasses.replace(_plain(call), op=one if call.op != one else other)
     if what == "root":
         return dataclasses.replace(call, root=1 - min(call.root, 1))
     if what == "algorithm" and (call.schedule or call.algorithm != "auto"):

@@ -6,12 +6,14 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
+from stopwatch import queued_since
+
 from faults.cases import SET_UP, Case
 from faults.ranks import Outcome
 from faults.supervisor import Finished
 
 _TYPED = ("TransportError", "Timeout", "Aborted", "InvalidArgument", "RendezvousError")
-_LOAD_SECONDS = 3.0  # by which a machine that runs several cases at once may be late
+_LOAD_SECONDS = 2.0  # by which a busy machine may make a rank late besides, as by its memory
 _DEATH_SECONDS = 2.0  # for all to know of a rank's death
 _HARMLESS = ("none", "slow", "pause", "delay")
 _DEADLY = ("kill", "crash")  # the culprit does not report
@@ -139,11 +141,22 @@ class _Verdict:
             found.append(f"does not name the {' or '.join(rule.named)}")
         elif self.case.fault.kind == "mismatch" and not self._says_who_passed_what:
             found.append("does not say who passed what")
-        late = self.outcome.at - (self.finished.fired_at or 0.0) - rule.within - _LOAD_SECONDS
+        late = self._own_seconds - rule.within - _LOAD_SECONDS
         late -= self.case.timeout if "Timeout" in rule.errors else 0
         if late > 0 and rule.certain:
             found.append(f"{late:.1f} s too late")
         return found
+
+    @property
+    def _own_seconds(self) -> float:
+        """From the fault until it raised, without the longest that a rank waited for a processor
+        meanwhile: this one, or another that had to tell it."""
+        began = self.finished.queued
+        waited = max(
+            queued_since(began.get(rank, each.queued), each.queued)
+            for rank, each in self.finished.outcomes.items()
+        )
+        return self.outcome.at - (self.finished.fired_at or 0.0) - waited
 
     def _sequel(self) -> list[str]:
         """Who failed and can go on does so, with all who do."""

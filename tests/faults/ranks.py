@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradwire import Communicator, Error, ErrorFeedback
+from gradwire._bootstrap.mesh import Mesh
 from gradwire._communicator import from_mesh
-from gradwire._mesh import Mesh
+from stopwatch import queued_threads
 
 from faults.calls import SHIFT, Call, Pending
 from faults.cases import IN_RANK, SET_UP, Case
@@ -23,7 +24,7 @@ from faults.cases import IN_RANK, SET_UP, Case
 _MOST_IN_FLIGHT = 4
 _SHRINK_SECONDS = 2.0
 _SEQUEL = (Call("all_reduce", 100_000, algorithm="ring"), Call("all_gather", 10), Call(SHIFT, 1000))
-_LEAK_SECONDS = 2.0  # for what ends by itself after close()
+_LEAK_SECONDS = 20.0  # for what ends by itself after close(), on a busy machine
 _MOST_TEXT = 600  # of an error: a report goes through a pipe in one piece
 
 Enter = Callable[[int, int], None]  # rank, number of the call
@@ -38,6 +39,7 @@ class Outcome:
     peer: int = -1  # as a rank of the whole job
     text: str = ""
     at: float = 0.0  # when the error came, monotonic seconds
+    queued: dict[int, float] = field(default_factory=dict)  # by thread, seconds so far
     wrong: list[tuple[int, int]] = field(default_factory=list)  # call, elements
     digests: dict[int, int] = field(default_factory=dict)  # by call, of results that lost something
     leaks: list[str] = field(default_factory=list)
@@ -120,7 +122,7 @@ class _Script:
 
     def _note(self, error: BaseException) -> None:
         peer = getattr(error, "peer", -1)
-        self.outcome.at = time.monotonic()
+        self.outcome.at, self.outcome.queued = time.monotonic(), queued_threads()
         self.outcome.error = type(error).__name__
         self.outcome.text = str(error)[:_MOST_TEXT]
         if peer >= 0:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from gradwire._mesh import Mesh, inproc_meshes
+from gradwire._bootstrap.mesh import Mesh, inproc_meshes
+from stopwatch import queued_threads
 
 from faults.cases import Case
 from faults.faults import Outside
@@ -25,7 +26,7 @@ from faults.ranks import Outcome, die_with_parent, serve
 from faults.wires import Wire, Wiring, connect
 
 _BEFORE_FAULT = 60.0  # seconds, for a busy machine; healthy ranks need a fraction of one
-_AFTER_FAULT = 10.0  # the same, on top of the operations' own timeout
+_AFTER_FAULT = 60.0  # the same, on top of the operations' own timeout
 _LONGEST_TURN = 0.5
 
 
@@ -36,6 +37,7 @@ class Finished:
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # by rank; those that hang lack
     entered: dict[int, int] = field(default_factory=dict)  # by rank: the last call that it made
     fired_at: float | None = None  # when the fault happened, monotonic seconds
+    queued: dict[int, dict[int, float]] = field(default_factory=dict)  # by rank, at that time
     seconds: float = 0.0
 
 
@@ -152,6 +154,8 @@ class _Supervisor:
             self.after(fault.delay, self._fire)
 
     def _fire(self) -> None:
+        for child in self._children:
+            self._finished.queued |= dict.fromkeys(child.ranks, queued_threads(child.pid))
         self._finished.fired_at = time.monotonic()
         self._allow(self.case.timeout)
         self._outside.fire()

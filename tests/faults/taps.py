@@ -130,7 +130,7 @@ def foreign_frame(rng: random.Random, ranks: int) -> bytes:
 class ArenaTap:
     """Alters frames that wait in a sender's shared memory; laid out as in transport/arena.cc."""
 
-    _MAGIC, _LINE, _ENTRY, _PAGE, _CELLS_AT = 0x32415247, 64, 128, 4096, 192
+    _MAGIC, _LINE, _ENTRY, _PAGE, _CELLS_AT = 0x33415247, 64, 128, 4096, 192
     _IN_ENTRY = 0x7FFFFFFF  # instead of a cell: a small message
 
     def __init__(self, memory: int, *, reader: int, ranks: int, max_message: int) -> None:
@@ -138,10 +138,10 @@ class ArenaTap:
         if struct.unpack_from("<I", self._map)[0] != self._MAGIC:
             raise RuntimeError("transport/arena.cc has another layout by now: ArenaTap must follow")
         self._messages = max(16, 2 * ranks)
-        entries_at = self._CELLS_AT + self._messages * self._LINE
+        entries_at = self._CELLS_AT + (self._messages + ranks) * self._LINE
         self._queue_at = entries_at + reader * self._messages * self._ENTRY
         self._data_at = _rounded(entries_at + ranks * self._messages * self._ENTRY, self._PAGE)
-        self._stride = _rounded(max_message, self._LINE)
+        self._stride = _rounded(max_message, self._PAGE) + self._PAGE
 
     def flip(self, rng: random.Random) -> bool:
         """One bit of a waiting frame's header, or of the word that says where it is."""

@@ -11,13 +11,16 @@ import threading
 from pathlib import Path
 
 import pytest
+from gradwire import _core
+from gradwire._arrays.operands import REDUCIBLE
 
+from faults.calls import REDUCING
 from faults.cases import _DISAGREEMENTS, _LOSSY, KINDS, Case, make_case
 from faults.judge import problems
 from faults.ranks import Outcome, Resources
 from faults.supervisor import Finished
 
-CASES = 200
+CASES = 60
 TESTS = Path(__file__).parents[1]
 
 
@@ -48,12 +51,18 @@ def case(kind: str, goes_on: bool) -> Case:
 
 
 def found(
-    kind: str, *others: Outcome, culprit: Outcome | None = None, goes_on: bool = False
+    kind: str,
+    *others: Outcome,
+    culprit: Outcome | None = None,
+    goes_on: bool = False,
+    queued: dict[int, dict[int, float]] | None = None,
 ) -> list[str]:
     """What the judge says of ranks 0, 2 and 3; one that is left out hangs."""
     told = (*others, Outcome(1, died=-9) if culprit is None else culprit)
     entered = dict.fromkeys(range(4), 0)
-    finished = Finished({each.rank: each for each in told}, entered, fired_at=100.0)
+    finished = Finished(
+        {each.rank: each for each in told}, entered, fired_at=100.0, queued=queued or {}
+    )
     return problems(case(kind, goes_on), finished)
 
 
@@ -88,6 +97,19 @@ def test_the_judge_sees_one_rank_that_is_wrong(wrong: Outcome) -> None:
     assert len(found("kill", wrong, *all_raise("TransportError", 1)[1:])) == 1
 
 
+@pytest.mark.parametrize(("seconds", "problems"), [(18.0, 0), (1.0, 1)])
+@pytest.mark.parametrize("rank", [0, 2])  # the late one, or one that had to tell it
+def test_the_judge_counts_no_time_in_which_a_rank_was_queued(
+    rank: int, seconds: float, problems: int
+) -> None:
+    """Of threads that have ended meanwhile nothing is known."""
+    raised = all_raise("TransportError", 1)
+    raised[0].at = 120.0
+    queued = next(each for each in raised if each.rank == rank)
+    queued.queued = {10: 7.0 + seconds - 0.5, 12: 0.5}
+    assert len(found("kill", *raised, queued={rank: {10: 7.0, 11: 30.0}})) == problems
+
+
 def test_the_judge_wants_to_know_who_passed_what() -> None:
     told = "ranks disagree in call 0: ranks 0, 2-3 called barrier(); rank 1 called all_gather(…)"
     for text, wrong in ((told, 0), ("ranks disagree", 3)):
@@ -102,6 +124,15 @@ def test_the_judge_compares_what_codecs_made_on_all_ranks() -> None:
         problems = found("none", *ranks, culprit=Outcome(1))
         assert len(problems) == wrong
         assert all("do not agree in call 2" in each for each in problems)
+
+
+def test_cases_have_all_dtypes_and_their_reductions() -> None:
+    calls = [each for number in range(1000) for each in make_case(3, number).calls]
+    drawn: dict[str, set[str]] = {name: set() for name in REDUCIBLE if name != "bfloat16"}
+    for each in calls:
+        if each.collective in REDUCING:
+            drawn[each.dtype].add(each.op)
+    assert drawn == {dtype: set(_core.reductions(dtype)) for dtype in drawn}
 
 
 def test_cases_have_all_codecs_and_all_that_ranks_can_disagree_in() -> None:

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gradwire._interfaces import LOOPBACK
-from gradwire._mesh import LANES, Job, Link, Mesh, Peer
+from gradwire._bootstrap.mesh import LANES, Job, Link, Mesh, Peer
+from gradwire._host.interfaces import LOOPBACK
 
 from faults.cases import Case
 

@@ -11,15 +11,16 @@ import socket
 import sys
 
 import atheris
-from gradwire import _announced, _introduction, _meeting, _mesh, _model
+from gradwire import _model
+from gradwire._bootstrap import announced_store, introduction, meeting, mesh
 from gradwire._errors import RendezvousError, TransportError
-from gradwire._interfaces import is_loopback
+from gradwire._host.interfaces import is_loopback
 from instrument import cover
 
 
-def use(card: _mesh.Card) -> None:
-    """Everything that `_connect` does with a card, short of connecting."""
-    assert _mesh.unpack_card(card.pack(), 1) == card
+def use(card: mesh.Card) -> None:
+    """Everything that `connect` does with a card, short of connecting."""
+    assert mesh.unpack_card(card.pack(), 1) == card
     is_loopback(card.address)
     family = socket.AF_INET6 if ":" in card.address else socket.AF_INET
     socket.inet_pton(family, card.address.partition("%")[0])
@@ -27,27 +28,27 @@ def use(card: _mesh.Card) -> None:
     assert card.where("tcp").isprintable()
     assert card.where("shm").isprintable()
     assert card.describe().isprintable()
-    _mesh.choose_transport(card, card)
+    mesh.choose_transport(card, card)
 
 
 def test_one_input(data: bytes) -> None:
     """Runs one input."""
     with contextlib.suppress(RendezvousError):
-        use(_mesh.unpack_card(data, 1))
+        use(mesh.unpack_card(data, 1))
     with contextlib.suppress(RendezvousError):
-        host, target = _meeting._unpack_host(data, 1)
+        host, target = meeting._unpack_host(data, 1)
         assert isinstance(host, str)
         assert not target or is_loopback(target) in (True, False)
     for rank in range(2):
         with contextlib.suppress(RendezvousError):
-            said = _introduction.read_introduction(data, rank)
+            said = introduction.read_introduction(data, rank)
             assert isinstance(said["host"], str)
             assert rank == 1 or said["has_secret"] or len(bytes.fromhex(said["secret"])) == 32
-    failure = _meeting._unpack_failure(data, 3)
+    failure = meeting._unpack_failure(data, 3)
     assert isinstance(failure, RendezvousError | TransportError)
     assert getattr(failure, "peer", 0) in range(3)
     with contextlib.suppress(RendezvousError):
-        store, secret = _announced.unpack_notice(data, None)
+        store, secret = announced_store.unpack_notice(data, None)
         assert store.local or 0 < store.port < 1 << 16
         assert secret
     with contextlib.suppress(RendezvousError):
@@ -55,6 +56,6 @@ def test_one_input(data: bytes) -> None:
         assert _model.unpack(_model.pack(model)).digest == model.digest
 
 
-cover(_announced, _introduction, _meeting, _mesh, _model)
+cover(announced_store, introduction, meeting, mesh, _model)
 atheris.Setup(sys.argv, test_one_input)
 atheris.Fuzz()

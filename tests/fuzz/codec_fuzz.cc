@@ -6,7 +6,7 @@
 
 #include "fuzz.h"
 #include "gradwire/codec/codec.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::fuzz {
 namespace {

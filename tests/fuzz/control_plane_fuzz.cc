@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "control_frames.h"
-#include "gradwire/exec/control_plane.h"
+#include "gradwire/exec/control/control_plane.h"
 #include "gradwire/schedule/generators.h"
 
 namespace gradwire::fuzz {

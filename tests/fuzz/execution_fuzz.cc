@@ -5,10 +5,10 @@
 #include <numeric>
 
 #include "fuzz.h"
-#include "gradwire/codec/simd.h"
-#include "gradwire/exec/execution.h"
-#include "gradwire/exec/failure.h"
-#include "gradwire/exec/point_to_point.h"
+#include "gradwire/codec/simd/simd.h"
+#include "gradwire/exec/control/failure.h"
+#include "gradwire/exec/execution/execution.h"
+#include "gradwire/exec/execution/point_to_point.h"
 #include "gradwire/schedule/generators.h"
 #include "gradwire/schedule/verify.h"
 

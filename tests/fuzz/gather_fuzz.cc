@@ -5,8 +5,8 @@
 #include <numeric>
 
 #include "fuzz.h"
-#include "gradwire/codec/simd.h"
-#include "gradwire/exec/gather_reduce.h"
+#include "gradwire/codec/simd/simd.h"
+#include "gradwire/exec/compound/gather_reduce.h"
 
 namespace gradwire::fuzz {
 namespace {

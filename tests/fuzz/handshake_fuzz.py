@@ -10,24 +10,24 @@ import socket
 import sys
 
 import atheris
-from gradwire import _handshake
-from gradwire._deadline import Deadline
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import handshake
 from instrument import cover
 
 SECRET = b"0123456789abcdef"
-HELLO = _handshake.Hello("job", _handshake.Purpose.CONTROL, 3, 1, source=2, target=0)
+HELLO = handshake.Hello("job", handshake.Purpose.CONTROL, 3, 1, source=2, target=0)
 
 
-def expect(hello: _handshake.Hello, _: socket.socket) -> None:
+def expect(hello: handshake.Hello, _: socket.socket) -> None:
     """What a rank's door does with a hello that it does not expect."""
     if hello.target != 0:
-        raise _handshake.HandshakeError("this is rank 0")
+        raise handshake.HandshakeError("this is rank 0")
 
 
 def at_the_door(data: bytes) -> None:
     """Nobody gets in without the secret, and the gate forgets whoever tried."""
     stranger, ours = socket.socketpair()
-    gate = _handshake.Gate([], "job", SECRET, expect)
+    gate = handshake.Gate([], "job", SECRET, expect)
     gate.greet(ours, "fuzz")
     with stranger:
         for at in range(0, len(data), 32):
@@ -47,7 +47,7 @@ def before_a_false_server(data: bytes) -> None:
         stranger.sendall(data)
         stranger.shutdown(socket.SHUT_WR)
         try:
-            _handshake.introduce(ours, HELLO, SECRET, Deadline(10))
+            handshake.introduce(ours, HELLO, SECRET, Deadline(10))
         except ConnectionError:
             return
     raise AssertionError("it took a stranger for the server")
@@ -65,6 +65,6 @@ def test_one_input(data: bytes) -> None:
 
 
 logging.disable()
-cover(_handshake)
+cover(handshake)
 atheris.Setup(sys.argv, test_one_input)
 atheris.Fuzz()

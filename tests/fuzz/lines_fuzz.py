@@ -9,7 +9,7 @@ import socket
 import sys
 
 import atheris
-from gradwire import _lines
+from gradwire._bootstrap import lines as _lines
 from instrument import cover
 
 PIECE = 100  # bytes that arrive at a time

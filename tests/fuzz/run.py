@@ -3,7 +3,7 @@
     python tests/fuzz/run.py --seconds 60 build/address/tests/fuzz/*_fuzz tests/fuzz/*_fuzz.py
 
 Each begins with its committed corpus. An input that breaks it lies in build/fuzz/work; it belongs
-into the corpus once the bug is fixed. --keep puts what was new and useful there.
+into the corpus once the bug is fixed (corpus.py). --keep puts what was new and useful there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
-WORK = HERE.parent.parent / "build/fuzz/work"
+import corpus
+
+BUILD = Path(__file__).parents[2] / "build/fuzz"
+WORK = BUILD / "work"
 MAX_BYTES = 4096  # of an input
 LIMITS = ["-timeout=10", "-rss_limit_mb=2048", f"-max_len={MAX_BYTES}", "-print_final_stats=1"]
 LEAKS = "detect_leaks=1:allocator_may_return_null=1"
@@ -36,9 +38,14 @@ class Target:
         return self.path.stem.removesuffix("_fuzz")
 
     @property
-    def corpus(self) -> Path:
+    def archive(self) -> Path:
         """The committed inputs."""
-        return HERE / "corpus" / self.name
+        return corpus.ARCHIVES / f"{self.name}.zip"
+
+    @property
+    def corpus(self) -> Path:
+        """The committed inputs, unpacked."""
+        return BUILD / "corpus" / self.name
 
     @property
     def found(self) -> Path:
@@ -82,6 +89,7 @@ def fuzz(target: Target, seconds: int) -> int:
     """Runs one target; prints a line, and all that it says where it fails."""
     shutil.rmtree(target.found, ignore_errors=True)
     target.found.mkdir(parents=True)
+    corpus.unpack(target.archive, target.corpus)
     command = target.command(*LIMITS, f"-max_total_time={seconds}", str(target.found))
     done = subprocess.run(
         [*command, str(target.corpus)],
@@ -107,9 +115,9 @@ def summary(says: str) -> str:
 
 def keep(target: Target) -> None:
     """Adds to the corpus the smallest of the found inputs that reach what it does not."""
-    target.corpus.mkdir(parents=True, exist_ok=True)
     merge = target.command("-merge=1", str(target.corpus), str(target.found))
     subprocess.run(merge, capture_output=True, check=True)
+    corpus.pack(target.corpus, target.archive)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 // follows it, and where it is right, every rank plans it.
 //   input: the text
 #include "fuzz.h"
-#include "gradwire/exec/plan.h"
+#include "gradwire/exec/plan/plan.h"
 #include "gradwire/schedule/verify.h"
 
 namespace gradwire::fuzz {

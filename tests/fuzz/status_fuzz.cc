@@ -6,7 +6,7 @@
 #include <string>
 
 #include "fuzz.h"
-#include "gradwire/exec/status_scan.h"
+#include "gradwire/exec/control/status_scan.h"
 
 namespace gradwire::fuzz {
 namespace {

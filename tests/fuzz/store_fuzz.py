@@ -11,31 +11,31 @@ import socket
 import sys
 
 import atheris
-from gradwire import _store, _store_server
-from gradwire._deadline import Deadline
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import store, store_server
 from instrument import cover
 
-ADDRESS = _store.Address("unix", f"gradwire-fuzz-{os.getpid()}")
-GET = _store.REQUEST.pack(_store.Operation.GET, 6, 0, 0) + b"honest"
-SET = _store.REQUEST.pack(_store.Operation.SET, 6, 5, 0) + b"honestvalue"
+ADDRESS = store.Address("unix", f"gradwire-fuzz-{os.getpid()}")
+GET = store.REQUEST.pack(store.Operation.GET, 6, 0, 0) + b"honest"
+SET = store.REQUEST.pack(store.Operation.SET, 6, 5, 0) + b"honestvalue"
 
 
 class Table:
     """A server without its thread, and clients that it let in."""
 
     def __init__(self) -> None:
-        self._server = _store_server.StoreServer(ADDRESS, "job", b"0123456789abcdef")
+        self._server = store_server.StoreServer(ADDRESS, "job", b"0123456789abcdef")
         self._server._selector.register(self._server._bell, 1)
 
-    def seat(self) -> tuple[socket.socket, _store_server._Client]:
+    def seat(self) -> tuple[socket.socket, store_server._Client]:
         """A connection and what the server keeps of it."""
         ours, theirs = socket.socketpair()
-        client = _store_server._Client(theirs)
+        client = store_server._Client(theirs)
         self._server._welcome(client)
         ours.setblocking(False)
         return ours, client
 
-    def say(self, sock: socket.socket, client: _store_server._Client, data: bytes) -> None:
+    def say(self, sock: socket.socket, client: store_server._Client, data: bytes) -> None:
         """One client speaks, the server takes its turn."""
         with contextlib.suppress(OSError):  # the server dropped it
             sock.send(data)
@@ -60,11 +60,11 @@ def before_hostile_clients(data: bytes) -> None:
         size, data = 1 + data[0], data[1:]
         table.say(*seats[turn % 2], data[:size])
         data, turn = data[size:], turn + 1
-        assert table.held() < 4 * _store.MAX_VALUE
+        assert table.held() < 4 * store.MAX_VALUE
     seats.append(table.seat())
     table.say(*seats[2], SET)
     table.say(*seats[2], GET)
-    answers = _store.ANSWER.pack(0, 0) + _store.ANSWER.pack(0, 5) + b"value"
+    answers = store.ANSWER.pack(0, 0) + store.ANSWER.pack(0, 5) + b"value"
     assert seats[2][0].recv(64) == answers
     for sock, client in seats:
         sock.close()
@@ -79,9 +79,9 @@ def before_a_hostile_server(data: bytes) -> None:
         server.sendall(data)
         server.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionError):
-            status, value = _store.receive_answer(ours, Deadline(10))
-            assert status in list(_store.Status)
-            assert len(value) <= _store.MAX_VALUE
+            status, value = store.receive_answer(ours, Deadline(10))
+            assert status in list(store.Status)
+            assert len(value) <= store.MAX_VALUE
 
 
 def test_one_input(data: bytes) -> None:
@@ -93,6 +93,6 @@ def test_one_input(data: bytes) -> None:
         before_a_hostile_server(rest)
 
 
-cover(_store, _store_server)
+cover(store, store_server)
 atheris.Setup(sys.argv, test_one_input)
 atheris.Fuzz()

@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from gradwire._environment import VARIABLES
+from gradwire._base.environment import VARIABLES
 
 # A shell's background job ignores Ctrl-C, and so would all ranks.
 signal.signal(signal.SIGINT, signal.default_int_handler)

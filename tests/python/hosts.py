@@ -19,6 +19,7 @@ from typing import Any
 import gradwire
 from namespaces import Namespace, Switch, checked
 from ranks import LIMIT, Outcome
+from stopwatch import queued
 
 PORT = 29500  # free: the namespaces are ours
 _CLONE_NEWNS = 0x20000
@@ -74,6 +75,7 @@ def _child(function: Callable[[Any], Any], pipe: Any) -> None:
         outcome = Outcome(function(pipe))
     except BaseException as error:
         outcome = Outcome(error=error)
+    outcome.queued = queued()
     try:
         pipe.send(outcome)
     except (pickle.PicklingError, AttributeError, TypeError):

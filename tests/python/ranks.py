@@ -21,16 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradwire import Communicator, _rdma
+from gradwire import Communicator
+from gradwire._bootstrap.mesh import LANES, Job, Link, Mesh, Peer, inproc_meshes
 from gradwire._communicator import from_mesh
-from gradwire._interfaces import LOOPBACK
-from gradwire._mesh import LANES, Job, Link, Mesh, Peer, inproc_meshes
+from gradwire._host import rdma
+from gradwire._host.interfaces import LOOPBACK
 
-LIMIT = 90.0  # seconds, after which ranks are taken to hang
+LIMIT = 240.0  # seconds, after which ranks and programs are taken to hang, however busy the machine
 VANISHED = 3  # the exit code of a rank that does
 # What every test of a fault goes over: whatever is added here inherits them.
 # Between processes, which can die; rdma where there is a device.
-PROCESS_TRANSPORTS = ("shm", "tcp", *(["rdma"] if _rdma.why_not() is None else []))
+PROCESS_TRANSPORTS = ("shm", "tcp", *(["rdma"] if rdma.why_not() is None else []))
 TRANSPORTS = ("inproc", *PROCESS_TRANSPORTS)
 over_processes = pytest.mark.parametrize("transport", PROCESS_TRANSPORTS)
 over_all = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -46,6 +47,7 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     died: bool = False
+    queued: float = 0.0  # seconds that its process waited for a processor, where that is told
 
 
 def run(p: int, body: Body, *args: Any, **options: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ranks import LIMIT
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "build/release/tests/simulated_cuda/libsimulated_cuda.so"
@@ -74,7 +75,7 @@ def run(body: str, ranks: int = 2, *, threads: bool = False, **environment: str)
         | environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

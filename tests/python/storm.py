@@ -22,9 +22,9 @@ import time
 import traceback
 from functools import partial
 
-from gradwire._store import Address, parse_address
+from gradwire._bootstrap.store import Address, parse_address
 
-LIMIT = 60.0  # seconds, within which every stranger must have been turned away
+LIMIT = 240.0  # seconds, within which every stranger must have been turned away
 
 
 class Storm:

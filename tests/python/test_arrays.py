@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from gradwire import Communicator, InvalidArgument
 from ranks import run
 
@@ -50,10 +52,28 @@ def test_numpy_in_place() -> None:
     assert run(2, body) == [True, True]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int8", "uint8"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("float32", "float64", "float16", "bfloat16", "complex64", "complex128"),
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    ],
+)
 def test_torch_tensors_in_place(dtype: str) -> None:
     x = on_two_ranks(lambda rank: torch.full((5, 3), rank + 1, dtype=getattr(torch, dtype)))
     assert torch.equal(x, torch.full((5, 3), 3, dtype=getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16])
+def test_torch_ops_on_bits(dtype: torch.dtype) -> None:
+    given = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]).to(dtype)
+    for op, expected in (("BAND", [0, 0, 0, 1]), ("BOR", [0, 1, 1, 1]), ("BXOR", [0, 1, 1, 0])):
+
+        def body(comm: Communicator, op: str = op) -> torch.Tensor:
+            return comm.all_reduce(given[comm.rank].clone(), op=getattr(dist.ReduceOp, op))
+
+        for found in run(2, body):
+            assert torch.equal(found, torch.tensor(expected).to(dtype))
 
 
 def test_ml_dtypes_bfloat16() -> None:
@@ -85,7 +105,89 @@ def test_dlpack_results_are_numpy() -> None:
 def test_a_type_that_numpy_lacks_needs_out() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(InvalidArgument, match="give out="):
-            comm.all_gather(DLPackOnly(torch.zeros(2, dtype=torch.float8_e5m2)))
+            comm.all_gather(Handmade(code=3))  # opaque
+
+    alone(body)
+
+
+class DLTensor(ctypes.Structure):
+    """As dlpack.h has it."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class Handmade:
+    """What a library may say in a capsule, whether it is sound or not: 4 float32, but for `other`.
+
+    The capsule has no destructor, and is alive as long as the array.
+    """
+
+    def __init__(self, **other: Any) -> None:
+        self.memory = np.ones(4, np.float32)
+        self.shape = (ctypes.c_int64 * 1)(4)
+        said = {"data": self.memory.ctypes.data, "device_type": 1, "ndim": 1, "code": 2, "bits": 32}
+        self.tensor = DLTensor(**{**said, "lanes": 1, "shape": self.shape, **other})
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if options:
+            raise TypeError("unexpected keyword")
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype, make.argtypes = (
+            ctypes.py_object,
+            [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+        )
+        return make(ctypes.addressof(self.tensor), b"dltensor", None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+def test_a_capsule_made_by_hand() -> None:
+    def body(comm: Communicator) -> list[float]:
+        x = Handmade()
+        comm.all_reduce(x)
+        return x.memory.tolist()
+
+    assert run(2, body) == [[2] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"lanes": 2, "shape": (ctypes.c_int64 * 1)(2)}, "x: a DLPack array .* 2 lanes"),
+        ({"lanes": 0}, "0 lanes"),
+        ({"bits": 4}, "no whole bytes"),
+        ({"bits": 0}, "no whole bytes"),
+        ({"code": 6}, "bools of 32 bits"),
+        ({"ndim": -1}, "-1 dimensions"),
+        ({"ndim": 1 << 30}, "dimensions"),
+        ({"shape": None}, "no shape"),
+        ({"shape": (ctypes.c_int64 * 1)(-4)}, "size -4"),
+        ({"ndim": 2, "shape": (ctypes.c_int64 * 2)(1 << 40, 1 << 40)}, "larger than any memory"),
+        ({"data": None}, "no memory"),
+        ({"byte_offset": (1 << 64) - 1}, "beyond the end of memory"),
+        ({"device_type": 2}, "device"),
+    ],
+    ids=lambda each: "" if isinstance(each, str) else "-".join(each),
+)
+def test_a_capsule_that_is_not_sound_is_refused(said: dict[str, Any], message: str) -> None:
+    def body(comm: Communicator) -> None:
+        x = Handmade(**said)
+        for call in (comm.all_reduce, comm.broadcast):
+            with pytest.raises(InvalidArgument, match=message):
+                call(x)
+        assert x.memory.tolist() == [1] * 4
 
     alone(body)
 
@@ -238,7 +340,7 @@ def test_lengths_that_differ_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "named"),
-    [(np.complex64, "complex64"), (np.bool_, "bool"), (np.uint16, "uint16"), (">f4", ">f4")],
+    [(np.clongdouble, "complex256"), ("M8[s]", "datetime64"), (">f4", ">f4")],
 )
 def test_what_cannot_be_added_is_refused_with_the_list(dtype: Any, named: str) -> None:
     def body(comm: Communicator) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from gradwire import Aborted, Communicator, InvalidArgument, Timeout, Work
+from gradwire._bootstrap.mesh import inproc_meshes
 from gradwire._communicator import from_mesh
-from gradwire._mesh import inproc_meshes
 from ranks import outcomes, run
 
 

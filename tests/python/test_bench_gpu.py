@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import gpu_sanitize
 import gpu_stages
 import gpu_tests
 import gpu_torch_jobs
+import gradwire
 import pytest
 import ranks
 import result_files
@@ -146,8 +148,10 @@ def test_stages_have_their_time_and_what_those_before_them_left() -> None:
     )
     told: list[str] = []
     gpu_stages.run_all([first, second], Deadline(100), os.environ, told.append, later=[second])
-    assert told[0] == "first (up to 39 s)"
-    assert told[2] in ("second (up to 69 s)", "second (up to 68 s)")
+    # Of 100 s the first one leaves 60 to the second, twice; a busy machine takes some of the rest.
+    limits = [int(re.search(r"up to (\d+) s", told[i])[1]) for i in (0, 2)]  # type: ignore[index]
+    assert 30 < limits[0] < 40
+    assert 60 < limits[1] < 70
 
 
 def test_a_command_is_told_its_seconds() -> None:
@@ -191,6 +195,32 @@ def test_nccl_gets_several_ranks_of_a_gpu() -> None:
     assert new["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert "NCCL_HOSTID" not in new
     assert gpu_ranks.nccl_environment(0, "") == {}
+
+
+class _Late:
+    """A communicator and a place in one: an error that comes while its first call is awaited."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds, self.failed = 100.0, seconds, False
+
+    def all_reduce(self, x: object, timeout: float) -> None:
+        if self.failed:
+            error = gradwire.Timeout("late")
+            error.peer = 1
+            raise error
+
+    def wait(self) -> None:
+        self.now += self.seconds
+        self.failed = True
+
+
+@pytest.mark.parametrize("seconds", [4.0, 30.0])
+def test_an_error_that_came_during_a_wait_is_known(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = _Late(seconds)
+    monkeypatch.setattr(gpu_ranks, "own_time", lambda: late.now)
+    assert gpu_ranks._until_it_fails(late, None, late) == ("Timeout", 1, seconds)  # type: ignore[arg-type]
 
 
 _WELL = '{"passed": true}\n========= ERROR SUMMARY: 0 errors'
@@ -269,7 +299,7 @@ def test_what_else_cmake_says_is_a_failure(
 
 
 def test_the_kernels_tests_in_cpp_are_known() -> None:
-    names = gpu_tests.names(gpu.ROOT / "tests/cpp")
+    names = gpu_tests.names(gpu.ROOT / "tests/cpp/cuda")
     assert {"cuda_cast_test", "cuda_onebit_test", "cuda_topk_test"} < set(names)
     assert "cuda_nccl_test" not in names
 

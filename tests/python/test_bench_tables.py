@@ -1,4 +1,4 @@
-"""README's tables are made from the results, and are what the newest of them say."""
+"""The documents' tables are made from the results, and are what the newest of them say."""
 
 from __future__ import annotations
 
@@ -40,10 +40,16 @@ def results(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_readme_says_what_the_results_say():
-    text = tables.README.read_text(encoding="utf-8")
-    assert "<!-- table: codecs -->" in text
+@pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda each: each.name)
+def test_a_document_says_what_the_results_say(document: Path):
+    text = document.read_text(encoding="utf-8")
     assert tables.rewritten(text, tables.RESULTS) == text
+
+
+def test_each_table_is_in_a_document():
+    texts = [each.read_text(encoding="utf-8") for each in tables.DOCUMENTS]
+    for name in tables.TABLES:
+        assert any(f"<!-- table: {name} -->" in text for text in texts), name
 
 
 def test_codecs_are_compared_by_seed(results: Path):
@@ -80,7 +86,7 @@ def test_only_marked_tables_change_and_only_by_complete_results(
 def test_check_changes_nothing(results: Path, monkeypatch: pytest.MonkeyPatch):
     readme = results / "README.md"
     readme.write_text("<!-- table: codecs -->\nold\n<!-- end -->\n", encoding="utf-8")
-    monkeypatch.setattr(tables, "README", readme)
+    monkeypatch.setattr(tables, "DOCUMENTS", [readme])
     monkeypatch.setattr(tables, "RESULTS", results)
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     assert tables.main() == 1

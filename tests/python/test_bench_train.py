@@ -17,6 +17,7 @@ import train
 import train_links
 import train_report
 from methods import Method, Options
+from ranks import LIMIT
 from train_runs import Point, Result, Run, append, read_results
 
 TRAIN = Path(__file__).parents[2] / "bench" / "train.py"
@@ -272,7 +273,7 @@ def test_it_trains_what_is_not_there_yet(tiny: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", command)
     assert train.main() == 2  # wants --resume
 
-    subprocess.run([sys.executable, *command, "--resume"], timeout=90, check=True)
+    subprocess.run([sys.executable, *command, "--resume"], timeout=LIMIT, check=True)
     dense, half = read_results(runs)
     assert (dense.run, half.run) == (there, there._replace(method="fp16"))
     assert [each.step for each in half.curve] == [1, 2, 3, 4, 5, 6]

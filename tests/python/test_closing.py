@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from gradwire import Aborted, Communicator, TransportError
-from ranks import outcomes, over_processes
+from ranks import LIMIT, eventually, outcomes, over_processes
 
 
 @over_processes
@@ -85,3 +85,28 @@ def test_ctrl_c_ends_a_close_that_waits_for_work(transport: str) -> None:
     for each in outcomes(2, body, transport=transport, processes=True):
         assert each.error is None, each.error
         assert each.value < 5  # 0.1 s on a quiet machine
+
+
+@over_processes
+def test_an_abort_of_one_who_said_goodbye_is_not_heard(transport: str) -> None:
+    """It waits only to hear that rank 1 has made the same call."""
+    aborted = multiprocessing.get_context("fork").Event()
+
+    def body(comm: Communicator) -> float:
+        x = np.full(4, float(comm.rank + 1))
+        if comm.rank == 1:
+            assert aborted.wait(LIMIT)
+            comm.broadcast(x)
+            return float(x.sum())
+        comm.broadcast(x)
+        closer = threading.Thread(target=comm.close)
+        closer.start()
+        eventually(lambda: comm.closed)
+        comm.abort("too late")
+        closer.join(LIMIT)
+        aborted.set()
+        return float(x.sum())
+
+    ended = outcomes(2, body, transport=transport, processes=True, timeout=LIMIT)
+    assert [each.error for each in ended] == [None, None]
+    assert [each.value for each in ended] == [4, 4]

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from gradwire import _core, _cuda
+from gradwire import _core
+from gradwire._host import cuda
+from ranks import LIMIT
 
 # What a libnccl must have. Nobody calls any of it but the first.
 FAKE = """
@@ -27,7 +29,7 @@ def compiled(folder: Path, version: int) -> Path:
     library = folder / "libnccl.so.2"
     command = ["g++", "-shared", "-fPIC", f"-DVERSION={version}", "-Wl,-soname,libnccl.so.2"]
     command += ["-x", "c++", "-", "-o", str(library)]
-    subprocess.run(command, input=FAKE, text=True, check=True, timeout=60)
+    subprocess.run(command, input=FAKE, text=True, check=True, timeout=LIMIT)
     return library
 
 
@@ -46,14 +48,14 @@ def fake(site: Path) -> Path:
 
 def doctor(name: str, before: str = "", **environment: str) -> tuple[bool, str]:
     """A row of its table, in a process of its own, since what is loaded stays."""
-    code = f"{before}\nfrom gradwire import _cli\n_cli.main(['doctor', '--json'])"
+    code = f"{before}\nfrom gradwire._tools import cli\ncli.main(['doctor', '--json'])"
     kept = {k: v for k, v in os.environ.items() if k not in ("GRADWIRE_NCCL_SO", "PYTHONPATH")}
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**kept, "PYTHONPATH": search_path(), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
         check=False,
     )
     assert done.stdout, done.stderr
@@ -88,7 +90,7 @@ def test_what_torch_has_loaded_comes_first(site: Path, tmp_path: Path):
 
 
 def test_the_system_has_the_last_word(fake: Path):
-    if _cuda.nccl_wheels():
+    if cuda.nccl_wheels():
         pytest.skip("a wheel of NCCL is installed")
     found = doctor("NCCL", LD_LIBRARY_PATH=str(fake.parent))
     assert found == (True, f"2.28.9, {fake} (the system's)")
@@ -129,7 +131,7 @@ def test_wheels_are_looked_for_where_python_looks(
 ):
     monkeypatch.chdir(site)
     monkeypatch.setattr(sys, "path", [str(tmp_path), "", str(site), str(site)])
-    assert _cuda.nccl_wheels() == [str(fake)]
+    assert cuda.nccl_wheels() == [str(fake)]
 
 
 # --- GPUs ---
@@ -164,7 +166,7 @@ def test_devices_are_counted(monkeypatch: pytest.MonkeyPatch):
     facts = {"library": "/x.so", "runtime": "13.0", "driver": "13.1", "why_not": ""}
     found = {**facts, "devices": [large, small, large]}
     monkeypatch.setattr(_core, "cuda_facts", lambda: found)
-    ok, detail = _cuda.devices()
+    ok, detail = cuda.devices()
     assert ok
     assert detail == (
         "2 x NVIDIA H200 (9.0, 139.8 GiB), NVIDIA A2 (8.6, 16.0 GiB); "
@@ -177,4 +179,4 @@ def test_why_there_are_no_devices_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         _core, "cuda_facts", lambda: {**facts, "why_not": "there is no NVIDIA driver"}
     )
-    assert _cuda.devices() == (False, "because there is no NVIDIA driver")
+    assert cuda.devices() == (False, "because there is no NVIDIA driver")

@@ -8,12 +8,15 @@ import subprocess
 import sys
 
 import pytest
-from gradwire import _core, _doctor, _interfaces
+from gradwire import _core
+from gradwire._host import interfaces
+from gradwire._tools import doctor
+from ranks import LIMIT
 
 
 def test_json_holds_every_section():
     command = [sys.executable, "-m", "gradwire", "doctor", "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True)
     checks = json.loads(ended.stdout)["checks"]
     found = {(check["section"], check["name"]): check for check in checks}
     for name, usable, _ in _core.transports():
@@ -28,34 +31,34 @@ def test_json_holds_every_section():
 
 
 def test_what_is_absent_says_why():
-    absent = [check for check in _doctor.checks() if check.ok is False]
+    absent = [check for check in doctor.checks() if check.ok is False]
     assert all(len(check.detail) > 8 for check in absent)
 
 
 def test_the_table_has_a_line_for_each_check():
-    checks = _doctor.checks()
-    table = _doctor.as_table(checks)
+    checks = doctor.checks()
+    table = doctor.as_table(checks)
     assert all(check.name in table for check in checks)
     assert [line for line in table.splitlines() if line == "transports"]
 
 
 def test_an_absent_torch_is_explained(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_doctor, "_installed", lambda package: None)
-    (check,) = _doctor._torch()
+    monkeypatch.setattr(doctor, "_installed", lambda package: None)
+    (check,) = doctor._torch()
     assert check.ok is False
     assert "pip install" in check.detail
 
 
 @pytest.mark.parametrize(("version", "ok"), [("2.3.1", False), ("2.13.0+cpu", True)])
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, ok: bool):
-    monkeypatch.setattr(_doctor, "_installed", lambda package: version)
-    (check,) = _doctor._torch()
+    monkeypatch.setattr(doctor, "_installed", lambda package: version)
+    (check,) = doctor._torch()
     assert check.ok is ok
 
 
 def test_the_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GRADWIRE_SECRET", "open sesame, open sesame")
-    assert "sesame" not in _doctor.as_table(_doctor.checks())
+    assert "sesame" not in doctor.as_table(doctor.checks())
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def detail(section: str, name: str) -> str:
-    (found,) = [each for each in _doctor.checks() if (each.section, each.name) == (section, name)]
+    (found,) = [each for each in doctor.checks() if (each.section, each.name) == (section, name)]
     return found.detail
 
 
@@ -94,8 +97,8 @@ def test_who_may_join(nowhere: pytest.MonkeyPatch, what: str):
 
 
 def test_the_interface_has_its_reason(nowhere: pytest.MonkeyPatch):
-    nowhere.setattr(_interfaces, "interfaces", lambda: [_interfaces.Interface("ib0", "10.1.2.3")])
-    nowhere.setattr(_interfaces, "address_towards", lambda host, port: f"10.1.2.{port}")
+    nowhere.setattr(interfaces, "interfaces", lambda: [interfaces.Interface("ib0", "10.1.2.3")])
+    nowhere.setattr(interfaces, "address_towards", lambda host, port: f"10.1.2.{port}")
     where = "ranks on several hosts"
     assert detail("network", where).startswith("use ib0 (10.1.2.3): ")
     nowhere.setenv("GRADWIRE_STORE", "tcp://leader:3")

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from gradwire import Schedule
-from gradwire._schedules import edges_of, groups_of
+from gradwire._schedules.schedule import edges_of, groups_of
 
 NAMESPACE = {"svg": "http://www.w3.org/2000/svg"}
 NAMES = ["ring", "halving_doubling", "double_binary_tree", "direct", "hierarchical(ring,direct)"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gradwire import InvalidArgument
-from gradwire._gpus import _Card, _choose
+from gradwire._calls.gpus import _Card, _choose
 from simulated_gpu import needed, run
 
 pytestmark = needed

@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from gradwire import _handshake
-from gradwire._deadline import Deadline
-from gradwire._handshake import (
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import handshake
+from gradwire._bootstrap.handshake import (
     Admitted,
     Gate,
     HandshakeError,
@@ -28,6 +28,7 @@ from gradwire._handshake import (
     introduce,
     unpack_hello,
 )
+from ranks import LIMIT
 
 SECRET = b"0123456789abcdef"
 HELLO = Hello("job", Purpose.CONTROL, communicator=3, epoch=1, source=2, target=0)
@@ -36,7 +37,7 @@ HELLO = Hello("job", Purpose.CONTROL, communicator=3, epoch=1, source=2, target=
 @pytest.fixture(autouse=True)
 def fresh_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test's strangers are kept quiet by an earlier one's."""
-    monkeypatch.setattr(_handshake, "refusals", RefusalLog())
+    monkeypatch.setattr(handshake, "refusals", RefusalLog())
 
 
 class Door:
@@ -63,7 +64,7 @@ class Door:
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(condition, 10)
+            assert self._changed.wait_for(condition, LIMIT)
 
     def close(self) -> None:
         self._open = False
@@ -110,7 +111,7 @@ def test_the_right_rank_is_admitted_with_its_hello_and_its_next_bytes(door: Door
     hello, sock = door.admitted[0]
     assert (hello.source, hello.target, hello.communicator, hello.epoch) == (2, 0, 3, 1)
     assert hello.purpose is Purpose.CONTROL
-    assert _handshake.receive(sock, 7, Deadline(10)) == b"payload"
+    assert handshake.receive(sock, 7, Deadline(10)) == b"payload"
 
 
 def test_frames_are_fixed_and_small(door: Door) -> None:
@@ -122,11 +123,11 @@ def test_frames_are_fixed_and_small(door: Door) -> None:
 def test_a_handshake_has_the_bytes_that_the_protocol_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reckoned from the definition with SHA-256 alone; nonces are 0 to 31 and 32 to 63."""
     monkeypatch.setattr(
-        _handshake.secrets, "token_bytes", lambda count: bytes(range(32, 32 + count))
+        handshake.secrets, "token_bytes", lambda count: bytes(range(32, 32 + count))
     )
-    key = _handshake._key(SECRET, Purpose.CONTROL, "job")
+    key = handshake._key(SECRET, Purpose.CONTROL, "job")
     assert key.hex() == "101026ca5e048a2ec174b27accc411f2d1c2025d4784ae82d2f461e9f1367b4d"
-    conversation = _handshake.answer("job", SECRET, lambda hello: None)
+    conversation = handshake.answer("job", SECRET, lambda hello: None)
     assert next(conversation) == (b"", 72)
     hello = replace(HELLO, nonce=bytes(range(32)))
     assert hello.pack().hex() == (
@@ -145,19 +146,19 @@ def test_a_handshake_has_the_bytes_that_the_protocol_says(monkeypatch: pytest.Mo
 
 
 def test_strangers_have_five_seconds_and_sixty_four_places() -> None:
-    assert _handshake.LIMIT_SECONDS == 5
-    assert _handshake.MAX_PENDING == 64
+    assert handshake.LIMIT_SECONDS == 5
+    assert handshake.MAX_PENDING == 64
 
 
 def test_macs_are_compared_in_constant_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[bytes] = []
-    compare = _handshake.hmac.compare_digest
+    compare = handshake.hmac.compare_digest
 
     def spy(one: bytes, other: bytes) -> bool:
         compared.extend((one, other))
         return compare(one, other)
 
-    monkeypatch.setattr(_handshake.hmac, "compare_digest", spy)
+    monkeypatch.setattr(handshake.hmac, "compare_digest", spy)
     transcript = record(door)
     assert transcript.challenge[32:] in compared  # by the client
     assert transcript.proof in compared  # by the server
@@ -190,7 +191,7 @@ def test_random_bytes_are_refused(door: Door, size: int) -> None:
 
 
 def test_silence_ends_at_the_limit(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_handshake, "LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(handshake, "LIMIT_SECONDS", 0.1)
     with knock(door) as sock:
         assert is_closed(sock)
 
@@ -198,7 +199,7 @@ def test_silence_ends_at_the_limit(door: Door, monkeypatch: pytest.MonkeyPatch) 
 def test_bytes_that_drip_do_not_stretch_the_limit(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_handshake, "LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(handshake, "LIMIT_SECONDS", 0.2)
     with knock(door) as sock:
         sock.settimeout(0.02)  # between two bytes: 72 of them would take 1.4 s
         assert 0 < drip(sock, HELLO.pack()) < 72
@@ -221,7 +222,7 @@ def drip(sock: socket.socket, frame: bytes) -> int:
 def test_a_challenge_is_not_waited_for_longer_than_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_handshake, "LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(handshake, "LIMIT_SECONDS", 0.1)
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(TimeoutError):
         introduce(ours, HELLO, SECRET, Deadline(60))
@@ -241,7 +242,7 @@ def test_a_recorded_hello_gets_no_further_than_a_new_challenge(door: Door) -> No
     transcript = record(door)
     with knock(door) as sock:
         sock.sendall(transcript.hello)
-        challenge = _handshake.receive(sock, 64, Deadline(10))
+        challenge = handshake.receive(sock, 64, Deadline(10))
         assert challenge != transcript.challenge
         sock.shutdown(socket.SHUT_WR)
         assert is_closed(sock)
@@ -252,7 +253,7 @@ def test_a_recorded_handshake_does_not_fit_again(door: Door) -> None:
     transcript = record(door)
     with knock(door) as sock:
         sock.sendall(transcript.hello)
-        _handshake.receive(sock, 64, Deadline(10))
+        handshake.receive(sock, 64, Deadline(10))
         sock.sendall(transcript.proof)
         assert is_closed(sock)
     assert len(door.admitted) == 1
@@ -262,7 +263,7 @@ def test_a_recorded_handshake_sent_at_once_does_not_fit_again(door: Door) -> Non
     transcript = record(door)
     with knock(door) as sock:
         sock.sendall(transcript.hello + transcript.proof)
-        _handshake.receive(sock, 64, Deadline(10))
+        handshake.receive(sock, 64, Deadline(10))
         assert is_closed(sock)
     assert len(door.admitted) == 1
 
@@ -289,10 +290,10 @@ def record(door: Door) -> Transcript:
     with ours, theirs, knock(door) as sock:
         client = threading.Thread(target=introduce, args=(ours, HELLO, SECRET, Deadline(10)))
         client.start()
-        sock.sendall(hello := _handshake.receive(theirs, 72, Deadline(10)))
-        theirs.sendall(challenge := _handshake.receive(sock, 64, Deadline(10)))
-        sock.sendall(proof := _handshake.receive(theirs, 32, Deadline(10)))
-        theirs.sendall(welcome := _handshake.receive(sock, 1, Deadline(10)))
+        sock.sendall(hello := handshake.receive(theirs, 72, Deadline(10)))
+        theirs.sendall(challenge := handshake.receive(sock, 64, Deadline(10)))
+        sock.sendall(proof := handshake.receive(theirs, 32, Deadline(10)))
+        theirs.sendall(welcome := handshake.receive(sock, 1, Deadline(10)))
         client.join()
     return Transcript(hello, challenge, proof, welcome)
 
@@ -300,7 +301,7 @@ def record(door: Door) -> Transcript:
 def test_our_own_challenge_sent_back_is_refused(door: Door) -> None:
     with knock(door) as sock:
         sock.sendall(HELLO.pack())
-        challenge = _handshake.receive(sock, 64, Deadline(10))
+        challenge = handshake.receive(sock, 64, Deadline(10))
         sock.sendall(challenge[32:])
         assert is_closed(sock)
     assert not door.admitted
@@ -328,8 +329,8 @@ def test_our_own_hello_sent_back_convinces_no_client() -> None:
 def test_a_right_mac_for_something_else_is_refused(door: Door, other: Hello) -> None:
     with knock(door) as sock:
         sock.sendall(HELLO.pack())
-        nonce = _handshake.receive(sock, 64, Deadline(10))[:32]
-        sock.sendall(_handshake._mac(SECRET, other, b"C", other.pack() + nonce))
+        nonce = handshake.receive(sock, 64, Deadline(10))[:32]
+        sock.sendall(handshake._mac(SECRET, other, b"C", other.pack() + nonce))
         assert is_closed(sock)
     assert not door.admitted
 
@@ -339,7 +340,7 @@ def test_the_nonce_is_fresh_each_time(door: Door) -> None:
     for _ in range(3):
         with knock(door) as sock:
             sock.sendall(HELLO.pack())
-            nonces.add(_handshake.receive(sock, 64, Deadline(10))[:32])
+            nonces.add(handshake.receive(sock, 64, Deadline(10))[:32])
     assert len(nonces) == 3
 
 
@@ -354,20 +355,20 @@ def test_a_thousand_strangers_keep_no_rank_out(door: Door) -> None:
             if number % 100 == 50:
                 join(door)
     door.wait_for(lambda: len(door.admitted) == 10)
-    assert door.pending_most <= _handshake.MAX_PENDING
+    assert door.pending_most <= handshake.MAX_PENDING
 
 
 def test_a_crowd_evicts_its_own() -> None:
     gate = Gate([], "job", SECRET, expect_hello)
     with ExitStack() as stack:
-        ends = [socket.socketpair() for _ in range(_handshake.MAX_PENDING + 20)]
+        ends = [socket.socketpair() for _ in range(handshake.MAX_PENDING + 20)]
         for ours, theirs in ends:
             stack.enter_context(ours)
             address = "192.0.2.1" if ours is ends[0][0] else "192.0.2.66"
             gate.greet(theirs, address)
-        assert gate.pending == _handshake.MAX_PENDING
+        assert gate.pending == handshake.MAX_PENDING
         assert [theirs.fileno() == -1 for _, theirs in ends] == (
-            [False] + [True] * 20 + [False] * (_handshake.MAX_PENDING - 1)
+            [False] + [True] * 20 + [False] * (handshake.MAX_PENDING - 1)
         )
         gate.close()
 

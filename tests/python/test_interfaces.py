@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 
 import pytest
-from gradwire import _interfaces
 from gradwire._errors import RendezvousError
-from gradwire._interfaces import Interface, address_towards, choose, interfaces, matches
+from gradwire._host import interfaces as _interfaces
+from gradwire._host.interfaces import Interface, address_towards, choose, interfaces, matches
 
 LO = Interface("lo", "127.0.0.1")
 ETH = Interface("eth0", "192.0.2.7")

@@ -19,25 +19,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gradwire import Communicator, _handshake
+from gradwire import Communicator
+from gradwire._base.deadline import Deadline
+from gradwire._base.environment import VARIABLES
+from gradwire._bootstrap import handshake
+from gradwire._bootstrap.connect import connect_mesh
+from gradwire._bootstrap.handshake import Hello, Purpose, RefusalLog, introduce, receive
+from gradwire._bootstrap.introduction import introduction, read_introduction
+from gradwire._bootstrap.mesh import Card, Job, Mesh, unpack_card
+from gradwire._bootstrap.rendezvous import find_secret, rendezvous
+from gradwire._bootstrap.store import Address, parse_address
+from gradwire._bootstrap.store_server import StoreServer
+from gradwire._bootstrap.world import World
 from gradwire._communicator import from_mesh
-from gradwire._connect import connect_mesh
-from gradwire._deadline import Deadline
-from gradwire._environment import VARIABLES
 from gradwire._errors import RendezvousError
-from gradwire._handshake import Hello, Purpose, RefusalLog, introduce, receive
-from gradwire._interfaces import Choice, Interface
-from gradwire._introduction import introduction, read_introduction
-from gradwire._mesh import Card, Job, Mesh, unpack_card
-from gradwire._rendezvous import find_secret, rendezvous
-from gradwire._store import Address, parse_address
-from gradwire._store_server import StoreServer
-from gradwire._world import World
+from gradwire._host.interfaces import Choice, Interface
+from ranks import LIMIT
 from storm import Storm
 
 SECRET = b"0123456789abcdef"
 STRANGERS = 1000
-LIMIT = 60.0  # seconds that a launched rank may take to the next thing that it says
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +49,8 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_and_fresh_gates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_handshake, "refusals", RefusalLog())
-    monkeypatch.setattr(_handshake, "LIMIT_SECONDS", 1.0)  # silent strangers go sooner
+    monkeypatch.setattr(handshake, "refusals", RefusalLog())
+    monkeypatch.setattr(handshake, "LIMIT_SECONDS", 2.0)  # silent strangers go sooner
 
 
 def gather_storm() -> Storm:

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gradwire._launch import _Launch, run
-from gradwire._verdict import Failure, Note, read_notes, root
+from gradwire._launch.launcher import _Launch, run
+from gradwire._launch.root_cause import Failure, Note, read_notes, root
+from ranks import LIMIT
 
 MAIN = """
 import sys
-from gradwire import _launch
-_launch.SETTLE_SECONDS = 0.1
-sys.exit(_launch.run(sys.argv[1:]))
+from gradwire._launch import launcher
+launcher.SETTLE_SECONDS = 0.1
+sys.exit(launcher.run(sys.argv[1:]))
 """
 
 # Blocks until a signal comes; says first that it has come so far.
@@ -66,7 +67,7 @@ def launch() -> Iterator[Launch]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT)
     return process.returncode, out, err
 
 
@@ -97,8 +98,8 @@ def test_each_run_has_a_secret_of_its_own(launch: Launch, script: Callable[[str]
 
 def test_ranks_meet(launch: Launch, script: Callable[[str], str]) -> None:
     path = script("""
-from gradwire._rendezvous import rendezvous
-from gradwire._world import from_environment
+from gradwire._bootstrap.rendezvous import rendezvous
+from gradwire._bootstrap.world import from_environment
 for turn in range(2):
     mesh = rendezvous(from_environment(), timeout=30)
     os.write(1, f"{mesh.rank} {sorted(mesh.peers)} {mesh.communicator}\\n".encode())
@@ -151,7 +152,7 @@ def test_others_have_a_moment_to_fail_by_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 fails when the launcher has seen that rank 0 did."""
-    monkeypatch.setattr("gradwire._launch.SETTLE_SECONDS", 60)
+    monkeypatch.setattr("gradwire._launch.launcher.SETTLE_SECONDS", 60)
     os.mkfifo(tmp_path / "process")
     fifo = f"open({str(tmp_path / 'process')!r}, "
     path = script(f"""
@@ -225,8 +226,8 @@ block()
 def test_ranks_that_ignore_the_request_to_end_are_killed(
     script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire._launch.SETTLE_SECONDS", 0.1)
-    monkeypatch.setattr("gradwire._launch.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("gradwire._launch.launcher.SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr("gradwire._launch.launcher.GRACE_SECONDS", 0.2)
     os.mkfifo(tmp_path / "ready")
     ready = f"open({str(tmp_path / 'ready')!r}, "
     path = script(f"""

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import LIMIT
 
 SCRIPT = """
 import sys, numpy, gradwire
@@ -25,7 +26,7 @@ def test_ranks_meet_under_mpiexec(tmp_path: Path):
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
     ended = subprocess.run(
-        [mpiexec, "-n", "3", sys.executable, script], capture_output=True, text=True, timeout=100
+        [mpiexec, "-n", "3", sys.executable, script], capture_output=True, text=True, timeout=LIMIT
     )
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.split("\n")) == ["", "0/3 6.0", "1/3 6.0", "2/3 6.0"]

@@ -133,7 +133,7 @@ def test_any_dtype_and_list_views() -> None:
     run(2, body)
 
 
-@pytest.mark.parametrize("peer", [0, 2, -1, 7])
+@pytest.mark.parametrize("peer", [2, -1, 7])
 def test_who_is_no_peer_is_refused(peer: int) -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:
@@ -172,3 +172,76 @@ def test_a_receive_without_a_sender_times_out() -> None:
 
     found = errors(2, body)
     assert all(isinstance(each, Timeout) and each.peer == 0 for each in found)
+
+
+@pytest.mark.parametrize("p", [1, 3])
+@pytest.mark.parametrize("n", [0, 1, LARGE])
+def test_a_blocking_send_to_oneself_waits_for_no_recv(p: int, n: int) -> None:
+    def body(comm: Communicator) -> None:
+        sent = pattern(n, comm.rank)
+        comm.send(sent, comm.rank)
+        sent[:] = 0  # it was copied
+        x = np.empty(n, np.uint8)
+        assert comm.recv(x, comm.rank) == comm.rank
+        np.testing.assert_array_equal(x, pattern(n, comm.rank))
+        comm.barrier()
+
+    run(p, body)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("source", ["itself", "any"])
+def test_messages_to_oneself_arrive_in_order(p: int, source: str) -> None:
+    def body(comm: Communicator) -> None:
+        src = comm.rank if source == "itself" else None
+        sizes = [5, 0, 200_000, 1]
+        outs = [np.empty(n, np.uint8) for n in sizes]
+        early = [comm.recv(out, src, async_op=True) for out in outs[:2]]
+        for n in sizes:
+            comm.send(pattern(n, n), comm.rank)
+        late = [comm.recv(out, src, async_op=True) for out in outs[2:]]
+        for work in early + late:
+            assert work.wait() == comm.rank
+        for n, out in zip(sizes, outs, strict=True):
+            np.testing.assert_array_equal(out, pattern(n, n))
+        comm.barrier()
+
+    run(p, body)
+
+
+def test_a_recv_from_any_rank_takes_messages_of_others_and_its_own() -> None:
+    def body(comm: Communicator) -> None:
+        comm.send(np.full(3, comm.rank), 0)
+        comm.send(np.full(3, comm.rank), comm.rank)
+        x = np.empty(3, np.int64)
+        found = []
+        for _ in range(comm.size + 1 if comm.rank == 0 else 1):
+            found.append(comm.recv(x))
+            assert x.tolist() == [found[-1]] * 3
+        assert sorted(found) == ([0, 0, 1, 2] if comm.rank == 0 else [comm.rank])
+
+    run(3, body)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_who_waits_for_itself_in_vain_is_named(p: int) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.recv(np.empty(3), 0, timeout=0.2)
+
+    (first, *others) = outcomes(p, body)
+    assert isinstance(first.error, Timeout)
+    assert first.error.peer == 0
+    assert "timed out: no send or recv matched with rank 0" in str(first.error)
+    for each in others:
+        assert each.error is None or isinstance(each.error, Timeout)
+
+
+def test_a_message_to_oneself_of_another_size_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        comm.send(np.ones(3), comm.rank)
+        comm.recv(np.ones(4), comm.rank)
+
+    for each in outcomes(2, body):
+        assert isinstance(each.error, InvalidArgument)
+        assert "sent a message of another size than the 32 bytes" in str(each.error)

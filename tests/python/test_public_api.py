@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import pickle
 import struct
@@ -14,10 +15,10 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire import Communicator, _core
-from ranks import run
+from ranks import LIMIT, run
 
 
-def python(code: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+def python(code: str, timeout: float = LIMIT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, check=False
     )
@@ -25,7 +26,7 @@ def python(code: str, timeout: float = 30) -> subprocess.CompletedProcess[str]:
 
 def test_import_needs_no_torch() -> None:
     done = python("import sys, gradwire; print(sorted(n for n in sys.modules if 'torch' in n))")
-    assert done.stdout.strip() == "['gradwire._torch_store']", done.stderr
+    assert done.stdout.strip() == "['gradwire._bootstrap.torch_store']", done.stderr
 
 
 def needed_libraries(path: Path) -> list[str]:
@@ -56,7 +57,7 @@ def test_all_that_is_public_is_documented() -> None:
     for name in gradwire.__all__:
         thing = getattr(gradwire, name)
         assert inspect.getdoc(thing), name
-    for name, member in vars(Communicator).items():
+    for name, member in inspect.getmembers(Communicator):
         if not name.startswith("_"):
             assert inspect.getdoc(member), name
 
@@ -76,12 +77,41 @@ def test_errors_are_one_tree(name: str, bases: set[type]) -> None:
     kind = getattr(gradwire, name)
     assert kind.__module__ == "gradwire"
     assert set(kind.__bases__) == {gradwire.Error} | bases
+    assert issubclass(gradwire.Error, RuntimeError)
     error = kind("what happened")
-    if name in ("TransportError", "Timeout"):
+    if name in ("TransportError", "Timeout", "Aborted"):
         assert error.peer == -1
         error.peer = 3
-    copy = pickle.loads(pickle.dumps(error))
-    assert (type(copy), str(copy), vars(copy)) == (kind, "what happened", vars(error))
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert (type(again), str(again), vars(again)) == (kind, "what happened", vars(error))
+        assert again.args == ("what happened",)
+
+
+@pytest.mark.parametrize(
+    "name", ["InvalidArgument", "RendezvousError", "TransportError", "Timeout", "Aborted"]
+)
+def test_errors_can_be_derived_from(name: str) -> None:
+    class Own(getattr(gradwire, name)):
+        def __new__(cls, text: str, more: int) -> Any:
+            return super().__new__(cls, text)
+
+        def __init__(self, text: str, more: int) -> None:
+            super().__init__(text)
+            self.more = more
+
+    error = Own("what happened", 5)
+    assert (error.args, str(error), error.more) == (("what happened",), "what happened", 5)
+    assert isinstance(error, RuntimeError)
+
+
+def test_a_timeout_is_an_oserror_like_pythons_own() -> None:
+    def fields(error: TimeoutError) -> Any:
+        return error.args, str(error), error.errno, error.strerror, error.filename
+
+    for args in [(), ("late",), (110, "late"), (110, "late", "file")]:
+        assert fields(gradwire.Timeout(*args)) == fields(TimeoutError(*args))
+    with pytest.raises(OSError, match="late"):
+        raise gradwire.Timeout("late")
 
 
 def test_one_rank_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +189,7 @@ def test_the_interpreter_ends_cleanly(how: str) -> None:
     code = f"""
 import contextlib, gradwire, threading, numpy as np
 from gradwire._communicator import from_mesh
-from gradwire._mesh import inproc_meshes
+from gradwire._bootstrap.mesh import inproc_meshes
 one, other = inproc_meshes(2)
 peers = []
 thread = threading.Thread(target=lambda: peers.append(from_mesh(other, timeout=20)))

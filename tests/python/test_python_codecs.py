@@ -17,7 +17,7 @@ from gradwire import (
     TransportError,
     _core,
 )
-from gradwire._arrays import operand
+from gradwire._arrays.operands import operand
 from numpy.typing import NDArray
 from ranks import eventually, run
 
@@ -338,7 +338,9 @@ def payload_of(comm: Communicator, x: Floats, spoil: Callable[[bytes], bytes]) -
     letters.seal(body, finite=True, limit=1 << 20)
     address = operand(x, "x").address, x.size
     request = _core.Request("all_reduce", "float32", "sum", 0, [address], [address])
-    request.exchange(letters, "Exact")
+    request.exchange(letters)
+    request.label("Exact")
+    request.check_shape(str(x.shape), False)
     comm._core.run(request, 10)
 
 

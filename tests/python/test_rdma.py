@@ -9,10 +9,13 @@ from types import SimpleNamespace
 
 import gradwire
 import pytest
-from gradwire import InvalidArgument, _connect, _core, _doctor, _rdma
-from gradwire._interfaces import LOOPBACK
-from gradwire._mesh import Card, choose_transport
-from gradwire._rendezvous import choose_transports
+from gradwire import InvalidArgument, _core
+from gradwire._bootstrap import connect
+from gradwire._bootstrap.mesh import Card, choose_transport
+from gradwire._bootstrap.rendezvous import choose_transports
+from gradwire._host import rdma
+from gradwire._host.interfaces import LOOPBACK
+from gradwire._tools import doctor
 
 ABSENT = "the RDMA library does not load"
 
@@ -22,9 +25,9 @@ def nothing_is_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("HCA", "LINK_LAYER", "GID_INDEX", "MTU", "TC", "SL", "TIMEOUT"):
         monkeypatch.delenv(f"GRADWIRE_IB_{name}", raising=False)
     monkeypatch.delenv("GRADWIRE_TRANSPORT", raising=False)
-    _rdma._open.cache_clear()
+    rdma._open.cache_clear()
     yield
-    _rdma._open.cache_clear()
+    rdma._open.cache_clear()
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def two_ports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_ports")
 def test_without_ports_it_is_left_out_unless_it_is_asked_for():
-    assert _rdma.networks(choose_transports(None)) == ()
+    assert rdma.networks(choose_transports(None)) == ()
     with pytest.raises(InvalidArgument, match=f"transport rdma is not usable here: {ABSENT}"):
         choose_transports(["rdma"])
     with pytest.raises(InvalidArgument, match=ABSENT):
@@ -63,7 +66,7 @@ def test_without_ports_it_is_left_out_unless_it_is_asked_for():
 def test_with_ports_it_comes_between_shm_and_tcp(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "gradwire"):
         assert choose_transports(None) == ("shm", "rdma", "tcp")
-        assert _rdma.networks(choose_transports(None))
+        assert rdma.networks(choose_transports(None))
     assert "GID 1 (198.18.0.1)" in caplog.text
     assert choose_transports(["rdma"]) == ("rdma",)
 
@@ -72,23 +75,23 @@ def test_with_ports_it_comes_between_shm_and_tcp(caplog: pytest.LogCaptureFixtur
 def test_a_device_that_was_named_and_is_not_used_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    _rdma.networks(["rdma", "tcp"])
+    rdma.networks(["rdma", "tcp"])
     assert caplog.text == ""
     monkeypatch.setenv("GRADWIRE_IB_HCA", "mlx5_7")
-    _rdma.networks(["rdma", "tcp"])
+    rdma.networks(["rdma", "tcp"])
     assert f"GRADWIRE_IB_HCA=mlx5_7, and RDMA is not used: {ABSENT}" in caplog.text
 
 
 def test_the_environment_chooses(
     no_ports: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ):
-    assert _rdma.why_not() == ABSENT
+    assert rdma.why_not() == ABSENT
     unset = {"hca": "", "link_layer": "", "gid_index": -1, "mtu": 0, "traffic_class": 0}
     assert no_ports == [{**unset, "service_level": 0, "timeout": 18}]
     chosen = {"HCA": "=rxe0", "LINK_LAYER": "ethernet", "GID_INDEX": "3", "MTU": "1024"}
     for name, value in {**chosen, "TC": "106", "SL": "3", "TIMEOUT": "20"}.items():
         monkeypatch.setenv(f"GRADWIRE_IB_{name}", value)
-    _rdma.why_not()
+    rdma.why_not()
     known = {"hca": "=rxe0", "link_layer": "ethernet", "gid_index": 3, "mtu": 1024}
     assert no_ports[1] == {**known, "traffic_class": 106, "service_level": 3, "timeout": 20}
 
@@ -110,8 +113,8 @@ def test_a_wrong_setting_is_an_error_even_where_tcp_would_do(
 ):
     monkeypatch.setenv(f"GRADWIRE_IB_{name}", value)
     with pytest.raises(InvalidArgument, match=f"GRADWIRE_IB_{name}={value!r}"):
-        _rdma.networks(["rdma", "tcp"])
-    (check,) = (each for each in _doctor.checks() if each.name == "rdma")
+        rdma.networks(["rdma", "tcp"])
+    (check,) = (each for each in doctor.checks() if each.name == "rdma")
     assert check.ok is False
     assert value in check.detail
 
@@ -120,10 +123,10 @@ def test_ports_are_opened_once_a_process(
     no_ports: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ):
     for _ in range(3):
-        _rdma.why_not()
+        rdma.why_not()
     assert len(no_ports) == 1
     monkeypatch.setattr("os.getpid", lambda: 1)  # as in a forked child
-    _rdma.why_not()
+    rdma.why_not()
     assert len(no_ports) == 2
 
 
@@ -131,7 +134,7 @@ def test_no_device_is_opened_where_shared_memory_joins_all_ranks(no_ports: list[
     with gradwire.init() as comm:
         assert comm.size == 1
     assert gradwire.spawn(lambda comm: comm.transports, 2) == [{1: "shm"}, {0: "shm"}]
-    listeners, card = _connect._listen(("shm", "rdma", "tcp"), LOOPBACK)
+    listeners, card = connect._listen(("shm", "rdma", "tcp"), LOOPBACK)
     for each in listeners:
         each.close()
     assert (card.networks, no_ports) == ((), [])
@@ -139,9 +142,9 @@ def test_no_device_is_opened_where_shared_memory_joins_all_ranks(no_ports: list[
 
 @pytest.mark.usefixtures("two_ports")
 def test_networks_say_who_is_reached():
-    assert _rdma.networks(["shm", "tcp"]) == ()
-    assert _rdma.networks(["shm", "rdma", "tcp"]) == ("ethernet 198.18.0.0/24",)
-    assert _rdma.networks(["rdma"]) == (
+    assert rdma.networks(["shm", "tcp"]) == ()
+    assert rdma.networks(["shm", "rdma", "tcp"]) == ("ethernet 198.18.0.0/24",)
+    assert rdma.networks(["rdma"]) == (
         "ethernet 198.18.0.0/24",
         "ethernet, any network",
         "infiniband, any network",
@@ -150,7 +153,7 @@ def test_networks_say_who_is_reached():
 
 @pytest.mark.usefixtures("two_ports")
 def test_the_doctor_shows_ports_with_their_addresses():
-    (check,) = (each for each in _doctor.checks() if each.name == "rdma")
+    (check,) = (each for each in doctor.checks() if each.name == "rdma")
     assert check.ok is True
     assert check.detail.startswith("rxe0:1, RoCE v2, GID 1 (198.18.0.1), MTU 4096; mlx5_0:1")
 

@@ -19,16 +19,19 @@ from pathlib import Path
 import gradwire
 import numpy as np
 import pytest
-from gradwire import _connect, _meeting, _mesh, _rendezvous
-from gradwire._connect import _require_route, connect_mesh
-from gradwire._deadline import Deadline
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import connect as _connect
+from gradwire._bootstrap import meeting as _meeting
+from gradwire._bootstrap import mesh as _mesh
+from gradwire._bootstrap import rendezvous as _rendezvous
+from gradwire._bootstrap.connect import _require_route, connect_mesh
+from gradwire._bootstrap.handshake import Purpose
+from gradwire._bootstrap.mesh import Card, Job, Mesh, choose_transport, inproc_meshes, unpack_card
+from gradwire._bootstrap.rendezvous import choose_transports, find_secret, rendezvous
+from gradwire._bootstrap.world import World, explicit
 from gradwire._errors import InvalidArgument, RendezvousError
-from gradwire._handshake import Purpose
-from gradwire._interfaces import Choice, Interface, interfaces
-from gradwire._mesh import Card, Job, Mesh, choose_transport, inproc_meshes, unpack_card
-from gradwire._rendezvous import choose_transports, find_secret, rendezvous
-from gradwire._world import World, explicit
-from ranks import over_processes
+from gradwire._host.interfaces import Choice, Interface, interfaces
+from ranks import LIMIT, over_processes
 
 SECRET = b"0123456789abcdef"
 pytestmark = pytest.mark.usefixtures("bare_environment")
@@ -138,7 +141,8 @@ def test_nothing_listens_once_the_mesh_is_complete(
     cards: list[Card] = []
     unpack = _mesh.unpack_card
     monkeypatch.setattr(
-        "gradwire._connect.unpack_card", lambda *args: cards.append(unpack(*args)) or cards[-1]
+        "gradwire._bootstrap.connect.unpack_card",
+        lambda *args: cards.append(unpack(*args)) or cards[-1],
     )
     closing(meet(worlds(2)))
     for card in cards:
@@ -185,7 +189,8 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
     futures = meet([world for world in worlds(4) if world.rank != 2], timeout=0.5)
     errors = [future.exception() for future in futures]
     assert all(isinstance(error, RendezvousError) for error in errors)
-    assert all("rank 2 of 4 did not appear within 0.5 s" in str(error) for error in errors)
+    expected = "timed out: rank 2 of 4 did not appear within 0.5 s"
+    assert all(expected in str(error) for error in errors)
 
 
 def test_all_missing_ranks_are_named() -> None:
@@ -333,7 +338,7 @@ def meet_two_hosts(monkeypatch: pytest.MonkeyPatch, **options: object) -> list[F
     """Two ranks that each believe to be on a host of their own."""
     identity = threading.local()
     monkeypatch.setattr(
-        "gradwire._connect.host_identity", lambda: getattr(identity, "name", "unset")
+        "gradwire._bootstrap.connect.host_identity", lambda: getattr(identity, "name", "unset")
     )
 
     def call(place: World) -> Mesh:
@@ -503,8 +508,8 @@ def test_a_choice_reads_well() -> None:
 
 TORCH_RANK = """
 import os
-from gradwire._rendezvous import rendezvous
-from gradwire._world import from_environment
+from gradwire._bootstrap.rendezvous import rendezvous
+from gradwire._bootstrap.world import from_environment
 mesh = rendezvous(from_environment(), timeout=60)
 control = next(iter(mesh.peers.values())).control
 control.sendall(b"x")
@@ -519,7 +524,7 @@ def test_ranks_meet_in_torchs_store(tmp_path: Path) -> None:
     script.write_text(TORCH_RANK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=100, check=False
+        [*command, str(script)], capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert done.returncode == 0, done.stderr
     lines = sorted(line.split() for line in done.stdout.splitlines() if line)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from gradwire import Communicator, Error, Timeout, TransportError, algorithms
 from ranks import Outcome, eventually, outcomes, over_processes, state_of
+from stopwatch import Stopwatch
 
 P = 4
 HOSTS = [[0, 1], [2, 3]]
@@ -24,19 +25,19 @@ class Board:
     """Numbers that all ranks see, though they are processes."""
 
     def __init__(self) -> None:
-        self.when = RawArray(ctypes.c_double, 1)
+        self.watch = Stopwatch(P)
         self.pid = RawArray(ctypes.c_int, 1)
         self.ready = RawArray(ctypes.c_int, P)
 
     def mark(self) -> None:
         """Notes who it is that ends or stops now."""
         self.pid[0] = os.getpid()
-        self.when[0] = time.monotonic()
+        self.watch.start()
 
     @property
     def age(self) -> float:
-        """Seconds since then."""
-        return time.monotonic() - self.when[0]
+        """Seconds since then, of this rank's own."""
+        return self.watch.seconds
 
 
 def in_the_middle(comm: Communicator, begin: Callable[[], Any]) -> None:
@@ -86,6 +87,7 @@ def test_a_killed_rank_is_named_by_all_within_two_seconds(algorithm: str, transp
     board = Board()
 
     def body(comm: Communicator) -> tuple[Error, float]:
+        board.watch.join(comm.rank)
         x = large()
         comm.barrier()
         if comm.rank == 2:
@@ -109,6 +111,7 @@ def test_a_killed_rank_is_named_in_every_communicator(transport: str) -> None:
     board = Board()
 
     def body(comm: Communicator) -> tuple[Error, float]:
+        board.watch.join(comm.rank)
         parts = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
         xs = [large() for _ in range(3)]
         doomed = with_rank_3(comm, *parts) if comm.rank != 3 else []
@@ -139,6 +142,7 @@ def test_a_rank_killed_while_all_close_is_named_by_close(transport: str) -> None
     board = Board()
 
     def body(comm: Communicator) -> tuple[Error, float]:
+        board.watch.join(comm.rank)
         comm.barrier()
         x = large()
         if comm.rank == 1:
@@ -155,10 +159,12 @@ def test_a_rank_killed_while_all_close_is_named_by_close(transport: str) -> None
     check_killed(outcomes(P, body, transport=transport, processes=True), 1)
 
 
-def outlive(board: Board, comm: Communicator, call: Callable[[], Any]) -> tuple[Error, float]:
+def outlive(
+    board: Board, comm: Communicator, timeout: float, call: Callable[..., Any]
+) -> tuple[Error, float]:
     """How `call` ends on a rank that is not the stopped one; the last of them wakes that one."""
-    error = error_of(call)
-    seconds = board.age
+    error, seconds = error_of(partial(call, timeout=timeout)), board.age
+    assert board.watch.elapsed > timeout / 2
     assert state_of(board.pid[0]) == "T"  # before the last can wake it
     board.ready[comm.rank] = 1
     if sum(board.ready) == P - 1:
@@ -177,7 +183,7 @@ def check_stopped(ended: list[Outcome], victim: int, timeout: float) -> None:
         error, seconds = each.value
         assert isinstance(error, Timeout), error
         assert error.peer == victim, error
-        assert rank == victim or timeout / 2 < seconds < timeout + 1.5
+        assert rank == victim or seconds < timeout + 1.5
 
 
 @over_processes
@@ -186,13 +192,14 @@ def test_a_stopped_rank_is_named_by_all_at_the_deadline(algorithm: str, transpor
     board = Board()
 
     def body(comm: Communicator) -> tuple[Error, float]:
+        board.watch.join(comm.rank)
         x = large()
         comm.barrier()
         if comm.rank == 1:
             in_the_middle(comm, lambda: comm.all_reduce(x, algorithm=algorithm, async_op=True))
             stop(board)
             return error_of(comm.barrier), 0
-        return outlive(board, comm, lambda: comm.all_reduce(x, algorithm=algorithm, timeout=1.5))
+        return outlive(board, comm, 1.5, partial(comm.all_reduce, x, algorithm=algorithm))
 
     check_stopped(outcomes(P, body, transport=transport, processes=True), 1, 1.5)
 
@@ -203,18 +210,19 @@ def test_a_rank_stopped_while_it_waited_is_named(transport: str) -> None:
     board = Board()
 
     def body(comm: Communicator) -> tuple[Error, float]:
+        board.watch.join(comm.rank)
         x = large()
         comm.barrier()
         if comm.rank == 1:
             board.mark()
             work = comm.all_reduce(x, algorithm="ring", async_op=True)
-            eventually(lambda: board.age > 0.4)  # by now it has said so
+            eventually(lambda: board.watch.elapsed > 0.4)  # by now it has said so
             assert not work.done()
             stop(board)
             return error_of(comm.barrier), 0
         if comm.rank == 0:
             eventually(lambda: board.pid[0] and state_of(board.pid[0]) == "T")
-        return outlive(board, comm, lambda: comm.all_reduce(x, algorithm="ring", timeout=2))
+        return outlive(board, comm, 2, partial(comm.all_reduce, x, algorithm="ring"))
 
     check_stopped(outcomes(P, body, transport=transport, processes=True), 1, 2)
 
@@ -225,18 +233,19 @@ def test_a_rank_stopped_while_it_received_is_named(transport: str) -> None:
     board = Board()
 
     def body(comm: Communicator) -> tuple[Error, float]:
+        board.watch.join(comm.rank)
         comm.barrier()
         if comm.rank == 1:
             board.mark()
             work = comm.recv(np.empty(4), 2, async_op=True)
-            eventually(lambda: board.age > 0.4)  # by now it has said so
+            eventually(lambda: board.watch.elapsed > 0.4)  # by now it has said so
             assert not work.done()
             stop(board)
             return error_of(comm.barrier), 0
         eventually(lambda: board.pid[0] and state_of(board.pid[0]) == "T")
         if comm.rank == 2:
             comm.send(np.zeros(4), 1)
-        return outlive(board, comm, lambda: comm.recv(np.empty(4), 1, timeout=2))
+        return outlive(board, comm, 2, partial(comm.recv, np.empty(4), 1))
 
     check_stopped(outcomes(P, body, transport=transport, processes=True), 1, 2)
 

@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 from gradwire import InvalidArgument, Schedule, ScheduleError, algorithms
-from gradwire._schedules import Edge, Shape, groups_of
+from gradwire._schedules.report import Edge, Shape
+from gradwire._schedules.schedule import groups_of
 
 CHAIN = """
 gradwire schedule 1

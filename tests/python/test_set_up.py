@@ -8,8 +8,8 @@ import threading
 
 import pytest
 from gradwire import Aborted, Error, Timeout, TransportError
+from gradwire._bootstrap.mesh import Mesh
 from gradwire._communicator import from_mesh
-from gradwire._mesh import Mesh
 from ranks import LIMIT, meshes, over_all
 
 P, MISSING = 4, 1

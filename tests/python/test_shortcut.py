@@ -91,7 +91,8 @@ def test_another_form_or_option_does_not_take_it() -> None:
             comm.all_reduce(x, "max")  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="unheard"):
             takes_shortcut(comm, x, unheard=1)
-        assert takes_shortcut(comm, x.reshape(2, 3))  # the same elements
+        assert not takes_shortcut(comm, x.reshape(2, 3))  # shapes are compared first
+        assert takes_shortcut(comm, x)
         assert x.tolist() == [3] * 6
         assert comm.all_reduce(np.float32([1, comm.rank]), op="max").tolist() == [1, 1]
         assert comm.all_reduce(np.float32([1, comm.rank])).tolist() == [2, 1]
@@ -136,10 +137,10 @@ def test_work_that_nobody_waited_for_comes_first() -> None:
     def body(comm: Communicator) -> None:
         x = np.ones(8, np.float32)
         comm.all_reduce(x.copy())
-        with mock.patch.object(gradwire._work, "finish"):
-            comm._dropped.append(mock.Mock())
+        with mock.patch.object(gradwire._calls.work, "finish"):
+            comm._calls.dropped.append(mock.Mock())
             assert not takes_shortcut(comm, x)
-            comm._dropped.clear()
+            comm._calls.dropped.clear()
         assert takes_shortcut(comm, x)
 
     run(2, body)
@@ -294,3 +295,79 @@ def test_it_keeps_no_communicator_alive_nor_memory() -> None:
     del comm, x
     gc.collect()
     assert [each() for each in seen] == [None, None]
+
+
+def tensors_of(x: np.ndarray) -> dict[str, Any]:
+    """Tensors of the same elements that a call must not go past the checks for."""
+    torch = pytest.importorskip("torch")
+    t = torch.from_numpy(x.copy())
+
+    class Subclass(torch.Tensor):  # type: ignore[misc]
+        pass
+
+    return {
+        "another dtype": t.double(),
+        "another shape": t.reshape(2, -1),
+        "a subclass": t.clone().as_subclass(Subclass),
+        "a list": [t],
+        "not contiguous": torch.stack([t, t], 1)[:, 0],
+        "negated": torch.complex(t, t).conj().imag,
+        "meta": t.to("meta"),
+        "sparse": t.to_sparse(),
+    }
+
+
+def test_a_tensor_takes_it_as_an_array_does() -> None:
+    torch = pytest.importorskip("torch")
+
+    def body(comm: Communicator) -> None:
+        first = torch.full((6,), float(comm.rank))
+        comm.all_reduce(first)
+        x = torch.full((6,), comm.rank + 1.0)
+        assert takes_shortcut(comm, x)
+        assert x.tolist() == [3] * 6
+        assert not takes_shortcut(comm, np.ones(6, np.float32))
+        for name, each in tensors_of(np.ones(6, np.float32)).items():
+            assert not takes_shortcut(comm, each), name
+        assert not takes_shortcut(comm, torch.nn.Parameter(torch.ones(6)))  # not seen before
+        for _ in range(2):
+            comm.all_reduce(parameter := torch.nn.Parameter(torch.ones(6)))
+        assert takes_shortcut(comm, parameter)
+        assert parameter.detach().tolist() == [4] * 6
+        assert parameter.requires_grad
+
+    run(2, body)
+
+
+def test_autograd_notices_a_write_that_takes_it() -> None:
+    torch = pytest.importorskip("torch")
+
+    def body(comm: Communicator) -> None:
+        comm.all_reduce(torch.ones(3))
+        with torch.inference_mode():  # there are no versions to count
+            assert takes_shortcut(comm, torch.ones(3))
+        x = torch.ones(3, requires_grad=True)
+        y = x * 1
+        z = y * y  # saves y
+        assert takes_shortcut(comm, y.detach())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+
+    run(1, body)
+
+
+def test_a_tensor_of_a_transform_is_left_to_the_checks() -> None:
+    """It is a torch.Tensor, and has no memory of its own."""
+    torch = pytest.importorskip("torch")
+
+    def body(comm: Communicator) -> None:
+        comm.all_reduce(torch.ones(3))
+
+        def inside(x: Any) -> Any:
+            with pytest.raises(RuntimeError, match="data pointer"):
+                comm.all_reduce(x)
+            return x.sum()
+
+        torch.func.grad(inside)(torch.ones(3))
+
+    run(1, body)

@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -28,14 +27,15 @@ from gradwire import (
     Timeout,
     TransportError,
     _communicator,
-    _connect,
     _core,
-    _lines,
-    _mesh,
-    _shrink,
 )
-from gradwire._interfaces import LOOPBACK
+from gradwire._bootstrap import connect as _connect
+from gradwire._bootstrap import lines as _lines
+from gradwire._bootstrap import mesh as _mesh
+from gradwire._bootstrap import shrink
+from gradwire._host.interfaces import LOOPBACK
 from ranks import Outcome, outcomes, run
+from stopwatch import own_time
 
 processes = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
@@ -100,9 +100,9 @@ def test_survivors_of_a_killed_rank_go_on(transport: str, victim: int) -> None:
         error = train_until_it_fails(comm, victim)
         assert isinstance(error, TransportError)
         assert error.peer == victim
-        began = time.monotonic()
+        began = own_time()
         with comm.shrink() as smaller:
-            assert time.monotonic() - began < 10
+            assert own_time() - began < 10
             assert smaller.size == 3
             assert set(smaller.transports.values()) == {transport}
             return members(smaller, comm.rank)
@@ -158,11 +158,11 @@ def test_a_stopped_rank_is_left_out_at_the_deadline(transport: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         try:
             with pytest.raises(Error) as raised:
-                comm.all_reduce(np.ones(10), timeout=0.5)
+                comm.all_reduce(np.ones(10), timeout=1.5)
             if comm.rank != 1:
                 assert isinstance(raised.value, Timeout)
                 assert raised.value.peer == 1
-            with comm.shrink(timeout=1) as smaller:
+            with comm.shrink(timeout=3) as smaller:
                 return members(smaller, comm.rank)
         finally:
             if comm.rank == 0:
@@ -235,17 +235,17 @@ def test_a_rank_that_is_stopped_while_the_links_are_made_is_left_out(
         assert error.peer == 3
         if comm.rank == victim:
             stop_in_shrink()
-        began = time.monotonic()
+        began = own_time()
         try:
-            with comm.shrink(timeout=1) as smaller:
+            with comm.shrink(timeout=2) as smaller:
                 names = members(smaller, comm.rank)
-                assert time.monotonic() - began < 20
+                assert own_time() - began < 20
                 return names
         finally:
             if comm.rank != victim:
                 os.kill(pids[victim], signal.SIGCONT)
 
-    monkeypatch.setattr(_shrink, "_PATIENCE", 2.0)
+    monkeypatch.setattr(shrink, "_PATIENCE", 4.0)
     ended = outcomes(4, body, transport=transport, processes=True)
     rest = [rank for rank in range(3) if rank != victim]
     assert [(ended[rank].value, ended[rank].error) for rank in rest] == [(rest, None)] * 2
@@ -264,7 +264,7 @@ def test_a_rank_that_comes_too_late_is_told() -> None:
         else:
             with pytest.raises(Aborted):
                 comm.barrier()
-        with comm.shrink(timeout=0.3) as smaller:
+        with comm.shrink(timeout=2) as smaller:
             names = members(smaller, comm.rank)
         gone_on.set()
         return names
@@ -399,13 +399,13 @@ def simulate(rank: int, lines: MortalLines, size: int) -> Made:
         return made
 
     mesh = _mesh.Mesh(_mesh.Job("test", b""), rank, size, 1, ("here",) * size, {}, LOOPBACK)
-    return _shrink.shrink(mesh, lines, make, transports=(), timeout=20)  # type: ignore[arg-type]
+    return shrink.shrink(mesh, lines, make, transports=(), timeout=20)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_survivors_agree_wherever_others_crash(size: int, monkeypatch: Any) -> None:
     """Ranks are threads; those that crash do so between any two of their messages."""
-    monkeypatch.setattr("gradwire._shrink.connect_mesh", connect)
+    monkeypatch.setattr("gradwire._bootstrap.shrink.connect_mesh", connect)
     seed = secrets.randbits(32)
     print("seed", seed)
     dice = random.Random(seed)
@@ -482,8 +482,8 @@ def test_survivors_that_cannot_connect_say_so(monkeypatch: Any) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RendezvousError("no way")
 
-    monkeypatch.setattr("gradwire._shrink.connect_mesh", refuse)
-    monkeypatch.setattr("gradwire._shrink._NEWS", 0.1)
+    monkeypatch.setattr("gradwire._bootstrap.shrink.connect_mesh", refuse)
+    monkeypatch.setattr("gradwire._bootstrap.shrink._NEWS", 0.1)
 
     def body(comm: Communicator) -> None:
         if comm.rank == 0:

@@ -18,10 +18,10 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire import Aborted, Communicator, _core
-from gradwire._status import Group, communicators
-from gradwire._store import Address
-from gradwire._store_server import StoreServer
-from ranks import Outcome, eventually, outcomes, state_of
+from gradwire._bootstrap.store import Address
+from gradwire._bootstrap.store_server import StoreServer
+from gradwire._tools.status import Group, communicators
+from ranks import LIMIT, Outcome, eventually, outcomes, state_of
 
 Seen = dict[str, Any]
 SHARED: Any = multiprocessing.get_context("fork")
@@ -29,7 +29,7 @@ SHARED: Any = multiprocessing.get_context("fork")
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gradwire", "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 class Job:
@@ -155,8 +155,9 @@ def test_what_failed_says_why_until_it_is_closed(gate: Any) -> None:
     job.join()
 
 
-@pytest.mark.parametrize("secret", [None, "0123456789abcdef"])
+@pytest.mark.parametrize("secret", [None, secrets.token_hex(8)], ids=["open", "secret"])
 def test_how_it_was_joined_is_shown(secret: str | None) -> None:
+    """The secret is this job's alone: jobs of one name and secret are shown as one."""
     name = f"gradwire-test-{secrets.token_hex(4)}"
 
     def about(rank: int) -> list[str]:

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from gradwire import _store_server
-from gradwire._deadline import Deadline
-from gradwire._errors import InvalidArgument, RendezvousError
-from gradwire._store import (
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import store_server
+from gradwire._bootstrap.store import (
     MAX_BEQUEST,
     MAX_KEY,
     MAX_VALUE,
@@ -25,7 +24,8 @@ from gradwire._store import (
     parse_address,
     receive_answer,
 )
-from gradwire._store_server import StoreServer
+from gradwire._bootstrap.store_server import StoreServer
+from gradwire._errors import InvalidArgument, RendezvousError
 from ranks import eventually
 
 SECRET = b"0123456789abcdef"
@@ -98,7 +98,7 @@ def test_a_request_that_is_interrupted_leaves_no_answer_to_the_next_one(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("gradwire._store.receive_answer", interrupt)
+        patch.setattr("gradwire._bootstrap.store.receive_answer", interrupt)
         with pytest.raises(KeyboardInterrupt):
             client.get("never", 30)
     client.set("k", b"v")
@@ -196,7 +196,7 @@ def test_too_long_keys_and_values_are_refused_before_they_travel(client: StoreCl
 
 
 def test_a_full_store_says_so(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_store_server, "MAX_TOTAL", 1000 + _store_server._ENTRY_BYTES)
+    monkeypatch.setattr(store_server, "MAX_TOTAL", 1000 + store_server._ENTRY_BYTES)
     client.set("a", bytes(990))
     client.set("a", bytes(995))
     with pytest.raises(RendezvousError, match="full"):
@@ -207,7 +207,7 @@ def test_a_full_store_says_so(client: StoreClient, monkeypatch: pytest.MonkeyPat
 def test_many_small_keys_fill_a_store_too(
     client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_store_server, "MAX_TOTAL", 100 * _store_server._ENTRY_BYTES)
+    monkeypatch.setattr(store_server, "MAX_TOTAL", 100 * store_server._ENTRY_BYTES)
     set_all(client, range(50))
     with pytest.raises(RendezvousError, match="full"):
         set_all(client, range(50, 101))

@@ -8,9 +8,8 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from gradwire.torch._completions import Completions
-
-LIMIT = 20.0  # seconds
+from gradwire.torch._step.completions import Completions
+from ranks import LIMIT
 
 
 @pytest.fixture

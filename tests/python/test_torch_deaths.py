@@ -15,14 +15,16 @@ pytest.importorskip("torch")
 import gradwire.torch
 import torch
 import torch_ranks
-from gradwire import TransportError, _connect, _meeting
+from gradwire import TransportError
+from gradwire._bootstrap import connect, meeting
+from stopwatch import own_time
 from torch.nn.parallel import DistributedDataParallel
 
 SOON = 2.0  # seconds
 STAGES: dict[str, tuple[type, str]] = {
-    "before its card": (_meeting.Meeting, "exchange"),
-    "when it connects": (_connect._Attempt, "_connect"),
-    "while it awaits others": (_connect._Attempt, "_await_higher"),
+    "before its card": (meeting.Meeting, "exchange"),
+    "when it connects": (connect._Attempt, "_connect"),
+    "while it awaits others": (connect._Attempt, "_await_higher"),
 }
 
 
@@ -38,7 +40,7 @@ def register(victim: int, stage: str, died: Path) -> tuple[float, int]:
         setattr(*STAGES[stage], die)
     with pytest.raises(TransportError, match=f"rank {victim}") as raised:
         gradwire.torch.register(ddp)
-    return time.monotonic(), raised.value.peer
+    return own_time(), raised.value.peer
 
 
 @pytest.mark.parametrize(

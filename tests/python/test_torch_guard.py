@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +128,8 @@ def refusal(
 
 
 def go_on(ddp: DistributedDataParallel, _: State) -> None:
-    ddp(batch(1)[0])
+    asked = [[0, 1]] if isinstance(ddp.module, Branches) else []
+    ddp(batch(1)[0], *asked)
 
 
 def save(_: DistributedDataParallel, state: State) -> None:
@@ -140,13 +142,79 @@ def end(_: DistributedDataParallel, state: State) -> None:
 
 def forget_gradients() -> list[str]:
     return [
-        forget(then) for forget in (forget_a_head, forget_a_branch) for then in (go_on, save, end)
+        forget(then)
+        for forget, then in itertools.product((forget_a_head, forget_a_branch), (go_on, save, end))
+        if (forget, then) != (forget_a_head, go_on)
     ]
 
 
 def test_gradients_that_never_come_raise_in_what_follows() -> None:
     for messages in torch_ranks.run(2, forget_gradients):
         assert all("find_unused_parameters" in each for each in messages)
+        assert all("right.weight" in each for each in messages[:2])
+        assert all("branches.2.weight" in each for each in messages[2:])
+
+
+def forget_a_head_and_go_on() -> str:
+    ddp = DistributedDataParallel(TwoHeads())
+    state = register(ddp)
+    x, y = batch(0)
+    mse_loss(ddp(x).left, y).backward()
+    with pytest.raises(RuntimeError, match="finished reduction") as raised:
+        ddp(batch(1)[0])
+    with pytest.raises(gradwire.Error):
+        state.close()
+    return str(raised.value)
+
+
+def test_torch_names_unused_parameters_first() -> None:
+    for message in torch_ranks.run(2, forget_a_head_and_go_on):
+        assert "Expected to have finished reduction in the prior iteration" in message
+        assert "Parameter indices which did not receive grad" in message
+
+
+class WithScale(nn.Module):
+    """Its forward returns a parameter, too, as open_clip's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer, self.scale = nn.Linear(20, 10), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x), self.scale
+
+
+def return_a_parameter() -> tuple[int, int]:
+    """How many hooks its parameter has after many steps, and how many were averaged."""
+    ddp = DistributedDataParallel(WithScale())
+    state = register(ddp)
+    for step in range(10):
+        with ddp.no_sync() if step % 2 else contextlib.nullcontext():
+            x, y = batch(step)
+            found, scale = ddp(x)
+            mse_loss(found * scale, y).backward()
+    return len(ddp.module.scale._backward_hooks or {}), state.steps
+
+
+def test_forwards_that_return_a_parameter_leave_nothing_on_it() -> None:
+    assert torch_ranks.run(2, return_a_parameter) == [(0, 5)] * 2
+
+
+def return_a_parameter_unaveraged() -> str:
+    ddp = hooked(WithScale())
+    for step in range(4):
+        x, y = batch(step)
+        with broken_reducer(ddp) if step == 3 else contextlib.nullcontext():
+            found, scale = ddp(x)
+        with pytest.raises(gradwire.Error) if step == 3 else contextlib.nullcontext() as raised:
+            mse_loss(found * scale, y).backward()
+    return str(raised.value)
+
+
+def test_a_backward_left_out_raises_where_forward_returns_a_parameter() -> None:
+    for message in torch_ranks.run(2, return_a_parameter_unaveraged):
+        assert "did not give its gradients to gradwire's hook" in message
 
 
 def legitimate(setting: dict[str, Any]) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
-import pickle
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -407,8 +405,11 @@ class Words(nn.Module):
 
 
 def sparse_gradients() -> str:
-    ddp = DistributedDataParallel(Words())
+    module = Words()
+    ddp = DistributedDataParallel(module)
+    module.words.sparse = False  # as register() sees it
     state = register(ddp)
+    module.words.sparse = True
     with pytest.raises(gradwire.InvalidArgument) as raised:
         ddp(torch.tensor([1, 2])).sum().backward()
     assert repr(raised.value) == repr(state.error)
@@ -548,22 +549,6 @@ def test_every_algorithm_is_accepted(ranks: int) -> None:
     assert torch_ranks.run(ranks, every_algorithm) == [True] * ranks
 
 
-def copied() -> list[str]:
-    ddp = DistributedDataParallel(mlp())
-    register(ddp)
-    messages = []
-    for copies in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError) as raised:
-            copies(ddp)
-        messages.append(str(raised.value))
-    return messages
-
-
-def test_a_model_with_a_hook_says_what_to_save_instead() -> None:
-    for message in torch_ranks.run(1, copied)[0]:
-        assert "ddp.module.state_dict()" in message
-
-
 def survive_a_death() -> tuple[str, int, bool, bool]:
     ddp = DistributedDataParallel(mlp(), **SMALL_BUCKETS)
     state = register(ddp)
@@ -587,3 +572,26 @@ def survive_a_death() -> tuple[str, int, bool, bool]:
 def test_a_dead_rank_is_a_typed_error_now_and_later() -> None:
     survivor, _ = torch_ranks.run(2, survive_a_death, dying=(1,))
     assert survivor == ("TransportError", 1, True, True)
+
+
+def profiled() -> tuple[dict[str, int], int, bool]:
+    ddp = DistributedDataParallel(mlp(), **SMALL_BUCKETS)
+    state = register(ddp)
+    for step in range(3):
+        x, y = batch(step)
+        mse_loss(ddp(x), y).backward()
+    before = state.buckets
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        x, y = batch(3)
+        mse_loss(ddp(x), y).backward()
+    ours = [each for each in profile.events() if each.name.startswith("gradwire:")]
+    names = [each.name for each in ours]
+    timed = all(each.time_range.elapsed_us() > 0 for each in ours)
+    return {name: names.count(name) for name in names}, state.buckets - before, timed
+
+
+def test_the_profiler_shows_communication() -> None:
+    for found, buckets, timed in torch_ranks.run(2, profiled):
+        assert found == {"gradwire:all_reduce": buckets, "gradwire:wait": 1}
+        assert buckets > 1
+        assert timed

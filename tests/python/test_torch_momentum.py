@@ -47,7 +47,9 @@ def distances(nesterov: bool) -> list[float]:
     """The hook's momentum from the optimizer's, also where a model is wrapped anew."""
     momentum = Momentum(0.9, nesterov=nesterov)
     expected = train({}, {"momentum": 0.9, "nesterov": nesterov})
-    moved = [train({"momentum": momentum, "feedback": on}, {}, wraps_anew=on) for on in (0, 1)]
+    moved = [
+        train({"momentum": momentum, "feedback": on}, {}, wraps_anew=on) for on in (False, True)
+    ]
     return [float((each - expected).abs().max()) for each in moved]
 
 
@@ -148,6 +150,7 @@ def overflow(codec: str) -> bool:
     state = register(ddp, codec=codec, feedback=True, momentum=Momentum(0.9))
     backward(ddp, 0)
     before = state.state_dict()["velocities"]
+    ddp.zero_grad()
     with torch.no_grad():
         list(ddp.parameters())[-1][0] = float("inf")
     backward(ddp, 1)
@@ -164,6 +167,7 @@ def resume(codec: str) -> bool:
     ddp, _ = wrapped(mlp())
     state = register(ddp, codec=codec, feedback=True, momentum=Momentum(0.9))
     for step in range(3):
+        ddp.zero_grad()
         backward(ddp, step)
     again, _ = wrapped(mlp())
     resumed = register(again, codec=codec, feedback=True, momentum=Momentum(0.9))

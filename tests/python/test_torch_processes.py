@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gradwire
+import pytest
 from gradwire import _core
+from ranks import LIMIT
 
-LIMIT = 80  # seconds
-
-# Rank 0 ends while its bucket waits for rank 1, whose hook is then called in vain.
+# Rank 0 ends while its bucket waits for rank 1, whose hook is called in vain when rank 0 has gone.
 LEAVE = """
 import os, sys
-import gradwire, gradwire.torch, torch
+{imports}
 import torch.distributed as dist
 from gradwire.torch._group import communicator_of
 
@@ -31,12 +31,11 @@ rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 state = gradwire.torch.State(communicator_of(dist.group.WORLD))
 if rank == 1:
-    store.wait(["rank 0 goes"])
+    sys.stdin.readline()
 future = gradwire.torch.comm_hook(state, Bucket())
 if rank == 0:
     assert not future.done()
     print("leaving with", state._steps.completions.pending, "pending")
-    store.set("rank 0 goes", "yes")
     sys.exit(0)
 try:
     future.wait()
@@ -101,11 +100,21 @@ def test_extension_links_no_torch() -> None:
     assert not [each for each in libraries if "torch" in each or "c10" in each]
 
 
-def test_process_ends_cleanly_with_buckets_in_flight(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "imports", ["import gradwire.torch, torch", "import torch, gradwire.torch"]
+)
+def test_process_ends_cleanly_with_buckets_in_flight(tmp_path: Path, imports: str) -> None:
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", LEAVE, str(rank), str(tmp_path / "store")],
+            [
+                sys.executable,
+                "-c",
+                LEAVE.format(imports=imports),
+                str(rank),
+                str(tmp_path / "store"),
+            ],
             env=environment(),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -113,7 +122,8 @@ def test_process_ends_cleanly_with_buckets_in_flight(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        (left, left_errors), (stayed, _) = (each.communicate(timeout=LIMIT) for each in ranks)
+        left, left_errors = ranks[0].communicate(timeout=LIMIT)
+        stayed, _ = ranks[1].communicate("\n", timeout=LIMIT)
     finally:
         for each in ranks:
             each.kill()
@@ -124,10 +134,14 @@ def test_process_ends_cleanly_with_buckets_in_flight(tmp_path: Path) -> None:
     assert "rank 0" in stayed
 
 
-def test_demo_trains_and_compares_replicas() -> None:
-    demo = Path(__file__).parents[2] / "bench" / "demo.py"
-    ended = run([demo, "--ranks", 2, "--steps", 3, "--codecs", "none", "bf16"])
+def test_demo_trains_and_compares_replicas(tmp_path: Path) -> None:
+    """Over shared memory with three methods, and over a slow link with four."""
+    demo, picture = Path(__file__).parents[2] / "bench" / "demo.py", tmp_path / "demo.png"
+    options = ["--ranks", 2, "--steps", 3, "--link-steps", 12, "--picture", picture]
+    ended = run([demo, *options, "--codecs", "none", "bf16"])
     assert ended.returncode == 0, ended.stderr
     table = ended.stdout.splitlines()
-    rows = [line for line in table if line.startswith(("gloo DDP", "gradwire"))]
-    assert [line.split()[-1] for line in rows] == ["yes"] * 3
+    rows = [line for line in table if line.endswith(("yes", "NO"))]
+    assert [line.split()[-1] for line in rows] == ["yes"] * 7
+    assert any(line.endswith("over emulated links of 100mbit,100us") for line in table)
+    assert picture.read_bytes().startswith(b"\x89PNG")

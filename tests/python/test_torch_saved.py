@@ -47,7 +47,9 @@ class Training(NamedTuple):
     scaler: torch.amp.GradScaler | None = None
 
 
-def start(setting: dict[str, Any], *codecs: str, follows: bool = False) -> Training:
+def start(
+    setting: dict[str, Any], *codecs: str, follows: bool = False, dtype: str = "float32"
+) -> Training:
     """With an algorithm whose folds depend on where in a bucket an element lies.
 
     The hook `follows` a scale that doubles and a learning rate that falls after every step, or
@@ -60,7 +62,8 @@ def start(setting: dict[str, Any], *codecs: str, follows: bool = False) -> Train
     hook: dict[str, Any] = {"rules": Tower.rules(codecs), "min_elements": 0}
     if follows:
         hook |= {"scaler": scaler, "optimizer": optimizer, "momentum": Momentum(0.9)}
-    state = register(ddp, algorithm="ring", feedback=True, **hook)
+    feedback = gradwire.ErrorFeedback(dtype)
+    state = register(ddp, algorithm="ring", feedback=feedback, **hook)
     return Training(ddp, optimizer, state, scaler)
 
 
@@ -122,17 +125,21 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def interrupted(
-    setting: dict[str, Any], codecs: Sequence[str], follows: bool = False, **changed: Any
+    setting: dict[str, Any],
+    codecs: Sequence[str],
+    follows: bool = False,
+    dtype: str = "float32",
+    **changed: Any,
 ) -> list[list[str]]:
     """What has the bits of an uninterrupted run in those with a break after so many steps."""
-    whole, saved = start(setting, *codecs, follows=follows), {}
+    whole, saved = start(setting, *codecs, follows=follows, dtype=dtype), {}
     for step in range(END):
         if step in SAVED:
             saved[step] = save(whole)
         run(whole, range(step, step + 1))
     found = []
     for step, state in saved.items():
-        again = start(setting, *codecs, follows=follows)
+        again = start(setting, *codecs, follows=follows, dtype=dtype)
         load(again, state, **changed)
         run(again, range(step, END))
         found.append(kept_alike(whole, again))
@@ -140,15 +147,21 @@ def interrupted(
 
 
 @pytest.mark.parametrize(
-    ("setting", "follows"),
-    [("default", False), ("bucket views", True), ("static graph", False), ("unused", True)],
+    ("setting", "follows", "dtype"),
+    [
+        ("default", False, "float32"),
+        ("bucket views", True, "float32"),
+        ("static graph", False, "float32"),
+        ("unused", True, "float32"),
+        ("default", True, "bfloat16"),
+    ],
 )
 def test_resumed_training_has_the_bits_of_uninterrupted_training(
-    setting: str, follows: bool
+    setting: str, follows: bool, dtype: str
 ) -> None:
     """Also where the scale has just doubled and the learning rate changed."""
     names = [name for name, _ in Tower(len(RESUMED)).named_parameters()]
-    for found in torch_ranks.run(3, interrupted, SETTINGS[setting], RESUMED, follows):
+    for found in torch_ranks.run(3, interrupted, SETTINGS[setting], RESUMED, follows, dtype):
         assert found == [names] * len(SAVED)
 
 
@@ -230,7 +243,8 @@ def leave(codec: str, how: str) -> float:
     state = register(ddp, feedback=True, min_elements=0, **hook)
 
     def train(ranks: int) -> None:
-        books.unit = optimizer.param_groups[0]["lr"] / scaler.get_scale()
+        # An average over fewer ranks counts a gradient for more.
+        books.unit = optimizer.param_groups[0]["lr"] / scaler.get_scale() / ranks
         backward(ddp, state.steps, scaler)
         books.note(ranks)
         scaler.step(optimizer)
@@ -251,7 +265,7 @@ def leave(codec: str, how: str) -> float:
         goes_on = before.feedback if how == "the same feedback" else True
         state = register(ddp, feedback=goes_on, min_elements=0, **hook)
         if how == "a state loaded":
-            state.load_state_dict(before.state_dict())
+            state.load_state_dict(before.state_dict(), resized=True)
         if how == "residuals added":
             state.add_residuals(before.state_dict())
         if dist.get_rank() == 0:

@@ -13,18 +13,11 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
-from gradwire import (
-    Communicator,
-    CostModel,
-    InvalidArgument,
-    Schedule,
-    ScheduleError,
-    _model,
-    _tune,
-)
-from gradwire._measure import Case
+from gradwire import Communicator, CostModel, InvalidArgument, Schedule, ScheduleError, _model
 from gradwire._model import HostSet
-from ranks import run
+from gradwire._tuning.fit import Timing, _cases, _Fit
+from gradwire._tuning.measure import Case
+from ranks import LIMIT, run
 
 HOSTS = HostSet((("one", 2), ("two", 2)), "shm", "tcp")
 OTHER = {"within.alpha": 1e-3, "gamma": 2e-9, "far.4M": 3.0, "fp16.encode": 1e-8}
@@ -120,7 +113,7 @@ def test_all_ranks_have_rank_0s_model(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_ranks_that_run_are_tuned(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_tune, "_MOST_FIT_SECONDS", 0.3)
+    monkeypatch.setattr("gradwire._tuning.fit._MOST_FIT_SECONDS", 0.3)
 
     def body(comm: Communicator) -> CostModel:
         model = comm.tune(seconds=0.3)
@@ -139,22 +132,22 @@ def test_the_fit_foretells_what_a_model_does():
         {"within.alpha": 1e-6, "within.latency": 3e-6, "move": 2e-10, "gamma": 5e-10, "cores": 8}
     )
     size = 4
-    cases = _tune._cases(size)
+    cases = _cases(size)
     timings = [
-        _tune.Timing(case, hidden.predict(case.algorithm, case.nbytes, size, collective=name))
+        Timing(case, hidden.predict(case.algorithm, case.nbytes, size, collective=name))
         for case in cases
         if (name := case.collective)
     ]
     comm: Any = SimpleNamespace(hosts=((0, 1, 2, 3),), size=size)
     start = CostModel({"cores": 8})
-    fit = _tune._Fit(comm, start._core, timings)
+    fit = _Fit(comm, start._core, timings)
     fitted = fit.run()
     assert all(each.close for each in fitted)
     coded = Case("all_reduce", 1 << 20, algorithm="direct", codec="int8")
     measured = 3 * fit.model.predict(
         Schedule.generate("direct", size)._core, coded.nbytes, [[0, 1, 2, 3]], None
     )
-    fit.fit_codecs([_tune.Timing(coded, measured)])
+    fit.fit_codecs([Timing(coded, measured)])
     found = _model.wrap(fit.model).predict("direct", coded.nbytes, size, codec="int8")
     assert found == pytest.approx(measured, rel=0.01)
 
@@ -185,7 +178,7 @@ def model_growth(model: CostModel) -> float:
 
 def gradwire_says(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gradwire", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
 
 def test_the_command_saves_where_init_and_doctor_look():

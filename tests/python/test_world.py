@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
+from gradwire._bootstrap.world import World, explicit, from_environment
 from gradwire._errors import InvalidArgument, RendezvousError
-from gradwire._world import World, explicit, from_environment
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-LIMIT = 60.0  # seconds, after which ranks are taken to hang
+from ranks import LIMIT
 
 _context = multiprocessing.get_context("forkserver")  # imports torch once, has no threads
 _context.set_forkserver_preload(["pytest", "torch._dynamo", "gradwire.torch"])

@@ -11,7 +11,8 @@ import gradwire
 import numpy as np
 import pytest
 from device import CLASS, PATIENCE, TRANSPORT, on_a_device
-from gradwire import Communicator, InvalidArgument, _rdma
+from gradwire import Communicator, InvalidArgument
+from gradwire._host import rdma
 from hosts import Rank
 
 pytestmark = on_a_device
@@ -62,7 +63,7 @@ def test_an_index_chooses_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ports() -> list[str]:
-    return list(_rdma.of_this_rank().ports)
+    return list(rdma.of_this_rank().ports)
 
 
 def refusal(prepare: Callable[[], object]) -> str:

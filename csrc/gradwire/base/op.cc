@@ -19,6 +19,7 @@ std::uint32_t OpSpec::fingerprint() const {
       .number(counts.size());
   for (std::uint64_t count : counts) hash.number(count);
   hash.text(algorithm).number(schedule_digest).text(codec).number(model);
+  if (!moved.empty()) hash.text(moved);
   const std::uint64_t digest = hash.digest();
   return static_cast<std::uint32_t>(digest ^ (digest >> 32));
 }
@@ -44,8 +45,9 @@ std::string text_of(const std::vector<std::uint64_t>& counts) {
 }  // namespace
 
 std::string OpSpec::to_string() const {
-  std::string text = std::string(name_of(collective)) + "(" + std::string(name_of(dtype)) + "[" +
-                     text_of(counts) + "]";
+  std::string text = std::string(name_of(collective)) + "(";
+  if (!moved.empty()) text += moved + " as ";
+  text += std::string(name_of(dtype)) + "[" + text_of(counts) + "]";
   if (reduces(collective)) text += ", op=" + std::string(name_of(op));
   const bool rooted = collective == Collective::kReduce || collective == Collective::kBroadcast ||
                       collective == Collective::kGather || collective == Collective::kScatter;

@@ -20,6 +20,7 @@ struct OpSpec {
   std::uint64_t schedule_digest = 0;  // of its text, so that two schedules of one name differ
   std::string codec;                  // canonical, with parameters: "none", "topk:density=0.001"
   std::uint64_t model = 0;            // digest of the cost model that chose; 0: the caller chose
+  std::string moved;                  // what the caller calls elements that are moved as `dtype`
 
   // FNV-1a over every field, folded to 32 bits; the same on every machine.
   std::uint32_t fingerprint() const;

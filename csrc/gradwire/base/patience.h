@@ -22,6 +22,9 @@ class Patience {
   void require() const {
     if (interrupt_) interrupt_();
   }
+  Patience until(const Deadline& deadline) const {
+    return {std::min(deadline_, deadline), interrupt_};
+  }
   // As patient, but no longer than that.
   Patience within(double seconds) const {
     return {std::min(deadline_, Deadline::after(seconds)), interrupt_};

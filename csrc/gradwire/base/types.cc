@@ -9,10 +9,12 @@ namespace gradwire {
 namespace {
 
 constexpr std::array<std::string_view, kDTypes> kDTypeNames = {
-    "float32", "float64", "float16", "bfloat16", "int8", "int32", "int64", "uint8"};
-constexpr std::array<std::size_t, kDTypes> kDTypeSizes = {4, 8, 2, 2, 1, 4, 8, 1};
-constexpr std::array<std::string_view, kReduceOps> kReduceOpNames = {"sum", "avg", "min", "max",
-                                                                     "prod"};
+    "float32", "float64", "float16", "bfloat16", "int8", "int32",     "int64",     "uint8",
+    "int16",   "uint16",  "uint32",  "uint64",   "bool", "complex64", "complex128"};
+constexpr std::array<std::size_t, kDTypes> kDTypeSizes = {4, 8, 2, 2, 1, 4, 8, 1,
+                                                          2, 2, 4, 8, 1, 8, 16};
+constexpr std::array<std::string_view, kReduceOps> kReduceOpNames = {
+    "sum", "avg", "min", "max", "prod", "band", "bor", "bxor", "land", "lor", "lxor"};
 constexpr std::array<std::string_view, kCollectives> kCollectiveNames = {
     "all_reduce", "reduce_scatter", "all_gather", "reduce",
     "broadcast",  "gather",         "scatter",    "all_to_all"};
@@ -34,6 +36,16 @@ std::size_t size_of(DType dtype) noexcept { return kDTypeSizes[static_cast<std::
 bool is_floating(DType dtype) noexcept {
   return dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kFloat16 ||
          dtype == DType::kBFloat16;
+}
+
+bool is_complex(DType dtype) noexcept {
+  return dtype == DType::kComplex64 || dtype == DType::kComplex128;
+}
+
+bool is_defined(ReduceOp op, DType dtype) noexcept {
+  if (is_complex(dtype)) return op == ReduceOp::kSum || op == ReduceOp::kAvg;
+  if (is_floating(dtype)) return op <= ReduceOp::kProd;
+  return dtype != DType::kBool || op != ReduceOp::kAvg;
 }
 
 std::string_view name_of(DType dtype) noexcept {

@@ -21,11 +21,31 @@ enum class DType : std::uint8_t {
   kInt32,
   kInt64,
   kUInt8,
+  kInt16,
+  kUInt16,
+  kUInt32,
+  kUInt64,
+  kBool,  // a byte: true where it is not 0, and written as 0 or 1
+  kComplex64,
+  kComplex128,
 };
-inline constexpr int kDTypes = 8;
+inline constexpr int kDTypes = 15;
 
-enum class ReduceOp : std::uint8_t { kSum, kAvg, kMin, kMax, kProd };
-inline constexpr int kReduceOps = 5;
+// Bitwise (b) and logical (l) and, or, exclusive or, as MPI names them.
+enum class ReduceOp : std::uint8_t {
+  kSum,
+  kAvg,
+  kMin,
+  kMax,
+  kProd,
+  kBand,
+  kBor,
+  kBxor,
+  kLand,
+  kLor,
+  kLxor,
+};
+inline constexpr int kReduceOps = 11;
 
 enum class Collective : std::uint8_t {
   kAllReduce,
@@ -42,6 +62,10 @@ inline constexpr int kCollectives = 8;
 // Bytes of one element.
 std::size_t size_of(DType dtype) noexcept;
 bool is_floating(DType dtype) noexcept;
+bool is_complex(DType dtype) noexcept;
+// Whether there is such a reduction: floats have no bitwise and logical ones, complex numbers sums
+// and averages alone, bool no average.
+bool is_defined(ReduceOp op, DType dtype) noexcept;
 
 // The public spelling, the same as in Python: "float32", "sum", "all_reduce".
 std::string_view name_of(DType dtype) noexcept;

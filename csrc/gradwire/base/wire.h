@@ -1,6 +1,6 @@
 // The header in front of every frame of a data link. Fixed size, little endian, checked by the
-// receiver and never dispatched on: the Plan already knows which frame must come next on each link
-// (contracts 4), so a header that differs is an error that names the peer, not a wrong sum.
+// receiver and never dispatched on: the Plan already knows which frame must come next on each link,
+// so a header that differs is an error that names the peer, not a wrong sum.
 #pragma once
 
 #include <cstddef>

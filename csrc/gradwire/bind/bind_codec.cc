@@ -1,11 +1,14 @@
 #include <pybind11/stl.h>
 
+#include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 
-#include "gradwire/bind/codec.h"
+#include "gradwire/base/error.h"
+#include "gradwire/bind/codec_handle.h"
 #include "gradwire/bind/module.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::bind {
 namespace {
@@ -19,6 +22,17 @@ std::vector<std::string> instruction_sets() {
 std::vector<std::string> codec_names() {
   const auto names = codec::codec_names();
   return {names.begin(), names.end()};
+}
+
+// y[i] := x[i] * factor, rounded once in the element type; y may be x.
+void scale(const std::string& dtype, std::uintptr_t x, std::uintptr_t y, std::size_t count,
+           double factor) {
+  const DType type = parse_dtype(dtype);
+  const auto kernel = codec::kernels().scale[static_cast<std::size_t>(type)];
+  if (kernel == nullptr) throw InvalidArgument(dtype + " cannot be scaled");
+  auto* to = reinterpret_cast<void*>(y);
+  if (x != y) std::memcpy(to, reinterpret_cast<const void*>(x), count * size_of(type));
+  kernel(to, factor, count);
 }
 
 }  // namespace
@@ -37,6 +51,8 @@ void bind_codec(py::module_& m) {
           [](const Codec& self, std::size_t count) { return self.value->max_bytes(count); },
           py::arg("count"));
   m.def("codec_names", &codec_names);
+  m.def("scale", &scale, py::arg("dtype"), py::arg("x"), py::arg("y"), py::arg("count"),
+        py::arg("factor"), py::call_guard<Unlocked>());
   m.def("instruction_sets", &instruction_sets);
   m.def("active_instruction_set", [] { return std::string(codec::kernels().name); });
 }

@@ -1,13 +1,15 @@
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "gradwire/base/error.h"
-#include "gradwire/bind/codec.h"
-#include "gradwire/bind/communicator.h"
+#include "gradwire/base/exit.h"
+#include "gradwire/bind/codec_handle.h"
+#include "gradwire/bind/communicator_handle.h"
 #include "gradwire/bind/module.h"
 #include "gradwire/transport/emulated_link.h"
 #include "gradwire/transport/rdma_devices.h"
@@ -91,10 +93,18 @@ std::vector<std::tuple<std::string, bool, std::string>> transports() {
   return out;
 }
 
-void close(Communicator& self, double timeout) {
+std::vector<std::string_view> reductions(const std::string& dtype) {
+  std::vector<std::string_view> defined;
+  for (int i = 0; i < kReduceOps; ++i)
+    if (const auto op = static_cast<ReduceOp>(i); is_defined(op, parse_dtype(dtype)))
+      defined.push_back(name_of(op));
+  return defined;
+}
+
+void close(Communicator& self, double timeout, std::optional<double> settle) {
   {
     const Unlocked unlocked;
-    self.get().close(timeout, check_signals);
+    self.get().close(timeout, settle.value_or(timeout), check_signals);
   }
   self.forget_finished();
 }
@@ -121,7 +131,10 @@ void bind_request(py::module_& m) {
            py::arg("schedule") = nullptr, py::arg("codec") = nullptr)
       .def("feed_back", &Request::feed_back, py::arg("feedback"), py::arg("keys"))
       .def("shape", &Request::shape, py::arg("shapes"))
-      .def("exchange", &Request::exchange, py::arg("letters"), py::arg("label"));
+      .def("exchange", &Request::exchange, py::arg("letters"))
+      .def("label", &Request::label, py::arg("text"))
+      .def("move", &Request::move, py::arg("name"))
+      .def("check_shape", &Request::check_shape, py::arg("text"), py::arg("always"));
 }
 
 void bind_work(py::module_& m) {
@@ -171,16 +184,24 @@ void bind_calls(CommunicatorClass& c) {
       .def(
           "wait",
           [](Communicator& self, Work& work, double timeout) {
-            self.get().wait(work, timeout, check_signals);
+            {
+              const Unlocked unlocked;
+              self.get().wait(work, timeout, check_signals);
+            }
+            self.forget_finished();
           },
-          py::arg("work"), py::arg("timeout"), WithoutLock());
+          py::arg("work"), py::arg("timeout"));
 }
 
 void bind_end(CommunicatorClass& c) {
   c.def(
        "abort", [](Communicator& self, const std::string& reason) { self.get().abort(reason); },
        py::arg("reason"), WithoutLock())
-      .def("close", &close, py::arg("timeout"))
+      .def("close", &close, py::arg("timeout"), py::arg("settle") = py::none())
+      .def(
+          "settled", [](Communicator& self) { return self.get().settled(); }, WithoutLock())
+      .def(
+          "drop", [](Communicator& self) { self.get().drop(); }, WithoutLock())
       .def(
           "hear", [](Communicator& self, double seconds) { self.get().hear(seconds); },
           py::arg("seconds"), WithoutLock())
@@ -219,12 +240,14 @@ void bind_communicator(py::module_& m) {
   bind_end(c);
   bind_state(c);
   m.def("transports", &transports);
+  m.def("reductions", &reductions, py::arg("dtype"));
   const transport::ControlFrame frame;
   m.attr("CONTROL_FRAME_BYTES") = sizeof frame;
   m.attr("CONTROL_MAGIC") =
       py::bytes(reinterpret_cast<const char*>(&frame.magic), sizeof frame.magic);
   m.def("await_calls", &await_calls, py::arg("seconds"));
   m.def("forget_calls", &forget_calls);
+  m.def("end_with", &end_with, py::arg("status"));
 }
 
 }  // namespace gradwire::bind

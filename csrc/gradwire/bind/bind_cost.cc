@@ -6,9 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "gradwire/bind/codec.h"
+#include "gradwire/bind/codec_handle.h"
 #include "gradwire/bind/module.h"
-#include "gradwire/exec/plan_cache.h"
+#include "gradwire/exec/plan/plan_cache.h"
 #include "gradwire/schedule/cost.h"
 #include "gradwire/transport/emulated_link.h"
 

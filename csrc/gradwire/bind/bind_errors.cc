@@ -70,12 +70,12 @@ void translate(std::exception_ptr error) {
 }  // namespace
 
 void bind_errors(py::module_& m) {
-  const py::handle value_error(PyExc_ValueError), timeout_error(PyExc_TimeoutError);
-  const py::handle exception(PyExc_Exception);
+  const py::handle runtime_error(PyExc_RuntimeError), value_error(PyExc_ValueError);
+  const py::handle timeout_error(PyExc_TimeoutError);
   py::dict peer;
   peer["peer"] = kNoPeer;
   classes.error =
-      add(m, "Error", "Base of everything that gradwire raises.", py::make_tuple(exception));
+      add(m, "Error", "Base of everything that gradwire raises.", py::make_tuple(runtime_error));
   const py::handle error(classes.error);
   classes.invalid_argument = add(m, "InvalidArgument",
                                  "The call itself is wrong; where nothing was sent yet, the "
@@ -98,7 +98,8 @@ void bind_errors(py::module_& m) {
   classes.timeout = add(m, "Timeout",
                         "A deadline passed; `peer` is the rank that was waited for, -1 where it is "
                         "not known.",
-                        py::make_tuple(error, timeout_error), peer);
+                        // In this order all of OSError is sound: its __new__, and its errno.
+                        py::make_tuple(timeout_error, error), peer);
   py::register_exception_translator(&translate);
 }
 

@@ -55,7 +55,13 @@ void load(ErrorFeedback& self, const State& state) {
 
 void bind_feedback(py::module_& m) {
   py::class_<ErrorFeedback, std::shared_ptr<ErrorFeedback>> feedback(m, "ErrorFeedback");
-  feedback.def(py::init())
+  feedback
+      .def(py::init([](bool narrow) {
+             using codec::ResidualType;
+             return std::make_shared<ErrorFeedback>(narrow ? ResidualType::kBFloat16
+                                                           : ResidualType::kFloat32);
+           }),
+           py::arg("narrow"))
       .def(
           "residual",
           [](const ErrorFeedback& self, const std::string& key) {

@@ -8,7 +8,9 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/bind/module.h"
-#include "gradwire/exec/exchange.h"
+#include "gradwire/codec/residuals.h"
+#include "gradwire/exec/compound/exchange.h"
+#include "gradwire/exec/execution/feedback_view.h"
 
 namespace gradwire::bind {
 namespace {
@@ -33,11 +35,12 @@ Floats residual(const Letters& self, std::size_t key) {
   return Floats(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-void write_next(Letters& self, std::size_t key, const Floats& values) {
-  const auto next = self.transaction.next(key);
-  if (static_cast<std::size_t>(values.size()) != next.size())
+void write_next(Letters& self, std::size_t key, const Floats& values, Rank rank) {
+  if (static_cast<std::size_t>(values.size()) != self.transaction.size(key))
     throw InvalidArgument("a residual has the length of its key");
-  std::copy_n(values.data(), next.size(), next.begin());
+  codec::Site site = self.transaction.site(key);
+  exec::number(site, rank, /*operation=*/0);
+  codec::keep(site, values.data(), self.transaction.size(key));
 }
 
 void seal(Letters& self, const py::bytes& own, bool finite, std::size_t limit) {
@@ -59,7 +62,7 @@ void bind_letters(py::module_& m) {
   py::class_<Letters, std::shared_ptr<Letters>>(m, "Letters", py::buffer_protocol())
       .def(py::init(&open), py::arg("feedback"), py::arg("keys"))
       .def("residual", &residual, py::arg("key"))
-      .def("write_next", &write_next, py::arg("key"), py::arg("values"))
+      .def("write_next", &write_next, py::arg("key"), py::arg("values"), py::arg("rank"))
       .def("seal", &seal, py::arg("own"), py::arg("finite"), py::arg("limit"))
       .def(
           "settle", [](Letters& self, bool keep) { self.transaction.settle(keep); },

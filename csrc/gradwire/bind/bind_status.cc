@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "gradwire/bind/module.h"
-#include "gradwire/exec/status_scan.h"
+#include "gradwire/exec/control/status_scan.h"
 
 namespace gradwire::bind {
 namespace {

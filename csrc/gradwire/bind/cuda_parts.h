@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "gradwire/codec/feedback.h"
-#include "gradwire/cuda/feedback.h"
+#include "gradwire/cuda/gpu_feedback.h"
 
 namespace gradwire::bind {
 

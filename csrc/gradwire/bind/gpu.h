@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "gradwire/bind/communicator.h"
+#include "gradwire/bind/communicator_handle.h"
 #include "gradwire/bind/cuda_parts.h"
+#include "gradwire/cuda/gpu_watch.h"
 #include "gradwire/cuda/messages_loopback.h"
-#include "gradwire/cuda/watch.h"
 
 namespace gradwire::bind {
 

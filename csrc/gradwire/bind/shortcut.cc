@@ -17,23 +17,6 @@ constexpr std::size_t kMostKnown = 16;
 // What takes no longer than to give up the interpreter's lock.
 constexpr std::uint64_t kSmallBytes = 4096;
 
-const py::detail::PyArray_Proxy& fields(PyObject* array) noexcept {
-  return *py::detail::array_proxy(array);
-}
-
-std::uint64_t elements_of(const py::detail::PyArray_Proxy& array) noexcept {
-  std::uint64_t count = 1;
-  for (int i = 0; i < array.nd; ++i) count *= static_cast<std::uint64_t>(array.dimensions[i]);
-  return count;
-}
-
-bool is_dense_and_writable(const py::detail::PyArray_Proxy& array) noexcept {
-  constexpr int kWanted = py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_ |
-                          py::detail::npy_api::NPY_ARRAY_ALIGNED_ |
-                          py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
-  return (array.flags & kWanted) == kWanted;
-}
-
 }  // namespace
 
 Shortcut::Shortcut(py::object communicator, py::object unfinished)
@@ -50,11 +33,10 @@ void Shortcut::learn(const py::object& method, const py::object& array, const py
   known.method = method;
   known.options = options;
   if (!array.is_none()) {
-    const auto of = array.cast<py::array>();
-    known.type = py::type::of(of);
-    known.dtype = of.dtype();
-    known.elements = static_cast<std::uint64_t>(of.size());
-    known.small = static_cast<std::uint64_t>(of.nbytes()) <= kSmallBytes;
+    if (!py::isinstance<py::array>(array)) learn_torch();
+    known.form = ArrayForm::of(array.ptr());
+    if (!known.form) return;
+    known.small = known.form->elements() * size_of(request.view(0).dtype) <= kSmallBytes;
   }
   std::shared_ptr<const Known> replaced = made;  // to be destroyed without the mutex
   const std::lock_guard lock(mutex_);
@@ -66,9 +48,7 @@ void Shortcut::learn(const py::object& method, const py::object& array, const py
 }
 
 bool Shortcut::Known::differs_in_numbers(const Known& other) const noexcept {
-  if (!method.is(other.method) || !type.is(other.type) || !dtype.is(other.dtype) ||
-      elements != other.elements)
-    return false;
+  if (!method.is(other.method) || !has_form(other.form ? &*other.form : nullptr)) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(options.ptr()); ++i) {
     PyObject* mine = PyTuple_GET_ITEM(options.ptr(), i);
     PyObject* its = PyTuple_GET_ITEM(other.options.ptr(), i);
@@ -77,37 +57,47 @@ bool Shortcut::Known::differs_in_numbers(const Known& other) const noexcept {
   return true;
 }
 
-bool Shortcut::Known::is_like(PyObject* called, PyObject* array,
+bool Shortcut::Known::has_form(const ArrayForm* other) const noexcept {
+  return form && other != nullptr ? form->is_like(*other) : !form && other == nullptr;
+}
+
+bool Shortcut::Known::is_like(PyObject* called, const ArrayForm* given_form,
                               PyObject* const* given) const noexcept {
   if (called != method.ptr()) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(options.ptr()); ++i)
     if (given[i] != PyTuple_GET_ITEM(options.ptr(), i)) return false;
-  if (array == nullptr || !type) return array == nullptr && !type;
-  if (reinterpret_cast<PyObject*>(Py_TYPE(array)) != type.ptr()) return false;
-  const auto& form = fields(array);
-  return form.descr == dtype.ptr() && elements_of(form) == elements && is_dense_and_writable(form);
+  return has_form(given_form);
 }
 
-std::shared_ptr<const Shortcut::Known> Shortcut::find(PyObject* method, PyObject* array,
+std::shared_ptr<const Shortcut::Known> Shortcut::find(PyObject* method, const ArrayForm* form,
                                                       PyObject* const* options) const noexcept {
   const std::lock_guard lock(mutex_);
   for (const auto& each : known_)
-    if (each->is_like(method, array, options)) return each;
+    if (each->is_like(method, form, options)) return each;
   return nullptr;
 }
 
+// The array is looked at without the mutex: its library may run any Python code.
 bool Shortcut::call(PyObject* method, PyObject* array, PyObject* const* options) {
   if (PyObject_Size(unfinished_.ptr()) != 0) return false;
-  const std::shared_ptr<const Known> known = find(method, array, options);
+  if (array == nullptr) return call(method, array, nullptr, options);
+  const std::optional<ArrayForm> form = ArrayForm::of(array);
+  return form && call(method, array, &*form, options);
+}
+
+bool Shortcut::call(PyObject* method, PyObject* array, const ArrayForm* form,
+                    PyObject* const* options) {
+  const std::shared_ptr<const Known> known = find(method, form, options);
   if (known == nullptr) return false;
-  run(*known, array == nullptr ? nullptr : reinterpret_cast<std::byte*>(fields(array).data));
+  if (form != nullptr) note_write(array);
+  run(*known, form == nullptr ? nullptr : form->data());
   return true;
 }
 
 void Shortcut::run(const Known& known, std::byte* data) {
-  const exec::Array array{data, known.elements};
+  const exec::Array array{data, known.form ? known.form->elements() : 0};
   exec::Request request = known.request.view(known.timeout);
-  if (known.type) request.inputs = request.outputs = {&array, 1};
+  if (known.form) request.inputs = request.outputs = {&array, 1};
   exec::Communicator& communicator = communicator_.get();
   if (!known.small) {
     const Unlocked unlocked;

@@ -1,5 +1,5 @@
-// Shortcut: the quick way for a blocking all_reduce of one NumPy array that is like an earlier one,
-// and for a barrier.
+// Shortcut: the quick way for a blocking all_reduce of one NumPy array, or torch tensor on the CPU,
+// that is like an earlier one, and for a barrier.
 //
 // Python checks a call and learns it here: its options, and the form of its array. A later call
 // with the same options (the same objects, all immutable) and an array of the same form needs none
@@ -13,9 +13,11 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
-#include "gradwire/bind/communicator.h"
+#include "gradwire/bind/array_form.h"
+#include "gradwire/bind/communicator_handle.h"
 
 namespace gradwire::bind {
 
@@ -36,16 +38,18 @@ class Shortcut {
   struct Known {
     Request request;  // whose array is that of the first call
     double timeout = 0;
-    py::object method{}, type{}, dtype{};  // type: null where there is no array
+    py::object method{};
+    std::optional<ArrayForm> form{};  // none where there is no array
     py::tuple options{};
-    std::uint64_t elements = 0;
     bool small = true;
 
     // At most: a timeout that is computed anew for each call must not push out all others.
     bool differs_in_numbers(const Known& other) const noexcept;
-    bool is_like(PyObject* method, PyObject* array, PyObject* const* options) const noexcept;
+    bool is_like(PyObject* method, const ArrayForm* form, PyObject* const* options) const noexcept;
+    bool has_form(const ArrayForm* other) const noexcept;
   };
-  std::shared_ptr<const Known> find(PyObject* method, PyObject* array,
+  bool call(PyObject* method, PyObject* array, const ArrayForm* form, PyObject* const* options);
+  std::shared_ptr<const Known> find(PyObject* method, const ArrayForm* form,
                                     PyObject* const* options) const noexcept;
   void run(const Known& known, std::byte* data);
 

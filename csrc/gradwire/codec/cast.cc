@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "gradwire/base/error.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/spec.h"
 
 namespace gradwire::codec {

@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "gradwire/base/error.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/spec.h"
 
 namespace gradwire::codec {
@@ -24,7 +24,7 @@ constexpr std::array kCodecs = {
 
 }  // namespace
 
-void Codec::prepare(const float*, const float*, std::size_t, Adapted&) const {}
+void Codec::prepare(const float*, std::size_t, const Site&) const {}
 void Codec::adapt(std::size_t, Adapted&) const {}
 
 Decoded Codec::decode_sum(std::span<const ConstBytes> payloads, float* y, std::size_t n) const {

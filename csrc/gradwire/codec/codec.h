@@ -1,9 +1,10 @@
 // A codec makes a run of float32 smaller on the wire. It is const and stateless: what it could not
 // send, and what it adapts from call to call, belong to the caller (codec/feedback.h). The exact
 // arithmetic of each codec is defined in its source file: one definition for every instruction set
-// and for CUDA. Callers hold a FloatEnvironment (codec/simd.h).
+// and for CUDA. Callers hold a FloatEnvironment (codec/simd/simd.h).
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -16,7 +17,7 @@
 
 namespace gradwire::codec {
 
-// How payloads of a codec are summed (contracts 2).
+// How payloads of a codec are summed.
 enum class Combine : std::uint8_t {
   kPlain,     // bytes of the caller's own type: none
   kReencode,  // decode, add in float32, encode again at every hop of an in-tree schedule; or gather
@@ -41,6 +42,28 @@ struct Site {
   const float* residual = nullptr;  // e of the run: added to it before anything else; null: zero
   float* error = nullptr;           // e' of the run: written; null: not kept
   Adapted* adapted = nullptr;  // of the run's extent, prepared; null: chosen from the run alone
+  // e and e' where they are kept in bfloat16, in place of the two above: codec/residuals.h stands
+  // between such a site and a codec's encode().
+  const std::uint16_t* narrow_residual = nullptr;
+  std::uint16_t* narrow_error = nullptr;
+
+  bool keeps() const noexcept { return error != nullptr || narrow_error != nullptr; }
+  bool has_residual() const noexcept { return residual != nullptr || narrow_residual != nullptr; }
+  float residual_at(std::size_t i) const noexcept {
+    if (residual != nullptr) return residual[i];
+    if (narrow_residual == nullptr) return 0;
+    return std::bit_cast<float>(std::uint32_t{narrow_residual[i]} << 16);
+  }
+  // The part of the run that begins `offset` elements later.
+  Site from(std::size_t offset) const noexcept {
+    Site later = *this;
+    later.element += offset;
+    if (residual != nullptr) later.residual += offset;
+    if (error != nullptr) later.error += offset;
+    if (narrow_residual != nullptr) later.narrow_residual += offset;
+    if (narrow_error != nullptr) later.narrow_error += offset;
+    return later;
+  }
 };
 
 // What defines a codec, for kernels on other devices. What a kind does not have stays as it is.
@@ -90,10 +113,9 @@ class Codec {
   virtual std::size_t max_bytes(std::size_t n) const noexcept = 0;
   virtual bool fixed_size() const noexcept { return true; }
 
-  // Before the first encode of a call, with the whole extent as this rank passed it (residual may
-  // be null), and after the last: what to adapt. The default adapts nothing.
-  virtual void prepare(const float* x, const float* residual, std::size_t n,
-                       Adapted& adapted) const;
+  // Before the first encode of a call, with the whole extent as this rank passed it, and after the
+  // last: what to adapt. The default adapts nothing.
+  virtual void prepare(const float* x, std::size_t n, const Site& site) const;
   virtual void adapt(std::size_t n, Adapted& adapted) const;
 
   // Writes v[0, n) to out, where v = x + residual; returns the bytes written. With y = decode(out),

@@ -1,13 +1,14 @@
 #include "gradwire/codec/feedback.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <utility>
 
 #include "gradwire/base/error.h"
 #include "gradwire/base/op.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::codec {
 namespace {
@@ -25,7 +26,7 @@ void check_closed(const std::string& key, bool open) {
                         "' is in an unfinished call; wait for it, and give each key once a call");
 }
 
-void check_finite(const std::string& key, const std::vector<float>& values, const char* what) {
+void check_finite(const std::string& key, std::span<const float> values, const char* what) {
   if (kernels().finite(values.data(), values.size())) return;
   throw InvalidArgument("error feedback: " + std::string(what) + " '" + key +
                         "' would hold NaN or Inf; nothing was changed");
@@ -48,7 +49,31 @@ float scaled(float magnitude, double factor) {
   return static_cast<float>(std::min(magnitude * std::fabs(factor), most));
 }
 
+// Calls each(first, values) for all n elements of a residual, a stretch of them at a time. An empty
+// one is all zero; that is −0, as x + −0 is x.
+template <typename Each>
+void for_stretches(const Residual& residual, std::size_t n, Each each) {
+  std::array<float, 4096> room;
+  for (std::size_t i = 0; i < n; i += room.size()) {
+    const auto values = std::span(room).first(std::min(room.size(), n - i));
+    std::ranges::fill(values, -0.0F);
+    if (!residual.empty()) residual.read(i, values);
+    each(i, values);
+  }
+}
+
 }  // namespace
+
+ErrorFeedback::Entry::Entry(ResidualType type, const std::string& key)
+    : current(type), next(type), name_digest(Fnv1a().text(key).digest()) {}
+
+void ErrorFeedback::Entry::put(Kept kept) {
+  current.adapted = kept.adapted;
+  current.calls = kept.calls;
+  current.memory = std::move(kept.memory);
+  current.residual.assign(std::move(kept.residual), number());
+  changes = 0;
+}
 
 void ErrorFeedback::Transaction::open(ErrorFeedback& owner, std::span<const KeyedExtent> extents) {
   settle(false);
@@ -64,21 +89,22 @@ void ErrorFeedback::Transaction::open(ErrorFeedback& owner, std::span<const Keye
   owner_ = &owner;
 }
 
-std::span<const float> ErrorFeedback::Transaction::residual(std::size_t extent) const {
-  return entries_.at(extent)->current.residual;
+std::size_t ErrorFeedback::Transaction::size(std::size_t extent) const {
+  return entries_.at(extent)->next.residual.size();
 }
 
-std::span<float> ErrorFeedback::Transaction::next(std::size_t extent) {
-  return entries_.at(extent)->next.residual;
+Site ErrorFeedback::Transaction::site(std::size_t extent) const {
+  Entry& entry = *entries_.at(extent);
+  Site site;
+  site.call = entry.number();
+  site.adapted = &entry.next.adapted;
+  entry.current.residual.read_by(site);
+  entry.next.residual.write_by(site);
+  return site;
 }
 
-Adapted& ErrorFeedback::Transaction::adapted(std::size_t extent) {
-  return entries_.at(extent)->next.adapted;
-}
-
-std::uint64_t ErrorFeedback::Transaction::number(std::size_t extent) const {
-  const Entry& entry = *entries_.at(extent);
-  return entry.name_digest ^ entry.current.calls;
+std::vector<float> ErrorFeedback::Transaction::residual(std::size_t extent) const {
+  return entries_.at(extent)->current.residual.values();
 }
 
 std::span<const float> ErrorFeedback::Transaction::memory(std::size_t extent) const {
@@ -116,20 +142,24 @@ void ErrorFeedback::close(const std::vector<Entry*>& entries, bool keep) noexcep
     entry->current.residual.swap(entry->next.residual);
     entry->current.adapted = entry->next.adapted;
     ++entry->current.calls;
+    entry->changes = 0;
     if (entry->remembers) entry->current.memory.swap(entry->next.memory);
   }
 }
 
 void ErrorFeedback::open(const KeyedExtent& extent, std::vector<Entry*>& opened) {
-  Entry& entry = entries_[extent.key];
+  Entry& entry = this->entry(extent.key);
   check_closed(extent.key, entry.open);
   check_length(extent.key, entry.current.residual.size(), extent.count);
   entry.next.residual.resize(extent.count);
   entry.next.adapted = {.tau = entry.current.adapted.tau, .filter = entry.current.adapted.filter};
-  entry.name_digest = Fnv1a().text(extent.key).digest();
   entry.open = true;
   entry.remembers = false;
   opened.push_back(&entry);
+}
+
+ErrorFeedback::Entry& ErrorFeedback::entry(const std::string& key) {
+  return entries_.try_emplace(key, type_, key).first->second;
 }
 
 void ErrorFeedback::begin_step() {
@@ -161,7 +191,7 @@ void ErrorFeedback::spoil_step() noexcept {
 std::vector<float> ErrorFeedback::residual(const std::string& key) const {
   const std::lock_guard lock(mutex_);
   const auto found = entries_.find(key);
-  return found == entries_.end() ? std::vector<float>() : found->second.current.residual;
+  return found == entries_.end() ? std::vector<float>() : found->second.current.residual.values();
 }
 
 void ErrorFeedback::mask(const std::string& key, std::span<float> values) const {
@@ -172,23 +202,29 @@ void ErrorFeedback::mask(const std::string& key, std::span<float> values) const 
     std::ranges::fill(values, 0.0F);
     return;
   }
-  const std::vector<float>& residual = found->second.current.residual;
+  const Residual& residual = found->second.current.residual;
   check_length(key, residual.size(), values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) values[i] = residual[i] == 0 ? 0.0F : values[i];
+  for_stretches(residual, values.size(), [&](std::size_t first, std::span<float> waiting) {
+    for (std::size_t i = 0; i < waiting.size(); ++i)
+      if (waiting[i] == 0) values[first + i] = 0;
+  });
 }
 
 void ErrorFeedback::add(const std::string& key, std::span<const float> values) {
   const FloatEnvironment environment;
   const std::lock_guard lock(mutex_);
-  Entry& entry = entries_[key];
+  Entry& entry = this->entry(key);
   check_closed(key, entry.open);
-  const std::vector<float>& residual = entry.current.residual;
+  const Residual& residual = entry.current.residual;
   check_length(key, residual.size(), values.size());
-  std::vector<float>& sum = entry.next.residual;
-  sum.assign(values.begin(), values.end());
-  for (std::size_t i = 0; i < residual.size(); ++i) sum[i] += residual[i];
-  check_finite(key, sum, "with what is added the residual of key");
-  entry.current.residual.swap(sum);
+  const std::uint64_t draw = entry.draw();
+  entry.next.residual.resize(values.size());
+  for_stretches(residual, values.size(), [&](std::size_t first, std::span<float> sum) {
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += values[first + i];
+    check_finite(key, sum, "with what is added the residual of key");
+    entry.next.residual.write(first, sum, draw);
+  });
+  entry.current.residual.swap(entry.next.residual);
 }
 
 void ErrorFeedback::require_closed() const {
@@ -203,12 +239,15 @@ void ErrorFeedback::scale(double factor) {
   const std::lock_guard lock(mutex_);
   require_closed();
   for (auto& [key, entry] : entries_) {
-    const std::vector<float>& residual = entry.current.residual;
-    std::vector<float>& product = entry.next.residual;
+    const Residual& residual = entry.current.residual;
+    Residual& product = entry.next.residual;
+    const std::uint64_t draw = entry.draw();
     product.resize(residual.size());
-    for (std::size_t i = 0; i < residual.size(); ++i)
-      product[i] = static_cast<float>(residual[i] * factor);
-    check_finite(key, product, "so scaled the residual of key");
+    for_stretches(residual, residual.size(), [&](std::size_t first, std::span<float> values) {
+      for (float& each : values) each = static_cast<float>(each * factor);
+      check_finite(key, values, "so scaled the residual of key");
+      product.write(first, values, draw);
+    });
   }
   for (auto& [key, entry] : entries_) {
     entry.current.residual.swap(entry.next.residual);
@@ -228,7 +267,9 @@ ErrorFeedback::Kept ErrorFeedback::take(const std::string& key) {
   const auto found = entries_.find(key);
   if (found == entries_.end()) return {};
   check_closed(key, found->second.open);
-  Kept kept = std::move(found->second.current);
+  Stored& stored = found->second.current;
+  Kept kept{std::move(stored.residual).values(), stored.adapted, stored.calls,
+            std::move(stored.memory)};
   entries_.erase(found);
   return kept;
 }
@@ -236,9 +277,9 @@ ErrorFeedback::Kept ErrorFeedback::take(const std::string& key) {
 void ErrorFeedback::put(const std::string& key, Kept kept) {
   check_kept(key, kept);
   const std::lock_guard lock(mutex_);
-  Entry& entry = entries_[key];
+  Entry& entry = this->entry(key);
   check_closed(key, entry.open);
-  entry.current = std::move(kept);
+  entry.put(std::move(kept));
 }
 
 std::vector<KeyedExtent> ErrorFeedback::keys() const {
@@ -253,9 +294,9 @@ ErrorFeedback::State ErrorFeedback::save() const {
   const std::lock_guard lock(mutex_);
   State state;
   for (const auto& [key, entry] : entries_) {
-    const Kept& kept = entry.current;
-    const bool unused = kept.calls == 0 && kept.residual.empty() && kept.memory.empty();
-    if (!unused) state.emplace(key, kept);
+    const Stored& its = entry.current;
+    const bool unused = its.calls == 0 && its.residual.empty() && its.memory.empty();
+    if (!unused) state[key] = {its.residual.values(), its.adapted, its.calls, its.memory};
   }
   return state;
 }
@@ -263,7 +304,8 @@ ErrorFeedback::State ErrorFeedback::save() const {
 void ErrorFeedback::load(State state) {
   for (const auto& [key, kept] : state) check_kept(key, kept);
   std::map<std::string, Entry> loaded;
-  for (auto& [key, kept] : state) loaded[key].current = std::move(kept);
+  for (auto& [key, kept] : state)
+    loaded.try_emplace(key, type_, key).first->second.put(std::move(kept));
   const std::lock_guard lock(mutex_);
   require_closed();
   entries_.swap(loaded);

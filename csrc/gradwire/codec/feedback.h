@@ -1,6 +1,7 @@
 // ErrorFeedback: what a lossy codec did not deliver, kept per key and added to the next call
-// (contracts 1: one float32 vector per key and rank, in units of the summed input, independent of
-// schedule, segment size and number of ranks).
+// (one vector per key and rank, in units of the summed input, independent of schedule,
+// segment size and number of ranks). It is of float32, or of bfloat16 rounded at random
+// (codec/residuals.h).
 //
 // A call is a transaction: e' is written beside e; settle(true) makes e := e', settle(false) leaves
 // e as it was. So does what a codec adapts from call to call (τ), what it remembers (low-rank's Q),
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "gradwire/codec/codec.h"
+#include "gradwire/codec/residuals.h"
 
 namespace gradwire::codec {
 
@@ -58,11 +60,12 @@ class ErrorFeedback {
     void open(ErrorFeedback& owner, std::span<const KeyedExtent> extents);
     bool is_open() const noexcept { return owner_ != nullptr; }
 
-    std::span<const float> residual(std::size_t extent) const;  // e; empty means all zero
-    std::span<float> next(std::size_t extent);  // e', of any content: all of it must be written
-    Adapted& adapted(std::size_t extent);       // starts as the last call left it
-    // Of no other call that is kept, neither of this key nor of another.
-    std::uint64_t number(std::size_t extent) const;
+    // The whole key, as the last call left it: with e, if there is one; with e', of any content,
+    // all of which must be written; and with a number of no other call that is kept, neither of
+    // this key nor of another.
+    Site site(std::size_t extent) const;
+    std::vector<float> residual(std::size_t extent) const;  // e; empty means all zero
+    std::size_t size(std::size_t extent) const;             // of e'
     std::span<const float> memory(std::size_t extent) const;
     std::vector<float>& next_memory(std::size_t extent);  // of any content; else it stays
 
@@ -79,6 +82,9 @@ class ErrorFeedback {
     std::vector<Entry*> entries_;
   };
 
+  explicit ErrorFeedback(ResidualType type = ResidualType::kFloat32) noexcept : type_(type) {}
+  ResidualType type() const noexcept { return type_; }
+
   // A step: transactions that settle between the two wait, open, for its end. It keeps all of them,
   // or none when one of them was not to be kept, or `keep` is false; returns which. InvalidArgument
   // where a step is (not) under way, and at the end while a transaction has not settled.
@@ -92,7 +98,8 @@ class ErrorFeedback {
   // Sets those of `values` to zero whose residual is zero, and all of an unused key's. Throws
   // InvalidArgument for another length.
   void mask(const std::string& key, std::span<float> values) const;
-  // Adds `values` to the key's residual: to take over a leaver's.
+  // Adds `values` to the key's residual: to take over a leaver's. In bfloat16 this rounds, and so
+  // do scale and load.
   void add(const std::string& key, std::span<const float> values);
   // Multiplies every residual, and what is adapted to them, for a changed loss scale or learning
   // rate.
@@ -113,18 +120,35 @@ class ErrorFeedback {
   // an open transaction, and all but take where a residual would not be finite.
 
  private:
+  struct Stored {
+    explicit Stored(ResidualType type) noexcept : residual(type) {}
+
+    Residual residual;
+    Adapted adapted;
+    std::uint64_t calls = 0;
+    std::vector<float> memory;
+  };
   struct Entry {
-    Kept current;
-    Kept next;  // of the open transaction; between two, memory for the next one
-    std::uint64_t name_digest = 0;
-    bool remembers = false;  // next.memory is meant
+    Entry(ResidualType type, const std::string& key);
+    void put(Kept kept);
+    std::uint64_t number() const noexcept { return name_digest ^ current.calls; }
+    // For a change between two calls: a number that no other one has.
+    std::uint64_t draw() noexcept { return number() ^ (++changes << 48); }
+
+    Stored current;
+    Stored next;  // of the open transaction; between two, memory for the next one
+    std::uint64_t name_digest;
+    std::uint64_t changes = 0;  // since the last call that was kept
+    bool remembers = false;     // next.memory is meant
     bool open = false;
   };
 
   void open(const KeyedExtent& extent, std::vector<Entry*>& opened);
   void close(const std::vector<Entry*>& entries, bool keep) noexcept;
   void require_closed() const;
+  Entry& entry(const std::string& key);
 
+  const ResidualType type_;
   mutable std::mutex mutex_;
   std::map<std::string, Entry> entries_;  // a map, so that transactions can point to entries
   std::size_t unsettled_ = 0;             // transactions

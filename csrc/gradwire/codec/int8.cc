@@ -10,12 +10,9 @@
 //
 // rounding=nearest: ties to even; |q| <= 127 follows. rounding=stochastic: t := v · inverse limited
 // to ±127, q := floor(t) + (u < t − floor(t)), u uniform in [0, 1) with 23 bits, so that the mean
-// of q is t to 2^-23. u depends on (seed, call, index of the element in its extent) alone:
-//   mixed() is SplitMix64's output function of 64 bits; all arithmetic wraps.
-//   key := mixed(mixed(mixed(seed) ^ call) ^ index of the block's first element)
-//   h := i · 0x9E3779B9 + low(key), where i counts in the block; h := (h ^ h >> 16) · 0x7FEB352D;
-//   h := ((h ^ h >> 15) + high(key)) · 0x846CA68B; h := h ^ h >> 16; u := (h >> 9) / 2^23.
-#include "gradwire/codec/simd.h"
+// of q is t to 2^-23. u depends on (seed, call, index of the element in its extent) alone: it is
+// (h >> 9) / 2^23, h the element's number by codec/simd/simd_random.h, whose blocks are those here.
+#include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/spec.h"
 
 namespace gradwire::codec {

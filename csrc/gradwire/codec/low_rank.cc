@@ -7,7 +7,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/codec/mixed.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/spec.h"
 
 namespace gradwire::codec {

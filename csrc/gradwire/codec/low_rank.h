@@ -5,8 +5,8 @@
 // all residuals add up to all inputs, whatever q the ranks began with. The next call begins with
 // this one's q: over calls that is a power iteration.
 //
-// Who does this is exec/low_rank.h; here is what one rank computes between the sums, beside the
-// kernels of codec/factors.h.
+// Who does this is exec/compound/low_rank_reduce.h; here is what one rank computes between the
+// sums, beside the kernels of codec/factors.h.
 #pragma once
 
 #include <span>

@@ -1,7 +1,7 @@
 // none: float32 as it is. It loses nothing, and sends the whole residual.
 #include <cstring>
 
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/spec.h"
 
 namespace gradwire::codec {

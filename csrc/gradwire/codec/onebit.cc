@@ -31,7 +31,7 @@
 #include <limits>
 
 #include "gradwire/base/error.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/spec.h"
 
 namespace gradwire::codec {

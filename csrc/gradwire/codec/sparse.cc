@@ -6,7 +6,7 @@
 #include <functional>
 
 #include "gradwire/base/error.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::codec {
 namespace {

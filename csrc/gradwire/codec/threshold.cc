@@ -29,7 +29,7 @@
 #include <vector>
 
 #include "gradwire/base/error.h"
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/sparse.h"
 #include "gradwire/codec/spec.h"
 
@@ -44,12 +44,12 @@ constexpr float kLongestWait = 256, kHeadroom = 1.25F;
 bool usable(float tau) { return tau > 0 && std::isfinite(tau); }
 
 // The density's magnitude among what is finite, by a sample that depends on n alone.
-float first_tau(const float* x, const float* residual, std::size_t n, double density) {
+float first_tau(const float* x, std::size_t n, const Site& site, double density) {
   thread_local std::vector<std::uint32_t> keys;
   keys.clear();
   const std::size_t stride = (n + kMostSamples - 1) / kMostSamples;
   for (std::size_t i = 0; i < n; i += stride) {
-    const std::uint32_t key = magnitude_bits(residual == nullptr ? x[i] : x[i] + residual[i]);
+    const std::uint32_t key = magnitude_bits(x[i] + site.residual_at(i));
     keys.push_back(key < kInfinityBits ? key : 0);
   }
   const std::size_t share = share_of(density, keys.size());
@@ -84,10 +84,9 @@ class Threshold final : public Codec {
     return n / kSparseUnit * most_bytes(kSparseUnit) + (rest > 0 ? most_bytes(rest) : 0);
   }
 
-  void prepare(const float* x, const float* residual, std::size_t n,
-               Adapted& adapted) const override {
-    if (tau_ > 0 || n == 0 || usable(adapted.tau)) return;
-    adapted.tau = first_tau(x, residual, n, density_);
+  void prepare(const float* x, std::size_t n, const Site& site) const override {
+    if (tau_ > 0 || n == 0 || usable(site.adapted->tau)) return;
+    site.adapted->tau = first_tau(x, n, site, density_);
   }
   void adapt(std::size_t n, Adapted& adapted) const override;
 

@@ -14,7 +14,7 @@
 #include <cstring>
 #include <limits>
 
-#include "gradwire/codec/simd.h"
+#include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/sparse.h"
 #include "gradwire/codec/spec.h"
 

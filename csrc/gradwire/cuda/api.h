@@ -20,7 +20,7 @@ struct CUevent_st;
 
 namespace gradwire::cuda {
 
-inline constexpr std::uint32_t kApiVersion = 1;
+inline constexpr std::uint32_t kApiVersion = 2;
 
 using Status = int;                                       // cudaError_t; 0 is success
 inline constexpr Status kNoDriver = 35, kNoDevice = 100;  // there is no GPU
@@ -150,11 +150,18 @@ struct Api {
   // ---- Elements (plugin/fold.cu, elements.cu); dtypes, ops: the numbers of DType, ReduceOp ----
   // acc := acc (op) x. They may be equal, and may not overlap otherwise.
   Status (*fold)(int dtype, int op, void* acc, const void* x, std::uint64_t n, Stream);
-  // y := x[0] (op) x[1] (op) … in this order, times factor unless that is 1; x + i · stride bytes.
-  // y may be x.
+  // y := x[0] (op) x[1] (op) … in this order, averaged over `divisor` ranks unless that is 1;
+  // x + i · stride bytes. y may be x.
   Status (*fold_all)(int dtype, int op, const void* x, std::uint64_t stride, int count, void* y,
-                     double factor, std::uint64_t n, Stream);
-  Status (*scale)(int dtype, void* x, double factor, std::uint64_t n, Stream);
+                     int divisor, std::uint64_t n, Stream);
+  // Of 16-bit floats in float32 (codec/fold.h), one addend after the other: sum := own (op) x,
+  // where own is not null, else sum (op) x; where y is not null not sum but y, averaged and
+  // rounded.
+  Status (*fold_wide)(int dtype, int op, const void* own, float* sum, const void* x, void* y,
+                      int divisor, std::uint64_t n, Stream);
+  // codec/average.h.
+  Status (*average)(int dtype, void* x, int divisor, std::uint64_t n, Stream);
+  Status (*scale)(int dtype, void* x, double factor, std::uint64_t n, Stream);  // of floats
   // y := y + e, e' := 0.
   Status (*deliver)(Site, float* y, std::uint64_t n, Stream);
   // codec/codec.h, mark_not_finite(): sets kNotFinite; where unit > 1 the whole unit becomes NaN.

@@ -64,8 +64,9 @@ class Loopback::Endpoint final : public Messages {
     while (!ready()) {
       require_alive();
       if (deadline.passed())
-        throw Timeout("rank " + std::to_string(rank_) + " waited " + std::to_string(timeout_) +
-                          " s for rank " + std::to_string(peer) + " to make the same call",
+        throw Timeout("rank " + std::to_string(rank_) + " timed out: it waited " +
+                          std::to_string(timeout_) + " s for rank " + std::to_string(peer) +
+                          " to make the same call",
                       peer);
       if (shared_.changed_.wait_for(lock, kLook) == std::cv_status::no_timeout || !interrupt_)
         continue;

@@ -1,6 +1,6 @@
 // The part of NCCL's binary interface that gradwire uses, in its own words: the library is loaded
 // at run time, and its header is not needed to build. The same in NCCL 2.19 to 2.32;
-// tests/cpp/cuda_nccl_abi_test.cc compares it with <nccl.h> where that is installed.
+// tests/cpp/cuda/cuda_nccl_abi_test.cc compares it with <nccl.h> where that is installed.
 #pragma once
 
 #include <array>

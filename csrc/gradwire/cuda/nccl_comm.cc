@@ -171,10 +171,10 @@ void NcclComm::fail(nccl::Result result, const Waiting& waiting) const {
   const char* last = nccl_.get_last_error(nullptr);
   std::ostringstream text;
   text << "rank " << settings_.rank << ": NCCL "
-       << (result == nccl::kInProgress ? "waited in vain for " : "failed in ") << waiting.what;
+       << (result == nccl::kInProgress ? "timed out in " : "failed in ") << waiting.what;
   if (!waiting.messages.empty()) text << " with " << ranks_of(waiting.messages);
   if (result == nccl::kInProgress)
-    text << ", " << waiting.seconds << " s: a rank is late, gone, or out of reach";
+    text << ", after " << waiting.seconds << " s: a rank is late, gone, or out of reach";
   else
     text << ": " << nccl_.get_error_string(result) << " (" << result << ")";
   if (last != nullptr && *last != '\0') text << "; its last error: " << last;

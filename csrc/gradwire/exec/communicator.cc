@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "gradwire/base/error.h"
-#include "gradwire/exec/failure.h"
+#include "gradwire/exec/control/failure.h"
 
 namespace gradwire::exec {
 namespace {
@@ -60,7 +60,8 @@ Communicator::Communicator(Identity identity, Tuning tuning)
       plans_({identity_.rank, identity_.size, identity_.hosts, tuning.max_message,
               tuning.segment_bytes}),
       transfers_(identity_.rank, identity_.size, identity_.communicator),
-      watch_(identity_, tuning.stall_seconds, tuning.log) {
+      log_(tuning.log),
+      watch_(identity_, tuning.stall_seconds, std::move(tuning.log)) {
   if (tuning.max_message < kLeastMessage || tuning.max_message > kMostMessage)
     throw InvalidArgument("max_message is " + std::to_string(tuning.max_message) +
                           " bytes; use 4 KiB to 1 GiB, the same on all ranks");
@@ -127,7 +128,8 @@ std::shared_ptr<Work> Communicator::send(std::byte* data, std::size_t size, Rank
                                          double timeout) {
   check_peer(to);
   Transfer transfer;
-  transfer.data = data;
+  if (to == identity_.rank) transfer.copy.assign(data, data + size);
+  transfer.data = to == identity_.rank ? transfer.copy.data() : data;
   transfer.size = size;
   transfer.peer = to;
   transfer.deadline = Deadline::after(timeout);
@@ -152,21 +154,25 @@ void Communicator::wait(Work& work, double timeout, const Interrupt& interrupt) 
     drive_or_wait(lock, work, deadline, interrupt);
   }
   if (!work.done())
-    throw Timeout("rank " + std::to_string(identity_.rank) +
-                      ": wait() ended before its operation, which goes on; wait again or abort()",
-                  kNoPeer);
+    throw Timeout(
+        "rank " + std::to_string(identity_.rank) +
+            ": wait() timed out before its operation, which goes on; wait again or abort()",
+        kNoPeer);
   work.rethrow();
 }
 
 void Communicator::check_peer(Rank peer) const {
-  if (peer >= 0 && peer < identity_.size && peer != identity_.rank) return;
+  if (peer >= 0 && peer < identity_.size) return;
   throw InvalidArgument("rank " + std::to_string(peer) + " is no peer of rank " +
                         std::to_string(identity_.rank) + " in a communicator of " +
                         std::to_string(identity_.size));
 }
 
 void Communicator::require_alive() const {
-  if (failure_) std::rethrow_exception(failure_);
+  if (failure_) {
+    unreported_ = false;
+    std::rethrow_exception(failure_);
+  }
   if (closed_) throw Aborted("this communicator is closed");
 }
 
@@ -183,7 +189,7 @@ std::unique_ptr<Communicator::Pending> Communicator::take_spare() {
 
 std::shared_ptr<Work> Communicator::enqueue(std::unique_lock<std::mutex>& lock,
                                             const Request& request) {
-  Operation::check(request, identity_.rank, identity_.size);
+  check_arrays(request, identity_.rank, identity_.size);
   require_alive();
   auto pending = take_spare();
   bind(*pending, request);
@@ -218,6 +224,9 @@ void Communicator::bind(Pending& pending, const Request& request) {
   check_feedback(request);
   const Way way = way_of(request, identity_.size);
   pending.feedback = request.feedback;
+  pending.shape_digest = request.shape_check.digest;
+  pending.shape.assign(request.shape_check.text);
+  pending.checks_shape = request.shape_check.always;
   pending.compound = way == Way::kAtOnce ? nullptr : &pending.compound_for(way);
   if (pending.compound != nullptr) {
     pending.compound->bind(request, identity_.rank, identity_.size);

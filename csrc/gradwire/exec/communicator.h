@@ -25,16 +25,16 @@
 #include "gradwire/base/fd.h"
 #include "gradwire/base/log.h"
 #include "gradwire/base/wire.h"
-#include "gradwire/exec/compound.h"
-#include "gradwire/exec/control_plane.h"
-#include "gradwire/exec/execution.h"
-#include "gradwire/exec/identity.h"
-#include "gradwire/exec/links.h"
-#include "gradwire/exec/operation.h"
-#include "gradwire/exec/plan_cache.h"
-#include "gradwire/exec/point_to_point.h"
-#include "gradwire/exec/watch.h"
-#include "gradwire/exec/work.h"
+#include "gradwire/exec/compound/compound.h"
+#include "gradwire/exec/control/control_plane.h"
+#include "gradwire/exec/control/identity.h"
+#include "gradwire/exec/control/watch.h"
+#include "gradwire/exec/execution/execution.h"
+#include "gradwire/exec/execution/links.h"
+#include "gradwire/exec/execution/operation.h"
+#include "gradwire/exec/execution/point_to_point.h"
+#include "gradwire/exec/execution/work.h"
+#include "gradwire/exec/plan/plan_cache.h"
 
 namespace gradwire::exec {
 
@@ -44,7 +44,7 @@ struct Tuning {
   std::size_t max_message = kUsualFrame;  // bytes of the largest frame; the same on all ranks
   std::size_t segment_bytes = 0;          // 0: chosen for each operation
   double stall_seconds = 30;              // see Watch; 0: never
-  Log log = log_to_stderr;                // of stalls
+  Log log = log_to_stderr;                // of stalls, and of what nobody waits for
   std::shared_ptr<transport::EmulatedLink> link = nullptr;  // this rank's, where it has one
   std::shared_ptr<transport::RdmaDevices> rdma = nullptr;   // this rank's, where links need them
 };
@@ -83,16 +83,27 @@ class Communicator {
   // Blocks until the work is over, at most `timeout` seconds; then Timeout, and the work goes on.
   void wait(Work& work, double timeout, const Interrupt& interrupt = nullptr);
 
-  // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters.
+  // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters. Of a
+  // close() that has said BYE it ends the wait, and the others do not hear of it.
   void abort(const std::string& reason) noexcept;
   // Ends every call with `error`, here and on all ranks: for whoever finds it outside of calls.
   // Does nothing where it has failed already. Where another thread drives for longer than a second
   // it is an abort() with the error's text.
   void fail_with(const std::exception_ptr& error) noexcept;
-  // Finishes pending work, says BYE, lets go of all sockets. Later calls throw Aborted. Throws what
-  // ended the pending work, and InvalidArgument when ranks turn out to have made different calls.
-  // A second closer waits for the first.
-  void close(double timeout, const Interrupt& interrupt = nullptr);
+  // Finishes pending work within `timeout`, says BYE, waits within `settle` seconds until all ranks
+  // are known to have made the same calls (not at all where it is 0), lets go of all sockets. Later
+  // calls throw Aborted. Throws what ended the pending work, InvalidArgument when ranks turn out to
+  // have made different calls, and Timeout when a rank does not come to the calls of this one. A
+  // second closer waits for the first.
+  void close(double timeout, double settle, const Interrupt& interrupt = nullptr);
+  void close(double timeout, const Interrupt& interrupt = nullptr) {
+    close(timeout, timeout, interrupt);
+  }
+  // Whether all ranks are known to have made the calls of this one, or it is over.
+  bool settled();
+  // No call will be made any more: the progress thread hears what the others made of the last one,
+  // and logs where theirs were different. close() throws it all the same.
+  void drop();
   bool closed() const;
   // Throws the failure of this communicator, if it has failed or fails within some seconds though
   // no call of its own is under way.
@@ -115,7 +126,10 @@ class Communicator {
     Operation operation;  // or its compound's present phase
     Compound* compound = nullptr;
     std::shared_ptr<codec::ErrorFeedback> feedback;  // outlives all transactions
-    codec::ErrorFeedback::Transaction transaction;   // of what is no compound
+    std::uint64_t shape_digest = 0;                  // ShapeCheck
+    std::string shape;
+    bool checks_shape = false;                      // whether it was there or not
+    codec::ErrorFeedback::Transaction transaction;  // of what is no compound
     std::array<std::unique_ptr<Compound>, kWays> compounds;
 
     Compound& compound_for(Way way);
@@ -136,13 +150,17 @@ class Communicator {
   void ring() noexcept;  // under the mutex
   void start_progress_thread();
   void start_progress_thread_locked();
+  void tell_soon_locked();
+  void tell(std::unique_lock<std::mutex>& lock);
+  void attend(std::unique_lock<std::mutex>& lock);
+  void stop_driving_locked();
   void stop_progress_thread();
   void let_go();
   void progress_loop(const std::stop_token& stop);
   bool is_idle() const;
   std::exception_ptr finish_work(std::unique_lock<std::mutex>& lock, const Deadline& deadline,
                                  const Interrupt& interrupt);
-  std::exception_ptr take_leave(std::unique_lock<std::mutex>& lock, const Deadline& deadline,
+  std::exception_ptr take_leave(std::unique_lock<std::mutex>& lock, double settle,
                                 const Interrupt& interrupt);
   void listen(std::unique_lock<std::mutex>& lock);
 
@@ -160,8 +178,9 @@ class Communicator {
   bool start_next();
   bool start_phase(bool finite);
   void start_operation();
+  CallShape shape_of_call(const Plan& plan);
   void finish_operation();
-  void finish_current();
+  void finish_current(bool untold);
   void rest(unsigned idle, const Interrupt& interrupt);
   void look_around(const Interrupt& interrupt);
   void sleep(const Interrupt& interrupt);
@@ -191,15 +210,21 @@ class Communicator {
   UniqueFd wakeup_;  // eventfd: something was submitted or aborted
 
   mutable std::mutex mutex_;         // everything below but the driver's own
-  std::condition_variable changed_;  // the driver left, or there is new work
+  std::condition_variable changed_;  // the driver left
+  std::condition_variable work_;     // for the progress thread: there is something to do
   bool driving_ = false;
   bool closed_ = false;   // to calls
   bool ending_ = false;   // a thread closes it, or has
   bool ended_ = false;    // and has let go of everything
   bool stopped_ = false;  // no progress thread starts any more
+  bool tells_ = false;    // the progress thread will tell the others of calls that are over
+  bool dropped_ = false;  // it hears what becomes of its calls, though nobody makes more
   bool abort_requested_ = false;
   std::string abort_reason_;
-  std::exception_ptr failure_;                   // set once: the communicator is dead
+  std::exception_ptr failure_;  // set once: the communicator is dead
+  // That ranks made different calls, found in no call of this one: who hears of it next, or
+  // close().
+  mutable bool unreported_ = false;
   std::vector<std::unique_ptr<Pending>> queue_;  // the front is executing
   std::atomic<Pending*> front_{nullptr};         // of the queue, for the driver
   std::vector<std::unique_ptr<Pending>> spare_;
@@ -217,9 +242,11 @@ class Communicator {
   bool roll_called_ = false;               // in this call
   Deadline look_at_ = Deadline::never();   // at the roll, or at the end of it
   std::optional<Deadline> transfer_roll_;  // the end of the one that was called for a transfer
+  SeenShapes shapes_;
   Execution execution_;
   PointToPoint transfers_;
   TrafficCounter traffic_;
+  Log log_;
   Watch watch_;
 
   std::jthread progress_;

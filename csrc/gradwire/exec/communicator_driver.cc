@@ -1,4 +1,8 @@
 // The driver of a communicator: what the one thread does that moves its work, and where it rests.
+//
+// It is whichever thread calls, since waking another one takes longer than a small collective. What
+// it moves is its own while driving_ is set, so it takes the mutex where calls begin and end, and
+// not while they move.
 #include "gradwire/exec/communicator.h"
 
 #include <poll.h>
@@ -11,8 +15,8 @@
 #include <utility>
 
 #include "gradwire/base/error.h"
-#include "gradwire/codec/simd.h"
-#include "gradwire/exec/failure.h"
+#include "gradwire/codec/simd/simd.h"
+#include "gradwire/exec/control/failure.h"
 
 namespace gradwire::exec {
 namespace {
@@ -28,6 +32,8 @@ constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
 constexpr double kAnnounceSeconds = 0.1;
 // So long before a deadline the ranks are asked where they are.
 constexpr double kRollCallSeconds = 0.5;
+// So long after a call, at the latest, the others are told that it is over, where they must be.
+constexpr std::chrono::milliseconds kTellAfter{100};
 
 // "2.5 s", without the zeros of to_string.
 std::string seconds_text(double seconds) {
@@ -46,18 +52,58 @@ void Communicator::start_progress_thread() {
 void Communicator::start_progress_thread_locked() {
   if (!stopped_ && !progress_.joinable())
     progress_ = std::jthread([this](const std::stop_token& stop) { progress_loop(stop); });
-  changed_.notify_all();
+  work_.notify_all();
 }
 
 void Communicator::progress_loop(const std::stop_token& stop) {
   std::unique_lock lock(mutex_);
-  const auto has_work = [this] {
-    return !driving_ && (!queue_.empty() || !submitted_.empty() || !transfers_.idle());
-  };
+  const auto has_work = [this] { return !driving_ && !is_idle(); };
+  const auto wakes = [&] { return stop.stop_requested() || has_work(); };
   while (!stop.stop_requested()) {
-    changed_.wait(lock, [&] { return stop.stop_requested() || has_work(); });
-    if (!stop.stop_requested()) drive(lock, nullptr, nullptr);
+    if (!tells_ && !dropped_)
+      work_.wait(lock, [&] { return wakes() || tells_ || dropped_; });
+    else if (!work_.wait_for(lock, kTellAfter, wakes))
+      attend(lock);
+    if (!stop.stop_requested() && has_work()) drive(lock, nullptr, nullptr);
   }
+}
+
+// Of calls that are over, in which not all ranks hear of this one: whoever leaves waits for it, and
+// this rank may be busy elsewhere for long.
+void Communicator::tell_soon_locked() {
+  if (!std::exchange(tells_, true)) start_progress_thread_locked();
+}
+
+// Again later where somebody could not be told: who had not read enough of what was said before.
+void Communicator::tell(std::unique_lock<std::mutex>& lock) {
+  if (driving_) return;  // in a call, of which it tells itself, or soon out of it
+  if (control_.is_untold() && !failure_ && !closed_) listen(lock);
+  if (driving_) return;
+  const bool alive = !failure_ && !closed_;
+  if (alive && control_.is_untold()) control_.announce();
+  tells_ = alive && control_.is_untold();
+}
+
+// Between calls. Where none will come any more, nobody else would hear of what is wrong.
+void Communicator::attend(std::unique_lock<std::mutex>& lock) {
+  tell(lock);
+  if (!dropped_) return;
+  if (!driving_ && !failure_ && !closed_) listen(lock);
+  if (driving_) return;
+  dropped_ = !failure_ && !closed_ && control_.unsettled_peer() != kNoPeer;
+  if (!unreported_) return;
+  try {
+    std::rethrow_exception(failure_);
+  } catch (const Error& error) {
+    log_(error.what());
+  }
+}
+
+// What is left to do is for the progress thread; waking it costs, so only then.
+void Communicator::stop_driving_locked() {
+  driving_ = false;
+  if (!is_idle()) work_.notify_all();
+  changed_.notify_all();
 }
 
 // Until `work` is over: drives when nobody does, else sleeps until it may be its turn.
@@ -112,10 +158,9 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
     interruption = fail_for(std::current_exception(), interrupt);
   }
   lock.lock();
-  driving_ = false;
   if (abort_requested_)
     fail_locked(std::make_exception_ptr(Aborted(abort_reason_, identity_.rank)));
-  changed_.notify_all();
+  stop_driving_locked();
   if (interruption) std::rethrow_exception(interruption);
 }
 
@@ -158,6 +203,7 @@ bool Communicator::advance_collective() {
   return true;
 }
 
+// The deadline is that of the call's turn, not of its submission: calls before it may take long.
 bool Communicator::start_next() {
   current_ = front_;
   if (current_ == nullptr) return false;
@@ -167,7 +213,7 @@ bool Communicator::start_next() {
   if (current_->compound == nullptr)
     start_operation();
   else if (!start_phase(/*finite=*/true))
-    finish_current();
+    finish_current(/*untold=*/false);
   return true;
 }
 
@@ -177,7 +223,7 @@ bool Communicator::start_phase(bool finite) {
   traffic_.add(current_->compound->codec_time());
   if (phase == nullptr) return false;
   {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(mutex_);  // others submit calls: the cache of plans is the same
     bind_operation(*current_, *phase);
   }
   start_operation();
@@ -190,23 +236,37 @@ void Communicator::start_operation() {
   call.rank = identity_.rank;
   call.communicator = identity_.communicator;
   call.operation = control_.history().calls();
+  const CallShape shape = shape_of_call(*call.plan);
+  call.fingerprint = control_.history().fingerprint_of_next(*call.plan, shape);
   watch_.begin(call.operation, call.plan->fingerprint());
   execution_.start(call);
-  control_.begin_call(current_->operation.shared_plan());
+  control_.begin_call(current_->operation.shared_plan(), shape);
+}
+
+// By which the ranks compare this call: those of its arrays in the first call like it, or where the
+// caller wants it.
+CallShape Communicator::shape_of_call(const Plan& plan) {
+  if (current_->shape_digest == 0) return {};
+  const std::uint64_t digest =
+      Fnv1a().number(plan.fingerprint()).number(current_->shape_digest).digest();
+  if (!shapes_.add(digest) && !current_->checks_shape) return {};
+  return {digest, current_->shape};
 }
 
 void Communicator::finish_operation() {
   const bool finite = current_->operation.end(execution_.finite());
   traffic_.add(execution_.codec_time());
+  const bool untold = control_.end_call();
   if (current_->compound != nullptr && start_phase(finite)) return;
   current_->transaction.settle(finite);
   watch_.end();
-  finish_current();
+  finish_current(untold);
 }
 
-void Communicator::finish_current() {
+void Communicator::finish_current(bool untold) {
   current_ = nullptr;
   std::lock_guard lock(mutex_);
+  if (untold) tell_soon_locked();
   auto done = std::move(queue_.front());
   queue_.erase(queue_.begin());
   front_ = queue_.empty() ? nullptr : queue_.front().get();
@@ -215,6 +275,8 @@ void Communicator::finish_current() {
   spare_.push_back(std::move(done));
 }
 
+// A peer that runs answers within microseconds, less than sleeping and waking takes; where it waits
+// for this rank's core, yielding gives it that.
 void Communicator::rest(unsigned idle, const Interrupt& interrupt) {
   if (idle <= spins_) return __builtin_ia32_pause();
   if (idle <= spins_ + kYields) return static_cast<void>(::sched_yield());
@@ -228,6 +290,8 @@ void Communicator::rest(unsigned idle, const Interrupt& interrupt) {
 void Communicator::look_around(const Interrupt& interrupt) {
   look_due_ = Deadline::after(kLookSeconds);
   control_.listen();
+  // Transfers may go on without end, and whoever leaves waits for this word.
+  if (current_ == nullptr && control_.is_untold()) control_.announce();
   check_deadlines();
   if (!interrupt || !interrupt_due_.passed()) return;
   interrupt_due_ = Deadline::after(kInterruptSeconds);
@@ -245,6 +309,7 @@ void Communicator::sleep(const Interrupt& interrupt) {
   transfer_links_.disarm();
 }
 
+// Wrapped, as what the caller throws is no failure that another rank may be behind.
 void Communicator::call_interrupt(const Interrupt& interrupt) {
   try {
     interrupt();
@@ -283,6 +348,7 @@ void Communicator::start_waiting() {
   announce_at_ = Deadline::after(std::min(patience, kAnnounceSeconds));
 }
 
+// Others name for their stalls whom this rank waits for, so they hear when that is over.
 void Communicator::stop_waiting() {
   waits_since_.reset();
   watch_.moves(/*outside=*/current_ == nullptr);
@@ -358,10 +424,11 @@ void Communicator::call_roll() {
 
 Timeout Communicator::timeout_of(const Transfer& late) const {
   const bool any = late.peer == Transfer::kAnyRank;
-  const Rank culprit = any ? kNoPeer : control_.end_of_chain(late.peer);
-  std::string text = "rank " + std::to_string(identity_.rank) + ": no send or recv matched with " +
-                     (any ? "any rank" : "rank " + std::to_string(late.peer)) +
-                     " before the timeout";
+  const bool own = late.peer == identity_.rank;
+  const Rank culprit = any ? kNoPeer : own ? late.peer : control_.end_of_chain(late.peer);
+  std::string text = "rank " + std::to_string(identity_.rank) +
+                     " timed out: no send or recv matched with " +
+                     (any ? "any rank" : "rank " + std::to_string(late.peer));
   if (culprit != late.peer)
     text += "; that waits, perhaps over others, for rank " + std::to_string(culprit);
   return {text, culprit};
@@ -372,7 +439,7 @@ Timeout Communicator::timeout() const {
   const Rank peer = frame != nullptr ? execution_.waiting_for() : links_.full_peer();
   const Rank culprit = control_.end_of_chain(peer);
   std::string text = "rank " + std::to_string(identity_.rank) + ": " +
-                     current_->operation.plan().text() + " did not finish within " +
+                     current_->operation.plan().text() + " timed out after " +
                      seconds_text(current_->timeout);
   if (frame != nullptr)
     text += "; it waits for rank " + std::to_string(peer) + " in round " +

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "gradwire/base/error.h"
-#include "gradwire/exec/failure.h"
+#include "gradwire/exec/control/failure.h"
 
 namespace gradwire::exec {
 namespace {
@@ -25,13 +25,14 @@ void Communicator::abort(const std::string& reason) noexcept {
     abort_requested_ = true;
     abort_reason_ = reason;
     attention_ = true;
-    if (!driving_) fail_locked(std::make_exception_ptr(Aborted(reason, identity_.rank)));
+    if (!driving_ && !closed_)
+      fail_locked(std::make_exception_ptr(Aborted(reason, identity_.rank)));
     ring();
   }
   changed_.notify_all();
 }
 
-void Communicator::close(double timeout, const Interrupt& interrupt) {
+void Communicator::close(double timeout, double settle, const Interrupt& interrupt) {
   const Deadline deadline = Deadline::after(timeout);
   std::unique_lock lock(mutex_);
   if (std::exchange(ending_, true))  // by another thread
@@ -39,15 +40,15 @@ void Communicator::close(double timeout, const Interrupt& interrupt) {
   const bool was_alive = !failure_;
   std::exception_ptr interruption = finish_work(lock, deadline, interrupt);
   const bool in_peace = !interruption && !failure_ && is_idle();
-  if (in_peace)
-    interruption = take_leave(lock, std::min(deadline, Deadline::after(kLeaveSeconds)), interrupt);
+  if (in_peace) interruption = take_leave(lock, settle, interrupt);
   lock.unlock();
   if (!in_peace)
     abort("rank " + std::to_string(identity_.rank) +
           (interruption ? " was interrupted" : " closed its communicator with work in flight"));
   let_go();
   if (interruption) std::rethrow_exception(interruption);
-  if (was_alive && failure_ && !abort_requested_) std::rethrow_exception(failure_);
+  const bool untold = was_alive || unreported_;
+  if (untold && failure_ && !abort_requested_) std::rethrow_exception(failure_);
 }
 
 void Communicator::let_go() {
@@ -89,22 +90,42 @@ std::exception_ptr Communicator::finish_work(std::unique_lock<std::mutex>& lock,
 
 // As a driver, without the mutex; calls made meanwhile see a closed communicator. Returns what the
 // interrupt threw.
-std::exception_ptr Communicator::take_leave(std::unique_lock<std::mutex>& lock,
-                                            const Deadline& deadline, const Interrupt& interrupt) {
+std::exception_ptr Communicator::take_leave(std::unique_lock<std::mutex>& lock, double settle,
+                                            const Interrupt& interrupt) {
   driving_ = closed_ = true;
   lock.unlock();
   std::exception_ptr interruption;
   try {
-    control_.take_leave({deadline, wish_to_end(interrupt)});
+    if (settle > 0)
+      control_.take_leave({Deadline::after(settle), wish_to_end(interrupt)},
+                          Deadline::after(std::min(settle, kLeaveSeconds)));
+    else
+      control_.leave_at_once();
   } catch (const Interruption& stopped) {  // all is said: it only waited for the others
     interruption = stopped.cause;
+  } catch (const Aborted&) {  // by another thread: likewise
+  } catch (const Timeout&) {  // for this rank alone: who comes late finds what it came for
+    const std::lock_guard again(mutex_);
+    failure_ = std::current_exception();
   } catch (...) {
     interruption = fail_for(std::current_exception(), interrupt);
   }
   lock.lock();
-  driving_ = false;
-  changed_.notify_all();
+  stop_driving_locked();
   return interruption;
+}
+
+bool Communicator::settled() {
+  std::unique_lock lock(mutex_);
+  if (!failure_ && !closed_ && !driving_) listen(lock);
+  if (unreported_ && !closed_) return false;
+  return failure_ || closed_ || (!driving_ && control_.unsettled_peer() == kNoPeer);
+}
+
+void Communicator::drop() {
+  const std::lock_guard lock(mutex_);
+  dropped_ = true;
+  start_progress_thread_locked();
 }
 
 void Communicator::hear(double seconds) {
@@ -142,8 +163,9 @@ void Communicator::listen(std::unique_lock<std::mutex>& lock) {
     fail_for(std::current_exception(), nullptr);
   }
   lock.lock();
-  driving_ = false;
-  changed_.notify_all();
+  unreported_ = failure_ && failure_frame(failure_, identity_.rank).kind ==
+                                transport::FailureKind::kInvalidArgument;
+  stop_driving_locked();
 }
 
 std::vector<std::pair<Rank, transport::Released>> Communicator::release_controls() {
@@ -180,7 +202,7 @@ void Communicator::stop_progress_thread() {
     progress_.request_stop();
     ring();
   }
-  changed_.notify_all();
+  work_.notify_all();
   if (progress_.joinable()) progress_.join();
 }
 

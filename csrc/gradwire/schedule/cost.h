@@ -3,7 +3,7 @@
 //
 // simulate() runs a schedule's frames on clocks. A rank is a processor that does one thing at a
 // time: it stages what it may send and lands what has arrived, by turns, both in the order of
-// exec/plan.h and under its two conditions. A message of w wire bytes to k peers takes
+// exec/plan/plan.h and under its two conditions. A message of w wire bytes to k peers takes
 //
 //     at the sender      what the codec takes, once, and alpha + copy·w for each peer
 //     on the way         beta·w on the card of the sender, latency, beta·w on the receiver's card:
@@ -113,8 +113,8 @@ struct Question {
   double most_message = kUsualFrame;  // bytes that a frame may have
 };
 
-// Seconds of a call by a schedule of the caller's choice, in the segments that exec/plan.h cuts
-// then.
+// Seconds of a call by a schedule of the caller's choice, in the segments that exec/plan/plan.h
+// cuts then.
 double predict(const CostModel& model, const Schedule& schedule, const Question& question);
 // The same of a sum of so many bytes whose inputs all ranks get by an all_gather.
 double predict_gathered(const CostModel& model, const Schedule& all_gather,

@@ -1,6 +1,6 @@
-// Frames: a Schedule as exec/plan.h reads it, for all ranks at once and with what each frame costs.
-// All edges of a round between two ranks are one message; equal messages of one rank, to ranks on
-// links of one kind, are staged once and are one send.
+// Frames: a Schedule as exec/plan/plan.h reads it, for all ranks at once and with what each frame
+// costs. All edges of a round between two ranks are one message; equal messages of one rank, to
+// ranks on links of one kind, are staged once and are one send.
 #pragma once
 
 #include <cstddef>

@@ -5,7 +5,7 @@
 #include <set>
 
 #include "gradwire/base/error.h"
-#include "gradwire/schedule/lane.h"
+#include "gradwire/schedule/chunk_class.h"
 #include "gradwire/schedule/rules.h"
 
 namespace gradwire::schedule {
@@ -31,8 +31,8 @@ Shape shape_of(const Schedule& s) {
   return {static_cast<int>(s.rounds.size()), static_cast<double>(most) / s.chunks};
 }
 
-// Where lanes begin: wherever an edge or the role of a chunk changes.
-std::vector<int> lane_bounds(const Schedule& s) {
+// Where chunk classes begin: wherever an edge or the role of a chunk changes.
+std::vector<int> class_bounds(const Schedule& s) {
   std::vector<int> bounds = {0, s.chunks};
   if (required_chunks(s.collective, s.ranks) != 0)
     for (int chunk = 1; chunk < s.chunks; ++chunk) bounds.push_back(chunk);
@@ -60,11 +60,11 @@ bool before(const Step& a, const Step& b) {
   return a.round != b.round ? a.round < b.round : a.edge < b.edge;
 }
 
-// Every lane with the edges that touch it, from the first chunk to the last.
-void run_lanes(const Schedule& s, Findings& findings) {
+// Every chunk class with the edges that touch it, from the first chunk to the last.
+void run_chunk_classes(const Schedule& s, Findings& findings) {
   const std::vector<Step> steps = steps_by_chunk(s);
-  const std::vector<int> bounds = lane_bounds(s);
-  Lane lane(s, findings);
+  const std::vector<int> bounds = class_bounds(s);
+  ChunkClass chunks(s, findings);
   std::vector<Step> active;
   auto next = steps.begin();
   for (std::size_t i = 0; i + 1 < bounds.size(); ++i) {
@@ -73,7 +73,7 @@ void run_lanes(const Schedule& s, Findings& findings) {
     const auto kept = static_cast<std::ptrdiff_t>(active.size());
     while (next != steps.end() && next->edge->chunks.first == begin) active.push_back(*next++);
     std::inplace_merge(active.begin(), active.begin() + kept, active.end(), before);
-    lane.run({begin, bounds[i + 1]}, active);
+    chunks.run({begin, bounds[i + 1]}, active);
   }
 }
 
@@ -144,7 +144,7 @@ Report verify(const Schedule& schedule) {
   Findings findings(report);
   find_deadlocks(schedule, findings);
   find_interleaved_messages(schedule, findings);
-  run_lanes(schedule, findings);
+  run_chunk_classes(schedule, findings);
   report.in_tree = report.in_tree && report.ok();
   return report;
 }

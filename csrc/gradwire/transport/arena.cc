@@ -11,7 +11,7 @@
 namespace gradwire::transport {
 namespace {
 
-constexpr std::uint32_t kArenaMagic = 0x32415247;  // "GRA2"; a new layout, a new magic
+constexpr std::uint32_t kArenaMagic = 0x33415247;  // "GRA3"; a new layout, a new magic
 constexpr std::size_t kLine = 64;                  // what two writers must not share
 constexpr std::size_t kEntry = 2 * kLine;
 constexpr std::size_t kPage = 4096;
@@ -44,10 +44,11 @@ struct Arena::Header {
 
 Arena::Layout::Layout(const Options& options)
     : messages(static_cast<std::size_t>(options.messages)),
-      entries_at(sizeof(Header) + messages * kLine),
+      far_at(sizeof(Header) + messages * kLine),
+      entries_at(far_at + static_cast<std::size_t>(options.size) * kLine),
       data_at(
           round_up(entries_at + static_cast<std::size_t>(options.size) * messages * kEntry, kPage)),
-      stride(round_up(options.max_message, kLine)),
+      stride(round_up(options.max_message, kPage) + kPage),  // no prefetch runs into the next cell
       total(data_at + messages * stride) {}
 
 Arena::Arena(UniqueFd memory, const Options& options)
@@ -90,6 +91,11 @@ std::atomic<std::uint32_t>& Arena::wants_room() noexcept { return at<Header>(0).
 
 std::atomic<std::uint32_t>& Arena::readers(std::size_t cell) noexcept {
   return at<std::atomic<std::uint32_t>>(sizeof(Header) + cell * kLine);
+}
+
+std::atomic<std::uint32_t>& Arena::far(Rank reader) noexcept {
+  const auto index = static_cast<std::size_t>(reader);
+  return at<std::atomic<std::uint32_t>>(layout_.far_at + index * kLine);
 }
 
 std::atomic<std::uint64_t>& Arena::entry(Rank reader, std::size_t position) noexcept {

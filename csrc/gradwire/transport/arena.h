@@ -1,9 +1,10 @@
 // Arena: the memory in which one rank stages what it sends, shared with all who read it.
 //
 // It has `messages` cells of max_message bytes. Each cell counts the readers that still need it,
-// and each reader has a queue of as many entries. An entry is two cache lines: a descriptor (which
-// cell, how many bytes), which is one atomic word, zero for none; and room for a message so small
-// that it needs no cell, and travels with its descriptor. No index is shared.
+// and each reader has a queue of as many entries, and a word that says whether it is far away. An
+// entry is two cache lines: a descriptor (which cell, how many bytes), which is one atomic word,
+// zero for none; and room for a message so small that it needs no cell, and travels with its
+// descriptor. No index is shared.
 //
 // Waking is Dekker's handshake with sequentially consistent operations, no fences: the owner says
 // it will sleep and looks once more; the others write and then look whether it sleeps.
@@ -55,6 +56,8 @@ class Arena {
   std::atomic<std::uint32_t>& wants_room() noexcept;
   // How many readers still need the cell.
   std::atomic<std::uint32_t>& readers(std::size_t cell) noexcept;
+  // Whether the reader finds that the owner is far away (transport/distance.h): not zero.
+  std::atomic<std::uint32_t>& far(Rank reader) noexcept;
   // The reader's queue, a ring of `messages` entries.
   std::atomic<std::uint64_t>& entry(Rank reader, std::size_t position) noexcept;
   // Where a small message lies in an entry.
@@ -65,7 +68,7 @@ class Arena {
   struct Header;
   struct Layout {
     explicit Layout(const Options& options);
-    std::size_t messages, entries_at, data_at, stride, total;  // all but the first in bytes
+    std::size_t messages, far_at, entries_at, data_at, stride, total;  // bytes but for the first
   };
   Arena(UniqueFd memory, const Options& options);
   template <typename Value>

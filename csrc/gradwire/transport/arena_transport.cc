@@ -37,10 +37,18 @@ std::size_t ArenaTransport::next(std::size_t position) const noexcept {
   return position + 1 == messages_ ? 0 : position + 1;
 }
 
-// Always the first free one: the fewer cells in use, the warmer the caches.
-int ArenaTransport::first_free_cell() noexcept {
-  for (std::size_t cell = 0; cell < messages_; ++cell)
+bool ArenaTransport::is_far(Rank peer) noexcept {
+  return own_->far(peer).load(std::memory_order_relaxed) != 0;
+}
+
+// In turn, though fewer cells would be warmer: a line of the cell that was read last is in the
+// reader's cache, from which it has to come back before it can be written; lines of cells that
+// come round after a mebibyte or two have left it.
+int ArenaTransport::free_cell() noexcept {
+  for (std::size_t looked_at = 0; looked_at < messages_; ++looked_at) {
+    const std::size_t cell = std::exchange(next_cell_, next(next_cell_));
     if (own_->readers(cell).load() == 0) return static_cast<int>(cell);
+  }
   return kNoCell;
 }
 
@@ -69,12 +77,15 @@ void ArenaTransport::want_room() noexcept {
   starved_ = true;
 }
 
-int ArenaTransport::find_room(std::size_t bytes) {
+int ArenaTransport::find_room(std::span<const Rank> peers, std::size_t bytes) {
+  copy_ = copy_cached;
   if (bytes <= kSmallMessage) return Descriptor::kInEntry;
-  const int cell = first_free_cell();
+  const bool far = std::ranges::any_of(peers, [this](Rank peer) { return is_far(peer); });
+  if (far) copy_ = copy_streaming;
+  const int cell = free_cell();
   if (cell != kNoCell) return cell;
   want_room();
-  return first_free_cell();
+  return free_cell();
 }
 
 std::byte* ArenaTransport::staging(int cell) noexcept {
@@ -108,9 +119,18 @@ std::optional<ConstBytes> ArenaTransport::arrived(Rank peer) {
                                              std::to_string(descriptor.cell) + ", " +
                                              std::to_string(descriptor.bytes) + " bytes");
   link.front = static_cast<int>(descriptor.cell);
+  if (!small) time_line(link, link.arena->data(descriptor.cell));
   return ConstBytes{
       small ? link.arena->small(options().rank, link.consumed) : link.arena->data(descriptor.cell),
       descriptor.bytes};
+}
+
+// Seldom, since it takes some of the time that it measures; and not while pages are new here.
+void ArenaTransport::time_line(Link& link, const std::byte* line) noexcept {
+  constexpr unsigned kSeldom = 4;
+  if (++link.cells % kSeldom != 0 || link.cells <= messages_ || !clock_.usable()) return;
+  if (link.lines.add(clock_.first_look(line)))
+    link.arena->far(options().rank).store(link.lines.far(), std::memory_order_relaxed);
 }
 
 // A release that leaves the cell to other readers makes room too: in this reader's share.

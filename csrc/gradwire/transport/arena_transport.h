@@ -4,6 +4,7 @@
 #include <array>
 
 #include "gradwire/transport/arena.h"
+#include "gradwire/transport/distance.h"
 #include "gradwire/transport/staged.h"
 
 namespace gradwire::transport {
@@ -21,6 +22,7 @@ class ArenaTransport final : public StagedTransport {
   ArenaTransport(std::string_view name, const Options& options, ArenaExchange exchange);
 
   int doorbell() const noexcept override { return epoll_.get(); }
+  Copy copy() const noexcept override { return copy_; }
   void arm() override;
   void disarm() override;
 
@@ -33,12 +35,14 @@ class ArenaTransport final : public StagedTransport {
     std::size_t consumed = 0;  // where the next one is in our queue of the peer's arena
     std::size_t room = 0;      // so many fit there, without a look
     int front = 0;             // the cell that arrived() showed last
+    unsigned cells = 0;        // that arrived() has shown
+    LineTimes lines;           // of these
   };
 
   void introduce(int socket, Rank peer) override;
   void link(UniqueFd socket, Rank peer, const Patience& patience) override;
   bool has_its_share(Rank peer) override;
-  int find_room(std::size_t bytes) override;
+  int find_room(std::span<const Rank> peers, std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override;
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
   std::optional<ConstBytes> arrived(Rank peer) override;
@@ -47,7 +51,9 @@ class ArenaTransport final : public StagedTransport {
   Link& at(Rank peer) noexcept { return links_[static_cast<std::size_t>(peer)]; }
   std::size_t next(std::size_t position) const noexcept;
   std::size_t look_for_room(Rank peer) noexcept;
-  int first_free_cell() noexcept;
+  bool is_far(Rank peer) noexcept;
+  int free_cell() noexcept;
+  void time_line(Link& link, const std::byte* line) noexcept;
   void want_room() noexcept;
   void wake(Link& link) noexcept;
   void answer_bell(Rank peer);
@@ -59,6 +65,9 @@ class ArenaTransport final : public StagedTransport {
   UniqueFd epoll_;
   std::vector<Link> links_;
   bool starved_ = false;
+  LineClock clock_;
+  std::size_t next_cell_ = 0;
+  Copy copy_ = copy_cached;                                 // into the open reservation
   alignas(64) std::array<std::byte, kSmallMessage> small_;  // staging of the open reservation
 };
 

@@ -56,19 +56,21 @@ void Control::adopt(UniqueFd socket, Rank peer) {
   at(peer).socket = std::move(socket);
 }
 
-void Control::send(Rank peer, ControlFrame frame) noexcept {
+bool Control::send(Rank peer, ControlFrame frame) noexcept {
   Link& link = links_[static_cast<std::size_t>(peer)];
-  if (!link.socket.valid() || !push_out(link) || !may_send(link, frame.type)) return;
+  if (!link.socket.valid()) return true;
+  if (!push_out(link) || !may_send(link, frame.type)) return false;
   frame.heard = link.heard;
   std::memcpy(link.outgoing.data(), &frame, sizeof frame);
   link.unsent = sizeof frame;
   push_out(link);
   if (link.unsent == sizeof frame) {
     link.unsent = 0;  // nothing of it went: dropped
-    return;
+    return false;
   }
   link.told_heard = link.heard;
   if (frame.type != ControlType::kHeard) ++link.sent;
+  return true;
 }
 
 bool Control::may_send(const Link& link, ControlType type) noexcept {
@@ -92,8 +94,11 @@ bool Control::push_out(Link& link) noexcept {
   return link.unsent == 0;
 }
 
-void Control::broadcast(const ControlFrame& frame) noexcept {
-  for (std::size_t peer = 0; peer < links_.size(); ++peer) send(static_cast<Rank>(peer), frame);
+bool Control::broadcast(const ControlFrame& frame) noexcept {
+  bool all = true;
+  for (std::size_t peer = 0; peer < links_.size(); ++peer)
+    all = send(static_cast<Rank>(peer), frame) && all;
+  return all;
 }
 
 std::optional<ControlEvent> Control::poll() {

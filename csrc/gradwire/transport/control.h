@@ -85,11 +85,12 @@ class Control {
   Control(Rank rank, int size);
 
   // Takes over a connected, authenticated stream socket to `peer`. Over TCP it must end when the
-  // peer's host is dead: keep-alive and TCP_USER_TIMEOUT are set (`_keepalive.py`).
+  // peer's host is dead: keep-alive and TCP_USER_TIMEOUT are set (`_bootstrap/keepalive.py`).
   void adopt(UniqueFd socket, Rank peer);
 
-  void send(Rank peer, ControlFrame frame) noexcept;
-  void broadcast(const ControlFrame& frame) noexcept;
+  // False where a peer that is there reads too slowly for it: then it is dropped.
+  bool send(Rank peer, ControlFrame frame) noexcept;
+  bool broadcast(const ControlFrame& frame) noexcept;  // to all; false where one was not told
 
   // The next event that has arrived, if any; frames of a peer come before its end.
   std::optional<ControlEvent> poll();

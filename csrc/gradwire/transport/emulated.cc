@@ -12,7 +12,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/transport/emulated_link.h"
-#include "gradwire/transport/links.h"
+#include "gradwire/transport/link_kinds.h"
 #include "gradwire/transport/socket.h"
 
 namespace gradwire::transport {

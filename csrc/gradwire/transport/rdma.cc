@@ -20,7 +20,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/transport/cells.h"
-#include "gradwire/transport/links.h"
+#include "gradwire/transport/link_kinds.h"
 #include "gradwire/transport/rdma_exchange.h"
 #include "gradwire/transport/rdma_rail.h"
 #include "gradwire/transport/staged.h"
@@ -100,7 +100,7 @@ class RdmaTransport final : public StagedTransport {
   void introduce(int socket, Rank peer) override;
   void link(UniqueFd socket, Rank peer, const Patience& patience) override;
   bool has_its_share(Rank peer) override;
-  int find_room(std::size_t bytes) override;
+  int find_room(std::span<const Rank> peers, std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override {
     return slab_.data() + static_cast<std::size_t>(cell) * slot_bytes_;
   }
@@ -278,7 +278,7 @@ void RdmaTransport::greet(Rank peer, const Patience& patience) {
     patience.require();
     if (link.lost || (arrival.passed() && with_device(link) > 0)) throw_out_of_reach(peer);
     if (patience.passed())
-      throw Timeout(describe(id, "no word over RDMA while the link was made; is rank " +
+      throw Timeout(describe(id, "timed out: no word over RDMA while the link was made; is rank " +
                                      std::to_string(peer) + " alive?"),
                     peer);
   }
@@ -307,7 +307,7 @@ bool RdmaTransport::has_its_share(Rank peer) {
   return at(peer).outbox.size() >= share;
 }
 
-int RdmaTransport::find_room(std::size_t) {
+int RdmaTransport::find_room(std::span<const Rank>, std::size_t) {
   const int cell = first_free_cell();
   if (cell != kNoCell) return cell;
   poll();

@@ -10,7 +10,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/transport/arena_transport.h"
-#include "gradwire/transport/links.h"
+#include "gradwire/transport/link_kinds.h"
 
 namespace gradwire::transport {
 namespace {

@@ -45,7 +45,7 @@ void wait_ready(int socket, short events, const LinkId& link, const Patience& pa
   while (::poll(&waiter, 1, patience.turn_milliseconds()) <= 0) {
     patience.require();
     if (patience.passed())
-      throw Timeout(describe(link, "no answer while the link was made; is rank " +
+      throw Timeout(describe(link, "timed out without an answer while the link was made; is rank " +
                                        std::to_string(link.peer) + " alive and at the same call?"),
                     link.peer);
   }

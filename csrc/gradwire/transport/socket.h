@@ -33,7 +33,7 @@ void receive_all(int socket, Bytes data, const LinkId& link, const Patience& pat
 bool is_unix_socket(int socket);
 
 // Small messages leave at once; nothing where it is not TCP. Keep-alive and TCP_USER_TIMEOUT, by
-// which a dead host shows, are set by whoever made the socket (`_keepalive.py`).
+// which a dead host shows, are set by whoever made the socket (`_bootstrap/keepalive.py`).
 void set_no_delay(int socket);
 
 UniqueFd make_epoll();

@@ -75,7 +75,7 @@ Bytes StagedTransport::reserve(std::span<const Rank> peers, std::size_t bytes) {
   open_.cell = kNoCell;
   for (Rank peer : peers)
     if (has_its_share(peer)) return {};
-  open_.cell = find_room(bytes);
+  open_.cell = find_room(peers, bytes);
   if (open_.cell == kNoCell) return {};
   open_.bytes = bytes;
   open_.peers.assign(peers.begin(), peers.end());

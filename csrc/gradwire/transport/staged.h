@@ -37,7 +37,7 @@ class StagedTransport : public Transport {
   virtual bool has_its_share(Rank peer) = 0;
   // A cell (one message's staging memory) for so many bytes that no reader needs any more, or
   // kNoCell.
-  virtual int find_room(std::size_t bytes) = 0;
+  virtual int find_room(std::span<const Rank> peers, std::size_t bytes) = 0;
   virtual std::byte* staging(int cell) noexcept = 0;
   // Sends the first `bytes` of the cell. A peer found gone is marked, not thrown.
   virtual void post(int cell, std::size_t bytes, std::span<const Rank> peers) = 0;

@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "gradwire/base/error.h"
-#include "gradwire/transport/links.h"
+#include "gradwire/transport/link_kinds.h"
 #include "gradwire/transport/staged.h"
 #include "gradwire/transport/tcp_frames.h"
 
@@ -49,7 +49,7 @@ class TcpTransport final : public StagedTransport {
 
   void link(UniqueFd socket, Rank peer, const Patience& patience) override;
   bool has_its_share(Rank peer) override;
-  int find_room(std::size_t bytes) override;
+  int find_room(std::span<const Rank> peers, std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override { return cell_at(cell).frame.data() + kPayloadAt; }
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
   std::optional<ConstBytes> arrived(Rank peer) override;
@@ -97,7 +97,7 @@ bool TcpTransport::has_its_share(Rank peer) {
   return at(peer).outbox.size() >= share;
 }
 
-int TcpTransport::find_room(std::size_t) {
+int TcpTransport::find_room(std::span<const Rank>, std::size_t) {
   const int cell = first_free_cell();
   if (cell != kNoCell) return cell;
   for (Rank peer = 0; peer < options().size; ++peer) push_out(peer);

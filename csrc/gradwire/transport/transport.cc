@@ -3,7 +3,7 @@
 #include <array>
 
 #include "gradwire/base/error.h"
-#include "gradwire/transport/links.h"
+#include "gradwire/transport/link_kinds.h"
 
 namespace gradwire::transport {
 namespace {

@@ -2,8 +2,8 @@
 // pair and direction. It is staging and nothing else: "encode" writes straight into what the link
 // sends, "decode" reads straight from what the link received.
 //
-// One thread at a time uses a Transport (the communicator's engine holds a lock); only abort() may
-// be called from another. Nothing here blocks but wait-free calls on descriptors; the engine sleeps
+// One thread at a time uses a Transport (the communicator's driver holds a lock), and only
+// that one. Nothing here blocks but wait-free calls on descriptors; the driver sleeps
 // on doorbell() of all its transports at once. Every call that finds a peer gone throws
 // TransportError with that peer; what a peer sent before it went can still be peeked first.
 #pragma once
@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "gradwire/base/copy.h"
 #include "gradwire/base/fd.h"
 #include "gradwire/base/patience.h"
 #include "gradwire/base/types.h"
@@ -73,6 +74,8 @@ class Transport {
   // 64-byte aligned. Null data() when there is no room now: try again after the doorbell. At most
   // one reservation is open: another reserve() replaces it.
   virtual Bytes reserve(std::span<const Rank> peers, std::size_t bytes) = 0;
+  // How to copy much into the open reservation; what is written there last is read first.
+  virtual Copy copy() const noexcept { return copy_cached; }
   // Sends the first `bytes` of the open reservation.
   virtual void commit(std::size_t bytes) = 0;
   // Pushes out what commit() could not send at once; true when nothing of it is left. Only a link

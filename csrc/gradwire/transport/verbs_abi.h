@@ -1,7 +1,7 @@
 // The part of libibverbs' binary interface that gradwire uses, in its own words: the library is
 // loaded at run time, and its headers are not needed to build. Fields are named as in
 // <infiniband/verbs.h> (rdma-core, ABI of IBVERBS_1.1, fixed since 2006), with which
-// tests/cpp/transport_verbs_abi_test.cc compares sizes and offsets where it is installed.
+// tests/cpp/transport/transport_verbs_abi_test.cc compares sizes and offsets where it is installed.
 #pragma once
 
 #include <pthread.h>

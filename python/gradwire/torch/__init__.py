@@ -13,12 +13,14 @@ except ModuleNotFoundError as _missing:
         "gradwire.torch needs PyTorch: pip install 'gradwire[torch]'", name=_missing.name
     ) from _missing
 
+from gradwire.torch._broadcasts import broadcast_optimizer_state, broadcast_parameters
+from gradwire.torch._gathered import gather_state_dict, scatter_state_dict
 from gradwire.torch._hook import comm_hook
-from gradwire.torch._momentum import Momentum
 from gradwire.torch._register import register, stats
-from gradwire.torch._rules import Stages, warm_up
 from gradwire.torch._state import State
-from gradwire.torch._stats import CodecStats, Stats, StepStats
+from gradwire.torch._step.momentum import Momentum
+from gradwire.torch._step.rules import Stages, warm_up
+from gradwire.torch._step.stats import CodecStats, Stats, StepStats
 
 __all__ = [
     "CodecStats",
@@ -27,8 +29,12 @@ __all__ = [
     "State",
     "Stats",
     "StepStats",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "comm_hook",
+    "gather_state_dict",
     "register",
+    "scatter_state_dict",
     "stats",
     "warm_up",
 ]

@@ -12,19 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire import _environment, _model
-from gradwire._announced import announced_store
+from gradwire._base import environment
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import agreed_model
+from gradwire._bootstrap.announced_store import announced_store
+from gradwire._bootstrap.connect import connect_mesh
+from gradwire._bootstrap.introduction import introduction, read_introduction
+from gradwire._bootstrap.meeting import Meeting
+from gradwire._bootstrap.mesh import Job, host_identity
+from gradwire._bootstrap.rendezvous import choose_transports, find_secret
+from gradwire._bootstrap.store import Address
+from gradwire._bootstrap.world import World
 from gradwire._communicator import Communicator, from_mesh
-from gradwire._connect import connect_mesh
-from gradwire._deadline import Deadline
 from gradwire._errors import RendezvousError, lost
-from gradwire._interfaces import Choice, Route, choose, route_to
-from gradwire._introduction import introduction, read_introduction
-from gradwire._meeting import Meeting
-from gradwire._mesh import Job, host_identity
-from gradwire._rendezvous import choose_transports, find_secret
-from gradwire._store import Address
-from gradwire._world import World
+from gradwire._host.interfaces import Choice, Route, choose, route_to
 
 _log = logging.getLogger("gradwire")
 
@@ -69,7 +70,7 @@ def communicator_of(group: dist.ProcessGroup, timeout: float = 300) -> Communica
                 hear=meeting.hear,
                 ended=lost,
             )
-            _model.agree(mesh, meeting)
+            agreed_model.agree(mesh, meeting)
             return from_mesh(mesh, timeout=timeout)
 
 
@@ -115,7 +116,7 @@ def _interface(introductions: Sequence[dict[str, Any]]) -> Choice:
     beyond = [each["reached"] for each in introductions if each["host"] != here]
     return choose(
         route.source if route and beyond else None,
-        pattern=_environment.text("GRADWIRE_SOCKET_IFNAME"),
+        pattern=environment.text("GRADWIRE_SOCKET_IFNAME"),
         several_hosts=bool(beyond),
         reached=[each for each in beyond if each],
     )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.futures import Future
 
+from gradwire._errors import InvalidArgument
 from gradwire.torch._state import State
 
 
@@ -24,9 +25,14 @@ def comm_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[tor
     """Averages a bucket over all ranks, in place; for `ddp.register_comm_hook(state, comm_hook)`.
 
     Returns at once; several buckets may be on their way. Never raises, lest backward ends before
-    they are over: errors are in the future and in `state.error`, and the end of backward raises
-    them.
+    they are over, but for a `state` that is none: errors are in the future and in `state.error`,
+    and the end of backward raises them.
     """
+    if not isinstance(state, State):  # nothing is on its way then
+        raise InvalidArgument(
+            f"gradwire's comm_hook was registered with {type(state).__name__} in place of a State: "
+            "call gradwire.torch.register(ddp), which makes one"
+        )
     buffer = bucket.buffer()
     # Without its device the future of a GPU's bucket would be complete before the bucket is.
     future: Future[torch.Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)

@@ -11,21 +11,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
-from gradwire.torch._buffers import broadcast_buffers_by
-from gradwire.torch._gpu import require_features
+from gradwire.torch._checks import made_alike, require_features, require_model, require_settings
 from gradwire.torch._group import communicator_of
-from gradwire.torch._guard import Guard
 from gradwire.torch._hook import comm_hook
-from gradwire.torch._joined import Active, join_by
-from gradwire.torch._momentum import Momentum
-from gradwire.torch._rules import Rules, Wanted
-from gradwire.torch._scales import Scaler
+from gradwire.torch._overrides import (
+    broadcast_buffers_by,
+    copy_without_hook,
+    explain_in_forward,
+    join_by,
+)
 from gradwire.torch._state import State
-from gradwire.torch._stats import Stats
+from gradwire.torch._step.buckets import compressible
+from gradwire.torch._step.guard import Guard
+from gradwire.torch._step.joined import Active
+from gradwire.torch._step.momentum import Momentum
+from gradwire.torch._step.rules import Rules, Wanted
+from gradwire.torch._step.stats import Stats
+from gradwire.torch._step.units import Scaler
 
 _log = logging.getLogger("gradwire")
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, State] = weakref.WeakKeyDictionary()
@@ -49,20 +56,27 @@ def register(
     """Makes a DDP model average its gradients with gradwire; every rank calls it, before training.
 
     `codec` is as in `Communicator.all_reduce`, or a function of the step (`Stages`, `warm_up`), and
-    applies to float32 gradients; those of other types, as of bfloat16 parameters, travel as they
-    are, of which gradwire's log warns. `rules` are pairs of a pattern and a codec: a parameter
-    whose name it matches (as in fnmatch: ``"*.bias"``) travels with that of the first such rule.
-    Where the codec is biased, a parameter of less than `min_elements` elements travels as it is.
+    applies to float32 gradients, to those of complex64 parameters, which travel as pairs of
+    float32, and on the CPU to those of bfloat16 and float16 parameters, which go through float32,
+    feedback included, and are rounded when they are averaged (with none, fp16 and bf16 they travel
+    as they are, where there is no feedback); those of other types travel as they are, of which
+    gradwire's log warns. `rules` are pairs of a pattern and a codec: a parameter whose name it
+    matches (as in fnmatch: ``"*.bias"``) travels with that of the first such rule. Where the codec
+    is biased, a parameter of less than `min_elements` elements travels as it is.
 
     What a codec loses is kept by parameter and sent later, with `feedback`: None if a codec needs
-    it or changes with the step, True also if none does, False never. Or it goes on, where the model
-    is wrapped anew because ranks left or parameters were frozen or thawed: close the old state, and
-    give its `feedback`, to which scale, rates and velocities belong, too. (Its `state_dict`, loaded
-    into the new state, brings all that and the number of steps.) With `scaler`, a GradScaler, it
-    follows the loss scale; with `optimizer` it follows the learning rate, so that it moves weights
-    as far as it would have when it was kept.
+    it or changes with the step, True also if none does, False never, ErrorFeedback("bfloat16") in
+    half the memory. Or it goes on, where the model is wrapped anew because ranks left or parameters
+    were frozen or thawed: close the old state, and give its `feedback`, to which scale, rates and
+    velocities belong, too. (Its `state_dict`, loaded into the new state, with `resized=True` if
+    ranks left, brings all that and the number of steps.) With `scaler`, a GradScaler, it follows
+    the loss scale; with `optimizer` it follows the learning rate, so that it moves weights as far
+    as it would have when it was kept.
 
-    `momentum` moves momentum from the optimizer into the hook. `clip_norm` clips each rank's own
+    `momentum` moves momentum from the optimizer into the hook: one that has its own is refused,
+    here or by its first step; of Adam's `betas` the log warns. With `momentum` or `clip_norm` a
+    backward is refused that adds to an average delivered before (accumulate within `no_sync`).
+    `clip_norm` clips each rank's own
     gradient, of all parameters together, to the L2 norm clip_norm / sqrt(ranks) before it is added
     to what was held back, in place of clipping the average (Lin et al. 2018, "Deep Gradient
     Compression", sec. 3.2); with `scaler` the norm is that of unscaled gradients. Nothing travels
@@ -70,8 +84,9 @@ def register(
 
     Without a communicator, one with `timeout` (seconds) is made over the ranks of
     `ddp.process_group`, which must be able to exchange CPU tensors, as gloo's are. Raises
-    RendezvousError, and InvalidArgument for an unknown codec or algorithm and for a communicator of
-    another size or another order of ranks.
+    RendezvousError, and InvalidArgument for an unknown codec or algorithm, for a communicator of
+    another size or another order of ranks, and, on all ranks, where they give different settings or
+    one of them cannot go on.
 
     Within `ddp.join()` averages are over all ranks or, with `divide_by_initial_world_size=False`,
     over those that still train. Buffers (of batch normalisation) travel over gradwire too. Forward,
@@ -79,14 +94,17 @@ def register(
     failed; within such a block, backward may raise torch's. Backward raises when DDP left the hook
     out.
     """
-    require_features(ddp, momentum=momentum, clip_norm=clip_norm)
+    require_model(ddp)
+    require_settings(momentum, scaler, optimizer, feedback, rules)
+    require_features(ddp, feedback, momentum=momentum, clip_norm=clip_norm)
     compresses = Rules(codec, rules).compresses  # refuses an unknown codec before the ranks meet
     owns = communicator is None
     if communicator is None:
         communicator = communicator_of(ddp.process_group, timeout)
     _require_same_ranks(communicator, ddp.process_group)
     active = Active(ddp)
-    state = State(
+    make = partial(
+        State,
         communicator,
         codec,
         algorithm,
@@ -102,11 +120,23 @@ def register(
         active=active,
         owns_communicator=owns,
     )
+    state = made_alike(
+        make,
+        communicator,
+        owns_communicator=owns,
+        momentum=momentum,
+        clip_norm=clip_norm,
+        min_elements=min_elements,
+        scaler=scaler is not None,
+        optimizer=optimizer is not None,
+    )
     _release_from_old(ddp)
     ddp.register_comm_hook(state, comm_hook)
-    _watch(ddp, state, active)
+    hooks = _watch(ddp, state, active)
     broadcast_buffers_by(ddp, state)
+    explain_in_forward(ddp, state)
     join_by(ddp, state)
+    copy_without_hook(ddp, hooks)
     _states[ddp] = state
     if compresses and communicator.rank == 0:
         _warn_of_other_types(ddp)
@@ -126,11 +156,13 @@ def stats(ddp: DistributedDataParallel) -> Stats:
 
 
 def _warn_of_other_types(ddp: DistributedDataParallel) -> None:
-    trained = {each.dtype for each in ddp.module.parameters() if each.requires_grad}
-    others = sorted(map(str, trained - {torch.float32}))
+    trained = [each for each in ddp.module.parameters() if each.requires_grad]
+    others = sorted({str(each.dtype.to_real()) for each in trained if not compressible(each)})
     if others:
         _log.warning(
-            "gradients of %s travel as they are: codecs are for float32", ", ".join(others)
+            "gradients of %s travel as they are: codecs are for float32, and on the CPU bfloat16 "
+            "and float16",
+            ", ".join(others),
         )
 
 
@@ -144,26 +176,30 @@ def _release_from_old(ddp: DistributedDataParallel) -> None:
             remove()
 
 
-def _watch(ddp: DistributedDataParallel, state: State, active: Active) -> None:
+def _watch(ddp: DistributedDataParallel, state: State, active: Active) -> Sequence[RemovableHandle]:
     """Has every forward in training raise the state's error, and look after its backward."""
-    guard = Guard(list(ddp.module.parameters()), partial(getattr, state._steps, "handed_over"))
+    guard = Guard(
+        dict(ddp.module.named_parameters()), partial(getattr, state._steps, "handed_over")
+    )
     state._guard = guard
-    ddp.register_forward_pre_hook(partial(_before_forward, state, guard))
-    ddp.register_forward_hook(partial(_after_forward, state, guard, active))
+    return (
+        ddp.register_forward_pre_hook(partial(_before_forward, state, guard)),
+        ddp.register_forward_hook(partial(_after_forward, state, guard, active)),
+    )
 
 
 def _before_forward(state: State, guard: Guard, ddp: DistributedDataParallel, _: Any) -> None:
-    if not (ddp.training and torch.is_grad_enabled()):
-        return
-    state._steps.raise_error()
-    if ddp.require_backward_grad_sync:
-        guard.require_averaged()
+    guard.let_go()
+    if ddp.training and torch.is_grad_enabled():
+        state._steps.raise_error()
 
 
 def _after_forward(
     state: State, guard: Guard, active: Active, ddp: DistributedDataParallel, _: Any, output: Any
 ) -> None:
     if torch.is_grad_enabled() and ddp.require_backward_grad_sync and not state.closed:
+        if ddp.training:  # after DDP's own forward, whose error says more
+            guard.require_averaged()
         active.note_forward()
         guard.after_forward(output)
 

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from gradwire._calls.reductions import CodecLike
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument, ScheduleError
 from gradwire._feedback import ErrorFeedback
-from gradwire._reductions import CodecLike
-from gradwire._schedules import Schedule
-from gradwire.torch import _saved
-from gradwire.torch._clipping import Clipping
-from gradwire.torch._guard import Guard
-from gradwire.torch._joined import Active
-from gradwire.torch._memory import Memory
-from gradwire.torch._momentum import Momentum
-from gradwire.torch._rules import Rules, Wanted
-from gradwire.torch._scales import Scaler
-from gradwire.torch._stats import Stats, by_codec
-from gradwire.torch._steps import Steps
-from gradwire.torch._unused import Unused
+from gradwire._launch import at_exit
+from gradwire._schedules.schedule import Schedule
+from gradwire.torch._step import saved as saving
+from gradwire.torch._step.buckets import compressible, gradient_elements
+from gradwire.torch._step.clipping import Clipping
+from gradwire.torch._step.double_counting import require_no_momentum, watch_optimizers
+from gradwire.torch._step.guard import Guard
+from gradwire.torch._step.joined import Active
+from gradwire.torch._step.memory import Memory
+from gradwire.torch._step.momentum import Momentum
+from gradwire.torch._step.rules import Rules, Wanted, require_matches
+from gradwire.torch._step.stats import Stats, by_codec
+from gradwire.torch._step.steps import Steps
+from gradwire.torch._step.units import Scaler, kept_with
+from gradwire.torch._step.unused import Unused
+
+_log = logging.getLogger("gradwire")
 
 _BY_PARAMETER = "use gradwire.torch.register(), or give parameters=ddp.module.named_parameters()"
 
@@ -65,18 +72,38 @@ class State:
         _require_algorithm(algorithm, self._rules.lossy, communicator)
         self.communicator, self.codec, self.algorithm = communicator, codec, algorithm
         kept = _feedback(feedback, self._rules, bool(self._names))
+        if kept is not None:
+            kept_with(kept).require_free(self._names)
+        if self._names:
+            require_matches(rules, self._names.values())
         if not self._names and (momentum is not None or rules):
             raise InvalidArgument(f"momentum= and rules= are by parameter: {_BY_PARAMETER}")
+        if momentum is not None and momentum.factor:
+            watch_optimizers(self)
+            if optimizer is not None:
+                require_no_momentum(optimizer, self._names)
         keeps = kept is not None or momentum is not None
         unused = Unused(self._names) if find_unused and keeps else None
         clipping = None if clip_norm is None else Clipping(clip_norm, communicator.size)
         self._memory = Memory(
-            self._names, self._rules, kept, momentum, scaler, optimizer, unused, clipping
+            self._names,
+            self._rules,
+            kept,
+            momentum,
+            scaler,
+            optimizer,
+            unused,
+            clipping,
+            communicator.size,
         )
         self._steps = Steps(communicator, algorithm, self._memory, active)
         self._guard: Guard | None = None
-        # At exit it runs before the interpreter shuts down.
+        if kept is not None:
+            kept_with(kept).state = weakref.ref(self)
         self._close = weakref.finalize(self, self._steps.close, owns_communicator)
+        # At exit weakref's turn may come before or after gradwire's, by what was imported first.
+        self._close.atexit = False
+        at_exit.close_first(self._steps)
 
     def __repr__(self) -> str:
         failed = f", error={self.error!r}" if self.error else ""
@@ -98,7 +125,7 @@ class State:
 
     @property
     def steps(self) -> int:
-        """How many backward passes had all their gradients averaged."""
+        """How many backward passes had all their gradients averaged, but for paused ones."""
         return self._steps.done
 
     @property
@@ -132,7 +159,7 @@ class State:
             codec = self._codec_of(name, parameter)
             kept = self.feedback.residual(name) if self.feedback is not None else ()
             norm = float(torch.as_tensor(kept).double().norm())
-            found.append((codec, parameter.numel(), norm))
+            found.append((codec, gradient_elements(parameter), norm))
         counters = self._steps.counters
         return Stats(counters.last, counters.total, by_codec(found))
 
@@ -150,18 +177,35 @@ class State:
         """
         self._require_averaged()
         self._steps.drop()
-        return {"version": _saved.VERSION, "steps": self.steps, **self._memory.state_dict()}
+        return {
+            "version": saving.VERSION,
+            "rank": self.communicator.rank,
+            "world_size": self.communicator.size,
+            "steps": self.steps,
+            **self._memory.state_dict(),
+        }
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any], *, resized: bool = False) -> None:
         """Goes on from this rank's `state_dict`; every rank calls it, before a step.
 
         With the same model, ranks and settings, training has the same bits as if it had not been
         interrupted, at whichever step that was. A warning in gradwire's log says where it may not:
         when DDP's buckets turn out to be others, or when two interruptions so close to one another
         that DDP had not rebuilt them in between hide which they are. Stochastic rounding draws
-        anew where no feedback is kept. Raises InvalidArgument for the state of another model.
+        anew where no feedback is kept.
+
+        `saved` may also be what `gather_state_dict` returned, of which the rank takes its share,
+        also where the number of ranks has changed. Raises InvalidArgument for the state of another
+        model, another rank or another number of ranks. With `resized` the latter are taken: for
+        ranks that go on when others have left; `add_residuals` brings what these held back.
         """
-        _require_version(saved)
+        communicator = self.communicator
+        saving.require_version(saved)
+        if "ranks" in saved:
+            saving.require_complete(saved)
+            saved = saving.share(saved, communicator.rank, communicator.size)
+        elif not resized:
+            saving.require_own(saved, communicator.rank, communicator.size)
         self._steps.drop()
         self._memory.load_state_dict(saved)
         self._steps.done = int(saved["steps"])
@@ -169,12 +213,33 @@ class State:
     def add_residuals(self, saved: Mapping[str, Any]) -> None:
         """Takes over what a rank that left had held back; one rank calls it, before a step.
 
-        `saved` is what the other's `state_dict` returned. Raises InvalidArgument like
-        `load_state_dict`.
+        `saved` is what the other's `state_dict` returned, also in another number of ranks: what
+        waited counts for its share in an average over these. Raises InvalidArgument for another
+        model's.
         """
-        _require_version(saved)
+        saving.require_version(saved)
         self._steps.drop()
         self._memory.add_residuals(saved)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For backwards whose gradients are thrown away: averages, and keeps nothing of them.
+
+        Residuals, velocities and `steps` are neither used nor changed. So gradients travel as they
+        are where the codec is biased, and are neither clipped nor given momentum. All ranks do so
+        in the same backwards. To send nothing at all, run forward and backward within `no_sync()`.
+        Raises InvalidArgument within `ddp.join()`, where ranks without inputs could not pause.
+        """
+        if self._steps.in_join:
+            raise InvalidArgument(
+                "paused() is not possible within ddp.join(): ranks that have joined cannot pause "
+                "with the others; run these backwards within no_sync()"
+            )
+        before, self._memory.paused = self._memory.paused, True
+        try:
+            yield
+        finally:
+            self._memory.paused = before
 
     def _require_averaged(self) -> None:
         if self._guard is not None and self.error is None:
@@ -182,16 +247,22 @@ class State:
 
     def _codec_of(self, name: str, parameter: torch.Tensor) -> CodecLike:
         """In the last step."""
-        if parameter.dtype is not torch.float32:
+        if not compressible(parameter):
             return "none"
-        return self._rules.codec(name, parameter.numel(), max(self.steps - 1, 0))
+        return self._rules.codec(name, gradient_elements(parameter), max(self.steps - 1, 0))
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a gradwire State holds connections and threads and cannot be copied or saved, nor can "
-            "the DDP model that it is registered for: save ddp.module.state_dict() and "
-            "state.state_dict(), and call gradwire.torch.register() for the model that is loaded"
-        )
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Nothing: it holds connections and threads."""
+        warn_of_copy()
+        return type(None), ()
+
+
+def warn_of_copy() -> None:
+    """Warns that the hook is left out of a copy."""
+    _log.warning(
+        "a copied or saved model is without gradwire's hook: call gradwire.torch.register() for a "
+        "copy that is to be trained; the hook's own state is state.state_dict()"
+    )
 
 
 def _feedback(
@@ -202,14 +273,6 @@ def _feedback(
     if not named:
         raise InvalidArgument(f"error feedback is kept by parameter: {_BY_PARAMETER}")
     return given if isinstance(given, ErrorFeedback) else ErrorFeedback()
-
-
-def _require_version(saved: Mapping[str, Any]) -> None:
-    if saved.get("version") != _saved.VERSION:
-        raise InvalidArgument(
-            f"the state's version is {saved.get('version')!r}, and this gradwire reads "
-            f"{_saved.VERSION}: give what state.state_dict() returned"
-        )
 
 
 def _require_algorithm(algorithm: str, codec: str | None, communicator: Communicator) -> None:

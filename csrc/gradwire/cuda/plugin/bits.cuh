@@ -1,4 +1,4 @@
-// Strings of bits, the first one lowest, as onebit's payloads are made of (codec/simd_runs.h).
+// Strings of bits, the first one lowest, as onebit's payloads are made of (codec/simd/simd_runs.h).
 #pragma once
 
 #include "gradwire/codec/blocks.h"

@@ -1,5 +1,5 @@
-// float32 to a 16-bit float and back (codec/simd_cast.h). A GPU's own conversions keep nothing of a
-// NaN; here it keeps its sign and top payload bits, and becomes quiet.
+// float32 to a 16-bit float and back (codec/simd/simd_cast.h). A GPU's own conversions keep nothing
+// of a NaN; here it keeps its sign and top payload bits, and becomes quiet.
 #pragma once
 
 #include "gradwire/cuda/plugin/floats.cuh"

@@ -1,4 +1,4 @@
-// Folding arrays (codec/simd_reduce.h): one kernel, of which fold() and scale() are cases.
+// Folding arrays (codec/simd/simd_reduce.h): one kernel, of which fold() and scale() are cases.
 #include "gradwire/base/types.h"
 #include "gradwire/cuda/plugin/cast.cuh"
 #include "gradwire/cuda/plugin/functions.h"
@@ -27,18 +27,21 @@ struct Narrow {
   }
 };
 
-// Integers wrap.
-template <typename T>
+struct Bool {
+  using Stored = std::uint8_t;
+  using Value = bool;
+  __device__ static bool widen(std::uint8_t v) { return v != 0; }
+  __device__ static std::uint8_t narrow(bool v) { return v ? 1 : 0; }
+};
+
+// Integers wrap, as unsigned ones that are not narrower than int.
+template <typename T, bool kInteger = std::is_integral_v<T>>
 struct Wrapping {
   using type = T;
 };
-template <>
-struct Wrapping<std::int32_t> {
-  using type = std::uint32_t;
-};
-template <>
-struct Wrapping<std::int64_t> {
-  using type = std::uint64_t;
+template <typename T>
+struct Wrapping<T, true> {
+  using type = std::conditional_t<sizeof(T) == 8, std::uint64_t, std::uint32_t>;
 };
 
 struct Sum {
@@ -54,6 +57,36 @@ struct Prod {
   __device__ static T apply(T a, T b) {
     using U = typename Wrapping<T>::type;
     return static_cast<T>(static_cast<U>(a) * static_cast<U>(b));
+  }
+};
+
+struct And {
+  template <typename T>
+  __device__ static T apply(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+
+struct Or {
+  template <typename T>
+  __device__ static T apply(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+
+struct Xor {
+  template <typename T>
+  __device__ static T apply(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+
+// Of what is true, which is anything but 0, as 0 or 1.
+template <typename Bitwise>
+struct Logical {
+  template <typename T>
+  __device__ static T apply(T a, T b) {
+    return static_cast<T>(Bitwise::apply(a != 0, b != 0));
   }
 };
 
@@ -92,35 +125,64 @@ struct Max {
   }
 };
 
-// Rounded once a fold.
+// acc is in registers as it is computed: what is stored is rounded once.
 template <typename Kind, typename Op, unsigned kCount>
-__device__ void fold_into(typename Kind::Stored (&acc)[kCount],
+__device__ void fold_into(typename Kind::Value (&acc)[kCount],
                           const typename Kind::Stored (&x)[kCount]) {
 #pragma unroll
-  for (unsigned i = 0; i < kCount; ++i)
-    acc[i] = Kind::narrow(Op::apply(Kind::widen(acc[i]), Kind::widen(x[i])));
+  for (unsigned i = 0; i < kCount; ++i) acc[i] = Op::apply(acc[i], Kind::widen(x[i]));
+}
+
+template <typename Kind, unsigned kCount>
+__device__ void fold_bits(ReduceOp op, typename Kind::Value (&acc)[kCount],
+                          const typename Kind::Stored (&x)[kCount]) {
+  switch (op) {
+    case ReduceOp::kBand:
+      return fold_into<Kind, And>(acc, x);
+    case ReduceOp::kBor:
+      return fold_into<Kind, Or>(acc, x);
+    case ReduceOp::kBxor:
+      return fold_into<Kind, Xor>(acc, x);
+    case ReduceOp::kLand:
+      return fold_into<Kind, Logical<And>>(acc, x);
+    case ReduceOp::kLor:
+      return fold_into<Kind, Logical<Or>>(acc, x);
+    default:
+      return fold_into<Kind, Logical<Xor>>(acc, x);
+  }
 }
 
 // The sums of floats are a kernel of their own: all others look at each tile which op they are of.
 template <bool kSums, typename Kind, unsigned kCount>
-__device__ void fold_by(ReduceOp op, typename Kind::Stored (&acc)[kCount],
+__device__ void fold_by(ReduceOp op, typename Kind::Value (&acc)[kCount],
                         const typename Kind::Stored (&x)[kCount]) {
-  if (kSums || op == ReduceOp::kSum || op == ReduceOp::kAvg)
+  constexpr bool kBits = std::is_integral_v<typename Kind::Value>;
+  if constexpr (std::is_same_v<Kind, Bool>)
+    fold_bits<Kind>(op, acc, x);
+  else if (kSums || op == ReduceOp::kSum || op == ReduceOp::kAvg)
     fold_into<Kind, Sum>(acc, x);
   else if (op == ReduceOp::kMin)
     fold_into<Kind, Min>(acc, x);
   else if (op == ReduceOp::kMax)
     fold_into<Kind, Max>(acc, x);
-  else
+  else if (!kBits || op == ReduceOp::kProd)
     fold_into<Kind, Prod>(acc, x);
+  else if constexpr (kBits)
+    fold_bits<Kind>(op, acc, x);
 }
 
 template <typename Kind, unsigned kCount>
-__device__ void scale_by(typename Kind::Value factor, typename Kind::Stored (&acc)[kCount]) {
-  if constexpr (std::is_floating_point_v<typename Kind::Value>) {
+__device__ void widen_all(const typename Kind::Stored (&x)[kCount],
+                          typename Kind::Value (&acc)[kCount]) {
 #pragma unroll
-    for (unsigned i = 0; i < kCount; ++i) acc[i] = Kind::narrow(Kind::widen(acc[i]) * factor);
-  }
+  for (unsigned i = 0; i < kCount; ++i) acc[i] = Kind::widen(x[i]);
+}
+
+template <typename Kind, unsigned kCount>
+__device__ void narrow_all(const typename Kind::Value (&acc)[kCount],
+                           typename Kind::Stored (&x)[kCount]) {
+#pragma unroll
+  for (unsigned i = 0; i < kCount; ++i) x[i] = Kind::narrow(acc[i]);
 }
 
 struct Folded {
@@ -130,9 +192,25 @@ struct Folded {
   int count;
   void* y;
   bool scales;
-  double factor;
+  double factor;  // of floats
+  int divisor;    // of integers; 0: there is none
   std::uint64_t n;
 };
+
+// Integers are divided in 64 bits: there may be more ranks than the type has numbers.
+template <typename Value, unsigned kCount>
+__device__ void scale_by(const Folded& of, Value (&acc)[kCount]) {
+  if constexpr (std::is_floating_point_v<Value>) {
+    const auto factor = static_cast<Value>(of.factor);
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i) acc[i] = acc[i] * factor;
+  } else if constexpr (!std::is_same_v<Value, bool>) {
+    using Wide = std::conditional_t<std::is_signed_v<Value>, std::int64_t, std::uint64_t>;
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i)
+      acc[i] = static_cast<Value>(static_cast<Wide>(acc[i]) / static_cast<Wide>(of.divisor));
+  }
+}
 
 // Of one thread: as many loads as may wait at once without many registers.
 template <typename T, unsigned kWide>
@@ -143,19 +221,21 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(Folded of) {
   using T = typename Kind::Stored;
   constexpr unsigned kCount = kCountOf<T, kWide>;
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
-  const auto factor = static_cast<typename Kind::Value>(of.factor);
   for (std::uint64_t begin = std::uint64_t{blockIdx.x} * share.kTile; begin < of.n;
        begin += std::uint64_t{gridDim.x} * share.kTile) {
     const std::byte* from = of.x + begin * sizeof(T);
-    T acc[kCount], x[kCount];
-    share.load(reinterpret_cast<const T*>(from), of.n - begin, acc);
+    typename Kind::Value acc[kCount];
+    T x[kCount];
+    share.load(reinterpret_cast<const T*>(from), of.n - begin, x);
+    widen_all<Kind>(x, acc);
     for (int i = 1; i < of.count; ++i) {
       from += of.stride;
       share.load(reinterpret_cast<const T*>(from), of.n - begin, x);
       fold_by<kSums, Kind>(of.op, acc, x);
     }
-    if (of.scales) scale_by<Kind>(factor, acc);
-    share.store(static_cast<T*>(of.y) + begin, of.n - begin, acc);
+    if (of.scales) scale_by(of, acc);
+    if (of.scales || of.count > 1) narrow_all<Kind>(acc, x);
+    share.store(static_cast<T*>(of.y) + begin, of.n - begin, x);
   }
 }
 
@@ -174,14 +254,33 @@ Status start(const Folded& of, Stream stream) {
 
 template <typename Kind>
 Status start_floats(const Folded& of, Stream stream) {
+  if (of.op > ReduceOp::kProd) return cudaErrorInvalidValue;
   const bool sums = of.op == ReduceOp::kSum || of.op == ReduceOp::kAvg;
   return sums ? start<Kind, true>(of, stream) : start<Kind, false>(of, stream);
 }
 
 template <typename T>
 Status start_integers(const Folded& of, Stream stream) {
-  if (of.scales) return cudaErrorInvalidValue;
+  if (of.divisor == 0) return cudaErrorInvalidValue;
   return start<Plain<T>, false>(of, stream);
+}
+
+template <typename T>
+Status start_pairs(Folded of, Stream stream) {
+  if (of.op > ReduceOp::kAvg) return cudaErrorInvalidValue;
+  of.n *= 2;
+  return start_floats<Plain<T>>(of, stream);
+}
+
+// A sum is true where one is (codec/simd/simd_reduce.h).
+Status start_bools(Folded of, Stream stream) {
+  if (of.op == ReduceOp::kAvg || of.scales) return cudaErrorInvalidValue;
+  const ReduceOp op = of.op;
+  if (op == ReduceOp::kSum || op == ReduceOp::kMax || op == ReduceOp::kBor)
+    of.op = ReduceOp::kLor;
+  else if (op == ReduceOp::kProd || op == ReduceOp::kMin || op == ReduceOp::kBand)
+    of.op = ReduceOp::kLand;
+  return start<Bool, false>(of, stream);
 }
 
 Status start(DType dtype, const Folded& of, Stream stream) {
@@ -202,20 +301,35 @@ Status start(DType dtype, const Folded& of, Stream stream) {
       return start_integers<std::int64_t>(of, stream);
     case DType::kUInt8:
       return start_integers<std::uint8_t>(of, stream);
+    case DType::kInt16:
+      return start_integers<std::int16_t>(of, stream);
+    case DType::kUInt16:
+      return start_integers<std::uint16_t>(of, stream);
+    case DType::kUInt32:
+      return start_integers<std::uint32_t>(of, stream);
+    case DType::kUInt64:
+      return start_integers<std::uint64_t>(of, stream);
+    case DType::kBool:
+      return start_bools(of, stream);
+    case DType::kComplex64:
+      return start_pairs<float>(of, stream);
+    case DType::kComplex128:
+      return start_pairs<double>(of, stream);
   }
   return cudaErrorInvalidValue;
 }
 
 Status fold_all(int dtype, int op, const void* x, std::uint64_t stride, int count, void* y,
-                double factor, std::uint64_t n, Stream stream) {
-  if (count < 1) return cudaErrorInvalidValue;
+                int divisor, std::uint64_t n, Stream stream) {
+  if (count < 1 || divisor < 1) return cudaErrorInvalidValue;
   const Folded of{static_cast<ReduceOp>(op),
                   static_cast<const std::byte*>(x),
                   static_cast<std::ptrdiff_t>(stride),
                   count,
                   y,
-                  factor != 1,
-                  factor,
+                  divisor != 1,
+                  1.0 / divisor,
+                  divisor,
                   n};
   return start(static_cast<DType>(dtype), of, stream);
 }
@@ -227,9 +341,79 @@ Status fold(int dtype, int op, void* acc, const void* x, std::uint64_t n, Stream
   return fold_all(dtype, op, acc, stride, 2, acc, 1, n, stream);
 }
 
+struct WideFolded {
+  const std::uint16_t* own;
+  float* sum;
+  const std::uint16_t* x;
+  std::uint16_t* y;
+  bool multiplies;
+  float factor;
+  std::uint64_t n;
+};
+
+template <typename Kind, unsigned kWide>
+__global__ void __launch_bounds__(kThreads) fold_wide_kernel(WideFolded of) {
+  constexpr unsigned kCount = 8;
+  const Share<kThreads, kCount, kWide> share{threadIdx.x};
+  for (std::uint64_t begin = std::uint64_t{blockIdx.x} * share.kTile; begin < of.n;
+       begin += std::uint64_t{gridDim.x} * share.kTile) {
+    float acc[kCount];
+    std::uint16_t x[kCount];
+    if (of.own != nullptr) {
+      share.load(of.own + begin, of.n - begin, x);
+      widen_all<Kind>(x, acc);
+    } else {
+      share.load(of.sum + begin, of.n - begin, acc);
+    }
+    share.load(of.x + begin, of.n - begin, x);
+    if (of.multiplies)
+      fold_into<Kind, Prod>(acc, x);
+    else
+      fold_into<Kind, Sum>(acc, x);
+    if (of.y == nullptr) {
+      share.store(of.sum + begin, of.n - begin, acc);
+      continue;
+    }
+#pragma unroll
+    for (float& each : acc) each *= of.factor;
+    narrow_all<Kind>(acc, x);
+    share.store(of.y + begin, of.n - begin, x);
+  }
+}
+
+template <typename Kind>
+Status start_wide(const WideFolded& of, Stream stream) {
+  const bool wide = all_aligned(of.own, of.sum, of.x, of.y);
+  return launch(wide ? fold_wide_kernel<Kind, 4> : fold_wide_kernel<Kind, 1>,
+                blocks_for(of.n, kThreads * 8), kThreads, stream, of);
+}
+
+Status fold_wide(int dtype, int op, const void* own, float* sum, const void* x, void* y,
+                 int divisor, std::uint64_t n, Stream stream) {
+  const auto what = static_cast<ReduceOp>(op);
+  const bool multiplies = what == ReduceOp::kProd;
+  if (divisor < 1 || (what > ReduceOp::kAvg && !multiplies)) return cudaErrorInvalidValue;
+  const WideFolded of{static_cast<const std::uint16_t*>(own),
+                      sum,
+                      static_cast<const std::uint16_t*>(x),
+                      static_cast<std::uint16_t*>(y),
+                      multiplies,
+                      static_cast<float>(1.0 / divisor),
+                      n};
+  if (static_cast<DType>(dtype) == DType::kFloat16) return start_wide<Narrow<Fp16>>(of, stream);
+  if (static_cast<DType>(dtype) == DType::kBFloat16) return start_wide<Narrow<Bf16>>(of, stream);
+  return cudaErrorInvalidValue;
+}
+
+Status average(int dtype, void* x, int divisor, std::uint64_t n, Stream stream) {
+  const auto op = static_cast<int>(ReduceOp::kSum);
+  return fold_all(dtype, op, x, 0, 1, x, divisor, n, stream);
+}
+
 Status scale(int dtype, void* x, double factor, std::uint64_t n, Stream stream) {
   const auto* const from = static_cast<const std::byte*>(x);
-  return start(static_cast<DType>(dtype), {ReduceOp::kSum, from, 0, 1, x, true, factor, n}, stream);
+  return start(static_cast<DType>(dtype), {ReduceOp::kSum, from, 0, 1, x, true, factor, 0, n},
+               stream);
 }
 
 }  // namespace
@@ -237,6 +421,8 @@ Status scale(int dtype, void* x, double factor, std::uint64_t n, Stream stream) 
 void fill_fold(Api& api) {
   api.fold = fold;
   api.fold_all = fold_all;
+  api.fold_wide = fold_wide;
+  api.average = average;
   api.scale = scale;
 }
 

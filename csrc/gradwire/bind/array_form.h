@@ -1,0 +1,50 @@
+// ArrayForm: what a repeated call must know of a NumPy array or a torch tensor on the CPU, read
+// within a microsecond. The libraries are not linked: NumPy's struct is read, torch's methods are
+// called, once learn_torch() was.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+
+namespace gradwire::bind {
+
+namespace py = pybind11;
+
+class ArrayForm {
+ public:
+  // Of an array that lies row after row without gaps on the CPU and may be written to; nullopt for
+  // any other, and for what is no array, or of a type that is neither library's own.
+  static std::optional<ArrayForm> of(PyObject* array);
+
+  // Whether a call that was made with the other may be made with this one.
+  bool is_like(const ArrayForm& other) const noexcept;
+
+  std::byte* data() const noexcept { return data_; }
+  std::uint64_t elements() const noexcept { return elements_; }
+
+ private:
+  static constexpr std::size_t kMostDimensions = 8;
+
+  static std::optional<ArrayForm> of_numpy(PyObject* array);
+  static std::optional<ArrayForm> of_tensor(PyObject* tensor);
+  bool take_shape(std::span<const Py_ssize_t> shape) noexcept;
+
+  PyTypeObject* type_ = nullptr;  // the libraries' own, which live as long as the process
+  py::object dtype_;
+  std::size_t dimensions_ = 0;
+  std::array<Py_ssize_t, kMostDimensions> shape_{};
+  std::uint64_t elements_ = 1;
+  std::byte* data_ = nullptr;
+};
+
+// From now on there are tensors too.
+void learn_torch();
+// Tells autograd, which must notice, that a tensor is written to; nothing for any other array.
+void note_write(PyObject* array);
+
+}  // namespace gradwire::bind

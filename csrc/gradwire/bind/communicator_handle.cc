@@ -1,0 +1,119 @@
+#include "gradwire/bind/communicator_handle.h"
+
+#include <algorithm>
+
+#include "gradwire/base/error.h"
+#include "gradwire/base/op.h"
+#include "gradwire/bind/module.h"
+
+namespace gradwire::bind {
+namespace {
+
+std::vector<exec::Array> arrays(const Request::Addresses& addresses) {
+  std::vector<exec::Array> out;
+  out.reserve(addresses.size());
+  for (const auto& [address, count] : addresses)
+    out.push_back({reinterpret_cast<std::byte*>(address), count});
+  return out;
+}
+
+}  // namespace
+
+void check_signals() {
+  py::gil_scoped_acquire locked;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+Request::Request(exec::Request fixed, std::string algorithm,
+                 std::shared_ptr<schedule::Schedule> schedule, const Addresses& inputs,
+                 const Addresses& outputs)
+    : fixed_(std::move(fixed)),
+      algorithm_(std::move(algorithm)),
+      schedule_(std::move(schedule)),
+      inputs_(arrays(inputs)),
+      outputs_(arrays(outputs)) {
+  if (schedule_) fixed_.schedule_digest = schedule::digest(*schedule_);
+}
+
+void Request::feed_back(std::shared_ptr<codec::ErrorFeedback> feedback,
+                        const std::vector<std::pair<std::string, std::size_t>>& keys) {
+  fixed_.feedback = std::move(feedback);
+  for (const auto& [key, count] : keys) keys_.push_back({key, count});
+}
+
+void Request::shape(const std::vector<std::pair<std::size_t, std::size_t>>& shapes) {
+  for (const auto& [rows, columns] : shapes) shapes_.push_back({rows, columns});
+}
+
+void Request::exchange(std::shared_ptr<exec::Letters> letters) {
+  fixed_.letters = std::move(letters);
+}
+
+void Request::move(std::string name) { moved_ = std::move(name); }
+
+void Request::check_shape(const std::string& text, bool always) {
+  constexpr std::size_t kMostText = 160;
+  fixed_.shape_check = {Fnv1a().text(text).digest(), {}, always};
+  shape_ = text.size() <= kMostText ? text : text.substr(0, kMostText) + " ...";
+}
+
+exec::Request Request::view(double timeout) const {
+  exec::Request out = fixed_;
+  out.algorithm = algorithm_;
+  out.schedule = schedule_.get();
+  out.inputs = inputs_;
+  out.outputs = outputs_;
+  out.keys = keys_;
+  out.shapes = shapes_;
+  out.codec_label = label_;
+  out.moved = moved_;
+  out.shape_check.text = shape_;
+  out.timeout = timeout;
+  return out;
+}
+
+Communicator::Communicator(exec::Identity identity, exec::Tuning tuning)
+    : communicator_(std::make_unique<exec::Communicator>(std::move(identity), tuning)) {}
+
+// Without a goodbye the other ranks would take a dropped communicator for a failed one. The memory
+// of unfinished work goes after the threads that use it.
+Communicator::~Communicator() {
+  if (!owned_here()) {
+    [[maybe_unused]] exec::Communicator* leaked = communicator_.release();
+    return;
+  }
+  const Unlocked unlocked;
+  try {
+    communicator_->close(0);
+  } catch (const Error&) {  // the failure is known to whoever made a call
+  }
+  communicator_.reset();
+}
+
+exec::Communicator& Communicator::get() const {
+  if (owned_here()) return *communicator_;
+  throw Aborted("this communicator belongs to process " + std::to_string(owner_) +
+                ", of which this one (" + std::to_string(::getpid()) +
+                ") is a fork: make a communicator of its own here, after the fork");
+}
+
+std::shared_ptr<exec::Work> Communicator::keep(std::shared_ptr<exec::Work> work,
+                                               py::object memory) {
+  const Kept finished = take_finished();
+  std::lock_guard lock(mutex_);
+  kept_.emplace_back(work, std::move(memory));
+  return work;
+}
+
+// To be destroyed without the mutex: a destructor may run any Python code.
+Communicator::Kept Communicator::take_finished() {
+  Kept finished;
+  std::lock_guard lock(mutex_);
+  const auto over = std::partition(kept_.begin(), kept_.end(),
+                                   [](const auto& each) { return !each.first->done(); });
+  finished.assign(std::make_move_iterator(over), std::make_move_iterator(kept_.end()));
+  kept_.erase(over, kept_.end());
+  return finished;
+}
+
+}  // namespace gradwire::bind

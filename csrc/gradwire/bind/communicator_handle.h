@@ -1,0 +1,84 @@
+// What Python holds of a communicator: the communicator itself, and whatever its unfinished work
+// reads or writes. A process that was forked from the owner holds a shell: every call throws, and
+// its end touches nothing that the two share.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <unistd.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gradwire/base/fork.h"
+#include "gradwire/codec/codec.h"
+#include "gradwire/exec/communicator.h"
+#include "gradwire/exec/compound/exchange.h"
+
+namespace gradwire::bind {
+
+namespace py = pybind11;
+
+// Ctrl-C ends a blocking call; only the main thread sees it.
+void check_signals();
+
+// A request that owns what exec::Request only views. Can be run many times.
+class Request {
+ public:
+  using Addresses = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;
+
+  Request(exec::Request fixed, std::string algorithm, std::shared_ptr<schedule::Schedule> schedule,
+          const Addresses& inputs, const Addresses& outputs);
+
+  // What not every request has; see exec::Request.
+  void feed_back(std::shared_ptr<codec::ErrorFeedback> feedback,
+                 const std::vector<std::pair<std::string, std::size_t>>& keys);
+  void shape(const std::vector<std::pair<std::size_t, std::size_t>>& shapes);
+  void exchange(std::shared_ptr<exec::Letters> letters);
+  void label(std::string text) { label_ = std::move(text); }
+  void move(std::string name);
+  void check_shape(const std::string& text, bool always);
+
+  exec::Request view(double timeout) const;
+
+ private:
+  exec::Request fixed_;
+  std::string algorithm_;
+  std::shared_ptr<schedule::Schedule> schedule_;
+  std::vector<exec::Array> inputs_, outputs_;
+  std::vector<codec::KeyedExtent> keys_;
+  std::vector<exec::Shape> shapes_;
+  std::string label_, moved_, shape_;
+};
+
+class Communicator {
+ public:
+  Communicator(exec::Identity identity, exec::Tuning tuning);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Throws Aborted in a fork of the process that made it.
+  exec::Communicator& get() const;
+  void let_go_in_child() noexcept { communicator_->let_go_in_child(); }
+  bool owned_here() const noexcept { return made_after_ == forks(); }
+
+  // Holds `memory` until `work` is over.
+  std::shared_ptr<exec::Work> keep(std::shared_ptr<exec::Work> work, py::object memory);
+  // Lets go of the memory of all work that is over.
+  void forget_finished() { take_finished(); }
+
+ private:
+  using Kept = std::vector<std::pair<std::shared_ptr<exec::Work>, py::object>>;
+  Kept take_finished();
+
+  const pid_t owner_ = ::getpid();
+  const std::uint32_t made_after_ = forks();
+  std::unique_ptr<exec::Communicator> communicator_;
+  std::mutex mutex_;
+  Kept kept_;
+};
+
+}  // namespace gradwire::bind

@@ -1,0 +1,14 @@
+// From a finished sum to an average.
+#pragma once
+
+#include <cstddef>
+
+#include "gradwire/base/types.h"
+
+namespace gradwire::codec {
+
+// x[i] := x[i] / ranks: of floats x[i] * (1 / ranks), rounded once in the element type; of integers
+// truncated, toward zero. A sum that has wrapped stays wrong. bool has none.
+void average(DType dtype, void* x, int ranks, std::size_t n) noexcept;
+
+}  // namespace gradwire::codec

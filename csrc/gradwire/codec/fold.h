@@ -1,0 +1,22 @@
+// Folding that rounds once: sums, averages and products of 16-bit floats are formed in float32
+// wherever one rank has several addends.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "gradwire/base/types.h"
+#include "gradwire/codec/simd/simd.h"
+
+namespace gradwire::codec {
+
+// Of those reductions, the kernels; null for all others, whose folds lose nothing by being
+// separate.
+const WideKernels* wide_kernels(DType dtype, ReduceOp op) noexcept;
+
+// y := x[0] (op) x[1] (op) … in this order, averaged over `divisor` ranks unless that is 1. The
+// arrays begin `offset` bytes behind those of x. y may not overlap them.
+void fold_all(DType dtype, ReduceOp op, std::span<std::byte* const> x, std::size_t offset,
+              std::byte* y, int divisor, std::size_t n) noexcept;
+
+}  // namespace gradwire::codec

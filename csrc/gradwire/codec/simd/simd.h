@@ -1,0 +1,91 @@
+// The inner loops, once per instruction set. Scalar is the reference: every table gives the same
+// bytes (binary32, round to nearest even, denormals kept, no FMA, no reassociation; see
+// simd_kernels.h).
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "gradwire/base/types.h"
+#include "gradwire/codec/blocks.h"
+#include "gradwire/codec/factors.h"
+#include "gradwire/codec/sparse.h"
+
+namespace gradwire::codec {
+
+// acc[i] := acc[i] (op) x[i]. Pointers need no alignment; they may be equal but may not overlap
+// otherwise.
+using ReduceKernel = void (*)(void* acc, const void* x, std::size_t n) noexcept;
+// x[i] := x[i] * factor, rounded once in the element type (float16, bfloat16: through float32).
+using ScaleKernel = void (*)(void* x, double factor, std::size_t n) noexcept;
+
+// A sum or product of 16-bit floats that is formed in float32 and rounded once.
+struct WideKernels {
+  void (*begin)(const void* a, const void* b, float* acc, std::size_t n) noexcept;  // a (op) b
+  void (*fold)(float* acc, const void* x, std::size_t n) noexcept;  // acc := acc (op) x
+  // y := acc * factor, to nearest even.
+  void (*round)(const float* acc, float factor, void* y, std::size_t n) noexcept;
+};
+struct WideTable {
+  WideKernels fp16_sum, fp16_prod, bf16_sum, bf16_prod;
+};
+
+// float32 to a 16-bit float and back. Payloads need no alignment. `scale` is a power of two in
+// [2^-100, 2^100]: it multiplies before the cast and is divided out after decoding, both exactly.
+// Round to nearest even; finite values saturate, Inf stays Inf, NaN stays NaN.
+struct CastKernels {
+  // v[i] = x[i] + residual[i]; error[i] = v[i] - decoded[i], 0 where v[i] is not finite. Either may
+  // be null.
+  void (*encode)(const float* x, const float* residual, float scale, std::byte* out, float* error,
+                 std::size_t n) noexcept;
+  // Whether all that was decoded is finite.
+  bool (*decode)(const std::byte* in, float scale, float* y, std::size_t n) noexcept;
+  bool (*decode_add)(const std::byte* in, float scale, float* y, std::size_t n) noexcept;
+};
+
+// All of them expect the floating-point state of a FloatEnvironment.
+struct Kernels {
+  const char* name;  // "scalar", "avx2", "avx512"
+
+  // By dtype, then by op (avg is sum here). Null where the op is not defined. Floating results
+  // overflow to Inf as IEEE 754 says; min and max are its 2019 minimum and maximum; every NaN
+  // result is the positive quiet one without payload; integers wrap; of bools a sum is "or" and a
+  // product "and".
+  std::array<std::array<ReduceKernel, kReduceOps>, kDTypes> reduce;
+  std::array<ScaleKernel, kDTypes> scale;  // null for integers and bool
+  WideTable wide;
+  bool (*finite)(const float* x, std::size_t n) noexcept;  // whether all of it is
+  CastKernels fp16;
+  CastKernels bf16;
+  // Finite float32 to bfloat16, up or down at random, so that the mean of what comes out is x; what
+  // would become infinite is the largest. Of any run the bits are the same, however it is cut.
+  void (*bf16_at_random)(const float* x, const Dice& dice, std::byte* out, std::size_t n) noexcept;
+  Int8Kernels int8;
+  OneBitKernels one_bit;
+  SparseKernels sparse;
+  LowRankKernels low_rank;
+};
+
+// The tables this processor can run, best first; scalar is always last.
+std::span<const Kernels* const> available_kernels();
+
+// The active one: the best, or the one GRADWIRE_SIMD names (an unknown or unavailable name throws
+// InvalidArgument that lists the available ones). Read once per process.
+const Kernels& kernels();
+
+// Round to nearest, denormals kept, for as long as it lives, whatever the thread had before.
+class FloatEnvironment {
+ public:
+  FloatEnvironment() noexcept;
+  ~FloatEnvironment();
+  FloatEnvironment(const FloatEnvironment&) = delete;
+  FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+
+ private:
+  unsigned saved_;
+};
+
+}  // namespace gradwire::codec

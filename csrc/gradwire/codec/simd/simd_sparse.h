@@ -1,0 +1,66 @@
+// threshold and topk: masks of the elements that pass a bound, without a branch.
+#pragma once
+
+#include "gradwire/codec/simd/simd_group.h"
+#include "gradwire/codec/sparse.h"
+
+namespace gradwire::codec {
+namespace {
+namespace sparse {
+
+template <typename PartOf>
+std::uint32_t present(PartOf part) {
+  if constexpr (std::is_same_v<PartOf, All>)
+    return ~std::uint32_t{0};
+  else
+    return (std::uint32_t{1} << part) - 1;
+}
+
+// Lines of a group so far ahead, perhaps in the next unit, are asked for. Out of the cache this
+// made threshold a sixth faster, in it slower by a twelfth.
+constexpr std::size_t kAhead = 1024;
+
+// Magnitudes compare as integers; `bound - 1 - magnitude` has the sign of a hit. What is kept has
+// the sign of v.
+template <bool kResidual, bool kKeep, bool kSubtract>
+std::uint32_t pick_from(GroupSource<kResidual> source, float tau, std::size_t n,
+                        std::uint64_t* hits, float* kept) noexcept {
+  const auto bound = bits<std::int32_t>(tau);
+  Parts<I32> seen{};
+  sweep<kGroup>(n, [&](std::size_t i, auto part) {
+    Group v = source(i, part);
+    source.ask_for(i + kAhead);
+    std::uint32_t hit = 0;
+    each_part([&](std::size_t k) {
+      const I32 magnitude = magnitude_of(v[k]);
+      const I32 below = bound - 1 - magnitude;
+      seen[k] = larger(magnitude, seen[k]);
+      hit |= sign_bits(bits<F32>(below)) << (k * kLanes);
+      if constexpr (kSubtract && kKeep) {
+        const F32 sent = magnitude > bound - 1 ? F32{} + tau : F32{};
+        const F32 left = bits<F32>(magnitude) - sent;
+        v[k] = bits<F32>(bits<I32>(left) | (bits<I32>(v[k]) ^ magnitude));
+      }
+    });
+    put(reinterpret_cast<std::byte*>(hits) + i / 8, hit & present(part));
+    if constexpr (kKeep) store<Groups>(kept, i, part, v);
+  });
+  return static_cast<std::uint32_t>(largest_of(seen));
+}
+
+template <bool kSubtract>
+std::uint32_t pick(const float* x, const float* residual, float tau, std::size_t n,
+                   std::uint64_t* hits, float* kept) noexcept {
+  if (residual != nullptr && kept != nullptr)
+    return pick_from<true, true, kSubtract>({x, residual}, tau, n, hits, kept);
+  if (residual != nullptr)
+    return pick_from<true, false, kSubtract>({x, residual}, tau, n, hits, kept);
+  if (kept != nullptr) return pick_from<false, true, kSubtract>({x, residual}, tau, n, hits, kept);
+  return pick_from<false, false, kSubtract>({x, residual}, tau, n, hits, kept);
+}
+
+constexpr SparseKernels kKernels = {pick<true>, pick<false>};
+
+}  // namespace sparse
+}  // namespace
+}  // namespace gradwire::codec

@@ -1,0 +1,304 @@
+#include "gradwire/cuda/gpu_communicator.h"
+
+#include <algorithm>
+
+#include "gradwire/base/error.h"
+#include "gradwire/cuda/gpu_gather_reduce.h"
+#include "gradwire/cuda/gpu_low_rank.h"
+#include "gradwire/cuda/model.h"
+#include "gradwire/exec/compound/low_rank_reduce.h"
+#include "gradwire/exec/plan/gather_algorithm.h"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr std::size_t kTold = 64;  // calls whose flags are told before the first is told anew
+// A plan's frames are whole chunks here, however long.
+constexpr std::size_t kUnlimited = std::size_t{1} << 60;
+
+exec::PlanCache::Setting plans_of(const Communicator::Setting& setting) {
+  return {setting.rank, setting.size, setting.hosts, kUnlimited, kUnlimited};
+}
+
+bool is_plain(const exec::Request& request) {
+  return !request.codec || request.codec->combine() == codec::Combine::kPlain;
+}
+
+// Payloads travel whole on most ways between GPUs, so gathering more than one other's does not pay.
+bool gathers(const exec::Request& request, int size) {
+  const bool shared = request.collective == Collective::kAllReduce;
+  if (exec::is_gather(request.algorithm)) return !(is_plain(request) && shared);
+  return request.algorithm == "auto" && request.schedule == nullptr && !is_plain(request) &&
+         shared && size == 2 && request.codec->gathers(size);
+}
+
+// As exec/plan/gather_algorithm.h does.
+void require_gathers(const exec::Request& request) {
+  if (is_plain(request))
+    throw ScheduleError(std::string(name_of(request.collective)) + " by '" +
+                        std::string(request.algorithm) + "': without codec only all_reduce " +
+                        "gathers; use auto" + (reduces(request.collective) ? ", or a codec" : ""));
+  exec::gather_algorithm(request);
+}
+
+void check_types(const exec::Request& request) {
+  if (request.letters)
+    throw InvalidArgument("codec '" + std::string(request.codec_label) +
+                          "' is written in Python and works on arrays in host memory: copy them "
+                          "there, or take one of gradwire.codecs()");
+  OpSpec spec;
+  spec.collective = request.collective;
+  spec.dtype = request.dtype;
+  spec.op = request.op;
+  if (request.codec) exec::Plan::check_types(spec, *request.codec);
+}
+
+}  // namespace
+
+Communicator::Communicator(const Api& api, Setting setting, std::unique_ptr<Messages> messages)
+    : api_(api),
+      setting_(std::move(setting)),
+      messages_(std::move(messages)),
+      plans_(plans_of(setting_)),
+      main_(api, {setting_.rank, setting_.size, messages_.get(), &plans_}),
+      question_(api, {setting_.rank, setting_.size, messages_.get(), &plans_}),
+      flags_room_(api),
+      own_entries_(api),
+      codec_scratch_(api),
+      told_(api, Room::Kind::kPinned),
+      last_(api),
+      last_captured_(api) {
+  plans_.set_model(gpu_model());
+  flags_ = reinterpret_cast<std::uint32_t*>(flags_room_.take(kPayloadAlignment));
+  constexpr std::size_t kBytes = (kTold + 1) * sizeof(std::uint32_t);
+  std::fill_n(told_.take(kBytes), kBytes, std::byte{0});
+  lost_ = reinterpret_cast<std::uint32_t*>(told_.data()) + kTold;
+  messages_->tell_losses(lost_);
+}
+
+// What is enqueued uses the memory, and ends when its messages do, or are aborted.
+Communicator::~Communicator() {
+  if (messages_->rest())
+    messages_.reset();
+  else
+    messages_.release();  // for good
+  await_device(api_, setting_.device);
+}
+
+void Communicator::run(const exec::Request& request, Feedback* feedback, Stream stream) {
+  const OnDevice here(api_, setting_.device);
+  require_valid(request, feedback);
+  messages_->check();
+  Call& call = call_;
+  call.request = &request;
+  call.stream = stream;
+  call.feedback = feedback;
+  call.codec = nullptr;
+  const std::uint64_t capture = capture_of(api_, stream);
+  call.captured = capture != 0;
+  exec::extent_counts(request, setting_.rank, setting_.size, call.counts);
+  // Events of one capture mean nothing in another one, nor outside.
+  const Event last = call.captured ? last_captured_.get() : last_.get();
+  if (call.captured ? capture == last_capture_ : recorded_)
+    check(api_, api_.wait(stream, last), "cudaStreamWaitEvent");
+  const bool low_rank = request.codec && request.codec->combine() == codec::Combine::kCompound;
+  if (low_rank) {
+    if (!low_rank_) low_rank_ = std::make_unique<LowRankReduce>(*this);
+    low_rank_->run(call);
+  } else if (gathers(request, setting_.size)) {
+    if (!gather_) gather_ = std::make_unique<GatherReduce>(*this);
+    gather_->run(call);
+  } else {
+    run_at_once(call);
+  }
+  if (!call.captured && call.codec != nullptr)
+    check(api_,
+          api_.copy(told_.data() + operations_ % kTold * sizeof(std::uint32_t), call.flags,
+                    sizeof(std::uint32_t), CopyKind::kToHost, stream),
+          "cudaMemcpyAsync");
+  check(api_, api_.record(last, stream), "cudaEventRecord");
+  if (call.captured)
+    last_capture_ = capture;
+  else
+    recorded_ = true;
+  ++operations_;
+  count_sent();
+}
+
+void Communicator::count_sent() {
+  std::uint64_t sent = main_.sent() + question_.sent();
+  if (gather_) sent += gather_->sent();
+  if (low_rank_) sent += low_rank_->sent();
+  sent_ = sent;
+}
+
+void Communicator::require_valid(const exec::Request& request, const Feedback* feedback) {
+  check_types(request);
+  exec::check_arrays(request, setting_.rank, setting_.size);
+  if (feedback != nullptr) feedback->require_fits(request.keys);
+  if (request.codec && request.codec->combine() == codec::Combine::kCompound)
+    exec::check_low_rank(request);
+  else if (gathers(request, setting_.size))
+    require_gathers(request);
+  else
+    plans_.find(request, {});
+}
+
+std::uint32_t Communicator::take_flags() {
+  auto* const told = reinterpret_cast<std::uint32_t*>(told_.data());
+  std::uint32_t all = 0;
+  for (std::size_t i = 0; i < kTold; ++i) all |= std::atomic_ref(told[i]).exchange(0);
+  return all;
+}
+
+// ---- What every way of a call begins with ------------------------------------------------------
+
+// Of a step the calls share one word.
+void Communicator::begin(Call& call) {
+  const bool in_step = call.feedback != nullptr && call.feedback->in_step();
+  call.flags = in_step ? call.feedback->step_flags() : flags_;
+  if (!in_step)
+    check(api_, api_.fill(call.flags, 0, sizeof(std::uint32_t), call.stream), "cudaMemsetAsync");
+  call.codec = codec_for(call.request->codec);
+  std::size_t scratch = 0;
+  for (std::uint64_t count : call.counts)
+    if (call.codec != nullptr) scratch = std::max(scratch, call.codec->scratch_bytes(count));
+  call.scratch = codec_scratch_.take(scratch, call.captured);
+}
+
+const Codec* Communicator::codec_for(const std::shared_ptr<const codec::Codec>& codec) {
+  using codec::Combine;
+  if (!codec || codec->combine() == Combine::kPlain || codec->combine() == Combine::kCompound)
+    return nullptr;
+  auto& made = codecs_[codec];
+  if (!made) made = Codec::make(api_, *codec);
+  return made.get();
+}
+
+void Communicator::bind_sites(Call& call) {
+  call.sites.assign(call.counts.size(), {});
+  call.table = nullptr;
+  if (call.feedback != nullptr) return bind_keys(call);
+  if (call.codec == nullptr) return;
+  for (ExtentSite& each : call.sites)
+    each.call = operations_ ^ static_cast<std::uint64_t>(setting_.rank) << 48;
+  if (!call.codec->adapts()) return;
+  const std::size_t bytes = sizeof(Entry) * call.counts.size();
+  auto* entry = reinterpret_cast<Entry*>(own_entries_.take(bytes, call.captured));
+  check(api_, api_.fill(entry, 0, bytes, call.stream), "cudaMemsetAsync");
+  for (ExtentSite& each : call.sites) each.site.entry = entry++;
+}
+
+void Communicator::bind_keys(Call& call) {
+  const auto& keys = call.request->keys;
+  exec::place_in_keys(call.counts, keys, call.keys);
+  call.table = &call.feedback->open(keys, call.captured, call.stream);
+  for (std::size_t i = 0; i < call.sites.size(); ++i) {
+    const auto [key, begin] = call.keys[i];
+    const Feedback::Key& its = *call.table->keys[key];
+    call.sites[i].site = its.site(begin);
+    call.sites[i].call = its.digest ^ static_cast<std::uint64_t>(setting_.rank) << 48;
+    call.sites[i].element = begin;
+  }
+}
+
+// ---- One schedule ------------------------------------------------------------------------------
+
+void Communicator::run_at_once(Call& call) {
+  main_.bind(*call.request, call.captured);
+  begin(call);
+  bind_sites(call);
+  main_.begin(call.stream);
+  const exec::Arrangement& arrangement = main_.arrangement();
+  if (call.codec != nullptr)
+    prepare(call, arrangement.extents());
+  else if (call.feedback != nullptr)
+    deliver_residuals(call, arrangement);
+  main_.run({call.codec, call.sites, call.scratch, call.flags}, {}, call.stream);
+  if (call.codec != nullptr) adapt(call);
+  if (call.feedback == nullptr) return;
+  if (call.codec == nullptr) check_results(call, arrangement);
+  settle(call, call.request->collective == Collective::kAllReduce);
+}
+
+void Communicator::prepare(const Call& call, std::span<std::byte* const> extents) {
+  if (!call.codec->adapts()) return;
+  for (std::size_t i = 0; i < extents.size(); ++i) {
+    Run run;
+    run.x = reinterpret_cast<const float*>(extents[i]);
+    run.n = call.counts[i];
+    run.site = call.sites[i].site;
+    call.codec->prepare(run, call.scratch, call.stream);
+  }
+}
+
+// Once a key, though several extents may be of it.
+void Communicator::adapt(const Call& call) {
+  if (!call.codec->adapts()) return;
+  std::uint64_t elements = 0;
+  for (std::size_t i = 0; i < call.sites.size(); ++i) {
+    elements += call.counts[i];
+    Entry* const entry = call.sites[i].site.entry;
+    if (i + 1 < call.sites.size() && call.sites[i + 1].site.entry == entry) continue;
+    call.codec->adapt(elements, entry, call.stream);
+    elements = 0;
+  }
+}
+
+// A plain sum loses nothing.
+void Communicator::deliver_residuals(const Call& call, const exec::Arrangement& arrangement) {
+  const auto& own = main_.plan().folds() ? arrangement.addends() : arrangement.extents();
+  for (std::size_t i = 0; i < own.size(); ++i)
+    check(api_,
+          api_.deliver(call.sites[i].site, reinterpret_cast<float*>(own[i]), call.counts[i],
+                       call.stream),
+          "delivering");
+}
+
+void Communicator::check_results(const Call& call, const exec::Arrangement& arrangement) {
+  const auto look = [&](std::byte* data, std::uint64_t count) {
+    check(api_, api_.check_finite(reinterpret_cast<float*>(data), count, call.flags, call.stream),
+          "looking for NaN");
+  };
+  if (main_.plan().folds())
+    for (const exec::Array& each : arrangement.sums()) look(each.data, each.count);
+  else
+    for (std::size_t i = 0; i < call.counts.size(); ++i)
+      look(arrangement.extents()[i], call.counts[i]);
+}
+
+void Communicator::settle(const Call& call, bool shared, bool remembers) {
+  if (call.table == nullptr) return;
+  const auto look_for_failure = [&] {
+    check(api_, api_.add_flags(lost_, call.flags, call.stream), "looking for a failure");
+  };
+  look_for_failure();
+  if (!shared) {
+    ask_all(call);
+    look_for_failure();  // of the question
+    poison(call);
+  }
+  call.feedback->settle(*call.table, remembers, call.flags, call.stream);
+}
+
+// Ranks that hold different results agree whether residuals may move.
+void Communicator::ask_all(const Call& call) {
+  const exec::Array word{reinterpret_cast<std::byte*>(call.flags), 1};
+  exec::Request question;
+  question.collective = Collective::kAllReduce;
+  question.dtype = DType::kInt32;
+  question.op = ReduceOp::kMax;
+  question.inputs = question.outputs = {&word, 1};
+  question_.bind(question, call.captured);
+  question_.begin(call.stream);
+  question_.run({}, {}, call.stream);
+}
+
+void Communicator::poison(const Call& call) {
+  for (const exec::Array& each : call.request->outputs)
+    check(api_,
+          api_.poison(reinterpret_cast<float*>(each.data), each.count, call.flags, call.stream),
+          "poisoning");
+}
+
+}  // namespace gradwire::cuda

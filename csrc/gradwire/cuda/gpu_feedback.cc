@@ -1,0 +1,246 @@
+#include "gradwire/cuda/gpu_feedback.h"
+
+#include <algorithm>
+#include <bit>
+#include <set>
+
+#include "gradwire/base/error.h"
+#include "gradwire/base/op.h"
+
+namespace gradwire::cuda {
+namespace {
+
+void check_keys(std::span<const codec::KeyedExtent> extents) {
+  std::set<std::string_view> seen;
+  for (const auto& each : extents)
+    if (!seen.insert(each.key).second)
+      throw InvalidArgument("error feedback: key '" + each.key + "' is given twice in one call");
+}
+
+void check_length(const codec::KeyedExtent& extent, std::size_t stored) {
+  if (stored == extent.count) return;
+  throw InvalidArgument("error feedback: key '" + extent.key + "' has a residual of " +
+                        std::to_string(stored) + " elements, this call has " +
+                        std::to_string(extent.count) + "; use another key, or clear()");
+}
+
+[[noreturn]] void refuse_in_capture() {
+  throw InvalidArgument(
+      "error feedback: a call that is captured in a CUDA graph has new keys: make the same call "
+      "once before the capture begins");
+}
+
+// Bit by bit: -0 is not +0.
+bool are_all(const std::vector<float>& values, float value) {
+  return std::ranges::all_of(values, [bits = std::bit_cast<std::uint32_t>(value)](float each) {
+    return std::bit_cast<std::uint32_t>(each) == bits;
+  });
+}
+
+}  // namespace
+
+Feedback::Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host)
+    : api_(api), host_(std::move(host)), step_room_(api), copies_(api), ended_(api) {
+  step_flags_ = reinterpret_cast<std::uint32_t*>(step_room_.take(kPayloadAlignment));
+}
+
+// Releasing memory promises no wait, and calls or graphs may still use it.
+Feedback::~Feedback() { await_device(api_); }
+
+float* Feedback::zeros(Kept& kept, std::uint64_t count, Stream stream) {
+  Room& room = kept.rooms.emplace_back(api_);
+  auto* data = reinterpret_cast<float*>(room.take(std::max<std::size_t>(4 * count, 4)));
+  check(api_, api_.fill(data, 0, 4 * count, stream), "cudaMemsetAsync");
+  return data;
+}
+
+Feedback::Kept& Feedback::make(const codec::KeyedExtent& extent, Stream stream) {
+  auto kept = std::make_unique<Kept>();
+  Key& key = kept->key;
+  Room& room = kept->rooms.emplace_back(api_);
+  key.entry = reinterpret_cast<Entry*>(room.take(sizeof(Entry)));
+  key.count = extent.count;
+  key.digest = Fnv1a().text(extent.key).digest();
+  for (float*& each : key.residual) each = zeros(*kept, extent.count, stream);
+  return *keys_.emplace(extent.key, std::move(kept)).first->second;
+}
+
+void Feedback::make_memory(Kept& kept, std::uint64_t count, Stream stream) {
+  if (kept.key.remembered >= count) return;
+  for (float*& each : kept.key.memory) {
+    float* const before = each;
+    each = zeros(kept, count, stream);
+    check(api_, api_.copy(each, before, 4 * kept.key.remembered, CopyKind::kOnDevice, stream),
+          "cudaMemcpyAsync");
+  }
+  kept.key.remembered = count;
+}
+
+void Feedback::remember(const Table& table, std::span<const std::uint64_t> counts, bool captured,
+                        Stream stream) {
+  for (auto& [name, kept] : keys_)
+    for (std::size_t i = 0; i < counts.size(); ++i) {
+      if (table.keys[i] != &kept->key || kept->key.remembered >= counts[i]) continue;
+      if (captured) refuse_in_capture();
+      make_memory(*kept, counts[i], stream);
+    }
+}
+
+Feedback::Kept& Feedback::find(const codec::KeyedExtent& extent, Stream stream) {
+  const auto found = keys_.find(extent.key);
+  if (found != keys_.end()) {
+    check_length(extent, found->second->key.count);
+    return *found->second;
+  }
+  const auto start = host_->take(extent.key);
+  if (!start.residual.empty() && start.residual.size() != extent.count) {
+    host_->put(extent.key, start);
+    check_length(extent, start.residual.size());
+  }
+  Kept& kept = make(extent, stream);
+  if (!start.memory.empty()) make_memory(kept, start.memory.size(), stream);
+  write(kept.key, start, stream);
+  return kept;
+}
+
+const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extents, bool captured,
+                                      Stream stream) {
+  names_.clear();
+  for (const auto& each : extents) names_.push_back(each.key);
+  auto known = tables_.find(names_);
+  if (known == tables_.end()) {
+    if (captured) refuse_in_capture();
+    check_keys(extents);
+  }
+  if (has_ended_ && !captured) check(api_, api_.wait(stream, ended_.get()), "cudaStreamWaitEvent");
+  begin_flags(stream);
+  for (const auto& each : extents) find(each, stream);
+  if (known == tables_.end()) known = tables_.emplace(names_, make_table(stream)).first;
+  const Table& table = known->second->table;
+  check(api_, api_.open(table.entries, table.keys.size(), stream), "opening residuals");
+  return table;
+}
+
+std::unique_ptr<Feedback::Known> Feedback::make_table(Stream stream) {
+  auto made = std::make_unique<Known>(Known{{}, Room(api_)});
+  std::vector<Entry*> entries;
+  for (const std::string& name : names_) {
+    made->table.keys.push_back(&keys_.at(name)->key);
+    entries.push_back(made->table.keys.back()->entry);
+  }
+  const std::size_t bytes = entries.size() * sizeof(Entry*);
+  std::byte* room = made->entries.take(std::max(bytes, sizeof(Entry*)));
+  check(api_, api_.copy(room, entries.data(), bytes, CopyKind::kToDevice, stream),
+        "cudaMemcpyAsync");
+  check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
+  made->table.entries = reinterpret_cast<Entry* const*>(room);
+  return made;
+}
+
+void Feedback::require_fits(std::span<const codec::KeyedExtent> extents) const {
+  check_keys(extents);
+  for (const auto& each : extents)
+    if (const auto found = keys_.find(each.key); found != keys_.end())
+      check_length(each, found->second->key.count);
+}
+
+void Feedback::begin_step() {
+  if (in_step_) throw InvalidArgument("error feedback: end the step before you begin another");
+  in_step_ = is_fresh_ = true;
+  of_step_.clear();
+}
+
+// With the first call of a step, which is in order behind all before it.
+void Feedback::begin_flags(Stream stream) {
+  if (!in_step_ || !is_fresh_) return;
+  check(api_, api_.fill(step_flags_, 0, sizeof *step_flags_, stream), "cudaMemsetAsync");
+  is_fresh_ = false;
+}
+
+void Feedback::end_step(bool keep, Stream stream) {
+  if (!in_step_) throw InvalidArgument("error feedback: no step was begun");
+  in_step_ = false;
+  if (!keep) return;
+  for (const Settled& each : of_step_) settle(*each.table, each.remembers, step_flags_, stream);
+  if (capture_of(api_, stream) != 0) return;
+  check(api_, api_.record(ended_.get(), stream), "cudaEventRecord");
+  has_ended_ = true;
+}
+
+void Feedback::require_finite(const float* x, std::uint64_t count, Stream stream) {
+  begin_flags(stream);
+  check(api_, api_.check_finite(x, count, step_flags_, stream), "looking for NaN");
+}
+
+void Feedback::settle(const Table& table, bool remembers, const std::uint32_t* flags,
+                      Stream stream) {
+  if (in_step_) return of_step_.push_back({&table, remembers});
+  check(api_, api_.settle(table.entries, table.keys.size(), remembers, flags, stream),
+        "settling residuals");
+}
+
+codec::ErrorFeedback::Kept Feedback::read(const Key& key, Stream stream) const {
+  Entry entry;
+  const auto fetch = [&](void* to, const void* from, std::size_t bytes) {
+    check(api_, api_.copy(to, from, bytes, CopyKind::kToHost, stream), "cudaMemcpyAsync");
+    check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
+  };
+  fetch(&entry, key.entry, sizeof entry);
+  const Adapted& adapted = entry.adapted[entry.which & 1U];
+  codec::ErrorFeedback::Kept kept;
+  kept.calls = entry.calls;
+  kept.adapted.tau = adapted.tau;
+  kept.adapted.filter = adapted.filter;
+  kept.adapted.sent = adapted.sent;
+  kept.adapted.largest = std::bit_cast<float>(adapted.largest);
+  kept.residual.resize(key.count);
+  fetch(kept.residual.data(), key.residual[entry.which & 1U], 4 * key.count);
+  if (kept.calls == 0 && are_all(kept.residual, -0.0F)) kept.residual.clear();
+  if (key.remembered == 0) return kept;
+  kept.memory.resize(key.remembered);
+  fetch(kept.memory.data(), key.memory[entry.which_memory & 1U], 4 * key.remembered);
+  if (are_all(kept.memory, 0.0F)) kept.memory.clear();
+  return kept;
+}
+
+void Feedback::write(const Key& key, const codec::ErrorFeedback::Kept& kept, Stream stream) const {
+  Entry entry{};
+  entry.calls = kept.calls;
+  Adapted& adapted = entry.adapted[0];
+  adapted.tau = kept.adapted.tau;
+  adapted.filter = kept.adapted.filter;
+  adapted.sent = kept.adapted.sent;
+  adapted.largest = std::bit_cast<std::uint32_t>(kept.adapted.largest);
+  const auto store = [&](void* to, const void* from, std::size_t bytes) {
+    check(api_, api_.copy(to, from, bytes, CopyKind::kToDevice, stream), "cudaMemcpyAsync");
+  };
+  store(key.entry, &entry, sizeof entry);
+  const std::size_t residuals = std::min<std::size_t>(kept.residual.size(), key.count);
+  const std::size_t memories = std::min<std::size_t>(kept.memory.size(), key.remembered);
+  check(api_, api_.fill(key.residual[0], 0, 4 * key.count, stream), "cudaMemsetAsync");
+  if (kept.residual.empty())  // to -0: a CPU adds nothing now, and x + -0 is x, for x = -0 too
+    check(api_,
+          api_.scale(static_cast<int>(DType::kFloat32), key.residual[0], -1, key.count, stream),
+          "scaling");
+  store(key.residual[0], kept.residual.data(), 4 * residuals);
+  check(api_, api_.fill(key.memory[0], 0, 4 * key.remembered, stream), "cudaMemsetAsync");
+  store(key.memory[0], kept.memory.data(), 4 * memories);
+  check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
+}
+
+void Feedback::bring_home() {
+  if (in_step_) throw InvalidArgument("error feedback: a step is under way; end it first");
+  check(api_, api_.synchronize_device(), "cudaDeviceSynchronize");
+  for (const auto& [name, kept] : keys_) {
+    auto read_back = read(kept->key, copies_.get());
+    if (read_back.calls > 0 || !read_back.residual.empty() || !read_back.memory.empty())
+      host_->put(name, std::move(read_back));
+  }
+}
+
+void Feedback::send_back() {
+  check(api_, api_.synchronize_device(), "cudaDeviceSynchronize");
+  for (const auto& [name, kept] : keys_) write(kept->key, host_->take(name), copies_.get());
+}
+
+}  // namespace gradwire::cuda

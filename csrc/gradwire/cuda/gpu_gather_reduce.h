@@ -1,0 +1,36 @@
+// A sum of payloads that all ranks gather (exec/compound/gather_reduce.h), on a GPU: every rank
+// encodes its whole input once, all payloads go to all, each adds them up in the order of the
+// ranks.
+#pragma once
+
+#include <vector>
+
+#include "gradwire/cuda/gpu_communicator.h"
+
+namespace gradwire::cuda {
+
+class GatherReduce {
+ public:
+  explicit GatherReduce(Communicator& of);
+  void run(Call& call);
+  std::uint64_t sent() const noexcept { return operation_.sent(); }
+
+ private:
+  void place(const Call& call);
+  void deliver_alone(const Call& call);
+  void gather(const Call& call);
+  void add_up(const Call& call);
+  const float* input(const Call& call, std::size_t extent) const;
+  float* output(const Call& call, std::size_t extent) const;
+  void mark(const Call& call, std::size_t extent, float* y);
+
+  Communicator& of_;
+  Operation operation_;
+  Room payloads_;                     // a block for each rank
+  std::vector<std::size_t> offsets_;  // of each extent in its array, elements
+  std::size_t runs_ = 1;              // extents of an array
+  std::size_t block_bytes_ = 0;
+  std::vector<Slotted> layout_;  // of a block
+};
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,49 @@
+// lowrank on a GPU (exec/compound/low_rank_reduce.h): local work, a sum of left factors, local
+// work, a sum of right ones, local work; all of it enqueued.
+#pragma once
+
+#include <vector>
+
+#include "gradwire/codec/low_rank.h"
+#include "gradwire/cuda/gpu_communicator.h"
+
+namespace gradwire::cuda {
+
+class LowRankReduce {
+ public:
+  explicit LowRankReduce(Communicator& of);
+  void run(Call& call);
+  std::uint64_t sent() const noexcept { return operation_.sent(); }
+
+ private:
+  struct Factored {
+    std::size_t extent;
+    Matrix of;
+    std::size_t left, right;  // where its factors begin
+    std::size_t key, memory;  // with feedback: whose, and where they begin in its memory
+    std::size_t left_size() const { return of.rows * of.rank; }
+    std::size_t right_size() const { return of.columns * of.rank; }
+  };
+
+  void list(const Call& call);
+  void open(Call& call);
+  void take_room(bool captured);
+  void make_left(const Call& call);
+  void make_right(const Call& call);
+  void finish(const Call& call);
+  void sum(const Call& call, const std::vector<exec::Array>& arrays);
+  Memory memory_of(const Call& call, const Factored& each) const;
+  Site site_of(const Call& call, std::size_t extent) const;
+  const float* values(const Call& call, const Factored& each) const;
+
+  Communicator& of_;
+  Operation operation_;
+  std::vector<Factored> matrices_;
+  std::vector<std::size_t> plain_;                    // extents that travel as they are
+  std::size_t left_ = 0, right_ = 0, most_left_ = 0;  // elements
+  Room room_;
+  float *lefts_ = nullptr, *rights_ = nullptr, *own_rights_ = nullptr, *scales_ = nullptr;
+  double* columns_ = nullptr;
+};
+
+}  // namespace gradwire::cuda

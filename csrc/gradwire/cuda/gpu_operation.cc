@@ -1,0 +1,49 @@
+#include "gradwire/cuda/gpu_operation.h"
+
+namespace gradwire::cuda {
+
+void Operation::bind(const exec::Request& request, bool captured) {
+  captured_ = captured;
+  plan_ = place_.plans->find(request, {});
+  arrangement_.make(request, *plan_, place_.rank, place_.size,
+                    [this](std::size_t bytes) { return scratch_.take(bytes, captured_); });
+}
+
+void Operation::begin(Stream stream) { copy(arrangement_.before(), stream); }
+
+void Operation::run(const Coding& coding, std::span<const Slotted> layout, Stream stream) {
+  Execution::Call call;
+  call.plan = plan_.get();
+  call.extents = arrangement_.extents();
+  call.codec = coding.codec;
+  call.sites = coding.sites;
+  call.scratch = coding.scratch;
+  call.flags = coding.flags;
+  call.layout = layout;
+  call.captured = captured_;
+  execution_.run(call, *place_.messages, stream);
+  if (plan_->folds()) fold(stream);
+  copy(arrangement_.after(), stream);
+}
+
+void Operation::copy(const std::vector<exec::CopyStep>& steps, Stream stream) {
+  for (const exec::CopyStep& each : steps)
+    check(api_, api_.copy(each.to, each.from, each.bytes, CopyKind::kOnDevice, stream),
+          "cudaMemcpyAsync");
+}
+
+// In the order of the ranks, which is the same on all of them. Their blocks lie end to end.
+void Operation::fold(Stream stream) {
+  const OpSpec& spec = plan_->spec();
+  const std::size_t element = size_of(spec.dtype), block = plan_->counts()[0] * element;
+  const std::byte* first = arrangement_.extents()[0];
+  for (const exec::Array& sum : arrangement_.sums()) {
+    check(api_,
+          api_.fold_all(static_cast<int>(spec.dtype), static_cast<int>(spec.op), first, block,
+                        place_.size, sum.data, plan_->divisor(), sum.count, stream),
+          "folding");
+    first += sum.count * element;
+  }
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,57 @@
+// Operation: one schedule's run over one request's arrays in device memory, with the copies before
+// it and after it. Reused from call to call; what it enqueues uses its memory in stream order.
+#pragma once
+
+#include <memory>
+#include <span>
+
+#include "gradwire/cuda/gpu_execution.h"
+#include "gradwire/exec/plan/arrangement.h"
+#include "gradwire/exec/plan/plan_cache.h"
+
+namespace gradwire::cuda {
+
+class Operation {
+ public:
+  struct Place {
+    Rank rank = 0;
+    int size = 1;
+    Messages* messages = nullptr;
+    exec::PlanCache* plans = nullptr;
+  };
+  // What the codec of a lossy one works with.
+  struct Coding {
+    const Codec* codec = nullptr;
+    std::span<const ExtentSite> sites;
+    std::byte* scratch = nullptr;
+    std::uint32_t* flags = nullptr;
+  };
+
+  Operation(const Api& api, const Place& place)
+      : api_(api), place_(place), scratch_(api), execution_(api) {}
+
+  // Finds the plan and the arrays' places. Throws as a call on the CPU does.
+  void bind(const exec::Request& request, bool captured);
+  const exec::Plan& plan() const noexcept { return *plan_; }
+  const exec::Arrangement& arrangement() const noexcept { return arrangement_; }
+
+  std::uint64_t sent() const noexcept { return execution_.sent(); }
+
+  // The copies that come first; then everything else. `layout`: of plain blocks that are payloads.
+  void begin(Stream stream);
+  void run(const Coding& coding, std::span<const Slotted> layout, Stream stream);
+
+ private:
+  void copy(const std::vector<exec::CopyStep>& steps, Stream stream);
+  void fold(Stream stream);
+
+  const Api& api_;
+  const Place place_;
+  bool captured_ = false;
+  std::shared_ptr<const exec::Plan> plan_;
+  exec::Arrangement arrangement_;
+  Room scratch_;
+  Execution execution_;
+};
+
+}  // namespace gradwire::cuda

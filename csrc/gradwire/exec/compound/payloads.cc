@@ -1,0 +1,70 @@
+#include "gradwire/exec/compound/payloads.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <string>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::exec {
+namespace {
+
+// At most 1/32 more, so that lengths which change a little from call to call share a plan.
+std::size_t round_up(std::size_t bytes) {
+  const std::size_t step = std::max<std::size_t>(64, std::bit_floor(bytes) / 32);
+  return (bytes + step - 1) / step * step;
+}
+
+}  // namespace
+
+void Payloads::start(const Request& phase, Rank rank, int size) {
+  phase_ = phase;
+  rank_ = rank;
+  size_ = size;
+  headers_.resize(static_cast<std::size_t>(size));
+  outputs_.resize(static_cast<std::size_t>(size));
+  phase_.inputs = {&input_, 1};
+  phase_.outputs = outputs_;
+}
+
+const Request& Payloads::lengths(std::size_t own_bytes, bool flag) {
+  headers_[static_cast<std::size_t>(rank_)] = {own_bytes, flag};
+  for (std::size_t r = 0; r < outputs_.size(); ++r)
+    outputs_[r] = {reinterpret_cast<std::byte*>(&headers_[r]), sizeof(Header)};
+  input_ = outputs_[static_cast<std::size_t>(rank_)];
+  return phase_;
+}
+
+const Request& Payloads::bytes(std::size_t limit) {
+  std::size_t longest = 0;
+  for (Rank r = 0; r < size_; ++r) {
+    if (header(r).length > limit)
+      throw TransportError("rank " + std::to_string(rank_) + ": rank " + std::to_string(r) +
+                               " announced a payload of " + std::to_string(header(r).length) +
+                               " bytes; its codec makes " + std::to_string(limit) + " at most",
+                           r);
+    longest = std::max<std::size_t>(longest, header(r).length);
+  }
+  block_ = round_up(longest);
+  const std::size_t total = block_ * outputs_.size();
+  if (blocks_.size() < total) blocks_.resize(total);
+  for (std::size_t r = 0; r < outputs_.size(); ++r)
+    outputs_[r] = {blocks_.data() + r * block_, block_};
+  input_ = outputs_[static_cast<std::size_t>(rank_)];
+  const std::size_t used = header(rank_).length;
+  if (used > 0) std::memcpy(input_.data, own_.data(), used);
+  std::memset(input_.data + used, 0, block_ - used);
+  return phase_;
+}
+
+ConstBytes Payloads::of(Rank rank) const {
+  return ConstBytes(blocks_).subspan(static_cast<std::size_t>(rank) * block_, header(rank).length);
+}
+
+bool Payloads::all_flagged() const {
+  return std::all_of(headers_.begin(), headers_.end(),
+                     [](const Header& each) { return each.flag == 1; });
+}
+
+}  // namespace gradwire::exec

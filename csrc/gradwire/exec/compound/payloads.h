@@ -1,0 +1,47 @@
+// Payloads: every rank's bytes on every rank, whatever their lengths. Two all_gathers: first the
+// lengths, then the bytes, in blocks rounded up to one of few sizes, so that plans are found again.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "gradwire/exec/execution/operation.h"
+
+namespace gradwire::exec {
+
+class Payloads {
+ public:
+  // A phase of the caller's, without arrays; `algorithm` for both all_gathers.
+  void start(const Request& phase, Rank rank, int size);
+
+  // This rank's, to be written before lengths(). Grows only.
+  std::vector<std::byte>& own() noexcept { return own_; }
+  // The two phases. `flag` is a bit that all ranks learn of each other. bytes() throws
+  // TransportError that names a rank with more bytes than `limit`.
+  const Request& lengths(std::size_t own_bytes, bool flag = true);
+  const Request& bytes(std::size_t limit);
+
+  ConstBytes of(Rank rank) const;
+  bool all_flagged() const;
+
+ private:
+  struct Header {
+    std::uint64_t length = 0;
+    std::uint64_t flag = 0;
+  };
+  const Header& header(Rank rank) const { return headers_[static_cast<std::size_t>(rank)]; }
+
+  Request phase_;
+  Rank rank_ = 0;
+  int size_ = 1;
+  std::vector<std::byte> own_;
+  std::vector<Header> headers_;
+  std::size_t block_ = 0;  // bytes
+  std::vector<std::byte> blocks_;
+  Array input_;
+  std::vector<Array> outputs_;
+};
+
+}  // namespace gradwire::exec

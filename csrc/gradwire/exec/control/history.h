@@ -1,0 +1,59 @@
+// CallHistory: the last collectives of a rank, and a digest of all that it ever began. Ranks that
+// made the same calls in the same order have the same digest, whoever they exchanged data with.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "gradwire/exec/plan/plan.h"
+
+namespace gradwire::exec {
+
+// The shapes that a call is compared by, beside its plan; none where digest is 0.
+struct CallShape {
+  std::uint64_t digest = 0;
+  std::string_view text;
+};
+
+class CallHistory {
+ public:
+  static constexpr std::uint32_t kKept = 64;  // calls
+
+  struct Entry {
+    std::uint64_t digest = 0;       // of the fingerprints of all calls up to this one
+    std::uint32_t fingerprint = 0;  // of this call
+    std::shared_ptr<const Plan> plan;
+    std::string shape;  // empty where it is not compared
+
+    std::string text() const;  // for messages
+  };
+
+  void add(std::shared_ptr<const Plan> plan, const CallShape& shape = {});
+
+  std::uint32_t calls() const noexcept { return calls_; }
+  // What the frames of the call that is added next say: of it, and of all calls before.
+  std::uint32_t fingerprint_of_next(const Plan& plan, const CallShape& shape) const noexcept;
+  // After the first `calls` calls; null where the last of these is not begun, or too long ago.
+  const Entry* after(std::uint32_t calls) const noexcept;
+
+ private:
+  std::uint32_t calls_ = 0;  // modulo 2^32
+  std::uint64_t digest_ = 0;
+  std::array<Entry, kKept> entries_;
+};
+
+// Which shapes were there before: the same ones on all ranks that have made the same calls, though
+// of very many some are forgotten.
+class SeenShapes {
+ public:
+  // Whether it is the first time; 0 never is.
+  bool add(std::uint64_t digest) noexcept;
+
+ private:
+  std::array<std::uint64_t, 1024> seen_{};
+};
+
+}  // namespace gradwire::exec

@@ -1,0 +1,126 @@
+#include "gradwire/exec/control/watch.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "gradwire/exec/control/status_scan.h"
+
+namespace gradwire::exec {
+namespace {
+
+// A rank that has not moved for so long shows whom it waits for.
+constexpr double kShowSeconds = 1;
+constexpr std::uint64_t kNever = ~std::uint64_t{0};
+
+std::uint64_t nanoseconds(double seconds) { return static_cast<std::uint64_t>(seconds * 1e9); }
+
+std::string name_of(Rank rank) { return "rank " + std::to_string(rank); }
+
+std::string whole_seconds(double seconds) {
+  std::ostringstream text;
+  text.precision(3);
+  text << seconds << " s";
+  return text.str();
+}
+
+// "it waits for rank 1 to send segment 0 of round 3"
+std::string reason(const Wait& wait) {
+  std::string text = "it waits for " + name_of(wait.peer) + (wait.reads ? " to read" : " to send");
+  if (wait.activity != Activity::kCall) return text;
+  return text + " segment " + std::to_string(wait.segment) + " of round " +
+         std::to_string(wait.round);
+}
+
+// What a rank said of itself when it was last heard.
+std::string last_word(Rank rank, const ControlPlane::Word& word) {
+  if (word.heard == ControlPlane::Clock::time_point{})
+    return name_of(rank) +
+           " has said nothing: it is outside gradwire, or stopped, or cannot be reached";
+  const transport::ControlFrame& said = word.frame;
+  const std::string call = "call " + std::to_string(said.calls - 1) + ", " + text_of(said);
+  if (said.culprit != kNoPeer)
+    return name_of(rank) + " waits for " + name_of(said.culprit) + " in " + call;
+  if ((said.flags & transport::kInCall) != 0) return name_of(rank) + " is in " + call;
+  return name_of(rank) + " was last heard of outside gradwire, having begun " +
+         std::to_string(said.calls) + " calls";
+}
+
+}  // namespace
+
+// What a rank does by its own page, where it is on this host, else by what it last said.
+struct Watch::Known {
+  const Watch& self;
+  const ControlPlane& control;
+  std::vector<RankSeen> here;
+
+  const RankSeen* find(Rank rank) const {
+    for (const RankSeen& each : here) {
+      const bool same_job = self.tag_ != 0 ? each.page.tag == self.tag_ : each.pid == ::getpid();
+      if (same_job && each.page.communicator == self.communicator_ && each.page.rank == rank)
+        return &each;
+    }
+    return nullptr;
+  }
+
+  std::string describe(Rank rank) const {
+    const RankSeen* seen = find(rank);
+    return seen ? exec::describe(*seen) : last_word(rank, control.last_word_of(rank));
+  }
+
+  // A rank that is stopped waits for nobody, whatever it says.
+  Rank next(Rank rank) const {
+    if (const RankSeen* seen = find(rank)) return seen->stopped() ? kNoPeer : seen->page.peer();
+    return control.last_word_of(rank).frame.culprit;
+  }
+
+  Rank end_of_chain(Rank rank) const {
+    for (int step = 0; step < self.size_; ++step) {
+      const Rank waits_for = next(rank);
+      if (waits_for == kNoPeer || waits_for == self.rank_) break;
+      rank = waits_for;
+    }
+    return rank;
+  }
+};
+
+Watch::Watch(const Identity& identity, double stall_seconds, Log log)
+    : rank_(identity.rank),
+      size_(identity.size),
+      communicator_(identity.communicator),
+      tag_(identity.tag),
+      stall_seconds_(stall_seconds),
+      log_(std::move(log)),
+      status_(identity),
+      show_after_(
+          nanoseconds(stall_seconds > 0 ? std::min(kShowSeconds, stall_seconds) : kShowSeconds)),
+      tell_after_(nanoseconds(stall_seconds)) {}
+
+void Watch::report(const Wait& wait, const ControlPlane& control) {
+  const bool stalled = tell_after_ > 0 && coarse_now() - quiet_since_ >= tell_after_;
+  due_at_ = stalled || tell_after_ == 0 ? kNever : quiet_since_ + tell_after_;
+  status_.waits(wait, quiet_since_);
+  shown_ = true;
+  if (stalled) tell(wait, control);
+}
+
+void Watch::tell(const Wait& wait, const ControlPlane& control) {
+  const Told now{wait.activity, wait.number,
+                 wait.activity == Activity::kCall ? kNoPeer : wait.peer};
+  if (now == last_told_ || wait.peer == kNoPeer) return;  // a recv from any rank may wait for long
+  last_told_ = now;
+  const bool call = wait.activity == Activity::kCall;
+  const Known known{*this, control, ranks_on_this_host()};
+  const Rank end = known.end_of_chain(wait.peer);
+  std::string line = name_of(rank_) + ": " + wait.spec + (call ? ", call " : ", message ") +
+                     std::to_string(wait.number) + ", has not moved for " +
+                     whole_seconds(stall_seconds_) + ": " + reason(wait) + "; " +
+                     known.describe(wait.peer);
+  if (end != wait.peer) line += "; at the end of the chain, " + known.describe(end);
+  log_(line + ". All ranks of a host: gradwire doctor --job");
+}
+
+}  // namespace gradwire::exec

@@ -1,0 +1,396 @@
+#include "gradwire/exec/execution/execution.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/average.h"
+#include "gradwire/codec/fold.h"
+#include "gradwire/codec/residuals.h"
+#include "gradwire/codec/simd/simd.h"
+#include "gradwire/exec/control/failure.h"
+
+namespace gradwire::exec {
+namespace {
+
+using schedule::Landing;
+
+std::size_t index_of(DType dtype) { return static_cast<std::size_t>(dtype); }
+
+codec::ReduceKernel fold_of(DType dtype, ReduceOp op) {
+  return codec::kernels().reduce[index_of(dtype)][static_cast<std::size_t>(op)];
+}
+
+ConstBytes first(ConstBytes in, std::size_t size) {
+  if (in.size() < size) throw InvalidArgument("a frame is shorter than its parts");
+  return in.first(size);
+}
+
+}  // namespace
+
+void Execution::start(const Call& call) {
+  call_ = call;
+  if (call_.fingerprint == 0) call_.fingerprint = call.plan->fingerprint();
+  sent_ = landed_ = 0;
+  ended_ = false;
+  finite_ = true;
+  if (store_.size() < call.plan->store_bytes()) store_.resize(call.plan->store_bytes());
+  addends_.reserve(call.plan->most_addends());
+  if (wide_.size() < call.plan->wide_elements()) wide_.resize(call.plan->wide_elements());
+  if (stored_bytes_.size() < call.plan->stored_parts())
+    stored_bytes_.resize(call.plan->stored_parts());
+}
+
+bool Execution::advance(Links& links, TrafficCounter& traffic) {
+  const bool sent = try_send(links, traffic);
+  const bool received = try_receive(links, traffic);
+  // What a full socket did not take goes on its way while this rank waits for others.
+  return sent || received || (links.flush() && try_end());
+}
+
+bool Execution::try_send(Links& links, TrafficCounter& traffic) {
+  const Plan& plan = *call_.plan;
+  if (sent_ == plan.sends().size()) return false;
+  const Frame& frame = plan.sends()[sent_];
+  if (landed_ < frame.needs) return false;
+  const Bytes staging = reserve(frame, links);
+  if (staging.empty()) return false;
+  commit(frame, staging, stage(frame, staging.subspan(sizeof(FrameHeader))), links, traffic);
+  return true;
+}
+
+// Empty where there is no room now.
+Bytes Execution::reserve(const Frame& frame, Links& links) {
+  const Bytes staging = links.reserve(call_.plan->peers(frame), sizeof(FrameHeader) + frame.bytes);
+  if (!staging.empty()) copy_ = links.copy();
+  return staging;
+}
+
+void Execution::commit(const Frame& frame, Bytes staging, std::size_t length, Links& links,
+                       TrafficCounter& traffic) {
+  FrameHeader header = header_of(frame);
+  header.length = static_cast<std::uint32_t>(length);
+  std::memcpy(staging.data(), &header, sizeof header);
+  links.commit(sizeof header + length);
+  traffic.add(sizeof header + length, call_.plan->peers(frame).size());
+  ++sent_;
+}
+
+bool Execution::try_receive(Links& links, TrafficCounter& traffic) {
+  const Plan& plan = *call_.plan;
+  if (landed_ == plan.receives().size()) return false;
+  const Frame& frame = plan.receives()[landed_];
+  if (sent_ < frame.needs) return false;
+  if (frame.addends > 0) return try_fold(links, traffic);
+  const auto payload = arrived(frame, links);
+  if (!payload) return false;
+  const Rank peer = plan.peers(frame)[0];
+  land(frame, *payload, peer);
+  links.release(peer);
+  ++landed_;
+  return true;
+}
+
+// The payload of the frame that comes next from its rank.
+std::optional<ConstBytes> Execution::arrived(const Frame& frame, Links& links) const {
+  const Rank peer = call_.plan->peers(frame)[0];
+  const auto message = links.peek(peer);
+  if (!message) return std::nullopt;
+  FrameHeader header;
+  if (message->size() < sizeof header)
+    throw TransportError("rank " + std::to_string(peer) + " sent a frame without a header", peer);
+  std::memcpy(&header, message->data(), sizeof header);
+  check(header, frame, peer, message->size() - sizeof header);
+  return message->subspan(sizeof header);
+}
+
+// Of the frames that add to the same elements, those that are there; with the last of them their
+// sum is staged, where it is what this rank sends next.
+bool Execution::try_fold(Links& links, TrafficCounter& traffic) {
+  const Plan& plan = *call_.plan;
+  const auto frames = std::span(plan.receives()).subspan(landed_);
+  addends_.clear();
+  while (addends_.size() < frames[0].addends) {
+    const auto payload = arrived(frames[addends_.size()], links);
+    if (!payload) break;
+    addends_.push_back(payload->data());
+  }
+  if (addends_.empty()) return false;
+  const bool all = addends_.size() == frames[0].addends;
+  const Frame* const send = all ? send_of_sum(landed_ + addends_.size()) : nullptr;
+  Bytes staging = send != nullptr ? reserve(*send, links) : Bytes{};
+  if (copy_ != copy_cached) staging = {};  // streaming stores are waited for: not in each block
+  if (staging.empty())
+    fold(frames[0], nullptr);
+  else
+    fold(*send, staging.data() + sizeof(FrameHeader));
+  for (std::size_t i = 0; i < addends_.size(); ++i) links.release(plan.peers(frames[i])[0]);
+  landed_ += addends_.size();
+  if (!staging.empty()) commit(*send, staging, send->bytes, links, traffic);
+  return true;
+}
+
+// The send that is next, where it is of what so many receives have added up last.
+const Frame* Execution::send_of_sum(std::size_t landed) const {
+  const auto& sends = call_.plan->sends();
+  if (sent_ == sends.size()) return nullptr;
+  const Frame& next = sends[sent_];
+  return next.addends > 0 && next.needs == landed ? &next : nullptr;
+}
+
+// Adds the addends to what is in the frame, and copies the sums where that is not null: block by
+// block, which stay in the first-level cache meanwhile.
+void Execution::fold(const Frame& frame, std::byte* out) {
+  constexpr std::size_t kBlock = 4096;  // bytes
+  const DType dtype = call_.plan->spec().dtype;
+  const codec::ReduceKernel add = fold_of(dtype, call_.plan->spec().op);
+  std::size_t at = 0;
+  for (const Part& part : call_.plan->parts(frame))
+    for (const Piece& piece : call_.plan->pieces(part)) {
+      Piece block = piece;
+      const std::size_t end = piece.offset + piece.count;
+      for (; block.offset < end; block.offset += block.count, at += bytes_of(block)) {
+        block.count = std::min(kBlock / size_of(dtype), end - block.offset);
+        for (const std::byte* addend : addends_) add(address(block), addend + at, block.count);
+        if (part.finishes) scale(block);
+        if (out != nullptr) copy_(out + at, address(block), bytes_of(block));
+      }
+    }
+}
+
+// The last act: everything staged is on its way, and what no copy finished is finished here.
+bool Execution::try_end() {
+  const Plan& plan = *call_.plan;
+  if (ended_ || sent_ < plan.sends().size() || landed_ < plan.receives().size()) return false;
+  for (const Piece& piece : plan.finished_here()) finish_here(piece);
+  ended_ = true;
+  return true;
+}
+
+const Frame* Execution::waiting_frame() const noexcept {
+  const Plan& plan = *call_.plan;
+  if (landed_ < plan.receives().size() && sent_ >= plan.receives()[landed_].needs)
+    return &plan.receives()[landed_];
+  if (sent_ < plan.sends().size()) return &plan.sends()[sent_];
+  return nullptr;
+}
+
+Rank Execution::waiting_for() const noexcept {
+  const Frame* frame = waiting_frame();
+  return frame == nullptr ? kNoPeer : call_.plan->peers(*frame)[0];
+}
+
+FrameHeader Execution::header_of(const Frame& frame) const {
+  FrameHeader header;
+  header.communicator = call_.communicator;
+  header.operation = call_.operation;
+  header.fingerprint = call_.fingerprint;
+  header.segment = frame.segment;
+  header.segments = frame.segments;
+  header.round = frame.round;
+  header.flags = kFrameCollective;
+  return header;
+}
+
+void Execution::check(const FrameHeader& header, const Frame& frame, Rank peer,
+                      std::size_t length) const {
+  FrameHeader expected = header_of(frame);
+  expected.length = static_cast<std::uint32_t>(length);
+  const bool length_ok =
+      call_.plan->codec().fixed_size() ? length == frame.bytes : length <= frame.bytes;
+  if (header == expected && length_ok) return;
+  const std::string who = "rank " + std::to_string(call_.rank) + ": rank " + std::to_string(peer);
+  if (header.magic != expected.magic || header.communicator != expected.communicator)
+    throw TransportError(who + " sent something that is not a frame of this communicator", peer);
+  if (header.operation != expected.operation || header.fingerprint != expected.fingerprint)
+    throw Disagreement{std::min(header.operation, expected.operation),
+                       who + " sent a frame of its call " + std::to_string(header.operation) +
+                           ", while rank " + std::to_string(call_.rank) + " is in call " +
+                           std::to_string(expected.operation) + ", " + call_.plan->text()};
+  const bool same_place = header.segment == expected.segment && header.round == expected.round;
+  if (same_place && !call_.plan->all_sizes_known()) throw_size(header, frame, peer);
+  throw TransportError(who + " sent segment " + std::to_string(header.segment) + " of round " +
+                           std::to_string(header.round) + " (" + std::to_string(length) +
+                           " bytes) where segment " + std::to_string(frame.segment) + " of round " +
+                           std::to_string(frame.round) + " (" + std::to_string(frame.bytes) +
+                           " bytes) must come",
+                       peer);
+}
+
+// A block of another size than this rank expects.
+void Execution::throw_size(const FrameHeader& header, const Frame& frame, Rank peer) const {
+  const std::string me = "rank " + std::to_string(call_.rank);
+  const std::string sender = "rank " + std::to_string(peer);
+  const std::uint64_t expected = call_.plan->bytes_from(peer);
+  std::string sent = "in " + std::to_string(header.segments) + " frames";
+  if (header.segments == 1) sent = "of " + std::to_string(header.length) + " bytes";
+  Disagreement found;
+  found.call = call_.operation;
+  found.what = call_.plan->text() + ", call " + std::to_string(call_.operation) + ": " + sender +
+               " sends a block " + sent + ", and " + me + " expects one of " +
+               std::to_string(expected) + " bytes in " + std::to_string(frame.segments) + " frames";
+  found.sender = peer;
+  found.expected = expected;
+  throw found;
+}
+
+std::size_t Execution::stage(const Frame& frame, Bytes out) {
+  std::size_t written = 0;
+  for (const Part& part : call_.plan->parts(frame))
+    written += stage_part(part, out.subspan(written));
+  return written;
+}
+
+std::size_t Execution::stage_part(const Part& part, Bytes out) {
+  if (part.finishes) finish(part);
+  if (part.stored != kNotStored) {
+    const std::size_t size = stored_bytes_[part.stored];
+    copy_(out.data(), store_of(part).data(), size);
+    return size;
+  }
+  std::size_t written = 0;
+  for (const Piece& piece : call_.plan->pieces(part))
+    written += encode(piece, out.subspan(written));
+  return written;
+}
+
+// This rank owns the finished sum: from here on everybody, this rank too, has the same bits.
+void Execution::finish(const Part& part) {
+  const auto pieces = call_.plan->pieces(part);
+  if (part.stored != kNotStored) {
+    const Bytes store = store_of(part);
+    std::size_t written = 0;
+    for (const Piece& piece : pieces) {
+      const std::size_t size = encode(piece, store.subspan(written));
+      decode(piece, store.subspan(written, size));
+      written += size;
+    }
+    stored_bytes_[part.stored] = static_cast<std::uint32_t>(written);
+  }
+  for (const Piece& piece : pieces) scale(piece);
+}
+
+std::size_t Execution::encode(const Piece& piece, Bytes out) {
+  if (!call_.plan->lossy()) {
+    const std::size_t size = bytes_of(piece);
+    copy_(out.data(), address(piece), size);
+    return size;
+  }
+  const codec::Site site = site_of(piece);
+  const Stopwatch stopwatch(spent_.encode);
+  return codec::encode(call_.plan->codec(), floats(piece), piece.count, site, out);
+}
+
+codec::Site Execution::site_of(const Piece& piece) const {
+  codec::Site site;
+  if (!call_.sites.empty()) site = call_.sites[piece.extent];
+  number(site, call_.rank, call_.operation);
+  return site.from(piece.offset);
+}
+
+// A final value, of the same bits on all ranks. Returns the bytes consumed.
+std::size_t Execution::decode(const Piece& piece, ConstBytes in) {
+  const Stopwatch stopwatch(spent_.decode);
+  const codec::Decoded decoded = call_.plan->codec().decode(in, floats(piece), piece.count);
+  finite_ = finite_ && decoded.finite;
+  return decoded.bytes;
+}
+
+void Execution::land(const Frame& frame, ConstBytes in, Rank peer) {
+  try {
+    std::size_t consumed = 0;
+    for (const Part& part : call_.plan->parts(frame))
+      consumed += land_part(part, in.subspan(consumed));
+    if (consumed != in.size()) throw InvalidArgument("a frame is longer than its parts");
+  } catch (const InvalidArgument& error) {  // a payload that its codec refuses
+    throw TransportError("rank " + std::to_string(call_.rank) + ": rank " + std::to_string(peer) +
+                             " sent a payload that can't be decoded: " + error.what(),
+                         peer);
+  }
+}
+
+std::size_t Execution::land_part(const Part& part, ConstBytes in) {
+  if (part.wide.place != WideFold::kNone) return land_wide(part, in);
+  const bool coded = call_.plan->lossy();
+  std::size_t consumed = 0;
+  for (const Piece& piece : call_.plan->pieces(part))
+    consumed += coded ? land_coded(part, piece, in.subspan(consumed))
+                      : land_plain(part, piece, in.subspan(consumed));
+  if (part.stored != kNotStored) {
+    copy_cached(store_of(part).data(), in.data(), consumed);
+    stored_bytes_[part.stored] = static_cast<std::uint32_t>(consumed);
+  }
+  return consumed;
+}
+
+// Adds up in float32, and rounds with the last addend.
+std::size_t Execution::land_wide(const Part& part, ConstBytes in) {
+  const Plan& plan = *call_.plan;
+  const codec::WideKernels& wide = *codec::wide_kernels(plan.spec().dtype, plan.spec().op);
+  const float factor = part.wide.averages ? static_cast<float>(1.0 / plan.divisor()) : 1;
+  float* sum = wide_.data() + plan.wide_offset(part.wide);
+  std::size_t consumed = 0;
+  for (const Piece& piece : plan.pieces(part)) {
+    const ConstBytes addend = first(in.subspan(consumed), bytes_of(piece));
+    if (part.wide.begins)
+      wide.begin(address(piece), addend.data(), sum, piece.count);
+    else
+      wide.fold(sum, addend.data(), piece.count);
+    if (part.wide.ends) wide.round(sum, factor, address(piece), piece.count);
+    sum += piece.count;
+    consumed += addend.size();
+  }
+  return consumed;
+}
+
+std::size_t Execution::land_plain(const Part& part, const Piece& piece, ConstBytes in) {
+  const OpSpec& spec = call_.plan->spec();
+  const ConstBytes payload = first(in, bytes_of(piece));
+  if (part.landing == Landing::kCopy) {
+    std::memcpy(address(piece), payload.data(), payload.size());
+  } else {
+    fold_of(spec.dtype, spec.op)(address(piece), payload.data(), piece.count);
+  }
+  return payload.size();
+}
+
+// No payload is longer than its codec makes it: what is stored and sent on has room for no more.
+std::size_t Execution::land_coded(const Part& part, const Piece& piece, ConstBytes in) {
+  in = in.first(std::min(in.size(), call_.plan->codec().max_bytes(piece.count)));
+  if (part.landing == Landing::kReduce) {
+    const Stopwatch stopwatch(spent_.decode);
+    return call_.plan->codec().decode_add(in, floats(piece), piece.count).bytes;
+  }
+  const std::size_t size = decode(piece, in);
+  scale(piece);
+  return size;
+}
+
+Bytes Execution::store_of(const Part& part) {
+  return Bytes(store_).subspan(call_.plan->store_offset(part.stored));
+}
+
+// A result that this rank alone has, and never encoded: all of the residual is delivered.
+void Execution::finish_here(const Piece& piece) {
+  if (call_.plan->lossy()) {
+    codec::deliver(site_of(piece), floats(piece), piece.count);
+    finite_ = codec::mark_not_finite(call_.plan->codec(), floats(piece), piece.count) && finite_;
+  }
+  scale(piece);
+}
+
+void Execution::scale(const Piece& piece) {
+  const int divisor = call_.plan->divisor();
+  if (divisor > 1) codec::average(call_.plan->spec().dtype, address(piece), divisor, piece.count);
+}
+
+std::byte* Execution::address(const Piece& piece) const {
+  return call_.extents[piece.extent] + piece.offset * size_of(call_.plan->spec().dtype);
+}
+
+float* Execution::floats(const Piece& piece) const {
+  return reinterpret_cast<float*>(call_.extents[piece.extent]) + piece.offset;
+}
+
+}  // namespace gradwire::exec

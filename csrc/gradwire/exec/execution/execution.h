@@ -1,0 +1,108 @@
+// Execution: one run of a Plan over one set of buffers. It never blocks: advance() does what can be
+// done now and says whether that was anything. Reused from call to call, it allocates only when a
+// plan is larger than any before.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "gradwire/base/copy.h"
+#include "gradwire/base/wire.h"
+#include "gradwire/exec/execution/feedback_view.h"
+#include "gradwire/exec/execution/links.h"
+#include "gradwire/exec/execution/traffic.h"
+#include "gradwire/exec/plan/plan.h"
+
+namespace gradwire::exec {
+
+class Execution {
+ public:
+  struct Call {
+    const Plan* plan = nullptr;
+    std::span<std::byte* const>
+        extents;  // base address of each extent; null where this rank has none
+    // Lossy codecs: of each extent e and e' (codec/feedback.h) and what is adapted; empty: none.
+    std::span<const codec::Site> sites;
+    Rank rank = 0;
+    std::uint32_t communicator = 0;
+    std::uint32_t operation = 0;
+    std::uint32_t fingerprint = 0;  // in all headers; 0: the plan's
+  };
+
+  // The spans must stay as they are until the execution is over.
+  void start(const Call& call);
+  bool advance(Links& links, TrafficCounter& traffic);
+  bool done() const noexcept {
+    return sent_ == call_.plan->sends().size() && landed_ == call_.plan->receives().size() &&
+           ended_;
+  }
+  // Lossy codecs, when done: whether this rank's results hold neither NaN nor Inf. Where all ranks
+  // have all results they say the same.
+  bool finite() const noexcept { return finite_; }
+  // In the codec so far; whoever counts it takes it.
+  CodecTime& codec_time() noexcept { return spent_; }
+  // Whom this rank waits for, for messages: the sender of the next frame, or a reader of a full
+  // staging.
+  Rank waiting_for() const noexcept;
+  const Frame* waiting_frame() const noexcept;
+  // That rank must read what was sent to it; else it must send.
+  bool waits_for_reader() const noexcept {
+    const auto& receives = call_.plan->receives();
+    return landed_ == receives.size() || sent_ < receives[landed_].needs;
+  }
+
+ private:
+  bool try_send(Links& links, TrafficCounter& traffic);
+  bool try_receive(Links& links, TrafficCounter& traffic);
+  bool try_fold(Links& links, TrafficCounter& traffic);
+  bool try_end();
+
+  FrameHeader header_of(const Frame& frame) const;
+  void check(const FrameHeader& header, const Frame& frame, Rank peer, std::size_t length) const;
+  [[noreturn]] void throw_size(const FrameHeader& header, const Frame& frame, Rank peer) const;
+
+  std::optional<ConstBytes> arrived(const Frame& frame, Links& links) const;
+  Bytes reserve(const Frame& frame, Links& links);
+  void commit(const Frame& frame, Bytes staging, std::size_t length, Links& links,
+              TrafficCounter& traffic);
+  const Frame* send_of_sum(std::size_t landed) const;
+  void fold(const Frame& frame, std::byte* out);
+
+  std::size_t stage(const Frame& frame, Bytes out);
+  std::size_t stage_part(const Part& part, Bytes out);
+  void finish(const Part& part);
+  void land(const Frame& frame, ConstBytes in, Rank peer);
+  std::size_t land_part(const Part& part, ConstBytes in);
+  std::size_t land_wide(const Part& part, ConstBytes in);
+  std::size_t land_plain(const Part& part, const Piece& piece, ConstBytes in);
+  std::size_t land_coded(const Part& part, const Piece& piece, ConstBytes in);
+  std::size_t encode(const Piece& piece, Bytes out);
+  std::size_t decode(const Piece& piece, ConstBytes in);
+  codec::Site site_of(const Piece& piece) const;
+  Bytes store_of(const Part& part);
+  void finish_here(const Piece& piece);
+  void scale(const Piece& piece);
+
+  std::size_t bytes_of(const Piece& piece) const {
+    return piece.count * size_of(call_.plan->spec().dtype);
+  }
+  std::byte* address(const Piece& piece) const;
+  float* floats(const Piece& piece) const;
+
+  Call call_;
+  Copy copy_ = copy_cached;  // into the frame that is staged
+  std::size_t sent_ = 0;
+  std::size_t landed_ = 0;
+  bool ended_ = false;
+  bool finite_ = true;
+  CodecTime spent_;
+  std::vector<const std::byte*> addends_;    // of a fold, in their order
+  std::vector<std::byte> store_;             // finished payloads, forwarded verbatim
+  std::vector<float> wide_;                  // sums of 16-bit floats under way
+  std::vector<std::uint32_t> stored_bytes_;  // of each stored part
+};
+
+}  // namespace gradwire::exec

@@ -1,0 +1,57 @@
+// FeedbackView: where the residuals of a request's extents lie, extent by extent, in an open
+// transaction; and what codecs adapt to them, with feedback or without.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "gradwire/codec/feedback.h"
+#include "gradwire/exec/execution/key_places.h"
+
+namespace gradwire::exec {
+
+class FeedbackView {
+ public:
+  // The keys lie end to end over the extents, each of which belongs to one key; else
+  // InvalidArgument. No keys: no feedback, and the transaction is left alone.
+  void bind(std::span<const std::uint64_t> counts, std::span<const codec::KeyedExtent> keys,
+            codec::ErrorFeedback::Transaction& transaction);
+
+  void clear() { bind({}, {}, none_); }
+
+  bool feeds_back() const noexcept { return feeds_back_; }
+  // By extent; they keep nothing without feedback. To be numbered before use.
+  std::span<const codec::Site> sites() const noexcept { return sites_; }
+  // With feedback: which of the transaction's keys the extent belongs to.
+  std::size_t key(std::size_t extent) const { return places_[extent].key; }
+
+  // A whole extent, to be encoded at once.
+  codec::Site site(std::size_t extent, Rank rank, std::uint32_t operation) const;
+  void prepare(const codec::Codec& codec, std::size_t extent, const float* x) const;
+  // Once a key, though several extents may be of it.
+  void adapt(const codec::Codec& codec) const;
+  // What is never encoded delivers its whole residual.
+  void deliver(std::size_t extent, float* x) const;
+
+ private:
+  void bind_keys(std::span<const codec::KeyedExtent> keys,
+                 codec::ErrorFeedback::Transaction& transaction);
+
+  bool feeds_back_ = false;
+  std::vector<std::uint64_t> counts_;
+  std::vector<codec::Site> sites_;
+  std::vector<KeyPlace> places_;
+  std::vector<codec::Adapted> own_;  // without feedback
+  codec::ErrorFeedback::Transaction none_;
+};
+
+// Gives a site its Site::call: no two ranks and calls of a job share it, so their random roundings
+// differ. With feedback it depends on the key's calls, so that a job that is resumed rounds as one
+// that was not interrupted; else on the communicator's.
+inline void number(codec::Site& site, Rank rank, std::uint32_t operation) {
+  if (!site.keeps()) site.call = operation;
+  site.call ^= static_cast<std::uint64_t>(rank) << 48;
+}
+
+}  // namespace gradwire::exec

@@ -1,0 +1,55 @@
+#include "gradwire/exec/execution/links.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace gradwire::exec {
+
+Links::Links(transport::Options options)
+    : options_(options), link_of_(static_cast<std::size_t>(options.size), -1) {}
+
+void Links::offer(std::string_view transport, UniqueFd socket, Rank peer) {
+  auto at = std::find_if(transports_.begin(), transports_.end(),
+                         [&](const auto& each) { return each->name() == transport; });
+  if (at == transports_.end()) {
+    at = transports_.insert(at, transport::make_transport(transport, options_));
+    doorbells_.push_back((*at)->doorbell());
+  }
+  (*at)->offer(std::move(socket), peer);
+  link_of_[static_cast<std::size_t>(peer)] = static_cast<int>(at - transports_.begin());
+}
+
+bool Links::offered_all() const noexcept {
+  return std::count(link_of_.begin(), link_of_.end(), -1) == 1;  // this rank's own
+}
+
+void Links::complete(const Patience& patience) {
+  for (auto& each : transports_) each->complete(patience);
+}
+
+std::string_view Links::transport_of(Rank peer) const {
+  const int link = link_of_[static_cast<std::size_t>(peer)];
+  return link < 0 ? "self" : transports_[static_cast<std::size_t>(link)]->name();
+}
+
+bool Links::flush() {
+  bool all = true;
+  for (auto& each : transports_) all = each->flush() && all;
+  return all;
+}
+
+Rank Links::full_peer() const {
+  for (Rank peer = 0; peer < options_.size; ++peer)
+    if (link_of_[static_cast<std::size_t>(peer)] >= 0 && !is_flushed(peer)) return peer;
+  return kNoPeer;
+}
+
+void Links::arm() {
+  for (auto& each : transports_) each->arm();
+}
+
+void Links::disarm() {
+  for (auto& each : transports_) each->disarm();
+}
+
+}  // namespace gradwire::exec

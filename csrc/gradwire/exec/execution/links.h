@@ -1,0 +1,65 @@
+// Links: the transports of one lane of a communicator, each pair of ranks on the best it has.
+// Speaks of peers; which transport serves a peer is decided once, when the link is adopted.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "gradwire/base/error.h"
+#include "gradwire/base/fd.h"
+#include "gradwire/transport/transport.h"
+
+namespace gradwire::exec {
+
+class Links {
+ public:
+  explicit Links(transport::Options options);
+
+  // See Transport::offer. Makes the transport when it is the first link of its kind.
+  void offer(std::string_view transport, UniqueFd socket, Rank peer);
+  // To every peer.
+  bool offered_all() const noexcept;
+  // Makes all links that were offered.
+  void complete(const Patience& patience);
+
+  std::size_t max_message() const noexcept { return options_.max_message; }
+  // By peer: ranks with the same number share a transport and can share staging.
+  const std::vector<int>& link_of() const noexcept { return link_of_; }
+  std::string_view transport_of(Rank peer) const;
+
+  // Peers on one transport only. A reserve() replaces a reservation that was not committed.
+  Bytes reserve(std::span<const Rank> peers, std::size_t bytes) {
+    open_ = &at(peers[0]);
+    return open_->reserve(peers, bytes);
+  }
+  // See Transport::copy.
+  Copy copy() const noexcept { return open_->copy(); }
+  void commit(std::size_t bytes) { open_->commit(bytes); }
+  std::optional<ConstBytes> peek(Rank peer) { return at(peer).peek(peer); }
+  void release(Rank peer) { at(peer).release(peer); }
+
+  // All staged bytes are out of this process's hands.
+  bool flush();
+  bool is_flushed(Rank peer) const { return at(peer).is_flushed(peer); }
+  // Some peer whose socket is full, or kNoPeer.
+  Rank full_peer() const;
+  void arm();
+  void disarm();
+  const std::vector<int>& doorbells() const noexcept { return doorbells_; }
+
+ private:
+  transport::Transport& at(Rank peer) const {
+    return *transports_[static_cast<std::size_t>(link_of_[static_cast<std::size_t>(peer)])];
+  }
+
+  transport::Options options_;
+  std::vector<std::unique_ptr<transport::Transport>> transports_;
+  std::vector<int> link_of_;  // by peer; -1 for none
+  std::vector<int> doorbells_;
+  transport::Transport* open_ = nullptr;
+};
+
+}  // namespace gradwire::exec

@@ -1,0 +1,47 @@
+// Operation: a request that is bound to a plan and to addresses.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "gradwire/codec/feedback.h"
+#include "gradwire/exec/execution/execution.h"
+#include "gradwire/exec/execution/feedback_view.h"
+#include "gradwire/exec/plan/arrangement.h"
+#include "gradwire/exec/plan/plan.h"
+#include "gradwire/exec/plan/request.h"
+
+namespace gradwire::exec {
+
+// Reused from call to call: bind() allocates only when it needs more room than ever before.
+class Operation {
+ public:
+  // `transaction`: open for the request's keys where it feeds back; the caller settles it.
+  void bind(const Request& request, std::shared_ptr<const Plan> plan, Rank rank, int size,
+            codec::ErrorFeedback::Transaction& transaction);
+
+  // Local work before the first frame and after the last: copies, and what the codec adapts.
+  // `finite`: what the execution says; returns whether the residuals may move.
+  void begin();
+  bool end(bool finite);
+  Execution::Call call() const;
+  const Plan& plan() const noexcept { return *plan_; }
+  const std::shared_ptr<const Plan>& shared_plan() const noexcept { return plan_; }
+
+ private:
+  static void copy(const std::vector<CopyStep>& steps);
+  void deliver_residuals() const;
+  void fold() const;
+  bool all_finite() const;
+  const std::vector<std::byte*>& extents() const { return arrangement_.extents(); }
+  float* floats(std::size_t extent) const { return reinterpret_cast<float*>(extents()[extent]); }
+
+  std::shared_ptr<const Plan> plan_;
+  Arrangement arrangement_;
+  std::vector<std::byte> scratch_;
+  FeedbackView feedback_;
+};
+
+}  // namespace gradwire::exec

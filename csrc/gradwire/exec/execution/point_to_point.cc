@@ -1,0 +1,201 @@
+#include "gradwire/exec/execution/point_to_point.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::exec {
+namespace {
+
+std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
+
+// Both ends must mean a message of the same size.
+std::uint32_t size_fingerprint(std::size_t bytes) {
+  return static_cast<std::uint32_t>(bytes ^ (static_cast<std::uint64_t>(bytes) >> 32));
+}
+
+}  // namespace
+
+PointToPoint::PointToPoint(Rank rank, int size, std::uint32_t communicator)
+    : rank_(rank),
+      size_(size),
+      communicator_(communicator),
+      sent_(at(size)),
+      received_(at(size)),
+      gone_(at(size)) {
+  gone_[at(rank)] = true;
+}
+
+void PointToPoint::send(Transfer transfer) {
+  if (transfer.peer != rank_) return sends_.push_back(std::move(transfer));
+  own_.push_back(std::move(transfer));
+  own_.back().work->finish(nullptr);
+}
+
+bool PointToPoint::advance(Links& links, TrafficCounter& traffic) {
+  bool progressed = false;
+  if (!sends_.empty()) links.flush();
+  busy_.assign(at(size_), false);  // a peer's messages leave in order
+  for (auto each = sends_.begin(); each != sends_.end();) {
+    if (!busy_[at(each->peer)]) progressed |= advance_send(*each, links, traffic);
+    busy_[at(each->peer)] = true;
+    const bool over = each->started() && each->moved == each->size && links.is_flushed(each->peer);
+    if (!over) {
+      ++each;
+      continue;
+    }
+    ++sent_[at(each->peer)];
+    each->work->finish(nullptr);
+    each = sends_.erase(each);
+  }
+  if (!own_.empty()) progressed |= receive_own();
+  for (Rank peer = 0; peer < size_ && !receives_.empty(); ++peer)
+    if (peer != rank_) progressed |= advance_receive(links, peer);
+  return progressed;
+}
+
+FrameHeader PointToPoint::header_of(const Transfer& transfer, std::uint32_t operation) const {
+  FrameHeader header;
+  header.communicator = communicator_;
+  header.operation = operation;
+  header.fingerprint = size_fingerprint(transfer.size);
+  header.segment = transfer.parts;
+  header.flags = kFramePointToPoint;
+  return header;
+}
+
+bool PointToPoint::advance_send(Transfer& transfer, Links& links, TrafficCounter& traffic) {
+  bool progressed = false;
+  const Rank peers[] = {transfer.peer};
+  while (!transfer.started() || transfer.moved < transfer.size) {
+    FrameHeader header = header_of(transfer, sent_[at(transfer.peer)]);
+    const std::size_t length =
+        std::min(transfer.size - transfer.moved, links.max_message() - sizeof header);
+    header.length = static_cast<std::uint32_t>(length);
+    const Bytes staging = links.reserve(peers, sizeof header + length);
+    if (staging.empty()) break;
+    links.copy()(staging.data() + sizeof header, transfer.data + transfer.moved, length);
+    std::memcpy(staging.data(), &header, sizeof header);
+    links.commit(sizeof header + length);
+    traffic.add(sizeof header + length, 1);
+    transfer.moved += length;
+    ++transfer.parts;
+    progressed = true;
+  }
+  return progressed;
+}
+
+// The first recv in order of posting that takes a message from `peer`.
+std::deque<Transfer>::iterator PointToPoint::match(Rank peer) {
+  const Rank any = gone_[at(peer)] ? peer : Transfer::kAnyRank;
+  return std::find_if(receives_.begin(), receives_.end(),
+                      [=](const Transfer& each) { return each.peer == peer || each.peer == any; });
+}
+
+// A recv from any rank goes on while there is one that can still send: who left in peace is no
+// failure, and who did not is one that the control plane tells.
+std::optional<ConstBytes> PointToPoint::arrived(const Transfer& transfer, Links& links, Rank peer) {
+  if (transfer.peer == peer) return links.peek(peer);
+  try {
+    return links.peek(peer);
+  } catch (const TransportError&) {
+    gone_[at(peer)] = true;
+    if (std::find(gone_.begin(), gone_.end(), false) == gone_.end()) throw;
+    return std::nullopt;
+  }
+}
+
+bool PointToPoint::advance_receive(Links& links, Rank peer) {
+  bool progressed = false;
+  for (auto transfer = match(peer); transfer != receives_.end(); transfer = match(peer)) {
+    const auto message = arrived(*transfer, links, peer);
+    if (!message && gone_[at(peer)]) continue;
+    if (!message) break;
+    transfer->peer = peer;
+    land(*transfer, *message);
+    links.release(peer);
+    progressed = true;
+    if (transfer->moved < transfer->size) continue;
+    ++received_[at(peer)];
+    transfer->work->finish(nullptr, peer);
+    receives_.erase(transfer);
+  }
+  return progressed;
+}
+
+bool PointToPoint::receive_own() {
+  bool progressed = false;
+  for (auto each = receives_.begin(); each != receives_.end() && !own_.empty();) {
+    if (each->peer != rank_ && each->peer != Transfer::kAnyRank) {
+      ++each;
+      continue;
+    }
+    const Transfer& message = own_.front();
+    if (message.size != each->size) throw wrong_size(*each, rank_);
+    if (message.size > 0) std::memcpy(each->data, message.data, message.size);
+    each->work->finish(nullptr, rank_);
+    each = receives_.erase(each);
+    own_.pop_front();
+    progressed = true;
+  }
+  return progressed;
+}
+
+InvalidArgument PointToPoint::wrong_size(const Transfer& transfer, Rank sender) const {
+  return InvalidArgument("rank " + std::to_string(rank_) + ": rank " + std::to_string(sender) +
+                         " sent a message of another size than the " +
+                         std::to_string(transfer.size) +
+                         " bytes that recv() expects; send and recv must agree on the size");
+}
+
+void PointToPoint::land(Transfer& transfer, ConstBytes message) {
+  FrameHeader header, expected = header_of(transfer, received_[at(transfer.peer)]);
+  const std::string who =
+      "rank " + std::to_string(rank_) + ": rank " + std::to_string(transfer.peer) + " sent ";
+  if (message.size() < sizeof header)
+    throw TransportError(who + "a frame without a header", transfer.peer);
+  std::memcpy(&header, message.data(), sizeof header);
+  const ConstBytes payload = message.subspan(sizeof header);
+  if (header.fingerprint != expected.fingerprint && header.segment == 0)
+    throw wrong_size(transfer, transfer.peer);
+  expected.length = static_cast<std::uint32_t>(payload.size());
+  if (header != expected || payload.size() > transfer.size - transfer.moved)
+    throw TransportError(who + "a frame that does not fit this recv()", transfer.peer);
+  if (!payload.empty()) std::memcpy(transfer.data + transfer.moved, payload.data(), payload.size());
+  transfer.moved += payload.size();
+  ++transfer.parts;
+}
+
+const Transfer* PointToPoint::overdue() const {
+  for (const auto* queue : {&sends_, &receives_})
+    for (const Transfer& each : *queue)
+      if (each.deadline.passed()) return &each;
+  return nullptr;
+}
+
+std::optional<Wait> PointToPoint::waiting() const {
+  if (idle()) return std::nullopt;
+  const bool sends = !sends_.empty();
+  const Transfer* first = sends ? &sends_.front() : &receives_.front();
+  for (const Transfer& each : receives_)
+    if (first->peer == Transfer::kAnyRank) first = &each;
+  Wait wait;
+  wait.activity = sends ? Activity::kSend : Activity::kReceive;
+  wait.peer = first->peer;
+  wait.reads = sends;
+  if (wait.peer >= 0) wait.number = (sends ? sent_ : received_)[at(wait.peer)];
+  wait.spec = (sends ? "send of " : "recv of ") + std::to_string(first->size) + " bytes";
+  return wait;
+}
+
+void PointToPoint::fail(const std::exception_ptr& error) noexcept {
+  for (auto* queue : {&sends_, &receives_}) {
+    for (Transfer& each : *queue) each.work->finish(error);
+    queue->clear();
+  }
+  own_.clear();
+}
+
+}  // namespace gradwire::exec

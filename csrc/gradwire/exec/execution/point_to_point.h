@@ -1,0 +1,75 @@
+// PointToPoint: send and recv between two ranks, independent of the collectives' order, on links of
+// their own. Messages between two ranks match in order; a recv from any rank takes the first
+// message that no earlier recv is waiting for. A message to oneself is copied and kept until a recv
+// takes it, so sending it never blocks.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "gradwire/base/deadline.h"
+#include "gradwire/base/error.h"
+#include "gradwire/base/wire.h"
+#include "gradwire/exec/control/status.h"
+#include "gradwire/exec/execution/execution.h"
+#include "gradwire/exec/execution/links.h"
+#include "gradwire/exec/execution/work.h"
+
+namespace gradwire::exec {
+
+// One message, sent or received. The memory must stay until the work is done.
+struct Transfer {
+  std::shared_ptr<Work> work;
+  std::byte* data = nullptr;
+  std::size_t size = 0;  // bytes
+  Rank peer = kAnyRank;  // recv: kAnyRank until matched
+  Deadline deadline = Deadline::never();
+  std::size_t moved = 0;        // bytes so far
+  std::uint32_t parts = 0;      // frames so far
+  std::vector<std::byte> copy;  // of a message to oneself; what `data` points to
+
+  static constexpr Rank kAnyRank = -1;
+  bool started() const noexcept { return parts > 0; }
+};
+
+class PointToPoint {
+ public:
+  PointToPoint(Rank rank, int size, std::uint32_t communicator);
+
+  // One to oneself is complete at once.
+  void send(Transfer transfer);
+  void receive(Transfer transfer) { receives_.push_back(std::move(transfer)); }
+
+  bool idle() const noexcept { return sends_.empty() && receives_.empty(); }
+  // Moves what can be moved now; whether that was anything. Finishes works that are complete.
+  bool advance(Links& links, TrafficCounter& traffic);
+  // The first transfer whose deadline has passed.
+  const Transfer* overdue() const;
+  // The first transfer that is not complete: one with a known peer, where there is any.
+  std::optional<Wait> waiting() const;
+  void fail(const std::exception_ptr& error) noexcept;
+
+ private:
+  bool advance_send(Transfer& transfer, Links& links, TrafficCounter& traffic);
+  bool advance_receive(Links& links, Rank peer);
+  bool receive_own();
+  std::deque<Transfer>::iterator match(Rank peer);
+  std::optional<ConstBytes> arrived(const Transfer& transfer, Links& links, Rank peer);
+  FrameHeader header_of(const Transfer& transfer, std::uint32_t operation) const;
+  void land(Transfer& transfer, ConstBytes message);
+  InvalidArgument wrong_size(const Transfer& transfer, Rank sender) const;
+
+  Rank rank_;
+  int size_;
+  std::uint32_t communicator_;
+  std::deque<Transfer> sends_, receives_;
+  std::deque<Transfer> own_;                    // messages to oneself that no recv has taken
+  std::vector<bool> busy_;                      // peers whose earlier message is not out yet
+  std::vector<std::uint32_t> sent_, received_;  // whole messages so far, by peer
+  std::vector<bool> gone_;                      // who can no longer send, and this rank itself
+};
+
+}  // namespace gradwire::exec

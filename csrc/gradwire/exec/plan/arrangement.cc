@@ -1,0 +1,120 @@
+#include "gradwire/exec/plan/arrangement.h"
+
+namespace gradwire::exec {
+namespace {
+
+std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
+
+}  // namespace
+
+void Arrangement::make(const Request& request, const Plan& plan, Rank rank, int size,
+                       const Scratch& scratch) {
+  element_ = size_of(request.dtype);
+  for (auto* each : {&extents_, &addends_}) each->clear();
+  for (auto* each : {&before_, &after_}) each->clear();
+  sums_.clear();
+  if (plan.folds()) return fold(request, plan, rank, size, scratch);
+  switch (request.collective) {
+    case Collective::kAllReduce:
+    case Collective::kReduce:
+    case Collective::kBroadcast:
+      return in_place(request, rank, scratch);
+    case Collective::kReduceScatter:
+      return reduce_scatter(request, plan, rank, scratch);
+    case Collective::kAllGather:
+      return all_gather(request, rank);
+    case Collective::kGather:
+    case Collective::kScatter:
+      return blocks(request, rank, size);
+    case Collective::kAllToAll:
+      return all_to_all(request, rank, size);
+  }
+}
+
+// The outputs are what is worked on; a rank that keeps no result works on a copy of its inputs.
+void Arrangement::in_place(const Request& request, Rank rank, const Scratch& scratch) {
+  const bool bystander = request.collective == Collective::kReduce && rank != request.root;
+  std::byte* next = bystander ? scratch(bytes_of(request.inputs)) : nullptr;
+  const std::size_t arrays = bystander ? request.inputs.size() : request.outputs.size();
+  for (std::size_t i = 0; i < arrays; ++i) {
+    std::byte* data = bystander ? next : request.outputs[i].data;
+    extents_.push_back(data);
+    if (i < request.inputs.size()) add_copy(before_, data, request.inputs[i]);
+    if (bystander) next += request.inputs[i].count * element_;
+  }
+}
+
+// A block of scratch for the inputs of each rank.
+void Arrangement::fold(const Request& request, const Plan& plan, Rank rank, int size,
+                       const Scratch& scratch) {
+  sums_.assign(request.outputs.begin(), request.outputs.end());
+  const std::size_t bytes = plan.counts()[0] * element_;
+  std::byte* next = scratch(bytes * at(size));
+  for (Rank r = 0; r < size; ++r) extents_.push_back(next + at(r) * bytes);
+  next = extents_[at(rank)];
+  for (const Array& each : request.inputs) {
+    addends_.push_back(next);
+    add_copy(before_, next, each);
+    next += each.count * element_;
+  }
+}
+
+void Arrangement::reduce_scatter(const Request& request, const Plan& plan, Rank rank,
+                                 const Scratch& scratch) {
+  std::byte* next = scratch(bytes_of(request.inputs));
+  for (std::uint64_t count : plan.counts()) {
+    extents_.push_back(next);
+    next += count * element_;
+  }
+  const std::size_t runs = extents_.size() / request.inputs.size();  // of each block
+  for (std::size_t i = 0; i < request.inputs.size(); ++i)
+    add_copy(before_, extents_[i * runs], request.inputs[i]);
+  const std::size_t arrays = request.outputs.size(), own = at(rank) * arrays;
+  for (std::size_t i = 0; i < arrays; ++i)
+    add_copy(after_, request.outputs[i].data,
+             {extents_[(own + i) * runs], request.outputs[i].count});
+}
+
+void Arrangement::all_gather(const Request& request, Rank rank) {
+  for (const Array& each : request.outputs) extents_.push_back(each.data);
+  const std::size_t arrays = request.inputs.size();
+  for (std::size_t i = 0; i < arrays; ++i)
+    add_copy(before_, extents_[at(rank) * arrays + i], request.inputs[i]);
+}
+
+void Arrangement::blocks(const Request& request, Rank rank, int size) {
+  const bool gathers = request.collective == Collective::kGather;
+  const auto& whole = gathers ? request.outputs : request.inputs;
+  const auto& own = gathers ? request.inputs : request.outputs;
+  if (rank != request.root) {
+    extents_.assign(at(size), nullptr);
+    extents_[at(rank)] = own[0].data;
+    return;
+  }
+  for (const Array& each : whole) extents_.push_back(each.data);
+  if (gathers)
+    add_copy(before_, extents_[at(rank)], own[0]);
+  else
+    add_copy(before_, own[0].data, whole[at(rank)]);
+}
+
+void Arrangement::all_to_all(const Request& request, Rank rank, int size) {
+  const auto p = at(size);
+  extents_.assign(p * p, nullptr);
+  for (std::size_t d = 0; d < p; ++d) extents_[at(rank) * p + d] = request.inputs[d].data;
+  for (std::size_t s = 0; s < p; ++s)
+    if (s != at(rank)) extents_[s * p + at(rank)] = request.outputs[s].data;
+  add_copy(before_, request.outputs[at(rank)].data, request.inputs[at(rank)]);
+}
+
+void Arrangement::add_copy(std::vector<CopyStep>& steps, std::byte* to, const Array& from) {
+  if (to != from.data && from.count > 0) steps.push_back({to, from.data, from.count * element_});
+}
+
+std::size_t Arrangement::bytes_of(std::span<const Array> arrays) const {
+  std::size_t bytes = 0;
+  for (const Array& each : arrays) bytes += each.count * element_;
+  return bytes;
+}
+
+}  // namespace gradwire::exec

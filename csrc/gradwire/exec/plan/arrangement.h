@@ -1,0 +1,53 @@
+// Arrangement: where a request's extents lie, and what is copied before and after its schedule
+// runs. Only addresses: the memory may be a device's.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "gradwire/exec/plan/plan.h"
+#include "gradwire/exec/plan/request.h"
+
+namespace gradwire::exec {
+
+struct CopyStep {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;
+  std::size_t bytes = 0;
+};
+
+// Reused from call to call: make() allocates only when it needs more room than ever before.
+class Arrangement {
+ public:
+  // At least so many bytes, which stay where they are until the next make().
+  using Scratch = std::function<std::byte*(std::size_t bytes)>;
+
+  void make(const Request& request, const Plan& plan, Rank rank, int size, const Scratch& scratch);
+
+  const std::vector<std::byte*>& extents() const noexcept { return extents_; }
+  // Of a plan that folds: what this rank adds, one after the other in its block, and the sums.
+  const std::vector<std::byte*>& addends() const noexcept { return addends_; }
+  const std::vector<Array>& sums() const noexcept { return sums_; }
+  const std::vector<CopyStep>& before() const noexcept { return before_; }
+  const std::vector<CopyStep>& after() const noexcept { return after_; }
+
+ private:
+  void in_place(const Request& request, Rank rank, const Scratch& scratch);
+  void fold(const Request& request, const Plan& plan, Rank rank, int size, const Scratch& scratch);
+  void reduce_scatter(const Request& request, const Plan& plan, Rank rank, const Scratch& scratch);
+  void all_gather(const Request& request, Rank rank);
+  void blocks(const Request& request, Rank rank, int size);
+  void all_to_all(const Request& request, Rank rank, int size);
+  void add_copy(std::vector<CopyStep>& steps, std::byte* to, const Array& from);
+  std::size_t bytes_of(std::span<const Array> arrays) const;
+
+  std::size_t element_ = 0;  // bytes
+  std::vector<std::byte*> extents_;
+  std::vector<std::byte*> addends_;
+  std::vector<Array> sums_;
+  std::vector<CopyStep> before_, after_;
+};
+
+}  // namespace gradwire::exec

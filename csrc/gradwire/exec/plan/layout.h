@@ -1,0 +1,37 @@
+// Layout: where the chunks of a schedule lie in the caller's arrays (extents), cut into segments.
+//
+// A cut stands only at a multiple of `unit` elements counted from the start of its extent, so that
+// the bits of a block codec never depend on segment size, chunking or number of ranks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "gradwire/exec/plan/plan.h"
+
+namespace gradwire::exec {
+
+class Layout {
+ public:
+  // As many extents to each chunk (`chunks_are_extents`), or all extents end to end cut into
+  // `chunks` even parts.
+  Layout(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
+         bool chunks_are_extents);
+
+  // The pieces of segment `segment` of `segments` of a chunk, appended in order.
+  void append(int chunk, int segment, int segments, std::vector<Piece>& out) const;
+
+  std::size_t units(int chunk) const { return ends_[index(chunk)] - begins_[index(chunk)]; }
+
+ private:
+  static std::size_t index(int chunk) { return static_cast<std::size_t>(chunk); }
+  void append_units(std::size_t first, std::size_t last, std::vector<Piece>& out) const;
+
+  std::size_t unit_;
+  std::vector<std::uint64_t> counts_;
+  std::vector<std::size_t> extent_units_;   // prefix sums: first unit of each extent, and the end
+  std::vector<std::size_t> begins_, ends_;  // units of each chunk
+};
+
+}  // namespace gradwire::exec

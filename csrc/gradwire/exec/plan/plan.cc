@@ -1,0 +1,561 @@
+// How a plan is made. No rank tells another which frames it will send, so all that both ends of a
+// message must agree on (segments, cuts, order) follows from what both of them know.
+#include "gradwire/exec/plan/plan.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <tuple>
+
+#include "gradwire/base/error.h"
+#include "gradwire/base/wire.h"
+#include "gradwire/codec/fold.h"
+#include "gradwire/exec/plan/layout.h"
+#include "gradwire/schedule/frames.h"
+
+namespace gradwire::exec {
+namespace {
+
+using schedule::Edge;
+using schedule::kLag;
+using schedule::kSegmentsWanted;
+using schedule::kSmallestSegment;
+using schedule::Landing;
+using schedule::Schedule;
+
+bool chunks_are_extents(Collective collective) {
+  return collective != Collective::kAllReduce && collective != Collective::kReduce &&
+         collective != Collective::kBroadcast;
+}
+
+// All edges of one round between the same two ranks.
+struct Message {
+  int round = 0;
+  std::vector<Rank> peers;  // the other end; several for a send that several read
+  std::vector<Edge> edges;
+
+  bool same_bytes(const Message& other) const {
+    return std::equal(edges.begin(), edges.end(), other.edges.begin(), other.edges.end(),
+                      [](const Edge& a, const Edge& b) {
+                        return a.chunks == b.chunks && a.landing == b.landing;
+                      });
+  }
+};
+
+std::vector<Message> messages_of(int round, const std::vector<Edge>& edges, Rank Edge::* other) {
+  std::vector<Message> messages;
+  for (const Edge& edge : edges) {
+    auto at = std::find_if(messages.begin(), messages.end(),
+                           [&](const Message& m) { return m.peers[0] == edge.*other; });
+    if (at == messages.end()) at = messages.insert(at, {round, {edge.*other}, {}});
+    at->edges.push_back(edge);
+  }
+  return messages;
+}
+
+// Messages of the same bytes to peers on the same link class become one, staged once.
+std::vector<Message> share_staging(std::vector<Message> messages, const std::vector<int>& link_of) {
+  std::vector<Message> shared;
+  auto link = [&](Rank peer) {
+    return link_of.empty() ? 0 : link_of[static_cast<std::size_t>(peer)];
+  };
+  for (Message& message : messages) {
+    auto at = std::find_if(shared.begin(), shared.end(), [&](const Message& m) {
+      return m.same_bytes(message) && link(m.peers[0]) == link(message.peers[0]);
+    });
+    if (at == shared.end())
+      shared.push_back(std::move(message));
+    else
+      at->peers.push_back(message.peers[0]);
+  }
+  return shared;
+}
+
+[[noreturn]] void refuse_op(ReduceOp op, DType dtype) {
+  std::string defined;
+  for (int i = 0; i < kReduceOps; ++i)
+    if (const auto each = static_cast<ReduceOp>(i); is_defined(each, dtype))
+      defined += (defined.empty() ? "" : ", ") + std::string(name_of(each));
+  throw InvalidArgument("op '" + std::string(name_of(op)) + "' of " + std::string(name_of(dtype)) +
+                        " is not defined; use one of: " + defined);
+}
+
+}  // namespace
+
+class Plan::Maker {
+ public:
+  Maker(Plan& plan, const Schedule& schedule)
+      : plan_(plan),
+        schedule_(schedule),
+        spec_(plan.binding_.spec),
+        codec_(*plan.binding_.codec),
+        layout_(plan.binding_.counts, schedule.chunks, unit(),
+                chunks_are_extents(schedule.collective)) {}
+
+  void make() {
+    collect_messages();
+    mark_finished_chunks();
+    if (plan_.binding_.uniform_segments)
+      choose_segments();
+    else
+      choose_segments_by_chunk();
+    cut_chunks();
+    place_store();
+    find_wide_folds();
+    emit_frames();
+    place_wide_sums();
+    link_needs();
+    find_addends();
+    list_finished_here();
+  }
+
+ private:
+  // Elements between two places where a cut may stand: whole cache lines, so that no two segments
+  // share one, and whole units of the codec, so that its bits do not depend on the cuts.
+  std::size_t unit() const {
+    const std::size_t line = 64 / size_of(spec_.dtype);
+    if (!plan_.lossy()) return line;
+    return codec_.unit() * ((line + codec_.unit() - 1) / codec_.unit());
+  }
+
+  std::size_t payload(const Piece& piece) const {
+    return plan_.lossy() ? codec_.max_bytes(piece.count) : piece.count * size_of(spec_.dtype);
+  }
+
+  void collect_messages() {
+    for (std::size_t r = 0; r < schedule_.rounds.size(); ++r) {
+      const auto& round = schedule_.rounds[r];
+      const Rank me = plan_.binding_.rank;
+      auto sends = messages_of(static_cast<int>(r), sends_of(round, me), &Edge::dst);
+      auto receives = messages_of(static_cast<int>(r), receives_of(round, me), &Edge::src);
+      sends = share_staging(std::move(sends), plan_.binding_.link_of);
+      std::move(sends.begin(), sends.end(), std::back_inserter(sends_));
+      std::move(receives.begin(), receives.end(), std::back_inserter(receives_));
+    }
+  }
+
+  // Finished values travel along copy edges of in-tree schedules: the first rank to
+  // send one finishes it, everybody else receives it.
+  void mark_finished_chunks() {
+    const auto chunks = static_cast<std::size_t>(schedule_.chunks);
+    arrives_finished_.assign(chunks, kNever);
+    leaves_finished_.assign(chunks, kNever);
+    if (!plan_.binding_.in_tree || !reduces(schedule_.collective)) return;
+    auto mark = [](const std::vector<Message>& messages, std::vector<int>& first_round) {
+      for (const Message& message : messages)
+        for (const Edge& edge : message.edges)
+          if (edge.landing == Landing::kCopy)
+            for (int c = edge.chunks.first; c < edge.chunks.last; ++c) {
+              int& first = first_round[static_cast<std::size_t>(c)];
+              first = std::min(first, message.round);
+            }
+    };
+    mark(receives_, arrives_finished_);
+    mark(sends_, leaves_finished_);
+  }
+
+  // The payload of the largest message that any rank sends, were every chunk cut into `segments`.
+  std::size_t largest_message(int segments) const {
+    std::vector<std::size_t> chunk_bytes;
+    std::vector<Piece> pieces;
+    for (int c = 0; c < schedule_.chunks; ++c) {
+      std::size_t most = 0;
+      for (int s = 0; s < segments; ++s) {
+        pieces.clear();
+        layout_.append(c, s, segments, pieces);
+        std::size_t bytes = 0;
+        for (const Piece& piece : pieces) bytes += payload(piece);
+        most = std::max(most, bytes);
+      }
+      chunk_bytes.push_back(most);
+    }
+    std::size_t largest = 0;
+    for (const auto& round : schedule_.rounds)
+      largest = std::max(largest, largest_of(round, chunk_bytes));
+    return largest;
+  }
+
+  static std::size_t largest_of(const schedule::Round& round,
+                                const std::vector<std::size_t>& chunk_bytes) {
+    std::vector<std::tuple<Rank, Rank, std::size_t>> totals;  // src, dst, bytes
+    for (const Edge& edge : round) {
+      std::size_t bytes = 0;
+      for (int c = edge.chunks.first; c < edge.chunks.last; ++c)
+        bytes += chunk_bytes[static_cast<std::size_t>(c)];
+      totals.emplace_back(edge.src, edge.dst, bytes);
+    }
+    std::sort(totals.begin(), totals.end());
+    std::size_t largest = 0, sum = 0;
+    for (std::size_t i = 0; i < totals.size(); ++i) {
+      const auto& [src, dst, bytes] = totals[i];
+      const bool same =
+          i > 0 && std::get<0>(totals[i - 1]) == src && std::get<1>(totals[i - 1]) == dst;
+      sum = same ? sum + bytes : bytes;
+      largest = std::max(largest, sum);
+    }
+    return largest;
+  }
+
+  // Cuts are rounded to units, so the largest message may have more than its share: more segments
+  // until it fits.
+  void choose_segments() {
+    const std::size_t room = plan_.binding_.max_message - sizeof(FrameHeader);
+    const std::size_t whole = largest_message(1);
+    std::size_t target = plan_.binding_.segment_bytes;
+    if (target == 0) target = std::max(whole / kSegmentsWanted, kSmallestSegment);
+    target = std::clamp<std::size_t>(target, 1, room);
+    std::size_t segments = std::max<std::size_t>(1, (whole + target - 1) / target);
+    std::size_t most_units = 1;
+    for (int c = 0; c < schedule_.chunks; ++c) most_units = std::max(most_units, layout_.units(c));
+    segments = std::min(segments, most_units);
+    while (largest_message(static_cast<int>(segments)) > room) {
+      if (segments == most_units)
+        throw ScheduleError(
+            "schedule '" + schedule_.name + "' sends so many chunks in one message " +
+            "that not even one unit of each fits " + std::to_string(room) + " bytes");
+      segments = std::min(segments + segments / 8 + 1, most_units);
+    }
+    plan_.segments_ = static_cast<int>(segments);
+    segments_of_.assign(static_cast<std::size_t>(schedule_.chunks), plan_.segments_);
+  }
+
+  // Only the two ends of a message know the size of its block, so nothing else may decide; hence
+  // blocks do not share messages.
+  void choose_segments_by_chunk() {
+    const std::size_t room = plan_.binding_.max_message - sizeof(FrameHeader);
+    const std::size_t units_in_room = room / (unit() * size_of(spec_.dtype));
+    for (int c = 0; c < schedule_.chunks; ++c) {
+      const std::size_t segments = (layout_.units(c) + units_in_room - 1) / units_in_room;
+      segments_of_.push_back(std::max(1, static_cast<int>(segments)));
+      plan_.segments_ = std::max(plan_.segments_, segments_of_.back());
+    }
+    for (const auto* messages : {&sends_, &receives_})
+      for (const Message& message : *messages)
+        if (message.edges.size() > 1 || message.edges[0].chunks.size() > 1)
+          throw ScheduleError("schedule '" + schedule_.name + "' sends several blocks of " +
+                              std::string(name_of(schedule_.collective)) +
+                              " in one message of round " + std::to_string(message.round) +
+                              "; send each in a round of its own");
+  }
+
+  void cut_chunks() {
+    for (int c = 0; c < schedule_.chunks; ++c) {
+      for (int s = 0; s < plan_.segments_; ++s) {
+        const auto first = size32(plan_.pieces_);
+        if (s < segments_of(c)) layout_.append(c, s, segments_of(c), plan_.pieces_);
+        cuts_.push_back({first, size32(plan_.pieces_)});
+      }
+    }
+  }
+
+  int segments_of(int chunk) const { return segments_of_[static_cast<std::size_t>(chunk)]; }
+  const Range& cut(int chunk, int segment) const { return cuts_[cut_index(chunk, segment)]; }
+  std::size_t cut_index(int chunk, int segment) const {
+    return static_cast<std::size_t>(chunk) * static_cast<std::size_t>(plan_.segments_) +
+           static_cast<std::size_t>(segment);
+  }
+
+  std::size_t cut_bytes(const Range& range) const {
+    std::size_t bytes = 0;
+    for (const Piece& piece : view(plan_.pieces_, range)) bytes += payload(piece);
+    return bytes;
+  }
+
+  // Room for the payload of every finished chunk that this rank sends or sends on.
+  void place_store() {
+    stored_.assign(cuts_.size(), kNotStored);
+    if (!plan_.lossy()) return;
+    for (std::size_t i = 0; i < cuts_.size(); ++i) {
+      if (leaves_finished_[i / static_cast<std::size_t>(plan_.segments_)] == kNever) continue;
+      stored_[i] = size32(plan_.store_offsets_);
+      plan_.store_offsets_.push_back(plan_.store_bytes_);
+      plan_.store_bytes_ += (cut_bytes(cuts_[i]) + 63) / 64 * 64;
+    }
+  }
+
+  void emit_frames() {
+    for (const Message& message : receives_) emit(message, plan_.receives_, /*sends=*/false);
+    for (const Message& message : sends_) emit(message, plan_.sends_, /*sends=*/true);
+    sort(plan_.receives_);
+    sort(plan_.sends_);
+    mark_first_finished_send();
+  }
+
+  void emit(const Message& message, std::vector<Frame>& frames, bool sends) {
+    const auto first_peer = size32(plan_.peers_);
+    plan_.peers_.insert(plan_.peers_.end(), message.peers.begin(), message.peers.end());
+    const int segments = segments_of(message.edges[0].chunks.first);
+    for (int s = 0; s < segments; ++s) {
+      Frame frame;
+      frame.segment = static_cast<std::uint32_t>(s);
+      frame.segments = static_cast<std::uint32_t>(segments);
+      frame.round = static_cast<std::uint16_t>(message.round);
+      frame.peers = {first_peer, size32(plan_.peers_)};
+      frame.parts.first = size32(plan_.parts_);
+      for (const Edge& edge : message.edges)
+        for (int c = edge.chunks.first; c < edge.chunks.last; ++c)
+          add_part(c, s, edge, sends, frame);
+      frame.parts.last = size32(plan_.parts_);
+      frames.push_back(frame);
+    }
+  }
+
+  void add_part(int chunk, int segment, const Edge& edge, bool sends, Frame& frame) {
+    Part part;
+    part.pieces = cut(chunk, segment);
+    part.landing = edge.landing;
+    if (edge.landing == Landing::kCopy) part.stored = stored_[cut_index(chunk, segment)];
+    const auto c = static_cast<std::size_t>(chunk);
+    part.finishes = sends && edge.landing == Landing::kCopy && leaves_finished_[c] != kNever &&
+                    leaves_finished_[c] <= arrives_finished_[c];
+    if (is_averaged_wide(chunk)) part.finishes = false;
+    frame.bytes += cut_bytes(part.pieces);
+    plan_.parts_.push_back(part);
+    chunk_of_part_.push_back(chunk);
+  }
+
+  // ---- Sums of 16-bit floats ----
+
+  void find_wide_folds() {
+    wide_folds_.resize(static_cast<std::size_t>(schedule_.chunks));
+    if (plan_.lossy() || !reduces(spec_.collective)) return;
+    if (codec::wide_kernels(spec_.dtype, spec_.op) == nullptr) return;
+    std::vector<ChunkRounds> rounds(wide_folds_.size());
+    note_rounds(receives_, Landing::kReduce, rounds, &ChunkRounds::added);
+    note_rounds(receives_, Landing::kCopy, rounds, &ChunkRounds::replaced);
+    note_rounds(sends_, Landing::kReduce, rounds, &ChunkRounds::sent);
+    note_rounds(sends_, Landing::kCopy, rounds, &ChunkRounds::sent);
+    for (int c = 0; c < schedule_.chunks; ++c) {
+      const auto i = static_cast<std::size_t>(c);
+      wide_folds_[i] = wide_folds(rounds[i], plan_.divisor_ > 1 && finishes(c));
+    }
+  }
+
+  // In which rounds there is an edge of that landing with a chunk.
+  static void note_rounds(const std::vector<Message>& messages, Landing landing,
+                          std::vector<ChunkRounds>& rounds, std::vector<int> ChunkRounds::* of) {
+    for (const Message& message : messages)
+      for (const Edge& edge : message.edges)
+        if (edge.landing == landing)
+          for (int c = edge.chunks.first; c < edge.chunks.last; ++c)
+            (rounds[static_cast<std::size_t>(c)].*of).push_back(message.round);
+  }
+
+  // In-tree schedules: whether this rank is the one that has all of a chunk's sum first.
+  bool finishes(int chunk) const {
+    const auto i = static_cast<std::size_t>(chunk);
+    if (!plan_.binding_.in_tree) return false;
+    if (leaves_finished_[i] != kNever) return leaves_finished_[i] <= arrives_finished_[i];
+    return arrives_finished_[i] == kNever && holds_result(chunk);
+  }
+
+  bool is_averaged_wide(int chunk) const {
+    const auto& folds = wide_folds_[static_cast<std::size_t>(chunk)];
+    return !folds.empty() && folds.back().averages;
+  }
+
+  void place_wide_sums() {
+    std::vector<std::size_t> seen(cuts_.size(), 0);  // addends, by cut
+    std::vector<std::uint32_t> place_of(cuts_.size(), 0);
+    WidePlaces places;
+    for (const Frame& frame : plan_.receives_)
+      for (std::uint32_t i = frame.parts.first; i < frame.parts.last; ++i) {
+        Part& part = plan_.parts_[i];
+        const int chunk = chunk_of_part_[i];
+        const auto& folds = wide_folds_[static_cast<std::size_t>(chunk)];
+        if (part.landing != Landing::kReduce || folds.empty()) continue;
+        const std::size_t cut = cut_index(chunk, static_cast<int>(frame.segment));
+        part.wide = folds[seen[cut]++];
+        if (part.wide.place == WideFold::kNone) continue;
+        if (part.wide.begins) place_of[cut] = places.take();
+        part.wide.place = place_of[cut];
+        if (part.wide.ends) places.give_back(place_of[cut]);
+        plan_.wide_elements_ = std::max(plan_.wide_elements_, cut_elements(part.pieces));
+      }
+    plan_.wide_elements_ = (plan_.wide_elements_ + 15) / 16 * 16;  // whole cache lines
+    plan_.wide_places_ = places.most();
+  }
+
+  std::size_t cut_elements(const Range& range) const {
+    std::size_t elements = 0;
+    for (const Piece& piece : view(plan_.pieces_, range)) elements += piece.count;
+    return elements;
+  }
+
+  std::pair<std::uint64_t, std::uint32_t> place(const Frame& frame) const {
+    return {frame.segment + std::uint64_t{frame.round} * kLag, frame.segment};
+  }
+
+  // Stable: messages of one round keep the schedule's order, in which reductions fold.
+  void sort(std::vector<Frame>& frames) const {
+    std::stable_sort(frames.begin(), frames.end(),
+                     [this](const Frame& a, const Frame& b) { return place(a) < place(b); });
+  }
+
+  // Of all sends of a chunk that this rank finishes, only the first in order does the finishing:
+  // twice would divide an average twice and feed a residual back twice.
+  void mark_first_finished_send() {
+    std::vector<std::uint32_t> seen;  // by first piece, which names the cut, unless it is empty
+    for (const Frame& frame : plan_.sends_) {
+      for (std::uint32_t i = frame.parts.first; i < frame.parts.last; ++i) {
+        Part& part = plan_.parts_[i];
+        if (!part.finishes || part.pieces.first == part.pieces.last) continue;
+        auto at = std::lower_bound(seen.begin(), seen.end(), part.pieces.first);
+        part.finishes = at == seen.end() || *at != part.pieces.first;
+        if (part.finishes) seen.insert(at, part.pieces.first);
+      }
+    }
+  }
+
+  // A walk over both lists in the one order that all ranks share. What a frame waits for stands
+  // earlier in it, in the same segment, so the ranks cannot wait for each other in a circle: a send
+  // for what landed in the rounds before, a receive for the sends of its own round, which read the
+  // buffer as it was when the round began.
+  void link_needs() {
+    const auto segments = static_cast<std::size_t>(plan_.segments_);
+    std::vector<std::uint32_t> landed(segments, 0), staged(segments, 0);
+    std::size_t r = 0;
+    for (std::size_t s = 0; s < plan_.sends_.size(); ++s) {
+      Frame& send = plan_.sends_[s];
+      for (; r < plan_.receives_.size() && place(plan_.receives_[r]) < place(send); ++r)
+        note_receive(r, landed, staged);
+      send.needs = landed[send.segment];
+      staged[send.segment] = static_cast<std::uint32_t>(s + 1);
+    }
+    for (; r < plan_.receives_.size(); ++r) note_receive(r, landed, staged);
+  }
+
+  void note_receive(std::size_t r, std::vector<std::uint32_t>& landed,
+                    const std::vector<std::uint32_t>& staged) {
+    Frame& receive = plan_.receives_[r];
+    receive.needs = staged[receive.segment];
+    landed[receive.segment] = static_cast<std::uint32_t>(r + 1);
+  }
+
+  // ---- Frames that are landed together ----
+
+  void find_addends() {
+    for (std::size_t r = plan_.receives_.size(); r-- > 0;) {
+      Frame& frame = plan_.receives_[r];
+      if (!only_folds(frame)) continue;
+      const bool last = r + 1 == plan_.receives_.size();
+      const Frame* next = last ? nullptr : &plan_.receives_[r + 1];
+      const bool more = next != nullptr && next->addends > 0 && next->round == frame.round &&
+                        next->segment == frame.segment && same_elements(frame, *next);
+      frame.addends = more ? next->addends + 1 : 1;
+      plan_.most_addends_ = std::max<std::size_t>(plan_.most_addends_, frame.addends);
+    }
+    for (Frame& send : plan_.sends_) {
+      if (send.needs == 0) continue;
+      const Frame& last = plan_.receives_[send.needs - 1];
+      send.addends = last.addends == 1 && same_elements(send, last) ? 1 : 0;
+    }
+  }
+
+  bool only_folds(const Frame& frame) const {
+    return !plan_.lossy() && std::ranges::all_of(plan_.parts(frame), [](const Part& part) {
+      return part.landing == Landing::kReduce && part.wide.place == WideFold::kNone;
+    });
+  }
+
+  bool same_elements(const Frame& a, const Frame& b) const {
+    return std::ranges::equal(plan_.parts(a), plan_.parts(b), [](const Part& x, const Part& y) {
+      return x.pieces.first == y.pieces.first && x.pieces.last == y.pieces.last;
+    });
+  }
+
+  bool holds_result(int chunk) const {
+    switch (schedule_.collective) {
+      case Collective::kReduce:
+        return plan_.binding_.rank == schedule_.root;
+      case Collective::kReduceScatter:
+        return plan_.binding_.rank == chunk;
+      default:
+        return true;
+    }
+  }
+
+  // Results that this rank alone has, as of reduce or of one rank: no send finishes them, so that
+  // is left to be done when all has landed.
+  void list_finished_here() {
+    if (plan_.folds() || (plan_.divisor_ == 1 && !plan_.lossy())) return;
+    for (int c = 0; c < schedule_.chunks; ++c) {
+      const auto i = static_cast<std::size_t>(c);
+      const int first = std::min(arrives_finished_[i], leaves_finished_[i]);
+      if (!holds_result(c) || first != kNever || is_averaged_wide(c)) continue;
+      layout_.append(c, 0, 1, plan_.finished_here_);
+    }
+  }
+
+  template <typename T>
+  static std::uint32_t size32(const std::vector<T>& values) {
+    return static_cast<std::uint32_t>(values.size());
+  }
+
+  Plan& plan_;
+  const Schedule& schedule_;
+  const OpSpec& spec_;
+  const codec::Codec& codec_;
+  Layout layout_;
+  std::vector<Message> sends_, receives_;
+  // By chunk: the first round in which it does. It may come back to the rank that finished it.
+  static constexpr int kNever = std::numeric_limits<int>::max();
+  std::vector<int> arrives_finished_, leaves_finished_;
+  std::vector<int> segments_of_;                   // by chunk
+  std::vector<Range> cuts_;                        // by chunk, then segment
+  std::vector<std::uint32_t> stored_;              // likewise
+  std::vector<std::vector<WideFold>> wide_folds_;  // by chunk, of its addends in order
+  std::vector<int> chunk_of_part_;
+};
+
+void Plan::check_types(const OpSpec& spec, const codec::Codec& codec) {
+  if (reduces(spec.collective) && !is_defined(spec.op, spec.dtype)) refuse_op(spec.op, spec.dtype);
+  if (codec.combine() == codec::Combine::kPlain) return;
+  if (!reduces(spec.collective))
+    throw InvalidArgument("codec '" + codec.name() + "' is for collectives that add; " +
+                          std::string(name_of(spec.collective)) + " moves data as it is");
+  if (spec.dtype != DType::kFloat32)
+    throw InvalidArgument("codec '" + codec.name() + "' needs float32, not " +
+                          std::string(name_of(spec.dtype)) +
+                          (is_complex(spec.dtype) ? "; pass its real and imaginary parts" : ""));
+  if (spec.op != ReduceOp::kSum && spec.op != ReduceOp::kAvg)
+    throw InvalidArgument("codec '" + codec.name() + "' is for op 'sum' or 'avg', not '" +
+                          std::string(name_of(spec.op)) + "'");
+}
+
+// Every rank's result has something of every rank in it, and each frame on the way was checked.
+bool Plan::hears_all() const noexcept {
+  const Collective collective = spec().collective;
+  return collective == Collective::kAllReduce || collective == Collective::kReduceScatter ||
+         collective == Collective::kAllGather;
+}
+
+std::uint64_t Plan::bytes_with(const std::vector<Frame>& frames, Rank peer) const {
+  std::uint64_t bytes = 0;
+  for (const Frame& frame : frames)
+    if (std::ranges::find(peers(frame), peer) != peers(frame).end()) bytes += frame.bytes;
+  return bytes;
+}
+
+Plan::Plan(const Schedule& schedule, Binding binding) : binding_(std::move(binding)) {
+  const OpSpec& spec = binding_.spec;
+  check_types(spec, *binding_.codec);
+  if (lossy() && codec().combine() != codec::Combine::kReencode)
+    throw ScheduleError("codec '" + codec().name() +
+                        "' can't be added at every hop, as schedule '" + schedule.name +
+                        "' does; use algorithm 'auto'" +
+                        (codec().combine() == codec::Combine::kGather ? " or 'gather'" : ""));
+  if (lossy() && !binding_.in_tree)
+    throw ScheduleError(
+        "codec '" + binding_.codec->name() + "' encodes again at every hop, which needs " +
+        "a schedule in which each rank sends its part of a sum once, to one parent; '" +
+        schedule.name + "' is not one; use ring, halving_doubling, a tree, star or direct");
+  if (schedule.rounds.size() > std::numeric_limits<std::uint16_t>::max())
+    throw ScheduleError("schedule '" + schedule.name + "' has more than 65535 rounds");
+  if (reduces(spec.collective) && spec.op == ReduceOp::kAvg) divisor_ = schedule.ranks;
+  fingerprint_ = spec.fingerprint();
+  text_ = spec.to_string();
+  Maker(*this, schedule).make();
+}
+
+}  // namespace gradwire::exec

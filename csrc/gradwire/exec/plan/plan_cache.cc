@@ -1,0 +1,199 @@
+#include "gradwire/exec/plan/plan_cache.h"
+
+#include <cmath>
+#include <numeric>
+
+#include "gradwire/base/error.h"
+#include "gradwire/exec/plan/gather_algorithm.h"
+#include "gradwire/schedule/generators.h"
+#include "gradwire/schedule/verify.h"
+
+namespace gradwire::exec {
+namespace {
+
+// Plans are small; a job that makes more shapes than this starts over.
+constexpr std::size_t kMostPlans = 256;
+
+const std::shared_ptr<const codec::Codec>& codec_of(const Request& request) {
+  static const std::shared_ptr<const codec::Codec> none = codec::make_codec("none");
+  return request.codec ? request.codec : none;
+}
+
+// Blocks of gather, scatter and all_to_all are each known to two ranks only.
+bool counts_known_to_all(Collective collective) {
+  return collective != Collective::kGather && collective != Collective::kScatter &&
+         collective != Collective::kAllToAll;
+}
+
+void require_fits(const schedule::Schedule& schedule, const Request& request, int size) {
+  if (schedule.ranks != size)
+    throw ScheduleError("schedule '" + schedule.name + "' is for " +
+                        std::to_string(schedule.ranks) + " ranks, this communicator has " +
+                        std::to_string(size));
+  if (schedule.collective != request.collective)
+    throw ScheduleError("schedule '" + schedule.name + "' is a schedule of " +
+                        std::string(name_of(schedule.collective)) + ", not of " +
+                        std::string(name_of(request.collective)));
+  if (schedule.root != request.root)
+    throw ScheduleError("schedule '" + schedule.name + "' has root " +
+                        std::to_string(schedule.root) + ", the call root " +
+                        std::to_string(request.root));
+}
+
+// Blocks whose sizes not all ranks know are taken to be of this size.
+constexpr double kUnknownBlock = 64 * 1024;
+
+// Of a sum of plain arrays whose inputs all ranks get: its schedule is an all_gather.
+bool folds(const Request& request, std::string_view algorithm) {
+  return request.schedule == nullptr && request.collective == Collective::kAllReduce &&
+         codec_of(request)->combine() == codec::Combine::kPlain && is_gather(algorithm);
+}
+
+double bytes_of_all(const std::vector<std::uint64_t>& counts, const Request& request, int size) {
+  if (!counts_known_to_all(request.collective)) return kUnknownBlock * size;
+  const std::uint64_t elements = std::accumulate(counts.begin(), counts.end(), std::uint64_t{0});
+  return static_cast<double>(elements) * static_cast<double>(size_of(request.dtype));
+}
+
+// Rounded up to a quarter of an octave.
+double size_class(double bytes) {
+  int exponent = 0;
+  const double fraction = std::frexp(bytes, &exponent);
+  return std::ldexp(std::ceil(fraction * 8), exponent - 3);
+}
+
+}  // namespace
+
+PlanCache::PlanCache(Setting setting) : setting_(std::move(setting)) {
+  set_model(schedule::default_model("shm", "tcp", setting_.size));
+}
+
+void PlanCache::set_model(schedule::CostModel model) {
+  model_ = std::move(model);
+  model_digest_ = model_.digest();
+  entries_.clear();
+  answers_.clear();
+}
+
+bool PlanCache::matches(const Key& key, const Request& request, std::uint64_t digest) const {
+  return key.digest == digest && key.collective == request.collective &&
+         key.dtype == request.dtype && key.op == request.op && key.root == request.root &&
+         (request.schedule != nullptr || key.algorithm == request.algorithm) &&
+         key.schedule_digest == request.schedule_digest && key.codec == codec_of(request).get() &&
+         key.codec_label == request.codec_label && key.moved == request.moved &&
+         key.counts == counts_;
+}
+
+std::shared_ptr<const Plan> PlanCache::find(const Request& request,
+                                            const std::vector<int>& link_of) {
+  extent_counts(request, setting_.rank, setting_.size, counts_);
+  Fnv1a hash;
+  for (std::uint64_t count : counts_) hash.number(count);
+  const std::uint64_t digest = hash.digest();
+  for (Entry& entry : entries_)
+    if (matches(entry.key, request, digest)) return entry.plan;
+  return make(request, link_of, digest);
+}
+
+void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
+             schedule::Question& question) {
+  if (codec.combine() == codec::Combine::kPlain) return;
+  const auto elements = static_cast<std::size_t>(question.bytes / sizeof(float)) + 1;
+  question.codec = model.codec(codec.name());
+  question.ratio = static_cast<double>(codec.max_bytes(elements)) /
+                   static_cast<double>(elements * sizeof(float));
+}
+
+// Calls of nearly the same size are asked for once. Not for this communicator's messages, but for
+// the usual ones: their size may change no bit.
+const schedule::Choice& PlanCache::choose(Collective collective, Rank root, double bytes,
+                                          const std::shared_ptr<const codec::Codec>& codec) {
+  const Asked asked{collective, root, size_class(bytes), codec.get()};
+  for (const Answer& answer : answers_)
+    if (answer.asked == asked) return answer.choice;
+  schedule::Question question;
+  question.collective = asked.collective;
+  question.ranks = setting_.size;
+  question.root = asked.root;
+  question.bytes = asked.bytes;
+  question.hosts = setting_.hosts;
+  ask_for(*codec, model_, question);
+  if (answers_.size() >= kMostPlans) answers_.clear();
+  answers_.push_back({asked, codec, schedule::choose(model_, question)});
+  return answers_.back().choice;
+}
+
+// What is left to the model is chosen by it; the rest is as the caller says.
+schedule::Choice PlanCache::choose(const Request& request) {
+  const double bytes = bytes_of_all(counts_, request, setting_.size);
+  if (request.algorithm == "auto")
+    return choose(request.collective, request.root, bytes, codec_of(request));
+  schedule::Choice choice{std::string(request.algorithm), 0, 0};
+  if (!folds(request, choice.algorithm) || gather_algorithm(choice.algorithm) != "auto")
+    return choice;
+  choice = choose(Collective::kAllGather, 0, setting_.size * bytes, codec_of(request));
+  choice.algorithm = "gather(" + choice.algorithm + ")";
+  return choice;
+}
+
+schedule::Schedule PlanCache::schedule_for(const Request& request,
+                                           const schedule::Choice& choice) const {
+  if (folds(request, choice.algorithm))
+    return schedule::generate({Collective::kAllGather,
+                               std::string(gather_algorithm(choice.algorithm)), setting_.size, 0,
+                               setting_.hosts});
+  if (request.schedule == nullptr)
+    return schedule::generate(
+        {request.collective, choice.algorithm, setting_.size, request.root, setting_.hosts});
+  require_fits(*request.schedule, request, setting_.size);
+  schedule::require_valid(*request.schedule);
+  return *request.schedule;
+}
+
+std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::vector<int>& link_of,
+                                            std::uint64_t digest) {
+  if (request.root < 0 || request.root >= setting_.size)
+    throw InvalidArgument("root " + std::to_string(request.root) +
+                          " is not a rank; this communicator has " + std::to_string(setting_.size));
+  schedule::Choice choice;
+  if (request.schedule == nullptr) choice = choose(request);
+  const bool chosen = request.schedule == nullptr && choice.algorithm != request.algorithm;
+  const schedule::Schedule schedule = schedule_for(request, choice);
+  Binding binding;
+  binding.rank = setting_.rank;
+  binding.codec = codec_of(request);
+  binding.in_tree = schedule::verify(schedule).in_tree;
+  binding.max_message = setting_.max_message;
+  binding.segment_bytes =
+      setting_.segment_bytes != 0 ? setting_.segment_bytes : choice.segment_bytes;
+  binding.link_of = link_of;
+  binding.uniform_segments = counts_known_to_all(request.collective);
+  binding.folds = folds(request, choice.algorithm);
+  binding.counts = counts_;
+  if (binding.folds)
+    binding.counts.assign(static_cast<std::size_t>(setting_.size),
+                          std::accumulate(counts_.begin(), counts_.end(), std::uint64_t{0}));
+  OpSpec& spec = binding.spec;
+  spec = {request.collective,
+          request.dtype,
+          request.op,
+          request.root,
+          {},
+          binding.folds ? choice.algorithm : schedule.name,
+          request.schedule_digest,
+          binding.codec->name(),
+          chosen ? model_digest_ : 0,
+          std::string(request.moved)};
+  if (!request.codec_label.empty()) spec.codec = request.codec_label;
+  if (binding.uniform_segments) spec.counts = counts_;
+  auto plan = std::make_shared<const Plan>(schedule, std::move(binding));
+  if (entries_.size() >= kMostPlans) entries_.clear();
+  entries_.push_back(
+      {{digest, request.collective, request.dtype, request.op, request.root,
+        std::string(request.algorithm), request.schedule_digest, codec_of(request).get(),
+        std::string(request.codec_label), std::string(request.moved), counts_},
+       plan});
+  return plan;
+}
+
+}  // namespace gradwire::exec

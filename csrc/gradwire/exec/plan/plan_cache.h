@@ -1,0 +1,86 @@
+// PlanCache: from a request to its plan, without allocating when the same shape was seen before.
+// Also decides what algorithm="auto" means, by a cost model and what all ranks know alike. The
+// model's digest is part of what the ranks agree on, wherever it decided.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gradwire/exec/plan/plan.h"
+#include "gradwire/exec/plan/request.h"
+#include "gradwire/schedule/cost.h"
+
+namespace gradwire::exec {
+
+// Says in the question what the codec takes, and what it makes of the bytes; nothing of a plain
+// one.
+void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
+             schedule::Question& question);
+
+class PlanCache {
+ public:
+  struct Setting {
+    Rank rank = 0;
+    int size = 1;
+    std::vector<std::vector<Rank>> hosts;
+    std::size_t max_message = 0;
+    std::size_t segment_bytes = 0;
+  };
+  explicit PlanCache(Setting setting);
+
+  // Of all ranks at once, between two calls: by what auto is decided from now on. Until then it is
+  // the default model of shared memory, with a core for every rank.
+  void set_model(schedule::CostModel model);
+
+  // Throws ScheduleError or InvalidArgument when the request makes no valid plan.
+  std::shared_ptr<const Plan> find(const Request& request, const std::vector<int>& link_of);
+
+ private:
+  struct Key {
+    std::uint64_t digest = 0;  // of everything below, to look up quickly
+    Collective collective;
+    DType dtype;
+    ReduceOp op;
+    Rank root = 0;
+    std::string algorithm;
+    std::uint64_t schedule_digest = 0;
+    const codec::Codec* codec = nullptr;  // kept alive by the plan
+    std::string codec_label;
+    std::string moved;
+    std::vector<std::uint64_t> counts;
+  };
+  struct Entry {
+    Key key;
+    std::shared_ptr<const Plan> plan;
+  };
+  bool matches(const Key& key, const Request& request, std::uint64_t digest) const;
+  std::shared_ptr<const Plan> make(const Request& request, const std::vector<int>& link_of,
+                                   std::uint64_t digest);
+  // What a choice depends on, beside the setting and the model.
+  struct Asked {
+    Collective collective;
+    Rank root = 0;
+    double bytes = 0;
+    const codec::Codec* codec = nullptr;  // kept
+    bool operator==(const Asked&) const = default;
+  };
+  struct Answer {
+    Asked asked;
+    std::shared_ptr<const codec::Codec> codec;
+    schedule::Choice choice;
+  };
+  schedule::Schedule schedule_for(const Request& request, const schedule::Choice& choice) const;
+  schedule::Choice choose(const Request& request);
+  const schedule::Choice& choose(Collective collective, Rank root, double bytes,
+                                 const std::shared_ptr<const codec::Codec>& codec);
+
+  Setting setting_;
+  schedule::CostModel model_;
+  std::uint64_t model_digest_ = 0;
+  std::vector<Entry> entries_;
+  std::vector<Answer> answers_;
+  std::vector<std::uint64_t> counts_;  // of the request being looked up
+};
+
+}  // namespace gradwire::exec

@@ -1,0 +1,170 @@
+#include "gradwire/exec/plan/request.h"
+
+#include <algorithm>
+#include <string>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::exec {
+namespace {
+
+std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
+
+[[noreturn]] void refuse(const Request& request, const std::string& what) {
+  throw InvalidArgument(std::string(name_of(request.collective)) + ": " + what);
+}
+
+void require_equal_counts(const Request& request) {
+  const auto& in = request.inputs;
+  const auto& out = request.outputs;
+  if (in.size() != out.size())
+    refuse(request, "needs as many output arrays as input arrays, got " +
+                        std::to_string(out.size()) + " and " + std::to_string(in.size()));
+  for (std::size_t i = 0; i < in.size(); ++i)
+    if (in[i].count != out[i].count)
+      refuse(request, "output array " + std::to_string(i) + " has " + std::to_string(out[i].count) +
+                          " elements, its input " + std::to_string(in[i].count));
+}
+
+// One side is a block for each rank, the other one array, as long as this rank's block.
+void require_blocks(const Request& request, std::span<const Array> blocks, const char* which,
+                    Rank rank, int size) {
+  if (blocks.size() != at(size))
+    refuse(request, std::string("needs one ") + which + " block for each of the " +
+                        std::to_string(size) + " ranks, got " + std::to_string(blocks.size()));
+  const bool blocks_are_inputs = blocks.data() == request.inputs.data();
+  const auto& other = blocks_are_inputs ? request.outputs : request.inputs;
+  const std::size_t own = other.size() == 1 ? 0 : at(rank);
+  if (other[own].count != blocks[at(rank)].count)
+    refuse(request, std::string("this rank's ") + which + " block has " +
+                        std::to_string(blocks[at(rank)].count) +
+                        " elements, the array on the other side " +
+                        std::to_string(other[own].count));
+}
+
+// The same of several arrays: each rank's block is a run of as many arrays as the other side has.
+void require_runs(const Request& request, std::span<const Array> blocks, std::span<const Array> own,
+                  Rank rank, int size) {
+  if (own.empty() || blocks.size() != own.size() * at(size))
+    refuse(request, "needs a block of each array for each of the " + std::to_string(size) +
+                        " ranks, got " + std::to_string(blocks.size()) + " blocks of " +
+                        std::to_string(own.size()) + " arrays");
+  for (std::size_t i = 0; i < own.size(); ++i)
+    if (own[i].count != blocks[at(rank) * own.size() + i].count)
+      refuse(request, "this rank's block of array " + std::to_string(i) + " has " +
+                          std::to_string(blocks[at(rank) * own.size() + i].count) +
+                          " elements, the array on the other side " + std::to_string(own[i].count));
+}
+
+void require_one(const Request& request, std::span<const Array> arrays, const char* which) {
+  if (arrays.size() != 1)
+    refuse(request,
+           std::string("needs one ") + which + " array, got " + std::to_string(arrays.size()));
+}
+
+// A walk over keys that lie end to end.
+class KeyWalk {
+ public:
+  explicit KeyWalk(std::span<const codec::KeyedExtent> keys) : keys_(keys) {}
+
+  // Past those of the next `most` elements that are of one key; beyond the last one, past all.
+  std::uint64_t step(std::uint64_t most) {
+    for (; !keys_.empty() && used_ == keys_.front().count; used_ = 0) keys_ = keys_.subspan(1);
+    const std::uint64_t run = keys_.empty() ? most : std::min(most, keys_.front().count - used_);
+    used_ += run;
+    return run;
+  }
+
+ private:
+  std::span<const codec::KeyedExtent> keys_;
+  std::uint64_t used_ = 0;  // of the first one
+};
+
+std::size_t most_runs(const Request& request) {
+  KeyWalk keys(request.keys);
+  std::size_t most = 1;
+  for (const Array& block : request.inputs) {
+    std::size_t runs = 0;
+    for (std::uint64_t left = block.count; left > 0; ++runs) left -= keys.step(left);
+    most = std::max(most, runs);
+  }
+  return most;
+}
+
+void append_runs(const Request& request, std::vector<std::uint64_t>& out) {
+  KeyWalk keys(request.keys);
+  const std::size_t runs = most_runs(request);
+  for (const Array& block : request.inputs) {
+    std::uint64_t left = block.count;
+    for (std::size_t i = 0; i < runs; ++i) {
+      out.push_back(keys.step(left));
+      left -= out.back();
+    }
+  }
+}
+
+}  // namespace
+
+void check_arrays(const Request& request, Rank rank, int size) {
+  const auto& in = request.inputs;
+  const auto& out = request.outputs;
+  const bool root = rank == request.root;
+  switch (request.collective) {
+    case Collective::kAllReduce:
+      return require_equal_counts(request);
+    case Collective::kReduce:
+      if (root) require_equal_counts(request);
+      return;
+    case Collective::kBroadcast:
+      if (root) require_equal_counts(request);
+      return;
+    case Collective::kReduceScatter:
+      return require_runs(request, in, out, rank, size);
+    case Collective::kAllGather:
+      return require_runs(request, out, in, rank, size);
+    case Collective::kGather:
+      require_one(request, in, "input");
+      if (root) require_blocks(request, out, "output", rank, size);
+      return;
+    case Collective::kScatter:
+      require_one(request, out, "output");
+      if (root) require_blocks(request, in, "input", rank, size);
+      return;
+    case Collective::kAllToAll:
+      if (out.size() != in.size()) refuse(request, "needs as many output blocks as input blocks");
+      return require_blocks(request, in, "input", rank, size);
+  }
+}
+
+void extent_counts(const Request& request, Rank rank, int size, std::vector<std::uint64_t>& out) {
+  out.clear();
+  const auto p = at(size);
+  auto append = [&out](std::span<const Array> arrays) {
+    for (const Array& each : arrays) out.push_back(each.count);
+  };
+  switch (request.collective) {
+    case Collective::kAllReduce:
+    case Collective::kReduce:
+      return append(request.inputs);
+    case Collective::kReduceScatter:
+      return append_runs(request, out);
+    case Collective::kBroadcast:
+    case Collective::kAllGather:
+      return append(request.outputs);
+    case Collective::kGather:
+    case Collective::kScatter: {
+      const bool gathers = request.collective == Collective::kGather;
+      if (rank == request.root) return append(gathers ? request.outputs : request.inputs);
+      out.assign(p, 0);
+      out[at(rank)] = (gathers ? request.inputs : request.outputs)[0].count;
+      return;
+    }
+    case Collective::kAllToAll:
+      out.assign(p * p, 0);
+      for (std::size_t d = 0; d < p; ++d) out[at(rank) * p + d] = request.inputs[d].count;
+      for (std::size_t s = 0; s < p; ++s) out[s * p + at(rank)] = request.outputs[s].count;
+      return;
+  }
+}
+
+}  // namespace gradwire::exec

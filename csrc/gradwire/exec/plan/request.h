@@ -1,0 +1,83 @@
+// Request: what a caller asks for.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "gradwire/base/types.h"
+#include "gradwire/codec/codec.h"
+#include "gradwire/codec/feedback.h"
+#include "gradwire/schedule/schedule.h"
+
+namespace gradwire::exec {
+
+// How an extent reads as a matrix, row by row.
+struct Shape {
+  std::size_t rows = 1;
+  std::size_t columns = 0;
+};
+
+struct Letters;
+
+// The shapes of the caller's arrays, which all ranks must give alike: in the first call that has
+// them, or in each.
+struct ShapeCheck {
+  std::uint64_t digest = 0;  // 0: not checked
+  std::string_view text;     // "(2, 3)"; may be cut
+  bool always = false;
+};
+
+// A run of elements in the caller's memory; data may be null when count is 0.
+struct Array {
+  std::byte* data = nullptr;
+  std::uint64_t count = 0;  // elements
+};
+
+// Which arrays a collective wants, at rank r of p:
+//   all_reduce, reduce, broadcast   inputs = outputs in number and counts; equal addresses: in
+//   place
+//                                   (reduce: outputs only at the root; broadcast: inputs only at
+//                                   the root)
+//   reduce_scatter                  inputs: p blocks; outputs: one, as long as block r
+//   all_gather                      inputs: one; outputs: p blocks, block r as long as the input
+//                                   (both: or k arrays for each block, those of block 0 first)
+//   gather / scatter                p blocks at the root (outputs / inputs), one block everywhere
+//   all_to_all                      p blocks in and p blocks out
+struct Request {
+  Collective collective = Collective::kAllReduce;
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  Rank root = 0;
+  std::string_view algorithm = "auto";
+  const schedule::Schedule* schedule = nullptr;  // the user's own; then algorithm is ignored
+  std::uint64_t schedule_digest = 0;             // of *schedule, taken once by whoever keeps it
+  std::shared_ptr<const codec::Codec> codec;     // null: none
+  // Lossy codecs: null for no error feedback. The keys lie end to end over all inputs, each of
+  // which belongs to one key; of reduce_scatter, whose inputs are blocks, to any number of them.
+  std::shared_ptr<codec::ErrorFeedback> feedback;
+  std::span<const codec::KeyedExtent> keys;
+  // Instead of a codec: payloads are exchanged (exec/compound/exchange.h), and the arrays are not
+  // touched.
+  std::shared_ptr<Letters> letters;
+  std::string_view codec_label;  // what the ranks are told of the codec; empty: its name
+  std::string_view moved;        // OpSpec::moved
+  ShapeCheck shape_check;
+  std::span<const Array> inputs;
+  std::span<const Array> outputs;
+  std::span<const Shape> shapes;  // of the inputs, for codecs of matrices; empty: all are vectors
+  double timeout = 300;           // seconds, from when the operation starts to run
+};
+
+// The elements of each extent that the request's schedule works on (OpSpec::counts). Blocks of
+// reduce_scatter are cut where keys end, all into as many extents, some of them empty. For
+// gather, scatter and all_to_all only this rank's own counts are known here: the others are 0,
+// and uneven counts are checked frame by frame instead of in the fingerprint.
+void extent_counts(const Request& request, Rank rank, int size, std::vector<std::uint64_t>& out);
+// Throws InvalidArgument when inputs and outputs do not fit together.
+void check_arrays(const Request& request, Rank rank, int size);
+
+}  // namespace gradwire::exec

@@ -1,0 +1,41 @@
+// Sums of 16-bit floats to which a rank adds several addends: formed in float32, rounded once.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace gradwire::exec {
+
+// What the arrival of one addend does.
+struct WideFold {
+  static constexpr std::uint32_t kNone = ~0U;
+  std::uint32_t place = kNone;  // of the sum; kNone: the addend is folded and rounded by itself
+  bool begins = false;          // it is the first: this rank's own elements come in too
+  bool ends = false;            // it is the last: the sum is rounded, into this rank's elements
+  bool averages = false;        // and divided before that
+};
+
+// In which rounds of a schedule a rank's chunk gets addends (ascending), is sent, and is replaced.
+struct ChunkRounds {
+  std::vector<int> added, sent, replaced;
+};
+
+// Of each addend, in the order of their arrival. Those between which the chunk is neither sent nor
+// replaced are one sum, and have place 0, whose real place is the plan's to find. `averages`: the
+// last sum is divided.
+std::vector<WideFold> wide_folds(const ChunkRounds& rounds, bool averages);
+
+// Places for sums under way: one that is over leaves its place to another.
+class WidePlaces {
+ public:
+  std::uint32_t take();
+  void give_back(std::uint32_t place) { unused_.push_back(place); }
+  std::uint32_t most() const noexcept { return most_; }
+
+ private:
+  std::vector<std::uint32_t> unused_;
+  std::uint32_t most_ = 0;
+};
+
+}  // namespace gradwire::exec

@@ -1,0 +1,229 @@
+#include "gradwire/schedule/chunk_class.h"
+
+#include <bit>
+
+#include "gradwire/schedule/rules.h"
+
+namespace gradwire::schedule {
+namespace {
+
+// "rank 2", "ranks 0, 1, 5", "ranks 0, 1, 2 and 5 more".
+std::string list(const std::vector<Rank>& ranks) {
+  constexpr std::size_t kShown = 3;
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < std::min(kShown, ranks.size()); ++i)
+    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  if (ranks.size() > kShown) text += " and " + std::to_string(ranks.size() - kShown) + " more";
+  return text;
+}
+
+std::uint64_t unordered_pair(Sums::Id a, Sums::Id b) {
+  const auto [low, high] = std::minmax(a, b);
+  return static_cast<std::uint64_t>(high) << 32 | static_cast<std::uint64_t>(low);
+}
+
+}  // namespace
+
+Sums::Sums(int ranks) : ranks_(ranks), words_((static_cast<std::size_t>(ranks) + 63) / 64) {
+  const auto p = static_cast<std::size_t>(ranks);
+  counted_.resize(p * words_);
+  repetitions_.resize(p);
+  for (std::size_t r = 0; r < p; ++r) counted_[r * words_ + r / 64] = std::uint64_t{1} << (r % 64);
+}
+
+void Sums::reset() {
+  const auto p = static_cast<std::size_t>(ranks_);
+  counted_.resize(p * words_);
+  repetitions_.resize(p);
+  made_.clear();
+}
+
+Sums::Id Sums::add(Id a, Id b, const Step& step) {
+  const auto [entry, is_new] =
+      made_.try_emplace(unordered_pair(a, b), static_cast<Id>(repetitions_.size()));
+  if (!is_new) return entry->second;
+  repetitions_.push_back(repeated_in(a, b, step));
+  counted_.resize(counted_.size() + words_);
+  std::uint64_t* both = counted_.data() + counted_.size() - words_;
+  for (std::size_t w = 0; w < words_; ++w) both[w] = counted(a)[w] | counted(b)[w];
+  return entry->second;
+}
+
+Sums::Repetition Sums::repeated_in(Id a, Id b, const Step& step) const {
+  for (Id part : {a, b})
+    if (repetition(part).step != nullptr) return repetition(part);
+  for (std::size_t w = 0; w < words_; ++w)
+    if (const std::uint64_t shared = counted(a)[w] & counted(b)[w]; shared != 0)
+      return {&step, static_cast<Rank>(w * 64) + std::countr_zero(shared)};
+  return {};
+}
+
+bool Sums::complete(Id sum) const {
+  int count = 0;
+  for (std::size_t w = 0; w < words_; ++w) count += std::popcount(counted(sum)[w]);
+  return count == ranks_;
+}
+
+std::vector<Rank> Sums::missing(Id sum) const {
+  std::vector<Rank> ranks;
+  for (Rank r = 0; r < ranks_; ++r)
+    if ((counted(sum)[r / 64] >> (r % 64) & 1) == 0) ranks.push_back(r);
+  return ranks;
+}
+
+ChunkClass::ChunkClass(const Schedule& schedule, Findings& findings)
+    : schedule_(schedule), findings_(findings), sums_(schedule.ranks) {}
+
+void ChunkClass::run(ChunkRange chunks, std::span<const Step> steps) {
+  begin(chunks);
+  while (!steps.empty()) {
+    std::size_t size = 1;
+    while (size < steps.size() && steps[size].round == steps[0].round) ++size;
+    run_round(steps.first(size));
+    steps = steps.subspan(size);
+  }
+  check_end();
+}
+
+void ChunkClass::begin(ChunkRange chunks) {
+  chunks_ = chunks;
+  sums_.reset();
+  states_.assign(static_cast<std::size_t>(schedule_.ranks), State{});
+  for (Rank r = 0; r < schedule_.ranks; ++r)
+    if (starts_at(r)) at(r).held = Sums::contribution(r);
+}
+
+void ChunkClass::run_round(std::span<const Step> steps) {
+  sent_.clear();
+  for (const Step& step : steps) sent_.push_back(at(step.edge->src).held);
+  for (std::size_t i = 0; i < steps.size(); ++i) land(steps[i], sent_[i]);
+}
+
+void ChunkClass::land(const Step& step, Sums::Id value) {
+  const Edge& edge = *step.edge;
+  if (edge.src == edge.dst) return;  // find_deadlocks has it
+  if (value == kNothing)
+    return findings_.incorrect([&] {
+      return describe(step) + ", but rank " + std::to_string(edge.src) + " holds nothing of it";
+    });
+  if (collides(step))
+    return findings_.incorrect([&] {
+      return describe(step) +
+             ", where another edge of that round lands too: only reductions may "
+             "share a chunk, a copy must land alone";
+    });
+  if (edge.landing == Landing::kCopy) {
+    if (reduces(schedule_.collective) && !sums_.complete(value)) findings_.not_in_tree();
+    at(edge.dst).held = value;
+  } else if (reduces(schedule_.collective)) {
+    ++at(edge.src).reductions_sent;
+    at(edge.dst).held = sums_.add(at(edge.dst).held, value, step);
+  } else {
+    findings_.incorrect([&] {
+      return describe(step) + ", but " + std::string(name_of(schedule_.collective)) +
+             " only moves data: use copy";
+    });
+  }
+}
+
+bool ChunkClass::collides(const Step& step) {
+  State& target = at(step.edge->dst);
+  const bool first = target.landed_in != step.round;
+  const bool copy = step.edge->landing == Landing::kCopy;
+  const bool collision = !first && (copy || target.copied);
+  target.landed_in = step.round;
+  target.copied = copy || (!first && target.copied);
+  return collision;
+}
+
+void ChunkClass::check_end() {
+  Rank reference = -1;
+  bool agreed = true;
+  for (Rank r = 0; r < schedule_.ranks; ++r) {
+    if (!ends_at(r)) continue;
+    check_rank(r, at(r).held);
+    if (reference < 0) reference = r;
+    if (agreed && at(r).held != at(reference).held) {
+      agreed = false;
+      findings_.disagreement([&] {
+        return "at the end ranks " + std::to_string(reference) + " and " + std::to_string(r) +
+               " hold " + to_string(chunks_) + " by different additions, so their bits may differ";
+      });
+    }
+  }
+  if (reduces(schedule_.collective)) check_in_tree();
+}
+
+void ChunkClass::check_rank(Rank rank, Sums::Id held) {
+  const auto start = [&] { return "at the end rank " + std::to_string(rank); };
+  if (held == kNothing)
+    return findings_.incomplete(
+        [&] { return start() + " holds nothing of " + to_string(chunks_); });
+  if (!reduces(schedule_.collective)) return;
+  if (!sums_.complete(held))
+    findings_.incomplete([&] {
+      return start() + " lacks what " + list(sums_.missing(held)) + " contributed to " +
+             to_string(chunks_);
+    });
+  if (const auto repetition = sums_.repetition(held); repetition.step != nullptr)
+    findings_.incorrect([&] {
+      return describe(*repetition.step) + " a second time (contribution of rank " +
+             std::to_string(repetition.rank) + " counted twice)";
+    });
+}
+
+// With p-1 senders of one partial sum each, and all of it arriving, the edges are a tree and the
+// one rank that sends none is its root.
+void ChunkClass::check_in_tree() {
+  const auto sent = [](const State& state) { return state.reductions_sent; };
+  const auto once = [&](const State& state) { return sent(state) == 1; };
+  const auto never = [&](const State& state) { return sent(state) == 0; };
+  const auto senders = std::count_if(states_.begin(), states_.end(), once);
+  const auto roots = std::count_if(states_.begin(), states_.end(), never);
+  if (senders != schedule_.ranks - 1 || roots != 1) findings_.not_in_tree();
+}
+
+bool ChunkClass::starts_at(Rank rank) const {
+  switch (schedule_.collective) {
+    case Collective::kAllReduce:
+    case Collective::kReduceScatter:
+    case Collective::kReduce:
+      return true;
+    case Collective::kAllGather:
+    case Collective::kGather:
+      return rank == chunks_.first;
+    case Collective::kBroadcast:
+    case Collective::kScatter:
+      return rank == schedule_.root;
+    case Collective::kAllToAll:
+      return rank == chunks_.first / schedule_.ranks;
+  }
+  return false;
+}
+
+bool ChunkClass::ends_at(Rank rank) const {
+  switch (schedule_.collective) {
+    case Collective::kAllReduce:
+    case Collective::kAllGather:
+    case Collective::kBroadcast:
+      return true;
+    case Collective::kReduceScatter:
+    case Collective::kScatter:
+      return rank == chunks_.first;
+    case Collective::kReduce:
+    case Collective::kGather:
+      return rank == schedule_.root;
+    case Collective::kAllToAll:
+      return rank == chunks_.first % schedule_.ranks;
+  }
+  return false;
+}
+
+std::string ChunkClass::describe(const Step& step) const {
+  const Edge& edge = *step.edge;
+  return "round " + std::to_string(step.round) + ": rank " + std::to_string(edge.dst) +
+         (edge.landing == Landing::kCopy ? " copies " : " reduces ") + to_string(chunks_) +
+         " from rank " + std::to_string(edge.src);
+}
+
+}  // namespace gradwire::schedule

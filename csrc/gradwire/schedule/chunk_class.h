@@ -1,0 +1,128 @@
+// A chunk class is a run of chunks that all edges treat alike. verify() executes one at a time.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "gradwire/schedule/verify.h"
+
+namespace gradwire::schedule {
+
+// An edge and the round that it is in.
+struct Step {
+  int round;
+  const Edge* edge;
+};
+
+// Writes the facts that fail to a report, and the first sentences that say why. Sentences are made
+// on demand: `why` is called only while there is room.
+class Findings {
+ public:
+  explicit Findings(Report& report) : report_(report) {}
+
+  void incorrect(const auto& why) { fail(report_.correct, why); }
+  void deadlock(const auto& why) { fail(report_.deadlock_free, why); }
+  void disagreement(const auto& why) { fail(report_.agreement, why); }
+  void incomplete(const auto& why) {
+    report_.complete = false;
+    incorrect(why);
+  }
+  void not_in_tree() { report_.in_tree = false; }
+
+ private:
+  static constexpr std::size_t kMaxProblems = 16;
+
+  void fail(bool& fact, const auto& why) {
+    fact = false;
+    auto& problems = report_.problems;
+    if (problems.size() >= kMaxProblems) return;
+    std::string sentence = why();
+    if (std::find(problems.begin(), problems.end(), sentence) == problems.end())
+      problems.push_back(std::move(sentence));
+  }
+
+  Report& report_;
+};
+
+// Sums of contributions, each made once: two sums have one Id exactly when they are the same tree
+// of additions, up to the order of two operands (IEEE addition commutes, but does not associate).
+class Sums {
+ public:
+  using Id = int;
+
+  // Where a contribution was first counted twice; no step where none was.
+  struct Repetition {
+    const Step* step = nullptr;
+    Rank rank = 0;
+  };
+
+  explicit Sums(int ranks);
+
+  static Id contribution(Rank rank) { return rank; }
+  // `step` is what to blame should a contribution be in both; it must outlive the sum.
+  Id add(Id a, Id b, const Step& step);
+
+  // Counts every rank, once or more.
+  bool complete(Id sum) const;
+  std::vector<Rank> missing(Id sum) const;
+  Repetition repetition(Id sum) const { return repetitions_[static_cast<std::size_t>(sum)]; }
+  // Forgets all but the contributions themselves.
+  void reset();
+
+ private:
+  const std::uint64_t* counted(Id sum) const {
+    return counted_.data() + static_cast<std::size_t>(sum) * words_;
+  }
+  Repetition repeated_in(Id a, Id b, const Step& step) const;
+
+  int ranks_;
+  std::size_t words_;                    // 64 ranks each
+  std::vector<std::uint64_t> counted_;   // words_ for each sum: the set of ranks in it
+  std::vector<Repetition> repetitions_;  // one for each sum
+  std::unordered_map<std::uint64_t, Id> made_;
+};
+
+class ChunkClass {
+ public:
+  ChunkClass(const Schedule& schedule, Findings& findings);
+
+  // Executes `steps`, which are in list order, on `chunks`, and writes what is wrong.
+  void run(ChunkRange chunks, std::span<const Step> steps);
+
+ private:
+  static constexpr Sums::Id kNothing = -1;
+
+  struct State {
+    Sums::Id held = kNothing;
+    int reductions_sent = 0;
+    int landed_in = -1;   // the last round in which an edge landed here
+    bool copied = false;  // and whether one of that round's was a copy
+  };
+
+  void begin(ChunkRange chunks);
+  void run_round(std::span<const Step> steps);
+  void land(const Step& step, Sums::Id value);
+  bool collides(const Step& step);
+  void check_end();
+  void check_rank(Rank rank, Sums::Id held);
+  void check_in_tree();
+
+  bool starts_at(Rank rank) const;
+  bool ends_at(Rank rank) const;
+  // "round 2: rank 3 reduces chunk 1 from rank 0"
+  std::string describe(const Step& step) const;
+  State& at(Rank rank) { return states_[static_cast<std::size_t>(rank)]; }
+
+  const Schedule& schedule_;
+  Findings& findings_;
+  Sums sums_;
+  ChunkRange chunks_;
+  std::vector<State> states_;   // one for each rank
+  std::vector<Sums::Id> sent_;  // one for each edge of the round
+};
+
+}  // namespace gradwire::schedule

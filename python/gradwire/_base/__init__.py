@@ -1,0 +1,1 @@
+"""What every other part uses: checks of arguments, deadlines, environment variables."""

@@ -1,0 +1,91 @@
+"""Checks that an argument has the type it must have; each raises InvalidArgument that names it."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gradwire._errors import InvalidArgument
+
+_T = TypeVar("_T")
+
+
+def whole(value: Any, what: str, *, least: int | None = None, bits: int = 32) -> int:
+    """An integer, of NumPy or torch too but no bool; at least `least`, and signed in `bits`."""
+    try:
+        given = operator.index(value)
+    except (TypeError, ValueError):
+        raise wrong(value, what, "an integer") from None
+    if isinstance(value, bool):
+        raise wrong(value, what, "an integer")
+    if least is not None and given < least:
+        raise InvalidArgument(f"{what}={given} is less than {least}")
+    if not -(2 ** (bits - 1)) <= given < 2 ** (bits - 1):
+        raise InvalidArgument(f"{what}={given} does not fit {bits} bits")
+    return given
+
+
+def number(value: Any, what: str) -> float:
+    """A real number, of NumPy too but no bool; NaN and infinity are numbers."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise wrong(value, what, "a number")
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond 1e308
+        raise InvalidArgument(f"{what}={_shown(value)} is too large") from None
+
+
+def seconds(value: Any, what: str = "timeout") -> float:
+    """A positive number of seconds, of NumPy too."""
+    given = number(value, what)
+    if not given > 0:
+        raise InvalidArgument(f"{what}={value!r} is not a positive number of seconds")
+    return given
+
+
+def flag(value: Any, what: str) -> bool:
+    """True or False, of NumPy too."""
+    if not isinstance(value, bool | np.bool_):
+        raise wrong(value, what, "True or False")
+    return bool(value)
+
+
+def text(value: Any, what: str) -> str:
+    """A str."""
+    return instance(value, what, str, "a str")
+
+
+def instance(value: Any, what: str, kind: type[_T], wanted: str) -> _T:
+    """An object of a class."""
+    if not isinstance(value, kind):
+        raise wrong(value, what, wanted)
+    return value
+
+
+def items(value: Any, what: str, wanted: str) -> list[Any]:
+    """What a list, tuple, set or other collection holds; a str is none, nor are bytes."""
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray):
+        raise wrong(value, what, wanted)
+    return list(value)
+
+
+def wrong(value: Any, what: str, wanted: str) -> InvalidArgument:
+    """The error for a value of the wrong type."""
+    if isinstance(value, type):
+        kind = f"{value.__name__} is a class"
+    else:
+        kind = "None" if value is None else f"{_shown(value)} is of type {type(value).__name__}"
+    return InvalidArgument(f"{what}={kind}: give {wanted}")
+
+
+def _shown(value: Any) -> str:
+    """Short, on one line, and even of what raises when it is shown."""
+    try:
+        shown = repr(value)
+    except Exception:
+        shown = "<...>"
+    return " ".join(shown.split())[:80]

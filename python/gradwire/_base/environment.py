@@ -1,0 +1,134 @@
+"""Every GRADWIRE_* variable that is read, in one table; no other module reads one itself.
+
+The core reads GRADWIRE_SIMD, GRADWIRE_CUDA_SO and GRADWIRE_NCCL_SO.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+from gradwire._errors import InvalidArgument
+
+# name -> (meaning, value when unset); `gradwire doctor` and the documentation print this.
+VARIABLES: dict[str, tuple[str, str]] = {
+    "GRADWIRE_STORE": (
+        "where the ranks meet: tcp://HOST:PORT (rank 0 listens there) or unix://NAME",
+        "found from the launcher's environment",
+    ),
+    "GRADWIRE_JOB": ("name of the job; ranks of different names refuse each other", "launcher's"),
+    "GRADWIRE_SECRET": ("shared secret of the job's ranks, at least 16 bytes", "made by rank 0"),
+    "GRADWIRE_SECRET_FILE": ("file (mode 0600) that holds the secret", "none"),
+    "GRADWIRE_INSECURE": ("1: allow a store beyond loopback without a secret", "0"),
+    "GRADWIRE_TRANSPORT": ("transports to use, best first, with commas", "shm,rdma,tcp"),
+    "GRADWIRE_IB_HCA": (
+        "RDMA devices, as in NCCL: prefix[:port][,...], =exact, ^excluded",
+        "those that reach the peer",
+    ),
+    "GRADWIRE_IB_LINK_LAYER": ("use RDMA ports of one kind: ethernet or infiniband", "both"),
+    "GRADWIRE_IB_GID_INDEX": ("index of the RDMA port's address", "RoCE v2 with an IPv4 address"),
+    "GRADWIRE_IB_MTU": ("bytes of RDMA packets, 256 to 4096", "the port's"),
+    "GRADWIRE_IB_TC": ("traffic class of RDMA packets, 0 to 255", "0"),
+    "GRADWIRE_IB_SL": ("service level of RDMA packets, 0 to 15", "0"),
+    "GRADWIRE_IB_TIMEOUT": (
+        "a lost RDMA packet is sent again after 4.096 us x 2^this, 6 times",
+        "18",
+    ),
+    "GRADWIRE_LINK": (
+        "RATE[,LATENCY] of an emulated network card for each rank: 1gbit,100us; one host, over tcp",
+        "links as they are",
+    ),
+    "GRADWIRE_SOCKET_IFNAME": (
+        "network interface, as in NCCL: prefix[,prefix], =exact, ^excluded",
+        "the one that reaches the store",
+    ),
+    "GRADWIRE_EXIT_FILE": (
+        "where each rank notes how its program ended; `gradwire run` sets and reads it",
+        "nowhere",
+    ),
+    "GRADWIRE_TCP_TIMEOUT_SECONDS": (
+        "seconds of silence after which a peer's host is taken to be dead",
+        "15",
+    ),
+    "GRADWIRE_STALL_SECONDS": (
+        "seconds without progress after which a rank logs whom it waits for; 0: never",
+        "30",
+    ),
+    "GRADWIRE_MODEL": (
+        'rank 0: the file of the cost model by which algorithm="auto" decides, or default',
+        "what `gradwire tune` has saved for these hosts",
+    ),
+    "GRADWIRE_CUDA_SO": (
+        "file of gradwire's CUDA part",
+        "libgradwire_cuda.so beside the core, if it was built with nvcc",
+    ),
+    "GRADWIRE_GPU_LINKS": (
+        "how GPUs exchange messages: nccl, host, nccl+host (within a host, and between), loopback",
+        "nccl where each rank has a GPU of its own, else host; loopback between threads",
+    ),
+    "GRADWIRE_NCCL_SO": (
+        "file of NCCL",
+        "what torch has loaded, pip's wheel, or the system's libnccl.so.2",
+    ),
+    "GRADWIRE_SIMD": ("instruction set of the core: scalar, avx2 or avx512", "the best there is"),
+}
+
+
+def text(name: str) -> str | None:
+    """The variable's value without surrounding blanks; None when unset or empty."""
+    if name not in VARIABLES:
+        raise KeyError(name)
+    return os.environ.get(name, "").strip() or None
+
+
+def is_set(name: str) -> bool:
+    """Whether the variable is there at all, be it empty."""
+    if name not in VARIABLES:
+        raise KeyError(name)
+    return name in os.environ
+
+
+def flag(name: str) -> bool:
+    """Whether the variable is 1, true, yes or on; raises InvalidArgument for what is no boolean."""
+    value = (text(name) or "0").lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("0", "false", "no", "off"):
+        return False
+    raise InvalidArgument(f"{name}={value!r} is not a boolean: use 1 or 0")
+
+
+def seconds(name: str, least: float, most: float) -> float:
+    """The variable, or its value when unset; raises InvalidArgument for what is out of range."""
+    given = text(name) or VARIABLES[name][1]
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise InvalidArgument(f"{name}={given!r} is not a time: use {least:g} to {most:g} seconds")
+    return value
+
+
+def integer(name: str, least: int, most: int, *, unset: int) -> int:
+    """The variable, or `unset`; raises InvalidArgument for what is out of range."""
+    given = text(name)
+    if given is None:
+        return unset
+    if not given.isdecimal() or not least <= int(given) <= most:
+        raise InvalidArgument(f"{name}={given!r} is out of range: use {least} to {most}")
+    return int(given)
+
+
+def choice(name: str, among: Sequence[str]) -> str:
+    """The variable, one of these or empty; raises InvalidArgument for anything else."""
+    given = text(name) or ""
+    if given and given not in among:
+        raise InvalidArgument(f"{name}={given!r}: use {', '.join(among)}")
+    return given
+
+
+def items(name: str) -> tuple[str, ...]:
+    """The variable as a comma-separated list; empty when unset."""
+    return tuple(item.strip() for item in (text(name) or "").split(",") if item.strip())

@@ -1,0 +1,42 @@
+"""How all ranks of a mesh come to have the same cost model: rank 0's."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import Counter
+
+from gradwire._bootstrap.meeting import Meeting
+from gradwire._bootstrap.mesh import EMULATED, Mesh
+from gradwire._host import emulated_link
+from gradwire._model import HostSet, find, pack, unpack
+
+_log = logging.getLogger("gradwire")
+
+
+def host_set(mesh: Mesh) -> HostSet:
+    """The hosts and links of a mesh, as this rank sees them."""
+    names = mesh.names or (socket.gethostname(),) * mesh.size
+    name_of = dict(zip(mesh.hosts, names, strict=True))
+    hosts = tuple(sorted((name_of[host], ranks) for host, ranks in Counter(mesh.hosts).items()))
+    used = {peer.same_host: peer.links["collective"].transport for peer in mesh.peers.values()}
+    within, between = used.get(True, "shm"), used.get(False, "tcp")
+    return HostSet(hosts, within, between, emulated_link.spec() if within == EMULATED else None)
+
+
+def agree(mesh: Mesh, meeting: Meeting) -> None:
+    """Gives the mesh rank 0's model; every rank calls it. Closes the mesh where it raises.
+
+    Raises RendezvousError, and on rank 0 as `find` does.
+    """
+
+    def own() -> bytes:
+        model, source = find(host_set(mesh))
+        _log.info("algorithm='auto' is decided by %s", source)
+        return pack(model)
+
+    try:
+        mesh.model = unpack(meeting.from_rank_0("model", own))
+    except BaseException:
+        mesh.close()
+        raise

@@ -1,0 +1,291 @@
+"""A small key-value store where the ranks meet: bytes under names, and nothing that needs parsing.
+
+The server is one thread; every client proves itself first (`handshake`). On an abstract Unix
+socket both ends also compare user ids, as the kernel reports them. Sizes are limited, so that a
+wrong client cannot fill the memory.
+
+    request   operation, key length, value length, milliseconds to wait; key; value
+    answer    status, value length; value
+"""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+import math
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.handshake import (
+    HandshakeError,
+    Hello,
+    Purpose,
+    introduce,
+    peer_uid,
+    receive,
+)
+from gradwire._bootstrap.keepalive import end_with_host
+from gradwire._errors import Error, InvalidArgument, RendezvousError
+from gradwire._host.interfaces import Route
+
+MAX_KEY = 512
+MAX_VALUE = 1 << 20
+MAX_TOTAL = 64 << 20
+MAX_BEQUEST = 4096
+
+REQUEST = struct.Struct("<BHII")
+ANSWER = struct.Struct("<BI")
+_MARGIN = 5.0  # seconds that a client grants the server beyond the wait it asked for
+_RETRY = 0.05  # seconds between attempts to reach a store that is not there yet
+_ANSWER = 5.0  # seconds that one attempt to connect may take
+_RENEWAL = 1.0  # seconds for the last words of a rank that was interrupted
+
+
+class Operation(enum.IntEnum):
+    """What a client asks."""
+
+    SET = 1
+    GET = 2
+    ADD = 3
+    BEQUEATH = 4
+
+
+class Status(enum.IntEnum):
+    """How the server answers."""
+
+    OK = 0
+    LATE = 1  # nobody set the key in time
+    FULL = 2
+    CLOSED = 3  # the host gave up; the value says why
+
+
+class Address(NamedTuple):
+    """tcp://HOST:PORT, or unix://NAME in the abstract namespace of this host."""
+
+    scheme: str
+    host: str
+    port: int = 0
+
+    def __str__(self) -> str:
+        if self.scheme == "unix":
+            return f"unix://{self.host}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a Unix socket, which only this host's processes reach."""
+        return self.scheme == "unix"
+
+    @property
+    def named(self) -> bool:
+        """Whether the host is a name, which may mean another address on another host."""
+        if self.local or self.host == "localhost":
+            return False
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            return True
+        return False
+
+    def resolve(self) -> list[tuple[socket.AddressFamily, Any]]:
+        """The socket addresses it stands for, best first; raises OSError for an unknown host."""
+        if self.local:
+            return [(socket.AF_UNIX, "\0" + self.host)]
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        return [(family, target) for family, _, _, _, target in found]
+
+
+def parse_address(url: str) -> Address:
+    """Reads a store's URL; raises InvalidArgument for anything else."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme == "unix" and parts.netloc:
+        return Address("unix", parts.netloc + parts.path)
+    if parts.scheme == "tcp" and parts.hostname and port:
+        return Address("tcp", parts.hostname, port)
+    raise InvalidArgument(f"store={url!r} is neither tcp://HOST:PORT nor unix://NAME")
+
+
+class StoreClient:
+    """A connection to a StoreServer. Any thread may use it; one request is under way at a time.
+
+    `ended` makes the error for a server that is gone. One that is not there yet is waited for, but
+    where it `listens` already, one that refuses is gone too.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        job: str,
+        secret: bytes,
+        deadline: Deadline,
+        ended: Callable[[str], Error] = RendezvousError,
+        *,
+        listens: bool = False,
+    ) -> None:
+        self.address, self._ended = address, ended
+        self._job, self._secret = job, secret
+        self._lock = threading.Lock()
+        self._interrupted: list[socket.socket] = []  # on which an answer is still to come
+        try:
+            self._sock = self._connect(deadline, listens)
+        except ConnectionRefusedError as error:
+            raise ended(f"the store at {address} is gone ({error})") from error
+
+    def set(self, key: str, value: bytes) -> None:
+        """Stores up to 1 MiB under a key; a later value replaces it."""
+        self._ask(Operation.SET, key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """The value, once it is there; raises TimeoutError after `timeout` seconds."""
+        return self._ask(Operation.GET, key, b"", timeout)
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Adds to a counter that starts at 0; returns the sum."""
+        answer = self._ask(Operation.ADD, key, amount.to_bytes(8, "little", signed=True))
+        return int.from_bytes(answer, "little", signed=True)
+
+    def wait(self, keys: Iterable[str], timeout: float) -> None:
+        """Returns when all keys are there; raises TimeoutError after `timeout` seconds."""
+        deadline = Deadline(timeout)
+        for key in keys:
+            self.get(key, deadline.remaining)
+
+    def bequeath(self, key: str, value: bytes) -> None:
+        """Has a key set when this connection ends, unless it has a value by then.
+
+        A later one replaces it; an empty key takes it back. The value has at most 4 KiB.
+        """
+        self._ask(Operation.BEQUEATH, key, value)
+
+    def wait_closed(self, timeout: float) -> None:
+        """Returns when the server has closed the connection, or after `timeout` seconds."""
+        self._sock.settimeout(max(Deadline(timeout).seconds, 1e-3))
+        try:
+            self._sock.recv(1)
+        except OSError:
+            return
+
+    def route(self) -> Route | None:
+        """The way to the store; None for a Unix socket."""
+        if self.address.local:
+            return None
+        return Route(str(self._sock.getsockname()[0]), str(self._sock.getpeername()[0]))
+
+    def close(self) -> None:
+        """Closes the connection; what was stored stays."""
+        for sock in (self._sock, *self._interrupted):
+            sock.close()
+
+    def _connect(self, deadline: Deadline, listens: bool) -> socket.socket:
+        hello = Hello(self._job, Purpose.STORE)
+        return _connect(self.address, hello, self._secret, deadline, listens)
+
+    def _ask(self, operation: int, key: str, value: bytes, wait: float = 0.0) -> bytes:
+        name = key.encode()
+        if len(name) > MAX_KEY or len(value) > MAX_VALUE:
+            raise InvalidArgument(
+                f"a store takes keys to {MAX_KEY} bytes and values to {MAX_VALUE}; "
+                f"these have {len(name)} and {len(value)}"
+            )
+        milliseconds = math.ceil(Deadline(wait).seconds * 1000)
+        request = REQUEST.pack(operation, len(name), len(value), milliseconds)
+        with self._lock:
+            try:
+                status, answer = self._exchange(request + name + value, wait + _MARGIN)
+            except OSError as error:
+                raise self._ended(
+                    f"lost the store at {self.address} ({error}): "
+                    "the process that hosts it, rank 0 or the launcher, has probably ended"
+                ) from error
+        if status == Status.LATE:
+            raise TimeoutError(f"nobody set {key!r} within {wait:g} s")
+        if status == Status.CLOSED:
+            why = answer.decode(errors="replace") or "its rendezvous is over"
+            raise RendezvousError(
+                f"the host of the store at {self.address}, rank 0 or the launcher, gave up: {why}"
+            )
+        if status == Status.FULL:
+            raise RendezvousError(f"the store at {self.address} is full ({MAX_TOTAL} bytes)")
+        return answer
+
+    def _exchange(self, request: bytes, seconds: float) -> tuple[Status, bytes]:
+        deadline = Deadline(seconds)
+        if self._sock in self._interrupted:
+            self._sock = self._connect(Deadline(_RENEWAL), listens=True)
+        self._sock.settimeout(deadline.seconds)
+        try:
+            self._sock.sendall(request)
+            return receive_answer(self._sock, deadline)
+        except OSError:
+            raise
+        except BaseException:  # as Ctrl-C; the connection stays, since its end would be this rank's
+            self._interrupted.append(self._sock)
+            raise
+
+
+def receive_answer(sock: socket.socket, deadline: Deadline) -> tuple[Status, bytes]:
+    """What the server says; raises ConnectionError for what no server of ours says."""
+    status, size = ANSWER.unpack(receive(sock, ANSWER.size, deadline))
+    if status not in list(Status) or size > MAX_VALUE:
+        raise ConnectionError(f"it answered with status {status} and {size} bytes")
+    return Status(status), receive(sock, size, deadline)
+
+
+def _connect(
+    address: Address, hello: Hello, secret: bytes, deadline: Deadline, listens: bool
+) -> socket.socket:
+    pause = threading.Event()
+    turn = 0
+    while True:
+        try:
+            targets = address.resolve()  # in turn, all that the host's name stands for
+            return _attempt(targets[turn % len(targets)], hello, secret, deadline)
+        except HandshakeError as error:
+            raise RendezvousError(f"the store at {address} is not ours: {error}") from error
+        except OSError as error:
+            if listens and isinstance(error, ConnectionRefusedError):
+                raise
+            if deadline.passed:
+                name = f" Does {address.host} mean loopback on rank 0's host? Then give an address."
+                raise RendezvousError(
+                    f"timed out: could not reach the store at {address} within "
+                    f"{deadline.seconds:g} s ({error}): is rank 0 running, and is it "
+                    "the same job (GRADWIRE_JOB)?" + (name if address.named else "")
+                ) from error
+        turn += 1
+        pause.wait(min(_RETRY, deadline.remaining))
+
+
+def _attempt(
+    found: tuple[socket.AddressFamily, Any], hello: Hello, secret: bytes, deadline: Deadline
+) -> socket.socket:
+    family, target = found
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(deadline.within(_ANSWER).remaining, 1e-3))
+        sock.connect(target)
+        if family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        require_own_user(sock)
+        end_with_host(sock, always_read=True)
+        introduce(sock, hello, secret, deadline)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def require_own_user(sock: socket.socket) -> None:
+    if sock.family == socket.AF_UNIX and peer_uid(sock) != os.getuid():
+        raise HandshakeError(f"it runs as user {peer_uid(sock)}, this as {os.getuid()}")

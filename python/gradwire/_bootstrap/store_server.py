@@ -1,0 +1,294 @@
+"""The server half of the store: one thread, and as many clients as there are ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.handshake import BACKLOG, Gate, HandshakeError, Hello, Purpose
+from gradwire._bootstrap.keepalive import end_with_host, limit
+from gradwire._bootstrap.store import (
+    ANSWER,
+    MAX_BEQUEST,
+    MAX_KEY,
+    MAX_TOTAL,
+    MAX_VALUE,
+    REQUEST,
+    Address,
+    Operation,
+    Status,
+    require_own_user,
+)
+from gradwire._errors import RendezvousError, describe
+
+_ENTRY_BYTES = 128  # what a key costs beside its text and its value
+_COUNTER = 8  # bytes
+
+
+class _Client:
+    """One authenticated connection, as the server sees it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.inbox = bytearray()
+        self.outbox = bytearray()
+        self.waits_for: tuple[str, Deadline] | None = None
+        self.bequest: tuple[str, bytes] | None = None
+
+
+class _Invalid(Exception):
+    """A client broke the protocol or a limit."""
+
+
+def _sum_of(counter: bytes, amount: bytes) -> bytes:
+    """Of two's complement numbers; it wraps, as they do."""
+    if len(counter) != _COUNTER or len(amount) != _COUNTER:
+        raise _Invalid
+    total = int.from_bytes(counter, "little") + int.from_bytes(amount, "little")
+    return (total % (1 << 8 * _COUNTER)).to_bytes(_COUNTER, "little")
+
+
+class StoreServer:
+    """Serves from a thread of its own between start() and close().
+
+    Listens from construction on, so that a process forked in between finds it; port 0 takes a free
+    one, see `address`. It listens at every own address that the host's name stands for, and `also`.
+    """
+
+    def __init__(
+        self, address: Address, job: str, secret: bytes, also: Sequence[Address] = ()
+    ) -> None:
+        limit()  # a wrong setting is told here, not by the thread
+        self._values: dict[str, bytes] = {}
+        self._total = 0
+        self._waiting: dict[str, list[_Client]] = defaultdict(list)
+        self._clients: set[_Client] = set()
+        self._departed = threading.Condition()
+        self._reason = b""
+        listeners = _listen([address, *also])
+        self.address = _bound(address, listeners[0])
+        self._gate = Gate(listeners, job, secret, self._check)
+        self._selector = selectors.DefaultSelector()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="gradwire-store", daemon=True)
+
+    def start(self) -> StoreServer:
+        """Begins to serve; returns itself."""
+        self._thread.start()
+        return self
+
+    def await_departures(self, timeout: float) -> None:
+        """Returns when no client is left, or after `timeout` seconds."""
+        with self._departed:
+            self._departed.wait_for(lambda: not self._clients, timeout)
+
+    def close(self, reason: str = "") -> None:
+        """Stops listening, tells waiting clients the reason, and ends all connections."""
+        self._reason = reason.encode()[:MAX_VALUE]
+        if self._thread.ident is not None:
+            os.eventfd_write(self._bell, 1)
+            self._thread.join()
+        self._gate.close()
+        for client in self._clients:
+            client.sock.close()
+        self._selector.close()
+        os.close(self._bell)
+
+    def __enter__(self) -> StoreServer:
+        return self.start()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close("" if error is None else describe(error))
+
+    def _check(self, hello: Hello, sock: socket.socket) -> None:
+        if hello.purpose != Purpose.STORE:
+            raise HandshakeError("this is the store, and it came for something else")
+        require_own_user(sock)
+
+    def _run(self) -> None:
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._gate.fileno(), selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select(self._pause()):
+                if key.fileobj == self._bell:
+                    return self._dismiss()
+                if key.data is not None:
+                    self._turn(key.data)
+            for admitted in self._gate.poll(0):
+                self._welcome(_Client(admitted.sock))
+            self._expire()
+
+    def _dismiss(self) -> None:
+        for client in list(self._clients):
+            if client.waits_for:
+                self._unpark(client)
+                self._release(client, Status.CLOSED, self._reason)
+
+    def _pause(self) -> float | None:
+        limits = [client.waits_for[1].remaining for client in self._clients if client.waits_for]
+        if self._gate.pending:
+            limits.append(0.5)
+        return min(limits) if limits else None
+
+    def _welcome(self, client: _Client) -> None:
+        end_with_host(client.sock, always_read=True)
+        self._clients.add(client)
+        self._selector.register(client.sock, selectors.EVENT_READ, client)
+
+    def _drop(self, client: _Client) -> None:
+        self._unpark(client)
+        with self._departed:
+            self._clients.remove(client)
+            self._departed.notify_all()
+        self._selector.unregister(client.sock)
+        client.sock.close()
+        if client.bequest and client.bequest[0] not in self._values:
+            self._put(*client.bequest)
+
+    def _turn(self, client: _Client) -> None:
+        try:
+            self._read(client)
+            self._flush(client)
+            # The next request when the answer is out: who asks without reading fills no memory.
+            while not client.waits_for and not client.outbox and self._serve(client):
+                self._flush(client)
+        except (OSError, _Invalid):
+            if client in self._clients:
+                self._drop(client)
+
+    def _read(self, client: _Client) -> None:
+        try:
+            part = client.sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        if not part or len(client.inbox) > MAX_KEY + 2 * MAX_VALUE:
+            raise _Invalid
+        client.inbox += part
+
+    def _serve(self, client: _Client) -> bool:
+        """Executes the first request in the inbox; whether there was a whole one."""
+        if len(client.inbox) < REQUEST.size:
+            return False
+        operation, key_size, value_size, milliseconds = REQUEST.unpack_from(client.inbox)
+        if key_size > MAX_KEY or value_size > MAX_VALUE:
+            raise _Invalid
+        middle = REQUEST.size + key_size
+        if len(client.inbox) < middle + value_size:
+            return False
+        key = client.inbox[REQUEST.size : middle].decode(errors="replace")
+        value = bytes(client.inbox[middle : middle + value_size])
+        del client.inbox[: middle + value_size]
+        self._execute(client, operation, key, value, milliseconds / 1000)
+        return True
+
+    def _execute(
+        self, client: _Client, operation: int, key: str, value: bytes, wait: float
+    ) -> None:
+        if operation == Operation.SET:
+            self._answer(client, self._put(key, value))
+        elif operation == Operation.ADD:
+            total = _sum_of(self._values.get(key, bytes(_COUNTER)), value)
+            self._answer(client, self._put(key, total), total)
+        elif operation == Operation.GET and key in self._values:
+            self._answer(client, Status.OK, self._values[key])
+        elif operation == Operation.GET:
+            client.waits_for = (key, Deadline(wait))
+            self._waiting[key].append(client)
+        elif operation == Operation.BEQUEATH and len(value) <= MAX_BEQUEST:
+            client.bequest = (key, value) if key else None
+            self._answer(client, Status.OK)
+        else:
+            raise _Invalid
+
+    def _put(self, key: str, value: bytes) -> int:
+        growth = len(value) - len(self._values.get(key, b""))
+        if key not in self._values:
+            growth += len(key) + _ENTRY_BYTES
+        if self._total + growth > MAX_TOTAL:
+            return Status.FULL
+        self._total += growth
+        self._values[key] = value
+        for client in self._waiting.pop(key, []):
+            self._release(client, Status.OK, value)
+        return Status.OK
+
+    def _release(self, client: _Client, status: int, value: bytes = b"") -> None:
+        client.waits_for = None
+        self._answer(client, status, value)
+        try:
+            self._flush(client)
+        except OSError:
+            self._drop(client)
+
+    def _answer(self, client: _Client, status: int, value: bytes = b"") -> None:
+        client.outbox += ANSWER.pack(status, len(value)) + value
+
+    def _flush(self, client: _Client) -> None:
+        try:
+            sent = client.sock.send(client.outbox) if client.outbox else 0
+        except BlockingIOError:
+            sent = 0
+        del client.outbox[:sent]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.outbox else 0)
+        self._selector.modify(client.sock, events, client)
+
+    def _expire(self) -> None:
+        for client in list(self._clients):
+            if client.waits_for and client.waits_for[1].passed:
+                self._unpark(client)
+                self._release(client, Status.LATE)
+
+    def _unpark(self, client: _Client) -> None:
+        if client.waits_for:
+            key = client.waits_for[0]
+            self._waiting[key].remove(client)
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+
+def _listen(addresses: Sequence[Address]) -> list[socket.socket]:
+    """Listens at all that are this host's; raises RendezvousError for none, or a taken one."""
+    listeners: list[socket.socket] = []
+    try:
+        found = [each for address in addresses for each in address.resolve()]
+        for family, target in dict.fromkeys(found):
+            try:
+                listeners.append(_listen_at(family, target))
+            except OSError as error:
+                none = (family, target) == found[-1] and not listeners
+                if none or error.errno != errno.EADDRNOTAVAIL:
+                    raise
+    except OSError as error:
+        for listener in listeners:
+            listener.close()
+        raise RendezvousError(
+            f"rank 0 cannot host the store at {addresses[0]} ({error}): "
+            "name rank 0's own host and a port that is free there"
+        ) from error
+    return listeners
+
+
+def _listen_at(family: socket.AddressFamily, target: Any) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _bound(address: Address, listener: socket.socket) -> Address:
+    if address.local:
+        return address
+    return address._replace(port=listener.getsockname()[1])

@@ -1,0 +1,68 @@
+"""torch's TCPStore, where rank 0 announces its own: torchrun's MASTER_PORT belongs to it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from gradwire._base.deadline import Deadline
+from gradwire._errors import RendezvousError
+
+_TICK = timedelta(milliseconds=10)  # torch takes 0 for "no timeout"
+
+
+class TorchStore:
+    """A client of the store at host:port; rank 0 hosts it where torchrun's agent does not.
+
+    The store is shared with torch itself (`multi_tenant`), so `init_process_group` works beside it.
+    """
+
+    def __init__(self, host: str, port: int, rank: int, size: int, deadline: Deadline) -> None:
+        try:
+            from torch.distributed import TCPStore
+        except ImportError as error:
+            raise RendezvousError(
+                "RANK and WORLD_SIZE are set as by torchrun, whose store needs torch, which is not "
+                "installed: install it, or set GRADWIRE_STORE=tcp://HOST:PORT with rank 0's host"
+            ) from error
+        agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._where = f"{host}:{port}"
+        try:
+            self._store: Any = TCPStore(
+                host,
+                port,
+                size,
+                is_master=rank == 0 and not agent_hosts,
+                timeout=max(timedelta(seconds=deadline.remaining), _TICK),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"could not reach torch's store at {self._where} "
+                f"within {deadline.seconds:g} s: {error}"
+            ) from error
+
+    def set(self, key: str, value: bytes) -> None:
+        """Stores the value; a later one replaces it."""
+        self._call(self._store.set, key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """The value, once it is there; raises TimeoutError after `timeout` seconds."""
+        if not self._present(key, max(timedelta(seconds=timeout), _TICK)):
+            raise TimeoutError(f"nobody set {key} within {timeout:g} s")
+        return bytes(self._call(self._store.get, key))
+
+    def _present(self, key: str, limit: timedelta) -> bool:
+        try:
+            self._store.wait([key], limit)
+        except RuntimeError:  # the type for "too late" and for "connection lost" differs by version
+            return bool(self._call(self._store.check, [key]))
+        return True
+
+    def _call(self, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except RuntimeError as error:
+            raise RendezvousError(f"lost torch's store at {self._where}: {error}") from error

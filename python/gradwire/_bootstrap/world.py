@@ -1,0 +1,201 @@
+"""Which rank this process is, and where the ranks meet, as its launcher says in the environment."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, replace
+
+from gradwire._base import arguments, environment
+from gradwire._errors import InvalidArgument, RendezvousError
+
+_DEFAULT_JOB = "gradwire"
+
+
+@dataclass(frozen=True)
+class World:
+    """One process's place in its job, before it has met anyone."""
+
+    rank: int
+    size: int
+    launcher: str = "init()"
+    job: str = _DEFAULT_JOB
+    epoch: int = 0
+    local_rank: int | None = None  # None: unknown
+    local_size: int | None = None
+    store: str | None = None  # URL; torch://HOST:PORT is torch's own store
+    rank_0_hosts: bool = False  # the store, for the time of the rendezvous
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether some rank is known to be on another host."""
+        return self.local_size is not None and self.local_size < self.size
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables in which a launcher tells each rank its place; the first that is set counts."""
+
+    name: str
+    rank: str
+    size: tuple[str, ...]
+    local_rank: str
+    local_size: str
+    nodes: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+
+
+_TORCHRUN = _Launcher(
+    "torchrun",
+    rank="RANK",
+    size=("WORLD_SIZE",),
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    job=("TORCHELASTIC_RUN_ID",),
+)
+# mpirun inside a Slurm allocation sees Slurm's variables too, and those describe its daemons.
+_LAUNCHERS = (
+    _TORCHRUN,
+    _Launcher(
+        "Open MPI's mpirun",
+        rank="OMPI_COMM_WORLD_RANK",
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    _Launcher(
+        "MPICH's mpirun",
+        rank="PMI_RANK",
+        size=("PMI_SIZE",),
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+        job=("PMI_JOBID",),
+    ),
+    _Launcher(
+        "srun",
+        rank="SLURM_PROCID",
+        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank="SLURM_LOCALID",
+        local_size="",
+        nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        job=("SLURM_JOB_ID",),
+    ),
+)
+
+
+def from_environment() -> World:
+    """The world of torchrun, `gradwire run`, mpirun or srun; without any of them, one rank alone.
+
+    Raises RendezvousError for an environment that contradicts itself or that lacks a store.
+    """
+    for launcher in _LAUNCHERS:
+        if launcher.rank in os.environ and _first(launcher.size) is not None:
+            return _read(launcher)
+        if launcher is _TORCHRUN and "WORLD_SIZE" in os.environ:
+            raise RendezvousError(
+                "WORLD_SIZE is set and RANK is not: start with a launcher, or unset it"
+            )
+    return World(0, 1, "no launcher")
+
+
+def explicit(rank: int, size: int, store: str | None) -> World:
+    """The world as given by the caller; raises InvalidArgument where that cannot be."""
+    rank, size = arguments.whole(rank, "rank"), arguments.whole(size, "size")
+    if not 0 <= rank < size:
+        raise InvalidArgument(f"rank={rank} is not within size={size}")
+    if store is not None:
+        arguments.text(store, "store")
+    store = store or environment.text("GRADWIRE_STORE")
+    if size > 1 and store is None:
+        raise InvalidArgument(f"size={size} ranks need store='tcp://HOST:PORT', on rank 0's host")
+    return World(
+        rank,
+        size,
+        job=environment.text("GRADWIRE_JOB") or _DEFAULT_JOB,
+        store=store,
+        rank_0_hosts=_rank_0_hosts(store),
+    )
+
+
+def _read(launcher: _Launcher) -> World:
+    rank, size = _integer(launcher.rank), _integer(*launcher.size)
+    if rank is None or size is None or not 0 <= rank < size:
+        raise RendezvousError(
+            f"{launcher.rank}={os.environ.get(launcher.rank)!r} is not a rank within "
+            f"{launcher.size[0]}={_first(launcher.size)!r}; {launcher.name} sets both"
+        )
+    local_size = _integer(launcher.local_size)
+    if local_size is None and _integer(*launcher.nodes) == 1:
+        local_size = size
+    world = World(
+        rank,
+        size,
+        launcher.name,
+        _job(launcher),
+        _integer("TORCHELASTIC_RESTART_COUNT") or 0,
+        _integer(launcher.local_rank),
+        local_size,
+    )
+    return _with_store(world, launcher)
+
+
+def _with_store(world: World, launcher: _Launcher) -> World:
+    store = environment.text("GRADWIRE_STORE")
+    hosted = _rank_0_hosts(store)
+    if store is None and world.size > 1:
+        store, hosted = _default_store(world, launcher), launcher is not _TORCHRUN
+    return replace(world, store=store, rank_0_hosts=hosted)
+
+
+def _default_store(world: World, launcher: _Launcher) -> str:
+    if launcher is _TORCHRUN:
+        host, port = os.environ.get("MASTER_ADDR"), _integer("MASTER_PORT")
+        if not host or not port:
+            raise RendezvousError(
+                "RANK and WORLD_SIZE are set, MASTER_ADDR and MASTER_PORT are not: "
+                "start with torchrun, or set GRADWIRE_STORE=tcp://HOST:PORT with rank 0's host"
+            )
+        return f"torch://[{host}]:{port}" if ":" in host else f"torch://{host}:{port}"
+    if world.local_size != world.size:
+        here = world.local_size
+        known = (
+            f"puts {here} of {world.size} ranks on this host"
+            if here
+            else (f"does not say that all {world.size} ranks are on this host")
+        )
+        raise RendezvousError(
+            f"{launcher.name} {known}, and gives no address to meet at: "
+            "set GRADWIRE_STORE=tcp://HOST:PORT with rank 0's host and a free port, on all ranks"
+        )
+    digest = hashlib.sha256(world.job.encode()).hexdigest()[:16]
+    return f"unix://gradwire-{os.getuid()}-{digest}"
+
+
+def _rank_0_hosts(store: str | None) -> bool:
+    """A store at tcp:// is rank 0's; one at unix:// belongs to whoever started the ranks."""
+    return store is not None and store.startswith("tcp:")
+
+
+def _job(launcher: _Launcher) -> str:
+    """The same for all ranks of a launch, and another for the next where that can be known."""
+    given = environment.text("GRADWIRE_JOB")
+    if given is not None:
+        return given
+    name = _first(launcher.job)
+    if name is None:  # mpirun starts a host's ranks from one process
+        return f"{_DEFAULT_JOB}-{os.getppid()}" if launcher is not _TORCHRUN else _DEFAULT_JOB
+    step = os.environ.get("SLURM_STEP_ID", "") if launcher.name == "srun" else ""
+    return f"{name}.{step}" if step else name
+
+
+def _first(names: tuple[str, ...]) -> str | None:
+    return next((os.environ[name] for name in names if os.environ.get(name)), None)
+
+
+def _integer(*names: str) -> int | None:
+    value = _first(names)
+    try:
+        return None if value is None else int(value)
+    except ValueError:
+        raise RendezvousError(f"{' or '.join(names)}={value!r} is not a number") from None

@@ -1,0 +1,1 @@
+"""How a collective is called: its options, requests to the core, GPUs, Python codecs, Work."""

@@ -1,0 +1,113 @@
+"""Calls of arrays on the CPU, and the shortcut that a call takes which is like an earlier one."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gradwire import _core
+from gradwire._arrays import shapes
+from gradwire._arrays.buffers import Buffers, Place
+from gradwire._arrays.operands import written
+from gradwire._calls import reductions, scaling, work
+from gradwire._calls.options import Options
+from gradwire._calls.reductions import Call
+from gradwire._calls.requests import request_of
+from gradwire._calls.work import Work
+
+# Of options: the same object means the same.
+_IMMUTABLE = {str, int, float, bool, type(None)}
+
+
+class CpuCalls:
+    """Makes a communicator's calls of arrays on the CPU."""
+
+    def __init__(
+        self,
+        core: _core.Communicator,
+        place: Place,
+        repeatable: Mapping[str, _core.repeatable[Any, Any, Any]],
+    ) -> None:
+        """`repeatable` are the methods all_reduce and barrier."""
+        self._core, self._place, self._repeatable = core, place, repeatable
+        self.dropped: deque[Work] = deque()
+        self.nothing = np.empty(0, np.uint8)  # what a barrier moves
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the calls that may take the shortcut, and so what the cost model chose."""
+        self._shortcut = _core.Shortcut(self._core, self.dropped)
+
+    @property
+    def shortcut(self) -> object:
+        """What repeatable methods find as `_shortcut`; another one after `forget`."""
+        return self._shortcut.capsule
+
+    def finish_dropped(self) -> None:
+        """Does what Works that nobody waits for have left to do."""
+        work.finish(self.dropped)
+
+    def run(self, name: str, buffers: Buffers, options: Options, timeout: float) -> Any:
+        """Makes a call; returns its result, or a Work. `timeout` is for options without one."""
+        buffers = scaling.prescaled(name, buffers, options)
+        call = reductions.prepare(name, buffers, options, self._place)
+        call = scaling.postscaled(call, options)
+        try:
+            begun = self._begin(call, buffers, options, timeout)
+        except BaseException:
+            if call.reduction is not None:
+                closed = not self._core.owned_here or self._core.closed
+                call.reduction.withdraw(failed=closed)
+            raise
+        return begun if options.async_op else call.finish()
+
+    def _begin(self, call: Call, buffers: Buffers, options: Options, timeout: float) -> Work | None:
+        """Runs the call, or submits it."""
+        request = request_of(call, options)
+        shape = shapes.text_of(call.name, buffers, options.check)
+        if shape is not None:
+            request.check_shape(shape, options.check == "shape")
+        limit = options.limit(timeout)
+        written(buffers.outputs)
+        if not options.async_op:
+            self._core.run(request, limit)
+            self._learn(call, buffers, options, request, limit)
+            self.finish_dropped()
+            return None
+        core = self._core.submit(request, limit, (buffers, request))
+        dropped = self.dropped if call.is_late else None
+        return Work(self._core, core, call.name, call.finish, dropped)
+
+    def _learn(
+        self,
+        call: Call,
+        buffers: Buffers,
+        options: Options,
+        request: _core.Request,
+        timeout: float,
+    ) -> None:
+        """Makes the next call like this one take the shortcut, where nothing can differ in it."""
+        inputs = buffers.inputs
+        if len(inputs) != 1 or call.is_late or call.feedback is not None:
+            return
+        array: Any = inputs[0].array
+        method = self._repeatable["all_reduce"]
+        in_place = call.name == "all_reduce" and buffers.outputs is inputs and not call.shapes
+        if array is self.nothing:
+            array, method = None, self._repeatable["barrier"]
+        elif not in_place or not _is_plain(array):
+            return
+        given = tuple(getattr(options, name, None) for name in method.names)  # out: none
+        if set(map(type, given)) <= _IMMUTABLE:
+            self._shortcut.learn(method, array, given, request, timeout)
+
+
+def _is_plain(array: object) -> bool:
+    """Whether it is of a type that the shortcut knows: no subclass may see its calls."""
+    torch = sys.modules.get("torch")
+    known = (np.ndarray,) if torch is None else (np.ndarray, torch.Tensor, torch.nn.Parameter)
+    return type(array) in known

@@ -1,0 +1,212 @@
+"""What a rank says when its process ends, and what a forked child must not say.
+
+A communicator that is still open when the program ends is closed, which tells the other ranks that
+this one left in peace. Where ranks turn out to have made different calls, the process says so and
+ends with a status that is not 0; to find that out it waits, at most the communicator's timeout, for
+ranks that have not come as far. Where an uncaught exception ends the program it is aborted instead,
+and the others raise Aborted with this rank and the exception. Nothing can be said by a process that
+is killed or calls os._exit(): its sockets close, and the others raise TransportError.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+from gradwire import _core
+from gradwire._base import environment
+from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
+
+_EXIT_SECONDS = 1.0  # for work in flight when the interpreter ends
+_LEAST_SETTLE = 0.1  # seconds, where others have waited for so long already
+_CONSEQUENCES = (TransportError, Timeout, Aborted)  # what a rank's failure causes on the others
+_MOST_TEXT = 400  # characters of an exception that the others are told
+
+_open: weakref.WeakSet[_Communicator] = weakref.WeakSet()
+_users: weakref.WeakSet[_User] = weakref.WeakSet()
+_unsettled: list[tuple[_core.Communicator, float]] = []  # with their timeouts
+_noted: set[int] = set()  # processes (this one, or the one it was forked from) that wrote a note
+
+
+class _Communicator(Protocol):
+    """A `Communicator`, of which this uses what no user does."""
+
+    _core: _core.Communicator
+    _gpu: Any
+
+    @property
+    def rank(self) -> int: ...
+
+    def _end(self, timeout: float) -> None:
+        """Closes it."""
+
+
+class _ExceptHook(Protocol):
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, /
+    ) -> Any: ...
+
+
+class _User(Protocol):
+    """What has threads that make calls on a communicator."""
+
+    @property
+    def communicator(self) -> _Communicator: ...
+
+    def close(self, with_communicator: bool, /) -> None:
+        """Ends them; more than once, too."""
+
+
+def close_first(user: _User) -> None:
+    """Has it closed when the program ends, before its communicator is."""
+    _users.add(user)
+
+
+def track(communicator: _Communicator) -> None:
+    """Ends the communicator, if nobody else has, when the program ends."""
+    _open.add(communicator)
+    if not isinstance(sys.excepthook, _Hook):  # also where the program has set its own meanwhile
+        sys.excepthook = _Hook(sys.excepthook)
+
+
+def outlive(core: _core.Communicator, timeout: float) -> None:
+    """Keeps what nobody else holds, where a rank may still turn out to have made another call.
+
+    It is logged when it does, and again at the end of the program.
+    """
+    if core.owned_here:
+        _unsettled.append((core, timeout))
+    for each in _unsettled.copy():  # meanwhile other threads, and the collector, may do the same
+        if each[0].settled():
+            with contextlib.suppress(ValueError):
+                _unsettled.remove(each)
+        elif each[0] is core:
+            core.drop()
+
+
+class _Hook:
+    """A sys.excepthook that tells the other ranks, and then calls the one it found."""
+
+    def __init__(self, found: _ExceptHook) -> None:
+        self._found = found
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        try:
+            if _ends_program(error):
+                _abort_all(error)
+        finally:
+            self._found(kind, error, trace)
+
+
+def _ends_program(error: BaseException) -> bool:
+    """Not at an interactive prompt, and not where some code calls sys.excepthook by hand."""
+    interactive = hasattr(sys, "ps1") or sys.flags.inspect or "PYTHONINSPECT" in os.environ
+    by_interpreter = getattr(sys, "last_value", None) is error
+    main = threading.current_thread() is threading.main_thread()
+    return main and by_interpreter and not interactive
+
+
+def _abort_all(error: BaseException) -> None:
+    what = _text(error)
+    note(what, is_consequence=_is_consequence(error))  # before anybody can fail because of it
+    for communicator in list(_open):
+        if communicator._core.owned_here:
+            communicator._core.abort(f"rank {communicator.rank} raised {what}")
+
+
+def _text(error: BaseException) -> str:
+    lines = traceback.format_exception_only(type(error), error)
+    return " ".join("".join(lines).split())[:_MOST_TEXT]
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether it comes, perhaps over others, from an error that another rank is to blame for."""
+    while error is not None and not isinstance(error, _CONSEQUENCES):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def note(error: str, *, is_consequence: bool, at: float | None = None) -> None:
+    """Leaves the launcher, if it asked for it, the first word of how this process ends.
+
+    `at`: when it began to, in monotonic seconds; now if None.
+    """
+    path = environment.text("GRADWIRE_EXIT_FILE")
+    if path is None or os.getpid() in _noted:
+        return
+    _noted.add(os.getpid())
+    said = {
+        "process": os.getpid(),
+        "at": time.monotonic() if at is None else at,
+        "error": error,
+        "is_consequence": is_consequence,
+    }
+    with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
+        file.write(json.dumps(said).encode() + b"\n")
+
+
+@atexit.register
+def _close_all() -> None:
+    """Gets every thread out of C++ before the interpreter is gone, and tells the peers."""
+    began = time.monotonic()
+    users = [each for each in _users if each.communicator._core.owned_here]
+    closing: list[Callable[[float], None]]
+    closing = [functools.partial(_end_threads, each) for each in users]
+    # A GPU's calls end before the communicators that they need.
+    closing += [each._end for each in sorted(_open, key=lambda each: each._gpu is None)]
+    closing += [
+        functools.partial(_close_unsettled, core, began + limit) for core, limit in _unsettled
+    ]
+    found = [error for error in map(_error_of, closing) if error is not None]
+    _core.await_calls(_EXIT_SECONDS)
+    note(_text(found[0]) if found else "", is_consequence=False, at=None if found else began)
+    for error in found:
+        print(_text(error), file=sys.stderr, flush=True)
+    if found:
+        _core.end_with(1)
+
+
+def _end_threads(user: _User, _: float) -> None:
+    user.close(False)
+
+
+def _close_unsettled(core: _core.Communicator, until: float, timeout: float) -> None:
+    """All of them wait within one time, not one after the other."""
+    core.close(timeout, settle=max(until - time.monotonic(), _LEAST_SETTLE))
+
+
+def _error_of(close: Callable[[float], None]) -> BaseException | None:
+    """That of the caller's own program; how another rank ended is that one's to say."""
+    try:
+        close(_EXIT_SECONDS)
+    except (InvalidArgument, Timeout, KeyboardInterrupt) as error:
+        return error
+    except Error:
+        pass
+    return None
+
+
+def _let_go_in_child() -> None:
+    """A forked child has the sockets, not the threads; kept open, they would outlive the rank."""
+    _core.forget_calls()
+    for communicator in list(_open):
+        communicator._core.let_go_in_child()
+    for core, _ in _unsettled:
+        core.let_go_in_child()
+    _unsettled.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

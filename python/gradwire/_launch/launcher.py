@@ -1,0 +1,262 @@
+"""`gradwire run -n 4 script.py`: starts local ranks, and ends them all when one fails.
+
+When one does, the others have a moment to fail by themselves, and the launcher reports the one that
+they followed from (`root_cause`): each rank notes how it ended in a file of the launcher's
+(`at_exit`). Each rank is a process group of its own, so that Ctrl-C reaches it exactly once,
+through the launcher, and so that its helpers (data loaders) end with it. The kernel kills the ranks
+if the launcher dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import IO, NamedTuple
+
+from gradwire._bootstrap.store import Address
+from gradwire._bootstrap.store_server import StoreServer
+from gradwire._errors import InvalidArgument
+from gradwire._host import emulated_link
+from gradwire._launch.root_cause import Failure, describe, read_notes, root
+
+SETTLE_SECONDS = 2.0  # that the others have to end by themselves when one has failed
+GRACE_SECONDS = 5.0  # between asking ranks to end (SIGTERM) and killing them
+
+# Runs before the rank's own program, in its process: die with the launcher. PR_SET_PDEATHSIG is 1.
+_PRELUDE = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs a program on n ranks; returns 0 or the exit code of the rank that failed first."""
+    options = _parse(argv)
+    job = f"run-{secrets.token_hex(8)}"
+    secret = secrets.token_hex(32)
+    store = Address("unix", f"gradwire-{os.getuid()}-{job}")
+    program = [sys.executable, *(["-m"] if options.module else []), *options.program]
+    notes = os.memfd_create("gradwire-notes")
+    common = {
+        "WORLD_SIZE": str(options.n),
+        "LOCAL_WORLD_SIZE": str(options.n),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "GRADWIRE_STORE": str(store),
+        "GRADWIRE_SECRET": secret,
+        "GRADWIRE_JOB": job,
+        "GRADWIRE_EXIT_FILE": f"/proc/{os.getpid()}/fd/{notes}",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **({"GRADWIRE_LINK": options.link} if options.link else {}),
+    }
+    with os.fdopen(notes, "rb"), StoreServer(store, job, secret.encode()):
+        environment = {**os.environ, **common}
+        return _Launch(program, options.n, environment, options.tag_output, notes).run()
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gradwire run", description="Runs a Python program on n ranks of this host."
+    )
+    parser.add_argument("-n", type=int, required=True, metavar="RANKS", help="number of ranks")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")
+    parser.add_argument(
+        "--tag-output", action="store_true", help='begin every line of output with "[rank] "'
+    )
+    parser.add_argument(
+        "--link",
+        type=_link_of,
+        metavar="RATE[,LATENCY]",
+        help="as if every rank had one network card of that rate (100mbit, 1gbit), in each "
+        "direction, and that latency one way (100us)",
+    )
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, help="script or module, and its arguments"
+    )
+    options = parser.parse_args(argv)
+    if options.program[:1] == ["--"]:
+        del options.program[0]
+    if not options.program:
+        parser.error("which program? gradwire run -n 4 script.py")
+    if options.n < 1:
+        parser.error(f"-n {options.n}: at least one rank")
+    return options
+
+
+def _link_of(given: str) -> str:
+    try:
+        return emulated_link.check(given)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _free_port() -> int:
+    """For programs that also use torch.distributed; nobody holds it until rank 0 does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class _Ended(NamedTuple):
+    rank: int
+    at: float  # monotonic seconds
+
+
+class _Signalled(NamedTuple):
+    number: int
+
+
+class _Launch:
+    """The ranks of one run. Only the thread in run() signals and reaps them."""
+
+    def __init__(
+        self, program: list[str], size: int, environment: dict[str, str], tag: bool, notes: int
+    ) -> None:
+        self._program, self._size, self._tag = program, size, tag
+        self._environment, self._notes = environment, notes
+        self._events: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
+        self._ranks: dict[int, subprocess.Popen[bytes]] = {}  # not reaped yet
+        self._printers: list[threading.Thread] = []
+        self._failures: list[Failure] = []  # before the ranks were asked to end
+        self._ending = False  # they were
+        self._act_at: float | None = None  # when to ask the ranks to end, or to kill them
+        self._code = 0
+
+    def run(self) -> int:
+        with self._forwarding():
+            try:
+                for rank in range(self._size):
+                    self._start(rank)
+                while self._ranks:
+                    self._handle(self._next())
+                if not self._ending:
+                    self._report()
+            finally:
+                self._signal(signal.SIGKILL)
+                for process in self._ranks.values():
+                    process.wait()
+        for printer in self._printers:
+            printer.join(GRACE_SECONDS)
+        return self._code
+
+    def _start(self, rank: int) -> None:
+        prelude = [sys.executable, "-I", "-S", "-c", _PRELUDE, str(os.getpid())]
+        environment = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if self._tag:
+            environment["PYTHONUNBUFFERED"] = "1"
+        pipe = subprocess.PIPE if self._tag else None
+        process = subprocess.Popen(
+            [*prelude, *self._program],
+            env=environment,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,
+        )
+        self._ranks[rank] = process
+        threading.Thread(target=self._watch, args=(rank, process.pid), daemon=True).start()
+        for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            if source is not None:
+                self._print(rank, source, sink.buffer)
+
+    def _watch(self, rank: int, pid: int) -> None:
+        """Leaves the process unreaped, so that its id stays its own until run() has seen this."""
+        with contextlib.suppress(ChildProcessError):  # run() left by an exception, and reaped it
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            self._events.put(_Ended(rank, time.monotonic()))
+
+    def _print(self, rank: int, source: IO[bytes], sink: IO[bytes]) -> None:
+        def copy() -> None:
+            with source:
+                for line in source:
+                    sink.write(b"[%d] %s" % (rank, line if line.endswith(b"\n") else line + b"\n"))
+                    sink.flush()
+
+        self._printers.append(threading.Thread(target=copy, daemon=True))
+        self._printers[-1].start()
+
+    def _next(self) -> _Ended | _Signalled | None:
+        """The next event; None when the ranks' time to end by themselves is over."""
+        wait = None if self._act_at is None else max(0.0, self._act_at - time.monotonic())
+        try:
+            return self._events.get(timeout=wait)
+        except queue.Empty:
+            return None
+
+    def _handle(self, event: _Ended | _Signalled | None) -> None:
+        if isinstance(event, _Ended):
+            self._reap(event)
+        elif self._ending:
+            self._act_at = None
+            self._signal(signal.SIGKILL)
+        elif event is None:
+            self._stop(signal.SIGTERM)
+        else:
+            self._code = 128 + event.number
+            self._stop(event.number)
+
+    def _reap(self, ended: _Ended) -> None:
+        process = self._ranks[ended.rank]
+        status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        failed = status is not None and status.si_status != 0
+        if failed or self._ending:
+            _signal_group(process.pid, signal.SIGKILL)  # what it left running
+        code = process.wait()
+        del self._ranks[ended.rank]
+        if code != 0 and not self._ending:
+            self._failures.append(Failure(ended.rank, process.pid, code, ended.at))
+            self._act_at = self._act_at or time.monotonic() + SETTLE_SECONDS
+
+    def _stop(self, number: int) -> None:
+        self._report()
+        self._ending = True
+        self._act_at = time.monotonic() + GRACE_SECONDS
+        self._signal(number)
+
+    def _report(self) -> None:
+        if not self._failures:
+            return
+        notes = read_notes(os.pread(self._notes, os.fstat(self._notes).st_size, 0))
+        failures = [each._replace(note=notes.get(each.process)) for each in self._failures]
+        code = root(failures).code
+        self._code = code if code > 0 else 128 - code
+        then = f"; ending the other {len(self._ranks)}" if self._ranks else ""
+        print(f"gradwire run: {describe(failures, self._size)}{then}", file=sys.stderr, flush=True)
+
+    def _signal(self, number: int) -> None:
+        for process in self._ranks.values():
+            _signal_group(process.pid, number)
+
+    @contextlib.contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM go to the ranks; a second one kills them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may set handlers
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(each, self._note) for each in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        self._events.put(_Signalled(number))
+
+
+def _signal_group(leader: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # ended, and only its zombie is left
+        os.killpg(leader, number)

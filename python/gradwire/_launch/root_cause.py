@@ -1,0 +1,86 @@
+"""Which of several ranks that failed is the one to blame, and how to say it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Note(NamedTuple):
+    """What a rank's process left behind when it began to end; `at_exit.note` writes it."""
+
+    process: int
+    at: float  # monotonic seconds
+    error: str  # empty where no exception ended the program
+    is_consequence: bool  # of another rank's failure
+
+
+class Failure(NamedTuple):
+    """A rank's process that ended and should not have."""
+
+    rank: int
+    process: int
+    code: int  # subprocess's: a negative one is a signal
+    seen: float  # monotonic seconds
+    note: Note | None = None
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the rank itself said so."""
+        return self.note is not None and self.note.is_consequence
+
+
+def read_notes(data: bytes) -> dict[int, Note]:
+    """The first note of each process; without what is none, as of a process killed in writing."""
+    found: dict[int, Note] = {}
+    for line in data.splitlines():
+        try:
+            said = Note(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        found.setdefault(said.process, said)
+    return found
+
+
+def root(failures: Sequence[Failure]) -> Failure:
+    """The one that the others followed from: of those that are no consequences, the earliest."""
+    return min(failures, key=_order)
+
+
+def _order(failure: Failure) -> tuple[bool, bool, float]:
+    # A note is written before any other rank can know. Who was killed leaves none, and the others
+    # may be gone before that is seen.
+    killed = failure.code < 0 and failure.note is None
+    began = failure.seen if failure.note is None else failure.note.at
+    return failure.is_consequence, not killed, began
+
+
+def describe(failures: Sequence[Failure], size: int) -> str:
+    """One line about all failures, the root first."""
+    first = root(failures)
+    others = [each for each in failures if each is not first]
+    text = f"rank {first.rank} of {size} (process {first.process}) {describe_exit(first.code)}"
+    if first.note is not None and first.is_consequence:  # of a rank that has not failed itself
+        return f"{text}: {first.note.error}" + _and(others, "failed too")
+    followed = [each for each in others if each.is_consequence]
+    besides = [each for each in others if not each.is_consequence]
+    return text + _and(followed, "failed because of it") + _and(besides, "failed too")
+
+
+def _and(failures: Sequence[Failure], what: str) -> str:
+    if not failures:
+        return ""
+    ranks = ", ".join(map(str, sorted(each.rank for each in failures)))
+    return f"; rank{'s' if len(failures) > 1 else ''} {ranks} {what}"
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, by its `subprocess` return code."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

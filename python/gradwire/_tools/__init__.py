@@ -1,0 +1,1 @@
+"""The command `gradwire`: run, bench, tune, doctor and schedule."""

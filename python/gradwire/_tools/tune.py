@@ -1,0 +1,114 @@
+"""`gradwire tune`: measures the cost model of these hosts, and keeps it for later jobs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradwire import _model
+from gradwire._bootstrap import world
+from gradwire._bootstrap.agreed_model import host_set
+from gradwire._errors import InvalidArgument
+from gradwire._launch import launcher
+from gradwire._model import CostModel, HostSet
+from gradwire._tuning.fit import Timing, tune
+
+SECONDS = 10.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `run`."""
+    add = parser.add_argument
+    add("-n", "--ranks", type=int, default=2, help="local ranks to start, when no launcher did")
+    add("--transport", type=_names, help="restrict to these, with commas: shm, rdma, tcp")
+    add("--seconds", type=float, default=SECONDS, help=f"to measure; default: {SECONDS:g}")
+    add("-o", "--output", metavar="FILE", help="save there; default: where init() looks")
+    add("--json", action="store_true", help="print the parameters and timings as JSON")
+
+
+def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Tunes on the launcher's ranks, or on local ones that it starts with the same `argv`.
+
+    Saves the model, and prints what it foretells. Returns the exit code. Raises InvalidArgument
+    for options that do not fit together, before anything is started.
+    """
+    here = world.from_environment()
+    alone = here.launcher == "no launcher"
+    if options.ranks < 2 and alone:
+        raise InvalidArgument(f"--ranks {options.ranks}: there is nothing to choose for one rank")
+    if not 0.1 <= options.seconds <= 600:
+        raise InvalidArgument(f"--seconds {options.seconds:g}: use 0.1 to 600")
+    if alone:
+        return launcher.run(["-n", str(options.ranks), "-m", "gradwire", "tune", *argv])
+    return _run_ranks(options)
+
+
+def _run_ranks(options: argparse.Namespace) -> int:
+    import gradwire
+
+    with gradwire.init(transports=options.transport) as comm:
+        hosts = host_set(comm._mesh)
+        bar = progress_bar if comm.rank == 0 and sys.stderr.isatty() else None
+        core, timings = tune(comm, hosts, seconds=options.seconds, progress=bar)
+        if comm.rank == 0:
+            if bar is not None:
+                bar(1.0, "")
+            model = _model.wrap(core)
+            output = None if options.output is None else Path(options.output)
+            path = _model.save(model, hosts, output)
+            print(_as_json(hosts, model, timings) if options.json else _report(hosts, timings))
+            print(f"saved in {path}", file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def progress_bar(done: float, what: str) -> None:
+    """Draws one, in place, on stderr."""
+    full = round(32 * done)
+    text = f"\r[{'#' * full}{'.' * (32 - full)}] {100 * done:3.0f} %  {what}"
+    print(f"{text:<79}", end="\n" if done >= 1 else "", file=sys.stderr, flush=True)
+
+
+def _report(hosts: HostSet, timings: Sequence[Timing]) -> str:
+    lines = [f"cost model of {hosts}", "", _row("collective", "algorithm", "bytes", "us", "model")]
+    lines += [
+        _row(
+            each.case.collective,
+            each.case.algorithm,
+            str(each.case.nbytes),
+            f"{each.measured * 1e6:.1f}",
+            f"{each.predicted * 1e6:.1f}",
+        )
+        for each in timings
+    ]
+    close = sum(each.close for each in timings)
+    return "\n".join([*lines, "", f"{close} of {len(timings)} cases are within 20 %"])
+
+
+def _row(*cells: str) -> str:
+    widths = (-12, -20, 10, 12, 12)
+    return " ".join(
+        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
+        for cell, width in zip(cells, widths, strict=True)
+    )
+
+
+def _as_json(hosts: HostSet, model: CostModel, timings: Sequence[Timing]) -> str:
+    rows = [
+        {
+            "collective": each.case.collective,
+            "algorithm": each.case.algorithm,
+            "bytes": each.case.nbytes,
+            "measured": each.measured,
+            "predicted": each.predicted,
+        }
+        for each in timings
+    ]
+    found = {"hosts": str(hosts), "parameters": model.parameters, "timings": rows}
+    return json.dumps(found, indent=2)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]

@@ -1,0 +1,1 @@
+"""How long collectives take on the ranks that run, and the cost model that foretells it."""

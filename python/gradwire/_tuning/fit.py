@@ -1,0 +1,287 @@
+"""The cost model of the ranks that run, fitted to how long their calls take.
+
+Calls of several algorithms and sizes are timed, and the parameters are those under which the
+simulator foretells these times best: least squares of the logarithms of predicted / measured, in
+the logarithms of the parameters, by Levenberg and Marquardt's method. The built-in values are a
+weak prior, which decides what no call has shown. Codecs come last, one factor each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwire import _core, _model
+from gradwire._base.group import Group
+from gradwire._errors import InvalidArgument
+from gradwire._model import HostSet
+from gradwire._schedules.schedule import Schedule
+from gradwire._tuning import measure
+from gradwire._tuning.measure import Case
+
+_Floats = NDArray[np.float64]
+Progress = Callable[[float, str], None]  # the share that is done, from 0 to 1, and what is next
+
+_MOST_FIT_SECONDS = 4.0
+
+_SIZES = (4, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
+_PLANS = {  # what is timed of each collective; reductions are told from copies by the broadcasts
+    "all_reduce": ("direct", "ring", "recursive_doubling", "halving_doubling", "binary_tree"),
+    "broadcast": ("star", "binary_tree"),
+}
+# A repeated all_reduce goes past Python's checks; where they matter, a broadcast tells of them.
+_LEAST = {"all_reduce": 0, "broadcast": 256 << 10}  # bytes
+_CODECS = ("fp16", "bf16", "int8", "onebit", "topk", "threshold")
+_CODEC_BYTES = 4 << 20
+_ROUNDS = 8
+_MOST_CALLS = 5000  # of a case in a round
+_SHORT, _SOME = 2e-3, 30  # seconds of a call, and calls
+# Of the rounds: other work only adds to what calls take, for a second or for longer.
+_UNDISTURBED = 0.25
+# Weight of a factor e from the built-in value, beside that of a case that is off by as much.
+_PRIOR = 0.05
+_PRIOR_FAR = 0.1  # how memory is slower further away differs less
+_OUTLIER = 0.3  # residuals beyond this count less
+_CLOSE = 0.2
+_STEP = 0.05  # of a parameter's logarithm, for slopes
+_MOST_DAMPING = 1e4
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One case, and what was measured and is predicted of it, in seconds."""
+
+    case: Case
+    measured: float
+    predicted: float = math.nan
+
+    @property
+    def close(self) -> bool:
+        """Whether the prediction is within 20 % of the measurement."""
+        return abs(self.predicted - self.measured) <= _CLOSE * self.measured
+
+
+def tune(
+    comm: Group, hosts: HostSet, *, seconds: float, progress: Progress | None
+) -> tuple[_core.CostModel, list[Timing]]:
+    """The model that fits best, the same on all ranks, and on rank 0 also its timings.
+
+    Every rank calls it; it takes about `seconds`, and a few more on rank 0 to compute.
+    """
+    if not 0 < seconds < math.inf:
+        raise InvalidArgument(f"seconds={seconds!r} is no time to measure for")
+    cases = [*_cases(comm.size), *map(_coded_case, _CODECS)]
+    timings = _Stopwatch(comm, seconds, progress).time_all(cases)
+    coded = [each for each in timings if each.case.codec != "none"]
+    timings = [each for each in timings if each.case.codec == "none"]
+    found = b""
+    if comm.rank == 0:
+        fit = _Fit(comm, _model.built_in(hosts), timings)
+        timings = fit.run()
+        fit.fit_codecs(coded)
+        found = _model.pack(fit.model)
+    return _model.unpack(_broadcast(comm, found)), timings
+
+
+def _cases(ranks: int) -> list[Case]:
+    """By size, so that what is too slow is known before it is tried."""
+    return [
+        measure.case_of_bytes(size, ranks, collective=collective, algorithm=algorithm)
+        for size in _SIZES
+        for collective, algorithms in _PLANS.items()
+        if size >= _LEAST[collective]
+        for algorithm in algorithms
+        if ranks > 2 or algorithm in ("direct", "recursive_doubling", "star")
+    ]
+
+
+def _coded_case(codec: str) -> Case:
+    return Case("all_reduce", _CODEC_BYTES // 4, algorithm="direct", codec=codec)
+
+
+@dataclass
+class _Clocked:
+    """A case, and the seconds of a call in each round; its first call is of no round."""
+
+    case: Case
+    call: Callable[[], object]
+    once: float
+    rounds: list[float] = field(default_factory=list)
+
+    def timing(self) -> Timing:
+        found = self.rounds or [self.once]
+        return Timing(self.case, float(np.quantile(found, _UNDISTURBED)))
+
+
+class _Stopwatch:
+    """Times cases on all ranks, which decide alike what there is time for.
+
+    First each is called once, so that it is known what it takes. Then come rounds over all of them,
+    so that each has its share of the machine's good and bad seconds.
+    """
+
+    def __init__(self, comm: Group, seconds: float, progress: Progress | None) -> None:
+        self._comm, self._seconds, self._progress = comm, seconds, progress
+        self._start = monotonic()
+        self._room = np.zeros(max(_SIZES) // 4, np.float32)  # of all cases
+        self._rates: dict[tuple[str, str], float] = {}  # seconds a byte, by the last smaller one
+
+    def time_all(self, cases: Sequence[Case]) -> list[Timing]:
+        """Those for which there is time."""
+        share = self._seconds / len(cases)
+        tried = [self._try(case, share) for case in cases]
+        all_clocked = [each for each in tried if each is not None]
+        left = len(all_clocked) * _ROUNDS
+        for _ in range(_ROUNDS):
+            for each in all_clocked:
+                self._time(each, left)
+                left -= 1
+        return [each.timing() for each in all_clocked]
+
+    def _try(self, case: Case, share: float) -> _Clocked | None:
+        """Its first calls; None where even one would take more than its share."""
+        self._show(case)
+        family = (case.collective, case.algorithm)
+        if self._rates.get(family, 0.0) * case.nbytes > share:
+            return None
+        call = measure.timed_call(self._comm, case, self._room[: case.count])
+        call()
+        once = self._batch(call, 1)
+        if once < _SHORT:  # in which ranks come late by more than a call takes
+            once = self._batch(call, _SOME)
+        self._rates[family] = once / case.nbytes if case.nbytes > _SIZES[1] else 0.0
+        return _Clocked(case, call, once)
+
+    def _time(self, clocked: _Clocked, left: int) -> None:
+        """A round of it, where `left` rounds of cases share the time that is left."""
+        spent = measure.slowest(self._comm, monotonic() - self._start)
+        share = (self._seconds - spent) / left
+        calls = min(_MOST_CALLS, int(share / clocked.once))
+        if calls < 1 and clocked.rounds:
+            return
+        self._show(clocked.case)
+        clocked.rounds.append(self._batch(clocked.call, max(1, calls)))
+
+    def _show(self, case: Case) -> None:
+        if self._progress is not None:
+            words = (case.collective, case.algorithm, case.codec, f"{case.nbytes} bytes")
+            self._progress(min(0.99, (monotonic() - self._start) / self._seconds), " ".join(words))
+
+    def _batch(self, call: Callable[[], object], calls: int) -> float:
+        """Seconds of a call, on the slowest rank; the same number on all."""
+        self._comm.barrier()
+        start = monotonic()
+        for _ in range(calls):
+            call()
+        return measure.slowest(self._comm, (monotonic() - start) / calls)
+
+
+class _Fit:
+    """Finds the parameters under which the timings are foretold best."""
+
+    def __init__(self, comm: Group, model: _core.CostModel, timings: Sequence[Timing]) -> None:
+        self._hosts = [list(each) for each in comm.hosts]
+        self._ranks = comm.size
+        self.model = model
+        self._timings = timings
+        self._schedules = {
+            (each.case.collective, each.case.algorithm): Schedule.generate(
+                each.case.algorithm, comm.size, collective=each.case.collective
+            )._core
+            for each in timings
+        }
+        self._names = self._free(max(map(len, comm.hosts)))
+        weights = [_PRIOR_FAR if name.startswith("far.") else _PRIOR for name in self._names]
+        self._prior = np.square(weights)
+
+    def _free(self, most_on_a_host: int) -> list[str]:
+        """The parameters that matter to these ranks, and are not zero."""
+        given = self.model.parameters
+        scopes = [
+            *(["within."] if most_on_a_host > 1 else []),
+            *(["between."] if len(self._hosts) > 1 else []),
+        ]
+        names = [name for name in given if name.startswith(tuple(scopes))] if scopes else []
+        names += ["call", "move", "gamma", *(name for name in given if name.startswith("far."))]
+        if most_on_a_host > given["cores"]:
+            names.append("turn")
+        return [name for name in names if given[name] > 0]
+
+    def run(self) -> list[Timing]:
+        """Fits the model; returns the timings with what it predicts of them."""
+        prior = np.log([self.model.parameters[name] for name in self._names])
+        at, errors, damping = prior, self._errors(prior), 1e-2
+        until = monotonic() + _MOST_FIT_SECONDS
+        while monotonic() < until and damping < _MOST_DAMPING:
+            normal, pull = self._normal(at, errors, prior)
+            before, gain = self._badness(errors, at - prior), 0.0
+            while gain <= 0 and damping < _MOST_DAMPING:
+                step = -np.linalg.solve(normal + damping * np.diag(np.diag(normal)), pull)
+                there = at + np.clip(step, -1.0, 1.0)
+                found = self._errors(there)
+                gain = before - self._badness(found, there - prior)
+                damping = damping / 4 if gain > 0 else damping * 4
+            if gain > 0:
+                at, errors = there, found
+            if gain < 1e-4 * before:
+                break
+        self._set(at)
+        return [replace(each, predicted=self._predict(each.case)) for each in self._timings]
+
+    def _normal(self, at: _Floats, errors: _Floats, prior: _Floats) -> tuple[_Floats, _Floats]:
+        """The normal equations, in which outliers count less."""
+        slope = np.empty((len(errors), len(at)))
+        for i, step in enumerate(_STEP * np.eye(len(at))):
+            slope[:, i] = (self._errors(at + step) - errors) / _STEP
+        weights = np.minimum(1.0, _OUTLIER / np.maximum(np.abs(errors), 1e-9))
+        normal = slope.T @ (weights[:, None] * slope) + np.diag(self._prior)
+        return normal, slope.T @ (weights * errors) + self._prior * (at - prior)
+
+    def _badness(self, errors: _Floats, away: _Floats) -> float:
+        """Huber's loss of the errors, and the prior's of how far away it is."""
+        size = np.abs(errors)
+        loss = np.where(size <= _OUTLIER, size**2, 2 * _OUTLIER * size - _OUTLIER**2)
+        return float(loss.sum() + (self._prior * away**2).sum())
+
+    def fit_codecs(self, timings: Sequence[Timing]) -> None:
+        """One factor for both directions of each codec, by bisection."""
+        base = self.model.parameters
+        for timing in timings:
+            name = timing.case.codec
+            codec = _core.Codec(name)
+            schedule = Schedule.generate("direct", self._ranks)._core
+            low, high = math.log(1e-2), math.log(1e3)
+            for _ in range(20):
+                middle = (low + high) / 2
+                for part in ("encode", "decode"):
+                    full = f"{name}.{part}"
+                    self.model.set(full, base[full] * math.exp(middle))
+                predicted = self.model.predict(schedule, timing.case.nbytes, self._hosts, codec)
+                low, high = (low, middle) if predicted > timing.measured else (middle, high)
+
+    def _errors(self, at: _Floats) -> _Floats:
+        self._set(at)
+        return np.array(
+            [math.log(self._predict(each.case) / each.measured) for each in self._timings]
+        )
+
+    def _set(self, at: _Floats) -> None:
+        for name, value in zip(self._names, at.tolist(), strict=True):
+            self.model.set(name, math.exp(min(value, math.log(999))))
+
+    def _predict(self, case: Case) -> float:
+        schedule = self._schedules[case.collective, case.algorithm]
+        return self.model.predict(schedule, case.nbytes, self._hosts)
+
+
+def _broadcast(comm: Group, data: bytes) -> bytes:
+    size = np.array([len(data)], np.int64)
+    comm.broadcast(size, algorithm="star")
+    text = np.frombuffer(data.ljust(int(size[0])), np.uint8).copy()
+    comm.broadcast(text, algorithm="star")
+    return bytes(text)

@@ -1,0 +1,231 @@
+"""Broadcasts of a model's parameters and of an optimizer's state, before training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradwire._base.arguments import wrong
+from gradwire._communicator import Communicator
+from gradwire._errors import InvalidArgument
+from gradwire.torch._group import communicator_of
+
+_OTHERS = "other objects travel by Communicator.broadcast_object()"
+
+
+def broadcast_parameters(
+    params: Mapping[str, torch.Tensor | None] | Iterable[tuple[str, torch.Tensor | None]],
+    root: int = 0,
+    *,
+    communicator: Communicator | None = None,
+) -> None:
+    """Gives all ranks the root's tensors, in place; every rank calls it.
+
+    `params` is ``model.state_dict()`` or ``model.named_parameters()``: dense tensors of any type,
+    on the CPU or a GPU; None is passed over. Without a communicator, one is made for this call over
+    torch's default process group. Raises InvalidArgument on all ranks where names, types or shapes
+    are not those of the root.
+    """
+    tensors = _named(params)
+    with _communicator(communicator) as over:
+        own = {name: (str(each.dtype), tuple(each.shape)) for name, each in tensors.items()}
+        roots = over.broadcast_object(own, root=root)
+        _raise_on_all(over, _difference(own, roots, over.rank, root))
+        _broadcast(over, [tensors[name] for name in roots], root)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root: int = 0, *, communicator: Communicator | None = None
+) -> None:
+    """Gives all ranks the state and options (``lr``, ...) of the root's optimizer; all call it.
+
+    The others' may be fresh, without any state, or hold another one, which is forgotten. Tensors
+    keep the root's types; all else travels by pickle (see `Communicator.broadcast_object`), and so
+    only between ranks that trust each other. Without a communicator, one is made for this call over
+    torch's default process group. Raises InvalidArgument on all ranks where parameters are grouped
+    otherwise than on the root.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise wrong(optimizer, "optimizer", "an optimizer of torch's")
+    # Its module takes long to import, and warns.
+    if any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__):
+        raise InvalidArgument(
+            "a ZeroRedundancyOptimizer has another part of the state on each rank: save it with "
+            "consolidate_state_dict() and load_state_dict()"
+        )
+    with _communicator(communicator) as over:
+        tensors: list[torch.Tensor] = []
+        own = _snapshot(optimizer, tensors) if over.rank == root else None
+        roots: _Snapshot = over.broadcast_object(own, root=root)
+        _raise_on_all(over, _regrouped(optimizer, roots, over.rank, root))
+        if over.rank != root:
+            tensors = [each.empty() for each in roots.slots]
+        _broadcast(over, tensors, root)
+        if over.rank != root:
+            _restore(optimizer, roots, tensors)
+
+
+class _Slot(NamedTuple):
+    """Stands for a tensor, in its place."""
+
+    number: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str  # its kind
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+class _Snapshot(NamedTuple):
+    """An optimizer's options and state, with slots for tensors and numbers for parameters."""
+
+    sizes: list[int]  # of its groups
+    options: list[dict[str, Any]]
+    by_parameter: dict[int, Any]
+    others: dict[Any, Any]  # state under keys that are no parameters
+    slots: list[_Slot]
+
+
+def _snapshot(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor]) -> _Snapshot:
+    """Puts the tensors into the list."""
+    number = {each: i for i, each in enumerate(_parameters(optimizer))}
+    slots: list[_Slot] = []
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return _mapped(value, take)
+        slot = _Slot(len(slots), value.dtype, tuple(value.shape), value.device.type)
+        slots.append(slot)
+        tensors.append(value.detach())
+        return slot
+
+    groups = [dict(each) for each in optimizer.param_groups]
+    sizes = [len(each.pop("params")) for each in groups]
+    state = optimizer.state.items()
+    return _Snapshot(
+        sizes,
+        [take(each) for each in groups],
+        {number[key]: take(dict(each)) for key, each in state if key in number},
+        {key: take(each) for key, each in state if key not in number},
+        slots,
+    )
+
+
+def _restore(
+    optimizer: torch.optim.Optimizer, its: _Snapshot, tensors: Sequence[torch.Tensor]
+) -> None:
+    def fill(value: Any) -> Any:
+        return tensors[value.number] if isinstance(value, _Slot) else _mapped(value, fill)
+
+    for group, options in zip(optimizer.param_groups, its.options, strict=True):
+        parameters = group["params"]
+        group.clear()
+        group.update(fill(options), params=parameters)
+    parameters = _parameters(optimizer)
+    optimizer.state.clear()
+    for number, each in its.by_parameter.items():
+        optimizer.state[parameters[number]] = fill(each)
+    optimizer.state.update({key: fill(each) for key, each in its.others.items()})
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """Containers with each value changed; anything else as it is."""
+    if type(value) is dict:
+        return {key: change(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(change(each) for each in value)
+    return value
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _regrouped(optimizer: torch.optim.Optimizer, roots: _Snapshot, rank: int, root: int) -> str:
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if own == roots.sizes:
+        return ""
+    return (
+        f"rank {rank}'s optimizer has groups of {own} parameters, that of rank {root} has "
+        f"{roots.sizes}"
+    )
+
+
+def _named(params: Any) -> dict[str, torch.Tensor]:
+    """Each memory once: tied parameters have two names in a state_dict."""
+    wanted = "model.state_dict() or model.named_parameters()"
+    if isinstance(params, torch.nn.Module | torch.Tensor | str):
+        raise wrong(params, "params", wanted)
+    try:
+        pairs = dict(params)
+    except (TypeError, ValueError):
+        raise wrong(params, "params", wanted) from None
+    found: dict[str, torch.Tensor] = {}
+    known = set()
+    for name, each in pairs.items():
+        if each is None:
+            continue
+        if not isinstance(each, torch.Tensor) or each.layout is not torch.strided:
+            raise wrong(each, f"params[{name!r}]", f"a dense tensor; {_OTHERS}")
+        memory = (each.data_ptr(), each.shape, each.stride(), each.dtype)
+        if memory not in known or not each.numel():
+            found[name] = each.detach()
+        known.add(memory)
+    return found
+
+
+def _difference(own: dict[str, Any], roots: dict[str, Any], rank: int, root: int) -> str:
+    names = [*own, *(name for name in roots if name not in own)]
+    name = next((name for name in names if own.get(name) != roots.get(name)), None)
+    if name is None:
+        return ""
+    mine, its = (_shown(each.get(name)) for each in (own, roots))
+    return f"{name!r} is {mine} on rank {rank} and {its} on rank {root}"
+
+
+def _shown(kind: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if kind is None else f"{kind[0]} of shape {kind[1]}"
+
+
+def _raise_on_all(communicator: Communicator, fault: str) -> None:
+    faults = [each for each in communicator.all_gather_object(fault) if each]
+    if faults:
+        raise InvalidArgument(f"the ranks' tensors differ: {'; '.join(faults)}")
+
+
+def _broadcast(communicator: Communicator, tensors: Sequence[torch.Tensor], root: int) -> None:
+    """In one operation on bytes for those on the CPU, and in one for those on a GPU."""
+    for kind in dict.fromkeys(each.device.type for each in tensors):
+        found = [each for each in tensors if each.device.type == kind and each.numel()]
+        sent = [each.contiguous() for each in found]
+        if sent:
+            communicator.broadcast([_bytes(each) for each in sent], root=root)
+        for each, received in zip(found, sent, strict=True):
+            if each is not received:
+                each.copy_(received)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+@contextlib.contextmanager
+def _communicator(given: Communicator | None) -> Iterator[Communicator]:
+    if given is not None:
+        yield given
+        return
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidArgument(
+            "there is no process group: give communicator=, or call "
+            "torch.distributed.init_process_group() first"
+        )
+    group = dist.group.WORLD
+    assert group is not None  # as it is initialized
+    with communicator_of(group) as made:
+        yield made

@@ -1,0 +1,164 @@
+"""Checks what `register` is given: on each rank alone, and that it is alike on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire._base.arguments import instance, wrong
+from gradwire._communicator import Communicator
+from gradwire._errors import InvalidArgument, describe
+from gradwire._feedback import ErrorFeedback
+from gradwire.torch._state import State
+from gradwire.torch._step.momentum import Momentum
+
+_Said = tuple[str, dict[str, str]]  # why a rank has no state, and its settings
+
+
+def require_model(ddp: Any) -> None:
+    """One of DDP's, without a hook, whose gradients are dense."""
+    if isinstance(getattr(ddp, "_orig_mod", None), DistributedDataParallel):
+        raise InvalidArgument(
+            "the model is compiled: call register() for the DistributedDataParallel model, before "
+            "torch.compile()"
+        )
+    if not isinstance(ddp, DistributedDataParallel):
+        raise InvalidArgument(
+            f"register() takes a DistributedDataParallel model, and this is {_kind(ddp)}: wrap it "
+            "in DistributedDataParallel, or, in a program of one process that does without, call "
+            "register() only if isinstance(model, DistributedDataParallel)"
+        )
+    hooks = getattr(ddp, "_comm_hooks", ())  # torch has no public way to it
+    if hooks:
+        raise InvalidArgument(
+            f"the model has a communication hook already, {hooks[0][0].__qualname__}, and DDP "
+            "takes one: wrap the module in DistributedDataParallel anew"
+        )
+    _require_dense(ddp)
+
+
+def require_settings(momentum: Any, scaler: Any, optimizer: Any, feedback: Any, rules: Any) -> None:
+    """Those that have a type."""
+    if momentum is not None:
+        instance(momentum, "momentum", Momentum, "gradwire.torch.Momentum(0.9)")
+    if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "get_scale")):
+        raise wrong(scaler, "scaler", "the GradScaler that scales the loss")
+    groups = None if isinstance(optimizer, type) else getattr(optimizer, "param_groups", None)
+    if optimizer is not None and groups is None:
+        raise wrong(optimizer, "optimizer", "the optimizer that steps the model's parameters")
+    if feedback is not None and not isinstance(feedback, bool):
+        instance(feedback, "feedback", ErrorFeedback, "None, True, False or an ErrorFeedback")
+    _require_pairs(rules)
+
+
+def require_features(
+    ddp: DistributedDataParallel, feedback: ErrorFeedback | bool | None, **wishes: object
+) -> None:
+    """Raises InvalidArgument for what the hook does on the CPU only."""
+    if not any(each.is_cuda for each in ddp.module.parameters()):
+        return
+    if isinstance(feedback, ErrorFeedback) and feedback.dtype != "float32":
+        raise InvalidArgument(
+            f"feedback= keeps residuals in {feedback.dtype}, which is for models on the CPU; this "
+            "one is on a GPU: give an ErrorFeedback() of float32"
+        )
+    asked = [name for name, wish in wishes.items() if wish is not None]
+    if asked:
+        raise InvalidArgument(
+            f"{asked[0]}= is for models on the CPU; this one is on a GPU: leave it out, or keep it "
+            "in the optimizer"
+        )
+
+
+def made_alike(
+    make: Callable[[], State],
+    communicator: Communicator,
+    *,
+    owns_communicator: bool,
+    **settings: object,
+) -> State:
+    """The state that `make` makes, when every rank has made its own with the same settings.
+
+    Otherwise raises on all ranks, what `make` raises or InvalidArgument, and closes the state, or
+    the communicator that it was to own.
+    """
+    state: State | None = None
+    failure: Exception | None = None
+    try:
+        state = make()
+    except Exception as error:
+        failure = error
+    own = {name: repr(value) for name, value in settings.items()}
+    own["feedback"] = repr(state is not None and state.feedback is not None)
+    why = "" if failure is None else f"{type(failure).__name__}: {describe(failure)}"
+    try:
+        problem = _problem(communicator.all_gather_object((why, own)))
+        if problem:
+            raise failure or InvalidArgument(problem)
+    except BaseException:
+        if state is not None:
+            state.close()
+        elif owns_communicator:
+            communicator.close()
+        raise
+    assert state is not None
+    return state
+
+
+def _require_pairs(rules: Any) -> None:
+    wanted = "a list of pairs of a pattern and a codec: [('*.bias', 'none')]"
+    if isinstance(rules, Mapping):
+        raise InvalidArgument(f"rules={dict(rules)!r} is a mapping: give {wanted}")
+    if not isinstance(rules, list | tuple):
+        raise wrong(rules, "rules", wanted)
+    for each in rules:
+        if not (isinstance(each, list | tuple) and len(each) == 2 and isinstance(each[0], str)):
+            raise InvalidArgument(f"rules= holds {each!r}: give {wanted}")
+
+
+def _require_dense(ddp: DistributedDataParallel) -> None:
+    """DDP would take sparse gradients; gradwire's collectives do not."""
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    for name, module in ddp.module.named_modules():
+        embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if f"{name}.weight".lstrip(".") in ignored:
+            continue
+        if embeds and module.sparse and module.weight.requires_grad:
+            shape = tuple(module.weight.shape)
+            raise InvalidArgument(
+                f"the {type(module).__name__} {name!r} of shape {shape} has sparse gradients, and "
+                "gradwire averages dense ones: build it with sparse=False"
+            )
+
+
+def _kind(model: Any) -> str:
+    if isinstance(model, type):
+        return f"the class {model.__name__}"
+    kind = type(model).__name__
+    return f"a {kind}" if isinstance(model, torch.nn.Module) else f"of type {kind}"
+
+
+def _problem(every: Sequence[_Said]) -> str:
+    """What is not as it must be; empty where all is."""
+    for rank, (why, _) in enumerate(every):
+        if why:
+            return f"register() failed on rank {rank}: {why}"
+    settings = [its for _, its in every]
+    return next(filter(None, (_difference(name, settings) for name in settings[0])), "")
+
+
+def _difference(name: str, settings: Sequence[Mapping[str, str]]) -> str:
+    ranks: dict[str, list[str]] = {}
+    for rank, its in enumerate(settings):
+        ranks.setdefault(its[name], []).append(str(rank))
+    if len(ranks) == 1:
+        return ""
+    said = "; ".join(f"{value} on rank {', '.join(on)}" for value, on in ranks.items())
+    return (
+        f"register() was called with a different {name}= by rank: {said}: give the same one on all "
+        "ranks"
+    )

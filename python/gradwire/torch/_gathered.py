@@ -1,0 +1,96 @@
+"""All ranks' saved states in one dict, and each rank's share of it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire._communicator import Communicator
+from gradwire._errors import InvalidArgument
+from gradwire.torch._state import State
+from gradwire.torch._step.saved import VERSION, require_complete, share
+
+
+def gather_state_dict(state: State, dst: int = 0) -> dict[str, Any] | None:
+    """All ranks' `state_dict` in one dict on rank `dst`, to be saved in one file; None elsewhere.
+
+    Every rank calls it, between steps. What it returns holds tensors and plain values, so that
+    ``torch.load(weights_only=True)`` reads it. It goes back by `scatter_state_dict`, or by
+    ``state.load_state_dict`` on each rank that reads the file, on any number of ranks.
+    """
+    communicator, own = state.communicator, state.state_dict()
+    if communicator.rank != dst:
+        _send(communicator, own, dst)
+        return None
+    peers = range(communicator.size)
+    states = [own if peer == dst else _receive(communicator, peer) for peer in peers]
+    return {"version": VERSION, "world_size": communicator.size, "ranks": states}
+
+
+def scatter_state_dict(state: State, gathered: Mapping[str, Any] | None, src: int = 0) -> None:
+    """Loads each rank's share of what `gather_state_dict` returned, which rank `src` has.
+
+    Every rank calls it, before a step; the others give None. Where the number of ranks has changed,
+    residuals are summed and split so that they move weights as far as they would have. Raises
+    InvalidArgument on all ranks for what is no such dict, and on each for that of another model.
+    """
+    communicator = state.communicator
+    if communicator.rank != src:
+        found = _receive(communicator, src)
+        if "error" in found:
+            raise InvalidArgument(found["error"])
+        state.load_state_dict(found)
+        return
+    try:
+        _require_states(gathered)
+    except InvalidArgument as error:
+        _send_others(communicator, [{"error": str(error)}] * communicator.size)
+        raise
+    assert gathered is not None
+    size = communicator.size
+    own = share(gathered, src, size)
+    for peer in range(size):  # one at a time in memory
+        if peer != src:
+            _send(communicator, share(gathered, peer, size), peer)
+    state.load_state_dict(own)
+
+
+def _require_states(gathered: Any) -> None:
+    try:
+        require_complete(gathered)
+        for each in gathered["ranks"]:
+            dict(each["velocities"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        raise InvalidArgument(
+            f"the states are not whole ({type(error).__name__}: {error}): give what "
+            "gather_state_dict() returned"
+        ) from error
+
+
+def _send_others(communicator: Communicator, what: Sequence[Mapping[str, Any]]) -> None:
+    for peer, each in enumerate(what):
+        if peer != communicator.rank:
+            _send(communicator, each, peer)
+
+
+def _send(communicator: Communicator, what: Mapping[str, Any], peer: int) -> None:
+    file = io.BytesIO()
+    torch.save(dict(what), file)
+    data = np.frombuffer(file.getbuffer(), np.uint8)
+    communicator.send(np.array([data.size], np.int64), peer)
+    communicator.send(data, peer)
+
+
+def _receive(communicator: Communicator, peer: int) -> dict[str, Any]:
+    size = np.empty(1, np.int64)
+    communicator.recv(size, peer)
+    data = np.empty(int(size[0]), np.uint8)
+    communicator.recv(data, peer)
+    found: dict[str, Any] = torch.load(io.BytesIO(data.data), weights_only=True)
+    return found

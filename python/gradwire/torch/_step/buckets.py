@@ -1,0 +1,67 @@
+"""How a parameter's gradient lies in DDP's bucket, by its type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from gradwire._errors import Error
+
+
+def real_view(buffer: torch.Tensor) -> torch.Tensor:
+    """The same memory as a flat tensor of real numbers."""
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+
+
+def gradient_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Of real numbers: of a complex parameter pairs, in a last dimension of 2."""
+    return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+
+
+def gradient_elements(parameter: torch.Tensor) -> int:
+    """How many real numbers these are."""
+    return prod(gradient_shape(parameter))
+
+
+def compressible(gradient: torch.Tensor) -> bool:
+    """Whether codecs are for it: float32 and, on the CPU, bfloat16 and float16, also as pairs."""
+    dtype = gradient.dtype.to_real()
+    on_cpu = gradient.device.type == "cpu"
+    return dtype is torch.float32 or (dtype in (torch.bfloat16, torch.float16) and on_cpu)
+
+
+def codec_of_16_bits(dtype: torch.dtype, ranks: int) -> str:
+    """What takes as many bytes of an average as the type, and has room for the sum of its range."""
+    if dtype is torch.bfloat16:
+        return "bf16"
+    return f"fp16:scale={2.0 ** -(ranks - 1).bit_length()}" if ranks > 1 else "fp16"
+
+
+def round_into(gradient: torch.Tensor, average: torch.Tensor) -> None:
+    """Rounds to the gradient's type, in which what is finite stays finite."""
+    if gradient.dtype is torch.float16:
+        most = torch.finfo(torch.float16).max
+        average = torch.where(average.isfinite(), average.clamp(-most, most), average)
+    gradient.copy_(average)
+
+
+def pieces(
+    buffer: torch.Tensor, parameters: Sequence[torch.Tensor], what: str
+) -> Sequence[torch.Tensor]:
+    """A bucket's real buffer, cut into the gradients of its parameters.
+
+    (DDP's own `GradBucket.gradients()` counts pairs as one, and so leaves half of a bucket of
+    complex parameters out.) Raises Error where the pieces would not cover the buffer exactly once.
+    """
+    shapes = [gradient_shape(each) for each in parameters]
+    sizes = [prod(shape) for shape in shapes]
+    if sum(sizes) != buffer.numel() or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise Error(
+            f"{what} is a buffer of shape {tuple(buffer.shape)}, and its parameters, of shapes "
+            f"{[tuple(each.shape) for each in parameters]}, have {sum(sizes)} real numbers: "
+            "gradients must lie end to end and fill their bucket; nothing of it was sent"
+        )
+    parts = buffer.split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,0 +1,125 @@
+"""Raises when a backward left DDP's hook out, before the ranks' models drift apart unnoticed.
+
+It happens when only the inner module is compiled (pytorch#109774), when the reducer is left without
+a word (pytorch#152735, #187732), and at a second backward through one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from gradwire._errors import Error
+
+_NAMED = 5  # parameters, in an error
+
+
+class Guard:
+    """Watches backwards through the outputs of forwards that DDP is to synchronise."""
+
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], backwards_averaged: Callable[[], int]
+    ) -> None:
+        """`parameters` are by name; `backwards_averaged` counts those of which the hook was given
+        the last bucket.
+        """
+        self._parameters = {name: each for name, each in parameters.items() if each.requires_grad}
+        self._count = backwards_averaged
+        self._seen = 0
+        self._watches = False
+        # Parameters without a gradient where others got one, and the hook did not run yet.
+        self._missing: list[str] = []
+        self._on_leaves: list[RemovableHandle] = []
+        self._before: list[tuple[torch.Tensor | None, int]] = []
+
+    def require_averaged(self) -> None:
+        """Raises where gradients of an earlier forward were never averaged."""
+        if self._missing and self._count() == self._seen:
+            self._refuse()
+
+    def after_forward(self, output: Any) -> None:
+        """Has autograd tell when a backward reaches the output."""
+        for each in _tensors(output):
+            if each.requires_grad:
+                handle = each.register_hook(self._on_gradient)
+                if each.is_leaf:
+                    self._on_leaves.append(handle)
+
+    def let_go(self) -> None:
+        """Of leaves, such as parameters, that an earlier forward has returned.
+
+        They outlive it, and their gradients need not come from it.
+        """
+        for handle in self._on_leaves:
+            handle.remove()
+        self._on_leaves = []
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        if self._watches:
+            return
+        self._watches = True
+        if not self._missing or self._count() != self._seen:
+            self._seen, self._missing = self._count(), []
+            self._before = [_accumulated(each) for each in self._parameters.values()]
+        # A static graph hands over its first buckets in such a callback, too: come after it.
+        _at_the_end(lambda: _at_the_end(self._check))
+
+    def _check(self) -> None:
+        self._watches = False
+        self.let_go()
+        if self._count() != self._seen:
+            self._before = []
+            return
+        without = [
+            name
+            for (name, each), old in zip(self._parameters.items(), self._before, strict=True)
+            if not _moved(_accumulated(each), old)
+        ]
+        self._missing = without if len(without) < len(self._parameters) else []
+        if not without:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        missing, self._missing = self._missing, []
+        raise Error(
+            "backward has ended, and DDP did not give its gradients to gradwire's hook, so each "
+            "rank has its own: compile the DDP model and not the module inside, run backward once "
+            "for each forward, and give every parameter a gradient or set "
+            f"find_unused_parameters=True{_without_gradient(missing)}"
+        )
+
+
+def _without_gradient(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"; no gradient came for {', '.join(names[:_NAMED])}{more}"
+
+
+def _at_the_end(call: Callable[[], None]) -> None:
+    Variable._execution_engine.queue_callback(call)
+
+
+def _accumulated(parameter: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    gradient = parameter.grad
+    return gradient, -1 if gradient is None else gradient._version
+
+
+def _moved(now: tuple[torch.Tensor | None, int], old: tuple[torch.Tensor | None, int]) -> bool:
+    return now[0] is not None and (now[0] is not old[0] or now[1] != old[1])
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        yield from _tensors(list(output.values()))
+    elif isinstance(output, list | tuple):
+        for each in output:
+            yield from _tensors(each)
+    elif hasattr(output, "__dataclass_fields__"):
+        yield from _tensors(list(vars(output).values()))

@@ -1,0 +1,132 @@
+"""Counters of the hook, and their table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gradwire._calls.reductions import CodecLike
+from gradwire._communicator import Traffic
+
+
+class StepStats(NamedTuple):
+    """One step of one rank, or the sum of several.
+
+    Bytes sent and times in codecs are those of the communicator while the step lasts; what another
+    model sends over it meanwhile is counted too.
+    """
+
+    steps: int = 0
+    kept: int = 0  # residuals moved: nothing was NaN or Inf on any rank
+    dense_bytes: int = 0  # of the gradients
+    ring_bytes: float = 0  # that a ring would send of them as they are
+    sent_bytes: int = 0  # frame headers included
+    encode_seconds: float = 0  # in codecs of the core, on the communicator's own thread
+    decode_seconds: float = 0
+    waited: float = 0  # seconds at the end of backward until all was averaged
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes are sent than a ring sends without a codec."""
+        return self.ring_bytes / self.sent_bytes if self.sent_bytes else math.nan
+
+    def plus(self, other: StepStats) -> StepStats:
+        """Field by field."""
+        return StepStats(
+            self.steps + other.steps,
+            self.kept + other.kept,
+            self.dense_bytes + other.dense_bytes,
+            self.ring_bytes + other.ring_bytes,
+            self.sent_bytes + other.sent_bytes,
+            self.encode_seconds + other.encode_seconds,
+            self.decode_seconds + other.decode_seconds,
+            self.waited + other.waited,
+        )
+
+
+@dataclass
+class CodecStats:
+    """The parameters that travel with one codec, in the last step."""
+
+    parameters: int = 0
+    elements: int = 0
+    residual_norm: float = 0  # of this rank's residuals, together
+
+
+class Stats(NamedTuple):
+    """What `gradwire.torch.stats` reads; as a string, its table."""
+
+    last: StepStats
+    total: StepStats
+    codecs: dict[str, CodecStats]
+
+    def __str__(self) -> str:
+        return "\n".join([*self._codec_lines(), "", *self._step_lines()])
+
+    def _codec_lines(self) -> Iterable[str]:
+        yield f"{'codec':<28}{'parameters':>11}{'elements':>12}{'residual norm':>16}"
+        for name, each in self.codecs.items():
+            norm = f"{each.residual_norm:.4g}"
+            yield f"{name:<28}{each.parameters:>11,}{each.elements:>12,}{norm:>16}"
+
+    def _step_lines(self) -> Iterable[str]:
+        columns = ["steps", "kept", "dense MB", "sent MB", "ratio"]
+        columns += ["encode ms", "decode ms", "waited ms"]
+        yield f"{'':<10}" + "".join(f"{name:>11}" for name in columns)
+        for what, each in (("last step", self.last), ("total", self.total)):
+            times = (each.encode_seconds, each.decode_seconds, each.waited)
+            yield f"{what:<10}{each.steps:>11,}{each.kept:>11,}" + "".join(
+                f"{value:>11,.3f}"
+                for value in (
+                    each.dense_bytes / 1e6,
+                    each.sent_bytes / 1e6,
+                    each.ratio,
+                    *(seconds * 1e3 for seconds in times),
+                )
+            )
+
+
+class Counters:
+    """Adds up steps; written by whichever thread ends one."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.buckets = 0
+        self.last = self.total = StepStats()
+
+    def end_step(
+        self, kept: bool, buckets: int, dense_bytes: int, before: Traffic, after: Traffic
+    ) -> None:
+        """A step whose gradients were all averaged, with the communicator's traffic about it."""
+        self.buckets += buckets
+        ring = 2 * dense_bytes * (self._ranks - 1) / self._ranks
+        self.last = StepStats(
+            1,
+            int(kept),
+            dense_bytes,
+            ring,
+            after.bytes_sent - before.bytes_sent,
+            after.encode_seconds - before.encode_seconds,
+            after.decode_seconds - before.decode_seconds,
+        )
+        self.total = self.total.plus(self.last)
+
+    def waited(self, seconds: float) -> None:
+        """Of the step that ended last."""
+        self.last = self.last._replace(waited=seconds)
+        self.total = self.total._replace(waited=self.total.waited + seconds)
+
+
+def by_codec(
+    parameters: Iterable[tuple[CodecLike, int, float]],
+) -> dict[str, CodecStats]:
+    """`parameters`: each one's codec, elements and norm of its residual."""
+    found: dict[str, CodecStats] = {}
+    for codec, elements, norm in parameters:
+        stats = found.setdefault(str(codec), CodecStats())
+        stats.parameters += 1
+        stats.elements += elements
+        stats.residual_norm = math.hypot(stats.residual_norm, norm)
+    return found

@@ -1,0 +1,59 @@
+"""Parameters that no rank used in a step.
+
+With find_unused_parameters DDP throws the average of such a parameter away. What its residuals
+delivered into it is put back, so that nothing is lost, and its velocity stays as it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from gradwire._calls.work import Work
+from gradwire._communicator import Communicator
+
+
+class Unused:
+    """Watches, step by step, for which parameters this rank has a gradient."""
+
+    def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
+        self._index = {name: i for i, name in enumerate(names.values())}
+        self._map = torch.zeros(len(self._index), dtype=torch.uint8)
+        self._shared = self._map
+        used = weakref.ref(self)
+        for parameter, name in names.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_Mark(used, name))
+
+    def share(self, communicator: Communicator, again: bool) -> Work:
+        """Tells the other ranks what this one used since it last did so.
+
+        Or `again` what all did, as DDP does on a rank without inputs left within `join()`.
+        """
+        own = self._shared if again else self._map
+        self._shared, self._map = own.clone(), torch.zeros_like(own)
+        work: Work = communicator.all_reduce(self._shared, op="max", async_op=True)
+        return work
+
+    @property
+    def names(self) -> set[str]:
+        """Of the parameters that no rank used, once the work is over."""
+        return {name for name, i in self._index.items() if not self._shared[i]}
+
+    def mark(self, name: str) -> None:
+        """This rank has a gradient of it."""
+        self._map[self._index[name]] = 1
+
+
+class _Mark:
+    """Parameters outlive the hook's state, and must not keep it."""
+
+    def __init__(self, unused: weakref.ref[Unused], name: str) -> None:
+        self._unused, self._name = unused, name
+
+    def __call__(self, _: torch.Tensor) -> None:
+        unused = self._unused()
+        if unused is not None:
+            unused.mark(self._name)

@@ -1,0 +1,272 @@
+// Folding, scaling and marking as on CPUs, bit for bit; and what keys keep.
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "cuda_kernels.h"
+#include "gradwire/base/types.h"
+#include "gradwire/codec/average.h"
+#include "gradwire/codec/codec.h"
+#include "gradwire/codec/fold.h"
+#include "gradwire/codec/simd/simd.h"
+
+namespace gradwire::cuda {
+namespace {
+
+using codec::Data;
+
+class CudaElements : public testing::Test {
+ protected:
+  std::vector<std::byte> elements(DType dtype, std::size_t n, Data data) {
+    return codec::draw_elements(dtype, n, data, random_);
+  }
+  std::vector<float> floats(std::size_t n, Data data) {
+    std::vector<float> values(n);
+    for (float& each : values) each = codec::draw_float(data, random_);
+    return values;
+  }
+
+  codec::FloatEnvironment environment_;
+  std::mt19937_64 random_{3};
+};
+
+// Around the edges of what one block of threads works on at once, for all sizes of elements; and so
+// many that blocks of threads work on several such tiles.
+constexpr std::size_t kLengths[] = {0,    1,    2,    17,   255,  1000, 2047, 2048,
+                                    2049, 4095, 4096, 4097, 8191, 8192, 8200, 140003};
+
+void fold_on_cpu(int dtype, int op, std::vector<std::byte>& acc, const std::byte* x,
+                 std::size_t n) {
+  codec::kernels().reduce[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](acc.data(),
+                                                                                         x, n);
+}
+
+TEST_F(CudaElements, FoldIsTheCpus) {
+  for (int d = 0; d < kDTypes; ++d)
+    for (int op = 0; op < kReduceOps; ++op)
+      for (std::size_t trial = 0; trial < std::size(kLengths); ++trial) {
+        const auto dtype = static_cast<DType>(d);
+        if (!is_defined(static_cast<ReduceOp>(op), dtype)) continue;
+        const std::size_t n = kLengths[trial], size = size_of(dtype);
+        const Data data = codec::kAllData[trial % std::size(codec::kAllData)];
+        const auto a = elements(dtype, n, data), b = elements(dtype, n, data);
+        auto expected = a;
+        fold_on_cpu(d, op, expected, b.data(), n);
+        for (const std::size_t shift : {std::size_t{0}, random_() % 16 * size}) {
+          const DeviceArray<std::byte> acc(a, 0), x(b, shift);
+          RUN(api().fold(d, op, acc.data(), x.data(), n, stream()));
+          ASSERT_TRUE(same(acc.values(), expected))
+              << name_of(dtype) << " " << name_of(static_cast<ReduceOp>(op)) << " shift " << shift;
+          ASSERT_TRUE(same(x.values(), b));
+        }
+      }
+}
+
+TEST_F(CudaElements, FoldsAnArrayIntoItself) {
+  for (int d = 0; d < kDTypes; ++d)
+    for (int op = 0; op < kReduceOps; ++op) {
+      if (!is_defined(static_cast<ReduceOp>(op), static_cast<DType>(d))) continue;
+      const auto a = elements(static_cast<DType>(d), 3000, Data::kRandomBits);
+      auto expected = a;
+      fold_on_cpu(d, op, expected, a.data(), 3000);
+      const DeviceArray<std::byte> acc(a, 0);
+      RUN(api().fold(d, op, acc.data(), acc.data(), 3000, stream()));
+      ASSERT_TRUE(same(acc.values(), expected)) << d << " " << op;
+    }
+}
+
+TEST_F(CudaElements, FoldAllIsTheCpus) {
+  for (int d = 0; d < kDTypes; ++d)
+    for (int op = 0; op < kReduceOps; ++op)
+      for (const int count : {1, 2, 3, 5, 9}) {
+        const auto dtype = static_cast<DType>(d);
+        if (!is_defined(static_cast<ReduceOp>(op), dtype)) continue;
+        const bool moved = count % 3 == 0;
+        const std::size_t n = 700 + random_() % 3000, size = size_of(dtype);
+        const std::size_t stride = moved ? (n + 1) * size : (n * size + 31) / 16 * 16;
+        const int divisor = op == static_cast<int>(ReduceOp::kAvg) ? 3 : 1;
+        const auto all = elements(dtype, static_cast<std::size_t>(count) * stride / size,
+                                  count == 2 ? Data::kHuge : Data::kSpecial);
+        std::vector<std::byte> kept = all, expected(n * size);
+        std::vector<std::byte*> parts;
+        for (int i = 0; i < count; ++i)
+          parts.push_back(kept.data() + static_cast<std::size_t>(i) * stride);
+        codec::fold_all(dtype, static_cast<ReduceOp>(op), parts, 0, expected.data(), divisor, n);
+        const DeviceArray<std::byte> x(all, 0);
+        const DeviceArray<std::byte> y(std::vector<std::byte>(n * size), moved ? size : 0);
+        RUN(api().fold_all(d, op, x.data(), stride, count, y.data(), divisor, n, stream()));
+        ASSERT_TRUE(same(y.values(), expected)) << d << " " << op << " of " << count;
+        RUN(api().fold_all(d, op, x.data(), stride, count, x.data(), divisor, n, stream()));
+        auto in_place = x.values();
+        in_place.resize(n * size);
+        ASSERT_TRUE(same(in_place, expected)) << d << " " << op << " of " << count;
+      }
+}
+
+TEST_F(CudaElements, WideFoldsAreTheCpus) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16})
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kProd})
+      for (const std::size_t n : kLengths)
+        for (const Data data : {Data::kNormal, Data::kSpecial, Data::kHuge}) {
+          const int d = static_cast<int>(dtype), o = static_cast<int>(op);
+          const int divisor = op == ReduceOp::kAvg ? 3 : 1;
+          std::vector<std::byte> of[3], expected(2 * n);
+          for (auto& each : of) each = elements(dtype, n, data);
+          std::byte* const parts[] = {of[0].data(), of[1].data(), of[2].data()};
+          codec::fold_all(dtype, op, parts, 0, expected.data(), divisor, n);
+          const std::size_t shift = n % 2 * 2;
+          const DeviceArray<std::byte> own(of[0], shift), x(of[1], 0), y(of[2], shift);
+          const DeviceArray<float> sum(std::vector<float>(n), 0);
+          RUN(api().fold_wide(d, o, own.data(), sum.data(), x.data(), nullptr, 1, n, stream()));
+          RUN(api().fold_wide(d, o, nullptr, sum.data(), y.data(), own.data(), divisor, n,
+                              stream()));
+          ASSERT_TRUE(same(own.values(), expected)) << name_of(dtype) << " " << name_of(op) << n;
+        }
+}
+
+TEST_F(CudaElements, ScaleIsTheCpus) {
+  for (int d = 0; d < kDTypes; ++d)
+    for (const double factor : {1.0 / 3, 1.0, -7e4, 0.0})
+      for (const std::size_t n : kLengths) {
+        const auto dtype = static_cast<DType>(d);
+        if (codec::kernels().scale[static_cast<std::size_t>(d)] == nullptr) continue;
+        const auto x = elements(dtype, n, Data::kRandomBits);
+        auto expected = x;
+        codec::kernels().scale[static_cast<std::size_t>(d)](expected.data(), factor, n);
+        const DeviceArray<std::byte> y(x, n % 3 * size_of(dtype));
+        RUN(api().scale(d, y.data(), factor, n, stream()));
+        ASSERT_TRUE(same(y.values(), expected)) << name_of(dtype) << " by " << factor;
+      }
+}
+
+TEST_F(CudaElements, AverageIsTheCpus) {
+  for (int d = 0; d < kDTypes; ++d)
+    for (const int ranks : {2, 3, 200})
+      for (const std::size_t n : kLengths) {
+        const auto dtype = static_cast<DType>(d);
+        if (!is_defined(ReduceOp::kAvg, dtype)) continue;
+        const auto x = elements(dtype, n, Data::kRandomBits);
+        auto expected = x;
+        codec::average(dtype, expected.data(), ranks, n);
+        const DeviceArray<std::byte> y(x, n % 3 * size_of(dtype));
+        RUN(api().average(d, y.data(), ranks, n, stream()));
+        ASSERT_TRUE(same(y.values(), expected)) << name_of(dtype) << " over " << ranks;
+      }
+}
+
+TEST_F(CudaElements, RefusesWhatCpusHaveNot) {
+  for (int d = 0; d < kDTypes; ++d)
+    for (int op = 0; op < kReduceOps; ++op) {
+      if (is_defined(static_cast<ReduceOp>(op), static_cast<DType>(d))) continue;
+      const DeviceArray<std::uint64_t> y({1, 2, 3, 4});
+      EXPECT_NE(api().fold(d, op, y.data(), y.data() + 2, 1, stream()), 0) << d << " " << op;
+    }
+  const DeviceArray<int> x({1, 2});
+  EXPECT_NE(api().scale(static_cast<int>(DType::kInt32), x.data(), 0.5, 2, stream()), 0);
+  EXPECT_NE(api().fold_all(kDTypes, 0, x.data(), 4, 2, x.data(), 1, 1, stream()), 0);
+  EXPECT_NE(api().fold_all(0, 0, x.data(), 4, 0, x.data(), 1, 1, stream()), 0);
+  EXPECT_EQ(x.values(), (std::vector<int>{1, 2}));
+}
+
+TEST_F(CudaElements, DeliversTheResidual) {
+  for (const std::size_t n : kLengths)
+    for (const std::uint32_t which : {0U, 1U}) {
+      const auto x = floats(n, Data::kSpecial), e = floats(n, Data::kRandomBits);
+      auto expected = x;
+      codec::kernels().reduce[0][0](expected.data(), e.data(), n);
+      const DeviceArray<float> y(x, which);
+      const DeviceFeedback feedback(e, n % 2, which);
+      RUN(api().deliver(feedback.site(), y.data(), n, stream()));
+      ASSERT_TRUE(same(y.values(), expected)) << n;
+      ASSERT_TRUE(same(feedback.before(), e));
+      ASSERT_TRUE(same(feedback.after(), std::vector<float>(n, 0.0F)));
+    }
+}
+
+TEST_F(CudaElements, DeliversNothingWithoutFeedback) {
+  const DeviceArray<float> y({-0.0F, 2.0F});
+  RUN(api().deliver({}, y.data(), 2, stream()));
+  EXPECT_TRUE(same(y.values(), {-0.0F, 2.0F}));
+}
+
+TEST_F(CudaElements, MarksUnitsThatAreNotFinite) {
+  for (const char* name : {"fp16", "int8:block=32", "onebit", "int8:block=4096", "topk"})
+    for (const std::size_t units : {0, 1, 3, 600})
+      for (const int bad : {0, 1, 2}) {
+        const auto codec = codec::make_codec(name);
+        const std::size_t n =
+            units * codec->unit() + random_() % std::min(codec->unit(), std::size_t{999});
+        auto x = floats(n, Data::kHuge);
+        for (int i = 0; i < bad && n > 0; ++i) x[random_() % n] = i == 0 ? INFINITY : -NAN;
+        auto expected = x;
+        const bool finite = codec::mark_not_finite(*codec, expected.data(), n);
+        const DeviceArray<float> y(x, static_cast<std::size_t>(bad));
+        const DeviceArray<std::uint32_t> flags({kRefused});
+        RUN(api().mark(y.data(), n, codec->unit(), flags.data(), stream()));
+        ASSERT_TRUE(same(y.values(), expected)) << name << " n=" << n;
+        ASSERT_EQ(flags.value(), finite ? kRefused : kRefused | kNotFinite) << name;
+      }
+}
+
+TEST_F(CudaElements, PoisonsWhereAFlagIsSet) {
+  for (const std::size_t n : {0, 1, 300000})
+    for (const std::uint32_t flag : {0U, 1U, 2U}) {
+      const std::vector<float> x(n, 1.5F);
+      const DeviceArray<float> y(x);
+      const DeviceArray<std::uint32_t> flags({flag});
+      RUN(api().poison(y.data(), n, flags.data(), stream()));
+      const float nan = std::numeric_limits<float>::quiet_NaN();
+      ASSERT_TRUE(same(y.values(), flag == 0 ? x : std::vector<float>(n, nan)));
+    }
+}
+
+Entry entry_of(std::uint32_t which) {
+  Entry entry{.which = which, .which_memory = 1, .calls = 5, .adapted = {}};
+  entry.adapted[which] = {.tau = 2, .filter = 3, .sent = 4, .largest = 5, .reserved = 0};
+  entry.adapted[which ^ 1U] = {.tau = 6, .filter = 7, .sent = 8, .largest = 9, .reserved = 0};
+  return entry;
+}
+
+TEST_F(CudaElements, KeysOpenAndSettle) {
+  for (const std::uint32_t which : {0U, 1U})
+    for (const std::uint32_t flag : {0U, 1U})
+      for (const bool remembers : {false, true}) {
+        const std::size_t count = which == 0 ? 3 : 700;
+        const DeviceArray<Entry> entries(std::vector<Entry>(count, entry_of(which)));
+        std::vector<Entry*> pointers;
+        for (std::size_t i = 0; i < count; ++i) pointers.push_back(entries.data() + i);
+        const DeviceArray<Entry*> list(pointers);
+        const DeviceArray<std::uint32_t> flags({flag});
+        RUN(api().open(list.data(), count, stream()));
+        for (const Entry& each : entries.values()) {
+          const Adapted& last = each.adapted[which];
+          const Adapted& open = each.adapted[which ^ 1U];
+          ASSERT_EQ(each.which, which);
+          ASSERT_EQ(last.sent, 4U);
+          ASSERT_EQ(open.tau, 2);
+          ASSERT_EQ(open.filter, 3);
+          ASSERT_EQ(open.sent, 0U);
+          ASSERT_EQ(open.largest, 0U);
+        }
+        RUN(api().settle(list.data(), count, remembers, flags.data(), stream()));
+        for (const Entry& each : entries.values()) {
+          ASSERT_EQ(each.which, flag == 0 ? which ^ 1U : which);
+          ASSERT_EQ(each.which_memory, flag == 0 && remembers ? 0U : 1U);
+          ASSERT_EQ(each.calls, flag == 0 ? 6U : 5U);
+        }
+      }
+}
+
+TEST_F(CudaElements, NothingIsDoneWithNothing) {
+  RUN(api().fold(0, 0, nullptr, nullptr, 0, stream()));
+  RUN(api().fold_all(0, 0, nullptr, 0, 3, nullptr, 1, 0, stream()));
+  RUN(api().scale(0, nullptr, 2, 0, stream()));
+  RUN(api().mark(nullptr, 0, 1, nullptr, stream()));
+  RUN(api().poison(nullptr, 0, nullptr, stream()));
+  RUN(api().open(nullptr, 0, stream()));
+  RUN(api().settle(nullptr, 0, true, nullptr, stream()));
+  check(api(), api().synchronize(stream()), "synchronize");
+}
+
+}  // namespace
+}  // namespace gradwire::cuda

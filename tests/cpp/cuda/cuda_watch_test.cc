@@ -1,0 +1,212 @@
+// Calls on GPUs end in the same errors as on CPUs, whatever becomes of a rank.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <string>
+
+#include "cuda_ranks.h"
+#include "gradwire/base/error.h"
+#include "gradwire/cuda/gpu_watch.h"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr std::size_t kElements = 500;
+
+struct Interrupted {};
+
+// Ranks whose GPU is watched, each with two communicators of CPUs.
+class Watched {
+ public:
+  explicit Watched(int size)
+      : side_(size, "inproc", {}, {}, /*mortal=*/true),
+        users_(size),
+        loopback_(simulated_api(), size) {
+    for (Rank r = 0; r < size; ++r) {
+      streams_.push_back(std::make_unique<OwnedStream>(simulated_api()));
+      memory_.push_back(std::make_unique<DeviceBytes>(kElements * sizeof(float)));
+      gpus_.push_back(std::make_unique<Communicator>(simulated_api(),
+                                                     Communicator::Setting{r, size, {}, 0},
+                                                     loopback_.endpoint(r, 10, [this, r] {
+                                                       if (interrupted_ == r) throw Interrupted();
+                                                     })));
+      watches_.push_back(std::make_unique<Watch>(*gpus_.back(), side_[r], users_[r]));
+    }
+  }
+  ~Watched() {
+    simulated_cuda_hang(0);
+    watches_.clear();
+    for (auto& each : streams_) simulated_api().synchronize(each->get());
+  }
+
+  exec::Ranks& side() { return side_; }
+  exec::Ranks& users() { return users_; }
+  // In the rank's next wait, as by Ctrl-C.
+  void interrupt(Rank rank) { interrupted_ = rank; }
+  Stream stream(Rank rank) { return streams_[static_cast<std::size_t>(rank)]->get(); }
+  Watch& operator[](Rank rank) { return *watches_[static_cast<std::size_t>(rank)]; }
+
+  void call(Rank rank, double timeout = 10, ReduceOp op = ReduceOp::kSum) {
+    const exec::Array array{memory_[static_cast<std::size_t>(rank)]->data(), kElements};
+    exec::Request request;
+    request.op = op;
+    request.algorithm = "ring";
+    request.inputs = request.outputs = {&array, 1};
+    request.timeout = timeout;
+    (*this)[rank].run(request, nullptr, streams_[static_cast<std::size_t>(rank)]->get());
+  }
+
+  // In a thread for each rank; what each threw.
+  std::vector<std::exception_ptr> outcomes(const std::function<void(Rank)>& body) {
+    std::vector<std::exception_ptr> thrown(watches_.size());
+    std::vector<std::thread> threads;
+    for (std::size_t r = 0; r < watches_.size(); ++r)
+      threads.emplace_back([&, r] {
+        try {
+          body(static_cast<Rank>(r));
+        } catch (...) {
+          thrown[r] = std::current_exception();
+        }
+      });
+    for (auto& each : threads) each.join();
+    return thrown;
+  }
+
+ private:
+  exec::Ranks side_, users_;
+  std::atomic<Rank> interrupted_ = -1;
+  Loopback loopback_;
+  std::vector<std::unique_ptr<OwnedStream>> streams_;
+  std::vector<std::unique_ptr<DeviceBytes>> memory_;
+  std::vector<std::unique_ptr<Communicator>> gpus_;
+  std::vector<std::unique_ptr<Watch>> watches_;
+};
+
+template <typename Kind>
+void expect_all(const std::vector<std::exception_ptr>& thrown, Rank except, Rank culprit) {
+  for (std::size_t r = 0; r < thrown.size(); ++r) {
+    if (static_cast<Rank>(r) == except) continue;
+    ASSERT_TRUE(thrown[r]) << "rank " << r << " threw nothing";
+    try {
+      std::rethrow_exception(thrown[r]);
+    } catch (const Kind& error) {
+      EXPECT_EQ(error.peer(), culprit) << error.what();
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << "rank " << r << ": " << error.what();
+    }
+  }
+}
+
+TEST(Watch, GoodCallsAreOver) {
+  Watched ranks(3);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    for (int i = 0; i < 5; ++i) ranks.call(r);
+    ranks[r].finish(10);
+  });
+  for (const auto& each : thrown) EXPECT_FALSE(each);
+}
+
+TEST(Watch, ADeadRankIsNamed) {
+  Watched ranks(3);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    ranks.call(r);
+    ranks[r].finish(10);
+    if (r == 1) return ranks.side().vanish(1);
+    ranks.call(r);
+    ranks[r].finish(10);
+  });
+  expect_all<TransportError>(thrown, 1, 1);
+  EXPECT_THROW(ranks.users()[0].hear(1), TransportError) << "the users' communicator goes on";
+}
+
+TEST(Watch, ARankThatDoesNotCallIsNamed) {
+  Watched ranks(3);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    if (r == 2) return;
+    ranks.call(r, /*timeout=*/1);
+    ranks[r].finish(10);
+  });
+  expect_all<Timeout>(thrown, 2, 2);
+}
+
+TEST(Watch, AbortEndsEverybody) {
+  Watched ranks(3);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    if (r == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(30));
+      return ranks[r].abort("enough");
+    }
+    ranks.call(r);
+    ranks[r].finish(10);
+  });
+  expect_all<Aborted>(thrown, 0, 0);
+}
+
+TEST(Watch, DifferentCallsAreToldApart) {
+  Watched ranks(2);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    ranks.call(r, 10, r == 0 ? ReduceOp::kSum : ReduceOp::kMax);
+    ranks[r].finish(10);
+  });
+  for (const auto& each : thrown) {
+    ASSERT_TRUE(each);
+    EXPECT_THROW(std::rethrow_exception(each), InvalidArgument);
+  }
+}
+
+TEST(Watch, AGpuThatHangsIsATimeout) {
+  Watched ranks(2);
+  simulated_cuda_hang(1);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    ranks.call(r, /*timeout=*/0.5);
+    ranks[r].finish(10);
+  });
+  for (const auto& each : thrown) {
+    ASSERT_TRUE(each);
+    try {
+      std::rethrow_exception(each);
+    } catch (const Timeout& error) {
+      EXPECT_NE(std::string(error.what()).find("did not come to the call"), std::string::npos)
+          << error.what();
+    }
+  }
+}
+
+TEST(Watch, AnInterruptIsForWhoMadeItAndAnAbortForTheRest) {
+  Watched ranks(2);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    if (r == 1) {
+      EXPECT_THROW(ranks.users()[1].hear(10), Aborted);
+      return;
+    }
+    ranks.interrupt(0);
+    EXPECT_THROW(ranks.call(0), Interrupted);
+    EXPECT_THROW(ranks.call(0), Aborted);
+  });
+  for (const auto& each : thrown) EXPECT_FALSE(each);
+}
+
+TEST(Watch, WhatWasNotCalledCannotBeCaptured) {
+  Watched ranks(1);
+  simulated_cuda_begin_capture(ranks.stream(0));
+  EXPECT_THROW(ranks.call(0), InvalidArgument);
+  simulated_cuda_free_graph(simulated_cuda_end_capture(ranks.stream(0)));
+  ranks.call(0);
+  ranks[0].finish(10);
+  simulated_cuda_begin_capture(ranks.stream(0));
+  ranks.call(0);
+  simulated_cuda_free_graph(simulated_cuda_end_capture(ranks.stream(0)));
+}
+
+TEST(Watch, TheUsersFailureEndsCalls) {
+  Watched ranks(2);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    if (r == 1) return ranks.users()[1].abort("enough");
+    ranks.call(0);
+    ranks[0].finish(10);
+  });
+  expect_all<Aborted>(thrown, 1, 1);
+}
+
+}  // namespace
+}  // namespace gradwire::cuda

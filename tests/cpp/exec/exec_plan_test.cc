@@ -1,0 +1,84 @@
+// Plans that the generators' schedules and even buffers do not lead to.
+#include <gtest/gtest.h>
+
+#include "exec_ranks.h"
+#include "gradwire/schedule/generators.h"
+#include "gradwire/schedule/schedule.h"
+
+namespace gradwire::exec {
+namespace {
+
+TEST(Plan, AFinishedChunkMayComeBackToTheRankThatFinishedIt) {
+  schedule::Builder builder(/*ranks=*/2, /*chunks=*/1);
+  builder.reduce(0, 1, 0, {0, 1});
+  builder.copy(1, 0, 1, {0, 1});
+  builder.copy(2, 1, 0, {0, 1});
+  const auto schedule = std::move(builder).build(Collective::kAllReduce, "there_and_back");
+  for (const char* codec : {"none", "fp16"}) {
+    Ranks ranks(2);
+    ranks.run([&](Communicator& comm) {
+      std::vector<float> values(100, comm.identity().rank == 0 ? 1.0F : 4.0F);
+      const Array arrays[] = {array_of(values)};
+      Request request;
+      request.op = ReduceOp::kAvg;
+      request.schedule = &schedule;
+      request.schedule_digest = schedule::digest(schedule);
+      request.codec = codec::make_codec(codec);
+      request.inputs = request.outputs = arrays;
+      comm.run(request);
+      EXPECT_EQ(values, std::vector<float>(100, 2.5F)) << codec;
+    });
+  }
+}
+
+// A scalar takes a unit as 16 elements of an array do, so segments are of unlike bytes.
+TEST(Plan, EverySegmentFitsItsMessageBesideManyScalars) {
+  constexpr std::size_t kScalars = 1000, kLong = 24000;
+  Tuning tuning;
+  tuning.max_message = 64 * 1024;
+  Ranks ranks(2, "inproc", tuning);
+  ranks.run([&](Communicator& comm) {
+    std::vector<float> values(3 * kScalars + 2 * kLong, 1.0F);
+    std::vector<Array> arrays;
+    std::size_t at = 0;
+    const auto add = [&](std::size_t count) {
+      arrays.push_back({reinterpret_cast<std::byte*>(&values[at]), count});
+      at += count;
+    };
+    for (int block = 0; block < 3; ++block) {
+      for (std::size_t i = 0; i < kScalars; ++i) add(1);
+      if (block < 2) add(kLong);
+    }
+    Request request;
+    request.algorithm = "star";
+    request.inputs = request.outputs = arrays;
+    comm.run(request);
+    EXPECT_EQ(values, std::vector<float>(values.size(), 2.0F));
+  });
+}
+
+// Addends of the same elements stand one after the other, and what they add up to is sent next.
+TEST(Plan, KnowsWhichFramesAddToTheSameElements) {
+  constexpr int kRanks = 4;
+  const auto addends_of = [&](std::string_view algorithm, const char* codec) {
+    const auto schedule =
+        schedule::generate({Collective::kAllReduce, std::string(algorithm), kRanks, 0, {}});
+    Binding binding;
+    binding.counts = {1000};
+    binding.codec = codec::make_codec(codec);
+    binding.in_tree = true;
+    binding.max_message = 64 * 1024;
+    const Plan plan(schedule, binding);
+    std::vector<std::uint32_t> addends;
+    for (const Frame& frame : plan.receives()) addends.push_back(frame.addends);
+    for (const Frame& frame : plan.sends()) addends.push_back(frame.addends);
+    return addends;
+  };
+  using List = std::vector<std::uint32_t>;
+  EXPECT_EQ(addends_of("direct", "none"), (List{3, 2, 1, 0, 0, 0, /*sends:*/ 0, 0, 0, 1}));
+  EXPECT_EQ(addends_of("ring", "none"), (List{1, 1, 1, 0, 0, 0, /*sends:*/ 0, 1, 1, 1, 0, 0}));
+  EXPECT_EQ(addends_of("direct", "fp16"), List(10, 0));
+}
+
+}  // namespace
+}  // namespace gradwire::exec

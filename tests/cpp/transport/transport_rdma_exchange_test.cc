@@ -1,0 +1,280 @@
+// What the other end says of its ports and of its end of a link is checked before it is used.
+#include "gradwire/transport/rdma_exchange.h"
+
+#include <cstring>
+#include <functional>
+
+#include "gradwire/transport/handshake.h"
+#include "gradwire/transport/rdma_rail.h"
+#include "rdma_fake.h"
+
+namespace gradwire::transport {
+namespace {
+
+constexpr LinkId kLink{"rdma", 0, 1};
+constexpr double kShort = 0.05;
+using Card = std::vector<std::byte>;
+
+// What a function that sends says.
+template <typename Send>
+Card said_by(Send send) {
+  const Ends ends = unix_ends();
+  send(ends.first.get());
+  Card card(4096);
+  const ssize_t got = ::recv(ends.second.get(), card.data(), card.size(), MSG_DONTWAIT);
+  card.resize(static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
+  return card;
+}
+
+template <typename Number>
+Card with(Card card, std::size_t at, Number value) {
+  std::memcpy(card.data() + at, &value, sizeof value);
+  return card;
+}
+
+// Where the fields of the cards are.
+constexpr std::size_t kMagicAt = 0, kCountAt = 4, kFirstAddressAt = 8, kAddressBytes = 88;
+constexpr std::size_t kNetworkAt = 16, kNetworkBytes = 64, kLayerAt = 82, kMtuAt = 83;
+constexpr std::size_t kPortAt = 4, kPeerPortAt = 8, kNumberAt = 12, kPacketAt = 16, kSlotsAt = 20;
+
+RdmaPort some_port(std::uint8_t nth) {
+  RdmaPort port;
+  port.address = {.gid = {0xfe, 0x80, nth},
+                  .lid = nth,
+                  .link_layer = ibv::kLinkEthernet,
+                  .mtu = ibv::kMtu2048,
+                  .network = "ethernet " + std::to_string(nth)};
+  return port;
+}
+Card ports_card(std::size_t count = 3) {
+  std::vector<RdmaPort> ports;
+  for (std::size_t i = 0; i < count; ++i) ports.push_back(some_port(static_cast<std::uint8_t>(i)));
+  return said_by([&](int socket) { send_ports(socket, kLink, ports); });
+}
+const RdmaEnd kEnd{.port = 2,
+                   .peer_port = 15,
+                   .queue_pair = {0xabcdef, 0x123456, {}},
+                   .ring = 0x7fff00001000,
+                   .key = 0xfeedbeef,
+                   .slots = 8};
+Card end_card(const RdmaEnd& end = kEnd) {
+  return said_by([&](int socket) { send_end(socket, kLink, end); });
+}
+
+void say(int socket, const Card& card) {
+  send_all(socket, card, kLink, Deadline::after(kTestSeconds));
+}
+template <typename Receive>
+auto heard_of(const Card& card, Receive receive) {
+  const Ends ends = unix_ends();
+  say(ends.first.get(), card);
+  return receive(ends.second.get(), kLink, Deadline::after(kTestSeconds));
+}
+
+template <typename Receive>
+void expect_refused(const Card& card, Receive receive, const std::string& words) {
+  try {
+    heard_of(card, receive);
+    ADD_FAILURE() << "accepted: " << words;
+  } catch (const TransportError& error) {
+    EXPECT_EQ(error.peer(), 1);
+    expect_words(error.what(), {"rank 0: rdma link to rank 1", words});
+  }
+}
+
+TEST(RdmaExchange, PortsArriveAsTheyWereSent) {
+  for (std::size_t count : {0U, 1U, 16U}) {
+    const auto heard = heard_of(ports_card(count), receive_ports);
+    ASSERT_EQ(heard.size(), count);
+    for (std::size_t i = 0; i < count; ++i)
+      EXPECT_EQ(heard[i], some_port(static_cast<std::uint8_t>(i)).address);
+  }
+}
+
+TEST(RdmaExchange, OfManyPortsTheFirstSixteenAreTold) {
+  EXPECT_EQ(heard_of(ports_card(20), receive_ports).size(), 16U);
+}
+
+TEST(RdmaExchange, ALongNetworkIsCutShort) {
+  RdmaPort port = some_port(0);
+  port.address.network.assign(200, 'n');
+  const Card card = said_by([&](int socket) { send_ports(socket, kLink, {&port, 1}); });
+  EXPECT_EQ(heard_of(card, receive_ports)[0].network, std::string(kNetworkBytes - 1, 'n'));
+}
+
+TEST(RdmaExchange, AnEndArrivesAsItWasSent) {
+  const RdmaEnd heard = heard_of(end_card(), receive_end);
+  EXPECT_EQ(heard.port, kEnd.port);
+  EXPECT_EQ(heard.peer_port, kEnd.peer_port);
+  EXPECT_EQ(heard.queue_pair.number, kEnd.queue_pair.number);
+  EXPECT_EQ(heard.queue_pair.first_packet, kEnd.queue_pair.first_packet);
+  EXPECT_EQ(heard.ring, kEnd.ring);
+  EXPECT_EQ(heard.key, kEnd.key);
+  EXPECT_EQ(heard.slots, kEnd.slots);
+}
+
+TEST(RdmaExchange, AnotherProtocolIsRefused) {
+  expect_refused(with(ports_card(), kMagicAt, 0x32505247U), receive_ports, "protocol");
+  expect_refused(with(end_card(), kMagicAt, 0U), receive_end, "protocol");
+  Card ports = ports_card();
+  expect_refused(ports, receive_end, "protocol");
+}
+
+TEST(RdmaExchange, ImpossiblePortsAreRefused) {
+  const Card card = ports_card();
+  const auto second = [](std::size_t field) { return kFirstAddressAt + kAddressBytes + field; };
+  for (std::uint32_t count : {17U, 0x80000000U, ~0U})
+    expect_refused(with(card, kCountAt, count), receive_ports, "number of RDMA ports");
+  for (std::uint8_t layer : std::array<std::uint8_t, 3>{0, 3, 255})
+    expect_refused(with(card, second(kLayerAt), layer), receive_ports, "impossible RDMA port");
+  for (std::uint8_t mtu : std::array<std::uint8_t, 3>{0, 6, 255})
+    expect_refused(with(card, second(kMtuAt), mtu), receive_ports, "impossible RDMA port");
+  std::array<char, kNetworkBytes> endless;
+  endless.fill('n');
+  expect_refused(with(card, second(kNetworkAt), endless), receive_ports, "impossible RDMA port");
+}
+
+TEST(RdmaExchange, WhatLiesBeyondTheCountIsNotLookedAt) {
+  const Card card = with(ports_card(1), kFirstAddressAt + kAddressBytes + kMtuAt, std::uint8_t{9});
+  EXPECT_EQ(heard_of(card, receive_ports).size(), 1U);
+}
+
+TEST(RdmaExchange, ImpossibleEndsAreRefused) {
+  const Card card = end_card();
+  for (std::size_t field : {kPortAt, kPeerPortAt})
+    for (std::uint32_t port : {16U, ~0U})
+      expect_refused(with(card, field, port), receive_end, "impossible RDMA connection");
+  for (std::size_t field : {kNumberAt, kPacketAt})
+    for (std::uint32_t number : {1U << 24, ~0U})
+      expect_refused(with(card, field, number), receive_end, "impossible RDMA connection");
+  for (std::uint32_t slots : {0U, 3U, 6U, 1U << 17, ~0U})
+    expect_refused(with(card, kSlotsAt, slots), receive_end, "impossible RDMA connection");
+}
+
+TEST(RdmaExchange, AnEndMidwayIsAnEndAndSilenceATimeout) {
+  for (std::size_t bytes : {0U, 1U, 39U}) {
+    Ends ends = unix_ends();
+    Card part = end_card();
+    part.resize(bytes);
+    say(ends.first.get(), part);
+    const auto hear = [&](auto receive) {
+      receive(ends.second.get(), kLink, Patience(Deadline::after(kShort)));
+    };
+    thrown_by<Timeout>([&] { hear(receive_end); });
+    thrown_by<Timeout>([&] { hear(receive_ports); });
+    ends.first.reset();
+    thrown_by<TransportError>([&] { hear(receive_end); });
+    thrown_by<TransportError>([&] { hear(receive_ports); });
+  }
+}
+
+// --- through a transport ---
+
+// A link whose other end is spoken by hand. It says hello and its ports, and then what it is told.
+class RdmaByHand : public FakeRdma {
+ protected:
+  static constexpr Rank kPeer = 1;
+
+  // The error of `self`, a rank of two.
+  template <typename Kind>
+  std::string error_of(Rank self, const std::vector<Card>& words, double seconds = kTestSeconds,
+                       bool closes = false) {
+    Ends ends = tcp_ends();
+    const Rank peer = 1 - self;
+    const LinkId back{"rdma", peer, self};
+    const Options mine = of_rank(self, options());
+    send_hello(ends.second.get(), back, of_rank(peer, mine));
+    for (const Card& card : words) say(ends.second.get(), card);
+    if (closes) ::shutdown(ends.second.get(), SHUT_WR);
+    const auto transport = make_transport("rdma", mine);
+    return thrown_by<Kind>([&] {
+      try {
+        transport->adopt(std::move(ends.first), peer, seconds);
+      } catch (const PeerError& error) {
+        EXPECT_EQ(error.peer(), peer);
+        throw;
+      }
+    });
+  }
+  static Card end_of(int port, int peer_port) {
+    RdmaEnd end = kEnd;
+    end.port = port;
+    end.peer_port = peer_port;
+    return end_card(end);
+  }
+};
+
+TEST_F(RdmaByHand, PortsThatThereAreNotAreRefused) {
+  for (Rank self : {0, 1})
+    for (const auto& [port, peer_port] : {std::pair{3, 0}, std::pair{0, 1}})
+      expect_words(error_of<TransportError>(self, {ports_card(3), end_of(port, peer_port)}),
+                   {"chose an RDMA port that there is not"});
+}
+
+TEST_F(RdmaByHand, WithoutAPortOfOneLinkLayerTheRemedyIsTold) {
+  const std::vector<Card> infiniband = {
+      with(ports_card(1), kFirstAddressAt + kLayerAt, std::uint8_t{ibv::kLinkInfiniBand})};
+  for (const auto& words : {infiniband, {ports_card(0)}})
+    expect_words(error_of<InvalidArgument>(0, words), {"no RDMA port", "GRADWIRE_IB_HCA"});
+  EXPECT_EQ(fake.calls("ibv_create_qp"), 0);
+}
+
+// The peer stops or ends after each of its words; in the last case it never greets.
+TEST_F(RdmaByHand, SilenceIsATimeoutAndAnEndIsAnEnd) {
+  const std::vector<std::vector<Card>> beginnings = {
+      {}, {ports_card()}, {ports_card(), end_of(0, 0)}};
+  for (Rank self : {0, 1})
+    for (const auto& words : beginnings) {
+      expect_words(error_of<Timeout>(self, words, kShort), {"timed out", "without an answer"});
+      expect_words(error_of<TransportError>(self, words, kTestSeconds, true), {"closed it"});
+    }
+}
+
+TEST_F(RdmaByHand, APeerThatTheNetworkDoesNotReachIsAnErrorWithTheRemedy) {
+  for (Rank self : {0, 1})
+    expect_words(error_of<TransportError>(self, {ports_card(), end_of(0, 0), {std::byte{'R'}}}),
+                 {"does not reach the other end", "retry counter exceeded", "GRADWIRE_IB_GID_INDEX",
+                  "GRADWIRE_TRANSPORT=shm,tcp"});
+}
+
+// Its card acknowledges what is written to it, but the peer itself says nothing: it was stopped.
+TEST_F(RdmaByHand, APeerThatIsReachedAndNeverGreetsIsATimeout) {
+  const Options mine = of_rank(0, options());
+  const RdmaPort& port = mine.rdma->ports()[0];
+  const LinkId back{"rdma", kPeer, 0};
+  Slab slab(4096);
+  const Rail rail(*mine.rdma, port, slab, 64);
+  QueuePair stopped(*mine.rdma, port, rail.cq(), 1, 1);
+  ASSERT_TRUE(stopped.post_receive(0));
+  Ends ends = tcp_ends();
+  send_hello(ends.second.get(), back, of_rank(kPeer, mine));
+  run_threads(2, [&](int side) {
+    if (side == 0) {
+      const auto transport = make_transport("rdma", mine);
+      expect_words(thrown_by<Timeout>([&] { transport->adopt(std::move(ends.first), kPeer, 1); }),
+                   {"rank 1", "no word over RDMA"});
+      return;
+    }
+    const Patience patience = Deadline::after(kTestSeconds);
+    receive_hello(ends.second.get(), back, of_rank(kPeer, mine), patience);
+    send_ports(ends.second.get(), back, mine.rdma->ports());
+    receive_ports(ends.second.get(), back, patience);
+    RdmaEnd far = receive_end(ends.second.get(), back, patience);
+    far.queue_pair.address = port.address;
+    RdmaEnd own = kEnd;
+    own.port = own.peer_port = 0;
+    own.queue_pair.number = stopped.number();
+    send_end(ends.second.get(), back, own);
+    stopped.connect(far.queue_pair, own.queue_pair.first_packet);
+    say(ends.second.get(), {std::byte{'R'}});
+  });
+}
+
+TEST_F(RdmaByHand, NothingIsRegisteredForAPeerThatSaysNothingSensible) {
+  error_of<TransportError>(0, {with(ports_card(), kMagicAt, 0U)});
+  EXPECT_EQ(fake.calls("ibv_create_qp"), 0);
+  EXPECT_EQ(fake.calls("ibv_create_cq"), 0);
+}
+
+}  // namespace
+}  // namespace gradwire::transport

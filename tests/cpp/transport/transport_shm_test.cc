@@ -1,0 +1,41 @@
+#include "gradwire/transport/arena.h"
+
+#include <set>
+
+#include "transport_conformance.h"
+
+namespace gradwire::transport {
+INSTANTIATE_TEST_SUITE_P(Shm, TransportConformance, testing::Values("shm"));
+
+TEST(Shm, SmallMessagesNeedNoStaging) {
+  const Transports mesh =
+      connect("shm", 3, {.max_message = 4096, .messages = 4, .messages_per_peer = 4});
+  std::size_t large = 0, few = 0;
+  while (try_send(*mesh[0], std::vector<Rank>{1}, 4096, large)) ++large;
+  EXPECT_FALSE(try_send(*mesh[0], std::vector<Rank>{2}, kSmallMessage + 1, 0));
+  while (try_send(*mesh[0], std::vector<Rank>{2}, kSmallMessage, few)) ++few;
+  EXPECT_EQ(large, 4);
+  EXPECT_EQ(few, 4);
+  for (std::size_t i = 0; i < few; ++i) expect_message(*mesh[2], 0, kSmallMessage, i);
+  EXPECT_FALSE(try_send(*mesh[0], std::vector<Rank>{1, 2}, 0, 9));  // rank 1 has its share
+  EXPECT_TRUE(try_send(*mesh[0], std::vector<Rank>{2}, 0, 9));
+}
+
+// A cell that was just read is in the reader's cache: writing it again would bring it back.
+TEST(Shm, CellsTakeTurns) {
+  const Transports mesh = connect("shm", 2, {.max_message = 4096, .messages = 4});
+  const std::vector<Rank> peers{1};
+  std::vector<std::byte*> cells;
+  for (std::size_t i = 0; i < 8; ++i) {
+    const Bytes cell = mesh[0]->reserve(peers, 4096);
+    cells.push_back(cell.data());
+    fill(cell, i);
+    mesh[0]->commit(4096);
+    expect_message(*mesh[1], 0, 4096, i);
+  }
+  const std::set<std::byte*> few(cells.begin(), cells.begin() + 4);
+  EXPECT_EQ(few.size(), 4);
+  EXPECT_EQ(std::set<std::byte*>(cells.begin(), cells.end()), few);
+}
+
+}  // namespace gradwire::transport

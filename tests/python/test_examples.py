@@ -1,0 +1,95 @@
+"""Every example runs as its docstring says, and prints what it is there to show."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import LIMIT
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+needs_torch = pytest.mark.usefixtures("torch")
+
+
+@pytest.fixture
+def torch() -> None:
+    pytest.importorskip("torch.distributed")
+
+
+def command(example: Path) -> list[str]:
+    """What the docstring says, with this environment's programs."""
+    docstring = ast.get_docstring(ast.parse(example.read_text())) or ""
+    program, *arguments = shlex.split(re.findall(r"^Run: (.+)$", docstring, re.MULTILINE)[0])
+    return [str(Path(sys.executable).with_name(program)), *arguments]
+
+
+def run(name: str) -> str:
+    """What the example prints, where it ends well."""
+    ended = subprocess.run(
+        command(ROOT / "examples" / name), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """The groups of the first match."""
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return [float(each) for each in found.groups()]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: each.name)
+def test_a_docstring_names_its_own_file(example: Path):
+    assert f"examples/{example.name}" in command(example)
+
+
+def test_all_reduce():
+    printed = run("all_reduce.py")  # by ranks that may write into each other's lines
+    for rank in range(4):
+        assert printed.count(f"rank {rank} of 4: the average is 1.5") == 1
+
+
+@needs_torch
+def test_ddp():
+    printed = run("ddp.py")
+    (first,) = numbers(r"step 0: loss ([\d.]+)", printed)
+    (last,) = numbers(r"step 100: loss ([\d.]+)", printed)
+    assert last < first / 20
+    assert "replicas bit-identical: True" in printed
+
+
+@needs_torch
+def test_ddp_onebit():
+    found = numbers(
+        r"none +loss +([\d.]+), +[\d.]+ s, +([\d.]+) MB sent\n"
+        r"Stages.* +loss +([\d.]+), +[\d.]+ s, +([\d.]+) MB sent",
+        run("ddp_onebit.py"),
+    )
+    dense_loss, dense_sent, loss, sent = found
+    assert loss < 1.5 * dense_loss
+    assert sent < dense_sent / 10
+
+
+def test_own_codec():
+    without, kept = numbers(r"([\d.]+) without feedback, ([\d.]+) with it", run("own_codec.py"))
+    assert kept < without / 20
+
+
+def test_own_schedule():
+    printed = run("own_schedule.py")
+    assert re.search(r"^correct +yes$", printed, re.MULTILINE)
+    assert all(f"rank {rank}: the sum is 10.0" in printed for rank in range(4))
+
+
+def test_shrink_and_go_on():
+    printed = run("shrink_and_go_on.py")  # of ranks that may write into each other's lines
+    for new, old in enumerate((0, 1, 3)):
+        assert f"rank {old} lost rank 2: now rank {new} of 3" in printed
+        assert f"rank {old} ends with 1.333 after 10 steps" in printed  # the mean of 0, 1 and 3

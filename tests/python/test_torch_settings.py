@@ -1,0 +1,221 @@
+"""What register() is given wrongly: an error that says what to give; and copies of its model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import gradwire
+import pytest
+import torch
+import torch_ranks
+from gradwire.torch import Momentum, State, comm_hook, register
+from gradwire.torch._group import communicator_of
+from ranks import LIMIT
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch_training import backward, flat, mlp, same_everywhere
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no codec": ({"codec": None}, "codec=None: give a codec's name"),
+    "codec class": ({"codec": gradwire.codec.LowRank}, "codec=LowRank is a class: give a codec's"),
+    "momentum as a number": ({"momentum": 0.9}, "give gradwire.torch.Momentum(0.9)"),
+    "momentum class": ({"momentum": Momentum}, "Momentum is a class: give gradwire.torch.Mom"),
+    "optimizer class": ({"optimizer": torch.optim.SGD}, "optimizer=SGD is a class: give the opt"),
+    "no optimizer": ({"optimizer": [1]}, "optimizer=[1] is of type list: give the optimizer"),
+    "scaler class": ({"scaler": torch.amp.GradScaler}, "scaler=GradScaler is a class: give the"),
+    "feedback class": ({"feedback": gradwire.ErrorFeedback}, "ErrorFeedback is a class: give"),
+    "no rules": ({"rules": {}}, "rules={} is a mapping: give a list of pairs"),
+    "rules by name": ({"rules": {"*.bias": "none"}}, "is a mapping: give a list of pairs"),
+    "rules as text": ({"rules": "*.bias"}, "give a list of pairs"),
+    "one rule": ({"rules": ("*.bias", "none")}, "holds '*.bias': give a list of pairs"),
+    "rule for nothing": ({"rules": [("fc.*", "none")]}, "'fc.*', which matches no parameter"),
+    "names with a prefix": ({"rules": [("module.*", "none")]}, "named_parameters(): 0.weight"),
+}
+
+
+def wrong_settings() -> dict[str, str]:
+    found = {}
+    for what, (setting, _) in WRONG.items():
+        with pytest.raises(gradwire.InvalidArgument) as raised:
+            register(DistributedDataParallel(mlp()), **setting)
+        found[what] = str(raised.value)
+    return found
+
+
+def test_wrong_settings_are_refused_with_what_to_give() -> None:
+    for found in torch_ranks.run(2, wrong_settings):
+        for what, (_, words) in WRONG.items():
+            assert words in found[what]
+
+
+def one_fails(owns: bool) -> str:
+    """On rank 1 alone, when the ranks have met."""
+    rules = [("fc.*", "none")] if torch.distributed.get_rank() else []
+    given = None if owns else communicator_of(torch.distributed.group.WORLD)
+    ddp = DistributedDataParallel(mlp())
+    with pytest.raises(gradwire.InvalidArgument) as raised:
+        register(ddp, communicator=given, rules=rules, timeout=LIMIT)
+    if given is not None:
+        register(ddp, communicator=given)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("owns", [True, False])
+def test_where_one_rank_cannot_go_on_all_are_told(owns: bool) -> None:
+    told, own = torch_ranks.run(2, one_fails, owns)
+    assert "'fc.*', which matches no parameter" in own
+    assert told == f"register() failed on rank 1: InvalidArgument: {own}"
+
+
+class Words(nn.Module):
+    def __init__(self, kind: Callable[..., nn.Module], **options: Any) -> None:
+        super().__init__()
+        self.words = kind(50, 4, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.words(x)
+
+
+def wrong_models() -> list[str]:
+    ddp = DistributedDataParallel(mlp())
+    register(ddp)
+    sparse = [
+        DistributedDataParallel(Words(k, sparse=True)) for k in (nn.Embedding, nn.EmbeddingBag)
+    ]
+    found = []
+    compiled = torch.compile(DistributedDataParallel(mlp()))
+    for model in (mlp(), nn.Linear, None, ddp, compiled, *sparse):
+        with pytest.raises(gradwire.InvalidArgument) as raised:
+            register(model)
+        found.append(str(raised.value))
+    register(DistributedDataParallel(Words(nn.Embedding)))
+    return found
+
+
+def ignored_embedding() -> int:
+    model = nn.Sequential(Words(nn.Embedding, sparse=True), nn.Linear(4, 2))
+    names = [name for name, _ in model.named_parameters() if name.endswith("words.weight")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return len(names) * register(DistributedDataParallel(model)).communicator.size
+
+
+def test_a_sparse_embedding_that_ddp_ignores_is_taken() -> None:
+    assert torch_ranks.run(1, ignored_embedding) == [1]
+
+
+def test_models_that_have_no_place_for_the_hook_are_refused() -> None:
+    expected = [
+        "this is a Sequential: wrap it in DistributedDataParallel",
+        "the class Linear",
+        "of type NoneType",
+        "a communication hook already, comm_hook",
+        "before torch.compile()",
+        "the Embedding 'words' of shape (50, 4) has sparse gradients",
+        "the EmbeddingBag 'words'",
+    ]
+    for found in torch_ranks.run(1, wrong_models):
+        for message, words in zip(found, expected, strict=True):
+            assert words in message
+
+
+def hook_without_a_state() -> str:
+    ddp = DistributedDataParallel(mlp())
+    ddp.register_comm_hook(None, comm_hook)
+    with pytest.raises(gradwire.InvalidArgument) as raised:
+        backward(ddp, 0)
+    return str(raised.value)
+
+
+def test_a_hook_without_a_state_says_so() -> None:
+    for message in torch_ranks.run(2, hook_without_a_state):
+        assert "with NoneType in place of a State: call gradwire.torch.register(ddp)" in message
+
+
+def share_feedback() -> str:
+    first = DistributedDataParallel(mlp())
+    state = register(first, codec="onebit")
+    second = DistributedDataParallel(mlp())
+    with pytest.raises(gradwire.InvalidArgument) as raised:
+        register(second, codec="onebit", feedback=state.feedback)
+    state.close()
+    register(second, codec="onebit", feedback=state.feedback)
+    third = DistributedDataParallel(second.module)  # the same parameters
+    register(third, codec="onebit", feedback=state.feedback)
+    backward(third, 0)
+    return str(raised.value)
+
+
+def test_one_feedback_for_two_models_is_refused() -> None:
+    for message in torch_ranks.run(2, share_feedback):
+        assert "feedback= is in use by another model's hook" in message
+
+
+def logged() -> list[str]:
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
+    return found
+
+
+def saved_and_loaded(ddp: DistributedDataParallel) -> DistributedDataParallel:
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    found: DistributedDataParallel = torch.load(file, weights_only=False)
+    return found
+
+
+COPIES: dict[str, Callable[[DistributedDataParallel], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda ddp: pickle.loads(pickle.dumps(ddp)),
+    "torch.save": saved_and_loaded,
+    "AveragedModel": AveragedModel,
+}
+
+
+def copied(how: str) -> tuple[list[str], bool, bool, bool]:
+    """A copy behaves as plain DDP, can be registered itself, and the model goes on."""
+    warnings = logged()
+    ddp = DistributedDataParallel(mlp())
+    ddp.register_forward_hook(forward_hook)
+    state = register(ddp, codec="onebit")
+    backward(ddp, 0)
+    made = COPIES[how](ddp)
+    plain = made.module if how == "AveragedModel" else made
+    alike = flat(plain).equal(flat(ddp)) and len(plain._forward_hooks) == 1
+    backward(plain, 1)
+    averaged = same_everywhere(each.grad for each in plain.parameters())
+    again = DistributedDataParallel(plain.module)
+    register(again)
+    backward(again, 2)
+    backward(ddp, 1)
+    assert state.steps == 2
+    return warnings, alike, averaged, same_everywhere(each.grad for each in ddp.parameters())
+
+
+def forward_hook(*_: Any) -> None:
+    """A user's, which is copied."""
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_model_is_copied_and_saved_without_its_hook(how: str) -> None:
+    for warnings, *right in torch_ranks.run(2, copied, how):
+        assert len(warnings) == 1
+        assert "without gradwire's hook" in warnings[0]
+        assert right == [True] * 3
+
+
+def copy_a_state() -> list[Any]:
+    state: State = register(DistributedDataParallel(mlp()))
+    return [copy.deepcopy({"state": state}), pickle.loads(pickle.dumps(state))]
+
+
+def test_a_state_is_copied_as_nothing() -> None:
+    assert torch_ranks.run(1, copy_a_state) == [[{"state": None}, None]]
