@@ -187,7 +187,7 @@ def check_fault(fault: str, links: str, p: int, simulated: bool, nccl: str) -> N
                 continue
             if outcome.error is not None:
                 raise outcome.error
-            row.expect(outcome.value is not None, f"rank {rank} died")
+            row.expect(outcome.value is not None, f"rank {rank} died with status {outcome.status}")
             name, peer, seconds = outcome.value or ("nothing", None, 0.0)
             row.expect(
                 (name, peer) == (expected.__name__, 1) and seconds < _LATE,

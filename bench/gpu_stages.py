@@ -44,6 +44,7 @@ class Ended:
     seconds: float
     rows: list[Row] = field(default_factory=list)  # of checks
     times: list[Row] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # the last lines of its standard error
 
     @property
     def passed(self) -> bool:
@@ -165,6 +166,8 @@ def _run(
         told(f"{stage.name} (up to {min(own, left):.0f} s)")
         ended = run(stage, min(own, left), base, cut=left < own)
     told(f"{stage.name}: {summary(ended)}")
+    if not ended.passed:
+        told("\n".join(ended.errors))
     return ended
 
 
@@ -211,11 +214,11 @@ def run(stage: Stage, seconds: float, base: Mapping[str, str], *, cut: bool = Fa
             _kill(process)
         ended.seconds = monotonic() - start
         why = _why(process.returncode, seconds if late.is_set() else None, ended)
+        errors.seek(0)
+        ended.errors = errors.read().decode(errors="replace").strip().splitlines()[-60:]
         if why:
-            errors.seek(0)
-            words = errors.read().decode(errors="replace").strip().splitlines()[-4:]
             row = _incomplete if cut and late.is_set() else _failed
-            ended.rows.append(row(" | ".join([why, *words])))
+            ended.rows.append(row(" | ".join([why, *ended.errors[-4:]])))
     return ended
 
 

@@ -47,6 +47,7 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     died: bool = False
+    status: int = 0  # with which its process ended; -N: by signal N
     queued: float = 0.0  # seconds that its process waited for a processor, where that is told
 
 
@@ -56,7 +57,8 @@ def run(p: int, body: Body, *args: Any, **options: Any) -> list[Any]:
     for each in ended:
         if each.error is not None:
             raise each.error
-    assert not any(each.died for each in ended)
+    died = {rank: each.status for rank, each in enumerate(ended) if each.died}
+    assert not died, f"ranks died, with status: {died}"
     return [each.value for each in ended]
 
 
@@ -154,6 +156,7 @@ def _in_processes(made: list[Mesh], rank_body: Callable[[Mesh], Outcome]) -> lis
 def _child(
     mesh: Mesh, made: list[Mesh], rank_body: Callable[[Mesh], Outcome], pipe: Connection
 ) -> None:
+    faulthandler.enable(sys.__stderr__)
     faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
     for other in made:
         if other is not mesh:
@@ -171,6 +174,7 @@ def _outcome_of(child: Any, pipe: Connection) -> Outcome:
     with contextlib.suppress(EOFError):
         outcome = pipe.recv()
     child.join()
+    outcome.status = child.exitcode
     child.close()
     pipe.close()
     return outcome
