@@ -158,7 +158,8 @@ FAULTS: dict[str, tuple[Callable[[gradwire.Communicator], None], type[Exception]
 def check_fault(fault: str, links: str, p: int, simulated: bool, nccl: str) -> None:
     """A row of one fault."""
     harm, expected = FAULTS[fault]
-    knowing = RawArray("b", p)  # which ranks have had their error
+    ready = RawArray("b", p)  # which ranks are through with all calls before the fault
+    knowing = RawArray("b", p)  # which ranks have had their error, or another one
 
     def body(comm: gradwire.Communicator) -> tuple[str, int | None, float] | None:
         _prepare(comm, links, nccl)
@@ -169,14 +170,19 @@ def check_fault(fault: str, links: str, p: int, simulated: bool, nccl: str) -> N
             for _ in range(3):
                 comm.all_reduce(x)
                 place.wait()
-            _let_all_finish(comm)
-            if comm.rank == 1:
-                harm(comm)
-                return None
-            found = _until_it_fails(comm, x, place)
-            knowing[comm.rank] = True
+            try:
+                _let_all_finish(comm)
+                ready[comm.rank] = True
+                if comm.rank == 1:
+                    # One that died at once could take a barrier along in which others still are.
+                    ranks.eventually(lambda: sum(ready) == p)
+                    harm(comm)
+                    return None
+                found = _until_it_fails(comm, x, place)
+            finally:
+                knowing[comm.rank] = True
             if comm.rank == 0:
-                ranks.eventually(lambda: sum(knowing) == p - 1)
+                ranks.eventually(lambda: all(knowing[:1] + knowing[2:]))
                 _end(int(pids[1]))
             return found
 
