@@ -1,8 +1,8 @@
 """Digests of the results and residuals of every collective, algorithm, dtype, operation and codec.
 
-`python tests/python/recorded_bits.py` writes them to recorded_bits.json, which test_recorded_bits.py
-compares with what the library computes now. Run it where a change of bits is meant, and say so in
-CHANGELOG.md: replicas that run different releases would no longer agree.
+`python tests/python/recorded_bits.py` writes them to recorded_bits.json, with which
+test_recorded_bits.py compares what the library computes now. Run it where a change of bits is
+meant, and say so in CHANGELOG.md: replicas that run different releases would no longer agree.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import gradwire
 import numpy as np
 import ranks
 from gpu_arrays import Cpu
-from gpu_calls import Case, Found, run
+from gpu_calls import Found, run
 from gpu_loopback import CODECS, Extent, groups
 
+_KEPT = ("residual", "tau", "calls")
 FILE = Path(__file__).with_suffix(".json")
 SIZES = (2, 3, 4, 5)
 EXTENT = Extent(SIZES, (1, 1001), (3001,), (1,), CODECS, ((40, 60), (33,), (64, 25)))
@@ -44,9 +45,6 @@ def _digest(found: Iterable[Found]) -> str:
         parts += [bool(each.refused).to_bytes(), *each.results]
         parts += [np.asarray(kept[what]).tobytes() for kept in each.kept.values() for what in _KEPT]
     return _sha(b"|".join(parts))
-
-
-_KEPT = ("residual", "tau", "calls")
 
 
 def _sha(data: bytes) -> str:
