@@ -29,12 +29,12 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 BUILT := build/release/.built
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/* csrc/gradwire/*/*/*)
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' \
-  'tests/*.cc' 'bench/*.cc')
+  'tests/*.cc' 'bench/*.h' 'bench/*.cc')
 
 .PHONY: demo test test-cpp test-python nightly test-under-load test-rdma bench docs lint lint-check \
   sanitize sanitize-build faults fuzz fuzz-build build tools clean
 demo: build
-	$(BIN)/python bench/demo.py $(ARGS)
+	$(BIN)/python -m bench.training.demo $(ARGS)
 
 test: test-cpp test-python
 
@@ -70,7 +70,7 @@ faults: build
 	PYTHONPATH=tests $(BIN)/python -m faults --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: build
-	$(BIN)/python -m pytest bench --benchmark-only $(ARGS)
+	$(BIN)/python -m pytest bench/collectives --benchmark-only $(ARGS)
 
 # Of the installed package: the reference comes from its docstrings.
 docs: build $(VENV)/documenters

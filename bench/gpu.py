@@ -1,7 +1,7 @@
 """Builds, checks and times gradwire's CUDA part on the first GPU of this machine, in 8 minutes.
 
     python bench/gpu.py                    # writes bench/results/gpu-DATE.json and .md
-    python bench/gpu.py --output FOLDER  # FOLDER/gpu.json and .md, where there is a FOLDER;
+    python bench/gpu.py --output FOLDER    # FOLDER/gpu.json and .md, where there is a FOLDER;
                                            # else FOLDER.json and .md
     python bench/gpu.py --only loopback kernels
     python bench/gpu.py --simulated        # the checks, over tests/simulated_cuda; writes nothing
@@ -27,14 +27,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_build
-import gpu_report
-import result_files
-from gpu_stages import Deadline, Ended, Stage, python, run_all, simulated, stages
-from machine import describe
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of the package bench, from any folder
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results"
+from bench.common import result_files
+from bench.common.machine import describe
+from bench.common.result_files import RESULTS, ROOT
+from bench.cuda import gpu_build, gpu_report
+from bench.cuda.gpu_stages import Deadline, Ended, Stage, python, run_all, simulated, stages
+
 RELEASE = ROOT / "build/release"  # of `make test-cpp build`
 _CUDA_PROGRAMS = "/usr/local/cuda/bin"  # where PATH may not lead
 _BUILD_SECONDS = 150.0
@@ -169,7 +169,7 @@ def _run(options: argparse.Namespace, deadline: Deadline, gpu: Mapping[str, Any]
         [str(gpu_build.PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     architectures = options.architectures or f"{gpu['capability']}-real"
-    build = Stage("build", python("gpu_build.py", architectures), _BUILD_SECONDS)
+    build = Stage("build", python("gpu_build", architectures), _BUILD_SECONDS)
     wanted = _chosen(stages(gpu_build.BUILD, gpu_build.PLUGIN), options.only)
     ended = run_all([build], deadline, environment, _told, later=wanted)
     if not (ended[0].passed and ended[0].complete):

@@ -1,7 +1,7 @@
 """The tables of README and of docs/, made from the newest files in bench/results.
 
-    python bench/tables.py            # writes what is between <!-- table: NAME --> and <!-- end -->
-    python bench/tables.py --check    # exits with 1 where a document says other than the results
+    python -m bench.tables            # writes what is between <!-- table: NAME --> and <!-- end -->
+    python -m bench.tables --check    # exits with 1 where a document says other than the results
 
 A table whose results lack a row or a column of it stays as it is, and why is printed.
 """
@@ -16,10 +16,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import gpu_report
 import gradwire
-import peers_report
-from methods import (
+
+from bench.common.result_files import RESULTS, ROOT
+from bench.cuda import gpu_report
+from bench.libraries import peers_report
+from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
+from bench.libraries.peer_teams import GRADWIRE
+from bench.training.methods import (
     GLOO,
     GLOO_FP16,
     GLOO_POWERSGD,
@@ -31,14 +35,10 @@ from methods import (
     TRAINED,
     Method,
 )
-from peer_teams import GLOO as GLOO_LIBRARY
-from peer_teams import GRADWIRE
-from train_report import DENSE, Setting, accuracy, first_share, settings_of
-from train_runs import Result, read_results
+from bench.training.train_report import DENSE, Setting, accuracy, first_share, settings_of
+from bench.training.train_runs import Result, read_results
 
-ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RESULTS = Path(__file__).parent / "results"
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 _BATCHES = (16, 64)  # images a rank and step
@@ -72,7 +72,7 @@ def main() -> int:
     differing = [each for each in DOCUMENTS if not _is_up_to_date(each, write=not check)]
     if check and differing:
         names = ", ".join(each.name for each in differing)
-        print(f"{names}: differ from bench/results: run `python bench/tables.py`", file=sys.stderr)
+        print(f"{names}: differ from bench/results: run `python -m bench.tables`", file=sys.stderr)
         return 1
     return 0
 

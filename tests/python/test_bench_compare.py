@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import compare
 import gradwire
 import pytest
-from compare import Compared
 from gradwire import _core
+
+from bench.collectives import compare
+from bench.collectives.compare import Compared
 
 CASE = {"collective": "all_reduce", "nbytes": 64, "algorithm": "auto", "codec": "none"}
 

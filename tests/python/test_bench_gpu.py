@@ -12,25 +12,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gpu
-import gpu_build
-import gpu_floors
-import gpu_loopback
-import gpu_ranks
-import gpu_report
-import gpu_sanitize
-import gpu_stages
-import gpu_tests
-import gpu_torch_jobs
 import gradwire
 import pytest
 import ranks
-import result_files
 import simulated_gpu
-import tables
-from gpu_calls import Found, difference
-from gpu_rows import Row
-from gpu_stages import Deadline, Ended, Stage
+
+from bench import gpu, tables
+from bench.common import result_files
+from bench.cuda import (
+    gpu_build,
+    gpu_floors,
+    gpu_loopback,
+    gpu_ranks,
+    gpu_report,
+    gpu_sanitize,
+    gpu_stages,
+    gpu_tests,
+    gpu_torch_jobs,
+)
+from bench.cuda.gpu_calls import Found, difference
+from bench.cuda.gpu_rows import Row
+from bench.cuda.gpu_stages import Deadline, Ended, Stage
 
 BUILD = simulated_gpu.path().parents[2]
 JOBS = BUILD / "bench/libgpu_jobs.so"
@@ -75,14 +77,15 @@ def test_results_go_into_a_folder_or_beside_a_name(tmp_path: Path) -> None:
 
 def run(program: str, seconds: float = 60, *, cut: bool = False) -> Ended:
     """A stage that is this program, after some imports."""
-    text = "import json, os, sys, time\nsys.path.append('bench')\n" + program
-    environment = {**os.environ, "PYTHONPATH": str(gpu.ROOT / "bench")}
+    text = "import json, os, sys, time\n" + program
     return gpu_stages.run(
-        Stage("made up", [sys.executable, "-c", text], seconds), seconds, environment, cut=cut
+        Stage("made up", [sys.executable, "-c", text], seconds), seconds, os.environ, cut=cut
     )
 
 
-_ROW = "from gpu_rows import Row, tell\nwith Row('g', 'c') as row: row.expect(True, '')\n"
+_ROW = (
+    "from bench.cuda.gpu_rows import Row, tell\nwith Row('g', 'c') as row: row.expect(True, '')\n"
+)
 
 
 def test_rows_and_times_are_read_among_chatter() -> None:
@@ -98,8 +101,14 @@ def test_rows_and_times_are_read_among_chatter() -> None:
         (_ROW + "os.kill(os.getpid(), 11)", "ended with status -11"),
         (_ROW + "print('the reason', file=sys.stderr); sys.exit(3)", "the reason"),
         ("", "it told nothing"),
-        ("from gpu_rows import Row\nwith Row('g') as row: row.expect(1 == 2, 'sums')", "sums"),
-        ("from gpu_rows import Row\nwith Row('g') as row: raise ValueError('x')", "ValueError: x"),
+        (
+            "from bench.cuda.gpu_rows import Row\nwith Row('g') as row: row.expect(1 == 2, 'sums')",
+            "sums",
+        ),
+        (
+            "from bench.cuda.gpu_rows import Row\nwith Row('g') as row: raise ValueError('x')",
+            "ValueError: x",
+        ),
     ],
 )
 def test_what_goes_wrong_in_a_stage_is_a_failed_row(program: str, words: str) -> None:

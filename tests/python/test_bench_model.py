@@ -1,11 +1,12 @@
-"""What bench/model_check.py makes of what ranks measured."""
+"""What bench/collectives/model_check.py makes of what ranks measured."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from model_check import behind, chosen, error, measured, summary
+
+from bench.collectives.model_check import behind, chosen, error, measured, summary
 
 
 def case(algorithm: str, *runs: tuple[float, list[float]], picked: str = "ring") -> dict[str, Any]:

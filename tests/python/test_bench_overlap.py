@@ -6,15 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import images
-import links
-import methods
-import overlap
 import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from step_report import NO_LINK
+
+from bench.network import links
+from bench.training import images, methods, overlap
+from bench.training.step_report import NO_LINK
 
 BYTES, LARGE = 40_000_000, 64 << 20
 
@@ -31,7 +30,7 @@ def measured(local: float, gloo: float, gradwire: float, alone: float) -> dict[s
 
 
 def goals(here: dict[str, Any], shaped: dict[str, Any]) -> list[list[str]]:
-    found = {"date": "2020-01-01", "machine": "a machine", "command": "bench/overlap.py"}
+    found = {"date": "2020-01-01", "machine": "a machine", "command": "-m bench.training.overlap"}
     found |= {"ranks": 2, "batch": 64, "bytes": BYTES, "links": {NO_LINK: here, "1gbit": shaped}}
     rows = [line.strip("| ").split(" | ") for line in overlap.document(found).splitlines()]
     return [row for row in rows if row[-1] in ("yes", "no", "–")]
@@ -69,7 +68,7 @@ def test_large_sums_are_to_travel_at_the_rate():
 
 
 def test_each_link_has_the_step_with_an_empty_hook():
-    found = {"date": "2020-01-01", "machine": "a machine", "command": "bench/overlap.py"}
+    found = {"date": "2020-01-01", "machine": "a machine", "command": "-m bench.training.overlap"}
     links_of = {NO_LINK: measured(50, 80, 60, 10), "1gbit": measured(51, 400, 400, 340)}
     found |= {"ranks": 2, "batch": 64, "bytes": BYTES, "links": links_of}
     rows = [row for row in overlap.document(found).splitlines() if "DDP, empty hook" in row]

@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peer_rank
-import peer_teams
-import peers
-import peers_report
-import placement
 import pytest
-from peer_teams import Start, Team
+
+from bench.libraries import peer_rank, peer_teams, peers, peers_report, placement
+from bench.libraries.peer_teams import Start, Team
 
 MI = 1 << 20
 
@@ -41,7 +38,7 @@ def case(
 
 
 def report(*cases: dict[str, Any]) -> str:
-    found = {"date": "2020-01-01", "machine": "a machine", "command": "bench/peers.py"}
+    found = {"date": "2020-01-01", "machine": "a machine", "command": "-m bench.libraries.peers"}
     found |= {"versions": {"gloo": "torch 2"}, "starts": {"shm, p = 2": {"gloo": "run it"}}}
     return peers_report.document({**found, "cases": list(cases)}, "found")
 

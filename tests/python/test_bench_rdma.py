@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import rdma
-import rdma_turns
+
+from bench.network import rdma, rdma_turns
 
 BANDWIDTH = """
  #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]
@@ -37,7 +37,7 @@ def turns(what: str, nbytes: int, **numbers: list[float]) -> list[dict[str, Any]
 
 def rows(*lines: dict[str, Any]) -> list[list[str]]:
     found = {"date": "2020-01-01", "machine": "a machine", "device": "rxe0", "rounds": 3}
-    found |= {"command": "bench/rdma.py", "cases": rdma.cases_of(lines)}
+    found |= {"command": "-m bench.network.rdma", "cases": rdma.cases_of(lines)}
     lines = rdma.document(found).splitlines()[6:]
     return [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
 

@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import links
-import methods
 import numpy as np
 import pytest
-import step_report
-import step_times
-from step_report import EMULATED, LOCAL, NO_LINK, Bound
+
+from bench.network import links
+from bench.training import methods, step_report, step_times
+from bench.training.step_report import EMULATED, LOCAL, NO_LINK, Bound
 
 ONEBIT = "onebit:block=8192+momentum"
 DENSE = 2 * 3 / 4 * step_report.PARAMETERS * 4  # bytes that a rank of four sends without a codec
@@ -55,7 +54,7 @@ def measured(gloo_ms: float = 600, onebit_ms: float = 40) -> dict[str, Any]:
         "ranks": 4,
         "batch": 16,
         "machine": "a machine",
-        "command": "bench/step_times.py",
+        "command": "-m bench.training.step_times",
         "checks": {"100mbit": check},
         "links": {
             NO_LINK: {"steps": steps, "calls": calls},

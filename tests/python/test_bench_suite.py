@@ -1,4 +1,4 @@
-"""`pytest bench/ --benchmark-only` does what users of pytest-benchmark expect."""
+"""`pytest bench/collectives --benchmark-only` does what users of pytest-benchmark expect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def suite(storage: Path, *options: str) -> str:
         sys.executable,
         "-m",
         "pytest",
-        str(ROOT / "bench"),
+        str(ROOT / "bench/collectives"),
         "-c",
         str(ROOT / "pyproject.toml"),
     ]

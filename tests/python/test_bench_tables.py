@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import methods
-import peers_report
 import pytest
-import tables
-from train_runs import Point, Result, Run, append
+
+from bench import tables
+from bench.libraries import peers_report
+from bench.training import methods
+from bench.training.train_runs import Point, Result, Run, append
 
 OLD = "onebit+dense=0.1"  # an option that methods had once
 

@@ -9,18 +9,14 @@ import sys
 from pathlib import Path
 
 import gradwire
-import images
-import methods
 import numpy as np
 import pytest
-import train
-import train_links
-import train_report
-from methods import Method, Options
 from ranks import LIMIT
-from train_runs import Point, Result, Run, append, read_results
 
-TRAIN = Path(__file__).parents[2] / "bench" / "train.py"
+from bench.training import images, methods, train, train_links, train_report
+from bench.training.methods import Method, Options
+from bench.training.train_runs import Point, Result, Run, append, read_results
+
 RUN = Run("none", 16, 1, 3, 0.1, 0.1, 4, "auto", "Fashion-MNIST")
 
 
@@ -219,7 +215,7 @@ def control(method: str) -> Method:
 
 def test_the_demo_shows_four_codecs_beside_gloo(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("sklearn")
-    import demo
+    from bench.training import demo
 
     monkeypatch.setattr(sys, "argv", ["demo.py"])
     chosen = [each.check() for each in demo.parse_options().codecs]
@@ -264,7 +260,7 @@ def test_root_installs_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_it_trains_what_is_not_there_yet(tiny: Path, monkeypatch: pytest.MonkeyPatch):
     runs = tiny / "runs.jsonl"
-    command = [str(TRAIN), "--data", str(tiny), "--runs", str(runs), "--ranks", "2"]
+    command = ["train.py", "--data", str(tiny), "--runs", str(runs), "--ranks", "2"]
     command += ["--methods", "none", "fp16", "--batches", "4", "--seeds", "1", "--epochs", "1"]
     command += ["--learning-rate", "0.1", "--warm-up", "0.5", "--output", str(tiny / "report")]
     there = Run("none", 4, 1, 1, 0.1, 0.5, 2, "auto", tiny.name)
@@ -273,7 +269,8 @@ def test_it_trains_what_is_not_there_yet(tiny: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", command)
     assert train.main() == 2  # wants --resume
 
-    subprocess.run([sys.executable, *command, "--resume"], timeout=LIMIT, check=True)
+    program = [sys.executable, "-m", "bench.training.train", *command[1:], "--resume"]
+    subprocess.run(program, timeout=LIMIT, check=True)
     dense, half = read_results(runs)
     assert (dense.run, half.run) == (there, there._replace(method="fp16"))
     assert [each.step for each in half.curve] == [1, 2, 3, 4, 5, 6]

@@ -7,15 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import gradwire
-import links
 import numpy as np
 import pytest
 from gradwire import Communicator
 from hosts import Network
 from ranks import LIMIT
+
+from bench.network import links
 
 MISSING = links.missing()
 needs_links = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -121,8 +121,7 @@ def test_a_rate_is_written_as_tc_writes_it():
 
 def test_without_a_tool_it_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    program = Path(links.__file__)
-    command = [sys.executable, str(program), "--rate", "20mbit"]
+    command = [sys.executable, "-m", "bench.network.links", "--rate", "20mbit"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert ended.returncode == 1
     assert "install iproute2" in ended.stderr

@@ -8,9 +8,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import namespaces
 import pytest
 from hosts import PORT, Network, debians_etc_hosts
+
+from bench.network import namespaces
 
 pytest.importorskip("torch")
 

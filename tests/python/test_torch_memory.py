@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hook_memory
 import pytest
+
+from bench.training import hook_memory
 
 FIXED = 3.5  # bytes a parameter that shared memory and allocators take of a model of this size
 

@@ -136,9 +136,9 @@ def test_process_ends_cleanly_with_buckets_in_flight(tmp_path: Path, imports: st
 
 def test_demo_trains_and_compares_replicas(tmp_path: Path) -> None:
     """Over shared memory with three methods, and over a slow link with four."""
-    demo, picture = Path(__file__).parents[2] / "bench" / "demo.py", tmp_path / "demo.png"
+    picture = tmp_path / "demo.png"
     options = ["--ranks", 2, "--steps", 3, "--link-steps", 12, "--picture", picture]
-    ended = run([demo, *options, "--codecs", "none", "bf16"])
+    ended = run(["-m", "bench.training.demo", *options, "--codecs", "none", "bf16"])
     assert ended.returncode == 0, ended.stderr
     table = ended.stdout.splitlines()
     rows = [line for line in table if line.endswith(("yes", "NO"))]

@@ -16,7 +16,7 @@
 //
 // Unit: 32,768 elements. Of rows that differ in scale as e^N(0, 1) does, top-k by units of 8,192,
 // 32,768 and 131,072 catches 36, 68 and 90 % of the squares that one top-k of all does at density
-// 0.001, 71, 94 and 99 % at 0.01 (bench/kernels_sparse.cc). Smaller units balance chunks better, a
+// 0.001, 71, 94 and 99 % at 0.01 (kernels_sparse.cc). Smaller units balance chunks better, a
 // unit and what it becomes should fit the L2 cache.
 #pragma once
 

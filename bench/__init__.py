@@ -1,0 +1,1 @@
+"""Benchmarks: programs that are run as `python -m bench.ROOM.PROGRAM`; README.md lists them."""

@@ -1,0 +1,1 @@
+"""What a codec computes on one rank, and what its block sizes cost and buy."""

@@ -1,0 +1,1 @@
+"""What programs of several rooms share: the machine's description, the files of results."""

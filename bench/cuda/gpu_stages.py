@@ -1,0 +1,277 @@
+"""The stages of bench/gpu.py: programs that print rows, each in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from time import monotonic
+from typing import IO, Any
+
+from bench.common.result_files import ROOT
+
+_TOO_LATE = 5.0  # seconds, in which no stage gets anywhere
+SECONDS = "SECONDS"  # in a command: those that the stage has
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A program."""
+
+    name: str
+    command: Sequence[str]
+    seconds: float  # that it may take, besides what those before it have left of theirs
+    wave: int = 0  # those of one number run side by side
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Ended:
+    """What a stage told."""
+
+    name: str
+    seconds: float
+    rows: list[Row] = field(default_factory=list)  # of checks
+    times: list[Row] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # the last lines of its standard error
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return all(row["passed"] for row in self.rows)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the time was enough for all checks."""
+        return not any(row.get("incomplete") for row in self.rows)
+
+
+def python(program: str, *arguments: str) -> list[str]:
+    """The command of a program of bench.cuda."""
+    return [sys.executable, "-u", "-m", f"bench.cuda.{program}", *arguments]
+
+
+def stages(build: Path, plugin: Path) -> list[Stage]:
+    """All of them, on a GPU; first what tells most.
+
+    Processes share a GPU by turns, which makes many small calls slow: those have waves of their
+    own, and so have times, and `graph`, which looks at how much memory is free.
+    """
+    kernels, library = str(build / "bench/gpu_kernels"), str(plugin)
+    jobs = str(build / "bench/libgpu_jobs.so")
+    # Threads that are ranks have a queue each.
+    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+    def sanitize(tool: str) -> list[str]:
+        return python("gpu_sanitize", tool, kernels, library, SECONDS)
+
+    return [
+        Stage("kernels", [kernels, library, "all"], 55, 0),
+        Stage("loopback", python("gpu_loopback"), 55, 1, queues),
+        Stage("graph", python("gpu_graph"), 25, 2, queues),
+        Stage("speed", python("gpu_speed", library, jobs), 60, 3),
+        Stage("ranks", python("gpu_ranks"), 60, 4),
+        Stage("C++ tests", python("gpu_tests", str(build), library), 60, 4),
+        Stage("hook", python("gpu_ddp"), 35, 5),
+        Stage("long arrays", [kernels, library, "long"], 35, 5),
+        Stage("memcheck", sanitize("memcheck"), 30, 6),
+        Stage("racecheck", sanitize("racecheck"), 30, 6),
+    ]
+
+
+def simulated(build: Path) -> list[Stage]:
+    """What runs over the simulated device, and times nothing."""
+    library = build / "tests/simulated_cuda/libsimulated_cuda.so"
+    environment = {"GRADWIRE_CUDA_SO": str(library)}
+    kernels = [str(build / "bench/gpu_kernels"), str(library), "small"]
+    programs = {  # and their waves; ranks waits more than it works
+        "ranks": ("gpu_ranks", 0),
+        "loopback": ("gpu_loopback", 1),
+        "graph": ("gpu_graph", 1),
+        "hook": ("gpu_ddp", 1),
+    }
+    return [
+        Stage("kernels", kernels, 200, 0),
+        *(
+            Stage(name, python(program, "--simulated"), 200, wave, environment)
+            for name, (program, wave) in programs.items()
+        ),
+    ]
+
+
+class Deadline:
+    """Of all stages."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Seconds."""
+        return self._end - monotonic()
+
+
+def needed(all_of_them: Sequence[Stage]) -> float:
+    """Seconds that they may take, wave after wave."""
+    return sum(max(stage.seconds for stage in wave) for wave in _waves(all_of_them))
+
+
+def _waves(all_of_them: Sequence[Stage]) -> list[list[Stage]]:
+    return [list(wave) for _, wave in groupby(all_of_them, key=lambda stage: stage.wave)]
+
+
+def run_all(
+    all_of_them: Sequence[Stage],
+    deadline: Deadline,
+    base: Mapping[str, str],
+    told: Callable[[str], object],
+    later: Sequence[Stage] = (),
+) -> list[Ended]:
+    """Wave after wave, and nobody takes what those after it, and `later`, may need.
+
+    What the deadline leaves no time for, or ends, is incomplete.
+    """
+    ended: list[Ended] = []
+    waves = _waves(all_of_them)
+    for number, wave in enumerate(waves):
+        others = needed(later) + sum(map(needed, waves[number + 1 :]))
+        spare = deadline.remaining() - others - needed(wave)
+        with ThreadPoolExecutor(len(wave)) as pool:
+            begun = partial(_run, spare=spare, deadline=deadline, base=base, told=told)
+            ended += pool.map(begun, wave)
+    return ended
+
+
+def _run(
+    stage: Stage,
+    spare: float,
+    deadline: Deadline,
+    base: Mapping[str, str],
+    told: Callable[[str], object],
+) -> Ended:
+    own, left = stage.seconds + max(0, spare - 1), deadline.remaining() - 1
+    if left < _TOO_LATE:
+        ended = Ended(stage.name, 0, [_incomplete("no time was left")])
+    else:
+        told(f"{stage.name} (up to {min(own, left):.0f} s)")
+        ended = run(stage, min(own, left), base, cut=left < own)
+    told(f"{stage.name}: {summary(ended)}")
+    if not ended.passed:
+        told("\n".join(ended.errors))
+    return ended
+
+
+def summary(ended: Ended) -> str:
+    """A line for people."""
+    failed = [row for row in ended.rows if not row["passed"]]
+    checks = sum(row.get("checks", 0) for row in ended.rows)
+    incomplete = [row for row in ended.rows if row.get("incomplete")]
+    if incomplete and not failed:
+        return f"INCOMPLETE after {checks} checks: {incomplete[0]['detail']}"
+    skipped = [row for row in ended.rows if row.get("skipped")]
+    if skipped and not failed and not checks:
+        return f"skipped: {skipped[0]['detail']}"
+    if failed:
+        first = failed[0]
+        detail = " ".join(str(first["detail"]).split())
+        return f"{len(failed)} groups FAILED, first {first['group']} {first['case']}: {detail}"
+    return f"{checks} checks passed in {ended.seconds:.1f} s"
+
+
+def run(stage: Stage, seconds: float, base: Mapping[str, str], *, cut: bool = False) -> Ended:
+    """Its rows; that it crashed, hung or told nothing is one that failed.
+
+    `cut`: it should have had more seconds, so that it proves nothing if they were not enough.
+    """
+    ended = Ended(stage.name, 0)
+    start = monotonic()
+    late = threading.Event()
+    command = [f"{seconds:.0f}" if each == SECONDS else each for each in stage.command]
+    with (
+        tempfile.TemporaryFile() as errors,
+        _started(command, {**base, **stage.environment}, errors) as process,
+    ):
+        timer = threading.Timer(seconds, _kill, (process, late))
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                _read(line.decode(errors="replace"), ended)
+            process.wait()
+        finally:
+            timer.cancel()
+            timer.join()
+            _kill(process)
+        ended.seconds = monotonic() - start
+        why = _why(process.returncode, seconds if late.is_set() else None, ended)
+        errors.seek(0)
+        ended.errors = errors.read().decode(errors="replace").strip().splitlines()[-60:]
+        if why:
+            row = _incomplete if cut and late.is_set() else _failed
+            ended.rows.append(row(" | ".join([why, *ended.errors[-4:]])))
+    return ended
+
+
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], errors: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        start_new_session=True,
+    )
+
+
+def _kill(process: subprocess.Popen[bytes], late: threading.Event | None = None) -> None:
+    """With everything that it has started."""
+    if late is not None:
+        late.set()
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _read(line: str, ended: Ended) -> None:
+    """One of JSON is a row, or a time; others are somebody's chatter."""
+    if not line.startswith("{"):
+        return
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return
+    (ended.rows if "passed" in row else ended.times).append(row)
+
+
+def _why(status: int, late: float | None, ended: Ended) -> str:
+    """How it ended, if not well."""
+    if late is not None:
+        last = f", last of {ended.rows[-1]['group']} {ended.rows[-1]['case']}" if ended.rows else ""
+        return f"ended by force after {late:.0f} s{last}"
+    if status != 0:
+        return f"ended with status {status}"
+    return "" if ended.rows else "it told nothing"
+
+
+def _failed(why: str) -> Row:
+    return {"group": "the stage", "case": "", "passed": False, "checks": 1, "detail": why}
+
+
+def _incomplete(why: str) -> Row:
+    fields = {"group": "the stage", "case": "", "passed": True, "checks": 0}
+    return {**fields, "incomplete": True, "detail": why}

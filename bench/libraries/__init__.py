@@ -1,0 +1,1 @@
+"""gradwire beside other libraries: gloo, MPICH and Open MPI."""

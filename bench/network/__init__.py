@@ -1,0 +1,1 @@
+"""Links between hosts on one machine, plain sockets over them, and RDMA beside perftest."""

@@ -1,0 +1,1 @@
+"""Training with DistributedDataParallel: accuracy, steps, memory, and the demo."""

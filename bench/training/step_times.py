@@ -1,0 +1,206 @@
+"""How long a training step takes over links held to a rate: gradwire's codecs beside torch's gloo.
+
+    python -m bench.training.step_times
+
+DDP trains the network of `images.py` with 1.02 M parameters, 16 images per rank and step, on 4
+ranks in network namespaces (`links.py`), which takes root; `--emulated-only` measures on gradwire's
+emulated links alone, which does not. All methods of a link share their processes: each round gives
+every method one block of steps, in turns, and the first round warms up.
+
+Writes bench/results/step-times-DATE.json, .md and .png. In the json, step_ms[link][method] is the
+median of one step in milliseconds, over all steps and ranks, where a link is "100mbit", "emulated
+100mbit" or "none": shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.common import result_files
+from bench.common.machine import OtherLoad, describe
+from bench.common.result_files import RESULTS
+from bench.network import links
+from bench.training import step_report
+from bench.training.methods import PEERS, TRAINED
+
+METHODS = (*PEERS, *TRAINED)
+ALGORITHMS = ("ring", "direct")
+CALLS = (200_000, 1_000_000, 8_000_000)
+_LATENCY = 40e-6  # seconds one way, of an emulated link where no real one is there to be measured
+_LIMIT = 1800.0  # seconds for the ranks of one link
+
+
+def main() -> int:
+    """Measures on each link, and writes what it found."""
+    options = _parse()
+    if "RANK" in os.environ:  # one of the ranks that the lines below start
+        from bench.training import step_ranks
+
+        return step_ranks.run(options)
+    why = None if options.emulated_only else links.missing()
+    if why is not None:
+        print(f"step_times: {why}; --emulated-only needs none of it", file=sys.stderr)
+        return 1
+    load = OtherLoad()
+    found: dict[str, Any] = {"checks": {}, "links": {step_report.NO_LINK: on_this_host(options)}}
+    for rate in options.link:
+        print(f"links of {rate.name} …", file=sys.stderr, flush=True)
+        _measure(rate, options, found)
+        found["machine"] = f"{describe()}, of whose time other work took about {load.share():.0%}"
+        document = _write(options, found)  # after each link: the next may not be held to its rate
+    print(document)
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--link", type=links.rate, nargs="+", metavar="RATE")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="as methods.py reads them")
+    parser.add_argument("--steps", type=int, default=60, help="of each method on each link")
+    parser.add_argument("--block", type=int, default=5, help="steps of a method in a round")
+    parser.add_argument("--batch", type=int, default=16, help="images per rank and step")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--calls", type=int, nargs="+", default=CALLS, help="bytes of all_reduce")
+    parser.add_argument("--data", type=Path, help="directory of other IDX files")
+    parser.add_argument("--emulated-only", action="store_true", help="no root")
+    parser.add_argument("--output", type=Path, help="a path without suffix")
+    parser.add_argument("--meet", help=argparse.SUPPRESS)  # set for the ranks, as the next two
+    parser.add_argument("--network", default="cnn", help=argparse.SUPPRESS)
+    parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.link = options.link or [links.rate("100mbit"), links.rate("1gbit")]
+    return options
+
+
+def _measure(rate: links.Rate, options: argparse.Namespace, found: dict[str, Any]) -> None:
+    latency = _LATENCY
+    if not options.emulated_only:
+        on_shaped(rate, options, found)
+        latency = found["checks"][rate.name]["latency_us"] / 1e6
+    emulated = {"GRADWIRE_LINK": f"{rate.name},{latency * 1e6:.0f}us"}
+    own = [each for each in options.methods if not each.startswith("gloo")]
+    measured = {"latency_us": latency * 1e6, **on_this_host(options, emulated, own)}
+    found["links"][step_report.EMULATED + rate.name] = measured
+
+
+def on_shaped(rate: links.Rate, options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Checks links between namespaces, and adds what steps take over them."""
+    with contextlib.closing(links.ShapedLinks(options.ranks, rate)) as shaped:
+        found["checks"][rate.name] = _check(shaped, found)
+        found["links"][rate.name] = _on_hosts(options, shaped)
+        found["links"][rate.name]["dropped"] = shaped.dropped()
+
+
+def _check(shaped: links.ShapedLinks, found: dict[str, Any]) -> dict[str, Any]:
+    """Of links, with messages as large as the methods'."""
+    steps, ranks = found["links"][step_report.NO_LINK]["steps"], len(shaped.hosts)
+    measured = links.check(shaped, messages(steps, ranks))
+    return {
+        "burst": shaped.rate.burst,
+        "credit": shaped.rate.credit(),
+        "latency_us": links.ping_pong(shaped) * 1e6,
+        "sockets": [each._asdict() for each in measured],
+    }
+
+
+def messages(steps: Mapping[str, Mapping[str, float]], ranks: int) -> list[int]:
+    """Bytes that a rank sends at once, to two digits, by what each method sends in a step.
+
+    Every schedule of all_reduce gives a rank 2(p - 1) messages of a bucket, or more at a time.
+    """
+    sizes = (each["sent"] / (2 * (ranks - 1)) for each in steps.values())
+    return sorted({int(float(f"{size:.2g}")) for size in sizes if size >= 1})
+
+
+def _on_hosts(options: argparse.Namespace, shaped: links.ShapedLinks) -> dict[str, Any]:
+    place = {"GLOO_SOCKET_IFNAME": "eth0", "GRADWIRE_SOCKET_IFNAME": "eth0"}
+    return _run(options, options.methods, place, [host.run for host in shaped.hosts])
+
+
+def on_this_host(
+    options: argparse.Namespace,
+    setting: Mapping[str, str] | None = None,
+    methods: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """What steps take over the host's own links, or as the setting says."""
+    place = {"GLOO_SOCKET_IFNAME": "lo", **(setting or {})}
+    return _run(options, methods or options.methods, place, [_here] * options.ranks)
+
+
+def _here(start: Callable[[], Any]) -> Any:
+    return start()
+
+
+def _run(
+    options: argparse.Namespace,
+    methods: Sequence[str],
+    place: Mapping[str, str],
+    starters: Sequence[Callable[[Callable[[], Any]], Any]],
+) -> dict[str, Any]:
+    """What the ranks found, which each starter starts somewhere."""
+    with tempfile.TemporaryDirectory() as meet, contextlib.ExitStack() as stack:
+        own = ["--meet", meet, "--methods", *methods, "--steps", str(options.steps)]
+        own += ["--block", str(options.block), "--batch", str(options.batch)]
+        own += ["--ranks", str(options.ranks), "--calls", *map(str, options.calls)]
+        own += ["--network", options.network, "--algorithms", *options.algorithms]
+        own += [] if options.data is None else ["--data", str(options.data)]
+        common = {"WORLD_SIZE": str(options.ranks), "GRADWIRE_SECRET": secrets.token_hex()}
+        environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", **place}
+        ranks = []
+        for rank, starter in enumerate(starters):
+            variables = {**environment, "RANK": str(rank)}
+            command = [sys.executable, "-m", "bench.training.step_times", *own]
+            process = starter(
+                lambda command=command, env=variables: subprocess.Popen(command, env=env)
+            )
+            stack.callback(process.kill)
+            ranks.append(process)
+        _await(ranks)
+        found: dict[str, Any] = json.loads((Path(meet) / "found.json").read_text())
+        return found
+
+
+def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Raises RuntimeError as soon as one has failed."""
+    deadline = time.monotonic() + _LIMIT
+    while any(each.poll() is None for each in ranks):
+        if any(each.poll() for each in ranks) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    codes = [each.poll() for each in ranks]
+    if codes != [0] * len(ranks):
+        raise RuntimeError(f"the ranks ended with {codes}; None is one that did not end")
+
+
+def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
+    today = datetime.date.today().isoformat()
+    stem = options.output or RESULTS / f"step-times-{today}"
+    found["step_ms"] = {
+        link: {name: each["ms"] for name, each in measured["steps"].items()}
+        for link, measured in found["links"].items()
+    }
+    found |= {
+        "ranks": options.ranks,
+        "batch": options.batch,
+        "command": " ".join(["-m bench.training.step_times", *sys.argv[1:]]),
+    }
+    document = step_report.document(found, stem.name)
+    result_files.save(stem, found, document)
+    step_report.draw(found, result_files.beside(stem, ".png"))
+    return document
+
+
+if __name__ == "__main__":
+    sys.exit(main())

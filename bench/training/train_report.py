@@ -1,0 +1,339 @@
+"""The report of train.py: json, tables and a picture of all finished runs."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.common import machine
+from bench.training.methods import FIRST, SMALL, Method, legend, titles
+from bench.training.train_runs import MOMENTUM, Result, Run
+
+DENSE = "none"
+
+
+class Goal(NamedTuple):
+    """What a codec should reach with feedback."""
+
+    points: float  # of accuracy below none, at most
+    ratio: float  # at least
+
+
+GOALS = {
+    "fp16": Goal(0.2, 1),
+    "bf16": Goal(0.2, 1),
+    "int8": Goal(0.2, 1),
+    "onebit": Goal(0.5, 28),
+    "threshold": Goal(0.5, 100),
+    "topk": Goal(0.5, 100),
+    "lowrank": Goal(0.5, 30),
+}
+
+
+class Setting:
+    """All runs that differ in nothing but method and seed."""
+
+    def __init__(self, run: Run, results: Sequence[Result]) -> None:
+        self.run, self._results = run, results
+
+    @property
+    def methods(self) -> list[str]:
+        """In the order in which they ran first."""
+        return list(dict.fromkeys(each.run.method for each in self._results))
+
+    @property
+    def steps(self) -> int:
+        """Of every run."""
+        return self._results[0].steps
+
+    def of(self, method: str) -> list[Result]:
+        """One result a seed."""
+        return [each for each in self._results if each.run.method == method]
+
+    def points(self, method: str) -> list[float]:
+        """Test accuracy in percent, by seed."""
+        return [100 * each.test_accuracy for each in self.of(method)]
+
+    def differences(
+        self, method: str, other: str, of: Callable[[Result], float | None]
+    ) -> list[float]:
+        """A quantity of one method less that of another, by seed that both have."""
+        have = {each.run.seed: of(each) for each in self.of(other)}
+        pairs = [(of(each), have.get(each.run.seed)) for each in self.of(method)]
+        return [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
+
+    def ratio(self, method: str, *, whole: bool = False) -> float | None:
+        """Mean over seeds, of the steps with the codec or of the whole run."""
+        found = [each.ratio(0 if whole else first_share(each)) for each in self.of(method)]
+        known = [each for each in found if each is not None]
+        return statistics.fmean(known) if known else None
+
+
+def accuracy(result: Result) -> float:
+    """In percent."""
+    return 100 * result.test_accuracy
+
+
+def loss(result: Result) -> float | None:
+    """Of all training images."""
+    return result.training_loss
+
+
+def settings_of(results: Sequence[Result]) -> list[Setting]:
+    """By what they have in common."""
+    groups: dict[Run, list[Result]] = {}
+    for each in results:
+        groups.setdefault(each.run._replace(method="", seed=0), []).append(each)
+    return [Setting(run, found) for run, found in sorted(groups.items())]
+
+
+def first_share(result: Result) -> float:
+    """Of the steps, those before a biased codec."""
+    return Method.parse(result.run.method).first_share(result.run.warm_up)
+
+
+def control_of(method: str) -> str:
+    """The same codec, without feedback."""
+    return str(Method.parse(method).control)
+
+
+def feeds_back(method: str) -> bool:
+    """What has a control."""
+    return Method.parse(method).feeds_back
+
+
+def write(results: Sequence[Result], output: Path) -> None:
+    """Writes output.json, .md and .png; prints the tables."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    found = [{**each._asdict(), "run": each.run._asdict()} for each in results]
+    lines = ",\n".join(json.dumps(each) for each in found)
+    output.with_suffix(".json").write_text(f"[\n{lines}\n]\n")
+    compared = [each for each in settings_of(results) if len(each.methods) > 1]
+    text = "\n".join(_document(results, compared, output.name)) + "\n"
+    output.with_suffix(".md").write_text(text, encoding="utf-8")
+    if compared:
+        draw(compared, output.with_suffix(".png"))
+    print(text)
+
+
+def _document(results: Sequence[Result], compared: list[Setting], name: str) -> Iterator[str]:
+    runs, any_one = [each.run for each in results], results[0]
+    versions = {", ".join(f"{k} {v}" for k, v in each.versions.items()) for each in results}
+    yield "# Training with compressed gradients, with and without error feedback"
+    yield ""
+    yield (
+        f"{datetime.date.today()}; {machine.describe()}; {'; '.join(sorted(versions))}; "
+        "`python -m bench.training.train`."
+    )
+    yield ""
+    yield (
+        f"{', '.join(sorted({each.data for each in runs}))}; a CNN of {any_one.parameters:,} "
+        f"parameters; DistributedDataParallel on {any_one.run.ranks} ranks; SGD, momentum "
+        f"{MOMENTUM}. In the warm-up, the first {any_one.run.warm_up:.0%} of the steps, the "
+        f"learning rate rises, and {FIRST} goes before biased codecs; then it falls to 0. It is "
+        "the same for all methods, and so are, for one seed, the first parameters and the order "
+        "of images. Figures are means ± standard deviations over seeds; differences are taken "
+        "seed by seed."
+    )
+    yield ""
+    yield (
+        "*Ratio* is what a ring sends of dense float32 gradients, 2(p − 1)/p · 4 bytes an element, "
+        "over the bytes sent: all parameters, with headers, mean over ranks, once the codec has "
+        "begun; beside it, that of the whole run. *Training loss* is the final parameters' mean "
+        "cross-entropy over all training images. Biased codecs have error feedback, the others "
+        "none; *with* or *without feedback* is the opposite, for comparison. Options of the hook, "
+        "in the line below the tables: `+momentum`, it is the hook's, before the codec, and the "
+        "optimizer has none; `+rate`, residuals follow the learning rate; `+ends=CODEC`, that of "
+        f"the first layer, the last, and tensors of less than {SMALL:,} elements; "
+        f"`+{FIRST}=SHARE`, that codec for this share of the steps, before a biased one."
+    )
+    if compared:
+        yield from ["", f"![Accuracy over ratio, and training loss]({name}.png)"]
+    for each in compared:
+        yield from _methods_table(each)
+    yield from legend(dict.fromkeys(name for each in compared for name in each.methods))
+    yield from _goals_table(compared)
+    yield from _controls_table(compared)
+    yield from _rates_table(results)
+
+
+def _methods_table(setting: Setting) -> Iterator[str]:
+    yield from ["", f"## {_title(setting)}", ""]
+    yield (
+        "| | test accuracy, % | than none, points | training loss | kB sent a step | ratio | "
+        "whole run |"
+    )
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    named = titles(setting.methods)
+    for method in setting.methods:
+        found = setting.of(method)
+        than = setting.differences(method, DENSE, accuracy) if method != DENSE else []
+        sent = [each.bytes_per_step(first_share(each)) for each in found]
+        kilobytes = [each / 1e3 for each in sent if each is not None]
+        yield (
+            f"| {named[method]} | {_mean(setting.points(method), 2)} | "
+            f"{_mean(than, 2, sign=True)} | {_mean([loss(each) for each in found], 4)} | "
+            f"{_mean(kilobytes, 1, spread=False)} | {_times(setting.ratio(method))} | "
+            f"{_times(setting.ratio(method, whole=True))} |"
+        )
+    bits = "yes" if all(r.identical for m in setting.methods for r in setting.of(m)) else "**NO**"
+    yield from ["", f"All replicas bit-identical at the end of every run: {bits}."]
+
+
+def _goals_table(compared: list[Setting]) -> Iterator[str]:
+    rows = [
+        (method, setting)
+        for setting in compared
+        for method in setting.methods
+        if Method.parse(method).family in GOALS and Method.parse(method).feedback is None
+    ]
+    if not rows:
+        return
+    yield from ["", "## Goals", ""]
+    yield "| | images | goal: points below none | found | goal: ratio | found | reached |"
+    yield "|---|---:|---:|---:|---:|---:|---|"
+    for method, setting in rows:
+        goal, ratio = GOALS[Method.parse(method).family], setting.ratio(method)
+        than = setting.differences(method, DENSE, accuracy)
+        well = bool(than) and -statistics.fmean(than) <= goal.points and (ratio or 0) >= goal.ratio
+        yield (
+            f"| {_codec(method, setting)} | {setting.run.batch} | ≤ {goal.points} | "
+            f"{_mean([-each for each in than], 2, sign=True)} | ≥ {goal.ratio} | "
+            f"{_times(ratio)} | {'yes' if well else 'no'} |"
+        )
+
+
+def _controls_table(compared: list[Setting]) -> Iterator[str]:
+    rows = [
+        (method, setting)
+        for setting in compared
+        for method in setting.methods
+        if feeds_back(method) and setting.of(control_of(method))
+    ]
+    if not rows:
+        return
+    yield from ["", "## With feedback less without", ""]
+    yield "| | images | training loss | lower, seeds | test accuracy, points |"
+    yield "|---|---:|---:|---:|---:|"
+    for method, setting in rows:
+        control = control_of(method)
+        losses = setting.differences(method, control, loss)
+        points = setting.differences(method, control, accuracy)
+        yield (
+            f"| {_codec(method, setting)} | {setting.run.batch} | {_mean(losses, 4, sign=True)} | "
+            f"{sum(each < 0 for each in losses)} of {len(losses)} | {_mean(points, 2, sign=True)} |"
+        )
+
+
+def _rates_table(results: Sequence[Result]) -> Iterator[str]:
+    """What the learning rates were chosen by: codec none alone."""
+    found = [each for each in settings_of(results) if each.of(DENSE)]
+    if len({each.run.batch for each in found}) == len(found):
+        return
+    yield from ["", "## Learning rates, codec none", ""]
+    yield from [
+        "| images | learning rate | training loss | test accuracy, % |",
+        "|---:|---:|---:|---:|",
+    ]
+    for each in found:
+        yield (
+            f"| {each.run.batch} | {each.run.learning_rate:g} | "
+            f"{_mean([loss(result) for result in each.of(DENSE)], 4)} | "
+            f"{_mean(each.points(DENSE), 2)} |"
+        )
+
+
+def _codec(method: str, setting: Setting) -> str:
+    """The method's title where all are gradwire's."""
+    return titles(setting.methods)[method].removeprefix("gradwire ")
+
+
+def _title(setting: Setting) -> str:
+    run = setting.run
+    seeds = sorted({each.run.seed for method in setting.methods for each in setting.of(method)})
+    return (
+        f"{run.batch} images a rank and step, {setting.steps:,} steps ({run.epochs:g} epochs), "
+        f"learning rate {run.learning_rate:g}, {len(seeds)} seed{'s'[: len(seeds) != 1]}"
+    )
+
+
+def _mean(
+    values: Sequence[float | None], digits: int, *, sign: bool = False, spread: bool = True
+) -> str:
+    known = [each for each in values if each is not None]
+    if len(known) < len(values):
+        return "not finite"
+    if not known:
+        return "–"
+    text = f"{statistics.fmean(known):{'+' if sign else ''}.{digits}f}"
+    if spread and len(known) > 1:
+        text += f" ± {statistics.stdev(known):.{digits}f}"
+    return text.replace("-", "−")
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.{1 if ratio < 100 else 0}f}×"
+
+
+def draw(compared: Sequence[Setting], path: Path) -> None:
+    """Above, accuracy over ratio; below, training loss with feedback and without."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        2, len(compared), figsize=(6.4 * len(compared), 9), squeeze=False, layout="constrained"
+    )
+    for column, setting in enumerate(compared):
+        _draw_accuracies(axes[0][column], setting)
+        _draw_losses(axes[1][column], setting)
+        axes[0][column].set_title(f"{setting.run.batch} images a rank, {setting.steps:,} steps")
+    figure.savefig(path, dpi=110)
+
+
+def _draw_accuracies(axes: Any, setting: Setting) -> None:
+    dense = setting.points(DENSE)
+    if dense:
+        axes.axhline(statistics.fmean(dense), color="#777777", linestyle=":", label=DENSE)
+    for method in setting.methods:
+        ratio, points = setting.ratio(method), setting.points(method)
+        if ratio is None:
+            continue
+        off = not feeds_back(method)
+        error = statistics.stdev(points) if len(points) > 1 else 0
+        colour = "#b3123a" if off else "#1463b0"
+        axes.errorbar(
+            ratio, statistics.fmean(points), error, fmt="x" if off else "o", color=colour, capsize=3
+        )
+        if Method.parse(method).feedback is None:
+            axes.annotate(
+                Method.parse(method).family,
+                (ratio, statistics.fmean(points)),
+                xytext=(5, 5),
+                textcoords="offset points",
+                fontsize=8,
+            )
+    axes.set(xscale="log", xlabel="ratio (dense ring = 1)", ylabel="test accuracy, %")
+    axes.margins(x=0.15)  # for the names
+    axes.plot([], [], "o", color="#1463b0", label="with feedback")
+    axes.plot([], [], "x", color="#b3123a", label="without")
+    axes.legend(fontsize=8, loc="lower left")
+
+
+def _draw_losses(axes: Any, setting: Setting) -> None:
+    names = [each for each in setting.methods if feeds_back(each)]
+    for place, method in enumerate(names):
+        for name, marker, colour in (
+            (control_of(method), "x", "#b3123a"),
+            (method, "o", "#1463b0"),
+        ):
+            losses = [each for each in map(loss, setting.of(name)) if each is not None]
+            axes.plot(losses, [place] * len(losses), marker, color=colour, alpha=0.7)
+    axes.set_yticks(range(len(names)), labels=[_codec(each, setting) for each in names])
+    axes.invert_yaxis()
+    axes.set(xlabel="final training loss, one mark a seed")
