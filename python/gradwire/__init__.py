@@ -14,8 +14,8 @@ from collections.abc import Sequence as _Sequence
 
 from gradwire import _core, codec
 from gradwire._base import arguments as _arguments
+from gradwire._bootstrap import launch_info as _launch_info
 from gradwire._bootstrap import rendezvous as _rendezvous
-from gradwire._bootstrap import world as _world
 from gradwire._calls.work import Work
 from gradwire._communicator import Communicator, Traffic
 from gradwire._communicator import from_mesh as _from_mesh
@@ -89,14 +89,14 @@ def init(
     if (rank is None) != (size is None):
         raise InvalidArgument("rank= and size= are given together, or neither")
     if rank is not None and size is not None:
-        world = _world.explicit(rank, size, store)
+        launch = _launch_info.explicit(rank, size, store)
     elif store is not None:
         raise InvalidArgument("store= needs rank= and size=; or set GRADWIRE_STORE")
     else:
-        world = _world.from_environment()
+        launch = _launch_info.from_environment()
     limit = _arguments.seconds(timeout)
     return _rendezvous.meet(
-        world,
+        launch,
         lambda mesh: _from_mesh(mesh, timeout=limit),
         timeout=limit,
         transports=transports,

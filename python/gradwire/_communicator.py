@@ -16,12 +16,12 @@ from gradwire._arrays.shapes import Check
 from gradwire._base import arguments
 from gradwire._base.arguments import flag, seconds, whole
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import adopt
 from gradwire._bootstrap import shrink as _shrink
 from gradwire._bootstrap import split as _split
 from gradwire._bootstrap.agreed_model import host_set
-from gradwire._bootstrap.lines import Lines
+from gradwire._bootstrap.build_core import build_core
 from gradwire._bootstrap.mesh import Mesh
+from gradwire._bootstrap.survivor_links import SurvivorLinks
 from gradwire._calls import barrier as barriers
 from gradwire._calls import gpus
 from gradwire._calls.objects import ObjectCollectives
@@ -412,7 +412,7 @@ class Communicator(ObjectCollectives, VariableCollectives):
             group,
             None if color is None else f"{self._mesh.communicator}/{self._splits}/{color}",
             transports=self._mesh.transports,
-            hear=self._core.hear,
+            raise_if_peer_failed=self._core.hear,
             deadline=deadline,
         )
         return None if mesh is None else from_mesh(mesh, timeout=self._timeout)
@@ -466,15 +466,15 @@ class Communicator(ObjectCollectives, VariableCollectives):
         """
         limit = self._seconds(timeout)
 
-        def make(mesh: Mesh, patience: float) -> Communicator:
+        def make(mesh: Mesh, connect_timeout: float) -> Communicator:
             mesh.model = self._mesh.model
-            return from_mesh(mesh, timeout=self._timeout, patience=patience)
+            return from_mesh(mesh, timeout=self._timeout, connect_timeout=connect_timeout)
 
-        lines = Lines(self._core.release_controls(), self.size)
+        links = SurvivorLinks(self._core.release_controls(), self.size)
         self._calls.finish_dropped()
         return _shrink.shrink(
             self._mesh,
-            lines,
+            links,
             make,
             transports=self._mesh.transports,
             timeout=limit,
@@ -586,7 +586,7 @@ def from_mesh(
     mesh: Mesh,
     *,
     timeout: float,
-    patience: float | None = None,
+    connect_timeout: float | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
     **tuning: int,
 ) -> Communicator:
@@ -596,6 +596,6 @@ def from_mesh(
     count as one host; `tuning` the sizes of frames and segments, as `_core.Communicator` takes
     them.
     """
-    limit = timeout if patience is None else patience
-    core, groups = adopt.adopt(mesh, hosts, tuning, limit)
+    limit = timeout if connect_timeout is None else connect_timeout
+    core, groups = build_core(mesh, hosts, tuning, limit)
     return Communicator(core, mesh, groups, seconds(timeout))

@@ -34,8 +34,8 @@ class CostModel:
     """Foretells how long a collective takes, from what a message, a byte and an addition cost.
 
     Seconds, under flat names: ``within.`` for pairs of ranks on one host and ``between.`` for
-    others have ``alpha`` (of a processor, a message and end), ``latency``, ``beta`` (of a network
-    card, a wire byte) and ``copy`` (of a processor, a wire byte and end); ``call``, ``move`` and
+    others have ``alpha`` (of a processor, a message and end), ``latency``, ``beta`` (of a
+    NIC, a wire byte) and ``copy`` (of a processor, a wire byte and end); ``call``, ``move`` and
     ``gamma`` (of a processor, a byte copied or added), ``turn`` (until another rank has the core),
     ``far.*`` (how much slower bytes are in large calls) and ``CODEC.encode`` and ``.decode``, a
     byte of the array. ``cores`` is how many the ranks of a host share.

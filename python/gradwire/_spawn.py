@@ -21,11 +21,11 @@ from typing import Any
 
 from gradwire._base import arguments
 from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Mesh, inproc_meshes
 from gradwire._bootstrap.rendezvous import rendezvous
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer
-from gradwire._bootstrap.world import World
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
 from gradwire._host import emulated_link
@@ -214,10 +214,10 @@ class _Processes:
         pipe.send_bytes(_pickled(self._outcome(rank)))
 
     def _outcome(self, rank: int) -> _Outcome:
-        world = World(rank, self._size, "spawn()", self._job, store=str(self._server.address))
+        launch = LaunchInfo(rank, self._size, "spawn()", self._job, store=str(self._server.address))
         try:
             mesh = rendezvous(
-                world, timeout=self._timeout, transports=self._transports, secret=self._secret
+                launch, timeout=self._timeout, transports=self._transports, secret=self._secret
             )
             comm = from_mesh(mesh, timeout=self._timeout)
         except BaseException as error:

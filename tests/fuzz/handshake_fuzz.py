@@ -25,19 +25,19 @@ def expect(hello: handshake.Hello, _: socket.socket) -> None:
 
 
 def at_the_door(data: bytes) -> None:
-    """Nobody gets in without the secret, and the gate forgets whoever tried."""
+    """Nobody gets in without the secret, and the authenticator forgets whoever tried."""
     stranger, ours = socket.socketpair()
-    gate = handshake.Gate([], "job", SECRET, expect)
-    gate.greet(ours, "fuzz")
+    authenticator = handshake.Authenticator([], "job", SECRET, expect)
+    authenticator.begin_handshake(ours, "fuzz")
     with stranger:
         for at in range(0, len(data), 32):
             stranger.send(data[at : at + 32])
-            assert not gate.poll(0)
-            if not gate.pending:
+            assert not authenticator.poll(0)
+            if not authenticator.pending:
                 break
-    while gate.pending:  # it sees the end
-        assert not gate.poll(0)
-    gate.close()
+    while authenticator.pending:  # it sees the end
+        assert not authenticator.poll(0)
+    authenticator.close()
 
 
 def before_a_false_server(data: bytes) -> None:
@@ -47,7 +47,7 @@ def before_a_false_server(data: bytes) -> None:
         stranger.sendall(data)
         stranger.shutdown(socket.SHUT_WR)
         try:
-            handshake.introduce(ours, HELLO, SECRET, Deadline(10))
+            handshake.client_handshake(ours, HELLO, SECRET, Deadline(10))
         except ConnectionError:
             return
     raise AssertionError("it took a stranger for the server")

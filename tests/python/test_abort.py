@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gradwire import Aborted, Communicator, RendezvousError, TransportError
+from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.rendezvous import rendezvous
-from gradwire._bootstrap.world import World
 from ranks import outcomes, over_processes
 from stopwatch import Stopwatch
 
@@ -194,7 +194,7 @@ def test_ctrl_c_ends_init_and_the_others_are_told(interrupted: int) -> None:
     watch = Stopwatch(2)
 
     def once(rank: int, store: str) -> float:
-        place = World(rank, 3, store=store, rank_0_hosts=True)
+        place = LaunchInfo(rank, 3, store=store, rank_0_hosts=True)
         if rank == interrupted:
             interrupt_later(watch)
         kind = KeyboardInterrupt if rank == interrupted else (RendezvousError, TransportError)

@@ -18,7 +18,7 @@ import pytest
 from gradwire import Communicator, InvalidArgument, TransportError
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import keepalive
-from gradwire._bootstrap.meeting import Meeting
+from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
 from hosts import Network, Rank
 from stopwatch import own_time
 
@@ -153,15 +153,15 @@ def test_a_host_that_is_cut_while_the_ranks_meet_is_named(
 ) -> None:
     monkeypatch.setenv("GRADWIRE_SECRET", "0123456789abcdef")
     monkeypatch.setenv("GRADWIRE_TCP_TIMEOUT_SECONDS", str(SILENCE))
-    honest = Meeting._get
+    honest = RendezvousExchange._get
 
     def meet_in_vain(rank: int, pipe: Any) -> tuple[float, int, str]:
-        def get(self: Meeting, what: str, peer: int, deadline: Deadline) -> bytes:
+        def get(self: RendezvousExchange, what: str, peer: int, deadline: Deadline) -> bytes:
             if peer == 3:  # which is not there
                 pipe.send("under way")
             return honest(self, what, peer, deadline)
 
-        monkeypatch.setattr(Meeting, "_get", get)  # in this process alone
+        monkeypatch.setattr(RendezvousExchange, "_get", get)  # in this process alone
         with pytest.raises(TransportError) as raised:
             gradwire.init(rank=rank, size=4, store=f"tcp://10.77.0.1:{hosts.PORT}", timeout=60)
         return own_time(), raised.value.peer, str(raised.value)
@@ -215,7 +215,7 @@ def test_a_rank_that_computes_for_long_is_not_taken_for_dead(network: Network) -
 def options(always_read: bool) -> dict[str, int]:
     names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
     with socket.socket() as sock:
-        keepalive.end_with_host(sock, always_read=always_read)
+        keepalive.fail_with_host(sock, always_read=always_read)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         return {name: sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names}
 
@@ -248,5 +248,5 @@ def test_a_wrong_time_is_refused(monkeypatch: pytest.MonkeyPatch, seconds: str) 
 def test_local_sockets_are_left_alone() -> None:
     one, other = socket.socketpair()
     with one, other:
-        keepalive.end_with_host(one, always_read=True)
+        keepalive.fail_with_host(one, always_read=True)
         assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0

@@ -66,7 +66,7 @@ def test_a_restart_meets_nothing_of_what_was_before(
 
     def die_half_way(rank: int) -> None:
         if rank == 1:  # which connects to rank 0
-            monkeypatch.setattr("gradwire._bootstrap.connect.introduce", die)
+            monkeypatch.setattr("gradwire._bootstrap.connect.client_handshake", die)
         with pytest.raises(TransportError, match="rank 1"):
             gradwire.init(timeout=20)
 

@@ -1,4 +1,4 @@
-"""GRADWIRE_LINK: the same bits, at the speed of a card with that rate and latency.
+"""GRADWIRE_LINK: the same bits, at the speed of a NIC with that rate and latency.
 
 A link is never faster than it says, whatever else the machine does; that it is as fast is asked of
 the best of some tries, less what the ranks waited for a processor in it.

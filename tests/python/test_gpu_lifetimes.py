@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gradwire import InvalidArgument
-from gradwire._calls.gpus import _Card, _choose
+from gradwire._calls.gpus import _choose_links, _GpuInfo
 from simulated_gpu import needed, run
 
 pytestmark = needed
@@ -221,32 +221,34 @@ def test_a_forked_child_leaves_the_gpu_alone() -> None:
     assert all("fork" in each for each in found[0][1:])
 
 
-def _cards(processes: str, devices: str, *, nccl: str = "2.27", wish: str = "auto") -> list[_Card]:
+def _infos(
+    processes: str, devices: str, *, nccl: str = "2.27", requested: str = "auto"
+) -> list[_GpuInfo]:
     return [
-        _Card(process, device, "GPU", nccl, wish, "")
+        _GpuInfo(process, device, "GPU", nccl, requested, "")
         for process, device in zip(processes, devices, strict=True)
     ]
 
 
 def test_links_where_all_ranks_have_what_they_need() -> None:
-    assert _choose(_cards("ab", "01")) == "nccl"
-    assert _choose(_cards("aabb", "0123")) == "nccl"
-    assert _choose(_cards("aa", "00")) == "loopback"
-    assert _choose(_cards("ab", "00")) == "host"
-    assert _choose(_cards("ab", "01", nccl="")) == "host"
-    assert _choose(_cards("a", "0", wish="host")) == "host"
+    assert _choose_links(_infos("ab", "01")) == "nccl"
+    assert _choose_links(_infos("aabb", "0123")) == "nccl"
+    assert _choose_links(_infos("aa", "00")) == "loopback"
+    assert _choose_links(_infos("ab", "00")) == "host"
+    assert _choose_links(_infos("ab", "01", nccl="")) == "host"
+    assert _choose_links(_infos("a", "0", requested="host")) == "host"
 
 
 @pytest.mark.parametrize(
-    "cards",
+    "infos",
     [
-        _cards("abb", "012", wish="host"),
-        _cards("aab", "012", wish="nccl+host"),
-        _cards("aa", "01", wish="host"),
-        _cards("abcb", "0120"),
-        _cards("abb", "012", nccl=""),
+        _infos("abb", "012", requested="host"),
+        _infos("aab", "012", requested="nccl+host"),
+        _infos("aa", "01", requested="host"),
+        _infos("abcb", "0120"),
+        _infos("abb", "012", nccl=""),
     ],
 )
-def test_ranks_that_share_a_process_do_not_go_by_way_of_the_host(cards: list[_Card]) -> None:
+def test_ranks_that_share_a_process_do_not_go_by_way_of_the_host(infos: list[_GpuInfo]) -> None:
     with pytest.raises(InvalidArgument, match=r"ranks \d and \d are threads of one process"):
-        _choose(cards)
+        _choose_links(infos)

@@ -20,12 +20,12 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import handshake
 from gradwire._bootstrap.handshake import (
     Admitted,
-    Gate,
+    Authenticator,
     HandshakeError,
     Hello,
     Purpose,
     RefusalLog,
-    introduce,
+    client_handshake,
     unpack_hello,
 )
 from ranks import LIMIT
@@ -41,12 +41,12 @@ def fresh_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Door:
-    """A Gate with its thread, on a free port of loopback."""
+    """A Authenticator with its thread, on a free port of loopback."""
 
     def __init__(self, check: Callable[[Hello, socket.socket], None]) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
-        self.gate = Gate([listener], "job", SECRET, check)
+        self.authenticator = Authenticator([listener], "job", SECRET, check)
         self.admitted: list[Admitted] = []
         self.pending_most = 0
         self._changed = threading.Condition()
@@ -56,10 +56,10 @@ class Door:
 
     def _run(self) -> None:
         while self._open:
-            found = self.gate.poll(0.02)
+            found = self.authenticator.poll(0.02)
             with self._changed:
                 self.admitted += found
-                self.pending_most = max(self.pending_most, self.gate.pending)
+                self.pending_most = max(self.pending_most, self.authenticator.pending)
                 self._changed.notify_all()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -69,7 +69,7 @@ class Door:
     def close(self) -> None:
         self._open = False
         self._thread.join()
-        self.gate.close()
+        self.authenticator.close()
         for admitted in self.admitted:
             admitted.sock.close()
 
@@ -101,7 +101,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 def join(door: Door, hello: Hello = HELLO, secret: bytes = SECRET) -> None:
     with knock(door) as sock:
-        introduce(sock, hello, secret, Deadline(10))
+        client_handshake(sock, hello, secret, Deadline(10))
         sock.sendall(b"payload")
 
 
@@ -127,7 +127,7 @@ def test_a_handshake_has_the_bytes_that_the_protocol_says(monkeypatch: pytest.Mo
     )
     key = handshake._key(SECRET, Purpose.CONTROL, "job")
     assert key.hex() == "101026ca5e048a2ec174b27accc411f2d1c2025d4784ae82d2f461e9f1367b4d"
-    conversation = handshake.answer("job", SECRET, lambda hello: None)
+    conversation = handshake.server_handshake("job", SECRET, lambda hello: None)
     assert next(conversation) == (b"", 72)
     hello = replace(HELLO, nonce=bytes(range(32)))
     assert hello.pack().hex() == (
@@ -184,7 +184,7 @@ def test_a_hello_that_is_not_expected_is_refused(door: Door) -> None:
 def test_random_bytes_are_refused(door: Door, size: int) -> None:
     with knock(door) as sock:
         sock.sendall(os.urandom(size))
-        if size < 72:  # the gate would wait for the rest
+        if size < 72:  # the authenticator would wait for the rest
             sock.shutdown(socket.SHUT_WR)
         assert is_closed(sock)
     join(door)
@@ -206,7 +206,7 @@ def test_bytes_that_drip_do_not_stretch_the_limit(
 
 
 def drip(sock: socket.socket, frame: bytes) -> int:
-    """Sends a byte at a time; returns how many before the gate hung up."""
+    """Sends a byte at a time; returns how many before the authenticator hung up."""
     for sent in range(len(frame)):
         try:
             sock.sendall(frame[sent : sent + 1])
@@ -225,7 +225,7 @@ def test_a_challenge_is_not_waited_for_longer_than_the_limit(
     monkeypatch.setattr(handshake, "LIMIT_SECONDS", 0.1)
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(TimeoutError):
-        introduce(ours, HELLO, SECRET, Deadline(60))
+        client_handshake(ours, HELLO, SECRET, Deadline(60))
 
 
 @pytest.mark.parametrize("excess", [1, 1 << 20])
@@ -274,7 +274,7 @@ def test_a_recorded_server_convinces_no_client(door: Door) -> None:
     with ours, theirs:
         theirs.sendall(transcript.challenge + transcript.welcome)
         with pytest.raises(HandshakeError, match="another secret"):
-            introduce(ours, HELLO, SECRET, Deadline(10))
+            client_handshake(ours, HELLO, SECRET, Deadline(10))
 
 
 class Transcript(NamedTuple):
@@ -288,7 +288,7 @@ def record(door: Door) -> Transcript:
     """What both say in a handshake that succeeds, as an eavesdropper sees it."""
     ours, theirs = socket.socketpair()
     with ours, theirs, knock(door) as sock:
-        client = threading.Thread(target=introduce, args=(ours, HELLO, SECRET, Deadline(10)))
+        client = threading.Thread(target=client_handshake, args=(ours, HELLO, SECRET, Deadline(10)))
         client.start()
         sock.sendall(hello := handshake.receive(theirs, 72, Deadline(10)))
         theirs.sendall(challenge := handshake.receive(sock, 64, Deadline(10)))
@@ -312,7 +312,7 @@ def test_our_own_hello_sent_back_convinces_no_client() -> None:
     with ours, theirs:
         theirs.sendall(bytes(8) + HELLO.pack()[:56])
         with pytest.raises(HandshakeError, match="another secret"):
-            introduce(ours, HELLO, SECRET, Deadline(10))
+            client_handshake(ours, HELLO, SECRET, Deadline(10))
 
 
 @pytest.mark.parametrize(
@@ -359,18 +359,18 @@ def test_a_thousand_strangers_keep_no_rank_out(door: Door) -> None:
 
 
 def test_a_crowd_evicts_its_own() -> None:
-    gate = Gate([], "job", SECRET, expect_hello)
+    authenticator = Authenticator([], "job", SECRET, expect_hello)
     with ExitStack() as stack:
         ends = [socket.socketpair() for _ in range(handshake.MAX_PENDING + 20)]
         for ours, theirs in ends:
             stack.enter_context(ours)
             address = "192.0.2.1" if ours is ends[0][0] else "192.0.2.66"
-            gate.greet(theirs, address)
-        assert gate.pending == handshake.MAX_PENDING
+            authenticator.begin_handshake(theirs, address)
+        assert authenticator.pending == handshake.MAX_PENDING
         assert [theirs.fileno() == -1 for _, theirs in ends] == (
             [False] + [True] * 20 + [False] * (handshake.MAX_PENDING - 1)
         )
-        gate.close()
+        authenticator.close()
 
 
 @contextmanager
@@ -385,40 +385,40 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_gate_without_descriptors_rests_and_then_listens_again(
+def test_a_listener_without_descriptors_pauses_and_then_listens_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    gate = Gate([listener], "job", SECRET, expect_hello)
+    authenticator = Authenticator([listener], "job", SECRET, expect_hello)
     with socket.create_connection(listener.getsockname()):
         polls, until = 0, time.monotonic() + 0.4
         with caplog.at_level(logging.WARNING, "gradwire"), no_descriptor_left():
             while time.monotonic() < until:
-                assert not gate.poll(10)
-                assert gate.pending == 1  # so that who polls by it comes back
+                assert not authenticator.poll(10)
+                assert authenticator.pending == 1  # so that who polls by it comes back
                 polls += 1
         assert polls <= 10
         assert len(caplog.records) == 1
         assert "Too many open files" in caplog.text
         limit = Deadline(10)
-        while not gate._pending and not limit.passed:
-            gate.poll(1)
-        assert not gate._resting
-        assert gate._pending
-    gate.close()
+        while not authenticator._pending and not limit.passed:
+            authenticator.poll(1)
+        assert not authenticator._paused
+        assert authenticator._pending
+    authenticator.close()
 
 
-def test_a_gate_without_descriptors_drops_who_has_not_proved_itself() -> None:
+def test_an_authenticator_without_descriptors_drops_who_has_not_proved_itself() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    gate = Gate([listener], "job", SECRET, expect_hello)
+    authenticator = Authenticator([listener], "job", SECRET, expect_hello)
     ours, theirs = socket.socketpair()
     with ours, socket.create_connection(listener.getsockname()):
-        gate.greet(theirs, "192.0.2.66")
+        authenticator.begin_handshake(theirs, "192.0.2.66")
         with no_descriptor_left():
-            gate.poll(1)
+            authenticator.poll(1)
             assert theirs.fileno() == -1
-            assert gate.pending == 0
-    gate.close()
+            assert authenticator.pending == 0
+    authenticator.close()
 
 
 def test_refusals_are_logged_once_per_address_and_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -434,17 +434,17 @@ def test_refusals_are_logged_once_per_address_and_minute(caplog: pytest.LogCaptu
     ]
 
 
-def test_all_gates_of_a_process_share_one_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_authenticators_of_a_process_share_one_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gradwire"):
         for _ in range(3):
-            gate = Gate([], "job", SECRET, expect_hello)
+            authenticator = Authenticator([], "job", SECRET, expect_hello)
             ours, theirs = socket.socketpair()
             with ours:
-                gate.greet(theirs, "192.0.2.7")
+                authenticator.begin_handshake(theirs, "192.0.2.7")
                 ours.sendall(secrets.token_bytes(72))
-                gate.poll(10)
-            assert gate.pending == 0
-            gate.close()
+                authenticator.poll(10)
+            assert authenticator.pending == 0
+            authenticator.close()
     assert len(caplog.records) == 1
 
 

@@ -115,7 +115,7 @@ def test_packets_that_vanish_are_an_error_on_all_ranks_too(
     network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As at a firewall that says nothing."""
-    monkeypatch.setattr(connect, "_ANSWER", 1.0)
+    monkeypatch.setattr(connect, "_CONNECT_SECONDS", 1.0)
     nowhere = "10.99.0.1 lladdr 02:00:00:00:00:07 dev dead0"
     network.hosts[1].ip(f"neigh replace {nowhere} nud permanent")
     try:

@@ -24,13 +24,13 @@ from gradwire._base.deadline import Deadline
 from gradwire._base.environment import VARIABLES
 from gradwire._bootstrap import handshake
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.handshake import Hello, Purpose, RefusalLog, introduce, receive
-from gradwire._bootstrap.introduction import introduction, read_introduction
-from gradwire._bootstrap.mesh import Card, Job, Mesh, unpack_card
+from gradwire._bootstrap.handshake import Hello, Purpose, RefusalLog, client_handshake, receive
+from gradwire._bootstrap.host_info import pack_host_info, unpack_host_info
+from gradwire._bootstrap.launch_info import LaunchInfo
+from gradwire._bootstrap.mesh import AddressInfo, Job, Mesh, unpack_address_info
 from gradwire._bootstrap.rendezvous import find_secret, rendezvous
 from gradwire._bootstrap.store import Address, parse_address
 from gradwire._bootstrap.store_server import StoreServer
-from gradwire._bootstrap.world import World
 from gradwire._communicator import from_mesh
 from gradwire._errors import RendezvousError
 from gradwire._host.interfaces import Choice, Interface
@@ -63,7 +63,7 @@ def record_a_handshake() -> tuple[bytes, bytes]:
     deadline, here = Deadline(20), Address("tcp", "127.0.0.1", 0)
     with ours, theirs, StoreServer(here, "job", SECRET) as server:
         hello = Hello("job", Purpose.STORE)
-        client = threading.Thread(target=introduce, args=(ours, hello, SECRET, deadline))
+        client = threading.Thread(target=client_handshake, args=(ours, hello, SECRET, deadline))
         client.start()
         with socket.create_connection((server.address.host, server.address.port)) as door:
             door.sendall(said := receive(theirs, 72, deadline))
@@ -85,11 +85,11 @@ def refusals(records: Sequence[logging.LogRecord]) -> list[str]:
 # A thousand strangers
 
 
-def join(place: World) -> Mesh:
+def join(place: LaunchInfo) -> Mesh:
     return rendezvous(place, timeout=60, secret=SECRET, transports=["tcp"])
 
 
-def on_ranks(places: Sequence[World], call: Callable[[World], Mesh]) -> list[Mesh]:
+def on_ranks(places: Sequence[LaunchInfo], call: Callable[[LaunchInfo], Mesh]) -> list[Mesh]:
     with ThreadPoolExecutor(len(places)) as pool:
         return list(pool.map(call, places))
 
@@ -99,20 +99,20 @@ def test_all_ranks_join_amid_a_thousand_strangers(
 ) -> None:
     """A quarter at the store, and three quarters at the ranks' own doors."""
     before = open_descriptors()
-    pack = Card.pack
+    pack = AddressInfo.pack
 
-    def pack_amid_a_crowd(card: Card) -> bytes:
-        storm.at(Address("tcp", card.address, card.port), STRANGERS // 4)
-        return pack(card)
+    def pack_amid_a_crowd(address: AddressInfo) -> bytes:
+        storm.at(Address("tcp", address.address, address.port), STRANGERS // 4)
+        return pack(address)
 
-    monkeypatch.setattr(Card, "pack", pack_amid_a_crowd)
+    monkeypatch.setattr(AddressInfo, "pack", pack_amid_a_crowd)
     with (
         caplog.at_level(logging.WARNING, "gradwire"),
         gather_storm() as storm,
         StoreServer(Address("tcp", "127.0.0.1", 0), "job", SECRET) as server,
     ):
         storm.at(server.address, STRANGERS // 4)
-        base = World(0, 3, job="job", store=str(server.address))
+        base = LaunchInfo(0, 3, job="job", store=str(server.address))
         for mesh in on_ranks([replace(base, rank=rank) for rank in range(3)], join):
             assert sorted([mesh.rank, *mesh.peers]) == [0, 1, 2]
             mesh.close()
@@ -156,7 +156,7 @@ def test_a_thousand_strangers_change_no_bit_of_a_training(
         gather_storm() as storm,
         StoreServer(Address("tcp", "127.0.0.1", 0), "job", SECRET) as server,
     ):
-        base = World(0, 3, job="job", store=str(server.address))
+        base = LaunchInfo(0, 3, job="job", store=str(server.address))
         places = [replace(base, rank=rank) for rank in range(3)]
 
         def more(step: int) -> bool:
@@ -299,18 +299,18 @@ def listening(pid: int) -> list[str]:
 
 def test_a_rank_listens_at_the_chosen_address_only() -> None:
     chosen = Choice(Interface("lo", "127.0.0.2"), "the test's")
-    cards: dict[int, bytes] = {}
+    addresses: dict[int, bytes] = {}
     barrier = threading.Barrier(2)
 
     def exchange_of(rank: int) -> Callable[[bytes, Deadline], list[bytes]]:
-        def exchange(card: bytes, deadline: Deadline) -> list[bytes]:
-            port = unpack_card(card, rank).port
+        def exchange(address: bytes, deadline: Deadline) -> list[bytes]:
+            port = unpack_address_info(address, rank).port
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", port), timeout=5)
             socket.create_connection(("127.0.0.2", port), timeout=5).close()
-            cards[rank] = card
+            addresses[rank] = address
             barrier.wait(deadline.remaining)
-            return [cards[0], cards[1]]
+            return [addresses[0], addresses[1]]
 
         return exchange
 
@@ -365,9 +365,9 @@ def test_without_a_secret_the_log_says_how_private_joins_are(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = f"unix://gradwire-test-{secrets.token_hex(8)}"
-    base = World(0, 2, store=store, rank_0_hosts=True)
+    base = LaunchInfo(0, 2, store=store, rank_0_hosts=True)
 
-    def meet(place: World) -> Mesh:
+    def meet(place: LaunchInfo) -> Mesh:
         return rendezvous(place, timeout=20)
 
     with caplog.at_level(logging.INFO, "gradwire"):
@@ -389,12 +389,12 @@ def test_without_a_secret_the_log_says_how_private_joins_are(
     ],
 )
 def test_a_foreign_introduction_in_a_process_group_names_the_rank(data: bytes) -> None:
-    with pytest.raises(RendezvousError, match="rank 0 did not introduce itself"):
-        read_introduction(data, 0)
+    with pytest.raises(RendezvousError, match="rank 0 sent no host information"):
+        unpack_host_info(data, 0)
 
 
 def test_an_introduction_survives_its_trip() -> None:
-    said = read_introduction(introduction(0, None, "192.0.2.1"), 0)
+    said = unpack_host_info(pack_host_info(0, None, "192.0.2.1"), 0)
     assert len(bytes.fromhex(said["secret"])) >= 16
     assert said["reached"] == "192.0.2.1"
-    assert not {"job", "secret"} & set(read_introduction(introduction(1, SECRET, ""), 1))
+    assert not {"job", "secret"} & set(unpack_host_info(pack_host_info(1, SECRET, ""), 1))

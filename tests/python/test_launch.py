@@ -99,7 +99,7 @@ def test_each_run_has_a_secret_of_its_own(launch: Launch, script: Callable[[str]
 def test_ranks_meet(launch: Launch, script: Callable[[str], str]) -> None:
     path = script("""
 from gradwire._bootstrap.rendezvous import rendezvous
-from gradwire._bootstrap.world import from_environment
+from gradwire._bootstrap.launch_info import from_environment
 for turn in range(2):
     mesh = rendezvous(from_environment(), timeout=30)
     os.write(1, f"{mesh.rank} {sorted(mesh.peers)} {mesh.communicator}\\n".encode())

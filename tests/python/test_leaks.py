@@ -32,9 +32,9 @@ from gradwire import (
     Timeout,
     TransportError,
 )
+from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.rendezvous import rendezvous
-from gradwire._bootstrap.world import World
 from gradwire._communicator import from_mesh
 from ranks import VANISHED, eventually, meshes, outcomes, over_processes, vanish
 
@@ -282,14 +282,14 @@ def test_nothing_is_left_of_one_that_took_its_time_to_fail(ending: Ending, trans
 def test_nothing_is_left_of_a_rendezvous_that_failed() -> None:
     """Ranks 0, with the store, and 1 wait in vain for rank 2."""
 
-    def meet(world: World) -> None:
+    def meet(launch: LaunchInfo) -> None:
         with pytest.raises(RendezvousError, match="rank 2"):
-            rendezvous(world, timeout=0.05)
+            rendezvous(launch, timeout=0.05)
 
     def live_once() -> None:
         store = f"unix://gradwire-test-{secrets.token_hex(8)}"
-        worlds = [World(rank, 3, store=store, rank_0_hosts=True) for rank in range(2)]
-        meeting = [threading.Thread(target=meet, args=(world,)) for world in worlds]
+        launches = [LaunchInfo(rank, 3, store=store, rank_0_hosts=True) for rank in range(2)]
+        meeting = [threading.Thread(target=meet, args=(launch,)) for launch in launches]
         for thread in meeting:
             thread.start()
         for thread in meeting:

@@ -11,7 +11,7 @@ import gradwire
 import pytest
 from gradwire import InvalidArgument, _core
 from gradwire._bootstrap import connect
-from gradwire._bootstrap.mesh import Card, choose_transport
+from gradwire._bootstrap.mesh import AddressInfo, choose_transport
 from gradwire._bootstrap.rendezvous import choose_transports
 from gradwire._host import rdma
 from gradwire._host.interfaces import LOOPBACK
@@ -134,10 +134,10 @@ def test_no_device_is_opened_where_shared_memory_joins_all_ranks(no_ports: list[
     with gradwire.init() as comm:
         assert comm.size == 1
     assert gradwire.spawn(lambda comm: comm.transports, 2) == [{1: "shm"}, {0: "shm"}]
-    listeners, card = connect._listen(("shm", "rdma", "tcp"), LOOPBACK)
+    listeners, address = connect._listen(("shm", "rdma", "tcp"), LOOPBACK)
     for each in listeners:
         each.close()
-    assert (card.networks, no_ports) == ((), [])
+    assert (address.networks, no_ports) == ((), [])
 
 
 @pytest.mark.usefixtures("two_ports")
@@ -159,14 +159,16 @@ def test_the_doctor_shows_ports_with_their_addresses():
 
 
 ALL = ("shm", "rdma", "tcp")
-CARD = Card("host a", "a:1", ALL, "x", "192.0.2.1", 1, "eth0", ("ethernet 198.18.0.0/24",))
-FAR = replace(CARD, host="host b")
+ADDRESS_INFO = AddressInfo(
+    "host a", "a:1", ALL, "x", "192.0.2.1", 1, "eth0", ("ethernet 198.18.0.0/24",)
+)
+FAR = replace(ADDRESS_INFO, host="host b")
 
 
 @pytest.mark.parametrize(
     ("other", "transport"),
     [
-        (CARD, "shm"),
+        (ADDRESS_INFO, "shm"),
         (FAR, "rdma"),
         (replace(FAR, networks=("ethernet 198.18.1.0/24", "ethernet 198.18.0.0/24")), "rdma"),
         (replace(FAR, networks=("ethernet 198.18.1.0/24",)), "tcp"),
@@ -175,5 +177,5 @@ FAR = replace(CARD, host="host b")
         (replace(FAR, transports=("rdma",), networks=("infiniband, any network",)), None),
     ],
 )
-def test_a_pair_takes_rdma_where_both_are_on_one_network(other: Card, transport: str | None):
-    assert choose_transport(CARD, other) == transport
+def test_a_pair_takes_rdma_where_both_are_on_one_network(other: AddressInfo, transport: str | None):
+    assert choose_transport(ADDRESS_INFO, other) == transport

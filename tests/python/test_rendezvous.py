@@ -21,14 +21,21 @@ import numpy as np
 import pytest
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import connect as _connect
-from gradwire._bootstrap import meeting as _meeting
 from gradwire._bootstrap import mesh as _mesh
 from gradwire._bootstrap import rendezvous as _rendezvous
+from gradwire._bootstrap import rendezvous_exchange as _exchange
 from gradwire._bootstrap.connect import _require_route, connect_mesh
 from gradwire._bootstrap.handshake import Purpose
-from gradwire._bootstrap.mesh import Card, Job, Mesh, choose_transport, inproc_meshes, unpack_card
+from gradwire._bootstrap.launch_info import LaunchInfo, explicit
+from gradwire._bootstrap.mesh import (
+    AddressInfo,
+    Job,
+    Mesh,
+    choose_transport,
+    inproc_meshes,
+    unpack_address_info,
+)
 from gradwire._bootstrap.rendezvous import choose_transports, find_secret, rendezvous
-from gradwire._bootstrap.world import World, explicit
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._host.interfaces import Choice, Interface, interfaces
 from ranks import LIMIT, over_processes
@@ -37,10 +44,10 @@ SECRET = b"0123456789abcdef"
 pytestmark = pytest.mark.usefixtures("bare_environment")
 
 
-def worlds(size: int, **changes: object) -> list[World]:
-    """A world per rank, to meet in a store of its own that rank 0 hosts on a Unix socket."""
+def launches(size: int, **changes: object) -> list[LaunchInfo]:
+    """A launch per rank, to meet in a store of its own that rank 0 hosts on a Unix socket."""
     store = f"unix://gradwire-test-{secrets.token_hex(8)}"
-    base = World(0, size, store=store, rank_0_hosts=True)
+    base = LaunchInfo(0, size, store=store, rank_0_hosts=True)
     return [replace(base, rank=rank, **changes) for rank in range(size)]  # type: ignore[arg-type]
 
 
@@ -49,7 +56,9 @@ def on_threads(functions: Sequence[Callable[[], Mesh]]) -> list[Future[Mesh]]:
         return [pool.submit(function) for function in functions]
 
 
-def meet(places: Sequence[World], timeout: float = 20, **options: object) -> list[Future[Mesh]]:
+def meet(
+    places: Sequence[LaunchInfo], timeout: float = 20, **options: object
+) -> list[Future[Mesh]]:
     calls = [
         lambda place=place: rendezvous(place, timeout=timeout, **options)  # type: ignore[misc]
         for place in places
@@ -94,7 +103,7 @@ Closing = Callable[[Sequence[Future[Mesh]]], list[Mesh]]
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @over_processes
 def test_all_pairs_are_connected(size: int, transport: str, closing: Closing) -> None:
-    meshes = closing(meet(worlds(size), transports=[transport]))
+    meshes = closing(meet(launches(size), transports=[transport]))
     assert_connected(meshes, transport)
     family = socket.AF_UNIX if transport == "shm" else socket.AF_INET
     assert all(peer.control.family == family for mesh in meshes for peer in mesh.peers.values())
@@ -102,27 +111,27 @@ def test_all_pairs_are_connected(size: int, transport: str, closing: Closing) ->
 
 
 def test_sockets_block_and_are_not_inherited(closing: Closing) -> None:
-    for mesh in closing(meet(worlds(2))):
+    for mesh in closing(meet(launches(2))):
         for sock in mesh.peers[1 - mesh.rank].sockets():
             assert sock.getblocking()
             assert not sock.get_inheritable()
 
 
 def test_ranks_on_one_host_prefer_shared_memory(closing: Closing) -> None:
-    assert_connected(closing(meet(worlds(2))), "shm")
+    assert_connected(closing(meet(launches(2))), "shm")
 
 
 def test_the_environment_restricts_the_transports(
     closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRADWIRE_TRANSPORT", "tcp")
-    assert_connected(closing(meet(worlds(2))), "tcp")
+    assert_connected(closing(meet(launches(2))), "tcp")
 
 
 def test_one_can_meet_again_and_again_under_the_same_name(closing: Closing) -> None:
-    places = worlds(3)
+    places = launches(3)
 
-    def thrice(place: World) -> list[Mesh]:
+    def thrice(place: LaunchInfo) -> list[Mesh]:
         return [rendezvous(place, timeout=20) for _ in range(3)]
 
     with ThreadPoolExecutor(3) as pool:
@@ -138,18 +147,18 @@ def test_one_can_meet_again_and_again_under_the_same_name(closing: Closing) -> N
 def test_nothing_listens_once_the_mesh_is_complete(
     closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cards: list[Card] = []
-    unpack = _mesh.unpack_card
+    addresses: list[AddressInfo] = []
+    unpack = _mesh.unpack_address_info
     monkeypatch.setattr(
-        "gradwire._bootstrap.connect.unpack_card",
-        lambda *args: cards.append(unpack(*args)) or cards[-1],
+        "gradwire._bootstrap.connect.unpack_address_info",
+        lambda *args: addresses.append(unpack(*args)) or addresses[-1],
     )
-    closing(meet(worlds(2)))
-    for card in cards:
+    closing(meet(launches(2)))
+    for address in addresses:
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((card.address, card.port), timeout=5)
+            socket.create_connection((address.address, address.port), timeout=5)
         with socket.socket(socket.AF_UNIX) as sock, pytest.raises(ConnectionRefusedError):
-            sock.connect("\0" + card.unix)
+            sock.connect("\0" + address.unix)
 
 
 def test_rank_0_hosts_a_tcp_store_at_the_given_port(closing: Closing) -> None:
@@ -186,7 +195,7 @@ def test_one_host_can_do_with_ipv6_alone(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
-    futures = meet([world for world in worlds(4) if world.rank != 2], timeout=0.5)
+    futures = meet([launch for launch in launches(4) if launch.rank != 2], timeout=0.5)
     errors = [future.exception() for future in futures]
     assert all(isinstance(error, RendezvousError) for error in errors)
     expected = "timed out: rank 2 of 4 did not appear within 0.5 s"
@@ -194,26 +203,28 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
 
 
 def test_all_missing_ranks_are_named() -> None:
-    (future,) = meet(worlds(4)[:1], timeout=0.2)
+    (future,) = meet(launches(4)[:1], timeout=0.2)
     assert "ranks 1, 2, 3 of 4 did not appear" in str(future.exception())
 
 
 def failing_after_its_card(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Makes one rank fail when it has published its address."""
-    honest = _meeting.Meeting.exchange
+    honest = _exchange.RendezvousExchange.exchange_addresses
 
-    def exchange(self: _meeting.Meeting, card: bytes, deadline: Deadline) -> list[bytes]:
-        cards = honest(self, card, deadline)
-        if self.world.rank == rank:
+    def exchange(
+        self: _exchange.RendezvousExchange, address: bytes, deadline: Deadline
+    ) -> list[bytes]:
+        addresses = honest(self, address, deadline)
+        if self.launch.rank == rank:
             raise OSError("died")
-        return cards
+        return addresses
 
-    monkeypatch.setattr(_meeting.Meeting, "exchange", exchange)
+    monkeypatch.setattr(_exchange.RendezvousExchange, "exchange_addresses", exchange)
 
 
 def test_a_rank_that_gives_up_tells_the_others_why(monkeypatch: pytest.MonkeyPatch) -> None:
     failing_after_its_card(monkeypatch, 2)
-    errors = [future.exception() for future in meet(worlds(4), timeout=60)]
+    errors = [future.exception() for future in meet(launches(4), timeout=60)]
     assert str(errors.pop(2)) == "died"
     for error in errors:
         assert isinstance(error, RendezvousError)
@@ -224,8 +235,10 @@ def test_a_rank_that_dies_after_publishing_its_address_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failing_after_its_card(monkeypatch, 2)
-    monkeypatch.setattr(_meeting.Meeting, "hear", lambda self, within: None)
-    errors = [str(future.exception()) for future in meet(worlds(3), timeout=0.5)]
+    monkeypatch.setattr(
+        _exchange.RendezvousExchange, "raise_if_peer_failed", lambda self, within: None
+    )
+    errors = [str(future.exception()) for future in meet(launches(3), timeout=0.5)]
     assert "rank 2" in errors[0]
     assert "did not connect to rank 0" in errors[0]
     assert errors[2] == "died"
@@ -243,9 +256,11 @@ def test_a_rank_that_dies_while_it_connects_is_seen_at_once(
 
     monkeypatch.setattr(_connect._Attempt, "_connect", connect)
     monkeypatch.setattr(
-        _meeting.Meeting, "together", lambda self, hosting: contextlib.nullcontext()
+        _exchange.RendezvousExchange,
+        "abort_on_failure",
+        lambda self, hosts_store: contextlib.nullcontext(),
     )
-    errors = [str(future.exception()) for future in meet(worlds(3), timeout=60)]
+    errors = [str(future.exception()) for future in meet(launches(3), timeout=60)]
     assert re.match(r"rank 2 \(\S+\) ended or gave up", errors[0])
     assert errors[2] == "died"
 
@@ -253,29 +268,29 @@ def test_a_rank_that_dies_while_it_connects_is_seen_at_once(
 def test_a_waiting_rank_says_whom_it_waits_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_meeting, "WARN_SECONDS", 0.05)
+    monkeypatch.setattr(_exchange, "WARN_SECONDS", 0.05)
     with caplog.at_level(logging.WARNING, "gradwire"):
-        meet(worlds(2)[:1], timeout=0.3)
+        meet(launches(2)[:1], timeout=0.3)
     assert "still waiting for rank 1 of 2" in caplog.text
 
 
 def test_strangers_do_not_disturb_a_rendezvous(
     closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pack = Card.pack
+    pack = AddressInfo.pack
 
-    def pack_after_strangers_came(card: Card) -> bytes:
+    def pack_after_strangers_came(address: AddressInfo) -> bytes:
         for junk in (b"", os.urandom(72), os.urandom(500)):
-            with socket.create_connection((card.address, card.port)) as stranger:
+            with socket.create_connection((address.address, address.port)) as stranger:
                 stranger.sendall(junk)
-        return pack(card)
+        return pack(address)
 
-    monkeypatch.setattr(Card, "pack", pack_after_strangers_came)
-    assert_connected(closing(meet(worlds(3), transports=["tcp"])), "tcp")
+    monkeypatch.setattr(AddressInfo, "pack", pack_after_strangers_came)
+    assert_connected(closing(meet(launches(3), transports=["tcp"])), "tcp")
 
 
 def test_ranks_with_different_secrets_are_told_so() -> None:
-    places = worlds(2)
+    places = launches(2)
     calls = [
         lambda: rendezvous(places[0], timeout=1, secret=b"a" * 16),
         lambda: rendezvous(places[1], timeout=1, secret=b"b" * 16),
@@ -289,14 +304,14 @@ def test_ranks_with_different_secrets_are_told_so() -> None:
 
 
 def test_a_mesh_can_be_made_through_any_all_gather(closing: Closing) -> None:
-    cards: dict[int, bytes] = {}
+    addresses: dict[int, bytes] = {}
     barrier = threading.Barrier(3)
 
     def exchange(rank: int) -> Callable[[bytes, Deadline], list[bytes]]:
-        def all_gather(card: bytes, deadline: Deadline) -> list[bytes]:
-            cards[rank] = card
+        def all_gather(address: bytes, deadline: Deadline) -> list[bytes]:
+            addresses[rank] = address
             barrier.wait(deadline.remaining)
-            return [cards[each] for each in range(3)]
+            return [addresses[each] for each in range(3)]
 
         return all_gather
 
@@ -318,20 +333,22 @@ def test_threads_get_meshes_of_socket_pairs() -> None:
 
 # Which transport, which address
 
-CARD = Card("host a", "a:1", ("shm", "tcp"), "x", "192.0.2.1", 1)
+ADDRESS_INFO = AddressInfo("host a", "a:1", ("shm", "tcp"), "x", "192.0.2.1", 1)
 
 
 @pytest.mark.parametrize(
     ("other", "transport"),
     [
-        (CARD, "shm"),
-        (replace(CARD, host="host b"), "tcp"),
-        (replace(CARD, transports=("tcp",)), "tcp"),
-        (replace(CARD, host="host b", transports=("shm",)), None),
+        (ADDRESS_INFO, "shm"),
+        (replace(ADDRESS_INFO, host="host b"), "tcp"),
+        (replace(ADDRESS_INFO, transports=("tcp",)), "tcp"),
+        (replace(ADDRESS_INFO, host="host b", transports=("shm",)), None),
     ],
 )
-def test_a_pair_takes_the_best_transport_that_both_have(other: Card, transport: str | None) -> None:
-    assert choose_transport(CARD, other) == transport
+def test_a_pair_takes_the_best_transport_that_both_have(
+    other: AddressInfo, transport: str | None
+) -> None:
+    assert choose_transport(ADDRESS_INFO, other) == transport
 
 
 def meet_two_hosts(monkeypatch: pytest.MonkeyPatch, **options: object) -> list[Future[Mesh]]:
@@ -341,11 +358,11 @@ def meet_two_hosts(monkeypatch: pytest.MonkeyPatch, **options: object) -> list[F
         "gradwire._bootstrap.connect.host_identity", lambda: getattr(identity, "name", "unset")
     )
 
-    def call(place: World) -> Mesh:
+    def call(place: LaunchInfo) -> Mesh:
         identity.name = f"host {place.rank}"
         return rendezvous(place, timeout=2, **options)  # type: ignore[arg-type]
 
-    return on_threads([lambda place=place: call(place) for place in worlds(2)])
+    return on_threads([lambda place=place: call(place) for place in launches(2)])
 
 
 def test_loopback_is_refused_when_a_peer_is_on_another_host(
@@ -371,20 +388,20 @@ def test_shared_memory_alone_cannot_join_two_hosts(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_addresses_that_do_not_meet_are_an_error_that_names_both(address: str, why: str) -> None:
-    other = replace(CARD, host="host b", name="b:2", address=address, interface="eth7")
+    other = replace(ADDRESS_INFO, host="host b", name="b:2", address=address, interface="eth7")
     message = rf"rank 3 \(a:1\) .* and rank 5 \(b:2\) eth7 .*{why}.*GRADWIRE_SOCKET_IFNAME"
     with pytest.raises(RendezvousError, match=message):
-        _require_route(3, CARD, 5, other)
+        _require_route(3, ADDRESS_INFO, 5, other)
 
 
 def test_who_connects_comes_from_the_address_that_its_card_says(
     closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choice(meeting: _meeting.Meeting, _: object) -> Choice:
-        return Choice(Interface("lo", f"127.0.0.{meeting.world.rank + 2}"), "")
+    def choice(exchange: _exchange.RendezvousExchange, _: object) -> Choice:
+        return Choice(Interface("lo", f"127.0.0.{exchange.launch.rank + 2}"), "")
 
     monkeypatch.setattr(_rendezvous, "_choose_interface", choice)
-    for mesh in closing(meet(worlds(3), transports=["tcp"])):
+    for mesh in closing(meet(launches(3), transports=["tcp"])):
         for peer in mesh.peers.values():
             for sock in peer.sockets():
                 assert sock.getpeername()[0] == f"127.0.0.{peer.rank + 2}"
@@ -394,17 +411,19 @@ def test_who_connects_comes_from_the_address_that_its_card_says(
 def test_an_address_that_is_translated_on_the_way_is_told(
     closing: Closing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    honest = _meeting.Meeting.exchange
+    honest = _exchange.RendezvousExchange.exchange_addresses
 
-    def exchange(self: _meeting.Meeting, data: bytes, deadline: Deadline) -> list[bytes]:
-        card = unpack_card(data, self.world.rank)
-        if self.world.rank == 1:
-            card = replace(card, address="127.0.0.7")
-        return honest(self, card.pack(), deadline)
+    def exchange(
+        self: _exchange.RendezvousExchange, data: bytes, deadline: Deadline
+    ) -> list[bytes]:
+        address = unpack_address_info(data, self.launch.rank)
+        if self.launch.rank == 1:
+            address = replace(address, address="127.0.0.7")
+        return honest(self, address.pack(), deadline)
 
-    monkeypatch.setattr(_meeting.Meeting, "exchange", exchange)
+    monkeypatch.setattr(_exchange.RendezvousExchange, "exchange_addresses", exchange)
     with caplog.at_level(logging.WARNING, "gradwire"):
-        assert_connected(closing(meet(worlds(2), transports=["tcp"])), "tcp")
+        assert_connected(closing(meet(launches(2), transports=["tcp"])), "tcp")
     assert "rank 1" in caplog.text
     assert re.search(
         r"listens at lo 127\.0\.0\.7 .* from 127\.0\.0\.1: addresses are translated", caplog.text
@@ -412,15 +431,16 @@ def test_an_address_that_is_translated_on_the_way_is_told(
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b"{}", b'{"host": 1}', b"[" * 100_000, CARD.pack()[:-2] + b', "x": 1}']
+    "data",
+    [b"", b"[]", b"{}", b'{"host": 1}', b"[" * 100_000, ADDRESS_INFO.pack()[:-2] + b', "x": 1}'],
 )
 def test_a_foreign_card_is_an_error_that_names_the_rank(data: bytes) -> None:
-    with pytest.raises(RendezvousError, match="rank 3 published no address card"):
-        unpack_card(data, 3)
+    with pytest.raises(RendezvousError, match="rank 3 published no address information"):
+        unpack_address_info(data, 3)
 
 
 def test_a_card_survives_its_trip() -> None:
-    assert unpack_card(CARD.pack(), 0) == CARD
+    assert unpack_address_info(ADDRESS_INFO.pack(), 0) == ADDRESS_INFO
 
 
 @pytest.mark.parametrize("names", [[], ["ib"], ["tcp", "inproc"]])
@@ -493,7 +513,7 @@ def test_beyond_loopback_a_secret_is_needed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_secret_is_made_for_each_meeting_where_none_is_given(closing: Closing) -> None:
-    places = worlds(2)
+    places = launches(2)
     found = [{mesh.job.secret for mesh in closing(meet(places))} for _ in range(2)]
     assert [len(each) for each in found] == [1, 1]
     assert found[0] != found[1]
@@ -509,7 +529,7 @@ def test_a_choice_reads_well() -> None:
 TORCH_RANK = """
 import os
 from gradwire._bootstrap.rendezvous import rendezvous
-from gradwire._bootstrap.world import from_environment
+from gradwire._bootstrap.launch_info import from_environment
 mesh = rendezvous(from_environment(), timeout=60)
 control = next(iter(mesh.peers.values())).control
 control.sendall(b"x")

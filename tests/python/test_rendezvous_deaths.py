@@ -15,11 +15,11 @@ from typing import Any
 import gradwire
 import pytest
 from agent import agents_store
-from gradwire._bootstrap import announced_store, rendezvous
+from gradwire._bootstrap import advertised_store, rendezvous
 from gradwire._bootstrap import connect as _connect
-from gradwire._bootstrap import meeting as _meeting
+from gradwire._bootstrap import rendezvous_exchange as _exchange
+from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Mesh
-from gradwire._bootstrap.world import World
 from hosts import Rank
 from ranks import over_processes
 from stopwatch import own_time
@@ -32,21 +32,21 @@ def die(*_: object, **__: object) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def before_its_card() -> None:
-    _meeting.Meeting.exchange = die  # type: ignore[method-assign]
+def before_it_sends_its_address() -> None:
+    _exchange.RendezvousExchange.exchange_addresses = die  # type: ignore[method-assign]
 
 
-def with_its_card_published() -> None:
-    honest = _meeting.Meeting._get
+def with_its_address_published() -> None:
+    honest = _exchange.RendezvousExchange._get
 
     def get(self: Any, what: str, *rest: Any) -> bytes:
-        return die() if what == "card" else honest(self, what, *rest)
+        return die() if what == "address" else honest(self, what, *rest)
 
-    _meeting.Meeting._get = get  # type: ignore[method-assign]
+    _exchange.RendezvousExchange._get = get  # type: ignore[method-assign]
 
 
 def before_it_connects() -> None:
-    _connect._Attempt._route = die  # type: ignore[method-assign]
+    _connect._Attempt._choose_route = die  # type: ignore[method-assign]
 
 
 def half_connected() -> None:
@@ -75,8 +75,8 @@ def when_it_is_through() -> None:
 
 
 STAGES = (
-    before_its_card,
-    with_its_card_published,
+    before_it_sends_its_address,
+    with_its_address_published,
     before_it_connects,
     half_connected,
     while_it_awaits_others,
@@ -94,18 +94,22 @@ def test_all_name_a_rank_that_is_killed(
     stage: Callable[[], None], victim: int, transport: str
 ) -> None:
     store = f"unix://gradwire-test-{secrets.token_hex(8)}"
-    assert_all_name(victim, stage, World(0, P, store=store, rank_0_hosts=True), transport)
+    assert_all_name(victim, stage, LaunchInfo(0, P, store=store, rank_0_hosts=True), transport)
 
 
 @pytest.mark.parametrize(
     ("stage", "victim"),
-    [*((stage, 2) for stage in STAGES), (before_its_card, 0), (while_it_awaits_others, 0)],
+    [
+        *((stage, 2) for stage in STAGES),
+        (before_it_sends_its_address, 0),
+        (while_it_awaits_others, 0),
+    ],
     ids=lambda each: getattr(each, "__name__", None),
 )
 def test_all_name_a_rank_that_is_killed_though_they_meet_by_torchs_store(
     stage: Callable[[], None], victim: int, torchs_store: str
 ) -> None:
-    assert_all_name(victim, stage, World(0, P, store=torchs_store, local_size=P), "shm")
+    assert_all_name(victim, stage, LaunchInfo(0, P, store=torchs_store, local_size=P), "shm")
 
 
 @pytest.fixture
@@ -117,7 +121,9 @@ def torchs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield f"torch://127.0.0.1:{port}"
 
 
-def assert_all_name(victim: int, stage: Callable[[], None], base: World, transport: str) -> None:
+def assert_all_name(
+    victim: int, stage: Callable[[], None], base: LaunchInfo, transport: str
+) -> None:
     """P ranks meet, one of which is killed at a stage: all others raise soon, with its number."""
 
     def make(mesh: Mesh) -> None:
@@ -149,17 +155,17 @@ def assert_all_name(victim: int, stage: Callable[[], None], base: World, transpo
 def test_through_torchs_store_all_hear_of_a_rank_that_gives_up(
     monkeypatch: pytest.MonkeyPatch, torchs_store: str
 ) -> None:
-    honest = _meeting.Meeting.exchange
+    honest = _exchange.RendezvousExchange.exchange_addresses
 
-    def exchange(meeting: _meeting.Meeting, *rest: Any) -> list[bytes]:
-        if meeting.world.rank == 2:
+    def exchange(exchange: _exchange.RendezvousExchange, *rest: Any) -> list[bytes]:
+        if exchange.launch.rank == 2:
             raise SystemExit("enough")
-        return honest(meeting, *rest)
+        return honest(exchange, *rest)
 
-    monkeypatch.setattr(_meeting.Meeting, "exchange", exchange)
+    monkeypatch.setattr(_exchange.RendezvousExchange, "exchange_addresses", exchange)
 
     def body(rank: int) -> str:
-        place = World(rank, P, store=torchs_store, local_size=P)
+        place = LaunchInfo(rank, P, store=torchs_store, local_size=P)
         with pytest.raises((gradwire.RendezvousError, SystemExit)) as raised:
             rendezvous.rendezvous(place, timeout=60)
         return str(raised.value)
@@ -174,17 +180,17 @@ def test_through_torchs_store_all_hear_of_a_rank_that_gives_up(
 
 def test_who_comes_late_hears_why_rank_0_gave_up(torchs_store: str) -> None:
     """Its store is gone by then, and torch's says so."""
-    place = World(0, 2, store=torchs_store, local_size=2)
+    place = LaunchInfo(0, 2, store=torchs_store, local_size=2)
     for rank in range(2):
         with pytest.raises(gradwire.RendezvousError, match="rank 1 of 2 did not appear"):
             rendezvous.rendezvous(replace(place, rank=rank), timeout=0.3)
 
 
 def test_who_comes_after_rank_0_was_killed_is_told_at_once(torchs_store: str) -> None:
-    place = World(0, 2, store=torchs_store, local_size=2)
+    place = LaunchInfo(0, 2, store=torchs_store, local_size=2)
 
     def announce(_: object) -> None:
-        _meeting.Meeting.together = die  # type: ignore[method-assign]
+        _exchange.RendezvousExchange.abort_on_failure = die  # type: ignore[method-assign]
         rendezvous.rendezvous(place, timeout=60)
 
     first = Rank(None, announce)
@@ -199,7 +205,7 @@ def test_who_comes_after_rank_0_was_killed_is_told_at_once(torchs_store: str) ->
 
 def test_rank_0_waits_for_how_others_reach_a_store_that_is_on_its_host(torchs_store: str) -> None:
     """Where nothing says that all ranks are on one host; here they are."""
-    place = World(0, 3, store=torchs_store)
+    place = LaunchInfo(0, 3, store=torchs_store)
 
     def body(rank: int) -> str:
         mesh = rendezvous.rendezvous(replace(place, rank=rank), timeout=20)
@@ -211,7 +217,7 @@ def test_rank_0_waits_for_how_others_reach_a_store_that_is_on_its_host(torchs_st
 
 
 def test_ranks_that_do_not_all_have_the_secret_are_told(torchs_store: str) -> None:
-    place = World(0, 2, store=torchs_store, local_size=2)
+    place = LaunchInfo(0, 2, store=torchs_store, local_size=2)
 
     def body(rank: int) -> str:
         secret = b"0123456789abcdef" if rank == 0 else None
@@ -228,6 +234,6 @@ def test_ranks_that_do_not_all_have_the_secret_are_told(torchs_store: str) -> No
 @pytest.mark.parametrize(
     "data", [b"", b"tcp://127.0.0.1:1 no-hex", b"127.0.0.1:1 00", b"\xff" * 9, b"unix:// 00"]
 )
-def test_a_foreign_notice_of_a_store_is_refused(data: bytes) -> None:
-    with pytest.raises(gradwire.RendezvousError, match="rank 0 announced no store"):
-        announced_store.unpack_notice(data, None)
+def test_a_foreign_endpoint_of_a_store_is_refused(data: bytes) -> None:
+    with pytest.raises(gradwire.RendezvousError, match="rank 0 advertised no store"):
+        advertised_store.unpack_endpoint(data, None)

@@ -62,8 +62,8 @@ def test_links_that_are_held_to_less_are_refused(shaped: links.ShapedLinks):
 @pytest.mark.parametrize("spoilt", ["sends", "receives"])
 def test_a_large_burst_is_refused(shaped: links.ShapedLinks, spoilt: str):
     tbf = ["tbf", "rate", "20mbit", "burst", "1mb", "limit", "256kb"]
-    host, card = (shaped.hosts[0], "eth0") if spoilt == "sends" else (shaped.switch, "eth0-0")
-    host.command("tc", "qdisc", "change", "dev", card, "root", *tbf)
+    host, nic = (shaped.hosts[0], "eth0") if spoilt == "sends" else (shaped.switch, "eth0-0")
+    host.command("tc", "qdisc", "change", "dev", nic, "root", *tbf)
     with pytest.raises(RuntimeError, match=r"too fast"):
         links.check(shaped, MESSAGES[:1])
 
@@ -71,8 +71,8 @@ def test_a_large_burst_is_refused(shaped: links.ShapedLinks, spoilt: str):
 @needs_links
 @pytest.mark.parametrize("spoilt", ["sends", "receives"])
 def test_an_end_without_a_bucket_is_refused(shaped: links.ShapedLinks, spoilt: str):
-    host, card = (shaped.hosts[0], "eth0") if spoilt == "sends" else (shaped.switch, "eth0-0")
-    host.command("tc", "qdisc", "delete", "dev", card, "root")
+    host, nic = (shaped.hosts[0], "eth0") if spoilt == "sends" else (shaped.switch, "eth0-0")
+    host.command("tc", "qdisc", "delete", "dev", nic, "root")
     with pytest.raises(RuntimeError, match=r"too fast"):
         links.check(shaped, MESSAGES[:1])
 

@@ -30,9 +30,9 @@ from gradwire import (
     _core,
 )
 from gradwire._bootstrap import connect as _connect
-from gradwire._bootstrap import lines as _lines
 from gradwire._bootstrap import mesh as _mesh
 from gradwire._bootstrap import shrink
+from gradwire._bootstrap import survivor_links as _links
 from gradwire._host.interfaces import LOOPBACK
 from ranks import Outcome, outcomes, run
 from stopwatch import own_time
@@ -179,9 +179,9 @@ def test_a_stopped_rank_is_left_out_at_the_deadline(transport: str) -> None:
 @pytest.mark.parametrize("point", [*range(10), 12])
 def test_a_rank_may_die_while_the_others_shrink(point: int, monkeypatch: Any) -> None:
     """Rank 3 is dead; rank 2 dies when it has sent `point` messages to ranks 0 and 1."""
-    send, sent = _lines.Lines.send, itertools.count()
+    send, sent = _links.SurvivorLinks.send, itertools.count()
 
-    def send_or_die(self: _lines.Lines, peer: int, *message: Any) -> None:
+    def send_or_die(self: _links.SurvivorLinks, peer: int, *message: Any) -> None:
         if peer != 3 and next(sent) == point:
             die()
         send(self, peer, *message)
@@ -189,7 +189,7 @@ def test_a_rank_may_die_while_the_others_shrink(point: int, monkeypatch: Any) ->
     def body(comm: Communicator) -> tuple[list[int], bool]:
         train_until_it_fails(comm, victim=3)
         if comm.rank == 2:
-            monkeypatch.setattr(_lines.Lines, "send", send_or_die)
+            monkeypatch.setattr(_links.SurvivorLinks, "send", send_or_die)
         smaller = comm.shrink(timeout=10)
         if comm.rank == 2:
             die()
@@ -204,7 +204,7 @@ def test_a_rank_may_die_while_the_others_shrink(point: int, monkeypatch: Any) ->
     (names, joined), other = survivors(ended)
     assert other == (names, joined)
     assert names == [0, 1]
-    # It sends VIEW, CARD, READY and DONE, each to two, VIEW perhaps again; one READY may do.
+    # It sends VIEW, ADDRESS, READY and DONE, each to two, VIEW perhaps again; one READY may do.
     assert joined or point < 10
     assert not joined or point >= 5
 
@@ -217,7 +217,7 @@ def test_a_rank_that_is_stopped_while_the_links_are_made_is_left_out(
     def stop_in_shrink() -> None:
         # The others have its address, or are connected to it.
         if stage == "connect":
-            module, name = _connect, "unpack_card"
+            module, name = _connect, "unpack_address_info"
         else:
             module, name = _communicator, "from_mesh"
         call, calls = getattr(module, name), itertools.count()
@@ -245,7 +245,7 @@ def test_a_rank_that_is_stopped_while_the_links_are_made_is_left_out(
             if comm.rank != victim:
                 os.kill(pids[victim], signal.SIGCONT)
 
-    monkeypatch.setattr(shrink, "_PATIENCE", 4.0)
+    monkeypatch.setattr(shrink, "_LEAST_CONNECT_SECONDS", 4.0)
     ended = outcomes(4, body, transport=transport, processes=True)
     rest = [rank for rank in range(3) if rank != victim]
     assert [(ended[rank].value, ended[rank].error) for rank in rest] == [(rest, None)] * 2
@@ -356,8 +356,8 @@ class Crash(Exception):
     """What ends a rank of the simulation, where it is."""
 
 
-class MortalLines(_lines.Lines):
-    """Lines that end when this rank has said so many words."""
+class MortalLinks(_links.SurvivorLinks):
+    """Links that end when this rank has sent so many messages."""
 
     def __init__(self, sockets: dict[int, socket.socket], size: int, words: int) -> None:
         super().__init__([(peer, sock.detach(), b"") for peer, sock in sockets.items()], size)
@@ -387,19 +387,19 @@ class Made(NamedTuple):
 def connect(
     _: Any, exchange: Callable[..., list[bytes]], *, rank: int, size: int, **others: Any
 ) -> Made:
-    cards = exchange(b"%d of %d" % (rank, size), None)
-    assert cards == [b"%d of %d" % (each, size) for each in range(size)]
-    others["hear"](0)
+    addresses = exchange(b"%d of %d" % (rank, size), None)
+    assert addresses == [b"%d of %d" % (each, size) for each in range(size)]
+    others["raise_if_peer_failed"](0)
     return Made(others["communicator"], size)
 
 
-def simulate(rank: int, lines: MortalLines, size: int) -> Made:
+def simulate(rank: int, links: MortalLinks, size: int) -> Made:
     def make(made: Made, _: float) -> Made:
-        lines.use_up()
+        links.use_up()
         return made
 
     mesh = _mesh.Mesh(_mesh.Job("test", b""), rank, size, 1, ("here",) * size, {}, LOOPBACK)
-    return shrink.shrink(mesh, lines, make, transports=(), timeout=20)  # type: ignore[arg-type]
+    return shrink.shrink(mesh, links, make, transports=(), timeout=20)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -417,7 +417,7 @@ def test_survivors_agree_wherever_others_crash(size: int, monkeypatch: Any) -> N
         lives = [dice.randrange(5 * size) if rank in mortal else 1000 for rank in range(size)]
         with ThreadPoolExecutor(size) as pool:
             futures = [
-                pool.submit(simulate, rank, MortalLines(ends[rank], size, lives[rank]), size)
+                pool.submit(simulate, rank, MortalLinks(ends[rank], size, lives[rank]), size)
                 for rank in range(size)
             ]
         errors = [future.exception() for future in futures]
@@ -444,11 +444,11 @@ HEAD = b"GRS1\x01\0\0\0\0\0\0\0"
 )
 def test_foreign_bytes_end_a_line(foreign: bytes) -> None:
     ours, theirs = socket.socketpair()
-    with theirs, contextlib.closing(_lines.Lines([(1, ours.detach(), b"")], 2)) as lines:
+    with theirs, contextlib.closing(_links.SurvivorLinks([(1, ours.detach(), b"")], 2)) as links:
         theirs.sendall(foreign)
-        (gone,) = lines.poll(5)
-        assert isinstance(gone, _lines.Gone)
-        assert lines.peers == frozenset()
+        (gone,) = links.poll(5)
+        assert isinstance(gone, _links.LinkEnded)
+        assert links.peers == frozenset()
         with contextlib.suppress(ConnectionResetError):
             assert theirs.recv(1) == b""
 
@@ -456,22 +456,25 @@ def test_foreign_bytes_end_a_line(foreign: bytes) -> None:
 def test_a_message_comes_in_any_pieces_after_what_the_communicator_sent() -> None:
     frame = _core.CONTROL_MAGIC.ljust(_core.CONTROL_FRAME_BYTES, b"x")
     ours, theirs = socket.socketpair()
-    with theirs, contextlib.closing(_lines.Lines([(1, ours.detach(), frame[:7])], 2)) as lines:
+    with (
+        theirs,
+        contextlib.closing(_links.SurvivorLinks([(1, ours.detach(), frame[:7])], 2)) as links,
+    ):
         sent = frame[7:] + frame + HEAD[:8] + b"\x04\0\0\0\x03card"
         for cut in range(0, len(sent), 11):
             theirs.sendall(sent[cut : cut + 11])
-            events = lines.poll(5)
-        assert events == [_lines.Message(1, _lines.Kind.VIEW, frozenset({0, 1}), b"card")]
+            events = links.poll(5)
+        assert events == [_links.Message(1, _links.MessageKind.VIEW, frozenset({0, 1}), b"card")]
         theirs.close()
-        assert isinstance(lines.poll(5)[0], _lines.Gone)
+        assert isinstance(links.poll(5)[0], _links.LinkEnded)
 
 
 def test_a_long_word_is_sent_while_the_peer_reads_it() -> None:
-    one, other = (_lines.Lines([(1, a.detach(), b"")], 2) for a in socket.socketpair())
+    one, other = (_links.SurvivorLinks([(1, a.detach(), b"")], 2) for a in socket.socketpair())
     # Both ends are named 1: each takes the other for it.
     with contextlib.closing(one), contextlib.closing(other):
         for _ in range(100):
-            one.send(1, _lines.Kind.CARD, frozenset({0, 1}), bytes(60_000))
+            one.send(1, _links.MessageKind.ADDRESS, frozenset({0, 1}), bytes(60_000))
         heard = 0
         while heard < 100:
             one.poll(0)
@@ -483,7 +486,7 @@ def test_survivors_that_cannot_connect_say_so(monkeypatch: Any) -> None:
         raise RendezvousError("no way")
 
     monkeypatch.setattr("gradwire._bootstrap.shrink.connect_mesh", refuse)
-    monkeypatch.setattr("gradwire._bootstrap.shrink._NEWS", 0.1)
+    monkeypatch.setattr("gradwire._bootstrap.shrink._DEATH_REPORT_SECONDS", 0.1)
 
     def body(comm: Communicator) -> None:
         if comm.rank == 0:

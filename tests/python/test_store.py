@@ -16,8 +16,8 @@ import pytest
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import store_server
 from gradwire._bootstrap.store import (
-    MAX_BEQUEST,
     MAX_KEY,
+    MAX_LAST_WILL,
     MAX_VALUE,
     Address,
     StoreClient,
@@ -92,7 +92,7 @@ def test_one_set_wakes_every_waiting_client(server: StoreServer, client: StoreCl
 def test_a_request_that_is_interrupted_leaves_no_answer_to_the_next_one(
     client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client.bequeath("ended", b"")
+    client.set_last_will("ended", b"")
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -151,12 +151,12 @@ def test_add_counts_over_all_clients(server: StoreServer, client: StoreClient) -
     other.close()
 
 
-def test_a_client_that_ends_leaves_what_it_bequeathed(
+def test_the_last_will_of_a_client_that_ends_is_set(
     server: StoreServer, client: StoreClient
 ) -> None:
     other = connect(server)
-    other.bequeath("first", b"too early")
-    other.bequeath("last", b"gone")
+    other.set_last_will("first", b"too early")
+    other.set_last_will("last", b"gone")
     with pytest.raises(TimeoutError):
         client.get("last", 0)
     other.close()
@@ -165,15 +165,15 @@ def test_a_client_that_ends_leaves_what_it_bequeathed(
         client.get("first", 0)
 
 
-def test_a_bequest_yields_to_a_value_and_can_be_taken_back(
+def test_a_last_will_yields_to_a_value_and_can_be_withdrawn(
     server: StoreServer, client: StoreClient
 ) -> None:
     client.set("taken", b"value")
     ends = [connect(server) for _ in range(3)]
-    ends[0].bequeath("taken", b"gone")
-    ends[1].bequeath("withdrawn", b"gone")
-    ends[1].bequeath("", b"")
-    ends[2].bequeath("last", b"gone")
+    ends[0].set_last_will("taken", b"gone")
+    ends[1].set_last_will("withdrawn", b"gone")
+    ends[1].set_last_will("", b"")
+    ends[2].set_last_will("last", b"gone")
     for end in ends:
         end.close()
     assert client.get("last", 10) == b"gone"
@@ -182,10 +182,10 @@ def test_a_bequest_yields_to_a_value_and_can_be_taken_back(
         client.get("withdrawn", 0)
 
 
-def test_a_bequest_that_is_too_long_ends_the_connection(client: StoreClient) -> None:
-    client.bequeath("k", bytes(MAX_BEQUEST))
+def test_a_last_will_that_is_too_long_ends_the_connection(client: StoreClient) -> None:
+    client.set_last_will("k", bytes(MAX_LAST_WILL))
     with pytest.raises(RendezvousError, match="lost the store"):
-        client.bequeath("k", bytes(MAX_BEQUEST + 1))
+        client.set_last_will("k", bytes(MAX_LAST_WILL + 1))
 
 
 def test_too_long_keys_and_values_are_refused_before_they_travel(client: StoreClient) -> None:

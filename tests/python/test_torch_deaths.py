@@ -16,13 +16,13 @@ import gradwire.torch
 import torch
 import torch_ranks
 from gradwire import TransportError
-from gradwire._bootstrap import connect, meeting
+from gradwire._bootstrap import connect, rendezvous_exchange
 from stopwatch import own_time
 from torch.nn.parallel import DistributedDataParallel
 
 SOON = 2.0  # seconds
 STAGES: dict[str, tuple[type, str]] = {
-    "before its card": (meeting.Meeting, "exchange"),
+    "before it sends its address": (rendezvous_exchange.RendezvousExchange, "exchange_addresses"),
     "when it connects": (connect._Attempt, "_connect"),
     "while it awaits others": (connect._Attempt, "_await_higher"),
 }
@@ -45,7 +45,7 @@ def register(victim: int, stage: str, died: Path) -> tuple[float, int]:
 
 @pytest.mark.parametrize(
     ("victim", "stage"),
-    [(2, "before its card"), (2, "when it connects"), (0, "while it awaits others")],
+    [(2, "before it sends its address"), (2, "when it connects"), (0, "while it awaits others")],
 )
 def test_all_others_name_a_rank_that_is_killed_while_they_register(
     victim: int, stage: str, tmp_path: Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from gradwire._bootstrap.world import World, explicit, from_environment
+from gradwire._bootstrap.launch_info import LaunchInfo, explicit, from_environment
 from gradwire._errors import InvalidArgument, RendezvousError
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
@@ -28,17 +28,17 @@ def test_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(
         monkeypatch, TORCHRUN + " TORCHELASTIC_RUN_ID=run7 TORCHELASTIC_RESTART_COUNT=2"
     )
-    world = from_environment()
-    assert world == World(
+    launch = from_environment()
+    assert launch == LaunchInfo(
         3, 4, "torchrun", "run7", 2, 1, 2, store="torch://node0:29500", rank_0_hosts=False
     )
-    assert world.several_hosts
+    assert launch.several_hosts
 
 
 def test_a_store_in_the_environment_goes_before_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, TORCHRUN + " GRADWIRE_STORE=tcp://node0:7")
-    world = from_environment()
-    assert (world.store, world.rank_0_hosts) == ("tcp://node0:7", True)
+    launch = from_environment()
+    assert (launch.store, launch.rank_0_hosts) == ("tcp://node0:7", True)
 
 
 ONE_HOST = {
@@ -61,11 +61,11 @@ def test_a_launch_on_one_host_meets_on_a_socket_of_its_user(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     set_environment(monkeypatch, text)
-    world = from_environment()
-    assert (world.rank, world.size, world.local_rank, world.local_size) == (1, 2, 1, 2)
-    assert world.store is not None
-    assert world.store.startswith(f"unix://gradwire-{os.getuid()}-")
-    assert world.rank_0_hosts
+    launch = from_environment()
+    assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (1, 2, 1, 2)
+    assert launch.store is not None
+    assert launch.store.startswith(f"unix://gradwire-{os.getuid()}-")
+    assert launch.rank_0_hosts
 
 
 @pytest.mark.parametrize("text", SEVERAL_HOSTS.values(), ids=SEVERAL_HOSTS)
@@ -76,8 +76,8 @@ def test_a_launch_on_several_hosts_needs_a_store(
     with pytest.raises(RendezvousError, match="set GRADWIRE_STORE=tcp://HOST:PORT"):
         from_environment()
     monkeypatch.setenv("GRADWIRE_STORE", "tcp://node0:7")
-    world = from_environment()
-    assert (world.rank, world.size, world.rank_0_hosts) == (1, 4, True)
+    launch = from_environment()
+    assert (launch.rank, launch.size, launch.rank_0_hosts) == (1, 4, True)
 
 
 def test_mpirun_inside_a_slurm_allocation_is_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +87,8 @@ def test_mpirun_inside_a_slurm_allocation_is_mpirun(monkeypatch: pytest.MonkeyPa
 
 def test_a_slurm_step_is_not_its_whole_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, ONE_HOST["srun"] + " SLURM_STEP_NUM_TASKS=3 SLURM_STEP_ID=5")
-    world = from_environment()
-    assert (world.size, world.job) == (3, "7.5")
+    launch = from_environment()
+    assert (launch.size, launch.job) == (3, "7.5")
 
 
 def test_the_job_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

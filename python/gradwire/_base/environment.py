@@ -36,7 +36,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "18",
     ),
     "GRADWIRE_LINK": (
-        "RATE[,LATENCY] of an emulated network card for each rank: 1gbit,100us; one host, over tcp",
+        "RATE[,LATENCY] of an emulated NIC for each rank: 1gbit,100us; one host, over tcp",
         "links as they are",
     ),
     "GRADWIRE_SOCKET_IFNAME": (

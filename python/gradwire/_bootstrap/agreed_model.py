@@ -1,4 +1,4 @@
-"""How all ranks of a mesh come to have the same cost model: rank 0's."""
+"""Agreement on the cost model: all ranks of a mesh use rank 0's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 import socket
 from collections import Counter
 
-from gradwire._bootstrap.meeting import Meeting
 from gradwire._bootstrap.mesh import EMULATED, Mesh
+from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
 from gradwire._host import emulated_link
 from gradwire._model import HostSet, find, pack, unpack
 
@@ -24,19 +24,19 @@ def host_set(mesh: Mesh) -> HostSet:
     return HostSet(hosts, within, between, emulated_link.spec() if within == EMULATED else None)
 
 
-def agree(mesh: Mesh, meeting: Meeting) -> None:
-    """Gives the mesh rank 0's model; every rank calls it. Closes the mesh where it raises.
+def agree(mesh: Mesh, exchange: RendezvousExchange) -> None:
+    """Gives the mesh rank 0's model; every rank calls it.
 
-    Raises RendezvousError, and on rank 0 as `find` does.
+    Raises RendezvousError, and on rank 0 also as `find` does; closes the mesh then.
     """
 
-    def own() -> bytes:
+    def pack_own() -> bytes:
         model, source = find(host_set(mesh))
         _log.info("algorithm='auto' is decided by %s", source)
         return pack(model)
 
     try:
-        mesh.model = unpack(meeting.from_rank_0("model", own))
+        mesh.model = unpack(exchange.broadcast_from_rank_0("model", pack_own))
     except BaseException:
         mesh.close()
         raise

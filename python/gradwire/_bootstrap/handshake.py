@@ -1,4 +1,4 @@
-"""Who may join: both ends of a socket prove that they know the secret before it carries data.
+"""The handshake: both ends of a socket prove that they know the secret before it carries data.
 
     client  hello(magic, version, purpose, job, communicator, epoch, from, to, nonce_c)    72 bytes
     server  nonce_s, HMAC-SHA256(k, "S" ‖ hello ‖ nonce_s)                                 64 bytes
@@ -6,10 +6,11 @@
     server  one byte: welcome
 
 with k = HMAC-SHA256(secret, "gradwire/1 " ‖ purpose ‖ job). Both MACs cover both nonces, the pair,
-its direction and the purpose, so neither a recorded handshake, nor our own challenge sent back, nor
-the MAC of another pair fits. The welcome lets a client whose server gave up meanwhile try again.
+its direction and the purpose, so that no recorded handshake fits, nor our own challenge sent back,
+nor the MAC of another pair. The welcome lets a client retry when its server gave up meanwhile.
 
-The guard is against strangers and replay. Established connections are neither encrypted nor signed.
+The handshake guards against strangers and replay. Established connections are neither encrypted nor
+signed.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from gradwire._base.deadline import Deadline
 
 LIMIT_SECONDS = 5.0
 MAX_PENDING = 64
-# What a listener queues of those that come at once. Where the queue is full, the kernel drops
-# attempts to connect, and they come again after 1, 2, 4, ... 32 seconds.
+# Connections that a listener queues. When the queue is full, the kernel drops attempts to connect,
+# and clients repeat them after 1, 2, 4, ... 32 seconds.
 BACKLOG = 1024
-REST_SECONDS = 0.1  # without listening, where no descriptor is left to accept with
+PAUSE_SECONDS = 0.1  # in which a listener pauses when no descriptor is left to accept with
 
 _MAGIC = b"GWJ1"
 _VERSION = 1
@@ -52,11 +53,11 @@ _log = logging.getLogger("gradwire")
 
 
 class HandshakeError(ConnectionError):
-    """The other end could not prove that it belongs to the job, or would not have us."""
+    """The other end could not prove that it belongs to the job, or refused us."""
 
 
 class Purpose(enum.IntEnum):
-    """What an authenticated socket is for; each has a key of its own."""
+    """The use of an authenticated socket; each has a key of its own."""
 
     STORE = 1
     CONTROL = 2
@@ -66,7 +67,7 @@ class Purpose(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Hello:
-    """Who opens a socket to whom, and for what."""
+    """The client's first frame: who opens a socket to whom, and for what."""
 
     job: str
     purpose: Purpose
@@ -77,7 +78,7 @@ class Hello:
     nonce: bytes = bytes(_NONCE)
 
     def pack(self) -> bytes:
-        """The fixed frame that travels."""
+        """Encodes the frame, whose length is fixed."""
         return _HELLO.pack(
             _MAGIC,
             _VERSION,
@@ -92,7 +93,7 @@ class Hello:
 
 
 def unpack_hello(frame: bytes, job: str) -> Hello:
-    """Reads a foreign frame; raises HandshakeError for what is not a hello of this job."""
+    """Decodes a frame from outside; raises HandshakeError unless it is a hello of this job."""
     magic, version, purpose, digest, *rest = _HELLO.unpack(frame)
     if magic != _MAGIC:
         raise HandshakeError("it does not speak gradwire's protocol")
@@ -121,7 +122,7 @@ def _mac(secret: bytes, hello: Hello, role: bytes, transcript: bytes) -> bytes:
 
 
 def receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
-    """Exactly `count` bytes, and not one more; raises ConnectionError or TimeoutError."""
+    """Receives exactly `count` bytes; raises ConnectionError or TimeoutError."""
     data = b""
     while len(data) < count:
         sock.settimeout(max(deadline.remaining, 1e-3))
@@ -132,8 +133,8 @@ def receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
     return data
 
 
-def introduce(sock: socket.socket, hello: Hello, secret: bytes, deadline: Deadline) -> None:
-    """The client's half, on a connected socket; returns once the server has said welcome."""
+def client_handshake(sock: socket.socket, hello: Hello, secret: bytes, deadline: Deadline) -> None:
+    """Runs the client's half on a connected socket; returns when the server has said welcome."""
     limit = deadline.within(LIMIT_SECONDS)
     frame = replace(hello, nonce=secrets.token_bytes(_NONCE)).pack()
     sock.settimeout(max(limit.remaining, 1e-3))
@@ -148,12 +149,12 @@ def introduce(sock: socket.socket, hello: Hello, secret: bytes, deadline: Deadli
     sock.settimeout(None)
 
 
-# A conversation yields (bytes to send, number of bytes it wants next) and returns the proven Hello.
-_Conversation = Generator[tuple[bytes, int], bytes, Hello]
+# Yields (bytes to send, number of bytes wanted next) and returns the proven Hello.
+_Handshake = Generator[tuple[bytes, int], bytes, Hello]
 
 
-def answer(job: str, secret: bytes, check: Callable[[Hello], None]) -> _Conversation:
-    """The server's half. `check` raises HandshakeError for a hello that is not expected here."""
+def server_handshake(job: str, secret: bytes, check: Callable[[Hello], None]) -> _Handshake:
+    """Runs the server's half; `check` raises HandshakeError for a hello that is not expected."""
     frame = yield b"", _HELLO.size
     hello = unpack_hello(frame, job)
     check(hello)
@@ -166,7 +167,7 @@ def answer(job: str, secret: bytes, check: Callable[[Hello], None]) -> _Conversa
 
 
 class Admitted(NamedTuple):
-    """A socket whose other end has proved itself."""
+    """A socket whose other end has proved that it knows the secret."""
 
     hello: Hello
     sock: socket.socket
@@ -174,16 +175,18 @@ class Admitted(NamedTuple):
 
 @dataclass(eq=False)
 class _Pending:
+    """A connection in the middle of its handshake."""
+
     sock: socket.socket
     address: str
-    conversation: _Conversation
+    handshake: _Handshake
     wanted: int
     limit: Deadline
     received: bytes = b""
 
 
 class RefusalLog:
-    """One log line per address and minute, however often and at however many doors it knocks."""
+    """Logs refused connections: one line per address and minute, for all listeners together."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -191,7 +194,7 @@ class RefusalLog:
         self._last: dict[str, float] = {}
 
     def note(self, address: str, reason: str) -> None:
-        """Logs that `address` was refused, unless that was said within the last minute."""
+        """Logs that `address` was refused, unless that was logged within the last minute."""
         if self._is_due(address):
             _log.warning("refused a connection from %s: %s", address, reason)
 
@@ -205,15 +208,15 @@ class RefusalLog:
             return True
 
 
-refusals = RefusalLog()  # of all gates of this process
+refusals = RefusalLog()  # of all authenticators of this process
 
 
-class Gate:
-    """Listens, and hands out only sockets that were proved; one thread owns it.
+class Authenticator:
+    """Listens, and hands out only sockets whose handshake succeeded; one thread owns it.
 
-    At most 64 connections are pending, each for at most 5 s. A newcomer takes the place of the
-    oldest one of the address that has most, so that a crowd of strangers evicts its own; so it does
-    where the process has no descriptor left. Where that frees none, the listener rests for 0.1 s.
+    At most 64 connections are pending, each for at most 5 s. A new one replaces the oldest of the
+    address that has most, so that a crowd of strangers evicts its own. The same happens when the
+    process has no descriptor left; when that frees none, the listener pauses for 0.1 s.
     """
 
     def __init__(
@@ -226,28 +229,26 @@ class Gate:
         self._job, self._secret, self._check = job, secret, check
         self._listeners = tuple(listeners)
         self._pending: list[_Pending] = []
-        self._resting: dict[socket.socket, Deadline] = {}
+        self._paused: dict[socket.socket, Deadline] = {}
         self._selector = selectors.DefaultSelector()
         for listener in self._listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, None)
 
     def fileno(self) -> int:
-        """Polls readable when poll() has something to do (an epoll descriptor)."""
+        """An epoll descriptor, which is readable when poll() has something to do."""
         return self._selector.fileno()
 
     @property
     def pending(self) -> int:
-        """How many wait for a poll() that nothing may announce: who has not proved himself yet, and
-        listeners that rest.
-        """
-        return len(self._pending) + len(self._resting)
+        """The number of pending handshakes and paused listeners; poll() checks their limits."""
+        return len(self._pending) + len(self._paused)
 
     def poll(self, timeout: float) -> list[Admitted]:
-        """Goes on with what has arrived; waits at most `timeout` seconds for something."""
+        """Advances all handshakes; waits at most `timeout` seconds for something to arrive."""
         admitted = []
-        self._listen_again()
-        wait = min(timeout, REST_SECONDS) if self._resting else timeout
+        self._resume_listeners()
+        wait = min(timeout, PAUSE_SECONDS) if self._paused else timeout
         for key, _ in self._selector.select(wait):
             if key.data is None:
                 self._accept(key.fileobj)  # type: ignore[arg-type]
@@ -258,7 +259,7 @@ class Gate:
         return admitted
 
     def close(self) -> None:
-        """Stops listening and drops whoever is pending."""
+        """Stops listening and drops all pending connections."""
         for entry in list(self._pending):
             self._forget(entry)
             entry.sock.close()
@@ -273,34 +274,40 @@ class Gate:
             if error.errno in _NO_ROOM:
                 self._make_room(listener, os.strerror(error.errno))
             return  # else the client is gone again
-        self.greet(sock, _name(sock, address))
+        self.begin_handshake(sock, _name(sock, address))
 
     def _make_room(self, listener: socket.socket, shortage: str) -> None:
-        """The listener stays readable, so that not to do anything would be to spin."""
+        """Evicts a pending connection, or pauses the listener, which would stay readable."""
         if self._pending:
-            self._refuse(self._most_crowding(), f"{shortage}, and it had not proved itself")
+            self._refuse(
+                self._oldest_of_busiest_address(), f"{shortage}, and it had not proved itself"
+            )
             return
         self._selector.unregister(listener)
-        self._resting[listener] = Deadline(REST_SECONDS)
+        self._paused[listener] = Deadline(PAUSE_SECONDS)
         refusals.note("anybody", f"{shortage}: close some, or raise the limit (ulimit -n)")
 
-    def _listen_again(self) -> None:
-        for listener in [each for each, rest in self._resting.items() if rest.passed]:
-            del self._resting[listener]
+    def _resume_listeners(self) -> None:
+        for listener in [each for each, rest in self._paused.items() if rest.passed]:
+            del self._paused[listener]
             self._selector.register(listener, selectors.EVENT_READ, None)
 
-    def greet(self, sock: socket.socket, address: str) -> None:
-        """Begins the handshake on a connected socket; `address` is its name in the log."""
+    def begin_handshake(self, sock: socket.socket, address: str) -> None:
+        """Begins the handshake on a connected socket, which the log calls `address`."""
         if len(self._pending) >= MAX_PENDING:
-            self._refuse(self._most_crowding(), "it had not proved itself while others waited")
+            self._refuse(
+                self._oldest_of_busiest_address(), "it had not proved itself while others waited"
+            )
         sock.setblocking(False)
-        conversation = answer(self._job, self._secret, lambda hello: self._check(hello, sock))
-        _, wanted = next(conversation)
-        entry = _Pending(sock, address, conversation, wanted, Deadline(LIMIT_SECONDS))
+        handshake = server_handshake(
+            self._job, self._secret, lambda hello: self._check(hello, sock)
+        )
+        _, wanted = next(handshake)
+        entry = _Pending(sock, address, handshake, wanted, Deadline(LIMIT_SECONDS))
         self._pending.append(entry)
         self._selector.register(sock, selectors.EVENT_READ, entry)
 
-    def _most_crowding(self) -> _Pending:
+    def _oldest_of_busiest_address(self) -> _Pending:
         counts = Counter(entry.address for entry in self._pending)
         return max(self._pending, key=lambda entry: counts[entry.address])  # the first of equals
 
@@ -311,7 +318,7 @@ class Gate:
                 raise HandshakeError("it closed the connection")
             entry.received += part
             if len(entry.received) == entry.wanted:
-                reply, entry.wanted = entry.conversation.send(entry.received)
+                reply, entry.wanted = entry.handshake.send(entry.received)
                 entry.received = b""
                 entry.sock.sendall(reply)
         except BlockingIOError:
@@ -343,7 +350,7 @@ class Gate:
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end of a Unix socket, as the kernel knows it."""
+    """The user id at the other end of a Unix socket, as the kernel reports it."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", raw)
     return int(uid)

@@ -1,4 +1,4 @@
-"""How the ranks find each other: a store to meet at, a secret, an address, then the mesh."""
+"""The rendezvous: ranks find each other through a store, agree on a secret and connect a mesh."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from urllib.parse import urlsplit
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import agreed_model
-from gradwire._bootstrap.announced_store import announced_store, heard, pack_failure
+from gradwire._bootstrap.advertised_store import (
+    advertised_store,
+    pack_failure,
+    serve_until_reported,
+)
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.meeting import Meeting, await_rank
+from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import DEFAULT_TRANSPORTS, EMULATED, Job, Mesh
+from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange, await_rank
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.torch_store import TorchStore
-from gradwire._bootstrap.world import World
 from gradwire._errors import Error, InvalidArgument, RendezvousError, describe, lost
 from gradwire._host import emulated_link, rdma
 from gradwire._host.interfaces import Choice, Route, choose, is_loopback, route_to
 
 MIN_SECRET = 16  # bytes
 _MAX_SECRET = 1 << 16
-_TURN = 0.1  # seconds; torch's store does not let Ctrl-C through while it waits
+_POLL_SECONDS = 0.1  # seconds; torch's store does not let Ctrl-C through while it waits
 
 _Made = TypeVar("_Made")
 
@@ -39,68 +43,68 @@ _generations: Counter[tuple[str, int, str | None, int]] = Counter()
 
 
 def rendezvous(
-    world: World,
+    launch: LaunchInfo,
     *,
     timeout: float,
     transports: Sequence[str] | None = None,
     secret: bytes | str | None = None,
 ) -> Mesh:
-    """Meets the other ranks of `world` and connects to them; see `meet`."""
-    return meet(world, lambda mesh: mesh, timeout=timeout, transports=transports, secret=secret)
+    """Connects to the other ranks of `launch`; returns the mesh. See `meet`."""
+    return meet(launch, lambda mesh: mesh, timeout=timeout, transports=transports, secret=secret)
 
 
 def meet(
-    world: World,
+    launch: LaunchInfo,
     make: Callable[[Mesh], _Made],
     *,
     timeout: float,
     transports: Sequence[str] | None = None,
     secret: bytes | str | None = None,
 ) -> _Made:
-    """Meets the other ranks of `world`, connects to them, and makes something of the mesh.
+    """Connects to the other ranks of `launch`; returns `make(mesh)`.
 
-    Every rank calls it, equally often. Until all have made theirs, it raises TransportError on a
-    rank that is lost, and RendezvousError, which names who is missing after `timeout` seconds or
-    who gave up.
+    Every rank calls it, equally often. Until `make` has returned on all ranks, raises
+    TransportError when a rank is lost, and RendezvousError, which names the ranks that are missing
+    after `timeout` seconds or the rank that gave up.
     """
     deadline = Deadline(timeout)
     names = choose_transports(transports)
-    known = find_secret(secret)
-    generation = _next_generation(world)
-    if world.size == 1:
-        job = Job(world.job, b"")
+    given_secret = find_secret(secret)
+    generation = _next_generation(launch)
+    if launch.size == 1:
+        job = Job(launch.job, b"")
         alone = connect_mesh(
-            job, _nobody, rank=0, size=1, communicator=generation, deadline=deadline
+            job, _exchange_alone, rank=0, size=1, communicator=generation, deadline=deadline
         )
         return make(alone)
-    prefix = f"gradwire/{world.job}/{world.epoch}/{generation}"
-    with _meeting_place(world, known, prefix, deadline) as store:
-        meeting = Meeting(store, world, prefix, deadline)
-        hosts = world.rank_0_hosts or _is_torchs(world)
-        with meeting.together(hosting=hosts and world.rank == 0):
-            agreed = known or meeting.agree_on_secret()
-            interface = _choose_interface(meeting, store.route())
+    prefix = f"gradwire/{launch.job}/{launch.epoch}/{generation}"
+    with _open_store(launch, given_secret, prefix, deadline) as store:
+        exchange = RendezvousExchange(store, launch, prefix, deadline)
+        rank_0_hosts = launch.rank_0_hosts or _uses_torch_store(launch)
+        with exchange.abort_on_failure(hosts_store=rank_0_hosts and launch.rank == 0):
+            agreed = given_secret or exchange.agree_on_secret()
+            interface = _choose_interface(exchange, store.route())
             mesh = connect_mesh(
-                Job(world.job, agreed, world.epoch, _privacy(world, known)),
-                meeting.exchange,
-                rank=world.rank,
-                size=world.size,
+                Job(launch.job, agreed, launch.epoch, _privacy(launch, given_secret)),
+                exchange.exchange_addresses,
+                rank=launch.rank,
+                size=launch.size,
                 communicator=generation,
                 deadline=deadline,
                 transports=names,
                 interface=interface,
-                hear=meeting.hear,
-                ended=lost,
+                raise_if_peer_failed=exchange.raise_if_peer_failed,
+                lost_peer_error=lost,
             )
-            agreed_model.agree(mesh, meeting)
+            agreed_model.agree(mesh, exchange)
             return make(mesh)
 
 
 def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:
     """The transports to offer, best first; raises InvalidArgument for an unknown one or none.
 
-    Where GRADWIRE_LINK is set it is the emulated one alone, in place of tcp. For rdma, asked for by
-    name where it cannot be used, InvalidArgument says why.
+    With GRADWIRE_LINK set that is only the emulated one, which replaces tcp. When rdma is requested
+    by name and cannot be used, InvalidArgument says why.
     """
     names = environment.items("GRADWIRE_TRANSPORT") if given is None else _named(given)
     if emulated_link.of_this_rank() is not None and (not names or "tcp" in names):
@@ -124,9 +128,10 @@ def _named(transports: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_secret(given: bytes | str | None) -> bytes | None:
-    """The job's secret: the argument, GRADWIRE_SECRET or GRADWIRE_SECRET_FILE; None for none.
+    """The job's secret: the argument, GRADWIRE_SECRET or GRADWIRE_SECRET_FILE; None without one.
 
-    One that is there and empty is refused like any short one: it was meant to be a secret.
+    An empty one is refused like any short one, since it was meant to be a secret. Raises
+    RendezvousError.
     """
     found = _environment_secret() if given is None else given
     if found is None:
@@ -150,149 +155,158 @@ def _environment_secret() -> bytes | str | None:
     return None
 
 
-def _is_torchs(world: World) -> bool:
-    return world.store is not None and world.store.startswith("torch:")
+def _uses_torch_store(launch: LaunchInfo) -> bool:
+    return launch.store is not None and launch.store.startswith("torch:")
 
 
-def _meeting_place(
-    world: World, secret: bytes | None, prefix: str, deadline: Deadline
+def _open_store(
+    launch: LaunchInfo, secret: bytes | None, prefix: str, deadline: Deadline
 ) -> contextlib.AbstractContextManager[StoreClient]:
-    assert world.store is not None  # _world gives one whenever there are several ranks
-    if _is_torchs(world):
-        _tell_privacy(world, "torch's store", secret)
-        return _beside_torchs_store(world, secret, prefix, deadline)
-    address = parse_address(world.store)
-    _require_privacy(address, secret)
-    _tell_privacy(world, f"the store at {address}", secret)
-    return _own_store(world, address, secret or b"", deadline)
+    assert launch.store is not None  # LaunchInfo has one whenever there are several ranks
+    if _uses_torch_store(launch):
+        _log_privacy(launch, "torch's store", secret)
+        return _store_advertised_by_torch(launch, secret, prefix, deadline)
+    address = parse_address(launch.store)
+    _require_secret(address, secret)
+    _log_privacy(launch, f"the store at {address}", secret)
+    return _own_store(launch, address, secret or b"", deadline)
 
 
 @contextlib.contextmanager
-def _beside_torchs_store(
-    world: World, secret: bytes | None, prefix: str, deadline: Deadline
+def _store_advertised_by_torch(
+    launch: LaunchInfo, secret: bytes | None, prefix: str, deadline: Deadline
 ) -> Iterator[StoreClient]:
-    """A client of the store that rank 0 opens and announces in torch's."""
-    parts = urlsplit(world.store or "")
+    """A client of the store that rank 0 opens and advertises in torch's."""
+    parts = urlsplit(launch.store or "")
     host, port = parts.hostname or "", parts.port or 0
-    torch = TorchStore(host, port, world.rank, world.size, deadline)
+    torch = TorchStore(host, port, launch.rank, launch.size, deadline)
     route = route_to(host, port)
-    torch.set(f"{prefix}/route/{world.rank}", route.target.encode())
+    torch.set(f"{prefix}/route/{launch.rank}", route.target.encode())
 
     def read(what: str, peer: int) -> bytes:
         key = f"{prefix}/{what}/{peer}"
-        return await_rank(peer, world, deadline, lambda turn: torch.get(key, min(turn, _TURN)))
+        return await_rank(
+            peer, launch, deadline, lambda limit: torch.get(key, min(limit, _POLL_SECONDS))
+        )
 
-    def carry(notice: bytes) -> bytes:
-        if notice:
-            torch.set(f"{prefix}/store/0", notice)
+    def broadcast(endpoint: bytes) -> bytes:
+        if endpoint:
+            torch.set(f"{prefix}/store/0", endpoint)
         return read("store", 0)
 
-    at = _place_of_store(world, route, read) if world.rank == 0 else None
+    at = _choose_store_address(launch, route, read) if launch.rank == 0 else None
     try:
-        with announced_store(world.job, secret, at, carry, deadline) as client:
+        with advertised_store(launch.job, secret, at, broadcast, deadline) as client:
             yield client
     except BaseException as error:
-        if world.rank == 0:
+        if launch.rank == 0:
             with contextlib.suppress(Error):
                 torch.set(f"{prefix}/store/0", pack_failure(describe(error)))
         raise
 
 
-def _place_of_store(world: World, route: Route, read: Callable[[str, int], bytes]) -> Address:
-    """Where the other ranks reach rank 0, whose way to torch's store is `route`."""
+def _choose_store_address(
+    launch: LaunchInfo, route: Route, read: Callable[[str, int], bytes]
+) -> Address:
+    """Chooses an address at which the other ranks reach rank 0; `route` leads to torch's store."""
     here = Address("unix", f"gradwire-{secrets.token_hex(8)}")
-    if world.local_size == world.size:
+    if launch.local_size == launch.size:
         return here
     reached: list[str] = []
-    if is_loopback(route.source):  # torch's store is on this host: at which address, others know
-        known = [read("route", peer).decode(errors="replace") for peer in range(1, world.size)]
-        reached = [target for target in known if _leads_elsewhere(target)]
+    if is_loopback(route.source):  # torch's store is on this host; the others know its address
+        known = [read("route", peer).decode(errors="replace") for peer in range(1, launch.size)]
+        reached = [target for target in known if _is_reachable_elsewhere(target)]
         if not reached:
             return here
     pattern = environment.text("GRADWIRE_SOCKET_IFNAME")
     choice = choose(
         route.source,
         pattern=pattern,
-        several_hosts=world.several_hosts or pattern is None,  # where unknown, the user knows
+        several_hosts=launch.several_hosts
+        or pattern is None,  # unknown: trust the user's choice of interface
         reached=reached,
     )
     return Address("tcp", choice.interface.address)
 
 
-def _leads_elsewhere(target: str) -> bool:
+def _is_reachable_elsewhere(target: str) -> bool:
     try:
         return not is_loopback(target)
-    except ValueError:  # it is no address
+    except ValueError:  # not an address
         return False
 
 
 @contextlib.contextmanager
 def _own_store(
-    world: World, address: Address, secret: bytes, deadline: Deadline
+    launch: LaunchInfo, address: Address, secret: bytes, deadline: Deadline
 ) -> Iterator[StoreClient]:
-    """A client of our own store, which rank 0 hosts for the time of the rendezvous."""
+    """A client of our own store, which rank 0 serves during the rendezvous."""
     with contextlib.ExitStack() as stack:
-        if world.rank_0_hosts and world.rank == 0:
-            also = _beyond_loopback(world, address, secret)
-            stack.enter_context(heard(StoreServer(address, world.job, secret, also)))
-        ended = partial(lost, 0) if world.rank_0_hosts else RendezvousError
-        client = StoreClient(address, world.job, secret, deadline, ended)
+        if launch.rank_0_hosts and launch.rank == 0:
+            also = _addresses_beyond_loopback(launch, address, secret)
+            stack.enter_context(
+                serve_until_reported(StoreServer(address, launch.job, secret, also))
+            )
+        lost_error = partial(lost, 0) if launch.rank_0_hosts else RendezvousError
+        client = StoreClient(address, launch.job, secret, deadline, lost_error)
         stack.callback(client.close)
         yield client
-        # Rank 0 closes it when all are through; the others see that it did, lest their next
-        # rendezvous begins in this one's store.
-        if world.rank_0_hosts and world.rank != 0:
+        # Rank 0 closes the store when all have finished. The others wait for that, or their next
+        # rendezvous would begin in this one's store.
+        if launch.rank_0_hosts and launch.rank != 0:
             client.wait_closed(deadline.remaining)
 
 
-def _beyond_loopback(world: World, address: Address, secret: bytes) -> list[Address]:
-    """Where the store listens too: a host's name may mean loopback on that host alone."""
-    elsewhere = address.named and world.local_size != world.size
+def _addresses_beyond_loopback(
+    launch: LaunchInfo, address: Address, secret: bytes
+) -> list[Address]:
+    """More addresses for the store to listen at: a host's name may mean loopback on that host."""
+    elsewhere = address.named and launch.local_size != launch.size
     if not (elsewhere and secret and _leads_to_loopback(address)):
         return []
     try:
         choice = choose(
             None, pattern=environment.text("GRADWIRE_SOCKET_IFNAME"), several_hosts=True
         )
-    except RendezvousError:  # then all ranks are here, or the others' messages say it
+    except RendezvousError:  # then all ranks are here, or the other ranks' errors say so
         return []
     _log.info("%s means loopback here, so the store also listens on %s", address.host, choice)
     return [address._replace(host=choice.interface.address)]
 
 
 def _leads_to_loopback(address: Address) -> bool:
-    """False also for an unknown host, which has its own message when it is connected to."""
+    """Whether the address is loopback; False for an unknown host, which fails when connected to."""
     try:
         return all(is_loopback(str(target[0])) for _, target in address.resolve())
     except OSError:
         return False
 
 
-def _nobody(card: bytes, _: Deadline) -> list[bytes]:
-    return [card]
+def _exchange_alone(own: bytes, _: Deadline) -> list[bytes]:
+    return [own]
 
 
-def _next_generation(world: World) -> int:
-    """How many communicators this rank has made of this world: the number of the next one."""
-    key = world.job, world.epoch, world.store, world.rank
+def _next_generation(launch: LaunchInfo) -> int:
+    """Counts this rank's communicators of a launch, from 0."""
+    key = launch.job, launch.epoch, launch.store, launch.rank
     _generations[key] += 1
     return _generations[key] - 1
 
 
-def _choose_interface(meeting: Meeting, route: Route | None) -> Choice:
-    hosts = meeting.compare_hosts(route)
+def _choose_interface(exchange: RendezvousExchange, route: Route | None) -> Choice:
+    hosts = exchange.compare_hosts(route)
     choice = choose(
         None if route is None else route.source,
         pattern=environment.text("GRADWIRE_SOCKET_IFNAME"),
         several_hosts=hosts.several,
         reached=hosts.reached,
     )
-    _log.info("rank %d listens on %s", meeting.world.rank, choice)
+    _log.info("rank %d listens on %s", exchange.launch.rank, choice)
     return choice
 
 
-def _require_privacy(address: Address, secret: bytes | None) -> None:
-    """Beyond loopback a secret is needed, or the user's word that none is."""
+def _require_secret(address: Address, secret: bytes | None) -> None:
+    """Raises RendezvousError for a store beyond loopback that has neither secret nor permission."""
     if secret or address.local or environment.flag("GRADWIRE_INSECURE"):
         return
     if _leads_to_loopback(address):
@@ -304,16 +318,16 @@ def _require_privacy(address: Address, secret: bytes | None) -> None:
     )
 
 
-def _privacy(world: World, secret: bytes | None) -> str:
+def _privacy(launch: LaunchInfo, secret: bytes | None) -> str:
     if secret is not None:
         return "who joins needs the job's secret"
-    store = (world.store or "").replace("torch://", "torch's store at ")
+    store = (launch.store or "").replace("torch://", "torch's store at ")
     return f"no GRADWIRE_SECRET, so joins are as private as {store}"
 
 
-def _tell_privacy(world: World, store: str, secret: bytes | None) -> None:
-    if secret is None and world.rank == 0:
-        level = logging.WARNING if world.several_hosts else logging.INFO
+def _log_privacy(launch: LaunchInfo, store: str, secret: bytes | None) -> None:
+    if secret is None and launch.rank == 0:
+        level = logging.WARNING if launch.several_hosts else logging.INFO
         _log.log(
             level,
             "no GRADWIRE_SECRET: rank 0 makes one, and who may join is as private as %s",

@@ -1,4 +1,4 @@
-"""split: the ranks tell each other their colors, and those of one color connect anew."""
+"""split: ranks exchange their colors, and those of one color connect to each other."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from gradwire._errors import InvalidArgument
 
 
 def members(comm: Group, color: int | None, key: int) -> list[int]:
-    """The ranks of the same color, by their keys; this one alone where it has no color."""
+    """The ranks of this rank's color, ordered by key; this rank alone when it has no color."""
     given = None if color is None else _whole(color, "color")
     if given is not None and given < 0:
         raise InvalidArgument(f"color={color} is negative; use None for no communicator")
     own = np.array([-1 if given is None else given, _whole(key, "key")], np.int64)
-    wishes = comm.all_gather(own).reshape(comm.size, 2)
+    all_given = comm.all_gather(own).reshape(comm.size, 2)
     if given is None:
         return [comm.rank]
-    return sorted(np.flatnonzero(wishes[:, 0] == given).tolist(), key=lambda r: (wishes[r, 1], r))
+    return sorted(
+        np.flatnonzero(all_given[:, 0] == given).tolist(), key=lambda r: (all_given[r, 1], r)
+    )
 
 
 def _whole(value: Any, what: str) -> int:
-    """That 64 bits hold; True and False, too, tell two groups apart."""
+    """Checks an integer of 64 bits; True and False are taken as 1 and 0."""
     return whole(int(value) if isinstance(value, bool | np.bool_) else value, what, bits=64)
 
 
@@ -40,21 +42,22 @@ def connect(
     name: str | None,
     *,
     transports: Sequence[str],
-    hear: Callable[[float], None],
+    raise_if_peer_failed: Callable[[float], None],
     deadline: Deadline,
 ) -> Mesh | None:
-    """The group's mesh, like the communicator's own `mesh`; None without a name.
+    """Connects the ranks of a group; returns their mesh, or None without a name.
 
-    Every rank calls it, with the group of its color and what no other group is called.
+    Every rank of `comm` calls it, with the ranks of its color and a name that no other group has.
+    Job, interface and cost model are those of the communicator's own `mesh`.
     """
-    if len(group) < 2:  # but the others need its part of their exchange
+    if len(group) < 2:  # it connects to nobody, but the other groups' exchange needs its part
         _gather_bytes(comm, b"", deadline)
     if name is None:
         return None
 
-    def exchange(card: bytes, until: Deadline) -> list[bytes]:
-        cards = _gather_bytes(comm, card, until)
-        return [cards[rank] for rank in group]
+    def exchange(own: bytes, until: Deadline) -> list[bytes]:
+        addresses = _gather_bytes(comm, own, until)
+        return [addresses[rank] for rank in group]
 
     made = connect_mesh(
         mesh.job,
@@ -65,14 +68,14 @@ def connect(
         deadline=deadline,
         transports=transports,
         interface=mesh.interface,
-        hear=hear,
+        raise_if_peer_failed=raise_if_peer_failed,
     )
     made.model = mesh.model
     return made
 
 
 def _gather_bytes(comm: Group, data: bytes, deadline: Deadline) -> list[bytes]:
-    """Every rank's bytes, in rank order."""
+    """All ranks' bytes, in rank order."""
     timeout = max(deadline.remaining, 1e-3)
     own = np.frombuffer(data, np.uint8)
     sizes = comm.all_gather(np.array([own.size], np.int64), timeout=timeout)

@@ -1,6 +1,6 @@
 """A small key-value store where the ranks meet: bytes under names, and nothing that needs parsing.
 
-The server is one thread; every client proves itself first (`handshake`). On an abstract Unix
+The server is one thread; every client authenticates first (`handshake`). On an abstract Unix
 socket both ends also compare user ids, as the kernel reports them. Sizes are limited, so that a
 wrong client cannot fill the memory.
 
@@ -26,38 +26,38 @@ from gradwire._bootstrap.handshake import (
     HandshakeError,
     Hello,
     Purpose,
-    introduce,
+    client_handshake,
     peer_uid,
     receive,
 )
-from gradwire._bootstrap.keepalive import end_with_host
+from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._errors import Error, InvalidArgument, RendezvousError
 from gradwire._host.interfaces import Route
 
 MAX_KEY = 512
 MAX_VALUE = 1 << 20
 MAX_TOTAL = 64 << 20
-MAX_BEQUEST = 4096
+MAX_LAST_WILL = 4096
 
 REQUEST = struct.Struct("<BHII")
 ANSWER = struct.Struct("<BI")
 _MARGIN = 5.0  # seconds that a client grants the server beyond the wait it asked for
 _RETRY = 0.05  # seconds between attempts to reach a store that is not there yet
 _ANSWER = 5.0  # seconds that one attempt to connect may take
-_RENEWAL = 1.0  # seconds for the last words of a rank that was interrupted
+_RECONNECT = 1.0  # seconds in which an interrupted rank connects again to report its failure
 
 
 class Operation(enum.IntEnum):
-    """What a client asks."""
+    """A client's request."""
 
     SET = 1
     GET = 2
     ADD = 3
-    BEQUEATH = 4
+    LAST_WILL = 4
 
 
 class Status(enum.IntEnum):
-    """How the server answers."""
+    """The server's answer."""
 
     OK = 0
     LATE = 1  # nobody set the key in time
@@ -80,7 +80,7 @@ class Address(NamedTuple):
 
     @property
     def local(self) -> bool:
-        """Whether it is a Unix socket, which only this host's processes reach."""
+        """Whether this is a Unix socket, which only this host's processes reach."""
         return self.scheme == "unix"
 
     @property
@@ -95,7 +95,7 @@ class Address(NamedTuple):
         return False
 
     def resolve(self) -> list[tuple[socket.AddressFamily, Any]]:
-        """The socket addresses it stands for, best first; raises OSError for an unknown host."""
+        """Resolves the host to socket addresses, best first; raises OSError for an unknown one."""
         if self.local:
             return [(socket.AF_UNIX, "\0" + self.host)]
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
@@ -103,7 +103,7 @@ class Address(NamedTuple):
 
 
 def parse_address(url: str) -> Address:
-    """Reads a store's URL; raises InvalidArgument for anything else."""
+    """Parses a store's URL; raises InvalidArgument for anything else."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -119,8 +119,8 @@ def parse_address(url: str) -> Address:
 class StoreClient:
     """A connection to a StoreServer. Any thread may use it; one request is under way at a time.
 
-    `ended` makes the error for a server that is gone. One that is not there yet is waited for, but
-    where it `listens` already, one that refuses is gone too.
+    `lost_error` makes the error for a server that is gone. The constructor waits for a server that
+    is not there yet; with `listens` it is known to be there, so one that refuses is gone too.
     """
 
     def __init__(
@@ -129,25 +129,25 @@ class StoreClient:
         job: str,
         secret: bytes,
         deadline: Deadline,
-        ended: Callable[[str], Error] = RendezvousError,
+        lost_error: Callable[[str], Error] = RendezvousError,
         *,
         listens: bool = False,
     ) -> None:
-        self.address, self._ended = address, ended
+        self.address, self._lost_error = address, lost_error
         self._job, self._secret = job, secret
         self._lock = threading.Lock()
         self._interrupted: list[socket.socket] = []  # on which an answer is still to come
         try:
             self._sock = self._connect(deadline, listens)
         except ConnectionRefusedError as error:
-            raise ended(f"the store at {address} is gone ({error})") from error
+            raise lost_error(f"the store at {address} is gone ({error})") from error
 
     def set(self, key: str, value: bytes) -> None:
         """Stores up to 1 MiB under a key; a later value replaces it."""
         self._ask(Operation.SET, key, value)
 
     def get(self, key: str, timeout: float) -> bytes:
-        """The value, once it is there; raises TimeoutError after `timeout` seconds."""
+        """Waits for a key's value and returns it; raises TimeoutError after `timeout` seconds."""
         return self._ask(Operation.GET, key, b"", timeout)
 
     def add(self, key: str, amount: int = 1) -> int:
@@ -161,12 +161,13 @@ class StoreClient:
         for key in keys:
             self.get(key, deadline.remaining)
 
-    def bequeath(self, key: str, value: bytes) -> None:
-        """Has a key set when this connection ends, unless it has a value by then.
+    def set_last_will(self, key: str, value: bytes) -> None:
+        """Asks the server to set a key when this connection ends, unless it has a value by then.
 
-        A later one replaces it; an empty key takes it back. The value has at most 4 KiB.
+        A later will replaces an earlier one; an empty key withdraws it. The value has up to 4 KiB.
+        (MQTT 5.0, sec. 3.1.2.5, "Will Flag", is the same mechanism.)
         """
-        self._ask(Operation.BEQUEATH, key, value)
+        self._ask(Operation.LAST_WILL, key, value)
 
     def wait_closed(self, timeout: float) -> None:
         """Returns when the server has closed the connection, or after `timeout` seconds."""
@@ -177,13 +178,13 @@ class StoreClient:
             return
 
     def route(self) -> Route | None:
-        """The way to the store; None for a Unix socket."""
+        """The own and the server's address of the connection; None for a Unix socket."""
         if self.address.local:
             return None
         return Route(str(self._sock.getsockname()[0]), str(self._sock.getpeername()[0]))
 
     def close(self) -> None:
-        """Closes the connection; what was stored stays."""
+        """Closes the connection; stored values stay."""
         for sock in (self._sock, *self._interrupted):
             sock.close()
 
@@ -204,7 +205,7 @@ class StoreClient:
             try:
                 status, answer = self._exchange(request + name + value, wait + _MARGIN)
             except OSError as error:
-                raise self._ended(
+                raise self._lost_error(
                     f"lost the store at {self.address} ({error}): "
                     "the process that hosts it, rank 0 or the launcher, has probably ended"
                 ) from error
@@ -222,20 +223,20 @@ class StoreClient:
     def _exchange(self, request: bytes, seconds: float) -> tuple[Status, bytes]:
         deadline = Deadline(seconds)
         if self._sock in self._interrupted:
-            self._sock = self._connect(Deadline(_RENEWAL), listens=True)
+            self._sock = self._connect(Deadline(_RECONNECT), listens=True)
         self._sock.settimeout(deadline.seconds)
         try:
             self._sock.sendall(request)
             return receive_answer(self._sock, deadline)
         except OSError:
             raise
-        except BaseException:  # as Ctrl-C; the connection stays, since its end would be this rank's
+        except BaseException:  # such as Ctrl-C; if it closed, this rank would count as ended
             self._interrupted.append(self._sock)
             raise
 
 
 def receive_answer(sock: socket.socket, deadline: Deadline) -> tuple[Status, bytes]:
-    """What the server says; raises ConnectionError for what no server of ours says."""
+    """Receives the server's answer; raises ConnectionError for anything else."""
     status, size = ANSWER.unpack(receive(sock, ANSWER.size, deadline))
     if status not in list(Status) or size > MAX_VALUE:
         raise ConnectionError(f"it answered with status {status} and {size} bytes")
@@ -249,7 +250,7 @@ def _connect(
     turn = 0
     while True:
         try:
-            targets = address.resolve()  # in turn, all that the host's name stands for
+            targets = address.resolve()  # all addresses that the host's name stands for, in turn
             return _attempt(targets[turn % len(targets)], hello, secret, deadline)
         except HandshakeError as error:
             raise RendezvousError(f"the store at {address} is not ours: {error}") from error
@@ -278,8 +279,8 @@ def _attempt(
         if family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         require_own_user(sock)
-        end_with_host(sock, always_read=True)
-        introduce(sock, hello, secret, deadline)
+        fail_with_host(sock, always_read=True)
+        client_handshake(sock, hello, secret, deadline)
     except BaseException:
         sock.close()
         raise
@@ -287,5 +288,6 @@ def _attempt(
 
 
 def require_own_user(sock: socket.socket) -> None:
+    """Raises HandshakeError for a Unix socket whose other end runs as another user."""
     if sock.family == socket.AF_UNIX and peer_uid(sock) != os.getuid():
         raise HandshakeError(f"it runs as user {peer_uid(sock)}, this as {os.getuid()}")

@@ -1,4 +1,4 @@
-"""The server half of the store: one thread, and as many clients as there are ranks."""
+"""The store's server: one thread for as many clients as there are ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.handshake import BACKLOG, Gate, HandshakeError, Hello, Purpose
-from gradwire._bootstrap.keepalive import end_with_host, limit
+from gradwire._bootstrap.handshake import BACKLOG, Authenticator, HandshakeError, Hello, Purpose
+from gradwire._bootstrap.keepalive import fail_with_host, host_timeout
 from gradwire._bootstrap.store import (
     ANSWER,
-    MAX_BEQUEST,
     MAX_KEY,
+    MAX_LAST_WILL,
     MAX_TOTAL,
     MAX_VALUE,
     REQUEST,
@@ -28,7 +28,7 @@ from gradwire._bootstrap.store import (
 )
 from gradwire._errors import RendezvousError, describe
 
-_ENTRY_BYTES = 128  # what a key costs beside its text and its value
+_ENTRY_BYTES = 128  # that a key costs beside its text and its value
 _COUNTER = 8  # bytes
 
 
@@ -41,7 +41,7 @@ class _Client:
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.waits_for: tuple[str, Deadline] | None = None
-        self.bequest: tuple[str, bytes] | None = None
+        self.last_will: tuple[str, bytes] | None = None
 
 
 class _Invalid(Exception):
@@ -49,7 +49,7 @@ class _Invalid(Exception):
 
 
 def _sum_of(counter: bytes, amount: bytes) -> bytes:
-    """Of two's complement numbers; it wraps, as they do."""
+    """Adds two's complement numbers, which wrap."""
     if len(counter) != _COUNTER or len(amount) != _COUNTER:
         raise _Invalid
     total = int.from_bytes(counter, "little") + int.from_bytes(amount, "little")
@@ -57,16 +57,17 @@ def _sum_of(counter: bytes, amount: bytes) -> bytes:
 
 
 class StoreServer:
-    """Serves from a thread of its own between start() and close().
+    """A store that a thread of its own serves between start() and close().
 
-    Listens from construction on, so that a process forked in between finds it; port 0 takes a free
-    one, see `address`. It listens at every own address that the host's name stands for, and `also`.
+    The server listens from construction on, so that a process forked in between finds it. Port 0
+    takes a free port, see `address`. The server listens at every own address that the host's name
+    stands for, and at those in `also`.
     """
 
     def __init__(
         self, address: Address, job: str, secret: bytes, also: Sequence[Address] = ()
     ) -> None:
-        limit()  # a wrong setting is told here, not by the thread
+        host_timeout()  # raises here for a wrong setting, not in the thread
         self._values: dict[str, bytes] = {}
         self._total = 0
         self._waiting: dict[str, list[_Client]] = defaultdict(list)
@@ -75,9 +76,9 @@ class StoreServer:
         self._reason = b""
         listeners = _listen([address, *also])
         self.address = _bound(address, listeners[0])
-        self._gate = Gate(listeners, job, secret, self._check)
+        self._authenticator = Authenticator(listeners, job, secret, self._check)
         self._selector = selectors.DefaultSelector()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="gradwire-store", daemon=True)
 
     def start(self) -> StoreServer:
@@ -94,13 +95,13 @@ class StoreServer:
         """Stops listening, tells waiting clients the reason, and ends all connections."""
         self._reason = reason.encode()[:MAX_VALUE]
         if self._thread.ident is not None:
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wake, 1)
             self._thread.join()
-        self._gate.close()
+        self._authenticator.close()
         for client in self._clients:
             client.sock.close()
         self._selector.close()
-        os.close(self._bell)
+        os.close(self._wake)
 
     def __enter__(self) -> StoreServer:
         return self.start()
@@ -110,54 +111,54 @@ class StoreServer:
 
     def _check(self, hello: Hello, sock: socket.socket) -> None:
         if hello.purpose != Purpose.STORE:
-            raise HandshakeError("this is the store, and it came for something else")
+            raise HandshakeError("this is the store, and the client wants something else")
         require_own_user(sock)
 
     def _run(self) -> None:
-        self._selector.register(self._bell, selectors.EVENT_READ)
-        self._selector.register(self._gate.fileno(), selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(self._authenticator.fileno(), selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select(self._pause()):
-                if key.fileobj == self._bell:
-                    return self._dismiss()
+                if key.fileobj == self._wake:
+                    return self._refuse_waiting()
                 if key.data is not None:
-                    self._turn(key.data)
-            for admitted in self._gate.poll(0):
-                self._welcome(_Client(admitted.sock))
+                    self._handle(key.data)
+            for admitted in self._authenticator.poll(0):
+                self._add_client(_Client(admitted.sock))
             self._expire()
 
-    def _dismiss(self) -> None:
+    def _refuse_waiting(self) -> None:
         for client in list(self._clients):
             if client.waits_for:
-                self._unpark(client)
+                self._stop_waiting(client)
                 self._release(client, Status.CLOSED, self._reason)
 
     def _pause(self) -> float | None:
         limits = [client.waits_for[1].remaining for client in self._clients if client.waits_for]
-        if self._gate.pending:
+        if self._authenticator.pending:
             limits.append(0.5)
         return min(limits) if limits else None
 
-    def _welcome(self, client: _Client) -> None:
-        end_with_host(client.sock, always_read=True)
+    def _add_client(self, client: _Client) -> None:
+        fail_with_host(client.sock, always_read=True)
         self._clients.add(client)
         self._selector.register(client.sock, selectors.EVENT_READ, client)
 
     def _drop(self, client: _Client) -> None:
-        self._unpark(client)
+        self._stop_waiting(client)
         with self._departed:
             self._clients.remove(client)
             self._departed.notify_all()
         self._selector.unregister(client.sock)
         client.sock.close()
-        if client.bequest and client.bequest[0] not in self._values:
-            self._put(*client.bequest)
+        if client.last_will and client.last_will[0] not in self._values:
+            self._put(*client.last_will)
 
-    def _turn(self, client: _Client) -> None:
+    def _handle(self, client: _Client) -> None:
         try:
             self._read(client)
             self._flush(client)
-            # The next request when the answer is out: who asks without reading fills no memory.
+            # One answer at a time: a client that never reads cannot fill the memory.
             while not client.waits_for and not client.outbox and self._serve(client):
                 self._flush(client)
         except (OSError, _Invalid):
@@ -174,7 +175,7 @@ class StoreServer:
         client.inbox += part
 
     def _serve(self, client: _Client) -> bool:
-        """Executes the first request in the inbox; whether there was a whole one."""
+        """Executes the first request in the inbox; returns whether there was a whole one."""
         if len(client.inbox) < REQUEST.size:
             return False
         operation, key_size, value_size, milliseconds = REQUEST.unpack_from(client.inbox)
@@ -202,8 +203,8 @@ class StoreServer:
         elif operation == Operation.GET:
             client.waits_for = (key, Deadline(wait))
             self._waiting[key].append(client)
-        elif operation == Operation.BEQUEATH and len(value) <= MAX_BEQUEST:
-            client.bequest = (key, value) if key else None
+        elif operation == Operation.LAST_WILL and len(value) <= MAX_LAST_WILL:
+            client.last_will = (key, value) if key else None
             self._answer(client, Status.OK)
         else:
             raise _Invalid
@@ -243,10 +244,10 @@ class StoreServer:
     def _expire(self) -> None:
         for client in list(self._clients):
             if client.waits_for and client.waits_for[1].passed:
-                self._unpark(client)
+                self._stop_waiting(client)
                 self._release(client, Status.LATE)
 
-    def _unpark(self, client: _Client) -> None:
+    def _stop_waiting(self, client: _Client) -> None:
         if client.waits_for:
             key = client.waits_for[0]
             self._waiting[key].remove(client)
@@ -255,7 +256,10 @@ class StoreServer:
 
 
 def _listen(addresses: Sequence[Address]) -> list[socket.socket]:
-    """Listens at all that are this host's; raises RendezvousError for none, or a taken one."""
+    """Listens at all addresses that are this host's.
+
+    Raises RendezvousError when none is, or a port is taken.
+    """
     listeners: list[socket.socket] = []
     try:
         found = [each for address in addresses for each in address.resolve()]

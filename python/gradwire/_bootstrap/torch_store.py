@@ -1,4 +1,7 @@
-"""torch's TCPStore, where rank 0 announces its own: torchrun's MASTER_PORT belongs to it."""
+"""A client of torch's TCPStore, through which rank 0 advertises its own store.
+
+torchrun's MASTER_PORT belongs to torch's store, so gradwire cannot listen there.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class TorchStore:
         self._call(self._store.set, key, value)
 
     def get(self, key: str, timeout: float) -> bytes:
-        """The value, once it is there; raises TimeoutError after `timeout` seconds."""
+        """Waits for a key's value and returns it; raises TimeoutError after `timeout` seconds."""
         if not self._present(key, max(timedelta(seconds=timeout), _TICK)):
             raise TimeoutError(f"nobody set {key} within {timeout:g} s")
         return bytes(self._call(self._store.get, key))

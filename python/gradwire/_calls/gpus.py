@@ -1,9 +1,9 @@
-"""Calls on GPUs: how the ranks' GPUs come to exchange messages, and how a call gets to its stream.
+"""Calls on GPUs: how the ranks' GPUs exchange messages, and how a call gets onto its stream.
 
-Everything is set up in the first call with an array on a GPU, which every rank makes; its GPU is
-the rank's from then on. Ranks on GPUs of their own exchange messages over NCCL, threads of one
-process over copies on the device, and all others by way of the CPU transports (`GRADWIRE_GPU_LINKS`
-says otherwise).
+Everything is set up in the first call with an array on a GPU, which every rank makes; that GPU is
+the rank's from then on. Ranks with GPUs of their own exchange messages over NCCL, threads of one
+process by copies on the device, and all others over the CPU transports, unless
+`GRADWIRE_GPU_LINKS` says otherwise.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from gradwire._arrays import cuda_arrays
 from gradwire._arrays.operands import Operand
 from gradwire._base import environment
 from gradwire._base.group import Group
-from gradwire._bootstrap.mesh import host_identity
+from gradwire._bootstrap.host_info import host_identity
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire._host import cuda
 
 LINKS = ("auto", "nccl", "host", "nccl+host", "loopback")
-_CARD_BYTES = 1024
+_INFO_BYTES = 1024
 _ID_BYTES = 128  # of NCCL
 
 _loopbacks: weakref.WeakValueDictionary[str, _core.CudaLoopback] = weakref.WeakValueDictionary()
-_lock = threading.Lock()  # of those
+_lock = threading.Lock()  # guards _loopbacks
 
 
 class _Communicator(Group, Protocol):
-    """A `Communicator`, of which this uses what no user does."""
+    """The private part of a `Communicator` that GPUs need."""
 
     _core: _core.Communicator
     _timeout: float
@@ -52,54 +52,54 @@ class _Communicator(Group, Protocol):
     def close(self, timeout: float | None) -> None: ...
 
 
-class _Card(NamedTuple):
-    """What a rank tells the others of itself."""
+class _GpuInfo(NamedTuple):
+    """What a rank tells the others about its process and GPU."""
 
     process: str
-    device: str  # what identifies it on its host
+    device: str  # identifies the GPU on its host
     name: str
-    nccl: str  # its version; empty: none
-    wish: str
-    token: str  # rank 0's: what this set-up is called within a process
+    nccl: str  # its version; empty without NCCL
+    requested: str
+    token: str  # rank 0's names this set-up within a process
 
 
 class Gpu:
     """One rank's GPU in one communicator."""
 
     def __init__(self, communicator: _Communicator, device: int) -> None:
-        """Every rank makes one at once. Raises InvalidArgument on all where it cannot be."""
+        """Sets up messages between GPUs; every rank calls it. Raises InvalidArgument on all."""
         self.device = device
         timeout = communicator._timeout
-        card = _card(device)
-        cards = _exchange(communicator, card)
-        links = _choose(cards)
-        side = communicator.split(0)
-        assert side is not None
-        self._side, self._carriers = side, list[Any]()
-        messages = self._messages(links, communicator, cards, timeout)
-        self._core = _core.Gpu(communicator._core, side._core, device, messages)
-        self._stream: _core.CudaStream | None = None  # of calls that are not waited for
-        self._lock = threading.Lock()  # a call at a time
-        # Arrays whose library nobody can tell, until that stream has used them.
-        self._kept: deque[tuple[_core.CudaEvent, list[Any]]] = deque()
-        self._keeping = threading.Lock()  # of those
-        self._done = False
+        info = _gpu_info(device)
+        infos = _exchange_infos(communicator, info)
+        links = _choose_links(infos)
+        shadow = communicator.split(0)
+        assert shadow is not None
+        self._shadow, self._carriers = shadow, list[Any]()
+        messages = self._messages(links, communicator, infos, timeout)
+        self._core = _core.Gpu(communicator._core, shadow._core, device, messages)
+        self._stream: _core.CudaStream | None = None  # of asynchronous calls
+        self._lock = threading.Lock()  # one call at a time
+        # Arrays of libraries that cannot be told of our stream, held until it has used them.
+        self._in_use: deque[tuple[_core.CudaEvent, list[Any]]] = deque()
+        self._in_use_lock = threading.Lock()
+        self._closed = False
 
     @property
     def links(self) -> str:
-        """How its messages travel: "nccl", "host", "host+nccl" or "loopback"."""
+        """The way of messages between GPUs: "nccl", "host", "host+nccl" or "loopback"."""
         return self._core.messages
 
     @property
     def bytes_sent(self) -> int:
-        """By way of the host those that crossed it, else as they were handed over."""
+        """Bytes sent: over the host those of its transports, otherwise those of the messages."""
         if self._carriers:
             return sum(each.traffic.bytes_sent for each in self._carriers)
         return self._core.sent
 
     @property
     def stream(self) -> int | None:
-        """The handle of the stream of calls that are not waited for, once there was one."""
+        """The handle of the stream of asynchronous calls; None before the first such call."""
         return None if self._stream is None else self._stream.handle
 
     def run(
@@ -109,11 +109,12 @@ class Gpu:
         arrays: Sequence[Operand],
         timeout: float,
     ) -> None:
-        """Enqueues it on the caller's stream, behind what is on all streams of the arrays.
+        """Enqueues a call on the caller's stream, behind all work on the streams of its arrays.
 
-        Not on one that means another stream on another thread: NCCL launches from its own.
+        For the default stream of each thread gradwire's own stream is used: NCCL launches from a
+        thread of its own, on which that handle means another stream.
         """
-        stream, *others = self._callers(arrays)
+        stream, *others = self._caller_streams(arrays)
         if stream == cuda_arrays.PER_THREAD_STREAM:
             event = self.begin(request, feedback, arrays, timeout)
             others.append(stream)
@@ -121,7 +122,7 @@ class Gpu:
             self._enqueue(request, feedback, stream, timeout)
         else:
             event = _core.CudaEvent(self.device)
-            _follow(stream, others, event)
+            _wait_for_streams(stream, others, event)
             self._enqueue(request, feedback, stream, timeout)
             event.record(stream)
         for each in others:
@@ -134,19 +135,19 @@ class Gpu:
         arrays: Sequence[Operand],
         timeout: float,
     ) -> _core.CudaEvent:
-        """Enqueues it on a stream of gradwire's, behind what is on the caller's; the end of it."""
-        callers, own = self._callers(arrays), self._own_stream()
+        """Enqueues a call on gradwire's stream, after the caller's; returns an event at its end."""
+        callers, own = self._caller_streams(arrays), self._own_stream()
         event = _core.CudaEvent(self.device)
-        _follow(own, callers, event)
-        unkept = [each.array for each in arrays if not cuda_arrays.keep_for(each.array, own)]
+        _wait_for_streams(own, callers, event)
+        unknown_use = [each.array for each in arrays if not cuda_arrays.keep_for(each.array, own)]
         try:
             self._enqueue(request, feedback, own, timeout)
         finally:
             event.record(own)
-            self._keep(unkept, event, own)
+            self._hold_until(unknown_use, event, own)
         return event
 
-    def _callers(self, arrays: Sequence[Operand]) -> list[int]:
+    def _caller_streams(self, arrays: Sequence[Operand]) -> list[int]:
         return cuda_arrays.streams_of((each.array for each in arrays), self.device)
 
     def _own_stream(self) -> int:
@@ -164,41 +165,41 @@ class Gpu:
         timeout: float,
     ) -> None:
         self.require_alive()
-        if self._kept and not _core.cuda_is_captured(self.device, stream):
-            self._let_go()
+        if self._in_use and not _core.cuda_is_captured(self.device, stream):
+            self._release_finished()
         with self._lock:
             kept = None if feedback is None else feedback._on_gpu(self.device, stream)
             self._core.run(request, kept, stream, timeout)
 
-    def _keep(self, arrays: list[Any], event: _core.CudaEvent, stream: int) -> None:
-        """Those of a graph are the caller's to keep, for as long as it is replayed."""
+    def _hold_until(self, arrays: list[Any], event: _core.CudaEvent, stream: int) -> None:
+        """Holds arrays until the event; those of a captured graph are the caller's to keep."""
         if arrays and not _core.cuda_is_captured(self.device, stream):
-            with self._keeping:
-                self._kept.append((event, arrays))
+            with self._in_use_lock:
+                self._in_use.append((event, arrays))
 
-    def _let_go(self) -> None:
-        """Of what is over."""
-        over = []  # which ends without the lock: it may run any code
-        with self._keeping:
-            while self._kept and self._kept[0][0].done():
-                over.append(self._kept.popleft())
+    def _release_finished(self) -> None:
+        """Releases the arrays of calls that are over."""
+        over = []  # destroyed without the lock: that may run any code
+        with self._in_use_lock:
+            while self._in_use and self._in_use[0][0].done():
+                over.append(self._in_use.popleft())
 
     def require_alive(self) -> None:
-        """Raises what has failed."""
+        """Raises the failure of an earlier call, if there was one."""
         self._core.require_alive()
 
     def abort(self, reason: str) -> None:
-        """Ends what is enqueued."""
+        """Ends all enqueued calls."""
         self._core.abort(reason)
 
     def close(self, timeout: float, *, failed: bool) -> None:
-        """Waits for what is enqueued, and lets go; raises what ends it, but not an old failure.
+        """Waits for enqueued calls and releases everything; raises a new failure, not an old one.
 
-        `failed`: a call on CPUs has raised one, which may be on its way here.
+        `failed` says that a call on CPUs has failed, which may still be on its way here.
         """
-        if self._done:
+        if self._closed:
             return
-        self._done = True
+        self._closed = True
         try:
             if not self._has_failed():
                 with contextlib.suppress(Error) if failed else contextlib.nullcontext():
@@ -206,8 +207,8 @@ class Gpu:
         finally:
             self._core.close()
             with contextlib.suppress(Error):
-                self._let_go()
-            for each in (*self._carriers, self._side):
+                self._release_finished()
+            for each in (*self._carriers, self._shadow):
                 each.close(timeout)
 
     def _has_failed(self) -> bool:
@@ -218,20 +219,22 @@ class Gpu:
         return False
 
     def _messages(
-        self, links: str, communicator: _Communicator, cards: Sequence[_Card], timeout: float
+        self, links: str, communicator: _Communicator, infos: Sequence[_GpuInfo], timeout: float
     ) -> _core.CudaMessages:
         rank, size = communicator.rank, communicator.size
         if links == "loopback":
-            self._shared = _loopback(cards[0].token, size)  # for those yet to come
+            self._shared = _loopback(
+                infos[0].token, size
+            )  # keeps it alive for ranks that come later
             return _core.CudaMessages.loopback(self._shared, rank, self.device, timeout)
         if links == "host":
             return self._by_host(communicator, timeout)
         if links == "nccl":
             return self._by_nccl(communicator, range(size), timeout)
         own = next(host for host in communicator.hosts if rank in host)
-        ways = [self._by_host(communicator, timeout), self._by_nccl(communicator, own, timeout)]
+        messages = [self._by_host(communicator, timeout), self._by_nccl(communicator, own, timeout)]
         routes = [(1, own.index(each)) if each in own else (0, each) for each in range(size)]
-        return _core.CudaMessages.routed(ways, routes)
+        return _core.CudaMessages.routed(messages, routes)
 
     def _by_host(self, communicator: _Communicator, timeout: float) -> _core.CudaMessages:
         carrier = communicator.split(0)
@@ -242,7 +245,7 @@ class Gpu:
     def _by_nccl(
         self, communicator: _Communicator, ranks: Sequence[int], timeout: float
     ) -> _core.CudaMessages:
-        """Of those ranks, the first of which makes the id; every rank of the communicator calls."""
+        """Messages among `ranks`, the first of which makes the id; every rank calls it."""
         search = cuda.nccl_wheels()
         own = np.zeros(_ID_BYTES, np.uint8)
         if communicator.rank == ranks[0]:
@@ -258,70 +261,71 @@ class Gpu:
         )
 
 
-def _follow(stream: int, others: Sequence[int], event: _core.CudaEvent) -> None:
-    """Lets the stream wait for what is on the others."""
+def _wait_for_streams(stream: int, others: Sequence[int], event: _core.CudaEvent) -> None:
+    """Makes the stream wait for all work on the others."""
     for each in others:
         event.record(each)
         event.wait(stream)
 
 
-def _card(device: int) -> _Card:
+def _gpu_info(device: int) -> _GpuInfo:
     identity, name = _core.cuda_device_identity(device)
-    wish = environment.text("GRADWIRE_GPU_LINKS") or "auto"
-    if wish not in LINKS:
-        raise InvalidArgument(f"GRADWIRE_GPU_LINKS={wish} is none of {', '.join(LINKS)}")
+    requested = environment.text("GRADWIRE_GPU_LINKS") or "auto"
+    if requested not in LINKS:
+        raise InvalidArgument(f"GRADWIRE_GPU_LINKS={requested} is none of {', '.join(LINKS)}")
     process = f"{host_identity()} {os.readlink('/proc/self/ns/pid')} {os.getpid()}"
-    return _Card(process, identity, name, cuda.nccl_version(), wish, secrets.token_hex(8))
+    return _GpuInfo(process, identity, name, cuda.nccl_version(), requested, secrets.token_hex(8))
 
 
-def _exchange(communicator: _Communicator, card: _Card) -> list[_Card]:
-    """All ranks' cards, by rank."""
-    text = json.dumps(card).encode()
-    own = np.zeros(_CARD_BYTES, np.uint8)
+def _exchange_infos(communicator: _Communicator, info: _GpuInfo) -> list[_GpuInfo]:
+    """All ranks' information, by rank."""
+    text = json.dumps(info).encode()
+    own = np.zeros(_INFO_BYTES, np.uint8)
     own[: len(text)] = np.frombuffer(text, np.uint8)
-    cards = communicator.all_gather(own).reshape(communicator.size, _CARD_BYTES)
-    return [_Card(*json.loads(each.tobytes().rstrip(b"\0"))) for each in cards]
+    infos = communicator.all_gather(own).reshape(communicator.size, _INFO_BYTES)
+    return [_GpuInfo(*json.loads(each.tobytes().rstrip(b"\0"))) for each in infos]
 
 
-def _choose(cards: Sequence[_Card]) -> str:
-    """The links, of which all ranks find the same; raises InvalidArgument on all of them."""
-    wishes = {each.wish for each in cards}
-    if len(wishes) > 1:
+def _choose_links(infos: Sequence[_GpuInfo]) -> str:
+    """Chooses how messages travel, alike on all ranks; raises InvalidArgument on all of them."""
+    all_requested = {each.requested for each in infos}
+    if len(all_requested) > 1:
         raise InvalidArgument(
-            f"ranks disagree on GPUs: GRADWIRE_GPU_LINKS is {' and '.join(sorted(wishes))}"
+            f"ranks disagree on GPUs: GRADWIRE_GPU_LINKS is {' and '.join(sorted(all_requested))}"
         )
-    (wish,) = wishes
-    alone = len({each.process for each in cards}) == 1
-    if wish == "loopback" and not alone:
+    (requested,) = all_requested
+    alone = len({each.process for each in infos}) == 1
+    if requested == "loopback" and not alone:
         raise InvalidArgument("GRADWIRE_GPU_LINKS=loopback is for ranks that are one process")
-    if wish in ("host", "nccl+host"):
-        _require_processes(cards, f"GRADWIRE_GPU_LINKS={wish}")
-    without = [rank for rank, each in enumerate(cards) if not each.nccl]
-    if wish.startswith("nccl") and without:
+    if requested in ("host", "nccl+host"):
+        _require_processes(infos, f"GRADWIRE_GPU_LINKS={requested}")
+    without = [rank for rank, each in enumerate(infos) if not each.nccl]
+    if requested.startswith("nccl") and without:
         raise InvalidArgument(
-            f"GRADWIRE_GPU_LINKS={wish}, and rank {without[0]} has no NCCL: install a wheel of it "
-            "(nvidia-nccl-cu13 or -cu12), or name its file in GRADWIRE_NCCL_SO"
+            f"GRADWIRE_GPU_LINKS={requested}, and rank {without[0]} has no NCCL: install a wheel "
+            "of it (nvidia-nccl-cu13 or -cu12), or name its file in GRADWIRE_NCCL_SO"
         )
-    if wish != "auto":
-        return wish
-    own = len({each.device for each in cards}) == len(cards)
+    if requested != "auto":
+        return requested
+    own = len({each.device for each in infos}) == len(infos)
     if own and not without:
         return "nccl"
     if alone:
         return "loopback"
     why = "they share GPUs" if not own else f"rank {without[0]} has no NCCL"
-    _require_processes(cards, f"ranks need the host between their GPUs, as {why}")
+    _require_processes(infos, f"ranks need the host between their GPUs, as {why}")
     return "host"
 
 
-def _require_processes(cards: Sequence[_Card], what: str) -> None:
-    """By way of the host a rank's stream waits in a function of the host.
+def _require_processes(infos: Sequence[_GpuInfo], what: str) -> None:
+    """Raises InvalidArgument when two ranks are threads of one process.
 
-    CUDA may run those of one process one after the other, so that its ranks wait for each other.
+    Over the host, a rank's stream waits in a host function, and CUDA may run those of one process
+    one after the other, so that its ranks would wait for each other for ever.
     """
     first: dict[str, int] = {}
-    for rank, card in enumerate(cards):
-        other = first.setdefault(card.process, rank)
+    for rank, info in enumerate(infos):
+        other = first.setdefault(info.process, rank)
         if other != rank:
             raise InvalidArgument(
                 f"{what}: ranks {other} and {rank} are threads of one process, and their GPUs "

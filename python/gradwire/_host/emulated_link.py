@@ -1,7 +1,7 @@
-"""GRADWIRE_LINK: every rank behaves as if it had one network card of a given rate and latency.
+"""GRADWIRE_LINK: every rank behaves as if it had one NIC of a given rate and latency.
 
-Its own two clocks (`csrc/gradwire/transport/emulated_link.h`) are all that a rank needs, so the
-job's ranks are on one host, and their links are emulated over tcp.
+A rank needs only two clocks for that (`csrc/gradwire/transport/emulated_link.h`), which all ranks
+must share: the job's ranks are on one host, and their links are emulated over tcp.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from gradwire._errors import InvalidArgument
 
 
 def spec() -> str | None:
-    """What GRADWIRE_LINK says; None without one."""
+    """The value of GRADWIRE_LINK; None when it is unset."""
     return environment.text("GRADWIRE_LINK")
 
 
 def check(given: str) -> str:
-    """The link as given; raises InvalidArgument for what is no rate and latency."""
+    """Checks a rate and latency and returns them; raises InvalidArgument."""
     _core.EmulatedLink(given)
     return given
 
 
 def of_this_rank() -> _core.EmulatedLink | None:
-    """The card that all communicators of this process share; None where links are as they are."""
+    """The emulated NIC that all communicators of this process share; None without GRADWIRE_LINK."""
     given = spec()
-    return None if given is None else _card(given)
+    return None if given is None else _emulated_nic(given)
 
 
 def require_none(what: str) -> None:
-    """Raises InvalidArgument where links are emulated, which `what` cannot be part of."""
+    """Raises InvalidArgument when GRADWIRE_LINK is set; `what` says what it cannot go with."""
     if (given := spec()) is not None:
         raise InvalidArgument(
             f"GRADWIRE_LINK={given} emulates links between processes, over tcp, and {what}: "
@@ -40,5 +40,5 @@ def require_none(what: str) -> None:
 
 
 @functools.cache
-def _card(given: str) -> _core.EmulatedLink:
+def _emulated_nic(given: str) -> _core.EmulatedLink:
     return _core.EmulatedLink(given)

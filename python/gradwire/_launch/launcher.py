@@ -80,7 +80,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--link",
         type=_link_of,
         metavar="RATE[,LATENCY]",
-        help="as if every rank had one network card of that rate (100mbit, 1gbit), in each "
+        help="as if every rank had one NIC of that rate (100mbit, 1gbit), in each "
         "direction, and that latency one way (100us)",
     )
     parser.add_argument(

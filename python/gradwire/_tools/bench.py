@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from gradwire import _core
 from gradwire._arrays.operands import REDUCIBLE
-from gradwire._bootstrap import world
+from gradwire._bootstrap import launch_info
 from gradwire._bootstrap.rendezvous import choose_transports
 from gradwire._errors import InvalidArgument, ScheduleError
 from gradwire._launch import launcher
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     Returns the exit code: 1 when a result was wrong. Raises InvalidArgument for options that do not
     fit together, before anything is started.
     """
-    here = world.from_environment()
+    here = launch_info.from_environment()
     alone = here.launcher == "no launcher"
     _check(options, options.ranks if alone else here.size)
     if alone and options.ranks > 1:

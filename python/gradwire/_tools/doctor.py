@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from gradwire import _core, _model
 from gradwire._base import environment
-from gradwire._bootstrap import rendezvous, world
+from gradwire._bootstrap import launch_info, rendezvous
 from gradwire._bootstrap.mesh import EMULATED
 from gradwire._errors import Error, RendezvousError
 from gradwire._host import cuda, emulated_link, interfaces, rdma
@@ -157,7 +157,7 @@ def _towards_store() -> str | None:
 def _store_of_environment() -> str:
     """Its URL; empty for none, or where the environment contradicts itself, as init() will say."""
     try:
-        return world.from_environment().store or environment.text("GRADWIRE_STORE") or ""
+        return launch_info.from_environment().store or environment.text("GRADWIRE_STORE") or ""
     except RendezvousError:
         return ""
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire import _model
-from gradwire._bootstrap import world
+from gradwire._bootstrap import launch_info
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._errors import InvalidArgument
 from gradwire._launch import launcher
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     Saves the model, and prints what it foretells. Returns the exit code. Raises InvalidArgument
     for options that do not fit together, before anything is started.
     """
-    here = world.from_environment()
+    here = launch_info.from_environment()
     alone = here.launcher == "no launcher"
     if options.ranks < 2 and alone:
         raise InvalidArgument(f"--ranks {options.ranks}: there is nothing to choose for one rank")

@@ -1,4 +1,4 @@
-"""A communicator over the ranks of a torch process group, which serves as the meeting place."""
+"""A communicator over the ranks of a torch process group, which carries their first messages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import agreed_model
-from gradwire._bootstrap.announced_store import announced_store
+from gradwire._bootstrap.advertised_store import advertised_store
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.introduction import introduction, read_introduction
-from gradwire._bootstrap.meeting import Meeting
-from gradwire._bootstrap.mesh import Job, host_identity
+from gradwire._bootstrap.host_info import host_identity, pack_host_info, unpack_host_info
+from gradwire._bootstrap.launch_info import LaunchInfo
+from gradwire._bootstrap.mesh import Job
 from gradwire._bootstrap.rendezvous import choose_transports, find_secret
+from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
 from gradwire._bootstrap.store import Address
-from gradwire._bootstrap.world import World
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._errors import RendezvousError, lost
 from gradwire._host.interfaces import Choice, Route, choose, route_to
@@ -34,53 +34,49 @@ def communicator_of(group: dist.ProcessGroup, timeout: float = 300) -> Communica
     """Connects the ranks of `group`; each of them calls it.
 
     The secret is GRADWIRE_SECRET's; without one, rank 0 makes it and the group carries it, so that
-    joining is as private as the group. Raises RendezvousError, and TransportError on a rank that is
-    lost when all have heard of each other.
+    joining is as private as the group. Raises RendezvousError, and TransportError when a rank is
+    lost after the ranks have exchanged their first messages.
     """
     rank, size, deadline = group.rank(), group.size(), Deadline(timeout)
 
-    def exchange(data: bytes, deadline: Deadline) -> list[bytes]:
+    def all_gather(data: bytes) -> list[bytes]:
         return _all_gather_bytes(group, data, deadline)
 
     known, route = find_secret(None), _route()
-    own = introduction(rank, known, route.target if route else "")
-    introductions = [
-        read_introduction(each, peer) for peer, each in enumerate(exchange(own, deadline))
-    ]
-    job = _agree(introductions, known, rank)
-    at = _place_of_store(introductions) if rank == 0 else None
+    own = pack_host_info(rank, known, route.target if route else "")
+    infos = [unpack_host_info(each, peer) for peer, each in enumerate(all_gather(own))]
+    job = _agree(infos, known, rank)
+    at = _choose_store_address(infos) if rank == 0 else None
 
-    def carry(notice: bytes) -> bytes:
-        return exchange(notice, deadline)[0]
+    def broadcast(endpoint: bytes) -> bytes:
+        return all_gather(endpoint)[0]
 
-    with announced_store(job.name, job.secret, at, carry, deadline) as store:
-        meeting = Meeting(store, World(rank, size), job.name, deadline)
-        with meeting.together(hosting=rank == 0):
-            choice = _interface(introductions)
+    with advertised_store(job.name, job.secret, at, broadcast, deadline) as store:
+        exchange = RendezvousExchange(store, LaunchInfo(rank, size), job.name, deadline)
+        with exchange.abort_on_failure(hosts_store=rank == 0):
+            choice = _interface(infos)
             _log.info("a rank of the process group listens on %s", choice)
             mesh = connect_mesh(
                 job,
-                meeting.exchange,
+                exchange.exchange_addresses,
                 rank=rank,
                 size=size,
                 communicator=0,
                 deadline=deadline,
                 transports=choose_transports(None),
                 interface=choice,
-                hear=meeting.hear,
-                ended=lost,
+                raise_if_peer_failed=exchange.raise_if_peer_failed,
+                lost_peer_error=lost,
             )
-            agreed_model.agree(mesh, meeting)
+            agreed_model.agree(mesh, exchange)
             return from_mesh(mesh, timeout=timeout)
 
 
-def _agree(introductions: Sequence[dict[str, Any]], known: bytes | None, rank: int) -> Job:
-    """The job that rank 0 named, with the secret that all know; the same outcome on every rank."""
-    first = introductions[0]
+def _agree(infos: Sequence[dict[str, Any]], known: bytes | None, rank: int) -> Job:
+    """Makes the job that rank 0 named, with the common secret; raises alike on every rank."""
+    first = infos[0]
     differing = [
-        str(peer)
-        for peer, each in enumerate(introductions)
-        if each["has_secret"] != first["has_secret"]
+        str(peer) for peer, each in enumerate(infos) if each["has_secret"] != first["has_secret"]
     ]
     if differing:
         has, have = ("has", "have not") if first["has_secret"] else ("has not", "have")
@@ -89,7 +85,7 @@ def _agree(introductions: Sequence[dict[str, Any]], known: bytes | None, rank: i
             "set the same one on all ranks, or none"
         )
     if known is None and rank == 0:
-        several = len({each["host"] for each in introductions}) > 1
+        several = len({each["host"] for each in infos}) > 1
         _log.log(
             logging.WARNING if several else logging.INFO,
             "no GRADWIRE_SECRET: rank 0 makes one, and who may join is as private as "
@@ -102,18 +98,18 @@ def _agree(introductions: Sequence[dict[str, Any]], known: bytes | None, rank: i
 
 
 def _route() -> Route | None:
-    """To torch's own meeting place, where the environment says which it is."""
+    """The route to torch's own store, when the environment says where it is."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     try:
         return route_to(host, int(port or 0)) if host else None
-    except RendezvousError:  # the process group exists, so it met elsewhere
+    except RendezvousError:  # the process group exists, so its ranks met elsewhere
         return None
 
 
-def _interface(introductions: Sequence[dict[str, Any]]) -> Choice:
-    """On several hosts, the address from which the ranks reach torch's own meeting place."""
+def _interface(infos: Sequence[dict[str, Any]]) -> Choice:
+    """Chooses the interface; on several hosts, the one that reaches torch's own store."""
     route, here = _route(), host_identity()
-    beyond = [each["reached"] for each in introductions if each["host"] != here]
+    beyond = [each["reached"] for each in infos if each["host"] != here]
     return choose(
         route.source if route and beyond else None,
         pattern=environment.text("GRADWIRE_SOCKET_IFNAME"),
@@ -122,14 +118,14 @@ def _interface(introductions: Sequence[dict[str, Any]]) -> Choice:
     )
 
 
-def _place_of_store(introductions: Sequence[dict[str, Any]]) -> Address:
-    if len({each["host"] for each in introductions}) == 1:
+def _choose_store_address(infos: Sequence[dict[str, Any]]) -> Address:
+    if len({each["host"] for each in infos}) == 1:
         return Address("unix", f"gradwire-{secrets.token_hex(8)}")
-    return Address("tcp", _interface(introductions).interface.address)
+    return Address("tcp", _interface(infos).interface.address)
 
 
 def _all_gather_bytes(group: dist.ProcessGroup, data: bytes, deadline: Deadline) -> list[bytes]:
-    """Every rank's bytes, in rank order; nothing is unpickled."""
+    """All ranks' bytes, in rank order; nothing is unpickled."""
     try:
         at = _device(group)
         own = torch.tensor(list(data), dtype=torch.uint8, device=at)
@@ -148,7 +144,7 @@ def _all_gather_bytes(group: dist.ProcessGroup, data: bytes, deadline: Deadline)
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Of tensors that the group can exchange: this process's GPU where it has only NCCL."""
+    """The device of tensors that the group can exchange: this process's GPU if it has only NCCL."""
     kinds = {each.type for each in getattr(group, "_device_types", [])}
     if kinds == {"cuda"}:
         return torch.device("cuda", torch.cuda.current_device())

@@ -1,9 +1,10 @@
-"""Lines: the control sockets that outlived their communicator, as messages between survivors.
+"""SurvivorLinks: the control sockets that outlived their communicator carry shrink's messages.
 
     magic "GRS1", kind, 3 zero bytes, length of the payload; the view, one bit a rank; the payload
 
-What the communicator itself sent comes first and is skipped. The other end has authenticated
-itself once, but its bytes are checked all the same: who sends others counts as gone.
+Frames that the communicator itself had sent come first and are skipped. The peer authenticated
+itself when the socket was made, but its bytes are checked all the same: a peer that sends anything
+else counts as gone.
 """
 
 from __future__ import annotations
@@ -26,79 +27,79 @@ _MAX_PAYLOAD = 1 << 16
 _CHUNK = 1 << 16
 
 
-class Kind(enum.IntEnum):
-    """What a message tells of the view that it carries."""
+class MessageKind(enum.IntEnum):
+    """What a message says about the view that it carries."""
 
-    VIEW = 1  # the sender takes exactly these ranks for alive
-    CARD = 2  # all of them agree; the payload says where the sender listens
+    VIEW = 1  # the sender takes exactly these ranks to be alive
+    ADDRESS = 2  # all of them agree; the payload is the sender's AddressInfo
     READY = 3  # the sender is connected to all of them
     DONE = 4  # all of them are, and the sender is in the new communicator
 
 
 class Message(NamedTuple):
-    """What a peer said."""
+    """One message of a peer."""
 
     peer: int
-    kind: Kind
+    kind: MessageKind
     view: View
     payload: bytes
 
 
-class Gone(NamedTuple):
-    """A peer's line ended; told once."""
+class LinkEnded(NamedTuple):
+    """The end of a peer's link; reported once."""
 
     peer: int
     reason: str
 
 
 @dataclass
-class _Line:
+class _Link:
     sock: socket.socket
     incoming: bytearray
     outgoing: bytearray = field(default_factory=bytearray)
 
 
-class Lines:
-    """The lines of one rank, which owns them; one thread uses them."""
+class SurvivorLinks:
+    """The links of one rank, which owns them; one thread uses them."""
 
     def __init__(self, released: Sequence[tuple[int, int, bytes]], size: int) -> None:
-        """Takes over (peer, descriptor, what was read of its next frame)."""
+        """Takes over (peer, descriptor, bytes already read of its next frame) of each survivor."""
         self._size = size
-        self._lines = {
-            peer: _Line(socket.socket(fileno=fd), bytearray(received))
+        self._links = {
+            peer: _Link(socket.socket(fileno=fd), bytearray(received))
             for peer, fd, received in released
         }
         self._selector = selectors.DefaultSelector()
-        for peer, line in self._lines.items():
-            line.sock.setblocking(False)
-            self._selector.register(line.sock, selectors.EVENT_READ, peer)
+        for peer, link in self._links.items():
+            link.sock.setblocking(False)
+            self._selector.register(link.sock, selectors.EVENT_READ, peer)
 
     @property
     def peers(self) -> View:
-        """Whose line has not ended."""
-        return frozenset(self._lines)
+        """The peers whose link has not ended."""
+        return frozenset(self._links)
 
-    def send(self, peer: int, kind: Kind, view: View, payload: bytes = b"") -> None:
-        """Sends as much as fits now, the rest during poll(); nothing to who is gone."""
-        line = self._lines.get(peer)
-        if line is not None:
+    def send(self, peer: int, kind: MessageKind, view: View, payload: bytes = b"") -> None:
+        """Sends as much as fits now, the rest during poll(); ignores a peer that is gone."""
+        link = self._links.get(peer)
+        if link is not None:
             bits = sum(1 << rank for rank in view).to_bytes(self._view_bytes, "little")
-            line.outgoing += _HEAD.pack(_MAGIC, kind, bytes(3), len(payload)) + bits + payload
-            self._push_out(peer, line)
+            link.outgoing += _HEAD.pack(_MAGIC, kind, bytes(3), len(payload)) + bits + payload
+            self._push_out(peer, link)
 
-    def poll(self, timeout: float) -> list[Message | Gone]:
-        """What has arrived, each peer's in its order; waits at most so many seconds for some."""
-        events: list[Message | Gone] = []
+    def poll(self, timeout: float) -> list[Message | LinkEnded]:
+        """Receives messages, in each peer's order; waits up to `timeout` seconds for the first."""
+        events: list[Message | LinkEnded] = []
         for key, ready in self._selector.select(timeout):
-            line = self._lines[key.data]
+            link = self._links[key.data]
             if ready & selectors.EVENT_WRITE:
-                self._push_out(key.data, line)
+                self._push_out(key.data, link)
             if ready & selectors.EVENT_READ:
-                events += self._read(key.data, line)
+                events += self._read(key.data, link)
         return events
 
     def close(self) -> None:
-        """Closes every line."""
+        """Closes every link."""
         for peer in self.peers:
             self._end(peer)
         self._selector.close()
@@ -107,36 +108,36 @@ class Lines:
     def _view_bytes(self) -> int:
         return (self._size + 7) // 8
 
-    def _push_out(self, peer: int, line: _Line) -> None:
+    def _push_out(self, peer: int, link: _Link) -> None:
         try:
-            del line.outgoing[: line.sock.send(line.outgoing)]
+            del link.outgoing[: link.sock.send(link.outgoing)]
         except BlockingIOError:
             pass
-        except OSError:  # what it said before it went is still to be read
-            line.outgoing.clear()
-        writing = selectors.EVENT_WRITE if line.outgoing else 0
-        self._selector.modify(line.sock, selectors.EVENT_READ | writing, peer)
+        except OSError:  # messages sent before it ended are still to be read
+            link.outgoing.clear()
+        writing = selectors.EVENT_WRITE if link.outgoing else 0
+        self._selector.modify(link.sock, selectors.EVENT_READ | writing, peer)
 
-    def _read(self, peer: int, line: _Line) -> Iterator[Message | Gone]:
+    def _read(self, peer: int, link: _Link) -> Iterator[Message | LinkEnded]:
         try:
-            part = line.sock.recv(_CHUNK)
+            part = link.sock.recv(_CHUNK)
         except BlockingIOError:
             return
         except OSError as error:
             part, reason = b"", str(error)
         else:
             reason = "it ended or let go of the communicator"
-        line.incoming += part
+        link.incoming += part
         try:
-            yield from self._messages(peer, line.incoming)
+            yield from self._messages(peer, link.incoming)
         except ValueError as error:
             part, reason = b"", str(error)
         if not part:
             self._end(peer)
-            yield Gone(peer, reason)
+            yield LinkEnded(peer, reason)
 
     def _messages(self, peer: int, data: bytearray) -> Iterator[Message]:
-        """Takes whole messages off the front; raises ValueError for what is none."""
+        """Takes whole messages off the front; raises ValueError for bytes that are none."""
         while len(data) >= _HEAD.size:
             if data.startswith(_core.CONTROL_MAGIC):
                 if len(data) < _core.CONTROL_FRAME_BYTES:
@@ -159,13 +160,13 @@ class Lines:
         return frozenset(rank for rank in range(self._size) if bits >> rank & 1)
 
     def _end(self, peer: int) -> None:
-        line = self._lines.pop(peer)
-        self._selector.unregister(line.sock)
-        line.sock.close()
+        link = self._links.pop(peer)
+        self._selector.unregister(link.sock)
+        link.sock.close()
 
 
-def _unpack_head(raw: bytes) -> tuple[Kind, int]:
+def _unpack_head(raw: bytes) -> tuple[MessageKind, int]:
     magic, kind, zeros, length = _HEAD.unpack(raw)
     if magic != _MAGIC or any(zeros) or length > _MAX_PAYLOAD:
         raise ValueError("it sent bytes that are no message of a shrink")
-    return Kind(kind), length
+    return MessageKind(kind), length

@@ -1,4 +1,4 @@
-"""The core of a communicator, which takes over the sockets of a mesh."""
+"""Building a communicator's core, which takes over the sockets of a mesh."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from gradwire._base import environment
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._host import emulated_link, rdma
 
-# Of the patience with others: links are made in less, so that a rank which waits for one names whom
-# it waits for before those that have theirs, and are in a call, lose their patience with it.
+# Share of the connect timeout in which links must be made. A rank that waits for a link then names
+# the peer it waits for before ranks that have all links, and are in a call, give up on it.
 _LINKS_SHARE = 0.75
 
 Groups = Sequence[Sequence[int]]
 
 
-def adopt(
-    mesh: Mesh, hosts: Groups | None, tuning: Mapping[str, int], patience: float
+def build_core(
+    mesh: Mesh, hosts: Groups | None, tuning: Mapping[str, int], connect_timeout: float
 ) -> tuple[_core.Communicator, Groups]:
-    """With the ranks of each host: `hosts`, or as the mesh says. Every rank calls it.
+    """Makes the core, and the list of each host's ranks; every rank calls it.
 
-    `patience` is how long it waits for the others, in seconds. `tuning` are the sizes of frames and
-    segments, as `_core.Communicator` takes them.
+    `hosts` overrides what the mesh says of hosts. `tuning` are the sizes of frames and segments, as
+    `_core.Communicator` takes them. `connect_timeout` is in seconds.
     """
     groups = _groups(mesh.hosts) if hosts is None else hosts
-    core = _made(mesh, groups, tuning)
+    core = _create(mesh, groups, tuning)
     if mesh.model is not None:
         core.set_model(mesh.model)
     try:
-        _link_up(core, mesh, _LINKS_SHARE * patience)
+        _attach_sockets(core, mesh, _LINKS_SHARE * connect_timeout)
     except BaseException:
         mesh.close()
         core.abort(f"rank {mesh.rank} could not connect")
-        core.close(patience)
+        core.close(connect_timeout)
         raise
     return core, groups
 
 
-def _made(mesh: Mesh, groups: Groups, tuning: Mapping[str, int]) -> _core.Communicator:
+def _create(mesh: Mesh, groups: Groups, tuning: Mapping[str, int]) -> _core.Communicator:
     try:
         return _core.Communicator(
             mesh.rank,
@@ -58,12 +58,12 @@ def _made(mesh: Mesh, groups: Groups, tuning: Mapping[str, int]) -> _core.Commun
         raise
 
 
-def _link_up(core: _core.Communicator, mesh: Mesh, patience: float) -> None:
+def _attach_sockets(core: _core.Communicator, mesh: Mesh, timeout: float) -> None:
     for number, peer in mesh.peers.items():
         core.adopt_control(peer.control.detach(), number)
     for number, peer in mesh.peers.items():
         for lane, link in peer.links.items():
-            core.adopt_link(lane, link.transport, link.sock.detach(), number, patience)
+            core.adopt_link(lane, link.transport, link.sock.detach(), number, timeout)
 
 
 def _uses_rdma(mesh: Mesh) -> bool:
@@ -73,7 +73,7 @@ def _uses_rdma(mesh: Mesh) -> bool:
 
 
 def _about(mesh: Mesh) -> str:
-    """By what the ranks joined, for `gradwire doctor --job`."""
+    """A line for `gradwire doctor --job`: the address listened on, and what keeps joins private."""
     if not mesh.peers:
         return ""
     return "; ".join(filter(None, [f"listens on {mesh.interface}", mesh.job.privacy]))

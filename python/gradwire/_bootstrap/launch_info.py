@@ -1,4 +1,4 @@
-"""Which rank this process is, and where the ranks meet, as its launcher says in the environment."""
+"""The rank, size and store of this process, as its launcher says in the environment."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _DEFAULT_JOB = "gradwire"
 
 
 @dataclass(frozen=True)
-class World:
-    """One process's place in its job, before it has met anyone."""
+class LaunchInfo:
+    """What one process knows of its job from its launcher, before it has met the other ranks."""
 
     rank: int
     size: int
@@ -24,7 +24,7 @@ class World:
     local_rank: int | None = None  # None: unknown
     local_size: int | None = None
     store: str | None = None  # URL; torch://HOST:PORT is torch's own store
-    rank_0_hosts: bool = False  # the store, for the time of the rendezvous
+    rank_0_hosts: bool = False  # whether rank 0 serves the store during the rendezvous
 
     @property
     def several_hosts(self) -> bool:
@@ -34,7 +34,7 @@ class World:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables in which a launcher tells each rank its place; the first that is set counts."""
+    """A launcher's environment variables; of several names, the first one that is set counts."""
 
     name: str
     rank: str
@@ -84,8 +84,8 @@ _LAUNCHERS = (
 )
 
 
-def from_environment() -> World:
-    """The world of torchrun, `gradwire run`, mpirun or srun; without any of them, one rank alone.
+def from_environment() -> LaunchInfo:
+    """Reads what torchrun, `gradwire run`, mpirun or srun set; without any of them, one rank alone.
 
     Raises RendezvousError for an environment that contradicts itself or that lacks a store.
     """
@@ -96,11 +96,11 @@ def from_environment() -> World:
             raise RendezvousError(
                 "WORLD_SIZE is set and RANK is not: start with a launcher, or unset it"
             )
-    return World(0, 1, "no launcher")
+    return LaunchInfo(0, 1, "no launcher")
 
 
-def explicit(rank: int, size: int, store: str | None) -> World:
-    """The world as given by the caller; raises InvalidArgument where that cannot be."""
+def explicit(rank: int, size: int, store: str | None) -> LaunchInfo:
+    """Checks rank, size and store as given by the caller; raises InvalidArgument."""
     rank, size = arguments.whole(rank, "rank"), arguments.whole(size, "size")
     if not 0 <= rank < size:
         raise InvalidArgument(f"rank={rank} is not within size={size}")
@@ -109,7 +109,7 @@ def explicit(rank: int, size: int, store: str | None) -> World:
     store = store or environment.text("GRADWIRE_STORE")
     if size > 1 and store is None:
         raise InvalidArgument(f"size={size} ranks need store='tcp://HOST:PORT', on rank 0's host")
-    return World(
+    return LaunchInfo(
         rank,
         size,
         job=environment.text("GRADWIRE_JOB") or _DEFAULT_JOB,
@@ -118,7 +118,7 @@ def explicit(rank: int, size: int, store: str | None) -> World:
     )
 
 
-def _read(launcher: _Launcher) -> World:
+def _read(launcher: _Launcher) -> LaunchInfo:
     rank, size = _integer(launcher.rank), _integer(*launcher.size)
     if rank is None or size is None or not 0 <= rank < size:
         raise RendezvousError(
@@ -128,7 +128,7 @@ def _read(launcher: _Launcher) -> World:
     local_size = _integer(launcher.local_size)
     if local_size is None and _integer(*launcher.nodes) == 1:
         local_size = size
-    world = World(
+    launch = LaunchInfo(
         rank,
         size,
         launcher.name,
@@ -137,18 +137,18 @@ def _read(launcher: _Launcher) -> World:
         _integer(launcher.local_rank),
         local_size,
     )
-    return _with_store(world, launcher)
+    return _with_store(launch, launcher)
 
 
-def _with_store(world: World, launcher: _Launcher) -> World:
+def _with_store(launch: LaunchInfo, launcher: _Launcher) -> LaunchInfo:
     store = environment.text("GRADWIRE_STORE")
     hosted = _rank_0_hosts(store)
-    if store is None and world.size > 1:
-        store, hosted = _default_store(world, launcher), launcher is not _TORCHRUN
-    return replace(world, store=store, rank_0_hosts=hosted)
+    if store is None and launch.size > 1:
+        store, hosted = _default_store(launch, launcher), launcher is not _TORCHRUN
+    return replace(launch, store=store, rank_0_hosts=hosted)
 
 
-def _default_store(world: World, launcher: _Launcher) -> str:
+def _default_store(launch: LaunchInfo, launcher: _Launcher) -> str:
     if launcher is _TORCHRUN:
         host, port = os.environ.get("MASTER_ADDR"), _integer("MASTER_PORT")
         if not host or not port:
@@ -157,28 +157,28 @@ def _default_store(world: World, launcher: _Launcher) -> str:
                 "start with torchrun, or set GRADWIRE_STORE=tcp://HOST:PORT with rank 0's host"
             )
         return f"torch://[{host}]:{port}" if ":" in host else f"torch://{host}:{port}"
-    if world.local_size != world.size:
-        here = world.local_size
+    if launch.local_size != launch.size:
+        here = launch.local_size
         known = (
-            f"puts {here} of {world.size} ranks on this host"
+            f"puts {here} of {launch.size} ranks on this host"
             if here
-            else (f"does not say that all {world.size} ranks are on this host")
+            else (f"does not say that all {launch.size} ranks are on this host")
         )
         raise RendezvousError(
             f"{launcher.name} {known}, and gives no address to meet at: "
             "set GRADWIRE_STORE=tcp://HOST:PORT with rank 0's host and a free port, on all ranks"
         )
-    digest = hashlib.sha256(world.job.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(launch.job.encode()).hexdigest()[:16]
     return f"unix://gradwire-{os.getuid()}-{digest}"
 
 
 def _rank_0_hosts(store: str | None) -> bool:
-    """A store at tcp:// is rank 0's; one at unix:// belongs to whoever started the ranks."""
+    """Whether rank 0 serves the store: one at unix:// is served by whoever started the ranks."""
     return store is not None and store.startswith("tcp:")
 
 
 def _job(launcher: _Launcher) -> str:
-    """The same for all ranks of a launch, and another for the next where that can be known."""
+    """The job's name: the same on all ranks of a launch, and a new one for the next if possible."""
     given = environment.text("GRADWIRE_JOB")
     if given is not None:
         return given

@@ -1,0 +1,64 @@
+"""Identity of this host and process, and what the ranks of a process group tell about theirs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Any
+
+from gradwire._errors import RendezvousError
+
+_SECRET_BYTES = 32
+
+
+def host_identity() -> str:
+    """A name that is equal exactly for processes that share a kernel and a network namespace.
+
+    Abstract Unix sockets, over which shared memory is passed, reach just as far: containers on one
+    machine may or may not share the namespace. Boot ids tell cloned machines apart.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/net").stat().st_ino
+    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:16]
+
+
+def process_name() -> str:
+    """Host name and process id, by which messages tell ranks apart."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def pack_host_info(rank: int, secret: bytes | None, reached: str) -> bytes:
+    """Encodes this rank's host as JSON; rank 0 adds a job name, and a secret if it has none.
+
+    `secret` is the one that this rank was given. `reached` is the address at which it reaches
+    torch's own store.
+    """
+    info: dict[str, Any] = {"host": host_identity(), "has_secret": secret is not None}
+    info["reached"] = reached
+    if rank == 0:
+        info["job"] = f"process-group-{secrets.token_hex(8)}"
+        if secret is None:
+            info["secret"] = secrets.token_hex(_SECRET_BYTES)
+    return json.dumps(info).encode()
+
+
+def unpack_host_info(data: bytes, rank: int) -> dict[str, Any]:
+    """Decodes a rank's host information; raises RendezvousError for anything else."""
+    fields: dict[str, type] = {"host": str, "has_secret": bool, "reached": str}
+    try:
+        info: dict[str, Any] = json.loads(data)
+        if rank == 0:
+            fields["job"] = str
+        if rank == 0 and not info["has_secret"]:
+            fields["secret"] = str
+            if len(bytes.fromhex(info["secret"])) != _SECRET_BYTES:
+                raise ValueError
+        if {key: type(info[key]) for key in info} == fields:
+            return info
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    raise RendezvousError(f"rank {rank} sent no host information: another gradwire version?")

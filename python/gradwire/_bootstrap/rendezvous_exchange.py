@@ -1,0 +1,214 @@
+"""Messages between ranks, through a store, before they are connected.
+
+A rank that gives up reports it here, so that the others raise the reason at once instead of
+waiting for their deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.host_info import host_identity, process_name
+from gradwire._bootstrap.launch_info import LaunchInfo
+from gradwire._bootstrap.store import StoreClient
+from gradwire._errors import Error, RendezvousError, TransportError, describe, lost
+from gradwire._host.interfaces import Route, is_loopback
+
+WARN_SECONDS = 30.0
+_POLL_SECONDS = 0.5  # between two looks at whether a peer has failed
+# What a client raises when the store is gone.
+_STORE_GONE = (RendezvousError, TransportError)
+
+_log = logging.getLogger("gradwire")
+
+
+class Hosts(NamedTuple):
+    """What a rank needs to know about the other ranks' hosts before it chooses an address."""
+
+    several: bool
+    reached: tuple[str, ...]  # addresses at which other hosts reach the store
+
+
+class RendezvousExchange:
+    """One rank's part in one rendezvous; all its keys have a prefix of their own."""
+
+    def __init__(
+        self, store: StoreClient, launch: LaunchInfo, prefix: str, deadline: Deadline
+    ) -> None:
+        self.launch = launch
+        self._store, self._prefix, self._deadline = store, prefix, deadline
+
+    def exchange_addresses(self, own: bytes, deadline: Deadline) -> list[bytes]:
+        """All ranks' packed AddressInfo, in rank order."""
+        return self._all_gather("address", own, deadline)
+
+    def compare_hosts(self, route: Route | None) -> Hosts:
+        """Finds where the ranks are; `route` leads to the store, None for a Unix socket."""
+        here = host_identity()
+        own = json.dumps([here, "" if route is None else route.target]).encode()
+        hosts = [
+            _unpack_host(each, rank)
+            for rank, each in enumerate(self._all_gather("host", own, self._deadline))
+        ]
+        beyond = [target for host, target in hosts if host != here]
+        usable = (target for target in beyond if target and not is_loopback(target))
+        return Hosts(bool(beyond), tuple(dict.fromkeys(usable)))
+
+    def agree_on_secret(self) -> bytes:
+        """A secret that rank 0 makes for this communicator; it is as private as the store."""
+        return self.broadcast_from_rank_0("secret", lambda: secrets.token_bytes(32))
+
+    def broadcast_from_rank_0(self, what: str, make: Callable[[], bytes]) -> bytes:
+        """Rank 0's bytes, on all ranks; only rank 0 calls `make`."""
+        if self.launch.rank == 0:
+            self._store.set(f"{self._prefix}/{what}/0", make())
+        return self._get(what, 0, self._deadline)
+
+    @contextlib.contextmanager
+    def abort_on_failure(self, *, hosts_store: bool) -> Iterator[None]:
+        """Runs a block; when it fails here, or this process ends, the other ranks fail too.
+
+        Only the first failure is reported, so that all ranks raise the root cause. The rank that
+        hosts the store stays until all ranks have finished. Raises as `raise_if_peer_failed` does.
+        """
+        ended = _pack_failure(self.launch.rank, f"{self._own_name} ended while the ranks met")
+        self._store.set_last_will(self._failure_key, ended)
+        try:
+            yield
+        except TransportError as error:  # the lost peer may itself have followed another failure
+            self.raise_if_peer_failed(_POLL_SECONDS)
+            self._report_failure(error)
+            raise
+        except BaseException as error:
+            self._report_failure(error)
+            raise
+        self._finish(hosts_store)
+
+    def raise_if_peer_failed(self, within: float) -> None:
+        """Raises when another rank has given up, or does so within this many seconds.
+
+        The error is a TransportError that names the rank when a rank was lost, otherwise a
+        RendezvousError.
+        """
+        if (failure := self._read_failure(within)) is not None:
+            raise _unpack_failure(failure, self.launch.size)
+
+    def _read_failure(self, within: float) -> bytes | None:
+        try:
+            return self._store.get(self._failure_key, within)
+        except (TimeoutError, RendezvousError):  # no failure, or the launcher's store is gone
+            return None
+
+    @property
+    def _failure_key(self) -> str:
+        return f"{self._prefix}/failure"
+
+    @property
+    def _own_name(self) -> str:
+        return f"rank {self.launch.rank} ({process_name()})"
+
+    def _report_failure(self, error: BaseException) -> None:
+        with contextlib.suppress(Error, OSError):
+            # A last will is not counted in "failures", but it came first.
+            if self._read_failure(0) is None and self._store.add(f"{self._prefix}/failures") == 1:
+                lost_rank = error.peer if isinstance(error, TransportError) else None
+                failure = _pack_failure(lost_rank, f"{self._own_name} gave up: {describe(error)}")
+                self._store.set(self._failure_key, failure)
+
+    def _finish(self, hosts_store: bool) -> None:
+        if hosts_store:
+            self._all_gather("finished", b"", self._deadline)
+            return
+        with contextlib.suppress(*_STORE_GONE):  # its host may have finished before
+            self._store.set(f"{self._prefix}/finished/{self.launch.rank}", b"")
+            self._store.set_last_will("", b"")
+
+    def _all_gather(self, what: str, own: bytes, deadline: Deadline) -> list[bytes]:
+        self._store.set(f"{self._prefix}/{what}/{self.launch.rank}", own)
+        return [self._get(what, peer, deadline) for peer in range(self.launch.size)]
+
+    def _get(self, what: str, peer: int, deadline: Deadline) -> bytes:
+        def get(seconds: float) -> bytes:
+            try:
+                return self._store.get(f"{self._prefix}/{what}/{peer}", seconds)
+            except TimeoutError:
+                self.raise_if_peer_failed(0)
+                raise
+
+        def missing() -> list[int]:
+            return [rank for rank in range(self.launch.size) if not self._is_set(what, rank)]
+
+        return await_rank(peer, self.launch, deadline, get, missing)
+
+    def _is_set(self, what: str, rank: int) -> bool:
+        try:
+            self._store.get(f"{self._prefix}/{what}/{rank}", 0)
+        except TimeoutError:
+            return False
+        except _STORE_GONE:  # the store's host is at its deadline too: nothing more is known
+            return True
+        return True
+
+
+def await_rank(
+    peer: int,
+    launch: LaunchInfo,
+    deadline: Deadline,
+    get: Callable[[float], bytes],
+    missing: Callable[[], Sequence[int]] = tuple,
+) -> bytes:
+    """The bytes that a rank publishes.
+
+    `get` waits for them for some seconds, and raises TimeoutError. At the deadline raises
+    RendezvousError, which names the ranks that are `missing` then.
+    """
+    warning = deadline.within(WARN_SECONDS)
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return get(min(_POLL_SECONDS, warning.remaining))
+        if deadline.passed:
+            raise _missing(missing() or [peer], launch, deadline)
+        if warning.passed:
+            _log.warning("still waiting for rank %d of %d to appear", peer, launch.size)
+            warning = deadline
+
+
+def _missing(ranks: Sequence[int], launch: LaunchInfo, deadline: Deadline) -> RendezvousError:
+    return RendezvousError(
+        f"timed out: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of "
+        f"{launch.size} did not appear within {deadline.seconds:g} s; look at their output for "
+        f"the reason, check that all {launch.size} were started, or give more time with timeout="
+    )
+
+
+def _pack_failure(lost_rank: int | None, text: str) -> bytes:
+    """Encodes why a rank gives up, and which rank it has lost, if any."""
+    return f"{'-' if lost_rank is None else lost_rank} {text}".encode()
+
+
+def _unpack_failure(data: bytes, size: int) -> Error:
+    lost_rank, _, text = data.decode(errors="replace").partition(" ")
+    if lost_rank in map(str, range(size)):
+        return lost(int(lost_rank), text)
+    return RendezvousError(text)
+
+
+def _unpack_host(data: bytes, rank: int) -> tuple[str, str]:
+    try:
+        found: Any = json.loads(data)
+        host, target = found
+        if not (isinstance(host, str) and isinstance(target, str)):
+            raise TypeError
+        if target:
+            is_loopback(target)
+    except (ValueError, TypeError, RecursionError):
+        raise RendezvousError(
+            f"rank {rank} did not say which host it is on: another gradwire version?"
+        ) from None
+    return host, target

@@ -1,0 +1,61 @@
+"""What a rank publishes about itself: a decoded value is fit to connect to, and to print.
+
+input: a rank's AddressInfo, its host, its host information in a process group, why it gives up,
+the endpoint of rank 0's store, or its cost model
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+
+import atheris
+from gradwire import _model
+from gradwire._bootstrap import advertised_store, host_info, mesh, rendezvous_exchange
+from gradwire._errors import RendezvousError, TransportError
+from gradwire._host.interfaces import is_loopback
+from instrument import cover
+
+
+def use(info: mesh.AddressInfo) -> None:
+    """Uses an AddressInfo in every way that `connect` does, short of connecting."""
+    assert mesh.unpack_address_info(info.pack(), 1) == info
+    is_loopback(info.address)
+    family = socket.AF_INET6 if ":" in info.address else socket.AF_INET
+    socket.inet_pton(family, info.address.partition("%")[0])
+    assert 0 <= info.port < 1 << 16
+    assert info.where("tcp").isprintable()
+    assert info.where("shm").isprintable()
+    assert info.describe().isprintable()
+    mesh.choose_transport(info, info)
+
+
+def test_one_input(data: bytes) -> None:
+    """Runs one input."""
+    with contextlib.suppress(RendezvousError):
+        use(mesh.unpack_address_info(data, 1))
+    with contextlib.suppress(RendezvousError):
+        host, target = rendezvous_exchange._unpack_host(data, 1)
+        assert isinstance(host, str)
+        assert not target or is_loopback(target) in (True, False)
+    for rank in range(2):
+        with contextlib.suppress(RendezvousError):
+            found = host_info.unpack_host_info(data, rank)
+            assert isinstance(found["host"], str)
+            assert rank == 1 or found["has_secret"] or len(bytes.fromhex(found["secret"])) == 32
+    failure = rendezvous_exchange._unpack_failure(data, 3)
+    assert isinstance(failure, RendezvousError | TransportError)
+    assert getattr(failure, "peer", 0) in range(3)
+    with contextlib.suppress(RendezvousError):
+        store, secret = advertised_store.unpack_endpoint(data, None)
+        assert store.local or 0 < store.port < 1 << 16
+        assert secret
+    with contextlib.suppress(RendezvousError):
+        model = _model.unpack(data)
+        assert _model.unpack(_model.pack(model)).digest == model.digest
+
+
+cover(advertised_store, host_info, mesh, rendezvous_exchange, _model)
+atheris.Setup(sys.argv, test_one_input)
+atheris.Fuzz()
