@@ -13,14 +13,15 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
+sys.path.append(str(Path(__file__).parents[2]))  # for the package bench
 
 import gradwire
 import numpy as np
 import ranks
-from gpu_arrays import Cpu
-from gpu_calls import Found, run
-from gpu_loopback import CODECS, Extent, groups
+
+from bench.cuda.gpu_arrays import Cpu
+from bench.cuda.gpu_calls import Found, run
+from bench.cuda.gpu_loopback import CODECS, Extent, groups
 
 _KEPT = ("residual", "tau", "calls")
 FILE = Path(__file__).with_suffix(".json")
