@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.common.result_files import ROOT
 
-TESTS = ROOT / "tests/python"
+TESTS = ROOT / "tests/python/support"
 
 
 class Place(Protocol):
@@ -179,7 +179,7 @@ class Cupy:
 
 
 class Simulated:
-    """In arrays of tests/python/simulated_gpu.py; GRADWIRE_CUDA_SO names its library."""
+    """In arrays of tests/python/support/simulated_gpu.py; GRADWIRE_CUDA_SO names its library."""
 
     dtypes = _PLAIN
 

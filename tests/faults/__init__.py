@@ -6,4 +6,4 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "python"))  # for the stopwatch
+sys.path.append(str(Path(__file__).parents[1] / "python/support"))  # for the stopwatch

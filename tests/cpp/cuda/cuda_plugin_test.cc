@@ -1,5 +1,5 @@
 // The CUDA part as nvcc built it: what holds whether or not there is a GPU. What it exports and
-// needs: tests/python/test_cuda_build.py.
+// needs: tests/python/gpus/test_cuda_build.py.
 #include <gtest/gtest.h>
 
 #include <cstddef>

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ranks import LIMIT
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 needs_torch = pytest.mark.usefixtures("torch")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _SOURCES = _ROOT / "csrc"
 _LAYER = re.compile(r"gradwire_layer\((\S+) USES ([^)]*)\)")
 _INCLUDE = re.compile(r'^#include "(gradwire/[^"]+)"', re.M)

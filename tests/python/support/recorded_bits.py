@@ -1,6 +1,6 @@
 """Digests of the results and residuals of every collective, algorithm, dtype, operation and codec.
 
-`python tests/python/recorded_bits.py` writes them to recorded_bits.json, with which
+`python tests/python/support/recorded_bits.py` writes them to recorded_bits.json, with which
 test_recorded_bits.py compares what the library computes now. Run it where a change of bits is
 meant, and say so in CHANGELOG.md: replicas that run different releases would no longer agree.
 """
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2]))  # for the package bench
+sys.path.append(str(Path(__file__).parents[3]))  # for the package bench
 
 import gradwire
 import numpy as np

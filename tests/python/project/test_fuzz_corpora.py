@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FUZZ = Path(__file__).parents[1] / "fuzz"
+FUZZ = Path(__file__).parents[2] / "fuzz"
 SPEC = importlib.util.spec_from_file_location("fuzz_corpus", FUZZ / "corpus.py")
 assert SPEC is not None
 assert SPEC.loader is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ranks import LIMIT
 
-LOAD = Path(__file__).parents[1] / "load.py"
+LOAD = Path(__file__).parents[2] / "load.py"
 BESIDE = """
 import os, sys, time
 me, hogs = os.getpid(), []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gradwire import _core
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PLUGIN = Path(_core.__file__).with_name("libgradwire_cuda.so")
 # libm and those that are part of libc since glibc 2.34; and where __tls_get_addr is.
 SYSTEM = r"lib(stdc\+\+|gcc_s|c|m|dl|rt|pthread)\.so\.\d|ld-linux.*\.so\.\d"

@@ -10,8 +10,8 @@ import gradwire
 import pytest
 import torch.distributed as dist
 import torch_ranks
+from census import Census, census, growth
 from gradwire.torch import State, register
-from test_leaks import Census, census, growth
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import CODECS, SMALL_BUCKETS, Books, Tower, backward, mlp
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from ranks import LIMIT
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LIBRARY = ROOT / "build/release/tests/simulated_cuda/libsimulated_cuda.so"
 
 
@@ -70,7 +70,7 @@ def run(body: str, ranks: int = 2, *, threads: bool = False, **environment: str)
         env=os.environ
         | {
             "GRADWIRE_CUDA_SO": str(path()),
-            "PYTHONPATH": f"{ROOT / 'tests/python'}:{os.environ.get('PYTHONPATH', '')}",
+            "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}",
         }
         | environment,
         capture_output=True,

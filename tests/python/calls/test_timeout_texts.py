@@ -40,7 +40,7 @@ def test_who_waits_in_vain_is_told_that_it_timed_out(name: str) -> None:
 
 
 def test_every_timeout_of_the_core_says_so() -> None:
-    sources = Path(__file__).parents[2] / "csrc"
+    sources = Path(__file__).parents[3] / "csrc"
     texts = [
         (path.name, thrown)
         for path in sources.rglob("*.cc")

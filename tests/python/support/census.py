@@ -1,0 +1,63 @@
+"""What a process holds, counted in /proc, and whether that grows."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Census(NamedTuple):
+    """What a process holds."""
+
+    threads: int
+    descriptors: Counter[str]
+    shared: list[str]
+    mappings: int
+    resident: int  # bytes
+
+
+def census() -> Census:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return held()
+
+
+def held() -> Census:
+    """At this moment; in a forked process gc would copy all of its memory."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Census(
+        threads(),
+        Counter(map(_kind, os.listdir("/proc/self/fd"))),
+        [line for line in maps if "memfd" in line],
+        len(maps),
+        pages * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _kind(descriptor: str) -> str:
+    try:
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:  # the one that listed the others
+        return "the listing"
+    return target.split(":[")[0]
+
+
+def growth(counts: Sequence[int]) -> float:
+    """Growth per round: the median slope over all pairs of rounds (the Theil-Sen estimator).
+
+    A count that takes turns between two values, or rises once, has not grown.
+    """
+    pairs = combinations(enumerate(counts), 2)
+    return statistics.median((after - before) / (j - i) for (i, before), (j, after) in pairs)
