@@ -3,7 +3,7 @@
     import gradwire
 
     comm = gradwire.init()  # ranks as torchrun, mpirun, srun or `gradwire run` started them
-    comm.all_reduce(x, op="avg")  # NumPy array, torch CPU tensor, or a list of such; in place
+    comm.all_reduce(x, op="avg")  # in place; a NumPy, torch or CuPy array, or a list of them
 
 `gradwire.torch.register(ddp_model, codec="fp16")` lets DistributedDataParallel use it.
 """
@@ -71,19 +71,19 @@ def init(
     timeout: float = 300,
     secret: bytes | str | None = None,
 ) -> Communicator:
-    """Meets the other ranks and connects to them; every rank calls it, equally often.
+    """Connects this rank to all others; returns the communicator. Every rank calls it as often.
 
-    Rank and size are what torchrun, `gradwire run`, mpirun or srun say in the environment; without
-    any of them there is one rank. Given explicitly, they come together, and with a `store`:
-    ``tcp://HOST:PORT`` on rank 0's host, the same on all ranks.
+    Rank and size come from the environment that torchrun, `gradwire run`, mpirun or srun sets;
+    without any of them there is one rank. To give them explicitly, give both and a `store`:
+    ``tcp://HOST:PORT`` on rank 0's host, the same on all ranks (GRADWIRE_STORE).
 
-    `transports` are the ones to offer, best first (GRADWIRE_TRANSPORT; default shm, rdma, tcp,
-    without rdma where it cannot be used); each pair of ranks takes the first that both have.
-    `timeout` is in seconds, for meeting and as the default of every operation. `secret`
-    (GRADWIRE_SECRET, GRADWIRE_SECRET_FILE) is what ranks authenticate each other with, at least 16
-    bytes; needed beyond one host.
+    `transports` are the ones to offer, best first (GRADWIRE_TRANSPORT). The default is shm, rdma,
+    tcp, without rdma where it cannot be used; each pair of ranks takes the first that both have.
+    `timeout`, in seconds, is for connecting, and the default for every operation. `secret`
+    (GRADWIRE_SECRET, GRADWIRE_SECRET_FILE) authenticates the ranks to each other: at least 16
+    bytes, required for a store that other hosts can reach.
 
-    Raises RendezvousError, which names who is missing or what to set, TransportError on a rank that
+    Raises RendezvousError, which names the missing ranks or what to set, TransportError when a rank
     dies meanwhile, and InvalidArgument.
     """
     if (rank is None) != (size is None):
@@ -105,5 +105,5 @@ def init(
 
 
 def codecs() -> list[str]:
-    """The names that ``codec=`` takes; ``fp16:scale=1024`` gives one a parameter."""
+    """The names that ``codec=`` takes, which may have parameters: ``"fp16:scale=1024"``."""
     return _core.codec_names()

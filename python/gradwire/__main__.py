@@ -1,4 +1,4 @@
-"""`python -m gradwire`."""
+"""The command `gradwire`, as `python -m gradwire`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Communicator: what one rank of a group of ranks holds of it, and every collective."""
+"""Communicator: one rank's end of a group of ranks, and every collective."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from gradwire._tuning import fit
 
 
 class Traffic(NamedTuple):
-    """What this rank's operations have cost it.
+    """Counters of this rank's finished operations.
 
-    Bytes and frames it has sent, frame headers included, where a frame for k peers counts k; and
-    seconds that lossy codecs of the core have taken to encode and to decode.
+    `bytes_sent` and `frames_sent` include frame headers, and count a frame once for each peer that
+    it goes to. The seconds are those that lossy codecs of the core took.
     """
 
     bytes_sent: int
@@ -56,57 +56,57 @@ class Communicator(ObjectCollectives, VariableCollectives):
     """One rank's end of a group of ranks. Made by `gradwire.init`, `gradwire.spawn` or `split`.
 
     Every rank makes the same calls in the same order, from any thread, with the same options,
-    dtypes, sizes and shapes. A call that differs raises InvalidArgument on all ranks: that call
-    where the rank waits for data of the others, else the next one that does, or `close`, or the end
-    of the program, which then has a status that is not 0. Results have the same bits on every rank
-    and in every run, where ``auto`` has the same `cost_model`.
+    dtypes, sizes and shapes. A call that differs raises InvalidArgument on all ranks: in that call
+    if a rank waits for data of the others, otherwise in the next one that does, in `close`, or at
+    the end of the program, which then exits with a status other than 0. Results have the same bits
+    on every rank and in every run, if ``auto`` has the same `cost_model`.
 
     Arrays are NumPy arrays (ml_dtypes.bfloat16 too), torch tensors on the CPU or on CUDA, CuPy
-    arrays or other objects with DLPack; C-contiguous, and writable where they are written. Nothing
-    is copied on the way in or out. Collectives that reduce take float32/64, float16, bfloat16,
-    complex64/128, int8 to int64, uint8 to uint64 and bool; those that only move data take every
-    type. On a GPU a call is enqueued on the caller's current stream and returns, and the wait() of
-    a `Work` makes that stream wait; a rank works on one GPU, that of its first such call.
+    arrays or other objects with DLPack; they are C-contiguous, and writable if the call writes
+    them. Nothing is copied on the way in or out. Collectives that reduce take float32/64, float16,
+    bfloat16, complex64/128, int8 to int64, uint8 to uint64 and bool; those that only move data take
+    every type. On a GPU a call is enqueued on the caller's current stream and returns, and the
+    wait() of a `Work` makes that stream wait. A rank works on one GPU, that of its first such call.
 
     All collectives share these keywords:
 
     - ``algorithm``: a name from `gradwire.algorithms`, ``hierarchical(inner,outer)``, or ``auto``,
-      the fastest by `cost_model`. all_reduce takes ``gather`` too, as reduce and
-      reduce_scatter do with a lossy codec, but for lowrank: every rank's input, encoded once, goes
-      to all, by an all_gather that ``gather(ring)`` names, and each adds them up;
+      the fastest one by `cost_model`. all_reduce also takes ``gather``, and so do reduce and
+      reduce_scatter with a lossy codec other than lowrank: every rank's input, encoded once, goes
+      to all ranks, by an all_gather that ``gather(ring)`` names, and each rank adds them up;
     - ``schedule``: a `gradwire.Schedule` of one's own instead, equal on all ranks;
     - ``async_op``: return a `Work` at once; its wait() returns the result;
     - ``timeout``: seconds, from when the operation's turn comes; the communicator's if None;
-    - ``op`` of those that reduce: sum, avg, min, max, prod; of integers and bool also band, bor,
+    - ``op`` of those that reduce: sum, avg, min, max, prod; for integers and bool also band, bor,
       bxor (bitwise) and land, lor, lxor (logical: 0 or 1). Sums and products of integers wrap;
       their avg is the sum, wrapped or not, divided by the number of ranks and truncated toward
-      zero. min and max of floats are IEEE 754-2019 minimum and maximum (NaN wins, -0 < +0). Of
-      bools sum, max, bor and lor are "or", prod, min, band and land "and", and there is no avg.
-      Complex numbers have sum and avg, without codecs: give those their real and imaginary parts.
-      float16 and bfloat16 are added, averaged and multiplied in float32: ``direct``, ``star`` and
-      ``gather`` round the result once, the others once on each rank that a partial sum passes.
-      With one rank there is nothing to reduce, and arrays stay as they are;
+      zero. min and max of floats are IEEE 754-2019 minimum and maximum (NaN wins, -0 < +0). For
+      bools sum, max, bor and lor are "or", prod, min, band and land are "and", and there is no avg.
+      Complex numbers have sum and avg, without codecs: pass their real and imaginary parts to
+      those. float16 and bfloat16 are added, averaged and multiplied in float32: ``direct``,
+      ``star`` and ``gather`` round the result once, other algorithms once on each rank that a
+      partial sum passes. With one rank there is nothing to reduce, and arrays stay as they are;
     - ``codec`` of those that reduce: how float32 travels for sum and avg, by a name from
-      `gradwire.codecs` (``"topk:density=0.01"`` gives a parameter) or as an object of
-      `gradwire.codec`; sums are formed in float32 all the same;
+      `gradwire.codecs` (``"topk:density=0.01"`` sets a parameter) or as an object of
+      `gradwire.codec`; sums are formed in float32 in any case;
     - ``prescale``, ``postscale`` of those that reduce, for sum and avg of floats and complex on the
-      CPU: numbers by which this rank's input, of which a copy is made, and the result are
-      multiplied; each product is rounded once, in the array's dtype. `prescale` may differ between
-      ranks, for a weighted sum; `postscale` may not. Residuals are in units of what was prescaled;
+      CPU: factors for this rank's input, of which a copy is made, and for the result; each product
+      is rounded once, in the array's dtype. `prescale` may differ between ranks, for a weighted
+      sum; `postscale` may not. Residuals have the scale of the prescaled input;
     - ``feedback`` of those that reduce: the `ErrorFeedback` that keeps what the codec loses, under
-      ``key``, or under ``keys=[(name, count), ...]`` that lie end to end over the arrays. A codec
-      that is biased needs it, or ``feedback=False``. With NaN or Inf on any rank no residual moves,
-      and every result shows it.
+      ``key``, or under ``keys=[(name, count), ...]`` that lie end to end over the arrays. A biased
+      codec needs it, or ``feedback=False``. With NaN or Inf on any rank no residual changes, and
+      every result shows it.
 
-    all_reduce, reduce, reduce_scatter, broadcast and all_gather have ``check`` too, for arrays on
-    the CPU: by None, shapes are compared between the ranks in the first call that has them, but for
-    all_gather's; by ``"shape"`` in each call; by ``"size"`` only numbers of elements are.
+    all_reduce, reduce, reduce_scatter, broadcast and all_gather also take ``check``, for arrays on
+    the CPU. With None, ranks compare shapes in the first call that has them (all_gather does not);
+    with ``"shape"`` in each call; with ``"size"`` they compare only numbers of elements.
     Dimensions of size 1 do not count.
 
     A failure is final: every later call raises the same error, and `shrink` makes a communicator
     of the ranks that survived. TransportError, Timeout and Aborted name the rank in `peer`.
-    InvalidArgument that is raised before anything was sent leaves it alive. It is also a context
-    manager, which closes it, or aborts it when the block raises.
+    An InvalidArgument raised before anything was sent leaves the communicator usable. As a context
+    manager it is closed at the end of the block, or aborted if the block raises.
     """
 
     def __init__(
@@ -116,26 +116,26 @@ class Communicator(ObjectCollectives, VariableCollectives):
         hosts: Sequence[Sequence[int]],
         timeout: float,
     ) -> None:
-        """Use `gradwire.init`."""
+        """Reserved for gradwire: call `gradwire.init` instead."""
         self._core, self._mesh, self._timeout = core, mesh, timeout
         self._place = Place(mesh.rank, mesh.size)
         self._hosts = tuple(map(tuple, hosts))
         self._splits = 0
-        self._is_one_round: bool | None = None  # a barrier
+        self._is_one_round: bool | None = None  # of a barrier; None: not decided
         self._calls = CpuCalls(core, self._place, _REPEATABLE)
-        self._forget_calls()
+        self._clear_call_cache()
         self._gpu: gpus.Gpu | None = None
         self._making_gpu = threading.Lock()
         at_exit.track(self)
 
     @property
     def rank(self) -> int:
-        """This rank's number, from 0."""
+        """The number of this rank, from 0."""
         return self._place.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._place.size
 
     @property
@@ -145,15 +145,15 @@ class Communicator(ObjectCollectives, VariableCollectives):
 
     @property
     def transports(self) -> dict[int, str]:
-        """By peer: "inproc", "shm" or "tcp"."""
+        """The transport to each peer: "inproc", "shm", "rdma", "tcp" or "emulated"."""
         return {peer: each.links["collective"].transport for peer, each in self._mesh.peers.items()}
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank's finished operations have sent, those of its GPU among them.
+        """Counters of this rank's finished operations, including those on its GPU.
 
-        There the codecs' seconds are not known, nor what replays of CUDA graphs send, nor, with
-        ``nccl+host``, what NCCL does.
+        On GPUs, codecs' seconds and the bytes of replayed CUDA graphs are not counted, and with
+        ``nccl+host`` not those of NCCL.
         """
         traffic = Traffic(*self._core.traffic)
         if self._gpu is None:
@@ -162,7 +162,7 @@ class Communicator(ObjectCollectives, VariableCollectives):
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed or failed: calls raise, and another must be made."""
+        """Whether the communicator is closed or has failed, so that every call raises."""
         return not self._core.owned_here or self._core.closed
 
     @_core.repeatable
@@ -184,9 +184,10 @@ class Communicator(ObjectCollectives, VariableCollectives):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """The reduction of all ranks' `x`, on all ranks; in place, or in `out`, which it returns.
+        """Reduces all ranks' `x`, on all ranks; in place or into `out`, which is then returned.
 
-        A list of arrays of one dtype is one operation, which is faster than one for each.
+        `x` is an array of any shape, or a list of arrays of one dtype, which is one operation and
+        faster than one for each.
         """
         options = Options(
             *(algorithm, schedule, async_op, timeout, op, 0),
@@ -215,7 +216,7 @@ class Communicator(ObjectCollectives, VariableCollectives):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Block r of the reduction of all ranks' `x`, on rank r; in a new array, or in `out`.
+        """Reduces all ranks' `x`; rank r gets block r, in a new array or in `out`.
 
         `x` is one array, cut evenly along its first dimension, or a list of one array per rank.
         Keys of error feedback may end anywhere in it. With a list as `out`, `x` is a list of as
@@ -239,11 +240,11 @@ class Communicator(ObjectCollectives, VariableCollectives):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """All ranks' `x` one after the other along the first dimension, on all ranks.
+        """Concatenates all ranks' `x` along the first dimension, on all ranks.
 
-        The result is a new array for `x` of the same shape on every rank, or `out`: one array, or
-        a list of one per rank for any sizes. A list of arrays as `x` is one operation, and so are
-        the result and `out` lists of as many.
+        The result is a new array, if `x` has the same shape on every rank, or `out`: one array, or
+        a list of one per rank, of any sizes. With a list as `x`, which is one operation, the result
+        and `out` are lists of as many arrays.
         """
         options = Options(algorithm, schedule, async_op, timeout, check=check)
         return self._call("all_gather", buffers.all_gather(x, out, self._place), options)
@@ -259,7 +260,7 @@ class Communicator(ObjectCollectives, VariableCollectives):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """The root's `x`, or list of arrays, on all ranks; in place. Returns `x`."""
+        """Copies the root's `x`, an array or a list, to all ranks, in place; returns `x`."""
         root = self._rank(root, "root")
         options = Options(algorithm, schedule, async_op, timeout, root=root, check=check)
         return self._call("broadcast", buffers.broadcast(x, root, self._place), options)
@@ -283,7 +284,7 @@ class Communicator(ObjectCollectives, VariableCollectives):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """The reduction of all ranks' `x` on the root: in place or in `out`, which it returns.
+        """Reduces all ranks' `x` on the root, in place or into `out`; returns the result.
 
         The other ranks' `x` stays as it is, and they get None.
         """
@@ -306,7 +307,7 @@ class Communicator(ObjectCollectives, VariableCollectives):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """What `all_gather` returns, on the root; None on the others."""
+        """Concatenates all ranks' `x` on the root as `all_gather` does; None on the others."""
         root = self._rank(root, "root")
         options = Options(algorithm, schedule, async_op, timeout, root=root)
         return self._call("gather", buffers.gather(x, out, root, self._place), options)
@@ -322,7 +323,7 @@ class Communicator(ObjectCollectives, VariableCollectives):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Block r of the root's `x` on rank r.
+        """Sends block r of the root's `x` to rank r.
 
         At the root `x` is as in `reduce_scatter`, and the result a new array or `out`. The others
         pass no `x`, and give the array for the result as `out`.
@@ -341,7 +342,7 @@ class Communicator(ObjectCollectives, VariableCollectives):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Block d of rank s's `x` becomes block s of rank d's result.
+        """Exchanges blocks: block d of rank s's `x` becomes block s of rank d's result.
 
         `x` is one array, cut evenly along its first dimension, and the result a new array of the
         same shape or `out`; or `x` and `out` are lists of one array per rank, of any sizes.
@@ -353,7 +354,7 @@ class Communicator(ObjectCollectives, VariableCollectives):
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Returns when every rank has called it.
 
-        It is a collective of nothing: an all_gather or an all_reduce, as errors call it.
+        Errors call it all_gather or all_reduce, of no elements, which implement it.
         """
         if self._is_one_round is None:
             self._is_one_round = barriers.is_one_round(self.cost_model._core, self._hosts)
@@ -368,8 +369,8 @@ class Communicator(ObjectCollectives, VariableCollectives):
         """Sends one array, of any type, to a rank that receives as many bytes.
 
         Messages between two ranks arrive in the order they were sent, independently of collectives.
-        The call may return before the message is received; one to this rank itself is copied, and
-        the call returns at once.
+        The call may return before the message is received. A message to this rank itself is copied,
+        and the call returns at once.
         """
         flag(async_op, "async_op")
         limit = self._seconds(timeout)
@@ -419,32 +420,31 @@ class Communicator(ObjectCollectives, VariableCollectives):
 
     @property
     def cost_model(self) -> CostModel:
-        """By which ``algorithm="auto"`` decides: rank 0's, which all ranks have."""
+        """The cost model behind ``algorithm="auto"``: rank 0's, the same on all ranks."""
         return _model.wrap(self._mesh.model or _core.CostModel("shm", "tcp", self.size))
 
     def tune(self, *, seconds: float = 10.0) -> CostModel:
-        """Measures what ``algorithm="auto"`` decides by, and decides by it from now on.
+        """Measures the cost model behind ``algorithm="auto"``, uses it from now on, and returns it.
 
         Every rank calls it, with no other call under way. It takes about `seconds`, and some more
-        on rank 0; the machine should do nothing else. `gradwire tune` does this and keeps the
-        result for later jobs on these hosts. Which algorithm is chosen can change the order in
-        which a sum is formed, and so its last bits.
+        on rank 0; the machine should do nothing else. `gradwire tune` does the same and saves the
+        result for later jobs on these hosts. Another algorithm can form a sum in another order,
+        and so change its last bits.
         """
-
         limit = arguments.seconds(seconds, "seconds")
         if self.size == 1:
             return self.cost_model
         hosts = host_set(self._mesh)
         self._mesh.model, _ = fit.tune(self, hosts, seconds=limit, progress=None)
         self._core.set_model(self._mesh.model)
-        self._forget_calls()
+        self._clear_call_cache()
         return self.cost_model
 
     def abort(self, reason: object = "abort() was called") -> None:
         """Ends every call, here and on all ranks, with Aborted. May be called from any thread.
 
         It returns at once; within 0.2 s no call is blocked any more. `shrink` can go on from there.
-        Of a `close` that has said goodbye it ends the wait, on this rank alone.
+        For a `close` that has said goodbye, it only ends the wait, on this rank alone.
         """
         self._core.abort(f"rank {self.rank}: {reason}")
         if self._gpu is not None:
@@ -453,16 +453,16 @@ class Communicator(ObjectCollectives, VariableCollectives):
     def shrink(self, timeout: float | None = None) -> Communicator:
         """Makes a communicator of the ranks that survived the failure of this one.
 
-        Every survivor calls it, when this communicator has raised TransportError, Timeout, Aborted
-        or InvalidArgument there, or was aborted; from a living one it raises InvalidArgument. The
+        Every survivor calls it after this communicator raised TransportError, Timeout, Aborted or
+        InvalidArgument there, or was aborted; with a working one it raises InvalidArgument. The
         ranks keep their order, and meet over the connections that they have: no store is needed,
-        and rank 0 may be the one that died. What was in flight has ended, its arrays are in an
-        undefined state, and this communicator is closed.
+        and rank 0 may be the one that died. Calls in flight have ended, their arrays are undefined,
+        and this communicator is closed.
 
         A rank that has not called it within `timeout` seconds (the communicator's if None), for
-        example because it is stopped, is left out, and raises TransportError when it does call. Who
-        dies meanwhile is left out too, or makes the new communicator fail, which can be shrunk in
-        turn. Raises RendezvousError when the survivors cannot connect to each other.
+        example because it is stopped, is left out, and raises TransportError when it does call. A
+        rank that dies meanwhile is left out too, or makes the new communicator fail, which can be
+        shrunk in turn. Raises RendezvousError when the survivors cannot connect to each other.
         """
         limit = self._seconds(timeout)
 
@@ -481,20 +481,20 @@ class Communicator(ObjectCollectives, VariableCollectives):
         )
 
     def close(self, timeout: float | None = None) -> None:
-        """Finishes what is in flight, says goodbye, lets go of everything; later calls raise.
+        """Finishes calls in flight, says goodbye and releases everything; later calls raise.
 
-        Work that is not over after `timeout` seconds (the communicator's if None) is aborted. Waits
-        as long for ranks that have not finished the last calls of this one, where only they can
-        tell that theirs were the same: InvalidArgument when they differ, Timeout when they do not
-        come. After all_reduce, all_gather, reduce_scatter or barrier that is known already, and
-        with a `timeout` of 0 it is not asked. Once closed, does nothing; nor in a process that was
+        Work that is not over after `timeout` seconds (the communicator's if None) is aborted. The
+        same time is allowed for ranks that are behind, if only they can tell that all ranks made
+        the same last calls: raises InvalidArgument when calls differ, Timeout when a rank does not
+        get there. After all_reduce, all_gather, reduce_scatter or barrier this is known already,
+        and with a `timeout` of 0 it is not checked. Does nothing once closed, nor in a process
         forked from the communicator's.
         """
         limit = self._seconds(timeout)
         self._end(limit, limit)
 
     def _end(self, timeout: float, settle: float | None = None) -> None:
-        """Closes it; `settle` is how long to wait for ranks that are behind, None: its timeout."""
+        """Closes; `settle` is the time for ranks that are behind, the communicator's if None."""
         if not self._core.owned_here:
             return
         try:
@@ -507,7 +507,7 @@ class Communicator(ObjectCollectives, VariableCollectives):
                 self._calls.finish_dropped()
 
     def __del__(self) -> None:
-        core = getattr(self, "_core", None)  # none where __init__ was not called
+        core = getattr(self, "_core", None)  # None if __init__ failed early
         if core is not None and not sys.is_finalizing():
             at_exit.outlive(core, self._timeout)
 
@@ -542,7 +542,7 @@ class Communicator(ObjectCollectives, VariableCollectives):
         return call_on_gpu(name, given, options, self._place, device, self._gpu_on, self._timeout)
 
     def _gpu_on(self, device: int) -> gpus.Gpu:
-        """This rank's, which the first call sets up."""
+        """The rank's GPU, which its first call sets up."""
         if self._gpu is None:
             self._core.hear(0)  # raises in a fork, where the lock may never be free
             with self._making_gpu:
@@ -552,16 +552,16 @@ class Communicator(ObjectCollectives, VariableCollectives):
 
     @property
     def _gpu_stream(self) -> int | None:
-        """On which calls run that are not waited for; None before the first such call."""
+        """The stream of asynchronous calls on the GPU; None before the first such call."""
         return None if self._gpu is None else self._gpu.stream
 
     def _require_alive_on_gpu(self) -> None:
         if self._gpu is not None:
             self._gpu.require_alive()
 
-    def _forget_calls(self) -> None:
-        """Forgets what the cost model said of calls."""
-        self._calls.forget()
+    def _clear_call_cache(self) -> None:
+        """Drops cached calls and the choice of barrier, which depend on the cost model."""
+        self._calls.clear_cache()
         self._shortcut = self._calls.shortcut  # for repeatable methods
         self._is_one_round = None
 
@@ -575,7 +575,7 @@ class Communicator(ObjectCollectives, VariableCollectives):
         return given
 
 
-# As they are here, whatever somebody puts in their place.
+# The methods defined here, even if a program replaces them on the class.
 _REPEATABLE: dict[str, _core.repeatable[Any, Any, Any]] = {
     "all_reduce": Communicator.all_reduce,
     "barrier": Communicator.barrier,
@@ -590,11 +590,10 @@ def from_mesh(
     hosts: Sequence[Sequence[int]] | None = None,
     **tuning: int,
 ) -> Communicator:
-    """Takes over the sockets of the mesh; every rank calls it.
+    """Makes a communicator that takes over the sockets of the mesh; every rank calls it.
 
-    `patience` is how long it waits for the others, `timeout` if None. `hosts` overrides which ranks
-    count as one host; `tuning` the sizes of frames and segments, as `_core.Communicator` takes
-    them.
+    `connect_timeout` is the time for making links, `timeout` if None. `hosts` overrides which ranks
+    share a host; `tuning` sets sizes of frames and segments, as `_core.Communicator` takes them.
     """
     limit = timeout if connect_timeout is None else connect_timeout
     core, groups = build_core(mesh, hosts, tuning, limit)

@@ -1,4 +1,4 @@
-"""The exceptions, as the extension defines them: one tree under `Error`."""
+"""The exceptions: one tree under `Error`, defined by the extension."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = [
 
 
 def describe(error: BaseException) -> str:
-    """What it says or, where it says nothing, what it is."""
+    """An error's message, or its type's name if it has none."""
     return str(error) or type(error).__name__
 
 
 def lost(rank: int, text: str) -> TransportError:
-    """The error that names a rank which is no longer there."""
+    """The TransportError for a lost rank, whose number is in `peer`."""
     error = TransportError(text)
     error.peer = rank
     return error

@@ -1,4 +1,4 @@
-"""ErrorFeedback: what lossy codecs did not deliver, kept and added to the next call.
+"""ErrorFeedback: keeps what lossy codecs did not deliver, and adds it to the next call.
 
 Seide et al. 2014, "1-Bit Stochastic Gradient Descent", sec. 3; Karimireddy et al. 2019, "Error
 Feedback Fixes SignSGD".
@@ -25,29 +25,29 @@ Keys = Sequence[tuple[str, int]]
 
 
 class ErrorFeedback:
-    """This rank's residuals, one vector for each key, in units of the summed input.
+    """Residuals of this rank: one vector for each key, in the scale of the summed input.
 
-    Given to a call as ``feedback=``, with the key of each array. What the codec does not deliver
-    stays in the residual, which is added to the input of the key's next call: over any number of
-    calls, whatever their codecs, algorithms and numbers of ranks, the sums that were delivered and
-    all ranks' residuals add up to the sum of all inputs. A call that fails, or meets NaN or Inf on
-    any rank, leaves the residuals of all ranks as they were.
+    Passed to a call as ``feedback=``, with the key of each array. What the codec does not deliver
+    stays in the residual, which is added to the input of the key's next call. Over any number of
+    calls, with any codecs, algorithms and numbers of ranks, the delivered sums and all ranks'
+    residuals add up to the sum of all inputs. A call that fails, or meets NaN or Inf on any rank,
+    leaves the residuals of all ranks as they were.
 
-    May be used from any thread. A key can be in one unfinished call only. Of calls on a GPU, those
-    of one communicator at a time.
+    May be used from any thread. A key can be in only one unfinished call. On GPUs, only one
+    communicator may use it at a time.
 
     `dtype` "bfloat16" keeps residuals in half the memory, for calls on the CPU. They are then
-    rounded to 8 significant bits at random, up or down so that the mean is exact: an element loses
-    less than 1 % of its residual a call so, and nothing in expectation. The random numbers follow
-    from key, rank and number of calls, and are the same in every run. All else is as with float32,
-    and what reads residuals returns float32.
+    rounded to 8 significant bits, up or down at random so that the mean is exact: an element loses
+    less than 1 % of its residual in a call, and nothing in expectation. The random numbers follow
+    from key, rank and number of calls, and are the same in every run. Everything else is as with
+    float32, and methods that read residuals return float32.
 
-    Used with arrays on a GPU, it lives in that GPU's memory. What reads or changes it on the host
-    waits for the GPU then, so it must not be used while a CUDA graph is captured.
+    With arrays on a GPU, residuals live in that GPU's memory. Methods that read or change them on
+    the host then wait for the GPU, so do not call them while a CUDA graph is captured.
     """
 
     def __init__(self, dtype: Any = "float32") -> None:
-        """Of residuals kept as `dtype`; raises InvalidArgument for another one than these two."""
+        """Takes the residuals' dtype, float32 or bfloat16; raises InvalidArgument for others."""
         self.dtype = _type_name(dtype)
         self._core = _core.ErrorFeedback(self.dtype == "bfloat16")
         self._gpu: _GpuPart | None = None
@@ -55,43 +55,44 @@ class ErrorFeedback:
 
     def residual(self, key: str) -> NDArray[np.float32]:
         """A copy of the key's residual, float32 of the input's length; empty for an unused key."""
-        with self._at_home():
+        with self._on_host():
             return self._core.residual(arguments.text(key, "key"))
 
     def keys(self) -> dict[str, int]:
         """The keys that have a residual, and its length."""
-        with self._at_home():
+        with self._on_host():
             return dict(self._core.keys())
 
     def add(self, key: str, values: Any) -> None:
-        """Adds to a key's residual, as a survivor does with that of a rank that left.
+        """Adds values to a key's residual, as a survivor does with that of a rank that left.
 
-        Raises InvalidArgument for another length than the key has, and while a call is unfinished.
+        Raises InvalidArgument for another length than the residual's, and while a call with the
+        key is unfinished.
         """
-        with self._at_home():
+        with self._on_host():
             self._core.add(arguments.text(key, "key"), _floats(values, "values"))
 
     def scale(self, factor: float) -> None:
-        """Multiplies all residuals: when the loss scale or the learning rate is changed by it."""
-        with self._at_home():
+        """Multiplies all residuals, when loss scale or learning rate change by `factor`."""
+        with self._on_host():
             self._core.scale(arguments.number(factor, "factor"))
 
     def clear(self) -> None:
-        """Forgets all keys."""
-        with self._at_home():
+        """Removes all keys."""
+        with self._on_host():
             self._core.clear()
 
     def begin_step(self) -> None:
-        """Makes the calls from here to `end_step` stand or fall together."""
+        """Begins a step: `end_step` keeps the residuals of all its calls, or of none."""
         self._core.begin_step()
         self._in_step = True
 
     def end_step(self, keep: bool = True) -> bool:
-        """Keeps what the step's calls left, or nothing of it; says which.
+        """Ends a step; returns whether it kept the residuals that the step's calls left.
 
-        Nothing is kept when one of them failed or met NaN or Inf, or `keep` is false. Raises
-        InvalidArgument while one of them is unfinished. Of calls on a GPU, where NaN is found only
-        later, it says `keep`.
+        It keeps none if one of the calls failed or met NaN or Inf, or if `keep` is false. Raises
+        InvalidArgument while one of them is unfinished. On GPUs, where NaN is found only later, it
+        returns `keep`.
         """
         kept = self._core.end_step(arguments.flag(keep, "keep"))
         self._in_step = False
@@ -100,31 +101,31 @@ class ErrorFeedback:
         return kept
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """All there is, by key: to be saved on each rank with a checkpoint, and loaded again.
+        """A copy of everything, by key, for each rank to save with a checkpoint.
 
-        A copy, as of one moment: calls that are not over, and those of a step under way, have no
-        part in it. Of each key the residual, as float32; what codecs have adapted to it (``tau`` of
-        threshold, ``filter`` of topk) or remember (``memory``, factors of lowrank); and its number
-        of ``calls``, on which stochastic rounding depends.
+        Unfinished calls, and calls of an unfinished step, have no part in it. A key's dict has its
+        float32 ``residual``; what codecs have adapted (``tau`` of threshold, ``filter`` of topk) or
+        remember (``memory``, factors of lowrank); and its number of ``calls``, on which stochastic
+        rounding depends.
         """
-        with self._at_home():
+        with self._on_host():
             saved = self._core.save()
-        return {key: dict(zip(_KEPT, kept, strict=True)) for key, kept in saved.items()}
+        return {key: dict(zip(_SAVED_FIELDS, kept, strict=True)) for key, kept in saved.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces everything by what `state_dict` returned, of residuals of either dtype.
+        """Replaces everything by a result of `state_dict`, from residuals of either dtype.
 
-        Raises InvalidArgument, and changes nothing, for what it did not return, for NaN or Inf,
-        and while a call is unfinished.
+        Raises InvalidArgument, and changes nothing, for any other value, for NaN or Inf, and while
+        a call is unfinished.
         """
         if not isinstance(state, Mapping):
             raise InvalidArgument(f"error feedback: {state!r} is no state_dict()")
-        kept = {key: _kept(key, each) for key, each in state.items()}
-        with self._at_home():
+        kept = {key: _saved_state(key, each) for key, each in state.items()}
+        with self._on_host():
             self._core.load(kept)
 
     def _on_gpu(self, device: int, stream: int) -> _core.CudaFeedback:
-        """Its part there, for a call on the stream."""
+        """The residuals on the GPU, for a call on the stream."""
         if self.dtype != "float32":
             raise InvalidArgument(
                 f"feedback= keeps residuals in {self.dtype}, which is for arrays on the CPU, and "
@@ -135,20 +136,20 @@ class ErrorFeedback:
         return self._gpu.for_call(device, stream, self._in_step)
 
     def _require_finite(self, address: int, elements: int, keeps: object) -> None:
-        """Of float32 on a GPU: the step under way is not kept where it holds NaN or Inf."""
+        """Makes the step under way keep nothing if float32 values on the GPU are NaN or Inf."""
         if self._gpu is not None:
             self._gpu.require_finite(address, elements, keeps)
 
     def _on_cpu(self) -> _core.ErrorFeedback:
-        """The host's part, for a call there."""
+        """The residuals on the host, for a call on the CPU."""
         if self._gpu is not None:
             self._gpu.bring_home()
             self._gpu = None
         return self._core
 
     @contextlib.contextmanager
-    def _at_home(self) -> Iterator[None]:
-        """All of it is on the host for as long as this lasts."""
+    def _on_host(self) -> Iterator[None]:
+        """Brings all residuals to the host for the duration of the block."""
         gpu = self._gpu
         if gpu is None:
             yield
@@ -166,12 +167,12 @@ class ErrorFeedback:
 
 
 class _GpuPart:
-    """What is in a GPU's memory."""
+    """The residuals in a GPU's memory."""
 
     def __init__(self, host: _core.ErrorFeedback, device: int) -> None:
         self._core, self._device = _core.CudaFeedback(host, device), device
-        self._stream = 0  # of the step's last call, behind which the step ends
-        self._looked_at: list[object] = []
+        self._stream = 0  # of the step's last call, after which the step ends
+        self._checked: list[object] = []
         self._in_step = False
 
     def for_call(self, device: int, stream: int, in_step: bool) -> _core.CudaFeedback:
@@ -184,7 +185,7 @@ class _GpuPart:
         if in_step and not self._in_step:
             self._core.begin_step()
             self._in_step = True
-            self._looked_at.clear()
+            self._checked.clear()
         return self._core
 
     def end_step(self, keep: bool) -> None:
@@ -195,7 +196,7 @@ class _GpuPart:
     def require_finite(self, address: int, elements: int, keeps: object) -> None:
         if self._in_step:
             self._core.require_finite(address, elements, self._stream)
-            self._looked_at.append(keeps)  # until the stream has surely come by
+            self._checked.append(keeps)  # kept alive until the stream has read them
 
     def bring_home(self) -> None:
         self._core.bring_home()
@@ -205,22 +206,22 @@ class _GpuPart:
 
 
 def _type_name(dtype: Any) -> str:
-    """Of a type of NumPy or torch, too."""
+    """The name of a dtype, given as a str or as a type of NumPy or torch."""
     name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
     if name not in ("float32", "bfloat16"):
         raise InvalidArgument(f"dtype={dtype!r}: residuals are kept in 'float32' or 'bfloat16'")
     return name
 
 
-_KEPT = ("residual", "tau", "filter", "calls", "memory")
+_SAVED_FIELDS = ("residual", "tau", "filter", "calls", "memory")
 
 
-def _kept(key: Any, saved: Any) -> Any:
-    """Of one key, for the core."""
+def _saved_state(key: Any, saved: Any) -> Any:
+    """One key's saved state, as the core takes it."""
     try:
         if not isinstance(key, str):
             raise TypeError("a key is a str")
-        residual, tau, filter_, calls, memory = (saved[each] for each in _KEPT)
+        residual, tau, filter_, calls, memory = (saved[each] for each in _SAVED_FIELDS)
         calls = operator.index(calls)
         if not 0 <= calls < 2**64:
             raise ValueError(f"calls={calls}")
@@ -238,10 +239,10 @@ def _kept(key: Any, saved: Any) -> Any:
 
 
 def _floats(values: Any, what: str) -> NDArray[np.float32]:
-    """Flat; what is too large becomes Inf, which the core refuses."""
+    """A flat float32 array; values that are too large become Inf, which the core refuses."""
     try:
         given = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError):  # of torch, whatever library's array it is
+    except (TypeError, ValueError, RuntimeError):  # from torch, for arrays of any library
         raise arguments.wrong(values, what, "an array of numbers") from None
     if given.dtype.kind not in "fiub":
         raise arguments.wrong(values, what, "an array of real numbers")
@@ -250,7 +251,7 @@ def _floats(values: Any, what: str) -> NDArray[np.float32]:
 
 
 def keys_of(inputs: Sequence[Operand], key: str | None, keys: Keys | None) -> Keys:
-    """Checked against the arrays; raises InvalidArgument where they do not fit."""
+    """Checks the keys against the arrays and returns them; raises InvalidArgument."""
     total = sum(each.elements for each in inputs)
     if key is not None and keys is not None:
         raise InvalidArgument("give key= or keys=, not both")
@@ -271,7 +272,7 @@ def keys_of(inputs: Sequence[Operand], key: str | None, keys: Keys | None) -> Ke
 
 
 def cut(arrays: Sequence[Operand], keys: Keys) -> list[Operand]:
-    """The arrays, cut where a key ends."""
+    """Cuts the arrays where keys end."""
     pieces = []
     ends = np.cumsum([count for _, count in keys]).tolist()
     done = 0

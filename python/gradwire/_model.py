@@ -1,7 +1,7 @@
-"""The cost model: by which algorithm="auto" decides, and where it is kept.
+"""The cost model behind algorithm="auto", and where models are saved.
 
-Rank 0's counts. It is the file that GRADWIRE_MODEL names, or what `gradwire tune` has saved for
-these hosts, or else the built-in values; the others are told when they meet.
+Rank 0's model counts. It is the file that GRADWIRE_MODEL names, or the one that `gradwire tune` has
+saved for these hosts, or the built-in values; rank 0 sends it to the others when they connect.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from gradwire._schedules.schedule import Schedule, gathering, groups_of
 VARIABLE = "GRADWIRE_MODEL"
 BUILT_IN = "default"  # as a value of the variable
 
-_FORMAT = 2  # in 1 parameters had other meanings
+_FORMAT = 2  # in format 1 parameters had other meanings
 _MOST_BYTES = 1 << 16  # of a file
 _log = logging.getLogger("gradwire")
 
 
 class CostModel:
-    """Foretells how long a collective takes, from what a message, a byte and an addition cost.
+    """Predicts how long a collective takes from the costs of messages, bytes and additions.
 
-    Seconds, under flat names: ``within.`` for pairs of ranks on one host and ``between.`` for
-    others have ``alpha`` (of a processor, a message and end), ``latency``, ``beta`` (of a
-    NIC, a wire byte) and ``copy`` (of a processor, a wire byte and end); ``call``, ``move`` and
-    ``gamma`` (of a processor, a byte copied or added), ``turn`` (until another rank has the core),
-    ``far.*`` (how much slower bytes are in large calls) and ``CODEC.encode`` and ``.decode``, a
-    byte of the array. ``cores`` is how many the ranks of a host share.
+    Parameters have flat names and are in seconds. ``within.`` is for pairs of ranks on one host,
+    ``between.`` for other pairs; both have ``alpha`` (processor time per message and end),
+    ``latency``, ``beta`` (of a NIC, per byte on the wire) and ``copy`` (processor time per byte on
+    the wire and end). ``call``, ``move`` and ``gamma`` are processor time per call and per byte
+    copied or added; ``turn`` is the time until another rank has the core; ``far.*`` say how much
+    slower bytes are in large calls; ``CODEC.encode`` and ``CODEC.decode`` are per byte of the
+    array. ``cores`` is the number of cores that the ranks of a host share.
     """
 
     __slots__ = ("_core",)
 
     def __init__(self, parameters: Mapping[str, float] | None = None) -> None:
-        """The built-in values for shared memory and tcp, but for the parameters that are given.
+        """Starts from the built-in values for shared memory and tcp; `parameters` override some.
 
-        Raises InvalidArgument for a name that is none, and a value that cannot be.
+        Raises InvalidArgument for an unknown name or an impossible value.
         """
         self._core = _core.CostModel("shm", "tcp", usable_cores())
         _set(self._core, parameters or {})
 
     @property
     def parameters(self) -> dict[str, float]:
-        """All of them, in seconds but for ``cores`` and ``far.*``."""
+        """All parameters by name: in seconds, except ``cores`` and ``far.*``."""
         return self._core.parameters
 
     def predict(
@@ -66,9 +67,9 @@ class CostModel:
         per_host: int | None = None,
         codec: str = "none",
     ) -> float:
-        """Seconds of one call over a buffer of `nbytes`, the blocks of all ranks together.
+        """Predicts the seconds of one call over `nbytes`, the blocks of all ranks together.
 
-        The ranks are on one host, or `per_host` on each. Without codec, an all_reduce may be
+        The ranks are on one host, or `per_host` on each. Without codec, an all_reduce may also be
         ``gather(direct)``, or by another all_gather. Raises as `Schedule.generate` does.
         """
         ranks, hosts = _hosts(ranks, per_host)
@@ -93,7 +94,7 @@ class CostModel:
         per_host: int | None = None,
         codec: str = "none",
     ) -> tuple[str, float]:
-        """The algorithm that ``auto`` means for such a call, and its seconds."""
+        """The algorithm that ``auto`` chooses for such a call, and its predicted seconds."""
         ranks, hosts = _hosts(ranks, per_host)
         by = _core.Codec(arguments.text(codec, "codec"))
         collective = arguments.text(collective, "collective")
@@ -124,14 +125,14 @@ def _size(nbytes: float) -> float:
 
 
 def wrap(core: _core.CostModel) -> CostModel:
-    """The public object of a core model."""
+    """Makes the public object of a core model."""
     made = CostModel.__new__(CostModel)
     made._core = core
     return made
 
 
 class HostSet(NamedTuple):
-    """Where a model is good for: which hosts, how many ranks on each, and what links them."""
+    """The hosts that a model is for, with their ranks and transports."""
 
     hosts: tuple[tuple[str, int], ...]  # names and ranks, sorted
     within: str  # transport of pairs on one host
@@ -140,7 +141,7 @@ class HostSet(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Where its model is kept: in the user's cache, under a digest of all of this."""
+        """The model's file in the user's cache, named by a digest of all fields."""
         named = json.dumps(self._asdict(), sort_keys=True).encode()
         return directory() / f"{hashlib.sha256(named).hexdigest()[:16]}.json"
 
@@ -151,19 +152,19 @@ class HostSet(NamedTuple):
 
 
 def directory() -> Path:
-    """Where models are kept."""
+    """The folder of saved models."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "gradwire" / "models"
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def built_in(hosts: HostSet) -> _core.CostModel:
-    """What is known without a measurement."""
+    """The model that is used without a measurement."""
     model = _core.CostModel(hosts.within, hosts.between, usable_cores())
     link = emulated_link.of_this_rank()
     if link is not None and hosts.link is not None:
@@ -173,10 +174,10 @@ def built_in(hosts: HostSet) -> _core.CostModel:
 
 
 def find(hosts: HostSet) -> tuple[_core.CostModel, str]:
-    """The model for these hosts, and where it comes from.
+    """Finds the model for these hosts; returns it and its source.
 
-    Raises InvalidArgument where GRADWIRE_MODEL names a file that is none. One in the cache that is
-    none is warned of, and is not used.
+    Raises InvalidArgument if GRADWIRE_MODEL names a file that is no model. A broken file in the
+    cache only causes a warning, and the built-in values are used.
     """
     given = environment.text(VARIABLE)
     if given == BUILT_IN:
@@ -193,9 +194,9 @@ def find(hosts: HostSet) -> tuple[_core.CostModel, str]:
 
 
 def read(path: Path, hosts: HostSet, *, exact: bool = False) -> _core.CostModel:
-    """The model in a file; `exact`: it must be of these hosts.
+    """Reads a model from a file; with `exact` it must be for these hosts.
 
-    Raises InvalidArgument, which names the file, for what cannot be read or is no model.
+    Raises InvalidArgument, which names the file, if it cannot be read or is no model.
     """
     try:
         found = _contents(path)
@@ -209,7 +210,7 @@ def read(path: Path, hosts: HostSet, *, exact: bool = False) -> _core.CostModel:
 
 
 def describe(path: Path) -> tuple[str, bool, str]:
-    """For people: the file's name, whether it is a model, and of which hosts, or why not."""
+    """A file's name, whether it is a model, and for which hosts, or why not; for messages."""
     try:
         found = _contents(path)
         _set(_core.CostModel("shm", "tcp", 1), found.get("parameters"))
@@ -219,7 +220,7 @@ def describe(path: Path) -> tuple[str, bool, str]:
 
 
 def save(model: CostModel, hosts: HostSet, path: Path | None = None) -> Path:
-    """Keeps a model where `find` finds it, or in a file; returns where. Whole, or not at all."""
+    """Saves a model, atomically, where `find` looks or in `path`; returns the path."""
     path = path or hosts.path
     path.parent.mkdir(parents=True, exist_ok=True)
     text = {
@@ -240,12 +241,12 @@ def save(model: CostModel, hosts: HostSet, path: Path | None = None) -> Path:
 
 
 def pack(model: _core.CostModel) -> bytes:
-    """For the other ranks: every bit of it."""
+    """Encodes a model for the other ranks, without loss of a bit."""
     return json.dumps(model.parameters).encode()
 
 
 def unpack(data: bytes) -> _core.CostModel:
-    """What rank 0 packed; raises RendezvousError for what is none."""
+    """Decodes rank 0's model; raises RendezvousError for anything else."""
     try:
         model = _core.CostModel("shm", "tcp", 1)
         _set(model, _object(data))

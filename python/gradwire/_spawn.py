@@ -1,4 +1,4 @@
-"""`gradwire.spawn(fn, 4)`: a function on several ranks, from a test or a notebook."""
+"""spawn: runs a function on several ranks, from a test or a notebook."""
 
 from __future__ import annotations
 
@@ -31,10 +31,14 @@ from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, Transport
 from gradwire._host import emulated_link
 from gradwire._launch.root_cause import describe_exit
 
-GRACE_SECONDS = 2.0  # that the other ranks have to end by themselves after one has failed
+GRACE_SECONDS = 2.0  # that the other ranks have to fail by themselves after one has failed
 
 _PR_SET_PDEATHSIG = 1
-_CONSEQUENCES = (TransportError, Timeout, Aborted)  # what a failure causes on the other ranks
+_CONSEQUENCES = (
+    TransportError,
+    Timeout,
+    Aborted,
+)  # errors that a failure causes on the other ranks
 
 
 def spawn(
@@ -48,16 +52,16 @@ def spawn(
 ) -> list[Any]:
     """Runs `fn(comm, *args)` on `nprocs` ranks; returns their results in rank order.
 
-    The ranks are processes forked from this one, so `fn` may be any function, also one defined in a
-    notebook, and sees what this process has loaded; its result is pickled. A fork copies one thread
-    only: fork before starting threads, CUDA, or torch's OpenMP pool, or run a script with
+    The ranks are processes forked from this one, so `fn` may be any function, even one defined in a
+    notebook, and sees what this process has loaded; its result is pickled. A fork copies only one
+    thread: fork before starting threads, CUDA, or torch's OpenMP pool, or run a script with
     `gradwire run` instead. With `threads=True` the ranks are threads of this process, nothing is
     copied, and `transports` does not apply.
 
-    `timeout` (seconds) is the communicator's, for its making and for each wait. When a rank fails,
-    the others are ended, and the first failure that is not the consequence of another is raised
-    here; its `__cause__` names the rank and holds its traceback. Threads cannot be ended: one that
-    computes on is left behind.
+    `timeout` (seconds) is for connecting, and the default for each operation. When a rank fails,
+    the others are ended, and the first failure that is not a consequence of another is raised here;
+    its `__cause__` names the rank and holds its traceback. Threads cannot be ended: one that goes
+    on computing is left behind. Raises InvalidArgument, too.
     """
     nprocs = arguments.whole(nprocs, "nprocs", least=1)
     if not callable(fn):
@@ -73,12 +77,12 @@ def spawn(
 
 
 class SpawnedTraceback(Exception):
-    """The cause of what spawn() raises: which rank it was, and its traceback."""
+    """The cause of an error that spawn() raises: names the rank and holds its traceback."""
 
 
 @dataclass
 class _Outcome:
-    """How a rank ended; `at` orders failures of one machine (monotonic seconds)."""
+    """The end of a rank; `at` (monotonic seconds) orders failures."""
 
     rank: int
     value: Any = None
@@ -103,7 +107,7 @@ def _results(outcomes: list[_Outcome]) -> list[Any]:
 
 
 class _Threads:
-    """Ranks that are threads, joined by inproc."""
+    """Runs ranks that are threads, joined by the transport inproc."""
 
     def __init__(
         self, fn: Callable[..., Any], size: int, args: tuple[Any, ...], timeout: float
@@ -124,7 +128,7 @@ class _Threads:
                 outcomes.append(self._outcomes.get(timeout=limit))
                 if outcomes[-1].error is not None:
                     limit = GRACE_SECONDS
-        except queue.Empty:  # a thread computes on
+        except queue.Empty:  # a thread goes on computing
             pass
         finally:
             for comm in list(self._open.values()):
@@ -146,7 +150,7 @@ class _Threads:
 
 
 def _call(fn: Callable[..., Any], comm: Communicator, rank: int, args: tuple[Any, ...]) -> _Outcome:
-    """Runs the function and ends the communicator: in peace, or so that the others notice."""
+    """Runs the function, and closes the communicator, or aborts it if the function raised."""
     try:
         outcome = _Outcome(rank, fn(comm, *args))
         comm.close()
@@ -164,7 +168,7 @@ class _Child:
 
 
 class _Processes:
-    """Ranks that are forked processes; this one hosts the store where they meet."""
+    """Runs ranks that are forked processes; this process serves the store where they meet."""
 
     def __init__(
         self,
@@ -200,7 +204,7 @@ class _Processes:
         process = context.Process(
             target=self._run_rank, args=(rank, theirs, os.getpid()), name=f"gradwire-rank-{rank}"
         )
-        with warnings.catch_warnings():  # about other threads: the docstring says so
+        with warnings.catch_warnings():  # about other threads, as the docstring does
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
             process.start()
         theirs.close()
@@ -249,7 +253,7 @@ class _Processes:
         return _failure(child.rank, Error(f"rank {child.rank} of {self._size} {how}"))
 
     def _end(self) -> None:
-        """Lets those that have reported exit in peace; ends the rest."""
+        """Waits for ranks that have reported; ends the others."""
         for child in self._waiting.values():
             child.process.terminate()
         limit = Deadline(GRACE_SECONDS)

@@ -1,7 +1,7 @@
-"""Codecs: how float32 travels in reductions. Objects for ``codec=``, and a base for one's own.
+"""Codecs: how float32 travels in reductions. Objects for ``codec=``, and a base class for your own.
 
-``codec="onebit"`` and ``codec=OneBit()`` are the same; `gradwire.codecs` lists the names. Those
-that are ``biased`` lose something at every call that only `gradwire.ErrorFeedback` makes up for.
+``codec="onebit"`` and ``codec=OneBit()`` are the same; `gradwire.codecs` lists the names. *Biased*
+codecs lose something in every call that only `gradwire.ErrorFeedback` makes up for.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = [
 
 
 def _word(value: Any, what: str) -> str:
-    """A text that ends where its option does."""
+    """Checks a text without commas, which separate options."""
     given = arguments.text(value, what)
     if "," in given:
         raise InvalidArgument(f"{what}={given!r} is no choice of one option")
     return given
 
 
-# By the annotation of a field.
+# Checks by the annotation of a field.
 _CHECKS: dict[Any, Callable[[Any, str], object]] = {
     "int | None": functools.partial(arguments.whole, bits=65),
     "float | None": arguments.number,
@@ -57,11 +57,11 @@ class NativeCodec:
     _name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        self.spec  # noqa: B018 - which is checked when it is made
+        self.spec  # noqa: B018 - making it checks the parameters
 
     @functools.cached_property
     def spec(self) -> str:
-        """Its canonical name with parameters, as ``codec=`` takes it."""
+        """The canonical name with parameters, as ``codec=`` takes it."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         given = {each: getattr(self, each.name) for each in fields}
         text = ",".join(
@@ -79,9 +79,9 @@ class NativeCodec:
 class FP16(NativeCodec):
     """Half precision on the wire, sums in float32.
 
-    `scale`, a power of two, multiplies before the cast and is divided out after it: above 1 for
-    gradients below 6e-5, where float16 has few digits; below 1 for sums beyond 65504, which
-    saturate.
+    `scale`, a power of two, multiplies before the cast and is divided out after it. Choose it above
+    1 for gradients below 6e-5, where float16 has few digits, and below 1 for sums beyond 65504,
+    which saturate.
     """
 
     _name = "fp16"
@@ -97,10 +97,10 @@ class BF16(NativeCodec):
 
 @dataclasses.dataclass(frozen=True)
 class Int8(NativeCodec):
-    """One byte an element and one float32 scale a block of `block` elements.
+    """One byte per element, and one float32 scale per block of `block` elements.
 
-    `rounding` is "nearest" (even) or "stochastic", which depends on `seed`, the call and the
-    element alone.
+    `rounding` is "nearest" (ties to even) or "stochastic", which depends only on `seed`, the call
+    and the element.
     """
 
     _name = "int8"
@@ -111,7 +111,7 @@ class Int8(NativeCodec):
 
 @dataclasses.dataclass(frozen=True)
 class OneBit(NativeCodec):
-    """The sign of each element, and two means a block of `block` elements.
+    """The sign of each element, and two means per block of `block` elements.
 
     Seide et al. 2014, "1-Bit Stochastic Gradient Descent", sec. 3. Biased.
     """
@@ -122,10 +122,10 @@ class OneBit(NativeCodec):
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(NativeCodec):
-    """±tau for each element beyond it, nothing for the others.
+    """Sends ±tau for each element beyond it, and nothing for the others.
 
     Strom 2015, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing". Biased.
-    Either `tau` is given, or it adapts, key by key, to send `density` of all elements.
+    Either give `tau`, or it adapts for each key so that a share `density` of the elements is sent.
     """
 
     _name = "threshold"
@@ -135,10 +135,10 @@ class Threshold(NativeCodec):
 
 @dataclasses.dataclass(frozen=True)
 class TopK(NativeCodec):
-    """The `density` of each 32,768 elements of an array that is largest in magnitude.
+    """The largest `density` fraction of every block of 32,768 elements, by magnitude.
 
-    At least one of them is sent, exactly as it is, or rounded to `values`: "fp32", "fp16" or
-    "bf16". Lin et al. 2018, "Deep Gradient Compression", sec. 3. Biased.
+    At least one element per block is sent, at the precision `values`: "fp32", "fp16" or "bf16". Lin
+    et al. 2018, "Deep Gradient Compression", sec. 3. Biased.
     """
 
     _name = "topk"
@@ -148,11 +148,11 @@ class TopK(NativeCodec):
 
 @dataclasses.dataclass(frozen=True)
 class LowRank(NativeCodec):
-    """Each matrix as the product of two with `rank` columns.
+    """Each matrix as a product of two matrices with `rank` columns.
 
-    Vogels et al. 2019, "PowerSGD", Algorithm 1. Biased. Arrays are matrices of shape[0] rows; those
-    of one dimension travel as they are, and so do the pieces into which ``keys=`` cuts an array:
-    give a list of matrices instead. For all_reduce only.
+    Vogels et al. 2019, "PowerSGD", Algorithm 1. Biased. Arrays are matrices of shape[0] rows.
+    Arrays of one dimension travel uncompressed, and so do the pieces into which ``keys=`` cuts an
+    array: give a list of matrices instead. For all_reduce only.
     """
 
     _name = "lowrank"
@@ -160,37 +160,38 @@ class LowRank(NativeCodec):
 
 
 class Codec(abc.ABC):
-    """A codec of one's own, for ``codec=``; the same one on all ranks.
+    """Base class for your own codecs, for ``codec=``; use equal ones on all ranks.
 
-    Each rank encodes its input once, all payloads travel to all ranks, and each adds them up in
-    rank order; so ``algorithm=`` is "auto", "gather" or "gather(ring)". Both methods run on the
-    thread that makes the call (encode) or waits for it (decode), on one array at a time; for a Work
-    that is dropped unwaited, decode runs in the communicator's next call, or in close().
+    Each rank encodes its input once, all payloads travel to all ranks, and each rank adds them up
+    in rank order; so ``algorithm=`` is "auto", "gather" or "gather(ring)". encode runs on the
+    thread that makes the call and decode on the one that waits for it, on one array at a time. For
+    a Work that is dropped without wait(), decode runs in the communicator's next call, or in
+    close().
 
-    NaN or Inf, in an array, a residual or a sum, is none of its business: where there is any, all
-    results are NaN, and no residual moves. What encode raises is raised by the call, before
-    anything was sent; what decode raises, by every wait() as a TransportError that names the rank
-    whose payload it was. It leaves that rank's residual, and the communicator, as they were.
+    A codec never sees NaN or Inf: if an array, a residual or a sum has any, all results are NaN,
+    and no residual changes. The call raises an error of encode before anything is sent. Every
+    wait() raises an error of decode, as a TransportError that names the rank of the payload; it
+    leaves that rank's residual, and the communicator, as they were.
     """
 
     name: str = ""
-    """What messages call it; the class's name if empty. Equal on all ranks."""
+    """The name in messages, equal on all ranks; the class's name if empty."""
     biased: bool = True
-    """Whether it needs error feedback."""
+    """Whether the codec needs error feedback."""
 
     @abc.abstractmethod
     def encode(self, x: NDArray[np.float32]) -> bytes | bytearray | memoryview | NDArray[Any]:
-        """The payload of a flat float32 array, which is read-only and must not be kept."""
+        """Encodes a flat float32 array, read-only and not to be kept; returns the payload."""
 
     @abc.abstractmethod
     def decode(self, payload: memoryview, count: int) -> NDArray[np.float32]:
-        """The `count` float32 elements that a payload stands for: the same bits on every rank."""
+        """Decodes a payload to `count` float32 elements, with the same bits on every rank."""
 
     def max_bytes(self, count: int) -> int:
-        """The longest payload of so many elements.
+        """The most bytes of a payload of `count` elements.
 
-        A longer one is refused with InvalidArgument where it was encoded, before anything is sent:
-        that rank may call again, and the others wait for it. A peer's longer one is an error.
+        The rank that encodes a longer one raises InvalidArgument before anything is sent, and may
+        call again, while the others wait for it. A longer payload from a peer is an error.
         """
         return 8 * count + 1024
 

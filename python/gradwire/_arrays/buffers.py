@@ -1,7 +1,7 @@
-"""What each collective reads and writes: from the caller's arrays to the core's inputs and outputs.
+"""The inputs and outputs of each collective, as the core takes them, from the caller's arrays.
 
-A collective with blocks takes them in two forms: one array, cut evenly along its first dimension,
-or a list with one array for each rank, of any sizes.
+Collectives with blocks take them in two forms: one array, cut evenly along its first dimension, or
+a list with one array for each rank, of any sizes.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from gradwire._errors import InvalidArgument
 
 
 class Place(NamedTuple):
-    """Where in the communicator the caller stands."""
+    """The caller's rank and the communicator's size."""
 
     rank: int
     size: int
 
 
 class Buffers(NamedTuple):
-    """One rank's side of a collective."""
+    """One rank's inputs and outputs of a collective."""
 
     inputs: Sequence[Operand]
     outputs: Sequence[Operand]
-    result: Any  # what the call returns
+    result: Any  # the return value of the call
 
 
 def all_reduce(x: Any, out: Any) -> Buffers:
-    """Outputs like the inputs, which they may be."""
+    """Outputs of the same sizes as the inputs; without `out` they are the inputs."""
     inputs = operands(x, "x")
     outputs = inputs if out is None else _like(inputs, operands(out, "out"))
     return _checked(inputs, outputs, x if out is None else out, partners=outputs)
 
 
 def reduce(x: Any, out: Any, root: int, place: Place) -> Buffers:
-    """The same at the root; nothing to write elsewhere."""
+    """Buffers of all_reduce at the root; no outputs on the other ranks."""
     if place.rank == root:
         return all_reduce(x, out)
     return _checked(operands(x, "x"), [], None)
 
 
 def broadcast(x: Any, root: int, place: Place) -> Buffers:
-    """Works in place on every rank."""
+    """One array or list, written in place on every rank but the root."""
     outputs = operands(x, "x")
     return _checked(outputs if place.rank == root else [], outputs, x, partners=outputs)
 
 
 def reduce_scatter(x: Any, out: Any, place: Place) -> Buffers:
-    """p blocks in, one out. The core reads all input before it writes: they may overlap."""
+    """p blocks in, one out, which may overlap: the core reads all input before it writes."""
     if is_list(out):
         return _reduce_scatter_several(x, out, place)
     inputs = _blocks(x, "x", place.size)
@@ -78,13 +78,13 @@ def all_gather(x: Any, out: Any, place: Place) -> Buffers:
 
 
 def gather(x: Any, out: Any, root: int, place: Place) -> Buffers:
-    """The same at the root; nothing to write elsewhere."""
+    """Buffers of all_gather at the root; no outputs on the other ranks."""
     own = operand(x, "x")
     return all_gather(x, out, place) if place.rank == root else _checked([own], [], None)
 
 
 def scatter(x: Any, out: Any, root: int, place: Place) -> Buffers:
-    """p blocks in at the root, one out on every rank, which only the root could infer."""
+    """p blocks in at the root, one out on every rank, whose shape only the root can infer."""
     if place.rank != root:
         if out is None:
             raise InvalidArgument(
@@ -109,7 +109,7 @@ def all_to_all(x: Any, out: Any, place: Place) -> Buffers:
 
 
 def _reduce_scatter_several(x: Any, out: Sequence[Any], place: Place) -> Buffers:
-    """As many arrays in as out, of which each in is p blocks."""
+    """Several arrays of p blocks in, as many blocks out."""
     outputs = operands(out, "out")
     wholes = _several(x, "x", len(out))
     inputs = _by_rank([_blocks(each, f"x[{i}]", place.size) for i, each in enumerate(wholes)])
@@ -120,7 +120,7 @@ def _reduce_scatter_several(x: Any, out: Sequence[Any], place: Place) -> Buffers
 
 
 def _all_gather_several(x: Sequence[Any], out: Any, place: Place) -> Buffers:
-    """As many arrays in as out, of which each out is p blocks."""
+    """Several blocks in, as many arrays of p blocks out."""
     owns = operands(x, "x")
     if out is None:
         out = [empty(each, _gathered_shape(each, place.size)) for each in owns]
@@ -132,7 +132,7 @@ def _all_gather_several(x: Sequence[Any], out: Any, place: Place) -> Buffers:
 
 
 def require_one_on_gpu(name: str, buffers: Buffers) -> None:
-    """Raises InvalidArgument for several arrays, which there only in-place collectives take."""
+    """Raises InvalidArgument for several arrays where GPUs take one."""
     if len(buffers.outputs if name == "reduce_scatter" else buffers.inputs) > 1 and name in (
         "reduce_scatter",
         "all_gather",
@@ -141,7 +141,7 @@ def require_one_on_gpu(name: str, buffers: Buffers) -> None:
 
 
 def _several(given: Any, what: str, count: int) -> list[Any]:
-    """Arrays, each of which is cut evenly."""
+    """Checks a list of `count` arrays; returns it."""
     if not is_list(given) or len(given) != count:
         found = f"{len(given)} arrays" if is_list(given) else f"a {type(given).__name__}"
         raise InvalidArgument(
@@ -153,7 +153,7 @@ def _several(given: Any, what: str, count: int) -> list[Any]:
 
 
 def _by_rank(blocks: Sequence[Sequence[Operand]]) -> list[Operand]:
-    """Of blocks by array and rank: all of rank 0's, then of rank 1's, ..."""
+    """Orders blocks by rank: rank 0's of every array, then rank 1's, and so on."""
     return [each for of_rank in zip(*blocks, strict=True) for each in of_rank]
 
 
@@ -211,7 +211,7 @@ def _checked(
     result: Any,
     partners: Sequence[Operand | None] = (),
 ) -> Buffers:
-    """Inputs may be where their partners are; nothing else that is written may overlap."""
+    """Checks types and overlaps: an input may share its partner's memory, and no other output's."""
     same_dtype([*inputs, *outputs])
     writable(outputs)
     alone = [
@@ -247,5 +247,5 @@ def _require_disjoint(inputs: Sequence[Operand], outputs: Sequence[Operand]) -> 
 
 
 def _later(a: Operand | None, b: Operand) -> Operand:
-    """The one that ends later."""
+    """The operand that ends later in memory."""
     return b if a is None or b.address + b.nbytes > a.address + a.nbytes else a

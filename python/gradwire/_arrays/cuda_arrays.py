@@ -1,6 +1,6 @@
-"""Arrays in a GPU's memory: which device they are on, and in the order of which stream.
+"""Arrays in a GPU's memory: their device, and the stream that orders the caller's work on them.
 
-torch's and CuPy's current stream is theirs. Any other library's is the one that its
+For torch and CuPy that is their current stream. For any other library it is the one that its
 ``__cuda_array_interface__`` names, or the default stream, which DLPack is told of.
 """
 
@@ -14,7 +14,7 @@ from gradwire import _core
 
 _DEFAULT_STREAM = 0
 _LEGACY_STREAM = 1  # the default one, in __cuda_array_interface__ and DLPack
-PER_THREAD_STREAM = 2  # the default one of whatever thread names it
+PER_THREAD_STREAM = 2  # the default stream of the thread that uses it
 _TYPES = {"f": "float", "i": "int", "u": "uint", "b": "bool", "c": "complex", "V": "void"}
 
 DLPACK_CUDA = (2, 13)  # plain and managed
@@ -26,7 +26,7 @@ def is_interface(x: Any) -> bool:
 
 
 def of_interface(x: Any) -> dict[str, Any]:
-    """Its address, shape, dtype, itemsize and device; whether it is contiguous and writable."""
+    """Address, shape, dtype, itemsize, device, contiguity and writability of an array."""
     found = x.__cuda_array_interface__
     address, read_only = found["data"]
     shape, typestr = tuple(found["shape"]), found["typestr"]
@@ -55,9 +55,9 @@ def _row_major(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize
 
 
 def streams_of(arrays: Iterable[Any], device: int) -> list[int]:
-    """The handles of the streams in whose order the caller works with the arrays; no two alike.
+    """The handles of the streams on which the caller works with the arrays, without duplicates.
 
-    The first array's is the first.
+    The first array's comes first.
     """
     found: dict[int, None] = {}
     asked = set()
@@ -70,7 +70,7 @@ def streams_of(arrays: Iterable[Any], device: int) -> list[int]:
 
 
 def _library(array: Any) -> str | None:
-    """Of those that have a current stream: "torch" or "cupy"."""
+    """The name of a library with a current stream, "torch" or "cupy"; None for any other array."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return "torch"
@@ -92,9 +92,9 @@ def _stream_of(array: Any, library: str | None, device: int) -> int:
 
 
 def keep_for(array: Any, stream: int) -> bool:
-    """Tells the array's library that `stream` uses its memory, so that it is not given away.
+    """Tells the array's library that `stream` uses its memory, so that it is not reused too early.
 
-    Whether it could be told: torch alone listens.
+    Returns whether the library could be told: only torch can.
     """
     if _library(array) != "torch":
         return False
@@ -104,7 +104,7 @@ def keep_for(array: Any, stream: int) -> bool:
 
 
 def empty_like(array: Any, shape: tuple[int, ...]) -> Any:
-    """A new array of the same library, dtype and device; None where that is not known how."""
+    """A new array of the same library, dtype and device; None for an unknown library."""
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         with cupy.cuda.Device(array.device.id):

@@ -1,10 +1,10 @@
-"""Where the caller's arrays lie in memory: NumPy, torch tensors, CuPy, anything with DLPack.
+"""Operands: the memory of the caller's arrays, from NumPy, torch, CuPy or any library with DLPack.
 
-Nothing is copied, and one rule holds for every array, read or written: it is C-contiguous (row
-after row without gaps), and writable where it is written; all of one call are on the CPU or on one
-GPU. Anything else is refused with
-the remedy. A copy made in silence would lose the result of a call that works in place, and ranks
-with different strides would add elements that do not belong together.
+Nothing is copied, and one rule holds for every array: it is C-contiguous (row after row without
+gaps), and writable if the call writes it; all arrays of one call are on the CPU or on one GPU.
+Anything else is refused, and the error names the remedy. A silent copy would lose the result of a
+call that works in place, and ranks with different strides would add elements that do not belong
+together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REDUCIBLE = (
 
 _NUMPY = {np.dtype(name): name for name in REDUCIBLE if name != "bfloat16"}
 _DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
-# Of 8 bits, as torch and ml_dtypes call them.
+# 8-bit floats, in the names of torch and ml_dtypes.
 _DLPACK_FLOAT8 = (
     "e3m4",
     "e4m3",
@@ -40,30 +40,30 @@ _DLPACK_FLOAT8 = (
     "e8m0fnu",
 )
 _DLPACK_NAMES = {7 + i: f"float8_{name}" for i, name in enumerate(_DLPACK_FLOAT8)} | {6: "bool"}
-_DLPACK_CPU = (1, 3, 11)  # plain, and what CUDA and ROCm pinned
+_DLPACK_CPU = (1, 3, 11)  # plain, and pinned by CUDA and ROCm
 
 
 class Operand(NamedTuple):
-    """An array, or a run of its elements."""
+    """The memory of an array, or of a run of its elements."""
 
-    what: str  # for messages: "x", "out[2]"
+    what: str  # name in messages: "x", "out[2]"
     address: int
     elements: int
     itemsize: int  # bytes
-    dtype: str  # as its library calls it
+    dtype: str  # in the words of its library
     shape: tuple[int, ...]
     writable: bool
-    array: Any  # holds the memory
-    device: int | None = None  # a GPU; None: the CPU
+    array: Any  # keeps the memory alive
+    device: int | None = None  # number of a GPU; None for the CPU
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size in bytes."""
         return self.elements * self.itemsize
 
     @property
     def reducible(self) -> bool:
-        """Whether its elements can be added; every other type can only be moved."""
+        """Whether the elements can be added; those of other types can only be moved."""
         return self.dtype in REDUCIBLE
 
     def run(self, index: int, runs: int) -> Operand:
@@ -77,12 +77,12 @@ class Operand(NamedTuple):
 
 
 def is_list(x: object) -> bool:
-    """Whether `x` is several arrays."""
+    """Whether `x` is a list or tuple of arrays."""
     return isinstance(x, list | tuple)
 
 
 def operands(x: Any, what: str) -> list[Operand]:
-    """One for an array, one each for a list of arrays; raises InvalidArgument for what is none."""
+    """The operands of an array or a list of arrays; raises InvalidArgument for anything else."""
     if not is_list(x):
         return [operand(x, what)]
     if not x:
@@ -91,7 +91,7 @@ def operands(x: Any, what: str) -> list[Operand]:
 
 
 def on_cpu(x: Any, name: str) -> Operand:
-    """The array `x` of a message; raises InvalidArgument for one on a GPU."""
+    """The operand of a message; raises InvalidArgument for an array on a GPU."""
     found = operand(x, "x")
     if found.device is not None:
         raise InvalidArgument(
@@ -101,7 +101,7 @@ def on_cpu(x: Any, name: str) -> Operand:
 
 
 def operand(x: Any, what: str) -> Operand:
-    """Where the array lies; raises InvalidArgument for one that cannot be worked on in place."""
+    """The operand of an array; raises InvalidArgument for one that cannot be used in place."""
     torch = sys.modules.get("torch")
     if isinstance(x, np.ndarray):
         return _of_numpy(x, what)
@@ -118,7 +118,7 @@ def operand(x: Any, what: str) -> Operand:
 
 
 def writable(given: Sequence[Operand]) -> Sequence[Operand]:
-    """The same, after a check that they may be written to."""
+    """Checks that operands may be written to; returns them."""
     for each in given:
         if not each.writable:
             raise InvalidArgument(
@@ -128,7 +128,7 @@ def writable(given: Sequence[Operand]) -> Sequence[Operand]:
 
 
 def written(given: Sequence[Operand]) -> None:
-    """Tells the arrays' library that we write to them: autograd must notice, or gradients lie."""
+    """Tells torch that its tensors are written: autograd must notice, or gradients are wrong."""
     torch = sys.modules.get("torch")
     if torch is None:
         return
@@ -138,7 +138,7 @@ def written(given: Sequence[Operand]) -> None:
 
 
 def device_of(given: Sequence[Operand]) -> int | None:
-    """The one device of all of them; raises InvalidArgument where there are several."""
+    """The device of all operands; raises InvalidArgument for several devices."""
     for each in given:
         if each.device != given[0].device:
             raise InvalidArgument(
@@ -153,7 +153,7 @@ def _place(operand: Operand) -> str:
 
 
 def same_dtype(given: Sequence[Operand]) -> None:
-    """Raises InvalidArgument that names both when two differ."""
+    """Raises InvalidArgument, which names both, when two dtypes differ."""
     for each in given:
         if each.dtype != given[0].dtype:
             raise InvalidArgument(
@@ -163,7 +163,7 @@ def same_dtype(given: Sequence[Operand]) -> None:
 
 
 def empty(like: Operand, shape: tuple[int, ...]) -> Any:
-    """A new array of the same library and dtype; NumPy's for a DLPack object."""
+    """A new array of the same library and dtype; a NumPy array for a DLPack object."""
     array = like.array
     torch = sys.modules.get("torch")
     if isinstance(array, np.ndarray):
@@ -281,9 +281,9 @@ def _read_dlpack(capsule: object, what: str) -> _core._DLPack:
 
 
 def _capsule(x: Any, what: str, on_gpu: bool) -> object:
-    """The newer kind of capsule, which knows what is read-only, where the library has it.
+    """A DLPack capsule, versioned if the library has that, since it knows what is read-only.
 
-    Of an array on a GPU: for the default stream.
+    For an array on a GPU the capsule is ordered by the default stream.
     """
     stream = {"stream": 1} if on_gpu else {}
     try:

@@ -1,4 +1,4 @@
-"""How shapes are compared between ranks: as a text that all of them must give alike."""
+"""Shapes as texts, which ranks compare with each other."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gradwire._errors import InvalidArgument
 
 Check: TypeAlias = Literal["shape", "size"] | None
 _Shape: TypeAlias = tuple[int, ...]
-_ASKED = ("all_gather", "shape")  # else its blocks may have any shapes
+_ASKED = ("all_gather", "shape")  # otherwise blocks may have any shapes
 
 
 def text_of(name: str, buffers: Buffers, check: Check) -> str | None:
-    """Of the arrays that every rank gives in the same shapes; None where nothing is compared.
+    """The shapes of the arrays that must be alike on all ranks; None when none are compared.
 
-    Raises InvalidArgument for another `check`.
+    Raises InvalidArgument for an unknown `check`.
     """
     if check not in (None, "shape", "size"):
         raise InvalidArgument(
@@ -31,11 +31,11 @@ def text_of(name: str, buffers: Buffers, check: Check) -> str | None:
         return _text(tuple(map(_own_shape, buffers.inputs)))
     if name == "broadcast":
         return _text(tuple(map(_own_shape, buffers.outputs)))
-    return None  # each rank may have its own
+    return None  # each rank may have its own shapes
 
 
 def _own_shape(block: Operand) -> _Shape:
-    """That of a block of an array, where it is one."""
+    """The shape of an operand; that of the block if it is a block of an array."""
     if prod(block.shape) == block.elements:
         return block.shape
     first, *rest = block.shape
@@ -44,5 +44,5 @@ def _own_shape(block: Operand) -> _Shape:
 
 @functools.lru_cache(maxsize=1024)
 def _text(shapes: tuple[_Shape, ...]) -> str:
-    """Without dimensions of size 1, which change nothing."""
+    """Shapes as a text, without dimensions of size 1, which do not count."""
     return ", ".join(str(tuple(size for size in shape if size != 1)) for shape in shapes)

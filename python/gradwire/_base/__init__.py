@@ -1,1 +1,1 @@
-"""What every other part uses: checks of arguments, deadlines, environment variables."""
+"""Basics that every other part uses: checks of arguments, deadlines, environment variables."""

@@ -1,4 +1,4 @@
-"""Checks that an argument has the type it must have; each raises InvalidArgument that names it."""
+"""Checks of argument types; each raises InvalidArgument, which names the argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 def whole(value: Any, what: str, *, least: int | None = None, bits: int = 32) -> int:
-    """An integer, of NumPy or torch too but no bool; at least `least`, and signed in `bits`."""
+    """Checks an integer, also NumPy's or torch's but no bool: in `bits`, at least `least`."""
     try:
         given = operator.index(value)
     except (TypeError, ValueError):
@@ -30,17 +30,17 @@ def whole(value: Any, what: str, *, least: int | None = None, bits: int = 32) ->
 
 
 def number(value: Any, what: str) -> float:
-    """A real number, of NumPy too but no bool; NaN and infinity are numbers."""
+    """Checks a real number, also NumPy's but no bool; NaN and infinity are numbers."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise wrong(value, what, "a number")
     try:
         return float(value)
-    except OverflowError:  # an int beyond 1e308
+    except OverflowError:  # an int above 1e308
         raise InvalidArgument(f"{what}={_shown(value)} is too large") from None
 
 
 def seconds(value: Any, what: str = "timeout") -> float:
-    """A positive number of seconds, of NumPy too."""
+    """Checks a positive number of seconds, also NumPy's."""
     given = number(value, what)
     if not given > 0:
         raise InvalidArgument(f"{what}={value!r} is not a positive number of seconds")
@@ -48,26 +48,26 @@ def seconds(value: Any, what: str = "timeout") -> float:
 
 
 def flag(value: Any, what: str) -> bool:
-    """True or False, of NumPy too."""
+    """Checks True or False, also NumPy's."""
     if not isinstance(value, bool | np.bool_):
         raise wrong(value, what, "True or False")
     return bool(value)
 
 
 def text(value: Any, what: str) -> str:
-    """A str."""
+    """Checks a str."""
     return instance(value, what, str, "a str")
 
 
 def instance(value: Any, what: str, kind: type[_T], wanted: str) -> _T:
-    """An object of a class."""
+    """Checks an object of the class `kind`; `wanted` says what to give instead."""
     if not isinstance(value, kind):
         raise wrong(value, what, wanted)
     return value
 
 
 def items(value: Any, what: str, wanted: str) -> list[Any]:
-    """What a list, tuple, set or other collection holds; a str is none, nor are bytes."""
+    """Checks a list, tuple, set or other collection, but no str or bytes; returns its items."""
     if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray):
         raise wrong(value, what, wanted)
     return list(value)
@@ -83,7 +83,7 @@ def wrong(value: Any, what: str, wanted: str) -> InvalidArgument:
 
 
 def _shown(value: Any) -> str:
-    """Short, on one line, and even of what raises when it is shown."""
+    """A repr of at most 80 characters on one line, even of a value whose repr raises."""
     try:
         shown = repr(value)
     except Exception:

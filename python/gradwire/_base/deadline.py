@@ -1,4 +1,4 @@
-"""One point in time that a whole rendezvous shares, so that no layer restarts the clock."""
+"""Deadline: a point in time that all layers of an operation share; none restarts the clock."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import time
 
 from gradwire._errors import InvalidArgument
 
-_LONGEST = 2e6  # seconds, 23 days: what poll() takes are milliseconds in an int
+_LONGEST = 2e6  # seconds, 23 days: poll() takes milliseconds in an int
 
 
 class Deadline:
-    """`seconds` from now, by the monotonic clock; after 23 days at the latest, so that any wait
-    for it fits what the system takes.
-    """
+    """The time `seconds` from now, by the monotonic clock, at most in 23 days."""
 
     def __init__(self, seconds: float) -> None:
         if math.isnan(seconds):
@@ -28,12 +26,12 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """The same, and never zero: a timeout for a call."""
+        """Seconds left, never zero: a timeout for a call."""
         return max(self.remaining, 1e-3)
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is left."""
+        """Whether no time is left."""
         return time.monotonic() >= self.at
 
     def within(self, seconds: float) -> Deadline:

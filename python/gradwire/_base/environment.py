@@ -1,6 +1,6 @@
-"""Every GRADWIRE_* variable that is read, in one table; no other module reads one itself.
+"""The GRADWIRE_* environment variables, in one table; no other module reads one itself.
 
-The core reads GRADWIRE_SIMD, GRADWIRE_CUDA_SO and GRADWIRE_NCCL_SO.
+Exceptions are GRADWIRE_SIMD, GRADWIRE_CUDA_SO and GRADWIRE_NCCL_SO, which the core reads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "nowhere",
     ),
     "GRADWIRE_TCP_TIMEOUT_SECONDS": (
-        "seconds of silence after which a peer's host is taken to be dead",
+        "seconds of silence after which a peer's host counts as dead",
         "15",
     ),
     "GRADWIRE_STALL_SECONDS": (
@@ -56,7 +56,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "30",
     ),
     "GRADWIRE_MODEL": (
-        'rank 0: the file of the cost model by which algorithm="auto" decides, or default',
+        'rank 0: the file of the cost model that algorithm="auto" uses, or default',
         "what `gradwire tune` has saved for these hosts",
     ),
     "GRADWIRE_CUDA_SO": (
@@ -76,21 +76,21 @@ VARIABLES: dict[str, tuple[str, str]] = {
 
 
 def text(name: str) -> str | None:
-    """The variable's value without surrounding blanks; None when unset or empty."""
+    """A variable's value without surrounding blanks; None when unset or empty."""
     if name not in VARIABLES:
         raise KeyError(name)
     return os.environ.get(name, "").strip() or None
 
 
 def is_set(name: str) -> bool:
-    """Whether the variable is there at all, be it empty."""
+    """Whether a variable is set, even to an empty value."""
     if name not in VARIABLES:
         raise KeyError(name)
     return name in os.environ
 
 
 def flag(name: str) -> bool:
-    """Whether the variable is 1, true, yes or on; raises InvalidArgument for what is no boolean."""
+    """Whether a variable is 1, true, yes or on; raises InvalidArgument for no boolean."""
     value = (text(name) or "0").lower()
     if value in ("1", "true", "yes", "on"):
         return True
@@ -100,7 +100,7 @@ def flag(name: str) -> bool:
 
 
 def seconds(name: str, least: float, most: float) -> float:
-    """The variable, or its value when unset; raises InvalidArgument for what is out of range."""
+    """A variable in seconds, or its default; raises InvalidArgument outside the range."""
     given = text(name) or VARIABLES[name][1]
     try:
         value = float(given)
@@ -112,7 +112,7 @@ def seconds(name: str, least: float, most: float) -> float:
 
 
 def integer(name: str, least: int, most: int, *, unset: int) -> int:
-    """The variable, or `unset`; raises InvalidArgument for what is out of range."""
+    """A variable as an integer, or `unset`; raises InvalidArgument outside the range."""
     given = text(name)
     if given is None:
         return unset
@@ -122,7 +122,7 @@ def integer(name: str, least: int, most: int, *, unset: int) -> int:
 
 
 def choice(name: str, among: Sequence[str]) -> str:
-    """The variable, one of these or empty; raises InvalidArgument for anything else."""
+    """A variable with one of these values, or ""; raises InvalidArgument for any other."""
     given = text(name) or ""
     if given and given not in among:
         raise InvalidArgument(f"{name}={given!r}: use {', '.join(among)}")
@@ -130,5 +130,5 @@ def choice(name: str, among: Sequence[str]) -> str:
 
 
 def items(name: str) -> tuple[str, ...]:
-    """The variable as a comma-separated list; empty when unset."""
+    """A variable as a comma-separated list; empty when unset."""
     return tuple(item.strip() for item in (text(name) or "").split(",") if item.strip())

@@ -1,4 +1,4 @@
-"""Group: what code below `Communicator` asks of one."""
+"""Group: the part of `Communicator` that lower layers use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Group(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's number, from 0."""
+        """The number of this rank, from 0."""
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -30,7 +30,7 @@ class Group(Protocol):
         """Returns when every rank has called it."""
 
     def all_gather(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
-        """All ranks' `x`, on all ranks."""
+        """All ranks' `x`, on all ranks; see `Communicator.all_gather`."""
 
     def broadcast(self, x: Any, *, root: int = 0, algorithm: str = "auto") -> Any:
-        """The root's `x`, on all ranks."""
+        """The root's `x`, on all ranks; see `Communicator.broadcast`."""

@@ -1,4 +1,5 @@
-"""How ranks come to be connected: they meet at a store, prove who they are, and build a mesh.
+"""Connecting ranks: they meet at a store, authenticate each other, and build a mesh.
 
-So do the ranks of a part of a communicator (`split`), and those that survive a failure (`shrink`).
+The ranks of a part of a communicator do so too (`split`), and the survivors of a failure
+(`shrink`).
 """

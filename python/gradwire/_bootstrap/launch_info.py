@@ -14,7 +14,7 @@ _DEFAULT_JOB = "gradwire"
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """What one process knows of its job from its launcher, before it has met the other ranks."""
+    """The place of one process in its job, as its launcher says."""
 
     rank: int
     size: int

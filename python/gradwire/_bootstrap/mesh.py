@@ -92,7 +92,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class AddressInfo:
-    """Where a rank can be reached, and over which transports; every rank publishes its own."""
+    """A rank's addresses and transports, which it publishes for the other ranks."""
 
     host: str
     name: str  # for messages: host name and process id

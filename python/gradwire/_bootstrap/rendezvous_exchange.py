@@ -29,7 +29,7 @@ _log = logging.getLogger("gradwire")
 
 
 class Hosts(NamedTuple):
-    """What a rank needs to know about the other ranks' hosts before it chooses an address."""
+    """Facts about the other ranks' hosts that the choice of an address depends on."""
 
     several: bool
     reached: tuple[str, ...]  # addresses at which other hosts reach the store

@@ -61,7 +61,7 @@ _Made = TypeVar("_Made", bound=_Closable)
 
 
 class _ViewChanged(Exception):
-    """This rank's view is no longer the one that an attempt was for."""
+    """Raised when this rank's view is no longer the one that an attempt was for."""
 
 
 def shrink(
@@ -164,7 +164,7 @@ class _Shrink(Generic[_Made]):
             raise
 
     def _find_stuck_ranks(self, view: View, named: set[int]) -> None:
-        """After connecting failed: leaves out stuck ranks and those that the error names.
+        """Leaves out stuck ranks, and those that the error names, after connecting failed.
 
         Raises _ViewChanged when the view has become smaller.
         """

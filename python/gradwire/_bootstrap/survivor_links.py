@@ -28,7 +28,7 @@ _CHUNK = 1 << 16
 
 
 class MessageKind(enum.IntEnum):
-    """What a message says about the view that it carries."""
+    """The statement that a message makes about its view."""
 
     VIEW = 1  # the sender takes exactly these ranks to be alive
     ADDRESS = 2  # all of them agree; the payload is the sender's AddressInfo

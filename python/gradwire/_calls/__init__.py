@@ -1,1 +1,1 @@
-"""How a collective is called: its options, requests to the core, GPUs, Python codecs, Work."""
+"""The call of a collective: its options, request to the core, GPUs, Python codecs and Work."""

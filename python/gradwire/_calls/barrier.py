@@ -1,4 +1,4 @@
-"""A barrier: a collective of nothing, the one that is quickest."""
+"""The barrier: the fastest collective without data."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from gradwire._arrays import buffers
 from gradwire._arrays.buffers import Buffers, Place
 from gradwire._schedules.schedule import Schedule
 
-# Ranks of which each may tell every other one.
+# The most ranks that may each send to every other one.
 _MOST_AT_ONCE = 16
 
 
 def is_one_round(model: _core.CostModel, hosts: Sequence[Sequence[int]]) -> bool:
-    """Whether an all_gather, in one round, is quicker than recursive doubling; on all ranks alike.
+    """Whether a one-round all_gather beats recursive doubling; the answer is the same on all ranks.
 
-    Each rank has more messages in it, but where ranks share cores, a change of ranks for each
-    round takes longer.
+    Each rank sends more messages in it, but when ranks share cores, switching between ranks in
+    each round takes longer.
     """
     ranks = sum(map(len, hosts))
     if not 1 < ranks <= _MOST_AT_ONCE:
@@ -31,7 +31,7 @@ def is_one_round(model: _core.CostModel, hosts: Sequence[Sequence[int]]) -> bool
 
 
 def call_of(nothing: Any, place: Place, *, one_round: bool) -> tuple[str, str, Buffers]:
-    """The collective, its algorithm and its buffers, of an array without elements."""
+    """The collective that implements barrier(), its algorithm, and its buffers without elements."""
     if one_round:
         given = buffers.all_gather(nothing, [nothing] * place.size, place)
         return "all_gather", "direct", given._replace(result=None)

@@ -1,4 +1,4 @@
-"""Calls on GPUs: how the ranks' GPUs exchange messages, and how a call gets onto its stream.
+"""Calls on GPUs: messages between the ranks' GPUs, and the order of calls on streams.
 
 Everything is set up in the first call with an array on a GPU, which every rank makes; that GPU is
 the rank's from then on. Ranks with GPUs of their own exchange messages over NCCL, threads of one
@@ -53,7 +53,7 @@ class _Communicator(Group, Protocol):
 
 
 class _GpuInfo(NamedTuple):
-    """What a rank tells the others about its process and GPU."""
+    """Process and GPU of a rank, which the ranks exchange."""
 
     process: str
     device: str  # identifies the GPU on its host

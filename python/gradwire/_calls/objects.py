@@ -17,7 +17,7 @@ _PROTOCOL = 5  # every Python that gradwire runs on has it
 
 
 class Host(Protocol):
-    """What these methods need of the communicator that has them."""
+    """The part of the communicator that these methods need."""
 
     @property
     def rank(self) -> int: ...
@@ -38,14 +38,14 @@ class Host(Protocol):
 class ObjectCollectives:
     """The communicator's methods that take any picklable Python object.
 
-    **Unpickling runs code that the sender chooses.** The bytes come from ranks of this job alone,
+    **Unpickling runs code that the sender chooses.** The bytes come only from ranks of this job,
     which have authenticated each other; with GRADWIRE_INSECURE=1, from anybody who has joined. Do
-    not use these methods where you would not let the other ranks run code on this one, nor to hand
-    on objects from sources that you do not trust.
+    not use these methods if the other ranks must not run code on this one, nor to pass on objects
+    from sources that you do not trust.
 
-    Every rank makes the same call. An object that cannot be pickled is InvalidArgument on all
-    ranks, which names its rank; one that cannot be unpickled on a rank, there alone. Either leaves
-    the communicator alive. ``timeout`` is in seconds for the whole call, the communicator's if
+    Every rank makes the same call. An object that cannot be pickled raises InvalidArgument on all
+    ranks, which names its rank; one that a rank cannot unpickle raises it on that rank only. The
+    communicator stays usable. ``timeout`` is in seconds for the whole call, the communicator's if
     None. For arrays use the other collectives, which copy nothing.
     """
 
@@ -54,7 +54,7 @@ class ObjectCollectives:
     ) -> Any:
         """The root's `obj`, on all ranks: itself on the root, a copy by pickle on the others.
 
-        What the others give as `obj` is ignored. Only for ranks that trust each other: unpickling
+        The `obj` of the other ranks is ignored. Only for ranks that trust each other: unpickling
         runs code that the sender chooses; see `ObjectCollectives`.
         """
         name, deadline = "broadcast_object", Deadline(self._seconds(timeout))
@@ -69,7 +69,7 @@ class ObjectCollectives:
         return obj if self.rank == root else _unpickled(name, root, data)
 
     def all_gather_object(self: Host, obj: Any, *, timeout: float | None = None) -> list[Any]:
-        """All ranks' `obj` in a list by rank, on all ranks; one's own is a copy by pickle too.
+        """All ranks' `obj` in a list by rank, on all ranks; also the own one is a copy by pickle.
 
         Only for ranks that trust each other: unpickling runs code that the sender chooses; see
         `ObjectCollectives`.
@@ -84,7 +84,7 @@ class ObjectCollectives:
     def gather_object(
         self: Host, obj: Any, *, root: int = 0, timeout: float | None = None
     ) -> list[Any] | None:
-        """What `all_gather_object` returns, on the root; None on the others.
+        """All ranks' `obj` in a list by rank, on the root; returns None on the others.
 
         Only for ranks that trust each other: unpickling runs code that the sender chooses; see
         `ObjectCollectives`.
@@ -108,8 +108,8 @@ class ObjectCollectives:
     ) -> Any:
         """The r-th of the root's `objs` on rank r: a list or tuple of one object for each rank.
 
-        The root's own is a copy by pickle too. What the others give as `objs` is ignored. Only for
-        ranks that trust each other: unpickling runs code that the sender chooses; see
+        The root's own is a copy by pickle too. The `objs` of the others is ignored. Only for ranks
+        that trust each other: unpickling runs code that the sender chooses; see
         `ObjectCollectives`.
         """
         name, deadline = "scatter_object", Deadline(self._seconds(timeout))
@@ -127,7 +127,7 @@ class ObjectCollectives:
 
 
 class _Pickled(NamedTuple):
-    """An object's bytes; or the text of why it has none."""
+    """An object's bytes, or the text of the error that pickling it raised."""
 
     data: NDArray[np.uint8]
     failed: bool = False
@@ -140,14 +140,14 @@ def _pickled(name: str, rank: int, obj: Any) -> _Pickled:
     file = io.BytesIO()
     try:
         pickle.dump(obj, file, _PROTOCOL)
-    except Exception as error:  # of any kind: __reduce__ may raise what it likes
+    except Exception as error:  # any: __reduce__ may raise anything
         reason = f"{type(error).__name__}: {describe(error)}"
         return _refused(f"{name}: rank {rank} cannot pickle its object: {reason}")
     return _Pickled(np.frombuffer(file.getbuffer(), np.uint8))
 
 
 def _pickled_each(name: str, rank: int, size: int, objs: Any) -> list[_Pickled]:
-    """One for each rank. Where one failed, it alone has any bytes."""
+    """Pickles one object for each rank; if one fails, all others' bytes are empty."""
     if not isinstance(objs, list | tuple) or len(objs) != size:
         length = f" of {len(objs)}" if isinstance(objs, list | tuple) else ""
         each = [
@@ -171,7 +171,7 @@ def _text(data: NDArray[np.uint8]) -> str:
 
 
 def _gather_sizes(comm: Host, own: _Pickled, deadline: Deadline) -> list[int]:
-    """Every rank's; raises InvalidArgument on all ranks where one could not pickle its object."""
+    """All ranks' sizes; raises InvalidArgument on all ranks if one could not pickle its object."""
     head = np.array([[len(own.data), own.failed]], np.int64)
     heads = comm.all_gather(head, timeout=deadline.left).tolist()
     if not any(failed for _, failed in heads):
@@ -192,7 +192,7 @@ def _broadcast_text(
 
 def _unpickled(name: str, rank: int, data: NDArray[np.uint8]) -> Any:
     try:
-        return pickle.loads(data.data)  # of a rank of this job; see ObjectCollectives
+        return pickle.loads(data.data)  # from a rank of this job; see ObjectCollectives
     except Exception as error:
         raise InvalidArgument(
             f"{name}: what rank {rank} sent cannot be unpickled here: {type(error).__name__}: "

@@ -1,4 +1,4 @@
-"""Calls of arrays on the CPU, and the shortcut that a call takes which is like an earlier one."""
+"""CpuCalls: calls with arrays on the CPU, and the cache that repeated calls take a shortcut by."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gradwire._calls.reductions import Call
 from gradwire._calls.requests import request_of
 from gradwire._calls.work import Work
 
-# Of options: the same object means the same.
+# Types of options whose values can be compared by identity.
 _IMMUTABLE = {str, int, float, bool, type(None)}
 
 
 class CpuCalls:
-    """Makes a communicator's calls of arrays on the CPU."""
+    """Makes a communicator's calls with arrays on the CPU."""
 
     def __init__(
         self,
@@ -32,27 +32,27 @@ class CpuCalls:
         place: Place,
         repeatable: Mapping[str, _core.repeatable[Any, Any, Any]],
     ) -> None:
-        """`repeatable` are the methods all_reduce and barrier."""
+        """Takes the core and the `repeatable` methods, all_reduce and barrier."""
         self._core, self._place, self._repeatable = core, place, repeatable
         self.dropped: deque[Work] = deque()
-        self.nothing = np.empty(0, np.uint8)  # what a barrier moves
-        self.forget()
+        self.nothing = np.empty(0, np.uint8)  # the array of a barrier
+        self.clear_cache()
 
-    def forget(self) -> None:
-        """Forgets the calls that may take the shortcut, and so what the cost model chose."""
+    def clear_cache(self) -> None:
+        """Clears the cache of repeated calls, whose plans contain choices of the cost model."""
         self._shortcut = _core.Shortcut(self._core, self.dropped)
 
     @property
     def shortcut(self) -> object:
-        """What repeatable methods find as `_shortcut`; another one after `forget`."""
+        """The cache as repeatable methods need it; a new object after `clear_cache`."""
         return self._shortcut.capsule
 
     def finish_dropped(self) -> None:
-        """Does what Works that nobody waits for have left to do."""
+        """Finishes Works that were dropped without wait()."""
         work.finish(self.dropped)
 
     def run(self, name: str, buffers: Buffers, options: Options, timeout: float) -> Any:
-        """Makes a call; returns its result, or a Work. `timeout` is for options without one."""
+        """Makes a call; returns its result, or a Work. `timeout` is the default, in seconds."""
         buffers = scaling.prescaled(name, buffers, options)
         call = reductions.prepare(name, buffers, options, self._place)
         call = scaling.postscaled(call, options)
@@ -75,14 +75,14 @@ class CpuCalls:
         written(buffers.outputs)
         if not options.async_op:
             self._core.run(request, limit)
-            self._learn(call, buffers, options, request, limit)
+            self._cache_call(call, buffers, options, request, limit)
             self.finish_dropped()
             return None
         core = self._core.submit(request, limit, (buffers, request))
         dropped = self.dropped if call.is_late else None
         return Work(self._core, core, call.name, call.finish, dropped)
 
-    def _learn(
+    def _cache_call(
         self,
         call: Call,
         buffers: Buffers,
@@ -90,7 +90,7 @@ class CpuCalls:
         request: _core.Request,
         timeout: float,
     ) -> None:
-        """Makes the next call like this one take the shortcut, where nothing can differ in it."""
+        """Caches the call if a repeated one with the same array cannot differ in anything."""
         inputs = buffers.inputs
         if len(inputs) != 1 or call.is_late or call.feedback is not None:
             return
@@ -107,7 +107,7 @@ class CpuCalls:
 
 
 def _is_plain(array: object) -> bool:
-    """Whether it is of a type that the shortcut knows: no subclass may see its calls."""
+    """Whether the array's type is known to the shortcut; subclasses may override calls."""
     torch = sys.modules.get("torch")
     known = (np.ndarray,) if torch is None else (np.ndarray, torch.Tensor, torch.nn.Parameter)
     return type(array) in known

@@ -1,4 +1,4 @@
-"""Calls of arrays on a GPU: each is enqueued on a stream."""
+"""Calls with arrays on a GPU, which are enqueued on a stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def call_on_gpu(
 ) -> Any:
     """Enqueues a collective of arrays on `device`; returns its result, or a Work.
 
-    `gpu_of` sets up this rank's GPU for its first call. `timeout` is for options without one.
+    `gpu_of` returns this rank's GPU, which the first call sets up. `timeout` is the default, in
+    seconds. Raises InvalidArgument for another GPU than that of the first call.
     """
     scaling.require_none_on_gpu(options)
     buffers.require_one_on_gpu(name, given)

@@ -1,4 +1,4 @@
-"""What the collectives' keywords mean, and what they may be."""
+"""Options: the collectives' keywords, and checks of their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire._schedules.schedule import Schedule
 
-# torch.distributed.ReduceOp's, and torch's bindings of its values.
+# Types of torch.distributed.ReduceOp, and of torch's bindings of its values.
 _TORCH_KINDS = ("ReduceOp", "RedOpType")
 
 
@@ -34,13 +34,13 @@ class Options(NamedTuple):
     check: Check = None
 
     def limit(self, default: float) -> float:
-        """Seconds that the call may take; raises InvalidArgument for what is none."""
+        """The timeout in seconds, or the default; raises InvalidArgument for no positive number."""
         return default if self.timeout is None else arguments.seconds(self.timeout)
 
     def checked(self) -> Options:
-        """The same, with gradwire's name of `op`; raises InvalidArgument for a wrong type.
+        """Checks types and translates `op`; returns the options. Raises InvalidArgument.
 
-        The arrays' module checks `root`, those of codecs and feedback the rest.
+        Other modules check `root`, codecs and feedback.
         """
         arguments.text(self.algorithm, "algorithm")
         arguments.flag(self.async_op, "async_op")
@@ -52,7 +52,7 @@ class Options(NamedTuple):
 
 
 def operation(op: Any) -> str:
-    """The name of a reduction: a str as it is, or what one of torch.distributed.ReduceOp means."""
+    """The name of a reduction, given as a str or as a torch.distributed.ReduceOp."""
     if isinstance(op, str):
         return op
     value = getattr(op, "op", op)  # a ReduceOp holds one of its enumeration

@@ -1,4 +1,4 @@
-"""Reductions with a codec that is written in Python: encoded at submission, decoded by wait()."""
+"""Reductions with a codec written in Python: encoded at submission, decoded by wait()."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("<Q")  # in front of each array's payload
 
 
 class Reduction:
-    """One call: this rank's payload, and what becomes of all ranks' payloads."""
+    """One call: encodes this rank's payload, and sums all ranks' payloads."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class Reduction:
         feedback: ErrorFeedback | None,
         keys: Keys,
     ) -> None:
-        """Encodes the arrays; with feedback the keys lie end to end over them.
+        """Encodes the arrays; with feedback, `keys` name runs that cover them end to end.
 
-        Raises InvalidArgument for arrays that are not float32, keys that are in use, and a codec
-        that does not do as it says.
+        Raises InvalidArgument for arrays that are not float32, for keys in use, and for a codec
+        whose payload is not as it promises.
         """
         for each in inputs:
             if each.dtype != "float32":
@@ -56,10 +56,10 @@ class Reduction:
             raise
 
     def finish(self, rank: int, outputs: Mapping[int, Operand]) -> None:
-        """Writes the sums of the arrays that `outputs` names; to be called when the letters are in.
+        """Writes the sums of the arrays in `outputs`, once all payloads have arrived.
 
-        Raises TransportError, which names the rank, for a payload that is none; again at every
-        call.
+        Raises TransportError, which names the rank, for a payload that cannot be decoded; every
+        later call raises it again.
         """
         with self._lock:
             if not self._over:
@@ -73,7 +73,7 @@ class Reduction:
                 raise self._error
 
     def withdraw(self, *, failed: bool) -> None:
-        """Frees the keys of a call that was refused, or failed, before it began."""
+        """Frees the keys of a call that was refused or failed before it began."""
         if failed:
             self.letters.settle(False)
         self.letters.cancel()
@@ -84,7 +84,7 @@ class Reduction:
         self.letters.settle(keep)
 
     def _encode(self, inputs: Sequence[Floats]) -> None:
-        """Seals the letter; an empty one says that there is NaN or Inf, which no codec must see."""
+        """Encodes this rank's payload; an empty one tells of NaN or Inf, which codecs never see."""
         most = [self.codec.max_bytes(count) for count in self._counts]
         limit = sum(_LENGTH.size + each for each in most)
         payloads = []
@@ -103,7 +103,7 @@ class Reduction:
         self.letters.seal(b"".join(payloads), finite=True, limit=limit)
 
     def _payload(self, x: Floats, index: int) -> bytes | None:
-        """None where the array with its residual, or what is lost of it, is not finite."""
+        """The payload of one array; None if its value or its new residual is not finite."""
         value = x if self._residuals is None else self._residuals.add_to(x)
         if not np.isfinite(value).all():
             return None
@@ -125,9 +125,10 @@ class Reduction:
             ) from error
 
     def _deliver(self, rank: int, outputs: Mapping[int, Operand]) -> bool:
-        """Whether all is finite: the same on all ranks, which look at the same payloads.
+        """Writes the sums; returns whether all is finite, alike on all ranks.
 
-        So where residuals may move, each looks at all of the sum, of which it may keep a part.
+        All ranks decide by the same payloads. With feedback each rank therefore forms the whole
+        sum, even if it keeps only a part.
         """
         finite = self.letters.all_finite
         if finite:
@@ -143,7 +144,7 @@ class Reduction:
         return finite
 
     def _parts(self, rank: int) -> list[list[memoryview]]:
-        """By rank: the payload of each array."""
+        """The payloads of the arrays, by rank."""
         everything = memoryview(self.letters)
         bounds = itertools.pairwise([0, *self.letters.ends])
         return [
@@ -188,7 +189,7 @@ class Reduction:
 
 
 class _Residuals:
-    """Those of one call's keys, read and written array by array, in order."""
+    """Residuals of one call's keys, read and written array by array, in order."""
 
     def __init__(self, letters: _core.Letters, keys: Keys) -> None:
         self._letters = letters
@@ -229,7 +230,7 @@ def _refusal(rank: int, peer: int, why: str) -> TransportError:
 
 
 def floats(each: Operand, *, writable: bool = False) -> Floats:
-    """A flat array over the operand's memory."""
+    """A flat float32 array over the operand's memory."""
     if each.elements == 0:
         return np.empty(0, np.float32)
     memory: Any = (ctypes.c_float * each.elements).from_address(each.address)

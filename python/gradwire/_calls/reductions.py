@@ -1,4 +1,4 @@
-"""What a collective asks of the core: its arrays, and for reductions its codec and feedback."""
+"""A collective's request in the core's terms: arrays, and for reductions codec and feedback."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CodecLike: TypeAlias = str | NativeCodec | Codec
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
 
-class Wishes(Protocol):
-    """Of a collective's keywords, those that this module reads."""
+class ReductionOptions(Protocol):
+    """The collectives' keywords that reductions read."""
 
     @property
     def op(self) -> str: ...
@@ -39,26 +39,26 @@ class Wishes(Protocol):
 
 
 class Call(NamedTuple):
-    """One call, in the core's terms."""
+    """One call in the core's terms."""
 
     name: str
     dtype: str
     inputs: Sequence[Operand]
     outputs: Sequence[Operand]
-    finish: Callable[[], Any]  # on the caller's thread when it is over; what the call returns
+    finish: Callable[[], Any]  # runs on the caller's thread at the end, and makes the call's result
     codec: _core.Codec | None = None
     feedback: ErrorFeedback | None = None
     keys: Keys = ()
     shapes: Sequence[tuple[int, int]] = ()
-    reduction: Reduction | None = None  # of a codec in Python
-    is_late: bool = False  # whether `finish` has something to do
-    moved: str = ""  # the dtype of what is moved as bytes
+    reduction: Reduction | None = None  # with a codec written in Python
+    is_late: bool = False  # whether `finish` has work to do
+    moved: str = ""  # the dtype of arrays that are moved as bytes
 
 
 def prepare(
-    name: str, buffers: Buffers, wishes: Wishes, place: Place, *, on_gpu: bool = False
+    name: str, buffers: Buffers, options: ReductionOptions, place: Place, *, on_gpu: bool = False
 ) -> Call:
-    """Raises InvalidArgument for arrays, codec and feedback that do not go together."""
+    """Makes the call; raises InvalidArgument if arrays, codec and feedback do not match."""
     inputs, outputs, result = buffers
     known = (*inputs, *outputs)[0]
     call = Call(name, known.dtype if known.reducible else "uint8", inputs, outputs, lambda: result)
@@ -70,19 +70,19 @@ def prepare(
             f"use one of {', '.join(REDUCIBLE)}"
         )
     if name == "reduce_scatter" and len(outputs) > 1:
-        _require_plain(wishes)
-    if isinstance(wishes.codec, Codec) and on_gpu:
+        _require_plain(options)
+    if isinstance(options.codec, Codec) and on_gpu:
         raise InvalidArgument(
-            f"codec '{wishes.codec}' is written in Python and works on arrays of the CPU: use "
+            f"codec '{options.codec}' is written in Python and works on arrays of the CPU: use "
             "x.cpu(), or one of gradwire.codecs()"
         )
-    if isinstance(wishes.codec, Codec):
-        return _with_python_codec(call, wishes.codec, wishes, place)
-    return _with_codec(call, native(wishes.codec), wishes)
+    if isinstance(options.codec, Codec):
+        return _with_python_codec(call, options.codec, options, place)
+    return _with_codec(call, native(options.codec), options)
 
 
-def _require_plain(wishes: Wishes) -> None:
-    if wishes.codec == "none" and not wishes.feedback:
+def _require_plain(options: ReductionOptions) -> None:
+    if options.codec == "none" and not options.feedback:
         return
     raise InvalidArgument(
         "reduce_scatter of several arrays takes no codec= and no feedback=: give one array, "
@@ -91,9 +91,9 @@ def _require_plain(wishes: Wishes) -> None:
 
 
 def native(codec: str | NativeCodec) -> _core.Codec:
-    """The core's codec; the same object for the same one, so that plans are found again.
+    """The core's codec; equal codecs give the same object, so that cached plans are found.
 
-    Raises InvalidArgument for what is none.
+    Raises InvalidArgument for anything that is not a codec.
     """
     if isinstance(codec, NativeCodec):
         return _native(codec.spec)
@@ -114,21 +114,21 @@ def _native(spec: str) -> _core.Codec:
     return _core.Codec(spec)
 
 
-def _with_codec(call: Call, codec: _core.Codec, wishes: Wishes) -> Call:
-    call = _with_feedback(call, codec.name, codec.biased, wishes)._replace(codec=codec)
+def _with_codec(call: Call, codec: _core.Codec, options: ReductionOptions) -> Call:
+    call = _with_feedback(call, codec.name, codec.biased, options)._replace(codec=codec)
     if not codec.compound:
         return call
     return call._replace(shapes=[_matrix(each.shape) for each in call.inputs])
 
 
-def _with_feedback(call: Call, codec: str, biased: bool, wishes: Wishes) -> Call:
-    feedback = wishes.feedback
+def _with_feedback(call: Call, codec: str, biased: bool, options: ReductionOptions) -> Call:
+    feedback = options.feedback
     if feedback is None and biased:
         raise InvalidArgument(
             f"codec '{codec}' loses what only error feedback makes up for: give "
             "feedback=gradwire.ErrorFeedback(), kept from call to call, and key=; or feedback=False"
         )
-    if feedback is None and not (wishes.key is None and wishes.keys is None):
+    if feedback is None and not (options.key is None and options.keys is None):
         raise InvalidArgument(
             "key= and keys= say where error feedback keeps what the codec loses: give "
             "feedback=gradwire.ErrorFeedback() too, kept from call to call, or leave them out"
@@ -137,9 +137,9 @@ def _with_feedback(call: Call, codec: str, biased: bool, wishes: Wishes) -> Call
         return call
     if not isinstance(feedback, ErrorFeedback):
         raise InvalidArgument(f"feedback={feedback!r} is no gradwire.ErrorFeedback, nor False")
-    keys = keys_of(call.inputs, wishes.key, _named(wishes.keys))
+    keys = keys_of(call.inputs, options.key, _named(options.keys))
     call = call._replace(feedback=feedback, keys=keys)
-    if call.name == "reduce_scatter":  # a block may be of several keys
+    if call.name == "reduce_scatter":  # keys may end anywhere in a block
         return call
     in_place = call.outputs is call.inputs
     inputs = cut(call.inputs, keys)
@@ -147,7 +147,7 @@ def _with_feedback(call: Call, codec: str, biased: bool, wishes: Wishes) -> Call
 
 
 def _named(keys: Sequence[Any] | None) -> Keys | None:
-    """Raises InvalidArgument for what are no names and counts."""
+    """Checks the keys; raises InvalidArgument for anything but names and counts."""
     if keys is None:
         return None
     try:
@@ -163,12 +163,12 @@ def _named(keys: Sequence[Any] | None) -> Keys | None:
     return named
 
 
-def _with_python_codec(call: Call, codec: Codec, wishes: Wishes, place: Place) -> Call:
-    if wishes.op not in ("sum", "avg"):
-        raise InvalidArgument(f"codec '{codec}' is for op 'sum' or 'avg', not '{wishes.op}'")
-    call = _with_feedback(call, str(codec), codec.biased, wishes)
-    reduction = Reduction(codec, call.inputs, wishes.op == "avg", call.feedback, call.keys)
-    outputs = _results(call, wishes, place)
+def _with_python_codec(call: Call, codec: Codec, options: ReductionOptions, place: Place) -> Call:
+    if options.op not in ("sum", "avg"):
+        raise InvalidArgument(f"codec '{codec}' is for op 'sum' or 'avg', not '{options.op}'")
+    call = _with_feedback(call, str(codec), codec.biased, options)
+    reduction = Reduction(codec, call.inputs, options.op == "avg", call.feedback, call.keys)
+    outputs = _results(call, options, place)
     finish = call.finish
 
     def decode() -> Any:
@@ -178,17 +178,17 @@ def _with_python_codec(call: Call, codec: Codec, wishes: Wishes, place: Place) -
     return call._replace(finish=decode, feedback=None, keys=(), reduction=reduction, is_late=True)
 
 
-def _results(call: Call, wishes: Wishes, place: Place) -> dict[int, Operand]:
-    """By input: the array that its sum goes into on this rank."""
+def _results(call: Call, options: ReductionOptions, place: Place) -> dict[int, Operand]:
+    """The arrays for the sums on this rank, by the number of their input."""
     if call.name == "reduce_scatter":
         return {place.rank: call.outputs[0]}
-    if call.name == "reduce" and place.rank != wishes.root:
+    if call.name == "reduce" and place.rank != options.root:
         return {}
     return dict(enumerate(call.outputs))
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns: the first dimension, and all others."""
+    """Rows and columns of a matrix: the first dimension, and all others together."""
     if len(shape) < 2:
         return 1, math.prod(shape)
     return shape[0], math.prod(shape[1:])

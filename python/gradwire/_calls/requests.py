@@ -1,4 +1,4 @@
-"""What the core is asked for: a call and its options, as a request."""
+"""Requests: a call and its options, as the core takes them."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def request_of(call: Call, options: Options) -> _core.Request:
 
 
 def _addresses(given: Sequence[Operand]) -> list[tuple[int, int]]:
-    """In elements of a reducible dtype, else in bytes."""
+    """Addresses and sizes: in elements of a reducible dtype, otherwise in bytes."""
     return [(each.address, each.elements if each.reducible else each.nbytes) for each in given]

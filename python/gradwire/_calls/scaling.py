@@ -1,4 +1,4 @@
-"""prescale= and postscale=: what is multiplied before a reduction, and after it."""
+"""prescale= and postscale=: factors before and after a reduction."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _DOUBLES = ("float64", "complex128")
 
 
 def prescaled(name: str, buffers: Buffers, options: Options) -> Buffers:
-    """With copies of the inputs, multiplied: the caller's stay as they are if the call is refused.
+    """Replaces the inputs by multiplied copies: the caller's arrays survive a refused call.
 
-    Raises InvalidArgument for factors that are none, and for what cannot be multiplied.
+    Raises InvalidArgument for wrong factors, and for types and reductions without them.
     """
     given = {"prescale": options.prescale, "postscale": options.postscale}
     factors = {what: _factor(value, what) for what, value in given.items()}
@@ -40,7 +40,7 @@ def prescaled(name: str, buffers: Buffers, options: Options) -> Buffers:
 
 
 def postscaled(call: Call, options: Options) -> Call:
-    """The same call, which multiplies its results when it is finished, once."""
+    """Makes the call multiply its results once, when it is finished."""
     factor = float(options.postscale)
     if factor == 1:
         return call
@@ -55,7 +55,7 @@ def postscaled(call: Call, options: Options) -> Call:
 
 
 def label(call: Call, options: Options) -> str | None:
-    """What the ranks compare of the codec and `postscale`; None where the codec's name does."""
+    """The text by which ranks compare codec and `postscale`; None if the codec's name suffices."""
     codec = None if call.reduction is None else str(call.reduction.codec)
     if options.postscale == 1:
         return codec
@@ -64,7 +64,7 @@ def label(call: Call, options: Options) -> str | None:
 
 
 def require_none_on_gpu(options: Options) -> None:
-    """Raises InvalidArgument where there is something to multiply."""
+    """Raises InvalidArgument for a factor other than 1, which GPUs do not apply."""
     for what in ("prescale", "postscale"):
         if _factor(getattr(options, what), what) != 1:
             raise InvalidArgument(
@@ -73,7 +73,7 @@ def require_none_on_gpu(options: Options) -> None:
 
 
 class _Results:
-    """The outputs of one call, which several threads may wait for."""
+    """The outputs of one call, scaled once though several threads may wait."""
 
     def __init__(self, outputs: Sequence[Operand], factor: float) -> None:
         self._outputs, self._factor = outputs, factor

@@ -1,4 +1,4 @@
-"""Collectives of blocks whose sizes only their senders know: the shapes travel first."""
+"""Collectives of blocks whose shapes only their senders know: shapes travel first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME_BYTES = 24  # of a dtype
 
 
 class Host(Protocol):
-    """What these methods need of the communicator that has them."""
+    """The part of the communicator that these methods need."""
 
     @property
     def rank(self) -> int: ...
@@ -34,10 +34,11 @@ class Host(Protocol):
 
 
 class VariableCollectives:
-    """The communicator's methods for blocks of any shapes; each is two collectives, one for shapes.
+    """Methods of the communicator for blocks of any shapes, which travel first.
 
-    They wait for both. `algorithm` is of the second one. All blocks of all ranks have one dtype, of
-    any kind; else every rank raises InvalidArgument, which names two ranks that differ.
+    The methods wait for both. `algorithm` is that of the second. All blocks of all ranks have the
+    same dtype, of any kind; otherwise every rank raises InvalidArgument, which names two ranks that
+    differ.
     """
 
     def all_gather_v(
@@ -45,8 +46,8 @@ class VariableCollectives:
     ) -> list[Any]:
         """All ranks' `x` in a list by rank, on all ranks: new arrays, each of its rank's shape.
 
-        `x` is one array, of another shape on each rank. `timeout` is in seconds for the whole call,
-        the communicator's if None.
+        `x` is one array, whose shape may differ between ranks. `timeout` is in seconds for the
+        whole call, the communicator's if None.
         """
         arguments.text(algorithm, "algorithm")
         deadline = Deadline(self._seconds(timeout))
@@ -61,8 +62,8 @@ class VariableCollectives:
     ) -> list[Any]:
         """Array d of rank s's `x` becomes array s of rank d's result, a list of new arrays.
 
-        `x` is a list of one array for each rank, of any shapes: what `numpy.split` makes of one
-        along its first dimension will do. `timeout` is in seconds for the whole call, the
+        `x` is a list of one array for each rank, of any shapes, such as `numpy.split` makes of an
+        array. `timeout` is in seconds for the whole call, the
         communicator's if None.
         """
         arguments.text(algorithm, "algorithm")
@@ -79,14 +80,14 @@ class VariableCollectives:
 
 
 class _Head(NamedTuple):
-    """What the others are told of a block."""
+    """The dtype and shape of a block, which travel first."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def _head(block: Operand) -> NDArray[np.int64]:
-    """The dtype's name, the number of dimensions, and the shape."""
+    """Encodes the dtype's name, the number of dimensions, and the shape."""
     if len(block.shape) > _MOST_DIMENSIONS:
         raise InvalidArgument(
             f"{block.what} has {len(block.shape)} dimensions, more than {_MOST_DIMENSIONS}"
@@ -107,7 +108,7 @@ def _read(head: NDArray[np.int64]) -> _Head:
 
 
 def _shapes(name: str, heads: NDArray[np.int64]) -> list[tuple[int, ...]]:
-    """By rank; raises InvalidArgument where the dtypes differ, which all ranks see alike."""
+    """The shapes by rank; raises InvalidArgument, alike on all ranks, when dtypes differ."""
     found = [_read(head) for head in heads]
     for rank, head in enumerate(found):
         if head.dtype != found[0].dtype:

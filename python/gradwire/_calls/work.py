@@ -1,4 +1,4 @@
-"""Work: an operation that goes on in the background."""
+"""Work: an operation in the background."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gradwire._calls.gpus import Gpu
 
 
 class Work:
-    """What a call with ``async_op=True`` returns. Made by the communicator.
+    """An operation in the background, which calls with ``async_op=True`` return.
 
-    The arrays of the call belong to the operation until it is over: neither read what is written
-    nor change what is read. They stay in memory even when the Work is dropped.
+    The call's arrays belong to the operation until it is over: do not read its outputs nor change
+    its inputs. They stay in memory even when the Work is dropped.
     """
 
     __slots__ = ("_communicator", "_core", "_dropped", "_name", "_result")
@@ -32,20 +32,20 @@ class Work:
         result: Callable[[], Any],
         dropped: deque[Work] | None = None,
     ) -> None:
-        """`result` is called by wait(). A Work that is dropped before that goes to `dropped`."""
+        """Takes a core Work; wait() returns `result()`. A Work dropped before goes to `dropped`."""
         self._communicator, self._core, self._name, self._result = communicator, core, name, result
         self._dropped = dropped
 
     def done(self) -> bool:
-        """Whether the operation is over, well or with an error."""
+        """Whether the operation is over, successfully or with an error."""
         return self._core.done()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Blocks until the operation is over; returns what the synchronous call would return.
+        """Blocks until the operation is over; returns the result of the synchronous call.
 
-        Raises the operation's error, at every call. Raises Timeout after `timeout` seconds; then
-        the operation goes on, and wait() may be called again. None waits as long as the operation's
-        own timeout lets it run.
+        Raises the operation's error, at every call. Raises Timeout after `timeout` seconds; the
+        operation then goes on, and wait() may be called again. None waits for the operation's own
+        timeout.
         """
         try:
             self._communicator.wait(self._core, math.inf if timeout is None else seconds(timeout))
@@ -63,7 +63,7 @@ class Work:
 
 
 class GpuWork(Work):
-    """Of arrays on a GPU. It is over when the GPU has done it; nothing here waits for that."""
+    """The Work of a call on a GPU: it is over when the GPU is done, and the host never waits."""
 
     __slots__ = ("_arrays", "_event", "_gpu")
 
@@ -79,14 +79,14 @@ class GpuWork(Work):
         self._arrays, self._dropped = arrays, None
 
     def done(self) -> bool:
-        """Whether the GPU has done it."""
+        """Whether the GPU has finished the operation."""
         return self._event.done()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Lets the caller's current streams wait for it; returns the result, which comes after.
+        """Makes the caller's current streams wait; returns the result, for use on these streams.
 
-        Raises the communicator's failure if that is known. `timeout` has no meaning: the host does
-        not wait.
+        Raises the communicator's failure if that is known. `timeout` has no effect, since the host
+        does not wait.
         """
         if timeout is not None:
             seconds(timeout)
@@ -99,16 +99,16 @@ class GpuWork(Work):
 
 
 def finish(dropped: deque[Work]) -> None:
-    """Does what the Works that are over have left to do, as if they had been waited for.
+    """Finishes dropped Works that are over, as wait() would have.
 
-    A codec in Python decodes on its callers' threads, and a rank that does not wait must end with
-    the residuals that it would have.
+    A codec in Python decodes on its callers' threads, and a rank that never waits must end with the
+    same residuals.
     """
     for _ in range(len(dropped)):
-        with contextlib.suppress(IndexError):  # another thread was faster
+        with contextlib.suppress(IndexError):  # another thread took it
             work = dropped.popleft()
             if not work.done():
                 dropped.append(work)
                 continue
-            with contextlib.suppress(Exception):  # whoever dropped it does not ask
+            with contextlib.suppress(Exception):  # nobody waits for its error
                 work.wait()

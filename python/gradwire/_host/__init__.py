@@ -1,1 +1,1 @@
-"""What this host offers: its network interfaces, RDMA ports and GPUs, or links that it emulates."""
+"""Facilities of this host: network interfaces, RDMA ports, GPUs, and emulated links."""

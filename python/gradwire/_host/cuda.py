@@ -1,4 +1,4 @@
-"""What this process has of CUDA: GPUs by gradwire's CUDA part, and NCCL."""
+"""CUDA in this process: GPUs, as gradwire's CUDA part finds them, and NCCL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _IN_WHEEL = Path("nvidia", "nccl", "lib", "libnccl.so.2")
 
 
 def devices() -> tuple[bool, str]:
-    """Whether there are GPUs; which, under which versions, or why not."""
+    """Whether there are GPUs, and which, with versions, or why not."""
     found = _core.cuda_facts()
     if found["why_not"]:
         return False, f"because {found['why_not']}"
@@ -22,7 +22,7 @@ def devices() -> tuple[bool, str]:
 
 
 def nccl() -> tuple[bool, str]:
-    """Whether NCCL loads; which version, from where, or why not."""
+    """Whether NCCL loads, and which version from where, or why not."""
     try:
         found = _core.nccl_facts(nccl_wheels())
     except InvalidArgument as error:
@@ -31,7 +31,7 @@ def nccl() -> tuple[bool, str]:
 
 
 def nccl_version() -> str:
-    """Its version; empty where none loads, of which nccl() tells why."""
+    """NCCL's version; empty if none loads (nccl() says why)."""
     try:
         return _core.nccl_facts(nccl_wheels())["version"]
     except InvalidArgument:
@@ -39,13 +39,13 @@ def nccl_version() -> str:
 
 
 def nccl_wheels() -> list[str]:
-    """The files of NCCL that pip has installed where Python looks; torch's own is one of them."""
+    """The files of NCCL that pip has installed on Python's path, torch's own among them."""
     places = (Path(entry or ".", _IN_WHEEL).absolute() for entry in sys.path)
     return [str(place) for place in dict.fromkeys(places) if place.is_file()]
 
 
 def _names(devices: list[_core.CudaDevice]) -> str:
-    """ "8 x NVIDIA H200 (9.0, 139.8 GiB)"."""
+    """Names like "8 x NVIDIA H200 (9.0, 139.8 GiB)"."""
     counted = Counter(map(_name, devices))
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counted.items())
 

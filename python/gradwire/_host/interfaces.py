@@ -1,8 +1,8 @@
-"""Which network address a rank listens on, and why.
+"""The network address that a rank listens on, and the reason for the choice.
 
-Where the ranks are on several hosts, the default is the address that reaches the store: it is known
-to be routed where the others are. On the store's own host that may be loopback; then it is the
-address at which the others reach the store. `GRADWIRE_SOCKET_IFNAME` overrides it in NCCL's syntax.
+When ranks are on several hosts, the default is the address that reaches the store, which is known
+to be routed to the others. On the store's own host that may be loopback; then it is the address at
+which the others reach the store. `GRADWIRE_SOCKET_IFNAME` overrides it, in NCCL's syntax.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from gradwire._errors import RendezvousError
 _SIOCGIFCONF = 0x8912
 _SIOCGIFFLAGS = 0x8913
 _IFF_UP = 0x1
-_IFF_RUNNING = 0x40  # has a carrier: a bridge without members is up and leads nowhere
+_IFF_RUNNING = 0x40  # has a carrier: a bridge without members is up but leads nowhere
 _IFREQ = struct.Struct("16sHxx4s16x")  # name, family, port, IPv4 address
 _IFCONF = struct.Struct("iP")
 _UNUSABLE = 0x40 | 0x08  # IPv6: tentative, or found to be in use by another host
 
-# Interfaces that a host has for its own containers and virtual machines; often with the same
-# address on every host.
+# Interfaces for containers and virtual machines, often with the same address on every host.
 _INTERNAL = ("docker", "podman", "virbr", "br-", "veth", "lxc", "lxd", "cni", "flannel", "cali")
 # Addresses for documentation: never sent to, only looked up in the routing table.
 _ANYWHERE = ("198.51.100.1", "2001:db8::1")
@@ -52,13 +51,13 @@ class Interface(NamedTuple):
         return is_loopback(self.address)
 
     def target(self, address: str, port: int) -> Target:
-        """For a socket: an address as this interface reaches it; link-local ones need its index."""
+        """A socket address that goes out by this interface; link-local ones need its index."""
         if ipaddress.ip_address(address).is_link_local and ":" in address:
             return _bare(address), port, 0, self._index(address)
         return address, port
 
     def holds(self, address: str) -> bool:
-        """Whether it is this one's; fe80::1%eth0 is eth0's only."""
+        """Whether this interface has the address; fe80::1%eth0 can only be eth0's."""
         scope = address.partition("%")[2]
         return self.address == _bare(address) and scope in ("", self.name)
 
@@ -86,7 +85,7 @@ class Choice(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How a host is reached: from which own address, at which of its addresses."""
+    """The own address from which a host is reached, and the address at which."""
 
     source: str
     target: str
@@ -96,7 +95,7 @@ LOOPBACK = Choice(Interface("lo", "127.0.0.1"), "all ranks are on this host")
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """AF_INET or AF_INET6, of a numeric address."""
+    """AF_INET or AF_INET6, by the form of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -106,7 +105,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _bare(address: str) -> str:
-    """Without its scope: fe80::1 of fe80::1%eth0."""
+    """An address without its scope: fe80::1 for fe80::1%eth0."""
     return address.partition("%")[0]
 
 
@@ -129,7 +128,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def route_to(host: str, port: int) -> Route:
-    """How packets to host:port would go; nothing is sent."""
+    """The route of packets to host:port; nothing is sent."""
     try:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError as error:
@@ -157,10 +156,10 @@ def choose(
     several_hosts: bool,
     reached: Collection[str] = (),
 ) -> Choice:
-    """The address to listen on.
+    """Chooses the address to listen on; raises RendezvousError when there is none.
 
-    `towards` is the own address that reaches the store, None when the store is local;
-    `several_hosts` says that some rank is on another host, so that loopback is useless; `reached`
+    `towards` is the own address that reaches the store, None when the store is local.
+    `several_hosts` says that some rank is on another host, so that loopback is useless. `reached`
     are addresses at which ranks of other hosts reach the store.
     """
     found = interfaces()
@@ -180,7 +179,7 @@ def choose(
 
 
 def guess() -> Choice:
-    """The address at which other hosts most probably reach this one, where nothing says it."""
+    """The address at which other hosts most probably reach this one."""
     beyond = [each for each in interfaces() if not each.loopback]
     routed = [each for each in beyond if each.address in set(_default_sources())]
     if routed:
@@ -246,16 +245,16 @@ def _is_link_local(interface: Interface) -> bool:
 
 
 def _flags(probe: socket.socket, name: str) -> int:
-    """UP and RUNNING, as far as they are set."""
+    """An interface's flags UP and RUNNING."""
     try:
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, struct.pack("16s24x", name.encode()))
-    except OSError:  # it went away since it was listed
+    except OSError:  # the interface is gone since it was listed
         return 0
     return int.from_bytes(answer[16:18], "little") & (_IFF_UP | _IFF_RUNNING)
 
 
 def _ipv4(probe: socket.socket) -> list[Interface]:
-    """All of them; an alias (eth0:1) goes by its interface's name."""
+    """All IPv4 addresses; an alias (eth0:1) has its interface's name."""
     size, _ = _IFCONF.unpack(fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, _IFCONF.pack(0, 0)))
     rows = array.array("B", bytes(size))
     wanted = _IFCONF.pack(size, rows.buffer_info()[0])

@@ -1,4 +1,4 @@
-"""The RDMA ports that this process may use: found by libibverbs, chosen by GRADWIRE_IB_*.
+"""The RDMA ports that this process may use: found by libibverbs, selected by GRADWIRE_IB_*.
 
 They are opened when they are first asked for, and all communicators of the process share them.
 """
@@ -22,7 +22,7 @@ _log = logging.getLogger("gradwire")
 
 
 class _Settings(NamedTuple):
-    """As `_core.RdmaDevices` takes them."""
+    """The settings of the environment, as `_core.RdmaDevices` takes them."""
 
     hca: str
     link_layer: str
@@ -34,7 +34,7 @@ class _Settings(NamedTuple):
 
 
 def of_this_rank() -> _core.RdmaDevices:
-    """The ports; raises InvalidArgument that says why there are none, and what to do."""
+    """The ports; raises InvalidArgument, which says why there are none and what to do."""
     found = _opened()
     if isinstance(found, str):
         raise InvalidArgument(f"transport rdma is not usable here: {found}")
@@ -42,16 +42,16 @@ def of_this_rank() -> _core.RdmaDevices:
 
 
 def why_not() -> str | None:
-    """Why there are no ports; None where there are."""
+    """The reason why there are no ports; None if there are some."""
     found = _opened()
     return found if isinstance(found, str) else None
 
 
 def networks(transports: Sequence[str]) -> tuple[str, ...]:
-    """What says which other hosts this one reaches by RDMA: those that name one of these too.
+    """Names of the networks of the ports: two hosts with a name in common reach each other by RDMA.
 
-    Empty where there are no ports, or rdma is not among the transports. Without tcp to fall back
-    to, every network of the same link layer is taken to be the same.
+    Empty without ports, or without rdma among the transports. Without tcp to fall back to, all
+    networks of one link layer count as the same.
     """
     devices = _opened() if NAME in transports else ""
     if isinstance(devices, str):
@@ -66,12 +66,12 @@ def networks(transports: Sequence[str]) -> tuple[str, ...]:
 
 
 def _opened() -> _core.RdmaDevices | str:
-    """The ports, or why there are none. A forked child needs its own."""
+    """The ports, or why there are none; a forked child opens its own."""
     return _open(os.getpid(), _settings())
 
 
 def _settings() -> _Settings:
-    """What the environment says; raises InvalidArgument for what is no such number."""
+    """Reads the settings from the environment; raises InvalidArgument."""
     return _Settings(
         hca=environment.text("GRADWIRE_IB_HCA") or "",
         link_layer=environment.choice("GRADWIRE_IB_LINK_LAYER", ("ethernet", "infiniband")),

@@ -1,1 +1,1 @@
-"""How ranks' processes are started, what they say as they end, and which failure was the first."""
+"""Starting and ending of ranks' processes, and the root cause among their failures."""

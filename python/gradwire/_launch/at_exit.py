@@ -1,11 +1,11 @@
-"""What a rank says when its process ends, and what a forked child must not say.
+"""The end of a rank's process: what it tells the other ranks, and what a forked child must not.
 
 A communicator that is still open when the program ends is closed, which tells the other ranks that
-this one left in peace. Where ranks turn out to have made different calls, the process says so and
-ends with a status that is not 0; to find that out it waits, at most the communicator's timeout, for
-ranks that have not come as far. Where an uncaught exception ends the program it is aborted instead,
-and the others raise Aborted with this rank and the exception. Nothing can be said by a process that
-is killed or calls os._exit(): its sockets close, and the others raise TransportError.
+this one ended regularly. If ranks turn out to have made different calls, the process says so and
+exits with a status other than 0; to find out, it waits for ranks that are behind, at most the
+communicator's timeout. If an uncaught exception ends the program, the communicator is aborted
+instead, and the others raise Aborted with this rank and the exception. A process that is killed or
+calls os._exit() can say nothing: its sockets close, and the others raise TransportError.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ from gradwire import _core
 from gradwire._base import environment
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
 
-_EXIT_SECONDS = 1.0  # for work in flight when the interpreter ends
-_LEAST_SETTLE = 0.1  # seconds, where others have waited for so long already
-_CONSEQUENCES = (TransportError, Timeout, Aborted)  # what a rank's failure causes on the others
-_MOST_TEXT = 400  # characters of an exception that the others are told
+_EXIT_SECONDS = 1.0  # for calls in flight when the interpreter ends
+_LEAST_SETTLE = 0.1  # seconds, after waiting for other communicators
+_CONSEQUENCES = (
+    TransportError,
+    Timeout,
+    Aborted,
+)  # errors that a rank's failure causes on the others
+_MOST_TEXT = 400  # characters of an exception that are sent to the others
 
 _open: weakref.WeakSet[_Communicator] = weakref.WeakSet()
 _users: weakref.WeakSet[_User] = weakref.WeakSet()
 _unsettled: list[tuple[_core.Communicator, float]] = []  # with their timeouts
-_noted: set[int] = set()  # processes (this one, or the one it was forked from) that wrote a note
+_noted: set[int] = set()  # processes (this one and its parents) that wrote a note
 
 
 class _Communicator(Protocol):
-    """A `Communicator`, of which this uses what no user does."""
+    """The private part of a `Communicator` that is needed here."""
 
     _core: _core.Communicator
     _gpu: Any
@@ -49,7 +53,7 @@ class _Communicator(Protocol):
     def rank(self) -> int: ...
 
     def _end(self, timeout: float) -> None:
-        """Closes it."""
+        """Closes the communicator."""
 
 
 class _ExceptHook(Protocol):
@@ -59,35 +63,35 @@ class _ExceptHook(Protocol):
 
 
 class _User(Protocol):
-    """What has threads that make calls on a communicator."""
+    """An object whose threads make calls on a communicator."""
 
     @property
     def communicator(self) -> _Communicator: ...
 
     def close(self, with_communicator: bool, /) -> None:
-        """Ends them; more than once, too."""
+        """Ends the threads; may be called again."""
 
 
 def close_first(user: _User) -> None:
-    """Has it closed when the program ends, before its communicator is."""
+    """Closes the user at the end of the program, before its communicator."""
     _users.add(user)
 
 
 def track(communicator: _Communicator) -> None:
-    """Ends the communicator, if nobody else has, when the program ends."""
+    """Closes the communicator at the end of the program, unless it is closed before."""
     _open.add(communicator)
-    if not isinstance(sys.excepthook, _Hook):  # also where the program has set its own meanwhile
+    if not isinstance(sys.excepthook, _Hook):  # also if the program has set its own meanwhile
         sys.excepthook = _Hook(sys.excepthook)
 
 
 def outlive(core: _core.Communicator, timeout: float) -> None:
-    """Keeps what nobody else holds, where a rank may still turn out to have made another call.
+    """Keeps a dropped core while a rank may still turn out to have made another call.
 
-    It is logged when it does, and again at the end of the program.
+    Such a call is logged at once, and again at the end of the program.
     """
     if core.owned_here:
         _unsettled.append((core, timeout))
-    for each in _unsettled.copy():  # meanwhile other threads, and the collector, may do the same
+    for each in _unsettled.copy():  # other threads and the garbage collector may do the same
         if each[0].settled():
             with contextlib.suppress(ValueError):
                 _unsettled.remove(each)
@@ -96,7 +100,7 @@ def outlive(core: _core.Communicator, timeout: float) -> None:
 
 
 class _Hook:
-    """A sys.excepthook that tells the other ranks, and then calls the one it found."""
+    """A sys.excepthook that aborts the communicators, and then calls the previous hook."""
 
     def __init__(self, found: _ExceptHook) -> None:
         self._found = found
@@ -112,7 +116,7 @@ class _Hook:
 
 
 def _ends_program(error: BaseException) -> bool:
-    """Not at an interactive prompt, and not where some code calls sys.excepthook by hand."""
+    """Whether an error ends the program: not at a prompt, nor when code calls the hook."""
     interactive = hasattr(sys, "ps1") or sys.flags.inspect or "PYTHONINSPECT" in os.environ
     by_interpreter = getattr(sys, "last_value", None) is error
     main = threading.current_thread() is threading.main_thread()
@@ -121,7 +125,7 @@ def _ends_program(error: BaseException) -> bool:
 
 def _abort_all(error: BaseException) -> None:
     what = _text(error)
-    note(what, is_consequence=_is_consequence(error))  # before anybody can fail because of it
+    note(what, is_consequence=_is_consequence(error))  # before another rank can fail because of it
     for communicator in list(_open):
         if communicator._core.owned_here:
             communicator._core.abort(f"rank {communicator.rank} raised {what}")
@@ -133,16 +137,17 @@ def _text(error: BaseException) -> str:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether it comes, perhaps over others, from an error that another rank is to blame for."""
+    """Whether an error follows, perhaps over others, from another rank's failure."""
     while error is not None and not isinstance(error, _CONSEQUENCES):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def note(error: str, *, is_consequence: bool, at: float | None = None) -> None:
-    """Leaves the launcher, if it asked for it, the first word of how this process ends.
+    """Writes the launcher a note of how this process ends, if the launcher asked for one.
 
-    `at`: when it began to, in monotonic seconds; now if None.
+    Only a process's first note counts. `at` is when the end began, in monotonic seconds; now if
+    None.
     """
     path = environment.text("GRADWIRE_EXIT_FILE")
     if path is None or os.getpid() in _noted:
@@ -160,12 +165,12 @@ def note(error: str, *, is_consequence: bool, at: float | None = None) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Gets every thread out of C++ before the interpreter is gone, and tells the peers."""
+    """Closes everything: peers must know, and threads must leave C++ before the end."""
     began = time.monotonic()
     users = [each for each in _users if each.communicator._core.owned_here]
     closing: list[Callable[[float], None]]
     closing = [functools.partial(_end_threads, each) for each in users]
-    # A GPU's calls end before the communicators that they need.
+    # Calls on a GPU end before the communicators that they need.
     closing += [each._end for each in sorted(_open, key=lambda each: each._gpu is None)]
     closing += [
         functools.partial(_close_unsettled, core, began + limit) for core, limit in _unsettled
@@ -184,12 +189,12 @@ def _end_threads(user: _User, _: float) -> None:
 
 
 def _close_unsettled(core: _core.Communicator, until: float, timeout: float) -> None:
-    """All of them wait within one time, not one after the other."""
+    """Closes a dropped core; all of them share one time limit."""
     core.close(timeout, settle=max(until - time.monotonic(), _LEAST_SETTLE))
 
 
 def _error_of(close: Callable[[float], None]) -> BaseException | None:
-    """That of the caller's own program; how another rank ended is that one's to say."""
+    """Closes something; returns the error of this program, not one that another rank reports."""
     try:
         close(_EXIT_SECONDS)
     except (InvalidArgument, Timeout, KeyboardInterrupt) as error:
@@ -200,7 +205,7 @@ def _error_of(close: Callable[[float], None]) -> BaseException | None:
 
 
 def _let_go_in_child() -> None:
-    """A forked child has the sockets, not the threads; kept open, they would outlive the rank."""
+    """Closes the sockets in a forked child, where they would outlive the rank."""
     _core.forget_calls()
     for communicator in list(_open):
         communicator._core.let_go_in_child()

@@ -1,10 +1,10 @@
 """`gradwire run -n 4 script.py`: starts local ranks, and ends them all when one fails.
 
-When one does, the others have a moment to fail by themselves, and the launcher reports the one that
-they followed from (`root_cause`): each rank notes how it ended in a file of the launcher's
-(`at_exit`). Each rank is a process group of its own, so that Ctrl-C reaches it exactly once,
-through the launcher, and so that its helpers (data loaders) end with it. The kernel kills the ranks
-if the launcher dies.
+When a rank fails, the others have a moment to fail by themselves, and the launcher reports the
+root cause (`root_cause`): each rank notes in a file of the launcher's how it ended (`at_exit`).
+Each rank is a process group of its own, so that Ctrl-C reaches it exactly once, through the
+launcher, and so that its helpers (data loaders) end with it. The kernel kills the ranks if the
+launcher dies.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import InvalidArgument
 from gradwire._host import emulated_link
-from gradwire._launch.root_cause import Failure, describe, read_notes, root
+from gradwire._launch.root_cause import Failure, describe, read_notes, root_cause
 
-SETTLE_SECONDS = 2.0  # that the others have to end by themselves when one has failed
+SETTLE_SECONDS = 2.0  # that the others have to fail by themselves after one has failed
 GRACE_SECONDS = 5.0  # between asking ranks to end (SIGTERM) and killing them
 
 # Runs before the rank's own program, in its process: die with the launcher. PR_SET_PDEATHSIG is 1.
@@ -104,7 +104,7 @@ def _link_of(given: str) -> str:
 
 
 def _free_port() -> int:
-    """For programs that also use torch.distributed; nobody holds it until rank 0 does."""
+    """A free port for programs that also use torch.distributed; unbound until rank 0 takes it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -120,7 +120,7 @@ class _Signalled(NamedTuple):
 
 
 class _Launch:
-    """The ranks of one run. Only the thread in run() signals and reaps them."""
+    """The ranks of one run; only the thread in run() signals and reaps them."""
 
     def __init__(
         self, program: list[str], size: int, environment: dict[str, str], tag: bool, notes: int
@@ -130,8 +130,8 @@ class _Launch:
         self._events: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}  # not reaped yet
         self._printers: list[threading.Thread] = []
-        self._failures: list[Failure] = []  # before the ranks were asked to end
-        self._ending = False  # they were
+        self._failures: list[Failure] = []  # until the ranks were asked to end
+        self._ending = False  # the ranks were asked to end
         self._act_at: float | None = None  # when to ask the ranks to end, or to kill them
         self._code = 0
 
@@ -172,8 +172,10 @@ class _Launch:
                 self._print(rank, source, sink.buffer)
 
     def _watch(self, rank: int, pid: int) -> None:
-        """Leaves the process unreaped, so that its id stays its own until run() has seen this."""
-        with contextlib.suppress(ChildProcessError):  # run() left by an exception, and reaped it
+        """Reports the end of a process without reaping it, which would free its id too early."""
+        with contextlib.suppress(
+            ChildProcessError
+        ):  # run() ended by an exception, and reaped the process
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             self._events.put(_Ended(rank, time.monotonic()))
 
@@ -188,7 +190,7 @@ class _Launch:
         self._printers[-1].start()
 
     def _next(self) -> _Ended | _Signalled | None:
-        """The next event; None when the ranks' time to end by themselves is over."""
+        """Waits for the next event; None when the ranks' time to end by themselves is over."""
         wait = None if self._act_at is None else max(0.0, self._act_at - time.monotonic())
         try:
             return self._events.get(timeout=wait)
@@ -212,7 +214,7 @@ class _Launch:
         status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         failed = status is not None and status.si_status != 0
         if failed or self._ending:
-            _signal_group(process.pid, signal.SIGKILL)  # what it left running
+            _signal_group(process.pid, signal.SIGKILL)  # helpers that the rank left running
         code = process.wait()
         del self._ranks[ended.rank]
         if code != 0 and not self._ending:
@@ -230,7 +232,7 @@ class _Launch:
             return
         notes = read_notes(os.pread(self._notes, os.fstat(self._notes).st_size, 0))
         failures = [each._replace(note=notes.get(each.process)) for each in self._failures]
-        code = root(failures).code
+        code = root_cause(failures).code
         self._code = code if code > 0 else 128 - code
         then = f"; ending the other {len(self._ranks)}" if self._ranks else ""
         print(f"gradwire run: {describe(failures, self._size)}{then}", file=sys.stderr, flush=True)
@@ -241,7 +243,7 @@ class _Launch:
 
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM go to the ranks; a second one kills them."""
+        """Forwards Ctrl-C and SIGTERM to the ranks during the block; a second one kills them."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may set handlers
             return

@@ -1,4 +1,4 @@
-"""Which of several ranks that failed is the one to blame, and how to say it."""
+"""The root cause among failures of several ranks, and the line that reports it."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import NamedTuple
 
 
 class Note(NamedTuple):
-    """What a rank's process left behind when it began to end; `at_exit.note` writes it."""
+    """A note that a rank's process wrote when it began to end; see `at_exit.note`."""
 
     process: int
     at: float  # monotonic seconds
-    error: str  # empty where no exception ended the program
+    error: str  # empty unless an exception ended the program
     is_consequence: bool  # of another rank's failure
 
 
 class Failure(NamedTuple):
-    """A rank's process that ended and should not have."""
+    """A rank's process that ended with an error."""
 
     rank: int
     process: int
-    code: int  # subprocess's: a negative one is a signal
+    code: int  # as in subprocess: negative for a signal
     seen: float  # monotonic seconds
     note: Note | None = None
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the rank itself said so."""
+        """Whether the rank noted that it followed from another failure."""
         return self.note is not None and self.note.is_consequence
 
 
 def read_notes(data: bytes) -> dict[int, Note]:
-    """The first note of each process; without what is none, as of a process killed in writing."""
+    """The first note of each process; ignores broken lines of processes killed while writing."""
     found: dict[int, Note] = {}
     for line in data.splitlines():
         try:
@@ -44,14 +44,14 @@ def read_notes(data: bytes) -> dict[int, Note]:
     return found
 
 
-def root(failures: Sequence[Failure]) -> Failure:
-    """The one that the others followed from: of those that are no consequences, the earliest."""
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others followed from: the earliest that is not a consequence."""
     return min(failures, key=_order)
 
 
 def _order(failure: Failure) -> tuple[bool, bool, float]:
-    # A note is written before any other rank can know. Who was killed leaves none, and the others
-    # may be gone before that is seen.
+    # A note is written before other ranks can notice. A killed rank leaves none, and the others may
+    # end before the launcher sees its end.
     killed = failure.code < 0 and failure.note is None
     began = failure.seen if failure.note is None else failure.note.at
     return failure.is_consequence, not killed, began
@@ -59,10 +59,10 @@ def _order(failure: Failure) -> tuple[bool, bool, float]:
 
 def describe(failures: Sequence[Failure], size: int) -> str:
     """One line about all failures, the root first."""
-    first = root(failures)
+    first = root_cause(failures)
     others = [each for each in failures if each is not first]
     text = f"rank {first.rank} of {size} (process {first.process}) {describe_exit(first.code)}"
-    if first.note is not None and first.is_consequence:  # of a rank that has not failed itself
+    if first.note is not None and first.is_consequence:  # the root cause is not among the failures
         return f"{text}: {first.note.error}" + _and(others, "failed too")
     followed = [each for each in others if each.is_consequence]
     besides = [each for each in others if not each.is_consequence]
@@ -77,7 +77,7 @@ def _and(failures: Sequence[Failure], what: str) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, by its `subprocess` return code."""
+    """The end of a process in words, by its `subprocess` return code."""
     if code >= 0:
         return f"exited with code {code}"
     try:

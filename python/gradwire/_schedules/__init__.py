@@ -1,1 +1,1 @@
-"""Schedules: algorithms as lists of edges, which can be made, checked and drawn."""
+"""Schedules: algorithms as lists of edges, which can be made, verified and drawn."""

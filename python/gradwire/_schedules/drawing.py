@@ -1,8 +1,8 @@
 """The space-time diagram of a schedule, as SVG text.
 
 Ranks are horizontal lines, rounds are columns, time runs to the right; each edge is one arrow.
-Within a round, the arrows of a rank stand beside each other in list order, which is the order in
-which reductions fold. That is for the eye: all of a round's sends read what was there at its start.
+Within a round, the arrows of a rank are side by side in list order, the order in which reductions
+fold. They are spread out only to be readable: all sends of a round read the state at its start.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Rounds: TypeAlias = Sequence[Sequence[Edge]]
 
 
 def draw(schedule: _core.Schedule, rounds: Rounds, report: Report) -> str:
-    """The diagram; a long schedule makes it wide, never small."""
+    """Draws the diagram; a long schedule makes it wider, never smaller."""
     return _Diagram(schedule, rounds, report).render()
 
 
@@ -98,7 +98,7 @@ class _Diagram:
 
     @property
     def _end(self) -> float:
-        """Where the last round ends."""
+        """The x coordinate of the end of the last round."""
         return self._columns[-1].right if self._columns else _LEFT + 2.0 * _PAD
 
     @property
@@ -183,7 +183,7 @@ class _Diagram:
         ET.SubElement(parent, "polygon", {"points": points, "fill": colour})
 
     def _tag(self, arrow: _Arrow) -> None:
-        """The chunks, at the arrow's tail, on the side of the rank's line that it does not take."""
+        """Labels an arrow's tail with its chunks, on the free side of the rank's line."""
         tail, tip = self._ends(arrow)
         y = tail.y - 4 if tip.y >= tail.y else tail.y + 12
         words = _label(arrow.edge, self._schedule)
@@ -237,7 +237,7 @@ def _columns(schedule: _core.Schedule, rounds: Rounds, arrows: list[_Arrow]) -> 
 
 
 def _slot_width(edges: Sequence[Edge]) -> float:
-    """Wider where arrows go far, so that they stay apart."""
+    """The width of a round's slots, larger if arrows span many ranks, to keep them apart."""
     spans = [abs(edge.src - edge.dst) for edge in edges]
     return 46 + min(80, 14 * max(0, sum(spans) / max(1, len(spans)) - 1))
 

@@ -1,4 +1,4 @@
-"""What a schedule consists of, and what is proved of it."""
+"""Edges of a schedule, its costs, and the report of what verification proves."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 
 class Edge(NamedTuple):
-    """Chunks that move from one rank to another in one round."""
+    """An edge: chunks that move from one rank to another in one round."""
 
     src: int
     dst: int
     chunks: range
     reduces: bool
-    """True: added (or min-ed, …) into dst's chunks. False: they replace dst's."""
+    """Whether they are added (min-ed, …) into dst's chunks; otherwise they replace them."""
 
 
 class Shape(NamedTuple):
-    """What a schedule costs: its rounds, and the most that any rank sends, in buffers of n."""
+    """Costs of a schedule: rounds, and the most that any rank sends, in whole buffers."""
 
     rounds: int
     max_sent: float
@@ -28,14 +28,14 @@ _FACTS = ("correct", "complete", "deadlock_free", "agreement", "in_tree")
 
 @dataclass(frozen=True)
 class Report:
-    """What symbolic execution proves of a schedule. True when it can run: `bool(report)`."""
+    """Facts that symbolic execution proves of a schedule; true if the schedule can run."""
 
     correct: bool
     """Each result holds each contribution exactly once."""
     complete: bool
     """Each rank that must end with a result has one, with nothing missing."""
     deadlock_free: bool
-    """No rank waits, directly or around a circle, for itself."""
+    """No rank waits for itself, directly or through other ranks."""
     agreement: bool
     """All ranks end with equal bits: the same tree of additions."""
     in_tree: bool
@@ -53,12 +53,12 @@ class Report:
 
     @property
     def shape(self) -> Shape:
-        """Rounds and bytes, counted on the edges; `Schedule.closed_form` is the textbook's."""
+        """Rounds and data sent, counted on the edges; compare `Schedule.closed_form`."""
         return Shape(self.rounds, self.max_sent)
 
     @property
     def facts(self) -> dict[str, bool]:
-        """The five yes-or-no facts by name."""
+        """The five facts that are true or false, by name."""
         return {name: getattr(self, name) for name in _FACTS}
 
     def __bool__(self) -> bool:

@@ -1,7 +1,7 @@
 """Schedules as values: made by name, read from a text, or built edge by edge; checked and drawn.
 
-A schedule lists, round by round, the edges along which chunks of the buffer move. Two sentences
-define it: sends read the buffer as it was when the round began, landings happen after; and several
+A schedule lists, round by round, the edges along which chunks of the buffer move. Two rules define
+it: sends read the buffer as it was when the round began, and landings happen after; several
 reductions into one chunk fold in list order.
 """
 
@@ -20,7 +20,7 @@ from gradwire._schedules.report import Edge, Report, Shape
 
 
 def algorithms(collective: str = "all_reduce") -> list[str]:
-    """The names that `Schedule.generate` and `algorithm=` take for a collective, best known first.
+    """Names that `Schedule.generate` and `algorithm=` take for a collective, best known first.
 
     - ``ring``: p-1 rounds each half, 2(p-1)/p n sent by a rank (Patarasuk & Yuan 2009, sec. 3).
     - ``halving_doubling``: log2 p rounds each half, as few bytes as the ring (Rabenseifner 2004;
@@ -41,7 +41,7 @@ def algorithms(collective: str = "all_reduce") -> list[str]:
 
 
 class Schedule:
-    """An algorithm as data; immutable, compares by what it says, and can be pickled.
+    """An algorithm as data; immutable, compared by value, and picklable.
 
     Make one with `generate`, `parse` or `builder`, and run it with
     ``comm.all_reduce(x, schedule=s)``; all ranks must pass equal ones.
@@ -62,7 +62,7 @@ class Schedule:
         root: int = 0,
         groups: Sequence[Sequence[int]] | None = None,
     ) -> Schedule:
-        """The schedule of a named algorithm, for any `ranks` ≥ 1, powers of two or not.
+        """Generates the schedule of a named algorithm, for any `ranks` ≥ 1.
 
         `algorithms(collective)` lists the names, with their sources. `groups` is for
         ``hierarchical(inner,outer)`` alone: the ranks of each host, every rank once. `root` is for
@@ -83,7 +83,7 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """The schedule that a text describes; the inverse of `dump`::
+        """Parses the text form of a schedule, the inverse of `dump`::
 
             gradwire schedule 1
             all_reduce mine ranks=2 chunks=1 root=0
@@ -92,8 +92,8 @@ class Schedule:
             round 1
               0 -> 1 copy 0
 
-        Chunks are one number or a range ``0:4``; ``#`` starts a comment. Raises ScheduleError that
-        names the line. Whether the schedule is right is for `verify` to say.
+        Chunks are one number or a range ``0:4``; ``#`` starts a comment. Raises ScheduleError,
+        which names the line. It does not check whether the schedule is correct; `verify` does.
         """
         return Schedule(_core.Schedule.parse(arguments.text(text, "text")))
 
@@ -101,17 +101,18 @@ class Schedule:
     def builder(
         collective: str = "all_reduce", *, ranks: int, chunks: int, name: str, root: int = 0
     ) -> ScheduleBuilder:
-        """An empty schedule to add edges to.
+        """Makes an empty schedule to add edges to.
 
-        What a chunk is depends on the collective: all_reduce, reduce and broadcast cut the one
+        The meaning of a chunk depends on the collective: all_reduce, reduce and broadcast cut their
         buffer evenly into `chunks`; reduce_scatter, scatter, all_gather and gather have a block for
-        each rank (chunks = ranks); all_to_all has block s·ranks + d from rank s for rank d.
+        each rank (chunks = ranks); in all_to_all, block s·ranks + d goes from rank s to rank d.
+        Raises InvalidArgument.
         """
         return ScheduleBuilder(collective, ranks=ranks, chunks=chunks, name=name, root=root)
 
     @property
     def collective(self) -> str:
-        """The public name, as in ``comm.all_reduce``."""
+        """The name of the collective, as in ``comm.all_reduce``."""
         return self._core.collective
 
     @property
@@ -121,17 +122,17 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks that take part."""
         return self._core.ranks
 
     @property
     def chunks(self) -> int:
-        """How many chunks the operation is cut into."""
+        """The number of chunks that the operation is cut into."""
         return self._core.chunks
 
     @property
     def root(self) -> int:
-        """The root of reduce, broadcast, gather and scatter; else 0."""
+        """The root of reduce, broadcast, gather and scatter; 0 for other collectives."""
         return self._core.root
 
     @property
@@ -142,22 +143,22 @@ class Schedule:
         return self._rounds
 
     def verify(self) -> Report:
-        """Executes the schedule symbolically and reports what holds. Never raises."""
+        """Executes the schedule symbolically and reports which facts hold; never raises."""
         found = self._core.verify()
         values = {each.name: getattr(found, each.name) for each in fields(Report)}
         return Report(**{**values, "problems": tuple(found.problems)})
 
     def closed_form(self) -> Shape | None:
-        """The textbook's rounds and bytes for this name and p; None where there is no formula."""
+        """Rounds and data sent by the textbook formula; None without one."""
         known = self._core.closed_form()
         return None if known is None else Shape(*known)
 
     def dump(self) -> str:
-        """The text form, which `parse` reads back to an equal schedule."""
+        """Writes the text form, from which `parse` makes an equal schedule."""
         return self._core.to_text()
 
     def draw(self) -> str:
-        """A space-time diagram as SVG text: ranks downwards, rounds to the right."""
+        """Draws a space-time diagram as SVG text: ranks downwards, rounds to the right."""
         return draw(self._core, self.rounds, self.verify())
 
     def __eq__(self, other: object) -> bool:
@@ -199,23 +200,24 @@ class ScheduleBuilder:
         self._edges: list[tuple[int, int, int, int, int, bool]] = []
 
     def copy(self, round: int, src: int, dst: int, chunks: int | range | slice) -> ScheduleBuilder:
-        """In `round`, src's chunks replace dst's. `chunks` is one number, or a range without gaps.
+        """Adds a copy: in `round`, src's chunks replace dst's.
 
-        A copy lands alone: nothing else may land in its round on the same chunk of the same rank.
+        `chunks` is one number, or a range without gaps. Nothing else may land in the same round on
+        the same chunk of the same rank. Raises InvalidArgument.
         """
         return self._add(round, src, dst, chunks, reduces=False)
 
     def reduce(
         self, round: int, src: int, dst: int, chunks: int | range | slice
     ) -> ScheduleBuilder:
-        """In `round`, src's chunks are added (or min-ed, …) into dst's."""
+        """Adds a reduction: in `round`, src's chunks are added (min-ed, …) into dst's."""
         return self._add(round, src, dst, chunks, reduces=True)
 
     def build(self) -> Schedule:
-        """The schedule so far; the builder can go on.
+        """Makes the schedule of all edges so far; the builder can be used further.
 
-        Raises ScheduleError naming the round and the ranks of an edge that is out of range. Whether
-        the schedule is right is for `Schedule.verify` to say.
+        Raises ScheduleError, which names round and ranks, for an edge out of range. It does not
+        check whether the schedule is correct; `Schedule.verify` does.
         """
         return Schedule(_core.Schedule.from_edges(*self._head, self._edges))
 
@@ -256,13 +258,13 @@ def _groups(given: Sequence[Sequence[int]] | None) -> list[list[int]]:
 
 
 def gathering(algorithm: str) -> str | None:
-    """The all_gather by which "gather(ring)" adds up, "" of "gather"; None of all others."""
+    """The all_gather that "gather(ring)" names, "" for "gather"; None for other algorithms."""
     found = re.fullmatch(r"gather(?:\((.*)\))?", algorithm)
     return None if found is None else found[1] or ""
 
 
 def groups_of(ranks: int, size: int) -> list[list[int]]:
-    """Ranks in order, `size` to a host; the last host has what is left."""
+    """Groups ranks in order, `size` on each host; the last host may have fewer."""
     return [list(range(first, min(first + size, ranks))) for first in range(0, ranks, size)]
 
 

@@ -1,7 +1,7 @@
 """`gradwire bench`: nccl-tests' columns for any collective, algorithm, codec and transport.
 
-Its letters are nccl-tests' too, -n among them, so that commands carry over: `all_reduce_perf -b 8
--e 128M -f 2 -g 4` is `gradwire bench -b 8 -e 128M -f 2 -g 4`.
+The options have nccl-tests' letters too, so that commands carry over: `all_reduce_perf -b 8 -e 128M
+-f 2 -g 4` is `gradwire bench -b 8 -e 128M -f 2 -g 4`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measures, on the launcher's ranks or on local ones that it starts with the same `argv`.
+    """Measures on the launcher's ranks, or on local ranks that it starts with the same `argv`.
 
     Returns the exit code: 1 when a result was wrong. Raises InvalidArgument for options that do not
     fit together, before anything is started.
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def sizes(least: int, most: int, factor: float, step: int | None = None) -> Iterator[int]:
-    """`least`, and each next `factor` times as much, or `step` more, up to `most`."""
+    """Sizes from `least` to `most`, each `factor` times the one before, or `step` larger."""
     size = least
     while size <= most:
         yield size
@@ -83,7 +83,7 @@ def sizes(least: int, most: int, factor: float, step: int | None = None) -> Iter
 
 
 def kinds(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """The types and ops to measure: of all, those that go together."""
+    """The pairs of dtype and op to measure; with "all", those that are defined."""
     types = [options.dtype]
     if options.dtype == _ALL:
         types = [name for name in REDUCIBLE if _is_here(name)]
@@ -98,7 +98,7 @@ def kinds(options: argparse.Namespace) -> list[tuple[str, str]]:
 def _is_here(dtype: str) -> bool:
     try:
         measure.numpy_dtype(dtype)
-    except InvalidArgument:  # bfloat16, without its package
+    except InvalidArgument:  # bfloat16 without the package ml_dtypes
         return False
     return True
 
@@ -201,7 +201,7 @@ def _result(
 
 
 class _Report:
-    """What rank 0 prints and draws: a table line by line, CSV or JSON at the end."""
+    """Rank 0's output: a table line by line, or CSV or JSON at the end, and the plot."""
 
     def __init__(self, options: argparse.Namespace, comm: Communicator) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""`gradwire doctor`: what this machine offers, each yes, or no and why."""
+"""`gradwire doctor`: the facilities of this machine, each with yes, or no and why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VERBS_LIMIT = 64 << 20  # bytes; registered staging of a small job
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table. `ok` is None where there is nothing to have or to lack."""
+    """One line of the table; `ok` is None for a line that only informs."""
 
     section: str
     name: str
@@ -34,19 +34,19 @@ class Check:
 
 
 def checks() -> list[Check]:
-    """All checks; imports no torch, opens no connection."""
+    """Makes all checks; imports no torch and opens no connection."""
     machine = (_system, _transports, _cost_models, _instruction_sets, _network, _joins, _memory)
     sections = (*machine, _torch, _devices, _variables)
     return [check for section in sections for check in section()]
 
 
 def as_json(found: Iterable[Check]) -> str:
-    """The checks as one JSON object."""
+    """Formats the checks as one JSON object."""
     return json.dumps({"version": version(), "checks": [asdict(each) for each in found]}, indent=2)
 
 
 def as_table(found: Iterable[Check]) -> str:
-    """The checks as lines for people."""
+    """Formats the checks as lines for people."""
     lines = [f"gradwire {version()}"]
     for section, members in groupby(found, key=lambda check: check.section):
         lines.append(f"\n{section}")
@@ -102,7 +102,7 @@ def _rdma_ports() -> tuple[bool, str]:
 
 
 def _choice(transport: str) -> str:
-    """Whether ranks would use it, as far as GRADWIRE_LINK decides that."""
+    """A note on whether GRADWIRE_LINK makes ranks use a transport or not."""
     link = emulated_link.spec()
     if transport == EMULATED:
         return f"holds tcp to {link}" if link else "holds tcp to a rate: `gradwire run --link`"
@@ -110,7 +110,7 @@ def _choice(transport: str) -> str:
 
 
 def _cost_models() -> Iterator[Check]:
-    """What algorithm="auto" may be decided by here."""
+    """The cost models that algorithm="auto" may use here."""
     given = environment.text(_model.VARIABLE)
     if given is not None:
         yield Check("cost models", _model.VARIABLE, None, given)
@@ -137,7 +137,7 @@ def _network() -> Iterator[Check]:
 
 
 def _several_hosts() -> tuple[bool, str]:
-    """The interface they would use here, and why that one."""
+    """The interface that ranks on several hosts would use here, and why."""
     pattern = environment.text("GRADWIRE_SOCKET_IFNAME")
     try:
         choice = interfaces.choose(_towards_store(), pattern=pattern, several_hosts=True)
@@ -147,7 +147,7 @@ def _several_hosts() -> tuple[bool, str]:
 
 
 def _towards_store() -> str | None:
-    """The own address that reaches the store which the environment names, if it names one."""
+    """The own address that reaches the store of the environment; None without a store."""
     place = urlsplit(_store_of_environment())
     if place.hostname is None or place.port is None:
         return None
@@ -155,7 +155,7 @@ def _towards_store() -> str | None:
 
 
 def _store_of_environment() -> str:
-    """Its URL; empty for none, or where the environment contradicts itself, as init() will say."""
+    """The store's URL; empty without one, or if init() would refuse the environment."""
     try:
         return launch_info.from_environment().store or environment.text("GRADWIRE_STORE") or ""
     except RendezvousError:

@@ -1,8 +1,8 @@
-"""`gradwire doctor --job`: what the ranks on this host do right now, and who keeps whom waiting.
+"""`gradwire doctor --job`: what the ranks on this host are doing, and who keeps whom waiting.
 
-Every rank keeps a page of memory up to date on which its process can be seen from outside, so this
-works though a rank is stopped, or holds the interpreter's lock for good. Nothing is asked of the
-ranks, and no signal is used: those belong to the user's program and its launcher.
+Every rank keeps a page of memory up to date that other processes can read, so this works even when
+a rank is stopped or holds the interpreter's lock for good. Nothing is asked of the ranks, and no
+signal is used: signals belong to the user's program and its launcher.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _HEADS = ("rank", "process", "state", "for", "waits for", "does")
 
 
 def report(name: str, *, as_json: bool = False) -> str:
-    """The ranks of the jobs whose name begins so.
+    """Reports on the jobs whose name begins with `name`, as text or JSON.
 
-    Raises Error when there are none among this user's processes.
+    Raises Error if this user has no such job on this host.
     """
     groups = communicators(_core.ranks_on_this_host(), name)
     if not groups:
@@ -47,14 +47,14 @@ def report(name: str, *, as_json: bool = False) -> str:
 
 
 def communicators(ranks: Sequence[Seen], name: str = "") -> list[Group]:
-    """The ranks by communicator, in order."""
+    """Groups ranks by communicator, in order."""
     fitting = [each for each in ranks if each["job"].startswith(name)]
     fitting.sort(key=lambda each: (*_key(each), each["rank"], each["pid"]))
     return [Group(tuple(members)) for _, members in groupby(fitting, key=_key)]
 
 
 def _key(rank: Seen) -> tuple[str, int, int, int, int]:
-    """One rank alone has no secret that could tell its job from others."""
+    """The sort key of a communicator; a single rank has no secret, so its process id is part."""
     alone = rank["pid"] if rank["size"] == 1 else 0
     return rank["job"], rank["tag"], rank["communicator"], rank["size"], alone
 
@@ -65,7 +65,7 @@ class Group(NamedTuple):
     ranks: tuple[Seen, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Formats the group for JSON."""
         first = self.ranks[0]
         return {
             **{key: first[key] for key in ("job", "communicator", "size", "about")},
@@ -75,7 +75,7 @@ class Group(NamedTuple):
         }
 
     def as_table(self) -> str:
-        """For people."""
+        """Formats the group for people."""
         rows = [_HEADS, *map(_cells, self.ranks)]
         rows += [(str(rank), "-", "not found", "", "", "") for rank in self.missing()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -86,28 +86,28 @@ class Group(NamedTuple):
         return "\n".join([*self._title(), *(f"  {line}" for line in lines), *self.conclusions()])
 
     def missing(self) -> list[int]:
-        """The ranks that were not found."""
+        """The ranks that were not found on this host."""
         return sorted({*range(self.ranks[0]["size"])} - {each["rank"] for each in self.ranks})
 
     def conclusions(self) -> Iterator[str]:
-        """Who is waited for in the end, and what that rank does."""
+        """Sentences on the ranks at the ends of chains of waiting ranks, and on deadlocks."""
         by_rank = {each["rank"]: each for each in self.ranks}
         ends: dict[int, list[int]] = {}
-        circles: set[tuple[int, ...]] = set()
+        cycles: set[tuple[int, ...]] = set()
         for rank in by_rank:
             *way, end = _chain(rank, by_rank)
             if end in way:
-                circles.add(tuple(sorted(way[way.index(end) :])))
+                cycles.add(tuple(sorted(way[way.index(end) :])))
             elif way:
                 ends.setdefault(end, []).append(rank)
         for end, waiting in sorted(ends.items()):
             yield f"{_who(waiting)} in the end for one: {self._sentence(end, by_rank)}."
-        for circle in sorted(circles):
-            yield f"{_who(circle)} for each other: do they make the same calls in the same order?"
+        for cycle in sorted(cycles):
+            yield f"{_who(cycle)} for each other: do they make the same calls in the same order?"
         for each in self.ranks:
-            if _held(each) and each["rank"] not in ends:
+            if _is_stopped(each) and each["rank"] not in ends:
                 yield f"Nobody waits for it yet: {each['sentence']}."
-        if not ends and not circles:
+        if not ends and not cycles:
             yield "Nobody has waited for another rank for longer than a second."
 
     def _title(self) -> list[str]:
@@ -133,7 +133,7 @@ def _cells(rank: Seen) -> tuple[str, ...]:
         str(rank["pid"]),
         _STATES.get(rank["state"], rank["state"]),
         _duration(rank["seconds"]),
-        _awaited(rank),
+        _waits_for(rank),
         _does(rank),
     )
 
@@ -147,20 +147,20 @@ def _does(rank: Seen) -> str:
     return rank["operation"]
 
 
-def _awaited(rank: Seen) -> str:
+def _waits_for(rank: Seen) -> str:
     if rank["peer"] >= 0:
         return f"rank {rank['peer']}"
     return "any rank" if rank["activity"] == "receive" else ""
 
 
-def _held(rank: Seen) -> bool:
+def _is_stopped(rank: Seen) -> bool:
     return rank["state"] in "Tt"
 
 
 def _chain(rank: int, by_rank: dict[int, Seen]) -> list[int]:
-    """From a rank over those that wait to one that does not, is held, or was met before."""
+    """The chain of waiting ranks from `rank`, to a repeated one or one that does not wait."""
     way = [rank]
-    while rank in by_rank and not _held(by_rank[rank]) and by_rank[rank]["peer"] >= 0:
+    while rank in by_rank and not _is_stopped(by_rank[rank]) and by_rank[rank]["peer"] >= 0:
         rank = by_rank[rank]["peer"]
         way.append(rank)
         if rank in way[:-1]:

@@ -1,4 +1,4 @@
-"""`gradwire tune`: measures the cost model of these hosts, and keeps it for later jobs."""
+"""`gradwire tune`: measures the cost model of these hosts, and saves it for later jobs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Tunes on the launcher's ranks, or on local ones that it starts with the same `argv`.
 
-    Saves the model, and prints what it foretells. Returns the exit code. Raises InvalidArgument
-    for options that do not fit together, before anything is started.
+    Saves the model, and prints its predictions beside the measurements. Returns the exit code.
+    Raises InvalidArgument for options that do not fit together, before anything is started.
     """
     here = launch_info.from_environment()
     alone = here.launcher == "no launcher"
@@ -65,7 +65,7 @@ def _run_ranks(options: argparse.Namespace) -> int:
 
 
 def progress_bar(done: float, what: str) -> None:
-    """Draws one, in place, on stderr."""
+    """Draws a progress bar on stderr, in place; `done` is from 0 to 1."""
     full = round(32 * done)
     text = f"\r[{'#' * full}{'.' * (32 - full)}] {100 * done:3.0f} %  {what}"
     print(f"{text:<79}", end="\n" if done >= 1 else "", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""How long collectives take on the ranks that run, and the cost model that foretells it."""
+"""Measurement of collectives on the running ranks, and the cost model fitted to it."""

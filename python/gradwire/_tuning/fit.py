@@ -1,9 +1,9 @@
-"""The cost model of the ranks that run, fitted to how long their calls take.
+"""Fit of the cost model to measured times of the running ranks.
 
 Calls of several algorithms and sizes are timed, and the parameters are those under which the
-simulator foretells these times best: least squares of the logarithms of predicted / measured, in
-the logarithms of the parameters, by Levenberg and Marquardt's method. The built-in values are a
-weak prior, which decides what no call has shown. Codecs come last, one factor each.
+simulator predicts these times best: least squares of the logarithms of predicted / measured, in
+the logarithms of the parameters, by the Levenberg-Marquardt method. The built-in values are a weak
+prior, which decides what no call has shown. Codecs come last, one factor each.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from gradwire._tuning import measure
 from gradwire._tuning.measure import Case
 
 _Floats = NDArray[np.float64]
-Progress = Callable[[float, str], None]  # the share that is done, from 0 to 1, and what is next
+Progress = Callable[[float, str], None]  # the share done, from 0 to 1, and the next case
 
 _MOST_FIT_SECONDS = 4.0
 
 _SIZES = (4, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
-_PLANS = {  # what is timed of each collective; reductions are told from copies by the broadcasts
+_PLANS = {  # algorithms to time; broadcasts separate the cost of copies from that of reductions
     "all_reduce": ("direct", "ring", "recursive_doubling", "halving_doubling", "binary_tree"),
     "broadcast": ("star", "binary_tree"),
 }
-# A repeated all_reduce goes past Python's checks; where they matter, a broadcast tells of them.
+# Small broadcasts are left out: unlike a repeated all_reduce they pay for Python's checks.
 _LEAST = {"all_reduce": 0, "broadcast": 256 << 10}  # bytes
 _CODECS = ("fp16", "bf16", "int8", "onebit", "topk", "threshold")
 _CODEC_BYTES = 4 << 20
 _ROUNDS = 8
-_MOST_CALLS = 5000  # of a case in a round
+_MOST_CALLS = 5000  # per case and round
 _SHORT, _SOME = 2e-3, 30  # seconds of a call, and calls
-# Of the rounds: other work only adds to what calls take, for a second or for longer.
+# Quantile over rounds: other work on the machine only adds time, for a second or longer.
 _UNDISTURBED = 0.25
-# Weight of a factor e from the built-in value, beside that of a case that is off by as much.
+# Weight of a factor e from the built-in value, relative to a case that is off by as much.
 _PRIOR = 0.05
-_PRIOR_FAR = 0.1  # how memory is slower further away differs less
-_OUTLIER = 0.3  # residuals beyond this count less
+_PRIOR_FAR = 0.1  # how much slower distant memory is varies less
+_OUTLIER = 0.3  # larger errors count less
 _CLOSE = 0.2
 _STEP = 0.05  # of a parameter's logarithm, for slopes
 _MOST_DAMPING = 1e4
@@ -54,7 +54,7 @@ _MOST_DAMPING = 1e4
 
 @dataclass(frozen=True)
 class Timing:
-    """One case, and what was measured and is predicted of it, in seconds."""
+    """One case with its measured and predicted seconds."""
 
     case: Case
     measured: float
@@ -69,9 +69,10 @@ class Timing:
 def tune(
     comm: Group, hosts: HostSet, *, seconds: float, progress: Progress | None
 ) -> tuple[_core.CostModel, list[Timing]]:
-    """The model that fits best, the same on all ranks, and on rank 0 also its timings.
+    """Measures and fits a model, the same on all ranks; returns it, and on rank 0 its timings.
 
-    Every rank calls it; it takes about `seconds`, and a few more on rank 0 to compute.
+    Every rank calls it. It takes about `seconds`, and a few more on rank 0 to compute. Raises
+    InvalidArgument.
     """
     if not 0 < seconds < math.inf:
         raise InvalidArgument(f"seconds={seconds!r} is no time to measure for")
@@ -89,7 +90,7 @@ def tune(
 
 
 def _cases(ranks: int) -> list[Case]:
-    """By size, so that what is too slow is known before it is tried."""
+    """The cases by size: small ones tell which large ones would take too long."""
     return [
         measure.case_of_bytes(size, ranks, collective=collective, algorithm=algorithm)
         for size in _SIZES
@@ -106,7 +107,7 @@ def _coded_case(codec: str) -> Case:
 
 @dataclass
 class _Clocked:
-    """A case, and the seconds of a call in each round; its first call is of no round."""
+    """A case, the seconds of its first call, and those of a call in each round."""
 
     case: Case
     call: Callable[[], object]
@@ -119,20 +120,20 @@ class _Clocked:
 
 
 class _Stopwatch:
-    """Times cases on all ranks, which decide alike what there is time for.
+    """Times cases on all ranks, which agree on the cases that there is time for.
 
-    First each is called once, so that it is known what it takes. Then come rounds over all of them,
-    so that each has its share of the machine's good and bad seconds.
+    Each case is first called once, to know how long it takes. Then come rounds over all of them, so
+    that each gets its share of the machine's good and bad seconds.
     """
 
     def __init__(self, comm: Group, seconds: float, progress: Progress | None) -> None:
         self._comm, self._seconds, self._progress = comm, seconds, progress
         self._start = monotonic()
-        self._room = np.zeros(max(_SIZES) // 4, np.float32)  # of all cases
-        self._rates: dict[tuple[str, str], float] = {}  # seconds a byte, by the last smaller one
+        self._room = np.zeros(max(_SIZES) // 4, np.float32)  # the buffer of all cases
+        self._rates: dict[tuple[str, str], float] = {}  # seconds per byte of the last smaller case
 
     def time_all(self, cases: Sequence[Case]) -> list[Timing]:
-        """Those for which there is time."""
+        """Times the cases for which there is time."""
         share = self._seconds / len(cases)
         tried = [self._try(case, share) for case in cases]
         all_clocked = [each for each in tried if each is not None]
@@ -144,7 +145,7 @@ class _Stopwatch:
         return [each.timing() for each in all_clocked]
 
     def _try(self, case: Case, share: float) -> _Clocked | None:
-        """Its first calls; None where even one would take more than its share."""
+        """Makes the first calls of a case; None if one would take more than the share of time."""
         self._show(case)
         family = (case.collective, case.algorithm)
         if self._rates.get(family, 0.0) * case.nbytes > share:
@@ -152,13 +153,13 @@ class _Stopwatch:
         call = measure.timed_call(self._comm, case, self._room[: case.count])
         call()
         once = self._batch(call, 1)
-        if once < _SHORT:  # in which ranks come late by more than a call takes
+        if once < _SHORT:  # ranks may come late by more than a call takes
             once = self._batch(call, _SOME)
         self._rates[family] = once / case.nbytes if case.nbytes > _SIZES[1] else 0.0
         return _Clocked(case, call, once)
 
     def _time(self, clocked: _Clocked, left: int) -> None:
-        """A round of it, where `left` rounds of cases share the time that is left."""
+        """Times a case in one round; `left` such rounds share the remaining time."""
         spent = measure.slowest(self._comm, monotonic() - self._start)
         share = (self._seconds - spent) / left
         calls = min(_MOST_CALLS, int(share / clocked.once))
@@ -173,7 +174,7 @@ class _Stopwatch:
             self._progress(min(0.99, (monotonic() - self._start) / self._seconds), " ".join(words))
 
     def _batch(self, call: Callable[[], object], calls: int) -> float:
-        """Seconds of a call, on the slowest rank; the same number on all."""
+        """The seconds of a call on the slowest rank; the same number on all ranks."""
         self._comm.barrier()
         start = monotonic()
         for _ in range(calls):
@@ -182,7 +183,7 @@ class _Stopwatch:
 
 
 class _Fit:
-    """Finds the parameters under which the timings are foretold best."""
+    """Finds the parameters that predict the timings best."""
 
     def __init__(self, comm: Group, model: _core.CostModel, timings: Sequence[Timing]) -> None:
         self._hosts = [list(each) for each in comm.hosts]
@@ -200,7 +201,7 @@ class _Fit:
         self._prior = np.square(weights)
 
     def _free(self, most_on_a_host: int) -> list[str]:
-        """The parameters that matter to these ranks, and are not zero."""
+        """The parameters to fit: those that matter to these ranks and are not zero."""
         given = self.model.parameters
         scopes = [
             *(["within."] if most_on_a_host > 1 else []),
@@ -213,7 +214,7 @@ class _Fit:
         return [name for name in names if given[name] > 0]
 
     def run(self) -> list[Timing]:
-        """Fits the model; returns the timings with what it predicts of them."""
+        """Fits the model; returns the timings with its predictions."""
         prior = np.log([self.model.parameters[name] for name in self._names])
         at, errors, damping = prior, self._errors(prior), 1e-2
         until = monotonic() + _MOST_FIT_SECONDS
@@ -234,7 +235,7 @@ class _Fit:
         return [replace(each, predicted=self._predict(each.case)) for each in self._timings]
 
     def _normal(self, at: _Floats, errors: _Floats, prior: _Floats) -> tuple[_Floats, _Floats]:
-        """The normal equations, in which outliers count less."""
+        """The normal equations, with less weight for outliers."""
         slope = np.empty((len(errors), len(at)))
         for i, step in enumerate(_STEP * np.eye(len(at))):
             slope[:, i] = (self._errors(at + step) - errors) / _STEP
@@ -243,13 +244,13 @@ class _Fit:
         return normal, slope.T @ (weights * errors) + self._prior * (at - prior)
 
     def _badness(self, errors: _Floats, away: _Floats) -> float:
-        """Huber's loss of the errors, and the prior's of how far away it is."""
+        """Huber's loss of the errors, plus the prior's loss of the distance `away`."""
         size = np.abs(errors)
         loss = np.where(size <= _OUTLIER, size**2, 2 * _OUTLIER * size - _OUTLIER**2)
         return float(loss.sum() + (self._prior * away**2).sum())
 
     def fit_codecs(self, timings: Sequence[Timing]) -> None:
-        """One factor for both directions of each codec, by bisection."""
+        """Fits one factor for both directions of each codec, by bisection."""
         base = self.model.parameters
         for timing in timings:
             name = timing.case.codec

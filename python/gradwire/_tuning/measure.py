@@ -1,8 +1,8 @@
-"""How fast a collective is, and whether its results are right: what every benchmark here shares.
+"""Measurement of collectives: their speed, and whether results are right.
 
-Sizes and bandwidths are nccl-tests': bytes are those of the whole buffer (all ranks' blocks
-together where each rank has one), algbw = bytes / time, busbw = algbw × a factor that makes it the
-bandwidth of the busiest link, so that it compares with the hardware's at any p.
+Sizes and bandwidths are defined as in nccl-tests: bytes are those of the whole buffer (all ranks'
+blocks together if each rank has one), algbw = bytes / time, and busbw = algbw × a factor that makes
+it the bandwidth of the busiest link, which compares with the hardware's for any number of ranks.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ COLLECTIVES = (
 _ONE_BUFFER = ("all_reduce", "broadcast", "reduce")
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
-_PERIOD = 8  # of the test pattern
+_PERIOD = 8  # of the test pattern, in elements
 _FOLDS = {
     **{"min": np.minimum, "max": np.maximum, "prod": np.multiply},
     **{"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor},
     **{"land": np.logical_and, "lor": np.logical_or, "lxor": np.logical_xor},
 }
-_POISON = 77  # what an output holds before the call
+_POISON = 77  # content of an output before the call
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: a collective over `count` elements, blocks of all ranks together."""
+    """A collective to measure, over `count` elements, the blocks of all ranks together."""
 
     collective: str
     count: int
@@ -61,7 +61,7 @@ class Case:
         return self.count * int(numpy_dtype(self.dtype).itemsize)
 
     def busbw_factor(self, ranks: int) -> float:
-        """busbw / algbw, as nccl-tests defines it."""
+        """The factor busbw / algbw, as nccl-tests defines it."""
         if self.collective in ("broadcast", "reduce"):
             return 1.0
         halves = 2 if self.collective == "all_reduce" else 1
@@ -70,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """A measured case. `wrong` is None where nothing is checked: a lossy codec is not exact."""
+    """A measured case; `wrong` is None with a lossy codec, whose results are not checked."""
 
     case: Case
     ranks: int
@@ -79,12 +79,12 @@ class Result:
 
     @property
     def algbw(self) -> float:
-        """GB/s (10⁹ bytes)."""
+        """The algorithm bandwidth in GB/s (10⁹ bytes)."""
         return self.case.nbytes / self.seconds / 1e9
 
     @property
     def busbw(self) -> float:
-        """GB/s (10⁹ bytes) over the busiest link."""
+        """The bus bandwidth in GB/s (10⁹ bytes): that of the busiest link."""
         return self.algbw * self.case.busbw_factor(self.ranks)
 
 
@@ -97,7 +97,7 @@ def case_of_bytes(nbytes: int, ranks: int, **options: Any) -> Case:
 
 
 def measure(comm: Group, case: Case, *, iterations: int, warmup: int, checks: int = 1) -> Result:
-    """Checks the results of so many calls, then times it."""
+    """Checks the results of `checks` calls, then times the case."""
     found = [wrong_elements(comm, case) for _ in range(checks)]
     known = [each for each in found if each is not None]
     wrong = sum(known) if known else None
@@ -105,7 +105,7 @@ def measure(comm: Group, case: Case, *, iterations: int, warmup: int, checks: in
 
 
 def seconds(comm: Group, case: Case, *, iterations: int, warmup: int) -> float:
-    """The average time of calls back to back, on the slowest rank."""
+    """The average seconds of calls back to back, on the slowest rank."""
     call = timed_call(comm, case)
     for _ in range(warmup):
         call()
@@ -117,17 +117,17 @@ def seconds(comm: Group, case: Case, *, iterations: int, warmup: int) -> float:
 
 
 def slowest(comm: Group, seconds: float) -> float:
-    """The most that any rank took."""
+    """The largest value of any rank, on all ranks."""
     times = np.array([seconds])
     comm.all_reduce(times, op="max")
     return float(times[0])
 
 
 def timed_call(comm: Group, case: Case, room: Array | None = None) -> Callable[[], object]:
-    """The collective over buffers of its own; one in place over `room`, where that is given.
+    """A function that makes the call, over its own buffers, or in place over `room`.
 
-    They hold zeros: sums of sums of anything else would overflow after some calls, and no codec
-    that is exact looks at the values.
+    Buffers hold zeros: repeated sums of anything else would overflow, and the speed of exact codecs
+    does not depend on the values.
     """
     send, receive = _buffers(comm, case) if room is None else (room, room)
     send.fill(0)
@@ -135,7 +135,7 @@ def timed_call(comm: Group, case: Case, room: Array | None = None) -> Callable[[
 
 
 def wrong_elements(comm: Group, case: Case) -> int | None:
-    """How many elements of one call's results are wrong, on all ranks together."""
+    """The number of wrong elements in one call's results, on all ranks together."""
     if _core.Codec(case.codec).biased:
         return None
     send, receive = _buffers(comm, case)
@@ -147,7 +147,7 @@ def wrong_elements(comm: Group, case: Case) -> int | None:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's type of that name; bfloat16 comes from the package ml_dtypes."""
+    """NumPy's dtype of that name; bfloat16 comes from the package ml_dtypes."""
     if name != "bfloat16":
         return np.dtype(name)
     try:
@@ -159,7 +159,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def _buffers(comm: Group, case: Case) -> tuple[Array, Array]:
-    """What this rank gives and where its result goes: one buffer where the call is in place."""
+    """The input and output of this rank, the same buffer if the call is in place."""
     sends = case.count // comm.size if case.collective in ("all_gather", "gather") else case.count
     send = np.empty(sends, numpy_dtype(case.dtype))
     if case.collective in ("all_reduce", "broadcast"):
@@ -198,7 +198,7 @@ def _differences(comm: Group, case: Case, received: Array) -> int:
 
 
 def _pattern(case: Case, rank: int, count: int, start: int = 0) -> Array:
-    """Elements start … of what a rank contributes: small integers, whose sums every type holds."""
+    """Elements of a rank's test input: small integers, whose sums every type can hold."""
     positions = np.arange(start, start + _PERIOD) + 3 * rank
     values = positions % 2 + 1 if case.op == "prod" else positions % _PERIOD
     if case.dtype == "bool":

@@ -25,10 +25,10 @@ def broadcast_parameters(
 ) -> None:
     """Gives all ranks the root's tensors, in place; every rank calls it.
 
-    `params` is ``model.state_dict()`` or ``model.named_parameters()``: dense tensors of any type,
-    on the CPU or a GPU; None is passed over. Without a communicator, one is made for this call over
-    torch's default process group. Raises InvalidArgument on all ranks where names, types or shapes
-    are not those of the root.
+    `params` is ``model.state_dict()`` or ``model.named_parameters()``: dense tensors of any type
+    and shape, on the CPU or a GPU; None values are skipped. Without a communicator, one is made for
+    this call over torch's default process group. Raises InvalidArgument on all ranks when names,
+    types or shapes differ from the root's.
     """
     tensors = _named(params)
     with _communicator(communicator) as over:
@@ -43,15 +43,15 @@ def broadcast_optimizer_state(
 ) -> None:
     """Gives all ranks the state and options (``lr``, ...) of the root's optimizer; all call it.
 
-    The others' may be fresh, without any state, or hold another one, which is forgotten. Tensors
-    keep the root's types; all else travels by pickle (see `Communicator.broadcast_object`), and so
+    The other ranks' optimizers may be fresh, or have a state, which is replaced. Tensors get the
+    root's types; everything else travels by pickle (see `Communicator.broadcast_object`), so use it
     only between ranks that trust each other. Without a communicator, one is made for this call over
-    torch's default process group. Raises InvalidArgument on all ranks where parameters are grouped
-    otherwise than on the root.
+    torch's default process group. Raises InvalidArgument on all ranks when parameters are grouped
+    differently from the root's.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise wrong(optimizer, "optimizer", "an optimizer of torch's")
-    # Its module takes long to import, and warns.
+    # Compared by name: its module takes long to import, and warns.
     if any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__):
         raise InvalidArgument(
             "a ZeroRedundancyOptimizer has another part of the state on each rank: save it with "
@@ -70,12 +70,12 @@ def broadcast_optimizer_state(
 
 
 class _Slot(NamedTuple):
-    """Stands for a tensor, in its place."""
+    """A placeholder for a tensor in a snapshot."""
 
     number: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    device: str  # its kind
+    device: str  # its type
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -84,15 +84,15 @@ class _Slot(NamedTuple):
 class _Snapshot(NamedTuple):
     """An optimizer's options and state, with slots for tensors and numbers for parameters."""
 
-    sizes: list[int]  # of its groups
+    sizes: list[int]  # numbers of parameters by group
     options: list[dict[str, Any]]
     by_parameter: dict[int, Any]
-    others: dict[Any, Any]  # state under keys that are no parameters
+    others: dict[Any, Any]  # state under keys other than parameters
     slots: list[_Slot]
 
 
 def _snapshot(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor]) -> _Snapshot:
-    """Puts the tensors into the list."""
+    """Takes a snapshot; appends the tensors to the list, in the order of their slots."""
     number = {each: i for i, each in enumerate(_parameters(optimizer))}
     slots: list[_Slot] = []
 
@@ -134,7 +134,7 @@ def _restore(
 
 
 def _mapped(value: Any, change: Any) -> Any:
-    """Containers with each value changed; anything else as it is."""
+    """Copies a container with `change` applied to each value; returns anything else unchanged."""
     if type(value) is dict:
         return {key: change(each) for key, each in value.items()}
     if type(value) in (list, tuple):
@@ -157,7 +157,7 @@ def _regrouped(optimizer: torch.optim.Optimizer, roots: _Snapshot, rank: int, ro
 
 
 def _named(params: Any) -> dict[str, torch.Tensor]:
-    """Each memory once: tied parameters have two names in a state_dict."""
+    """Tensors by name, each memory once: tied parameters have two names in a state_dict."""
     wanted = "model.state_dict() or model.named_parameters()"
     if isinstance(params, torch.nn.Module | torch.Tensor | str):
         raise wrong(params, "params", wanted)
@@ -199,7 +199,7 @@ def _raise_on_all(communicator: Communicator, fault: str) -> None:
 
 
 def _broadcast(communicator: Communicator, tensors: Sequence[torch.Tensor], root: int) -> None:
-    """In one operation on bytes for those on the CPU, and in one for those on a GPU."""
+    """Broadcasts tensors as bytes: one operation for those on the CPU, one for those on a GPU."""
     for kind in dict.fromkeys(each.device.type for each in tensors):
         found = [each for each in tensors if each.device.type == kind and each.numel()]
         sent = [each.contiguous() for each in found]
@@ -211,7 +211,7 @@ def _broadcast(communicator: Communicator, tensors: Sequence[torch.Tensor], root
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory."""
+    """A view of the tensor's memory as bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -226,6 +226,6 @@ def _communicator(given: Communicator | None) -> Iterator[Communicator]:
             "torch.distributed.init_process_group() first"
         )
     group = dist.group.WORLD
-    assert group is not None  # as it is initialized
+    assert group is not None  # the process group is initialized
     with communicator_of(group) as made:
         yield made

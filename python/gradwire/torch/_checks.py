@@ -1,4 +1,4 @@
-"""Checks what `register` is given: on each rank alone, and that it is alike on all of them."""
+"""Checks of the arguments of `register`: on each rank alone, and that all ranks gave the same."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gradwire._feedback import ErrorFeedback
 from gradwire.torch._state import State
 from gradwire.torch._step.momentum import Momentum
 
-_Said = tuple[str, dict[str, str]]  # why a rank has no state, and its settings
+_RankSettings = tuple[str, dict[str, str]]  # why a rank has no state, and its settings
 
 
 def require_model(ddp: Any) -> None:
-    """One of DDP's, without a hook, whose gradients are dense."""
+    """Raises InvalidArgument unless this is a DDP model without a hook, with dense gradients."""
     if isinstance(getattr(ddp, "_orig_mod", None), DistributedDataParallel):
         raise InvalidArgument(
             "the model is compiled: call register() for the DistributedDataParallel model, before "
@@ -42,7 +42,7 @@ def require_model(ddp: Any) -> None:
 
 
 def require_settings(momentum: Any, scaler: Any, optimizer: Any, feedback: Any, rules: Any) -> None:
-    """Those that have a type."""
+    """Raises InvalidArgument for settings of a wrong type."""
     if momentum is not None:
         instance(momentum, "momentum", Momentum, "gradwire.torch.Momentum(0.9)")
     if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "get_scale")):
@@ -56,9 +56,9 @@ def require_settings(momentum: Any, scaler: Any, optimizer: Any, feedback: Any, 
 
 
 def require_features(
-    ddp: DistributedDataParallel, feedback: ErrorFeedback | bool | None, **wishes: object
+    ddp: DistributedDataParallel, feedback: ErrorFeedback | bool | None, **settings: object
 ) -> None:
-    """Raises InvalidArgument for what the hook does on the CPU only."""
+    """Raises InvalidArgument for settings that need a model on the CPU."""
     if not any(each.is_cuda for each in ddp.module.parameters()):
         return
     if isinstance(feedback, ErrorFeedback) and feedback.dtype != "float32":
@@ -66,7 +66,7 @@ def require_features(
             f"feedback= keeps residuals in {feedback.dtype}, which is for models on the CPU; this "
             "one is on a GPU: give an ErrorFeedback() of float32"
         )
-    asked = [name for name, wish in wishes.items() if wish is not None]
+    asked = [name for name, value in settings.items() if value is not None]
     if asked:
         raise InvalidArgument(
             f"{asked[0]}= is for models on the CPU; this one is on a GPU: leave it out, or keep it "
@@ -81,9 +81,9 @@ def made_alike(
     owns_communicator: bool,
     **settings: object,
 ) -> State:
-    """The state that `make` makes, when every rank has made its own with the same settings.
+    """Calls `make` and returns its state if every rank has made its own with the same settings.
 
-    Otherwise raises on all ranks, what `make` raises or InvalidArgument, and closes the state, or
+    Otherwise raises on all ranks, the error of `make` or InvalidArgument, and closes the state, or
     the communicator that it was to own.
     """
     state: State | None = None
@@ -121,7 +121,7 @@ def _require_pairs(rules: Any) -> None:
 
 
 def _require_dense(ddp: DistributedDataParallel) -> None:
-    """DDP would take sparse gradients; gradwire's collectives do not."""
+    """Raises InvalidArgument for embeddings with sparse gradients, which DDP would accept."""
     ignored = getattr(ddp, "parameters_to_ignore", ())
     for name, module in ddp.module.named_modules():
         embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -142,8 +142,8 @@ def _kind(model: Any) -> str:
     return f"a {kind}" if isinstance(model, torch.nn.Module) else f"of type {kind}"
 
 
-def _problem(every: Sequence[_Said]) -> str:
-    """What is not as it must be; empty where all is."""
+def _problem(every: Sequence[_RankSettings]) -> str:
+    """The first failure or difference between ranks, as a text; empty without one."""
     for rank, (why, _) in enumerate(every):
         if why:
             return f"register() failed on rank {rank}: {why}"

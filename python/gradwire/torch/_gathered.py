@@ -16,11 +16,11 @@ from gradwire.torch._step.saved import VERSION, require_complete, share
 
 
 def gather_state_dict(state: State, dst: int = 0) -> dict[str, Any] | None:
-    """All ranks' `state_dict` in one dict on rank `dst`, to be saved in one file; None elsewhere.
+    """Gathers all ranks' `state_dict` in one dict on rank `dst`; returns None on the others.
 
-    Every rank calls it, between steps. What it returns holds tensors and plain values, so that
-    ``torch.load(weights_only=True)`` reads it. It goes back by `scatter_state_dict`, or by
-    ``state.load_state_dict`` on each rank that reads the file, on any number of ranks.
+    Every rank calls it, between steps. The dict holds tensors and plain values, so that
+    ``torch.load(weights_only=True)`` can read a file of it. Load it with `scatter_state_dict`, or
+    with ``state.load_state_dict`` on each rank that reads the file, on any number of ranks.
     """
     communicator, own = state.communicator, state.state_dict()
     if communicator.rank != dst:
@@ -32,11 +32,12 @@ def gather_state_dict(state: State, dst: int = 0) -> dict[str, Any] | None:
 
 
 def scatter_state_dict(state: State, gathered: Mapping[str, Any] | None, src: int = 0) -> None:
-    """Loads each rank's share of what `gather_state_dict` returned, which rank `src` has.
+    """Loads on each rank its share of a `gather_state_dict` result that rank `src` has.
 
-    Every rank calls it, before a step; the others give None. Where the number of ranks has changed,
-    residuals are summed and split so that they move weights as far as they would have. Raises
-    InvalidArgument on all ranks for what is no such dict, and on each for that of another model.
+    Every rank calls it, before a step; the others give None. If the number of ranks has changed,
+    residuals are averaged over old ranks or copied to new ones, so that they move weights as far as
+    they would have. Raises InvalidArgument on all ranks for another value, and on each rank for
+    another model's state.
     """
     communicator = state.communicator
     if communicator.rank != src:

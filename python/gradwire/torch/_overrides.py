@@ -1,9 +1,9 @@
-"""Methods of a DDP model that are replaced on it, as DDP offers no hook in their place.
+"""Methods of a DDP model that are replaced on the instance, where DDP offers no hook.
 
 DDP sends a model's buffers, agrees on new buckets in the second forward, and counts who still has
-inputs in `join()`, over the process group, whose errors name no rank that was lost. Buffers travel
+inputs in `join()`, over the process group, whose errors do not name a lost rank. Buffers travel
 over gradwire instead, and forward and `join()` raise the error of the hook's State in place of
-torch's. A torch without one of these methods keeps its own way.
+torch's. When a version of torch lacks one of these methods, its own behaviour remains.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from gradwire.torch._state import State, warn_of_copy
 _BUFFERS = "_distributed_broadcast_coalesced"
 _FORWARD = "_pre_forward"
 _JOIN = "join"
-_NEWS = 2.0  # seconds in which the loss of a rank is heard of that a collective failed for
+_FAILURE_SECONDS = 2.0  # in which the loss of a rank that made a collective fail becomes known
 
 
 def broadcast_buffers_by(ddp: DistributedDataParallel, state: State) -> None:
-    """Lets the model's buffers travel over the state's communicator until that is closed.
+    """Sends the model's buffers over the state's communicator until that is closed.
 
-    None of DDP's public hooks knows whose buffers count: within `join()` it is not rank 0.
+    DDP's public hooks do not tell which rank's buffers count: within `join()` it is not rank 0.
     """
     if hasattr(type(ddp), _BUFFERS):
         setattr(ddp, _BUFFERS, partial(_broadcast, state, weakref.ref(ddp)))
@@ -59,16 +59,16 @@ def _broadcast(
 
 
 def explain_in_forward(ddp: DistributedDataParallel, state: State) -> None:
-    """Lets the state's error come out of the model's forward where torch raises one of its own."""
+    """Makes the model's forward raise the state's error in place of torch's."""
     if hasattr(type(ddp), _FORWARD):
         setattr(ddp, _FORWARD, partial(_pre_forward, state, weakref.ref(ddp)))
 
 
 def _explain(state: State, error: BaseException | None) -> None:
-    """Raises the state's error in place of one of torch's, if there is any."""
+    """Raises the state's error from one of torch's, if the state has one."""
     if isinstance(error, RuntimeError) and not (isinstance(error, Error) or state.closed):
         try:
-            state._steps.hear(_NEWS)
+            state._steps.check_failure(_FAILURE_SECONDS)
         except Error as its:
             raise its from error
 
@@ -85,12 +85,12 @@ def _pre_forward(
 
 
 def join_by(ddp: DistributedDataParallel, state: State) -> None:
-    """Lets the state's error come out of the model's `join()` where torch raises one of its own."""
+    """Makes the model's `join()` raise the state's error in place of torch's."""
     setattr(ddp, _JOIN, partial(_Join, state, weakref.ref(ddp)))
 
 
 class _Join:
-    """What torch's `join()` returns, with that difference."""
+    """The context manager of torch's `join()`; raises the state's error in place of torch's."""
 
     def __init__(
         self, state: State, model: weakref.ref[DistributedDataParallel], *args: Any, **named: Any
@@ -117,11 +117,11 @@ class _Join:
 
 
 def copy_without_hook(ddp: DistributedDataParallel, hooks: Sequence[RemovableHandle]) -> None:
-    """Leaves out of copies what is replaced here, and the model's forward `hooks`.
+    """Leaves the replaced methods and the model's forward `hooks` out of copies.
 
-    `copy.deepcopy`, `AveragedModel` and `torch.save` take a plain DDP model. The hook's State holds
-    connections and threads, which cannot be copied, and a copy has no use for them: it is not
-    trained, or is wrapped anew. So `__getstate__`, where both begin, is replaced as well.
+    `copy.deepcopy`, `AveragedModel` and `torch.save` accept a plain DDP model. The hook's State
+    holds connections and threads, which cannot be copied, and a copy does not need them: it is not
+    trained, or is wrapped anew. So `__getstate__`, with which copies begin, is replaced as well.
     """
     ids = [each.id for each in hooks]
     ours = ("__getstate__", _BUFFERS, _FORWARD, _JOIN)
@@ -132,7 +132,7 @@ def _state(
     model: weakref.ref[DistributedDataParallel], replaced: Collection[str], ids: Collection[int]
 ) -> dict[str, Any]:
     ddp = model()
-    assert ddp is not None  # whose attribute this is
+    assert ddp is not None  # the method is this model's attribute
     attributes: dict[str, Any] = type(ddp).__getstate__(ddp)
     warn_of_copy()
     for name in ("_forward_pre_hooks", "_forward_hooks"):

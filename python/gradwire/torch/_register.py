@@ -27,12 +27,12 @@ from gradwire.torch._overrides import (
 )
 from gradwire.torch._state import State
 from gradwire.torch._step.buckets import compressible
+from gradwire.torch._step.gradient_scale import Scaler
 from gradwire.torch._step.guard import Guard
-from gradwire.torch._step.joined import Active
+from gradwire.torch._step.join_tracker import JoinTracker
 from gradwire.torch._step.momentum import Momentum
-from gradwire.torch._step.rules import Rules, Wanted
+from gradwire.torch._step.rules import CodecChoice, Rules
 from gradwire.torch._step.stats import Stats
-from gradwire.torch._step.units import Scaler
 
 _log = logging.getLogger("gradwire")
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, State] = weakref.WeakKeyDictionary()
@@ -40,12 +40,12 @@ _states: weakref.WeakKeyDictionary[DistributedDataParallel, State] = weakref.Wea
 
 def register(
     ddp: DistributedDataParallel,
-    codec: Wanted = "none",
+    codec: CodecChoice = "none",
     algorithm: str = "auto",
     communicator: Communicator | None = None,
     *,
     feedback: ErrorFeedback | bool | None = None,
-    rules: Sequence[tuple[str, Wanted]] = (),
+    rules: Sequence[tuple[str, CodecChoice]] = (),
     min_elements: int = 1024,
     momentum: Momentum | None = None,
     clip_norm: float | None = None,
@@ -55,44 +55,45 @@ def register(
 ) -> State:
     """Makes a DDP model average its gradients with gradwire; every rank calls it, before training.
 
-    `codec` is as in `Communicator.all_reduce`, or a function of the step (`Stages`, `warm_up`), and
-    applies to float32 gradients, to those of complex64 parameters, which travel as pairs of
-    float32, and on the CPU to those of bfloat16 and float16 parameters, which go through float32,
-    feedback included, and are rounded when they are averaged (with none, fp16 and bf16 they travel
-    as they are, where there is no feedback); those of other types travel as they are, of which
-    gradwire's log warns. `rules` are pairs of a pattern and a codec: a parameter whose name it
-    matches (as in fnmatch: ``"*.bias"``) travels with that of the first such rule. Where the codec
-    is biased, a parameter of less than `min_elements` elements travels as it is.
+    `codec` is as in `Communicator.all_reduce`, or a function of the step (`Stages`, `warm_up`). It
+    applies to float32 gradients, and to those of complex64 parameters as pairs of float32. On the
+    CPU it also applies to bfloat16 and float16 gradients: these go through float32, feedback
+    included, and the averages are rounded; with none, fp16 and bf16, and without feedback, they
+    travel as they are. Gradients of other types travel as they are, and gradwire's log warns of
+    it. `rules` are pairs of a pattern and a codec: a parameter whose name matches (as in fnmatch:
+    ``"*.bias"``) travels with the codec of the first such rule. Parameters of fewer than
+    `min_elements` elements travel uncompressed where the codec is biased.
 
-    What a codec loses is kept by parameter and sent later, with `feedback`: None if a codec needs
-    it or changes with the step, True also if none does, False never, ErrorFeedback("bfloat16") in
-    half the memory. Or it goes on, where the model is wrapped anew because ranks left or parameters
-    were frozen or thawed: close the old state, and give its `feedback`, to which scale, rates and
-    velocities belong, too. (Its `state_dict`, loaded into the new state, with `resized=True` if
-    ranks left, brings all that and the number of steps.) With `scaler`, a GradScaler, it follows
-    the loss scale; with `optimizer` it follows the learning rate, so that it moves weights as far
-    as it would have when it was kept.
+    `feedback` keeps what a codec loses, by parameter, and sends it later. None keeps it if a codec
+    needs it or changes with the step; True always; False never; ErrorFeedback("bfloat16") in half
+    the memory. When the model is wrapped anew, because ranks left or parameters were frozen or
+    thawed, close the old state and give its `feedback`, with which its scale, rates and velocities
+    go on. (Its `state_dict`, loaded into the new state with `resized=True` if ranks left, brings
+    all that and the number of steps.) With `scaler`, a GradScaler, residuals follow the loss scale.
+    With `optimizer` they follow the learning rate, so that a residual moves weights as far as it
+    would have when it was kept (Zheng et al. 2019, "Communication-Efficient Distributed Blockwise
+    Momentum SGD with Error-Feedback", Algorithm 1).
 
-    `momentum` moves momentum from the optimizer into the hook: one that has its own is refused,
-    here or by its first step; of Adam's `betas` the log warns. With `momentum` or `clip_norm` a
-    backward is refused that adds to an average delivered before (accumulate within `no_sync`).
-    `clip_norm` clips each rank's own
-    gradient, of all parameters together, to the L2 norm clip_norm / sqrt(ranks) before it is added
-    to what was held back, in place of clipping the average (Lin et al. 2018, "Deep Gradient
-    Compression", sec. 3.2); with `scaler` the norm is that of unscaled gradients. Nothing travels
-    before all gradients are there then.
+    `momentum` moves momentum from the optimizer into the hook (Lin et al. 2018, "Deep Gradient
+    Compression", sec. 3): an optimizer with momentum of its own is refused, here or by its first
+    step; Adam's `betas` only cause a warning in the log. `clip_norm` clips each rank's own
+    gradient, of all parameters together, to the L2 norm clip_norm / sqrt(ranks) before residuals
+    are added, instead of clipping the average (the same, sec. 3.2); with `scaler` the norm is that
+    of unscaled gradients. Nothing travels then before all gradients are there. With `momentum` or
+    `clip_norm`, a backward that adds to an average delivered before is refused; accumulate within
+    `no_sync`.
 
     Without a communicator, one with `timeout` (seconds) is made over the ranks of
-    `ddp.process_group`, which must be able to exchange CPU tensors, as gloo's are. Raises
+    `ddp.process_group`, which must be able to exchange CPU tensors, as gloo's can. Raises
     RendezvousError, and InvalidArgument for an unknown codec or algorithm, for a communicator of
-    another size or another order of ranks, and, on all ranks, where they give different settings or
-    one of them cannot go on.
+    another size or another order of ranks, and, on all ranks, when their settings differ or one of
+    them cannot go on.
 
     Within `ddp.join()` averages are over all ranks or, with `divide_by_initial_world_size=False`,
     over those that still train. Buffers (of batch normalisation) travel over gradwire too. Forward,
     backward and the end of a `ddp.join()` block raise gradwire's errors, which name the rank that
-    failed; within such a block, backward may raise torch's. Backward raises when DDP left the hook
-    out.
+    failed; within such a block, backward may raise torch's. Backward raises when DDP bypassed the
+    hook.
     """
     require_model(ddp)
     require_settings(momentum, scaler, optimizer, feedback, rules)
@@ -102,7 +103,7 @@ def register(
     if communicator is None:
         communicator = communicator_of(ddp.process_group, timeout)
     _require_same_ranks(communicator, ddp.process_group)
-    active = Active(ddp)
+    joins = JoinTracker(ddp)
     make = partial(
         State,
         communicator,
@@ -117,7 +118,7 @@ def register(
         scaler=scaler,
         optimizer=optimizer,
         find_unused=ddp.find_unused_parameters and not ddp.static_graph,
-        active=active,
+        joins=joins,
         owns_communicator=owns,
     )
     state = made_alike(
@@ -132,7 +133,7 @@ def register(
     )
     _release_from_old(ddp)
     ddp.register_comm_hook(state, comm_hook)
-    hooks = _watch(ddp, state, active)
+    hooks = _install_forward_hooks(ddp, state, joins)
     broadcast_buffers_by(ddp, state)
     explain_in_forward(ddp, state)
     join_by(ddp, state)
@@ -146,7 +147,8 @@ def register(
 def stats(ddp: DistributedDataParallel) -> Stats:
     """Prints a table of the hook's counters on this rank, and returns them.
 
-    Raises InvalidArgument for a model without gradwire's hook.
+    Bytes are per rank, times in seconds (in the table in MB and ms). Raises InvalidArgument for a
+    model without gradwire's hook.
     """
     if ddp not in _states:
         raise InvalidArgument("the model has no hook of gradwire's: call register() first")
@@ -167,7 +169,7 @@ def _warn_of_other_types(ddp: DistributedDataParallel) -> None:
 
 
 def _release_from_old(ddp: DistributedDataParallel) -> None:
-    """If an old model still exists, its reducer may wait for gradients, and take these for its."""
+    """Removes hooks of an old model, whose reducer would take this model's gradients."""
     own = set(ddp.module.parameters())
     for other, state in list(_states.items()):
         remove = getattr(other, "_remove_autograd_hooks", None)  # torch has no public one
@@ -176,31 +178,38 @@ def _release_from_old(ddp: DistributedDataParallel) -> None:
             remove()
 
 
-def _watch(ddp: DistributedDataParallel, state: State, active: Active) -> Sequence[RemovableHandle]:
-    """Has every forward in training raise the state's error, and look after its backward."""
+def _install_forward_hooks(
+    ddp: DistributedDataParallel, state: State, joins: JoinTracker
+) -> Sequence[RemovableHandle]:
+    """Makes every forward in training raise the state's error and guard its backward."""
     guard = Guard(
-        dict(ddp.module.named_parameters()), partial(getattr, state._steps, "handed_over")
+        dict(ddp.module.named_parameters()), partial(getattr, state._steps, "submitted_steps")
     )
     state._guard = guard
     return (
         ddp.register_forward_pre_hook(partial(_before_forward, state, guard)),
-        ddp.register_forward_hook(partial(_after_forward, state, guard, active)),
+        ddp.register_forward_hook(partial(_after_forward, state, guard, joins)),
     )
 
 
 def _before_forward(state: State, guard: Guard, ddp: DistributedDataParallel, _: Any) -> None:
-    guard.let_go()
+    guard.remove_leaf_hooks()
     if ddp.training and torch.is_grad_enabled():
         state._steps.raise_error()
 
 
 def _after_forward(
-    state: State, guard: Guard, active: Active, ddp: DistributedDataParallel, _: Any, output: Any
+    state: State,
+    guard: Guard,
+    joins: JoinTracker,
+    ddp: DistributedDataParallel,
+    _: Any,
+    output: Any,
 ) -> None:
     if torch.is_grad_enabled() and ddp.require_backward_grad_sync and not state.closed:
-        if ddp.training:  # after DDP's own forward, whose error says more
+        if ddp.training:  # after DDP's own forward, whose error is more precise
             guard.require_averaged()
-        active.note_forward()
+        joins.note_forward()
         guard.after_forward(output)
 
 

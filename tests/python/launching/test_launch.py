@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from gradwire._launch.launcher import _Launch, run
-from gradwire._launch.root_cause import Failure, Note, read_notes, root
+from gradwire._launch.root_cause import Failure, Note, read_notes, root_cause
 from ranks import LIMIT
 
 MAIN = """
@@ -195,7 +195,7 @@ FAILURES = {
 @pytest.mark.parametrize("kind", FAILURES)
 def test_the_root_of_several_failures(kind: str) -> None:
     for order in itertools.permutations(FAILURES[kind]):
-        assert root(order).rank == 1
+        assert root_cause(order).rank == 1
 
 
 def test_notes_are_read_though_some_are_damaged() -> None:

@@ -1,4 +1,4 @@
-"""How a parameter's gradient lies in DDP's bucket, by its type."""
+"""Layout of gradients in DDP's buckets, by type."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from gradwire._errors import Error
 
 
 def real_view(buffer: torch.Tensor) -> torch.Tensor:
-    """The same memory as a flat tensor of real numbers."""
+    """A view of the buffer as a flat tensor of real numbers."""
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 def gradient_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Of real numbers: of a complex parameter pairs, in a last dimension of 2."""
+    """The shape of a gradient in real numbers; complex ones add a last dimension of 2."""
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
 
 
 def gradient_elements(parameter: torch.Tensor) -> int:
-    """How many real numbers these are."""
+    """The number of real numbers in a parameter's gradient."""
     return prod(gradient_shape(parameter))
 
 
 def compressible(gradient: torch.Tensor) -> bool:
-    """Whether codecs are for it: float32 and, on the CPU, bfloat16 and float16, also as pairs."""
+    """Whether codecs apply: to float32, complex64 and, on the CPU, bfloat16 and float16."""
     dtype = gradient.dtype.to_real()
     on_cpu = gradient.device.type == "cpu"
     return dtype is torch.float32 or (dtype in (torch.bfloat16, torch.float16) and on_cpu)
 
 
-def codec_of_16_bits(dtype: torch.dtype, ranks: int) -> str:
-    """What takes as many bytes of an average as the type, and has room for the sum of its range."""
+def codec_for_16_bits(dtype: torch.dtype, ranks: int) -> str:
+    """A codec that sends as many bytes as the type, and whose sums do not overflow."""
     if dtype is torch.bfloat16:
         return "bf16"
     return f"fp16:scale={2.0 ** -(ranks - 1).bit_length()}" if ranks > 1 else "fp16"
 
 
 def round_into(gradient: torch.Tensor, average: torch.Tensor) -> None:
-    """Rounds to the gradient's type, in which what is finite stays finite."""
+    """Rounds an average to the gradient's type; finite values stay finite."""
     if gradient.dtype is torch.float16:
         most = torch.finfo(torch.float16).max
         average = torch.where(average.isfinite(), average.clamp(-most, most), average)
@@ -50,7 +50,7 @@ def round_into(gradient: torch.Tensor, average: torch.Tensor) -> None:
 def pieces(
     buffer: torch.Tensor, parameters: Sequence[torch.Tensor], what: str
 ) -> Sequence[torch.Tensor]:
-    """A bucket's real buffer, cut into the gradients of its parameters.
+    """Cuts a bucket's real buffer into the gradients of its parameters.
 
     (DDP's own `GradBucket.gradients()` counts pairs as one, and so leaves half of a bucket of
     complex parameters out.) Raises Error where the pieces would not cover the buffer exactly once.

@@ -1,7 +1,7 @@
-"""Threads that wait for operations and then complete their futures.
+"""Completions: threads that wait for operations and then complete their futures.
 
-Never the communicator's own thread: a future's callbacks run where it is completed, are Python,
-and may block on a later operation, as torch's PowerSGD hook does.
+The communicator's own thread cannot do this: a future's callbacks are Python code that runs where
+the future is completed, and may block on a later operation, as torch's PowerSGD hook does.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ class Completions:
         self._name = name
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._turn = threading.Lock()
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # for everything below
         self._threads: list[threading.Thread] = []
-        self._free = 0  # threads that have the turn or want it
+        self._free = 0  # threads that wait for an operation, or for their turn to
         self._pending = 0
 
     @property
     def pending(self) -> int:
-        """How many operations were submitted and are not over."""
+        """The number of submitted operations that are not over."""
         return self._pending
 
     @property
     def threads(self) -> int:
-        """How many threads there are."""
+        """The number of threads."""
         return len(self._threads)
 
     def submit(
         self, wait: Callable[[], object], finish: Callable[[Exception | None], None]
     ) -> None:
-        """Calls `wait()` and then `finish(error)`, with what it raised or None, on a thread."""
+        """Calls `wait()` and then `finish(error)`, with its exception or None, on a thread."""
         with self._lock:
             self._pending += 1
             self._need_thread()
         self._tasks.put(_Task(wait, finish))
 
     def close(self, timeout: float) -> None:
-        """Lets the threads end after what was submitted, and waits for them."""
+        """Ends the threads after all submitted operations; joins each, up to `timeout` seconds."""
         self._tasks.put(None)
-        for thread in self._threads:  # which grows before its creator ends
+        for thread in self._threads:  # a thread adds its successor before it ends
             if thread is not threading.current_thread():
                 thread.join(timeout)
 

@@ -1,6 +1,6 @@
-"""Refuses what would count momentum or a gradient twice where the hook has the momentum.
+"""Checks that refuse momentum or gradients that would count twice when the hook has momentum.
 
-Optimizers are looked at in each of their steps, as schedulers (OneCycleLR) and checkpoints set
+Optimizers are checked in each of their steps, since schedulers (OneCycleLR) and checkpoints set
 momentum later than `register`.
 """
 
@@ -21,8 +21,8 @@ from gradwire._errors import InvalidArgument
 _log = logging.getLogger("gradwire")
 
 
-class _Hook(Protocol):
-    """The State of a DDP model."""
+class _HookState(Protocol):
+    """The parts of a `State` that are needed here."""
 
     _names: dict[torch.Tensor, str]
     communicator: Communicator
@@ -34,7 +34,7 @@ class _Hook(Protocol):
 def require_no_momentum(
     optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, str]
 ) -> None:
-    """Raises InvalidArgument for an optimizer that has momentum of its own for one of these."""
+    """Raises InvalidArgument for an optimizer with momentum of its own for one of these."""
     for group in optimizer.param_groups:
         own = group.get("momentum") or 0
         if own > 0 and _has_any(group, parameters):
@@ -45,16 +45,16 @@ def require_no_momentum(
             )
 
 
-def watch_optimizers(state: _Hook) -> None:
-    """Looks at each step of any optimizer of the state's parameters, until it is closed."""
-    handle = register_optimizer_step_pre_hook(_Watch(state))
+def watch_optimizers(state: _HookState) -> None:
+    """Checks each step of any optimizer of the state's parameters, until the state is closed."""
+    handle = register_optimizer_step_pre_hook(_OptimizerHook(state))
     weakref.finalize(state, handle.remove)
 
 
-class _Watch:
-    """What torch calls before the step of every optimizer; does not keep the state."""
+class _OptimizerHook:
+    """A hook that torch calls before the step of every optimizer; does not keep the state alive."""
 
-    def __init__(self, state: _Hook) -> None:
+    def __init__(self, state: _HookState) -> None:
         self._state, self._warned = weakref.ref(state), False
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -67,7 +67,7 @@ class _Watch:
 
 
 def warn_of_betas(optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, str]) -> bool:
-    """Logs where an optimizer of Adam's kind smooths what the hook has smoothed; says whether."""
+    """Logs when an optimizer like Adam smooths gradients again; returns whether it does."""
     for group in optimizer.param_groups:
         betas = group.get("betas")
         if betas and betas[0] and _has_any(group, parameters):
@@ -86,27 +86,27 @@ def _has_any(group: Mapping[str, Any], parameters: Mapping[torch.Tensor, str]) -
     return any(each in parameters for each in group["params"])
 
 
-class Accumulated:
-    """Finds gradients that were added to an average which the hook has delivered before.
+class AccumulationCheck:
+    """Finds gradients that were added to an average which the hook delivered before.
 
-    DDP would hand over their sum, in which momentum would count the former gradients again.
+    DDP would submit their sum, in which momentum would count the earlier gradients again.
     """
 
     def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
         self._delivered: set[str] = set()  # parameters whose .grad may hold an average
         self._added_to: set[str] = set()  # of these, where a gradient was added
         self._parameters = {name: weakref.ref(parameter) for parameter, name in names.items()}
-        accumulated = weakref.ref(self)
+        check = weakref.ref(self)
         hooks = [
-            parameter.register_hook(_Look(accumulated, self._parameters[name], name))
+            parameter.register_hook(_GradientHook(check, self._parameters[name], name))
             for parameter, name in names.items()
             if parameter.requires_grad
         ]
-        self.let_go = weakref.finalize(self, _remove, hooks)
-        self.let_go.atexit = False
+        self.remove_hooks = weakref.finalize(self, _remove, hooks)
+        self.remove_hooks.atexit = False
 
-    def look(self, name: str, before: torch.Tensor | None) -> None:
-        """A gradient of the parameter is about to be added to what was there `before`."""
+    def note_gradient(self, name: str, before: torch.Tensor | None) -> None:
+        """Notes that a gradient is about to be added to `before`, which the parameter has."""
         if name not in self._delivered:
             return
         if before is not None and bool(before.any()):
@@ -116,12 +116,12 @@ class Accumulated:
             self._added_to.discard(name)
 
     def deliver(self, names: Iterable[str]) -> None:
-        """The parameters' .grad now hold averages."""
+        """Notes that the .grad of these parameters now hold averages."""
         self._delivered.update(names)
 
     def require_none(self, names: Iterable[str]) -> None:
-        """Raises InvalidArgument where one of these is handed over with a former average."""
-        again = sorted(filter(self._holds_any, self._added_to.intersection(names)))
+        """Raises InvalidArgument when one of these was added to an earlier average."""
+        again = sorted(filter(self._is_nonzero, self._added_to.intersection(names)))
         if again:
             raise InvalidArgument(
                 f"the gradient of {again[0]!r} still holds the average of an earlier backward, "
@@ -130,8 +130,8 @@ class Accumulated:
                 "and backward, within no_sync(), or add up the losses"
             )
 
-    def _holds_any(self, name: str) -> bool:
-        """Nothing where it was zeroed, and no backward has come to the parameter since."""
+    def _is_nonzero(self, name: str) -> bool:
+        """Whether the parameter has a nonzero gradient, which zero_grad() would have cleared."""
         parameter = self._parameters[name]()
         gradient = None if parameter is None else parameter.grad
         return gradient is not None and bool(gradient.any())
@@ -142,18 +142,18 @@ def _remove(hooks: Iterable[RemovableHandle]) -> None:
         each.remove()
 
 
-class _Look:
-    """Parameters outlive the hook's state, and must not keep it."""
+class _GradientHook:
+    """A hook on a parameter, which outlives the hook's state and must not keep it alive."""
 
     def __init__(
         self,
-        accumulated: weakref.ref[Accumulated],
+        check: weakref.ref[AccumulationCheck],
         parameter: weakref.ref[torch.Tensor],
         name: str,
     ) -> None:
-        self._accumulated, self._parameter, self._name = accumulated, parameter, name
+        self._check, self._parameter, self._name = check, parameter, name
 
     def __call__(self, _: torch.Tensor) -> None:
-        accumulated, parameter = self._accumulated(), self._parameter()
-        if accumulated is not None and parameter is not None:
-            accumulated.look(self._name, parameter.grad)
+        check, parameter = self._check(), self._parameter()
+        if check is not None and parameter is not None:
+            check.note_gradient(self._name, parameter.grad)

@@ -1,7 +1,7 @@
-"""Raises when a backward left DDP's hook out, before the ranks' models drift apart unnoticed.
+"""Guard: raises when a backward bypassed the hook, before the ranks' models diverge unnoticed.
 
-It happens when only the inner module is compiled (pytorch#109774), when the reducer is left without
-a word (pytorch#152735, #187732), and at a second backward through one forward.
+It happens when only the inner module is compiled (pytorch#109774), when the reducer is left out
+silently (pytorch#152735, #187732), and in a second backward through one forward.
 """
 
 from __future__ import annotations
@@ -19,40 +19,38 @@ _NAMED = 5  # parameters, in an error
 
 
 class Guard:
-    """Watches backwards through the outputs of forwards that DDP is to synchronise."""
+    """Watches backwards through the outputs of forwards whose gradients DDP must synchronise."""
 
     def __init__(
         self, parameters: Mapping[str, torch.Tensor], backwards_averaged: Callable[[], int]
     ) -> None:
-        """`parameters` are by name; `backwards_averaged` counts those of which the hook was given
-        the last bucket.
-        """
+        """`parameters` are by name; `backwards_averaged` counts backwards that reached the hook."""
         self._parameters = {name: each for name, each in parameters.items() if each.requires_grad}
         self._count = backwards_averaged
         self._seen = 0
         self._watches = False
-        # Parameters without a gradient where others got one, and the hook did not run yet.
+        # Parameters without a gradient, while others have one and the hook has not run yet.
         self._missing: list[str] = []
         self._on_leaves: list[RemovableHandle] = []
         self._before: list[tuple[torch.Tensor | None, int]] = []
 
     def require_averaged(self) -> None:
-        """Raises where gradients of an earlier forward were never averaged."""
+        """Raises Error when gradients of an earlier forward were never averaged."""
         if self._missing and self._count() == self._seen:
             self._refuse()
 
     def after_forward(self, output: Any) -> None:
-        """Has autograd tell when a backward reaches the output."""
+        """Has autograd call back when a backward reaches the output."""
         for each in _tensors(output):
             if each.requires_grad:
                 handle = each.register_hook(self._on_gradient)
                 if each.is_leaf:
                     self._on_leaves.append(handle)
 
-    def let_go(self) -> None:
-        """Of leaves, such as parameters, that an earlier forward has returned.
+    def remove_leaf_hooks(self) -> None:
+        """Removes the hooks on leaves, such as parameters, that an earlier forward returned.
 
-        They outlive it, and their gradients need not come from it.
+        Leaves outlive that forward, and their later gradients need not come from it.
         """
         for handle in self._on_leaves:
             handle.remove()
@@ -65,12 +63,12 @@ class Guard:
         if not self._missing or self._count() != self._seen:
             self._seen, self._missing = self._count(), []
             self._before = [_accumulated(each) for each in self._parameters.values()]
-        # A static graph hands over its first buckets in such a callback, too: come after it.
-        _at_the_end(lambda: _at_the_end(self._check))
+        # A static graph submits its first buckets in such a callback, too: run after that one.
+        _after_backward(lambda: _after_backward(self._check))
 
     def _check(self) -> None:
         self._watches = False
-        self.let_go()
+        self.remove_leaf_hooks()
         if self._count() != self._seen:
             self._before = []
             return
@@ -100,7 +98,7 @@ def _without_gradient(names: Sequence[str]) -> str:
     return f"; no gradient came for {', '.join(names[:_NAMED])}{more}"
 
 
-def _at_the_end(call: Callable[[], None]) -> None:
+def _after_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)
 
 

@@ -1,9 +1,9 @@
 """Momentum correction and factor masking (Lin et al. 2018, "Deep Gradient Compression", sec. 3).
 
-A sparse codec delivers an element late. Were momentum applied after that, by the optimizer, the
-steps that it missed would be lost to the velocity. So each rank keeps the velocity of its own
-gradients, and sends that (Algorithm 3); and it forgets that of elements it has just sent, lest
-they are pushed in a stale direction (sec. 3.2).
+A sparse codec delivers an element late. If the optimizer applied momentum after that, the velocity
+would miss the steps in between. So each rank keeps the velocity of its own gradients, and sends the
+velocity (Algorithm 3). It clears the velocity of the elements that it has just sent, which would
+push them in a stale direction (sec. 3.2).
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
-from gradwire.torch._step.packing import Parcel
+from gradwire.torch._step.repacking import Bucket
 
 
 @dataclass(frozen=True)
 class Momentum:
-    """Momentum in the hook; the optimizer's own must be 0.
+    """Momentum in the hook; the optimizer's own must be 0. Raises InvalidArgument.
 
-    `masking` is factor masking, of parameters that travel with a sparse codec: of the elements of
-    which nothing waits after a step. (`threshold` and half-width values of `topk` leave a rest.)
+    `factor` is from 0 to below 1. `masking` is factor masking (Lin et al. 2018, sec. 3.2) for
+    parameters with a sparse codec: it clears the velocity of elements whose residual is 0 after a
+    step. (`threshold`, and `topk` with 16-bit values, leave a residual of most elements.)
     """
 
     factor: float = 0.9
@@ -36,19 +37,19 @@ class Momentum:
 
 
 class Velocities:
-    """This rank's, by parameter; changed for good when the step is kept."""
+    """Velocities of this rank by parameter; a step's changes are final when the step is kept."""
 
     def __init__(self, momentum: Momentum, kept: dict[str, torch.Tensor]) -> None:
-        """Goes on from `kept`, and keeps there what it has after each step."""
+        """Starts from the velocities in `kept`, and stores those after each step there."""
         self._momentum = momentum
         self.kept = kept
         self._next: dict[str, torch.Tensor] = {}
-        self._spare: dict[str, torch.Tensor] = {}  # memory of former ones, for the next
+        self._spare: dict[str, torch.Tensor] = {}  # buffers of earlier velocities, for reuse
 
-    def apply(self, parcel: Parcel) -> None:
-        """Turns the gradients of a bucket into what is to be sent."""
+    def apply(self, bucket: Bucket) -> None:
+        """Replaces the gradients of a bucket by the velocities to send."""
         factor = self._momentum.factor
-        for name, gradient in zip(parcel.names, parcel.gradients, strict=True):
+        for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
             velocity = self._spare.pop(name, None)
             if velocity is None or velocity.shape != gradient.shape:
                 velocity = torch.empty_like(gradient, memory_format=torch.contiguous_format)
@@ -63,14 +64,14 @@ class Velocities:
                 gradient.copy_(velocity)
 
     def take_back(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Lets parameters without a gradient be as before the step; returns what they sent."""
+        """Undoes the step for parameters without a gradient; returns what was sent for them."""
         taken = {name: self._next.pop(name) for name in names if name in self._next}
         if self._momentum.nesterov:
             return {name: each * self._momentum.factor for name, each in taken.items()}
         return taken
 
     def end_step(self, keep: bool, sparse: Iterable[str], feedback: ErrorFeedback | None) -> None:
-        """`sparse` are the parameters of which only some elements were sent."""
+        """Ends a step; `sparse` are the parameters of which only some elements were sent."""
         if keep and self._momentum.masking and feedback is not None:
             for name in self._next.keys() & sparse:
                 velocity = self._next[name].view(-1)
@@ -87,11 +88,11 @@ class Velocities:
         self._next = {}
 
     def load(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """In place of what there was."""
+        """Replaces all velocities by saved ones."""
         self.kept.clear()
         self.kept.update((name, each.clone()) for name, each in kept.items())
 
     def scale(self, factor: float) -> None:
-        """For a changed loss scale."""
+        """Multiplies all velocities, when the loss scale changes by `factor`."""
         for velocity in self.kept.values():
             velocity.mul_(factor)

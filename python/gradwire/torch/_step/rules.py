@@ -1,4 +1,4 @@
-"""Which codec a parameter's gradient travels with, at which step."""
+"""Rules: which codec each parameter's gradient travels with, at which step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire._calls.reductions import CodecLike, native
 from gradwire._errors import InvalidArgument
 from gradwire.codec import Codec
 
-Wanted: TypeAlias = CodecLike | Callable[[int], CodecLike]
+CodecChoice: TypeAlias = CodecLike | Callable[[int], CodecLike]
 
 
 class Stages:
@@ -22,12 +22,12 @@ class Stages:
     """
 
     def __init__(self, *stages: tuple[int, CodecLike]) -> None:
-        """Raises InvalidArgument unless the steps ascend from 0."""
+        """Takes (first step, codec) pairs; raises InvalidArgument unless steps ascend from 0."""
         starts = [start for start, _ in stages]
         if starts[:1] != [0] or starts != sorted(set(starts)):
             raise InvalidArgument(f"the stages begin at steps {starts}, which must ascend from 0")
         for _, codec in stages:
-            is_biased(codec)  # refuses an unknown one
+            is_biased(codec)  # raises for an unknown one
         self._stages = stages
 
     def __call__(self, step: int) -> CodecLike:
@@ -38,10 +38,11 @@ class Stages:
 
 
 def warm_up(density: float = 0.001, *, every: int, start: int = 0, codec: str = "topk") -> Stages:
-    """Lets gradients thin out: a quarter of them, then a quarter of that every `every` steps.
+    """Makes gradients sparse in stages: first a quarter of them, then a quarter of that, and so on.
 
-    Until step `start` they travel as they are; in the end with `density`. `codec` has a parameter
-    of that name. (Lin et al. 2018, "Deep Gradient Compression", sec. 3.3)
+    A stage lasts `every` steps. Until step `start` gradients travel uncompressed, and in the last
+    stage with `density`, a share from above 0 to 1. `codec` is the name of one with a parameter
+    ``density``. Raises InvalidArgument. (Lin et al. 2018, "Deep Gradient Compression", sec. 3.3)
     """
     if not 0 < density <= 1 or every < 1 or start < 0:
         raise InvalidArgument(f"density={density}, every={every}, start={start}: cannot warm up")
@@ -52,18 +53,24 @@ def warm_up(density: float = 0.001, *, every: int, start: int = 0, codec: str = 
 
 
 class Rules:
-    """The first pattern that matches a parameter's name decides."""
+    """Patterns with codecs: the first pattern that matches a parameter's name decides."""
 
     def __init__(
-        self, codec: Wanted, rules: Sequence[tuple[str, Wanted]] = (), min_elements: int = 0
+        self,
+        codec: CodecChoice,
+        rules: Sequence[tuple[str, CodecChoice]] = (),
+        min_elements: int = 0,
     ) -> None:
-        """Raises InvalidArgument for a codec that does not exist."""
+        """Takes what `register` was given; raises InvalidArgument for an unknown codec."""
         self._rules = [*rules, ("*", codec)]
         self._min_elements = min_elements
-        self._wanted: dict[str, Wanted] = {}
-        self._step, self._now = -1, dict[int, CodecLike]()  # what functions gave for that step
+        self._choices: dict[str, CodecChoice] = {}
+        self._step, self._codecs_now = (
+            -1,
+            dict[int, CodecLike](),
+        )  # results of functions for that step
         self._static = [each for _, each in self._rules if isinstance(each, CodecLike)]
-        biased = [is_biased(at(each, 0)) for _, each in self._rules]
+        biased = [is_biased(codec_at(each, 0)) for _, each in self._rules]
         self.needs_feedback = any(biased) or len(self._static) < len(self._rules)
 
     @property
@@ -73,67 +80,67 @@ class Rules:
 
     @property
     def lossy(self) -> str | None:
-        """One of the codecs that never change and lose something."""
+        """The name of a codec that never changes and loses something; None without one."""
         return next((str(each) for each in self._static if str(each) != "none"), None)
 
     def default(self, step: int) -> CodecLike:
-        """The codec where parameters have no names."""
+        """The codec of gradients whose parameters have no names."""
         return self._at(self._rules[-1][1], step)
 
     def codec(self, name: str, elements: int, step: int) -> CodecLike:
-        """A small tensor is not worth what a biased codec costs it."""
-        if name not in self._wanted:
-            self._wanted[name] = self._find(name, elements)
-        wanted = self._wanted[name]
-        if isinstance(wanted, str):  # the quick way of most
-            return wanted
-        return self._unless_small(self._at(wanted, step), elements)
+        """The codec of a parameter; none in place of a biased one if the parameter is small."""
+        if name not in self._choices:
+            self._choices[name] = self._find(name, elements)
+        choice = self._choices[name]
+        if isinstance(choice, str):  # the common case
+            return choice
+        return self._unless_small(self._at(choice, step), elements)
 
-    def _at(self, wanted: Wanted, step: int) -> CodecLike:
-        """One and the same for all parameters of a step, which travel together then."""
+    def _at(self, choice: CodecChoice, step: int) -> CodecLike:
+        """The codec of a choice: asked once per step, so that its parameters travel together."""
         if step != self._step:
-            self._step, self._now = step, {}
-        if id(wanted) not in self._now:
-            self._now[id(wanted)] = at(wanted, step)
-        return self._now[id(wanted)]
+            self._step, self._codecs_now = step, {}
+        if id(choice) not in self._codecs_now:
+            self._codecs_now[id(choice)] = codec_at(choice, step)
+        return self._codecs_now[id(choice)]
 
-    def _find(self, name: str, elements: int) -> Wanted:
-        wanted = next(wanted for pattern, wanted in self._rules if fnmatchcase(name, pattern))
-        return self._unless_small(wanted, elements) if isinstance(wanted, CodecLike) else wanted
+    def _find(self, name: str, elements: int) -> CodecChoice:
+        choice = next(choice for pattern, choice in self._rules if fnmatchcase(name, pattern))
+        return self._unless_small(choice, elements) if isinstance(choice, CodecLike) else choice
 
     def _unless_small(self, codec: CodecLike, elements: int) -> CodecLike:
         return "none" if elements < self._min_elements and is_biased(codec) else codec
 
 
-def at(wanted: Wanted, step: int) -> CodecLike:
-    """The codec at a step; raises InvalidArgument for a schedule that gives none."""
-    if isinstance(wanted, CodecLike):
-        return wanted
-    if not callable(wanted) or isinstance(wanted, type):
-        raise wrong(wanted, "codec", "a codec's name, a codec, or a function of the step")
-    codec = wanted(step)
+def codec_at(choice: CodecChoice, step: int) -> CodecLike:
+    """The codec of a choice at a step; raises InvalidArgument for a function that returns none."""
+    if isinstance(choice, CodecLike):
+        return choice
+    if not callable(choice) or isinstance(choice, type):
+        raise wrong(choice, "codec", "a codec's name, a codec, or a function of the step")
+    codec = choice(step)
     if not isinstance(codec, CodecLike):
-        raise InvalidArgument(f"codec={wanted!r} gives {codec!r} for step {step}: no codec")
+        raise InvalidArgument(f"codec={choice!r} gives {codec!r} for step {step}: no codec")
     return codec
 
 
 def is_biased(codec: CodecLike) -> bool:
-    """Whether it needs error feedback; raises InvalidArgument where there is no such codec."""
+    """Whether a codec needs error feedback; raises InvalidArgument for an unknown codec."""
     return codec.biased if isinstance(codec, Codec) else native(codec).biased
 
 
 def is_sparse(codec: CodecLike) -> bool:
-    """Whether it sends some elements and not others."""
+    """Whether a codec sends some elements and not others."""
     return not isinstance(codec, Codec) and native(codec).name.startswith(("threshold", "topk"))
 
 
 def is_at_least_16_bits(codec: CodecLike) -> bool:
-    """Whether it sends no fewer bits of an element than bfloat16 and float16 have."""
+    """Whether a codec sends at least 16 bits of each element."""
     return not isinstance(codec, Codec) and native(codec).name.startswith(("none", "fp16", "bf16"))
 
 
 def require_matches(rules: Sequence[tuple[str, Any]], names: Iterable[str]) -> None:
-    """Raises InvalidArgument for a rule that is for no parameter."""
+    """Raises InvalidArgument for a rule whose pattern matches no parameter."""
     known = list(names)
     for pattern, _ in rules:
         if not any(fnmatchcase(name, pattern) for name in known):

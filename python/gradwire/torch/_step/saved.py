@@ -1,9 +1,10 @@
-"""The hook's state as it is saved with a checkpoint; torch.load(weights_only=True) reads it.
+"""The hook's state in a checkpoint, which torch.load(weights_only=True) can read.
 
-Averages over P ranks deliver 1/P of a residual. Over Q ranks its weight stays the same when the
-residuals' sum becomes Q/P of what it was. So the old ranks and the new ones divide one line evenly,
-and a new rank has the mean of the old ones over its part of it: of 4 ranks, 2 have the means of two
-each; of 2 ranks, 4 have copies of one each. Velocities, whose mean counts, follow the same rule.
+An average over P ranks delivers 1/P of a residual. Over Q ranks its weight stays the same when the
+sum of all residuals becomes Q/P of what it was. So the old ranks and the new ranks each divide one
+line evenly, and a new rank gets the mean of the old ones over its part of the line: of 4 ranks, 2
+get the means of two each; of 2 ranks, 4 get copies of one each. Velocities, whose mean counts,
+follow the same rule.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import torch
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._step.buckets import gradient_elements, gradient_shape
-from gradwire.torch._step.units import Units
+from gradwire.torch._step.gradient_scale import GradientScale
 
-VERSION = 2  # 1 does not say whose it is
+VERSION = 2  # version 1 does not say which rank it is of
 _READS = (1, 2)
 
 _log = logging.getLogger("gradwire")
 
 
 def to_tensors(feedback: ErrorFeedback) -> dict[str, dict[str, Any]]:
-    """What ErrorFeedback.state_dict() says, with tensors for arrays; residuals in their dtype."""
+    """Converts ErrorFeedback.state_dict() to tensors; residuals keep the dtype of the feedback."""
     found = {
         key: {
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
@@ -41,7 +42,7 @@ def to_tensors(feedback: ErrorFeedback) -> dict[str, dict[str, Any]]:
 
 
 def to_arrays(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What ErrorFeedback.load_state_dict() takes."""
+    """Converts tensors back to arrays, for ErrorFeedback.load_state_dict()."""
     return {
         key: {
             name: value.float().numpy() if isinstance(value, torch.Tensor) else value
@@ -51,14 +52,14 @@ def to_arrays(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any
     }
 
 
-def units(saved: Mapping[str, Any]) -> Units:
-    """Of a state's residuals and velocities."""
+def scale_of(saved: Mapping[str, Any]) -> GradientScale:
+    """The scale of a saved state's residuals and velocities."""
     ranks = saved.get("world_size", 0)
-    return Units(saved["loss_scale"] or 0.0, tuple(saved["learning_rates"]), ranks)
+    return GradientScale(saved["loss_scale"] or 0.0, tuple(saved["learning_rates"]), ranks)
 
 
 def require_version(saved: Mapping[str, Any]) -> None:
-    """Raises InvalidArgument for what no state_dict() returned."""
+    """Raises InvalidArgument for anything but a state_dict()'s result."""
     version = saved.get("version") if isinstance(saved, Mapping) else None
     if version not in _READS:
         raise InvalidArgument(
@@ -108,7 +109,7 @@ def check(feedback: Mapping[str, Mapping[str, Any]], names: Mapping[torch.Tensor
 def check_velocities(
     velocities: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]
 ) -> None:
-    """The same for velocities, which have their parameters' shapes and types."""
+    """Raises InvalidArgument for velocities whose shapes or types are not the parameters'."""
     kinds = {
         name: (gradient_shape(parameter), parameter.dtype.to_real())
         for parameter, name in names.items()
@@ -125,7 +126,7 @@ def check_velocities(
 
 
 def require_complete(gathered: Any) -> None:
-    """Raises InvalidArgument for what `gather_state_dict` did not return."""
+    """Raises InvalidArgument for anything but a `gather_state_dict` result."""
     if not isinstance(gathered, Mapping) or not isinstance(gathered.get("ranks"), list | tuple):
         raise InvalidArgument(
             "there are no states of all ranks: give what gather_state_dict() returned"
@@ -158,25 +159,25 @@ def _require_one_model(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def share(gathered: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """The state of a rank of so many, in which residuals have the weight that they had."""
+    """The state for a rank of a job of `size` ranks; residuals keep their weight in averages."""
     states = gathered["ranks"]
     if len(states) == size:
         return dict(states[rank])
-    parts = _overlaps(rank, size, len(states))
+    parts = _old_ranks_of(rank, size, len(states))
     of = [states[old] for old in parts]
     shares = [part / sum(parts.values()) for part in parts.values()]
-    main = dict(of[shares.index(max(shares))])  # for what codecs have adapted or remember
+    main = dict(of[shares.index(max(shares))])  # supplies what codecs have adapted or remember
     return {
         **main,
         "rank": rank,
         "world_size": size,
-        "feedback": _mixed_feedback([each["feedback"] for each in of], shares, main["feedback"]),
-        "velocities": _mixed([each["velocities"] for each in of], shares),
+        "feedback": _weighted_feedback([each["feedback"] for each in of], shares, main["feedback"]),
+        "velocities": _weighted([each["velocities"] for each in of], shares),
     }
 
 
-def _overlaps(rank: int, size: int, before: int) -> dict[int, int]:
-    """By old rank, how much of the new one's part of the line it had."""
+def _old_ranks_of(rank: int, size: int, before: int) -> dict[int, int]:
+    """The old ranks that share a new rank's part of the line, and how much each had of it."""
     found = {
         old: min((rank + 1) * before, (old + 1) * size) - max(rank * before, old * size)
         for old in range(before)
@@ -184,17 +185,17 @@ def _overlaps(rank: int, size: int, before: int) -> dict[int, int]:
     return {old: part for old, part in found.items() if part > 0}
 
 
-def _mixed_feedback(
+def _weighted_feedback(
     of: Sequence[Mapping[str, Any]], shares: Sequence[float], main: Mapping[str, Any]
 ) -> dict[str, Any]:
-    residuals = _mixed(
+    residuals = _weighted(
         [{key: kept["residual"].float() for key, kept in its.items()} for its in of], shares
     )
     kept = {key: each for its in of for key, each in its.items()} | dict(main)
     return {key: {**kept[key], "residual": each} for key, each in residuals.items()}
 
 
-def _mixed(of: Sequence[Mapping[str, torch.Tensor]], shares: Sequence[float]) -> dict[str, Any]:
+def _weighted(of: Sequence[Mapping[str, torch.Tensor]], shares: Sequence[float]) -> dict[str, Any]:
     found: dict[str, torch.Tensor] = {}
     for its, part in zip(of, shares, strict=True):
         for key, values in its.items():

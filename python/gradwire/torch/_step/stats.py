@@ -1,4 +1,4 @@
-"""Counters of the hook, and their table."""
+"""The hook's counters, and their table."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from gradwire._communicator import Traffic
 
 
 class StepStats(NamedTuple):
-    """One step of one rank, or the sum of several.
+    """Counters of one step of one rank, or the sum over several steps; times are in seconds.
 
-    Bytes sent and times in codecs are those of the communicator while the step lasts; what another
-    model sends over it meanwhile is counted too.
+    Bytes sent and times in codecs are those of the communicator while the step lasts; another
+    model's traffic over it is counted too.
     """
 
     steps: int = 0
-    kept: int = 0  # residuals moved: nothing was NaN or Inf on any rank
+    kept: int = 0  # steps that changed residuals: no rank had NaN or Inf
     dense_bytes: int = 0  # of the gradients
-    ring_bytes: float = 0  # that a ring would send of them as they are
+    ring_bytes: float = 0  # that a ring would send without a codec
     sent_bytes: int = 0  # frame headers included
     encode_seconds: float = 0  # in codecs of the core, on the communicator's own thread
     decode_seconds: float = 0
@@ -29,11 +29,11 @@ class StepStats(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes are sent than a ring sends without a codec."""
+        """The bytes that a ring would send without a codec, divided by those that were sent."""
         return self.ring_bytes / self.sent_bytes if self.sent_bytes else math.nan
 
     def plus(self, other: StepStats) -> StepStats:
-        """Field by field."""
+        """Adds another's counters, field by field."""
         return StepStats(
             self.steps + other.steps,
             self.kept + other.kept,
@@ -56,7 +56,7 @@ class CodecStats:
 
 
 class Stats(NamedTuple):
-    """What `gradwire.torch.stats` reads; as a string, its table."""
+    """The result of `gradwire.torch.stats`; str() makes the table."""
 
     last: StepStats
     total: StepStats
@@ -89,7 +89,7 @@ class Stats(NamedTuple):
 
 
 class Counters:
-    """Adds up steps; written by whichever thread ends one."""
+    """Sums of steps; the thread that ends a step writes them."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -99,7 +99,7 @@ class Counters:
     def end_step(
         self, kept: bool, buckets: int, dense_bytes: int, before: Traffic, after: Traffic
     ) -> None:
-        """A step whose gradients were all averaged, with the communicator's traffic about it."""
+        """Adds a step; `before` and `after` are the communicator's traffic around it."""
         self.buckets += buckets
         ring = 2 * dense_bytes * (self._ranks - 1) / self._ranks
         self.last = StepStats(
@@ -114,7 +114,7 @@ class Counters:
         self.total = self.total.plus(self.last)
 
     def waited(self, seconds: float) -> None:
-        """Of the step that ended last."""
+        """Adds the seconds that backward waited for the last step."""
         self.last = self.last._replace(waited=seconds)
         self.total = self.total._replace(waited=self.total.waited + seconds)
 
@@ -122,7 +122,7 @@ class Counters:
 def by_codec(
     parameters: Iterable[tuple[CodecLike, int, float]],
 ) -> dict[str, CodecStats]:
-    """`parameters`: each one's codec, elements and norm of its residual."""
+    """Sums (codec, elements, residual norm) of parameters by codec."""
     found: dict[str, CodecStats] = {}
     for codec, elements, norm in parameters:
         stats = found.setdefault(str(codec), CodecStats())

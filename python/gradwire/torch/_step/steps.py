@@ -1,7 +1,7 @@
-"""Steps: takes a backward's buckets on their way, and brings each step to its end.
+"""Steps: starts the all_reduces of a backward's buckets, and ends each step.
 
-Buckets are handed over on the thread that runs backward. Threads of `Completions` wait for them, in
-that order, and end the step after its last one; only then is backward let go.
+Buckets are submitted on the thread that runs backward. Threads of `Completions` wait for them in
+that order and end the step after its last one; only then does backward return.
 """
 
 from __future__ import annotations
@@ -24,87 +24,88 @@ from gradwire._communicator import Communicator, Traffic
 from gradwire._errors import Aborted, Error
 from gradwire.torch._step.buckets import round_into
 from gradwire.torch._step.completions import Completions
-from gradwire.torch._step.joined import Active
-from gradwire.torch._step.memory import Call, Memory
+from gradwire.torch._step.gradient_scale import GradientScale
+from gradwire.torch._step.join_tracker import JoinTracker
 from gradwire.torch._step.stats import Counters
-from gradwire.torch._step.units import Units
+from gradwire.torch._step.training_state import Call, TrainingState
 
 _CLOSED = (
     "the hook's State is closed, and DDP takes one hook: wrap the module in "
     "DistributedDataParallel anew, and register() that"
 )
 _CLOSE_SECONDS = 10.0
-_UNRECORDED = nullcontext()
+_UNPROFILED = nullcontext()
 
 
 class Steps:
-    """One model's; the first error is final."""
+    """The steps of one model; the first error is final."""
 
     def __init__(
         self,
         communicator: Communicator,
         algorithm: str,
-        memory: Memory,
-        active: Active | None = None,
+        state: TrainingState,
+        joins: JoinTracker | None = None,
     ) -> None:
-        self.communicator, self.algorithm, self.memory = communicator, algorithm, memory
-        self._active = active
-        self.error: Exception | None = None  # never raised: tracebacks refer to the DDP model
-        self._to_raise: Exception | None = None  # the same, with where it came from
+        self.communicator, self.algorithm, self.state = communicator, algorithm, state
+        self._joins = joins
+        # A copy that is never raised: a traceback would keep the DDP model alive.
+        self.error: Exception | None = None
+        self._to_raise: Exception | None = None  # the same error, with its traceback
         self.counters = Counters(communicator.size)
-        self.done = 0  # steps whose gradients were all averaged, but for paused ones
-        self.handed_over = 0  # steps that DDP has handed over to the last bucket
+        self.done = 0  # steps whose gradients were all averaged, without paused ones
+        self.submitted_steps = 0  # steps of which DDP has submitted the last bucket
         self.closed = False
         self.completions = Completions(f"gradwire-ddp-{communicator.rank}")
         self._step = _Step(communicator.traffic)
         self._step.ended.set()
-        self._lock = threading.Lock()  # of the step's end
+        self._lock = threading.Lock()  # guards the end of a step
 
     @property
     def in_join(self) -> bool:
         """Whether ranks may have no inputs left."""
-        return self._active is not None and self._active.in_join
+        return self._joins is not None and self._joins.in_join
 
-    def hand_over(self, bucket: dist.GradBucket, future: Future[torch.Tensor]) -> None:
-        """Begins to average the bucket in its own buffer; completes the future when that is done.
+    def submit_bucket(self, bucket: dist.GradBucket, future: Future[torch.Tensor]) -> None:
+        """Starts averaging a bucket in its own buffer; completes the future when that is done.
 
-        Never raises, but gives the future the error.
+        Never raises: the future gets the error.
         """
-        works: list[Work | _Rounded] = []
+        works: list[Work | _RoundedWork] = []
         error: Exception | None = None
         try:
-            with _recorded("gradwire:all_reduce"):
+            with _profiled("gradwire:all_reduce"):
                 self._start(bucket, works)
         except Exception as its:
-            error = self._first(its)
-        except BaseException as its:  # Ctrl-C; a future holds no such thing
+            error = self._record_error(its)
+        except BaseException as its:  # Ctrl-C, which a future cannot hold
             error = self._interrupt(its)
-        self.handed_over += bucket.is_last()
+        self.submitted_steps += bucket.is_last()
         if self.closed:
-            future.set_exception(self._first(error or Aborted(_CLOSED)))
+            future.set_exception(self._record_error(error or Aborted(_CLOSED)))
             return
         if bucket.buffer().is_cuda:
-            self._follow_on_gpu(bucket, future, works, error)
+            self._complete_on_gpu(bucket, future, works, error)
             return
         wait = partial(self._wait, works, error)
         buffer = bucket.buffer()
-        finish = self._end if bucket.is_last() else _nothing
-        if bucket.is_last() or self.memory.holds or self._step.counts_active:
+        finish = self._end_step if bucket.is_last() else _do_nothing
+        if bucket.is_last() or self.state.holds_buckets or self._step.averages_over_active:
             self._step.waiting.append((buffer, future))
         else:
             finish = partial(_complete, buffer, future)
         self.completions.submit(wait, finish)
 
-    def _follow_on_gpu(
+    def _complete_on_gpu(
         self,
         bucket: dist.GradBucket,
         future: Future[torch.Tensor],
-        works: Sequence[Work | _Rounded],
+        works: Sequence[Work | _RoundedWork],
         error: Exception | None,
     ) -> None:
-        """Completes futures at once, on the stream on which the bucket is averaged.
+        """Completes the future at once, on the stream that averages the bucket.
 
-        So whoever waits for one makes its own stream wait, and the host goes on.
+        A wait for it then makes the waiting stream wait, and the host goes on.
         """
         buffer, last = bucket.buffer(), bucket.is_last()
         with _on_gpu_stream(self.communicator, buffer):
@@ -113,18 +114,18 @@ class Steps:
                 self._wait(works, error)
             except Exception as its:
                 found = its
-            if last or self.memory.holds or self._step.counts_active:
+            if last or self.state.holds_buckets or self._step.averages_over_active:
                 self._step.waiting.append((buffer, future))
             else:
                 _complete(buffer, future, found)
             if last:
-                self._end(found)
+                self._end_step(found)
 
     def end_backward(self) -> None:
-        """Waits for the step's end; raises the error, or what Ctrl-C raises."""
+        """Waits for the step's end; raises the hook's error, or KeyboardInterrupt."""
         began = time.perf_counter()
         try:
-            with _recorded("gradwire:wait"):
+            with _profiled("gradwire:wait"):
                 self._step.ended.wait()
         except BaseException as error:
             self._interrupt(error)
@@ -133,40 +134,40 @@ class Steps:
         self.raise_error()
 
     def raise_error(self) -> None:
-        """The first one, if there was any."""
+        """Raises the first error, if there was one."""
         try:
             self.communicator._require_alive_on_gpu()
         except Error as its:
-            self._first(its)
+            self._record_error(its)
         if self.error is not None:
-            error, self._to_raise = self._to_raise or _bare(self.error), None
+            error, self._to_raise = self._to_raise or _without_traceback(self.error), None
             raise error
 
-    def hear(self, seconds: float) -> None:
-        """Raises the first error, also if outside of steps the communicator fails by then."""
+    def check_failure(self, seconds: float) -> None:
+        """Raises the first error, also that of a communicator that fails within these seconds."""
         self.raise_error()
         try:
             self.communicator._core.hear(seconds)
         except Error as error:
-            self._first(error)
+            self._record_error(error)
         self.raise_error()
 
-    def drop(self) -> None:
-        """Takes back a step whose backward ended before its last bucket was there."""
+    def abandon_step(self) -> None:
+        """Undoes a step whose backward ended before its last bucket was submitted."""
         self._to_raise = None
         if self._step.ended.is_set():
             return
         waited = threading.Event()
-        if not self.closed:  # and so over
+        if not self.closed:  # closed: all submitted work is over
             self.completions.submit(lambda: None, lambda _: waited.set())
             waited.wait()
-        self._settle(well=False)
+        self._end_state_step(ok=False)
         self._step.ended.set()
 
     def close(self, with_communicator: bool) -> None:
-        """Ends the threads, and takes back a step that was broken off.
+        """Ends the threads, and undoes an unfinished step.
 
-        Aborts the communicator where buckets are on their way.
+        Aborts the communicator while buckets are in flight.
         """
         self.closed, self._to_raise = True, None
         if self.completions.pending:
@@ -177,44 +178,44 @@ class Steps:
         self.completions.close(_CLOSE_SECONDS)
         if with_communicator:
             self.communicator.close()
-        self.drop()
-        self.memory.let_go()
+        self.abandon_step()
+        self.state.remove_hooks()
 
-    def _start(self, bucket: dist.GradBucket, works: list[Work | _Rounded]) -> None:
+    def _start(self, bucket: dist.GradBucket, works: list[Work | _RoundedWork]) -> None:
         if self.error is not None:
-            raise _bare(self.error)
+            raise _without_traceback(self.error)
         if self.closed:
             raise Aborted(_CLOSED)
         if self._step.ended.is_set():
             self._begin()
         self._step.count(bucket.buffer())
-        for parcel in self.memory.parcels(bucket, bucket.is_last()):
-            for call in self.memory.calls(parcel, self.done):
+        for ready in self.state.ready_buckets(bucket, bucket.is_last()):
+            for call in self.state.calls(ready, self.done):
                 works.append(self._average(call))
-        if bucket.is_last() and self.memory.unused is not None:
-            joined = self._active is not None and self._active.joined
-            works.append(self.memory.unused.share(self.communicator, again=joined))
-        if bucket.is_last() and self._active is not None and self._step.counts_active:
-            works.append(self._active.share(self.communicator))
+        if bucket.is_last() and self.state.unused is not None:
+            has_joined = self._joins is not None and self._joins.has_joined
+            works.append(self.state.unused.share(self.communicator, again=has_joined))
+        if bucket.is_last() and self._joins is not None and self._step.averages_over_active:
+            works.append(self._joins.share_count(self.communicator))
 
     def _begin(self) -> None:
-        counts = self._active is not None and self._active.counts
-        self._step = _Step(self.communicator.traffic, counts)
-        self.memory.begin_step(self.done, self._units())
+        over_active = self._joins is not None and self._joins.averages_over_active
+        self._step = _Step(self.communicator.traffic, over_active)
+        self.state.begin_step(self.done, self._read_scale())
         self._step.open = True
 
-    def _units(self) -> Units:
-        """Of the gradients of the step that begins, the same on all ranks."""
-        units = self.memory.scales.now()
-        if self._active is not None:
-            self._active.begin_step()
-            if self._active.in_join and self.memory.scales.followed:
-                return self._active.agree(self.communicator, units)
-        return units
+    def _read_scale(self) -> GradientScale:
+        """The scale of the gradients of the step that begins, the same on all ranks."""
+        scale = self.state.scales.read()
+        if self._joins is not None:
+            self._joins.begin_step()
+            if self._joins.in_join and self.state.scales.followed:
+                return self._joins.agree_on_scale(self.communicator, scale)
+        return scale
 
-    def _average(self, call: Call) -> Work | _Rounded:
+    def _average(self, call: Call) -> Work | _RoundedWork:
         op = "avg"
-        if call.arrays[0].dtype is torch.float16:  # a sum may be too large, and then scaled
+        if call.arrays[0].dtype is torch.float16:  # divide first: the sum may overflow
             op = "sum"
             for each in call.arrays:
                 each.mul_(1 / self.communicator.size)
@@ -224,94 +225,95 @@ class Steps:
             algorithm=self.algorithm,
             codec=call.codec,
             keys=call.keys,
-            feedback=False if call.keys is None else self.memory.feedback,
+            feedback=False if call.keys is None else self.state.feedback,
             async_op=True,
         )
-        return _Rounded(work, call) if call.rounded else work
+        return _RoundedWork(work, call) if call.rounded else work
 
-    def _wait(self, works: Sequence[Work | _Rounded], error: Exception | None) -> None:
-        """For all of them, whatever becomes of each; raises the first error."""
+    def _wait(self, works: Sequence[Work | _RoundedWork], error: Exception | None) -> None:
+        """Waits for all works, even if some fail; raises the first error."""
         for work in works:
             try:
                 work.wait()
             except Exception as its:
                 error = error or its
         if error is not None:
-            raise self._first(error)
+            raise self._record_error(error)
 
-    def _end(self, error: Exception | None) -> None:
+    def _end_step(self, error: Exception | None) -> None:
         step = self._step
         try:
-            kept = self._settle(well=error is None)
+            kept = self._end_state_step(ok=error is None)
             if self.error is None:
                 self._divide_by_active()
                 now = self.communicator.traffic
                 self.counters.end_step(kept, step.buckets, step.bytes, step.before, now)
-                self.done += self.memory.counts
+                self.done += self.state.is_counted
         except Exception as its:
-            self._first(its)
+            self._record_error(its)
         step.ended.set()
-        waiting, step.waiting = step.waiting, []  # DDP may make new buckets, and these are large
+        waiting, step.waiting = step.waiting, []  # release the buffers: DDP may make new ones
         for buffer, future in waiting:
             _complete(buffer, future, self.error)
 
     def _divide_by_active(self) -> None:
-        if self._active is not None and self._step.counts_active:
-            factor = self._active.factor(self.communicator.size)
+        if self._joins is not None and self._step.averages_over_active:
+            factor = self._joins.correction(self.communicator.size)
             for buffer, _ in self._step.waiting:
                 buffer.mul_(factor)
 
-    def _settle(self, well: bool) -> bool:
+    def _end_state_step(self, ok: bool) -> bool:
         with self._lock:
             was_open, self._step.open = self._step.open, False
-            return was_open and self.memory.end_step(well)
+            return was_open and self.state.end_step(ok)
 
-    def _first(self, error: Exception) -> Exception:
+    def _record_error(self, error: Exception) -> Exception:
         if self.error is None:
-            self.error, self._to_raise = _bare(error), error
-        return _bare(self.error)
+            self.error, self._to_raise = _without_traceback(error), error
+        return _without_traceback(self.error)
 
     def _interrupt(self, error: BaseException) -> Exception:
-        """Tells the other ranks of Ctrl-C."""
+        """Aborts the other ranks after Ctrl-C here; returns the error."""
         what = f"{type(error).__name__} in backward"
         self.communicator.abort(what)
-        return self._first(Aborted(what))
+        return self._record_error(Aborted(what))
 
 
 class _Step:
-    """One backward's buckets."""
+    """The buckets of one backward."""
 
-    def __init__(self, before: Traffic, counts_active: bool = False) -> None:
-        self.before, self.counts_active = before, counts_active
+    def __init__(self, before: Traffic, averages_over_active: bool = False) -> None:
+        self.before, self.averages_over_active = before, averages_over_active
         self.buckets = self.bytes = 0
-        self.open = False  # the memory's step is
+        self.open = False  # whether the training state's step is open
         self.ended = threading.Event()
-        self.waiting: list[tuple[torch.Tensor, Future[torch.Tensor]]] = []  # for the end
+        # Completed at the end of the step.
+        self.waiting: list[tuple[torch.Tensor, Future[torch.Tensor]]] = []
 
     def count(self, buffer: torch.Tensor) -> None:
-        """A bucket more."""
+        """Adds a bucket to the counters."""
         self.buckets += 1
         self.bytes += buffer.numel() * buffer.element_size()
 
 
-class _Rounded:
-    """A call whose averages are rounded to the gradients' own type when it is over."""
+class _RoundedWork:
+    """The work of a call whose averages are then rounded to the gradients' own type."""
 
     def __init__(self, work: Work, call: Call) -> None:
         self._work, self._call = work, call
 
     def wait(self) -> None:
-        """Raises like the call."""
+        """Waits for the call and rounds its averages; raises the call's error."""
         self._work.wait()
         for gradient, average in zip(self._call.rounded, self._call.arrays, strict=True):
             round_into(gradient, average)
 
 
-def _bare(error: Exception) -> Exception:
-    """A copy without a traceback."""
+def _without_traceback(error: Exception) -> Exception:
+    """A copy of the error without its traceback."""
     try:
         return copy.copy(error)
-    except Exception:  # a user's, that cannot be made from its arguments
+    except Exception:  # a user's class that cannot be copied from its arguments
         return Error(f"{type(error).__name__}: {error}")
 
 
@@ -319,12 +321,12 @@ def _complete(buffer: torch.Tensor, future: Future[torch.Tensor], error: Excepti
     if error is None:
         future.set_result(buffer)
     else:
-        future.set_exception(_bare(error))
+        future.set_exception(_without_traceback(error))
 
 
 @contextlib.contextmanager
 def _on_gpu_stream(communicator: Communicator, buffer: torch.Tensor) -> Iterator[None]:
-    """Makes current the stream on which the communicator averages what is not waited for."""
+    """Makes the communicator's stream of asynchronous calls the current one."""
     handle = communicator._gpu_stream
     if handle is None:  # the first call failed
         yield
@@ -333,10 +335,10 @@ def _on_gpu_stream(communicator: Communicator, buffer: torch.Tensor) -> Iterator
         yield
 
 
-def _recorded(name: str) -> AbstractContextManager[object]:
-    """A range in a profile, if one is made: it takes microseconds otherwise, too."""
-    return record_function(name) if torch.autograd._profiler_enabled() else _UNRECORDED
+def _profiled(name: str) -> AbstractContextManager[object]:
+    """A named range in torch's profile; none without a profiler, since it takes microseconds."""
+    return record_function(name) if torch.autograd._profiler_enabled() else _UNPROFILED
 
 
-def _nothing(_: Exception | None) -> None:
+def _do_nothing(_: Exception | None) -> None:
     pass

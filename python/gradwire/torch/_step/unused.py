@@ -1,7 +1,7 @@
-"""Parameters that no rank used in a step.
+"""UnusedParameters: finds the parameters that no rank used in a step.
 
-With find_unused_parameters DDP throws the average of such a parameter away. What its residuals
-delivered into it is put back, so that nothing is lost, and its velocity stays as it was.
+With find_unused_parameters, DDP discards the average of such a parameter. The residual that was
+sent in it is put back, so that nothing is lost, and the velocity stays as it was.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from gradwire._calls.work import Work
 from gradwire._communicator import Communicator
 
 
-class Unused:
-    """Watches, step by step, for which parameters this rank has a gradient."""
+class UnusedParameters:
+    """Records in each step for which parameters this rank has a gradient."""
 
     def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
         self._index = {name: i for i, name in enumerate(names.values())}
@@ -28,9 +28,10 @@ class Unused:
                 parameter.register_post_accumulate_grad_hook(_Mark(used, name))
 
     def share(self, communicator: Communicator, again: bool) -> Work:
-        """Tells the other ranks what this one used since it last did so.
+        """Tells the other ranks which parameters this one used since the last call.
 
-        Or `again` what all did, as DDP does on a rank without inputs left within `join()`.
+        With `again` it repeats the last result of all ranks, as DDP does within `join()` on a rank
+        without inputs.
         """
         own = self._shared if again else self._map
         self._shared, self._map = own.clone(), torch.zeros_like(own)
@@ -39,18 +40,18 @@ class Unused:
 
     @property
     def names(self) -> set[str]:
-        """Of the parameters that no rank used, once the work is over."""
+        """The names of parameters that no rank used; valid once the work of `share` is over."""
         return {name for name, i in self._index.items() if not self._shared[i]}
 
     def mark(self, name: str) -> None:
-        """This rank has a gradient of it."""
+        """Notes that this rank has a gradient for a parameter."""
         self._map[self._index[name]] = 1
 
 
 class _Mark:
-    """Parameters outlive the hook's state, and must not keep it."""
+    """A hook on a parameter, which outlives the hook's state and must not keep it alive."""
 
-    def __init__(self, unused: weakref.ref[Unused], name: str) -> None:
+    def __init__(self, unused: weakref.ref[UnusedParameters], name: str) -> None:
         self._unused, self._name = unused, name
 
     def __call__(self, _: torch.Tensor) -> None:
