@@ -1,4 +1,4 @@
-"""Does the cost model foretell what calls take, and is auto as good as the best algorithm?
+"""Does the cost model predict what calls take, and is auto as good as the best algorithm?
 
     python -m bench.collectives.model_check                 # shared memory, TCP, links of 1 Gbit/s
     python -m bench.collectives.model_check --link --quick  # without the latter; fewer cases
@@ -228,7 +228,7 @@ def measured(case: Case) -> float:
 
 
 def predicted(case: Case) -> float:
-    """The same of what their models foretell."""
+    """The same for the predictions of their models."""
     return statistics.median(run["predicted"] for run in case["runs"])
 
 

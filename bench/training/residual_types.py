@@ -55,7 +55,7 @@ class Task(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """Two layers that foretell the next byte."""
+    """Two layers that predict the next byte."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ _FOLDS = {
 
 @dataclass(frozen=True)
 class Call:
-    """What every rank of a communicator passes. `count` is of one rank's block."""
+    """A call of every rank of a communicator. `count` is of one rank's block."""
 
     collective: str
     count: int
@@ -74,7 +74,7 @@ class Pending:
         self._finish = _start(comm, call, index, feedback)
 
     def wrong(self) -> int:
-        """How many elements of the result differ from the oracle's, in any bit."""
+        """The number of elements of the result that differ from the oracle's, in any bit."""
         found, expected = self._finish(), self._expected
         if expected is None:
             return int(found is not None)
@@ -152,7 +152,7 @@ def _pattern(call: Call, index: int, rank: int) -> Any:
 
 
 def _expected(call: Call, index: int, rank: int, size: int) -> Any:
-    """What this rank must get; None where it gets nothing."""
+    """The result that this rank must get; None if it gets nothing."""
     if call.collective == "barrier" or (
         call.collective in ("reduce", "gather") and rank != call.root
     ):

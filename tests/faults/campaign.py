@@ -21,7 +21,7 @@ _MOST_SHOWN = 3  # problems of one case; --only shows all
 
 
 def main() -> int:
-    """0 when nothing went wrong."""
+    """Runs the command; returns 0 when nothing went wrong."""
     options = _options()
     print(f"seed {options.seed}: {options.count} cases, {options.jobs} at a time", flush=True)
     began = time.monotonic()

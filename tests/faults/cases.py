@@ -55,10 +55,10 @@ IN_RANK = ("slow", "crash", "exception", "abort", "leave", "mismatch")  # the ra
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong: `delay` seconds after the culprit has entered call number `call`."""
+    """A fault: `delay` seconds after the faulty rank has entered call number `call`."""
 
     kind: str
-    culprit: int
+    faulty: int
     call: int
     delay: float = 0.0
     peer: int = -1  # the other end of the link
@@ -66,7 +66,9 @@ class Fault:
     detail: str = ""  # which variant
     seconds: float = 0.0  # how long
     seed: int = 0  # for the injector's own choices
-    instead: tuple[Call, ...] = field(default=(), repr=False)  # the culprit's calls from `call` on
+    instead: tuple[Call, ...] = field(
+        default=(), repr=False
+    )  # the faulty rank's calls from `call` on
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,9 @@ class Case:
     goes_on: bool = False  # the survivors shrink, and make more calls
 
     def calls_of(self, rank: int) -> tuple[Call, ...]:
-        """What this rank calls, which differs from the others' in a mismatch."""
+        """The calls of this rank, which differ from the others' in a mismatch."""
         fault = self.fault
-        if fault.kind != "mismatch" or rank != fault.culprit:
+        if fault.kind != "mismatch" or rank != fault.faulty:
             return self.calls
         after = self.calls[fault.call + len(fault.instead) :]
         return (*self.calls[: fault.call], *fault.instead, *after)
@@ -101,7 +103,7 @@ class Case:
         return every[rank % 2 :: 2]
 
     def link(self, low: int, high: int) -> str:
-        """Which transport joins two ranks."""
+        """The transport that joins two ranks."""
         if self.transport != "mixed":
             return self.transport
         together = any(low in host and high in host for host in self.hosts)
@@ -152,7 +154,7 @@ def _most_bytes(tuning: dict[str, int]) -> int:
 
 
 def _codecs(kind: str, tuning: dict[str, int]) -> tuple[str, ...]:
-    """Those that lose something; a payload's flipped bit must stay one wrong element, so none."""
+    """Codecs that lose something; a payload's flipped bit must stay one wrong element, so none."""
     if kind == "payload":
         return ()
     return _LOSSY if tuning["max_message"] >= _LARGE_MESSAGE else _LOSSY[:3]
@@ -225,7 +227,7 @@ def _reducing(rng: random.Random, call: Call) -> Call:
 
 
 def _ops(dtype: str) -> tuple[str, ...]:
-    """Those that it has, the sum twice."""
+    """Operations of the dtype, the sum twice."""
     kind = np.dtype(dtype).kind
     if kind == "c":
         return ("sum", "sum", "avg")
@@ -239,7 +241,7 @@ def _takes_codec(call: Call) -> bool:
 
 
 def _compressed(rng: random.Random, call: Call, codecs: tuple[str, ...]) -> Call:
-    """By a codec that loses something, with feedback; sometimes its payloads are gathered."""
+    """A call with a lossy codec, with feedback; sometimes its payloads are gathered."""
     codec, algorithm = rng.choice(codecs), call.algorithm
     if algorithm == "recursive_doubling":
         algorithm = "auto"
@@ -269,10 +271,10 @@ def _special(rng: random.Random, call: Call, ranks: int) -> Call:
 def _fault(
     rng: random.Random, kind: str, hosts: tuple[tuple[int, ...], ...], calls: tuple[Call, ...]
 ) -> Fault:
-    culprit, peer = _ends(rng, hosts)
+    faulty, peer = _ends(rng, hosts)
     fault = Fault(
         kind,
-        culprit,
+        faulty,
         _early(rng, SET_UP if kind in _AT_SET_UP else 0, len(calls)),
         delay=rng.choice((0.0, rng.uniform(0, 0.002), rng.uniform(0, 0.01))),
         peer=peer,
@@ -291,7 +293,7 @@ def _fault(
 
 
 def _ends(rng: random.Random, hosts: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
-    """The culprit and a peer on the other host, to which the link is tcp where any is."""
+    """The faulty rank and a peer on the other host, to which the link is tcp where any is."""
     ends = [rng.choice(host) for host in hosts]
     rng.shuffle(ends)
     return ends[0], ends[1]
@@ -303,7 +305,7 @@ def _early(rng: random.Random, first: int, last: int) -> int:
 
 
 def _lanes(calls: tuple[Call, ...]) -> list[str]:
-    """Those that carry something, by how much."""
+    """Lanes that carry something, weighted by how much."""
     shifts = any(each.collective == SHIFT and each.communicator == 0 for each in calls)
     return ["collective"] * 4 + ["control"] + ["p2p"] * shifts
 
@@ -344,7 +346,7 @@ _DISAGREEMENTS = {
 
 
 def _plain(call: Call) -> Call:
-    """Without a codec, nor what only one can be used with."""
+    """The call without a codec, nor options that only one can be used with."""
     algorithm = "auto" if call.algorithm == "gather" else call.algorithm
     return dataclasses.replace(call, codec="none", algorithm=algorithm)
 

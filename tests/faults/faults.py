@@ -28,18 +28,18 @@ _ON_A_LINK = (*_ALTER, "delay", "silence", "cut", "garble")
 
 
 class Stage(Protocol):
-    """What a fault can reach."""
+    """Everything that a fault can reach."""
 
     @property
     def case(self) -> Case:
-        """Which case it is."""
+        """The case that runs."""
 
     @property
     def wire(self) -> Wire:
         """The one that the fault asked for."""
 
     def signal(self, rank: int, number: int) -> None:
-        """To the rank's process, if it is there."""
+        """Sends a signal to the rank's process, if it is there."""
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Calls it then."""
@@ -72,10 +72,10 @@ class Outside:
 
     @property
     def _is_tcp(self) -> bool:
-        return self._stage.case.link(self._fault.culprit, self._fault.peer) == "tcp"
+        return self._stage.case.link(self._fault.faulty, self._fault.peer) == "tcp"
 
     def _signal(self, number: int) -> None:
-        self._stage.signal(self._fault.culprit, number)
+        self._stage.signal(self._fault.faulty, number)
 
     def _kill(self) -> None:
         self._signal(signal.SIGKILL)

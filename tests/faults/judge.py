@@ -1,4 +1,4 @@
-"""What must hold of a case: no hang, no wrong result, no leak, and the right error in time."""
+"""Rules for a case: no hang, no wrong result, no leak, and the right error in time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TYPED = ("TransportError", "Timeout", "Aborted", "InvalidArgument", "Rendezvous
 _LOAD_SECONDS = 2.0  # by which a busy machine may make a rank late besides, as by its memory
 _DEATH_SECONDS = 2.0  # for all to know of a rank's death
 _HARMLESS = ("none", "slow", "pause", "delay")
-_DEADLY = ("kill", "crash")  # the culprit does not report
+_DEADLY = ("kill", "crash")  # the faulty rank does not report
 # What InvalidArgument says of ranks that differ: in a call, in one long ago, in a message, or in a
 # frame of a rank that does not answer for half a second, as one may that waits for a processor.
 _WHO_PASSED_WHAT = re.compile(
@@ -27,28 +27,28 @@ _WHO_PASSED_WHAT = re.compile(
 
 @dataclass(frozen=True)
 class Rule:
-    """What a kind of fault does to the ranks other than the culprit."""
+    """The effect of a kind of fault on the other ranks."""
 
     errors: tuple[str, ...]  # the types that they may raise
-    named: tuple[str, ...] = ()  # who `peer` may be: "culprit", "peer"; nothing: anybody
-    certain: bool = True  # every rank must raise if the culprit did not reach the last barrier
+    named: tuple[str, ...] = ()  # who `peer` may be: "faulty", "peer"; nothing: anybody
+    certain: bool = True  # every rank must raise if the faulty rank did not reach the last barrier
     within: float = _DEATH_SECONDS  # seconds after the fault
-    own: tuple[str, ...] = ()  # what the culprit may raise; nothing: the same
+    own: tuple[str, ...] = ()  # what the faulty rank may raise; nothing: the same
 
 
 _RULES = {
-    "kill": Rule(("TransportError",), ("culprit",)),
-    "crash": Rule(("TransportError",), ("culprit",)),
-    "stop": Rule(("Timeout",), ("culprit",), own=_TYPED),
+    "kill": Rule(("TransportError",), ("faulty",)),
+    "crash": Rule(("TransportError",), ("faulty",)),
+    "stop": Rule(("Timeout",), ("faulty",), own=_TYPED),
     "silence": Rule(("Timeout",), certain=False),  # who waits may wait in a circle
-    "exception": Rule(("Aborted",), ("culprit",), own=("ValueError", "SystemExit")),
-    "interrupt": Rule(("Aborted",), ("culprit",), own=("KeyboardInterrupt",)),
-    "abort": Rule(("Aborted",), ("culprit",)),
-    "leave": Rule(("TransportError",), ("culprit",)),
+    "exception": Rule(("Aborted",), ("faulty",), own=("ValueError", "SystemExit")),
+    "interrupt": Rule(("Aborted",), ("faulty",), own=("KeyboardInterrupt",)),
+    "abort": Rule(("Aborted",), ("faulty",)),
+    "leave": Rule(("TransportError",), ("faulty",)),
     "mismatch": Rule(("InvalidArgument",)),
-    "cut": Rule(("TransportError",), ("culprit", "peer"), certain=False),
-    "truncate": Rule(("TransportError",), ("culprit",), certain=False),
-    "header": Rule(("TransportError", "InvalidArgument"), ("culprit",), certain=False),
+    "cut": Rule(("TransportError",), ("faulty", "peer"), certain=False),
+    "truncate": Rule(("TransportError",), ("faulty",), certain=False),
+    "header": Rule(("TransportError", "InvalidArgument"), ("faulty",), certain=False),
     "garble": Rule(_TYPED, certain=False),
 }
 
@@ -66,7 +66,7 @@ def problems(case: Case, finished: Finished) -> list[str]:
 
 
 def _different_results(case: Case, finished: Finished) -> list[str]:
-    """Of calls whose results have the same bits on all ranks, whatever their codec lost."""
+    """Differing results of calls that have the same bits on all ranks, with any codec."""
     seen: dict[tuple[int, tuple[int, ...]], set[int]] = defaultdict(set)
     for rank, outcome in finished.outcomes.items():
         for call, digest in outcome.digests.items():
@@ -87,18 +87,18 @@ def bit(finished: Finished) -> bool:
 
 
 def latency(case: Case, finished: Finished) -> float | None:
-    """Seconds until the last rank other than the culprit raised."""
+    """Seconds until the last rank other than the faulty rank raised."""
     times = [
         each.at
         for rank, each in finished.outcomes.items()
-        if each.error and rank != case.fault.culprit
+        if each.error and rank != case.fault.faulty
     ]
     return max(times) - finished.fired_at if times and finished.fired_at else None
 
 
 @dataclass
 class _Verdict:
-    """On one rank."""
+    """The judgement of one rank."""
 
     case: Case
     finished: Finished
@@ -149,8 +149,10 @@ class _Verdict:
 
     @property
     def _own_seconds(self) -> float:
-        """From the fault until it raised, without the longest that a rank waited for a processor
-        meanwhile: this one, or another that had to tell it."""
+        """Seconds from the fault until it raised, less the longest a rank was queued meanwhile.
+
+        That rank is this one, or another that had to tell it.
+        """
         began = self.finished.queued
         waited = max(
             queued_since(began.get(rank, each.queued), each.queued)
@@ -159,7 +161,7 @@ class _Verdict:
         return self.outcome.at - (self.finished.fired_at or 0.0) - waited
 
     def _sequel(self) -> list[str]:
-        """Who failed and can go on does so, with all who do."""
+        """Ranks that failed and can go on do so, all together."""
         outcome = self.outcome
         if not self.case.goes_on or not self._can_go_on:
             return []
@@ -186,21 +188,21 @@ class _Verdict:
             return False
         for communicator in range(1, len(case.splits) + 1):
             members = case.members(communicator, outcome.rank)
-            number = members.index(case.fault.culprit) if case.fault.culprit in members else -1
+            number = members.index(case.fault.faulty) if case.fault.faulty in members else -1
             if f"rank {number} (" in outcome.text:
                 return True
         return False
 
     def _is_consequence(self, rule: Rule) -> bool:
-        """Of several communicators, one may fail because its rank left on another's failure."""
+        """Whether one of several communicators failed since its rank left on another's failure."""
         left = any(f"with block with {each}" in self.outcome.text for each in rule.errors)
         return bool(self.case.splits) and self.outcome.error == "Aborted" and left
 
     def _names(self, rule: Rule) -> bool:
-        """Of several communicators, the right one may not be the first to be heard of: a rank that
+        """Checks the named rank. The right communicator may not be the first to fail: a rank that
         left on another's failure aborts this one, and one that is blocked there is silent here.
         """
-        ranks = {"culprit": self.case.fault.culprit, "peer": self.case.fault.peer}
+        ranks = {"faulty": self.case.fault.faulty, "peer": self.case.fault.peer}
         if self.outcome.error == "InvalidArgument" or (
             self.case.splits and self.outcome.error in ("Timeout", "Aborted")
         ):
@@ -214,7 +216,7 @@ class _Verdict:
 
     @property
     def _is_culprit(self) -> bool:
-        return self.outcome.rank == self.case.fault.culprit
+        return self.outcome.rank == self.case.fault.faulty
 
     @property
     def _must_raise(self) -> bool:
@@ -224,5 +226,5 @@ class _Verdict:
             return False
         if self._is_culprit and self.case.fault.kind in ("leave", "stop"):
             return False
-        reached = self.finished.entered.get(self.case.fault.culprit, SET_UP)
+        reached = self.finished.entered.get(self.case.fault.faulty, SET_UP)
         return self.case.fault.kind == "mismatch" or reached < len(self.case.calls)

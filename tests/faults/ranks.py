@@ -32,7 +32,7 @@ Enter = Callable[[int, int], None]  # rank, number of the call
 
 @dataclass
 class Outcome:
-    """How a rank ended: well, with an error, or dead."""
+    """The end of a rank; neither a value nor an error if its process died."""
 
     rank: int
     error: str = ""  # the type's name
@@ -87,7 +87,7 @@ def _run(case: Case, mesh: Mesh, enter: Enter) -> Outcome:
 
 
 class _Script:
-    """What a user would have written, with a fault in it."""
+    """A user's script, with a fault in it."""
 
     def __init__(self, case: Case, mesh: Mesh, enter: Enter) -> None:
         self.outcome = Outcome(mesh.rank)
@@ -129,7 +129,7 @@ class _Script:
             self.outcome.peer = self._case.members(self._communicator, self._rank)[peer]
 
     def _go_on(self) -> None:
-        """With those who survived."""
+        """Continues with the survivors."""
         try:
             with self._comms[0].shrink(timeout=_SHRINK_SECONDS) as comm:
                 for index, call in enumerate(_SEQUEL):
@@ -182,7 +182,7 @@ class _Script:
     def _reach(self, index: int) -> None:
         self._enter(self._rank, index)
         fault = self._case.fault
-        if fault.kind in IN_RANK and (self._rank, index) == (fault.culprit, fault.call):
+        if fault.kind in IN_RANK and (self._rank, index) == (fault.faulty, fault.call):
             self._misbehave()
 
     def _misbehave(self) -> None:
@@ -199,7 +199,7 @@ class _Script:
             raise Leave
 
     def _later(self, action: Callable[[], None]) -> None:
-        """From another thread, in the middle of what this one does then."""
+        """Injects the fault from another thread, in the middle of what this one does then."""
         self._threads.append(threading.Timer(self._case.fault.delay, action))
         self._threads[-1].start()
 
@@ -214,7 +214,7 @@ def _segmentation_fault() -> None:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a process holds that a communicator may forget to give back."""
+    """Resources of a process that a communicator may forget to give back."""
 
     descriptors: frozenset[int]
     threads: int
@@ -222,7 +222,7 @@ class Resources:
 
     @staticmethod
     def now(without: list[Mesh]) -> Resources:
-        """This process's, but for the sockets that its communicators will take over."""
+        """Counts this process's resources, without sockets that communicators will take over."""
         owned = {s.fileno() for m in without for peer in m.peers.values() for s in peer.sockets()}
         listed = {int(name) for name in os.listdir("/proc/self/fd")}
         maps = Path("/proc/self/maps").read_text()
@@ -233,7 +233,7 @@ class Resources:
         )
 
     def leaks(self) -> list[str]:
-        """What there is more, once what ends by itself has had its time."""
+        """Resources that are left, once what ends by itself has had its time."""
         gc.collect()
         deadline = time.monotonic() + _LEAK_SECONDS
         while (found := self.more()) and time.monotonic() < deadline:
@@ -241,7 +241,7 @@ class Resources:
         return found
 
     def more(self) -> list[str]:
-        """What there is more at this moment."""
+        """Resources that are left at this moment."""
         now = Resources.now(without=[])
         found = [f"descriptor {fd}: {_target(fd)}" for fd in now.descriptors - self.descriptors]
         if now.threads > self.threads:
@@ -252,12 +252,12 @@ class Resources:
 
 
 def _target(descriptor: int) -> str:
-    """What it is; nothing if it is closed, as the one by which the others were listed."""
+    """The target of a descriptor; nothing if it is closed, like the one that listed the others."""
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/self/fd/{descriptor}")
     return ""
 
 
 def die_with_parent() -> None:
-    """So that an interrupted campaign leaves no stopped rank behind."""
+    """Lets the rank die with its parent, so that an interrupted campaign leaves no stopped rank."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a campaign found, as Markdown."""
+"""The report of a campaign, as Markdown."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def random_schedule(rng: random.Random, ranks: int) -> str:
 
 
 def _random_tree(rng: random.Random, ranks: int) -> dict[int, tuple[int, int]]:
-    """By rank but the root: its parent, and how far it is from the root."""
+    """A tree by rank but the root: its parent, and how far it is from the root."""
     first, *others = rng.sample(range(ranks), ranks)
     depths, tree = {first: 0}, {}
     for rank in others:

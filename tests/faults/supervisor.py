@@ -32,7 +32,7 @@ _LONGEST_TURN = 0.5
 
 @dataclass
 class Finished:
-    """What is known of a case when it is over."""
+    """The facts about a case when it is over."""
 
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # by rank; those that hang lack
     entered: dict[int, int] = field(default_factory=dict)  # by rank: the last call that it made
@@ -51,7 +51,7 @@ class _Child:
 
 
 def run_case(case: Case) -> Finished:
-    """How it went. Leaves no process behind."""
+    """Runs a case; returns how it went, and leaves no process behind."""
     return _Supervisor(case).run()
 
 
@@ -150,7 +150,7 @@ class _Supervisor:
     def _note_entry(self, rank: int, call: int) -> None:
         self._finished.entered[rank] = call
         fault = self.case.fault
-        if (rank, call) == (fault.culprit, fault.call) and fault.kind != "none":
+        if (rank, call) == (fault.faulty, fault.call) and fault.kind != "none":
             self.after(fault.delay, self._fire)
 
     def _fire(self) -> None:
@@ -173,11 +173,11 @@ class _Supervisor:
 
     def _let_stopped_go_on(self) -> None:
         """Once the others have ended without it: then it must end too."""
-        culprit = self.case.fault.culprit
-        alone = [child.ranks for child in self._children] == [[culprit]]
+        faulty = self.case.fault.faulty
+        alone = [child.ranks for child in self._children] == [[faulty]]
         if self.case.fault.kind == "stop" and alone and not self._went_on:
             self._went_on = True
-            self.signal(culprit, signal.SIGCONT)
+            self.signal(faulty, signal.SIGCONT)
             self._allow(self.case.timeout)
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""What changes bytes on their way: frames of a tcp link, of a control socket, of shared memory."""
+"""Taps that change bytes on their way: in a tcp link, a control socket, or shared memory."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def foreign_frame(rng: random.Random, ranks: int) -> bytes:
         rng.randint(1, _CONTROL_TYPES),
         rng.randint(1, _FAILURE_KINDS),
         rng.getrandbits(4),  # round
-        rng.randint(-1, ranks - 1),  # culprit
+        rng.randint(-1, ranks - 1),  # faulty
         rng.getrandbits(4),  # calls
         rng.getrandbits(32),  # fingerprint
         rng.getrandbits(4),  # segment

@@ -26,7 +26,7 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.mark.timeout(300)
 def test_no_hang_no_wrong_result_no_leak() -> None:
-    """From one seed, so that a change is judged by what it did; `make faults` draws new ones."""
+    """One seed, so that a change is judged by what it did; `make faults` draws new ones."""
     seed = os.environ.get("GRADWIRE_FAULTS_SEED") or "20261121"
     command = [sys.executable, "-m", "faults", "--count", str(CASES), "--seed", seed]
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -43,9 +43,9 @@ def test_a_seed_makes_the_same_cases_again() -> None:
 
 
 def case(kind: str, goes_on: bool) -> Case:
-    """Four ranks on one communicator; rank 1 is the culprit, and rank 2 at the link's other end."""
+    """Four ranks on one communicator; rank 1 is faulty, and rank 2 at the link's other end."""
     made = make_case(0, 0, kind)
-    fault = dataclasses.replace(made.fault, kind=kind, culprit=1, peer=2, call=0)
+    fault = dataclasses.replace(made.fault, kind=kind, faulty=1, peer=2, call=0)
     calls = tuple(dataclasses.replace(each, communicator=0) for each in made.calls[:3])
     return dataclasses.replace(made, ranks=4, splits=(), calls=calls, fault=fault, goes_on=goes_on)
 
@@ -53,12 +53,12 @@ def case(kind: str, goes_on: bool) -> Case:
 def found(
     kind: str,
     *others: Outcome,
-    culprit: Outcome | None = None,
+    faulty: Outcome | None = None,
     goes_on: bool = False,
     queued: dict[int, dict[int, float]] | None = None,
 ) -> list[str]:
-    """What the judge says of ranks 0, 2 and 3; one that is left out hangs."""
-    told = (*others, Outcome(1, died=-9) if culprit is None else culprit)
+    """The judge's findings on ranks 0, 2 and 3; one that is left out hangs."""
+    told = (*others, Outcome(1, died=-9) if faulty is None else faulty)
     entered = dict.fromkeys(range(4), 0)
     finished = Finished(
         {each.rank: each for each in told}, entered, fired_at=100.0, queued=queued or {}
@@ -72,8 +72,8 @@ def all_raise(error: str, peer: int = -1, at: float = 100.5) -> list[Outcome]:
 
 def test_the_judge_accepts_what_is_right() -> None:
     assert found("kill", *all_raise("TransportError", 1)) == []
-    assert found("stop", *all_raise("Timeout", 1), culprit=Outcome(1)) == []
-    assert found("none", *map(Outcome, (0, 2, 3)), culprit=Outcome(1)) == []
+    assert found("stop", *all_raise("Timeout", 1), faulty=Outcome(1)) == []
+    assert found("none", *map(Outcome, (0, 2, 3)), faulty=Outcome(1)) == []
 
 
 def test_the_judge_sees_a_hang() -> None:
@@ -102,7 +102,7 @@ def test_the_judge_sees_one_rank_that_is_wrong(wrong: Outcome) -> None:
 def test_the_judge_counts_no_time_in_which_a_rank_was_queued(
     rank: int, seconds: float, problems: int
 ) -> None:
-    """Of threads that have ended meanwhile nothing is known."""
+    """Nothing is known of threads that have ended meanwhile."""
     raised = all_raise("TransportError", 1)
     raised[0].at = 120.0
     queued = next(each for each in raised if each.rank == rank)
@@ -114,14 +114,14 @@ def test_the_judge_wants_to_know_who_passed_what() -> None:
     told = "ranks disagree in call 0: ranks 0, 2-3 called barrier(); rank 1 called all_gather(…)"
     for text, wrong in ((told, 0), ("ranks disagree", 3)):
         raised = [Outcome(rank, "InvalidArgument", -1, text, 100.5) for rank in (0, 2, 3)]
-        culprit = Outcome(1, "InvalidArgument", -1, told, 100.5)
-        assert len(found("mismatch", *raised, culprit=culprit)) == wrong
+        faulty = Outcome(1, "InvalidArgument", -1, told, 100.5)
+        assert len(found("mismatch", *raised, faulty=faulty)) == wrong
 
 
 def test_the_judge_compares_what_codecs_made_on_all_ranks() -> None:
     for digest, wrong in ((7, 0), (8, 1)):
         ranks = [Outcome(0, digests={2: 7}), Outcome(2), Outcome(3, digests={2: digest})]
-        problems = found("none", *ranks, culprit=Outcome(1))
+        problems = found("none", *ranks, faulty=Outcome(1))
         assert len(problems) == wrong
         assert all("do not agree in call 2" in each for each in problems)
 

@@ -36,7 +36,7 @@ class Wiring:
     wire: Wire | None = None
 
     def keep_only(self, rank: int) -> None:
-        """In a rank's process: closes all sockets but its own."""
+        """Closes all sockets in a rank's process but its own."""
         for mesh in self.meshes:
             if mesh.rank != rank:
                 mesh.close()
@@ -52,7 +52,7 @@ def connect(case: Case, *, tapped: bool) -> Wiring:
     for low in range(p):
         for high in range(low + 1, p):
             pairs = {lane: _pair(case.link(low, high)) for lane in ("control", *LANES)}
-            if tapped and {low, high} == {case.fault.culprit, case.fault.peer}:
+            if tapped and {low, high} == {case.fault.faulty, case.fault.peer}:
                 pairs[case.fault.lane] = _insert_wire(wiring, case, low, pairs[case.fault.lane])
             for end, (owner, other) in enumerate(((low, high), (high, low))):
                 links = {lane: Link(case.link(low, high), pairs[lane][end]) for lane in LANES}
@@ -61,9 +61,9 @@ def connect(case: Case, *, tapped: bool) -> Wiring:
 
 
 def _insert_wire(wiring: Wiring, case: Case, low: int, lower: Pair) -> Pair:
-    higher = _pair(case.link(case.fault.culprit, case.fault.peer))
-    culprit_is_low = case.fault.culprit == low
-    wiring.wire = Wire(lower[1], higher[0]) if culprit_is_low else Wire(higher[0], lower[1])
+    higher = _pair(case.link(case.fault.faulty, case.fault.peer))
+    faulty_is_low = case.fault.faulty == low
+    wiring.wire = Wire(lower[1], higher[0]) if faulty_is_low else Wire(higher[0], lower[1])
     return lower[0], higher[1]
 
 
@@ -142,7 +142,7 @@ class Flow:
         self._size = 0
 
     def events(self) -> list[tuple[socket.socket, int]]:
-        """What to poll for."""
+        """The events to poll for."""
         wanted = []
         if not self.ended and self._size <= _FULL:
             wanted.append((self.source, select.POLLIN))
@@ -164,12 +164,12 @@ class Flow:
 
 
 class Wire:
-    """Joins a socket of the culprit's with one of its peer's."""
+    """Joins a socket of the faulty rank's with one of its peer's."""
 
-    def __init__(self, culprit: socket.socket, peer: socket.socket) -> None:
-        self.sent, self.answered = Flow(culprit, peer), Flow(peer, culprit)
+    def __init__(self, faulty: socket.socket, peer: socket.socket) -> None:
+        self.sent, self.answered = Flow(faulty, peer), Flow(peer, faulty)
         self.held = False  # carries nothing for now
-        self._ends = culprit, peer
+        self._ends = faulty, peer
         for end in self._ends:
             end.setblocking(False)
 

@@ -1,4 +1,4 @@
-"""What bench/collectives/model_check.py makes of what ranks measured."""
+"""The report that bench/collectives/model_check.py makes of ranks' measurements."""
 
 from __future__ import annotations
 

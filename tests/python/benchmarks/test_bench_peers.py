@@ -102,7 +102,7 @@ def test_tcp_has_goals_of_its_own():
 
 
 def library(call: Any) -> peer_rank.Library:
-    """Of two ranks, of which this is rank 0."""
+    """A library of two ranks, of which this is rank 0."""
 
     def nothing() -> None:
         pass

@@ -23,7 +23,7 @@ RUN = Run("none", 16, 1, 3, 0.1, 0.1, 4, "auto", "Fashion-MNIST")
 def result(
     method: str, seed: int, accuracy: float, loss: float | None, ratio: float = 1, ms: int = 20
 ) -> Result:
-    """Of 100 steps and 1,000 parameters; before a biased codec, ten steps send dense gradients."""
+    """A result of 100 steps and 1,000 parameters; a biased codec begins with ten dense steps."""
     dense = 2 * 3 / 4 * 4 * 1000
     first = 10 * dense / (1 if Method.parse(method).first_share(0.1) else ratio)
     curve = [

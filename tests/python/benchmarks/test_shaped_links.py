@@ -24,7 +24,7 @@ MESSAGES = (100_000, 200_000)  # bytes
 
 @pytest.fixture
 def shaped() -> Iterator[links.ShapedLinks]:
-    """At a rate so low that a busy machine keeps up."""
+    """Links shaped to a rate so low that a busy machine keeps up."""
     with contextlib.closing(links.ShapedLinks(3, links.rate("20mbit"))) as made:
         yield made
 
@@ -83,7 +83,7 @@ def test_a_byte_needs_no_token_to_wait_for(shaped: links.ShapedLinks):
 
 
 class Hosts(links.ShapedLinks, Network):
-    """That run ranks."""
+    """Hosts that run ranks."""
 
 
 @needs_links

@@ -22,13 +22,13 @@ CASES = [
 
 
 def noise(n: int, rank: int) -> np.ndarray:
-    """Of many magnitudes, so that every order of additions has its own bits."""
+    """Noise of many magnitudes, so that every order of additions has its own bits."""
     rng = np.random.default_rng([rank, n])
     return (rng.standard_normal(n) * 10.0 ** rng.uniform(-6, 3, n)).astype(np.float32)
 
 
 def array(codec: str, n: int, rank: int) -> np.ndarray:
-    """About n elements; a matrix for the codec that factors them."""
+    """An array of about n elements; a matrix for the codec that factors them."""
     x = noise(n, rank)
     rows = math.isqrt(n) if codec == "lowrank" else 1
     return x if rows == 1 else x[: n // rows * rows].reshape(rows, -1)
@@ -64,7 +64,7 @@ def test_transports_and_messages_do_not_change_the_bits(algorithm: str, codec: s
 
 
 def test_the_noise_tells_orders_apart() -> None:
-    """Else the tests above could not fail."""
+    """The tests above could not fail otherwise."""
     found = {algorithm: run(P, digests, algorithm, "none")[0] for algorithm in ("ring", "star")}
     assert found["ring"] != found["star"]
 

@@ -1,4 +1,4 @@
-"""Which arrays are taken, which refused, and that nothing is ever silently wrong."""
+"""Arrays that are taken and arrays that are refused; nothing is ever silently wrong."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_type_that_numpy_lacks_needs_out() -> None:
 
 
 class DLTensor(ctypes.Structure):
-    """As dlpack.h has it."""
+    """The struct of dlpack.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -128,7 +128,7 @@ class DLTensor(ctypes.Structure):
 
 
 class Handmade:
-    """What a library may say in a capsule, whether it is sound or not: 4 float32, but for `other`.
+    """A capsule as a library may make it, sound or not: 4 float32, but for `other`.
 
     The capsule has no destructor, and is alive as long as the array.
     """

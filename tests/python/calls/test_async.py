@@ -137,7 +137,7 @@ def test_close_finishes_what_is_in_flight() -> None:
 
 
 def test_a_dropped_communicator_ends_its_work() -> None:
-    """And never writes to memory that went with it."""
+    """The work never writes to memory that went with it."""
     one, other = inproc_meshes(2)
     made: list[Communicator] = []
     thread = threading.Thread(target=lambda: made.append(from_mesh(other, timeout=30)))

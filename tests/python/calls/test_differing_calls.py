@@ -98,7 +98,7 @@ def test_a_differing_call_is_an_error_of_the_next_at_the_latest(name: str, trans
 
 @over_processes
 def test_close_waits_for_nobody_who_has_finished_the_same_calls(transport: str) -> None:
-    """Though rank 1 is busy elsewhere, and rank 0 cannot see in the data that it came."""
+    """Rank 1 is busy elsewhere, and rank 0 cannot see in the data that it came."""
     closed = multiprocessing.get_context("fork").Event()
 
     def body(comm: Communicator) -> None:
@@ -209,7 +209,7 @@ def test_a_program_that_ends_after_a_differing_call_fails(tmp_path: Path, call: 
     "imports", ["import gradwire.torch, torch", "import torch, gradwire.torch"]
 )
 def test_a_training_that_ends_after_a_differing_call_fails(tmp_path: Path, imports: str) -> None:
-    """By the order of imports what torch knows of ends before gradwire does, or after."""
+    """The order of imports decides whether torch's objects end before gradwire does, or after."""
     script = tmp_path / "script.py"
     script.write_text(UNDER_DDP.format(imports=imports))
     ended = subprocess.run(
@@ -227,7 +227,7 @@ def test_a_training_that_ends_after_a_differing_call_fails(tmp_path: Path, impor
 def test_a_program_that_goes_on_without_its_communicator_is_told(
     transport: str, tmp_path: Path
 ) -> None:
-    """By a line on standard error, as no call and no close() will raise it."""
+    """A line on standard error tells it, as no call and no close() will raise it."""
     errors, dropped = tmp_path / "errors", multiprocessing.get_context("fork").Event()
 
     def body(comm: Communicator) -> None:
@@ -252,7 +252,7 @@ def test_a_program_that_goes_on_without_its_communicator_is_told(
 
 @over_processes
 def test_close_is_told_by_a_rank_that_transfers_without_end(transport: str) -> None:
-    """Which never rests: there is always a message on its way to it."""
+    """The rank never rests: there is always a message on its way to it."""
     left = multiprocessing.get_context("fork").Event()
 
     def body(comm: Communicator) -> None:
@@ -309,7 +309,7 @@ def test_blocks_of_wrong_sizes_are_named_with_their_ranks(size: int, transport: 
 
 @over_processes
 def test_sizes_count_though_the_scatter_root_has_gone(transport: str) -> None:
-    """It has waited for as long as it would."""
+    """The root has waited for as long as it would."""
     left = multiprocessing.get_context("fork").Event()
 
     def body(comm: Communicator) -> None:
@@ -384,7 +384,7 @@ def test_dimensions_of_size_one_do_not_count() -> None:
 
 
 def test_a_shape_that_one_rank_knows_is_new_to_the_other() -> None:
-    """Though the quick way is taken for arrays like earlier ones."""
+    """Arrays like earlier ones take the shortcut all the same."""
 
     def body(comm: Communicator) -> None:
         for _ in range(3):

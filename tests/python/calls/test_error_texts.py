@@ -1,4 +1,4 @@
-"""What an error says arrives on the other ranks, in whatever language."""
+"""Error texts arrive on the other ranks, in any language."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ SIZES = pytest.mark.parametrize("p", [1, 2, 3, 5])
 
 
 def thing(rank: int) -> dict[str, Any]:
-    """Of another size on every rank; some beyond one frame."""
+    """An object of another size on every rank; some are larger than one frame."""
     return {"rank": rank, "array": np.arange(rank * 100_000), "text": "ü" * rank, "none": None}
 
 

@@ -205,7 +205,7 @@ def test_a_barrier_takes_it_and_orders() -> None:
 
 @pytest.mark.parametrize("n", [1, 70_000])
 def test_threads_of_a_rank_share_it(n: int) -> None:
-    """Their calls are equal, so any order of them is one order on all ranks."""
+    """Calls of the threads are equal, so any order of them is one order on all ranks."""
 
     def body(comm: Communicator) -> None:
         sums: list[float] = []
@@ -357,7 +357,7 @@ def test_autograd_notices_a_write_that_takes_it() -> None:
 
 
 def test_a_tensor_of_a_transform_is_left_to_the_checks() -> None:
-    """It is a torch.Tensor, and has no memory of its own."""
+    """Such a tensor is a torch.Tensor, and has no memory of its own."""
     torch = pytest.importorskip("torch")
 
     def body(comm: Communicator) -> None:

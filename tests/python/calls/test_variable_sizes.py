@@ -13,7 +13,7 @@ from ranks import run
 
 
 def block(src: int, dst: int, dtype: Any = np.float32) -> np.ndarray:
-    """Of another shape for each pair, some of them empty, one without dimensions."""
+    """A block of another shape for each pair; some are empty, one has no dimensions."""
     shape = ((src + dst) % 3 * 1000, 1 + src) if src != 1 or dst != 1 else ()
     return np.random.default_rng([src, dst]).integers(0, 99, shape).astype(dtype)
 

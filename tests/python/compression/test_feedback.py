@@ -44,7 +44,7 @@ def codec(request: pytest.FixtureRequest) -> Any:
 
 
 def conserved(comm: Communicator, calls: Callable[[ErrorFeedback, int], Any]) -> tuple[Any, ...]:
-    """What this rank gave, what was delivered, and its residuals, after some calls."""
+    """The sum of inputs, the delivered sum, and the residuals, after some calls."""
     feedback = ErrorFeedback()
     given, delivered = np.zeros(N), np.zeros(N)
     for call in range(5):

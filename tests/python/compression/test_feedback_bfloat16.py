@@ -44,7 +44,7 @@ def steps(residual: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def books(comm: Communicator, codec: Any) -> tuple[NDArray[Any], ...]:
-    """What this rank gave, what was delivered, what it keeps, and how far that may be rounded."""
+    """The sum of inputs, the delivered sum, the residuals, and the limit of their rounding."""
     feedback = ErrorFeedback("bfloat16")
     given, delivered, rounding = np.zeros(N), np.zeros(N), np.zeros(N)
     for call in range(CALLS):

@@ -332,7 +332,7 @@ def test_a_call_on_a_dead_communicator_spoils_its_step() -> None:
 
 
 def payload_of(comm: Communicator, x: Floats, spoil: Callable[[bytes], bytes]) -> None:
-    """As all_reduce with Exact does, but for the payload."""
+    """Calls all_reduce with Exact, but for the payload."""
     letters = _core.Letters(None, [])
     body = spoil(struct.pack("<Q", x.nbytes) + x.tobytes())
     letters.seal(body, finite=True, limit=1 << 20)

@@ -56,7 +56,7 @@ class Beside:
         self._threads[-1].start()
 
     def end(self) -> None:
-        """Where there is one."""
+        """Calls the end of the fault, if it has one."""
         self._over.set()
         while self._threads:
             self._threads.pop().join(60)
@@ -132,7 +132,7 @@ def delays(
     watches = [Stopwatch(3) for _ in range(TRIES)]
 
     def once(comm: Communicator, watch: Stopwatch) -> float:
-        """From when rank 0 ended it until this rank knew."""
+        """Seconds from the end on rank 0 until this rank knew."""
         watch.join(comm.rank)
         comm.barrier()
         if comm.rank == 0:

@@ -89,7 +89,7 @@ def test_ctrl_c_ends_a_close_that_waits_for_work(transport: str) -> None:
 
 @over_processes
 def test_an_abort_of_one_who_said_goodbye_is_not_heard(transport: str) -> None:
-    """It waits only to hear that rank 1 has made the same call."""
+    """Rank 0 only waits to hear that rank 1 has made the same call."""
     aborted = multiprocessing.get_context("fork").Event()
 
     def body(comm: Communicator) -> float:

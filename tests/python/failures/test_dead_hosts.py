@@ -48,7 +48,7 @@ def environment(_: int) -> dict[str, str]:
 
 
 def failure_of(call: Any) -> tuple[float, int, str]:
-    """When a call failed for lack of a host, by the rank's own time, on which, and what it says."""
+    """The time on this rank at which a call failed for lack of a host, the peer and the text."""
     try:
         call()
     except TransportError as error:
@@ -187,7 +187,7 @@ def test_a_host_that_is_cut_while_the_ranks_meet_is_named(
 
 @needs_hosts
 def test_a_rank_that_computes_for_long_is_not_taken_for_dead(network: Network) -> None:
-    """Its kernel answers, though the windows of its connections are closed."""
+    """The kernel answers, though the windows of its connections are closed."""
     silence = 1.0
 
     def body(comm: Communicator, pipe: Any) -> float:

@@ -21,7 +21,7 @@ P = 2
 
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """What torchrun's agent gives its workers, but for the rank: a store and the environment."""
+    """A store and the environment that torchrun's agent gives its workers, without the rank."""
     with agents_store() as port:
         set_environment(monkeypatch, port)
         yield distributed.TCPStore("127.0.0.1", port, wait_for_workers=False)
@@ -97,7 +97,7 @@ def test_a_restart_after_a_death_in_training(agent: Any) -> None:
 
 
 def test_the_same_processes_meet_again_after_a_failure(agent: Any) -> None:
-    """In the same store and with the same restart count; each meeting has a number."""
+    """Processes use the same store and restart count; each rendezvous has a number."""
 
     def body(rank: int) -> list[list[int]]:
         found = [train(rank)]
@@ -112,7 +112,7 @@ def test_the_same_processes_meet_again_after_a_failure(agent: Any) -> None:
 
 
 def test_a_worker_of_before_the_restart_does_not_get_in(agent: Any) -> None:
-    """It would have met the new ones but for its number."""
+    """The number of the restart keeps it from meeting the new ones."""
 
     def late(rank: int) -> Any:
         if rank == 0:

@@ -261,7 +261,7 @@ def test_what_is_refused_before_it_is_sent_is_not_final() -> None:
 
 
 def test_a_fork_holds_a_shell() -> None:
-    """Its calls say so, and its end does nothing to the parent's communicator."""
+    """Calls in the fork say so, and its end does nothing to the parent's communicator."""
 
     def body(comm: Communicator) -> None:
         child = os.fork()
@@ -274,7 +274,7 @@ def test_a_fork_holds_a_shell() -> None:
 
 
 def test_a_rank_is_missed_though_a_child_of_its_lives() -> None:
-    """As a DataLoader's workers may, for a while, when their trainer is killed."""
+    """A DataLoader's workers may live on for a while when their trainer is killed."""
     reader, writer = os.pipe()
 
     def body(comm: Communicator) -> None:

@@ -22,7 +22,7 @@ def exit_at_once() -> None:
 
 
 def exit_as_python_does() -> None:
-    """With everything that is to run at the interpreter's end."""
+    """Exits with everything that runs at the interpreter's end."""
     sys.exit(0)
 
 

@@ -1,4 +1,4 @@
-"""What is left of a communicator when it is over, however it ended: nothing, counted in /proc.
+"""Leaks: a communicator that is over leaves nothing, counted in /proc, however it ended.
 
 Memory and mappings are also malloc's, which keeps more of them now and then. So they are counted
 after each of some rounds, and what most rounds leave is a leak.
@@ -44,7 +44,7 @@ Ending = Callable[[Communicator], Communicator]
 
 
 def use(comm: Communicator) -> None:
-    """In every way that allocates or starts something."""
+    """Uses a communicator in every way that allocates or starts something."""
     works = [comm.all_reduce(np.ones(ELEMENTS, np.float32), async_op=True) for _ in range(3)]
     sent = comm.send(np.ones(ELEMENTS), (comm.rank + 1) % comm.size, async_op=True)
     comm.recv(np.empty(ELEMENTS), (comm.rank - 1) % comm.size)
@@ -124,7 +124,7 @@ def mismatch(comm: Communicator) -> Communicator:
 
 
 def timeout(comm: Communicator) -> Communicator:
-    """Of a call that rank 1 does not make."""
+    """Runs into the timeout of a call that rank 1 does not make."""
     call = comm.barrier if comm.rank != 1 else partial(comm.recv, np.empty(1), 0)
     until(Timeout, lambda: call(timeout=0.05))
     return close(comm)
@@ -161,7 +161,7 @@ def turn(transport: str, ending: Ending) -> Communicator:
 
 
 def _code_of_child(mesh: Mesh, made: list[Mesh], ending: Ending) -> int:
-    """0 where the rank has nothing more, when its communicator is over, than without its mesh."""
+    """Code of a child that exits with 0 if it has nothing more at the end than without its mesh."""
     try:
         for other in made:
             if other is not mesh:

@@ -1,4 +1,4 @@
-"""Who is killed, stopped or gone is named by every other rank, whatever links they have to it."""
+"""A rank that is killed, stopped or gone is named by every other rank, over any links."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def in_the_middle(comm: Communicator, begin: Callable[[], Any]) -> None:
 
 
 def error_of(call: Callable[[], Any]) -> Error:
-    """What a call ends with, if it has to be made over and over."""
+    """The error that a call ends with, if it has to be made over and over."""
     try:
         while True:
             call()
@@ -101,13 +101,13 @@ def test_a_killed_rank_is_named_by_all_within_two_seconds(algorithm: str, transp
 def with_rank_3(
     comm: Communicator, halves: Communicator, parities: Communicator
 ) -> list[Communicator]:
-    """Of a rank's two parts, those that have rank 3 in them: as their rank 1."""
+    """The one of a rank's two parts that has rank 3 in it: as its rank 1."""
     return [halves] * (comm.rank >= 2) + [parities] * (comm.rank % 2 == 1)
 
 
 @over_processes
 def test_a_killed_rank_is_named_in_every_communicator(transport: str) -> None:
-    """With operations in flight in all of them. One that it is no member of goes on."""
+    """All of them have operations in flight. One that the rank is no member of goes on."""
     board = Board()
 
     def body(comm: Communicator) -> tuple[Error, float]:
@@ -162,7 +162,7 @@ def test_a_rank_killed_while_all_close_is_named_by_close(transport: str) -> None
 def outlive(
     board: Board, comm: Communicator, timeout: float, call: Callable[..., Any]
 ) -> tuple[Error, float]:
-    """How `call` ends on a rank that is not the stopped one; the last of them wakes that one."""
+    """The end of `call` on a rank that is not the stopped one; the last one wakes that."""
     error, seconds = error_of(partial(call, timeout=timeout)), board.age
     assert board.watch.elapsed > timeout / 2
     assert state_of(board.pid[0]) == "T"  # before the last can wake it

@@ -305,7 +305,7 @@ def test_a_communicator_shrinks_once() -> None:
 
 
 def test_work_in_flight_and_blocked_threads_end_first() -> None:
-    """And the memory that they used is let go."""
+    """The memory that they used is released."""
 
     def body(comm: Communicator) -> list[int]:
         ended: list[BaseException] = []
@@ -353,7 +353,7 @@ def test_the_store_is_not_needed() -> None:
 
 
 class Crash(Exception):
-    """What ends a rank of the simulation, where it is."""
+    """Raised where a rank of the simulation ends."""
 
 
 class MortalLinks(_links.SurvivorLinks):

@@ -22,7 +22,7 @@ SHARED: Any = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the ranks' standard errors go, and a short patience."""
+    """Files for the ranks' standard errors, and a short limit."""
     monkeypatch.setenv("GRADWIRE_STALL_SECONDS", "0.2")
     path = tmp_path / "log"
     path.touch()
@@ -34,7 +34,7 @@ def lines_of(log: Path, rank: int) -> list[str]:
 
 
 def begin(comm: Communicator, log: Path) -> None:
-    """What every rank does first: one call that works, of which nothing is logged there."""
+    """Makes the first call of every rank, which works, and of which nothing is logged."""
     comm.all_reduce(np.ones(3))
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
 
@@ -119,7 +119,7 @@ def test_a_recv_from_any_rank_may_wait_for_long(log: Path) -> None:
 
 
 def waiting(comm: Communicator) -> dict[int, int]:
-    """Which ranks show on their pages that they wait, and for whom."""
+    """The ranks whose pages show that they wait, and the peers that they wait for."""
     return {
         each["rank"]: each["peer"]
         for each in _core.ranks_on_this_host()
@@ -142,7 +142,7 @@ def test_zero_turns_it_off(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_patience_is_thirty_seconds_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a communicator gives its core."""
+    """The limit is what a communicator gives its core."""
     monkeypatch.delenv("GRADWIRE_STALL_SECONDS", raising=False)
     given: list[float] = []
     core = _core.Communicator

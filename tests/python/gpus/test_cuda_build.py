@@ -1,4 +1,4 @@
-"""How the CUDA part is built and what it shows others; cuda_plugin_test.cc calls it."""
+"""The build of the CUDA part and its exported symbols; cuda_plugin_test.cc calls it."""
 
 import os
 import re

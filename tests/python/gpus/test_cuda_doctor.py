@@ -1,4 +1,4 @@
-"""What `gradwire doctor` says of GPUs and of NCCL; which libnccl is loaded."""
+"""Reports of `gradwire doctor` on GPUs and NCCL; the libnccl that is loaded."""
 
 from __future__ import annotations
 

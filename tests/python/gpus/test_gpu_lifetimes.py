@@ -78,7 +78,7 @@ def test_every_array_of_a_call_is_used_in_the_order_of_its_stream(asynchronous: 
 
 
 def test_a_call_on_each_threads_default_stream_runs_on_a_stream_of_gradwires() -> None:
-    """Its handle, 2, is another stream where another thread uses it."""
+    """The handle 2 means another stream on another thread."""
     run(
         """
         def body(comm):
@@ -138,7 +138,7 @@ def test_other_threads_run_while_the_end_of_residuals_waits_for_the_gpu() -> Non
 
 
 def test_a_call_may_be_under_way_when_its_communicator_closes() -> None:
-    """It ends with an error, of what it still has."""
+    """The call ends with an error."""
     found = run(
         """
         import contextlib, threading
@@ -172,7 +172,7 @@ def test_a_call_may_be_under_way_when_its_communicator_closes() -> None:
 
 
 def test_a_forked_child_leaves_the_gpu_alone() -> None:
-    """Whose calls would hang there, as those of a real one may."""
+    """Calls of the child would hang there, as those to a real GPU may."""
     found = run(
         """
         import gc, multiprocessing

@@ -40,7 +40,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def seconds(comm: Communicator, body: Callable[[], object]) -> tuple[float, float]:
-    """From the first rank's start to the last one's end, and how many of them ranks were queued."""
+    """Seconds from the first rank's start to the last one's end, and those queued."""
     comm.barrier()
     waited = -queued()
     times = np.array([-time.monotonic(), 0])

@@ -1,4 +1,4 @@
-"""Who may join: what strangers, replays and mix-ups get, and that ranks get in all the same."""
+"""The handshake: strangers, replays and mix-ups are refused, and ranks get in all the same."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ class Transcript(NamedTuple):
 
 
 def record(door: Door) -> Transcript:
-    """What both say in a handshake that succeeds, as an eavesdropper sees it."""
+    """The bytes of both sides in a handshake that succeeds, as an eavesdropper sees them."""
     ours, theirs = socket.socketpair()
     with ours, theirs, knock(door) as sock:
         client = threading.Thread(target=client_handshake, args=(ours, HELLO, SECRET, Deadline(10)))

@@ -54,7 +54,7 @@ def sum_of_ranks(comm: Communicator, _: Any) -> float:
 
 
 def errors_of(network: Network, places: tuple[int, ...], **how: Any) -> list[str]:
-    """What the ranks say that could not meet; they do so soon."""
+    """The errors of ranks that could not meet; they come soon."""
     began = own_time()
     ended = network.outcomes(places, interface_of, **how)
     assert own_time() - began - sum(each.queued for each in ended) < SOON
@@ -114,7 +114,7 @@ def test_interfaces_that_share_no_network_are_an_error_on_all_ranks(network: Net
 def test_packets_that_vanish_are_an_error_on_all_ranks_too(
     network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As at a firewall that says nothing."""
+    """Packets vanish at a firewall that drops them silently."""
     monkeypatch.setattr(connect, "_CONNECT_SECONDS", 1.0)
     nowhere = "10.99.0.1 lladdr 02:00:00:00:00:07 dev dead0"
     network.hosts[1].ip(f"neigh replace {nowhere} nud permanent")
@@ -242,7 +242,7 @@ HIERARCHICAL = [
 
 
 def reductions(comm: Communicator, _: Any = None) -> dict[str, tuple[str, float]]:
-    """For each algorithm and codec: a digest of the result's bits, and its largest error."""
+    """A digest of the result's bits and its largest error, for each algorithm and codec."""
     count = 60_011
     inputs = [
         np.random.default_rng(rank).standard_normal(count, np.float32) for rank in range(comm.size)

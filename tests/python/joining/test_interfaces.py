@@ -1,4 +1,4 @@
-"""Which address a rank listens on, and what it says where none will do."""
+"""The address that a rank listens on, and the error when no address will do."""
 
 from __future__ import annotations
 

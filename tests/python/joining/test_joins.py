@@ -193,7 +193,7 @@ with gradwire.init() as comm:
 
 
 def test_a_launched_training_listens_nowhere_but_at_its_launcher(tmp_path: Path) -> None:
-    """Which a thousand strangers come to, and are turned away with one line of log."""
+    """A thousand strangers come to the launcher, and are refused with one line of log."""
     script = tmp_path / "rank.py"
     script.write_text(LAUNCHED)
     with Launched(script) as stormy, gather_storm() as storm:
@@ -278,7 +278,7 @@ class Launched:
 
 
 def listening(pid: int) -> list[str]:
-    """Where a process listens, by any socket of the kernel's lists."""
+    """The addresses at which a process listens, by any socket of the kernel's lists."""
     links = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
     own = {match[1] for each in links if (match := re.fullmatch(r"socket:\[(\d+)\]", each))}
     found = []

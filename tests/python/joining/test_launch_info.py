@@ -1,4 +1,4 @@
-"""Which rank this process is, as its launcher says in the environment."""
+"""Rank, size and store of a process, as its launcher says in the environment."""
 
 from __future__ import annotations
 

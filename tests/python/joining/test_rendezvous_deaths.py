@@ -179,7 +179,7 @@ def test_through_torchs_store_all_hear_of_a_rank_that_gives_up(
 
 
 def test_who_comes_late_hears_why_rank_0_gave_up(torchs_store: str) -> None:
-    """Its store is gone by then, and torch's says so."""
+    """The store of rank 0 is gone by then, and torch's has the reason."""
     place = LaunchInfo(0, 2, store=torchs_store, local_size=2)
     for rank in range(2):
         with pytest.raises(gradwire.RendezvousError, match="rank 1 of 2 did not appear"):
@@ -204,7 +204,7 @@ def test_who_comes_after_rank_0_was_killed_is_told_at_once(torchs_store: str) ->
 
 
 def test_rank_0_waits_for_how_others_reach_a_store_that_is_on_its_host(torchs_store: str) -> None:
-    """Where nothing says that all ranks are on one host; here they are."""
+    """Nothing says that all ranks are on one host; here they are."""
     place = LaunchInfo(0, 3, store=torchs_store)
 
     def body(rank: int) -> str:

@@ -16,7 +16,7 @@ P, MISSING = 4, 1
 
 
 def errors(made: list[Mesh], timeout: float) -> list[Error]:
-    """What all ranks but the missing one raise."""
+    """The errors of all ranks but the missing one."""
     raised: list[Error] = []
 
     def make(mesh: Mesh) -> None:

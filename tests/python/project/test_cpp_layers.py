@@ -30,7 +30,7 @@ def test_a_header_has_a_name_of_its_own() -> None:
 
 
 def _layers_below() -> dict[str, set[str]]:
-    """By layer: itself and all that it uses, as CMakeLists.txt has it; lower ones come first."""
+    """Each layer with all that it uses, as CMakeLists.txt has it; lower ones come first."""
     layers: dict[str, set[str]] = {}
     text = (_ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
     for layer, uses in _LAYER.findall(text):

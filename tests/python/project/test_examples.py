@@ -23,14 +23,14 @@ def torch() -> None:
 
 
 def command(example: Path) -> list[str]:
-    """What the docstring says, with this environment's programs."""
+    """The command of the docstring, with this environment's programs."""
     docstring = ast.get_docstring(ast.parse(example.read_text())) or ""
     program, *arguments = shlex.split(re.findall(r"^Run: (.+)$", docstring, re.MULTILINE)[0])
     return [str(Path(sys.executable).with_name(program)), *arguments]
 
 
 def run(name: str) -> str:
-    """What the example prints, where it ends well."""
+    """The output of the example, which must succeed."""
     ended = subprocess.run(
         command(ROOT / "examples" / name), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
     )

@@ -1,4 +1,4 @@
-"""What `import gradwire` gives, costs, and leaves behind."""
+"""Names that `import gradwire` gives, its costs, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ threading.Thread(target=quietly, args=(comm.all_reduce, np.ones(10)), daemon=Tru
 
 @pytest.mark.parametrize("how", EXITS)
 def test_the_interpreter_ends_cleanly(how: str) -> None:
-    """Whatever is open: no crash, no hang, and the peers are told."""
+    """No crash and no hang, whatever is open, and the peers are told."""
     code = f"""
 import contextlib, gradwire, threading, numpy as np
 from gradwire._communicator import from_mesh

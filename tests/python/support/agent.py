@@ -11,7 +11,7 @@ from hosts import Rank
 
 @contextlib.contextmanager
 def agents_store() -> Iterator[int]:
-    """Its port on loopback."""
+    """The port of the agent's store on loopback."""
     agent = Rank(None, _serve)
     try:
         yield agent.pipe.recv()

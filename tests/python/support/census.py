@@ -1,4 +1,4 @@
-"""What a process holds, counted in /proc, and whether that grows."""
+"""A count in /proc of everything that a process holds, and whether it grows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Census(NamedTuple):
-    """What a process holds."""
+    """Everything that a process holds."""
 
     threads: int
     descriptors: Counter[str]
@@ -30,7 +30,7 @@ def census() -> Census:
 
 
 def held() -> Census:
-    """At this moment; in a forked process gc would copy all of its memory."""
+    """Counts at this moment; in a forked process gc would copy all of its memory."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Census(

@@ -43,12 +43,12 @@ class Rank:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         assert self._process.pid is not None
         return self._process.pid
 
     def outcome(self, timeout: float = LIMIT) -> Outcome:
-        """How the function ended; raises AssertionError when it has not by then."""
+        """The outcome of the function; raises AssertionError when it has not ended by then."""
         assert self.pipe.poll(timeout), f"a rank did not end within {timeout} s"
         try:
             found = self.pipe.recv()
@@ -58,7 +58,7 @@ class Rank:
         return found
 
     def died(self, timeout: float = LIMIT) -> float:
-        """When the process ended, by the monotonic clock."""
+        """The time at which the process ended, by the monotonic clock."""
         assert multiprocessing.connection.wait([self._process.sentinel], timeout)
         return time.monotonic()
 
@@ -144,12 +144,12 @@ class Network(Switch):
     def outcomes(
         self, places: Sequence[int], body: Callable[..., Any], **how: Any
     ) -> list[Outcome]:
-        """How each rank's body ended."""
+        """The outcome of each rank's body."""
         with self.start(places, body, **how) as ranks:
             return [rank.outcome() for rank in ranks]
 
     def values(self, places: Sequence[int], body: Callable[..., Any], **how: Any) -> list[Any]:
-        """What each rank's body returned; raises what the first rank raised."""
+        """The result of each rank's body; raises the first rank's error."""
         ended = self.outcomes(places, body, **how)
         for each in ended:
             if each.error is not None:
@@ -170,7 +170,7 @@ def debians_etc_hosts(scratch: Path) -> Callable[[int], Path]:
 
 
 def _replace_etc_hosts(by: Path) -> None:
-    """For this process alone."""
+    """Replaces /etc/hosts for this process alone."""
     checked(_libc.unshare(_CLONE_NEWNS))
     checked(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None))
     checked(_libc.mount(os.fsencode(by), b"/etc/hosts", None, _MS_BIND, None))

@@ -42,7 +42,7 @@ Transport = str | Callable[[int, int], str]
 
 @dataclass
 class Outcome:
-    """How a rank ended; neither a value nor an error when its process died."""
+    """The end of a rank; neither a value nor an error if its process died."""
 
     value: Any = None
     error: BaseException | None = None
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def run(p: int, body: Body, *args: Any, **options: Any) -> list[Any]:
-    """What `body(comm, *args)` returns on each rank; raises what the first rank raised."""
+    """The result of `body(comm, *args)` on each rank; raises the first rank's error."""
     ended = outcomes(p, body, *args, **options)
     for each in ended:
         if each.error is not None:
@@ -72,7 +72,7 @@ def outcomes(
     job: str = "",
     **setting: Any,
 ) -> list[Outcome]:
-    """How `body(comm, *args)` ended on each rank. `setting` goes to from_mesh."""
+    """The outcome of `body(comm, *args)` on each rank. `setting` goes to from_mesh."""
 
     def rank_body(mesh: Mesh) -> Outcome:
         try:
@@ -133,7 +133,7 @@ def _in_threads(made: list[Mesh], rank_body: Callable[[Mesh], Outcome]) -> list[
 
 
 def _is_running(thread: threading.Thread) -> bool:
-    """As the kernel knows it: a fork while it ends would take OpenSSL's locks along, taken."""
+    """Whether the process runs: a fork while it ends would copy OpenSSL's taken locks."""
     return Path(f"/proc/self/task/{thread.native_id}").exists()
 
 
@@ -194,5 +194,5 @@ def eventually(condition: Callable[[], object]) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Of a process, as in /proc/PID/stat: T is stopped."""
+    """The state of a process in /proc/PID/stat: T is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

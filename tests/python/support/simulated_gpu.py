@@ -63,7 +63,7 @@ if __name__ == "__main__":
 
 
 def run(body: str, ranks: int = 2, *, threads: bool = False, **environment: str) -> list:
-    """What `body(comm)` returns on every rank, of a program of its own."""
+    """The result of `body(comm)` on every rank, of a program of its own."""
     program = _HEAD + textwrap.dedent(body) + _RUN.format(ranks=ranks, threads=threads)
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -105,7 +105,7 @@ class Array:
         }
 
     def put(self, values: np.ndarray) -> None:
-        """In the order of its stream, for which nobody waits."""
+        """Copies in the order of its stream, for which nobody waits."""
         library().simulated_cuda_put(self._address, values.ctypes.data, self.nbytes, self.stream)
 
     def get(self) -> np.ndarray:

@@ -23,17 +23,17 @@ def queued_threads(pid: int | None = None) -> dict[int, float]:
 
 
 def queued(pid: int | None = None) -> float:
-    """Of all its threads that have not ended."""
+    """Seconds that all threads of a process which have not ended were queued."""
     return sum(queued_threads(pid).values())
 
 
 def queued_since(before: Mapping[int, float], now: Mapping[int, float]) -> float:
-    """Of a process's threads that are there now, since an earlier look at them."""
+    """Seconds that a process's present threads were queued since an earlier look at them."""
     return sum(seconds - before.get(thread, 0.0) for thread, seconds in now.items())
 
 
 def own_time(pid: int | None = None) -> float:
-    """When it would be by the monotonic clock, had the process never been queued."""
+    """The monotonic time, had the process never been queued."""
     return time.monotonic() - queued(pid)
 
 
@@ -55,7 +55,7 @@ class Stopwatch:
         self._pids[rank] = os.getpid()
 
     def start(self) -> None:
-        """From now on it counts, for all ranks that have joined."""
+        """Starts counting, for all ranks that have joined."""
         self._starter.value = os.getpid()
         self._queued[:] = [queued(pid) if pid else 0.0 for pid in self._pids]
         self.started.value = time.monotonic()
@@ -67,7 +67,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """On any rank that has joined, at any time after the start."""
+        """Seconds since the start, on any rank that has joined."""
         elapsed, concerned = self.elapsed, {self._starter.value, os.getpid()}
         waited = sum(
             max(queued(pid) - before, 0.0)

@@ -21,7 +21,7 @@ _context.set_forkserver_preload(["pytest", "torch._dynamo", "gradwire.torch"])
 
 
 def run(ranks: int, body: Callable[..., Any], *args: Any, dying: tuple[int, ...] = ()) -> list[Any]:
-    """What `body(*args)` returns on each rank; None for those that are to die in it.
+    """The result of `body(*args)` on each rank; None for those that are to die in it.
 
     `body` is a function of a module, and its result can be pickled.
     """

@@ -103,7 +103,7 @@ def same_everywhere(tensors: Iterator[torch.Tensor]) -> bool:
 
 
 def with_each(codecs: Sequence[str], body: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """What `body(codec, *args)` returns, by codec."""
+    """The result of `body(codec, *args)`, by codec."""
     return {codec: body(codec, *args) for codec in codecs}
 
 
@@ -143,7 +143,7 @@ class Books:
                     del book[name]
 
     def mark(self) -> Callable[[], None]:
-        """What brings the books of what went in back to where they are now."""
+        """A function that takes the account of all gradients back to this moment."""
         kept = [{n: each.clone() for n, each in book.items()} for book in (self._in, self._size)]
 
         def go_back() -> None:
@@ -152,7 +152,7 @@ class Books:
         return go_back
 
     def deliver(self, ranks: int = 0) -> None:
-        """After a backward that so many ranks averaged: takes the gradients, and clears them."""
+        """Takes and clears the gradients after a backward that so many ranks averaged."""
         self.note(ranks)
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -165,7 +165,7 @@ class Books:
                 self._out[name] += parameter.grad.double() * factor
 
     def inherit(self, rank: int, feedback: gradwire.ErrorFeedback) -> None:
-        """On rank 0, what another rank's gradients delivered: all ranks call it before that dies.
+        """Adds, on rank 0, what another rank's gradients delivered; all call it before that dies.
 
         What it holds back goes with it.
         """
@@ -182,7 +182,7 @@ class Books:
     def missing(
         self, feedback: gradwire.ErrorFeedback | None, group: dist.ProcessGroup | None = None
     ) -> float:
-        """How much of all gradients is nowhere, in units of float32 rounding of their sizes."""
+        """The share of all gradients that is missing, in float32 roundings of their sizes."""
         worst = 0.0
         for name, went_in in self._in.items():
             kept = torch.zeros_like(went_in).flatten()

@@ -103,7 +103,7 @@ def test_the_one_who_is_stopped_is_at_the_end_of_every_chain(gate: Any) -> None:
 
 
 def waits(job: Job) -> dict[int, tuple[int, str]]:
-    """For whom each rank waits, and in which round of its call."""
+    """The peer that each rank waits for, and the round of its call."""
     return {
         rank: (each["peer"], each["operation"].split(", ")[-2])
         for rank, each in job.ranks().items()

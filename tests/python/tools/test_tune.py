@@ -127,7 +127,7 @@ def test_ranks_that_run_are_tuned(monkeypatch: pytest.MonkeyPatch):
     assert others == [one, one]
 
 
-def test_the_fit_foretells_what_a_model_does():
+def test_the_fit_predicts_what_a_model_does():
     hidden = CostModel(
         {"within.alpha": 1e-6, "within.latency": 3e-6, "move": 2e-10, "gamma": 5e-10, "cores": 8}
     )

@@ -148,7 +148,7 @@ def test_residuals_follow_the_learning_rate_if_asked() -> None:
 
 
 def wrap_anew(codec: str) -> float:
-    """Where DDP is made anew, the scale has just doubled and the learning rate changed."""
+    """Makes DDP anew just after the scale has doubled and the learning rate changed."""
     module = mlp()
     _, books = wrapped(module)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)

@@ -51,7 +51,7 @@ def test_gives_the_callback_what_waiting_raised(completions: Completions) -> Non
 
 
 def test_an_operation_is_over_before_its_callback(completions: Completions) -> None:
-    """Whoever the callback wakes may close at once, which must not look like a pending one."""
+    """A callback may close at once, which must not look like a pending operation."""
     seen: list[int] = []
     completions.submit(nothing, lambda _: seen.append(completions.pending))
     completions.close(LIMIT)

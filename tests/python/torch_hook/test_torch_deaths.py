@@ -29,7 +29,7 @@ STAGES: dict[str, tuple[type, str]] = {
 
 
 def register(victim: int, stage: str, died: Path) -> tuple[float, int]:
-    """When this rank was told, and of whom."""
+    """The time at which this rank learned of a death, and the peer."""
 
     def die(*_: Any, **__: Any) -> None:
         died.write_text(str(time.monotonic()))

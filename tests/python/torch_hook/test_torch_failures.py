@@ -82,7 +82,7 @@ def test_a_killed_rank_is_a_typed_error_of_every_step(setting: str) -> None:
 
 
 def lose_a_rank_between(setting: str) -> tuple[str, int, str]:
-    """After the first backward; in the second forward DDP itself has all ranks agree on buckets."""
+    """Loses a rank after the first backward; in the second forward DDP itself agrees on buckets."""
     ddp = DistributedDataParallel(model(), **SETTINGS[setting])
     state = register(ddp)
     step(ddp, 0)
@@ -274,7 +274,7 @@ def reference(directory: str) -> str:
 
 
 def test_torchrun_restarts_and_the_training_resumes(tmp_path: Path) -> None:
-    """With the bits that it would have had without the failure."""
+    """The training has the bits that it would have had without the failure."""
     (tmp_path / "reference").mkdir()
     (tmp_path / "restarted").mkdir()
     expected = torch_ranks.run(2, reference, str(tmp_path / "reference"))

@@ -48,7 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def train(setting: dict[str, Any], codecs: Sequence[str | Codec]) -> tuple[float, bool, int]:
-    """Until DDP's own buckets have been followed for two steps."""
+    """Trains until DDP's own buckets have been followed for two steps."""
     ddp, books = wrapped(Tower(len(codecs)), **setting)
     state = register(ddp, feedback=True, rules=Tower.rules(codecs), min_elements=0)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -94,7 +94,7 @@ def test_nothing_is_lost_with_a_codec_written_in_python() -> None:
 
 
 def gradients(setting: dict[str, Any], codec: str) -> list[torch.Tensor]:
-    """Of each step."""
+    """The gradients of each step."""
     ddp, _ = wrapped(mlp(), **setting)
     register(ddp, codec=codec, min_elements=0)
     found = []
@@ -115,7 +115,7 @@ def same_in_all_settings(codec: str) -> dict[str, list[bool]]:
 
 
 def test_what_codecs_remember_survives_a_rebuild() -> None:
-    """Between two ranks what is sent depends on that alone: factors of lowrank, tau, a filter."""
+    """Ranks of two send bytes that depend on that alone: factors of lowrank, tau, a filter."""
     codecs = [each for each in LOSSY if each.startswith(("threshold", "topk", "lowrank"))]
     expected = dict.fromkeys(codecs, dict.fromkeys(SETTINGS, [True] * 5))
     assert torch_ranks.run(2, with_each, codecs, same_in_all_settings) == [expected] * 2
@@ -135,7 +135,7 @@ def test_keys_are_the_parameters_names() -> None:
 
 
 def accumulate(codec: str, views: bool) -> float:
-    """Of four batches, two pairs are averaged together."""
+    """Averages two pairs of four batches together."""
     ddp, books = wrapped(mlp(), **SMALL_BUCKETS, gradient_as_bucket_view=views)
     state = register(ddp, codec=codec, feedback=True, min_elements=0)
     for step in range(6):
@@ -243,7 +243,7 @@ def test_nothing_is_lost_with_uneven_inputs(by_all: bool) -> None:
 
 
 def wrap_anew() -> float:
-    """At later steps than DDP does it by itself, the buckets become others.
+    """Changes buckets at later steps than DDP does it by itself.
 
     Each time since a backward was broken off.
     """

@@ -54,7 +54,7 @@ def message(call: Any, *arguments: Any) -> str:
 
 
 def load_states_of_others() -> tuple[str, str, float]:
-    """As a trainer does that saves on rank 0 only."""
+    """Loads as a trainer does that saves on rank 0 only."""
     ddp, state = holds(1.0, 2.0, 3.0)
     saved = [state.state_dict()]
     dist.broadcast_object_list(saved)
@@ -144,7 +144,7 @@ def start() -> tuple[DistributedDataParallel, torch.optim.Optimizer, State]:
 
 
 def gather_and_scatter() -> list[bool]:
-    """On as many ranks every bit goes on."""
+    """Keeps every bit on as many ranks."""
     ddp, optimizer, state = start()
     train(range(4), ddp, optimizer)
     weights = {name: each.clone() for name, each in ddp.module.state_dict().items()}

@@ -83,7 +83,7 @@ class Heads:
 
 
 class TwoHeads(nn.Module):
-    """Without a common trunk."""
+    """Two heads without a common trunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_torch_names_unused_parameters_first() -> None:
 
 
 class WithScale(nn.Module):
-    """Its forward returns a parameter, too, as open_clip's does."""
+    """A module whose forward returns a parameter, too, as open_clip's does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class WithScale(nn.Module):
 
 
 def return_a_parameter() -> tuple[int, int]:
-    """How many hooks its parameter has after many steps, and how many were averaged."""
+    """The number of hooks on its parameter after many steps, and of averaged ones."""
     ddp = DistributedDataParallel(WithScale())
     state = register(ddp)
     for step in range(10):
@@ -218,7 +218,7 @@ def test_a_backward_left_out_raises_where_forward_returns_a_parameter() -> None:
 
 
 def legitimate(setting: dict[str, Any]) -> int:
-    """What looks unusual, and is not wrong."""
+    """Runs backwards that look unusual, and are not wrong."""
     ddp = DistributedDataParallel(mlp(), **setting)
     state = register(ddp)
     if not setting.get("static_graph"):  # which cannot do without

@@ -24,7 +24,7 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.01}
 
 
 class Branches(nn.Module):
-    """Of two branches, uses the one that a batch asks for."""
+    """Two branches; a batch asks for one of them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ class Given(nn.Module):
 
 
 class Case(NamedTuple):
-    """Which of the paper's means are in use."""
+    """The means of the paper that are in use."""
 
     clip: float | None = None
     momentum: bool = False
@@ -90,7 +90,7 @@ class Rank:
 
 
 def furthest(case: Case) -> float:
-    """How far the hook's averages and residuals are from those of the equations."""
+    """The largest distance of the hook's averages and residuals from those of the equations."""
     ddp = DistributedDataParallel(Given())
     topk = f"topk:density={DENSITY}"
     state = register(
@@ -164,7 +164,7 @@ def test_clipping_is_of_all_parameters_together() -> None:
 
 
 def clip_scaled() -> tuple[bool, bool]:
-    """With a loss scale, the norm is that of what is under it; Inf is left for all to see."""
+    """Clips by the norm of unscaled gradients with a loss scale; Inf is left for all to see."""
     gradients = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=64.0)):
         ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)

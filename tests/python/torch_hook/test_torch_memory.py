@@ -1,4 +1,4 @@
-"""How much memory the hook takes, in bytes a parameter, beside DDP over gloo."""
+"""Memory that the hook takes, in bytes per parameter, beside DDP over gloo."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_dense_momentum_in_the_hook_is_that_of_the_optimizer(nesterov: bool) -> 
 
 
 def use_branches(hook: dict[str, Any], sgd: dict[str, Any]) -> torch.Tensor:
-    """What no rank used keeps its velocity."""
+    """A parameter that no rank used keeps its velocity."""
     ddp, _ = wrapped(Branches(), find_unused_parameters=True)
     register(ddp, min_elements=0, **hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, **sgd)
@@ -112,7 +112,7 @@ class Velocities:
 
 
 def follow(codec: str, masking: bool) -> tuple[float, bool, float]:
-    """How far the hook's velocities are from those; and whether everything sent is conserved."""
+    """The distance of the hook's velocities from those; whether everything sent is conserved."""
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
     expected = Velocities(ddp.module, 0.9)
     momentum = Momentum(0.9, masking=masking)

@@ -53,7 +53,7 @@ def gradients(ddp: DistributedDataParallel, step: int) -> torch.Tensor:
 
 
 def pause(codec: str, hook: dict[str, Any]) -> tuple[bool, float, bool]:
-    """What a paused backward leaves, how far from the average it is, and whether it goes on."""
+    """The state after a paused backward, its distance from the average, and whether it goes on."""
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
     state = register(ddp, codec=codec, feedback=True, min_elements=0, **hook)
     plain = DistributedDataParallel(mlp())
@@ -108,7 +108,7 @@ def test_gradients_that_are_thrown_away_change_no_bit_of_training() -> None:
 
 
 def pause_branches(codec: str) -> bool:
-    """Also where DDP looks for parameters that no rank used."""
+    """Pauses where DDP also looks for parameters that no rank used."""
     ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
     state = register(ddp, codec=codec, feedback=True, min_elements=0)
     found = True
@@ -129,7 +129,7 @@ def test_a_pause_holds_with_parameters_that_are_not_used() -> None:
 
 
 def break_off_a_pause() -> tuple[bool, bool]:
-    """What a backward raises ends the pause, too."""
+    """An error of a backward ends the pause, too."""
     ddp, _ = wrapped(mlp())
     state = register(ddp, codec="onebit")
     gradients(ddp, 0)

@@ -1,4 +1,4 @@
-"""Which codec a parameter travels with, changes of it, and the counters."""
+"""Rules: a parameter's codec, changes of it, and the counters."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Training(NamedTuple):
 def start(
     setting: dict[str, Any], *codecs: str, follows: bool = False, dtype: str = "float32"
 ) -> Training:
-    """With an algorithm whose folds depend on where in a bucket an element lies.
+    """Registers with an algorithm whose folds depend on where in a bucket an element lies.
 
     The hook `follows` a scale that doubles and a learning rate that falls after every step, or
     every other one, and has the momentum.
@@ -95,7 +95,7 @@ def load(training: Training, saved: bytes, **changed: Any) -> None:
 
 
 def training_parts(training: Training) -> list[Any]:
-    """That have a state_dict()."""
+    """Parts of a training that have a state_dict()."""
     parts = (training.state, training.ddp.module, training.optimizer, training.scaler)
     return [each for each in parts if each is not None]
 
@@ -105,7 +105,7 @@ END = 9
 
 
 def kept_alike(one: Training, other: Training) -> list[str]:
-    """Of which parameters both have the same bits, and their hooks keep the same."""
+    """The parameters of which both have the same bits, with equal states of their hooks."""
     assert one.state.steps == other.state.steps
     own, its = (each.state.state_dict() for each in (one, other))
     kept, its_kept = own["feedback"], its["feedback"]
@@ -131,7 +131,7 @@ def interrupted(
     dtype: str = "float32",
     **changed: Any,
 ) -> list[list[str]]:
-    """What has the bits of an uninterrupted run in those with a break after so many steps."""
+    """The parts with the bits of an uninterrupted run in runs with a break after so many steps."""
     whole, saved = start(setting, *codecs, follows=follows, dtype=dtype), {}
     for step in range(END):
         if step in SAVED:
@@ -159,14 +159,14 @@ def interrupted(
 def test_resumed_training_has_the_bits_of_uninterrupted_training(
     setting: str, follows: bool, dtype: str
 ) -> None:
-    """Also where the scale has just doubled and the learning rate changed."""
+    """The scale may have just doubled and the learning rate changed."""
     names = [name for name, _ in Tower(len(RESUMED)).named_parameters()]
     for found in torch_ranks.run(3, interrupted, SETTINGS[setting], RESUMED, follows, dtype):
         assert found == [names] * len(SAVED)
 
 
 def test_without_the_layout_resumed_training_rounds_differently() -> None:
-    """Unless it was saved before there is one."""
+    """A state saved before there is a layout does not."""
     for *early, late in torch_ranks.run(3, without_layout):
         assert all(len(each) == 34 for each in early)
         assert len(late) < 17
@@ -230,7 +230,7 @@ def test_a_state_with_other_buckets_is_followed_until_ddp_has_its_own() -> None:
 
 
 def leave(codec: str, how: str) -> float:
-    """After three steps rank 2 leaves, and rank 0 takes over what it had held back.
+    """Lets rank 2 leave after three steps; rank 0 takes over its residuals.
 
     The scale doubles at every step, and the learning rate changes as it leaves.
     """

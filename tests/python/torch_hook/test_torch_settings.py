@@ -1,4 +1,4 @@
-"""What register() is given wrongly: an error that says what to give; and copies of its model."""
+"""Wrong arguments of register(): errors that say what to give; and copies of its model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_wrong_settings_are_refused_with_what_to_give() -> None:
 
 
 def one_fails(owns: bool) -> str:
-    """On rank 1 alone, when the ranks have met."""
+    """Fails on rank 1 alone, when the ranks have met."""
     rules = [("fc.*", "none")] if torch.distributed.get_rank() else []
     given = None if owns else communicator_of(torch.distributed.group.WORLD)
     ddp = DistributedDataParallel(mlp())

@@ -20,7 +20,7 @@ VICTIM = 1
 
 
 def go_on_without_a_rank() -> tuple[float, int]:
-    """It dies within a backward of which some buckets may have been averaged."""
+    """Loses a rank within a backward of which some buckets may have been averaged."""
     module = Tower(len(CODECS))
     books = Books(module)
     books.unit = 1 / 3  # for what a gradient counts in an average
@@ -76,7 +76,7 @@ def train_until_one_dies(
 
 
 def count_what_is_left(directory: str) -> list[Census]:
-    """On rank 0, after each of the trainings with one of the other ranks."""
+    """Counts on rank 0, after each of the trainings with one of the other ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     if rank > 0:

@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def refused(name: str, given: bool) -> str:
-    """By register(), or where it was not told of the optimizer by its first step."""
+    """The error of register(), or of the first step of an optimizer that it was not given."""
     ddp = DistributedDataParallel(mlp())
     optimizer = OPTIMIZERS[name](ddp.parameters())
     before = flat(ddp)
@@ -48,7 +48,7 @@ def test_an_optimizer_with_momentum_of_its_own_is_refused(name: str, given: bool
 
 
 def momentum_set_later() -> str:
-    """By OneCycleLR, which does so of itself."""
+    """Momentum that OneCycleLR sets by itself."""
     ddp = DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     register(ddp, momentum=Momentum(), optimizer=optimizer)
@@ -269,7 +269,7 @@ def test_gradients_may_be_zeroed_between_forward_and_backward() -> None:
 
 
 def accumulate_without_momentum(codec: str) -> float:
-    """What both backwards delivered is in the gradient once, and what is missing is kept."""
+    """Both averages are in the gradient once, and the rest is kept."""
     ddp, books = wrapped(mlp(), **SMALL_BUCKETS)
     state: State = register(ddp, codec=codec, feedback=True, min_elements=0)
     for step in range(6):

@@ -54,7 +54,7 @@ def gradients(
 
 
 def residual_mean(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
-    """What all ranks hold back of a parameter, as an average; complex numbers as pairs."""
+    """The average of all ranks' residuals of a parameter; complex numbers as pairs."""
     real = torch.view_as_real(like) if like.is_complex() else like
     kept = torch.zeros_like(real, dtype=torch.float64).flatten()
     if state.feedback is not None and state.feedback.residual(name).size:
@@ -65,7 +65,7 @@ def residual_mean(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def distance_from_gloo(codec: str, dtype: str, setting: dict[str, Any]) -> dict[str, float]:
-    """By parameter: how far delivered and held back together are from what gloo delivers."""
+    """The distance of averages plus residuals from gloo's averages, by parameter."""
     plain, _ = gradients(None, dtype, 4, setting)
     hooked, state = gradients(codec, dtype, 4, setting)
     assert state is not None
@@ -154,7 +154,7 @@ HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def delivered(module: nn.Module, hook: dict[str, Any] | None) -> tuple[Any, State | None, int]:
-    """By parameter, the sum of what DDP delivered over some steps, and bytes sent."""
+    """The sum of what DDP delivered over some steps by parameter, and the bytes sent."""
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
     state = None if hook is None else register(ddp, **hook)
     total = {name: torch.zeros_like(p).float() for name, p in module.named_parameters()}
@@ -170,7 +170,7 @@ def delivered(module: nn.Module, hook: dict[str, Any] | None) -> tuple[Any, Stat
 
 
 def half_model(codec: Any, dtype: str, momentum: bool = False) -> tuple[float, int]:
-    """How far delivered and held back are from plain DDP's, of the largest; and bytes sent."""
+    """The relative distance of averages plus residuals from plain DDP's; and bytes sent."""
     plain, _, _ = delivered(mlp().to(HALVES[dtype]), None)
     hook = {"codec": codec, "min_elements": 100}
     if momentum:
@@ -197,7 +197,7 @@ def test_parameters_of_16_bits_are_compressed(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_parameters_of_16_bits_with_a_schedule_and_momentum(dtype: str) -> None:
-    """In stages without a codec what was held back is delivered, in as many bytes."""
+    """Stages without a codec deliver the residuals, in as many bytes."""
     stages = Stages((0, "topk:density=0.05"), (2, "none"))
     for worst, _ in torch_ranks.run(2, half_model, stages, dtype):
         assert worst < 0.03
@@ -206,7 +206,7 @@ def test_parameters_of_16_bits_with_a_schedule_and_momentum(dtype: str) -> None:
 
 
 def paused_half(dtype: str) -> float:
-    """How far a paused step's average is from plain DDP's, in units of its last place."""
+    """The distance of a paused step's average from plain DDP's, in units of its last place."""
     found = []
     for hook in (False, True):
         ddp = DistributedDataParallel(mlp().to(HALVES[dtype]))
@@ -249,7 +249,7 @@ def large_gradients(codec: str, waiting: float, given: float) -> list[float]:
 
 @pytest.mark.parametrize("codec", ["none", "int8", "topk:density=1.0"])
 def test_float16_averages_of_finite_gradients_are_finite(codec: str) -> None:
-    """Also where their sum, or what waited, is beyond float16; and Inf stays for the scaler."""
+    """The sum, or the residual, may be beyond float16; Inf stays for the scaler."""
     for found in torch_ranks.run(3, large_gradients, codec, 0.0, 60000.0):
         assert found == pytest.approx([60000.0] * 4, rel=1e-3)
     for found in torch_ranks.run(2, large_gradients, codec, 50000.0, 60000.0):
