@@ -61,6 +61,7 @@ Communicator::Communicator(Identity identity, Tuning tuning)
               tuning.segment_bytes}),
       transfers_(identity_.rank, identity_.size, identity_.communicator),
       log_(tuning.log),
+      observer_(tuning.observer),
       watch_(identity_, tuning.stall_seconds, std::move(tuning.log)) {
   if (tuning.max_message < kLeastMessage || tuning.max_message > kMostMessage)
     throw InvalidArgument("max_message is " + std::to_string(tuning.max_message) +

@@ -28,6 +28,7 @@
 #include "gradwire/exec/compound/compound.h"
 #include "gradwire/exec/control/control_plane.h"
 #include "gradwire/exec/control/identity.h"
+#include "gradwire/exec/control/observer.h"
 #include "gradwire/exec/control/watch.h"
 #include "gradwire/exec/execution/execution.h"
 #include "gradwire/exec/execution/links.h"
@@ -45,6 +46,7 @@ struct Tuning {
   std::size_t segment_bytes = 0;          // 0: chosen for each operation
   double stall_seconds = 30;              // see Watch; 0: never
   Log log = log_to_stderr;                // of stalls, and of what nobody waits for
+  std::shared_ptr<Observer> observer = nullptr;             // of this rank's collectives
   std::shared_ptr<transport::EmulatedLink> link = nullptr;  // this rank's, where it has one
   std::shared_ptr<transport::RdmaDevices> rdma = nullptr;   // this rank's, where links need them
 };
@@ -247,6 +249,7 @@ class Communicator {
   PointToPoint transfers_;
   TrafficCounter traffic_;
   Log log_;
+  const std::shared_ptr<Observer> observer_;
   Watch watch_;
 
   std::jthread progress_;

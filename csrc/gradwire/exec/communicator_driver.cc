@@ -210,6 +210,7 @@ bool Communicator::start_next() {
   current_->deadline = Deadline::about(current_->timeout);
   look_at_ = current_->deadline.earlier(std::min(current_->timeout / 2, kRollCallSeconds));
   roll_called_ = false;
+  if (observer_) observer_->started();
   if (current_->compound == nullptr)
     start_operation();
   else if (!start_phase(/*finite=*/true))
@@ -239,6 +240,7 @@ void Communicator::start_operation() {
   const CallShape shape = shape_of_call(*call.plan);
   call.fingerprint = control_.history().fingerprint_of_next(*call.plan, shape);
   watch_.begin(call.operation, call.plan->fingerprint());
+  if (observer_) observer_->phase(*call.plan);
   execution_.start(call);
   control_.begin_call(current_->operation.shared_plan(), shape);
 }
@@ -265,6 +267,7 @@ void Communicator::finish_operation() {
 
 void Communicator::finish_current(bool untold) {
   current_ = nullptr;
+  if (observer_) observer_->ended(nullptr);
   std::lock_guard lock(mutex_);
   if (untold) tell_soon_locked();
   auto done = std::move(queue_.front());

@@ -244,7 +244,7 @@ void Communicator::fail_locked(const std::exception_ptr& error) noexcept {
   failure_ = error;
   control_.say_failure(error);
   watch_.fails(transport::text_of(failure_frame(error, identity_.rank)));
-  current_ = nullptr;
+  if (std::exchange(current_, nullptr) != nullptr && observer_) observer_->ended(error);
   for (auto& each : queue_) {
     each->settle();
     each->work->finish(error);
