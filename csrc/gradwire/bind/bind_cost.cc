@@ -8,6 +8,7 @@
 
 #include "gradwire/bind/codec_handle.h"
 #include "gradwire/bind/module.h"
+#include "gradwire/exec/plan/built_in_model.h"
 #include "gradwire/exec/plan/plan_cache.h"
 #include "gradwire/schedule/cost.h"
 #include "gradwire/transport/emulated_link.h"
@@ -65,8 +66,7 @@ std::tuple<std::string, std::size_t, double> choose(const CostModel& model,
 void bind_cost(py::module_& m) {
   const schedule::Question by_default;
   py::class_<CostModel>(m, "CostModel")
-      .def(py::init(&schedule::default_model), py::arg("within"), py::arg("between"),
-           py::arg("cores"))
+      .def(py::init(&exec::built_in_model), py::arg("within"), py::arg("between"), py::arg("cores"))
       .def("set", &CostModel::set, py::arg("name"), py::arg("value"))
       .def_property_readonly("parameters", &parameters)
       .def_property_readonly("digest", &CostModel::digest)

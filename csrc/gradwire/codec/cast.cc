@@ -24,6 +24,7 @@ class Cast final : public Codec {
     return made;
   }
   Combine combine() const noexcept override { return Combine::kReencode; }
+  SecondsPerByte seconds_per_byte() const noexcept override { return {5e-11, 5e-11}; }
   bool biased() const noexcept override { return false; }
   std::size_t unit() const noexcept override { return 1; }
   std::size_t max_bytes(std::size_t n) const noexcept override { return 2 * n; }

@@ -90,6 +90,13 @@ struct Definition {
   std::size_t rank = 0;       // lowrank
 };
 
+// What the built-in cost model takes a codec to need, in seconds of a processor for a byte of the
+// caller's array, until `gradwire tune` has measured it.
+struct SecondsPerByte {
+  double encode = 3e-10;
+  double decode = 1e-10;
+};
+
 struct Decoded {
   std::size_t bytes = 0;  // consumed; more may follow
   bool finite = true;     // neither NaN nor Inf among what this payload stands for
@@ -112,6 +119,7 @@ class Codec {
   // The most bytes that encode() writes for n elements; exactly that many when fixed_size().
   virtual std::size_t max_bytes(std::size_t n) const noexcept = 0;
   virtual bool fixed_size() const noexcept { return true; }
+  virtual SecondsPerByte seconds_per_byte() const noexcept { return {}; }
 
   // Before the first encode of a call, with the whole extent as this rank passed it, and after the
   // last: what to adapt. The default adapts nothing.

@@ -33,6 +33,7 @@ class Int8 final : public Codec {
     return made;
   }
   Combine combine() const noexcept override { return Combine::kReencode; }
+  SecondsPerByte seconds_per_byte() const noexcept override { return {7e-11, 5e-11}; }
   bool biased() const noexcept override { return false; }
   std::size_t unit() const noexcept override { return block_; }
   std::size_t max_bytes(std::size_t n) const noexcept override {

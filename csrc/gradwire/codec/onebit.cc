@@ -126,6 +126,7 @@ class OneBit final : public Codec {
     return made;
   }
   Combine combine() const noexcept override { return Combine::kReencode; }
+  SecondsPerByte seconds_per_byte() const noexcept override { return {8e-11, 8e-11}; }
   bool biased() const noexcept override { return true; }
   // Of two ranks, each sends as many bytes either way, and encodes once instead of twice.
   bool gathers(int ranks) const noexcept override { return ranks <= 2; }

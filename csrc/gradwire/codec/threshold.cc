@@ -72,6 +72,7 @@ class Threshold final : public Codec {
     return made;
   }
   Combine combine() const noexcept override { return Combine::kReencode; }
+  SecondsPerByte seconds_per_byte() const noexcept override { return {6e-11, 2e-11}; }
   bool biased() const noexcept override { return true; }
   // Nobody knows how much reaches a given τ.
   bool gathers(int ranks) const noexcept override {

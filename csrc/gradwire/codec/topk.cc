@@ -39,6 +39,7 @@ class TopK final : public Codec {
     return made;
   }
   Combine combine() const noexcept override { return Combine::kReencode; }
+  SecondsPerByte seconds_per_byte() const noexcept override { return {1e-10, 2e-11}; }
   bool biased() const noexcept override { return true; }
   bool gathers(int ranks) const noexcept override { return worth_gathering(ranks, density_); }
   std::size_t unit() const noexcept override { return kSparseUnit; }

@@ -128,10 +128,7 @@ CostModel default_model(std::string_view within, std::string_view between, int c
   model.turn = 2e-6;
   model.cores = std::max(1, cores);
   model.far = {1.1, 1.3, 1.6};
-  model.codecs = {{"fp16", {5e-11, 5e-11}},   {"bf16", {5e-11, 5e-11}},
-                  {"int8", {7e-11, 5e-11}},   {"onebit", {8e-11, 8e-11}},
-                  {"topk", {1e-10, 2e-11}},   {"threshold", {6e-11, 2e-11}},
-                  {kAnyCodec, {3e-10, 1e-10}}};
+  model.codecs = {{kAnyCodec, {3e-10, 1e-10}}};
   return model;
 }
 

@@ -79,7 +79,8 @@ struct CostModel {
   double growth(double bytes) const;  // far, for a call of so many bytes
 };
 
-// Sensible values for pairs on one host and for others, by the names of their transports.
+// Sensible values for pairs on one host and for others, by the names of their transports, and for
+// a codec of which nothing is known.
 CostModel default_model(std::string_view within, std::string_view between, int cores);
 
 inline constexpr const char* kAnyCodec = "any";  // which has no costs of its own

@@ -36,7 +36,6 @@ _PLANS = {  # algorithms to time; broadcasts separate the cost of copies from th
 }
 # Small broadcasts are left out: unlike a repeated all_reduce they pay for Python's checks.
 _LEAST = {"all_reduce": 0, "broadcast": 256 << 10}  # bytes
-_CODECS = ("fp16", "bf16", "int8", "onebit", "topk", "threshold")
 _CODEC_BYTES = 4 << 20
 _ROUNDS = 8
 _MOST_CALLS = 5000  # per case and round
@@ -76,13 +75,15 @@ def tune(
     """
     if not 0 < seconds < math.inf:
         raise InvalidArgument(f"seconds={seconds!r} is no time to measure for")
-    cases = [*_cases(comm.size), *map(_coded_case, _CODECS)]
+    built_in = _model.built_in(hosts)
+    coded_cases = [_coded_case(each) for each in _core.codec_names() if _has_costs(each, built_in)]
+    cases = [*_cases(comm.size), *coded_cases]
     timings = _Stopwatch(comm, seconds, progress).time_all(cases)
     coded = [each for each in timings if each.case.codec != "none"]
     timings = [each for each in timings if each.case.codec == "none"]
     found = b""
     if comm.rank == 0:
-        fit = _Fit(comm, _model.built_in(hosts), timings)
+        fit = _Fit(comm, built_in, timings)
         timings = fit.run()
         fit.fit_codecs(coded)
         found = _model.pack(fit.model)
@@ -99,6 +100,10 @@ def _cases(ranks: int) -> list[Case]:
         for algorithm in algorithms
         if ranks > 2 or algorithm in ("direct", "recursive_doubling", "star")
     ]
+
+
+def _has_costs(codec: str, model: _core.CostModel) -> bool:
+    return f"{codec}.encode" in model.parameters
 
 
 def _coded_case(codec: str) -> Case:

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "gradwire/base/error.h"
+#include "gradwire/exec/plan/built_in_model.h"
 #include "gradwire/exec/plan/gather_algorithm.h"
 #include "gradwire/schedule/generators.h"
 #include "gradwire/schedule/verify.h"
@@ -65,7 +66,7 @@ double size_class(double bytes) {
 }  // namespace
 
 PlanCache::PlanCache(Setting setting) : setting_(std::move(setting)) {
-  set_model(schedule::default_model("shm", "tcp", setting_.size));
+  set_model(built_in_model("shm", "tcp", setting_.size));
 }
 
 void PlanCache::set_model(schedule::CostModel model) {

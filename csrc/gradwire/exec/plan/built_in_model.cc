@@ -1,0 +1,21 @@
+#include "gradwire/exec/plan/built_in_model.h"
+
+#include "gradwire/codec/codec.h"
+
+namespace gradwire::exec {
+
+schedule::CostModel built_in_model(std::string_view within, std::string_view between, int cores) {
+  schedule::CostModel model = schedule::default_model(within, between, cores);
+  for (const std::string_view name : codec::codec_names()) {
+    const auto codec = codec::make_codec(name);
+    // Nothing is encoded by the others: plain arrays travel as they are or are made of.
+    if (codec->combine() != codec::Combine::kReencode &&
+        codec->combine() != codec::Combine::kGather)
+      continue;
+    const auto [encode, decode] = codec->seconds_per_byte();
+    model.codecs.insert_or_assign(std::string(name), schedule::CodecCost{encode, decode});
+  }
+  return model;
+}
+
+}  // namespace gradwire::exec

@@ -1,0 +1,13 @@
+// The cost model by which algorithms are chosen until ranks have measured one.
+#pragma once
+
+#include <string_view>
+
+#include "gradwire/schedule/cost.h"
+
+namespace gradwire::exec {
+
+// schedule::default_model() with what each codec says of its own speed.
+schedule::CostModel built_in_model(std::string_view within, std::string_view between, int cores);
+
+}  // namespace gradwire::exec
