@@ -232,7 +232,7 @@ namespace {
 class Work {
  public:
   Work(const Frames& frames, const CostModel& model, const Workload& work)
-      : frames_(frames), model_(model), work_(work), growth_(model.growth(total_bytes(work))) {
+      : model_(model), work_(work), growth_(model.growth(total_bytes(work))) {
     const auto p = at(frames.ranks());
     const int hosts =
         work.host_of.empty() ? 1 : 1 + *std::max_element(work.host_of.begin(), work.host_of.end());
@@ -270,7 +270,6 @@ class Work {
     (near ? in_[at(message.dst)] : into_host_[host(message.dst)]) += link.beta * bytes;
   }
 
-  const Frames& frames_;
   const CostModel& model_;
   const Workload& work_;
   const double growth_;

@@ -7,6 +7,7 @@
 #include <cerrno>
 
 #include "gradwire/base/error.h"
+#include "gradwire/base/memory_file.h"
 
 namespace gradwire::transport {
 namespace {
@@ -59,7 +60,7 @@ Arena::Arena(UniqueFd memory, const Options& options)
 Arena::~Arena() { ::munmap(base_, layout_.total); }
 
 std::shared_ptr<Arena> Arena::create(const Options& options) {
-  UniqueFd memory(::memfd_create("gradwire", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  UniqueFd memory = make_memory_file("gradwire");
   if (!memory.valid()) throw Error(system_message("memfd_create", errno));
   if (::ftruncate(memory.get(), static_cast<off_t>(Layout(options).total)) != 0 ||
       ::fcntl(memory.get(), F_ADD_SEALS, kSeals) != 0)

@@ -1,7 +1,6 @@
 // shm: ranks of one host. The arenas are memfds passed over the Unix socket, so nothing has a name
 // that could leak, and what a killed rank leaves behind goes with its last descriptor.
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "gradwire/base/error.h"
+#include "gradwire/base/memory_file.h"
 #include "gradwire/transport/arena_transport.h"
 #include "gradwire/transport/link_kinds.h"
 
@@ -81,7 +81,7 @@ std::shared_ptr<Arena> take_descriptor(int socket, const std::shared_ptr<Arena>&
 }  // namespace
 
 Viability probe_shared_memory(const Options&) {
-  const UniqueFd memory(::memfd_create("gradwire-probe", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  const UniqueFd memory = make_memory_file("gradwire-probe");
   if (memory.valid()) return {};
   return {false, system_message("memfd_create is not possible here", errno)};
 }

@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "gradwire/base/deadline.h"
+#include "gradwire/base/memory_file.h"
 
 namespace gradwire::exec {
 namespace {
@@ -25,7 +26,7 @@ static_assert(std::is_trivially_copyable_v<StatusPage> && sizeof(StatusPage) <= 
 static_assert(std::atomic_ref<std::uint64_t>::is_always_lock_free);
 
 UniqueFd make_memory() {
-  UniqueFd memory(::memfd_create(kStatusName, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  UniqueFd memory = make_memory_file(kStatusName);
   const bool made = memory.valid() && ::ftruncate(memory.get(), sizeof(StatusPage)) == 0 &&
                     ::fcntl(memory.get(), F_ADD_SEALS, kSeals) == 0;
   return made ? std::move(memory) : UniqueFd();
@@ -58,6 +59,18 @@ void publish(std::uint64_t& word, std::uint64_t value) noexcept {
 
 bool read_all(int descriptor, void* to, std::size_t bytes, std::size_t offset) {
   return ::pread(descriptor, to, bytes, static_cast<off_t>(offset)) == static_cast<ssize_t>(bytes);
+}
+
+// Between reads by the kernel, of which the language's orders know nothing: a processor may make
+// the later one first.
+void order_reads() noexcept {
+#ifndef __SANITIZE_THREAD__  // which does not model fences
+  std::atomic_thread_fence(std::memory_order_acquire);
+#endif
+}
+
+bool read_version(int descriptor, std::uint64_t& version) {
+  return read_all(descriptor, &version, sizeof version, offsetof(StatusPage, version));
 }
 
 bool is_valid(const StatusPage& page) {
@@ -175,11 +188,13 @@ void Status::let_go() noexcept {
 std::optional<StatusPage> read_status(int descriptor) {
   StatusPage page;
   std::uint64_t before = 0, after = 1;
-  for (int i = 0; i < kTries && (before != after || before % 2 != 0); ++i)
-    if (!read_all(descriptor, &before, sizeof before, offsetof(StatusPage, version)) ||
-        !read_all(descriptor, &page, sizeof page, 0) ||
-        !read_all(descriptor, &after, sizeof after, offsetof(StatusPage, version)))
-      return std::nullopt;
+  for (int i = 0; i < kTries && (before != after || before % 2 != 0); ++i) {
+    if (!read_version(descriptor, before)) return std::nullopt;
+    order_reads();
+    if (!read_all(descriptor, &page, sizeof page, 0)) return std::nullopt;
+    order_reads();
+    if (!read_version(descriptor, after)) return std::nullopt;
+  }
   if (!is_valid(page)) return std::nullopt;
   tame(page.job.data(), sizeof page.job);
   tame(page.about.data(), sizeof page.about);
