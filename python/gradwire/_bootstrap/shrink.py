@@ -202,9 +202,9 @@ class _Shrink(Generic[_Made]):
         self._require_view(view)
         return view - self._active - {self._rank}
 
-    def _without(self, view: View, said: Mapping[int, View]) -> set[int]:
-        """The peers of the view whose last message in `said` was not for it."""
-        return {peer for peer in view - {self._rank} if said.get(peer) != view}
+    def _without(self, view: View, last: Mapping[int, View]) -> set[int]:
+        """The peers of the view whose view in `last` is another one."""
+        return {peer for peer in view - {self._rank} if last.get(peer) != view}
 
     def _is_done(self) -> bool:
         if self._candidate is None:

@@ -126,7 +126,7 @@ class SurvivorLinks:
         except OSError as error:
             part, reason = b"", str(error)
         else:
-            reason = "it ended or let go of the communicator"
+            reason = "it ended or released the communicator"
         link.incoming += part
         try:
             yield from self._messages(peer, link.incoming)

@@ -84,7 +84,7 @@ class Reduction:
         self.letters.settle(keep)
 
     def _encode(self, inputs: Sequence[Floats]) -> None:
-        """Encodes this rank's payload; an empty one tells of NaN or Inf, which codecs never see."""
+        """Encodes this rank's payload; an empty one means NaN or Inf, which codecs never see."""
         most = [self.codec.max_bytes(count) for count in self._counts]
         limit = sum(_LENGTH.size + each for each in most)
         payloads = []

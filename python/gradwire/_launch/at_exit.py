@@ -153,14 +153,14 @@ def note(error: str, *, is_consequence: bool, at: float | None = None) -> None:
     if path is None or os.getpid() in _noted:
         return
     _noted.add(os.getpid())
-    said = {
+    fields = {
         "process": os.getpid(),
         "at": time.monotonic() if at is None else at,
         "error": error,
         "is_consequence": is_consequence,
     }
     with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
-        file.write(json.dumps(said).encode() + b"\n")
+        file.write(json.dumps(fields).encode() + b"\n")
 
 
 @atexit.register

@@ -37,10 +37,10 @@ def read_notes(data: bytes) -> dict[int, Note]:
     found: dict[int, Note] = {}
     for line in data.splitlines():
         try:
-            said = Note(**json.loads(line))
+            note = Note(**json.loads(line))
         except (ValueError, TypeError):
             continue
-        found.setdefault(said.process, said)
+        found.setdefault(note.process, note)
     return found
 
 

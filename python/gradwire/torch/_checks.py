@@ -157,8 +157,8 @@ def _difference(name: str, settings: Sequence[Mapping[str, str]]) -> str:
         ranks.setdefault(its[name], []).append(str(rank))
     if len(ranks) == 1:
         return ""
-    said = "; ".join(f"{value} on rank {', '.join(on)}" for value, on in ranks.items())
+    by_value = "; ".join(f"{value} on rank {', '.join(on)}" for value, on in ranks.items())
     return (
-        f"register() was called with a different {name}= by rank: {said}: give the same one on all "
+        f"register() was called with a different {name}= by rank: {by_value}: give the same one on all "
         "ranks"
     )
