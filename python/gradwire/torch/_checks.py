@@ -159,6 +159,6 @@ def _difference(name: str, settings: Sequence[Mapping[str, str]]) -> str:
         return ""
     by_value = "; ".join(f"{value} on rank {', '.join(on)}" for value, on in ranks.items())
     return (
-        f"register() was called with a different {name}= by rank: {by_value}: give the same one on all "
-        "ranks"
+        f"register() was called with a different {name}= by rank: {by_value}: give the same one on "
+        "all ranks"
     )
