@@ -25,13 +25,13 @@ class Table:
 
     def __init__(self) -> None:
         self._server = store_server.StoreServer(ADDRESS, "job", b"0123456789abcdef")
-        self._server._selector.register(self._server._bell, 1)
+        self._server._selector.register(self._server._wake, 1)
 
     def seat(self) -> tuple[socket.socket, store_server._Client]:
         """A connection and what the server keeps of it."""
         ours, theirs = socket.socketpair()
         client = store_server._Client(theirs)
-        self._server._welcome(client)
+        self._server._add_client(client)
         ours.setblocking(False)
         return ours, client
 
@@ -40,7 +40,7 @@ class Table:
         with contextlib.suppress(OSError):  # the server dropped it
             sock.send(data)
         if client in self._server._clients:
-            self._server._turn(client)
+            self._server._handle(client)
 
     def held(self) -> int:
         """The bytes that all clients together make the server keep for them."""
@@ -52,7 +52,7 @@ class Table:
 
 
 def before_hostile_clients(data: bytes) -> None:
-    """Whatever two clients say, a third is served, and they fill no memory."""
+    """Checks that a third client is served, whatever two send, and that they fill no memory."""
     table = Table()
     seats = [table.seat(), table.seat()]
     turn = 0
