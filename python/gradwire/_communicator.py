@@ -224,7 +224,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
             group,
             None if color is None else f"{self._mesh.communicator}/{self._splits}/{color}",
             transports=self._mesh.transports,
-            raise_if_peer_failed=self._core.hear,
+            raise_if_peer_failed=self._core.check_failure,
             deadline=deadline,
         )
         return None if mesh is None else from_mesh(mesh, timeout=self._timeout)
@@ -355,7 +355,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
     def _gpu_on(self, device: int) -> gpus.Gpu:
         """The rank's GPU, which its first call sets up."""
         if self._gpu is None:
-            self._core.hear(0)  # raises in a fork, where the lock may never be free
+            self._core.check_failure(0)  # raises in a fork, where the lock may never be free
             with self._making_gpu:
                 if self._gpu is None:
                     self._gpu = gpus.Gpu(self, device)

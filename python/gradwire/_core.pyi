@@ -236,7 +236,7 @@ class Communicator:
         max_message: int = ...,
         segment_bytes: int = ...,
         stall_seconds: float = ...,
-        job: str = "",  # this and the rest are for RankSeen
+        job: str = "",  # this and the rest are for RankStatus
         tag: int = 0,
         about: str = "",
         link: EmulatedLink | None = None,  # for the transport "emulated"
@@ -259,7 +259,7 @@ class Communicator:
     ) -> Work: ...
     def wait(self, work: Work, timeout: float) -> None: ...
     def abort(self, reason: str) -> None: ...
-    def hear(self, seconds: float) -> None: ...
+    def check_failure(self, seconds: float) -> None: ...
     # `settle`: how long to wait for ranks that are not known to have made the same calls; as long
     # as `timeout` if None.
     def close(self, timeout: float, settle: float | None = None) -> None: ...
@@ -269,7 +269,7 @@ class Communicator:
     # Closes a failed communicator and gives its living control sockets away: (peer, descriptor,
     # what was read of its next frame).
     def release_controls(self) -> list[tuple[int, int, bytes]]: ...
-    def let_go_in_child(self) -> None: ...  # after a fork: closes what the child inherited
+    def release_after_fork(self) -> None: ...  # after a fork: closes what the child inherited
     @property
     def owned_here(self) -> bool: ...
     @property
@@ -340,7 +340,7 @@ def end_with(status: int) -> None: ...  # this process, which ends, where it wou
 def forget_calls() -> None: ...
 
 # A rank of this user's on this host, as its status page and /proc show it. Texts are printable.
-class RankSeen(TypedDict):
+class RankStatus(TypedDict):
     pid: int
     state: str  # of the process, as in /proc/PID/stat: R, S, D, T (stopped), t (traced)
     job: str
@@ -379,7 +379,7 @@ def cuda_facts(library: str = ...) -> CudaFacts: ...
 
 # Loads NCCL; `search`: files of pip's wheels. Raises InvalidArgument that says why it can't.
 def nccl_facts(search: Sequence[str]) -> NcclFacts: ...
-def ranks_on_this_host() -> list[RankSeen]: ...
+def ranks_on_this_host() -> list[RankStatus]: ...
 def reductions(dtype: str) -> list[str]: ...  # the ops that it has
 def transports() -> list[tuple[str, bool, str]]: ...  # name, usable here, why not
 def instruction_sets() -> list[str]: ...  # best first
@@ -435,7 +435,7 @@ class Gpu:
     """One rank's GPU in a communicator."""
 
     def __init__(
-        self, users: Communicator, side: Communicator, device: int, messages: CudaMessages
+        self, users: Communicator, shadow: Communicator, device: int, messages: CudaMessages
     ) -> None: ...
     def run(
         self, request: Request, feedback: CudaFeedback | None, stream: int, timeout: float

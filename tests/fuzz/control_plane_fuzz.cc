@@ -36,8 +36,8 @@ bool is_over(ControlPlane& plane, UniqueFd& peer, Input& input) {
   try {
     plane.begin_call(called);
     speak(peer, input);
-    plane.call_roll();
-    plane.listen();
+    plane.query_positions();
+    plane.poll();
     const Rank end = plane.end_of_chain(1);
     require(end >= kNoPeer && end < 3);
     plane.announce();

@@ -50,12 +50,12 @@ int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   expect_typed([&] {
     const auto [own, peer] = socket_pair();
     say(peer, input.rest());
-    const gradwire::Patience patience(gradwire::Deadline::after(0));
-    const Addresses theirs = gradwire::transport::receive_ports(own.get(), kLink, patience);
+    const gradwire::WaitLimit wait_limit(gradwire::Deadline::after(0));
+    const Addresses theirs = gradwire::transport::receive_ports(own.get(), kLink, wait_limit);
     check_ports(theirs);
     check_pair(own_ports(), theirs);
     check_pair(theirs, own_ports());
-    check_end(gradwire::transport::receive_end(own.get(), kLink, patience));
+    check_end(gradwire::transport::receive_end(own.get(), kLink, wait_limit));
   });
   return 0;
 }

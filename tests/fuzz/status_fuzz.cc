@@ -32,7 +32,7 @@ int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const auto memory = page_of(data, size);
   const auto page = gradwire::exec::read_status(memory.get());
   if (!page) return 0;
-  const gradwire::exec::RankSeen seen{1, 'S', *page};
+  const gradwire::exec::RankStatus seen{1, 'S', *page};
   require(page->peer() >= gradwire::kNoPeer && page->peer() < page->size);
   require_printable(describe(seen));
   require_printable(gradwire::exec::operation_of(*page));

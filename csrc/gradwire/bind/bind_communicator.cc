@@ -203,7 +203,8 @@ void bind_end(CommunicatorClass& c) {
       .def(
           "drop", [](Communicator& self) { self.get().drop(); }, WithoutLock())
       .def(
-          "hear", [](Communicator& self, double seconds) { self.get().hear(seconds); },
+          "check_failure",
+          [](Communicator& self, double seconds) { self.get().check_failure(seconds); },
           py::arg("seconds"), WithoutLock())
       .def("release_controls", &release_controls);
 }
@@ -221,7 +222,7 @@ void bind_state(CommunicatorClass& c) {
             self.get().set_model(model);
           },
           py::arg("model"), WithoutLock())
-      .def("let_go_in_child", &Communicator::let_go_in_child)
+      .def("release_after_fork", &Communicator::release_after_fork)
       .def_property_readonly("owned_here", &Communicator::owned_here)
       .def_property_readonly("closed", [](const Communicator& self) { return self.get().closed(); })
       .def_property_readonly("traffic", &traffic);

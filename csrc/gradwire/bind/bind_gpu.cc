@@ -134,7 +134,8 @@ void bind_gpu(py::module_& m) {
       .def_property_readonly("device", &CudaFeedback::device);
   py::class_<Gpu>(m, "Gpu")
       .def(py::init<shared_ptr<Communicator>, shared_ptr<Communicator>, int, CudaMessages&>(),
-           py::arg("users"), py::arg("side"), py::arg("device"), py::arg("messages"), WithoutLock())
+           py::arg("users"), py::arg("shadow"), py::arg("device"), py::arg("messages"),
+           WithoutLock())
       .def("run", &Gpu::run, py::arg("request"), py::arg("feedback").none(true), py::arg("stream"),
            py::arg("timeout"), WithoutLock())
       .def("finish", &Gpu::finish, py::arg("timeout"), WithoutLock())

@@ -25,7 +25,7 @@ const char* name_of(exec::Activity activity) {
   return "outside";
 }
 
-py::dict as_dict(const exec::RankSeen& rank) {
+py::dict as_dict(const exec::RankStatus& rank) {
   const exec::StatusPage& page = rank.page;
   py::dict out;
   out["pid"] = rank.pid;
@@ -39,7 +39,7 @@ py::dict as_dict(const exec::RankSeen& rank) {
   out["about"] = page.about.data();
   out["activity"] = name_of(page.activity());
   out["seconds"] = rank.seconds();
-  out["calls"] = page.now.calls;
+  out["calls"] = page.current.calls;
   out["operation"] = exec::operation_of(page);
   out["spec"] = page.spec();
   out["peer"] = page.peer();
@@ -48,13 +48,13 @@ py::dict as_dict(const exec::RankSeen& rank) {
 }
 
 std::vector<py::dict> ranks_on_this_host() {
-  std::vector<exec::RankSeen> found;
+  std::vector<exec::RankStatus> found;
   {
     const py::gil_scoped_release unlocked;
     found = exec::ranks_on_this_host();
   }
   std::vector<py::dict> out;
-  for (const exec::RankSeen& each : found) out.push_back(as_dict(each));
+  for (const exec::RankStatus& each : found) out.push_back(as_dict(each));
   return out;
 }
 

@@ -62,7 +62,7 @@ class Communicator {
 
   // Throws Aborted in a fork of the process that made it.
   exec::Communicator& get() const;
-  void let_go_in_child() noexcept { communicator_->let_go_in_child(); }
+  void release_after_fork() noexcept { communicator_->release_after_fork(); }
   bool owned_here() const noexcept { return made_after_ == forks(); }
 
   // Holds `memory` until `work` is over.

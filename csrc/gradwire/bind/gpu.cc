@@ -8,14 +8,14 @@ namespace gradwire::bind {
 // Ends where its last user lets go of it.
 struct Gpu::Parts {
   Parts(cuda::Communicator::Setting setting, std::unique_ptr<cuda::Messages> messages,
-        Communicator& side, Communicator& users)
+        Communicator& shadow, Communicator& users)
       : gpu(std::make_unique<cuda::Communicator>(cuda_api(), std::move(setting),
                                                  std::move(messages))),
-        watch(std::make_unique<cuda::Watch>(*gpu, side.get(), users.get())) {}
+        monitor(std::make_unique<cuda::GpuFaultMonitor>(*gpu, shadow.get(), users.get())) {}
   ~Parts() {
     try {
       const cuda::OnDevice here(gpu->api(), gpu->device());
-      watch.reset();
+      monitor.reset();
       gpu.reset();
     } catch (const Error&) {  // the program ends, and CUDA was faster
     }
@@ -24,18 +24,18 @@ struct Gpu::Parts {
   Parts& operator=(const Parts&) = delete;
 
   std::unique_ptr<cuda::Communicator> gpu;
-  std::unique_ptr<cuda::Watch> watch;
+  std::unique_ptr<cuda::GpuFaultMonitor> monitor;
 };
 
-Gpu::Gpu(std::shared_ptr<Communicator> users, std::shared_ptr<Communicator> side, int device,
+Gpu::Gpu(std::shared_ptr<Communicator> users, std::shared_ptr<Communicator> shadow, int device,
          CudaMessages& messages)
-    : device_(device), users_(std::move(users)), side_(std::move(side)) {
+    : device_(device), users_(std::move(users)), shadow_(std::move(shadow)) {
   const cuda::OnDevice here(cuda_api(), device_);
   kept_.kept = messages.kept;
   const exec::Identity& identity = users_->get().identity();
   parts_ = std::make_shared<Parts>(
       cuda::Communicator::Setting{identity.rank, identity.size, identity.hosts, device_},
-      std::move(messages.messages), *side_, *users_);
+      std::move(messages.messages), *shadow_, *users_);
   messages_ = parts_->gpu->messages();
 }
 
@@ -57,21 +57,21 @@ void Gpu::run(const Request& request, CudaFeedback* feedback, std::uintptr_t str
               double timeout) {
   const auto held = parts();
   const auto call = [&](cuda::Feedback* its) {
-    held->watch->run(request.view(timeout), its, stream_of(stream));
+    held->monitor->run(request.view(timeout), its, stream_of(stream));
   };
   feedback == nullptr ? call(nullptr) : feedback->with([&](cuda::Feedback& its) { call(&its); });
 }
 
-void Gpu::finish(double timeout) { parts()->watch->finish(timeout); }
+void Gpu::finish(double timeout) { parts()->monitor->finish(timeout); }
 
-void Gpu::require_alive() const { parts()->watch->require_alive(); }
+void Gpu::require_alive() const { parts()->monitor->require_alive(); }
 
 void Gpu::abort(const std::string& reason) noexcept {
   if (is_cuda_elsewhere()) return;
   std::unique_lock lock(mutex_);
   const auto held = parts_;
   lock.unlock();
-  if (held) held->watch->abort(reason);
+  if (held) held->monitor->abort(reason);
 }
 
 std::uint64_t Gpu::sent() const {

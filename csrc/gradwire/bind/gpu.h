@@ -11,7 +11,7 @@
 
 #include "gradwire/bind/communicator_handle.h"
 #include "gradwire/bind/cuda_parts.h"
-#include "gradwire/cuda/gpu_watch.h"
+#include "gradwire/cuda/gpu_fault_monitor.h"
 #include "gradwire/cuda/messages_loopback.h"
 
 namespace gradwire::bind {
@@ -24,8 +24,8 @@ struct CudaMessages {
 
 class Gpu {
  public:
-  // `side` is nobody else's. The communicators are kept.
-  Gpu(std::shared_ptr<Communicator> users, std::shared_ptr<Communicator> side, int device,
+  // `shadow` serves this GPU alone. The communicators are kept.
+  Gpu(std::shared_ptr<Communicator> users, std::shared_ptr<Communicator> shadow, int device,
       CudaMessages& messages);
   ~Gpu();
   Gpu(const Gpu&) = delete;
@@ -47,7 +47,7 @@ class Gpu {
   std::shared_ptr<Parts> parts() const;  // never null
 
   const int device_;
-  std::shared_ptr<Communicator> users_, side_;
+  std::shared_ptr<Communicator> users_, shadow_;
   CudaMessages kept_;
   std::string messages_;
   mutable std::mutex mutex_;  // of what follows

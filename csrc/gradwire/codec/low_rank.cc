@@ -6,9 +6,9 @@
 #include <cmath>
 
 #include "gradwire/base/error.h"
-#include "gradwire/codec/mixed.h"
 #include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/spec.h"
+#include "gradwire/codec/splitmix64.h"
 
 namespace gradwire::codec {
 namespace {
@@ -25,7 +25,7 @@ constexpr double kVanished = 0x1p-60;  // of the square of a length
 
 void draw(std::size_t k, std::span<float> column) {
   for (std::size_t j = 0; j < column.size(); ++j) {
-    const std::uint64_t word = mixed((k << 32 | j) * kMixedStep);
+    const std::uint64_t word = splitmix64((k << 32 | j) * kSplitMix64Step);
     const auto bits = static_cast<std::int32_t>(word >> 41);  // 23 of them
     column[j] = static_cast<float>(2 * bits + 1 - (1 << 23)) * 0x1p-23F;
   }

@@ -8,7 +8,7 @@
 #include <map>
 #include <mutex>
 
-#include "gradwire/base/apart.h"
+#include "gradwire/base/run_with_timeout.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -98,7 +98,7 @@ void await_device(const Api& api, int device) noexcept {
   bool rests = false;
   try {
     const auto well = std::make_shared<std::atomic<bool>>(false);
-    const bool in_time = run_apart(kRestSeconds, [&api, device, well] {
+    const bool in_time = run_with_timeout(kRestSeconds, [&api, device, well] {
       api.set_device(device);
       api.relax_captures();
       *well = api.synchronize_device() == 0;

@@ -5,8 +5,8 @@
 #include <functional>
 #include <memory>
 
-#include "gradwire/base/patience.h"
 #include "gradwire/base/types.h"
+#include "gradwire/base/wait_limit.h"
 #include "gradwire/cuda/messages.h"
 #include "gradwire/cuda/nccl.h"
 
@@ -21,7 +21,7 @@ struct NcclSettings {
   // For an abort, and for what the destructor waits for; NCCL then ends on a thread that is left
   // alone.
   double ending_seconds = 10;
-  Patience::Interrupt interrupt = nullptr;
+  WaitLimit::Interrupt interrupt = nullptr;
   // Makes the rank's GPU that of the calling thread; for the threads that end a communicator.
   std::function<void()> use_device = nullptr;
   // Called first in each abort.

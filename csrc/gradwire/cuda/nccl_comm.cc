@@ -9,10 +9,10 @@
 #include <thread>
 #include <utility>
 
-#include "gradwire/base/apart.h"
 #include "gradwire/base/error.h"
 #include "gradwire/base/fork.h"
 #include "gradwire/base/log.h"
+#include "gradwire/base/run_with_timeout.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -39,7 +39,7 @@ class Turns {
 // Calls an interrupt now and then.
 class Interruptions {
  public:
-  explicit Interruptions(const Patience::Interrupt& interrupt) : interrupt_(interrupt) {}
+  explicit Interruptions(const WaitLimit::Interrupt& interrupt) : interrupt_(interrupt) {}
   void look() {
     if (!interrupt_ || !due_.passed()) return;
     interrupt_();
@@ -48,7 +48,7 @@ class Interruptions {
 
  private:
   static constexpr double kSeconds = 0.05;
-  const Patience::Interrupt& interrupt_;
+  const WaitLimit::Interrupt& interrupt_;
   Deadline due_ = Deadline::after(kSeconds);
 };
 
@@ -151,7 +151,7 @@ nccl::Result NcclComm::state() {
 
 // Asks at least once: that joins what NCCL has begun, and some versions say success too early.
 void NcclComm::settle(nccl::Result result, const Waiting& waiting,
-                      const Patience::Interrupt& interrupt) {
+                      const WaitLimit::Interrupt& interrupt) {
   const Deadline deadline = Deadline::after(waiting.seconds);
   const Turns turns;
   Interruptions interruptions(interrupt);
@@ -244,7 +244,7 @@ void NcclComm::end_apart(nccl::Result (*end)(nccl::Comm*), nccl::Comm* comm,
                          const char* name) noexcept {
   try {
     const bool ended =
-        run_apart(settings_.ending_seconds, [end, comm, use_device = settings_.use_device] {
+        run_with_timeout(settings_.ending_seconds, [end, comm, use_device = settings_.use_device] {
           if (use_device) use_device();
           end(comm);
         });

@@ -51,7 +51,7 @@ class NcclComm {
   nccl::Result post(std::span<const Message> messages, Stream stream);
   nccl::Result state();
   // What the result leads to, when that is known; throws unless it is success.
-  void settle(nccl::Result result, const Waiting& waiting, const Patience::Interrupt& interrupt);
+  void settle(nccl::Result result, const Waiting& waiting, const WaitLimit::Interrupt& interrupt);
   // After an error nothing of the communicator is used again.
   template <typename Call>
   void or_abort(Call call);

@@ -62,7 +62,7 @@ Communicator::Communicator(Identity identity, Tuning tuning)
       transfers_(identity_.rank, identity_.size, identity_.communicator),
       log_(tuning.log),
       observer_(tuning.observer),
-      watch_(identity_, tuning.stall_seconds, std::move(tuning.log)) {
+      stall_monitor_(identity_, tuning.stall_seconds, std::move(tuning.log)) {
   if (tuning.max_message < kLeastMessage || tuning.max_message > kMostMessage)
     throw InvalidArgument("max_message is " + std::to_string(tuning.max_message) +
                           " bytes; use 4 KiB to 1 GiB, the same on all ranks");
@@ -89,11 +89,11 @@ void Communicator::adopt_link(Lane lane, std::string_view transport, UniqueFd so
   try {
     links.offer(transport, std::move(socket), peer);
     if (!links_.offered_all() || !transfer_links_.offered_all()) return;
-    const Patience patience(Deadline::after(timeout), wish_to_end(interrupt));
-    links_.complete(patience);
-    transfer_links_.complete(patience);
+    const WaitLimit wait_limit(Deadline::after(timeout), abort_or(interrupt));
+    links_.complete(wait_limit);
+    transfer_links_.complete(wait_limit);
   } catch (...) {
-    const auto interruption = fail_for(std::current_exception(), interrupt);
+    const auto interruption = fail_with_root_cause(std::current_exception(), interrupt);
     if (interruption) std::rethrow_exception(interruption);
     std::lock_guard lock(mutex_);
     require_alive();
@@ -204,7 +204,7 @@ std::shared_ptr<Work> Communicator::enqueue(std::unique_lock<std::mutex>& lock,
   std::shared_ptr<Work> work = pending->work;
   queue_.push_back(std::move(pending));
   front_ = queue_.front().get();
-  if (driving_) ring();
+  if (driving_) wake_driver();
   return work;
 }
 
@@ -263,14 +263,14 @@ std::shared_ptr<Work> Communicator::enqueue_transfer(Transfer transfer, bool sen
     std::lock_guard lock(mutex_);
     require_alive();
     submitted_.emplace_back(std::move(transfer), sends);
-    attention_ = true;
-    ring();
+    has_requests_ = true;
+    wake_driver();
   }
   start_progress_thread();
   return work;
 }
 
-void Communicator::ring() noexcept {
+void Communicator::wake_driver() noexcept {
   [[maybe_unused]] const int failed = ::eventfd_write(wakeup_.get(), 1);
 }
 

@@ -1,5 +1,5 @@
-// Communicator: what one rank holds of a group of ranks. It owns the links, the control sockets and
-// the one progress thread, and turns requests into executions.
+// Communicator: one rank's end of a group of ranks. It owns the links, the control sockets and the
+// one progress thread, and turns requests into executions.
 //
 // Threads: every public function may be called from any thread. Work is driven by one thread at a
 // time, the driver: a blocking call drives on the caller's thread when nobody else does, otherwise
@@ -29,7 +29,7 @@
 #include "gradwire/exec/control/control_plane.h"
 #include "gradwire/exec/control/identity.h"
 #include "gradwire/exec/control/observer.h"
-#include "gradwire/exec/control/watch.h"
+#include "gradwire/exec/control/stall_monitor.h"
 #include "gradwire/exec/execution/execution.h"
 #include "gradwire/exec/execution/links.h"
 #include "gradwire/exec/execution/operation.h"
@@ -44,8 +44,8 @@ enum class Lane : std::uint8_t { kCollective, kPointToPoint };
 struct Tuning {
   std::size_t max_message = kUsualFrame;  // bytes of the largest frame; the same on all ranks
   std::size_t segment_bytes = 0;          // 0: chosen for each operation
-  double stall_seconds = 30;              // see Watch; 0: never
-  Log log = log_to_stderr;                // of stalls, and of what nobody waits for
+  double stall_seconds = 30;              // see StallMonitor; 0: never
+  Log log = log_to_stderr;                // of stalls, and of errors that no call would report
   std::shared_ptr<Observer> observer = nullptr;             // of this rank's collectives
   std::shared_ptr<transport::EmulatedLink> link = nullptr;  // this rank's, where it has one
   std::shared_ptr<transport::RdmaDevices> rdma = nullptr;   // this rank's, where links need them
@@ -55,7 +55,7 @@ class Communicator {
  public:
   // Called about every 100 ms by a thread that waits in a blocking call; throws to end the wait
   // (and abort the communicator), as Ctrl-C does.
-  using Interrupt = Patience::Interrupt;
+  using Interrupt = WaitLimit::Interrupt;
 
   Communicator(Identity identity, Tuning tuning);
   ~Communicator();
@@ -71,12 +71,12 @@ class Communicator {
 
   const Identity& identity() const noexcept { return identity_; }
   std::string_view transport_of(Rank peer) const { return links_.transport_of(peer); }
-  // By which algorithm="auto" is decided from now on: the same on all ranks, and between two calls.
+  // Sets the cost model behind algorithm="auto": the same on all ranks, and between two calls.
   void set_model(schedule::CostModel model);
 
   void run(const Request& request, const Interrupt& interrupt = nullptr);
-  // Does of it what can be done within microseconds; wait() for the rest. Calls `slow` before it
-  // takes longer, to find out who failed.
+  // Starts the request and drives it for some microseconds; wait() does the rest. Calls `slow`
+  // before it takes longer, which it does to find out who failed.
   std::shared_ptr<Work> begin(const Request& request, const std::function<void()>& slow = nullptr);
   std::shared_ptr<Work> submit(const Request& request);
   std::shared_ptr<Work> send(std::byte* data, std::size_t size, Rank to, double timeout);
@@ -85,45 +85,46 @@ class Communicator {
   // Blocks until the work is over, at most `timeout` seconds; then Timeout, and the work goes on.
   void wait(Work& work, double timeout, const Interrupt& interrupt = nullptr);
 
-  // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters. Of a
-  // close() that has said BYE it ends the wait, and the others do not hear of it.
+  // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters. It
+  // only ends the wait of a close() that has sent BYE; the other ranks are not told then.
   void abort(const std::string& reason) noexcept;
-  // Ends every call with `error`, here and on all ranks: for whoever finds it outside of calls.
-  // Does nothing where it has failed already. Where another thread drives for longer than a second
-  // it is an abort() with the error's text.
+  // Ends every call with `error`, here and on all ranks, for a failure that was found outside of
+  // calls. Does nothing if the communicator has failed already. If another thread drives for longer
+  // than a second, it is an abort() with the error's text.
   void fail_with(const std::exception_ptr& error) noexcept;
-  // Finishes pending work within `timeout`, says BYE, waits within `settle` seconds until all ranks
-  // are known to have made the same calls (not at all where it is 0), lets go of all sockets. Later
-  // calls throw Aborted. Throws what ended the pending work, InvalidArgument when ranks turn out to
-  // have made different calls, and Timeout when a rank does not come to the calls of this one. A
-  // second closer waits for the first.
+  // Finishes pending work within `timeout`, sends BYE, waits within `settle` seconds until all
+  // ranks are known to have made the same calls (not at all where it is 0), and closes all sockets.
+  // Later calls throw Aborted. Throws what ended the pending work, InvalidArgument when ranks turn
+  // out to have made different calls, and Timeout when a rank does not come to this rank's calls. A
+  // second thread that closes waits for the first.
   void close(double timeout, double settle, const Interrupt& interrupt = nullptr);
   void close(double timeout, const Interrupt& interrupt = nullptr) {
     close(timeout, timeout, interrupt);
   }
-  // Whether all ranks are known to have made the calls of this one, or it is over.
+  // Whether all ranks are known to have made this rank's calls, or the communicator has ended.
   bool settled();
-  // No call will be made any more: the progress thread hears what the others made of the last one,
-  // and logs where theirs were different. close() throws it all the same.
+  // For a communicator that its user has dropped without close(): the progress thread goes on
+  // polling the control sockets until all calls are settled, and logs a mismatch. A later close()
+  // throws it all the same.
   void drop();
   bool closed() const;
   // Throws the failure of this communicator, if it has failed or fails within some seconds though
   // no call of its own is under way.
-  void hear(double seconds);
-  // Closes a failed communicator, but for the control sockets that live: they are given away, and
+  void check_failure(double seconds);
+  // Closes a failed communicator and gives away the control sockets that are still connected. They
   // carry nothing more of it once this rank's failure has been read.
   std::vector<std::pair<Rank, transport::Released>> release_controls();
   // In a forked child, which has the descriptors but not the threads: closes them, so that they do
   // not outlive the parent for its peers. Nothing else may be called there, not even the
   // destructor.
-  void let_go_in_child() noexcept;
+  void release_after_fork() noexcept;
 
   Traffic traffic() const { return traffic_.read(); }
 
  private:
-  static constexpr unsigned kPatient = ~0U;
+  static constexpr unsigned kNoIdleLimit = ~0U;
 
-  // A collective that waits for its turn, or has it. Reused, with all that it has allocated.
+  // A collective that waits for its turn, or has it. It is reused with all that it has allocated.
   struct Pending {
     Operation operation;  // or its compound's present phase
     Compound* compound = nullptr;
@@ -135,7 +136,7 @@ class Communicator {
     std::array<std::unique_ptr<Compound>, kWays> compounds;
 
     Compound& compound_for(Way way);
-    void settle() noexcept;  // lets go of the residuals, where the end has not done so
+    void settle() noexcept;  // rolls residuals back, unless the end of the call has settled them
     std::shared_ptr<Work> work = std::make_shared<Work>();
     double timeout = 0;
     Deadline deadline = Deadline::never();
@@ -149,22 +150,22 @@ class Communicator {
   std::unique_ptr<Pending> take_spare();
   void check_peer(Rank peer) const;
   void require_alive() const;
-  void ring() noexcept;  // under the mutex
+  void wake_driver() noexcept;  // under the mutex
   void start_progress_thread();
   void start_progress_thread_locked();
-  void tell_soon_locked();
-  void tell(std::unique_lock<std::mutex>& lock);
-  void attend(std::unique_lock<std::mutex>& lock);
+  void announce_soon_locked();
+  void announce_ended_calls(std::unique_lock<std::mutex>& lock);
+  void serve_between_calls(std::unique_lock<std::mutex>& lock);
   void stop_driving_locked();
   void stop_progress_thread();
-  void let_go();
+  void release();
   void progress_loop(const std::stop_token& stop);
   bool is_idle() const;
   std::exception_ptr finish_work(std::unique_lock<std::mutex>& lock, const Deadline& deadline,
                                  const Interrupt& interrupt);
-  std::exception_ptr take_leave(std::unique_lock<std::mutex>& lock, double settle,
-                                const Interrupt& interrupt);
-  void listen(std::unique_lock<std::mutex>& lock);
+  std::exception_ptr close_gracefully(std::unique_lock<std::mutex>& lock, double settle,
+                                      const Interrupt& interrupt);
+  void poll_control(std::unique_lock<std::mutex>& lock);
 
   void drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work, Deadline deadline,
                      const Interrupt& interrupt);
@@ -172,26 +173,26 @@ class Communicator {
 
   // The driver: one thread at a time, the one that set driving_.
   void drive(std::unique_lock<std::mutex>& lock, const Work* until, const Interrupt& interrupt,
-             unsigned most_idle = kPatient, const std::function<void()>& slow = nullptr);
+             unsigned most_idle = kNoIdleLimit, const std::function<void()>& slow = nullptr);
   bool finished(const Work* until) const;
   bool advance();
-  void take_attention();
+  void process_requests();
   bool advance_collective();
   bool start_next();
   bool start_phase(bool finite);
   void start_operation();
   CallShape shape_of_call(const Plan& plan);
   void finish_operation();
-  void finish_current(bool untold);
-  void rest(unsigned idle, const Interrupt& interrupt);
-  void look_around(const Interrupt& interrupt);
+  void finish_current(bool unannounced);
+  void back_off(unsigned idle, const Interrupt& interrupt);
+  void run_checks(const Interrupt& interrupt);
   void sleep(const Interrupt& interrupt);
   void call_interrupt(const Interrupt& interrupt);
   int longest_sleep() const;
   void poll_doorbells();
   void check_deadlines();
   void check_transfers();
-  void call_roll();
+  void query_positions();
   Timeout timeout() const;
   Timeout timeout_of(const Transfer& transfer) const;
   Position position() const;
@@ -199,8 +200,9 @@ class Communicator {
   void start_waiting();
   void stop_waiting();
   void check_stall();
-  Interrupt wish_to_end(const Interrupt& interrupt);
-  std::exception_ptr fail_for(const std::exception_ptr& error, const Interrupt& interrupt);
+  Interrupt abort_or(const Interrupt& interrupt);
+  std::exception_ptr fail_with_root_cause(const std::exception_ptr& error,
+                                          const Interrupt& interrupt);
   void fail(const std::exception_ptr& error) noexcept;
   void fail_locked(const std::exception_ptr& error) noexcept;
 
@@ -215,42 +217,42 @@ class Communicator {
   std::condition_variable changed_;  // the driver left
   std::condition_variable work_;     // for the progress thread: there is something to do
   bool driving_ = false;
-  bool closed_ = false;   // to calls
-  bool ending_ = false;   // a thread closes it, or has
-  bool ended_ = false;    // and has let go of everything
-  bool stopped_ = false;  // no progress thread starts any more
-  bool tells_ = false;    // the progress thread will tell the others of calls that are over
-  bool dropped_ = false;  // it hears what becomes of its calls, though nobody makes more
+  bool closed_ = false;     // to calls
+  bool ending_ = false;     // a thread closes it, or has
+  bool ended_ = false;      // and has released everything
+  bool stopped_ = false;    // no progress thread starts any more
+  bool announces_ = false;  // the progress thread will tell the others that calls are over
+  bool dropped_ = false;    // drop() was called, and calls are not settled
   bool abort_requested_ = false;
   std::string abort_reason_;
   std::exception_ptr failure_;  // set once: the communicator is dead
-  // That ranks made different calls, found in no call of this one: who hears of it next, or
-  // close().
+  // Ranks made different calls, which was found outside of any call: the next call, or close(),
+  // throws it.
   mutable bool unreported_ = false;
   std::vector<std::unique_ptr<Pending>> queue_;  // the front is executing
   std::atomic<Pending*> front_{nullptr};         // of the queue, for the driver
   std::vector<std::unique_ptr<Pending>> spare_;
   std::vector<std::pair<Transfer, bool>> submitted_;  // transfers not yet seen by the driver
   PlanCache plans_;
-  std::atomic<bool> attention_{false};  // abort or new transfers: look under the mutex
+  std::atomic<bool> has_requests_{false};  // abort or new transfers: look under the mutex
 
   // The driver's own; anybody's under the mutex while nobody drives.
   Pending* current_ = nullptr;  // the front of the queue, started
   Deadline interrupt_due_ = Deadline::after(0);
-  Deadline look_due_ = Deadline::after(0);
+  Deadline checks_due_ = Deadline::after(0);
   std::optional<Deadline::Clock::time_point> waits_since_;  // nothing has moved since
   Deadline announce_at_ = Deadline::never();
-  bool announced_ = false;                 // the others were told whom this rank waits for
-  bool roll_called_ = false;               // in this call
-  Deadline look_at_ = Deadline::never();   // at the roll, or at the end of it
-  std::optional<Deadline> transfer_roll_;  // the end of the one that was called for a transfer
+  bool announced_ = false;                  // the others were told whom this rank waits for
+  bool positions_queried_ = false;          // in this call
+  Deadline query_due_ = Deadline::never();  // when to query positions; then, when to stop waiting
+  std::optional<Deadline> transfer_query_;  // when the query for a late transfer ends
   SeenShapes shapes_;
   Execution execution_;
   PointToPoint transfers_;
   TrafficCounter traffic_;
   Log log_;
   const std::shared_ptr<Observer> observer_;
-  Watch watch_;
+  StallMonitor stall_monitor_;
 
   std::jthread progress_;
 };

@@ -1,8 +1,13 @@
-// The driver of a communicator: what the one thread does that moves its work, and where it rests.
+// The driver of a communicator: the one thread that moves its work, and how it waits.
 //
-// It is whichever thread calls, since waking another one takes longer than a small collective. What
-// it moves is its own while driving_ is set, so it takes the mutex where calls begin and end, and
-// not while they move.
+// A blocking call drives on its own thread, since waking another one takes longer than a small
+// collective. While driving_ is set, the driver owns the execution, the transfers and the links: it
+// takes the mutex where calls begin and end, and not while they move. That keeps a small call free
+// of locks, and lets other threads submit while a long one runs.
+//
+// Waiting goes in three steps, each of which costs less latency but more processor time than the
+// next: spin, yield, sleep in poll() on all doorbells. Before it sleeps it arms the doorbells and
+// tries once more, or a message that came in between would ring none.
 #include "gradwire/exec/communicator.h"
 
 #include <poll.h>
@@ -22,18 +27,18 @@ namespace gradwire::exec {
 namespace {
 
 constexpr unsigned kYields = 20;
-// Even while something always moves, failures, deadlines and Ctrl-C are looked at. A turn may take
-// a millisecond; the clock is not read at each.
-constexpr unsigned kTurnsBetweenClocks = 16;
-constexpr double kLookSeconds = 0.02;
+// Failures, deadlines and Ctrl-C are checked even while something always moves. A turn may take a
+// millisecond, and reading the clock costs as much as a short turn, so not every turn reads it.
+constexpr unsigned kTurnsBetweenChecks = 16;
+constexpr double kCheckSeconds = 0.02;
 constexpr int kInterruptMilliseconds = 100;
 constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
-// A rank that has waited so long says for whom.
+// A rank that has waited for so long announces for whom.
 constexpr double kAnnounceSeconds = 0.1;
-// So long before a deadline the ranks are asked where they are.
-constexpr double kRollCallSeconds = 0.5;
-// So long after a call, at the latest, the others are told that it is over, where they must be.
-constexpr std::chrono::milliseconds kTellAfter{100};
+// How long before a deadline the ranks are asked for their positions.
+constexpr double kPositionQuerySeconds = 0.5;
+// The others are told at the latest so long after a call that it is over, where they must be told.
+constexpr std::chrono::milliseconds kAnnounceAfter{100};
 
 // "2.5 s", without the zeros of to_string.
 std::string seconds_text(double seconds) {
@@ -60,35 +65,36 @@ void Communicator::progress_loop(const std::stop_token& stop) {
   const auto has_work = [this] { return !driving_ && !is_idle(); };
   const auto wakes = [&] { return stop.stop_requested() || has_work(); };
   while (!stop.stop_requested()) {
-    if (!tells_ && !dropped_)
-      work_.wait(lock, [&] { return wakes() || tells_ || dropped_; });
-    else if (!work_.wait_for(lock, kTellAfter, wakes))
-      attend(lock);
+    if (!announces_ && !dropped_)
+      work_.wait(lock, [&] { return wakes() || announces_ || dropped_; });
+    else if (!work_.wait_for(lock, kAnnounceAfter, wakes))
+      serve_between_calls(lock);
     if (!stop.stop_requested() && has_work()) drive(lock, nullptr, nullptr);
   }
 }
 
-// Of calls that are over, in which not all ranks hear of this one: whoever leaves waits for it, and
-// this rank may be busy elsewhere for long.
-void Communicator::tell_soon_locked() {
-  if (!std::exchange(tells_, true)) start_progress_thread_locked();
+// Not all ranks get data from this one in every call. A rank that closes waits until it knows that
+// such a call is over here, and this rank may be busy elsewhere for long: so its thread announces.
+void Communicator::announce_soon_locked() {
+  if (!std::exchange(announces_, true)) start_progress_thread_locked();
 }
 
-// Again later where somebody could not be told: who had not read enough of what was said before.
-void Communicator::tell(std::unique_lock<std::mutex>& lock) {
-  if (driving_) return;  // in a call, of which it tells itself, or soon out of it
-  if (control_.is_untold() && !failure_ && !closed_) listen(lock);
+// Tries again later where a peer could not be told because it had not read earlier frames.
+void Communicator::announce_ended_calls(std::unique_lock<std::mutex>& lock) {
+  if (driving_) return;  // the driver announces
+  if (control_.has_unannounced_calls() && !failure_ && !closed_) poll_control(lock);
   if (driving_) return;
   const bool alive = !failure_ && !closed_;
-  if (alive && control_.is_untold()) control_.announce();
-  tells_ = alive && control_.is_untold();
+  if (alive && control_.has_unannounced_calls()) control_.announce();
+  announces_ = alive && control_.has_unannounced_calls();
 }
 
-// Between calls. Where none will come any more, nobody else would hear of what is wrong.
-void Communicator::attend(std::unique_lock<std::mutex>& lock) {
-  tell(lock);
+// The progress thread's work between calls. After drop() no call will report a mismatch, so this
+// logs it.
+void Communicator::serve_between_calls(std::unique_lock<std::mutex>& lock) {
+  announce_ended_calls(lock);
   if (!dropped_) return;
-  if (!driving_ && !failure_ && !closed_) listen(lock);
+  if (!driving_ && !failure_ && !closed_) poll_control(lock);
   if (driving_) return;
   dropped_ = !failure_ && !closed_ && control_.unsettled_peer() != kNoPeer;
   if (!unreported_) return;
@@ -99,14 +105,14 @@ void Communicator::attend(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// What is left to do is for the progress thread; waking it costs, so only then.
+// Leaves the rest to the progress thread. Waking it costs, so only where there is a rest.
 void Communicator::stop_driving_locked() {
   driving_ = false;
   if (!is_idle()) work_.notify_all();
   changed_.notify_all();
 }
 
-// Until `work` is over: drives when nobody does, else sleeps until it may be its turn.
+// Returns when `work` is over: drives when nobody does, else sleeps until it may be its turn.
 void Communicator::drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work, Deadline deadline,
                                  const Interrupt& interrupt) {
   while (!work.done() && !deadline.passed()) {
@@ -123,7 +129,7 @@ void Communicator::drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work,
   }
 }
 
-// Throws only when the driver has let go of the caller's memory.
+// Throws only when the driver no longer uses the caller's memory.
 void Communicator::interrupt_or_abort(const Work& work, const Interrupt& interrupt) {
   try {
     interrupt();
@@ -134,8 +140,8 @@ void Communicator::interrupt_or_abort(const Work& work, const Interrupt& interru
   }
 }
 
-// Called with the mutex held, which it gives up while it works. With `until` it returns when that
-// work is over, else when there is nothing left to do; or when nothing has moved `most_idle` times.
+// Drives until `until` is over, or, if that is null, until nothing is left to do; or until nothing
+// has moved `most_idle` times. Called with the mutex held, which it gives up meanwhile.
 void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
                          const Interrupt& interrupt, unsigned most_idle,
                          const std::function<void()>& slow) {
@@ -145,17 +151,17 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
   try {
     const codec::FloatEnvironment environment;
     for (unsigned idle = 0, turns = 0; !finished(until) && idle < most_idle;) {
-      if (++turns % kTurnsBetweenClocks == 0 && look_due_.passed()) look_around(interrupt);
+      if (++turns % kTurnsBetweenChecks == 0 && checks_due_.passed()) run_checks(interrupt);
       if (advance()) {
         idle = 0;
         if (waits_since_) stop_waiting();
       } else {
-        rest(++idle, interrupt);
+        back_off(++idle, interrupt);
       }
     }
   } catch (...) {
     if (slow) slow();
-    interruption = fail_for(std::current_exception(), interrupt);
+    interruption = fail_with_root_cause(std::current_exception(), interrupt);
   }
   lock.lock();
   if (abort_requested_)
@@ -164,7 +170,7 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
   if (interruption) std::rethrow_exception(interruption);
 }
 
-// Seen by the driver only.
+// Only for the driver.
 bool Communicator::finished(const Work* until) const {
   if (until != nullptr) return until->done();
   std::lock_guard lock(mutex_);
@@ -172,16 +178,16 @@ bool Communicator::finished(const Work* until) const {
 }
 
 bool Communicator::advance() {
-  if (attention_.exchange(false)) take_attention();
+  if (has_requests_.exchange(false)) process_requests();
   const bool moved = !transfers_.idle() && transfers_.advance(transfer_links_, traffic_);
   return advance_collective() || moved;
 }
 
-// What other threads left: an abort, new transfers.
-void Communicator::take_attention() {
+// Takes what other threads have left under the mutex: an abort, new transfers.
+void Communicator::process_requests() {
   std::lock_guard lock(mutex_);
   if (abort_requested_) throw Aborted(abort_reason_, identity_.rank);
-  if (current_ == nullptr) watch_.quiet();  // none of these has waited yet
+  if (current_ == nullptr) stall_monitor_.start_idle();  // none of these has waited yet
   for (auto& [transfer, sends] : submitted_) {
     if (sends)
       transfers_.send(std::move(transfer));
@@ -194,7 +200,7 @@ void Communicator::take_attention() {
 bool Communicator::advance_collective() {
   if (current_ == nullptr && !start_next()) return false;
   if (current_ == nullptr) return true;  // over before it sent anything
-  // Many steps under one look around; few enough to notice an abort soon.
+  // Many steps for one round of checks; few enough to notice an abort soon.
   constexpr int kBurst = 16;
   bool progressed = false;
   for (int i = 0; i < kBurst && execution_.advance(links_, traffic_); ++i) progressed = true;
@@ -203,13 +209,13 @@ bool Communicator::advance_collective() {
   return true;
 }
 
-// The deadline is that of the call's turn, not of its submission: calls before it may take long.
+// The timeout counts from the call's turn, not from its submission: calls before it may take long.
 bool Communicator::start_next() {
   current_ = front_;
   if (current_ == nullptr) return false;
   current_->deadline = Deadline::about(current_->timeout);
-  look_at_ = current_->deadline.earlier(std::min(current_->timeout / 2, kRollCallSeconds));
-  roll_called_ = false;
+  query_due_ = current_->deadline.earlier(std::min(current_->timeout / 2, kPositionQuerySeconds));
+  positions_queried_ = false;
   if (observer_) observer_->started();
   if (current_->compound == nullptr)
     start_operation();
@@ -218,7 +224,7 @@ bool Communicator::start_next() {
   return true;
 }
 
-// The compound's next one; false when there is none.
+// Starts the compound's next phase; false when there is none.
 bool Communicator::start_phase(bool finite) {
   const Request* phase = current_->compound->next({control_.history().calls(), finite});
   traffic_.add(current_->compound->codec_time());
@@ -239,14 +245,14 @@ void Communicator::start_operation() {
   call.operation = control_.history().calls();
   const CallShape shape = shape_of_call(*call.plan);
   call.fingerprint = control_.history().fingerprint_of_next(*call.plan, shape);
-  watch_.begin(call.operation, call.plan->fingerprint());
+  stall_monitor_.begin(call.operation, call.plan->fingerprint());
   if (observer_) observer_->phase(*call.plan);
   execution_.start(call);
   control_.begin_call(current_->operation.shared_plan(), shape);
 }
 
-// By which the ranks compare this call: those of its arrays in the first call like it, or where the
-// caller wants it.
+// The shapes that the ranks compare in this call: those of its arrays in the first call like it, or
+// always where the caller asks for it.
 CallShape Communicator::shape_of_call(const Plan& plan) {
   if (current_->shape_digest == 0) return {};
   const std::uint64_t digest =
@@ -258,18 +264,18 @@ CallShape Communicator::shape_of_call(const Plan& plan) {
 void Communicator::finish_operation() {
   const bool finite = current_->operation.end(execution_.finite());
   traffic_.add(execution_.codec_time());
-  const bool untold = control_.end_call();
+  const bool unannounced = control_.end_call();
   if (current_->compound != nullptr && start_phase(finite)) return;
   current_->transaction.settle(finite);
-  watch_.end();
-  finish_current(untold);
+  stall_monitor_.end();
+  finish_current(unannounced);
 }
 
-void Communicator::finish_current(bool untold) {
+void Communicator::finish_current(bool unannounced) {
   current_ = nullptr;
   if (observer_) observer_->ended(nullptr);
   std::lock_guard lock(mutex_);
-  if (untold) tell_soon_locked();
+  if (unannounced) announce_soon_locked();
   auto done = std::move(queue_.front());
   queue_.erase(queue_.begin());
   front_ = queue_.empty() ? nullptr : queue_.front().get();
@@ -278,23 +284,23 @@ void Communicator::finish_current(bool untold) {
   spare_.push_back(std::move(done));
 }
 
-// A peer that runs answers within microseconds, less than sleeping and waking takes; where it waits
-// for this rank's core, yielding gives it that.
-void Communicator::rest(unsigned idle, const Interrupt& interrupt) {
+// A peer that runs answers within microseconds, less than sleeping and waking takes, so spin first.
+// A peer that waits for this rank's core gets it by a yield.
+void Communicator::back_off(unsigned idle, const Interrupt& interrupt) {
   if (idle <= spins_) return __builtin_ia32_pause();
   if (idle <= spins_ + kYields) return static_cast<void>(::sched_yield());
   if (!waits_since_) start_waiting();
   check_stall();
-  if (watch_.due())
-    if (const auto wait = waiting()) watch_.report(*wait, control_);
+  if (stall_monitor_.due())
+    if (const auto wait = waiting()) stall_monitor_.report(*wait, control_);
   sleep(interrupt);
 }
 
-void Communicator::look_around(const Interrupt& interrupt) {
-  look_due_ = Deadline::after(kLookSeconds);
-  control_.listen();
-  // Transfers may go on without end, and whoever leaves waits for this word.
-  if (current_ == nullptr && control_.is_untold()) control_.announce();
+void Communicator::run_checks(const Interrupt& interrupt) {
+  checks_due_ = Deadline::after(kCheckSeconds);
+  control_.poll();
+  // Transfers may go on without end, and a rank that closes waits for this announcement.
+  if (current_ == nullptr && control_.has_unannounced_calls()) control_.announce();
   check_deadlines();
   if (!interrupt || !interrupt_due_.passed()) return;
   interrupt_due_ = Deadline::after(kInterruptSeconds);
@@ -302,17 +308,17 @@ void Communicator::look_around(const Interrupt& interrupt) {
 }
 
 void Communicator::sleep(const Interrupt& interrupt) {
-  look_around(interrupt);
+  run_checks(interrupt);
   links_.arm();
   transfer_links_.arm();
-  const bool moved = advance();  // once more: what came before arm() rings no bell
+  const bool moved = advance();  // once more: a message that came before arm() rings no doorbell
   if (moved) stop_waiting();
-  if (!moved && !attention_) poll_doorbells();
+  if (!moved && !has_requests_) poll_doorbells();
   links_.disarm();
   transfer_links_.disarm();
 }
 
-// Wrapped, as what the caller throws is no failure that another rank may be behind.
+// Wraps what the caller throws: no other rank may be the root cause of it.
 void Communicator::call_interrupt(const Interrupt& interrupt) {
   try {
     interrupt();
@@ -321,11 +327,11 @@ void Communicator::call_interrupt(const Interrupt& interrupt) {
   }
 }
 
-// Milliseconds until something must be looked at though no bell rang.
+// Milliseconds until something is due even if no doorbell rings.
 int Communicator::longest_sleep() const {
   Deadline next = announced_ ? Deadline::never() : announce_at_;
   if (current_ != nullptr) {
-    next = std::min(next, look_at_);
+    next = std::min(next, query_due_);
     if (!current_->deadline.passed()) next = std::min(next, current_->deadline);
   }
   return next.milliseconds_left(kInterruptMilliseconds);
@@ -346,15 +352,15 @@ void Communicator::poll_doorbells() {
 
 void Communicator::start_waiting() {
   waits_since_ = Deadline::Clock::now();
-  watch_.quiet();
-  const double patience = current_ == nullptr ? kAnnounceSeconds : current_->timeout / 2;
-  announce_at_ = Deadline::after(std::min(patience, kAnnounceSeconds));
+  stall_monitor_.start_idle();
+  const double longest = current_ == nullptr ? kAnnounceSeconds : current_->timeout / 2;
+  announce_at_ = Deadline::after(std::min(longest, kAnnounceSeconds));
 }
 
-// Others name for their stalls whom this rank waits for, so they hear when that is over.
+// Other ranks' logs name whom this rank waits for, so they are told when that is over.
 void Communicator::stop_waiting() {
   waits_since_.reset();
-  watch_.moves(/*outside=*/current_ == nullptr);
+  stall_monitor_.set_moving(/*outside=*/current_ == nullptr);
   if (std::exchange(announced_, false)) control_.announce();
 }
 
@@ -375,7 +381,7 @@ Position Communicator::position() const {
   return at;
 }
 
-// The same for the watch, and for transfers where this rank is in no call.
+// The position as the stall monitor needs it; outside of calls, that of a transfer.
 std::optional<Wait> Communicator::waiting() {
   if (current_ == nullptr) return transfers_.waiting();
   const Plan& plan = current_->operation.plan();
@@ -391,38 +397,38 @@ std::optional<Wait> Communicator::waiting() {
   return wait;
 }
 
-// Tells the others, once, whom this rank waits for.
+// Announces once whom this rank waits for.
 void Communicator::check_stall() {
   if (announced_ || !announce_at_.passed()) return;
   announced_ = true;
   control_.announce();
 }
 
-// Before the deadline the ranks are asked where they are, so that it is not the innocent neighbour
-// who is named.
+// Queries the ranks' positions before the deadline, so that Timeout names the rank at the end of
+// the chain and not the neighbour, who only waits too.
 void Communicator::check_deadlines() {
   check_transfers();
   if (current_ == nullptr) return;
-  if (!roll_called_ && look_at_.passed()) return call_roll();
-  if (!roll_called_ || !current_->deadline.passed()) return;
-  if (control_.roll_is_complete() || look_at_.passed()) throw timeout();
+  if (!positions_queried_ && query_due_.passed()) return query_positions();
+  if (!positions_queried_ || !current_->deadline.passed()) return;
+  if (control_.all_replied() || query_due_.passed()) throw timeout();
 }
 
-// A transfer has no time before its deadline for the roll, so its Timeout comes that much later.
+// The query for a transfer begins at its deadline, so its Timeout comes that much later.
 void Communicator::check_transfers() {
   const Transfer* late = transfers_.overdue();
-  if (late == nullptr) return transfer_roll_.reset();
-  if (!transfer_roll_) {
-    transfer_roll_ = Deadline::after(kRollCallSeconds);
-    control_.call_roll();
+  if (late == nullptr) return transfer_query_.reset();
+  if (!transfer_query_) {
+    transfer_query_ = Deadline::after(kPositionQuerySeconds);
+    control_.query_positions();
   }
-  if (control_.roll_is_complete() || transfer_roll_->passed()) throw timeout_of(*late);
+  if (control_.all_replied() || transfer_query_->passed()) throw timeout_of(*late);
 }
 
-void Communicator::call_roll() {
-  roll_called_ = true;
-  look_at_ = std::max(current_->deadline, Deadline::after(kRollCallSeconds));
-  control_.call_roll();
+void Communicator::query_positions() {
+  positions_queried_ = true;
+  query_due_ = std::max(current_->deadline, Deadline::after(kPositionQuerySeconds));
+  control_.query_positions();
 }
 
 Timeout Communicator::timeout_of(const Transfer& late) const {

@@ -10,11 +10,11 @@
 namespace gradwire::exec {
 namespace {
 
-// How long one that closes waits for others that do.
-constexpr double kLeaveSeconds = 0.25;
-// How long a peer that does not read may hold up the last words of a failed communicator.
+// How long a rank that closes waits for others that close.
+constexpr double kPeerCloseSeconds = 0.25;
+// How long a peer that does not read may delay the last frames of a failed communicator.
 constexpr double kLastWordSeconds = 1;
-constexpr int kHearMilliseconds = 50;
+constexpr int kFailurePollMilliseconds = 50;
 
 }  // namespace
 
@@ -24,10 +24,10 @@ void Communicator::abort(const std::string& reason) noexcept {
     if (ended_ || failure_ || abort_requested_) return;
     abort_requested_ = true;
     abort_reason_ = reason;
-    attention_ = true;
+    has_requests_ = true;
     if (!driving_ && !closed_)
       fail_locked(std::make_exception_ptr(Aborted(reason, identity_.rank)));
-    ring();
+    wake_driver();
   }
   changed_.notify_all();
 }
@@ -39,28 +39,28 @@ void Communicator::close(double timeout, double settle, const Interrupt& interru
     return changed_.wait(lock, [this] { return ended_; });
   const bool was_alive = !failure_;
   std::exception_ptr interruption = finish_work(lock, deadline, interrupt);
-  const bool in_peace = !interruption && !failure_ && is_idle();
-  if (in_peace) interruption = take_leave(lock, settle, interrupt);
+  const bool cleanly = !interruption && !failure_ && is_idle();
+  if (cleanly) interruption = close_gracefully(lock, settle, interrupt);
   lock.unlock();
-  if (!in_peace)
+  if (!cleanly)
     abort("rank " + std::to_string(identity_.rank) +
           (interruption ? " was interrupted" : " closed its communicator with work in flight"));
-  let_go();
+  release();
   if (interruption) std::rethrow_exception(interruption);
-  const bool untold = was_alive || unreported_;
-  if (untold && failure_ && !abort_requested_) std::rethrow_exception(failure_);
+  const bool is_news = was_alive || unreported_;
+  if (is_news && failure_ && !abort_requested_) std::rethrow_exception(failure_);
 }
 
-void Communicator::let_go() {
+void Communicator::release() {
   stop_progress_thread();
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return !driving_; });  // a caller's thread, about to see the abort
   closed_ = ended_ = true;
   links_ = Links({});
   transfer_links_ = Links({});
-  control_.let_go();
+  control_.close_all();
   wakeup_.reset();
-  watch_.let_go();
+  stall_monitor_.release();
   changed_.notify_all();
 }
 
@@ -68,7 +68,7 @@ bool Communicator::is_idle() const {
   return !driving_ && queue_.empty() && submitted_.empty() && transfers_.idle();
 }
 
-// What the interrupt threw, which ends the waiting.
+// Returns what the interrupt threw, which ends the wait.
 std::exception_ptr Communicator::finish_work(std::unique_lock<std::mutex>& lock,
                                              const Deadline& deadline, const Interrupt& interrupt) {
   const auto over = [this] { return failure_ || is_idle(); };
@@ -88,27 +88,27 @@ std::exception_ptr Communicator::finish_work(std::unique_lock<std::mutex>& lock,
   return nullptr;
 }
 
-// As a driver, without the mutex; calls made meanwhile see a closed communicator. Returns what the
-// interrupt threw.
-std::exception_ptr Communicator::take_leave(std::unique_lock<std::mutex>& lock, double settle,
-                                            const Interrupt& interrupt) {
+// The caller becomes the driver and gives up the mutex; calls made meanwhile see a closed
+// communicator. Returns what the interrupt threw.
+std::exception_ptr Communicator::close_gracefully(std::unique_lock<std::mutex>& lock, double settle,
+                                                  const Interrupt& interrupt) {
   driving_ = closed_ = true;
   lock.unlock();
   std::exception_ptr interruption;
   try {
     if (settle > 0)
-      control_.take_leave({Deadline::after(settle), wish_to_end(interrupt)},
-                          Deadline::after(std::min(settle, kLeaveSeconds)));
+      control_.close_gracefully({Deadline::after(settle), abort_or(interrupt)},
+                                Deadline::after(std::min(settle, kPeerCloseSeconds)));
     else
-      control_.leave_at_once();
-  } catch (const Interruption& stopped) {  // all is said: it only waited for the others
+      control_.close_now();
+  } catch (const Interruption& stopped) {  // the BYE is sent: only the wait for others ends
     interruption = stopped.cause;
   } catch (const Aborted&) {  // by another thread: likewise
-  } catch (const Timeout&) {  // for this rank alone: who comes late finds what it came for
+  } catch (const Timeout&) {  // fails this rank alone: a late rank can still finish its calls
     const std::lock_guard again(mutex_);
     failure_ = std::current_exception();
   } catch (...) {
-    interruption = fail_for(std::current_exception(), interrupt);
+    interruption = fail_with_root_cause(std::current_exception(), interrupt);
   }
   lock.lock();
   stop_driving_locked();
@@ -117,7 +117,7 @@ std::exception_ptr Communicator::take_leave(std::unique_lock<std::mutex>& lock, 
 
 bool Communicator::settled() {
   std::unique_lock lock(mutex_);
-  if (!failure_ && !closed_ && !driving_) listen(lock);
+  if (!failure_ && !closed_ && !driving_) poll_control(lock);
   if (unreported_ && !closed_) return false;
   return failure_ || closed_ || (!driving_ && control_.unsettled_peer() == kNoPeer);
 }
@@ -128,16 +128,16 @@ void Communicator::drop() {
   start_progress_thread_locked();
 }
 
-void Communicator::hear(double seconds) {
+void Communicator::check_failure(double seconds) {
   const Deadline deadline = Deadline::after(seconds);
   std::unique_lock lock(mutex_);
   for (;;) {
     require_alive();
-    if (!driving_) listen(lock);  // else the driver hears it
+    if (!driving_) poll_control(lock);  // else the driver polls
     require_alive();
     if (deadline.passed()) return;
-    changed_.wait_for(lock,
-                      std::chrono::milliseconds(deadline.milliseconds_left(kHearMilliseconds)));
+    changed_.wait_for(
+        lock, std::chrono::milliseconds(deadline.milliseconds_left(kFailurePollMilliseconds)));
   }
 }
 
@@ -153,14 +153,14 @@ void Communicator::fail_with(const std::exception_ptr& error) noexcept {
   abort(transport::text_of(failure_frame(error, identity_.rank)));
 }
 
-// As a driver, without the mutex.
-void Communicator::listen(std::unique_lock<std::mutex>& lock) {
+// The caller becomes the driver and gives up the mutex.
+void Communicator::poll_control(std::unique_lock<std::mutex>& lock) {
   driving_ = true;
   lock.unlock();
   try {
-    control_.listen();
+    control_.poll();
   } catch (...) {
-    fail_for(std::current_exception(), nullptr);
+    fail_with_root_cause(std::current_exception(), nullptr);
   }
   lock.lock();
   unreported_ = failure_ && failure_frame(failure_, identity_.rank).kind ==
@@ -183,15 +183,15 @@ std::vector<std::pair<Rank, transport::Released>> Communicator::release_controls
   lock.lock();
   driving_ = false;
   lock.unlock();
-  let_go();
+  release();
   return released;
 }
 
-void Communicator::let_go_in_child() noexcept {
+void Communicator::release_after_fork() noexcept {
   links_ = Links({});
   transfer_links_ = Links({});
-  control_.let_go();
-  watch_.let_go_in_child();
+  control_.close_all();
+  stall_monitor_.release_after_fork();
   wakeup_.reset();
 }
 
@@ -200,14 +200,14 @@ void Communicator::stop_progress_thread() {
     std::lock_guard lock(mutex_);  // not between the thread's last look and its sleep
     stopped_ = true;
     progress_.request_stop();
-    ring();
+    wake_driver();
   }
   work_.notify_all();
   if (progress_.joinable()) progress_.join();
 }
 
-// Ends a wait: throws where this communicator was aborted, or its caller interrupted.
-Communicator::Interrupt Communicator::wish_to_end(const Interrupt& interrupt) {
+// An interrupt that also throws where this communicator was aborted.
+Communicator::Interrupt Communicator::abort_or(const Interrupt& interrupt) {
   return [this, &interrupt] {
     {
       std::lock_guard lock(mutex_);
@@ -217,12 +217,12 @@ Communicator::Interrupt Communicator::wish_to_end(const Interrupt& interrupt) {
   };
 }
 
-// Of the driver: fails for the root cause of `error`. Returns what the interrupt threw, if that
-// is it.
-std::exception_ptr Communicator::fail_for(const std::exception_ptr& error,
-                                          const Interrupt& interrupt) {
+// Called by the driver. Fails the communicator with the root cause of `error`; where that is an
+// interrupt, returns what it threw.
+std::exception_ptr Communicator::fail_with_root_cause(const std::exception_ptr& error,
+                                                      const Interrupt& interrupt) {
   try {
-    std::rethrow_exception(control_.root_cause(error, wish_to_end(interrupt)));
+    std::rethrow_exception(control_.root_cause(error, abort_or(interrupt)));
   } catch (const Interruption& stopped) {
     fail(std::make_exception_ptr(
         Aborted("rank " + std::to_string(identity_.rank) + " was interrupted", identity_.rank)));
@@ -238,12 +238,12 @@ void Communicator::fail(const std::exception_ptr& error) noexcept {
   fail_locked(error);
 }
 
-// Nobody drives, or the driver itself calls: its own state may be touched.
+// Only while nobody drives, or from the driver itself: it changes the driver's state.
 void Communicator::fail_locked(const std::exception_ptr& error) noexcept {
   if (failure_) return;
   failure_ = error;
   control_.say_failure(error);
-  watch_.fails(transport::text_of(failure_frame(error, identity_.rank)));
+  stall_monitor_.set_failed(transport::text_of(failure_frame(error, identity_.rank)));
   if (std::exchange(current_, nullptr) != nullptr && observer_) observer_->ended(error);
   for (auto& each : queue_) {
     each->settle();

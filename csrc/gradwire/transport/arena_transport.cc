@@ -27,8 +27,8 @@ void ArenaTransport::introduce(int socket, Rank peer) {
   if (exchange_.give != nullptr) exchange_.give(socket, *own_, link_id(peer));
 }
 
-void ArenaTransport::link(UniqueFd socket, Rank peer, const Patience& patience) {
-  at(peer).arena = exchange_.take(socket.get(), own_, link_id(peer), options(), patience);
+void ArenaTransport::link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) {
+  at(peer).arena = exchange_.take(socket.get(), own_, link_id(peer), options(), wait_limit);
   watch(epoll_.get(), socket.get(), EPOLLIN, peer);
   at(peer).socket = std::move(socket);
 }

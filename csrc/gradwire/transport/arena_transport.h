@@ -14,7 +14,7 @@ struct ArenaExchange {
   // Does not block; null where take() does it.
   void (*give)(int socket, const Arena& own, const LinkId& link);
   std::shared_ptr<Arena> (*take)(int socket, const std::shared_ptr<Arena>& own, const LinkId& link,
-                                 const Options& options, const Patience& patience);
+                                 const Options& options, const WaitLimit& wait_limit);
 };
 
 class ArenaTransport final : public StagedTransport {
@@ -40,7 +40,7 @@ class ArenaTransport final : public StagedTransport {
   };
 
   void introduce(int socket, Rank peer) override;
-  void link(UniqueFd socket, Rank peer, const Patience& patience) override;
+  void link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) override;
   bool has_its_share(Rank peer) override;
   int find_room(std::span<const Rank> peers, std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override;

@@ -60,29 +60,30 @@ bool Control::send(Rank peer, ControlFrame frame) noexcept {
   Link& link = links_[static_cast<std::size_t>(peer)];
   if (!link.socket.valid()) return true;
   if (!push_out(link) || !may_send(link, frame.type)) return false;
-  frame.heard = link.heard;
+  frame.received = link.read;
   std::memcpy(link.outgoing.data(), &frame, sizeof frame);
   link.unsent = sizeof frame;
   push_out(link);
   if (link.unsent == sizeof frame) {
-    link.unsent = 0;  // nothing of it went: dropped
+    link.unsent = 0;  // no byte of the frame went out, so it can be dropped
     return false;
   }
-  link.told_heard = link.heard;
-  if (frame.type != ControlType::kHeard) ++link.sent;
+  link.acked = link.read;
+  if (frame.type != ControlType::kAck) ++link.sent;
   return true;
 }
 
 bool Control::may_send(const Link& link, ControlType type) noexcept {
   const bool last_word = type == ControlType::kFailure || type == ControlType::kBye;
-  return last_word || type == ControlType::kHeard || link.sent - link.peer_heard < kWindow;
+  return last_word || type == ControlType::kAck || link.sent - link.peer_acked < kWindow;
 }
 
-// So that a peer that is only listened to knows that it is.
+// A peer that gets no other frames from this rank must still learn that its own were read: it sends
+// no more than kWindow that are not.
 void Control::acknowledge(Rank peer) noexcept {
-  if (at(peer).heard - at(peer).told_heard < kWindow / 2) return;
+  if (at(peer).read - at(peer).acked < kWindow / 2) return;
   ControlFrame frame;
-  frame.type = ControlType::kHeard;
+  frame.type = ControlType::kAck;
   send(peer, frame);
 }
 
@@ -126,9 +127,9 @@ std::optional<ControlEvent> Control::take_frame(Rank peer) {
   link.received = 0;
   if (!is_valid(event.frame, static_cast<int>(links_.size())))
     return end(peer, "it sent bytes that are no control frame");
-  link.peer_heard = event.frame.heard;
-  if (event.frame.type == ControlType::kHeard) return std::nullopt;
-  ++link.heard;
+  link.peer_acked = event.frame.received;
+  if (event.frame.type == ControlType::kAck) return std::nullopt;
+  ++link.read;
   acknowledge(peer);
   if (event.frame.type == ControlType::kBye) link.bye = true;
   return event;

@@ -1,10 +1,10 @@
 // Control: one authenticated socket to every other rank of a communicator, beside the data links.
-// It carries little and tells the root cause: who failed and why, who waits for whom, who left in
-// peace.
+// It carries little and tells the root cause: who failed and why, who waits for whom, who closed
+// cleanly.
 //
-// Used by one thread at a time, the communicator's driver. Nothing blocks. A peer may not read for
-// long, because it computes: it is sent a few frames that only inform, then none, so that the last
-// words (kFailure, kBye) always fit, and TCP never takes its closed window for a dead host.
+// One thread at a time uses it, the communicator's driver. Nothing blocks. A peer that computes may
+// not read for long: it is sent a few frames that only inform, then none, so that the final ones
+// (kFailure, kBye) always fit, and TCP never takes its closed window for a dead host.
 #pragma once
 
 #include <array>
@@ -21,16 +21,16 @@ namespace gradwire::transport {
 
 enum class ControlType : std::uint8_t {
   kFailure = 1,   // culprit, kind, reason: the sender's communicator is dead
-  kBye = 2,       // the sender closed in peace; its silence is no failure
+  kBye = 2,       // the sender closed cleanly; its silence is no failure
   kPosition = 3,  // where the sender is: in its last call, or out of it; what it waits for there
-  kHeard = 4,     // nothing but `heard`, when there was nothing else to say for long
+  kAck = 4,       // only `received`, when no other frame has carried it for long
   kInquiry = 5,   // ranks differ in call `value` or before it: what did you call?
   kAnswer = 6,    // ... one of the calls before it, or, kLast, the last of all
 };
 
 enum ControlFlags : std::uint32_t {
   kInCall = 1,  // kPosition: the last call is still in flight
-  kAsks = 2,    // kPosition: and where are you?
+  kAsks = 2,    // kPosition: the receiver is to answer with its own position
   kLast = 4,    // kAnswer: there are no more
 };
 
@@ -44,7 +44,7 @@ enum class FailureKind : std::uint8_t {
 };
 
 // One frame, the same size always; foreign bytes: type, kind and culprit are checked on arrival.
-// All frames but kFailure and kHeard tell of the sender's calls.
+// Every frame but kFailure and kAck describes the sender's calls.
 struct ControlFrame {
   std::uint32_t magic = 0x32435247;  // "GRC2"
   ControlType type = ControlType::kFailure;
@@ -56,7 +56,7 @@ struct ControlFrame {
   std::uint32_t segment = 0;      // as round
   std::uint64_t digest = 0;       // of the fingerprints of all calls
   std::uint64_t value = 0;        // kPosition: milliseconds since it waits
-  std::uint32_t heard = 0;        // how many frames of the receiver's the sender has read
+  std::uint32_t received = 0;     // how many of the receiver's frames the sender has read
   std::uint32_t flags = 0;        // ControlFlags
   std::array<char, 464> text{};   // zero-padded UTF-8, may be cut: the reason; or the last call
 };
@@ -66,8 +66,8 @@ static_assert(sizeof(ControlFrame) == 512);
 void set_text(ControlFrame& frame, std::string_view text) noexcept;
 std::string text_of(const ControlFrame& frame);
 
-// What a peer's control socket said; `gone` is its end without a BYE, told once, and then the frame
-// is a kFailure of that peer whose text says why.
+// A frame from a peer, or the end of its socket without a BYE (`gone`), which is reported once; the
+// frame is then a kFailure of that peer whose text says why.
 struct ControlEvent {
   Rank from = -1;
   bool gone = false;
@@ -98,8 +98,8 @@ class Control {
   // Gives up a peer's socket, with no frame begun on it but not finished; nullopt where there is
   // none left or the frame can't be finished in time.
   std::optional<Released> release(Rank peer, double timeout);
-  // Closes every socket without a word.
-  void let_go() noexcept {
+  // Closes every socket without a BYE.
+  void close_all() noexcept {
     links_.clear();
     epoll_.reset();
   }
@@ -118,10 +118,9 @@ class Control {
     std::array<char, sizeof(ControlFrame)> incoming{};
     std::size_t received = 0;
     std::array<char, sizeof(ControlFrame)> outgoing{};
-    std::size_t unsent = 0;   // the last bytes of `outgoing`: a started frame must be finished
-    std::uint32_t sent = 0;   // frames, kHeard aside, ...
-    std::uint32_t heard = 0;  // ... and read
-    std::uint32_t peer_heard = 0, told_heard = 0;
+    std::size_t unsent = 0;  // the last bytes of `outgoing`: a started frame must be finished
+    std::uint32_t sent = 0, read = 0;         // frames, without kAck
+    std::uint32_t peer_acked = 0, acked = 0;  // of `sent`, by the peer; of `read`, by this rank
     bool bye = false;
   };
   static bool may_send(const Link& link, ControlType type) noexcept;

@@ -59,9 +59,9 @@ void send_hello(int socket, const LinkId& link, const Options& options) {
 }
 
 void receive_hello(int socket, const LinkId& link, const Options& options,
-                   const Patience& patience) {
+                   const WaitLimit& wait_limit) {
   Hello theirs;
-  receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), link, patience);
+  receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), link, wait_limit);
   check(link, Hello(link, options), theirs);
 }
 

@@ -12,6 +12,6 @@ void send_hello(int socket, const LinkId& link, const Options& options);
 // Throws InvalidArgument where the two ends' Options differ (with both values), TransportError
 // where the other end is not the one expected, Timeout where it is silent.
 void receive_hello(int socket, const LinkId& link, const Options& options,
-                   const Patience& patience);
+                   const WaitLimit& wait_limit);
 
 }  // namespace gradwire::transport

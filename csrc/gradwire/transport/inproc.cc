@@ -25,14 +25,15 @@ void require_same_process(int socket, const LinkId& link) {
 
 // In one go: a pointer that was sent to nobody would keep its arena for ever.
 std::shared_ptr<Arena> swap_pointers(int socket, const std::shared_ptr<Arena>& own,
-                                     const LinkId& link, const Options&, const Patience& patience) {
+                                     const LinkId& link, const Options&,
+                                     const WaitLimit& wait_limit) {
   require_same_process(socket, link);
   Box mine = std::make_unique<std::shared_ptr<Arena>>(own);
   const std::shared_ptr<Arena>* address = mine.get();
-  send_all(socket, std::as_bytes(std::span(&address, 1)), link, patience);
+  send_all(socket, std::as_bytes(std::span(&address, 1)), link, wait_limit);
   static_cast<void>(mine.release());  // the peer owns it now
   std::shared_ptr<Arena>* theirs = nullptr;
-  receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), link, patience);
+  receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), link, wait_limit);
   return *Box(theirs);
 }
 

@@ -98,7 +98,7 @@ class RdmaTransport final : public StagedTransport {
   };
 
   void introduce(int socket, Rank peer) override;
-  void link(UniqueFd socket, Rank peer, const Patience& patience) override;
+  void link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) override;
   bool has_its_share(Rank peer) override;
   int find_room(std::span<const Rank> peers, std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override {
@@ -112,8 +112,8 @@ class RdmaTransport final : public StagedTransport {
   std::byte* ring_of(Rank peer) const noexcept;
   Rail& rail_of(int port);
   RdmaEnd make_end(Link& link, Rank peer, int port, int peer_port);
-  RdmaEnd agree(int socket, Link& link, Rank peer, const Patience& patience, RdmaEnd& mine);
-  void greet(Rank peer, const Patience& patience);
+  RdmaEnd agree(int socket, Link& link, Rank peer, const WaitLimit& wait_limit, RdmaEnd& mine);
+  void greet(Rank peer, const WaitLimit& wait_limit);
   [[noreturn]] void throw_out_of_reach(Rank peer);
 
   void poll();
@@ -193,23 +193,23 @@ void RdmaTransport::introduce(int socket, Rank peer) {
   send_ports(socket, link_id(peer), devices_->ports());
 }
 
-void RdmaTransport::link(UniqueFd socket, Rank peer, const Patience& patience) {
+void RdmaTransport::link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) {
   Link& link = at(peer);
   link.outbox = CellQueue(cells_.size());
   link.ring = ring_of(peer);
   RdmaEnd mine;
-  link.far = agree(socket.get(), link, peer, patience, mine);
+  link.far = agree(socket.get(), link, peer, wait_limit, mine);
   link.queue_pair->connect(link.far.queue_pair, mine.queue_pair.first_packet);
   watch(epoll_.get(), socket.get(), EPOLLIN, peer);
   link.socket = std::move(socket);
-  greet(peer, patience);
+  greet(peer, wait_limit);
 }
 
 // The lower rank chooses the ports.
-RdmaEnd RdmaTransport::agree(int socket, Link& link, Rank peer, const Patience& patience,
+RdmaEnd RdmaTransport::agree(int socket, Link& link, Rank peer, const WaitLimit& wait_limit,
                              RdmaEnd& mine) {
   const LinkId id = link_id(peer);
-  const std::vector<RdmaAddress> theirs = receive_ports(socket, id, patience);
+  const std::vector<RdmaAddress> theirs = receive_ports(socket, id, wait_limit);
   std::vector<RdmaAddress> ours;
   for (const RdmaPort& port : devices_->ports()) ours.push_back(port.address);
   const bool lower = options().rank < peer;
@@ -223,9 +223,9 @@ RdmaEnd RdmaTransport::agree(int socket, Link& link, Rank peer, const Patience& 
                                      "GRADWIRE_TRANSPORT=shm,tcp"));
     mine = make_end(link, peer, port, peer_port);
     send_end(socket, id, mine);
-    far = receive_end(socket, id, patience);
+    far = receive_end(socket, id, wait_limit);
   } else {
-    far = receive_end(socket, id, patience);
+    far = receive_end(socket, id, wait_limit);
   }
   if (far.port >= static_cast<int>(theirs.size()) || far.peer_port >= static_cast<int>(ours.size()))
     throw_transport_error(id, "the other end chose an RDMA port that there is not");
@@ -262,22 +262,22 @@ RdmaEnd RdmaTransport::make_end(Link& link, Rank peer, int port, int peer_port) 
 }
 
 // A first word each way, over the connection itself: that it works is known before it is used.
-void RdmaTransport::greet(Rank peer, const Patience& patience) {
+void RdmaTransport::greet(Rank peer, const WaitLimit& wait_limit) {
   Link& link = at(peer);
   const LinkId id = link_id(peer);
   const char ready = 'R';
   send_all(link.socket.get(), std::as_bytes(std::span(&ready, 1)), id, Deadline::after(0));
   char theirs = 0;
-  receive_all(link.socket.get(), std::as_writable_bytes(std::span(&theirs, 1)), id, patience);
+  receive_all(link.socket.get(), std::as_writable_bytes(std::span(&theirs, 1)), id, wait_limit);
   const Deadline arrival = Deadline::after(kGreetingSeconds);
   write(peer, kNoCell, true);
   while (!link.greeted || with_device(link) > 0) {
     pollfd end{link.socket.get(), POLLIN, 0};
     if (!link.lost && ::poll(&end, 1, 1) > 0) answer_bell(peer);
     poll();
-    patience.require();
+    wait_limit.check_interrupt();
     if (link.lost || (arrival.passed() && with_device(link) > 0)) throw_out_of_reach(peer);
-    if (patience.passed())
+    if (wait_limit.passed())
       throw Timeout(describe(id, "timed out: no word over RDMA while the link was made; is rank " +
                                      std::to_string(peer) + " alive?"),
                     peer);

@@ -68,10 +68,10 @@ void send_card(int socket, const LinkId& link, const Card& card) {
 }
 
 template <typename Card>
-Card receive_card(int socket, const LinkId& link, const Patience& patience) {
+Card receive_card(int socket, const LinkId& link, const WaitLimit& wait_limit) {
   Card card;
   const std::uint32_t magic = card.magic;
-  receive_all(socket, std::as_writable_bytes(std::span(&card, 1)), link, patience);
+  receive_all(socket, std::as_writable_bytes(std::span(&card, 1)), link, wait_limit);
   if (card.magic != magic)
     throw_transport_error(link, "the other end does not speak this version's RDMA protocol");
   return card;
@@ -86,8 +86,9 @@ void send_ports(int socket, const LinkId& link, std::span<const RdmaPort> ports)
   send_card(socket, link, card);
 }
 
-std::vector<RdmaAddress> receive_ports(int socket, const LinkId& link, const Patience& patience) {
-  const auto card = receive_card<PortsCard>(socket, link, patience);
+std::vector<RdmaAddress> receive_ports(int socket, const LinkId& link,
+                                       const WaitLimit& wait_limit) {
+  const auto card = receive_card<PortsCard>(socket, link, wait_limit);
   if (card.count > kMostRdmaPorts)
     throw_transport_error(link, "the other end told of an impossible number of RDMA ports");
   std::vector<RdmaAddress> addresses;
@@ -108,8 +109,8 @@ void send_end(int socket, const LinkId& link, const RdmaEnd& end) {
   send_card(socket, link, card);
 }
 
-RdmaEnd receive_end(int socket, const LinkId& link, const Patience& patience) {
-  const auto card = receive_card<EndCard>(socket, link, patience);
+RdmaEnd receive_end(int socket, const LinkId& link, const WaitLimit& wait_limit) {
+  const auto card = receive_card<EndCard>(socket, link, wait_limit);
   if (card.port >= kMostRdmaPorts || card.peer_port >= kMostRdmaPorts || card.number >= kNumbers ||
       card.first_packet >= kNumbers || !std::has_single_bit(card.slots) || card.slots > kMostSlots)
     throw_transport_error(link, "the other end described an impossible RDMA connection");

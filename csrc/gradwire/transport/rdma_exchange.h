@@ -29,8 +29,8 @@ void send_ports(int socket, const LinkId& link, std::span<const RdmaPort> ports)
 void send_end(int socket, const LinkId& link, const RdmaEnd& end);
 
 // Throw TransportError for what cannot be meant, Timeout where the other end is silent.
-std::vector<RdmaAddress> receive_ports(int socket, const LinkId& link, const Patience& patience);
+std::vector<RdmaAddress> receive_ports(int socket, const LinkId& link, const WaitLimit& wait_limit);
 // Without the address, which is the one of its port.
-RdmaEnd receive_end(int socket, const LinkId& link, const Patience& patience);
+RdmaEnd receive_end(int socket, const LinkId& link, const WaitLimit& wait_limit);
 
 }  // namespace gradwire::transport

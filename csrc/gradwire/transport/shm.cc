@@ -58,13 +58,13 @@ std::vector<UniqueFd> take_descriptors(msghdr& header) {
   return received;
 }
 
-UniqueFd receive_descriptor(int socket, const LinkId& link, const Patience& patience) {
+UniqueFd receive_descriptor(int socket, const LinkId& link, const WaitLimit& wait_limit) {
   DescriptorMessage message;
   ssize_t got = 0;
   while ((got = ::recvmsg(socket, &message.header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0) {
     if (!would_block(errno))
       throw_transport_error(link, system_message("receiving the shared memory", errno));
-    wait_ready(socket, POLLIN, link, patience);
+    wait_ready(socket, POLLIN, link, wait_limit);
   }
   std::vector<UniqueFd> received = take_descriptors(message.header);
   if (got == 0 || received.size() != 1)
@@ -74,8 +74,8 @@ UniqueFd receive_descriptor(int socket, const LinkId& link, const Patience& pati
 
 std::shared_ptr<Arena> take_descriptor(int socket, const std::shared_ptr<Arena>&,
                                        const LinkId& link, const Options& options,
-                                       const Patience& patience) {
-  return Arena::map(receive_descriptor(socket, link, patience), link, options);
+                                       const WaitLimit& wait_limit) {
+  return Arena::map(receive_descriptor(socket, link, wait_limit), link, options);
 }
 
 }  // namespace

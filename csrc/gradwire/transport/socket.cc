@@ -40,31 +40,31 @@ bool would_block(int error) noexcept {
   return error == EAGAIN || error == EWOULDBLOCK || error == EINTR;
 }
 
-void wait_ready(int socket, short events, const LinkId& link, const Patience& patience) {
+void wait_ready(int socket, short events, const LinkId& link, const WaitLimit& wait_limit) {
   pollfd waiter{socket, events, 0};
-  while (::poll(&waiter, 1, patience.turn_milliseconds()) <= 0) {
-    patience.require();
-    if (patience.passed())
+  while (::poll(&waiter, 1, wait_limit.turn_milliseconds()) <= 0) {
+    wait_limit.check_interrupt();
+    if (wait_limit.passed())
       throw Timeout(describe(link, "timed out without an answer while the link was made; is rank " +
                                        std::to_string(link.peer) + " alive and at the same call?"),
                     link.peer);
   }
 }
 
-void send_all(int socket, ConstBytes data, const LinkId& link, const Patience& patience) {
+void send_all(int socket, ConstBytes data, const LinkId& link, const WaitLimit& wait_limit) {
   while (!data.empty()) {
     const ssize_t sent = ::send(socket, data.data(), data.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent >= 0) {
       data = data.subspan(static_cast<std::size_t>(sent));
     } else if (would_block(errno)) {
-      wait_ready(socket, POLLOUT, link, patience);
+      wait_ready(socket, POLLOUT, link, wait_limit);
     } else {
       throw_transport_error(link, system_message("set-up failed, send", errno));
     }
   }
 }
 
-void receive_all(int socket, Bytes data, const LinkId& link, const Patience& patience) {
+void receive_all(int socket, Bytes data, const LinkId& link, const WaitLimit& wait_limit) {
   while (!data.empty()) {
     const ssize_t got = ::recv(socket, data.data(), data.size(), MSG_DONTWAIT);
     if (got > 0) {
@@ -72,7 +72,7 @@ void receive_all(int socket, Bytes data, const LinkId& link, const Patience& pat
     } else if (got == 0) {
       throw_transport_error(link, "the peer closed it while the link was made");
     } else if (would_block(errno)) {
-      wait_ready(socket, POLLIN, link, patience);
+      wait_ready(socket, POLLIN, link, wait_limit);
     } else {
       throw_transport_error(link, system_message("set-up failed, recv", errno));
     }

@@ -7,8 +7,8 @@
 #include <string_view>
 
 #include "gradwire/base/fd.h"
-#include "gradwire/base/patience.h"
 #include "gradwire/base/types.h"
+#include "gradwire/base/wait_limit.h"
 
 namespace gradwire::transport {
 
@@ -24,11 +24,11 @@ std::string describe(const LinkId& link, const std::string& what);
 [[noreturn]] void throw_transport_error(const LinkId& link, const std::string& what);
 
 // Waits until `socket` is ready for `events` (POLLIN, POLLOUT); Timeout naming the peer otherwise.
-void wait_ready(int socket, short events, const LinkId& link, const Patience& patience);
+void wait_ready(int socket, short events, const LinkId& link, const WaitLimit& wait_limit);
 
 // All of `data`, or Timeout or TransportError naming the peer.
-void send_all(int socket, ConstBytes data, const LinkId& link, const Patience& patience);
-void receive_all(int socket, Bytes data, const LinkId& link, const Patience& patience);
+void send_all(int socket, ConstBytes data, const LinkId& link, const WaitLimit& wait_limit);
+void receive_all(int socket, Bytes data, const LinkId& link, const WaitLimit& wait_limit);
 
 bool is_unix_socket(int socket);
 

@@ -25,15 +25,15 @@ void StagedTransport::offer(UniqueFd socket, Rank peer) {
 }
 
 // All hellos first: a peer that is there must not wait while this rank waits for another.
-void StagedTransport::complete(const Patience& patience) {
+void StagedTransport::complete(const WaitLimit& wait_limit) {
   std::vector<UniqueFd> sockets;  // let go of, should one fail
   for (Peer& peer : peers_) sockets.push_back(std::move(peer.offered));
   for (std::size_t i = 0; i < sockets.size(); ++i)
     if (sockets[i].valid())
-      receive_hello(sockets[i].get(), link_id(static_cast<Rank>(i)), options_, patience);
+      receive_hello(sockets[i].get(), link_id(static_cast<Rank>(i)), options_, wait_limit);
   for (std::size_t i = 0; i < sockets.size(); ++i) {
     if (!sockets[i].valid()) continue;
-    link(std::move(sockets[i]), static_cast<Rank>(i), patience);
+    link(std::move(sockets[i]), static_cast<Rank>(i), wait_limit);
     peers_[i].linked = true;
   }
 }

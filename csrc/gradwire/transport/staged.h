@@ -18,7 +18,7 @@ class StagedTransport : public Transport {
   std::string_view name() const noexcept final { return name_; }
   std::size_t max_message() const noexcept final { return options_.max_message; }
   void offer(UniqueFd socket, Rank peer) final;
-  void complete(const Patience& patience) final;
+  void complete(const WaitLimit& wait_limit) final;
   std::vector<Rank> peers() const final;
   Bytes reserve(std::span<const Rank> peers, std::size_t bytes) final;
   void commit(std::size_t bytes) final;
@@ -32,7 +32,7 @@ class StagedTransport : public Transport {
   // Sends what link() at the other end waits for. Does not block.
   virtual void introduce(int /*socket*/, Rank /*peer*/) {}
   // Makes the link over a socket whose other end agreed to the Options.
-  virtual void link(UniqueFd socket, Rank peer, const Patience& patience) = 0;
+  virtual void link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) = 0;
   // The peer has as many unread messages as it may have (Options::messages_per_peer).
   virtual bool has_its_share(Rank peer) = 0;
   // A cell (one message's staging memory) for so many bytes that no reader needs any more, or

@@ -47,7 +47,7 @@ class TcpTransport final : public StagedTransport {
     std::size_t readers = 0;
   };
 
-  void link(UniqueFd socket, Rank peer, const Patience& patience) override;
+  void link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) override;
   bool has_its_share(Rank peer) override;
   int find_room(std::span<const Rank> peers, std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override { return cell_at(cell).frame.data() + kPayloadAt; }
@@ -76,7 +76,7 @@ TcpTransport::TcpTransport(const Options& options)
   for (Cell& cell : cells_) cell.frame = AlignedBuffer(kFrameAt + frame_bytes(options.max_message));
 }
 
-void TcpTransport::link(UniqueFd socket, Rank peer, const Patience&) {
+void TcpTransport::link(UniqueFd socket, Rank peer, const WaitLimit&) {
   set_no_delay(socket.get());
   Link& link = at(peer);
   link.outbox = CellQueue(cells_.size());

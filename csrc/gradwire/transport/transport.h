@@ -2,9 +2,8 @@
 // pair and direction. It is staging and nothing else: "encode" writes straight into what the link
 // sends, "decode" reads straight from what the link received.
 //
-// One thread at a time uses a Transport (the communicator's driver holds a lock), and only
-// that one. Nothing here blocks but wait-free calls on descriptors; the driver sleeps
-// on doorbell() of all its transports at once. Every call that finds a peer gone throws
+// One thread at a time uses a Transport: the communicator's driver. Nothing here blocks; the driver
+// sleeps on doorbell() of all its transports at once. Every call that finds a peer gone throws
 // TransportError with that peer; what a peer sent before it went can still be peeked first.
 #pragma once
 
@@ -19,8 +18,8 @@
 
 #include "gradwire/base/copy.h"
 #include "gradwire/base/fd.h"
-#include "gradwire/base/patience.h"
 #include "gradwire/base/types.h"
+#include "gradwire/base/wait_limit.h"
 #include "gradwire/base/wire.h"
 
 namespace gradwire::transport {
@@ -60,9 +59,9 @@ class Transport {
   // Takes over a connected, authenticated socket to `peer` and says over it what the other end
   // waits for in complete(). Does not block.
   virtual void offer(UniqueFd socket, Rank peer) = 0;
-  // Hears the other ends' part while there is patience, and makes all links that were offered.
+  // Waits for the other ends' offers, within `wait_limit`, and makes all links that were offered.
   // Blocks; at set-up only.
-  virtual void complete(const Patience& patience) = 0;
+  virtual void complete(const WaitLimit& wait_limit) = 0;
   // Both. Two ends that wait for each other before each has offered must not use it.
   void adopt(UniqueFd socket, Rank peer, double timeout_seconds) {
     offer(std::move(socket), peer);

@@ -208,9 +208,9 @@ def _let_go_in_child() -> None:
     """Closes the sockets in a forked child, where they would outlive the rank."""
     _core.forget_calls()
     for communicator in list(_open):
-        communicator._core.let_go_in_child()
+        communicator._core.release_after_fork()
     for core, _ in _unsettled:
-        core.let_go_in_child()
+        core.release_after_fork()
     _unsettled.clear()
 
 

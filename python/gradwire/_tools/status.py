@@ -17,7 +17,7 @@ from gradwire import _core
 from gradwire._errors import Error
 
 if TYPE_CHECKING:
-    from gradwire._core import RankSeen as Seen
+    from gradwire._core import RankStatus as Seen
 
 _STATES = {
     "R": "running",

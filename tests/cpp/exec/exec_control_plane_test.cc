@@ -30,8 +30,8 @@ class Planes : public testing::Test {
     positions_[at(rank)] = {true, whom, 0, 0, 1};
     plane(rank).announce();
   }
-  void listen(std::initializer_list<Rank> ranks) {
-    for (Rank rank : ranks) plane(rank).listen();
+  void poll(std::initializer_list<Rank> ranks) {
+    for (Rank rank : ranks) plane(rank).poll();
   }
 
   static constexpr int kRanks = 4;
@@ -46,7 +46,7 @@ TEST_F(Planes, TheEndOfTheChainIsWhoWaitsForNobody) {
   waits(1, 2);
   waits(2, 3);
   waits(3, kNoPeer);
-  listen({0});
+  poll({0});
   EXPECT_EQ(plane(0).end_of_chain(1), 3);
   EXPECT_EQ(plane(0).end_of_chain(3), 3);
 }
@@ -55,29 +55,29 @@ TEST_F(Planes, StaleWordsAreNoExcuse) {
   waits(1, 2);
   waits(2, 3);
   waits(3, 0);
-  listen({0});
-  plane(0).call_roll();
-  listen({1, 3, 0});  // not 2
-  EXPECT_FALSE(plane(0).roll_is_complete());
+  poll({0});
+  plane(0).query_positions();
+  poll({1, 3, 0});  // not 2
+  EXPECT_FALSE(plane(0).all_replied());
   EXPECT_EQ(plane(0).end_of_chain(1), 2);
-  listen({2, 0});
-  EXPECT_TRUE(plane(0).roll_is_complete());
+  poll({2, 0});
+  EXPECT_TRUE(plane(0).all_replied());
   EXPECT_EQ(plane(0).end_of_chain(1), 1);  // a circle: nobody but the neighbour is known
 }
 
 TEST_F(Planes, InACircleTheSilentRankIsNamed) {
   waits(0, 1);
   waits(1, 0);
-  plane(0).call_roll();
-  listen({1, 2, 0});
+  plane(0).query_positions();
+  poll({1, 2, 0});
   EXPECT_EQ(plane(0).end_of_chain(1), 3);
 }
 
 TEST_F(Planes, WhoLeftInPeaceIsNotExpectedToAnswer) {
-  plane(3).take_leave(Deadline::after(0));
-  plane(0).call_roll();
-  listen({1, 2, 0});
-  EXPECT_TRUE(plane(0).roll_is_complete());
+  plane(3).close_gracefully(Deadline::after(0));
+  plane(0).query_positions();
+  poll({1, 2, 0});
+  EXPECT_TRUE(plane(0).all_replied());
 }
 
 TEST_F(Planes, ALinksFailureIsExplainedByTheFailureOfAnother) {
@@ -104,7 +104,7 @@ TEST(ControlPlane, AnInquiryMayNameAnyCall) {
     question.type = transport::ControlType::kInquiry;
     question.value = call;
     peer.send(0, question);
-    plane.listen();
+    plane.poll();
     const auto answer = peer.poll();
     ASSERT_TRUE(answer);
     EXPECT_EQ(answer->frame.type, transport::ControlType::kAnswer);
@@ -128,7 +128,7 @@ TEST_F(Planes, AnInquestCanBeInterrupted) {
 
 TEST_F(Planes, ALeaveCanBeInterrupted) {
   const Deadline together = Deadline::after(30);
-  EXPECT_THROW(plane(0).take_leave({Deadline::never(), stop}, together), Stop);
+  EXPECT_THROW(plane(0).close_gracefully({Deadline::never(), stop}, together), Stop);
 }
 
 }  // namespace

@@ -106,7 +106,7 @@ class Ranks {
     for (const UniqueFd& socket : shadows_[at(rank)]) ::shutdown(socket.get(), SHUT_RDWR);
   }
 
-  // Whose inquest has asked the rank, which has not listened since. Only where `mortal`.
+  // A peer whose inquiry the rank has received and not read yet; only where `mortal`.
   Rank who_asks(int rank) const {
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank) continue;

@@ -56,7 +56,7 @@ TEST(Status, TellsWhoseItIsAndWhatItDoes) {
   Wait wait = wait_of(42);
   wait.number = 7;
   wait.spec = "all_reduce(float32[10])";
-  status.waits(wait, coarse_now());
+  status.set_waiting(wait, coarse_now());
   page = read_status(status.descriptor());
   EXPECT_EQ(operation_of(*page), "all_reduce(float32[10]), call 7, round 42, segment 42");
   EXPECT_EQ(page->peer(), 2);
@@ -73,11 +73,11 @@ TEST(Status, TellsWhoseItIsAndWhatItDoes) {
 TEST(Status, IsReadAllOfOneMoment) {
   Status status(identity());
   std::atomic<bool> stop{false};
-  status.waits(wait_of(1), 1);
+  status.set_waiting(wait_of(1), 1);
   std::thread writer([&] {
     for (std::uint32_t n = 1; !stop; ++n) {
       const Wait wait = wait_of(n);  // takes longer than the update, as between two calls
-      status.waits(wait, n);
+      status.set_waiting(wait, n);
       std::this_thread::yield();
     }
   });
@@ -86,7 +86,7 @@ TEST(Status, IsReadAllOfOneMoment) {
   while (changes < 200 && !deadline.passed()) {
     const auto page = read_status(status.descriptor());
     ASSERT_TRUE(page);
-    const auto& now = page->now;
+    const auto& now = page->current;
     const Wait expected = wait_of(static_cast<std::uint32_t>(now.since));
     ASSERT_EQ(now.round, now.since);
     ASSERT_EQ(now.segment, now.since);
@@ -127,9 +127,9 @@ TEST(Status, RefusesWhatIsNoPage) {
       [](StatusPage& page) { page.rank = -1; },
       [](StatusPage& page) { page.size = 1 << 30; },
       [](StatusPage& page) { page.local_size = 5; },
-      [](StatusPage& page) { page.now.activity = 0; },
-      [](StatusPage& page) { page.now.activity = 6; },
-      [](StatusPage& page) { page.now.peer = 4; },
+      [](StatusPage& page) { page.current.activity = 0; },
+      [](StatusPage& page) { page.current.activity = 6; },
+      [](StatusPage& page) { page.current.peer = 4; },
   };
   for (std::size_t i = 0; i < damages.size(); ++i) {
     Foreign foreign;
@@ -141,8 +141,8 @@ TEST(Status, RefusesWhatIsNoPage) {
 TEST(Status, TakesNoTextOnTrust) {
   Foreign foreign;
   foreign.page().job.fill('\x1b');
-  foreign.page().now.spec.fill(~std::uint64_t{0});
-  foreign.page().now.spec_of = foreign.page().now.fingerprint;
+  foreign.page().current.spec.fill(~std::uint64_t{0});
+  foreign.page().current.spec_of = foreign.page().current.fingerprint;
   const auto page = foreign.read();
   ASSERT_TRUE(page);
   EXPECT_EQ(std::string(page->job.data()), std::string(63, '?'));
@@ -157,7 +157,7 @@ TEST(Status, IsReadThoughItsWriterStoppedInTheMiddle) {
 
 std::vector<Rank> found(const std::string& job) {
   std::vector<Rank> ranks;
-  for (const RankSeen& each : ranks_on_this_host())
+  for (const RankStatus& each : ranks_on_this_host())
     if (each.pid == ::getpid() && each.page.job.data() == job) ranks.push_back(each.page.rank);
   std::sort(ranks.begin(), ranks.end());
   return ranks;
@@ -166,7 +166,7 @@ std::vector<Rank> found(const std::string& job) {
 TEST(StatusScan, FindsTheRanksThatAreOpen) {
   Status one(identity(3)), other(identity(0));
   EXPECT_EQ(found("train"), (std::vector<Rank>{0, 3}));
-  other.let_go();
+  other.release();
   EXPECT_EQ(found("train"), (std::vector<Rank>{3}));
 }
 
@@ -183,9 +183,9 @@ TEST(StatusScan, AForkIsNoRank) {
   }
   char byte = 0;
   ASSERT_EQ(::read(ready[0], &byte, 1), 1);
-  const std::vector<RankSeen> all = ranks_on_this_host();
+  const std::vector<RankStatus> all = ranks_on_this_host();
   EXPECT_TRUE(std::none_of(all.begin(), all.end(),
-                           [&](const RankSeen& each) { return each.pid == child; }));
+                           [&](const RankStatus& each) { return each.pid == child; }));
   EXPECT_EQ(found("train"), (std::vector<Rank>{1}));
   ASSERT_EQ(::write(done[1], &byte, 1), 1);
   int status_of_child = -1;
@@ -195,7 +195,7 @@ TEST(StatusScan, AForkIsNoRank) {
 }
 
 TEST(StatusScan, SaysWhatARankDoes) {
-  RankSeen seen;
+  RankStatus seen;
   seen.pid = 4242;
   {
     Status status(identity(3));
@@ -211,14 +211,14 @@ TEST(StatusScan, SaysWhatARankDoes) {
     wait.activity = Activity::kReceive;
     wait.number = 2;
     wait.spec = "recv of 8 bytes";
-    status.waits(wait, coarse_now());
+    status.set_waiting(wait, coarse_now());
     seen.page = *read_status(status.descriptor());
     EXPECT_EQ(describe(seen),
               "rank 3 (process 4242) waits for any rank in recv of 8 bytes, message 2");
-    status.moves(/*outside=*/true);
+    status.set_moving(/*outside=*/true);
     seen.page = *read_status(status.descriptor());
     EXPECT_NE(describe(seen).find("its last call was 5"), std::string::npos);
-    status.fails("rank 0 vanished");
+    status.set_failed("rank 0 vanished");
     seen.page = *read_status(status.descriptor());
     EXPECT_EQ(describe(seen), "rank 3 (process 4242) failed: rank 0 vanished");
   }

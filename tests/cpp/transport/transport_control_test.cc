@@ -161,8 +161,8 @@ TEST(Control, APeerAtRestIsToldLittleButTheLastWord) {
     ASSERT_EQ(frames.size(), 65U) << kind;
     for (std::uint64_t i = 0; i < 64; ++i) EXPECT_EQ(frames[i].value, i);
     EXPECT_EQ(text_of(frames[64]), "enough");
-    ControlFrame answer = frame_of(ControlType::kHeard, 0);
-    answer.heard = 65;
+    ControlFrame answer = frame_of(ControlType::kAck, 0);
+    answer.received = 65;
     lonely.say(&answer, sizeof answer);
     EXPECT_FALSE(lonely.control.poll().has_value());
     lonely.control.send(1, frame_of(ControlType::kPosition, 77));

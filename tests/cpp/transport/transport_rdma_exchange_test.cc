@@ -157,14 +157,14 @@ TEST(RdmaExchange, AnEndMidwayIsAnEndAndSilenceATimeout) {
     Card part = end_card();
     part.resize(bytes);
     say(ends.first.get(), part);
-    const auto hear = [&](auto receive) {
-      receive(ends.second.get(), kLink, Patience(Deadline::after(kShort)));
+    const auto check_failure = [&](auto receive) {
+      receive(ends.second.get(), kLink, WaitLimit(Deadline::after(kShort)));
     };
-    thrown_by<Timeout>([&] { hear(receive_end); });
-    thrown_by<Timeout>([&] { hear(receive_ports); });
+    thrown_by<Timeout>([&] { check_failure(receive_end); });
+    thrown_by<Timeout>([&] { check_failure(receive_ports); });
     ends.first.reset();
-    thrown_by<TransportError>([&] { hear(receive_end); });
-    thrown_by<TransportError>([&] { hear(receive_ports); });
+    thrown_by<TransportError>([&] { check_failure(receive_end); });
+    thrown_by<TransportError>([&] { check_failure(receive_ports); });
   }
 }
 
@@ -255,11 +255,11 @@ TEST_F(RdmaByHand, APeerThatIsReachedAndNeverGreetsIsATimeout) {
                    {"rank 1", "no word over RDMA"});
       return;
     }
-    const Patience patience = Deadline::after(kTestSeconds);
-    receive_hello(ends.second.get(), back, of_rank(kPeer, mine), patience);
+    const WaitLimit wait_limit = Deadline::after(kTestSeconds);
+    receive_hello(ends.second.get(), back, of_rank(kPeer, mine), wait_limit);
     send_ports(ends.second.get(), back, mine.rdma->ports());
-    receive_ports(ends.second.get(), back, patience);
-    RdmaEnd far = receive_end(ends.second.get(), back, patience);
+    receive_ports(ends.second.get(), back, wait_limit);
+    RdmaEnd far = receive_end(ends.second.get(), back, wait_limit);
     far.queue_pair.address = port.address;
     RdmaEnd own = kEnd;
     own.port = own.peer_port = 0;

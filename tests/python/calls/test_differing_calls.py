@@ -190,7 +190,7 @@ sys.exit(status)
 @pytest.mark.parametrize("call", ["kept = main()", "main()"], ids=["kept", "dropped"])
 def test_a_program_that_ends_after_a_differing_call_fails(tmp_path: Path, call: str) -> None:
     script, wrapper = tmp_path / "script.py", tmp_path / "wrapper.py"
-    script.write_text(SCRIPT.format(call=call, hear="_core.hear(0.01)"))
+    script.write_text(SCRIPT.format(call=call, hear="_core.check_failure(0.01)"))
     wrapper.write_text(WRAPPER)
     arguments = [script, tmp_path / "ended", tmp_path / "status"]
     ended = subprocess.run(

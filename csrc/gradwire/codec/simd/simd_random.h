@@ -2,25 +2,25 @@
 #pragma once
 
 #include "gradwire/codec/blocks.h"
-#include "gradwire/codec/mixed.h"
 #include "gradwire/codec/simd/simd_lanes.h"
+#include "gradwire/codec/splitmix64.h"
 
 namespace gradwire::codec {
 namespace {
 
-// Of 32 bits, for the elements of a block:
-//   mixed() is SplitMix64's output function of 64 bits; all arithmetic wraps.
-//   key := mixed(mixed(mixed(seed) ^ call) ^ index of the block's first element)
+// 32-bit random numbers for the elements of a block:
+//   splitmix64() is SplitMix64's output function of 64 bits; all arithmetic wraps.
+//   key := splitmix64(splitmix64(splitmix64(seed) ^ call) ^ index of the block's first element)
 //   h := i · 0x9E3779B9 + low(key), where i counts in the block; h := (h ^ h >> 16) · 0x7FEB352D;
 //   h := ((h ^ h >> 15) + high(key)) · 0x846CA68B; h ^ h >> 16 is the number.
 class RandomBits {
  public:
-  explicit RandomBits(const Dice& dice) : run_(mixed(mixed(dice.seed) ^ dice.call)) {
+  explicit RandomBits(const Dice& dice) : run_(splitmix64(splitmix64(dice.seed) ^ dice.call)) {
     std::uint32_t number[kLanes];
     for (std::size_t i = 0; i < kLanes; ++i) number[i] = static_cast<std::uint32_t>(i);
     __builtin_memcpy(&lane_, number, sizeof lane_);
   }
-  void start_block(std::uint64_t first) { key_ = mixed(run_ ^ first); }
+  void start_block(std::uint64_t first) { key_ = splitmix64(run_ ^ first); }
 
   // Of the elements from `i` on.
   U32 operator()(std::size_t i) const {

@@ -1,7 +1,7 @@
 // lowrank: what is done to factors alone, between the passes over matrices (codec/low_rank.h).
 #include "gradwire/codec/factors.h"
 
-#include "gradwire/codec/mixed.h"
+#include "gradwire/codec/splitmix64.h"
 #include "gradwire/cuda/plugin/block.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
@@ -16,7 +16,7 @@ constexpr unsigned kThreads = 1024;
 // ---- start_factor: a block a column ------------------------------------------------------------
 
 __device__ float drawn(std::uint64_t k, std::uint64_t j) {
-  const std::uint64_t word = codec::mixed((k << 32 | j) * codec::kMixedStep);
+  const std::uint64_t word = codec::splitmix64((k << 32 | j) * codec::kSplitMix64Step);
   const auto bits = static_cast<std::int32_t>(word >> 41);
   return static_cast<float>(2 * bits + 1 - (1 << 23)) * 0x1p-23F;
 }

@@ -1,6 +1,6 @@
 // int8 (codec/int8.cc defines it): per block a scale, then one byte an element.
 #include "gradwire/codec/blocks.h"
-#include "gradwire/codec/mixed.h"
+#include "gradwire/codec/splitmix64.h"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/share.cuh"
@@ -11,7 +11,7 @@ namespace gradwire::cuda {
 namespace {
 
 using codec::Int8Kernels;
-using codec::mixed;
+using codec::splitmix64;
 
 constexpr unsigned kThreads = 256;
 constexpr unsigned kCount = 32;                    // of one thread
@@ -62,7 +62,7 @@ class Rounding {
 
 // The same of all blocks of a run.
 __device__ std::uint64_t run_key(const Dice& dice, std::uint64_t calls) {
-  return mixed(mixed(dice.seed) ^ dice.call ^ calls);
+  return splitmix64(splitmix64(dice.seed) ^ dice.call ^ calls);
 }
 
 // ---- Encoding ----------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads) encode(const float* x, Site site, st
                                                       out + unit * payload_bytes(block),
                                                       team,
                                                       {team.lane()}};
-    here.encode({dice.stochastic, mixed(run ^ (dice.element + begin))});
+    here.encode({dice.stochastic, splitmix64(run ^ (dice.element + begin))});
   }
 }
 

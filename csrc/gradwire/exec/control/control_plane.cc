@@ -12,13 +12,13 @@ using transport::ControlFrame;
 using transport::ControlType;
 using transport::FailureKind;
 
-// How long a failed link waits for the others to name the root cause, and an inquest for answers.
+// How long a failed link waits for the others to name the root cause, and inquire() for answers.
 constexpr double kRootCauseSeconds = 0.5;
-constexpr double kInquestSeconds = 0.5;
-// How often calls that go on are told of.
-constexpr double kTellSeconds = 0.1;
-// An answer tells of so many calls before the one in question.
-constexpr std::uint32_t kCallsTold = 16;
+constexpr double kInquirySeconds = 0.5;
+// How often a rank announces its position while its calls go on.
+constexpr double kAnnounceSeconds = 0.1;
+// How many calls an answer describes, up to the one in question.
+constexpr std::uint32_t kCallsSent = 16;
 
 std::string name(Rank rank) { return "rank " + std::to_string(rank); }
 
@@ -29,8 +29,8 @@ ControlPlane::ControlPlane(Rank rank, int size, std::function<Position()> positi
       size_(size),
       position_(std::move(position)),
       control_(rank, size),
-      words_(static_cast<std::size_t>(size)),
-      gave_up_(static_cast<std::size_t>(size)) {}
+      last_positions_(static_cast<std::size_t>(size)),
+      failed_while_closing_(static_cast<std::size_t>(size)) {}
 
 // ---- Calls -------------------------------------------------------------------------------------
 
@@ -38,8 +38,8 @@ void ControlPlane::begin_call(std::shared_ptr<const Plan> plan, const CallShape&
   history_.add(std::move(plan), shape);
   if (std::exchange(some_are_ahead_, false))
     for (Rank peer = 0; peer < size_; ++peer) compare(peer);
-  if (!tell_at_.passed_about()) return;
-  listen();
+  if (!announce_at_.passed_about()) return;
+  poll();
   announce();
 }
 
@@ -47,24 +47,25 @@ bool ControlPlane::end_call() noexcept {
   const CallHistory::Entry* last = history_.after(history_.calls());
   const bool by_data = last != nullptr && last->plan->hears_all();
   if (by_data) settled_ = history_.calls();
-  untold_ = !by_data && size_ > 1;
-  return untold_;
+  unannounced_ = !by_data && size_ > 1;
+  return unannounced_;
 }
 
 Rank ControlPlane::unsettled_peer() const {
   if (settled_ == history_.calls()) return kNoPeer;
   for (Rank peer = 0; peer < size_; ++peer) {
-    const ControlFrame& told = last_word_of(peer).frame;
+    const ControlFrame& told = last_position_of(peer).frame;
     const std::uint32_t begun = (told.flags & transport::kInCall) != 0 ? 1 : 0;
     const auto behind = static_cast<std::int32_t>(history_.calls() - (told.calls - begun));
-    if (is_present(peer) && !gave_up_[static_cast<std::size_t>(peer)] && behind > 0) return peer;
+    if (is_present(peer) && !failed_while_closing_[static_cast<std::size_t>(peer)] && behind > 0)
+      return peer;
   }
   return kNoPeer;
 }
 
-// What a peer said last of its calls with this rank's own, where both have begun them.
+// Compares the calls in a peer's last frame with this rank's own, where both have begun them.
 void ControlPlane::compare(Rank peer) {
-  const ControlFrame& told = last_word_of(peer).frame;
+  const ControlFrame& told = last_position_of(peer).frame;
   if (told.calls == 0) return;
   if (static_cast<std::int32_t>(told.calls - history_.calls()) > 0) {
     some_are_ahead_ = true;
@@ -77,10 +78,10 @@ void ControlPlane::compare(Rank peer) {
                                            " other calls up to there"};
 }
 
-// Of ranks that have left: no call of theirs is to come.
+// Compares the numbers of calls of ranks that have closed: they will make no more.
 void ControlPlane::compare_ends() const {
   for (Rank peer = 0; peer < size_; ++peer) {
-    const std::uint32_t calls = last_word_of(peer).frame.calls;
+    const std::uint32_t calls = last_position_of(peer).frame.calls;
     if (peer != rank_ && control_.said_bye(peer) && calls != history_.calls())
       throw Disagreement{std::min(calls, history_.calls()),
                          name(peer) + " left after " + std::to_string(calls) + " calls, " +
@@ -88,9 +89,9 @@ void ControlPlane::compare_ends() const {
   }
 }
 
-// ---- What is said and heard --------------------------------------------------------------------
+// ---- Frames ------------------------------------------------------------------------------------
 
-void ControlPlane::listen() {
+void ControlPlane::poll() {
   while (const auto event = control_.poll()) take(*event);
 }
 
@@ -98,14 +99,14 @@ void ControlPlane::take(const ControlEvent& event) {
   const ControlFrame& frame = event.frame;
   if (frame.type == ControlType::kFailure) throw RootCause{error_of(frame)};
   if (frame.type == ControlType::kInquiry)
-    return testify(event.from, static_cast<std::uint32_t>(frame.value));
-  if (frame.type == ControlType::kAnswer) return;  // it came too late
-  words_[static_cast<std::size_t>(event.from)] = {frame, Clock::now()};
+    return send_call_records(event.from, static_cast<std::uint32_t>(frame.value));
+  if (frame.type == ControlType::kAnswer) return;  // too late: inquire() is over
+  last_positions_[static_cast<std::size_t>(event.from)] = {frame, Clock::now()};
   if ((frame.flags & transport::kAsks) != 0) control_.send(event.from, position_frame());
   compare(event.from);
 }
 
-// Tells of the first `calls` calls; only the last ones are known.
+// A frame that describes the first `calls` calls. The history holds only the last ones.
 ControlFrame ControlPlane::frame_of(ControlType type, std::uint32_t calls) const noexcept {
   ControlFrame frame;
   frame.type = type;
@@ -113,7 +114,7 @@ ControlFrame ControlPlane::frame_of(ControlType type, std::uint32_t calls) const
   if (const CallHistory::Entry* last = history_.after(calls)) {
     frame.fingerprint = last->fingerprint;
     frame.digest = last->digest;
-    transport::set_text(frame, last->plan->text());  // a copy would be an allocation
+    transport::set_text(frame, last->plan->text());  // last->text() would allocate
     if (!last->shape.empty()) transport::set_text(frame, last->text());
   }
   return frame;
@@ -131,15 +132,15 @@ ControlFrame ControlPlane::position_frame() const {
 }
 
 void ControlPlane::announce() {
-  tell_at_ = Deadline::after(kTellSeconds);
+  announce_at_ = Deadline::after(kAnnounceSeconds);
   const ControlFrame frame = position_frame();
   const bool told = control_.broadcast(frame);
-  if (told && (frame.flags & transport::kInCall) == 0) untold_ = false;
+  if (told && (frame.flags & transport::kInCall) == 0) unannounced_ = false;
 }
 
-// The calls up to `call`, any number that a peer may name, then the last of all.
-void ControlPlane::testify(Rank to, std::uint32_t call) noexcept {
-  for (std::uint32_t ago = kCallsTold; ago-- > 0;) {
+// Sends the calls up to `call`, which the peer chose and may be any number, then the latest call.
+void ControlPlane::send_call_records(Rank to, std::uint32_t call) noexcept {
+  for (std::uint32_t ago = kCallsSent; ago-- > 0;) {
     const CallHistory::Entry* told = ago <= call ? history_.after(call + 1 - ago) : nullptr;
     if (told == nullptr) continue;
     ControlFrame answer = frame_of(ControlType::kAnswer, call + 1 - ago);
@@ -155,8 +156,8 @@ void ControlPlane::say_failure(const std::exception_ptr& error) noexcept {
   control_.broadcast(failure_frame(error, rank_));
 }
 
-void ControlPlane::take_leave(const Patience& patience, const Deadline& together) {
-  leaving_ = true;
+void ControlPlane::close_gracefully(const WaitLimit& wait_limit, const Deadline& together) {
+  closing_ = true;
   control_.broadcast(frame_of(ControlType::kBye, history_.calls()));
   const auto others_stay = [this] {
     for (Rank peer = 0; peer < size_; ++peer)
@@ -164,33 +165,33 @@ void ControlPlane::take_leave(const Patience& patience, const Deadline& together
     return false;
   };
   for (;;) {
-    hear_leaving();
+    poll_while_closing();
     const Rank unheard = unsettled_peer();
-    if (unheard != kNoPeer && patience.passed()) throw unsettled(unheard);
+    if (unheard != kNoPeer && wait_limit.passed()) throw close_timeout(unheard);
     if (unheard == kNoPeer && (!others_stay() || together.passed())) return;
-    rest(unheard == kNoPeer ? patience.until(together) : patience);
+    sleep(unheard == kNoPeer ? wait_limit.until(together) : wait_limit);
   }
 }
 
-void ControlPlane::leave_at_once() {
-  leaving_ = true;
+void ControlPlane::close_now() {
+  closing_ = true;
   control_.broadcast(frame_of(ControlType::kBye, history_.calls()));
-  hear_leaving();
+  poll_while_closing();
 }
 
-void ControlPlane::hear_leaving() {
-  while (const auto event = control_.poll()) take_leaving(*event);
+void ControlPlane::poll_while_closing() {
+  while (const auto event = control_.poll()) take_while_closing(*event);
   compare_ends();
 }
 
-// Whoever has failed for another reason says nothing more of its calls.
-void ControlPlane::take_leaving(const ControlEvent& event) {
+// A rank that has failed for a reason other than a mismatch will not report its calls any more.
+void ControlPlane::take_while_closing(const ControlEvent& event) {
   const bool failed = event.frame.type == ControlType::kFailure;
   if (!failed || event.frame.kind == FailureKind::kInvalidArgument) return take(event);
-  gave_up_[static_cast<std::size_t>(event.from)] = true;
+  failed_while_closing_[static_cast<std::size_t>(event.from)] = true;
 }
 
-Timeout ControlPlane::unsettled(Rank peer) const {
+Timeout ControlPlane::close_timeout(Rank peer) const {
   std::string text = name(rank_) + ": close() timed out before " + name(peer) +
                      " had made all the calls of this rank";
   if (const CallHistory::Entry* last = history_.after(history_.calls()))
@@ -199,23 +200,23 @@ Timeout ControlPlane::unsettled(Rank peer) const {
   return {text + ". Is " + name(peer) + " alive, and does it make the same calls?", peer};
 }
 
-void ControlPlane::rest(const Patience& patience) const {
+void ControlPlane::sleep(const WaitLimit& wait_limit) const {
   pollfd bell{control_.doorbell(), POLLIN, 0};
-  ::poll(&bell, 1, patience.turn_milliseconds());
-  patience.require();
+  ::poll(&bell, 1, wait_limit.turn_milliseconds());
+  wait_limit.check_interrupt();
 }
 
-// ---- Who is to blame ---------------------------------------------------------------------------
+// ---- The root cause of a failure ---------------------------------------------------------------
 
-void ControlPlane::call_roll() {
+void ControlPlane::query_positions() {
   ControlFrame frame = position_frame();
   frame.flags |= transport::kAsks;
-  listen();  // what was said before the question is no answer
-  roll_called_ = Clock::now();
+  poll();  // a frame that was sent before the query is no answer to it
+  queried_at_ = Clock::now();
   control_.broadcast(frame);
 }
 
-bool ControlPlane::roll_is_complete() const {
+bool ControlPlane::all_replied() const {
   for (Rank peer = 0; peer < size_; ++peer)
     if (is_present(peer) && is_silent(peer)) return false;
   return true;
@@ -224,7 +225,7 @@ bool ControlPlane::roll_is_complete() const {
 Rank ControlPlane::end_of_chain(Rank peer) const {
   Rank at = peer;
   for (int way = 0; way < size_ && at != kNoPeer && at != rank_; ++way) {
-    const Rank next = last_word_of(at).frame.culprit;
+    const Rank next = last_position_of(at).frame.culprit;
     if (is_silent(at) || next == kNoPeer) return at;
     at = next;
   }
@@ -242,28 +243,28 @@ std::exception_ptr ControlPlane::root_cause(const std::exception_ptr& error,
   } catch (const Disagreement& found) {
     return inquire(found, interrupt);
   } catch (const TransportError& e) {
-    return others_say(e.peer(), interrupt).value_or(error);
+    return ask_others(e.peer(), interrupt).value_or(error);
   } catch (...) {
     return error;
   }
 }
 
-std::optional<std::exception_ptr> ControlPlane::others_say(Rank peer, const Interrupt& interrupt) {
-  const Patience patience(Deadline::after(kRootCauseSeconds), interrupt);
+std::optional<std::exception_ptr> ControlPlane::ask_others(Rank peer, const Interrupt& interrupt) {
+  const WaitLimit wait_limit(Deadline::after(kRootCauseSeconds), interrupt);
   do {
     try {
-      listen();
+      poll();
     } catch (...) {
       return root_cause(std::current_exception(), interrupt);
     }
-    if (peer >= 0 && control_.said_bye(peer)) return left_in_peace(peer);
-    rest(patience);
-  } while (!patience.passed());
+    if (peer >= 0 && control_.said_bye(peer)) return closed_early(peer);
+    sleep(wait_limit);
+  } while (!wait_limit.passed());
   return std::nullopt;
 }
 
-std::exception_ptr ControlPlane::left_in_peace(Rank peer) const {
-  const std::uint32_t calls = last_word_of(peer).frame.calls;
+std::exception_ptr ControlPlane::closed_early(Rank peer) const {
+  const std::uint32_t calls = last_position_of(peer).frame.calls;
   std::string text = name(rank_) + ": " + name(peer) +
                      " closed its communicator, or ended its program, after " +
                      std::to_string(calls) + (calls == 1 ? " call" : " calls") +
@@ -277,28 +278,27 @@ std::exception_ptr ControlPlane::left_in_peace(Rank peer) const {
 // ---- Who called what ---------------------------------------------------------------------------
 
 std::exception_ptr ControlPlane::inquire(const Disagreement& found, const Interrupt& interrupt) {
-  Inquest inquest = open_inquest(found.call);
+  MismatchReport report = start_report(found.call);
   ControlFrame question = frame_of(ControlType::kInquiry, history_.calls());
   question.value = found.call;
   control_.broadcast(question);
-  for (const Patience patience(Deadline::after(kInquestSeconds), interrupt);;) {
+  for (const WaitLimit wait_limit(Deadline::after(kInquirySeconds), interrupt);;) {
     while (const auto event = control_.poll())
-      if (auto failure = hear(inquest, *event)) return failure;
-    dismiss_gone(inquest);
-    if (inquest.is_over() || patience.passed()) break;
-    rest(patience);
+      if (auto failure = add_answer(report, *event)) return failure;
+    mark_gone(report);
+    if (report.is_complete() || wait_limit.passed()) break;
+    sleep(wait_limit);
   }
-  std::string verdict = inquest.verdict();
-  if (verdict.empty()) verdict = size_text(found, inquest);
+  std::string summary = report.summary();
+  if (summary.empty()) summary = size_text(found, report);
   return std::make_exception_ptr(InvalidArgument(
-      verdict + "; all ranks must make the same calls in the same order, with the same sizes"));
+      summary + "; all ranks must make the same calls in the same order, with the same sizes"));
 }
 
-// By what the sender says of the block, where it does.
-std::string ControlPlane::size_text(const Disagreement& found, const Inquest& inquest) const {
+// Names both sizes where the sender has answered with its own.
+std::string ControlPlane::size_text(const Disagreement& found, const MismatchReport& report) const {
   const CallHistory::Entry* own = history_.after(found.call + 1);
-  const auto sent =
-      found.sender == kNoPeer ? std::nullopt : inquest.value(found.call, found.sender);
+  const auto sent = found.sender == kNoPeer ? std::nullopt : report.value(found.call, found.sender);
   if (own == nullptr || !sent || *sent == found.expected) return found.what;
   const auto size = [own](std::uint64_t bytes) {
     const std::string text = std::to_string(bytes) + " bytes";
@@ -312,36 +312,36 @@ std::string ControlPlane::size_text(const Disagreement& found, const Inquest& in
          " expects " + size(found.expected);
 }
 
-// With what is known already.
-Inquest ControlPlane::open_inquest(std::uint32_t call) const {
-  Inquest inquest(size_);
-  for (std::uint32_t ago = 0; ago < kCallsTold && ago <= call; ++ago)
+// A report of what is known already.
+MismatchReport ControlPlane::start_report(std::uint32_t call) const {
+  MismatchReport report(size_);
+  for (std::uint32_t ago = 0; ago < kCallsSent && ago <= call; ++ago)
     if (history_.after(call + 1 - ago) != nullptr)
-      inquest.hear(rank_, frame_of(ControlType::kAnswer, call + 1 - ago));
-  if (leaving_) inquest.hear(rank_, frame_of(ControlType::kBye, history_.calls()));
+      report.add(rank_, frame_of(ControlType::kAnswer, call + 1 - ago));
+  if (closing_) report.add(rank_, frame_of(ControlType::kBye, history_.calls()));
   for (Rank peer = 0; peer < size_; ++peer) {
-    inquest.hear(peer, last_word_of(peer).frame);
+    report.add(peer, last_position_of(peer).frame);
   }
-  return inquest;
+  return report;
 }
 
-// Who has said BYE may wait for others still, and then it answers.
-void ControlPlane::dismiss_gone(Inquest& inquest) const {
+// A rank that has only said BYE may still wait for others, and answers meanwhile.
+void ControlPlane::mark_gone(MismatchReport& report) const {
   for (Rank peer = 0; peer < size_; ++peer)
-    if (!control_.connected(peer)) inquest.dismiss(peer);
+    if (!control_.connected(peer)) report.mark_final(peer);
 }
 
-// What one event adds to it; the failure of another, which ends it.
-std::exception_ptr ControlPlane::hear(Inquest& inquest, const ControlEvent& event) {
+// Adds one event to the report. Returns another rank's failure, which ends the inquiry.
+std::exception_ptr ControlPlane::add_answer(MismatchReport& report, const ControlEvent& event) {
   const ControlFrame& frame = event.frame;
   const bool ends =
       event.gone || (frame.type == ControlType::kAnswer && (frame.flags & transport::kLast) != 0);
-  if (ends) inquest.dismiss(event.from);
+  if (ends) report.mark_final(event.from);
   if (event.gone) return nullptr;
   if (frame.type == ControlType::kFailure) return error_of(frame);
-  inquest.hear(event.from, frame);
+  report.add(event.from, frame);
   if (frame.type == ControlType::kInquiry)
-    testify(event.from, static_cast<std::uint32_t>(frame.value));
+    send_call_records(event.from, static_cast<std::uint32_t>(frame.value));
   return nullptr;
 }
 

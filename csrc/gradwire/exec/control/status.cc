@@ -74,15 +74,15 @@ bool read_version(int descriptor, std::uint64_t& version) {
 }
 
 bool is_valid(const StatusPage& page) {
-  const auto& now = page.now;
+  const auto& current = page.current;
   return page.magic == kMagic && page.pid > 0 && page.size > 0 && page.size <= kMostRanks &&
          page.rank >= 0 && page.rank < page.size && page.local_size > 0 &&
          page.local_size <= page.size && page.activity() >= Activity::kOutside &&
          page.activity() <= Activity::kFailed &&
-         (now.peer == kNobody || now.peer < static_cast<std::uint64_t>(page.size));
+         (current.peer == kNobody || current.peer < static_cast<std::uint64_t>(page.size));
 }
 
-// Ends it, and takes out what could change a terminal.
+// Terminates a foreign text, and replaces characters that could control a terminal.
 void tame(char* text, std::size_t size) {
   text[size - 1] = '\0';
   for (char* each = text; *each != '\0'; ++each)
@@ -96,12 +96,12 @@ std::uint64_t coarse_now() noexcept {
 }
 
 std::string StatusPage::spec() const {
-  if (now.spec_of != now.fingerprint) return {};
-  return reinterpret_cast<const char*>(now.spec.data());
+  if (current.spec_of != current.fingerprint) return {};
+  return reinterpret_cast<const char*>(current.spec.data());
 }
 
-// An odd version for as long as it lives. The stores in between are release stores: none becomes
-// visible before the odd version, nor after the even one.
+// Keeps the version odd for as long as it lives. The stores in between are release stores: none
+// becomes visible before the odd version, nor after the even one.
 class Status::Update {
  public:
   explicit Update(StatusPage& page) noexcept : page_(page), version_(page.version) {
@@ -111,15 +111,15 @@ class Status::Update {
   Update(const Update&) = delete;
   Update& operator=(const Update&) = delete;
 
-  void set(std::uint64_t StatusPage::Now::* field, std::uint64_t value) noexcept {
-    publish(page_.now.*field, value);
+  void set(std::uint64_t StatusPage::Current::* field, std::uint64_t value) noexcept {
+    publish(page_.current.*field, value);
   }
   void spec(std::uint32_t fingerprint, std::string_view text) noexcept {
     std::array<std::uint64_t, 32> words;
     copy_text(words, text);
-    for (std::size_t i = 0; i < words.size(); ++i) publish(page_.now.spec[i], words[i]);
-    set(&StatusPage::Now::spec_of, fingerprint);
-    set(&StatusPage::Now::fingerprint, fingerprint);
+    for (std::size_t i = 0; i < words.size(); ++i) publish(page_.current.spec[i], words[i]);
+    set(&StatusPage::Current::spec_of, fingerprint);
+    set(&StatusPage::Current::fingerprint, fingerprint);
   }
 
  private:
@@ -136,50 +136,50 @@ Status::Status(const Identity& identity) : memory_(make_memory()), page_(map(mem
   page_->tag = identity.tag;
   copy_text(page_->job, identity.job);
   copy_text(page_->about, identity.about);
-  moves(/*outside=*/true);
+  set_moving(/*outside=*/true);
   publish(page_->magic, kMagic);
 }
 
 void Status::begin(std::uint32_t call, std::uint32_t fingerprint, std::uint64_t now) noexcept {
   Update update(*page_);
-  update.set(&StatusPage::Now::activity, static_cast<std::uint64_t>(Activity::kCall));
-  update.set(&StatusPage::Now::calls, std::uint64_t{call} + 1);
-  update.set(&StatusPage::Now::fingerprint, fingerprint);
-  update.set(&StatusPage::Now::peer, kNobody);
-  update.set(&StatusPage::Now::since, now);
+  update.set(&StatusPage::Current::activity, static_cast<std::uint64_t>(Activity::kCall));
+  update.set(&StatusPage::Current::calls, std::uint64_t{call} + 1);
+  update.set(&StatusPage::Current::fingerprint, fingerprint);
+  update.set(&StatusPage::Current::peer, kNobody);
+  update.set(&StatusPage::Current::since, now);
 }
 
-void Status::waits(const Wait& wait, std::uint64_t since) noexcept {
+void Status::set_waiting(const Wait& wait, std::uint64_t since) noexcept {
   Update update(*page_);
-  update.set(&StatusPage::Now::activity, static_cast<std::uint64_t>(wait.activity));
-  update.set(&StatusPage::Now::since, since);
-  if (wait.activity != Activity::kCall) update.set(&StatusPage::Now::message, wait.number);
-  update.set(&StatusPage::Now::peer,
+  update.set(&StatusPage::Current::activity, static_cast<std::uint64_t>(wait.activity));
+  update.set(&StatusPage::Current::since, since);
+  if (wait.activity != Activity::kCall) update.set(&StatusPage::Current::message, wait.number);
+  update.set(&StatusPage::Current::peer,
              wait.peer < 0 ? kNobody : static_cast<std::uint64_t>(wait.peer));
-  update.set(&StatusPage::Now::reads, wait.reads ? 1 : 0);
-  update.set(&StatusPage::Now::round, wait.round);
-  update.set(&StatusPage::Now::segment, wait.segment);
+  update.set(&StatusPage::Current::reads, wait.reads ? 1 : 0);
+  update.set(&StatusPage::Current::round, wait.round);
+  update.set(&StatusPage::Current::segment, wait.segment);
   update.spec(wait.fingerprint, wait.spec);
 }
 
-void Status::moves(bool outside) noexcept {
+void Status::set_moving(bool outside) noexcept {
   Update update(*page_);
-  update.set(&StatusPage::Now::activity,
+  update.set(&StatusPage::Current::activity,
              static_cast<std::uint64_t>(outside ? Activity::kOutside : Activity::kCall));
-  update.set(&StatusPage::Now::peer, kNobody);
-  update.set(&StatusPage::Now::since, coarse_now());
+  update.set(&StatusPage::Current::peer, kNobody);
+  update.set(&StatusPage::Current::since, coarse_now());
 }
 
-void Status::fails(std::string_view reason) noexcept {
+void Status::set_failed(std::string_view reason) noexcept {
   if (page_ == nullptr) return;
   Update update(*page_);
-  update.set(&StatusPage::Now::activity, static_cast<std::uint64_t>(Activity::kFailed));
-  update.set(&StatusPage::Now::peer, kNobody);
-  update.set(&StatusPage::Now::since, coarse_now());
+  update.set(&StatusPage::Current::activity, static_cast<std::uint64_t>(Activity::kFailed));
+  update.set(&StatusPage::Current::peer, kNobody);
+  update.set(&StatusPage::Current::since, coarse_now());
   update.spec(0, reason);
 }
 
-void Status::let_go() noexcept {
+void Status::release() noexcept {
   if (page_ != nullptr) ::munmap(page_, sizeof(StatusPage));
   page_ = nullptr;
   memory_.reset();
@@ -198,7 +198,7 @@ std::optional<StatusPage> read_status(int descriptor) {
   if (!is_valid(page)) return std::nullopt;
   tame(page.job.data(), sizeof page.job);
   tame(page.about.data(), sizeof page.about);
-  tame(reinterpret_cast<char*>(page.now.spec.data()), sizeof page.now.spec);
+  tame(reinterpret_cast<char*>(page.current.spec.data()), sizeof page.current.spec);
   return page;
 }
 

@@ -1,9 +1,9 @@
-// Status: a page of memory on which a rank publishes what it does, for anybody of the same user to
-// read (status_scan.h), even while the rank's process is stopped or never lets go of a lock.
+// Status: a page of memory on which a rank publishes what it does, for any process of the same user
+// to read (status_scan.h), even while the rank's process is stopped or holds a lock for ever.
 //
-// The page is a sealed memfd, which is found by its name among a process's descriptors; nothing has
-// to be listened to, and nothing is left behind. A forked child inherits the page: `pid` says whose
-// it is.
+// The page is a sealed memfd, which is found by its name among a process's descriptors. So there is
+// no socket to serve, and nothing is left behind. A forked child inherits the page: `pid` says
+// whose it is.
 //
 // One thread writes at a time, the driver. A version that is odd during an update (a seqlock, with
 // release stores instead of fences) tells readers to look again.
@@ -25,7 +25,7 @@ namespace gradwire::exec {
 inline constexpr const char* kStatusName = "gradwire-status";
 
 enum class Activity : std::uint64_t {
-  kOutside = 1,  // of gradwire: the caller computes, or has lost its way
+  kOutside = 1,  // of gradwire: the caller computes, or hangs
   kCall = 2,     // in a collective
   kSend = 3,
   kReceive = 4,
@@ -42,13 +42,13 @@ struct StatusPage {
   std::uint32_t reserved;
   std::uint64_t tag;  // of the job: the same on its ranks, another for a job of the same name
   std::array<char, 64> job;
-  std::array<char, 192> about;  // on what the ranks joined: interface, secret
+  std::array<char, 192> about;  // how the ranks were joined: interface, secret
 
-  // What changes, in words. `spec` belongs to the call whose fingerprint is `spec_of`.
+  // The part that changes, as 64-bit words. `spec` belongs to the call with fingerprint `spec_of`.
   std::uint64_t version;
-  struct Now {
+  struct Current {
     std::uint64_t activity;
-    std::uint64_t since;  // it does so, or has not moved: CLOCK_MONOTONIC, nanoseconds
+    std::uint64_t since;  // when the activity, or the wait, began: CLOCK_MONOTONIC, nanoseconds
     std::uint64_t calls;  // begun so far; the present or latest one is call `calls - 1`
     std::uint64_t fingerprint;
     std::uint64_t message;  // sent or received: number of it between the two ranks
@@ -58,15 +58,15 @@ struct StatusPage {
     std::uint64_t segment;
     std::uint64_t spec_of;
     std::array<std::uint64_t, 32> spec;  // text: what is called, or why it failed
-  } now;
+  } current;
 
-  Activity activity() const noexcept { return static_cast<Activity>(now.activity); }
-  Rank peer() const noexcept { return static_cast<Rank>(now.peer); }
-  // The text of the present call; empty where it was not written down.
+  Activity activity() const noexcept { return static_cast<Activity>(current.activity); }
+  Rank peer() const noexcept { return static_cast<Rank>(current.peer); }
+  // The text of the present call; empty where it was not published.
   std::string spec() const;
 };
 
-// Where a rank stands that waits.
+// What a waiting rank waits for.
 struct Wait {
   Activity activity = Activity::kCall;
   std::uint32_t number = 0;  // of the call, or of the message between the two ranks
@@ -82,24 +82,24 @@ class Status {
  public:
   // Without memfds the page is this process's own, and nobody finds it.
   explicit Status(const Identity& identity);
-  ~Status() { let_go(); }
+  ~Status() { release(); }
   Status(const Status&) = delete;
   Status& operator=(const Status&) = delete;
 
-  // Nanoseconds each: for every call.
+  // Run for every call, so they take only nanoseconds.
   void begin(std::uint32_t call, std::uint32_t fingerprint, std::uint64_t now) noexcept;
-  void end() noexcept { moves(/*outside=*/true); }
+  void end() noexcept { set_moving(/*outside=*/true); }
 
-  void waits(const Wait& wait, std::uint64_t since) noexcept;
-  // It moves again; `outside` of any call, or in the one that began last.
-  void moves(bool outside) noexcept;
-  void fails(std::string_view reason) noexcept;
+  void set_waiting(const Wait& wait, std::uint64_t since) noexcept;
+  // The rank moves: `outside` of any call, or in the one that began last.
+  void set_moving(bool outside) noexcept;
+  void set_failed(std::string_view reason) noexcept;
 
   int descriptor() const noexcept { return memory_.get(); }
   // In a forked child: leaves the page to the parent.
-  void let_go_in_child() noexcept { memory_.reset(); }
-  // Takes the page away; nothing may be published after it.
-  void let_go() noexcept;
+  void release_after_fork() noexcept { memory_.reset(); }
+  // Unmaps the page; nothing may be published after that.
+  void release() noexcept;
 
  private:
   class Update;
@@ -112,7 +112,7 @@ class Status {
 // returns is in range, and its texts are printable ASCII.
 std::optional<StatusPage> read_status(int descriptor);
 
-// The present moment, as in StatusPage::Now::since; a few milliseconds coarse, and cheap.
+// The present moment, as in StatusPage::Current::since; a few milliseconds coarse, and cheap.
 std::uint64_t coarse_now() noexcept;
 
 }  // namespace gradwire::exec

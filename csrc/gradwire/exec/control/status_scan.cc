@@ -61,7 +61,7 @@ bool is_status_page(const std::string& descriptor) {
   return length > 0 && std::string_view(target.data(), static_cast<std::size_t>(length)) == wanted;
 }
 
-void look_at(const std::string& pid, std::vector<RankSeen>& found) {
+void look_at(const std::string& pid, std::vector<RankStatus>& found) {
   const std::string process = "/proc/" + pid;
   if (!is_own(process)) return;
   each_number_in(process + "/fd", [&](const std::string& number) {
@@ -83,8 +83,8 @@ std::string seconds_text(double seconds) {
 }
 
 std::string last_call(const StatusPage& page) {
-  return page.now.calls == 0 ? "it has made no call yet"
-                             : "its last call was " + std::to_string(page.now.calls - 1);
+  return page.current.calls == 0 ? "it has made no call yet"
+                                 : "its last call was " + std::to_string(page.current.calls - 1);
 }
 
 std::string whom(const StatusPage& page) {
@@ -92,7 +92,7 @@ std::string whom(const StatusPage& page) {
   return " rank " + std::to_string(page.peer());
 }
 
-std::string doing(const RankSeen& rank) {
+std::string doing(const RankStatus& rank) {
   const StatusPage& page = rank.page;
   if (page.activity() == Activity::kFailed) return "failed: " + page.spec();
   if (page.activity() == Activity::kOutside)
@@ -104,19 +104,19 @@ std::string doing(const RankSeen& rank) {
 
 }  // namespace
 
-double RankSeen::seconds() const noexcept {
+double RankStatus::seconds() const noexcept {
   const std::uint64_t now = coarse_now();
-  return now < page.now.since ? 0 : static_cast<double>(now - page.now.since) / 1e9;
+  return now < page.current.since ? 0 : static_cast<double>(now - page.current.since) / 1e9;
 }
 
-std::vector<RankSeen> ranks_on_this_host() {
-  std::vector<RankSeen> found;
+std::vector<RankStatus> ranks_on_this_host() {
+  std::vector<RankStatus> found;
   each_number_in("/proc", [&](const std::string& pid) { look_at(pid, found); });
   return found;
 }
 
 std::string operation_of(const StatusPage& page) {
-  const auto& now = page.now;
+  const auto& now = page.current;
   const std::string spec = page.spec();
   if (page.activity() == Activity::kSend || page.activity() == Activity::kReceive)
     return spec + ", message " + std::to_string(now.message);
@@ -128,7 +128,7 @@ std::string operation_of(const StatusPage& page) {
   return (spec.empty() ? call : spec + ", " + call) + where;
 }
 
-std::string describe(const RankSeen& rank) {
+std::string describe(const RankStatus& rank) {
   const std::string who =
       "rank " + std::to_string(rank.page.rank) + " (process " + std::to_string(rank.pid) + ") ";
   if (!rank.stopped()) return who + doing(rank);

@@ -9,7 +9,7 @@
 
 namespace gradwire::exec {
 
-struct RankSeen {
+struct RankStatus {
   int pid = 0;       // in this process's namespace
   char state = '?';  // as in /proc/PID/stat: R, S, D, T (stopped), t (traced)
   StatusPage page{};
@@ -19,10 +19,10 @@ struct RankSeen {
 };
 
 // Every rank whose process lives; forks of a rank's process are none.
-std::vector<RankSeen> ranks_on_this_host();
+std::vector<RankStatus> ranks_on_this_host();
 
 // "rank 3 (process 4242) is stopped": what it does, as seen from outside.
-std::string describe(const RankSeen& rank);
+std::string describe(const RankStatus& rank);
 
 // "all_reduce(float32[10], ...), call 12, round 1, segment 0"; empty outside of any.
 std::string operation_of(const StatusPage& page);

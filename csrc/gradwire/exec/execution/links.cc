@@ -23,8 +23,8 @@ bool Links::offered_all() const noexcept {
   return std::count(link_of_.begin(), link_of_.end(), -1) == 1;  // this rank's own
 }
 
-void Links::complete(const Patience& patience) {
-  for (auto& each : transports_) each->complete(patience);
+void Links::complete(const WaitLimit& wait_limit) {
+  for (auto& each : transports_) each->complete(wait_limit);
 }
 
 std::string_view Links::transport_of(Rank peer) const {

@@ -23,7 +23,7 @@ class Links {
   // To every peer.
   bool offered_all() const noexcept;
   // Makes all links that were offered.
-  void complete(const Patience& patience);
+  void complete(const WaitLimit& wait_limit);
 
   std::size_t max_message() const noexcept { return options_.max_message; }
   // By peer: ranks with the same number share a transport and can share staging.

@@ -147,7 +147,7 @@ class Steps:
         """Raises the first error, also that of a communicator that fails within these seconds."""
         self.raise_error()
         try:
-            self.communicator._core.hear(seconds)
+            self.communicator._core.check_failure(seconds)
         except Error as error:
             self._record_error(error)
         self.raise_error()

@@ -1,4 +1,4 @@
-// How long a wait may last: until a deadline, or until somebody no longer wants it.
+// WaitLimit: when a wait ends, by a deadline or by the caller's interrupt (Ctrl-C, abort()).
 #pragma once
 
 #include <functional>
@@ -8,25 +8,25 @@
 
 namespace gradwire {
 
-class Patience {
+class WaitLimit {
  public:
   // Called now and then by a thread that waits; throws to end the wait, as Ctrl-C does.
   using Interrupt = std::function<void()>;
 
-  Patience(Deadline deadline, Interrupt interrupt = nullptr)
+  WaitLimit(Deadline deadline, Interrupt interrupt = nullptr)
       : deadline_(deadline), interrupt_(std::move(interrupt)) {}
 
   bool passed() const { return deadline_.passed(); }
-  // For poll(): how long a turn of the wait may last. After each, require().
+  // The timeout for poll() in one turn of the wait. Call check_interrupt() after each turn.
   int turn_milliseconds() const { return deadline_.milliseconds_left(kTurnMilliseconds); }
-  void require() const {
+  void check_interrupt() const {
     if (interrupt_) interrupt_();
   }
-  Patience until(const Deadline& deadline) const {
+  WaitLimit until(const Deadline& deadline) const {
     return {std::min(deadline_, deadline), interrupt_};
   }
-  // As patient, but no longer than that.
-  Patience within(double seconds) const {
+  // The same interrupt, and the earlier of the two deadlines.
+  WaitLimit within(double seconds) const {
     return {std::min(deadline_, Deadline::after(seconds)), interrupt_};
   }
 

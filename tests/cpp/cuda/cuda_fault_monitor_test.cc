@@ -6,7 +6,7 @@
 
 #include "cuda_ranks.h"
 #include "gradwire/base/error.h"
-#include "gradwire/cuda/gpu_watch.h"
+#include "gradwire/cuda/gpu_fault_monitor.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -19,7 +19,7 @@ struct Interrupted {};
 class Watched {
  public:
   explicit Watched(int size)
-      : side_(size, "inproc", {}, {}, /*mortal=*/true),
+      : shadow_(size, "inproc", {}, {}, /*mortal=*/true),
         users_(size),
         loopback_(simulated_api(), size) {
     for (Rank r = 0; r < size; ++r) {
@@ -30,21 +30,21 @@ class Watched {
                                                      loopback_.endpoint(r, 10, [this, r] {
                                                        if (interrupted_ == r) throw Interrupted();
                                                      })));
-      watches_.push_back(std::make_unique<Watch>(*gpus_.back(), side_[r], users_[r]));
+      monitors_.push_back(std::make_unique<GpuFaultMonitor>(*gpus_.back(), shadow_[r], users_[r]));
     }
   }
   ~Watched() {
     simulated_cuda_hang(0);
-    watches_.clear();
+    monitors_.clear();
     for (auto& each : streams_) simulated_api().synchronize(each->get());
   }
 
-  exec::Ranks& side() { return side_; }
+  exec::Ranks& side() { return shadow_; }
   exec::Ranks& users() { return users_; }
   // In the rank's next wait, as by Ctrl-C.
   void interrupt(Rank rank) { interrupted_ = rank; }
   Stream stream(Rank rank) { return streams_[static_cast<std::size_t>(rank)]->get(); }
-  Watch& operator[](Rank rank) { return *watches_[static_cast<std::size_t>(rank)]; }
+  GpuFaultMonitor& operator[](Rank rank) { return *monitors_[static_cast<std::size_t>(rank)]; }
 
   void call(Rank rank, double timeout = 10, ReduceOp op = ReduceOp::kSum) {
     const exec::Array array{memory_[static_cast<std::size_t>(rank)]->data(), kElements};
@@ -58,9 +58,9 @@ class Watched {
 
   // In a thread for each rank; what each threw.
   std::vector<std::exception_ptr> outcomes(const std::function<void(Rank)>& body) {
-    std::vector<std::exception_ptr> thrown(watches_.size());
+    std::vector<std::exception_ptr> thrown(monitors_.size());
     std::vector<std::thread> threads;
-    for (std::size_t r = 0; r < watches_.size(); ++r)
+    for (std::size_t r = 0; r < monitors_.size(); ++r)
       threads.emplace_back([&, r] {
         try {
           body(static_cast<Rank>(r));
@@ -73,13 +73,13 @@ class Watched {
   }
 
  private:
-  exec::Ranks side_, users_;
+  exec::Ranks shadow_, users_;
   std::atomic<Rank> interrupted_ = -1;
   Loopback loopback_;
   std::vector<std::unique_ptr<OwnedStream>> streams_;
   std::vector<std::unique_ptr<DeviceBytes>> memory_;
   std::vector<std::unique_ptr<Communicator>> gpus_;
-  std::vector<std::unique_ptr<Watch>> watches_;
+  std::vector<std::unique_ptr<GpuFaultMonitor>> monitors_;
 };
 
 template <typename Kind>
@@ -97,7 +97,7 @@ void expect_all(const std::vector<std::exception_ptr>& thrown, Rank except, Rank
   }
 }
 
-TEST(Watch, GoodCallsAreOver) {
+TEST(GpuFaultMonitor, GoodCallsAreOver) {
   Watched ranks(3);
   const auto thrown = ranks.outcomes([&](Rank r) {
     for (int i = 0; i < 5; ++i) ranks.call(r);
@@ -106,7 +106,7 @@ TEST(Watch, GoodCallsAreOver) {
   for (const auto& each : thrown) EXPECT_FALSE(each);
 }
 
-TEST(Watch, ADeadRankIsNamed) {
+TEST(GpuFaultMonitor, ADeadRankIsNamed) {
   Watched ranks(3);
   const auto thrown = ranks.outcomes([&](Rank r) {
     ranks.call(r);
@@ -116,10 +116,11 @@ TEST(Watch, ADeadRankIsNamed) {
     ranks[r].finish(10);
   });
   expect_all<TransportError>(thrown, 1, 1);
-  EXPECT_THROW(ranks.users()[0].hear(1), TransportError) << "the users' communicator goes on";
+  EXPECT_THROW(ranks.users()[0].check_failure(1), TransportError)
+      << "the users' communicator goes on";
 }
 
-TEST(Watch, ARankThatDoesNotCallIsNamed) {
+TEST(GpuFaultMonitor, ARankThatDoesNotCallIsNamed) {
   Watched ranks(3);
   const auto thrown = ranks.outcomes([&](Rank r) {
     if (r == 2) return;
@@ -129,7 +130,7 @@ TEST(Watch, ARankThatDoesNotCallIsNamed) {
   expect_all<Timeout>(thrown, 2, 2);
 }
 
-TEST(Watch, AbortEndsEverybody) {
+TEST(GpuFaultMonitor, AbortEndsEverybody) {
   Watched ranks(3);
   const auto thrown = ranks.outcomes([&](Rank r) {
     if (r == 0) {
@@ -142,7 +143,7 @@ TEST(Watch, AbortEndsEverybody) {
   expect_all<Aborted>(thrown, 0, 0);
 }
 
-TEST(Watch, DifferentCallsAreToldApart) {
+TEST(GpuFaultMonitor, DifferentCallsAreToldApart) {
   Watched ranks(2);
   const auto thrown = ranks.outcomes([&](Rank r) {
     ranks.call(r, 10, r == 0 ? ReduceOp::kSum : ReduceOp::kMax);
@@ -154,7 +155,7 @@ TEST(Watch, DifferentCallsAreToldApart) {
   }
 }
 
-TEST(Watch, AGpuThatHangsIsATimeout) {
+TEST(GpuFaultMonitor, AGpuThatHangsIsATimeout) {
   Watched ranks(2);
   simulated_cuda_hang(1);
   const auto thrown = ranks.outcomes([&](Rank r) {
@@ -172,11 +173,11 @@ TEST(Watch, AGpuThatHangsIsATimeout) {
   }
 }
 
-TEST(Watch, AnInterruptIsForWhoMadeItAndAnAbortForTheRest) {
+TEST(GpuFaultMonitor, AnInterruptIsForWhoMadeItAndAnAbortForTheRest) {
   Watched ranks(2);
   const auto thrown = ranks.outcomes([&](Rank r) {
     if (r == 1) {
-      EXPECT_THROW(ranks.users()[1].hear(10), Aborted);
+      EXPECT_THROW(ranks.users()[1].check_failure(10), Aborted);
       return;
     }
     ranks.interrupt(0);
@@ -186,7 +187,7 @@ TEST(Watch, AnInterruptIsForWhoMadeItAndAnAbortForTheRest) {
   for (const auto& each : thrown) EXPECT_FALSE(each);
 }
 
-TEST(Watch, WhatWasNotCalledCannotBeCaptured) {
+TEST(GpuFaultMonitor, WhatWasNotCalledCannotBeCaptured) {
   Watched ranks(1);
   simulated_cuda_begin_capture(ranks.stream(0));
   EXPECT_THROW(ranks.call(0), InvalidArgument);
@@ -198,7 +199,7 @@ TEST(Watch, WhatWasNotCalledCannotBeCaptured) {
   simulated_cuda_free_graph(simulated_cuda_end_capture(ranks.stream(0)));
 }
 
-TEST(Watch, TheUsersFailureEndsCalls) {
+TEST(GpuFaultMonitor, TheUsersFailureEndsCalls) {
   Watched ranks(2);
   const auto thrown = ranks.outcomes([&](Rank r) {
     if (r == 1) return ranks.users()[1].abort("enough");

@@ -1,4 +1,4 @@
-#include "gradwire/exec/control/watch.h"
+#include "gradwire/exec/control/stall_monitor.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -39,7 +39,7 @@ struct Planes {
     }
   }
   // Rank 1 is in call 12.
-  void hear(Rank waits_for) {
+  void check_failure(Rank waits_for) {
     transport::ControlFrame frame;
     frame.type = transport::ControlType::kPosition;
     frame.calls = 13;
@@ -49,7 +49,7 @@ struct Planes {
     one.send(0, frame);
     pollfd bell{mine.doorbell(), POLLIN, 0};
     ASSERT_EQ(::poll(&bell, 1, 30'000), 1);
-    mine.listen();
+    mine.poll();
   }
   ControlPlane mine{0, 3, nullptr};
   transport::Control one{1, 3}, two{2, 3};
@@ -66,10 +66,10 @@ struct Due {
     watch.report(wait, control);
   }
   std::vector<std::string> lines;
-  Watch watch;
+  StallMonitor watch;
 };
 
-TEST(Watch, TellsWhatIsKnownOfARankThatSaidNothing) {
+TEST(StallMonitor, TellsWhatIsKnownOfARankThatSaidNothing) {
   Planes planes;
   Due due(0.01);
   due.report(in_call(12, 1), planes.mine);
@@ -80,9 +80,9 @@ TEST(Watch, TellsWhatIsKnownOfARankThatSaidNothing) {
             "stopped, or cannot be reached. All ranks of a host: gradwire doctor --job");
 }
 
-TEST(Watch, FollowsTheChainOfThoseThatSaidForWhomTheyWait) {
+TEST(StallMonitor, FollowsTheChainOfThoseThatSaidForWhomTheyWait) {
   Planes planes;
-  planes.hear(/*waits_for=*/2);
+  planes.check_failure(/*waits_for=*/2);
   Due due(0.01);
   due.report(in_call(12, 1), planes.mine);
   ASSERT_EQ(due.lines.size(), 1U);
@@ -92,9 +92,9 @@ TEST(Watch, FollowsTheChainOfThoseThatSaidForWhomTheyWait) {
       << due.lines[0];
 }
 
-TEST(Watch, TrustsAPageMoreThanAWord) {
+TEST(StallMonitor, TrustsAPageMoreThanAWord) {
   Planes planes;
-  planes.hear(/*waits_for=*/kNoPeer);
+  planes.check_failure(/*waits_for=*/kNoPeer);
   Identity one = alone();
   one.rank = 1;
   Status page(one);
@@ -102,7 +102,7 @@ TEST(Watch, TrustsAPageMoreThanAWord) {
   wait.activity = Activity::kReceive;
   wait.peer = 2;
   wait.spec = "recv of 8 bytes";
-  page.waits(wait, coarse_now());
+  page.set_waiting(wait, coarse_now());
   Due due(0.01);
   due.report(in_call(12, 1), planes.mine);
   ASSERT_EQ(due.lines.size(), 1U);
@@ -112,13 +112,13 @@ TEST(Watch, TrustsAPageMoreThanAWord) {
       << due.lines[0];
 }
 
-TEST(Watch, TellsOfAnOperationOnce) {
+TEST(StallMonitor, TellsOfAnOperationOnce) {
   Planes planes;
   Due due(0.01);
   Wait wait = in_call(12, 1);
   due.report(wait, planes.mine);
   EXPECT_FALSE(due.watch.due());
-  due.watch.quiet();  // it moved in between
+  due.watch.start_idle();  // it moved in between
   wait.peer = 2;
   due.report(wait, planes.mine);
   EXPECT_EQ(due.lines.size(), 1U);
@@ -126,13 +126,13 @@ TEST(Watch, TellsOfAnOperationOnce) {
   wait.number = 13;
   due.report(wait, planes.mine);
   EXPECT_EQ(due.lines.size(), 2U);
-  due.watch.quiet();
+  due.watch.start_idle();
   wait.activity = Activity::kReceive;
   due.report(wait, planes.mine);
   EXPECT_EQ(due.lines.size(), 3U);
 }
 
-TEST(Watch, DoesNotTellOfARecvFromAnyRankNorWhereTurnedOff) {
+TEST(StallMonitor, DoesNotTellOfARecvFromAnyRankNorWhereTurnedOff) {
   Planes planes;
   Due due(0.01), never(0);
   Wait wait = in_call(12, kNoPeer);
@@ -145,7 +145,7 @@ TEST(Watch, DoesNotTellOfARecvFromAnyRankNorWhereTurnedOff) {
   EXPECT_TRUE(never.lines.empty());
 }
 
-TEST(Watch, ShowsAfterASecondAndTellsLater) {
+TEST(StallMonitor, ShowsAfterASecondAndTellsLater) {
   Planes planes;
   Due due(3);  // long after, however late the first report is
   due.report(in_call(12, 1), planes.mine);

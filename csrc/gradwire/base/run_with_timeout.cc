@@ -1,4 +1,4 @@
-#include "gradwire/base/apart.h"
+#include "gradwire/base/run_with_timeout.h"
 
 #include <chrono>
 #include <future>
@@ -7,7 +7,7 @@
 
 namespace gradwire {
 
-bool run_apart(double seconds, std::function<void()> call) {
+bool run_with_timeout(double seconds, std::function<void()> call) {
   std::packaged_task<void()> task(std::move(call));
   const std::future<void> over = task.get_future();
   std::thread thread(std::move(task));

@@ -1,4 +1,4 @@
-#include "gradwire/exec/control/watch.h"
+#include "gradwire/exec/control/stall_monitor.h"
 
 #include <unistd.h>
 
@@ -12,8 +12,8 @@
 namespace gradwire::exec {
 namespace {
 
-// A rank that has not moved for so long shows whom it waits for.
-constexpr double kShowSeconds = 1;
+// A rank that has not moved for so long publishes whom it waits for.
+constexpr double kPublishSeconds = 1;
 constexpr std::uint64_t kNever = ~std::uint64_t{0};
 
 std::uint64_t nanoseconds(double seconds) { return static_cast<std::uint64_t>(seconds * 1e9); }
@@ -35,12 +35,12 @@ std::string reason(const Wait& wait) {
          std::to_string(wait.round);
 }
 
-// What a rank said of itself when it was last heard.
-std::string last_word(Rank rank, const ControlPlane::Word& word) {
-  if (word.heard == ControlPlane::Clock::time_point{})
+// The position that a rank announced last.
+std::string describe_last_position(Rank rank, const ControlPlane::LastPosition& last) {
+  if (last.received_at == ControlPlane::Clock::time_point{})
     return name_of(rank) +
            " has said nothing: it is outside gradwire, or stopped, or cannot be reached";
-  const transport::ControlFrame& said = word.frame;
+  const transport::ControlFrame& said = last.frame;
   const std::string call = "call " + std::to_string(said.calls - 1) + ", " + text_of(said);
   if (said.culprit != kNoPeer)
     return name_of(rank) + " waits for " + name_of(said.culprit) + " in " + call;
@@ -51,14 +51,14 @@ std::string last_word(Rank rank, const ControlPlane::Word& word) {
 
 }  // namespace
 
-// What a rank does by its own page, where it is on this host, else by what it last said.
-struct Watch::Known {
-  const Watch& self;
+// Looks up what a rank does: in its status page, where it is on this host, else in its last frame.
+struct StallMonitor::PositionLookup {
+  const StallMonitor& self;
   const ControlPlane& control;
-  std::vector<RankSeen> here;
+  std::vector<RankStatus> here;
 
-  const RankSeen* find(Rank rank) const {
-    for (const RankSeen& each : here) {
+  const RankStatus* find(Rank rank) const {
+    for (const RankStatus& each : here) {
       const bool same_job = self.tag_ != 0 ? each.page.tag == self.tag_ : each.pid == ::getpid();
       if (same_job && each.page.communicator == self.communicator_ && each.page.rank == rank)
         return &each;
@@ -67,14 +67,15 @@ struct Watch::Known {
   }
 
   std::string describe(Rank rank) const {
-    const RankSeen* seen = find(rank);
-    return seen ? exec::describe(*seen) : last_word(rank, control.last_word_of(rank));
+    const RankStatus* seen = find(rank);
+    return seen ? exec::describe(*seen)
+                : describe_last_position(rank, control.last_position_of(rank));
   }
 
-  // A rank that is stopped waits for nobody, whatever it says.
+  // A rank that is stopped waits for nobody, whatever its page shows.
   Rank next(Rank rank) const {
-    if (const RankSeen* seen = find(rank)) return seen->stopped() ? kNoPeer : seen->page.peer();
-    return control.last_word_of(rank).frame.culprit;
+    if (const RankStatus* seen = find(rank)) return seen->stopped() ? kNoPeer : seen->page.peer();
+    return control.last_position_of(rank).frame.culprit;
   }
 
   Rank end_of_chain(Rank rank) const {
@@ -87,7 +88,7 @@ struct Watch::Known {
   }
 };
 
-Watch::Watch(const Identity& identity, double stall_seconds, Log log)
+StallMonitor::StallMonitor(const Identity& identity, double stall_seconds, Log log)
     : rank_(identity.rank),
       size_(identity.size),
       communicator_(identity.communicator),
@@ -95,31 +96,32 @@ Watch::Watch(const Identity& identity, double stall_seconds, Log log)
       stall_seconds_(stall_seconds),
       log_(std::move(log)),
       status_(identity),
-      show_after_(
-          nanoseconds(stall_seconds > 0 ? std::min(kShowSeconds, stall_seconds) : kShowSeconds)),
-      tell_after_(nanoseconds(stall_seconds)) {}
+      publish_after_(nanoseconds(stall_seconds > 0 ? std::min(kPublishSeconds, stall_seconds)
+                                                   : kPublishSeconds)),
+      log_after_(nanoseconds(stall_seconds)) {}
 
-void Watch::report(const Wait& wait, const ControlPlane& control) {
-  const bool stalled = tell_after_ > 0 && coarse_now() - quiet_since_ >= tell_after_;
-  due_at_ = stalled || tell_after_ == 0 ? kNever : quiet_since_ + tell_after_;
-  status_.waits(wait, quiet_since_);
-  shown_ = true;
-  if (stalled) tell(wait, control);
+void StallMonitor::report(const Wait& wait, const ControlPlane& control) {
+  const bool stalled = log_after_ > 0 && coarse_now() - idle_since_ >= log_after_;
+  due_at_ = stalled || log_after_ == 0 ? kNever : idle_since_ + log_after_;
+  status_.set_waiting(wait, idle_since_);
+  published_ = true;
+  if (stalled) log_stall(wait, control);
 }
 
-void Watch::tell(const Wait& wait, const ControlPlane& control) {
-  const Told now{wait.activity, wait.number,
-                 wait.activity == Activity::kCall ? kNoPeer : wait.peer};
-  if (now == last_told_ || wait.peer == kNoPeer) return;  // a recv from any rank may wait for long
-  last_told_ = now;
+void StallMonitor::log_stall(const Wait& wait, const ControlPlane& control) {
+  const LoggedStall now{wait.activity, wait.number,
+                        wait.activity == Activity::kCall ? kNoPeer : wait.peer};
+  if (now == last_logged_ || wait.peer == kNoPeer)
+    return;  // a recv from any rank may wait for long
+  last_logged_ = now;
   const bool call = wait.activity == Activity::kCall;
-  const Known known{*this, control, ranks_on_this_host()};
-  const Rank end = known.end_of_chain(wait.peer);
+  const PositionLookup lookup{*this, control, ranks_on_this_host()};
+  const Rank end = lookup.end_of_chain(wait.peer);
   std::string line = name_of(rank_) + ": " + wait.spec + (call ? ", call " : ", message ") +
                      std::to_string(wait.number) + ", has not moved for " +
                      whole_seconds(stall_seconds_) + ": " + reason(wait) + "; " +
-                     known.describe(wait.peer);
-  if (end != wait.peer) line += "; at the end of the chain, " + known.describe(end);
+                     lookup.describe(wait.peer);
+  if (end != wait.peer) line += "; at the end of the chain, " + lookup.describe(end);
   log_(line + ". All ranks of a host: gradwire doctor --job");
 }
 

@@ -1,4 +1,4 @@
-#include "gradwire/cuda/gpu_watch.h"
+#include "gradwire/cuda/gpu_fault_monitor.h"
 
 #include <chrono>
 
@@ -8,8 +8,9 @@
 namespace gradwire::cuda {
 namespace {
 
-constexpr std::chrono::milliseconds kEcho{1000};
-constexpr std::chrono::milliseconds kLook{10};  // between two looks at what runs
+// How long a failure between GPUs waits for its root cause, which the control plane carries.
+constexpr std::chrono::milliseconds kRootCauseWait{1000};
+constexpr std::chrono::milliseconds kCheckInterval{10};
 
 std::string text_of(const exec::Request& request, const std::vector<std::uint64_t>& counts) {
   OpSpec spec;
@@ -30,99 +31,100 @@ std::string text_of(const exec::Request& request, const std::vector<std::uint64_
 
 }  // namespace
 
-Watch::Watch(Communicator& gpu, exec::Communicator& side, exec::Communicator& users)
+GpuFaultMonitor::GpuFaultMonitor(Communicator& gpu, exec::Communicator& shadow,
+                                 exec::Communicator& users)
     : gpu_(gpu),
-      side_(side),
+      shadow_(shadow),
       users_(users),
-      nothing_(static_cast<std::size_t>(side.identity().size)),
+      nothing_(static_cast<std::size_t>(shadow.identity().size)),
       thread_([this](const std::stop_token& stop) { loop(stop); }) {}
 
-Watch::~Watch() = default;
+GpuFaultMonitor::~GpuFaultMonitor() = default;
 
-void Watch::require_alive() const {
+void GpuFaultMonitor::require_alive() const {
   const std::lock_guard lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
 }
 
-void Watch::run(const exec::Request& request, Feedback* feedback, Stream stream) {
+void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stream stream) {
   const OnDevice here(gpu_.api(), gpu_.device());
   require_alive();
   gpu_.require_valid(request, feedback);
-  exec::extent_counts(request, side_.identity().rank, side_.identity().size, counts_);
+  exec::extent_counts(request, shadow_.identity().rank, shadow_.identity().size, counts_);
   std::string text = text_of(request, counts_);
   const bool captured = capture_of(gpu_.api(), stream) != 0;
-  learn(request, text, feedback, captured);
+  require_made_before(request, text, feedback, captured);
   try {
     begin(request, std::move(text));
-  } catch (...) {  // the failure of an earlier call, which the side tells before the thread does
+  } catch (...) {  // the failure of an earlier call, which its shadow throws before the thread does
     std::unique_lock lock(mutex_);
     fail(lock, std::current_exception());
     std::rethrow_exception(failure_);
   }
   try {
     const std::lock_guard lock(enqueuing_);
-    if (!captured) mark(&Running::start, stream);
+    if (!captured) record_event(&Running::start, stream);
     gpu_.run(request, feedback, stream);
-    if (!captured) mark(&Running::end, stream);
-    finish_enqueuing();
+    if (!captured) record_event(&Running::end, stream);
+    mark_enqueued();
   } catch (const Error&) {
-    // Another rank's failure may show here first, as an echo: its cause comes by the side.
+    // Another rank's failure may show up here first; its cause then comes with the shadow.
     std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, kEcho, [this] { return failure_ != nullptr; });
+    changed_.wait_for(lock, kRootCauseWait, [this] { return failure_ != nullptr; });
     fail(lock, std::current_exception());
     std::rethrow_exception(failure_);
-  } catch (...) {  // Ctrl-C: for who pressed it, and an abort for everybody else
+  } catch (...) {  // Ctrl-C: rethrown here, and an abort for all other ranks
     std::unique_lock lock(mutex_);
-    fail(lock, std::make_exception_ptr(Aborted("rank " + std::to_string(side_.identity().rank) +
+    fail(lock, std::make_exception_ptr(Aborted("rank " + std::to_string(shadow_.identity().rank) +
                                                    " was interrupted in a call on its GPU",
-                                               side_.identity().rank)));
+                                               shadow_.identity().rank)));
     throw;
   }
 }
 
-// In a capture nothing can be allocated, nor a peer met for the first time. To find that out in the
-// middle of a call would be the end of the communicator.
-void Watch::learn(const exec::Request& request, const std::string& text, const Feedback* feedback,
-                  bool captured) {
-  constexpr std::size_t kMost = 10000;  // of those beyond nothing is known
+// A capture can neither allocate nor connect to a peer for the first time. To find that out in the
+// middle of a call would end the communicator.
+void GpuFaultMonitor::require_made_before(const exec::Request& request, const std::string& text,
+                                          const Feedback* feedback, bool captured) {
+  constexpr std::size_t kMost = 10000;  // later calls are not checked
   Fnv1a hash;
   hash.text(text).number(feedback == nullptr ? 0 : feedback->number());
   for (std::uint64_t each : counts_) hash.number(each);
   for (const auto& each : request.keys) hash.text(each.key).number(each.count);
   for (const exec::Shape& each : request.shapes) hash.number(each.rows).number(each.columns);
   const std::uint64_t call = hash.digest();
-  if (made_.size() >= kMost || made_.contains(call)) return;
+  if (calls_made_.size() >= kMost || calls_made_.contains(call)) return;
   if (captured)
     throw InvalidArgument(
         "a call that is captured in a CUDA graph was not made before: make the same call once "
         "before the capture begins");
-  made_.insert(call);
+  calls_made_.insert(call);
 }
 
-void Watch::begin(const exec::Request& request, std::string text) {
+void GpuFaultMonitor::begin(const exec::Request& request, std::string text) {
   Running running;
   running.timeout = request.timeout;
   running.text = std::move(text);
-  if (side_.identity().size > 1) running.companion = submit_companion(request, running.text);
+  if (shadow_.identity().size > 1) running.shadow = submit_shadow(request, running.text);
   const std::lock_guard lock(mutex_);
   running_.push_back(std::move(running));
   changed_.notify_all();
 }
 
-std::shared_ptr<exec::Work> Watch::submit_companion(const exec::Request& request,
-                                                    const std::string& text) {
-  exec::Request companion;
-  companion.collective = Collective::kAllGather;
-  companion.dtype = DType::kUInt8;
-  companion.algorithm = "direct";
-  companion.codec_label = text;
-  companion.inputs = {nothing_.data(), 1};
-  companion.outputs = nothing_;
-  companion.timeout = request.timeout;
-  return side_.submit(companion);
+std::shared_ptr<exec::Work> GpuFaultMonitor::submit_shadow(const exec::Request& request,
+                                                           const std::string& text) {
+  exec::Request shadow;
+  shadow.collective = Collective::kAllGather;
+  shadow.dtype = DType::kUInt8;
+  shadow.algorithm = "direct";
+  shadow.codec_label = text;
+  shadow.inputs = {nothing_.data(), 1};
+  shadow.outputs = nothing_;
+  shadow.timeout = request.timeout;
+  return shadow_.submit(shadow);
 }
 
-void Watch::mark(std::unique_ptr<OwnedEvent> Running::* event, Stream stream) {
+void GpuFaultMonitor::record_event(std::unique_ptr<OwnedEvent> Running::* event, Stream stream) {
   std::unique_lock lock(mutex_);
   if (spare_.empty()) spare_.push_back(std::make_unique<OwnedEvent>(gpu_.api()));
   auto taken = std::move(spare_.back());
@@ -133,30 +135,30 @@ void Watch::mark(std::unique_ptr<OwnedEvent> Running::* event, Stream stream) {
   running_.back().*event = std::move(taken);
 }
 
-void Watch::finish_enqueuing() {
+void GpuFaultMonitor::mark_enqueued() {
   const std::lock_guard lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
   running_.back().enqueued = true;
 }
 
-void Watch::finish(double timeout) {
+void GpuFaultMonitor::finish(double timeout) {
   std::unique_lock lock(mutex_);
   const Deadline deadline = Deadline::after(timeout);
   while (!running_.empty() && !failure_) {
     if (deadline.passed()) throw Timeout("timed out: calls on a GPU are not over", kNoPeer);
-    changed_.wait_for(lock, kLook);
+    changed_.wait_for(lock, kCheckInterval);
   }
   if (failure_) std::rethrow_exception(failure_);
 }
 
-void Watch::abort(const std::string& reason) noexcept {
-  side_.abort(reason);
+void GpuFaultMonitor::abort(const std::string& reason) noexcept {
+  shadow_.abort(reason);
   gpu_.abort();
 }
 
 // ---- The thread --------------------------------------------------------------------------------
 
-void Watch::loop(const std::stop_token& stop) {
+void GpuFaultMonitor::loop(const std::stop_token& stop) {
   gpu_.api().set_device(gpu_.device());
   gpu_.api().relax_captures();
   std::unique_lock lock(mutex_);
@@ -164,18 +166,18 @@ void Watch::loop(const std::stop_token& stop) {
     changed_.wait(lock, stop, [this] { return !running_.empty() && !failure_; });
     if (stop.stop_requested()) return;
     try {
-      look(lock);
+      check_running(lock);
     } catch (...) {
       if (!lock.owns_lock()) lock.lock();
       fail(lock, std::current_exception());
     }
-    changed_.wait_for(lock, stop, kLook, [] { return false; });
+    changed_.wait_for(lock, stop, kCheckInterval, [] { return false; });
   }
 }
 
-void Watch::look(std::unique_lock<std::mutex>& lock) {
+void GpuFaultMonitor::check_running(std::unique_lock<std::mutex>& lock) {
   for (Running& each : running_)
-    if (each.companion && each.companion->done()) each.companion->rethrow();
+    if (each.shadow && each.shadow->done()) each.shadow->rethrow();
   while (!running_.empty() && is_over(running_.front())) {
     for (auto* each : {&running_.front().start, &running_.front().end})
       if (*each) spare_.push_back(std::move(*each));
@@ -186,30 +188,31 @@ void Watch::look(std::unique_lock<std::mutex>& lock) {
   if (running_.empty()) return;
   require_in_time(running_.front());
   lock.unlock();
-  side_.hear(0);
-  users_.hear(0);
+  shadow_.check_failure(0);
+  users_.check_failure(0);
   check_messages();
   lock.lock();
 }
 
-// Another rank's failure may show here first, as an echo.
-void Watch::check_messages() {
+// Another rank's failure may show up here first; waits for its root cause.
+void GpuFaultMonitor::check_messages() {
   try {
     if (const std::unique_lock idle(enqueuing_, std::try_to_lock); idle) gpu_.check_messages();
   } catch (const Error&) {
-    constexpr double kTurn = 0.02;
-    for (const auto echo = Deadline::after(std::chrono::duration<double>(kEcho).count());
-         !echo.passed();) {
-      side_.hear(kTurn);
-      users_.hear(kTurn);
+    constexpr double kTurnSeconds = 0.02;
+    for (const auto deadline =
+             Deadline::after(std::chrono::duration<double>(kRootCauseWait).count());
+         !deadline.passed();) {
+      shadow_.check_failure(kTurnSeconds);
+      users_.check_failure(kTurnSeconds);
     }
     throw;
   }
 }
 
-// The stream has that long to come to the call, and then that long for it.
-void Watch::require_in_time(Running& front) const {
-  const bool all_here = !front.companion || front.companion->done();
+// The stream has `timeout` to come to the call, and then again for the call itself.
+void GpuFaultMonitor::require_in_time(Running& front) const {
+  const bool all_here = !front.shadow || front.shadow->done();
   const bool is_known = front.start || front.enqueued;
   if (!front.has_started && is_known && has_passed(front.start)) {
     front.has_started = true;
@@ -217,7 +220,7 @@ void Watch::require_in_time(Running& front) const {
   }
   if (front.deadline.is_never()) front.deadline = Deadline::after(front.timeout);
   if (!front.enqueued || !all_here || !front.deadline.passed()) return;
-  const Rank rank = side_.identity().rank;
+  const Rank rank = shadow_.identity().rank;
   const std::string seconds = std::to_string(front.timeout) + " s";
   const std::string what = "rank " + std::to_string(rank) + ": " + front.text + " timed out: ";
   if (!front.has_started)
@@ -229,34 +232,35 @@ void Watch::require_in_time(Running& front) const {
                 rank);
 }
 
-bool Watch::is_over(const Running& running) const {
-  if (!running.enqueued || (running.companion && !running.companion->done())) return false;
+bool GpuFaultMonitor::is_over(const Running& running) const {
+  if (!running.enqueued || (running.shadow && !running.shadow->done())) return false;
   return has_passed(running.end);
 }
 
-bool Watch::has_passed(const std::unique_ptr<OwnedEvent>& event) const {
+bool GpuFaultMonitor::has_passed(const std::unique_ptr<OwnedEvent>& event) const {
   if (!event) return true;
   int done = 0;
   check(gpu_.api(), gpu_.api().query(event->get(), &done), "cudaEventQuery");
   return done != 0;
 }
 
-void Watch::check_flags() {
+void GpuFaultMonitor::check_flags() {
   if ((gpu_.take_flags() & kRefused) == 0) return;
-  throw TransportError("rank " + std::to_string(side_.identity().rank) +
+  throw TransportError("rank " + std::to_string(shadow_.identity().rank) +
                            ": a payload that came from another rank's GPU can't be decoded",
                        kNoPeer);
 }
 
-// With the lock.
-void Watch::fail(std::unique_lock<std::mutex>& lock, const std::exception_ptr& error) noexcept {
+// Called with the lock held, which it gives up meanwhile.
+void GpuFaultMonitor::fail(std::unique_lock<std::mutex>& lock,
+                           const std::exception_ptr& error) noexcept {
   if (failure_) return;
   failure_ = error;
   changed_.notify_all();
   lock.unlock();
   gpu_.abort();
   users_.fail_with(error);
-  side_.fail_with(error);
+  shadow_.fail_with(error);
   lock.lock();
 }
 

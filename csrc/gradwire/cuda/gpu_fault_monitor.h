@@ -1,0 +1,89 @@
+// GpuFaultMonitor: ends a call on a GPU when a rank has died, was stopped, aborts, or makes another
+// call. A GPU's stream would not notice.
+//
+// Every call has a shadow: a collective of zero bytes, with the call's text, on a communicator of
+// CPUs that serves nothing else (the shadow communicator). So each fault is found as it is on CPUs,
+// and named after the same rank. A thread waits for the shadows; when one fails, or the GPU does,
+// it aborts the GPU's messages, so that streams finish, and fails both the shadow communicator and
+// the one that users hold.
+//
+// Replays of a CUDA graph have no shadows, so a fault in one is found by NCCL, or not at all.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_set>
+#include <vector>
+
+#include "gradwire/cuda/gpu_communicator.h"
+#include "gradwire/exec/communicator.h"
+
+namespace gradwire::cuda {
+
+class GpuFaultMonitor {
+ public:
+  // All must outlive it. Nobody else may make calls on `shadow`.
+  GpuFaultMonitor(Communicator& gpu, exec::Communicator& shadow, exec::Communicator& users);
+  // Does not wait: what is enqueued goes on.
+  ~GpuFaultMonitor();
+  GpuFaultMonitor(const GpuFaultMonitor&) = delete;
+  GpuFaultMonitor& operator=(const GpuFaultMonitor&) = delete;
+
+  // Makes the call and monitors it. `timeout`: seconds that the stream has to come to the call, and
+  // again for the call itself. Throws the failure as soon as there is one, and what
+  // Communicator::run() throws; InvalidArgument for a call that is captured in a graph and was not
+  // made before.
+  void run(const exec::Request& request, Feedback* feedback, Stream stream);
+  void require_alive() const;
+  // Waits until all calls so far are over, `timeout` seconds; throws the failure, or Timeout.
+  void finish(double timeout);
+  // As exec::Communicator::abort().
+  void abort(const std::string& reason) noexcept;
+
+ private:
+  struct Running {
+    std::shared_ptr<exec::Work> shadow;
+    bool enqueued = false;
+    std::unique_ptr<OwnedEvent> start, end;  // null: it is part of a graph
+    bool has_started = false;                // as far as is known
+    double timeout = 0;
+    Deadline deadline = Deadline::never();  // once its turn has come
+    std::string text;
+  };
+
+  void require_made_before(const exec::Request& request, const std::string& text,
+                           const Feedback* feedback, bool captured);
+  void begin(const exec::Request& request, std::string text);
+  std::shared_ptr<exec::Work> submit_shadow(const exec::Request& request, const std::string& text);
+  void record_event(std::unique_ptr<OwnedEvent> Running::* event, Stream stream);
+  void mark_enqueued();
+  bool has_passed(const std::unique_ptr<OwnedEvent>& event) const;
+  void require_in_time(Running& front) const;
+  void loop(const std::stop_token& stop);
+  void check_running(std::unique_lock<std::mutex>& lock);
+  bool is_over(const Running& running) const;
+  void check_messages();
+  void check_flags();
+  void fail(std::unique_lock<std::mutex>& lock, const std::exception_ptr& error) noexcept;
+
+  Communicator& gpu_;
+  exec::Communicator& shadow_;
+  exec::Communicator& users_;
+  std::mutex enqueuing_;  // guards the GPU's messages; taken before mutex_
+  mutable std::mutex mutex_;
+  std::condition_variable_any changed_;
+  std::deque<Running> running_;
+  std::vector<std::unique_ptr<OwnedEvent>> spare_;
+  std::exception_ptr failure_;
+  std::vector<exec::Array> nothing_;              // an empty block for each rank
+  std::vector<std::uint64_t> counts_;             // of the call that is being made
+  std::unordered_set<std::uint64_t> calls_made_;  // digests of the calls so far
+  std::jthread thread_;
+};
+
+}  // namespace gradwire::cuda
