@@ -10,7 +10,7 @@
 
 #include "aligned.h"
 #include "gradwire/codec/codec.h"
-#include "gradwire/codec/low_rank.h"
+#include "gradwire/codec/lowrank.h"
 #include "gradwire/codec/simd/simd.h"
 #include "stopwatch.h"
 
@@ -35,13 +35,13 @@ struct Bucket {
 // Of the same values every time: the error is written beside the residual.
 double by_payload(const Codec& codec, bool feedback, Bucket& of) {
   std::vector<std::byte> payload(codec.max_bytes(of.x.size()));
-  static Adapted adapted;  // from call to call: topk's filter
-  const Site site{.residual = feedback ? of.residual.data() : nullptr,
+  static CodecState codec_state;  // from call to call: topk's filter
+  const EncodeContext context{.residual = feedback ? of.residual.data() : nullptr,
                   .error = feedback ? of.error.data() : nullptr,
-                  .adapted = &adapted};
-  if (feedback) codec.prepare(of.x.data(), of.x.size(), site);
+                  .codec_state = &codec_state};
+  if (feedback) codec.prepare(of.x.data(), of.x.size(), context);
   const double start = now();
-  const std::size_t size = codec.encode(of.x.data(), of.x.size(), site, payload);
+  const std::size_t size = codec.encode(of.x.data(), of.x.size(), context, payload);
   codec.decode({payload.data(), size}, of.y.data(), of.x.size());
   return now() - start;
 }
@@ -54,12 +54,12 @@ double by_factors(std::size_t rank, Bucket& of) {
   Values p(rank * of.rows), own_q(q.size());
   const double start = now();
   start_factor(q, shape, q);
-  kernels().low_rank.left(of.x.data(), of.residual.data(), of.y.data(), q.data(), p.data(), shape);
+  kernels().lowrank.left(of.x.data(), of.residual.data(), of.y.data(), q.data(), p.data(), shape);
   orthonormalise(shape, p, room);
-  kernels().low_rank.right(of.y.data(), p.data(), own_q.data(), shape);
+  kernels().lowrank.right(of.y.data(), p.data(), own_q.data(), shape);
   q = own_q;  // the sum over one rank
   const float own_scale = take_headroom(own_q), scale = take_headroom(q);
-  kernels().low_rank.product({p.data(), q.data(), scale, of.y.data(), own_q.data(), own_scale,
+  kernels().lowrank.product({p.data(), q.data(), scale, of.y.data(), own_q.data(), own_scale,
                               of.y.data(), of.error.data()},
                              shape);
   return now() - start;

@@ -19,7 +19,7 @@
 
 namespace {
 
-using gradwire::codec::Dice;
+using gradwire::codec::RandomPosition;
 using gradwire::codec::Kernels;
 using gradwire::codec::OneBitPlane;
 
@@ -126,16 +126,16 @@ std::vector<Case> casts() {
 
 // `error` of the arrays is where e' goes: beside e, as in a collective, or in its place.
 Case int8_encode(const char* name, double bytes, std::vector<float> Arrays::* residual,
-                 std::vector<float> Arrays::* error, const Dice* dice = nullptr) {
+                 std::vector<float> Arrays::* error, const RandomPosition* position = nullptr) {
   return {name, bytes, [=](const Kernels& k, Arrays& a) {
             k.int8.encode(a.x.data(), residual == nullptr ? nullptr : (a.*residual).data(),
-                          a.size(), block_size, dice, a.payload.data(),
+                          a.size(), block_size, position, a.payload.data(),
                           error == nullptr ? nullptr : (a.*error).data());
           }};
 }
 
 std::vector<Case> int8() {
-  static const Dice dice{1, 2, 0};
+  static const RandomPosition position{1, 2, 0};
   const auto fill = [](const Kernels& k, Arrays& a) {
     k.int8.encode(a.x.data(), nullptr, a.size(), block_size, nullptr, a.payload.data(), nullptr);
   };
@@ -144,7 +144,7 @@ std::vector<Case> int8() {
       int8_encode("int8 encode, error in place", 13, &Arrays::residual, &Arrays::residual),
       int8_encode("int8 encode, error beside", 13, &Arrays::residual, &Arrays::error),
       int8_encode("int8 stochastic, error in place", 13, &Arrays::residual, &Arrays::residual,
-                  &dice),
+                  &position),
       {"int8 decode", 5,
        [](const Kernels& k, Arrays& a) {
          k.int8.decode(a.payload.data(), a.size(), block_size, a.y.data());

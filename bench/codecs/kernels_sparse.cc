@@ -54,9 +54,9 @@ class Bench {
     std::vector<std::byte> payload(codec->max_bytes(n_));
     std::size_t size = 0;
     const auto encode = [&] {
-      Adapted adapted{.filter = each.filter};
-      const Site site{.residual = residual_.data(), .error = residual_.data(), .adapted = &adapted};
-      size = codec->encode(x_.data(), n_, site, payload);
+      CodecState codec_state{.filter = each.filter};
+      const EncodeContext context{.residual = residual_.data(), .error = residual_.data(), .codec_state = &codec_state};
+      size = codec->encode(x_.data(), n_, context, payload);
     };
     std::vector<std::size_t> sent;
     encode();

@@ -93,7 +93,7 @@ def _link() -> None:
 
 def _imported() -> str:
     """The CUDA part that the package loads."""
-    program = "from gradwire import _core; print(_core.cuda_facts()['library'])"
+    program = "from gradwire import _core; print(_core.cuda_info()['library'])"
     environment = {**os.environ, "PYTHONPATH": str(PACKAGES)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True

@@ -114,7 +114,7 @@ class Shortcut:
     @property
     def capsule(self) -> object: ...
 
-_Kept = tuple[NDArray[np.float32], float, float, int, NDArray[np.float32]]
+_SavedKey = tuple[NDArray[np.float32], float, float, int, NDArray[np.float32]]
 
 class ErrorFeedback:
     """One residual a key. Calls in a step are kept together, or not at all."""
@@ -130,8 +130,8 @@ class ErrorFeedback:
     def begin_step(self) -> None: ...
     def end_step(self, keep: bool) -> bool: ...
     # By key: the residual, tau, filter, calls, and what the codec remembers. All at one moment.
-    def save(self) -> dict[str, _Kept]: ...
-    def load(self, state: Mapping[str, _Kept]) -> None: ...
+    def save(self) -> dict[str, _SavedKey]: ...
+    def load(self, state: Mapping[str, _SavedKey]) -> None: ...
 
 class Letters:
     """This rank's payload, and when the Work is over every rank's: a buffer, one after the other.
@@ -363,22 +363,22 @@ class CudaDevice(TypedDict):
     capability: tuple[int, int]
     memory: int  # bytes
 
-class CudaFacts(TypedDict):
+class CudaInfo(TypedDict):
     library: str  # gradwire's CUDA part, as it was looked for
     runtime: str  # "13.0"; "0.0": not known
     driver: str
     devices: list[CudaDevice]
     why_not: str  # empty where there are devices
 
-class NcclFacts(TypedDict):
+class NcclInfo(TypedDict):
     version: str
     library: str
     origin: str  # how it was found
 
-def cuda_facts(library: str = ...) -> CudaFacts: ...
+def cuda_info(library: str = ...) -> CudaInfo: ...
 
 # Loads NCCL; `search`: files of pip's wheels. Raises InvalidArgument that says why it can't.
-def nccl_facts(search: Sequence[str]) -> NcclFacts: ...
+def nccl_info(search: Sequence[str]) -> NcclInfo: ...
 def ranks_on_this_host() -> list[RankStatus]: ...
 def reductions(dtype: str) -> list[str]: ...  # the ops that it has
 def transports() -> list[tuple[str, bool, str]]: ...  # name, usable here, why not

@@ -34,9 +34,9 @@ void encode(const Codec& codec, ConstBytes payload) {
   if (!x.empty()) std::memcpy(x.data(), payload.data(), x.size() * sizeof(float));
   std::vector<std::byte> out(codec.max_bytes(x.size()));
   std::vector<float> error(x.size()), y(x.size());
-  codec::Site site;
-  site.error = error.data();
-  const std::size_t size = codec.encode(x.data(), x.size(), site, out);
+  codec::EncodeContext context;
+  context.error = error.data();
+  const std::size_t size = codec.encode(x.data(), x.size(), context, out);
   require(size <= out.size());
   out.resize(size);
   const codec::Decoded decoded = codec.decode(out, y.data(), y.size());

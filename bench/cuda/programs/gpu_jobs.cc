@@ -31,7 +31,7 @@ struct Arrays {
       : rooms{Room(api), Room(api), Room(api), Room(api), Room(api), Room(api), Room(api)} {}
   float* x = nullptr;
   float* y = nullptr;
-  Site site{};
+  RunFeedback run_feedback{};
   std::byte* scratch = nullptr;
   std::array<std::byte*, kPayloads> payloads{};
   std::array<Room, 7> rooms;
@@ -54,7 +54,7 @@ class Job {
     Run run;
     run.x = of.x;
     run.n = n_;
-    run.site = of.site;
+    run.run_feedback = of.run_feedback;
     return run;
   }
   void run(int set, Stream stream) {
@@ -123,11 +123,11 @@ void factor(const Job& job, Arrays& of, Stream stream) {
   float* const scales = own_q + shape.columns * kRank;
   auto* const room = reinterpret_cast<double*>(of.payloads[0]);
   check(api, api.start_factor({}, shape, q, stream), "start_factor");
-  check(api, api.left_factor(of.x, of.site, of.y, q, p, shape, stream), "left_factor");
+  check(api, api.left_factor(of.x, of.run_feedback, of.y, q, p, shape, stream), "left_factor");
   check(api, api.orthonormalise(p, room, shape, stream), "orthonormalise");
   check(api, api.right_factor(of.y, p, own_q, shape, stream), "right_factor");
   check(api, api.take_headroom(own_q, shape.columns * kRank, scales, stream), "take_headroom");
-  check(api, api.product(p, own_q, scales, 1, own_q, scales, of.y, of.site, of.y, shape, stream),
+  check(api, api.product(p, own_q, scales, 1, own_q, scales, of.y, of.run_feedback, of.y, shape, stream),
         "product");
 }
 
@@ -204,10 +204,10 @@ void Job::make(Arrays& of, bool feedback, int payloads) const {
   of.x = floats(of.rooms[0], 1);
   of.y = floats(of.rooms[1], 1);
   if (feedback) {
-    of.site.residual[0] = floats(of.rooms[2], kSmall);
-    of.site.residual[1] = floats(of.rooms[3], kSmall);
-    of.site.entry = reinterpret_cast<Entry*>(of.rooms[4].take(sizeof(Entry)));
-    on_.run(on_.api.fill(of.site.entry, 0, sizeof(Entry), on_.stream), "fill");
+    of.run_feedback.residual[0] = floats(of.rooms[2], kSmall);
+    of.run_feedback.residual[1] = floats(of.rooms[3], kSmall);
+    of.run_feedback.key_state = reinterpret_cast<KeyState*>(of.rooms[4].take(sizeof(KeyState)));
+    on_.run(on_.api.fill(of.run_feedback.key_state, 0, sizeof(KeyState), on_.stream), "fill");
   }
   // lowrank works in a few vectors of the matrix's sides.
   const std::uint64_t side = 64 + static_cast<std::uint64_t>(std::sqrt(n_)) * 4;
@@ -220,7 +220,7 @@ void Job::make(Arrays& of, bool feedback, int payloads) const {
         of.rooms[6].data() + static_cast<std::size_t>(i) * aligned(bytes);
     if (!codec_) continue;
     Run run = run_of(of);
-    run.site = {};
+    run.run_feedback = {};
     codec_->encode(run, of.payloads[static_cast<std::size_t>(i)], of.scratch, on_.stream);
   }
   on_.run(on_.api.synchronize(on_.stream), "synchronize");

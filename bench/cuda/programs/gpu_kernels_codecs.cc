@@ -16,14 +16,14 @@
 namespace gradwire::cuda {
 namespace {
 
-constexpr std::uint64_t kCall = 77, kCalls = 5;  // of Dice
+constexpr std::uint64_t kCall = 77, kCalls = 5;  // of Rounding
 constexpr float kFactor = 1.0F / 3;
 
 // What a call gives on either side.
 struct Outcome {
   Payload payload;
   Floats error;             // with feedback
-  codec::Adapted adapted;   // where the codec adapts
+  codec::CodecState codec_state;   // where the codec adapts
   Floats decoded, added;    // y := , y +=
   Floats summed, finished;  // of three payloads; the owner's stage
   std::uint32_t flags = 0;  // of both decodings
@@ -32,12 +32,12 @@ struct Outcome {
 // A call: x, what was not sent before (empty: no feedback), and what decodings find.
 struct Inputs {
   Floats x, residual, other, before;
-  codec::Adapted adapted;
+  codec::CodecState codec_state;
 };
 
-Payload encode(const codec::Codec& codec, const Floats& x, const codec::Site& site) {
+Payload encode(const codec::Codec& codec, const Floats& x, const codec::EncodeContext& run_feedback) {
   Payload out(codec.max_bytes(x.size()));
-  out.resize(codec.encode(x.data(), x.size(), site, out));
+  out.resize(codec.encode(x.data(), x.size(), run_feedback, out));
   return out;
 }
 
@@ -59,14 +59,14 @@ Outcome on_cpu(const codec::Codec& codec, const Inputs& of, bool adapts) {
   const bool feedback = !of.residual.empty();
   Outcome made;
   made.error.resize(feedback ? n : 0);
-  made.adapted = {.tau = of.adapted.tau};
-  codec::Site site{.call = feedback ? kCall ^ kCalls : kCall,
+  made.codec_state = {.tau = of.codec_state.tau};
+  codec::EncodeContext run_feedback{.call = feedback ? kCall ^ kCalls : kCall,
                    .residual = feedback ? of.residual.data() : nullptr,
                    .error = feedback ? made.error.data() : nullptr,
-                   .adapted = adapts ? &made.adapted : nullptr};
-  if (adapts) codec.prepare(of.x.data(), n, site);
-  made.payload = encode(codec, of.x, site);
-  if (adapts) codec.adapt(n, made.adapted);
+                   .codec_state = adapts ? &made.codec_state : nullptr};
+  if (adapts) codec.prepare(of.x.data(), n, run_feedback);
+  made.payload = encode(codec, of.x, run_feedback);
+  if (adapts) codec.adapt(n, made.codec_state);
   made.decoded = made.added = of.before;
   bool finite = codec.decode(made.payload, made.decoded.data(), n).finite;
   finite = codec.decode_add(made.payload, made.added.data(), n).finite && finite;
@@ -85,31 +85,31 @@ Outcome on_cpu(const codec::Codec& codec, const Inputs& of, bool adapts) {
 class Key {
  public:
   Key(const Device& on, std::size_t n, std::size_t shift)
-      : old_(on, Floats(n), shift), next_(on, Floats(n), shift), entry_(on, {Entry{}}) {}
+      : old_(on, Floats(n), shift), next_(on, Floats(n), shift), key_state_(on, {KeyState{}}) {}
 
   // Its call `which ^ 1` is under way.
-  Site begin(const Inputs& of, std::uint32_t which) const {
-    Entry now{which, which, kCalls, {}};
-    now.adapted[which ^ 1U].tau = of.adapted.tau;
-    entry_.set({now});
-    Site site{{nullptr, nullptr}, entry_.data()};
-    if (of.residual.empty()) return site;
+  RunFeedback begin(const Inputs& of, std::uint32_t which) const {
+    KeyState now{which, which, kCalls, {}};
+    now.codec_state[which ^ 1U].tau = of.codec_state.tau;
+    key_state_.set({now});
+    RunFeedback run_feedback{{nullptr, nullptr}, key_state_.data()};
+    if (of.residual.empty()) return run_feedback;
     old_.set(of.residual);
     next_.set(Floats(of.residual.size(), -7));
-    site.residual[which] = old_.data();
-    site.residual[which ^ 1U] = next_.data();
-    return site;
+    run_feedback.residual[which] = old_.data();
+    run_feedback.residual[which ^ 1U] = next_.data();
+    return run_feedback;
   }
   Floats before(bool& intact) const { return old_.values(intact); }
   Floats after(bool& intact) const { return next_.values(intact); }
-  Adapted adapted(bool& intact) const {
-    const Entry now = entry_.values(intact)[0];
-    return now.adapted[now.which ^ 1U];
+  CodecState codec_state(bool& intact) const {
+    const KeyState now = key_state_.values(intact)[0];
+    return now.codec_state[now.which ^ 1U];
   }
 
  private:
   DeviceArray<float> old_, next_;
-  DeviceArray<Entry> entry_;
+  DeviceArray<KeyState> key_state_;
 };
 
 // The bytes that count, as the CPU writes them.
@@ -154,11 +154,11 @@ class OnGpu {
     const Run run = run_of(x_.data(), key_.begin(of, which));
     codec_->prepare(run, scratch_.data(), on_.stream);
     codec_->encode(run, payload_.data(), scratch_.data(), on_.stream);
-    codec_->adapt(n_, run.site.entry, on_.stream);
+    codec_->adapt(n_, run.run_feedback.key_state, on_.stream);
     made.payload = packed(payload_.values(intact), *codec_, n_, cpu_.max_bytes(n_));
     if (!of.residual.empty()) made.error = key_.after(intact);
-    const Adapted found = key_.adapted(intact);
-    made.adapted = {found.tau, found.filter, found.sent, std::bit_cast<float>(found.largest)};
+    const CodecState found = key_.codec_state(intact);
+    made.codec_state = {found.tau, found.filter, found.sent, std::bit_cast<float>(found.largest)};
     codec_->encode(run_of(other_.data(), {}), second_.data(), scratch_.data(), on_.stream);
     decode(of, made, intact);
     row.expect_same(x_.values(intact), of.x, "the input");
@@ -170,11 +170,11 @@ class OnGpu {
 
  private:
   Payload empty() const { return Payload(codec_->payload_bytes(n_), std::byte{0xEE}); }
-  Run run_of(const float* x, const Site& site) const {
+  Run run_of(const float* x, const RunFeedback& run_feedback) const {
     Run run;
     run.x = x;
     run.n = n_;
-    run.site = site;
+    run.run_feedback = run_feedback;
     run.call = kCall;
     return run;
   }
@@ -236,9 +236,9 @@ void compare(Outcome gpu, Outcome cpu, const codec::Codec& codec, bool adapts,
   row.expect_same(gpu.finished, cpu.finished, what + ": owner's result");
   row.expect((gpu.flags & kNotFinite) == cpu.flags, what + ": flags");
   if (!adapts) return;
-  row.expect(gpu.adapted.sent == cpu.adapted.sent, what + ": elements sent");
-  row.expect(std::bit_cast<std::uint32_t>(gpu.adapted.tau) ==
-                 std::bit_cast<std::uint32_t>(cpu.adapted.tau),
+  row.expect(gpu.codec_state.sent == cpu.codec_state.sent, what + ": elements sent");
+  row.expect(std::bit_cast<std::uint32_t>(gpu.codec_state.tau) ==
+                 std::bit_cast<std::uint32_t>(cpu.codec_state.tau),
              what + ": tau");
 }
 
@@ -295,7 +295,7 @@ void check_codec(const Device& on, std::string_view spec, std::size_t n, bool sm
         compare(gpu.call(of, call, row), cpu, *codec, gpu.adapts(), what, row);
         if (!feedback || long_one) break;
         of.residual = cpu.error;  // the second call goes on with what the first one left
-        of.adapted = cpu.adapted;
+        of.codec_state = cpu.codec_state;
       }
     }
   }

@@ -7,7 +7,7 @@
 #include "gpu_kernels.h"
 #include "gradwire/base/types.h"
 #include "gradwire/codec/fold.h"
-#include "gradwire/codec/low_rank.h"
+#include "gradwire/codec/lowrank.h"
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::cuda {
@@ -87,20 +87,20 @@ class MatrixCheck {
 
   void left() {
     Floats v(x_.size()), expected(p_.size());
-    codec::kernels().low_rank.left(x_.data(), residual_.data(), v.data(), q_.data(),
+    codec::kernels().lowrank.left(x_.data(), residual_.data(), v.data(), q_.data(),
                                    expected.data(), of_);
     const DeviceArray<float> x(on_, x_, 1), e(on_, residual_), q(on_, q_), p(on_, p_), sum(on_, x_);
-    const DeviceArray<Entry> entry(on_, {Entry{}});
-    const Site site{{e.data(), sum.data()}, entry.data()};
+    const DeviceArray<KeyState> key_state(on_, {KeyState{}});
+    const RunFeedback run_feedback{{e.data(), sum.data()}, key_state.data()};
     on_.run(
-        on_.api.left_factor(x.data(), site, sum.data(), q.data(), p.data(), matrix_, on_.stream),
+        on_.api.left_factor(x.data(), run_feedback, sum.data(), q.data(), p.data(), matrix_, on_.stream),
         "left_factor");
     expect(p, expected, "left factor");
     expect(sum, v, "input plus residual");
   }
   void right() {
     Floats expected(q_.size());
-    codec::kernels().low_rank.right(x_.data(), p_.data(), expected.data(), of_);
+    codec::kernels().lowrank.right(x_.data(), p_.data(), expected.data(), of_);
     const DeviceArray<float> v(on_, x_), p(on_, p_, 1), q(on_, q_);
     on_.run(on_.api.right_factor(v.data(), p.data(), q.data(), matrix_, on_.stream),
             "right_factor");
@@ -119,15 +119,15 @@ class MatrixCheck {
     const Floats own_q = tiny(draw_floats(q_.size(), Data::kNormal, random_));
     const float factor = 1.0F / 3, scale = 1 / kHeadroom, own_scale = 0.5F / kHeadroom;
     Floats y(x_.size()), error(x_.size());
-    codec::kernels().low_rank.product({p_.data(), q_.data(), factor * scale, y.data(), own_q.data(),
+    codec::kernels().lowrank.product({p_.data(), q_.data(), factor * scale, y.data(), own_q.data(),
                                        own_scale, x_.data(), error.data()},
                                       of_);
     const DeviceArray<float> v(on_, x_, 1), p(on_, p_), q(on_, q_), own(on_, own_q), e(on_, x_),
         scales(on_, Floats{scale, own_scale});
-    const DeviceArray<Entry> entry(on_, {Entry{}});
-    const Site site{{p.data(), e.data()}, entry.data()};
+    const DeviceArray<KeyState> key_state(on_, {KeyState{}});
+    const RunFeedback run_feedback{{p.data(), e.data()}, key_state.data()};
     on_.run(on_.api.product(p.data(), q.data(), scales.data(), factor, own.data(),
-                            scales.data() + 1, v.data(), site, v.data(), matrix_, on_.stream),
+                            scales.data() + 1, v.data(), run_feedback, v.data(), matrix_, on_.stream),
             "product");
     expect(v, y, "product");
     expect(e, error, "residual");

@@ -19,9 +19,9 @@ constexpr std::uint64_t kFewer = 18 * kPattern + 13;           // > 2^32 bytes o
 constexpr std::uint64_t kBytesOfMany = std::uint64_t{60} << 30, kBytesOfFewer = 16ULL << 30;
 
 std::uint64_t elements_for(const Device& on) {
-  DeviceFacts facts;
-  on.run(on.api.device_facts(0, &facts), "facts");
-  return facts.memory >= kBytesOfMany ? kMany : facts.memory >= kBytesOfFewer ? kFewer : 0;
+  DeviceInfo info;
+  on.run(on.api.device_info(0, &info), "facts");
+  return info.memory >= kBytesOfMany ? kMany : info.memory >= kBytesOfFewer ? kFewer : 0;
 }
 
 Floats draw_pattern(unsigned seed) {

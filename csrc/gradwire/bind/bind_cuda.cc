@@ -1,13 +1,13 @@
 #include <pybind11/stl.h>
 
 #include "gradwire/bind/module.h"
-#include "gradwire/cuda/facts.h"
+#include "gradwire/cuda/cuda_info.h"
 #include "gradwire/cuda/nccl.h"
 
 namespace gradwire::bind {
 namespace {
 
-py::dict as_dict(const cuda::DeviceFacts& device) {
+py::dict as_dict(const cuda::DeviceInfo& device) {
   py::dict out;
   out["name"] = device.name;
   out["capability"] = py::make_tuple(device.major, device.minor);
@@ -15,14 +15,14 @@ py::dict as_dict(const cuda::DeviceFacts& device) {
   return out;
 }
 
-py::dict cuda_facts(const std::string& library) {
-  cuda::Facts found;
+py::dict cuda_info(const std::string& library) {
+  cuda::CudaInfo found;
   {
     const Unlocked unlocked;  // to start the driver takes a while
-    found = cuda::find_facts(library);
+    found = cuda::find_cuda_info(library);
   }
   py::list devices;
-  for (const cuda::DeviceFacts& each : found.devices) devices.append(as_dict(each));
+  for (const cuda::DeviceInfo& each : found.devices) devices.append(as_dict(each));
   py::dict out;
   out["library"] = found.library;
   out["runtime"] = cuda::cuda_version_text(found.runtime);
@@ -32,7 +32,7 @@ py::dict cuda_facts(const std::string& library) {
   return out;
 }
 
-py::dict nccl_facts(const std::vector<std::string>& search) {
+py::dict nccl_info(const std::vector<std::string>& search) {
   const cuda::Nccl& nccl = cuda::Nccl::load(search);
   py::dict out;
   out["version"] = cuda::version_text(nccl.version);
@@ -44,8 +44,8 @@ py::dict nccl_facts(const std::vector<std::string>& search) {
 }  // namespace
 
 void bind_cuda(py::module_& m) {
-  m.def("cuda_facts", &cuda_facts, py::arg("library") = "");
-  m.def("nccl_facts", &nccl_facts, py::arg("search"));
+  m.def("cuda_info", &cuda_info, py::arg("library") = "");
+  m.def("nccl_info", &nccl_info, py::arg("search"));
 }
 
 }  // namespace gradwire::bind

@@ -37,7 +37,7 @@ Keys keys(const ErrorFeedback& self) {
 State save(const ErrorFeedback& self) {
   State state;
   for (const auto& [key, kept] : self.save())
-    state.try_emplace(key, array_of(kept.residual), kept.adapted.tau, kept.adapted.filter,
+    state.try_emplace(key, array_of(kept.residual), kept.codec_state.tau, kept.codec_state.filter,
                       kept.calls, array_of(kept.memory));
   return state;
 }

@@ -89,16 +89,16 @@ shared_ptr<cuda::Loopback> make_loopback(int size) {
 // What identifies a device, and how it is called.
 std::tuple<std::string, std::string> device_identity(int device) {
   const cuda::Api& api = cuda_api();
-  cuda::DeviceFacts facts;
-  cuda::check(api, api.device_facts(device, &facts), "cudaGetDeviceProperties");
-  std::string id = facts.bus_id;
+  cuda::DeviceInfo info;
+  cuda::check(api, api.device_info(device, &info), "cudaGetDeviceProperties");
+  std::string id = info.bus_id;
   constexpr char kDigits[] = "0123456789abcdef";
   id += ' ';
-  for (std::uint8_t each : facts.uuid) {
+  for (std::uint8_t each : info.uuid) {
     id += kDigits[each >> 4U];
     id += kDigits[each & 0xFU];
   }
-  return {id, facts.name};
+  return {id, info.name};
 }
 
 }  // namespace

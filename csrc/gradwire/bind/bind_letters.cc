@@ -38,9 +38,9 @@ Floats residual(const Letters& self, std::size_t key) {
 void write_next(Letters& self, std::size_t key, const Floats& values, Rank rank) {
   if (static_cast<std::size_t>(values.size()) != self.transaction.size(key))
     throw InvalidArgument("a residual has the length of its key");
-  codec::Site site = self.transaction.site(key);
-  exec::number(site, rank, /*operation=*/0);
-  codec::keep(site, values.data(), self.transaction.size(key));
+  codec::EncodeContext context = self.transaction.context(key);
+  exec::number(context, rank, /*operation=*/0);
+  codec::keep(context, values.data(), self.transaction.size(key));
 }
 
 void seal(Letters& self, const py::bytes& own, bool finite, std::size_t limit) {

@@ -99,20 +99,20 @@ exec::Communicator& Communicator::get() const {
 
 std::shared_ptr<exec::Work> Communicator::keep(std::shared_ptr<exec::Work> work,
                                                py::object memory) {
-  const Kept finished = take_finished();
+  const HeldMemory finished = take_finished();
   std::lock_guard lock(mutex_);
-  kept_.emplace_back(work, std::move(memory));
+  held_.emplace_back(work, std::move(memory));
   return work;
 }
 
 // To be destroyed without the mutex: a destructor may run any Python code.
-Communicator::Kept Communicator::take_finished() {
-  Kept finished;
+Communicator::HeldMemory Communicator::take_finished() {
+  HeldMemory finished;
   std::lock_guard lock(mutex_);
-  const auto over = std::partition(kept_.begin(), kept_.end(),
+  const auto over = std::partition(held_.begin(), held_.end(),
                                    [](const auto& each) { return !each.first->done(); });
-  finished.assign(std::make_move_iterator(over), std::make_move_iterator(kept_.end()));
-  kept_.erase(over, kept_.end());
+  finished.assign(std::make_move_iterator(over), std::make_move_iterator(held_.end()));
+  held_.erase(over, held_.end());
   return finished;
 }
 

@@ -71,14 +71,14 @@ class Communicator {
   void forget_finished() { take_finished(); }
 
  private:
-  using Kept = std::vector<std::pair<std::shared_ptr<exec::Work>, py::object>>;
-  Kept take_finished();
+  using HeldMemory = std::vector<std::pair<std::shared_ptr<exec::Work>, py::object>>;
+  HeldMemory take_finished();
 
   const pid_t owner_ = ::getpid();
   const std::uint32_t made_after_ = forks();
   std::unique_ptr<exec::Communicator> communicator_;
   std::mutex mutex_;
-  Kept kept_;
+  HeldMemory held_;
 };
 
 }  // namespace gradwire::bind

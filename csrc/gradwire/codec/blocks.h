@@ -8,7 +8,7 @@
 namespace gradwire::codec {
 
 // Where a run's random numbers are on the one sequence that belongs to seed.
-struct Dice {
+struct RandomPosition {
   std::uint64_t seed = 0;
   std::uint64_t call = 0;
   std::uint64_t element = 0;  // the run's first
@@ -21,9 +21,9 @@ struct Int8Kernels {
     return n + (n + block - 1) / block * sizeof(float);
   }
 
-  // residual, dice (then it rounds to nearest) and error may be null.
+  // residual, position (then it rounds to nearest) and error may be null.
   void (*encode)(const float* x, const float* residual, std::size_t n, std::size_t block,
-                 const Dice* dice, std::byte* out, float* error) noexcept;
+                 const RandomPosition* position, std::byte* out, float* error) noexcept;
   // Whether every scale is one that encode() writes for finite values; a block of another is NaN.
   bool (*decode)(const std::byte* in, std::size_t n, std::size_t block, float* y) noexcept;
   bool (*decode_add)(const std::byte* in, std::size_t n, std::size_t block, float* y) noexcept;

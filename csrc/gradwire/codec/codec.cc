@@ -11,21 +11,21 @@
 namespace gradwire::codec {
 namespace {
 
-struct Entry {
+struct NamedFactory {
   std::string_view name;
-  Maker* make;
+  CodecFactory* make;
 };
 
 constexpr std::array kCodecs = {
-    Entry{"none", make_none}, Entry{"fp16", make_fp16},        Entry{"bf16", make_bf16},
-    Entry{"int8", make_int8}, Entry{"onebit", make_onebit},    Entry{"threshold", make_threshold},
-    Entry{"topk", make_topk}, Entry{"lowrank", make_low_rank},
+    NamedFactory{"none", make_none}, NamedFactory{"fp16", make_fp16},        NamedFactory{"bf16", make_bf16},
+    NamedFactory{"int8", make_int8}, NamedFactory{"onebit", make_onebit},    NamedFactory{"threshold", make_threshold},
+    NamedFactory{"topk", make_topk}, NamedFactory{"lowrank", make_lowrank},
 };
 
 }  // namespace
 
-void Codec::prepare(const float*, std::size_t, const Site&) const {}
-void Codec::adapt(std::size_t, Adapted&) const {}
+void Codec::prepare(const float*, std::size_t, const EncodeContext&) const {}
+void Codec::adapt(std::size_t, CodecState&) const {}
 
 Decoded Codec::decode_sum(std::span<const ConstBytes> payloads, float* y, std::size_t n) const {
   Decoded all;
@@ -55,7 +55,7 @@ std::shared_ptr<const Codec> make_codec(std::string_view spec) {
   const std::string_view name = spec.substr(0, spec.find(':'));
   const std::string_view rest = spec.substr(std::min(spec.size(), name.size() + 1));
   std::string known;
-  for (const Entry& entry : kCodecs) {
+  for (const NamedFactory& entry : kCodecs) {
     known += (known.empty() ? "" : ", ") + std::string(entry.name);
     if (entry.name != name) continue;
     Parameters parameters(name, rest);
@@ -68,7 +68,7 @@ std::shared_ptr<const Codec> make_codec(std::string_view spec) {
 
 std::vector<std::string_view> codec_names() {
   std::vector<std::string_view> names;
-  for (const Entry& entry : kCodecs) names.push_back(entry.name);
+  for (const NamedFactory& entry : kCodecs) names.push_back(entry.name);
   return names;
 }
 

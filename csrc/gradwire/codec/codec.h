@@ -27,7 +27,7 @@ enum class Combine : std::uint8_t {
 
 // What codecs adapt to one extent, from call to call, each in a place of its own: another codec in
 // between leaves it alone.
-struct Adapted {
+struct CodecState {
   float tau = 0;     // of threshold; 0: nothing chosen yet
   float filter = 0;  // of topk, likewise
   // Of threshold, since prepare():
@@ -36,12 +36,12 @@ struct Adapted {
 };
 
 // Where in the job a run stands, and what else its encoding takes and gives.
-struct Site {
+struct EncodeContext {
   std::uint64_t call = 0;           // one of its own for each, for rounding that is random
   std::uint64_t element = 0;        // index of the run's first element in its extent
   const float* residual = nullptr;  // e of the run: added to it before anything else; null: zero
   float* error = nullptr;           // e' of the run: written; null: not kept
-  Adapted* adapted = nullptr;  // of the run's extent, prepared; null: chosen from the run alone
+  CodecState* codec_state = nullptr;  // of the run's extent, prepared; null: chosen from the run alone
   // e and e' where they are kept in bfloat16, in place of the two above: codec/residuals.h stands
   // between such a site and a codec's encode().
   const std::uint16_t* narrow_residual = nullptr;
@@ -55,8 +55,8 @@ struct Site {
     return std::bit_cast<float>(std::uint32_t{narrow_residual[i]} << 16);
   }
   // The part of the run that begins `offset` elements later.
-  Site from(std::size_t offset) const noexcept {
-    Site later = *this;
+  EncodeContext from(std::size_t offset) const noexcept {
+    EncodeContext later = *this;
     later.element += offset;
     if (residual != nullptr) later.residual += offset;
     if (error != nullptr) later.error += offset;
@@ -123,15 +123,15 @@ class Codec {
 
   // Before the first encode of a call, with the whole extent as this rank passed it, and after the
   // last: what to adapt. The default adapts nothing.
-  virtual void prepare(const float* x, std::size_t n, const Site& site) const;
-  virtual void adapt(std::size_t n, Adapted& adapted) const;
+  virtual void prepare(const float* x, std::size_t n, const EncodeContext& context) const;
+  virtual void adapt(std::size_t n, CodecState& codec_state) const;
 
   // Writes v[0, n) to out, where v = x + residual; returns the bytes written. With y = decode(out),
   // error = v − y, and 0 where v is not finite. Finite v never decodes to NaN or Inf; a run
   // with NaN or Inf decodes to at least one NaN or Inf, and says so in Decoded::finite. x, residual
   // and error may not overlap, but residual and error may be the same. `out` holds at least
   // max_bytes(n), at any alignment, or InvalidArgument is thrown.
-  virtual std::size_t encode(const float* x, std::size_t n, const Site& site, Bytes out) const = 0;
+  virtual std::size_t encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const = 0;
 
   // y := decoded, or y += decoded. `in` has any alignment and is hostile: each length and index is
   // checked, and loaded once; an impossible one throws InvalidArgument.

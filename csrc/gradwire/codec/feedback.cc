@@ -35,12 +35,12 @@ void check_finite(const std::string& key, std::span<const float> values, const c
 // Of what codecs adapt to.
 bool usable(float magnitude) { return magnitude >= 0 && std::isfinite(magnitude); }
 
-void check_kept(const std::string& key, const ErrorFeedback::Kept& kept) {
-  check_finite(key, kept.residual, "the residual of key");
-  check_finite(key, kept.memory, "the codec's memory of key");
-  if (usable(kept.adapted.tau) && usable(kept.adapted.filter)) return;
-  throw InvalidArgument("error feedback: tau " + std::to_string(kept.adapted.tau) + " and filter " +
-                        std::to_string(kept.adapted.filter) + " of key '" + key +
+void check_kept(const std::string& key, const ErrorFeedback::SavedKey& saved) {
+  check_finite(key, saved.residual, "the residual of key");
+  check_finite(key, saved.memory, "the codec's memory of key");
+  if (usable(saved.codec_state.tau) && usable(saved.codec_state.filter)) return;
+  throw InvalidArgument("error feedback: tau " + std::to_string(saved.codec_state.tau) + " and filter " +
+                        std::to_string(saved.codec_state.filter) + " of key '" + key +
                         "' must be finite and not below 0; nothing was changed");
 }
 
@@ -64,14 +64,14 @@ void for_stretches(const Residual& residual, std::size_t n, Each each) {
 
 }  // namespace
 
-ErrorFeedback::Entry::Entry(ResidualType type, const std::string& key)
+ErrorFeedback::KeyState::KeyState(ResidualType type, const std::string& key)
     : current(type), next(type), name_digest(Fnv1a().text(key).digest()) {}
 
-void ErrorFeedback::Entry::put(Kept kept) {
-  current.adapted = kept.adapted;
-  current.calls = kept.calls;
-  current.memory = std::move(kept.memory);
-  current.residual.assign(std::move(kept.residual), number());
+void ErrorFeedback::KeyState::put(SavedKey saved) {
+  current.codec_state = saved.codec_state;
+  current.calls = saved.calls;
+  current.memory = std::move(saved.memory);
+  current.residual.assign(std::move(saved.residual), number());
   changes = 0;
 }
 
@@ -79,10 +79,10 @@ void ErrorFeedback::Transaction::open(ErrorFeedback& owner, std::span<const Keye
   settle(false);
   const std::lock_guard lock(owner.mutex_);
   try {
-    for (const KeyedExtent& extent : extents) owner.open(extent, entries_);
+    for (const KeyedExtent& extent : extents) owner.open(extent, key_states_);
   } catch (...) {
-    owner.close(entries_, /*keep=*/false);
-    entries_.clear();
+    owner.close(key_states_, /*keep=*/false);
+    key_states_.clear();
     throw;
   }
   ++owner.unsettled_;
@@ -90,30 +90,30 @@ void ErrorFeedback::Transaction::open(ErrorFeedback& owner, std::span<const Keye
 }
 
 std::size_t ErrorFeedback::Transaction::size(std::size_t extent) const {
-  return entries_.at(extent)->next.residual.size();
+  return key_states_.at(extent)->next.residual.size();
 }
 
-Site ErrorFeedback::Transaction::site(std::size_t extent) const {
-  Entry& entry = *entries_.at(extent);
-  Site site;
-  site.call = entry.number();
-  site.adapted = &entry.next.adapted;
-  entry.current.residual.read_by(site);
-  entry.next.residual.write_by(site);
-  return site;
+EncodeContext ErrorFeedback::Transaction::context(std::size_t extent) const {
+  KeyState& key_state = *key_states_.at(extent);
+  EncodeContext context;
+  context.call = key_state.number();
+  context.codec_state = &key_state.next.codec_state;
+  key_state.current.residual.read_by(context);
+  key_state.next.residual.write_by(context);
+  return context;
 }
 
 std::vector<float> ErrorFeedback::Transaction::residual(std::size_t extent) const {
-  return entries_.at(extent)->current.residual.values();
+  return key_states_.at(extent)->current.residual.values();
 }
 
 std::span<const float> ErrorFeedback::Transaction::memory(std::size_t extent) const {
-  return entries_.at(extent)->current.memory;
+  return key_states_.at(extent)->current.memory;
 }
 
 std::vector<float>& ErrorFeedback::Transaction::next_memory(std::size_t extent) {
-  entries_.at(extent)->remembers = true;
-  return entries_.at(extent)->next.memory;
+  key_states_.at(extent)->remembers = true;
+  return key_states_.at(extent)->next.memory;
 }
 
 void ErrorFeedback::Transaction::settle(bool keep) noexcept { close(/*of_step=*/true, keep); }
@@ -126,40 +126,40 @@ void ErrorFeedback::Transaction::close(bool of_step, bool keep) noexcept {
   --owner_->unsettled_;
   if (of_step && owner_->in_step_) {
     owner_->spoiled_ = owner_->spoiled_ || !keep;
-    owner_->of_step_.insert(owner_->of_step_.end(), entries_.begin(), entries_.end());
+    owner_->of_step_.insert(owner_->of_step_.end(), key_states_.begin(), key_states_.end());
   } else {
-    owner_->close(entries_, keep);
+    owner_->close(key_states_, keep);
   }
   owner_ = nullptr;
-  entries_.clear();
+  key_states_.clear();
 }
 
 // Under the mutex, like open() and require_closed().
-void ErrorFeedback::close(const std::vector<Entry*>& entries, bool keep) noexcept {
-  for (Entry* entry : entries) {
-    entry->open = false;
+void ErrorFeedback::close(const std::vector<KeyState*>& key_states, bool keep) noexcept {
+  for (KeyState* key_state : key_states) {
+    key_state->open = false;
     if (!keep) continue;
-    entry->current.residual.swap(entry->next.residual);
-    entry->current.adapted = entry->next.adapted;
-    ++entry->current.calls;
-    entry->changes = 0;
-    if (entry->remembers) entry->current.memory.swap(entry->next.memory);
+    key_state->current.residual.swap(key_state->next.residual);
+    key_state->current.codec_state = key_state->next.codec_state;
+    ++key_state->current.calls;
+    key_state->changes = 0;
+    if (key_state->remembers) key_state->current.memory.swap(key_state->next.memory);
   }
 }
 
-void ErrorFeedback::open(const KeyedExtent& extent, std::vector<Entry*>& opened) {
-  Entry& entry = this->entry(extent.key);
-  check_closed(extent.key, entry.open);
-  check_length(extent.key, entry.current.residual.size(), extent.count);
-  entry.next.residual.resize(extent.count);
-  entry.next.adapted = {.tau = entry.current.adapted.tau, .filter = entry.current.adapted.filter};
-  entry.open = true;
-  entry.remembers = false;
-  opened.push_back(&entry);
+void ErrorFeedback::open(const KeyedExtent& extent, std::vector<KeyState*>& opened) {
+  KeyState& key_state = this->key_state(extent.key);
+  check_closed(extent.key, key_state.open);
+  check_length(extent.key, key_state.current.residual.size(), extent.count);
+  key_state.next.residual.resize(extent.count);
+  key_state.next.codec_state = {.tau = key_state.current.codec_state.tau, .filter = key_state.current.codec_state.filter};
+  key_state.open = true;
+  key_state.remembers = false;
+  opened.push_back(&key_state);
 }
 
-ErrorFeedback::Entry& ErrorFeedback::entry(const std::string& key) {
-  return entries_.try_emplace(key, type_, key).first->second;
+ErrorFeedback::KeyState& ErrorFeedback::key_state(const std::string& key) {
+  return key_states_.try_emplace(key, type_, key).first->second;
 }
 
 void ErrorFeedback::begin_step() {
@@ -190,15 +190,15 @@ void ErrorFeedback::spoil_step() noexcept {
 
 std::vector<float> ErrorFeedback::residual(const std::string& key) const {
   const std::lock_guard lock(mutex_);
-  const auto found = entries_.find(key);
-  return found == entries_.end() ? std::vector<float>() : found->second.current.residual.values();
+  const auto found = key_states_.find(key);
+  return found == key_states_.end() ? std::vector<float>() : found->second.current.residual.values();
 }
 
 void ErrorFeedback::mask(const std::string& key, std::span<float> values) const {
   const FloatEnvironment environment;
   const std::lock_guard lock(mutex_);
-  const auto found = entries_.find(key);
-  if (found == entries_.end() || found->second.current.residual.empty()) {
+  const auto found = key_states_.find(key);
+  if (found == key_states_.end() || found->second.current.residual.empty()) {
     std::ranges::fill(values, 0.0F);
     return;
   }
@@ -213,22 +213,22 @@ void ErrorFeedback::mask(const std::string& key, std::span<float> values) const 
 void ErrorFeedback::add(const std::string& key, std::span<const float> values) {
   const FloatEnvironment environment;
   const std::lock_guard lock(mutex_);
-  Entry& entry = this->entry(key);
-  check_closed(key, entry.open);
-  const Residual& residual = entry.current.residual;
+  KeyState& key_state = this->key_state(key);
+  check_closed(key, key_state.open);
+  const Residual& residual = key_state.current.residual;
   check_length(key, residual.size(), values.size());
-  const std::uint64_t draw = entry.draw();
-  entry.next.residual.resize(values.size());
+  const std::uint64_t draw = key_state.draw();
+  key_state.next.residual.resize(values.size());
   for_stretches(residual, values.size(), [&](std::size_t first, std::span<float> sum) {
     for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += values[first + i];
     check_finite(key, sum, "with what is added the residual of key");
-    entry.next.residual.write(first, sum, draw);
+    key_state.next.residual.write(first, sum, draw);
   });
-  entry.current.residual.swap(entry.next.residual);
+  key_state.current.residual.swap(key_state.next.residual);
 }
 
 void ErrorFeedback::require_closed() const {
-  for (const auto& [key, entry] : entries_) check_closed(key, entry.open);
+  for (const auto& [key, key_state] : key_states_) check_closed(key, key_state.open);
 }
 
 void ErrorFeedback::scale(double factor) {
@@ -238,10 +238,10 @@ void ErrorFeedback::scale(double factor) {
   const FloatEnvironment environment;
   const std::lock_guard lock(mutex_);
   require_closed();
-  for (auto& [key, entry] : entries_) {
-    const Residual& residual = entry.current.residual;
-    Residual& product = entry.next.residual;
-    const std::uint64_t draw = entry.draw();
+  for (auto& [key, key_state] : key_states_) {
+    const Residual& residual = key_state.current.residual;
+    Residual& product = key_state.next.residual;
+    const std::uint64_t draw = key_state.draw();
     product.resize(residual.size());
     for_stretches(residual, residual.size(), [&](std::size_t first, std::span<float> values) {
       for (float& each : values) each = static_cast<float>(each * factor);
@@ -249,66 +249,66 @@ void ErrorFeedback::scale(double factor) {
       product.write(first, values, draw);
     });
   }
-  for (auto& [key, entry] : entries_) {
-    entry.current.residual.swap(entry.next.residual);
-    Adapted& adapted = entry.current.adapted;
-    adapted = {.tau = scaled(adapted.tau, factor), .filter = scaled(adapted.filter, factor)};
+  for (auto& [key, key_state] : key_states_) {
+    key_state.current.residual.swap(key_state.next.residual);
+    CodecState& codec_state = key_state.current.codec_state;
+    codec_state = {.tau = scaled(codec_state.tau, factor), .filter = scaled(codec_state.filter, factor)};
   }
 }
 
 void ErrorFeedback::clear() {
   const std::lock_guard lock(mutex_);
   require_closed();
-  entries_.clear();
+  key_states_.clear();
 }
 
-ErrorFeedback::Kept ErrorFeedback::take(const std::string& key) {
+ErrorFeedback::SavedKey ErrorFeedback::take(const std::string& key) {
   const std::lock_guard lock(mutex_);
-  const auto found = entries_.find(key);
-  if (found == entries_.end()) return {};
+  const auto found = key_states_.find(key);
+  if (found == key_states_.end()) return {};
   check_closed(key, found->second.open);
   Stored& stored = found->second.current;
-  Kept kept{std::move(stored.residual).values(), stored.adapted, stored.calls,
+  SavedKey saved{std::move(stored.residual).values(), stored.codec_state, stored.calls,
             std::move(stored.memory)};
-  entries_.erase(found);
-  return kept;
+  key_states_.erase(found);
+  return saved;
 }
 
-void ErrorFeedback::put(const std::string& key, Kept kept) {
-  check_kept(key, kept);
+void ErrorFeedback::put(const std::string& key, SavedKey saved) {
+  check_kept(key, saved);
   const std::lock_guard lock(mutex_);
-  Entry& entry = this->entry(key);
-  check_closed(key, entry.open);
-  entry.put(std::move(kept));
+  KeyState& key_state = this->key_state(key);
+  check_closed(key, key_state.open);
+  key_state.put(std::move(saved));
 }
 
 std::vector<KeyedExtent> ErrorFeedback::keys() const {
   const std::lock_guard lock(mutex_);
   std::vector<KeyedExtent> all;
-  for (const auto& [key, entry] : entries_)
-    if (!entry.current.residual.empty()) all.push_back({key, entry.current.residual.size()});
+  for (const auto& [key, key_state] : key_states_)
+    if (!key_state.current.residual.empty()) all.push_back({key, key_state.current.residual.size()});
   return all;
 }
 
 ErrorFeedback::State ErrorFeedback::save() const {
   const std::lock_guard lock(mutex_);
   State state;
-  for (const auto& [key, entry] : entries_) {
-    const Stored& its = entry.current;
+  for (const auto& [key, key_state] : key_states_) {
+    const Stored& its = key_state.current;
     const bool unused = its.calls == 0 && its.residual.empty() && its.memory.empty();
-    if (!unused) state[key] = {its.residual.values(), its.adapted, its.calls, its.memory};
+    if (!unused) state[key] = {its.residual.values(), its.codec_state, its.calls, its.memory};
   }
   return state;
 }
 
 void ErrorFeedback::load(State state) {
-  for (const auto& [key, kept] : state) check_kept(key, kept);
-  std::map<std::string, Entry> loaded;
-  for (auto& [key, kept] : state)
-    loaded.try_emplace(key, type_, key).first->second.put(std::move(kept));
+  for (const auto& [key, saved] : state) check_kept(key, saved);
+  std::map<std::string, KeyState> loaded;
+  for (auto& [key, saved] : state)
+    loaded.try_emplace(key, type_, key).first->second.put(std::move(saved));
   const std::lock_guard lock(mutex_);
   require_closed();
-  entries_.swap(loaded);
+  key_states_.swap(loaded);
 }
 
 }  // namespace gradwire::codec

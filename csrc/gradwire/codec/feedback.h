@@ -31,17 +31,17 @@ struct KeyedExtent {
 };
 
 class ErrorFeedback {
-  struct Entry;
+  struct KeyState;
 
  public:
   // What is kept of one key, to save and to load.
-  struct Kept {
+  struct SavedKey {
     std::vector<float> residual;  // empty means all zero, of any length
-    Adapted adapted;              // as the last call left it; the next one takes τ and filter
+    CodecState codec_state;              // as the last call left it; the next one takes τ and filter
     std::uint64_t calls = 0;      // that were kept
     std::vector<float> memory;    // the codec's own; empty: nothing yet
   };
-  using State = std::map<std::string, Kept>;
+  using State = std::map<std::string, SavedKey>;
 
   // One call's view of its keys, in order. Rolls back when destroyed open. A repeated call, with
   // one and the same object, allocates nothing the size of an extent.
@@ -63,7 +63,7 @@ class ErrorFeedback {
     // The whole key, as the last call left it: with e, if there is one; with e', of any content,
     // all of which must be written; and with a number of no other call that is kept, neither of
     // this key nor of another.
-    Site site(std::size_t extent) const;
+    EncodeContext context(std::size_t extent) const;
     std::vector<float> residual(std::size_t extent) const;  // e; empty means all zero
     std::size_t size(std::size_t extent) const;             // of e'
     std::span<const float> memory(std::size_t extent) const;
@@ -79,7 +79,7 @@ class ErrorFeedback {
     void close(bool of_step, bool keep) noexcept;
 
     ErrorFeedback* owner_ = nullptr;
-    std::vector<Entry*> entries_;
+    std::vector<KeyState*> key_states_;
   };
 
   explicit ErrorFeedback(ResidualType type = ResidualType::kFloat32) noexcept : type_(type) {}
@@ -113,8 +113,8 @@ class ErrorFeedback {
 
   // For whoever keeps it elsewhere: what is kept of one key, which is then as if it had never been
   // used; and back, in place of what there was.
-  Kept take(const std::string& key);
-  void put(const std::string& key, Kept kept);
+  SavedKey take(const std::string& key);
+  void put(const std::string& key, SavedKey saved);
 
   // add, scale, clear, load, take and put throw InvalidArgument, and change nothing, for a key in
   // an open transaction, and all but take where a residual would not be finite.
@@ -124,13 +124,13 @@ class ErrorFeedback {
     explicit Stored(ResidualType type) noexcept : residual(type) {}
 
     Residual residual;
-    Adapted adapted;
+    CodecState codec_state;
     std::uint64_t calls = 0;
     std::vector<float> memory;
   };
-  struct Entry {
-    Entry(ResidualType type, const std::string& key);
-    void put(Kept kept);
+  struct KeyState {
+    KeyState(ResidualType type, const std::string& key);
+    void put(SavedKey saved);
     std::uint64_t number() const noexcept { return name_digest ^ current.calls; }
     // For a change between two calls: a number that no other one has.
     std::uint64_t draw() noexcept { return number() ^ (++changes << 48); }
@@ -143,18 +143,18 @@ class ErrorFeedback {
     bool open = false;
   };
 
-  void open(const KeyedExtent& extent, std::vector<Entry*>& opened);
-  void close(const std::vector<Entry*>& entries, bool keep) noexcept;
+  void open(const KeyedExtent& extent, std::vector<KeyState*>& opened);
+  void close(const std::vector<KeyState*>& key_states, bool keep) noexcept;
   void require_closed() const;
-  Entry& entry(const std::string& key);
+  KeyState& key_state(const std::string& key);
 
   const ResidualType type_;
   mutable std::mutex mutex_;
-  std::map<std::string, Entry> entries_;  // a map, so that transactions can point to entries
+  std::map<std::string, KeyState> key_states_;  // a map, so that transactions can point to entries
   std::size_t unsettled_ = 0;             // transactions
   bool in_step_ = false;
   bool spoiled_ = false;         // a transaction of the step is not to be kept
-  std::vector<Entry*> of_step_;  // settled, and waiting for its end
+  std::vector<KeyState*> of_step_;  // settled, and waiting for its end
 };
 
 }  // namespace gradwire::codec

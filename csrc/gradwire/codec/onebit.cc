@@ -138,9 +138,9 @@ class OneBit final : public Codec {
            (rest == 0 ? 0 : OneBitKernels::most_bytes(rest));
   }
 
-  std::size_t encode(const float* x, std::size_t n, const Site& site, Bytes out) const override {
+  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const override {
     check_room(*this, out.size(), max_bytes(n), n);
-    return kernels().one_bit.encode(x, site.residual, n, block_, out.data(), site.error);
+    return kernels().one_bit.encode(x, context.residual, n, block_, out.data(), context.error);
   }
 
   Decoded decode(ConstBytes in, float* y, std::size_t n) const override {

@@ -16,8 +16,8 @@ void widen(const std::uint16_t* narrow, float* values, std::size_t n) noexcept {
   kernels().bf16.decode(reinterpret_cast<const std::byte*>(narrow), 1, values, n);
 }
 
-void round(const float* values, const Dice& dice, std::uint16_t* narrow, std::size_t n) noexcept {
-  kernels().bf16_at_random(values, dice, reinterpret_cast<std::byte*>(narrow), n);
+void round(const float* values, const RandomPosition& position, std::uint16_t* narrow, std::size_t n) noexcept {
+  kernels().bf16_at_random(values, position, reinterpret_cast<std::byte*>(narrow), n);
 }
 
 }  // namespace
@@ -68,20 +68,20 @@ void Residual::write(std::size_t first, std::span<const float> values,
     round(values.data(), {kOfChanges, draw, first}, narrow_.data() + first, values.size());
 }
 
-void Residual::read_by(Site& site) const noexcept {
-  if (!wide_.empty()) site.residual = wide_.data();
-  if (!narrow_.empty()) site.narrow_residual = narrow_.data();
+void Residual::read_by(EncodeContext& context) const noexcept {
+  if (!wide_.empty()) context.residual = wide_.data();
+  if (!narrow_.empty()) context.narrow_residual = narrow_.data();
 }
 
-void Residual::write_by(Site& site) noexcept {
+void Residual::write_by(EncodeContext& context) noexcept {
   if (type_ == ResidualType::kFloat32)
-    site.error = wide_.data();
+    context.error = wide_.data();
   else
-    site.narrow_error = narrow_.data();
+    context.narrow_error = narrow_.data();
 }
 
-std::size_t encode(const Codec& codec, const float* x, std::size_t n, const Site& site, Bytes out) {
-  if (site.narrow_error == nullptr) return codec.encode(x, n, site, out);
+std::size_t encode(const Codec& codec, const float* x, std::size_t n, const EncodeContext& context, Bytes out) {
+  if (context.narrow_error == nullptr) return codec.encode(x, n, context, out);
   thread_local std::vector<float> wide;
   const std::size_t unit = codec.unit();
   const std::size_t most = std::max(unit, kWide / unit * unit);
@@ -89,8 +89,8 @@ std::size_t encode(const Codec& codec, const float* x, std::size_t n, const Site
   std::size_t size = 0;
   for (std::size_t i = 0; i < n; i += most) {
     const std::size_t count = std::min(most, n - i);
-    const Site narrow = site.from(i);
-    Site here = narrow;
+    const EncodeContext narrow = context.from(i);
+    EncodeContext here = narrow;
     here.error = wide.data();
     if (here.narrow_residual != nullptr) {
       widen(here.narrow_residual, wide.data(), count);
@@ -102,27 +102,27 @@ std::size_t encode(const Codec& codec, const float* x, std::size_t n, const Site
   return size;
 }
 
-void deliver(const Site& site, float* x, std::size_t n) {
-  add_residual(site, x, n);
-  if (site.error != nullptr) std::fill_n(site.error, n, 0.0F);
-  if (site.narrow_error != nullptr) std::fill_n(site.narrow_error, n, std::uint16_t{0});
+void deliver(const EncodeContext& context, float* x, std::size_t n) {
+  add_residual(context, x, n);
+  if (context.error != nullptr) std::fill_n(context.error, n, 0.0F);
+  if (context.narrow_error != nullptr) std::fill_n(context.narrow_error, n, std::uint16_t{0});
 }
 
-void add_residual(const Site& site, float* x, std::size_t n) {
+void add_residual(const EncodeContext& context, float* x, std::size_t n) {
   const Kernels& own = kernels();
-  if (site.residual != nullptr) {
+  if (context.residual != nullptr) {
     const auto& sums = own.reduce[static_cast<std::size_t>(DType::kFloat32)];
-    sums[static_cast<std::size_t>(ReduceOp::kSum)](x, site.residual, n);
-  } else if (site.narrow_residual != nullptr) {
-    own.bf16.decode_add(reinterpret_cast<const std::byte*>(site.narrow_residual), 1, x, n);
+    sums[static_cast<std::size_t>(ReduceOp::kSum)](x, context.residual, n);
+  } else if (context.narrow_residual != nullptr) {
+    own.bf16.decode_add(reinterpret_cast<const std::byte*>(context.narrow_residual), 1, x, n);
   }
 }
 
-void keep(const Site& site, const float* error, std::size_t n) {
-  if (site.error != nullptr)
-    std::copy_n(error, n, site.error);
+void keep(const EncodeContext& context, const float* error, std::size_t n) {
+  if (context.error != nullptr)
+    std::copy_n(error, n, context.error);
   else
-    round(error, {kOfCalls, site.call, site.element}, site.narrow_error, n);
+    round(error, {kOfCalls, context.call, context.element}, context.narrow_error, n);
 }
 
 }  // namespace gradwire::codec

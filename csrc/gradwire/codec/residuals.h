@@ -35,8 +35,8 @@ class Residual {
   void write(std::size_t first, std::span<const float> values, std::uint64_t draw) noexcept;
 
   // Sets e, or e', of a site that has none.
-  void read_by(Site& site) const noexcept;
-  void write_by(Site& site) noexcept;
+  void read_by(EncodeContext& context) const noexcept;
+  void write_by(EncodeContext& context) noexcept;
 
  private:
   ResidualType type_;
@@ -46,12 +46,12 @@ class Residual {
 
 // Codec::encode() for residuals of either type, a few units at a time where they are narrow: so
 // they are wide in the cache alone.
-std::size_t encode(const Codec& codec, const float* x, std::size_t n, const Site& site, Bytes out);
+std::size_t encode(const Codec& codec, const float* x, std::size_t n, const EncodeContext& context, Bytes out);
 // What is never encoded delivers its whole residual: x := x + e, and e' := 0.
-void deliver(const Site& site, float* x, std::size_t n);
+void deliver(const EncodeContext& context, float* x, std::size_t n);
 // The first half of that.
-void add_residual(const Site& site, float* x, std::size_t n);
+void add_residual(const EncodeContext& context, float* x, std::size_t n);
 // e' := error.
-void keep(const Site& site, const float* error, std::size_t n);
+void keep(const EncodeContext& context, const float* error, std::size_t n);
 
 }  // namespace gradwire::codec

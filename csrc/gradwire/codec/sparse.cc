@@ -11,7 +11,7 @@
 namespace gradwire::codec {
 namespace {
 
-constexpr unsigned kLayoutBits = 3, kMostLowBits = 15;
+constexpr unsigned kFormatBits = 3, kMostLowBits = 15;
 constexpr std::size_t kShortCount = 128;
 constexpr std::size_t kSamples = 1024;
 
@@ -130,8 +130,8 @@ class BitReader {
   unsigned count_ = 0;
 };
 
-std::byte* write_head(Layout layout, unsigned low, std::byte* out) {
-  *out = static_cast<std::byte>(static_cast<unsigned>(layout) | low << kLayoutBits);
+std::byte* write_head(PositionFormat format, unsigned low, std::byte* out) {
+  *out = static_cast<std::byte>(static_cast<unsigned>(format) | low << kFormatBits);
   return out + 1;
 }
 
@@ -143,13 +143,13 @@ std::byte* write_count(std::size_t count, std::byte* out) {
 }
 
 std::byte* write_list(std::span<const std::uint16_t> index, std::byte* out) {
-  out = write_count(index.size(), write_head(Layout::kList, 0, out));
+  out = write_count(index.size(), write_head(PositionFormat::kList, 0, out));
   std::memcpy(out, index.data(), index.size_bytes());
   return out + index.size_bytes();
 }
 
 std::byte* write_gaps(std::span<const std::uint16_t> index, const GapCode& code, std::byte* out) {
-  out = write_count(index.size(), write_head(Layout::kGaps, code.low, out));
+  out = write_count(index.size(), write_head(PositionFormat::kGaps, code.low, out));
   BitWriter bits(out);
   for (std::size_t k = 0; k < index.size(); ++k) bits.gap(gap_before(index, k), code.low);
   bits.finish();
@@ -157,7 +157,7 @@ std::byte* write_gaps(std::span<const std::uint16_t> index, const GapCode& code,
 }
 
 std::byte* write_bitmap(std::span<const std::uint16_t> index, std::size_t n, std::byte* out) {
-  out = write_head(Layout::kBitmap, 0, out);
+  out = write_head(PositionFormat::kBitmap, 0, out);
   const std::size_t bytes = (n + 7) / 8;
   std::memset(out, 0, bytes);
   for (const std::size_t i : index) out[i / 8] |= std::byte{1} << (i % 8);
@@ -165,8 +165,8 @@ std::byte* write_bitmap(std::span<const std::uint16_t> index, std::size_t n, std
 }
 
 std::byte* write_best(std::span<const std::uint16_t> index, std::size_t n, std::byte* out) {
-  if (index.empty()) return write_head(Layout::kNone, 0, out);
-  if (index.size() == n) return write_head(Layout::kAll, 0, out);
+  if (index.empty()) return write_head(PositionFormat::kNone, 0, out);
+  if (index.size() == n) return write_head(PositionFormat::kAll, 0, out);
   const GapCode code = best_gap_code(index, n);
   const std::size_t count = bytes_of_count(index.size()), list = count + index.size_bytes(),
                     gaps = count + (code.bits + 7) / 8, bitmap = (n + 7) / 8;
@@ -190,7 +190,7 @@ std::size_t write_positions(std::span<const std::uint16_t> index, std::size_t n,
 }
 
 std::size_t write_not_finite(std::byte* out) {
-  write_head(Layout::kNotFinite, 0, out);
+  write_head(PositionFormat::kNotFinite, 0, out);
   return 1;
 }
 
@@ -206,18 +206,18 @@ std::size_t PayloadReader::count() {
   return low < kShortCount ? low : (low & (kShortCount - 1)) + kShortCount * byte();
 }
 
-Layout PayloadReader::positions(std::size_t n, Positions& out) {
-  const unsigned head = byte(), low = head >> kLayoutBits;
-  const auto layout = static_cast<Layout>(head & ((1U << kLayoutBits) - 1));
-  if (layout > Layout::kNotFinite || low > (layout == Layout::kGaps ? kMostLowBits : 0))
+PositionFormat PayloadReader::positions(std::size_t n, Positions& out) {
+  const unsigned head = byte(), low = head >> kFormatBits;
+  const auto format = static_cast<PositionFormat>(head & ((1U << kFormatBits) - 1));
+  if (format > PositionFormat::kNotFinite || low > (format == PositionFormat::kGaps ? kMostLowBits : 0))
     refuse("its first byte means nothing");
   out.count = 0;
-  if (layout == Layout::kList) list(n, out);
-  if (layout == Layout::kGaps) gaps(low, n, out);
-  if (layout == Layout::kBitmap) bitmap(n, out);
-  if (layout == Layout::kAll)
+  if (format == PositionFormat::kList) list(n, out);
+  if (format == PositionFormat::kGaps) gaps(low, n, out);
+  if (format == PositionFormat::kBitmap) bitmap(n, out);
+  if (format == PositionFormat::kAll)
     for (; out.count < n; ++out.count) out.index[out.count] = static_cast<std::uint16_t>(out.count);
-  return layout;
+  return format;
 }
 
 void PayloadReader::list(std::size_t n, Positions& out) {

@@ -2,7 +2,7 @@
 // the selection of the largest.
 //
 // A payload is one part a unit, each of which stands for itself. A part begins with
-//   1 byte   bits 0-2 Layout, bits 3-6 low bits of a gap (kGaps, else 0), bit 7 zero
+//   1 byte   bits 0-2 PositionFormat, bits 3-6 low bits of a gap (kGaps, else 0), bit 7 zero
 //   kList    count, then 2 bytes an index
 //   kGaps    count, then for each index the gap to the one before it, less 1, as a Golomb-Rice
 //   code:
@@ -58,7 +58,7 @@ struct SparseKernels {
                           std::uint64_t* hits, float* v) noexcept;
 };
 
-enum class Layout : std::uint8_t { kNone, kList, kGaps, kBitmap, kAll, kNotFinite };
+enum class PositionFormat : std::uint8_t { kNone, kList, kGaps, kBitmap, kAll, kNotFinite };
 
 // Ascending indices within a unit.
 struct Positions {
@@ -83,7 +83,7 @@ class PayloadReader {
   std::uint8_t byte() { return std::to_integer<std::uint8_t>(take(1)[0]); }
   std::size_t left() const { return left_.size(); }
   // Throws InvalidArgument where nothing above may be less than n, strictly ascending.
-  Layout positions(std::size_t n, Positions& out);
+  PositionFormat positions(std::size_t n, Positions& out);
 
  private:
   std::size_t count();

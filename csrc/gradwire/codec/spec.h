@@ -54,9 +54,9 @@ std::string shortest(double value);
 std::size_t block_of(Parameters& parameters, std::size_t most);
 
 // One a codec: its file defines it, codec.cc lists it.
-using Maker = std::shared_ptr<const Codec>(Parameters&);
-Maker make_none, make_fp16, make_bf16, make_int8, make_onebit, make_threshold, make_topk,
-    make_low_rank;
+using CodecFactory = std::shared_ptr<const Codec>(Parameters&);
+CodecFactory make_none, make_fp16, make_bf16, make_int8, make_onebit, make_threshold, make_topk,
+    make_lowrank;
 
 // InvalidArgument unless `size` bytes hold the `needed` ones of n elements.
 void check_room(const Codec& codec, std::size_t size, std::size_t needed, std::size_t n);

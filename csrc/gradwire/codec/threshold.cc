@@ -44,12 +44,12 @@ constexpr float kLongestWait = 256, kHeadroom = 1.25F;
 bool usable(float tau) { return tau > 0 && std::isfinite(tau); }
 
 // The density's magnitude among what is finite, by a sample that depends on n alone.
-float first_tau(const float* x, std::size_t n, const Site& site, double density) {
+float first_tau(const float* x, std::size_t n, const EncodeContext& context, double density) {
   thread_local std::vector<std::uint32_t> keys;
   keys.clear();
   const std::size_t stride = (n + kMostSamples - 1) / kMostSamples;
   for (std::size_t i = 0; i < n; i += stride) {
-    const std::uint32_t key = magnitude_bits(x[i] + site.residual_at(i));
+    const std::uint32_t key = magnitude_bits(x[i] + context.residual_at(i));
     keys.push_back(key < kInfinityBits ? key : 0);
   }
   const std::size_t share = share_of(density, keys.size());
@@ -85,13 +85,13 @@ class Threshold final : public Codec {
     return n / kSparseUnit * most_bytes(kSparseUnit) + (rest > 0 ? most_bytes(rest) : 0);
   }
 
-  void prepare(const float* x, std::size_t n, const Site& site) const override {
-    if (tau_ > 0 || n == 0 || usable(site.adapted->tau)) return;
-    site.adapted->tau = first_tau(x, n, site, density_);
+  void prepare(const float* x, std::size_t n, const EncodeContext& context) const override {
+    if (tau_ > 0 || n == 0 || usable(context.codec_state->tau)) return;
+    context.codec_state->tau = first_tau(x, n, context, density_);
   }
-  void adapt(std::size_t n, Adapted& adapted) const override;
+  void adapt(std::size_t n, CodecState& codec_state) const override;
 
-  std::size_t encode(const float* x, std::size_t n, const Site& site, Bytes out) const override;
+  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const override;
 
   Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
     if (n > 0) std::memset(y, 0, n * sizeof(float));
@@ -107,7 +107,7 @@ class Threshold final : public Codec {
   }
 
   // One unit; `tau` is 0 where it has to be chosen.
-  std::size_t encode_unit(UnitSource unit, float tau, const Site& site, std::byte* out) const;
+  std::size_t encode_unit(UnitSource unit, float tau, const EncodeContext& context, std::byte* out) const;
   static Decoded add(ConstBytes in, float* y, std::size_t n);
 
   std::string name_;
@@ -115,18 +115,18 @@ class Threshold final : public Codec {
   double density_;  // of the target
 };
 
-void Threshold::adapt(std::size_t n, Adapted& adapted) const {
-  if (tau_ > 0 || !usable(adapted.tau) || !usable(adapted.largest)) return;
+void Threshold::adapt(std::size_t n, CodecState& codec_state) const {
+  if (tau_ > 0 || !usable(codec_state.tau) || !usable(codec_state.largest)) return;
   const double target = std::max(1.0, density_ * static_cast<double>(n));
-  const double ratio = static_cast<double>(adapted.sent) / target;
-  double tau = adapted.tau;
+  const double ratio = static_cast<double>(codec_state.sent) / target;
+  double tau = codec_state.tau;
   tau *= 1 + kStep * std::sqrt(density_) * std::clamp(ratio - 1, -1.0, kMostRise);
   if (ratio > kFar) tau *= std::min(2.0, std::sqrt(std::sqrt(std::sqrt(ratio / kFar))));
   const double most = std::numeric_limits<float>::max();
   const double least = std::numeric_limits<float>::denorm_min();
   tau =
-      std::clamp<double>(tau, adapted.largest / kLongestWait, double{adapted.largest} * kHeadroom);
-  adapted.tau = static_cast<float>(std::clamp(tau, least, most));
+      std::clamp<double>(tau, codec_state.largest / kLongestWait, double{codec_state.largest} * kHeadroom);
+  codec_state.tau = static_cast<float>(std::clamp(tau, least, most));
 }
 
 // The error of a unit that holds NaN or Inf.
@@ -153,7 +153,7 @@ float largest_of(UnitSource unit, const Positions& positions) {
   return most;
 }
 
-std::size_t Threshold::encode_unit(UnitSource unit, float tau, const Site& site,
+std::size_t Threshold::encode_unit(UnitSource unit, float tau, const EncodeContext& context,
                                    std::byte* out) const {
   SparseScratch& scratch = SparseScratch::mine();
   if (tau == 0) {
@@ -165,33 +165,33 @@ std::size_t Threshold::encode_unit(UnitSource unit, float tau, const Site& site,
   }
   scratch.hits[(unit.n - 1) / 64] = 0;
   const std::uint32_t largest = kernels().sparse.threshold(unit.x, unit.residual, tau, unit.n,
-                                                           scratch.hits.data(), site.error);
+                                                           scratch.hits.data(), context.error);
   if (largest >= kInfinityBits) {
-    if (site.error != nullptr) clear_not_finite(site.error, unit.n);
+    if (context.error != nullptr) clear_not_finite(context.error, unit.n);
     return write_not_finite(out);
   }
   scratch.positions.take(scratch.hits, unit.n);
-  if (site.adapted != nullptr) {
-    site.adapted->sent += scratch.positions.count;
-    site.adapted->largest = std::max(site.adapted->largest, std::bit_cast<float>(largest));
+  if (context.codec_state != nullptr) {
+    context.codec_state->sent += scratch.positions.count;
+    context.codec_state->largest = std::max(context.codec_state->largest, std::bit_cast<float>(largest));
   }
   std::size_t size = write_positions(scratch.positions.all(), unit.n, out);
   if (scratch.positions.count == 0) return size;
   std::memcpy(out + size, &tau, sizeof tau);
   size += sizeof tau;
-  if (site.error != nullptr) unit = {site.error, nullptr, unit.n};  // perhaps in place of residual
+  if (context.error != nullptr) unit = {context.error, nullptr, unit.n};  // perhaps in place of residual
   return size + write_signs(scratch.positions, unit, out + size);
 }
 
-std::size_t Threshold::encode(const float* x, std::size_t n, const Site& site, Bytes out) const {
+std::size_t Threshold::encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const {
   check_room(*this, out.size(), max_bytes(n), n);
-  const bool adapts = site.adapted != nullptr && usable(site.adapted->tau);
-  const float tau = tau_ > 0 ? tau_ : adapts ? site.adapted->tau : 0;
+  const bool adapts = context.codec_state != nullptr && usable(context.codec_state->tau);
+  const float tau = tau_ > 0 ? tau_ : adapts ? context.codec_state->tau : 0;
   std::size_t size = 0;
   for (std::size_t i = 0; i < n; i += kSparseUnit) {
-    Site here = site;
-    here.error = site.error == nullptr ? nullptr : site.error + i;
-    const UnitSource unit{x + i, site.residual == nullptr ? nullptr : site.residual + i,
+    EncodeContext here = context;
+    here.error = context.error == nullptr ? nullptr : context.error + i;
+    const UnitSource unit{x + i, context.residual == nullptr ? nullptr : context.residual + i,
                           std::min(kSparseUnit, n - i)};
     size += encode_unit(unit, tau, here, out.data() + size);
   }
@@ -216,7 +216,7 @@ Decoded Threshold::add(ConstBytes in, float* y, std::size_t n) {
   bool finite = true;
   for (std::size_t i = 0; i < n; i += kSparseUnit) {
     const std::size_t length = std::min(kSparseUnit, n - i);
-    if (reader.positions(length, positions) == Layout::kNotFinite) {
+    if (reader.positions(length, positions) == PositionFormat::kNotFinite) {
       std::fill_n(y + i, length, std::numeric_limits<float>::quiet_NaN());
       finite = false;
     }

@@ -49,7 +49,7 @@ class TopK final : public Codec {
     return n / kSparseUnit * most_bytes(kSparseUnit) + (rest > 0 ? most_bytes(rest) : 0);
   }
 
-  std::size_t encode(const float* x, std::size_t n, const Site& site, Bytes out) const override;
+  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const override;
 
   Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
     if (n > 0) std::memset(y, 0, n * sizeof(float));
@@ -107,19 +107,19 @@ std::size_t TopK::encode_unit(UnitSource unit, float* error, float& filter, std:
   return size + write_values(unit, error, scratch, out + size);
 }
 
-std::size_t TopK::encode(const float* x, std::size_t n, const Site& site, Bytes out) const {
+std::size_t TopK::encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const {
   check_room(*this, out.size(), max_bytes(n), n);
-  float filter = site.adapted != nullptr && std::isfinite(site.adapted->filter)
-                     ? std::max(0.0F, site.adapted->filter)
+  float filter = context.codec_state != nullptr && std::isfinite(context.codec_state->filter)
+                     ? std::max(0.0F, context.codec_state->filter)
                      : 0;
   std::size_t size = 0;
   for (std::size_t i = 0; i < n; i += kSparseUnit) {
-    const UnitSource unit{x + i, site.residual == nullptr ? nullptr : site.residual + i,
+    const UnitSource unit{x + i, context.residual == nullptr ? nullptr : context.residual + i,
                           std::min(kSparseUnit, n - i)};
-    float* error = site.error == nullptr ? nullptr : site.error + i;
+    float* error = context.error == nullptr ? nullptr : context.error + i;
     size += encode_unit(unit, error, filter, out.data() + size);
   }
-  if (site.adapted != nullptr) site.adapted->filter = filter;
+  if (context.codec_state != nullptr) context.codec_state->filter = filter;
   return size;
 }
 
@@ -139,7 +139,7 @@ Decoded TopK::scatter(ConstBytes in, float* y, std::size_t n, Put put) const {
   bool finite = true;
   for (std::size_t i = 0; i < n; i += kSparseUnit) {
     const std::size_t length = std::min(kSparseUnit, n - i);
-    if (reader.positions(length, scratch.positions) == Layout::kNotFinite) {
+    if (reader.positions(length, scratch.positions) == PositionFormat::kNotFinite) {
       std::fill_n(y + i, length, std::numeric_limits<float>::quiet_NaN());
       finite = false;
     }

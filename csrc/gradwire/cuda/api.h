@@ -41,8 +41,8 @@ enum Flag : std::uint32_t {
   kLost = 4,       // bytes that never came: the call has failed, and results hold anything
 };
 
-// What codecs adapt to one key (codec/codec.h).
-struct Adapted {
+// The state that codecs adapt to one key (codec/codec.h).
+struct CodecState {
   float tau;
   float filter;  // unused: it changes no result
   std::uint64_t sent;
@@ -50,25 +50,25 @@ struct Adapted {
   std::uint32_t reserved;
 };
 
-// One key's state, in device memory; all zero at first. Of what there are two, the one numbered
-// `which` is as the last call that was kept left it, and the other is of the call under way.
-struct Entry {
+// One key's state, in device memory; all zero at first. Of each pair, the one numbered `which` is
+// as the last kept call left it, and the other belongs to the call under way.
+struct KeyState {
   std::uint32_t which;         // 0 or 1
   std::uint32_t which_memory;  // likewise
-  std::uint64_t calls;         // that were kept
-  Adapted adapted[2];
+  std::uint64_t calls;         // kept so far
+  CodecState codec_state[2];
 };
 
-// A run's error feedback: e is residual[entry->which], e' the other. Both null: none is kept, and
-// entry is still where a codec that adapts does so.
-struct Site {
+// A run's error feedback: e is residual[key_state->which], e' the other. Both null: none is kept,
+// and key_state still holds what a codec adapts.
+struct RunFeedback {
   float* residual[2];
-  Entry* entry;
+  KeyState* key_state;
 };
 
-// Where a run's random numbers are (codec/int8.cc): its call is `call`, with feedback `call` ^
-// entry->calls.
-struct Dice {
+// How int8 rounds, and the position of a run's random numbers (codec/int8.cc): its call is `call`;
+// with feedback, `call` ^ key_state->calls.
+struct Int8Rounding {
   bool stochastic;
   std::uint64_t seed;
   std::uint64_t call;
@@ -89,7 +89,7 @@ enum class Cast : std::int32_t { kFp16, kBf16 };
 enum class Values : std::int32_t { kFloat32, kFp16, kBf16 };  // of topk
 enum class CopyKind : std::int32_t { kToDevice, kToHost, kOnDevice };
 
-struct DeviceFacts {
+struct DeviceInfo {
   char name[256];
   int major, minor;      // compute capability
   std::uint64_t memory;  // bytes
@@ -102,11 +102,11 @@ struct Matrix {
   std::uint64_t rows, columns, rank;
 };
 
-// What a codec remembers of a key: factor[entry->which_memory], and the other is of the call under
-// way. All zero is nothing. Both null: it forgets.
+// What a codec remembers of a key: factor[key_state->which_memory]; the other belongs to the call
+// under way. All zero: nothing yet. Both null: it remembers nothing.
 struct Memory {
   float* factor[2];
-  const Entry* entry;
+  const KeyState* key_state;
 };
 
 struct Api {
@@ -117,11 +117,11 @@ struct Api {
   const char* (*describe)(Status);                // for messages
   Status (*versions)(int* runtime, int* driver);  // 13000 is 13.0; driver 0: none
   Status (*device_count)(int* count);
-  Status (*device_facts)(int device, DeviceFacts* facts);
+  Status (*device_info)(int device, DeviceInfo* info);
   Status (*set_device)(int device);
   Status (*get_device)(int* device);
   int (*is_in_use)(int device);  // whether this process has begun to use it
-  // On which device an address is; InvalidArgument's remedy needs it. -1: not device memory.
+  // The device of an address, for the remedy in InvalidArgument. -1: not device memory.
   Status (*device_of)(const void* address, int* device);
   Status (*allocate)(void** address, std::size_t bytes);  // of any content
   Status (*release)(void* address);
@@ -154,16 +154,16 @@ struct Api {
   // x + i · stride bytes. y may be x.
   Status (*fold_all)(int dtype, int op, const void* x, std::uint64_t stride, int count, void* y,
                      int divisor, std::uint64_t n, Stream);
-  // Of 16-bit floats in float32 (codec/fold.h), one addend after the other: sum := own (op) x,
-  // where own is not null, else sum (op) x; where y is not null not sum but y, averaged and
-  // rounded.
+  // Folds 16-bit floats in float32 (codec/fold.h), one addend after the other: sum := own (op) x
+  // where own is not null, else sum (op) x. Where y is not null, it gets that value, averaged and
+  // rounded, in place of sum.
   Status (*fold_wide)(int dtype, int op, const void* own, float* sum, const void* x, void* y,
                       int divisor, std::uint64_t n, Stream);
   // codec/average.h.
   Status (*average)(int dtype, void* x, int divisor, std::uint64_t n, Stream);
   Status (*scale)(int dtype, void* x, double factor, std::uint64_t n, Stream);  // of floats
   // y := y + e, e' := 0.
-  Status (*deliver)(Site, float* y, std::uint64_t n, Stream);
+  Status (*deliver)(RunFeedback, float* y, std::uint64_t n, Stream);
   // codec/codec.h, mark_not_finite(): sets kNotFinite; where unit > 1 the whole unit becomes NaN.
   Status (*mark)(float* y, std::uint64_t n, std::uint64_t unit, std::uint32_t* flags, Stream);
   // flags := flags | *more, which may be in pinned memory.
@@ -171,29 +171,29 @@ struct Api {
   // y := NaN if a flag is set.
   Status (*poison)(float* y, std::uint64_t n, const std::uint32_t* flags, Stream);
 
-  // ---- Keys (plugin/elements.cu); entries: an array of pointers in device memory ----
-  // Of the call under way: tau and filter as the last one left them, nothing sent.
-  Status (*open)(Entry* const* entries, std::uint64_t count, Stream);
-  // Where no flag is set: what is of the call under way takes its place; `remembers`: the memory
-  // too.
-  Status (*settle)(Entry* const* entries, std::uint64_t count, bool remembers,
+  // ---- Keys (plugin/elements.cu); key_states: an array of pointers in device memory ----
+  // Begins the call under way: tau and filter as the last call left them, nothing sent.
+  Status (*open)(KeyState* const* key_states, std::uint64_t count, Stream);
+  // Ends the call under way: where no flag is set, its state becomes the kept one; `remembers`: its
+  // memory too.
+  Status (*settle)(KeyState* const* key_states, std::uint64_t count, bool remembers,
                    const std::uint32_t* flags, Stream);
 
   // ---- fp16, bf16 (plugin/cast.cu); kNotFinite where the payload is not finite ----
-  Status (*cast_encode)(Cast, const float* x, Site, float scale, std::byte* out, std::uint64_t n,
-                        Stream);
+  Status (*cast_encode)(Cast, const float* x, RunFeedback, float scale, std::byte* out,
+                        std::uint64_t n, Stream);
   Status (*cast_decode)(Cast, const std::byte* in, float scale, float* y, std::uint64_t n, bool add,
                         std::uint32_t* flags, Stream);
 
   // ---- int8 (plugin/int8.cu); flags of all decoders may be null: nobody asks ----
-  Status (*int8_encode)(const float* x, Site, std::uint64_t n, std::uint64_t block, Dice,
-                        std::byte* out, Stream);
+  Status (*int8_encode)(const float* x, RunFeedback, std::uint64_t n, std::uint64_t block,
+                        Int8Rounding, std::byte* out, Stream);
   Status (*int8_decode)(const std::byte* in, std::uint64_t n, std::uint64_t block, float* y,
                         bool add, std::uint32_t* flags, Stream);
 
   // ---- Slots (plugin/slots.cu) ----
-  // One payload as the CPU writes it: `sizes` are the units' bytes, `offsets` has units + 1 places,
-  // and is filled in; out holds units · slot bytes.
+  // Packs a payload as the CPU writes it: `sizes` are the units' bytes, `offsets` has units + 1
+  // places, and is filled in; out holds units · slot bytes.
   Status (*pack)(const std::byte* slots, std::uint64_t slot_bytes, const std::uint32_t* sizes,
                  std::uint64_t units, std::uint64_t* offsets, std::byte* out, Stream);
   // offsets := the sums of the sizes before each, and of all; where one of them is more than
@@ -202,7 +202,7 @@ struct Api {
                     std::uint64_t limit, std::uint64_t* offsets, std::uint32_t* flags, Stream);
 
   // ---- onebit (plugin/onebit.cu); `sizes`: the bytes of each unit, may be null ----
-  Status (*onebit_encode)(const float* x, Site, std::uint64_t n, std::uint64_t block,
+  Status (*onebit_encode)(const float* x, RunFeedback, std::uint64_t n, std::uint64_t block,
                           std::byte* out, std::uint32_t* sizes, Stream);
   // y := the sum of `count` payloads (codec/onebit.cc's order), or y := y + the one payload. The
   // array of payloads is in host memory, and is free when this returns.
@@ -210,20 +210,21 @@ struct Api {
                        float* y, bool add, std::uint32_t* flags, Stream);
   // The owner's stage in one pass: onebit_encode(), then y := what that decodes to, times factor.
   // x may be y.
-  Status (*onebit_finish)(const float* x, Site, std::uint64_t n, std::uint64_t block,
+  Status (*onebit_finish)(const float* x, RunFeedback, std::uint64_t n, std::uint64_t block,
                           std::byte* out, std::uint32_t* sizes, float* y, float factor,
                           std::uint32_t* flags, Stream);
 
   // ---- threshold, topk (plugin/threshold.cu, plugin/topk.cu); units of kSparseUnit ----
   // tau of the call under way, where the key has none that can be used. `density` 0: tau is given.
   // `scratch`: sparse_scratch_bytes(n).
-  Status (*threshold_prepare)(const float* x, Site, std::uint64_t n, double density, void* scratch,
-                              Stream);
+  Status (*threshold_prepare)(const float* x, RunFeedback, std::uint64_t n, double density,
+                              void* scratch, Stream);
   // tau > 0: given; else the call's, and where that can't be used unit by unit.
-  Status (*threshold_encode)(const float* x, Site, std::uint64_t n, float tau, double density,
-                             std::byte* out, std::uint32_t* sizes, void* scratch, Stream);
-  Status (*threshold_adapt)(std::uint64_t n, double density, Entry* entry, Stream);
-  Status (*topk_encode)(const float* x, Site, std::uint64_t n, double density, Values,
+  Status (*threshold_encode)(const float* x, RunFeedback, std::uint64_t n, float tau,
+                             double density, std::byte* out, std::uint32_t* sizes, void* scratch,
+                             Stream);
+  Status (*threshold_adapt)(std::uint64_t n, double density, KeyState* key_state, Stream);
+  Status (*topk_encode)(const float* x, RunFeedback, std::uint64_t n, double density, Values,
                         std::uint64_t slot_bytes, std::byte* out, std::uint32_t* sizes,
                         void* scratch, Stream);
   Status (*threshold_decode)(Slots, std::uint64_t n, float* y, bool add, std::uint32_t* flags,
@@ -232,11 +233,12 @@ struct Api {
                         bool add, std::uint32_t* flags, Stream);
   std::size_t (*sparse_scratch_bytes)(std::uint64_t n);
 
-  // ---- lowrank (plugin/low_rank.cu, factors.cu, orthonormalise.cu); codec/factors.h ----
+  // ---- lowrank (plugin/lowrank.cu, factors.cu, orthonormalise.cu); codec/factors.h ----
   // q := start_factor(what the last call remembers).
   Status (*start_factor)(Memory, Matrix, float* q, Stream);
   // v := x + e (v may be x; without feedback v is not written), p := v · q.
-  Status (*left_factor)(const float* x, Site, float* v, const float* q, float* p, Matrix, Stream);
+  Status (*left_factor)(const float* x, RunFeedback, float* v, const float* q, float* p, Matrix,
+                        Stream);
   // Sets kNotFinite where x is not finite.
   Status (*check_finite)(const float* x, std::uint64_t n, std::uint32_t* flags, Stream);
   Status (*orthonormalise)(float* p, double* room, Matrix, Stream);  // room: rows · rank
@@ -245,9 +247,9 @@ struct Api {
   Status (*take_headroom)(float* q, std::uint64_t n, float* scale, Stream);
   // y := limit(p·qᵀ · (*scale · factor)), e' := limit(v − limit(p·own_qᵀ · *own_scale)).
   Status (*product)(const float* p, const float* q, const float* scale, float factor,
-                    const float* own_q, const float* own_scale, const float* v, Site, float* y,
-                    Matrix, Stream);
-  // What the next call begins with := q.
+                    const float* own_q, const float* own_scale, const float* v, RunFeedback,
+                    float* y, Matrix, Stream);
+  // Stores q for the next call to begin with.
   Status (*remember)(Memory, const float* q, std::uint64_t n, Stream);
 };
 

@@ -19,7 +19,7 @@ class CastCodec final : public Codec {
 
   std::size_t payload_bytes(std::uint64_t n) const override { return aligned(2 * n); }
   void encode(const Run& run, std::byte* out, std::byte*, Stream stream) const override {
-    check(api_, api_.cast_encode(cast_, run.x, run.site, scale_, out, run.n, stream),
+    check(api_, api_.cast_encode(cast_, run.x, run.run_feedback, scale_, out, run.n, stream),
           "encoding a cast");
   }
   void decode(const std::byte* in, float* y, std::uint64_t n, bool add, std::uint32_t* flags,
@@ -40,8 +40,8 @@ class Int8Codec final : public Codec {
     return aligned(codec::Int8Kernels::bytes(n, of_.block));
   }
   void encode(const Run& run, std::byte* out, std::byte*, Stream stream) const override {
-    const Dice dice{of_.stochastic, of_.seed, run.call, run.element};
-    check(api_, api_.int8_encode(run.x, run.site, run.n, of_.block, dice, out, stream),
+    const Int8Rounding rounding{of_.stochastic, of_.seed, run.call, run.element};
+    check(api_, api_.int8_encode(run.x, run.run_feedback, run.n, of_.block, rounding, out, stream),
           "encoding int8");
   }
   void decode(const std::byte* in, float* y, std::uint64_t n, bool add, std::uint32_t* flags,
@@ -77,7 +77,7 @@ class OneBitCodec final : public SlottedCodec {
   }
   void encode(const Run& run, std::byte* out, std::byte*, Stream stream) const override {
     check(api_,
-          api_.onebit_encode(run.x, run.site, run.n, block_, slots(out, run.n), sizes(out), stream),
+          api_.onebit_encode(run.x, run.run_feedback, run.n, block_, slots(out, run.n), sizes(out), stream),
           "encoding onebit");
   }
   void decode(const std::byte* in, float* y, std::uint64_t n, bool add, std::uint32_t* flags,
@@ -97,7 +97,7 @@ class OneBitCodec final : public SlottedCodec {
   void finish(const Run& run, std::byte* out, std::byte*, float* y, float factor,
               std::uint32_t* flags, Stream stream) const override {
     check(api_,
-          api_.onebit_finish(run.x, run.site, run.n, block_, slots(out, run.n), sizes(out), y,
+          api_.onebit_finish(run.x, run.run_feedback, run.n, block_, slots(out, run.n), sizes(out), y,
                              factor, flags, stream),
           "finishing onebit");
   }
@@ -128,16 +128,16 @@ class ThresholdCodec final : public SparseCodec {
   bool adapts() const override { return of_.tau == 0; }
   void prepare(const Run& run, std::byte* scratch, Stream stream) const override {
     if (!adapts()) return;
-    check(api_, api_.threshold_prepare(run.x, run.site, run.n, of_.density, scratch, stream),
+    check(api_, api_.threshold_prepare(run.x, run.run_feedback, run.n, of_.density, scratch, stream),
           "preparing threshold");
   }
-  void adapt(std::uint64_t n, Entry* entry, Stream stream) const override {
+  void adapt(std::uint64_t n, KeyState* key_state, Stream stream) const override {
     if (!adapts()) return;
-    check(api_, api_.threshold_adapt(n, of_.density, entry, stream), "adapting threshold");
+    check(api_, api_.threshold_adapt(n, of_.density, key_state, stream), "adapting threshold");
   }
   void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const override {
     check(api_,
-          api_.threshold_encode(run.x, run.site, run.n, of_.tau, of_.density, slots(out, run.n),
+          api_.threshold_encode(run.x, run.run_feedback, run.n, of_.tau, of_.density, slots(out, run.n),
                                 sizes(out), scratch, stream),
           "encoding threshold");
   }
@@ -165,7 +165,7 @@ class TopKCodec final : public SparseCodec {
   std::size_t slot_bytes() const override { return slot_bytes_; }
   void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const override {
     check(api_,
-          api_.topk_encode(run.x, run.site, run.n, density_, values_, slot_bytes_,
+          api_.topk_encode(run.x, run.run_feedback, run.n, density_, values_, slot_bytes_,
                            slots(out, run.n), sizes(out), scratch, stream),
           "encoding topk");
   }

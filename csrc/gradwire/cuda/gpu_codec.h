@@ -20,8 +20,8 @@ namespace gradwire::cuda {
 struct Run {
   const float* x = nullptr;
   std::uint64_t n = 0;
-  Site site{};
-  std::uint64_t call = 0;     // of Dice
+  RunFeedback run_feedback{};
+  std::uint64_t call = 0;     // for Int8Rounding
   std::uint64_t element = 0;  // of the first, in its extent
 };
 
@@ -34,18 +34,18 @@ class Codec {
 
   // A multiple of kPayloadAlignment.
   virtual std::size_t payload_bytes(std::uint64_t n) const { return layout(n).bytes(); }
-  // Of a codec whose size varies, else 0: of its payload's one stretch.
+  // Bytes of a slot, for a codec whose size varies; else 0.
   virtual std::size_t slot_bytes() const { return 0; }
   virtual Slotted layout(std::uint64_t) const { return {}; }
-  // Whether keys adapt, and so need an Entry also without feedback.
+  // Whether the codec adapts, and so needs a KeyState also without feedback.
   virtual bool adapts() const { return false; }
-  // Room that prepare() and encode() work in.
+  // Scratch memory of prepare() and encode().
   virtual std::size_t scratch_bytes(std::uint64_t) const { return 0; }
 
-  // Before the first encode() of a call with the whole extent, and after the last with the elements
-  // of the whole key.
+  // Adapt the state: prepare() before the first encode() of a call, with the whole extent; adapt()
+  // after the last, with the number of elements of the whole key.
   virtual void prepare(const Run&, std::byte* /*scratch*/, Stream) const {}
-  virtual void adapt(std::uint64_t /*n*/, Entry*, Stream) const {}
+  virtual void adapt(std::uint64_t /*n*/, KeyState*, Stream) const {}
 
   virtual void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const = 0;
   // y := decoded, or y + decoded.

@@ -4,9 +4,9 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/cuda/gpu_gather_reduce.h"
-#include "gradwire/cuda/gpu_low_rank.h"
+#include "gradwire/cuda/gpu_lowrank.h"
 #include "gradwire/cuda/model.h"
-#include "gradwire/exec/compound/low_rank_reduce.h"
+#include "gradwire/exec/compound/lowrank_reduce.h"
 #include "gradwire/exec/plan/gather_algorithm.h"
 
 namespace gradwire::cuda {
@@ -63,7 +63,7 @@ Communicator::Communicator(const Api& api, Setting setting, std::unique_ptr<Mess
       main_(api, {setting_.rank, setting_.size, messages_.get(), &plans_}),
       question_(api, {setting_.rank, setting_.size, messages_.get(), &plans_}),
       flags_room_(api),
-      own_entries_(api),
+      own_key_states_(api),
       codec_scratch_(api),
       told_(api, Room::Kind::kPinned),
       last_(api),
@@ -101,10 +101,10 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
   const Event last = call.captured ? last_captured_.get() : last_.get();
   if (call.captured ? capture == last_capture_ : recorded_)
     check(api_, api_.wait(stream, last), "cudaStreamWaitEvent");
-  const bool low_rank = request.codec && request.codec->combine() == codec::Combine::kCompound;
-  if (low_rank) {
-    if (!low_rank_) low_rank_ = std::make_unique<LowRankReduce>(*this);
-    low_rank_->run(call);
+  const bool lowrank = request.codec && request.codec->combine() == codec::Combine::kCompound;
+  if (lowrank) {
+    if (!lowrank_) lowrank_ = std::make_unique<LowRankReduce>(*this);
+    lowrank_->run(call);
   } else if (gathers(request, setting_.size)) {
     if (!gather_) gather_ = std::make_unique<GatherReduce>(*this);
     gather_->run(call);
@@ -128,7 +128,7 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
 void Communicator::count_sent() {
   std::uint64_t sent = main_.sent() + question_.sent();
   if (gather_) sent += gather_->sent();
-  if (low_rank_) sent += low_rank_->sent();
+  if (lowrank_) sent += lowrank_->sent();
   sent_ = sent;
 }
 
@@ -137,7 +137,7 @@ void Communicator::require_valid(const exec::Request& request, const Feedback* f
   exec::check_arrays(request, setting_.rank, setting_.size);
   if (feedback != nullptr) feedback->require_fits(request.keys);
   if (request.codec && request.codec->combine() == codec::Combine::kCompound)
-    exec::check_low_rank(request);
+    exec::check_lowrank(request);
   else if (gathers(request, setting_.size))
     require_gathers(request);
   else
@@ -175,30 +175,30 @@ const Codec* Communicator::codec_for(const std::shared_ptr<const codec::Codec>& 
   return made.get();
 }
 
-void Communicator::bind_sites(Call& call) {
-  call.sites.assign(call.counts.size(), {});
+void Communicator::bind_feedback(Call& call) {
+  call.extent_feedback.assign(call.counts.size(), {});
   call.table = nullptr;
   if (call.feedback != nullptr) return bind_keys(call);
   if (call.codec == nullptr) return;
-  for (ExtentSite& each : call.sites)
+  for (ExtentFeedback& each : call.extent_feedback)
     each.call = operations_ ^ static_cast<std::uint64_t>(setting_.rank) << 48;
   if (!call.codec->adapts()) return;
-  const std::size_t bytes = sizeof(Entry) * call.counts.size();
-  auto* entry = reinterpret_cast<Entry*>(own_entries_.take(bytes, call.captured));
-  check(api_, api_.fill(entry, 0, bytes, call.stream), "cudaMemsetAsync");
-  for (ExtentSite& each : call.sites) each.site.entry = entry++;
+  const std::size_t bytes = sizeof(KeyState) * call.counts.size();
+  auto* key_state = reinterpret_cast<KeyState*>(own_key_states_.take(bytes, call.captured));
+  check(api_, api_.fill(key_state, 0, bytes, call.stream), "cudaMemsetAsync");
+  for (ExtentFeedback& each : call.extent_feedback) each.run_feedback.key_state = key_state++;
 }
 
 void Communicator::bind_keys(Call& call) {
   const auto& keys = call.request->keys;
   exec::place_in_keys(call.counts, keys, call.keys);
   call.table = &call.feedback->open(keys, call.captured, call.stream);
-  for (std::size_t i = 0; i < call.sites.size(); ++i) {
+  for (std::size_t i = 0; i < call.extent_feedback.size(); ++i) {
     const auto [key, begin] = call.keys[i];
     const Feedback::Key& its = *call.table->keys[key];
-    call.sites[i].site = its.site(begin);
-    call.sites[i].call = its.digest ^ static_cast<std::uint64_t>(setting_.rank) << 48;
-    call.sites[i].element = begin;
+    call.extent_feedback[i].run_feedback = its.run_feedback(begin);
+    call.extent_feedback[i].call = its.digest ^ static_cast<std::uint64_t>(setting_.rank) << 48;
+    call.extent_feedback[i].element = begin;
   }
 }
 
@@ -207,14 +207,14 @@ void Communicator::bind_keys(Call& call) {
 void Communicator::run_at_once(Call& call) {
   main_.bind(*call.request, call.captured);
   begin(call);
-  bind_sites(call);
+  bind_feedback(call);
   main_.begin(call.stream);
   const exec::Arrangement& arrangement = main_.arrangement();
   if (call.codec != nullptr)
     prepare(call, arrangement.extents());
   else if (call.feedback != nullptr)
     deliver_residuals(call, arrangement);
-  main_.run({call.codec, call.sites, call.scratch, call.flags}, {}, call.stream);
+  main_.run({call.codec, call.extent_feedback, call.scratch, call.flags}, {}, call.stream);
   if (call.codec != nullptr) adapt(call);
   if (call.feedback == nullptr) return;
   if (call.codec == nullptr) check_results(call, arrangement);
@@ -227,7 +227,7 @@ void Communicator::prepare(const Call& call, std::span<std::byte* const> extents
     Run run;
     run.x = reinterpret_cast<const float*>(extents[i]);
     run.n = call.counts[i];
-    run.site = call.sites[i].site;
+    run.run_feedback = call.extent_feedback[i].run_feedback;
     call.codec->prepare(run, call.scratch, call.stream);
   }
 }
@@ -236,11 +236,11 @@ void Communicator::prepare(const Call& call, std::span<std::byte* const> extents
 void Communicator::adapt(const Call& call) {
   if (!call.codec->adapts()) return;
   std::uint64_t elements = 0;
-  for (std::size_t i = 0; i < call.sites.size(); ++i) {
+  for (std::size_t i = 0; i < call.extent_feedback.size(); ++i) {
     elements += call.counts[i];
-    Entry* const entry = call.sites[i].site.entry;
-    if (i + 1 < call.sites.size() && call.sites[i + 1].site.entry == entry) continue;
-    call.codec->adapt(elements, entry, call.stream);
+    KeyState* const key_state = call.extent_feedback[i].run_feedback.key_state;
+    if (i + 1 < call.extent_feedback.size() && call.extent_feedback[i + 1].run_feedback.key_state == key_state) continue;
+    call.codec->adapt(elements, key_state, call.stream);
     elements = 0;
   }
 }
@@ -250,7 +250,7 @@ void Communicator::deliver_residuals(const Call& call, const exec::Arrangement& 
   const auto& own = main_.plan().folds() ? arrangement.addends() : arrangement.extents();
   for (std::size_t i = 0; i < own.size(); ++i)
     check(api_,
-          api_.deliver(call.sites[i].site, reinterpret_cast<float*>(own[i]), call.counts[i],
+          api_.deliver(call.extent_feedback[i].run_feedback, reinterpret_cast<float*>(own[i]), call.counts[i],
                        call.stream),
           "delivering");
 }

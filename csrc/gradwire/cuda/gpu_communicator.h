@@ -39,7 +39,7 @@ struct Call {
   Feedback* feedback = nullptr;
   const Feedback::Table* table = nullptr;  // with feedback
   std::vector<exec::KeyPlace> keys;        // with feedback: of each extent, in the table's
-  std::vector<ExtentSite> sites;           // of each extent
+  std::vector<ExtentFeedback> extent_feedback;           // of each extent
 };
 
 class Communicator {
@@ -84,7 +84,7 @@ class Communicator {
   friend class LowRankReduce;
 
   void begin(Call& call);
-  void bind_sites(Call& call);
+  void bind_feedback(Call& call);
   void bind_keys(Call& call);
   void run_at_once(Call& call);
   void deliver_residuals(const Call& call, const exec::Arrangement& arrangement);
@@ -103,7 +103,7 @@ class Communicator {
   std::unique_ptr<Messages> messages_;
   exec::PlanCache plans_;
   Operation main_, question_;
-  Room flags_room_, own_entries_, codec_scratch_, told_;
+  Room flags_room_, own_key_states_, codec_scratch_, told_;
   std::uint32_t* flags_ = nullptr;
   std::uint32_t* lost_ = nullptr;  // pinned: kLost, once messages have failed
   OwnedEvent last_, last_captured_;
@@ -114,7 +114,7 @@ class Communicator {
   Call call_;
   std::map<std::shared_ptr<const codec::Codec>, std::unique_ptr<const Codec>> codecs_;
   std::unique_ptr<GatherReduce> gather_;
-  std::unique_ptr<LowRankReduce> low_rank_;
+  std::unique_ptr<LowRankReduce> lowrank_;
 };
 
 }  // namespace gradwire::cuda

@@ -196,8 +196,8 @@ void Execution::land_lossy(const Part& part, const std::byte* data) {
 void Execution::finish_here(const Piece& piece) {
   if (lossy()) {
     const Run run = run_of(piece);
-    if (run.site.residual[0] != nullptr)
-      check(api_, api_.deliver(run.site, floats(piece), piece.count, stream_), "delivering");
+    if (run.run_feedback.residual[0] != nullptr)
+      check(api_, api_.deliver(run.run_feedback, floats(piece), piece.count, stream_), "delivering");
     check(api_,
           api_.mark(floats(piece), piece.count, call_.plan->codec().unit(), call_.flags, stream_),
           "marking");
@@ -238,12 +238,12 @@ std::byte* Execution::take(std::size_t bytes) {
 }
 
 Run Execution::run_of(const Piece& piece) const {
-  const ExtentSite& of = call_.sites[piece.extent];
+  const ExtentFeedback& of = call_.extent_feedback[piece.extent];
   Run run;
   run.x = floats(piece);
   run.n = piece.count;
-  run.site = of.site;
-  for (float*& each : run.site.residual)
+  run.run_feedback = of.run_feedback;
+  for (float*& each : run.run_feedback.residual)
     if (each != nullptr) each += piece.offset;
   run.call = of.call;
   run.element = of.element + piece.offset;

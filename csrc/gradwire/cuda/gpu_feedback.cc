@@ -47,25 +47,25 @@ Feedback::Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host)
 // Releasing memory promises no wait, and calls or graphs may still use it.
 Feedback::~Feedback() { await_device(api_); }
 
-float* Feedback::zeros(Kept& kept, std::uint64_t count, Stream stream) {
+float* Feedback::zeros(OwnedKey& kept, std::uint64_t count, Stream stream) {
   Room& room = kept.rooms.emplace_back(api_);
   auto* data = reinterpret_cast<float*>(room.take(std::max<std::size_t>(4 * count, 4)));
   check(api_, api_.fill(data, 0, 4 * count, stream), "cudaMemsetAsync");
   return data;
 }
 
-Feedback::Kept& Feedback::make(const codec::KeyedExtent& extent, Stream stream) {
-  auto kept = std::make_unique<Kept>();
+Feedback::OwnedKey& Feedback::make(const codec::KeyedExtent& extent, Stream stream) {
+  auto kept = std::make_unique<OwnedKey>();
   Key& key = kept->key;
   Room& room = kept->rooms.emplace_back(api_);
-  key.entry = reinterpret_cast<Entry*>(room.take(sizeof(Entry)));
+  key.key_state = reinterpret_cast<KeyState*>(room.take(sizeof(KeyState)));
   key.count = extent.count;
   key.digest = Fnv1a().text(extent.key).digest();
   for (float*& each : key.residual) each = zeros(*kept, extent.count, stream);
   return *keys_.emplace(extent.key, std::move(kept)).first->second;
 }
 
-void Feedback::make_memory(Kept& kept, std::uint64_t count, Stream stream) {
+void Feedback::make_memory(OwnedKey& kept, std::uint64_t count, Stream stream) {
   if (kept.key.remembered >= count) return;
   for (float*& each : kept.key.memory) {
     float* const before = each;
@@ -86,7 +86,7 @@ void Feedback::remember(const Table& table, std::span<const std::uint64_t> count
     }
 }
 
-Feedback::Kept& Feedback::find(const codec::KeyedExtent& extent, Stream stream) {
+Feedback::OwnedKey& Feedback::find(const codec::KeyedExtent& extent, Stream stream) {
   const auto found = keys_.find(extent.key);
   if (found != keys_.end()) {
     check_length(extent, found->second->key.count);
@@ -97,7 +97,7 @@ Feedback::Kept& Feedback::find(const codec::KeyedExtent& extent, Stream stream) 
     host_->put(extent.key, start);
     check_length(extent, start.residual.size());
   }
-  Kept& kept = make(extent, stream);
+  OwnedKey& kept = make(extent, stream);
   if (!start.memory.empty()) make_memory(kept, start.memory.size(), stream);
   write(kept.key, start, stream);
   return kept;
@@ -117,23 +117,23 @@ const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extent
   for (const auto& each : extents) find(each, stream);
   if (known == tables_.end()) known = tables_.emplace(names_, make_table(stream)).first;
   const Table& table = known->second->table;
-  check(api_, api_.open(table.entries, table.keys.size(), stream), "opening residuals");
+  check(api_, api_.open(table.key_states, table.keys.size(), stream), "opening residuals");
   return table;
 }
 
-std::unique_ptr<Feedback::Known> Feedback::make_table(Stream stream) {
-  auto made = std::make_unique<Known>(Known{{}, Room(api_)});
-  std::vector<Entry*> entries;
+std::unique_ptr<Feedback::OwnedTable> Feedback::make_table(Stream stream) {
+  auto made = std::make_unique<OwnedTable>(OwnedTable{{}, Room(api_)});
+  std::vector<KeyState*> key_states;
   for (const std::string& name : names_) {
     made->table.keys.push_back(&keys_.at(name)->key);
-    entries.push_back(made->table.keys.back()->entry);
+    key_states.push_back(made->table.keys.back()->key_state);
   }
-  const std::size_t bytes = entries.size() * sizeof(Entry*);
-  std::byte* room = made->entries.take(std::max(bytes, sizeof(Entry*)));
-  check(api_, api_.copy(room, entries.data(), bytes, CopyKind::kToDevice, stream),
+  const std::size_t bytes = key_states.size() * sizeof(KeyState*);
+  std::byte* room = made->key_states.take(std::max(bytes, sizeof(KeyState*)));
+  check(api_, api_.copy(room, key_states.data(), bytes, CopyKind::kToDevice, stream),
         "cudaMemcpyAsync");
   check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
-  made->table.entries = reinterpret_cast<Entry* const*>(room);
+  made->table.key_states = reinterpret_cast<KeyState* const*>(room);
   return made;
 }
 
@@ -175,46 +175,46 @@ void Feedback::require_finite(const float* x, std::uint64_t count, Stream stream
 void Feedback::settle(const Table& table, bool remembers, const std::uint32_t* flags,
                       Stream stream) {
   if (in_step_) return of_step_.push_back({&table, remembers});
-  check(api_, api_.settle(table.entries, table.keys.size(), remembers, flags, stream),
+  check(api_, api_.settle(table.key_states, table.keys.size(), remembers, flags, stream),
         "settling residuals");
 }
 
-codec::ErrorFeedback::Kept Feedback::read(const Key& key, Stream stream) const {
-  Entry entry;
+codec::ErrorFeedback::SavedKey Feedback::read(const Key& key, Stream stream) const {
+  KeyState key_state;
   const auto fetch = [&](void* to, const void* from, std::size_t bytes) {
     check(api_, api_.copy(to, from, bytes, CopyKind::kToHost, stream), "cudaMemcpyAsync");
     check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
   };
-  fetch(&entry, key.entry, sizeof entry);
-  const Adapted& adapted = entry.adapted[entry.which & 1U];
-  codec::ErrorFeedback::Kept kept;
-  kept.calls = entry.calls;
-  kept.adapted.tau = adapted.tau;
-  kept.adapted.filter = adapted.filter;
-  kept.adapted.sent = adapted.sent;
-  kept.adapted.largest = std::bit_cast<float>(adapted.largest);
+  fetch(&key_state, key.key_state, sizeof key_state);
+  const CodecState& codec_state = key_state.codec_state[key_state.which & 1U];
+  codec::ErrorFeedback::SavedKey kept;
+  kept.calls = key_state.calls;
+  kept.codec_state.tau = codec_state.tau;
+  kept.codec_state.filter = codec_state.filter;
+  kept.codec_state.sent = codec_state.sent;
+  kept.codec_state.largest = std::bit_cast<float>(codec_state.largest);
   kept.residual.resize(key.count);
-  fetch(kept.residual.data(), key.residual[entry.which & 1U], 4 * key.count);
+  fetch(kept.residual.data(), key.residual[key_state.which & 1U], 4 * key.count);
   if (kept.calls == 0 && are_all(kept.residual, -0.0F)) kept.residual.clear();
   if (key.remembered == 0) return kept;
   kept.memory.resize(key.remembered);
-  fetch(kept.memory.data(), key.memory[entry.which_memory & 1U], 4 * key.remembered);
+  fetch(kept.memory.data(), key.memory[key_state.which_memory & 1U], 4 * key.remembered);
   if (are_all(kept.memory, 0.0F)) kept.memory.clear();
   return kept;
 }
 
-void Feedback::write(const Key& key, const codec::ErrorFeedback::Kept& kept, Stream stream) const {
-  Entry entry{};
-  entry.calls = kept.calls;
-  Adapted& adapted = entry.adapted[0];
-  adapted.tau = kept.adapted.tau;
-  adapted.filter = kept.adapted.filter;
-  adapted.sent = kept.adapted.sent;
-  adapted.largest = std::bit_cast<std::uint32_t>(kept.adapted.largest);
+void Feedback::write(const Key& key, const codec::ErrorFeedback::SavedKey& kept, Stream stream) const {
+  KeyState key_state{};
+  key_state.calls = kept.calls;
+  CodecState& codec_state = key_state.codec_state[0];
+  codec_state.tau = kept.codec_state.tau;
+  codec_state.filter = kept.codec_state.filter;
+  codec_state.sent = kept.codec_state.sent;
+  codec_state.largest = std::bit_cast<std::uint32_t>(kept.codec_state.largest);
   const auto store = [&](void* to, const void* from, std::size_t bytes) {
     check(api_, api_.copy(to, from, bytes, CopyKind::kToDevice, stream), "cudaMemcpyAsync");
   };
-  store(key.entry, &entry, sizeof entry);
+  store(key.key_state, &key_state, sizeof key_state);
   const std::size_t residuals = std::min<std::size_t>(kept.residual.size(), key.count);
   const std::size_t memories = std::min<std::size_t>(kept.memory.size(), key.remembered);
   check(api_, api_.fill(key.residual[0], 0, 4 * key.count, stream), "cudaMemsetAsync");

@@ -23,21 +23,21 @@ namespace gradwire::cuda {
 class Feedback {
  public:
   struct Key {
-    Entry* entry = nullptr;
+    KeyState* key_state = nullptr;
     float* residual[2] = {nullptr, nullptr};
     std::uint64_t count = 0;  // elements
     float* memory[2] = {nullptr, nullptr};
     std::uint64_t remembered = 0;  // elements of memory
-    std::uint64_t digest = 0;      // of the name, for Dice
+    std::uint64_t digest = 0;      // of the name, for Int8Rounding
 
-    Site site(std::uint64_t offset) const {
-      return {{residual[0] + offset, residual[1] + offset}, entry};
+    RunFeedback run_feedback(std::uint64_t offset) const {
+      return {{residual[0] + offset, residual[1] + offset}, key_state};
     }
   };
   // The keys of a call, in order.
   struct Table {
     std::vector<const Key*> keys;
-    Entry* const* entries = nullptr;  // in device memory
+    KeyState* const* key_states = nullptr;  // in device memory
   };
 
   // On this thread's device. What a new key starts with is taken from the host's.
@@ -76,22 +76,22 @@ class Feedback {
   void send_back();
 
  private:
-  struct Kept {
+  struct OwnedKey {
     Key key;
     std::vector<Room> rooms;
   };
-  struct Known {
+  struct OwnedTable {
     Table table;
-    Room entries;
+    Room key_states;
   };
   void begin_flags(Stream stream);
-  Kept& find(const codec::KeyedExtent& extent, Stream stream);
-  Kept& make(const codec::KeyedExtent& extent, Stream stream);
-  std::unique_ptr<Known> make_table(Stream stream);
-  void make_memory(Kept& kept, std::uint64_t count, Stream stream);
-  float* zeros(Kept& kept, std::uint64_t count, Stream stream);
-  codec::ErrorFeedback::Kept read(const Key& key, Stream stream) const;
-  void write(const Key& key, const codec::ErrorFeedback::Kept& kept, Stream stream) const;
+  OwnedKey& find(const codec::KeyedExtent& extent, Stream stream);
+  OwnedKey& make(const codec::KeyedExtent& extent, Stream stream);
+  std::unique_ptr<OwnedTable> make_table(Stream stream);
+  void make_memory(OwnedKey& kept, std::uint64_t count, Stream stream);
+  float* zeros(OwnedKey& kept, std::uint64_t count, Stream stream);
+  codec::ErrorFeedback::SavedKey read(const Key& key, Stream stream) const;
+  void write(const Key& key, const codec::ErrorFeedback::SavedKey& kept, Stream stream) const;
 
   static std::uint64_t next_number() noexcept {
     static std::atomic<std::uint64_t> last = 0;
@@ -101,9 +101,9 @@ class Feedback {
   const std::uint64_t number_ = next_number();
   const Api& api_;
   std::shared_ptr<codec::ErrorFeedback> host_;
-  std::map<std::string, std::unique_ptr<Kept>> keys_;
+  std::map<std::string, std::unique_ptr<OwnedKey>> keys_;
   std::vector<std::string> names_;  // of the call that is being opened
-  std::map<std::vector<std::string>, std::unique_ptr<Known>> tables_;
+  std::map<std::vector<std::string>, std::unique_ptr<OwnedTable>> tables_;
   Room step_room_;
   std::uint32_t* step_flags_ = nullptr;
   bool in_step_ = false;

@@ -15,7 +15,7 @@ void GatherReduce::run(Call& call) {
   const std::string_view algorithm = exec::gather_algorithm(request);
   of_.begin(call);
   place(call);
-  of_.bind_sites(call);
+  of_.bind_feedback(call);
   if (of_.setting_.size == 1) return deliver_alone(call);
   std::byte* const blocks =
       payloads_.take(block_bytes_ * static_cast<std::size_t>(of_.setting_.size), call.captured);
@@ -32,8 +32,8 @@ void GatherReduce::run(Call& call) {
   operation_.bind(gather, call.captured);
   std::byte* out = own.data;
   for (std::size_t i = 0; i < call.counts.size(); ++i) {
-    Run run{input(call, i), call.counts[i], call.sites[i].site, call.sites[i].call,
-            call.sites[i].element};
+    Run run{input(call, i), call.counts[i], call.extent_feedback[i].run_feedback, call.extent_feedback[i].call,
+            call.extent_feedback[i].element};
     call.codec->prepare(run, call.scratch, call.stream);
     call.codec->encode(run, out, call.scratch, call.stream);
     out += call.codec->payload_bytes(call.counts[i]);
@@ -86,7 +86,7 @@ void GatherReduce::deliver_alone(const Call& call) {
             of_.api_.copy(y, input(call, i), 4 * call.counts[i], CopyKind::kOnDevice, call.stream),
             "cudaMemcpyAsync");
     if (call.feedback != nullptr)
-      check(of_.api_, of_.api_.deliver(call.sites[i].site, y, call.counts[i], call.stream),
+      check(of_.api_, of_.api_.deliver(call.extent_feedback[i].run_feedback, y, call.counts[i], call.stream),
             "delivering");
     mark(call, i, y);
   }

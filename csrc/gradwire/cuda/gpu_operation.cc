@@ -16,7 +16,7 @@ void Operation::run(const Coding& coding, std::span<const Slotted> layout, Strea
   call.plan = plan_.get();
   call.extents = arrangement_.extents();
   call.codec = coding.codec;
-  call.sites = coding.sites;
+  call.extent_feedback = coding.extent_feedback;
   call.scratch = coding.scratch;
   call.flags = coding.flags;
   call.layout = layout;

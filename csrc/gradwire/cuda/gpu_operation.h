@@ -22,7 +22,7 @@ class Operation {
   // What the codec of a lossy one works with.
   struct Coding {
     const Codec* codec = nullptr;
-    std::span<const ExtentSite> sites;
+    std::span<const ExtentFeedback> extent_feedback;
     std::byte* scratch = nullptr;
     std::uint32_t* flags = nullptr;
   };

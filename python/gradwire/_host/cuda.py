@@ -14,7 +14,7 @@ _IN_WHEEL = Path("nvidia", "nccl", "lib", "libnccl.so.2")
 
 def devices() -> tuple[bool, str]:
     """Whether there are GPUs, and which, with versions, or why not."""
-    found = _core.cuda_facts()
+    found = _core.cuda_info()
     if found["why_not"]:
         return False, f"because {found['why_not']}"
     versions = f"CUDA {found['runtime']}, driver for {found['driver']}"
@@ -24,7 +24,7 @@ def devices() -> tuple[bool, str]:
 def nccl() -> tuple[bool, str]:
     """Whether NCCL loads, and which version from where, or why not."""
     try:
-        found = _core.nccl_facts(nccl_wheels())
+        found = _core.nccl_info(nccl_wheels())
     except InvalidArgument as error:
         return False, f"because {error}"
     return True, f"{found['version']}, {found['library']} ({found['origin']})"
@@ -33,7 +33,7 @@ def nccl() -> tuple[bool, str]:
 def nccl_version() -> str:
     """NCCL's version; empty if none loads (nccl() says why)."""
     try:
-        return _core.nccl_facts(nccl_wheels())["version"]
+        return _core.nccl_info(nccl_wheels())["version"]
     except InvalidArgument:
         return ""
 

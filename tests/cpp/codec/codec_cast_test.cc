@@ -17,10 +17,10 @@ using Values = std::vector<float>;
 
 Bytes bytes_of(Halves& halves) { return std::as_writable_bytes(std::span(halves)); }
 
-Site booking(float* error) {
-  Site site;
-  site.error = error;
-  return site;
+EncodeContext booking(float* error) {
+  EncodeContext context;
+  context.error = error;
+  return context;
 }
 
 Halves encode(const Codec& codec, const Values& x, float* error = nullptr) {

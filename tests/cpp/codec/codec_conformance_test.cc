@@ -89,20 +89,20 @@ class CodecConformance : public testing::TestWithParam<std::string> {
   }
   std::size_t several() const { return 3 * codec_->unit() + 37; }
 
-  Adapted prepared(const Values& x, const Values& residual) const {
-    Adapted adapted;
+  CodecState prepared(const Values& x, const Values& residual) const {
+    CodecState codec_state;
     const float* e = residual.empty() ? nullptr : residual.data();
-    codec_->prepare(x.data(), x.size(), {.residual = e, .adapted = &adapted});
-    return adapted;
+    codec_->prepare(x.data(), x.size(), {.residual = e, .codec_state = &codec_state});
+    return codec_state;
   }
 
   // The run [begin, end) of an extent.
-  Sent encode(const Values& x, const Values& residual, Adapted adapted, std::size_t begin,
+  Sent encode(const Values& x, const Values& residual, CodecState codec_state, std::size_t begin,
               std::size_t end) const {
     Sent sent{Payload(codec_->max_bytes(end - begin)), Values(end - begin, 7.0F)};
-    Site site{.call = 5, .element = begin, .error = sent.error.data(), .adapted = &adapted};
-    if (!residual.empty()) site.residual = residual.data() + begin;
-    sent.payload.resize(codec_->encode(x.data() + begin, end - begin, site, sent.payload));
+    EncodeContext context{.call = 5, .element = begin, .error = sent.error.data(), .codec_state = &codec_state};
+    if (!residual.empty()) context.residual = residual.data() + begin;
+    sent.payload.resize(codec_->encode(x.data() + begin, end - begin, context, sent.payload));
     return sent;
   }
   Sent encode(const Values& x, const Values& residual = {}) const {
@@ -177,15 +177,15 @@ TEST_P(CodecConformance, RunsCutAtUnitsGiveTheSameBytes) {
   for (const Family& family : kFamilies) {
     const std::size_t n = several(), unit = codec_->unit();
     const Values x = draw(family, n), residual = draw(n);
-    const Adapted adapted = prepared(x, residual);
+    const CodecState codec_state = prepared(x, residual);
     Sent pieces;
     for (const auto& [begin, end] :
          {std::pair(std::size_t{0}, unit), std::pair(unit, 3 * unit), std::pair(3 * unit, n)}) {
-      const Sent piece = encode(x, residual, adapted, begin, end);
+      const Sent piece = encode(x, residual, codec_state, begin, end);
       pieces.payload.insert(pieces.payload.end(), piece.payload.begin(), piece.payload.end());
       pieces.error.insert(pieces.error.end(), piece.error.begin(), piece.error.end());
     }
-    const Sent whole = encode(x, residual, adapted, 0, n);
+    const Sent whole = encode(x, residual, codec_state, 0, n);
     EXPECT_EQ(pieces.payload, whole.payload) << family.name;
     EXPECT_EQ(bits(pieces.error), bits(whole.error)) << family.name;
   }
@@ -198,13 +198,13 @@ TEST_P(CodecConformance, ResidualAndErrorMayBeMissingOrTheSame) {
     std::transform(x.begin(), x.end(), residual.begin(), v.begin(), std::plus<float>());
     return v;
   }();
-  Adapted adapted = prepared(x, residual);
-  const Sent expected = encode(x, residual, adapted, 0, n);
+  CodecState codec_state = prepared(x, residual);
+  const Sent expected = encode(x, residual, codec_state, 0, n);
   const auto payload_of = [&](const Values& from, const float* fed_back, float* error) {
     Payload payload(codec_->max_bytes(n));
-    Adapted own = adapted;
-    const Site site{.call = 5, .residual = fed_back, .error = error, .adapted = &own};
-    payload.resize(codec_->encode(from.data(), n, site, payload));
+    CodecState own = codec_state;
+    const EncodeContext context{.call = 5, .residual = fed_back, .error = error, .codec_state = &own};
+    payload.resize(codec_->encode(from.data(), n, context, payload));
     return payload;
   };
   Values error(n), shared = residual;
@@ -223,11 +223,11 @@ TEST_P(CodecConformance, AlignmentDoesNotMatter) {
   for (std::size_t shift = 1; shift < 16; ++shift) {
     Values moved(n + 16), error(n + 16), y(n + 16, 5.0F);
     std::copy(x.begin(), x.end(), moved.begin() + static_cast<std::ptrdiff_t>(shift));
-    Adapted adapted = prepared(x, {});
+    CodecState codec_state = prepared(x, {});
     Payload message(shift + codec_->max_bytes(n));
-    const Site site{.call = 5, .error = error.data() + 16 - shift, .adapted = &adapted};
+    const EncodeContext context{.call = 5, .error = error.data() + 16 - shift, .codec_state = &codec_state};
     const std::size_t size =
-        codec_->encode(moved.data() + shift, n, site, Bytes(message).subspan(shift));
+        codec_->encode(moved.data() + shift, n, context, Bytes(message).subspan(shift));
     const ConstBytes payload = ConstBytes(message).subspan(shift, size);
     ASSERT_TRUE(std::equal(payload.begin(), payload.end(), expected.payload.begin(),
                            expected.payload.end()));
@@ -355,10 +355,10 @@ TEST_P(CodecConformance, AlteredPayloadsAreHarmless) {
 
 TEST_P(CodecConformance, RefusesOutputThatCouldBeTooShort) {
   const Values x = draw(100);
-  Adapted adapted = prepared(x, {});
-  const Site site{.adapted = &adapted};
+  CodecState codec_state = prepared(x, {});
+  const EncodeContext context{.codec_state = &codec_state};
   Payload payload(codec_->max_bytes(100) - 1);
-  EXPECT_THROW(codec_->encode(x.data(), 100, site, payload), InvalidArgument);
+  EXPECT_THROW(codec_->encode(x.data(), 100, context, payload), InvalidArgument);
 }
 
 TEST_P(CodecConformance, NothingIsEmpty) {
@@ -432,12 +432,12 @@ std::uint64_t digest() {
       Values x(n), residual(n), error(n), y(n);
       for (std::size_t i = 0; i < n; ++i) x[i] = family.draw(i, random);
       for (std::size_t i = 0; i < n; ++i) residual[i] = normal(i, random);
-      Adapted adapted;
+      CodecState codec_state;
       Payload payload(codec->max_bytes(n));
-      const Site site{
-          .call = 5, .residual = residual.data(), .error = error.data(), .adapted = &adapted};
-      codec->prepare(x.data(), n, site);
-      payload.resize(codec->encode(x.data(), n, site, payload));
+      const EncodeContext context{
+          .call = 5, .residual = residual.data(), .error = error.data(), .codec_state = &codec_state};
+      codec->prepare(x.data(), n, context);
+      payload.resize(codec->encode(x.data(), n, context, payload));
       codec->decode(payload, y.data(), n);
       codec->decode_add(payload, y.data(), n);
       add(hash, payload);

@@ -31,7 +31,7 @@ std::string refusal(const std::function<void()>& call) {
 }
 
 void book(Transaction& transaction, std::size_t extent, const Values& values) {
-  keep(transaction.site(extent), values.data(), values.size());
+  keep(transaction.context(extent), values.data(), values.size());
 }
 
 TEST(ErrorFeedback, CommitReplacesTheResidual) {
@@ -134,9 +134,9 @@ Values send(const Codec& codec, ErrorFeedback& feedback, const std::string& key,
   Values sum = x, delivered(x.size());
   for (std::size_t i = 0; i < residual.size(); ++i) sum[i] += residual[i];
   std::vector<std::byte> payload(codec.max_bytes(x.size()));
-  Site site;
-  site.error = transaction.site(0).error;
-  codec.encode(sum.data(), x.size(), site, payload);
+  EncodeContext context;
+  context.error = transaction.context(0).error;
+  codec.encode(sum.data(), x.size(), context, payload);
   codec.decode(payload, delivered.data(), x.size());
   transaction.settle(true);
   return delivered;
@@ -160,14 +160,14 @@ TEST(ErrorFeedback, TheCallsOfAStepStandOrFallTogether) {
   const auto call = [&](const std::string& key, float value, bool keep) {
     Transaction transaction(feedback, {{key, 1}});
     book(transaction, 0, {value});
-    transaction.site(0).adapted->tau = value;
+    transaction.context(0).codec_state->tau = value;
     transaction.next_memory(0).assign(3, value);
     transaction.settle(keep);
   };
   const auto kept = [&](const std::string& key) {
     const auto entry = feedback.save()[key];
-    EXPECT_EQ(entry.memory, Values(entry.residual.empty() ? 0 : 3, entry.adapted.tau));
-    return entry.adapted.tau;
+    EXPECT_EQ(entry.memory, Values(entry.residual.empty() ? 0 : 3, entry.codec_state.tau));
+    return entry.codec_state.tau;
   };
   feedback.begin_step();
   call("a", 1, true);
@@ -222,12 +222,12 @@ TEST(ErrorFeedback, WhatACodecRemembersStaysWhereAnotherOneRuns) {
 // What of v = x + residual a codec sends; the rest becomes the residual.
 std::size_t count_sent(const Codec& codec, ErrorFeedback& feedback, const Values& x) {
   Transaction transaction(feedback, {{"w", x.size()}});
-  const Site site = transaction.site(0);
+  const EncodeContext context = transaction.context(0);
   std::vector<std::byte> payload(codec.max_bytes(x.size()));
   Values y(x.size());
-  codec.prepare(x.data(), x.size(), site);
-  codec.encode(x.data(), x.size(), site, payload);
-  codec.adapt(x.size(), *site.adapted);
+  codec.prepare(x.data(), x.size(), context);
+  codec.encode(x.data(), x.size(), context, payload);
+  codec.adapt(x.size(), *context.codec_state);
   codec.decode(payload, y.data(), x.size());
   transaction.settle(true);
   return x.size() - static_cast<std::size_t>(std::count(y.begin(), y.end(), 0.0F));
@@ -245,21 +245,21 @@ TEST(ErrorFeedback, WhatOneCodecAdaptsIsNotTakenForAnothers) {
   const auto topk = make_codec("topk:density=0.1"), threshold = make_codec("threshold");
   ErrorFeedback feedback;
   for (unsigned call = 0; call < 3; ++call) count_sent(*topk, feedback, normal(50'000, call));
-  const float filter = feedback.save()["w"].adapted.filter;
+  const float filter = feedback.save()["w"].codec_state.filter;
   EXPECT_GT(filter, 0);
   EXPECT_NEAR(static_cast<double>(count_sent(*threshold, feedback, normal(50'000, 3))), 50, 1);
-  const float tau = feedback.save()["w"].adapted.tau;
+  const float tau = feedback.save()["w"].codec_state.tau;
   EXPECT_GT(tau, 0);
-  EXPECT_EQ(feedback.save()["w"].adapted.filter, filter);
+  EXPECT_EQ(feedback.save()["w"].codec_state.filter, filter);
   EXPECT_EQ(count_sent(*topk, feedback, normal(50'000, 4)), 5000U);
-  EXPECT_EQ(feedback.save()["w"].adapted.tau, tau);
+  EXPECT_EQ(feedback.save()["w"].codec_state.tau, tau);
 }
 
 TEST(ErrorFeedback, NumbersTellItsCallsApart) {
   ErrorFeedback feedback;
   const auto call = [](ErrorFeedback& of, const std::string& key, bool keep) {
     Transaction transaction(of, {{key, 1}});
-    const std::uint64_t number = transaction.site(0).call;
+    const std::uint64_t number = transaction.context(0).call;
     book(transaction, 0, {1});
     transaction.settle(keep);
     return number;
@@ -277,7 +277,7 @@ TEST(ErrorFeedback, NumbersTellItsCallsApart) {
   EXPECT_EQ(call(feedback, "a", true), third);
 }
 
-ErrorFeedback::Kept kept_of(float value) {
+ErrorFeedback::SavedKey kept_of(float value) {
   return {Values(3, value), {.tau = value, .filter = value}, 7, Values(2, value)};
 }
 
@@ -285,8 +285,8 @@ bool same(const ErrorFeedback::State& a, const ErrorFeedback::State& b) {
   return std::ranges::equal(a, b, [](const auto& x, const auto& y) {
     return x.first == y.first && x.second.residual == y.second.residual &&
            x.second.memory == y.second.memory && x.second.calls == y.second.calls &&
-           x.second.adapted.tau == y.second.adapted.tau &&
-           x.second.adapted.filter == y.second.adapted.filter;
+           x.second.codec_state.tau == y.second.codec_state.tau &&
+           x.second.codec_state.filter == y.second.codec_state.filter;
   });
 }
 
@@ -303,8 +303,8 @@ TEST(ErrorFeedback, ABadStateIsRefusedWhole) {
   feedback.load({{"a", kept_of(1)}});
   const auto before = feedback.save();
   for (float value : {NAN, INFINITY, -INFINITY}) {
-    std::vector<ErrorFeedback::Kept> bad(4, kept_of(1));
-    bad[0].residual[1] = bad[1].memory[1] = bad[2].adapted.tau = bad[3].adapted.filter = value;
+    std::vector<ErrorFeedback::SavedKey> bad(4, kept_of(1));
+    bad[0].residual[1] = bad[1].memory[1] = bad[2].codec_state.tau = bad[3].codec_state.filter = value;
     for (const auto& each : bad) {
       EXPECT_NE(refusal([&] { feedback.load({{"a", kept_of(5)}, {"b", each}}); }).find("'b'"),
                 std::string::npos);
@@ -324,7 +324,7 @@ TEST(ErrorFeedback, WhatIsSavedHoldsNothingOfUnfinishedCalls) {
   for (const char* key : {"a", "b", "c"}) {
     Transaction transaction(feedback, {{key, 3}});
     book(transaction, 0, {4, 5, 6});
-    *transaction.site(0).adapted = {.tau = 8, .filter = 9};
+    *transaction.context(0).codec_state = {.tau = 8, .filter = 9};
     transaction.next_memory(0).assign(2, 7);
     EXPECT_TRUE(same(feedback.save(), before));
     transaction.settle(true);
@@ -355,12 +355,12 @@ TEST(ErrorFeedback, TauIsScaledAndStaysFinite) {
   ErrorFeedback feedback;
   feedback.load({{"b", kept_of(1)}});
   feedback.scale(-2);
-  EXPECT_EQ(feedback.save()["b"].adapted.tau, 2);
-  EXPECT_EQ(feedback.save()["b"].adapted.filter, 2);
+  EXPECT_EQ(feedback.save()["b"].codec_state.tau, 2);
+  EXPECT_EQ(feedback.save()["b"].codec_state.filter, 2);
   EXPECT_EQ(feedback.residual("b"), Values(3, -2));
   feedback.load({{"b", {Values(1), {.tau = 1e30F}, 0, {}}}});
   feedback.scale(1e30);
-  EXPECT_EQ(feedback.save()["b"].adapted.tau, std::numeric_limits<float>::max());
+  EXPECT_EQ(feedback.save()["b"].codec_state.tau, std::numeric_limits<float>::max());
 }
 
 // Whoever calls may have told the processor to flush them.
@@ -448,7 +448,7 @@ TEST(ErrorFeedback, ThreadsUseTheirOwnKeysAtOnce) {
         Transaction transaction(feedback, {{key, 3}, {key + "b", 1}});
         const auto residual = transaction.residual(0);
         for (std::size_t i = 0; i < residual.size(); ++i)
-          transaction.site(0).error[i] = residual[i] + 1;
+          transaction.context(0).error[i] = residual[i] + 1;
         if (step % 5 != 4) transaction.settle(true);
       }
     });

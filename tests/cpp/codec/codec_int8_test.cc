@@ -18,9 +18,9 @@ using Payload = std::vector<std::byte>;
 
 constexpr float kMost = std::numeric_limits<float>::max();
 
-Payload encode(const Codec& codec, const Values& x, Site site = {}) {
+Payload encode(const Codec& codec, const Values& x, EncodeContext context = {}) {
   Payload payload(codec.max_bytes(x.size()));
-  EXPECT_EQ(codec.encode(x.data(), x.size(), site, payload), payload.size());
+  EXPECT_EQ(codec.encode(x.data(), x.size(), context, payload), payload.size());
   return payload;
 }
 

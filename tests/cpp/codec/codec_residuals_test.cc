@@ -36,8 +36,8 @@ float wide(std::uint16_t narrow) {
 
 Narrow rounded(const Values& x, std::uint64_t call = 1, std::uint64_t element = 0) {
   Narrow out(x.size());
-  const Dice dice{.seed = 7, .call = call, .element = element};
-  kernels().bf16_at_random(x.data(), dice, reinterpret_cast<std::byte*>(out.data()), x.size());
+  const RandomPosition position{.seed = 7, .call = call, .element = element};
+  kernels().bf16_at_random(x.data(), position, reinterpret_cast<std::byte*>(out.data()), x.size());
   return out;
 }
 
@@ -147,26 +147,26 @@ TEST(NarrowResiduals, CodecsSendTheSameBytesAndLeaveTheSameErrorRounded) {
         Values same(n), error(n);
         std::ranges::transform(e, same.begin(), wide);
         Narrow kept(n);
-        Adapted one, other;
-        Site site{.call = 5, .element = 65536, .error = error.data(), .adapted = &one};
-        Site narrow{.call = 5, .element = 65536, .adapted = &other};
+        CodecState one, other;
+        EncodeContext context{.call = 5, .element = 65536, .error = error.data(), .codec_state = &one};
+        EncodeContext narrow{.call = 5, .element = 65536, .codec_state = &other};
         narrow.narrow_error = kept.data();
         if (!first) {
-          site.residual = same.data();
+          context.residual = same.data();
           narrow.narrow_residual = e.data();
         }
-        codec->prepare(x.data(), n, site);
+        codec->prepare(x.data(), n, context);
         codec->prepare(x.data(), n, narrow);
         EXPECT_EQ(one.tau, other.tau) << spec;
         std::vector<std::byte> bytes(codec->max_bytes(n)), found(bytes.size());
-        bytes.resize(codec->encode(x.data(), n, site, bytes));
+        bytes.resize(codec->encode(x.data(), n, context, bytes));
         found.resize(encode(*codec, x.data(), n, narrow, found));
         EXPECT_EQ(found, bytes) << spec << " n=" << n;
         EXPECT_EQ(other.filter, one.filter) << spec;
         EXPECT_EQ(other.sent, one.sent) << spec;
         EXPECT_EQ(other.largest, one.largest) << spec;
         Narrow expected(n);
-        Site keeps{.call = 5, .element = 65536};
+        EncodeContext keeps{.call = 5, .element = 65536};
         keeps.narrow_error = expected.data();
         keep(keeps, error.data(), n);
         EXPECT_EQ(kept, expected) << spec << " n=" << n;
@@ -180,10 +180,10 @@ TEST(NarrowResiduals, WhatIsNeverEncodedDeliversThem) {
   Narrow kept(e.size(), 9);
   Values x = normal(e.size(), 1), expected = x;
   for (std::size_t i = 0; i < x.size(); ++i) expected[i] += wide(e[i]);
-  Site site;
-  site.narrow_residual = e.data();
-  site.narrow_error = kept.data();
-  deliver(site, x.data(), x.size());
+  EncodeContext context;
+  context.narrow_residual = e.data();
+  context.narrow_error = kept.data();
+  deliver(context, x.data(), x.size());
   EXPECT_EQ(x, expected);
   EXPECT_EQ(kept, Narrow(e.size()));
 }
@@ -192,7 +192,7 @@ constexpr auto kBFloat16 = ResidualType::kBFloat16;
 const float kBetween = 1 + 0x1p-8F;  // half way from one to its neighbour
 
 void book(Transaction& transaction, const Values& values) {
-  keep(transaction.site(0), values.data(), values.size());
+  keep(transaction.context(0), values.data(), values.size());
 }
 
 double mean(const Values& values) {

@@ -244,20 +244,20 @@ TEST_F(Differential, EveryTableRoundsAtRandomLikeScalar) {
   for (const Kernels* table : available_kernels())
     for (const std::uint64_t element : {0, 4096, 4095, 123})
       for (std::size_t n : lengths()) {
-        const Dice dice{.seed = 3, .call = 9, .element = element};
+        const RandomPosition position{.seed = 3, .call = 9, .element = element};
         Array x = floats(n, Data::kNormal);
         Array out = elements(DType::kBFloat16, n, Data::kNormal), same = out;
-        scalar().bf16_at_random(x.floats(), dice, out.data(), n);
-        table->bf16_at_random(x.floats(), dice, same.data(), n);
+        scalar().bf16_at_random(x.floats(), position, out.data(), n);
+        table->bf16_at_random(x.floats(), position, same.data(), n);
         ASSERT_EQ(same, out) << table->name << " n=" << n;
       }
 }
 
 TEST_F(Differential, EveryTableEncodesInt8LikeScalar) {
-  const Dice dice{.seed = 3, .call = 9, .element = 640};
+  const RandomPosition position{.seed = 3, .call = 9, .element = 640};
   const Int8Kernels& reference = scalar().int8;
   for (const Kernels* table : available_kernels())
-    for (const Dice* drawn : {static_cast<const Dice*>(nullptr), &dice})
+    for (const RandomPosition* drawn : {static_cast<const RandomPosition*>(nullptr), &position})
       for (Data data : kAllData)
         for (std::size_t n : lengths())
           for (bool fed_back : {false, true}) {
@@ -528,9 +528,9 @@ std::vector<Function> functions_of(const Kernels& table) {
           as_function(table.one_bit.read_runs),
           as_function(table.sparse.threshold),
           as_function(table.sparse.filter),
-          as_function(table.low_rank.left),
-          as_function(table.low_rank.right),
-          as_function(table.low_rank.product)};
+          as_function(table.lowrank.left),
+          as_function(table.lowrank.right),
+          as_function(table.lowrank.product)};
 }
 
 // What a comparison with scalar compares is another's code.

@@ -27,13 +27,13 @@ Payload written(const Indices& index, std::size_t n) {
   return out;
 }
 
-Layout read(const Payload& in, std::size_t n, Indices& index) {
+PositionFormat read(const Payload& in, std::size_t n, Indices& index) {
   const auto positions = std::make_unique<Positions>();
   PayloadReader reader(in);
-  const Layout layout = reader.positions(n, *positions);
+  const PositionFormat format = reader.positions(n, *positions);
   EXPECT_EQ(reader.left(), 0U);
   index.assign(positions->all().begin(), positions->all().end());
-  return layout;
+  return format;
 }
 
 Payload bytes(std::initializer_list<int> values) {
@@ -50,31 +50,31 @@ Indices every(std::size_t step, std::size_t n, std::size_t first = 0) {
 
 struct Case {
   const char* name;
-  Layout layout;
+  PositionFormat format;
   std::size_t n;
   Indices index;
 };
 
 std::vector<Case> cases() {
-  return {{"nothing", Layout::kNone, 7, {}},
-          {"everything", Layout::kAll, kSparseUnit, every(1, kSparseUnit)},
-          {"the only one", Layout::kAll, 1, {0}},
-          {"one far away", Layout::kList, kSparseUnit, {31999}},
-          {"two far away", Layout::kList, kSparseUnit, {31999, 32767}},
-          {"one in a thousand", Layout::kGaps, kSparseUnit, every(1000, kSparseUnit, 3)},
-          {"one in ten", Layout::kGaps, kSparseUnit, every(10, kSparseUnit)},
-          {"a gap of many zeros", Layout::kGaps, 20000, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 19999}},
-          {"every other one", Layout::kBitmap, kSparseUnit, every(2, kSparseUnit)},
-          {"all but one", Layout::kBitmap, 1001, every(1, 1001, 1)}};
+  return {{"nothing", PositionFormat::kNone, 7, {}},
+          {"everything", PositionFormat::kAll, kSparseUnit, every(1, kSparseUnit)},
+          {"the only one", PositionFormat::kAll, 1, {0}},
+          {"one far away", PositionFormat::kList, kSparseUnit, {31999}},
+          {"two far away", PositionFormat::kList, kSparseUnit, {31999, 32767}},
+          {"one in a thousand", PositionFormat::kGaps, kSparseUnit, every(1000, kSparseUnit, 3)},
+          {"one in ten", PositionFormat::kGaps, kSparseUnit, every(10, kSparseUnit)},
+          {"a gap of many zeros", PositionFormat::kGaps, 20000, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 19999}},
+          {"every other one", PositionFormat::kBitmap, kSparseUnit, every(2, kSparseUnit)},
+          {"all but one", PositionFormat::kBitmap, 1001, every(1, 1001, 1)}};
 }
 
 TEST(Positions, EveryLayoutIsChosenForItsKindAndGivesThemBack) {
-  std::set<Layout> seen;
+  std::set<PositionFormat> seen;
   for (const Case& each : cases()) {
     Indices again;
-    EXPECT_EQ(read(written(each.index, each.n), each.n, again), each.layout) << each.name;
+    EXPECT_EQ(read(written(each.index, each.n), each.n, again), each.format) << each.name;
     EXPECT_EQ(again, each.index) << each.name;
-    seen.insert(each.layout);
+    seen.insert(each.format);
   }
   EXPECT_EQ(seen.size(), 5U);
 }

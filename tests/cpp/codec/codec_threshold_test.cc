@@ -20,9 +20,9 @@ namespace {
 using Values = std::vector<float>;
 using Payload = std::vector<std::byte>;
 
-Payload encode(const Codec& codec, const Values& x, Site site = {}) {
+Payload encode(const Codec& codec, const Values& x, EncodeContext context = {}) {
   Payload payload(codec.max_bytes(x.size()));
-  payload.resize(codec.encode(x.data(), x.size(), site, payload));
+  payload.resize(codec.encode(x.data(), x.size(), context, payload));
   return payload;
 }
 
@@ -106,9 +106,9 @@ TEST(Threshold, FewerThanTheTargetAreSentWithTheLargest) {
   const auto codec = make_codec("threshold:density=0.1");
   Values x(1000);
   x[3] = 2, x[9] = -5, x[500] = 5;
-  Adapted adapted;
-  codec->prepare(x.data(), x.size(), {.adapted = &adapted});
-  EXPECT_EQ(adapted.tau, 5);
+  CodecState codec_state;
+  codec->prepare(x.data(), x.size(), {.codec_state = &codec_state});
+  EXPECT_EQ(codec_state.tau, 5);
   const Values y = decode(*codec, encode(*codec, x), x.size());
   EXPECT_EQ(y[3], 0);
   EXPECT_EQ(y[9], -5);
@@ -121,13 +121,13 @@ TEST(Threshold, TheFirstTauReachesTheDensityOnTheSum) {
     for (const double density : {0.001, 0.01, 0.1, 1.0}) {
       const auto codec = make_codec("threshold:density=" + std::to_string(density));
       const Values x = gaussian(n, 1, random), residual = gaussian(n, 3, random);
-      Adapted adapted;
-      const Site site{.residual = residual.data(), .adapted = &adapted};
-      codec->prepare(x.data(), n, site);
-      encode(*codec, x, site);
+      CodecState codec_state;
+      const EncodeContext context{.residual = residual.data(), .codec_state = &codec_state};
+      codec->prepare(x.data(), n, context);
+      encode(*codec, x, context);
       const double target = std::max(1.0, density * static_cast<double>(n));
       const double tolerance = n <= 65536 ? 0 : 0.35 * target;
-      EXPECT_NEAR(static_cast<double>(adapted.sent), target, tolerance + 0.5)
+      EXPECT_NEAR(static_cast<double>(codec_state.sent), target, tolerance + 0.5)
           << n << " " << density;
     }
 }
@@ -140,20 +140,20 @@ class Calls {
   Values call(const Values& x) {
     Values error(n_);
     adapted_ = {.tau = adapted_.tau};
-    const Site site{.residual = residual_.data(), .error = error.data(), .adapted = &adapted_};
-    codec_->prepare(x.data(), n_, site);
-    const Payload payload = encode(*codec_, x, site);
+    const EncodeContext context{.residual = residual_.data(), .error = error.data(), .codec_state = &adapted_};
+    codec_->prepare(x.data(), n_, context);
+    const Payload payload = encode(*codec_, x, context);
     codec_->adapt(n_, adapted_);
     residual_ = error;
     return decode(*codec_, payload, n_);
   }
   const Values& residual() const { return residual_; }
-  const Adapted& adapted() const { return adapted_; }
+  const CodecState& codec_state() const { return adapted_; }
 
  private:
   std::shared_ptr<const Codec> codec_;
   Values residual_;
-  Adapted adapted_;
+  CodecState adapted_;
   std::size_t n_;
 };
 
@@ -175,9 +175,9 @@ Series follow(const char* spec, double density, std::size_t n, std::size_t calls
   Series series;
   for (std::size_t call = 0; call < calls; ++call) {
     rank.call(gaussian(n, scale(call), random));
-    series.ratio.push_back(static_cast<double>(rank.adapted().sent) /
+    series.ratio.push_back(static_cast<double>(rank.codec_state().sent) /
                            (density * static_cast<double>(n)));
-    series.tau.push_back(rank.adapted().tau);
+    series.tau.push_back(rank.codec_state().tau);
   }
   return series;
 }
@@ -217,28 +217,28 @@ TEST(AdaptiveThreshold, WithoutAResidualTauFollowsTheDataAtOnce) {
   const auto codec = make_codec("threshold");
   std::mt19937_64 random(8);
   const Values x = gaussian(50'000, 0.01, random);
-  Adapted adapted{.tau = 1};
-  encode(*codec, x, {.adapted = &adapted});
-  EXPECT_EQ(adapted.sent, 0U);
-  codec->adapt(x.size(), adapted);
-  EXPECT_EQ(adapted.tau, adapted.largest * 1.25F);
+  CodecState codec_state{.tau = 1};
+  encode(*codec, x, {.codec_state = &codec_state});
+  EXPECT_EQ(codec_state.sent, 0U);
+  codec->adapt(x.size(), codec_state);
+  EXPECT_EQ(codec_state.tau, codec_state.largest * 1.25F);
 }
 
 TEST(AdaptiveThreshold, ZerosLeaveTauAlone) {
   Calls rank("threshold", 5000);
   std::mt19937_64 random(9);
   for (int call = 0; call < 3; ++call) rank.call(Values(5000));
-  EXPECT_EQ(rank.adapted().tau, 0);
+  EXPECT_EQ(rank.codec_state().tau, 0);
   rank.call(gaussian(5000, 1, random));
-  EXPECT_EQ(rank.adapted().sent, 5U);
+  EXPECT_EQ(rank.codec_state().sent, 5U);
   Calls other("threshold", 5000);
   Values x(5000);
   x[7] = 1;
   other.call(x);
-  const float tau = other.adapted().tau;
+  const float tau = other.codec_state().tau;
   EXPECT_GT(tau, 0);
   for (int call = 0; call < 50; ++call) other.call(Values(5000));
-  EXPECT_EQ(other.adapted().tau, tau);
+  EXPECT_EQ(other.codec_state().tau, tau);
 }
 
 // Where fewer elements than the target ever move, tau may not shrink until they are lost.
@@ -257,17 +257,17 @@ TEST(AdaptiveThreshold, NanMovesNothingToNan) {
   Values x(1000, 1.0F);
   x[0] = NAN, x[1] = INFINITY;
   rank.call(x);
-  EXPECT_TRUE(std::isfinite(rank.adapted().tau));
-  EXPECT_GT(rank.adapted().tau, 0);
+  EXPECT_TRUE(std::isfinite(rank.codec_state().tau));
+  EXPECT_GT(rank.codec_state().tau, 0);
 }
 
 TEST(AdaptiveThreshold, AForeignTauIsReplaced) {
   const auto codec = make_codec("threshold");
   const Values x(1000, 0.25F);
   for (const float value : {NAN, INFINITY, -1.0F}) {
-    Adapted adapted{.tau = value};
-    codec->prepare(x.data(), x.size(), {.adapted = &adapted});
-    EXPECT_EQ(adapted.tau, 0.25F);
+    CodecState codec_state{.tau = value};
+    codec->prepare(x.data(), x.size(), {.codec_state = &codec_state});
+    EXPECT_EQ(codec_state.tau, 0.25F);
   }
 }
 

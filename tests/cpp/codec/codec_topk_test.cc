@@ -18,9 +18,9 @@ namespace {
 using Values = std::vector<float>;
 using Payload = std::vector<std::byte>;
 
-Payload encode(const Codec& codec, const Values& x, Site site = {}) {
+Payload encode(const Codec& codec, const Values& x, EncodeContext context = {}) {
   Payload payload(codec.max_bytes(x.size()));
-  payload.resize(codec.encode(x.data(), x.size(), site, payload));
+  payload.resize(codec.encode(x.data(), x.size(), context, payload));
   return payload;
 }
 
@@ -60,11 +60,11 @@ TEST(TopK, SendsTheLargestOfEachUnit) {
     const Values x = draw(2 * codec->unit() + 777, random), residual = draw(x.size(), random);
     Values v(x.size()), error(x.size());
     std::transform(x.begin(), x.end(), residual.begin(), v.begin(), std::plus<float>());
-    Adapted adapted;
+    CodecState codec_state;
     const Values expected = largest(v, codec->unit(), density);
     for (int call = 0; call < 3; ++call) {  // with another filter each time
       const Payload payload = encode(
-          *codec, x, {.residual = residual.data(), .error = error.data(), .adapted = &adapted});
+          *codec, x, {.residual = residual.data(), .error = error.data(), .codec_state = &codec_state});
       ASSERT_EQ(decode(*codec, payload, x.size()), expected) << density;
       for (std::size_t i = 0; i < v.size(); ++i)
         ASSERT_EQ(error[i], expected[i] == 0 ? v[i] : 0) << density;
@@ -92,8 +92,8 @@ TEST(TopK, AnyFilterGivesTheSameBytes) {
   const Values x = draw(codec->unit() + 5, random);
   const Payload expected = encode(*codec, x);
   for (const float filter : {1e-30F, 0.01F, 1.0F, 1e30F, NAN, INFINITY, -INFINITY, -1.0F}) {
-    Adapted adapted{.filter = filter};
-    EXPECT_EQ(encode(*codec, x, {.adapted = &adapted}), expected) << filter;
+    CodecState codec_state{.filter = filter};
+    EXPECT_EQ(encode(*codec, x, {.codec_state = &codec_state}), expected) << filter;
   }
 }
 
@@ -155,11 +155,11 @@ TEST(TopK, DeliversEverythingOverManyCalls) {
     std::mt19937_64 random(5);
     Values residual(n);
     std::vector<double> given(n), delivered(n);
-    Adapted adapted;
+    CodecState codec_state;
     for (int call = 0; call < 100; ++call) {
       const Values x = draw(n, random);
-      const Site site{.residual = residual.data(), .error = residual.data(), .adapted = &adapted};
-      const Values y = decode(*codec, encode(*codec, x, site), n);
+      const EncodeContext context{.residual = residual.data(), .error = residual.data(), .codec_state = &codec_state};
+      const Values y = decode(*codec, encode(*codec, x, context), n);
       for (std::size_t i = 0; i < n; ++i) given[i] += x[i], delivered[i] += y[i];
     }
     for (std::size_t i = 0; i < n; ++i)

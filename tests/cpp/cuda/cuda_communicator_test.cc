@@ -32,7 +32,7 @@ void expect_same(const Outcome& gpu, const Outcome& cpu, const std::string& what
       EXPECT_EQ(its.calls, kept.calls) << what;
       EXPECT_TRUE(exec::same_bits(its.residual, kept.residual)) << what << ": residual of " << key;
       EXPECT_TRUE(exec::same_bits(its.memory, kept.memory)) << what << ": memory of " << key;
-      EXPECT_EQ(its.adapted.tau, kept.adapted.tau) << what;
+      EXPECT_EQ(its.codec_state.tau, kept.codec_state.tau) << what;
     }
   }
 }

@@ -176,7 +176,7 @@ TEST_F(CudaElements, DeliversTheResidual) {
       codec::kernels().reduce[0][0](expected.data(), e.data(), n);
       const DeviceArray<float> y(x, which);
       const DeviceFeedback feedback(e, n % 2, which);
-      RUN(api().deliver(feedback.site(), y.data(), n, stream()));
+      RUN(api().deliver(feedback.run_feedback(), y.data(), n, stream()));
       ASSERT_TRUE(same(y.values(), expected)) << n;
       ASSERT_TRUE(same(feedback.before(), e));
       ASSERT_TRUE(same(feedback.after(), std::vector<float>(n, 0.0F)));
@@ -220,11 +220,11 @@ TEST_F(CudaElements, PoisonsWhereAFlagIsSet) {
     }
 }
 
-Entry entry_of(std::uint32_t which) {
-  Entry entry{.which = which, .which_memory = 1, .calls = 5, .adapted = {}};
-  entry.adapted[which] = {.tau = 2, .filter = 3, .sent = 4, .largest = 5, .reserved = 0};
-  entry.adapted[which ^ 1U] = {.tau = 6, .filter = 7, .sent = 8, .largest = 9, .reserved = 0};
-  return entry;
+KeyState key_state_of(std::uint32_t which) {
+  KeyState key_state{.which = which, .which_memory = 1, .calls = 5, .codec_state = {}};
+  key_state.codec_state[which] = {.tau = 2, .filter = 3, .sent = 4, .largest = 5, .reserved = 0};
+  key_state.codec_state[which ^ 1U] = {.tau = 6, .filter = 7, .sent = 8, .largest = 9, .reserved = 0};
+  return key_state;
 }
 
 TEST_F(CudaElements, KeysOpenAndSettle) {
@@ -232,15 +232,15 @@ TEST_F(CudaElements, KeysOpenAndSettle) {
     for (const std::uint32_t flag : {0U, 1U})
       for (const bool remembers : {false, true}) {
         const std::size_t count = which == 0 ? 3 : 700;
-        const DeviceArray<Entry> entries(std::vector<Entry>(count, entry_of(which)));
-        std::vector<Entry*> pointers;
-        for (std::size_t i = 0; i < count; ++i) pointers.push_back(entries.data() + i);
-        const DeviceArray<Entry*> list(pointers);
+        const DeviceArray<KeyState> key_states(std::vector<KeyState>(count, key_state_of(which)));
+        std::vector<KeyState*> pointers;
+        for (std::size_t i = 0; i < count; ++i) pointers.push_back(key_states.data() + i);
+        const DeviceArray<KeyState*> list(pointers);
         const DeviceArray<std::uint32_t> flags({flag});
         RUN(api().open(list.data(), count, stream()));
-        for (const Entry& each : entries.values()) {
-          const Adapted& last = each.adapted[which];
-          const Adapted& open = each.adapted[which ^ 1U];
+        for (const KeyState& each : key_states.values()) {
+          const CodecState& last = each.codec_state[which];
+          const CodecState& open = each.codec_state[which ^ 1U];
           ASSERT_EQ(each.which, which);
           ASSERT_EQ(last.sent, 4U);
           ASSERT_EQ(open.tau, 2);
@@ -249,7 +249,7 @@ TEST_F(CudaElements, KeysOpenAndSettle) {
           ASSERT_EQ(open.largest, 0U);
         }
         RUN(api().settle(list.data(), count, remembers, flags.data(), stream()));
-        for (const Entry& each : entries.values()) {
+        for (const KeyState& each : key_states.values()) {
           ASSERT_EQ(each.which, flag == 0 ? which ^ 1U : which);
           ASSERT_EQ(each.which_memory, flag == 0 && remembers ? 0U : 1U);
           ASSERT_EQ(each.calls, flag == 0 ? 6U : 5U);

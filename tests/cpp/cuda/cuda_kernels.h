@@ -29,19 +29,19 @@ class DeviceFeedback {
       : which_(which),
         residuals_{DeviceArray<float>(which == 0 ? e : poison(e.size()), shift),
                    DeviceArray<float>(which == 0 ? poison(e.size()) : e, shift)},
-        entry_({Entry{.which = which, .which_memory = 0, .calls = calls, .adapted = {}}}) {}
+        key_state_({KeyState{.which = which, .which_memory = 0, .calls = calls, .codec_state = {}}}) {}
 
-  Site site() const { return {{residuals_[0].data(), residuals_[1].data()}, entry_.data()}; }
+  RunFeedback run_feedback() const { return {{residuals_[0].data(), residuals_[1].data()}, key_state_.data()}; }
   std::vector<float> before() const { return residuals_[which_].values(); }
   std::vector<float> after() const { return residuals_[which_ ^ 1U].values(); }
-  Entry entry() const { return entry_.value(); }
+  KeyState key_state() const { return key_state_.value(); }
 
  private:
   static std::vector<float> poison(std::size_t n) { return std::vector<float>(n, 7.0F); }
 
   std::uint32_t which_;
   DeviceArray<float> residuals_[2];
-  DeviceArray<Entry> entry_;
+  DeviceArray<KeyState> key_state_;
 };
 
 inline std::vector<std::byte> draw_bytes(std::size_t n, std::mt19937_64& random) {

@@ -109,8 +109,8 @@ TEST_P(CudaOneBit, EncodesAsTheCpu) {
         const DeviceArray<std::byte> out(draw_bytes(units(n) * slot(), random_), 0);
         const DeviceArray<std::uint32_t> sizes(std::vector<std::uint32_t>(units(n), 1));
         const DeviceFeedback feedback(e, shift(), static_cast<std::uint32_t>(n % 2));
-        const Site site = fed_back ? feedback.site() : Site{};
-        RUN(api().onebit_encode(in.data(), site, n, block(), out.data(), sizes.data(), stream()));
+        const RunFeedback run_feedback = fed_back ? feedback.run_feedback() : RunFeedback{};
+        RUN(api().onebit_encode(in.data(), run_feedback, n, block(), out.data(), sizes.data(), stream()));
         expect_units(out.values(), sizes.values(), expected.units);
         ASSERT_TRUE(same(in.values(), x));
         if (!fed_back) continue;
@@ -141,7 +141,7 @@ TEST_P(CudaOneBit, FinishesAsTheCpu) {
       const DeviceArray<std::uint32_t> sizes(std::vector<std::uint32_t>(units(n)));
       const DeviceArray<std::uint32_t> flags({kRefused});
       const DeviceFeedback feedback(e, shift());
-      RUN(api().onebit_finish(in.data(), fed_back ? feedback.site() : Site{}, n, block(),
+      RUN(api().onebit_finish(in.data(), fed_back ? feedback.run_feedback() : RunFeedback{}, n, block(),
                               out.data(), sizes.data(), in.data(), factor, flags.data(), stream()));
       expect_units(out.values(), sizes.values(), encoded.units);
       ASSERT_TRUE(same(in.values(), y));

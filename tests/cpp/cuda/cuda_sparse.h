@@ -42,15 +42,15 @@ struct Encoded {
 
 // residual: may be empty.
 inline Encoded encode_on_cpu(const codec::Codec& codec, const Floats& x, const Floats& residual,
-                             codec::Adapted* adapted) {
+                             codec::CodecState* codec_state) {
   const codec::FloatEnvironment environment;
   Encoded sent{{}, Floats(x.size())};
   for (std::size_t i = 0; i < x.size(); i += kUnit) {
     const std::size_t n = std::min(kUnit, x.size() - i);
-    codec::Site site{.element = i, .error = sent.error.data() + i, .adapted = adapted};
-    if (!residual.empty()) site.residual = residual.data() + i;
+    codec::EncodeContext run_feedback{.element = i, .error = sent.error.data() + i, .codec_state = codec_state};
+    if (!residual.empty()) run_feedback.residual = residual.data() + i;
     Payload unit(codec.max_bytes(n));
-    unit.resize(codec.encode(x.data() + i, n, site, unit));
+    unit.resize(codec.encode(x.data() + i, n, run_feedback, unit));
     sent.units.push_back(unit);
   }
   return sent;
@@ -58,26 +58,26 @@ inline Encoded encode_on_cpu(const codec::Codec& codec, const Floats& x, const F
 
 // A key: which of the two places of e is the old one, and what it adapts to.
 struct Key {
-  Key(const Floats& residual, std::uint32_t which, const Adapted& adapted)
-      : e(residual, 3), next(Floats(residual.size(), -7), 2), entry(entry_of(which, adapted), 0) {
-    Site feedback{{next.data(), next.data()}, entry.data()};
+  Key(const Floats& residual, std::uint32_t which, const CodecState& codec_state)
+      : e(residual, 3), next(Floats(residual.size(), -7), 2), key_state(key_state_of(which, codec_state), 0) {
+    RunFeedback feedback{{next.data(), next.data()}, key_state.data()};
     feedback.residual[which] = e.data();
-    if (!residual.empty()) site = feedback;
+    if (!residual.empty()) run_feedback = feedback;
   }
 
-  static std::vector<Entry> entry_of(std::uint32_t which, const Adapted& adapted) {
-    Entry one{which, which, 0, {}};
-    one.adapted[1 - which] = adapted;
+  static std::vector<KeyState> key_state_of(std::uint32_t which, const CodecState& codec_state) {
+    KeyState one{which, which, 0, {}};
+    one.codec_state[1 - which] = codec_state;
     return {one};
   }
-  Adapted adapted() const {
-    const Entry now = entry.values()[0];
-    return now.adapted[1 - now.which];
+  CodecState codec_state() const {
+    const KeyState now = key_state.values()[0];
+    return now.codec_state[1 - now.which];
   }
 
   DeviceArray<float> e, next;
-  DeviceArray<Entry> entry;
-  Site site{{nullptr, nullptr}, entry.data()};
+  DeviceArray<KeyState> key_state;
+  RunFeedback run_feedback{{nullptr, nullptr}, key_state.data()};
 };
 
 class SlotArray {
@@ -199,7 +199,7 @@ inline std::vector<Payload> hostile_units(const codec::Codec& codec, std::size_t
 // some `low` of gaps; with the values behind it.
 inline Payload as_list(const std::vector<std::uint16_t>& index) {
   const auto low = static_cast<std::byte>(index.size() % 128);
-  Payload out = {static_cast<std::byte>(codec::Layout::kList), low};
+  Payload out = {static_cast<std::byte>(codec::PositionFormat::kList), low};
   if (index.size() >= 128) {
     out[1] |= std::byte{128};
     out.push_back(static_cast<std::byte>(index.size() / 128));
@@ -214,7 +214,7 @@ inline Payload as_list(const std::vector<std::uint16_t>& index) {
 inline Payload as_gaps(const std::vector<std::uint16_t>& index, unsigned low) {
   Payload out = as_list(index);
   out.resize(index.size() < 128 ? 2 : 3);
-  out[0] = static_cast<std::byte>(static_cast<unsigned>(codec::Layout::kGaps) | low << 3);
+  out[0] = static_cast<std::byte>(static_cast<unsigned>(codec::PositionFormat::kGaps) | low << 3);
   std::vector<bool> all;
   std::size_t next = 0;
   for (const std::uint16_t i : index) {

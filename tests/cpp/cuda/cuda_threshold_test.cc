@@ -25,15 +25,15 @@ class OnDevice {
         slots_((n + kUnit - 1) / kUnit, kSlotBytes),
         scratch_(Payload(api().sparse_scratch_bytes(n)), 0) {}
 
-  void prepare(const float* x, const Site& site) const {
-    EXPECT_EQ(api().threshold_prepare(x, site, n_, of_.density, scratch_.data(), stream()), 0);
+  void prepare(const float* x, const RunFeedback& run_feedback) const {
+    EXPECT_EQ(api().threshold_prepare(x, run_feedback, n_, of_.density, scratch_.data(), stream()), 0);
     scratch_.values();
   }
-  void encode(const float* x, const Site& site) const {
-    EXPECT_EQ(api().threshold_encode(x, site, n_, of_.tau, of_.density, slots_.data(),
+  void encode(const float* x, const RunFeedback& run_feedback) const {
+    EXPECT_EQ(api().threshold_encode(x, run_feedback, n_, of_.tau, of_.density, slots_.data(),
                                      slots_.sizes(), scratch_.data(), stream()),
               0);
-    EXPECT_EQ(api().threshold_adapt(n_, of_.density, site.entry, stream()), 0);
+    EXPECT_EQ(api().threshold_adapt(n_, of_.density, run_feedback.key_state, stream()), 0);
     scratch_.values();
   }
   const SlotArray& slots() const { return slots_; }
@@ -45,13 +45,13 @@ class OnDevice {
   DeviceArray<std::byte> scratch_;
 };
 
-Adapted on_device(const codec::Adapted& adapted) {
-  return {adapted.tau, adapted.filter, adapted.sent, std::bit_cast<std::uint32_t>(adapted.largest),
+CodecState on_device(const codec::CodecState& codec_state) {
+  return {codec_state.tau, codec_state.filter, codec_state.sent, std::bit_cast<std::uint32_t>(codec_state.largest),
           0};
 }
 
-void expect_same(const Adapted& actual, const codec::Adapted& expected) {
-  const Adapted other = on_device(expected);
+void expect_same(const CodecState& actual, const codec::CodecState& expected) {
+  const CodecState other = on_device(expected);
   EXPECT_EQ(std::bit_cast<std::uint32_t>(actual.tau), std::bit_cast<std::uint32_t>(other.tau));
   EXPECT_EQ(actual.sent, other.sent);
   EXPECT_EQ(actual.largest, other.largest);
@@ -59,22 +59,22 @@ void expect_same(const Adapted& actual, const codec::Adapted& expected) {
 
 // One call. residual: empty without feedback, else becomes e'.
 void expect_call(const codec::Codec& codec, const Floats& x, Floats& residual,
-                 codec::Adapted& adapted, std::uint32_t which, bool prepares = true) {
+                 codec::CodecState& codec_state, std::uint32_t which, bool prepares = true) {
   const codec::FloatEnvironment environment;
-  adapted = {.tau = adapted.tau};
-  const Key key(residual, which, on_device(adapted));
+  codec_state = {.tau = codec_state.tau};
+  const Key key(residual, which, on_device(codec_state));
   const DeviceArray<float> in(x, 1);
   const OnDevice device(codec, x.size());
   if (prepares) {
     const float* e = residual.empty() ? nullptr : residual.data();
-    codec.prepare(x.data(), x.size(), {.residual = e, .adapted = &adapted});
-    device.prepare(in.data(), key.site);
+    codec.prepare(x.data(), x.size(), {.residual = e, .codec_state = &codec_state});
+    device.prepare(in.data(), key.run_feedback);
   }
-  const Encoded expected = encode_on_cpu(codec, x, residual, &adapted);
-  codec.adapt(x.size(), adapted);
-  device.encode(in.data(), key.site);
+  const Encoded expected = encode_on_cpu(codec, x, residual, &codec_state);
+  codec.adapt(x.size(), codec_state);
+  device.encode(in.data(), key.run_feedback);
   EXPECT_TRUE(device.slots().units() == expected.units);
-  expect_same(key.adapted(), adapted);
+  expect_same(key.codec_state(), codec_state);
   EXPECT_TRUE(bits(key.e.values()) == bits(residual)) << "changed";
   for (const bool add : {false, true})
     expect_decoded(decode_slots(decoder(), device.slots(), x, add), codec, expected.units, x, add);
@@ -91,8 +91,8 @@ TEST(CudaThreshold, SendsWhatTheCpuSends) {
       const std::size_t n = lengths[random() % std::size(lengths)];
       SCOPED_TRACE(std::string(spec) + ", " + family.name + ", n=" + std::to_string(n));
       Floats residual = random() % 2 == 0 ? draw(kFamilies[0], n, random) : Floats();
-      codec::Adapted adapted;
-      expect_call(*codec::make_codec(spec), draw(family, n, random), residual, adapted,
+      codec::CodecState codec_state;
+      expect_call(*codec::make_codec(spec), draw(family, n, random), residual, codec_state,
                   random() % 2);
     }
 }
@@ -101,9 +101,9 @@ TEST(CudaThreshold, SendsWhatTheCpuSends) {
 TEST(CudaThreshold, TakesUnitAfterUnit) {
   std::mt19937_64 random(12);
   Floats residual(4 * kUnit + 5, 0.25F);
-  codec::Adapted adapted;
+  codec::CodecState codec_state;
   expect_call(*codec::make_codec(kSpecs[1]), draw(kFamilies[0], residual.size(), random), residual,
-              adapted, 0);
+              codec_state, 0);
 }
 
 TEST(CudaThreshold, AdaptsAsTheCpuDoes) {
@@ -111,11 +111,11 @@ TEST(CudaThreshold, AdaptsAsTheCpuDoes) {
   for (const char* spec : kSpecs) {
     const std::size_t n = kUnit + 77;
     Floats residual(n);
-    codec::Adapted adapted;
+    codec::CodecState codec_state;
     for (std::uint32_t call = 0; call < 3; ++call) {
       SCOPED_TRACE(std::string(spec) + ", call " + std::to_string(call));
       expect_call(*codec::make_codec(spec), draw(kFamilies[call == 2 ? 1 : 0], n, random), residual,
-                  adapted, call % 2);
+                  codec_state, call % 2);
     }
   }
 }
@@ -127,8 +127,8 @@ TEST(CudaThreshold, ChoosesUnitByUnitWhereNobodyPrepares) {
       const std::size_t n = random() % 4 == 0 ? kUnit + 100 : 1 + random() % 3000;
       SCOPED_TRACE(std::string(spec) + ", " + family.name + ", n=" + std::to_string(n));
       Floats residual = random() % 2 == 0 ? draw(family, n, random) : Floats();
-      codec::Adapted adapted;
-      expect_call(*codec::make_codec(spec), draw(family, n, random), residual, adapted, 0,
+      codec::CodecState codec_state;
+      expect_call(*codec::make_codec(spec), draw(family, n, random), residual, codec_state, 0,
                   /*prepares=*/false);
     }
 }
@@ -146,7 +146,7 @@ TEST(CudaThreshold, WorksInPlaceAndWithoutAKey) {
   EXPECT_TRUE(device.slots().units() == plain.units);
 
   const Key key(residual, 0, {});
-  const Site both{{key.e.data(), key.e.data()}, key.entry.data()};
+  const RunFeedback both{{key.e.data(), key.e.data()}, key.key_state.data()};
   device.encode(in.data(), both);
   EXPECT_TRUE(device.slots().units() == fed_back.units);
   EXPECT_TRUE(bits(key.e.values()) == bits(fed_back.error));
@@ -161,12 +161,12 @@ TEST(CudaThreshold, PreparesFromTheSameSample) {
         const Floats x = draw(kFamilies[family], n, random),
                      residual = draw(kFamilies[0], n, random);
         const auto codec = codec::make_codec("threshold:density=" + std::to_string(density));
-        codec::Adapted expected;
-        codec->prepare(x.data(), n, {.residual = residual.data(), .adapted = &expected});
+        codec::CodecState expected;
+        codec->prepare(x.data(), n, {.residual = residual.data(), .codec_state = &expected});
         const Key key(residual, 1, {});
         const DeviceArray<float> in(x);
-        OnDevice(*codec, n).prepare(in.data(), key.site);
-        expect_same(key.adapted(), expected);
+        OnDevice(*codec, n).prepare(in.data(), key.run_feedback);
+        expect_same(key.codec_state(), expected);
       }
 }
 
@@ -175,15 +175,15 @@ TEST(CudaThreshold, AdaptsToAnything) {
   for (int trial = 0; trial < 300; ++trial) {
     const double density = std::exp(-static_cast<double>(random() % 1000) / 80);
     const std::size_t n = random() % 100000;
-    codec::Adapted adapted{draw_float(codec::kAllData[random() % 5], random), 0, random() % (n + 1),
+    codec::CodecState codec_state{draw_float(codec::kAllData[random() % 5], random), 0, random() % (n + 1),
                            0};
-    adapted.largest = std::fabs(draw_float(codec::kAllData[random() % 5], random));
-    if (trial % 2 == 0) adapted.tau = adapted.largest / static_cast<float>(1 + random() % 300);
-    const Key key({}, trial % 2 == 0 ? 0 : 1, on_device(adapted));
+    codec_state.largest = std::fabs(draw_float(codec::kAllData[random() % 5], random));
+    if (trial % 2 == 0) codec_state.tau = codec_state.largest / static_cast<float>(1 + random() % 300);
+    const Key key({}, trial % 2 == 0 ? 0 : 1, on_device(codec_state));
     const auto codec = codec::make_codec("threshold:density=" + std::to_string(density));
-    codec->adapt(n, adapted);
-    api().threshold_adapt(n, codec->definition().density, key.site.entry, stream());
-    expect_same(key.adapted(), adapted);
+    codec->adapt(n, codec_state);
+    api().threshold_adapt(n, codec->definition().density, key.run_feedback.key_state, stream());
+    expect_same(key.codec_state(), codec_state);
   }
 }
 
@@ -296,12 +296,12 @@ TEST(CudaThreshold, ChoosesTheLayoutThatTheCpuChooses) {
     for (float& each : x) each = random() % one_in == 0 ? 1.0F : 0.0F;
     const auto count = static_cast<std::size_t>(std::ranges::count(x, 1.0F));
     const Payload unit = encode_on_cpu(*codec, x, {}, nullptr).units[0];
-    const auto layout = static_cast<codec::Layout>(unit[0] & std::byte{7});
+    const auto format = static_cast<codec::PositionFormat>(unit[0] & std::byte{7});
     const std::size_t positions =
         unit.size() - std::min<std::size_t>(count, 1) * 4 - (count + 7) / 8;
-    if (layout == codec::Layout::kBitmap || positions != 1 + (x.size() + 7) / 8) continue;
-    codec::Adapted adapted;
-    expect_call(*codec, x, none, adapted, 0, /*prepares=*/false);
+    if (format == codec::PositionFormat::kBitmap || positions != 1 + (x.size() + 7) / 8) continue;
+    codec::CodecState codec_state;
+    expect_call(*codec, x, none, codec_state, 0, /*prepares=*/false);
     ++found;
   }
 }

@@ -31,11 +31,11 @@ Decode decoder(const codec::Codec& codec) {
   };
 }
 
-void encode(const codec::Codec& codec, const float* x, const Site& site, std::size_t n,
+void encode(const codec::Codec& codec, const float* x, const RunFeedback& run_feedback, std::size_t n,
             const SlotArray& slots) {
   const DeviceArray<std::byte> scratch(Payload(api().sparse_scratch_bytes(n)), 0);
   EXPECT_EQ(
-      api().topk_encode(x, site, n, codec.definition().density, values_of(codec), slot_bytes(codec),
+      api().topk_encode(x, run_feedback, n, codec.definition().density, values_of(codec), slot_bytes(codec),
                         slots.data(), slots.sizes(), scratch.data(), stream()),
       0);
   scratch.values();
@@ -50,7 +50,7 @@ void expect_call(const codec::Codec& codec, const Floats& x, Floats& residual,
   const Key key(residual, which, {});
   const DeviceArray<float> in(x, 1);
   const SlotArray slots(units_of(x.size()), slot_bytes(codec));
-  encode(codec, in.data(), key.site, x.size(), slots);
+  encode(codec, in.data(), key.run_feedback, x.size(), slots);
   EXPECT_TRUE(slots.units() == expected.units);
   for (const bool add : {false, true})
     expect_decoded(decode_slots(decoder(codec), slots, x, add), codec, expected.units, x, add);
@@ -115,7 +115,7 @@ TEST(CudaTopK, WorksInPlaceAndWithoutAKey) {
 
   const Key key(residual, 0, {});
   const Encoded fed_back = encode_on_cpu(*codec, x, residual, nullptr);
-  encode(*codec, in.data(), {{key.e.data(), key.e.data()}, key.entry.data()}, n, slots);
+  encode(*codec, in.data(), {{key.e.data(), key.e.data()}, key.key_state.data()}, n, slots);
   EXPECT_TRUE(slots.units() == fed_back.units);
   EXPECT_TRUE(bits(key.e.values()) == bits(fed_back.error));
 }

@@ -28,7 +28,7 @@ inline const std::vector<Case>& cases() {
     std::vector<Case> made;
     for (std::string_view codec : codec::codec_names()) {
       const auto combine = codec::make_codec(codec)->combine();
-      if (combine == codec::Combine::kCompound) continue;  // exec_low_rank_test.cc
+      if (combine == codec::Combine::kCompound) continue;  // exec_lowrank_test.cc
       made.push_back({std::string(codec), "auto"});
       if (combine == codec::Combine::kPlain) continue;
       for (const char* algorithm : {"ring", "direct", "binary_tree", "gather", "gather(ring)"})

@@ -154,7 +154,7 @@ def test_the_cuda_part_tells_its_devices_or_why_there_are_none():
     part = Path(_core.__file__).with_name("libgradwire_cuda.so")
     if not part.exists():
         pytest.skip(f"this gradwire was built without nvcc: there is no {part}")
-    found = _core.cuda_facts()
+    found = _core.cuda_info()
     assert found["library"] == str(part)
     assert float(found["runtime"]) >= 12
     assert bool(found["devices"]) != bool(found["why_not"])
@@ -165,7 +165,7 @@ def test_devices_are_counted(monkeypatch: pytest.MonkeyPatch):
     small = {"name": "NVIDIA A2", "capability": (8, 6), "memory": 16 << 30}
     facts = {"library": "/x.so", "runtime": "13.0", "driver": "13.1", "why_not": ""}
     found = {**facts, "devices": [large, small, large]}
-    monkeypatch.setattr(_core, "cuda_facts", lambda: found)
+    monkeypatch.setattr(_core, "cuda_info", lambda: found)
     ok, detail = cuda.devices()
     assert ok
     assert detail == (
@@ -177,6 +177,6 @@ def test_devices_are_counted(monkeypatch: pytest.MonkeyPatch):
 def test_why_there_are_no_devices_is_told(monkeypatch: pytest.MonkeyPatch):
     facts = {"library": "/x.so", "runtime": "13.0", "driver": "0.0", "devices": []}
     monkeypatch.setattr(
-        _core, "cuda_facts", lambda: {**facts, "why_not": "there is no NVIDIA driver"}
+        _core, "cuda_info", lambda: {**facts, "why_not": "there is no NVIDIA driver"}
     )
     assert cuda.devices() == (False, "because there is no NVIDIA driver")

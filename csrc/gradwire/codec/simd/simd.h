@@ -62,11 +62,11 @@ struct Kernels {
   CastKernels bf16;
   // Finite float32 to bfloat16, up or down at random, so that the mean of what comes out is x; what
   // would become infinite is the largest. Of any run the bits are the same, however it is cut.
-  void (*bf16_at_random)(const float* x, const Dice& dice, std::byte* out, std::size_t n) noexcept;
+  void (*bf16_at_random)(const float* x, const RandomPosition& position, std::byte* out, std::size_t n) noexcept;
   Int8Kernels int8;
   OneBitKernels one_bit;
   SparseKernels sparse;
-  LowRankKernels low_rank;
+  LowRankKernels lowrank;
 };
 
 // The tables this processor can run, best first; scalar is always last.

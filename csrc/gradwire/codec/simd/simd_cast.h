@@ -89,15 +89,15 @@ bool decode_add(const std::byte* in, float scale, float* y, std::size_t n) noexc
 // multiples of it, wherever a run does.
 constexpr std::size_t kRandomBlock = 4096;
 
-[[gnu::flatten]] void bf16_at_random(const float* x, const Dice& dice, std::byte* out,
+[[gnu::flatten]] void bf16_at_random(const float* x, const RandomPosition& position, std::byte* out,
                                      std::size_t n) noexcept {
   constexpr std::int32_t kMost = 0x7F7FFFFF;
-  RandomBits random(dice);
+  RandomBits random(position);
   for (std::size_t done = 0; done < n;) {
-    const std::size_t offset = (dice.element + done) % kRandomBlock;
+    const std::size_t offset = (position.element + done) % kRandomBlock;
     const std::size_t left = kRandomBlock - offset;
     const std::size_t count = n - done < left ? n - done : left;
-    random.start_block(dice.element + done - offset);
+    random.start_block(position.element + done - offset);
     sweep<kLanes>(count, [=](std::size_t i, auto part) {
       const F32 v = load<Floats>(x + done, i, part);
       const I32 magnitude = magnitude_of(v);

@@ -35,14 +35,14 @@ constexpr float kRounder = 0x1.8p23F;
 
 // A rounding gives kRounder + q, for t of the elements from `i` on.
 struct ToNearest {
-  explicit ToNearest(const Dice*) {}
+  explicit ToNearest(const RandomPosition*) {}
   void start_block(std::size_t) {}
   F32 operator()(F32 t, std::size_t) const { return t + kRounder; }
 };
 
 class AtRandom {
  public:
-  explicit AtRandom(const Dice* dice) : random_(*dice), first_(dice->element) {}
+  explicit AtRandom(const RandomPosition* position) : random_(*position), first_(position->element) {}
   void start_block(std::size_t begin) { random_.start_block(first_ + begin); }
 
   F32 operator()(F32 t, std::size_t i) const {
@@ -177,8 +177,8 @@ template <bool kResidual, bool kError, typename Round>
 
 template <typename Round>
 void encode_int8_by(const float* x, const float* residual, std::size_t n, std::size_t block,
-                    const Dice* dice, std::byte* out, float* error) noexcept {
-  const Round round(dice);
+                    const RandomPosition* position, std::byte* out, float* error) noexcept {
+  const Round round(position);
   if (residual != nullptr && error != nullptr)
     return encode_int8_as<true, true>(x, residual, n, block, round, out, error);
   if (residual != nullptr)
@@ -189,11 +189,11 @@ void encode_int8_by(const float* x, const float* residual, std::size_t n, std::s
 }
 
 void encode_int8(const float* x, const float* residual, std::size_t n, std::size_t block,
-                 const Dice* dice, std::byte* out, float* error) noexcept {
-  if (dice == nullptr)
-    encode_int8_by<ToNearest>(x, residual, n, block, dice, out, error);
+                 const RandomPosition* position, std::byte* out, float* error) noexcept {
+  if (position == nullptr)
+    encode_int8_by<ToNearest>(x, residual, n, block, position, out, error);
   else
-    encode_int8_by<AtRandom>(x, residual, n, block, dice, out, error);
+    encode_int8_by<AtRandom>(x, residual, n, block, position, out, error);
 }
 
 // y := codes · scale, or y + that. Returns whether a NaN may be among it, of any kind: the sums of

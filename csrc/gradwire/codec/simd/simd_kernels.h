@@ -7,7 +7,7 @@
 
 #include "gradwire/codec/simd/simd_cast.h"
 #include "gradwire/codec/simd/simd_int8.h"
-#include "gradwire/codec/simd/simd_low_rank.h"
+#include "gradwire/codec/simd/simd_lowrank.h"
 #include "gradwire/codec/simd/simd_onebit.h"
 #include "gradwire/codec/simd/simd_reduce.h"
 #include "gradwire/codec/simd/simd_sparse.h"
@@ -39,7 +39,7 @@ constexpr Kernels table(const char* name) {
           kInt8,
           kOneBit,
           sparse::kKernels,
-          low_rank::kKernels};
+          lowrank::kKernels};
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ namespace {
 //   h := ((h ^ h >> 15) + high(key)) · 0x846CA68B; h ^ h >> 16 is the number.
 class RandomBits {
  public:
-  explicit RandomBits(const Dice& dice) : run_(splitmix64(splitmix64(dice.seed) ^ dice.call)) {
+  explicit RandomBits(const RandomPosition& position) : run_(splitmix64(splitmix64(position.seed) ^ position.call)) {
     std::uint32_t number[kLanes];
     for (std::size_t i = 0; i < kLanes; ++i) number[i] = static_cast<std::uint32_t>(i);
     __builtin_memcpy(&lane_, number, sizeof lane_);

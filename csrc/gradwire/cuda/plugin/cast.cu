@@ -4,7 +4,7 @@
 #include "gradwire/cuda/plugin/cast.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/share.cuh"
-#include "gradwire/cuda/plugin/site.cuh"
+#include "gradwire/cuda/plugin/run_feedback.cuh"
 
 namespace gradwire::cuda {
 namespace {
@@ -36,10 +36,10 @@ __device__ std::uint16_t cast(float v, Scale scale) {
 
 template <typename Half, bool kFeedsBack, unsigned kWide>
 __global__ void __launch_bounds__(kThreads)
-    encode(const float* x, Site site, Scale scale, std::uint16_t* out, std::uint64_t n) {
+    encode(const float* x, RunFeedback run_feedback, Scale scale, std::uint16_t* out, std::uint64_t n) {
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
   Feedback feedback{};
-  if constexpr (kFeedsBack) feedback = feedback_of(site);
+  if constexpr (kFeedsBack) feedback = feedback_of(run_feedback);
   for (std::uint64_t begin = std::uint64_t{blockIdx.x} * kTile; begin < n;
        begin += std::uint64_t{gridDim.x} * kTile) {
     float v[kCount], e[kCount];
@@ -91,26 +91,26 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Half, bool kFeedsBack>
-Status start_encode(const float* x, const Site& site, Scale scale, std::byte* out, std::uint64_t n,
+Status start_encode(const float* x, const RunFeedback& run_feedback, Scale scale, std::byte* out, std::uint64_t n,
                     Stream stream) {
-  const bool wide = all_aligned(x, out) && is_aligned(site);
+  const bool wide = all_aligned(x, out) && is_aligned(run_feedback);
   return launch(wide ? encode<Half, kFeedsBack, 4> : encode<Half, kFeedsBack, 1>,
-                blocks_for(n, kTile), kThreads, stream, x, site, scale,
+                blocks_for(n, kTile), kThreads, stream, x, run_feedback, scale,
                 reinterpret_cast<std::uint16_t*>(out), n);
 }
 
 template <typename Half>
-Status start_encode(const float* x, const Site& site, Scale scale, std::byte* out, std::uint64_t n,
+Status start_encode(const float* x, const RunFeedback& run_feedback, Scale scale, std::byte* out, std::uint64_t n,
                     Stream stream) {
-  return keeps_errors(site) ? start_encode<Half, true>(x, site, scale, out, n, stream)
-                            : start_encode<Half, false>(x, site, scale, out, n, stream);
+  return keeps_errors(run_feedback) ? start_encode<Half, true>(x, run_feedback, scale, out, n, stream)
+                            : start_encode<Half, false>(x, run_feedback, scale, out, n, stream);
 }
 
-Status cast_encode(Cast cast, const float* x, Site site, float scale, std::byte* out,
+Status cast_encode(Cast cast, const float* x, RunFeedback run_feedback, float scale, std::byte* out,
                    std::uint64_t n, Stream stream) {
   const Scale by = Scale::of(cast, scale);
-  return cast == Cast::kFp16 ? start_encode<Fp16>(x, site, by, out, n, stream)
-                             : start_encode<Bf16>(x, site, by, out, n, stream);
+  return cast == Cast::kFp16 ? start_encode<Fp16>(x, run_feedback, by, out, n, stream)
+                             : start_encode<Bf16>(x, run_feedback, by, out, n, stream);
 }
 
 template <typename Half, bool kAdd>

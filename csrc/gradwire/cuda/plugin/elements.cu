@@ -2,7 +2,7 @@
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/share.cuh"
-#include "gradwire/cuda/plugin/site.cuh"
+#include "gradwire/cuda/plugin/run_feedback.cuh"
 #include "gradwire/cuda/plugin/team.cuh"
 
 namespace gradwire::cuda {
@@ -13,9 +13,9 @@ constexpr unsigned kCount = 8;  // of one thread
 constexpr unsigned kTile = kThreads * kCount;
 
 template <unsigned kWide>
-__global__ void __launch_bounds__(kThreads) deliver_kernel(Site site, float* y, std::uint64_t n) {
+__global__ void __launch_bounds__(kThreads) deliver_kernel(RunFeedback run_feedback, float* y, std::uint64_t n) {
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
-  const Feedback feedback = feedback_of(site);
+  const Feedback feedback = feedback_of(run_feedback);
   for (std::uint64_t begin = std::uint64_t{blockIdx.x} * kTile; begin < n;
        begin += std::uint64_t{gridDim.x} * kTile) {
     float v[kCount], e[kCount];
@@ -31,11 +31,11 @@ __global__ void __launch_bounds__(kThreads) deliver_kernel(Site site, float* y, 
   }
 }
 
-Status deliver(Site site, float* y, std::uint64_t n, Stream stream) {
-  if (!keeps_errors(site)) return 0;
-  const bool wide = is_aligned(y) && is_aligned(site);
+Status deliver(RunFeedback run_feedback, float* y, std::uint64_t n, Stream stream) {
+  if (!keeps_errors(run_feedback)) return 0;
+  const bool wide = is_aligned(y) && is_aligned(run_feedback);
   return launch(wide ? deliver_kernel<4> : deliver_kernel<1>, blocks_for(n, kTile), kThreads,
-                stream, site, y, n);
+                stream, run_feedback, y, n);
 }
 
 // ---- Values that are not finite ----------------------------------------------------------------
@@ -111,32 +111,32 @@ Status poison(float* y, std::uint64_t n, const std::uint32_t* flags, Stream stre
 
 // ---- Keys --------------------------------------------------------------------------------------
 
-__global__ void open_kernel(Entry* const* entries, std::uint64_t count) {
+__global__ void open_kernel(KeyState* const* key_states, std::uint64_t count) {
   for (std::uint64_t i = first_index(); i < count; i += index_stride()) {
-    Entry& entry = *entries[i];
-    const Adapted last = entry.adapted[entry.which];
-    entry.adapted[entry.which ^ 1U] = {last.tau, last.filter, 0, 0, 0};
+    KeyState& key_state = *key_states[i];
+    const CodecState last = key_state.codec_state[key_state.which];
+    key_state.codec_state[key_state.which ^ 1U] = {last.tau, last.filter, 0, 0, 0};
   }
 }
 
-Status open(Entry* const* entries, std::uint64_t count, Stream stream) {
-  return launch(open_kernel, blocks_for(count, kThreads), kThreads, stream, entries, count);
+Status open(KeyState* const* key_states, std::uint64_t count, Stream stream) {
+  return launch(open_kernel, blocks_for(count, kThreads), kThreads, stream, key_states, count);
 }
 
-__global__ void settle_kernel(Entry* const* entries, std::uint64_t count, bool remembers,
+__global__ void settle_kernel(KeyState* const* key_states, std::uint64_t count, bool remembers,
                               const std::uint32_t* flags) {
   if (*flags != 0) return;
   for (std::uint64_t i = first_index(); i < count; i += index_stride()) {
-    Entry& entry = *entries[i];
-    entry.which ^= 1U;
-    if (remembers) entry.which_memory ^= 1U;
-    ++entry.calls;
+    KeyState& key_state = *key_states[i];
+    key_state.which ^= 1U;
+    if (remembers) key_state.which_memory ^= 1U;
+    ++key_state.calls;
   }
 }
 
-Status settle(Entry* const* entries, std::uint64_t count, bool remembers,
+Status settle(KeyState* const* key_states, std::uint64_t count, bool remembers,
               const std::uint32_t* flags, Stream stream) {
-  return launch(settle_kernel, blocks_for(count, kThreads), kThreads, stream, entries, count,
+  return launch(settle_kernel, blocks_for(count, kThreads), kThreads, stream, key_states, count,
                 remembers, flags);
 }
 

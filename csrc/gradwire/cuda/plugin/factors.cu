@@ -1,4 +1,4 @@
-// lowrank: what is done to factors alone, between the passes over matrices (codec/low_rank.h).
+// lowrank: what is done to factors alone, between the passes over matrices (codec/lowrank.h).
 #include "gradwire/codec/factors.h"
 
 #include "gradwire/codec/splitmix64.h"
@@ -6,7 +6,7 @@
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/gpu.cuh"
-#include "gradwire/cuda/plugin/site.cuh"
+#include "gradwire/cuda/plugin/run_feedback.cuh"
 
 namespace gradwire::cuda {
 namespace {
@@ -51,7 +51,7 @@ static_assert(codec::kHeadroom == 0x1p-32F);
 
 __global__ void __launch_bounds__(kThreads) begin_columns(Memory memory, Matrix of, float* q) {
   const float* last =
-      memory.factor[0] == nullptr ? nullptr : one_of(memory.factor, memory.entry->which_memory);
+      memory.factor[0] == nullptr ? nullptr : one_of(memory.factor, memory.key_state->which_memory);
   for (std::uint64_t k = blockIdx.x; k < of.rank; k += gridDim.x) {
     float* column = q + k * of.columns;
     if (last != nullptr) {
@@ -140,7 +140,7 @@ Status check_finite(const float* x, std::uint64_t n, std::uint32_t* flags, Strea
 
 __global__ void __launch_bounds__(kThreads)
     copy_to_memory(Memory memory, const float* q, std::uint64_t n) {
-  float* to = one_of(memory.factor, 1 - memory.entry->which_memory);
+  float* to = one_of(memory.factor, 1 - memory.key_state->which_memory);
   for (std::uint64_t i = first_index(); i < n; i += index_stride()) to[i] = q[i];
 }
 

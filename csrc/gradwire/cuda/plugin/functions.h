@@ -13,7 +13,7 @@ void fill_slots(Api& api);
 void fill_int8(Api& api);
 void fill_onebit(Api& api);
 void fill_onebit_sum(Api& api);
-void fill_low_rank(Api& api);
+void fill_lowrank(Api& api);
 void fill_factors(Api& api);
 void fill_orthonormalise(Api& api);
 void fill_threshold(Api& api);

@@ -3,8 +3,8 @@
 #include "gradwire/codec/splitmix64.h"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
+#include "gradwire/cuda/plugin/run_feedback.cuh"
 #include "gradwire/cuda/plugin/share.cuh"
-#include "gradwire/cuda/plugin/site.cuh"
 #include "gradwire/cuda/plugin/team.cuh"
 
 namespace gradwire::cuda {
@@ -47,7 +47,7 @@ class Rounding {
   }
 
  private:
-  // In [0, 1), of 23 bits.
+  // Random numbers in [0, 1), of 23 bits.
   __device__ float uniform(std::uint32_t i) const {
     std::uint32_t h = i * 0x9E3779B9U + static_cast<std::uint32_t>(key_);
     h = (h ^ (h >> 16)) * 0x7FEB352DU;
@@ -61,8 +61,8 @@ class Rounding {
 };
 
 // The same of all blocks of a run.
-__device__ std::uint64_t run_key(const Dice& dice, std::uint64_t calls) {
-  return splitmix64(splitmix64(dice.seed) ^ dice.call ^ calls);
+__device__ std::uint64_t run_key(const Int8Rounding& rounding, std::uint64_t calls) {
+  return splitmix64(splitmix64(rounding.seed) ^ rounding.call ^ calls);
 }
 
 // ---- Encoding ----------------------------------------------------------------------------------
@@ -133,12 +133,13 @@ struct Block {
 };
 
 template <bool kFeedsBack, unsigned kWide, bool kAlone>
-__global__ void __launch_bounds__(kThreads) encode(const float* x, Site site, std::uint64_t n,
-                                                   std::uint64_t block, Dice dice, std::byte* out) {
+__global__ void __launch_bounds__(kThreads)
+    encode(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint64_t block,
+           Int8Rounding rounding, std::byte* out) {
   const Team<kAlone> team;
   Feedback feedback{};
-  if constexpr (kFeedsBack) feedback = feedback_of(site);
-  const std::uint64_t run = run_key(dice, kFeedsBack ? site.entry->calls : 0);
+  if constexpr (kFeedsBack) feedback = feedback_of(run_feedback);
+  const std::uint64_t run = run_key(rounding, kFeedsBack ? run_feedback.key_state->calls : 0);
   for (std::uint64_t unit = team.number(); unit * block < n; unit += team.count()) {
     const std::uint64_t begin = unit * block;
     Feedback of_unit{};
@@ -150,35 +151,38 @@ __global__ void __launch_bounds__(kThreads) encode(const float* x, Site site, st
                                                       out + unit * payload_bytes(block),
                                                       team,
                                                       {team.lane()}};
-    here.encode({dice.stochastic, splitmix64(run ^ (dice.element + begin))});
+    here.encode({rounding.stochastic, splitmix64(run ^ (rounding.element + begin))});
   }
 }
 
 template <bool kFeedsBack, unsigned kWide>
-Status start_encode(const float* x, const Site& site, std::uint64_t n, std::uint64_t block,
-                    const Dice& dice, std::byte* out, Stream stream) {
+Status start_encode(const float* x, const RunFeedback& run_feedback, std::uint64_t n,
+                    std::uint64_t block, const Int8Rounding& rounding, std::byte* out,
+                    Stream stream) {
   const std::uint64_t units = blocks_for(n, block);
   if (block <= kSegment)
     return launch(encode<kFeedsBack, kWide, true>, blocks_for(units, kMostWarps), kThreads, stream,
-                  x, site, n, block, dice, out);
+                  x, run_feedback, n, block, rounding, out);
   const std::uint64_t warps = blocks_for(block, kSegment);
   const auto threads = static_cast<unsigned>(warps < kMostWarps ? warps : kMostWarps) * kWarp;
-  return launch(encode<kFeedsBack, kWide, false>, units, threads, stream, x, site, n, block, dice,
-                out);
+  return launch(encode<kFeedsBack, kWide, false>, units, threads, stream, x, run_feedback, n, block,
+                rounding, out);
 }
 
 template <bool kFeedsBack>
-Status start_encode(const float* x, const Site& site, std::uint64_t n, std::uint64_t block,
-                    const Dice& dice, std::byte* out, Stream stream) {
-  return is_aligned(x) && is_aligned(site)
-             ? start_encode<kFeedsBack, 4>(x, site, n, block, dice, out, stream)
-             : start_encode<kFeedsBack, 1>(x, site, n, block, dice, out, stream);
+Status start_encode(const float* x, const RunFeedback& run_feedback, std::uint64_t n,
+                    std::uint64_t block, const Int8Rounding& rounding, std::byte* out,
+                    Stream stream) {
+  return is_aligned(x) && is_aligned(run_feedback)
+             ? start_encode<kFeedsBack, 4>(x, run_feedback, n, block, rounding, out, stream)
+             : start_encode<kFeedsBack, 1>(x, run_feedback, n, block, rounding, out, stream);
 }
 
-Status int8_encode(const float* x, Site site, std::uint64_t n, std::uint64_t block, Dice dice,
-                   std::byte* out, Stream stream) {
-  return keeps_errors(site) ? start_encode<true>(x, site, n, block, dice, out, stream)
-                            : start_encode<false>(x, site, n, block, dice, out, stream);
+Status int8_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint64_t block,
+                   Int8Rounding rounding, std::byte* out, Stream stream) {
+  return keeps_errors(run_feedback)
+             ? start_encode<true>(x, run_feedback, n, block, rounding, out, stream)
+             : start_encode<false>(x, run_feedback, n, block, rounding, out, stream);
 }
 
 // ---- Decoding: by segments, as nothing has to be known of a whole block ------------------------

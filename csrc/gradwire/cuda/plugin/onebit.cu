@@ -6,7 +6,7 @@
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/onebit.cuh"
 #include "gradwire/cuda/plugin/share.cuh"
-#include "gradwire/cuda/plugin/site.cuh"
+#include "gradwire/cuda/plugin/run_feedback.cuh"
 #include "gradwire/cuda/plugin/team.cuh"
 
 namespace gradwire::cuda {
@@ -16,7 +16,7 @@ using namespace onebit;
 
 struct Encoding {
   const float* x;
-  Site site;
+  RunFeedback run_feedback;
   std::uint64_t n, block, slot_bytes;
   std::byte* out;
   std::uint32_t* sizes;  // may be null
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kWarp*(kAlone ? kAloneWarps : kMostWarps),
   __shared__ BitRoom<kAlone> rooms[kAlone ? kAloneWarps : 1];
   const Team<kAlone> team;
   Feedback feedback{};
-  if constexpr (kFeedsBack) feedback = feedback_of(of.site);
+  if constexpr (kFeedsBack) feedback = feedback_of(of.run_feedback);
   BitRoom<kAlone>& room = rooms[kAlone ? threadIdx.x / kWarp : 0];
   for (std::uint64_t unit = team.number(); unit * of.block < of.n; unit += team.count()) {
     const std::uint64_t begin = unit * of.block;
@@ -326,19 +326,19 @@ template <bool kFinishes>
 Status start(Encoding of, Stream stream) {
   if (of.block > OneBitKernels::kMostBlock) return cudaErrorInvalidValue;
   of.slot_bytes = slot_bytes(of.block);
-  return keeps_errors(of.site) ? start<true, kFinishes>(of, stream)
+  return keeps_errors(of.run_feedback) ? start<true, kFinishes>(of, stream)
                                : start<false, kFinishes>(of, stream);
 }
 
-Status onebit_encode(const float* x, Site site, std::uint64_t n, std::uint64_t block,
+Status onebit_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint64_t block,
                      std::byte* out, std::uint32_t* sizes, Stream stream) {
-  return start<false>({x, site, n, block, 0, out, sizes, nullptr, 1, nullptr}, stream);
+  return start<false>({x, run_feedback, n, block, 0, out, sizes, nullptr, 1, nullptr}, stream);
 }
 
-Status onebit_finish(const float* x, Site site, std::uint64_t n, std::uint64_t block,
+Status onebit_finish(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint64_t block,
                      std::byte* out, std::uint32_t* sizes, float* y, float factor,
                      std::uint32_t* flags, Stream stream) {
-  return start<true>({x, site, n, block, 0, out, sizes, y, factor, flags}, stream);
+  return start<true>({x, run_feedback, n, block, 0, out, sizes, y, factor, flags}, stream);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// lowrank: Gram-Schmidt (codec/low_rank.h) on the columns of a factor. Column k takes off its
+// lowrank: Gram-Schmidt (codec/lowrank.h) on the columns of a factor. Column k takes off its
 // projections on those before it, in their order: so all columns may take off their projections on
 // column m as soon as that is done. A kernel does so for one m, with a block for each column after
 // it; the first of these finishes its own.

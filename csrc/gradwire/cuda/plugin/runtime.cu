@@ -35,17 +35,17 @@ Status device_count(int* count) {
   return said(cudaGetDeviceCount(count));
 }
 
-Status device_facts(int device, DeviceFacts* facts) {
+Status device_info(int device, DeviceInfo* info) {
   cudaDeviceProp properties;
   const cudaError_t error = cudaGetDeviceProperties(&properties, device);
   if (error != cudaSuccess) return said(error);
-  *facts = {};
-  std::memcpy(facts->name, properties.name, sizeof facts->name);
-  facts->major = properties.major;
-  facts->minor = properties.minor;
-  facts->memory = properties.totalGlobalMem;
-  std::memcpy(facts->uuid, properties.uuid.bytes, sizeof facts->uuid);
-  return said(cudaDeviceGetPCIBusId(facts->bus_id, sizeof facts->bus_id, device));
+  *info = {};
+  std::memcpy(info->name, properties.name, sizeof info->name);
+  info->major = properties.major;
+  info->minor = properties.minor;
+  info->memory = properties.totalGlobalMem;
+  std::memcpy(info->uuid, properties.uuid.bytes, sizeof info->uuid);
+  return said(cudaDeviceGetPCIBusId(info->bus_id, sizeof info->bus_id, device));
 }
 
 Status set_device(int device) { return said(cudaSetDevice(device)); }
@@ -147,7 +147,7 @@ void fill_runtime(Api& api) {
   api.describe = describe;
   api.versions = versions;
   api.device_count = device_count;
-  api.device_facts = device_facts;
+  api.device_info = device_info;
   api.set_device = set_device;
   api.get_device = get_device;
   api.is_in_use = is_in_use;

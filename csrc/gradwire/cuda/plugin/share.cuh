@@ -70,6 +70,6 @@ template <typename... Pointers>
 bool all_aligned(const Pointers*... each) {
   return (is_aligned(each) && ...);
 }
-inline bool is_aligned(const Site& site) { return all_aligned(site.residual[0], site.residual[1]); }
+inline bool is_aligned(const RunFeedback& run_feedback) { return all_aligned(run_feedback.residual[0], run_feedback.residual[1]); }
 
 }  // namespace gradwire::cuda

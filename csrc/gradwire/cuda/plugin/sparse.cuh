@@ -113,10 +113,10 @@ __device__ inline void copy_out(const std::uint32_t* words, unsigned bytes, std:
   if (at < bytes) out[at] = static_cast<std::byte>(words[at / 4] >> (at % 4 * 8));
 }
 
-inline constexpr unsigned kLayoutBits = 3, kMostLowBits = 15, kShortCount = 128;
+inline constexpr unsigned kFormatBits = 3, kMostLowBits = 15, kShortCount = 128;
 
-__device__ inline std::uint32_t head_of(codec::Layout layout, unsigned low = 0) {
-  return static_cast<std::uint32_t>(layout) | low << kLayoutBits;
+__device__ inline std::uint32_t head_of(codec::PositionFormat format, unsigned low = 0) {
+  return static_cast<std::uint32_t>(format) | low << kFormatBits;
 }
 
 }  // namespace gradwire::cuda

@@ -80,24 +80,24 @@ __device__ inline unsigned write_some(std::uint32_t word, unsigned next, unsigne
   const unsigned list = bytes_of_count + 2 * count, gaps = bytes_of_count + (code.bits + 7) / 8,
                  bitmap = (n + 7) / 8;
   const unsigned body = 8 * (1 + bytes_of_count);
-  const auto begin = [&](codec::Layout layout, unsigned low) {
+  const auto begin = [&](codec::PositionFormat format, unsigned low) {
     const unsigned low_count =
         count < kShortCount ? count
                             : (count & (kShortCount - 1)) | kShortCount | count / kShortCount << 8;
-    if (threadIdx.x == 0) put(out, 0, head_of(layout, low) | low_count << 8, 24);
+    if (threadIdx.x == 0) put(out, 0, head_of(format, low) | low_count << 8, 24);
   };
   if (list <= gaps && list <= bitmap) {
-    begin(codec::Layout::kList, 0);
+    begin(codec::PositionFormat::kList, 0);
     each_gap(word, next,
              [&](unsigned, unsigned index) { put(out, body + 16 * before++, index, 16); });
     return 1 + list;
   }
   if (gaps <= bitmap) {
-    begin(codec::Layout::kGaps, code.low);
+    begin(codec::PositionFormat::kGaps, code.low);
     write_gaps(word, next, code.low, body, out);
     return 1 + gaps;
   }
-  if (threadIdx.x == 0) put(out, 0, head_of(codec::Layout::kBitmap), 8);
+  if (threadIdx.x == 0) put(out, 0, head_of(codec::PositionFormat::kBitmap), 8);
   put(out, 8 + 32 * threadIdx.x, word, 32);
   return 1 + bitmap;
 }
@@ -109,8 +109,8 @@ __device__ inline Positions write_positions(std::uint32_t word, unsigned n, Posi
   const auto sums = block_sums(static_cast<std::uint32_t>(__popc(word)));
   const unsigned count = sums.all;
   if (count == 0 || count == n) {
-    const auto layout = count == 0 ? codec::Layout::kNone : codec::Layout::kAll;
-    if (threadIdx.x == 0) put(out, 0, head_of(layout), 8);
+    const auto format = count == 0 ? codec::PositionFormat::kNone : codec::PositionFormat::kAll;
+    if (threadIdx.x == 0) put(out, 0, head_of(format), 8);
     return {count, sums.before, 1};
   }
   const unsigned end =

@@ -208,23 +208,23 @@ __device__ inline Read read_gaps(Foreign in, std::uint64_t at, unsigned low, uns
 
 // Into room.hits, which is 0.
 __device__ inline Read read_layout(Foreign in, unsigned n, ReadRoom& room) {
-  using codec::Layout;
+  using codec::PositionFormat;
   if (in.size == 0) return kRefusedUnit;
-  const std::uint32_t head = in.byte(0), low = head >> kLayoutBits;
-  const auto layout = static_cast<Layout>(head & ((1U << kLayoutBits) - 1));
-  if (layout > Layout::kNotFinite || low > (layout == Layout::kGaps ? kMostLowBits : 0))
+  const std::uint32_t head = in.byte(0), low = head >> kFormatBits;
+  const auto format = static_cast<PositionFormat>(head & ((1U << kFormatBits) - 1));
+  if (format > PositionFormat::kNotFinite || low > (format == PositionFormat::kGaps ? kMostLowBits : 0))
     return kRefusedUnit;
-  if (layout == Layout::kBitmap) return read_bitmap(in, n, room);
-  if (layout == Layout::kAll) room.hits[threadIdx.x] = all_hits(n);
-  if (layout != Layout::kList && layout != Layout::kGaps)
-    return {false, layout != Layout::kNotFinite, layout == Layout::kAll ? n : 0, 1};
+  if (format == PositionFormat::kBitmap) return read_bitmap(in, n, room);
+  if (format == PositionFormat::kAll) room.hits[threadIdx.x] = all_hits(n);
+  if (format != PositionFormat::kList && format != PositionFormat::kGaps)
+    return {false, format != PositionFormat::kNotFinite, format == PositionFormat::kAll ? n : 0, 1};
   const unsigned short_count = in.byte(1);
   const bool is_short = short_count < kShortCount;
   const unsigned count =
       is_short ? short_count : (short_count & (kShortCount - 1)) + kShortCount * in.byte(2);
   const std::uint64_t at = is_short ? 2 : 3;
   if (at > in.size || count > n) return kRefusedUnit;
-  return layout == Layout::kList ? read_list(in, at, count, n, room)
+  return format == PositionFormat::kList ? read_list(in, at, count, n, room)
                                  : read_gaps(in, at, low, count, n, room);
 }
 

@@ -16,7 +16,7 @@ Api make_table() {
   fill_int8(api);
   fill_onebit(api);
   fill_onebit_sum(api);
-  fill_low_rank(api);
+  fill_lowrank(api);
   fill_factors(api);
   fill_orthonormalise(api);
   fill_threshold(api);

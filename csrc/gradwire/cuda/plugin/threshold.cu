@@ -6,7 +6,7 @@
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/gpu.cuh"
-#include "gradwire/cuda/plugin/site.cuh"
+#include "gradwire/cuda/plugin/run_feedback.cuh"
 #include "gradwire/cuda/plugin/sparse.cuh"
 #include "gradwire/cuda/plugin/sparse_positions.cuh"
 #include "gradwire/cuda/plugin/sparse_read.cuh"
@@ -24,7 +24,7 @@ __device__ bool usable(float tau) {
 }
 
 // Of the call under way.
-__device__ Adapted& adapted_of(Entry* entry) { return entry->adapted[1 - entry->which]; }
+__device__ CodecState& codec_state_of(KeyState* key_state) { return key_state->codec_state[1 - key_state->which]; }
 
 // ---- The first tau of an extent ----------------------------------------------------------------
 
@@ -36,9 +36,9 @@ constexpr std::uint64_t samples_of(std::uint64_t n) {
 }
 
 __global__ void __launch_bounds__(kUnitThreads)
-    take_samples(const float* x, Site site, std::uint64_t n, std::uint32_t* keys) {
-  if (usable(adapted_of(site.entry).tau)) return;
-  const float* residual = residual_of(site);
+    take_samples(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint32_t* keys) {
+  if (usable(codec_state_of(run_feedback.key_state).tau)) return;
+  const float* residual = residual_of(run_feedback);
   const std::uint64_t stride = samples_stride(n);
   for (std::uint64_t i = first_index(); i * stride < n; i += index_stride()) {
     const float v = residual == nullptr ? x[i * stride] : x[i * stride] + residual[i * stride];
@@ -48,10 +48,10 @@ __global__ void __launch_bounds__(kUnitThreads)
 
 // The share-th largest key; the largest of all where that is 0.
 __global__ void __launch_bounds__(kUnitThreads)
-    choose_first_tau(const std::uint32_t* keys, unsigned count, unsigned share, Entry* entry) {
+    choose_first_tau(const std::uint32_t* keys, unsigned count, unsigned share, KeyState* key_state) {
   __shared__ SelectRoom room;
-  Adapted& adapted = adapted_of(entry);
-  const bool known = usable(adapted.tau);
+  CodecState& codec_state = codec_state_of(key_state);
+  const bool known = usable(codec_state.tau);
   __syncthreads();  // everybody knows
   if (known) return;
   std::uint32_t mine = 0;
@@ -62,36 +62,36 @@ __global__ void __launch_bounds__(kUnitThreads)
     for (unsigned i = threadIdx.x; i < count; i += kUnitThreads) see(keys[i]);
   });
   if (threadIdx.x == 0)
-    adapted.tau = __uint_as_float(found.magnitude > 0 ? found.magnitude : largest);
+    codec_state.tau = __uint_as_float(found.magnitude > 0 ? found.magnitude : largest);
 }
 
-Status threshold_prepare(const float* x, Site site, std::uint64_t n, double density, void* scratch,
+Status threshold_prepare(const float* x, RunFeedback run_feedback, std::uint64_t n, double density, void* scratch,
                          Stream stream) {
-  if (n == 0 || density == 0 || site.entry == nullptr) return 0;
+  if (n == 0 || density == 0 || run_feedback.key_state == nullptr) return 0;
   auto* keys = static_cast<std::uint32_t*>(scratch);
   const std::uint64_t count = samples_of(n);
   const Status status =
-      launch(take_samples, blocks_for(count, kUnitThreads), kUnitThreads, stream, x, site, n, keys);
+      launch(take_samples, blocks_for(count, kUnitThreads), kUnitThreads, stream, x, run_feedback, n, keys);
   if (status != 0) return status;
   return launch(choose_first_tau, 1, kUnitThreads, stream, keys, static_cast<unsigned>(count),
-                static_cast<unsigned>(share_of(density, count)), site.entry);
+                static_cast<unsigned>(share_of(density, count)), run_feedback.key_state);
 }
 
 // ---- The tau of each unit, where the call has none ---------------------------------------------
 
 // The call's; 0: none.
-__device__ float tau_of_call(const Site& site) {
-  if (site.entry == nullptr) return 0;
-  const float tau = adapted_of(site.entry).tau;
+__device__ float tau_of_call(const RunFeedback& run_feedback) {
+  if (run_feedback.key_state == nullptr) return 0;
+  const float tau = codec_state_of(run_feedback.key_state).tau;
   return usable(tau) ? tau : 0;
 }
 
 __global__ void __launch_bounds__(kUnitThreads, 1)
-    choose_unit_taus(const float* x, Site site, std::uint64_t n, Shares shares, float* taus) {
+    choose_unit_taus(const float* x, RunFeedback run_feedback, std::uint64_t n, Shares shares, float* taus) {
   __shared__ SelectRoom room;
-  if (tau_of_call(site) > 0) return;
+  if (tau_of_call(run_feedback) > 0) return;
   for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
-    const UnitSource source(x, residual_of(site), n, unit);
+    const UnitSource source(x, residual_of(run_feedback), n, unit);
     float v[kUnitSteps];
     source.load(0, v);
     std::uint32_t mine = 0;
@@ -165,14 +165,14 @@ __device__ void write_signs(std::uint32_t hits, std::uint32_t negative, unsigned
 
 // Returns the bytes of the payload, which is there after a barrier.
 __device__ unsigned write_unit(EncodeRoom& room, unsigned n, float tau, std::uint32_t largest,
-                               Entry* entry) {
+                               KeyState* key_state) {
   const std::uint32_t hits = room.hits[threadIdx.x];
   const Positions positions = write_positions(hits, n, room.positions, room.payload);
-  if (threadIdx.x == 0 && entry != nullptr) {
-    Adapted& adapted = adapted_of(entry);
-    atomicAdd(reinterpret_cast<unsigned long long*>(&adapted.sent),
+  if (threadIdx.x == 0 && key_state != nullptr) {
+    CodecState& codec_state = codec_state_of(key_state);
+    atomicAdd(reinterpret_cast<unsigned long long*>(&codec_state.sent),
               static_cast<unsigned long long>(positions.count));
-    atomicMax(&adapted.largest, largest);
+    atomicMax(&codec_state.largest, largest);
   }
   if (positions.count == 0) return positions.bytes;
   const unsigned at = 8 * positions.bytes;
@@ -182,12 +182,12 @@ __device__ unsigned write_unit(EncodeRoom& room, unsigned n, float tau, std::uin
 }
 
 __global__ void __launch_bounds__(kUnitThreads, 2)
-    encode(const float* x, Site site, std::uint64_t n, float given, const float* taus,
+    encode(const float* x, RunFeedback run_feedback, std::uint64_t n, float given, const float* taus,
            std::byte* out, std::uint32_t* sizes) {
   __shared__ EncodeRoom room;
-  const float* residual = residual_of(site);
-  float* errors = next_residual(site);
-  const float all = given > 0 ? given : tau_of_call(site);
+  const float* residual = residual_of(run_feedback);
+  float* errors = next_residual(run_feedback);
+  const float all = given > 0 ? given : tau_of_call(run_feedback);
   for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
     const UnitSource source(x, residual, n, unit);
     const float tau = all > 0 ? all : taus[unit];
@@ -196,9 +196,9 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
         take_unit(room, source, tau, errors == nullptr ? nullptr : errors + unit * kUnit));
     unsigned bytes = 1;
     if (largest < kInfinityBits)
-      bytes = write_unit(room, source.n, tau, largest, site.entry);
+      bytes = write_unit(room, source.n, tau, largest, run_feedback.key_state);
     else if (threadIdx.x == 0)
-      room.payload[0] = head_of(codec::Layout::kNotFinite);
+      room.payload[0] = head_of(codec::PositionFormat::kNotFinite);
     __syncthreads();
     copy_out(room.payload, bytes, out + unit * kSlotBytes);
     if (threadIdx.x == 0) sizes[unit] = bytes;
@@ -206,15 +206,15 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
   }
 }
 
-Status threshold_encode(const float* x, Site site, std::uint64_t n, float tau, double density,
+Status threshold_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, float tau, double density,
                         std::byte* out, std::uint32_t* sizes, void* scratch, Stream stream) {
   auto* taus = static_cast<float*>(scratch);
   if (tau == 0) {
-    const Status status = launch(choose_unit_taus, units_of(n), kUnitThreads, stream, x, site, n,
+    const Status status = launch(choose_unit_taus, units_of(n), kUnitThreads, stream, x, run_feedback, n,
                                  Shares(density, n), taus);
     if (status != 0) return status;
   }
-  return launch(encode, units_of(n), kUnitThreads, stream, x, site, n, tau, taus, out, sizes);
+  return launch(encode, units_of(n), kUnitThreads, stream, x, run_feedback, n, tau, taus, out, sizes);
 }
 
 // ---- adapt -------------------------------------------------------------------------------------
@@ -226,26 +226,26 @@ __device__ double limit(double x, double least, double most) {
   return x < least ? least : most < x ? most : x;
 }
 
-__global__ void adapt(std::uint64_t n, double density, Entry* entry) {
-  Adapted& adapted = adapted_of(entry);
-  const float largest = __uint_as_float(adapted.largest);
-  if (threadIdx.x > 0 || !usable(adapted.tau) || !usable(largest)) return;
+__global__ void adapt(std::uint64_t n, double density, KeyState* key_state) {
+  CodecState& codec_state = codec_state_of(key_state);
+  const float largest = __uint_as_float(codec_state.largest);
+  if (threadIdx.x > 0 || !usable(codec_state.tau) || !usable(largest)) return;
   const double elements = density * static_cast<double>(n);
-  const double ratio = static_cast<double>(adapted.sent) / (elements > 1 ? elements : 1);
-  double tau = adapted.tau;
+  const double ratio = static_cast<double>(codec_state.sent) / (elements > 1 ? elements : 1);
+  double tau = codec_state.tau;
   tau *= 1 + kStep * __dsqrt_rn(density) * limit(ratio - 1, -1, kMostRise);
   if (ratio > kFar) {
     const double rise = __dsqrt_rn(__dsqrt_rn(__dsqrt_rn(ratio / kFar)));
     tau *= rise < 2 ? rise : 2;
   }
   tau = limit(tau, largest / kLongestWait, static_cast<double>(largest) * kHeadroom);
-  adapted.tau = static_cast<float>(
+  codec_state.tau = static_cast<float>(
       limit(tau, static_cast<double>(__uint_as_float(1)), static_cast<double>(FLT_MAX)));
 }
 
-Status threshold_adapt(std::uint64_t n, double density, Entry* entry, Stream stream) {
-  if (density == 0 || entry == nullptr) return 0;
-  return launch(adapt, 1, kWarp, stream, n, density, entry);
+Status threshold_adapt(std::uint64_t n, double density, KeyState* key_state, Stream stream) {
+  if (density == 0 || key_state == nullptr) return 0;
+  return launch(adapt, 1, kWarp, stream, n, density, key_state);
 }
 
 // ---- decode ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/gpu.cuh"
-#include "gradwire/cuda/plugin/site.cuh"
+#include "gradwire/cuda/plugin/run_feedback.cuh"
 #include "gradwire/cuda/plugin/sparse.cuh"
 #include "gradwire/cuda/plugin/sparse_positions.cuh"
 #include "gradwire/cuda/plugin/sparse_read.cuh"
@@ -158,12 +158,12 @@ __device__ unsigned write_unit(EncodeRoom& room, const float (&v)[kUnitSteps],
 
 template <typename As>
 __global__ void __launch_bounds__(kUnitThreads, 1)
-    encode(const float* x, Site site, std::uint64_t n, Shares shares, std::uint64_t slot_bytes,
+    encode(const float* x, RunFeedback run_feedback, std::uint64_t n, Shares shares, std::uint64_t slot_bytes,
            std::byte* out, std::uint32_t* sizes) {
   __shared__ EncodeRoom room;
-  float* errors = next_residual(site);
+  float* errors = next_residual(run_feedback);
   for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
-    const UnitSource source(x, residual_of(site), n, unit);
+    const UnitSource source(x, residual_of(run_feedback), n, unit);
     float v[kUnitSteps];
     source.load(0, v);
     bool finite = true;
@@ -175,18 +175,18 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
     if (__syncthreads_or(finite ? 0 : 1) == 0)
       bytes = write_unit<As>(room, v, source, shares.of(source.n), slot);
     else if (threadIdx.x == 0)
-      *slot = static_cast<std::byte>(head_of(codec::Layout::kNotFinite));
+      *slot = static_cast<std::byte>(head_of(codec::PositionFormat::kNotFinite));
     if (errors != nullptr) write_errors<As>(room, v, source.steps, errors + unit * kUnit);
     if (threadIdx.x == 0) sizes[unit] = bytes;
     __syncthreads();  // nobody reads the room any more
   }
 }
 
-Status topk_encode(const float* x, Site site, std::uint64_t n, double density, Values values,
+Status topk_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, double density, Values values,
                    std::uint64_t slot_bytes, std::byte* out, std::uint32_t* sizes, void*,
                    Stream stream) {
   return with_values(values, [&](auto as) {
-    return launch(encode<decltype(as)>, units_of(n), kUnitThreads, stream, x, site, n,
+    return launch(encode<decltype(as)>, units_of(n), kUnitThreads, stream, x, run_feedback, n,
                   Shares(density, n), slot_bytes, out, sizes);
   });
 }

@@ -7,7 +7,7 @@
 #include "gradwire/exec/compound/agreed.h"
 #include "gradwire/exec/compound/exchange.h"
 #include "gradwire/exec/compound/gather_reduce.h"
-#include "gradwire/exec/compound/low_rank_reduce.h"
+#include "gradwire/exec/compound/lowrank_reduce.h"
 #include "gradwire/exec/plan/gather_algorithm.h"
 
 namespace gradwire::exec {

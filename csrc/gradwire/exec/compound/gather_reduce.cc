@@ -70,8 +70,8 @@ const Request& GatherReduce::encode(std::uint32_t operation) {
   for (std::size_t i = 0; i < counts().size(); ++i) {
     const float* x = input(i);
     feedback_.prepare(codec, i, x);
-    const codec::Site site = feedback_.site(i, rank(), operation);
-    const std::size_t size = codec::encode(codec, x, counts()[i], site, Bytes(out).subspan(used));
+    const codec::EncodeContext context = feedback_.context(i, rank(), operation);
+    const std::size_t size = codec::encode(codec, x, counts()[i], context, Bytes(out).subspan(used));
     const auto length = static_cast<std::uint32_t>(size);
     std::memcpy(out.data() + table_bytes(i), &length, sizeof length);
     used += size;

@@ -277,16 +277,16 @@ std::size_t Execution::encode(const Piece& piece, Bytes out) {
     copy_(out.data(), address(piece), size);
     return size;
   }
-  const codec::Site site = site_of(piece);
+  const codec::EncodeContext context = context_of(piece);
   const Stopwatch stopwatch(spent_.encode);
-  return codec::encode(call_.plan->codec(), floats(piece), piece.count, site, out);
+  return codec::encode(call_.plan->codec(), floats(piece), piece.count, context, out);
 }
 
-codec::Site Execution::site_of(const Piece& piece) const {
-  codec::Site site;
-  if (!call_.sites.empty()) site = call_.sites[piece.extent];
-  number(site, call_.rank, call_.operation);
-  return site.from(piece.offset);
+codec::EncodeContext Execution::context_of(const Piece& piece) const {
+  codec::EncodeContext context;
+  if (!call_.contexts.empty()) context = call_.contexts[piece.extent];
+  number(context, call_.rank, call_.operation);
+  return context.from(piece.offset);
 }
 
 // A final value, of the same bits on all ranks. Returns the bytes consumed.
@@ -374,7 +374,7 @@ Bytes Execution::store_of(const Part& part) {
 // A result that this rank alone has, and never encoded: all of the residual is delivered.
 void Execution::finish_here(const Piece& piece) {
   if (call_.plan->lossy()) {
-    codec::deliver(site_of(piece), floats(piece), piece.count);
+    codec::deliver(context_of(piece), floats(piece), piece.count);
     finite_ = codec::mark_not_finite(call_.plan->codec(), floats(piece), piece.count) && finite_;
   }
   scale(piece);

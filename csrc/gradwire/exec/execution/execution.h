@@ -25,7 +25,7 @@ class Execution {
     std::span<std::byte* const>
         extents;  // base address of each extent; null where this rank has none
     // Lossy codecs: of each extent e and e' (codec/feedback.h) and what is adapted; empty: none.
-    std::span<const codec::Site> sites;
+    std::span<const codec::EncodeContext> contexts;
     Rank rank = 0;
     std::uint32_t communicator = 0;
     std::uint32_t operation = 0;
@@ -81,7 +81,7 @@ class Execution {
   std::size_t land_coded(const Part& part, const Piece& piece, ConstBytes in);
   std::size_t encode(const Piece& piece, Bytes out);
   std::size_t decode(const Piece& piece, ConstBytes in);
-  codec::Site site_of(const Piece& piece) const;
+  codec::EncodeContext context_of(const Piece& piece) const;
   Bytes store_of(const Part& part);
   void finish_here(const Piece& piece);
   void scale(const Piece& piece);

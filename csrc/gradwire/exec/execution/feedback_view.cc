@@ -10,8 +10,8 @@ void FeedbackView::bind(std::span<const std::uint64_t> counts,
   feeds_back_ = !keys.empty();
   counts_.assign(counts.begin(), counts.end());
   own_.assign(counts.size(), {});
-  sites_.assign(counts.size(), {});
-  for (std::size_t i = 0; i < counts.size(); ++i) sites_[i].adapted = &own_[i];
+  contexts_.assign(counts.size(), {});
+  for (std::size_t i = 0; i < counts.size(); ++i) contexts_[i].codec_state = &own_[i];
   if (feeds_back_) bind_keys(keys, transaction);
 }
 
@@ -20,32 +20,32 @@ void FeedbackView::bind_keys(std::span<const codec::KeyedExtent> keys,
   place_in_keys(counts_, keys, places_);
   for (std::size_t i = 0; i < counts_.size(); ++i) {
     const auto [key, begin] = places_[i];
-    sites_[i] = transaction.site(key).from(begin);
+    contexts_[i] = transaction.context(key).from(begin);
   }
 }
 
-codec::Site FeedbackView::site(std::size_t extent, Rank rank, std::uint32_t operation) const {
-  codec::Site site = sites_[extent];
-  number(site, rank, operation);
-  return site;
+codec::EncodeContext FeedbackView::context(std::size_t extent, Rank rank, std::uint32_t operation) const {
+  codec::EncodeContext context = contexts_[extent];
+  number(context, rank, operation);
+  return context;
 }
 
 void FeedbackView::prepare(const codec::Codec& codec, std::size_t extent, const float* x) const {
-  codec.prepare(x, counts_[extent], sites_[extent]);
+  codec.prepare(x, counts_[extent], contexts_[extent]);
 }
 
 void FeedbackView::adapt(const codec::Codec& codec) const {
   std::size_t elements = 0;
   for (std::size_t i = 0; i < counts_.size(); ++i) {
     elements += counts_[i];
-    if (i + 1 < counts_.size() && sites_[i + 1].adapted == sites_[i].adapted) continue;
-    codec.adapt(elements, *sites_[i].adapted);
+    if (i + 1 < counts_.size() && contexts_[i + 1].codec_state == contexts_[i].codec_state) continue;
+    codec.adapt(elements, *contexts_[i].codec_state);
     elements = 0;
   }
 }
 
 void FeedbackView::deliver(std::size_t extent, float* x) const {
-  if (feeds_back()) codec::deliver(sites_[extent], x, counts_[extent]);
+  if (feeds_back()) codec::deliver(contexts_[extent], x, counts_[extent]);
 }
 
 }  // namespace gradwire::exec

@@ -22,12 +22,12 @@ class FeedbackView {
 
   bool feeds_back() const noexcept { return feeds_back_; }
   // By extent; they keep nothing without feedback. To be numbered before use.
-  std::span<const codec::Site> sites() const noexcept { return sites_; }
+  std::span<const codec::EncodeContext> contexts() const noexcept { return contexts_; }
   // With feedback: which of the transaction's keys the extent belongs to.
   std::size_t key(std::size_t extent) const { return places_[extent].key; }
 
   // A whole extent, to be encoded at once.
-  codec::Site site(std::size_t extent, Rank rank, std::uint32_t operation) const;
+  codec::EncodeContext context(std::size_t extent, Rank rank, std::uint32_t operation) const;
   void prepare(const codec::Codec& codec, std::size_t extent, const float* x) const;
   // Once a key, though several extents may be of it.
   void adapt(const codec::Codec& codec) const;
@@ -40,18 +40,18 @@ class FeedbackView {
 
   bool feeds_back_ = false;
   std::vector<std::uint64_t> counts_;
-  std::vector<codec::Site> sites_;
+  std::vector<codec::EncodeContext> contexts_;
   std::vector<KeyPlace> places_;
-  std::vector<codec::Adapted> own_;  // without feedback
+  std::vector<codec::CodecState> own_;  // without feedback
   codec::ErrorFeedback::Transaction none_;
 };
 
 // Gives a site its Site::call: no two ranks and calls of a job share it, so their random roundings
 // differ. With feedback it depends on the key's calls, so that a job that is resumed rounds as one
 // that was not interrupted; else on the communicator's.
-inline void number(codec::Site& site, Rank rank, std::uint32_t operation) {
-  if (!site.keeps()) site.call = operation;
-  site.call ^= static_cast<std::uint64_t>(rank) << 48;
+inline void number(codec::EncodeContext& context, Rank rank, std::uint32_t operation) {
+  if (!context.keeps()) context.call = operation;
+  context.call ^= static_cast<std::uint64_t>(rank) << 48;
 }
 
 }  // namespace gradwire::exec

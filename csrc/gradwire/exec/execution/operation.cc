@@ -76,7 +76,7 @@ Execution::Call Operation::call() const {
   call.plan = plan_.get();
   call.extents = extents();
   if (!plan_->lossy()) return call;
-  call.sites = feedback_.sites();
+  call.contexts = feedback_.contexts();
   return call;
 }
 

@@ -1,4 +1,4 @@
-// LowRankReduce: an all_reduce in which matrices travel as two factors (codec/low_rank.h). All of a
+// LowRankReduce: an all_reduce in which matrices travel as two factors (codec/lowrank.h). All of a
 // call's left factors go in one all_reduce, together with everything that is not worth factoring;
 // then all right ones in another.
 #pragma once
@@ -6,14 +6,14 @@
 #include <span>
 #include <vector>
 
-#include "gradwire/codec/low_rank.h"
+#include "gradwire/codec/lowrank.h"
 #include "gradwire/exec/compound/compound.h"
 #include "gradwire/exec/execution/feedback_view.h"
 
 namespace gradwire::exec {
 
 // Throws InvalidArgument and ScheduleError for what makes no call of this codec.
-void check_low_rank(const Request& request);
+void check_lowrank(const Request& request);
 
 class LowRankReduce final : public Compound {
  public:
@@ -53,7 +53,7 @@ class LowRankReduce final : public Compound {
   const float* values(const Matrix& matrix) const;
   const float* input_with_narrow(std::size_t extent) const;
   void product_by_rows(codec::LowRankResult result, const Matrix& matrix);
-  const codec::Site& site(const Matrix& matrix) const;
+  const codec::EncodeContext& context(const Matrix& matrix) const;
   std::span<const float> last_right(const Matrix& matrix);
 
   int phase_ = 0;

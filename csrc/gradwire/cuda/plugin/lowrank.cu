@@ -5,7 +5,7 @@
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/gpu.cuh"
-#include "gradwire/cuda/plugin/site.cuh"
+#include "gradwire/cuda/plugin/run_feedback.cuh"
 
 namespace gradwire::cuda {
 namespace {
@@ -112,10 +112,10 @@ __device__ void write_row(float (&sums)[kFactors], float* p, std::uint64_t row, 
 
 template <unsigned kFactors>
 __global__ void __launch_bounds__(kLeftThreads, kFactors <= 16 ? 2 : 1)
-    left(const float* x, Site site, float* v, const float* q, float* p, Matrix of) {
+    left(const float* x, RunFeedback run_feedback, float* v, const float* q, float* p, Matrix of) {
   using Tile = LeftTile<kFactors>;
   __shared__ Tile tile;
-  const LeftSource from{x, residual_of(site), v};
+  const LeftSource from{x, residual_of(run_feedback), v};
   const unsigned lane = threadIdx.x % kRowLanes, rows = blockDim.x / kRowLanes;
   for (std::uint64_t first = std::uint64_t{blockIdx.x} * rows; first < of.rows;
        first += std::uint64_t{gridDim.x} * rows) {
@@ -134,12 +134,12 @@ __global__ void __launch_bounds__(kLeftThreads, kFactors <= 16 ? 2 : 1)
   }
 }
 
-Status left_factor(const float* x, Site site, float* v, const float* q, float* p, Matrix of,
+Status left_factor(const float* x, RunFeedback run_feedback, float* v, const float* q, float* p, Matrix of,
                    Stream stream) {
   const unsigned threads = of.rows < kManyRows ? kFewThreads : kLeftThreads;
   const std::uint64_t blocks = blocks_for(of.rows, threads / kRowLanes);
   return with_factors(of.rank, [&](auto factors) {
-    return launch(left<decltype(factors)::value>, blocks, threads, stream, x, site, v, q, p, of);
+    return launch(left<decltype(factors)::value>, blocks, threads, stream, x, run_feedback, v, q, p, of);
   });
 }
 
@@ -346,7 +346,7 @@ __device__ void each_row(std::uint64_t first, std::uint64_t column, Matrix of, B
 
 template <unsigned kFactors, bool kError>
 __global__ void __launch_bounds__(kProductThreads)
-    product(Product what, Site site, float* y, Matrix of) {
+    product(Product what, RunFeedback run_feedback, float* y, Matrix of) {
   __shared__ ProductTile<kFactors> tile;
   const std::uint64_t across = blocks_for(of.columns, kProductWide);
   const std::uint64_t tiles = blocks_for(of.rows, kProductRows) * across;
@@ -364,7 +364,7 @@ __global__ void __launch_bounds__(kProductThreads)
     __syncthreads();
     if constexpr (kError) {
       const float own_scale = *what.own_scale;
-      float* error = next_residual(site);
+      float* error = next_residual(run_feedback);
       load_column<kFactors>(what.own_q, column, of, factors);
       each_row(first, column, of, [&](unsigned r, unsigned row, std::uint64_t at) {
         error[at] = limit(values[r] - limit(product_at(tile, row, factors) * own_scale));
@@ -378,21 +378,21 @@ __global__ void __launch_bounds__(kProductThreads)
 }
 
 Status product_of(const float* p, const float* q, const float* scale, float factor,
-                  const float* own_q, const float* own_scale, const float* v, Site site, float* y,
+                  const float* own_q, const float* own_scale, const float* v, RunFeedback run_feedback, float* y,
                   Matrix of, Stream stream) {
   const Product what{p, q, scale, factor, own_q, own_scale, v};
   const std::uint64_t blocks =
       blocks_for(of.rows, kProductRows) * blocks_for(of.columns, kProductWide);
   return with_factors(of.rank, [&](auto factors) {
     constexpr unsigned kFactors = decltype(factors)::value;
-    return launch(keeps_errors(site) ? product<kFactors, true> : product<kFactors, false>, blocks,
-                  kProductThreads, stream, what, site, y, of);
+    return launch(keeps_errors(run_feedback) ? product<kFactors, true> : product<kFactors, false>, blocks,
+                  kProductThreads, stream, what, run_feedback, y, of);
   });
 }
 
 }  // namespace
 
-void fill_low_rank(Api& api) {
+void fill_lowrank(Api& api) {
   api.left_factor = left_factor;
   api.right_factor = right_factor;
   api.product = product_of;

@@ -1,4 +1,4 @@
-#include "gradwire/exec/compound/low_rank_reduce.h"
+#include "gradwire/exec/compound/lowrank_reduce.h"
 
 #include <algorithm>
 #include <cstring>
@@ -35,7 +35,7 @@ void check_shapes(const Request& request) {
 
 }  // namespace
 
-void check_low_rank(const Request& request) {
+void check_lowrank(const Request& request) {
   OpSpec spec;
   spec.collective = request.collective;
   spec.dtype = request.dtype;
@@ -55,7 +55,7 @@ void check_low_rank(const Request& request) {
 // ---- At submission -----------------------------------------------------------------------------
 
 void LowRankReduce::begin() {
-  check_low_rank(whole());
+  check_lowrank(whole());
   phase_ = 0;
   feedback_.bind(counts(), whole().keys, transaction());
   list_matrices(static_cast<const codec::LowRank&>(*whole().codec).rank());
@@ -118,7 +118,7 @@ void LowRankReduce::prepare() {
   for (const Matrix& each : matrices_) {
     const auto q = of_matrix(right_, each);
     codec::start_factor(last_right(each), each.of, q);
-    codec::kernels().low_rank.left(input_with_narrow(each.extent), site(each).residual,
+    codec::kernels().lowrank.left(input_with_narrow(each.extent), context(each).residual,
                                    output(each.extent), q.data(), left_.data() + each.left,
                                    each.of);
   }
@@ -126,11 +126,11 @@ void LowRankReduce::prepare() {
 
 // With its residual, in the output, where that is narrow: the passes over a matrix know wide ones.
 const float* LowRankReduce::input_with_narrow(std::size_t extent) const {
-  const codec::Site& site = feedback_.sites()[extent];
-  if (site.narrow_residual == nullptr) return input(extent);
+  const codec::EncodeContext& context = feedback_.contexts()[extent];
+  if (context.narrow_residual == nullptr) return input(extent);
   float* v = output(extent);
   if (v != input(extent)) std::memcpy(v, input(extent), counts()[extent] * sizeof(float));
-  codec::add_residual(site, v, counts()[extent]);
+  codec::add_residual(context, v, counts()[extent]);
   return v;
 }
 
@@ -173,7 +173,7 @@ bool LowRankReduce::orthonormalise() {
     if (!finite) return false;
     float* q = own_right_.data() + each.right;
     codec::orthonormalise(each.of, std::span(left_).subspan(each.left, each.left_size()), room_);
-    kernels.low_rank.right(values(each), left_.data() + each.left, q, each.of);
+    kernels.lowrank.right(values(each), left_.data() + each.left, q, each.of);
   }
   std::ranges::copy(own_right_, right_.begin());
   return finite;
@@ -196,9 +196,9 @@ void LowRankReduce::finish() {
     result.own_q = own_right_.data() + each.right;
     result.own_scale = codec::take_headroom(of_matrix(own_right_, each));
     result.v = values(each);
-    result.error = site(each).error;
-    if (site(each).narrow_error == nullptr)
-      kernels.low_rank.product(result, each.of);
+    result.error = context(each).error;
+    if (context(each).narrow_error == nullptr)
+      kernels.lowrank.product(result, each.of);
     else
       product_by_rows(result, each);
   }
@@ -210,7 +210,7 @@ void LowRankReduce::finish() {
 // sums as all at once.
 void LowRankReduce::product_by_rows(codec::LowRankResult result, const Matrix& matrix) {
   constexpr std::size_t kElements = 16384;
-  const codec::Site site = feedback_.site(matrix.extent, rank(), /*operation=*/0);
+  const codec::EncodeContext context = feedback_.context(matrix.extent, rank(), /*operation=*/0);
   const std::size_t columns = matrix.of.columns, factors = matrix.of.rank;
   const std::size_t most = std::clamp<std::size_t>(kElements / columns, 1, matrix.of.rows);
   const float* p = result.p;
@@ -222,8 +222,8 @@ void LowRankReduce::product_by_rows(codec::LowRankResult result, const Matrix& m
     for (std::size_t k = 0; k < factors; ++k)
       std::copy_n(p + k * matrix.of.rows + row, rows, rows_of_left_.data() + k * rows);
     result.p = rows_of_left_.data();
-    codec::kernels().low_rank.product(result, {rows, columns, factors});
-    codec::keep(site.from(row * columns), error_.data(), rows * columns);
+    codec::kernels().lowrank.product(result, {rows, columns, factors});
+    codec::keep(context.from(row * columns), error_.data(), rows * columns);
     result.y += rows * columns;
     result.v += rows * columns;
   }
@@ -256,13 +256,13 @@ float* LowRankReduce::output(std::size_t extent) const {
   return reinterpret_cast<float*>(whole().outputs[extent].data);
 }
 
-const codec::Site& LowRankReduce::site(const Matrix& matrix) const {
-  return feedback_.sites()[matrix.extent];
+const codec::EncodeContext& LowRankReduce::context(const Matrix& matrix) const {
+  return feedback_.contexts()[matrix.extent];
 }
 
 // V: input and residual.
 const float* LowRankReduce::values(const Matrix& matrix) const {
-  return site(matrix).has_residual() ? output(matrix.extent) : input(matrix.extent);
+  return context(matrix).has_residual() ? output(matrix.extent) : input(matrix.extent);
 }
 
 }  // namespace gradwire::exec

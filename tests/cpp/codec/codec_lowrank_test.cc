@@ -1,4 +1,4 @@
-#include "gradwire/codec/low_rank.h"
+#include "gradwire/codec/lowrank.h"
 
 #include <gtest/gtest.h>
 
@@ -122,7 +122,7 @@ std::vector<Case> cases() {
 
 class EveryTable : public testing::TestWithParam<const Kernels*> {
  protected:
-  const LowRankKernels& table() const { return GetParam()->low_rank; }
+  const LowRankKernels& table() const { return GetParam()->lowrank; }
 };
 
 std::string text_of(const Case& each) {
@@ -323,7 +323,7 @@ struct Result {
 };
 
 Result approximate(const Values& v, const Values& last, const Factors& of) {
-  const LowRankKernels& run = kernels().low_rank;
+  const LowRankKernels& run = kernels().lowrank;
   Result result{Values(v.size()), Values(v.size()), started(last, of)};
   Values p(of.rows * of.rank);
   run.left(v.data(), nullptr, nullptr, result.q.data(), p.data(), of);

@@ -1,10 +1,10 @@
-// lowrank on a GPU (exec/compound/low_rank_reduce.h): local work, a sum of left factors, local
+// lowrank on a GPU (exec/compound/lowrank_reduce.h): local work, a sum of left factors, local
 // work, a sum of right ones, local work; all of it enqueued.
 #pragma once
 
 #include <vector>
 
-#include "gradwire/codec/low_rank.h"
+#include "gradwire/codec/lowrank.h"
 #include "gradwire/cuda/gpu_communicator.h"
 
 namespace gradwire::cuda {
@@ -33,7 +33,7 @@ class LowRankReduce {
   void finish(const Call& call);
   void sum(const Call& call, const std::vector<exec::Array>& arrays);
   Memory memory_of(const Call& call, const Factored& each) const;
-  Site site_of(const Call& call, std::size_t extent) const;
+  RunFeedback run_feedback_of(const Call& call, std::size_t extent) const;
   const float* values(const Call& call, const Factored& each) const;
 
   Communicator& of_;

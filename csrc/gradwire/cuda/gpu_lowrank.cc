@@ -1,10 +1,10 @@
-#include "gradwire/cuda/gpu_low_rank.h"
+#include "gradwire/cuda/gpu_lowrank.h"
 
 #include <algorithm>
 #include <string>
 
 #include "gradwire/base/error.h"
-#include "gradwire/exec/compound/low_rank_reduce.h"
+#include "gradwire/exec/compound/lowrank_reduce.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -82,8 +82,8 @@ void LowRankReduce::take_room(bool captured) {
 
 // The factors of one key's matrices lie end to end in its memory.
 void LowRankReduce::open(Call& call) {
-  if (call.feedback == nullptr) return of_.bind_sites(call);
-  of_.bind_sites(call);
+  if (call.feedback == nullptr) return of_.bind_feedback(call);
+  of_.bind_feedback(call);
   std::vector<std::uint64_t> remembered(call.request->keys.size(), 0);
   for (Factored& each : matrices_) {
     each.key = call.keys[each.extent].key;
@@ -96,11 +96,11 @@ void LowRankReduce::open(Call& call) {
 Memory LowRankReduce::memory_of(const Call& call, const Factored& each) const {
   if (call.feedback == nullptr) return {};
   const Feedback::Key& key = *call.table->keys[each.key];
-  return {{key.memory[0] + each.memory, key.memory[1] + each.memory}, key.entry};
+  return {{key.memory[0] + each.memory, key.memory[1] + each.memory}, key.key_state};
 }
 
-Site LowRankReduce::site_of(const Call& call, std::size_t extent) const {
-  return call.feedback == nullptr ? Site{} : call.sites[extent].site;
+RunFeedback LowRankReduce::run_feedback_of(const Call& call, std::size_t extent) const {
+  return call.feedback == nullptr ? RunFeedback{} : call.extent_feedback[extent].run_feedback;
 }
 
 // V: input and residual.
@@ -117,7 +117,7 @@ void LowRankReduce::make_left(const Call& call) {
           api.copy(out(call, i), in(call, i), 4 * call.counts[i], CopyKind::kOnDevice, call.stream),
           "cudaMemcpyAsync");
     if (call.feedback != nullptr)
-      check(api, api.deliver(site_of(call, i), out(call, i), call.counts[i], call.stream),
+      check(api, api.deliver(run_feedback_of(call, i), out(call, i), call.counts[i], call.stream),
             "delivering");
   }
   for (const Factored& each : matrices_) {
@@ -125,7 +125,7 @@ void LowRankReduce::make_left(const Call& call) {
     check(api, api.start_factor(memory_of(call, each), each.of, q, call.stream),
           "starting a factor");
     check(api,
-          api.left_factor(in(call, each.extent), site_of(call, each.extent), out(call, each.extent),
+          api.left_factor(in(call, each.extent), run_feedback_of(call, each.extent), out(call, each.extent),
                           q, lefts_ + each.left, each.of, call.stream),
           "making a left factor");
   }
@@ -167,7 +167,7 @@ void LowRankReduce::finish(const Call& call) {
           "scaling a factor");
     check(api,
           api.product(lefts_ + each.left, q, scale, static_cast<float>(factor), own, scale + 1,
-                      values(call, each), site_of(call, each.extent), out(call, each.extent),
+                      values(call, each), run_feedback_of(call, each.extent), out(call, each.extent),
                       each.of, call.stream),
           "multiplying factors");
     if (call.feedback != nullptr)

@@ -1,7 +1,7 @@
 // Speed of lowrank's three passes over a matrix, and of Gram-Schmidt, per table. Kernel and memcpy
 // alternate, so that a share survives a machine that others load; medians of paired ratios. "step"
 // is all that one rank computes in a call. Built by hand, next to a build tree:
-//   g++ -O3 -std=c++20 -Icsrc bench/codecs/low_rank.cc -o low_rank build/libgradwire_codec.a
+//   g++ -O3 -std=c++20 -Icsrc bench/codecs/lowrank.cc -o lowrank build/libgradwire_codec.a
 //   build/libgradwire_base.a
 #include <algorithm>
 #include <chrono>
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "aligned.h"
-#include "gradwire/codec/low_rank.h"
+#include "gradwire/codec/lowrank.h"
 #include "gradwire/codec/simd/simd.h"
 
 namespace {
@@ -46,14 +46,14 @@ struct Arrays {
 };
 
 void left(const Kernels& k, Arrays& a) {
-  k.low_rank.left(a.x.data(), a.residual.data(), a.x.data(), a.q.data(), a.p.data(), a.of);
+  k.lowrank.left(a.x.data(), a.residual.data(), a.x.data(), a.q.data(), a.p.data(), a.of);
 }
 void gram_schmidt(const Kernels&, Arrays& a) { orthonormalise(a.of, a.p, a.room); }
 void right(const Kernels& k, Arrays& a) {
-  k.low_rank.right(a.x.data(), a.p.data(), a.own_q.data(), a.of);
+  k.lowrank.right(a.x.data(), a.p.data(), a.own_q.data(), a.of);
 }
 void product(const Kernels& k, Arrays& a) {
-  k.low_rank.product({a.p.data(), a.own_q.data(), 1 / kHeadroom, a.x.data(), a.own_q.data(),
+  k.lowrank.product({a.p.data(), a.own_q.data(), 1 / kHeadroom, a.x.data(), a.own_q.data(),
                       1 / kHeadroom, a.x.data(), a.error.data()},
                      a.of);
 }

@@ -1,11 +1,11 @@
-#include "gradwire/cuda/facts.h"
+#include "gradwire/cuda/cuda_info.h"
 
 #include "gradwire/cuda/device.h"
 
 namespace gradwire::cuda {
 namespace {
 
-std::string refusal(const Api& api, Status status, const Facts& found) {
+std::string refusal(const Api& api, Status status, const CudaInfo& found) {
   const std::string driver = cuda_version_text(found.driver);
   switch (status) {
     case kNoDriver:
@@ -22,18 +22,18 @@ std::string refusal(const Api& api, Status status, const Facts& found) {
   }
 }
 
-Status find_devices(const Api& api, std::vector<DeviceFacts>& found) {
+Status find_devices(const Api& api, std::vector<DeviceInfo>& found) {
   int count = 0;
   Status status = api.device_count(&count);
   for (int i = 0; status == 0 && i < count; ++i)
-    status = api.device_facts(i, &found.emplace_back());
+    status = api.device_info(i, &found.emplace_back());
   return status == 0 && count == 0 ? kNoDevice : status;
 }
 
 }  // namespace
 
-Facts find_facts(const Api& api) {
-  Facts found;
+CudaInfo find_cuda_info(const Api& api) {
+  CudaInfo found;
   api.versions(&found.runtime, &found.driver);
   const Status status = find_devices(api, found.devices);
   if (status == 0) return found;
@@ -42,10 +42,10 @@ Facts find_facts(const Api& api) {
   return found;
 }
 
-Facts find_facts(const std::string& library) {
-  Facts found;
+CudaInfo find_cuda_info(const std::string& library) {
+  CudaInfo found;
   try {
-    found = find_facts(load_api(library));
+    found = find_cuda_info(load_api(library));
   } catch (const InvalidArgument& error) {
     found.why_not = error.what();
   }

@@ -1,4 +1,4 @@
-#include "gradwire/codec/low_rank.h"
+#include "gradwire/codec/lowrank.h"
 
 #include <algorithm>
 #include <array>
@@ -73,7 +73,7 @@ std::string LowRank::name() const {
   return rank_ == kDefaultRank ? "lowrank" : "lowrank:rank=" + std::to_string(rank_);
 }
 
-std::size_t LowRank::encode(const float*, std::size_t, const Site&, Bytes) const { refuse(*this); }
+std::size_t LowRank::encode(const float*, std::size_t, const EncodeContext&, Bytes) const { refuse(*this); }
 Decoded LowRank::decode(ConstBytes, float*, std::size_t) const { refuse(*this); }
 Decoded LowRank::decode_add(ConstBytes, float*, std::size_t) const { refuse(*this); }
 
@@ -114,7 +114,7 @@ void orthonormalise(const Factors& of, std::span<float> p, std::vector<double>& 
   std::ranges::transform(room, p.begin(), [](double each) { return static_cast<float>(each); });
 }
 
-std::shared_ptr<const Codec> make_low_rank(Parameters& parameters) {
+std::shared_ptr<const Codec> make_lowrank(Parameters& parameters) {
   return std::make_shared<LowRank>(parameters.whole("rank", kDefaultRank, 1, kMostRank));
 }
 

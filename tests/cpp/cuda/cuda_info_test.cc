@@ -1,5 +1,5 @@
 // What is said of the GPUs that are there, and of those that are not.
-#include "gradwire/cuda/facts.h"
+#include "gradwire/cuda/cuda_info.h"
 
 #include <gtest/gtest.h>
 
@@ -14,7 +14,7 @@ Api table() { return load_api(GRADWIRE_SIMULATED_CUDA_SO); }
 
 TEST(CudaFacts, EveryDeviceIsDescribed) {
   ::setenv("SIMULATED_CUDA_DEVICES", "2", 1);
-  const Facts found = find_facts(GRADWIRE_SIMULATED_CUDA_SO);
+  const CudaInfo found = find_cuda_info(GRADWIRE_SIMULATED_CUDA_SO);
   ::unsetenv("SIMULATED_CUDA_DEVICES");
   EXPECT_EQ(found.why_not, "");
   EXPECT_EQ(found.library, GRADWIRE_SIMULATED_CUDA_SO);
@@ -27,36 +27,36 @@ TEST(CudaFacts, WithoutADeviceTheDriverIsNamed) {
   Api api = table();
   api.versions = [](int* runtime, int* driver) { return *runtime = 12080, *driver = 13010, 0; };
   api.device_count = [](int* count) { return *count = 0, kNoDevice; };
-  const Facts found = find_facts(api);
+  const CudaInfo found = find_cuda_info(api);
   EXPECT_NE(found.why_not.find("for CUDA 13.1, finds no GPU"), std::string::npos) << found.why_not;
   EXPECT_TRUE(found.devices.empty());
   api.device_count = [](int* count) { return *count = 0; };
-  EXPECT_EQ(find_facts(api).why_not, found.why_not);
+  EXPECT_EQ(find_cuda_info(api).why_not, found.why_not);
 }
 
 TEST(CudaFacts, AnAbsentDriverAndAnOldOneAreToldApart) {
   Api api = table();
   api.device_count = [](int*) { return kNoDriver; };
   api.versions = [](int* runtime, int* driver) { return *runtime = 13000, *driver = 0; };
-  EXPECT_EQ(find_facts(api).why_not, "there is no NVIDIA driver");
+  EXPECT_EQ(find_cuda_info(api).why_not, "there is no NVIDIA driver");
   api.versions = [](int* runtime, int* driver) { return *runtime = 13000, *driver = 12040, 0; };
-  EXPECT_EQ(find_facts(api).why_not,
+  EXPECT_EQ(find_cuda_info(api).why_not,
             "the driver is for CUDA 12.4, and 13.0 is needed: install a newer driver");
 }
 
 TEST(CudaFacts, AnyOtherErrorIsThatOfCuda) {
   Api api = table();
-  api.device_facts = [](int, DeviceFacts*) { return Status{2}; };
-  const Facts found = find_facts(api);
+  api.device_info = [](int, DeviceInfo*) { return Status{2}; };
+  const CudaInfo found = find_cuda_info(api);
   EXPECT_EQ(found.why_not, "out of memory (2)");
   EXPECT_TRUE(found.devices.empty());
 }
 
 TEST(CudaFacts, WithoutGradwiresCudaPartTheReasonIsTheLoaders) {
-  const Facts found = find_facts("/nowhere/libgradwire_cuda.so");
+  const CudaInfo found = find_cuda_info("/nowhere/libgradwire_cuda.so");
   EXPECT_EQ(found.library, "/nowhere/libgradwire_cuda.so");
   EXPECT_NE(found.why_not.find("does not load"), std::string::npos) << found.why_not;
-  EXPECT_NE(find_facts("libm.so.6").why_not.find("is not gradwire's CUDA part"), std::string::npos);
+  EXPECT_NE(find_cuda_info("libm.so.6").why_not.find("is not gradwire's CUDA part"), std::string::npos);
 }
 
 }  // namespace

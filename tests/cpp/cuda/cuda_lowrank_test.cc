@@ -1,4 +1,4 @@
-// lowrank on the device: the bits of the CPU's kernels (codec/factors.h, codec/low_rank.h).
+// lowrank on the device: the bits of the CPU's kernels (codec/factors.h, codec/lowrank.h).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 #include "codec_reference.h"
 #include "cuda_arrays.h"
-#include "gradwire/codec/low_rank.h"
+#include "gradwire/codec/lowrank.h"
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::cuda {
@@ -75,8 +75,8 @@ std::vector<Case> cases() {
 
 // A key with memory for both sides of something.
 struct Key {
-  explicit Key(std::uint32_t which) : entry({Entry{which, which, 0, {}}}, 0) {}
-  DeviceArray<Entry> entry;
+  explicit Key(std::uint32_t which) : key_state({KeyState{which, which, 0, {}}}, 0) {}
+  DeviceArray<KeyState> key_state;
 };
 
 TEST(CudaLowRank, FindsTheLeftFactor) {
@@ -87,22 +87,22 @@ TEST(CudaLowRank, FindsTheLeftFactor) {
     const Values residual = random_values(x.size(), Data::kNormal, 2);
     const Values q = tiny(random_values(of.rank * of.columns, Data::kNormal, 3));
     Values v(x.size()), expected(of.rows * of.rank), plain(expected);
-    const auto left = codec::kernels().low_rank.left;
+    const auto left = codec::kernels().lowrank.left;
     left(x.data(), nullptr, nullptr, q.data(), plain.data(), of);
     left(x.data(), residual.data(), v.data(), q.data(), expected.data(), of);
 
     const Key key(1);
     const Floats in(x), other(Values(x.size()), 2), added(residual, 3), factor(q, 5),
         sum(Values(x.size(), -7), 6), p(Values(expected.size(), -7), 7);
-    const Site none{{nullptr, nullptr}, nullptr};
-    const Site site{{other.data(), added.data()}, key.entry.data()};
+    const RunFeedback none{{nullptr, nullptr}, nullptr};
+    const RunFeedback run_feedback{{other.data(), added.data()}, key.key_state.data()};
     api().left_factor(in.data(), none, nullptr, factor.data(), p.data(), matrix(of), test_stream());
     ASSERT_EQ(bits(p.values()), bits(plain)) << text_of(each);
-    api().left_factor(in.data(), site, sum.data(), factor.data(), p.data(), matrix(of),
+    api().left_factor(in.data(), run_feedback, sum.data(), factor.data(), p.data(), matrix(of),
                       test_stream());
     ASSERT_EQ(bits(p.values()), bits(expected)) << text_of(each);
     ASSERT_EQ(bits(sum.values()), bits(v)) << text_of(each);
-    api().left_factor(in.data(), site, in.data(), factor.data(), p.data(), matrix(of),
+    api().left_factor(in.data(), run_feedback, in.data(), factor.data(), p.data(), matrix(of),
                       test_stream());
     ASSERT_EQ(bits(p.values()), bits(expected)) << text_of(each) << " in place";
     ASSERT_EQ(bits(in.values()), bits(v)) << text_of(each) << " in place";
@@ -116,7 +116,7 @@ TEST(CudaLowRank, FindsTheRightFactor) {
     const Values v = random_values(of.rows * of.columns, each.data, 1);
     const Values p = random_values(of.rank * of.rows, Data::kNormal, 2);
     Values expected(of.rank * of.columns);
-    codec::kernels().low_rank.right(v.data(), p.data(), expected.data(), of);
+    codec::kernels().lowrank.right(v.data(), p.data(), expected.data(), of);
     const Floats in(v, 2), factor(p, 4), q(Values(expected.size(), 99), 6);
     api().right_factor(in.data(), factor.data(), q.data(), matrix(of), test_stream());
     ASSERT_EQ(bits(q.values()), bits(expected)) << text_of(each);
@@ -133,16 +133,16 @@ TEST(CudaLowRank, MultipliesTheFactors) {
     const Values own_q = tiny(random_values(of.rank * of.columns, each.data, 4));
     const float factor = 1.0F / 3, scale = 1 / kHeadroom, own_scale = 0.5F / kHeadroom;
     Values y(v.size()), error(v.size());
-    codec::kernels().low_rank.product({p.data(), q.data(), factor * scale, y.data(), own_q.data(),
+    codec::kernels().lowrank.product({p.data(), q.data(), factor * scale, y.data(), own_q.data(),
                                        own_scale, v.data(), error.data()},
                                       of);
 
     const Key key(0);
     const Floats left(p, 2), right(q, 4), own(own_q, 6), in(v, 8), out(Values(v.size(), -7), 5),
         e(Values(v.size(), -7), 10), scales({scale, own_scale});
-    const Site site{{out.data(), e.data()}, key.entry.data()};
+    const RunFeedback run_feedback{{out.data(), e.data()}, key.key_state.data()};
     api().product(left.data(), right.data(), scales.data(), factor, own.data(), scales.data() + 1,
-                  in.data(), site, in.data(), matrix(of), test_stream());
+                  in.data(), run_feedback, in.data(), matrix(of), test_stream());
     ASSERT_EQ(bits(in.values()), bits(y)) << text_of(each) << " in place";
     ASSERT_EQ(bits(e.values()), bits(error)) << text_of(each);
     api().product(left.data(), right.data(), scales.data(), factor, nullptr, nullptr, nullptr, {},
@@ -190,7 +190,7 @@ TEST(CudaLowRank, Orthonormalises) {
 void expect_started(const Values& last, const Factors& of) {
   const Key key(1);
   const Floats old(last, 2), other(Values(last.size(), 5), 3), q(Values(last.size(), -7), 1);
-  const Memory memory{{other.data(), old.data()}, key.entry.data()};
+  const Memory memory{{other.data(), old.data()}, key.key_state.data()};
   Values expected(last.size());
   codec::start_factor(last, of, expected);
   api().start_factor(memory, matrix(of), q.data(), test_stream());
@@ -249,7 +249,7 @@ TEST(CudaLowRank, RemembersInTheOtherPlace) {
   const Key key(1);
   const Values q = random_values(3000, Data::kRandomBits, 4);
   const Floats from(q, 3), next(Values(q.size()), 4), last(Values(q.size(), 5), 5);
-  api().remember({{next.data(), last.data()}, key.entry.data()}, from.data(), q.size(),
+  api().remember({{next.data(), last.data()}, key.key_state.data()}, from.data(), q.size(),
                  test_stream());
   api().remember({}, from.data(), q.size(), test_stream());
   EXPECT_EQ(bits(next.values()), bits(q));

@@ -7,7 +7,7 @@
 
 namespace gradwire::codec {
 namespace {
-namespace low_rank {
+namespace lowrank {
 
 // Of each of the sums along a row: element j is added to lane j mod 16.
 constexpr std::size_t kRowLanes = 16;
@@ -238,6 +238,6 @@ void product(const LowRankResult& result, Factors of) noexcept {
 
 constexpr LowRankKernels kKernels = {left, right, product};
 
-}  // namespace low_rank
+}  // namespace lowrank
 }  // namespace
 }  // namespace gradwire::codec

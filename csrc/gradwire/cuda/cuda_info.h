@@ -8,16 +8,16 @@
 
 namespace gradwire::cuda {
 
-struct Facts {
+struct CudaInfo {
   std::string library;          // gradwire's CUDA part, as it was looked for
   int runtime = 0, driver = 0;  // 13000 is 13.0; 0: not known
-  std::vector<DeviceFacts> devices;
+  std::vector<DeviceInfo> devices;
   std::string why_not;  // empty where there are devices
 };
 
 // Of load_api(library). Throws nothing that a machine can cause; starts the driver.
-Facts find_facts(const std::string& library = "");
-Facts find_facts(const Api& api);
+CudaInfo find_cuda_info(const std::string& library = "");
+CudaInfo find_cuda_info(const Api& api);
 
 // "13.0".
 std::string cuda_version_text(int version);

@@ -8,7 +8,7 @@
 
 #include "exec_ranks.h"
 #include "gradwire/base/error.h"
-#include "gradwire/codec/low_rank.h"
+#include "gradwire/codec/lowrank.h"
 #include "gradwire/schedule/generators.h"
 
 namespace gradwire::exec {

@@ -5,7 +5,7 @@
 // all residuals add up to all inputs, whatever q the ranks began with. The next call begins with
 // this one's q: over calls that is a power iteration.
 //
-// Who does this is exec/compound/low_rank_reduce.h; here is what one rank computes between the
+// Who does this is exec/compound/lowrank_reduce.h; here is what one rank computes between the
 // sums, beside the kernels of codec/factors.h.
 #pragma once
 
@@ -35,7 +35,7 @@ class LowRank final : public Codec {
   bool biased() const noexcept override { return true; }
   std::size_t unit() const noexcept override { return 1; }
   std::size_t max_bytes(std::size_t n) const noexcept override { return n * sizeof(float); }
-  std::size_t encode(const float*, std::size_t, const Site&, Bytes) const override;
+  std::size_t encode(const float*, std::size_t, const EncodeContext&, Bytes) const override;
   Decoded decode(ConstBytes, float*, std::size_t) const override;
   Decoded decode_add(ConstBytes, float*, std::size_t) const override;
 
