@@ -37,8 +37,8 @@ double by_payload(const Codec& codec, bool feedback, Bucket& of) {
   std::vector<std::byte> payload(codec.max_bytes(of.x.size()));
   static CodecState codec_state;  // from call to call: topk's filter
   const EncodeContext context{.residual = feedback ? of.residual.data() : nullptr,
-                  .error = feedback ? of.error.data() : nullptr,
-                  .codec_state = &codec_state};
+                              .error = feedback ? of.error.data() : nullptr,
+                              .codec_state = &codec_state};
   if (feedback) codec.prepare(of.x.data(), of.x.size(), context);
   const double start = now();
   const std::size_t size = codec.encode(of.x.data(), of.x.size(), context, payload);
@@ -60,8 +60,8 @@ double by_factors(std::size_t rank, Bucket& of) {
   q = own_q;  // the sum over one rank
   const float own_scale = take_headroom(own_q), scale = take_headroom(q);
   kernels().lowrank.product({p.data(), q.data(), scale, of.y.data(), own_q.data(), own_scale,
-                              of.y.data(), of.error.data()},
-                             shape);
+                             of.y.data(), of.error.data()},
+                            shape);
   return now() - start;
 }
 

@@ -19,9 +19,9 @@
 
 namespace {
 
-using gradwire::codec::RandomPosition;
 using gradwire::codec::Kernels;
 using gradwire::codec::OneBitPlane;
+using gradwire::codec::RandomPosition;
 
 std::size_t block_size = 1024;
 

@@ -55,7 +55,8 @@ class Bench {
     std::size_t size = 0;
     const auto encode = [&] {
       CodecState codec_state{.filter = each.filter};
-      const EncodeContext context{.residual = residual_.data(), .error = residual_.data(), .codec_state = &codec_state};
+      const EncodeContext context{
+          .residual = residual_.data(), .error = residual_.data(), .codec_state = &codec_state};
       size = codec->encode(x_.data(), n_, context, payload);
     };
     std::vector<std::size_t> sent;

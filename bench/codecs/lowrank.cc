@@ -54,8 +54,8 @@ void right(const Kernels& k, Arrays& a) {
 }
 void product(const Kernels& k, Arrays& a) {
   k.lowrank.product({a.p.data(), a.own_q.data(), 1 / kHeadroom, a.x.data(), a.own_q.data(),
-                      1 / kHeadroom, a.x.data(), a.error.data()},
-                     a.of);
+                     1 / kHeadroom, a.x.data(), a.error.data()},
+                    a.of);
 }
 void step(const Kernels& k, Arrays& a) {
   start_factor(a.own_q, a.of, a.q);

@@ -118,7 +118,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._hosts = tuple(map(tuple, hosts))
         self._splits = 0
         self._is_one_round: bool | None = None  # of a barrier; None: not decided
-        self._calls = CpuCalls(core, self._place, _REPEATABLE)
+        self._calls = CpuCalls(core, self._place, _FAST_PATHS)
         self._clear_call_cache()
         self._gpu: gpus.Gpu | None = None
         self._making_gpu = threading.Lock()
@@ -161,7 +161,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         """Whether the communicator is closed or has failed, so that every call raises."""
         return not self._core.owned_here or self._core.closed
 
-    @_core.repeatable
+    @_core.fast_path_method
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Returns when every rank has called it.
 
@@ -373,7 +373,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
     def _clear_call_cache(self) -> None:
         """Drops cached calls and the choice of barrier, which depend on the cost model."""
         self._calls.clear_cache()
-        self._shortcut = self._calls.shortcut  # for repeatable methods
+        self._call_cache = self._calls.call_cache  # for fast_path_method
         self._is_one_round = None
 
     def _seconds(self, timeout: float | None) -> float:
@@ -387,7 +387,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
 
 
 # The methods defined here, even if a program replaces them on the class.
-_REPEATABLE: dict[str, _core.repeatable[Any, Any, Any]] = {
+_FAST_PATHS: dict[str, _core.fast_path_method[Any, Any, Any]] = {
     "all_reduce": Communicator.all_reduce,
     "barrier": Communicator.barrier,
 }

@@ -73,7 +73,7 @@ class Request:
     ) -> None: ...
     def feed_back(self, feedback: ErrorFeedback, keys: Sequence[tuple[str, int]]) -> None: ...
     def shape(self, shapes: Sequence[tuple[int, int]]) -> None: ...  # rows and columns of inputs
-    def exchange(self, letters: Letters) -> None: ...
+    def exchange(self, payloads: ExchangePayloads) -> None: ...
     def label(self, text: str) -> None: ...  # what the ranks are told of the codec
     def move(self, name: str) -> None: ...  # what its elements are called; they move as uint8
     # Of the arrays, which all ranks must give alike: in the first call like it, or always.
@@ -83,8 +83,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _S = TypeVar("_S")
 
-class repeatable(Generic[_S, _P, _R]):
-    """A method of `Communicator` with an array, or none, and keywords: tries the shortcut first."""
+class fast_path_method(Generic[_S, _P, _R]):
+    """A method of `Communicator` with an array, or none, and keywords: tries the cache first."""
 
     def __init__(self, function: Callable[Concatenate[_S, _P], _R]) -> None: ...
     @overload
@@ -95,17 +95,17 @@ class repeatable(Generic[_S, _P, _R]):
     @property
     def names(self) -> tuple[str, ...]: ...  # of the keywords
 
-class Shortcut:
+class CallCache:
     """Makes calls like earlier ones: a blocking all_reduce of one NumPy array in place, a barrier.
 
-    It is not taken while there is something in `unfinished`. The capsule is what a `repeatable`
-    finds as its instance's `_shortcut`.
+    It is not used while there is something in `unfinished`. The capsule is what a
+    `fast_path_method` finds as its instance's `_call_cache`.
     """
 
     def __init__(self, communicator: Communicator, unfinished: Sized) -> None: ...
-    def learn(
+    def add(
         self,
-        method: repeatable[Any, Any, Any],
+        method: fast_path_method[Any, Any, Any],
         array: NDArray[Any] | None,
         options: tuple[object, ...],  # as many as the method has names
         request: Request,
@@ -133,7 +133,7 @@ class ErrorFeedback:
     def save(self) -> dict[str, _SavedKey]: ...
     def load(self, state: Mapping[str, _SavedKey]) -> None: ...
 
-class Letters:
+class ExchangePayloads:
     """This rank's payload, and when the Work is over every rank's: a buffer, one after the other.
 
     It has the keys of the call open. They are settled by its maker, or where the Work fails; or

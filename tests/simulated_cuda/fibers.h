@@ -11,7 +11,7 @@ namespace simulated {
 // run is next, by its place.
 void run_fibers(unsigned count, const std::function<void(unsigned)>& body,
                 const std::function<std::size_t(const std::vector<unsigned>&)>& pick);
-// Of a fiber that runs: lets others run until resume_all(list) has been called for it.
+// For a fiber that runs: lets others run until resume_all(list) has been called for it.
 unsigned current_fiber();
 void suspend();
 void resume(unsigned fiber);

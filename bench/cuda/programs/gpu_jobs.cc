@@ -127,7 +127,8 @@ void factor(const Job& job, Arrays& of, Stream stream) {
   check(api, api.orthonormalise(p, room, shape, stream), "orthonormalise");
   check(api, api.right_factor(of.y, p, own_q, shape, stream), "right_factor");
   check(api, api.take_headroom(own_q, shape.columns * kRank, scales, stream), "take_headroom");
-  check(api, api.product(p, own_q, scales, 1, own_q, scales, of.y, of.run_feedback, of.y, shape, stream),
+  check(api,
+        api.product(p, own_q, scales, 1, own_q, scales, of.y, of.run_feedback, of.y, shape, stream),
         "product");
 }
 

@@ -22,11 +22,11 @@ constexpr float kFactor = 1.0F / 3;
 // What a call gives on either side.
 struct Outcome {
   Payload payload;
-  Floats error;             // with feedback
-  codec::CodecState codec_state;   // where the codec adapts
-  Floats decoded, added;    // y := , y +=
-  Floats summed, finished;  // of three payloads; the owner's stage
-  std::uint32_t flags = 0;  // of both decodings
+  Floats error;                   // with feedback
+  codec::CodecState codec_state;  // where the codec adapts
+  Floats decoded, added;          // y := , y +=
+  Floats summed, finished;        // of three payloads; the owner's stage
+  std::uint32_t flags = 0;        // of both decodings
 };
 
 // A call: x, what was not sent before (empty: no feedback), and what decodings find.
@@ -35,7 +35,8 @@ struct Inputs {
   codec::CodecState codec_state;
 };
 
-Payload encode(const codec::Codec& codec, const Floats& x, const codec::EncodeContext& run_feedback) {
+Payload encode(const codec::Codec& codec, const Floats& x,
+               const codec::EncodeContext& run_feedback) {
   Payload out(codec.max_bytes(x.size()));
   out.resize(codec.encode(x.data(), x.size(), run_feedback, out));
   return out;
@@ -61,9 +62,9 @@ Outcome on_cpu(const codec::Codec& codec, const Inputs& of, bool adapts) {
   made.error.resize(feedback ? n : 0);
   made.codec_state = {.tau = of.codec_state.tau};
   codec::EncodeContext run_feedback{.call = feedback ? kCall ^ kCalls : kCall,
-                   .residual = feedback ? of.residual.data() : nullptr,
-                   .error = feedback ? made.error.data() : nullptr,
-                   .codec_state = adapts ? &made.codec_state : nullptr};
+                                    .residual = feedback ? of.residual.data() : nullptr,
+                                    .error = feedback ? made.error.data() : nullptr,
+                                    .codec_state = adapts ? &made.codec_state : nullptr};
   if (adapts) codec.prepare(of.x.data(), n, run_feedback);
   made.payload = encode(codec, of.x, run_feedback);
   if (adapts) codec.adapt(n, made.codec_state);

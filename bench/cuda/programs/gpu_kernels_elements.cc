@@ -87,14 +87,14 @@ class MatrixCheck {
 
   void left() {
     Floats v(x_.size()), expected(p_.size());
-    codec::kernels().lowrank.left(x_.data(), residual_.data(), v.data(), q_.data(),
-                                   expected.data(), of_);
+    codec::kernels().lowrank.left(x_.data(), residual_.data(), v.data(), q_.data(), expected.data(),
+                                  of_);
     const DeviceArray<float> x(on_, x_, 1), e(on_, residual_), q(on_, q_), p(on_, p_), sum(on_, x_);
     const DeviceArray<KeyState> key_state(on_, {KeyState{}});
     const RunFeedback run_feedback{{e.data(), sum.data()}, key_state.data()};
-    on_.run(
-        on_.api.left_factor(x.data(), run_feedback, sum.data(), q.data(), p.data(), matrix_, on_.stream),
-        "left_factor");
+    on_.run(on_.api.left_factor(x.data(), run_feedback, sum.data(), q.data(), p.data(), matrix_,
+                                on_.stream),
+            "left_factor");
     expect(p, expected, "left factor");
     expect(sum, v, "input plus residual");
   }
@@ -120,15 +120,16 @@ class MatrixCheck {
     const float factor = 1.0F / 3, scale = 1 / kHeadroom, own_scale = 0.5F / kHeadroom;
     Floats y(x_.size()), error(x_.size());
     codec::kernels().lowrank.product({p_.data(), q_.data(), factor * scale, y.data(), own_q.data(),
-                                       own_scale, x_.data(), error.data()},
-                                      of_);
+                                      own_scale, x_.data(), error.data()},
+                                     of_);
     const DeviceArray<float> v(on_, x_, 1), p(on_, p_), q(on_, q_), own(on_, own_q), e(on_, x_),
         scales(on_, Floats{scale, own_scale});
     const DeviceArray<KeyState> key_state(on_, {KeyState{}});
     const RunFeedback run_feedback{{p.data(), e.data()}, key_state.data()};
-    on_.run(on_.api.product(p.data(), q.data(), scales.data(), factor, own.data(),
-                            scales.data() + 1, v.data(), run_feedback, v.data(), matrix_, on_.stream),
-            "product");
+    on_.run(
+        on_.api.product(p.data(), q.data(), scales.data(), factor, own.data(), scales.data() + 1,
+                        v.data(), run_feedback, v.data(), matrix_, on_.stream),
+        "product");
     expect(v, y, "product");
     expect(e, error, "residual");
   }

@@ -10,7 +10,7 @@ using Copy = void (*)(std::byte* to, const std::byte* from, std::size_t bytes) n
 
 void copy_cached(std::byte* to, const std::byte* from, std::size_t bytes) noexcept;
 
-// By streaming stores, which go to memory and leave no line in this core's cache; for readers to
+// Copies with streaming stores, which leave no line in this core's cache; for readers to
 // whom a line from there would take longer than from memory. All of them are done on return, so
 // that a release store orders them as it does others. Where the processor has none: copy_cached().
 void copy_streaming(std::byte* to, const std::byte* from, std::size_t bytes) noexcept;

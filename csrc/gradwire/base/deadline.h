@@ -31,11 +31,11 @@ class Deadline {
   using Clock = std::chrono::steady_clock;
 
   static Deadline never() { return Deadline(Clock::time_point::max()); }
-  // By any clock.
+  // Has passed by every clock.
   static Deadline at_once() { return Deadline(Clock::time_point::min()); }
   // Negative or zero means "already passed"; more than ten years means never.
   static Deadline after(double seconds) { return after(Clock::now(), seconds); }
-  // Some milliseconds late at most, and cheap.
+  // A few milliseconds late at most, and cheap.
   static Deadline about(double seconds) {
     return after(CoarseClock::now() + CoarseClock::tick(), seconds);
   }
@@ -50,7 +50,7 @@ class Deadline {
 
   bool is_never() const { return when_ == Clock::time_point::max(); }
   bool passed() const { return !is_never() && Clock::now() >= when_; }
-  // Some milliseconds late, and cheap.
+  // A few milliseconds late, and cheap.
   bool passed_about() const { return !is_never() && CoarseClock::now() >= when_; }
 
   // For poll(): the milliseconds left, rounded up, at most `cap`.

@@ -63,7 +63,7 @@ std::uintptr_t address_of(const DLTensor& tensor, std::uint64_t bytes) {
   return start + tensor.byte_offset;
 }
 
-// Of a shape whose elements can be counted.
+// Whether the array is row-major. The shape's elements can be counted.
 bool is_row_major(const std::vector<std::int64_t>& shape, const std::int64_t* strides) {
   std::int64_t step = 1;
   for (std::size_t i = shape.size(); i-- > 0; step *= shape[i])

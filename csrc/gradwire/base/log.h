@@ -1,4 +1,4 @@
-// Log: what the core has to tell that no caller will hear of in time, one line at a time.
+// Log: messages of the core that no call would report in time, one line each.
 #pragma once
 
 #include <functional>

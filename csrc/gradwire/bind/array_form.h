@@ -1,6 +1,6 @@
-// ArrayForm: what a repeated call must know of a NumPy array or a torch tensor on the CPU, read
-// within a microsecond. The libraries are not linked: NumPy's struct is read, torch's methods are
-// called, once learn_torch() was.
+// ArrayForm: type, shape and address of a NumPy array or a torch tensor on the CPU, read within a
+// microsecond. The libraries are not linked: NumPy's struct is read, torch's methods are called,
+// once learn_torch() was.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,8 +17,8 @@ namespace py = pybind11;
 
 class ArrayForm {
  public:
-  // Of an array that lies row after row without gaps on the CPU and may be written to; nullopt for
-  // any other, and for what is no array, or of a type that is neither library's own.
+  // The form of an array that is contiguous, on the CPU and writable; nullopt for any other, and
+  // for objects whose type is neither library's own array.
   static std::optional<ArrayForm> of(PyObject* array);
 
   // Whether a call that was made with the other may be made with this one.
@@ -42,9 +42,9 @@ class ArrayForm {
   std::byte* data_ = nullptr;
 };
 
-// From now on there are tensors too.
+// Looks torch up, so that tensors are recognised from now on.
 void learn_torch();
-// Tells autograd, which must notice, that a tensor is written to; nothing for any other array.
+// Tells autograd that a tensor is written to; does nothing for any other array.
 void note_write(PyObject* array);
 
 }  // namespace gradwire::bind

@@ -131,7 +131,7 @@ void bind_request(py::module_& m) {
            py::arg("schedule") = nullptr, py::arg("codec") = nullptr)
       .def("feed_back", &Request::feed_back, py::arg("feedback"), py::arg("keys"))
       .def("shape", &Request::shape, py::arg("shapes"))
-      .def("exchange", &Request::exchange, py::arg("letters"))
+      .def("exchange", &Request::exchange, py::arg("payloads"))
       .def("label", &Request::label, py::arg("text"))
       .def("move", &Request::move, py::arg("name"))
       .def("check_shape", &Request::check_shape, py::arg("text"), py::arg("always"));

@@ -86,7 +86,7 @@ shared_ptr<cuda::Loopback> make_loopback(int size) {
   return std::make_shared<cuda::Loopback>(cuda_api(), size);
 }
 
-// What identifies a device, and how it is called.
+// The identity of a device, and its name.
 std::tuple<std::string, std::string> device_identity(int device) {
   const cuda::Api& api = cuda_api();
   cuda::DeviceInfo info;

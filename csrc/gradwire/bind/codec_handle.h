@@ -6,7 +6,7 @@
 
 namespace gradwire::bind {
 
-// What Python holds: pybind11 keeps no pointers to const.
+// A codec as Python holds it: pybind11 keeps no pointers to const.
 struct Codec {
   std::shared_ptr<const codec::Codec> value;
 };

@@ -45,8 +45,8 @@ void Request::shape(const std::vector<std::pair<std::size_t, std::size_t>>& shap
   for (const auto& [rows, columns] : shapes) shapes_.push_back({rows, columns});
 }
 
-void Request::exchange(std::shared_ptr<exec::Letters> letters) {
-  fixed_.letters = std::move(letters);
+void Request::exchange(std::shared_ptr<exec::ExchangePayloads> payloads) {
+  fixed_.payloads = std::move(payloads);
 }
 
 void Request::move(std::string name) { moved_ = std::move(name); }

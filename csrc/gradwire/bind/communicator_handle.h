@@ -1,6 +1,6 @@
-// What Python holds of a communicator: the communicator itself, and whatever its unfinished work
-// reads or writes. A process that was forked from the owner holds a shell: every call throws, and
-// its end touches nothing that the two share.
+// The communicator as Python holds it: the communicator itself, and the memory that its unfinished
+// work reads or writes. In a process that was forked from the owner every call throws, and the
+// destructor touches nothing that the two processes share.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -32,11 +32,11 @@ class Request {
   Request(exec::Request fixed, std::string algorithm, std::shared_ptr<schedule::Schedule> schedule,
           const Addresses& inputs, const Addresses& outputs);
 
-  // What not every request has; see exec::Request.
+  // Optional parts; see exec::Request.
   void feed_back(std::shared_ptr<codec::ErrorFeedback> feedback,
                  const std::vector<std::pair<std::string, std::size_t>>& keys);
   void shape(const std::vector<std::pair<std::size_t, std::size_t>>& shapes);
-  void exchange(std::shared_ptr<exec::Letters> letters);
+  void exchange(std::shared_ptr<exec::ExchangePayloads> payloads);
   void label(std::string text) { label_ = std::move(text); }
   void move(std::string name);
   void check_shape(const std::string& text, bool always);
@@ -67,7 +67,7 @@ class Communicator {
 
   // Holds `memory` until `work` is over.
   std::shared_ptr<exec::Work> keep(std::shared_ptr<exec::Work> work, py::object memory);
-  // Lets go of the memory of all work that is over.
+  // Releases the memory of all work that is over.
   void forget_finished() { take_finished(); }
 
  private:

@@ -1,5 +1,5 @@
 // Events, streams and residuals of one GPU, as Python holds them. In a process that was forked from
-// the one that uses CUDA they are shells: every call throws, and their end touches nothing.
+// the one that uses CUDA every call throws, and the destructors touch nothing.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace gradwire::bind {
 
 // The table of the CUDA part. Throws Aborted in a fork of a process that had it.
 const cuda::Api& cuda_api();
-// Whether this is such a fork: whoever ends something leaves it as it is there.
+// Whether this is such a fork, where destructors must leave CUDA alone.
 bool is_cuda_elsewhere() noexcept;
 
 inline cuda::Stream stream_of(std::uintptr_t handle) {
@@ -28,7 +28,7 @@ bool is_captured(int device, std::uintptr_t stream);
 // it may take as long as the device works. In a fork it does nothing.
 void end_on(int device, const std::function<void()>& end) noexcept;
 
-// Likewise; what is owned goes there, and in a fork it leaks.
+// Likewise destroys `owned` on the device; in a fork it leaks.
 template <typename Owned>
 void end_on(int device, std::unique_ptr<Owned>& owned) noexcept {
   end_on(device, [&owned] { owned.reset(); });
@@ -68,7 +68,7 @@ class CudaStream {
   cuda::Stream stream_ = nullptr;
 };
 
-// From any thread, one after the other.
+// Safe from any thread: calls run one after the other.
 class CudaFeedback {
  public:
   CudaFeedback(std::shared_ptr<codec::ErrorFeedback> host, int device);

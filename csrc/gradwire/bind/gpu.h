@@ -1,4 +1,4 @@
-// What Python holds of calls on GPUs (cuda/).
+// A rank's GPU as Python holds it (cuda/).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,7 +16,7 @@
 
 namespace gradwire::bind {
 
-// Messages, and what they need to go on.
+// Messages, and the objects that must outlive them.
 struct CudaMessages {
   std::unique_ptr<cuda::Messages> messages;
   std::vector<std::shared_ptr<void>> kept;
@@ -39,7 +39,7 @@ class Gpu {
   void require_alive() const;
   std::uint64_t sent() const;
   std::string messages() const { return messages_; }
-  // Lets go of everything; what is enqueued must be over, or has failed. Later calls throw Aborted.
+  // Releases everything; what is enqueued must be over, or has failed. Later calls throw Aborted.
   void close();
 
  private:

@@ -7,13 +7,13 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_arrays(m);
   bind_codec(m);
   bind_feedback(m);
-  bind_letters(m);
+  bind_exchange(m);
   bind_schedule(m);
   bind_cost(m);
   bind_rdma(m);
   bind_cuda(m);
   bind_communicator(m);
   bind_gpu(m);
-  bind_shortcut(m);
+  bind_call_cache(m);
   bind_status(m);
 }

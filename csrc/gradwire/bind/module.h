@@ -9,7 +9,7 @@ namespace gradwire::bind {
 
 namespace py = pybind11;
 
-// Lets other Python threads run for as long as it lives.
+// Gives up the GIL for as long as it lives.
 class Unlocked {
  public:
   Unlocked();
@@ -25,21 +25,22 @@ class Unlocked {
 // when the interpreter is going is ended by unwinding its stack, which C++ answers with
 // terminate().
 void await_calls(double seconds);
-// In a forked child. (Every change is made with the interpreter's lock held, as a fork is.)
+// In a forked child, where the threads that were Unlocked do not exist. Every change of the count
+// is made with the GIL held, and so is a fork.
 void forget_calls();
 
 void bind_errors(py::module_& m);
 void bind_arrays(py::module_& m);
 void bind_codec(py::module_& m);
 void bind_feedback(py::module_& m);
-void bind_letters(py::module_& m);
+void bind_exchange(py::module_& m);
 void bind_schedule(py::module_& m);
 void bind_cost(py::module_& m);
 void bind_rdma(py::module_& m);
 void bind_cuda(py::module_& m);
 void bind_communicator(py::module_& m);
 void bind_gpu(py::module_& m);
-void bind_shortcut(py::module_& m);
+void bind_call_cache(py::module_& m);
 void bind_status(py::module_& m);
 
 }  // namespace gradwire::bind

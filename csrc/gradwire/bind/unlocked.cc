@@ -8,7 +8,7 @@
 namespace gradwire::bind {
 namespace {
 
-// Of the whole process, as the interpreter is.
+// One count for the whole process, as there is one interpreter.
 std::atomic<int> inside{0};
 
 constexpr std::chrono::milliseconds kBetweenLooks{1};

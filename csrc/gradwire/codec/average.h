@@ -1,4 +1,4 @@
-// From a finished sum to an average.
+// Divides a finished sum by the number of ranks.
 #pragma once
 
 #include <cstddef>

@@ -7,7 +7,7 @@
 
 namespace gradwire::codec {
 
-// Where a run's random numbers are on the one sequence that belongs to seed.
+// The position of a run in the random sequence of a seed: rounding depends on nothing else.
 struct RandomPosition {
   std::uint64_t seed = 0;
   std::uint64_t call = 0;
@@ -21,7 +21,7 @@ struct Int8Kernels {
     return n + (n + block - 1) / block * sizeof(float);
   }
 
-  // residual, position (then it rounds to nearest) and error may be null.
+  // residual, position (null: round to nearest) and error may be null.
   void (*encode)(const float* x, const float* residual, std::size_t n, std::size_t block,
                  const RandomPosition* position, std::byte* out, float* error) noexcept;
   // Whether every scale is one that encode() writes for finite values; a block of another is NaN.
@@ -41,7 +41,7 @@ struct OneBitKernels {
   static constexpr std::size_t kMostBlock = 8192;  // elements
 
   static constexpr std::size_t bytes_of_bits(std::size_t n) { return (n + 7) / 8; }
-  // At most, of n elements in one block: two means, mask and signs.
+  // The most bytes of n elements in one block: two means, mask and signs.
   static constexpr std::size_t most_bytes(std::size_t n) {
     return 2 * sizeof(float) + 2 * bytes_of_bits(n);
   }

@@ -29,7 +29,8 @@ class Cast final : public Codec {
   std::size_t unit() const noexcept override { return 1; }
   std::size_t max_bytes(std::size_t n) const noexcept override { return 2 * n; }
 
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const override {
+  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
+                     Bytes out) const override {
     check_room(*this, out.size(), max_bytes(n), n);
     (kernels().*cast_).encode(x, context.residual, scale_, out.data(), context.error, n);
     return max_bytes(n);

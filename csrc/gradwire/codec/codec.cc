@@ -17,9 +17,10 @@ struct NamedFactory {
 };
 
 constexpr std::array kCodecs = {
-    NamedFactory{"none", make_none}, NamedFactory{"fp16", make_fp16},        NamedFactory{"bf16", make_bf16},
-    NamedFactory{"int8", make_int8}, NamedFactory{"onebit", make_onebit},    NamedFactory{"threshold", make_threshold},
-    NamedFactory{"topk", make_topk}, NamedFactory{"lowrank", make_lowrank},
+    NamedFactory{"none", make_none},     NamedFactory{"fp16", make_fp16},
+    NamedFactory{"bf16", make_bf16},     NamedFactory{"int8", make_int8},
+    NamedFactory{"onebit", make_onebit}, NamedFactory{"threshold", make_threshold},
+    NamedFactory{"topk", make_topk},     NamedFactory{"lowrank", make_lowrank},
 };
 
 }  // namespace

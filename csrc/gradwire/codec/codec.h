@@ -25,25 +25,26 @@ enum class Combine : std::uint8_t {
   kCompound,  // a short program of local work and plain all_reduces
 };
 
-// What codecs adapt to one extent, from call to call, each in a place of its own: another codec in
-// between leaves it alone.
+// What codecs adapt to one extent from call to call. Each codec has its own fields, so another
+// codec in between does not change them.
 struct CodecState {
   float tau = 0;     // of threshold; 0: nothing chosen yet
   float filter = 0;  // of topk, likewise
-  // Of threshold, since prepare():
+  // threshold's, since prepare():
   std::uint64_t sent = 0;  // elements
   float largest = 0;       // |v| of what was encoded, finite units only
 };
 
-// Where in the job a run stands, and what else its encoding takes and gives.
+// What encoding a run needs beside its values: its position in the job, error feedback, and state.
 struct EncodeContext {
-  std::uint64_t call = 0;           // one of its own for each, for rounding that is random
+  std::uint64_t call = 0;           // unique for each call, for random rounding
   std::uint64_t element = 0;        // index of the run's first element in its extent
   const float* residual = nullptr;  // e of the run: added to it before anything else; null: zero
   float* error = nullptr;           // e' of the run: written; null: not kept
-  CodecState* codec_state = nullptr;  // of the run's extent, prepared; null: chosen from the run alone
-  // e and e' where they are kept in bfloat16, in place of the two above: codec/residuals.h stands
-  // between such a site and a codec's encode().
+  CodecState* codec_state =
+      nullptr;  // of the run's extent, prepared; null: chosen from the run alone
+  // e and e' where they are kept in bfloat16, in place of the two above: codec/residuals.h converts
+  // them before a codec's encode() sees the context.
   const std::uint16_t* narrow_residual = nullptr;
   std::uint16_t* narrow_error = nullptr;
 
@@ -66,7 +67,7 @@ struct EncodeContext {
   }
 };
 
-// What defines a codec, for kernels on other devices. What a kind does not have stays as it is.
+// The parameters of a codec, for kernels on other devices. A kind leaves those unset that it lacks.
 struct Definition {
   enum class Kind : std::uint8_t {
     kNone,
@@ -110,19 +111,19 @@ class Codec {
   virtual std::string name() const = 0;
   virtual Definition definition() const noexcept { return {}; }
   virtual Combine combine() const noexcept = 0;
-  // Losses do not average out without error feedback.
+  // Whether losses do not average out without error feedback.
   virtual bool biased() const noexcept = 0;
   // Whether an all_reduce of so many ranks does better to gather payloads than to encode sums anew.
   virtual bool gathers(int /*ranks*/) const noexcept { return combine() == Combine::kGather; }
-  // Elements. Runs are cut at multiples of it, counted from the start of each extent.
+  // In elements. Runs are cut at multiples of the unit, counted from the start of each extent.
   virtual std::size_t unit() const noexcept = 0;
   // The most bytes that encode() writes for n elements; exactly that many when fixed_size().
   virtual std::size_t max_bytes(std::size_t n) const noexcept = 0;
   virtual bool fixed_size() const noexcept { return true; }
   virtual SecondsPerByte seconds_per_byte() const noexcept { return {}; }
 
-  // Before the first encode of a call, with the whole extent as this rank passed it, and after the
-  // last: what to adapt. The default adapts nothing.
+  // Adapt the state: prepare() before the first encode of a call, with the whole extent as this
+  // rank passed it, adapt() after the last. The default adapts nothing.
   virtual void prepare(const float* x, std::size_t n, const EncodeContext& context) const;
   virtual void adapt(std::size_t n, CodecState& codec_state) const;
 
@@ -131,7 +132,8 @@ class Codec {
   // with NaN or Inf decodes to at least one NaN or Inf, and says so in Decoded::finite. x, residual
   // and error may not overlap, but residual and error may be the same. `out` holds at least
   // max_bytes(n), at any alignment, or InvalidArgument is thrown.
-  virtual std::size_t encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const = 0;
+  virtual std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
+                             Bytes out) const = 0;
 
   // y := decoded, or y += decoded. `in` has any alignment and is hostile: each length and index is
   // checked, and loaded once; an impossible one throws InvalidArgument.
@@ -142,9 +144,9 @@ class Codec {
   virtual Decoded decode_sum(std::span<const ConstBytes> payloads, float* y, std::size_t n) const;
 };
 
-// For a finished sum that nobody encodes, from the start of a unit: what encoders say of one that
-// is not finite. Codecs that send element by element (unit 1) pass Inf on; of all others the whole
-// unit is NaN. Returns whether all of it is finite.
+// Treats a finished sum that nobody encodes as the codec's encoder would where it is not finite.
+// Codecs that send element by element (unit 1) pass Inf on; for all others the whole unit becomes
+// NaN. `y` begins at the start of a unit. Returns whether all of it is finite.
 bool mark_not_finite(const Codec& codec, float* y, std::size_t n) noexcept;
 
 // "none", "fp16", "fp16:scale=1024", "bf16": a name, then key=value pairs between commas. An

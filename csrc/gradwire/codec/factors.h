@@ -21,7 +21,7 @@ inline constexpr std::size_t kMostRank = 32;
 // above 2^-70.
 inline constexpr float kHeadroom = 0x1p-32F;
 
-// The last pass: what all ranks end with, and what this one's part of it does not hold.
+// The last pass: the result of all ranks, and the error of this rank's part.
 struct LowRankResult {
   const float* p;      // orthonormal columns
   const float* q;      // the sum over all ranks

@@ -32,16 +32,16 @@ void check_finite(const std::string& key, std::span<const float> values, const c
                         "' would hold NaN or Inf; nothing was changed");
 }
 
-// Of what codecs adapt to.
+// Whether a codec can adapt to it.
 bool usable(float magnitude) { return magnitude >= 0 && std::isfinite(magnitude); }
 
 void check_kept(const std::string& key, const ErrorFeedback::SavedKey& saved) {
   check_finite(key, saved.residual, "the residual of key");
   check_finite(key, saved.memory, "the codec's memory of key");
   if (usable(saved.codec_state.tau) && usable(saved.codec_state.filter)) return;
-  throw InvalidArgument("error feedback: tau " + std::to_string(saved.codec_state.tau) + " and filter " +
-                        std::to_string(saved.codec_state.filter) + " of key '" + key +
-                        "' must be finite and not below 0; nothing was changed");
+  throw InvalidArgument("error feedback: tau " + std::to_string(saved.codec_state.tau) +
+                        " and filter " + std::to_string(saved.codec_state.filter) + " of key '" +
+                        key + "' must be finite and not below 0; nothing was changed");
 }
 
 float scaled(float magnitude, double factor) {
@@ -152,7 +152,8 @@ void ErrorFeedback::open(const KeyedExtent& extent, std::vector<KeyState*>& open
   check_closed(extent.key, key_state.open);
   check_length(extent.key, key_state.current.residual.size(), extent.count);
   key_state.next.residual.resize(extent.count);
-  key_state.next.codec_state = {.tau = key_state.current.codec_state.tau, .filter = key_state.current.codec_state.filter};
+  key_state.next.codec_state = {.tau = key_state.current.codec_state.tau,
+                                .filter = key_state.current.codec_state.filter};
   key_state.open = true;
   key_state.remembers = false;
   opened.push_back(&key_state);
@@ -191,7 +192,8 @@ void ErrorFeedback::spoil_step() noexcept {
 std::vector<float> ErrorFeedback::residual(const std::string& key) const {
   const std::lock_guard lock(mutex_);
   const auto found = key_states_.find(key);
-  return found == key_states_.end() ? std::vector<float>() : found->second.current.residual.values();
+  return found == key_states_.end() ? std::vector<float>()
+                                    : found->second.current.residual.values();
 }
 
 void ErrorFeedback::mask(const std::string& key, std::span<float> values) const {
@@ -252,7 +254,8 @@ void ErrorFeedback::scale(double factor) {
   for (auto& [key, key_state] : key_states_) {
     key_state.current.residual.swap(key_state.next.residual);
     CodecState& codec_state = key_state.current.codec_state;
-    codec_state = {.tau = scaled(codec_state.tau, factor), .filter = scaled(codec_state.filter, factor)};
+    codec_state = {.tau = scaled(codec_state.tau, factor),
+                   .filter = scaled(codec_state.filter, factor)};
   }
 }
 
@@ -269,7 +272,7 @@ ErrorFeedback::SavedKey ErrorFeedback::take(const std::string& key) {
   check_closed(key, found->second.open);
   Stored& stored = found->second.current;
   SavedKey saved{std::move(stored.residual).values(), stored.codec_state, stored.calls,
-            std::move(stored.memory)};
+                 std::move(stored.memory)};
   key_states_.erase(found);
   return saved;
 }
@@ -286,7 +289,8 @@ std::vector<KeyedExtent> ErrorFeedback::keys() const {
   const std::lock_guard lock(mutex_);
   std::vector<KeyedExtent> all;
   for (const auto& [key, key_state] : key_states_)
-    if (!key_state.current.residual.empty()) all.push_back({key, key_state.current.residual.size()});
+    if (!key_state.current.residual.empty())
+      all.push_back({key, key_state.current.residual.size()});
   return all;
 }
 

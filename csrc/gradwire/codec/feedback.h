@@ -1,7 +1,6 @@
-// ErrorFeedback: what a lossy codec did not deliver, kept per key and added to the next call
-// (one vector per key and rank, in units of the summed input, independent of schedule,
-// segment size and number of ranks). It is of float32, or of bfloat16 rounded at random
-// (codec/residuals.h).
+// ErrorFeedback: the quantization error of lossy codecs, kept per key and added to the next call
+// (one vector per key and rank, in units of the summed input, independent of schedule, segment size
+// and number of ranks). It is float32, or bfloat16 rounded at random (codec/residuals.h).
 //
 // A call is a transaction: e' is written beside e; settle(true) makes e := e', settle(false) leaves
 // e as it was. So does what a codec adapts from call to call (τ), what it remembers (low-rank's Q),
@@ -34,12 +33,12 @@ class ErrorFeedback {
   struct KeyState;
 
  public:
-  // What is kept of one key, to save and to load.
+  // The state of one key, to save and to load.
   struct SavedKey {
     std::vector<float> residual;  // empty means all zero, of any length
-    CodecState codec_state;              // as the last call left it; the next one takes τ and filter
+    CodecState codec_state;       // as the last call left it; the next one takes τ and filter
     std::uint64_t calls = 0;      // that were kept
-    std::vector<float> memory;    // the codec's own; empty: nothing yet
+    std::vector<float> memory;    // lowrank's last factor; empty: nothing yet
   };
   using State = std::map<std::string, SavedKey>;
 
@@ -60,9 +59,9 @@ class ErrorFeedback {
     void open(ErrorFeedback& owner, std::span<const KeyedExtent> extents);
     bool is_open() const noexcept { return owner_ != nullptr; }
 
-    // The whole key, as the last call left it: with e, if there is one; with e', of any content,
-    // all of which must be written; and with a number of no other call that is kept, neither of
-    // this key nor of another.
+    // The context of the whole key, as the last call left it: e, if there is one; e', of any
+    // content, all of which must be written; and a call number that no other kept call has, of this
+    // key or another.
     EncodeContext context(std::size_t extent) const;
     std::vector<float> residual(std::size_t extent) const;  // e; empty means all zero
     std::size_t size(std::size_t extent) const;             // of e'
@@ -71,8 +70,8 @@ class ErrorFeedback {
 
     // The end of the call. Does nothing when closed.
     void settle(bool keep) noexcept;
-    // Instead, for a call that was refused before it began: its keys are free at once, and a step
-    // goes on as if it had not been made.
+    // In place of settle(), for a call that was refused before it began: its keys are free at once,
+    // and a step goes on as if the call had not been made.
     void cancel() noexcept;
 
    private:
@@ -90,7 +89,7 @@ class ErrorFeedback {
   // where a step is (not) under way, and at the end while a transaction has not settled.
   void begin_step();
   bool end_step(bool keep = true);
-  // For a call that failed before it had a transaction: the step under way is not to be kept.
+  // The step under way will not be kept: for a call that failed before it had a transaction.
   void spoil_step() noexcept;
 
   // A copy of this rank's residual; empty when the key was never used.
@@ -107,12 +106,12 @@ class ErrorFeedback {
   void clear();
   std::vector<KeyedExtent> keys() const;
 
-  // All that the calls so far have left, as it was at one moment; those under way have no part yet.
+  // The state after all finished calls, at one moment; calls under way have no part in it yet.
   State save() const;
-  void load(State state);  // in place of all there was
+  void load(State state);  // replaces everything
 
-  // For whoever keeps it elsewhere: what is kept of one key, which is then as if it had never been
-  // used; and back, in place of what there was.
+  // Move the state of one key out, as if the key had never been used, and back in: for device
+  // memory.
   SavedKey take(const std::string& key);
   void put(const std::string& key, SavedKey saved);
 
@@ -132,7 +131,7 @@ class ErrorFeedback {
     KeyState(ResidualType type, const std::string& key);
     void put(SavedKey saved);
     std::uint64_t number() const noexcept { return name_digest ^ current.calls; }
-    // For a change between two calls: a number that no other one has.
+    // A number for a change between two calls that no other change has.
     std::uint64_t draw() noexcept { return number() ^ (++changes << 48); }
 
     Stored current;
@@ -150,11 +149,11 @@ class ErrorFeedback {
 
   const ResidualType type_;
   mutable std::mutex mutex_;
-  std::map<std::string, KeyState> key_states_;  // a map, so that transactions can point to entries
-  std::size_t unsettled_ = 0;             // transactions
+  std::map<std::string, KeyState> key_states_;  // a map, since transactions point to its elements
+  std::size_t unsettled_ = 0;                   // transactions
   bool in_step_ = false;
-  bool spoiled_ = false;         // a transaction of the step is not to be kept
-  std::vector<KeyState*> of_step_;  // settled, and waiting for its end
+  bool spoiled_ = false;            // a transaction of the step is not to be kept
+  std::vector<KeyState*> of_step_;  // settled, and waiting for the step's end
 };
 
 }  // namespace gradwire::codec

@@ -10,7 +10,7 @@
 
 namespace gradwire::codec {
 
-// Of those reductions, the kernels; null for all others, whose folds lose nothing by being
+// The kernels of those reductions; null for all others, whose folds lose nothing by being
 // separate.
 const WideKernels* wide_kernels(DType dtype, ReduceOp op) noexcept;
 

@@ -40,11 +40,12 @@ class Int8 final : public Codec {
     return Int8Kernels::bytes(n, block_);
   }
 
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const override {
+  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
+                     Bytes out) const override {
     check_room(*this, out.size(), max_bytes(n), n);
     const RandomPosition position{seed_, context.call, context.element};
-    kernels().int8.encode(x, context.residual, n, block_, stochastic_ ? &position : nullptr, out.data(),
-                          context.error);
+    kernels().int8.encode(x, context.residual, n, block_, stochastic_ ? &position : nullptr,
+                          out.data(), context.error);
     return max_bytes(n);
   }
 

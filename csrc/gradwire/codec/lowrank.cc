@@ -31,14 +31,14 @@ void draw(std::size_t k, std::span<float> column) {
   }
 }
 
-// Of the magnitudes, as integers: those have the same order, and the compiler a fast maximum.
+// Compares magnitudes as integers: they have the same order, and the compiler a fast maximum.
 float largest(std::span<const float> values) {
   std::int32_t most = 0;
   for (float each : values) most = std::max(most, std::bit_cast<std::int32_t>(each) & 0x7FFFFFFF);
   return std::bit_cast<float>(most);
 }
 
-// In binary64, which holds every power of two that this can need.
+// Works in binary64, which holds every power of two that this can need.
 void scale_to_headroom(std::span<float> column) {
   int exponent = 0;
   std::frexp(largest(column), &exponent);
@@ -73,7 +73,9 @@ std::string LowRank::name() const {
   return rank_ == kDefaultRank ? "lowrank" : "lowrank:rank=" + std::to_string(rank_);
 }
 
-std::size_t LowRank::encode(const float*, std::size_t, const EncodeContext&, Bytes) const { refuse(*this); }
+std::size_t LowRank::encode(const float*, std::size_t, const EncodeContext&, Bytes) const {
+  refuse(*this);
+}
 Decoded LowRank::decode(ConstBytes, float*, std::size_t) const { refuse(*this); }
 Decoded LowRank::decode_add(ConstBytes, float*, std::size_t) const { refuse(*this); }
 

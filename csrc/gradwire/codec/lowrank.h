@@ -5,7 +5,7 @@
 // all residuals add up to all inputs, whatever q the ranks began with. The next call begins with
 // this one's q: over calls that is a power iteration.
 //
-// Who does this is exec/compound/lowrank_reduce.h; here is what one rank computes between the
+// exec/compound/lowrank_reduce.h drives this; here is what one rank computes between the
 // sums, beside the kernels of codec/factors.h.
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace gradwire::codec {
 
-// Of a matrix it needs the shape, so it has no payloads: encode and decode throw InvalidArgument.
+// It needs a matrix's shape, so it has no payloads: encode and decode throw InvalidArgument.
 class LowRank final : public Codec {
  public:
   // rank: 1 to kMostRank, else InvalidArgument.

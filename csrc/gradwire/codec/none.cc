@@ -20,7 +20,8 @@ class None final : public Codec {
   std::size_t unit() const noexcept override { return 1; }
   std::size_t max_bytes(std::size_t n) const noexcept override { return n * sizeof(float); }
 
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const override {
+  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
+                     Bytes out) const override {
     check_room(*this, out.size(), max_bytes(n), n);
     if (n == 0) return 0;
     std::memcpy(out.data(), x, max_bytes(n));

@@ -128,7 +128,7 @@ class OneBit final : public Codec {
   Combine combine() const noexcept override { return Combine::kReencode; }
   SecondsPerByte seconds_per_byte() const noexcept override { return {8e-11, 8e-11}; }
   bool biased() const noexcept override { return true; }
-  // Of two ranks, each sends as many bytes either way, and encodes once instead of twice.
+  // Each of two ranks sends as many bytes either way, and encodes once instead of twice.
   bool gathers(int ranks) const noexcept override { return ranks <= 2; }
   std::size_t unit() const noexcept override { return block_; }
   bool fixed_size() const noexcept override { return false; }
@@ -138,7 +138,8 @@ class OneBit final : public Codec {
            (rest == 0 ? 0 : OneBitKernels::most_bytes(rest));
   }
 
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const override {
+  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
+                     Bytes out) const override {
     check_room(*this, out.size(), max_bytes(n), n);
     return kernels().one_bit.encode(x, context.residual, n, block_, out.data(), context.error);
   }

@@ -16,7 +16,8 @@ void widen(const std::uint16_t* narrow, float* values, std::size_t n) noexcept {
   kernels().bf16.decode(reinterpret_cast<const std::byte*>(narrow), 1, values, n);
 }
 
-void round(const float* values, const RandomPosition& position, std::uint16_t* narrow, std::size_t n) noexcept {
+void round(const float* values, const RandomPosition& position, std::uint16_t* narrow,
+           std::size_t n) noexcept {
   kernels().bf16_at_random(values, position, reinterpret_cast<std::byte*>(narrow), n);
 }
 
@@ -80,7 +81,8 @@ void Residual::write_by(EncodeContext& context) noexcept {
     context.narrow_error = narrow_.data();
 }
 
-std::size_t encode(const Codec& codec, const float* x, std::size_t n, const EncodeContext& context, Bytes out) {
+std::size_t encode(const Codec& codec, const float* x, std::size_t n, const EncodeContext& context,
+                   Bytes out) {
   if (context.narrow_error == nullptr) return codec.encode(x, n, context, out);
   thread_local std::vector<float> wide;
   const std::size_t unit = codec.unit();

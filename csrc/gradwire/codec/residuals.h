@@ -17,7 +17,7 @@ namespace gradwire::codec {
 
 enum class ResidualType : std::uint8_t { kFloat32, kBFloat16 };
 
-// One key's. Rounding that is not of a call draws numbers of its own: `draw` says which.
+// The residual of one key. Rounding outside of a call draws its own numbers: `draw` says which.
 class Residual {
  public:
   explicit Residual(ResidualType type) noexcept : type_(type) {}
@@ -34,7 +34,7 @@ class Residual {
   void read(std::size_t first, std::span<float> values) const noexcept;
   void write(std::size_t first, std::span<const float> values, std::uint64_t draw) noexcept;
 
-  // Sets e, or e', of a site that has none.
+  // Set e, or e', of a context that has none.
   void read_by(EncodeContext& context) const noexcept;
   void write_by(EncodeContext& context) noexcept;
 
@@ -46,7 +46,8 @@ class Residual {
 
 // Codec::encode() for residuals of either type, a few units at a time where they are narrow: so
 // they are wide in the cache alone.
-std::size_t encode(const Codec& codec, const float* x, std::size_t n, const EncodeContext& context, Bytes out);
+std::size_t encode(const Codec& codec, const float* x, std::size_t n, const EncodeContext& context,
+                   Bytes out);
 // What is never encoded delivers its whole residual: x := x + e, and e' := 0.
 void deliver(const EncodeContext& context, float* x, std::size_t n);
 // The first half of that.

@@ -209,7 +209,8 @@ std::size_t PayloadReader::count() {
 PositionFormat PayloadReader::positions(std::size_t n, Positions& out) {
   const unsigned head = byte(), low = head >> kFormatBits;
   const auto format = static_cast<PositionFormat>(head & ((1U << kFormatBits) - 1));
-  if (format > PositionFormat::kNotFinite || low > (format == PositionFormat::kGaps ? kMostLowBits : 0))
+  if (format > PositionFormat::kNotFinite ||
+      low > (format == PositionFormat::kGaps ? kMostLowBits : 0))
     refuse("its first byte means nothing");
   out.count = 0;
   if (format == PositionFormat::kList) list(n, out);

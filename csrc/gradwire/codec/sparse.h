@@ -47,7 +47,7 @@ constexpr bool worth_gathering(int ranks, double density) noexcept {
 using HitMask = std::array<std::uint64_t, kSparseUnit / 64>;  // a bit an element
 
 struct SparseKernels {
-  // Of up to kSparseUnit elements v = x + residual (may be null): bit i of hits says whether |v_i|
+  // For up to kSparseUnit elements v = x + residual (may be null), bit i of hits says whether |v_i|
   // is at least tau, or is NaN. error, which may be null or residual, is v − copysign(tau, v) at
   // the hits, with the sign of v where it is 0, and v elsewhere. Returns the largest |v|, as its
   // bits. Writes 32 bits of the mask at a time. tau > 0.

@@ -47,13 +47,13 @@ class Parameters {
   std::string canonical_;
 };
 
-// As few digits as give the same number again.
+// The number's shortest text that parses to the same number.
 std::string shortest(double value);
 
 // The "block" of a codec that works block by block: elements, a multiple of 32, 1024 by default.
 std::size_t block_of(Parameters& parameters, std::size_t most);
 
-// One a codec: its file defines it, codec.cc lists it.
+// One factory per codec: the codec's file defines it, codec.cc lists it.
 using CodecFactory = std::shared_ptr<const Codec>(Parameters&);
 CodecFactory make_none, make_fp16, make_bf16, make_int8, make_onebit, make_threshold, make_topk,
     make_lowrank;

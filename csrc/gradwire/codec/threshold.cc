@@ -91,7 +91,8 @@ class Threshold final : public Codec {
   }
   void adapt(std::size_t n, CodecState& codec_state) const override;
 
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const override;
+  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
+                     Bytes out) const override;
 
   Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
     if (n > 0) std::memset(y, 0, n * sizeof(float));
@@ -107,7 +108,8 @@ class Threshold final : public Codec {
   }
 
   // One unit; `tau` is 0 where it has to be chosen.
-  std::size_t encode_unit(UnitSource unit, float tau, const EncodeContext& context, std::byte* out) const;
+  std::size_t encode_unit(UnitSource unit, float tau, const EncodeContext& context,
+                          std::byte* out) const;
   static Decoded add(ConstBytes in, float* y, std::size_t n);
 
   std::string name_;
@@ -124,8 +126,8 @@ void Threshold::adapt(std::size_t n, CodecState& codec_state) const {
   if (ratio > kFar) tau *= std::min(2.0, std::sqrt(std::sqrt(std::sqrt(ratio / kFar))));
   const double most = std::numeric_limits<float>::max();
   const double least = std::numeric_limits<float>::denorm_min();
-  tau =
-      std::clamp<double>(tau, codec_state.largest / kLongestWait, double{codec_state.largest} * kHeadroom);
+  tau = std::clamp<double>(tau, codec_state.largest / kLongestWait,
+                           double{codec_state.largest} * kHeadroom);
   codec_state.tau = static_cast<float>(std::clamp(tau, least, most));
 }
 
@@ -173,17 +175,20 @@ std::size_t Threshold::encode_unit(UnitSource unit, float tau, const EncodeConte
   scratch.positions.take(scratch.hits, unit.n);
   if (context.codec_state != nullptr) {
     context.codec_state->sent += scratch.positions.count;
-    context.codec_state->largest = std::max(context.codec_state->largest, std::bit_cast<float>(largest));
+    context.codec_state->largest =
+        std::max(context.codec_state->largest, std::bit_cast<float>(largest));
   }
   std::size_t size = write_positions(scratch.positions.all(), unit.n, out);
   if (scratch.positions.count == 0) return size;
   std::memcpy(out + size, &tau, sizeof tau);
   size += sizeof tau;
-  if (context.error != nullptr) unit = {context.error, nullptr, unit.n};  // perhaps in place of residual
+  if (context.error != nullptr)
+    unit = {context.error, nullptr, unit.n};  // perhaps in place of residual
   return size + write_signs(scratch.positions, unit, out + size);
 }
 
-std::size_t Threshold::encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const {
+std::size_t Threshold::encode(const float* x, std::size_t n, const EncodeContext& context,
+                              Bytes out) const {
   check_room(*this, out.size(), max_bytes(n), n);
   const bool adapts = context.codec_state != nullptr && usable(context.codec_state->tau);
   const float tau = tau_ > 0 ? tau_ : adapts ? context.codec_state->tau : 0;

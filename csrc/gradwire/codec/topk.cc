@@ -49,7 +49,8 @@ class TopK final : public Codec {
     return n / kSparseUnit * most_bytes(kSparseUnit) + (rest > 0 ? most_bytes(rest) : 0);
   }
 
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const override;
+  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
+                     Bytes out) const override;
 
   Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
     if (n > 0) std::memset(y, 0, n * sizeof(float));
@@ -107,7 +108,8 @@ std::size_t TopK::encode_unit(UnitSource unit, float* error, float& filter, std:
   return size + write_values(unit, error, scratch, out + size);
 }
 
-std::size_t TopK::encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const {
+std::size_t TopK::encode(const float* x, std::size_t n, const EncodeContext& context,
+                         Bytes out) const {
   check_room(*this, out.size(), max_bytes(n), n);
   float filter = context.codec_state != nullptr && std::isfinite(context.codec_state->filter)
                      ? std::max(0.0F, context.codec_state->filter)

@@ -25,8 +25,7 @@ std::string refusal(const Api& api, Status status, const CudaInfo& found) {
 Status find_devices(const Api& api, std::vector<DeviceInfo>& found) {
   int count = 0;
   Status status = api.device_count(&count);
-  for (int i = 0; status == 0 && i < count; ++i)
-    status = api.device_info(i, &found.emplace_back());
+  for (int i = 0; status == 0 && i < count; ++i) status = api.device_info(i, &found.emplace_back());
   return status == 0 && count == 0 ? kNoDevice : status;
 }
 

@@ -1,4 +1,4 @@
-// What there is of CUDA, for people: the GPUs, or why there are none.
+// CudaInfo: the GPUs of this machine, or why there are none, for people to read.
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@ struct CudaInfo {
   std::string why_not;  // empty where there are devices
 };
 
-// Of load_api(library). Throws nothing that a machine can cause; starts the driver.
+// Uses load_api(library). Throws nothing that a machine can cause; starts the driver.
 CudaInfo find_cuda_info(const std::string& library = "");
 CudaInfo find_cuda_info(const Api& api);
 

@@ -77,7 +77,8 @@ class OneBitCodec final : public SlottedCodec {
   }
   void encode(const Run& run, std::byte* out, std::byte*, Stream stream) const override {
     check(api_,
-          api_.onebit_encode(run.x, run.run_feedback, run.n, block_, slots(out, run.n), sizes(out), stream),
+          api_.onebit_encode(run.x, run.run_feedback, run.n, block_, slots(out, run.n), sizes(out),
+                             stream),
           "encoding onebit");
   }
   void decode(const std::byte* in, float* y, std::uint64_t n, bool add, std::uint32_t* flags,
@@ -97,8 +98,8 @@ class OneBitCodec final : public SlottedCodec {
   void finish(const Run& run, std::byte* out, std::byte*, float* y, float factor,
               std::uint32_t* flags, Stream stream) const override {
     check(api_,
-          api_.onebit_finish(run.x, run.run_feedback, run.n, block_, slots(out, run.n), sizes(out), y,
-                             factor, flags, stream),
+          api_.onebit_finish(run.x, run.run_feedback, run.n, block_, slots(out, run.n), sizes(out),
+                             y, factor, flags, stream),
           "finishing onebit");
   }
 
@@ -128,7 +129,8 @@ class ThresholdCodec final : public SparseCodec {
   bool adapts() const override { return of_.tau == 0; }
   void prepare(const Run& run, std::byte* scratch, Stream stream) const override {
     if (!adapts()) return;
-    check(api_, api_.threshold_prepare(run.x, run.run_feedback, run.n, of_.density, scratch, stream),
+    check(api_,
+          api_.threshold_prepare(run.x, run.run_feedback, run.n, of_.density, scratch, stream),
           "preparing threshold");
   }
   void adapt(std::uint64_t n, KeyState* key_state, Stream stream) const override {
@@ -137,8 +139,8 @@ class ThresholdCodec final : public SparseCodec {
   }
   void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const override {
     check(api_,
-          api_.threshold_encode(run.x, run.run_feedback, run.n, of_.tau, of_.density, slots(out, run.n),
-                                sizes(out), scratch, stream),
+          api_.threshold_encode(run.x, run.run_feedback, run.n, of_.tau, of_.density,
+                                slots(out, run.n), sizes(out), scratch, stream),
           "encoding threshold");
   }
   void decode(const std::byte* in, float* y, std::uint64_t n, bool add, std::uint32_t* flags,

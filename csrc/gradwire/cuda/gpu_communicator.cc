@@ -12,7 +12,7 @@
 namespace gradwire::cuda {
 namespace {
 
-constexpr std::size_t kTold = 64;  // calls whose flags are told before the first is told anew
+constexpr std::size_t kCallFlags = 64;  // calls whose flags are told before the first is told anew
 // A plan's frames are whole chunks here, however long.
 constexpr std::size_t kUnlimited = std::size_t{1} << 60;
 
@@ -42,7 +42,7 @@ void require_gathers(const exec::Request& request) {
 }
 
 void check_types(const exec::Request& request) {
-  if (request.letters)
+  if (request.payloads)
     throw InvalidArgument("codec '" + std::string(request.codec_label) +
                           "' is written in Python and works on arrays in host memory: copy them "
                           "there, or take one of gradwire.codecs()");
@@ -61,18 +61,18 @@ Communicator::Communicator(const Api& api, Setting setting, std::unique_ptr<Mess
       messages_(std::move(messages)),
       plans_(plans_of(setting_)),
       main_(api, {setting_.rank, setting_.size, messages_.get(), &plans_}),
-      question_(api, {setting_.rank, setting_.size, messages_.get(), &plans_}),
+      vote_(api, {setting_.rank, setting_.size, messages_.get(), &plans_}),
       flags_room_(api),
       own_key_states_(api),
       codec_scratch_(api),
-      told_(api, Room::Kind::kPinned),
+      call_flags_(api, Room::Kind::kPinned),
       last_(api),
       last_captured_(api) {
   plans_.set_model(gpu_model());
   flags_ = reinterpret_cast<std::uint32_t*>(flags_room_.take(kPayloadAlignment));
-  constexpr std::size_t kBytes = (kTold + 1) * sizeof(std::uint32_t);
-  std::fill_n(told_.take(kBytes), kBytes, std::byte{0});
-  lost_ = reinterpret_cast<std::uint32_t*>(told_.data()) + kTold;
+  constexpr std::size_t kBytes = (kCallFlags + 1) * sizeof(std::uint32_t);
+  std::fill_n(call_flags_.take(kBytes), kBytes, std::byte{0});
+  lost_ = reinterpret_cast<std::uint32_t*>(call_flags_.data()) + kCallFlags;
   messages_->tell_losses(lost_);
 }
 
@@ -113,8 +113,8 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
   }
   if (!call.captured && call.codec != nullptr)
     check(api_,
-          api_.copy(told_.data() + operations_ % kTold * sizeof(std::uint32_t), call.flags,
-                    sizeof(std::uint32_t), CopyKind::kToHost, stream),
+          api_.copy(call_flags_.data() + operations_ % kCallFlags * sizeof(std::uint32_t),
+                    call.flags, sizeof(std::uint32_t), CopyKind::kToHost, stream),
           "cudaMemcpyAsync");
   check(api_, api_.record(last, stream), "cudaEventRecord");
   if (call.captured)
@@ -126,7 +126,7 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
 }
 
 void Communicator::count_sent() {
-  std::uint64_t sent = main_.sent() + question_.sent();
+  std::uint64_t sent = main_.sent() + vote_.sent();
   if (gather_) sent += gather_->sent();
   if (lowrank_) sent += lowrank_->sent();
   sent_ = sent;
@@ -145,15 +145,15 @@ void Communicator::require_valid(const exec::Request& request, const Feedback* f
 }
 
 std::uint32_t Communicator::take_flags() {
-  auto* const told = reinterpret_cast<std::uint32_t*>(told_.data());
+  auto* const call_flags = reinterpret_cast<std::uint32_t*>(call_flags_.data());
   std::uint32_t all = 0;
-  for (std::size_t i = 0; i < kTold; ++i) all |= std::atomic_ref(told[i]).exchange(0);
+  for (std::size_t i = 0; i < kCallFlags; ++i) all |= std::atomic_ref(call_flags[i]).exchange(0);
   return all;
 }
 
 // ---- What every way of a call begins with ------------------------------------------------------
 
-// Of a step the calls share one word.
+// All calls of a step share one word of flags.
 void Communicator::begin(Call& call) {
   const bool in_step = call.feedback != nullptr && call.feedback->in_step();
   call.flags = in_step ? call.feedback->step_flags() : flags_;
@@ -191,7 +191,7 @@ void Communicator::bind_feedback(Call& call) {
 
 void Communicator::bind_keys(Call& call) {
   const auto& keys = call.request->keys;
-  exec::place_in_keys(call.counts, keys, call.keys);
+  exec::find_key_offsets(call.counts, keys, call.keys);
   call.table = &call.feedback->open(keys, call.captured, call.stream);
   for (std::size_t i = 0; i < call.extent_feedback.size(); ++i) {
     const auto [key, begin] = call.keys[i];
@@ -209,15 +209,15 @@ void Communicator::run_at_once(Call& call) {
   begin(call);
   bind_feedback(call);
   main_.begin(call.stream);
-  const exec::Arrangement& arrangement = main_.arrangement();
+  const exec::BufferMap& buffer_map = main_.buffer_map();
   if (call.codec != nullptr)
-    prepare(call, arrangement.extents());
+    prepare(call, buffer_map.extents());
   else if (call.feedback != nullptr)
-    deliver_residuals(call, arrangement);
+    deliver_residuals(call, buffer_map);
   main_.run({call.codec, call.extent_feedback, call.scratch, call.flags}, {}, call.stream);
   if (call.codec != nullptr) adapt(call);
   if (call.feedback == nullptr) return;
-  if (call.codec == nullptr) check_results(call, arrangement);
+  if (call.codec == nullptr) check_results(call, buffer_map);
   settle(call, call.request->collective == Collective::kAllReduce);
 }
 
@@ -239,32 +239,34 @@ void Communicator::adapt(const Call& call) {
   for (std::size_t i = 0; i < call.extent_feedback.size(); ++i) {
     elements += call.counts[i];
     KeyState* const key_state = call.extent_feedback[i].run_feedback.key_state;
-    if (i + 1 < call.extent_feedback.size() && call.extent_feedback[i + 1].run_feedback.key_state == key_state) continue;
+    if (i + 1 < call.extent_feedback.size() &&
+        call.extent_feedback[i + 1].run_feedback.key_state == key_state)
+      continue;
     call.codec->adapt(elements, key_state, call.stream);
     elements = 0;
   }
 }
 
 // A plain sum loses nothing.
-void Communicator::deliver_residuals(const Call& call, const exec::Arrangement& arrangement) {
-  const auto& own = main_.plan().folds() ? arrangement.addends() : arrangement.extents();
+void Communicator::deliver_residuals(const Call& call, const exec::BufferMap& buffer_map) {
+  const auto& own = main_.plan().folds() ? buffer_map.addends() : buffer_map.extents();
   for (std::size_t i = 0; i < own.size(); ++i)
     check(api_,
-          api_.deliver(call.extent_feedback[i].run_feedback, reinterpret_cast<float*>(own[i]), call.counts[i],
-                       call.stream),
+          api_.deliver(call.extent_feedback[i].run_feedback, reinterpret_cast<float*>(own[i]),
+                       call.counts[i], call.stream),
           "delivering");
 }
 
-void Communicator::check_results(const Call& call, const exec::Arrangement& arrangement) {
+void Communicator::check_results(const Call& call, const exec::BufferMap& buffer_map) {
   const auto look = [&](std::byte* data, std::uint64_t count) {
     check(api_, api_.check_finite(reinterpret_cast<float*>(data), count, call.flags, call.stream),
           "looking for NaN");
   };
   if (main_.plan().folds())
-    for (const exec::Array& each : arrangement.sums()) look(each.data, each.count);
+    for (const exec::Array& each : buffer_map.sums()) look(each.data, each.count);
   else
     for (std::size_t i = 0; i < call.counts.size(); ++i)
-      look(arrangement.extents()[i], call.counts[i]);
+      look(buffer_map.extents()[i], call.counts[i]);
 }
 
 void Communicator::settle(const Call& call, bool shared, bool remembers) {
@@ -274,7 +276,7 @@ void Communicator::settle(const Call& call, bool shared, bool remembers) {
   };
   look_for_failure();
   if (!shared) {
-    ask_all(call);
+    vote_finite(call);
     look_for_failure();  // of the question
     poison(call);
   }
@@ -282,16 +284,16 @@ void Communicator::settle(const Call& call, bool shared, bool remembers) {
 }
 
 // Ranks that hold different results agree whether residuals may move.
-void Communicator::ask_all(const Call& call) {
+void Communicator::vote_finite(const Call& call) {
   const exec::Array word{reinterpret_cast<std::byte*>(call.flags), 1};
   exec::Request question;
   question.collective = Collective::kAllReduce;
   question.dtype = DType::kInt32;
   question.op = ReduceOp::kMax;
   question.inputs = question.outputs = {&word, 1};
-  question_.bind(question, call.captured);
-  question_.begin(call.stream);
-  question_.run({}, {}, call.stream);
+  vote_.bind(question, call.captured);
+  vote_.begin(call.stream);
+  vote_.run({}, {}, call.stream);
 }
 
 void Communicator::poison(const Call& call) {

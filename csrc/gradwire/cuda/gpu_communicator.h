@@ -20,7 +20,7 @@
 
 #include "gradwire/cuda/gpu_feedback.h"
 #include "gradwire/cuda/gpu_operation.h"
-#include "gradwire/exec/execution/key_places.h"
+#include "gradwire/exec/execution/key_offsets.h"
 
 namespace gradwire::cuda {
 
@@ -37,9 +37,9 @@ struct Call {
   std::byte* scratch = nullptr;       // the codec's
   std::uint32_t* flags = nullptr;
   Feedback* feedback = nullptr;
-  const Feedback::Table* table = nullptr;  // with feedback
-  std::vector<exec::KeyPlace> keys;        // with feedback: of each extent, in the table's
-  std::vector<ExtentFeedback> extent_feedback;           // of each extent
+  const Feedback::Table* table = nullptr;       // with feedback
+  std::vector<exec::KeyOffset> keys;            // with feedback: of each extent, in the table's
+  std::vector<ExtentFeedback> extent_feedback;  // of each extent
 };
 
 class Communicator {
@@ -87,14 +87,14 @@ class Communicator {
   void bind_feedback(Call& call);
   void bind_keys(Call& call);
   void run_at_once(Call& call);
-  void deliver_residuals(const Call& call, const exec::Arrangement& arrangement);
-  void check_results(const Call& call, const exec::Arrangement& arrangement);
+  void deliver_residuals(const Call& call, const exec::BufferMap& buffer_map);
+  void check_results(const Call& call, const exec::BufferMap& buffer_map);
   void prepare(const Call& call, std::span<std::byte* const> extents);
   void adapt(const Call& call);
   void count_sent();
   // The end of a call with feedback; `shared`: all ranks have all results, and so the same flags.
   void settle(const Call& call, bool shared, bool remembers = false);
-  void ask_all(const Call& call);
+  void vote_finite(const Call& call);
   void poison(const Call& call);
   const Codec* codec_for(const std::shared_ptr<const codec::Codec>& codec);
 
@@ -102,8 +102,8 @@ class Communicator {
   const Setting setting_;
   std::unique_ptr<Messages> messages_;
   exec::PlanCache plans_;
-  Operation main_, question_;
-  Room flags_room_, own_key_states_, codec_scratch_, told_;
+  Operation main_, vote_;
+  Room flags_room_, own_key_states_, codec_scratch_, call_flags_;
   std::uint32_t* flags_ = nullptr;
   std::uint32_t* lost_ = nullptr;  // pinned: kLost, once messages have failed
   OwnedEvent last_, last_captured_;

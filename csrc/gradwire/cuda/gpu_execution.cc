@@ -197,7 +197,8 @@ void Execution::finish_here(const Piece& piece) {
   if (lossy()) {
     const Run run = run_of(piece);
     if (run.run_feedback.residual[0] != nullptr)
-      check(api_, api_.deliver(run.run_feedback, floats(piece), piece.count, stream_), "delivering");
+      check(api_, api_.deliver(run.run_feedback, floats(piece), piece.count, stream_),
+            "delivering");
     check(api_,
           api_.mark(floats(piece), piece.count, call_.plan->codec().unit(), call_.flags, stream_),
           "marking");

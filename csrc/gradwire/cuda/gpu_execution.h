@@ -19,24 +19,24 @@
 
 namespace gradwire::cuda {
 
-// Of an extent, for lossy codecs.
+// The error feedback of an extent, for lossy codecs.
 struct ExtentFeedback {
-  RunFeedback run_feedback{};                // at its first element
-  std::uint64_t call = 0;     // of Rounding
-  std::uint64_t element = 0;  // of its first, in its key
+  RunFeedback run_feedback{};  // at its first element
+  std::uint64_t call = 0;      // of Rounding
+  std::uint64_t element = 0;   // of its first, in its key
 };
 
 class Execution {
  public:
   struct Call {
     const exec::Plan* plan = nullptr;
-    std::span<std::byte* const> extents;  // in device memory
-    const Codec* codec = nullptr;         // null where the plan is not lossy
-    std::span<const ExtentFeedback> extent_feedback;    // lossy: one an extent
-    std::byte* scratch = nullptr;         // the codec's
-    std::uint32_t* flags = nullptr;       // lossy: the call's
-    std::span<const Slotted> layout;      // plain: of every block, each of which is a payload
-    bool captured = false;                // in a graph
+    std::span<std::byte* const> extents;              // in device memory
+    const Codec* codec = nullptr;                     // null where the plan is not lossy
+    std::span<const ExtentFeedback> extent_feedback;  // lossy: one an extent
+    std::byte* scratch = nullptr;                     // the codec's
+    std::uint32_t* flags = nullptr;                   // lossy: the call's
+    std::span<const Slotted> layout;  // plain: of every block, each of which is a payload
+    bool captured = false;            // in a graph
   };
 
   explicit Execution(const Api& api) : api_(api), arena_(api), store_(api), wide_(api) {}

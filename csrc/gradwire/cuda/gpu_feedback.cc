@@ -203,7 +203,8 @@ codec::ErrorFeedback::SavedKey Feedback::read(const Key& key, Stream stream) con
   return kept;
 }
 
-void Feedback::write(const Key& key, const codec::ErrorFeedback::SavedKey& kept, Stream stream) const {
+void Feedback::write(const Key& key, const codec::ErrorFeedback::SavedKey& kept,
+                     Stream stream) const {
   KeyState key_state{};
   key_state.calls = kept.calls;
   CodecState& codec_state = key_state.codec_state[0];

@@ -2,9 +2,8 @@
 // device memory, so that a call needs nothing of the host. Whether a call's residuals take the
 // place of those before is decided on the device, by the call's flags.
 //
-// Each key has two vectors of which its Entry says which is the present one (cuda/api.h). Belongs
-// to one thread at a time, and its calls to one stream after the other: who changes streams orders
-// them.
+// Each key has two vectors; its KeyState says which one is current (cuda/api.h). One thread at a
+// time uses it, and its calls go to one stream after the other: who changes streams orders them.
 #pragma once
 
 #include <atomic>
@@ -43,7 +42,7 @@ class Feedback {
   // On this thread's device. What a new key starts with is taken from the host's.
   Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host);
   ~Feedback();  // waits for the device
-  // No other of the process has it, before or after.
+  // Unique in the process, also over time.
   std::uint64_t number() const noexcept { return number_; }
   Feedback(const Feedback&) = delete;
   Feedback& operator=(const Feedback&) = delete;
@@ -51,7 +50,7 @@ class Feedback {
   // Throws InvalidArgument for a key whose residual has another length, one that is given twice,
   // and for new ones in a call that is captured. A table stays valid.
   const Table& open(std::span<const codec::KeyedExtent> extents, bool captured, Stream stream);
-  // Makes room for so many elements that each of its keys remembers.
+  // Makes room for the memory of each key: `counts` elements.
   void remember(const Table& table, std::span<const std::uint64_t> counts, bool captured,
                 Stream stream);
 
@@ -62,10 +61,10 @@ class Feedback {
   // way. The stream is that of the step's last call.
   void begin_step();
   void end_step(bool keep, Stream stream);
-  // Of the step under way: it is not kept where this holds NaN or Inf.
+  // The step under way is not kept if x holds NaN or Inf.
   void require_finite(const float* x, std::uint64_t count, Stream stream);
   bool in_step() const noexcept { return in_step_; }
-  // The end of a call, or part of the step's: by the flags, which in a step are the step's.
+  // Ends a call, or joins it to the step under way. The flags decide; in a step, the step's.
   void settle(const Table& table, bool remembers, const std::uint32_t* flags, Stream stream);
   std::uint32_t* step_flags() const noexcept { return step_flags_; }
 

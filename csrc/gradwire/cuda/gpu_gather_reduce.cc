@@ -32,8 +32,8 @@ void GatherReduce::run(Call& call) {
   operation_.bind(gather, call.captured);
   std::byte* out = own.data;
   for (std::size_t i = 0; i < call.counts.size(); ++i) {
-    Run run{input(call, i), call.counts[i], call.extent_feedback[i].run_feedback, call.extent_feedback[i].call,
-            call.extent_feedback[i].element};
+    Run run{input(call, i), call.counts[i], call.extent_feedback[i].run_feedback,
+            call.extent_feedback[i].call, call.extent_feedback[i].element};
     call.codec->prepare(run, call.scratch, call.stream);
     call.codec->encode(run, out, call.scratch, call.stream);
     out += call.codec->payload_bytes(call.counts[i]);
@@ -86,7 +86,8 @@ void GatherReduce::deliver_alone(const Call& call) {
             of_.api_.copy(y, input(call, i), 4 * call.counts[i], CopyKind::kOnDevice, call.stream),
             "cudaMemcpyAsync");
     if (call.feedback != nullptr)
-      check(of_.api_, of_.api_.deliver(call.extent_feedback[i].run_feedback, y, call.counts[i], call.stream),
+      check(of_.api_,
+            of_.api_.deliver(call.extent_feedback[i].run_feedback, y, call.counts[i], call.stream),
             "delivering");
     mark(call, i, y);
   }
@@ -104,7 +105,7 @@ const float* GatherReduce::input(const Call& call, std::size_t extent) const {
   return reinterpret_cast<const float*>(array.data) + offsets_[extent];
 }
 
-// Where this rank keeps the sum of an extent; null where others do.
+// The place of an extent's sum on this rank; null where other ranks hold it.
 float* GatherReduce::output(const Call& call, std::size_t extent) const {
   const exec::Request& request = *call.request;
   std::size_t array = extent / runs_;

@@ -125,8 +125,8 @@ void LowRankReduce::make_left(const Call& call) {
     check(api, api.start_factor(memory_of(call, each), each.of, q, call.stream),
           "starting a factor");
     check(api,
-          api.left_factor(in(call, each.extent), run_feedback_of(call, each.extent), out(call, each.extent),
-                          q, lefts_ + each.left, each.of, call.stream),
+          api.left_factor(in(call, each.extent), run_feedback_of(call, each.extent),
+                          out(call, each.extent), q, lefts_ + each.left, each.of, call.stream),
           "making a left factor");
   }
 }
@@ -167,8 +167,8 @@ void LowRankReduce::finish(const Call& call) {
           "scaling a factor");
     check(api,
           api.product(lefts_ + each.left, q, scale, static_cast<float>(factor), own, scale + 1,
-                      values(call, each), run_feedback_of(call, each.extent), out(call, each.extent),
-                      each.of, call.stream),
+                      values(call, each), run_feedback_of(call, each.extent),
+                      out(call, each.extent), each.of, call.stream),
           "multiplying factors");
     if (call.feedback != nullptr)
       check(api, api.remember(memory_of(call, each), q, each.right_size(), call.stream),

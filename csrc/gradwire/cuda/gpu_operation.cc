@@ -5,16 +5,16 @@ namespace gradwire::cuda {
 void Operation::bind(const exec::Request& request, bool captured) {
   captured_ = captured;
   plan_ = place_.plans->find(request, {});
-  arrangement_.make(request, *plan_, place_.rank, place_.size,
-                    [this](std::size_t bytes) { return scratch_.take(bytes, captured_); });
+  buffer_map_.make(request, *plan_, place_.rank, place_.size,
+                   [this](std::size_t bytes) { return scratch_.take(bytes, captured_); });
 }
 
-void Operation::begin(Stream stream) { copy(arrangement_.before(), stream); }
+void Operation::begin(Stream stream) { copy(buffer_map_.before(), stream); }
 
 void Operation::run(const Coding& coding, std::span<const Slotted> layout, Stream stream) {
   Execution::Call call;
   call.plan = plan_.get();
-  call.extents = arrangement_.extents();
+  call.extents = buffer_map_.extents();
   call.codec = coding.codec;
   call.extent_feedback = coding.extent_feedback;
   call.scratch = coding.scratch;
@@ -23,7 +23,7 @@ void Operation::run(const Coding& coding, std::span<const Slotted> layout, Strea
   call.captured = captured_;
   execution_.run(call, *place_.messages, stream);
   if (plan_->folds()) fold(stream);
-  copy(arrangement_.after(), stream);
+  copy(buffer_map_.after(), stream);
 }
 
 void Operation::copy(const std::vector<exec::CopyStep>& steps, Stream stream) {
@@ -36,8 +36,8 @@ void Operation::copy(const std::vector<exec::CopyStep>& steps, Stream stream) {
 void Operation::fold(Stream stream) {
   const OpSpec& spec = plan_->spec();
   const std::size_t element = size_of(spec.dtype), block = plan_->counts()[0] * element;
-  const std::byte* first = arrangement_.extents()[0];
-  for (const exec::Array& sum : arrangement_.sums()) {
+  const std::byte* first = buffer_map_.extents()[0];
+  for (const exec::Array& sum : buffer_map_.sums()) {
     check(api_,
           api_.fold_all(static_cast<int>(spec.dtype), static_cast<int>(spec.op), first, block,
                         place_.size, sum.data, plan_->divisor(), sum.count, stream),

@@ -6,7 +6,7 @@
 #include <span>
 
 #include "gradwire/cuda/gpu_execution.h"
-#include "gradwire/exec/plan/arrangement.h"
+#include "gradwire/exec/plan/buffer_map.h"
 #include "gradwire/exec/plan/plan_cache.h"
 
 namespace gradwire::cuda {
@@ -33,7 +33,7 @@ class Operation {
   // Finds the plan and the arrays' places. Throws as a call on the CPU does.
   void bind(const exec::Request& request, bool captured);
   const exec::Plan& plan() const noexcept { return *plan_; }
-  const exec::Arrangement& arrangement() const noexcept { return arrangement_; }
+  const exec::BufferMap& buffer_map() const noexcept { return buffer_map_; }
 
   std::uint64_t sent() const noexcept { return execution_.sent(); }
 
@@ -49,7 +49,7 @@ class Operation {
   const Place place_;
   bool captured_ = false;
   std::shared_ptr<const exec::Plan> plan_;
-  exec::Arrangement arrangement_;
+  exec::BufferMap buffer_map_;
   Room scratch_;
   Execution execution_;
 };

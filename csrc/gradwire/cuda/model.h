@@ -1,4 +1,4 @@
-// By what algorithm="auto" decides between GPUs.
+// The cost model behind algorithm="auto" between GPUs.
 #pragma once
 
 #include "gradwire/schedule/cost.h"

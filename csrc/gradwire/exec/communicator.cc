@@ -12,7 +12,7 @@
 namespace gradwire::exec {
 namespace {
 
-// Where each rank has a core of its own, whom it waits for is at work: a few microseconds.
+// If each rank has its own core, the rank that it waits for is running: a few microseconds.
 constexpr unsigned kSpins = 100;
 
 // Ranks that share cores wait for one that is not running: each lets others run at once.
@@ -223,12 +223,12 @@ void Communicator::check_feedback(const Request& request) {
 // Under the mutex, as all that makes plans.
 void Communicator::bind(Pending& pending, const Request& request) {
   check_feedback(request);
-  const Way way = way_of(request, identity_.size);
+  const ExecutionPath path = path_of(request, identity_.size);
   pending.feedback = request.feedback;
   pending.shape_digest = request.shape_check.digest;
   pending.shape.assign(request.shape_check.text);
   pending.checks_shape = request.shape_check.always;
-  pending.compound = way == Way::kAtOnce ? nullptr : &pending.compound_for(way);
+  pending.compound = path == ExecutionPath::kSingle ? nullptr : &pending.compound_for(path);
   if (pending.compound != nullptr) {
     pending.compound->bind(request, identity_.rank, identity_.size);
     plans_.find(pending.compound->probe(), links_.link_of());
@@ -245,9 +245,9 @@ void Communicator::bind_operation(Pending& pending, const Request& request) {
                          whole ? pending.transaction : pending.compound->transaction());
 }
 
-Compound& Communicator::Pending::compound_for(Way way) {
-  auto& made = compounds.at(static_cast<std::size_t>(way));
-  if (!made) made = make_compound(way);
+CompoundCollective& Communicator::Pending::compound_for(ExecutionPath path) {
+  auto& made = compounds.at(static_cast<std::size_t>(path));
+  if (!made) made = make_compound(path);
   return *made;
 }
 

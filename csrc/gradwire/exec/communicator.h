@@ -127,15 +127,15 @@ class Communicator {
   // A collective that waits for its turn, or has it. It is reused with all that it has allocated.
   struct Pending {
     Operation operation;  // or its compound's present phase
-    Compound* compound = nullptr;
+    CompoundCollective* compound = nullptr;
     std::shared_ptr<codec::ErrorFeedback> feedback;  // outlives all transactions
     std::uint64_t shape_digest = 0;                  // ShapeCheck
     std::string shape;
     bool checks_shape = false;                      // whether it was there or not
     codec::ErrorFeedback::Transaction transaction;  // of what is no compound
-    std::array<std::unique_ptr<Compound>, kWays> compounds;
+    std::array<std::unique_ptr<CompoundCollective>, kPaths> compounds;
 
-    Compound& compound_for(Way way);
+    CompoundCollective& compound_for(ExecutionPath path);
     void settle() noexcept;  // rolls residuals back, unless the end of the call has settled them
     std::shared_ptr<Work> work = std::make_shared<Work>();
     double timeout = 0;

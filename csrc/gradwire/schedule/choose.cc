@@ -9,13 +9,13 @@
 namespace gradwire::schedule {
 namespace {
 
-// Of its time at most, for what is to be preferred: no model tells more apart.
+// An alternative must take at most this share of the time: no model tells more apart.
 constexpr double kClearly = 0.99;
 constexpr double kLeastSegment = 8 * 1024;  // bytes
 constexpr std::size_t kFewMessages = 4096;  // of a schedule whose segments are searched for
 // Messages times segments of one simulation; of more segments, the rest is extrapolated.
 constexpr std::size_t kMostFrames = 8192;
-// Of an array, and of ranks, where all inputs may go to all.
+// The most bytes of an array, and the most ranks, for which all inputs may go to all.
 constexpr double kMostGathered = 16 * 1024;
 constexpr int kMostGatherers = 16;
 

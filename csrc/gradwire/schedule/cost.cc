@@ -117,7 +117,7 @@ double total_bytes(const Workload& work) {
   return sum;
 }
 
-// Of the order of what two cores of a server do at once, with the usual frames.
+// Values of the order of what two cores of a server reach, with frames of the usual size.
 CostModel default_model(std::string_view within, std::string_view between, int cores) {
   CostModel model;
   model.within = link_cost(within, /*between=*/false);

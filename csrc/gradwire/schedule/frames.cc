@@ -12,8 +12,8 @@ constexpr std::uint32_t kNone = ~0U;
 
 }  // namespace
 
-std::vector<Place> wavefront(int rounds, int segments) {
-  std::vector<Place> order;
+std::vector<WavefrontStep> wavefront(int rounds, int segments) {
+  std::vector<WavefrontStep> order;
   order.reserve(at(rounds) * at(segments));
   const int ticks = rounds == 0 ? 0 : segments + kLag * (rounds - 1);
   for (int tick = 0; tick < ticks; ++tick) {
@@ -25,9 +25,10 @@ std::vector<Place> wavefront(int rounds, int segments) {
   return order;
 }
 
-class Frames::Maker {
+class Frames::FramesBuilder {
  public:
-  Maker(Frames& frames, const Schedule& schedule, const CostModel& model, const Workload& work)
+  FramesBuilder(Frames& frames, const Schedule& schedule, const CostModel& model,
+                const Workload& work)
       : out_(frames),
         schedule_(schedule),
         model_(model),
@@ -138,7 +139,7 @@ class Frames::Maker {
           finished_[at(edge.dst) * at(schedule_.chunks) + at(c)] = 1;
   }
 
-  // Of the messages of one rank and round. Those that may be equal begin with the same chunk.
+  // Makes the sends of one rank and round. Messages that may be equal begin with the same chunk.
   void make_sends() {
     const std::size_t first_send = out_.sends_.size();
     group_of_.clear();
@@ -177,7 +178,7 @@ class Frames::Maker {
            work_.host_of[at(message.src)] == work_.host_of[at(message.dst)];
   }
 
-  // By destination, each message where its first edge stands.
+  // Lists receives by destination, each message where its first edge stands.
   void list_receives(const Round& round, std::uint32_t first) {
     std::vector<std::uint32_t> from(at(schedule_.ranks) + 1, 0);
     for (std::size_t m = first; m < out_.messages_.size(); ++m)
@@ -223,7 +224,7 @@ Frames::Frames(const Schedule& schedule, const CostModel& model, const Workload&
       rounds_(static_cast<int>(schedule.rounds.size())),
       mutual_(schedule.collective == Collective::kAllReduce ||
               schedule.collective == Collective::kAllGather) {
-  Maker(*this, schedule, model, work).make();
+  FramesBuilder(*this, schedule, model, work).make();
 }
 
 namespace {

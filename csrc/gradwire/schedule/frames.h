@@ -23,15 +23,15 @@ inline constexpr std::size_t kSegmentsWanted = 4;
 inline constexpr std::size_t kSmallestSegment = 32 * 1024;
 
 // The order of all frames of a rank, of both directions: by (segment + kLag · round, segment).
-struct Place {
+struct WavefrontStep {
   int round = 0;
   int segment = 0;
 };
-std::vector<Place> wavefront(int rounds, int segments);
+std::vector<WavefrontStep> wavefront(int rounds, int segments);
 
 class Frames {
  public:
-  // Of all segments together.
+  // A message of all segments together.
   struct Message {
     Rank src = 0;
     Rank dst = 0;
@@ -71,7 +71,7 @@ class Frames {
   }
 
  private:
-  class Maker;
+  class FramesBuilder;
   std::size_t index(int round, Rank rank) const {
     return static_cast<std::size_t>(round) * static_cast<std::size_t>(ranks_) +
            static_cast<std::size_t>(rank);

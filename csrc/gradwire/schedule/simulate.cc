@@ -136,7 +136,7 @@ class Simulation {
         arrivals_(frames.messages().size() * at(segments_), kNever),
         ranks_(at(frames.ranks())),
         ends_(at(calls_), model.call) {
-    for (Place place : wavefront(frames.rounds(), per_call_)) order_.push_back(place);
+    for (WavefrontStep place : wavefront(frames.rounds(), per_call_)) order_.push_back(place);
     const std::size_t once = order_.size();
     for (int call = 1; call < calls_; ++call)
       for (std::size_t i = 0; i < once; ++i)
@@ -305,7 +305,7 @@ class Simulation {
     RankState& state = ranks_[at(rank)];
     const auto sends = seek(state.send, [&](int round) { return frames_.sends(round, rank); });
     if (sends.empty()) return nullptr;
-    const Place place = order_[state.send.place];
+    const WavefrontStep place = order_[state.send.place];
     const bool ready =
         place.segment < (state.calls + 1) * per_call_ &&
         state.landed[at(place.segment)] >= frames_.received_before(place.round, rank);
@@ -318,7 +318,7 @@ class Simulation {
     const auto receives =
         seek(state.receive, [&](int round) { return frames_.receives(round, rank); });
     if (receives.empty()) return nullptr;
-    const Place place = order_[state.receive.place];
+    const WavefrontStep place = order_[state.receive.place];
     const bool ready = place.segment < (state.calls + 1) * per_call_ &&
                        state.sent[at(place.segment)] >= frames_.sent_before(place.round + 1, rank);
     return ready ? &frames_.messages()[receives[state.receive.within]] : nullptr;
@@ -336,7 +336,7 @@ class Simulation {
 
   std::size_t arrival_index(Rank rank) const {
     const Cursor& cursor = ranks_[at(rank)].receive;
-    const Place place = order_[cursor.place];
+    const WavefrontStep place = order_[cursor.place];
     return frames_.receives(place.round, rank)[cursor.within] * at(segments_) + at(place.segment);
   }
   double arrival(Rank rank) const { return arrivals_[arrival_index(rank)]; }
@@ -355,7 +355,7 @@ class Simulation {
   const double growth_;
   const int per_call_;          // segments that are simulated of each call
   const int calls_, segments_;  // in all
-  std::vector<Place> order_;
+  std::vector<WavefrontStep> order_;
   std::vector<double> arrivals_;  // by message and segment
   std::vector<RankState> ranks_;
   std::vector<double> ends_;  // by call

@@ -13,7 +13,7 @@ std::unique_ptr<Transport> make_rdma(const Options& options);
 std::unique_ptr<Transport> make_tcp(const Options& options);
 std::unique_ptr<Transport> make_emulated(const Options& options);
 
-// Of inproc and shm alike.
+// Probes what inproc and shm both need.
 Viability probe_shared_memory(const Options& options);
 // Where the options have no devices: whether this host has any.
 Viability probe_rdma(const Options& options);

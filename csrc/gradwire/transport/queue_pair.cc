@@ -15,7 +15,7 @@ constexpr std::uint8_t kRetries = 6;  // 7 is for ever to some devices
 constexpr std::uint8_t kHops = 64;
 constexpr std::uint8_t kReceiverNotReady = 12;  // 0.64 ms until the next try; there is always room
 
-// By value: the most that a device takes of these. More saves the device a read of memory.
+// Inline bytes: the most of these that a device takes. More saves the device a read of memory.
 constexpr std::array<std::uint32_t, 4> kInline = {220, 128, 64, 0};
 
 // Devices return an error, or -1 and set errno.

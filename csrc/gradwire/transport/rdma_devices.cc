@@ -197,7 +197,7 @@ std::vector<ibv::GidEntry> RdmaDevices::choose_gids(const RdmaPort& port, int co
   return best;
 }
 
-// By trial, since a capability and the user namespace decide too.
+// Finds out by trial, since a capability and the user namespace decide too.
 void RdmaDevices::require_lockable_memory() {
   rlimit limit{};
   ::getrlimit(RLIMIT_MEMLOCK, &limit);
@@ -224,7 +224,7 @@ bool share_a_network(const RdmaAddress& one, const RdmaAddress& other) {
   return !one.network.empty() && one.network == other.network && one.link_layer == other.link_layer;
 }
 
-// Of several ports on one network, the n-th of the one end goes with the n-th of the other, counted
+// Among several ports on one network, the n-th of one end goes with the n-th of the other, counted
 // from the front again where one end has fewer.
 bool in_step(std::span<const RdmaAddress> lower, std::size_t i, std::span<const RdmaAddress> higher,
              std::size_t j) {

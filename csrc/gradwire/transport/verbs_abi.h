@@ -67,7 +67,7 @@ struct Mr {
   std::uint32_t rkey;
 };
 
-// Of Cq and Qp only the beginning: the library allocates them.
+// Only the beginning of Cq and Qp is declared: the library allocates them.
 struct Cq {
   Context* context;
 };

@@ -27,7 +27,7 @@ class Host(Protocol):
 class ArrayCollectives:
     """The communicator's methods that reduce or move arrays; `Communicator` explains keywords."""
 
-    @_core.repeatable
+    @_core.fast_path_method
     def all_reduce(
         self: Host,
         x: Any,

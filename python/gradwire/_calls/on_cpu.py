@@ -1,4 +1,4 @@
-"""CpuCalls: calls with arrays on the CPU, and the cache that repeated calls take a shortcut by."""
+"""CpuCalls: calls with arrays on the CPU, and the cache by which a repeated call skips checks."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class CpuCalls:
         self,
         core: _core.Communicator,
         place: Place,
-        repeatable: Mapping[str, _core.repeatable[Any, Any, Any]],
+        fast_paths: Mapping[str, _core.fast_path_method[Any, Any, Any]],
     ) -> None:
-        """Takes the core and the `repeatable` methods, all_reduce and barrier."""
-        self._core, self._place, self._repeatable = core, place, repeatable
+        """Takes the core and the methods with a fast path, all_reduce and barrier."""
+        self._core, self._place, self._fast_paths = core, place, fast_paths
         self.dropped: deque[Work] = deque()
         self.nothing = np.empty(0, np.uint8)  # the array of a barrier
         self.clear_cache()
 
     def clear_cache(self) -> None:
         """Clears the cache of repeated calls, whose plans contain choices of the cost model."""
-        self._shortcut = _core.Shortcut(self._core, self.dropped)
+        self._cache = _core.CallCache(self._core, self.dropped)
 
     @property
-    def shortcut(self) -> object:
-        """The cache as repeatable methods need it; a new object after `clear_cache`."""
-        return self._shortcut.capsule
+    def call_cache(self) -> object:
+        """The cache as methods with a fast path need it; a new object after `clear_cache`."""
+        return self._cache.capsule
 
     def finish_dropped(self) -> None:
         """Finishes Works that were dropped without wait()."""
@@ -95,19 +95,19 @@ class CpuCalls:
         if len(inputs) != 1 or call.is_late or call.feedback is not None:
             return
         array: Any = inputs[0].array
-        method = self._repeatable["all_reduce"]
+        method = self._fast_paths["all_reduce"]
         in_place = call.name == "all_reduce" and buffers.outputs is inputs and not call.shapes
         if array is self.nothing:
-            array, method = None, self._repeatable["barrier"]
+            array, method = None, self._fast_paths["barrier"]
         elif not in_place or not _is_plain(array):
             return
         given = tuple(getattr(options, name, None) for name in method.names)  # out: none
         if set(map(type, given)) <= _IMMUTABLE:
-            self._shortcut.learn(method, array, given, request, timeout)
+            self._cache.add(method, array, given, request, timeout)
 
 
 def _is_plain(array: object) -> bool:
-    """Whether the array's type is known to the shortcut; subclasses may override calls."""
+    """Whether the array's type is known to the cache; subclasses may override calls."""
     torch = sys.modules.get("torch")
     known = (np.ndarray,) if torch is None else (np.ndarray, torch.Tensor, torch.nn.Parameter)
     return type(array) in known

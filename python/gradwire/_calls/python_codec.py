@@ -47,12 +47,14 @@ class Reduction:
         self._lock = threading.Lock()
         self._over = False
         self._error: BaseException | None = None
-        self.letters = _core.Letters(None if feedback is None else feedback._core, list(keys))
-        self._residuals = None if feedback is None else _Residuals(self.letters, keys)
+        self.payloads = _core.ExchangePayloads(
+            None if feedback is None else feedback._core, list(keys)
+        )
+        self._residuals = None if feedback is None else _Residuals(self.payloads, keys)
         try:
             self._encode([floats(each) for each in inputs])
         except BaseException:
-            self.letters.cancel()
+            self.payloads.cancel()
             raise
 
     def finish(self, rank: int, outputs: Mapping[int, Operand]) -> None:
@@ -67,7 +69,7 @@ class Reduction:
                     self._settle(rank, self._deliver(rank, outputs))
                 except BaseException as error:
                     self._error = error
-                    self.letters.settle(False)
+                    self.payloads.settle(False)
                 self._over = True
             if self._error is not None:
                 raise self._error
@@ -75,13 +77,13 @@ class Reduction:
     def withdraw(self, *, failed: bool) -> None:
         """Frees the keys of a call that was refused or failed before it began."""
         if failed:
-            self.letters.settle(False)
-        self.letters.cancel()
+            self.payloads.settle(False)
+        self.payloads.cancel()
 
     def _settle(self, rank: int, keep: bool) -> None:
         if keep and self._residuals is not None:
             self._residuals.write(rank)
-        self.letters.settle(keep)
+        self.payloads.settle(keep)
 
     def _encode(self, inputs: Sequence[Floats]) -> None:
         """Encodes this rank's payload; an empty one means NaN or Inf, which codecs never see."""
@@ -91,7 +93,7 @@ class Reduction:
         for index, x in enumerate(inputs):
             payload = self._payload(x, index)
             if payload is None:
-                self.letters.seal(b"", finite=False, limit=limit)
+                self.payloads.seal(b"", finite=False, limit=limit)
                 return
             if len(payload) > most[index]:
                 raise InvalidArgument(
@@ -100,7 +102,7 @@ class Reduction:
                     "override max_bytes"
                 )
             payloads += [_LENGTH.pack(len(payload)), payload]
-        self.letters.seal(b"".join(payloads), finite=True, limit=limit)
+        self.payloads.seal(b"".join(payloads), finite=True, limit=limit)
 
     def _payload(self, x: Floats, index: int) -> bytes | None:
         """The payload of one array; None if its value or its new residual is not finite."""
@@ -130,7 +132,7 @@ class Reduction:
         All ranks decide by the same payloads. With feedback each rank therefore forms the whole
         sum, even if it keeps only a part.
         """
-        finite = self.letters.all_finite
+        finite = self.payloads.all_finite
         if finite:
             parts = self._parts(rank)
             for index in outputs if self._residuals is None else range(len(self._counts)):
@@ -145,8 +147,8 @@ class Reduction:
 
     def _parts(self, rank: int) -> list[list[memoryview]]:
         """The payloads of the arrays, by rank."""
-        everything = memoryview(self.letters)
-        bounds = itertools.pairwise([0, *self.letters.ends])
+        everything = memoryview(self.payloads)
+        bounds = itertools.pairwise([0, *self.payloads.ends])
         return [
             self._parts_of(everything[start:end], rank, peer)
             for peer, (start, end) in enumerate(bounds)
@@ -191,10 +193,10 @@ class Reduction:
 class _Residuals:
     """Residuals of one call's keys, read and written array by array, in order."""
 
-    def __init__(self, letters: _core.Letters, keys: Keys) -> None:
-        self._letters = letters
+    def __init__(self, payloads: _core.ExchangePayloads, keys: Keys) -> None:
+        self._payloads = payloads
         sizes = [count for _, count in keys]
-        olds = [letters.residual(i) for i in range(len(keys))]
+        olds = [payloads.residual(i) for i in range(len(keys))]
         self._old = np.concatenate(
             [
                 old if old.size else np.zeros(size, np.float32)
@@ -217,7 +219,7 @@ class _Residuals:
 
     def write(self, rank: int) -> None:
         for i, part in enumerate(np.split(np.concatenate(self._next), self._ends[:-1])):
-            self._letters.write_next(i, part, rank)
+            self._payloads.write_next(i, part, rank)
 
 
 def _refusal(rank: int, peer: int, why: str) -> TransportError:

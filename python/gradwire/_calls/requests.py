@@ -31,7 +31,7 @@ def request_of(call: Call, options: Options) -> _core.Request:
     if call.shapes:
         request.shape(call.shapes)
     if call.reduction is not None:
-        request.exchange(call.reduction.letters)
+        request.exchange(call.reduction.payloads)
     if label := scaling.label(call, options):
         request.label(label)
     if call.moved:

@@ -100,7 +100,8 @@ class CodecConformance : public testing::TestWithParam<std::string> {
   Sent encode(const Values& x, const Values& residual, CodecState codec_state, std::size_t begin,
               std::size_t end) const {
     Sent sent{Payload(codec_->max_bytes(end - begin)), Values(end - begin, 7.0F)};
-    EncodeContext context{.call = 5, .element = begin, .error = sent.error.data(), .codec_state = &codec_state};
+    EncodeContext context{
+        .call = 5, .element = begin, .error = sent.error.data(), .codec_state = &codec_state};
     if (!residual.empty()) context.residual = residual.data() + begin;
     sent.payload.resize(codec_->encode(x.data() + begin, end - begin, context, sent.payload));
     return sent;
@@ -203,7 +204,8 @@ TEST_P(CodecConformance, ResidualAndErrorMayBeMissingOrTheSame) {
   const auto payload_of = [&](const Values& from, const float* fed_back, float* error) {
     Payload payload(codec_->max_bytes(n));
     CodecState own = codec_state;
-    const EncodeContext context{.call = 5, .residual = fed_back, .error = error, .codec_state = &own};
+    const EncodeContext context{
+        .call = 5, .residual = fed_back, .error = error, .codec_state = &own};
     payload.resize(codec_->encode(from.data(), n, context, payload));
     return payload;
   };
@@ -225,7 +227,8 @@ TEST_P(CodecConformance, AlignmentDoesNotMatter) {
     std::copy(x.begin(), x.end(), moved.begin() + static_cast<std::ptrdiff_t>(shift));
     CodecState codec_state = prepared(x, {});
     Payload message(shift + codec_->max_bytes(n));
-    const EncodeContext context{.call = 5, .error = error.data() + 16 - shift, .codec_state = &codec_state};
+    const EncodeContext context{
+        .call = 5, .error = error.data() + 16 - shift, .codec_state = &codec_state};
     const std::size_t size =
         codec_->encode(moved.data() + shift, n, context, Bytes(message).subspan(shift));
     const ConstBytes payload = ConstBytes(message).subspan(shift, size);
@@ -421,7 +424,7 @@ void add(Fnv1a& hash, const auto& values) {
   hash.bytes(values.data(), values.size() * sizeof values[0]);
 }
 
-// Of all that codecs write, of values of every family.
+// A digest of all that codecs write, for values of every family.
 std::uint64_t digest() {
   Fnv1a hash;
   std::mt19937_64 random(5);
@@ -434,8 +437,10 @@ std::uint64_t digest() {
       for (std::size_t i = 0; i < n; ++i) residual[i] = normal(i, random);
       CodecState codec_state;
       Payload payload(codec->max_bytes(n));
-      const EncodeContext context{
-          .call = 5, .residual = residual.data(), .error = error.data(), .codec_state = &codec_state};
+      const EncodeContext context{.call = 5,
+                                  .residual = residual.data(),
+                                  .error = error.data(),
+                                  .codec_state = &codec_state};
       codec->prepare(x.data(), n, context);
       payload.resize(codec->encode(x.data(), n, context, payload));
       codec->decode(payload, y.data(), n);

@@ -304,7 +304,8 @@ TEST(ErrorFeedback, ABadStateIsRefusedWhole) {
   const auto before = feedback.save();
   for (float value : {NAN, INFINITY, -INFINITY}) {
     std::vector<ErrorFeedback::SavedKey> bad(4, kept_of(1));
-    bad[0].residual[1] = bad[1].memory[1] = bad[2].codec_state.tau = bad[3].codec_state.filter = value;
+    bad[0].residual[1] = bad[1].memory[1] = bad[2].codec_state.tau = bad[3].codec_state.filter =
+        value;
     for (const auto& each : bad) {
       EXPECT_NE(refusal([&] { feedback.load({{"a", kept_of(5)}, {"b", each}}); }).find("'b'"),
                 std::string::npos);

@@ -146,7 +146,7 @@ TEST(OneBit, OnlyZerosTakeElevenBytes) {
   }
 }
 
-// Of an Elias γ code of each run's length, the first one's plus 1.
+// Writes the Elias γ code of each run's length, the first one's plus 1.
 Payload runs_by_definition(const Values& x) {
   std::string code;
   const auto add = [&](std::size_t length) {

@@ -105,7 +105,7 @@ inline float draw_float(Data data, std::mt19937_64& random) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(draw(kFloat32Format, data, random)));
 }
 
-// Of each part of a complex number; null for integers.
+// The format of each part of a complex number; null for integers.
 inline const Format* format_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat32:

@@ -75,7 +75,7 @@ TEST(RoundingAtRandom, NeverGivesInfinity) {
     EXPECT_EQ(rounded({most, -most}, call), (Narrow{0x7F7F, 0xFF7F}));
 }
 
-// Of an x that lies k / 16 of the way up.
+// An x that lies k / 16 of the way up is rounded up so often.
 TEST(RoundingAtRandom, HasTheMeanOfWhatIsRounded) {
   for (const std::uint32_t sixteenths : {1U, 4U, 8U, 15U})
     for (const std::uint32_t at : {0x3F800000U, 0xC2470000U, 0x00010000U}) {
@@ -148,7 +148,8 @@ TEST(NarrowResiduals, CodecsSendTheSameBytesAndLeaveTheSameErrorRounded) {
         std::ranges::transform(e, same.begin(), wide);
         Narrow kept(n);
         CodecState one, other;
-        EncodeContext context{.call = 5, .element = 65536, .error = error.data(), .codec_state = &one};
+        EncodeContext context{
+            .call = 5, .element = 65536, .error = error.data(), .codec_state = &one};
         EncodeContext narrow{.call = 5, .element = 65536, .codec_state = &other};
         narrow.narrow_error = kept.data();
         if (!first) {
@@ -202,7 +203,7 @@ double mean(const Values& values) {
 }
 
 constexpr std::size_t kMany = 200'000;
-// Of a mean over kMany draws that are up or down by half of 2^-7, six standard deviations.
+// Six standard deviations of a mean over kMany draws that are up or down by half of 2^-7.
 constexpr double kTolerance = 6 * 0x1p-8 / 447;
 
 void expect_rounded(const Values& values, double to) {

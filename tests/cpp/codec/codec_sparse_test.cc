@@ -63,7 +63,10 @@ std::vector<Case> cases() {
           {"two far away", PositionFormat::kList, kSparseUnit, {31999, 32767}},
           {"one in a thousand", PositionFormat::kGaps, kSparseUnit, every(1000, kSparseUnit, 3)},
           {"one in ten", PositionFormat::kGaps, kSparseUnit, every(10, kSparseUnit)},
-          {"a gap of many zeros", PositionFormat::kGaps, 20000, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 19999}},
+          {"a gap of many zeros",
+           PositionFormat::kGaps,
+           20000,
+           {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 19999}},
           {"every other one", PositionFormat::kBitmap, kSparseUnit, every(2, kSparseUnit)},
           {"all but one", PositionFormat::kBitmap, 1001, every(1, 1001, 1)}};
 }

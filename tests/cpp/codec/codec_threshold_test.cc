@@ -140,7 +140,8 @@ class Calls {
   Values call(const Values& x) {
     Values error(n_);
     adapted_ = {.tau = adapted_.tau};
-    const EncodeContext context{.residual = residual_.data(), .error = error.data(), .codec_state = &adapted_};
+    const EncodeContext context{
+        .residual = residual_.data(), .error = error.data(), .codec_state = &adapted_};
     codec_->prepare(x.data(), n_, context);
     const Payload payload = encode(*codec_, x, context);
     codec_->adapt(n_, adapted_);

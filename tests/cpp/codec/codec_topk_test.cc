@@ -36,7 +36,7 @@ Values draw(std::size_t n, std::mt19937_64& random) {
   return x;
 }
 
-// By a sort of each unit.
+// Selects by sorting each unit.
 Values largest(const Values& v, std::size_t unit, double density) {
   Values y(v.size());
   for (std::size_t first = 0; first < v.size(); first += unit) {
@@ -63,8 +63,9 @@ TEST(TopK, SendsTheLargestOfEachUnit) {
     CodecState codec_state;
     const Values expected = largest(v, codec->unit(), density);
     for (int call = 0; call < 3; ++call) {  // with another filter each time
-      const Payload payload = encode(
-          *codec, x, {.residual = residual.data(), .error = error.data(), .codec_state = &codec_state});
+      const Payload payload =
+          encode(*codec, x,
+                 {.residual = residual.data(), .error = error.data(), .codec_state = &codec_state});
       ASSERT_EQ(decode(*codec, payload, x.size()), expected) << density;
       for (std::size_t i = 0; i < v.size(); ++i)
         ASSERT_EQ(error[i], expected[i] == 0 ? v[i] : 0) << density;
@@ -158,7 +159,8 @@ TEST(TopK, DeliversEverythingOverManyCalls) {
     CodecState codec_state;
     for (int call = 0; call < 100; ++call) {
       const Values x = draw(n, random);
-      const EncodeContext context{.residual = residual.data(), .error = residual.data(), .codec_state = &codec_state};
+      const EncodeContext context{
+          .residual = residual.data(), .error = residual.data(), .codec_state = &codec_state};
       const Values y = decode(*codec, encode(*codec, x, context), n);
       for (std::size_t i = 0; i < n; ++i) given[i] += x[i], delivered[i] += y[i];
     }

@@ -13,7 +13,7 @@
 
 namespace gradwire::cuda {
 
-// Of the simulated device; or of a real one, by the plugin that GRADWIRE_TESTED_CUDA_SO names.
+// The simulated device's; or a real one's, by the plugin that GRADWIRE_TESTED_CUDA_SO names.
 inline const Api& simulated_api() {
   static const char* const tested = std::getenv("GRADWIRE_TESTED_CUDA_SO");
   static const Api& api = load_api(tested != nullptr ? tested : GRADWIRE_SIMULATED_CUDA_SO);

@@ -53,8 +53,8 @@ TEST_P(CudaCast, EncodesAsTheCpu) {
         const DeviceArray<float> in(x, shift);
         const DeviceArray<std::uint16_t> out(halves(n), 0);
         const DeviceFeedback feedback(e, other, static_cast<std::uint32_t>(n % 2));
-        RUN(api().cast_encode(cast, in.data(), fed_back ? feedback.run_feedback() : RunFeedback{}, scale,
-                              reinterpret_cast<std::byte*>(out.data()), n, stream()));
+        RUN(api().cast_encode(cast, in.data(), fed_back ? feedback.run_feedback() : RunFeedback{},
+                              scale, reinterpret_cast<std::byte*>(out.data()), n, stream()));
         ASSERT_TRUE(same(out.values(), expected)) << family.name << " n=" << n;
         ASSERT_TRUE(same(in.values(), x));
         if (!fed_back) continue;

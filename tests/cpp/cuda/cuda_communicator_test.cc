@@ -217,7 +217,7 @@ constexpr std::string_view kCodecs[] = {"fp16",
                                         "topk",
                                         "topk:density=0.3,values=fp16"};
 
-// Of many ranks a few: the simulated device takes long.
+// Tries only a few cases with many ranks: the simulated device takes long.
 bool is_tried(std::string_view codec, std::string_view algorithm, int p) {
   if (p <= 3) return p != 2 || algorithm != "binary_tree";
   return algorithm == "ring" && (codec == "int8" || codec == "onebit" || codec == "threshold");

@@ -56,7 +56,8 @@ TEST(CudaFacts, WithoutGradwiresCudaPartTheReasonIsTheLoaders) {
   const CudaInfo found = find_cuda_info("/nowhere/libgradwire_cuda.so");
   EXPECT_EQ(found.library, "/nowhere/libgradwire_cuda.so");
   EXPECT_NE(found.why_not.find("does not load"), std::string::npos) << found.why_not;
-  EXPECT_NE(find_cuda_info("libm.so.6").why_not.find("is not gradwire's CUDA part"), std::string::npos);
+  EXPECT_NE(find_cuda_info("libm.so.6").why_not.find("is not gradwire's CUDA part"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -60,8 +60,8 @@ TEST_P(CudaInt8, EncodesAsTheCpu) {
         const DeviceArray<float> in(x, shift());
         const DeviceArray<std::byte> out(draw_bytes(expected.size(), random_), 0);
         const DeviceFeedback feedback(e, shift(), static_cast<std::uint32_t>(n % 2), kCalls);
-        RUN(api().int8_encode(in.data(), fed_back ? feedback.run_feedback() : RunFeedback{}, n, block,
-                              {stochastic, seed, kCall, element}, out.data(), stream()));
+        RUN(api().int8_encode(in.data(), fed_back ? feedback.run_feedback() : RunFeedback{}, n,
+                              block, {stochastic, seed, kCall, element}, out.data(), stream()));
         ASSERT_TRUE(same(out.values(), expected)) << family.name << " n=" << n;
         ASSERT_TRUE(same(in.values(), x));
         if (!fed_back) continue;

@@ -29,9 +29,12 @@ class DeviceFeedback {
       : which_(which),
         residuals_{DeviceArray<float>(which == 0 ? e : poison(e.size()), shift),
                    DeviceArray<float>(which == 0 ? poison(e.size()) : e, shift)},
-        key_state_({KeyState{.which = which, .which_memory = 0, .calls = calls, .codec_state = {}}}) {}
+        key_state_(
+            {KeyState{.which = which, .which_memory = 0, .calls = calls, .codec_state = {}}}) {}
 
-  RunFeedback run_feedback() const { return {{residuals_[0].data(), residuals_[1].data()}, key_state_.data()}; }
+  RunFeedback run_feedback() const {
+    return {{residuals_[0].data(), residuals_[1].data()}, key_state_.data()};
+  }
   std::vector<float> before() const { return residuals_[which_].values(); }
   std::vector<float> after() const { return residuals_[which_ ^ 1U].values(); }
   KeyState key_state() const { return key_state_.value(); }

@@ -134,8 +134,8 @@ TEST(CudaLowRank, MultipliesTheFactors) {
     const float factor = 1.0F / 3, scale = 1 / kHeadroom, own_scale = 0.5F / kHeadroom;
     Values y(v.size()), error(v.size());
     codec::kernels().lowrank.product({p.data(), q.data(), factor * scale, y.data(), own_q.data(),
-                                       own_scale, v.data(), error.data()},
-                                      of);
+                                      own_scale, v.data(), error.data()},
+                                     of);
 
     const Key key(0);
     const Floats left(p, 2), right(q, 4), own(own_q, 6), in(v, 8), out(Values(v.size(), -7), 5),

@@ -110,7 +110,8 @@ TEST_P(CudaOneBit, EncodesAsTheCpu) {
         const DeviceArray<std::uint32_t> sizes(std::vector<std::uint32_t>(units(n), 1));
         const DeviceFeedback feedback(e, shift(), static_cast<std::uint32_t>(n % 2));
         const RunFeedback run_feedback = fed_back ? feedback.run_feedback() : RunFeedback{};
-        RUN(api().onebit_encode(in.data(), run_feedback, n, block(), out.data(), sizes.data(), stream()));
+        RUN(api().onebit_encode(in.data(), run_feedback, n, block(), out.data(), sizes.data(),
+                                stream()));
         expect_units(out.values(), sizes.values(), expected.units);
         ASSERT_TRUE(same(in.values(), x));
         if (!fed_back) continue;
@@ -141,8 +142,9 @@ TEST_P(CudaOneBit, FinishesAsTheCpu) {
       const DeviceArray<std::uint32_t> sizes(std::vector<std::uint32_t>(units(n)));
       const DeviceArray<std::uint32_t> flags({kRefused});
       const DeviceFeedback feedback(e, shift());
-      RUN(api().onebit_finish(in.data(), fed_back ? feedback.run_feedback() : RunFeedback{}, n, block(),
-                              out.data(), sizes.data(), in.data(), factor, flags.data(), stream()));
+      RUN(api().onebit_finish(in.data(), fed_back ? feedback.run_feedback() : RunFeedback{}, n,
+                              block(), out.data(), sizes.data(), in.data(), factor, flags.data(),
+                              stream()));
       expect_units(out.values(), sizes.values(), encoded.units);
       ASSERT_TRUE(same(in.values(), y));
       ASSERT_EQ(flags.value(), finite ? kRefused : kRefused | kNotFinite);

@@ -18,7 +18,7 @@ __global__ void reverse(int* values, bool waits) {
   values[threadIdx.x] = kept[255 - threadIdx.x];
 }
 
-// Of other values each time: shared memory keeps what it held.
+// Uses other values each time, since shared memory keeps what it held.
 std::vector<int> reversed(bool waits, int first) {
   Room room(api());
   int* values = reinterpret_cast<int*>(room.take(256 * sizeof(int)));

@@ -47,7 +47,8 @@ inline Encoded encode_on_cpu(const codec::Codec& codec, const Floats& x, const F
   Encoded sent{{}, Floats(x.size())};
   for (std::size_t i = 0; i < x.size(); i += kUnit) {
     const std::size_t n = std::min(kUnit, x.size() - i);
-    codec::EncodeContext run_feedback{.element = i, .error = sent.error.data() + i, .codec_state = codec_state};
+    codec::EncodeContext run_feedback{
+        .element = i, .error = sent.error.data() + i, .codec_state = codec_state};
     if (!residual.empty()) run_feedback.residual = residual.data() + i;
     Payload unit(codec.max_bytes(n));
     unit.resize(codec.encode(x.data() + i, n, run_feedback, unit));
@@ -59,7 +60,9 @@ inline Encoded encode_on_cpu(const codec::Codec& codec, const Floats& x, const F
 // A key: which of the two places of e is the old one, and what it adapts to.
 struct Key {
   Key(const Floats& residual, std::uint32_t which, const CodecState& codec_state)
-      : e(residual, 3), next(Floats(residual.size(), -7), 2), key_state(key_state_of(which, codec_state), 0) {
+      : e(residual, 3),
+        next(Floats(residual.size(), -7), 2),
+        key_state(key_state_of(which, codec_state), 0) {
     RunFeedback feedback{{next.data(), next.data()}, key_state.data()};
     feedback.residual[which] = e.data();
     if (!residual.empty()) run_feedback = feedback;
@@ -130,7 +133,7 @@ inline Decoding decode_on_cpu(const codec::Codec& codec, const Payload& unit, Fl
 // The device's decoder of a codec.
 using Decode = std::function<Status(Slots, std::uint64_t n, float* y, bool add, std::uint32_t*)>;
 
-// Of units without gaps between them, at any place, in memory that ends with them.
+// Decodes units without gaps between them, at any place, in memory that ends with them.
 inline Decoding decode_packed(const Decode& decode, const std::vector<Payload>& units,
                               const Floats& y, bool add) {
   Payload all(3);
@@ -156,7 +159,7 @@ inline Decoding decode_slots(const Decode& decode, const SlotArray& slots, const
   return {on_device.values(), flags.values()[0]};
 }
 
-// Of all units, each of which the CPU decodes by itself.
+// Compares all units with what the CPU decodes of each.
 inline void expect_decoded(const Decoding& actual, const codec::Codec& codec,
                            const std::vector<Payload>& units, const Floats& y, bool add) {
   Decoding expected{{}, 0};

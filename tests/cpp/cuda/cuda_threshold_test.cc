@@ -26,7 +26,8 @@ class OnDevice {
         scratch_(Payload(api().sparse_scratch_bytes(n)), 0) {}
 
   void prepare(const float* x, const RunFeedback& run_feedback) const {
-    EXPECT_EQ(api().threshold_prepare(x, run_feedback, n_, of_.density, scratch_.data(), stream()), 0);
+    EXPECT_EQ(api().threshold_prepare(x, run_feedback, n_, of_.density, scratch_.data(), stream()),
+              0);
     scratch_.values();
   }
   void encode(const float* x, const RunFeedback& run_feedback) const {
@@ -46,8 +47,8 @@ class OnDevice {
 };
 
 CodecState on_device(const codec::CodecState& codec_state) {
-  return {codec_state.tau, codec_state.filter, codec_state.sent, std::bit_cast<std::uint32_t>(codec_state.largest),
-          0};
+  return {codec_state.tau, codec_state.filter, codec_state.sent,
+          std::bit_cast<std::uint32_t>(codec_state.largest), 0};
 }
 
 void expect_same(const CodecState& actual, const codec::CodecState& expected) {
@@ -175,10 +176,11 @@ TEST(CudaThreshold, AdaptsToAnything) {
   for (int trial = 0; trial < 300; ++trial) {
     const double density = std::exp(-static_cast<double>(random() % 1000) / 80);
     const std::size_t n = random() % 100000;
-    codec::CodecState codec_state{draw_float(codec::kAllData[random() % 5], random), 0, random() % (n + 1),
-                           0};
+    codec::CodecState codec_state{draw_float(codec::kAllData[random() % 5], random), 0,
+                                  random() % (n + 1), 0};
     codec_state.largest = std::fabs(draw_float(codec::kAllData[random() % 5], random));
-    if (trial % 2 == 0) codec_state.tau = codec_state.largest / static_cast<float>(1 + random() % 300);
+    if (trial % 2 == 0)
+      codec_state.tau = codec_state.largest / static_cast<float>(1 + random() % 300);
     const Key key({}, trial % 2 == 0 ? 0 : 1, on_device(codec_state));
     const auto codec = codec::make_codec("threshold:density=" + std::to_string(density));
     codec->adapt(n, codec_state);

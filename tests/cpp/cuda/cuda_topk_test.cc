@@ -31,12 +31,12 @@ Decode decoder(const codec::Codec& codec) {
   };
 }
 
-void encode(const codec::Codec& codec, const float* x, const RunFeedback& run_feedback, std::size_t n,
-            const SlotArray& slots) {
+void encode(const codec::Codec& codec, const float* x, const RunFeedback& run_feedback,
+            std::size_t n, const SlotArray& slots) {
   const DeviceArray<std::byte> scratch(Payload(api().sparse_scratch_bytes(n)), 0);
   EXPECT_EQ(
-      api().topk_encode(x, run_feedback, n, codec.definition().density, values_of(codec), slot_bytes(codec),
-                        slots.data(), slots.sizes(), scratch.data(), stream()),
+      api().topk_encode(x, run_feedback, n, codec.definition().density, values_of(codec),
+                        slot_bytes(codec), slots.data(), slots.sizes(), scratch.data(), stream()),
       0);
   scratch.values();
 }

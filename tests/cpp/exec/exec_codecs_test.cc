@@ -11,7 +11,7 @@
 namespace gradwire::exec {
 namespace {
 
-// Of what travels in runs: none, one, odd tails, about a unit, several of them.
+// Lengths of runs: none, one, odd tails, about a unit, several of them.
 std::vector<std::size_t> lengths(const codec::Codec& codec, int ranks) {
   const std::size_t unit = codec.unit(), others = static_cast<std::size_t>(ranks) - 1;
   if (unit > 4096 && ranks != 3) return {0, 1, others, 1000};  // large units: once, and below
@@ -60,7 +60,7 @@ TEST_P(Codecs, RanksEndWithTheSameBitsAndNothingIsLost) {
     }
 }
 
-// Of several units each, also of what has large ones, or of one less or more than a unit.
+// Arrays of several units, also for codecs of large units, and one element less or more.
 TEST_P(Codecs, LargeArraysAgreeAndNothingIsLost) {
   const std::string codec(GetParam());
   const std::size_t unit = std::max<std::size_t>(2, codec::make_codec(codec)->unit());

@@ -73,7 +73,7 @@ TEST_F(Planes, InACircleTheSilentRankIsNamed) {
   EXPECT_EQ(plane(0).end_of_chain(1), 3);
 }
 
-TEST_F(Planes, WhoLeftInPeaceIsNotExpectedToAnswer) {
+TEST_F(Planes, WhoClosedCleanlyIsNotExpectedToAnswer) {
   plane(3).close_gracefully(Deadline::after(0));
   plane(0).query_positions();
   poll({1, 2, 0});
@@ -122,7 +122,7 @@ TEST_F(Planes, WhoWaitsForTheRootCauseCanBeInterrupted) {
   EXPECT_THROW(plane(0).root_cause(broken, stop), Stop);
 }
 
-TEST_F(Planes, AnInquestCanBeInterrupted) {
+TEST_F(Planes, AnInquiryCanBeInterrupted) {
   EXPECT_THROW(plane(0).inquire({0, "they differ"}, stop), Stop);
 }
 

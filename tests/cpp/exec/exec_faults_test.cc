@@ -235,7 +235,7 @@ std::vector<std::exception_ptr> disagree(
   });
 }
 
-TEST_P(Faults, AbortEndsAnInquest) {
+TEST_P(Faults, AbortEndsAnInquiry) {
   Ranks ranks(3, GetParam(), {}, {}, /*mortal=*/true);
   std::atomic<Rank> asker = kNoPeer;
   std::optional<OwnTime> aborted;
@@ -257,7 +257,7 @@ TEST_P(Faults, AbortEndsAnInquest) {
   EXPECT_STREQ(error->what(), "enough");
 }
 
-TEST_P(Faults, InterruptEndsAnInquest) {
+TEST_P(Faults, InterruptEndsAnInquiry) {
   Ranks ranks(3, GetParam(), {}, {}, /*mortal=*/true);
   struct Stop {};
   std::atomic<Rank> stopped{kNoPeer};

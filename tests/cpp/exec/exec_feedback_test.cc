@@ -84,7 +84,7 @@ TEST(Feedback, OneNanAnywhereMovesNoResidual) {
     }
 }
 
-// Of three ranks.
+// Checks calls of three ranks.
 void expect_conserved(Job& job, Collective collective, const Case& how) {
   const std::size_t count = job.count();
   std::vector<double> given(count), delivered(count);

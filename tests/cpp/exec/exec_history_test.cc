@@ -49,7 +49,7 @@ TEST(SeenShapes, KnowsAShapeAgain) {
 }
 
 TEST(Plan, SaysWhereEveryRankHearsOfAll) {
-  EXPECT_TRUE(plan_of(3)->hears_all());
+  EXPECT_TRUE(plan_of(3)->confirms_all_ranks());
   EXPECT_EQ(plan_of(3)->bytes_to(1), plan_of(3)->bytes_from(1));
 }
 

@@ -22,7 +22,7 @@
 
 namespace gradwire::exec {
 
-// Of a property over all numbers of ranks. Sanitizers are slow, and find with few what there is.
+// The most ranks of a property test. Sanitizers are slow, and find with few what there is.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr int kMostRanks = 4;
 #else

@@ -11,7 +11,7 @@
 namespace gradwire::exec {
 namespace {
 
-// Of a job of which no other rank is found, so that only what the ranks say counts.
+// A job of which no other rank is found by its page, so that only control frames count.
 Identity alone() {
   Identity identity;
   identity.size = 3;

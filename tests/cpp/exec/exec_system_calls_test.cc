@@ -29,7 +29,7 @@ constexpr int kAsExpected = 42;
 // The exit code says which call it was.
 void tell(int /*signal*/, siginfo_t* info, void* /*context*/) { ::_exit(info->si_syscall); }
 
-// Of this thread, from now on.
+// Forbids this thread all other system calls from now on.
 void forbid_other_calls() {
   std::vector<sock_filter> program = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr))};

@@ -271,10 +271,10 @@ TEST(Simulate, EveryScheduleIsAboveItsBoundsAndGrowsWithEachParameter) {
 TEST(Wavefront, HasEveryPlaceOnceInThePlansOrder) {
   for (int rounds : {0, 1, 2, 7})
     for (int segments : {1, 2, 3, 9}) {
-      const std::vector<Place> order = wavefront(rounds, segments);
+      const std::vector<WavefrontStep> order = wavefront(rounds, segments);
       EXPECT_EQ(order.size(), static_cast<std::size_t>(rounds * segments));
       for (std::size_t i = 1; i < order.size(); ++i) {
-        const auto key = [&](const Place& place) {
+        const auto key = [&](const WavefrontStep& place) {
           return std::pair(place.segment + kLag * place.round, place.segment);
         };
         EXPECT_LT(key(order[i - 1]), key(order[i]));

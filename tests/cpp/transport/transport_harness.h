@@ -81,7 +81,7 @@ inline std::shared_ptr<EmulatedLink> fast_link() {
   return std::make_shared<EmulatedLink>("10gbit,5us");
 }
 
-// Of the library by which a program's rdma links are made; another one where it is a fake.
+// The library by which a program's rdma links are made; another one where it is a fake.
 inline std::string rdma_library = Verbs::kLibrary;
 
 // This process's, where the transport needs some.

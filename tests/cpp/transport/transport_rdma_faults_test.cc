@@ -4,7 +4,7 @@
 namespace gradwire::transport {
 namespace {
 
-// Of a word: that there is no message, and so many messages read, modulo 16.
+// Bits of a word: there is no message; so many messages were read, modulo 16.
 constexpr unsigned kAlone = 1U << 31;
 constexpr unsigned read(unsigned count) { return count % 16 << 27; }
 constexpr std::size_t kSlots = 8;     // of a ring between two or three ranks

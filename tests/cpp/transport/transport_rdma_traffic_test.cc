@@ -91,7 +91,7 @@ TEST_F(RdmaTraffic, ManyBytesAskForACompletionEach) {
   }
 }
 
-// By value a message needs no staging, once it is with the device: all of a ring goes out of one
+// A message that is sent by value needs no staging once the device has it: all of a ring leaves one
 // cell, though no completion comes.
 TEST_F(RdmaTraffic, WhatGoesByValueFreesItsCellAtOnce) {
   Options one_cell = usual();

@@ -333,12 +333,12 @@ def test_a_call_on_a_dead_communicator_spoils_its_step() -> None:
 
 def payload_of(comm: Communicator, x: Floats, spoil: Callable[[bytes], bytes]) -> None:
     """Calls all_reduce with Exact, but for the payload."""
-    letters = _core.Letters(None, [])
+    payloads = _core.ExchangePayloads(None, [])
     body = spoil(struct.pack("<Q", x.nbytes) + x.tobytes())
-    letters.seal(body, finite=True, limit=1 << 20)
+    payloads.seal(body, finite=True, limit=1 << 20)
     address = operand(x, "x").address, x.size
     request = _core.Request("all_reduce", "float32", "sum", 0, [address], [address])
-    request.exchange(letters)
+    request.exchange(payloads)
     request.label("Exact")
     request.check_shape(str(x.shape), False)
     comm._core.run(request, 10)

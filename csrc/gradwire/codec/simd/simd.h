@@ -50,7 +50,7 @@ struct CastKernels {
 struct Kernels {
   const char* name;  // "scalar", "avx2", "avx512"
 
-  // By dtype, then by op (avg is sum here). Null where the op is not defined. Floating results
+  // One per dtype and op (avg is sum here). Null where the op is not defined. Floating results
   // overflow to Inf as IEEE 754 says; min and max are its 2019 minimum and maximum; every NaN
   // result is the positive quiet one without payload; integers wrap; of bools a sum is "or" and a
   // product "and".
@@ -62,7 +62,8 @@ struct Kernels {
   CastKernels bf16;
   // Finite float32 to bfloat16, up or down at random, so that the mean of what comes out is x; what
   // would become infinite is the largest. Of any run the bits are the same, however it is cut.
-  void (*bf16_at_random)(const float* x, const RandomPosition& position, std::byte* out, std::size_t n) noexcept;
+  void (*bf16_at_random)(const float* x, const RandomPosition& position, std::byte* out,
+                         std::size_t n) noexcept;
   Int8Kernels int8;
   OneBitKernels one_bit;
   SparseKernels sparse;

@@ -65,7 +65,7 @@ struct Groups {
   }
 };
 
-// What is encoded, x + residual where there is one. Its NaNs are of any kind.
+// The values to encode, x + residual where there is one. Their NaNs are of any kind.
 template <bool kResidual>
 struct GroupSource {
   const float* x;

@@ -42,7 +42,8 @@ struct ToNearest {
 
 class AtRandom {
  public:
-  explicit AtRandom(const RandomPosition* position) : random_(*position), first_(position->element) {}
+  explicit AtRandom(const RandomPosition* position)
+      : random_(*position), first_(position->element) {}
   void start_block(std::size_t begin) { random_.start_block(first_ + begin); }
 
   F32 operator()(F32 t, std::size_t i) const {
@@ -53,7 +54,7 @@ class AtRandom {
   }
 
  private:
-  // In [0, 1), of 23 bits.
+  // Random numbers in [0, 1), of 23 bits.
   F32 uniform(std::size_t i) const { return bits<F32>((random_(i) >> 9) | 0x3F800000U) - 1.0F; }
 
   RandomBits random_;

@@ -9,7 +9,7 @@ namespace gradwire::codec {
 namespace {
 namespace lowrank {
 
-// Of each of the sums along a row: element j is added to lane j mod 16.
+// The lanes of a sum along a row: element j is added to lane j mod 16.
 constexpr std::size_t kRowLanes = 16;
 constexpr std::size_t kRowParts = kRowLanes / kLanes;
 // Elements of a row that are read before the next factors look at them: a few KiB, for the L1.

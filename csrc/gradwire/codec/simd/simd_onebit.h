@@ -37,7 +37,7 @@ struct SignSums {
   }
 };
 
-// What a first pass finds.
+// The findings of a first pass.
 struct Seen {
   SignSums sums;
   I32 equal{};  // to 0, and padding; a comparison is 1 where lanes are plain values, or else -1
@@ -125,7 +125,7 @@ struct OneBitBlock {
     return seen;
   }
 
-  // In place of all signs, and behind it the signs of those it shows.
+  // Writes the mask in place of all signs, and behind it the signs of the elements that it shows.
   [[gnu::noinline]] MaskWritten write_mask(std::byte* bits) const {
     std::byte* const signs = bits + OneBitKernels::bytes_of_bits(n);
     MaskWritten mask = write_bitmap(bits, signs);
@@ -199,7 +199,7 @@ struct OneBitBlock {
     });
   }
 
-  // And the first pass of the next block, which has the same length.
+  // Also makes the first pass of the next block, which has the same length.
   template <bool kMasked>
   Seen both_passes(Means means, const OneBitBlock& next, std::byte* next_out) const {
     Seen seen;

@@ -108,7 +108,7 @@ class SignsOfFour {
       });
     });
   }
-  // Of the quad's first group, from element i on.
+  // The sign words of the quad's first group, from element i on.
   const std::uint32_t* quad(std::size_t i) const {
     const std::size_t group = i / kGroup;
     return words_ + group / kNext * 4 * kNext + group % kNext;

@@ -15,14 +15,15 @@ namespace {
 //   h := ((h ^ h >> 15) + high(key)) · 0x846CA68B; h ^ h >> 16 is the number.
 class RandomBits {
  public:
-  explicit RandomBits(const RandomPosition& position) : run_(splitmix64(splitmix64(position.seed) ^ position.call)) {
+  explicit RandomBits(const RandomPosition& position)
+      : run_(splitmix64(splitmix64(position.seed) ^ position.call)) {
     std::uint32_t number[kLanes];
     for (std::size_t i = 0; i < kLanes; ++i) number[i] = static_cast<std::uint32_t>(i);
     __builtin_memcpy(&lane_, number, sizeof lane_);
   }
   void start_block(std::uint64_t first) { key_ = splitmix64(run_ ^ first); }
 
-  // Of the elements from `i` on.
+  // The random numbers of the elements from `i` on.
   U32 operator()(std::size_t i) const {
     U32 h =
         (lane_ + static_cast<std::uint32_t>(i)) * 0x9E3779B9U + static_cast<std::uint32_t>(key_);

@@ -67,7 +67,7 @@ struct Xor {
   }
 };
 
-// Of what is true, which is anything but 0, as 0 or 1.
+// Operates on truth values: anything but 0 is true. The result is 0 or 1.
 template <typename Bitwise>
 struct Logical {
   template <typename T>
@@ -90,7 +90,7 @@ void reduce(void* acc, const void* x, std::size_t n) noexcept {
   });
 }
 
-// Of elements that are so many of L each.
+// Reduces elements that consist of kEach values of L each.
 template <typename L, typename Op, std::size_t kEach>
 void reduce_each(void* acc, const void* x, std::size_t n) noexcept {
   reduce<L, Op>(acc, x, kEach * n);

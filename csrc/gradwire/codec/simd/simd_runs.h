@@ -37,7 +37,7 @@ class BitReader {
  public:
   BitReader(const std::byte* from, std::size_t bytes) : from_(from), left_(bytes) {}
 
-  // At least 32 more.
+  // At least 32 more bits.
   std::uint64_t peek() {
     if (held_ >= 32) return bits_;
     if (left_ >= 4) {
@@ -79,7 +79,7 @@ std::uint32_t high_bit(std::uint32_t x) {
   return 31U - static_cast<std::uint32_t>(__builtin_clz(x));
 }
 
-// Of up to 64 bits from the i-th on, those that are not as the bit before.
+// Marks the bits that differ from the bit before them, among up to 64 from the i-th on.
 std::uint64_t changes_in(const std::byte* mask, std::size_t i, std::size_t n,
                          std::uint64_t& before) {
   const std::size_t count = n - i < 64 ? n - i : 64;

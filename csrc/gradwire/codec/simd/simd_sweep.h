@@ -1,4 +1,4 @@
-// What every kernel is made of: lanes in memory, loops over them, sums, checks of finiteness.
+// The parts of every kernel: lanes in memory, loops over them, sums, checks of finiteness.
 #pragma once
 
 #include <type_traits>
@@ -156,7 +156,7 @@ bool finite(const float* x, std::size_t n) noexcept {
 // The error of one value; 0 where it is NaN or Inf, which no later call could make up for.
 F32 lost(F32 v, F32 decoded) { return magnitude_of(v) < kInfinity ? v - decoded : F32{}; }
 
-// What is encoded: x + residual, where there is one.
+// The values to encode: x + residual, where there is one.
 template <bool kResidual>
 struct Source {
   const float* x;

@@ -23,7 +23,7 @@ __device__ inline std::uint32_t expand(std::uint32_t packed, std::uint32_t mask)
 constexpr std::uint32_t bytes_of_bits(std::uint32_t n) {
   return static_cast<std::uint32_t>(codec::OneBitKernels::bytes_of_bits(n));
 }
-// Of a mask of n bits that is written as its runs.
+// The most bytes of a mask of n bits that is written as its runs.
 constexpr std::uint32_t most_run_bytes(std::uint32_t n) { return bytes_of_bits(n) - 1; }
 
 // Those of the word number `index` that are among the first n bits.

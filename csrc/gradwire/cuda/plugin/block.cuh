@@ -20,7 +20,7 @@ __device__ inline std::uint32_t block_largest(std::uint32_t mine) {
   return most;
 }
 
-// Of the lanes up to this one.
+// Joins the values of the lanes up to this one.
 template <typename T, typename Join>
 __device__ T warp_scan(T mine, Join join) {
   for (unsigned by = 1; by < kWarp; by *= 2) {

@@ -3,8 +3,8 @@
 
 #include "gradwire/cuda/plugin/cast.cuh"
 #include "gradwire/cuda/plugin/functions.h"
-#include "gradwire/cuda/plugin/share.cuh"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
+#include "gradwire/cuda/plugin/share.cuh"
 
 namespace gradwire::cuda {
 namespace {
@@ -26,7 +26,7 @@ struct Scale {
   }
 };
 
-// Of what is finite.
+// Casts a finite value.
 template <typename Half>
 __device__ std::uint16_t cast(float v, Scale scale) {
   const std::uint32_t magnitude = magnitude_bits(v), sign = __float_as_uint(v) ^ magnitude;
@@ -36,7 +36,8 @@ __device__ std::uint16_t cast(float v, Scale scale) {
 
 template <typename Half, bool kFeedsBack, unsigned kWide>
 __global__ void __launch_bounds__(kThreads)
-    encode(const float* x, RunFeedback run_feedback, Scale scale, std::uint16_t* out, std::uint64_t n) {
+    encode(const float* x, RunFeedback run_feedback, Scale scale, std::uint16_t* out,
+           std::uint64_t n) {
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
   Feedback feedback{};
   if constexpr (kFeedsBack) feedback = feedback_of(run_feedback);
@@ -91,8 +92,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Half, bool kFeedsBack>
-Status start_encode(const float* x, const RunFeedback& run_feedback, Scale scale, std::byte* out, std::uint64_t n,
-                    Stream stream) {
+Status start_encode(const float* x, const RunFeedback& run_feedback, Scale scale, std::byte* out,
+                    std::uint64_t n, Stream stream) {
   const bool wide = all_aligned(x, out) && is_aligned(run_feedback);
   return launch(wide ? encode<Half, kFeedsBack, 4> : encode<Half, kFeedsBack, 1>,
                 blocks_for(n, kTile), kThreads, stream, x, run_feedback, scale,
@@ -100,10 +101,11 @@ Status start_encode(const float* x, const RunFeedback& run_feedback, Scale scale
 }
 
 template <typename Half>
-Status start_encode(const float* x, const RunFeedback& run_feedback, Scale scale, std::byte* out, std::uint64_t n,
-                    Stream stream) {
-  return keeps_errors(run_feedback) ? start_encode<Half, true>(x, run_feedback, scale, out, n, stream)
-                            : start_encode<Half, false>(x, run_feedback, scale, out, n, stream);
+Status start_encode(const float* x, const RunFeedback& run_feedback, Scale scale, std::byte* out,
+                    std::uint64_t n, Stream stream) {
+  return keeps_errors(run_feedback)
+             ? start_encode<Half, true>(x, run_feedback, scale, out, n, stream)
+             : start_encode<Half, false>(x, run_feedback, scale, out, n, stream);
 }
 
 Status cast_encode(Cast cast, const float* x, RunFeedback run_feedback, float scale, std::byte* out,

@@ -10,7 +10,7 @@ struct Fp16 {
   static constexpr float kLargest = 65504.0F;
   static constexpr std::uint16_t kNan = 0x7E00;
 
-  // Of numbers, and Inf: to nearest even, overflow to Inf. NaN becomes some NaN or other.
+  // Rounds numbers and Inf to nearest even, with overflow to Inf. NaN becomes some NaN or other.
   __device__ static std::uint16_t narrow_number(float x) {
     return __half_as_ushort(__float2half_rn(x));
   }

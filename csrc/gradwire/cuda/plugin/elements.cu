@@ -1,8 +1,8 @@
 // Single elements, and the keys' states.
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
-#include "gradwire/cuda/plugin/share.cuh"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
+#include "gradwire/cuda/plugin/share.cuh"
 #include "gradwire/cuda/plugin/team.cuh"
 
 namespace gradwire::cuda {
@@ -13,7 +13,8 @@ constexpr unsigned kCount = 8;  // of one thread
 constexpr unsigned kTile = kThreads * kCount;
 
 template <unsigned kWide>
-__global__ void __launch_bounds__(kThreads) deliver_kernel(RunFeedback run_feedback, float* y, std::uint64_t n) {
+__global__ void __launch_bounds__(kThreads)
+    deliver_kernel(RunFeedback run_feedback, float* y, std::uint64_t n) {
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
   const Feedback feedback = feedback_of(run_feedback);
   for (std::uint64_t begin = std::uint64_t{blockIdx.x} * kTile; begin < n;

@@ -10,7 +10,7 @@ namespace gradwire::cuda {
 inline constexpr std::uint32_t kInfinityBits = 0x7F800000U;
 inline constexpr std::uint32_t kNanBits = 0x7FC00000U;
 
-// Of |x|: they compare as magnitudes do.
+// The bits of |x|, which compare as magnitudes do.
 __device__ inline std::uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFU; }
 
 __device__ inline bool is_finite(float x) { return magnitude_bits(x) < kInfinityBits; }
@@ -25,7 +25,7 @@ __device__ T quiet_nan() {
     return __longlong_as_double(0x7FF8000000000000);
 }
 
-// Of what was computed.
+// The canonical form of a computed value.
 template <typename T>
 __device__ T canonical(T x) {
   if constexpr (std::is_floating_point_v<T>) return x == x ? x : quiet_nan<T>();

@@ -81,7 +81,7 @@ struct Xor {
   }
 };
 
-// Of what is true, which is anything but 0, as 0 or 1.
+// Operates on truth values: anything but 0 is true. The result is 0 or 1.
 template <typename Bitwise>
 struct Logical {
   template <typename T>
@@ -90,7 +90,7 @@ struct Logical {
   }
 };
 
-// Of equal values: floats differ at most in the sign of a zero, which min keeps and max drops.
+// Joins equal values: floats differ at most in the sign of a zero, which min keeps and max drops.
 __device__ float same(float a, float b, bool keeps) {
   const std::uint32_t x = __float_as_uint(a), y = __float_as_uint(b);
   return __uint_as_float(keeps ? x | y : x & y);
@@ -212,7 +212,7 @@ __device__ void scale_by(const Folded& of, Value (&acc)[kCount]) {
   }
 }
 
-// Of one thread: as many loads as may wait at once without many registers.
+// Elements per thread: as many loads as may be in flight without many registers.
 template <typename T, unsigned kWide>
 constexpr unsigned kCountOf = kWide == 1 ? 8 : (sizeof(T) == 1 ? kWide : 2 * kWide);
 
@@ -334,7 +334,7 @@ Status fold_all(int dtype, int op, const void* x, std::uint64_t stride, int coun
   return start(static_cast<DType>(dtype), of, stream);
 }
 
-// Of two arrays, of which the second may lie anywhere.
+// Folds two arrays, of which the second may lie anywhere.
 Status fold(int dtype, int op, void* acc, const void* x, std::uint64_t n, Stream stream) {
   const std::uint64_t stride =
       reinterpret_cast<std::uintptr_t>(x) - reinterpret_cast<std::uintptr_t>(acc);

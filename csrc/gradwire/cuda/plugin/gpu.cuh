@@ -23,8 +23,8 @@ namespace gradwire::cuda {
 
 inline constexpr unsigned kWarp = 32;
 inline constexpr unsigned kAllLanes = 0xFFFFFFFFU;
-// Of a launch: kernels stride over the rest. On the simulated device so few that tests see them do
-// it.
+// The most blocks of a launch: kernels stride over the rest. On the simulated device there are so
+// few that tests see them do it.
 #ifdef GRADWIRE_SIMULATED_CUDA
 inline constexpr std::uint64_t kMostBlocks = 3;
 #else
@@ -51,7 +51,7 @@ constexpr std::uint64_t blocks_for(std::uint64_t n, std::uint64_t each) {
   return (n + each - 1) / each;
 }
 
-// Of a kernel's thread, over the whole grid.
+// The index of a kernel's thread in the whole grid.
 __device__ inline std::uint64_t first_index() {
   return std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
 }

@@ -134,12 +134,13 @@ __global__ void __launch_bounds__(kLeftThreads, kFactors <= 16 ? 2 : 1)
   }
 }
 
-Status left_factor(const float* x, RunFeedback run_feedback, float* v, const float* q, float* p, Matrix of,
-                   Stream stream) {
+Status left_factor(const float* x, RunFeedback run_feedback, float* v, const float* q, float* p,
+                   Matrix of, Stream stream) {
   const unsigned threads = of.rows < kManyRows ? kFewThreads : kLeftThreads;
   const std::uint64_t blocks = blocks_for(of.rows, threads / kRowLanes);
   return with_factors(of.rank, [&](auto factors) {
-    return launch(left<decltype(factors)::value>, blocks, threads, stream, x, run_feedback, v, q, p, of);
+    return launch(left<decltype(factors)::value>, blocks, threads, stream, x, run_feedback, v, q, p,
+                  of);
   });
 }
 
@@ -156,7 +157,7 @@ template <unsigned kFactors, unsigned kWide>
 struct RightTile {
   static constexpr unsigned kGroups = kRightThreads / kWide;
   static constexpr unsigned kRows = kGroups * kGroup;
-  // Of p, times kHeadroom. One more a group: other groups of a warp are in other banks.
+  // Values of p, times kHeadroom. One more per group, so that a warp's groups are in other banks.
   Four picked[kFactors / 4][kGroups][kGroup + 1];
   float sums[4][kRightThreads + kWide];  // likewise for other factors
 };
@@ -333,7 +334,7 @@ __device__ float product_at(const ProductTile<kFactors>& tile, unsigned row,
   return sum;
 }
 
-// Of the thread's part of a tile.
+// Visits each row of the thread's part of a tile.
 template <typename Body>
 __device__ void each_row(std::uint64_t first, std::uint64_t column, Matrix of, Body body) {
   if (column >= of.columns) return;
@@ -378,15 +379,15 @@ __global__ void __launch_bounds__(kProductThreads)
 }
 
 Status product_of(const float* p, const float* q, const float* scale, float factor,
-                  const float* own_q, const float* own_scale, const float* v, RunFeedback run_feedback, float* y,
-                  Matrix of, Stream stream) {
+                  const float* own_q, const float* own_scale, const float* v,
+                  RunFeedback run_feedback, float* y, Matrix of, Stream stream) {
   const Product what{p, q, scale, factor, own_q, own_scale, v};
   const std::uint64_t blocks =
       blocks_for(of.rows, kProductRows) * blocks_for(of.columns, kProductWide);
   return with_factors(of.rank, [&](auto factors) {
     constexpr unsigned kFactors = decltype(factors)::value;
-    return launch(keeps_errors(run_feedback) ? product<kFactors, true> : product<kFactors, false>, blocks,
-                  kProductThreads, stream, what, run_feedback, y, of);
+    return launch(keeps_errors(run_feedback) ? product<kFactors, true> : product<kFactors, false>,
+                  blocks, kProductThreads, stream, what, run_feedback, y, of);
   });
 }
 

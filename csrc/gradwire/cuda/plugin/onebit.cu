@@ -5,8 +5,8 @@
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/onebit.cuh"
-#include "gradwire/cuda/plugin/share.cuh"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
+#include "gradwire/cuda/plugin/share.cuh"
 #include "gradwire/cuda/plugin/team.cuh"
 
 namespace gradwire::cuda {
@@ -39,7 +39,7 @@ struct SignSums {
   }
 };
 
-// Of a block, over all its warps: each takes up where the one before it ended.
+// Adds up a block's values over all its warps: each continues where the one before it ended.
 template <bool kAlone>
 __device__ SignSums add_up(const float (&v)[kCount], float scale, Team<kAlone> team) {
   SignSums sums{0, 0};
@@ -327,7 +327,7 @@ Status start(Encoding of, Stream stream) {
   if (of.block > OneBitKernels::kMostBlock) return cudaErrorInvalidValue;
   of.slot_bytes = slot_bytes(of.block);
   return keeps_errors(of.run_feedback) ? start<true, kFinishes>(of, stream)
-                               : start<false, kFinishes>(of, stream);
+                                       : start<false, kFinishes>(of, stream);
 }
 
 Status onebit_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint64_t block,

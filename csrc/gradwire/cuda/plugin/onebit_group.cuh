@@ -56,7 +56,7 @@ struct Plane {
   std::uint32_t word;
 };
 
-// Of a block of n elements. Nearly always all words of an unmasked one are there, and aligned.
+// Loads a block of n elements. Nearly always all words of an unmasked one are there, and aligned.
 __device__ inline Plane load_plane(const Unit& unit, std::uint32_t n, unsigned rank) {
   const std::uint32_t words = (n + 31) / 32;
   if (reinterpret_cast<std::uintptr_t>(unit.at) % 4 == 0 && unit.bytes >= kHeader + 4 * words) {

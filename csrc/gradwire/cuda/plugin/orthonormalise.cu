@@ -18,7 +18,7 @@ constexpr double kVanished = 0x1p-60;
 constexpr std::uint64_t kNone = ~std::uint64_t{0};
 static_assert(kTile % kLanes == 0);
 
-// Of one element, before and after they are multiplied.
+// The two operands of one element, before and after they are multiplied.
 struct Operands {
   double a, b;
 };

@@ -16,13 +16,16 @@ __device__ inline float* one_of(float* const (&two)[2], std::uint32_t which) {
 
 // e and e'; null where none is kept.
 __device__ inline const float* residual_of(const RunFeedback& run_feedback) {
-  return keeps_errors(run_feedback) ? one_of(run_feedback.residual, run_feedback.key_state->which) : nullptr;
+  return keeps_errors(run_feedback) ? one_of(run_feedback.residual, run_feedback.key_state->which)
+                                    : nullptr;
 }
 __device__ inline float* next_residual(const RunFeedback& run_feedback) {
-  return keeps_errors(run_feedback) ? one_of(run_feedback.residual, 1 - run_feedback.key_state->which) : nullptr;
+  return keeps_errors(run_feedback)
+             ? one_of(run_feedback.residual, 1 - run_feedback.key_state->which)
+             : nullptr;
 }
 
-// Both, of a site that keeps them.
+// Both, of a run that keeps errors.
 struct Feedback {
   const float* before;
   float* after;

@@ -26,7 +26,7 @@ struct Share {
     return (i / kWide * kThreads + rank) * kWide + i % kWide;
   }
 
-  // Of a tile's first n elements; the others are zero.
+  // Loads a tile's first n elements; the others are zero.
   template <typename T>
   __device__ void load(const T* tile, std::uint64_t n, T (&v)[kCount]) const {
     if (n < kTile) {
@@ -70,6 +70,8 @@ template <typename... Pointers>
 bool all_aligned(const Pointers*... each) {
   return (is_aligned(each) && ...);
 }
-inline bool is_aligned(const RunFeedback& run_feedback) { return all_aligned(run_feedback.residual[0], run_feedback.residual[1]); }
+inline bool is_aligned(const RunFeedback& run_feedback) {
+  return all_aligned(run_feedback.residual[0], run_feedback.residual[1]);
+}
 
 }  // namespace gradwire::cuda

@@ -25,7 +25,7 @@ __device__ inline unsigned mask_word(unsigned step) {
 __device__ inline bool has_bit(std::uint32_t word) {
   return (word >> (threadIdx.x % kWarp) & 1U) != 0;
 }
-// Of those in the word before this thread's.
+// The number of bits of the word before this thread's bit.
 __device__ inline unsigned bits_before(std::uint32_t word) {
   return static_cast<unsigned>(__popc(word & ((1U << (threadIdx.x % kWarp)) - 1)));
 }
@@ -82,7 +82,7 @@ inline std::uint64_t share_of(double density, std::uint64_t n) {
   return share < 1 ? 1 : share > n ? n : share;
 }
 
-// Of a whole unit and of the last one.
+// The share of a whole unit, and of the last one.
 struct Shares {
   unsigned whole, last;
 

@@ -212,7 +212,8 @@ __device__ inline Read read_layout(Foreign in, unsigned n, ReadRoom& room) {
   if (in.size == 0) return kRefusedUnit;
   const std::uint32_t head = in.byte(0), low = head >> kFormatBits;
   const auto format = static_cast<PositionFormat>(head & ((1U << kFormatBits) - 1));
-  if (format > PositionFormat::kNotFinite || low > (format == PositionFormat::kGaps ? kMostLowBits : 0))
+  if (format > PositionFormat::kNotFinite ||
+      low > (format == PositionFormat::kGaps ? kMostLowBits : 0))
     return kRefusedUnit;
   if (format == PositionFormat::kBitmap) return read_bitmap(in, n, room);
   if (format == PositionFormat::kAll) room.hits[threadIdx.x] = all_hits(n);
@@ -225,7 +226,7 @@ __device__ inline Read read_layout(Foreign in, unsigned n, ReadRoom& room) {
   const std::uint64_t at = is_short ? 2 : 3;
   if (at > in.size || count > n) return kRefusedUnit;
   return format == PositionFormat::kList ? read_list(in, at, count, n, room)
-                                 : read_gaps(in, at, low, count, n, room);
+                                         : read_gaps(in, at, low, count, n, room);
 }
 
 __device__ inline Read read_positions(Foreign in, unsigned n, ReadRoom& room) {

@@ -63,7 +63,7 @@ __device__ void narrow(Selected& so_far, SelectRoom& room, Each each) {
   __syncthreads();
 }
 
-// By magnitude; of n elements, 1 <= k <= n. The block has kUnitThreads threads.
+// The k largest of n elements by magnitude, 1 <= k <= n. The block has kUnitThreads threads.
 template <typename Each>
 __device__ Selected select_largest(unsigned n, unsigned k, SelectRoom& room, Each each) {
   Selected found{0, k, n};

@@ -72,7 +72,7 @@ struct Team {
   }
 
  private:
-  // Of values that all lanes of a warp have.
+  // Scans values that all lanes of a warp hold.
   template <typename T, typename Join>
   __device__ static Scanned<T> over_warps(T of_warp, Join join) {
     if constexpr (kAlone) {

@@ -23,8 +23,10 @@ __device__ bool usable(float tau) {
   return __float_as_uint(tau) != 0 && __float_as_uint(tau) < kInfinityBits;
 }
 
-// Of the call under way.
-__device__ CodecState& codec_state_of(KeyState* key_state) { return key_state->codec_state[1 - key_state->which]; }
+// The state of the call under way.
+__device__ CodecState& codec_state_of(KeyState* key_state) {
+  return key_state->codec_state[1 - key_state->which];
+}
 
 // ---- The first tau of an extent ----------------------------------------------------------------
 
@@ -48,7 +50,8 @@ __global__ void __launch_bounds__(kUnitThreads)
 
 // The share-th largest key; the largest of all where that is 0.
 __global__ void __launch_bounds__(kUnitThreads)
-    choose_first_tau(const std::uint32_t* keys, unsigned count, unsigned share, KeyState* key_state) {
+    choose_first_tau(const std::uint32_t* keys, unsigned count, unsigned share,
+                     KeyState* key_state) {
   __shared__ SelectRoom room;
   CodecState& codec_state = codec_state_of(key_state);
   const bool known = usable(codec_state.tau);
@@ -65,13 +68,13 @@ __global__ void __launch_bounds__(kUnitThreads)
     codec_state.tau = __uint_as_float(found.magnitude > 0 ? found.magnitude : largest);
 }
 
-Status threshold_prepare(const float* x, RunFeedback run_feedback, std::uint64_t n, double density, void* scratch,
-                         Stream stream) {
+Status threshold_prepare(const float* x, RunFeedback run_feedback, std::uint64_t n, double density,
+                         void* scratch, Stream stream) {
   if (n == 0 || density == 0 || run_feedback.key_state == nullptr) return 0;
   auto* keys = static_cast<std::uint32_t*>(scratch);
   const std::uint64_t count = samples_of(n);
-  const Status status =
-      launch(take_samples, blocks_for(count, kUnitThreads), kUnitThreads, stream, x, run_feedback, n, keys);
+  const Status status = launch(take_samples, blocks_for(count, kUnitThreads), kUnitThreads, stream,
+                               x, run_feedback, n, keys);
   if (status != 0) return status;
   return launch(choose_first_tau, 1, kUnitThreads, stream, keys, static_cast<unsigned>(count),
                 static_cast<unsigned>(share_of(density, count)), run_feedback.key_state);
@@ -87,7 +90,8 @@ __device__ float tau_of_call(const RunFeedback& run_feedback) {
 }
 
 __global__ void __launch_bounds__(kUnitThreads, 1)
-    choose_unit_taus(const float* x, RunFeedback run_feedback, std::uint64_t n, Shares shares, float* taus) {
+    choose_unit_taus(const float* x, RunFeedback run_feedback, std::uint64_t n, Shares shares,
+                     float* taus) {
   __shared__ SelectRoom room;
   if (tau_of_call(run_feedback) > 0) return;
   for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
@@ -182,8 +186,8 @@ __device__ unsigned write_unit(EncodeRoom& room, unsigned n, float tau, std::uin
 }
 
 __global__ void __launch_bounds__(kUnitThreads, 2)
-    encode(const float* x, RunFeedback run_feedback, std::uint64_t n, float given, const float* taus,
-           std::byte* out, std::uint32_t* sizes) {
+    encode(const float* x, RunFeedback run_feedback, std::uint64_t n, float given,
+           const float* taus, std::byte* out, std::uint32_t* sizes) {
   __shared__ EncodeRoom room;
   const float* residual = residual_of(run_feedback);
   float* errors = next_residual(run_feedback);
@@ -206,15 +210,17 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
   }
 }
 
-Status threshold_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, float tau, double density,
-                        std::byte* out, std::uint32_t* sizes, void* scratch, Stream stream) {
+Status threshold_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, float tau,
+                        double density, std::byte* out, std::uint32_t* sizes, void* scratch,
+                        Stream stream) {
   auto* taus = static_cast<float*>(scratch);
   if (tau == 0) {
-    const Status status = launch(choose_unit_taus, units_of(n), kUnitThreads, stream, x, run_feedback, n,
-                                 Shares(density, n), taus);
+    const Status status = launch(choose_unit_taus, units_of(n), kUnitThreads, stream, x,
+                                 run_feedback, n, Shares(density, n), taus);
     if (status != 0) return status;
   }
-  return launch(encode, units_of(n), kUnitThreads, stream, x, run_feedback, n, tau, taus, out, sizes);
+  return launch(encode, units_of(n), kUnitThreads, stream, x, run_feedback, n, tau, taus, out,
+                sizes);
 }
 
 // ---- adapt -------------------------------------------------------------------------------------

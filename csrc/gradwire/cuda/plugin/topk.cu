@@ -26,7 +26,7 @@ struct AsFloat32 {
 template <typename Half>
 struct As16Bits {
   static constexpr unsigned kBytes = sizeof(std::uint16_t);
-  // Of what is finite: limited to the largest.
+  // Narrows a finite value, limited to the largest.
   __device__ static std::uint32_t narrow(float v) {
     const float most = Half::kLargest;
     return Half::narrow_number(v > most ? most : v < -most ? -most : v);
@@ -60,7 +60,7 @@ struct EncodeRoom {
 };
 static_assert(kStagedBytes >= kMostPositionBytes);
 
-// Of the thread's word of ties those that are among the first `taken` of the unit.
+// The bits of the thread's word of ties that are among the first `taken` of the unit.
 __device__ std::uint32_t first_ties(std::uint32_t ties, unsigned taken) {
   const unsigned before = block_sums(static_cast<std::uint32_t>(__popc(ties))).before;
   const unsigned left = taken > before ? taken - before : 0;
@@ -158,8 +158,8 @@ __device__ unsigned write_unit(EncodeRoom& room, const float (&v)[kUnitSteps],
 
 template <typename As>
 __global__ void __launch_bounds__(kUnitThreads, 1)
-    encode(const float* x, RunFeedback run_feedback, std::uint64_t n, Shares shares, std::uint64_t slot_bytes,
-           std::byte* out, std::uint32_t* sizes) {
+    encode(const float* x, RunFeedback run_feedback, std::uint64_t n, Shares shares,
+           std::uint64_t slot_bytes, std::byte* out, std::uint32_t* sizes) {
   __shared__ EncodeRoom room;
   float* errors = next_residual(run_feedback);
   for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
@@ -182,9 +182,9 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
   }
 }
 
-Status topk_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, double density, Values values,
-                   std::uint64_t slot_bytes, std::byte* out, std::uint32_t* sizes, void*,
-                   Stream stream) {
+Status topk_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, double density,
+                   Values values, std::uint64_t slot_bytes, std::byte* out, std::uint32_t* sizes,
+                   void*, Stream stream) {
   return with_values(values, [&](auto as) {
     return launch(encode<decltype(as)>, units_of(n), kUnitThreads, stream, x, run_feedback, n,
                   Shares(density, n), slot_bytes, out, sizes);

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "gradwire/base/error.h"
-#include "gradwire/exec/compound/agreed.h"
+#include "gradwire/exec/compound/agreed_reduce.h"
 #include "gradwire/exec/compound/exchange.h"
 #include "gradwire/exec/compound/gather_reduce.h"
 #include "gradwire/exec/compound/lowrank_reduce.h"
@@ -12,25 +12,25 @@
 
 namespace gradwire::exec {
 
-void Compound::bind(const Request& request, Rank rank, int size) {
+void CompoundCollective::bind(const Request& request, Rank rank, int size) {
   if (request.feedback) transaction_.open(*request.feedback, request.keys);
-  whole_ = request;
+  original_ = request;
   rank_ = rank;
   size_ = size;
   algorithm_.assign(request.algorithm);
-  whole_.algorithm = algorithm_;
+  original_.algorithm = algorithm_;
   extent_counts(request, rank, size, counts_);
   take_label(request);
   const auto keep = [](auto& kept, auto& span) {
     kept.assign(span.begin(), span.end());
     span = kept;
   };
-  keep(inputs_, whole_.inputs);
-  keep(outputs_, whole_.outputs);
-  keep(shapes_, whole_.shapes);
-  keep(keys_, whole_.keys);
-  if (!transaction_.is_open()) whole_.keys = {};
-  whole_.feedback = nullptr;  // whoever binds keeps it
+  keep(inputs_, original_.inputs);
+  keep(outputs_, original_.outputs);
+  keep(shapes_, original_.shapes);
+  keep(keys_, original_.keys);
+  if (!transaction_.is_open()) original_.keys = {};
+  original_.feedback = nullptr;  // whoever binds keeps it
   try {
     begin();
   } catch (...) {
@@ -41,7 +41,7 @@ void Compound::bind(const Request& request, Rank rank, int size) {
 
 // The phases move bytes and factors: it is their label that says, to ranks that may disagree, what
 // they are phases of. Made only when it is another.
-void Compound::take_label(const Request& request) {
+void CompoundCollective::take_label(const Request& request) {
   OpSpec spec;
   spec.collective = request.collective;
   spec.dtype = request.dtype;
@@ -64,29 +64,29 @@ void Compound::take_label(const Request& request) {
   labelled_ = request.codec;
 }
 
-Request Compound::phase(Collective collective, DType dtype, ReduceOp op) const {
+Request CompoundCollective::phase(Collective collective, DType dtype, ReduceOp op) const {
   Request request;
   request.collective = collective;
   request.dtype = dtype;
   request.op = op;
-  request.timeout = whole_.timeout;
+  request.timeout = original_.timeout;
   request.codec_label = label_;
   return request;
 }
 
-const Request* Compound::ask_all(bool finite) {
+const Request* CompoundCollective::vote_finite(bool finite) {
   finite_ = std::byte{finite};
-  question_ = phase(Collective::kAllReduce, DType::kUInt8, ReduceOp::kMin);
-  question_.inputs = question_.outputs = {&answer_, 1};
-  return &question_;
+  vote_ = phase(Collective::kAllReduce, DType::kUInt8, ReduceOp::kMin);
+  vote_.inputs = vote_.outputs = {&vote_array_, 1};
+  return &vote_;
 }
 
-void Compound::settle_agreed() {
-  if (finite_ == std::byte{0}) return refuse_results();
+void CompoundCollective::settle_vote() {
+  if (finite_ == std::byte{0}) return fill_with_nan();
   transaction_.settle(true);
 }
 
-void Compound::refuse_results() {
+void CompoundCollective::fill_with_nan() {
   for (const Array& each : outputs_)
     std::fill_n(reinterpret_cast<float*>(each.data), each.count,
                 std::numeric_limits<float>::quiet_NaN());
@@ -95,7 +95,7 @@ void Compound::refuse_results() {
 
 namespace {
 
-// Where not all want the sum, a schedule sends less than all payloads to all, and encodes as
+// A sum that not all ranks want is not gathered: a schedule sends fewer bytes, and encodes as
 // seldom.
 bool is_best_gathered(const Request& request, int size) {
   if (request.algorithm != "auto" || request.schedule != nullptr || !request.codec) return false;
@@ -105,27 +105,28 @@ bool is_best_gathered(const Request& request, int size) {
 
 }  // namespace
 
-Way way_of(const Request& request, int size) {
-  if (request.letters) return Way::kExchange;
-  if (request.codec && request.codec->combine() == codec::Combine::kCompound) return Way::kLowRank;
+ExecutionPath path_of(const Request& request, int size) {
+  if (request.payloads) return ExecutionPath::kExchange;
+  if (request.codec && request.codec->combine() == codec::Combine::kCompound)
+    return ExecutionPath::kLowRank;
   const bool shared = request.collective == Collective::kAllReduce;
   const bool plain = !request.codec || request.codec->combine() == codec::Combine::kPlain;
   const bool gathers = is_gather(request.algorithm) && !(plain && shared);  // those are one phase
-  if (gathers || is_best_gathered(request, size)) return Way::kGather;
-  return request.feedback && !shared ? Way::kAgreed : Way::kAtOnce;
+  if (gathers || is_best_gathered(request, size)) return ExecutionPath::kGather;
+  return request.feedback && !shared ? ExecutionPath::kAgreed : ExecutionPath::kSingle;
 }
 
-std::unique_ptr<Compound> make_compound(Way way) {
-  switch (way) {
-    case Way::kAgreed:
-      return std::make_unique<Agreed>();
-    case Way::kGather:
+std::unique_ptr<CompoundCollective> make_compound(ExecutionPath path) {
+  switch (path) {
+    case ExecutionPath::kAgreed:
+      return std::make_unique<AgreedReduce>();
+    case ExecutionPath::kGather:
       return std::make_unique<GatherReduce>();
-    case Way::kExchange:
+    case ExecutionPath::kExchange:
       return std::make_unique<Exchange>();
-    case Way::kLowRank:
+    case ExecutionPath::kLowRank:
       return std::make_unique<LowRankReduce>();
-    case Way::kAtOnce:
+    case ExecutionPath::kSingle:
       break;
   }
   throw InvalidArgument("this codec is not there yet");

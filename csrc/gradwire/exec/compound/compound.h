@@ -1,6 +1,6 @@
-// Compound: a collective that is made of others. Between them there is local work; each of them is
-// a call of its own to schedules, histories and timeouts' texts. The driver keeps compounds and
-// binds them again, so that a repeated call allocates nothing.
+// CompoundCollective: a collective that is made of others, its phases. Between them there is local
+// work. To schedules, histories and the texts of timeouts each phase is a call of its own. The
+// driver keeps these objects and binds them again, so that a repeated call allocates nothing.
 #pragma once
 
 #include <memory>
@@ -13,57 +13,57 @@
 
 namespace gradwire::exec {
 
-// What a compound is told when its next phase is wanted.
+// The state of the call when its next phase is wanted.
 struct Progress {
   std::uint32_t operation = 0;  // the number that the next phase will have
   bool finite = true;           // the results of the phase before
 };
 
-class Compound {
+class CompoundCollective {
  public:
-  virtual ~Compound() = default;
+  virtual ~CompoundCollective() = default;
 
-  // On the caller's thread, when the request is submitted: takes what it needs of it, and opens the
-  // transaction. Throws InvalidArgument, and is as before, for what makes no valid call.
+  // On the caller's thread, when the request is submitted: copies what it needs of it, and opens
+  // the transaction. Throws InvalidArgument for an invalid call, and changes nothing.
   void bind(const Request& request, Rank rank, int size);
 
-  // After that, on the same thread, before the request is queued: local work for which nobody is
-  // needed, so that it is done while earlier calls travel.
+  // After bind(), on the same thread, before the request is queued: local work that needs no other
+  // rank, so that it is done while earlier calls run.
   virtual void prepare() {}
 
-  // A request as its phases will be, whose plan shows at submission that they can be made.
+  // A request like its phases: making its plan shows at submission that they are possible.
   virtual const Request& probe() = 0;
 
-  // By the driver: the next phase, which stays valid until the call after; null when all is done
-  // and settled.
+  // On the driver's thread: the next phase, valid until the next call of next(); null when all is
+  // done and settled.
   virtual const Request* next(const Progress& progress) = 0;
 
-  // The call has failed: lets go of the residuals as they were.
+  // The call has failed: residuals stay as they were.
   virtual void roll_back() noexcept { transaction_.settle(false); }
 
-  // In codecs so far; whoever counts it takes it.
+  // Time spent in codecs that is not counted yet; whoever counts it takes it.
   CodecTime& codec_time() noexcept { return spent_; }
 
-  // Of this rank's residuals, for phases that feed back.
+  // This rank's residuals, for phases that feed back.
   codec::ErrorFeedback::Transaction& transaction() noexcept { return transaction_; }
 
  protected:
   // The request as it was bound: its spans and strings are copies.
-  const Request& whole() const noexcept { return whole_; }
+  const Request& original() const noexcept { return original_; }
   // Elements of each of its extents (extent_counts).
   const std::vector<std::uint64_t>& counts() const noexcept { return counts_; }
   Rank rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
-  // A phase on this rank's behalf: algorithm "auto", and what the ranks are told of the codec.
+  // A request for a phase: algorithm "auto", and the label that ranks compare.
   Request phase(Collective collective, DType dtype, ReduceOp op) const;
 
-  // For ranks that hold different results, or none, and must all the same agree whether residuals
-  // may move: a phase in which each says whether its own are finite.
-  // After it settle_agreed() settles alike on all ranks.
-  const Request* ask_all(bool finite);
-  void settle_agreed();
-  // The end of a call with NaN or Inf in it: every result is NaN, and no residual moves.
-  void refuse_results();
+  // Ranks that hold different results, or none, must still agree whether residuals may move: this
+  // phase tells all ranks whether every rank's results are finite. After it settle_vote() settles
+  // alike on all ranks.
+  const Request* vote_finite(bool finite);
+  void settle_vote();
+  // Ends a call with NaN or Inf in it: every result becomes NaN, and no residual moves.
+  void fill_with_nan();
 
   CodecTime spent_;
 
@@ -72,7 +72,7 @@ class Compound {
   // The rest of bind(), when the copy is made and the transaction is open.
   virtual void begin() = 0;
 
-  Request whole_;
+  Request original_;
   Rank rank_ = 0;
   int size_ = 1;
   std::string algorithm_, label_;
@@ -82,23 +82,23 @@ class Compound {
   std::vector<Array> inputs_, outputs_;
   std::vector<Shape> shapes_;
   std::vector<codec::KeyedExtent> keys_;
-  Request question_;
-  std::byte finite_{};  // 1: this rank's results are; then those of all
-  Array answer_{&finite_, 1};
+  Request vote_;
+  std::byte finite_{};  // 1: this rank's results are finite; after the vote, those of all
+  Array vote_array_{&finite_, 1};
   codec::ErrorFeedback::Transaction transaction_;
 };
 
-// How a request is carried out.
-enum class Way : std::uint8_t {
-  kAtOnce,    // one collective
-  kAgreed,    // one, then the ranks agree whether all their results are finite
+// How a request is executed.
+enum class ExecutionPath : std::uint8_t {
+  kSingle,    // one collective
+  kAgreed,    // one, then the ranks vote whether all their results are finite
   kGather,    // payloads, encoded once, are gathered and added
   kLowRank,   // two all_reduces of factors
   kExchange,  // payloads are gathered; the caller encodes and decodes
 };
-inline constexpr std::size_t kWays = 5;
+inline constexpr std::size_t kPaths = 5;
 
-Way way_of(const Request& request, int size);
-std::unique_ptr<Compound> make_compound(Way way);  // not for kAtOnce
+ExecutionPath path_of(const Request& request, int size);
+std::unique_ptr<CompoundCollective> make_compound(ExecutionPath path);  // not for kSingle
 
 }  // namespace gradwire::exec

@@ -7,18 +7,18 @@ namespace gradwire::exec {
 void Exchange::begin() {
   phase_ = 0;
   Request gather = phase(Collective::kAllGather, DType::kUInt8, ReduceOp::kSum);
-  gather.algorithm = gather_algorithm(whole());
+  gather.algorithm = gather_algorithm(original());
   payloads_.start(gather, rank(), size());
 }
 
 const Request* Exchange::next(const Progress&) {
-  const Letters& letters = *whole().letters;
+  const ExchangePayloads& payloads = *original().payloads;
   switch (phase_++) {
     case 0:
-      payloads_.own() = letters.own;
-      return &payloads_.lengths(letters.own.size(), letters.finite);
+      payloads_.own() = payloads.own;
+      return &payloads_.lengths(payloads.own.size(), payloads.finite);
     case 1:
-      return &payloads_.bytes(letters.limit);
+      return &payloads_.bytes(payloads.limit);
     default:
       hand_over();
       return nullptr;
@@ -26,13 +26,13 @@ const Request* Exchange::next(const Progress&) {
 }
 
 void Exchange::hand_over() {
-  Letters& letters = *whole().letters;
+  ExchangePayloads& payloads = *original().payloads;
   for (Rank r = 0; r < size(); ++r) {
     const ConstBytes payload = payloads_.of(r);
-    letters.all.insert(letters.all.end(), payload.begin(), payload.end());
-    letters.ends.push_back(letters.all.size());
+    payloads.all.insert(payloads.all.end(), payload.begin(), payload.end());
+    payloads.ends.push_back(payloads.all.size());
   }
-  letters.all_finite = payloads_.all_flagged();
+  payloads.all_finite = payloads_.all_flagged();
 }
 
 }  // namespace gradwire::exec

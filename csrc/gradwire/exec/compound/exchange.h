@@ -1,5 +1,5 @@
-// Exchange: every rank's payload on every rank, for codecs that this library does not know (written
-// in Python): they encode before it and decode after it, on threads of their caller.
+// Exchange: brings every rank's payload to every rank, for codecs written in Python, which encode
+// before it and decode after it, on the caller's threads.
 #pragma once
 
 #include <cstddef>
@@ -11,25 +11,25 @@
 
 namespace gradwire::exec {
 
-// What goes in, and what is there when the Work is over. The caller keeps it.
-struct Letters {
+// This rank's payload, and when the Work is over, every rank's. The caller keeps it.
+struct ExchangePayloads {
   std::vector<std::byte> own;
-  bool finite = true;             // what `own` stands for
+  bool finite = true;             // whether the values in `own` are
   std::size_t limit = 0;          // bytes of any rank's payload
   std::vector<std::byte> all;     // one rank's after the other
   std::vector<std::size_t> ends;  // by rank, in `all`
   bool all_finite = true;
 
-  // Of the call's keys, where it feeds back: settled by whoever decodes, or when the call fails.
+  // The call's keys, where it feeds back: settled by whoever decodes, or when the call fails.
   std::shared_ptr<codec::ErrorFeedback> feedback;
   codec::ErrorFeedback::Transaction transaction;
 };
 
-class Exchange final : public Compound {
+class Exchange final : public CompoundCollective {
  public:
   const Request& probe() override { return payloads_.lengths(0); }
   const Request* next(const Progress& progress) override;
-  void roll_back() noexcept override { whole().letters->transaction.settle(false); }
+  void roll_back() noexcept override { original().payloads->transaction.settle(false); }
 
  private:
   void begin() override;

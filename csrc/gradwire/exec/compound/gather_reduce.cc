@@ -18,7 +18,7 @@ std::size_t table_bytes(std::size_t extents) { return extents * sizeof(std::uint
 }  // namespace
 
 void GatherReduce::begin() {
-  const Request& request = whole();
+  const Request& request = original();
   if (!request.codec || request.codec->combine() == codec::Combine::kPlain)
     throw ScheduleError(std::string(name_of(request.collective)) + " by '" +
                         std::string(request.algorithm) + "': without codec only all_reduce " +
@@ -39,7 +39,7 @@ void GatherReduce::begin() {
 }
 
 void GatherReduce::place_extents() {
-  const std::size_t arrays = whole().inputs.size();
+  const std::size_t arrays = original().inputs.size();
   runs_ = arrays == 0 ? 1 : counts().size() / arrays;
   offsets_.assign(counts().size(), 0);
   for (std::size_t i = 1; i < offsets_.size(); ++i)
@@ -56,14 +56,14 @@ const Request* GatherReduce::next(const Progress& progress) {
     case 2:
       return add_up();
     default:
-      settle_agreed();
+      settle_vote();
       return nullptr;
   }
 }
 
 const Request& GatherReduce::encode(std::uint32_t operation) {
   const Stopwatch stopwatch(spent_.encode);
-  const codec::Codec& codec = *whole().codec;
+  const codec::Codec& codec = *original().codec;
   std::vector<std::byte>& out = payloads_.own();
   if (out.size() < limit_) out.resize(limit_);
   std::size_t used = table_bytes(counts().size());
@@ -71,7 +71,8 @@ const Request& GatherReduce::encode(std::uint32_t operation) {
     const float* x = input(i);
     feedback_.prepare(codec, i, x);
     const codec::EncodeContext context = feedback_.context(i, rank(), operation);
-    const std::size_t size = codec::encode(codec, x, counts()[i], context, Bytes(out).subspan(used));
+    const std::size_t size =
+        codec::encode(codec, x, counts()[i], context, Bytes(out).subspan(used));
     const auto length = static_cast<std::uint32_t>(size);
     std::memcpy(out.data() + table_bytes(i), &length, sizeof length);
     used += size;
@@ -91,8 +92,8 @@ const Request* GatherReduce::add_up() {
     if (float* y = output(i)) finite = sum(i, y) && finite;
   }
   check_ends();
-  const bool shared = whole().collective == Collective::kAllReduce;
-  if (!shared && transaction().is_open()) return ask_all(finite);
+  const bool shared = original().collective == Collective::kAllReduce;
+  if (!shared && transaction().is_open()) return vote_finite(finite);
   transaction().settle(finite);
   return nullptr;
 }
@@ -119,22 +120,22 @@ void GatherReduce::check_ends() const {
 // Whether all of it is finite.
 bool GatherReduce::sum(std::size_t extent, float* y) {
   try {
-    whole().codec->decode_sum(parts_, y, counts()[extent]);
+    original().codec->decode_sum(parts_, y, counts()[extent]);
   } catch (const InvalidArgument& error) {
     refuse(blame(extent), error.what());
   }
-  const bool finite = codec::mark_not_finite(*whole().codec, y, counts()[extent]);
-  if (whole().op == ReduceOp::kAvg) codec::average(DType::kFloat32, y, size(), counts()[extent]);
+  const bool finite = codec::mark_not_finite(*original().codec, y, counts()[extent]);
+  if (original().op == ReduceOp::kAvg) codec::average(DType::kFloat32, y, size(), counts()[extent]);
   return finite;
 }
 
-// Whose part of an extent can't be decoded, when it is known that one can't.
+// The rank whose part of an extent can't be decoded, when it is known that one can't.
 Rank GatherReduce::blame(std::size_t extent) const {
   std::vector<float> scratch(counts()[extent]);
   for (Rank r = 0; r < size(); ++r) {
     const ConstBytes part = parts_[static_cast<std::size_t>(r)];
     try {
-      if (whole().codec->decode(part, scratch.data(), scratch.size()).bytes != part.size())
+      if (original().codec->decode(part, scratch.data(), scratch.size()).bytes != part.size())
         return r;
     } catch (const InvalidArgument&) {
       return r;
@@ -156,20 +157,20 @@ const Request* GatherReduce::deliver_alone() {
     float* y = output(i);
     if (y != input(i) && counts()[i] > 0) std::memcpy(y, input(i), counts()[i] * sizeof(float));
     feedback_.deliver(i, y);
-    finite = codec::mark_not_finite(*whole().codec, y, counts()[i]) && finite;
+    finite = codec::mark_not_finite(*original().codec, y, counts()[i]) && finite;
   }
   transaction().settle(finite);
   return nullptr;
 }
 
 const float* GatherReduce::input(std::size_t extent) const {
-  const Array& array = whole().inputs[extent / runs_];
+  const Array& array = original().inputs[extent / runs_];
   return reinterpret_cast<const float*>(array.data) + offsets_[extent];
 }
 
-// Where this rank keeps the sum of an extent; null where others do.
+// The place of an extent's sum on this rank; null where other ranks hold it.
 float* GatherReduce::output(std::size_t extent) const {
-  const Request& request = whole();
+  const Request& request = original();
   std::size_t array = extent / runs_;
   if (request.collective == Collective::kReduce && rank() != request.root) return nullptr;
   if (request.collective == Collective::kReduceScatter) {

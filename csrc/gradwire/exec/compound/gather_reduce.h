@@ -10,7 +10,7 @@
 
 namespace gradwire::exec {
 
-class GatherReduce final : public Compound {
+class GatherReduce final : public CompoundCollective {
  public:
   const Request& probe() override { return payloads_.lengths(0); }
   const Request* next(const Progress& progress) override;

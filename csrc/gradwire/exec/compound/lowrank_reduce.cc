@@ -55,10 +55,10 @@ void check_lowrank(const Request& request) {
 // ---- At submission -----------------------------------------------------------------------------
 
 void LowRankReduce::begin() {
-  check_lowrank(whole());
+  check_lowrank(original());
   phase_ = 0;
-  feedback_.bind(counts(), whole().keys, transaction());
-  list_matrices(static_cast<const codec::LowRank&>(*whole().codec).rank());
+  feedback_.bind(counts(), original().keys, transaction());
+  list_matrices(static_cast<const codec::LowRank&>(*original().codec).rank());
   if (feedback_.feeds_back()) place_in_keys();
   list_exchanges();
 }
@@ -69,7 +69,7 @@ void LowRankReduce::list_matrices(std::size_t rank) {
   plain_.clear();
   std::size_t left = 0, right = 0;
   for (std::size_t i = 0; i < counts().size(); ++i) {
-    const Shape shape = whole().shapes.empty() ? Shape{1, counts()[i]} : whole().shapes[i];
+    const Shape shape = original().shapes.empty() ? Shape{1, counts()[i]} : original().shapes[i];
     const codec::Factors of{shape.rows, shape.columns, rank};
     if (size() == 1 || !codec::worth_factoring(of)) {
       plain_.push_back(i);
@@ -103,7 +103,7 @@ void LowRankReduce::list_exchanges() {
     lefts_.push_back(array_at(left_, each.left, each.left_size()));
     rights_.push_back(array_at(right_, each.right, each.right_size()));
   }
-  for (std::size_t extent : plain_) lefts_.push_back(whole().outputs[extent]);
+  for (std::size_t extent : plain_) lefts_.push_back(original().outputs[extent]);
 }
 
 void LowRankReduce::prepare() {
@@ -119,12 +119,11 @@ void LowRankReduce::prepare() {
     const auto q = of_matrix(right_, each);
     codec::start_factor(last_right(each), each.of, q);
     codec::kernels().lowrank.left(input_with_narrow(each.extent), context(each).residual,
-                                   output(each.extent), q.data(), left_.data() + each.left,
-                                   each.of);
+                                  output(each.extent), q.data(), left_.data() + each.left, each.of);
   }
 }
 
-// With its residual, in the output, where that is narrow: the passes over a matrix know wide ones.
+// Adds a narrow residual to the input, in the output: the passes over a matrix read wide ones.
 const float* LowRankReduce::input_with_narrow(std::size_t extent) const {
   const codec::EncodeContext& context = feedback_.contexts()[extent];
   if (context.narrow_residual == nullptr) return input(extent);
@@ -134,7 +133,7 @@ const float* LowRankReduce::input_with_narrow(std::size_t extent) const {
   return v;
 }
 
-// What the last call remembers, or as much as there is of it.
+// The last call's factor, or as much as there is of it.
 std::span<const float> LowRankReduce::last_right(const Matrix& matrix) {
   if (!feedback_.feeds_back()) return {};
   const std::span<const float> memory = transaction().memory(matrix.key);
@@ -150,7 +149,7 @@ const Request* LowRankReduce::next(const Progress&) {
       [[fallthrough]];  // alone, there are no matrices
     case 1:
       if (!orthonormalise()) {
-        refuse_results();
+        fill_with_nan();
         return nullptr;
       }
       if (!matrices_.empty()) return &exchange(rights_);
@@ -181,7 +180,7 @@ bool LowRankReduce::orthonormalise() {
 
 void LowRankReduce::finish() {
   const Stopwatch stopwatch(spent_.decode);
-  const bool average = whole().op == ReduceOp::kAvg;
+  const bool average = original().op == ReduceOp::kAvg;
   const auto factor = static_cast<float>(average ? 1.0 / size() : 1.0);
   const auto& kernels = codec::kernels();
   const auto scale = kernels.scale[static_cast<std::size_t>(DType::kFloat32)];
@@ -241,19 +240,19 @@ void LowRankReduce::remember() {
 
 const Request& LowRankReduce::exchange(const std::vector<Array>& arrays) {
   current_ = phase(Collective::kAllReduce, DType::kFloat32, ReduceOp::kSum);
-  current_.algorithm = whole().algorithm;
-  current_.schedule = whole().schedule;
-  current_.schedule_digest = whole().schedule_digest;
+  current_.algorithm = original().algorithm;
+  current_.schedule = original().schedule;
+  current_.schedule_digest = original().schedule_digest;
   current_.inputs = current_.outputs = arrays;
   return current_;
 }
 
 const float* LowRankReduce::input(std::size_t extent) const {
-  return reinterpret_cast<const float*>(whole().inputs[extent].data);
+  return reinterpret_cast<const float*>(original().inputs[extent].data);
 }
 
 float* LowRankReduce::output(std::size_t extent) const {
-  return reinterpret_cast<float*>(whole().outputs[extent].data);
+  return reinterpret_cast<float*>(original().outputs[extent].data);
 }
 
 const codec::EncodeContext& LowRankReduce::context(const Matrix& matrix) const {

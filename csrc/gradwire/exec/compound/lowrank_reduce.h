@@ -15,7 +15,7 @@ namespace gradwire::exec {
 // Throws InvalidArgument and ScheduleError for what makes no call of this codec.
 void check_lowrank(const Request& request);
 
-class LowRankReduce final : public Compound {
+class LowRankReduce final : public CompoundCollective {
  public:
   const Request& probe() override { return exchange(lefts_); }
   // P = V·q. The sum of input and residual takes the place of the output.

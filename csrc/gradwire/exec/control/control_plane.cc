@@ -44,8 +44,8 @@ void ControlPlane::begin_call(std::shared_ptr<const Plan> plan, const CallShape&
 }
 
 bool ControlPlane::end_call() noexcept {
-  const CallHistory::Entry* last = history_.after(history_.calls());
-  const bool by_data = last != nullptr && last->plan->hears_all();
+  const CallHistory::Record* last = history_.after(history_.calls());
+  const bool by_data = last != nullptr && last->plan->confirms_all_ranks();
   if (by_data) settled_ = history_.calls();
   unannounced_ = !by_data && size_ > 1;
   return unannounced_;
@@ -54,9 +54,9 @@ bool ControlPlane::end_call() noexcept {
 Rank ControlPlane::unsettled_peer() const {
   if (settled_ == history_.calls()) return kNoPeer;
   for (Rank peer = 0; peer < size_; ++peer) {
-    const ControlFrame& told = last_position_of(peer).frame;
-    const std::uint32_t begun = (told.flags & transport::kInCall) != 0 ? 1 : 0;
-    const auto behind = static_cast<std::int32_t>(history_.calls() - (told.calls - begun));
+    const ControlFrame& frame = last_position_of(peer).frame;
+    const std::uint32_t begun = (frame.flags & transport::kInCall) != 0 ? 1 : 0;
+    const auto behind = static_cast<std::int32_t>(history_.calls() - (frame.calls - begun));
     if (is_present(peer) && !failed_while_closing_[static_cast<std::size_t>(peer)] && behind > 0)
       return peer;
   }
@@ -65,17 +65,17 @@ Rank ControlPlane::unsettled_peer() const {
 
 // Compares the calls in a peer's last frame with this rank's own, where both have begun them.
 void ControlPlane::compare(Rank peer) {
-  const ControlFrame& told = last_position_of(peer).frame;
-  if (told.calls == 0) return;
-  if (static_cast<std::int32_t>(told.calls - history_.calls()) > 0) {
+  const ControlFrame& frame = last_position_of(peer).frame;
+  if (frame.calls == 0) return;
+  if (static_cast<std::int32_t>(frame.calls - history_.calls()) > 0) {
     some_are_ahead_ = true;
     return;
   }
-  const CallHistory::Entry* own = history_.after(told.calls);
-  if (own != nullptr && own->digest != told.digest)
-    throw Disagreement{told.calls - 1, name(peer) + " called " + text_of(told) + " as its call " +
-                                           std::to_string(told.calls - 1) + ", and " + name(rank_) +
-                                           " other calls up to there"};
+  const CallHistory::Record* own = history_.after(frame.calls);
+  if (own != nullptr && own->digest != frame.digest)
+    throw Disagreement{frame.calls - 1, name(peer) + " called " + text_of(frame) + " as its call " +
+                                            std::to_string(frame.calls - 1) + ", and " +
+                                            name(rank_) + " other calls up to there"};
 }
 
 // Compares the numbers of calls of ranks that have closed: they will make no more.
@@ -111,7 +111,7 @@ ControlFrame ControlPlane::frame_of(ControlType type, std::uint32_t calls) const
   ControlFrame frame;
   frame.type = type;
   frame.calls = calls;
-  if (const CallHistory::Entry* last = history_.after(calls)) {
+  if (const CallHistory::Record* last = history_.after(calls)) {
     frame.fingerprint = last->fingerprint;
     frame.digest = last->digest;
     transport::set_text(frame, last->plan->text());  // last->text() would allocate
@@ -134,17 +134,17 @@ ControlFrame ControlPlane::position_frame() const {
 void ControlPlane::announce() {
   announce_at_ = Deadline::after(kAnnounceSeconds);
   const ControlFrame frame = position_frame();
-  const bool told = control_.broadcast(frame);
-  if (told && (frame.flags & transport::kInCall) == 0) unannounced_ = false;
+  const bool all_told = control_.broadcast(frame);
+  if (all_told && (frame.flags & transport::kInCall) == 0) unannounced_ = false;
 }
 
 // Sends the calls up to `call`, which the peer chose and may be any number, then the latest call.
 void ControlPlane::send_call_records(Rank to, std::uint32_t call) noexcept {
   for (std::uint32_t ago = kCallsSent; ago-- > 0;) {
-    const CallHistory::Entry* told = ago <= call ? history_.after(call + 1 - ago) : nullptr;
-    if (told == nullptr) continue;
+    const CallHistory::Record* record = ago <= call ? history_.after(call + 1 - ago) : nullptr;
+    if (record == nullptr) continue;
     ControlFrame answer = frame_of(ControlType::kAnswer, call + 1 - ago);
-    answer.value = told->plan->bytes_to(to);
+    answer.value = record->plan->bytes_to(to);
     control_.send(to, answer);
   }
   ControlFrame last = frame_of(ControlType::kAnswer, history_.calls());
@@ -194,7 +194,7 @@ void ControlPlane::take_while_closing(const ControlEvent& event) {
 Timeout ControlPlane::close_timeout(Rank peer) const {
   std::string text = name(rank_) + ": close() timed out before " + name(peer) +
                      " had made all the calls of this rank";
-  if (const CallHistory::Entry* last = history_.after(history_.calls()))
+  if (const CallHistory::Record* last = history_.after(history_.calls()))
     text +=
         ", the last of which is call " + std::to_string(history_.calls() - 1) + ", " + last->text();
   return {text + ". Is " + name(peer) + " alive, and does it make the same calls?", peer};
@@ -238,8 +238,8 @@ std::exception_ptr ControlPlane::root_cause(const std::exception_ptr& error,
                                             const Interrupt& interrupt) {
   try {
     std::rethrow_exception(error);
-  } catch (const RootCause& told) {
-    return told.error;
+  } catch (const RootCause& cause) {
+    return cause.error;
   } catch (const Disagreement& found) {
     return inquire(found, interrupt);
   } catch (const TransportError& e) {
@@ -269,7 +269,7 @@ std::exception_ptr ControlPlane::closed_early(Rank peer) const {
                      " closed its communicator, or ended its program, after " +
                      std::to_string(calls) + (calls == 1 ? " call" : " calls") +
                      ", while others still waited for it";
-  if (const CallHistory::Entry* own = history_.after(history_.calls()))
+  if (const CallHistory::Record* own = history_.after(history_.calls()))
     text += " in call " + std::to_string(history_.calls() - 1) + ", " + own->text();
   return std::make_exception_ptr(
       TransportError(text + "; did all ranks make the same calls?", peer));
@@ -297,7 +297,7 @@ std::exception_ptr ControlPlane::inquire(const Disagreement& found, const Interr
 
 // Names both sizes where the sender has answered with its own.
 std::string ControlPlane::size_text(const Disagreement& found, const MismatchReport& report) const {
-  const CallHistory::Entry* own = history_.after(found.call + 1);
+  const CallHistory::Record* own = history_.after(found.call + 1);
   const auto sent = found.sender == kNoPeer ? std::nullopt : report.value(found.call, found.sender);
   if (own == nullptr || !sent || *sent == found.expected) return found.what;
   const auto size = [own](std::uint64_t bytes) {

@@ -15,18 +15,18 @@ std::uint32_t fingerprint_of(const Plan& plan, const CallShape& shape) noexcept 
 
 }  // namespace
 
-std::string CallHistory::Entry::text() const {
+std::string CallHistory::Record::text() const {
   return shape.empty() ? plan->text() : plan->text() + " of shape " + shape;
 }
 
 void CallHistory::add(std::shared_ptr<const Plan> plan, const CallShape& shape) {
   const std::uint32_t fingerprint = fingerprint_of(*plan, shape);
   digest_ = (digest_ ^ fingerprint) * 0x100000001b3ULL + 1;
-  Entry& entry = entries_[calls_++ % kKept];
-  entry.digest = digest_;
-  entry.fingerprint = fingerprint;
-  entry.plan = std::move(plan);
-  entry.shape.assign(shape.text);
+  Record& record = records_[calls_++ % kKept];
+  record.digest = digest_;
+  record.fingerprint = fingerprint;
+  record.plan = std::move(plan);
+  record.shape.assign(shape.text);
 }
 
 std::uint32_t CallHistory::fingerprint_of_next(const Plan& plan,
@@ -34,10 +34,10 @@ std::uint32_t CallHistory::fingerprint_of_next(const Plan& plan,
   return fingerprint_of(plan, shape) ^ fold(digest_);
 }
 
-const CallHistory::Entry* CallHistory::after(std::uint32_t calls) const noexcept {
+const CallHistory::Record* CallHistory::after(std::uint32_t calls) const noexcept {
   const std::uint32_t ago = calls_ - calls;
-  const Entry& entry = entries_[(calls - 1) % kKept];
-  return ago < kKept && entry.plan ? &entry : nullptr;
+  const Record& record = records_[(calls - 1) % kKept];
+  return ago < kKept && record.plan ? &record : nullptr;
 }
 
 bool SeenShapes::add(std::uint64_t digest) noexcept {

@@ -22,7 +22,7 @@ class CallHistory {
  public:
   static constexpr std::uint32_t kKept = 64;  // calls
 
-  struct Entry {
+  struct Record {
     std::uint64_t digest = 0;       // of the fingerprints of all calls up to this one
     std::uint32_t fingerprint = 0;  // of this call
     std::shared_ptr<const Plan> plan;
@@ -34,18 +34,18 @@ class CallHistory {
   void add(std::shared_ptr<const Plan> plan, const CallShape& shape = {});
 
   std::uint32_t calls() const noexcept { return calls_; }
-  // What the frames of the call that is added next say: of it, and of all calls before.
+  // The fingerprint in the frames of the call that is added next: of it, and of all calls before.
   std::uint32_t fingerprint_of_next(const Plan& plan, const CallShape& shape) const noexcept;
   // After the first `calls` calls; null where the last of these is not begun, or too long ago.
-  const Entry* after(std::uint32_t calls) const noexcept;
+  const Record* after(std::uint32_t calls) const noexcept;
 
  private:
   std::uint32_t calls_ = 0;  // modulo 2^32
   std::uint64_t digest_ = 0;
-  std::array<Entry, kKept> entries_;
+  std::array<Record, kKept> records_;
 };
 
-// Which shapes were there before: the same ones on all ranks that have made the same calls, though
+// The shapes that were there before: the same on all ranks that have made the same calls, though
 // of very many some are forgotten.
 class SeenShapes {
  public:

@@ -18,7 +18,7 @@ namespace {
 constexpr std::uint64_t kMagic = 0x3154415453575247;  // "GRWSTAT1"; a new layout, a new magic
 constexpr std::uint64_t kNobody = ~std::uint64_t{0};
 constexpr int kMostRanks = 1 << 20;
-// Of a reader; after so many the writer is taken to be stopped in the middle of an update.
+// How often a reader tries; then it takes the writer to be stopped in the middle of an update.
 constexpr int kTries = 10000;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 

@@ -45,7 +45,7 @@ void Execution::start(const Call& call) {
 bool Execution::advance(Links& links, TrafficCounter& traffic) {
   const bool sent = try_send(links, traffic);
   const bool received = try_receive(links, traffic);
-  // What a full socket did not take goes on its way while this rank waits for others.
+  // Sends what a full socket did not take before, while this rank waits for others.
   return sent || received || (links.flush() && try_end());
 }
 
@@ -105,7 +105,7 @@ std::optional<ConstBytes> Execution::arrived(const Frame& frame, Links& links) c
   return message->subspan(sizeof header);
 }
 
-// Of the frames that add to the same elements, those that are there; with the last of them their
+// Lands the frames that have arrived and add to the same elements; with the last of them their
 // sum is staged, where it is what this rank sends next.
 bool Execution::try_fold(Links& links, TrafficCounter& traffic) {
   const Plan& plan = *call_.plan;

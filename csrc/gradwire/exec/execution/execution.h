@@ -24,7 +24,7 @@ class Execution {
     const Plan* plan = nullptr;
     std::span<std::byte* const>
         extents;  // base address of each extent; null where this rank has none
-    // Lossy codecs: of each extent e and e' (codec/feedback.h) and what is adapted; empty: none.
+    // Lossy codecs: one per extent; empty: none.
     std::span<const codec::EncodeContext> contexts;
     Rank rank = 0;
     std::uint32_t communicator = 0;
@@ -42,13 +42,12 @@ class Execution {
   // Lossy codecs, when done: whether this rank's results hold neither NaN nor Inf. Where all ranks
   // have all results they say the same.
   bool finite() const noexcept { return finite_; }
-  // In the codec so far; whoever counts it takes it.
+  // Time spent in the codec that is not counted yet; whoever counts it takes it.
   CodecTime& codec_time() noexcept { return spent_; }
-  // Whom this rank waits for, for messages: the sender of the next frame, or a reader of a full
-  // staging.
+  // The rank that this one waits for: the sender of the next frame, or a reader of a full staging.
   Rank waiting_for() const noexcept;
   const Frame* waiting_frame() const noexcept;
-  // That rank must read what was sent to it; else it must send.
+  // Whether that rank must read what was sent to it; else it must send.
   bool waits_for_reader() const noexcept {
     const auto& receives = call_.plan->receives();
     return landed_ == receives.size() || sent_ < receives[landed_].needs;

@@ -17,14 +17,15 @@ void FeedbackView::bind(std::span<const std::uint64_t> counts,
 
 void FeedbackView::bind_keys(std::span<const codec::KeyedExtent> keys,
                              codec::ErrorFeedback::Transaction& transaction) {
-  place_in_keys(counts_, keys, places_);
+  find_key_offsets(counts_, keys, key_offsets_);
   for (std::size_t i = 0; i < counts_.size(); ++i) {
-    const auto [key, begin] = places_[i];
+    const auto [key, begin] = key_offsets_[i];
     contexts_[i] = transaction.context(key).from(begin);
   }
 }
 
-codec::EncodeContext FeedbackView::context(std::size_t extent, Rank rank, std::uint32_t operation) const {
+codec::EncodeContext FeedbackView::context(std::size_t extent, Rank rank,
+                                           std::uint32_t operation) const {
   codec::EncodeContext context = contexts_[extent];
   number(context, rank, operation);
   return context;
@@ -38,7 +39,8 @@ void FeedbackView::adapt(const codec::Codec& codec) const {
   std::size_t elements = 0;
   for (std::size_t i = 0; i < counts_.size(); ++i) {
     elements += counts_[i];
-    if (i + 1 < counts_.size() && contexts_[i + 1].codec_state == contexts_[i].codec_state) continue;
+    if (i + 1 < counts_.size() && contexts_[i + 1].codec_state == contexts_[i].codec_state)
+      continue;
     codec.adapt(elements, *contexts_[i].codec_state);
     elements = 0;
   }

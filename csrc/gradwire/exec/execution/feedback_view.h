@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "gradwire/codec/feedback.h"
-#include "gradwire/exec/execution/key_places.h"
+#include "gradwire/exec/execution/key_offsets.h"
 
 namespace gradwire::exec {
 
@@ -21,17 +21,17 @@ class FeedbackView {
   void clear() { bind({}, {}, none_); }
 
   bool feeds_back() const noexcept { return feeds_back_; }
-  // By extent; they keep nothing without feedback. To be numbered before use.
+  // One per extent; they keep nothing without feedback. Each needs number() before use.
   std::span<const codec::EncodeContext> contexts() const noexcept { return contexts_; }
   // With feedback: which of the transaction's keys the extent belongs to.
-  std::size_t key(std::size_t extent) const { return places_[extent].key; }
+  std::size_t key(std::size_t extent) const { return key_offsets_[extent].key; }
 
-  // A whole extent, to be encoded at once.
+  // The context of a whole extent that is encoded in one run.
   codec::EncodeContext context(std::size_t extent, Rank rank, std::uint32_t operation) const;
   void prepare(const codec::Codec& codec, std::size_t extent, const float* x) const;
-  // Once a key, though several extents may be of it.
+  // Adapts each key once, also where several extents belong to it.
   void adapt(const codec::Codec& codec) const;
-  // What is never encoded delivers its whole residual.
+  // Adds the whole residual to an extent that is never encoded.
   void deliver(std::size_t extent, float* x) const;
 
  private:
@@ -41,14 +41,14 @@ class FeedbackView {
   bool feeds_back_ = false;
   std::vector<std::uint64_t> counts_;
   std::vector<codec::EncodeContext> contexts_;
-  std::vector<KeyPlace> places_;
+  std::vector<KeyOffset> key_offsets_;
   std::vector<codec::CodecState> own_;  // without feedback
   codec::ErrorFeedback::Transaction none_;
 };
 
-// Gives a site its Site::call: no two ranks and calls of a job share it, so their random roundings
-// differ. With feedback it depends on the key's calls, so that a job that is resumed rounds as one
-// that was not interrupted; else on the communicator's.
+// Sets EncodeContext::call: no two ranks and calls of a job share it, so their random roundings
+// differ. With feedback it depends on the key's calls, so that a resumed job rounds as one that was
+// not interrupted; else on the communicator's.
 inline void number(codec::EncodeContext& context, Rank rank, std::uint32_t operation) {
   if (!context.keeps()) context.call = operation;
   context.call ^= static_cast<std::uint64_t>(rank) << 48;

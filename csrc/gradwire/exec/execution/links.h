@@ -20,13 +20,13 @@ class Links {
 
   // See Transport::offer. Makes the transport when it is the first link of its kind.
   void offer(std::string_view transport, UniqueFd socket, Rank peer);
-  // To every peer.
+  // Whether a link to every peer was offered.
   bool offered_all() const noexcept;
   // Makes all links that were offered.
   void complete(const WaitLimit& wait_limit);
 
   std::size_t max_message() const noexcept { return options_.max_message; }
-  // By peer: ranks with the same number share a transport and can share staging.
+  // One number per peer: those with the same number share a transport and can share staging.
   const std::vector<int>& link_of() const noexcept { return link_of_; }
   std::string_view transport_of(Rank peer) const;
 

@@ -10,7 +10,7 @@ namespace gradwire::exec {
 void Operation::bind(const Request& request, std::shared_ptr<const Plan> plan, Rank rank, int size,
                      codec::ErrorFeedback::Transaction& transaction) {
   plan_ = std::move(plan);
-  arrangement_.make(request, *plan_, rank, size, [this](std::size_t bytes) {
+  buffer_map_.make(request, *plan_, rank, size, [this](std::size_t bytes) {
     if (scratch_.size() < bytes) scratch_.resize(bytes);
     return scratch_.data();
   });
@@ -27,7 +27,7 @@ void Operation::copy(const std::vector<CopyStep>& steps) {
 }
 
 void Operation::begin() {
-  copy(arrangement_.before());
+  copy(buffer_map_.before());
   if (!plan_->lossy()) return deliver_residuals();
   for (std::size_t i = 0; i < extents().size(); ++i)
     feedback_.prepare(plan_->codec(), i, floats(i));
@@ -36,24 +36,24 @@ void Operation::begin() {
 // A plain sum loses nothing.
 void Operation::deliver_residuals() const {
   if (!feedback_.feeds_back()) return;
-  const auto& own = plan_->folds() ? arrangement_.addends() : extents();
+  const auto& own = plan_->folds() ? buffer_map_.addends() : extents();
   for (std::size_t i = 0; i < own.size(); ++i)
     feedback_.deliver(i, reinterpret_cast<float*>(own[i]));
 }
 
 bool Operation::end(bool finite) {
   if (plan_->folds()) fold();
-  copy(arrangement_.after());
+  copy(buffer_map_.after());
   if (plan_->lossy()) feedback_.adapt(plan_->codec());
   if (!feedback_.feeds_back() || plan_->lossy()) return finite;
   return finite && all_finite();
 }
 
-// In the order of the ranks, which is the same on all of them.
+// Adds in the order of the ranks, so that all of them get the same bits.
 void Operation::fold() const {
   const OpSpec& spec = plan_->spec();
   std::size_t offset = 0;
-  for (const Array& sum : arrangement_.sums()) {
+  for (const Array& sum : buffer_map_.sums()) {
     codec::fold_all(spec.dtype, spec.op, extents(), offset, sum.data, plan_->divisor(), sum.count);
     offset += sum.count * size_of(spec.dtype);
   }
@@ -64,7 +64,7 @@ bool Operation::all_finite() const {
     return codec::kernels().finite(reinterpret_cast<float*>(data), count);
   };
   if (plan_->folds())
-    return std::ranges::all_of(arrangement_.sums(),
+    return std::ranges::all_of(buffer_map_.sums(),
                                [&](const Array& sum) { return finite(sum.data, sum.count); });
   for (std::size_t i = 0; i < extents().size(); ++i)
     if (!finite(extents()[i], plan_->counts()[i])) return false;

@@ -9,7 +9,7 @@
 #include "gradwire/codec/feedback.h"
 #include "gradwire/exec/execution/execution.h"
 #include "gradwire/exec/execution/feedback_view.h"
-#include "gradwire/exec/plan/arrangement.h"
+#include "gradwire/exec/plan/buffer_map.h"
 #include "gradwire/exec/plan/plan.h"
 #include "gradwire/exec/plan/request.h"
 
@@ -35,11 +35,11 @@ class Operation {
   void deliver_residuals() const;
   void fold() const;
   bool all_finite() const;
-  const std::vector<std::byte*>& extents() const { return arrangement_.extents(); }
+  const std::vector<std::byte*>& extents() const { return buffer_map_.extents(); }
   float* floats(std::size_t extent) const { return reinterpret_cast<float*>(extents()[extent]); }
 
   std::shared_ptr<const Plan> plan_;
-  Arrangement arrangement_;
+  BufferMap buffer_map_;
   std::vector<std::byte> scratch_;
   FeedbackView feedback_;
 };

@@ -39,7 +39,7 @@ class PointToPoint {
  public:
   PointToPoint(Rank rank, int size, std::uint32_t communicator);
 
-  // One to oneself is complete at once.
+  // A message to oneself is complete at once.
   void send(Transfer transfer);
   void receive(Transfer transfer) { receives_.push_back(std::move(transfer)); }
 

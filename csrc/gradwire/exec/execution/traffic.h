@@ -1,4 +1,4 @@
-// What a rank's operations have cost it: bytes and frames, and time in codecs.
+// Statistics of a rank's operations: bytes and frames, and time in codecs.
 #pragma once
 
 #include <atomic>

@@ -32,7 +32,7 @@ class Work {
     if (done_ && error_) std::rethrow_exception(error_);
   }
 
-  // Of a recv, when done: the rank it came from.
+  // The rank that a recv's message came from, when done.
   Rank source() const noexcept { return done_ ? source_ : kNoPeer; }
 
   // Whoever waits counts itself and then looks; this says that it is over and then counts: one of

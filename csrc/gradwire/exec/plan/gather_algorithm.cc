@@ -33,7 +33,7 @@ std::string_view gather_algorithm(const Request& request) {
   const std::string_view algorithm = request.algorithm;
   if (request.schedule != nullptr)
     refuse_to_add(request, "schedule '" + request.schedule->name + "'",
-                  request.letters ? "leave the schedule out" : "give the schedule or 'gather'");
+                  request.payloads ? "leave the schedule out" : "give the schedule or 'gather'");
   if (algorithm == "auto") return algorithm;
   if (!is_gather(algorithm))
     refuse_to_add(request, "algorithm '" + std::string(algorithm) + "'",

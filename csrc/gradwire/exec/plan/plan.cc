@@ -1,5 +1,5 @@
-// How a plan is made. No rank tells another which frames it will send, so all that both ends of a
-// message must agree on (segments, cuts, order) follows from what both of them know.
+// Makes plans. No rank tells another which frames it will send, so all that both ends of a message
+// must agree on (segments, cuts, order) is computed from what both of them know.
 #include "gradwire/exec/plan/plan.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include "gradwire/base/error.h"
 #include "gradwire/base/wire.h"
 #include "gradwire/codec/fold.h"
-#include "gradwire/exec/plan/layout.h"
+#include "gradwire/exec/plan/chunk_layout.h"
 #include "gradwire/schedule/frames.h"
 
 namespace gradwire::exec {
@@ -53,7 +53,8 @@ std::vector<Message> messages_of(int round, const std::vector<Edge>& edges, Rank
   return messages;
 }
 
-// Messages of the same bytes to peers on the same link class become one, staged once.
+// Joins messages of the same bytes to peers on the same transport: their bytes are staged once,
+// and in shared memory several readers read one copy.
 std::vector<Message> share_staging(std::vector<Message> messages, const std::vector<int>& link_of) {
   std::vector<Message> shared;
   auto link = [&](Rank peer) {
@@ -82,9 +83,9 @@ std::vector<Message> share_staging(std::vector<Message> messages, const std::vec
 
 }  // namespace
 
-class Plan::Maker {
+class Plan::Builder {
  public:
-  Maker(Plan& plan, const Schedule& schedule)
+  Builder(Plan& plan, const Schedule& schedule)
       : plan_(plan),
         schedule_(schedule),
         spec_(plan.binding_.spec),
@@ -110,8 +111,8 @@ class Plan::Maker {
   }
 
  private:
-  // Elements between two places where a cut may stand: whole cache lines, so that no two segments
-  // share one, and whole units of the codec, so that its bits do not depend on the cuts.
+  // Elements between two possible cuts: whole cache lines, so that no two segments share one, and
+  // whole units of the codec, so that its bits do not depend on the cuts.
   std::size_t unit() const {
     const std::size_t line = 64 / size_of(spec_.dtype);
     if (!plan_.lossy()) return line;
@@ -261,7 +262,9 @@ class Plan::Maker {
     return bytes;
   }
 
-  // Room for the payload of every finished chunk that this rank sends or sends on.
+  // Places in the store for the payload of every finished chunk that this rank sends or forwards:
+  // all ranks must decode the same bytes, so nobody encodes a finished chunk twice. Each begins at
+  // a cache line.
   void place_store() {
     stored_.assign(cuts_.size(), kNotStored);
     if (!plan_.lossy()) return;
@@ -331,7 +334,7 @@ class Plan::Maker {
     }
   }
 
-  // In which rounds there is an edge of that landing with a chunk.
+  // Notes for each chunk the rounds in which it is in an edge of that landing.
   static void note_rounds(const std::vector<Message>& messages, Landing landing,
                           std::vector<ChunkRounds>& rounds, std::vector<int> ChunkRounds::* of) {
     for (const Message& message : messages)
@@ -386,14 +389,15 @@ class Plan::Maker {
     return {frame.segment + std::uint64_t{frame.round} * kLag, frame.segment};
   }
 
-  // Stable: messages of one round keep the schedule's order, in which reductions fold.
+  // The sort is stable: messages of one round keep the schedule's order, in which reductions fold,
+  // since another order would give other last bits.
   void sort(std::vector<Frame>& frames) const {
     std::stable_sort(frames.begin(), frames.end(),
                      [this](const Frame& a, const Frame& b) { return place(a) < place(b); });
   }
 
-  // Of all sends of a chunk that this rank finishes, only the first in order does the finishing:
-  // twice would divide an average twice and feed a residual back twice.
+  // Only the first of all sends of a chunk finishes it: a second time would divide an average twice
+  // and feed a residual back twice.
   void mark_first_finished_send() {
     std::vector<std::uint32_t> seen;  // by first piece, which names the cut, unless it is empty
     for (const Frame& frame : plan_.sends_) {
@@ -407,10 +411,10 @@ class Plan::Maker {
     }
   }
 
-  // A walk over both lists in the one order that all ranks share. What a frame waits for stands
+  // Walks over both lists in the one order that all ranks share. What a frame waits for stands
   // earlier in it, in the same segment, so the ranks cannot wait for each other in a circle: a send
-  // for what landed in the rounds before, a receive for the sends of its own round, which read the
-  // buffer as it was when the round began.
+  // waits for what landed in the rounds before, a receive for the sends of its own round, which
+  // read the buffer as it was when the round began.
   void link_needs() {
     const auto segments = static_cast<std::size_t>(plan_.segments_);
     std::vector<std::uint32_t> landed(segments, 0), staged(segments, 0);
@@ -434,6 +438,8 @@ class Plan::Maker {
 
   // ---- Frames that are landed together ----
 
+  // Counts from the last receive back, so that each frame knows how many follow it whose elements
+  // are the same: the execution adds all that have arrived in one pass over the memory.
   void find_addends() {
     for (std::size_t r = plan_.receives_.size(); r-- > 0;) {
       Frame& frame = plan_.receives_[r];
@@ -475,8 +481,8 @@ class Plan::Maker {
     }
   }
 
-  // Results that this rank alone has, as of reduce or of one rank: no send finishes them, so that
-  // is left to be done when all has landed.
+  // Lists results that no send finishes, since only this rank has them (reduce, or a single rank):
+  // the execution finishes them when everything has landed.
   void list_finished_here() {
     if (plan_.folds() || (plan_.divisor_ == 1 && !plan_.lossy())) return;
     for (int c = 0; c < schedule_.chunks; ++c) {
@@ -496,9 +502,10 @@ class Plan::Maker {
   const Schedule& schedule_;
   const OpSpec& spec_;
   const codec::Codec& codec_;
-  Layout layout_;
+  ChunkLayout layout_;
   std::vector<Message> sends_, receives_;
-  // By chunk: the first round in which it does. It may come back to the rank that finished it.
+  // By chunk: the first round in which it arrives, or leaves, finished. It may come back to the
+  // rank that finished it.
   static constexpr int kNever = std::numeric_limits<int>::max();
   std::vector<int> arrives_finished_, leaves_finished_;
   std::vector<int> segments_of_;                   // by chunk
@@ -523,8 +530,8 @@ void Plan::check_types(const OpSpec& spec, const codec::Codec& codec) {
                           std::string(name_of(spec.op)) + "'");
 }
 
-// Every rank's result has something of every rank in it, and each frame on the way was checked.
-bool Plan::hears_all() const noexcept {
+// In these collectives every rank's result holds data of every rank, and each frame was checked.
+bool Plan::confirms_all_ranks() const noexcept {
   const Collective collective = spec().collective;
   return collective == Collective::kAllReduce || collective == Collective::kReduceScatter ||
          collective == Collective::kAllGather;
@@ -555,7 +562,7 @@ Plan::Plan(const Schedule& schedule, Binding binding) : binding_(std::move(bindi
   if (reduces(spec.collective) && spec.op == ReduceOp::kAvg) divisor_ = schedule.ranks;
   fingerprint_ = spec.fingerprint();
   text_ = spec.to_string();
-  Maker(*this, schedule).make();
+  Builder(*this, schedule).make();
 }
 
 }  // namespace gradwire::exec

@@ -25,7 +25,7 @@
 
 namespace gradwire::exec {
 
-// A run of elements inside one extent (one array of the caller's, or what is of one key in it).
+// A run of elements inside one extent (one of the caller's arrays, or one key's part of it).
 struct Piece {
   std::uint32_t extent = 0;
   std::size_t offset = 0;  // elements
@@ -58,8 +58,8 @@ struct Frame {
   Range parts;
   Range peers;              // one for a receive; all readers of the same bytes for a send
   std::uint32_t needs = 0;  // send: receives that must have landed; receive: sends staged
-  // Plain folds. Receive: so many frames from this one on add to the same elements, one after the
-  // other. Send: of what the receives that it needs have added up last.
+  // Plain folds. Receive: how many frames, from this one on, add to the same elements, one after
+  // the other. Send: the addends of the last sum among the receives that it needs.
   std::uint32_t addends = 0;
   std::uint64_t bytes = 0;  // payload, at most (exactly, unless the codec's size varies)
 };
@@ -102,8 +102,8 @@ class Plan {
   // Every rank knows how much each rank sends; else (gather, scatter, all_to_all) only both ends of
   // a message do.
   bool all_sizes_known() const noexcept { return binding_.uniform_segments; }
-  // To have finished the call means that all ranks have begun it, and found it to be the same.
-  bool hears_all() const noexcept;
+  // Whether a rank that has finished the call knows that all ranks have begun the same one.
+  bool confirms_all_ranks() const noexcept;
   // Bytes of payload between this rank and `peer`, at most.
   std::uint64_t bytes_to(Rank peer) const { return bytes_with(sends_, peer); }
   std::uint64_t bytes_from(Rank peer) const { return bytes_with(receives_, peer); }
@@ -125,17 +125,17 @@ class Plan {
   }
   std::size_t wide_elements() const noexcept { return wide_places_ * wide_elements_; }
 
-  // Of any frame, the most.
+  // The most of any frame.
   std::size_t most_addends() const noexcept { return most_addends_; }
 
   // What avg divides by, the number of ranks; 1 for every other op.
   int divisor() const noexcept { return divisor_; }
-  // Results that neither travel finished from here nor arrive so: finished when all has landed.
-  // Empty where nothing is to be done for them.
+  // Results that this rank neither sends nor receives in finished form: they are finished when
+  // everything has landed. Empty where nothing is to be done for them.
   const std::vector<Piece>& finished_here() const noexcept { return finished_here_; }
 
  private:
-  class Maker;
+  class Builder;
 
   template <typename T>
   static std::span<const T> view(const std::vector<T>& all, Range range) {

@@ -44,7 +44,7 @@ void require_fits(const schedule::Schedule& schedule, const Request& request, in
 // Blocks whose sizes not all ranks know are taken to be of this size.
 constexpr double kUnknownBlock = 64 * 1024;
 
-// Of a sum of plain arrays whose inputs all ranks get: its schedule is an all_gather.
+// Whether a sum of plain arrays is gathered: all ranks get all inputs, by an all_gather.
 bool folds(const Request& request, std::string_view algorithm) {
   return request.schedule == nullptr && request.collective == Collective::kAllReduce &&
          codec_of(request)->combine() == codec::Combine::kPlain && is_gather(algorithm);
@@ -72,8 +72,8 @@ PlanCache::PlanCache(Setting setting) : setting_(std::move(setting)) {
 void PlanCache::set_model(schedule::CostModel model) {
   model_ = std::move(model);
   model_digest_ = model_.digest();
-  entries_.clear();
-  answers_.clear();
+  plans_.clear();
+  choices_.clear();
 }
 
 bool PlanCache::matches(const Key& key, const Request& request, std::uint64_t digest) const {
@@ -91,8 +91,8 @@ std::shared_ptr<const Plan> PlanCache::find(const Request& request,
   Fnv1a hash;
   for (std::uint64_t count : counts_) hash.number(count);
   const std::uint64_t digest = hash.digest();
-  for (Entry& entry : entries_)
-    if (matches(entry.key, request, digest)) return entry.plan;
+  for (CachedPlan& cached : plans_)
+    if (matches(cached.key, request, digest)) return cached.plan;
   return make(request, link_of, digest);
 }
 
@@ -109,22 +109,22 @@ void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
 // the usual ones: their size may change no bit.
 const schedule::Choice& PlanCache::choose(Collective collective, Rank root, double bytes,
                                           const std::shared_ptr<const codec::Codec>& codec) {
-  const Asked asked{collective, root, size_class(bytes), codec.get()};
-  for (const Answer& answer : answers_)
-    if (answer.asked == asked) return answer.choice;
+  const ChoiceKey key{collective, root, size_class(bytes), codec.get()};
+  for (const CachedChoice& cached : choices_)
+    if (cached.key == key) return cached.choice;
   schedule::Question question;
-  question.collective = asked.collective;
+  question.collective = key.collective;
   question.ranks = setting_.size;
-  question.root = asked.root;
-  question.bytes = asked.bytes;
+  question.root = key.root;
+  question.bytes = key.bytes;
   question.hosts = setting_.hosts;
   ask_for(*codec, model_, question);
-  if (answers_.size() >= kMostPlans) answers_.clear();
-  answers_.push_back({asked, codec, schedule::choose(model_, question)});
-  return answers_.back().choice;
+  if (choices_.size() >= kMostPlans) choices_.clear();
+  choices_.push_back({key, codec, schedule::choose(model_, question)});
+  return choices_.back().choice;
 }
 
-// What is left to the model is chosen by it; the rest is as the caller says.
+// The model chooses what the caller has not.
 schedule::Choice PlanCache::choose(const Request& request) {
   const double bytes = bytes_of_all(counts_, request, setting_.size);
   if (request.algorithm == "auto")
@@ -188,8 +188,8 @@ std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::v
   if (!request.codec_label.empty()) spec.codec = request.codec_label;
   if (binding.uniform_segments) spec.counts = counts_;
   auto plan = std::make_shared<const Plan>(schedule, std::move(binding));
-  if (entries_.size() >= kMostPlans) entries_.clear();
-  entries_.push_back(
+  if (plans_.size() >= kMostPlans) plans_.clear();
+  plans_.push_back(
       {{digest, request.collective, request.dtype, request.op, request.root,
         std::string(request.algorithm), request.schedule_digest, codec_of(request).get(),
         std::string(request.codec_label), std::string(request.moved), counts_},

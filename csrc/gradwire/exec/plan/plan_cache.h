@@ -13,8 +13,8 @@
 
 namespace gradwire::exec {
 
-// Says in the question what the codec takes, and what it makes of the bytes; nothing of a plain
-// one.
+// Adds to the question the time that the codec takes and the bytes that it leaves; nothing for a
+// plain one.
 void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
              schedule::Question& question);
 
@@ -29,8 +29,8 @@ class PlanCache {
   };
   explicit PlanCache(Setting setting);
 
-  // Of all ranks at once, between two calls: by what auto is decided from now on. Until then it is
-  // the default model of shared memory, with a core for every rank.
+  // Sets the model behind algorithm="auto", on all ranks, between two calls. Until then it is the
+  // default model of shared memory, with a core for every rank.
   void set_model(schedule::CostModel model);
 
   // Throws ScheduleError or InvalidArgument when the request makes no valid plan.
@@ -50,7 +50,7 @@ class PlanCache {
     std::string moved;
     std::vector<std::uint64_t> counts;
   };
-  struct Entry {
+  struct CachedPlan {
     Key key;
     std::shared_ptr<const Plan> plan;
   };
@@ -58,15 +58,15 @@ class PlanCache {
   std::shared_ptr<const Plan> make(const Request& request, const std::vector<int>& link_of,
                                    std::uint64_t digest);
   // What a choice depends on, beside the setting and the model.
-  struct Asked {
+  struct ChoiceKey {
     Collective collective;
     Rank root = 0;
     double bytes = 0;
     const codec::Codec* codec = nullptr;  // kept
-    bool operator==(const Asked&) const = default;
+    bool operator==(const ChoiceKey&) const = default;
   };
-  struct Answer {
-    Asked asked;
+  struct CachedChoice {
+    ChoiceKey key;
     std::shared_ptr<const codec::Codec> codec;
     schedule::Choice choice;
   };
@@ -78,8 +78,8 @@ class PlanCache {
   Setting setting_;
   schedule::CostModel model_;
   std::uint64_t model_digest_ = 0;
-  std::vector<Entry> entries_;
-  std::vector<Answer> answers_;
+  std::vector<CachedPlan> plans_;
+  std::vector<CachedChoice> choices_;
   std::vector<std::uint64_t> counts_;  // of the request being looked up
 };
 

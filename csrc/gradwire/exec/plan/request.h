@@ -21,10 +21,10 @@ struct Shape {
   std::size_t columns = 0;
 };
 
-struct Letters;
+struct ExchangePayloads;
 
-// The shapes of the caller's arrays, which all ranks must give alike: in the first call that has
-// them, or in each.
+// The shapes of the caller's arrays, which must be the same on all ranks: checked in the first call
+// that has them, or in each.
 struct ShapeCheck {
   std::uint64_t digest = 0;  // 0: not checked
   std::string_view text;     // "(2, 3)"; may be cut
@@ -37,7 +37,7 @@ struct Array {
   std::uint64_t count = 0;  // elements
 };
 
-// Which arrays a collective wants, at rank r of p:
+// Which arrays a collective takes, at rank r of p:
 //   all_reduce, reduce, broadcast   inputs = outputs in number and counts; equal addresses: in
 //   place
 //                                   (reduce: outputs only at the root; broadcast: inputs only at
@@ -54,16 +54,16 @@ struct Request {
   Rank root = 0;
   std::string_view algorithm = "auto";
   const schedule::Schedule* schedule = nullptr;  // the user's own; then algorithm is ignored
-  std::uint64_t schedule_digest = 0;             // of *schedule, taken once by whoever keeps it
+  std::uint64_t schedule_digest = 0;             // of *schedule, computed once
   std::shared_ptr<const codec::Codec> codec;     // null: none
-  // Lossy codecs: null for no error feedback. The keys lie end to end over all inputs, each of
-  // which belongs to one key; of reduce_scatter, whose inputs are blocks, to any number of them.
+  // Lossy codecs: null for no error feedback. The keys lie end to end over all inputs. Each input
+  // belongs to one key, except in reduce_scatter, whose inputs are blocks of any number of keys.
   std::shared_ptr<codec::ErrorFeedback> feedback;
   std::span<const codec::KeyedExtent> keys;
   // Instead of a codec: payloads are exchanged (exec/compound/exchange.h), and the arrays are not
   // touched.
-  std::shared_ptr<Letters> letters;
-  std::string_view codec_label;  // what the ranks are told of the codec; empty: its name
+  std::shared_ptr<ExchangePayloads> payloads;
+  std::string_view codec_label;  // the codec, as ranks compare it; empty: its name
   std::string_view moved;        // OpSpec::moved
   ShapeCheck shape_check;
   std::span<const Array> inputs;

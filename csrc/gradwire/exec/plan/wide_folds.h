@@ -1,4 +1,4 @@
-// Sums of 16-bit floats to which a rank adds several addends: formed in float32, rounded once.
+// Sums of several 16-bit floats on one rank: formed in float32, rounded once.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace gradwire::exec {
 
-// What the arrival of one addend does.
+// The effect of the arrival of one addend.
 struct WideFold {
   static constexpr std::uint32_t kNone = ~0U;
   std::uint32_t place = kNone;  // of the sum; kNone: the addend is folded and rounded by itself
@@ -16,17 +16,17 @@ struct WideFold {
   bool averages = false;        // and divided before that
 };
 
-// In which rounds of a schedule a rank's chunk gets addends (ascending), is sent, and is replaced.
+// The rounds of a schedule in which a rank's chunk gets addends (ascending), is sent, is replaced.
 struct ChunkRounds {
   std::vector<int> added, sent, replaced;
 };
 
-// Of each addend, in the order of their arrival. Those between which the chunk is neither sent nor
-// replaced are one sum, and have place 0, whose real place is the plan's to find. `averages`: the
-// last sum is divided.
+// One fold per addend, in the order of their arrival. Addends between which the chunk is neither
+// sent nor replaced make one sum; they have place 0 until the plan finds a real one. `averages`:
+// the last sum is divided.
 std::vector<WideFold> wide_folds(const ChunkRounds& rounds, bool averages);
 
-// Places for sums under way: one that is over leaves its place to another.
+// Places for sums under way. A finished sum gives its place to another.
 class WidePlaces {
  public:
   std::uint32_t take();

@@ -1,4 +1,4 @@
-#include "gradwire/exec/execution/key_places.h"
+#include "gradwire/exec/execution/key_offsets.h"
 
 #include <string>
 
@@ -6,8 +6,8 @@
 
 namespace gradwire::exec {
 
-void place_in_keys(std::span<const std::uint64_t> counts, std::span<const codec::KeyedExtent> keys,
-                   std::vector<KeyPlace>& out) {
+void find_key_offsets(std::span<const std::uint64_t> counts,
+                      std::span<const codec::KeyedExtent> keys, std::vector<KeyOffset>& out) {
   out.clear();
   std::size_t key = 0, used = 0;
   const auto skip_full = [&] {

@@ -16,26 +16,26 @@ namespace gradwire::bind {
 namespace {
 
 using codec::ErrorFeedback;
-using exec::Letters;
+using exec::ExchangePayloads;
 using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 using Keys = std::vector<std::pair<std::string, std::size_t>>;
 
-std::shared_ptr<Letters> open(std::shared_ptr<ErrorFeedback> feedback, const Keys& keys) {
-  auto letters = std::make_shared<Letters>();
-  if (!feedback) return letters;
+std::shared_ptr<ExchangePayloads> open(std::shared_ptr<ErrorFeedback> feedback, const Keys& keys) {
+  auto payloads = std::make_shared<ExchangePayloads>();
+  if (!feedback) return payloads;
   std::vector<codec::KeyedExtent> extents;
   for (const auto& [key, count] : keys) extents.push_back({key, count});
-  letters->feedback = std::move(feedback);
-  letters->transaction.open(*letters->feedback, extents);
-  return letters;
+  payloads->feedback = std::move(feedback);
+  payloads->transaction.open(*payloads->feedback, extents);
+  return payloads;
 }
 
-Floats residual(const Letters& self, std::size_t key) {
+Floats residual(const ExchangePayloads& self, std::size_t key) {
   const auto values = self.transaction.residual(key);
   return Floats(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-void write_next(Letters& self, std::size_t key, const Floats& values, Rank rank) {
+void write_next(ExchangePayloads& self, std::size_t key, const Floats& values, Rank rank) {
   if (static_cast<std::size_t>(values.size()) != self.transaction.size(key))
     throw InvalidArgument("a residual has the length of its key");
   codec::EncodeContext context = self.transaction.context(key);
@@ -43,7 +43,7 @@ void write_next(Letters& self, std::size_t key, const Floats& values, Rank rank)
   codec::keep(context, values.data(), self.transaction.size(key));
 }
 
-void seal(Letters& self, const py::bytes& own, bool finite, std::size_t limit) {
+void seal(ExchangePayloads& self, const py::bytes& own, bool finite, std::size_t limit) {
   const auto bytes = std::as_bytes(std::span(std::string_view(own)));
   self.own.assign(bytes.begin(), bytes.end());
   self.finite = finite;
@@ -51,26 +51,27 @@ void seal(Letters& self, const py::bytes& own, bool finite, std::size_t limit) {
 }
 
 // All payloads, one after the other, without a copy.
-py::buffer_info bytes_of(Letters& self) {
+py::buffer_info bytes_of(ExchangePayloads& self) {
   return {reinterpret_cast<std::uint8_t*>(self.all.data()),
           static_cast<py::ssize_t>(self.all.size()), /*readonly=*/true};
 }
 
 }  // namespace
 
-void bind_letters(py::module_& m) {
-  py::class_<Letters, std::shared_ptr<Letters>>(m, "Letters", py::buffer_protocol())
+void bind_exchange(py::module_& m) {
+  py::class_<ExchangePayloads, std::shared_ptr<ExchangePayloads>>(m, "ExchangePayloads",
+                                                                  py::buffer_protocol())
       .def(py::init(&open), py::arg("feedback"), py::arg("keys"))
       .def("residual", &residual, py::arg("key"))
       .def("write_next", &write_next, py::arg("key"), py::arg("values"), py::arg("rank"))
       .def("seal", &seal, py::arg("own"), py::arg("finite"), py::arg("limit"))
       .def(
-          "settle", [](Letters& self, bool keep) { self.transaction.settle(keep); },
+          "settle", [](ExchangePayloads& self, bool keep) { self.transaction.settle(keep); },
           py::arg("keep"))
-      .def("cancel", [](Letters& self) { self.transaction.cancel(); })
+      .def("cancel", [](ExchangePayloads& self) { self.transaction.cancel(); })
       .def_buffer(&bytes_of)
-      .def_readonly("ends", &Letters::ends)
-      .def_readonly("all_finite", &Letters::all_finite);
+      .def_readonly("ends", &ExchangePayloads::ends)
+      .def_readonly("all_finite", &ExchangePayloads::all_finite);
 }
 
 }  // namespace gradwire::bind

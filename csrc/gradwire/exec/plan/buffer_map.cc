@@ -1,4 +1,4 @@
-#include "gradwire/exec/plan/arrangement.h"
+#include "gradwire/exec/plan/buffer_map.h"
 
 namespace gradwire::exec {
 namespace {
@@ -7,8 +7,8 @@ std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
 
 }  // namespace
 
-void Arrangement::make(const Request& request, const Plan& plan, Rank rank, int size,
-                       const Scratch& scratch) {
+void BufferMap::make(const Request& request, const Plan& plan, Rank rank, int size,
+                     const Scratch& scratch) {
   element_ = size_of(request.dtype);
   for (auto* each : {&extents_, &addends_}) each->clear();
   for (auto* each : {&before_, &after_}) each->clear();
@@ -32,7 +32,7 @@ void Arrangement::make(const Request& request, const Plan& plan, Rank rank, int 
 }
 
 // The outputs are what is worked on; a rank that keeps no result works on a copy of its inputs.
-void Arrangement::in_place(const Request& request, Rank rank, const Scratch& scratch) {
+void BufferMap::in_place(const Request& request, Rank rank, const Scratch& scratch) {
   const bool bystander = request.collective == Collective::kReduce && rank != request.root;
   std::byte* next = bystander ? scratch(bytes_of(request.inputs)) : nullptr;
   const std::size_t arrays = bystander ? request.inputs.size() : request.outputs.size();
@@ -45,8 +45,8 @@ void Arrangement::in_place(const Request& request, Rank rank, const Scratch& scr
 }
 
 // A block of scratch for the inputs of each rank.
-void Arrangement::fold(const Request& request, const Plan& plan, Rank rank, int size,
-                       const Scratch& scratch) {
+void BufferMap::fold(const Request& request, const Plan& plan, Rank rank, int size,
+                     const Scratch& scratch) {
   sums_.assign(request.outputs.begin(), request.outputs.end());
   const std::size_t bytes = plan.counts()[0] * element_;
   std::byte* next = scratch(bytes * at(size));
@@ -59,8 +59,8 @@ void Arrangement::fold(const Request& request, const Plan& plan, Rank rank, int 
   }
 }
 
-void Arrangement::reduce_scatter(const Request& request, const Plan& plan, Rank rank,
-                                 const Scratch& scratch) {
+void BufferMap::reduce_scatter(const Request& request, const Plan& plan, Rank rank,
+                               const Scratch& scratch) {
   std::byte* next = scratch(bytes_of(request.inputs));
   for (std::uint64_t count : plan.counts()) {
     extents_.push_back(next);
@@ -75,14 +75,14 @@ void Arrangement::reduce_scatter(const Request& request, const Plan& plan, Rank 
              {extents_[(own + i) * runs], request.outputs[i].count});
 }
 
-void Arrangement::all_gather(const Request& request, Rank rank) {
+void BufferMap::all_gather(const Request& request, Rank rank) {
   for (const Array& each : request.outputs) extents_.push_back(each.data);
   const std::size_t arrays = request.inputs.size();
   for (std::size_t i = 0; i < arrays; ++i)
     add_copy(before_, extents_[at(rank) * arrays + i], request.inputs[i]);
 }
 
-void Arrangement::blocks(const Request& request, Rank rank, int size) {
+void BufferMap::blocks(const Request& request, Rank rank, int size) {
   const bool gathers = request.collective == Collective::kGather;
   const auto& whole = gathers ? request.outputs : request.inputs;
   const auto& own = gathers ? request.inputs : request.outputs;
@@ -98,7 +98,7 @@ void Arrangement::blocks(const Request& request, Rank rank, int size) {
     add_copy(before_, own[0].data, whole[at(rank)]);
 }
 
-void Arrangement::all_to_all(const Request& request, Rank rank, int size) {
+void BufferMap::all_to_all(const Request& request, Rank rank, int size) {
   const auto p = at(size);
   extents_.assign(p * p, nullptr);
   for (std::size_t d = 0; d < p; ++d) extents_[at(rank) * p + d] = request.inputs[d].data;
@@ -107,11 +107,11 @@ void Arrangement::all_to_all(const Request& request, Rank rank, int size) {
   add_copy(before_, request.outputs[at(rank)].data, request.inputs[at(rank)]);
 }
 
-void Arrangement::add_copy(std::vector<CopyStep>& steps, std::byte* to, const Array& from) {
+void BufferMap::add_copy(std::vector<CopyStep>& steps, std::byte* to, const Array& from) {
   if (to != from.data && from.count > 0) steps.push_back({to, from.data, from.count * element_});
 }
 
-std::size_t Arrangement::bytes_of(std::span<const Array> arrays) const {
+std::size_t BufferMap::bytes_of(std::span<const Array> arrays) const {
   std::size_t bytes = 0;
   for (const Array& each : arrays) bytes += each.count * element_;
   return bytes;

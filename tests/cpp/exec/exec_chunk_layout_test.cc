@@ -1,4 +1,4 @@
-#include "gradwire/exec/plan/layout.h"
+#include "gradwire/exec/plan/chunk_layout.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@ namespace {
 // Every element of every extent is in exactly one piece, and cuts stand at units only.
 void expect_partition(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
                       int segments, bool chunks_are_extents) {
-  const Layout layout(counts, chunks, unit, chunks_are_extents);
+  const ChunkLayout layout(counts, chunks, unit, chunks_are_extents);
   std::vector<Piece> pieces;
   for (int c = 0; c < chunks; ++c)
     for (int s = 0; s < segments; ++s) layout.append(c, s, segments, pieces);
@@ -22,7 +22,7 @@ void expect_partition(const std::vector<std::uint64_t>& counts, int chunks, std:
   EXPECT_EQ(covered, counts);
 }
 
-TEST(Layout, CoversEveryElementOnce) {
+TEST(ChunkLayout, CoversEveryElementOnce) {
   for (const auto& counts : std::vector<std::vector<std::uint64_t>>{
            {0}, {1}, {15}, {16}, {17}, {1000003}, {3, 0, 5, 100, 1}, {0, 0, 7}, {64, 64, 64}})
     for (int chunks : {1, 2, 3, 7})
@@ -31,23 +31,23 @@ TEST(Layout, CoversEveryElementOnce) {
           expect_partition(counts, chunks, unit, segments, false);
 }
 
-TEST(Layout, AChunkCanBeAnExtent) {
+TEST(ChunkLayout, AChunkCanBeAnExtent) {
   expect_partition({5, 0, 900, 33}, 4, 16, 3, true);
-  const Layout layout({5, 0, 900, 33}, 4, 16, true);
+  const ChunkLayout layout({5, 0, 900, 33}, 4, 16, true);
   EXPECT_EQ(layout.units(1), 0U);
   EXPECT_EQ(layout.units(2), 57U);
 }
 
-TEST(Layout, AChunkCanBeSeveralExtents) {
+TEST(ChunkLayout, AChunkCanBeSeveralExtents) {
   expect_partition({5, 40, 900, 0, 33, 7}, 3, 16, 4, true);
-  const Layout layout({5, 40, 900, 0, 33, 7}, 3, 16, true);
+  const ChunkLayout layout({5, 40, 900, 0, 33, 7}, 3, 16, true);
   EXPECT_EQ(layout.units(0), 4U);
   EXPECT_EQ(layout.units(1), 57U);
   EXPECT_EQ(layout.units(2), 4U);
 }
 
-TEST(Layout, ChunksDifferByAtMostOneUnit) {
-  const Layout layout({1000003}, 7, 16, false);
+TEST(ChunkLayout, ChunksDifferByAtMostOneUnit) {
+  const ChunkLayout layout({1000003}, 7, 16, false);
   for (int c = 0; c < 7; ++c) EXPECT_NEAR(double(layout.units(c)), 1000003 / 16.0 / 7, 1.01);
 }
 

@@ -1,13 +1,14 @@
-// Agreed: a reduction whose ranks hold different results, or none, and then agree on them.
+// AgreedReduce: a reduction after which ranks hold different results, or none, and so vote whether
+// all of them are finite.
 #pragma once
 
 #include "gradwire/exec/compound/compound.h"
 
 namespace gradwire::exec {
 
-class Agreed final : public Compound {
+class AgreedReduce final : public CompoundCollective {
  public:
-  const Request& probe() override { return whole(); }
+  const Request& probe() override { return original(); }
   const Request* next(const Progress& progress) override;
 
  private:

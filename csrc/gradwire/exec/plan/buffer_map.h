@@ -1,5 +1,5 @@
-// Arrangement: where a request's extents lie, and what is copied before and after its schedule
-// runs. Only addresses: the memory may be a device's.
+// BufferMap: the addresses of a request's extents, and the copies before and after its schedule
+// runs. It touches no memory, which may be a device's.
 #pragma once
 
 #include <cstddef>
@@ -19,15 +19,15 @@ struct CopyStep {
 };
 
 // Reused from call to call: make() allocates only when it needs more room than ever before.
-class Arrangement {
+class BufferMap {
  public:
-  // At least so many bytes, which stay where they are until the next make().
+  // Returns at least `bytes` bytes, which stay valid until the next make().
   using Scratch = std::function<std::byte*(std::size_t bytes)>;
 
   void make(const Request& request, const Plan& plan, Rank rank, int size, const Scratch& scratch);
 
   const std::vector<std::byte*>& extents() const noexcept { return extents_; }
-  // Of a plan that folds: what this rank adds, one after the other in its block, and the sums.
+  // For a plan that folds: what this rank adds, one after the other in its block, and the sums.
   const std::vector<std::byte*>& addends() const noexcept { return addends_; }
   const std::vector<Array>& sums() const noexcept { return sums_; }
   const std::vector<CopyStep>& before() const noexcept { return before_; }

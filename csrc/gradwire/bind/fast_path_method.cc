@@ -1,4 +1,4 @@
-#include "gradwire/bind/repeatable.h"
+#include "gradwire/bind/fast_path_method.h"
 
 #include <structmember.h>
 
@@ -9,10 +9,10 @@
 namespace gradwire::bind {
 namespace {
 
-constexpr const char* kCapsule = "gradwire.Shortcut";
+constexpr const char* kCapsule = "gradwire.CallCache";
 constexpr std::size_t kMostOptions = 16;
 
-struct Repeatable {
+struct FastPathMethod {
   PyObject head;
   vectorcallfunc vectorcall;
   PyObject* function;
@@ -22,9 +22,9 @@ struct Repeatable {
   PyObject* dict;
 };
 
-Repeatable* as_repeatable(PyObject* object) { return reinterpret_cast<Repeatable*>(object); }
+FastPathMethod* as_method(PyObject* object) { return reinterpret_cast<FastPathMethod*>(object); }
 
-// As a call from Python raises it.
+// Sets the Python error that a call would raise.
 void set_error(const std::exception_ptr& error) noexcept {
   try {
     py::cpp_function([error] { std::rethrow_exception(error); })();
@@ -35,7 +35,7 @@ void set_error(const std::exception_ptr& error) noexcept {
 
 // Where the values of `kwnames` go among the options; false where one has another name. Names of
 // keywords are interned.
-bool place(const Repeatable& method, PyObject* kwnames, PyObject* const* values,
+bool place(const FastPathMethod& method, PyObject* kwnames, PyObject* const* values,
            PyObject** options) noexcept {
   const Py_ssize_t count = PyTuple_GET_SIZE(method.names);
   for (Py_ssize_t i = 0; i < count; ++i) options[i] = PyTuple_GET_ITEM(method.defaults, i);
@@ -48,27 +48,27 @@ bool place(const Repeatable& method, PyObject* kwnames, PyObject* const* values,
   return true;
 }
 
-std::shared_ptr<Shortcut> shortcut_of(PyObject* instance) noexcept {
-  static PyObject* const name = PyUnicode_InternFromString("_shortcut");
+std::shared_ptr<CallCache> cache_of(PyObject* instance) noexcept {
+  static PyObject* const name = PyUnicode_InternFromString("_call_cache");
   PyObject* capsule = PyObject_GetAttr(instance, name);
   void* kept = capsule == nullptr ? nullptr : PyCapsule_GetPointer(capsule, kCapsule);
-  std::shared_ptr<Shortcut> found;
-  if (kept != nullptr) found = *static_cast<std::shared_ptr<Shortcut>*>(kept);
+  std::shared_ptr<CallCache> found;
+  if (kept != nullptr) found = *static_cast<std::shared_ptr<CallCache>*>(kept);
   Py_XDECREF(capsule);
   if (found == nullptr) PyErr_Clear();
   return found;
 }
 
-// The instance, then the array where there is one.
+// Arguments: the instance, then the array where there is one.
 PyObject* call(PyObject* self, PyObject* const* args, std::size_t nargsf, PyObject* kwnames) {
-  const Repeatable& method = *as_repeatable(self);
+  const FastPathMethod& method = *as_method(self);
   const Py_ssize_t count = PyVectorcall_NARGS(nargsf);
   std::array<PyObject*, kMostOptions> options;
   if (count == method.positional && place(method, kwnames, args + count, options.data())) {
     PyObject* array = count > 1 ? args[1] : nullptr;
     try {
-      const std::shared_ptr<Shortcut> shortcut = shortcut_of(args[0]);
-      if (shortcut != nullptr && shortcut->call(self, array, options.data()))
+      const std::shared_ptr<CallCache> cache = cache_of(args[0]);
+      if (cache != nullptr && cache->call(self, array, options.data()))
         return Py_NewRef(array != nullptr ? array : Py_None);
     } catch (...) {
       set_error(std::current_exception());
@@ -84,17 +84,17 @@ PyObject* get(PyObject* self, PyObject* instance, PyObject*) {
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
-  Py_VISIT(as_repeatable(self)->function);
-  Py_VISIT(as_repeatable(self)->defaults);
-  Py_VISIT(as_repeatable(self)->dict);
+  Py_VISIT(as_method(self)->function);
+  Py_VISIT(as_method(self)->defaults);
+  Py_VISIT(as_method(self)->dict);
   return 0;
 }
 
 int clear(PyObject* self) {
-  Py_CLEAR(as_repeatable(self)->function);
-  Py_CLEAR(as_repeatable(self)->names);
-  Py_CLEAR(as_repeatable(self)->defaults);
-  Py_CLEAR(as_repeatable(self)->dict);
+  Py_CLEAR(as_method(self)->function);
+  Py_CLEAR(as_method(self)->names);
+  Py_CLEAR(as_method(self)->defaults);
+  Py_CLEAR(as_method(self)->dict);
   return 0;
 }
 
@@ -107,7 +107,7 @@ void deallocate(PyObject* self) {
 }
 
 // Its names and defaults, from the function that is decorated.
-void describe(Repeatable& method, const py::function& function) {
+void describe(FastPathMethod& method, const py::function& function) {
   const py::object code = function.attr("__code__");
   const auto positional = code.attr("co_argcount").cast<Py_ssize_t>();
   const py::tuple variables = code.attr("co_varnames");
@@ -115,7 +115,7 @@ void describe(Repeatable& method, const py::function& function) {
   const auto count = static_cast<Py_ssize_t>(given.size());
   if (given.size() > kMostOptions || positional < 1 || positional > 2 ||
       code.attr("co_kwonlyargcount").cast<Py_ssize_t>() != count)
-    throw py::type_error("a repeatable method takes an array, or nothing, and keywords");
+    throw py::type_error("a method with a fast path takes an array, or nothing, and keywords");
   py::tuple names(count), defaults(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     names[i] = variables[positional + i];
@@ -135,7 +135,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   if (!made) return nullptr;
   try {
     const auto decorated = py::reinterpret_borrow<py::function>(function);
-    describe(*as_repeatable(made.ptr()), decorated);
+    describe(*as_method(made.ptr()), decorated);
     py::module_::import("functools").attr("update_wrapper")(made, decorated);
   } catch (...) {
     set_error(std::current_exception());
@@ -145,9 +145,9 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 
 PyMemberDef members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Repeatable, vectorcall), READONLY, nullptr},
-    {"__dictoffset__", T_PYSSIZET, offsetof(Repeatable, dict), READONLY, nullptr},
-    {"names", T_OBJECT, offsetof(Repeatable, names), READONLY, nullptr},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(FastPathMethod, vectorcall), READONLY, nullptr},
+    {"__dictoffset__", T_PYSSIZET, offsetof(FastPathMethod, dict), READONLY, nullptr},
+    {"names", T_OBJECT, offsetof(FastPathMethod, names), READONLY, nullptr},
     {},
 };
 
@@ -173,7 +173,7 @@ py::object make_type() {
       {Py_tp_getset, properties},
       {0, nullptr},
   };
-  PyType_Spec spec = {"gradwire._core.repeatable", sizeof(Repeatable), 0,
+  PyType_Spec spec = {"gradwire._core.fast_path_method", sizeof(FastPathMethod), 0,
                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
                           Py_TPFLAGS_METHOD_DESCRIPTOR,
                       slots};
@@ -184,13 +184,13 @@ py::object make_type() {
 
 }  // namespace
 
-py::capsule as_capsule(const std::shared_ptr<Shortcut>& shortcut) {
-  auto* kept = new std::shared_ptr<Shortcut>(shortcut);
+py::capsule as_capsule(const std::shared_ptr<CallCache>& cache) {
+  auto* kept = new std::shared_ptr<CallCache>(cache);
   return py::capsule(kept, kCapsule, [](PyObject* capsule) {
-    delete static_cast<std::shared_ptr<Shortcut>*>(PyCapsule_GetPointer(capsule, kCapsule));
+    delete static_cast<std::shared_ptr<CallCache>*>(PyCapsule_GetPointer(capsule, kCapsule));
   });
 }
 
-void bind_repeatable(py::module_& m) { m.attr("repeatable") = make_type(); }
+void bind_fast_path_method(py::module_& m) { m.attr("fast_path_method") = make_type(); }
 
 }  // namespace gradwire::bind

@@ -1,7 +1,8 @@
-// Layout: where the chunks of a schedule lie in the caller's arrays (extents), cut into segments.
+// ChunkLayout: where the chunks of a schedule lie in the caller's arrays (extents), and how they
+// are cut into segments.
 //
-// A cut stands only at a multiple of `unit` elements counted from the start of its extent, so that
-// the bits of a block codec never depend on segment size, chunking or number of ranks.
+// Cuts are only at multiples of `unit` elements, counted from the start of the extent, so that the
+// bits of a block codec never depend on segment size, chunking or number of ranks.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +13,12 @@
 
 namespace gradwire::exec {
 
-class Layout {
+class ChunkLayout {
  public:
   // As many extents to each chunk (`chunks_are_extents`), or all extents end to end cut into
   // `chunks` even parts.
-  Layout(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
-         bool chunks_are_extents);
+  ChunkLayout(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
+              bool chunks_are_extents);
 
   // The pieces of segment `segment` of `segments` of a chunk, appended in order.
   void append(int chunk, int segment, int segments, std::vector<Piece>& out) const;

@@ -1,4 +1,4 @@
-#include "gradwire/exec/plan/layout.h"
+#include "gradwire/exec/plan/chunk_layout.h"
 
 #include <algorithm>
 
@@ -13,8 +13,8 @@ std::size_t even_cut(std::size_t total, std::size_t part, std::size_t parts) {
 
 }  // namespace
 
-Layout::Layout(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
-               bool chunks_are_extents)
+ChunkLayout::ChunkLayout(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
+                         bool chunks_are_extents)
     : unit_(unit), counts_(counts), extent_units_{0} {
   for (std::uint64_t count : counts)
     extent_units_.push_back(extent_units_.back() + (count + unit - 1) / unit);
@@ -27,7 +27,7 @@ Layout::Layout(const std::vector<std::uint64_t>& counts, int chunks, std::size_t
   }
 }
 
-void Layout::append(int chunk, int segment, int segments, std::vector<Piece>& out) const {
+void ChunkLayout::append(int chunk, int segment, int segments, std::vector<Piece>& out) const {
   const auto s = static_cast<std::size_t>(segment);
   const auto all = static_cast<std::size_t>(segments);
   const std::size_t begin = begins_[index(chunk)];
@@ -35,7 +35,7 @@ void Layout::append(int chunk, int segment, int segments, std::vector<Piece>& ou
                out);
 }
 
-void Layout::append_units(std::size_t first, std::size_t last, std::vector<Piece>& out) const {
+void ChunkLayout::append_units(std::size_t first, std::size_t last, std::vector<Piece>& out) const {
   if (first == last) return;
   auto next = std::upper_bound(extent_units_.begin(), extent_units_.end(), first);
   for (auto e = static_cast<std::size_t>(next - extent_units_.begin()) - 1; first < last; ++e) {
