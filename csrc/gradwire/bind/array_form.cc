@@ -7,7 +7,7 @@
 namespace gradwire::bind {
 namespace {
 
-// What of torch is needed; null before learn_torch().
+// The parts of torch that are needed; null before learn_torch().
 struct Torch {
   PyTypeObject* tensor = nullptr;
   PyTypeObject* parameter = nullptr;
@@ -17,7 +17,7 @@ struct Torch {
   bool has(const PyTypeObject* type) const noexcept { return type == tensor || type == parameter; }
 };
 
-// For the life of the process.
+// Keeps an object for the life of the process.
 PyObject* keep(py::object object) { return object.release().ptr(); }
 
 Torch find_torch() {

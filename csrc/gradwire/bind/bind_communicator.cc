@@ -44,7 +44,7 @@ Request make_request(const std::string& collective, const std::string& dtype, co
   return {std::move(fixed), std::move(algorithm), std::move(schedule), inputs, outputs};
 }
 
-// From its first line on the descriptor has an owner.
+// Owns the descriptor from its first line on.
 void adopt_control(Communicator& self, int fd, Rank peer) {
   UniqueFd socket(fd);
   self.get().adopt_control(std::move(socket), peer);

@@ -105,7 +105,7 @@ std::shared_ptr<exec::Work> Communicator::keep(std::shared_ptr<exec::Work> work,
   return work;
 }
 
-// To be destroyed without the mutex: a destructor may run any Python code.
+// The result must be destroyed without the mutex: a destructor may run any Python code.
 Communicator::HeldMemory Communicator::take_finished() {
   HeldMemory finished;
   std::lock_guard lock(mutex_);

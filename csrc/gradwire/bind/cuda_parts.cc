@@ -16,7 +16,7 @@
 namespace gradwire::bind {
 namespace {
 
-// Who uses CUDA, here or in a process that this one was forked from.
+// The process that uses CUDA: this one, or one that it was forked from.
 struct User {
   std::atomic<pid_t> process{0};
   std::atomic<std::uint32_t> after{0};         // forks
@@ -24,7 +24,7 @@ struct User {
 };
 User user;
 
-// Streams by device, of whole processes: never destroyed, nor is this.
+// The process's streams, by device. Neither they nor the pool are ever destroyed.
 class StreamPool {
  public:
   static StreamPool& get() {
@@ -32,7 +32,7 @@ class StreamPool {
     return *one;
   }
 
-  // One whose work is over, so that nobody waits for what another communicator left there.
+  // A stream whose work is over, so that nobody waits for another communicator's work.
   cuda::Stream take(const cuda::Api& api, int device) {
     const std::lock_guard lock(mutex_);
     auto& idle = idle_[device];

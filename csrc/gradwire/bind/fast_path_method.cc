@@ -106,7 +106,7 @@ void deallocate(PyObject* self) {
   Py_DECREF(type);
 }
 
-// Its names and defaults, from the function that is decorated.
+// Reads the names and defaults of the decorated function's keywords.
 void describe(FastPathMethod& method, const py::function& function) {
   const py::object code = function.attr("__code__");
   const auto positional = code.attr("co_argcount").cast<Py_ssize_t>();

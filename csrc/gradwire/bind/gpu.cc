@@ -5,7 +5,7 @@
 
 namespace gradwire::bind {
 
-// Ends where its last user lets go of it.
+// Ends where its last user releases it.
 struct Gpu::Parts {
   Parts(cuda::Communicator::Setting setting, std::unique_ptr<cuda::Messages> messages,
         Communicator& shadow, Communicator& users)

@@ -26,7 +26,7 @@ Unlocked::~Unlocked() {
   --inside;
 }
 
-// At the end of a program, once: it may as well look now and then.
+// Polls now and then, as it runs once, at the end of a program.
 void await_calls(double seconds) {
   const py::gil_scoped_release released;
   const Deadline deadline = Deadline::after(seconds);

@@ -134,7 +134,8 @@ void ErrorFeedback::Transaction::close(bool of_step, bool keep) noexcept {
   key_states_.clear();
 }
 
-// Under the mutex, like open() and require_closed().
+// Called under the mutex, like open() and require_closed(). Keeping a call swaps e and e', so
+// nothing is copied, and the old e is the memory of the next e'.
 void ErrorFeedback::close(const std::vector<KeyState*>& key_states, bool keep) noexcept {
   for (KeyState* key_state : key_states) {
     key_state->open = false;
@@ -147,6 +148,7 @@ void ErrorFeedback::close(const std::vector<KeyState*>& key_states, bool keep) n
   }
 }
 
+// A codec adapts from tau and filter; what it has sent is counted anew in each call.
 void ErrorFeedback::open(const KeyedExtent& extent, std::vector<KeyState*>& opened) {
   KeyState& key_state = this->key_state(extent.key);
   check_closed(extent.key, key_state.open);

@@ -18,7 +18,7 @@ namespace gradwire::cuda {
 // Loads each library once.
 const Api& load_api(const std::string& library = "");
 
-// Where load_api() looks by default.
+// The path that load_api() uses by default.
 std::string api_path();
 
 // A call of CUDA that failed. What ran before it on the device may be lost.

@@ -1,3 +1,5 @@
+// Each class binds a codec's parameters to the kernels of cuda/api.h and says how much memory they
+// need. The arithmetic is that of codec/, so there is none here.
 #include "gradwire/cuda/gpu_codec.h"
 
 #include <vector>
@@ -53,6 +55,8 @@ class Int8Codec final : public Codec {
   codec::Definition of_;
 };
 
+// A payload of units whose sizes vary: a table of the sizes, then a slot for each unit. So no rank
+// has to know a size before the kernel runs.
 class SlottedCodec : public Codec {
  protected:
   using Codec::Codec;
@@ -86,6 +90,7 @@ class OneBitCodec final : public SlottedCodec {
     const Slots payload{slots(in, n), nullptr};
     check(api_, api_.onebit_sum(&payload, 1, n, block_, y, add, flags, stream), "decoding onebit");
   }
+  // One kernel for all payloads, so that y is written once and not once per payload.
   void decode_sum(std::span<const std::byte* const> payloads, float* y, std::uint64_t n,
                   std::uint32_t* flags, Stream stream) const override {
     std::vector<Slots> all;

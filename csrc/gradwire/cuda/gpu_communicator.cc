@@ -32,7 +32,7 @@ bool gathers(const exec::Request& request, int size) {
          shared && size == 2 && request.codec->gathers(size);
 }
 
-// As exec/plan/gather_algorithm.h does.
+// Throws as exec/plan/gather_algorithm.h does.
 void require_gathers(const exec::Request& request) {
   if (is_plain(request))
     throw ScheduleError(std::string(name_of(request.collective)) + " by '" +
@@ -76,7 +76,7 @@ Communicator::Communicator(const Api& api, Setting setting, std::unique_ptr<Mess
   messages_->tell_losses(lost_);
 }
 
-// What is enqueued uses the memory, and ends when its messages do, or are aborted.
+// Enqueued work uses the memory, and ends when its messages do, or are aborted.
 Communicator::~Communicator() {
   if (messages_->rest())
     messages_.reset();

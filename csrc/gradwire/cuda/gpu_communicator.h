@@ -51,7 +51,7 @@ class Communicator {
     int device = 0;
   };
 
-  // On the setting's device, of which the messages are.
+  // Works on the setting's device, to which the messages belong.
   Communicator(const Api& api, Setting setting, std::unique_ptr<Messages> messages);
   ~Communicator();
   Communicator(const Communicator&) = delete;

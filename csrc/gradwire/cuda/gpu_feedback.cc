@@ -30,7 +30,7 @@ void check_length(const codec::KeyedExtent& extent, std::size_t stored) {
       "once before the capture begins");
 }
 
-// Bit by bit: -0 is not +0.
+// Compares bits: -0 is not +0.
 bool are_all(const std::vector<float>& values, float value) {
   return std::ranges::all_of(values, [bits = std::bit_cast<std::uint32_t>(value)](float each) {
     return std::bit_cast<std::uint32_t>(each) == bits;
@@ -47,42 +47,42 @@ Feedback::Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host)
 // Releasing memory promises no wait, and calls or graphs may still use it.
 Feedback::~Feedback() { await_device(api_); }
 
-float* Feedback::zeros(OwnedKey& kept, std::uint64_t count, Stream stream) {
-  Room& room = kept.rooms.emplace_back(api_);
+float* Feedback::zeros(OwnedKey& owned, std::uint64_t count, Stream stream) {
+  Room& room = owned.rooms.emplace_back(api_);
   auto* data = reinterpret_cast<float*>(room.take(std::max<std::size_t>(4 * count, 4)));
   check(api_, api_.fill(data, 0, 4 * count, stream), "cudaMemsetAsync");
   return data;
 }
 
 Feedback::OwnedKey& Feedback::make(const codec::KeyedExtent& extent, Stream stream) {
-  auto kept = std::make_unique<OwnedKey>();
-  Key& key = kept->key;
-  Room& room = kept->rooms.emplace_back(api_);
+  auto owned = std::make_unique<OwnedKey>();
+  Key& key = owned->key;
+  Room& room = owned->rooms.emplace_back(api_);
   key.key_state = reinterpret_cast<KeyState*>(room.take(sizeof(KeyState)));
   key.count = extent.count;
   key.digest = Fnv1a().text(extent.key).digest();
-  for (float*& each : key.residual) each = zeros(*kept, extent.count, stream);
-  return *keys_.emplace(extent.key, std::move(kept)).first->second;
+  for (float*& each : key.residual) each = zeros(*owned, extent.count, stream);
+  return *keys_.emplace(extent.key, std::move(owned)).first->second;
 }
 
-void Feedback::make_memory(OwnedKey& kept, std::uint64_t count, Stream stream) {
-  if (kept.key.remembered >= count) return;
-  for (float*& each : kept.key.memory) {
+void Feedback::make_memory(OwnedKey& owned, std::uint64_t count, Stream stream) {
+  if (owned.key.remembered >= count) return;
+  for (float*& each : owned.key.memory) {
     float* const before = each;
-    each = zeros(kept, count, stream);
-    check(api_, api_.copy(each, before, 4 * kept.key.remembered, CopyKind::kOnDevice, stream),
+    each = zeros(owned, count, stream);
+    check(api_, api_.copy(each, before, 4 * owned.key.remembered, CopyKind::kOnDevice, stream),
           "cudaMemcpyAsync");
   }
-  kept.key.remembered = count;
+  owned.key.remembered = count;
 }
 
 void Feedback::remember(const Table& table, std::span<const std::uint64_t> counts, bool captured,
                         Stream stream) {
-  for (auto& [name, kept] : keys_)
+  for (auto& [name, owned] : keys_)
     for (std::size_t i = 0; i < counts.size(); ++i) {
-      if (table.keys[i] != &kept->key || kept->key.remembered >= counts[i]) continue;
+      if (table.keys[i] != &owned->key || owned->key.remembered >= counts[i]) continue;
       if (captured) refuse_in_capture();
-      make_memory(*kept, counts[i], stream);
+      make_memory(*owned, counts[i], stream);
     }
 }
 
@@ -97,26 +97,26 @@ Feedback::OwnedKey& Feedback::find(const codec::KeyedExtent& extent, Stream stre
     host_->put(extent.key, start);
     check_length(extent, start.residual.size());
   }
-  OwnedKey& kept = make(extent, stream);
-  if (!start.memory.empty()) make_memory(kept, start.memory.size(), stream);
-  write(kept.key, start, stream);
-  return kept;
+  OwnedKey& owned = make(extent, stream);
+  if (!start.memory.empty()) make_memory(owned, start.memory.size(), stream);
+  write(owned.key, start, stream);
+  return owned;
 }
 
 const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extents, bool captured,
                                       Stream stream) {
   names_.clear();
   for (const auto& each : extents) names_.push_back(each.key);
-  auto known = tables_.find(names_);
-  if (known == tables_.end()) {
+  auto found = tables_.find(names_);
+  if (found == tables_.end()) {
     if (captured) refuse_in_capture();
     check_keys(extents);
   }
   if (has_ended_ && !captured) check(api_, api_.wait(stream, ended_.get()), "cudaStreamWaitEvent");
   begin_flags(stream);
   for (const auto& each : extents) find(each, stream);
-  if (known == tables_.end()) known = tables_.emplace(names_, make_table(stream)).first;
-  const Table& table = known->second->table;
+  if (found == tables_.end()) found = tables_.emplace(names_, make_table(stream)).first;
+  const Table& table = found->second->table;
   check(api_, api_.open(table.key_states, table.keys.size(), stream), "opening residuals");
   return table;
 }
@@ -150,7 +150,7 @@ void Feedback::begin_step() {
   of_step_.clear();
 }
 
-// With the first call of a step, which is in order behind all before it.
+// Clears the flags with the first call of a step, which is ordered behind all calls before it.
 void Feedback::begin_flags(Stream stream) {
   if (!in_step_ || !is_fresh_) return;
   check(api_, api_.fill(step_flags_, 0, sizeof *step_flags_, stream), "cudaMemsetAsync");
@@ -187,53 +187,53 @@ codec::ErrorFeedback::SavedKey Feedback::read(const Key& key, Stream stream) con
   };
   fetch(&key_state, key.key_state, sizeof key_state);
   const CodecState& codec_state = key_state.codec_state[key_state.which & 1U];
-  codec::ErrorFeedback::SavedKey kept;
-  kept.calls = key_state.calls;
-  kept.codec_state.tau = codec_state.tau;
-  kept.codec_state.filter = codec_state.filter;
-  kept.codec_state.sent = codec_state.sent;
-  kept.codec_state.largest = std::bit_cast<float>(codec_state.largest);
-  kept.residual.resize(key.count);
-  fetch(kept.residual.data(), key.residual[key_state.which & 1U], 4 * key.count);
-  if (kept.calls == 0 && are_all(kept.residual, -0.0F)) kept.residual.clear();
-  if (key.remembered == 0) return kept;
-  kept.memory.resize(key.remembered);
-  fetch(kept.memory.data(), key.memory[key_state.which_memory & 1U], 4 * key.remembered);
-  if (are_all(kept.memory, 0.0F)) kept.memory.clear();
-  return kept;
+  codec::ErrorFeedback::SavedKey saved;
+  saved.calls = key_state.calls;
+  saved.codec_state.tau = codec_state.tau;
+  saved.codec_state.filter = codec_state.filter;
+  saved.codec_state.sent = codec_state.sent;
+  saved.codec_state.largest = std::bit_cast<float>(codec_state.largest);
+  saved.residual.resize(key.count);
+  fetch(saved.residual.data(), key.residual[key_state.which & 1U], 4 * key.count);
+  if (saved.calls == 0 && are_all(saved.residual, -0.0F)) saved.residual.clear();
+  if (key.remembered == 0) return saved;
+  saved.memory.resize(key.remembered);
+  fetch(saved.memory.data(), key.memory[key_state.which_memory & 1U], 4 * key.remembered);
+  if (are_all(saved.memory, 0.0F)) saved.memory.clear();
+  return saved;
 }
 
-void Feedback::write(const Key& key, const codec::ErrorFeedback::SavedKey& kept,
+void Feedback::write(const Key& key, const codec::ErrorFeedback::SavedKey& saved,
                      Stream stream) const {
   KeyState key_state{};
-  key_state.calls = kept.calls;
+  key_state.calls = saved.calls;
   CodecState& codec_state = key_state.codec_state[0];
-  codec_state.tau = kept.codec_state.tau;
-  codec_state.filter = kept.codec_state.filter;
-  codec_state.sent = kept.codec_state.sent;
-  codec_state.largest = std::bit_cast<std::uint32_t>(kept.codec_state.largest);
+  codec_state.tau = saved.codec_state.tau;
+  codec_state.filter = saved.codec_state.filter;
+  codec_state.sent = saved.codec_state.sent;
+  codec_state.largest = std::bit_cast<std::uint32_t>(saved.codec_state.largest);
   const auto store = [&](void* to, const void* from, std::size_t bytes) {
     check(api_, api_.copy(to, from, bytes, CopyKind::kToDevice, stream), "cudaMemcpyAsync");
   };
   store(key.key_state, &key_state, sizeof key_state);
-  const std::size_t residuals = std::min<std::size_t>(kept.residual.size(), key.count);
-  const std::size_t memories = std::min<std::size_t>(kept.memory.size(), key.remembered);
+  const std::size_t residuals = std::min<std::size_t>(saved.residual.size(), key.count);
+  const std::size_t memories = std::min<std::size_t>(saved.memory.size(), key.remembered);
   check(api_, api_.fill(key.residual[0], 0, 4 * key.count, stream), "cudaMemsetAsync");
-  if (kept.residual.empty())  // to -0: a CPU adds nothing now, and x + -0 is x, for x = -0 too
+  if (saved.residual.empty())  // to -0: a CPU adds nothing now, and x + -0 is x, for x = -0 too
     check(api_,
           api_.scale(static_cast<int>(DType::kFloat32), key.residual[0], -1, key.count, stream),
           "scaling");
-  store(key.residual[0], kept.residual.data(), 4 * residuals);
+  store(key.residual[0], saved.residual.data(), 4 * residuals);
   check(api_, api_.fill(key.memory[0], 0, 4 * key.remembered, stream), "cudaMemsetAsync");
-  store(key.memory[0], kept.memory.data(), 4 * memories);
+  store(key.memory[0], saved.memory.data(), 4 * memories);
   check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
 }
 
 void Feedback::bring_home() {
   if (in_step_) throw InvalidArgument("error feedback: a step is under way; end it first");
   check(api_, api_.synchronize_device(), "cudaDeviceSynchronize");
-  for (const auto& [name, kept] : keys_) {
-    auto read_back = read(kept->key, copies_.get());
+  for (const auto& [name, owned] : keys_) {
+    auto read_back = read(owned->key, copies_.get());
     if (read_back.calls > 0 || !read_back.residual.empty() || !read_back.memory.empty())
       host_->put(name, std::move(read_back));
   }
@@ -241,7 +241,7 @@ void Feedback::bring_home() {
 
 void Feedback::send_back() {
   check(api_, api_.synchronize_device(), "cudaDeviceSynchronize");
-  for (const auto& [name, kept] : keys_) write(kept->key, host_->take(name), copies_.get());
+  for (const auto& [name, owned] : keys_) write(owned->key, host_->take(name), copies_.get());
 }
 
 }  // namespace gradwire::cuda

@@ -87,10 +87,10 @@ class Feedback {
   OwnedKey& find(const codec::KeyedExtent& extent, Stream stream);
   OwnedKey& make(const codec::KeyedExtent& extent, Stream stream);
   std::unique_ptr<OwnedTable> make_table(Stream stream);
-  void make_memory(OwnedKey& kept, std::uint64_t count, Stream stream);
-  float* zeros(OwnedKey& kept, std::uint64_t count, Stream stream);
+  void make_memory(OwnedKey& owned, std::uint64_t count, Stream stream);
+  float* zeros(OwnedKey& owned, std::uint64_t count, Stream stream);
   codec::ErrorFeedback::SavedKey read(const Key& key, Stream stream) const;
-  void write(const Key& key, const codec::ErrorFeedback::SavedKey& kept, Stream stream) const;
+  void write(const Key& key, const codec::ErrorFeedback::SavedKey& saved, Stream stream) const;
 
   static std::uint64_t next_number() noexcept {
     static std::atomic<std::uint64_t> last = 0;

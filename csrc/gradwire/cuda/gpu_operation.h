@@ -19,7 +19,7 @@ class Operation {
     Messages* messages = nullptr;
     exec::PlanCache* plans = nullptr;
   };
-  // What the codec of a lossy one works with.
+  // The codec of a lossy operation, and its arguments.
   struct Coding {
     const Codec* codec = nullptr;
     std::span<const ExtentFeedback> extent_feedback;

@@ -39,7 +39,7 @@ class Messages {
 
   virtual void begin() = 0;
   // `layout`: the stretches of all of it, in order, the same at both ends; empty: all bytes count.
-  // Which bytes count is known on the device alone, so messages may travel whole all the same.
+  // Only the device knows which bytes count, so messages may still travel whole.
   virtual void send(const std::byte* data, std::size_t bytes, Rank peer,
                     std::span<const Slotted> layout = {}) = 0;
   virtual void receive(std::byte* data, std::size_t bytes, Rank peer,
@@ -50,7 +50,7 @@ class Messages {
 
   // Throws what has failed since, on the stream.
   virtual void check() = 0;
-  // What is enqueued comes to its end, whatever the peers do; later calls throw Aborted.
+  // Enqueued work ends, whatever the peers do; later calls throw Aborted.
   virtual void abort() noexcept = 0;
 
   // Before the end: waits for what is enqueued, but not for ever. False: something may refer to

@@ -111,8 +111,8 @@ void HostMessages::receive(std::byte* data, std::size_t bytes, Rank peer,
 // Pinned memory is used in stream order: one group's copies come after those of the one before.
 void HostMessages::end(Stream stream) {
   std::size_t used = 0;
-  for (auto* letters : {&posted_->sends, &posted_->receives})
-    for (Letter& each : *letters) {
+  for (auto* host_messages : {&posted_->sends, &posted_->receives})
+    for (HostMessage& each : *host_messages) {
       each.pinned = used;
       used += aligned(each.bytes);
     }
@@ -124,19 +124,19 @@ void HostMessages::end(Stream stream) {
     const std::lock_guard lock(mutex_);
     groups_.push_back(std::move(posted_));
   }
-  for (const Letter& each : group->sends)
+  for (const HostMessage& each : group->sends)
     cuda::check(
         api_,
         api_.copy(group->pinned + each.pinned, each.device, each.bytes, CopyKind::kToHost, stream),
         "cudaMemcpyAsync");
-  // The letters of the receives are read here, before the group may run and be spare.
-  const std::vector<Letter> receives = group->receives;
+  // Reads the messages of the receives here, before the group may run and be spare.
+  const std::vector<HostMessage> receives = group->receives;
   std::byte* const pinned = group->pinned;
   if (captured)
     cuda::check(api_, api_.call_host(stream, &HostMessages::run, group), "cudaLaunchHostFunc");
   else
     turns_.call(stream, &HostMessages::run, group);
-  for (const Letter& each : receives)
+  for (const HostMessage& each : receives)
     cuda::check(
         api_, api_.copy(each.device, pinned + each.pinned, each.bytes, CopyKind::kToDevice, stream),
         "cudaMemcpyAsync");
@@ -191,23 +191,23 @@ void HostMessages::exchange(Group& group) {
   const auto receive = [&](std::byte* data, std::size_t bytes, Rank from) {
     if (bytes > 0) receives.push_back(carrier_.receive(data, bytes, from, timeout_));
   };
-  for (Letter& each : group.sends) {
+  for (HostMessage& each : group.sends) {
     if (each.layout.empty()) continue;
     pack(group, each);
     send(each.tables.data(), each.tables.size(), each.peer);
   }
-  for (Letter& each : group.receives) {
+  for (HostMessage& each : group.receives) {
     if (each.layout.empty()) continue;
     each.tables.resize(tables_of(each.layout));
     receive(each.tables.data(), each.tables.size(), each.peer);
   }
   wait(receives);
-  for (Letter& each : group.sends)
+  for (HostMessage& each : group.sends)
     if (each.layout.empty())
       send(group.pinned + each.pinned, each.bytes, each.peer);
     else
       send(each.body.data(), each.body.size(), each.peer);
-  for (Letter& each : group.receives) {
+  for (HostMessage& each : group.receives) {
     if (each.layout.empty()) {
       receive(group.pinned + each.pinned, each.bytes, each.peer);
       continue;
@@ -216,50 +216,50 @@ void HostMessages::exchange(Group& group) {
     receive(each.body.data(), each.body.size(), each.peer);
   }
   wait(receives);
-  for (Letter& each : group.receives)
+  for (HostMessage& each : group.receives)
     if (!each.layout.empty()) unpack(group, each);
   wait(sends);
 }
 
-void HostMessages::pack(Group& group, Letter& letter) const {
-  letter.tables.clear();
-  letter.body.clear();
-  each_unit(group.pinned + letter.pinned, letter.layout,
+void HostMessages::pack(Group& group, HostMessage& host_message) const {
+  host_message.tables.clear();
+  host_message.body.clear();
+  each_unit(group.pinned + host_message.pinned, host_message.layout,
             [&](std::uint32_t size, const std::byte* slot, std::size_t slot_bytes) {
               if (size > slot_bytes)
                 throw Error("a GPU wrote a payload that does not fit its slot");
               const auto* at = reinterpret_cast<const std::byte*>(&size);
-              letter.tables.insert(letter.tables.end(), at, at + sizeof size);
-              letter.body.insert(letter.body.end(), slot, slot + size);
+              host_message.tables.insert(host_message.tables.end(), at, at + sizeof size);
+              host_message.body.insert(host_message.body.end(), slot, slot + size);
             });
 }
 
 // Puts the sizes that came in their places, and checks them.
-void HostMessages::make_room(Group& group, Letter& letter) const {
-  const std::byte* told = letter.tables.data();
-  std::byte* message = group.pinned + letter.pinned;
-  for (const Slotted& each : letter.layout) {
+void HostMessages::make_room(Group& group, HostMessage& host_message) const {
+  const std::byte* told = host_message.tables.data();
+  std::byte* message = group.pinned + host_message.pinned;
+  for (const Slotted& each : host_message.layout) {
     std::memcpy(message, told, sizeof(std::uint32_t) * each.units);
     told += sizeof(std::uint32_t) * each.units;
     message += each.bytes();
   }
   std::size_t bytes = 0;
-  each_unit(group.pinned + letter.pinned, letter.layout,
+  each_unit(group.pinned + host_message.pinned, host_message.layout,
             [&](std::uint32_t size, const std::byte*, std::size_t slot_bytes) {
               if (size > slot_bytes)
                 throw TransportError("rank " + std::to_string(carrier_.identity().rank) +
-                                         ": rank " + std::to_string(letter.peer) +
+                                         ": rank " + std::to_string(host_message.peer) +
                                          " sent a payload whose unit has " + std::to_string(size) +
                                          " bytes, more than " + std::to_string(slot_bytes),
-                                     letter.peer);
+                                     host_message.peer);
               bytes += size;
             });
-  letter.body.resize(bytes);
+  host_message.body.resize(bytes);
 }
 
-void HostMessages::unpack(Group& group, const Letter& letter) const {
-  const std::byte* from = letter.body.data();
-  each_unit(group.pinned + letter.pinned, letter.layout,
+void HostMessages::unpack(Group& group, const HostMessage& host_message) const {
+  const std::byte* from = host_message.body.data();
+  each_unit(group.pinned + host_message.pinned, host_message.layout,
             [&](std::uint32_t size, std::byte* slot, std::size_t) {
               if (size > 0) std::memcpy(slot, from, size);
               from += size;

@@ -25,7 +25,7 @@ namespace gradwire::cuda {
 class HostTurns {
  public:
   explicit HostTurns(const Api& api) : api_(api), last_(api) {}
-  // Those of all calls on this thread's device.
+  // The turns of all calls on this thread's device.
   static HostTurns& here(const Api& api);
 
   void call(Stream stream, void (*function)(void*), void* argument);
@@ -57,7 +57,7 @@ class HostMessages final : public Messages {
 
  private:
   // One message: its memory on the device, and its place in pinned memory.
-  struct Letter {
+  struct HostMessage {
     Rank peer = 0;
     std::byte* device = nullptr;
     std::size_t bytes = 0;
@@ -67,16 +67,16 @@ class HostMessages final : public Messages {
   };
   struct Group {
     HostMessages* owner = nullptr;
-    std::vector<Letter> sends, receives;
+    std::vector<HostMessage> sends, receives;
     std::byte* pinned = nullptr;
     bool captured = false;  // runs again and again
   };
 
   static void run(void* group);  // on CUDA's thread
   void exchange(Group& group);
-  void pack(Group& group, Letter& letter) const;
-  void make_room(Group& group, Letter& letter) const;
-  void unpack(Group& group, const Letter& letter) const;
+  void pack(Group& group, HostMessage& host_message) const;
+  void make_room(Group& group, HostMessage& host_message) const;
+  void unpack(Group& group, const HostMessage& host_message) const;
   std::unique_ptr<Group> take_spare();
   bool await_end() const noexcept;
   void fail(const std::exception_ptr& error) noexcept;

@@ -9,7 +9,7 @@
 namespace gradwire::cuda {
 namespace {
 
-constexpr std::chrono::milliseconds kLook{100};  // between two looks for Ctrl-C
+constexpr std::chrono::milliseconds kInterruptInterval{100};  // between two looks for Ctrl-C
 
 }  // namespace
 
@@ -44,9 +44,9 @@ class Loopback::Endpoint final : public Messages {
 
  private:
   struct Sent {
-    Letter letter;
+    PostedSend posted_send;
     Rank to;
-    std::uint64_t number;  // of the pair's letters
+    std::uint64_t number;  // of the pair's messages
   };
   struct Received {
     std::byte* data;
@@ -57,7 +57,7 @@ class Loopback::Endpoint final : public Messages {
   void require_alive() const {
     if (shared_.aborted_) throw Aborted(shared_.reason_);
   }
-  // Until ready() holds, which `peer` brings about.
+  // Waits until ready() holds, which `peer` brings about.
   template <typename Ready>
   void await(std::unique_lock<std::mutex>& lock, Rank peer, Ready ready) {
     const Deadline deadline = Deadline::after(timeout_);
@@ -68,7 +68,8 @@ class Loopback::Endpoint final : public Messages {
                           std::to_string(timeout_) + " s for rank " + std::to_string(peer) +
                           " to make the same call",
                       peer);
-      if (shared_.changed_.wait_for(lock, kLook) == std::cv_status::no_timeout || !interrupt_)
+      if (shared_.changed_.wait_for(lock, kInterruptInterval) == std::cv_status::no_timeout ||
+          !interrupt_)
         continue;
       lock.unlock();
       interrupt_();
@@ -86,6 +87,8 @@ class Loopback::Endpoint final : public Messages {
   std::vector<Received> receives_;
 };
 
+// A receive is a copy on the receiver's stream, behind the sender's `ready` event. The sender's
+// stream then waits for the pair's `taken` event, as its next work may overwrite the data.
 void Loopback::Endpoint::end(Stream stream) {
   const Api& api = shared_.api_;
   std::unique_lock lock(shared_.mutex_);
@@ -110,8 +113,8 @@ void Loopback::Endpoint::end(Stream stream) {
 void Loopback::Endpoint::post() {
   for (Sent& each : sends_) {
     Pair& pair = shared_.pair(rank_, each.to);
-    pair.letters.push_back(each.letter);
-    each.number = pair.taken + pair.letters.size();
+    pair.posted.push_back(each.posted_send);
+    each.number = pair.taken + pair.posted.size();
   }
   shared_.changed_.notify_all();
 }
@@ -120,17 +123,18 @@ void Loopback::Endpoint::take(std::unique_lock<std::mutex>& lock, const Received
                               Stream stream) {
   const Api& api = shared_.api_;
   Pair& pair = shared_.pair(each.from, rank_);
-  await(lock, each.from, [&] { return !pair.letters.empty(); });
-  const Letter letter = pair.letters.front();
-  pair.letters.pop_front();
-  if (letter.bytes != each.bytes)
+  await(lock, each.from, [&] { return !pair.posted.empty(); });
+  const PostedSend posted_send = pair.posted.front();
+  pair.posted.pop_front();
+  if (posted_send.bytes != each.bytes)
     throw TransportError("rank " + std::to_string(each.from) + " sent " +
-                             std::to_string(letter.bytes) + " bytes where rank " +
+                             std::to_string(posted_send.bytes) + " bytes where rank " +
                              std::to_string(rank_) + " expects " + std::to_string(each.bytes),
                          each.from);
   const Event ready = shared_.ready_[static_cast<std::size_t>(each.from)]->get();
   cuda::check(api, api.wait(stream, ready), "cudaStreamWaitEvent");
-  cuda::check(api, api.copy(each.data, letter.data, letter.bytes, CopyKind::kOnDevice, stream),
+  cuda::check(api,
+              api.copy(each.data, posted_send.data, posted_send.bytes, CopyKind::kOnDevice, stream),
               "cudaMemcpyAsync");
 }
 

@@ -16,7 +16,7 @@
 
 namespace gradwire::cuda {
 
-// What the ranks of one group share.
+// The state that the ranks of one group share.
 class Loopback {
  public:
   Loopback(const Api& api, int size);
@@ -33,14 +33,14 @@ class Loopback {
 
  private:
   class Endpoint;
-  struct Letter {
+  struct PostedSend {
     const std::byte* data = nullptr;
     std::size_t bytes = 0;
   };
-  // From one rank to another.
+  // The messages from one rank to another.
   struct Pair {
-    std::deque<Letter> letters;  // posted, and not taken
-    std::uint64_t taken = 0;     // letters so far: `taken_event` is recorded behind the last
+    std::deque<PostedSend> posted;  // not taken yet
+    std::uint64_t taken = 0;        // messages so far: `taken_event` is recorded behind the last
     std::unique_ptr<OwnedEvent> taken_event;
   };
   Pair& pair(Rank from, Rank to);

@@ -25,7 +25,7 @@ void RoutedMessages::receive(std::byte* data, std::size_t bytes, Rank peer,
   ways_.at(route(peer).way)->receive(data, bytes, route(peer).rank, layout);
 }
 
-// In the same order on all ranks, so none waits on one way for what stands behind another's.
+// Ends its ways in the same order on all ranks, so that none waits for another's later one.
 void RoutedMessages::end(Stream stream) {
   for (const auto& each : ways_) each->end(stream);
 }

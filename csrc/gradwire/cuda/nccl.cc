@@ -18,7 +18,7 @@ constexpr const char* kRemedy =
     ": pip install nvidia-nccl-cu13 (or -cu12, for a driver of CUDA 12), or name a libnccl.so.2 in "
     "GRADWIRE_NCCL_SO";
 
-// For messages: what dlopen or dlsym said last.
+// The last error of dlopen or dlsym, for messages.
 std::string loader_says() {
   const char* said = ::dlerror();
   return said == nullptr ? "no reason given" : said;
@@ -84,7 +84,7 @@ std::string file_of(const void* symbol) {
   return ::dladdr(symbol, &found) == 0 || found.dli_fname == nullptr ? "" : found.dli_fname;
 }
 
-// First of all, so that of an old library one hears its version, and not what it lacks.
+// Checked first, so that an error about an old library names its version, not a missing symbol.
 void find_version(Nccl& nccl, Resolver& resolver) {
   resolver.find(nccl.get_version, "ncclGetVersion");
   nccl.library = file_of(reinterpret_cast<const void*>(nccl.get_version));
@@ -130,7 +130,7 @@ const Nccl& Nccl::load(const std::vector<std::string>& search) {
   return loaded.emplace(named, resolve(opened)).first->second;
 }
 
-// As ncclGetVersion counts: since 2.9 a hundred to a digit more.
+// Decodes ncclGetVersion: major · 10000 + minor · 100 + patch since 2.9, major · 1000 + … before.
 std::string version_text(int version) {
   const int major = version / (version < 10000 ? 1000 : 10000);
   const int minor = version / 100 % (version < 10000 ? 10 : 100);

@@ -118,7 +118,7 @@ void NcclComm::exchange(std::span<const Message> messages, Stream stream) {
   });
 }
 
-// What one call fails with, ncclGroupEnd fails with too; and it must be called.
+// ncclGroupEnd must be called, and fails with what a call in the group failed with.
 nccl::Result NcclComm::post(std::span<const Message> messages, Stream stream) {
   const std::lock_guard lock(calls_);
   require_not_aborted();
@@ -239,7 +239,7 @@ nccl::Comm* NcclComm::take() noexcept {
   return comm_.exchange(nullptr);
 }
 
-// On a thread of its own: it changes the thread's device, and waits for graphs that hold messages.
+// Runs on its own thread: it changes the thread's device, and waits for graphs that hold messages.
 void NcclComm::end_apart(nccl::Result (*end)(nccl::Comm*), nccl::Comm* comm,
                          const char* name) noexcept {
   try {

@@ -16,7 +16,7 @@ namespace gradwire::cuda {
 
 class NcclComm {
  public:
-  // One of `to` and `from` is where it lies.
+  // `from` of a message to send, `to` of one to receive; the other is null.
   struct Message {
     const std::byte* from;
     std::byte* to;
@@ -38,7 +38,7 @@ class NcclComm {
   void abort() noexcept;
 
  private:
-  // What is waited for, and for how long.
+  // The event that is waited for, and for how long.
   struct Waiting {
     const char* what;
     std::span<const Message> messages;  // of a group
@@ -50,7 +50,7 @@ class NcclComm {
   nccl::Result begin(const nccl::UniqueId& id);
   nccl::Result post(std::span<const Message> messages, Stream stream);
   nccl::Result state();
-  // What the result leads to, when that is known; throws unless it is success.
+  // Waits for the final result; throws unless it is success.
   void settle(nccl::Result result, const Waiting& waiting, const WaitLimit::Interrupt& interrupt);
   // After an error nothing of the communicator is used again.
   template <typename Call>

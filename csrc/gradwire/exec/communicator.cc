@@ -1,3 +1,6 @@
+// Set-up of a communicator, and its calls. A call is bound to its plan on the caller's thread,
+// under the mutex, so that invalid arguments throw there, before anything is sent, and the driver
+// finds everything ready. communicator_driver.cc moves calls, communicator_ending.cc ends them.
 #include "gradwire/exec/communicator.h"
 
 #include <sched.h>
@@ -15,7 +18,7 @@ namespace {
 // If each rank has its own core, the rank that it waits for is running: a few microseconds.
 constexpr unsigned kSpins = 100;
 
-// Ranks that share cores wait for one that is not running: each lets others run at once.
+// Ranks that share cores wait for one that is not running: each yields at once.
 unsigned spins_of(const Identity& identity) {
   const auto ours = std::ranges::find_if(identity.hosts, [&](const std::vector<Rank>& host) {
     return std::ranges::find(host, identity.rank) != host.end();
@@ -43,7 +46,7 @@ transport::Options link_options(const Identity& identity, const Tuning& tuning) 
 transport::Options transfer_options(const Identity& identity, const Tuning& tuning) {
   transport::Options options = link_options(identity, tuning);
   options.max_message = std::min<std::size_t>(tuning.max_message, 64 * 1024);
-  options.messages_per_peer = 4;  // who does not receive holds up nobody else
+  options.messages_per_peer = 4;  // a peer that does not receive holds up no other
   options.messages = std::max(4, options.messages_per_peer * (identity.size - 1));
   return options;
 }
@@ -195,7 +198,7 @@ std::shared_ptr<Work> Communicator::enqueue(std::unique_lock<std::mutex>& lock,
   auto pending = take_spare();
   bind(*pending, request);
   if (pending->compound != nullptr) {
-    lock.unlock();  // for the driver, who is at work
+    lock.unlock();  // so that the driver goes on meanwhile
     pending->compound->prepare();
     lock.lock();
     require_alive();
@@ -220,7 +223,7 @@ void Communicator::check_feedback(const Request& request) {
                           std::string(name_of(request.op)) + "'");
 }
 
-// Under the mutex, as all that makes plans.
+// Called under the mutex, which guards the cache of plans.
 void Communicator::bind(Pending& pending, const Request& request) {
   check_feedback(request);
   const ExecutionPath path = path_of(request, identity_.size);

@@ -109,7 +109,7 @@ void all_gather(Builder& out, Rank) {
 int chunk_per_position(int ranks) { return Fold(ranks).core; }
 Rank owner(int chunk, int ranks) { return Fold(ranks).rank_of(chunk); }
 
-// What the fold adds to rounds: one before and one after.
+// The rounds that the fold adds: one before and one after.
 int fold_rounds(const Fold& fold) { return fold.extra > 0 ? 2 : 0; }
 
 Shape doubling_shape(int p) {

@@ -1,3 +1,6 @@
+// Symbolic execution of a schedule for chunks that the same edges move: one run serves all of them.
+// A rank holds a Sums::Id, which stands for the value with all its roundings: two ranks that hold
+// the same id have the same bits.
 #include "gradwire/schedule/chunk_class.h"
 
 #include <bit>
@@ -17,6 +20,8 @@ std::string list(const std::vector<Rank>& ranks) {
   return text;
 }
 
+// Floating-point addition is commutative but not associative: a sum is identified by the two sums
+// that it was made of, in either order.
 std::uint64_t unordered_pair(Sums::Id a, Sums::Id b) {
   const auto [low, high] = std::minmax(a, b);
   return static_cast<std::uint64_t>(high) << 32 | static_cast<std::uint64_t>(low);
@@ -93,6 +98,7 @@ void ChunkClass::begin(ChunkRange chunks) {
     if (starts_at(r)) at(r).held = Sums::contribution(r);
 }
 
+// Collects what is sent before anything lands: edges of a round read what ranks held when it began.
 void ChunkClass::run_round(std::span<const Step> steps) {
   sent_.clear();
   for (const Step& step : steps) sent_.push_back(at(step.edge->src).held);

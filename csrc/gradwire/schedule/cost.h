@@ -61,7 +61,7 @@ struct CostModel {
   double gamma = 0;  // seconds of a processor for a byte that is added from staging
   double turn = 0;   // seconds until another rank runs on a core
   int cores = 1;     // of each host
-  // What memory far away costs: seconds of a processor for a byte grow by these factors for calls
+  // The cost of far memory: seconds of a processor per byte grow by these factors for calls
   // of 512 KiB, 4 and 32 MiB a rank, evenly from octave to octave, and from 64 KiB, where they
   // are 1.
   std::array<double, 3> far{1, 1, 1};
@@ -69,7 +69,7 @@ struct CostModel {
 
   const CodecCost& codec(std::string_view name) const;  // "topk:density=0.01"; else kAnyCodec's
 
-  // As flat names with values: "within.alpha", "far.4M", "fp16.encode". set() throws
+  // The parameters as flat names: "within.alpha", "far.4M", "fp16.encode". set() throws
   // InvalidArgument for another name, and for what is no finite value, not negative, below 1000 (a
   // million for cores, a whole number from 1).
   std::vector<std::pair<std::string, double>> parameters() const;
@@ -86,7 +86,7 @@ CostModel default_model(std::string_view within, std::string_view between, int c
 inline constexpr const char* kAnyCodec = "any";  // which has no costs of its own
 inline constexpr double kHeaderBytes = 32;       // of each frame, on the wire
 
-// What a schedule is simulated for.
+// The call for which a schedule is simulated.
 struct Workload {
   std::vector<double> chunks;  // bytes of each, in the caller's arrays
   int segments = 1;
@@ -102,7 +102,7 @@ double total_bytes(const Workload& work);
 double simulate(const Schedule& schedule, const CostModel& model, const Workload& work,
                 double limit = std::numeric_limits<double>::infinity());
 
-// What is to be chosen for. The bytes are those of all chunks together.
+// The call for which to choose. The bytes are those of all chunks together.
 struct Question {
   Collective collective = Collective::kAllReduce;
   int ranks = 1;

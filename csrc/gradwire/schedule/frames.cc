@@ -60,7 +60,7 @@ class Frames::FramesBuilder {
   }
 
  private:
-  // What a message has beside what Message says.
+  // The parts of a message that Message lacks.
   struct Staged {
     double work = 0;
     std::uint64_t bytes_digest = 0xcbf29ce484222325ULL;

@@ -55,7 +55,7 @@ class Frames {
   std::span<const std::uint32_t> copies(const Send& send) const {
     return {copies_.data() + send.first, send.last - send.first};
   }
-  // What a rank does in a round, in list order.
+  // A rank's sends in a round, in list order.
   std::span<const Send> sends(int round, Rank rank) const {
     const std::size_t i = index(round, rank);
     return {sends_.data() + sends_from_[i], sends_from_[i + 1] - sends_from_[i]};

@@ -10,7 +10,7 @@
 
 namespace gradwire::schedule {
 
-// What to generate. `groups` is for hierarchical alone: the ranks of each host, every rank once.
+// A schedule to generate. `groups` is for hierarchical alone: the ranks of each host, each once.
 struct Recipe {
   Collective collective = Collective::kAllReduce;
   std::string algorithm = "ring";  // or "hierarchical(inner,outer)"

@@ -1,4 +1,4 @@
-// What makes a schedule well-formed, before anyone asks whether it is right. The builder, the
+// The rules of a well-formed schedule, whether it is correct or not. The builder, the
 // parser and the verifier hold the same rules.
 #pragma once
 

@@ -80,7 +80,7 @@ class Builder {
 // First all rounds of `first`, then all of `second`; the same ranks and chunks in both.
 Schedule then(Schedule first, const Schedule& second, Collective collective, std::string name);
 
-// What one rank does in one round: its edges, in list order.
+// One rank's edges in one round, in list order.
 std::vector<Edge> sends_of(const Round& round, Rank rank);
 std::vector<Edge> receives_of(const Round& round, Rank rank);
 

@@ -18,7 +18,7 @@ constexpr std::size_t kNone = ~std::size_t{0};
 // Ranks that share cores are looked at in calls that follow each other, of which the first and the
 // last do not count: they have nothing before them, or behind.
 constexpr int kCallsThatCount = 2;
-// Who waits gives way to others so many times, then sleeps.
+// A rank that waits yields so many times, then sleeps.
 constexpr double kYields = 20;
 
 std::size_t at(int i) { return static_cast<std::size_t>(i); }
@@ -66,13 +66,13 @@ class Hosts {
     if (first >= time) return first;
     return first + std::ceil((time - first) / cycle - kSame) * cycle;
   }
-  // So that rounding makes no other turn of it.
+  // Notes the turn, so that rounding cannot change it later.
   void promise(Rank rank, double turn) {
     Seat& seat = seats_[at(rank)];
     seat.promised = turn;
     seat.left = cores_[seat.core].left;
   }
-  // It has worked there until `time`.
+  // Frees the core, on which the rank has worked until `time`.
   void leave_core(Rank rank, double time) {
     const Seat& seat = seats_[at(rank)];
     cores_[seat.core].free = time;
@@ -95,7 +95,7 @@ class Hosts {
   };
   static constexpr double kSame = 1e-6;  // of a cycle
 
-  // On a host with more ranks than cores each core has its own.
+  // Assigns ranks to cores, on a host with more ranks than cores.
   void place_ranks(int hosts, int cores, double start) {
     seats_.resize(host_of_.size());
     for (int host = 0; host < hosts; ++host) {
@@ -214,7 +214,7 @@ class Simulation {
     return next_send(rank) != nullptr || (next_receive(rank) != nullptr && arrival(rank) <= time);
   }
 
-  // One send or one landing, by turns where both are possible; false when neither is.
+  // Does one send or one landing, in turns where both are possible; false when neither is.
   bool step(Rank rank, double& time) {
     RankState& state = ranks_[at(rank)];
     const Frames::Send* send = next_send(rank);
@@ -288,7 +288,7 @@ class Simulation {
     state.landing_next = false;
   }
 
-  // Where nothing can be done now: until the next message is there.
+  // Waits until the next message is there: nothing can be done now.
   void wait(Rank rank, double time) {
     RankState& state = ranks_[at(rank)];
     if (next_receive(rank) == nullptr) return;  // all done
@@ -324,7 +324,7 @@ class Simulation {
     return ready ? &frames_.messages()[receives[state.receive.within]] : nullptr;
   }
 
-  // What there is at the cursor, which moves past places where there is nothing.
+  // The item at the cursor, which moves past steps that have none.
   template <typename Of>
   std::invoke_result_t<Of, int> seek(Cursor& cursor, Of of) const {
     for (; cursor.place < order_.size(); ++cursor.place, cursor.within = 0) {

@@ -42,7 +42,7 @@ std::string write(const Schedule& s, std::string_view name) {
   return text;
 }
 
-// What an error message repeats of the text: no more than a glance, and nothing unprintable.
+// Quotes some of the text for an error message: a few characters, none of them unprintable.
 std::string quote(std::string_view word) {
   std::string shown;
   for (char c : word.substr(0, 40)) shown += (c >= ' ' && c < '\x7f') ? c : '?';

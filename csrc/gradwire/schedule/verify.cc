@@ -11,7 +11,7 @@
 namespace gradwire::schedule {
 namespace {
 
-// What must hold before the edges can be followed at all.
+// Checks what must hold before the edges can be followed at all.
 std::string structural_fault(const Schedule& s) {
   if (std::string fault = fault_in_size(s.ranks, s.chunks); !fault.empty()) return fault;
   if (std::string fault = fault_in_roles(s); !fault.empty()) return fault;
@@ -31,7 +31,7 @@ Shape shape_of(const Schedule& s) {
   return {static_cast<int>(s.rounds.size()), static_cast<double>(most) / s.chunks};
 }
 
-// Where chunk classes begin: wherever an edge or the role of a chunk changes.
+// The chunks at which classes begin: wherever an edge or the role of a chunk changes.
 std::vector<int> class_bounds(const Schedule& s) {
   std::vector<int> bounds = {0, s.chunks};
   if (required_chunks(s.collective, s.ranks) != 0)

@@ -20,7 +20,7 @@
 
 namespace gradwire::transport {
 
-// What lies in the entry itself needs no cell.
+// A message that fits into the entry itself needs no cell.
 inline constexpr std::size_t kSmallMessage = 120;  // bytes, at most
 
 // A cell and a length in one word that is never zero.
@@ -60,7 +60,7 @@ class Arena {
   std::atomic<std::uint32_t>& far(Rank reader) noexcept;
   // The reader's queue, a ring of `messages` entries.
   std::atomic<std::uint64_t>& entry(Rank reader, std::size_t position) noexcept;
-  // Where a small message lies in an entry.
+  // The place of a small message in an entry.
   std::byte* small(Rank reader, std::size_t position) noexcept;
   std::byte* data(std::size_t cell) noexcept;
 

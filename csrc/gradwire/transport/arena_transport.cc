@@ -173,7 +173,7 @@ void ArenaTransport::answer_bell(Rank peer) {
   bury(peer);
 }
 
-// What the peer had not read yet, nobody will: its cells are free again.
+// Frees the cells that the peer has not read: nobody will.
 void ArenaTransport::bury(Rank peer) {
   Link& link = at(peer);
   unwatch(epoll_.get(), link.socket.get());

@@ -155,7 +155,7 @@ bool EmulatedTransport::has_arrived(Rank peer, ConstBytes message) {
   return front.shown;
 }
 
-// tcp tells of a peer's end when nothing at all is there.
+// tcp reports a peer's end when nothing is left to read.
 std::optional<Incoming> EmulatedTransport::peek_any() {
   if (!tcp_->peek_any()) return std::nullopt;
   for (std::size_t i = 0; i < fronts_.size(); ++i) {

@@ -31,7 +31,7 @@ class EmulatedLink {
   // When all of a message is received whose first bit has come: not before what came earlier.
   Time receive(const Flight& flight, std::size_t bytes);
 
-  // For who foretells it: of a byte among many, headers of packets with it, and of each bit.
+  // For predictions: seconds for a byte among many, with its packets' headers, and for each bit.
   double seconds_of_byte() const;
   double seconds_under_way() const { return std::chrono::duration<double>(latency_).count(); }
 

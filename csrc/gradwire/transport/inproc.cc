@@ -23,7 +23,7 @@ void require_same_process(int socket, const LinkId& link) {
     throw InvalidArgument(describe(link, "inproc joins threads of one process; use shm"));
 }
 
-// In one go: a pointer that was sent to nobody would keep its arena for ever.
+// Sends and receives in one go: a pointer that was sent to nobody would keep its arena for ever.
 std::shared_ptr<Arena> swap_pointers(int socket, const std::shared_ptr<Arena>& own,
                                      const LinkId& link, const Options&,
                                      const WaitLimit& wait_limit) {

@@ -15,7 +15,7 @@ std::unique_ptr<Transport> make_emulated(const Options& options);
 
 // Probes what inproc and shm both need.
 Viability probe_shared_memory(const Options& options);
-// Where the options have no devices: whether this host has any.
+// If the options have no devices: whether this host has any.
 Viability probe_rdma(const Options& options);
 
 }  // namespace gradwire::transport

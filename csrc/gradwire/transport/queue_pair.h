@@ -15,16 +15,16 @@ class QueuePair {
   QueuePair(const RdmaDevices& devices, const RdmaPort& port, ibv::Cq* cq, int sends, int receives);
 
   std::uint32_t number() const noexcept { return qp_->qp_num; }
-  // So many bytes, and no more, may be sent by value.
+  // The most bytes that may be sent by value.
   std::size_t most_inline() const noexcept { return most_inline_; }
 
-  // What the other end has to know, and says of itself.
+  // The properties of an end that the other one has to know.
   struct Peer {
     std::uint32_t number = 0;
     std::uint32_t first_packet = 0;  // its first packet sequence number, 24 bits
     RdmaAddress address{};
   };
-  // Both ends' first packets, ours and the peer's.
+  // Connects to the peer, with both ends' first packet numbers.
   void connect(const Peer& peer, std::uint32_t own_first_packet);
   // Ends whatever is under way; nothing can be posted afterwards.
   void break_off() noexcept;

@@ -237,7 +237,7 @@ RdmaEnd RdmaTransport::agree(int socket, Link& link, Rank peer, const WaitLimit&
   return far;
 }
 
-// Ready to be written to before the other end hears of it.
+// Makes this end ready to be written to before it tells the other end.
 RdmaEnd RdmaTransport::make_end(Link& link, Rank peer, int port, int peer_port) {
   link.rail = &rail_of(port);
   if (max_message() > std::min(link.rail->port().max_message, Word::kLength))
@@ -320,7 +320,7 @@ void RdmaTransport::post(int index, std::size_t bytes, std::span<const Rank> pee
   cell.readers = peers.size();
   for (Rank peer : peers) at(peer).outbox.push(index);
   for (Rank peer : peers) push_out(peer);
-  // That a ring has room again may be told, and not yet heard.
+  // The peer may have sent that its ring has room again, which is not read yet.
   if (!std::ranges::all_of(peers, [this](Rank peer) { return is_flushed(peer); })) poll();
 }
 
@@ -335,7 +335,7 @@ bool RdmaTransport::flush() {
   return all;
 }
 
-// As much as the peer's ring and the device have room for.
+// Sends as much as the peer's ring and the device have room for.
 void RdmaTransport::push_out(Rank peer) {
   Link& link = at(peer);
   while (!link.lost && !link.outbox.empty() && link.sent - link.read < link.far.slots &&
@@ -352,7 +352,7 @@ void RdmaTransport::push_out(Rank peer) {
   }
 }
 
-// One write of a cell into the peer's next slot, or of a word alone.
+// Writes a cell into the peer's next slot, or a word alone.
 bool RdmaTransport::write(Rank peer, int cell, bool tells) {
   Link& link = at(peer);
   QueuePair::Write next;
@@ -473,7 +473,7 @@ void RdmaTransport::disarm() {
   }
 }
 
-// What the peer wrote before it went is here, and its completions with it.
+// Whatever the peer wrote before it went is here, and so are its completions.
 void RdmaTransport::answer_bell(Rank peer) {
   std::array<char, 64> bytes;
   const ssize_t got = ::recv(at(peer).socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
@@ -482,7 +482,7 @@ void RdmaTransport::answer_bell(Rank peer) {
   lose(peer, "the peer closed it or died");
 }
 
-// For good: nothing is posted to it again. What had arrived can still be read.
+// Gives the peer up: nothing is posted to it again. What had arrived can still be read.
 void RdmaTransport::lose(Rank peer, const std::string& reason) {
   Link& link = at(peer);
   if (std::exchange(link.lost, true)) return;

@@ -45,7 +45,7 @@ RdmaSettings checked(RdmaSettings settings) {
   return settings;
 }
 
-// Which of a port's addresses is taken, where none is asked for: the higher, the rather.
+// The preference for one of a port's addresses where the user chose none; the highest wins.
 int preference(const ibv::GidEntry& entry) {
   if (entry.gid_type != ibv::kGidRoceV2) return 0;
   if (is_ipv4(entry.gid)) return 3;

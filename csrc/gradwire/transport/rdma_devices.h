@@ -54,7 +54,7 @@ struct RdmaPort {
   std::string describe() const;
 };
 
-// That a rank tells of.
+// The most ports that a rank announces.
 inline constexpr std::size_t kMostRdmaPorts = 16;
 
 class RdmaDevices {

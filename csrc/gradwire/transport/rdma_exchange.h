@@ -1,5 +1,5 @@
-// What two ranks tell each other over their authenticated socket to make an RDMA link: first by
-// which ports they can be reached, then, for the pair of ports that the lower rank has chosen, the
+// The exchange of two ranks over their authenticated socket to make an RDMA link: first the ports
+// at which they can be reached, then, for the pair of ports that the lower rank has chosen, the
 // queue pair and the ring of memory that the other end writes into.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What an RDMA transport has on one port: its memory registered there, and where completions come.
+// An RDMA transport's resources on one port: its registered memory, and the completion queue.
 #pragma once
 
 #include <sys/mman.h>

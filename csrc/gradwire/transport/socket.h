@@ -1,4 +1,4 @@
-// What the links share of sockets: set-up exchanges that end by a deadline, options, epoll.
+// Socket functions that the links share: set-up exchanges with a deadline, options, epoll.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace gradwire::transport {
 
-// Whose link an error is about.
+// The link that an error is about.
 struct LinkId {
   std::string_view transport;
   Rank rank = -1;
@@ -40,7 +40,7 @@ UniqueFd make_epoll();
 void watch(int epoll, int socket, std::uint32_t events, Rank peer);
 void unwatch(int epoll, int socket) noexcept;
 
-// What is left of a call that found nothing now, as opposed to a connection that has ended.
+// Whether a call only found nothing yet, as opposed to a connection that has ended.
 bool would_block(int error) noexcept;
 
 }  // namespace gradwire::transport

@@ -63,7 +63,7 @@ class Inbox {
   void pop() { begin_ += frame_bytes(front_prefix().length); }
   bool empty() const noexcept { return size() == 0; }
 
-  // Where the rest of the incomplete front frame goes, and a little more.
+  // Room for the rest of the incomplete front frame, and a little more.
   Bytes room() {
     move_to_front();
     const std::size_t wanted =

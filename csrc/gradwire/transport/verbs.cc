@@ -10,7 +10,7 @@
 namespace gradwire::transport {
 namespace {
 
-// For messages: what dlopen or dlvsym said last.
+// The last error of dlopen or dlvsym, for messages.
 std::string loader_says() {
   const char* said = ::dlerror();
   return said == nullptr ? "no reason given" : said;

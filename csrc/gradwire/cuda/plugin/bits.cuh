@@ -26,7 +26,7 @@ constexpr std::uint32_t bytes_of_bits(std::uint32_t n) {
 // The most bytes of a mask of n bits that is written as its runs.
 constexpr std::uint32_t most_run_bytes(std::uint32_t n) { return bytes_of_bits(n) - 1; }
 
-// Those of the word number `index` that are among the first n bits.
+// The bits of the word number `index` that are among the first n bits.
 __device__ inline std::uint32_t word_of_first(std::uint32_t n, std::uint32_t index) {
   if (32 * index >= n) return 0;
   const std::uint32_t count = n - 32 * index;

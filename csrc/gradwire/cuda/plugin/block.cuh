@@ -1,4 +1,4 @@
-// What the threads of a block find out together. All of them call.
+// Results that the threads of a block compute together. All of them must call.
 #pragma once
 
 #include "gradwire/cuda/plugin/team.cuh"

@@ -63,7 +63,7 @@ struct LeftSource {
   }
 };
 
-// What one thread adds up of a tile of its row, from its lane's first element on.
+// The sums of one thread over a tile of its row, from its lane's first element on.
 template <unsigned kSteps>
 __device__ void load_row(LeftSource from, std::uint64_t at, std::uint64_t left,
                          float (&values)[kSteps]) {

@@ -98,7 +98,7 @@ struct BitRoom {
   std::uint32_t words[kWords];
 };
 
-// What a thread knows of a mask, whose word it has: where its runs begin and end.
+// Where a mask's runs begin and end, in the word of it that a thread holds.
 struct RunEnds {
   std::uint32_t ends;    // a bit for each end of a run that is in this word, which has
   std::uint32_t first;   // so many bits before it, and

@@ -1,4 +1,4 @@
-// What the threads that encode and decode onebit have in common.
+// Definitions that encoding and decoding of onebit share.
 #pragma once
 
 #include "gradwire/codec/blocks.h"

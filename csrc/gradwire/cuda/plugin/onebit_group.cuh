@@ -34,7 +34,7 @@ __device__ inline Unit unit_of(const Slots& payload, std::uint64_t unit, std::ui
   return {payload.data + begin, payload.offsets[unit + 1] - begin, true};
 }
 
-// As they are sent.
+// The means of a block, as they are sent.
 struct Means {
   float plus, minus;
 
@@ -42,7 +42,7 @@ struct Means {
   __device__ bool has_runs() const { return masked() && !is_negative(minus); }
   __device__ bool finite() const { return is_finite(plus) && is_finite(minus); }
 
-  // What elements become: never -0, as on CPUs.
+  // The values that elements decode to: never -0, as on CPUs.
   __device__ Means decoded() const {
     if (!finite()) return {quiet_nan<float>(), quiet_nan<float>()};
     if (masked()) return {0 - plus, 0 - __uint_as_float(magnitude_bits(minus))};
@@ -50,7 +50,7 @@ struct Means {
   }
 };
 
-// What a thread knows of a payload's block: its header, and one word of what is behind that.
+// A thread's part of a payload's block: its header, and one word of what is behind that.
 struct Plane {
   Means means;
   std::uint32_t word;

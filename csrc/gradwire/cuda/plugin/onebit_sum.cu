@@ -84,7 +84,7 @@ __device__ void add_table(const SumTable& table, unsigned lane, float (&acc)[kCo
   }
 }
 
-// One after the other: where a mask leaves an element out, +0.
+// Adds one after the other: where a mask leaves an element out, +0.
 template <unsigned kWide, bool kAlone>
 __device__ void add_masked(const GroupRoom<kAlone>& room, unsigned count, unsigned first_word,
                            Share<kWarp, kCount, kWide> share, float (&acc)[kCount]) {
@@ -123,7 +123,7 @@ struct Block {
 
   __device__ Unit unit_at(unsigned p) const { return unit_of(of.payloads[p], unit, of.slot_bytes); }
 
-  // Those from the p-th payload on.
+  // Loads the payloads from the p-th on.
   __device__ Group load(unsigned first) const {
     Group group{};
     group.count = of.count <= first ? 0 : of.count - first < kGroup ? of.count - first : kGroup;

@@ -51,7 +51,7 @@ Status device_info(int device, DeviceInfo* info) {
 Status set_device(int device) { return said(cudaSetDevice(device)); }
 Status get_device(int* device) { return said(cudaGetDevice(device)); }
 
-// Only the driver tells without beginning to.
+// Only the driver can tell without initialising the device.
 int is_in_use(int device) {
   using GetState = int (*)(int device, unsigned* flags, int* active);
   void* found = nullptr;

@@ -77,7 +77,7 @@ Status offsets(const std::uint32_t* sizes, std::uint64_t units, std::uint64_t sl
 constexpr unsigned kCopyThreads = 256;
 constexpr std::uint64_t kOfWarp = 1024;  // bytes of a slot that a warp copies alone
 
-// From an aligned address to any. Reads whole words, of which the last may end behind the bytes.
+// Copies from an aligned address to any. Reads whole words; the last may end behind the bytes.
 template <typename Team>
 __device__ void copy_bytes(const std::byte* from, std::byte* to, std::uint64_t bytes, Team team) {
   const std::uint64_t odd = (4 - reinterpret_cast<std::uintptr_t>(to) % 4) % 4;

@@ -51,7 +51,7 @@ struct UnitSource {
         n(unit_length(all, unit)),
         steps(steps_of(n)) {}
 
-  // This thread's of some steps; 0 beyond the end. Several are asked for before one is used.
+  // This thread's elements of some steps; 0 beyond the end. Several loads start before one is used.
   template <unsigned kSteps>
   __device__ void load(unsigned first_step, float (&v)[kSteps]) const {
     constexpr unsigned kAtOnce = kSteps < 8 ? kSteps : 8;

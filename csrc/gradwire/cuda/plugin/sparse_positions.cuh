@@ -8,7 +8,7 @@ namespace gradwire::cuda {
 
 inline constexpr unsigned kMostPositionBytes = codec::most_position_bytes(kUnit);
 
-// What a block works in.
+// A block's scratch memory.
 struct PositionRoom {
   std::uint32_t zeros[kMostLowBits + 1];  // of all gaps, for each `low`
 };

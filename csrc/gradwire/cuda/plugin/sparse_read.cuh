@@ -160,7 +160,7 @@ __device__ inline bool take_gaps(const GapWord& word, GapState state, unsigned c
   return fits;
 }
 
-// One word a thread, from word `first` on. The state is moved on to behind them.
+// Reads one word per thread, from word `first` on, and moves the state on behind them.
 __device__ inline bool read_gap_words(Foreign in, std::uint64_t first, unsigned low, unsigned count,
                                       unsigned n, GapState& state, ReadRoom& room) {
   const std::uint64_t at = first + threadIdx.x;

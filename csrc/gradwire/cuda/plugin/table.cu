@@ -1,4 +1,4 @@
-// What the shared object exports: its one table.
+// The one table that the shared object exports.
 #include "gradwire/cuda/plugin/functions.h"
 
 namespace gradwire::cuda {

@@ -5,7 +5,7 @@
 
 namespace gradwire::cuda {
 
-// What a scan gives: the values before this thread's, joined, and those of all threads.
+// The results of a scan: the values before this thread's, joined, and those of all threads.
 template <typename T>
 struct Scanned {
   T before, all;

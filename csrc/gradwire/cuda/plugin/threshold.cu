@@ -256,7 +256,7 @@ Status threshold_adapt(std::uint64_t n, double density, KeyState* key_state, Str
 
 // ---- decode ------------------------------------------------------------------------------------
 
-// What follows the positions of a unit: tau, and the signs.
+// Writes what follows the positions of a unit: tau, and the signs.
 class Signs {
  public:
   __device__ unsigned bytes(unsigned count) const {

@@ -193,7 +193,7 @@ Status topk_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, do
 
 // ---- decode ------------------------------------------------------------------------------------
 
-// What follows the positions of a unit.
+// Writes what follows the positions of a unit.
 template <typename As>
 class Largest {
  public:
