@@ -7,7 +7,7 @@
 //   A unit with NaN or Inf decodes to NaN; its errors are v, 0 where v is not finite.
 // A unit's part of the payload: its positions (codec/sparse.h), then their values.
 //
-// Adapted::filter is the last unit's threshold, for the next: it changes no result.
+// CodecState::filter is the last unit's threshold, for the next: it changes no result.
 #include <algorithm>
 #include <bit>
 #include <cmath>
