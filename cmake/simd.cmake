@@ -1,14 +1,25 @@
 # The codecs' inner loops, a part of their layer, and instruction-set flags per file; everything else
 # stays at the platform's baseline, so that one wheel runs everywhere. -ffp-contract=off: GCC would
-# fuse even intrinsics into FMA and change the bits.
+# fuse even intrinsics into FMA and change the bits. ARM64 has the scalar ones alone, which the
+# compiler may turn into NEON: elsewhere they are left as they are, to compare the others with.
+set(GRADWIRE_X86 OFF)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
+  set(GRADWIRE_X86 ON)
+else()  # where every processor has FMA, all files need it
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
+endif()
+
 function(gradwire_simd)
   set(dir ${CMAKE_SOURCE_DIR}/csrc/gradwire/codec)
   file(GLOB simd_sources CONFIGURE_DEPENDS ${dir}/simd/*.cc)
+  if(NOT GRADWIRE_X86)
+    list(FILTER simd_sources EXCLUDE REGEX "simd_avx[0-9]+\\.cc$")
+  endif()
   target_sources(gradwire_codec PRIVATE ${simd_sources})
   get_target_property(codec_sources gradwire_codec SOURCES)
   foreach(source ${codec_sources})
     set(flags -O3 -ffp-contract=off)
-    if(source MATCHES "simd_scalar.cc$")
+    if(GRADWIRE_X86 AND source MATCHES "simd_scalar.cc$")
       list(APPEND flags -fno-tree-vectorize)
     elseif(source MATCHES "simd_avx2.cc$")
       list(APPEND flags -mavx2 -mf16c -mbmi2 -mpopcnt)

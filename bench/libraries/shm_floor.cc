@@ -22,6 +22,14 @@
 
 namespace {
 
+void pause_spinning() noexcept {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#endif
+}
+
 constexpr std::size_t kLine = 64;          // bytes
 constexpr std::size_t kSlice = 64 * 1024;  // elements
 constexpr std::size_t kUnderWay = 4;       // slices
@@ -94,7 +102,7 @@ class Floor {
         idle = 0;
         ::sched_yield();
       } else {
-        __builtin_ia32_pause();
+        pause_spinning();
       }
     }
     before_ += slices;
@@ -185,7 +193,7 @@ double line_round_trip(int here, int there) {
   constexpr std::uint32_t kTrips = 64, kSamples = 101;
   Count line;
   auto wait_for = [&](std::uint64_t value) {
-    while (line.slices.load(std::memory_order_acquire) != value) __builtin_ia32_pause();
+    while (line.slices.load(std::memory_order_acquire) != value) pause_spinning();
   };
   std::array<double, kSamples> samples;
   auto ask = [&] {

@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "gradwire/base/error.h"
+#include "gradwire/base/spin.h"
 #include "gradwire/codec/simd/simd.h"
 #include "gradwire/exec/control/failure.h"
 
@@ -287,7 +288,7 @@ void Communicator::finish_current(bool unannounced) {
 // A peer that runs answers within microseconds, less than sleeping and waking takes, so spin first.
 // A peer that waits for this rank's core gets it by a yield.
 void Communicator::back_off(unsigned idle, const Interrupt& interrupt) {
-  if (idle <= spins_) return __builtin_ia32_pause();
+  if (idle <= spins_) return pause_spinning();
   if (idle <= spins_ + kYields) return static_cast<void>(::sched_yield());
   if (!waits_since_) start_waiting();
   check_stall();

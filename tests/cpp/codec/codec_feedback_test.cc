@@ -1,8 +1,6 @@
 #include "gradwire/codec/feedback.h"
 
 #include <gtest/gtest.h>
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -14,6 +12,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/codec/codec.h"
+#include "gradwire/codec/simd/float_modes.h"
 
 namespace gradwire::codec {
 namespace {
@@ -366,14 +365,13 @@ TEST(ErrorFeedback, TauIsScaledAndStaysFinite) {
 
 // Whoever calls may have told the processor to flush them.
 TEST(ErrorFeedback, DenormalsAreKept) {
-  constexpr unsigned kFlush = 0x8040;  // results to zero, operands as zero
-  const unsigned modes = _mm_getcsr();
+  const std::uint64_t modes = float_modes();
   ErrorFeedback feedback;
-  _mm_setcsr(modes | kFlush);
+  set_float_modes(modes | kFlushModes);
   feedback.add("w", Values{1e-40F, -1e-40F});
   feedback.add("w", Values{1e-40F, -1e-40F});
   feedback.scale(0.5);
-  _mm_setcsr(modes);
+  set_float_modes(modes);
   EXPECT_EQ(feedback.residual("w"), (Values{1e-40F, -1e-40F}));
 }
 

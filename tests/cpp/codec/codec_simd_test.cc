@@ -1,8 +1,6 @@
 #include "gradwire/codec/simd/simd.h"
 
 #include <gtest/gtest.h>
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -15,6 +13,7 @@
 #include "codec_reference.h"
 #include "gradwire/base/error.h"
 #include "gradwire/codec/average.h"
+#include "gradwire/codec/simd/float_modes.h"
 
 namespace gradwire::codec {
 namespace {
@@ -478,26 +477,26 @@ TEST(Scale, RoundsTheFactorToFloat32ExceptForFloat64) {
   EXPECT_EQ(wide, (std::vector<double>{3 * (1.0 / 3), 7 * (1.0 / 3), 1e-3 * (1.0 / 3)}));
 }
 
-constexpr unsigned kFlushAndRoundDown = 0x1F80 | 0x8000 | 0x0040 | 0x2000;
+constexpr std::uint64_t kFlushAndRoundDown = kFlushModes | kRoundDownModes;
 
 TEST(FloatEnvironment, ShieldsKernelsFromTheCallersModes) {
-  const unsigned before = _mm_getcsr();
+  const std::uint64_t before = float_modes();
   for (const Kernels* table : available_kernels()) {
     const auto add = table->reduce[0][0];
     const std::vector<float> x = {0x1p-149F, 0x1p-24F + 0x1p-40F};
     std::vector<float> flushed = {0x1p-140F, 1}, kept = flushed;
-    _mm_setcsr(kFlushAndRoundDown);
+    set_float_modes(kFlushAndRoundDown);
     add(flushed.data(), x.data(), 2);
-    unsigned inside = 0;
+    std::uint64_t inside = 0;
     {
       const FloatEnvironment environment;
-      inside = _mm_getcsr();
+      inside = float_modes();
       add(kept.data(), x.data(), 2);
     }
-    const unsigned after = _mm_getcsr();
-    _mm_setcsr(before);
-    EXPECT_EQ(inside, 0x1F80U);
-    EXPECT_EQ(after & 0xFFC0U, kFlushAndRoundDown);
+    const std::uint64_t after = float_modes();
+    set_float_modes(before);
+    EXPECT_EQ(inside, kIeeeModes);
+    EXPECT_EQ(after & kModeBits, kFlushAndRoundDown);
     EXPECT_EQ(flushed, (std::vector<float>{0, 1})) << "the modes under test had no effect";
     EXPECT_EQ(kept, (std::vector<float>{0x1p-140F + 0x1p-149F, 1 + 0x1p-23F})) << table->name;
   }

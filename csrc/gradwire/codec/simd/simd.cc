@@ -1,28 +1,47 @@
 #include "gradwire/codec/simd/simd.h"
 
-#include <immintrin.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "gradwire/base/error.h"
+#include "gradwire/codec/simd/float_modes.h"
 #include "gradwire/codec/simd/simd_tables.h"
 
 namespace gradwire::codec {
 namespace {
 
-// Round to nearest, all exceptions masked, neither flush-to-zero nor denormals-are-zero.
-constexpr unsigned kIeeeControl = 0x1F80;
+#if defined(__x86_64__)
+// Asked of the processor itself: what __builtin_cpu_supports() reads is zero in the runtime of
+// zig's compiler, which builds wheels.
+struct Features {
+  unsigned one = 0, seven = 0;  // ECX of CPUID's leaf 1, EBX of leaf 7
+  unsigned kept = 0;            // which registers the system saves
+
+  Features() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (__get_cpuid(1, &a, &b, &c, &d) != 0) one = c;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) != 0) seven = b;
+    if ((one & bit_OSXSAVE) != 0) asm volatile("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
+  }
+};
+
+constexpr bool has_all(unsigned found, unsigned wanted) { return (found & wanted) == wanted; }
 
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
-         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+  const Features features;
+  return has_all(features.one, bit_AVX | bit_F16C | bit_POPCNT) &&
+         has_all(features.seven, bit_AVX2 | bit_BMI2) && has_all(features.kept, 0x06);
 }
 
 bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && has_avx2();
+  const Features features;
+  return has_avx2() && has_all(features.kept, 0xE6) &&
+         has_all(features.seven, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL);
 }
 
 std::vector<const Kernels*> probe() {
@@ -32,6 +51,9 @@ std::vector<const Kernels*> probe() {
   found.push_back(&kScalarKernels);
   return found;
 }
+#else
+std::vector<const Kernels*> probe() { return {&kScalarKernels}; }
+#endif
 
 const Kernels& choose() {
   const char* wanted = std::getenv("GRADWIRE_SIMD");
@@ -58,7 +80,9 @@ const Kernels& kernels() {
   return active;
 }
 
-FloatEnvironment::FloatEnvironment() noexcept : saved_(_mm_getcsr()) { _mm_setcsr(kIeeeControl); }
-FloatEnvironment::~FloatEnvironment() { _mm_setcsr(saved_); }
+FloatEnvironment::FloatEnvironment() noexcept : saved_(float_modes()) {
+  set_float_modes(kIeeeModes);
+}
+FloatEnvironment::~FloatEnvironment() { set_float_modes(saved_); }
 
 }  // namespace gradwire::codec

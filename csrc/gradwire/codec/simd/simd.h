@@ -86,7 +86,7 @@ class FloatEnvironment {
   FloatEnvironment& operator=(const FloatEnvironment&) = delete;
 
  private:
-  unsigned saved_;
+  std::uint64_t saved_;
 };
 
 }  // namespace gradwire::codec
