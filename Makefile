@@ -5,6 +5,7 @@
 #   make test-under-load  the same TIMES=5 times, beside four busy loops and a memory hog
 #   make arm64     the C++ tests, compiled for ARM64 and run by qemu
 #   make test-rdma the tests over RDMA, in a virtual machine that has a device
+#   make test-ray  the documentation's programs for Ray, with Ray and the wheel in an environment of their own
 #   make bench     the pytest-benchmark bandwidth suites
 #   make wheel     a wheel for this Python and old Linux machines, in dist/;  make check-wheel tries it
 #   make docs      the documentation as HTML, in build/docs; warnings are errors
@@ -33,7 +34,7 @@ NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/* csr
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' \
   'tests/*.cc' 'bench/*.h' 'bench/*.cc')
 
-.PHONY: demo test test-cpp test-python nightly test-under-load test-rdma bench docs lint lint-check \
+.PHONY: demo test test-cpp test-python nightly test-under-load test-rdma test-ray bench docs lint lint-check \
   wheel check-wheel arm64 \
   sanitize sanitize-build faults fuzz fuzz-build build tools clean
 demo: build
@@ -59,6 +60,8 @@ nightly: test faults
 	$(MAKE) sanitize SANITIZE_CUDA=ON
 	$(MAKE) test-rdma
 	$(MAKE) check-wheel
+	$(MAKE) test-ray
+	$(MAKE) arm64
 
 test-under-load: build
 	$(BIN)/python tests/load.py --times $(TIMES) -- $(MAKE) test
@@ -84,6 +87,11 @@ arm64: $(VENV)/tools
 	ninja -C build/arm64
 	@echo "== C++ tests for ARM64"
 	GTEST_FILTER='-*DeathTest.*' $(CTEST) build/arm64 -R '$(ARM64)'
+
+test-ray:
+	sh .ci/venv $(PYTHON) build/ray
+	build/ray/bin/python -m pip install --quiet -c constraints.txt . "ray[train]" torch
+	build/ray/bin/python tests/ray/run.py
 
 # SEED=… repeats a run; ARGS="--only N" one case of it.
 faults: build

@@ -1,0 +1,51 @@
+"""Runs the programs that docs/launching.md gives for Ray, on this machine.
+
+`make test-ray` calls it with the Python of a virtual environment that has Ray and gradwire's wheel:
+Ray's workers do not see an editable install.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs/launching.md"
+LIMIT = 600.0  # seconds, after which a program is taken to hang
+EXPECTED = ("[0.5, 0.5]", "steps")  # what each prints, in the page's order
+
+
+def programs() -> list[str]:
+    """The blocks of Python in the page's section on Ray."""
+    section = PAGE.read_text().split("\n## Ray\n")[1].split("\n## ")[0]
+    return [block.split("```")[0] for block in section.split("```python\n")[1:]]
+
+
+def output_of(program: str) -> str:
+    """What it prints, and why it failed where it did."""
+    with tempfile.TemporaryDirectory() as folder:  # not the repository, whose sources have no core
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=folder,
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT,
+        )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def main() -> None:
+    """Fails where a program does, or prints something else."""
+    for program, expected in zip(programs(), EXPECTED, strict=True):
+        printed = output_of(program)
+        assert expected in printed, printed
+        print(f"a program with {program.split()[1]} passed")
+
+
+if __name__ == "__main__":
+    main()
