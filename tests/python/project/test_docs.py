@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 
