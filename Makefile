@@ -2,10 +2,10 @@
 #   make demo      set up, train a small network on 4 ranks, locally and over a slow link, print tables
 #   make test      set up, run the tests
 #   make nightly   what takes longer: see CONTRIBUTING.md
-#   make test-under-load  the same TIMES=5 times, beside four busy loops and a memory hog
+#   make test-under-load  `make test` TIMES=5 times, beside four busy loops and a memory hog
 #   make arm64     the C++ tests, compiled for ARM64 and run by qemu
 #   make test-rdma the tests over RDMA, in a virtual machine that has a device
-#   make test-ray  the documentation's programs for Ray, with Ray and the wheel in an environment of their own
+#   make test-ray  the documentation's programs for Ray, in an environment that has Ray
 #   make bench     the pytest-benchmark bandwidth suites
 #   make wheel     a wheel for this Python and old Linux machines, in dist/;  make check-wheel tries it
 #   make docs      the documentation as HTML, in build/docs; warnings are errors
@@ -54,8 +54,10 @@ test-python: build
 	@echo "== Python tests"
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-# What takes too long for every change, beside what `make test` runs. SEED and ARGS as above.
-nightly: test faults
+# What takes too long for every change, beside what `make test` runs. SEED: of `make faults`.
+nightly:
+	$(MAKE) test
+	$(MAKE) faults
 	$(MAKE) fuzz FUZZ_SECONDS=600
 	$(MAKE) sanitize SANITIZE_CUDA=ON
 	$(MAKE) test-rdma

@@ -3,8 +3,8 @@
 // share survives a machine that others load; medians of paired ratios. Built by hand, next to a
 // build tree; arguments pick the kernels whose names contain the first, and L2 or DRAM, and give
 // the block of int8 and onebit:
-//   g++ -O3 -std=c++20 -Icsrc bench/codecs/kernels.cc -o kernels build/libgradwire_codec.a
-//   build/libgradwire_base.a
+//   g++ -O3 -std=c++20 -Icsrc bench/codecs/kernels.cc -o kernels build/release/libgradwire_codec.a
+//   build/release/libgradwire_base.a
 #include <algorithm>
 #include <cstdio>
 #include <cstring>

@@ -3,7 +3,7 @@
 // element plus what is sent. Then bytes an element that is sent, and what units of other sizes
 // would catch. The instruction set is what GRADWIRE_SIMD says. Built by hand, next to a build tree:
 //   g++ -O3 -std=c++20 -Icsrc bench/codecs/kernels_sparse.cc -o kernels_sparse
-//   build/libgradwire_codec.a build/libgradwire_base.a
+//   build/release/libgradwire_codec.a build/release/libgradwire_base.a
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -34,7 +34,7 @@ Values gaussian(std::size_t n, float scale) {
 
 struct Case {
   std::string name, spec;
-  float filter;  // Adapted::filter at the start of each call
+  float filter;  // CodecState::filter at the start of each call
 };
 
 // In place, as it is used: x is 0, so that only what is sent changes the residual, and is put back.

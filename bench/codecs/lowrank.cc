@@ -1,8 +1,8 @@
 // Speed of lowrank's three passes over a matrix, and of Gram-Schmidt, per table. Kernel and memcpy
 // alternate, so that a share survives a machine that others load; medians of paired ratios. "step"
 // is all that one rank computes in a call. Built by hand, next to a build tree:
-//   g++ -O3 -std=c++20 -Icsrc bench/codecs/lowrank.cc -o lowrank build/libgradwire_codec.a
-//   build/libgradwire_base.a
+//   g++ -O3 -std=c++20 -Icsrc bench/codecs/lowrank.cc -o lowrank build/release/libgradwire_codec.a
+//   build/release/libgradwire_base.a
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

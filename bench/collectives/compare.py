@@ -1,7 +1,7 @@
 """This tree's speed beside that of another commit, in pairs.
 
     python -m bench.collectives.compare     # the merge base with main, or the commit before
-    python -m bench.collectives.compare --base v0.1.0 --fail-below 0.95
+    python -m bench.collectives.compare --base HEAD~5 --fail-below 0.95
 
 Builds both under build/compare (this one as it lies in the working tree), and lets them take turns
 in every case; the one that has none sleeps. A ratio is the base's time over this tree's, of turns

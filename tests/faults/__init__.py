@@ -1,6 +1,6 @@
 """The fault campaign: random faults in random jobs, and what must hold all the same.
 
-`python -m faults --count 1000 --seed S` runs it (`make faults`); `--only N` repeats one case.
+`make faults COUNT=1000 SEED=S` runs it; `ARGS="--only N"` repeats one case.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""`python -m faults`: see `campaign`."""
+"""`PYTHONPATH=tests python -m faults`: see `campaign`."""
 
 import sys
 

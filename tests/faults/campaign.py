@@ -80,7 +80,7 @@ def _show(options: argparse.Namespace, result: Result) -> None:
     again = f"--seed {case.seed} --only {case.number}"
     again += f" --kind {options.kind}" if options.kind else ""
     print(f"\ncase {case.number} ({case.transport}, {case.ranks} ranks): {case.fault}")
-    print(f"  again: python -m faults {again}")
+    print(f"  again: PYTHONPATH=tests python -m faults {again}")
     if options.only is not None:
         for index, call in enumerate(case.calls):
             print(f"  call {index}: {call}")

@@ -50,7 +50,8 @@ def needed_libraries(path: Path) -> list[str]:
 def test_the_extension_links_the_system_only() -> None:
     names = {name.split(".so")[0] for name in needed_libraries(Path(_core.__file__))}
     assert "libc" in names
-    assert names <= {"libc", "libm", "libstdc++", "libgcc_s", "libpthread", "ld-linux-x86-64"}
+    loaders = {"ld-linux-x86-64", "ld-linux-aarch64"}
+    assert names <= {"libc", "libm", "libstdc++", "libgcc_s", "libpthread", *loaders}
 
 
 def test_all_that_is_public_is_documented() -> None:

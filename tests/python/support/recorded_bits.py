@@ -43,7 +43,7 @@ def measured(p: int) -> dict[str, str]:
 def _digest(found: Iterable[Found]) -> str:
     parts = []
     for each in found:
-        parts += [bool(each.refused).to_bytes(), *each.results]
+        parts += [bool(each.refused).to_bytes(1, "little"), *each.results]
         parts += [np.asarray(kept[what]).tobytes() for kept in each.kept.values() for what in _KEPT]
     return _sha(b"|".join(parts))
 
