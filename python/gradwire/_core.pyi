@@ -263,7 +263,7 @@ class Communicator:
     # `settle`: how long to wait for ranks that are not known to have made the same calls; as long
     # as `timeout` if None.
     def close(self, timeout: float, settle: float | None = None) -> None: ...
-    def settled(self) -> bool: ...  # all ranks are known to have made this rank's calls
+    def settled(self) -> bool: ...  # nothing to wait for after a drop
     # Goes on hearing what the others made of the last call, and logs where it was another.
     def drop(self) -> None: ...
     # Closes a failed communicator and gives its living control sockets away: (peer, descriptor,

@@ -101,7 +101,8 @@ class Communicator {
   void close(double timeout, const Interrupt& interrupt = nullptr) {
     close(timeout, timeout, interrupt);
   }
-  // Whether all ranks are known to have made this rank's calls, or the communicator has ended.
+  // Whether there is nothing to wait for after a drop: all ranks are known to have made this rank's
+  // calls, or the communicator has ended, or has unfinished collectives, which its end aborts.
   bool settled();
   // For a communicator that its user has dropped without close(): the progress thread goes on
   // polling the control sockets until all calls are settled, and logs a mismatch. A later close()

@@ -117,6 +117,7 @@ std::exception_ptr Communicator::close_gracefully(std::unique_lock<std::mutex>& 
 
 bool Communicator::settled() {
   std::unique_lock lock(mutex_);
+  if (!queue_.empty()) return true;  // whether they have begun or not, so that no race decides
   if (!failure_ && !closed_ && !driving_) poll_control(lock);
   if (unreported_ && !closed_) return false;
   return failure_ || closed_ || (!driving_ && control_.unsettled_peer() == kNoPeer);

@@ -14,7 +14,7 @@ import torch
 from gradwire import Aborted, Communicator, InvalidArgument, Timeout, Work
 from gradwire._bootstrap.mesh import inproc_meshes
 from gradwire._communicator import from_mesh
-from ranks import outcomes, run
+from ranks import eventually, outcomes, run
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
@@ -136,8 +136,9 @@ def test_close_finishes_what_is_in_flight() -> None:
     run(3, body)
 
 
-def test_a_dropped_communicator_ends_its_work() -> None:
-    """The work never writes to memory that went with it."""
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_a_dropped_communicator_ends_its_work(is_under_way: bool) -> None:
+    """The work never writes to memory that went with it, however far it has come."""
     one, other = inproc_meshes(2)
     made: list[Communicator] = []
     thread = threading.Thread(target=lambda: made.append(from_mesh(other, timeout=30)))
@@ -145,6 +146,8 @@ def test_a_dropped_communicator_ends_its_work() -> None:
     comm = from_mesh(one, timeout=30)
     thread.join()
     comm.all_reduce(np.ones(100_000), async_op=True)
+    if is_under_way:
+        eventually(lambda sender=comm: sender.traffic.frames_sent > 0)
     del comm
     gc.collect()
     with pytest.raises(Aborted, match="rank 0"):
