@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import result_files
-from bench.common.machine import OtherLoad, describe
+from bench.common.machine import OtherLoad
 from bench.common.result_files import RESULTS
 from bench.network import links
 
@@ -60,7 +60,7 @@ def main() -> int:
     cases = [case for found in _measure_all(options) for case in found]
     found = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{describe()}, of whose time other work took about {load.share():.0%}",
+        "machine": load.describe(),
         "command": " ".join(["-m bench.collectives.model_check", *sys.argv[1:]]),
         "cases": cases,
     }

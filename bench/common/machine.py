@@ -33,6 +33,10 @@ class OtherLoad:
         elapsed = (perf_counter() - self._start) * (os.cpu_count() or 1)
         return max(0.0, self._busy_elsewhere() - self._busy) / elapsed
 
+    def describe(self) -> str:
+        """The machine, and that part."""
+        return f"{describe()}, of whose time other work took about {self.share():.0%}"
+
     @staticmethod
     def _busy_elsewhere() -> float:
         """Seconds, of all processes but this one and its ended children."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import result_files
-from bench.common.machine import OtherLoad, describe
+from bench.common.machine import OtherLoad
 from bench.common.result_files import RESULTS, ROOT
 from bench.libraries.peers_report import size
 from bench.network import rdma_turns
@@ -53,7 +53,7 @@ def main() -> int:
         return 1
     found = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{describe()}, of whose time other work took about {load.share():.0%}",
+        "machine": load.describe(),
         "device": options.here or _virtual(options.machines),
         "command": " ".join(["-m bench.network.rdma", *sys.argv[1:]]),
         "rounds": options.rounds,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import result_files
-from bench.common.machine import OtherLoad, describe
+from bench.common.machine import OtherLoad
 from bench.common.result_files import RESULTS
 from bench.network import links
 from bench.training import images, step_times
@@ -46,7 +46,7 @@ def main() -> int:
         step_times.on_shaped(rate, options, found)
     found |= {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{describe()}, of whose time other work took about {load.share():.0%}",
+        "machine": load.describe(),
         "command": " ".join(["-m bench.training.overlap", *sys.argv[1:]]),
         "ranks": options.ranks,
         "batch": options.batch,

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import result_files
-from bench.common.machine import OtherLoad, describe
+from bench.common.machine import OtherLoad
 from bench.common.result_files import RESULTS
 from bench.network import links
 from bench.training import step_report
@@ -58,7 +58,7 @@ def main() -> int:
     for rate in options.link:
         print(f"links of {rate.name} …", file=sys.stderr, flush=True)
         _measure(rate, options, found)
-        found["machine"] = f"{describe()}, of whose time other work took about {load.share():.0%}"
+        found["machine"] = load.describe()
         document = _write(options, found)  # after each link: the next may not be held to its rate
     print(document)
     return 0

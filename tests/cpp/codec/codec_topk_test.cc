@@ -8,27 +8,13 @@
 #include <numeric>
 #include <vector>
 
+#include "codec_payloads.h"
 #include "codec_reference.h"
 #include "gradwire/base/error.h"
 #include "gradwire/codec/codec.h"
 
 namespace gradwire::codec {
 namespace {
-
-using Values = std::vector<float>;
-using Payload = std::vector<std::byte>;
-
-Payload encode(const Codec& codec, const Values& x, EncodeContext context = {}) {
-  Payload payload(codec.max_bytes(x.size()));
-  payload.resize(codec.encode(x.data(), x.size(), context, payload));
-  return payload;
-}
-
-Values decode(const Codec& codec, const Payload& payload, std::size_t n) {
-  Values y(n, 9.0F);
-  EXPECT_EQ(codec.decode(payload, y.data(), n).bytes, payload.size());
-  return y;
-}
 
 Values draw(std::size_t n, std::mt19937_64& random) {
   Values x(n);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import multiprocessing
 import os
 import sys
@@ -77,3 +78,12 @@ def _outcome(child: Any, pipe: Connection) -> tuple[bool, Any]:
 def die() -> None:
     """Ends this rank's process as a crash would."""
     os._exit(3)
+
+
+def logged() -> list[str]:
+    """Warnings of gradwire in this process from now on, as they come."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -156,14 +155,6 @@ def test_one_feedback_for_two_models_is_refused() -> None:
         assert "feedback= is in use by another model's hook" in message
 
 
-def logged() -> list[str]:
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gradwire").addHandler(handler)
-    return found
-
-
 def saved_and_loaded(ddp: DistributedDataParallel) -> DistributedDataParallel:
     file = io.BytesIO()
     torch.save(ddp, file)
@@ -182,7 +173,7 @@ COPIES: dict[str, Callable[[DistributedDataParallel], Any]] = {
 
 def copied(how: str) -> tuple[list[str], bool, bool, bool]:
     """A copy behaves as plain DDP, can be registered itself, and the model goes on."""
-    warnings = logged()
+    warnings = torch_ranks.logged()
     ddp = DistributedDataParallel(mlp())
     ddp.register_forward_hook(forward_hook)
     state = register(ddp, codec="onebit")

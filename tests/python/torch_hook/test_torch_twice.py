@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -65,16 +64,8 @@ def test_momentum_that_a_scheduler_sets_is_refused() -> None:
         assert "cycle_momentum=False" in message
 
 
-def logged() -> list[str]:
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gradwire").addHandler(handler)
-    return found
-
-
 def step_adam(betas: tuple[float, float]) -> list[str]:
-    warnings = logged()
+    warnings = torch_ranks.logged()
     ddp = DistributedDataParallel(mlp())
     optimizer = torch.optim.AdamW(ddp.parameters(), betas=betas)
     register(ddp, momentum=Momentum())
@@ -98,7 +89,7 @@ def test_adam_without_a_first_moment_is_not_warned_of() -> None:
 
 def others_have_momentum() -> tuple[list[str], int]:
     """Another model's optimizer, that of a closed hook, and a hook without momentum."""
-    warnings = logged()
+    warnings = torch_ranks.logged()
     for momentum, closed in ((None, False), (Momentum(), True), (Momentum(0.0), False)):
         ddp = DistributedDataParallel(mlp())
         state = register(ddp, momentum=momentum)
