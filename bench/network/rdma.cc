@@ -29,7 +29,7 @@
 
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/error.h"
-#include "gradwire/transport/rdma_devices.h"
+#include "gradwire/transport/rdma/rdma_devices.h"
 #include "gradwire/transport/socket.h"
 #include "gradwire/transport/transport.h"
 

@@ -128,7 +128,7 @@ def foreign_frame(rng: random.Random, ranks: int) -> bytes:
 
 
 class ArenaTap:
-    """Alters frames that wait in a sender's shared memory; laid out as in transport/arena.cc."""
+    """Alters frames that wait in a sender's shared memory; laid out as in transport's arena.cc."""
 
     _MAGIC, _LINE, _ENTRY, _PAGE, _CELLS_AT = 0x33415247, 64, 128, 4096, 192
     _IN_ENTRY = 0x7FFFFFFF  # instead of a cell: a small message
@@ -136,7 +136,7 @@ class ArenaTap:
     def __init__(self, memory: int, *, reader: int, ranks: int, max_message: int) -> None:
         self._map = mmap.mmap(memory, os.fstat(memory).st_size)
         if struct.unpack_from("<I", self._map)[0] != self._MAGIC:
-            raise RuntimeError("transport/arena.cc has another layout by now: ArenaTap must follow")
+            raise RuntimeError("arena.cc has another layout by now: ArenaTap must follow")
         self._messages = max(16, 2 * ranks)
         entries_at = self._CELLS_AT + (self._messages + ranks) * self._LINE
         self._queue_at = entries_at + reader * self._messages * self._ENTRY

@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "fuzz.h"
-#include "gradwire/transport/arena.h"
+#include "gradwire/transport/memory/arena.h"
 #include "gradwire/transport/transport.h"
 
 namespace gradwire::fuzz {

@@ -1,7 +1,7 @@
 // What the other end of an RDMA link says of its ports, and then of its end of the link.
 //   input: the stream
 #include "fuzz.h"
-#include "gradwire/transport/rdma_exchange.h"
+#include "gradwire/transport/rdma/rdma_exchange.h"
 
 namespace gradwire::fuzz {
 namespace {

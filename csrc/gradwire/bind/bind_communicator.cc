@@ -12,7 +12,7 @@
 #include "gradwire/bind/communicator_handle.h"
 #include "gradwire/bind/module.h"
 #include "gradwire/transport/emulated_link.h"
-#include "gradwire/transport/rdma_devices.h"
+#include "gradwire/transport/rdma/rdma_devices.h"
 #include "gradwire/transport/transport.h"
 
 namespace gradwire::bind {

@@ -2,7 +2,7 @@
 
 #include "gradwire/bind/module.h"
 #include "gradwire/cuda/cuda_info.h"
-#include "gradwire/cuda/nccl.h"
+#include "gradwire/cuda/nccl/nccl.h"
 
 namespace gradwire::bind {
 namespace {

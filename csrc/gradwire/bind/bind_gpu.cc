@@ -7,9 +7,9 @@
 
 #include "gradwire/bind/module.h"
 #include "gradwire/cuda/device.h"
-#include "gradwire/cuda/messages_host.h"
-#include "gradwire/cuda/messages_nccl.h"
-#include "gradwire/cuda/messages_routed.h"
+#include "gradwire/cuda/messages/messages_host.h"
+#include "gradwire/cuda/messages/messages_nccl.h"
+#include "gradwire/cuda/messages/messages_routed.h"
 #include "gradwire/schedule/cost.h"
 
 namespace gradwire::bind {

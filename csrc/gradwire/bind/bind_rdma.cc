@@ -1,7 +1,7 @@
 #include <pybind11/stl.h>
 
 #include "gradwire/bind/module.h"
-#include "gradwire/transport/rdma_devices.h"
+#include "gradwire/transport/rdma/rdma_devices.h"
 
 namespace gradwire::bind {
 

@@ -12,7 +12,7 @@
 #include "gradwire/bind/communicator_handle.h"
 #include "gradwire/bind/cuda_parts.h"
 #include "gradwire/cuda/gpu_fault_monitor.h"
-#include "gradwire/cuda/messages_loopback.h"
+#include "gradwire/cuda/messages/messages_loopback.h"
 
 namespace gradwire::bind {
 

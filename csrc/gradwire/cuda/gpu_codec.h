@@ -12,7 +12,7 @@
 
 #include "gradwire/codec/codec.h"
 #include "gradwire/cuda/api.h"
-#include "gradwire/cuda/messages.h"
+#include "gradwire/cuda/messages/messages.h"
 
 namespace gradwire::cuda {
 

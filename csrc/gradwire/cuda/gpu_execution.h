@@ -14,7 +14,7 @@
 
 #include "gradwire/cuda/device.h"
 #include "gradwire/cuda/gpu_codec.h"
-#include "gradwire/cuda/messages.h"
+#include "gradwire/cuda/messages/messages.h"
 #include "gradwire/exec/plan/plan.h"
 
 namespace gradwire::cuda {

@@ -1,5 +1,5 @@
 // Messages over a fake NCCL, whose ranks are threads: what arrives, and how every failure ends.
-#include "gradwire/cuda/messages_nccl.h"
+#include "gradwire/cuda/messages/messages_nccl.h"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>

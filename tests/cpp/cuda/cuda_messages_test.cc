@@ -11,8 +11,8 @@
 
 #include "cuda_ranks.h"
 #include "gradwire/base/error.h"
-#include "gradwire/cuda/messages_host.h"
-#include "gradwire/cuda/messages_routed.h"
+#include "gradwire/cuda/messages/messages_host.h"
+#include "gradwire/cuda/messages/messages_routed.h"
 
 namespace gradwire::cuda {
 namespace {

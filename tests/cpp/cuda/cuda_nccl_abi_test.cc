@@ -1,7 +1,7 @@
 // gradwire's own words for NCCL's binary interface, against the real header where it is.
 #include <gtest/gtest.h>
 
-#include "gradwire/cuda/nccl_abi.h"
+#include "gradwire/cuda/nccl/nccl_abi.h"
 
 #if __has_include(<nccl.h>) && __has_include(<cuda_runtime.h>)
 #include <nccl.h>

@@ -1,5 +1,5 @@
 // Which libnccl is loaded, and what is said where none can be.
-#include "gradwire/cuda/nccl.h"
+#include "gradwire/cuda/nccl/nccl.h"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>

@@ -11,7 +11,7 @@
 
 #include "exec_ranks.h"
 #include "gradwire/cuda/gpu_communicator.h"
-#include "gradwire/cuda/messages_loopback.h"
+#include "gradwire/cuda/messages/messages_loopback.h"
 #include "simulated_cuda.h"
 
 namespace gradwire::cuda {

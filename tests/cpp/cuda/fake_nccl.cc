@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "gradwire/cuda/nccl_abi.h"
+#include "gradwire/cuda/nccl/nccl_abi.h"
 
 #ifndef FAKE_NCCL_VERSION
 #define FAKE_NCCL_VERSION 22809

@@ -17,7 +17,7 @@
 #include <string>
 #include <utility>
 
-#include "gradwire/transport/verbs_abi.h"
+#include "gradwire/transport/rdma/verbs_abi.h"
 
 namespace ibv = gradwire::transport::ibv;
 using gradwire::transport::FakeIbverbs;

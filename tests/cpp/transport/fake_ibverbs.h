@@ -7,7 +7,7 @@
 
 #include <stdexcept>
 
-#include "gradwire/transport/verbs_abi.h"
+#include "gradwire/transport/rdma/verbs_abi.h"
 
 namespace gradwire::transport {
 

@@ -1,4 +1,4 @@
-#include "gradwire/transport/distance.h"
+#include "gradwire/transport/memory/distance.h"
 
 #include <gtest/gtest.h>
 

@@ -4,8 +4,8 @@
 
 #include <cstring>
 
-#include "gradwire/transport/arena.h"
 #include "gradwire/transport/handshake.h"
+#include "gradwire/transport/memory/arena.h"
 #include "gradwire/transport/tcp_frames.h"
 #include "transport_harness.h"
 

@@ -18,7 +18,7 @@
 #include "gradwire/base/error.h"
 #include "gradwire/base/fork.h"
 #include "gradwire/transport/emulated_link.h"
-#include "gradwire/transport/rdma_devices.h"
+#include "gradwire/transport/rdma/rdma_devices.h"
 #include "gradwire/transport/transport.h"
 
 namespace gradwire::transport {

@@ -1,10 +1,10 @@
 // How RDMA ports are named and paired, without any device.
-#include "gradwire/transport/rdma_addresses.h"
+#include "gradwire/transport/rdma/rdma_addresses.h"
 
 #include <gtest/gtest.h>
 
 #include "gradwire/base/types.h"
-#include "gradwire/transport/rdma_devices.h"
+#include "gradwire/transport/rdma/rdma_devices.h"
 
 namespace gradwire::transport {
 namespace {

@@ -1,11 +1,11 @@
 // What the other end says of its ports and of its end of a link is checked before it is used.
-#include "gradwire/transport/rdma_exchange.h"
+#include "gradwire/transport/rdma/rdma_exchange.h"
 
 #include <cstring>
 #include <functional>
 
 #include "gradwire/transport/handshake.h"
-#include "gradwire/transport/rdma_rail.h"
+#include "gradwire/transport/rdma/rdma_rail.h"
 #include "rdma_fake.h"
 
 namespace gradwire::transport {

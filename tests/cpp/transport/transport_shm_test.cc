@@ -1,4 +1,4 @@
-#include "gradwire/transport/arena.h"
+#include "gradwire/transport/memory/arena.h"
 
 #include <set>
 

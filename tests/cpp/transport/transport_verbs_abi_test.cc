@@ -1,7 +1,7 @@
 // gradwire's own words for libibverbs' binary interface, against the real header where it is.
 #include <gtest/gtest.h>
 
-#include "gradwire/transport/verbs_abi.h"
+#include "gradwire/transport/rdma/verbs_abi.h"
 
 #if __has_include(<infiniband/verbs.h>)
 #include <infiniband/verbs.h>

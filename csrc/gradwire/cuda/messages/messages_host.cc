@@ -1,0 +1,269 @@
+#include "gradwire/cuda/messages/messages_host.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr double kLastSeconds = 5;
+
+std::size_t tables_of(std::span<const Slotted> layout) {
+  std::size_t bytes = 0;
+  for (const Slotted& each : layout) bytes += sizeof(std::uint32_t) * each.units;
+  return bytes;
+}
+
+// Calls visit(size, slot) for each unit of a message in its slots; sizes are loaded once.
+template <typename Visit>
+void each_unit(std::byte* message, std::span<const Slotted> layout, Visit visit) {
+  for (const Slotted& each : layout) {
+    std::byte* slot = message + each.table_bytes();
+    for (std::uint64_t u = 0; u < each.units; ++u, slot += each.slot_bytes) {
+      std::uint32_t size = 0;
+      std::memcpy(&size, message + u * sizeof size, sizeof size);
+      visit(size, slot, each.slot_bytes);
+    }
+    message += each.bytes();
+  }
+}
+
+}  // namespace
+
+HostTurns& HostTurns::here(const Api& api) {
+  static std::mutex mutex;
+  static auto* const all = new std::map<std::pair<const Api*, int>, HostTurns>;  // for good
+  int device = 0;
+  check(api, api.get_device(&device), "cudaGetDevice");
+  const std::lock_guard lock(mutex);
+  return all->try_emplace({&api, device}, api).first->second;
+}
+
+void HostTurns::call(Stream stream, void (*function)(void*), void* argument) {
+  const std::lock_guard lock(mutex_);
+  if (recorded_) check(api_, api_.wait(stream, last_.get()), "cudaStreamWaitEvent");
+  check(api_, api_.call_host(stream, function, argument), "cudaLaunchHostFunc");
+  check(api_, api_.record(last_.get(), stream), "cudaEventRecord");
+  recorded_ = true;
+}
+
+HostMessages::HostMessages(const Api& api, exec::Communicator& carrier, double timeout,
+                           HostTurns& turns)
+    : api_(api),
+      carrier_(carrier),
+      timeout_(timeout),
+      turns_(turns),
+      pinned_(api, Room::Kind::kPinned),
+      ended_(api) {}
+
+HostMessages::~HostMessages() { rest(); }
+
+// Groups that are enqueued still run, and refer to this.
+bool HostMessages::rest() noexcept {
+  if (await_end()) return true;
+  fail(std::make_exception_ptr(Aborted("these messages of a GPU came to their end")));
+  abort();  // what travels ends, and nothing more will
+  return await_end();
+}
+
+bool HostMessages::await_end() const noexcept {
+  const Deadline deadline = Deadline::after(kLastSeconds);
+  int done = 0;
+  while (api_.query(ended_.get(), &done) == 0 && done == 0 && !deadline.passed())
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return done != 0;
+}
+
+void HostMessages::begin() {
+  check();
+  posted_ = take_spare();
+  posted_->owner = this;
+  posted_->sends.clear();
+  posted_->receives.clear();
+}
+
+std::unique_ptr<HostMessages::Group> HostMessages::take_spare() {
+  const std::lock_guard lock(mutex_);
+  if (spare_.empty()) return std::make_unique<Group>();
+  auto group = std::move(spare_.back());
+  spare_.pop_back();
+  return group;
+}
+
+void HostMessages::send(const std::byte* data, std::size_t bytes, Rank peer,
+                        std::span<const Slotted> layout) {
+  posted_->sends.push_back(
+      {peer, const_cast<std::byte*>(data), bytes, 0, {layout.begin(), layout.end()}, {}, {}});
+}
+
+void HostMessages::receive(std::byte* data, std::size_t bytes, Rank peer,
+                           std::span<const Slotted> layout) {
+  posted_->receives.push_back({peer, data, bytes, 0, {layout.begin(), layout.end()}, {}, {}});
+}
+
+// Pinned memory is used in stream order: one group's copies come after those of the one before.
+void HostMessages::end(Stream stream) {
+  std::size_t used = 0;
+  for (auto* host_messages : {&posted_->sends, &posted_->receives})
+    for (HostMessage& each : *host_messages) {
+      each.pinned = used;
+      used += aligned(each.bytes);
+    }
+  const bool captured = capture_of(api_, stream) != 0;
+  posted_->captured = captured;
+  posted_->pinned = pinned_.take(used, captured);
+  Group* const group = posted_.get();
+  {
+    const std::lock_guard lock(mutex_);
+    groups_.push_back(std::move(posted_));
+  }
+  for (const HostMessage& each : group->sends)
+    cuda::check(
+        api_,
+        api_.copy(group->pinned + each.pinned, each.device, each.bytes, CopyKind::kToHost, stream),
+        "cudaMemcpyAsync");
+  // Reads the messages of the receives here, before the group may run and be spare.
+  const std::vector<HostMessage> receives = group->receives;
+  std::byte* const pinned = group->pinned;
+  if (captured)
+    cuda::check(api_, api_.call_host(stream, &HostMessages::run, group), "cudaLaunchHostFunc");
+  else
+    turns_.call(stream, &HostMessages::run, group);
+  for (const HostMessage& each : receives)
+    cuda::check(
+        api_, api_.copy(each.device, pinned + each.pinned, each.bytes, CopyKind::kToDevice, stream),
+        "cudaMemcpyAsync");
+  if (!captured) cuda::check(api_, api_.record(ended_.get(), stream), "cudaEventRecord");
+}
+
+void HostMessages::check() {
+  const std::lock_guard lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
+}
+
+void HostMessages::abort() noexcept {
+  carrier_.abort("rank " + std::to_string(carrier_.identity().rank) +
+                 " aborted its GPU's messages");
+}
+
+// ---- On CUDA's thread --------------------------------------------------------------------------
+
+void HostMessages::run(void* argument) {
+  auto* const group = static_cast<Group*>(argument);
+  HostMessages& self = *group->owner;
+  try {
+    self.check();  // after an error nothing more travels
+    self.exchange(*group);
+  } catch (...) {
+    self.fail(std::current_exception());
+  }
+  if (group->captured) return;
+  const std::lock_guard lock(self.mutex_);
+  const auto at =
+      std::ranges::find_if(self.groups_, [group](const auto& each) { return each.get() == group; });
+  self.spare_.push_back(std::move(*at));
+  self.groups_.erase(at);
+}
+
+void HostMessages::fail(const std::exception_ptr& error) noexcept {
+  lose();
+  const std::lock_guard lock(mutex_);
+  if (!error_) error_ = error;
+}
+
+// First the sizes of all units, then what counts of them: so the receiver knows how much comes.
+void HostMessages::exchange(Group& group) {
+  std::vector<std::shared_ptr<exec::Work>> sends, receives;
+  const auto wait = [this](auto& works) {
+    for (auto& each : works) carrier_.wait(*each, timeout_);
+    works.clear();
+  };
+  const auto send = [&](std::byte* data, std::size_t bytes, Rank to) {
+    if (bytes > 0) sends.push_back(carrier_.send(data, bytes, to, timeout_));
+  };
+  const auto receive = [&](std::byte* data, std::size_t bytes, Rank from) {
+    if (bytes > 0) receives.push_back(carrier_.receive(data, bytes, from, timeout_));
+  };
+  for (HostMessage& each : group.sends) {
+    if (each.layout.empty()) continue;
+    pack(group, each);
+    send(each.tables.data(), each.tables.size(), each.peer);
+  }
+  for (HostMessage& each : group.receives) {
+    if (each.layout.empty()) continue;
+    each.tables.resize(tables_of(each.layout));
+    receive(each.tables.data(), each.tables.size(), each.peer);
+  }
+  wait(receives);
+  for (HostMessage& each : group.sends)
+    if (each.layout.empty())
+      send(group.pinned + each.pinned, each.bytes, each.peer);
+    else
+      send(each.body.data(), each.body.size(), each.peer);
+  for (HostMessage& each : group.receives) {
+    if (each.layout.empty()) {
+      receive(group.pinned + each.pinned, each.bytes, each.peer);
+      continue;
+    }
+    make_room(group, each);
+    receive(each.body.data(), each.body.size(), each.peer);
+  }
+  wait(receives);
+  for (HostMessage& each : group.receives)
+    if (!each.layout.empty()) unpack(group, each);
+  wait(sends);
+}
+
+void HostMessages::pack(Group& group, HostMessage& host_message) const {
+  host_message.tables.clear();
+  host_message.body.clear();
+  each_unit(group.pinned + host_message.pinned, host_message.layout,
+            [&](std::uint32_t size, const std::byte* slot, std::size_t slot_bytes) {
+              if (size > slot_bytes)
+                throw Error("a GPU wrote a payload that does not fit its slot");
+              const auto* at = reinterpret_cast<const std::byte*>(&size);
+              host_message.tables.insert(host_message.tables.end(), at, at + sizeof size);
+              host_message.body.insert(host_message.body.end(), slot, slot + size);
+            });
+}
+
+// Puts the sizes that came in their places, and checks them.
+void HostMessages::make_room(Group& group, HostMessage& host_message) const {
+  const std::byte* told = host_message.tables.data();
+  std::byte* message = group.pinned + host_message.pinned;
+  for (const Slotted& each : host_message.layout) {
+    std::memcpy(message, told, sizeof(std::uint32_t) * each.units);
+    told += sizeof(std::uint32_t) * each.units;
+    message += each.bytes();
+  }
+  std::size_t bytes = 0;
+  each_unit(group.pinned + host_message.pinned, host_message.layout,
+            [&](std::uint32_t size, const std::byte*, std::size_t slot_bytes) {
+              if (size > slot_bytes)
+                throw TransportError("rank " + std::to_string(carrier_.identity().rank) +
+                                         ": rank " + std::to_string(host_message.peer) +
+                                         " sent a payload whose unit has " + std::to_string(size) +
+                                         " bytes, more than " + std::to_string(slot_bytes),
+                                     host_message.peer);
+              bytes += size;
+            });
+  host_message.body.resize(bytes);
+}
+
+void HostMessages::unpack(Group& group, const HostMessage& host_message) const {
+  const std::byte* from = host_message.body.data();
+  each_unit(group.pinned + host_message.pinned, host_message.layout,
+            [&](std::uint32_t size, std::byte* slot, std::size_t) {
+              if (size > 0) std::memcpy(slot, from, size);
+              from += size;
+            });
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,97 @@
+// Messages by way of the host: over the CPU transports of a communicator, through pinned memory. Of
+// payloads whose size varies only the bytes that count cross the network, so this is the way
+// between hosts that a slow link joins.
+//
+// Each group is three steps on the stream: copies to pinned memory, a function of the host that
+// sends and receives, copies back. The stream waits in the function, and the caller does not. Only
+// for ranks that are processes: CUDA runs such functions one after the other.
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "gradwire/cuda/device.h"
+#include "gradwire/cuda/messages/messages.h"
+#include "gradwire/exec/communicator.h"
+
+namespace gradwire::cuda {
+
+// Functions of the host, on whatever streams, that run in the order in which they were enqueued.
+// CUDA may run all of a process one after the other; then one that waits for another rank's must
+// not stand before the one for which that rank waits. Where each rank has one thread that makes its
+// calls, the order is the same on all of them, whatever communicators the calls are of.
+class HostTurns {
+ public:
+  explicit HostTurns(const Api& api) : api_(api), last_(api) {}
+  // The turns of all calls on this thread's device.
+  static HostTurns& here(const Api& api);
+
+  void call(Stream stream, void (*function)(void*), void* argument);
+
+ private:
+  const Api& api_;
+  std::mutex mutex_;
+  OwnedEvent last_;
+  bool recorded_ = false;
+};
+
+class HostMessages final : public Messages {
+ public:
+  // `carrier` is nobody else's, and outlives this, as `turns` do. `timeout`: seconds of a group's
+  // messages.
+  HostMessages(const Api& api, exec::Communicator& carrier, double timeout, HostTurns& turns);
+  ~HostMessages() override;
+
+  std::string_view name() const noexcept override { return "host"; }
+  void begin() override;
+  void send(const std::byte* data, std::size_t bytes, Rank peer,
+            std::span<const Slotted> layout) override;
+  void receive(std::byte* data, std::size_t bytes, Rank peer,
+               std::span<const Slotted> layout) override;
+  void end(Stream stream) override;
+  void check() override;
+  void abort() noexcept override;
+  bool rest() noexcept override;
+
+ private:
+  // One message: its memory on the device, and its place in pinned memory.
+  struct HostMessage {
+    Rank peer = 0;
+    std::byte* device = nullptr;
+    std::size_t bytes = 0;
+    std::size_t pinned = 0;  // offset
+    std::vector<Slotted> layout;
+    std::vector<std::byte> tables, body;  // as it travels, where it has a layout
+  };
+  struct Group {
+    HostMessages* owner = nullptr;
+    std::vector<HostMessage> sends, receives;
+    std::byte* pinned = nullptr;
+    bool captured = false;  // runs again and again
+  };
+
+  static void run(void* group);  // on CUDA's thread
+  void exchange(Group& group);
+  void pack(Group& group, HostMessage& host_message) const;
+  void make_room(Group& group, HostMessage& host_message) const;
+  void unpack(Group& group, const HostMessage& host_message) const;
+  std::unique_ptr<Group> take_spare();
+  bool await_end() const noexcept;
+  void fail(const std::exception_ptr& error) noexcept;
+
+  const Api& api_;
+  exec::Communicator& carrier_;
+  const double timeout_;
+  HostTurns& turns_;
+  Room pinned_;
+  OwnedEvent ended_;  // recorded behind the last group
+  std::unique_ptr<Group> posted_;
+  mutable std::mutex mutex_;                    // all below
+  std::vector<std::unique_ptr<Group>> groups_;  // that run, or will
+  std::vector<std::unique_ptr<Group>> spare_;
+  std::exception_ptr error_;
+};
+
+}  // namespace gradwire::cuda

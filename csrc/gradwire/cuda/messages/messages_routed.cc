@@ -1,0 +1,51 @@
+#include "gradwire/cuda/messages/messages_routed.h"
+
+namespace gradwire::cuda {
+
+RoutedMessages::RoutedMessages(std::vector<std::unique_ptr<Messages>> ways,
+                               std::vector<Route> routes)
+    : ways_(std::move(ways)), routes_(std::move(routes)) {
+  for (const auto& each : ways_) {
+    if (!name_.empty()) name_ += '+';
+    name_ += each->name();
+  }
+}
+
+void RoutedMessages::begin() {
+  for (const auto& each : ways_) each->begin();
+}
+
+void RoutedMessages::send(const std::byte* data, std::size_t bytes, Rank peer,
+                          std::span<const Slotted> layout) {
+  ways_.at(route(peer).way)->send(data, bytes, route(peer).rank, layout);
+}
+
+void RoutedMessages::receive(std::byte* data, std::size_t bytes, Rank peer,
+                             std::span<const Slotted> layout) {
+  ways_.at(route(peer).way)->receive(data, bytes, route(peer).rank, layout);
+}
+
+// Ends its ways in the same order on all ranks, so that none waits for another's later one.
+void RoutedMessages::end(Stream stream) {
+  for (const auto& each : ways_) each->end(stream);
+}
+
+void RoutedMessages::check() {
+  for (const auto& each : ways_) each->check();
+}
+
+void RoutedMessages::abort() noexcept {
+  for (const auto& each : ways_) each->abort();
+}
+
+bool RoutedMessages::rest() noexcept {
+  bool all = true;
+  for (const auto& each : ways_) all = each->rest() && all;
+  return all;
+}
+
+void RoutedMessages::tell_losses(std::uint32_t* word) {
+  for (const auto& each : ways_) each->tell_losses(word);
+}
+
+}  // namespace gradwire::cuda

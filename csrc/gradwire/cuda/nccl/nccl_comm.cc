@@ -1,0 +1,257 @@
+#include "gradwire/cuda/nccl/nccl_comm.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <set>
+#include <sstream>
+#include <string_view>
+#include <thread>
+#include <utility>
+
+#include "gradwire/base/error.h"
+#include "gradwire/base/fork.h"
+#include "gradwire/base/log.h"
+#include "gradwire/base/run_with_timeout.h"
+
+namespace gradwire::cuda {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+// The turns of a wait: most are short, and some last.
+class Turns {
+ public:
+  void rest() const {
+    constexpr microseconds kBusy{200}, kLongest{1000};
+    const auto passed = Deadline::Clock::now() - begun_;
+    if (passed < kBusy)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(std::min<Deadline::Clock::duration>(passed / 8, kLongest));
+  }
+
+ private:
+  const Deadline::Clock::time_point begun_ = Deadline::Clock::now();
+};
+
+// Calls an interrupt now and then.
+class Interruptions {
+ public:
+  explicit Interruptions(const WaitLimit::Interrupt& interrupt) : interrupt_(interrupt) {}
+  void look() {
+    if (!interrupt_ || !due_.passed()) return;
+    interrupt_();
+    due_ = Deadline::after(kSeconds);
+  }
+
+ private:
+  static constexpr double kSeconds = 0.05;
+  const WaitLimit::Interrupt& interrupt_;
+  Deadline due_ = Deadline::after(kSeconds);
+};
+
+// NCCL_COMM_BLOCKING overrules what gradwire asks for.
+void require_not_blocking() {
+  const char* given = std::getenv("NCCL_COMM_BLOCKING");
+  if (given != nullptr && *given != '\0' && std::string_view(given) != "0")
+    throw InvalidArgument(std::string("NCCL_COMM_BLOCKING=") + given +
+                          " makes NCCL wait where nothing can end it: unset it");
+}
+
+std::string ranks_of(std::span<const NcclComm::Message> messages) {
+  std::set<Rank> peers;
+  for (const auto& message : messages) peers.insert(message.peer);
+  std::string text;
+  for (Rank peer : peers) text += (text.empty() ? "" : ", ") + std::to_string(peer);
+  return (peers.size() == 1 ? "rank " : "ranks ") + text;
+}
+
+}  // namespace
+
+NcclComm::NcclComm(const Nccl& nccl, const nccl::UniqueId& id, const NcclSettings& settings)
+    : nccl_(nccl), settings_(settings), forks_(forks()) {
+  require_not_blocking();
+  or_abort([&] { connect(id); });
+}
+
+NcclComm::~NcclComm() {
+  if (forks() != forks_) return;  // CUDA does not live in a fork
+  if (failure_ || aborted_ || !disconnect()) abort();
+}
+
+void NcclComm::connect(const nccl::UniqueId& id) {
+  settle(begin(id), {"the meeting of all ranks", {}, settings_.timeout_seconds},
+         settings_.interrupt);
+}
+
+nccl::Result NcclComm::begin(const nccl::UniqueId& id) {
+  nccl::Config config;
+  config.blocking = 0;
+  nccl::Comm* comm = nullptr;
+  const std::lock_guard lock(calls_);
+  const nccl::Result result =
+      nccl_.comm_init_rank_config(&comm, settings_.size, id, settings_.rank, &config);
+  comm_ = comm;
+  return result;
+}
+
+// Whether all went well. What is enqueued ends first, which takes as long as its peers take.
+bool NcclComm::disconnect() noexcept {
+  try {
+    std::unique_lock lock(calls_);
+    const nccl::Result begun = nccl_.comm_finalize(comm_);
+    lock.unlock();
+    settle(begun, {"what is enqueued", {}, settings_.ending_seconds}, nullptr);
+    end_apart(nccl_.comm_destroy, take(), "ncclCommDestroy");
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+void NcclComm::exchange(std::span<const Message> messages, Stream stream) {
+  or_abort([&] {
+    settle(post(messages, stream), {"a group", messages, settings_.timeout_seconds},
+           settings_.interrupt);
+  });
+}
+
+// ncclGroupEnd must be called, and fails with what a call in the group failed with.
+nccl::Result NcclComm::post(std::span<const Message> messages, Stream stream) {
+  const std::lock_guard lock(calls_);
+  require_not_aborted();
+  nccl::Result result = nccl_.group_start();
+  if (result != nccl::kSuccess) return result;
+  for (const Message& m : messages) {
+    result = m.to == nullptr ? nccl_.send(m.from, m.bytes, nccl::kUint8, m.peer, comm_, stream)
+                             : nccl_.recv(m.to, m.bytes, nccl::kUint8, m.peer, comm_, stream);
+    if (result != nccl::kSuccess && result != nccl::kInProgress) break;
+  }
+  const nccl::Result ended = nccl_.group_end();
+  return result == nccl::kSuccess || result == nccl::kInProgress ? ended : result;
+}
+
+void NcclComm::check() {
+  require_alive();
+  or_abort([&] {
+    const nccl::Result result = state();
+    if (result != nccl::kInProgress) settle(result, {"what is enqueued", {}, 0}, nullptr);
+  });
+}
+
+nccl::Result NcclComm::state() {
+  const std::lock_guard lock(calls_);
+  require_not_aborted();
+  nccl::Result found = nccl::kSuccess;
+  const nccl::Result asked = nccl_.comm_get_async_error(comm_, &found);
+  return asked == nccl::kSuccess ? found : asked;
+}
+
+// Asks at least once: that joins what NCCL has begun, and some versions say success too early.
+void NcclComm::settle(nccl::Result result, const Waiting& waiting,
+                      const WaitLimit::Interrupt& interrupt) {
+  const Deadline deadline = Deadline::after(waiting.seconds);
+  const Turns turns;
+  Interruptions interruptions(interrupt);
+  if (result == nccl::kSuccess) result = state();
+  while (result == nccl::kInProgress) {
+    if (deadline.passed()) fail(result, waiting);
+    turns.rest();
+    interruptions.look();
+    result = state();
+  }
+  if (result == nccl::kSuccess) return;
+  require_not_aborted();
+  fail(result, waiting);
+}
+
+void NcclComm::fail(nccl::Result result, const Waiting& waiting) const {
+  const char* last = nccl_.get_last_error(nullptr);
+  std::ostringstream text;
+  text << "rank " << settings_.rank << ": NCCL "
+       << (result == nccl::kInProgress ? "timed out in " : "failed in ") << waiting.what;
+  if (!waiting.messages.empty()) text << " with " << ranks_of(waiting.messages);
+  if (result == nccl::kInProgress)
+    text << ", after " << waiting.seconds << " s: a rank is late, gone, or out of reach";
+  else
+    text << ": " << nccl_.get_error_string(result) << " (" << result << ")";
+  if (last != nullptr && *last != '\0') text << "; its last error: " << last;
+  text << "; NCCL_DEBUG=INFO tells more";
+  const Rank peer = only_peer(waiting.messages);
+  if (result == nccl::kInProgress) throw Timeout(text.str(), peer);
+  throw TransportError(text.str(), result == nccl::kRemoteError ? peer : kNoPeer);
+}
+
+// The one rank that can be to blame, if there is but one.
+Rank NcclComm::only_peer(std::span<const Message> messages) const noexcept {
+  if (settings_.size == 2) return 1 - settings_.rank;
+  if (messages.empty()) return kNoPeer;
+  const Rank first = messages.front().peer;
+  const bool only = std::all_of(messages.begin(), messages.end(),
+                                [&](const Message& m) { return m.peer == first; });
+  return only && first != settings_.rank ? first : kNoPeer;
+}
+
+template <typename Call>
+void NcclComm::or_abort(Call call) {
+  try {
+    call();
+  } catch (const Error&) {
+    failure_ = std::current_exception();
+    abort();
+    throw;
+  } catch (...) {  // the interrupt's: only the one who made it may keep it
+    abort();
+    throw;
+  }
+}
+
+void NcclComm::require_alive() const {
+  if (failure_) std::rethrow_exception(failure_);
+  require_not_aborted();
+}
+
+void NcclComm::require_not_aborted() const {
+  if (aborted_) throw Aborted(who() + "its NCCL communicator was aborted");
+}
+
+void NcclComm::abort() noexcept {
+  if (settings_.before_abort) settings_.before_abort();
+  aborted_ = true;
+  if (forks() != forks_) return;
+  const std::lock_guard lock(aborts_);
+  if (nccl::Comm* comm = take(); comm != nullptr)
+    end_apart(nccl_.comm_abort, comm, "ncclCommAbort");
+}
+
+// The communicator, for whoever ends it; null for all others. Who is in a call comes out of it
+// soon; if not, it is the abort that gets it out.
+nccl::Comm* NcclComm::take() noexcept {
+  constexpr double kCallSeconds = 1;
+  const Deadline deadline = Deadline::after(kCallSeconds);
+  while (!calls_.try_lock()) {
+    if (deadline.passed()) return comm_.exchange(nullptr);
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  const std::lock_guard lock(calls_, std::adopt_lock);
+  return comm_.exchange(nullptr);
+}
+
+// Runs on its own thread: it changes the thread's device, and waits for graphs that hold messages.
+void NcclComm::end_apart(nccl::Result (*end)(nccl::Comm*), nccl::Comm* comm,
+                         const char* name) noexcept {
+  try {
+    const bool ended =
+        run_with_timeout(settings_.ending_seconds, [end, comm, use_device = settings_.use_device] {
+          if (use_device) use_device();
+          end(comm);
+        });
+    if (!ended) log_to_stderr(who() + name + " takes long, and is left to itself");
+  } catch (const std::exception& error) {
+    log_to_stderr(error.what());
+  }
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,76 @@
+// One rank's NCCL communicator, which does not block: no call into NCCL waits, so that another
+// thread can end what is under way. Belongs to one thread at a time; abort() is for any thread.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <exception>
+#include <mutex>
+#include <span>
+#include <string>
+
+#include "gradwire/base/deadline.h"
+#include "gradwire/cuda/messages/messages_nccl.h"
+
+namespace gradwire::cuda {
+
+class NcclComm {
+ public:
+  // `from` of a message to send, `to` of one to receive; the other is null.
+  struct Message {
+    const std::byte* from;
+    std::byte* to;
+    std::size_t bytes;
+    Rank peer;
+  };
+
+  NcclComm(const Nccl& nccl, const nccl::UniqueId& id, const NcclSettings& settings);
+  ~NcclComm();
+  NcclComm(const NcclComm&) = delete;
+  NcclComm& operator=(const NcclComm&) = delete;
+
+  // One NCCL group, which is on the stream when this returns. At least one message.
+  void exchange(std::span<const Message> messages, Stream stream);
+  // Throws what has gone wrong since.
+  void check();
+  // Throws what an earlier call threw, or Aborted.
+  void require_alive() const;
+  void abort() noexcept;
+
+ private:
+  // The event that is waited for, and for how long.
+  struct Waiting {
+    const char* what;
+    std::span<const Message> messages;  // of a group
+    double seconds;
+  };
+
+  void connect(const nccl::UniqueId& id);
+  bool disconnect() noexcept;
+  nccl::Result begin(const nccl::UniqueId& id);
+  nccl::Result post(std::span<const Message> messages, Stream stream);
+  nccl::Result state();
+  // Waits for the final result; throws unless it is success.
+  void settle(nccl::Result result, const Waiting& waiting, const WaitLimit::Interrupt& interrupt);
+  // After an error nothing of the communicator is used again.
+  template <typename Call>
+  void or_abort(Call call);
+  [[noreturn]] void fail(nccl::Result result, const Waiting& waiting) const;
+  std::string who() const { return "rank " + std::to_string(settings_.rank) + ": "; }
+  Rank only_peer(std::span<const Message> messages) const noexcept;
+
+  void require_not_aborted() const;
+  nccl::Comm* take() noexcept;
+  void end_apart(nccl::Result (*end)(nccl::Comm*), nccl::Comm* comm, const char* name) noexcept;
+
+  const Nccl& nccl_;
+  const NcclSettings settings_;
+  const std::uint32_t forks_;
+  std::exception_ptr failure_;
+  std::atomic<bool> aborted_ = false;
+  std::mutex aborts_;  // held until one is over, so that who comes second returns no sooner
+  std::mutex calls_;   // held in every call of NCCL with comm_, none of which takes long
+  std::atomic<nccl::Comm*> comm_ = nullptr;
+};
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,82 @@
+// Arena: the memory in which one rank stages what it sends, shared with all who read it.
+//
+// It has `messages` cells of max_message bytes. Each cell counts the readers that still need it,
+// and each reader has a queue of as many entries, and a word that says whether it is far away. An
+// entry is two cache lines: a descriptor (which cell, how many bytes), which is one atomic word,
+// zero for none; and room for a message so small that it needs no cell, and travels with its
+// descriptor. No index is shared.
+//
+// Waking is Dekker's handshake with sequentially consistent operations, no fences: the owner says
+// it will sleep and looks once more; the others write and then look whether it sleeps.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "gradwire/base/fd.h"
+#include "gradwire/transport/socket.h"
+#include "gradwire/transport/transport.h"
+
+namespace gradwire::transport {
+
+// A message that fits into the entry itself needs no cell.
+inline constexpr std::size_t kSmallMessage = 120;  // bytes, at most
+
+// A cell and a length in one word that is never zero.
+struct Descriptor {
+  static constexpr std::uint64_t kNone = 0;
+  static constexpr int kInEntry = 0x7fffffff;  // in place of a cell: a small message
+  static std::uint64_t pack(int cell, std::size_t bytes) noexcept {
+    return (static_cast<std::uint64_t>(bytes) << 32) | (static_cast<std::uint32_t>(cell) + 1U);
+  }
+  explicit Descriptor(std::uint64_t word) noexcept
+      : cell(static_cast<std::uint32_t>(word) - 1U),
+        bytes(static_cast<std::uint32_t>(word >> 32)) {}
+
+  std::uint32_t cell;
+  std::uint32_t bytes;
+};
+
+class Arena {
+ public:
+  // Fresh shared memory, sealed against resizing, so that no peer's truncate is another's SIGBUS.
+  static std::shared_ptr<Arena> create(const Options& options);
+  // Maps the peer's arena; TransportError where the descriptor is not what create() makes there.
+  static std::shared_ptr<Arena> map(UniqueFd memory, const LinkId& link, const Options& options);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  int descriptor() const noexcept { return memory_.get(); }
+
+  // Set by the owner before it sleeps; whoever changes what it waits for clears it and wakes it.
+  std::atomic<std::uint32_t>& sleeping() noexcept;
+  // Set by the owner when it found no room for a message; else no release is worth a wake-up.
+  std::atomic<std::uint32_t>& wants_room() noexcept;
+  // How many readers still need the cell.
+  std::atomic<std::uint32_t>& readers(std::size_t cell) noexcept;
+  // Whether the reader finds that the owner is far away (transport/memory/distance.h): not zero.
+  std::atomic<std::uint32_t>& far(Rank reader) noexcept;
+  // The reader's queue, a ring of `messages` entries.
+  std::atomic<std::uint64_t>& entry(Rank reader, std::size_t position) noexcept;
+  // The place of a small message in an entry.
+  std::byte* small(Rank reader, std::size_t position) noexcept;
+  std::byte* data(std::size_t cell) noexcept;
+
+ private:
+  struct Header;
+  struct Layout {
+    explicit Layout(const Options& options);
+    std::size_t messages, far_at, entries_at, data_at, stride, total;  // bytes but for the first
+  };
+  Arena(UniqueFd memory, const Options& options);
+  template <typename Value>
+  Value& at(std::size_t offset) const noexcept;
+
+  UniqueFd memory_;
+  Layout layout_;
+  std::byte* base_;
+};
+
+}  // namespace gradwire::transport

@@ -1,0 +1,188 @@
+#include "gradwire/transport/memory/arena_transport.h"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::transport {
+
+ArenaTransport::ArenaTransport(std::string_view name, const Options& options,
+                               ArenaExchange exchange)
+    : StagedTransport(name, options),
+      exchange_(exchange),
+      messages_(static_cast<std::size_t>(options.messages)),
+      own_(Arena::create(options)),
+      epoll_(make_epoll()),
+      links_(static_cast<std::size_t>(options.size)) {}
+
+void ArenaTransport::introduce(int socket, Rank peer) {
+  if (!is_unix_socket(socket))
+    throw InvalidArgument(describe(link_id(peer), "needs a Unix stream socket"));
+  if (exchange_.give != nullptr) exchange_.give(socket, *own_, link_id(peer));
+}
+
+void ArenaTransport::link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) {
+  at(peer).arena = exchange_.take(socket.get(), own_, link_id(peer), options(), wait_limit);
+  watch(epoll_.get(), socket.get(), EPOLLIN, peer);
+  at(peer).socket = std::move(socket);
+}
+
+std::size_t ArenaTransport::next(std::size_t position) const noexcept {
+  return position + 1 == messages_ ? 0 : position + 1;
+}
+
+bool ArenaTransport::is_far(Rank peer) noexcept {
+  return own_->far(peer).load(std::memory_order_relaxed) != 0;
+}
+
+// In turn, though fewer cells would be warmer: a line of the cell that was read last is in the
+// reader's cache, from which it has to come back before it can be written; lines of cells that
+// come round after a mebibyte or two have left it.
+int ArenaTransport::free_cell() noexcept {
+  for (std::size_t looked_at = 0; looked_at < messages_; ++looked_at) {
+    const std::size_t cell = std::exchange(next_cell_, next(next_cell_));
+    if (own_->readers(cell).load() == 0) return static_cast<int>(cell);
+  }
+  return kNoCell;
+}
+
+bool ArenaTransport::has_its_share(Rank peer) {
+  std::size_t& room = at(peer).room;
+  if (room == 0) room = look_for_room(peer);
+  if (room > 0) return false;
+  want_room();
+  room = look_for_room(peer);
+  return room == 0;
+}
+
+// How many more the peer may have: it reads in order, so that what it has read of the last
+// `share` messages tells of all before. Seldom a look, which costs a cache line on its way back.
+std::size_t ArenaTransport::look_for_room(Rank peer) noexcept {
+  const auto share = std::min(messages_, static_cast<std::size_t>(options().messages_per_peer));
+  for (std::size_t room : {share / 2 + 1, std::size_t{1}}) {
+    const std::size_t before = at(peer).posted + messages_ - share + room - 1;
+    if (own_->entry(peer, before % messages_).load() == Descriptor::kNone) return room;
+  }
+  return 0;
+}
+
+void ArenaTransport::want_room() noexcept {
+  own_->wants_room().store(1);
+  starved_ = true;
+}
+
+int ArenaTransport::find_room(std::span<const Rank> peers, std::size_t bytes) {
+  copy_ = copy_cached;
+  if (bytes <= kSmallMessage) return Descriptor::kInEntry;
+  const bool far = std::ranges::any_of(peers, [this](Rank peer) { return is_far(peer); });
+  if (far) copy_ = copy_streaming;
+  const int cell = free_cell();
+  if (cell != kNoCell) return cell;
+  want_room();
+  return free_cell();
+}
+
+std::byte* ArenaTransport::staging(int cell) noexcept {
+  return cell == Descriptor::kInEntry ? small_.data() : own_->data(static_cast<std::size_t>(cell));
+}
+
+void ArenaTransport::post(int cell, std::size_t bytes, std::span<const Rank> peers) {
+  const bool small = cell == Descriptor::kInEntry;
+  if (!small)
+    own_->readers(static_cast<std::size_t>(cell))
+        .store(static_cast<std::uint32_t>(peers.size()), std::memory_order_relaxed);
+  for (Rank peer : peers) {
+    Link& link = at(peer);
+    if (small) std::memcpy(own_->small(peer, link.posted), small_.data(), bytes);
+    own_->entry(peer, link.posted).store(Descriptor::pack(cell, bytes));
+    link.posted = next(link.posted);
+    --link.room;
+  }
+  for (Rank peer : peers) wake(at(peer));
+}
+
+std::optional<ConstBytes> ArenaTransport::arrived(Rank peer) {
+  Link& link = at(peer);
+  const std::uint64_t word = link.arena->entry(options().rank, link.consumed).load();
+  if (word == Descriptor::kNone) return std::nullopt;
+  const Descriptor descriptor(word);
+  const bool small = descriptor.cell == Descriptor::kInEntry;
+  if ((!small && descriptor.cell >= messages_) ||
+      descriptor.bytes > (small ? kSmallMessage : max_message()))
+    throw_transport_error(link_id(peer), "impossible descriptor in shared memory: cell " +
+                                             std::to_string(descriptor.cell) + ", " +
+                                             std::to_string(descriptor.bytes) + " bytes");
+  link.front = static_cast<int>(descriptor.cell);
+  if (!small) time_line(link, link.arena->data(descriptor.cell));
+  return ConstBytes{
+      small ? link.arena->small(options().rank, link.consumed) : link.arena->data(descriptor.cell),
+      descriptor.bytes};
+}
+
+// Seldom, since it takes some of the time that it measures; and not while pages are new here.
+void ArenaTransport::time_line(Link& link, const std::byte* line) noexcept {
+  constexpr unsigned kSeldom = 4;
+  if (++link.cells % kSeldom != 0 || link.cells <= messages_ || !clock_.usable()) return;
+  if (link.lines.add(clock_.first_look(line)))
+    link.arena->far(options().rank).store(link.lines.far(), std::memory_order_relaxed);
+}
+
+// A release that leaves the cell to other readers makes room too: in this reader's share.
+void ArenaTransport::consume(Rank peer) {
+  Link& link = at(peer);
+  link.arena->entry(options().rank, link.consumed).store(Descriptor::kNone);
+  link.consumed = next(link.consumed);
+  if (link.front != Descriptor::kInEntry)
+    link.arena->readers(static_cast<std::size_t>(link.front)).fetch_sub(1);
+  if (link.arena->wants_room().load() != 0) wake(link);
+}
+
+// A bell that can't be rung has rung already, or its owner is gone; disarm() finds the latter.
+void ArenaTransport::wake(Link& link) noexcept {
+  auto& sleeping = link.arena->sleeping();
+  if (sleeping.load() == 0 || sleeping.exchange(0) == 0) return;
+  const char ring = 1;
+  [[maybe_unused]] const ssize_t rung =
+      ::send(link.socket.get(), &ring, sizeof ring, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+// The caller's last look, after this, says again whether it is room that it waits for.
+void ArenaTransport::arm() {
+  if (std::exchange(starved_, false)) own_->wants_room().store(0);
+  own_->sleeping().store(1);
+}
+
+void ArenaTransport::disarm() {
+  own_->sleeping().store(0);
+  std::array<epoll_event, 64> events;
+  const int ready = ::epoll_wait(epoll_.get(), events.data(), events.size(), 0);
+  for (int i = 0; i < ready; ++i) answer_bell(events[static_cast<std::size_t>(i)].data.fd);
+}
+
+void ArenaTransport::answer_bell(Rank peer) {
+  std::array<char, 64> rings;
+  const ssize_t got = ::recv(at(peer).socket.get(), rings.data(), rings.size(), MSG_DONTWAIT);
+  if (got > 0 || (got < 0 && would_block(errno))) return;
+  mark_gone(peer, "the peer closed it or died");
+  bury(peer);
+}
+
+// Frees the cells that the peer has not read: nobody will.
+void ArenaTransport::bury(Rank peer) {
+  Link& link = at(peer);
+  unwatch(epoll_.get(), link.socket.get());
+  link.socket.reset();
+  for (std::size_t position = 0; position < messages_; ++position) {
+    const std::uint64_t word = own_->entry(peer, position).exchange(Descriptor::kNone);
+    const std::size_t cell = Descriptor(word).cell;
+    if (word != Descriptor::kNone && cell < messages_) own_->readers(cell).fetch_sub(1);
+  }
+}
+
+}  // namespace gradwire::transport

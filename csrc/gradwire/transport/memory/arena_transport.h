@@ -1,0 +1,74 @@
+// The link over shared memory, whatever way the arenas are shared: shm and inproc.
+#pragma once
+
+#include <array>
+
+#include "gradwire/transport/memory/arena.h"
+#include "gradwire/transport/memory/distance.h"
+#include "gradwire/transport/staged.h"
+
+namespace gradwire::transport {
+
+// How a rank gives its arena to the peer at the other end of `socket`, and gets the peer's.
+struct ArenaExchange {
+  // Does not block; null where take() does it.
+  void (*give)(int socket, const Arena& own, const LinkId& link);
+  std::shared_ptr<Arena> (*take)(int socket, const std::shared_ptr<Arena>& own, const LinkId& link,
+                                 const Options& options, const WaitLimit& wait_limit);
+};
+
+class ArenaTransport final : public StagedTransport {
+ public:
+  ArenaTransport(std::string_view name, const Options& options, ArenaExchange exchange);
+
+  int doorbell() const noexcept override { return epoll_.get(); }
+  Copy copy() const noexcept override { return copy_; }
+  void arm() override;
+  void disarm() override;
+
+ private:
+  // The socket is the peer's bell and ours, and its end is the peer's.
+  struct Link {
+    UniqueFd socket;
+    std::shared_ptr<Arena> arena;
+    std::size_t posted = 0;    // where our next descriptor goes in the peer's queue of our arena
+    std::size_t consumed = 0;  // where the next one is in our queue of the peer's arena
+    std::size_t room = 0;      // so many fit there, without a look
+    int front = 0;             // the cell that arrived() showed last
+    unsigned cells = 0;        // that arrived() has shown
+    LineTimes lines;           // of these
+  };
+
+  void introduce(int socket, Rank peer) override;
+  void link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) override;
+  bool has_its_share(Rank peer) override;
+  int find_room(std::span<const Rank> peers, std::size_t bytes) override;
+  std::byte* staging(int cell) noexcept override;
+  void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
+  std::optional<ConstBytes> arrived(Rank peer) override;
+  void consume(Rank peer) override;
+
+  Link& at(Rank peer) noexcept { return links_[static_cast<std::size_t>(peer)]; }
+  std::size_t next(std::size_t position) const noexcept;
+  std::size_t look_for_room(Rank peer) noexcept;
+  bool is_far(Rank peer) noexcept;
+  int free_cell() noexcept;
+  void time_line(Link& link, const std::byte* line) noexcept;
+  void want_room() noexcept;
+  void wake(Link& link) noexcept;
+  void answer_bell(Rank peer);
+  void bury(Rank peer);
+
+  ArenaExchange exchange_;
+  std::size_t messages_;
+  std::shared_ptr<Arena> own_;
+  UniqueFd epoll_;
+  std::vector<Link> links_;
+  bool starved_ = false;
+  LineClock clock_;
+  std::size_t next_cell_ = 0;
+  Copy copy_ = copy_cached;                                 // into the open reservation
+  alignas(64) std::array<std::byte, kSmallMessage> small_;  // staging of the open reservation
+};
+
+}  // namespace gradwire::transport

@@ -1,0 +1,46 @@
+// inproc: ranks that are threads of one process. They share the arenas themselves, so tools that
+// follow addresses (ThreadSanitizer) see every access.
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdint>
+
+#include "gradwire/base/error.h"
+#include "gradwire/transport/link_kinds.h"
+#include "gradwire/transport/memory/arena_transport.h"
+
+namespace gradwire::transport {
+namespace {
+
+using Box = std::unique_ptr<std::shared_ptr<Arena>>;
+
+// The kernel's word on who made the socket; the pointers on it are good in that process only.
+void require_same_process(int socket, const LinkId& link) {
+  ucred maker{};
+  socklen_t size = sizeof maker;
+  ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &maker, &size);
+  if (maker.pid != ::getpid())
+    throw InvalidArgument(describe(link, "inproc joins threads of one process; use shm"));
+}
+
+// Sends and receives in one go: a pointer that was sent to nobody would keep its arena for ever.
+std::shared_ptr<Arena> swap_pointers(int socket, const std::shared_ptr<Arena>& own,
+                                     const LinkId& link, const Options&,
+                                     const WaitLimit& wait_limit) {
+  require_same_process(socket, link);
+  Box mine = std::make_unique<std::shared_ptr<Arena>>(own);
+  const std::shared_ptr<Arena>* address = mine.get();
+  send_all(socket, std::as_bytes(std::span(&address, 1)), link, wait_limit);
+  static_cast<void>(mine.release());  // the peer owns it now
+  std::shared_ptr<Arena>* theirs = nullptr;
+  receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), link, wait_limit);
+  return *Box(theirs);
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> make_inproc(const Options& options) {
+  return std::make_unique<ArenaTransport>("inproc", options, ArenaExchange{nullptr, swap_pointers});
+}
+
+}  // namespace gradwire::transport

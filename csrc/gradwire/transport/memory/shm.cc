@@ -1,0 +1,94 @@
+// shm: ranks of one host. The arenas are memfds passed over the Unix socket, so nothing has a name
+// that could leak, and what a killed rank leaves behind goes with its last descriptor.
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+#include <vector>
+
+#include "gradwire/base/error.h"
+#include "gradwire/base/memory_file.h"
+#include "gradwire/transport/link_kinds.h"
+#include "gradwire/transport/memory/arena_transport.h"
+
+namespace gradwire::transport {
+namespace {
+
+// One byte of payload that carries one descriptor.
+struct DescriptorMessage {
+  char payload = 'M';
+  iovec part{&payload, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr header{};
+
+  DescriptorMessage() {
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
+  }
+  DescriptorMessage(const DescriptorMessage&) = delete;
+  DescriptorMessage& operator=(const DescriptorMessage&) = delete;
+};
+
+void give_descriptor(int socket, const Arena& own, const LinkId& link) {
+  const int descriptor = own.descriptor();
+  DescriptorMessage message;
+  cmsghdr* control = CMSG_FIRSTHDR(&message.header);
+  control->cmsg_level = SOL_SOCKET;
+  control->cmsg_type = SCM_RIGHTS;
+  control->cmsg_len = CMSG_LEN(sizeof descriptor);
+  std::memcpy(CMSG_DATA(control), &descriptor, sizeof descriptor);
+  while (::sendmsg(socket, &message.header, MSG_DONTWAIT | MSG_NOSIGNAL) < 0)
+    if (errno != EINTR)
+      throw_transport_error(link, system_message("passing the shared memory", errno));
+}
+
+// All that came with a message. What is not wanted has to be closed here too.
+std::vector<UniqueFd> take_descriptors(msghdr& header) {
+  std::vector<UniqueFd> received;
+  const cmsghdr* control = CMSG_FIRSTHDR(&header);
+  if (control == nullptr || control->cmsg_type != SCM_RIGHTS) return received;
+  for (std::size_t at = CMSG_LEN(0); at + sizeof(int) <= control->cmsg_len; at += sizeof(int)) {
+    int descriptor = -1;
+    std::memcpy(&descriptor, reinterpret_cast<const char*>(control) + at, sizeof descriptor);
+    received.emplace_back(descriptor);
+  }
+  return received;
+}
+
+UniqueFd receive_descriptor(int socket, const LinkId& link, const WaitLimit& wait_limit) {
+  DescriptorMessage message;
+  ssize_t got = 0;
+  while ((got = ::recvmsg(socket, &message.header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0) {
+    if (!would_block(errno))
+      throw_transport_error(link, system_message("receiving the shared memory", errno));
+    wait_ready(socket, POLLIN, link, wait_limit);
+  }
+  std::vector<UniqueFd> received = take_descriptors(message.header);
+  if (got == 0 || received.size() != 1)
+    throw_transport_error(link, "the peer passed no shared memory, or more than that");
+  return std::move(received.front());
+}
+
+std::shared_ptr<Arena> take_descriptor(int socket, const std::shared_ptr<Arena>&,
+                                       const LinkId& link, const Options& options,
+                                       const WaitLimit& wait_limit) {
+  return Arena::map(receive_descriptor(socket, link, wait_limit), link, options);
+}
+
+}  // namespace
+
+Viability probe_shared_memory(const Options&) {
+  const UniqueFd memory = make_memory_file("gradwire-probe");
+  if (memory.valid()) return {};
+  return {false, system_message("memfd_create is not possible here", errno)};
+}
+
+std::unique_ptr<Transport> make_shm(const Options& options) {
+  return std::make_unique<ArenaTransport>("shm", options,
+                                          ArenaExchange{give_descriptor, take_descriptor});
+}
+
+}  // namespace gradwire::transport

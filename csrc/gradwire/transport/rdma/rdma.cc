@@ -1,0 +1,540 @@
+// rdma: one reliable connection a peer (libibverbs). A message is an RDMA write with immediate from
+// a staging cell into a slot of the peer's ring. Its immediate word (Word) has its length and how
+// many of the peer's messages were read so far, whose slots are free again; a reader that has
+// nothing to send says so by an empty write when half its ring is free. All of it lies in one slab,
+// registered when the first link is made and never again.
+//
+// Few bytes go by value, which frees their cell at once, and ask for a completion only now and
+// then; others ask for one each, which tells when their cell is free. The authenticated socket
+// stays open: its end is the peer's, also where no write is under way that would fail.
+#include <arpa/inet.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cerrno>
+#include <random>
+
+#include "gradwire/base/error.h"
+#include "gradwire/transport/cells.h"
+#include "gradwire/transport/link_kinds.h"
+#include "gradwire/transport/rdma/rdma_exchange.h"
+#include "gradwire/transport/rdma/rdma_rail.h"
+#include "gradwire/transport/staged.h"
+
+namespace gradwire::transport {
+namespace {
+
+constexpr std::size_t kMostSlots = 8;       // of a ring
+constexpr std::size_t kRings = 32UL << 20;  // bytes that all rings may take, with two slots each
+constexpr std::uint32_t kRequests = 64;     // writes under way to one peer
+constexpr std::uint32_t kQuiet = 16;        // by value without a completion
+constexpr std::size_t kWords = 4;           // empty writes that a peer may have under way
+constexpr std::uint64_t kReceive = 1ULL << 63;  // in the id of a request
+constexpr double kGreetingSeconds = 20;
+constexpr double kLingerSeconds = 1;
+
+// The immediate word of a write: 27 bits of length, 4 of a number of messages, and whether there is
+// no message.
+struct Word {
+  static constexpr std::uint32_t kLength = (1U << 27) - 1;
+  static constexpr std::uint32_t kCounts = 16;  // more than there can be slots
+  static constexpr std::uint32_t kAlone = 1U << 31;
+
+  std::uint32_t bytes = 0;
+  std::uint32_t read = 0;  // modulo kCounts
+  bool alone = false;
+
+  std::uint32_t packed() const { return bytes | read % kCounts << 27 | (alone ? kAlone : 0); }
+  static Word unpack(std::uint32_t word) {
+    return {word & kLength, word >> 27 & (kCounts - 1), (word & kAlone) != 0};
+  }
+};
+static_assert(kMostSlots < Word::kCounts);
+
+class RdmaTransport final : public StagedTransport {
+ public:
+  explicit RdmaTransport(const Options& options);
+  ~RdmaTransport() override { linger(); }
+
+  bool flush() override;
+  bool is_flushed(Rank peer) const override {
+    return links_[static_cast<std::size_t>(peer)].outbox.empty();
+  }
+  int doorbell() const noexcept override { return epoll_.get(); }
+  void arm() override;
+  void disarm() override;
+
+ private:
+  struct Link {
+    UniqueFd socket;
+    Rail* rail = nullptr;
+    std::unique_ptr<QueuePair> queue_pair;
+    RdmaEnd far;
+    CellQueue outbox;  // not yet with the device
+    // Messages: sent to the peer, and of these read by it, as it said last.
+    std::uint32_t sent = 0;
+    std::uint32_t read = 0;
+    // Writes: with the device, of these over, and without a completion since the last one with.
+    std::uint32_t posted = 0;
+    std::uint32_t done = 0;
+    std::uint32_t quiet = 0;
+    std::array<int, kRequests> cells{};  // that each write reads
+    // Messages: arrived here, of these released, and released as the peer was told last.
+    std::byte* ring = nullptr;
+    std::array<std::uint32_t, kMostSlots> lengths{};
+    std::uint32_t arrived = 0;
+    std::uint32_t released = 0;
+    std::uint32_t told = 0;
+    bool greeted = false;
+    bool lost = false;
+  };
+  struct Cell {
+    std::size_t bytes = 0;
+    std::size_t readers = 0;
+  };
+
+  void introduce(int socket, Rank peer) override;
+  void link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) override;
+  bool has_its_share(Rank peer) override;
+  int find_room(std::span<const Rank> peers, std::size_t bytes) override;
+  std::byte* staging(int cell) noexcept override {
+    return slab_.data() + static_cast<std::size_t>(cell) * slot_bytes_;
+  }
+  void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
+  std::optional<ConstBytes> arrived(Rank peer) override;
+  void consume(Rank peer) override;
+
+  Link& at(Rank peer) noexcept { return links_[static_cast<std::size_t>(peer)]; }
+  std::byte* ring_of(Rank peer) const noexcept;
+  Rail& rail_of(int port);
+  RdmaEnd make_end(Link& link, Rank peer, int port, int peer_port);
+  RdmaEnd agree(int socket, Link& link, Rank peer, const WaitLimit& wait_limit, RdmaEnd& mine);
+  void greet(Rank peer, const WaitLimit& wait_limit);
+  [[noreturn]] void throw_out_of_reach(Rank peer);
+
+  void poll();
+  void handle(const ibv::Wc& found);
+  void take(Rank peer, const Word& word);
+  void retire(Link& link, std::uint32_t last);
+  int first_free_cell() const noexcept;
+  void free_cell(int cell) noexcept { --cells_[static_cast<std::size_t>(cell)].readers; }
+  std::size_t with_device(const Link& link) const noexcept { return link.posted - link.done; }
+  void push_out(Rank peer);
+  bool write(Rank peer, int cell, bool tells);
+  void tell_released(Rank peer);
+  void answer_bell(Rank peer);
+  void lose(Rank peer, const std::string& reason);
+  void linger() noexcept;
+
+  std::shared_ptr<RdmaDevices> devices_;
+  std::size_t slot_bytes_;
+  std::size_t slots_;
+  Slab slab_;
+  UniqueFd epoll_;
+  std::vector<std::unique_ptr<Rail>> rails_;  // by port; null where not used
+  std::vector<Link> links_;
+  std::vector<Cell> cells_;
+};
+
+std::shared_ptr<RdmaDevices> required(std::shared_ptr<RdmaDevices> devices) {
+  if (!devices) throw InvalidArgument("an rdma link needs this rank's RDMA devices");
+  return devices;
+}
+
+// A power of two, so that numbers of messages may wrap around.
+std::size_t slots_for(std::size_t peers, std::size_t slot_bytes) {
+  const std::size_t fit = kRings / (std::max<std::size_t>(peers, 1) * slot_bytes);
+  return std::clamp<std::size_t>(std::bit_floor(fit), 2, kMostSlots);
+}
+
+std::uint64_t request_id(Rank peer, std::uint32_t number) {
+  return std::uint64_t{static_cast<std::uint32_t>(peer)} << 32 | number;
+}
+
+std::uint32_t random_packet_number() {
+  std::random_device random;
+  return random() & 0xffffffU;
+}
+
+RdmaTransport::RdmaTransport(const Options& options)
+    : StagedTransport("rdma", options),
+      devices_(required(options.rdma)),
+      slot_bytes_((options.max_message + kLine - 1) / kLine * kLine),
+      slots_(slots_for(static_cast<std::size_t>(options.size - 1), slot_bytes_)),
+      slab_(slot_bytes_ * (static_cast<std::size_t>(options.messages) +
+                           slots_ * static_cast<std::size_t>(options.size))),
+      epoll_(make_epoll()),
+      rails_(devices_->ports().size()),
+      links_(static_cast<std::size_t>(options.size)),
+      cells_(static_cast<std::size_t>(options.messages)) {}
+
+std::byte* RdmaTransport::ring_of(Rank peer) const noexcept {
+  return slab_.data() + slot_bytes_ * (cells_.size() + slots_ * static_cast<std::size_t>(peer));
+}
+
+Rail& RdmaTransport::rail_of(int port) {
+  std::unique_ptr<Rail>& rail = rails_[static_cast<std::size_t>(port)];
+  if (!rail) {
+    const auto of_a_link = static_cast<int>(kRequests + slots_ + kWords);
+    rail = std::make_unique<Rail>(*devices_, devices_->ports()[static_cast<std::size_t>(port)],
+                                  slab_, of_a_link * options().size);
+    watch(epoll_.get(), rail->bell(), EPOLLIN, kNoPeer);
+  }
+  return *rail;
+}
+
+// --- making a link ---
+
+void RdmaTransport::introduce(int socket, Rank peer) {
+  send_ports(socket, link_id(peer), devices_->ports());
+}
+
+void RdmaTransport::link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) {
+  Link& link = at(peer);
+  link.outbox = CellQueue(cells_.size());
+  link.ring = ring_of(peer);
+  RdmaEnd mine;
+  link.far = agree(socket.get(), link, peer, wait_limit, mine);
+  link.queue_pair->connect(link.far.queue_pair, mine.queue_pair.first_packet);
+  watch(epoll_.get(), socket.get(), EPOLLIN, peer);
+  link.socket = std::move(socket);
+  greet(peer, wait_limit);
+}
+
+// The lower rank chooses the ports.
+RdmaEnd RdmaTransport::agree(int socket, Link& link, Rank peer, const WaitLimit& wait_limit,
+                             RdmaEnd& mine) {
+  const LinkId id = link_id(peer);
+  const std::vector<RdmaAddress> theirs = receive_ports(socket, id, wait_limit);
+  std::vector<RdmaAddress> ours;
+  for (const RdmaPort& port : devices_->ports()) ours.push_back(port.address);
+  const bool lower = options().rank < peer;
+  RdmaEnd far;
+  if (lower) {
+    const auto [port, peer_port] = pair_ports(ours, theirs, options().rank, peer);
+    if (port < 0)
+      throw InvalidArgument(describe(id,
+                                     "no RDMA port here and there are of one link layer; name "
+                                     "others with GRADWIRE_IB_HCA, or do without: "
+                                     "GRADWIRE_TRANSPORT=shm,tcp"));
+    mine = make_end(link, peer, port, peer_port);
+    send_end(socket, id, mine);
+    far = receive_end(socket, id, wait_limit);
+  } else {
+    far = receive_end(socket, id, wait_limit);
+  }
+  if (far.port >= static_cast<int>(theirs.size()) || far.peer_port >= static_cast<int>(ours.size()))
+    throw_transport_error(id, "the other end chose an RDMA port that there is not");
+  far.queue_pair.address = theirs[static_cast<std::size_t>(far.port)];
+  if (!lower) {
+    mine = make_end(link, peer, far.peer_port, far.port);
+    send_end(socket, id, mine);
+  }
+  return far;
+}
+
+// Makes this end ready to be written to before it tells the other end.
+RdmaEnd RdmaTransport::make_end(Link& link, Rank peer, int port, int peer_port) {
+  link.rail = &rail_of(port);
+  if (max_message() > std::min(link.rail->port().max_message, Word::kLength))
+    throw InvalidArgument(describe(link_id(peer), "messages of " + std::to_string(max_message()) +
+                                                      " bytes are too large for " +
+                                                      link.rail->port().describe()));
+  const auto receives = static_cast<int>(slots_ + kWords);
+  link.queue_pair = std::make_unique<QueuePair>(*devices_, link.rail->port(), link.rail->cq(),
+                                                static_cast<int>(kRequests), receives);
+  for (int i = 0; i < receives; ++i)
+    if (!link.queue_pair->post_receive(request_id(peer, 0) | kReceive))
+      throw Error(system_message(link.rail->port().describe() + ": ibv_post_recv", errno));
+  RdmaEnd end;
+  end.port = port;
+  end.peer_port = peer_port;
+  end.queue_pair.number = link.queue_pair->number();
+  end.queue_pair.first_packet = random_packet_number();
+  end.ring = reinterpret_cast<std::uintptr_t>(link.ring);
+  end.key = link.rail->memory().rkey;
+  end.slots = static_cast<std::uint32_t>(slots_);
+  return end;
+}
+
+// A first word each way, over the connection itself: that it works is known before it is used.
+void RdmaTransport::greet(Rank peer, const WaitLimit& wait_limit) {
+  Link& link = at(peer);
+  const LinkId id = link_id(peer);
+  const char ready = 'R';
+  send_all(link.socket.get(), std::as_bytes(std::span(&ready, 1)), id, Deadline::after(0));
+  char theirs = 0;
+  receive_all(link.socket.get(), std::as_writable_bytes(std::span(&theirs, 1)), id, wait_limit);
+  const Deadline arrival = Deadline::after(kGreetingSeconds);
+  write(peer, kNoCell, true);
+  while (!link.greeted || with_device(link) > 0) {
+    pollfd end{link.socket.get(), POLLIN, 0};
+    if (!link.lost && ::poll(&end, 1, 1) > 0) answer_bell(peer);
+    poll();
+    wait_limit.check_interrupt();
+    if (link.lost || (arrival.passed() && with_device(link) > 0)) throw_out_of_reach(peer);
+    if (wait_limit.passed())
+      throw Timeout(describe(id, "timed out: no word over RDMA while the link was made; is rank " +
+                                     std::to_string(peer) + " alive?"),
+                    peer);
+  }
+}
+
+void RdmaTransport::throw_out_of_reach(Rank peer) {
+  const std::string reason = at(peer).lost ? " (" + why_gone(peer) + ")" : "";
+  throw_transport_error(
+      link_id(peer),
+      at(peer).rail->port().describe() + " does not reach the other end" + reason +
+          ": these are different networks, or RoCE is blocked between them; choose with "
+          "GRADWIRE_IB_HCA and GRADWIRE_IB_GID_INDEX, or do without: GRADWIRE_TRANSPORT=shm,tcp");
+}
+
+// --- sending ---
+
+int RdmaTransport::first_free_cell() const noexcept {
+  for (std::size_t cell = 0; cell < cells_.size(); ++cell)
+    if (cells_[cell].readers == 0) return static_cast<int>(cell);
+  return kNoCell;
+}
+
+bool RdmaTransport::has_its_share(Rank peer) {
+  const auto share = static_cast<std::size_t>(options().messages_per_peer);
+  if (at(peer).outbox.size() >= share) poll();
+  return at(peer).outbox.size() >= share;
+}
+
+int RdmaTransport::find_room(std::span<const Rank>, std::size_t) {
+  const int cell = first_free_cell();
+  if (cell != kNoCell) return cell;
+  poll();
+  return first_free_cell();
+}
+
+void RdmaTransport::post(int index, std::size_t bytes, std::span<const Rank> peers) {
+  Cell& cell = cells_[static_cast<std::size_t>(index)];
+  cell.bytes = bytes;
+  cell.readers = peers.size();
+  for (Rank peer : peers) at(peer).outbox.push(index);
+  for (Rank peer : peers) push_out(peer);
+  // The peer may have sent that its ring has room again, which is not read yet.
+  if (!std::ranges::all_of(peers, [this](Rank peer) { return is_flushed(peer); })) poll();
+}
+
+bool RdmaTransport::flush() {
+  bool all = true;
+  for (Rank peer = 0; peer < options().size; ++peer) {
+    if (at(peer).outbox.empty()) continue;
+    poll();
+    throw_if_gone(peer);
+    all = all && at(peer).outbox.empty();
+  }
+  return all;
+}
+
+// Sends as much as the peer's ring and the device have room for.
+void RdmaTransport::push_out(Rank peer) {
+  Link& link = at(peer);
+  while (!link.lost && !link.outbox.empty() && link.sent - link.read < link.far.slots &&
+         with_device(link) < kRequests) {
+    const int cell = link.outbox.front();
+    const auto bytes = cells_[static_cast<std::size_t>(cell)].bytes;
+    const bool by_value = bytes <= link.queue_pair->most_inline();
+    if (!write(peer, cell, !by_value)) return;
+    link.outbox.pop();
+    ++link.sent;
+    if (!by_value) continue;
+    link.cells[(link.posted - 1) % kRequests] = kNoCell;
+    free_cell(cell);
+  }
+}
+
+// Writes a cell into the peer's next slot, or a word alone.
+bool RdmaTransport::write(Rank peer, int cell, bool tells) {
+  Link& link = at(peer);
+  QueuePair::Write next;
+  next.id = request_id(peer, link.posted);
+  if (cell != kNoCell) {
+    next.from = staging(cell);
+    next.bytes = static_cast<std::uint32_t>(cells_[static_cast<std::size_t>(cell)].bytes);
+    next.key = link.rail->memory().lkey;
+    next.to = link.far.ring + link.sent % link.far.slots * slot_bytes_;
+    next.to_key = link.far.key;
+  }
+  next.word = Word{next.bytes, link.released, cell == kNoCell}.packed();
+  next.tells = tells || ++link.quiet >= kQuiet;
+  if (next.tells) link.quiet = 0;
+  if (!link.queue_pair->post(next)) {
+    lose(peer, system_message("the device refused a write", errno));
+    return false;
+  }
+  link.cells[link.posted++ % kRequests] = cell;
+  link.told = link.released;
+  return true;
+}
+
+// --- completions ---
+
+void RdmaTransport::poll() {
+  std::array<ibv::Wc, 16> found;
+  for (const auto& rail : rails_) {
+    if (!rail) continue;
+    std::size_t count = found.size();
+    while (count == found.size()) {
+      count = rail->poll(found);
+      for (std::size_t i = 0; i < count; ++i) handle(found[i]);
+    }
+  }
+}
+
+void RdmaTransport::handle(const ibv::Wc& found) {
+  const bool received = (found.wr_id & kReceive) != 0;
+  const auto peer = static_cast<Rank>((found.wr_id & ~kReceive) >> 32);
+  const auto number = static_cast<std::uint32_t>(found.wr_id);
+  Link& link = at(peer);
+  if (found.status != ibv::kWcSuccess) {
+    const std::string what = devices_->verbs().wc_status_str(found.status);
+    const bool silent = found.status == ibv::kWcRetryExceeded;
+    return lose(peer, "the connection broke: " + what +
+                          (silent ? " (its process or its host died, or the network is cut)" : ""));
+  }
+  if (received) {
+    take(peer, Word::unpack(ntohl(found.imm_data)));
+    if (!link.lost && !link.queue_pair->post_receive(found.wr_id))
+      lose(peer, system_message("the device refused to receive", errno));
+  } else {
+    retire(link, number);
+  }
+  push_out(peer);
+  tell_released(peer);
+}
+
+void RdmaTransport::take(Rank peer, const Word& word) {
+  Link& link = at(peer);
+  const std::uint32_t more = (word.read - link.read) % Word::kCounts;
+  if (more > link.sent - link.read)
+    return lose(peer, "the peer said that it read more messages than were sent");
+  link.read += more;
+  link.greeted = true;
+  if (word.alone) return;
+  if (word.bytes > max_message() || link.arrived - link.released >= slots_)
+    return lose(peer,
+                "impossible message of " + std::to_string(word.bytes) + " bytes, or out of turn");
+  link.lengths[link.arrived++ % slots_] = word.bytes;
+}
+
+// Writes are over in order, so all up to this one.
+void RdmaTransport::retire(Link& link, std::uint32_t last) {
+  while (!link.lost && link.done != last + 1) {
+    const int cell = link.cells[link.done++ % kRequests];
+    if (cell != kNoCell) free_cell(cell);
+  }
+}
+
+// --- receiving ---
+
+std::optional<ConstBytes> RdmaTransport::arrived(Rank peer) {
+  Link& link = at(peer);
+  if (link.arrived == link.released) poll();
+  if (link.arrived == link.released) return std::nullopt;
+  const std::size_t slot = link.released % slots_;
+  return ConstBytes{link.ring + slot * slot_bytes_, link.lengths[slot]};
+}
+
+void RdmaTransport::consume(Rank peer) {
+  ++at(peer).released;
+  tell_released(peer);
+}
+
+void RdmaTransport::tell_released(Rank peer) {
+  Link& link = at(peer);
+  if (link.lost || link.released - link.told < slots_ / 2 || with_device(link) == kRequests) return;
+  write(peer, kNoCell, false);
+}
+
+// --- waiting, and the end ---
+
+void RdmaTransport::arm() {
+  for (const auto& rail : rails_)
+    if (rail) rail->arm();
+}
+
+void RdmaTransport::disarm() {
+  for (const auto& rail : rails_)
+    if (rail) rail->hush();
+  std::array<epoll_event, 64> events;
+  const int ready = ::epoll_wait(epoll_.get(), events.data(), events.size(), 0);
+  for (int i = 0; i < ready; ++i) {
+    const Rank peer = events[static_cast<std::size_t>(i)].data.fd;
+    if (peer != kNoPeer) answer_bell(peer);
+  }
+}
+
+// Whatever the peer wrote before it went is here, and so are its completions.
+void RdmaTransport::answer_bell(Rank peer) {
+  std::array<char, 64> bytes;
+  const ssize_t got = ::recv(at(peer).socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
+  if (got > 0 || (got < 0 && would_block(errno))) return;
+  poll();
+  lose(peer, "the peer closed it or died");
+}
+
+// Gives the peer up: nothing is posted to it again. What had arrived can still be read.
+void RdmaTransport::lose(Rank peer, const std::string& reason) {
+  Link& link = at(peer);
+  if (std::exchange(link.lost, true)) return;
+  mark_gone(peer, reason);
+  if (link.queue_pair) link.queue_pair->break_off();
+  if (link.socket.valid()) unwatch(epoll_.get(), link.socket.get());
+  link.socket.reset();
+  for (; link.done != link.posted; ++link.done) {
+    const int cell = link.cells[link.done % kRequests];
+    if (cell != kNoCell) free_cell(cell);
+  }
+  for (; !link.outbox.empty(); link.outbox.pop()) free_cell(link.outbox.front());
+}
+
+// A connection that is taken down takes with it what the peer has not acknowledged. What is not
+// with the device stays here: nothing is sent behind the write that tells of all before it.
+void RdmaTransport::linger() noexcept try {
+  const Deadline deadline = Deadline::after(kLingerSeconds);
+  for (Rank peer = 0; peer < options().size; ++peer) {
+    Link& link = at(peer);
+    link.outbox = CellQueue();
+    if (!link.lost && link.quiet > 0 && with_device(link) < kRequests) write(peer, kNoCell, true);
+  }
+  const auto all_over = [&] {
+    return std::ranges::all_of(links_, [&](const Link& link) { return with_device(link) == 0; });
+  };
+  while (!all_over() && !deadline.passed()) {
+    arm();
+    poll();
+    pollfd bell{epoll_.get(), POLLIN, 0};
+    if (!all_over()) ::poll(&bell, 1, 10);
+    disarm();
+  }
+} catch (const Error&) {  // the device failed: nothing more will be sent
+}
+
+}  // namespace
+
+Viability probe_rdma(const Options& options) try {
+  if (options.rdma) return {};
+  const Verbs& verbs = Verbs::load();
+  int count = 0;
+  ibv::Device** list = verbs.get_device_list(&count);
+  if (list == nullptr) return {false, system_message("no RDMA device can be listed", errno)};
+  verbs.free_device_list(list);
+  return count > 0 ? Viability{} : Viability{false, "there is no RDMA device"};
+} catch (const Error& error) {
+  return {false, error.what()};
+}
+
+std::unique_ptr<Transport> make_rdma(const Options& options) {
+  return std::make_unique<RdmaTransport>(options);
+}
+
+}  // namespace gradwire::transport

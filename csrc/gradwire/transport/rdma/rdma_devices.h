@@ -1,0 +1,103 @@
+// RdmaDevices: the RDMA ports of this host that a rank may use, open, each with the address (GID)
+// that it is reached by. All communicators of a process share them.
+//
+// Any thread. In a fork of the process that made it, it is a shell that must not be used.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "gradwire/base/fork.h"
+#include "gradwire/transport/rdma/verbs.h"
+
+namespace gradwire::transport {
+
+struct RdmaSettings {
+  std::string hca{};         // NCCL's syntax: prefix[:port][,...], =exact, ^excluded; "" for all
+  std::string link_layer{};  // "ethernet" (RoCE) or "infiniband" only; "" for both
+  int gid_index = -1;     // of the port's table; -1: RoCE v2 with an IPv4 address if there is one
+  int mtu = 0;            // bytes, 256 to 4096; 0: what the port has
+  int traffic_class = 0;  // 0 to 255, of RoCE v2's IP header (DSCP in its upper six bits)
+  int service_level = 0;  // 0 to 15
+  int timeout = 18;       // 1 to 31: 4.096 us * 2^timeout until a packet is sent again
+  std::string library = Verbs::kLibrary;
+};
+
+// One port of one device, as others need to know it to reach it.
+struct RdmaAddress {
+  ibv::Gid gid{};
+  std::uint16_t lid = 0;
+  std::uint8_t link_layer = ibv::kLinkUnspecified;
+  std::uint8_t mtu = ibv::kMtu1024;  // ibv::Mtu
+  // Ports that name the same network reach each other: "ethernet 10.0.0.0/24" of RoCE v2,
+  // "infiniband fe80000000000000". Empty where the address does not tell, as a link-local one.
+  std::string network{};
+
+  bool operator==(const RdmaAddress&) const = default;
+};
+
+struct RdmaPort {
+  std::string device{};
+  std::uint8_t number = 0;
+  int gid_index = 0;
+  std::uint32_t gid_type = ibv::kGidIb;
+  std::uint32_t max_message = 0;
+  RdmaAddress address{};
+  ibv::Context* context = nullptr;
+  ibv::Pd* pd = nullptr;
+
+  // "rxe0:1, RoCE v2, GID 1 (198.18.0.1), MTU 4096".
+  std::string describe() const;
+};
+
+// The most ports that a rank announces.
+inline constexpr std::size_t kMostRdmaPorts = 16;
+
+class RdmaDevices {
+ public:
+  // Throws InvalidArgument with what is missing (library, kernel, device, permission, port, GID,
+  // lockable memory) and the remedy.
+  explicit RdmaDevices(RdmaSettings settings);
+  ~RdmaDevices();
+  RdmaDevices(const RdmaDevices&) = delete;
+  RdmaDevices& operator=(const RdmaDevices&) = delete;
+
+  const Verbs& verbs() const noexcept { return verbs_; }
+  const RdmaSettings& settings() const noexcept { return settings_; }
+  const std::vector<RdmaPort>& ports() const noexcept { return ports_; }  // one at least
+
+ private:
+  struct Opened {
+    Owned<ibv::Context> context;
+    Owned<ibv::Pd> pd;
+  };
+  void open(ibv::Device* device);
+  void add_ports(const std::string& device, const Opened& opened);
+  void add_port(RdmaPort port, const ibv::PortAttr& found);
+  std::vector<ibv::GidEntry> choose_gids(const RdmaPort& port, int count) const;
+  void require_lockable_memory();
+  void leave_out(const std::string& what, const std::string& why);
+
+  RdmaSettings settings_;
+  const Verbs& verbs_;
+  std::vector<Opened> opened_;
+  std::vector<RdmaPort> ports_;
+  std::string left_out_;  // what there is, but is not used, and why
+  std::uint32_t made_after_ = forks();
+};
+
+// "infiniband" or "ethernet".
+std::string_view link_layer_name(std::uint8_t layer);
+
+// The two ports that a pair of ranks uses, of the lower and of the higher rank: those of a network
+// that both are on, or else the n-th of the one and the n-th of the other if they are of one link
+// layer; where there are several, in turns by pair. {-1, -1} where there are none.
+std::pair<int, int> pair_ports(std::span<const RdmaAddress> lower,
+                               std::span<const RdmaAddress> higher, int lower_rank,
+                               int higher_rank);
+
+}  // namespace gradwire::transport
