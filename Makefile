@@ -190,16 +190,16 @@ sanitize-build: .address
 	ninja -C build/thread $(call tests_named,$(THREAD))
 
 # What is in C++ needs clang, what is in Python atheris: both have libFuzzer. FUZZ=regex chooses fewer
-# targets; ARGS=--keep adds what was found to the committed corpora.
+# targets, by the names of their files; ARGS=--keep adds what was found to the committed corpora.
 FUZZ ?= .
-fuzz_targets = $$(ls tests/fuzz | sed -n 's/_fuzz\.cc$$/_fuzz/p' | grep -E '$(FUZZ)')
+fuzz_files = ls tests/fuzz | grep -E '_fuzz\.(cc|py)$$' | grep -E '$(FUZZ)'
 fuzz: build $(VENV)/fuzzer fuzz-build
 	@echo "== Fuzzing for $(FUZZ_SECONDS) s"
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(ARGS) \
-	  $$(ls build/address/tests/fuzz/*_fuzz tests/fuzz/*_fuzz.py | grep -E '$(FUZZ)')
+	  $$($(fuzz_files) | sed -E 's#(.*)\.cc$$#build/address/&#; s#\.cc$$##; s#[^/]*$$#tests/fuzz/&#')
 
 fuzz-build: .address
-	ninja -C build/address $(fuzz_targets)
+	$(fuzz_files) | sed -n 's/\.cc$$//p' | xargs -r ninja -C build/address
 
 .PHONY: .address
 .address: tools
