@@ -1,14 +1,22 @@
 #include "gradwire/codec/codec.h"
 
 #include <algorithm>
-#include <array>
 #include <limits>
 
 #include "gradwire/base/error.h"
 #include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/spec.h"
 
+// A new codec joins this list; its file defines the factory make_NAME.
+#define GRADWIRE_CODECS(each) \
+  each(none) each(fp16) each(bf16) each(int8) each(onebit) each(threshold) each(topk) each(lowrank)
+
 namespace gradwire::codec {
+
+#define GRADWIRE_DECLARE(name) CodecFactory make_##name;
+GRADWIRE_CODECS(GRADWIRE_DECLARE)
+#undef GRADWIRE_DECLARE
+
 namespace {
 
 struct NamedFactory {
@@ -16,11 +24,10 @@ struct NamedFactory {
   CodecFactory* make;
 };
 
-constexpr std::array kCodecs = {
-    NamedFactory{"none", make_none},     NamedFactory{"fp16", make_fp16},
-    NamedFactory{"bf16", make_bf16},     NamedFactory{"int8", make_int8},
-    NamedFactory{"onebit", make_onebit}, NamedFactory{"threshold", make_threshold},
-    NamedFactory{"topk", make_topk},     NamedFactory{"lowrank", make_lowrank},
+constexpr NamedFactory kCodecs[] = {
+#define GRADWIRE_ENTRY(name) NamedFactory{#name, make_##name},
+    GRADWIRE_CODECS(GRADWIRE_ENTRY)
+#undef GRADWIRE_ENTRY
 };
 
 }  // namespace

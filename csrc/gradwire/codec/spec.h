@@ -53,10 +53,8 @@ std::string shortest(double value);
 // The "block" of a codec that works block by block: elements, a multiple of 32, 1024 by default.
 std::size_t block_of(Parameters& parameters, std::size_t most);
 
-// One factory per codec: the codec's file defines it, codec.cc lists it.
+// Makes the codec that the parameters describe. A codec's file defines one, make_NAME.
 using CodecFactory = std::shared_ptr<const Codec>(Parameters&);
-CodecFactory make_none, make_fp16, make_bf16, make_int8, make_onebit, make_threshold, make_topk,
-    make_lowrank;
 
 // InvalidArgument unless `size` bytes hold the `needed` ones of n elements.
 void check_room(const Codec& codec, std::size_t size, std::size_t needed, std::size_t n);
