@@ -3,7 +3,7 @@
     python -m bench.network.links --rate 100mbit --rate 1gbit     # measures the links, and no more
 
 `tc … tbf` holds both ends of every pair, so a rank has one rate for all that it sends and one for
-all that it receives, as with a network card and a switch. A token bucket that was left alone lets a
+all that it receives, as with a NIC and a switch. A token bucket that was left alone lets a
 burst through at once: 1 MB of it shows a 200 kB message 2.6 Gbit/s whatever the rate. So bursts are
 a few packets, and `check()` measures the links by plain sockets, with the message sizes that
 matter, before anything is believed that was measured on them.

@@ -10,7 +10,7 @@
 //   kBitmap  1 bit an element of the unit, first bit lowest, padded to whole bytes
 //   kAll     nothing: every element is sent
 //   kNone, kNotFinite  nothing, and nothing follows: no element is sent; all of the unit is NaN
-// where count is 1 byte below 128, else 2: (low 7 bits | 128), the rest. Positions take the layout
+// where count is 1 byte below 128, else 2: (low 7 bits | 128), the rest. Positions take the format
 // with the fewest bytes, the first listed where equal, and the lowest `low` of the best. Numbers
 // are little-endian. What the codec says of each element that is sent follows.
 //

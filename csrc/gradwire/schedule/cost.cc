@@ -58,7 +58,7 @@ double octaves(double bytes) {
 LinkCost link_cost(std::string_view transport, bool between) {
   if (transport == "shm" || transport == "inproc") return {1.5e-7, 2e-7, 0, 0};
   const LinkCost local{4e-6, 8e-6, 0, 1.5e-10};
-  // Not measured: a card of 100 Gbit/s as its makers describe it.
+  // Not measured: a NIC of 100 Gbit/s as its makers describe it.
   if (transport == "rdma") return {4e-7, 2e-6, 1e-10, 0};
   if (transport == "emulated") return {local.alpha, 1e-4, 8e-9, local.copy};
   return between ? LinkCost{local.alpha, 3e-5, 8e-10, local.copy} : local;

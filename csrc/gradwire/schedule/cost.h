@@ -6,11 +6,11 @@
 // exec/plan/plan.h and under its two conditions. A message of w wire bytes to k peers takes
 //
 //     at the sender      what the codec takes, once, and alpha + copy·w for each peer
-//     on the way         beta·w on the card of the sender, latency, beta·w on the receiver's card:
-//                        a card does one message at a time, in each direction; bits pass through
+//     on the way         beta·w on the NIC of the sender, latency, beta·w on the receiver's NIC:
+//                        a NIC does one message at a time, in each direction; bits pass through
 //     at the receiver    alpha + copy·w, and what the codec takes to land it
 //
-// Within a host each rank has a card of its own (beta is 0, unless links are emulated); between
+// Within a host each rank has a NIC of its own (beta is 0, unless links are emulated); between
 // hosts all ranks of a host share one.
 //
 // Where a host has more ranks than cores, each core has its ranks, of which one works until it must
@@ -43,7 +43,7 @@ namespace gradwire::schedule {
 struct LinkCost {
   double alpha = 0;    // of a processor, for a message, at each end
   double latency = 0;  // from staged to seen, in which nobody works
-  double beta = 0;     // of a card, for a byte, at each end
+  double beta = 0;     // of a NIC, for a byte, at each end
   double copy = 0;     // of a processor, for a byte, at each end: what the kernel moves
 };
 

@@ -229,7 +229,7 @@ Frames::Frames(const Schedule& schedule, const CostModel& model, const Workload&
 
 namespace {
 
-// Seconds by rank, and by host, of processors and of cards in both directions.
+// Seconds by rank, and by host, of processors and of NICs in both directions.
 class Work {
  public:
   Work(const Frames& frames, const CostModel& model, const Workload& work)

@@ -91,7 +91,7 @@ class Frames {
 double simulate(const Frames& frames, const CostModel& model, const Workload& work, int simulated,
                 double limit = std::numeric_limits<double>::infinity());
 
-// Seconds of all segments for the rank, the host's cores or the card that has most to do: no run is
+// Seconds of all segments for the rank, the host's cores or the NIC that has most to do: no run is
 // faster.
 double most_work(const Frames& frames, const CostModel& model, const Workload& work);
 

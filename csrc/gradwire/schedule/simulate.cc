@@ -23,22 +23,22 @@ constexpr double kYields = 20;
 
 std::size_t at(int i) { return static_cast<std::size_t>(i); }
 
-// Cards and cores, and since when each is free.
+// NICs and cores, and since when each is free.
 class Hosts {
  public:
   Hosts(const CostModel& model, const std::vector<int>& host_of, int ranks)
       : host_of_(host_of.empty() ? std::vector<int>(at(ranks), 0) : host_of), turn_(model.turn) {
     const int hosts = 1 + *std::max_element(host_of_.begin(), host_of_.end());
     place_ranks(hosts, model.cores, model.call);
-    for (auto* cards : {&out_of_rank_, &into_rank_}) cards->assign(at(ranks), 0);
-    for (auto* cards : {&out_of_host_, &into_host_}) cards->assign(at(hosts), 0);
+    for (auto* nics : {&out_of_rank_, &into_rank_}) nics->assign(at(ranks), 0);
+    for (auto* nics : {&out_of_host_, &into_host_}) nics->assign(at(hosts), 0);
   }
 
   bool together(Rank a, Rank b) const { return host_of_[at(a)] == host_of_[at(b)]; }
   bool crowded(Rank rank) const { return seats_[at(rank)].core != kNone; }
   bool any_crowded() const { return !cores_.empty(); }
 
-  // When the first bit reaches the receiver's card, of bits that are ready to go at `time`.
+  // When the first bit reaches the receiver's NIC, of bits that are ready to go at `time`.
   double send(const LinkCost& link, Rank src, Rank dst, double bytes, double time) {
     double& out = together(src, dst) ? out_of_rank_[at(src)] : out_of_host_[at(host_of_[at(src)])];
     const double start = std::max(time, out);

@@ -154,17 +154,17 @@ class Reduction:
             for peer, (start, end) in enumerate(bounds)
         ]
 
-    def _parts_of(self, letter: memoryview, rank: int, peer: int) -> list[memoryview]:
+    def _parts_of(self, payload: memoryview, rank: int, peer: int) -> list[memoryview]:
         parts, at = [], 0
         for _ in self._counts:
             start = at + _LENGTH.size
-            if start > len(letter):
+            if start > len(payload):
                 raise _refusal(rank, peer, "it ends too soon")
-            at = start + int(_LENGTH.unpack_from(letter, at)[0])
-            if at > len(letter):
+            at = start + int(_LENGTH.unpack_from(payload, at)[0])
+            if at > len(payload):
                 raise _refusal(rank, peer, "it ends too soon")
-            parts.append(letter[start:at])
-        if at < len(letter):
+            parts.append(payload[start:at])
+        if at < len(payload):
             raise _refusal(rank, peer, "it is longer than its parts")
         return parts
 

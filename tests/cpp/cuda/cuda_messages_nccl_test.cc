@@ -233,12 +233,12 @@ TEST_F(NcclMessages, AWrongRankIsRefusedAndTheRestLives) {
 
 TEST_F(NcclMessages, ARankThatIsMissingIsATimeout) {
   const auto error = thrown_by<Timeout>([&] { first(2, {.timeout_seconds = 0.1}); });
-  expect_words(error.what(), {"rank 0: ", "the meeting of all ranks", "0.1 s", "NCCL_DEBUG"});
+  expect_words(error.what(), {"rank 0: ", "ncclCommInitRank", "0.1 s", "NCCL_DEBUG"});
   EXPECT_EQ(error.peer(), 1);
   EXPECT_EQ(thrown_by<Timeout>([&] { first(3, {.timeout_seconds = 0.1}); }).peer(), kNoPeer);
 }
 
-TEST_F(NcclMessages, AnInterruptEndsTheMeeting) {
+TEST_F(NcclMessages, AnInterruptEndsTheInitialisation) {
   const auto interrupt = [] { throw std::string("Ctrl-C"); };
   EXPECT_THROW(first(2, {.interrupt = interrupt}), std::string);
   EXPECT_EQ(fake.calls("ncclCommAbort"), 1);
@@ -321,7 +321,7 @@ TEST_F(NcclMessages, AMeetingThatFailsSaysWhy) {
     fake.fail(call, nccl::kUnhandledCudaError, 0);
     const auto error = thrown_by<TransportError>([&] { alone(); });
     expect_words(error.what(),
-                 {"rank 0: ", "the meeting of all ranks", "an error of the fake (1)"});
+                 {"rank 0: ", "ncclCommInitRank", "an error of the fake (1)"});
     EXPECT_EQ(fake.alive(), 0) << call;
   }
 }

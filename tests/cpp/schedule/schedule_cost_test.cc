@@ -77,8 +77,8 @@ TEST(Simulate, ButterfliesAreTheirClosedForms) {
   }
 }
 
-// The card of a rank sends one message after the other, and no card receives two at a time.
-TEST(Simulate, DirectIsBoundByTheCards) {
+// The NIC of a rank sends one message after the other, and no NIC receives two at a time.
+TEST(Simulate, DirectIsBoundByTheNics) {
   const CostModel model = links(0, 0, 1e-9);
   for (int p = 2; p <= 12; ++p) {
     const double message = model.within.beta * (kBytes / p + kHeaderBytes);

@@ -70,7 +70,7 @@ TEST(EmulatedLink, AnIdleLinkSendsAtOnce) {
   EXPECT_GE(link.send(1, 1).first, later);
 }
 
-// Two senders at full rate: a receiver's card has one rate.
+// Two senders at full rate: a receiver's NIC has one rate.
 TEST(EmulatedLink, AllThatIsReceivedSharesTheRate) {
   EmulatedLink one(kLink), other(kLink), receiver(kLink);
   const Flight a = one.send(100 * kPacket, 1);

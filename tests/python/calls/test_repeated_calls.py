@@ -1,4 +1,4 @@
-"""Blocking all_reduces like an earlier one, which take a shorter way: same results, same errors."""
+"""Blocking all_reduces like an earlier one, which take the fast path: same results, same errors."""
 
 from __future__ import annotations
 

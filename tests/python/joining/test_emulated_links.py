@@ -73,7 +73,7 @@ def test_a_ring_runs_at_the_links_rate(link: Callable[[str], None]):
 
 
 @pytest.mark.parametrize("sends", [True, False])
-def test_all_peers_share_a_card(link: Callable[[str], None], sends: bool):
+def test_all_peers_share_a_nic(link: Callable[[str], None], sends: bool):
     link("20mbit")
     nbytes = 60 * PACKET
 
@@ -94,7 +94,7 @@ def test_all_peers_share_a_card(link: Callable[[str], None], sends: bool):
     gradwire.spawn(body, 4)
 
 
-def test_communicators_share_a_card(link: Callable[[str], None]):
+def test_communicators_share_a_nic(link: Callable[[str], None]):
     link("20mbit")
     nbytes = 100 * PACKET
 

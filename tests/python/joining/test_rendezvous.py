@@ -207,7 +207,7 @@ def test_all_missing_ranks_are_named() -> None:
     assert "ranks 1, 2, 3 of 4 did not appear" in str(future.exception())
 
 
-def failing_after_its_card(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def failing_after_its_address_info(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Makes one rank fail when it has published its address."""
     honest = _exchange.RendezvousExchange.exchange_addresses
 
@@ -223,7 +223,7 @@ def failing_after_its_card(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def test_a_rank_that_gives_up_tells_the_others_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_after_its_card(monkeypatch, 2)
+    failing_after_its_address_info(monkeypatch, 2)
     errors = [future.exception() for future in meet(launches(4), timeout=60)]
     assert str(errors.pop(2)) == "died"
     for error in errors:
@@ -234,7 +234,7 @@ def test_a_rank_that_gives_up_tells_the_others_why(monkeypatch: pytest.MonkeyPat
 def test_a_rank_that_dies_after_publishing_its_address_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    failing_after_its_card(monkeypatch, 2)
+    failing_after_its_address_info(monkeypatch, 2)
     monkeypatch.setattr(
         _exchange.RendezvousExchange, "raise_if_peer_failed", lambda self, within: None
     )

@@ -82,7 +82,7 @@ NcclComm::~NcclComm() {
 }
 
 void NcclComm::connect(const nccl::UniqueId& id) {
-  settle(begin(id), {"the meeting of all ranks", {}, settings_.timeout_seconds},
+  settle(begin(id), {"ncclCommInitRank", {}, settings_.timeout_seconds},
          settings_.interrupt);
 }
 

@@ -14,7 +14,7 @@ constexpr std::uint32_t kEndMagic = 0x31455247;    // "GRE1"
 constexpr std::uint32_t kMostSlots = 1 << 16;
 constexpr std::uint32_t kNumbers = 1 << 24;  // of queue pairs and of packets
 
-struct AddressCard {
+struct PackedAddress {
   ibv::Gid gid{};
   std::array<char, 64> network{};
   std::uint16_t lid = 0;
@@ -22,14 +22,14 @@ struct AddressCard {
   std::uint8_t mtu = 0;
   std::uint32_t unused = 0;
 };
-struct PortsCard {
+struct PortsMessage {
   std::uint32_t magic = kPortsMagic;
   std::uint32_t count = 0;
-  std::array<AddressCard, kMostRdmaPorts> addresses{};
+  std::array<PackedAddress, kMostRdmaPorts> addresses{};
 };
-static_assert(sizeof(PortsCard) == 8 + kMostRdmaPorts * 88);
+static_assert(sizeof(PortsMessage) == 8 + kMostRdmaPorts * 88);
 
-struct EndCard {
+struct EndMessage {
   std::uint32_t magic = kEndMagic;
   std::uint32_t port = 0;
   std::uint32_t peer_port = 0;
@@ -40,86 +40,88 @@ struct EndCard {
   std::uint32_t unused = 0;
   std::uint64_t ring = 0;
 };
-static_assert(sizeof(EndCard) == 40);
+static_assert(sizeof(EndMessage) == 40);
 
-AddressCard packed(const RdmaAddress& address) {
-  AddressCard card;
-  card.gid = address.gid;
-  address.network.copy(card.network.data(), card.network.size() - 1);
-  card.lid = address.lid;
-  card.link_layer = address.link_layer;
-  card.mtu = address.mtu;
-  return card;
+PackedAddress packed(const RdmaAddress& address) {
+  PackedAddress message;
+  message.gid = address.gid;
+  address.network.copy(message.network.data(), message.network.size() - 1);
+  message.lid = address.lid;
+  message.link_layer = address.link_layer;
+  message.mtu = address.mtu;
+  return message;
 }
 
-RdmaAddress unpacked(const AddressCard& card, const LinkId& link) {
+RdmaAddress unpacked(const PackedAddress& message, const LinkId& link) {
   const bool layer_fits =
-      card.link_layer == ibv::kLinkInfiniBand || card.link_layer == ibv::kLinkEthernet;
-  const bool mtu_fits = card.mtu >= ibv::kMtu256 && card.mtu <= ibv::kMtu4096;
-  const auto end = std::find(card.network.begin(), card.network.end(), '\0');
-  if (!layer_fits || !mtu_fits || end == card.network.end())
+      message.link_layer == ibv::kLinkInfiniBand || message.link_layer == ibv::kLinkEthernet;
+  const bool mtu_fits = message.mtu >= ibv::kMtu256 && message.mtu <= ibv::kMtu4096;
+  const auto end = std::find(message.network.begin(), message.network.end(), '\0');
+  if (!layer_fits || !mtu_fits || end == message.network.end())
     throw_transport_error(link, "the other end told of an impossible RDMA port");
-  return {card.gid, card.lid, card.link_layer, card.mtu, std::string(card.network.begin(), end)};
+  return {message.gid, message.lid, message.link_layer, message.mtu,
+          std::string(message.network.begin(), end)};
 }
 
-template <typename Card>
-void send_card(int socket, const LinkId& link, const Card& card) {
-  send_all(socket, std::as_bytes(std::span(&card, 1)), link, Deadline::after(0));
+template <typename Message>
+void send_message(int socket, const LinkId& link, const Message& message) {
+  send_all(socket, std::as_bytes(std::span(&message, 1)), link, Deadline::after(0));
 }
 
-template <typename Card>
-Card receive_card(int socket, const LinkId& link, const WaitLimit& wait_limit) {
-  Card card;
-  const std::uint32_t magic = card.magic;
-  receive_all(socket, std::as_writable_bytes(std::span(&card, 1)), link, wait_limit);
-  if (card.magic != magic)
+template <typename Message>
+Message receive_message(int socket, const LinkId& link, const WaitLimit& wait_limit) {
+  Message message;
+  const std::uint32_t magic = message.magic;
+  receive_all(socket, std::as_writable_bytes(std::span(&message, 1)), link, wait_limit);
+  if (message.magic != magic)
     throw_transport_error(link, "the other end does not speak this version's RDMA protocol");
-  return card;
+  return message;
 }
 
 }  // namespace
 
 void send_ports(int socket, const LinkId& link, std::span<const RdmaPort> ports) {
-  PortsCard card;
+  PortsMessage message;
   for (const RdmaPort& port : ports.first(std::min(ports.size(), kMostRdmaPorts)))
-    card.addresses[card.count++] = packed(port.address);
-  send_card(socket, link, card);
+    message.addresses[message.count++] = packed(port.address);
+  send_message(socket, link, message);
 }
 
 std::vector<RdmaAddress> receive_ports(int socket, const LinkId& link,
                                        const WaitLimit& wait_limit) {
-  const auto card = receive_card<PortsCard>(socket, link, wait_limit);
-  if (card.count > kMostRdmaPorts)
+  const auto message = receive_message<PortsMessage>(socket, link, wait_limit);
+  if (message.count > kMostRdmaPorts)
     throw_transport_error(link, "the other end told of an impossible number of RDMA ports");
   std::vector<RdmaAddress> addresses;
-  for (std::size_t i = 0; i < card.count; ++i)
-    addresses.push_back(unpacked(card.addresses[i], link));
+  for (std::size_t i = 0; i < message.count; ++i)
+    addresses.push_back(unpacked(message.addresses[i], link));
   return addresses;
 }
 
 void send_end(int socket, const LinkId& link, const RdmaEnd& end) {
-  EndCard card;
-  card.port = static_cast<std::uint32_t>(end.port);
-  card.peer_port = static_cast<std::uint32_t>(end.peer_port);
-  card.number = end.queue_pair.number;
-  card.first_packet = end.queue_pair.first_packet;
-  card.slots = end.slots;
-  card.key = end.key;
-  card.ring = end.ring;
-  send_card(socket, link, card);
+  EndMessage message;
+  message.port = static_cast<std::uint32_t>(end.port);
+  message.peer_port = static_cast<std::uint32_t>(end.peer_port);
+  message.number = end.queue_pair.number;
+  message.first_packet = end.queue_pair.first_packet;
+  message.slots = end.slots;
+  message.key = end.key;
+  message.ring = end.ring;
+  send_message(socket, link, message);
 }
 
 RdmaEnd receive_end(int socket, const LinkId& link, const WaitLimit& wait_limit) {
-  const auto card = receive_card<EndCard>(socket, link, wait_limit);
-  if (card.port >= kMostRdmaPorts || card.peer_port >= kMostRdmaPorts || card.number >= kNumbers ||
-      card.first_packet >= kNumbers || !std::has_single_bit(card.slots) || card.slots > kMostSlots)
+  const auto message = receive_message<EndMessage>(socket, link, wait_limit);
+  if (message.port >= kMostRdmaPorts || message.peer_port >= kMostRdmaPorts ||
+      message.number >= kNumbers || message.first_packet >= kNumbers ||
+      !std::has_single_bit(message.slots) || message.slots > kMostSlots)
     throw_transport_error(link, "the other end described an impossible RDMA connection");
-  return {static_cast<int>(card.port),
-          static_cast<int>(card.peer_port),
-          {card.number, card.first_packet},
-          card.ring,
-          card.key,
-          card.slots};
+  return {static_cast<int>(message.port),
+          static_cast<int>(message.peer_port),
+          {message.number, message.first_packet},
+          message.ring,
+          message.key,
+          message.slots};
 }
 
 }  // namespace gradwire::transport

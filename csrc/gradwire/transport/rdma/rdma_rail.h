@@ -11,7 +11,7 @@
 
 namespace gradwire::transport {
 
-// Pages that a fork does not copy: the card and this process must go on seeing the same ones.
+// Pages that a fork does not copy: the device and this process must go on seeing the same ones.
 class Slab {
  public:
   explicit Slab(std::size_t bytes);

@@ -22,7 +22,7 @@ class Loader {
       : handle_(::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL)) {
     if (handle_ == nullptr)
       throw InvalidArgument("the RDMA library does not load (" + loader_says() +
-                            "): install libibverbs1 and the provider of the card (Debian: "
+                            "): install libibverbs1 and the provider of the device (Debian: "
                             "ibverbs-providers; others: rdma-core)");
   }
 
@@ -69,7 +69,7 @@ Verbs resolve(const std::string& library) {
   loader.find(v.modify_qp, "ibv_modify_qp", kUsual);
   loader.find(v.destroy_qp, "ibv_destroy_qp", kUsual);
   loader.find(v.wc_status_str, "ibv_wc_status_str", kUsual);
-  v.fork_init();  // before any device is open: a fork must not part the card from what is
+  v.fork_init();  // before any device is open: a fork must not part the device from what is
                   // registered
   return v;
 }
