@@ -29,7 +29,6 @@
 
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/error.h"
-#include "gradwire/transport/rdma/rdma_devices.h"
 #include "gradwire/transport/socket.h"
 #include "gradwire/transport/transport.h"
 
@@ -224,13 +223,17 @@ double latency(Transport& link, Rank rank, const Setting& of) {
   return *middle * 1e6 / 2;
 }
 
+std::shared_ptr<transport::Context> open_device(const std::string& device) {
+  const auto opened = transport::open_transport("rdma", {{"GRADWIRE_IB_HCA", "=" + device}});
+  if (!opened.usable()) throw InvalidArgument(opened.why_not);
+  return opened.context;
+}
+
 void run(const Setting& setting, Rank rank, UniqueFd socket) {
   transport::Options options;
   options.rank = rank;
   options.size = 2;
-  if (setting.transport == "rdma")
-    options.rdma = std::make_shared<transport::RdmaDevices>(
-        transport::RdmaSettings{.hca = "=" + setting.device});
+  if (setting.transport == "rdma") options.context = open_device(setting.device);
   const auto link = transport::make_transport(setting.transport, options);
   link->adopt(std::move(socket), 1 - rank, kPatience);
   const double result =

@@ -157,34 +157,21 @@ class Work:
     def done(self) -> bool: ...
     def source(self) -> int: ...
 
-class EmulatedLink:
-    """The network card that this rank would have; all its communicators share it."""
+class TransportContext:
+    """What the links of one transport share in this process, such as open RDMA devices."""
 
-    def __init__(self, spec: str) -> None: ...  # "1gbit,100us"
+    def describe(self) -> list[str]: ...  # a line for each device
+    # Names of networks; `only`: there is no other transport to fall back to.
+    def networks(self, only: bool) -> list[str]: ...
 
-class RdmaDevices:
-    """The RDMA ports that this process may use; all its communicators share them."""
+# Of each transport, best first: the fields of _host.transport_kinds.Kind.
+def transport_kinds() -> list[tuple[str, str, bool, bool, list[tuple[str, str, str]]]]: ...
 
-    # Raises InvalidArgument with what is missing and what to do.
-    def __init__(
-        self,
-        hca: str,  # in NCCL's syntax
-        link_layer: str,
-        gid_index: int,  # -1: chosen
-        mtu: int,  # bytes; 0: the port's
-        traffic_class: int,
-        service_level: int,
-        timeout: int,
-        library: str = ...,
-    ) -> None: ...
-
-    # One entry a port.
-    @property
-    def ports(self) -> list[str]: ...
-    @property
-    def networks(self) -> list[str]: ...  # "" where it is not known
-    @property
-    def link_layers(self) -> list[str]: ...
+# The context, if the transport has one, and why there can be no link here, or "". Raises
+# InvalidArgument for a wrong setting.
+def open_transport(
+    name: str, settings: Mapping[str, str]
+) -> tuple[TransportContext | None, str]: ...
 
 class CostModel:
     """By which algorithm="auto" decides; see csrc/gradwire/schedule/cost.h."""
@@ -221,8 +208,9 @@ class CostModel:
         most_message: float = ...,
     ) -> tuple[str, int, float]: ...
 
-# What a card takes for a byte among many, and how long each bit is under way, in seconds.
-def link_costs(link: EmulatedLink) -> tuple[float, float]: ...
+# Seconds that an emulated NIC ("1gbit,100us") takes for a byte among many, and that each bit is
+# under way. Raises InvalidArgument.
+def link_costs(spec: str) -> tuple[float, float]: ...
 
 class Communicator:
     """Calls in a process forked from its owner raise Aborted."""
@@ -239,8 +227,7 @@ class Communicator:
         job: str = "",  # this and the rest are for RankStatus
         tag: int = 0,
         about: str = "",
-        link: EmulatedLink | None = None,  # for the transport "emulated"
-        rdma: RdmaDevices | None = None,  # for the transport "rdma"
+        contexts: Mapping[str, TransportContext] = ...,  # by transport
     ) -> None: ...
 
     # File descriptors are taken over. In ascending order of peers; releases the GIL.
@@ -381,7 +368,6 @@ def cuda_info(library: str = ...) -> CudaInfo: ...
 def nccl_info(search: Sequence[str]) -> NcclInfo: ...
 def ranks_on_this_host() -> list[RankStatus]: ...
 def reductions(dtype: str) -> list[str]: ...  # the ops that it has
-def transports() -> list[tuple[str, bool, str]]: ...  # name, usable here, why not
 def instruction_sets() -> list[str]: ...  # best first
 def active_instruction_set() -> str: ...
 

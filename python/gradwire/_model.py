@@ -166,8 +166,7 @@ def usable_cores() -> int:
 def built_in(hosts: HostSet) -> _core.CostModel:
     """The model that is used without a measurement."""
     model = _core.CostModel(hosts.within, hosts.between, usable_cores())
-    link = emulated_link.of_this_rank()
-    if link is not None and hosts.link is not None:
+    if hosts.link is not None and (link := emulated_link.spec()) is not None:
         beta, latency = _core.link_costs(link)
         _set(model, {"within.beta": beta, "within.latency": latency})
     return model

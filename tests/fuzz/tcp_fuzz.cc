@@ -29,7 +29,7 @@ void listen(UniqueFd own, UniqueFd peer, Input& input, std::size_t piece) {
   const auto way = input.number<std::uint8_t>();
   const bool speaks_first = (way & 1) == 0, emulated = (way & 2) != 0;
   transport::Options options = kOptions;
-  options.link = std::make_shared<transport::EmulatedLink>("1gbit");
+  if (emulated) options.context = std::make_shared<transport::EmulatedLink>("1gbit");
   const auto transport = transport::make_transport(emulated ? "emulated" : "tcp", options);
   if (emulated) options.max_message += sizeof(transport::EmulatedLink::Flight);
   if (speaks_first) {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from device import CLASS, PATIENCE, TRANSPORT, on_a_device
 from gradwire import Communicator, InvalidArgument
-from gradwire._host import rdma
+from gradwire._host import transport_kinds
 from hosts import Rank
 
 pytestmark = on_a_device
@@ -63,7 +63,9 @@ def test_an_index_chooses_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ports() -> list[str]:
-    return list(rdma.of_this_rank().ports)
+    context = transport_kinds.context("rdma")
+    assert context is not None
+    return context.describe()
 
 
 def refusal(prepare: Callable[[], object]) -> str:

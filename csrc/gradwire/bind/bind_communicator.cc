@@ -11,8 +11,6 @@
 #include "gradwire/bind/codec_handle.h"
 #include "gradwire/bind/communicator_handle.h"
 #include "gradwire/bind/module.h"
-#include "gradwire/transport/emulated_link.h"
-#include "gradwire/transport/rdma/rdma_devices.h"
 #include "gradwire/transport/transport.h"
 
 namespace gradwire::bind {
@@ -22,8 +20,6 @@ using WithoutLock = py::call_guard<Unlocked>;
 using exec::Work;
 using CommunicatorClass = py::class_<Communicator, std::shared_ptr<Communicator>>;
 using std::shared_ptr;
-using transport::EmulatedLink;
-using transport::RdmaDevices;
 
 exec::Lane parse_lane(const std::string& name) {
   if (name == "collective") return exec::Lane::kCollective;
@@ -84,15 +80,6 @@ std::tuple<std::uint64_t, std::uint64_t, double, double> traffic(const Communica
   return {all.bytes_sent, all.frames_sent, all.codec.encode, all.codec.decode};
 }
 
-std::vector<std::tuple<std::string, bool, std::string>> transports() {
-  std::vector<std::tuple<std::string, bool, std::string>> out;
-  for (std::string_view name : transport::transport_names()) {
-    const transport::Viability found = transport::probe(name);
-    out.emplace_back(name, found.ok, found.reason);
-  }
-  return out;
-}
-
 std::vector<std::string_view> reductions(const std::string& dtype) {
   std::vector<std::string_view> defined;
   for (int i = 0; i < kReduceOps; ++i)
@@ -147,23 +134,20 @@ void bind_set_up(CommunicatorClass& c) {
   c.def(py::init([](Rank rank, int size, std::uint32_t communicator,
                     std::vector<std::vector<Rank>> hosts, std::size_t max_message,
                     std::size_t segment_bytes, double stall_seconds, std::string job,
-                    std::uint64_t tag, std::string about, shared_ptr<EmulatedLink> link,
-                    shared_ptr<RdmaDevices> rdma) {
+                    std::uint64_t tag, std::string about, transport::Contexts contexts) {
           return std::make_unique<Communicator>(
               exec::Identity{rank, size, communicator, std::move(hosts), std::move(job), tag,
                              std::move(about)},
               exec::Tuning{.max_message = max_message,
                            .segment_bytes = segment_bytes,
                            .stall_seconds = stall_seconds,
-                           .link = std::move(link),
-                           .rdma = std::move(rdma)});
+                           .contexts = std::move(contexts)});
         }),
         py::arg("rank"), py::arg("size"), py::arg("communicator"), py::arg("hosts"),
         py::arg("max_message") = exec::Tuning{}.max_message,
         py::arg("segment_bytes") = exec::Tuning{}.segment_bytes,
         py::arg("stall_seconds") = exec::Tuning{}.stall_seconds, py::arg("job") = "",
-        py::arg("tag") = 0, py::arg("about") = "", py::arg("link") = nullptr,
-        py::arg("rdma") = nullptr)
+        py::arg("tag") = 0, py::arg("about") = "", py::arg("contexts") = transport::Contexts{})
       .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("peer"), WithoutLock())
       .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
            py::arg("peer"), py::arg("timeout"), WithoutLock());
@@ -233,14 +217,11 @@ void bind_state(CommunicatorClass& c) {
 void bind_communicator(py::module_& m) {
   bind_request(m);
   bind_work(m);
-  py::class_<EmulatedLink, shared_ptr<EmulatedLink>>(m, "EmulatedLink")
-      .def(py::init<const std::string&>(), py::arg("spec"));
   CommunicatorClass c(m, "Communicator");
   bind_set_up(c);
   bind_calls(c);
   bind_end(c);
   bind_state(c);
-  m.def("transports", &transports);
   m.def("reductions", &reductions, py::arg("dtype"));
   const transport::ControlFrame frame;
   m.attr("CONTROL_FRAME_BYTES") = sizeof frame;

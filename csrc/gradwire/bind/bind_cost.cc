@@ -80,10 +80,11 @@ void bind_cost(py::module_& m) {
            py::arg("most_message") = by_default.most_message);
   m.def(
       "link_costs",
-      [](const transport::EmulatedLink& link) {
+      [](const std::string& spec) {
+        const transport::EmulatedLink link(spec);
         return std::pair(link.seconds_of_byte(), link.seconds_under_way());
       },
-      py::arg("link"));
+      py::arg("spec"));
 }
 
 }  // namespace gradwire::bind

@@ -1,51 +1,62 @@
 #include <pybind11/stl.h>
 
+#include <array>
+
 #include "gradwire/bind/module.h"
-#include "gradwire/transport/rdma/rdma_devices.h"
+#include "gradwire/transport/transport.h"
 
 namespace gradwire::bind {
 
-using transport::RdmaDevices;
-using transport::RdmaPort;
-using transport::RdmaSettings;
+using transport::Context;
+using transport::Kind;
 
 namespace {
 
-template <typename Property>
-std::vector<std::string> each_port(const RdmaDevices& devices, Property property) {
-  std::vector<std::string> found;
-  for (const RdmaPort& port : devices.ports()) found.push_back(property(port));
-  return found;
+using Texts = std::vector<std::string>;
+
+std::string_view reach_of(const Kind& kind) {
+  switch (kind.reach) {
+    case transport::Reach::kProcess:
+      return "process";
+    case transport::Reach::kHost:
+      return "host";
+    case transport::Reach::kNetwork:
+      return "network";
+    case transport::Reach::kAll:
+      return "all";
+  }
+  return "";
+}
+
+// What Python's TransportKind has, in this order.
+py::tuple fields_of(const Kind& kind) {
+  std::vector<std::array<std::string_view, 3>> settings;
+  for (const transport::Setting& each : kind.settings)
+    settings.push_back({each.name, each.meaning, each.unset});
+  return py::make_tuple(kind.name, reach_of(kind), kind.sockets == transport::Sockets::kUnix,
+                        kind.by_default, settings);
+}
+
+std::vector<py::tuple> kinds() {
+  std::vector<py::tuple> all;
+  for (const Kind* kind : transport::transport_kinds()) all.push_back(fields_of(*kind));
+  return all;
+}
+
+std::pair<std::shared_ptr<Context>, std::string> open(const std::string& name,
+                                                      const transport::Settings& settings) {
+  transport::Opened opened = transport::open_transport(name, settings);
+  return {std::move(opened.context), std::move(opened.why_not)};
 }
 
 }  // namespace
 
-void bind_rdma(py::module_& m) {
-  py::class_<RdmaDevices, std::shared_ptr<RdmaDevices>>(m, "RdmaDevices")
-      .def(py::init([](std::string hca, std::string link_layer, int gid_index, int mtu,
-                       int traffic_class, int service_level, int timeout, std::string library) {
-             return std::make_shared<RdmaDevices>(
-                 RdmaSettings{std::move(hca), std::move(link_layer), gid_index, mtu, traffic_class,
-                              service_level, timeout, std::move(library)});
-           }),
-           py::arg("hca"), py::arg("link_layer"), py::arg("gid_index"), py::arg("mtu"),
-           py::arg("traffic_class"), py::arg("service_level"), py::arg("timeout"),
-           py::arg("library") = transport::Verbs::kLibrary)
-      .def_property_readonly("ports",
-                             [](const RdmaDevices& self) {
-                               return each_port(self,
-                                                [](const RdmaPort& p) { return p.describe(); });
-                             })
-      .def_property_readonly("networks",
-                             [](const RdmaDevices& self) {
-                               return each_port(
-                                   self, [](const RdmaPort& p) { return p.address.network; });
-                             })
-      .def_property_readonly("link_layers", [](const RdmaDevices& self) {
-        return each_port(self, [](const RdmaPort& p) {
-          return std::string(transport::link_layer_name(p.address.link_layer));
-        });
-      });
+void bind_transport(py::module_& m) {
+  py::class_<Context, std::shared_ptr<Context>>(m, "TransportContext")
+      .def("describe", &Context::describe)
+      .def("networks", &Context::networks, py::arg("only"));
+  m.def("transport_kinds", &kinds);
+  m.def("open_transport", &open, py::arg("name"), py::arg("settings"));
 }
 
 }  // namespace gradwire::bind

@@ -10,7 +10,7 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_exchange(m);
   bind_schedule(m);
   bind_cost(m);
-  bind_rdma(m);
+  bind_transport(m);
   bind_cuda(m);
   bind_communicator(m);
   bind_gpu(m);

@@ -36,7 +36,7 @@ void bind_feedback(py::module_& m);
 void bind_exchange(py::module_& m);
 void bind_schedule(py::module_& m);
 void bind_cost(py::module_& m);
-void bind_rdma(py::module_& m);
+void bind_transport(py::module_& m);
 void bind_cuda(py::module_& m);
 void bind_communicator(py::module_& m);
 void bind_gpu(py::module_& m);

@@ -38,8 +38,6 @@ transport::Options link_options(const Identity& identity, const Tuning& tuning) 
   options.size = identity.size;
   options.max_message = tuning.max_message;
   options.messages = std::max(16, 2 * identity.size);  // a plan stages a whole round
-  options.link = tuning.link;
-  options.rdma = tuning.rdma;
   return options;
 }
 
@@ -56,8 +54,8 @@ transport::Options transfer_options(const Identity& identity, const Tuning& tuni
 Communicator::Communicator(Identity identity, Tuning tuning)
     : identity_(std::move(identity)),
       spins_(spins_of(identity_)),
-      links_(link_options(identity_, tuning)),
-      transfer_links_(transfer_options(identity_, tuning)),
+      links_(link_options(identity_, tuning), tuning.contexts),
+      transfer_links_(transfer_options(identity_, tuning), tuning.contexts),
       control_(identity_.rank, identity_.size, [this] { return position(); }),
       wakeup_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       plans_({identity_.rank, identity_.size, identity_.hosts, tuning.max_message,

@@ -46,9 +46,8 @@ struct Tuning {
   std::size_t segment_bytes = 0;          // 0: chosen for each operation
   double stall_seconds = 30;              // see StallMonitor; 0: never
   Log log = log_to_stderr;                // of stalls, and of errors that no call would report
-  std::shared_ptr<Observer> observer = nullptr;             // of this rank's collectives
-  std::shared_ptr<transport::EmulatedLink> link = nullptr;  // this rank's, where it has one
-  std::shared_ptr<transport::RdmaDevices> rdma = nullptr;   // this rank's, where links need them
+  std::shared_ptr<Observer> observer = nullptr;  // of this rank's collectives
+  transport::Contexts contexts{};                // this process's, of the transports that have one
 };
 
 class Communicator {

@@ -1,4 +1,4 @@
-// emulated: tcp on one host, on which a message is shown no sooner than a card of a given rate and
+// emulated: tcp on one host, on which a message is shown no sooner than a NIC of a given rate and
 // latency would have delivered it (EmulatedLink). The bytes travel at once; behind each message
 // stands its Flight, by which the receiver's clock tells when to show it. So nobody paces, a late
 // reader is not delayed twice, and a sleeping one is woken by a timer in the doorbell.
@@ -12,8 +12,8 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/transport/emulated_link.h"
-#include "gradwire/transport/link_kinds.h"
 #include "gradwire/transport/socket.h"
+#include "gradwire/transport/transport.h"
 
 namespace gradwire::transport {
 namespace {
@@ -102,8 +102,8 @@ class EmulatedTransport final : public Transport {
 
 EmulatedTransport::EmulatedTransport(const Options& options)
     : rank_(options.rank),
-      link_(options.link),
-      tcp_(make_tcp(with_room_for_a_flight(options))),
+      link_(std::dynamic_pointer_cast<EmulatedLink>(options.context)),
+      tcp_(make_transport("tcp", with_room_for_a_flight(options))),
       fronts_(static_cast<std::size_t>(options.size)),
       bell_(make_epoll()) {
   if (!link_)
@@ -135,7 +135,7 @@ std::optional<ConstBytes> EmulatedTransport::peek(Rank peer) {
   return without_flight(*message);
 }
 
-// Messages enter the card in the order in which their first bits come.
+// Messages enter the NIC in the order in which their first bits come.
 bool EmulatedTransport::has_arrived(Rank peer, ConstBytes message) {
   Front& front = fronts_[static_cast<std::size_t>(peer)];
   if (front.shown) return true;
@@ -187,10 +187,28 @@ void EmulatedTransport::arm() {
   ::epoll_wait(bell_.get(), stale.data(), stale.size(), 0);
 }
 
+constexpr std::string_view kVariable = "GRADWIRE_LINK";
+constexpr Setting kVariables[] = {
+    {kVariable, "RATE[,LATENCY] of an emulated NIC for each rank: 1gbit,100us; one host, over tcp",
+     "links as they are"}};
+
+Opened open_emulated(const Settings& given) {
+  const auto link = given.find(kVariable);
+  if (link == given.end()) return {};
+  return {.context = std::make_shared<EmulatedLink>(link->second)};
+}
+
 }  // namespace
 
-std::unique_ptr<Transport> make_emulated(const Options& options) {
-  return std::make_unique<EmulatedTransport>(options);
-}
+extern constinit const Kind emulated_kind{
+    .name = kName,
+    .reach = Reach::kHost,
+    .by_default = false,
+    .make = [](const Options& options) -> std::unique_ptr<Transport> {
+      return std::make_unique<EmulatedTransport>(options);
+    },
+    .open = open_emulated,
+    .settings = kVariables,
+};
 
 }  // namespace gradwire::transport

@@ -1,4 +1,4 @@
-// EmulatedLink: the network card that a rank would have. All that the rank sends shares its rate,
+// EmulatedLink: the NIC that a rank would have. All that the rank sends shares its rate,
 // and so does, apart from that, all that it receives; every bit is under way for its latency.
 // Nothing is held back here: the link only says when a message would have arrived.
 //
@@ -10,13 +10,14 @@
 #include <string_view>
 
 #include "gradwire/base/deadline.h"
+#include "gradwire/transport/context.h"
 
 namespace gradwire::transport {
 
-class EmulatedLink {
+class EmulatedLink final : public Context {
  public:
   using Time = Deadline::Clock::time_point;  // CLOCK_MONOTONIC: the same for all ranks of a host
-  // When the first and the last bit of a message reach the receiver's card.
+  // When the first and the last bit of a message reach the receiver's NIC.
   struct Flight {
     Time first;
     Time last;

@@ -10,7 +10,6 @@
 #include <cstring>
 
 #include "gradwire/base/error.h"
-#include "gradwire/transport/link_kinds.h"
 #include "gradwire/transport/staged.h"
 #include "gradwire/transport/tcp_frames.h"
 
@@ -181,8 +180,11 @@ void TcpTransport::arm() {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_tcp(const Options& options) {
-  return std::make_unique<TcpTransport>(options);
-}
+extern constinit const Kind tcp_kind{
+    .name = "tcp",
+    .make = [](const Options& options) -> std::unique_ptr<Transport> {
+      return std::make_unique<TcpTransport>(options);
+    },
+};
 
 }  // namespace gradwire::transport

@@ -1,35 +1,29 @@
 #include "gradwire/transport/transport.h"
 
-#include <array>
-
 #include "gradwire/base/error.h"
-#include "gradwire/transport/link_kinds.h"
+
+// A new kind of link joins this list, best first; its file defines `extern const Kind NAME_kind`.
+#define GRADWIRE_TRANSPORTS(each) each(inproc) each(shm) each(rdma) each(tcp) each(emulated)
 
 namespace gradwire::transport {
+
+#define GRADWIRE_DECLARE(name) extern const Kind name##_kind;
+GRADWIRE_TRANSPORTS(GRADWIRE_DECLARE)
+#undef GRADWIRE_DECLARE
+
 namespace {
 
-struct Kind {
-  std::string_view name;
-  Viability (*probe)(const Options&);
-  std::unique_ptr<Transport> (*make)(const Options&);
-};
-
-Viability always_viable(const Options&) { return {}; }
-
-// A new kind of link joins this list, best first.
-constexpr std::array kKinds = {
-    Kind{"inproc", probe_shared_memory, make_inproc},
-    Kind{"shm", probe_shared_memory, make_shm},
-    Kind{"rdma", probe_rdma, make_rdma},
-    Kind{"tcp", always_viable, make_tcp},
-    Kind{"emulated", always_viable, make_emulated},
+constexpr const Kind* kKinds[] = {
+#define GRADWIRE_ADDRESS(name) &name##_kind,
+    GRADWIRE_TRANSPORTS(GRADWIRE_ADDRESS)
+#undef GRADWIRE_ADDRESS
 };
 
 const Kind& kind_of(std::string_view name) {
   std::string known;
-  for (const Kind& kind : kKinds) {
-    if (kind.name == name) return kind;
-    known += (known.empty() ? "" : ", ") + std::string(kind.name);
+  for (const Kind* kind : kKinds) {
+    if (kind->name == name) return *kind;
+    known += (known.empty() ? "" : ", ") + std::string(kind->name);
   }
   throw InvalidArgument("unknown transport '" + std::string(name) + "'; use one of: " + known);
 }
@@ -51,21 +45,23 @@ void check(const Options& options) {
 
 }  // namespace
 
-std::vector<std::string_view> transport_names() {
-  std::vector<std::string_view> names;
-  for (const Kind& kind : kKinds) names.push_back(kind.name);
-  return names;
-}
+std::span<const Kind* const> transport_kinds() { return kKinds; }
 
-Viability probe(std::string_view name) { return kind_of(name).probe({}); }
+Opened open_transport(std::string_view name, const Settings& settings) {
+  return kind_of(name).open(settings);
+}
 
 std::unique_ptr<Transport> make_transport(std::string_view name, const Options& options) {
   const Kind& kind = kind_of(name);
   check(options);
-  if (const Viability viability = kind.probe(options); !viability.ok)
+  if (options.context) return kind.make(options);
+  const Opened opened = kind.open({});
+  if (!opened.usable())
     throw InvalidArgument("transport " + std::string(name) +
-                          " is not usable here: " + viability.reason);
-  return kind.make(options);
+                          " is not usable here: " + opened.why_not);
+  Options with_context = options;
+  with_context.context = opened.context;
+  return kind.make(with_context);
 }
 
 }  // namespace gradwire::transport

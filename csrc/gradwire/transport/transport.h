@@ -21,6 +21,8 @@
 #include "gradwire/base/types.h"
 #include "gradwire/base/wait_limit.h"
 #include "gradwire/base/wire.h"
+#include "gradwire/transport/context.h"
+#include "gradwire/transport/kind.h"
 
 namespace gradwire::transport {
 
@@ -29,15 +31,6 @@ struct Incoming {
   ConstBytes message;
 };
 
-// Can it be used on this machine, or why not.
-struct Viability {
-  bool ok = true;
-  std::string reason;
-};
-
-class EmulatedLink;
-class RdmaDevices;
-
 struct Options {
   Rank rank = 0;
   int size = 1;
@@ -45,8 +38,7 @@ struct Options {
   int messages = 16;                      // staged at a time, by one sender over all its peers;
                                           // the smallest ones may need no staging
   int messages_per_peer = 16;             // of these, to one peer: a slow reader holds up no other
-  std::shared_ptr<EmulatedLink> link{};   // this rank's, for "emulated"
-  std::shared_ptr<RdmaDevices> rdma{};    // this rank's, for "rdma"
+  std::shared_ptr<Context> context{};     // this process's, of open_transport()
 };
 
 class Transport {
@@ -98,12 +90,14 @@ class Transport {
   virtual void disarm() = 0;
 };
 
-// "inproc", "shm", "rdma", "tcp", "emulated": in the order of preference, best first. inproc is
-// never chosen for a pair by itself: its ranks share a process (spawn with threads). emulated is
-// chosen where GRADWIRE_LINK says so, and then alone.
-std::vector<std::string_view> transport_names();
-Viability probe(std::string_view name);
-// Throws InvalidArgument for an unknown name or one that probe() refuses, with the reason.
+// All kinds of link in the order of preference, best first. inproc is never chosen for a pair by
+// itself: its ranks share a process (spawn with threads). emulated is chosen where GRADWIRE_LINK
+// says so, and then alone.
+std::span<const Kind* const> transport_kinds();
+// Throws InvalidArgument for an unknown name or a wrong setting.
+Opened open_transport(std::string_view name, const Settings& settings);
+// Where the options have no context, opens one without any settings. Throws InvalidArgument for an
+// unknown name, or with the reason why there can be no such link here.
 std::unique_ptr<Transport> make_transport(std::string_view name, const Options& options);
 
 }  // namespace gradwire::transport

@@ -9,9 +9,11 @@ import math
 import os
 from collections.abc import Sequence
 
+from gradwire import _core
 from gradwire._errors import InvalidArgument
 
-# name -> (meaning, value when unset); `gradwire doctor` and the documentation print this.
+# name -> (meaning, value when unset); `gradwire doctor` and the documentation print this. Those of
+# the transports are in the core.
 VARIABLES: dict[str, tuple[str, str]] = {
     "GRADWIRE_STORE": (
         "where the ranks meet: tcp://HOST:PORT (rank 0 listens there) or unix://NAME",
@@ -22,23 +24,11 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "GRADWIRE_SECRET_FILE": ("file (mode 0600) that holds the secret", "none"),
     "GRADWIRE_INSECURE": ("1: allow a store beyond loopback without a secret", "0"),
     "GRADWIRE_TRANSPORT": ("transports to use, best first, with commas", "shm,rdma,tcp"),
-    "GRADWIRE_IB_HCA": (
-        "RDMA devices, as in NCCL: prefix[:port][,...], =exact, ^excluded",
-        "those that reach the peer",
-    ),
-    "GRADWIRE_IB_LINK_LAYER": ("use RDMA ports of one kind: ethernet or infiniband", "both"),
-    "GRADWIRE_IB_GID_INDEX": ("index of the RDMA port's address", "RoCE v2 with an IPv4 address"),
-    "GRADWIRE_IB_MTU": ("bytes of RDMA packets, 256 to 4096", "the port's"),
-    "GRADWIRE_IB_TC": ("traffic class of RDMA packets, 0 to 255", "0"),
-    "GRADWIRE_IB_SL": ("service level of RDMA packets, 0 to 15", "0"),
-    "GRADWIRE_IB_TIMEOUT": (
-        "a lost RDMA packet is sent again after 4.096 us x 2^this, 6 times",
-        "18",
-    ),
-    "GRADWIRE_LINK": (
-        "RATE[,LATENCY] of an emulated NIC for each rank: 1gbit,100us; one host, over tcp",
-        "links as they are",
-    ),
+    **{
+        name: (meaning, unset)
+        for *_, settings in _core.transport_kinds()
+        for name, meaning, unset in settings
+    },
     "GRADWIRE_SOCKET_IFNAME": (
         "network interface, as in NCCL: prefix[,prefix], =exact, ^excluded",
         "the one that reaches the store",

@@ -6,9 +6,10 @@ import logging
 import socket
 from collections import Counter
 
-from gradwire._bootstrap.mesh import EMULATED, Mesh
+from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
 from gradwire._host import emulated_link
+from gradwire._host.transport_kinds import EMULATED
 from gradwire._model import HostSet, find, pack, unpack
 
 _log = logging.getLogger("gradwire")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from gradwire import _core
 from gradwire._base import environment
 from gradwire._bootstrap.mesh import Mesh
-from gradwire._host import emulated_link, rdma
+from gradwire._host import transport_kinds
 
 # Share of the connect timeout in which links must be made. A rank that waits for a link then names
 # the peer it waits for before ranks that have all links, and are in a call, give up on it.
@@ -50,8 +50,7 @@ def _create(mesh: Mesh, groups: Groups, tuning: Mapping[str, int]) -> _core.Comm
             job=mesh.job.name,
             tag=mesh.job.tag,
             about=_about(mesh),
-            link=emulated_link.of_this_rank(),
-            rdma=rdma.of_this_rank() if _uses_rdma(mesh) else None,
+            contexts=_contexts(mesh),
         )
     except BaseException:
         mesh.close()
@@ -66,10 +65,10 @@ def _attach_sockets(core: _core.Communicator, mesh: Mesh, timeout: float) -> Non
             core.adopt_link(lane, link.transport, link.sock.detach(), number, timeout)
 
 
-def _uses_rdma(mesh: Mesh) -> bool:
-    return any(
-        link.transport == rdma.NAME for peer in mesh.peers.values() for link in peer.links.values()
-    )
+def _contexts(mesh: Mesh) -> dict[str, _core.TransportContext]:
+    """What the links of each transport in use share, where they share anything."""
+    opened = {name: transport_kinds.context(name) for name in mesh.transports}
+    return {name: context for name, context in opened.items() if context is not None}
 
 
 def _about(mesh: Mesh) -> str:

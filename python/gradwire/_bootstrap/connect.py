@@ -28,8 +28,6 @@ from gradwire._bootstrap.handshake import (
 from gradwire._bootstrap.host_info import host_identity, process_name
 from gradwire._bootstrap.keepalive import fail_with_host, host_timeout
 from gradwire._bootstrap.mesh import (
-    DEFAULT_TRANSPORTS,
-    LOCAL_TRANSPORTS,
     AddressInfo,
     Job,
     Link,
@@ -39,8 +37,8 @@ from gradwire._bootstrap.mesh import (
     unpack_address_info,
 )
 from gradwire._errors import Error, RendezvousError
-from gradwire._host import rdma
 from gradwire._host.interfaces import LOOPBACK, Choice, Interface, Target, family_of, is_loopback
+from gradwire._host.transport_kinds import DEFAULTS, KINDS, networks_of
 
 # An all_gather of bytes by any means: all ranks' in rank order, on every rank, by the deadline.
 Exchange = Callable[[bytes, Deadline], Sequence[bytes]]
@@ -76,7 +74,7 @@ def connect_mesh(
     size: int,
     communicator: int,
     deadline: Deadline,
-    transports: Sequence[str] = DEFAULT_TRANSPORTS,
+    transports: Sequence[str] = DEFAULTS,
     interface: Choice = LOOPBACK,
     raise_if_peer_failed: Callable[[float], None] = no_failure_reports,
     lost_peer_error: Callable[[int, str], Error] = rendezvous_error,
@@ -154,7 +152,7 @@ class _Attempt:
                 "share no transport: shm and emulated need one host, emulated GRADWIRE_LINK on "
                 "both, and rdma a network of both; see GRADWIRE_TRANSPORT and transports="
             )
-        if transport not in LOCAL_TRANSPORTS:
+        if not KINDS[transport].local:
             _require_route(lower, infos[0], higher, infos[1])
         return transport
 
@@ -335,20 +333,20 @@ def _listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.so
     """Opens the listeners that the transports need; returns them and their AddressInfo."""
     listeners, unix, port = [], "", 0
     name, address = choice.interface
-    if set(transports) & set(LOCAL_TRANSPORTS):
+    if any(KINDS[name].local for name in transports):
         unix = f"gradwire-{secrets.token_hex(8)}"
         listeners.append(_bind(socket.AF_UNIX, "\0" + unix))
-    if set(transports) - set(LOCAL_TRANSPORTS):
+    if not all(KINDS[name].local for name in transports):
         target = choice.interface.target(address, 0)
         listeners.append(_bind(choice.interface.family, target))
         port = listeners[-1].getsockname()[1]
-    networks = () if _share_memory(transports, choice) else rdma.networks(transports)
+    networks = () if _share_memory(transports, choice) else networks_of(transports)
     where = (unix, address, port, name, networks)
     return listeners, AddressInfo(host_identity(), process_name(), transports, *where)
 
 
 def _share_memory(transports: tuple[str, ...], choice: Choice) -> bool:
-    """Whether all ranks are on this host and shm joins them, so that no RDMA device is needed."""
+    """Whether all ranks are on this host and shm joins them, so that no network is needed."""
     return choice.interface.loopback and "shm" in transports
 
 
@@ -365,7 +363,7 @@ def _bind(family: socket.AddressFamily, target: str | Target) -> socket.socket:
 
 def _open(info: AddressInfo, transport: str, own: Interface, deadline: Deadline) -> socket.socket:
     """Connects to a peer; over TCP from the own address that peers know, which proves the route."""
-    local = transport in LOCAL_TRANSPORTS
+    local = KINDS[transport].local
     sock = socket.socket(socket.AF_UNIX if local else own.family, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(min(deadline.remaining, _CONNECT_SECONDS), 1e-3))

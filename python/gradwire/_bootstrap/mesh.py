@@ -19,10 +19,8 @@ from gradwire import _core
 from gradwire._bootstrap.host_info import host_identity
 from gradwire._errors import RendezvousError
 from gradwire._host.interfaces import LOOPBACK, Choice
+from gradwire._host.transport_kinds import KINDS
 
-DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp")
-LOCAL_TRANSPORTS = ("inproc", "shm")  # within a host, over Unix sockets
-EMULATED = "emulated"  # within a host, over TCP; see _host.emulated_link
 LANES = ("collective", "p2p")
 
 
@@ -80,8 +78,8 @@ class Mesh:
     @property
     def transports(self) -> tuple[str, ...]:
         """The transports in use, best first."""
-        used = {peer.links["collective"].transport for peer in self.peers.values()}
-        return tuple(name for name in ("inproc", *DEFAULT_TRANSPORTS, EMULATED) if name in used)
+        used = {link.transport for peer in self.peers.values() for link in peer.links.values()}
+        return tuple(name for name in KINDS if name in used)
 
     def close(self) -> None:
         """Closes every socket that was not handed over."""
@@ -101,7 +99,7 @@ class AddressInfo:
     address: str
     port: int
     interface: str = ""  # for messages: the name of the interface that has the address
-    networks: tuple[str, ...] = ()  # by which RDMA reaches other hosts
+    networks: tuple[str, ...] = ()  # of transports, by which they reach other hosts
 
     def pack(self) -> bytes:
         """Encodes all fields as JSON."""
@@ -113,7 +111,7 @@ class AddressInfo:
 
     def where(self, transport: str) -> str:
         """The address that a transport connects to, for messages."""
-        if transport in LOCAL_TRANSPORTS:
+        if KINDS[transport].local:
             return f"@{self.unix}"
         return f"{self.interface} {self.address} port {self.port}".lstrip()
 
@@ -175,9 +173,11 @@ def choose_transport(lower: AddressInfo, higher: AddressInfo) -> str | None:
 
 
 def _joins(transport: str, one: AddressInfo, other: AddressInfo) -> bool:
-    if transport == "rdma":
-        return not set(one.networks).isdisjoint(other.networks)
-    return one.host == other.host or transport not in (*LOCAL_TRANSPORTS, EMULATED)
+    reach = KINDS[transport].reach
+    if reach == "network":
+        common = set(one.networks) & set(other.networks)
+        return any(network.startswith(f"{transport} ") for network in common)
+    return reach == "all" or one.host == other.host
 
 
 def inproc_meshes(size: int) -> list[Mesh]:

@@ -23,13 +23,13 @@ from gradwire._bootstrap.advertised_store import (
 )
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.launch_info import LaunchInfo
-from gradwire._bootstrap.mesh import DEFAULT_TRANSPORTS, EMULATED, Job, Mesh
+from gradwire._bootstrap.mesh import Job, Mesh
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange, await_rank
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.torch_store import TorchStore
 from gradwire._errors import Error, InvalidArgument, RendezvousError, describe, lost
-from gradwire._host import emulated_link, rdma
+from gradwire._host import emulated_link, transport_kinds
 from gradwire._host.interfaces import Choice, Route, choose, is_loopback, route_to
 
 MIN_SECRET = 16  # bytes
@@ -103,21 +103,22 @@ def meet(
 def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:
     """The transports to offer, best first; raises InvalidArgument for an unknown one or none.
 
-    With GRADWIRE_LINK set that is only the emulated one, which replaces tcp. When rdma is requested
+    With GRADWIRE_LINK set that is only the emulated one, which replaces tcp. When one is requested
     by name and cannot be used, InvalidArgument says why.
     """
     names = environment.items("GRADWIRE_TRANSPORT") if given is None else _named(given)
-    if emulated_link.of_this_rank() is not None and (not names or "tcp" in names):
-        return (EMULATED,)
+    emulated = transport_kinds.context(transport_kinds.EMULATED)
+    if emulated is not None and (not names or "tcp" in names):
+        return (transport_kinds.EMULATED,)
     if given is None and not names:
-        return DEFAULT_TRANSPORTS
-    unknown = [name for name in names if name not in DEFAULT_TRANSPORTS]
+        return transport_kinds.DEFAULTS
+    unknown = [name for name in names if name not in transport_kinds.DEFAULTS]
     if unknown or not names:
         what = f"{unknown[0]!r} is no transport between processes" if unknown else "no transport"
-        raise InvalidArgument(f"{what}: use {', '.join(DEFAULT_TRANSPORTS)}")
+        raise InvalidArgument(f"{what}: use {', '.join(transport_kinds.DEFAULTS)}")
     emulated_link.require_none(f"the transports are {', '.join(names)}")
-    if rdma.NAME in names:
-        rdma.of_this_rank()
+    for name in names:
+        transport_kinds.context(name)
     return names
 
 

@@ -6,8 +6,6 @@ must share: the job's ranks are on one host, and their links are emulated over t
 
 from __future__ import annotations
 
-import functools
-
 from gradwire import _core
 from gradwire._base import environment
 from gradwire._errors import InvalidArgument
@@ -20,14 +18,8 @@ def spec() -> str | None:
 
 def check(given: str) -> str:
     """Checks a rate and latency and returns them; raises InvalidArgument."""
-    _core.EmulatedLink(given)
+    _core.link_costs(given)
     return given
-
-
-def of_this_rank() -> _core.EmulatedLink | None:
-    """The emulated NIC that all communicators of this process share; None without GRADWIRE_LINK."""
-    given = spec()
-    return None if given is None else _emulated_nic(given)
 
 
 def require_none(what: str) -> None:
@@ -37,8 +29,3 @@ def require_none(what: str) -> None:
             f"GRADWIRE_LINK={given} emulates links between processes, over tcp, and {what}: "
             "unset one of them"
         )
-
-
-@functools.cache
-def _emulated_nic(given: str) -> _core.EmulatedLink:
-    return _core.EmulatedLink(given)

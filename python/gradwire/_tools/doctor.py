@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 from gradwire import _core, _model
 from gradwire._base import environment
 from gradwire._bootstrap import launch_info, rendezvous
-from gradwire._bootstrap.mesh import EMULATED
 from gradwire._errors import Error, RendezvousError
-from gradwire._host import cuda, emulated_link, interfaces, rdma
+from gradwire._host import cuda, emulated_link, interfaces, transport_kinds
 
 _TORCH_AT_LEAST = (2, 4)
 _VERBS_LIMIT = 64 << 20  # bytes; registered staging of a small job
@@ -84,27 +83,26 @@ def _cpu_quota() -> float | None:
 
 
 def _transports() -> Iterator[Check]:
-    for name, usable, why in _core.transports():
-        if name == rdma.NAME:
-            yield Check("transports", name, *_rdma_ports())
-        else:
-            yield Check("transports", name, usable, _choice(name) if usable else f"because {why}")
+    for name in transport_kinds.KINDS:
+        yield Check("transports", name, *_usable(name))
 
 
-def _rdma_ports() -> tuple[bool, str]:
+def _usable(transport: str) -> tuple[bool, str]:
     try:
-        why_not = rdma.why_not()
+        why_not = transport_kinds.why_not(transport)
     except Error as error:
         return False, f"because {error}"
     if why_not is not None:
         return False, f"because {why_not}"
-    return True, "; ".join(rdma.of_this_rank().ports) + _choice(rdma.NAME)
+    context = transport_kinds.context(transport)
+    devices = "" if context is None else "; ".join(context.describe())
+    return True, devices + _choice(transport)
 
 
 def _choice(transport: str) -> str:
     """A note on whether GRADWIRE_LINK makes ranks use a transport or not."""
     link = emulated_link.spec()
-    if transport == EMULATED:
+    if transport == transport_kinds.EMULATED:
         return f"holds tcp to {link}" if link else "holds tcp to a rate: `gradwire run --link`"
     return f"not chosen: GRADWIRE_LINK={link} emulates links" if link else ""
 

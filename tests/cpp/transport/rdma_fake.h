@@ -25,7 +25,7 @@ class FakeRdma : public testing::Test {
     return std::make_shared<RdmaDevices>(settings);
   }
   static Options options() {
-    return {.size = 2, .max_message = 64 * 1024, .messages = 4, .rdma = devices()};
+    return {.size = 2, .max_message = 64 * 1024, .messages = 4, .context = devices()};
   }
   static Transports mesh(int size) { return connect("rdma", size, options()); }
 

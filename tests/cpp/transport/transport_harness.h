@@ -84,15 +84,21 @@ inline std::shared_ptr<EmulatedLink> fast_link() {
 // The library by which a program's rdma links are made; another one where it is a fake.
 inline std::string rdma_library = Verbs::kLibrary;
 
-// This process's, where the transport needs some.
-inline std::shared_ptr<RdmaDevices> rdma_devices(std::string_view transport) {
+// This process's.
+inline std::shared_ptr<RdmaDevices> rdma_devices() {
   static std::shared_ptr<RdmaDevices> devices;
   static std::uint32_t made_after = 0;
-  if (transport != "rdma") return nullptr;
   if (!devices || made_after != forks())
     devices = std::make_shared<RdmaDevices>(RdmaSettings{.library = rdma_library});
   made_after = forks();
   return devices;
+}
+
+// What the transport's links need, where they need anything.
+inline std::shared_ptr<Context> context_for(std::string_view transport) {
+  if (transport == "rdma") return rdma_devices();
+  if (transport == "emulated") return fast_link();
+  return nullptr;
 }
 
 // A full mesh of `size` ranks of one transport.
@@ -104,13 +110,14 @@ inline Transports connect(std::string_view name, int size, Options options = {})
     for (std::size_t b = a + 1; b < count; ++b)
       std::tie(sockets[a][b], sockets[b][a]) = ends_for(name);
   Transports mesh(count);
-  const auto devices = options.rdma ? options.rdma : rdma_devices(name);
+  std::vector<std::shared_ptr<Context>> contexts(count, options.context);
+  if (name == "emulated" || !options.context)  // each rank has a NIC of its own
+    for (auto& context : contexts) context = context_for(name);
   run_threads(size, [&](Rank rank) {
     Options mine = options;
     mine.rank = rank;
     mine.size = size;
-    mine.link = fast_link();
-    if (!mine.rdma) mine.rdma = devices;
+    mine.context = contexts[static_cast<std::size_t>(rank)];
     auto& self = mesh[static_cast<std::size_t>(rank)] = make_transport(name, mine);
     for (Rank peer = 0; peer < size; ++peer)
       if (peer != rank)

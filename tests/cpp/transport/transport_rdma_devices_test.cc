@@ -222,28 +222,52 @@ TEST_F(RdmaDevicesTest, TheMtuIsThePortsOrASmallerOneThatIsAskedFor) {
     EXPECT_EQ(described({.mtu = asked}), Texts{"fake0:1, RoCE v2, GID 2 (127.0.0.1), MTU " + used});
 }
 
-TEST_F(RdmaDevicesTest, ASettingOutOfRangeNamesItsVariable) {
-  const std::vector<std::pair<RdmaSettings, std::string>> wrong = {
-      {{.gid_index = -2}, "GRADWIRE_IB_GID_INDEX=-2"},
-      {{.gid_index = 256}, "GRADWIRE_IB_GID_INDEX=256"},
-      {{.traffic_class = -1}, "GRADWIRE_IB_TC=-1"},
-      {{.traffic_class = 256}, "GRADWIRE_IB_TC=256"},
-      {{.service_level = -1}, "GRADWIRE_IB_SL=-1"},
-      {{.service_level = 16}, "GRADWIRE_IB_SL=16"},
-      {{.timeout = 0}, "GRADWIRE_IB_TIMEOUT=0"},
-      {{.timeout = 32}, "GRADWIRE_IB_TIMEOUT=32"},
-      {{.mtu = 1000}, "GRADWIRE_IB_MTU=1000"},
-      {{.mtu = -1}, "GRADWIRE_IB_MTU=-1"},
-      {{.mtu = 8192}, "GRADWIRE_IB_MTU=8192"},
-      {{.link_layer = "roce"}, "GRADWIRE_IB_LINK_LAYER='roce'"},
-  };
-  for (const auto& [settings, words] : wrong) expect_words(refusal(settings), {words, "use "});
-  EXPECT_EQ(fake.calls("ibv_get_device_list"), 0);
+std::string refusal_of(const std::string& variable, const std::string& value) {
+  return thrown_by<InvalidArgument>([&] { read_rdma_settings({{variable, value}}); });
 }
 
-TEST_F(RdmaDevicesTest, TheEndsOfARangeAreInIt) {
-  EXPECT_NO_THROW(devices({.mtu = 256, .traffic_class = 255, .service_level = 15, .timeout = 31}));
-  EXPECT_NO_THROW(devices({.mtu = 4096, .traffic_class = 0, .service_level = 0, .timeout = 1}));
+TEST(RdmaSettings, AValueOutOfRangeNamesItsVariable) {
+  const std::vector<std::pair<std::string, std::string>> wrong = {
+      {"GID_INDEX", "-1"}, {"GID_INDEX", "256"},  {"TC", "-1"},    {"TC", "256"},
+      {"SL", "-1"},        {"SL", "16"},          {"SL", "high"},  {"TIMEOUT", "0"},
+      {"TIMEOUT", "32"},   {"TIMEOUT", "1.5"},    {"MTU", "1000"}, {"MTU", "-1"},
+      {"MTU", "8192"},     {"LINK_LAYER", "roce"}};
+  for (const auto& [name, value] : wrong)
+    expect_words(refusal_of("GRADWIRE_IB_" + name, value),
+                 {"GRADWIRE_IB_" + name + "='" + value + "'", "use "});
+}
+
+TEST(RdmaSettings, AreThoseThatWereGiven) {
+  const RdmaSettings none = read_rdma_settings({});
+  EXPECT_EQ(none.hca + none.link_layer, "");
+  EXPECT_EQ((std::array{none.gid_index, none.mtu, none.traffic_class, none.service_level}),
+            (std::array{-1, 0, 0, 0}));
+  EXPECT_EQ(none.timeout, 18);
+  const RdmaSettings most = read_rdma_settings({{"GRADWIRE_IB_HCA", "=rxe0"},
+                                                {"GRADWIRE_IB_LINK_LAYER", "infiniband"},
+                                                {"GRADWIRE_IB_GID_INDEX", "255"},
+                                                {"GRADWIRE_IB_MTU", "4096"},
+                                                {"GRADWIRE_IB_TC", "255"},
+                                                {"GRADWIRE_IB_SL", "15"},
+                                                {"GRADWIRE_IB_TIMEOUT", "31"}});
+  EXPECT_EQ(most.hca + most.link_layer, "=rxe0infiniband");
+  EXPECT_EQ((std::array{most.gid_index, most.mtu, most.traffic_class, most.service_level}),
+            (std::array{255, 4096, 255, 15}));
+  EXPECT_EQ(most.timeout, 31);
+}
+
+// As links ask for them: two ranks that may have no other transport trust all networks of one
+// layer.
+TEST_F(RdmaDevicesTest, NetworksSayWhoIsReached) {
+  fake.hardware()->devices = 2;
+  const auto found = devices();
+  ASSERT_EQ(found->ports().size(), 2U);
+  const std::string network = found->ports()[0].address.network;
+  EXPECT_EQ(found->networks(false), (Texts{network, found->ports()[1].address.network}));
+  EXPECT_EQ(found->networks(true),
+            (Texts{network, "ethernet, any network", found->ports()[1].address.network,
+                   "ethernet, any network"}));
+  EXPECT_EQ(found->describe(), described());
 }
 
 // --- lockable memory ---

@@ -13,26 +13,26 @@ namespace {
 
 constexpr LinkId kLink{"rdma", 0, 1};
 constexpr double kShort = 0.05;
-using Card = std::vector<std::byte>;
+using Message = std::vector<std::byte>;
 
 // What a function that sends says.
 template <typename Send>
-Card said_by(Send send) {
+Message said_by(Send send) {
   const Ends ends = unix_ends();
   send(ends.first.get());
-  Card card(4096);
-  const ssize_t got = ::recv(ends.second.get(), card.data(), card.size(), MSG_DONTWAIT);
-  card.resize(static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
-  return card;
+  Message message(4096);
+  const ssize_t got = ::recv(ends.second.get(), message.data(), message.size(), MSG_DONTWAIT);
+  message.resize(static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
+  return message;
 }
 
 template <typename Number>
-Card with(Card card, std::size_t at, Number value) {
-  std::memcpy(card.data() + at, &value, sizeof value);
-  return card;
+Message with(Message message, std::size_t at, Number value) {
+  std::memcpy(message.data() + at, &value, sizeof value);
+  return message;
 }
 
-// Where the fields of the cards are.
+// Where the fields of the messages are.
 constexpr std::size_t kMagicAt = 0, kCountAt = 4, kFirstAddressAt = 8, kAddressBytes = 88;
 constexpr std::size_t kNetworkAt = 16, kNetworkBytes = 64, kLayerAt = 82, kMtuAt = 83;
 constexpr std::size_t kPortAt = 4, kPeerPortAt = 8, kNumberAt = 12, kPacketAt = 16, kSlotsAt = 20;
@@ -46,7 +46,7 @@ RdmaPort some_port(std::uint8_t nth) {
                   .network = "ethernet " + std::to_string(nth)};
   return port;
 }
-Card ports_card(std::size_t count = 3) {
+Message ports_message(std::size_t count = 3) {
   std::vector<RdmaPort> ports;
   for (std::size_t i = 0; i < count; ++i) ports.push_back(some_port(static_cast<std::uint8_t>(i)));
   return said_by([&](int socket) { send_ports(socket, kLink, ports); });
@@ -57,24 +57,24 @@ const RdmaEnd kEnd{.port = 2,
                    .ring = 0x7fff00001000,
                    .key = 0xfeedbeef,
                    .slots = 8};
-Card end_card(const RdmaEnd& end = kEnd) {
+Message end_message(const RdmaEnd& end = kEnd) {
   return said_by([&](int socket) { send_end(socket, kLink, end); });
 }
 
-void say(int socket, const Card& card) {
-  send_all(socket, card, kLink, Deadline::after(kTestSeconds));
+void say(int socket, const Message& message) {
+  send_all(socket, message, kLink, Deadline::after(kTestSeconds));
 }
 template <typename Receive>
-auto heard_of(const Card& card, Receive receive) {
+auto heard_of(const Message& message, Receive receive) {
   const Ends ends = unix_ends();
-  say(ends.first.get(), card);
+  say(ends.first.get(), message);
   return receive(ends.second.get(), kLink, Deadline::after(kTestSeconds));
 }
 
 template <typename Receive>
-void expect_refused(const Card& card, Receive receive, const std::string& words) {
+void expect_refused(const Message& message, Receive receive, const std::string& words) {
   try {
-    heard_of(card, receive);
+    heard_of(message, receive);
     ADD_FAILURE() << "accepted: " << words;
   } catch (const TransportError& error) {
     EXPECT_EQ(error.peer(), 1);
@@ -84,7 +84,7 @@ void expect_refused(const Card& card, Receive receive, const std::string& words)
 
 TEST(RdmaExchange, PortsArriveAsTheyWereSent) {
   for (std::size_t count : {0U, 1U, 16U}) {
-    const auto heard = heard_of(ports_card(count), receive_ports);
+    const auto heard = heard_of(ports_message(count), receive_ports);
     ASSERT_EQ(heard.size(), count);
     for (std::size_t i = 0; i < count; ++i)
       EXPECT_EQ(heard[i], some_port(static_cast<std::uint8_t>(i)).address);
@@ -92,18 +92,18 @@ TEST(RdmaExchange, PortsArriveAsTheyWereSent) {
 }
 
 TEST(RdmaExchange, OfManyPortsTheFirstSixteenAreTold) {
-  EXPECT_EQ(heard_of(ports_card(20), receive_ports).size(), 16U);
+  EXPECT_EQ(heard_of(ports_message(20), receive_ports).size(), 16U);
 }
 
 TEST(RdmaExchange, ALongNetworkIsCutShort) {
   RdmaPort port = some_port(0);
   port.address.network.assign(200, 'n');
-  const Card card = said_by([&](int socket) { send_ports(socket, kLink, {&port, 1}); });
-  EXPECT_EQ(heard_of(card, receive_ports)[0].network, std::string(kNetworkBytes - 1, 'n'));
+  const Message message = said_by([&](int socket) { send_ports(socket, kLink, {&port, 1}); });
+  EXPECT_EQ(heard_of(message, receive_ports)[0].network, std::string(kNetworkBytes - 1, 'n'));
 }
 
 TEST(RdmaExchange, AnEndArrivesAsItWasSent) {
-  const RdmaEnd heard = heard_of(end_card(), receive_end);
+  const RdmaEnd heard = heard_of(end_message(), receive_end);
   EXPECT_EQ(heard.port, kEnd.port);
   EXPECT_EQ(heard.peer_port, kEnd.peer_port);
   EXPECT_EQ(heard.queue_pair.number, kEnd.queue_pair.number);
@@ -114,47 +114,48 @@ TEST(RdmaExchange, AnEndArrivesAsItWasSent) {
 }
 
 TEST(RdmaExchange, AnotherProtocolIsRefused) {
-  expect_refused(with(ports_card(), kMagicAt, 0x32505247U), receive_ports, "protocol");
-  expect_refused(with(end_card(), kMagicAt, 0U), receive_end, "protocol");
-  Card ports = ports_card();
+  expect_refused(with(ports_message(), kMagicAt, 0x32505247U), receive_ports, "protocol");
+  expect_refused(with(end_message(), kMagicAt, 0U), receive_end, "protocol");
+  Message ports = ports_message();
   expect_refused(ports, receive_end, "protocol");
 }
 
 TEST(RdmaExchange, ImpossiblePortsAreRefused) {
-  const Card card = ports_card();
+  const Message message = ports_message();
   const auto second = [](std::size_t field) { return kFirstAddressAt + kAddressBytes + field; };
   for (std::uint32_t count : {17U, 0x80000000U, ~0U})
-    expect_refused(with(card, kCountAt, count), receive_ports, "number of RDMA ports");
+    expect_refused(with(message, kCountAt, count), receive_ports, "number of RDMA ports");
   for (std::uint8_t layer : std::array<std::uint8_t, 3>{0, 3, 255})
-    expect_refused(with(card, second(kLayerAt), layer), receive_ports, "impossible RDMA port");
+    expect_refused(with(message, second(kLayerAt), layer), receive_ports, "impossible RDMA port");
   for (std::uint8_t mtu : std::array<std::uint8_t, 3>{0, 6, 255})
-    expect_refused(with(card, second(kMtuAt), mtu), receive_ports, "impossible RDMA port");
+    expect_refused(with(message, second(kMtuAt), mtu), receive_ports, "impossible RDMA port");
   std::array<char, kNetworkBytes> endless;
   endless.fill('n');
-  expect_refused(with(card, second(kNetworkAt), endless), receive_ports, "impossible RDMA port");
+  expect_refused(with(message, second(kNetworkAt), endless), receive_ports, "impossible RDMA port");
 }
 
 TEST(RdmaExchange, WhatLiesBeyondTheCountIsNotLookedAt) {
-  const Card card = with(ports_card(1), kFirstAddressAt + kAddressBytes + kMtuAt, std::uint8_t{9});
-  EXPECT_EQ(heard_of(card, receive_ports).size(), 1U);
+  const Message message =
+      with(ports_message(1), kFirstAddressAt + kAddressBytes + kMtuAt, std::uint8_t{9});
+  EXPECT_EQ(heard_of(message, receive_ports).size(), 1U);
 }
 
 TEST(RdmaExchange, ImpossibleEndsAreRefused) {
-  const Card card = end_card();
+  const Message message = end_message();
   for (std::size_t field : {kPortAt, kPeerPortAt})
     for (std::uint32_t port : {16U, ~0U})
-      expect_refused(with(card, field, port), receive_end, "impossible RDMA connection");
+      expect_refused(with(message, field, port), receive_end, "impossible RDMA connection");
   for (std::size_t field : {kNumberAt, kPacketAt})
     for (std::uint32_t number : {1U << 24, ~0U})
-      expect_refused(with(card, field, number), receive_end, "impossible RDMA connection");
+      expect_refused(with(message, field, number), receive_end, "impossible RDMA connection");
   for (std::uint32_t slots : {0U, 3U, 6U, 1U << 17, ~0U})
-    expect_refused(with(card, kSlotsAt, slots), receive_end, "impossible RDMA connection");
+    expect_refused(with(message, kSlotsAt, slots), receive_end, "impossible RDMA connection");
 }
 
 TEST(RdmaExchange, AnEndMidwayIsAnEndAndSilenceATimeout) {
   for (std::size_t bytes : {0U, 1U, 39U}) {
     Ends ends = unix_ends();
-    Card part = end_card();
+    Message part = end_message();
     part.resize(bytes);
     say(ends.first.get(), part);
     const auto check_failure = [&](auto receive) {
@@ -177,14 +178,14 @@ class RdmaByHand : public FakeRdma {
 
   // The error of `self`, a rank of two.
   template <typename Kind>
-  std::string error_of(Rank self, const std::vector<Card>& words, double seconds = kTestSeconds,
+  std::string error_of(Rank self, const std::vector<Message>& words, double seconds = kTestSeconds,
                        bool closes = false) {
     Ends ends = tcp_ends();
     const Rank peer = 1 - self;
     const LinkId back{"rdma", peer, self};
     const Options mine = of_rank(self, options());
     send_hello(ends.second.get(), back, of_rank(peer, mine));
-    for (const Card& card : words) say(ends.second.get(), card);
+    for (const Message& message : words) say(ends.second.get(), message);
     if (closes) ::shutdown(ends.second.get(), SHUT_WR);
     const auto transport = make_transport("rdma", mine);
     return thrown_by<Kind>([&] {
@@ -196,33 +197,33 @@ class RdmaByHand : public FakeRdma {
       }
     });
   }
-  static Card end_of(int port, int peer_port) {
+  static Message end_of(int port, int peer_port) {
     RdmaEnd end = kEnd;
     end.port = port;
     end.peer_port = peer_port;
-    return end_card(end);
+    return end_message(end);
   }
 };
 
 TEST_F(RdmaByHand, PortsThatThereAreNotAreRefused) {
   for (Rank self : {0, 1})
     for (const auto& [port, peer_port] : {std::pair{3, 0}, std::pair{0, 1}})
-      expect_words(error_of<TransportError>(self, {ports_card(3), end_of(port, peer_port)}),
+      expect_words(error_of<TransportError>(self, {ports_message(3), end_of(port, peer_port)}),
                    {"chose an RDMA port that there is not"});
 }
 
 TEST_F(RdmaByHand, WithoutAPortOfOneLinkLayerTheRemedyIsTold) {
-  const std::vector<Card> infiniband = {
-      with(ports_card(1), kFirstAddressAt + kLayerAt, std::uint8_t{ibv::kLinkInfiniBand})};
-  for (const auto& words : {infiniband, {ports_card(0)}})
+  const std::vector<Message> infiniband = {
+      with(ports_message(1), kFirstAddressAt + kLayerAt, std::uint8_t{ibv::kLinkInfiniBand})};
+  for (const auto& words : {infiniband, {ports_message(0)}})
     expect_words(error_of<InvalidArgument>(0, words), {"no RDMA port", "GRADWIRE_IB_HCA"});
   EXPECT_EQ(fake.calls("ibv_create_qp"), 0);
 }
 
 // The peer stops or ends after each of its words; in the last case it never greets.
 TEST_F(RdmaByHand, SilenceIsATimeoutAndAnEndIsAnEnd) {
-  const std::vector<std::vector<Card>> beginnings = {
-      {}, {ports_card()}, {ports_card(), end_of(0, 0)}};
+  const std::vector<std::vector<Message>> beginnings = {
+      {}, {ports_message()}, {ports_message(), end_of(0, 0)}};
   for (Rank self : {0, 1})
     for (const auto& words : beginnings) {
       expect_words(error_of<Timeout>(self, words, kShort), {"timed out", "without an answer"});
@@ -232,19 +233,20 @@ TEST_F(RdmaByHand, SilenceIsATimeoutAndAnEndIsAnEnd) {
 
 TEST_F(RdmaByHand, APeerThatTheNetworkDoesNotReachIsAnErrorWithTheRemedy) {
   for (Rank self : {0, 1})
-    expect_words(error_of<TransportError>(self, {ports_card(), end_of(0, 0), {std::byte{'R'}}}),
+    expect_words(error_of<TransportError>(self, {ports_message(), end_of(0, 0), {std::byte{'R'}}}),
                  {"does not reach the other end", "retry counter exceeded", "GRADWIRE_IB_GID_INDEX",
                   "GRADWIRE_TRANSPORT=shm,tcp"});
 }
 
-// Its card acknowledges what is written to it, but the peer itself says nothing: it was stopped.
+// Its NIC acknowledges what is written to it, but the peer itself says nothing: it was stopped.
 TEST_F(RdmaByHand, APeerThatIsReachedAndNeverGreetsIsATimeout) {
   const Options mine = of_rank(0, options());
-  const RdmaPort& port = mine.rdma->ports()[0];
+  const auto rdma = std::dynamic_pointer_cast<RdmaDevices>(mine.context);
+  const RdmaPort& port = rdma->ports()[0];
   const LinkId back{"rdma", kPeer, 0};
   Slab slab(4096);
-  const Rail rail(*mine.rdma, port, slab, 64);
-  QueuePair stopped(*mine.rdma, port, rail.cq(), 1, 1);
+  const Rail rail(*rdma, port, slab, 64);
+  QueuePair stopped(*rdma, port, rail.cq(), 1, 1);
   ASSERT_TRUE(stopped.post_receive(0));
   Ends ends = tcp_ends();
   send_hello(ends.second.get(), back, of_rank(kPeer, mine));
@@ -257,7 +259,7 @@ TEST_F(RdmaByHand, APeerThatIsReachedAndNeverGreetsIsATimeout) {
     }
     const WaitLimit wait_limit = Deadline::after(kTestSeconds);
     receive_hello(ends.second.get(), back, of_rank(kPeer, mine), wait_limit);
-    send_ports(ends.second.get(), back, mine.rdma->ports());
+    send_ports(ends.second.get(), back, rdma->ports());
     receive_ports(ends.second.get(), back, wait_limit);
     RdmaEnd far = receive_end(ends.second.get(), back, wait_limit);
     far.queue_pair.address = port.address;
@@ -271,7 +273,7 @@ TEST_F(RdmaByHand, APeerThatIsReachedAndNeverGreetsIsATimeout) {
 }
 
 TEST_F(RdmaByHand, NothingIsRegisteredForAPeerThatSaysNothingSensible) {
-  error_of<TransportError>(0, {with(ports_card(), kMagicAt, 0U)});
+  error_of<TransportError>(0, {with(ports_message(), kMagicAt, 0U)});
   EXPECT_EQ(fake.calls("ibv_create_qp"), 0);
   EXPECT_EQ(fake.calls("ibv_create_cq"), 0);
 }

@@ -5,7 +5,8 @@ namespace gradwire::transport {
 namespace {
 
 std::vector<const char*> where_there_is_a_device() {
-  return probe("rdma").ok ? std::vector<const char*>{"rdma"} : std::vector<const char*>{};
+  return open_transport("rdma", {}).usable() ? std::vector<const char*>{"rdma"}
+                                             : std::vector<const char*>{};
 }
 
 }  // namespace
@@ -14,9 +15,8 @@ GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(TransportConformance);
 INSTANTIATE_TEST_SUITE_P(Rdma, TransportConformance, testing::ValuesIn(where_there_is_a_device()));
 
 TEST(Rdma, IsTestedWhereThereIsADevice) {
-  if (!probe("rdma").ok) GTEST_SKIP() << probe("rdma").reason;
-  for (const RdmaPort& port : rdma_devices("rdma")->ports())
-    std::printf("%s\n", port.describe().c_str());
+  if (const Opened rdma = open_transport("rdma", {}); !rdma.usable()) GTEST_SKIP() << rdma.why_not;
+  for (const RdmaPort& port : rdma_devices()->ports()) std::printf("%s\n", port.describe().c_str());
 }
 
 }  // namespace gradwire::transport

@@ -34,7 +34,7 @@ class RdmaTraffic : public FakeRdma {
   Couple plain() const { return couple(of_rank(0, usual()), of_rank(1, usual())); }
   Options usual() const {
     Options all = options();
-    all.rdma = devices_made;
+    all.context = devices_made;
     return all;
   }
 
@@ -147,7 +147,7 @@ TEST_F(RdmaTraffic, ADeviceThatTakesLessByValueIsAskedForLess) {
 TEST_F(RdmaTraffic, MemoryIsRegisteredOnceForEachTransportAndPort) {
   fake.hardware()->ports = 4;
   Options all = usual();
-  all.rdma = devices();
+  all.context = devices();
   const int before = fake.calls("ibv_reg_mr");
   const Transports mesh = connect("rdma", 5, all);
   const int registered = fake.calls("ibv_reg_mr") - before;
@@ -176,7 +176,7 @@ TEST_F(RdmaTraffic, TheSmallestRingServes) {
 TEST_F(RdmaTraffic, AMessageTooLargeForThePortIsRefused) {
   fake.hardware()->max_message = 64 * 1024 - 1;
   Options narrow = usual();
-  narrow.rdma = devices();
+  narrow.context = devices();
   const Couple pair = couple(of_rank(0, narrow), of_rank(1, narrow));
   for (const std::string& error : pair.errors) EXPECT_FALSE(error.empty());
   expect_words(pair.errors[0], {"65536 bytes", "too large for fake0:1"});
@@ -185,7 +185,7 @@ TEST_F(RdmaTraffic, AMessageTooLargeForThePortIsRefused) {
 TEST_F(RdmaTraffic, AMessageWhoseLengthNoWordHoldsIsRefused) {
   fake.hardware()->max_message = 1U << 31;
   Options wide = usual();
-  wide.rdma = devices();
+  wide.context = devices();
   wide.max_message = 1 << 27;
   wide.messages = 1;
   const Couple pair = couple(of_rank(0, wide), of_rank(1, wide));
@@ -196,7 +196,7 @@ TEST_F(RdmaTraffic, AMessageWhoseLengthNoWordHoldsIsRefused) {
 
 TEST_F(RdmaTraffic, TheSmallerMtuOfTheTwoEndsIsUsed) {
   Options small = usual();
-  small.rdma = devices({.mtu = 1024});
+  small.context = devices({.mtu = 1024});
   for (const auto& [lower, higher] : {std::pair{small, usual()}, std::pair{usual(), small}}) {
     fake.reset();
     const Couple pair = couple(of_rank(0, lower), of_rank(1, higher));
@@ -208,12 +208,13 @@ TEST_F(RdmaTraffic, TheSmallerMtuOfTheTwoEndsIsUsed) {
 
 TEST_F(RdmaTraffic, TheSettingsReachTheQueuePair) {
   Options all = usual();
-  all.rdma = devices({.gid_index = 1, .traffic_class = 106, .service_level = 3, .timeout = 22});
+  all.context = devices({.gid_index = 1, .traffic_class = 106, .service_level = 3, .timeout = 22});
   const Couple pair = couple(of_rank(0, all), of_rank(1, all));
   const ibv::QpAttr receive = fake.modified(ibv::kQpReadyToReceive);
   EXPECT_EQ(receive.ah_attr.is_global, 1);
   EXPECT_EQ(receive.ah_attr.grh.sgid_index, 1);
-  EXPECT_EQ(receive.ah_attr.grh.dgid, all.rdma->ports()[0].address.gid);
+  EXPECT_EQ(receive.ah_attr.grh.dgid,
+            std::dynamic_pointer_cast<RdmaDevices>(all.context)->ports()[0].address.gid);
   EXPECT_EQ(receive.ah_attr.grh.traffic_class, 106);
   EXPECT_EQ(receive.ah_attr.sl, 3);
   EXPECT_EQ(receive.ah_attr.port_num, 1);
@@ -223,7 +224,7 @@ TEST_F(RdmaTraffic, TheSettingsReachTheQueuePair) {
 TEST_F(RdmaTraffic, InfiniBandIsAddressedByLid) {
   fake.hardware()->link_layer = ibv::kLinkInfiniBand;
   Options all = usual();
-  all.rdma = devices();
+  all.context = devices();
   const Couple pair = couple(of_rank(0, all), of_rank(1, all));
   const ibv::AhAttr to = fake.modified(ibv::kQpReadyToReceive).ah_attr;
   EXPECT_EQ(to.is_global, 0);
@@ -235,7 +236,7 @@ TEST_F(RdmaTraffic, InfiniBandIsAddressedByLid) {
 TEST_F(RdmaTraffic, EndsWithDifferentNumbersOfPortsMeet) {
   fake.hardware()->ports = 3;
   Options many = usual();
-  many.rdma = devices();
+  many.context = devices();
   const Couple pair = couple(of_rank(0, many), of_rank(1, usual()));
   ASSERT_TRUE(pair.ends[0] && pair.ends[1]) << pair.errors[0] << pair.errors[1];
   ping(*pair.ends[0], *pair.ends[1], 10, 1000);

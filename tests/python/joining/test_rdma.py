@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,8 +13,9 @@ from gradwire import InvalidArgument, _core
 from gradwire._bootstrap import connect
 from gradwire._bootstrap.mesh import AddressInfo, choose_transport
 from gradwire._bootstrap.rendezvous import choose_transports
-from gradwire._host import rdma
+from gradwire._host import transport_kinds
 from gradwire._host.interfaces import LOOPBACK
+from gradwire._host.transport_kinds import networks_of, why_not
 from gradwire._tools import doctor
 
 ABSENT = "the RDMA library does not load"
@@ -22,40 +23,54 @@ ABSENT = "the RDMA library does not load"
 
 @pytest.fixture(autouse=True)
 def nothing_is_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("HCA", "LINK_LAYER", "GID_INDEX", "MTU", "TC", "SL", "TIMEOUT"):
-        monkeypatch.delenv(f"GRADWIRE_IB_{name}", raising=False)
+    for variable, *_ in transport_kinds.KINDS["rdma"].settings:
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.delenv("GRADWIRE_TRANSPORT", raising=False)
-    rdma._open.cache_clear()
+    transport_kinds._open.cache_clear()
     yield
-    rdma._open.cache_clear()
+    transport_kinds._open.cache_clear()
+
+
+Settings = Mapping[str, str]
+Opened = tuple[object, str]
+
+
+def replace_rdma(monkeypatch: pytest.MonkeyPatch, opens: Callable[[Settings], Opened]) -> None:
+    genuine = _core.open_transport
+
+    def open_transport(name: str, settings: Settings) -> Opened:
+        return opens(settings) if name == "rdma" else genuine(name, settings)
+
+    monkeypatch.setattr(_core, "open_transport", open_transport)
 
 
 @pytest.fixture
-def no_ports(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+def no_ports(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """A machine without the library; what the ports were asked for with."""
-    asked: list[dict[str, object]] = []
+    asked: list[Settings] = []
 
-    def devices(**settings: object) -> None:
+    def opens(settings: Settings) -> Opened:
         asked.append(settings)
-        raise InvalidArgument(ABSENT)
+        return None, ABSENT
 
-    monkeypatch.setattr(_core, "RdmaDevices", devices)
+    replace_rdma(monkeypatch, opens)
     return asked
 
 
 @pytest.fixture
 def two_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(
-        ports=["rxe0:1, RoCE v2, GID 1 (198.18.0.1), MTU 4096", "mlx5_0:1, InfiniBand, LID 3"],
-        networks=["ethernet 198.18.0.0/24", ""],
-        link_layers=["ethernet", "infiniband"],
+    ports = ["rxe0:1, RoCE v2, GID 1 (198.18.0.1), MTU 4096", "mlx5_0:1, InfiniBand, LID 3"]
+    any_network = ["ethernet, any network", "infiniband, any network"]
+    context = SimpleNamespace(
+        describe=lambda: ports,
+        networks=lambda only: ["ethernet 198.18.0.0/24", *(any_network if only else [])],
     )
-    monkeypatch.setattr(_core, "RdmaDevices", lambda **settings: found)
+    replace_rdma(monkeypatch, lambda _: (context, ""))
 
 
 @pytest.mark.usefixtures("no_ports")
 def test_without_ports_it_is_left_out_unless_it_is_asked_for():
-    assert rdma.networks(choose_transports(None)) == ()
+    assert networks_of(choose_transports(None)) == ()
     with pytest.raises(InvalidArgument, match=f"transport rdma is not usable here: {ABSENT}"):
         choose_transports(["rdma"])
     with pytest.raises(InvalidArgument, match=ABSENT):
@@ -66,7 +81,7 @@ def test_without_ports_it_is_left_out_unless_it_is_asked_for():
 def test_with_ports_it_comes_between_shm_and_tcp(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "gradwire"):
         assert choose_transports(None) == ("shm", "rdma", "tcp")
-        assert rdma.networks(choose_transports(None))
+        assert networks_of(choose_transports(None))
     assert "GID 1 (198.18.0.1)" in caplog.text
     assert choose_transports(["rdma"]) == ("rdma",)
 
@@ -75,28 +90,23 @@ def test_with_ports_it_comes_between_shm_and_tcp(caplog: pytest.LogCaptureFixtur
 def test_a_device_that_was_named_and_is_not_used_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    rdma.networks(["rdma", "tcp"])
+    networks_of(["rdma", "tcp"])
     assert caplog.text == ""
     monkeypatch.setenv("GRADWIRE_IB_HCA", "mlx5_7")
-    rdma.networks(["rdma", "tcp"])
-    assert f"GRADWIRE_IB_HCA=mlx5_7, and RDMA is not used: {ABSENT}" in caplog.text
+    networks_of(["rdma", "tcp"])
+    assert f"GRADWIRE_IB_HCA=mlx5_7, and rdma is not used: {ABSENT}" in caplog.text
 
 
-def test_the_environment_chooses(
-    no_ports: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
-):
-    assert rdma.why_not() == ABSENT
-    unset = {"hca": "", "link_layer": "", "gid_index": -1, "mtu": 0, "traffic_class": 0}
-    assert no_ports == [{**unset, "service_level": 0, "timeout": 18}]
+def test_the_environment_chooses(no_ports: list[Settings], monkeypatch: pytest.MonkeyPatch):
+    assert why_not("rdma") == ABSENT
     chosen = {"HCA": "=rxe0", "LINK_LAYER": "ethernet", "GID_INDEX": "3", "MTU": "1024"}
-    for name, value in {**chosen, "TC": "106", "SL": "3", "TIMEOUT": "20"}.items():
-        monkeypatch.setenv(f"GRADWIRE_IB_{name}", value)
-    rdma.why_not()
-    known = {"hca": "=rxe0", "link_layer": "ethernet", "gid_index": 3, "mtu": 1024}
-    assert no_ports[1] == {**known, "traffic_class": 106, "service_level": 3, "timeout": 20}
+    given = {f"GRADWIRE_IB_{name}": value for name, value in chosen.items()}
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    why_not("rdma")
+    assert no_ports == [{}, given]
 
 
-@pytest.mark.usefixtures("no_ports")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -113,20 +123,18 @@ def test_a_wrong_setting_is_an_error_even_where_tcp_would_do(
 ):
     monkeypatch.setenv(f"GRADWIRE_IB_{name}", value)
     with pytest.raises(InvalidArgument, match=f"GRADWIRE_IB_{name}={value!r}"):
-        rdma.networks(["rdma", "tcp"])
+        networks_of(["rdma", "tcp"])
     (check,) = (each for each in doctor.checks() if each.name == "rdma")
     assert check.ok is False
     assert value in check.detail
 
 
-def test_ports_are_opened_once_a_process(
-    no_ports: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
-):
+def test_ports_are_opened_once_a_process(no_ports: list[Settings], monkeypatch: pytest.MonkeyPatch):
     for _ in range(3):
-        rdma.why_not()
+        why_not("rdma")
     assert len(no_ports) == 1
     monkeypatch.setattr("os.getpid", lambda: 1)  # as in a forked child
-    rdma.why_not()
+    why_not("rdma")
     assert len(no_ports) == 2
 
 
@@ -142,13 +150,18 @@ def test_no_device_is_opened_where_shared_memory_joins_all_ranks(no_ports: list[
 
 @pytest.mark.usefixtures("two_ports")
 def test_networks_say_who_is_reached():
-    assert rdma.networks(["shm", "tcp"]) == ()
-    assert rdma.networks(["shm", "rdma", "tcp"]) == ("ethernet 198.18.0.0/24",)
-    assert rdma.networks(["rdma"]) == (
-        "ethernet 198.18.0.0/24",
-        "ethernet, any network",
-        "infiniband, any network",
+    assert networks_of(["shm", "tcp"]) == ()
+    assert networks_of(["shm", "rdma", "tcp"]) == ("rdma ethernet 198.18.0.0/24",)
+    assert networks_of(["rdma"]) == (
+        "rdma ethernet 198.18.0.0/24",
+        "rdma ethernet, any network",
+        "rdma infiniband, any network",
     )
+
+
+def test_a_network_of_one_transport_is_none_of_another():
+    quic = replace(ADDRESS_INFO, networks=("quic ethernet 198.18.0.0/24",))
+    assert choose_transport(quic, replace(quic, host="host b")) == "tcp"
 
 
 @pytest.mark.usefixtures("two_ports")
@@ -160,7 +173,7 @@ def test_the_doctor_shows_ports_with_their_addresses():
 
 ALL = ("shm", "rdma", "tcp")
 ADDRESS_INFO = AddressInfo(
-    "host a", "a:1", ALL, "x", "192.0.2.1", 1, "eth0", ("ethernet 198.18.0.0/24",)
+    "host a", "a:1", ALL, "x", "192.0.2.1", 1, "eth0", ("rdma ethernet 198.18.0.0/24",)
 )
 FAR = replace(ADDRESS_INFO, host="host b")
 
@@ -170,11 +183,14 @@ FAR = replace(ADDRESS_INFO, host="host b")
     [
         (ADDRESS_INFO, "shm"),
         (FAR, "rdma"),
-        (replace(FAR, networks=("ethernet 198.18.1.0/24", "ethernet 198.18.0.0/24")), "rdma"),
-        (replace(FAR, networks=("ethernet 198.18.1.0/24",)), "tcp"),
+        (
+            replace(FAR, networks=("rdma ethernet 198.18.1.0/24", "rdma ethernet 198.18.0.0/24")),
+            "rdma",
+        ),
+        (replace(FAR, networks=("rdma ethernet 198.18.1.0/24",)), "tcp"),
         (replace(FAR, networks=()), "tcp"),
         (replace(FAR, transports=("shm", "tcp")), "tcp"),
-        (replace(FAR, transports=("rdma",), networks=("infiniband, any network",)), None),
+        (replace(FAR, transports=("rdma",), networks=("rdma infiniband, any network",)), None),
     ],
 )
 def test_a_pair_takes_rdma_where_both_are_on_one_network(other: AddressInfo, transport: str | None):

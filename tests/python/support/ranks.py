@@ -24,14 +24,16 @@ import pytest
 from gradwire import Communicator
 from gradwire._bootstrap.mesh import LANES, Job, Link, Mesh, Peer, inproc_meshes
 from gradwire._communicator import from_mesh
-from gradwire._host import rdma
+from gradwire._host import transport_kinds
 from gradwire._host.interfaces import LOOPBACK
 
 LIMIT = 240.0  # seconds, after which ranks and programs are taken to hang, however busy the machine
 VANISHED = 3  # the exit code of a rank that does
 # What every test of a fault goes over: whatever is added here inherits them.
 # Between processes, which can die; rdma where there is a device.
-PROCESS_TRANSPORTS = ("shm", "tcp", *(["rdma"] if rdma.why_not() is None else []))
+PROCESS_TRANSPORTS = tuple(
+    name for name in transport_kinds.DEFAULTS if transport_kinds.why_not(name) is None
+)
 TRANSPORTS = ("inproc", *PROCESS_TRANSPORTS)
 over_processes = pytest.mark.parametrize("transport", PROCESS_TRANSPORTS)
 over_all = pytest.mark.parametrize("transport", TRANSPORTS)

@@ -5,14 +5,23 @@
 
 namespace gradwire::exec {
 
-Links::Links(transport::Options options)
-    : options_(options), link_of_(static_cast<std::size_t>(options.size), -1) {}
+Links::Links(transport::Options options, transport::Contexts contexts)
+    : options_(std::move(options)),
+      contexts_(std::move(contexts)),
+      link_of_(static_cast<std::size_t>(options_.size), -1) {}
+
+std::unique_ptr<transport::Transport> Links::make(std::string_view transport) const {
+  transport::Options options = options_;
+  const auto found = contexts_.find(transport);
+  if (found != contexts_.end()) options.context = found->second;
+  return transport::make_transport(transport, options);
+}
 
 void Links::offer(std::string_view transport, UniqueFd socket, Rank peer) {
   auto at = std::find_if(transports_.begin(), transports_.end(),
                          [&](const auto& each) { return each->name() == transport; });
   if (at == transports_.end()) {
-    at = transports_.insert(at, transport::make_transport(transport, options_));
+    at = transports_.insert(at, make(transport));
     doorbells_.push_back((*at)->doorbell());
   }
   (*at)->offer(std::move(socket), peer);

@@ -16,7 +16,7 @@ namespace gradwire::exec {
 
 class Links {
  public:
-  explicit Links(transport::Options options);
+  explicit Links(transport::Options options, transport::Contexts contexts = {});
 
   // See Transport::offer. Makes the transport when it is the first link of its kind.
   void offer(std::string_view transport, UniqueFd socket, Rank peer);
@@ -55,7 +55,10 @@ class Links {
     return *transports_[static_cast<std::size_t>(link_of_[static_cast<std::size_t>(peer)])];
   }
 
+  std::unique_ptr<transport::Transport> make(std::string_view transport) const;
+
   transport::Options options_;
+  transport::Contexts contexts_;
   std::vector<std::unique_ptr<transport::Transport>> transports_;
   std::vector<int> link_of_;  // by peer; -1 for none
   std::vector<int> doorbells_;

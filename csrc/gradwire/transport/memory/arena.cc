@@ -36,6 +36,12 @@ bool is_sealed(int memory, std::size_t bytes) {
 
 }  // namespace
 
+Opened open_shared_memory(const Settings&) {
+  const UniqueFd memory = make_memory_file("gradwire-probe");
+  if (memory.valid()) return {};
+  return {.why_not = system_message("memfd_create is not possible here", errno)};
+}
+
 struct Arena::Header {
   std::uint32_t magic;
   std::int32_t owner;

@@ -20,6 +20,9 @@
 
 namespace gradwire::transport {
 
+// Whether this machine has memory to share.
+Opened open_shared_memory(const Settings& settings);
+
 // A message that fits into the entry itself needs no cell.
 inline constexpr std::size_t kSmallMessage = 120;  // bytes, at most
 

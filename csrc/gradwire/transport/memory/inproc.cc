@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "gradwire/base/error.h"
-#include "gradwire/transport/link_kinds.h"
 #include "gradwire/transport/memory/arena_transport.h"
 
 namespace gradwire::transport {
@@ -39,8 +38,16 @@ std::shared_ptr<Arena> swap_pointers(int socket, const std::shared_ptr<Arena>& o
 
 }  // namespace
 
-std::unique_ptr<Transport> make_inproc(const Options& options) {
-  return std::make_unique<ArenaTransport>("inproc", options, ArenaExchange{nullptr, swap_pointers});
-}
+extern constinit const Kind inproc_kind{
+    .name = "inproc",
+    .reach = Reach::kProcess,
+    .sockets = Sockets::kUnix,
+    .by_default = false,
+    .make = [](const Options& options) -> std::unique_ptr<Transport> {
+      return std::make_unique<ArenaTransport>("inproc", options,
+                                              ArenaExchange{nullptr, swap_pointers});
+    },
+    .open = open_shared_memory,
+};
 
 }  // namespace gradwire::transport

@@ -8,8 +8,6 @@
 #include <vector>
 
 #include "gradwire/base/error.h"
-#include "gradwire/base/memory_file.h"
-#include "gradwire/transport/link_kinds.h"
 #include "gradwire/transport/memory/arena_transport.h"
 
 namespace gradwire::transport {
@@ -80,15 +78,15 @@ std::shared_ptr<Arena> take_descriptor(int socket, const std::shared_ptr<Arena>&
 
 }  // namespace
 
-Viability probe_shared_memory(const Options&) {
-  const UniqueFd memory = make_memory_file("gradwire-probe");
-  if (memory.valid()) return {};
-  return {false, system_message("memfd_create is not possible here", errno)};
-}
-
-std::unique_ptr<Transport> make_shm(const Options& options) {
-  return std::make_unique<ArenaTransport>("shm", options,
-                                          ArenaExchange{give_descriptor, take_descriptor});
-}
+extern constinit const Kind shm_kind{
+    .name = "shm",
+    .reach = Reach::kHost,
+    .sockets = Sockets::kUnix,
+    .make = [](const Options& options) -> std::unique_ptr<Transport> {
+      return std::make_unique<ArenaTransport>("shm", options,
+                                              ArenaExchange{give_descriptor, take_descriptor});
+    },
+    .open = open_shared_memory,
+};
 
 }  // namespace gradwire::transport

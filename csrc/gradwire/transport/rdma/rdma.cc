@@ -20,7 +20,6 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/transport/cells.h"
-#include "gradwire/transport/link_kinds.h"
 #include "gradwire/transport/rdma/rdma_exchange.h"
 #include "gradwire/transport/rdma/rdma_rail.h"
 #include "gradwire/transport/staged.h"
@@ -140,8 +139,9 @@ class RdmaTransport final : public StagedTransport {
   std::vector<Cell> cells_;
 };
 
-std::shared_ptr<RdmaDevices> required(std::shared_ptr<RdmaDevices> devices) {
-  if (!devices) throw InvalidArgument("an rdma link needs this rank's RDMA devices");
+std::shared_ptr<RdmaDevices> devices_of(const Options& options) {
+  auto devices = std::dynamic_pointer_cast<RdmaDevices>(options.context);
+  if (!devices) throw InvalidArgument("an rdma link needs the context of transport rdma");
   return devices;
 }
 
@@ -162,7 +162,7 @@ std::uint32_t random_packet_number() {
 
 RdmaTransport::RdmaTransport(const Options& options)
     : StagedTransport("rdma", options),
-      devices_(required(options.rdma)),
+      devices_(devices_of(options)),
       slot_bytes_((options.max_message + kLine - 1) / kLine * kLine),
       slots_(slots_for(static_cast<std::size_t>(options.size - 1), slot_bytes_)),
       slab_(slot_bytes_ * (static_cast<std::size_t>(options.messages) +
@@ -519,22 +519,25 @@ void RdmaTransport::linger() noexcept try {
 } catch (const Error&) {  // the device failed: nothing more will be sent
 }
 
+Opened open_rdma(const Settings& given) {
+  const RdmaSettings settings = read_rdma_settings(given);
+  try {
+    return {.context = std::make_shared<RdmaDevices>(settings)};
+  } catch (const InvalidArgument& error) {
+    return {.why_not = error.what()};
+  }
+}
+
 }  // namespace
 
-Viability probe_rdma(const Options& options) try {
-  if (options.rdma) return {};
-  const Verbs& verbs = Verbs::load();
-  int count = 0;
-  ibv::Device** list = verbs.get_device_list(&count);
-  if (list == nullptr) return {false, system_message("no RDMA device can be listed", errno)};
-  verbs.free_device_list(list);
-  return count > 0 ? Viability{} : Viability{false, "there is no RDMA device"};
-} catch (const Error& error) {
-  return {false, error.what()};
-}
-
-std::unique_ptr<Transport> make_rdma(const Options& options) {
-  return std::make_unique<RdmaTransport>(options);
-}
+extern constinit const Kind rdma_kind{
+    .name = "rdma",
+    .reach = Reach::kNetwork,
+    .make = [](const Options& options) -> std::unique_ptr<Transport> {
+      return std::make_unique<RdmaTransport>(options);
+    },
+    .open = open_rdma,
+    .settings = kRdmaVariables,
+};
 
 }  // namespace gradwire::transport

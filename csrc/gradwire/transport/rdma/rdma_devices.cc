@@ -4,7 +4,7 @@
 #include <sys/resource.h>
 
 #include <algorithm>
-#include <array>
+#include <bit>
 #include <cerrno>
 
 #include "gradwire/base/error.h"
@@ -19,30 +19,9 @@ constexpr const char* kWithout = "or do without: GRADWIRE_TRANSPORT=shm,tcp";
 
 [[noreturn]] void refuse(const std::string& why) { throw InvalidArgument(why); }
 
-void require_range(const char* variable, int value, int least, int most) {
-  if (value >= least && value <= most) return;
-  refuse(std::string(variable) + "=" + std::to_string(value) + " is out of range: use " +
-         std::to_string(least) + " to " + std::to_string(most));
-}
-
+// Of a size in bytes that a port can have.
 int mtu_of(int bytes) {
-  constexpr std::array kSizes = {256, 512, 1024, 2048, 4096};
-  const auto* found = std::find(kSizes.begin(), kSizes.end(), bytes);
-  if (found == kSizes.end())
-    refuse("GRADWIRE_IB_MTU=" + std::to_string(bytes) + ": use 256, 512, 1024, 2048 or 4096");
-  return static_cast<int>(found - kSizes.begin()) + ibv::kMtu256;
-}
-
-RdmaSettings checked(RdmaSettings settings) {
-  require_range("GRADWIRE_IB_GID_INDEX", settings.gid_index, -1, 255);
-  require_range("GRADWIRE_IB_TC", settings.traffic_class, 0, 255);
-  require_range("GRADWIRE_IB_SL", settings.service_level, 0, 15);
-  require_range("GRADWIRE_IB_TIMEOUT", settings.timeout, 1, 31);
-  if (settings.mtu != 0) mtu_of(settings.mtu);
-  const std::string& layer = settings.link_layer;
-  if (!layer.empty() && layer != "ethernet" && layer != "infiniband")
-    refuse("GRADWIRE_IB_LINK_LAYER='" + layer + "': use ethernet or infiniband");
-  return settings;
+  return std::bit_width(static_cast<unsigned>(bytes) / 256) - 1 + ibv::kMtu256;
 }
 
 // The preference for one of a port's addresses where the user chose none; the highest wins.
@@ -86,7 +65,7 @@ std::string RdmaPort::describe() const {
 }
 
 RdmaDevices::RdmaDevices(RdmaSettings settings)
-    : settings_(checked(std::move(settings))), verbs_(Verbs::load(settings_.library)) {
+    : settings_(std::move(settings)), verbs_(Verbs::load(settings_.library)) {
   int count = 0;
   ibv::Device** list = verbs_.get_device_list(&count);
   if (list == nullptr)
@@ -97,7 +76,7 @@ RdmaDevices::RdmaDevices(RdmaSettings settings)
   verbs_.free_device_list(list);
   if (count == 0)
     refuse(
-        "there is no RDMA device (no card, no driver, or it is not in this network namespace): "
+        "there is no RDMA device (no adapter, no driver, or it is not in this network namespace): "
         "see ibv_devices, " +
         std::string(kWithout));
   if (ports_.empty()) refuse("no RDMA port can be used: " + left_out_);
@@ -112,6 +91,22 @@ RdmaDevices::~RdmaDevices() {
     [[maybe_unused]] const auto* pd = each.pd.release();
     [[maybe_unused]] const auto* context = each.context.release();
   }
+}
+
+std::vector<std::string> RdmaDevices::describe() const {
+  std::vector<std::string> lines;
+  for (const RdmaPort& port : ports_) lines.push_back(port.describe());
+  return lines;
+}
+
+std::vector<std::string> RdmaDevices::networks(bool only) const {
+  std::vector<std::string> names;
+  for (const RdmaPort& port : ports_) {
+    if (!port.address.network.empty()) names.push_back(port.address.network);
+    if (only)
+      names.push_back(std::string(link_layer_name(port.address.link_layer)) + ", any network");
+  }
+  return names;
 }
 
 void RdmaDevices::leave_out(const std::string& what, const std::string& why) {

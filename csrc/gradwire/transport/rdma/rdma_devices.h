@@ -12,20 +12,11 @@
 #include <vector>
 
 #include "gradwire/base/fork.h"
+#include "gradwire/transport/context.h"
+#include "gradwire/transport/rdma/rdma_settings.h"
 #include "gradwire/transport/rdma/verbs.h"
 
 namespace gradwire::transport {
-
-struct RdmaSettings {
-  std::string hca{};         // NCCL's syntax: prefix[:port][,...], =exact, ^excluded; "" for all
-  std::string link_layer{};  // "ethernet" (RoCE) or "infiniband" only; "" for both
-  int gid_index = -1;     // of the port's table; -1: RoCE v2 with an IPv4 address if there is one
-  int mtu = 0;            // bytes, 256 to 4096; 0: what the port has
-  int traffic_class = 0;  // 0 to 255, of RoCE v2's IP header (DSCP in its upper six bits)
-  int service_level = 0;  // 0 to 15
-  int timeout = 18;       // 1 to 31: 4.096 us * 2^timeout until a packet is sent again
-  std::string library = Verbs::kLibrary;
-};
 
 // One port of one device, as others need to know it to reach it.
 struct RdmaAddress {
@@ -57,14 +48,17 @@ struct RdmaPort {
 // The most ports that a rank announces.
 inline constexpr std::size_t kMostRdmaPorts = 16;
 
-class RdmaDevices {
+class RdmaDevices final : public Context {
  public:
   // Throws InvalidArgument with what is missing (library, kernel, device, permission, port, GID,
   // lockable memory) and the remedy.
   explicit RdmaDevices(RdmaSettings settings);
-  ~RdmaDevices();
+  ~RdmaDevices() override;
   RdmaDevices(const RdmaDevices&) = delete;
   RdmaDevices& operator=(const RdmaDevices&) = delete;
+
+  std::vector<std::string> describe() const override;
+  std::vector<std::string> networks(bool only) const override;
 
   const Verbs& verbs() const noexcept { return verbs_; }
   const RdmaSettings& settings() const noexcept { return settings_; }

@@ -1,0 +1,41 @@
+// A Kind of link: what its file defines, and transport.cc lists.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "gradwire/transport/context.h"
+
+namespace gradwire::transport {
+
+class Transport;
+struct Options;
+
+// Which ranks links of a kind join: threads of one process, processes of one host, ranks whose
+// contexts name a network in common, or all.
+enum class Reach { kProcess, kHost, kNetwork, kAll };
+
+// The sockets over which links are made.
+enum class Sockets { kUnix, kTcp };
+
+// An environment variable that open() reads, as the documentation shows it.
+struct Setting {
+  std::string_view name;
+  std::string_view meaning;
+  std::string_view unset;  // what holds without it
+};
+
+struct Kind {
+  std::string_view name;
+  Reach reach = Reach::kAll;
+  Sockets sockets = Sockets::kTcp;
+  bool by_default = true;  // offered to peers where the user names no transports
+  std::unique_ptr<Transport> (*make)(const Options&) = nullptr;
+  // Finds out whether links can be made here, and opens what they share. Throws InvalidArgument for
+  // a wrong setting.
+  Opened (*open)(const Settings&) = [](const Settings&) { return Opened{}; };
+  std::span<const Setting> settings{};
+};
+
+}  // namespace gradwire::transport

@@ -1,0 +1,97 @@
+"""The transports: which ranks each joins, and what its links share in this process.
+
+The core lists them, best first, with the environment variables that each reads. What the links of
+a transport share (its context) is opened when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gradwire import _core
+from gradwire._base import environment
+from gradwire._errors import InvalidArgument
+
+EMULATED = "emulated"  # see `emulated_link`
+
+_log = logging.getLogger("gradwire")
+
+
+class Kind(NamedTuple):
+    """What the core says of a transport."""
+
+    name: str
+    reach: str  # "process", "host", "network" (ranks on one of its networks) or "all"
+    local: bool  # made over Unix sockets; else over TCP
+    by_default: bool  # offered to peers where the user names no transports
+    settings: Sequence[tuple[str, str, str]]  # variables: name, meaning, what holds without it
+
+
+KINDS = {kind.name: kind for kind in (Kind(*fields) for fields in _core.transport_kinds())}
+DEFAULTS = tuple(name for name, kind in KINDS.items() if kind.by_default)
+
+
+def context(name: str) -> _core.TransportContext | None:
+    """What the transport's links share; None for nothing.
+
+    Raises InvalidArgument, which says why there can be no such link here and what to do.
+    """
+    found, reason = _open(os.getpid(), name, _settings(name))
+    if reason:
+        raise InvalidArgument(f"transport {name} is not usable here: {reason}")
+    return found
+
+
+def why_not(name: str) -> str | None:
+    """The reason why there can be no link of this transport here; None if there can."""
+    _, reason = _open(os.getpid(), name, _settings(name))
+    return reason or None
+
+
+def networks_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Names of the networks of these transports: two hosts with one in common reach each other.
+
+    Without a transport that reaches all, networks that may be the same count as the same.
+    """
+    only = not any(KINDS[name].reach == "all" for name in names)
+    found = {
+        f"{name} {network}"
+        for name in names
+        if KINDS[name].reach == "network" and _is_usable(name)
+        for network in _networks(name, only)
+    }
+    return tuple(sorted(found))
+
+
+def _is_usable(name: str) -> bool:
+    """Whether there can be such links; warns where settings ask for some, and there can be none."""
+    reason = why_not(name)
+    given = ", ".join(f"{variable}={value}" for variable, value in _settings(name))
+    if reason and given:
+        _log.warning("%s, and %s is not used: %s", given, name, reason)
+    return reason is None
+
+
+def _networks(name: str, only: bool) -> Sequence[str]:
+    opened = context(name)
+    if opened is None:
+        return ()
+    _log.info("transport %s: %s", name, "; ".join(opened.describe()))
+    return opened.networks(only)
+
+
+def _settings(name: str) -> tuple[tuple[str, str], ...]:
+    read = ((variable, environment.text(variable)) for variable, *_ in KINDS[name].settings)
+    return tuple((variable, value) for variable, value in read if value is not None)
+
+
+@functools.lru_cache(maxsize=16)
+def _open(
+    _process: int, name: str, settings: tuple[tuple[str, str], ...]
+) -> tuple[_core.TransportContext | None, str]:
+    """Opens a transport; a forked child opens its own."""
+    return _core.open_transport(name, dict(settings))
