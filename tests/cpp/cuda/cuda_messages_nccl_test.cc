@@ -320,8 +320,7 @@ TEST_F(NcclMessages, AMeetingThatFailsSaysWhy) {
     fake.reset();
     fake.fail(call, nccl::kUnhandledCudaError, 0);
     const auto error = thrown_by<TransportError>([&] { alone(); });
-    expect_words(error.what(),
-                 {"rank 0: ", "ncclCommInitRank", "an error of the fake (1)"});
+    expect_words(error.what(), {"rank 0: ", "ncclCommInitRank", "an error of the fake (1)"});
     EXPECT_EQ(fake.alive(), 0) << call;
   }
 }

@@ -82,8 +82,7 @@ NcclComm::~NcclComm() {
 }
 
 void NcclComm::connect(const nccl::UniqueId& id) {
-  settle(begin(id), {"ncclCommInitRank", {}, settings_.timeout_seconds},
-         settings_.interrupt);
+  settle(begin(id), {"ncclCommInitRank", {}, settings_.timeout_seconds}, settings_.interrupt);
 }
 
 nccl::Result NcclComm::begin(const nccl::UniqueId& id) {
