@@ -84,7 +84,9 @@ class TransportConformance : public testing::TestWithParam<const char*> {
 };
 
 TEST_P(TransportConformance, IsListedAndUsableHere) {
-  if (has_processes()) EXPECT_EQ(open_transport(GetParam(), {}).why_not, "");
+  if (has_processes()) {
+    EXPECT_EQ(open_transport(GetParam(), {}).why_not, "");
+  }
   const Transports mesh = connect(GetParam(), 3, small());
   EXPECT_EQ(mesh[1]->name(), GetParam());
   EXPECT_EQ(mesh[1]->peers(), (std::vector<Rank>{0, 2}));
