@@ -66,7 +66,7 @@ def _attach_sockets(core: _core.Communicator, mesh: Mesh, timeout: float) -> Non
 
 
 def _contexts(mesh: Mesh) -> dict[str, _core.TransportContext]:
-    """What the links of each transport in use share, where they share anything."""
+    """Opens the context of each transport in use that has one."""
     opened = {name: transport_kinds.context(name) for name in mesh.transports}
     return {name: context for name, context in opened.items() if context is not None}
 

@@ -22,7 +22,7 @@ _log = logging.getLogger("gradwire")
 
 
 class Kind(NamedTuple):
-    """What the core says of a transport."""
+    """A transport as the core describes it."""
 
     name: str
     reach: str  # "process", "host", "network" (ranks on one of its networks) or "all"
@@ -36,7 +36,7 @@ DEFAULTS = tuple(name for name, kind in KINDS.items() if kind.by_default)
 
 
 def context(name: str) -> _core.TransportContext | None:
-    """What the transport's links share; None for nothing.
+    """The context that the transport's links share; None where they share nothing.
 
     Raises InvalidArgument, which says why there can be no such link here and what to do.
     """
