@@ -1,4 +1,4 @@
-// Strings of bits, the first one lowest, as onebit's payloads are made of (codec/simd/simd_runs.h).
+// Bit strings, lowest bit first, of which onebit's payloads consist (codec/simd/simd_runs.h).
 #pragma once
 
 #include "gradwire/codec/blocks.h"
@@ -6,7 +6,8 @@
 
 namespace gradwire::cuda {
 
-// The bits of `word` that the mask has, moved together; and moved back.
+// compress() moves the bits of `word` that are in the mask together, into the lowest bits; expand()
+// moves them back.
 __device__ inline std::uint32_t compress(std::uint32_t word, std::uint32_t mask) {
   std::uint32_t packed = 0;
   for (std::uint32_t next = 1; mask != 0; mask &= mask - 1, next <<= 1)
@@ -23,17 +24,18 @@ __device__ inline std::uint32_t expand(std::uint32_t packed, std::uint32_t mask)
 constexpr std::uint32_t bytes_of_bits(std::uint32_t n) {
   return static_cast<std::uint32_t>(codec::OneBitKernels::bytes_of_bits(n));
 }
-// The most bytes of a mask of n bits that is written as its runs.
+// Returns the most bytes that the runs of a mask of n bits may take: one less than its bitmap.
 constexpr std::uint32_t most_run_bytes(std::uint32_t n) { return bytes_of_bits(n) - 1; }
 
-// The bits of the word number `index` that are among the first n bits.
+// Returns a mask of the bits of word `index` that are among the string's first n bits.
 __device__ inline std::uint32_t word_of_first(std::uint32_t n, std::uint32_t index) {
   if (32 * index >= n) return 0;
   const std::uint32_t count = n - 32 * index;
   return count >= 32 ? ~0U : (1U << count) - 1;
 }
 
-// Into words that are 0 there; several threads may at once.
+// Writes the lowest `count` bits of `bits` from bit `at` on, where the words are 0. Several threads
+// may write to a word at once.
 __device__ inline void put_bits(std::uint32_t* words, std::uint32_t at, std::uint32_t bits,
                                 std::uint32_t count) {
   const std::uint32_t shift = at % 32;
@@ -41,12 +43,12 @@ __device__ inline void put_bits(std::uint32_t* words, std::uint32_t at, std::uin
   if (shift + count > 32) atomicOr(words + at / 32 + 1, bits >> (32 - shift));
 }
 
-// 32 bits from any bit on.
+// Returns the 32 bits from bit `at` on.
 __device__ inline std::uint32_t bits_at(const std::uint32_t* words, std::uint32_t at) {
   return __funnelshift_r(words[at / 32], words[at / 32 + 1], at % 32);
 }
 
-// The first four bytes of so many, at any address; zeros behind the last.
+// Returns the first four of `bytes` bytes, at any address; zeros stand for those that are missing.
 __device__ inline std::uint32_t load_word(const std::byte* at, std::uint64_t bytes) {
   if (bytes >= 4 && reinterpret_cast<std::uintptr_t>(at) % 4 == 0)
     return *reinterpret_cast<const std::uint32_t*>(at);
@@ -56,7 +58,8 @@ __device__ inline std::uint32_t load_word(const std::byte* at, std::uint64_t byt
   return word;
 }
 
-// The lengths of a mask's runs: an Elias gamma code each (codec/onebit.cc).
+// The Elias gamma code of a run's length (codec/onebit.cc): floor(log2(length)), the number of the
+// code's bits, and the code.
 __device__ inline std::uint32_t run_digits(std::uint32_t length) {
   return 31U - static_cast<std::uint32_t>(__clz(static_cast<int>(length)));
 }

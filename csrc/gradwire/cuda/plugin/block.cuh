@@ -1,4 +1,4 @@
-// Results that the threads of a block compute together. All of them must call.
+// Reductions and scans over a thread block. All threads of the block must call them.
 #pragma once
 
 #include "gradwire/cuda/plugin/team.cuh"
@@ -7,11 +7,11 @@ namespace gradwire::cuda {
 
 inline constexpr unsigned kMostWarps = 32;  // of a block
 
-// The largest of what they give.
+// Returns the largest `mine` of all threads.
 __device__ inline std::uint32_t block_largest(std::uint32_t mine) {
   __shared__ std::uint32_t of_warp[kMostWarps];
   const std::uint32_t largest = __reduce_max_sync(kAllLanes, mine);
-  __syncthreads();  // nobody reads those of the last call
+  __syncthreads();  // all threads have read the last call's values
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = largest;
   __syncthreads();
   std::uint32_t most = 0;
@@ -20,7 +20,7 @@ __device__ inline std::uint32_t block_largest(std::uint32_t mine) {
   return most;
 }
 
-// Joins the values of the lanes up to this one.
+// Returns the inclusive scan over a warp: the joined values of the lanes up to this one.
 template <typename T, typename Join>
 __device__ T warp_scan(T mine, Join join) {
   for (unsigned by = 1; by < kWarp; by *= 2) {
@@ -30,14 +30,14 @@ __device__ T warp_scan(T mine, Join join) {
   return mine;
 }
 
-// join(earlier, later) is associative, and joined with `neutral` a value is itself.
+// Scans over the block. join(earlier, later) is associative, and `neutral` is its identity.
 template <typename T, typename Join>
 __device__ Scanned<T> block_scan(T mine, T neutral, Join join) {
   __shared__ T of_warp[kMostWarps];
   const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const T through = warp_scan(mine, join);
   const T before = __shfl_up_sync(kAllLanes, through, 1);
-  __syncthreads();  // nobody reads those of the last call
+  __syncthreads();  // all threads have read the last call's values
   if (lane == kWarp - 1) of_warp[warp] = through;
   __syncthreads();
   const T warps = warp_scan(lane < blockDim.x / kWarp ? of_warp[lane] : neutral, join);

@@ -1,4 +1,4 @@
-// fp16 and bf16 (codec/cast.cc defines them).
+// The codecs fp16 and bf16 (codec/cast.cc defines them).
 #include <bit>
 
 #include "gradwire/cuda/plugin/cast.cuh"
@@ -10,13 +10,14 @@ namespace gradwire::cuda {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr unsigned kCount = 8;  // of one thread
+constexpr unsigned kCount = 8;  // elements of a thread
 constexpr unsigned kTile = kThreads * kCount;
 
-// A power of two; and what is beyond the limit goes as the limit.
+// The factor before the cast, a power of two, and its inverse. Values beyond the limit are sent as
+// the limit.
 struct Scale {
   float by, back;
-  std::uint32_t limit;  // bits
+  std::uint32_t limit;  // bits of the limit
 
   static Scale of(Cast cast, float scale) {
     const float back = 1.0F / scale;

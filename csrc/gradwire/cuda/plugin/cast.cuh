@@ -1,5 +1,5 @@
-// float32 to a 16-bit float and back (codec/simd/simd_cast.h). A GPU's own conversions keep nothing
-// of a NaN; here it keeps its sign and top payload bits, and becomes quiet.
+// Converts float32 to 16-bit floats and back (codec/simd/simd_cast.h). CUDA's own conversions lose
+// a NaN's bits; these keep its sign and its top payload bits, and make it quiet.
 #pragma once
 
 #include "gradwire/cuda/plugin/floats.cuh"
@@ -10,7 +10,7 @@ struct Fp16 {
   static constexpr float kLargest = 65504.0F;
   static constexpr std::uint16_t kNan = 0x7E00;
 
-  // Rounds numbers and Inf to nearest even, with overflow to Inf. NaN becomes some NaN or other.
+  // Rounds numbers and Inf to nearest even; overflow gives Inf. A NaN becomes an unspecified NaN.
   __device__ static std::uint16_t narrow_number(float x) {
     return __half_as_ushort(__float2half_rn(x));
   }

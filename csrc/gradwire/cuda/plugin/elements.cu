@@ -1,4 +1,4 @@
-// Single elements, and the keys' states.
+// Kernels on single elements, and on the states of keys.
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
@@ -9,7 +9,7 @@ namespace gradwire::cuda {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr unsigned kCount = 8;  // of one thread
+constexpr unsigned kCount = 8;  // elements of a thread
 constexpr unsigned kTile = kThreads * kCount;
 
 template <unsigned kWide>
@@ -41,10 +41,10 @@ Status deliver(RunFeedback run_feedback, float* y, std::uint64_t n, Stream strea
 
 // ---- Values that are not finite ----------------------------------------------------------------
 
-constexpr unsigned kOfWarp = 1024;  // elements that a warp looks at at once
+constexpr unsigned kOfWarp = 1024;  // elements that a warp checks at once
 constexpr unsigned kMarked = kOfWarp / kWarp;
 
-// One unit, of n elements. Returns whether all of what this thread saw of it is finite.
+// Returns whether the elements of a unit of n elements that this thread checks are all finite.
 template <unsigned kWide, typename Team>
 __device__ bool look_at(const float* y, std::uint64_t n, Team team) {
   const Share<kWarp, kMarked, kWide> share{team.lane()};
@@ -89,7 +89,7 @@ Status mark(float* y, std::uint64_t n, std::uint64_t unit, std::uint32_t* flags,
   return start_mark<1>(y, n, looked_at, fills, flags, stream);
 }
 
-// Volatile: the host may have written it after this GPU last read it.
+// `more` is volatile: the host may have written it after this GPU last read it.
 __global__ void add_flags_kernel(const volatile std::uint32_t* more, std::uint32_t* flags) {
   if (threadIdx.x == 0 && *more != 0) *flags |= *more;
 }
@@ -98,7 +98,7 @@ Status add_flags(const std::uint32_t* more, std::uint32_t* flags, Stream stream)
   return launch(add_flags_kernel, 1, kWarp, stream, more, flags);
 }
 
-// Few blocks: there is seldom anything to do.
+// Launched on few blocks, since it seldom has anything to do.
 __global__ void poison_kernel(float* y, std::uint64_t n, const std::uint32_t* flags) {
   if (*flags == 0) return;
   for (std::uint64_t i = first_index(); i < n; i += index_stride()) y[i] = quiet_nan<float>();

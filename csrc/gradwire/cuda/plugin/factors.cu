@@ -1,4 +1,4 @@
-// lowrank: what is done to factors alone, between the passes over matrices (codec/lowrank.h).
+// lowrank: the kernels on factors alone, between the passes over matrices (codec/lowrank.h).
 #include "gradwire/codec/factors.h"
 
 #include "gradwire/codec/splitmix64.h"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr unsigned kThreads = 1024;
 
-// ---- start_factor: a block a column ------------------------------------------------------------
+// ---- start_factor: one block per column ---------------------------------------------------------
 
 __device__ float drawn(std::uint64_t k, std::uint64_t j) {
   const std::uint64_t word = codec::splitmix64((k << 32 | j) * codec::kSplitMix64Step);
@@ -21,7 +21,7 @@ __device__ float drawn(std::uint64_t k, std::uint64_t j) {
   return static_cast<float>(2 * bits + 1 - (1 << 23)) * 0x1p-23F;
 }
 
-// 2^exponent is the least power above a finite value that is not 0.
+// Returns the least exponent for which 2^exponent is above a finite value that is not 0.
 __device__ int exponent_above(std::uint32_t bits) {
   return bits >> 23 != 0 ? static_cast<int>(bits >> 23) - 126
                          : 32 - __clz(static_cast<int>(bits)) - 149;
@@ -72,12 +72,12 @@ Status start_factor(Memory memory, Matrix of, float* q, Stream stream) {
   return launch(begin_columns, of.rank, kThreads, stream, memory, of, q);
 }
 
-// ---- The rest ----------------------------------------------------------------------------------
+// ---- take_headroom, check_finite, remember ------------------------------------------------------
 
-constexpr std::uint64_t kEach = 8;                    // elements a thread looks at, or more
-constexpr std::uint64_t kOfOneBlock = 32 * kThreads;  // up to which one launch is enough
+constexpr std::uint64_t kEach = 8;                    // least elements per thread
+constexpr std::uint64_t kOfOneBlock = 32 * kThreads;  // most elements for a single launch
 
-// The scale of what is too large to be multiplied by it.
+// The scale of factors that are too large to be multiplied by it.
 constexpr float kLargeScale = 1 / codec::kHeadroom;
 
 __global__ void __launch_bounds__(kThreads)
@@ -88,13 +88,14 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *scale = large ? kLargeScale : 1;
 }
 
-// NaN, more than all as bits, of what holds one.
+// Returns the scale for a largest magnitude. Where that is NaN, so is the scale: as bits it is more
+// than all others, so that it prevails in find_scale().
 __device__ float scale_of(std::uint32_t largest) {
   if (largest > kInfinityBits) return quiet_nan<float>();
   return __uint_as_float(largest) > 0x1p64F ? kLargeScale : 1;
 }
 
-// `scale`, which begins as 0: the largest of scale_of().
+// Sets `scale`, which is 0 before, to the largest of the blocks' scale_of().
 __global__ void __launch_bounds__(kThreads)
     find_scale(const float* q, std::uint64_t n, std::uint32_t* scale) {
   std::uint32_t most = 0;
@@ -104,7 +105,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) atomicMax(scale, __float_as_uint(scale_of(most)));
 }
 
-// One block may give NaN's scale its value while others still read it: neither is the large one.
+// The first thread may replace a scale of NaN by 1 while other blocks still read it. This is
+// harmless: neither of the two is kLargeScale.
 __global__ void __launch_bounds__(kThreads)
     multiply_by_scale(float* q, std::uint64_t n, std::uint32_t* scale) {
   if (*scale == __float_as_uint(kLargeScale)) return;

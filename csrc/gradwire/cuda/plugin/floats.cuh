@@ -1,4 +1,4 @@
-// Floats by their bits.
+// Tests and constants of floats by their bits.
 #pragma once
 
 #include <type_traits>
@@ -10,13 +10,13 @@ namespace gradwire::cuda {
 inline constexpr std::uint32_t kInfinityBits = 0x7F800000U;
 inline constexpr std::uint32_t kNanBits = 0x7FC00000U;
 
-// The bits of |x|, which compare as magnitudes do.
+// Returns the bits of |x|, which compare as magnitudes do.
 __device__ inline std::uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFU; }
 
 __device__ inline bool is_finite(float x) { return magnitude_bits(x) < kInfinityBits; }
 __device__ inline bool is_negative(float x) { return __float_as_uint(x) >> 31 != 0; }
 
-// The one that the CPU's kernels write.
+// Returns the NaN that the CPU's kernels write.
 template <typename T>
 __device__ T quiet_nan() {
   if constexpr (sizeof(T) == sizeof(float))
@@ -25,14 +25,14 @@ __device__ T quiet_nan() {
     return __longlong_as_double(0x7FF8000000000000);
 }
 
-// The canonical form of a computed value.
+// Returns x, or quiet_nan() where x is any NaN.
 template <typename T>
 __device__ T canonical(T x) {
   if constexpr (std::is_floating_point_v<T>) return x == x ? x : quiet_nan<T>();
   return x;
 }
 
-// Four that are loaded at once.
+// Four floats that are loaded at once.
 struct alignas(16) Four {
   float value[4];
 };

@@ -1,4 +1,4 @@
-// Folding arrays (codec/simd/simd_reduce.h): one kernel, of which fold() and scale() are cases.
+// Folds arrays (codec/simd/simd_reduce.h). One kernel serves all functions but fold_wide().
 #include "gradwire/base/types.h"
 #include "gradwire/cuda/plugin/cast.cuh"
 #include "gradwire/cuda/plugin/functions.h"
@@ -9,7 +9,8 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 
-// How an element lies in memory, and what it is computed as. Results that are NaN have one form.
+// The type that an element is stored as, and the type that it is computed as. All results that are
+// NaN have the same bits.
 template <typename T>
 struct Plain {
   using Stored = T;
@@ -34,7 +35,7 @@ struct Bool {
   __device__ static std::uint8_t narrow(bool v) { return v ? 1 : 0; }
 };
 
-// Integers wrap, as unsigned ones that are not narrower than int.
+// Integers are computed as unsigned types that are not narrower than int, so that they wrap.
 template <typename T, bool kInteger = std::is_integral_v<T>>
 struct Wrapping {
   using type = T;
@@ -90,7 +91,7 @@ struct Logical {
   }
 };
 
-// Joins equal values: floats differ at most in the sign of a zero, which min keeps and max drops.
+// Joins two equal floats. They differ at most in the sign of a zero, which min keeps and max drops.
 __device__ float same(float a, float b, bool keeps) {
   const std::uint32_t x = __float_as_uint(a), y = __float_as_uint(b);
   return __uint_as_float(keeps ? x | y : x & y);
@@ -125,7 +126,8 @@ struct Max {
   }
 };
 
-// acc is in registers as it is computed: what is stored is rounded once.
+// acc := acc (op) x. acc stays in registers, in the computing type, so that a result is rounded
+// only once, when it is stored.
 template <typename Kind, typename Op, unsigned kCount>
 __device__ void fold_into(typename Kind::Value (&acc)[kCount],
                           const typename Kind::Stored (&x)[kCount]) {
@@ -152,7 +154,8 @@ __device__ void fold_bits(ReduceOp op, typename Kind::Value (&acc)[kCount],
   }
 }
 
-// The sums of floats are a kernel of their own: all others look at each tile which op they are of.
+// Sums of floats have a kernel of their own, kSums; all other kernels look up their op for each
+// tile.
 template <bool kSums, typename Kind, unsigned kCount>
 __device__ void fold_by(ReduceOp op, typename Kind::Value (&acc)[kCount],
                         const typename Kind::Stored (&x)[kCount]) {
@@ -192,12 +195,13 @@ struct Folded {
   int count;
   void* y;
   bool scales;
-  double factor;  // of floats
-  int divisor;    // of integers; 0: there is none
+  double factor;  // for floats
+  int divisor;    // for integers; 0: there is none
   std::uint64_t n;
 };
 
-// Integers are divided in 64 bits: there may be more ranks than the type has numbers.
+// Scales or averages acc. Integers are divided in 64 bits: there may be more ranks than their type
+// has numbers.
 template <typename Value, unsigned kCount>
 __device__ void scale_by(const Folded& of, Value (&acc)[kCount]) {
   if constexpr (std::is_floating_point_v<Value>) {
@@ -212,7 +216,7 @@ __device__ void scale_by(const Folded& of, Value (&acc)[kCount]) {
   }
 }
 
-// Elements per thread: as many loads as may be in flight without many registers.
+// Elements per thread: enough for many loads in flight, without taking many registers.
 template <typename T, unsigned kWide>
 constexpr unsigned kCountOf = kWide == 1 ? 8 : (sizeof(T) == 1 ? kWide : 2 * kWide);
 
@@ -272,7 +276,7 @@ Status start_pairs(Folded of, Stream stream) {
   return start_floats<Plain<T>>(of, stream);
 }
 
-// A sum is true where one is (codec/simd/simd_reduce.h).
+// A sum of bools is true where one of them is (codec/simd/simd_reduce.h).
 Status start_bools(Folded of, Stream stream) {
   if (of.op == ReduceOp::kAvg || of.scales) return cudaErrorInvalidValue;
   const ReduceOp op = of.op;
@@ -334,7 +338,7 @@ Status fold_all(int dtype, int op, const void* x, std::uint64_t stride, int coun
   return start(static_cast<DType>(dtype), of, stream);
 }
 
-// Folds two arrays, of which the second may lie anywhere.
+// Folds two arrays. The second may lie anywhere, since the stride is their distance.
 Status fold(int dtype, int op, void* acc, const void* x, std::uint64_t n, Stream stream) {
   const std::uint64_t stride =
       reinterpret_cast<std::uintptr_t>(x) - reinterpret_cast<std::uintptr_t>(acc);

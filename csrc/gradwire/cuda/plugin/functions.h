@@ -1,4 +1,4 @@
-// The parts of the plugin: each file fills in its functions of the table.
+// The parts of the plugin: each file sets its own functions in the API table.
 #pragma once
 
 #include "gradwire/cuda/api.h"

@@ -1,10 +1,10 @@
-// What all of the plugin is written in: CUDA C++; or, where GRADWIRE_SIMULATED_CUDA is defined, C++
-// over a simulated device on the CPU (tests/simulated_cuda/), which runs the same kernels, thread
-// by thread, and the same runtime calls.
+// Selects what the plugin is compiled as: CUDA C++ or, where GRADWIRE_SIMULATED_CUDA is defined,
+// C++ over a simulated device on the CPU (tests/simulated_cuda/), which runs the same kernels,
+// thread by thread, and the same runtime calls.
 //
-// Arithmetic is the codecs' (codec/): binary32, each operation rounded once. The real one is
-// compiled with -fmad=false -ftz=false -prec-div=true -prec-sqrt=true, so plain + − · / are what
-// they say.
+// Arithmetic is that of the codecs (codec/): binary32, each operation rounded once. The CUDA build
+// is compiled with -fmad=false -ftz=false -prec-div=true -prec-sqrt=true, so that plain + − · /
+// round as IEEE 754 says.
 #pragma once
 
 #ifdef GRADWIRE_SIMULATED_CUDA
@@ -23,15 +23,16 @@ namespace gradwire::cuda {
 
 inline constexpr unsigned kWarp = 32;
 inline constexpr unsigned kAllLanes = 0xFFFFFFFFU;
-// The most blocks of a launch: kernels stride over the rest. On the simulated device there are so
-// few that tests see them do it.
+// The most blocks of a launch; kernels take the remaining work in a grid-stride loop. The simulated
+// device has so few blocks that tests cover this loop.
 #ifdef GRADWIRE_SIMULATED_CUDA
 inline constexpr std::uint64_t kMostBlocks = 3;
 #else
 inline constexpr std::uint64_t kMostBlocks = 1U << 16;
 #endif
 
-// Enqueues a kernel. Shared memory is static.
+// Enqueues a kernel on at most kMostBlocks blocks, without dynamic shared memory. Does nothing for
+// 0 blocks.
 template <typename... Parameters, typename... Arguments>
 Status launch(void (*kernel)(Parameters...), std::uint64_t blocks, unsigned threads, Stream stream,
               Arguments... arguments) {
@@ -51,7 +52,7 @@ constexpr std::uint64_t blocks_for(std::uint64_t n, std::uint64_t each) {
   return (n + each - 1) / each;
 }
 
-// The index of a kernel's thread in the whole grid.
+// Returns the thread's index in the whole grid.
 __device__ inline std::uint64_t first_index() {
   return std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
 }

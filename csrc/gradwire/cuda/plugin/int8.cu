@@ -1,4 +1,4 @@
-// int8 (codec/int8.cc defines it): per block a scale, then one byte an element.
+// int8 (codec/int8.cc defines it): a block is sent as a scale, then one byte per element.
 #include "gradwire/codec/blocks.h"
 #include "gradwire/codec/splitmix64.h"
 #include "gradwire/cuda/plugin/floats.cuh"
@@ -14,13 +14,14 @@ using codec::Int8Kernels;
 using codec::splitmix64;
 
 constexpr unsigned kThreads = 256;
-constexpr unsigned kCount = 32;                    // of one thread
-constexpr unsigned kSegment = kWarp * kCount;      // of one warp: elements of a block
-constexpr unsigned kMostWarps = kThreads / kWarp;  // that share a block
+constexpr unsigned kCount = 32;                // elements of a thread
+constexpr unsigned kSegment = kWarp * kCount;  // elements of a block that a warp handles at once
+constexpr unsigned kMostWarps = kThreads / kWarp;  // of a team
 
 constexpr std::uint64_t payload_bytes(std::uint64_t block) { return sizeof(float) + block; }
 
-// Added to at most 2^22, it leaves the nearest integer, a tie to even, in the last bits.
+// The sum of this and a number of at most 2^22 has the nearest integer, ties to even, in its last
+// bits.
 constexpr float kRounder = 0x1.8p23F;
 
 struct Scale {
@@ -33,7 +34,7 @@ struct Scale {
   }
 };
 
-// Gives kRounder + q, for t of element i of a block.
+// Returns kRounder + q for element i of a block, whose scaled value is t.
 class Rounding {
  public:
   __device__ Rounding(bool stochastic, std::uint64_t key) : stochastic_(stochastic), key_(key) {}
@@ -47,7 +48,7 @@ class Rounding {
   }
 
  private:
-  // Random numbers in [0, 1), of 23 bits.
+  // Returns element i's random number, in [0, 1) and of 23 bits.
   __device__ float uniform(std::uint32_t i) const {
     std::uint32_t h = i * 0x9E3779B9U + static_cast<std::uint32_t>(key_);
     h = (h ^ (h >> 16)) * 0x7FEB352DU;
@@ -60,19 +61,19 @@ class Rounding {
   std::uint64_t key_;
 };
 
-// The same of all blocks of a run.
+// Returns the part of the random numbers' key that all blocks of a run share.
 __device__ std::uint64_t run_key(const Int8Rounding& rounding, std::uint64_t calls) {
   return splitmix64(splitmix64(rounding.seed) ^ rounding.call ^ calls);
 }
 
 // ---- Encoding ----------------------------------------------------------------------------------
 
-// One block, shared by a team: each of its warps has one segment after the other. Blocks that have
-// more segments than the team has warps are read twice.
+// A block that a team encodes: its warps take turns at the segments. A block with more segments
+// than the team has warps is read twice.
 template <bool kFeedsBack, unsigned kWide, typename Team>
 struct Block {
   const float* x;
-  const float* before;  // e, and
+  const float* before;  // e
   float* after;         // e'
   std::uint64_t n;
   std::byte* out;
@@ -185,7 +186,7 @@ Status int8_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, st
              : start_encode<false>(x, run_feedback, n, block, rounding, out, stream);
 }
 
-// ---- Decoding: by segments, as nothing has to be known of a whole block ------------------------
+// ---- Decoding, by segments, since a value needs no more than its block's scale ------------------
 
 template <bool kAdd, unsigned kWide>
 __device__ void decode_segment(const std::byte* codes, float scale, std::uint64_t n, float* y) {

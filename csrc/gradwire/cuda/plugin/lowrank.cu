@@ -1,5 +1,5 @@
 // lowrank: the three passes over a matrix (codec/factors.h), each of which reads it once. Factors
-// are handled four by four, those that are missing as zeros.
+// are handled four at a time; missing ones count as zeros.
 #include "gradwire/codec/factors.h"
 
 #include "gradwire/cuda/plugin/floats.cuh"
@@ -17,7 +17,7 @@ struct Count {
   static constexpr unsigned value = kValue;
 };
 
-// Calls body(Count<k>) with the least of these that is enough for the rank; `most` for those above.
+// Calls body(Count<k>{}) with the least k of 4, 8, 16 and 32 that is enough for the rank.
 template <typename Body>
 Status with_factors(std::uint64_t rank, Body body) {
   if (rank <= 4) return body(Count<4>{});
@@ -26,7 +26,7 @@ Status with_factors(std::uint64_t rank, Body body) {
   return body(Count<32>{});
 }
 
-// Element `at` of four vectors of n elements, the first of them k; zero where there is none.
+// Returns element `at` of vectors k to k + 3, which have n elements each; 0 where there is none.
 __device__ Four load_four(const float* vectors, std::uint64_t k, std::uint64_t rank,
                           std::uint64_t at, std::uint64_t n) {
   Four four;
@@ -37,12 +37,12 @@ __device__ Four load_four(const float* vectors, std::uint64_t k, std::uint64_t r
 }
 
 // ---- p = v·q: sums along rows ------------------------------------------------------------------
-// A thread for each of a row's 16 lanes, with a sum for each factor. A block takes q tile by tile
-// for all of its rows.
+// A row has 16 lanes, each with its own thread, which has a sum for each factor. A block loads q
+// tile by tile for all of its rows.
 
 constexpr unsigned kRowLanes = 16;
 constexpr unsigned kLeftThreads = 512, kFewThreads = 128;
-constexpr std::uint64_t kManyRows = 4096;  // for which large blocks fill the device
+constexpr std::uint64_t kManyRows = 4096;  // from which on large blocks fill the device
 
 template <unsigned kFactors>
 struct LeftTile {
@@ -51,7 +51,7 @@ struct LeftTile {
   Four q[kFactors / 4][kColumns];
 };
 
-// x or x + e, which is written to v then.
+// Reads x or x + e; the latter is also written to v.
 struct LeftSource {
   const float* x;
   const float* residual;
@@ -63,7 +63,8 @@ struct LeftSource {
   }
 };
 
-// The sums of one thread over a tile of its row, from its lane's first element on.
+// Loads the thread's values in a tile of its row, the first of them at `at`; the row has `left`
+// elements from there on. Where there is a residual, they are written to v too.
 template <unsigned kSteps>
 __device__ void load_row(LeftSource from, std::uint64_t at, std::uint64_t left,
                          float (&values)[kSteps]) {
@@ -97,7 +98,7 @@ __device__ void add_row(const LeftTile<kFactors>& tile, unsigned lane,
     }
 }
 
-// Lane l takes lane l + w, for w = 8, 4, 2, 1; the first lane writes.
+// Joins the lanes: lane l adds lane l + w, for w = 8, 4, 2, 1. The first lane writes the sums.
 template <unsigned kFactors>
 __device__ void write_row(float (&sums)[kFactors], float* p, std::uint64_t row, bool writes,
                           Matrix of) {
@@ -145,9 +146,9 @@ Status left_factor(const float* x, RunFeedback run_feedback, float* v, const flo
 }
 
 // ---- q = vᵀ·p: sums along columns --------------------------------------------------------------
-// A block has a strip of columns from the first row to the last, and up to 16 factors. A tile is as
-// many groups of eight rows as there are threads for them; each sums one group of one column. What
-// they found joins the sums of the columns group by group, four factors at a time.
+// A block has a strip of columns, from the first row to the last, and up to 16 factors. A tile has
+// as many groups of eight rows as there are threads for them; each thread sums one group of one
+// column. These sums are added to those of the columns group by group, four factors at a time.
 
 constexpr unsigned kGroup = 8;  // rows
 constexpr unsigned kRightThreads = 512;
@@ -157,9 +158,10 @@ template <unsigned kFactors, unsigned kWide>
 struct RightTile {
   static constexpr unsigned kGroups = kRightThreads / kWide;
   static constexpr unsigned kRows = kGroups * kGroup;
-  // Values of p, times kHeadroom. One more per group, so that a warp's groups are in other banks.
+  // Values of p times kHeadroom. The padding of one per group puts a warp's groups into different
+  // banks.
   Four picked[kFactors / 4][kGroups][kGroup + 1];
-  float sums[4][kRightThreads + kWide];  // likewise for other factors
+  float sums[4][kRightThreads + kWide];  // padded likewise, for the four factors
 };
 
 template <unsigned kFactors, unsigned kWide>
@@ -175,7 +177,7 @@ __device__ void stage(RightTile<kFactors, kWide>& tile, const float* p, std::uin
   }
 }
 
-// Eight rows of one column.
+// Loads a group: eight rows of one column, 0 beyond the matrix.
 __device__ void load_group(const float* v, std::uint64_t row, std::uint64_t column, Matrix of,
                            float (&values)[kGroup]) {
 #pragma unroll
@@ -196,8 +198,8 @@ __device__ void sum_group(const RightTile<kFactors, kWide>& tile, unsigned group
     }
 }
 
-// whole[k / 4] of the first threads: of column threadIdx.x % kWide, and of factor threadIdx.x /
-// kWide of each four.
+// Adds the sums of all groups to whole[] of the first 4 · kWide threads: whole[i] of thread t is of
+// column t % kWide and of factor 4 i + t / kWide.
 template <unsigned kFactors, unsigned kWide>
 __device__ void join(RightTile<kFactors, kWide>& tile, const float (&sums)[kFactors],
                      float (&whole)[kFactors / 4]) {
@@ -228,7 +230,7 @@ __device__ void write_columns(const float (&whole)[kFactors / 4], float* q,
   }
 }
 
-// Block after block: all factors of a strip, then the next strip's.
+// Consecutive blocks take the factors of one strip, then those of the next strip.
 template <unsigned kFactors, unsigned kWide>
 __global__ void __launch_bounds__(kRightThreads, kFactors <= 8 ? 2 : 1)
     right(const float* v, const float* p, float* q, Matrix of) {
@@ -256,7 +258,8 @@ __global__ void __launch_bounds__(kRightThreads, kFactors <= 8 ? 2 : 1)
   }
 }
 
-// Strips so narrow that there are enough of them, as far as lines of memory allow that.
+// Chooses the width of strips: narrow, so that there are enough of them, but not below 8 floats,
+// since memory is read in lines.
 template <unsigned kFactors>
 Status right_of(const float* v, const float* p, float* q, Matrix of, Stream stream) {
   const auto enqueue = [&](auto wide) {
@@ -278,7 +281,7 @@ Status right_factor(const float* v, const float* p, float* q, Matrix of, Stream 
 }
 
 // ---- y = p·qᵀ ----------------------------------------------------------------------------------
-// A thread keeps its column's part of q while it goes down the rows of a tile.
+// A thread keeps its column of q in registers while it goes down the rows of a tile.
 
 constexpr unsigned kProductThreads = 256;
 constexpr unsigned kProductWide = kWarp;
@@ -334,7 +337,7 @@ __device__ float product_at(const ProductTile<kFactors>& tile, unsigned row,
   return sum;
 }
 
-// Visits each row of the thread's part of a tile.
+// Calls body(r, row of the tile, index in the matrix) for each of the thread's rows of a tile.
 template <typename Body>
 __device__ void each_row(std::uint64_t first, std::uint64_t column, Matrix of, Body body) {
   if (column >= of.columns) return;

@@ -1,6 +1,6 @@
-// onebit's encoder (codec/onebit.cc defines it). A warp has 1024 elements of a block in its
-// registers, 32 of each lane, which are those that the definition's lane sums: every load and store
-// is of neighbours by neighbours, whatever the alignment, and a ballot is a word of signs.
+// onebit's encoder (codec/onebit.cc defines it). A warp holds 1024 elements of a block in
+// registers. A lane has 32 of them: those that the definition's lane sums. So neighbouring lanes
+// load and store neighbouring elements, whatever the alignment, and a ballot gives a word of signs.
 #include "gradwire/cuda/plugin/bits.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
@@ -20,14 +20,14 @@ struct Encoding {
   std::uint64_t n, block, slot_bytes;
   std::byte* out;
   std::uint32_t* sizes;  // may be null
-  float* y;              // of finish()
+  float* y;              // this and the rest: for onebit_finish()
   float factor;
   std::uint32_t* flags;
 };
 
 // ---- Means -------------------------------------------------------------------------------------
 
-// The sums of a lane.
+// A lane's sums of the values of each sign.
 struct SignSums {
   float plus, minus;
 
@@ -39,7 +39,8 @@ struct SignSums {
   }
 };
 
-// Adds up a block's values over all its warps: each continues where the one before it ended.
+// Adds up a block's values times `scale` over all its warps: each warp continues the sums of the
+// one before it.
 template <bool kAlone>
 __device__ SignSums add_up(const float (&v)[kCount], float scale, Team<kAlone> team) {
   SignSums sums{0, 0};
@@ -60,7 +61,7 @@ __device__ SignSums add_up(const float (&v)[kCount], float scale, Team<kAlone> t
       __syncthreads();
     }
     sums = of_lane[team.lane()];
-    __syncthreads();  // before anybody writes there again
+    __syncthreads();  // before of_lane is written again
   }
   for (int by = kWarp / 2; by > 0; by /= 2) {
     sums.plus = sums.plus + __shfl_xor_sync(kAllLanes, sums.plus, by);
@@ -81,7 +82,8 @@ struct Means {
 
 constexpr float kHugeScale = 0x1p-24F;
 
-// Sums of which are finite, of any finite values.
+// Returns a block's means, limited to finite floats, from the means of its values times kHugeScale.
+// Sums of values so scaled are finite.
 __device__ Means limited(Means scaled) {
   constexpr float kLimit = 0x1.FFFFFEp127F * kHugeScale;
   const float plus = scaled.plus < kLimit ? scaled.plus : kLimit;
@@ -91,20 +93,20 @@ __device__ Means limited(Means scaled) {
 
 // ---- Masks -------------------------------------------------------------------------------------
 
-// Room of a team for mask and signs.
+// A team's shared memory for mask and signs.
 template <bool kAlone>
 struct BitRoom {
   static constexpr unsigned kWords = 2 * kWarp * (kAlone ? 1 : kMostWarps) + 1;
   std::uint32_t words[kWords];
 };
 
-// Where a mask's runs begin and end, in the word of it that a thread holds.
+// The ends of a mask's runs in the thread's word of it.
 struct RunEnds {
-  std::uint32_t ends;    // a bit for each end of a run that is in this word, which has
-  std::uint32_t first;   // so many bits before it, and
-  std::uint32_t begins;  // this run began here; one more than in the mask, as the first run is
+  std::uint32_t ends;    // a bit for each run that ends in this word
+  std::uint32_t first;   // bits of the mask before this word
+  std::uint32_t begins;  // where the first of these runs begins, plus 1; 0 for the mask's first
 
-  // visit(length), in ascending order.
+  // Calls visit(length) for each of these runs in order.
   template <typename Visit>
   __device__ void each(Visit visit) const {
     std::uint32_t begin = begins;
@@ -122,8 +124,8 @@ struct MaskWritten {
   bool has_runs;            // in place of a bitmap
 };
 
-// Writes the runs of the mask that is in the room to its place, where they take fewer bytes.
-// Returns those; or 0, and leaves the mask.
+// Replaces the mask in the room by its runs where these take fewer bytes. Returns their bytes; or
+// 0, and leaves the mask.
 template <bool kAlone>
 __device__ std::uint32_t write_runs(std::uint32_t present, std::uint32_t n, Team<kAlone> team,
                                     BitRoom<kAlone>& room) {
@@ -140,7 +142,7 @@ __device__ std::uint32_t write_runs(std::uint32_t present, std::uint32_t n, Team
   runs.each([&](std::uint32_t length) { size += run_size(length); });
   const auto sizes = team.scan(size, Plus{});
   const std::uint32_t last = n + 1 - ends.all, bits = sizes.all + run_size(last);
-  team.sync();  // all have read their neighbour's word
+  team.sync();  // all threads have read their neighbour's word
   if (bits > 8 * most_run_bytes(n)) return 0;
   room.words[rank] = 0;
   team.sync();
@@ -153,7 +155,7 @@ __device__ std::uint32_t write_runs(std::uint32_t present, std::uint32_t n, Team
   return bytes_of_bits(bits);
 }
 
-// Mask and signs, of which each thread has a word.
+// Writes mask and signs, of each of which the thread has a word.
 template <bool kAlone>
 __device__ MaskWritten write_mask(std::uint32_t signs, std::uint32_t present, std::uint32_t n,
                                   Team<kAlone> team, BitRoom<kAlone>& room, std::byte* out) {
@@ -172,7 +174,7 @@ __device__ MaskWritten write_mask(std::uint32_t signs, std::uint32_t present, st
   auto* const target = reinterpret_cast<std::uint32_t*>(out);
   for (unsigned i = rank; 4 * i < bytes; i += team.size()) target[i] = room.words[i];
   const std::uint32_t negatives = team.sum(static_cast<std::uint32_t>(__popc(signs)));
-  team.sync();  // before anybody writes to the room again
+  team.sync();  // before the room is written again
   return {bytes, negatives, run_bytes > 0};
 }
 
@@ -189,8 +191,8 @@ struct Block {
   BitRoom<kAlone>& room;
 
   std::uint64_t begin;   // of this thread's segment, in the run
-  std::uint32_t n;       // of the block
-  std::uint32_t inside;  // of the segment
+  std::uint32_t n;       // elements of the block
+  std::uint32_t inside;  // elements from the segment's first to the block's last
   std::byte* out;
 
   __device__ void load(float (&v)[kCount]) const {
@@ -203,7 +205,7 @@ struct Block {
     }
   }
 
-  // The word of bits that belongs to this thread.
+  // Returns the thread's word of the bits that the predicate gives for the block's elements.
   template <typename Predicate>
   __device__ std::uint32_t word_of(const float (&v)[kCount], Predicate predicate) const {
     std::uint32_t mine = 0;
@@ -237,7 +239,7 @@ struct Block {
     float v[kCount];
     load(v);
     const std::uint32_t signs = word_of(v, [](float each) { return is_negative(each); });
-    std::uint32_t counted = 0;  // zeros, above the negatives
+    std::uint32_t counted = 0;  // zeros in the upper 16 bits, negatives in the lower
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) counted += v[i] == 0 ? 1U << 16 : 0;
     counted = team.sum(counted + static_cast<std::uint32_t>(__popc(signs)));
@@ -261,7 +263,7 @@ struct Block {
     if constexpr (kLooksTwice) finish(v, means, masked);
   }
 
-  // v, and what it decodes to.
+  // Writes e' = v - decoded and y = decoded · factor, where these are asked for.
   __device__ void finish(float (&v)[kCount], Means means, bool masked) const {
     float y[kCount];
 #pragma unroll
@@ -275,7 +277,7 @@ struct Block {
     if constexpr (kFinishes) share.store(of.y + begin, inside, y);
   }
 
-  // All of it is NaN.
+  // Writes a block with a value that is not finite: all of it decodes to NaN.
   __device__ void give_up(std::uint64_t unit) const {
     write_words(0);
     write_header({quiet_nan<float>(), quiet_nan<float>()}, bytes_of_bits(n), unit);

@@ -1,4 +1,4 @@
-// Definitions that encoding and decoding of onebit share.
+// Definitions that onebit's encoder and decoder share.
 #pragma once
 
 #include "gradwire/codec/blocks.h"
@@ -9,10 +9,10 @@ namespace gradwire::cuda::onebit {
 using codec::OneBitKernels;
 
 inline constexpr unsigned kCount = 32;                // elements of a thread
-inline constexpr unsigned kSegment = kWarp * kCount;  // of a warp
-inline constexpr unsigned kMostWarps = OneBitKernels::kMostBlock / kSegment;  // that share a block
-// In a block of threads, where each has blocks of its own; and so many of these at once, which
-// leaves a thread 96 registers.
+inline constexpr unsigned kSegment = kWarp * kCount;  // elements of a warp
+inline constexpr unsigned kMostWarps = OneBitKernels::kMostBlock / kSegment;  // of a team
+// Where each warp works on blocks of its own: the warps of a thread block, and the thread blocks of
+// a multiprocessor, which leaves a thread 96 registers.
 inline constexpr unsigned kAloneWarps = 4;
 inline constexpr unsigned kAloneBlocks = 5;
 inline constexpr std::uint32_t kHeader = 2 * sizeof(float);

@@ -1,5 +1,5 @@
-// Blocks of onebit payloads as they arrive (codec/onebit.cc defines them): a group, which are
-// payloads that are added before others are.
+// Reads blocks of onebit payloads (codec/onebit.cc defines them) in groups. The payloads of a group
+// are added to each other before their sum is added to others.
 #pragma once
 
 #include "gradwire/cuda/plugin/bits.cuh"
@@ -11,17 +11,17 @@ namespace gradwire::cuda::onebit {
 
 inline constexpr unsigned kGroup = OneBitKernels::kGroup;
 
-// One unit's bytes.
+// The bytes of one unit.
 struct Unit {
   const std::byte* at;
   std::uint64_t bytes;
-  bool whole;  // all of them have to be its
+  bool whole;  // whether the unit must use all of them
 
   __device__ bool holds(std::uint64_t needed) const {
     return whole ? needed == bytes : needed <= bytes;
   }
   __device__ std::uint64_t behind_header() const { return bytes < kHeader ? 0 : bytes - kHeader; }
-  // The word number `index` there.
+  // Returns word `index` behind the header; missing bytes are 0.
   __device__ std::uint32_t word(std::uint32_t index) const {
     const std::uint64_t begin = kHeader + std::uint64_t{4} * index;
     return begin < bytes ? load_word(at + begin, bytes - begin) : 0;
@@ -34,7 +34,8 @@ __device__ inline Unit unit_of(const Slots& payload, std::uint64_t unit, std::ui
   return {payload.data + begin, payload.offsets[unit + 1] - begin, true};
 }
 
-// The means of a block, as they are sent.
+// The means of a block as they are sent. Their signs also say whether the block has a mask, and
+// whether that is written as runs.
 struct Means {
   float plus, minus;
 
@@ -42,7 +43,7 @@ struct Means {
   __device__ bool has_runs() const { return masked() && !is_negative(minus); }
   __device__ bool finite() const { return is_finite(plus) && is_finite(minus); }
 
-  // The values that elements decode to: never -0, as on CPUs.
+  // Returns the values that elements decode to; they are never -0, as on CPUs.
   __device__ Means decoded() const {
     if (!finite()) return {quiet_nan<float>(), quiet_nan<float>()};
     if (masked()) return {0 - plus, 0 - __uint_as_float(magnitude_bits(minus))};
@@ -50,13 +51,14 @@ struct Means {
   }
 };
 
-// A thread's part of a payload's block: its header, and one word of what is behind that.
+// A thread's part of a payload's block: the header, and one word of the bytes behind it.
 struct Plane {
   Means means;
   std::uint32_t word;
 };
 
-// Loads a block of n elements. Nearly always all words of an unmasked one are there, and aligned.
+// Loads the thread's part of a block of n elements. Nearly every unmasked block is aligned and
+// complete, and takes the fast path.
 __device__ inline Plane load_plane(const Unit& unit, std::uint32_t n, unsigned rank) {
   const std::uint32_t words = (n + 31) / 32;
   if (reinterpret_cast<std::uintptr_t>(unit.at) % 4 == 0 && unit.bytes >= kHeader + 4 * words) {
@@ -69,23 +71,23 @@ __device__ inline Plane load_plane(const Unit& unit, std::uint32_t n, unsigned r
   return {{value(0), value(sizeof(float))}, unit.word(rank)};
 }
 
-// Payloads that are added before others are.
+// One block of each payload of a group.
 struct Group {
   Plane planes[kGroup];
   unsigned count;
-  unsigned refused;  // a bit for each, of those without a mask
+  unsigned refused;  // bit p: payload p is too short or too long; unused where it has a mask
 };
 
 // ---- Masks -------------------------------------------------------------------------------------
 
-// A team's room for a group: of each payload its means, a word of signs for each thread, and one of
-// the mask.
+// A team's shared memory for a group: for each payload its means and, for each thread, one word of
+// signs and one word of the mask.
 template <bool kAlone>
 struct GroupRoom {
   static constexpr unsigned kWords = kWarp * (kAlone ? 1 : kMostWarps);
   Means sent[kGroup];
   Means means[kGroup];                      // decoded
-  std::uint32_t signs[kGroup][kWords + 1];  // first: what is behind the header
+  std::uint32_t signs[kGroup][kWords + 1];  // at first the words behind the header
   std::uint32_t present[kGroup][kWords];
   std::uint32_t run_bytes[kGroup];
 };
@@ -97,13 +99,14 @@ __device__ inline void set_bits(std::uint32_t* words, std::uint32_t begin, std::
   }
 }
 
-// A mask of n bits, which are 0, of its runs. Returns how many of the `available` bytes they took;
-// 0 where they are no runs of n elements in all, or as long as the mask.
+// Sets the bits of a mask of n bits, all 0 before, from its runs. Returns how many of the
+// `available` bytes the runs take; 0 where they do not cover exactly n elements, or are as long as
+// a bitmap.
 __device__ inline std::uint32_t read_runs(const std::uint32_t* runs, std::uint64_t available,
                                           std::uint32_t n, std::uint32_t* mask) {
   const std::uint32_t most = most_run_bytes(n);
   const std::uint32_t bits = 8 * (available < most ? static_cast<std::uint32_t>(available) : most);
-  std::uint32_t read = 0, done = 0;  // one more than of the mask, as the first run is
+  std::uint32_t read = 0, done = 0;  // done: bits + 1, since the first run is coded as one longer
   for (bool set = false; done < n + 1; set = !set) {
     if (read >= bits) return 0;
     const std::uint32_t code = bits_at(runs, read);
@@ -118,8 +121,9 @@ __device__ inline std::uint32_t read_runs(const std::uint32_t* runs, std::uint64
   return bytes_of_bits(read);
 }
 
-// One payload that has a mask: from its words to those of its signs and its mask. Whether its codec
-// takes it.
+// Turns the thread's word of a payload with a mask into a word of signs and one of the mask. Where
+// the mask is written as runs, `present` holds its word already. Returns whether the payload is
+// valid.
 template <bool kAlone>
 __device__ bool unpack(const Unit& unit, std::uint32_t n, Means sent, std::uint32_t run_bytes,
                        Team<kAlone> team, std::uint32_t& signs, std::uint32_t& present) {
@@ -140,13 +144,13 @@ __device__ bool unpack(const Unit& unit, std::uint32_t n, Means sent, std::uint3
   return good;
 }
 
-// A group some of whose payloads have masks, into the room. Returns the flags that it sets. What is
-// done for one payload after the other needs no registers for all of them.
+// Unpacks a group, some of whose payloads have masks, into the room. Returns the flags to set. It
+// handles one payload after the other, which needs fewer registers than all at once.
 template <bool kAlone, typename UnitAt>
 __device__ std::uint32_t unpack(const Group& group, std::uint32_t n, Team<kAlone> team,
                                 GroupRoom<kAlone>& room, UnitAt unit_at) {
   const unsigned rank = team.rank();
-  team.sync();  // nobody reads any more what is there
+  team.sync();  // nobody reads the old contents any more
 #pragma unroll
   for (unsigned p = 0; p < kGroup; ++p) {
     const Plane& plane = group.planes[p];

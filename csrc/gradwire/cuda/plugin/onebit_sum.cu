@@ -1,6 +1,7 @@
-// onebit's decoder (codec/onebit.cc defines it): the sum of any number of payloads in one pass.
-// Four of them are added before others are, as the definition says; where none of the four has a
-// mask they have but 16 sums, which are computed once a block and looked up by the elements' signs.
+// onebit's decoder (codec/onebit.cc defines it): it adds up to kAtOnce payloads in one pass. As the
+// definition says, four payloads are added to each other before their sum is added to others. Where
+// none of the four has a mask, an element can have only 16 sums; these are computed once a block
+// and looked up by the elements' signs.
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/onebit_group.cuh"
 #include "gradwire/cuda/plugin/share.cuh"
@@ -10,7 +11,7 @@ namespace {
 
 using namespace onebit;
 
-constexpr unsigned kAtOnce = 64;  // payloads: a multiple of kGroup
+constexpr unsigned kAtOnce = 64;  // payloads of a pass: a multiple of kGroup
 
 struct Sum {
   Slots payloads[kAtOnce];
@@ -23,17 +24,18 @@ struct Sum {
 
 // ---- Sums of a group ---------------------------------------------------------------------------
 
-// The signs of four payloads for each of 32 elements, and the sums that they stand for. Belongs to
-// a warp: a word of each of its lanes.
+// A warp's table: for each lane the signs of four payloads for 32 elements, and the sum that each
+// combination of four signs stands for.
 struct SumTable {
   struct alignas(16) Fours {
-    std::uint32_t at[kGroup];  // of element e: four bits of at[e % 4] from 4 (e / 4) on
+    std::uint32_t at[kGroup];  // element e has four bits of at[e % 4], from bit 4 (e / 4) on
   };
   Fours signs[kWarp];
   float sums[1U << kGroup];
 };
 
-// The masked bits of b beside those of a; and those `by` further on.
+// Swaps the bits of a outside the mask with those of b inside it, which lie `by` places lower: one
+// step of a transposition of bits.
 __device__ void exchange(std::uint32_t& a, std::uint32_t& b, int by, std::uint32_t mask) {
   const std::uint32_t low = (a & mask) | ((b & mask) << by);
   b = ((a >> by) & mask) | (b & ~mask);
@@ -55,14 +57,14 @@ __device__ void fill(SumTable& table, const Group& group, unsigned lane) {
     const float value = (lane >> p & 1U) != 0 ? means.minus : means.plus;
     if (p < group.count) sum = p == 0 ? value : sum + value;
   }
-  __syncwarp();  // nobody reads any more what is there
+  __syncwarp();  // nobody reads the old contents any more
   table.signs[lane] = fours;
   if (lane < (1U << kGroup)) table.sums[lane] = sum;
   __syncwarp();
 }
 
-// The sum that four bits of a word stand for. `turn`: the bits' place less 2, so that they come to
-// be an offset in bytes.
+// Returns the sum that four bits of a word stand for. `turn` is the position of these bits minus 2,
+// so that the rotated word holds their offset into the sums in bytes.
 __device__ float look_up(const SumTable& table, std::uint32_t word, std::uint32_t turn) {
   const std::uint32_t offset = __funnelshift_r(word, word, turn) & 0x3CU;
   return *reinterpret_cast<const float*>(reinterpret_cast<const std::byte*>(table.sums) + offset);
@@ -84,7 +86,7 @@ __device__ void add_table(const SumTable& table, unsigned lane, float (&acc)[kCo
   }
 }
 
-// Adds one after the other: where a mask leaves an element out, +0.
+// Adds the payloads one after the other; one whose mask leaves an element out adds +0.
 template <unsigned kWide, bool kAlone>
 __device__ void add_masked(const GroupRoom<kAlone>& room, unsigned count, unsigned first_word,
                            Share<kWarp, kCount, kWide> share, float (&acc)[kCount]) {
@@ -119,11 +121,11 @@ struct Block {
   GroupRoom<kAlone>& room;
   SumTable& table;
   std::uint64_t unit;
-  std::uint32_t n;  // of the block
+  std::uint32_t n;  // elements of the block
 
   __device__ Unit unit_at(unsigned p) const { return unit_of(of.payloads[p], unit, of.slot_bytes); }
 
-  // Loads the payloads from the p-th on.
+  // Loads the group of payloads that begins with payload `first`.
   __device__ Group load(unsigned first) const {
     Group group{};
     group.count = of.count <= first ? 0 : of.count - first < kGroup ? of.count - first : kGroup;
@@ -137,7 +139,7 @@ struct Block {
     return group;
   }
 
-  // Returns the flags that it sets.
+  // Adds the sums of a group to acc. Returns the flags to set.
   __device__ std::uint32_t add(const Group& group, unsigned first, float (&acc)[kCount]) const {
     bool masked = false, finite = true;
 #pragma unroll
@@ -167,7 +169,7 @@ struct Block {
     std::uint32_t flags = 0;
     Group group = load(0);
     for (unsigned first = 0; first < of.count; first += kGroup) {
-      const Group next = load(first + kGroup);  // on its way while the one before is added
+      const Group next = load(first + kGroup);  // loads while the group before it is added
       flags |= add(group, first, acc);
       group = next;
     }

@@ -1,10 +1,10 @@
-// lowrank: Gram-Schmidt (codec/lowrank.h) on the columns of a factor. Column k takes off its
-// projections on those before it, in their order: so all columns may take off their projections on
-// column m as soon as that is done. A kernel does so for one m, with a block for each column after
-// it; the first of these finishes its own.
+// lowrank: Gram-Schmidt (codec/lowrank.h) on the columns of a factor. Column k subtracts its
+// projections on the columns before it, in their order; so all later columns may subtract their
+// projections on column m as soon as that is done. One launch does so for one m, with a block for
+// each later column; the first of these blocks also finishes its column.
 //
-// A sum has 16 lanes, each of which is added up in its order: by one thread, from terms that the
-// others prepare meanwhile.
+// A sum has 16 lanes. One thread adds up each lane in order, from terms that the other threads
+// prepare meanwhile.
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/gpu.cuh"
 
@@ -13,12 +13,12 @@ namespace {
 
 constexpr unsigned kThreads = 1024;
 constexpr unsigned kLanes = 16;
-constexpr unsigned kTile = kThreads - kWarp;  // elements: one a thread that prepares
+constexpr unsigned kTile = kThreads - kWarp;  // elements: one per preparing thread
 constexpr double kVanished = 0x1p-60;
 constexpr std::uint64_t kNone = ~std::uint64_t{0};
 static_assert(kTile % kLanes == 0);
 
-// The two operands of one element, before and after they are multiplied.
+// The two operands of one element, and the terms of both sums that they give.
 struct Operands {
   double a, b;
 };
@@ -27,11 +27,11 @@ struct Terms {
 };
 
 struct Room {
-  double terms[2][2][kTile];  // while one tile of both sums is added up, the next is made
+  double terms[2][2][kTile];  // [buffer][sum]: while one tile is added up, the next is prepared
   double sums[2];
 };
 
-// One of the threads that prepare: its element of each tile in turn, loaded one tile ahead.
+// A preparing thread: it handles its element of each tile in turn, and loads one tile ahead.
 template <typename Load, typename Multiply>
 class Preparer {
  public:
@@ -70,7 +70,7 @@ __device__ double add_up(double lane, const double* terms, std::uint64_t left) {
   return lane;
 }
 
-// Both sums, into room.sums. Of the first warp, which adds up, half the lanes are of each.
+// Computes both sums into room.sums. The first warp adds up, half of its lanes for each sum.
 template <typename Load, typename Multiply>
 __device__ void sum_up(Room& room, std::uint64_t n, Load load, Multiply multiply) {
   const bool adds = threadIdx.x < kWarp;
@@ -85,14 +85,14 @@ __device__ void sum_up(Room& room, std::uint64_t n, Load load, Multiply multiply
     __syncthreads();
   }
   if (adds) {
-    // Lane l takes lane l + w.
+    // Lane l adds lane l + w.
     for (unsigned w = kLanes / 2; w > 0; w /= 2) lane += __shfl_down_sync(kAllLanes, lane, w);
     if (threadIdx.x % kLanes == 0) room.sums[threadIdx.x / kLanes] = lane;
   }
   __syncthreads();
 }
 
-// Takes the projection on `done` off the column.
+// Subtracts the projection on `done` from the column.
 __device__ void take_off(Room& room, const double* __restrict__ done, double* __restrict__ column,
                          std::uint64_t n) {
   sum_up(
@@ -104,7 +104,8 @@ __device__ void take_off(Room& room, const double* __restrict__ done, double* __
   __syncthreads();
 }
 
-// p still holds the column as it was at first.
+// Normalises a column, or makes it 0 where hardly anything is left of it. p still holds the column
+// as it was at first, and gets the result.
 __device__ void finish(Room& room, float* __restrict__ p, double* __restrict__ column,
                        std::uint64_t n) {
   sum_up(
@@ -120,7 +121,7 @@ __device__ void finish(Room& room, float* __restrict__ p, double* __restrict__ c
   }
 }
 
-// Column `done` is, of `rank`; kNone: nothing is yet.
+// Continues after column `done` is finished; kNone: no column is yet.
 __global__ void __launch_bounds__(kThreads)
     orthonormalise_after(std::uint64_t done, float* p, double* room, std::uint64_t rows,
                          std::uint64_t rank) {

@@ -9,12 +9,12 @@ __host__ __device__ inline bool keeps_errors(const RunFeedback& run_feedback) {
   return run_feedback.residual[0] != nullptr;
 }
 
-// The one numbered `which`. (An index into a parameter would put that into local memory.)
+// Returns two[which]. (Indexing a kernel parameter would move it into local memory.)
 __device__ inline float* one_of(float* const (&two)[2], std::uint32_t which) {
   return which == 0 ? two[0] : two[1];
 }
 
-// e and e'; null where none is kept.
+// Return e and e' of a run; null where it keeps no errors.
 __device__ inline const float* residual_of(const RunFeedback& run_feedback) {
   return keeps_errors(run_feedback) ? one_of(run_feedback.residual, run_feedback.key_state->which)
                                     : nullptr;
@@ -25,7 +25,7 @@ __device__ inline float* next_residual(const RunFeedback& run_feedback) {
              : nullptr;
 }
 
-// Both, of a run that keeps errors.
+// e and e' of a run that keeps errors.
 struct Feedback {
   const float* before;
   float* after;

@@ -8,7 +8,7 @@ namespace gradwire::cuda {
 namespace {
 
 Status said(cudaError_t error) {
-  if (error != cudaSuccess) cudaGetLastError();  // it is told here: no later call is to find it
+  if (error != cudaSuccess) cudaGetLastError();  // reported here: no later call may see it
   return static_cast<Status>(error);
 }
 
@@ -113,7 +113,7 @@ Status destroy_event(Event event) { return said(cudaEventDestroy(event)); }
 Status record(Event event, Stream stream) { return said(cudaEventRecord(event, stream)); }
 Status wait(Stream stream, Event event) { return said(cudaStreamWaitEvent(stream, event, 0)); }
 
-// Elsewhere it would break a capture that is under way on any thread.
+// In any other capture mode, this would break a capture that is under way on any thread.
 Status query(Event event, int* done) {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);

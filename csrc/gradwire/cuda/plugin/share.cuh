@@ -1,20 +1,20 @@
-// Which elements of a tile a thread works on, and how it reads and writes them: runs of neighbours
-// at once where all pointers are aligned to such a run, or else one by one, neighbours by
-// neighbouring threads. All that it reads is asked for before any of it is used.
+// Distributes the elements of a tile over threads. Where all pointers are aligned to a run of kWide
+// elements, a thread moves a run at once; else it moves single elements, and neighbouring threads
+// move neighbouring elements. A thread starts all its loads before it uses any of the values.
 #pragma once
 
 #include "gradwire/cuda/plugin/gpu.cuh"
 
 namespace gradwire::cuda {
 
-inline constexpr std::size_t kVector = 16;  // bytes, the most that a thread moves at once
+inline constexpr std::size_t kVector = 16;  // bytes: the most that a thread moves at once
 
 template <typename T, unsigned kWide>
 struct alignas(kWide * sizeof(T)) Neighbours {
   T at[kWide];
 };
 
-// kCount elements of each of kThreads threads, in runs of kWide.
+// A thread's share of a tile: kCount elements for each of kThreads threads, in runs of kWide.
 template <unsigned kThreads, unsigned kCount, unsigned kWide>
 struct Share {
   static constexpr unsigned kTile = kThreads * kCount;
@@ -65,7 +65,7 @@ struct Share {
 inline bool is_aligned(const void* address) {
   return reinterpret_cast<std::uintptr_t>(address) % kVector == 0;
 }
-// Null is.
+// Returns whether all are aligned to kVector; null counts as aligned.
 template <typename... Pointers>
 bool all_aligned(const Pointers*... each) {
   return (is_aligned(each) && ...);

@@ -1,4 +1,4 @@
-// Units of payloads between their slots and one packed payload.
+// Packs the units of a payload from their slots, and computes where packed units begin.
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/team.cuh"
 
@@ -14,12 +14,12 @@ constexpr std::uint64_t kLeastPart = 4 * kThreads;  // units
 struct Sizes {
   const std::uint32_t* at;
   std::uint64_t units;
-  std::uint64_t most;   // of one
-  std::uint64_t limit;  // of all
+  std::uint64_t most;   // of one unit
+  std::uint64_t limit;  // of all units
 };
 
 struct Summed {
-  std::uint64_t before, all;  // a part; and everything
+  std::uint64_t before, all;  // sums of the sizes before a part, and of all
   bool allowed;
 };
 
@@ -40,8 +40,8 @@ __device__ Summed sum(const Sizes& sizes, std::uint64_t part_begins) {
   return found;
 }
 
-// Each block takes one part. So that no block waits for another, each adds up all sizes by itself:
-// they are few bytes, and cached.
+// Writes the offsets; each block writes one part. Each block adds up all sizes by itself, so that
+// no block waits for another: they are few bytes, and cached.
 __global__ void __launch_bounds__(kThreads)
     sum_kernel(Sizes sizes, std::uint64_t* offsets, std::uint32_t* flags) {
   const std::uint64_t part = blocks_for(sizes.units, gridDim.x), first = blockIdx.x * part;
@@ -72,12 +72,13 @@ Status offsets(const std::uint32_t* sizes, std::uint64_t units, std::uint64_t sl
   return sum_sizes({sizes, units, slot_bytes, limit}, offsets, flags, stream);
 }
 
-// ---- Bringing them together --------------------------------------------------------------------
+// ---- Packing ------------------------------------------------------------------------------------
 
 constexpr unsigned kCopyThreads = 256;
-constexpr std::uint64_t kOfWarp = 1024;  // bytes of a slot that a warp copies alone
+constexpr std::uint64_t kOfWarp = 1024;  // bytes: the largest slot that one warp copies alone
 
-// Copies from an aligned address to any. Reads whole words; the last may end behind the bytes.
+// Copies from an aligned address to any address. It reads whole words; the last of them may end
+// behind the bytes.
 template <typename Team>
 __device__ void copy_bytes(const std::byte* from, std::byte* to, std::uint64_t bytes, Team team) {
   const std::uint64_t odd = (4 - reinterpret_cast<std::uintptr_t>(to) % 4) % 4;

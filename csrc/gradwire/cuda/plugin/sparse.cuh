@@ -1,5 +1,5 @@
-// threshold and topk (codec/sparse.h): a unit of elements is a block's work, one mask of a bit an
-// element tells its threads which are sent.
+// What threshold and topk share (codec/sparse.h). A thread block works on one unit of elements; a
+// mask with one bit per element tells its threads which elements are sent.
 #pragma once
 
 #include "gradwire/codec/sparse.h"
@@ -11,11 +11,11 @@ inline constexpr unsigned kUnit = codec::kSparseUnit;
 inline constexpr unsigned kUnitThreads = 1024;
 inline constexpr unsigned kUnitWords = kUnit / kWarp;
 inline constexpr unsigned kUnitSteps = kUnit / kUnitThreads;
-static_assert(kUnitWords == kUnitThreads);  // each thread looks after one word of the mask
+static_assert(kUnitWords == kUnitThreads);  // each thread handles one word of the mask
 
-// In step s thread t has element s · kUnitThreads + t, which is bit t % kWarp of word mask_word(s).
+// In step s, thread t handles element s · kUnitThreads + t: bit t % kWarp of word mask_word(s).
 __device__ inline unsigned element_of(unsigned step) { return step * kUnitThreads + threadIdx.x; }
-// How many of the steps have an element of the first n, for this thread.
+// Returns in how many steps this thread has one of the first n elements.
 __device__ inline unsigned steps_of(unsigned n) {
   return n <= threadIdx.x ? 0 : (n - threadIdx.x + kUnitThreads - 1) / kUnitThreads;
 }
@@ -25,7 +25,7 @@ __device__ inline unsigned mask_word(unsigned step) {
 __device__ inline bool has_bit(std::uint32_t word) {
   return (word >> (threadIdx.x % kWarp) & 1U) != 0;
 }
-// The number of bits of the word before this thread's bit.
+// Returns how many bits of the word are set below this thread's bit.
 __device__ inline unsigned bits_before(std::uint32_t word) {
   return static_cast<unsigned>(__popc(word & ((1U << (threadIdx.x % kWarp)) - 1)));
 }
@@ -37,7 +37,7 @@ __device__ inline unsigned unit_length(std::uint64_t n, std::uint64_t unit) {
   return left < kUnit ? static_cast<unsigned>(left) : kUnit;
 }
 
-// One unit of v = x + residual, which may be null.
+// Loads one unit of v = x + residual, which may be null.
 struct UnitSource {
   const float* x;
   const float* residual;
@@ -51,7 +51,8 @@ struct UnitSource {
         n(unit_length(all, unit)),
         steps(steps_of(n)) {}
 
-  // This thread's elements of some steps; 0 beyond the end. Several loads start before one is used.
+  // Loads this thread's elements of kSteps steps; 0 beyond the end. Several loads start before a
+  // value is used.
   template <unsigned kSteps>
   __device__ void load(unsigned first_step, float (&v)[kSteps]) const {
     constexpr unsigned kAtOnce = kSteps < 8 ? kSteps : 8;
@@ -76,13 +77,13 @@ struct UnitSource {
   }
 };
 
-// Elements of n that a density stands for (codec::share_of).
+// Returns how many of n elements a density stands for (codec::share_of).
 inline std::uint64_t share_of(double density, std::uint64_t n) {
   const auto share = static_cast<std::uint64_t>(density * static_cast<double>(n) + 0.5);
   return share < 1 ? 1 : share > n ? n : share;
 }
 
-// The share of a whole unit, and of the last one.
+// The share of a whole unit, and of the last unit where that is shorter.
 struct Shares {
   unsigned whole, last;
 
@@ -92,9 +93,9 @@ struct Shares {
   __device__ unsigned of(unsigned length) const { return length == kUnit ? whole : last; }
 };
 
-// ---- Payloads, as they grow in shared memory ---------------------------------------------------
+// ---- Payloads under construction in shared memory -----------------------------------------------
 
-// Sets bits [at, at + bits) of what was zero; up to 32 of them.
+// Writes `value` to bits [at, at + bits), which were 0; bits <= 32.
 __device__ inline void put(std::uint32_t* words, unsigned at, std::uint32_t value, unsigned bits) {
   if (value == 0) return;
   atomicOr(words + at / 32, value << at % 32);
@@ -105,7 +106,7 @@ __device__ inline void clear(std::uint32_t* words, unsigned count) {
   for (unsigned i = threadIdx.x; i < count; i += kUnitThreads) words[i] = 0;
 }
 
-// `out` is aligned to a word.
+// Copies bytes to `out`, which is aligned to a word.
 __device__ inline void copy_out(const std::uint32_t* words, unsigned bytes, std::byte* out) {
   for (unsigned i = threadIdx.x; i < bytes / 4; i += kUnitThreads)
     reinterpret_cast<std::uint32_t*>(out)[i] = words[i];

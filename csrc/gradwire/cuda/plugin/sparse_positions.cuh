@@ -1,4 +1,5 @@
-// Writes which elements of a unit are sent, in the layout that codec/sparse.cc chooses.
+// Writes the positions of the elements of a unit that are sent, in the layout that codec/sparse.cc
+// chooses.
 #pragma once
 
 #include "gradwire/cuda/plugin/block.cuh"
@@ -8,19 +9,19 @@ namespace gradwire::cuda {
 
 inline constexpr unsigned kMostPositionBytes = codec::most_position_bytes(kUnit);
 
-// A block's scratch memory.
+// A block's shared memory.
 struct PositionRoom {
-  std::uint32_t zeros[kMostLowBits + 1];  // of all gaps, for each `low`
+  std::uint32_t zeros[kMostLowBits + 1];  // in the codes of all gaps, for each `low`
 };
 
 struct Positions {
-  unsigned count;   // of the unit
-  unsigned before;  // the thread's word
+  unsigned count;   // hits of the unit
+  unsigned before;  // hits before the thread's word
   unsigned bytes;   // that were written
 };
 
-// body(gap less 1, index) for each bit of the thread's word; `next`: the index after the one before
-// that word.
+// Calls body(gap - 1, index) for each set bit of the thread's word. `next` is the index of the last
+// set bit before that word, plus 1; 0 where there is none.
 template <typename Body>
 __device__ void each_gap(std::uint32_t word, unsigned next, Body body) {
   for (; word != 0; word &= word - 1) {
@@ -31,7 +32,7 @@ __device__ void each_gap(std::uint32_t word, unsigned next, Body body) {
   }
 }
 
-// Into zeros, which are 0.
+// Adds the zeros in the codes of the thread's gaps to room.zeros, for each `low`.
 __device__ inline void count_zeros(std::uint32_t word, unsigned next, PositionRoom& room) {
   if (__any_sync(kAllLanes, word != 0) == 0) return;
   for (unsigned low = 0; low <= kMostLowBits; ++low) {
@@ -46,7 +47,7 @@ struct GapCode {
   unsigned low, bits;
 };
 
-// The same walk as the CPU's.
+// Searches for the shortest code in the same steps as the CPU.
 __device__ inline GapCode best_gap_code(const PositionRoom& room, unsigned count, unsigned n) {
   const auto code_of = [&](unsigned low) {
     return GapCode{low, room.zeros[low] + count * (1 + low)};
@@ -70,8 +71,8 @@ __device__ inline void write_gaps(std::uint32_t word, unsigned next, unsigned lo
   });
 }
 
-// From the front of `out`, which is 0: kMostPositionBytes, and a word to spare. Returns how many
-// bytes that were.
+// Writes the positions in the shortest layout from the front of `out`, which is 0 and has room for
+// kMostPositionBytes and one word more. Returns their bytes.
 __device__ inline unsigned write_some(std::uint32_t word, unsigned next, unsigned before,
                                       unsigned count, unsigned n, const PositionRoom& room,
                                       std::uint32_t* out) {
@@ -102,7 +103,8 @@ __device__ inline unsigned write_some(std::uint32_t word, unsigned next, unsigne
   return 1 + bitmap;
 }
 
-// `word`: the thread's of the mask, all zero beyond n. What it wrote is there after a barrier.
+// Writes the positions of a unit of n elements to `out`, which is 0 before and may be read after a
+// barrier. `word` is the thread's word of the mask, 0 beyond n.
 __device__ inline Positions write_positions(std::uint32_t word, unsigned n, PositionRoom& room,
                                             std::uint32_t* out) {
   if (threadIdx.x <= kMostLowBits) room.zeros[threadIdx.x] = 0;

@@ -1,5 +1,5 @@
-// Reads payloads of units, which are hostile: nothing beyond a unit's bytes is read, nothing beyond
-// its elements written, and what the CPU refuses (codec/sparse.cc) is refused.
+// Reads the payloads of units, which are not trusted: nothing beyond a unit's bytes is read,
+// nothing beyond its elements is written, and what the CPU refuses (codec/sparse.cc) is refused.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace gradwire::cuda {
 
-// Bytes of any alignment; 0 beyond their end.
+// Untrusted bytes, of any alignment. Reads beyond their end give 0.
 struct Foreign {
   const std::byte* data;
   std::uint64_t size;
@@ -35,15 +35,15 @@ __device__ inline Foreign unit_bytes(const Slots& in, std::uint64_t slot_bytes,
 struct ReadRoom {
   std::uint32_t hits[kUnitWords];
   std::uint32_t before[kUnitWords];  // hits before each word
-  std::uint64_t gap_bits;            // that the codes of a list of gaps take
+  std::uint64_t gap_bits;            // bits of the codes in a list of gaps
 };
 
-// All threads have the same.
+// What was read of a unit's positions; all threads have the same.
 struct Read {
   bool refused;
   bool finite;
-  unsigned count;       // of the elements that were sent
-  std::uint64_t bytes;  // of their positions
+  unsigned count;       // the number of elements that were sent
+  std::uint64_t bytes;  // the size of their positions
 };
 
 constexpr Read kRefusedUnit{true, true, 0, 0};
@@ -68,14 +68,14 @@ __device__ inline Read read_list(Foreign in, std::uint64_t at, unsigned count, u
   return {false, true, count, at + 2 * count};
 }
 
-// The thread's word of a unit of which all is sent.
+// Returns the thread's word of the mask of a unit all of whose elements are sent.
 __device__ inline std::uint32_t all_hits(unsigned n) {
   const unsigned first = threadIdx.x * kWarp;
   if (first >= n) return 0;
   return n - first >= kWarp ? ~0U : (1U << (n - first)) - 1;
 }
 
-// The count is found later.
+// Reads a bitmap. Its elements are counted later, in read_positions().
 __device__ inline Read read_bitmap(Foreign in, unsigned n, ReadRoom& room) {
   const unsigned bytes = (n + 7) / 8;
   if (1 + bytes > in.size) return kRefusedUnit;
@@ -87,22 +87,23 @@ __device__ inline Read read_bitmap(Foreign in, unsigned n, ReadRoom& room) {
 }
 
 // ---- kGaps -------------------------------------------------------------------------------------
-// A code ends `low` bits after its one bit, so where codes begin in a word depends on the words
-// before it: on how many bits of one are left there, 0 to `low`. For each of these a word tells how
-// many it leaves to the next; and these maps are joined by a scan, a thread a word. Then every
-// thread knows where its codes begin.
+// A code ends `low` bits after its one bit. So where codes begin in a word depends on how many bits
+// of a code, 0 to `low`, the words before it leave over. Each thread has one word, and computes how
+// many bits it leaves over for each number left over before it; a scan composes these maps. Then
+// every thread knows where its codes begin.
 //
-// If p is the place of the one bit of code k, the zeros of all codes so far are p - k · (1 + low);
-// so the code's index is that << low, and all low bits so far, and k.
+// If p is the position of the one bit of code k, all codes up to it have p - k · (1 + low) zeros.
+// The code's index is these zeros << low, plus the low bits of all codes up to it, plus k.
 
-// Sixteen times four bits: how many bits are left after a word, by how many were before it.
+// A map has sixteen fields of four bits: field b is the number of bits left over after a word that
+// has b left over before it. This map is the identity.
 constexpr std::uint64_t kSameLeft = 0xFEDCBA9876543210U;
 
 __device__ inline unsigned left_after(std::uint64_t map, unsigned before) {
   return static_cast<unsigned>(map >> (4 * before)) & 15U;
 }
 
-// Calls body(place) for each one bit that ends the zeros of a code; returns the bits left.
+// Calls body(place) for each one bit that ends the zeros of a code. Returns the bits left over.
 template <typename Body>
 __device__ unsigned each_code(std::uint32_t word, unsigned left, unsigned low, Body body) {
   unsigned at = left;
@@ -121,17 +122,17 @@ __device__ inline std::uint64_t map_of(std::uint32_t word, unsigned low) {
   return map;
 }
 
-// How far a list of gaps was read.
+// How far a list of gaps has been read.
 struct GapState {
-  unsigned left;        // bits of a code
-  std::uint32_t count;  // codes
-  std::uint32_t rests;  // the sum of their low bits
+  unsigned left;        // bits of a code left over
+  std::uint32_t count;  // codes so far
+  std::uint32_t rests;  // the sum of the codes' low bits
 };
 
-// The codes of the thread's word, which is number `at` of the stream.
+// The thread's word of codes, which is word `at` of the list.
 struct GapWord {
   std::uint64_t at;
-  std::uint32_t word, next;  // and what follows it
+  std::uint32_t word, next;  // and the word after it
   unsigned low;
 
   __device__ std::uint32_t rest(unsigned place) const {
@@ -140,8 +141,9 @@ struct GapWord {
   }
 };
 
-// Reads the thread's codes as far as there are `count`. Returns whether they stay in the unit.
-// (Where bits are missing, the positions are longer than the payload.)
+// Sets the hits of the thread's codes, up to the first `count` codes of the unit. Returns whether
+// they all lie in the unit. (Where bits are missing, the positions turn out longer than the
+// payload, which decode_unit() refuses.)
 __device__ inline bool take_gaps(const GapWord& word, GapState state, unsigned count, unsigned n,
                                  ReadRoom& room) {
   bool fits = true;
@@ -160,7 +162,7 @@ __device__ inline bool take_gaps(const GapWord& word, GapState state, unsigned c
   return fits;
 }
 
-// Reads one word per thread, from word `first` on, and moves the state on behind them.
+// Reads one word per thread, from word `first` on, and advances the state past them.
 __device__ inline bool read_gap_words(Foreign in, std::uint64_t first, unsigned low, unsigned count,
                                       unsigned n, GapState& state, ReadRoom& room) {
   const std::uint64_t at = first + threadIdx.x;
@@ -191,7 +193,7 @@ __device__ inline bool read_gap_words(Foreign in, std::uint64_t first, unsigned 
 __device__ inline Read read_gaps(Foreign in, std::uint64_t at, unsigned low, unsigned count,
                                  unsigned n, ReadRoom& room) {
   if (count == 0) return {false, true, 0, at};
-  // More than the gaps of a unit need is not looked at.
+  // Bytes beyond the most that the gaps of a unit can need are not read.
   const std::uint64_t most = ((n >> low) + std::uint64_t{count} * (1 + low)) / 8 + 1;
   Foreign codes = in.from(at);
   if (codes.size > most) codes.size = most;
@@ -206,7 +208,7 @@ __device__ inline Read read_gaps(Foreign in, std::uint64_t at, unsigned low, uns
 
 // ---- All layouts -------------------------------------------------------------------------------
 
-// Into room.hits, which is 0.
+// Reads the positions into room.hits, which is 0 before.
 __device__ inline Read read_layout(Foreign in, unsigned n, ReadRoom& room) {
   using codec::PositionFormat;
   if (in.size == 0) return kRefusedUnit;
@@ -243,7 +245,8 @@ __device__ inline Read read_positions(Foreign in, unsigned n, ReadRoom& room) {
 
 // ---- Values ------------------------------------------------------------------------------------
 
-// y := the values that were sent and 0, or y + these. Returns whether the thread's are finite.
+// y := the sent values, and 0 for the other elements; or y + these values. Returns whether the
+// thread's values are finite.
 template <typename Values>
 __device__ bool put_values(const ReadRoom& room, const Values& values, unsigned n, float* y,
                            bool add) {
@@ -272,8 +275,8 @@ __device__ inline void fill_nan(float* y, unsigned n) {
   for (unsigned i = threadIdx.x; i < n; i += kUnitThreads) y[i] = __uint_as_float(kNanBits);
 }
 
-// One unit. Returns the flags that it sets; all threads have the same, and nobody reads the room
-// any more.
+// Decodes one unit. Returns the flags to set, which are the same in all threads; no thread reads
+// the room after that.
 template <typename Values>
 __device__ std::uint32_t decode_unit(Foreign in, bool whole, Values values, unsigned n, float* y,
                                      bool add, ReadRoom& room) {
@@ -289,7 +292,7 @@ __device__ std::uint32_t decode_unit(Foreign in, bool whole, Values values, unsi
   return __syncthreads_or(finite ? 0 : 1) == 0 ? 0U : kNotFinite;
 }
 
-// y := decoded, or y + decoded. A unit's bytes are consumed whole where it has offsets.
+// y := decoded, or y + decoded. Where the payload has offsets, a unit must use all of its bytes.
 template <typename Values>
 __global__ void __launch_bounds__(kUnitThreads, 2)
     decode_units(Slots in, std::uint64_t slot_bytes, std::uint64_t n, float* y, bool add,
@@ -300,7 +303,7 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
         decode_unit(unit_bytes(in, slot_bytes, unit), in.offsets != nullptr, Values{},
                     unit_length(n, unit), y + unit * kUnit, add, room);
     if (threadIdx.x == 0 && found != 0) set_flag(flags, found);
-    __syncthreads();  // no unit's registers are the next one's: without it the compiler spills
+    __syncthreads();  // separates the registers of two units: without it the compiler spills
   }
 }
 

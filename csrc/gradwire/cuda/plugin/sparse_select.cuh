@@ -1,4 +1,4 @@
-// Selects by magnitude: digit by digit from the highest, with a count for each value of the digit.
+// Radix select by magnitude: digit by digit from the highest, with a histogram of each digit.
 #pragma once
 
 #include "gradwire/cuda/plugin/block.cuh"
@@ -15,13 +15,15 @@ struct SelectRoom {
   std::uint32_t digit, above, count;
 };
 
-// The k-th largest, how many of those equal to it are among the k largest, and of all.
+// The k-th largest magnitude; how many of the elements equal to it are among the k largest; and how
+// many of them there are in all.
 struct Selected {
   std::uint32_t magnitude;
   unsigned taken, equal;
 };
 
-// Finds the digit of the k-th largest of `total`, by the counts of all digits but 0.
+// Finds the digit of the k-th largest of `total` elements from the counts of all digits but 0,
+// which all other elements have.
 template <unsigned kBits>
 __device__ void find_digit(unsigned k, unsigned total, SelectRoom& room) {
   constexpr unsigned kEach = (1U << kBits) / kUnitThreads;
@@ -44,9 +46,9 @@ __device__ void find_digit(unsigned k, unsigned total, SelectRoom& room) {
   __syncthreads();
 }
 
-// Narrows down to those with one more digit, kBits above bit kShift. each(see) calls see(bits of v)
-// for all; 0 may be left out. (Each use of v has a mask of its own: what is common to several would
-// stay in registers, beside v.)
+// Finds the next digit of the sought magnitude: the kBits bits from bit kShift on. each(see) calls
+// see(bits of v) for all elements, and may leave out zeros. (Each use of v masks out the sign by
+// itself: a common magnitude would stay in registers, beside v.)
 template <unsigned kShift, unsigned kBits, typename Each>
 __device__ void narrow(Selected& so_far, SelectRoom& room, Each each) {
   constexpr std::uint32_t kDigit = (1U << kBits) - 1;
@@ -63,7 +65,8 @@ __device__ void narrow(Selected& so_far, SelectRoom& room, Each each) {
   __syncthreads();
 }
 
-// The k largest of n elements by magnitude, 1 <= k <= n. The block has kUnitThreads threads.
+// Selects the k largest of n elements by magnitude, 1 <= k <= n. The block has kUnitThreads
+// threads.
 template <typename Each>
 __device__ Selected select_largest(unsigned n, unsigned k, SelectRoom& room, Each each) {
   Selected found{0, k, n};

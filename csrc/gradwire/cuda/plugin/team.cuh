@@ -1,11 +1,11 @@
-// The threads that work on one unit of elements: a warp alone, or all warps of a block.
+// A team is the threads that work on one unit of elements: one warp, or all warps of a block.
 #pragma once
 
 #include "gradwire/cuda/plugin/gpu.cuh"
 
 namespace gradwire::cuda {
 
-// The results of a scan: the values before this thread's, joined, and those of all threads.
+// The results of a scan: the joined values of the threads before this one, and of all threads.
 template <typename T>
 struct Scanned {
   T before, all;
@@ -24,7 +24,7 @@ struct Larger {
   }
 };
 
-// All of its threads call its functions together. What these join begins with 0.
+// All threads of a team call its functions together. Reductions and scans begin with 0.
 template <bool kAlone>
 struct Team {
   static constexpr bool kOneWarp = kAlone;
@@ -35,7 +35,7 @@ struct Team {
   __device__ static unsigned warp() { return kAlone ? 0 : threadIdx.x / kWarp; }
   __device__ static unsigned warps() { return kAlone ? 1 : blockDim.x / kWarp; }
 
-  // Among those of the grid, which take one unit after the other.
+  // The team's number in the grid, and how many teams there are. They take turns at the units.
   __device__ static std::uint64_t number() { return kAlone ? first_index() / kWarp : blockIdx.x; }
   __device__ static std::uint64_t count() { return kAlone ? index_stride() / kWarp : gridDim.x; }
 
@@ -72,7 +72,7 @@ struct Team {
   }
 
  private:
-  // Scans values that all lanes of a warp hold.
+  // Scans over the warps of the team; all lanes of a warp pass the same value.
   template <typename T, typename Join>
   __device__ static Scanned<T> over_warps(T of_warp, Join join) {
     if constexpr (kAlone) {
@@ -86,7 +86,7 @@ struct Team {
         if (w < warp()) found.before = join(found.before, values[w]);
         found.all = join(found.all, values[w]);
       }
-      __syncthreads();  // before anybody writes there again
+      __syncthreads();  // before `values` is written again
       return found;
     }
   }

@@ -1,4 +1,4 @@
-// threshold (codec/threshold.cc): one pass over x and e.
+// threshold (codec/threshold.cc), encoded in one pass over x and e.
 #include <cfloat>
 #include <cmath>
 
@@ -23,7 +23,7 @@ __device__ bool usable(float tau) {
   return __float_as_uint(tau) != 0 && __float_as_uint(tau) < kInfinityBits;
 }
 
-// The state of the call under way.
+// Returns the state of the call under way.
 __device__ CodecState& codec_state_of(KeyState* key_state) {
   return key_state->codec_state[1 - key_state->which];
 }
@@ -48,14 +48,15 @@ __global__ void __launch_bounds__(kUnitThreads)
   }
 }
 
-// The share-th largest key; the largest of all where that is 0.
+// Sets tau, where the key has no usable one, to the share-th largest key; to the largest key where
+// that is 0.
 __global__ void __launch_bounds__(kUnitThreads)
     choose_first_tau(const std::uint32_t* keys, unsigned count, unsigned share,
                      KeyState* key_state) {
   __shared__ SelectRoom room;
   CodecState& codec_state = codec_state_of(key_state);
   const bool known = usable(codec_state.tau);
-  __syncthreads();  // everybody knows
+  __syncthreads();  // all threads have read tau
   if (known) return;
   std::uint32_t mine = 0;
   for (unsigned i = threadIdx.x; i < count; i += kUnitThreads)
@@ -82,7 +83,7 @@ Status threshold_prepare(const float* x, RunFeedback run_feedback, std::uint64_t
 
 // ---- The tau of each unit, where the call has none ---------------------------------------------
 
-// The call's; 0: none.
+// Returns the call's tau; 0 where it has no usable one.
 __device__ float tau_of_call(const RunFeedback& run_feedback) {
   if (run_feedback.key_state == nullptr) return 0;
   const float tau = codec_state_of(run_feedback.key_state).tau;
@@ -123,7 +124,7 @@ struct EncodeRoom {
   std::uint32_t payload[kSlotBytes / 4 + 1];
 };
 
-// Sets the bits of one step, the sign's only in words with a hit. Returns what is not sent.
+// Sets the bits of one step, those of the signs only in words with a hit. Returns what is not sent.
 __device__ float take(EncodeRoom& room, unsigned step, float v, unsigned steps, float tau) {
   const std::uint32_t magnitude = magnitude_bits(v);
   const bool hit = step < steps && magnitude >= __float_as_uint(tau);
@@ -139,7 +140,8 @@ __device__ float take(EncodeRoom& room, unsigned step, float v, unsigned steps, 
   return __uint_as_float(magnitude < kInfinityBits ? __float_as_uint(left) | sign : 0);
 }
 
-// Returns the thread's largest magnitude. error: may be null.
+// Sets the bits of a unit and writes what is not sent to `error`, which may be null. Returns the
+// thread's largest magnitude.
 __device__ std::uint32_t take_unit(EncodeRoom& room, const UnitSource& source, float tau,
                                    float* error) {
   constexpr unsigned kAtOnce = 4;
@@ -157,7 +159,7 @@ __device__ std::uint32_t take_unit(EncodeRoom& room, const UnitSource& source, f
   return largest;
 }
 
-// A sign bit for each hit of the thread's word.
+// Writes a sign bit for each hit of the thread's word, from bit `at` on.
 __device__ void write_signs(std::uint32_t hits, std::uint32_t negative, unsigned at,
                             std::uint32_t* out) {
   std::uint32_t signs = 0;
@@ -167,7 +169,8 @@ __device__ void write_signs(std::uint32_t hits, std::uint32_t negative, unsigned
   put(out, at, signs, count);
 }
 
-// Returns the bytes of the payload, which is there after a barrier.
+// Writes a unit's payload into the room, where it may be read after a barrier, and counts its
+// elements in key_state. Returns its bytes.
 __device__ unsigned write_unit(EncodeRoom& room, unsigned n, float tau, std::uint32_t largest,
                                KeyState* key_state) {
   const std::uint32_t hits = room.hits[threadIdx.x];
@@ -256,13 +259,13 @@ Status threshold_adapt(std::uint64_t n, double density, KeyState* key_state, Str
 
 // ---- decode ------------------------------------------------------------------------------------
 
-// Writes what follows the positions of a unit: tau, and the signs.
+// Reads what follows the positions of a unit: tau, and the signs.
 class Signs {
  public:
   __device__ unsigned bytes(unsigned count) const {
     return count == 0 ? 0 : kTauBytes + (count + 7) / 8;
   }
-  // Returns whether it can be. Of at least one element.
+  // Opens the values of at least one element. Returns whether their tau is usable.
   __device__ bool open(Foreign in) {
     in_ = in;
     tau_ = in.word(0);

@@ -1,5 +1,5 @@
-// topk (codec/topk.cc): one pass over x and e. A block keeps its unit of v in registers while it
-// finds the largest.
+// topk (codec/topk.cc), encoded in one pass over x and e. A block keeps its unit of v in registers
+// while it finds the largest elements.
 #include "gradwire/cuda/plugin/block.cuh"
 #include "gradwire/cuda/plugin/cast.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
@@ -14,7 +14,7 @@
 namespace gradwire::cuda {
 namespace {
 
-// ---- How values travel -------------------------------------------------------------------------
+// ---- How values are sent ------------------------------------------------------------------------
 
 struct AsFloat32 {
   static constexpr unsigned kBytes = sizeof(float);
@@ -26,7 +26,7 @@ struct AsFloat32 {
 template <typename Half>
 struct As16Bits {
   static constexpr unsigned kBytes = sizeof(std::uint16_t);
-  // Narrows a finite value, limited to the largest.
+  // Narrows a finite value, limited to the largest that Half has.
   __device__ static std::uint32_t narrow(float v) {
     const float most = Half::kLargest;
     return Half::narrow_number(v > most ? most : v < -most ? -most : v);
@@ -37,7 +37,7 @@ struct As16Bits {
   __device__ static float lost(float v, std::uint32_t bits) { return v - widen(bits); }
 };
 
-// Calls body with how they travel.
+// Calls body with the class that narrows and widens such values.
 template <typename Body>
 Status with_values(Values values, Body body) {
   if (values == Values::kFp16) return body(As16Bits<Fp16>{});
@@ -47,7 +47,7 @@ Status with_values(Values values, Body body) {
 
 // ---- encode ------------------------------------------------------------------------------------
 
-constexpr unsigned kStagedBytes = 16384;  // of a payload that is put together in shared memory
+constexpr unsigned kStagedBytes = 16384;  // largest payload that is assembled in shared memory
 
 struct EncodeRoom {
   union {
@@ -60,7 +60,7 @@ struct EncodeRoom {
 };
 static_assert(kStagedBytes >= kMostPositionBytes);
 
-// The bits of the thread's word of ties that are among the first `taken` of the unit.
+// Returns the bits of `ties`, the thread's word, that are among the first `taken` ties of the unit.
 __device__ std::uint32_t first_ties(std::uint32_t ties, unsigned taken) {
   const unsigned before = block_sums(static_cast<std::uint32_t>(__popc(ties))).before;
   const unsigned left = taken > before ? taken - before : 0;
@@ -69,10 +69,10 @@ __device__ std::uint32_t first_ties(std::uint32_t ties, unsigned taken) {
   return ties;
 }
 
-// Into room.hits; they are there after a barrier.
+// Sets the bits of the selected elements in room.hits, which may be read after a barrier.
 __device__ void mark_largest(EncodeRoom& room, const float (&v)[kUnitSteps], unsigned steps,
                              const Selected& found) {
-  const bool some = found.taken < found.equal;  // of the ties
+  const bool some = found.taken < found.equal;  // whether only some of the ties are sent
 #pragma unroll
   for (unsigned s = 0; s < kUnitSteps; ++s) {
     const std::uint32_t magnitude = magnitude_bits(v[s]);
@@ -89,13 +89,13 @@ __device__ void mark_largest(EncodeRoom& room, const float (&v)[kUnitSteps], uns
   room.hits[threadIdx.x] |= first_ties(room.ties[threadIdx.x], found.taken);
 }
 
-// The number of a hit of the thread's, in step s.
+// Returns the number of the thread's hit in a step among the hits of the unit.
 __device__ unsigned rank_of(const EncodeRoom& room, unsigned step) {
   const unsigned word = mask_word(step);
   return room.before[word] + bits_before(room.hits[word]);
 }
 
-// The values in shared memory, behind the positions.
+// Puts the values into shared memory, behind the positions: from byte `at` on.
 template <typename As>
 __device__ void stage_values(EncodeRoom& room, const float (&v)[kUnitSteps], unsigned at) {
 #pragma unroll
@@ -104,7 +104,7 @@ __device__ void stage_values(EncodeRoom& room, const float (&v)[kUnitSteps], uns
       put(room.payload, 8 * (at + As::kBytes * rank_of(room, s)), As::narrow(v[s]), 8 * As::kBytes);
 }
 
-// The values at their places, byte by byte.
+// Writes the values to their places in the payload, byte by byte.
 template <typename As>
 __device__ void write_values(const EncodeRoom& room, const float (&v)[kUnitSteps], std::byte* out) {
 #pragma unroll
@@ -129,7 +129,7 @@ __device__ void write_errors(const EncodeRoom& room, const float (&v)[kUnitSteps
   }
 }
 
-// Returns the bytes of the payload.
+// Writes the payload of a unit, its k largest elements. Returns its bytes.
 template <typename As>
 __device__ unsigned write_unit(EncodeRoom& room, const float (&v)[kUnitSteps],
                                const UnitSource& source, unsigned k, std::byte* out) {
@@ -193,7 +193,7 @@ Status topk_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, do
 
 // ---- decode ------------------------------------------------------------------------------------
 
-// Writes what follows the positions of a unit.
+// Reads what follows the positions of a unit: the values.
 template <typename As>
 class Largest {
  public:
