@@ -1,15 +1,15 @@
-// What the core asks of gradwire_cuda, a shared object of its own (cuda/plugin/), so that one build
-// of the core works with and without a GPU, a driver and a CUDA compiler. A table of C functions,
-// which cuda/device.h loads.
+// The interface between the core and gradwire_cuda, a shared object of its own (cuda/plugin/), so
+// that one build of the core works with and without a GPU, a driver and a CUDA compiler. It is a
+// table of C functions, which cuda/device.h loads.
 //
-// Everything that takes a stream is enqueued there and returns at once; nothing of it allocates, or
-// waits for the host, so all of it may be captured in a graph. The device of the stream must be the
-// calling thread's (set_device). Sizes are 64-bit. Pointers to elements are aligned to an element,
-// and to nothing more; n = 0 is allowed, with null pointers, and does nothing. Payloads are aligned
-// to kPayloadAlignment.
+// A function that enqueues work takes its stream and returns at once. It neither allocates nor
+// waits for the host, so that it may be captured in a graph. The device of the stream must be the
+// calling thread's (set_device). Sizes are 64-bit. Pointers to elements need only an element's
+// alignment; n = 0 is allowed, with null pointers, and does nothing. Payloads are aligned to
+// kPayloadAlignment.
 //
-// Codecs: the bytes and the results are those of the CPU's, bit for bit; csrc/gradwire/codec/
-// defines them. Only where the units of a codec whose size varies lie differs: see Slots.
+// The codecs' bytes and results equal the CPU's, bit for bit; csrc/gradwire/codec/ defines them.
+// Only the places of the units differ for a codec whose size varies: see Slots.
 #pragma once
 
 #include <cstddef>
@@ -34,11 +34,11 @@ constexpr std::size_t aligned(std::size_t bytes) {
   return (bytes + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment;
 }
 
-// A word of device memory that says what became of a call. Bits are only ever set.
+// The bits of a word of device memory that tells what became of a call. Bits are only ever set.
 enum Flag : std::uint32_t {
   kNotFinite = 1,  // NaN or Inf among the results
-  kRefused = 2,    // a payload that its codec refuses: what it stands for is NaN
-  kLost = 4,       // bytes that never came: the call has failed, and results hold anything
+  kRefused = 2,    // a payload that its codec refuses: its elements become NaN
+  kLost = 4,       // bytes that never came: the call has failed, and results are undefined
 };
 
 // The state that codecs adapt to one key (codec/codec.h).
@@ -46,12 +46,12 @@ struct CodecState {
   float tau;
   float filter;  // unused: it changes no result
   std::uint64_t sent;
-  std::uint32_t largest;  // bits of a float that is not negative, so that they compare as it does
+  std::uint32_t largest;  // bits of a non-negative float, which compare as the float does
   std::uint32_t reserved;
 };
 
-// One key's state, in device memory; all zero at first. Of each pair, the one numbered `which` is
-// as the last kept call left it, and the other belongs to the call under way.
+// One key's state, in device memory; all zero at first. Of each pair, element `which` is as the
+// last kept call left it, and the other one belongs to the call under way.
 struct KeyState {
   std::uint32_t which;         // 0 or 1
   std::uint32_t which_memory;  // likewise
@@ -59,34 +59,35 @@ struct KeyState {
   CodecState codec_state[2];
 };
 
-// A run's error feedback: e is residual[key_state->which], e' the other. Both null: none is kept,
-// and key_state still holds what a codec adapts.
+// A run's error feedback: e is residual[key_state->which], e' is the other one. Where both are
+// null, no error is kept; key_state still holds what a codec adapts.
 struct RunFeedback {
   float* residual[2];
   KeyState* key_state;
 };
 
-// How int8 rounds, and the position of a run's random numbers (codec/int8.cc): its call is `call`;
-// with feedback, `call` ^ key_state->calls.
+// How int8 rounds, and what a run's random numbers depend on (codec/int8.cc). The number of the
+// call is `call`; with feedback, `call` ^ key_state->calls.
 struct Int8Rounding {
   bool stochastic;
   std::uint64_t seed;
   std::uint64_t call;
-  std::uint64_t element;  // of the run's first, in its extent
+  std::uint64_t element;  // index of the run's first element in its extent
 };
 
-// A payload of a codec whose size varies. Each unit of its elements has a slot of its own, of
-// aligned(the most bytes of one unit); a unit's bytes begin its slot, and the rest of the slot has
-// any content. `offsets`: null; or, of a packed payload, where each unit's bytes begin, and where
-// the last ones end: units + 1 numbers in device memory, ascending and none beyond the payload's
-// end, which whoever made them has seen to; a unit that leaves some of its bytes is refused.
+// A payload of a codec whose size varies. Where `offsets` is null, each unit of its elements has a
+// slot of aligned(the most bytes of one unit): the unit's bytes begin the slot, and its other bytes
+// are undefined. Else the payload is packed, and `offsets` is units + 1 numbers in device memory:
+// where each unit's bytes begin, and where the last ones end. Whoever makes them ensures that they
+// ascend and that none is beyond the payload's end. A unit of a packed payload that leaves some of
+// its bytes is refused.
 struct Slots {
   const std::byte* data;
   const std::uint64_t* offsets;
 };
 
 enum class Cast : std::int32_t { kFp16, kBf16 };
-enum class Values : std::int32_t { kFloat32, kFp16, kBf16 };  // of topk
+enum class Values : std::int32_t { kFloat32, kFp16, kBf16 };  // how topk sends values
 enum class CopyKind : std::int32_t { kToDevice, kToHost, kOnDevice };
 
 struct DeviceInfo {
@@ -102,8 +103,8 @@ struct Matrix {
   std::uint64_t rows, columns, rank;
 };
 
-// What a codec remembers of a key: factor[key_state->which_memory]; the other belongs to the call
-// under way. All zero: nothing yet. Both null: it remembers nothing.
+// What a codec remembers of a key: factor[key_state->which_memory]; the other one belongs to the
+// call under way. All zeros: nothing is remembered yet. Both null: the codec remembers nothing.
 struct Memory {
   float* factor[2];
   const KeyState* key_state;
@@ -121,9 +122,10 @@ struct Api {
   Status (*set_device)(int device);
   Status (*get_device)(int* device);
   int (*is_in_use)(int device);  // whether this process has begun to use it
-  // The device of an address, for the remedy in InvalidArgument. -1: not device memory.
+  // *device := the device of an address, for the remedy in InvalidArgument; -1 where it is not
+  // device memory.
   Status (*device_of)(const void* address, int* device);
-  Status (*allocate)(void** address, std::size_t bytes);  // of any content
+  Status (*allocate)(void** address, std::size_t bytes);  // uninitialised
   Status (*release)(void* address);
   Status (*allocate_host)(void** address, std::size_t bytes);  // pinned
   Status (*release_host)(void* address);
@@ -131,9 +133,9 @@ struct Api {
   Status (*destroy_stream)(Stream stream);
   Status (*synchronize)(Stream stream);
   Status (*synchronize_device)();  // all of its streams
-  // This thread's calls of CUDA never disturb a capture that another thread has begun.
+  // Lets this thread call CUDA without disturbing a capture that another thread has begun.
   Status (*relax_captures)();
-  // 0 where it is not being captured, else a number of the capture.
+  // *capture := 0 where the stream is not being captured, else a number of the capture.
   Status (*capture_of)(Stream stream, std::uint64_t* capture);
   Status (*create_event)(Event* event);  // without timing
   Status (*create_timing_event)(Event* event);
@@ -144,14 +146,14 @@ struct Api {
   Status (*elapsed)(Event from, Event to, float* milliseconds);
   Status (*copy)(void* to, const void* from, std::size_t bytes, CopyKind kind, Stream stream);
   Status (*fill)(void* to, int byte, std::size_t bytes, Stream stream);
-  // The function may not call CUDA. What follows on the stream waits for it.
+  // The function may not call CUDA. Later work on the stream waits for it.
   Status (*call_host)(Stream stream, void (*function)(void*), void* argument);
 
   // ---- Elements (plugin/fold.cu, elements.cu); dtypes, ops: the numbers of DType, ReduceOp ----
-  // acc := acc (op) x. They may be equal, and may not overlap otherwise.
+  // acc := acc (op) x. The two may be equal, but may not overlap otherwise.
   Status (*fold)(int dtype, int op, void* acc, const void* x, std::uint64_t n, Stream);
-  // y := x[0] (op) x[1] (op) … in this order, averaged over `divisor` ranks unless that is 1;
-  // x + i · stride bytes. y may be x.
+  // y := x[0] (op) x[1] (op) … in this order, averaged over `divisor` ranks unless that is 1; x[i]
+  // begins at x + i · stride bytes. y may be x.
   Status (*fold_all)(int dtype, int op, const void* x, std::uint64_t stride, int count, void* y,
                      int divisor, std::uint64_t n, Stream);
   // Folds 16-bit floats in float32 (codec/fold.h), one addend after the other: sum := own (op) x
@@ -159,23 +161,24 @@ struct Api {
   // rounded, in place of sum.
   Status (*fold_wide)(int dtype, int op, const void* own, float* sum, const void* x, void* y,
                       int divisor, std::uint64_t n, Stream);
-  // codec/average.h.
+  // Averages x over `divisor` ranks (codec/average.h).
   Status (*average)(int dtype, void* x, int divisor, std::uint64_t n, Stream);
   Status (*scale)(int dtype, void* x, double factor, std::uint64_t n, Stream);  // of floats
   // y := y + e, e' := 0.
   Status (*deliver)(RunFeedback, float* y, std::uint64_t n, Stream);
-  // codec/codec.h, mark_not_finite(): sets kNotFinite; where unit > 1 the whole unit becomes NaN.
+  // Sets kNotFinite where y is not finite; where unit > 1, the whole unit becomes NaN then
+  // (codec/codec.h, mark_not_finite()).
   Status (*mark)(float* y, std::uint64_t n, std::uint64_t unit, std::uint32_t* flags, Stream);
   // flags := flags | *more, which may be in pinned memory.
   Status (*add_flags)(const std::uint32_t* more, std::uint32_t* flags, Stream);
-  // y := NaN if a flag is set.
+  // y := NaN if any flag is set.
   Status (*poison)(float* y, std::uint64_t n, const std::uint32_t* flags, Stream);
 
   // ---- Keys (plugin/elements.cu); key_states: an array of pointers in device memory ----
-  // Begins the call under way: tau and filter as the last call left them, nothing sent.
+  // Begins a call with tau and filter as the last call left them, and with nothing sent.
   Status (*open)(KeyState* const* key_states, std::uint64_t count, Stream);
-  // Ends the call under way: where no flag is set, its state becomes the kept one; `remembers`: its
-  // memory too.
+  // Ends the call under way. Where no flag is set, its state becomes the kept one and, if
+  // `remembers`, its memory too.
   Status (*settle)(KeyState* const* key_states, std::uint64_t count, bool remembers,
                    const std::uint32_t* flags, Stream);
 
@@ -185,19 +188,19 @@ struct Api {
   Status (*cast_decode)(Cast, const std::byte* in, float scale, float* y, std::uint64_t n, bool add,
                         std::uint32_t* flags, Stream);
 
-  // ---- int8 (plugin/int8.cu); flags of all decoders may be null: nobody asks ----
+  // ---- int8 (plugin/int8.cu); the flags of all decoders may be null ----
   Status (*int8_encode)(const float* x, RunFeedback, std::uint64_t n, std::uint64_t block,
                         Int8Rounding, std::byte* out, Stream);
   Status (*int8_decode)(const std::byte* in, std::uint64_t n, std::uint64_t block, float* y,
                         bool add, std::uint32_t* flags, Stream);
 
   // ---- Slots (plugin/slots.cu) ----
-  // Packs a payload as the CPU writes it: `sizes` are the units' bytes, `offsets` has units + 1
-  // places, and is filled in; out holds units · slot bytes.
+  // Packs a payload as the CPU writes it. `sizes` are the units' bytes. `offsets` has units + 1
+  // places and is filled in. `out` holds units · slot bytes.
   Status (*pack)(const std::byte* slots, std::uint64_t slot_bytes, const std::uint32_t* sizes,
                  std::uint64_t units, std::uint64_t* offsets, std::byte* out, Stream);
-  // offsets := the sums of the sizes before each, and of all; where one of them is more than
-  // slot_bytes, or all more than `limit`, every offset is 0 and kRefused is set.
+  // offsets := the sum of the sizes before each unit, and then of all. Where a size is more than
+  // slot_bytes, or all together are more than `limit`, every offset is 0 and kRefused is set.
   Status (*offsets)(const std::uint32_t* sizes, std::uint64_t units, std::uint64_t slot_bytes,
                     std::uint64_t limit, std::uint64_t* offsets, std::uint32_t* flags, Stream);
 
@@ -205,7 +208,7 @@ struct Api {
   Status (*onebit_encode)(const float* x, RunFeedback, std::uint64_t n, std::uint64_t block,
                           std::byte* out, std::uint32_t* sizes, Stream);
   // y := the sum of `count` payloads (codec/onebit.cc's order), or y := y + the one payload. The
-  // array of payloads is in host memory, and is free when this returns.
+  // array of payloads is in host memory, and may be freed when this returns.
   Status (*onebit_sum)(const Slots* payloads, int count, std::uint64_t n, std::uint64_t block,
                        float* y, bool add, std::uint32_t* flags, Stream);
   // The owner's stage in one pass: onebit_encode(), then y := what that decodes to, times factor.
@@ -215,11 +218,12 @@ struct Api {
                           std::uint32_t* flags, Stream);
 
   // ---- threshold, topk (plugin/threshold.cu, plugin/topk.cu); units of kSparseUnit ----
-  // tau of the call under way, where the key has none that can be used. `density` 0: tau is given.
-  // `scratch`: sparse_scratch_bytes(n).
+  // Sets tau of the call under way where the key has no usable one. Does nothing if `density` is 0:
+  // tau is given then. `scratch` has sparse_scratch_bytes(n).
   Status (*threshold_prepare)(const float* x, RunFeedback, std::uint64_t n, double density,
                               void* scratch, Stream);
-  // tau > 0: given; else the call's, and where that can't be used unit by unit.
+  // Uses the given tau if that is > 0, else the call's or, where that is not usable, one for each
+  // unit.
   Status (*threshold_encode)(const float* x, RunFeedback, std::uint64_t n, float tau,
                              double density, std::byte* out, std::uint32_t* sizes, void* scratch,
                              Stream);
@@ -236,7 +240,7 @@ struct Api {
   // ---- lowrank (plugin/lowrank.cu, factors.cu, orthonormalise.cu); codec/factors.h ----
   // q := start_factor(what the last call remembers).
   Status (*start_factor)(Memory, Matrix, float* q, Stream);
-  // v := x + e (v may be x; without feedback v is not written), p := v · q.
+  // v := x + e (v may be x; it is not written without feedback), p := v · q.
   Status (*left_factor)(const float* x, RunFeedback, float* v, const float* q, float* p, Matrix,
                         Stream);
   // Sets kNotFinite where x is not finite.

@@ -16,7 +16,7 @@ namespace {
 constexpr const char* kFileName = "libgradwire_cuda.so";
 constexpr double kRestSeconds = 5;
 
-// The devices that did not come to rest, as bits.
+// The devices, as bits, for which await_device() failed last.
 std::atomic<std::uint64_t> restless = 0;
 
 std::uint64_t bit_of(int device) {
@@ -29,7 +29,7 @@ std::string loader_says() {
 }
 
 const Api& open_library(const std::string& path) {
-  void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // for good
+  void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed
   if (handle == nullptr)
     throw InvalidArgument("gradwire's CUDA part does not load (" + loader_says() +
                           "): install a gradwire that was built with nvcc, or name the file in "
@@ -104,7 +104,7 @@ void await_device(const Api& api, int device) noexcept {
       *well = api.synchronize_device() == 0;
     });
     rests = in_time && *well;
-  } catch (const std::exception&) {  // no thread can be made
+  } catch (const std::exception&) {  // no thread could be started
   }
   if (rests)
     restless &= ~bit_of(device);

@@ -1,5 +1,4 @@
-// The GPUs of this process, by way of gradwire_cuda (cuda/api.h), which is loaded when it is first
-// asked for.
+// The GPUs of this process, through gradwire_cuda (cuda/api.h), which is loaded at first use.
 #pragma once
 
 #include <cstddef>
@@ -13,28 +12,29 @@
 
 namespace gradwire::cuda {
 
-// The table of `library`; by default GRADWIRE_CUDA_SO, or libgradwire_cuda.so beside the core.
-// Throws InvalidArgument with the reason and the remedy where it is absent or of another version.
-// Loads each library once.
+// Returns the table of `library`; by default that is GRADWIRE_CUDA_SO, or libgradwire_cuda.so
+// beside the core. Throws InvalidArgument with the reason and the remedy where it is absent or of
+// another version. Loads each library once.
 const Api& load_api(const std::string& library = "");
 
-// The path that load_api() uses by default.
+// Returns the path that load_api() uses by default.
 std::string api_path();
 
-// A call of CUDA that failed. What ran before it on the device may be lost.
+// A failed CUDA call. Work enqueued on the device before it may be lost.
 class CudaError : public Error {
  public:
   using Error::Error;
 };
 
-// Throws CudaError, "what: CUDA's words (number)", unless the status is 0.
+// Throws CudaError, "what: CUDA's message (number)", unless the status is 0.
 void check(const Api& api, Status status, const char* what);
 
-// 0 where the stream is not being captured in a graph, else a number of the capture.
+// Returns 0 where the stream is not being captured in a graph, else a number of the capture.
 std::uint64_t capture_of(const Api& api, Stream stream);
 
-// Makes `device` this thread's, and in the end the one it was, unless this process has not begun to
-// use that: to make it this thread's would, and take hundreds of megabytes there.
+// Makes `device` this thread's, and restores the thread's device in the end, unless this process
+// has not yet begun to use that one: restoring it would then initialise it, which takes hundreds of
+// megabytes there.
 class OnDevice {
  public:
   OnDevice(const Api& api, int device);
@@ -48,15 +48,15 @@ class OnDevice {
   int before_ = 0;
 };
 
-// Waits until all that is enqueued on this thread's device is over, but not for ever. What is not
-// over then may use its memory still, so none of the device's Rooms is released any more, until
-// such a wait was well. No stream of the device may be captured meanwhile.
+// Waits until all work enqueued on this thread's device is over, at most a few seconds. Work that
+// is not over then may still use its memory: none of the device's Rooms is released any more until
+// such a wait has succeeded. No stream of the device may be captured meanwhile.
 void await_device(const Api& api) noexcept;
-void await_device(const Api& api, int device) noexcept;  // of that one
+void await_device(const Api& api, int device) noexcept;  // of `device`
 
-// Device memory that only grows, and never while its stream is captured in a graph. What it has
-// grown out of stays until the end: streams may still use it. To release it waits for nothing, so
-// whoever owns it has called await_device() before.
+// Device or pinned memory that only grows, and never while its stream is captured in a graph.
+// Outgrown memory stays until the end, since streams may still use it. Releasing it waits for
+// nothing, so its owner calls await_device() first.
 class Room {
  public:
   enum class Kind : bool { kDevice, kPinned };
@@ -71,8 +71,8 @@ class Room {
   Room& operator=(Room&&) = delete;
   ~Room();
 
-  // At least so many bytes, of any content where it had fewer before. Throws InvalidArgument where
-  // it would have to grow for a call that is `captured`.
+  // Returns at least `bytes` bytes, which are undefined where the Room had fewer before. Throws
+  // InvalidArgument where it would have to grow for a call that is `captured`.
   std::byte* take(std::size_t bytes, bool captured = false);
   std::byte* data() const noexcept { return data_; }
   std::size_t size() const noexcept { return bytes_; }

@@ -1,8 +1,8 @@
 // A codec on a GPU: the kernels of codec/codec.h's codecs, with the CPU's bytes and results.
 //
-// A payload of n elements takes payload_bytes(n). Where a codec's size varies its units lie in
-// slots (cuda/api.h), so that nobody has to know their lengths; the bytes that count are `sizes`,
-// and pack() puts these together as the CPU would write them.
+// A payload of n elements takes payload_bytes(n). Where a codec's size varies, its units lie in
+// slots (cuda/api.h), so that nobody has to know their lengths. `sizes` tells which of the bytes
+// count, and pack() puts these together as the CPU would write them.
 #pragma once
 
 #include <cstddef>
@@ -16,34 +16,35 @@
 
 namespace gradwire::cuda {
 
-// A run of elements that is encoded, on the device.
+// A run of elements on the device that is to be encoded.
 struct Run {
   const float* x = nullptr;
   std::uint64_t n = 0;
   RunFeedback run_feedback{};
   std::uint64_t call = 0;     // for Int8Rounding
-  std::uint64_t element = 0;  // of the first, in its extent
+  std::uint64_t element = 0;  // index of the first element in its extent
 };
 
 class Codec {
  public:
   virtual ~Codec() = default;
 
-  // Throws InvalidArgument for a codec without payloads, and for one that is written in Python.
+  // Makes the GPU's version of a codec. Throws InvalidArgument for a codec without payloads, and
+  // for one that is written in Python.
   static std::unique_ptr<const Codec> make(const Api& api, const codec::Codec& codec);
 
-  // A multiple of kPayloadAlignment.
+  // Returns a multiple of kPayloadAlignment.
   virtual std::size_t payload_bytes(std::uint64_t n) const { return layout(n).bytes(); }
-  // Bytes of a slot, for a codec whose size varies; else 0.
+  // Returns the bytes of a slot of a codec whose size varies, else 0.
   virtual std::size_t slot_bytes() const { return 0; }
   virtual Slotted layout(std::uint64_t) const { return {}; }
-  // Whether the codec adapts, and so needs a KeyState also without feedback.
+  // Returns whether the codec adapts, and so needs a KeyState even without feedback.
   virtual bool adapts() const { return false; }
-  // Scratch memory of prepare() and encode().
+  // Returns how much scratch memory prepare() and encode() need.
   virtual std::size_t scratch_bytes(std::uint64_t) const { return 0; }
 
-  // Adapt the state: prepare() before the first encode() of a call, with the whole extent; adapt()
-  // after the last, with the number of elements of the whole key.
+  // Adapt the state. prepare() comes before the first encode() of a call, with the whole extent;
+  // adapt() comes after the last one, with the number of elements of the whole key.
   virtual void prepare(const Run&, std::byte* /*scratch*/, Stream) const {}
   virtual void adapt(std::uint64_t /*n*/, KeyState*, Stream) const {}
 
@@ -51,10 +52,10 @@ class Codec {
   // y := decoded, or y + decoded.
   virtual void decode(const std::byte* in, float* y, std::uint64_t n, bool add,
                       std::uint32_t* flags, Stream stream) const = 0;
-  // y := the sum of all payloads in their order.
+  // y := the sum of all payloads, added in their order.
   virtual void decode_sum(std::span<const std::byte* const> payloads, float* y, std::uint64_t n,
                           std::uint32_t* flags, Stream stream) const;
-  // encode(), then y := what that decodes to, times factor. x may be y.
+  // Encodes, then y := what that decodes to, times factor. x may be y.
   virtual void finish(const Run& run, std::byte* out, std::byte* scratch, float* y, float factor,
                       std::uint32_t* flags, Stream stream) const;
 

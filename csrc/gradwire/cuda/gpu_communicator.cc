@@ -12,8 +12,8 @@
 namespace gradwire::cuda {
 namespace {
 
-constexpr std::size_t kCallFlags = 64;  // calls whose flags are told before the first is told anew
-// A plan's frames are whole chunks here, however long.
+constexpr std::size_t kCallFlags = 64;  // calls whose flags are kept at a time
+// A plan's frames are whole chunks here, whatever their length.
 constexpr std::size_t kUnlimited = std::size_t{1} << 60;
 
 exec::PlanCache::Setting plans_of(const Communicator::Setting& setting) {
@@ -24,7 +24,8 @@ bool is_plain(const exec::Request& request) {
   return !request.codec || request.codec->combine() == codec::Combine::kPlain;
 }
 
-// Payloads travel whole on most ways between GPUs, so gathering more than one other's does not pay.
+// Returns whether a call gathers payloads. By "auto" only two ranks do: most transports between
+// GPUs send payloads whole, so that gathering those of several peers does not pay.
 bool gathers(const exec::Request& request, int size) {
   const bool shared = request.collective == Collective::kAllReduce;
   if (exec::is_gather(request.algorithm)) return !(is_plain(request) && shared);
@@ -32,7 +33,7 @@ bool gathers(const exec::Request& request, int size) {
          shared && size == 2 && request.codec->gathers(size);
 }
 
-// Throws as exec/plan/gather_algorithm.h does.
+// Throws for an algorithm that cannot gather, as exec/plan/gather_algorithm.h does.
 void require_gathers(const exec::Request& request) {
   if (is_plain(request))
     throw ScheduleError(std::string(name_of(request.collective)) + " by '" +
@@ -76,12 +77,12 @@ Communicator::Communicator(const Api& api, Setting setting, std::unique_ptr<Mess
   messages_->tell_losses(lost_);
 }
 
-// Enqueued work uses the memory, and ends when its messages do, or are aborted.
+// Enqueued work uses this memory. It ends when its messages do, or when they are aborted.
 Communicator::~Communicator() {
   if (messages_->rest())
     messages_.reset();
   else
-    messages_.release();  // for good
+    messages_.release();  // leaked: something may still refer to it
   await_device(api_, setting_.device);
 }
 
@@ -97,7 +98,7 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
   const std::uint64_t capture = capture_of(api_, stream);
   call.captured = capture != 0;
   exec::extent_counts(request, setting_.rank, setting_.size, call.counts);
-  // Events of one capture mean nothing in another one, nor outside.
+  // An event that was recorded in one capture means nothing in another capture, or outside.
   const Event last = call.captured ? last_captured_.get() : last_.get();
   if (call.captured ? capture == last_capture_ : recorded_)
     check(api_, api_.wait(stream, last), "cudaStreamWaitEvent");
@@ -151,7 +152,7 @@ std::uint32_t Communicator::take_flags() {
   return all;
 }
 
-// ---- What every way of a call begins with ------------------------------------------------------
+// ---- What every kind of call begins with --------------------------------------------------------
 
 // All calls of a step share one word of flags.
 void Communicator::begin(Call& call) {
@@ -232,7 +233,7 @@ void Communicator::prepare(const Call& call, std::span<std::byte* const> extents
   }
 }
 
-// Once a key, though several extents may be of it.
+// Adapts each key once, even where several extents belong to it.
 void Communicator::adapt(const Call& call) {
   if (!call.codec->adapts()) return;
   std::uint64_t elements = 0;
@@ -247,7 +248,7 @@ void Communicator::adapt(const Call& call) {
   }
 }
 
-// A plain sum loses nothing.
+// Adds the residuals to the arrays and clears them, since a plain sum loses nothing.
 void Communicator::deliver_residuals(const Call& call, const exec::BufferMap& buffer_map) {
   const auto& own = main_.plan().folds() ? buffer_map.addends() : buffer_map.extents();
   for (std::size_t i = 0; i < own.size(); ++i)
@@ -277,13 +278,13 @@ void Communicator::settle(const Call& call, bool shared, bool remembers) {
   look_for_failure();
   if (!shared) {
     vote_finite(call);
-    look_for_failure();  // of the question
+    look_for_failure();  // the vote itself may have failed
     poison(call);
   }
   call.feedback->settle(*call.table, remembers, call.flags, call.stream);
 }
 
-// Ranks that hold different results agree whether residuals may move.
+// Lets ranks that hold different results agree whether the new residuals are kept.
 void Communicator::vote_finite(const Call& call) {
   const exec::Array word{reinterpret_cast<std::byte*>(call.flags), 1};
   exec::Request question;

@@ -1,14 +1,14 @@
-// What one rank's GPU holds of a communicator: the same calls as exec/communicator.h's, on arrays
-// in device memory, enqueued on the caller's stream. A call returns when it is enqueued; what the
-// stream does next finds its results. A repeated call waits for nothing and allocates nothing, so
-// it can be captured in a CUDA graph.
+// The part of a communicator on one rank's GPU. It makes the same calls as exec/communicator.h, on
+// arrays in device memory, enqueued on the caller's stream. A call returns once it is enqueued;
+// later work on the stream finds its results. A repeated call waits for nothing and allocates
+// nothing, so it can be captured in a CUDA graph.
 //
-// Calls are ordered as they are made, on whatever streams; those of one capture among themselves,
-// and who launches a graph orders it with the rest, as they use the same memory. One thread at a
-// time; abort() for any.
+// Calls run in the order in which they are made, on whatever streams. Calls of one capture are
+// ordered among themselves; whoever launches the graph orders it with other calls, since they use
+// the same memory. One thread at a time may use it; any thread may call abort().
 //
-// A call whose messages fail is over all the same: its results may hold anything, and residuals are
-// as they were before it.
+// A call whose messages fail still ends: its results are undefined, and residuals are as they were
+// before it.
 #pragma once
 
 #include <atomic>
@@ -33,12 +33,12 @@ struct Call {
   Stream stream = nullptr;
   bool captured = false;
   std::vector<std::uint64_t> counts;  // exec::extent_counts
-  const Codec* codec = nullptr;       // of payloads
+  const Codec* codec = nullptr;       // of the payloads; null where there are none
   std::byte* scratch = nullptr;       // the codec's
   std::uint32_t* flags = nullptr;
   Feedback* feedback = nullptr;
   const Feedback::Table* table = nullptr;       // with feedback
-  std::vector<exec::KeyOffset> keys;            // with feedback: of each extent, in the table's
+  std::vector<exec::KeyOffset> keys;            // with feedback: key and offset of each extent
   std::vector<ExtentFeedback> extent_feedback;  // of each extent
 };
 
@@ -57,25 +57,25 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // `request`'s arrays are in this device's memory; its `feedback` is not looked at, `feedback` is.
-  // Throws InvalidArgument and ScheduleError as a call on the CPU does, before anything is
-  // enqueued; and what the messages throw, after which every call throws it.
+  // Enqueues a call. The arrays of `request` are in this device's memory; its `feedback` is
+  // ignored, and `feedback` is used. Throws InvalidArgument and ScheduleError as a call on the CPU
+  // does, before anything is enqueued; and what the messages throw, which every later call throws
+  // again.
   void run(const exec::Request& request, Feedback* feedback, Stream stream);
 
-  // Throws what run() would throw for a request that is wrong; nothing else is done.
+  // Throws what run() would throw for an invalid request, and does nothing else.
   void require_valid(const exec::Request& request, const Feedback* feedback);
 
-  // What became of the calls so far, as far as they are over: Flag bits, which the caller's next
-  // look does not find again.
+  // Returns, and clears, the Flag bits of the calls that are over.
   std::uint32_t take_flags();
 
-  // Bytes that this rank's calls have sent, replays of graphs not among them.
+  // Returns how many bytes this rank's calls have sent, without replays of graphs.
   std::uint64_t sent() const noexcept { return sent_; }
 
   int device() const noexcept { return setting_.device; }
   std::string_view messages() const noexcept { return messages_->name(); }
   const Api& api() const noexcept { return api_; }
-  // Throws what has failed between the GPUs since.
+  // Throws if the messages between the GPUs have failed.
   void check_messages() { messages_->check(); }
   void abort() noexcept { messages_->abort(); }
 
@@ -92,7 +92,7 @@ class Communicator {
   void prepare(const Call& call, std::span<std::byte* const> extents);
   void adapt(const Call& call);
   void count_sent();
-  // The end of a call with feedback; `shared`: all ranks have all results, and so the same flags.
+  // Ends a call with feedback. `shared`: all ranks have all results, and so the same flags.
   void settle(const Call& call, bool shared, bool remembers = false);
   void vote_finite(const Call& call);
   void poison(const Call& call);
@@ -105,10 +105,10 @@ class Communicator {
   Operation main_, vote_;
   Room flags_room_, own_key_states_, codec_scratch_, call_flags_;
   std::uint32_t* flags_ = nullptr;
-  std::uint32_t* lost_ = nullptr;  // pinned: kLost, once messages have failed
+  std::uint32_t* lost_ = nullptr;  // pinned; set to kLost once messages have failed
   OwnedEvent last_, last_captured_;
-  bool recorded_ = false;           // last_
-  std::uint64_t last_capture_ = 0;  // of last_captured_
+  bool recorded_ = false;           // whether last_ has been recorded
+  std::uint64_t last_capture_ = 0;  // the capture of last_captured_
   std::uint64_t operations_ = 0;
   std::atomic<std::uint64_t> sent_{0};
   Call call_;

@@ -22,7 +22,8 @@ void Execution::run(const Call& call, Messages& messages, Stream stream) {
   for (const Piece& piece : call_.plan->finished_here()) finish_here(piece);
 }
 
-// Frames stand in the order of their rounds, as there is one segment.
+// Visits the frames of each round. They are in the order of their rounds, since there is one
+// segment.
 template <typename Visit>
 void Execution::each_round(Visit visit) const {
   const Frames sends = call_.plan->sends(), receives = call_.plan->receives();
@@ -41,7 +42,7 @@ void Execution::each_round(Visit visit) const {
   }
 }
 
-// Room for the round that needs most, and for finished payloads.
+// Reserves room for the round that needs the most, and for finished payloads.
 void Execution::reserve() {
   std::size_t most = 0;
   each_round([&](Frames sends, Frames receives) {
@@ -107,7 +108,8 @@ const std::byte* Execution::payload_to_send(const Part& part) {
   return payload;
 }
 
-// This rank owns the finished sum: from here on everybody, this rank too, has the same bits.
+// Finishes a sum that this rank owns: from here on all ranks, this one included, have the same
+// bits.
 void Execution::finish(const Part& part) {
   if (part.stored == exec::kNotStored) {
     for (const Piece& piece : call_.plan->pieces(part)) scale(piece);
@@ -139,7 +141,7 @@ void Execution::post_receive(const Part& part, Rank peer, Frames sends) {
   }
 }
 
-// Whether the same elements leave in this round, as they were before.
+// Returns whether elements of the part are also sent in this round, as they were before it.
 bool Execution::is_sent(const Part& part, Frames sends) const {
   for (const Frame& frame : sends)
     for (const Part& sent : call_.plan->parts(frame))
@@ -154,7 +156,7 @@ void Execution::land(const Landing& landing) {
     land_lossy(*landing.part, landing.data);
 }
 
-// Adds up in float32, and rounds with the last addend.
+// Folds 16-bit floats in float32. The sum is rounded with the last addend.
 void Execution::fold_wide(const Part& part, const Piece& piece, const std::byte* data) {
   const exec::Plan& plan = *call_.plan;
   float* sum = reinterpret_cast<float*>(wide_.data()) + plan.wide_offset(part.wide);
@@ -192,7 +194,7 @@ void Execution::land_lossy(const Part& part, const std::byte* data) {
   }
 }
 
-// A result that this rank alone has, and never encoded: all of the residual is delivered.
+// Finishes a result that only this rank has, and never encoded: all of the residual is delivered.
 void Execution::finish_here(const Piece& piece) {
   if (lossy()) {
     const Run run = run_of(piece);

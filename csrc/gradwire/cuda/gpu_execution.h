@@ -1,11 +1,12 @@
-// Execution on a GPU: one more reader of a Plan (exec/plan/plan.h). Each round is one group of
-// messages and the kernels that make its payloads and land them, all enqueued on one stream:
-// nothing waits here, and nothing is allocated but for a plan that needs more room than any before.
+// Execution on a GPU, which reads a Plan as the CPU's does (exec/plan/plan.h). Each round is one
+// group of messages and the kernels that make its payloads and land them, all enqueued on one
+// stream. Nothing here waits, and nothing is allocated unless a plan needs more room than any
+// before.
 //
 //   round:  encode what is sent · one group of messages · fold, or decode, what has arrived
 //
-// Sends read what was there when the round began and landings come after, as stream order has it.
-// The plan has one segment: what overlaps on a GPU are streams.
+// Stream order ensures that sends read what was there when the round began, and that landings come
+// after. The plan has one segment, since on a GPU it is streams that overlap.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +23,8 @@ namespace gradwire::cuda {
 // The error feedback of an extent, for lossy codecs.
 struct ExtentFeedback {
   RunFeedback run_feedback{};  // at its first element
-  std::uint64_t call = 0;      // of Rounding
-  std::uint64_t element = 0;   // of its first, in its key
+  std::uint64_t call = 0;      // for Int8Rounding
+  std::uint64_t element = 0;   // index of its first element in its key
 };
 
 class Execution {
@@ -32,25 +33,25 @@ class Execution {
     const exec::Plan* plan = nullptr;
     std::span<std::byte* const> extents;              // in device memory
     const Codec* codec = nullptr;                     // null where the plan is not lossy
-    std::span<const ExtentFeedback> extent_feedback;  // lossy: one an extent
+    std::span<const ExtentFeedback> extent_feedback;  // lossy: one per extent
     std::byte* scratch = nullptr;                     // the codec's
     std::uint32_t* flags = nullptr;                   // lossy: the call's
-    std::span<const Slotted> layout;  // plain: of every block, each of which is a payload
-    bool captured = false;            // in a graph
+    std::span<const Slotted> layout;  // plain: the layout of every block, which is a payload
+    bool captured = false;            // captured in a graph
   };
 
   explicit Execution(const Api& api) : api_(api), arena_(api), store_(api), wide_(api) {}
 
   // Throws what the messages throw; then the results are undefined.
   void run(const Call& call, Messages& messages, Stream stream);
-  // Bytes that were posted so far, as slots are.
+  // Returns how many bytes were posted so far; slots count whole.
   std::uint64_t sent() const noexcept { return sent_; }
 
  private:
   using Frames = std::span<const exec::Frame>;
   struct Landing {
     const exec::Part* part = nullptr;
-    const exec::Piece* piece = nullptr;  // plain: the only one that is meant
+    const exec::Piece* piece = nullptr;  // plain: the one piece that lands
     const std::byte* data = nullptr;
   };
 
@@ -88,7 +89,7 @@ class Execution {
   Call call_;
   Messages* messages_ = nullptr;
   Stream stream_ = nullptr;
-  std::size_t used_ = 0;  // of the arena, in this round
+  std::size_t used_ = 0;  // bytes of the arena that this round uses
   std::uint64_t sent_ = 0;
   std::vector<std::size_t> store_offsets_;
   std::vector<Landing> landings_;

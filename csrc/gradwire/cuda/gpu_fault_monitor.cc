@@ -8,7 +8,7 @@
 namespace gradwire::cuda {
 namespace {
 
-// How long a failure between GPUs waits for its root cause, which the control plane carries.
+// How long a failure between GPUs waits for its root cause, which the control plane reports.
 constexpr std::chrono::milliseconds kRootCauseWait{1000};
 constexpr std::chrono::milliseconds kCheckInterval{10};
 
@@ -68,7 +68,7 @@ void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stre
     if (!captured) record_event(&Running::end, stream);
     mark_enqueued();
   } catch (const Error&) {
-    // Another rank's failure may show up here first; its cause then comes with the shadow.
+    // Another rank's failure may show up here first; the shadow then reports its cause.
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, kRootCauseWait, [this] { return failure_ != nullptr; });
     fail(lock, std::current_exception());
@@ -82,8 +82,9 @@ void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stre
   }
 }
 
-// A capture can neither allocate nor connect to a peer for the first time. To find that out in the
-// middle of a call would end the communicator.
+// Throws for a captured call that was not made before the capture. A capture can neither allocate
+// nor connect to a peer for the first time; to find that out in the middle of a call would end the
+// communicator.
 void GpuFaultMonitor::require_made_before(const exec::Request& request, const std::string& text,
                                           const Feedback* feedback, bool captured) {
   constexpr std::size_t kMost = 10000;  // later calls are not checked
@@ -129,7 +130,7 @@ void GpuFaultMonitor::record_event(std::unique_ptr<OwnedEvent> Running::* event,
   if (spare_.empty()) spare_.push_back(std::make_unique<OwnedEvent>(gpu_.api()));
   auto taken = std::move(spare_.back());
   spare_.pop_back();
-  lock.unlock();  // a stream that is full waits until the thread ends what is on it
+  lock.unlock();  // record() may wait on a full stream until the thread ends its work
   check(gpu_.api(), gpu_.api().record(taken->get(), stream), "cudaEventRecord");
   lock.lock();
   running_.back().*event = std::move(taken);
@@ -194,7 +195,8 @@ void GpuFaultMonitor::check_running(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-// Another rank's failure may show up here first; waits for its root cause.
+// Throws the failure of the GPU's messages. Another rank's failure may show up here first, so it
+// waits for the root cause.
 void GpuFaultMonitor::check_messages() {
   try {
     if (const std::unique_lock idle(enqueuing_, std::try_to_lock); idle) gpu_.check_messages();
@@ -210,7 +212,8 @@ void GpuFaultMonitor::check_messages() {
   }
 }
 
-// The stream has `timeout` to come to the call, and then again for the call itself.
+// Throws Timeout where the stream takes more than `timeout` to reach the call, or again for the
+// call itself.
 void GpuFaultMonitor::require_in_time(Running& front) const {
   const bool all_here = !front.shadow || front.shadow->done();
   const bool is_known = front.start || front.enqueued;
@@ -251,7 +254,7 @@ void GpuFaultMonitor::check_flags() {
                        kNoPeer);
 }
 
-// Called with the lock held, which it gives up meanwhile.
+// The caller holds the lock, which this function releases meanwhile.
 void GpuFaultMonitor::fail(std::unique_lock<std::mutex>& lock,
                            const std::exception_ptr& error) noexcept {
   if (failure_) return;

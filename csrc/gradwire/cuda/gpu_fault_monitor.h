@@ -1,11 +1,11 @@
 // GpuFaultMonitor: ends a call on a GPU when a rank has died, was stopped, aborts, or makes another
-// call. A GPU's stream would not notice.
+// call, which a GPU's stream would not notice.
 //
 // Every call has a shadow: a collective of zero bytes, with the call's text, on a communicator of
 // CPUs that serves nothing else (the shadow communicator). So each fault is found as it is on CPUs,
-// and named after the same rank. A thread waits for the shadows; when one fails, or the GPU does,
-// it aborts the GPU's messages, so that streams finish, and fails both the shadow communicator and
-// the one that users hold.
+// and names the same rank. A thread waits for the shadows. When a shadow or the GPU fails, the
+// thread aborts the GPU's messages, so that streams finish, and makes both the shadow communicator
+// and the users' communicator fail.
 //
 // Replays of a CUDA graph have no shadows, so a fault in one is found by NCCL, or not at all.
 #pragma once
@@ -27,32 +27,33 @@ namespace gradwire::cuda {
 
 class GpuFaultMonitor {
  public:
-  // All must outlive it. Nobody else may make calls on `shadow`.
+  // All three must outlive it. Nobody else may make calls on `shadow`.
   GpuFaultMonitor(Communicator& gpu, exec::Communicator& shadow, exec::Communicator& users);
-  // Does not wait: what is enqueued goes on.
+  // Does not wait: enqueued work goes on.
   ~GpuFaultMonitor();
   GpuFaultMonitor(const GpuFaultMonitor&) = delete;
   GpuFaultMonitor& operator=(const GpuFaultMonitor&) = delete;
 
-  // Makes the call and monitors it. `timeout`: seconds that the stream has to come to the call, and
+  // Makes the call and monitors it. The stream has `timeout` seconds to reach the call, and as many
   // again for the call itself. Throws the failure as soon as there is one, and what
   // Communicator::run() throws; InvalidArgument for a call that is captured in a graph and was not
   // made before.
   void run(const exec::Request& request, Feedback* feedback, Stream stream);
   void require_alive() const;
-  // Waits until all calls so far are over, `timeout` seconds; throws the failure, or Timeout.
+  // Waits at most `timeout` seconds until all calls so far are over. Throws the failure, or
+  // Timeout.
   void finish(double timeout);
-  // As exec::Communicator::abort().
+  // Aborts as exec::Communicator::abort() does.
   void abort(const std::string& reason) noexcept;
 
  private:
   struct Running {
     std::shared_ptr<exec::Work> shadow;
     bool enqueued = false;
-    std::unique_ptr<OwnedEvent> start, end;  // null: it is part of a graph
-    bool has_started = false;                // as far as is known
+    std::unique_ptr<OwnedEvent> start, end;  // null: the call is part of a graph
+    bool has_started = false;                // as far as this rank knows
     double timeout = 0;
-    Deadline deadline = Deadline::never();  // once its turn has come
+    Deadline deadline = Deadline::never();  // set once it is the oldest running call
     std::string text;
   };
 

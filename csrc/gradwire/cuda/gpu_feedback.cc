@@ -30,7 +30,7 @@ void check_length(const codec::KeyedExtent& extent, std::size_t stored) {
       "once before the capture begins");
 }
 
-// Compares bits: -0 is not +0.
+// Returns whether all values have the bits of `value`: -0 is not +0.
 bool are_all(const std::vector<float>& values, float value) {
   return std::ranges::all_of(values, [bits = std::bit_cast<std::uint32_t>(value)](float each) {
     return std::bit_cast<std::uint32_t>(each) == bits;
@@ -44,7 +44,7 @@ Feedback::Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host)
   step_flags_ = reinterpret_cast<std::uint32_t*>(step_room_.take(kPayloadAlignment));
 }
 
-// Releasing memory promises no wait, and calls or graphs may still use it.
+// Waits for the device: releasing memory may not wait, and calls or graphs may still use it.
 Feedback::~Feedback() { await_device(api_); }
 
 float* Feedback::zeros(OwnedKey& owned, std::uint64_t count, Stream stream) {
@@ -150,7 +150,7 @@ void Feedback::begin_step() {
   of_step_.clear();
 }
 
-// Clears the flags with the first call of a step, which is ordered behind all calls before it.
+// Clears the flags with the first call of a step, which is ordered after all calls before it.
 void Feedback::begin_flags(Stream stream) {
   if (!in_step_ || !is_fresh_) return;
   check(api_, api_.fill(step_flags_, 0, sizeof *step_flags_, stream), "cudaMemsetAsync");
@@ -219,7 +219,7 @@ void Feedback::write(const Key& key, const codec::ErrorFeedback::SavedKey& saved
   const std::size_t residuals = std::min<std::size_t>(saved.residual.size(), key.count);
   const std::size_t memories = std::min<std::size_t>(saved.memory.size(), key.remembered);
   check(api_, api_.fill(key.residual[0], 0, 4 * key.count, stream), "cudaMemsetAsync");
-  if (saved.residual.empty())  // to -0: a CPU adds nothing now, and x + -0 is x, for x = -0 too
+  if (saved.residual.empty())  // -0, since a CPU adds nothing now: x + -0 is x even for x = -0
     check(api_,
           api_.scale(static_cast<int>(DType::kFloat32), key.residual[0], -1, key.count, stream),
           "scaling");

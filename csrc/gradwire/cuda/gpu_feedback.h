@@ -1,9 +1,9 @@
-// Error feedback on one GPU: codec/feedback.h's residuals, what codecs adapt and remember, in
-// device memory, so that a call needs nothing of the host. Whether a call's residuals take the
-// place of those before is decided on the device, by the call's flags.
+// Error feedback on one GPU: codec/feedback.h's residuals, and what codecs adapt and remember, in
+// device memory, so that a call needs nothing of the host. The device decides by the call's flags
+// whether a call's residuals replace those before.
 //
 // Each key has two vectors; its KeyState says which one is current (cuda/api.h). One thread at a
-// time uses it, and its calls go to one stream after the other: who changes streams orders them.
+// time uses it. Its calls follow each other in stream order; whoever changes streams orders them.
 #pragma once
 
 #include <atomic>
@@ -27,7 +27,7 @@ class Feedback {
     std::uint64_t count = 0;  // elements
     float* memory[2] = {nullptr, nullptr};
     std::uint64_t remembered = 0;  // elements of memory
-    std::uint64_t digest = 0;      // of the name, for Int8Rounding
+    std::uint64_t digest = 0;      // hash of the name, for Int8Rounding
 
     RunFeedback run_feedback(std::uint64_t offset) const {
       return {{residual[0] + offset, residual[1] + offset}, key_state};
@@ -39,16 +39,18 @@ class Feedback {
     KeyState* const* key_states = nullptr;  // in device memory
   };
 
-  // On this thread's device. What a new key starts with is taken from the host's.
+  // Works on this thread's device. A new key starts with what the host's error feedback holds for
+  // it.
   Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host);
   ~Feedback();  // waits for the device
-  // Unique in the process, also over time.
+  // Returns a number that no other Feedback of the process has, or had.
   std::uint64_t number() const noexcept { return number_; }
   Feedback(const Feedback&) = delete;
   Feedback& operator=(const Feedback&) = delete;
 
-  // Throws InvalidArgument for a key whose residual has another length, one that is given twice,
-  // and for new ones in a call that is captured. A table stays valid.
+  // Finds the keys of a call, and makes new ones. Throws InvalidArgument for a key whose residual
+  // has another length, for one that is given twice, and for a new one in a call that is captured.
+  // A table stays valid.
   const Table& open(std::span<const codec::KeyedExtent> extents, bool captured, Stream stream);
   // Makes room for the memory of each key: `counts` elements.
   void remember(const Table& table, std::span<const std::uint64_t> counts, bool captured,
@@ -57,20 +59,22 @@ class Feedback {
   // Throws InvalidArgument as open() would for keys of another length, or given twice.
   void require_fits(std::span<const codec::KeyedExtent> extents) const;
 
-  // A step: calls between the two stand or fall together. InvalidArgument where one is (not) under
-  // way. The stream is that of the step's last call.
+  // Begin and end a step: either all residuals of the calls in between are kept, or none. They
+  // throw InvalidArgument where a step is, or is not, under way. The stream is that of the step's
+  // last call.
   void begin_step();
   void end_step(bool keep, Stream stream);
-  // The step under way is not kept if x holds NaN or Inf.
+  // Makes the step under way fail if x holds NaN or Inf: it is not kept then.
   void require_finite(const float* x, std::uint64_t count, Stream stream);
   bool in_step() const noexcept { return in_step_; }
-  // Ends a call, or joins it to the step under way. The flags decide; in a step, the step's.
+  // Ends a call, or joins it to the step under way. The flags decide whether it is kept; in a step,
+  // the step's flags.
   void settle(const Table& table, bool remembers, const std::uint32_t* flags, Stream stream);
   std::uint32_t* step_flags() const noexcept { return step_flags_; }
 
-  // Waits for the whole device, since calls and replays of graphs may be on any stream, and gives a
-  // copy of everything to the host's, for as long as it is read or changed there; and takes it
-  // back, in the same memory, so that graphs stay valid.
+  // bring_home() gives a copy of everything to the host's error feedback, for as long as that is
+  // read or changed; send_back() takes it back into the same memory, so that graphs stay valid.
+  // Both wait for the whole device, since calls and replays of graphs may be on any stream.
   void bring_home();
   void send_back();
 
@@ -106,9 +110,9 @@ class Feedback {
   Room step_room_;
   std::uint32_t* step_flags_ = nullptr;
   bool in_step_ = false;
-  bool is_fresh_ = false;  // its flags are of the step before
-  OwnedStream copies_;     // of those to and from the host
-  OwnedEvent ended_;       // recorded behind a step's end, which calls on other streams wait for
+  bool is_fresh_ = false;  // no call yet: the flags are of the step before
+  OwnedStream copies_;     // for copies to and from the host
+  OwnedEvent ended_;       // recorded at a step's end; calls on other streams wait for it
   bool has_ended_ = false;
   struct Settled {
     const Table* table;

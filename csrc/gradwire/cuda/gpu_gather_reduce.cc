@@ -45,7 +45,7 @@ void GatherReduce::run(Call& call) {
   if (call.feedback != nullptr) of_.settle(call, request.collective == Collective::kAllReduce);
 }
 
-// Payloads lie end to end, as the extents do.
+// Places the payloads end to end, as the extents are.
 void GatherReduce::place(const Call& call) {
   const std::size_t arrays = call.request->inputs.size();
   runs_ = arrays == 0 ? 1 : call.counts.size() / arrays;
@@ -77,7 +77,7 @@ void GatherReduce::add_up(const Call& call) {
   }
 }
 
-// Nobody to lose anything to.
+// Copies input to output where there is one rank, which loses nothing, and delivers the residuals.
 void GatherReduce::deliver_alone(const Call& call) {
   for (std::size_t i = 0; i < call.counts.size(); ++i) {
     float* const y = output(call, i);
@@ -105,7 +105,7 @@ const float* GatherReduce::input(const Call& call, std::size_t extent) const {
   return reinterpret_cast<const float*>(array.data) + offsets_[extent];
 }
 
-// The place of an extent's sum on this rank; null where other ranks hold it.
+// Returns the place of an extent's sum on this rank; null where other ranks hold it.
 float* GatherReduce::output(const Call& call, std::size_t extent) const {
   const exec::Request& request = *call.request;
   std::size_t array = extent / runs_;

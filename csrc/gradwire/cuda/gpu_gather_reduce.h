@@ -1,6 +1,5 @@
-// A sum of payloads that all ranks gather (exec/compound/gather_reduce.h), on a GPU: every rank
-// encodes its whole input once, all payloads go to all, each adds them up in the order of the
-// ranks.
+// A sum of gathered payloads on a GPU (exec/compound/gather_reduce.h): every rank encodes its whole
+// input once, receives the payloads of all ranks, and adds them up in the order of the ranks.
 #pragma once
 
 #include <vector>
@@ -27,8 +26,8 @@ class GatherReduce {
   Communicator& of_;
   Operation operation_;
   Room payloads_;                     // a block for each rank
-  std::vector<std::size_t> offsets_;  // of each extent in its array, elements
-  std::size_t runs_ = 1;              // extents of an array
+  std::vector<std::size_t> offsets_;  // elements: where each extent begins in its array
+  std::size_t runs_ = 1;              // extents per array
   std::size_t block_bytes_ = 0;
   std::vector<Slotted> layout_;  // of a block
 };

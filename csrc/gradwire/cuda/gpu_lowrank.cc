@@ -48,7 +48,8 @@ void LowRankReduce::run(Call& call) {
   if (call.feedback != nullptr) of_.settle(call, /*shared=*/true, /*remembers=*/true);
 }
 
-// Alone there is nobody to send anything to.
+// Lists the matrices to factor, and the plain extents. A single rank factors nothing, since it
+// sends nothing.
 void LowRankReduce::list(const Call& call) {
   const auto rank = call.request->codec->definition().rank;
   matrices_.clear();
@@ -80,7 +81,7 @@ void LowRankReduce::take_room(bool captured) {
   scales_ = reinterpret_cast<float*>(at + rights);
 }
 
-// The factors of one key's matrices lie end to end in its memory.
+// Binds the feedback. The factors of one key's matrices lie end to end in the key's memory.
 void LowRankReduce::open(Call& call) {
   if (call.feedback == nullptr) return of_.bind_feedback(call);
   of_.bind_feedback(call);
@@ -103,7 +104,7 @@ RunFeedback LowRankReduce::run_feedback_of(const Call& call, std::size_t extent)
   return call.feedback == nullptr ? RunFeedback{} : call.extent_feedback[extent].run_feedback;
 }
 
-// V: input and residual.
+// Returns V: the input plus the residual, if there is one.
 const float* LowRankReduce::values(const Call& call, const Factored& each) const {
   return call.feedback == nullptr ? in(call, each.extent) : out(call, each.extent);
 }
@@ -131,7 +132,8 @@ void LowRankReduce::make_left(const Call& call) {
   }
 }
 
-// Any NaN or Inf of a matrix is in its left factor.
+// Makes the right factors. It checks only the left ones, since any NaN or Inf of a matrix is in
+// these.
 void LowRankReduce::make_right(const Call& call) {
   const Api& api = of_.api_;
   check(api, api.check_finite(lefts_, left_, call.flags, call.stream), "looking for NaN");

@@ -1,5 +1,5 @@
-// lowrank on a GPU (exec/compound/lowrank_reduce.h): local work, a sum of left factors, local
-// work, a sum of right ones, local work; all of it enqueued.
+// lowrank on a GPU (exec/compound/lowrank_reduce.h): local work, a sum of left factors, local work,
+// a sum of right factors, local work; all of it is enqueued.
 #pragma once
 
 #include <vector>
@@ -19,8 +19,8 @@ class LowRankReduce {
   struct Factored {
     std::size_t extent;
     Matrix of;
-    std::size_t left, right;  // where its factors begin
-    std::size_t key, memory;  // with feedback: whose, and where they begin in its memory
+    std::size_t left, right;  // where its factors begin in lefts_ and rights_
+    std::size_t key, memory;  // with feedback: its key, and its place in the key's memory
     std::size_t left_size() const { return of.rows * of.rank; }
     std::size_t right_size() const { return of.columns * of.rank; }
   };
@@ -39,7 +39,7 @@ class LowRankReduce {
   Communicator& of_;
   Operation operation_;
   std::vector<Factored> matrices_;
-  std::vector<std::size_t> plain_;                    // extents that travel as they are
+  std::vector<std::size_t> plain_;                    // extents that are sent as they are
   std::size_t left_ = 0, right_ = 0, most_left_ = 0;  // elements
   Room room_;
   float *lefts_ = nullptr, *rights_ = nullptr, *own_rights_ = nullptr, *scales_ = nullptr;

@@ -32,7 +32,7 @@ void Operation::copy(const std::vector<exec::CopyStep>& steps, Stream stream) {
           "cudaMemcpyAsync");
 }
 
-// Adds in the order of the ranks, the same on all of them. Their blocks lie end to end.
+// Adds the ranks' blocks, which lie end to end, in the order of the ranks, the same on all of them.
 void Operation::fold(Stream stream) {
   const OpSpec& spec = plan_->spec();
   const std::size_t element = size_of(spec.dtype), block = plan_->counts()[0] * element;

@@ -1,5 +1,5 @@
-// Operation: one schedule's run over one request's arrays in device memory, with the copies before
-// it and after it. Reused from call to call; what it enqueues uses its memory in stream order.
+// Operation: runs one schedule over one request's arrays in device memory, with the copies before
+// and after it. It is reused from call to call; enqueued work uses its memory in stream order.
 #pragma once
 
 #include <memory>
@@ -30,14 +30,15 @@ class Operation {
   Operation(const Api& api, const Place& place)
       : api_(api), place_(place), scratch_(api), execution_(api) {}
 
-  // Finds the plan and the arrays' places. Throws as a call on the CPU does.
+  // Finds the plan and the places of the arrays. Throws as a call on the CPU does.
   void bind(const exec::Request& request, bool captured);
   const exec::Plan& plan() const noexcept { return *plan_; }
   const exec::BufferMap& buffer_map() const noexcept { return buffer_map_; }
 
   std::uint64_t sent() const noexcept { return execution_.sent(); }
 
-  // The copies that come first; then everything else. `layout`: of plain blocks that are payloads.
+  // begin() enqueues the copies that come first; run() all the rest. `layout` describes plain
+  // blocks that are payloads.
   void begin(Stream stream);
   void run(const Coding& coding, std::span<const Slotted> layout, Stream stream);
 

@@ -5,8 +5,8 @@
 
 namespace gradwire::cuda {
 
-// A guess from data sheets, not measured: a round costs a group of messages and its kernels,
-// whatever its size; within a host bytes are cheap. The same on every rank.
+// Returns a guess from data sheets, which is not measured and is the same on every rank: a round
+// costs a group of messages and its kernels, whatever its size, and bytes are cheap within a host.
 schedule::CostModel gpu_model();
 
 }  // namespace gradwire::cuda

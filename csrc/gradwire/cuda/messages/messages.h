@@ -1,12 +1,12 @@
-// Messages: how one rank's GPU exchanges bytes with other ranks'. What is posted between begin()
-// and end() is one group: end() enqueues all of it on a stream, so that it reads what was there
-// before on that stream, and what comes after finds it done: all of its bytes have arrived, and its
-// memory is free again. Several messages of a group between the same two ranks match in their
-// order.
+// Messages: exchanges bytes between one rank's GPU and those of other ranks. What is posted between
+// begin() and end() is one group, which end() enqueues on a stream. The group reads what earlier
+// work on that stream has written. Later work on the stream finds the group done: all of its bytes
+// have arrived, and its memory is free again. Several messages of a group between the same two
+// ranks match in their order.
 //
-// Three implementations: NCCL (messages_nccl.h), virtual ranks in one process
-// (messages_loopback.h), the CPU transports (messages_host.h); and several of them at once
-// (messages_routed.h). Belongs to one thread at a time; abort() is for any thread.
+// There are three implementations: NCCL (messages_nccl.h), virtual ranks in one process
+// (messages_loopback.h) and the CPU transports (messages_host.h); messages_routed.h combines
+// several. One thread at a time uses it; any thread may call abort().
 #pragma once
 
 #include <atomic>
@@ -20,9 +20,9 @@
 
 namespace gradwire::cuda {
 
-// A stretch of a message of which not all bytes count: the sizes of its units, 4 bytes each, padded
-// to kPayloadAlignment; then a slot for each unit, whose first bytes count, as many as its size
-// says.
+// A stretch of a message of which not all bytes count. It begins with the sizes of its units, 4
+// bytes each, padded to kPayloadAlignment. Then each unit has a slot, of which the first `size`
+// bytes count.
 struct Slotted {
   std::uint64_t units = 0;
   std::size_t slot_bytes = 0;
@@ -38,27 +38,28 @@ class Messages {
   virtual std::string_view name() const noexcept = 0;
 
   virtual void begin() = 0;
-  // `layout`: the stretches of all of it, in order, the same at both ends; empty: all bytes count.
-  // Only the device knows which bytes count, so messages may still travel whole.
+  // `layout` lists the stretches of the whole message in order, the same at both ends; if it is
+  // empty, all bytes count. Only the device knows which bytes count, so messages may still be sent
+  // whole.
   virtual void send(const std::byte* data, std::size_t bytes, Rank peer,
                     std::span<const Slotted> layout = {}) = 0;
   virtual void receive(std::byte* data, std::size_t bytes, Rank peer,
                        std::span<const Slotted> layout = {}) = 0;
-  // Throws TransportError, Timeout or Aborted as the CPU transports do; then nothing more may be
-  // posted.
+  // Enqueues the group. Throws TransportError, Timeout or Aborted as the CPU transports do; then
+  // nothing more may be posted.
   virtual void end(Stream stream) = 0;
 
-  // Throws what has failed since, on the stream.
+  // Throws if enqueued messages have failed.
   virtual void check() = 0;
-  // Enqueued work ends, whatever the peers do; later calls throw Aborted.
+  // Makes enqueued work end, whatever the peers do. Later calls throw Aborted.
   virtual void abort() noexcept = 0;
 
-  // Before the end: waits for what is enqueued, but not for ever. False: something may refer to
-  // this still, so it must not be destroyed.
+  // Called before destruction: waits a limited time for enqueued work. Returns false where
+  // something may still refer to this object, so that it must not be destroyed.
   virtual bool rest() noexcept { return true; }
 
-  // A word that devices can read, and that outlives this: kLost is set there before anything that
-  // is enqueued goes on without the bytes that it waited for.
+  // Sets a word that devices can read and that outlives this. Before enqueued work goes on without
+  // bytes that it waited for, kLost is set there.
   virtual void tell_losses(std::uint32_t* word) { lost_ = word; }
 
  protected:

@@ -21,7 +21,8 @@ std::size_t tables_of(std::span<const Slotted> layout) {
   return bytes;
 }
 
-// Calls visit(size, slot) for each unit of a message in its slots; sizes are loaded once.
+// Calls visit(size, slot, bytes of the slot) for each unit of a message in its slots; sizes are
+// loaded once.
 template <typename Visit>
 void each_unit(std::byte* message, std::span<const Slotted> layout, Visit visit) {
   for (const Slotted& each : layout) {
@@ -39,7 +40,7 @@ void each_unit(std::byte* message, std::span<const Slotted> layout, Visit visit)
 
 HostTurns& HostTurns::here(const Api& api) {
   static std::mutex mutex;
-  static auto* const all = new std::map<std::pair<const Api*, int>, HostTurns>;  // for good
+  static auto* const all = new std::map<std::pair<const Api*, int>, HostTurns>;  // never destroyed
   int device = 0;
   check(api, api.get_device(&device), "cudaGetDevice");
   const std::lock_guard lock(mutex);
@@ -65,11 +66,11 @@ HostMessages::HostMessages(const Api& api, exec::Communicator& carrier, double t
 
 HostMessages::~HostMessages() { rest(); }
 
-// Groups that are enqueued still run, and refer to this.
+// Waits for the enqueued groups, which still run and refer to this object.
 bool HostMessages::rest() noexcept {
   if (await_end()) return true;
   fail(std::make_exception_ptr(Aborted("these messages of a GPU came to their end")));
-  abort();  // what travels ends, and nothing more will
+  abort();  // messages under way end, and no more begin
   return await_end();
 }
 
@@ -108,7 +109,8 @@ void HostMessages::receive(std::byte* data, std::size_t bytes, Rank peer,
   posted_->receives.push_back({peer, data, bytes, 0, {layout.begin(), layout.end()}, {}, {}});
 }
 
-// Pinned memory is used in stream order: one group's copies come after those of the one before.
+// Enqueues the group. Pinned memory is used in stream order: one group's copies come after those of
+// the group before.
 void HostMessages::end(Stream stream) {
   std::size_t used = 0;
   for (auto* host_messages : {&posted_->sends, &posted_->receives})
@@ -129,7 +131,7 @@ void HostMessages::end(Stream stream) {
         api_,
         api_.copy(group->pinned + each.pinned, each.device, each.bytes, CopyKind::kToHost, stream),
         "cudaMemcpyAsync");
-  // Reads the messages of the receives here, before the group may run and be spare.
+  // Copies the receives now: once the group may run, it may also become spare.
   const std::vector<HostMessage> receives = group->receives;
   std::byte* const pinned = group->pinned;
   if (captured)
@@ -159,7 +161,7 @@ void HostMessages::run(void* argument) {
   auto* const group = static_cast<Group*>(argument);
   HostMessages& self = *group->owner;
   try {
-    self.check();  // after an error nothing more travels
+    self.check();  // after an error nothing more is sent
     self.exchange(*group);
   } catch (...) {
     self.fail(std::current_exception());
@@ -178,7 +180,8 @@ void HostMessages::fail(const std::exception_ptr& error) noexcept {
   if (!error_) error_ = error;
 }
 
-// First the sizes of all units, then what counts of them: so the receiver knows how much comes.
+// Sends and receives the sizes of all units first, then the bytes that count: so the receiver knows
+// how many bytes come.
 void HostMessages::exchange(Group& group) {
   std::vector<std::shared_ptr<exec::Work>> sends, receives;
   const auto wait = [this](auto& works) {
@@ -234,7 +237,7 @@ void HostMessages::pack(Group& group, HostMessage& host_message) const {
             });
 }
 
-// Puts the sizes that came in their places, and checks them.
+// Puts the received sizes into their places, checks them, and resizes the body to fit.
 void HostMessages::make_room(Group& group, HostMessage& host_message) const {
   const std::byte* told = host_message.tables.data();
   std::byte* message = group.pinned + host_message.pinned;

@@ -1,10 +1,10 @@
-// Messages by way of the host: over the CPU transports of a communicator, through pinned memory. Of
-// payloads whose size varies only the bytes that count cross the network, so this is the way
-// between hosts that a slow link joins.
+// Messages through the host: over the CPU transports of a communicator, through pinned memory. Of
+// payloads whose size varies, only the bytes that count cross the network, so this suits hosts that
+// are joined by a slow link.
 //
-// Each group is three steps on the stream: copies to pinned memory, a function of the host that
-// sends and receives, copies back. The stream waits in the function, and the caller does not. Only
-// for ranks that are processes: CUDA runs such functions one after the other.
+// Each group is three steps on the stream: copies to pinned memory, a host function that sends and
+// receives, and copies back. The stream waits in the function; the caller does not. Each rank must
+// be a process of its own, since CUDA runs such functions one after the other.
 #pragma once
 
 #include <exception>
@@ -18,14 +18,14 @@
 
 namespace gradwire::cuda {
 
-// Functions of the host, on whatever streams, that run in the order in which they were enqueued.
-// CUDA may run all of a process one after the other; then one that waits for another rank's must
-// not stand before the one for which that rank waits. Where each rank has one thread that makes its
-// calls, the order is the same on all of them, whatever communicators the calls are of.
+// Host functions, on whatever streams, that run in the order in which they were enqueued. CUDA may
+// run all host functions of a process one after the other; then a function that waits for another
+// rank must not come before the one for which that rank waits. Where each rank makes its calls on
+// one thread, the order is the same on all ranks, whatever communicators the calls belong to.
 class HostTurns {
  public:
   explicit HostTurns(const Api& api) : api_(api), last_(api) {}
-  // The turns of all calls on this thread's device.
+  // Returns the turns of all calls on this thread's device.
   static HostTurns& here(const Api& api);
 
   void call(Stream stream, void (*function)(void*), void* argument);
@@ -39,8 +39,8 @@ class HostTurns {
 
 class HostMessages final : public Messages {
  public:
-  // `carrier` is nobody else's, and outlives this, as `turns` do. `timeout`: seconds of a group's
-  // messages.
+  // Only this uses `carrier`; `carrier` and `turns` outlive it. `timeout`: seconds for the messages
+  // of a group.
   HostMessages(const Api& api, exec::Communicator& carrier, double timeout, HostTurns& turns);
   ~HostMessages() override;
 
@@ -56,20 +56,20 @@ class HostMessages final : public Messages {
   bool rest() noexcept override;
 
  private:
-  // One message: its memory on the device, and its place in pinned memory.
+  // One message: its place in device memory and in pinned memory.
   struct HostMessage {
     Rank peer = 0;
     std::byte* device = nullptr;
     std::size_t bytes = 0;
     std::size_t pinned = 0;  // offset
     std::vector<Slotted> layout;
-    std::vector<std::byte> tables, body;  // as it travels, where it has a layout
+    std::vector<std::byte> tables, body;  // as it is sent, where it has a layout
   };
   struct Group {
     HostMessages* owner = nullptr;
     std::vector<HostMessage> sends, receives;
     std::byte* pinned = nullptr;
-    bool captured = false;  // runs again and again
+    bool captured = false;  // replays of the graph run it again
   };
 
   static void run(void* group);  // on CUDA's thread
@@ -86,10 +86,10 @@ class HostMessages final : public Messages {
   const double timeout_;
   HostTurns& turns_;
   Room pinned_;
-  OwnedEvent ended_;  // recorded behind the last group
+  OwnedEvent ended_;  // recorded after the last group
   std::unique_ptr<Group> posted_;
-  mutable std::mutex mutex_;                    // all below
-  std::vector<std::unique_ptr<Group>> groups_;  // that run, or will
+  mutable std::mutex mutex_;                    // guards all below
+  std::vector<std::unique_ptr<Group>> groups_;  // that run, or will run
   std::vector<std::unique_ptr<Group>> spare_;
   std::exception_ptr error_;
 };

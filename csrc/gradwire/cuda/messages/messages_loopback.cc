@@ -57,7 +57,7 @@ class Loopback::Endpoint final : public Messages {
   void require_alive() const {
     if (shared_.aborted_) throw Aborted(shared_.reason_);
   }
-  // Waits until ready() holds, which `peer` brings about.
+  // Waits until ready() holds, which `peer` has to bring about.
   template <typename Ready>
   void await(std::unique_lock<std::mutex>& lock, Rank peer, Ready ready) {
     const Deadline deadline = Deadline::after(timeout_);
@@ -87,8 +87,8 @@ class Loopback::Endpoint final : public Messages {
   std::vector<Received> receives_;
 };
 
-// A receive is a copy on the receiver's stream, behind the sender's `ready` event. The sender's
-// stream then waits for the pair's `taken` event, as its next work may overwrite the data.
+// A receive is a copy on the receiver's stream, after the sender's `ready` event. The sender's
+// stream then waits for the pair's `taken` event, since its next work may overwrite the data.
 void Loopback::Endpoint::end(Stream stream) {
   const Api& api = shared_.api_;
   std::unique_lock lock(shared_.mutex_);
@@ -98,7 +98,7 @@ void Loopback::Endpoint::end(Stream stream) {
   post();
   for (const Received& each : receives_) take(lock, each, stream);
   for (const Received& each : receives_)
-    shared_.pair(each.from, rank_).taken += 1;  // behind all copies, so that one event will do
+    shared_.pair(each.from, rank_).taken += 1;  // one event after all copies is enough
   for (const Received& each : receives_)
     cuda::check(api, api.record(shared_.pair(each.from, rank_).taken_event->get(), stream),
                 "cudaEventRecord");

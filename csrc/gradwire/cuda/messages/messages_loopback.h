@@ -1,6 +1,6 @@
-// Messages between virtual ranks: threads of one process, each on a GPU that it may share. A
-// message is a copy on the receiver's stream, between two events. Every rank's thread comes to
-// end(), which waits for the others to have come there too, and not for any device.
+// Messages between virtual ranks: threads of one process, each with a GPU that it may share. A
+// message is a copy on the receiver's stream, between two events. Every rank's thread calls end(),
+// which waits until the others have done so too, but not for any device.
 #pragma once
 
 #include <condition_variable>
@@ -24,9 +24,9 @@ class Loopback {
   // Called every 100 ms by a thread that waits; throws to end the wait.
   using Interrupt = std::function<void()>;
 
-  // This rank's end, on this thread's device, whose streams alone may record the rank's events.
-  // `timeout`: seconds that end() waits for another rank to come to its own; then
-  // Timeout, which names it. The Loopback must outlive it.
+  // Returns this rank's end, on this thread's device; only streams of that device may record the
+  // rank's events. end() waits `timeout` seconds for another rank to reach its own end(), then
+  // throws Timeout, which names that rank. The Loopback must outlive the result.
   std::unique_ptr<Messages> endpoint(Rank rank, double timeout, Interrupt interrupt = nullptr);
 
   void abort(const std::string& reason) noexcept;
@@ -39,8 +39,8 @@ class Loopback {
   };
   // The messages from one rank to another.
   struct Pair {
-    std::deque<PostedSend> posted;  // not taken yet
-    std::uint64_t taken = 0;        // messages so far: `taken_event` is recorded behind the last
+    std::deque<PostedSend> posted;  // not received yet
+    std::uint64_t taken = 0;        // messages received so far; `taken_event` follows the last one
     std::unique_ptr<OwnedEvent> taken_event;
   };
   Pair& pair(Rank from, Rank to);
@@ -50,7 +50,7 @@ class Loopback {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Pair> pairs_;
-  std::vector<std::unique_ptr<OwnedEvent>> ready_;  // by sender: all that it has posted is there
+  std::vector<std::unique_ptr<OwnedEvent>> ready_;  // by sender: all that it has posted is ready
   bool aborted_ = false;
   std::string reason_;
 };

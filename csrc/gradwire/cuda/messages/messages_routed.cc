@@ -25,7 +25,8 @@ void RoutedMessages::receive(std::byte* data, std::size_t bytes, Rank peer,
   ways_.at(route(peer).way)->receive(data, bytes, route(peer).rank, layout);
 }
 
-// Ends its ways in the same order on all ranks, so that none waits for another's later one.
+// Ends its transports in the same order on all ranks, so that no rank waits for a transport that
+// another rank ends later.
 void RoutedMessages::end(Stream stream) {
   for (const auto& each : ways_) each->end(stream);
 }

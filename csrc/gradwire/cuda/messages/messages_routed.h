@@ -1,5 +1,5 @@
-// Messages that go several ways: each peer has its own, where it is known by a number of that
-// way's. So NCCL within a host and the CPU transports between hosts are one.
+// Messages over several transports: each peer has a route, which is one of the transports and the
+// peer's rank there. So NCCL within a host and the CPU transports between hosts act as one.
 #pragma once
 
 #include <memory>
@@ -15,11 +15,11 @@ class RoutedMessages final : public Messages {
  public:
   struct Route {
     std::size_t way = 0;
-    Rank rank = kNowhere;  // the peer's, on that way
+    Rank rank = kNowhere;  // the peer's rank in that transport
     static constexpr Rank kNowhere = -1;
   };
-  // All ranks have the ways of one kind in one order. `routes`: by peer; this rank's own is not
-  // used.
+  // All ranks list the same kinds of transport in the same order. `routes` is indexed by peer; this
+  // rank's own entry is not used.
   RoutedMessages(std::vector<std::unique_ptr<Messages>> ways, std::vector<Route> routes);
 
   std::string_view name() const noexcept override { return name_; }

@@ -18,24 +18,24 @@ constexpr const char* kRemedy =
     ": pip install nvidia-nccl-cu13 (or -cu12, for a driver of CUDA 12), or name a libnccl.so.2 in "
     "GRADWIRE_NCCL_SO";
 
-// The last error of dlopen or dlsym, for messages.
+// Returns the last error of dlopen or dlsym, for messages.
 std::string loader_says() {
   const char* said = ::dlerror();
   return said == nullptr ? "no reason given" : said;
 }
 
 struct Opened {
-  void* handle = nullptr;  // for good: its threads run until the process ends
+  void* handle = nullptr;  // never closed: its threads run until the process ends
   std::string origin;
 };
 
-// Looks in one place after the other, and keeps what each said.
+// Tries one place after the other, and keeps the error of each.
 class Search {
  public:
   std::optional<Opened> open(const std::string& file, const std::string& origin, int also = 0) {
     void* handle = ::dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL | also);
     if (handle != nullptr) return Opened{handle, origin};
-    const std::string why = loader_says();  // dlopen says nothing of what is merely not loaded yet
+    const std::string why = loader_says();  // dlopen has no error for one that is not loaded yet
     if ((also & RTLD_NOLOAD) == 0) said_ += (said_.empty() ? "" : "; ") + why;
     return std::nullopt;
   }
@@ -84,7 +84,8 @@ std::string file_of(const void* symbol) {
   return ::dladdr(symbol, &found) == 0 || found.dli_fname == nullptr ? "" : found.dli_fname;
 }
 
-// Checked first, so that an error about an old library names its version, not a missing symbol.
+// Finds the version before any other function, so that an error about an old library names its
+// version, not a missing symbol.
 void find_version(Nccl& nccl, Resolver& resolver) {
   resolver.find(nccl.get_version, "ncclGetVersion");
   nccl.library = file_of(reinterpret_cast<const void*>(nccl.get_version));

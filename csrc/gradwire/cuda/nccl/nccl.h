@@ -12,24 +12,24 @@ namespace gradwire::cuda {
 
 struct Nccl {
   static constexpr const char* kLibrary = "libnccl.so.2";
-  // Since 2.19 a communicator may be aborted by another thread than the one whose group is under
-  // way: before, the group belonged to its thread, which alone could end it. Communicators that do
-  // not block, and ncclCommFinalize, are there since 2.14.
+  // Since 2.19, any thread may abort a communicator whose group is under way; before, only the
+  // group's own thread could end it. Communicators that do not block, and ncclCommFinalize, exist
+  // since 2.14.
   static constexpr int kOldest = 21900;
 
-  // The first that loads of
+  // Returns the first library that loads, of
   //   the file that GRADWIRE_NCCL_SO names, and then nothing else;
-  //   libnccl.so.2, where this process has it already, as torch does;
+  //   libnccl.so.2, where this process has loaded it already, as torch does;
   //   `search`, the files of pip's wheels;
   //   libnccl.so.2, where the system's loader looks.
-  // Throws InvalidArgument with the reason and the remedy where there is none, or where that one is
-  // too old or is not NCCL. Loads once for each value of GRADWIRE_NCCL_SO; after a failure it looks
-  // again.
+  // Throws InvalidArgument with the reason and the remedy where there is none, or where the found
+  // one is too old or is not NCCL. Loads once for each value of GRADWIRE_NCCL_SO; after a failure
+  // it looks again.
   static const Nccl& load(const std::vector<std::string>& search = {});
 
   int version = 0;      // 22809 is 2.28.9
   std::string library;  // the file
-  std::string origin;   // by what it was found, for people
+  std::string origin;   // how it was found, for people
 
   nccl::Result (*get_version)(int* version);
   nccl::Result (*get_unique_id)(nccl::UniqueId* id);
@@ -49,7 +49,7 @@ struct Nccl {
   const char* (*get_last_error)(nccl::Comm* comm);
 };
 
-// "2.28.9".
+// Returns the text of a version: "2.28.9".
 std::string version_text(int version);
 
 }  // namespace gradwire::cuda

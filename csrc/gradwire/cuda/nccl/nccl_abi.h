@@ -1,5 +1,5 @@
-// The part of NCCL's binary interface that gradwire uses, in its own words: the library is loaded
-// at run time, and its header is not needed to build. The same in NCCL 2.19 to 2.32;
+// The part of NCCL's binary interface that gradwire uses, declared here: the library is loaded at
+// run time, and its header is not needed to build. It is the same in NCCL 2.19 to 2.32;
 // tests/cpp/cuda/cuda_nccl_abi_test.cc compares it with <nccl.h> where that is installed.
 #pragma once
 
@@ -28,8 +28,8 @@ enum Result : int {
 
 enum DataType : int { kUint8 = 1 };
 
-// ncclConfig_t as it was in 2.14, which every later version takes, with its own values for what was
-// added since: it goes by `size` and `version`.
+// ncclConfig_t of 2.14. By `size` and `version`, every later version accepts it and uses its own
+// defaults for fields that were added since.
 struct Config {
   std::size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;

@@ -20,7 +20,7 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// The turns of a wait: most are short, and some last.
+// Polling intervals of a wait. They begin short, since most waits are, and grow.
 class Turns {
  public:
   void rest() const {
@@ -36,7 +36,7 @@ class Turns {
   const Deadline::Clock::time_point begun_ = Deadline::Clock::now();
 };
 
-// Calls an interrupt now and then.
+// Calls an interrupt every kSeconds.
 class Interruptions {
  public:
   explicit Interruptions(const WaitLimit::Interrupt& interrupt) : interrupt_(interrupt) {}
@@ -52,7 +52,7 @@ class Interruptions {
   Deadline due_ = Deadline::after(kSeconds);
 };
 
-// NCCL_COMM_BLOCKING overrules what gradwire asks for.
+// Throws where NCCL_COMM_BLOCKING asks for blocking calls: it overrides what gradwire sets.
 void require_not_blocking() {
   const char* given = std::getenv("NCCL_COMM_BLOCKING");
   if (given != nullptr && *given != '\0' && std::string_view(given) != "0")
@@ -77,7 +77,7 @@ NcclComm::NcclComm(const Nccl& nccl, const nccl::UniqueId& id, const NcclSetting
 }
 
 NcclComm::~NcclComm() {
-  if (forks() != forks_) return;  // CUDA does not live in a fork
+  if (forks() != forks_) return;  // CUDA does not work in a fork
   if (failure_ || aborted_ || !disconnect()) abort();
 }
 
@@ -96,7 +96,8 @@ nccl::Result NcclComm::begin(const nccl::UniqueId& id) {
   return result;
 }
 
-// Whether all went well. What is enqueued ends first, which takes as long as its peers take.
+// Finalizes and destroys the communicator. Returns whether that succeeded. Enqueued work ends
+// first, which takes as long as its peers take.
 bool NcclComm::disconnect() noexcept {
   try {
     std::unique_lock lock(calls_);
@@ -117,7 +118,8 @@ void NcclComm::exchange(std::span<const Message> messages, Stream stream) {
   });
 }
 
-// ncclGroupEnd must be called, and fails with what a call in the group failed with.
+// Posts the messages as one group. ncclGroupEnd must be called even after an error, and returns the
+// error of a call in the group.
 nccl::Result NcclComm::post(std::span<const Message> messages, Stream stream) {
   const std::lock_guard lock(calls_);
   require_not_aborted();
@@ -148,7 +150,8 @@ nccl::Result NcclComm::state() {
   return asked == nccl::kSuccess ? found : asked;
 }
 
-// Asks at least once: that joins what NCCL has begun, and some versions say success too early.
+// Asks NCCL for its state at least once: that joins what NCCL has begun, and some versions report
+// success too early.
 void NcclComm::settle(nccl::Result result, const Waiting& waiting,
                       const WaitLimit::Interrupt& interrupt) {
   const Deadline deadline = Deadline::after(waiting.seconds);
@@ -183,7 +186,7 @@ void NcclComm::fail(nccl::Result result, const Waiting& waiting) const {
   throw TransportError(text.str(), result == nccl::kRemoteError ? peer : kNoPeer);
 }
 
-// The one rank that can be to blame, if there is but one.
+// Returns the one peer that can be the cause; kNoPeer if it may be any of several.
 Rank NcclComm::only_peer(std::span<const Message> messages) const noexcept {
   if (settings_.size == 2) return 1 - settings_.rank;
   if (messages.empty()) return kNoPeer;
@@ -201,7 +204,7 @@ void NcclComm::or_abort(Call call) {
     failure_ = std::current_exception();
     abort();
     throw;
-  } catch (...) {  // the interrupt's: only the one who made it may keep it
+  } catch (...) {  // the interrupt's exception, which is not kept: it belongs to this caller
     abort();
     throw;
   }
@@ -225,8 +228,8 @@ void NcclComm::abort() noexcept {
     end_apart(nccl_.comm_abort, comm, "ncclCommAbort");
 }
 
-// The communicator, for whoever ends it; null for all others. Who is in a call comes out of it
-// soon; if not, it is the abort that gets it out.
+// Returns the communicator to the first thread that ends it, null to all others. A thread inside an
+// NCCL call leaves it soon; if not, only the abort makes it leave.
 nccl::Comm* NcclComm::take() noexcept {
   constexpr double kCallSeconds = 1;
   const Deadline deadline = Deadline::after(kCallSeconds);
@@ -238,7 +241,8 @@ nccl::Comm* NcclComm::take() noexcept {
   return comm_.exchange(nullptr);
 }
 
-// Runs on its own thread: it changes the thread's device, and waits for graphs that hold messages.
+// Calls `end` on a thread of its own: it changes the thread's device, and waits for graphs that
+// hold messages.
 void NcclComm::end_apart(nccl::Result (*end)(nccl::Comm*), nccl::Comm* comm,
                          const char* name) noexcept {
   try {

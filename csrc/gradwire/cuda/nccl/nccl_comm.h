@@ -1,5 +1,5 @@
 // One rank's NCCL communicator, which does not block: no call into NCCL waits, so that another
-// thread can end what is under way. Belongs to one thread at a time; abort() is for any thread.
+// thread can end what is under way. One thread at a time uses it; any thread may call abort().
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ namespace gradwire::cuda {
 
 class NcclComm {
  public:
-  // `from` of a message to send, `to` of one to receive; the other is null.
+  // A message to send has `from`, one to receive has `to`; the other one is null.
   struct Message {
     const std::byte* from;
     std::byte* to;
@@ -29,16 +29,17 @@ class NcclComm {
   NcclComm(const NcclComm&) = delete;
   NcclComm& operator=(const NcclComm&) = delete;
 
-  // One NCCL group, which is on the stream when this returns. At least one message.
+  // Sends and receives at least one message in one NCCL group, which is on the stream when this
+  // returns.
   void exchange(std::span<const Message> messages, Stream stream);
-  // Throws what has gone wrong since.
+  // Throws if the communicator has failed meanwhile.
   void check();
   // Throws what an earlier call threw, or Aborted.
   void require_alive() const;
   void abort() noexcept;
 
  private:
-  // The event that is waited for, and for how long.
+  // What is waited for, and for how long.
   struct Waiting {
     const char* what;
     std::span<const Message> messages;  // of a group
@@ -50,9 +51,9 @@ class NcclComm {
   nccl::Result begin(const nccl::UniqueId& id);
   nccl::Result post(std::span<const Message> messages, Stream stream);
   nccl::Result state();
-  // Waits for the final result; throws unless it is success.
+  // Waits for the final result, and throws unless that is success.
   void settle(nccl::Result result, const Waiting& waiting, const WaitLimit::Interrupt& interrupt);
-  // After an error nothing of the communicator is used again.
+  // Aborts the communicator where `call` throws: it is not used again after an error.
   template <typename Call>
   void or_abort(Call call);
   [[noreturn]] void fail(nccl::Result result, const Waiting& waiting) const;
@@ -68,8 +69,8 @@ class NcclComm {
   const std::uint32_t forks_;
   std::exception_ptr failure_;
   std::atomic<bool> aborted_ = false;
-  std::mutex aborts_;  // held until one is over, so that who comes second returns no sooner
-  std::mutex calls_;   // held in every call of NCCL with comm_, none of which takes long
+  std::mutex aborts_;  // held during an abort, so that a second one returns no sooner
+  std::mutex calls_;   // held in every NCCL call with comm_, none of which takes long
   std::atomic<nccl::Comm*> comm_ = nullptr;
 };
 
