@@ -1,4 +1,5 @@
-// Cells, a message's staging memory each, and which of them a peer has yet to be sent.
+// Cells: each is the staging memory of one message. A queue holds those that a peer has yet to be
+// sent.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +9,7 @@ namespace gradwire::transport {
 
 inline constexpr std::size_t kLine = 64;
 
-// The cells that a peer has yet to be sent, oldest first; never more than there are cells.
+// The cells that a peer has yet to be sent, oldest first; there are never more than cells.
 class CellQueue {
  public:
   explicit CellQueue(std::size_t capacity = 0) : cells_(capacity) {}

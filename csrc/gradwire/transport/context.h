@@ -1,5 +1,5 @@
 // A Context: what the links of one kind share within a process, such as its open RDMA devices or
-// the rate of an emulated NIC. Only the kind that opened it knows what is in it.
+// the rate of an emulated NIC. Only the kind that opened it knows what it holds.
 #pragma once
 
 #include <map>
@@ -10,18 +10,18 @@
 
 namespace gradwire::transport {
 
-// The settings of a kind of link, by environment variable; without those that are unset.
+// The settings of a kind of link, by environment variable; unset variables are left out.
 using Settings = std::map<std::string, std::string, std::less<>>;
 
-// Any thread: all communicators of a process share one.
+// Any thread may use it: all communicators of a process share one.
 class Context {
  public:
   virtual ~Context() = default;
 
-  // A line for each device, for people.
+  // Returns a line for each device, for people.
   virtual std::vector<std::string> describe() const { return {}; }
-  // Names of networks: two ranks with a name in common reach each other. `only`: there is no other
-  // transport to fall back to, so networks that may be the same count as the same.
+  // Returns the names of networks; two ranks with a name in common reach each other. `only`: there
+  // is no other transport to fall back to, so networks that may be the same count as the same.
   virtual std::vector<std::string> networks(bool /*only*/) const { return {}; }
 };
 

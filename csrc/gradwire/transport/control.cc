@@ -15,7 +15,7 @@
 namespace gradwire::transport {
 namespace {
 
-// Frames that only inform, sent to a peer before it has read the first of them.
+// How many frames that only inform are sent to a peer before it has read the first of them.
 constexpr std::uint32_t kWindow = 64;
 constexpr int kPollMilliseconds = 100;
 
@@ -78,8 +78,8 @@ bool Control::may_send(const Link& link, ControlType type) noexcept {
   return last_word || type == ControlType::kAck || link.sent - link.peer_acked < kWindow;
 }
 
-// A peer that gets no other frames from this rank must still learn that its own were read: it sends
-// no more than kWindow that are not.
+// Acknowledges a peer's frames. A peer that gets no other frames from this rank must still learn
+// that its own were read, since it sends no more than kWindow unread ones.
 void Control::acknowledge(Rank peer) noexcept {
   if (at(peer).read - at(peer).acked < kWindow / 2) return;
   ControlFrame frame;

@@ -1,9 +1,9 @@
 // Control: one authenticated socket to every other rank of a communicator, beside the data links.
-// It carries little and tells the root cause: who failed and why, who waits for whom, who closed
-// cleanly.
+// It carries few bytes, and tells the root cause of a failure: who failed and why, who waits for
+// whom, who closed cleanly.
 //
 // One thread at a time uses it, the communicator's driver. Nothing blocks. A peer that computes may
-// not read for long: it is sent a few frames that only inform, then none, so that the final ones
+// not read for long. It is sent a few frames that only inform, then none, so that the final ones
 // (kFailure, kBye) always fit, and TCP never takes its closed window for a dead host.
 #pragma once
 
@@ -22,10 +22,10 @@ namespace gradwire::transport {
 enum class ControlType : std::uint8_t {
   kFailure = 1,   // culprit, kind, reason: the sender's communicator is dead
   kBye = 2,       // the sender closed cleanly; its silence is no failure
-  kPosition = 3,  // where the sender is: in its last call, or out of it; what it waits for there
-  kAck = 4,       // only `received`, when no other frame has carried it for long
+  kPosition = 3,  // the sender's position: in its last call or not, and what it waits for there
+  kAck = 4,       // carries only `received`, when no other frame has for long
   kInquiry = 5,   // ranks differ in call `value` or before it: what did you call?
-  kAnswer = 6,    // ... one of the calls before it, or, kLast, the last of all
+  kAnswer = 6,    // one of the calls before it or, with kLast, the last of all
 };
 
 enum ControlFlags : std::uint32_t {
@@ -43,26 +43,26 @@ enum class FailureKind : std::uint8_t {
   kOther = 5,
 };
 
-// One frame, the same size always; foreign bytes: type, kind and culprit are checked on arrival.
-// Every frame but kFailure and kAck describes the sender's calls.
+// One frame; all have the same size. It is not trusted: type, kind and culprit are checked on
+// arrival. Every frame but kFailure and kAck describes the sender's calls.
 struct ControlFrame {
   std::uint32_t magic = 0x32435247;  // "GRC2"
   ControlType type = ControlType::kFailure;
   FailureKind kind = FailureKind::kOther;
-  std::uint16_t round = 0;        // of what the sender waits for
+  std::uint16_t round = 0;        // the round that the sender waits for
   std::int32_t culprit = -1;      // who failed; kPosition: for whom the sender waits, kNoPeer: none
   std::uint32_t calls = 0;        // how many collectives the sender has begun, modulo 2^32
   std::uint32_t fingerprint = 0;  // of the last of them, which is number calls - 1
-  std::uint32_t segment = 0;      // as round
+  std::uint32_t segment = 0;      // the segment that the sender waits for
   std::uint64_t digest = 0;       // of the fingerprints of all calls
-  std::uint64_t value = 0;        // kPosition: milliseconds since it waits
+  std::uint64_t value = 0;        // kPosition: how long it has waited, in milliseconds
   std::uint32_t received = 0;     // how many of the receiver's frames the sender has read
   std::uint32_t flags = 0;        // ControlFlags
   std::array<char, 464> text{};   // zero-padded UTF-8, may be cut: the reason; or the last call
 };
 static_assert(sizeof(ControlFrame) == 512);
 
-// The text of a frame; what does not fit is cut.
+// Set and return the text of a frame. Text that does not fit is cut.
 void set_text(ControlFrame& frame, std::string_view text) noexcept;
 std::string text_of(const ControlFrame& frame);
 
@@ -74,7 +74,7 @@ struct ControlEvent {
   ControlFrame frame;
 };
 
-// A socket that was given away, and what was read of its next frame.
+// A socket that was released, and what was read of its next frame.
 struct Released {
   UniqueFd socket;
   std::string received;
@@ -88,15 +88,15 @@ class Control {
   // peer's host is dead: keep-alive and TCP_USER_TIMEOUT are set (`_bootstrap/keepalive.py`).
   void adopt(UniqueFd socket, Rank peer);
 
-  // False where a peer that is there reads too slowly for it: then it is dropped.
+  // Sends a frame. Returns false, and drops the frame, where a live peer reads too slowly for it.
   bool send(Rank peer, ControlFrame frame) noexcept;
-  bool broadcast(const ControlFrame& frame) noexcept;  // to all; false where one was not told
+  bool broadcast(const ControlFrame& frame) noexcept;  // to all peers; false if one was dropped
 
-  // The next event that has arrived, if any; frames of a peer come before its end.
+  // Returns the next event that has arrived, if any. A peer's frames come before its end.
   std::optional<ControlEvent> poll();
 
-  // Gives up a peer's socket, with no frame begun on it but not finished; nullopt where there is
-  // none left or the frame can't be finished in time.
+  // Releases a peer's socket, with no frame partly sent on it. Returns nullopt where there is no
+  // socket left, or where the frame can't be finished in time.
   std::optional<Released> release(Rank peer, double timeout);
   // Closes every socket without a BYE.
   void close_all() noexcept {
@@ -104,7 +104,7 @@ class Control {
     epoll_.reset();
   }
 
-  // Readable when poll() may return something (level-triggered).
+  // Returns a descriptor that is readable when poll() may return something (level-triggered).
   int doorbell() const noexcept { return epoll_.get(); }
 
   bool said_bye(Rank peer) const { return links_.at(static_cast<std::size_t>(peer)).bye; }
@@ -118,7 +118,7 @@ class Control {
     std::array<char, sizeof(ControlFrame)> incoming{};
     std::size_t received = 0;
     std::array<char, sizeof(ControlFrame)> outgoing{};
-    std::size_t unsent = 0;  // the last bytes of `outgoing`: a started frame must be finished
+    std::size_t unsent = 0;  // bytes at the end of `outgoing`; a begun frame must be finished
     std::uint32_t sent = 0, read = 0;         // frames, without kAck
     std::uint32_t peer_acked = 0, acked = 0;  // of `sent`, by the peer; of `read`, by this rank
     bool bye = false;

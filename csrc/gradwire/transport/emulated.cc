@@ -1,7 +1,8 @@
-// emulated: tcp on one host, on which a message is shown no sooner than a NIC of a given rate and
-// latency would have delivered it (EmulatedLink). The bytes travel at once; behind each message
-// stands its Flight, by which the receiver's clock tells when to show it. So nobody paces, a late
-// reader is not delayed twice, and a sleeping one is woken by a timer in the doorbell.
+// emulated: tcp on one host, where a message is shown no sooner than a NIC of a given rate and
+// latency would have delivered it (EmulatedLink). The bytes are sent at once. Each message is
+// followed by its Flight, from which the receiver computes by its own clock when to show it. So no
+// sender paces itself, a late reader is not delayed twice, and a timer in the doorbell wakes a
+// sleeping reader.
 #include <sys/epoll.h>
 #include <sys/timerfd.h>
 
@@ -31,7 +32,7 @@ ConstBytes without_flight(ConstBytes message) {
   return message.first(message.size() - sizeof(Flight));
 }
 
-// Rings, where it is watched edge-triggered, once at a time that was set.
+// A timer for epoll: watched edge-triggered, it rings once at the time that was set.
 class Alarm {
  public:
   Alarm() : fd_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
@@ -39,7 +40,7 @@ class Alarm {
   }
   int get() const noexcept { return fd_.get(); }
 
-  // Rings at `when` or before; what was set for later, or has rung, is replaced.
+  // Rings at `when` or before. It replaces a setting that is later, or has rung.
   void ring_by(Time when, Time now) {
     if (set_for_ > now && set_for_ <= when) return;
     using std::chrono::nanoseconds;
@@ -80,9 +81,9 @@ class EmulatedTransport final : public Transport {
   void disarm() override { tcp_->disarm(); }
 
  private:
-  // The message in front, as far as this rank has got with it.
+  // How far this rank has got with the message in front.
   struct Front {
-    bool received = false;  // the time is known at which it is
+    bool received = false;  // `at` is known: when all of it is received
     bool shown = false;
     Time at;
   };
@@ -93,10 +94,10 @@ class EmulatedTransport final : public Transport {
   std::shared_ptr<EmulatedLink> link_;
   std::unique_ptr<Transport> tcp_;
   std::vector<Front> fronts_;
-  Bytes open_;  // the reservation, without its flight
+  Bytes open_;  // the open reservation, without its flight
   std::size_t copies_ = 0;
   Alarm alarm_;
-  UniqueFd bell_;  // tcp's and the alarm
+  UniqueFd bell_;  // watches tcp's doorbell and the alarm
   std::size_t turn_ = 0;
 };
 
@@ -135,7 +136,8 @@ std::optional<ConstBytes> EmulatedTransport::peek(Rank peer) {
   return without_flight(*message);
 }
 
-// Messages enter the NIC in the order in which their first bits come.
+// Returns whether a message may be shown. Messages enter the NIC in the order in which their first
+// bits arrive.
 bool EmulatedTransport::has_arrived(Rank peer, ConstBytes message) {
   Front& front = fronts_[static_cast<std::size_t>(peer)];
   if (front.shown) return true;
@@ -155,7 +157,7 @@ bool EmulatedTransport::has_arrived(Rank peer, ConstBytes message) {
   return front.shown;
 }
 
-// tcp reports a peer's end when nothing is left to read.
+// tcp's peek_any() also throws when a peer has gone and nothing is left to read.
 std::optional<Incoming> EmulatedTransport::peek_any() {
   if (!tcp_->peek_any()) return std::nullopt;
   for (std::size_t i = 0; i < fronts_.size(); ++i) {
@@ -166,7 +168,7 @@ std::optional<Incoming> EmulatedTransport::peek_any() {
   return std::nullopt;
 }
 
-// Nothing from a peer that is gone, or that there is not.
+// Returns tcp's message in front; nullopt for a peer that has gone, or that has no link.
 std::optional<ConstBytes> EmulatedTransport::front_of(Rank peer) {
   try {
     return tcp_->peek(peer);

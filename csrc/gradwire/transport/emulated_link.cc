@@ -70,7 +70,7 @@ EmulatedLink::EmulatedLink(std::string_view spec) {
   if (comma != spec.npos) latency_ = duration(parse_latency(spec, spec.substr(comma + 1)));
 }
 
-// Packets of the copies leave in turns, so the last of each leaves at the end.
+// The packets of the copies leave in turns, so the last packet of each copy leaves at the end.
 EmulatedLink::Flight EmulatedLink::send(std::size_t bytes, std::size_t copies) {
   std::lock_guard lock(mutex_);
   const Time begin = std::max(Deadline::Clock::now(), sends_until_);

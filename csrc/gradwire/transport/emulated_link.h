@@ -1,8 +1,8 @@
-// EmulatedLink: the NIC that a rank would have. All that the rank sends shares its rate,
-// and so does, apart from that, all that it receives; every bit is under way for its latency.
-// Nothing is held back here: the link only says when a message would have arrived.
+// EmulatedLink: the emulated NIC of a rank. All messages that the rank sends share its rate, and so
+// do, separately, all that it receives; every bit takes its latency. Nothing is held back here: the
+// link only says when a message would have arrived.
 //
-// Any thread: a rank's communicators, and both lanes of each, share one.
+// Any thread may use it: a rank's communicators, and both lanes of each, share one.
 #pragma once
 
 #include <chrono>
@@ -23,16 +23,18 @@ class EmulatedLink final : public Context {
     Time last;
   };
 
-  // "1gbit,100us": a rate and a latency one way (none where left out), in the units of Linux's tc.
-  // Throws InvalidArgument.
+  // Parses "1gbit,100us": a rate and a one-way latency (none where left out), in the units of
+  // Linux's tc. Throws InvalidArgument.
   explicit EmulatedLink(std::string_view spec);
 
-  // A message that is sent now, to `copies` peers at once.
+  // Sends a message now, to `copies` peers at once.
   Flight send(std::size_t bytes, std::size_t copies);
-  // When all of a message is received whose first bit has come: not before what came earlier.
+  // Returns when all of a message is received whose first bit has arrived: after all messages that
+  // arrived before it.
   Time receive(const Flight& flight, std::size_t bytes);
 
-  // For predictions: seconds for a byte among many, with its packets' headers, and for each bit.
+  // For predictions: the seconds of one byte among many, with its packets' headers; and the latency
+  // of each bit.
   double seconds_of_byte() const;
   double seconds_under_way() const { return std::chrono::duration<double>(latency_).count(); }
 

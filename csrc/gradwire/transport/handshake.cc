@@ -7,7 +7,7 @@
 namespace gradwire::transport {
 namespace {
 
-constexpr std::uint32_t kHelloMagic = 0x314c5247;  // "GRL1"; a new link version, a new magic
+constexpr std::uint32_t kHelloMagic = 0x314c5247;  // "GRL1"; changes with the version of links
 
 struct Hello {
   std::uint32_t magic = kHelloMagic;

@@ -1,4 +1,4 @@
-// The first exchange on every link: both ends say what they are and refuse to disagree. In two
+// The first exchange on every link: both ends send their Options and refuse to differ. It has two
 // halves, so that a rank can greet all its peers before it waits for any of them.
 #pragma once
 
@@ -7,10 +7,11 @@
 
 namespace gradwire::transport {
 
-// Fits into every fresh socket: does not wait.
+// Does not block: a hello fits into the buffer of every fresh socket.
 void send_hello(int socket, const LinkId& link, const Options& options);
-// Throws InvalidArgument where the two ends' Options differ (with both values), TransportError
-// where the other end is not the one expected, Timeout where it is silent.
+// Checks the other end's hello. Throws InvalidArgument where the two ends' Options differ (with
+// both values), TransportError where the other end is not the expected one, Timeout where it is
+// silent.
 void receive_hello(int socket, const LinkId& link, const Options& options,
                    const WaitLimit& wait_limit);
 

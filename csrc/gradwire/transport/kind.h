@@ -1,4 +1,4 @@
-// A Kind of link: what its file defines, and transport.cc lists.
+// A Kind of link. Each kind's file defines one, and transport.cc lists them.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@ namespace gradwire::transport {
 class Transport;
 struct Options;
 
-// Which ranks links of a kind join: threads of one process, processes of one host, ranks whose
+// Which ranks a kind of link connects: threads of one process, processes of one host, ranks whose
 // contexts name a network in common, or all.
 enum class Reach { kProcess, kHost, kNetwork, kAll };
 
@@ -23,7 +23,7 @@ enum class Sockets { kUnix, kTcp };
 struct Setting {
   std::string_view name;
   std::string_view meaning;
-  std::string_view unset;  // what holds without it
+  std::string_view unset;  // what applies without it
 };
 
 struct Kind {

@@ -19,14 +19,14 @@ void StagedTransport::offer(UniqueFd socket, Rank peer) {
   try {
     send_hello(socket.get(), link_id(peer), options_);
     introduce(socket.get(), peer);
-  } catch (const TransportError&) {  // it is gone; complete() hears what it said last
+  } catch (const TransportError&) {  // it is gone; complete() reads what it sent last
   }
   state.offered = std::move(socket);
 }
 
-// All hellos first: a peer that is there must not wait while this rank waits for another.
+// Receives all hellos first: a live peer must not wait while this rank waits for another one.
 void StagedTransport::complete(const WaitLimit& wait_limit) {
-  std::vector<UniqueFd> sockets;  // let go of, should one fail
+  std::vector<UniqueFd> sockets;  // all closed where one fails
   for (Peer& peer : peers_) sockets.push_back(std::move(peer.offered));
   for (std::size_t i = 0; i < sockets.size(); ++i)
     if (sockets[i].valid())

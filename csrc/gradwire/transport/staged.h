@@ -1,5 +1,6 @@
-// StagedTransport: the contract of Transport, once. It keeps the open reservation, what is in front
-// of each reader, whose turn it is and who is gone; a kind of link fills in the steps below.
+// StagedTransport: implements the contract of Transport once. It keeps the open reservation, the
+// front message of each peer, whose turn it is and who is gone. A kind of link implements the steps
+// below.
 #pragma once
 
 #include <string>
@@ -33,15 +34,18 @@ class StagedTransport : public Transport {
   virtual void introduce(int /*socket*/, Rank /*peer*/) {}
   // Makes the link over a socket whose other end agreed to the Options.
   virtual void link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) = 0;
-  // The peer has as many unread messages as it may have (Options::messages_per_peer).
+  // Returns whether the peer has as many unread messages as it may have
+  // (Options::messages_per_peer).
   virtual bool has_its_share(Rank peer) = 0;
-  // A cell (one message's staging memory) for so many bytes that no reader needs any more, or
-  // kNoCell.
+  // Returns a cell (one message's staging memory) that no reader needs any more, for `bytes` bytes;
+  // or kNoCell.
   virtual int find_room(std::span<const Rank> peers, std::size_t bytes) = 0;
   virtual std::byte* staging(int cell) noexcept = 0;
-  // Sends the first `bytes` of the cell. A peer found gone is marked, not thrown.
+  // Sends the first `bytes` of the cell. Marks a peer that it finds gone, and does not throw for
+  // it.
   virtual void post(int cell, std::size_t bytes, std::span<const Rank> peers) = 0;
-  // The next message of a peer, in place. A peer found gone is marked, not thrown.
+  // Returns the next message of a peer, in place. Marks a peer that it finds gone, and does not
+  // throw for it.
   virtual std::optional<ConstBytes> arrived(Rank peer) = 0;
   virtual void consume(Rank peer) = 0;
 
@@ -49,7 +53,7 @@ class StagedTransport : public Transport {
   LinkId link_id(Rank peer) const noexcept { return {name_, options_.rank, peer}; }
   void mark_gone(Rank peer, const std::string& reason);
   void throw_if_gone(Rank peer) const;
-  // Empty while it is there.
+  // Returns why a peer is gone; empty while it is there.
   const std::string& why_gone(Rank peer) const noexcept {
     return peers_[static_cast<std::size_t>(peer)].gone;
   }

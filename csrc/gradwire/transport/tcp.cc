@@ -1,6 +1,6 @@
-// tcp: one stream socket a peer. A message travels as prefix, payload and padding to 8 bytes.
-// Sending stages in cells and pushes out what the socket takes; receiving reads the stream into one
-// buffer a peer, in which whole frames are shown in place.
+// tcp: one stream socket per peer. A message is sent as prefix, payload and padding to 8 bytes. A
+// sender stages it in a cell and pushes out what the socket takes; a receiver reads the stream into
+// one buffer per peer, in which whole frames are shown in place.
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
@@ -27,8 +27,8 @@ class TcpTransport final : public StagedTransport {
     return links_[static_cast<std::size_t>(peer)].outbox.empty();
   }
   int doorbell() const noexcept override { return epoll_.get(); }
-  // The bell is edge-triggered: a stale edge is taken off before the caller's last look, and a peer
-  // that nobody reads from now does not keep it ringing.
+  // Clears stale edges, since the bell is edge-triggered, before the caller's last look. So a peer
+  // from which nobody reads does not keep it ringing.
   void arm() override;
   void disarm() override {}
 
@@ -36,7 +36,7 @@ class TcpTransport final : public StagedTransport {
   struct Link {
     UniqueFd socket;
     CellQueue outbox;
-    std::size_t sent = 0;  // of the frame in front of the outbox
+    std::size_t sent = 0;  // bytes sent of the outbox's front frame
     Inbox inbox;
     bool ended = false;
   };
@@ -143,7 +143,8 @@ void TcpTransport::finish_front(Link& link) {
   link.sent = 0;
 }
 
-// What the peer sent before it went may still be here: only arrived() ends the receiving side.
+// Marks a peer as gone and drops what is unsent. What the peer sent before may still be here: only
+// arrived() ends the receiving side.
 void TcpTransport::drop_outbox(Rank peer, const std::string& reason) {
   mark_gone(peer, reason);
   while (!at(peer).outbox.empty()) finish_front(at(peer));

@@ -1,4 +1,4 @@
-// How messages lie in a tcp stream, and the memory they wait in on either side.
+// The layout of messages in a tcp stream, and the memory that they wait in on either side.
 #pragma once
 
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace gradwire::transport {
 
 inline constexpr std::size_t kReadAhead =
-    8192;  // a small message costs one call; what is over moves down
+    8192;  // a small message takes one call; leftover bytes are moved to the front
 
 struct Prefix {
   std::uint32_t length = 0;
@@ -50,7 +50,7 @@ class Inbox {
   explicit Inbox(std::size_t max_message)
       : max_message_(max_message), buffer_(kFrameAt + frame_bytes(max_message) + kReadAhead) {}
 
-  // The frame in front: its payload, once all of it is here.
+  // Returns the payload of the front frame once all of it is here.
   std::optional<ConstBytes> front(const LinkId& link) {
     if (size() < sizeof(Prefix)) return std::nullopt;
     const Prefix prefix = front_prefix();
@@ -63,7 +63,7 @@ class Inbox {
   void pop() { begin_ += frame_bytes(front_prefix().length); }
   bool empty() const noexcept { return size() == 0; }
 
-  // Room for the rest of the incomplete front frame, and a little more.
+  // Returns room for the rest of the incomplete front frame, and kReadAhead bytes more.
   Bytes room() {
     move_to_front();
     const std::size_t wanted =

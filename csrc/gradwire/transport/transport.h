@@ -1,10 +1,11 @@
 // A Transport moves messages (bytes) between this rank and the peers it has links to, in order per
-// pair and direction. It is staging and nothing else: "encode" writes straight into what the link
-// sends, "decode" reads straight from what the link received.
+// pair and direction. It only stages them: an encoder writes straight into what the link sends, a
+// decoder reads straight from what the link received.
 //
-// One thread at a time uses a Transport: the communicator's driver. Nothing here blocks; the driver
-// sleeps on doorbell() of all its transports at once. Every call that finds a peer gone throws
-// TransportError with that peer; what a peer sent before it went can still be peeked first.
+// One thread at a time uses a Transport: the communicator's driver. Nothing here blocks but
+// complete() and adopt(); the driver sleeps on the doorbell() of all its transports at once. Every
+// call that finds a peer gone throws TransportError with that peer; what a peer sent before it went
+// can still be peeked first.
 #pragma once
 
 #include <cstddef>
@@ -48,56 +49,61 @@ class Transport {
   virtual std::string_view name() const noexcept = 0;
   virtual std::size_t max_message() const noexcept = 0;
 
-  // Takes over a connected, authenticated socket to `peer` and says over it what the other end
+  // Takes over a connected, authenticated socket to `peer` and sends over it what the other end
   // waits for in complete(). Does not block.
   virtual void offer(UniqueFd socket, Rank peer) = 0;
   // Waits for the other ends' offers, within `wait_limit`, and makes all links that were offered.
   // Blocks; at set-up only.
   virtual void complete(const WaitLimit& wait_limit) = 0;
-  // Both. Two ends that wait for each other before each has offered must not use it.
+  // Calls offer() and complete(). Two ends that wait for each other before each has offered must
+  // not use it.
   void adopt(UniqueFd socket, Rank peer, double timeout_seconds) {
     offer(std::move(socket), peer);
     complete(Deadline::after(timeout_seconds));
   }
   virtual std::vector<Rank> peers() const = 0;
 
-  // Staging for one message to be sent to each of `peers` (not empty, all linked, each once),
-  // 64-byte aligned. Null data() when there is no room now: try again after the doorbell. At most
-  // one reservation is open: another reserve() replaces it.
+  // Returns staging for one message to be sent to each of `peers` (not empty, all linked, each
+  // once), 64-byte aligned. data() is null when there is no room now: try again after the doorbell.
+  // At most one reservation is open: another reserve() replaces it.
   virtual Bytes reserve(std::span<const Rank> peers, std::size_t bytes) = 0;
-  // How to copy much into the open reservation; what is written there last is read first.
+  // Returns how to copy large data into the open reservation; the reader reads first what was
+  // written there last.
   virtual Copy copy() const noexcept { return copy_cached; }
   // Sends the first `bytes` of the open reservation.
   virtual void commit(std::size_t bytes) = 0;
-  // Pushes out what commit() could not send at once; true when nothing of it is left. Only a link
-  // that buffers (tcp) has anything to do.
+  // Pushes out what commit() could not send at once; returns true when nothing of it is left. Only
+  // links that buffer (tcp, rdma) have anything to do.
   virtual bool flush() { return true; }
-  // Nothing for this peer is left to be pushed out.
+  // Returns whether nothing is left to be pushed out to this peer.
   virtual bool is_flushed(Rank /*peer*/) const { return true; }
 
-  // The oldest message from `peer` that was not released; nullopt when none has arrived whole. It
-  // stays in place, 8-byte aligned, until release(peer). Empty messages are messages.
+  // Returns the oldest message from `peer` that was not released; nullopt when none has arrived
+  // whole. It stays in place, 8-byte aligned, until release(peer). Empty messages count.
   virtual std::optional<ConstBytes> peek(Rank peer) = 0;
-  // The same from whichever peer has one; fair over time. Tells of a peer's end (TransportError)
-  // once, when nothing else has arrived; peek(), reserve() and commit() throw for it each time.
+  // Returns a message of any peer that has one, as peek() does; fair over time. Reports a peer's
+  // end (TransportError) once, when nothing else has arrived; peek(), reserve() and commit() throw
+  // for it each time.
   virtual std::optional<Incoming> peek_any() = 0;
   virtual void release(Rank peer) = 0;
 
-  // A descriptor that polls readable when something may have changed, provided arm() was called and
-  // nothing had changed since: arm(), look once more, poll, disarm(). disarm() clears the doorbell.
+  // Returns a descriptor that polls readable when something may have changed, provided arm() was
+  // called and nothing had changed since: arm(), look once more, poll, disarm(). disarm() clears
+  // the doorbell.
   virtual int doorbell() const noexcept = 0;
   virtual void arm() = 0;
   virtual void disarm() = 0;
 };
 
-// All kinds of link in the order of preference, best first. inproc is never chosen for a pair by
-// itself: its ranks share a process (spawn with threads). emulated is chosen where GRADWIRE_LINK
-// says so, and then alone.
+// Returns all kinds of link, best first. inproc is never chosen for a pair by itself: its ranks
+// share a process (spawn with threads). emulated is chosen where GRADWIRE_LINK asks for it, and
+// then alone.
 std::span<const Kind* const> transport_kinds();
-// Throws InvalidArgument for an unknown name or a wrong setting.
+// Finds out whether a kind of link can be made here, and opens its context. Throws InvalidArgument
+// for an unknown name or a wrong setting.
 Opened open_transport(std::string_view name, const Settings& settings);
-// Where the options have no context, opens one without any settings. Throws InvalidArgument for an
-// unknown name, or with the reason why there can be no such link here.
+// Makes a transport. Where the options have no context, it opens one without any settings. Throws
+// InvalidArgument for an unknown name, or with the reason why there can be no such link here.
 std::unique_ptr<Transport> make_transport(std::string_view name, const Options& options);
 
 }  // namespace gradwire::transport

@@ -12,8 +12,8 @@
 namespace gradwire::transport {
 namespace {
 
-constexpr std::uint32_t kArenaMagic = 0x33415247;  // "GRA3"; a new layout, a new magic
-constexpr std::size_t kLine = 64;                  // what two writers must not share
+constexpr std::uint32_t kArenaMagic = 0x33415247;  // "GRA3"; changes with the layout
+constexpr std::size_t kLine = 64;  // what two writers must not share: a cache line, in bytes
 constexpr std::size_t kEntry = 2 * kLine;
 constexpr std::size_t kPage = 4096;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;

@@ -1,13 +1,14 @@
 // Arena: the memory in which one rank stages what it sends, shared with all who read it.
 //
-// It has `messages` cells of max_message bytes. Each cell counts the readers that still need it,
-// and each reader has a queue of as many entries, and a word that says whether it is far away. An
+// It has `messages` cells of max_message bytes. Each cell counts the readers that still need it.
+// Each reader has a queue of `messages` entries, and a word that says whether it is far away. An
 // entry is two cache lines: a descriptor (which cell, how many bytes), which is one atomic word,
-// zero for none; and room for a message so small that it needs no cell, and travels with its
+// zero for none; and room for a message so small that it needs no cell and is sent with its
 // descriptor. No index is shared.
 //
-// Waking is Dekker's handshake with sequentially consistent operations, no fences: the owner says
-// it will sleep and looks once more; the others write and then look whether it sleeps.
+// Waking is Dekker's handshake with sequentially consistent operations, no fences: the owner
+// announces that it will sleep and looks once more; the others write and then look whether it
+// sleeps.
 #pragma once
 
 #include <atomic>
@@ -20,11 +21,11 @@
 
 namespace gradwire::transport {
 
-// Whether this machine has memory to share.
+// Finds out whether this machine has memory to share.
 Opened open_shared_memory(const Settings& settings);
 
-// A message that fits into the entry itself needs no cell.
-inline constexpr std::size_t kSmallMessage = 120;  // bytes, at most
+// The largest message that is stored in the entry itself, and needs no cell.
+inline constexpr std::size_t kSmallMessage = 120;  // bytes
 
 // A cell and a length in one word that is never zero.
 struct Descriptor {
@@ -43,9 +44,11 @@ struct Descriptor {
 
 class Arena {
  public:
-  // Fresh shared memory, sealed against resizing, so that no peer's truncate is another's SIGBUS.
+  // Makes an arena in fresh shared memory, sealed against resizing: a peer that truncates it would
+  // make others fail with SIGBUS.
   static std::shared_ptr<Arena> create(const Options& options);
-  // Maps the peer's arena; TransportError where the descriptor is not what create() makes there.
+  // Maps the peer's arena. Throws TransportError where the descriptor is not what the peer's
+  // create() makes.
   static std::shared_ptr<Arena> map(UniqueFd memory, const LinkId& link, const Options& options);
   ~Arena();
   Arena(const Arena&) = delete;
@@ -55,11 +58,11 @@ class Arena {
 
   // Set by the owner before it sleeps; whoever changes what it waits for clears it and wakes it.
   std::atomic<std::uint32_t>& sleeping() noexcept;
-  // Set by the owner when it found no room for a message; else no release is worth a wake-up.
+  // Set by the owner when it found no room for a message; only then is a release worth a wake-up.
   std::atomic<std::uint32_t>& wants_room() noexcept;
-  // How many readers still need the cell.
+  // The number of readers that still need the cell.
   std::atomic<std::uint32_t>& readers(std::size_t cell) noexcept;
-  // Whether the reader finds that the owner is far away (transport/memory/distance.h): not zero.
+  // Not zero where the reader finds that the owner is far away (transport/memory/distance.h).
   std::atomic<std::uint32_t>& far(Rank reader) noexcept;
   // The reader's queue, a ring of `messages` entries.
   std::atomic<std::uint64_t>& entry(Rank reader, std::size_t position) noexcept;
@@ -71,7 +74,7 @@ class Arena {
   struct Header;
   struct Layout {
     explicit Layout(const Options& options);
-    std::size_t messages, far_at, entries_at, data_at, stride, total;  // bytes but for the first
+    std::size_t messages, far_at, entries_at, data_at, stride, total;  // bytes, except `messages`
   };
   Arena(UniqueFd memory, const Options& options);
   template <typename Value>

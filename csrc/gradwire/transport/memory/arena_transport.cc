@@ -41,9 +41,10 @@ bool ArenaTransport::is_far(Rank peer) noexcept {
   return own_->far(peer).load(std::memory_order_relaxed) != 0;
 }
 
-// In turn, though fewer cells would be warmer: a line of the cell that was read last is in the
-// reader's cache, from which it has to come back before it can be written; lines of cells that
-// come round after a mebibyte or two have left it.
+// Returns a free cell. Cells are taken in turn, although fewer cells would be warmer in the cache:
+// a line of the cell that was read last is in the reader's cache, from which it has to come back
+// before it can be written; lines of cells that are reused only after a mebibyte or two have left
+// it.
 int ArenaTransport::free_cell() noexcept {
   for (std::size_t looked_at = 0; looked_at < messages_; ++looked_at) {
     const std::size_t cell = std::exchange(next_cell_, next(next_cell_));
@@ -61,8 +62,9 @@ bool ArenaTransport::has_its_share(Rank peer) {
   return room == 0;
 }
 
-// How many more the peer may have: it reads in order, so that what it has read of the last
-// `share` messages tells of all before. Seldom a look, which costs a cache line on its way back.
+// Returns how many more messages the peer may have; it may be fewer than there is room for. The
+// peer reads in order, so one entry that it has read tells of all before it. Looks are rare: each
+// costs a cache line on its way back.
 std::size_t ArenaTransport::look_for_room(Rank peer) noexcept {
   const auto share = std::min(messages_, static_cast<std::size_t>(options().messages_per_peer));
   for (std::size_t room : {share / 2 + 1, std::size_t{1}}) {
@@ -125,7 +127,8 @@ std::optional<ConstBytes> ArenaTransport::arrived(Rank peer) {
       descriptor.bytes};
 }
 
-// Seldom, since it takes some of the time that it measures; and not while pages are new here.
+// Times a line for LineTimes: rarely, since that costs some of the time that it measures, and not
+// while this process sees the pages for the first time.
 void ArenaTransport::time_line(Link& link, const std::byte* line) noexcept {
   constexpr unsigned kSeldom = 4;
   if (++link.cells % kSeldom != 0 || link.cells <= messages_ || !clock_.usable()) return;
@@ -133,7 +136,8 @@ void ArenaTransport::time_line(Link& link, const std::byte* line) noexcept {
     link.arena->far(options().rank).store(link.lines.far(), std::memory_order_relaxed);
 }
 
-// A release that leaves the cell to other readers makes room too: in this reader's share.
+// Releases a message. Even where other readers still need the cell, this makes room: in this
+// reader's share.
 void ArenaTransport::consume(Rank peer) {
   Link& link = at(peer);
   link.arena->entry(options().rank, link.consumed).store(Descriptor::kNone);
@@ -143,7 +147,8 @@ void ArenaTransport::consume(Rank peer) {
   if (link.arena->wants_room().load() != 0) wake(link);
 }
 
-// A bell that can't be rung has rung already, or its owner is gone; disarm() finds the latter.
+// Wakes the owner of the link's arena. A bell that can't be rung has rung already, or its owner is
+// gone; disarm() finds the latter.
 void ArenaTransport::wake(Link& link) noexcept {
   auto& sleeping = link.arena->sleeping();
   if (sleeping.load() == 0 || sleeping.exchange(0) == 0) return;
@@ -152,7 +157,7 @@ void ArenaTransport::wake(Link& link) noexcept {
       ::send(link.socket.get(), &ring, sizeof ring, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-// The caller's last look, after this, says again whether it is room that it waits for.
+// Forgets that this rank waits for room: the caller's last look, after this, finds out again.
 void ArenaTransport::arm() {
   if (std::exchange(starved_, false)) own_->wants_room().store(0);
   own_->sleeping().store(1);
@@ -173,7 +178,7 @@ void ArenaTransport::answer_bell(Rank peer) {
   bury(peer);
 }
 
-// Frees the cells that the peer has not read: nobody will.
+// Frees the cells that the peer has not read: nobody will read them.
 void ArenaTransport::bury(Rank peer) {
   Link& link = at(peer);
   unwatch(epoll_.get(), link.socket.get());

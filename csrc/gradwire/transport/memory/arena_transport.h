@@ -1,4 +1,4 @@
-// The link over shared memory, whatever way the arenas are shared: shm and inproc.
+// The transport over shared memory, in whatever way the arenas are shared: shm and inproc.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@ namespace gradwire::transport {
 
 // How a rank gives its arena to the peer at the other end of `socket`, and gets the peer's.
 struct ArenaExchange {
-  // Does not block; null where take() does it.
+  // Does not block; null where take() also gives.
   void (*give)(int socket, const Arena& own, const LinkId& link);
   std::shared_ptr<Arena> (*take)(int socket, const std::shared_ptr<Arena>& own, const LinkId& link,
                                  const Options& options, const WaitLimit& wait_limit);
@@ -27,16 +27,16 @@ class ArenaTransport final : public StagedTransport {
   void disarm() override;
 
  private:
-  // The socket is the peer's bell and ours, and its end is the peer's.
+  // The socket rings the peer's bell and this rank's; its end tells that the peer has ended.
   struct Link {
     UniqueFd socket;
     std::shared_ptr<Arena> arena;
     std::size_t posted = 0;    // where our next descriptor goes in the peer's queue of our arena
     std::size_t consumed = 0;  // where the next one is in our queue of the peer's arena
-    std::size_t room = 0;      // so many fit there, without a look
+    std::size_t room = 0;      // messages that fit there, as known without another look
     int front = 0;             // the cell that arrived() showed last
-    unsigned cells = 0;        // that arrived() has shown
-    LineTimes lines;           // of these
+    unsigned cells = 0;        // how many cells arrived() has shown
+    LineTimes lines;           // times of their first lines
   };
 
   void introduce(int socket, Rank peer) override;
@@ -67,7 +67,7 @@ class ArenaTransport final : public StagedTransport {
   bool starved_ = false;
   LineClock clock_;
   std::size_t next_cell_ = 0;
-  Copy copy_ = copy_cached;                                 // into the open reservation
+  Copy copy_ = copy_cached;                                 // how to copy into the open reservation
   alignas(64) std::array<std::byte, kSmallMessage> small_;  // staging of the open reservation
 };
 

@@ -1,9 +1,10 @@
-// How far away a peer's cache is: how long a line that the peer wrote last takes to come from it.
+// Measures how far away a peer's cache is: how long a line that the peer wrote last takes to come
+// from it.
 //
-// Two cores have a cache in common, or the line has to travel between two parts of a machine. Which
-// of these it is can change while ranks run, since schedulers and hypervisors move them. So it is
-// measured all the time, in passing: a reader times its first look at a message, whose first line
-// the sender wrote last.
+// Two cores share a cache, or the line has to travel between two parts of a machine. Which of these
+// holds can change while ranks run, since schedulers and hypervisors move them. So it is measured
+// all the time, in passing: a reader times its first look at a message, whose first line the sender
+// wrote last.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +15,12 @@
 
 namespace gradwire::transport {
 
-// Whether a peer is far, from the times of its lines, of which the share of slow ones counts: near
-// ones are slow now and then, by an interrupt or a page walk, and far ones fast where they had left
-// the peer's cache or were fetched ahead.
+// Decides whether a peer is far by its share of slow lines: lines of a near peer are slow now and
+// then, by an interrupt or a page walk, and lines of a far one fast where they had left the peer's
+// cache or were prefetched.
 class LineTimes {
  public:
-  // Says whether the answer is another one now.
+  // Adds a time. Returns whether that changes far().
   bool add(double nanoseconds) noexcept {
     slow_ += ((nanoseconds > kSlow ? 1 : 0) - slow_) / kRemembered;
     return std::exchange(far_, slow_ > (far_ ? kStillFar : kFar)) != far_;
@@ -27,17 +28,18 @@ class LineTimes {
   bool far() const noexcept { return far_; }
 
  private:
-  // Nanoseconds. Between two cores of an AMD Zen 4 with a common third-level cache a line takes 10
-  // to 40, between others 100 to 160.
+  // In nanoseconds. On an AMD Zen 4, a line takes 10 to 40 ns between two cores that share a
+  // third-level cache, and 100 to 160 ns between others.
   static constexpr double kSlow = 85;
-  static constexpr double kFar = 0.25, kStillFar = 0.1;  // of all lines
-  static constexpr double kRemembered = 16;              // lines
+  static constexpr double kFar = 0.25, kStillFar = 0.1;  // share of slow lines
+  static constexpr double kRemembered = 16;              // lines, the weight of the past
 
   double slow_ = 0;
   bool far_ = false;
 };
 
-// Times the first access to a line. Where the clock is too coarse or takes too long, it has none.
+// Times the first access to a line. It is not usable where the clock is too coarse or takes too
+// long.
 class LineClock {
  public:
   LineClock() noexcept {
@@ -47,7 +49,7 @@ class LineClock {
     overhead_ = empty[empty.size() / 2];
   }
   bool usable() const noexcept { return overhead_ > 0 && overhead_ < kMostOverhead; }
-  // Nanoseconds.
+  // Returns nanoseconds.
   double first_look(const std::byte* line) const noexcept {
     return time([=] { static_cast<void>(*static_cast<const volatile std::byte*>(line)); }) -
            overhead_;

@@ -13,7 +13,8 @@ namespace {
 
 using Box = std::unique_ptr<std::shared_ptr<Arena>>;
 
-// The kernel's word on who made the socket; the pointers on it are good in that process only.
+// Throws unless the kernel says that this process made the socket: the pointers sent over it are
+// valid in that process only.
 void require_same_process(int socket, const LinkId& link) {
   ucred maker{};
   socklen_t size = sizeof maker;
@@ -22,7 +23,7 @@ void require_same_process(int socket, const LinkId& link) {
     throw InvalidArgument(describe(link, "inproc joins threads of one process; use shm"));
 }
 
-// Sends and receives in one go: a pointer that was sent to nobody would keep its arena for ever.
+// Sends and receives in one step: a pointer that nobody receives would keep its arena for ever.
 std::shared_ptr<Arena> swap_pointers(int socket, const std::shared_ptr<Arena>& own,
                                      const LinkId& link, const Options&,
                                      const WaitLimit& wait_limit) {

@@ -1,5 +1,5 @@
-// shm: ranks of one host. The arenas are memfds passed over the Unix socket, so nothing has a name
-// that could leak, and what a killed rank leaves behind goes with its last descriptor.
+// shm: ranks of one host. The arenas are memfds passed over the Unix socket, so there is no name
+// that could leak, and the memory of a killed rank goes with its last descriptor.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -43,7 +43,7 @@ void give_descriptor(int socket, const Arena& own, const LinkId& link) {
       throw_transport_error(link, system_message("passing the shared memory", errno));
 }
 
-// All that came with a message. What is not wanted has to be closed here too.
+// Returns all descriptors that came with a message. Unwanted ones must be closed here too.
 std::vector<UniqueFd> take_descriptors(msghdr& header) {
   std::vector<UniqueFd> received;
   const cmsghdr* control = CMSG_FIRSTHDR(&header);

@@ -11,14 +11,16 @@
 namespace gradwire::transport {
 namespace {
 
-constexpr std::uint8_t kRetries = 6;  // 7 is for ever to some devices
+constexpr std::uint8_t kRetries = 6;  // 7 means for ever on some devices
 constexpr std::uint8_t kHops = 64;
 constexpr std::uint8_t kReceiverNotReady = 12;  // 0.64 ms until the next try; there is always room
 
-// Inline bytes: the most of these that a device takes. More saves the device a read of memory.
+// Inline bytes to ask for, in turn, until a device accepts; the more, the fewer reads of memory it
+// needs.
 constexpr std::array<std::uint32_t, 4> kInline = {220, 128, 64, 0};
 
-// Devices return an error, or -1 and set errno.
+// Returns whether a verb succeeded. On failure, devices return an error, or -1 and set errno; errno
+// is then set in both cases.
 bool succeeded(int result) noexcept {
   if (result > 0) errno = result;
   return result == 0;

@@ -15,10 +15,10 @@ class QueuePair {
   QueuePair(const RdmaDevices& devices, const RdmaPort& port, ibv::Cq* cq, int sends, int receives);
 
   std::uint32_t number() const noexcept { return qp_->qp_num; }
-  // The most bytes that may be sent by value.
+  // Returns the most bytes that may be sent inline.
   std::size_t most_inline() const noexcept { return most_inline_; }
 
-  // The properties of an end that the other one has to know.
+  // What one end has to know of the other.
   struct Peer {
     std::uint32_t number = 0;
     std::uint32_t first_packet = 0;  // its first packet sequence number, 24 bits
@@ -26,21 +26,20 @@ class QueuePair {
   };
   // Connects to the peer, with both ends' first packet numbers.
   void connect(const Peer& peer, std::uint32_t own_first_packet);
-  // Ends whatever is under way; nothing can be posted afterwards.
+  // Aborts everything under way; nothing can be posted afterwards.
   void break_off() noexcept;
 
   struct Write {
     std::uint64_t id = 0;
     const std::byte* from = nullptr;
-    std::uint32_t bytes =
-        0;                  // sent by value where they are few enough, else from registered memory
-    std::uint32_t key = 0;  // of the memory, where it is read later
+    std::uint32_t bytes = 0;  // sent inline where they are few enough, else from registered memory
+    std::uint32_t key = 0;    // of the registered memory `from`
     std::uint64_t to = 0;
     std::uint32_t to_key = 0;
     std::uint32_t word = 0;  // for the receiver
-    bool tells = false;      // a completion is wanted
+    bool tells = false;      // whether to ask for a completion
   };
-  // False, with errno set, where the device refuses it.
+  // Returns false, with errno set, where the device refuses it.
   bool post(const Write& write) noexcept;
   bool post_receive(std::uint64_t id) noexcept;
 
@@ -49,7 +48,7 @@ class QueuePair {
 
   const RdmaDevices& devices_;
   const RdmaPort& port_;
-  std::size_t most_inline_ = 0;  // before the queue pair, whose making sets it
+  std::size_t most_inline_ = 0;  // before qp_, whose initializer sets it
   Owned<ibv::Qp> qp_;
 };
 

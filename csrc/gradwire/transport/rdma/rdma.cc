@@ -1,12 +1,13 @@
-// rdma: one reliable connection a peer (libibverbs). A message is an RDMA write with immediate from
-// a staging cell into a slot of the peer's ring. Its immediate word (Word) has its length and how
-// many of the peer's messages were read so far, whose slots are free again; a reader that has
-// nothing to send says so by an empty write when half its ring is free. All of it lies in one slab,
-// registered when the first link is made and never again.
+// rdma: one reliable connection per peer (libibverbs). A message is an RDMA write with immediate
+// from a staging cell into a slot of the peer's ring. Its immediate word (Word) has its length, and
+// how many of the peer's messages were read so far, whose slots are free again. A reader that has
+// nothing to send reports this by an empty write when half its ring is free. Cells and rings are in
+// one slab, which is registered when the first link is made and never again.
 //
-// Few bytes go by value, which frees their cell at once, and ask for a completion only now and
-// then; others ask for one each, which tells when their cell is free. The authenticated socket
-// stays open: its end is the peer's, also where no write is under way that would fail.
+// A short message is sent inline, which frees its cell at once, and only some of these writes ask
+// for a completion. Every other write asks for one, which tells when its cell is free. The
+// authenticated socket stays open: its end tells that the peer has ended, even where no write is
+// under way that would fail.
 #include <arpa/inet.h>
 #include <poll.h>
 #include <sys/epoll.h>
@@ -28,16 +29,16 @@ namespace gradwire::transport {
 namespace {
 
 constexpr std::size_t kMostSlots = 8;       // of a ring
-constexpr std::size_t kRings = 32UL << 20;  // bytes that all rings may take, with two slots each
+constexpr std::size_t kRings = 32UL << 20;  // bytes of all rings, unless two slots each need more
 constexpr std::uint32_t kRequests = 64;     // writes under way to one peer
-constexpr std::uint32_t kQuiet = 16;        // by value without a completion
+constexpr std::uint32_t kQuiet = 16;        // inline writes without a completion
 constexpr std::size_t kWords = 4;           // empty writes that a peer may have under way
-constexpr std::uint64_t kReceive = 1ULL << 63;  // in the id of a request
+constexpr std::uint64_t kReceive = 1ULL << 63;  // set in the id of a receive request
 constexpr double kGreetingSeconds = 20;
 constexpr double kLingerSeconds = 1;
 
-// The immediate word of a write: 27 bits of length, 4 of a number of messages, and whether there is
-// no message.
+// The immediate word of a write: 27 bits of length, 4 bits of a number of messages, and a bit that
+// is set where there is no message.
 struct Word {
   static constexpr std::uint32_t kLength = (1U << 27) - 1;
   static constexpr std::uint32_t kCounts = 16;  // more than there can be slots
@@ -73,16 +74,18 @@ class RdmaTransport final : public StagedTransport {
     Rail* rail = nullptr;
     std::unique_ptr<QueuePair> queue_pair;
     RdmaEnd far;
-    CellQueue outbox;  // not yet with the device
-    // Messages: sent to the peer, and of these read by it, as it said last.
+    CellQueue outbox;  // not yet posted to the device
+    // Messages sent to the peer, and how many of these it has read, as it reported last.
     std::uint32_t sent = 0;
     std::uint32_t read = 0;
-    // Writes: with the device, of these over, and without a completion since the last one with.
+    // Writes posted to the device; how many of these are over; and how many were posted since the
+    // last one that asked for a completion.
     std::uint32_t posted = 0;
     std::uint32_t done = 0;
     std::uint32_t quiet = 0;
     std::array<int, kRequests> cells{};  // that each write reads
-    // Messages: arrived here, of these released, and released as the peer was told last.
+    // Messages that arrived here; how many of these were released; and how many of these the peer
+    // knows of.
     std::byte* ring = nullptr;
     std::array<std::uint32_t, kMostSlots> lengths{};
     std::uint32_t arrived = 0;
@@ -134,7 +137,7 @@ class RdmaTransport final : public StagedTransport {
   std::size_t slots_;
   Slab slab_;
   UniqueFd epoll_;
-  std::vector<std::unique_ptr<Rail>> rails_;  // by port; null where not used
+  std::vector<std::unique_ptr<Rail>> rails_;  // by port; null where unused
   std::vector<Link> links_;
   std::vector<Cell> cells_;
 };
@@ -145,7 +148,7 @@ std::shared_ptr<RdmaDevices> devices_of(const Options& options) {
   return devices;
 }
 
-// A power of two, so that numbers of messages may wrap around.
+// Returns the slots of a ring: a power of two, so that numbers of messages may wrap around.
 std::size_t slots_for(std::size_t peers, std::size_t slot_bytes) {
   const std::size_t fit = kRings / (std::max<std::size_t>(peers, 1) * slot_bytes);
   return std::clamp<std::size_t>(std::bit_floor(fit), 2, kMostSlots);
@@ -205,7 +208,7 @@ void RdmaTransport::link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit
   greet(peer, wait_limit);
 }
 
-// The lower rank chooses the ports.
+// Makes this end, `mine`, sends it, and returns the other end. The lower rank chooses the ports.
 RdmaEnd RdmaTransport::agree(int socket, Link& link, Rank peer, const WaitLimit& wait_limit,
                              RdmaEnd& mine) {
   const LinkId id = link_id(peer);
@@ -237,7 +240,7 @@ RdmaEnd RdmaTransport::agree(int socket, Link& link, Rank peer, const WaitLimit&
   return far;
 }
 
-// Makes this end ready to be written to before it tells the other end.
+// Makes this end, ready to be written to before the other end is told of it.
 RdmaEnd RdmaTransport::make_end(Link& link, Rank peer, int port, int peer_port) {
   link.rail = &rail_of(port);
   if (max_message() > std::min(link.rail->port().max_message, Word::kLength))
@@ -261,7 +264,7 @@ RdmaEnd RdmaTransport::make_end(Link& link, Rank peer, int port, int peer_port) 
   return end;
 }
 
-// A first word each way, over the connection itself: that it works is known before it is used.
+// Sends a first word each way over the connection itself: so it is known to work before it is used.
 void RdmaTransport::greet(Rank peer, const WaitLimit& wait_limit) {
   Link& link = at(peer);
   const LinkId id = link_id(peer);
@@ -320,7 +323,7 @@ void RdmaTransport::post(int index, std::size_t bytes, std::span<const Rank> pee
   cell.readers = peers.size();
   for (Rank peer : peers) at(peer).outbox.push(index);
   for (Rank peer : peers) push_out(peer);
-  // The peer may have sent that its ring has room again, which is not read yet.
+  // The peer may have sent that its ring has room again, in a word that is not read yet.
   if (!std::ranges::all_of(peers, [this](Rank peer) { return is_flushed(peer); })) poll();
 }
 
@@ -352,7 +355,7 @@ void RdmaTransport::push_out(Rank peer) {
   }
 }
 
-// Writes a cell into the peer's next slot, or a word alone.
+// Writes a cell into the peer's next slot, or only a word. `tells`: asks for a completion.
 bool RdmaTransport::write(Rank peer, int cell, bool tells) {
   Link& link = at(peer);
   QueuePair::Write next;
@@ -426,7 +429,7 @@ void RdmaTransport::take(Rank peer, const Word& word) {
   link.lengths[link.arrived++ % slots_] = word.bytes;
 }
 
-// Writes are over in order, so all up to this one.
+// Retires all writes up to `last`, since writes complete in order.
 void RdmaTransport::retire(Link& link, std::uint32_t last) {
   while (!link.lost && link.done != last + 1) {
     const int cell = link.cells[link.done++ % kRequests];
@@ -473,7 +476,8 @@ void RdmaTransport::disarm() {
   }
 }
 
-// Whatever the peer wrote before it went is here, and so are its completions.
+// Reads the peer's socket, whose end means that the peer has ended. Whatever the peer wrote before
+// is here then, and so are its completions.
 void RdmaTransport::answer_bell(Rank peer) {
   std::array<char, 64> bytes;
   const ssize_t got = ::recv(at(peer).socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
@@ -482,7 +486,7 @@ void RdmaTransport::answer_bell(Rank peer) {
   lose(peer, "the peer closed it or died");
 }
 
-// Gives the peer up: nothing is posted to it again. What had arrived can still be read.
+// Gives the peer up: nothing is posted to it again. Messages that had arrived can still be read.
 void RdmaTransport::lose(Rank peer, const std::string& reason) {
   Link& link = at(peer);
   if (std::exchange(link.lost, true)) return;
@@ -497,8 +501,9 @@ void RdmaTransport::lose(Rank peer, const std::string& reason) {
   for (; !link.outbox.empty(); link.outbox.pop()) free_cell(link.outbox.front());
 }
 
-// A connection that is taken down takes with it what the peer has not acknowledged. What is not
-// with the device stays here: nothing is sent behind the write that tells of all before it.
+// Waits before the connections are destroyed, since that drops what the peers have not
+// acknowledged. Messages not yet posted to the device are dropped: nothing may follow the last
+// write, whose completion tells that all writes before it are over.
 void RdmaTransport::linger() noexcept try {
   const Deadline deadline = Deadline::after(kLingerSeconds);
   for (Rank peer = 0; peer < options().size; ++peer) {

@@ -19,7 +19,7 @@ constexpr std::size_t kIpv4At = 12;  // in a GID that holds one
 
 using Bits = std::span<const std::uint8_t>;
 
-// The bytes of a socket address, as far as it is one of the Internet's.
+// Returns the bytes of an IPv4 or IPv6 socket address; empty for any other.
 Bits address_bytes(const sockaddr* address) {
   if (address == nullptr) return {};
   if (address->sa_family == AF_INET) {
@@ -41,7 +41,7 @@ std::string address_text(Bits address) {
   return text;
 }
 
-// "198.18.0.0/24".
+// Returns a network's text: "198.18.0.0/24".
 std::string network_text(Bits address, Bits mask) {
   ibv::Gid masked{};
   int bits = 0;

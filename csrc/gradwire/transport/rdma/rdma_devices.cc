@@ -19,12 +19,12 @@ constexpr const char* kWithout = "or do without: GRADWIRE_TRANSPORT=shm,tcp";
 
 [[noreturn]] void refuse(const std::string& why) { throw InvalidArgument(why); }
 
-// Of a size in bytes that a port can have.
+// Returns the ibv::Mtu for a size in bytes that a port can have.
 int mtu_of(int bytes) {
   return std::bit_width(static_cast<unsigned>(bytes) / 256) - 1 + ibv::kMtu256;
 }
 
-// The preference for one of a port's addresses where the user chose none; the highest wins.
+// Returns the preference for one of a port's addresses where the user chose none; the highest wins.
 int preference(const ibv::GidEntry& entry) {
   if (entry.gid_type != ibv::kGidRoceV2) return 0;
   if (is_ipv4(entry.gid)) return 3;
@@ -84,7 +84,8 @@ RdmaDevices::RdmaDevices(RdmaSettings settings)
   require_lockable_memory();
 }
 
-// A fork has a copy of what the kernel knows as its parent's: to give it back would take it away.
+// In a fork, closes nothing: its handles are copies, the kernel regards the resources as the
+// parent's, and closing them would take them from the parent.
 RdmaDevices::~RdmaDevices() {
   if (made_after_ == forks()) return;
   for (Opened& each : opened_) {
@@ -173,8 +174,8 @@ void RdmaDevices::add_port(RdmaPort port, const ibv::PortAttr& found) {
   for (const ibv::GidEntry& entry : entries) ports_.push_back(with_gid(port, entry));
 }
 
-// The one that was asked for, InfiniBand's first, or of RoCE all of the best kind: each pair finds
-// the one by which it is reached.
+// Returns the GID that the user asked for or, of InfiniBand, the first one. Of RoCE it returns all
+// of the best kind: each pair finds the one by which it is reached.
 std::vector<ibv::GidEntry> RdmaDevices::choose_gids(const RdmaPort& port, int count) const {
   const bool any = port.address.link_layer == ibv::kLinkInfiniBand || settings_.gid_index >= 0;
   std::vector<ibv::GidEntry> best;
@@ -192,7 +193,8 @@ std::vector<ibv::GidEntry> RdmaDevices::choose_gids(const RdmaPort& port, int co
   return best;
 }
 
-// Finds out by trial, since a capability and the user namespace decide too.
+// Throws where too little memory can be locked. It finds out by trial, since a capability and the
+// user namespace matter too.
 void RdmaDevices::require_lockable_memory() {
   rlimit limit{};
   ::getrlimit(RLIMIT_MEMLOCK, &limit);
@@ -219,8 +221,8 @@ bool share_a_network(const RdmaAddress& one, const RdmaAddress& other) {
   return !one.network.empty() && one.network == other.network && one.link_layer == other.link_layer;
 }
 
-// Among several ports on one network, the n-th of one end goes with the n-th of the other, counted
-// from the front again where one end has fewer.
+// Returns whether two ports belong together: among several ports on one network, the n-th of one
+// end goes with the n-th of the other, counted from the front again where one end has fewer.
 bool in_step(std::span<const RdmaAddress> lower, std::size_t i, std::span<const RdmaAddress> higher,
              std::size_t j) {
   const auto like = [&](const RdmaAddress& each) { return share_a_network(each, lower[i]); };
@@ -245,7 +247,7 @@ std::pair<int, int> pair_ports(std::span<const RdmaAddress> lower,
     }
   if (found.empty()) found = std::move(by_position);
   if (found.empty()) return {-1, -1};
-  // Neighbours in a ring, and the leaves of a star, come out evenly.
+  // This spreads neighbours in a ring, and the leaves of a star, evenly.
   const int turn = (lower_rank + higher_rank) / 2;
   return found[static_cast<std::size_t>(turn) % found.size()];
 }

@@ -1,7 +1,7 @@
-// RdmaDevices: the RDMA ports of this host that a rank may use, open, each with the address (GID)
-// that it is reached by. All communicators of a process share them.
+// RdmaDevices: the open RDMA ports of this host that a rank may use, each with the address (GID) by
+// which it is reached. All communicators of a process share them.
 //
-// Any thread. In a fork of the process that made it, it is a shell that must not be used.
+// Any thread may use it. In a fork of the process that made it, it must not be used.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,8 @@ struct RdmaAddress {
   std::uint8_t link_layer = ibv::kLinkUnspecified;
   std::uint8_t mtu = ibv::kMtu1024;  // ibv::Mtu
   // Ports that name the same network reach each other: "ethernet 10.0.0.0/24" of RoCE v2,
-  // "infiniband fe80000000000000". Empty where the address does not tell, as a link-local one.
+  // "infiniband fe80000000000000". Empty where the address does not identify a network, as a
+  // link-local one.
   std::string network{};
 
   bool operator==(const RdmaAddress&) const = default;
@@ -41,7 +42,7 @@ struct RdmaPort {
   ibv::Context* context = nullptr;
   ibv::Pd* pd = nullptr;
 
-  // "rxe0:1, RoCE v2, GID 1 (198.18.0.1), MTU 4096".
+  // Returns "rxe0:1, RoCE v2, GID 1 (198.18.0.1), MTU 4096".
   std::string describe() const;
 };
 
@@ -50,8 +51,8 @@ inline constexpr std::size_t kMostRdmaPorts = 16;
 
 class RdmaDevices final : public Context {
  public:
-  // Throws InvalidArgument with what is missing (library, kernel, device, permission, port, GID,
-  // lockable memory) and the remedy.
+  // Opens the ports. Throws InvalidArgument with what is missing (library, kernel, device,
+  // permission, port, GID, lockable memory) and the remedy.
   explicit RdmaDevices(RdmaSettings settings);
   ~RdmaDevices() override;
   RdmaDevices(const RdmaDevices&) = delete;
@@ -62,7 +63,7 @@ class RdmaDevices final : public Context {
 
   const Verbs& verbs() const noexcept { return verbs_; }
   const RdmaSettings& settings() const noexcept { return settings_; }
-  const std::vector<RdmaPort>& ports() const noexcept { return ports_; }  // one at least
+  const std::vector<RdmaPort>& ports() const noexcept { return ports_; }  // at least one
 
  private:
   struct Opened {
@@ -80,16 +81,17 @@ class RdmaDevices final : public Context {
   const Verbs& verbs_;
   std::vector<Opened> opened_;
   std::vector<RdmaPort> ports_;
-  std::string left_out_;  // what there is, but is not used, and why
+  std::string left_out_;  // devices and ports that are not used, and why
   std::uint32_t made_after_ = forks();
 };
 
-// "infiniband" or "ethernet".
+// Returns "infiniband" or "ethernet".
 std::string_view link_layer_name(std::uint8_t layer);
 
-// The two ports that a pair of ranks uses, of the lower and of the higher rank: those of a network
-// that both are on, or else the n-th of the one and the n-th of the other if they are of one link
-// layer; where there are several, in turns by pair. {-1, -1} where there are none.
+// Returns the two ports that a pair of ranks uses, of the lower and of the higher rank: ports of a
+// network that both are on or, failing that, the n-th port of each if these have the same link
+// layer. Where there are several choices, pairs of ranks take them in turn. Returns {-1, -1} where
+// there is none.
 std::pair<int, int> pair_ports(std::span<const RdmaAddress> lower,
                                std::span<const RdmaAddress> higher, int lower_rank,
                                int higher_rank);

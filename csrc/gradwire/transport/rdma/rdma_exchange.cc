@@ -12,7 +12,7 @@ namespace {
 constexpr std::uint32_t kPortsMagic = 0x31505247;  // "GRP1"
 constexpr std::uint32_t kEndMagic = 0x31455247;    // "GRE1"
 constexpr std::uint32_t kMostSlots = 1 << 16;
-constexpr std::uint32_t kNumbers = 1 << 24;  // of queue pairs and of packets
+constexpr std::uint32_t kNumbers = 1 << 24;  // limit of queue pair and packet numbers
 
 struct PackedAddress {
   ibv::Gid gid{};

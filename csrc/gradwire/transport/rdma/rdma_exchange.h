@@ -1,6 +1,6 @@
-// The exchange of two ranks over their authenticated socket to make an RDMA link: first the ports
-// at which they can be reached, then, for the pair of ports that the lower rank has chosen, the
-// queue pair and the ring of memory that the other end writes into.
+// The exchange of two ranks over their authenticated socket to make an RDMA link. First each sends
+// the ports at which it can be reached; then, for the pair of ports that the lower rank has chosen,
+// each sends the queue pair and the ring of memory that the other end writes into.
 #pragma once
 
 #include <cstdint>
@@ -14,23 +14,23 @@ namespace gradwire::transport {
 
 // One end of a link.
 struct RdmaEnd {
-  int port = -1;  // of the rank whose end it is, in the order in which it told of them
+  int port = -1;  // index among the ports that this end's rank sent
   int peer_port = -1;
   QueuePair::Peer queue_pair{};
-  // The ring that it receives in: so many slots for a message
-  // each, a power of two.
+  // The ring that this end receives into. It has `slots` slots, a power of two, each for one
+  // message.
   std::uint64_t ring = 0;
   std::uint32_t key = 0;
   std::uint32_t slots = 0;
 };
 
-// Fit into every fresh socket: they do not wait.
+// Do not block: what they send fits into the buffer of every fresh socket.
 void send_ports(int socket, const LinkId& link, std::span<const RdmaPort> ports);
 void send_end(int socket, const LinkId& link, const RdmaEnd& end);
 
-// Throw TransportError for what cannot be meant, Timeout where the other end is silent.
+// Throw TransportError for impossible values, Timeout where the other end is silent.
 std::vector<RdmaAddress> receive_ports(int socket, const LinkId& link, const WaitLimit& wait_limit);
-// Without the address, which is the one of its port.
+// The result has no address, which is that of its port.
 RdmaEnd receive_end(int socket, const LinkId& link, const WaitLimit& wait_limit);
 
 }  // namespace gradwire::transport

@@ -11,7 +11,7 @@
 
 namespace gradwire::transport {
 
-// Pages that a fork does not copy: the device and this process must go on seeing the same ones.
+// Memory that a fork does not copy: the device and this process must go on using the same pages.
 class Slab {
  public:
   explicit Slab(std::size_t bytes);
@@ -29,18 +29,18 @@ class Slab {
 
 class Rail {
  public:
-  // Room for so many completions at a time. Throws Error naming the verb that failed, and what to
-  // do where it is the memory.
+  // `completions`: the most at a time. Throws Error, which names the verb that failed and, where it
+  // is the memory, what to do.
   Rail(const RdmaDevices& devices, const RdmaPort& port, const Slab& slab, int completions);
 
   const RdmaPort& port() const noexcept { return port_; }
   ibv::Cq* cq() const noexcept { return cq_.get(); }
   const ibv::Mr& memory() const noexcept { return *memory_; }
 
-  // The next completions, as many as fit; throws Error where the device fails.
+  // Gets the next completions, as many as fit. Throws Error where the device fails.
   std::size_t poll(std::span<ibv::Wc> found) const;
 
-  // Readable when a completion has come since arm().
+  // Returns a descriptor that is readable when a completion has come since arm().
   int bell() const noexcept { return channel_->fd; }
   void arm();
   void hush();

@@ -9,7 +9,7 @@
 namespace gradwire::transport {
 namespace {
 
-// The settings that were given, read one by one.
+// Reads the given settings one by one.
 class Reader {
  public:
   explicit Reader(const Settings& given) : given_(given) {}

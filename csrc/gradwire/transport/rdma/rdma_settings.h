@@ -1,4 +1,4 @@
-// What users may set of RDMA: GRADWIRE_IB_*.
+// The RDMA settings of users: GRADWIRE_IB_*.
 #pragma once
 
 #include <array>
@@ -13,8 +13,8 @@ namespace gradwire::transport {
 struct RdmaSettings {
   std::string hca{};         // NCCL's syntax: prefix[:port][,...], =exact, ^excluded; "" for all
   std::string link_layer{};  // "ethernet" (RoCE) or "infiniband" only; "" for both
-  int gid_index = -1;     // of the port's table; -1: RoCE v2 with an IPv4 address if there is one
-  int mtu = 0;            // bytes, 256 to 4096; 0: what the port has
+  int gid_index = -1;     // in the port's table; -1: RoCE v2 with an IPv4 address if there is one
+  int mtu = 0;            // bytes, 256 to 4096; 0: the port's own
   int traffic_class = 0;  // 0 to 255, of RoCE v2's IP header (DSCP in its upper six bits)
   int service_level = 0;  // 0 to 15
   int timeout = 18;       // 1 to 31: 4.096 us * 2^timeout until a packet is sent again
@@ -34,7 +34,7 @@ inline constexpr std::array kRdmaVariables = {
             "a lost RDMA packet is sent again after 4.096 us x 2^this, 6 times", "18"},
 };
 
-// Throws InvalidArgument, which names the variable, for a value that it cannot have.
+// Reads the settings. Throws InvalidArgument, which names the variable, for an impossible value.
 RdmaSettings read_rdma_settings(const Settings& given);
 
 }  // namespace gradwire::transport

@@ -10,7 +10,7 @@
 namespace gradwire::transport {
 namespace {
 
-// The last error of dlopen or dlvsym, for messages.
+// Returns the last error of dlopen or dlvsym, for messages.
 std::string loader_says() {
   const char* said = ::dlerror();
   return said == nullptr ? "no reason given" : said;
@@ -26,7 +26,7 @@ class Loader {
                             "ibverbs-providers; others: rdma-core)");
   }
 
-  // Resolves one function. Two of libibverbs' functions may have one name and differ by version.
+  // Resolves one function by name and version, since two functions of libibverbs may have one name.
   template <typename Function>
   void find(Function& function, const char* name, const char* version) const {
     void* found = ::dlvsym(handle_, name, version);
@@ -38,7 +38,7 @@ class Loader {
   }
 
  private:
-  void* handle_;  // for good: its devices may be open until the process ends
+  void* handle_;  // never closed: its devices may be open until the process ends
 };
 
 Verbs resolve(const std::string& library) {
@@ -69,8 +69,8 @@ Verbs resolve(const std::string& library) {
   loader.find(v.modify_qp, "ibv_modify_qp", kUsual);
   loader.find(v.destroy_qp, "ibv_destroy_qp", kUsual);
   loader.find(v.wc_status_str, "ibv_wc_status_str", kUsual);
-  v.fork_init();  // before any device is open: a fork must not part the device from what is
-                  // registered
+  v.fork_init();  // before any device is opened: a fork must not part the device
+                  // from registered memory
   return v;
 }
 

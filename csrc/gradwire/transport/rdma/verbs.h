@@ -1,5 +1,6 @@
 // Verbs: the functions of libibverbs, which is loaded at run time, so that one build works with and
-// without it. What a device brings itself (poll_cq, post_send, ...) is called through its context.
+// without it. The functions that a device provides itself (poll_cq, post_send, ...) are called
+// through its context.
 #pragma once
 
 #include <memory>
@@ -12,8 +13,8 @@ namespace gradwire::transport {
 struct Verbs {
   static constexpr const char* kLibrary = "libibverbs.so.1";
 
-  // Throws InvalidArgument where the library is absent or lacks a function in the version that is
-  // needed, with the remedy. Loads it once for each name.
+  // Loads the library, once for each name. Throws InvalidArgument, with the remedy, where it is
+  // absent or lacks a function in the version that is needed.
   static const Verbs& load(const std::string& library = kLibrary);
 
   std::string library;
@@ -44,7 +45,7 @@ struct Verbs {
   const char* (*wc_status_str)(int status);
 };
 
-// Something of libibverbs with one owner. A null one owns nothing.
+// A libibverbs resource with one owner. A null one owns nothing.
 template <typename Resource>
 using Owned = std::unique_ptr<Resource, int (*)(Resource*)>;
 

@@ -1,6 +1,6 @@
-// The part of libibverbs' binary interface that gradwire uses, in its own words: the library is
-// loaded at run time, and its headers are not needed to build. Fields are named as in
-// <infiniband/verbs.h> (rdma-core, ABI of IBVERBS_1.1, fixed since 2006), with which
+// The part of libibverbs' binary interface that gradwire uses, declared here: the library is loaded
+// at run time, and its headers are not needed to build. Fields are named as in <infiniband/verbs.h>
+// (rdma-core, ABI of IBVERBS_1.1, fixed since 2006), with which
 // tests/cpp/transport/transport_verbs_abi_test.cc compares sizes and offsets where it is installed.
 #pragma once
 
@@ -30,7 +30,7 @@ struct SendWr;
 struct RecvWr;
 struct Wc;
 
-// Functions that are called for every message are no symbols: each device brings its own.
+// The functions that are called for every message are not symbols: each device provides its own.
 struct ContextOps {
   std::array<void*, 11> unused_to_poll_cq;
   int (*poll_cq)(Cq* cq, int entries, Wc* found);
