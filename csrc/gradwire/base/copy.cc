@@ -16,8 +16,8 @@ void copy_cached(std::byte* to, const std::byte* from, std::size_t bytes) noexce
 #ifdef __SSE2__
 namespace {
 
-constexpr std::size_t kLine = 64;   // bytes; part of one would be a write of its own to memory
-constexpr std::size_t kFew = 1024;  // bytes that are not worth the wait for their stores
+constexpr std::size_t kLine = 64;   // bytes; a partial line would cost a separate memory write
+constexpr std::size_t kFew = 1024;  // bytes; smaller copies are not worth the wait for their stores
 
 void stream_line(std::byte* to, const std::byte* from) noexcept {
   for (std::size_t at = 0; at < kLine; at += sizeof(__m128i))

@@ -8,7 +8,7 @@
 
 namespace gradwire {
 
-// steady_clock as of its last tick, some milliseconds ago at most; cheap to read.
+// The time of steady_clock at its last tick, some milliseconds ago at most; cheap to read.
 struct CoarseClock {
   static std::chrono::nanoseconds tick() noexcept {
     static const std::chrono::nanoseconds length = [] {
@@ -31,11 +31,12 @@ class Deadline {
   using Clock = std::chrono::steady_clock;
 
   static Deadline never() { return Deadline(Clock::time_point::max()); }
-  // Has passed by every clock.
+  // Returns a deadline that has passed by every clock.
   static Deadline at_once() { return Deadline(Clock::time_point::min()); }
-  // Negative or zero means "already passed"; more than ten years means never.
+  // Returns the time `seconds` from now: zero or less has already passed, more than ten years means
+  // never.
   static Deadline after(double seconds) { return after(Clock::now(), seconds); }
-  // A few milliseconds late at most, and cheap.
+  // Returns the same at a low cost, but up to a few milliseconds late.
   static Deadline about(double seconds) {
     return after(CoarseClock::now() + CoarseClock::tick(), seconds);
   }
@@ -50,10 +51,10 @@ class Deadline {
 
   bool is_never() const { return when_ == Clock::time_point::max(); }
   bool passed() const { return !is_never() && Clock::now() >= when_; }
-  // A few milliseconds late, and cheap.
+  // Returns what passed() does at a low cost, but up to a few milliseconds late.
   bool passed_about() const { return !is_never() && CoarseClock::now() >= when_; }
 
-  // For poll(): the milliseconds left, rounded up, at most `cap`.
+  // Returns the milliseconds left, rounded up and at most `cap`, for poll().
   int milliseconds_left(int cap) const {
     if (is_never()) return cap;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(when_ - Clock::now()).count();

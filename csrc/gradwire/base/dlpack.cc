@@ -8,10 +8,10 @@
 namespace gradwire {
 namespace {
 
-constexpr std::int32_t kMostDimensions = 64;  // as NumPy and torch have
-constexpr std::uint8_t kBool = 6;             // of kDLBool, whose elements are bytes
+constexpr std::int32_t kMostDimensions = 64;  // the limit of NumPy and torch
+constexpr std::uint8_t kBool = 6;             // kDLBool, whose elements are bytes
 constexpr std::uint64_t kReadOnly = 1, kCopied = 2;
-// No array is larger: differences of its addresses are of this type.
+// No array is larger, since ptrdiff_t must hold the difference of any two of its addresses.
 constexpr std::uint64_t kMostBytes = std::numeric_limits<std::ptrdiff_t>::max();
 
 void require(bool holds, const std::string& what) {
@@ -36,7 +36,7 @@ std::vector<std::int64_t> shape_of(const DLTensor& tensor) {
   return {tensor.shape, tensor.shape + tensor.ndim};
 }
 
-// Elements; an empty array's other sizes are not multiplied.
+// Returns the number of elements: 0 where one size is 0, however large the others are.
 std::uint64_t count_of(const std::vector<std::int64_t>& shape, std::size_t element_bytes) {
   std::uint64_t count = 1;
   bool empty = false;
@@ -63,7 +63,7 @@ std::uintptr_t address_of(const DLTensor& tensor, std::uint64_t bytes) {
   return start + tensor.byte_offset;
 }
 
-// Whether the array is row-major. The shape's elements can be counted.
+// Returns whether the array is row-major. count_of() must have accepted the shape.
 bool is_row_major(const std::vector<std::int64_t>& shape, const std::int64_t* strides) {
   std::int64_t step = 1;
   for (std::size_t i = shape.size(); i-- > 0; step *= shape[i])

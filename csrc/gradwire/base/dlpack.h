@@ -1,6 +1,6 @@
-// DLPack: where an array of any library lies, by the C structs of DLPack 1
-// (https://dmlc.github.io/dlpack/latest/c_api.html). They come from foreign code, so every field is
-// checked before it is used.
+// DLPack: the C structs of DLPack 1 (https://dmlc.github.io/dlpack/latest/c_api.html), which say
+// where an array of any library lies. They come from foreign code, so every field is checked before
+// it is used.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct DLTensor {
   std::uint8_t bits = 0;
   std::uint16_t lanes = 0;
   const std::int64_t* shape = nullptr;
-  const std::int64_t* strides = nullptr;  // null: row after row without gaps
+  const std::int64_t* strides = nullptr;  // null: row-major without gaps
   std::uint64_t byte_offset = 0;
 };
 
@@ -30,7 +30,7 @@ struct DLManagedTensorVersioned {
   DLTensor tensor;
 };
 
-// What gradwire needs to know of an array.
+// What gradwire needs to know about an array.
 struct DLPackArray {
   std::uintptr_t address = 0;
   std::int32_t device_type = 0;
@@ -38,12 +38,12 @@ struct DLPackArray {
   std::uint8_t code = 0;
   std::size_t element_bytes = 0;
   std::vector<std::int64_t> shape;
-  bool contiguous = false;  // row after row without gaps
-  bool writable = true;     // what is written there reaches the array
+  bool contiguous = false;  // row-major without gaps
+  bool writable = true;     // what is written to this memory reaches the array
 };
 
-// Throws InvalidArgument for what no library may say (negative sizes, memory that wraps around),
-// and for elements that gradwire does not know: several lanes, fractions of a byte.
+// Throws InvalidArgument for values that no library may give (negative sizes, memory that wraps
+// around) and for elements that gradwire does not support (several lanes, fractions of a byte).
 DLPackArray read_dlpack(const DLTensor& tensor);
 DLPackArray read_dlpack(const DLManagedTensorVersioned& managed);
 

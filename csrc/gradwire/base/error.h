@@ -2,8 +2,8 @@
 // (gradwire.Error).
 //
 //   Error
-//   ├── InvalidArgument   the call itself is wrong; the communicator lives, unless it is that ranks
-//   │                     made different calls
+//   ├── InvalidArgument   the call itself is wrong; the communicator stays usable, unless the
+//   │                     error is that ranks made different calls
 //   ├── ScheduleError     a schedule is malformed, or does not fit the codec or the collective
 //   ├── RendezvousError   the ranks could not find or authenticate each other
 //   ├── TransportError    a peer vanished or sent something impossible; peer() says which
@@ -42,7 +42,7 @@ class RendezvousError : public Error {
   using Error::Error;
 };
 
-// An error that some rank is to blame for; kNoPeer when it is not known.
+// An error that one rank caused: peer(), or kNoPeer where it is not known which.
 class PeerError : public Error {
  public:
   PeerError(const std::string& message, Rank peer) : Error(message), peer_(peer) {}
@@ -67,7 +67,7 @@ class Aborted : public PeerError {
   explicit Aborted(const std::string& message, Rank peer = kNoPeer) : PeerError(message, peer) {}
 };
 
-// "what: strerror(code)", for messages.
+// Returns "what: strerror(code)", for messages.
 std::string system_message(const std::string& what, int code);
 
 }  // namespace gradwire

@@ -7,7 +7,7 @@ namespace gradwire {
 
 void end_with(int status) noexcept {
   const auto replace = [](int given, void* wanted) {
-    // glibc goes on from there with the handlers that are left, and ends with the last status.
+    // This nested exit() makes glibc run the handlers that are left and exit with its status.
     if (given == 0) std::exit(static_cast<int>(reinterpret_cast<std::intptr_t>(wanted)));
   };
   ::on_exit(replace, reinterpret_cast<void*>(static_cast<std::intptr_t>(status)));

@@ -2,8 +2,8 @@
 
 namespace gradwire {
 
-// Makes this process, which is about to end, end with `status` where it would end with success; the
-// handlers of atexit() all run.
+// Makes this process, which is about to exit, exit with `status` where it would exit with success.
+// All atexit() handlers still run.
 void end_with(int status) noexcept;
 
 }  // namespace gradwire

@@ -11,7 +11,7 @@ namespace gradwire {
 
 void log_to_stderr(std::string_view line) noexcept {
   constexpr std::string_view kPrefix = "gradwire: ";
-  std::array<char, PIPE_BUF> text;  // what a pipe takes whole
+  std::array<char, PIPE_BUF> text;  // a pipe takes so many bytes in one piece
   line = line.substr(0, text.size() - kPrefix.size() - 1);
   char* end = std::copy(kPrefix.begin(), kPrefix.end(), text.data());
   end = std::copy(line.begin(), line.end(), end);

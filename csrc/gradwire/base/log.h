@@ -1,4 +1,4 @@
-// Log: messages of the core that no call would report in time, one line each.
+// Log: receives the core's messages that no call would report in time, one line each.
 #pragma once
 
 #include <functional>

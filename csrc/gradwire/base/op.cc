@@ -28,7 +28,8 @@ namespace {
 
 constexpr std::size_t kMostCountsShown = 8;
 
-// "1000", "4, 6"; of many parts their sum and a digest, which differs where they do.
+// Returns "1000" or "4, 6"; for many counts, their sum and a digest, so that different counts look
+// different.
 std::string text_of(const std::vector<std::uint64_t>& counts) {
   std::string text;
   Fnv1a hash;

@@ -17,15 +17,15 @@ struct OpSpec {
   Rank root = 0;
   std::vector<std::uint64_t> counts;  // elements of each extent, in order
   std::string algorithm;              // the schedule's name
-  std::uint64_t schedule_digest = 0;  // of its text, so that two schedules of one name differ
+  std::uint64_t schedule_digest = 0;  // digest of its text: two schedules of one name differ
   std::string codec;                  // canonical, with parameters: "none", "topk:density=0.001"
   std::uint64_t model = 0;            // digest of the cost model that chose; 0: the caller chose
-  std::string moved;                  // what the caller calls elements that are moved as `dtype`
+  std::string moved;  // the caller's name for the elements, if they are moved as `dtype`
 
-  // FNV-1a over every field, folded to 32 bits; the same on every machine.
+  // Returns FNV-1a over every field, folded to 32 bits; the same on every machine.
   std::uint32_t fingerprint() const;
-  // "all_reduce(float32[1000], op=sum, algorithm=ring, codec=fp16)"; a user's own schedule and many
-  // counts with a short digest, so that calls that differ look different.
+  // Returns "all_reduce(float32[1000], op=sum, algorithm=ring, codec=fp16)". A user's own schedule
+  // and a long list of counts get a short digest, so that calls that differ look different.
   std::string to_string() const;
 };
 

@@ -1,9 +1,10 @@
-// What a thread does between two looks at a word that another one will write.
+// What a thread does between two reads of a word that another thread will write.
 #pragma once
 
 namespace gradwire {
 
-// Leaves this core's resources to its other hardware thread for a moment; memory is read anew.
+// Yields this core's resources to its other hardware thread for a moment. The compiler then reads
+// memory anew.
 inline void pause_spinning() noexcept {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

@@ -25,13 +25,13 @@ enum class DType : std::uint8_t {
   kUInt16,
   kUInt32,
   kUInt64,
-  kBool,  // a byte: true where it is not 0, and written as 0 or 1
+  kBool,  // one byte: true where it is not 0; written as 0 or 1
   kComplex64,
   kComplex128,
 };
 inline constexpr int kDTypes = 15;
 
-// Bitwise (b) and logical (l) and, or, exclusive or, as MPI names them.
+// The names are MPI's: bitwise (B) and logical (L) and, or, exclusive or.
 enum class ReduceOp : std::uint8_t {
   kSum,
   kAvg,
@@ -59,25 +59,25 @@ enum class Collective : std::uint8_t {
 };
 inline constexpr int kCollectives = 8;
 
-// Bytes of one element.
+// Returns the bytes of one element.
 std::size_t size_of(DType dtype) noexcept;
 bool is_floating(DType dtype) noexcept;
 bool is_complex(DType dtype) noexcept;
-// Whether there is such a reduction: floats have no bitwise and logical ones, complex numbers sums
-// and averages alone, bool no average.
+// Returns whether the reduction is defined: floats have no bitwise or logical ones, complex numbers
+// have only sum and avg, bool has no avg.
 bool is_defined(ReduceOp op, DType dtype) noexcept;
 
-// The public spelling, the same as in Python: "float32", "sum", "all_reduce".
+// Returns the public spelling, the same as in Python: "float32", "sum", "all_reduce".
 std::string_view name_of(DType dtype) noexcept;
 std::string_view name_of(ReduceOp op) noexcept;
 std::string_view name_of(Collective collective) noexcept;
 
-// The inverse; an unknown name throws InvalidArgument that lists the known ones.
+// Returns the value of that name. An unknown name throws InvalidArgument that lists the known ones.
 DType parse_dtype(std::string_view name);
 ReduceOp parse_reduce_op(std::string_view name);
 Collective parse_collective(std::string_view name);
 
-// True when the collective adds values up (all_reduce, reduce_scatter, reduce).
+// Returns whether the collective adds values up (all_reduce, reduce_scatter, reduce).
 bool reduces(Collective collective) noexcept;
 
 }  // namespace gradwire

@@ -10,14 +10,14 @@ namespace gradwire {
 
 class WaitLimit {
  public:
-  // Called now and then by a thread that waits; throws to end the wait, as Ctrl-C does.
+  // A waiting thread calls it now and then. It throws to end the wait, as Ctrl-C does.
   using Interrupt = std::function<void()>;
 
   WaitLimit(Deadline deadline, Interrupt interrupt = nullptr)
       : deadline_(deadline), interrupt_(std::move(interrupt)) {}
 
   bool passed() const { return deadline_.passed(); }
-  // The timeout for poll() in one turn of the wait. Call check_interrupt() after each turn.
+  // Returns the timeout of one poll() of the wait. Call check_interrupt() after each poll().
   int turn_milliseconds() const { return deadline_.milliseconds_left(kTurnMilliseconds); }
   void check_interrupt() const {
     if (interrupt_) interrupt_();
@@ -25,13 +25,13 @@ class WaitLimit {
   WaitLimit until(const Deadline& deadline) const {
     return {std::min(deadline_, deadline), interrupt_};
   }
-  // The same interrupt, and the earlier of the two deadlines.
+  // Returns a limit with the same interrupt and the earlier of the two deadlines.
   WaitLimit within(double seconds) const {
     return {std::min(deadline_, Deadline::after(seconds)), interrupt_};
   }
 
  private:
-  // So that an interrupt acts within 0.2 s, even if it comes by way of another thread.
+  // Short enough that an interrupt acts within 0.2 s, even if it comes through another thread.
   static constexpr int kTurnMilliseconds = 50;
 
   Deadline deadline_;

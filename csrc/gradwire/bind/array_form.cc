@@ -7,7 +7,7 @@
 namespace gradwire::bind {
 namespace {
 
-// The parts of torch that are needed; null before learn_torch().
+// The parts of torch that are needed; all null before learn_torch().
 struct Torch {
   PyTypeObject* tensor = nullptr;
   PyTypeObject* parameter = nullptr;
@@ -17,7 +17,7 @@ struct Torch {
   bool has(const PyTypeObject* type) const noexcept { return type == tensor || type == parameter; }
 };
 
-// Keeps an object for the life of the process.
+// Keeps an object alive until the process ends.
 PyObject* keep(py::object object) { return object.release().ptr(); }
 
 Torch find_torch() {
@@ -84,7 +84,7 @@ std::optional<ArrayForm> ArrayForm::of(PyObject* array) {
   if (!torch().has(type)) return std::nullopt;
   try {
     return of_tensor(array);
-  } catch (const py::error_already_set&) {  // one without memory of its own
+  } catch (const py::error_already_set&) {  // a tensor without memory of its own
     return std::nullopt;
   }
 }

@@ -1,6 +1,6 @@
-// ArrayForm: type, shape and address of a NumPy array or a torch tensor on the CPU, read within a
-// microsecond. The libraries are not linked: NumPy's struct is read, torch's methods are called,
-// once learn_torch() was.
+// ArrayForm: type, shape and address of a NumPy array or of a torch tensor on the CPU, read within
+// a microsecond. The libraries are not linked: NumPy's struct is read directly, and torch's methods
+// are called, once learn_torch() has found them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,11 +17,11 @@ namespace py = pybind11;
 
 class ArrayForm {
  public:
-  // The form of an array that is contiguous, on the CPU and writable; nullopt for any other, and
-  // for objects whose type is neither library's own array.
+  // Returns the form of an array that is contiguous, on the CPU and writable; nullopt for any
+  // other, and for objects whose type is neither library's own array.
   static std::optional<ArrayForm> of(PyObject* array);
 
-  // Whether a call that was made with the other may be made with this one.
+  // Returns whether a call that was made with the other array may be made with this one.
   bool is_like(const ArrayForm& other) const noexcept;
 
   std::byte* data() const noexcept { return data_; }
@@ -42,9 +42,9 @@ class ArrayForm {
   std::byte* data_ = nullptr;
 };
 
-// Looks torch up, so that tensors are recognised from now on.
+// Looks torch up, so that its tensors are recognised from now on.
 void learn_torch();
-// Tells autograd that a tensor is written to; does nothing for any other array.
+// Tells autograd that a tensor was written to. Does nothing for any other array.
 void note_write(PyObject* array);
 
 }  // namespace gradwire::bind

@@ -1,5 +1,5 @@
-// Reads DLPack capsules: where an array of any library lies, without its library and without NumPy,
-// which has no bfloat16.
+// Reads DLPack capsules: they say where an array of any library lies, without that library and
+// without NumPy, which has no bfloat16.
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -33,7 +33,7 @@ const T& pointer_in(const py::capsule& capsule) {
   return *static_cast<const T*>(kept);
 }
 
-// The capsule still owns the array and is to be kept alive by the caller.
+// Reads a capsule. It still owns the array afterwards, so the caller must keep it alive.
 py::dict read_capsule(const py::capsule& capsule) {
   const char* given = capsule.name();
   const std::string_view name = given == nullptr ? "" : given;

@@ -40,7 +40,7 @@ Request make_request(const std::string& collective, const std::string& dtype, co
   return {std::move(fixed), std::move(algorithm), std::move(schedule), inputs, outputs};
 }
 
-// Owns the descriptor from its first line on.
+// Takes over the descriptor, even if a later line throws.
 void adopt_control(Communicator& self, int fd, Rank peer) {
   UniqueFd socket(fd);
   self.get().adopt_control(std::move(socket), peer);
@@ -96,7 +96,7 @@ void close(Communicator& self, double timeout, std::optional<double> settle) {
   self.forget_finished();
 }
 
-// (peer, descriptor, what was read of the next frame) of each.
+// Returns (peer, descriptor, what was read of the next frame) for each peer.
 std::vector<std::tuple<Rank, int, py::bytes>> release_controls(Communicator& self) {
   std::vector<std::pair<Rank, transport::Released>> released;
   {

@@ -18,7 +18,7 @@ py::dict as_dict(const cuda::DeviceInfo& device) {
 py::dict cuda_info(const std::string& library) {
   cuda::CudaInfo found;
   {
-    const Unlocked unlocked;  // to start the driver takes a while
+    const Unlocked unlocked;  // starting the driver takes a while
     found = cuda::find_cuda_info(library);
   }
   py::list devices;

@@ -1,4 +1,4 @@
-// One Python class for each C++ error.
+// Makes one Python class for each C++ error.
 #include <exception>
 #include <string>
 #include <string_view>
@@ -9,7 +9,7 @@
 namespace gradwire::bind {
 namespace {
 
-// Never released: errors may be thrown as long as the interpreter lives.
+// Never released, since errors may be thrown as long as the interpreter lives.
 struct Classes {
   PyObject* error = nullptr;
   PyObject* invalid_argument = nullptr;
@@ -30,7 +30,7 @@ PyObject* add(py::module_& m, const char* name, const char* doc, const py::tuple
   return made;
 }
 
-// A text that came from another rank may end within a letter.
+// Returns the error's text. One that came from another rank may end in the middle of a character.
 py::object text_of(const std::exception& error) {
   const std::string_view text = error.what();
   return py::reinterpret_steal<py::object>(
@@ -98,7 +98,7 @@ void bind_errors(py::module_& m) {
   classes.timeout = add(m, "Timeout",
                         "A deadline passed; `peer` is the rank that was waited for, -1 where it is "
                         "not known.",
-                        // In this order all of OSError is sound: its __new__, and its errno.
+                        // In this order both OSError's __new__ and its errno work.
                         py::make_tuple(timeout_error, error), peer);
   py::register_exception_translator(&translate);
 }

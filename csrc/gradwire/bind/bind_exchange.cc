@@ -50,7 +50,7 @@ void seal(ExchangePayloads& self, const py::bytes& own, bool finite, std::size_t
   self.limit = limit;
 }
 
-// All payloads, one after the other, without a copy.
+// Returns all payloads, one after the other, without a copy.
 py::buffer_info bytes_of(ExchangePayloads& self) {
   return {reinterpret_cast<std::uint8_t*>(self.all.data()),
           static_cast<py::ssize_t>(self.all.size()), /*readonly=*/true};

@@ -74,7 +74,7 @@ shared_ptr<CudaMessages> routed(const std::vector<shared_ptr<CudaMessages>>& way
   return made;
 }
 
-// -1 for what is no device's memory, and where there is no GPU.
+// Returns the device whose memory this is; -1 if it is no device's, and where there is no GPU.
 int device_of(std::uintptr_t address) {
   const cuda::Api& api = cuda_api();
   int device = -1;
@@ -86,7 +86,7 @@ shared_ptr<cuda::Loopback> make_loopback(int size) {
   return std::make_shared<cuda::Loopback>(cuda_api(), size);
 }
 
-// The identity of a device, and its name.
+// Returns the identity of a device, and its name.
 std::tuple<std::string, std::string> device_identity(int device) {
   const cuda::Api& api = cuda_api();
   cuda::DeviceInfo info;

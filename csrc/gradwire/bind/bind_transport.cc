@@ -28,7 +28,7 @@ std::string_view reach_of(const Kind& kind) {
   return "";
 }
 
-// What Python's TransportKind has, in this order.
+// Returns the fields of Python's TransportKind, in its order.
 py::tuple fields_of(const Kind& kind) {
   std::vector<std::array<std::string_view, 3>> settings;
   for (const transport::Setting& each : kind.settings)

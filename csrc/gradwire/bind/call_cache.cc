@@ -12,9 +12,9 @@
 namespace gradwire::bind {
 namespace {
 
-// More calls than these push out the oldest.
+// How many calls are cached; a further one replaces the oldest.
 constexpr std::size_t kMostCalls = 16;
-// A call of so many bytes takes no longer than giving up the GIL.
+// A call of at most so many bytes takes no longer than giving up the GIL.
 constexpr std::uint64_t kSmallBytes = 4096;
 
 }  // namespace
@@ -39,7 +39,7 @@ void CallCache::add(const py::object& method, const py::object& array, const py:
     if (!cached.form) return;
     cached.small = cached.form->elements() * size_of(request.view(0).dtype) <= kSmallBytes;
   }
-  std::shared_ptr<const CachedCall> replaced = made;  // to be destroyed without the mutex
+  std::shared_ptr<const CachedCall> replaced = made;  // to be destroyed after the mutex is released
   const std::lock_guard lock(mutex_);
   for (auto& each : calls_)
     if (each->differs_in_numbers(cached)) return each.swap(replaced);
@@ -78,7 +78,7 @@ std::shared_ptr<const CallCache::CachedCall> CallCache::find(
   return nullptr;
 }
 
-// Reads the array without the mutex: its library may run any Python code.
+// Makes the call. Reads the array without the mutex: its library may run any Python code.
 bool CallCache::call(PyObject* method, PyObject* array, PyObject* const* options) {
   if (PyObject_Size(unfinished_.ptr()) != 0) return false;
   if (array == nullptr) return call(method, array, nullptr, options);

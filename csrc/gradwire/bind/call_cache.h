@@ -1,11 +1,11 @@
-// CallCache: lets a repeated call skip Python's checks: a blocking all_reduce of one NumPy array,
-// or torch tensor on the CPU, or a barrier.
+// CallCache: lets repeated calls skip Python's checks: blocking all_reduces of one NumPy array or
+// one torch tensor on the CPU, and barriers.
 //
-// Python checks a call and adds it here: its options, and the form of its array. A later call with
-// the same options (the same objects, all immutable) and an array of the same form would pass the
-// same checks, so the FastPathMethod that wraps the method makes it without them. A small call
-// begins with the GIL held: to give it up and take it back costs as much as a message from a rank
-// that is there already.
+// Python checks a call and adds it here, with its options and the form of its array. A later call
+// with the same options (the same objects, all immutable) and an array of the same form would pass
+// the same checks, so the FastPathMethod that wraps the method makes it without them. A small call
+// keeps the GIL at first: giving it up and taking it back costs as much as a message from a rank
+// that has arrived already.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,15 +23,15 @@ namespace gradwire::bind {
 
 class CallCache {
  public:
-  // Keeps the communicator. The cache is not used while there is something in `unfinished`.
+  // Keeps the communicator alive. The cache is not used while `unfinished` is not empty.
   CallCache(py::object communicator, py::object unfinished);
 
-  // `array`, or None where the method takes none, and `options` as call() will get them. The
-  // request is of that array, in place.
+  // Adds a call. `array` is None if the method takes none, and `options` are as call() will get
+  // them. The request must be for that array, in place.
   void add(const py::object& method, const py::object& array, const py::tuple& options,
            const Request& request, double timeout);
-  // Makes a call of the method with an array, or null, and as many options as it has. Returns false
-  // if no call like it was added.
+  // Makes a call of the method with an array, or null, and as many options as the method has.
+  // Returns false if no call like it was added.
   bool call(PyObject* method, PyObject* array, PyObject* const* options);
 
  private:
@@ -43,8 +43,8 @@ class CallCache {
     py::tuple options{};
     bool small = true;
 
-    // Whether nothing else differs: a timeout that is computed anew for each call must not push out
-    // all other calls.
+    // Returns whether the two calls differ at most in numbers: a timeout that is computed anew for
+    // each call must not push out all other calls.
     bool differs_in_numbers(const CachedCall& other) const noexcept;
     bool is_like(PyObject* method, const ArrayForm* form, PyObject* const* options) const noexcept;
     bool has_form(const ArrayForm* other) const noexcept;

@@ -75,8 +75,9 @@ exec::Request Request::view(double timeout) const {
 Communicator::Communicator(exec::Identity identity, exec::Tuning tuning)
     : communicator_(std::make_unique<exec::Communicator>(std::move(identity), tuning)) {}
 
-// Without a goodbye the other ranks would take a dropped communicator for a failed one. The memory
-// of unfinished work goes after the threads that use it.
+// Closes the communicator, since without a goodbye the other ranks would take a dropped
+// communicator for a failed one. The memory of unfinished work is released after the threads that
+// use it have ended.
 Communicator::~Communicator() {
   if (!owned_here()) {
     [[maybe_unused]] exec::Communicator* leaked = communicator_.release();
@@ -85,7 +86,7 @@ Communicator::~Communicator() {
   const Unlocked unlocked;
   try {
     communicator_->close(0);
-  } catch (const Error&) {  // the failure is known to whoever made a call
+  } catch (const Error&) {  // whoever made a call knows of the failure
   }
   communicator_.reset();
 }
@@ -105,7 +106,8 @@ std::shared_ptr<exec::Work> Communicator::keep(std::shared_ptr<exec::Work> work,
   return work;
 }
 
-// The result must be destroyed without the mutex: a destructor may run any Python code.
+// Returns the memory of work that is over. It must be destroyed without the mutex, since a
+// destructor may run any Python code.
 Communicator::HeldMemory Communicator::take_finished() {
   HeldMemory finished;
   std::lock_guard lock(mutex_);

@@ -21,10 +21,10 @@ namespace gradwire::bind {
 
 namespace py = pybind11;
 
-// Ctrl-C ends a blocking call; only the main thread sees it.
+// Throws if Ctrl-C was pressed, to end a blocking call. Only the main thread sees it.
 void check_signals();
 
-// A request that owns what exec::Request only views. Can be run many times.
+// A request that owns what exec::Request only refers to. It can be run many times.
 class Request {
  public:
   using Addresses = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;
@@ -32,7 +32,7 @@ class Request {
   Request(exec::Request fixed, std::string algorithm, std::shared_ptr<schedule::Schedule> schedule,
           const Addresses& inputs, const Addresses& outputs);
 
-  // Optional parts; see exec::Request.
+  // Set optional parts; see exec::Request.
   void feed_back(std::shared_ptr<codec::ErrorFeedback> feedback,
                  const std::vector<std::pair<std::string, std::size_t>>& keys);
   void shape(const std::vector<std::pair<std::size_t, std::size_t>>& shapes);
@@ -60,12 +60,12 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Throws Aborted in a fork of the process that made it.
+  // Returns the communicator. Throws Aborted in a fork of the process that made it.
   exec::Communicator& get() const;
   void release_after_fork() noexcept { communicator_->release_after_fork(); }
   bool owned_here() const noexcept { return made_after_ == forks(); }
 
-  // Holds `memory` until `work` is over.
+  // Keeps `memory` alive until `work` is over.
   std::shared_ptr<exec::Work> keep(std::shared_ptr<exec::Work> work, py::object memory);
   // Releases the memory of all work that is over.
   void forget_finished() { take_finished(); }

@@ -16,15 +16,15 @@
 namespace gradwire::bind {
 namespace {
 
-// The process that uses CUDA: this one, or one that it was forked from.
+// The process that uses CUDA: this one, or one that this one was forked from.
 struct User {
   std::atomic<pid_t> process{0};
-  std::atomic<std::uint32_t> after{0};         // forks
-  std::atomic<const cuda::Api*> api{nullptr};  // null: nobody does
+  std::atomic<std::uint32_t> after{0};         // forks() when CUDA was first used
+  std::atomic<const cuda::Api*> api{nullptr};  // null: no process uses CUDA
 };
 User user;
 
-// The process's streams, by device. Neither they nor the pool are ever destroyed.
+// The process's streams, by device. Neither the streams nor the pool are ever destroyed.
 class StreamPool {
  public:
   static StreamPool& get() {
@@ -32,7 +32,7 @@ class StreamPool {
     return *one;
   }
 
-  // A stream whose work is over, so that nobody waits for another communicator's work.
+  // Returns a stream whose work is over, so that nobody waits for another communicator's work.
   cuda::Stream take(const cuda::Api& api, int device) {
     const std::lock_guard lock(mutex_);
     auto& idle = idle_[device];
@@ -58,7 +58,7 @@ class StreamPool {
  private:
   struct Idle {
     cuda::Stream stream;
-    std::unique_ptr<cuda::OwnedEvent> end;  // of its work
+    std::unique_ptr<cuda::OwnedEvent> end;  // of the stream's work
   };
   static bool is_over(const cuda::Api& api, const Idle& idle) {
     int done = 0;
@@ -99,7 +99,7 @@ void end_on(int device, const std::function<void()>& end) noexcept {
   try {
     const cuda::OnDevice here(cuda_api(), device);
     end();
-  } catch (const Error&) {  // the program ends, and CUDA was faster
+  } catch (const Error&) {  // the program ends, and CUDA has ended before it
   }
 }
 

@@ -1,5 +1,5 @@
 // Events, streams and residuals of one GPU, as Python holds them. In a process that was forked from
-// the one that uses CUDA every call throws, and the destructors touch nothing.
+// the one that uses CUDA, every call throws and the destructors touch nothing.
 #pragma once
 
 #include <cstdint>
@@ -12,23 +12,23 @@
 
 namespace gradwire::bind {
 
-// The table of the CUDA part. Throws Aborted in a fork of a process that had it.
+// Returns the function table of the CUDA part. Throws Aborted in a fork of a process that had it.
 const cuda::Api& cuda_api();
-// Whether this is such a fork, where destructors must leave CUDA alone.
+// Returns whether this is such a fork, where destructors must leave CUDA alone.
 bool is_cuda_elsewhere() noexcept;
 
 inline cuda::Stream stream_of(std::uintptr_t handle) {
   return reinterpret_cast<cuda::Stream>(handle);
 }
 
-// Whether what is enqueued there becomes part of a graph.
+// Returns whether work that is enqueued there becomes part of a graph.
 bool is_captured(int device, std::uintptr_t stream);
 
-// For destructors, with the interpreter's lock held: runs it on the device, without the lock, since
-// it may take as long as the device works. In a fork it does nothing.
+// Runs `end` on the device, for destructors. They hold the interpreter's lock, which this releases,
+// since `end` may take as long as the device works. In a fork it does nothing.
 void end_on(int device, const std::function<void()>& end) noexcept;
 
-// Likewise destroys `owned` on the device; in a fork it leaks.
+// Destroys `owned` on the device in the same way. In a fork it leaks.
 template <typename Owned>
 void end_on(int device, std::unique_ptr<Owned>& owned) noexcept {
   end_on(device, [&owned] { owned.reset(); });
@@ -51,7 +51,7 @@ class CudaEvent {
   std::unique_ptr<cuda::OwnedEvent> event_;
 };
 
-// A stream of this process that nobody else has. It is never destroyed but given to the next one:
+// A stream that no one else in this process has. It is never destroyed, but given to the next user:
 // torch's allocator keeps what record_stream() named, and records an event there when the tensor is
 // freed, however late.
 class CudaStream {
@@ -68,7 +68,7 @@ class CudaStream {
   cuda::Stream stream_ = nullptr;
 };
 
-// Safe from any thread: calls run one after the other.
+// May be used from any thread: its calls run one after the other.
 class CudaFeedback {
  public:
   CudaFeedback(std::shared_ptr<codec::ErrorFeedback> host, int device);
@@ -83,7 +83,7 @@ class CudaFeedback {
   void bring_home();
   void send_back();
 
-  // body(feedback), which nobody else uses meanwhile.
+  // Calls body(feedback) while nobody else uses the feedback.
   template <typename Body>
   void with(Body body) {
     const cuda::OnDevice here(cuda_api(), device_);

@@ -16,8 +16,8 @@ struct FastPathMethod {
   PyObject head;
   vectorcallfunc vectorcall;
   PyObject* function;
-  PyObject* names;     // of its keyword-only parameters
-  PyObject* defaults;  // of these, in the same order
+  PyObject* names;     // of the function's keyword-only parameters
+  PyObject* defaults;  // of these parameters, in the same order
   Py_ssize_t positional;
   PyObject* dict;
 };
@@ -33,7 +33,7 @@ void set_error(const std::exception_ptr& error) noexcept {
   }
 }
 
-// Where the values of `kwnames` go among the options; false where one has another name. Names of
+// Places the values of `kwnames` among the options. Returns false if one has another name. Names of
 // keywords are interned.
 bool place(const FastPathMethod& method, PyObject* kwnames, PyObject* const* values,
            PyObject** options) noexcept {
@@ -59,7 +59,7 @@ std::shared_ptr<CallCache> cache_of(PyObject* instance) noexcept {
   return found;
 }
 
-// Arguments: the instance, then the array where there is one.
+// Calls the method. The arguments are the instance and then the array, if there is one.
 PyObject* call(PyObject* self, PyObject* const* args, std::size_t nargsf, PyObject* kwnames) {
   const FastPathMethod& method = *as_method(self);
   const Py_ssize_t count = PyVectorcall_NARGS(nargsf);

@@ -5,7 +5,7 @@
 
 namespace gradwire::bind {
 
-// Ends where its last user releases it.
+// Ends when its last user releases it.
 struct Gpu::Parts {
   Parts(cuda::Communicator::Setting setting, std::unique_ptr<cuda::Messages> messages,
         Communicator& shadow, Communicator& users)
@@ -17,7 +17,7 @@ struct Gpu::Parts {
       const cuda::OnDevice here(gpu->api(), gpu->device());
       monitor.reset();
       gpu.reset();
-    } catch (const Error&) {  // the program ends, and CUDA was faster
+    } catch (const Error&) {  // the program ends, and CUDA has ended before it
     }
   }
   Parts(const Parts&) = delete;
@@ -47,7 +47,7 @@ Gpu::~Gpu() {
 }
 
 std::shared_ptr<Gpu::Parts> Gpu::parts() const {
-  cuda_api();  // the mutex of a fork may never be free
+  cuda_api();  // throws in a fork, where the mutex may never become free
   const std::lock_guard lock(mutex_);
   if (!parts_) throw Aborted("this communicator is closed");
   return parts_;

@@ -24,22 +24,22 @@ struct CudaMessages {
 
 class Gpu {
  public:
-  // `shadow` serves this GPU alone. The communicators are kept.
+  // `shadow` serves this GPU alone. Both communicators are kept alive.
   Gpu(std::shared_ptr<Communicator> users, std::shared_ptr<Communicator> shadow, int device,
       CudaMessages& messages);
   ~Gpu();
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
 
-  // All of it from any thread, though close() is under way. In a fork calls throw Aborted, and
-  // abort() and close() do nothing.
+  // Any thread may call all of these, even while close() is under way. In a fork calls throw
+  // Aborted, and abort() and close() do nothing.
   void run(const Request& request, CudaFeedback* feedback, std::uintptr_t stream, double timeout);
   void finish(double timeout);
   void abort(const std::string& reason) noexcept;
   void require_alive() const;
   std::uint64_t sent() const;
   std::string messages() const { return messages_; }
-  // Releases everything; what is enqueued must be over, or has failed. Later calls throw Aborted.
+  // Releases everything. What is enqueued must be over, or have failed. Later calls throw Aborted.
   void close();
 
  private:
@@ -50,9 +50,9 @@ class Gpu {
   std::shared_ptr<Communicator> users_, shadow_;
   CudaMessages kept_;
   std::string messages_;
-  mutable std::mutex mutex_;  // of what follows
+  mutable std::mutex mutex_;  // guards what follows
   std::uint64_t sent_ = 0;
-  std::shared_ptr<Parts> parts_;  // null: closed; a call that is under way keeps it
+  std::shared_ptr<Parts> parts_;  // null: closed; a call that is under way keeps it alive
 };
 
 }  // namespace gradwire::bind

@@ -1,4 +1,5 @@
-// The parts of the extension module gradwire._core; python/gradwire/_core.pyi says what is in them.
+// The parts of the extension module gradwire._core. python/gradwire/_core.pyi lists what is in
+// them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,12 +22,11 @@ class Unlocked {
   std::optional<py::gil_scoped_release> released_;
 };
 
-// Waits until no thread is Unlocked, at most `seconds`. A daemon thread that wants to come back
-// when the interpreter is going is ended by unwinding its stack, which C++ answers with
-// terminate().
+// Waits, at most `seconds`, until no thread is Unlocked. If a daemon thread wants the GIL back
+// while the interpreter shuts down, its stack is unwound, to which C++ answers with terminate().
 void await_calls(double seconds);
-// In a forked child, where the threads that were Unlocked do not exist. Every change of the count
-// is made with the GIL held, and so is a fork.
+// Sets the count to zero in a forked child, where the threads that were Unlocked do not exist.
+// Every change of the count is made with the GIL held, and so is a fork.
 void forget_calls();
 
 void bind_errors(py::module_& m);

@@ -20,20 +20,20 @@ Unlocked::Unlocked() {
   released_.emplace();
 }
 
-// Counts itself out only when it holds the interpreter's lock again.
+// Counts itself out only when it holds the GIL again.
 Unlocked::~Unlocked() {
   released_.reset();
   --inside;
 }
 
-// Polls now and then, as it runs once, at the end of a program.
+// Polls at intervals, which is enough for what runs once, at the end of a program.
 void await_calls(double seconds) {
   const py::gil_scoped_release released;
   const Deadline deadline = Deadline::after(seconds);
   while (inside != 0 && !deadline.passed()) std::this_thread::sleep_for(kBetweenLooks);
 }
 
-// The threads that were inside are the parent's.
+// The threads that were inside exist only in the parent.
 void forget_calls() { inside = 0; }
 
 }  // namespace gradwire::bind
