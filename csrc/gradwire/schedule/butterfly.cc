@@ -10,8 +10,8 @@
 namespace gradwire::schedule {
 namespace {
 
-// The q positions of a butterfly over p ranks. Each of the first `extra` positions speaks for an
-// even rank and for the odd rank after it.
+// The q positions of a butterfly over p ranks. Each of the first `extra` positions stands for an
+// even rank and the odd rank after it.
 struct Fold {
   explicit Fold(int p)
       : core(static_cast<int>(std::bit_floor(static_cast<unsigned>(p)))), extra(p - core) {}
@@ -23,8 +23,8 @@ struct Fold {
   int extra;
 };
 
-// The chunks of the aligned block of `size` positions that holds `position`: a chunk a position, or
-// (chunks = ranks) a chunk for each rank that the positions speak for.
+// Returns the chunks of the aligned block of `size` positions that holds `position`: one chunk per
+// position or, where chunks = ranks, one for each rank that the positions stand for.
 ChunkRange block(const Fold& fold, int chunks, int position, int size) {
   const int first = position & ~(size - 1);
   if (chunks == fold.core) return {first, first + size};
@@ -109,7 +109,7 @@ void all_gather(Builder& out, Rank) {
 int chunk_per_position(int ranks) { return Fold(ranks).core; }
 Rank owner(int chunk, int ranks) { return Fold(ranks).rank_of(chunk); }
 
-// The rounds that the fold adds: one before and one after.
+// Returns the number of rounds that the fold adds: one before and one after.
 int fold_rounds(const Fold& fold) { return fold.extra > 0 ? 2 : 0; }
 
 Shape doubling_shape(int p) {
@@ -124,13 +124,14 @@ Shape all_reduce_shape(int p) {
   return {2 * fold.log2_core() + fold_rounds(fold), 2 * all_but_one(fold.core) + returned};
 }
 
-// An odd rank that folds sends everything it has.
+// An odd rank that folds sends its whole buffer.
 Shape reduce_scatter_shape(int p) {
   const Fold fold(p);
   return {fold.log2_core() + fold_rounds(fold), fold.extra > 0 ? 1 : all_but_one(p)};
 }
 
-// Rank 0 sends most: the block [0, 2^k) in round k, with the odd ranks' chunks, then all to rank 1.
+// Rank 0 sends the most: the block [0, 2^k) in round k, with the odd ranks' chunks, then all chunks
+// to rank 1.
 Shape all_gather_shape(int p) {
   const Fold fold(p);
   int chunks = fold.extra > 0 ? p - 1 : 0;

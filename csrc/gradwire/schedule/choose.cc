@@ -1,5 +1,5 @@
-// choose(): the fastest algorithm of the catalogue, and the best size of its segments. predict():
-// what one of the caller's own takes.
+// choose(): the fastest algorithm of the catalogue, with the best size of its segments. predict():
+// the time of a schedule that the caller chose.
 #include <algorithm>
 #include <cmath>
 
@@ -9,13 +9,13 @@
 namespace gradwire::schedule {
 namespace {
 
-// An alternative must take at most this share of the time: no model tells more apart.
+// An alternative must take at most this share of the time: no model can tell smaller differences.
 constexpr double kClearly = 0.99;
 constexpr double kLeastSegment = 8 * 1024;  // bytes
-constexpr std::size_t kFewMessages = 4096;  // of a schedule whose segments are searched for
-// Messages times segments of one simulation; of more segments, the rest is extrapolated.
+constexpr std::size_t kFewMessages = 4096;  // of a schedule for which segments are searched
+// The most messages times segments of one simulation. The time of further segments is extrapolated.
 constexpr std::size_t kMostFrames = 8192;
-// The most bytes of an array, and the most ranks, for which all inputs may go to all.
+// All inputs may go to all ranks for arrays of at most so many bytes, and at most so many ranks.
 constexpr double kMostGathered = 16 * 1024;
 constexpr int kMostGatherers = 16;
 
@@ -26,15 +26,15 @@ std::vector<int> host_of(const Question& question) {
   return hosts;
 }
 
-// A star's root has most of the work, and takes up to twice what the model says where ranks share
-// cores. Of all that was measured of more than two ranks it was never the best.
+// The root of a star has most of the work, and takes up to twice the predicted time where ranks
+// share cores. In no measurement with more than two ranks was a star the fastest.
 bool is_candidate(const Question& question, std::string_view name) {
   if (question.collective != Collective::kAllReduce) return true;
   return name == "recursive_doubling" ? !question.codec : name != "star" || question.ranks == 2;
 }
 
 std::vector<std::string> candidates(const Question& question) {
-  std::vector<std::string> names;  // of equals the first is taken
+  std::vector<std::string> names;  // ties go to the first
   for (std::string_view name : algorithms(question.collective))
     if (is_candidate(question, name)) names.emplace_back(name);
   const std::size_t hosts = question.hosts.size();
@@ -52,7 +52,7 @@ Recipe recipe_of(const Question& question, const std::string& algorithm) {
   return {question.collective, algorithm, question.ranks, question.root, question.hosts};
 }
 
-// No schedule of this shape is faster, as long as its rounds wait for each other.
+// Returns a lower bound on the time of any schedule of this shape whose rounds wait for each other.
 double least_seconds(const CostModel& model, const Question& question, const Shape& shape) {
   const bool one_host = question.hosts.size() <= 1;
   const bool apart = question.hosts.size() == static_cast<std::size_t>(question.ranks);
@@ -64,7 +64,7 @@ double least_seconds(const CostModel& model, const Question& question, const Sha
   return apart ? of(model.between) : std::min(of(model.within), of(model.between));
 }
 
-// One schedule, and the segments that are best for it.
+// One schedule, and the search for its best number of segments.
 class Trial {
  public:
   Trial(const CostModel& model, const Question& question, const Schedule& schedule)
@@ -87,7 +87,7 @@ class Trial {
                       std::numeric_limits<double>::infinity());
   }
 
-  // Doubles the segments while that makes it faster.
+  // Doubles the number of segments as long as that makes the schedule faster.
   Choice best(double limit) {
     Choice found{{}, 0, limit};
     const bool searched = frames_.messages().size() <= kFewMessages;
@@ -119,11 +119,11 @@ class Trial {
   Workload work_;
   Frames frames_;
   double most_message_;
-  double largest_ = 0;  // bytes of a message
+  double largest_ = 0;  // bytes of the largest message
   double least_segments_ = 1;
 };
 
-// All inputs go to all ranks, each of which adds them up.
+// Returns the all_gather that brings all inputs to all ranks, each of which then adds them up.
 Question inputs_of(const Question& question) {
   Question inputs = question;
   inputs.collective = Collective::kAllGather;
@@ -131,7 +131,7 @@ Question inputs_of(const Question& question) {
   return inputs;
 }
 
-// Ranks that share cores do so one after the other.
+// Returns the seconds in which all ranks add up the inputs. Ranks that share cores take turns.
 double adding_up(const CostModel& model, const Question& question) {
   std::size_t most = question.hosts.empty() ? static_cast<std::size_t>(question.ranks) : 1;
   for (const auto& host : question.hosts) most = std::max(most, host.size());

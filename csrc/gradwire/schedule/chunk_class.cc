@@ -10,7 +10,7 @@
 namespace gradwire::schedule {
 namespace {
 
-// "rank 2", "ranks 0, 1, 5", "ranks 0, 1, 2 and 5 more".
+// Returns "rank 2", "ranks 0, 1, 5" or "ranks 0, 1, 2 and 5 more".
 std::string list(const std::vector<Rank>& ranks) {
   constexpr std::size_t kShown = 3;
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
@@ -20,8 +20,8 @@ std::string list(const std::vector<Rank>& ranks) {
   return text;
 }
 
-// Floating-point addition is commutative but not associative: a sum is identified by the two sums
-// that it was made of, in either order.
+// Returns what identifies the sum of a and b, in either order: floating-point addition is
+// commutative but not associative.
 std::uint64_t unordered_pair(Sums::Id a, Sums::Id b) {
   const auto [low, high] = std::minmax(a, b);
   return static_cast<std::uint64_t>(high) << 32 | static_cast<std::uint64_t>(low);
@@ -107,7 +107,7 @@ void ChunkClass::run_round(std::span<const Step> steps) {
 
 void ChunkClass::land(const Step& step, Sums::Id value) {
   const Edge& edge = *step.edge;
-  if (edge.src == edge.dst) return;  // find_deadlocks has it
+  if (edge.src == edge.dst) return;  // find_deadlocks reports it
   if (value == kNothing)
     return findings_.incorrect([&] {
       return describe(step) + ", but rank " + std::to_string(edge.src) + " holds nothing of it";
@@ -178,8 +178,8 @@ void ChunkClass::check_rank(Rank rank, Sums::Id held) {
     });
 }
 
-// With p-1 senders of one partial sum each, and all of it arriving, the edges are a tree and the
-// one rank that sends none is its root.
+// If each of p-1 ranks sends one partial sum, and all of it arrives, the edges form a tree whose
+// root is the one rank that sends none.
 void ChunkClass::check_in_tree() {
   const auto sent = [](const State& state) { return state.reductions_sent; };
   const auto once = [&](const State& state) { return sent(state) == 1; };

@@ -18,8 +18,8 @@ struct Step {
   const Edge* edge;
 };
 
-// Writes the facts that fail to a report, and the first sentences that say why. Sentences are made
-// on demand: `why` is called only while there is room.
+// Writes to a report which facts fail, with the first sentences that say why. A sentence is made on
+// demand: `why` is called only while there is room for it.
 class Findings {
  public:
   explicit Findings(Report& report) : report_(report) {}
@@ -48,13 +48,14 @@ class Findings {
   Report& report_;
 };
 
-// Sums of contributions, each made once: two sums have one Id exactly when they are the same tree
-// of additions, up to the order of two operands (IEEE addition commutes, but does not associate).
+// Sums of contributions, each stored once: two sums have the same Id exactly when they are the same
+// tree of additions, up to the order of two operands (IEEE addition commutes, but does not
+// associate).
 class Sums {
  public:
   using Id = int;
 
-  // Where a contribution was first counted twice; no step where none was.
+  // Where a contribution was first counted twice; `step` is null where none was.
   struct Repetition {
     const Step* step = nullptr;
     Rank rank = 0;
@@ -63,14 +64,15 @@ class Sums {
   explicit Sums(int ranks);
 
   static Id contribution(Rank rank) { return rank; }
-  // `step` is what to blame should a contribution be in both; it must outlive the sum.
+  // Returns the sum of a and b. `step` is to blame if a contribution is in both; it must outlive
+  // the sum.
   Id add(Id a, Id b, const Step& step);
 
-  // Counts every rank, once or more.
+  // Returns whether the sum counts every rank, once or more.
   bool complete(Id sum) const;
   std::vector<Rank> missing(Id sum) const;
   Repetition repetition(Id sum) const { return repetitions_[static_cast<std::size_t>(sum)]; }
-  // Forgets all but the contributions themselves.
+  // Forgets everything but the contributions themselves.
   void reset();
 
  private:
@@ -80,8 +82,8 @@ class Sums {
   Repetition repeated_in(Id a, Id b, const Step& step) const;
 
   int ranks_;
-  std::size_t words_;                    // 64 ranks each
-  std::vector<std::uint64_t> counted_;   // words_ for each sum: the set of ranks in it
+  std::size_t words_;                    // 64-bit words in a set of ranks
+  std::vector<std::uint64_t> counted_;   // the set of ranks in each sum, words_ long
   std::vector<Repetition> repetitions_;  // one for each sum
   std::unordered_map<std::uint64_t, Id> made_;
 };
@@ -90,7 +92,7 @@ class ChunkClass {
  public:
   ChunkClass(const Schedule& schedule, Findings& findings);
 
-  // Executes `steps`, which are in list order, on `chunks`, and writes what is wrong.
+  // Executes `steps`, which must be in list order, on `chunks`, and reports what is wrong.
   void run(ChunkRange chunks, std::span<const Step> steps);
 
  private:
@@ -100,7 +102,7 @@ class ChunkClass {
     Sums::Id held = kNothing;
     int reductions_sent = 0;
     int landed_in = -1;   // the last round in which an edge landed here
-    bool copied = false;  // and whether one of that round's was a copy
+    bool copied = false;  // whether an edge of that round was a copy
   };
 
   void begin(ChunkRange chunks);

@@ -27,7 +27,8 @@ constexpr NamedOfLink kOfLink[] = {{"alpha", &LinkCost::alpha},
                                    {"copy", &LinkCost::copy}};
 constexpr const char* kFar[] = {"far.512K", "far.4M", "far.32M"};
 
-// Calls each(name, value) for all parameters but cores, in one order; `Model` may be const.
+// Calls each(name, value) for all parameters but cores, always in the same order. `Model` may be
+// const.
 template <typename Model, typename Each>
 void visit(Model& model, Each each) {
   for (const auto& [name, member] : kOfLink)
@@ -48,7 +49,8 @@ void require(bool fits, const std::string& name, double value) {
                           " is out of range");
 }
 
-// Octaves above 64 KiB, straight between two of them, so that no library's logarithm is asked.
+// Returns the octaves of `bytes` above 64 KiB, interpolated linearly within an octave, so that the
+// result does not depend on a library's logarithm.
 double octaves(double bytes) {
   int exponent = 0;
   const double fraction = std::frexp(bytes / kNearBytes, &exponent);
@@ -58,7 +60,7 @@ double octaves(double bytes) {
 LinkCost link_cost(std::string_view transport, bool between) {
   if (transport == "shm" || transport == "inproc") return {1.5e-7, 2e-7, 0, 0};
   const LinkCost local{4e-6, 8e-6, 0, 1.5e-10};
-  // Not measured: a NIC of 100 Gbit/s as its makers describe it.
+  // Not measured: what vendors state for a NIC of 100 Gbit/s.
   if (transport == "rdma") return {4e-7, 2e-6, 1e-10, 0};
   if (transport == "emulated") return {local.alpha, 1e-4, 8e-9, local.copy};
   return between ? LinkCost{local.alpha, 3e-5, 8e-10, local.copy} : local;

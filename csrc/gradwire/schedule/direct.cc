@@ -7,8 +7,8 @@
 namespace gradwire::schedule {
 namespace {
 
-// Calls edge(src, dst) for all pairs, nearest on the right first, so that no round starts with all
-// ranks sending to one.
+// Calls edge(src, dst) for all pairs, nearest right neighbour first, so that no round starts with
+// all ranks sending to the same one.
 template <typename EdgeFn>
 void for_each_pair(int p, EdgeFn edge) {
   for (int distance = 1; distance < p; ++distance)

@@ -10,7 +10,7 @@
 
 namespace gradwire::schedule {
 
-// Appends rounds after those that `out` has. `root` is 0 where the collective has none.
+// Appends rounds after those that `out` already has. `root` is 0 where the collective has none.
 using Emit = void (*)(Builder& out, Rank root);
 
 // One collective by one algorithm.
@@ -24,24 +24,25 @@ struct Variant {
   Emit emit;
   Shape (*closed_form)(int ranks);
 
-  // An all_reduce that has two halves has both of these: `emit` ends where rank owner(c) holds the
-  // finished chunk c, and `gather` takes it from there. Hierarchical puts its outer rounds between.
+  // Both are set for an all_reduce in two halves: `emit` ends where rank owner(c) holds the
+  // finished chunk c, and `gather` continues from there. Hierarchical puts its outer rounds in
+  // between.
   Emit gather = nullptr;
   Rank (*owner)(int chunk, int ranks) = nullptr;
 };
 
-// Throws ScheduleError that lists the algorithms that the collective has.
+// Returns the variant. An unknown one throws ScheduleError that lists the collective's algorithms.
 const Variant& variant_of(Collective collective, std::string_view algorithm);
 
-// The whole collective, both halves where there are two. The root is one of the ranks.
+// Returns the whole collective, with both halves where there are two. `root` must be a rank.
 Schedule instantiate(const Variant& variant, int ranks, Rank root);
 
-// inner within each of recipe.groups, outer between them.
+// Returns `inner` within each of recipe.groups, and `outer` between them.
 Schedule hierarchical(const Recipe& recipe, std::string_view inner, std::string_view outer);
 
 inline int one_chunk(int) noexcept { return 1; }
 inline int chunk_per_rank(int ranks) noexcept { return ranks; }
-// (p-1)/p: all but one of p equal chunks.
+// Returns the share (p-1)/p: all but one of p equal chunks.
 inline double all_but_one(int ranks) noexcept { return (ranks - 1.0) / ranks; }
 
 std::span<const Variant> ring_family();

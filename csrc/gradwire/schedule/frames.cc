@@ -18,7 +18,7 @@ std::vector<WavefrontStep> wavefront(int rounds, int segments) {
   const int ticks = rounds == 0 ? 0 : segments + kLag * (rounds - 1);
   for (int tick = 0; tick < ticks; ++tick) {
     const int first = std::max(0, tick - kLag * (rounds - 1));
-    const int begin = first + (tick - first) % kLag;  // segments of whole rounds
+    const int begin = first + (tick - first) % kLag;  // kLag must divide tick - segment
     for (int segment = begin; segment <= std::min(tick, segments - 1); segment += kLag)
       order.push_back({(tick - segment) / kLag, segment});
   }
@@ -60,7 +60,7 @@ class Frames::FramesBuilder {
   }
 
  private:
-  // The parts of a message that Message lacks.
+  // The properties of a message that Message lacks.
   struct Staged {
     double work = 0;
     std::uint64_t bytes_digest = 0xcbf29ce484222325ULL;
@@ -75,7 +75,7 @@ class Frames::FramesBuilder {
             source_from_[at(src) + 1] - source_from_[at(src)]};
   }
 
-  // Edge numbers, by source and then in list order.
+  // Sorts the numbers of edges by source, and in list order for each source.
   void sort_by_source(const Round& round) {
     source_from_.assign(at(schedule_.ranks) + 1, 0);
     for (const Edge& edge : round) ++source_from_[at(edge.src) + 1];
@@ -119,7 +119,8 @@ class Frames::FramesBuilder {
           (staged.bytes_digest ^ static_cast<std::uint64_t>(word)) * 0x100000001b3ULL;
   }
 
-  // Finished chunks travel verbatim: who sends one first encodes it, and adopts what all decode.
+  // Returns the seconds in which a rank stages finished chunks. They travel verbatim: the first
+  // rank to send one encodes it, and adopts what all ranks decode.
   double hand_on(const Edge& edge) {
     double seconds = 0;
     for (int c = edge.chunks.first; c < edge.chunks.last; ++c) {
@@ -178,7 +179,7 @@ class Frames::FramesBuilder {
            work_.host_of[at(message.src)] == work_.host_of[at(message.dst)];
   }
 
-  // Lists receives by destination, each message where its first edge stands.
+  // Lists receives by destination, each message at the position of its first edge.
   void list_receives(const Round& round, std::uint32_t first) {
     std::vector<std::uint32_t> from(at(schedule_.ranks) + 1, 0);
     for (std::size_t m = first; m < out_.messages_.size(); ++m)
@@ -208,8 +209,8 @@ class Frames::FramesBuilder {
   const Schedule& schedule_;
   const CostModel& model_;
   const Workload& work_;
-  std::vector<double> before_;  // bytes of the chunks before each
-  std::vector<char> finished_;  // by rank and chunk: has left here finished, or arrived so
+  std::vector<double> before_;  // bytes of all chunks before each chunk
+  std::vector<char> finished_;  // by rank and chunk: it left this rank finished, or arrived so
   std::vector<std::uint32_t> source_from_, by_source_;
   std::vector<std::uint32_t> message_of_;  // by edge of the round
   std::vector<std::uint32_t> message_to_;  // by destination
@@ -229,7 +230,7 @@ Frames::Frames(const Schedule& schedule, const CostModel& model, const Workload&
 
 namespace {
 
-// Seconds by rank, and by host, of processors and of NICs in both directions.
+// Seconds of work by rank and by host: of processors, and of NICs in both directions.
 class Work {
  public:
   Work(const Frames& frames, const CostModel& model, const Workload& work)

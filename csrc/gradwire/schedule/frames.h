@@ -1,6 +1,6 @@
-// Frames: a Schedule as exec/plan/plan.h reads it, for all ranks at once and with what each frame
-// costs. All edges of a round between two ranks are one message; equal messages of one rank, to
-// ranks on links of one kind, are staged once and are one send.
+// Frames: a Schedule as exec/plan/plan.h reads it, but for all ranks at once and with the cost of
+// each frame. All edges of a round between two ranks are one message. Equal messages of one rank,
+// to ranks on links of one kind, are staged once and form one send.
 #pragma once
 
 #include <cstddef>
@@ -14,15 +14,16 @@
 
 namespace gradwire::schedule {
 
-// Rounds of one segment are this many ticks apart: a rank may run ahead of its peers by so many
-// segments before it waits for them.
+// Consecutive rounds of one segment are so many ticks apart: a rank may run so many segments ahead
+// of its peers before it waits for them.
 inline constexpr int kLag = 2;
 
-// Where nobody says how large they are: about so many segments a message, none below so many bytes.
+// The default cut of a message: about so many segments, none below so many bytes.
 inline constexpr std::size_t kSegmentsWanted = 4;
 inline constexpr std::size_t kSmallestSegment = 32 * 1024;
 
-// The order of all frames of a rank, of both directions: by (segment + kLag · round, segment).
+// One step of the order of all frames of a rank, in both directions: sorted by (segment + kLag ·
+// round, segment).
 struct WavefrontStep {
   int round = 0;
   int segment = 0;
@@ -31,7 +32,7 @@ std::vector<WavefrontStep> wavefront(int rounds, int segments);
 
 class Frames {
  public:
-  // A message of all segments together.
+  // A message, with all its segments together.
   struct Message {
     Rank src = 0;
     Rank dst = 0;
@@ -39,7 +40,7 @@ class Frames {
     double work = 0;  // seconds to land it
   };
   struct Send {
-    std::uint32_t first = 0;  // in copies()
+    std::uint32_t first = 0;  // index into copies_
     std::uint32_t last = 0;
     double work = 0;  // seconds to stage it
   };
@@ -48,14 +49,15 @@ class Frames {
 
   int ranks() const noexcept { return ranks_; }
   int rounds() const noexcept { return rounds_; }
-  // Nobody is through before all have sent: no rank is more than a call ahead.
+  // Returns whether no rank can finish before all have sent, so that no rank is more than one call
+  // ahead.
   bool mutual() const noexcept { return mutual_; }
   const std::vector<Message>& messages() const noexcept { return messages_; }
-  // The messages that one send is for.
+  // Returns the messages that one send serves.
   std::span<const std::uint32_t> copies(const Send& send) const {
     return {copies_.data() + send.first, send.last - send.first};
   }
-  // A rank's sends in a round, in list order.
+  // Returns a rank's sends in a round, in list order.
   std::span<const Send> sends(int round, Rank rank) const {
     const std::size_t i = index(round, rank);
     return {sends_.data() + sends_from_[i], sends_from_[i + 1] - sends_from_[i]};
@@ -64,7 +66,8 @@ class Frames {
     const std::size_t i = index(round, rank);
     return {receives_.data() + receives_from_[i], receives_from_[i + 1] - receives_from_[i]};
   }
-  // How many of a segment a rank has in the rounds before this one, which may be one past the last.
+  // Returns how many frames of one segment a rank sends in the rounds before `round`, which may be
+  // one past the last.
   std::uint32_t sent_before(int round, Rank rank) const { return sent_before_[index(round, rank)]; }
   std::uint32_t received_before(int round, Rank rank) const {
     return received_before_[index(round, rank)];
@@ -87,12 +90,13 @@ class Frames {
   std::vector<std::uint32_t> sent_before_, received_before_;  // by round, one past the last too
 };
 
-// simulate() of the first `simulated` of the work's segments. What a segment costs stays as it is.
+// Simulates the first `simulated` of the work's segments. A segment costs what it costs in the
+// whole.
 double simulate(const Frames& frames, const CostModel& model, const Workload& work, int simulated,
                 double limit = std::numeric_limits<double>::infinity());
 
-// Seconds of all segments for the rank, the host's cores or the NIC that has most to do: no run is
-// faster.
+// Returns the seconds of all segments for the rank, the host's cores or the NIC that has the most
+// to do: a lower bound on any run.
 double most_work(const Frames& frames, const CostModel& model, const Workload& work);
 
 }  // namespace gradwire::schedule

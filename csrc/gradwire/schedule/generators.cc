@@ -30,7 +30,7 @@ std::string_view trim(std::string_view text) {
   return text;
 }
 
-// The two names of "hierarchical(inner,outer)"; nothing for any other algorithm.
+// Returns the two names of "hierarchical(inner,outer)"; nullopt for any other algorithm.
 std::optional<Pair> hierarchical_pair(std::string_view algorithm) {
   constexpr std::string_view kOpen = "hierarchical(";
   if (!algorithm.starts_with(kOpen) || !algorithm.ends_with(')')) return std::nullopt;
@@ -41,7 +41,7 @@ std::optional<Pair> hierarchical_pair(std::string_view algorithm) {
   return Pair{trim(algorithm.substr(0, comma)), trim(algorithm.substr(comma + 1))};
 }
 
-// A generator may index by the root, so it is checked first.
+// Checks the recipe before a generator indexes by its root.
 void require_sound(const Recipe& recipe) {
   require_no_fault(fault_in_size(recipe.ranks, 1));
   const std::string who = std::string(name_of(recipe.collective)) + " by " + recipe.algorithm;

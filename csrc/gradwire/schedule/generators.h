@@ -1,4 +1,5 @@
-// The catalogue of algorithms: each family is a file, and emits edges for any ranks >= 1.
+// The catalogue of algorithms. Each family is a file, which emits edges for any number of ranks >=
+// 1.
 #pragma once
 
 #include <optional>
@@ -10,7 +11,7 @@
 
 namespace gradwire::schedule {
 
-// A schedule to generate. `groups` is for hierarchical alone: the ranks of each host, each once.
+// A schedule to generate. Only hierarchical uses `groups`: the ranks of each host, each rank once.
 struct Recipe {
   Collective collective = Collective::kAllReduce;
   std::string algorithm = "ring";  // or "hierarchical(inner,outer)"
@@ -19,20 +20,21 @@ struct Recipe {
   std::vector<std::vector<Rank>> groups;
 };
 
-// Throws ScheduleError for an algorithm that is unknown, or that this collective does not have.
+// Returns the schedule. Throws ScheduleError for an algorithm that is unknown or that this
+// collective does not have.
 Schedule generate(const Recipe& recipe);
 
-// The algorithms that this collective has, best known first, without hierarchical.
+// Returns this collective's algorithms, best known first, without hierarchical.
 std::vector<std::string_view> algorithms(Collective collective);
 
-// Rounds, and the most that any rank sends, in units of all chunks together (n; for all_to_all that
-// is the blocks of all ranks).
+// Rounds, and the most that any rank sends, as a share of all chunks together (n; for all_to_all
+// the blocks of all ranks).
 struct Shape {
   int rounds = 0;
   double max_sent = 0;
 };
 
-// The textbook's closed form, where there is one, for verify and the tests to compare with.
+// Returns the textbook's closed form, where there is one. verify and the tests compare with it.
 std::optional<Shape> closed_form(const Recipe& recipe);
 
 }  // namespace gradwire::schedule

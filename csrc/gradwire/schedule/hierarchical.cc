@@ -1,4 +1,4 @@
-// Hierarchical: reduce inside each group, all_reduce between groups, hand out inside each group.
+// Hierarchical: reduce inside each group, all_reduce between groups, distribute inside each group.
 //   groups of one size:  inner reduce half | outer over each chunk's owners | inner gather half
 //   other groups:        binary_tree to a leader | outer over the leaders   | binary_tree down
 // With two rings it is Cho et al. 2019 (BlueConnect), on two levels.
@@ -13,8 +13,8 @@ namespace {
 
 using Group = std::vector<Rank>;
 
-// Where a schedule over few ranks and chunks lands in a larger one: rank i becomes ranks[i], and
-// chunk c becomes the `scale` chunks from offset + c · scale.
+// Where a schedule over few ranks and chunks goes in a larger one: rank i becomes ranks[i], and
+// chunk c becomes the `scale` chunks from offset + c · scale on.
 struct Placement {
   int first_round = 0;
   Group ranks;
@@ -50,7 +50,8 @@ void place_in_groups(Builder& out, const Variant& inner, Emit half,
   }
 }
 
-// Part c of the buffer has one owner in each group; `outer` sums it over these.
+// Places `outer` between groups: part c of the buffer has one owner in each group, and `outer` sums
+// it over these owners.
 void place_between_groups(Builder& out, const Variant& inner, const Schedule& outer,
                           const std::vector<Group>& groups) {
   const int begin = out.rounds();
@@ -76,7 +77,8 @@ void require_partition(const std::vector<Group>& groups, int ranks) {
                         std::to_string(ranks - 1) + " once, one group per host");
 }
 
-// Groups whose halves cut the buffer differently can meet only where one leader owns all of it.
+// Returns the variant inside groups. Groups whose halves cut the buffer differently can meet only
+// where one leader owns the whole buffer.
 const Variant& inner_variant(std::string_view name, const std::vector<Group>& groups) {
   const Variant& inner = variant_of(Collective::kAllReduce, name);
   if (inner.gather == nullptr)

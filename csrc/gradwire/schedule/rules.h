@@ -1,5 +1,5 @@
-// The rules of a well-formed schedule, whether it is correct or not. The builder, the
-// parser and the verifier hold the same rules.
+// The rules of a well-formed schedule, whether it is correct or not. The builder, the parser and
+// the verifier apply the same rules.
 #pragma once
 
 #include <string>
@@ -10,17 +10,17 @@
 namespace gradwire::schedule {
 
 inline constexpr int kMaxRanks = 1 << 15;
-inline constexpr int kMaxChunks = 1 << 20;  // all_to_all of 1024 ranks
+inline constexpr int kMaxChunks = 1 << 20;  // as many as all_to_all of 1024 ranks has
 inline constexpr int kMaxRounds = 1 << 16;  // a frame header has 16 bits for the round
 inline constexpr std::size_t kMaxName = 200;
 
-// True when the collective has a root (reduce, broadcast, gather, scatter).
+// Returns whether the collective has a root (reduce, broadcast, gather, scatter).
 bool rooted(Collective collective) noexcept;
 
-// How many chunks the collective is cut into; 0 when any number will do.
+// Returns how many chunks the collective is cut into; 0 when any number will do.
 int required_chunks(Collective collective, int ranks) noexcept;
 
-// Each says what is wrong, as a sentence without its end; empty when nothing is.
+// Each returns what is wrong, as a sentence without a full stop; empty when nothing is wrong.
 std::string fault_in_size(int ranks, int chunks);
 std::string fault_in_name(std::string_view name);
 std::string fault_in_roles(const Schedule& schedule);  // collective, chunks and root fit together
@@ -29,7 +29,7 @@ std::string fault_in_edge(const Schedule& schedule, int round, const Edge& edge)
 // Throws ScheduleError(prefix + fault) unless the fault is empty.
 void require_no_fault(const std::string& fault, const std::string& prefix = "");
 
-// "chunk 3" or "chunks 0:4".
+// Returns "chunk 3" or "chunks 0:4".
 std::string to_string(ChunkRange chunks);
 
 }  // namespace gradwire::schedule

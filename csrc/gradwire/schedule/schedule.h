@@ -43,7 +43,7 @@ struct Edge {
 
 using Round = std::vector<Edge>;
 
-// A value: copies, compares, serialises.
+// A value type: it copies, compares and serialises.
 struct Schedule {
   Collective collective = Collective::kAllReduce;
   std::string name;  // "ring", "hierarchical(ring,direct)", or the user's own
@@ -55,8 +55,8 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
-// What a generator writes to. Rounds are created as they are named; an edge out of range throws
-// ScheduleError that names the round and the ranks.
+// What a generator writes to. Naming a round creates it. An edge out of range throws ScheduleError
+// that names the round and the ranks.
 class Builder {
  public:
   Builder(int ranks, int chunks);
@@ -77,14 +77,15 @@ class Builder {
   Schedule schedule_;
 };
 
-// First all rounds of `first`, then all of `second`; the same ranks and chunks in both.
+// Returns all rounds of `first`, then all of `second`. Both must have the same ranks and chunks.
 Schedule then(Schedule first, const Schedule& second, Collective collective, std::string name);
 
-// One rank's edges in one round, in list order.
+// Each returns one rank's edges in one round, in list order.
 std::vector<Edge> sends_of(const Round& round, Rank rank);
 std::vector<Edge> receives_of(const Round& round, Rank rank);
 
-// The text form; parse_schedule(to_text(s)) == s. A bad text throws ScheduleError with the line.
+// The text form; parse_schedule(to_text(s)) == s. Bad text throws ScheduleError that names the
+// line.
 //
 //   gradwire schedule 1
 //   all_reduce ring ranks=3 chunks=3 root=0
@@ -95,10 +96,10 @@ std::vector<Edge> receives_of(const Round& round, Rank rank);
 std::string to_text(const Schedule& schedule);
 Schedule parse_schedule(std::string_view text);
 
-// FNV-1a of the text form without the name.
+// Returns FNV-1a of the text form without the name.
 std::uint64_t digest(const Schedule& schedule);
 
-// Modulo that is never negative.
+// Returns `value` modulo `modulus`, which is never negative.
 constexpr int wrap(int value, int modulus) noexcept {
   return ((value % modulus) + modulus) % modulus;
 }

@@ -1,4 +1,4 @@
-// simulate(): the frames of all ranks, event by event in the order of time.
+// simulate(): processes the frames of all ranks event by event, in the order of time.
 #include <algorithm>
 #include <cmath>
 #include <queue>
@@ -15,15 +15,15 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr std::size_t kNone = ~std::size_t{0};
 
-// Ranks that share cores are looked at in calls that follow each other, of which the first and the
-// last do not count: they have nothing before them, or behind.
+// Where ranks share cores, successive calls are simulated. The first and the last do not count, as
+// no call precedes or follows them.
 constexpr int kCallsThatCount = 2;
-// A rank that waits yields so many times, then sleeps.
+// A waiting rank yields so many times, then sleeps.
 constexpr double kYields = 20;
 
 std::size_t at(int i) { return static_cast<std::size_t>(i); }
 
-// NICs and cores, and since when each is free.
+// NICs and cores, and the time from which each is free.
 class Hosts {
  public:
   Hosts(const CostModel& model, const std::vector<int>& host_of, int ranks)
@@ -38,41 +38,41 @@ class Hosts {
   bool crowded(Rank rank) const { return seats_[at(rank)].core != kNone; }
   bool any_crowded() const { return !cores_.empty(); }
 
-  // When the first bit reaches the receiver's NIC, of bits that are ready to go at `time`.
+  // Sends bytes that are ready at `time`. Returns when the first bit reaches the receiver's NIC.
   double send(const LinkCost& link, Rank src, Rank dst, double bytes, double time) {
     double& out = together(src, dst) ? out_of_rank_[at(src)] : out_of_host_[at(host_of_[at(src)])];
     const double start = std::max(time, out);
     out = start + bytes * link.beta;
     return start + link.latency;
   }
-  // When all are there. To be called in the order of the first bits.
+  // Returns when all of the bytes have arrived. Must be called in the order of the first bits.
   double receive(const LinkCost& link, Rank src, Rank dst, double bytes, double first_bit) {
     double& in = together(src, dst) ? into_rank_[at(dst)] : into_host_[at(host_of_[at(dst)])];
     in = std::max(in, first_bit) + bytes * link.beta;
     return in;
   }
 
-  // When the rank, which has something to do from `time` on, has its core, if nobody else takes it
-  // before: those who wait have it in turns.
+  // Returns when the rank, which has something to do from `time` on, gets its core if no other rank
+  // takes it before: waiting ranks get it in turns.
   double turn_of(Rank rank, double time) const {
     const Seat& seat = seats_[at(rank)];
     const Core& core = cores_[seat.core];
     if (seat.promised == time && seat.left == core.left) return time;
     if (core.ranks == 1 || turn_ == 0) return std::max(time, core.free);
     const double cycle = core.ranks * turn_, waited = time - core.free;
-    if (waited > kYields * cycle) return time + turn_;  // all sleep
+    if (waited > kYields * cycle) return time + turn_;  // all ranks sleep
     const int ahead = 1 + (seat.place - core.last - 1 + core.ranks) % core.ranks;
     const double first = core.free + ahead * turn_;
     if (first >= time) return first;
     return first + std::ceil((time - first) / cycle - kSame) * cycle;
   }
-  // Notes the turn, so that rounding cannot change it later.
+  // Records the turn, so that rounding cannot change it later.
   void promise(Rank rank, double turn) {
     Seat& seat = seats_[at(rank)];
     seat.promised = turn;
     seat.left = cores_[seat.core].left;
   }
-  // Frees the core, on which the rank has worked until `time`.
+  // Frees the core on which the rank has worked until `time`.
   void leave_core(Rank rank, double time) {
     const Seat& seat = seats_[at(rank)];
     cores_[seat.core].free = time;
@@ -85,17 +85,17 @@ class Hosts {
     std::size_t core = kNone;
     int place = 0;  // among the core's ranks
     double promised = -1;
-    std::uint64_t left = 0;  // as the core's was then
+    std::uint64_t left = 0;  // the core's `left` at that time
   };
   struct Core {
     double free = 0;
-    int last = 0;  // whose place it was
+    int last = 0;  // the place of the rank that had it last
     int ranks = 0;
-    std::uint64_t left = 0;  // how many times
+    std::uint64_t left = 0;  // how many times a rank has left it
   };
   static constexpr double kSame = 1e-6;  // of a cycle
 
-  // Assigns ranks to cores, on a host with more ranks than cores.
+  // Assigns ranks to cores on hosts that have more ranks than cores.
   void place_ranks(int hosts, int cores, double start) {
     seats_.resize(host_of_.size());
     for (int host = 0; host < hosts; ++host) {
@@ -106,7 +106,7 @@ class Hosts {
       for (std::size_t r = 0; r < seats_.size(); ++r)
         if (host_of_[r] == host) sit_down(seats_[r], first + at(next++ % cores));
     }
-    // The first of each has it as soon as calls begin.
+    // The first rank of each core has it as soon as calls begin.
     for (Core& core : cores_) core = {start - turn_, core.ranks - 1, core.ranks, 0};
   }
   void sit_down(Seat& seat, std::size_t core) {
@@ -145,7 +145,7 @@ class Simulation {
       for (auto* counts : {&rank.sent, &rank.landed}) counts->assign(at(segments_), 0);
   }
 
-  // Seconds of a call.
+  // Returns the seconds of one call.
   double run(double limit) {
     for (Rank r = 0; r < frames_.ranks(); ++r) events_.push({model_.call, r, kNone});
     const double most = calls_ == 1 ? limit : (calls_ + 1) * limit;
@@ -165,7 +165,7 @@ class Simulation {
   }
 
  private:
-  // A rank can go on, or the first bit of a segment of a message is there.
+  // Either a rank can go on (flight is kNone), or the first bit of a message's segment arrives.
   struct Event {
     double time;
     Rank rank;
@@ -174,7 +174,8 @@ class Simulation {
       return std::tie(time, rank, flight) > std::tie(other.time, other.rank, other.flight);
     }
   };
-  // The next frame in one direction: place in the order, and among those of its round.
+  // The next frame in one direction: its step in the order, and its place among the frames of that
+  // step.
   struct Cursor {
     std::size_t place = 0;
     std::size_t within = 0;
@@ -183,9 +184,9 @@ class Simulation {
     Cursor send, receive;
     std::vector<std::uint32_t> sent, landed;  // by segment
     bool landing_next = false;
-    int calls = 0;               // that are over
-    std::uint32_t steps = 0;     // of this one
-    std::size_t awaits = kNone;  // the arrival for which it sleeps
+    int calls = 0;               // that are finished
+    std::uint32_t steps = 0;     // of the present call
+    std::size_t awaits = kNone;  // the arrival that the rank sleeps for
     double asleep_since = 0;
   };
 
@@ -214,7 +215,8 @@ class Simulation {
     return next_send(rank) != nullptr || (next_receive(rank) != nullptr && arrival(rank) <= time);
   }
 
-  // Does one send or one landing, in turns where both are possible; false when neither is.
+  // Does one send or one landing, alternately where both are possible. Returns false when neither
+  // is.
   bool step(Rank rank, double& time) {
     RankState& state = ranks_[at(rank)];
     const Frames::Send* send = next_send(rank);
@@ -235,7 +237,7 @@ class Simulation {
            (frames_.sent_before(rounds, rank) + frames_.received_before(rounds, rank));
   }
 
-  // The next one begins at once.
+  // Ends a call of the rank; its next call begins at once.
   void end_call(Rank rank, double& time) {
     RankState& state = ranks_[at(rank)];
     ends_[at(state.calls)] = std::max(ends_[at(state.calls)], time);
@@ -288,7 +290,7 @@ class Simulation {
     state.landing_next = false;
   }
 
-  // Waits until the next message is there: nothing can be done now.
+  // Lets the rank wait until its next message arrives; nothing can be done before that.
   void wait(Rank rank, double time) {
     RankState& state = ranks_[at(rank)];
     if (next_receive(rank) == nullptr) return;  // all done
@@ -300,7 +302,7 @@ class Simulation {
     }
   }
 
-  // The rank's next send, where it may go: what its own segment needs has landed.
+  // Returns the rank's next send if what its segment needs has landed, else null.
   const Frames::Send* next_send(Rank rank) {
     RankState& state = ranks_[at(rank)];
     const auto sends = seek(state.send, [&](int round) { return frames_.sends(round, rank); });
@@ -312,7 +314,7 @@ class Simulation {
     return ready ? &sends[state.send.within] : nullptr;
   }
 
-  // The rank's next receive, where it may land: its own sends of that round are staged.
+  // Returns the rank's next receive if the rank's own sends of that round are staged, else null.
   const Frames::Message* next_receive(Rank rank) {
     RankState& state = ranks_[at(rank)];
     const auto receives =
@@ -324,7 +326,7 @@ class Simulation {
     return ready ? &frames_.messages()[receives[state.receive.within]] : nullptr;
   }
 
-  // The item at the cursor, which moves past steps that have none.
+  // Moves the cursor past steps that have no items, and returns the items where it then is.
   template <typename Of>
   std::invoke_result_t<Of, int> seek(Cursor& cursor, Of of) const {
     for (; cursor.place < order_.size(); ++cursor.place, cursor.within = 0) {
@@ -350,7 +352,7 @@ class Simulation {
 
   const Frames& frames_;
   const CostModel& model_;
-  const int parts_;  // into which a message is cut
+  const int parts_;  // segments of each message
   Hosts hosts_;
   const double growth_;
   const int per_call_;          // segments that are simulated of each call

@@ -1,5 +1,5 @@
-// The text form. A text is hostile: its size bounds the memory that reading it takes, and an error
-// names the line.
+// The text form. A text is not trusted: its size bounds the memory that reading it takes, and an
+// error names the line.
 #include <algorithm>
 #include <charconv>
 #include <map>
@@ -42,7 +42,7 @@ std::string write(const Schedule& s, std::string_view name) {
   return text;
 }
 
-// Quotes some of the text for an error message: a few characters, none of them unprintable.
+// Quotes the beginning of a text for an error message, with a '?' for each unprintable character.
 std::string quote(std::string_view word) {
   std::string shown;
   for (char c : word.substr(0, 40)) shown += (c >= ' ' && c < '\x7f') ? c : '?';
@@ -164,7 +164,8 @@ class Parser {
     return found->second;
   }
 
-  // Larger than every limit means out of range, not overflow: `first + 1` stays an int.
+  // Returns a whole number of at most kLargest. That exceeds every limit, so callers report the
+  // number as out of range, and `first + 1` does not overflow.
   int number(std::string_view word) {
     int value = 0;
     const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);

@@ -1,4 +1,4 @@
-// Trees: partial sums climb to the root, the finished sum comes down; run segment by segment.
+// Trees: partial sums climb to the root, the finished sum comes down, segment by segment.
 //   binary_tree:         ranks 1, 2 --all--> rank 0, …    floor(log2 p) rounds each way, 3 n a rank
 //   double_binary_tree:  two trees, half of the buffer each: who is inside one is a leaf of the
 //                        other (Sanders, Speck & Träff 2009)    ceil(log2 p) rounds, 2 n a rank
@@ -27,7 +27,7 @@ int height_of(const Tree& tree) {
   return height;
 }
 
-// Each rank sends as soon as its deepest descendants could have reached it.
+// A rank at depth d sends in round height - d, after all its descendants have sent.
 void climb(Builder& out, int begin, const Tree& tree, ChunkRange chunks) {
   const int height = height_of(tree);
   for (Rank r = 0; r < out.ranks(); ++r)
@@ -41,7 +41,7 @@ void descend(Builder& out, int begin, const Tree& tree, ChunkRange chunks) {
       out.copy(begin + depth - 1, tree[static_cast<std::size_t>(r)], r, chunks);
 }
 
-// As a binary heap is laid out, counted from the root.
+// Returns a tree laid out as a binary heap, counted from the root.
 Tree heap_tree(int p, Rank root) {
   Tree tree(static_cast<std::size_t>(p), root);
   for (int i = 1; i < p; ++i)
@@ -49,16 +49,16 @@ Tree heap_tree(int p, Rank root) {
   return tree;
 }
 
-// The lowest-set-bit tree over positions 0 … p-1: 0 has one child, and below it even positions are
-// inside and odd ones are leaves. A position's parent moves its lowest set bit up by one, or drops
-// it where that would leave the tree.
+// Returns the parent in the lowest-set-bit tree over positions 0 … p-1: 0 has one child, and below
+// it even positions are inside and odd ones are leaves. A position's parent moves its lowest set
+// bit up by one, or drops it where that would leave the tree.
 int parent_position(int position, int p) {
   const int bit = position & -position;
   const int up = (position ^ bit) | (bit << 1);
   return up < p ? up : position ^ bit;
 }
 
-// `rank_at[i]` stands at position i.
+// Returns the tree in which rank_at[i] stands at position i.
 Tree lowest_bit_tree(const std::vector<Rank>& rank_at) {
   const auto p = static_cast<int>(rank_at.size());
   Tree tree(rank_at.size(), rank_at[0]);
@@ -74,8 +74,9 @@ Tree first_tree(int p, Rank root) {
   return lowest_bit_tree(rank_at);
 }
 
-// The same tree with the p-1 ranks below the root in another order, so that those at even positions
-// of the first stand at odd ones here: mirrored where p-1 is even, shifted by one where it is odd.
+// Returns the same tree with the p-1 ranks below the root in another order, so that the ranks at
+// even positions of the first tree are at odd ones here: mirrored where p-1 is even, shifted by one
+// where it is odd.
 Tree second_tree(int p, Rank root) {
   std::vector<Rank> rank_at(static_cast<std::size_t>(p), root);
   for (int i = 1; i < p; ++i) {

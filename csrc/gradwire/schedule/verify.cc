@@ -31,7 +31,7 @@ Shape shape_of(const Schedule& s) {
   return {static_cast<int>(s.rounds.size()), static_cast<double>(most) / s.chunks};
 }
 
-// The chunks at which classes begin: wherever an edge or the role of a chunk changes.
+// Returns the chunks at which classes begin: wherever an edge or the role of a chunk changes.
 std::vector<int> class_bounds(const Schedule& s) {
   std::vector<int> bounds = {0, s.chunks};
   if (required_chunks(s.collective, s.ranks) != 0)
@@ -44,7 +44,7 @@ std::vector<int> class_bounds(const Schedule& s) {
   return bounds;
 }
 
-// All edges, by first chunk and then in list order.
+// Returns all edges, sorted by first chunk and then in list order.
 std::vector<Step> steps_by_chunk(const Schedule& s) {
   std::vector<Step> steps;
   for (std::size_t round = 0; round < s.rounds.size(); ++round)
@@ -55,12 +55,12 @@ std::vector<Step> steps_by_chunk(const Schedule& s) {
   return steps;
 }
 
-// List order, which within one round is the order in memory.
+// Returns whether a comes first in list order, which within one round is the order in memory.
 bool before(const Step& a, const Step& b) {
   return a.round != b.round ? a.round < b.round : a.edge < b.edge;
 }
 
-// Every chunk class with the edges that touch it, from the first chunk to the last.
+// Executes every chunk class, first to last, with the edges that touch it.
 void run_chunk_classes(const Schedule& s, Findings& findings) {
   const std::vector<Step> steps = steps_by_chunk(s);
   const std::vector<int> bounds = class_bounds(s);
@@ -78,8 +78,8 @@ void run_chunk_classes(const Schedule& s, Findings& findings) {
 }
 
 // Rounds come in one order for all ranks and an edge is both of its ends, so a rank waits only for
-// ranks that are in an earlier round, or in its own with everything sent. What is left is a rank
-// that waits for itself.
+// ranks that are in an earlier round, or that have sent everything of its own round. So the only
+// deadlock left is a rank that waits for itself.
 void find_deadlocks(const Schedule& s, Findings& findings) {
   for (std::size_t round = 0; round < s.rounds.size(); ++round)
     for (const Edge& edge : s.rounds[round])
@@ -92,8 +92,8 @@ void find_deadlocks(const Schedule& s, Findings& findings) {
 
 bool overlap(ChunkRange a, ChunkRange b) { return a.first < b.last && b.first < a.last; }
 
-// Messages land in the order of their first edges; of two edges into one chunk, `late` was listed
-// after `early` but lands first.
+// Returns whether `late`, an edge into the same chunk that is listed after `early`, lands first.
+// Messages land in the order of their first edges.
 bool lands_out_of_order(const std::vector<const Edge*>& into, std::size_t early, std::size_t late) {
   const auto message = [&](std::size_t edge) {
     return std::find_if(into.begin(), into.end(),
@@ -114,8 +114,8 @@ void compare_orders(int round, const std::vector<const Edge*>& into, Findings& f
         });
 }
 
-// Edges of a round between the same ranks travel as one message: it must land where list order
-// says.
+// Edges of a round between the same two ranks travel as one message, so that message must land
+// where list order says.
 void find_interleaved_messages(const Schedule& s, Findings& findings) {
   for (std::size_t round = 0; round < s.rounds.size(); ++round) {
     std::map<Rank, std::vector<const Edge*>> into;

@@ -9,17 +9,17 @@
 
 namespace gradwire::schedule {
 
-// The six facts. `problems` says, in sentences, which round, ranks and chunks break one.
+// The six facts. `problems` names, in sentences, the round, ranks and chunks that break one.
 struct Report {
   bool correct = false;        // each result holds each contribution exactly once
   bool complete = false;       // each rank that must end with a result has one, nothing missing
-  bool deadlock_free = false;  // no rank waits, directly or around a circle, for itself
+  bool deadlock_free = false;  // no rank waits for itself, directly or around a cycle
   bool agreement = false;      // all ranks end with equal bits: the same tree of additions
-  bool in_tree = false;        // ok; partials go once, to one parent, and only results are copied
+  bool in_tree = false;        // ok(); partials go once, to one parent; only results are copied
   Shape shape;                 // counted on the edges
   std::vector<std::string> problems;
 
-  // Runs at all: the first four.
+  // Returns whether the schedule can be run: the first four facts hold.
   bool ok() const noexcept { return correct && complete && deadlock_free && agreement; }
 };
 
