@@ -9,7 +9,7 @@
 namespace gradwire::codec {
 namespace {
 
-// Divides in 64 bits: there may be more ranks than T has numbers.
+// Divides in 64 bits, since there may be more ranks than T can represent.
 template <typename T>
 void divide(void* x, int ranks, std::size_t n) noexcept {
   using Wide = std::conditional_t<std::is_signed_v<T>, std::int64_t, std::uint64_t>;

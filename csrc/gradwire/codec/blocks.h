@@ -7,15 +7,15 @@
 
 namespace gradwire::codec {
 
-// The position of a run in the random sequence of a seed: rounding depends on nothing else.
+// The position of a run in the random sequence of a seed: random rounding depends on nothing else.
 struct RandomPosition {
   std::uint64_t seed = 0;
   std::uint64_t call = 0;
-  std::uint64_t element = 0;  // the run's first
+  std::uint64_t element = 0;  // the index of the run's first element
 };
 
 struct Int8Kernels {
-  static constexpr float kMostScale = 0x1.FFFFFEp120F;  // of which 128 are finite
+  static constexpr float kMostScale = 0x1.FFFFFEp120F;  // FLT_MAX / 128: 128 times it is finite
 
   static constexpr std::size_t bytes(std::size_t n, std::size_t block) {
     return n + (n + block - 1) / block * sizeof(float);
@@ -24,24 +24,25 @@ struct Int8Kernels {
   // residual, position (null: round to nearest) and error may be null.
   void (*encode)(const float* x, const float* residual, std::size_t n, std::size_t block,
                  const RandomPosition* position, std::byte* out, float* error) noexcept;
-  // Whether every scale is one that encode() writes for finite values; a block of another is NaN.
+  // Both return whether every scale is one that encode() writes for finite values; a block with any
+  // other scale becomes NaN.
   bool (*decode)(const std::byte* in, std::size_t n, std::size_t block, float* y) noexcept;
   bool (*decode_add)(const std::byte* in, std::size_t n, std::size_t block, float* y) noexcept;
 };
 
-// One block of a one-bit payload, as it is added.
+// One block of a one-bit payload, in the form in which it is added.
 struct OneBitPlane {
-  const std::byte* signs;    // of every element, the first in the lowest bit
-  const std::byte* present;  // a bit an element that is not 0; null: no element is left out
+  const std::byte* signs;    // one bit per element, the first in the lowest bit
+  const std::byte* present;  // one bit per element, set where it is not 0; null: all are set
   float plus, minus;
 };
 
 struct OneBitKernels {
-  static constexpr std::size_t kGroup = 4;         // planes that are added before others are
+  static constexpr std::size_t kGroup = 4;  // planes that are summed before they join the total
   static constexpr std::size_t kMostBlock = 8192;  // elements
 
   static constexpr std::size_t bytes_of_bits(std::size_t n) { return (n + 7) / 8; }
-  // The most bytes of n elements in one block: two means, mask and signs.
+  // Returns the most bytes of n elements in one block: two means, mask and signs.
   static constexpr std::size_t most_bytes(std::size_t n) {
     return 2 * sizeof(float) + 2 * bytes_of_bits(n);
   }
@@ -49,14 +50,15 @@ struct OneBitKernels {
   // Returns the bytes written. residual and error may be null.
   std::size_t (*encode)(const float* x, const float* residual, std::size_t n, std::size_t block,
                         std::byte* out, float* error) noexcept;
-  // y := the sum of 1 to kGroup planes, or y := y + that sum; of n elements.
+  // y := the sum of `count` planes (1 to kGroup), or y := y + that sum, for n elements.
   void (*sum)(const OneBitPlane* planes, std::size_t count, bool add, float* y,
               std::size_t n) noexcept;
-  // Puts each of the packed bits where the mask has a bit of the same rank; 0 where bytes run out.
+  // Moves packed bit k to where the mask has its k-th set bit; 0 where the `bytes` run out.
   void (*expand)(const std::byte* packed, std::size_t bytes, const std::byte* mask, std::size_t n,
                  std::byte* bits) noexcept;
-  // A mask of n bits, of its runs. Returns how many of the `available` bytes they took, each of
-  // which it loads once; 0 where they are no runs of n elements in all, or as long as the mask.
+  // Decodes a mask of n bits from its runs. Returns how many of the `available` bytes they take,
+  // each of which is loaded once; 0 where they are not runs of n elements in all, or are as long as
+  // the mask.
   std::size_t (*read_runs)(const std::byte* in, std::size_t available, std::size_t n,
                            std::byte* mask) noexcept;
 };

@@ -52,7 +52,7 @@ class Cast final : public Codec {
   float scale_;
 };
 
-// Beyond 2^+-100 a decoded value could leave float32.
+// Beyond 2^±100 a decoded value could leave the range of float32.
 void check_scale(double scale) {
   int exponent = 0;
   const bool power_of_two = scale > 0 && std::frexp(scale, &exponent) == 0.5;

@@ -25,26 +25,27 @@ enum class Combine : std::uint8_t {
   kCompound,  // a short program of local work and plain all_reduces
 };
 
-// What codecs adapt to one extent from call to call. Each codec has its own fields, so another
-// codec in between does not change them.
+// What codecs adapt to one extent from call to call. Each codec has its own fields, so using
+// another codec in between does not change them.
 struct CodecState {
-  float tau = 0;     // of threshold; 0: nothing chosen yet
-  float filter = 0;  // of topk, likewise
-  // threshold's, since prepare():
+  float tau = 0;     // of threshold; 0: not chosen yet
+  float filter = 0;  // of topk; 0: not chosen yet
+  // Of threshold, since prepare():
   std::uint64_t sent = 0;  // elements
   float largest = 0;       // |v| of what was encoded, finite units only
 };
 
-// What encoding a run needs beside its values: its position in the job, error feedback, and state.
+// What encode() needs besides the values of a run: its position in the job, error feedback, and
+// state.
 struct EncodeContext {
   std::uint64_t call = 0;           // unique for each call, for random rounding
   std::uint64_t element = 0;        // index of the run's first element in its extent
-  const float* residual = nullptr;  // e of the run: added to it before anything else; null: zero
+  const float* residual = nullptr;  // e of the run, added to it first; null: zero
   float* error = nullptr;           // e' of the run: written; null: not kept
   CodecState* codec_state =
-      nullptr;  // of the run's extent, prepared; null: chosen from the run alone
-  // e and e' where they are kept in bfloat16, in place of the two above: codec/residuals.h converts
-  // them before a codec's encode() sees the context.
+      nullptr;  // of the run's extent, after prepare(); null: chosen from the run alone
+  // e and e' in bfloat16, in place of the two above. codec/residuals.h converts them before a
+  // codec's encode() sees the context.
   const std::uint16_t* narrow_residual = nullptr;
   std::uint16_t* narrow_error = nullptr;
 
@@ -55,7 +56,7 @@ struct EncodeContext {
     if (narrow_residual == nullptr) return 0;
     return std::bit_cast<float>(std::uint32_t{narrow_residual[i]} << 16);
   }
-  // The part of the run that begins `offset` elements later.
+  // Returns the context of the part of the run that begins `offset` elements later.
   EncodeContext from(std::size_t offset) const noexcept {
     EncodeContext later = *this;
     later.element += offset;
@@ -67,7 +68,8 @@ struct EncodeContext {
   }
 };
 
-// The parameters of a codec, for kernels on other devices. A kind leaves those unset that it lacks.
+// The parameters of a codec, for kernels on other devices. Those that a kind does not have are
+// unset.
 struct Definition {
   enum class Kind : std::uint8_t {
     kNone,
@@ -91,8 +93,8 @@ struct Definition {
   std::size_t rank = 0;       // lowrank
 };
 
-// What the built-in cost model takes a codec to need, in seconds of a processor for a byte of the
-// caller's array, until `gradwire tune` has measured it.
+// How long a codec takes in the built-in cost model, until `gradwire tune` has measured it: seconds
+// of a processor per byte of the caller's array.
 struct SecondsPerByte {
   double encode = 3e-10;
   double decode = 1e-10;
@@ -100,30 +102,33 @@ struct SecondsPerByte {
 
 struct Decoded {
   std::size_t bytes = 0;  // consumed; more may follow
-  bool finite = true;     // neither NaN nor Inf among what this payload stands for
+  bool finite = true;     // whether this payload stands for neither NaN nor Inf
 };
 
 class Codec {
  public:
   virtual ~Codec() = default;
 
-  // Canonical, with parameters: make_codec(name())->name() == name().
+  // Returns the canonical name, with parameters: make_codec(name())->name() == name().
   virtual std::string name() const = 0;
   virtual Definition definition() const noexcept { return {}; }
   virtual Combine combine() const noexcept = 0;
-  // Whether losses do not average out without error feedback.
+  // Returns whether losses do not average out without error feedback.
   virtual bool biased() const noexcept = 0;
-  // Whether an all_reduce of so many ranks does better to gather payloads than to encode sums anew.
+  // Returns whether an all_reduce of so many ranks should gather payloads rather than encode sums
+  // anew.
   virtual bool gathers(int /*ranks*/) const noexcept { return combine() == Combine::kGather; }
-  // In elements. Runs are cut at multiples of the unit, counted from the start of each extent.
+  // Returns a number of elements. Runs are cut only at its multiples, counted from the start of
+  // each extent.
   virtual std::size_t unit() const noexcept = 0;
-  // The most bytes that encode() writes for n elements; exactly that many when fixed_size().
+  // Returns the most bytes that encode() writes for n elements; exactly that many when
+  // fixed_size().
   virtual std::size_t max_bytes(std::size_t n) const noexcept = 0;
   virtual bool fixed_size() const noexcept { return true; }
   virtual SecondsPerByte seconds_per_byte() const noexcept { return {}; }
 
-  // Adapt the state: prepare() before the first encode of a call, with the whole extent as this
-  // rank passed it, adapt() after the last. The default adapts nothing.
+  // Adapt the state: prepare() comes before the first encode() of a call, with the whole extent as
+  // this rank passed it, and adapt() after the last. The defaults adapt nothing.
   virtual void prepare(const float* x, std::size_t n, const EncodeContext& context) const;
   virtual void adapt(std::size_t n, CodecState& codec_state) const;
 
@@ -135,22 +140,22 @@ class Codec {
   virtual std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
                              Bytes out) const = 0;
 
-  // y := decoded, or y += decoded. `in` has any alignment and is hostile: each length and index is
-  // checked, and loaded once; an impossible one throws InvalidArgument.
+  // y := decoded, or y += decoded. `in` has any alignment and is not trusted: each length and index
+  // is checked, and loaded once; an impossible one throws InvalidArgument.
   virtual Decoded decode(ConstBytes in, float* y, std::size_t n) const = 0;
   virtual Decoded decode_add(ConstBytes in, float* y, std::size_t n) const = 0;
-  // y := the sum of all payloads, in their order, each of which is consumed whole: `finite` of all,
-  // `bytes` of the first. The default decodes the first and adds the others.
+  // y := the sum of all payloads in their order, each of which must be consumed whole. Returns
+  // `finite` of all and `bytes` of the first. The default decodes the first and adds the others.
   virtual Decoded decode_sum(std::span<const ConstBytes> payloads, float* y, std::size_t n) const;
 };
 
-// Treats a finished sum that nobody encodes as the codec's encoder would where it is not finite.
-// Codecs that send element by element (unit 1) pass Inf on; for all others the whole unit becomes
-// NaN. `y` begins at the start of a unit. Returns whether all of it is finite.
+// Treats values that are not finite, in a finished sum that nobody encodes, as the codec's encoder
+// would: codecs that send element by element (unit 1) pass Inf on, with all others the whole unit
+// becomes NaN. `y` must begin at the start of a unit. Returns whether all of it is finite.
 bool mark_not_finite(const Codec& codec, float* y, std::size_t n) noexcept;
 
-// "none", "fp16", "fp16:scale=1024", "bf16": a name, then key=value pairs between commas. An
-// unknown name or parameter throws InvalidArgument that lists the known ones.
+// Makes a codec from "none", "fp16", "fp16:scale=1024", "bf16": a name, then key=value pairs
+// between commas. An unknown name or parameter throws InvalidArgument that lists the known ones.
 std::shared_ptr<const Codec> make_codec(std::string_view spec);
 std::vector<std::string_view> codec_names();
 

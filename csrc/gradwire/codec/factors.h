@@ -16,12 +16,12 @@ struct Factors {
 };
 inline constexpr std::size_t kMostRank = 32;
 
-// What is multiplied by large values is this much below 1, so that sums over a row, a column and
-// all ranks (2^31 terms) stay in the range of float32. A power of two: it costs no digits of values
+// Factors of large values are scaled down by this, so that sums over a row, a column and all ranks
+// (2^31 terms) stay in the range of float32. It is a power of two, so it costs no digits of values
 // above 2^-70.
 inline constexpr float kHeadroom = 0x1p-32F;
 
-// The last pass: the result of all ranks, and the error of this rank's part.
+// What the last pass reads and writes: the result of all ranks, and the error of this rank's part.
 struct LowRankResult {
   const float* p;      // orthonormal columns
   const float* q;      // the sum over all ranks
@@ -39,8 +39,8 @@ struct LowRankKernels {
   // j; then lane l takes lane l + w, for w = 8, 4, 2, 1.
   void (*left)(const float* x, const float* residual, float* v, const float* q, float* p,
                Factors) noexcept;
-  // q[k, j] = Σ_i v[i, j] · (p[k, i] · kHeadroom): eight rows are summed in ascending i, and the
-  // sum joins q, in ascending i.
+  // q[k, j] = Σ_i v[i, j] · (p[k, i] · kHeadroom): eight rows at a time are summed in ascending i,
+  // and their sum is added to q.
   void (*right)(const float* v, const float* p, float* q, Factors) noexcept;
   // (p·qᵀ)[i, j] = Σ_k q[k, j] · p[k, i], in ascending k. limit() is ±the largest finite float32
   // at most.

@@ -32,7 +32,7 @@ void check_finite(const std::string& key, std::span<const float> values, const c
                         "' would hold NaN or Inf; nothing was changed");
 }
 
-// Whether a codec can adapt to it.
+// Returns whether a codec can adapt to this magnitude.
 bool usable(float magnitude) { return magnitude >= 0 && std::isfinite(magnitude); }
 
 void check_kept(const std::string& key, const ErrorFeedback::SavedKey& saved) {
@@ -49,8 +49,8 @@ float scaled(float magnitude, double factor) {
   return static_cast<float>(std::min(magnitude * std::fabs(factor), most));
 }
 
-// Calls each(first, values) for all n elements of a residual, a stretch of them at a time. An empty
-// one is all zero; that is −0, as x + −0 is x.
+// Calls each(first, values) for all n elements of a residual, a few thousand at a time. An empty
+// residual reads as −0, since x + −0 is x.
 template <typename Each>
 void for_stretches(const Residual& residual, std::size_t n, Each each) {
   std::array<float, 4096> room;
@@ -135,7 +135,7 @@ void ErrorFeedback::Transaction::close(bool of_step, bool keep) noexcept {
 }
 
 // Called under the mutex, like open() and require_closed(). Keeping a call swaps e and e', so
-// nothing is copied, and the old e is the memory of the next e'.
+// nothing is copied, and the old e becomes the memory of the next e'.
 void ErrorFeedback::close(const std::vector<KeyState*>& key_states, bool keep) noexcept {
   for (KeyState* key_state : key_states) {
     key_state->open = false;
@@ -148,7 +148,7 @@ void ErrorFeedback::close(const std::vector<KeyState*>& key_states, bool keep) n
   }
 }
 
-// A codec adapts from tau and filter; what it has sent is counted anew in each call.
+// Opens a key. A codec adapts from tau and filter; what it sends is counted anew in each call.
 void ErrorFeedback::open(const KeyedExtent& extent, std::vector<KeyState*>& opened) {
   KeyState& key_state = this->key_state(extent.key);
   check_closed(extent.key, key_state.open);

@@ -10,12 +10,12 @@
 
 namespace gradwire::codec {
 
-// The kernels of those reductions; null for all others, whose folds lose nothing by being
-// separate.
+// Returns the kernels of those reductions; null for all others, which lose nothing by folding one
+// addend at a time.
 const WideKernels* wide_kernels(DType dtype, ReduceOp op) noexcept;
 
-// y := x[0] (op) x[1] (op) … in this order, averaged over `divisor` ranks unless that is 1. The
-// arrays begin `offset` bytes behind those of x. y may not overlap them.
+// y := x[0] (op) x[1] (op) … in this order, averaged over `divisor` ranks unless that is 1. Each
+// array begins `offset` bytes behind its x[i]. y must not overlap them.
 void fold_all(DType dtype, ReduceOp op, std::span<std::byte* const> x, std::size_t offset,
               std::byte* y, int divisor, std::size_t n) noexcept;
 

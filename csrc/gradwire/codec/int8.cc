@@ -6,7 +6,7 @@
 //   A < 2^-100: scale := inverse := 0, so that all of v stays in the error.
 //   Else scale := min(A / 127, FLT_MAX / 128): no byte decodes to Inf; inverse := 127 / A.
 //   q := round(v · inverse); y := q · scale; error := v − y.
-// A scale below 0 or above FLT_MAX / 128 is none that this writes: its block is NaN, too.
+// The encoder never writes a scale below 0 or above FLT_MAX / 128: a block with one decodes to NaN.
 //
 // rounding=nearest: ties to even; |q| <= 127 follows. rounding=stochastic: t := v · inverse limited
 // to ±127, q := floor(t) + (u < t − floor(t)), u uniform in [0, 1) with 23 bits, so that the mean

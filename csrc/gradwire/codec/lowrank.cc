@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kDefaultRank = 4;
 constexpr std::size_t kLanesOfSums = 16;
-constexpr double kVanished = 0x1p-60;  // of the square of a length
+constexpr double kVanished = 0x1p-60;  // of its squared length; with less, a column becomes 0
 
 [[noreturn]] void refuse(const Codec& codec) {
   throw InvalidArgument("codec " + codec.name() +
@@ -26,19 +26,21 @@ constexpr double kVanished = 0x1p-60;  // of the square of a length
 void draw(std::size_t k, std::span<float> column) {
   for (std::size_t j = 0; j < column.size(); ++j) {
     const std::uint64_t word = splitmix64((k << 32 | j) * kSplitMix64Step);
-    const auto bits = static_cast<std::int32_t>(word >> 41);  // 23 of them
+    const auto bits = static_cast<std::int32_t>(word >> 41);  // 23 bits
     column[j] = static_cast<float>(2 * bits + 1 - (1 << 23)) * 0x1p-23F;
   }
 }
 
-// Compares magnitudes as integers: they have the same order, and the compiler a fast maximum.
+// Returns the largest magnitude. Compares magnitudes as integers, which have the same order and let
+// the compiler make a fast maximum.
 float largest(std::span<const float> values) {
   std::int32_t most = 0;
   for (float each : values) most = std::max(most, std::bit_cast<std::int32_t>(each) & 0x7FFFFFFF);
   return std::bit_cast<float>(most);
 }
 
-// Works in binary64, which holds every power of two that this can need.
+// Scales the column so that its largest element lies in [kHeadroom / 2, kHeadroom). Works in
+// binary64, which holds every power of two that this can need.
 void scale_to_headroom(std::span<float> column) {
   int exponent = 0;
   std::frexp(largest(column), &exponent);

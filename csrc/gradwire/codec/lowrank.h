@@ -5,8 +5,8 @@
 // all residuals add up to all inputs, whatever q the ranks began with. The next call begins with
 // this one's q: over calls that is a power iteration.
 //
-// exec/compound/lowrank_reduce.h drives this; here is what one rank computes between the
-// sums, beside the kernels of codec/factors.h.
+// exec/compound/lowrank_reduce.h drives this. Here is what one rank computes between the sums,
+// besides the kernels of codec/factors.h.
 #pragma once
 
 #include <span>
@@ -17,10 +17,11 @@
 
 namespace gradwire::codec {
 
-// It needs a matrix's shape, so it has no payloads: encode and decode throw InvalidArgument.
+// This codec needs a matrix's shape, so it has no payloads: encode and decode throw
+// InvalidArgument.
 class LowRank final : public Codec {
  public:
-  // rank: 1 to kMostRank, else InvalidArgument.
+  // `rank` must be 1 to kMostRank; otherwise this throws InvalidArgument.
   explicit LowRank(std::size_t rank);
 
   std::size_t rank() const noexcept { return rank_; }
@@ -43,26 +44,29 @@ class LowRank final : public Codec {
   std::size_t rank_;
 };
 
-// Whether two factors are fewer elements than the matrix; others travel as they are.
+// Returns whether two factors have fewer elements than the matrix. Other matrices travel as they
+// are.
 bool worth_factoring(const Factors& of) noexcept;
 
-// The q that a call begins with. `last`: columns of the one that the last call ended with. They are
-// scaled by powers of two, so that the largest element lies in [kHeadroom / 2, kHeadroom); that
-// changes no digit of p. A column that is all zero or not finite, and one that `last` does not
-// have, is drawn anew, as a function of its place alone: uniform over the odd multiples of 2^-23
-// between -1 and 1, the (s >> 41)-th at row j of column k, where s is number 2^32 k + j of
-// SplitMix64's sequence from seed 0, before it is scaled.
+// Writes the q that a call begins with. `last` holds the columns of the q with which the last call
+// ended. They are scaled by powers of two, so that the largest element lies in [kHeadroom / 2,
+// kHeadroom); that changes no digit of p. A column that is all zero or not finite, or that `last`
+// does not have, is drawn anew, as a function of its place alone: uniform over the odd multiples of
+// 2^-23 between -1 and 1, before it is scaled. Row j of column k takes number s >> 41 of these,
+// where s is number 2^32 k + j of SplitMix64's sequence from seed 0.
 void start_factor(std::span<const float> last, const Factors& of, std::span<float> q);
 
 // Takes the headroom out of a right factor, so that small values keep their digits in products with
-// it, unless its largest are above 2^64; returns what their sums are still to be multiplied by.
+// it, unless its largest values are above 2^64. Returns the factor by which sums of it are still to
+// be multiplied.
 float take_headroom(std::span<float> q);
 
-// Gram-Schmidt on the columns of p, in binary64: column after column takes off its projections on
-// those before it, in their order, each with its present value (modified Gram-Schmidt), and is
-// divided by its length (times 1 / √). One of which less than 2^-30 is left becomes zero: it is a
-// rounding error. Sums go over 16 lanes, then lane l takes lane l + w, for w = 8, 4, 2, 1; the
-// result is rounded to float32 at the end. Any finite p will do. `room` is reused.
+// Makes the columns of p orthonormal by modified Gram-Schmidt, in binary64. Column after column
+// subtracts its projections on those before it, in their order, each computed from its present
+// value, and is then multiplied by 1 / √(its squared length). A column of which less than 2^-30 is
+// left becomes zero, as that is rounding error. Sums go over 16 lanes, then lane l takes lane l +
+// w, for w = 8, 4, 2, 1. The result is rounded to float32 at the end. Any finite p is allowed.
+// `room` is memory that calls reuse.
 void orthonormalise(const Factors& of, std::span<float> p, std::vector<double>& room);
 
 }  // namespace gradwire::codec

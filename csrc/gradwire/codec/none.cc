@@ -1,4 +1,4 @@
-// none: float32 as it is. It loses nothing, and sends the whole residual.
+// none: float32 as it is. It loses nothing and delivers the whole residual.
 #include <cstring>
 
 #include "gradwire/codec/simd/simd.h"

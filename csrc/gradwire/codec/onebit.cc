@@ -6,20 +6,20 @@
 //   for w = 16, 8, 4, 2, 1: lane l := lane l + lane (l + w), l < w.
 //   mean+ := P / c+, mean− := N / c−, by the counts of both signs; 0 where a count is 0.
 //   y := mean− where the bit is set, else mean+; error := v − y.
-// More than 1/16 of v equal to 0: these decode to +0, and do not count in c+ and c−.
-// P or N not finite: v holds NaN or Inf: both means are NaN, all bits and errors 0, no mask. Or
-//   every v is finite: P, N and the means are those of v · 2^-24, limited to ±FLT_MAX · 2^-24, then
-//   the means are divided by 2^-24.
+//   If more than 1/16 of v equal 0, these decode to +0, and do not count in c+ and c−.
+//   If P or N is not finite, either v holds NaN or Inf: then both means are NaN, all bits and
+//   errors are 0, and there is no mask. Or every v is finite: then P, N and the means are those
+//   of v · 2^-24, and the means are limited to ±FLT_MAX · 2^-24 and then divided by 2^-24.
 //
 // A block's bytes: mean+ and mean−, float32, then the sign bits, the first in the lowest bit of the
-// first byte. mean+ is never negative: its sign bit says that a mask of the v that are not 0 comes
-// between, and that there are sign bits of these only, without gaps. mean− is never positive: where
-// there is a mask, its sign bit says of which kind.
-//   set    a bit an element, set: v is not 0
-//   clear  the lengths of runs, by turns of zeros and of others, n elements in all, the first one
+// first byte. mean+ is never negative, so its sign bit is free: it says that a mask of the v that
+// are not 0 precedes the sign bits, and that there are sign bits of these v only, without gaps.
+// mean− is never positive: where there is a mask, its sign bit says of which kind.
+//   set    one bit per element, set where v is not 0
+//   clear  the lengths of runs, alternately of zeros and of others, n elements in all, the first
 //          plus 1, as it may be 0. Each is an Elias γ code: 2^k + r is k zero bits, a one bit and
-//          r in k bits, the lowest first. Only where that takes fewer bytes.
-// Mask and signs each end with a whole byte. Bits beyond their end are 0, and are not looked at.
+//          r in k bits, the lowest first. Used only where it takes fewer bytes.
+// Mask and signs each end with a whole byte. Bits beyond their end are 0, and are ignored.
 //
 // The sum of payloads d_0, d_1, …: T_j := ((d_4j + d_4j+1) + d_4j+2) + d_4j+3, as far as there are
 // any, then (T_0 + T_1) + T_2 …
@@ -40,7 +40,7 @@ namespace {
 constexpr std::size_t kMostBlock = OneBitKernels::kMostBlock;
 constexpr std::size_t kHeader = 2 * sizeof(float);
 
-// Full-width bits of one block, out of a peer's reach.
+// The bits of one block, one per element, in memory that a peer cannot change.
 struct Scratch {
   std::array<std::byte, kMostBlock / 8> mask;
   std::array<std::byte, kMostBlock / 8> signs;
@@ -56,7 +56,7 @@ std::size_t count_bits(ConstBytes bits) {
   return count;
 }
 
-// A payload that is read block by block.
+// Reads a payload block by block.
 class Cursor {
  public:
   Cursor() = default;
@@ -128,7 +128,7 @@ class OneBit final : public Codec {
   Combine combine() const noexcept override { return Combine::kReencode; }
   SecondsPerByte seconds_per_byte() const noexcept override { return {8e-11, 8e-11}; }
   bool biased() const noexcept override { return true; }
-  // Each of two ranks sends as many bytes either way, and encodes once instead of twice.
+  // Two ranks send as many bytes either way, but encode once instead of twice when they gather.
   bool gathers(int ranks) const noexcept override { return ranks <= 2; }
   std::size_t unit() const noexcept override { return block_; }
   bool fixed_size() const noexcept override { return false; }
@@ -175,7 +175,7 @@ class OneBit final : public Codec {
     return {in.size() - cursor.left(), cursor.finite()};
   }
 
-  // Adds payloads, of which the first is number `first`: with 0 begins the sum.
+  // Adds payloads, the first of which has number `first`. Number 0 begins the sum.
   bool sum(std::span<const ConstBytes> payloads, std::size_t first, float* y, std::size_t n) const {
     std::array<Cursor, kAtOnce> cursors;
     for (std::size_t p = 0; p < payloads.size(); ++p) cursors[p] = Cursor(*this, payloads[p]);

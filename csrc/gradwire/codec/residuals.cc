@@ -9,7 +9,7 @@ namespace gradwire::codec {
 namespace {
 
 constexpr std::uint64_t kOfCalls = 0x72657369, kOfChanges = 0x6475616C;  // seeds
-// Elements that are wide at a time, unless a codec's unit is longer: 64 KiB, for the L2 cache.
+// Elements that are widened at a time, unless a codec's unit is longer: 64 KiB, for the L2 cache.
 constexpr std::size_t kWide = 16384;
 
 void widen(const std::uint16_t* narrow, float* values, std::size_t n) noexcept {

@@ -1,9 +1,10 @@
-// A residual as it is kept: float32, or bfloat16 in half the memory.
+// A residual as it is stored: float32, or bfloat16 in half the memory.
 //
-// bfloat16 has 8 significant bits. Rounded to nearest, a residual would never grow by what is less
-// than 2^-9 of it, call after call: sparse codecs let elements wait, and these would wait for ever.
-// So it is rounded at random, by less than 2^-7 of it and with the mean e: in expectation nothing
-// is lost. What the random numbers depend on is the same in every run (codec/simd/simd_random.h).
+// bfloat16 has 8 significant bits. With rounding to nearest, adding less than 2^-9 of a residual
+// would never change it, call after call: sparse codecs let elements wait, and these would wait for
+// ever. So a residual is rounded at random, by less than 2^-7 of it and with the mean e: in
+// expectation nothing is lost. The random numbers are the same in every run
+// (codec/simd/simd_random.h).
 #pragma once
 
 #include <cstddef>
@@ -17,7 +18,8 @@ namespace gradwire::codec {
 
 enum class ResidualType : std::uint8_t { kFloat32, kBFloat16 };
 
-// The residual of one key. Rounding outside of a call draws its own numbers: `draw` says which.
+// The residual of one key. Rounding outside of a call has random numbers of its own: `draw` says
+// which.
 class Residual {
  public:
   explicit Residual(ResidualType type) noexcept : type_(type) {}
@@ -30,11 +32,11 @@ class Residual {
   std::vector<float> values() const&;
   std::vector<float> values() &&;
   void assign(std::vector<float> values, std::uint64_t draw);
-  // A stretch of them.
+  // Read and write the elements from `first` on.
   void read(std::size_t first, std::span<float> values) const noexcept;
   void write(std::size_t first, std::span<const float> values, std::uint64_t draw) noexcept;
 
-  // Set e, or e', of a context that has none.
+  // Make this residual e, or e', of a context that has none.
   void read_by(EncodeContext& context) const noexcept;
   void write_by(EncodeContext& context) noexcept;
 
@@ -44,15 +46,15 @@ class Residual {
   std::vector<std::uint16_t> narrow_;
 };
 
-// Codec::encode() for residuals of either type, a few units at a time where they are narrow: so
-// they are wide in the cache alone.
+// Calls codec.encode() for residuals of either type. Narrow ones are widened a few units at a time,
+// so that the wide values stay in the cache.
 std::size_t encode(const Codec& codec, const float* x, std::size_t n, const EncodeContext& context,
                    Bytes out);
-// What is never encoded delivers its whole residual: x := x + e, and e' := 0.
+// Delivers the whole residual with values that are never encoded: x := x + e, and e' := 0.
 void deliver(const EncodeContext& context, float* x, std::size_t n);
-// The first half of that.
+// x := x + e, and nothing else.
 void add_residual(const EncodeContext& context, float* x, std::size_t n);
-// e' := error.
+// e' := error, rounded at random where e' is narrow.
 void keep(const EncodeContext& context, const float* error, std::size_t n);
 
 }  // namespace gradwire::codec

@@ -28,7 +28,7 @@ T load(const std::byte* from) {
 
 std::size_t bytes_of_count(std::size_t count) { return count < kShortCount ? 1 : 2; }
 
-// The gap before an index, less 1.
+// Returns the gap before an index, less 1.
 std::uint32_t gap_before(std::span<const std::uint16_t> index, std::size_t k) {
   return k == 0 ? index[0] : std::uint32_t{index[k]} - index[k - 1] - 1U;
 }
@@ -44,7 +44,7 @@ struct GapCode {
   std::size_t bits;
 };
 
-// The size is convex in `low`, so it is enough to walk downhill.
+// Returns the shortest code. The size is convex in `low`, so it is enough to walk downhill.
 GapCode best_gap_code(std::span<const std::uint16_t> index, std::size_t n) {
   const auto start = static_cast<unsigned>(std::bit_width(n / index.size()) - 1);
   GapCode best{start, gap_bits(index, start)};
@@ -64,7 +64,7 @@ class BitWriter {
  public:
   explicit BitWriter(std::byte* out) : out_(out) {}
 
-  void put(std::uint64_t value, unsigned bits) {  // up to 32
+  void put(std::uint64_t value, unsigned bits) {  // 32 bits at most
     held_ |= value << count_;
     count_ += bits;
     if (count_ < 32) return;
@@ -86,7 +86,7 @@ class BitWriter {
   unsigned count_ = 0;
 };
 
-// Each byte is loaded once.
+// Reads bits, and loads each byte once.
 class BitReader {
  public:
   explicit BitReader(ConstBytes in) : in_(in) {}
@@ -113,7 +113,7 @@ class BitReader {
     held_ >>= bits;
     count_ -= bits;
   }
-  void fill() {  // to 32 bits and at most 63, where there are so many
+  void fill() {  // to 32 bits or more, at most 63, while there are so many
     if (count_ >= 32) return;
     if (in_.size() - at_ >= 4) {
       held_ |= std::uint64_t{load<std::uint32_t>(in_.data() + at_)} << count_;
@@ -271,7 +271,7 @@ SparseScratch& SparseScratch::mine() {
 
 namespace {
 
-// About half as many again as the k largest lie above it.
+// Returns a magnitude that some 1.5 k elements exceed, as estimated from a sample; 0 for none.
 float sampled_filter(UnitSource unit, std::size_t k, SparseScratch& scratch) {
   const std::size_t stride = std::max<std::size_t>(1, unit.n / kSamples);
   std::size_t count = 0;
@@ -284,7 +284,7 @@ float sampled_filter(UnitSource unit, std::size_t k, SparseScratch& scratch) {
   return *nth < kInfinityBits ? std::bit_cast<float>(static_cast<std::uint32_t>(*nth)) : 0;
 }
 
-// Larger magnitudes first, then lower indices.
+// Returns a key that is greater for larger magnitudes and, of equal ones, for lower indices.
 std::uint64_t rank_of(float v, std::uint16_t index) {
   return std::uint64_t{magnitude_bits(v)} << 16 | (0xFFFFU - index);
 }

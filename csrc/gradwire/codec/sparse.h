@@ -1,23 +1,22 @@
 // What the sparse codecs share: which elements of a unit are sent, how their positions travel, and
 // the selection of the largest.
 //
-// A payload is one part a unit, each of which stands for itself. A part begins with
+// A payload is one part per unit, and each part can be decoded alone. A part begins with
 //   1 byte   bits 0-2 PositionFormat, bits 3-6 low bits of a gap (kGaps, else 0), bit 7 zero
 //   kList    count, then 2 bytes an index
-//   kGaps    count, then for each index the gap to the one before it, less 1, as a Golomb-Rice
-//   code:
+//   kGaps    count, then for each index the gap to the one before it, less 1, in Golomb-Rice code:
 //            gap >> low zero bits, a one bit, the low bits; first bit lowest, padded to whole bytes
 //   kBitmap  1 bit an element of the unit, first bit lowest, padded to whole bytes
 //   kAll     nothing: every element is sent
 //   kNone, kNotFinite  nothing, and nothing follows: no element is sent; all of the unit is NaN
 // where count is 1 byte below 128, else 2: (low 7 bits | 128), the rest. Positions take the format
-// with the fewest bytes, the first listed where equal, and the lowest `low` of the best. Numbers
+// with the fewest bytes, the first listed of equal ones, and the lowest `low` of the best. Numbers
 // are little-endian. What the codec says of each element that is sent follows.
 //
-// Unit: 32,768 elements. Of rows that differ in scale as e^N(0, 1) does, top-k by units of 8,192,
-// 32,768 and 131,072 catches 36, 68 and 90 % of the squares that one top-k of all does at density
-// 0.001, 71, 94 and 99 % at 0.01 (kernels_sparse.cc). Smaller units balance chunks better, a
-// unit and what it becomes should fit the L2 cache.
+// A unit has 32,768 elements. Where rows differ in scale as e^N(0, 1) does, top-k by units of
+// 8,192, 32,768 and 131,072 catches 36, 68 and 90 % of the squares that one top-k of all elements
+// does at density 0.001, and 71, 94 and 99 % at 0.01 (kernels_sparse.cc). Smaller units balance
+// chunks better, and a unit and its payload should fit the L2 cache.
 #pragma once
 
 #include <array>
@@ -32,11 +31,11 @@ namespace gradwire::codec {
 
 inline constexpr std::size_t kSparseUnit = 32768;
 
-// Whether so many ranks, of which each sends `density` of all elements, do better to gather. Then p
-// ranks deliver up to p · density for p - 1 payloads each, where encoders at each hop deliver a
-// density's worth of the sums for two parts of (p - 1) / p payloads: half as much a byte. But the
-// bytes grow with p, so only while what the others send is small beside the dense array. Two ranks
-// send as much either way, and lose less.
+// When gathering pays, for p ranks that each send `density` of all elements. Gathering delivers up
+// to p · density for p - 1 payloads of each rank. Encoding at each hop delivers a density's worth
+// of the sums for two parts of (p - 1) / p payloads: half as much per byte. But the bytes of
+// gathering grow with p, so it pays only while what the others send is small beside the dense
+// array. Two ranks send as much either way, and lose less by gathering.
 inline constexpr int kGatheringRanks = 16;
 inline constexpr double kGatheredShare = 1.0 / 16;  // of all elements, from all other ranks
 constexpr bool worth_gathering(int ranks, double density) noexcept {
@@ -44,16 +43,17 @@ constexpr bool worth_gathering(int ranks, double density) noexcept {
   return ranks <= kGatheringRanks && (ranks - 1) * density <= kGatheredShare;
 }
 
-using HitMask = std::array<std::uint64_t, kSparseUnit / 64>;  // a bit an element
+using HitMask = std::array<std::uint64_t, kSparseUnit / 64>;  // one bit per element
 
 struct SparseKernels {
-  // For up to kSparseUnit elements v = x + residual (may be null), bit i of hits says whether |v_i|
-  // is at least tau, or is NaN. error, which may be null or residual, is v − copysign(tau, v) at
-  // the hits, with the sign of v where it is 0, and v elsewhere. Returns the largest |v|, as its
-  // bits. Writes 32 bits of the mask at a time. tau > 0.
+  // Finds the elements to send among up to kSparseUnit elements v = x + residual (may be null). Bit
+  // i of hits says whether |v_i| is at least tau, or is NaN. error, which may be null or residual,
+  // becomes v − copysign(tau, v) at the hits, with the sign of v where it is 0, and v elsewhere.
+  // Returns the largest |v|, as its bits. Writes 32 bits of the mask at a time. tau > 0.
   std::uint32_t (*threshold)(const float* x, const float* residual, float tau, std::size_t n,
                              std::uint64_t* hits, float* error) noexcept;
-  // The same with v, which may be null or residual, in place of error; tau >= 0.
+  // Does the same, but writes v, to memory that may be null or residual, in place of error; tau >=
+  // 0.
   std::uint32_t (*filter)(const float* x, const float* residual, float tau, std::size_t n,
                           std::uint64_t* hits, float* v) noexcept;
 };
@@ -69,20 +69,20 @@ struct Positions {
   void take(const HitMask& hits, std::size_t n);
 };
 
-// The most bytes that write_positions() needs for n elements.
+// Returns the most bytes that write_positions() needs for n elements.
 constexpr std::size_t most_position_bytes(std::size_t n) { return 1 + (n + 7) / 8; }
 std::size_t write_positions(std::span<const std::uint16_t> index, std::size_t n, std::byte* out);
 std::size_t write_not_finite(std::byte* out);
 
-// Foreign bytes, from front to back.
+// Reads untrusted bytes from front to back.
 class PayloadReader {
  public:
   explicit PayloadReader(ConstBytes in) : left_(in) {}
-  // The next bytes; InvalidArgument where there are not so many.
+  // Returns the next bytes. Throws InvalidArgument where fewer are left.
   ConstBytes take(std::size_t bytes);
   std::uint8_t byte() { return std::to_integer<std::uint8_t>(take(1)[0]); }
   std::size_t left() const { return left_.size(); }
-  // Throws InvalidArgument where nothing above may be less than n, strictly ascending.
+  // Reads positions. Throws InvalidArgument unless they are below n and strictly ascending.
   PositionFormat positions(std::size_t n, Positions& out);
 
  private:
@@ -94,7 +94,7 @@ class PayloadReader {
   ConstBytes left_;
 };
 
-// A stretch of at most one unit of v = x + residual.
+// A run of at most one unit of v = x + residual.
 struct UnitSource {
   const float* x;
   const float* residual;  // may be null
@@ -103,14 +103,14 @@ struct UnitSource {
   float operator[](std::size_t i) const { return residual == nullptr ? x[i] : x[i] + residual[i]; }
 };
 
-// Elements of n that a density stands for: rounded, at least one.
+// Returns how many of n elements a density stands for: rounded, at least one.
 std::size_t share_of(double density, std::size_t n) noexcept;
 
-// Bits of |x|: they compare as magnitudes do.
+// Returns the bits of |x|, which compare as magnitudes do.
 std::uint32_t magnitude_bits(float x) noexcept;
 constexpr std::uint32_t kInfinityBits = 0x7F800000U;
 
-// What a thread needs to work on a unit. Allocated once a thread.
+// What a thread needs to work on a unit. Allocated once per thread.
 struct SparseScratch {
   HitMask hits;
   Positions positions;
@@ -120,10 +120,11 @@ struct SparseScratch {
   static SparseScratch& mine();
 };
 
-// The k largest |v| of the unit, ties to the lower index, into scratch.positions; v itself into
-// `keep`, which may be null or the residual. Returns the smallest magnitude among them, or
-// kInfinityBits or more where v is not all finite. `filter` is a guess of that magnitude, 0 for
-// none: it decides how long this takes and nothing else, and becomes one for the next unit.
+// Writes the positions of the unit's k largest |v|, ties to the lower index, to scratch.positions,
+// and v itself to `keep`, which may be null or the residual. Returns the smallest magnitude among
+// the k, or kInfinityBits or more where v is not all finite. `filter` is a guess of that magnitude,
+// 0 for none: it decides how long this takes and nothing else, and becomes a guess for the next
+// unit.
 std::uint32_t select_largest(UnitSource unit, std::size_t k, float* keep, float& filter,
                              SparseScratch& scratch);
 

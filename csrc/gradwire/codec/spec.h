@@ -13,32 +13,34 @@
 
 namespace gradwire::codec {
 
-// The "key=value,key=value" of one spec. A maker takes each parameter that it knows; what is left
+// The "key=value,key=value" of one spec. A factory takes each parameter that it knows; what is left
 // over is unknown.
 class Parameters {
  public:
-  // Throws InvalidArgument for what is not key=value, or given twice.
+  // Throws InvalidArgument for what is not key=value, and for a key that is given twice.
   Parameters(std::string_view codec, std::string_view text);
 
-  // The value, or `fallback` where it was not given; InvalidArgument for what is no number.
+  // Returns the value, or `fallback` where it was not given. Throws InvalidArgument if it is no
+  // number.
   double number(std::string_view key, double fallback);
-  // Likewise; InvalidArgument for what is no integer from `least` to `most`.
+  // Likewise, but throws InvalidArgument if it is no integer from `least` to `most`.
   std::uint64_t whole(std::string_view key, std::uint64_t fallback, std::uint64_t least,
                       std::uint64_t most);
-  // Likewise; InvalidArgument for what is no number from `least` to `most`.
+  // Likewise, but throws InvalidArgument if it is no number from `least` to `most`.
   double real(std::string_view key, double fallback, double least, double most);
-  // The value, which is one of `choices`, or the first of them.
+  // Returns the value, which must be one of `choices`, or the first of them where it was not given.
   std::string choice(std::string_view key, std::initializer_list<std::string_view> choices);
-  // The codec's canonical name with what whole(), real() and choice() gave, defaults left out.
+  // Returns the codec's canonical name: with what whole(), real() and choice() returned, but
+  // without defaults.
   std::string canonical() const { return canonical_; }
-  // Throws InvalidArgument: `key` has the value `text`, which is `reason`.
+  // Throws InvalidArgument that says: `key` has the value `text`, which is `reason`.
   [[noreturn]] void refuse(std::string_view key, const std::string& text,
                            const std::string& reason) const;
-  // Throws InvalidArgument that names a parameter nobody took, and lists the known ones.
+  // Throws InvalidArgument that names a parameter that nobody took, and lists the known ones.
   void finish() const;
 
  private:
-  std::string take(std::string_view key);  // what was given; else empty
+  std::string take(std::string_view key);  // the given text; empty where there is none
   void note(std::string_view key, const std::string& value);
 
   std::string codec_;
@@ -47,16 +49,18 @@ class Parameters {
   std::string canonical_;
 };
 
-// The number's shortest text that parses to the same number.
+// Returns the shortest text that parses to the same number.
 std::string shortest(double value);
 
-// The "block" of a codec that works block by block: elements, a multiple of 32, 1024 by default.
+// Returns the "block" of a codec that works block by block: elements, a multiple of 32, 1024 by
+// default.
 std::size_t block_of(Parameters& parameters, std::size_t most);
 
-// Makes the codec that the parameters describe. A codec's file defines one, make_NAME.
+// Makes the codec that the parameters describe. Each codec's file defines such a function,
+// make_NAME.
 using CodecFactory = std::shared_ptr<const Codec>(Parameters&);
 
-// InvalidArgument unless `size` bytes hold the `needed` ones of n elements.
+// Throws InvalidArgument unless `size` bytes hold the `needed` ones of n elements.
 void check_room(const Codec& codec, std::size_t size, std::size_t needed, std::size_t n);
 
 }  // namespace gradwire::codec

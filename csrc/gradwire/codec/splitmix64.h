@@ -8,7 +8,8 @@ namespace {  // one copy for each instruction set, as all of simd_lanes.h
 
 constexpr std::uint64_t kSplitMix64Step = 0x9E3779B97F4A7C15U;
 
-// The next output of SplitMix64 (Steele, Lea & Flood 2014) in state z; all arithmetic wraps.
+// Returns the next output of SplitMix64 (Steele, Lea & Flood 2014) in state z. All arithmetic
+// wraps.
 constexpr std::uint64_t splitmix64(std::uint64_t z) {
   z += kSplitMix64Step;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9U;

@@ -1,23 +1,23 @@
-// threshold: ±τ for each element that reaches it (Strom 2015); the rest stays in the error. Of each
-// unit of v := x + residual, in binary32, each operation rounded once:
+// threshold: sends ±τ for each element that reaches it (Strom 2015); the rest stays in the error.
+// For each unit of v := x + residual, in binary32, each operation rounded once:
 //   sent where |v| >= τ; y := copysign(τ, v) there and 0 elsewhere; error := v − y, and −0 where
-//   v is −τ: an error has the sign of its v, so that one pass does without a mask of signs.
+//   v is −τ: an error has the sign of its v, so that one pass needs no mask of signs.
 //   A unit with NaN or Inf decodes to NaN; its errors are the same, 0 where v is not finite.
 // A unit's part of the payload: its positions (codec/sparse.h); then, if any, τ as float32 and one
 // sign bit for each position, first bit lowest.
 //
 // τ is given (tau=), or follows a target density, per extent and rank:
-//   prepare: the first τ reaches the density on |x + residual|, of which a large extent has every
-//   k-th element looked at; the largest of them where fewer are not zero.
+//   prepare: the first τ reaches the density on |x + residual|, of which only every k-th element
+//   is looked at in a large extent. Where that τ would be 0, it is the largest element looked at.
 //   adapt: with feedback, elements walk at random until they reach τ, so that density is about
 //   (σ / τ)² for steps of σ. A step of τ is a fixed part of σ, because moving τ by σ already stops
-//   or doubles what is sent; r := sent / target,
+//   or doubles what is sent. With r := sent / target,
 //     τ := τ · (1 + 0.6 · sqrt(density) · limit(r − 1, −1, 3))
 //     τ := τ · min(2, (r / 4)^(1/8)) where r > 4: the data has another scale
 //     τ := limit(τ, L / 256, L · 1.25) where L > 0 is the largest |v| that was encoded: an element
 //     waits for 256 calls at most, even where fewer are not zero than the target.
-// Without feedback each call prepares anew. Where all of x was 0, or nobody prepares, τ is the
-// least of the target's largest, unit by unit.
+// Without feedback each call prepares anew. Where all of x was 0, or prepare() was not called, each
+// unit takes as τ the smallest of the magnitudes that the target density would send of it.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -43,7 +43,8 @@ constexpr float kLongestWait = 256, kHeadroom = 1.25F;
 
 bool usable(float tau) { return tau > 0 && std::isfinite(tau); }
 
-// The density's magnitude among what is finite, by a sample that depends on n alone.
+// Returns the magnitude that the density reaches among finite values, by a sample that depends on n
+// alone.
 float first_tau(const float* x, std::size_t n, const EncodeContext& context, double density) {
   thread_local std::vector<std::uint32_t> keys;
   keys.clear();
@@ -74,7 +75,7 @@ class Threshold final : public Codec {
   Combine combine() const noexcept override { return Combine::kReencode; }
   SecondsPerByte seconds_per_byte() const noexcept override { return {6e-11, 2e-11}; }
   bool biased() const noexcept override { return true; }
-  // Nobody knows how much reaches a given τ.
+  // What reaches a given τ is unknown, so its density is taken to be 1.
   bool gathers(int ranks) const noexcept override {
     return worth_gathering(ranks, tau_ > 0 ? 1 : density_);
   }
@@ -107,14 +108,14 @@ class Threshold final : public Codec {
     return most_position_bytes(n) + sizeof(float) + (n + 7) / 8;
   }
 
-  // One unit; `tau` is 0 where it has to be chosen.
+  // Encodes one unit; `tau` is 0 where it has to be chosen.
   std::size_t encode_unit(UnitSource unit, float tau, const EncodeContext& context,
                           std::byte* out) const;
   static Decoded add(ConstBytes in, float* y, std::size_t n);
 
   std::string name_;
   float tau_;       // 0: follows density_
-  double density_;  // of the target
+  double density_;  // the target
 };
 
 void Threshold::adapt(std::size_t n, CodecState& codec_state) const {
@@ -131,13 +132,13 @@ void Threshold::adapt(std::size_t n, CodecState& codec_state) const {
   codec_state.tau = static_cast<float>(std::clamp(tau, least, most));
 }
 
-// The error of a unit that holds NaN or Inf.
+// Clears the errors that are not finite, of a unit that holds NaN or Inf.
 void clear_not_finite(float* error, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i)
     if (!std::isfinite(error[i])) error[i] = 0;
 }
 
-// `v` has the signs.
+// Writes a sign bit for each position; `v` has the signs.
 std::size_t write_signs(const Positions& positions, UnitSource v, std::byte* out) {
   const std::size_t bytes = (positions.count + 7) / 8;
   std::memset(out, 0, bytes);
@@ -148,7 +149,7 @@ std::size_t write_signs(const Positions& positions, UnitSource v, std::byte* out
   return bytes;
 }
 
-// Above 0 whatever the values are.
+// Returns the largest magnitude at the positions, or the least float above 0 where all are 0.
 float largest_of(UnitSource unit, const Positions& positions) {
   float most = std::numeric_limits<float>::denorm_min();
   for (const std::size_t i : positions.all()) most = std::max(most, std::fabs(unit[i]));
@@ -183,7 +184,7 @@ std::size_t Threshold::encode_unit(UnitSource unit, float tau, const EncodeConte
   std::memcpy(out + size, &tau, sizeof tau);
   size += sizeof tau;
   if (context.error != nullptr)
-    unit = {context.error, nullptr, unit.n};  // perhaps in place of residual
+    unit = {context.error, nullptr, unit.n};  // has the signs of v; residual may be overwritten
   return size + write_signs(scratch.positions, unit, out + size);
 }
 

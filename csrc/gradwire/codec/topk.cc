@@ -1,13 +1,13 @@
-// topk: the largest of each unit, exactly (the selection of Lin 2018, sec. 3; what makes it
-// converge beside feedback, momentum correction and the like, is the caller's). Of each unit of
-// v := x + residual, rounded once:
+// topk: sends the largest elements of each unit, exactly (the selection of Lin 2018, sec. 3; the
+// caller does what helps it converge besides feedback, such as momentum correction). For each unit
+// of v := x + residual, rounded once:
 //   k := density · elements of the unit, rounded, at least 1; the k largest |v| are sent, of equal
 //   ones those with the lower index. y := v there, 0 elsewhere; error := v − y.
 //   values=fp16, bf16: y := v in that format, to nearest even, limited to its largest.
 //   A unit with NaN or Inf decodes to NaN; its errors are v, 0 where v is not finite.
 // A unit's part of the payload: its positions (codec/sparse.h), then their values.
 //
-// CodecState::filter is the last unit's threshold, for the next: it changes no result.
+// CodecState::filter passes the last unit's threshold on to the next unit. It changes no result.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -23,7 +23,7 @@ namespace {
 
 class TopK final : public Codec {
  public:
-  // cast: what values travel as; null for float32.
+  // `cast` says as what values travel; null for float32.
   TopK(std::string name, double density, CastKernels Kernels::* cast)
       : name_(std::move(name)), density_(density), cast_(cast) {}
 
@@ -78,7 +78,7 @@ class TopK final : public Codec {
   CastKernels Kernels::* cast_;
 };
 
-// Books what the values lose, which is nothing in float32.
+// Writes the values, and books in `error` what they lose, which is nothing in float32.
 std::size_t TopK::write_values(UnitSource v, float* error, SparseScratch& scratch,
                                std::byte* out) const {
   const auto index = scratch.positions.all();
@@ -104,7 +104,7 @@ std::size_t TopK::encode_unit(UnitSource unit, float* error, float& filter, std:
     return write_not_finite(out);
   }
   const std::size_t size = write_positions(scratch.positions.all(), unit.n, out);
-  if (error != nullptr) unit = {error, nullptr, unit.n};  // holds v, perhaps in place of residual
+  if (error != nullptr) unit = {error, nullptr, unit.n};  // holds v; residual may be overwritten
   return size + write_values(unit, error, scratch, out + size);
 }
 
@@ -125,7 +125,7 @@ std::size_t TopK::encode(const float* x, std::size_t n, const EncodeContext& con
   return size;
 }
 
-// Whether they are finite.
+// Reads values, and returns whether all are finite.
 bool TopK::read_values(ConstBytes in, std::span<float> values) const {
   if (cast_ != nullptr)
     return (kernels().*cast_).decode(in.data(), 1, values.data(), values.size());

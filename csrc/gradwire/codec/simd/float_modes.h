@@ -12,12 +12,12 @@
 namespace gradwire::codec {
 
 #if defined(__x86_64__)
-// All exceptions masked, to nearest, neither flush-to-zero nor denormals-are-zero.
+// Masks all exceptions, rounds to nearest, and sets neither flush-to-zero nor denormals-are-zero.
 inline constexpr std::uint64_t kIeeeModes = 0x1F80;
-// For tests: results and operands flushed to zero, rounded down.
+// For tests: the first flushes results and operands to zero, the second rounds down.
 inline constexpr std::uint64_t kFlushModes = kIeeeModes | 0x8040;
 inline constexpr std::uint64_t kRoundDownModes = 0x2000;
-// The others are flags, which operations set.
+// The other bits are flags, which operations set.
 inline constexpr std::uint64_t kModeBits = 0xFFC0;
 
 inline std::uint64_t float_modes() noexcept { return _mm_getcsr(); }

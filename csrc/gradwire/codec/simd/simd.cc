@@ -16,11 +16,11 @@ namespace gradwire::codec {
 namespace {
 
 #if defined(__x86_64__)
-// Asked of the processor itself: what __builtin_cpu_supports() reads is zero in the runtime of
-// zig's compiler, which builds wheels.
+// Asks the processor itself: what __builtin_cpu_supports() reads is zero in the runtime of zig's
+// compiler, which builds the wheels.
 struct Features {
   unsigned one = 0, seven = 0;  // ECX of CPUID's leaf 1, EBX of leaf 7
-  unsigned kept = 0;            // which registers the system saves
+  unsigned kept = 0;            // which registers the operating system saves
 
   Features() {
     unsigned a = 0, b = 0, c = 0, d = 0;

@@ -1,5 +1,5 @@
-// The inner loops, once per instruction set. Scalar is the reference: every table gives the same
-// bytes (binary32, round to nearest even, denormals kept, no FMA, no reassociation; see
+// The inner loops, in one table per instruction set. Scalar is the reference: every table gives the
+// same bytes (binary32, round to nearest even, denormals kept, no FMA, no reassociation; see
 // simd_kernels.h).
 #pragma once
 
@@ -22,7 +22,7 @@ using ReduceKernel = void (*)(void* acc, const void* x, std::size_t n) noexcept;
 // x[i] := x[i] * factor, rounded once in the element type (float16, bfloat16: through float32).
 using ScaleKernel = void (*)(void* x, double factor, std::size_t n) noexcept;
 
-// A sum or product of 16-bit floats that is formed in float32 and rounded once.
+// Kernels of a sum or product of 16-bit floats that is formed in float32 and rounded once.
 struct WideKernels {
   void (*begin)(const void* a, const void* b, float* acc, std::size_t n) noexcept;  // a (op) b
   void (*fold)(float* acc, const void* x, std::size_t n) noexcept;  // acc := acc (op) x
@@ -41,12 +41,12 @@ struct CastKernels {
   // be null.
   void (*encode)(const float* x, const float* residual, float scale, std::byte* out, float* error,
                  std::size_t n) noexcept;
-  // Whether all that was decoded is finite.
+  // Both return whether all that was decoded is finite.
   bool (*decode)(const std::byte* in, float scale, float* y, std::size_t n) noexcept;
   bool (*decode_add)(const std::byte* in, float scale, float* y, std::size_t n) noexcept;
 };
 
-// All of them expect the floating-point state of a FloatEnvironment.
+// All kernels expect the floating-point state of a FloatEnvironment.
 struct Kernels {
   const char* name;  // "scalar", "avx2", "avx512"
 
@@ -57,11 +57,12 @@ struct Kernels {
   std::array<std::array<ReduceKernel, kReduceOps>, kDTypes> reduce;
   std::array<ScaleKernel, kDTypes> scale;  // null for integers and bool
   WideTable wide;
-  bool (*finite)(const float* x, std::size_t n) noexcept;  // whether all of it is
+  bool (*finite)(const float* x, std::size_t n) noexcept;  // whether all values are
   CastKernels fp16;
   CastKernels bf16;
-  // Finite float32 to bfloat16, up or down at random, so that the mean of what comes out is x; what
-  // would become infinite is the largest. Of any run the bits are the same, however it is cut.
+  // Rounds finite float32 to bfloat16, up or down at random, so that the mean of the results is x.
+  // What would become infinite becomes the largest finite value. However a run is cut, its bits are
+  // the same.
   void (*bf16_at_random)(const float* x, const RandomPosition& position, std::byte* out,
                          std::size_t n) noexcept;
   Int8Kernels int8;
@@ -70,14 +71,16 @@ struct Kernels {
   LowRankKernels lowrank;
 };
 
-// The tables this processor can run, best first; scalar is always last.
+// Returns the tables that this processor can run, best first; scalar is always last.
 std::span<const Kernels* const> available_kernels();
 
-// The active one: the best, or the one GRADWIRE_SIMD names (an unknown or unavailable name throws
-// InvalidArgument that lists the available ones). Read once per process.
+// Returns the active table: the best, or the one that GRADWIRE_SIMD names (an unknown or
+// unavailable name throws InvalidArgument that lists the available ones). The variable is read once
+// per process.
 const Kernels& kernels();
 
-// Round to nearest, denormals kept, for as long as it lives, whatever the thread had before.
+// Rounds to nearest and keeps denormals for as long as it lives, whatever modes the thread had
+// before.
 class FloatEnvironment {
  public:
   FloatEnvironment() noexcept;

@@ -18,7 +18,8 @@ U32 widen(U16 x) { return bits<U32>(_mm256_cvtepu16_epi32(bits<__m128i>(x))); }
 
 I32 larger(I32 a, I32 b) { return bits<I32>(_mm256_max_epi32(bits<__m256i>(a), bits<__m256i>(b))); }
 
-// The packs work within halves of a register, so four bytes at a time have to be put in order.
+// Writes the last byte of each lane. The pack instructions work within halves of a register, so
+// their result has to be put in order, four bytes at a time.
 void pack(const Parts<U32>& lanes, std::byte* to) {
   const auto byte_of = [&](std::size_t k) { return bits<__m256i>(lanes[k] & 0xFFU); };
   const __m256i low = _mm256_packus_epi32(byte_of(0), byte_of(1));

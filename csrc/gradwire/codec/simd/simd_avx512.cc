@@ -7,7 +7,8 @@
 namespace gradwire::codec {
 namespace {
 
-// All lanes. (GCC 12 warns of its own header in the forms without a mask: its bug 105593.)
+// A mask of all lanes. (GCC 12 warns of its own header in the forms without a mask: its bug
+// 105593.)
 constexpr __mmask16 kEvery = 0xFFFF;
 
 U16 half_from_float(F32 x) {

@@ -8,7 +8,7 @@
 namespace gradwire::codec {
 namespace {
 
-// A 16-bit float: computed with as float32.
+// Lanes of a 16-bit float, whose arithmetic is done in float32.
 template <typename Cast>
 struct Narrow {
   using Value = float;
@@ -84,9 +84,9 @@ bool decode_add(const std::byte* in, float scale, float* y, std::size_t n) noexc
   return check.holds();
 }
 
-// The last 16 bits of x are cut off after the first 16 of a random number were added to them: that
-// is a step up in magnitude with their probability. Blocks of kRandomBlock elements begin at
-// multiples of it, wherever a run does.
+// Adds 16 random bits to x, then cuts its last 16 bits off: the result is a step up in magnitude
+// with the probability that the cut bits stand for. Blocks of kRandomBlock elements begin at
+// multiples of it, wherever a run begins.
 constexpr std::size_t kRandomBlock = 4096;
 
 [[gnu::flatten]] void bf16_at_random(const float* x, const RandomPosition& position, std::byte* out,

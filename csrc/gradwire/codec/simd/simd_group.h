@@ -1,4 +1,4 @@
-// 32 elements in registers, however many those are.
+// 32 elements in registers, however many registers that takes.
 #pragma once
 
 #include <utility>
@@ -31,8 +31,8 @@ struct Parts {
 };
 using Group = Parts<F32>;
 
-// body(k) for k from 0 on. Written out, or else GCC keeps parts in memory, as it may where they are
-// plain values.
+// Calls body(k) for k from 0 on. Vectors take an expanded call per k, or else GCC keeps parts in
+// memory; plain values may lie there.
 template <typename Body, std::size_t... k>
 [[gnu::always_inline]] inline void each_of([[maybe_unused]] Body body, std::index_sequence<k...>) {
   (body(k), ...);
@@ -49,7 +49,7 @@ template <typename Body>
   each_of<kParts>(body);
 }
 
-// A Group as it lies in memory. Part by part, for the same reason.
+// A Group as it lies in memory. It is loaded and stored part by part, for the same reason.
 struct Groups {
   using V = Group;
   static constexpr std::size_t kCount = kGroup;
@@ -65,7 +65,7 @@ struct Groups {
   }
 };
 
-// The values to encode, x + residual where there is one. Their NaNs are of any kind.
+// The values to encode: x, plus residual where there is one. Their NaNs may be of any kind.
 template <bool kResidual>
 struct GroupSource {
   const float* x;
@@ -81,7 +81,7 @@ struct GroupSource {
     return v;
   }
 
-  // Asks for the lines of a group, which may lie beyond the end: nothing is read.
+  // Prefetches the cache lines of a group, which may lie beyond the end: nothing is read.
   void ask_for(std::size_t i) const {
     for (const std::size_t line : {i, i + kGroup / 2}) {
       __builtin_prefetch(x + line);
@@ -90,7 +90,7 @@ struct GroupSource {
   }
 };
 
-// The largest of all lanes.
+// Returns the largest of all lanes.
 std::int32_t largest_of(Parts<I32> lanes) {
   for (std::size_t half = kParts / 2; half > 0; half /= 2)
     for (std::size_t k = 0; k < half; ++k) lanes[k] = larger(lanes[k], lanes[k + half]);

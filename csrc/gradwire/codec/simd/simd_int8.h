@@ -8,11 +8,12 @@
 namespace gradwire::codec {
 namespace {
 
-// Each simd_<isa>.cc defines these two: writes the last byte of each lane; reads signed bytes.
+// Each simd_<isa>.cc defines these two: pack() writes the last byte of each lane, unpack() reads
+// signed bytes.
 void pack(const Parts<U32>& lanes, std::byte* to);
 F32 unpack(const std::byte* from);
 
-// Codes as they lie in memory: as they are written, and as they are read.
+// Codes as they lie in memory: this type writes them, the next one reads them.
 struct Codes {
   using V = Parts<U32>;
   static constexpr std::size_t kCount = kGroup;
@@ -30,10 +31,11 @@ struct DecodedCodes {
   }
 };
 
-// Added to at most 2^22, it leaves the nearest integer, a tie to even, in the last bits.
+// Added to a value of at most 2^22, this leaves the nearest integer, ties to even, in the last
+// bits.
 constexpr float kRounder = 0x1.8p23F;
 
-// A rounding gives kRounder + q, for t of the elements from `i` on.
+// A rounding returns kRounder + q for t, the scaled elements from `i` on.
 struct ToNearest {
   explicit ToNearest(const RandomPosition*) {}
   void start_block(std::size_t) {}
@@ -54,7 +56,7 @@ class AtRandom {
   }
 
  private:
-  // Random numbers in [0, 1), of 23 bits.
+  // Returns random numbers of 23 bits in [0, 1).
   F32 uniform(std::size_t i) const { return bits<F32>((random_(i) >> 9) | 0x3F800000U) - 1.0F; }
 
   RandomBits random_;
@@ -71,9 +73,9 @@ struct Int8Scale {
   }
 };
 
-// One block. Its first pass finds the largest |v| and leaves v in `error`, where that is more than
-// x; its second writes. A block's second and the next one's first are one loop, so that neither
-// memory nor arithmetic waits for the other.
+// One block. Its first pass finds the largest |v| and leaves v in `error` where that differs from
+// x; its second pass writes codes and errors. The second pass of a block and the first of the next
+// one are one loop, so that neither memory nor arithmetic waits for the other.
 template <bool kResidual, bool kError, typename Round>
 struct Int8Block {
   static constexpr bool kStored = kResidual && kError;
@@ -121,7 +123,8 @@ struct Int8Block {
     });
   }
 
-  // What largest_magnitude() of the next block, which has the same length, returns.
+  // Returns what largest_magnitude() of the next block, which must have the same length, would
+  // return.
   std::int32_t write_all_and_look(Round round, Int8Scale by, std::byte* codes,
                                   Int8Block next) const {
     Parts<I32> most{};
@@ -140,7 +143,7 @@ struct Int8Block {
     if constexpr (kError) __builtin_memset(error, 0, n * sizeof(float));
   }
 
-  // `most` is what largest_magnitude() gave; returns that of the next block.
+  // `most` is what largest_magnitude() returned. Returns that of the next block.
   std::int32_t encode(std::int32_t most, const Round& round, std::byte* out,
                       const Int8Block& next) const {
     if (most >= kInfinity) {
@@ -197,8 +200,9 @@ void encode_int8(const float* x, const float* residual, std::size_t n, std::size
     encode_int8_by<AtRandom>(x, residual, n, block, position, out, error);
 }
 
-// y := codes · scale, or y + that. Returns whether a NaN may be among it, of any kind: the sums of
-// all that is written say so, where looking at each value would take as long as all the rest.
+// y := codes · scale, or y += codes · scale. Returns whether there may be a NaN of any kind among
+// the results. The sums of all that is written tell, since a look at each value would take as long
+// as all the rest.
 template <bool kAdd>
 bool decode_codes(const std::byte* codes, float scale, std::size_t n, float* y) {
   Group sums{};

@@ -44,10 +44,10 @@ To bits(From from) {
 // quiet.
 U16 half_from_float(F32 x);
 F32 float_from_half(U16 h);
-// Values below 2^16, unchanged.
+// Both keep values, which must be below 2^16, unchanged.
 U16 narrow(U32 x);
 U32 widen(U16 x);
-// The larger of each pair. (GCC 12 makes a comparison and a blend of a > b ? a : b.)
+// Returns the larger of each pair. (GCC 12 makes a comparison and a blend of a > b ? a : b.)
 I32 larger(I32 a, I32 b);
 
 }  // namespace

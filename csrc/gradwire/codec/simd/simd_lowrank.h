@@ -12,12 +12,12 @@ namespace lowrank {
 // The lanes of a sum along a row: element j is added to lane j mod 16.
 constexpr std::size_t kRowLanes = 16;
 constexpr std::size_t kRowParts = kRowLanes / kLanes;
-// Elements of a row that are read before the next factors look at them: a few KiB, for the L1.
+// Elements of a row that are read before the next factors use them: a few KiB, for the L1 cache.
 constexpr std::size_t kRowBlock = 512;
 // Rows whose products are summed before they join the sum along a column.
 constexpr std::size_t kColumnBlock = 8;
-// Tiles that fill the 16 registers of AVX2, the 32 of AVX-512; on each side of the left factor, and
-// elsewhere rows or factors by vectors of columns.
+// Tiles that fill the 16 registers of AVX2 or the 32 of AVX-512: kLeftTile rows by kLeftTile
+// factors for the left factor, elsewhere kTile rows or factors by kVectors vectors of columns.
 constexpr std::size_t kLeftTile = kLanes == 16 ? 4 : kLanes == 8 ? 2 : 1;
 constexpr std::size_t kTile = kLanes == 1 ? 1 : 4;
 constexpr std::size_t kVectors = kLeftTile;
@@ -27,7 +27,7 @@ struct Count {
   static constexpr std::size_t value = N;
 };
 
-// Calls body(first, Count<k>) over [0, n), k = kMost as long as possible, then 1.
+// Calls body(first, Count<k>) over [0, n), with k = kMost as long as possible, then with k = 1.
 template <std::size_t kMost, typename Body>
 void tiles(std::size_t n, Body body) {
   std::size_t i = 0;
@@ -51,7 +51,7 @@ float tree_sum(const float (&lanes)[kRowLanes]) {
 
 // ---- p = v·q: sums along rows ------------------------------------------------------------------
 
-// The lanes of one tile row, in registers while a block of columns passes.
+// The lanes of one tile of rows, in registers while a block of columns passes.
 template <std::size_t kRows, std::size_t kFactors>
 struct RowSums {
   F32 lanes[kRows][kFactors][kRowParts];
@@ -126,7 +126,8 @@ void left(const float* x, const float* residual, float* v, const float* q, float
 
 // ---- q = vᵀ·p: sums along columns --------------------------------------------------------------
 
-// p[k, i] of a few rows, times a power of two: those of one row side by side.
+// Copies p[k, i] of a few rows, times a power of two, so that the elements of one row lie side by
+// side.
 void pick_rows(const float* p, std::size_t rows, float scale, Factors of, float* picked) {
   for (std::size_t r = 0; r < rows; ++r)
     for (std::size_t k = 0; k < of.rank; ++k) picked[r * of.rank + k] = p[k * of.rows + r] * scale;

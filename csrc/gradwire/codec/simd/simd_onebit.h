@@ -20,7 +20,7 @@ void halve(Group& lanes) {
     halve<kHalf / 2>(lanes);
   }
 }
-// The lanes' sum in halves: with the one 16, then 8, 4, 2, 1 further on.
+// Returns the sum of the lanes in halves: each takes the lane 16 further on, then 8, 4, 2 and 1.
 float tree_sum(Group lanes) {
   halve<kParts / 2>(lanes);
   return first_lane<float>(fold<1>(fold<2>(fold<4>(fold<8>(lanes[0])))));
@@ -37,10 +37,10 @@ struct SignSums {
   }
 };
 
-// The findings of a first pass.
+// What a first pass finds.
 struct Seen {
   SignSums sums;
-  I32 equal{};  // to 0, and padding; a comparison is 1 where lanes are plain values, or else -1
+  I32 equal{};  // zeros and padding; each counts 1 where lanes are plain values, else -1
   std::uint32_t negatives = 0;
 
   void add(const Group& v, std::uint32_t signs) {
@@ -72,7 +72,8 @@ struct Means {
 
 constexpr float kHugeScale = 0x1p-24F;
 
-// Sums of which are finite, of any finite values.
+// Returns the means of values, given the means of the values · kHugeScale: scaled so, all sums of
+// finite values are finite. Limits the results to ±FLT_MAX.
 Means limited(Means scaled) {
   constexpr float kLimit = 0x1.FFFFFEp127F * kHugeScale;
   const float plus = scaled.plus < kLimit ? scaled.plus : kLimit;
@@ -82,13 +83,13 @@ Means limited(Means scaled) {
 
 struct MaskWritten {
   std::byte* end;         // of the payload
-  std::size_t negatives;  // among those that are sent
+  std::size_t negatives;  // among the elements that are sent
   bool has_runs;          // in place of a bitmap
 };
 
-// One block. Its first pass leaves v in `error`, where that is more than x, and all signs behind
-// the header; its second writes the error. A block's second and the next one's first are one loop,
-// so that neither memory nor arithmetic waits for the other.
+// One block. Its first pass leaves v in `error`, where that differs from x, and all signs behind
+// the header; its second pass writes the error. The second pass of a block and the first of the
+// next one are one loop, so that neither memory nor arithmetic waits for the other.
 template <bool kResidual, bool kError>
 struct OneBitBlock {
   static constexpr bool kStored = kResidual && kError;
@@ -107,7 +108,7 @@ struct OneBitBlock {
     store_word(bits, i, part, signs);
   }
 
-  // Before the error is written.
+  // Returns v; to be called before the error is written.
   template <typename PartOf>
   Group value(std::size_t i, PartOf part) const {
     if constexpr (kStored)
@@ -171,7 +172,7 @@ struct OneBitBlock {
     return limited(Means::of(sums, positives, negatives));
   }
 
-  // NaN, whatever the bits say; without a mask.
+  // Writes a block that decodes to NaN, without a mask.
   [[gnu::noinline]] std::byte* give_up(std::byte* out) const {
     put(out, __builtin_nanf(""));
     put(out + sizeof(float), __builtin_nanf(""));
@@ -199,7 +200,8 @@ struct OneBitBlock {
     });
   }
 
-  // Also makes the first pass of the next block, which has the same length.
+  // Makes the second pass of this block and the first of the next one, which must have the same
+  // length.
   template <bool kMasked>
   Seen both_passes(Means means, const OneBitBlock& next, std::byte* next_out) const {
     Seen seen;
@@ -222,7 +224,8 @@ struct OneBitBlock {
     return next.first_pass(next_out);
   }
 
-  // `seen` is of the first pass, and then of the next block's. Returns the end of what was written.
+  // `seen` has the findings of this block's first pass and, on return, of the next block's. Returns
+  // the end of what was written.
   std::byte* encode(Seen& seen, std::byte* out, const OneBitBlock& next) const {
     const std::size_t zeros = seen.zeros(n);
     const bool masked = 16 * zeros > n;
@@ -255,7 +258,7 @@ template <bool kResidual, bool kError>
 [[gnu::flatten]] std::size_t encode_onebit_as(const float* x, const float* residual, std::size_t n,
                                               std::size_t block, std::byte* out,
                                               float* error) noexcept {
-  if (n == 0) return 0;  // where `out` may be null
+  if (n == 0) return 0;  // `out` may be null then
   const auto block_at = [=](std::size_t i) {
     return OneBitBlock<kResidual, kError>{{x + i, kResidual ? residual + i : nullptr},
                                           kError ? error + i : nullptr,

@@ -6,12 +6,12 @@
 namespace gradwire::codec {
 namespace {
 
-// A value for each way that four bits can be.
+// A value for each of the sixteen ways that four bits can be.
 struct SixteenValues {
   F32 part[16 / kLanes];
 };
-// Part k of a group, element e of which is by the four bits of fours[e % 4] from 4 (e / 4) on. Each
-// simd_<isa>.cc defines it.
+// Returns part k of a group. The four bits of fours[e % 4] from bit 4 (e / 4) on select the value
+// of element e. Each simd_<isa>.cc defines this.
 F32 look_up(const SixteenValues& values, const std::uint32_t* fours, std::size_t k);
 
 // A plane in registers.
@@ -38,7 +38,7 @@ struct PlaneValues {
   }
 };
 
-// Planes, each element of which is added to the one before.
+// Planes that are added up, for each element in their order.
 template <std::size_t kCount, bool kMasked>
 struct AddedPlanes {
   PlaneValues values[kCount];
@@ -58,7 +58,7 @@ struct AddedPlanes {
   }
 };
 
-// Bytes of a plane.
+// Bytes of a plane, in words.
 struct SignWords {
   using V = U32;
   static constexpr std::size_t kCount = sizeof(U32);
@@ -66,14 +66,16 @@ struct SignWords {
   static V load(const std::byte* p) { return get<U32>(p); }
 };
 
-// The masked bits of b beside those of a; and those `by` further on.
+// Collects in a the masked bits of a and, `by` bits higher, of b; and in b the bits of both that
+// lie `by` further on.
 void exchange(U32& a, U32& b, int by, std::uint32_t mask) {
   const U32 low = (a & mask) | ((b & mask) << by);
   b = ((a >> by) & mask) | (b & ~mask);
   a = low;
 }
 
-// Units of kWidth lanes of a and of b by turns, from either half of each four lanes.
+// Interleaves units of kWidth lanes of a and b, taken from the low or the high half of each four
+// lanes.
 template <std::size_t kWidth, bool kHigh, std::size_t... lane>
 U32 zipped(U32 a, U32 b, std::index_sequence<lane...>) {
   return __builtin_shufflevector(a, b,
@@ -88,13 +90,13 @@ void zip(U32& a, U32& b) {
   a = low;
 }
 
-// Four planes as four words a group, as look_up() takes them: a 4 x 4 transpose of bits, and in
-// vectors one of lanes.
+// Four planes as four words per group, as look_up() takes them: a 4 x 4 transpose of bits and, for
+// vectors, one of lanes.
 class SignsOfFour {
  public:
-  static constexpr std::size_t kMost = 1024;                     // elements
-  static constexpr std::size_t kQuad = 4 * kGroup;               // that lie in the same four rows
-  static constexpr std::size_t kNext = kLanes > 4 ? kLanes : 4;  // from group to group there
+  static constexpr std::size_t kMost = 1024;        // elements
+  static constexpr std::size_t kQuad = 4 * kGroup;  // elements that lie in the same four rows
+  static constexpr std::size_t kNext = kLanes > 4 ? kLanes : 4;  // words from one group to the next
 
   template <std::size_t kCount>
   void take(const std::byte* const (&signs)[kCount], std::size_t begin, std::size_t n) {
@@ -108,7 +110,7 @@ class SignsOfFour {
       });
     });
   }
-  // The sign words of the quad's first group, from element i on.
+  // Returns the sign words of the first group of the quad that begins at element i.
   const std::uint32_t* quad(std::size_t i) const {
     const std::size_t group = i / kGroup;
     return words_ + group / kNext * 4 * kNext + group % kNext;
@@ -134,7 +136,7 @@ class SignsOfFour {
   alignas(64) std::uint32_t words_[kMost / 8];
 };
 
-// The same sums, each computed once, where no plane has a mask.
+// Makes the same sums where no plane has a mask: each possible sum is computed once.
 template <std::size_t kCount>
 struct TabulatedPlanes {
   const std::byte* signs[kCount];
@@ -156,7 +158,7 @@ struct TabulatedPlanes {
   }
 };
 
-// Gathers whether any of what it sees may be NaN: their sums are.
+// Notes whether any value that it sees may be NaN: then the sum of all is.
 class NanCheck {
  public:
   void see(const Group& v) {

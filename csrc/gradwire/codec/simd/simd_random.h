@@ -1,4 +1,4 @@
-// A random number for each element of a run, from its place alone.
+// Random numbers for the elements of a run, each of which depends on the element's place alone.
 #pragma once
 
 #include "gradwire/codec/blocks.h"
@@ -23,7 +23,7 @@ class RandomBits {
   }
   void start_block(std::uint64_t first) { key_ = splitmix64(run_ ^ first); }
 
-  // The random numbers of the elements from `i` on.
+  // Returns the random numbers of the elements from `i` on.
   U32 operator()(std::size_t i) const {
     U32 h =
         (lane_ + static_cast<std::uint32_t>(i)) * 0x9E3779B9U + static_cast<std::uint32_t>(key_);

@@ -10,7 +10,7 @@
 namespace gradwire::codec {
 namespace {
 
-// Narrow lanes alone are widened to int, which has no room for the product of two uint16.
+// Narrow plain values are widened to int, which has no room for the product of two uint16.
 struct Prod {
   template <typename T>
   static Lanes<T> apply(Lanes<T> a, Lanes<T> b) {
@@ -96,7 +96,7 @@ void reduce_each(void* acc, const void* x, std::size_t n) noexcept {
   reduce<L, Op>(acc, x, kEach * n);
 }
 
-// L: a 16-bit float, computed with as float32.
+// L is a 16-bit float whose arithmetic is done in float32.
 template <typename L, typename Op>
 void begin_wide(const void* a, const void* b, float* acc, std::size_t n) noexcept {
   sweep<L::kCount>(n, [=](std::size_t i, auto part) {
@@ -161,7 +161,7 @@ constexpr OfEachOp kReduceIntegers = {reduce<L, Sum>,
                                       reduce<L, Logical<Or>>,
                                       reduce<L, Logical<Xor>>};
 
-// A sum is true where one is, as NumPy and torch have it.
+// A sum of bools is true where one of them is, as NumPy and torch have it.
 constexpr ReduceKernel kAllTrue = reduce<Packed<std::uint8_t>, Logical<And>>;
 constexpr ReduceKernel kAnyTrue = reduce<Packed<std::uint8_t>, Logical<Or>>;
 constexpr ReduceKernel kOddTrue = reduce<Packed<std::uint8_t>, Logical<Xor>>;

@@ -6,12 +6,12 @@
 namespace gradwire::codec {
 namespace {
 
-// Written from the beginning; whole bytes, and none beyond the end.
+// Writes bits from the beginning, in whole bytes and none beyond the end.
 class BitWriter {
  public:
   explicit BitWriter(std::byte* to) : to_(to) {}
 
-  void write(std::uint32_t bits, std::uint32_t count) {  // the others are 0
+  void write(std::uint32_t bits, std::uint32_t count) {  // the other bits must be 0
     pending_ |= std::uint64_t{bits} << held_;
     held_ += count;
     if (held_ < 32) return;
@@ -32,12 +32,12 @@ class BitWriter {
   std::uint32_t held_ = 0;
 };
 
-// Foreign bits; zeros behind the last.
+// Reads untrusted bits, and zeros behind the last.
 class BitReader {
  public:
   BitReader(const std::byte* from, std::size_t bytes) : from_(from), left_(bytes) {}
 
-  // At least 32 more bits.
+  // Returns the next bits, at least 32.
   std::uint64_t peek() {
     if (held_ >= 32) return bits_;
     if (left_ >= 4) {
@@ -48,7 +48,7 @@ class BitReader {
     while (held_ < 32 && left_ > 0) take(static_cast<std::uint32_t>(*from_), 1);
     return bits_;
   }
-  // Whether there were so many.
+  // Skips bits. Returns whether there were so many.
   bool skip(std::uint32_t count) {
     if (count > held_) return false;
     bits_ >>= count;
@@ -79,7 +79,7 @@ std::uint32_t high_bit(std::uint32_t x) {
   return 31U - static_cast<std::uint32_t>(__builtin_clz(x));
 }
 
-// Marks the bits that differ from the bit before them, among up to 64 from the i-th on.
+// Returns the bits that differ from the bit before them, among up to 64 from the i-th on.
 std::uint64_t changes_in(const std::byte* mask, std::size_t i, std::size_t n,
                          std::uint64_t& before) {
   const std::size_t count = n - i < 64 ? n - i : 64;
@@ -90,7 +90,8 @@ std::uint64_t changes_in(const std::byte* mask, std::size_t i, std::size_t n,
   return changes & (~std::uint64_t{0} >> (64 - count));
 }
 
-// Returns the bytes written, most_run_bytes(n) or less; 0 where more are needed.
+// Writes the mask as runs. Returns the bytes written, most_run_bytes(n) or less; 0 where more are
+// needed.
 std::size_t write_runs(const std::byte* mask, std::size_t n, std::byte* out) {
   BitWriter writer(out);
   std::size_t room = 8 * most_run_bytes(n), begin = ~std::size_t{0};
@@ -117,7 +118,7 @@ void write_same(BitWriter& writer, bool set, std::size_t count) {
   if (count > 0) writer.write(bits >> (32 - count), static_cast<std::uint32_t>(count));
 }
 
-// A run's length; 0 where there is none.
+// Reads a run's length; returns 0 where there is none.
 std::size_t read_run(BitReader& reader) {
   const std::uint64_t bits = reader.peek();
   const auto zeros = static_cast<std::uint32_t>(__builtin_ctzll(bits | std::uint64_t{1} << 15));

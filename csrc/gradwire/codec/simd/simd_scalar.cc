@@ -6,7 +6,7 @@
 namespace gradwire::codec {
 namespace {
 
-// `value` without its last `shift` bits (1 to 24), to nearest even.
+// Returns `value` without its last `shift` bits (1 to 24), rounded to nearest even.
 std::uint32_t shift_to_even(std::uint32_t value, std::uint32_t shift) {
   const std::uint32_t half = 1U << (shift - 1);
   return (value + half - 1 + ((value >> shift) & 1U)) >> shift;

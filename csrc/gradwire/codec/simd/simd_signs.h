@@ -9,14 +9,14 @@ namespace {
 
 // Each simd_<isa>.cc defines these.
 
-std::uint32_t sign_bits(F32 v);  // of lane i in bit i
+std::uint32_t sign_bits(F32 v);  // bit i is the sign of lane i
 F32 by_sign(F32 v, F32 if_clear, F32 if_set);
-// Lane i by bit i of part k of the word.
+// Selects each lane i by bit i of part k of the word.
 F32 by_bits(std::uint32_t word, std::size_t k, F32 if_clear, F32 if_set);
-// max(0, v) and min(0, v); NaN of NaN.
+// max(0, v) and min(0, v); NaN stays NaN.
 F32 positive_part(F32 v);
 F32 negative_part(F32 v);
-// The bits of `word` that the mask has, moved together; and moved back.
+// compress() moves the bits of `word` that the mask has together; expand() moves them back.
 std::uint32_t compress(std::uint32_t word, std::uint32_t mask);
 std::uint32_t expand(std::uint32_t packed, std::uint32_t mask);
 
@@ -27,7 +27,7 @@ std::uint32_t count_of(std::uint32_t word) {
 constexpr std::size_t bytes_of(All) { return sizeof(std::uint32_t); }
 constexpr std::size_t bytes_of(std::size_t count) { return OneBitKernels::bytes_of_bits(count); }
 
-// The bits of a group.
+// Loads the bits of a group.
 template <typename PartOf>
 std::uint32_t load_word(const std::byte* bits, std::size_t i, PartOf part) {
   std::uint32_t word = 0;

@@ -16,11 +16,11 @@ std::uint32_t present(PartOf part) {
     return (std::uint32_t{1} << part) - 1;
 }
 
-// Lines of a group so far ahead, perhaps in the next unit, are asked for. Out of the cache this
-// made threshold a sixth faster, in it slower by a twelfth.
+// Cache lines of a group so many elements ahead, perhaps in the next unit, are prefetched. For data
+// out of the cache this made threshold a sixth faster, for data in it slower by a twelfth.
 constexpr std::size_t kAhead = 1024;
 
-// Magnitudes compare as integers; `bound - 1 - magnitude` has the sign of a hit. What is kept has
+// Compares magnitudes as integers: `bound - 1 - magnitude` has the sign of a hit. What is kept has
 // the sign of v.
 template <bool kResidual, bool kKeep, bool kSubtract>
 std::uint32_t pick_from(GroupSource<kResidual> source, float tau, std::size_t n,

@@ -27,7 +27,7 @@ struct Packed {
 using Floats = Packed<float>;
 using Halves = Packed<std::uint16_t, kLanes>;
 
-// A kernel's body runs on all lanes, or on the first few: those are padded with zeros, so that
+// A kernel's body runs on all lanes, or on the first few with the others padded by zeros, so that
 // every element sees the same instructions.
 struct All {};
 
@@ -97,7 +97,7 @@ V turned(V x, std::index_sequence<lane...>) {
   return __builtin_shufflevector(x, x, ((lane + kWidth) % kLanes)...);
 }
 
-// Lane l takes lane l + kWidth, as long as there are so many.
+// Adds lane l + kWidth to lane l, where there are so many lanes.
 template <std::size_t kWidth, typename V>
 V fold(V x) {
   if constexpr (kLanes > kWidth) return x + turned<kWidth>(x, std::make_index_sequence<kLanes>());
@@ -137,7 +137,7 @@ std::int32_t largest(I32 lanes) {
   return first;
 }
 
-// Gathers, over a sweep, whether everything seen is finite.
+// Notes, over a sweep, whether all values seen are finite.
 class FiniteCheck {
  public:
   void see(F32 x) { seen_ = larger(magnitude_of(x), seen_); }
@@ -153,10 +153,10 @@ bool finite(const float* x, std::size_t n) noexcept {
   return check.holds();
 }
 
-// The error of one value; 0 where it is NaN or Inf, which no later call could make up for.
+// Returns the error of one value; 0 where it is NaN or Inf, which no later call could make up for.
 F32 lost(F32 v, F32 decoded) { return magnitude_of(v) < kInfinity ? v - decoded : F32{}; }
 
-// The values to encode: x + residual, where there is one.
+// The values to encode: x, plus residual where there is one.
 template <bool kResidual>
 struct Source {
   const float* x;

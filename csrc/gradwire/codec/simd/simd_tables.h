@@ -1,4 +1,4 @@
-// The tables, each safe to call only where simd.cc has found its instruction set.
+// The tables. Each is safe to call only where simd.cc has found its instruction set.
 #pragma once
 
 #include "gradwire/codec/simd/simd.h"
