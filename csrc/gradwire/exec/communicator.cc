@@ -15,10 +15,12 @@
 namespace gradwire::exec {
 namespace {
 
-// If each rank has its own core, the rank that it waits for is running: a few microseconds.
+// Turns to spin where each rank has its own core, so that the awaited rank is running: they take a
+// few microseconds.
 constexpr unsigned kSpins = 100;
 
-// Ranks that share cores wait for one that is not running: each yields at once.
+// Returns how often a rank spins: not at all where ranks share cores, since the rank that it waits
+// for is not running and needs the core.
 unsigned spins_of(const Identity& identity) {
   const auto ours = std::ranges::find_if(identity.hosts, [&](const std::vector<Rank>& host) {
     return std::ranges::find(host, identity.rank) != host.end();

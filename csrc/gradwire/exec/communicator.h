@@ -45,9 +45,9 @@ struct Tuning {
   std::size_t max_message = kUsualFrame;  // bytes of the largest frame; the same on all ranks
   std::size_t segment_bytes = 0;          // 0: chosen for each operation
   double stall_seconds = 30;              // see StallMonitor; 0: never
-  Log log = log_to_stderr;                // of stalls, and of errors that no call would report
-  std::shared_ptr<Observer> observer = nullptr;  // of this rank's collectives
-  transport::Contexts contexts{};                // this process's, of the transports that have one
+  Log log = log_to_stderr;                // gets stalls, and errors that no call would report
+  std::shared_ptr<Observer> observer = nullptr;  // is told of this rank's collectives
+  transport::Contexts contexts{};                // this process's, for transports that need one
 };
 
 class Communicator {
@@ -61,61 +61,63 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Authenticated sockets, before anything else: all for control, then all for links. Only the last
-  // of them blocks, as it makes the links: so a rank waits for those alone that have not come to
-  // this point. A failure is one of the communicator: the others are told.
+  // Take authenticated sockets, before anything else: all for control, then all for links. Only the
+  // last link's call blocks, as it makes the links, so a rank waits only for ranks that have not
+  // come to this point. A failure ends the communicator, and the others are told.
   void adopt_control(UniqueFd socket, Rank peer);
   void adopt_link(Lane lane, std::string_view transport, UniqueFd socket, Rank peer, double timeout,
                   const Interrupt& interrupt = nullptr);
 
   const Identity& identity() const noexcept { return identity_; }
   std::string_view transport_of(Rank peer) const { return links_.transport_of(peer); }
-  // Sets the cost model behind algorithm="auto": the same on all ranks, and between two calls.
+  // Sets the cost model behind algorithm="auto". Must be the same on all ranks, between two calls.
   void set_model(schedule::CostModel model);
 
   void run(const Request& request, const Interrupt& interrupt = nullptr);
   // Starts the request and drives it for some microseconds; wait() does the rest. Calls `slow`
-  // before it takes longer, which it does to find out who failed.
+  // before it takes longer, as it does to find out which rank failed.
   std::shared_ptr<Work> begin(const Request& request, const std::function<void()>& slow = nullptr);
   std::shared_ptr<Work> submit(const Request& request);
   std::shared_ptr<Work> send(std::byte* data, std::size_t size, Rank to, double timeout);
-  // from = Transfer::kAnyRank: whoever sends first.
+  // Receives from rank `from`, or from whoever sends first if it is Transfer::kAnyRank.
   std::shared_ptr<Work> receive(std::byte* data, std::size_t size, Rank from, double timeout);
-  // Blocks until the work is over, at most `timeout` seconds; then Timeout, and the work goes on.
+  // Blocks until the work is over, at most `timeout` seconds; then throws Timeout, and the work
+  // goes on.
   void wait(Work& work, double timeout, const Interrupt& interrupt = nullptr);
 
-  // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters. It
-  // only ends the wait of a close() that has sent BYE; the other ranks are not told then.
+  // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters.
+  // During a close() that has sent BYE it only ends that wait; the other ranks are not told then.
   void abort(const std::string& reason) noexcept;
   // Ends every call with `error`, here and on all ranks, for a failure that was found outside of
-  // calls. Does nothing if the communicator has failed already. If another thread drives for longer
-  // than a second, it is an abort() with the error's text.
+  // calls. Does nothing if the communicator has failed already. Does what abort() does, with the
+  // error's text, if another thread drives for more than a second.
   void fail_with(const std::exception_ptr& error) noexcept;
   // Finishes pending work within `timeout`, sends BYE, waits within `settle` seconds until all
-  // ranks are known to have made the same calls (not at all where it is 0), and closes all sockets.
-  // Later calls throw Aborted. Throws what ended the pending work, InvalidArgument when ranks turn
-  // out to have made different calls, and Timeout when a rank does not come to this rank's calls. A
-  // second thread that closes waits for the first.
+  // ranks are known to have made the same calls (not at all if it is 0), and closes all sockets.
+  // Later calls throw Aborted. Throws the error that ended the pending work, InvalidArgument if
+  // ranks turn out to have made different calls, and Timeout if a rank does not come to this rank's
+  // calls. A second thread that closes waits for the first.
   void close(double timeout, double settle, const Interrupt& interrupt = nullptr);
   void close(double timeout, const Interrupt& interrupt = nullptr) {
     close(timeout, timeout, interrupt);
   }
-  // Whether there is nothing to wait for after a drop: all ranks are known to have made this rank's
-  // calls, or the communicator has ended, or has unfinished collectives, which its end aborts.
+  // Returns whether there is nothing to wait for after a drop: all ranks are known to have made
+  // this rank's calls, or the communicator has ended, or has unfinished collectives, which its end
+  // aborts.
   bool settled();
-  // For a communicator that its user has dropped without close(): the progress thread goes on
+  // Tells that its user has dropped the communicator without close(): the progress thread goes on
   // polling the control sockets until all calls are settled, and logs a mismatch. A later close()
-  // throws it all the same.
+  // still throws it.
   void drop();
   bool closed() const;
-  // Throws the failure of this communicator, if it has failed or fails within some seconds though
-  // no call of its own is under way.
+  // Throws the communicator's failure if it has failed, or fails within some seconds, even if no
+  // call of its own is under way.
   void check_failure(double seconds);
   // Closes a failed communicator and gives away the control sockets that are still connected. They
-  // carry nothing more of it once this rank's failure has been read.
+  // carry nothing more of this communicator once this rank's failure has been read.
   std::vector<std::pair<Rank, transport::Released>> release_controls();
-  // In a forked child, which has the descriptors but not the threads: closes them, so that they do
-  // not outlive the parent for its peers. Nothing else may be called there, not even the
+  // Closes the descriptors in a forked child, which has them but not the threads, so that for the
+  // peers they do not outlive the parent. Nothing else may be called there, not even the
   // destructor.
   void release_after_fork() noexcept;
 
@@ -124,19 +126,20 @@ class Communicator {
  private:
   static constexpr unsigned kNoIdleLimit = ~0U;
 
-  // A collective that waits for its turn, or has it. It is reused with all that it has allocated.
+  // A collective that waits for its turn, or has its turn. It is reused with all that it has
+  // allocated.
   struct Pending {
-    Operation operation;  // or its compound's present phase
+    Operation operation;  // or the present phase of its compound
     CompoundCollective* compound = nullptr;
     std::shared_ptr<codec::ErrorFeedback> feedback;  // outlives all transactions
-    std::uint64_t shape_digest = 0;                  // ShapeCheck
+    std::uint64_t shape_digest = 0;                  // of the ShapeCheck
     std::string shape;
-    bool checks_shape = false;                      // whether it was there or not
-    codec::ErrorFeedback::Transaction transaction;  // of what is no compound
+    bool checks_shape = false;                      // ShapeCheck::always
+    codec::ErrorFeedback::Transaction transaction;  // unused by compounds, which have their own
     std::array<std::unique_ptr<CompoundCollective>, kPaths> compounds;
 
     CompoundCollective& compound_for(ExecutionPath path);
-    void settle() noexcept;  // rolls residuals back, unless the end of the call has settled them
+    void settle() noexcept;  // rolls residuals back unless the call's end has settled them
     std::shared_ptr<Work> work = std::make_shared<Work>();
     double timeout = 0;
     Deadline deadline = Deadline::never();
@@ -171,7 +174,7 @@ class Communicator {
                      const Interrupt& interrupt);
   void interrupt_or_abort(const Work& work, const Interrupt& interrupt);
 
-  // The driver: one thread at a time, the one that set driving_.
+  // Drives: only one thread at a time does, the one that set driving_.
   void drive(std::unique_lock<std::mutex>& lock, const Work* until, const Interrupt& interrupt,
              unsigned most_idle = kNoIdleLimit, const std::function<void()>& slow = nullptr);
   bool finished(const Work* until) const;
@@ -207,26 +210,26 @@ class Communicator {
   void fail_locked(const std::exception_ptr& error) noexcept;
 
   Identity identity_;
-  const unsigned spins_;  // before others may run
+  const unsigned spins_;  // turns before it yields to others
   Links links_;
   Links transfer_links_;
   ControlPlane control_;
-  UniqueFd wakeup_;  // eventfd: something was submitted or aborted
+  UniqueFd wakeup_;  // an eventfd: something was submitted or aborted
 
-  mutable std::mutex mutex_;         // everything below but the driver's own
+  mutable std::mutex mutex_;         // guards everything below but the driver's own
   std::condition_variable changed_;  // the driver left
   std::condition_variable work_;     // for the progress thread: there is something to do
   bool driving_ = false;
-  bool closed_ = false;     // to calls
-  bool ending_ = false;     // a thread closes it, or has
-  bool ended_ = false;      // and has released everything
+  bool closed_ = false;     // takes no more calls
+  bool ending_ = false;     // a thread closes it, or has closed it
+  bool ended_ = false;      // and everything is released
   bool stopped_ = false;    // no progress thread starts any more
   bool announces_ = false;  // the progress thread will tell the others that calls are over
   bool dropped_ = false;    // drop() was called, and calls are not settled
   bool abort_requested_ = false;
   std::string abort_reason_;
   std::exception_ptr failure_;  // set once: the communicator is dead
-  // Ranks made different calls, which was found outside of any call: the next call, or close(),
+  // Ranks made different calls, and this was found outside of any call: the next call, or close(),
   // throws it.
   mutable bool unreported_ = false;
   std::vector<std::unique_ptr<Pending>> queue_;  // the front is executing
@@ -234,16 +237,16 @@ class Communicator {
   std::vector<std::unique_ptr<Pending>> spare_;
   std::vector<std::pair<Transfer, bool>> submitted_;  // transfers not yet seen by the driver
   PlanCache plans_;
-  std::atomic<bool> has_requests_{false};  // abort or new transfers: look under the mutex
+  std::atomic<bool> has_requests_{false};  // an abort or new transfers: look under the mutex
 
-  // The driver's own; anybody's under the mutex while nobody drives.
-  Pending* current_ = nullptr;  // the front of the queue, started
+  // The driver's own. While nobody drives, anybody may use them under the mutex.
+  Pending* current_ = nullptr;  // the front of the queue, if it has started
   Deadline interrupt_due_ = Deadline::after(0);
   Deadline checks_due_ = Deadline::after(0);
   std::optional<Deadline::Clock::time_point> waits_since_;  // nothing has moved since
   Deadline announce_at_ = Deadline::never();
   bool announced_ = false;                  // the others were told whom this rank waits for
-  bool positions_queried_ = false;          // in this call
+  bool positions_queried_ = false;          // for this call
   Deadline query_due_ = Deadline::never();  // when to query positions; then, when to stop waiting
   std::optional<Deadline> transfer_query_;  // when the query for a late transfer ends
   SeenShapes shapes_;

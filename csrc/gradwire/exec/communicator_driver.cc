@@ -34,14 +34,14 @@ constexpr unsigned kTurnsBetweenChecks = 16;
 constexpr double kCheckSeconds = 0.02;
 constexpr int kInterruptMilliseconds = 100;
 constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
-// A rank that has waited for so long announces for whom.
+// A rank that has waited for so long announces whom it waits for.
 constexpr double kAnnounceSeconds = 0.1;
 // How long before a deadline the ranks are asked for their positions.
 constexpr double kPositionQuerySeconds = 0.5;
-// The others are told at the latest so long after a call that it is over, where they must be told.
+// Where the others must be told that a call is over, they are told at most so long after it.
 constexpr std::chrono::milliseconds kAnnounceAfter{100};
 
-// "2.5 s", without the zeros of to_string.
+// Returns "2.5 s", without the trailing zeros of to_string.
 std::string seconds_text(double seconds) {
   std::ostringstream text;
   text << seconds << " s";
@@ -74,13 +74,15 @@ void Communicator::progress_loop(const std::stop_token& stop) {
   }
 }
 
-// Not all ranks get data from this one in every call. A rank that closes waits until it knows that
-// such a call is over here, and this rank may be busy elsewhere for long: so its thread announces.
+// Lets the progress thread announce ended calls. Not all ranks get data from this one in every
+// call, and a rank that closes waits until it knows that such a call is over here, while this rank
+// may long be busy elsewhere.
 void Communicator::announce_soon_locked() {
   if (!std::exchange(announces_, true)) start_progress_thread_locked();
 }
 
-// Tries again later where a peer could not be told because it had not read earlier frames.
+// Announces ended calls. Where a peer could not be told because it has not read earlier frames, a
+// later call tries again.
 void Communicator::announce_ended_calls(std::unique_lock<std::mutex>& lock) {
   if (driving_) return;  // the driver announces
   if (control_.has_unannounced_calls() && !failure_ && !closed_) poll_control(lock);
@@ -90,8 +92,8 @@ void Communicator::announce_ended_calls(std::unique_lock<std::mutex>& lock) {
   announces_ = alive && control_.has_unannounced_calls();
 }
 
-// The progress thread's work between calls. After drop() no call will report a mismatch, so this
-// logs it.
+// Does the progress thread's work between calls. After drop() no call will report a mismatch, so
+// this logs it.
 void Communicator::serve_between_calls(std::unique_lock<std::mutex>& lock) {
   announce_ended_calls(lock);
   if (!dropped_) return;
@@ -106,14 +108,16 @@ void Communicator::serve_between_calls(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// Leaves the rest to the progress thread. Waking it costs, so only where there is a rest.
+// Leaves what remains to the progress thread, and wakes it only if something remains, as waking
+// costs time.
 void Communicator::stop_driving_locked() {
   driving_ = false;
   if (!is_idle()) work_.notify_all();
   changed_.notify_all();
 }
 
-// Returns when `work` is over: drives when nobody does, else sleeps until it may be its turn.
+// Returns when `work` is over: drives while no other thread does, and otherwise sleeps until it may
+// drive.
 void Communicator::drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work, Deadline deadline,
                                  const Interrupt& interrupt) {
   while (!work.done() && !deadline.passed()) {
@@ -121,7 +125,7 @@ void Communicator::drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work,
       drive(lock, &work, interrupt);
       continue;
     }
-    start_progress_thread_locked();  // takes over when a driver leaves with its own work done
+    start_progress_thread_locked();  // takes over from a driver whose own work is done
     lock.unlock();
     const double left = deadline.milliseconds_left(kInterruptMilliseconds) / 1e3;
     const bool over = work.wait_for(std::min(left, kInterruptSeconds));
@@ -130,7 +134,8 @@ void Communicator::drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work,
   }
 }
 
-// Throws only when the driver no longer uses the caller's memory.
+// Calls the interrupt. If that throws, aborts, and rethrows only when the driver no longer uses the
+// caller's memory.
 void Communicator::interrupt_or_abort(const Work& work, const Interrupt& interrupt) {
   try {
     interrupt();
@@ -141,8 +146,9 @@ void Communicator::interrupt_or_abort(const Work& work, const Interrupt& interru
   }
 }
 
-// Drives until `until` is over, or, if that is null, until nothing is left to do; or until nothing
-// has moved `most_idle` times. Called with the mutex held, which it gives up meanwhile.
+// Drives until `until` is over or, if that is null, until nothing is left to do; or until nothing
+// has moved `most_idle` times in a row. Must be called with the mutex held, and releases it
+// meanwhile.
 void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
                          const Interrupt& interrupt, unsigned most_idle,
                          const std::function<void()>& slow) {
@@ -171,7 +177,7 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
   if (interruption) std::rethrow_exception(interruption);
 }
 
-// Only for the driver.
+// Returns whether the driver is done. Only the driver may call it.
 bool Communicator::finished(const Work* until) const {
   if (until != nullptr) return until->done();
   std::lock_guard lock(mutex_);
@@ -184,11 +190,11 @@ bool Communicator::advance() {
   return advance_collective() || moved;
 }
 
-// Takes what other threads have left under the mutex: an abort, new transfers.
+// Takes what other threads have left under the mutex: an abort, or new transfers.
 void Communicator::process_requests() {
   std::lock_guard lock(mutex_);
   if (abort_requested_) throw Aborted(abort_reason_, identity_.rank);
-  if (current_ == nullptr) stall_monitor_.start_idle();  // none of these has waited yet
+  if (current_ == nullptr) stall_monitor_.start_idle();  // no transfer has waited yet
   for (auto& [transfer, sends] : submitted_) {
     if (sends)
       transfers_.send(std::move(transfer));
@@ -200,8 +206,8 @@ void Communicator::process_requests() {
 
 bool Communicator::advance_collective() {
   if (current_ == nullptr && !start_next()) return false;
-  if (current_ == nullptr) return true;  // over before it sent anything
-  // Many steps for one round of checks; few enough to notice an abort soon.
+  if (current_ == nullptr) return true;  // it ended before it sent anything
+  // Takes many steps for one round of checks, but few enough to notice an abort soon.
   constexpr int kBurst = 16;
   bool progressed = false;
   for (int i = 0; i < kBurst && execution_.advance(links_, traffic_); ++i) progressed = true;
@@ -210,7 +216,8 @@ bool Communicator::advance_collective() {
   return true;
 }
 
-// The timeout counts from the call's turn, not from its submission: calls before it may take long.
+// Starts the next call of the queue. Its timeout counts from here and not from its submission,
+// since calls before it may take long.
 bool Communicator::start_next() {
   current_ = front_;
   if (current_ == nullptr) return false;
@@ -225,13 +232,13 @@ bool Communicator::start_next() {
   return true;
 }
 
-// Starts the compound's next phase; false when there is none.
+// Starts the compound's next phase. Returns false when there is none.
 bool Communicator::start_phase(bool finite) {
   const Request* phase = current_->compound->next({control_.history().calls(), finite});
   traffic_.add(current_->compound->codec_time());
   if (phase == nullptr) return false;
   {
-    std::lock_guard lock(mutex_);  // others submit calls: the cache of plans is the same
+    std::lock_guard lock(mutex_);  // the cache of plans is shared with threads that submit calls
     bind_operation(*current_, *phase);
   }
   start_operation();
@@ -252,8 +259,8 @@ void Communicator::start_operation() {
   control_.begin_call(current_->operation.shared_plan(), shape);
 }
 
-// The shapes that the ranks compare in this call: those of its arrays in the first call like it, or
-// always where the caller asks for it.
+// Returns the shapes that the ranks compare in this call: those of its arrays in the first call
+// like it, or in every call where the caller asks for that.
 CallShape Communicator::shape_of_call(const Plan& plan) {
   if (current_->shape_digest == 0) return {};
   const std::uint64_t digest =
@@ -285,8 +292,8 @@ void Communicator::finish_current(bool unannounced) {
   spare_.push_back(std::move(done));
 }
 
-// A peer that runs answers within microseconds, less than sleeping and waking takes, so spin first.
-// A peer that waits for this rank's core gets it by a yield.
+// Spins first: a peer that runs answers within microseconds, less than sleeping and waking takes.
+// Then yields, which lets a peer that waits for this rank's core run; then sleeps.
 void Communicator::back_off(unsigned idle, const Interrupt& interrupt) {
   if (idle <= spins_) return pause_spinning();
   if (idle <= spins_ + kYields) return static_cast<void>(::sched_yield());
@@ -300,7 +307,7 @@ void Communicator::back_off(unsigned idle, const Interrupt& interrupt) {
 void Communicator::run_checks(const Interrupt& interrupt) {
   checks_due_ = Deadline::after(kCheckSeconds);
   control_.poll();
-  // Transfers may go on without end, and a rank that closes waits for this announcement.
+  // A rank that closes waits for this announcement, and transfers may go on without end.
   if (current_ == nullptr && control_.has_unannounced_calls()) control_.announce();
   check_deadlines();
   if (!interrupt || !interrupt_due_.passed()) return;
@@ -312,14 +319,14 @@ void Communicator::sleep(const Interrupt& interrupt) {
   run_checks(interrupt);
   links_.arm();
   transfer_links_.arm();
-  const bool moved = advance();  // once more: a message that came before arm() rings no doorbell
+  const bool moved = advance();  // again: a message that came before arm() rings no doorbell
   if (moved) stop_waiting();
   if (!moved && !has_requests_) poll_doorbells();
   links_.disarm();
   transfer_links_.disarm();
 }
 
-// Wraps what the caller throws: no other rank may be the root cause of it.
+// Wraps what the caller's interrupt throws: no other rank may be the root cause of it.
 void Communicator::call_interrupt(const Interrupt& interrupt) {
   try {
     interrupt();
@@ -328,7 +335,7 @@ void Communicator::call_interrupt(const Interrupt& interrupt) {
   }
 }
 
-// Milliseconds until something is due even if no doorbell rings.
+// Returns the milliseconds until something is due even if no doorbell rings.
 int Communicator::longest_sleep() const {
   Deadline next = announced_ ? Deadline::never() : announce_at_;
   if (current_ != nullptr) {
@@ -358,7 +365,7 @@ void Communicator::start_waiting() {
   announce_at_ = Deadline::after(std::min(longest, kAnnounceSeconds));
 }
 
-// Other ranks' logs name whom this rank waits for, so they are told when that is over.
+// Ends a wait. Other ranks' logs name whom this rank waits for, so they are told that this is over.
 void Communicator::stop_waiting() {
   waits_since_.reset();
   stall_monitor_.set_moving(/*outside=*/current_ == nullptr);
@@ -382,7 +389,8 @@ Position Communicator::position() const {
   return at;
 }
 
-// The position as the stall monitor needs it; outside of calls, that of a transfer.
+// Returns the position as the stall monitor needs it: the call's or, outside of calls, a
+// transfer's.
 std::optional<Wait> Communicator::waiting() {
   if (current_ == nullptr) return transfers_.waiting();
   const Plan& plan = current_->operation.plan();
@@ -398,7 +406,7 @@ std::optional<Wait> Communicator::waiting() {
   return wait;
 }
 
-// Announces once whom this rank waits for.
+// Announces, once per wait, whom this rank waits for.
 void Communicator::check_stall() {
   if (announced_ || !announce_at_.passed()) return;
   announced_ = true;
@@ -406,7 +414,7 @@ void Communicator::check_stall() {
 }
 
 // Queries the ranks' positions before the deadline, so that Timeout names the rank at the end of
-// the chain and not the neighbour, who only waits too.
+// the chain and not the neighbour, which only waits too.
 void Communicator::check_deadlines() {
   check_transfers();
   if (current_ == nullptr) return;
@@ -415,7 +423,8 @@ void Communicator::check_deadlines() {
   if (control_.all_replied() || query_due_.passed()) throw timeout();
 }
 
-// The query for a transfer begins at its deadline, so its Timeout comes that much later.
+// Throws Timeout for a late transfer. The query of positions begins at its deadline, so its Timeout
+// comes that much later.
 void Communicator::check_transfers() {
   const Transfer* late = transfers_.overdue();
   if (late == nullptr) return transfer_query_.reset();

@@ -1,4 +1,4 @@
-// How a communicator ends: abort, close, release to a smaller one, failure.
+// How a communicator ends: by abort, close or failure, or by giving its sockets to a smaller one.
 #include "gradwire/exec/communicator.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace gradwire::exec {
 namespace {
 
-// How long a rank that closes waits for others that close.
+// How long a rank that closes waits for others to close.
 constexpr double kPeerCloseSeconds = 0.25;
 // How long a peer that does not read may delay the last frames of a failed communicator.
 constexpr double kLastWordSeconds = 1;
@@ -35,7 +35,7 @@ void Communicator::abort(const std::string& reason) noexcept {
 void Communicator::close(double timeout, double settle, const Interrupt& interrupt) {
   const Deadline deadline = Deadline::after(timeout);
   std::unique_lock lock(mutex_);
-  if (std::exchange(ending_, true))  // by another thread
+  if (std::exchange(ending_, true))  // another thread closes it
     return changed_.wait(lock, [this] { return ended_; });
   const bool was_alive = !failure_;
   std::exception_ptr interruption = finish_work(lock, deadline, interrupt);
@@ -68,7 +68,7 @@ bool Communicator::is_idle() const {
   return !driving_ && queue_.empty() && submitted_.empty() && transfers_.idle();
 }
 
-// Returns what the interrupt threw, which ends the wait.
+// Finishes pending work. Returns what the interrupt threw, which ends the wait.
 std::exception_ptr Communicator::finish_work(std::unique_lock<std::mutex>& lock,
                                              const Deadline& deadline, const Interrupt& interrupt) {
   const auto over = [this] { return failure_ || is_idle(); };
@@ -88,8 +88,8 @@ std::exception_ptr Communicator::finish_work(std::unique_lock<std::mutex>& lock,
   return nullptr;
 }
 
-// The caller becomes the driver and gives up the mutex; calls made meanwhile see a closed
-// communicator. Returns what the interrupt threw.
+// Closes with a BYE. The caller becomes the driver and releases the mutex; calls made meanwhile see
+// a closed communicator. Returns what the interrupt threw.
 std::exception_ptr Communicator::close_gracefully(std::unique_lock<std::mutex>& lock, double settle,
                                                   const Interrupt& interrupt) {
   driving_ = closed_ = true;
@@ -103,8 +103,8 @@ std::exception_ptr Communicator::close_gracefully(std::unique_lock<std::mutex>& 
       control_.close_now();
   } catch (const Interruption& stopped) {  // the BYE is sent: only the wait for others ends
     interruption = stopped.cause;
-  } catch (const Aborted&) {  // by another thread: likewise
-  } catch (const Timeout&) {  // fails this rank alone: a late rank can still finish its calls
+  } catch (const Aborted&) {  // another thread aborted: the same
+  } catch (const Timeout&) {  // only this rank fails: a late rank can still finish its calls
     const std::lock_guard again(mutex_);
     failure_ = std::current_exception();
   } catch (...) {
@@ -134,7 +134,7 @@ void Communicator::check_failure(double seconds) {
   std::unique_lock lock(mutex_);
   for (;;) {
     require_alive();
-    if (!driving_) poll_control(lock);  // else the driver polls
+    if (!driving_) poll_control(lock);  // otherwise the driver polls
     require_alive();
     if (deadline.passed()) return;
     changed_.wait_for(
@@ -154,7 +154,7 @@ void Communicator::fail_with(const std::exception_ptr& error) noexcept {
   abort(transport::text_of(failure_frame(error, identity_.rank)));
 }
 
-// The caller becomes the driver and gives up the mutex.
+// Polls the control sockets. The caller becomes the driver and releases the mutex.
 void Communicator::poll_control(std::unique_lock<std::mutex>& lock) {
   driving_ = true;
   lock.unlock();
@@ -207,7 +207,7 @@ void Communicator::stop_progress_thread() {
   if (progress_.joinable()) progress_.join();
 }
 
-// An interrupt that also throws where this communicator was aborted.
+// Returns an interrupt that throws also if this communicator was aborted.
 Communicator::Interrupt Communicator::abort_or(const Interrupt& interrupt) {
   return [this, &interrupt] {
     {
@@ -218,8 +218,8 @@ Communicator::Interrupt Communicator::abort_or(const Interrupt& interrupt) {
   };
 }
 
-// Called by the driver. Fails the communicator with the root cause of `error`; where that is an
-// interrupt, returns what it threw.
+// Fails the communicator with the root cause of `error`. If that is an interrupt, returns what it
+// threw. Only the driver may call it.
 std::exception_ptr Communicator::fail_with_root_cause(const std::exception_ptr& error,
                                                       const Interrupt& interrupt) {
   try {
@@ -239,7 +239,7 @@ void Communicator::fail(const std::exception_ptr& error) noexcept {
   fail_locked(error);
 }
 
-// Only while nobody drives, or from the driver itself: it changes the driver's state.
+// May be called only while nobody drives, or by the driver itself: it changes the driver's state.
 void Communicator::fail_locked(const std::exception_ptr& error) noexcept {
   if (failure_) return;
   failure_ = error;

@@ -1,5 +1,5 @@
-// AgreedReduce: a reduction after which ranks hold different results, or none, and so vote whether
-// all of them are finite.
+// AgreedReduce: a reduction after which ranks hold different results, or none, so they vote whether
+// all results are finite.
 #pragma once
 
 #include "gradwire/exec/compound/compound.h"

@@ -30,7 +30,7 @@ void CompoundCollective::bind(const Request& request, Rank rank, int size) {
   keep(shapes_, original_.shapes);
   keep(keys_, original_.keys);
   if (!transaction_.is_open()) original_.keys = {};
-  original_.feedback = nullptr;  // whoever binds keeps it
+  original_.feedback = nullptr;  // whoever calls bind() keeps it alive
   try {
     begin();
   } catch (...) {
@@ -39,8 +39,8 @@ void CompoundCollective::bind(const Request& request, Rank rank, int size) {
   }
 }
 
-// The phases move bytes and factors: it is their label that says, to ranks that may disagree, what
-// they are phases of. Made only when it is another.
+// Makes the label, unless it is still the last one. The phases move bytes and factors, so only
+// their label tells ranks that may disagree what they are phases of.
 void CompoundCollective::take_label(const Request& request) {
   OpSpec spec;
   spec.collective = request.collective;
@@ -95,8 +95,8 @@ void CompoundCollective::fill_with_nan() {
 
 namespace {
 
-// A sum that not all ranks want is not gathered: a schedule sends fewer bytes, and encodes as
-// seldom.
+// Returns whether "auto" means a gather. A sum that not all ranks want is not gathered: a schedule
+// sends fewer bytes, and encodes no more often.
 bool is_best_gathered(const Request& request, int size) {
   if (request.algorithm != "auto" || request.schedule != nullptr || !request.codec) return false;
   if (request.codec->combine() == codec::Combine::kGather) return true;

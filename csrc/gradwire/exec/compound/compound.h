@@ -1,5 +1,5 @@
-// CompoundCollective: a collective that is made of others, its phases. Between them there is local
-// work. To schedules, histories and the texts of timeouts each phase is a call of its own. The
+// CompoundCollective: a collective that is made of others, its phases, with local work between
+// them. For schedules, histories and the texts of timeouts each phase is a call of its own. The
 // driver keeps these objects and binds them again, so that a repeated call allocates nothing.
 #pragma once
 
@@ -13,63 +13,64 @@
 
 namespace gradwire::exec {
 
-// The state of the call when its next phase is wanted.
+// The state of the call when its next phase begins.
 struct Progress {
   std::uint32_t operation = 0;  // the number that the next phase will have
-  bool finite = true;           // the results of the phase before
+  bool finite = true;           // whether the results of the last phase are
 };
 
 class CompoundCollective {
  public:
   virtual ~CompoundCollective() = default;
 
-  // On the caller's thread, when the request is submitted: copies what it needs of it, and opens
-  // the transaction. Throws InvalidArgument for an invalid call, and changes nothing.
+  // Copies what it needs of the request, and opens the transaction; called on the caller's thread
+  // when the request is submitted. Throws InvalidArgument for an invalid call, and then changes
+  // nothing.
   void bind(const Request& request, Rank rank, int size);
 
-  // After bind(), on the same thread, before the request is queued: local work that needs no other
-  // rank, so that it is done while earlier calls run.
+  // Does local work that needs no other rank, so that it is done while earlier calls run. Called
+  // after bind(), on the same thread, before the request is queued.
   virtual void prepare() {}
 
-  // A request like its phases: making its plan shows at submission that they are possible.
+  // Returns a request like its phases. Making its plan shows at submission that they are possible.
   virtual const Request& probe() = 0;
 
-  // On the driver's thread: the next phase, valid until the next call of next(); null when all is
-  // done and settled.
+  // Returns the next phase, valid until next() is called again; null when all is done and settled.
+  // Called on the driver's thread.
   virtual const Request* next(const Progress& progress) = 0;
 
-  // The call has failed: residuals stay as they were.
+  // Ends a failed call: residuals stay as they were.
   virtual void roll_back() noexcept { transaction_.settle(false); }
 
-  // Time spent in codecs that is not counted yet; whoever counts it takes it.
+  // Returns the time spent in codecs that is not counted yet. Whoever counts it sets it to zero.
   CodecTime& codec_time() noexcept { return spent_; }
 
-  // This rank's residuals, for phases that feed back.
+  // Returns this rank's residuals, for phases that feed back.
   codec::ErrorFeedback::Transaction& transaction() noexcept { return transaction_; }
 
  protected:
-  // The request as it was bound: its spans and strings are copies.
+  // Returns the request as it was bound, with its spans and strings copied.
   const Request& original() const noexcept { return original_; }
-  // Elements of each of its extents (extent_counts).
+  // Returns the elements of each of its extents (extent_counts).
   const std::vector<std::uint64_t>& counts() const noexcept { return counts_; }
   Rank rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
-  // A request for a phase: algorithm "auto", and the label that ranks compare.
+  // Returns a request for a phase: algorithm "auto", and the label that ranks compare.
   Request phase(Collective collective, DType dtype, ReduceOp op) const;
 
-  // Ranks that hold different results, or none, must still agree whether residuals may move: this
-  // phase tells all ranks whether every rank's results are finite. After it settle_vote() settles
-  // alike on all ranks.
+  // Returns a phase that tells all ranks whether every rank's results are finite: ranks that hold
+  // different results, or none, must still agree whether residuals may move. After that phase
+  // settle_vote() settles alike on all ranks.
   const Request* vote_finite(bool finite);
   void settle_vote();
-  // Ends a call with NaN or Inf in it: every result becomes NaN, and no residual moves.
+  // Ends a call that has NaN or Inf in it: every result becomes NaN, and no residual moves.
   void fill_with_nan();
 
   CodecTime spent_;
 
  private:
   void take_label(const Request& request);
-  // The rest of bind(), when the copy is made and the transaction is open.
+  // Does the rest of bind(), when the copy is made and the transaction is open.
   virtual void begin() = 0;
 
   Request original_;
@@ -83,7 +84,7 @@ class CompoundCollective {
   std::vector<Shape> shapes_;
   std::vector<codec::KeyedExtent> keys_;
   Request vote_;
-  std::byte finite_{};  // 1: this rank's results are finite; after the vote, those of all
+  std::byte finite_{};  // 1: this rank's results are finite; after the vote: all ranks' are
   Array vote_array_{&finite_, 1};
   codec::ErrorFeedback::Transaction transaction_;
 };
@@ -91,7 +92,7 @@ class CompoundCollective {
 // How a request is executed.
 enum class ExecutionPath : std::uint8_t {
   kSingle,    // one collective
-  kAgreed,    // one, then the ranks vote whether all their results are finite
+  kAgreed,    // one collective, then ranks vote if all results are finite
   kGather,    // payloads, encoded once, are gathered and added
   kLowRank,   // two all_reduces of factors
   kExchange,  // payloads are gathered; the caller encodes and decodes

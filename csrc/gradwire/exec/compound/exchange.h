@@ -1,5 +1,5 @@
-// Exchange: brings every rank's payload to every rank, for codecs written in Python, which encode
-// before it and decode after it, on the caller's threads.
+// Exchange: brings every rank's payload to every rank. It serves codecs written in Python, which
+// encode before it and decode after it, on the caller's threads.
 #pragma once
 
 #include <cstddef>
@@ -11,16 +11,16 @@
 
 namespace gradwire::exec {
 
-// This rank's payload, and when the Work is over, every rank's. The caller keeps it.
+// This rank's payload and, when the Work is over, every rank's. The caller keeps it alive.
 struct ExchangePayloads {
   std::vector<std::byte> own;
-  bool finite = true;             // whether the values in `own` are
+  bool finite = true;             // whether the values that `own` encodes are
   std::size_t limit = 0;          // bytes of any rank's payload
-  std::vector<std::byte> all;     // one rank's after the other
-  std::vector<std::size_t> ends;  // by rank, in `all`
+  std::vector<std::byte> all;     // the payloads of all ranks, end to end
+  std::vector<std::size_t> ends;  // by rank: the end of its payload in `all`
   bool all_finite = true;
 
-  // The call's keys, where it feeds back: settled by whoever decodes, or when the call fails.
+  // The call's keys, if it feeds back. Whoever decodes settles them, or the call's failure does.
   std::shared_ptr<codec::ErrorFeedback> feedback;
   codec::ErrorFeedback::Transaction transaction;
 };

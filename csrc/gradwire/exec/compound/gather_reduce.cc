@@ -12,7 +12,8 @@
 namespace gradwire::exec {
 namespace {
 
-// The lengths of the extents' payloads stand in front of them.
+// Returns the size of the table in front of the payloads, which has the length of each extent's
+// payload.
 std::size_t table_bytes(std::size_t extents) { return extents * sizeof(std::uint32_t); }
 
 }  // namespace
@@ -81,7 +82,8 @@ const Request& GatherReduce::encode(std::uint32_t operation) {
   return payloads_.lengths(used);
 }
 
-// All payloads are here. Where all ranks keep all sums, they find the same.
+// Adds up the payloads of all ranks. Where all ranks keep all sums, they need no vote: they find
+// the same.
 const Request* GatherReduce::add_up() {
   const Stopwatch stopwatch(spent_.decode);
   starts_.assign(static_cast<std::size_t>(size()), table_bytes(counts().size()));
@@ -98,7 +100,7 @@ const Request* GatherReduce::add_up() {
   return nullptr;
 }
 
-// Lengths are foreign: each is checked, and loaded once.
+// Takes a rank's part of an extent. Its length is not trusted: it is checked, and loaded once.
 void GatherReduce::take_part(Rank from, std::size_t extent) {
   const auto r = static_cast<std::size_t>(from);
   const ConstBytes all = payloads_.of(from);
@@ -117,7 +119,7 @@ void GatherReduce::check_ends() const {
       refuse(r, "it is longer than its parts");
 }
 
-// Whether all of it is finite.
+// Sums an extent's parts into y. Returns whether the sums are all finite.
 bool GatherReduce::sum(std::size_t extent, float* y) {
   try {
     original().codec->decode_sum(parts_, y, counts()[extent]);
@@ -129,7 +131,7 @@ bool GatherReduce::sum(std::size_t extent, float* y) {
   return finite;
 }
 
-// The rank whose part of an extent can't be decoded, when it is known that one can't.
+// Returns the rank whose part of an extent cannot be decoded, when it is known that there is one.
 Rank GatherReduce::blame(std::size_t extent) const {
   std::vector<float> scratch(counts()[extent]);
   for (Rank r = 0; r < size(); ++r) {
@@ -150,7 +152,7 @@ void GatherReduce::refuse(Rank from, const std::string& why) const {
                        from);
 }
 
-// Nobody to lose anything to.
+// Delivers the input with its whole residual: a single rank loses nothing to encoding.
 const Request* GatherReduce::deliver_alone() {
   bool finite = true;
   for (std::size_t i = 0; i < counts().size(); ++i) {
@@ -168,7 +170,7 @@ const float* GatherReduce::input(std::size_t extent) const {
   return reinterpret_cast<const float*>(array.data) + offsets_[extent];
 }
 
-// The place of an extent's sum on this rank; null where other ranks hold it.
+// Returns where this rank keeps an extent's sum; null where other ranks keep it.
 float* GatherReduce::output(std::size_t extent) const {
   const Request& request = original();
   std::size_t array = extent / runs_;

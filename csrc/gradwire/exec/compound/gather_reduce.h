@@ -1,5 +1,6 @@
 // GatherReduce: each rank encodes its whole input once, all payloads go to all ranks, and each adds
-// them up in rank order. One loss instead of one a hop, for p - 1 payloads a rank.
+// them up in rank order. It loses once instead of once per hop, at the price of p - 1 payloads per
+// rank.
 #pragma once
 
 #include <string>
@@ -30,13 +31,13 @@ class GatherReduce final : public CompoundCollective {
   float* output(std::size_t extent) const;
 
   int phase_ = 0;
-  std::size_t runs_ = 1;              // extents of an array
+  std::size_t runs_ = 1;              // extents per array
   std::vector<std::size_t> offsets_;  // of each extent in its array
-  std::size_t limit_ = 0;             // bytes of a payload
+  std::size_t limit_ = 0;             // the most bytes of a payload
   FeedbackView feedback_;
   Payloads payloads_;
-  std::vector<std::size_t> starts_;  // by rank: where its next extent's part begins
-  std::vector<ConstBytes> parts_;    // by rank, of one extent
+  std::vector<std::size_t> starts_;  // by rank: where its part of the next extent begins
+  std::vector<ConstBytes> parts_;    // by rank: its part of one extent
 };
 
 }  // namespace gradwire::exec

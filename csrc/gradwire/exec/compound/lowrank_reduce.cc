@@ -63,7 +63,8 @@ void LowRankReduce::begin() {
   list_exchanges();
 }
 
-// Alone there is nobody to send anything to.
+// Lists the extents that are worth factoring, and the others. A single rank factors none, as it
+// sends nothing.
 void LowRankReduce::list_matrices(std::size_t rank) {
   matrices_.clear();
   plain_.clear();
@@ -84,7 +85,7 @@ void LowRankReduce::list_matrices(std::size_t rank) {
   own_right_.resize(right);
 }
 
-// The factors of one key's matrices lie end to end in its memory.
+// Places the factors of one key's matrices end to end in its memory.
 void LowRankReduce::place_in_keys() {
   std::size_t key = 0, memory = 0;
   for (Matrix& each : matrices_) {
@@ -123,7 +124,8 @@ void LowRankReduce::prepare() {
   }
 }
 
-// Adds a narrow residual to the input, in the output: the passes over a matrix read wide ones.
+// Adds a narrow residual to the input, in the output, since the passes over a matrix read wide
+// ones. Returns the sum, or the input itself where no residual is narrow.
 const float* LowRankReduce::input_with_narrow(std::size_t extent) const {
   const codec::EncodeContext& context = feedback_.contexts()[extent];
   if (context.narrow_residual == nullptr) return input(extent);
@@ -133,7 +135,7 @@ const float* LowRankReduce::input_with_narrow(std::size_t extent) const {
   return v;
 }
 
-// The last call's factor, or as much as there is of it.
+// Returns the last call's factor, or as much of it as there is.
 std::span<const float> LowRankReduce::last_right(const Matrix& matrix) {
   if (!feedback_.feeds_back()) return {};
   const std::span<const float> memory = transaction().memory(matrix.key);
@@ -146,7 +148,7 @@ const Request* LowRankReduce::next(const Progress&) {
   switch (phase_++) {
     case 0:
       if (size() > 1) return &exchange(lefts_);
-      [[fallthrough]];  // alone, there are no matrices
+      [[fallthrough]];  // a single rank has no matrices
     case 1:
       if (!orthonormalise()) {
         fill_with_nan();
@@ -160,8 +162,8 @@ const Request* LowRankReduce::next(const Progress&) {
   }
 }
 
-// Whether everything is finite, on all ranks alike: any NaN or Inf of a matrix is in its left
-// factor. Finite ones have finite right factors (codec/factors.h).
+// Returns whether everything is finite, alike on all ranks: a NaN or Inf of any matrix is in its
+// left factor, and finite left factors have finite right factors (codec/factors.h).
 bool LowRankReduce::orthonormalise() {
   const Stopwatch stopwatch(spent_.encode);
   const auto& kernels = codec::kernels();
@@ -205,8 +207,8 @@ void LowRankReduce::finish() {
   transaction().settle(true);
 }
 
-// A few rows at a time, of which the error is rounded before the next: their elements have the same
-// sums as all at once.
+// Makes the product a few rows at a time, and rounds their error before the next rows. Each element
+// has the same sum as in one pass.
 void LowRankReduce::product_by_rows(codec::LowRankResult result, const Matrix& matrix) {
   constexpr std::size_t kElements = 16384;
   const codec::EncodeContext context = feedback_.context(matrix.extent, rank(), /*operation=*/0);
@@ -228,7 +230,7 @@ void LowRankReduce::product_by_rows(codec::LowRankResult result, const Matrix& m
   }
 }
 
-// The next call begins where this one ends.
+// Keeps the right factors, with which the next call begins.
 void LowRankReduce::remember() {
   for (const Matrix& each : matrices_) {
     std::vector<float>& memory = transaction().next_memory(each.key);
@@ -259,7 +261,7 @@ const codec::EncodeContext& LowRankReduce::context(const Matrix& matrix) const {
   return feedback_.contexts()[matrix.extent];
 }
 
-// V: input and residual.
+// Returns V, the input plus the residual.
 const float* LowRankReduce::values(const Matrix& matrix) const {
   return context(matrix).has_residual() ? output(matrix.extent) : input(matrix.extent);
 }

@@ -1,6 +1,6 @@
-// LowRankReduce: an all_reduce in which matrices travel as two factors (codec/lowrank.h). All of a
-// call's left factors go in one all_reduce, together with everything that is not worth factoring;
-// then all right ones in another.
+// LowRankReduce: an all_reduce in which matrices travel as two factors (codec/lowrank.h). One
+// all_reduce carries all of a call's left factors, together with everything that is not worth
+// factoring; another one carries all right factors.
 #pragma once
 
 #include <span>
@@ -12,13 +12,13 @@
 
 namespace gradwire::exec {
 
-// Throws InvalidArgument and ScheduleError for what makes no call of this codec.
+// Throws InvalidArgument or ScheduleError if the request is no valid call of this codec.
 void check_lowrank(const Request& request);
 
 class LowRankReduce final : public CompoundCollective {
  public:
   const Request& probe() override { return exchange(lefts_); }
-  // P = V·q. The sum of input and residual takes the place of the output.
+  // Computes P = V·q. Input plus residual take the place of the output.
   void prepare() override;
   const Request* next(const Progress& progress) override;
 
@@ -59,11 +59,11 @@ class LowRankReduce final : public CompoundCollective {
   int phase_ = 0;
   FeedbackView feedback_;
   std::vector<Matrix> matrices_;
-  std::vector<std::size_t> plain_;  // extents that travel as they are
+  std::vector<std::size_t> plain_;  // extents that are not factored
   std::vector<float> left_, right_, own_right_;
   std::vector<double> room_;
   std::vector<float> rows_of_left_, error_;  // of a few rows, where residuals are narrow
-  std::vector<Array> lefts_, rights_;        // what travels
+  std::vector<Array> lefts_, rights_;        // what the two all_reduces sum
   Request current_;
 };
 

@@ -10,7 +10,8 @@
 namespace gradwire::exec {
 namespace {
 
-// At most 1/32 more, so that lengths which change a little from call to call share a plan.
+// Rounds up by at most 1/32 (64 bytes where that is more), so that lengths which change a little
+// from call to call share a plan.
 std::size_t round_up(std::size_t bytes) {
   const std::size_t step = std::max<std::size_t>(64, std::bit_floor(bytes) / 32);
   return (bytes + step - 1) / step * step;

@@ -1,5 +1,6 @@
-// Payloads: every rank's bytes on every rank, whatever their lengths. Two all_gathers: first the
-// lengths, then the bytes, in blocks rounded up to one of few sizes, so that plans are found again.
+// Payloads: brings every rank's bytes to every rank, whatever their lengths, in two all_gathers:
+// first the lengths, then the bytes. The bytes go in blocks that are rounded up to one of few
+// sizes, so that their plans are in the cache.
 #pragma once
 
 #include <cstddef>
@@ -13,13 +14,14 @@ namespace gradwire::exec {
 
 class Payloads {
  public:
-  // A phase of the caller's, without arrays; `algorithm` for both all_gathers.
+  // Begins an exchange. `phase` is a request without arrays; its algorithm is that of both
+  // all_gathers.
   void start(const Request& phase, Rank rank, int size);
 
-  // This rank's, to be written before lengths(). Grows only.
+  // This rank's bytes, to be written before lengths(). The buffer only grows.
   std::vector<std::byte>& own() noexcept { return own_; }
-  // The two phases. `flag` is a bit that all ranks learn of each other. bytes() throws
-  // TransportError that names a rank with more bytes than `limit`.
+  // Return the two phases. `flag` is a bit that all ranks learn from each other. bytes() throws
+  // TransportError that names a rank with more than `limit` bytes.
   const Request& lengths(std::size_t own_bytes, bool flag = true);
   const Request& bytes(std::size_t limit);
 
@@ -38,7 +40,7 @@ class Payloads {
   int size_ = 1;
   std::vector<std::byte> own_;
   std::vector<Header> headers_;
-  std::size_t block_ = 0;  // bytes
+  std::size_t block_ = 0;  // bytes per rank
   std::vector<std::byte> blocks_;
   Array input_;
   std::vector<Array> outputs_;

@@ -12,12 +12,13 @@ using transport::ControlFrame;
 using transport::ControlType;
 using transport::FailureKind;
 
-// How long a failed link waits for the others to name the root cause, and inquire() for answers.
+// How long a rank whose link failed waits for the others to name the root cause, and how long
+// inquire() waits for answers.
 constexpr double kRootCauseSeconds = 0.5;
 constexpr double kInquirySeconds = 0.5;
 // How often a rank announces its position while its calls go on.
 constexpr double kAnnounceSeconds = 0.1;
-// How many calls an answer describes, up to the one in question.
+// How many calls an answer describes, of which the last is the one in question.
 constexpr std::uint32_t kCallsSent = 16;
 
 std::string name(Rank rank) { return "rank " + std::to_string(rank); }
@@ -63,7 +64,7 @@ Rank ControlPlane::unsettled_peer() const {
   return kNoPeer;
 }
 
-// Compares the calls in a peer's last frame with this rank's own, where both have begun them.
+// Compares the calls in a peer's last frame with this rank's own, if both ranks have begun them.
 void ControlPlane::compare(Rank peer) {
   const ControlFrame& frame = last_position_of(peer).frame;
   if (frame.calls == 0) return;
@@ -78,7 +79,7 @@ void ControlPlane::compare(Rank peer) {
                                             name(rank_) + " other calls up to there"};
 }
 
-// Compares the numbers of calls of ranks that have closed: they will make no more.
+// Compares the number of calls with those of ranks that have closed: they will make no more.
 void ControlPlane::compare_ends() const {
   for (Rank peer = 0; peer < size_; ++peer) {
     const std::uint32_t calls = last_position_of(peer).frame.calls;
@@ -106,7 +107,7 @@ void ControlPlane::take(const ControlEvent& event) {
   compare(event.from);
 }
 
-// A frame that describes the first `calls` calls. The history holds only the last ones.
+// Returns a frame that describes the first `calls` calls. The history holds only the last ones.
 ControlFrame ControlPlane::frame_of(ControlType type, std::uint32_t calls) const noexcept {
   ControlFrame frame;
   frame.type = type;
@@ -138,7 +139,8 @@ void ControlPlane::announce() {
   if (all_told && (frame.flags & transport::kInCall) == 0) unannounced_ = false;
 }
 
-// Sends the calls up to `call`, which the peer chose and may be any number, then the latest call.
+// Sends the records of calls up to `call`, which the peer chose and may be any number, and then
+// that of the latest call.
 void ControlPlane::send_call_records(Rank to, std::uint32_t call) noexcept {
   for (std::uint32_t ago = kCallsSent; ago-- > 0;) {
     const CallHistory::Record* record = ago <= call ? history_.after(call + 1 - ago) : nullptr;
@@ -184,7 +186,8 @@ void ControlPlane::poll_while_closing() {
   compare_ends();
 }
 
-// A rank that has failed for a reason other than a mismatch will not report its calls any more.
+// Takes an event while this rank closes. A rank that failed for another reason than a mismatch will
+// not report its calls any more.
 void ControlPlane::take_while_closing(const ControlEvent& event) {
   const bool failed = event.frame.type == ControlType::kFailure;
   if (!failed || event.frame.kind == FailureKind::kInvalidArgument) return take(event);
@@ -295,7 +298,7 @@ std::exception_ptr ControlPlane::inquire(const Disagreement& found, const Interr
       summary + "; all ranks must make the same calls in the same order, with the same sizes"));
 }
 
-// Names both sizes where the sender has answered with its own.
+// Returns a text that names both sizes, if the sender has answered with its own; else `found.what`.
 std::string ControlPlane::size_text(const Disagreement& found, const MismatchReport& report) const {
   const CallHistory::Record* own = history_.after(found.call + 1);
   const auto sent = found.sender == kNoPeer ? std::nullopt : report.value(found.call, found.sender);
@@ -312,7 +315,7 @@ std::string ControlPlane::size_text(const Disagreement& found, const MismatchRep
          " expects " + size(found.expected);
 }
 
-// A report of what is known already.
+// Returns a report of what is known already.
 MismatchReport ControlPlane::start_report(std::uint32_t call) const {
   MismatchReport report(size_);
   for (std::uint32_t ago = 0; ago < kCallsSent && ago <= call; ++ago)
@@ -325,7 +328,8 @@ MismatchReport ControlPlane::start_report(std::uint32_t call) const {
   return report;
 }
 
-// A rank that has only said BYE may still wait for others, and answers meanwhile.
+// Marks the ranks that can send nothing more. A rank that has only said BYE may still wait for
+// others, and answers meanwhile.
 void ControlPlane::mark_gone(MismatchReport& report) const {
   for (Rank peer = 0; peer < size_; ++peer)
     if (!control_.connected(peer)) report.mark_final(peer);

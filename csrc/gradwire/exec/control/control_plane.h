@@ -1,18 +1,20 @@
-// ControlPlane: the messages between ranks beside the data: who failed and why, who closed cleanly,
-// who waits for whom, who called what. So every rank names the root cause, even without a data link
-// to the culprit, and ranks that make different calls find out, even if they never exchange data.
+// ControlPlane: the messages between ranks besides the data: who failed and why, who closed
+// cleanly, who waits for whom, who called what. With these every rank names the root cause, even if
+// it has no data link to the rank that failed, and ranks that make different calls notice, even if
+// they never exchange data.
 //
-// Every frame describes the sender's calls: their number and a digest of all. Frames go out when a
-// rank begins to wait, with a call when none has gone for 0.1 s, within 0.1 s after a call whose
-// data does not reach all ranks, and with the BYE. A frame that does not match this rank's own
-// history makes a Disagreement; inquire() then finds out who called what.
+// Every frame describes the sender's calls by their number and a digest of all. A rank sends frames
+// when it begins to wait, with a call if it has sent none for 0.1 s, within 0.1 s after a call
+// whose data does not reach all ranks, and with the BYE. A frame that does not match the receiver's
+// own history causes a Disagreement; inquire() then finds out who called what.
 //
 // A call is *settled* when all ranks are known to have made the same one. A call in which data
 // flows from every rank to every other (all_reduce, all_gather, reduce_scatter) is settled when it
-// is over; any other when every peer has said that it has finished it. No rank closes cleanly
-// before.
+// is over; any other, when every peer has said that it has finished it. No rank closes cleanly
+// before its calls are settled.
 //
-// The communicator's driver owns it; while there is no driver, whoever holds the mutex.
+// The communicator's driver owns it; while there is no driver, the thread that holds the mutex
+// does.
 #pragma once
 
 #include <cstdint>
@@ -37,10 +39,10 @@ namespace gradwire::exec {
 // Where a rank is: in a call or between calls, and what it waits for.
 struct Position {
   bool in_call = false;
-  Rank waits_for = kNoPeer;   // kNoPeer: for nobody
+  Rank waits_for = kNoPeer;   // kNoPeer: it waits for nobody
   std::uint16_t round = 0;    // of the frame that it waits for
   std::uint32_t segment = 0;  // likewise
-  double seconds = 0;         // since when it waits
+  double seconds = 0;         // for how long it has waited
 };
 
 class ControlPlane {
@@ -53,58 +55,59 @@ class ControlPlane {
     Clock::time_point received_at;
   };
 
-  // `position` says where this rank is now; called on the driver's thread.
+  // `position` must return where this rank is now. It is called on the driver's thread.
   ControlPlane(Rank rank, int size, std::function<Position()> position);
 
   void adopt(UniqueFd socket, Rank peer) { control_.adopt(std::move(socket), peer); }
   int doorbell() const noexcept { return control_.doorbell(); }
 
-  // A collective begins. Throws as listen() does.
+  // Records that a collective begins. Throws as poll() does.
   void begin_call(std::shared_ptr<const Plan> plan, const CallShape& shape = {});
-  // The call that began last is over. Returns whether the others must be told so.
+  // Records that the last call is over. Returns whether the others must be told so.
   bool end_call() noexcept;
   const CallHistory& history() const noexcept { return history_; }
-  // Whether calls have ended of which the others were not told.
+  // Returns whether calls have ended of which the others were not told.
   bool has_unannounced_calls() const noexcept { return unannounced_; }
-  // A rank that is not known to have made this rank's calls, and that may still say so; kNoPeer
-  // where there is none.
+  // Returns a rank that is not known to have made this rank's calls but may still say so; kNoPeer
+  // if there is none.
   Rank unsettled_peer() const;
 
-  // Processes the frames that have arrived, and answers. Throws RootCause when a rank has failed,
-  // Disagreement when one made another call.
+  // Processes and answers the frames that have arrived. Throws RootCause when a rank has failed,
+  // and Disagreement when a rank made another call.
   void poll();
   // Sends this rank's position to the others.
   void announce();
 
-  // Asks all ranks for their positions. A rank whose driver runs answers at once; one that is
-  // stopped, or outside of any call, does not.
+  // Asks all ranks for their positions. A rank whose driver runs answers at once. A rank that is
+  // stopped, or outside of any call, does not answer.
   void query_positions();
   bool all_replied() const;
-  // The rank that all others wait for, by the last query: the first rank on the chain from `peer`
-  // that has not replied or waits for nobody; where the chain is a circle, one that has not
-  // replied.
+  // Returns the rank that all others wait for, according to the last query: the first rank on the
+  // chain from `peer` that has not replied or waits for nobody; if the chain is a circle, a rank
+  // that has not replied.
   Rank end_of_chain(Rank peer) const;
   const LastPosition& last_position_of(Rank peer) const {
     return last_positions_.at(static_cast<std::size_t>(peer));
   }
 
-  // The cause of an error of this rank: a link often fails because of an earlier failure, which the
-  // other ranks may know. Takes at most half a second, and as long again for inquire(); throws what
-  // the interrupt throws meanwhile.
+  // Returns the cause of an error of this rank: a link often fails because of an earlier failure,
+  // which the other ranks may know. Takes at most half a second, and as long again if it calls
+  // inquire(). Throws what the interrupt throws meanwhile.
   std::exception_ptr root_cause(const std::exception_ptr& error,
                                 const Interrupt& interrupt = nullptr);
   // Asks all ranks for their last calls. Returns an InvalidArgument that says who called what, or
-  // the failure that ended the inquiry. Takes half a second when a rank does not answer, else less.
-  // Interrupted as root_cause().
+  // the failure that ended the inquiry. Takes half a second if a rank does not answer, else less.
+  // Throws what the interrupt throws meanwhile.
   std::exception_ptr inquire(const Disagreement& found, const Interrupt& interrupt = nullptr);
 
   void say_failure(const std::exception_ptr& error) noexcept;
-  // Sends BYE, and waits until `together` for that of others: ranks that close together compare
-  // their calls. Waits within `wait_limit` for all calls to be settled; then Timeout. Throws as
-  // poll() does, except that failures other than a disagreement no longer matter.
+  // Sends BYE and waits until `together` for the BYE of others, since ranks that close together
+  // compare their calls. Waits within `wait_limit` for all calls to be settled, then throws
+  // Timeout. Throws as poll() does, except that failures other than a disagreement no longer
+  // matter.
   void close_gracefully(const WaitLimit& wait_limit,
                         const Deadline& together = Deadline::at_once());
-  // The same without waiting for calls that are not settled.
+  // Does the same, without waiting for calls that are not settled.
   void close_now();
 
   // Gives a peer's socket to another owner; see Control::release.
@@ -140,11 +143,11 @@ class ControlPlane {
   transport::Control control_;
   CallHistory history_;
   std::vector<LastPosition> last_positions_;  // by peer
-  bool some_are_ahead_ = false;  // they are compared when this rank comes to their call
+  bool some_are_ahead_ = false;               // to be compared when this rank comes to their call
   bool closing_ = false;
   bool unannounced_ = false;
-  std::uint32_t settled_ = 0;               // calls, by their data
-  std::vector<bool> failed_while_closing_;  // by peer: it failed, while this rank left
+  std::uint32_t settled_ = 0;               // calls that are settled by their data
+  std::vector<bool> failed_while_closing_;  // by peer: it failed while this rank closed
   Deadline announce_at_ = Deadline::at_once();
   Clock::time_point queried_at_{};
 };

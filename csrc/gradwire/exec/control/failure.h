@@ -1,4 +1,4 @@
-// Errors as control frames and back, so that every rank raises the same root cause.
+// Converts errors to control frames and back, so that every rank raises the same root cause.
 #pragma once
 
 #include <cstdint>
@@ -11,22 +11,22 @@
 
 namespace gradwire::exec {
 
-// Thrown by a driver whose caller was interrupted; carries what the caller wants rethrown.
+// Thrown by the driver when its caller was interrupted. Carries what the caller wants rethrown.
 struct Interruption {
   std::exception_ptr cause;
 };
 
-// Thrown by a driver that another rank told why to fail: nothing is left to find out.
+// Thrown by the driver when another rank told it why to fail: nothing is left to find out.
 struct RootCause {
   std::exception_ptr error;
 };
 
-// Thrown by a driver that found another rank to have made another call than its own: in `call`, or
-// before it. `what` serves where the ranks' answers do not tell more.
+// Thrown by the driver when it found that another rank made another call than its own: in `call`,
+// or before it. `what` is used if the ranks' answers do not tell more.
 struct Disagreement {
   std::uint32_t call = 0;
   std::string what;
-  // Where the calls differ in nothing but the size of a block: who sends it, and the bytes that
+  // Set if the calls differ in nothing but the size of a block: who sends it, and the bytes that
   // this rank expects.
   Rank sender = kNoPeer;
   std::uint64_t expected = 0;

@@ -1,5 +1,5 @@
 // CallHistory: the last collectives of a rank, and a digest of all that it ever began. Ranks that
-// made the same calls in the same order have the same digest, whoever they exchanged data with.
+// made the same calls in the same order have the same digest, with whomever they exchanged data.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace gradwire::exec {
 
-// The shapes that a call is compared by, beside its plan; none where digest is 0.
+// The shapes by which a call is compared, besides its plan; none if digest is 0.
 struct CallShape {
   std::uint64_t digest = 0;
   std::string_view text;
@@ -26,7 +26,7 @@ class CallHistory {
     std::uint64_t digest = 0;       // of the fingerprints of all calls up to this one
     std::uint32_t fingerprint = 0;  // of this call
     std::shared_ptr<const Plan> plan;
-    std::string shape;  // empty where it is not compared
+    std::string shape;  // empty if it is not compared
 
     std::string text() const;  // for messages
   };
@@ -34,9 +34,10 @@ class CallHistory {
   void add(std::shared_ptr<const Plan> plan, const CallShape& shape = {});
 
   std::uint32_t calls() const noexcept { return calls_; }
-  // The fingerprint in the frames of the call that is added next: of it, and of all calls before.
+  // Returns the fingerprint for the frames of the call that is added next: it covers this call and
+  // all before it.
   std::uint32_t fingerprint_of_next(const Plan& plan, const CallShape& shape) const noexcept;
-  // After the first `calls` calls; null where the last of these is not begun, or too long ago.
+  // Returns the last of the first `calls` calls; null if it has not begun, or is too long ago.
   const Record* after(std::uint32_t calls) const noexcept;
 
  private:
@@ -45,11 +46,11 @@ class CallHistory {
   std::array<Record, kKept> records_;
 };
 
-// The shapes that were there before: the same on all ranks that have made the same calls, though
-// of very many some are forgotten.
+// The shapes that were seen before. Ranks that have made the same calls have the same ones. Of very
+// many, some are forgotten.
 class SeenShapes {
  public:
-  // Whether it is the first time; 0 never is.
+  // Adds a digest. Returns whether it is new; 0 never is.
   bool add(std::uint64_t digest) noexcept;
 
  private:

@@ -1,4 +1,4 @@
-// Identity: which rank of which communicator of which job this is.
+// Identity: which rank this is, of which communicator, of which job.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@ namespace gradwire::exec {
 struct Identity {
   Rank rank = 0;
   int size = 1;
-  std::uint32_t communicator = 0;        // number in the job, in every frame
+  std::uint32_t communicator = 0;        // its number in the job, which every frame has
   std::vector<std::vector<Rank>> hosts;  // ranks of each host, for hierarchical schedules
-  // For people, on the status page.
-  std::string job{};      // its name
-  std::uint64_t tag = 0;  // tells jobs of one name apart; the same on all ranks
-  std::string about{};    // what its ranks joined by: interface, secret
+  // For the status page, which people read.
+  std::string job{};      // the job's name
+  std::uint64_t tag = 0;  // distinguishes jobs of one name; the same on all ranks
+  std::string about{};    // how its ranks were joined: interface, secret
 };
 
 }  // namespace gradwire::exec

@@ -15,7 +15,7 @@ std::string count(std::uint32_t calls) {
   return std::to_string(calls) + (calls == 1 ? " call" : " calls");
 }
 
-// Ranks that did the same, in the order of the first of each group.
+// Groups of ranks that did the same, ordered by the first rank of each.
 class Groups {
  public:
   void add(std::uint64_t key, Rank rank, const std::string& action) {
@@ -25,7 +25,7 @@ class Groups {
     at->ranks.push_back(rank);
   }
   bool differ() const { return all_.size() > 1; }
-  // "ranks 0-1 <action>; rank 2 <action>".
+  // Returns "ranks 0-1 <action>; rank 2 <action>".
   std::string text() const {
     std::string text;
     for (std::size_t i = 0; i < std::min(all_.size(), kMostGroups); ++i)
@@ -34,7 +34,7 @@ class Groups {
       text += "; " + std::to_string(all_.size() - kMostGroups) + " other calls by the rest";
     return text;
   }
-  // "ranks 0-1 against rank 2".
+  // Returns "ranks 0-1 against rank 2".
   std::string sides() const {
     std::string text;
     for (const Group& each : all_)
@@ -109,7 +109,7 @@ std::string MismatchReport::difference_in_call(std::uint32_t call,
          ", too long ago to say which: " + histories.sides();
 }
 
-// The ranks that have no record of the call in which others differ.
+// Returns a text about the ranks that have no record of the call in which others differ.
 std::string MismatchReport::other_ranks(std::uint32_t call, const CallRecords& records) const {
   Groups groups;
   for (std::size_t i = 0; i < ranks_.size(); ++i) {
@@ -127,7 +127,8 @@ std::string MismatchReport::other_ranks(std::uint32_t call, const CallRecords& r
   return text.empty() ? text : "; " + text;
 }
 
-// For ranks that closed after different numbers of calls: the first call that only some made.
+// Describes, for ranks that closed after different numbers of calls, the first call that only some
+// made.
 std::string MismatchReport::difference_in_number() const {
   std::uint32_t fewest = ~0U, most = 0;
   for (const RankRecord& each : ranks_) {

@@ -1,5 +1,5 @@
-// MismatchReport: who called what, when ranks were found to make different calls. It collects the
-// records of the ranks' last calls and finds the first call in which they differ.
+// MismatchReport: says who called what, when ranks were found to make different calls. It collects
+// the records of the ranks' last calls and finds the first call in which they differ.
 #pragma once
 
 #include <cstdint>
@@ -17,17 +17,17 @@ class MismatchReport {
  public:
   explicit MismatchReport(int size) : ranks_(static_cast<std::size_t>(size)) {}
 
-  // Adds any frame that describes a rank's calls.
+  // Adds a frame of any kind that describes a rank's calls.
   void add(Rank from, const transport::ControlFrame& frame);
-  // No more frames will come from this rank.
+  // Says that no more frames will come from this rank.
   void mark_final(Rank rank) { of(rank).done = true; }
   bool is_complete() const;
 
-  // The value field of this rank's answer about that call, if it has answered.
+  // Returns the value field of the rank's answer about that call, if it has answered.
   std::optional<std::uint64_t> value(std::uint32_t call, Rank rank) const;
 
-  // "ranks disagree in call 7: ranks 0-1 called all_reduce(...); rank 2 called broadcast(...)";
-  // empty where no record differs.
+  // Returns "ranks disagree in call 7: ranks 0-1 called all_reduce(...); rank 2 called
+  // broadcast(...)"; empty if no record differs.
   std::string summary() const;
 
  private:
@@ -39,7 +39,7 @@ class MismatchReport {
   };
   using CallRecords = std::map<Rank, CallRecord>;
   struct RankRecord {
-    std::uint32_t calls = 0;  // at least
+    std::uint32_t calls = 0;  // at least so many
     bool closed = false;
     bool done = false;
   };
@@ -53,7 +53,7 @@ class MismatchReport {
   std::map<std::uint32_t, CallRecords> calls_;  // by number
 };
 
-// "rank 3", "ranks 0-2, 5"; ascending.
+// Returns "rank 3" or "ranks 0-2, 5", in ascending order.
 std::string name_ranks(const std::vector<Rank>& ranks);
 
 }  // namespace gradwire::exec

@@ -27,7 +27,7 @@ std::string whole_seconds(double seconds) {
   return text.str();
 }
 
-// "it waits for rank 1 to send segment 0 of round 3"
+// Returns "it waits for rank 1 to send segment 0 of round 3".
 std::string reason(const Wait& wait) {
   std::string text = "it waits for " + name_of(wait.peer) + (wait.reads ? " to read" : " to send");
   if (wait.activity != Activity::kCall) return text;
@@ -35,7 +35,7 @@ std::string reason(const Wait& wait) {
          std::to_string(wait.round);
 }
 
-// The position that a rank announced last.
+// Describes the position that a rank announced last.
 std::string describe_last_position(Rank rank, const ControlPlane::LastPosition& last) {
   if (last.received_at == ControlPlane::Clock::time_point{})
     return name_of(rank) +
@@ -51,7 +51,7 @@ std::string describe_last_position(Rank rank, const ControlPlane::LastPosition& 
 
 }  // namespace
 
-// Looks up what a rank does: in its status page, where it is on this host, else in its last frame.
+// Looks up what a rank does: in its status page if it is on this host, else in its last frame.
 struct StallMonitor::PositionLookup {
   const StallMonitor& self;
   const ControlPlane& control;
@@ -72,7 +72,7 @@ struct StallMonitor::PositionLookup {
                 : describe_last_position(rank, control.last_position_of(rank));
   }
 
-  // A rank that is stopped waits for nobody, whatever its page shows.
+  // Returns whom a rank waits for. A stopped rank waits for nobody, whatever its page shows.
   Rank next(Rank rank) const {
     if (const RankStatus* seen = find(rank)) return seen->stopped() ? kNoPeer : seen->page.peer();
     return control.last_position_of(rank).frame.culprit;

@@ -1,8 +1,9 @@
 // StallMonitor: reports a rank that does not move. It keeps the rank's status page, which shows
-// after a second whom the rank waits for, and it logs one line per operation that has not moved for
-// long: what it is, where it stands, whom it waits for, and what that rank does.
+// after a second whom the rank waits for. For each operation that has not moved for long it logs
+// one line: what it is, where it stands, whom it waits for, and what that rank does.
 //
-// The communicator's driver uses it; while there is no driver, whoever holds the mutex.
+// The communicator's driver uses it; while there is no driver, the thread that holds the mutex
+// does.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +18,10 @@ namespace gradwire::exec {
 
 class StallMonitor {
  public:
-  // stall_seconds: how long nothing must move before it is logged; 0: never.
+  // Logs an operation after `stall_seconds` in which nothing moves; 0: never.
   StallMonitor(const Identity& identity, double stall_seconds, Log log);
 
-  // Run for every call, so they take only nanoseconds.
+  // Both run for every call, so they take only nanoseconds.
   void begin(std::uint32_t call, std::uint32_t fingerprint) noexcept {
     start_idle();
     published_ = false;
@@ -31,18 +32,18 @@ class StallMonitor {
     status_.end();
   }
 
-  // Begins to count the time for which nothing moves.
+  // Begins to count the time in which nothing moves.
   void start_idle() noexcept {
     idle_since_ = coarse_now();
     due_at_ = idle_since_ + publish_after_;
   }
-  // Something moved; `outside` of any call.
+  // Records that something moved; `outside`: outside of any call.
   void set_moving(bool outside) noexcept {
     if (published_) status_.set_moving(outside);
     published_ = false;
   }
 
-  // Whether report() is due: it publishes once and logs once while nothing moves.
+  // Returns whether report() is due: while nothing moves, it publishes once and logs once.
   bool due() const noexcept { return coarse_now() >= due_at_; }
   void report(const Wait& wait, const ControlPlane& control);
 
@@ -51,7 +52,7 @@ class StallMonitor {
   void release_after_fork() noexcept { status_.release_after_fork(); }
 
  private:
-  // An operation that was logged.
+  // An operation that was logged as stalled.
   struct LoggedStall {
     Activity activity = Activity::kOutside;
     std::uint32_t number = 0;
@@ -69,7 +70,7 @@ class StallMonitor {
   double stall_seconds_;
   Log log_;
   Status status_;
-  // Nanoseconds: times as coarse_now(), and spans.
+  // Nanoseconds: points in time as in coarse_now(), and durations.
   std::uint64_t publish_after_, log_after_;
   std::uint64_t idle_since_ = 0;
   std::uint64_t due_at_ = 0;

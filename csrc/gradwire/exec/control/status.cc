@@ -15,10 +15,10 @@
 namespace gradwire::exec {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x3154415453575247;  // "GRWSTAT1"; a new layout, a new magic
+constexpr std::uint64_t kMagic = 0x3154415453575247;  // "GRWSTAT1"; a new layout takes a new magic
 constexpr std::uint64_t kNobody = ~std::uint64_t{0};
 constexpr int kMostRanks = 1 << 20;
-// How often a reader tries; then it takes the writer to be stopped in the middle of an update.
+// How often a reader tries before it takes the writer to be stopped in the middle of an update.
 constexpr int kTries = 10000;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
@@ -61,8 +61,8 @@ bool read_all(int descriptor, void* to, std::size_t bytes, std::size_t offset) {
   return ::pread(descriptor, to, bytes, static_cast<off_t>(offset)) == static_cast<ssize_t>(bytes);
 }
 
-// Between reads by the kernel, of which the language's orders know nothing: a processor may make
-// the later one first.
+// Orders two reads by the kernel, which the language's memory orders do not cover: a processor may
+// make the later one first.
 void order_reads() noexcept {
 #ifndef __SANITIZE_THREAD__  // which does not model fences
   std::atomic_thread_fence(std::memory_order_acquire);
@@ -82,7 +82,7 @@ bool is_valid(const StatusPage& page) {
          (current.peer == kNobody || current.peer < static_cast<std::uint64_t>(page.size));
 }
 
-// Terminates a foreign text, and replaces characters that could control a terminal.
+// Terminates an untrusted text, and replaces characters that could control a terminal.
 void tame(char* text, std::size_t size) {
   text[size - 1] = '\0';
   for (char* each = text; *each != '\0'; ++each)
@@ -101,7 +101,7 @@ std::string StatusPage::spec() const {
 }
 
 // Keeps the version odd for as long as it lives. The stores in between are release stores: none
-// becomes visible before the odd version, nor after the even one.
+// becomes visible before the odd version, or after the even one.
 class Status::Update {
  public:
   explicit Update(StatusPage& page) noexcept : page_(page), version_(page.version) {

@@ -1,12 +1,12 @@
 // Status: a page of memory on which a rank publishes what it does, for any process of the same user
 // to read (status_scan.h), even while the rank's process is stopped or holds a lock for ever.
 //
-// The page is a sealed memfd, which is found by its name among a process's descriptors. So there is
-// no socket to serve, and nothing is left behind. A forked child inherits the page: `pid` says
-// whose it is.
+// The page is a sealed memfd, which readers find by its name among a process's descriptors. So
+// there is no socket to serve, and nothing is left behind. A forked child inherits the page: `pid`
+// says whose it is.
 //
-// One thread writes at a time, the driver. A version that is odd during an update (a seqlock, with
-// release stores instead of fences) tells readers to look again.
+// One thread writes at a time, the driver. The version is odd during an update, which tells readers
+// to look again (a seqlock, with release stores instead of fences).
 #pragma once
 
 #include <array>
@@ -25,7 +25,7 @@ namespace gradwire::exec {
 inline constexpr const char* kStatusName = "gradwire-status";
 
 enum class Activity : std::uint64_t {
-  kOutside = 1,  // of gradwire: the caller computes, or hangs
+  kOutside = 1,  // outside of gradwire: the caller computes, or hangs
   kCall = 2,     // in a collective
   kSend = 3,
   kReceive = 4,
@@ -40,7 +40,7 @@ struct StatusPage {
   std::int32_t local_size;  // ranks on this host
   std::uint32_t communicator;
   std::uint32_t reserved;
-  std::uint64_t tag;  // of the job: the same on its ranks, another for a job of the same name
+  std::uint64_t tag;  // of the job: the same on all its ranks; tells jobs of one name apart
   std::array<char, 64> job;
   std::array<char, 192> about;  // how the ranks were joined: interface, secret
 
@@ -48,11 +48,11 @@ struct StatusPage {
   std::uint64_t version;
   struct Current {
     std::uint64_t activity;
-    std::uint64_t since;  // when the activity, or the wait, began: CLOCK_MONOTONIC, nanoseconds
-    std::uint64_t calls;  // begun so far; the present or latest one is call `calls - 1`
+    std::uint64_t since;  // when the activity or the wait began: CLOCK_MONOTONIC, ns
+    std::uint64_t calls;  // begun so far; the present or last one is call `calls - 1`
     std::uint64_t fingerprint;
-    std::uint64_t message;  // sent or received: number of it between the two ranks
-    std::uint64_t peer;     // waited for; all ones: none, or any
+    std::uint64_t message;  // number of the message sent or received, between the two ranks
+    std::uint64_t peer;     // the rank waited for; all ones: none, or any
     std::uint64_t reads;    // 1: the peer must read what was sent to it; 0: it must send
     std::uint64_t round;
     std::uint64_t segment;
@@ -62,7 +62,7 @@ struct StatusPage {
 
   Activity activity() const noexcept { return static_cast<Activity>(current.activity); }
   Rank peer() const noexcept { return static_cast<Rank>(current.peer); }
-  // The text of the present call; empty where it was not published.
+  // Returns the text of the present call; empty if it was not published.
   std::string spec() const;
 };
 
@@ -70,7 +70,7 @@ struct StatusPage {
 struct Wait {
   Activity activity = Activity::kCall;
   std::uint32_t number = 0;  // of the call, or of the message between the two ranks
-  Rank peer = kNoPeer;       // none, or any
+  Rank peer = kNoPeer;       // kNoPeer: none, or any
   bool reads = false;        // the peer must read what was sent to it; else it must send
   std::uint32_t round = 0;
   std::uint32_t segment = 0;
@@ -80,23 +80,23 @@ struct Wait {
 
 class Status {
  public:
-  // Without memfds the page is this process's own, and nobody finds it.
+  // Where there are no memfds the page is this process's own memory, and nobody finds it.
   explicit Status(const Identity& identity);
   ~Status() { release(); }
   Status(const Status&) = delete;
   Status& operator=(const Status&) = delete;
 
-  // Run for every call, so they take only nanoseconds.
+  // Both run for every call, so they take only nanoseconds.
   void begin(std::uint32_t call, std::uint32_t fingerprint, std::uint64_t now) noexcept;
   void end() noexcept { set_moving(/*outside=*/true); }
 
   void set_waiting(const Wait& wait, std::uint64_t since) noexcept;
-  // The rank moves: `outside` of any call, or in the one that began last.
+  // Records that the rank moves: `outside` of any call, or in the last one that began.
   void set_moving(bool outside) noexcept;
   void set_failed(std::string_view reason) noexcept;
 
   int descriptor() const noexcept { return memory_.get(); }
-  // In a forked child: leaves the page to the parent.
+  // Leaves the page to the parent, in a forked child.
   void release_after_fork() noexcept { memory_.reset(); }
   // Unmaps the page; nothing may be published after that.
   void release() noexcept;
@@ -108,11 +108,11 @@ class Status {
   StatusPage* page_ = nullptr;
 };
 
-// The page behind a descriptor, all of one moment; nullopt where it is none. Foreign bytes: what it
-// returns is in range, and its texts are printable ASCII.
+// Returns the page behind a descriptor, as it was at one moment; nullopt if it is none. The bytes
+// are not trusted: what is returned is in range, and its texts are printable ASCII.
 std::optional<StatusPage> read_status(int descriptor);
 
-// The present moment, as in StatusPage::Current::since; a few milliseconds coarse, and cheap.
+// Returns the present time as in StatusPage::Current::since, to a few milliseconds; cheap.
 std::uint64_t coarse_now() noexcept;
 
 }  // namespace gradwire::exec

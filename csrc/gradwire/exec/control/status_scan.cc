@@ -17,7 +17,8 @@ namespace {
 
 using Visit = std::function<void(const std::string& name)>;
 
-// The numbered entries of a directory; none where it cannot be read, as when a process has ended.
+// Visits the numbered entries of a directory; none if it cannot be read, as when a process has
+// ended.
 void each_number_in(const std::string& directory, const Visit& visit) {
   const std::unique_ptr<DIR, int (*)(DIR*)> open(::opendir(directory.c_str()), ::closedir);
   if (!open) return;
@@ -35,14 +36,16 @@ bool is_own(const std::string& process) {
   return ::stat(process.c_str(), &info) == 0 && info.st_uid == ::geteuid();
 }
 
-// The state follows the program's name, which is in parentheses and may hold any character.
+// Returns the state of a process. It follows the program's name, which is in parentheses and may
+// hold any character.
 char state_of(const std::string& process) {
   const std::string stat = contents(process + "/stat");
   const std::size_t end = stat.rfind(')');
   return end == std::string::npos || end + 2 >= stat.size() ? '?' : stat[end + 2];
 }
 
-// Whether a process calls itself `pid` in its innermost namespace. A fork of it does not.
+// Returns whether a process has the number `pid` in its innermost namespace. A fork of it has
+// another.
 bool is_named(const std::string& process, int pid) {
   std::istringstream status(contents(process + "/status"));
   int innermost = 0;

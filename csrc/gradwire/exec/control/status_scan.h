@@ -1,5 +1,5 @@
-// Finds the status pages of the ranks on this host, by way of /proc: those of the same user only,
-// so that nothing is opened that its owner has put there for another to open.
+// Finds the status pages of the ranks on this host through /proc. It opens only those of the same
+// user, so that nobody can make a reader open something else.
 #pragma once
 
 #include <string>
@@ -15,16 +15,17 @@ struct RankStatus {
   StatusPage page{};
 
   bool stopped() const noexcept { return state == 'T'; }
-  double seconds() const noexcept;  // for how long it has done what it does
+  double seconds() const noexcept;  // for how long its activity has lasted
 };
 
-// Every rank whose process lives; forks of a rank's process are none.
+// Returns every rank whose process lives. Forks of a rank's process do not count.
 std::vector<RankStatus> ranks_on_this_host();
 
-// "rank 3 (process 4242) is stopped": what it does, as seen from outside.
+// Describes what a rank does as seen from outside: "rank 3 (process 4242) is stopped".
 std::string describe(const RankStatus& rank);
 
-// "all_reduce(float32[10], ...), call 12, round 1, segment 0"; empty outside of any.
+// Returns "all_reduce(float32[10], ...), call 12, round 1, segment 0"; empty outside of any
+// operation.
 std::string operation_of(const StatusPage& page);
 
 }  // namespace gradwire::exec

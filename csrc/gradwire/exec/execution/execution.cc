@@ -60,7 +60,7 @@ bool Execution::try_send(Links& links, TrafficCounter& traffic) {
   return true;
 }
 
-// Empty where there is no room now.
+// Returns memory for the frame; empty if there is no room now.
 Bytes Execution::reserve(const Frame& frame, Links& links) {
   const Bytes staging = links.reserve(call_.plan->peers(frame), sizeof(FrameHeader) + frame.bytes);
   if (!staging.empty()) copy_ = links.copy();
@@ -92,7 +92,7 @@ bool Execution::try_receive(Links& links, TrafficCounter& traffic) {
   return true;
 }
 
-// The payload of the frame that comes next from its rank.
+// Returns the payload of the next frame from its rank, if it has arrived.
 std::optional<ConstBytes> Execution::arrived(const Frame& frame, Links& links) const {
   const Rank peer = call_.plan->peers(frame)[0];
   const auto message = links.peek(peer);
@@ -105,8 +105,8 @@ std::optional<ConstBytes> Execution::arrived(const Frame& frame, Links& links) c
   return message->subspan(sizeof header);
 }
 
-// Lands the frames that have arrived and add to the same elements; with the last of them their
-// sum is staged, where it is what this rank sends next.
+// Lands those frames that have arrived of those that add to the same elements. With the last of
+// them their sum is staged, if that is what this rank sends next.
 bool Execution::try_fold(Links& links, TrafficCounter& traffic) {
   const Plan& plan = *call_.plan;
   const auto frames = std::span(plan.receives()).subspan(landed_);
@@ -120,7 +120,7 @@ bool Execution::try_fold(Links& links, TrafficCounter& traffic) {
   const bool all = addends_.size() == frames[0].addends;
   const Frame* const send = all ? send_of_sum(landed_ + addends_.size()) : nullptr;
   Bytes staging = send != nullptr ? reserve(*send, links) : Bytes{};
-  if (copy_ != copy_cached) staging = {};  // streaming stores are waited for: not in each block
+  if (copy_ != copy_cached) staging = {};  // each block would wait for its streaming stores
   if (staging.empty())
     fold(frames[0], nullptr);
   else
@@ -131,7 +131,8 @@ bool Execution::try_fold(Links& links, TrafficCounter& traffic) {
   return true;
 }
 
-// The send that is next, where it is of what so many receives have added up last.
+// Returns the next send if it sends the sum that the receives up to `landed` have added up; else
+// null.
 const Frame* Execution::send_of_sum(std::size_t landed) const {
   const auto& sends = call_.plan->sends();
   if (sent_ == sends.size()) return nullptr;
@@ -139,8 +140,8 @@ const Frame* Execution::send_of_sum(std::size_t landed) const {
   return next.addends > 0 && next.needs == landed ? &next : nullptr;
 }
 
-// Adds the addends to what is in the frame, and copies the sums where that is not null: block by
-// block, which stay in the first-level cache meanwhile.
+// Adds the addends to the frame's elements and, unless `out` is null, copies the sums there. It
+// works block by block, so that a block stays in the first-level cache meanwhile.
 void Execution::fold(const Frame& frame, std::byte* out) {
   constexpr std::size_t kBlock = 4096;  // bytes
   const DType dtype = call_.plan->spec().dtype;
@@ -159,7 +160,8 @@ void Execution::fold(const Frame& frame, std::byte* out) {
     }
 }
 
-// The last act: everything staged is on its way, and what no copy finished is finished here.
+// Ends the execution when all frames have been sent and have landed. Finishes the results that no
+// copy has finished.
 bool Execution::try_end() {
   const Plan& plan = *call_.plan;
   if (ended_ || sent_ < plan.sends().size() || landed_ < plan.receives().size()) return false;
@@ -218,7 +220,7 @@ void Execution::check(const FrameHeader& header, const Frame& frame, Rank peer,
                        peer);
 }
 
-// A block of another size than this rank expects.
+// Throws the Disagreement for a block of another size than this rank expects.
 void Execution::throw_size(const FrameHeader& header, const Frame& frame, Rank peer) const {
   const std::string me = "rank " + std::to_string(call_.rank);
   const std::string sender = "rank " + std::to_string(peer);
@@ -255,7 +257,7 @@ std::size_t Execution::stage_part(const Part& part, Bytes out) {
   return written;
 }
 
-// This rank owns the finished sum: from here on everybody, this rank too, has the same bits.
+// Finishes a sum that this rank owns: from here on all ranks, this one too, have the same bits.
 void Execution::finish(const Part& part) {
   const auto pieces = call_.plan->pieces(part);
   if (part.stored != kNotStored) {
@@ -289,7 +291,7 @@ codec::EncodeContext Execution::context_of(const Piece& piece) const {
   return context.from(piece.offset);
 }
 
-// A final value, of the same bits on all ranks. Returns the bytes consumed.
+// Decodes a final value, which has the same bits on all ranks. Returns the bytes consumed.
 std::size_t Execution::decode(const Piece& piece, ConstBytes in) {
   const Stopwatch stopwatch(spent_.decode);
   const codec::Decoded decoded = call_.plan->codec().decode(in, floats(piece), piece.count);
@@ -303,7 +305,7 @@ void Execution::land(const Frame& frame, ConstBytes in, Rank peer) {
     for (const Part& part : call_.plan->parts(frame))
       consumed += land_part(part, in.subspan(consumed));
     if (consumed != in.size()) throw InvalidArgument("a frame is longer than its parts");
-  } catch (const InvalidArgument& error) {  // a payload that its codec refuses
+  } catch (const InvalidArgument& error) {  // the codec refuses a payload
     throw TransportError("rank " + std::to_string(call_.rank) + ": rank " + std::to_string(peer) +
                              " sent a payload that can't be decoded: " + error.what(),
                          peer);
@@ -324,7 +326,7 @@ std::size_t Execution::land_part(const Part& part, ConstBytes in) {
   return consumed;
 }
 
-// Adds up in float32, and rounds with the last addend.
+// Adds the part to a float32 sum, which the last addend rounds. Returns the bytes consumed.
 std::size_t Execution::land_wide(const Part& part, ConstBytes in) {
   const Plan& plan = *call_.plan;
   const codec::WideKernels& wide = *codec::wide_kernels(plan.spec().dtype, plan.spec().op);
@@ -355,7 +357,8 @@ std::size_t Execution::land_plain(const Part& part, const Piece& piece, ConstByt
   return payload.size();
 }
 
-// No payload is longer than its codec makes it: what is stored and sent on has room for no more.
+// Lands a payload. It passes the codec no more bytes than the codec can make, since the place where
+// they are stored and sent on has room for no more. Returns the bytes consumed.
 std::size_t Execution::land_coded(const Part& part, const Piece& piece, ConstBytes in) {
   in = in.first(std::min(in.size(), call_.plan->codec().max_bytes(piece.count)));
   if (part.landing == Landing::kReduce) {
@@ -371,7 +374,8 @@ Bytes Execution::store_of(const Part& part) {
   return Bytes(store_).subspan(call_.plan->store_offset(part.stored));
 }
 
-// A result that this rank alone has, and never encoded: all of the residual is delivered.
+// Finishes a result that only this rank has and that was never encoded: all of the residual is
+// delivered.
 void Execution::finish_here(const Piece& piece) {
   if (call_.plan->lossy()) {
     codec::deliver(context_of(piece), floats(piece), piece.count);

@@ -1,6 +1,6 @@
 // Execution: one run of a Plan over one set of buffers. It never blocks: advance() does what can be
-// done now and says whether that was anything. Reused from call to call, it allocates only when a
-// plan is larger than any before.
+// done now and returns whether that was anything. It is reused from call to call, and allocates
+// only when a plan is larger than any before.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ class Execution {
     const Plan* plan = nullptr;
     std::span<std::byte* const>
         extents;  // base address of each extent; null where this rank has none
-    // Lossy codecs: one per extent; empty: none.
+    // Lossy codecs: one context per extent; empty: none.
     std::span<const codec::EncodeContext> contexts;
     Rank rank = 0;
     std::uint32_t communicator = 0;
@@ -32,22 +32,23 @@ class Execution {
     std::uint32_t fingerprint = 0;  // in all headers; 0: the plan's
   };
 
-  // The spans must stay as they are until the execution is over.
+  // Starts a run. The spans must stay as they are until it is over.
   void start(const Call& call);
   bool advance(Links& links, TrafficCounter& traffic);
   bool done() const noexcept {
     return sent_ == call_.plan->sends().size() && landed_ == call_.plan->receives().size() &&
            ended_;
   }
-  // Lossy codecs, when done: whether this rank's results hold neither NaN nor Inf. Where all ranks
-  // have all results they say the same.
+  // Returns, for lossy codecs when done, whether this rank's results hold neither NaN nor Inf.
+  // Ranks that all have all results return the same.
   bool finite() const noexcept { return finite_; }
-  // Time spent in the codec that is not counted yet; whoever counts it takes it.
+  // Returns the time spent in the codec that is not counted yet. Whoever counts it sets it to zero.
   CodecTime& codec_time() noexcept { return spent_; }
-  // The rank that this one waits for: the sender of the next frame, or a reader of a full staging.
+  // Returns the rank that this one waits for: the sender of the next frame, or a reader of a full
+  // staging.
   Rank waiting_for() const noexcept;
   const Frame* waiting_frame() const noexcept;
-  // Whether that rank must read what was sent to it; else it must send.
+  // Returns whether that rank must read what was sent to it; otherwise it must send.
   bool waits_for_reader() const noexcept {
     const auto& receives = call_.plan->receives();
     return landed_ == receives.size() || sent_ < receives[landed_].needs;
@@ -92,16 +93,16 @@ class Execution {
   float* floats(const Piece& piece) const;
 
   Call call_;
-  Copy copy_ = copy_cached;  // into the frame that is staged
+  Copy copy_ = copy_cached;  // how to copy into the frame that is staged
   std::size_t sent_ = 0;
   std::size_t landed_ = 0;
   bool ended_ = false;
   bool finite_ = true;
   CodecTime spent_;
-  std::vector<const std::byte*> addends_;    // of a fold, in their order
+  std::vector<const std::byte*> addends_;    // of one fold, in their order
   std::vector<std::byte> store_;             // finished payloads, forwarded verbatim
-  std::vector<float> wide_;                  // sums of 16-bit floats under way
-  std::vector<std::uint32_t> stored_bytes_;  // of each stored part
+  std::vector<float> wide_;                  // unfinished sums of 16-bit floats
+  std::vector<std::uint32_t> stored_bytes_;  // by stored part
 };
 
 }  // namespace gradwire::exec

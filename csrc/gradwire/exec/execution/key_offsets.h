@@ -11,12 +11,12 @@
 namespace gradwire::exec {
 
 struct KeyOffset {
-  std::size_t key = 0;    // which of them
-  std::size_t begin = 0;  // of the extent in it, elements
+  std::size_t key = 0;    // which of the call's keys
+  std::size_t begin = 0;  // elements of the key before the extent
 };
 
-// The keys, at least one, lie end to end over the extents, and each extent belongs to one key; else
-// InvalidArgument. Writes one offset per extent.
+// Writes one offset per extent. The keys, of which there is at least one, must lie end to end over
+// the extents, and each extent must belong to one key; else this throws InvalidArgument.
 void find_key_offsets(std::span<const std::uint64_t> counts,
                       std::span<const codec::KeyedExtent> keys, std::vector<KeyOffset>& out);
 

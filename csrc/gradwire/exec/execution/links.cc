@@ -29,7 +29,7 @@ void Links::offer(std::string_view transport, UniqueFd socket, Rank peer) {
 }
 
 bool Links::offered_all() const noexcept {
-  return std::count(link_of_.begin(), link_of_.end(), -1) == 1;  // this rank's own
+  return std::count(link_of_.begin(), link_of_.end(), -1) == 1;  // this rank has no link to itself
 }
 
 void Links::complete(const WaitLimit& wait_limit) {

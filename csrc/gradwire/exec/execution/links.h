@@ -1,5 +1,6 @@
-// Links: the transports of one lane of a communicator, each pair of ranks on the best it has.
-// Speaks of peers; which transport serves a peer is decided once, when the link is adopted.
+// Links: the transports of one lane of a communicator. Each pair of ranks uses the best one that it
+// has. Callers name peers only: which transport serves a peer is decided once, when the link is
+// adopted.
 #pragma once
 
 #include <memory>
@@ -18,19 +19,20 @@ class Links {
  public:
   explicit Links(transport::Options options, transport::Contexts contexts = {});
 
-  // See Transport::offer. Makes the transport when it is the first link of its kind.
+  // Offers a link, see Transport::offer. Makes the transport if this is its first link.
   void offer(std::string_view transport, UniqueFd socket, Rank peer);
-  // Whether a link to every peer was offered.
+  // Returns whether a link to every peer was offered.
   bool offered_all() const noexcept;
   // Makes all links that were offered.
   void complete(const WaitLimit& wait_limit);
 
   std::size_t max_message() const noexcept { return options_.max_message; }
-  // One number per peer: those with the same number share a transport and can share staging.
+  // Returns one number per peer: peers with the same number share a transport and can share
+  // staging.
   const std::vector<int>& link_of() const noexcept { return link_of_; }
   std::string_view transport_of(Rank peer) const;
 
-  // Peers on one transport only. A reserve() replaces a reservation that was not committed.
+  // All peers must be on one transport. A reserve() replaces a reservation that was not committed.
   Bytes reserve(std::span<const Rank> peers, std::size_t bytes) {
     open_ = &at(peers[0]);
     return open_->reserve(peers, bytes);
@@ -41,10 +43,10 @@ class Links {
   std::optional<ConstBytes> peek(Rank peer) { return at(peer).peek(peer); }
   void release(Rank peer) { at(peer).release(peer); }
 
-  // All staged bytes are out of this process's hands.
+  // Returns whether all staged bytes are out of this process's hands.
   bool flush();
   bool is_flushed(Rank peer) const { return at(peer).is_flushed(peer); }
-  // Some peer whose socket is full, or kNoPeer.
+  // Returns some peer whose socket is full, or kNoPeer.
   Rank full_peer() const;
   void arm();
   void disarm();

@@ -33,7 +33,7 @@ void Operation::begin() {
     feedback_.prepare(plan_->codec(), i, floats(i));
 }
 
-// A plain sum loses nothing.
+// Delivers the whole residuals with a plain sum, which loses nothing.
 void Operation::deliver_residuals() const {
   if (!feedback_.feeds_back()) return;
   const auto& own = plan_->folds() ? buffer_map_.addends() : extents();

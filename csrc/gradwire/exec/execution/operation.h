@@ -15,15 +15,15 @@
 
 namespace gradwire::exec {
 
-// Reused from call to call: bind() allocates only when it needs more room than ever before.
+// It is reused from call to call: bind() allocates only when it needs more room than ever before.
 class Operation {
  public:
-  // `transaction`: open for the request's keys where it feeds back; the caller settles it.
+  // `transaction` must be open for the request's keys if it feeds back. The caller settles it.
   void bind(const Request& request, std::shared_ptr<const Plan> plan, Rank rank, int size,
             codec::ErrorFeedback::Transaction& transaction);
 
-  // Local work before the first frame and after the last: copies, and what the codec adapts.
-  // `finite`: what the execution says; returns whether the residuals may move.
+  // Do the local work before the first frame and after the last: copies, and what the codec adapts.
+  // `finite` is what the execution returns; end() returns whether the residuals may move.
   void begin();
   bool end(bool finite);
   Execution::Call call() const;

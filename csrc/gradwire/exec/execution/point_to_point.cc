@@ -11,7 +11,7 @@ namespace {
 
 std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
 
-// Both ends must mean a message of the same size.
+// Returns a hash of the size, by which both ends check that they mean messages of the same size.
 std::uint32_t size_fingerprint(std::size_t bytes) {
   return static_cast<std::uint32_t>(bytes ^ (static_cast<std::uint64_t>(bytes) >> 32));
 }
@@ -87,15 +87,16 @@ bool PointToPoint::advance_send(Transfer& transfer, Links& links, TrafficCounter
   return progressed;
 }
 
-// The first recv in order of posting that takes a message from `peer`.
+// Returns the first posted recv that takes a message from `peer`.
 std::deque<Transfer>::iterator PointToPoint::match(Rank peer) {
   const Rank any = gone_[at(peer)] ? peer : Transfer::kAnyRank;
   return std::find_if(receives_.begin(), receives_.end(),
                       [=](const Transfer& each) { return each.peer == peer || each.peer == any; });
 }
 
-// A recv from any rank goes on while there is one that can still send: who left in peace is no
-// failure, and who did not is one that the control plane tells.
+// Returns a peer's message, if it has arrived. A recv from any rank goes on while some rank can
+// still send: a rank that closed cleanly is no failure, and the control plane reports one that did
+// not.
 std::optional<ConstBytes> PointToPoint::arrived(const Transfer& transfer, Links& links, Rank peer) {
   if (transfer.peer == peer) return links.peek(peer);
   try {

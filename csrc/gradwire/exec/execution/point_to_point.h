@@ -1,7 +1,7 @@
-// PointToPoint: send and recv between two ranks, independent of the collectives' order, on links of
-// their own. Messages between two ranks match in order; a recv from any rank takes the first
-// message that no earlier recv is waiting for. A message to oneself is copied and kept until a recv
-// takes it, so sending it never blocks.
+// PointToPoint: send and recv between two ranks, independent of the order of collectives, on links
+// of their own. Messages between two ranks match in order. A recv from any rank takes the first
+// message that no earlier recv waits for. A message to the rank itself is copied and kept until a
+// recv takes it, so sending it never blocks.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 
 namespace gradwire::exec {
 
-// One message, sent or received. The memory must stay until the work is done.
+// One message, sent or received. Its memory must stay valid until the work is done.
 struct Transfer {
   std::shared_ptr<Work> work;
   std::byte* data = nullptr;
@@ -29,7 +29,7 @@ struct Transfer {
   Deadline deadline = Deadline::never();
   std::size_t moved = 0;        // bytes so far
   std::uint32_t parts = 0;      // frames so far
-  std::vector<std::byte> copy;  // of a message to oneself; what `data` points to
+  std::vector<std::byte> copy;  // a message to the rank itself, to which `data` points
 
   static constexpr Rank kAnyRank = -1;
   bool started() const noexcept { return parts > 0; }
@@ -39,16 +39,17 @@ class PointToPoint {
  public:
   PointToPoint(Rank rank, int size, std::uint32_t communicator);
 
-  // A message to oneself is complete at once.
+  // Sends a message. One to the rank itself is complete at once.
   void send(Transfer transfer);
   void receive(Transfer transfer) { receives_.push_back(std::move(transfer)); }
 
   bool idle() const noexcept { return sends_.empty() && receives_.empty(); }
-  // Moves what can be moved now; whether that was anything. Finishes works that are complete.
+  // Moves what can be moved now, and returns whether that was anything. Finishes works that are
+  // complete.
   bool advance(Links& links, TrafficCounter& traffic);
-  // The first transfer whose deadline has passed.
+  // Returns the first transfer whose deadline has passed; null if there is none.
   const Transfer* overdue() const;
-  // The first transfer that is not complete: one with a known peer, where there is any.
+  // Returns the first transfer that is not complete; one with a known peer, if there is any.
   std::optional<Wait> waiting() const;
   void fail(const std::exception_ptr& error) noexcept;
 
@@ -66,10 +67,10 @@ class PointToPoint {
   int size_;
   std::uint32_t communicator_;
   std::deque<Transfer> sends_, receives_;
-  std::deque<Transfer> own_;                    // messages to oneself that no recv has taken
-  std::vector<bool> busy_;                      // peers whose earlier message is not out yet
-  std::vector<std::uint32_t> sent_, received_;  // whole messages so far, by peer
-  std::vector<bool> gone_;                      // who can no longer send, and this rank itself
+  std::deque<Transfer> own_;                    // to the rank itself, and not yet taken by a recv
+  std::vector<bool> busy_;                      // peers to which an earlier message is not out yet
+  std::vector<std::uint32_t> sent_, received_;  // by peer: whole messages so far
+  std::vector<bool> gone_;                      // ranks that can no longer send, and this rank
 };
 
 }  // namespace gradwire::exec

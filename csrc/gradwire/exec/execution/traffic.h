@@ -15,7 +15,7 @@ struct CodecTime {
   double decode = 0;
 };
 
-// Adds the time of its own life to `seconds`.
+// Adds the time for which it lives to `seconds`.
 class Stopwatch {
  public:
   explicit Stopwatch(double& seconds) : seconds_(seconds) {}
@@ -29,21 +29,22 @@ class Stopwatch {
   Clock::time_point start_ = Clock::now();
 };
 
-// Bytes and frames that left this rank, headers included; a frame staged once for k peers counts k.
+// Bytes and frames that left this rank, headers included. A frame that is staged once for k peers
+// counts k times.
 struct Traffic {
   std::uint64_t bytes_sent = 0;
   std::uint64_t frames_sent = 0;
   CodecTime codec;
 };
 
-// Counted by the driver, read by anybody.
+// Counts; the driver writes it, and any thread may read it.
 class TrafficCounter {
  public:
   void add(std::size_t bytes, std::size_t readers) noexcept {
     bytes_.fetch_add(bytes * readers, std::memory_order_relaxed);
     frames_.fetch_add(readers, std::memory_order_relaxed);
   }
-  // Takes what has been spent, and leaves zero.
+  // Adds what has been spent, and sets `spent` to zero.
   void add(CodecTime& spent) noexcept {
     encode_.store(encode_ + std::exchange(spent.encode, 0), std::memory_order_relaxed);
     decode_.store(decode_ + std::exchange(spent.decode, 0), std::memory_order_relaxed);

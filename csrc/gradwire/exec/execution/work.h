@@ -1,4 +1,4 @@
-// Work: one operation in flight. Shared between the driver, which finishes it, and whoever waits.
+// Work: one operation in flight. The driver, which finishes it, shares it with whoever waits.
 #pragma once
 
 #include <atomic>
@@ -16,8 +16,8 @@ class Work {
  public:
   bool done() const noexcept { return done_; }
 
-  // Sleeps until the operation is over or `seconds` have passed; true when it is over. Throws
-  // nothing.
+  // Sleeps until the operation is over or `seconds` have passed; returns true if it is over. Never
+  // throws.
   bool wait_for(double seconds) const {
     std::unique_lock lock(mutex_);
     ++waiters_;
@@ -27,16 +27,16 @@ class Work {
     return over;
   }
 
-  // The error the operation ended with, rethrown; to be called when done.
+  // Rethrows the error with which the operation ended, if any. To be called when it is done.
   void rethrow() const {
     if (done_ && error_) std::rethrow_exception(error_);
   }
 
-  // The rank that a recv's message came from, when done.
+  // Returns the rank that a recv's message came from, when it is done.
   Rank source() const noexcept { return done_ ? source_ : kNoPeer; }
 
-  // Whoever waits counts itself and then looks; this says that it is over and then counts: one of
-  // the two sees the other.
+  // Ends the operation. A waiter counts itself and then looks; this says that it is over and then
+  // reads the count: so one of the two sees the other.
   void finish(std::exception_ptr error, Rank source = kNoPeer) noexcept {
     if (error) error_ = std::move(error);
     if (source != kNoPeer) source_ = source;
@@ -48,14 +48,14 @@ class Work {
     over_.notify_all();
   }
 
-  // Ready for another operation; only while nobody else holds it, and after no error, since that is
-  // its communicator's end.
+  // Prepares for another operation. Only while nobody else holds it, and after no error, since an
+  // error ends its communicator.
   void reuse() noexcept { done_ = false; }
 
  private:
   mutable std::mutex mutex_;
   mutable std::condition_variable over_;
-  std::atomic<bool> done_{false};  // finish() writes it after the two below
+  std::atomic<bool> done_{false};  // finish() writes it after error_ and source_
   mutable std::atomic<int> waiters_{0};
   std::exception_ptr error_;
   Rank source_ = kNoPeer;

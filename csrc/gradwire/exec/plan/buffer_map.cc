@@ -31,7 +31,8 @@ void BufferMap::make(const Request& request, const Plan& plan, Rank rank, int si
   }
 }
 
-// The outputs are what is worked on; a rank that keeps no result works on a copy of its inputs.
+// Maps a collective that works on its outputs in place. A rank that keeps no result works on a copy
+// of its inputs.
 void BufferMap::in_place(const Request& request, Rank rank, const Scratch& scratch) {
   const bool bystander = request.collective == Collective::kReduce && rank != request.root;
   std::byte* next = bystander ? scratch(bytes_of(request.inputs)) : nullptr;
@@ -44,7 +45,7 @@ void BufferMap::in_place(const Request& request, Rank rank, const Scratch& scrat
   }
 }
 
-// A block of scratch for the inputs of each rank.
+// Maps a plan that folds: scratch has a block for the inputs of each rank.
 void BufferMap::fold(const Request& request, const Plan& plan, Rank rank, int size,
                      const Scratch& scratch) {
   sums_.assign(request.outputs.begin(), request.outputs.end());
@@ -66,7 +67,7 @@ void BufferMap::reduce_scatter(const Request& request, const Plan& plan, Rank ra
     extents_.push_back(next);
     next += count * element_;
   }
-  const std::size_t runs = extents_.size() / request.inputs.size();  // of each block
+  const std::size_t runs = extents_.size() / request.inputs.size();  // extents per block
   for (std::size_t i = 0; i < request.inputs.size(); ++i)
     add_copy(before_, extents_[i * runs], request.inputs[i]);
   const std::size_t arrays = request.outputs.size(), own = at(rank) * arrays;

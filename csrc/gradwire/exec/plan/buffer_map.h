@@ -1,5 +1,5 @@
 // BufferMap: the addresses of a request's extents, and the copies before and after its schedule
-// runs. It touches no memory, which may be a device's.
+// runs. It touches none of this memory, which may be a device's.
 #pragma once
 
 #include <cstddef>
@@ -18,16 +18,17 @@ struct CopyStep {
   std::size_t bytes = 0;
 };
 
-// Reused from call to call: make() allocates only when it needs more room than ever before.
+// It is reused from call to call: make() allocates only when it needs more room than ever before.
 class BufferMap {
  public:
-  // Returns at least `bytes` bytes, which stay valid until the next make().
+  // Returns at least `bytes` bytes of memory, valid until the next make().
   using Scratch = std::function<std::byte*(std::size_t bytes)>;
 
   void make(const Request& request, const Plan& plan, Rank rank, int size, const Scratch& scratch);
 
   const std::vector<std::byte*>& extents() const noexcept { return extents_; }
-  // For a plan that folds: what this rank adds, one after the other in its block, and the sums.
+  // For a plan that folds: where this rank's inputs lie, one after the other in its block, and the
+  // sums.
   const std::vector<std::byte*>& addends() const noexcept { return addends_; }
   const std::vector<Array>& sums() const noexcept { return sums_; }
   const std::vector<CopyStep>& before() const noexcept { return before_; }
@@ -43,7 +44,7 @@ class BufferMap {
   void add_copy(std::vector<CopyStep>& steps, std::byte* to, const Array& from);
   std::size_t bytes_of(std::span<const Array> arrays) const;
 
-  std::size_t element_ = 0;  // bytes
+  std::size_t element_ = 0;  // bytes per element
   std::vector<std::byte*> extents_;
   std::vector<std::byte*> addends_;
   std::vector<Array> sums_;

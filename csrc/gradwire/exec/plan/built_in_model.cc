@@ -8,7 +8,7 @@ schedule::CostModel built_in_model(std::string_view within, std::string_view bet
   schedule::CostModel model = schedule::default_model(within, between, cores);
   for (const std::string_view name : codec::codec_names()) {
     const auto codec = codec::make_codec(name);
-    // Nothing is encoded by the others: plain arrays travel as they are or are made of.
+    // Other codecs encode nothing: arrays travel as they are, or as collectives of plain arrays.
     if (codec->combine() != codec::Combine::kReencode &&
         codec->combine() != codec::Combine::kGather)
       continue;

@@ -1,4 +1,4 @@
-// The cost model by which algorithms are chosen until ranks have measured one.
+// The cost model by which algorithms are chosen until the ranks have measured one.
 #pragma once
 
 #include <string_view>
@@ -7,7 +7,7 @@
 
 namespace gradwire::exec {
 
-// schedule::default_model() with what each codec says of its own speed.
+// Returns schedule::default_model() with what each codec says of its own speed.
 schedule::CostModel built_in_model(std::string_view within, std::string_view between, int cores);
 
 }  // namespace gradwire::exec

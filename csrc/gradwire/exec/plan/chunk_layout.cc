@@ -5,8 +5,8 @@
 namespace gradwire::exec {
 namespace {
 
-// Part `part` of `parts` even parts of [0, total) begins here; the products fit for any real
-// buffer.
+// Returns where part `part` of `parts` even parts of [0, total) begins. The products do not
+// overflow for any real buffer.
 std::size_t even_cut(std::size_t total, std::size_t part, std::size_t parts) {
   return total / parts * part + total % parts * part / parts;
 }

@@ -15,12 +15,12 @@ namespace gradwire::exec {
 
 class ChunkLayout {
  public:
-  // As many extents to each chunk (`chunks_are_extents`), or all extents end to end cut into
-  // `chunks` even parts.
+  // Gives each chunk the same number of extents (`chunks_are_extents`), or cuts all extents, end to
+  // end, into `chunks` even parts.
   ChunkLayout(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
               bool chunks_are_extents);
 
-  // The pieces of segment `segment` of `segments` of a chunk, appended in order.
+  // Appends the pieces of segment `segment` of `segments` of a chunk, in order.
   void append(int chunk, int segment, int segments, std::vector<Piece>& out) const;
 
   std::size_t units(int chunk) const { return ends_[index(chunk)] - begins_[index(chunk)]; }

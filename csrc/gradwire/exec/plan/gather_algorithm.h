@@ -1,4 +1,5 @@
-// The names of algorithms by which payloads, or plain arrays, are gathered and added by every rank.
+// The names of the algorithms that gather payloads, or plain arrays, and let every rank add them
+// up.
 #pragma once
 
 #include <string_view>
@@ -7,12 +8,12 @@
 
 namespace gradwire::exec {
 
-// "gather", or "gather(ring)" with the algorithm of the all_gather.
+// Returns whether it is "gather", or "gather(ring)" with the algorithm of the all_gather.
 bool is_gather(std::string_view algorithm);
-// "ring" of "gather(ring)", or "auto".
+// Returns "ring" of "gather(ring)", or "auto".
 std::string_view gather_algorithm(std::string_view algorithm);
-// For a request whose payloads are gathered. Throws ScheduleError for one that wants them to travel
-// otherwise.
+// Returns the same for a request whose payloads are gathered. Throws ScheduleError if the request
+// wants them to travel otherwise.
 std::string_view gather_algorithm(const Request& request);
 
 }  // namespace gradwire::exec

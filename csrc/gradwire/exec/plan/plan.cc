@@ -1,5 +1,5 @@
-// Makes plans. No rank tells another which frames it will send, so all that both ends of a message
-// must agree on (segments, cuts, order) is computed from what both of them know.
+// Makes plans. No rank tells another which frames it will send, so everything on which both ends of
+// a message must agree (segments, cuts, order) is computed from what both know.
 #include "gradwire/exec/plan/plan.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ bool chunks_are_extents(Collective collective) {
 // All edges of one round between the same two ranks.
 struct Message {
   int round = 0;
-  std::vector<Rank> peers;  // the other end; several for a send that several read
+  std::vector<Rank> peers;  // the other end; several for a send that several ranks read
   std::vector<Edge> edges;
 
   bool same_bytes(const Message& other) const {
@@ -53,8 +53,8 @@ std::vector<Message> messages_of(int round, const std::vector<Edge>& edges, Rank
   return messages;
 }
 
-// Joins messages of the same bytes to peers on the same transport: their bytes are staged once,
-// and in shared memory several readers read one copy.
+// Joins messages that have the same bytes and go to peers on the same transport: their bytes are
+// staged once, and in shared memory several readers read one copy.
 std::vector<Message> share_staging(std::vector<Message> messages, const std::vector<int>& link_of) {
   std::vector<Message> shared;
   auto link = [&](Rank peer) {
@@ -111,8 +111,8 @@ class Plan::Builder {
   }
 
  private:
-  // Elements between two possible cuts: whole cache lines, so that no two segments share one, and
-  // whole units of the codec, so that its bits do not depend on the cuts.
+  // Returns the elements between two possible cuts: whole cache lines, so that no two segments
+  // share one, and whole units of the codec, so that its bits do not depend on the cuts.
   std::size_t unit() const {
     const std::size_t line = 64 / size_of(spec_.dtype);
     if (!plan_.lossy()) return line;
@@ -135,8 +135,8 @@ class Plan::Builder {
     }
   }
 
-  // Finished values travel along copy edges of in-tree schedules: the first rank to
-  // send one finishes it, everybody else receives it.
+  // Marks the rounds in which chunks travel finished. In in-tree schedules finished values travel
+  // along copy edges: the first rank to send one finishes it, all others receive it.
   void mark_finished_chunks() {
     const auto chunks = static_cast<std::size_t>(schedule_.chunks);
     arrives_finished_.assign(chunks, kNever);
@@ -155,7 +155,8 @@ class Plan::Builder {
     mark(sends_, leaves_finished_);
   }
 
-  // The payload of the largest message that any rank sends, were every chunk cut into `segments`.
+  // Returns the payload of the largest message that any rank sends if every chunk is cut into
+  // `segments`.
   std::size_t largest_message(int segments) const {
     std::vector<std::size_t> chunk_bytes;
     std::vector<Piece> pieces;
@@ -197,8 +198,8 @@ class Plan::Builder {
     return largest;
   }
 
-  // Cuts are rounded to units, so the largest message may have more than its share: more segments
-  // until it fits.
+  // Chooses one number of segments for all chunks. Cuts are rounded to units, so the largest
+  // message may have more than its share: it takes more segments until that fits.
   void choose_segments() {
     const std::size_t room = plan_.binding_.max_message - sizeof(FrameHeader);
     const std::size_t whole = largest_message(1);
@@ -220,8 +221,8 @@ class Plan::Builder {
     segments_of_.assign(static_cast<std::size_t>(schedule_.chunks), plan_.segments_);
   }
 
-  // Only the two ends of a message know the size of its block, so nothing else may decide; hence
-  // blocks do not share messages.
+  // Chooses the segments of each chunk by itself. Only the two ends of a message know the size of
+  // its block, so nothing else may decide; hence blocks do not share messages.
   void choose_segments_by_chunk() {
     const std::size_t room = plan_.binding_.max_message - sizeof(FrameHeader);
     const std::size_t units_in_room = room / (unit() * size_of(spec_.dtype));
@@ -262,9 +263,9 @@ class Plan::Builder {
     return bytes;
   }
 
-  // Places in the store for the payload of every finished chunk that this rank sends or forwards:
-  // all ranks must decode the same bytes, so nobody encodes a finished chunk twice. Each begins at
-  // a cache line.
+  // Places the payload of every finished chunk that this rank sends or forwards in the store: all
+  // ranks must decode the same bytes, so nobody encodes a finished chunk twice. Each place begins
+  // at a cache line.
   void place_store() {
     stored_.assign(cuts_.size(), kNotStored);
     if (!plan_.lossy()) return;
@@ -334,7 +335,7 @@ class Plan::Builder {
     }
   }
 
-  // Notes for each chunk the rounds in which it is in an edge of that landing.
+  // Records, for each chunk, the rounds in which it is in an edge of that landing.
   static void note_rounds(const std::vector<Message>& messages, Landing landing,
                           std::vector<ChunkRounds>& rounds, std::vector<int> ChunkRounds::* of) {
     for (const Message& message : messages)
@@ -344,7 +345,7 @@ class Plan::Builder {
             (rounds[static_cast<std::size_t>(c)].*of).push_back(message.round);
   }
 
-  // In-tree schedules: whether this rank is the one that has all of a chunk's sum first.
+  // Returns, for in-tree schedules, whether this rank is the first to have a chunk's whole sum.
   bool finishes(int chunk) const {
     const auto i = static_cast<std::size_t>(chunk);
     if (!plan_.binding_.in_tree) return false;
@@ -358,7 +359,7 @@ class Plan::Builder {
   }
 
   void place_wide_sums() {
-    std::vector<std::size_t> seen(cuts_.size(), 0);  // addends, by cut
+    std::vector<std::size_t> seen(cuts_.size(), 0);  // addends so far, by cut
     std::vector<std::uint32_t> place_of(cuts_.size(), 0);
     WidePlaces places;
     for (const Frame& frame : plan_.receives_)
@@ -389,17 +390,17 @@ class Plan::Builder {
     return {frame.segment + std::uint64_t{frame.round} * kLag, frame.segment};
   }
 
-  // The sort is stable: messages of one round keep the schedule's order, in which reductions fold,
-  // since another order would give other last bits.
+  // Sorts stably: messages of one round keep the schedule's order, in which reductions fold, since
+  // another order would give other last bits.
   void sort(std::vector<Frame>& frames) const {
     std::stable_sort(frames.begin(), frames.end(),
                      [this](const Frame& a, const Frame& b) { return place(a) < place(b); });
   }
 
-  // Only the first of all sends of a chunk finishes it: a second time would divide an average twice
-  // and feed a residual back twice.
+  // Lets only the first of all sends of a chunk finish it: a second time would divide an average
+  // twice and feed a residual back twice.
   void mark_first_finished_send() {
-    std::vector<std::uint32_t> seen;  // by first piece, which names the cut, unless it is empty
+    std::vector<std::uint32_t> seen;  // by first piece, which identifies the cut unless it is empty
     for (const Frame& frame : plan_.sends_) {
       for (std::uint32_t i = frame.parts.first; i < frame.parts.last; ++i) {
         Part& part = plan_.parts_[i];
@@ -411,10 +412,10 @@ class Plan::Builder {
     }
   }
 
-  // Walks over both lists in the one order that all ranks share. What a frame waits for stands
-  // earlier in it, in the same segment, so the ranks cannot wait for each other in a circle: a send
-  // waits for what landed in the rounds before, a receive for the sends of its own round, which
-  // read the buffer as it was when the round began.
+  // Finds what each frame needs, by a walk over both lists in the one order that all ranks share.
+  // What a frame waits for comes earlier in it, in the same segment, so the ranks cannot wait for
+  // each other in a circle. A send waits for what landed in the rounds before; a receive waits for
+  // the sends of its own round, which read the buffer as it was when the round began.
   void link_needs() {
     const auto segments = static_cast<std::size_t>(plan_.segments_);
     std::vector<std::uint32_t> landed(segments, 0), staged(segments, 0);
@@ -438,8 +439,8 @@ class Plan::Builder {
 
   // ---- Frames that are landed together ----
 
-  // Counts from the last receive back, so that each frame knows how many follow it whose elements
-  // are the same: the execution adds all that have arrived in one pass over the memory.
+  // Counts from the last receive back, so that each frame knows how many frames from it on add to
+  // the same elements. The execution adds all that have arrived in one pass over the memory.
   void find_addends() {
     for (std::size_t r = plan_.receives_.size(); r-- > 0;) {
       Frame& frame = plan_.receives_[r];
@@ -481,8 +482,8 @@ class Plan::Builder {
     }
   }
 
-  // Lists results that no send finishes, since only this rank has them (reduce, or a single rank):
-  // the execution finishes them when everything has landed.
+  // Lists results that no send finishes, since only this rank has them (reduce, or a single rank).
+  // The execution finishes them when everything has landed.
   void list_finished_here() {
     if (plan_.folds() || (plan_.divisor_ == 1 && !plan_.lossy())) return;
     for (int c = 0; c < schedule_.chunks; ++c) {
@@ -504,14 +505,14 @@ class Plan::Builder {
   const codec::Codec& codec_;
   ChunkLayout layout_;
   std::vector<Message> sends_, receives_;
-  // By chunk: the first round in which it arrives, or leaves, finished. It may come back to the
-  // rank that finished it.
+  // By chunk: the first round in which it arrives, or leaves, finished. A chunk may come back to
+  // the rank that finished it.
   static constexpr int kNever = std::numeric_limits<int>::max();
   std::vector<int> arrives_finished_, leaves_finished_;
   std::vector<int> segments_of_;                   // by chunk
   std::vector<Range> cuts_;                        // by chunk, then segment
   std::vector<std::uint32_t> stored_;              // likewise
-  std::vector<std::vector<WideFold>> wide_folds_;  // by chunk, of its addends in order
+  std::vector<std::vector<WideFold>> wide_folds_;  // by chunk, for its addends in order
   std::vector<int> chunk_of_part_;
 };
 

@@ -1,14 +1,14 @@
-// A Plan is a Schedule bound to one rank, one shape of buffers, a dtype and a codec: which frames
-// this rank sends and receives, in which order, and where in memory they come from and land. It
-// holds no pointers and no state: plans are cached and shared by all calls of the same shape.
+// A Plan is a Schedule bound to one rank, one shape of buffers, a dtype and a codec. It says which
+// frames this rank sends and receives, in which order, and where in memory they come from and land.
+// It holds no pointers and no state, so plans are cached and shared by all calls of the same shape.
 //
 // Pipelining: chunks are cut into segments and the schedule runs once per segment, several at a
 // time. Frames stand in one wavefront order, the same on all ranks:
 //     (segment + lag · round, segment, sends before receives).
-// A send may go when the receives before it of its own segment have landed, a receive may land when
-// the sends of its own round are staged; both conditions are one integer, `needs`. Everything a
-// frame waits for stands earlier in the order, and staging holds one round of sends, so no order of
-// arrivals and no size of staging above that can deadlock.
+// A send may go when the earlier receives of its own segment have landed. A receive may land when
+// the sends of its own round are staged. Both conditions are one integer, `needs`. Everything that
+// a frame waits for comes earlier in the order, and staging holds one round of sends, so no order
+// of arrivals, and no size of staging above that, can cause a deadlock.
 #pragma once
 
 #include <cstddef>
@@ -43,12 +43,12 @@ inline constexpr std::uint32_t kNotStored = ~0U;
 struct Part {
   Range pieces;
   schedule::Landing landing = schedule::Landing::kCopy;
-  // The rank that first sends a finished chunk: scales it (avg), and under a lossy codec encodes it
-  // into the store and adopts what everybody will decode.
+  // Set on the rank that first sends a finished chunk: it scales the chunk (avg) and, with a lossy
+  // codec, encodes it into the store and adopts what all ranks will decode.
   bool finishes = false;
   // Lossy codecs: finished chunks are forwarded verbatim from this place in the store.
   std::uint32_t stored = kNotStored;
-  WideFold wide{};  // 16-bit floats: of an addend that arrives
+  WideFold wide{};  // 16-bit floats: what to do with an addend that arrives
 };
 
 struct Frame {
@@ -58,36 +58,37 @@ struct Frame {
   Range parts;
   Range peers;              // one for a receive; all readers of the same bytes for a send
   std::uint32_t needs = 0;  // send: receives that must have landed; receive: sends staged
-  // Plain folds. Receive: how many frames, from this one on, add to the same elements, one after
-  // the other. Send: the addends of the last sum among the receives that it needs.
+  // Plain folds. Receive: how many frames, from this one on, add to the same elements one after the
+  // other. Send: 1 if it sends what the last receive that it needs has added up, else 0.
   std::uint32_t addends = 0;
   std::uint64_t bytes = 0;  // payload, at most (exactly, unless the codec's size varies)
 };
 
-// Everything that a Plan is a function of, the schedule aside.
+// Everything that determines a Plan, besides the schedule.
 struct Binding {
   OpSpec spec;
-  std::vector<std::uint64_t> counts;  // elements of each extent, as far as this rank knows them
-  // All ranks know all counts, and cut every chunk into the same number of segments. Otherwise
-  // (gather, scatter, all_to_all) each chunk is cut by its own size, which both its ends know.
+  std::vector<std::uint64_t> counts;  // of each extent, as far as this rank knows them
+  // True if all ranks know all counts, and cut every chunk into the same number of segments.
+  // Otherwise (gather, scatter, all_to_all) each chunk is cut by its own size, which both its ends
+  // know.
   bool uniform_segments = true;
   Rank rank = 0;
   std::shared_ptr<const codec::Codec> codec;
-  bool in_tree = false;  // schedule::verify's fact
-  // The schedule is an all_gather of the ranks' inputs, end to end; the operation adds them up.
+  bool in_tree = false;  // from schedule::verify's report
+  // The schedule is an all_gather of the ranks' inputs, end to end, and the operation adds them up.
   bool folds = false;
   std::size_t max_message = 0;    // bytes, frame header included
-  std::vector<int> link_of;       // peers on the same link class can share one staging
+  std::vector<int> link_of;       // by peer; peers with the same number can share staging
   std::size_t segment_bytes = 0;  // 0: chosen from the chunk's size
 };
 
 class Plan {
  public:
-  // Throws ScheduleError where codec and schedule do not fit, InvalidArgument where
-  // dtype, op and codec do not.
+  // Throws ScheduleError if codec and schedule do not fit together, and InvalidArgument if dtype,
+  // op and codec do not.
   Plan(const schedule::Schedule& schedule, Binding binding);
 
-  // Throws InvalidArgument where dtype, op and codec do not fit.
+  // Throws InvalidArgument if dtype, op and codec do not fit together.
   static void check_types(const OpSpec& spec, const codec::Codec& codec);
 
   const OpSpec& spec() const noexcept { return binding_.spec; }
@@ -96,15 +97,15 @@ class Plan {
   bool folds() const noexcept { return binding_.folds; }
   bool lossy() const noexcept { return binding_.codec->combine() != codec::Combine::kPlain; }
   std::uint32_t fingerprint() const noexcept { return fingerprint_; }
-  // OpSpec::to_string(), for messages.
+  // Returns OpSpec::to_string(), for messages.
   const std::string& text() const noexcept { return text_; }
   int segments() const noexcept { return segments_; }
-  // Every rank knows how much each rank sends; else (gather, scatter, all_to_all) only both ends of
-  // a message do.
+  // Returns whether every rank knows how much each rank sends; else (gather, scatter, all_to_all)
+  // only both ends of a message know.
   bool all_sizes_known() const noexcept { return binding_.uniform_segments; }
-  // Whether a rank that has finished the call knows that all ranks have begun the same one.
+  // Returns whether a rank that has finished the call knows that all ranks have begun the same one.
   bool confirms_all_ranks() const noexcept;
-  // Bytes of payload between this rank and `peer`, at most.
+  // Both return the bytes of payload between this rank and `peer`, at most.
   std::uint64_t bytes_to(Rank peer) const { return bytes_with(sends_, peer); }
   std::uint64_t bytes_from(Rank peer) const { return bytes_with(receives_, peer); }
 
@@ -114,24 +115,25 @@ class Plan {
   std::span<const Piece> pieces(const Part& part) const { return view(pieces_, part.pieces); }
   std::span<const Rank> peers(const Frame& frame) const { return view(peers_, frame.peers); }
 
-  // Lossy codecs: where the payload of a stored part lies, and the size of the whole store.
+  // For lossy codecs: where the payload of a stored part lies, how many there are, and the size of
+  // the whole store.
   std::size_t store_offset(std::uint32_t stored) const { return store_offsets_[stored]; }
   std::size_t stored_parts() const noexcept { return store_offsets_.size(); }
   std::size_t store_bytes() const noexcept { return store_bytes_; }
 
-  // Where a sum in float32 lies, and how many elements lie there in all.
+  // Where a float32 sum lies, and how many elements such sums take in all.
   std::size_t wide_offset(const WideFold& fold) const noexcept {
     return fold.place * wide_elements_;
   }
   std::size_t wide_elements() const noexcept { return wide_places_ * wide_elements_; }
 
-  // The most of any frame.
+  // Returns the most addends of any frame.
   std::size_t most_addends() const noexcept { return most_addends_; }
 
-  // What avg divides by, the number of ranks; 1 for every other op.
+  // Returns what avg divides by: the number of ranks; 1 for every other op.
   int divisor() const noexcept { return divisor_; }
-  // Results that this rank neither sends nor receives in finished form: they are finished when
-  // everything has landed. Empty where nothing is to be done for them.
+  // Returns the results that this rank neither sends nor receives in finished form, to be finished
+  // when everything has landed. Empty if nothing is to be done for them.
   const std::vector<Piece>& finished_here() const noexcept { return finished_here_; }
 
  private:
@@ -159,7 +161,7 @@ class Plan {
   std::vector<Piece> finished_here_;
   std::size_t most_addends_ = 0;
   std::size_t wide_places_ = 0;
-  std::size_t wide_elements_ = 0;  // of the largest
+  std::size_t wide_elements_ = 0;  // of the largest sum
 };
 
 }  // namespace gradwire::exec

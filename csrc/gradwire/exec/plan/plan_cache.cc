@@ -12,7 +12,7 @@
 namespace gradwire::exec {
 namespace {
 
-// Plans are small; a job that makes more shapes than this starts over.
+// Plans are small. A cache that has more than this begins anew.
 constexpr std::size_t kMostPlans = 256;
 
 const std::shared_ptr<const codec::Codec>& codec_of(const Request& request) {
@@ -20,7 +20,8 @@ const std::shared_ptr<const codec::Codec>& codec_of(const Request& request) {
   return request.codec ? request.codec : none;
 }
 
-// Blocks of gather, scatter and all_to_all are each known to two ranks only.
+// Returns whether all ranks know all counts. Each block of gather, scatter and all_to_all is known
+// to only two ranks.
 bool counts_known_to_all(Collective collective) {
   return collective != Collective::kGather && collective != Collective::kScatter &&
          collective != Collective::kAllToAll;
@@ -41,10 +42,10 @@ void require_fits(const schedule::Schedule& schedule, const Request& request, in
                         std::to_string(request.root));
 }
 
-// Blocks whose sizes not all ranks know are taken to be of this size.
+// The size that blocks are taken to have if not all ranks know it.
 constexpr double kUnknownBlock = 64 * 1024;
 
-// Whether a sum of plain arrays is gathered: all ranks get all inputs, by an all_gather.
+// Returns whether a sum of plain arrays is gathered: all ranks get all inputs, by an all_gather.
 bool folds(const Request& request, std::string_view algorithm) {
   return request.schedule == nullptr && request.collective == Collective::kAllReduce &&
          codec_of(request)->combine() == codec::Combine::kPlain && is_gather(algorithm);
@@ -56,7 +57,7 @@ double bytes_of_all(const std::vector<std::uint64_t>& counts, const Request& req
   return static_cast<double>(elements) * static_cast<double>(size_of(request.dtype));
 }
 
-// Rounded up to a quarter of an octave.
+// Returns the bytes rounded up, in four steps per power of two.
 double size_class(double bytes) {
   int exponent = 0;
   const double fraction = std::frexp(bytes, &exponent);
@@ -105,8 +106,9 @@ void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
                    static_cast<double>(elements * sizeof(float));
 }
 
-// Calls of nearly the same size are asked for once. Not for this communicator's messages, but for
-// the usual ones: their size may change no bit.
+// Returns the model's choice; it is asked only once for calls of nearly the same size. The question
+// is about frames of the usual size, not of this communicator's, since their size may change no
+// bit.
 const schedule::Choice& PlanCache::choose(Collective collective, Rank root, double bytes,
                                           const std::shared_ptr<const codec::Codec>& codec) {
   const ChoiceKey key{collective, root, size_class(bytes), codec.get()};
@@ -124,7 +126,7 @@ const schedule::Choice& PlanCache::choose(Collective collective, Rank root, doub
   return choices_.back().choice;
 }
 
-// The model chooses what the caller has not.
+// Returns the request's algorithm and segments, as far as the caller left the choice to the model.
 schedule::Choice PlanCache::choose(const Request& request) {
   const double bytes = bytes_of_all(counts_, request, setting_.size);
   if (request.algorithm == "auto")

@@ -1,6 +1,6 @@
-// PlanCache: from a request to its plan, without allocating when the same shape was seen before.
-// Also decides what algorithm="auto" means, by a cost model and what all ranks know alike. The
-// model's digest is part of what the ranks agree on, wherever it decided.
+// PlanCache: finds the plan of a request, without allocating if the same shape was seen before. It
+// also decides by a cost model what algorithm="auto" means, from what all ranks know alike. Where
+// the model decided, its digest is part of what the ranks must agree on.
 #pragma once
 
 #include <memory>
@@ -13,8 +13,7 @@
 
 namespace gradwire::exec {
 
-// Adds to the question the time that the codec takes and the bytes that it leaves; nothing for a
-// plain one.
+// Adds the codec's time, and the bytes that it leaves, to the question. A plain codec adds nothing.
 void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
              schedule::Question& question);
 
@@ -29,16 +28,16 @@ class PlanCache {
   };
   explicit PlanCache(Setting setting);
 
-  // Sets the model behind algorithm="auto", on all ranks, between two calls. Until then it is the
-  // default model of shared memory, with a core for every rank.
+  // Sets the model behind algorithm="auto". To be called on all ranks, between two calls. Until
+  // then it is the default model of shared memory, with a core for every rank.
   void set_model(schedule::CostModel model);
 
-  // Throws ScheduleError or InvalidArgument when the request makes no valid plan.
+  // Returns the request's plan. Throws ScheduleError or InvalidArgument if there is no valid one.
   std::shared_ptr<const Plan> find(const Request& request, const std::vector<int>& link_of);
 
  private:
   struct Key {
-    std::uint64_t digest = 0;  // of everything below, to look up quickly
+    std::uint64_t digest = 0;  // of the counts, for a quick comparison
     Collective collective;
     DType dtype;
     ReduceOp op;
@@ -57,12 +56,12 @@ class PlanCache {
   bool matches(const Key& key, const Request& request, std::uint64_t digest) const;
   std::shared_ptr<const Plan> make(const Request& request, const std::vector<int>& link_of,
                                    std::uint64_t digest);
-  // What a choice depends on, beside the setting and the model.
+  // What a choice depends on, besides the setting and the model.
   struct ChoiceKey {
     Collective collective;
     Rank root = 0;
     double bytes = 0;
-    const codec::Codec* codec = nullptr;  // kept
+    const codec::Codec* codec = nullptr;  // kept alive by the cached choice
     bool operator==(const ChoiceKey&) const = default;
   };
   struct CachedChoice {

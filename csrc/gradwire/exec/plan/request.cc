@@ -26,7 +26,8 @@ void require_equal_counts(const Request& request) {
                           " elements, its input " + std::to_string(in[i].count));
 }
 
-// One side is a block for each rank, the other one array, as long as this rank's block.
+// Throws unless one side has a block for each rank and the other side one array, as long as this
+// rank's block.
 void require_blocks(const Request& request, std::span<const Array> blocks, const char* which,
                     Rank rank, int size) {
   if (blocks.size() != at(size))
@@ -42,7 +43,8 @@ void require_blocks(const Request& request, std::span<const Array> blocks, const
                         std::to_string(other[own].count));
 }
 
-// The same of several arrays: each rank's block is a run of as many arrays as the other side has.
+// Does the same for several arrays: each rank's block is a run of as many arrays as the other side
+// has.
 void require_runs(const Request& request, std::span<const Array> blocks, std::span<const Array> own,
                   Rank rank, int size) {
   if (own.empty() || blocks.size() != own.size() * at(size))
@@ -62,12 +64,13 @@ void require_one(const Request& request, std::span<const Array> arrays, const ch
            std::string("needs one ") + which + " array, got " + std::to_string(arrays.size()));
 }
 
-// A walk over keys that lie end to end.
+// Walks over keys that lie end to end.
 class KeyWalk {
  public:
   explicit KeyWalk(std::span<const codec::KeyedExtent> keys) : keys_(keys) {}
 
-  // Past those of the next `most` elements that are of one key; beyond the last one, past all.
+  // Takes a step of at most `most` elements that stays within one key, and returns its length.
+  // Beyond the last key a step takes all `most`.
   std::uint64_t step(std::uint64_t most) {
     for (; !keys_.empty() && used_ == keys_.front().count; used_ = 0) keys_ = keys_.subspan(1);
     const std::uint64_t run = keys_.empty() ? most : std::min(most, keys_.front().count - used_);
@@ -77,7 +80,7 @@ class KeyWalk {
 
  private:
   std::span<const codec::KeyedExtent> keys_;
-  std::uint64_t used_ = 0;  // of the first one
+  std::uint64_t used_ = 0;  // elements of the first key
 };
 
 std::size_t most_runs(const Request& request) {

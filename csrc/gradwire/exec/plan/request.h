@@ -15,7 +15,7 @@
 
 namespace gradwire::exec {
 
-// How an extent reads as a matrix, row by row.
+// The shape of an extent that is a matrix, row by row.
 struct Shape {
   std::size_t rows = 1;
   std::size_t columns = 0;
@@ -23,25 +23,24 @@ struct Shape {
 
 struct ExchangePayloads;
 
-// The shapes of the caller's arrays, which must be the same on all ranks: checked in the first call
-// that has them, or in each.
+// The shapes of the caller's arrays, which must be the same on all ranks. They are compared in the
+// first call that has them, or in each call.
 struct ShapeCheck {
   std::uint64_t digest = 0;  // 0: not checked
-  std::string_view text;     // "(2, 3)"; may be cut
+  std::string_view text;     // "(2, 3)"; may be shortened
   bool always = false;
 };
 
-// A run of elements in the caller's memory; data may be null when count is 0.
+// A run of elements in the caller's memory. `data` may be null if `count` is 0.
 struct Array {
   std::byte* data = nullptr;
   std::uint64_t count = 0;  // elements
 };
 
 // Which arrays a collective takes, at rank r of p:
-//   all_reduce, reduce, broadcast   inputs = outputs in number and counts; equal addresses: in
-//   place
-//                                   (reduce: outputs only at the root; broadcast: inputs only at
-//                                   the root)
+//   all_reduce, reduce, broadcast   inputs = outputs in number and counts; in place where their
+//                                   addresses are equal (reduce: outputs only at the root;
+//                                   broadcast: inputs only at the root)
 //   reduce_scatter                  inputs: p blocks; outputs: one, as long as block r
 //   all_gather                      inputs: one; outputs: p blocks, block r as long as the input
 //                                   (both: or k arrays for each block, those of block 0 first)
@@ -57,13 +56,13 @@ struct Request {
   std::uint64_t schedule_digest = 0;             // of *schedule, computed once
   std::shared_ptr<const codec::Codec> codec;     // null: none
   // Lossy codecs: null for no error feedback. The keys lie end to end over all inputs. Each input
-  // belongs to one key, except in reduce_scatter, whose inputs are blocks of any number of keys.
+  // belongs to one key, except in reduce_scatter, where an input is a block of any number of keys.
   std::shared_ptr<codec::ErrorFeedback> feedback;
   std::span<const codec::KeyedExtent> keys;
-  // Instead of a codec: payloads are exchanged (exec/compound/exchange.h), and the arrays are not
+  // In place of a codec: payloads are exchanged (exec/compound/exchange.h), and the arrays are not
   // touched.
   std::shared_ptr<ExchangePayloads> payloads;
-  std::string_view codec_label;  // the codec, as ranks compare it; empty: its name
+  std::string_view codec_label;  // the codec's name as ranks compare it; empty: its own
   std::string_view moved;        // OpSpec::moved
   ShapeCheck shape_check;
   std::span<const Array> inputs;
@@ -72,12 +71,12 @@ struct Request {
   double timeout = 300;           // seconds, from when the operation starts to run
 };
 
-// The elements of each extent that the request's schedule works on (OpSpec::counts). Blocks of
-// reduce_scatter are cut where keys end, all into as many extents, some of them empty. For
-// gather, scatter and all_to_all only this rank's own counts are known here: the others are 0,
-// and uneven counts are checked frame by frame instead of in the fingerprint.
+// Writes the elements of each extent that the request's schedule works on (OpSpec::counts). Blocks
+// of reduce_scatter are cut where keys end, all into equally many extents, some of them empty. For
+// gather, scatter and all_to_all only this rank's own counts are known: the others are 0, and
+// uneven counts are checked frame by frame instead of in the fingerprint.
 void extent_counts(const Request& request, Rank rank, int size, std::vector<std::uint64_t>& out);
-// Throws InvalidArgument when inputs and outputs do not fit together.
+// Throws InvalidArgument if inputs and outputs do not fit together.
 void check_arrays(const Request& request, Rank rank, int size);
 
 }  // namespace gradwire::exec

@@ -5,8 +5,8 @@
 namespace gradwire::exec {
 namespace {
 
-// Whether two addends, of these rounds, belong to different sums. Sends read a chunk before the
-// addends of their round arrive.
+// Returns whether addends of these two rounds belong to different sums. Sends read a chunk before
+// the addends of their round arrive.
 bool are_apart(const ChunkRounds& rounds, int before, int after) {
   return std::ranges::any_of(rounds.sent,
                              [=](int round) { return before < round && round <= after; }) ||

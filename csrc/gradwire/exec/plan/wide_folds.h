@@ -1,4 +1,4 @@
-// Sums of several 16-bit floats on one rank: formed in float32, rounded once.
+// Sums of several 16-bit floats on one rank, which are formed in float32 and rounded once.
 #pragma once
 
 #include <cstdint>
@@ -7,26 +7,27 @@
 
 namespace gradwire::exec {
 
-// The effect of the arrival of one addend.
+// What to do when an addend arrives.
 struct WideFold {
   static constexpr std::uint32_t kNone = ~0U;
-  std::uint32_t place = kNone;  // of the sum; kNone: the addend is folded and rounded by itself
-  bool begins = false;          // it is the first: this rank's own elements come in too
-  bool ends = false;            // it is the last: the sum is rounded, into this rank's elements
+  std::uint32_t place = kNone;  // of the sum; kNone: the addend is folded and rounded alone
+  bool begins = false;          // first addend: this rank's own elements are added too
+  bool ends = false;            // last addend: the sum is rounded into this rank's elements
   bool averages = false;        // and divided before that
 };
 
-// The rounds of a schedule in which a rank's chunk gets addends (ascending), is sent, is replaced.
+// The rounds of a schedule in which a rank's chunk gets addends (ascending), is sent, or is
+// replaced.
 struct ChunkRounds {
   std::vector<int> added, sent, replaced;
 };
 
-// One fold per addend, in the order of their arrival. Addends between which the chunk is neither
-// sent nor replaced make one sum; they have place 0 until the plan finds a real one. `averages`:
-// the last sum is divided.
+// Returns one fold per addend, in the order of arrival. Addends between which the chunk is neither
+// sent nor replaced make one sum; its place is 0 until the plan finds a real one. `averages`: the
+// last sum is divided.
 std::vector<WideFold> wide_folds(const ChunkRounds& rounds, bool averages);
 
-// Places for sums under way. A finished sum gives its place to another.
+// Assigns places to unfinished sums. A finished sum gives its place to another.
 class WidePlaces {
  public:
   std::uint32_t take();
