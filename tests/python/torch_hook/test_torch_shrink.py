@@ -78,7 +78,10 @@ def train_until_one_dies(
 def count_what_is_left(directory: str) -> list[Census]:
     """Counts on rank 0, after each of the trainings with one of the other ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
+    connected = dist.FileStore(f"{directory}/connected", ranks)
+    connected.set(str(rank), "")
+    connected.wait([str(each) for each in range(ranks)])
+    dist.destroy_process_group()  # earlier, ranks that gloo still connects would fail
     if rank > 0:
         train_until_one_dies(f"{directory}/{rank}", 1)
     found = []
