@@ -166,6 +166,7 @@ def test_without_root_it_says_what_needs_none(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_steps_are_timed_on_emulated_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     random = np.random.default_rng(1)
     for stem, count in (("train", 64), ("t10k", 8)):

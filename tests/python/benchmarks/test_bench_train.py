@@ -258,6 +258,7 @@ def test_root_installs_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ran[1].endswith("dataset-fashion-mnist")
 
 
+@pytest.mark.nightly
 def test_it_trains_what_is_not_there_yet(tiny: Path, monkeypatch: pytest.MonkeyPatch):
     runs = tiny / "runs.jsonl"
     command = ["train.py", "--data", str(tiny), "--runs", str(runs), "--ranks", "2"]

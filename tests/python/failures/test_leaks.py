@@ -32,7 +32,7 @@ from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.rendezvous import rendezvous
 from gradwire._communicator import from_mesh
-from ranks import VANISHED, eventually, meshes, outcomes, over_processes, vanish
+from ranks import PROCESS_TRANSPORTS, VANISHED, eventually, meshes, outcomes, vanish
 
 P = 3
 ROUNDS, TURNS = 6, 3  # a round is so many turns
@@ -212,7 +212,13 @@ def assert_nothing_is_left(live_once: Callable[[], object]) -> None:
         raise ended.error
 
 
-@over_processes
+@pytest.mark.parametrize(
+    "transport",
+    [
+        pytest.param(name, marks=() if name == "shm" else pytest.mark.nightly)
+        for name in PROCESS_TRANSPORTS
+    ],
+)
 @pytest.mark.parametrize("ending", [close, failure, abort, shrink])
 def test_nothing_is_left_of_a_communicator(ending: Ending, transport: str) -> None:
     assert_nothing_is_left(lambda: turn(transport, ending))

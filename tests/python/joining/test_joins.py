@@ -146,6 +146,7 @@ def train_all(meshes: Sequence[Mesh], more: Callable[[int], bool]) -> list[list[
         return list(pool.map(train_one, meshes))
 
 
+@pytest.mark.nightly
 def test_a_thousand_strangers_change_no_bit_of_a_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

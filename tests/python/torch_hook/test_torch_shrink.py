@@ -95,6 +95,7 @@ def count_what_is_left(directory: str) -> list[Census]:
     return found
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_of_a_hook_whose_rank_was_lost(tmp_path: Path) -> None:
     others = tuple(range(1, 9))
     found = torch_ranks.run(9, count_what_is_left, str(tmp_path), dying=others)[0][1:]
