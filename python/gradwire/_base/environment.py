@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 
 from gradwire import _core
 from gradwire._errors import InvalidArgument
@@ -23,7 +22,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "GRADWIRE_SECRET": ("shared secret of the job's ranks, at least 16 bytes", "made by rank 0"),
     "GRADWIRE_SECRET_FILE": ("file (mode 0600) that holds the secret", "none"),
     "GRADWIRE_INSECURE": ("1: allow a store beyond loopback without a secret", "0"),
-    "GRADWIRE_TRANSPORT": ("transports to use, best first, with commas", "shm,rdma,tcp"),
+    "GRADWIRE_TRANSPORT": (
+        "transports to use, best first, with commas",
+        ",".join(name for name, _, _, by_default, _ in _core.transport_kinds() if by_default),
+    ),
     **{
         name: (meaning, unset)
         for *_, settings in _core.transport_kinds()
@@ -99,24 +101,6 @@ def seconds(name: str, least: float, most: float) -> float:
     if not least <= value <= most:
         raise InvalidArgument(f"{name}={given!r} is not a time: use {least:g} to {most:g} seconds")
     return value
-
-
-def integer(name: str, least: int, most: int, *, unset: int) -> int:
-    """A variable as an integer, or `unset`; raises InvalidArgument outside the range."""
-    given = text(name)
-    if given is None:
-        return unset
-    if not given.isdecimal() or not least <= int(given) <= most:
-        raise InvalidArgument(f"{name}={given!r} is out of range: use {least} to {most}")
-    return int(given)
-
-
-def choice(name: str, among: Sequence[str]) -> str:
-    """A variable with one of these values, or ""; raises InvalidArgument for any other."""
-    given = text(name) or ""
-    if given and given not in among:
-        raise InvalidArgument(f"{name}={given!r}: use {', '.join(among)}")
-    return given
 
 
 def items(name: str) -> tuple[str, ...]:

@@ -173,11 +173,13 @@ def choose_transport(lower: AddressInfo, higher: AddressInfo) -> str | None:
 
 
 def _joins(transport: str, one: AddressInfo, other: AddressInfo) -> bool:
-    reach = KINDS[transport].reach
-    if reach == "network":
+    kind = KINDS.get(transport)  # None: both offer one that this version does not have
+    if kind is None:
+        return False
+    if kind.reach == "network":
         common = set(one.networks) & set(other.networks)
         return any(network.startswith(f"{transport} ") for network in common)
-    return reach == "all" or one.host == other.host
+    return kind.reach == "all" or one.host == other.host
 
 
 def inproc_meshes(size: int) -> list[Mesh]:

@@ -6,7 +6,6 @@ a transport share (its context) is opened when it is first asked for.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -28,11 +27,16 @@ class Kind(NamedTuple):
     reach: str  # "process", "host", "network" (ranks on one of its networks) or "all"
     local: bool  # made over Unix sockets; else over TCP
     by_default: bool  # offered to peers where the user names no transports
-    settings: Sequence[tuple[str, str, str]]  # variables: name, meaning, what holds without it
+    # Variables: name, meaning, what holds without it. The first one of a network's names devices.
+    settings: Sequence[tuple[str, str, str]]
 
 
 KINDS = {kind.name: kind for kind in (Kind(*fields) for fields in _core.transport_kinds())}
 DEFAULTS = tuple(name for name, kind in KINDS.items() if kind.by_default)
+
+
+class _Unusable(Exception):
+    """An error of a transport of which there can be no link here; says why."""
 
 
 def context(name: str) -> _core.TransportContext | None:
@@ -40,16 +44,19 @@ def context(name: str) -> _core.TransportContext | None:
 
     Raises InvalidArgument, which says why there can be no such link here and what to do.
     """
-    found, reason = _open(os.getpid(), name, _settings(name))
-    if reason:
-        raise InvalidArgument(f"transport {name} is not usable here: {reason}")
-    return found
+    try:
+        return _open(name)
+    except _Unusable as error:
+        raise InvalidArgument(f"transport {name} is not usable here: {error}") from None
 
 
 def why_not(name: str) -> str | None:
     """The reason why there can be no link of this transport here; None if there can."""
-    _, reason = _open(os.getpid(), name, _settings(name))
-    return reason or None
+    try:
+        _open(name)
+    except _Unusable as error:
+        return str(error)
+    return None
 
 
 def networks_of(names: Sequence[str]) -> tuple[str, ...]:
@@ -68,11 +75,11 @@ def networks_of(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_usable(name: str) -> bool:
-    """Whether there can be such links; warns where settings ask for some, and there can be none."""
+    """Whether there can be such links; warns where devices were named and there can be none."""
     reason = why_not(name)
-    given = ", ".join(f"{variable}={value}" for variable, value in _settings(name))
-    if reason and given:
-        _log.warning("%s, and %s is not used: %s", given, name, reason)
+    for variable, *_ in KINDS[name].settings[:1]:
+        if reason and (devices := environment.text(variable)):
+            _log.warning("%s=%s, and %s is not used: %s", variable, devices, name, reason)
     return reason is None
 
 
@@ -84,14 +91,18 @@ def _networks(name: str, only: bool) -> Sequence[str]:
     return opened.networks(only)
 
 
-def _settings(name: str) -> tuple[tuple[str, str], ...]:
+def _open(name: str) -> _core.TransportContext | None:
+    """Opens a transport once a process and its settings; raises _Unusable, each time anew."""
     read = ((variable, environment.text(variable)) for variable, *_ in KINDS[name].settings)
-    return tuple((variable, value) for variable, value in read if value is not None)
+    settings = {variable: value for variable, value in read if value is not None}
+    asked = os.getpid(), settings  # a forked child opens its own
+    if name not in _opened or _opened[name][0] != asked:
+        found, reason = _core.open_transport(name, settings)
+        if reason:
+            raise _Unusable(reason)
+        _opened[name] = asked, found
+    return _opened[name][1]
 
 
-@functools.lru_cache(maxsize=16)
-def _open(
-    _process: int, name: str, settings: tuple[tuple[str, str], ...]
-) -> tuple[_core.TransportContext | None, str]:
-    """Opens a transport; a forked child opens its own."""
-    return _core.open_transport(name, dict(settings))
+# By transport: the process and the settings that asked for it, and its context.
+_opened: dict[str, tuple[tuple[int, dict[str, str]], _core.TransportContext | None]] = {}

@@ -202,9 +202,7 @@ TEST(Arena, AReaderThatIsFarHasItsMessagesStreamed) {
 }
 
 TEST(Registry, UnknownNamesAndOptionsOutOfRangeSaySo) {
-  std::vector<std::string_view> names;
-  for (const Kind* kind : transport_kinds()) names.push_back(kind->name);
-  EXPECT_EQ(names, (std::vector<std::string_view>{"inproc", "shm", "rdma", "tcp", "emulated"}));
+  for (const Kind* kind : transport_kinds()) EXPECT_NO_THROW(open_transport(kind->name, {}));
   EXPECT_THROW(make_transport("carrier_pigeon", kOptions), InvalidArgument);
   EXPECT_THROW(open_transport("carrier_pigeon", {}), InvalidArgument);
   std::vector<Options> wrong(5, kOptions);

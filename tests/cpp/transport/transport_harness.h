@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <string>
@@ -55,7 +56,9 @@ inline Ends tcp_ends() {
 }
 
 inline Ends ends_for(std::string_view transport) {
-  return transport == "shm" || transport == "inproc" ? unix_ends() : tcp_ends();
+  const auto kinds = transport_kinds();
+  const auto kind = std::ranges::find(kinds, transport, &Kind::name);
+  return (*kind)->sockets == Sockets::kUnix ? unix_ends() : tcp_ends();
 }
 
 // Runs every job on a thread of its own; rethrows the first exception after all have ended.

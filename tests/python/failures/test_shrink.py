@@ -460,11 +460,11 @@ def test_a_message_comes_in_any_pieces_after_what_the_communicator_sent() -> Non
         theirs,
         contextlib.closing(_links.SurvivorLinks([(1, ours.detach(), frame[:7])], 2)) as links,
     ):
-        sent = frame[7:] + frame + HEAD[:8] + b"\x04\0\0\0\x03card"
+        sent = frame[7:] + frame + HEAD[:8] + b"\x04\0\0\0\x03view"
         for cut in range(0, len(sent), 11):
             theirs.sendall(sent[cut : cut + 11])
             events = links.poll(5)
-        assert events == [_links.Message(1, _links.MessageKind.VIEW, frozenset({0, 1}), b"card")]
+        assert events == [_links.Message(1, _links.MessageKind.VIEW, frozenset({0, 1}), b"view")]
         theirs.close()
         assert isinstance(links.poll(5)[0], _links.LinkEnded)
 

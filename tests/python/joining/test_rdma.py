@@ -26,9 +26,9 @@ def nothing_is_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable, *_ in transport_kinds.KINDS["rdma"].settings:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.delenv("GRADWIRE_TRANSPORT", raising=False)
-    transport_kinds._open.cache_clear()
+    transport_kinds._opened.clear()
     yield
-    transport_kinds._open.cache_clear()
+    transport_kinds._opened.clear()
 
 
 Settings = Mapping[str, str]
@@ -58,14 +58,22 @@ def no_ports(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
 
 @pytest.fixture
-def two_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_ports(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """A machine with two RDMA ports; what they were asked for with."""
     ports = ["rxe0:1, RoCE v2, GID 1 (198.18.0.1), MTU 4096", "mlx5_0:1, InfiniBand, LID 3"]
     any_network = ["ethernet, any network", "infiniband, any network"]
+    asked: list[Settings] = []
     context = SimpleNamespace(
         describe=lambda: ports,
         networks=lambda only: ["ethernet 198.18.0.0/24", *(any_network if only else [])],
     )
-    replace_rdma(monkeypatch, lambda _: (context, ""))
+
+    def opens(settings: Settings) -> Opened:
+        asked.append(settings)
+        return context, ""
+
+    replace_rdma(monkeypatch, opens)
+    return asked
 
 
 @pytest.mark.usefixtures("no_ports")
@@ -80,7 +88,8 @@ def test_without_ports_it_is_left_out_unless_it_is_asked_for():
 @pytest.mark.usefixtures("two_ports")
 def test_with_ports_it_comes_between_shm_and_tcp(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "gradwire"):
-        assert choose_transports(None) == ("shm", "rdma", "tcp")
+        found = choose_transports(None)
+        assert found.index("shm") < found.index("rdma") < found.index("tcp")
         assert networks_of(choose_transports(None))
     assert "GID 1 (198.18.0.1)" in caplog.text
     assert choose_transports(["rdma"]) == ("rdma",)
@@ -90,6 +99,9 @@ def test_with_ports_it_comes_between_shm_and_tcp(caplog: pytest.LogCaptureFixtur
 def test_a_device_that_was_named_and_is_not_used_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
+    networks_of(["rdma", "tcp"])
+    assert caplog.text == ""
+    monkeypatch.setenv("GRADWIRE_IB_TIMEOUT", "22")  # a whole site's, say
     networks_of(["rdma", "tcp"])
     assert caplog.text == ""
     monkeypatch.setenv("GRADWIRE_IB_HCA", "mlx5_7")
@@ -129,12 +141,21 @@ def test_a_wrong_setting_is_an_error_even_where_tcp_would_do(
     assert value in check.detail
 
 
-def test_ports_are_opened_once_a_process(no_ports: list[Settings], monkeypatch: pytest.MonkeyPatch):
+def test_ports_are_opened_once_a_process_and_for_its_settings(
+    two_ports: list[Settings], monkeypatch: pytest.MonkeyPatch
+):
     for _ in range(3):
-        why_not("rdma")
-    assert len(no_ports) == 1
+        assert why_not("rdma") is None
+    assert two_ports == [{}]
     monkeypatch.setattr("os.getpid", lambda: 1)  # as in a forked child
     why_not("rdma")
+    monkeypatch.setenv("GRADWIRE_IB_TC", "1")
+    why_not("rdma")
+    assert two_ports == [{}, {}, {"GRADWIRE_IB_TC": "1"}]
+
+
+def test_what_fails_is_tried_again(no_ports: list[Settings]):
+    assert why_not("rdma") == why_not("rdma") == ABSENT
     assert len(no_ports) == 2
 
 

@@ -38,6 +38,7 @@ from gradwire._bootstrap.mesh import (
 from gradwire._bootstrap.rendezvous import choose_transports, find_secret, rendezvous
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._host.interfaces import Choice, Interface, interfaces
+from gradwire._host.transport_kinds import DEFAULTS
 from ranks import LIMIT, over_processes
 
 SECRET = b"0123456789abcdef"
@@ -434,18 +435,23 @@ def test_an_address_that_is_translated_on_the_way_is_told(
     "data",
     [b"", b"[]", b"{}", b'{"host": 1}', b"[" * 100_000, ADDRESS_INFO.pack()[:-2] + b', "x": 1}'],
 )
-def test_a_foreign_card_is_an_error_that_names_the_rank(data: bytes) -> None:
+def test_foreign_address_information_is_an_error_that_names_the_rank(data: bytes) -> None:
     with pytest.raises(RendezvousError, match="rank 3 published no address information"):
         unpack_address_info(data, 3)
 
 
-def test_a_card_survives_its_trip() -> None:
+def test_address_information_survives_its_trip() -> None:
     assert unpack_address_info(ADDRESS_INFO.pack(), 0) == ADDRESS_INFO
+
+
+def test_a_transport_that_this_version_lacks_joins_nobody() -> None:
+    newer = replace(ADDRESS_INFO, transports=("foo", "tcp"))
+    assert choose_transport(newer, newer) == "tcp"
 
 
 @pytest.mark.parametrize("names", [[], ["ib"], ["tcp", "inproc"]])
 def test_unknown_transports_are_refused(names: list[str]) -> None:
-    with pytest.raises(InvalidArgument, match="use shm, rdma, tcp"):
+    with pytest.raises(InvalidArgument, match=f"use {', '.join(DEFAULTS)}"):
         choose_transports(names)
 
 

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from gradwire._bootstrap.mesh import unpack_address_info
 
 FUZZ = Path(__file__).parents[2] / "fuzz"
 SPEC = importlib.util.spec_from_file_location("fuzz_corpus", FUZZ / "corpus.py")
@@ -29,6 +30,14 @@ def test_a_corpus_is_packed_again_to_the_same_bytes(name: str, tmp_path: Path) -
     assert any((tmp_path / "inputs").iterdir())
     corpus.pack(tmp_path / "inputs", again)
     assert again.read_bytes() == archive.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["address_info", "ipv6", "unknown_transport"])
+def test_address_information_in_the_corpus_is_accepted(name: str, tmp_path: Path) -> None:
+    corpus.unpack(corpus.ARCHIVES / "peer_info.zip", tmp_path / "inputs")
+    found = unpack_address_info((tmp_path / "inputs" / name).read_bytes(), 1)
+    assert found.transports
+    assert found.networks
 
 
 def test_inputs_of_before_are_gone(tmp_path: Path) -> None:

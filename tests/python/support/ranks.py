@@ -34,6 +34,7 @@ VANISHED = 3  # the exit code of a rank that does
 PROCESS_TRANSPORTS = tuple(
     name for name in transport_kinds.DEFAULTS if transport_kinds.why_not(name) is None
 )
+assert {"shm", "tcp"} <= set(PROCESS_TRANSPORTS)  # else their tests would be left out in silence
 TRANSPORTS = ("inproc", *PROCESS_TRANSPORTS)
 over_processes = pytest.mark.parametrize("transport", PROCESS_TRANSPORTS)
 over_all = pytest.mark.parametrize("transport", TRANSPORTS)

@@ -16,16 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.01}
 
 # Each codec, with parameters that suit small models.
-CODECS = [
-    "none",
-    "fp16",
-    "bf16",
-    "int8",
-    "onebit",
-    "threshold:density=0.05",
-    "topk:density=0.05",
-    "lowrank:rank=2",
-]
+_OPTIONS = {"threshold": ":density=0.05", "topk": ":density=0.05", "lowrank": ":rank=2"}
+CODECS = [name + _OPTIONS.get(name, "") for name in gradwire.codecs()]
 LOSSY = CODECS[1:]
 
 

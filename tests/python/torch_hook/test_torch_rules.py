@@ -18,7 +18,6 @@ from gradwire.torch._step.rules import Rules
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import (
-    CODECS,
     LOSSY,
     SMALL_BUCKETS,
     backward,
@@ -27,10 +26,6 @@ from torch_training import (
     with_each,
     wrapped,
 )
-
-
-def test_these_tests_are_of_all_codecs() -> None:
-    assert [codec.partition(":")[0] for codec in CODECS] == gradwire.codecs()
 
 
 def test_the_first_pattern_that_matches_decides() -> None:
