@@ -3,6 +3,8 @@
     ddp = DistributedDataParallel(model)
     gradwire.torch.register(ddp, codec="fp16")
 
+It also has the backend of `torch.distributed.init_process_group("gradwire")`.
+
 Importing this module imports torch; `import gradwire` alone does not.
 """
 
@@ -13,6 +15,7 @@ except ModuleNotFoundError as _missing:
         "gradwire.torch needs PyTorch: pip install 'gradwire[torch]'", name=_missing.name
     ) from _missing
 
+from gradwire import _autoload
 from gradwire.torch._broadcasts import broadcast_optimizer_state, broadcast_parameters
 from gradwire.torch._gathered import gather_state_dict, scatter_state_dict
 from gradwire.torch._hook import comm_hook
@@ -21,6 +24,8 @@ from gradwire.torch._state import State
 from gradwire.torch._step.momentum import Momentum
 from gradwire.torch._step.rules import Stages, warm_up
 from gradwire.torch._step.stats import CodecStats, Stats, StepStats
+
+_autoload.register()
 
 __all__ = [
     "CodecStats",

@@ -1,0 +1,1 @@
+"""gradwire as a backend of torch.distributed: `init_process_group("gradwire")`."""

@@ -1,0 +1,113 @@
+"""Adapters: the classes that torch accepts as a process group written in Python.
+
+Up to torch 2.13 that is a subclass of ProcessGroup, which replaces the whole group. Later versions
+take a subclass of Backend, one for each device of a group, and make the group themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire._autoload import BACKEND, DEVICES
+from gradwire._communicator import Communicator
+from gradwire.torch.backend.coalesced import CoalescedCollectives
+from gradwire.torch.backend.collectives import Collectives
+from gradwire.torch.backend.endpoint import Endpoint
+from gradwire.torch.backend.point_to_point import PointToPoint
+from gradwire.torch.backend.tracing import hide_from_dynamo
+
+_FIRST_WITH_BACKENDS = (2, 14)
+
+
+class Methods(Collectives, CoalescedCollectives, PointToPoint):
+    """Methods of both adapters."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        """Takes the group's communicator."""
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        self._endpoint = Endpoint(communicator)
+
+    def getBackendName(self) -> str:
+        """The backend's name."""
+        return BACKEND
+
+    def shutdown(self) -> None:
+        """Finishes calls in flight and closes the connections; `destroy_process_group` calls it."""
+        self._endpoint.shut_down()
+
+    def abort(self) -> None:
+        """Ends every call with Aborted, here and on all ranks."""
+        self._endpoint.abort()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of later calls."""
+        self._endpoint.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+
+class Group(Methods, dist.ProcessGroup):  # type: ignore[misc]
+    """One rank's process group, up to torch 2.13."""
+
+    def __init__(self, communicator: Communicator, options: Any) -> None:
+        """Takes the group's communicator, and torch's description of the group."""
+        super().__init__(communicator)
+        self._name, self._description = str(options.group_id), "undefined"
+        self._store = options.store
+
+    @property
+    def group_name(self) -> str:
+        """The name by which torch knows the group."""
+        return self._name
+
+    def getGroupName(self) -> str:
+        """The name by which torch knows the group."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """The description that the program gave the group."""
+        return self._description
+
+    def getGroupDesc(self) -> str:
+        """The description that the program gave the group."""
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors the group takes."""
+        return [torch.device(each) for each in DEVICES]
+
+    def _get_backend(self, _: torch.device) -> Group:
+        """The group itself: it is its own backend."""
+        return self
+
+    def get_group_store(self) -> Any:
+        """The store through which the ranks met."""
+        return self._store
+
+
+def make(communicator: Communicator, options: Any) -> Any:
+    """Makes what this version of torch takes as a group of the communicator's ranks."""
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found is None or (int(found[1]), int(found[2])) < _FIRST_WITH_BACKENDS:
+        return Group(communicator, options)
+    # A class that older versions have too, and cannot construct.
+    backend = torch._C._distributed_c10d.Backend
+    return type("GroupBackend", (Methods, backend), {"__doc__": "One device's backend."})(
+        communicator
+    )
+
+
+hide_from_dynamo(Methods, Group)

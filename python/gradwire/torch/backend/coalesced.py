@@ -1,0 +1,113 @@
+"""Coalesced collectives: lists of tensors, which are one operation of gradwire for each dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradwire.torch.backend.collectives import Tensors, bare_options
+from gradwire.torch.backend.endpoint import Endpoint
+from gradwire.torch.backend.operations import Done, Operation
+from gradwire.torch.backend.reductions import keywords
+from gradwire.torch.backend.staging import Staging, as_bytes, flat
+
+
+class CoalescedCollectives:
+    """Methods that torch calls with one tensor, or one pair of tensors, for each of several calls.
+
+    On every rank the lists are alike.
+    """
+
+    _endpoint: Endpoint
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None, **given: Any) -> Operation:
+        """Reduces each tensor of all ranks, on all ranks, in place."""
+        options = bare_options(opts, given)
+        tensors = list(tensors)
+        all_reduce = self._endpoint.communicator.all_reduce
+
+        def begin(chosen: Sequence[int]) -> Operation:
+            results, staging = [tensors[i] for i in chosen], Staging()
+            x = [staging.update(each) for each in results]
+            call = partial(all_reduce, x, check="size", **keywords(options.reduceOp))
+            return self._endpoint.run(call, options, results, staging)
+
+        return self._by_dtype(tensors, begin)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None, **given: Any
+    ) -> Operation:
+        """Copies each tensor of each rank to all ranks; several dtypes travel together."""
+        options = bare_options(opts, given)
+        outputs, inputs, staging = list(outputs), list(inputs), Staging()
+        if not inputs:
+            return self._endpoint.operation(Done(), [])
+        form = flat if len({each.dtype for each in inputs}) == 1 else as_bytes
+        call = partial(
+            self._endpoint.communicator.all_gather,
+            [form(staging.read(each)) for each in inputs],
+            out=[form(staging.write(each)) for each in outputs],
+            check="size",
+        )
+        return self._endpoint.run(call, options, outputs, staging)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(
+        self, output_lists: Any, inputs: Tensors, opts: Any = None, **given: Any
+    ) -> Operation:
+        """Copies each tensor of each rank to all ranks, in a list of lists by rank."""
+        options = bare_options(opts, given)
+        inputs, staging = list(inputs), Staging()
+        wholes = [each.new_empty(self._endpoint.communicator.size, *each.shape) for each in inputs]
+        for rank, of_rank in enumerate(output_lists):
+            for result, whole in zip(of_rank, wholes, strict=True):
+                staging.copied(result, whole[rank])
+        call = partial(
+            self._endpoint.communicator.all_gather,
+            [as_bytes(staging.read(each)) for each in inputs],
+            out=[as_bytes(each) for each in wholes],
+            check="size",
+        )
+        results = [each for of_rank in output_lists for each in of_rank]
+        return self._endpoint.run(call, options, results, staging)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None, **given: Any
+    ) -> Operation:
+        """Reduces tensors of one block for each rank; each rank gets its own block of each."""
+        options = bare_options(opts, given)
+        outputs, inputs = list(outputs), list(inputs)
+        reduce_scatter = self._endpoint.communicator.reduce_scatter
+
+        def begin(chosen: Sequence[int]) -> Operation:
+            results, staging = [outputs[i] for i in chosen], Staging()
+            x = [flat(staging.read(inputs[i])) for i in chosen]
+            out = [flat(staging.write(each)) for each in results]
+            call = partial(reduce_scatter, x, out=out, check="size", **keywords(options.reduceOp))
+            return self._endpoint.run(call, options, results, staging)
+
+        return self._by_dtype(inputs, begin)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _start_coalescing(self, _: torch.device) -> None:
+        """Begins to collect operations for `_end_coalescing`; each still begins at once."""
+        self._endpoint.start_batch()
+
+    def _end_coalescing(self, _: torch.device) -> Operation:
+        """All operations since `_start_coalescing`, as one."""
+        return self._endpoint.end_batch()
+
+    def _by_dtype(self, tensors: Tensors, begin: Callable[[Sequence[int]], Operation]) -> Operation:
+        """Begins one operation for the tensors of each dtype; returns all as one."""
+        chosen: dict[torch.dtype, list[int]] = {}
+        for i, each in enumerate(tensors):
+            chosen.setdefault(each.dtype, []).append(i)
+        begun = [begin(each) for each in chosen.values()]
+        if len(begun) == 1:
+            return begun[0]
+        return self._endpoint.together(begun)

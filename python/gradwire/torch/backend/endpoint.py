@@ -1,0 +1,124 @@
+"""Endpoint: the communicator behind one process group, and the threads that work for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gradwire._communicator import Communicator
+from gradwire._launch import at_exit
+from gradwire.torch._step.completions import Completions
+from gradwire.torch.backend.mailbox import Mailbox
+from gradwire.torch.backend.operations import Done, Finished, Operation, Several, Waited
+from gradwire.torch.backend.staging import Staging
+
+_THREAD_SECONDS = 2.0  # for a thread to end that nothing keeps any more
+_STRAY_SECONDS = 1.0  # for receives that nobody sent for, when the group is destroyed
+
+
+class Endpoint:
+    """One rank's end of a process group."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.mailbox = Mailbox(communicator)
+        self.timeout: float | None = None  # seconds; the communicator's if None
+        self._completions: Completions | None = None
+        self._lock = threading.Lock()
+        self._batch: list[Waited] | None = None  # works since `start_batch`
+        at_exit.close_first(self)
+
+    def run(
+        self,
+        call: Callable[..., Any],
+        options: Any,
+        results: Sequence[torch.Tensor],
+        staging: Staging | None = None,
+    ) -> Operation:
+        """Makes a collective call with torch's options: waits for it, unless they say async."""
+        finish = None if staging is None or not staging.late else staging.finish
+        timeout = self.seconds(options)
+        if getattr(options, "asyncOp", True):
+            return self.operation(call(async_op=True, timeout=timeout), results, finish)
+        call(timeout=timeout)
+        if finish is not None:
+            finish()
+        return self.operation(Done(), results)
+
+    def operation(
+        self,
+        work: Waited,
+        results: Sequence[torch.Tensor],
+        finish: Callable[[], None] | None = None,
+        kind: type[Operation] = Operation,
+    ) -> Operation:
+        """The operation of a work."""
+        whole = work if finish is None else Finished(work, finish)
+        if self._batch is not None:
+            self._batch.append(whole)
+        return kind(whole, results, self.completions)
+
+    def seconds(self, options: Any) -> float | None:
+        """The timeout of a call: that of torch's options, or the group's."""
+        given = getattr(options, "timeout", None)
+        if given is None or given.days < 0:  # torch's "unset" is -1 ms
+            return self.timeout
+        return float(given.total_seconds())
+
+    def completions(self) -> Completions:
+        """The threads that complete futures; they begin with the first one."""
+        with self._lock:
+            if self._completions is None:
+                self._completions = Completions(f"gradwire-group-{self.communicator.rank}")
+            return self._completions
+
+    def start_batch(self) -> None:
+        """Remembers the works that begin until `end_batch`."""
+        self._batch = []
+
+    def end_batch(self) -> Operation:
+        """The works since `start_batch`, as one operation."""
+        works, self._batch = self._batch or [], None
+        return self.operation(Several(works), [])
+
+    def together(self, operations: Sequence[Operation]) -> Operation:
+        """Several operations as one."""
+        results = [tensor for each in operations for tensor in each.results]
+        return self.operation(Several([each.work for each in operations]), results)
+
+    def abort(self) -> None:
+        """Ends every call, here and on all ranks."""
+        self.communicator.abort("the process group was aborted")
+
+    def shut_down(self) -> None:
+        """Finishes calls in flight, says goodbye and releases everything."""
+        try:
+            if self.communicator.closed:
+                return
+            if self.mailbox.waits:
+                self.communicator.close(_STRAY_SECONDS)
+            else:
+                self.communicator.close(self.timeout)
+        finally:
+            self._end_threads()
+
+    def close(self, with_communicator: bool) -> None:
+        """Ends the threads at the end of the program; aborts what they still wait for."""
+        pending = 0 if self._completions is None else self._completions.pending
+        if pending or self.mailbox.waits:
+            self.communicator.abort(
+                "the program ended with operations of a process group in flight"
+            )
+        self._end_threads()
+        if with_communicator:
+            self.communicator.close()
+
+    def _end_threads(self) -> None:
+        self.mailbox.close(_THREAD_SECONDS)
+        with self._lock:
+            if self._completions is not None:
+                self._completions.close(_THREAD_SECONDS)
+                self._completions = None

@@ -1,0 +1,117 @@
+"""The first meeting of a group's ranks, through the store that torch gives the group.
+
+Keys outlive a group, and the next WORLD of the same processes has groups of the same names. A rank
+that read an old key would dial an address where nobody listens. So each key contains how many
+WORLDs this process has made, and how many groups of that name in this one: the same numbers on all
+ranks, which make the same groups in the same order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.connect import connect_mesh
+from gradwire._bootstrap.group_rendezvous import meet_in_group
+from gradwire._bootstrap.launch_info import LaunchInfo
+from gradwire._bootstrap.mesh import Job
+from gradwire._bootstrap.rendezvous_exchange import await_rank
+from gradwire._communicator import Communicator, from_mesh
+from gradwire._errors import RendezvousError
+
+_POLL = timedelta(milliseconds=100)  # torch's stores do not let Ctrl-C through while they wait
+_TICK = timedelta(milliseconds=10)  # torch takes 0 for "no timeout"
+
+
+class _Names:
+    """Names of meetings, which never repeat in a store."""
+
+    def __init__(self) -> None:
+        self._worlds = 0
+        self._made: Counter[str] = Counter()
+
+    def next(self, group: str, *, is_world: bool) -> str:
+        """The name of the next meeting of a group of this name."""
+        if is_world:
+            self._worlds += 1
+            self._made.clear()
+        self._made[group] += 1
+        return f"gradwire/{self._worlds}/{self._made[group]}"
+
+
+_names = _Names()
+
+
+def connect(options: Any) -> Communicator:
+    """Connects the ranks of the group that torch's `options` describe; each of them calls it."""
+    rank, size = options.group_rank, options.group_size
+    timeout = options.timeout.total_seconds()
+    deadline = Deadline(timeout)
+    is_world = not options.global_ranks_in_group
+    prefix = _names.next(str(options.group_id), is_world=is_world)
+    if size == 1:
+        mesh = connect_mesh(
+            Job(prefix, b""),
+            lambda own, _: [own],
+            rank=0,
+            size=1,
+            communicator=0,
+            deadline=deadline,
+        )
+        return from_mesh(mesh, timeout=timeout)
+    exchange = _StoreExchange(options.store, prefix, rank, size, deadline)
+    return meet_in_group(
+        rank,
+        size,
+        exchange.all_gather,
+        lambda mesh: from_mesh(mesh, timeout=timeout),
+        deadline,
+    )
+
+
+class _StoreExchange:
+    """Exchanges of bytes between the ranks of a group through torch's store."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, size: int, deadline: Deadline) -> None:
+        self._store, self._prefix, self._deadline = store, prefix, deadline
+        self._launch = LaunchInfo(rank, size)
+        self._rounds = itertools.count()
+
+    def all_gather(self, own: bytes) -> list[bytes]:
+        """All ranks' bytes, in rank order; raises RendezvousError, which names missing ranks."""
+        key = f"{self._prefix}/{next(self._rounds)}"
+        self._call(self._store.set, f"{key}/{self._launch.rank}", own)
+        return [self._get(key, peer) for peer in range(self._launch.size)]
+
+    def _get(self, key: str, peer: int) -> bytes:
+        def missing() -> list[int]:
+            return [
+                rank
+                for rank in range(self._launch.size)
+                if not self._call(self._store.check, [f"{key}/{rank}"])
+            ]
+
+        return await_rank(
+            peer,
+            self._launch,
+            self._deadline,
+            lambda seconds: self._wait(f"{key}/{peer}", timedelta(seconds=seconds)),
+            missing,
+        )
+
+    def _wait(self, key: str, limit: timedelta) -> bytes:
+        try:
+            self._store.wait([key], max(min(limit, _POLL), _TICK))
+        except RuntimeError:  # the type for "too late" and for "connection lost" differs by version
+            if not self._call(self._store.check, [key]):
+                raise TimeoutError(f"nobody set {key}") from None
+        return bytes(self._call(self._store.get, key))
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except RuntimeError as error:
+            raise RendezvousError(f"lost the store of the process group: {error}") from error

@@ -1,0 +1,58 @@
+"""Sends and receives of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradwire._base.arguments import whole
+from gradwire._errors import InvalidArgument
+from gradwire.torch.backend.endpoint import Endpoint
+from gradwire.torch.backend.mailbox import Receive
+from gradwire.torch.backend.operations import Operation, Received
+from gradwire.torch.backend.staging import Staging, as_bytes
+
+
+class PointToPoint:
+    """Methods that torch calls on two ranks: messages of one tag match in the order they were sent.
+
+    Tags are non-negative, as MPI's.
+    """
+
+    _endpoint: Endpoint
+
+    def send(self, tensors: Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Operation:
+        """Begins to send a tensor to a rank of the group."""
+        endpoint, (tensor,) = self._endpoint, tensors
+        memory = as_bytes(Staging().read(tensor).detach())
+        work = endpoint.mailbox.send(memory, _rank(endpoint, dstRank), _tag(tag), endpoint.timeout)
+        return endpoint.operation(work, [tensor])
+
+    def recv(self, tensors: Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Operation:
+        """Begins to receive a tensor from a rank of the group."""
+        return self._receive(tensors, _rank(self._endpoint, srcRank), tag)
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Operation:
+        """Begins to receive a tensor from whichever rank of the group sends first."""
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Sequence[torch.Tensor], source: int | None, tag: int) -> Operation:
+        endpoint, (tensor,) = self._endpoint, tensors
+        staging = Staging()
+        memory = as_bytes(staging.write(tensor).detach())
+        timeout = endpoint.timeout or endpoint.communicator._timeout
+        receive = Receive(memory, source, _tag(tag), timeout)
+        endpoint.mailbox.receive(receive)
+        finish = staging.finish if staging.late else None
+        return endpoint.operation(receive, [tensor], finish, Received)
+
+
+def _rank(endpoint: Endpoint, rank: int) -> int:
+    if not 0 <= rank < endpoint.communicator.size:
+        raise InvalidArgument(f"{rank} is not a rank of {endpoint.communicator!r}")
+    return rank
+
+
+def _tag(tag: int) -> int:
+    return whole(tag, "tag", least=0, bits=64)

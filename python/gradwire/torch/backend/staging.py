@@ -1,0 +1,81 @@
+"""Staging: contiguous stand-ins for the tensors that gradwire cannot read or write in place."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire._errors import InvalidArgument
+
+
+class Staging:
+    """The tensors of one call, of which those written are copied back by `finish`."""
+
+    __slots__ = ("_copies",)
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of it, to be read."""
+        return tensor if _is_plain(tensor) else _copy(tensor)
+
+    def update(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of it that `finish` copies back, to be read and written."""
+        return tensor if _is_plain(tensor) else self._stand_in(tensor, _copy(tensor))
+
+    def write(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or memory that `finish` copies back, to be written."""
+        if _is_plain(tensor):
+            return tensor
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return self._stand_in(tensor, made)
+
+    def copied(self, tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        """Memory of the tensor's shape that `finish` copies back into it."""
+        require_cpu(tensor)
+        return self._stand_in(tensor, made)
+
+    def finish(self) -> None:
+        """Copies back what was written."""
+        with torch.no_grad():
+            for tensor, made in self._copies:
+                tensor.copy_(made)
+        self._copies.clear()
+
+    @property
+    def late(self) -> bool:
+        """Whether `finish` has work to do."""
+        return bool(self._copies)
+
+    def _stand_in(self, tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        self._copies.append((tensor, made))
+        return made
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as one dimension."""
+    return tensor.view(-1)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, for calls that only move data."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def require_cpu(tensor: torch.Tensor) -> None:
+    """Raises InvalidArgument for a tensor on another device than the CPU."""
+    if not tensor.is_cpu:
+        raise InvalidArgument(
+            f"a tensor is on {tensor.device}, and the backend gradwire works on the CPU: use "
+            "x.cpu(), or gradwire.torch.register(ddp) over another backend"
+        )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    require_cpu(tensor)
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
