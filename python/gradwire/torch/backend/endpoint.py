@@ -26,7 +26,7 @@ class Endpoint:
         self.communicator = communicator
         self.mailbox = Mailbox(communicator)
         self.timeout: float | None = None  # seconds; the communicator's if None
-        self._completions: Completions | None = None
+        self._completions: dict[str, Completions] = {}
         self._lock = threading.Lock()
         self._batch: list[Waited] | None = None  # works since `start_batch`
         at_exit.close_first(self)
@@ -53,13 +53,12 @@ class Endpoint:
         work: Waited,
         results: Sequence[torch.Tensor],
         finish: Callable[[], None] | None = None,
-        kind: type[Operation] = Operation,
     ) -> Operation:
         """The operation of a work."""
         whole = work if finish is None else Finished(work, finish)
         if self._batch is not None:
             self._batch.append(whole)
-        return kind(whole, results, self.completions)
+        return Operation(whole, results, self.completions)
 
     def seconds(self, options: Any) -> float | None:
         """The timeout of a call: that of torch's options, or the group's."""
@@ -68,12 +67,13 @@ class Endpoint:
             return self.timeout
         return float(given.total_seconds())
 
-    def completions(self) -> Completions:
-        """The threads that complete futures; they begin with the first one."""
+    def completions(self, purpose: str = "group") -> Completions:
+        """The threads that complete futures, in turn for each purpose."""
         with self._lock:
-            if self._completions is None:
-                self._completions = Completions(f"gradwire-group-{self.communicator.rank}")
-            return self._completions
+            if purpose not in self._completions:
+                name = f"gradwire-{purpose}-{self.communicator.rank}"
+                self._completions[purpose] = Completions(name)
+            return self._completions[purpose]
 
     def start_batch(self) -> None:
         """Remembers the works that begin until `end_batch`."""
@@ -107,7 +107,7 @@ class Endpoint:
 
     def close(self, with_communicator: bool) -> None:
         """Ends the threads at the end of the program; aborts what they still wait for."""
-        pending = 0 if self._completions is None else self._completions.pending
+        pending = any(each.pending for each in self._completions.values())
         if pending or self.mailbox.waits:
             self.communicator.abort(
                 "the program ended with operations of a process group in flight"
@@ -119,6 +119,6 @@ class Endpoint:
     def _end_threads(self) -> None:
         self.mailbox.close(_THREAD_SECONDS)
         with self._lock:
-            if self._completions is not None:
-                self._completions.close(_THREAD_SECONDS)
-                self._completions = None
+            ended, self._completions = list(self._completions.values()), {}
+        for each in ended:
+            each.close(_THREAD_SECONDS)

@@ -39,6 +39,7 @@ class Receive:
         self.deadline = time.monotonic() + timeout
         self._timeout = timeout
         self._matched = threading.Event()
+        self._calls: list[Callable[[], None]] = []
         self._message: _Message | None = None
         self._error: Exception | None = None
         self._copied = False
@@ -51,12 +52,20 @@ class Receive:
     def match(self, message: _Message) -> None:
         """Gives the receive its message, which may still be on its way."""
         self._message = message
-        self._matched.set()
+        self._end_wait()
 
     def fail(self, error: Exception) -> None:
         """Ends the receive with an error."""
         self._error = error
-        self._matched.set()
+        self._end_wait()
+
+    def when_matched(self, call: Callable[[], None]) -> None:
+        """Calls back once a message has begun to come, or the receive has failed."""
+        with self._lock:
+            if not self._matched.is_set():
+                self._calls.append(call)
+                return
+        call()
 
     def done(self) -> bool:
         """Whether the message is there, or the receive has failed."""
@@ -76,6 +85,13 @@ class Receive:
         message.work.wait(left)
         self._take(message)
         return message.source
+
+    def _end_wait(self) -> None:
+        with self._lock:
+            self._matched.set()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
 
     def _late(self, seconds: float) -> Timeout:
         error = Timeout(

@@ -132,8 +132,12 @@ class Operation(dist.Work):  # type: ignore[misc]
                 return self._future
             made: Any = Future()
             self._future = made.then(_value)
-        self._completions().submit(self.work.wait, lambda error: self._complete(made, error))
+        self._submit(lambda error: self._complete(made, error))
         return self._future
+
+    def _submit(self, finish: Callable[[Exception | None], None]) -> None:
+        """Has a thread call `finish` when the operation is over."""
+        self._completions().submit(self.work.wait, finish)
 
     def _complete(self, future: Any, error: Exception | None) -> None:
         if error is None:
@@ -142,14 +146,36 @@ class Operation(dist.Work):  # type: ignore[misc]
             future.set_exception(error)
 
 
+class Matched(Waited, Protocol):
+    """A receive under way."""
+
+    def when_matched(self, call: Callable[[], None]) -> None:
+        """Calls back once a message has begun to come, or the receive has failed."""
+
+
 class Received(Operation):
     """One receive, which knows its sender once it is over."""
+
+    def __init__(
+        self,
+        receive: Matched,
+        work: Waited,
+        results: Sequence[torch.Tensor],
+        completions: Callable[[], Completions],
+    ) -> None:
+        """Takes the receive, and the work that it is part of."""
+        super().__init__(work, results, completions)
+        self._receive = receive
 
     def source_rank(self) -> int:
         """The rank that sent the message."""
         return int(self.work.wait())
 
     _source_rank = source_rank
+
+    def _submit(self, finish: Callable[[Exception | None], None]) -> None:
+        # Futures complete in turn, and the message may depend on a later one's.
+        self._receive.when_matched(lambda: Operation._submit(self, finish))
 
 
 def _value(future: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -10,7 +11,7 @@ from gradwire._base.arguments import whole
 from gradwire._errors import InvalidArgument
 from gradwire.torch.backend.endpoint import Endpoint
 from gradwire.torch.backend.mailbox import Receive
-from gradwire.torch.backend.operations import Operation, Received
+from gradwire.torch.backend.operations import Finished, Operation, Received
 from gradwire.torch.backend.staging import Staging, as_bytes
 
 
@@ -27,7 +28,8 @@ class PointToPoint:
         endpoint, (tensor,) = self._endpoint, tensors
         memory = as_bytes(Staging().read(tensor).detach())
         work = endpoint.mailbox.send(memory, _rank(endpoint, dstRank), _tag(tag), endpoint.timeout)
-        return endpoint.operation(work, [tensor])
+        # Futures complete in turn, and a receiver may be late.
+        return Operation(work, [tensor], partial(endpoint.completions, f"to-{dstRank}"))
 
     def recv(self, tensors: Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Operation:
         """Begins to receive a tensor from a rank of the group."""
@@ -44,8 +46,8 @@ class PointToPoint:
         timeout = endpoint.timeout or endpoint.communicator._timeout
         receive = Receive(memory, source, _tag(tag), timeout)
         endpoint.mailbox.receive(receive)
-        finish = staging.finish if staging.late else None
-        return endpoint.operation(receive, [tensor], finish, Received)
+        work = Finished(receive, staging.finish) if staging.late else receive
+        return Received(receive, work, [tensor], endpoint.completions)
 
 
 def _rank(endpoint: Endpoint, rank: int) -> int:

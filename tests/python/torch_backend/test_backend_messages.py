@@ -1,0 +1,219 @@
+"""send and recv of torch.distributed: tags, any source, batches, and both directions at once."""
+
+from __future__ import annotations
+
+import gradwire
+import pytest
+import torch
+import torch.distributed as dist
+from torch_pool import Pool
+
+LARGE = 1_500_001
+
+
+def neighbours() -> tuple[int, int]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return (rank - 1) % size, (rank + 1) % size
+
+
+def pattern(sender: int, count: int = LARGE) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.float32) + sender
+
+
+def out_of_order() -> None:
+    """Receives tags in the reverse of the order in which they are sent."""
+    before, after = neighbours()
+    sends = [dist.isend(pattern(tag, 10 * tag), after, tag=tag) for tag in range(6)]
+    for tag in reversed(range(6)):
+        x = torch.empty(10 * tag)
+        assert dist.recv(x, before, tag=tag) == before
+        assert torch.equal(x, pattern(tag, 10 * tag))
+    for work in sends:
+        work.wait()
+
+
+def test_tags_are_matched_out_of_order(pool: Pool) -> None:
+    pool.run(out_of_order)
+
+
+def large_out_of_order() -> None:
+    """Posts the receives first in one pair, and last in the other; messages do not fit a link."""
+    before, after = neighbours()
+    received = [torch.empty(LARGE) for _ in range(3)]
+    works = [dist.irecv(received[tag], before, tag=tag) for tag in (2, 0)]
+    works += [dist.isend(pattern(tag), after, tag=tag) for tag in range(3)]
+    works.append(dist.irecv(received[1], before, tag=1))
+    for work in works:
+        work.wait()
+        assert work.is_completed()
+    for tag, each in enumerate(received):
+        assert torch.equal(each, pattern(tag))
+
+
+def test_large_messages_out_of_order(pool: Pool) -> None:
+    pool.run(large_out_of_order)
+
+
+def same_tag_keeps_its_order() -> None:
+    before, after = neighbours()
+    works = [dist.isend(torch.tensor([float(i)]), after, tag=3) for i in range(30)]
+    received = [torch.empty(1) for _ in range(30)]
+    works += [dist.irecv(each, before, tag=3) for each in received]
+    for work in works:
+        work.wait()
+    assert torch.cat(received).tolist() == list(range(30))
+
+
+def test_messages_of_one_tag_keep_their_order(pool: Pool) -> None:
+    pool.run(same_tag_keeps_its_order)
+
+
+def from_anywhere() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank != 0:
+        dist.send(torch.full((5,), float(rank)), 0, tag=1)
+        dist.send(torch.full((7,), float(rank)), 0, tag=2)
+        return
+    found, x, y = [], torch.empty(5), torch.empty(7)
+    for _ in range(1, size):
+        source = dist.recv(y, tag=2)
+        assert torch.equal(y, torch.full((7,), float(source)))
+        found.append(source)
+    assert sorted(found) == list(range(1, size))
+    work = dist.irecv(x, tag=1)
+    work.wait()
+    assert x[0] == work._source_rank() == work.source_rank()
+    for source in range(1, size):
+        if source != work.source_rank():
+            dist.recv(x, source, tag=1)
+            assert x[0] == source
+
+
+def test_receives_from_any_rank_name_the_sender(pool: Pool) -> None:
+    pool.run(from_anywhere)
+
+
+def any_beside_certain() -> None:
+    """Awaits one certain rank and any other at once; the other one's message comes first."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        certain, other = torch.empty(3), torch.empty(4)
+        one = dist.irecv(certain, 1, tag=1)
+        two = dist.irecv(other, tag=2)
+        two.wait()
+        assert other.tolist() == [size - 1.0] * 4
+        dist.send(torch.zeros(1), 1, tag=9)
+        one.wait()
+        assert certain.tolist() == [1.0] * 3
+    if rank == size - 1:
+        dist.send(torch.full((4,), float(rank)), 0, tag=2)
+    if rank == 1:
+        dist.recv(torch.empty(1), 0, tag=9)
+        dist.send(torch.ones(3), 0, tag=1)
+
+
+def test_a_receive_from_any_rank_beside_one_from_a_certain_rank(pool: Pool) -> None:
+    pool.run(any_beside_certain)
+
+
+def batches() -> None:
+    before, after = neighbours()
+    x, y = torch.empty(LARGE), torch.empty(8, dtype=torch.int64)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, pattern(dist.get_rank()), after),
+            dist.P2POp(dist.isend, torch.arange(8), before, tag=1),
+            dist.P2POp(dist.irecv, y, after, tag=1),
+            dist.P2POp(dist.irecv, x, before),
+        ]
+    )
+    for work in works:
+        work.wait()
+    assert torch.equal(x, pattern(before))
+    assert torch.equal(y, torch.arange(8))
+
+
+def test_batches(pool: Pool) -> None:
+    pool.run(batches)
+
+
+def beside_collectives() -> None:
+    """A receive that was begun goes on while its rank is in a collective."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.empty(LARGE)
+    work = dist.irecv(x, 1) if rank == 0 else None
+    if rank == 1:
+        dist.send(pattern(1), 0)  # which ends when it has been received
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert total.tolist() == [size] * 3
+    if work is not None:
+        work.wait()
+        assert torch.equal(x, pattern(1))
+
+
+def test_receives_go_on_beside_collectives(pool: Pool) -> None:
+    pool.run(beside_collectives)
+
+
+def kinds_of_tensors() -> None:
+    before, after = neighbours()
+    rank = dist.get_rank()
+    for dtype in (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16, torch.bfloat16):
+        given = torch.ones(3, 2).to(dtype)
+        work = dist.isend(given, after)
+        found = torch.zeros(3, 2).to(dtype)
+        dist.recv(found, before)
+        work.wait()
+        assert torch.equal(found.view(torch.uint8), given.view(torch.uint8))
+    x = torch.zeros(4, 6)
+    works = [dist.isend(pattern(rank, 24).view(6, 4).t(), after)]
+    works.append(dist.irecv(x[:, ::2], before, tag=1))
+    works.append(dist.isend(pattern(rank, 12).view(4, 3), after, tag=1))
+    y = torch.zeros(6, 4)
+    works.append(dist.irecv(y.t(), before))
+    for work in works:
+        work.wait()
+    assert torch.equal(x[:, ::2], pattern(before, 12).view(4, 3))
+    assert torch.equal(y, pattern(before, 24).view(6, 4))
+    (found,) = _received_in_a_future(before, after)
+    assert torch.equal(found, torch.ones(2))
+
+
+def _received_in_a_future(before: int, after: int) -> list[torch.Tensor]:
+    future = dist.irecv(torch.zeros(2), before, tag=4).get_future()
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()  # not behind the receive
+    dist.send(torch.ones(2), after, tag=4)
+    return list(future.wait())
+
+
+def test_types_and_strides(pool: Pool) -> None:
+    pool.run(kinds_of_tensors)
+
+
+def to_itself() -> None:
+    rank = dist.get_rank()
+    work = dist.isend(torch.full((3,), 1.0 * rank), rank, tag=7)
+    x = torch.empty(3)
+    dist.irecv(x, rank, tag=7).wait()
+    work.wait()
+    assert x.tolist() == [rank] * 3
+
+
+def test_a_message_to_the_rank_itself(pool: Pool) -> None:
+    pool.run(to_itself)
+
+
+def wrong_size() -> None:
+    before, after = neighbours()
+    work = dist.isend(torch.ones(3), after)
+    with pytest.raises(gradwire.InvalidArgument, match=r"12 bytes.*expects 8"):
+        dist.recv(torch.empty(2), before)
+    work.wait()
+    with pytest.raises(gradwire.InvalidArgument, match="tag=-1"):
+        dist.send(torch.ones(1), after, tag=-1)
+    dist.barrier()
+
+
+def test_a_message_of_another_size_is_refused(pool: Pool) -> None:
+    pool.run(wrong_size)
