@@ -1,4 +1,4 @@
-"""Runs a function on ranks that are processes with a gloo group, forked from one that has torch."""
+"""Runs a function on ranks that are processes with a group, forked from one that has torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ _context = multiprocessing.get_context("forkserver")  # imports torch once, has 
 _context.set_forkserver_preload(["pytest", "torch._dynamo", "gradwire.torch"])
 
 
-def run(ranks: int, body: Callable[..., Any], *args: Any, dying: tuple[int, ...] = ()) -> list[Any]:
+def run(
+    ranks: int,
+    body: Callable[..., Any],
+    *args: Any,
+    dying: tuple[int, ...] = (),
+    backend: str = "gloo",
+) -> list[Any]:
     """The result of `body(*args)` on each rank; None for those that are to die in it.
 
     `body` is a function of a module, and its result can be pickled.
@@ -30,7 +36,7 @@ def run(ranks: int, body: Callable[..., Any], *args: Any, dying: tuple[int, ...]
         children = []
         for rank in range(ranks):
             ours, theirs = _context.Pipe(duplex=False)
-            what = (f"{scratch}/store", rank, ranks, theirs, body, args)
+            what = (f"{scratch}/store", rank, ranks, theirs, body, args, backend)
             child = _context.Process(target=_child, args=what)
             child.start()
             theirs.close()
@@ -52,11 +58,14 @@ def _child(
     pipe: Connection,
     body: Callable[..., Any],
     args: tuple[Any, ...],
+    backend: str,
 ) -> None:
     faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(
+        backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks
+    )
     try:
         outcome = True, body(*args)
     except BaseException:

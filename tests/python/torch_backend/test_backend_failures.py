@@ -1,0 +1,227 @@
+"""Failures over the backend: gradwire's errors, which name a rank, wherever torch waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import gradwire
+import pytest
+import torch
+import torch.distributed as dist
+import torch_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+sizes = pytest.mark.parametrize("ranks", [2, 4])
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 10))
+
+
+def step(module: nn.Module) -> None:
+    module(torch.ones(4, 20)).sum().backward()
+
+
+def in_backward() -> Callable[[], None]:
+    ddp = DistributedDataParallel(
+        nn.Linear(20, 10), bucket_cap_mb=1e-4, process_group=dist.new_group()
+    )
+    step(ddp)
+    return lambda: step(ddp)
+
+
+def in_forward() -> Callable[[], None]:
+    ddp = DistributedDataParallel(layers(), process_group=dist.new_group())
+    step(ddp)
+    return lambda: step(ddp)
+
+
+def in_fsdp() -> Callable[[], None]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module = fully_shard(layers(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    step(module)
+    return lambda: step(module)
+
+
+def in_functional() -> Callable[[], None]:
+    import torch.distributed._functional_collectives as functional
+
+    group = dist.new_group()
+    return lambda: print(functional.all_reduce(torch.ones(3), "sum", group) + 0)
+
+
+def in_all_reduce() -> Callable[[], None]:
+    group = dist.new_group()
+    return lambda: dist.all_reduce(torch.ones(3), group=group)
+
+
+def in_wait() -> Callable[[], None]:
+    group = dist.new_group()
+    return lambda: dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+
+
+def in_recv() -> Callable[[], None]:
+    group = dist.new_group()
+    return lambda: dist.recv(torch.ones(3), 1, group=group)
+
+
+def in_recv_from_any() -> Callable[[], None]:
+    group = dist.new_group()
+    return lambda: dist.irecv(torch.ones(3), group=group).wait()
+
+
+def in_barrier() -> Callable[[], None]:
+    group = dist.new_group()
+    return lambda: dist.barrier(group)
+
+
+PLACES = (
+    *(in_backward, in_forward, in_fsdp, in_functional, in_all_reduce),
+    *(in_wait, in_recv, in_recv_from_any, in_barrier),
+)
+
+
+def lose_a_rank() -> list[tuple[str, str, int]]:
+    """Loses rank 1, and then uses a group of its own for each place where a program can be."""
+    calls = [place() for place in PLACES]
+    dist.barrier()
+    if dist.get_rank() == 1:
+        torch_ranks.die()
+    found = []
+    for place, call in zip(PLACES, calls, strict=True):
+        try:
+            call()
+        except gradwire.Error as error:
+            found.append((place.__name__, type(error).__name__, error.peer))
+    return found
+
+
+@sizes
+def test_a_killed_rank_is_named_wherever_the_others_wait(ranks: int) -> None:
+    ended = torch_ranks.run(ranks, lose_a_rank, dying=(1,), backend="gradwire")
+    for each in (found for rank, found in enumerate(ended) if rank != 1):
+        assert each == [(place.__name__, "TransportError", 1) for place in PLACES]
+
+
+def future_of_a_lost_rank() -> str:
+    """A plain future, without autograd: torch keeps the text and loses the type."""
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        torch_ranks.die()
+    future = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
+    with pytest.raises(RuntimeError) as raised:
+        future.wait()
+    return str(raised.value)
+
+
+def test_a_future_tells_of_a_killed_rank() -> None:
+    first, _ = torch_ranks.run(2, future_of_a_lost_rank, dying=(1,), backend="gradwire")
+    assert "rank 1 is gone" in first
+
+
+def differ() -> list[str]:
+    rank, found = dist.get_rank(), []
+    calls: list[Callable[[Any], Any]] = [
+        lambda group: dist.all_reduce(torch.ones(3 + (rank == 1)), group=group),
+        lambda group: dist.all_reduce(
+            torch.ones(3, dtype=torch.float64 if rank == 1 else torch.float32), group=group
+        ),
+        lambda group: (
+            dist.broadcast(torch.ones(3), 0, group=group)
+            if rank == 1
+            else dist.all_reduce(torch.ones(3), group=group)
+        ),
+    ]
+    for call in calls:
+        group = dist.new_group()
+        try:
+            call(group)
+            dist.barrier(group)
+        except gradwire.Error as error:
+            found.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    return found
+
+
+@sizes
+def test_calls_that_differ_are_an_error_of_all_ranks(ranks: int) -> None:
+    for found in torch_ranks.run(ranks, differ, backend="gradwire"):
+        assert len(found) == 3
+        for text in found:
+            assert text.startswith("InvalidArgument")
+            assert "rank 1" in text
+
+
+def come_late() -> str | None:
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    if rank == 1:
+        store.wait(["late"])
+        return None
+    with pytest.raises(gradwire.RendezvousError) as raised:
+        dist.new_group(timeout=timedelta(seconds=0.5))
+    if store.add("ended", 1) == dist.get_world_size() - 1:
+        store.set("late", b"")
+    return str(raised.value)
+
+
+@sizes
+def test_a_rank_that_does_not_come_to_a_new_group_is_named(ranks: int) -> None:
+    ended = torch_ranks.run(ranks, come_late, backend="gradwire")
+    for text in (text for rank, text in enumerate(ended) if rank != 1):
+        assert "rank 1" in text
+
+
+def wait_in_vain() -> tuple[str, int] | None:
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    if rank != 0:
+        store.wait(["over"])
+        return None
+    other = dist.irecv(torch.ones(1), 1, group=group, tag=7)
+    with pytest.raises(gradwire.Timeout) as raised:
+        dist.recv(torch.ones(1), 1, group=group, tag=8)
+    with pytest.raises(gradwire.Timeout):
+        other.wait()
+    store.set("over", b"")
+    return type(raised.value).__name__, raised.value.peer
+
+
+@sizes
+def test_a_receive_in_vain_names_the_rank(ranks: int) -> None:
+    first, *_ = torch_ranks.run(ranks, wait_in_vain, backend="gradwire")
+    assert first == ("Timeout", 1)
+
+
+def abort_all() -> tuple[str, int]:
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        group.abort()
+    with pytest.raises(gradwire.Aborted) as raised:
+        dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier()  # WORLD is another group
+    dist.destroy_process_group(group)
+    return type(raised.value).__name__, raised.value.peer
+
+
+@sizes
+def test_an_abort_ends_the_calls_of_all_ranks(ranks: int) -> None:
+    for rank, found in enumerate(torch_ranks.run(ranks, abort_all, backend="gradwire")):
+        assert found[0] == "Aborted"
+        assert found[1] == 1 or rank == 1
+
+
+def leave_early() -> None:
+    """Ends with operations in flight, whose futures threads wait for."""
+    if dist.get_rank() == 0:
+        dist.irecv(torch.ones(1), 1).get_future()
+        dist.all_reduce(torch.ones(1), async_op=True).get_future()
+
+
+def test_a_program_that_leaves_operations_ends() -> None:
+    torch_ranks.run(2, leave_early, backend="gradwire")

@@ -1,0 +1,182 @@
+"""Groups of the backend: how they are made, named and made again, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import pytest
+import torch
+import torch.distributed as dist
+import torch_ranks
+from gradwire.torch.backend import creation
+from ranks import LIMIT
+from torch_pool import Pool
+
+ROOT = Path(__file__).parents[3]
+
+
+def summed_over(group: Any) -> int:
+    x = torch.ones(1)
+    dist.all_reduce(x, group=group)
+    return int(x)
+
+
+def several_groups() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everyone = list(range(size))
+    again, reverse = dist.new_group(), dist.new_group(everyone[::-1])
+    alone = [dist.new_group([each]) for each in everyone]
+    pairs = [dist.new_group([each, (each + 1) % size]) for each in everyone[: size // 2]]
+    assert summed_over(again) == summed_over(reverse) == summed_over(None) == size
+    assert summed_over(alone[rank]) == 1
+    for first, pair in enumerate(pairs):
+        if rank in (first, first + 1):
+            assert summed_over(pair) == 2
+            assert dist.get_group_rank(pair, rank) == rank - first
+        else:
+            assert pair is dist.GroupMember.NON_GROUP_MEMBER
+    works = [
+        dist.all_reduce(torch.ones(1000), group=each, async_op=True)
+        for each in (again, None, reverse, again)
+    ]
+    for work in reversed(works):
+        work.wait()
+    for each in (again, reverse, alone[rank]):
+        dist.destroy_process_group(each)
+    for pair in pairs:
+        dist.destroy_process_group(pair)
+    assert summed_over(None) == size
+
+
+def test_several_groups(pool: Pool) -> None:
+    pool.run(several_groups)
+
+
+def names_and_devices() -> None:
+    world = dist.group.WORLD
+    assert dist.get_backend() == "gradwire"
+    assert world.name() == "gradwire"
+    assert world.group_name in dist.distributed_c10d._world.pg_names.values()
+    assert world._device_types == [torch.device("cpu")]
+    assert (world.rank(), world.size()) == (dist.get_rank(), dist.get_world_size())
+    named = dist.new_group(group_desc="a description")
+    assert named.group_desc == "a description"
+    assert dist.new_group(backend="cpu:gradwire").name() == "gradwire"
+
+
+def test_names(pool: Pool) -> None:
+    pool.run(names_and_devices)
+
+
+def meshes() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("rows", "columns"))
+    assert summed_over(mesh["rows"].get_group()) == size // 2
+    assert summed_over(mesh["columns"].get_group()) == 2
+    assert mesh.get_local_rank("columns") == dist.get_rank() % 2
+
+
+def test_device_meshes(pool: Pool) -> None:
+    pool.run(meshes)
+
+
+def refusals() -> None:
+    with pytest.raises(gradwire.InvalidArgument, match=r"up to torch 2\.13") as raised:
+        dist.new_group(backend="cpu:gloo,cuda:gradwire")
+    assert "gloo would be left out" in str(raised.value)
+    with pytest.raises(gradwire.InvalidArgument, match="works on cpu, not on cuda"):
+        dist.new_group(backend="cuda:gradwire")
+    with pytest.raises(gradwire.InvalidArgument, match="pg_options"):
+        dist.new_group(pg_options=object())
+    dist.barrier()
+
+
+def test_what_cannot_be_is_refused(pool: Pool) -> None:
+    pool.run(refusals)
+
+
+@pytest.mark.parametrize("version", ["2.4.1", "2.6.0+cu124", "1.13.1"])
+def test_an_old_torch_is_told_of_the_hook(version: str) -> None:
+    with pytest.raises(gradwire.InvalidArgument, match=r"2\.7 or later.*gradwire\.torch\.register"):
+        creation.require_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.7.0", "2.13.0+cpu", "2.15.0a0+git12", "3.0"])
+def test_later_ones_are_taken(version: str) -> None:
+    creation.require_version(version)
+
+
+def entry_point() -> str:
+    """The entry point for torch, as pyproject.toml has it."""
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    return lines[lines.index('[project.entry-points."torch.backends"]') + 1].replace('"', "")
+
+
+def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
+    info = tmp_path / "found-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: found\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{entry_point()}\n")
+    code = """
+import sys, torch, torch.distributed as dist
+assert not [name for name in sys.modules if name.startswith("gradwire.torch")]
+dist.init_process_group("gradwire", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(3)
+dist.all_reduce(x)
+print(x.tolist(), dist.get_backend())
+dist.destroy_process_group()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.stdout == "[1.0, 1.0, 1.0] gradwire\n", done.stderr
+
+
+def end_and_begin(store: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank < 2:
+        for _ in range(2):  # torch gives them the same name
+            pair = dist.new_group([0, 1], use_local_synchronization=True)
+            assert summed_over(pair) == 2
+            dist.destroy_process_group(pair)
+    for _ in range(2):
+        pair = dist.new_group([0, 1])
+        assert summed_over(None) == size
+        if rank < 2:
+            assert summed_over(pair) == 2
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        dist.init_process_group(
+            "gradwire", store=dist.FileStore(store, size), rank=rank, world_size=size
+        )
+    dist.barrier()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_end_and_a_new_beginning_over_the_same_store(ranks: int, tmp_path: Path) -> None:
+    torch_ranks.run(ranks, end_and_begin, str(tmp_path / "store"), backend="gradwire")
+
+
+def limits() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=33))
+    assert group._endpoint.communicator._timeout == 33
+    group.set_timeout(timedelta(seconds=44))
+    assert group._endpoint.seconds(None) == 44
+    assert summed_over(group) == dist.get_world_size()
+
+
+def test_timeouts_are_those_of_torch(pool: Pool) -> None:
+    pool.run(limits)
