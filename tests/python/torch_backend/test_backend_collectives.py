@@ -468,6 +468,8 @@ def mistakes() -> None:
         dist.all_reduce(torch.zeros(2).to(FLOAT8[0]))
     with pytest.raises(gradwire.InvalidArgument, match="meta"):
         dist.all_reduce(torch.empty(2, device="meta"))
+    with pytest.raises(gradwire.InvalidArgument, match="UNUSED"):
+        dist.all_reduce(torch.ones(2), ReduceOp.RedOpType.UNUSED)
     dist.barrier()  # the group is as good as before
 
 

@@ -6,7 +6,6 @@ take a subclass of Backend, one for each device of a group, and make the group t
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
 from typing import Any
 
@@ -15,13 +14,12 @@ import torch.distributed as dist
 
 from gradwire._autoload import BACKEND, DEVICES
 from gradwire._communicator import Communicator
+from gradwire.torch.backend import versions
 from gradwire.torch.backend.coalesced import CoalescedCollectives
 from gradwire.torch.backend.collectives import Collectives
 from gradwire.torch.backend.endpoint import Endpoint
 from gradwire.torch.backend.point_to_point import PointToPoint
 from gradwire.torch.backend.tracing import hide_from_dynamo
-
-_FIRST_WITH_BACKENDS = (2, 14)
 
 
 class Methods(Collectives, CoalescedCollectives, PointToPoint):
@@ -100,8 +98,7 @@ class Group(Methods, dist.ProcessGroup):  # type: ignore[misc]
 
 def make(communicator: Communicator, options: Any) -> Any:
     """Makes what this version of torch takes as a group of the communicator's ranks."""
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if found is None or (int(found[1]), int(found[2])) < _FIRST_WITH_BACKENDS:
+    if versions.parse(torch.__version__) < versions.FIRST_WITH_BACKENDS:
         return Group(communicator, options)
     # A class that older versions have too, and cannot construct.
     backend = torch._C._distributed_c10d.Backend

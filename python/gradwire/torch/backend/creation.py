@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 
 from gradwire._autoload import BACKEND, DEVICES
 from gradwire._errors import InvalidArgument
+from gradwire.torch.backend import versions
 from gradwire.torch.backend.meeting import connect
 
-_OLDEST = (2, 7)  # before, torch's C++ side drops the Python half of a Work
 _HELPER = "_new_process_group_helper"  # torch's caller of `create`
 
 
@@ -34,10 +33,10 @@ def create(options: Any, backend_options: Any) -> Any:
 
 def require_version(version: str) -> None:
     """Raises InvalidArgument for a version of torch that cannot hold works written in Python."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found and (int(found[1]), int(found[2])) < _OLDEST:
+    if versions.parse(version) < versions.OLDEST:
+        oldest = ".".join(map(str, versions.OLDEST))
         raise InvalidArgument(
-            f"the backend gradwire needs torch {_OLDEST[0]}.{_OLDEST[1]} or later, and this is "
+            f"the backend gradwire needs torch {oldest} or later, and this is "
             f"{version}: use another backend, such as gloo, with gradwire's hook for "
             "DistributedDataParallel, gradwire.torch.register(ddp)"
         )
@@ -55,18 +54,19 @@ def _devices_of_caller() -> dict[str, str] | None:
 
 
 def _require_devices(chosen: dict[str, str] | None) -> None:
-    """Raises InvalidArgument for several backends, of which torch would silently keep this one."""
+    """Raises InvalidArgument for a device of other kinds, and for several backends up to 2.13."""
     if chosen is None:
         return
     text = ",".join(f"{device}:{name}" for device, name in chosen.items())
     others = sorted({name for name in chosen.values() if name != BACKEND})
-    if others:
+    if others and versions.parse(torch.__version__) < versions.FIRST_WITH_BACKENDS:
         raise InvalidArgument(
             f"backend='{text}': up to torch 2.13 a group with gradwire has no other backend, and "
             f"{others[0]} would be left out without a word: give 'gradwire', or make a second "
             "group with new_group()"
         )
-    wrong = [device for device in chosen if device not in DEVICES]
+    ours = [device for device, name in chosen.items() if name == BACKEND]
+    wrong = [device for device in ours if device not in DEVICES]
     if wrong:
         raise InvalidArgument(
             f"backend='{text}': the backend gradwire works on {', '.join(DEVICES)}, not on "
