@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from ranks import LIMIT
 
+_END_SECONDS = 10.0  # for ranks to close their groups together
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pytest", "torch._dynamo", "gradwire.torch"])
 
@@ -48,9 +50,10 @@ class Pool:
 
     def close(self) -> None:
         """Ends the ranks."""
-        for process, pipe in self._ranks:
+        for _, pipe in self._ranks:
             pipe.close()
-            process.join(1)
+        for process, _ in self._ranks:
+            process.join(_END_SECONDS)
             process.kill()
             process.join()
         self._ranks = []

@@ -450,6 +450,12 @@ def functional() -> None:
     )
     equal(exchanged + 0, torch.arange(size, dtype=torch.float32))
 
+    # A result that may not be there yet, as the input of another call.
+    pending = functional.all_reduce(mine(), "sum", group)
+    assert type(pending) is functional.AsyncCollectiveTensor
+    dist.all_reduce(pending)
+    equal(pending + 0, total * size)
+
 
 def single_gather(x: torch.Tensor, size: int) -> torch.Tensor:
     name = dist.group.WORLD.group_name
@@ -468,10 +474,21 @@ def mistakes() -> None:
         dist.all_reduce(torch.zeros(2).to(FLOAT8[0]))
     with pytest.raises(gradwire.InvalidArgument, match="meta"):
         dist.all_reduce(torch.empty(2, device="meta"))
-    with pytest.raises(gradwire.InvalidArgument, match="UNUSED"):
-        dist.all_reduce(torch.ones(2), ReduceOp.RedOpType.UNUSED)
     dist.barrier()  # the group is as good as before
 
 
 def test_wrong_arguments_leave_the_group_usable(pool: Pool) -> None:
     pool.run(mistakes)
+
+
+def profiled() -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(torch.ones(3))
+        dist.all_gather_into_tensor(torch.empty(dist.get_world_size()), torch.ones(1))
+        dist.barrier()
+    return {each.key for each in profile.key_averages() if each.key.startswith("gradwire:")}
+
+
+def test_the_profiler_shows_calls(pool: Pool) -> None:
+    for names in pool.run(profiled):
+        assert names == {"gradwire:all_reduce", "gradwire:all_gather", "gradwire:barrier"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import gradwire
@@ -225,3 +226,58 @@ def leave_early() -> None:
 
 def test_a_program_that_leaves_operations_ends() -> None:
     torch_ranks.run(2, leave_early, backend="gradwire")
+
+
+def fail_in_another_group() -> list[tuple[str, int]] | None:
+    """A rank dies while the others wait in groups that it is not in."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everyone, others = dist.new_group(), dist.new_group([each for each in range(size) if each != 1])
+    dist.barrier()
+    if rank == 1:
+        torch_ranks.die()
+    found = []
+    for group in (everyone, None):
+        with pytest.raises(gradwire.TransportError) as raised:
+            dist.all_reduce(torch.ones(1), group=group)
+        found.append((type(raised.value).__name__, raised.value.peer))
+    x = torch.ones(1)
+    dist.all_reduce(x, group=others)  # which goes on
+    assert x == size - 1
+    dist.destroy_process_group()
+    return found
+
+
+@sizes
+def test_groups_without_the_killed_rank_go_on(ranks: int) -> None:
+    ended = torch_ranks.run(ranks, fail_in_another_group, dying=(1,), backend="gradwire")
+    for found in (found for rank, found in enumerate(ended) if rank != 1):
+        assert found == [("TransportError", 1)] * 2
+
+
+def no_first_meeting(store: str) -> str | None:
+    """Rank 1 never calls init_process_group."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    waiting = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    if rank == 1:
+        waiting.wait(["late"])
+        return None
+    with pytest.raises(gradwire.RendezvousError) as raised:
+        dist.init_process_group(
+            "gradwire",
+            store=dist.FileStore(store, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=0.5),
+        )
+    assert not dist.is_initialized()
+    if waiting.add("ended", 1) == size - 1:
+        waiting.set("late", b"")
+    return str(raised.value)
+
+
+@sizes
+def test_a_rank_that_does_not_come_to_the_first_group_is_named(ranks: int, tmp_path: Path) -> None:
+    ended = torch_ranks.run(ranks, no_first_meeting, str(tmp_path / "store"), backend="gradwire")
+    for text in (text for rank, text in enumerate(ended) if rank != 1):
+        assert "rank 1" in text

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from gradwire._communicator import Communicator
 from gradwire._launch import at_exit
@@ -38,7 +39,22 @@ class Endpoint:
         results: Sequence[torch.Tensor],
         staging: Staging | None = None,
     ) -> Operation:
-        """Makes a collective call with torch's options: waits for it, unless they say async."""
+        """Makes a collective call with torch's options: waits for it, unless they say async.
+
+        torch's profiler shows the call, which for blocking ones includes the wait.
+        """
+        if not torch.autograd._profiler_enabled():
+            return self._run(call, options, results, staging)
+        with record_function(f"gradwire:{getattr(call, 'func', call).__name__}"):
+            return self._run(call, options, results, staging)
+
+    def _run(
+        self,
+        call: Callable[..., Any],
+        options: Any,
+        results: Sequence[torch.Tensor],
+        staging: Staging | None,
+    ) -> Operation:
         finish = None if staging is None or not staging.late else staging.finish
         timeout = self.seconds(options)
         if getattr(options, "asyncOp", True):

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch.distributed import ReduceOp
 
-from gradwire._errors import InvalidArgument
-
 _KINDS = ReduceOp.RedOpType
 _NAMES = {
     _KINDS.SUM: "sum",
@@ -26,6 +24,4 @@ def keywords(op: Any) -> dict[str, Any]:
     kind = getattr(op, "op", op)
     if kind == _KINDS.PREMUL_SUM:
         return {"op": "sum", "prescale": float(op.__getstate__()[1])}
-    if kind not in _NAMES:
-        raise InvalidArgument(f"op={op} is none of {', '.join(map(str, _NAMES))}, PREMUL_SUM")
     return {"op": _NAMES[kind]}

@@ -6,6 +6,8 @@ import torch
 
 from gradwire._errors import InvalidArgument
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class Staging:
     """The tensors of one call, of which those written are copied back by `finish`."""
@@ -17,14 +19,17 @@ class Staging:
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it, to be read."""
+        tensor = _there(tensor)
         return tensor if _is_plain(tensor) else _copy(tensor)
 
     def update(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it that `finish` copies back, to be read and written."""
+        tensor = _there(tensor)
         return tensor if _is_plain(tensor) else self._stand_in(tensor, _copy(tensor))
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or memory that `finish` copies back, to be written."""
+        tensor = _there(tensor)
         if _is_plain(tensor):
             return tensor
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -69,6 +74,17 @@ def require_cpu(tensor: torch.Tensor) -> None:
             f"a tensor is on {tensor.device}, and the backend gradwire works on the CPU: use "
             "x.cpu(), or gradwire.torch.register(ddp) over another backend"
         )
+
+
+def _there(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; or for the result of a functional collective what it wraps, once that is there.
+
+    Torch's own process groups have its dispatcher for that.
+    """
+    if type(tensor) in _PLAIN or not hasattr(tensor, "trigger_wait"):
+        return tensor
+    wrapped: torch.Tensor = tensor.trigger_wait()
+    return wrapped
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
