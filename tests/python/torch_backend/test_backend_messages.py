@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gradwire
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -217,3 +218,19 @@ def wrong_size() -> None:
 
 def test_a_message_of_another_size_is_refused(pool: Pool) -> None:
     pool.run(wrong_size)
+
+
+def impossible_size() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    if rank == 1:
+        group._endpoint.communicator.send(np.array([0, -5], np.int64), 0)  # type: ignore[attr-defined]
+    if rank == 0:
+        with pytest.raises(gradwire.TransportError, match="1 announced a message of -5") as raised:
+            dist.recv(torch.empty(1), 1)
+        assert raised.value.peer == 1
+    dist.barrier()
+
+
+def test_a_header_that_nobody_sends_is_refused(pool: Pool) -> None:
+    pool.run(impossible_size)

@@ -22,9 +22,10 @@ import torch
 
 from gradwire._calls.work import Work
 from gradwire._communicator import Communicator
-from gradwire._errors import Error, InvalidArgument, Timeout
+from gradwire._errors import Error, InvalidArgument, Timeout, TransportError
 
 _ANY = -1
+_MOST_BYTES = 1 << 40  # of a message
 _LONGEST = 2e6  # seconds, for headers that no receive needs
 _GRACE = 5.0  # seconds for the communicator to notice a timeout first, which ends all its calls
 
@@ -193,6 +194,7 @@ class Mailbox:
             from_rank = None if source == _ANY else source
             sender = self._communicator.recv(header, from_rank, timeout=timeout)
             tag, size = header.tolist()
+            _require_possible(sender, size)
             with self._lock:
                 self._match(sender, tag, size)
                 self._awaited.discard(source)
@@ -244,6 +246,14 @@ class _Listener:
     def _run(self) -> None:
         while (timeout := self._asked.get()) is not None:
             self._receive(self._source, timeout)
+
+
+def _require_possible(sender: int, size: int) -> None:
+    """Raises TransportError for a size that no message has: the header was none of a mailbox's."""
+    if not 0 <= size <= _MOST_BYTES:
+        error = TransportError(f"rank {sender} announced a message of {size} bytes")
+        error.peer = sender
+        raise error
 
 
 def _name(source: int | None) -> str:
