@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch.backend import creation
-from ranks import LIMIT
+from ranks import LIMIT, eventually
 from torch_pool import Pool
 
 ROOT = Path(__file__).parents[3]
@@ -180,3 +181,45 @@ def limits() -> None:
 
 def test_timeouts_are_those_of_torch(pool: Pool) -> None:
     pool.run(limits)
+
+
+def descriptors_and_threads() -> tuple[int, int]:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def make_and_destroy() -> None:
+    """Uses everything of a group that has threads: futures, and receives of both kinds."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future().wait()
+    work = dist.isend(torch.ones(1), (rank + 1) % size, group=group)
+    dist.recv(torch.ones(1), (rank - 1) % size, group=group)
+    work.wait()
+    dist.isend(torch.ones(1), (rank + 1) % size, group=group).get_future()
+    dist.irecv(torch.ones(1), group=group).get_future().wait()
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
+def use_many() -> None:
+    make_and_destroy()
+    before = descriptors_and_threads()
+    for _ in range(5):
+        make_and_destroy()
+    eventually(lambda: descriptors_and_threads() <= before)
+
+
+def test_groups_leave_nothing_behind(pool: Pool) -> None:
+    pool.run(use_many)
+
+
+def refused_by_torch() -> None:
+    with pytest.raises(ValueError, match="GLOO"):
+        dist.monitored_barrier()
+    with pytest.raises(RuntimeError):
+        dist.split_group(split_ranks=[[0], [1]])
+
+
+def test_what_torch_refuses(pool: Pool) -> None:
+    pool.run(refused_by_torch)

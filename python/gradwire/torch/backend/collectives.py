@@ -51,7 +51,7 @@ class Collectives:
         (tensor,) = _listed(tensors)
         staging = Staging()
         root = options.rootRank
-        stage = staging.read if root == self._endpoint.communicator.rank else staging.update
+        stage = staging.read if root == self._endpoint.communicator.rank else staging.write
         call = partial(
             self._endpoint.communicator.broadcast, stage(tensor), root=root, check="size"
         )
