@@ -281,3 +281,23 @@ def test_a_rank_that_does_not_come_to_the_first_group_is_named(ranks: int, tmp_p
     ended = torch_ranks.run(ranks, no_first_meeting, str(tmp_path / "store"), backend="gradwire")
     for text in (text for rank, text in enumerate(ended) if rank != 1):
         assert "rank 1" in text
+
+
+def die_within_backward() -> tuple[str, int]:
+    """Rank 1 dies while its gradients are computed, when others have begun to send theirs."""
+    ddp = DistributedDataParallel(
+        nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20)), bucket_cap_mb=1e-4
+    )
+    step(ddp)
+    if dist.get_rank() == 1:
+        next(ddp.parameters()).register_hook(lambda _: torch_ranks.die())
+    with pytest.raises(gradwire.TransportError) as raised:
+        step(ddp)
+    return type(raised.value).__name__, raised.value.peer
+
+
+@sizes
+def test_a_rank_that_dies_within_backward_is_named(ranks: int) -> None:
+    ended = torch_ranks.run(ranks, die_within_backward, dying=(1,), backend="gradwire")
+    for found in (found for rank, found in enumerate(ended) if rank != 1):
+        assert found == ("TransportError", 1)

@@ -217,7 +217,7 @@ def test_groups_leave_nothing_behind(pool: Pool) -> None:
 def refused_by_torch() -> None:
     with pytest.raises(ValueError, match="GLOO"):
         dist.monitored_barrier()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="No device associated"):
         dist.split_group(split_ranks=[[0], [1]])
 
 

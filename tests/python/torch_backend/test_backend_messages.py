@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import gradwire
 import numpy as np
 import pytest
@@ -234,3 +237,50 @@ def impossible_size() -> None:
 
 def test_a_header_that_nobody_sends_is_refused(pool: Pool) -> None:
     pool.run(impossible_size)
+
+
+def storm(seed: int) -> None:
+    """Sends and receives many messages at once, in another order on every rank.
+
+    Messages of tags from 100 on are received from any rank; each such tag has one sender.
+    """
+    source, size, own = random.Random(seed), dist.get_world_size(), dist.get_rank()
+    messages = []
+    for number in range(150):
+        sender, receiver = source.randrange(size), source.randrange(size)
+        tag = source.choice([0, 1, 2, 100 + number])
+        messages.append((sender, receiver, tag, source.choice([0, 1, 100, 5000, 150_000]), number))
+    source.seed(f"{seed} {own}")
+    begun = [("send", each) for each in messages if each[0] == own]
+    incoming = [("recv", each) for each in messages if each[1] == own]
+    for each in incoming:  # receives of one sender and tag stay in order, between all others
+        begun.insert(source.randint(_after_last_like(begun, each), len(begun)), each)
+    works, received = [], []
+    for what, (sender, receiver, tag, count, number) in begun:
+        if what == "send":
+            works.append(dist.isend(torch.full((count,), number), receiver, tag=tag))
+            continue
+        x = torch.empty(count, dtype=torch.int64)
+        works.append(dist.irecv(x, None if tag >= 100 else sender, tag=tag))
+        received.append((x, number, works[-1], sender))
+    source.shuffle(works)
+    for work in works:
+        work.wait()
+    for x, number, work, sender in received:
+        assert torch.equal(x, torch.full_like(x, number))
+        assert work.source_rank() == sender
+    dist.barrier()
+
+
+def _after_last_like(begun: list[Any], wanted: Any) -> int:
+    def key(each: Any) -> Any:
+        what, (sender, receiver, tag, *_) = each
+        return what, sender, receiver, tag
+
+    places = [place for place, each in enumerate(begun) if key(each) == key(wanted)]
+    return max(places, default=-1) + 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_messages_in_any_order(pool: Pool, seed: int) -> None:
+    pool.run(storm, seed)
