@@ -16,8 +16,9 @@ from gradwire._autoload import BACKEND, DEVICES
 from gradwire._communicator import Communicator
 from gradwire.torch.backend import versions
 from gradwire.torch.backend.coalesced import CoalescedCollectives
-from gradwire.torch.backend.collectives import Collectives
+from gradwire.torch.backend.collectives import Collectives, Tensors
 from gradwire.torch.backend.endpoint import Endpoint
+from gradwire.torch.backend.operations import Operation
 from gradwire.torch.backend.point_to_point import PointToPoint
 from gradwire.torch.backend.tracing import hide_from_dynamo
 
@@ -96,15 +97,29 @@ class Group(Methods, dist.ProcessGroup):  # type: ignore[misc]
         return self._store
 
 
+class DeviceMethods(Methods):
+    """Methods of a backend for one device of a group, from torch 2.14 on: some have other names."""
+
+    def allreduce_sparse(self, tensors: Tensors, opts: Any = None) -> Operation:
+        """Reduces a sparse tensor of all ranks, on all ranks, in place."""
+        return self.allreduce(tensors, opts)
+
+    def start_coalescing(self) -> None:
+        """Begins to collect operations for `end_coalescing`; each still begins at once."""
+        self._endpoint.start_batch()
+
+    def end_coalescing(self) -> Operation:
+        """All operations since `start_coalescing`, as one."""
+        return self._endpoint.end_batch()
+
+
 def make(communicator: Communicator, options: Any) -> Any:
     """Makes what this version of torch takes as a group of the communicator's ranks."""
     if versions.parse(torch.__version__) < versions.FIRST_WITH_BACKENDS:
         return Group(communicator, options)
-    # A class that older versions have too, and cannot construct.
-    backend = torch._C._distributed_c10d.Backend
-    return type("GroupBackend", (Methods, backend), {"__doc__": "One device's backend."})(
-        communicator
-    )
+    # Older versions have the class too, and cannot construct it.
+    base = torch._C._distributed_c10d.Backend
+    return type("DeviceBackend", (DeviceMethods, base), {})(communicator)
 
 
-hide_from_dynamo(Methods, Group)
+hide_from_dynamo(DeviceMethods, Group)

@@ -40,7 +40,9 @@ def all_reduce_sparse(endpoint: Endpoint, tensor: torch.Tensor, options: Any) ->
         summed = torch.cat(all_values)
         if op["op"] == "avg":
             summed = summed / comm.size
-        made = torch.sparse_coo_tensor(torch.cat(all_indices).t(), summed, tensor.shape)
+        made = torch.sparse_coo_tensor(
+            torch.cat(all_indices).t(), summed, tensor.shape, check_invariants=True
+        )
         with torch.no_grad():
             tensor.copy_(made.coalesce())
 
