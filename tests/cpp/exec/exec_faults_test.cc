@@ -170,17 +170,16 @@ TEST_P(Faults, CloseFinishesWhatWasSubmitted) {
 TEST_P(Faults, CloseThrowsWhatEndedTheWorkThatItFinishes) {
   Ranks ranks(3, GetParam(), {}, {}, /*mortal=*/true);
   std::vector<float> xs[2] = {std::vector<float>(100, 1), std::vector<float>(100, 1)};
-  std::atomic<int> submitted{0};
+  std::atomic<bool> closing[2] = {false, false};  // an earlier failure is the work's to tell
   const auto errors = ranks.outcomes([&](Communicator& comm) {
     const int rank = comm.identity().rank;
     if (rank == 2) {
-      while (submitted < 2) std::this_thread::yield();
+      while (!closing[0] || !closing[1]) std::this_thread::yield();
       return ranks.vanish(2);
     }
     const Array arrays[] = {array_of(xs[rank])};
     comm.submit(all_reduce(arrays, "ring", 30));
-    ++submitted;
-    comm.close(30);
+    comm.close(30, [&] { closing[rank] = true; });
   });
   for (std::size_t r : {0U, 1U}) {
     const auto* error = as<TransportError>(errors[r]);
