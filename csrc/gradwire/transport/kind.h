@@ -35,7 +35,7 @@ struct Kind {
   // Finds out whether links can be made here, and opens what they share. Throws InvalidArgument for
   // a wrong setting.
   Opened (*open)(const Settings&) = [](const Settings&) { return Opened{}; };
-  std::span<const Setting> settings{};
+  std::span<const Setting> settings{};  // where reach is kNetwork, the first one names devices
 };
 
 }  // namespace gradwire::transport
