@@ -24,6 +24,7 @@ CASES = 60
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_no_hang_no_wrong_result_no_leak() -> None:
     """One seed, so that a change is judged by what it did; `make faults` draws new ones."""

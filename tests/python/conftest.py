@@ -1,4 +1,4 @@
-"""Fixtures that several files use."""
+"""Fixtures that several files use, and the order of tests."""
 
 from __future__ import annotations
 
@@ -30,3 +30,8 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name in VARIABLES or name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves the tests that are marked `long` to the front."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)

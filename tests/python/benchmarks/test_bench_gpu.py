@@ -42,6 +42,7 @@ built = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long
 @built
 @pytest.mark.timeout(500)
 def test_all_checks_pass_over_the_simulated_gpu() -> None:

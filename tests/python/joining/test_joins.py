@@ -193,6 +193,7 @@ with gradwire.init() as comm:
 """
 
 
+@pytest.mark.long
 def test_a_launched_training_listens_nowhere_but_at_its_launcher(tmp_path: Path) -> None:
     """A thousand strangers come to the launcher, and are refused with one line of log."""
     script = tmp_path / "rank.py"

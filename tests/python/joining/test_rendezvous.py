@@ -544,6 +544,7 @@ os.write(1, f"{mesh.rank} {mesh.job.name} {mesh.job.epoch}\\n".encode())
 """
 
 
+@pytest.mark.long
 def test_ranks_meet_in_torchs_store(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = tmp_path / "rank.py"

@@ -65,6 +65,7 @@ def test_ddp():
     assert "replicas bit-identical: True" in printed
 
 
+@pytest.mark.long
 @needs_torch
 def test_ddp_onebit():
     found = numbers(

@@ -273,6 +273,7 @@ def reference(directory: str) -> str:
     return resumed_training.train(Path(directory), dies=False)
 
 
+@pytest.mark.long
 def test_torchrun_restarts_and_the_training_resumes(tmp_path: Path) -> None:
     """The training has the bits that it would have had without the failure."""
     (tmp_path / "reference").mkdir()
@@ -335,6 +336,7 @@ def run_script(script: str, *arguments: str) -> None:
     exec(script, {"__name__": "__main__"})
 
 
+@pytest.mark.long
 def test_survivors_end_as_other_programs_do(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     survivors = [start("-c", UNCAUGHT, rank, store) for rank in ("0", "2")]

@@ -281,5 +281,6 @@ def compiled_models() -> list[tuple[bool, int]]:
     return found
 
 
+@pytest.mark.long
 def test_compiled_models_are_averaged() -> None:
     assert torch_ranks.run(2, compiled_models) == [[(True, 3)] * 2] * 2

@@ -100,6 +100,7 @@ def test_extension_links_no_torch() -> None:
     assert not [each for each in libraries if "torch" in each or "c10" in each]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "imports", ["import gradwire.torch, torch", "import torch, gradwire.torch"]
 )
@@ -134,6 +135,7 @@ def test_process_ends_cleanly_with_buckets_in_flight(tmp_path: Path, imports: st
     assert "rank 0" in stayed
 
 
+@pytest.mark.long
 def test_demo_trains_and_compares_replicas(tmp_path: Path) -> None:
     """The demo trains over shared memory with three methods, and over a slow link with four."""
     picture = tmp_path / "demo.png"

@@ -108,6 +108,7 @@ def test_a_sparse_embedding_that_ddp_ignores_is_taken() -> None:
     assert torch_ranks.run(1, ignored_embedding) == [1]
 
 
+@pytest.mark.long
 def test_models_that_have_no_place_for_the_hook_are_refused() -> None:
     expected = [
         "this is a Sequential: wrap it in DistributedDataParallel",
