@@ -38,7 +38,7 @@ from gradwire._bootstrap.mesh import (
 from gradwire._bootstrap.rendezvous import choose_transports, find_secret, rendezvous
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._host.interfaces import Choice, Interface, interfaces
-from gradwire._host.transport_kinds import DEFAULTS
+from gradwire._host.transport_kinds import DEFAULTS, KINDS
 from ranks import LIMIT, over_processes
 
 SECRET = b"0123456789abcdef"
@@ -106,7 +106,7 @@ Closing = Callable[[Sequence[Future[Mesh]]], list[Mesh]]
 def test_all_pairs_are_connected(size: int, transport: str, closing: Closing) -> None:
     meshes = closing(meet(launches(size), transports=[transport]))
     assert_connected(meshes, transport)
-    family = socket.AF_UNIX if transport == "shm" else socket.AF_INET
+    family = socket.AF_UNIX if KINDS[transport].local else socket.AF_INET
     assert all(peer.control.family == family for mesh in meshes for peer in mesh.peers.values())
     assert all(peer.same_host for mesh in meshes for peer in mesh.peers.values())
 
