@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch.backend import creation
+from gradwire._base.deadline import Deadline
+from gradwire.torch.backend import creation, meeting
 from ranks import LIMIT, eventually
 from torch_pool import Pool
 
@@ -223,3 +225,21 @@ def refused_by_torch() -> None:
 
 def test_what_torch_refuses(pool: Pool) -> None:
     pool.run(refused_by_torch)
+
+
+def test_a_rank_that_waits_for_another_logs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    first = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    second = dist.TCPStore("127.0.0.1", first.port, 2, is_master=False)
+    early, late = (
+        meeting._StoreExchange(store, "meeting", rank, 2, Deadline(LIMIT))
+        for rank, store in enumerate((first, second))
+    )
+    found: list[list[bytes]] = []
+    waiting = threading.Thread(target=lambda: found.append(early.all_gather(b"0")))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    assert late.all_gather(b"1") == [b"0", b"1"]
+    waiting.join(LIMIT)
+    assert found == [[b"0", b"1"]]
+    assert capfd.readouterr().err == ""

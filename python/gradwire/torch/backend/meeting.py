@@ -9,8 +9,8 @@ ranks, which make the same groups in the same order.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
-from datetime import timedelta
 from typing import Any
 
 from gradwire._base.deadline import Deadline
@@ -22,8 +22,9 @@ from gradwire._bootstrap.rendezvous_exchange import await_rank
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._errors import RendezvousError
 
-_POLL = timedelta(milliseconds=100)  # torch's stores do not let Ctrl-C through while they wait
-_TICK = timedelta(milliseconds=10)  # torch takes 0 for "no timeout"
+# Seconds between two looks into the store. Torch's stores can wait themselves, but do not let
+# Ctrl-C through meanwhile, and TCPStore logs two warnings each time that a wait ends early.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 
 class _Names:
@@ -98,16 +99,17 @@ class _StoreExchange:
             peer,
             self._launch,
             self._deadline,
-            lambda seconds: self._wait(f"{key}/{peer}", timedelta(seconds=seconds)),
+            lambda seconds: self._wait(f"{key}/{peer}", seconds),
             missing,
         )
 
-    def _wait(self, key: str, limit: timedelta) -> bytes:
-        try:
-            self._store.wait([key], max(min(limit, _POLL), _TICK))
-        except RuntimeError:  # the type for "too late" and for "connection lost" differs by version
-            if not self._call(self._store.check, [key]):
-                raise TimeoutError(f"nobody set {key}") from None
+    def _wait(self, key: str, seconds: float) -> bytes:
+        deadline, pause = Deadline(seconds), _FIRST_PAUSE
+        while not self._call(self._store.check, [key]):
+            if deadline.passed:
+                raise TimeoutError(f"nobody set {key}")
+            time.sleep(min(pause, deadline.remaining))
+            pause = min(2 * pause, _LONGEST_PAUSE)
         return bytes(self._call(self._store.get, key))
 
     def _call(self, function: Any, *arguments: Any) -> Any:
