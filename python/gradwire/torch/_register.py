@@ -109,7 +109,7 @@ def register(
         communicator,
         codec,
         algorithm,
-        parameters=ddp.module.named_parameters(),
+        parameters=_averaged(ddp),
         feedback=feedback,
         rules=rules,
         min_elements=min_elements,
@@ -157,8 +157,14 @@ def stats(ddp: DistributedDataParallel) -> Stats:
     return found
 
 
+def _averaged(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters by name, but for those that DDP was told to leave alone."""
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    return [each for each in ddp.module.named_parameters() if each[0] not in ignored]
+
+
 def _warn_of_other_types(ddp: DistributedDataParallel) -> None:
-    trained = [each for each in ddp.module.parameters() if each.requires_grad]
+    trained = [each for _, each in _averaged(ddp) if each.requires_grad]
     others = sorted({str(each.dtype.to_real()) for each in trained if not compressible(each)})
     if others:
         _log.warning(
@@ -182,9 +188,7 @@ def _install_forward_hooks(
     ddp: DistributedDataParallel, state: State, joins: JoinTracker
 ) -> Sequence[RemovableHandle]:
     """Makes every forward in training raise the state's error and guard its backward."""
-    guard = Guard(
-        dict(ddp.module.named_parameters()), partial(getattr, state._steps, "submitted_steps")
-    )
+    guard = Guard(dict(_averaged(ddp)), partial(getattr, state._steps, "submitted_steps"))
     state._guard = guard
     return (
         ddp.register_forward_pre_hook(partial(_before_forward, state, guard)),
