@@ -19,11 +19,13 @@ from gradwire import _autoload
 from gradwire.torch._broadcasts import broadcast_optimizer_state, broadcast_parameters
 from gradwire.torch._gathered import gather_state_dict, scatter_state_dict
 from gradwire.torch._hook import comm_hook
+from gradwire.torch._hybrid import hybrid_plan, parallelize
 from gradwire.torch._register import register, stats
 from gradwire.torch._state import State
 from gradwire.torch._step.momentum import Momentum
 from gradwire.torch._step.rules import Stages, warm_up
 from gradwire.torch._step.stats import CodecStats, Stats, StepStats
+from gradwire.torch._traffic import traffic
 
 _autoload.register()
 
@@ -38,8 +40,11 @@ __all__ = [
     "broadcast_parameters",
     "comm_hook",
     "gather_state_dict",
+    "hybrid_plan",
+    "parallelize",
     "register",
     "scatter_state_dict",
     "stats",
+    "traffic",
     "warm_up",
 ]

@@ -78,6 +78,18 @@ def test_ddp_onebit():
     assert sent < dense_sent / 10
 
 
+@needs_torch
+def test_hybrid():
+    found = numbers(
+        r"all data-parallel: loss ([\d.]+), ([\d.]+) MB a step.*\n"
+        r"hybrid: loss ([\d.]+), ([\d.]+) MB a step, split: \['2.0', '2.2'\]",
+        run("hybrid.py"),
+    )
+    dense_loss, dense_sent, loss, sent = found
+    assert max(dense_loss, loss) < 1.5  # ln 16 = 2.8 before
+    assert sent < dense_sent / 10
+
+
 def test_own_codec():
     without, kept = numbers(r"([\d.]+) without feedback, ([\d.]+) with it", run("own_codec.py"))
     assert kept < without / 20

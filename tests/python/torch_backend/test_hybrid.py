@@ -1,0 +1,352 @@
+"""Convolutions data-parallel and linear layers split, against the same training in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import gradwire.torch
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch_pool import Pool
+
+STEPS, BATCH, CLASSES = 3, 4, 8
+PLAN = {"classifier.1": "model", "classifier.4": "model", "classifier.6": "model"}
+CLOSE = 2e-6  # of float32 weights of about 0.1, which are sums in another order
+
+
+class Net(nn.Module):
+    """Convolutions and three linear layers, in torchvision's form."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(4),
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.ReLU(inplace=True),
+        )
+        self.classifier = nn.Sequential(
+            nn.Dropout(0.0),
+            nn.Linear(256, width),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.0),
+            nn.Linear(width, width),
+            nn.ReLU(inplace=True),
+            nn.Linear(width, CLASSES),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.features(x).flatten(1))
+
+
+def net(seed: int = 3, width: int = 64) -> Net:
+    torch.manual_seed(seed)
+    return Net(width)
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(100 * step + rank)
+    images = torch.randn(BATCH, 3, 16, 16, generator=source)
+    return images, torch.randint(CLASSES, (BATCH,), generator=source)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, steps: int = STEPS) -> None:
+    optimizer = sgd(model)
+    for step in range(steps):
+        images, labels = batch(step, dist.get_rank())
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+
+def trained_alone() -> nn.Module:
+    """The same training in one process, which sees all ranks' batches at once."""
+    model = net()
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        every = [batch(step, rank) for rank in range(dist.get_world_size())]
+        images, labels = (torch.cat(each) for each in zip(*every, strict=True))
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return model
+
+
+def whole(parameter: Any) -> torch.Tensor:
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
+
+
+def assert_as_alone(model: nn.Module) -> None:
+    module = getattr(model, "module", model)
+    for (name, ours), theirs in zip(
+        module.named_parameters(), trained_alone().parameters(), strict=True
+    ):
+        worst = (whole(ours) - theirs).abs().max().item()
+        assert worst < CLOSE, (name, worst)
+
+
+def as_in_one_process(data: str) -> None:
+    # Another seed on each rank: all begin with rank 0's weights.
+    model = gradwire.torch.parallelize(net(3 + dist.get_rank()), PLAN, data=data)
+    train(model)
+    assert_as_alone(model)
+
+
+@pytest.mark.parametrize("data", ["ddp", "fsdp"])
+def test_a_plan_trains_as_one_process(pool: Pool, data: str) -> None:
+    pool.run(as_in_one_process, data)
+
+
+def accumulated() -> None:
+    """Gradients of two steps, of a model of which a part is sharded before and another frozen."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, alone = net(), net()
+    fully_shard(model.features)
+    sharded = gradwire.torch.parallelize(model, PLAN, data="fsdp", reshard_after_forward=False)
+    for each in (sharded, alone):
+        each.classifier[4].bias.requires_grad_(False)
+    size = dist.get_world_size()
+    for step in range(2):
+        images, labels = batch(step, dist.get_rank())
+        cross_entropy(sharded(images), labels).backward()
+        for rank in range(size):
+            images, labels = batch(step, rank)
+            (cross_entropy(alone(images), labels) / size).backward()
+    for ours, theirs in zip(sharded.parameters(), alone.parameters(), strict=True):
+        if theirs.requires_grad:
+            assert torch.allclose(whole(ours.grad), theirs.grad, atol=CLOSE)
+
+
+def test_gradients_accumulate_as_averages(pool: Pool) -> None:
+    pool.run(accumulated)
+
+
+def layouts() -> None:
+    from torch.distributed.tensor import Shard
+
+    linear = gradwire.torch.parallelize(net(), PLAN).module.classifier
+    split = [linear[place].weight.placements[0] for place in (1, 4, 6)]
+    assert split == [Shard(0), Shard(1), Shard(0)]  # a pair, and one alone
+    apart = {"classifier.1": "model", "classifier.6": "model"}
+    linear = gradwire.torch.parallelize(net(), apart).module.classifier
+    assert [linear[place].weight.placements[0] for place in (1, 6)] == [Shard(0), Shard(0)]
+    assert type(linear[4].weight) is nn.Parameter
+
+
+def test_neighbours_in_a_sequence_keep_activations_split(pool: Pool) -> None:
+    pool.run(layouts)
+
+
+def sent_by(model: nn.Module, other: Callable[[], int] = lambda: 0) -> float:
+    """Bytes of this rank in one training step, the second: the first also makes agreements."""
+    train(model, 1)
+    dist.barrier()
+    before = gradwire.torch.traffic().bytes_sent + other()
+    train(model, 1)
+    return gradwire.torch.traffic().bytes_sent + other() - before
+
+
+def volumes() -> None:
+    size, width = dist.get_world_size(), 512
+    factor = 2 * (size - 1) / size * 4
+    weights = sum(each.numel() for each in net(width=width).parameters())
+    features = sum(each.numel() for each in net(width=width).features.parameters())
+    cuts = 256 + width + width + CLASSES  # where a pair and a single layer begin and end
+    formula = factor * (features + size * BATCH * cuts)
+    dense = sent_by(gradwire.torch.parallelize(net(width=width), {}))
+    assert dense == pytest.approx(factor * weights, rel=0.02)
+    for data in ("ddp", "fsdp"):
+        hybrid = sent_by(gradwire.torch.parallelize(net(width=width), PLAN, data=data))
+        assert hybrid == pytest.approx(formula, rel=0.05)
+        assert hybrid < dense / 10
+
+
+def test_bytes_are_those_of_the_formula(pool: Pool) -> None:
+    pool.run(volumes)
+
+
+def compressed() -> None:
+    model = gradwire.torch.parallelize(net(), PLAN)
+    state = gradwire.torch.register(model, codec="int8")
+    train(model)
+    alone = dict(trained_alone().named_parameters())
+    for name, parameter in model.module.named_parameters():
+        assert torch.allclose(whole(parameter), alone[name], atol=0.01), name
+    assert state.stats().codecs["int8"].parameters == 4  # weights and biases of convolutions
+    state.close()
+
+
+def test_the_hook_compresses_what_is_data_parallel(pool: Pool) -> None:
+    pool.run(compressed)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(8, 2)
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+def twice() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def compiled() -> Any:
+    return torch.compile(net(), backend="eager")
+
+
+def compiled_in_part() -> nn.Module:
+    model = net()
+    model.features.compile(backend="eager")
+    return model
+
+
+BAD: list[tuple[Callable[[], nn.Module], Any, str]] = [
+    (net, {"classifier.9": "model"}, "no module of the model: .* classifier.1, classifier.4"),
+    (net, {"classifier.1": "tensor"}, "'tensor': give 'data' or 'model'"),
+    (net, ["classifier.1"], "plan=.* a dict of layers' names"),
+    (net, {"features.0": "model"}, "'features.0', a Conv2d, and only nn.Linear"),
+    (net, {"classifier": "model"}, "name linear layers in it: classifier.1, classifier.4"),
+    (lambda: nn.Linear(8, 6 * 4 + 1), {"": "model"}, "out_features=25 cannot be divided by"),
+    (Attention, {"heads.out_proj": "model"}, "NonDynamicallyQuantizableLinear"),
+    (tied, {"1": "model"}, "0.weight and 1.weight are one parameter"),
+    (twice, {"0": "model"}, "0.weight and 2.weight are one parameter"),
+    (compiled, PLAN, "the model is compiled: compile what parallelize"),
+    (compiled_in_part, PLAN, "'features', a part of the model, is compiled"),
+    (lambda: nn.parallel.DistributedDataParallel(net()), PLAN, "give its .module"),
+    (lambda: gradwire.torch.parallelize(net(), PLAN).module, PLAN, "split or reparametrized"),
+    (lambda: torch.zeros(1), PLAN, "model=.* a torch.nn.Module"),
+]
+
+
+def refused() -> None:
+    for make, plan, message in BAD:
+        with pytest.raises(gradwire.InvalidArgument, match=message):
+            gradwire.torch.parallelize(make(), plan)
+    for given, message in (({"data": "zero"}, "'ddp' or 'fsdp'"), ({"mesh": 4}, "one dimension")):
+        with pytest.raises(gradwire.InvalidArgument, match=message):
+            gradwire.torch.parallelize(net(), PLAN, **given)
+    plan = PLAN if dist.get_rank() else {"classifier.1": "model"}
+    with pytest.raises(gradwire.InvalidArgument, match="on rank 0 and "):
+        gradwire.torch.parallelize(net(), plan)
+    with pytest.raises(gradwire.InvalidArgument, match=r"failed on rank 1|'x'"):
+        gradwire.torch.parallelize(net(), {"x": "model"} if dist.get_rank() == 1 else PLAN)
+
+
+def test_plans_that_cannot_be_applied_are_refused_on_all_ranks(pool: Pool) -> None:
+    pool.run(refused)
+
+
+def uneven() -> None:
+    model = gradwire.torch.parallelize(net(), PLAN)
+    images = torch.randn(3 + dist.get_rank(), 3, 16, 16)
+    with pytest.raises(gradwire.InvalidArgument, match="ranks disagree"):
+        model(images)
+
+
+def test_ranks_with_batches_of_other_sizes_are_told(pool: Pool) -> None:
+    pool.run(uneven)
+    pool.close()  # the group has failed
+
+
+def test_a_proposal_splits_large_linear_layers() -> None:
+    plan = gradwire.torch.hybrid_plan(net(width=512), 4, min_elements=1 << 17)
+    assert plan == {
+        "features.0": "data",
+        "features.3": "data",
+        "classifier.1": "model",
+        "classifier.4": "model",
+        "classifier.6": "data",
+    }
+    # 510 outputs cannot be divided by 4, those of the last layer can.
+    plan = gradwire.torch.hybrid_plan(net(width=510), 4, min_elements=0)
+    assert [name for name, kind in plan.items() if kind == "model"] == ["classifier.6"]
+    with pytest.raises(gradwire.InvalidArgument, match="ranks=0"):
+        gradwire.torch.hybrid_plan(net(), 0)
+
+
+def counted() -> None:
+    group = dist.new_group()
+    before = gradwire.torch.traffic(group)
+    assert before.bytes_sent == 0
+    dist.all_reduce(torch.ones(100_000), group=group)
+    after = gradwire.torch.traffic(group)
+    assert after.bytes_sent >= 400_000
+    assert gradwire.torch.traffic() == gradwire.torch.traffic(dist.group.WORLD)
+    with pytest.raises(gradwire.InvalidArgument, match="backend is gloo"):
+        gradwire.torch.traffic(dist.new_group(backend="gloo"))
+
+
+def test_traffic_is_counted_by_group(pool: Pool) -> None:
+    pool.run(counted)
+
+
+def test_without_a_group_it_says_what_to_call() -> None:
+    for call in (gradwire.torch.traffic, lambda: gradwire.torch.parallelize(net(), PLAN)):
+        with pytest.raises(gradwire.InvalidArgument, match="init_process_group"):
+            call()
+
+
+def saved_and_loaded(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    trained = gradwire.torch.parallelize(net(), PLAN)
+    train(trained, 1)
+    dcp.save(trained.module.state_dict(), checkpoint_id=folder)
+    for model in (gradwire.torch.parallelize(net(4), PLAN, data="fsdp"), net(5)):
+        dcp.load(state := model.state_dict(), checkpoint_id=folder)
+        model.load_state_dict(state)
+        for ours, theirs in zip(model.parameters(), trained.parameters(), strict=True):
+            assert torch.equal(whole(ours), whole(theirs))
+
+
+def test_checkpoints_fit_other_plans(pool: Pool, tmp_path: Path) -> None:
+    pool.run(saved_and_loaded, str(tmp_path))
+
+
+def stepped_in_two_groups() -> None:
+    model = gradwire.torch.parallelize(net(), PLAN)
+    split = [each for each in model.parameters() if hasattr(each, "full_tensor")]
+    others = [each for each in model.parameters() if not hasattr(each, "full_tensor")]
+    optimizer = torch.optim.Adam([{"params": split}, {"params": others}], lr=0.01, foreach=True)
+    images, labels = batch(0, dist.get_rank())
+    first = cross_entropy(model(images), labels)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+    assert loss < first
+
+
+def test_fused_optimizers_take_two_groups(pool: Pool) -> None:
+    pool.run(stepped_in_two_groups)
+
+
+def through_the_compiler() -> None:
+    model = torch.compile(gradwire.torch.parallelize(net(), PLAN), backend="aot_eager")
+    train(model)
+    assert_as_alone(model._orig_mod)
+
+
+@pytest.mark.nightly
+def test_compiled(pool: Pool) -> None:
+    pool.run(through_the_compiler)
