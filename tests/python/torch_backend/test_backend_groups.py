@@ -173,6 +173,28 @@ def test_an_end_and_a_new_beginning_over_the_same_store(ranks: int, tmp_path: Pa
     torch_ranks.run(ranks, end_and_begin, str(tmp_path / "store"), backend="gradwire")
 
 
+def other_pasts(store: str) -> None:
+    """Meets after each rank has made another number of groups, as one started anew has."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(rank):
+        dist.destroy_process_group()
+        dist.init_process_group("gradwire", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gradwire",
+            store=dist.FileStore(store, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=LIMIT / 4),
+        )
+        assert summed_over(None) == size
+
+
+def test_ranks_that_made_other_groups_before(tmp_path: Path) -> None:
+    torch_ranks.run(2, other_pasts, str(tmp_path / "store"), backend="gradwire")
+
+
 def limits() -> None:
     group = dist.new_group(timeout=timedelta(seconds=33))
     assert group._endpoint.communicator._timeout == 33

@@ -1,16 +1,15 @@
 """The first meeting of a group's ranks, through the store that torch gives the group.
 
-Keys outlive a group, and the next WORLD of the same processes has groups of the same names. A rank
-that read an old key would dial an address where nobody listens. So each key contains how many
-WORLDs this process has made, and how many groups of that name in this one: the same numbers on all
-ranks, which make the same groups in the same order.
+Keys outlive a group, and later groups may have the same name: those of the next WORLD, or of the
+same rank started anew. A rank that read an old key would dial an address where nobody listens. So
+each key contains how many groups of this name and size the rank has made, which the store counts:
+the same number on all ranks, also on those that have forgotten it.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from typing import Any
 
 from gradwire._base.deadline import Deadline
@@ -27,35 +26,14 @@ from gradwire._errors import RendezvousError
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 
-class _Names:
-    """Names of meetings, which never repeat in a store."""
-
-    def __init__(self) -> None:
-        self._worlds = 0
-        self._made: Counter[str] = Counter()
-
-    def next(self, group: str, *, is_world: bool) -> str:
-        """The name of the next meeting of a group of this name."""
-        if is_world:
-            self._worlds += 1
-            self._made.clear()
-        self._made[group] += 1
-        return f"gradwire/{self._worlds}/{self._made[group]}"
-
-
-_names = _Names()
-
-
 def connect(options: Any) -> Communicator:
     """Connects the ranks of the group that torch's `options` describe; each of them calls it."""
     rank, size = options.group_rank, options.group_size
     timeout = options.timeout.total_seconds()
     deadline = Deadline(timeout)
-    is_world = not options.global_ranks_in_group
-    prefix = _names.next(str(options.group_id), is_world=is_world)
     if size == 1:
         mesh = connect_mesh(
-            Job(prefix, b""),
+            Job("gradwire", b""),
             lambda own, _: [own],
             rank=0,
             size=1,
@@ -63,7 +41,7 @@ def connect(options: Any) -> Communicator:
             deadline=deadline,
         )
         return from_mesh(mesh, timeout=timeout)
-    exchange = _StoreExchange(options.store, prefix, rank, size, deadline)
+    exchange = _StoreExchange(options.store, rank, size, deadline)
     return meet_in_group(
         rank,
         size,
@@ -76,10 +54,13 @@ def connect(options: Any) -> Communicator:
 class _StoreExchange:
     """Exchanges of bytes between the ranks of a group through torch's store."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, size: int, deadline: Deadline) -> None:
-        self._store, self._prefix, self._deadline = store, prefix, deadline
+    def __init__(self, store: Any, rank: int, size: int, deadline: Deadline) -> None:
+        self._store, self._deadline = store, deadline
         self._launch = LaunchInfo(rank, size)
         self._rounds = itertools.count()
+        # The store that torch gives a group puts the group's name before each key.
+        number = self._call(store.add, f"gradwire/{size}/made/{rank}", 1)
+        self._prefix = f"gradwire/{size}/{number}"
 
     def all_gather(self, own: bytes) -> list[bytes]:
         """All ranks' bytes, in rank order; raises RendezvousError, which names missing ranks."""
