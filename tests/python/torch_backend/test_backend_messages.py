@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
+from unittest import mock
 
 import gradwire
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gradwire.torch.backend.mailbox import Mailbox
+from ranks import eventually
 from torch_pool import Pool
 
 LARGE = 1_500_001
@@ -206,6 +210,112 @@ def to_itself() -> None:
 
 def test_a_message_to_the_rank_itself(pool: Pool) -> None:
     pool.run(to_itself)
+
+
+def polled() -> None:
+    """Results are in place once an operation says that it is over, without a wait."""
+    before, after = neighbours()
+    size = dist.get_world_size()
+    sends = [dist.isend(torch.full((3,), 1.0 * tag), after, tag=tag) for tag in (1, 2)]
+    dist.recv(torch.empty(3), before, tag=2)  # behind the message of tag 1, which is kept
+    kept, strided = torch.zeros(3), torch.ones(4, 2)
+    works = [
+        dist.irecv(kept, before, tag=1),
+        dist.all_reduce(strided[:, 0], async_op=True),
+    ]
+    for work in works:
+        eventually(work.is_completed)
+        assert work.is_success()
+    assert kept.tolist() == [1.0] * 3
+    assert strided.tolist() == [[size, 1.0]] * 4
+    for send in sends:
+        send.wait()
+
+
+def test_an_operation_that_is_over_has_its_results(pool: Pool) -> None:
+    pool.run(polled)
+
+
+def coalesced() -> None:
+    """What is sent and received within torch's coalescing manager is over when its work is."""
+    before, after = neighbours()
+    x, total = torch.zeros(LARGE), torch.ones(3)
+    with dist.distributed_c10d._coalescing_manager(
+        device=torch.device("cpu"), async_ops=True
+    ) as manager:
+        dist.irecv(x, before)
+        dist.isend(pattern(dist.get_rank()), after)
+        dist.broadcast(total, 0, async_op=True)
+    manager.wait()
+    assert torch.equal(x, pattern(before))
+
+
+def test_messages_in_a_coalesced_batch(pool: Pool) -> None:
+    pool.run(coalesced)
+
+
+def leave_headers_awaited() -> None:
+    """Destroys a group in which headers are still awaited that no receive needs."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    if rank == 0:
+        certain, other = torch.empty(3), torch.empty(4)
+        works = [dist.irecv(certain, 1, tag=1, group=group), dist.irecv(other, tag=2, group=group)]
+        dist.barrier()
+        for work in works:
+            work.wait()
+        assert (certain.tolist(), other.tolist()) == ([1.0] * 3, [2.0] * 4)
+    else:
+        dist.barrier()
+    if rank == 1:
+        dist.send(torch.full((4,), 2.0), 0, tag=2, group=group)
+        dist.send(torch.ones(3), 0, tag=1, group=group)
+    dist.destroy_process_group(group)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x == size
+
+
+def test_the_end_of_a_group_that_awaited_more_ranks_than_it_needed(pool: Pool) -> None:
+    pool.run(leave_headers_awaited)
+
+
+def without_memory() -> None:
+    """The message's memory cannot be had on the thread that takes messages in."""
+    rank, group = dist.get_rank(), dist.new_group()
+    if rank == 0:
+        with (
+            mock.patch.object(Mailbox, "_match", side_effect=MemoryError("no memory")),
+            pytest.raises(MemoryError, match="no memory"),
+        ):
+            dist.recv(torch.empty(1), 1, group=group)
+    if rank == 1:
+        dist.isend(torch.ones(1), 0, group=group)
+    dist.barrier()
+    group.abort()
+
+
+def test_a_receive_without_memory_fails_at_once(pool: Pool) -> None:
+    pool.run(without_memory)
+
+
+def in_a_fork() -> None:
+    group = dist.new_group()
+    dist.irecv(torch.ones(1), dist.get_rank(), group=group)  # there is a thread for it
+    dist.isend(torch.ones(1), dist.get_rank(), group=group).wait()
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.recv(torch.ones(1), dist.get_rank(), group=group)
+        except gradwire.Error:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    dist.destroy_process_group(group)
+
+
+def test_a_fork_cannot_receive(pool: Pool) -> None:
+    pool.run(in_a_fork)
 
 
 def wrong_size() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.profiler import record_function
 
 from gradwire._communicator import Communicator
+from gradwire._errors import Error
 from gradwire._launch import at_exit
 from gradwire.torch._step.completions import Completions
 from gradwire.torch.backend.mailbox import Mailbox
@@ -18,6 +19,10 @@ from gradwire.torch.backend.staging import Staging
 
 _THREAD_SECONDS = 2.0  # for a thread to end that nothing keeps any more
 _STRAY_SECONDS = 1.0  # for receives that nobody sent for, when the group is destroyed
+
+
+class _Batch(threading.local):
+    works: list[Waited] | None = None  # since `start_batch`
 
 
 class Endpoint:
@@ -29,7 +34,7 @@ class Endpoint:
         self.timeout: float | None = None  # seconds; the communicator's if None
         self._completions: dict[str, Completions] = {}
         self._lock = threading.Lock()
-        self._batch: list[Waited] | None = None  # works since `start_batch`
+        self._batch = _Batch()
         at_exit.close_first(self)
 
     def run(
@@ -72,9 +77,13 @@ class Endpoint:
     ) -> Operation:
         """The operation of a work."""
         whole = work if finish is None else Finished(work, finish)
-        if self._batch is not None:
-            self._batch.append(whole)
+        self.begun(whole)
         return Operation(whole, results, self.completions)
+
+    def begun(self, work: Waited) -> None:
+        """Adds a work to the batch of this thread, if there is one."""
+        if self._batch.works is not None:
+            self._batch.works.append(work)
 
     def seconds(self, options: Any) -> float | None:
         """The timeout of a call: that of torch's options, or the group's."""
@@ -92,12 +101,12 @@ class Endpoint:
             return self._completions[purpose]
 
     def start_batch(self) -> None:
-        """Remembers the works that begin until `end_batch`."""
-        self._batch = []
+        """Remembers the works that this thread begins until `end_batch`."""
+        self._batch.works = []
 
     def end_batch(self) -> Operation:
         """The works since `start_batch`, as one operation."""
-        works, self._batch = self._batch or [], None
+        works, self._batch.works = self._batch.works or [], None
         return self.operation(Several(works), [])
 
     def together(self, operations: Sequence[Operation]) -> Operation:
@@ -114,10 +123,15 @@ class Endpoint:
         try:
             if self.communicator.closed:
                 return
-            if self.mailbox.waits:
-                self.communicator.close(_STRAY_SECONDS)
-            else:
+            if not self.mailbox.waits:
                 self.communicator.close(self.timeout)
+                return
+            stray = not self.mailbox.posted
+            try:
+                self.communicator.close(_STRAY_SECONDS)
+            except Error:
+                if not stray:
+                    raise
         finally:
             self._end_threads()
 

@@ -22,7 +22,7 @@ import torch
 
 from gradwire._calls.work import Work
 from gradwire._communicator import Communicator
-from gradwire._errors import Error, InvalidArgument, Timeout, TransportError
+from gradwire._errors import InvalidArgument, Timeout, TransportError
 
 _ANY = -1
 _MOST_BYTES = 1 << 40  # of a message
@@ -135,8 +135,13 @@ class Mailbox:
 
     @property
     def waits(self) -> bool:
-        """Whether a receive has no message yet."""
+        """Whether a header is awaited, perhaps one that no receive needs any more."""
         return bool(self._awaited)
+
+    @property
+    def posted(self) -> bool:
+        """Whether a receive has no message yet."""
+        return bool(self._posted)
 
     def send(self, memory: torch.Tensor, to: int, tag: int, timeout: float | None) -> Work:
         """Begins to send contiguous memory, as bytes, to a rank."""
@@ -147,7 +152,8 @@ class Mailbox:
         return work
 
     def receive(self, receive: Receive) -> None:
-        """Posts a receive."""
+        """Posts a receive; raises the communicator's failure, also in a forked process."""
+        self._communicator._core.check_failure(0)
         with self._lock:
             for message in self._early:
                 if receive.takes(message.source, message.tag):
@@ -199,7 +205,7 @@ class Mailbox:
                 self._match(sender, tag, size)
                 self._awaited.discard(source)
                 self._listen()
-        except Error as error:
+        except Exception as error:  # also one of memory: nobody waits for this thread
             self._fail(source, error)
 
     def _match(self, sender: int, tag: int, size: int) -> None:
@@ -214,7 +220,7 @@ class Mailbox:
             self._posted.remove(receive)
             receive.match(message)
 
-    def _fail(self, source: int, error: Error) -> None:
+    def _fail(self, source: int, error: Exception) -> None:
         """Fails all receives: the communicator has failed."""
         with self._lock:
             posted, self._posted = self._posted, []
@@ -260,7 +266,7 @@ def _name(source: int | None) -> str:
     return "any rank" if source is None else f"rank {source}"
 
 
-def _named(error: Error, receive: Receive) -> Error:
+def _named(error: Exception, receive: Receive) -> Exception:
     """The error, or for a receive that nobody answered in time one that names its rank."""
     if isinstance(error, Timeout) and error.peer < 0 and receive.source is not None:
         named = Timeout(str(error))

@@ -104,8 +104,14 @@ class Operation(dist.Work):  # type: ignore[misc]
         self.work.wait()
 
     def is_completed(self) -> bool:
-        """Whether the operation is over, successfully or with an error."""
-        return self.work.done()
+        """Whether the operation is over, successfully or with an error.
+
+        Its results are then in place, as those of torch's own backends are.
+        """
+        if not self.work.done():
+            return False
+        self.exception()  # copies results that are not in place yet
+        return True
 
     def is_success(self) -> bool:
         """Whether the operation is over and its results are there."""

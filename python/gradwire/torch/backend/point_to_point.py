@@ -28,6 +28,7 @@ class PointToPoint:
         endpoint, (tensor,) = self._endpoint, tensors
         memory = as_bytes(Staging().read(tensor).detach())
         work = endpoint.mailbox.send(memory, _rank(endpoint, dstRank), _tag(tag), endpoint.timeout)
+        endpoint.begun(work)
         # Futures complete in turn, and a receiver may be late.
         return Operation(work, [tensor], partial(endpoint.completions, f"to-{dstRank}"))
 
@@ -47,6 +48,7 @@ class PointToPoint:
         receive = Receive(memory, source, _tag(tag), timeout)
         endpoint.mailbox.receive(receive)
         work = Finished(receive, staging.finish) if staging.late else receive
+        endpoint.begun(work)
         return Received(receive, work, [tensor], endpoint.completions)
 
 
