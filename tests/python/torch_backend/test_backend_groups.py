@@ -253,7 +253,7 @@ def test_a_rank_that_waits_for_another_logs_nothing(capfd: pytest.CaptureFixture
     first = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     second = dist.TCPStore("127.0.0.1", first.port, 2, is_master=False)
     early, late = (
-        meeting._StoreExchange(store, "meeting", rank, 2, Deadline(LIMIT))
+        meeting._StoreExchange(store, rank, 2, Deadline(LIMIT))
         for rank, store in enumerate((first, second))
     )
     found: list[list[bytes]] = []
