@@ -57,15 +57,6 @@ double octaves(double bytes) {
   return exponent - 1 + (2 * fraction - 1);
 }
 
-LinkCost link_cost(std::string_view transport, bool between) {
-  if (transport == "shm" || transport == "inproc") return {1.5e-7, 2e-7, 0, 0};
-  const LinkCost local{4e-6, 8e-6, 0, 1.5e-10};
-  // Not measured: what vendors state for a NIC of 100 Gbit/s.
-  if (transport == "rdma") return {4e-7, 2e-6, 1e-10, 0};
-  if (transport == "emulated") return {local.alpha, 1e-4, 8e-9, local.copy};
-  return between ? LinkCost{local.alpha, 3e-5, 8e-10, local.copy} : local;
-}
-
 }  // namespace
 
 std::vector<std::pair<std::string, double>> CostModel::parameters() const {
@@ -120,10 +111,10 @@ double total_bytes(const Workload& work) {
 }
 
 // Values of the order of what two cores of a server reach, with frames of the usual size.
-CostModel default_model(std::string_view within, std::string_view between, int cores) {
+CostModel default_model(const LinkCost& within, const LinkCost& between, int cores) {
   CostModel model;
-  model.within = link_cost(within, /*between=*/false);
-  model.between = link_cost(between, /*between=*/true);
+  model.within = within;
+  model.between = between;
   model.call = 5e-7;
   model.move = 5e-11;
   model.gamma = 6e-11;

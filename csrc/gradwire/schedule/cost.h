@@ -34,19 +34,12 @@
 #include <utility>
 #include <vector>
 
+#include "gradwire/base/link_cost.h"
 #include "gradwire/base/wire.h"
 #include "gradwire/schedule/generators.h"
 #include "gradwire/schedule/schedule.h"
 
 namespace gradwire::schedule {
-
-// Costs in seconds. Those per byte count wire bytes.
-struct LinkCost {
-  double alpha = 0;    // processor time per message, at each end
-  double latency = 0;  // from staged to seen; occupies no processor
-  double beta = 0;     // NIC time per byte, at each end
-  double copy = 0;     // processor time per byte, at each end: what the kernel moves
-};
 
 // Seconds of a processor per byte of the caller's array.
 struct CodecCost {
@@ -80,9 +73,9 @@ struct CostModel {
   double growth(double bytes) const;  // the factor of `far` for a call of so many bytes
 };
 
-// Returns sensible values, given the names of the transports that connect ranks of one host and of
-// different hosts. They include a codec of unknown speed, kAnyCodec.
-CostModel default_model(std::string_view within, std::string_view between, int cores);
+// Returns sensible values, given the costs of links between ranks of one host and of different
+// hosts. They include a codec of unknown speed, kAnyCodec.
+CostModel default_model(const LinkCost& within, const LinkCost& between, int cores);
 
 inline constexpr const char* kAnyCodec = "any";  // stands for any codec without costs of its own
 inline constexpr double kHeaderBytes = 32;       // of each frame, on the wire

@@ -5,6 +5,7 @@
 #include <span>
 #include <string_view>
 
+#include "gradwire/base/link_cost.h"
 #include "gradwire/transport/context.h"
 
 namespace gradwire::transport {
@@ -36,6 +37,9 @@ struct Kind {
   // a wrong setting.
   Opened (*open)(const Settings&) = [](const Settings&) { return Opened{}; };
   std::span<const Setting> settings{};  // where reach is kNetwork, the first one names devices
+  // What the built-in cost model takes a link to cost. The defaults are tcp's.
+  LinkCost within_host{4e-6, 8e-6, 0, 1.5e-10};
+  LinkCost between_hosts{4e-6, 3e-5, 8e-10, 1.5e-10};
 };
 
 }  // namespace gradwire::transport

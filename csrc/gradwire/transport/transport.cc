@@ -19,15 +19,6 @@ constexpr const Kind* kKinds[] = {
 #undef GRADWIRE_ADDRESS
 };
 
-const Kind& kind_of(std::string_view name) {
-  std::string known;
-  for (const Kind* kind : kKinds) {
-    if (kind->name == name) return *kind;
-    known += (known.empty() ? "" : ", ") + std::string(kind->name);
-  }
-  throw InvalidArgument("unknown transport '" + std::string(name) + "'; use one of: " + known);
-}
-
 void check(const Options& options) {
   constexpr std::size_t kLargestMessage = std::size_t{1} << 30;
   constexpr int kMostMessages = 1 << 16;
@@ -47,12 +38,21 @@ void check(const Options& options) {
 
 std::span<const Kind* const> transport_kinds() { return kKinds; }
 
+const Kind& transport_kind(std::string_view name) {
+  std::string known;
+  for (const Kind* kind : kKinds) {
+    if (kind->name == name) return *kind;
+    known += (known.empty() ? "" : ", ") + std::string(kind->name);
+  }
+  throw InvalidArgument("unknown transport '" + std::string(name) + "'; use one of: " + known);
+}
+
 Opened open_transport(std::string_view name, const Settings& settings) {
-  return kind_of(name).open(settings);
+  return transport_kind(name).open(settings);
 }
 
 std::unique_ptr<Transport> make_transport(std::string_view name, const Options& options) {
-  const Kind& kind = kind_of(name);
+  const Kind& kind = transport_kind(name);
   check(options);
   if (options.context) return kind.make(options);
   const Opened opened = kind.open({});

@@ -99,6 +99,8 @@ class Transport {
 // share a process (spawn with threads). emulated is chosen where GRADWIRE_LINK asks for it, and
 // then alone.
 std::span<const Kind* const> transport_kinds();
+// Returns the kind of that name; throws InvalidArgument for an unknown one.
+const Kind& transport_kind(std::string_view name);
 // Finds out whether a kind of link can be made here, and opens its context. Throws InvalidArgument
 // for an unknown name or a wrong setting.
 Opened open_transport(std::string_view name, const Settings& settings);

@@ -3,13 +3,14 @@
 
 #include "exec_ranks.h"
 #include "gradwire/base/error.h"
+#include "gradwire/exec/plan/built_in_model.h"
 
 namespace gradwire::exec {
 namespace {
 
 // A model under which messages cost much and bytes little, or the other way round.
 schedule::CostModel model_of(double alpha, double move) {
-  auto model = schedule::default_model("shm", "tcp", 64);
+  auto model = built_in_model("shm", "tcp", 64);
   model.set("within.alpha", alpha);
   model.set("move", move);
   return model;

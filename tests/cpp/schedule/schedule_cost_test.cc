@@ -13,6 +13,10 @@ namespace gradwire::schedule {
 namespace {
 
 constexpr double kBytes = 1 << 20;
+// What links cost by default: shared memory, sockets between hosts, and sockets held to a rate.
+constexpr LinkCost kMemory{1.5e-7, 2e-7, 0, 0};
+constexpr LinkCost kTcp{4e-6, 3e-5, 8e-10, 1.5e-10};
+constexpr LinkCost kEmulated{4e-6, 1e-4, 8e-9, 1.5e-10};
 
 // All costs are zero, and there is a core for every rank.
 CostModel free_of_cost() {
@@ -157,7 +161,7 @@ TEST(Simulate, WhoWaitsTakesTurnsWithNothingToDo) {
 }
 
 TEST(Simulate, NoRankMissesItsFirstTurn) {
-  CostModel model = default_model("shm", "tcp", 2);
+  CostModel model = default_model(kMemory, kTcp, 2);
   const auto from = [&](Rank root) {
     return seconds(generate(recipe_of(Collective::kBroadcast, "star", 8, root)), model, 4);
   };
@@ -283,7 +287,7 @@ TEST(Wavefront, HasEveryPlaceOnceInThePlansOrder) {
 }
 
 TEST(CostModel, HasNamesForAllItsParameters) {
-  CostModel model = default_model("shm", "tcp", 4), copy;
+  CostModel model = default_model(kMemory, kTcp, 4), copy;
   EXPECT_NE(model.digest(), 0U);
   copy.codecs = model.codecs;
   for (const auto& [name, value] : model.parameters()) {
@@ -296,7 +300,7 @@ TEST(CostModel, HasNamesForAllItsParameters) {
 }
 
 TEST(CostModel, RefusesWhatIsNoParameter) {
-  CostModel model = default_model("shm", "tcp", 4);
+  CostModel model = default_model(kMemory, kTcp, 4);
   EXPECT_THROW(model.set("speed", 1), InvalidArgument);
   for (double value : {-1.0, 1e3, 1e300, std::nan(""), HUGE_VAL})
     EXPECT_THROW(model.set("within.alpha", value), InvalidArgument) << value;
@@ -305,7 +309,7 @@ TEST(CostModel, RefusesWhatIsNoParameter) {
 }
 
 TEST(CostModel, FindsTheCostsOfACodecByItsName) {
-  CostModel model = default_model("shm", "tcp", 4);
+  CostModel model = default_model(kMemory, kTcp, 4);
   model.codecs["topk"] = {1e-10, 2e-11};
   EXPECT_EQ(model.codec("topk:density=0.01").encode, 1e-10);
   EXPECT_EQ(model.codec("mine").encode, model.codecs.at(kAnyCodec).encode);
@@ -320,7 +324,7 @@ Choice of(const CostModel& model, Collective collective, int ranks, double bytes
 }
 
 TEST(Choose, ByDefaultIsWhatExperienceSays) {
-  const CostModel model = default_model("shm", "tcp", 64);
+  const CostModel model = default_model(kMemory, kTcp, 64);
   for (int p : {2, 3, 4, 8, 16}) {
     EXPECT_EQ(of(model, Collective::kAllReduce, p, 64 << 20).algorithm, "direct") << p;
     EXPECT_EQ(of(model, Collective::kAllGather, p, 64 << 20).algorithm, "direct") << p;
@@ -349,7 +353,7 @@ TEST(Choose, IsTheBestOfTheCatalogue) {
 }
 
 TEST(Choose, WantsNoMoreOfASlowLinkThanMustCrossIt) {
-  CostModel model = default_model("emulated", "tcp", 8);
+  CostModel model = default_model(kEmulated, kTcp, 8);
   for (int p : {2, 4, 8}) {
     const double bytes = 64 << 20, least = 2 * (p - 1.0) / p * bytes * model.within.beta;
     const double found = of(model, Collective::kAllReduce, p, bytes).seconds;
@@ -359,14 +363,14 @@ TEST(Choose, WantsNoMoreOfASlowLinkThanMustCrossIt) {
 }
 
 TEST(Choose, GathersSmallSumsOfRanksThatShareCores) {
-  const CostModel model = default_model("shm", "tcp", 2);
+  const CostModel model = default_model(kMemory, kTcp, 2);
   for (int p : {3, 4, 8})
     EXPECT_EQ(of(model, Collective::kAllReduce, p, 4).algorithm, "gather(direct)") << p;
   EXPECT_EQ(of(model, Collective::kAllReduce, 17, 4).algorithm.find("gather"), std::string::npos);
 }
 
 TEST(Choose, TakesAnInTreeScheduleForALossyCodec) {
-  const CostModel model = default_model("shm", "tcp", 64);
+  const CostModel model = default_model(kMemory, kTcp, 64);
   Question question;
   question.ranks = 8;
   question.bytes = 64;
@@ -377,7 +381,7 @@ TEST(Choose, TakesAnInTreeScheduleForALossyCodec) {
 }
 
 TEST(Choose, KeepsMostBytesWithinTheHosts) {
-  CostModel model = default_model("shm", "tcp", 64);
+  CostModel model = default_model(kMemory, kTcp, 64);
   Question question;
   question.ranks = 16;
   question.bytes = 64 << 20;
@@ -387,7 +391,7 @@ TEST(Choose, KeepsMostBytesWithinTheHosts) {
 }
 
 TEST(Choose, HasSomethingForOneRankAndForNothing) {
-  const CostModel model = default_model("shm", "tcp", 2);
+  const CostModel model = default_model(kMemory, kTcp, 2);
   for (int c = 0; c < kCollectives; ++c) {
     const auto collective = static_cast<Collective>(c);
     for (int p : {1, 2, 5})

@@ -7,7 +7,9 @@
 
 namespace gradwire::exec {
 
-// Returns schedule::default_model() with what each codec says of its own speed.
+// Returns schedule::default_model() with what the transports that connect ranks of one host and of
+// different hosts, and each codec, say of their own speed. Throws InvalidArgument for an unknown
+// transport.
 schedule::CostModel built_in_model(std::string_view within, std::string_view between, int cores);
 
 }  // namespace gradwire::exec

@@ -23,6 +23,8 @@ namespace gradwire::transport {
 
 // Finds out whether this machine has memory to share.
 Opened open_shared_memory(const Settings& settings);
+// What links over shared memory cost in the built-in cost model.
+inline constexpr LinkCost kMemoryCost{1.5e-7, 2e-7, 0, 0};
 
 // The largest message that is stored in the entry itself, and needs no cell.
 inline constexpr std::size_t kSmallMessage = 120;  // bytes

@@ -49,6 +49,8 @@ extern constinit const Kind inproc_kind{
                                               ArenaExchange{nullptr, swap_pointers});
     },
     .open = open_shared_memory,
+    .within_host = kMemoryCost,
+    .between_hosts = kMemoryCost,
 };
 
 }  // namespace gradwire::transport

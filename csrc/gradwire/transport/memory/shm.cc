@@ -87,6 +87,8 @@ extern constinit const Kind shm_kind{
                                               ArenaExchange{give_descriptor, take_descriptor});
     },
     .open = open_shared_memory,
+    .within_host = kMemoryCost,
+    .between_hosts = kMemoryCost,
 };
 
 }  // namespace gradwire::transport
