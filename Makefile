@@ -75,7 +75,8 @@ test-rdma: build .system-packages
 	tests/rdma/run $(BIN)/python
 
 # Debian's cross-compiler, and its GoogleTest compiled by that. ARM64=regex chooses fewer tests.
-# Tests that execute themselves anew are left out: the kernel would need qemu for that (binfmt_misc).
+# Tests that execute themselves anew are left out: the kernel would need qemu for that (binfmt_misc). So is
+# the one that has the kernel watch its system calls: those are qemu's.
 ARM64 ?= .
 ARM64_CMAKE := cmake -G Ninja -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/arm64.cmake
 arm64: $(VENV)/tools
