@@ -27,8 +27,9 @@ constexpr int kWaits[] = {SYS_ppoll, SYS_epoll_pwait};
 #endif
 // Yield, sleep and be woken (poll, and what empties the bells), wake a rank (send, eventfd), and
 // the end of the test.
-constexpr int kAllowed[] = {SYS_sched_yield, kWaits[0], kWaits[1], SYS_recvfrom,   SYS_sendto,
-                            SYS_read,        SYS_write, SYS_futex, SYS_exit_group, SYS_rt_sigreturn};
+constexpr int kAllowed[] = {SYS_sched_yield, kWaits[0],       kWaits[1], SYS_recvfrom,
+                            SYS_sendto,      SYS_read,        SYS_write, SYS_futex,
+                            SYS_exit_group,  SYS_rt_sigreturn};
 constexpr int kAsExpected = 42;
 
 // The exit code says which call it was.
