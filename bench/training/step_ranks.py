@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +16,7 @@ from gradwire import Communicator, Traffic
 from gradwire.torch._group import communicator_of
 from torch.nn.functional import cross_entropy
 
+from bench.common import job
 from bench.training import images, replicas
 from bench.training.methods import Averaging, Method, average, without_averaging
 from bench.training.step_report import EMPTY_HOOK, LOCAL
@@ -101,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     found = {"steps": _steps(options), "calls": _calls(options.algorithms, options.calls)}
     if rank == 0:
-        (Path(options.meet) / "found.json").write_text(json.dumps(found))
+        job.write(options.meet, found)
     replicas.leave(store, rank, ranks)
     return 0
 

@@ -17,18 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import json
 import os
-import secrets
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common import result_files
+from bench.common import job, result_files
 from bench.common.machine import OtherLoad
 from bench.common.result_files import RESULTS
 from bench.network import links
@@ -39,7 +34,6 @@ METHODS = (*PEERS, *TRAINED)
 ALGORITHMS = ("ring", "direct")
 CALLS = (200_000, 1_000_000, 8_000_000)
 _LATENCY = 40e-6  # seconds one way, of an emulated link where no real one is there to be measured
-_LIMIT = 1800.0  # seconds for the ranks of one link
 
 
 def main() -> int:
@@ -136,52 +130,22 @@ def on_this_host(
 ) -> dict[str, Any]:
     """What steps take over the host's own links, or as the setting says."""
     place = {"GLOO_SOCKET_IFNAME": "lo", **(setting or {})}
-    return _run(options, methods or options.methods, place, [_here] * options.ranks)
-
-
-def _here(start: Callable[[], Any]) -> Any:
-    return start()
+    return _run(options, methods or options.methods, place)
 
 
 def _run(
     options: argparse.Namespace,
     methods: Sequence[str],
     place: Mapping[str, str],
-    starters: Sequence[Callable[[Callable[[], Any]], Any]],
+    starters: Sequence[job.Starter] | None = None,
 ) -> dict[str, Any]:
     """What the ranks found, which each starter starts somewhere."""
-    with tempfile.TemporaryDirectory() as meet, contextlib.ExitStack() as stack:
-        own = ["--meet", meet, "--methods", *methods, "--steps", str(options.steps)]
-        own += ["--block", str(options.block), "--batch", str(options.batch)]
-        own += ["--ranks", str(options.ranks), "--calls", *map(str, options.calls)]
-        own += ["--network", options.network, "--algorithms", *options.algorithms]
-        own += [] if options.data is None else ["--data", str(options.data)]
-        common = {"WORLD_SIZE": str(options.ranks), "GRADWIRE_SECRET": secrets.token_hex()}
-        environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", **place}
-        ranks = []
-        for rank, starter in enumerate(starters):
-            variables = {**environment, "RANK": str(rank)}
-            command = [sys.executable, "-m", "bench.training.step_times", *own]
-            process = starter(
-                lambda command=command, env=variables: subprocess.Popen(command, env=env)
-            )
-            stack.callback(process.kill)
-            ranks.append(process)
-        _await(ranks)
-        found: dict[str, Any] = json.loads((Path(meet) / "found.json").read_text())
-        return found
-
-
-def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Raises RuntimeError as soon as one has failed."""
-    deadline = time.monotonic() + _LIMIT
-    while any(each.poll() is None for each in ranks):
-        if any(each.poll() for each in ranks) or time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    codes = [each.poll() for each in ranks]
-    if codes != [0] * len(ranks):
-        raise RuntimeError(f"the ranks ended with {codes}; None is one that did not end")
+    own = ["--methods", *methods, "--steps", str(options.steps)]
+    own += ["--block", str(options.block), "--batch", str(options.batch)]
+    own += ["--ranks", str(options.ranks), "--calls", *map(str, options.calls)]
+    own += ["--network", options.network, "--algorithms", *options.algorithms]
+    own += [] if options.data is None else ["--data", str(options.data)]
+    return job.run("bench.training.step_times", own, options.ranks, place, starters)
 
 
 def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:

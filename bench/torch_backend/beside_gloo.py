@@ -1,0 +1,93 @@
+"""The backend gradwire beside gloo: calls, and training steps that shard or split a model.
+
+    python -m bench.torch_backend.beside_gloo
+
+The processor time of small calls on one rank alone; milliseconds of collectives by ranks and bytes,
+also of the communicator's own all_reduce; and training steps over shared memory (gloo: loopback)
+and over gradwire's emulated links, which do not hold gloo's traffic back. All that is compared
+takes turns in the same processes.
+
+Writes bench/results/backend-DATE.json, .md and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.common import job, result_files
+from bench.common.machine import OtherLoad
+from bench.common.result_files import RESULTS
+from bench.torch_backend import beside_gloo_report
+
+NO_LINK = beside_gloo_report.NO_LINK
+LINKS = (NO_LINK, "1gbit,100us", "100mbit,100us")
+PARTS = ("cost", "collectives", "steps")
+
+
+def main() -> int:
+    """Measures each part, and writes what it found."""
+    options = _parse()
+    if "RANK" in os.environ:  # one of the ranks that the lines below start
+        from bench.torch_backend import beside_gloo_ranks
+
+        return beside_gloo_ranks.run(options)
+    load = OtherLoad()
+    found: dict[str, Any] = {"collectives": {}, "steps": {}}
+    if "cost" in options.parts:
+        found["cost"] = _measure("cost", options, 1)
+    if "collectives" in options.parts:
+        for ranks in options.ranks:
+            found["collectives"][str(ranks)] = _measure("collectives", options, ranks)
+    if "steps" in options.parts:
+        for link in options.links:
+            its = {str(ranks): _measure("steps", options, ranks, link) for ranks in options.ranks}
+            found["steps"][link] = its
+    found |= {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": load.describe(),
+        "command": " ".join(["-m bench.torch_backend.beside_gloo", *sys.argv[1:]]),
+    }
+    stem = options.output or RESULTS / f"backend-{datetime.date.today().isoformat()}"
+    document = beside_gloo_report.document(found, stem.name)
+    result_files.save(stem, found, document)
+    beside_gloo_report.draw(found, result_files.beside(stem, ".png"))
+    print(document)
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=(2, 4))
+    parser.add_argument("--links", nargs="+", default=LINKS, metavar="RATE,LATENCY")
+    parser.add_argument("--rounds", type=int, default=11, help="turns of each call")
+    parser.add_argument("--most", type=int, default=1 << 26, help="bytes of a collective, at most")
+    parser.add_argument("--steps", type=int, default=12, help="of each way on each link")
+    parser.add_argument("--block", type=int, default=3, help="steps of a way in a round")
+    parser.add_argument("--output", type=Path, help="a path without suffix")
+    parser.add_argument("--meet", help=argparse.SUPPRESS)  # set for the ranks, as the next two
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _measure(
+    part: str, options: argparse.Namespace, ranks: int, link: str = NO_LINK
+) -> dict[str, Any]:
+    print(f"{part}, {ranks} ranks, link {link} …", file=sys.stderr, flush=True)
+    own = ["--part", part, "--rounds", str(options.rounds), "--most", str(options.most)]
+    own += ["--steps", str(options.steps), "--block", str(options.block)]
+    own += ["--gloo"] if link == NO_LINK else []
+    setting = {"GLOO_SOCKET_IFNAME": "lo"}
+    if link != NO_LINK:
+        setting["GRADWIRE_LINK"] = link
+    return job.run("bench.torch_backend.beside_gloo", own, ranks, setting)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
