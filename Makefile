@@ -6,6 +6,7 @@
 #   make arm64     the C++ tests, compiled for ARM64 and run by qemu
 #   make test-rdma the tests over RDMA, in a virtual machine that has a device
 #   make test-ray  the documentation's programs for Ray, in an environment that has Ray
+#   make test-trainers  the documentation's programs for accelerate and Lightning, likewise
 #   make bench     the pytest-benchmark bandwidth suites
 #   make wheel     a wheel for this Python and old Linux machines, in dist/;  make check-wheel tries it
 #   make docs      the documentation as HTML, in build/docs; warnings are errors
@@ -34,7 +35,7 @@ NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/* csr
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' \
   'tests/*.cc' 'bench/*.h' 'bench/*.cc')
 
-.PHONY: demo test test-cpp test-python nightly test-under-load test-rdma test-ray bench docs lint lint-check \
+.PHONY: demo test test-cpp test-python nightly test-under-load test-rdma test-ray test-trainers bench docs lint lint-check \
   wheel check-wheel arm64 \
   sanitize sanitize-build faults fuzz fuzz-build build tools clean
 demo: build
@@ -63,6 +64,7 @@ nightly:
 	$(MAKE) test-rdma
 	$(MAKE) check-wheel
 	$(MAKE) test-ray
+	$(MAKE) test-trainers
 	$(MAKE) arm64
 
 test-under-load: build
@@ -95,6 +97,11 @@ test-ray:
 	sh .ci/venv $(PYTHON) build/ray
 	build/ray/bin/python -m pip install --quiet -c constraints.txt . "ray[train]" torch
 	build/ray/bin/python tests/ray/run.py
+
+test-trainers:
+	sh .ci/venv $(PYTHON) build/trainers
+	build/trainers/bin/python -m pip install --quiet -c constraints.txt . accelerate lightning torch
+	build/trainers/bin/python tests/trainers/run.py
 
 # SEED=… repeats a run; ARGS="--only N" one case of it.
 faults: build
