@@ -7,6 +7,8 @@
 #   make test-rdma the tests over RDMA, in a virtual machine that has a device
 #   make test-ray  the documentation's programs for Ray, in an environment that has Ray
 #   make test-trainers  the documentation's programs for accelerate and Lightning, likewise
+#   make test-torch-suites  torch's own tests, over gradwire
+#   make test-torch the tests of the backend and the hook with another torch: TORCH=2.7.1
 #   make bench     the pytest-benchmark bandwidth suites
 #   make wheel     a wheel for this Python and old Linux machines, in dist/;  make check-wheel tries it
 #   make docs      the documentation as HTML, in build/docs; warnings are errors
@@ -35,7 +37,8 @@ NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/* csr
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' \
   'tests/*.cc' 'bench/*.h' 'bench/*.cc')
 
-.PHONY: demo test test-cpp test-python nightly test-under-load test-rdma test-ray test-trainers bench docs lint lint-check \
+.PHONY: demo test test-cpp test-python nightly test-under-load test-rdma test-ray test-trainers \
+  test-torch test-torch-suites bench docs lint lint-check \
   wheel check-wheel arm64 \
   sanitize sanitize-build faults fuzz fuzz-build build tools clean
 demo: build
@@ -65,6 +68,9 @@ nightly:
 	$(MAKE) check-wheel
 	$(MAKE) test-ray
 	$(MAKE) test-trainers
+	$(MAKE) test-torch-suites
+	$(MAKE) test-torch TORCH=$(OLDEST_TORCH)
+	$(MAKE) test-torch TORCH=$(NEWEST_TORCH)
 	$(MAKE) arm64
 
 test-under-load: build
@@ -102,6 +108,22 @@ test-trainers:
 	sh .ci/venv $(PYTHON) build/trainers
 	build/trainers/bin/python -m pip install --quiet -c constraints.txt . accelerate lightning torch
 	build/trainers/bin/python tests/trainers/run.py
+
+# Torch's warnings are its own affair.
+test-torch-suites: build
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -W default tests/torch_suites $(ARGS)
+
+# In an environment of its own, of several gigabytes unless pip finds a CPU build: PyPI has them for
+# ARM64 only, so PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves most of it.
+OLDEST_TORCH := 2.7.1
+NEWEST_TORCH := 2.15.0
+TORCH ?= $(NEWEST_TORCH)
+test-torch:
+	sh .ci/venv $(PYTHON) build/torch-$(TORCH)
+	build/torch-$(TORCH)/bin/python -m pip install --quiet . "torch==$(TORCH)" \
+	  $$($(PYTHON) .ci/requirements.py test)
+	build/torch-$(TORCH)/bin/python -m pytest -n $(JOBS) --dist worksteal \
+	  tests/python/torch_backend tests/python/torch_hook $(ARGS)
 
 # SEED=… repeats a run; ARGS="--only N" one case of it.
 faults: build
