@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
+from ranks import LIMIT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -283,6 +284,41 @@ def test_a_rank_that_does_not_come_to_the_first_group_is_named(ranks: int, tmp_p
     ended = torch_ranks.run(ranks, no_first_meeting, str(tmp_path / "store"), backend="gradwire")
     for text in (text for rank, text in enumerate(ended) if rank != 1):
         assert re.search(r"ranks? [\d, ]*\b1\b.* did not appear", text), text
+
+
+def fail_in_fsdp() -> list[tuple[str, int]]:
+    """Fails in other ways than by a death, each in a group of its own, while FSDP2 waits."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    store, rank, found = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
+    for kind in ("another call", "abort", "late"):
+        group = dist.new_group()
+        torch.manual_seed(3)
+        width = 30 if kind == "another call" and rank == 1 else 10
+        module = fully_shard(nn.Linear(20, width), mesh=DeviceMesh.from_group(group, "cpu"))
+        if kind != "another call":
+            step(module)
+        group.set_timeout(timedelta(seconds=3 if kind == "late" else LIMIT))
+        dist.barrier()
+        if rank == 1 and kind == "abort":
+            group.abort()
+        if rank == 1 and kind == "late":
+            store.wait([f"late/{each}" for each in range(dist.get_world_size()) if each != 1])
+        with pytest.raises(gradwire.Error) as raised:
+            step(module)
+        store.set(f"{kind}/{rank}", b"")
+        found.append((type(raised.value).__name__, getattr(raised.value, "peer", -1)))
+        dist.barrier()
+    return found
+
+
+@sizes
+def test_failures_of_all_kinds_reach_fsdp(ranks: int) -> None:
+    ended = torch_ranks.run(ranks, fail_in_fsdp, backend="gradwire")
+    for found in (found for rank, found in enumerate(ended) if rank != 1):
+        assert [name for name, _ in found] == ["InvalidArgument", "Aborted", "Timeout"]
+        assert [peer for _, peer in found[1:]] == [1, 1]
 
 
 def die_within_backward() -> tuple[str, int]:

@@ -121,6 +121,27 @@ def test_sparse_embeddings_train_under_ddp(pool: Pool) -> None:
     pool.run(embeddings)
 
 
+def in_detail() -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, from 2.14 on torch checks each call over gloo first."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group()
+        ddp = DistributedDataParallel(model(), process_group=group, **SMALL)
+        train(ddp)
+        assert torch.allclose(agreed(ddp), averaged(), atol=1e-5)
+        blocks = torch.empty(3 * dist.get_world_size())
+        dist.all_gather_into_tensor(blocks, torch.ones(3), group=group)
+        assert blocks.tolist() == [1.0] * len(blocks)
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_torchs_detailed_checks(pool: Pool) -> None:
+    pool.run(in_detail)
+
+
 def compiled() -> None:
     ddp = DistributedDataParallel(model())
     train(torch.compile(ddp, backend="aot_eager"))

@@ -97,8 +97,37 @@ class Group(Methods, dist.ProcessGroup):  # type: ignore[misc]
         return self._store
 
 
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL torch keeps only the C++ half of a backend.
+_kept: set[DeviceMethods] = set()
+
+
 class DeviceMethods(Methods):
     """Methods of a backend for one device of a group, from torch 2.14 on: some have other names."""
+
+    # Torch's own properties would ask this object again, without end.
+    supports_splitting = supports_coalescing = _supports_time_estimate = False
+    supports_shrinking = supports_reconfigure = supports_window = False
+
+    @property
+    def options(self) -> Any:
+        """The name and the timeout of the group, as torch's own backends tell them."""
+        seconds = self._endpoint.timeout or self._endpoint.communicator._timeout
+        made = torch._C._distributed_c10d.Backend.Options
+        return made(BACKEND, timedelta(seconds=seconds))
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Does nothing: the first call has the number 1 on all ranks."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """The number of the latest collective call, of which torch's detailed errors speak."""
+        return self._endpoint.calls
+
+    def shutdown(self) -> None:
+        """Finishes calls in flight and closes the connections; `destroy_process_group` calls it."""
+        try:
+            super().shutdown()
+        finally:
+            _kept.discard(self)
 
     def allreduce_sparse(self, tensors: Tensors, opts: Any = None) -> Operation:
         """Reduces a sparse tensor of all ranks, on all ranks, in place."""
@@ -119,7 +148,9 @@ def make(communicator: Communicator, options: Any) -> Any:
         return Group(communicator, options)
     # Older versions have the class too, and cannot construct it.
     base = torch._C._distributed_c10d.Backend
-    return type("DeviceBackend", (DeviceMethods, base), {})(communicator)
+    made = type("DeviceBackend", (DeviceMethods, base), {})(communicator)
+    _kept.add(made)
+    return made
 
 
 hide_from_dynamo(DeviceMethods, Group)

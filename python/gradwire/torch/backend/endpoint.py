@@ -34,6 +34,7 @@ class Endpoint:
         self.timeout: float | None = None  # seconds; the communicator's if None
         self._completions: dict[str, Completions] = {}
         self._lock = threading.Lock()
+        self.calls = 0  # collectives that were begun
         self._batch = _Batch()
         at_exit.close_first(self)
 
@@ -48,6 +49,7 @@ class Endpoint:
 
         torch's profiler shows the call, which for blocking ones includes the wait.
         """
+        self.calls += 1
         if not torch.autograd._profiler_enabled():
             return self._run(call, options, results, staging)
         with record_function(f"gradwire:{getattr(call, 'func', call).__name__}"):

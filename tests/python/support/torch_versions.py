@@ -1,0 +1,21 @@
+"""What tests of the backend must know of the torch that they run with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gradwire.torch.backend import versions
+
+# From 2.14 on, torch makes the group itself, and wraps the operations of a backend in Python.
+WRAPS = versions.parse(torch.__version__) >= versions.FIRST_WITH_BACKENDS
+
+forwards_all = pytest.mark.skipif(
+    WRAPS, reason="this torch forwards only wait and get_future of an operation in Python"
+)
+
+
+def endpoint_of(group: Any) -> Any:
+    """The backend's own part of a process group."""
+    return group._get_backend(torch.device("cpu"))._endpoint
