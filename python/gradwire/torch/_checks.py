@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,9 +13,10 @@ from gradwire._base.arguments import instance, wrong
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument, describe
 from gradwire._feedback import ErrorFeedback
-from gradwire.torch._state import State
+from gradwire.torch._step.hook_state import HookState
 from gradwire.torch._step.momentum import Momentum
 
+_State = TypeVar("_State", bound=HookState)
 _RankSettings = tuple[str, dict[str, str]]  # why a rank has no state, and its settings
 
 
@@ -75,18 +76,18 @@ def require_features(
 
 
 def made_alike(
-    make: Callable[[], State],
+    make: Callable[[], _State],
     communicator: Communicator,
     *,
     owns_communicator: bool,
     **settings: object,
-) -> State:
+) -> _State:
     """Calls `make` and returns its state if every rank has made its own with the same settings.
 
     Otherwise raises on all ranks, the error of `make` or InvalidArgument, and closes the state, or
     the communicator that it was to own.
     """
-    state: State | None = None
+    state: _State | None = None
     failure: Exception | None = None
     try:
         state = make()

@@ -11,11 +11,11 @@ import torch
 
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
-from gradwire.torch._state import State
+from gradwire.torch._step.hook_state import HookState
 from gradwire.torch._step.saved import VERSION, require_complete, share
 
 
-def gather_state_dict(state: State, dst: int = 0) -> dict[str, Any] | None:
+def gather_state_dict(state: HookState, dst: int = 0) -> dict[str, Any] | None:
     """Gathers all ranks' `state_dict` in one dict on rank `dst`; returns None on the others.
 
     Every rank calls it, between steps. The dict holds tensors and plain values, so that
@@ -31,7 +31,7 @@ def gather_state_dict(state: State, dst: int = 0) -> dict[str, Any] | None:
     return {"version": VERSION, "world_size": communicator.size, "ranks": states}
 
 
-def scatter_state_dict(state: State, gathered: Mapping[str, Any] | None, src: int = 0) -> None:
+def scatter_state_dict(state: HookState, gathered: Mapping[str, Any] | None, src: int = 0) -> None:
     """Loads on each rank its share of a `gather_state_dict` result that rank `src` has.
 
     Every rank calls it, before a step; the others give None. If the number of ranks has changed,

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradwire._errors import Error
-from gradwire.torch._state import State, warn_of_copy
+from gradwire.torch._state import State
+from gradwire.torch._step.hook_state import warn_of_copy
 
 _BUFFERS = "_distributed_broadcast_coalesced"
 _FORWARD = "_pre_forward"

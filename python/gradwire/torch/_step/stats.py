@@ -88,28 +88,41 @@ class Stats(NamedTuple):
             )
 
 
+class Spent(NamedTuple):
+    """The bytes that a communicator sent in some time, and the seconds in its codecs."""
+
+    sent_bytes: int = 0
+    encode_seconds: float = 0
+    decode_seconds: float = 0
+
+    def plus(self, after: Traffic, before: Traffic) -> Spent:
+        """Adds the difference between two readings of the communicator's traffic."""
+        return Spent(
+            self.sent_bytes + after.bytes_sent - before.bytes_sent,
+            self.encode_seconds + after.encode_seconds - before.encode_seconds,
+            self.decode_seconds + after.decode_seconds - before.decode_seconds,
+        )
+
+
 class Counters:
     """Sums of steps; the thread that ends a step writes them."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, passes: int = 2) -> None:
+        """`passes` is how often a gradient travels in a ring: once in a reduce_scatter."""
+        self._ranks, self._passes = ranks, passes
         self.buckets = 0
         self.last = self.total = StepStats()
 
-    def end_step(
-        self, kept: bool, buckets: int, dense_bytes: int, before: Traffic, after: Traffic
-    ) -> None:
-        """Adds a step; `before` and `after` are the communicator's traffic around it."""
+    def end_step(self, kept: bool, buckets: int, dense_bytes: int, spent: Spent) -> None:
+        """Adds a step, and what the communicator spent in it."""
         self.buckets += buckets
-        ring = 2 * dense_bytes * (self._ranks - 1) / self._ranks
+        ring = self._passes * dense_bytes * (self._ranks - 1) / self._ranks
         self.last = StepStats(
             1,
             int(kept),
             dense_bytes,
             ring,
-            after.bytes_sent - before.bytes_sent,
-            after.encode_seconds - before.encode_seconds,
-            after.decode_seconds - before.decode_seconds,
+            *spent,
         )
         self.total = self.total.plus(self.last)
 

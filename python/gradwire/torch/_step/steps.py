@@ -26,8 +26,9 @@ from gradwire.torch._step.buckets import round_into
 from gradwire.torch._step.completions import Completions
 from gradwire.torch._step.gradient_scale import GradientScale
 from gradwire.torch._step.join_tracker import JoinTracker
-from gradwire.torch._step.stats import Counters
-from gradwire.torch._step.training_state import Call, TrainingState
+from gradwire.torch._step.residual_state import Call
+from gradwire.torch._step.stats import Counters, Spent
+from gradwire.torch._step.training_state import TrainingState
 
 _CLOSED = (
     "the hook's State is closed, and DDP takes one hook: wrap the module in "
@@ -140,7 +141,7 @@ class Steps:
         except Error as its:
             self._record_error(its)
         if self.error is not None:
-            error, self._to_raise = self._to_raise or _without_traceback(self.error), None
+            error, self._to_raise = self._to_raise or without_traceback(self.error), None
             raise error
 
     def check_failure(self, seconds: float) -> None:
@@ -183,7 +184,7 @@ class Steps:
 
     def _start(self, bucket: dist.GradBucket, works: list[Work | _RoundedWork]) -> None:
         if self.error is not None:
-            raise _without_traceback(self.error)
+            raise without_traceback(self.error)
         if self.closed:
             raise Aborted(_CLOSED)
         if self._step.ended.is_set():
@@ -246,8 +247,8 @@ class Steps:
             kept = self._end_state_step(ok=error is None)
             if self.error is None:
                 self._divide_by_active()
-                now = self.communicator.traffic
-                self.counters.end_step(kept, step.buckets, step.bytes, step.before, now)
+                spent = Spent().plus(self.communicator.traffic, step.before)
+                self.counters.end_step(kept, step.buckets, step.bytes, spent)
                 self.done += self.state.is_counted
         except Exception as its:
             self._record_error(its)
@@ -269,8 +270,8 @@ class Steps:
 
     def _record_error(self, error: Exception) -> Exception:
         if self.error is None:
-            self.error, self._to_raise = _without_traceback(error), error
-        return _without_traceback(self.error)
+            self.error, self._to_raise = without_traceback(error), error
+        return without_traceback(self.error)
 
     def _interrupt(self, error: BaseException) -> Exception:
         """Aborts the other ranks after Ctrl-C here; returns the error."""
@@ -309,7 +310,7 @@ class _RoundedWork:
             round_into(gradient, average)
 
 
-def _without_traceback(error: Exception) -> Exception:
+def without_traceback(error: Exception) -> Exception:
     """A copy of the error without its traceback."""
     try:
         return copy.copy(error)
@@ -321,7 +322,7 @@ def _complete(buffer: torch.Tensor, future: Future[torch.Tensor], error: Excepti
     if error is None:
         future.set_result(buffer)
     else:
-        future.set_exception(_without_traceback(error))
+        future.set_exception(without_traceback(error))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,176 @@
+"""ResidualState: residuals, and the scale that they follow, from one step to the next.
+
+A step is a transaction. Its calls work on copies of residuals, and `end_step` keeps all of them or
+none, alike on all ranks: a step with NaN or Inf, or one that failed, must not leave some parameters
+ahead of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire._calls.reductions import CodecLike
+from gradwire._errors import InvalidArgument
+from gradwire._feedback import ErrorFeedback, Keys
+from gradwire.torch._step import saved as saving
+from gradwire.torch._step.buckets import codec_for_16_bits, compressible
+from gradwire.torch._step.gradient_scale import (
+    GradientScale,
+    Scaler,
+    ScaleTracker,
+    persistent_state_of,
+)
+from gradwire.torch._step.repacking import Bucket
+from gradwire.torch._step.rules import Rules, is_at_least_16_bits, is_biased
+
+
+class Call(NamedTuple):
+    """One reduction: the arrays that it averages, and how."""
+
+    arrays: Sequence[torch.Tensor]
+    codec: CodecLike
+    keys: Keys | None = None  # with feedback
+    rounded: Sequence[torch.Tensor] = ()  # 16-bit gradients that the averages are rounded into
+
+
+class ResidualState:
+    """One model's residuals and scale; only whole steps change them."""
+
+    def __init__(
+        self,
+        names: Mapping[torch.Tensor, str],
+        ranks: int,
+        rules: Rules,
+        feedback: ErrorFeedback | None,
+        scaler: Scaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Takes keys of residuals by tensors of their shapes; `ranks` is the number of ranks."""
+        self.feedback = feedback
+        self._names, self._rules = names, rules
+        self.scales = ScaleTracker(scaler, optimizer)
+        self._persistent = persistent_state_of(feedback)
+        self.paused = False  # steps that begin neither use nor change anything here
+        self._ranks = ranks
+        # Of the step under way:
+        self._loss_scale = 1.0
+        self._paused = False
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the step under way is one of the training: it is not paused."""
+        return not self._paused
+
+    def open_step(self, scale: GradientScale) -> None:
+        """Begins a step; `scale` is that of its gradients, the same on all ranks.
+
+        Raises InvalidArgument when residuals cannot follow it.
+        """
+        self._paused = self.paused
+        if not self._paused:
+            self._rescale(scale)
+            if self.feedback is not None:
+                self.feedback.begin_step()
+
+    def calls(self, bucket: Bucket, step: int) -> Iterator[Call]:
+        """The reductions of a bucket, in the same order on every rank."""
+        for call in self._calls(bucket, step):
+            if self._paused:
+                codec = "none" if is_biased(call.codec) else call.codec
+                yield call._replace(codec=codec, keys=None)
+                continue
+            self._note(call)
+            yield call
+
+    def end_step(self, ok: bool) -> bool:
+        """Keeps all changes of the step or none, alike on all ranks; returns whether it did."""
+        if self._paused:
+            return False
+        return self.feedback.end_step(ok) if self.feedback is not None else ok
+
+    def remove_hooks(self) -> None:
+        """Removes hooks on parameters, which outlive this state; no step begins any more."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to save, as tensors and plain values by key."""
+        return {
+            "layout": (),
+            "loss_scale": self._persistent.scale.loss_scale or None,
+            "learning_rates": list(self._persistent.scale.rates),
+            "feedback": {} if self.feedback is None else saving.to_tensors(self.feedback),
+            "velocities": {},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Replaces everything by a saved state.
+
+        Raises InvalidArgument for another model's, and for residuals that this hook does not keep.
+        """
+        self._check(saved)
+        if self.feedback is not None:
+            self.feedback.load_state_dict(saving.to_arrays(saved["feedback"]))
+        self._persistent.scale = saving.scale_of(saved)
+        self._rescale(GradientScale(ranks=self._ranks))
+
+    def add_residuals(self, saved: Mapping[str, Any]) -> None:
+        """Adds another rank's residuals, in this rank's scale; raises like `load_state_dict`."""
+        self._check(saved)
+        its = saving.scale_of(saved)
+        own = self._persistent.scale.or_else(its)
+        factor = its.loss_factor(own) * its.rate_factor(own) * its.share_factor(own)
+        for name, kept in saved["feedback"].items():
+            assert self.feedback is not None  # checked
+            self.feedback.add(name, kept["residual"].float().numpy() * factor)
+        self._persistent.scale = own
+
+    def _note(self, call: Call) -> None:
+        """Takes note of a call of the step under way."""
+
+    def _rescale(self, scale: GradientScale) -> None:
+        before, self._loss_scale = self._persistent.scale, scale.loss_scale or 1.0
+        factor = before.loss_factor(scale) * before.rate_factor(scale) * before.share_factor(scale)
+        if self.feedback is not None and factor != 1:
+            self.feedback.scale(factor)
+        self._persistent.scale = scale.or_else(before)
+
+    def _check(self, saved: Mapping[str, Any]) -> None:
+        saving.check(saved["feedback"], self._names)
+        if saved["feedback"] and self.feedback is None:
+            raise InvalidArgument(
+                "the state holds residuals, and this hook keeps none: register it with "
+                "feedback=True"
+            )
+
+    def _calls(self, bucket: Bucket, step: int) -> Iterator[Call]:
+        if not compressible(bucket.whole[0]):
+            yield Call(bucket.whole, "none")
+            return
+        if not bucket.names:
+            yield self._through_float32(Call(bucket.whole, self._rules.default(step)))
+            return
+        groups = bucket.groups(self._rules, step)
+        if self.feedback is None and len(groups) == 1:
+            yield self._through_float32(Call(bucket.whole, groups[0][0]))
+            return
+        for codec, indices in groups:
+            arrays = [bucket.gradients[i] for i in indices]
+            keys = [(bucket.names[i], bucket.gradients[i].numel()) for i in indices]
+            yield self._through_float32(
+                Call(arrays, codec, None if self.feedback is None else keys)
+            )
+
+    def _through_float32(self, call: Call) -> Call:
+        """The call with 16-bit gradients as float32, for codecs with fewer bits and feedback."""
+        dtype = call.arrays[0].dtype
+        if dtype is torch.float32:
+            return call
+        codec = call.codec
+        if is_at_least_16_bits(codec):
+            if call.keys is None:
+                return call._replace(codec="none")
+            if self._rules.compresses:
+                codec = codec_for_16_bits(dtype, self._ranks)
+        return Call([each.float() for each in call.arrays], codec, call.keys, call.arrays)
