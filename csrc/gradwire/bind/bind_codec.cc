@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -35,6 +36,25 @@ void scale(const std::string& dtype, std::uintptr_t x, std::uintptr_t y, std::si
   kernel(to, factor, count);
 }
 
+// Writes the payload of x[0, count) to `out`, of exactly max_bytes(count).
+void encode(const Codec& self, std::uintptr_t x, std::size_t count, std::uintptr_t out) {
+  const codec::Codec& codec = *self.value;
+  if (!codec.fixed_size() || codec.combine() == codec::Combine::kCompound) {
+    throw InvalidArgument("codec '" + codec.name() + "' has payloads of no fixed size");
+  }
+  const codec::FloatEnvironment environment;
+  codec.encode(reinterpret_cast<const float*>(x), count, {},
+               {reinterpret_cast<std::byte*>(out), codec.max_bytes(count)});
+}
+
+// Writes the `count` elements of a payload of max_bytes(count) to `y`.
+void decode(const Codec& self, std::uintptr_t in, std::size_t count, std::uintptr_t y) {
+  const codec::Codec& codec = *self.value;
+  const codec::FloatEnvironment environment;
+  codec.decode({reinterpret_cast<const std::byte*>(in), codec.max_bytes(count)},
+               reinterpret_cast<float*>(y), count);
+}
+
 }  // namespace
 
 void bind_codec(py::module_& m) {
@@ -49,7 +69,11 @@ void bind_codec(py::module_& m) {
       .def(
           "max_bytes",
           [](const Codec& self, std::size_t count) { return self.value->max_bytes(count); },
-          py::arg("count"));
+          py::arg("count"))
+      .def("encode", &encode, py::arg("x"), py::arg("count"), py::arg("out"),
+           py::call_guard<Unlocked>())
+      .def("decode", &decode, py::arg("payload"), py::arg("count"), py::arg("y"),
+           py::call_guard<Unlocked>());
   m.def("codec_names", &codec_names);
   m.def("scale", &scale, py::arg("dtype"), py::arg("x"), py::arg("y"), py::arg("count"),
         py::arg("factor"), py::call_guard<Unlocked>());

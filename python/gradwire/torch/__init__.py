@@ -17,10 +17,12 @@ except ModuleNotFoundError as _missing:
 
 from gradwire import _autoload
 from gradwire.torch._broadcasts import broadcast_optimizer_state, broadcast_parameters
+from gradwire.torch._fsdp.state import FSDPState
 from gradwire.torch._gathered import gather_state_dict, scatter_state_dict
 from gradwire.torch._hook import comm_hook
 from gradwire.torch._hybrid import hybrid_plan, parallelize
 from gradwire.torch._register import register, stats
+from gradwire.torch._register_fsdp import register_fsdp
 from gradwire.torch._state import State
 from gradwire.torch._step.momentum import Momentum
 from gradwire.torch._step.rules import Stages, warm_up
@@ -31,6 +33,7 @@ _autoload.register()
 
 __all__ = [
     "CodecStats",
+    "FSDPState",
     "Momentum",
     "Stages",
     "State",
@@ -43,6 +46,7 @@ __all__ = [
     "hybrid_plan",
     "parallelize",
     "register",
+    "register_fsdp",
     "scatter_state_dict",
     "stats",
     "traffic",

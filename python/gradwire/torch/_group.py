@@ -29,6 +29,16 @@ def communicator_of(group: dist.ProcessGroup, timeout: float = 300) -> Communica
     )
 
 
+def communicator_over(group: dist.ProcessGroup, timeout: float = 300) -> tuple[Communicator, bool]:
+    """The communicator of a group of the backend gradwire, or one made; and whether it was made."""
+    endpoint = getattr(group, "_endpoint", None)
+    if endpoint is None and torch.device("cpu") in getattr(group, "_device_types", ()):
+        endpoint = getattr(group._get_backend(torch.device("cpu")), "_endpoint", None)
+    if endpoint is not None:
+        return endpoint.communicator, False
+    return communicator_of(group, timeout), True
+
+
 def _all_gather_bytes(group: dist.ProcessGroup, data: bytes, deadline: Deadline) -> list[bytes]:
     """All ranks' bytes, in rank order; nothing is unpickled."""
     try:

@@ -83,6 +83,10 @@ class Rules:
         """The name of a codec that never changes and loses something; None without one."""
         return next((str(each) for each in self._static if str(each) != "none"), None)
 
+    def at_first(self) -> list[CodecLike]:
+        """The codecs of the first step."""
+        return [codec_at(each, 0) for _, each in self._rules]
+
     def default(self, step: int) -> CodecLike:
         """The codec of gradients whose parameters have no names."""
         return self._at(self._rules[-1][1], step)
@@ -147,5 +151,5 @@ def require_matches(rules: Sequence[tuple[str, Any]], names: Iterable[str]) -> N
             some = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
             raise InvalidArgument(
                 f"rules= has the pattern {pattern!r}, which matches no parameter; their names are "
-                f"those of ddp.module.named_parameters(): {some}"
+                f"those of named_parameters(): {some}"
             )

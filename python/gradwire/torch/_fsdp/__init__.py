@@ -1,0 +1,1 @@
+"""FSDP2's communication in codecs: reductions of gradients, and the gathering of parameters."""

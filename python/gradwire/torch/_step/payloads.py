@@ -1,0 +1,53 @@
+"""Payloads: floats as a codec's bytes, where they are moved and not summed."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire._calls.reductions import native
+from gradwire._errors import InvalidArgument
+
+MOVABLE = ("bf16", "fp16", "int8")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Payloads:
+    """A codec whose payloads have a size that follows from the number of elements.
+
+    Every rank decodes the same bytes to the same values.
+    """
+
+    def __init__(self, codec: str) -> None:
+        """Takes a codec's name; raises InvalidArgument for one that needs error feedback."""
+        self._codec = native(codec)
+        self.name = self._codec.name
+        if self.name.partition(":")[0] not in MOVABLE:
+            raise InvalidArgument(
+                f"codec '{self.name}' is for sums of gradients, with error feedback: parameters "
+                f"and activations travel as {', '.join(MOVABLE)}"
+            )
+
+    def shrinks(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor travels in fewer bytes, or in as many, as it has."""
+        if tensor.dtype not in _FLOATS or not tensor.is_cpu or not tensor.numel():
+            return False
+        return bool(self.size(tensor.numel()) < tensor.nbytes)
+
+    def size(self, elements: int) -> int:
+        """The bytes of a payload of so many elements."""
+        return self._codec.max_bytes(elements)
+
+    def encode(self, tensor: torch.Tensor, payload: torch.Tensor) -> None:
+        """Writes a tensor's payload into bytes of its size."""
+        x = tensor.detach().reshape(-1).to(torch.float32)
+        self._codec.encode(x.data_ptr(), x.numel(), payload.data_ptr())
+
+    def decode(self, payload: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Writes a payload's elements into a tensor, rounded to its dtype."""
+        y = tensor.detach()
+        if y.dtype is not torch.float32 or not y.is_contiguous():
+            y = torch.empty(tensor.shape, dtype=torch.float32)
+        self._codec.decode(payload.data_ptr(), y.numel(), y.data_ptr())
+        if y.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(y)

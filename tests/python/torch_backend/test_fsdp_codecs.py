@@ -1,0 +1,264 @@
+"""FSDP2 in codecs: the same bits on all ranks, conservation, bytes, and training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradwire
+import pytest
+import torch
+import torch.distributed as dist
+import torch_ranks
+from gradwire.torch import Stages, register_fsdp
+from sharded_training import (
+    Books,
+    agree,
+    backward,
+    batch,
+    layers,
+    meshes,
+    registered,
+    sharded,
+    shards,
+    train,
+)
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import mse_loss
+from torch_pool import Pool
+
+LOSSY = ("int8", "onebit", "threshold:density=0.05", "topk:density=0.05")
+
+
+def alone(steps: range) -> list[torch.Tensor]:
+    """The parameters after the same training on one rank, which sees all batches."""
+    module = layers()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    for step in steps:
+        optimizer.zero_grad()
+        for rank in range(dist.get_world_size()):
+            x, y = batch(step, rank)
+            (mse_loss(module(x), y) / dist.get_world_size()).backward()
+        optimizer.step()
+    return list(module.parameters())
+
+
+def without_codecs() -> None:
+    for mesh in meshes().values():
+        module, state = registered(mesh, "none")
+        train(module, range(4))
+        for ours, theirs in zip(module.parameters(), alone(range(4)), strict=True):
+            assert torch.allclose(ours.full_tensor(), theirs, atol=1e-6)
+        assert state.steps == 4
+        assert state.feedback is None
+        state.close()
+
+
+def test_without_codecs_it_is_torchs_training(pool: Pool) -> None:
+    pool.run(without_codecs)
+
+
+def conserves() -> None:
+    for name, mesh in meshes().items():
+        codecs = (*LOSSY, "lowrank:rank=2") if name == "replicas" else LOSSY
+        for codec in codecs:
+            module, state = registered(mesh, codec, feedback=True)
+            books = Books(module)
+            train(module, range(6))
+            assert books.error(state) < 1e-5, (name, codec)
+            assert state.stats().last.kept == 1
+            assert state.feedback is not None
+            kept = sum(state.feedback.keys().values())
+            shards_of = [each for its in books.modules for each in its.shards]
+            if name == "sharded":
+                assert kept == dist.get_world_size() * sum(each.padded for each in shards_of)
+            else:
+                assert kept == sum(each.elements for each in shards_of)
+                assert agree(shards(module), mesh["replicate"].get_group())
+            state.close()
+
+
+def test_nothing_is_lost_and_replicas_agree(pool: Pool) -> None:
+    pool.run(conserves)
+
+
+def beside_tensor_parallelism() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    data = dist.get_world_size() // 2
+    mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "tensor"))
+    module = layers()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(module, mesh["tensor"], plan)
+    fully_shard(module, mesh=mesh["data"])
+    state = register_fsdp(module, "onebit", gather_codec="int8", min_elements=0)
+    books = Books(module)
+    for step in range(4):
+        x, y = batch(step, mesh.get_local_rank("data"))
+        mse_loss(module(x), y).backward()
+    if data > 1:
+        assert books.error(state) < 1e-5
+    state.close()
+
+
+def test_beside_tensor_parallelism(pool: Pool) -> None:
+    pool.run(beside_tensor_parallelism)
+
+
+def conserves_by_rules() -> None:
+    for mesh in meshes().values():
+        rules = [("2.*", "none"), ("*.bias", "topk:density=0.2")]
+        stages = Stages((0, "int8"), (2, "onebit"))
+        module, state = registered(mesh, stages, rules=rules, min_elements=5)
+        books = Books(module)
+        train(module, range(5))
+        assert books.error(state) < 1e-5
+        found = state.stats().codecs
+        assert {"none", "onebit", "topk"} == {each.partition(":")[0] for each in found}
+        state.close()
+
+
+def test_rules_stages_and_small_parameters(pool: Pool) -> None:
+    pool.run(conserves_by_rules)
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(20, 512, bias=False), nn.Linear(512, 10, bias=False))
+
+
+def sent(codec: str, gather_codec: str | None, mesh: Any) -> tuple[float, int]:
+    """The ratio of bytes in reductions, and the bytes of a step's gathers and reductions."""
+    module = sharded(mesh, wide)
+    state = register_fsdp(module, codec, gather_codec=gather_codec)
+    backward(module, 0)
+    before = state.communicator.traffic.bytes_sent
+    backward(module, 1)
+    total = state.communicator.traffic.bytes_sent - before
+    ratio = state.stats().last.ratio
+    state.close()
+    return ratio, total
+
+
+def bytes_fall() -> None:
+    found = meshes()
+    dense = {name: sent("none", None, mesh) for name, mesh in found.items()}
+    for name, mesh in found.items():
+        assert dense[name][0] > 0.97
+        assert sent("bf16", None, mesh)[0] > 1.9
+        assert sent("int8", None, mesh)[0] > 3.6
+        assert sent("onebit", None, mesh)[0] > 18
+    if found["sharded"].get_group().size() == dist.get_world_size():
+        both = sent("int8", "int8", found["sharded"])[1]
+        gathered = sent("none", "int8", found["sharded"])[1]
+        assert both < dense["sharded"][1] / 3.5
+        assert gathered < dense["sharded"][1] / 1.6
+
+
+def test_bytes_fall(pool: Pool) -> None:
+    pool.run(bytes_fall)
+
+
+def trains() -> None:
+    for mesh in meshes().values():
+        module, state = registered(mesh, "none")
+        dense = train(module, range(80), lr=0.05)
+        state.close()
+        for codec, gather_codec in (("int8", "int8"), ("onebit", "bf16")):
+            module, state = registered(mesh, codec, gather_codec=gather_codec)
+            loss = train(module, range(80), lr=0.05)
+            assert loss < 1.1 * dense, (codec, gather_codec)
+            state.close()
+
+
+def test_training_reaches_the_loss_of_dense_gradients(pool: Pool) -> None:
+    pool.run(trains)
+
+
+def gathers() -> None:
+    for name, mesh in meshes().items():
+        for codec, step in (("bf16", 2**-8), ("fp16", 2**-10), ("int8", 1 / 127)):
+            module, state = registered(mesh, "none", gather_codec=codec)
+            masters = [each.full_tensor() for each in module.parameters()]
+            for each in module.modules():
+                if hasattr(each, "unshard"):
+                    each.unshard()
+            found = [each.detach().clone() for each in module.parameters()]
+            gathering = dist.get_world_size() // (1 if name == "sharded" else 2)  # ranks of a model
+            assert agree(found)
+            for ours, master in zip(found, masters, strict=True):
+                assert torch.equal(ours, master) == (gathering == 1)
+                assert (ours - master).abs().max() <= step * master.abs().max()
+            module(batch(0)[0]).sum().backward()
+            after = [each.full_tensor() for each in module.parameters()]
+            assert all(map(torch.equal, after, masters))  # the optimizer's are not rounded
+            state.close()
+
+
+def test_gathered_parameters_agree_and_masters_stay(pool: Pool) -> None:
+    pool.run(gathers)
+
+
+def in_16_bits() -> None:
+    for mesh in meshes().values():
+        for reduce_dtype in (torch.float32, torch.bfloat16, torch.float16):
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+            losses = []
+            for codec, gather_codec in (("none", None), ("onebit", "int8")):
+                module = sharded(mesh, mp_policy=policy)
+                state = register_fsdp(module, codec, gather_codec=gather_codec, min_elements=0)
+                losses.append(train(module, range(15), lr=0.05))
+                if codec == "onebit":
+                    assert state.feedback is not None
+                    assert state.feedback.keys()
+                state.close()
+            assert losses[1] < 1.15 * losses[0], reduce_dtype
+
+
+def test_mixed_precision(pool: Pool) -> None:
+    pool.run(in_16_bits)
+
+
+def over_gloo() -> list[float]:
+    found = []
+    for mesh in meshes().values():
+        module, state = registered(mesh, "onebit", gather_codec="int8")
+        books = Books(module)
+        train(module, range(4))
+        found.append(books.error(state))
+        state.close()
+    return found
+
+
+def test_groups_of_another_backend() -> None:
+    for errors in torch_ranks.run(4, over_gloo):
+        assert max(errors) < 1e-5
+
+
+def in_backward() -> tuple[str, int]:
+    mesh = meshes()["sharded"]
+    module = sharded(mesh, reshard_after_forward=False)
+    state = register_fsdp(module, "int8")
+    backward(module, 0)
+    loss = module(batch(1)[0]).sum()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        torch_ranks.die()
+    with pytest.raises(gradwire.TransportError) as raised:
+        loss.backward()
+    assert state.error is not None
+    with pytest.raises(RuntimeError):  # gloo's own error where FSDP gathers over that
+        backward(module, 2)
+    return str(state.error), raised.value.peer
+
+
+@pytest.mark.parametrize("backend", ["gradwire", "gloo"])
+def test_a_killed_rank_is_named(backend: str) -> None:
+    text, peer = torch_ranks.run(2, in_backward, dying=(1,), backend=backend)[0]
+    assert peer == 1
+    assert "rank 1" in text

@@ -1,0 +1,393 @@
+"""FSDP2 in codecs: checkpoints, other numbers of ranks, AMP, accumulation, and what is refused."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import pytest
+import torch
+import torch.distributed as dist
+import torch_ranks
+from gradwire import InvalidArgument
+from gradwire.torch import (
+    FSDPState,
+    Stages,
+    gather_state_dict,
+    register_fsdp,
+    scatter_state_dict,
+)
+from sharded_training import (
+    Books,
+    backward,
+    batch,
+    layers,
+    meshes,
+    own_mesh,
+    registered,
+    sharded,
+    shards,
+    train,
+)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch_pool import Pool
+
+CODECS = (
+    *("onebit", "threshold:density=0.05", "topk:density=0.05", "int8:rounding=stochastic"),
+    Stages((0, "int8"), (4, "onebit")),
+)
+
+
+def file_of(state: FSDPState) -> Any:
+    """The state as a file gives it back."""
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resumed() -> None:
+    for mesh, codec, dtype in product(meshes().values(), CODECS, ("float32", "bfloat16")):
+        if dtype == "float32" or codec == "onebit":
+            whole, state = registered(mesh, codec, feedback=gradwire.ErrorFeedback(dtype))
+            train(whole, range(3))
+            saved, weights = file_of(state), whole.state_dict()
+            weights = {name: each.clone() for name, each in weights.items()}
+            train(whole, range(3, 6))
+            state.close()
+            again, its = registered(mesh, codec, feedback=gradwire.ErrorFeedback(dtype))
+            again.load_state_dict(weights)
+            its.load_state_dict(saved)
+            train(again, range(3, 6))
+            assert its.steps == 6
+            for one, other in zip(shards(whole), shards(again), strict=True):
+                assert torch.equal(one, other), codec
+            its.close()
+
+
+def test_resumed_training_equals_uninterrupted(pool: Pool) -> None:
+    pool.run(resumed)
+
+
+def in_torchs_checkpoint(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    for name, mesh in meshes().items():
+        module, state = registered(mesh, "onebit")
+        train(module, range(2))
+        key = f"gradwire-{dist.get_rank()}"
+        torch.save(state.state_dict(), file := io.BytesIO())
+        dcp.save({"model": module.state_dict(), key: file}, checkpoint_id=f"{folder}/{name}")
+        again, its = registered(mesh, "onebit")
+        found = {"model": again.state_dict(), key: io.BytesIO()}
+        dcp.load(found, checkpoint_id=f"{folder}/{name}")
+        again.load_state_dict(found["model"])
+        found[key].seek(0)
+        its.load_state_dict(torch.load(found[key], weights_only=True))
+        for each in (module, again):
+            train(each, range(2, 4))
+        for one, other in zip(shards(module), shards(again), strict=True):
+            assert torch.equal(one, other)
+        state.close()
+        its.close()
+
+
+def test_torchs_distributed_checkpoints(pool: Pool, tmp_path: Path) -> None:
+    pool.run(in_torchs_checkpoint, str(tmp_path))
+
+
+def residual_sums(state: FSDPState, group: Any = None) -> dict[str, torch.Tensor]:
+    """The sum of all ranks' residuals, by parameter."""
+    assert state.feedback is not None
+    found = {}
+    for each in state._shards:
+        size = state.communicator.size
+        keys = [f"{each.name}[{r}]" for r in range(size)]
+        parts = [torch.from_numpy(state.feedback.residual(key)) for key in keys]
+        part_shape = list(each.whole_shape)
+        part_shape[each.dim] = -1
+        whole = torch.cat([part.view(part_shape) for part in parts], each.dim)
+        whole = whole.narrow(each.dim, 0, each.whole_shape[each.dim]).contiguous()
+        dist.all_reduce(whole, group=group)
+        found[each.name] = whole
+    return found
+
+
+def second_dimension(parameter: nn.Parameter) -> Any:
+    from torch.distributed.tensor import Shard
+
+    return Shard(1) if parameter.dim() == 2 and parameter.shape[1] % 4 == 0 else Shard(0)
+
+
+def resized() -> None:
+    for placement in (None, second_dimension):
+        module = sharded(own_mesh(), shard_placement_fn=placement)
+        state = register_fsdp(module, "onebit", min_elements=0)
+        train(module, range(3))
+        before = residual_sums(state)
+        gathered = gather_state_dict(state)
+        state.close()
+        half = dist.new_group([0, 1])
+        if dist.get_rank() < 2:
+            smaller = sharded(DeviceMesh.from_group(half, "cpu"), shard_placement_fn=placement)
+            its = register_fsdp(smaller, "onebit", min_elements=0)
+            scatter_state_dict(its, gathered)
+            for name, whole in residual_sums(its, half).items():
+                assert torch.allclose(whole, before[name] / 2, atol=1e-6), name
+            its.close()
+        dist.barrier()
+
+
+def test_residuals_go_to_another_number_of_ranks() -> None:
+    torch_ranks.run(4, resized, backend="gradwire")
+
+
+def not_finite() -> None:
+    for mesh in meshes().values():
+        module, state = registered(mesh, "onebit", rules=[("2.*", "none")], feedback=True)
+        train(module, range(2))
+        before = state.state_dict()["feedback"]
+        x, y = batch(2)
+        if dist.get_rank() == 1:
+            x[0, 0] = torch.inf
+        nn.functional.mse_loss(module(x), y).backward()
+        after = state.state_dict()["feedback"]
+        assert state.stats().last.kept == 0
+        assert before.keys() == after.keys()
+        for key, kept in before.items():
+            assert torch.equal(kept["residual"], after[key]["residual"])
+        state.close()
+
+
+def test_inf_on_one_rank_leaves_the_residuals_of_all(pool: Pool) -> None:
+    pool.run(not_finite)
+
+
+def scaled() -> None:
+    """With residuals that follow the loss scale, scaled gradients sum up to unscaled ones."""
+    for mesh in meshes().values():
+        runs = []
+        for init_scale in (1.0, 2.0**10):
+            module = sharded(mesh)
+            scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
+            optimizer = torch.optim.SGD(module.parameters(), 0.1)
+            state = register_fsdp(
+                module, "onebit", min_elements=0, scaler=scaler, optimizer=optimizer
+            )
+            for step in range(6):
+                optimizer.zero_grad()
+                x, y = batch(step)
+                scaler.scale(nn.functional.mse_loss(module(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (step // 2)
+            runs.append(shards(module))
+            assert state.state_dict()["loss_scale"] == init_scale * 4
+            state.close()
+        for one, other in zip(*runs, strict=True):  # scales are powers of two
+            assert torch.equal(one, other)
+
+
+def test_residuals_follow_the_loss_scale_and_the_rate(pool: Pool) -> None:
+    pool.run(scaled)
+
+
+def accumulated() -> None:
+    for name, mesh in meshes().items():
+        module, state = registered(mesh, "onebit", feedback=True)
+        books = Books(module)
+        for step in range(3):
+            module.set_requires_gradient_sync(False)
+            backward(module, 2 * step)
+            assert state.steps == step
+            module.set_requires_gradient_sync(True)
+            backward(module, 2 * step + 1)
+        assert state.steps == 3
+        assert books.error(state) < 1e-5
+        state.close()
+        if name == "sharded":
+            continue
+        sums = []
+        for late in (False, True):
+            module, state = registered(mesh, "none")
+            module.set_requires_all_reduce(not late)
+            backward(module, 0)
+            module.set_requires_all_reduce(True)
+            backward(module, 1)
+            assert state.steps == (1 if late else 2)
+            sums.append([each.grad.to_local() for each in module.parameters()])
+            state.close()
+        for one, other in zip(*sums, strict=True):
+            assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_gradient_accumulation(pool: Pool) -> None:
+    pool.run(accumulated)
+
+
+def divided() -> None:
+    size = dist.get_world_size()
+    for mesh in meshes().values():
+        grads = []
+        for factor in (None, 2.0 * size):
+            module, state = registered(mesh, "none")
+            if factor is not None:
+                for each in module.modules():
+                    if hasattr(each, "set_gradient_divide_factor"):
+                        each.set_gradient_divide_factor(factor)
+            backward(module, 0)
+            grads.append([each.grad.to_local() for each in module.parameters()])
+            state.close()
+        for one, other in zip(*grads, strict=True):
+            assert torch.allclose(one, 2 * other, atol=1e-7)
+
+
+def test_divide_factors(pool: Pool) -> None:
+    pool.run(divided)
+
+
+class Branches(nn.Module):
+    """Uses one of its two branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.used, self.unused = nn.Linear(20, 10), nn.Linear(20, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def unused() -> None:
+    module = fully_shard(Branches(), mesh=own_mesh())
+    state = register_fsdp(module, "onebit", min_elements=0)
+    with pytest.raises(gradwire.Error, match="set_reduce_scatter_unused_params"):
+        backward(module, 0)
+    state.close()
+    module = fully_shard(Branches(), mesh=own_mesh())
+    module.set_reduce_scatter_unused_params(True)
+    state = register_fsdp(module, "onebit", min_elements=0)
+    books = Books(module)
+    for step in range(4):
+        backward(module, step)
+    assert books.error(state) < 1e-5
+    state.close()
+    module = fully_shard(Branches(), mesh=own_mesh())
+    module.unused.requires_grad_(False)
+    state = register_fsdp(module, "onebit", min_elements=0)
+    backward(module, 0)
+    assert state.feedback is not None
+    assert not any(key.startswith("unused") for key in state.feedback.keys())  # noqa: SIM118
+    state.close()
+
+
+def test_unused_and_frozen_parameters(pool: Pool) -> None:
+    pool.run(unused)
+
+
+def paused() -> None:
+    for mesh in meshes().values():
+        module, state = registered(mesh, "onebit")
+        backward(module, 0)
+        before = state.state_dict()["feedback"]
+        with state.paused():
+            backward(module, 1)
+        assert state.steps == 1
+        after = state.state_dict()["feedback"]
+        for key, kept in before.items():
+            assert torch.equal(kept["residual"], after[key]["residual"])
+        state.close()
+
+
+def test_a_paused_backward_keeps_nothing(pool: Pool) -> None:
+    pool.run(paused)
+
+
+def registered_again() -> None:
+    """Residuals go on in the next registration, or begin anew; a closed state raises."""
+    for mesh in meshes().values():
+        module, state = registered(mesh, "onebit")
+        books = Books(module)
+        train(module, range(2))
+        state.close()
+        again = register_fsdp(module, "topk:density=0.1", feedback=state.feedback, min_elements=0)
+        for each in books.modules:
+            books.wrap(each)
+        train(module, range(2, 4))
+        assert books.error(again) < 1e-5
+        assert again.feedback is not None
+        again.feedback.clear()
+        train(module, range(4, 5))
+        again.close()
+    module, state = registered(own_mesh(), "onebit")
+    state.close()
+    with pytest.raises(gradwire.Aborted, match="register_fsdp"):
+        backward(module, 0)
+
+
+def test_registered_again(pool: Pool) -> None:
+    pool.run(registered_again)
+
+
+def two_groups(mesh: DeviceMesh, other: DeviceMesh) -> Any:
+    """A function that places weights on one mesh and biases on another."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.tensor import Shard
+
+    weights, biases = FSDPMeshInfo(mesh, 0), FSDPMeshInfo(other, 0)
+
+    def place(parameter: nn.Parameter) -> Any:
+        info = weights if parameter.dim() == 2 else biases
+        return ShardPlacementResult(placement=Shard(0), mesh_info=info)
+
+    return place
+
+
+def refused() -> None:
+    mesh, other = own_mesh(), own_mesh()
+
+    def several_groups() -> object:
+        placement = two_groups(mesh, other)
+        return register_fsdp(fully_shard(layers(), mesh=mesh, shard_placement_fn=placement))
+
+    def several_meshes() -> object:
+        module = layers()
+        fully_shard(module[0], mesh=other)
+        return register_fsdp(fully_shard(module, mesh=mesh))
+
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: register_fsdp(layers()), "fully_shard"),
+        (lambda: register_fsdp(DistributedDataParallel(layers())), "DistributedDataParallel"),
+        (lambda: registered(mesh, "nosuch"), "nosuch"),
+        (lambda: registered(mesh, "lowrank"), "mesh of two dimensions"),
+        (lambda: registered(mesh, "none", gather_codec="onebit"), "int8"),
+        (lambda: registered(mesh, "int8", rules=[("9.*", "none")]), "no parameter"),
+        (
+            lambda: registered(mesh, "none", gather_codec=(None, "int8")[dist.get_rank() % 2]),
+            "gather_codec=",
+        ),
+        (several_groups, "2 groups of parameters"),
+        (several_meshes, "different meshes"),
+    ]
+    for call, text in calls:
+        with pytest.raises(InvalidArgument, match=text):
+            call()
+    module, state = registered(mesh, "onebit")
+    train(module, range(1))
+    saved = state.state_dict()
+    with pytest.raises(InvalidArgument, match="each rank loads its own"):
+        state.load_state_dict({**saved, "rank": saved["rank"] ^ 1})
+    with pytest.raises(InvalidArgument, match="FSDP shards"):
+        state.load_state_dict({key: each for key, each in saved.items() if key != "parts"})
+    state.close()
+
+
+def test_refusals_say_what_to_do(pool: Pool) -> None:
+    pool.run(refused)
