@@ -89,7 +89,8 @@ def digits() -> Task:
     )
 
 
-def text() -> Task:
+def text(rank: Callable[[], int] = dist.get_rank) -> Task:
+    """The standard library's text; `rank` tells which part of the data a rank sees."""
     sources = sorted(Path(os.__file__).parent.glob("*.py"))
     joined = b"".join(each.read_bytes() for each in sources)[:2_000_000]
     data = torch.tensor(bytearray(joined)).long().clamp(max=127)
@@ -100,7 +101,7 @@ def text() -> Task:
         return data[windows[:, :-1]], data[windows[:, 1:]].flatten()
 
     def batches(seed: int, steps: int) -> Iterator[Batch]:
-        random = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        random = torch.Generator().manual_seed(1000 * seed + rank())
         for _ in range(steps):
             yield pick(torch.randint(seen - CONTEXT, (16,), generator=random))
 
@@ -149,14 +150,14 @@ def _serve(rank: int, store: str, options: argparse.Namespace) -> None:
         task = NETWORKS[name]()
         seeds = range(1, 1 + (options.seeds or task.seeds))
         plain = [train(task, "none", None, seed, options.steps) for seed in seeds]
-        say(f"| {name} | none | {_spread(plain)} | | |", flush=True)
+        say(f"| {name} | none | {spread(plain)} | | |", flush=True)
         for codec in options.codecs:
             found: dict[str, list[float]] = {dtype: [] for dtype in TYPES}
             for seed, dtype in product(seeds, TYPES):
                 found[dtype].append(train(task, codec, dtype, seed, options.steps))
             wide, narrow = found.values()
             change = [b - a for a, b in zip(wide, narrow, strict=True)]
-            cells = f"{_spread(wide)} | {_spread(narrow)} | {_spread(change, '+')}"
+            cells = f"{spread(wide)} | {spread(narrow)} | {spread(change, '+')}"
             say(f"| {name} | {codec} | {cells} |", flush=True)
     dist.destroy_process_group()
 
@@ -184,7 +185,8 @@ def train(task: Task, codec: str, dtype: str | None, seed: int, steps: int) -> f
     return loss
 
 
-def _spread(values: list[float], sign: str = "") -> str:
+def spread(values: list[float], sign: str = "") -> str:
+    """Mean and standard deviation, as a text."""
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):{sign}.4f} ± {deviation:.4f}"
 

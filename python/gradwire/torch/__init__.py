@@ -28,6 +28,7 @@ from gradwire.torch._step.momentum import Momentum
 from gradwire.torch._step.rules import Stages, warm_up
 from gradwire.torch._step.stats import CodecStats, Stats, StepStats
 from gradwire.torch._traffic import traffic
+from gradwire.torch.backend.options import Options
 
 _autoload.register()
 
@@ -35,6 +36,7 @@ __all__ = [
     "CodecStats",
     "FSDPState",
     "Momentum",
+    "Options",
     "Stages",
     "State",
     "Stats",

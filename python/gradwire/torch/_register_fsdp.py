@@ -12,6 +12,7 @@ from torch import nn
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
+from gradwire.codec import NativeCodec
 from gradwire.torch._checks import made_alike, require_settings
 from gradwire.torch._fsdp.gather import PayloadAllGather
 from gradwire.torch._fsdp.hooks import PartReduceScatter, ReplicaAllReduce
@@ -27,7 +28,7 @@ def register_fsdp(
     model: nn.Module,
     codec: CodecChoice = "none",
     *,
-    gather_codec: str | None = None,
+    gather_codec: str | NativeCodec | None = None,
     feedback: ErrorFeedback | bool | None = None,
     rules: Sequence[tuple[str, CodecChoice]] = (),
     min_elements: int = 1024,

@@ -8,6 +8,7 @@ import gradwire
 import pytest
 import torch
 from gradwire import Communicator
+from gradwire.torch import Options
 from gradwire.torch.backend import adapters
 from torch.distributed import ReduceOp
 
@@ -20,7 +21,7 @@ class Base:
 
 
 def use(comm: Communicator) -> None:
-    group = adapters.make(comm, None)
+    group = adapters.make(comm, Options(), None)
     assert isinstance(group, Base)
     assert group.given == (comm.rank, 2)
     assert group.getBackendName() == "gradwire"

@@ -6,6 +6,7 @@ import torch
 
 from gradwire._calls.reductions import native
 from gradwire._errors import InvalidArgument
+from gradwire.codec import NativeCodec
 
 MOVABLE = ("bf16", "fp16", "int8")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,8 +18,8 @@ class Payloads:
     Every rank decodes the same bytes to the same values.
     """
 
-    def __init__(self, codec: str) -> None:
-        """Takes a codec's name; raises InvalidArgument for one that needs error feedback."""
+    def __init__(self, codec: str | NativeCodec) -> None:
+        """Takes a codec; raises InvalidArgument for one that needs error feedback."""
         self._codec = native(codec)
         self.name = self._codec.name
         if self.name.partition(":")[0] not in MOVABLE:

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from gradwire._autoload import BACKEND, DEVICES
 from gradwire._communicator import Communicator
 from gradwire.torch.backend import versions
+from gradwire.torch.backend.activation_codec import ActivationCodec
 from gradwire.torch.backend.coalesced import CoalescedCollectives
 from gradwire.torch.backend.collectives import Collectives, Tensors
 from gradwire.torch.backend.endpoint import Endpoint
 from gradwire.torch.backend.operations import Operation
+from gradwire.torch.backend.options import Options
 from gradwire.torch.backend.point_to_point import PointToPoint
 from gradwire.torch.backend.tracing import hide_from_dynamo
 
@@ -26,10 +28,10 @@ from gradwire.torch.backend.tracing import hide_from_dynamo
 class Methods(Collectives, CoalescedCollectives, PointToPoint):
     """Methods of both adapters."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        """Takes the group's communicator."""
+    def __init__(self, communicator: Communicator, options: Options) -> None:
+        """Takes the group's communicator, and the options that the program gave."""
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
-        self._endpoint = Endpoint(communicator)
+        self._endpoint, self._codec = Endpoint(communicator), ActivationCodec(options)
 
     def getBackendName(self) -> str:
         """The backend's name."""
@@ -53,11 +55,11 @@ class Methods(Collectives, CoalescedCollectives, PointToPoint):
 class Group(Methods, dist.ProcessGroup):  # type: ignore[misc]
     """One rank's process group, up to torch 2.13."""
 
-    def __init__(self, communicator: Communicator, options: Any) -> None:
-        """Takes the group's communicator, and torch's description of the group."""
-        super().__init__(communicator)
-        self._name, self._description = str(options.group_id), "undefined"
-        self._store = options.store
+    def __init__(self, communicator: Communicator, options: Options, torchs: Any) -> None:
+        """Takes the group's communicator and options, and torch's description of the group."""
+        super().__init__(communicator, options)
+        self._name, self._description = str(torchs.group_id), "undefined"
+        self._store = torchs.store
 
     @property
     def group_name(self) -> str:
@@ -142,13 +144,13 @@ class DeviceMethods(Methods):
         return self._endpoint.end_batch()
 
 
-def make(communicator: Communicator, options: Any) -> Any:
+def make(communicator: Communicator, options: Options, torchs: Any) -> Any:
     """Makes what this version of torch takes as a group of the communicator's ranks."""
     if versions.parse(torch.__version__) < versions.FIRST_WITH_BACKENDS:
-        return Group(communicator, options)
+        return Group(communicator, options, torchs)
     # Older versions have the class too, and cannot construct it.
     base = torch._C._distributed_c10d.Backend
-    made = type("DeviceBackend", (DeviceMethods, base), {})(communicator)
+    made = type("DeviceBackend", (DeviceMethods, base), {})(communicator, options)
     _kept.add(made)
     return made
 

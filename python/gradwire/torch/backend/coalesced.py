@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradwire.torch.backend.activation_codec import ActivationCodec
 from gradwire.torch.backend.collectives import Tensors, bare_options
 from gradwire.torch.backend.endpoint import Endpoint
 from gradwire.torch.backend.operations import Done, Operation
@@ -22,6 +23,9 @@ class CoalescedCollectives:
     """
 
     _endpoint: Endpoint
+    _codec: ActivationCodec
+    _gathered: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    reduce_scatter_single: Callable[..., Operation]
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None, **given: Any) -> Operation:
         """Reduces each tensor of all ranks, on all ranks, in place."""
@@ -31,8 +35,9 @@ class CoalescedCollectives:
 
         def begin(chosen: Sequence[int]) -> Operation:
             results, staging = [tensors[i] for i in chosen], Staging()
-            x = [staging.update(each) for each in results]
-            call = partial(all_reduce, x, check="size", **keywords(options.reduceOp))
+            named, dtype = self._codec.reduction(options.reduceOp, *results)
+            x = [staging.update(each, dtype) for each in results]
+            call = partial(all_reduce, x, check="size", **named)
             return self._endpoint.run(call, options, results, staging)
 
         return self._by_dtype(tensors, begin)
@@ -46,10 +51,12 @@ class CoalescedCollectives:
         if not inputs:
             return self._endpoint.operation(Done(), [])
         form = flat if len({each.dtype for each in inputs}) == 1 else as_bytes
+        form = as_bytes if self._codec.compresses else form
+        pairs = [self._gathered(staging, *each) for each in zip(outputs, inputs, strict=True)]
         call = partial(
             self._endpoint.communicator.all_gather,
-            [form(staging.read(each)) for each in inputs],
-            out=[form(staging.write(each)) for each in outputs],
+            [form(x) for x, _ in pairs],
+            out=[form(out) for _, out in pairs],
             check="size",
         )
         return self._endpoint.run(call, options, outputs, staging)
@@ -66,10 +73,11 @@ class CoalescedCollectives:
         for rank, of_rank in enumerate(output_lists):
             for result, whole in zip(of_rank, wholes, strict=True):
                 staging.copied(result, whole[rank])
+        pairs = [self._gathered(staging, *each) for each in zip(wholes, inputs, strict=True)]
         call = partial(
             self._endpoint.communicator.all_gather,
-            [as_bytes(staging.read(each)) for each in inputs],
-            out=[as_bytes(each) for each in wholes],
+            [as_bytes(x) for x, _ in pairs],
+            out=[as_bytes(out) for _, out in pairs],
             check="size",
         )
         results = [each for of_rank in output_lists for each in of_rank]
@@ -84,6 +92,13 @@ class CoalescedCollectives:
         reduce_scatter = self._endpoint.communicator.reduce_scatter
 
         def begin(chosen: Sequence[int]) -> Operation:
+            if any(self._codec.takes([inputs[i]]) for i in chosen):  # codecs are for one array
+                return self._endpoint.together(
+                    [
+                        self.reduce_scatter_single(outputs[i], inputs[i], opts, **given)
+                        for i in chosen
+                    ]
+                )
             results, staging = [outputs[i] for i in chosen], Staging()
             x = [flat(staging.read(inputs[i])) for i in chosen]
             out = [flat(staging.write(each)) for each in results]

@@ -14,9 +14,9 @@ import torch
 from torch.autograd import Variable
 
 from gradwire._errors import InvalidArgument
+from gradwire.torch.backend.activation_codec import ActivationCodec
 from gradwire.torch.backend.endpoint import Endpoint
 from gradwire.torch.backend.operations import Operation
-from gradwire.torch.backend.reductions import keywords
 from gradwire.torch.backend.sparse import all_reduce_sparse
 from gradwire.torch.backend.staging import Staging, flat
 
@@ -27,6 +27,7 @@ class Collectives:
     """Methods that torch calls on every rank of the group."""
 
     _endpoint: Endpoint
+    _codec: ActivationCodec
 
     def allreduce(
         self, tensors: Tensors | torch.Tensor, opts: Any = None, **given: Any
@@ -37,10 +38,9 @@ class Collectives:
         if tensor.layout is torch.sparse_coo:
             return _told_by_backward(all_reduce_sparse(self._endpoint, tensor, options))
         staging = Staging()
-        comm = self._endpoint.communicator
-        call = partial(
-            comm.all_reduce, staging.update(tensor), check="size", **keywords(options.reduceOp)
-        )
+        named, dtype = self._codec.reduction(options.reduceOp, tensor)
+        x = staging.update(tensor, dtype)
+        call = partial(self._endpoint.communicator.all_reduce, x, check="size", **named)
         return _told_by_backward(self._endpoint.run(call, options, [tensor], staging))
 
     def broadcast(
@@ -64,12 +64,13 @@ class Collectives:
         staging = Staging()
         root = options.rootRank
         stage = staging.update if root == self._endpoint.communicator.rank else staging.read
+        named, dtype = self._codec.reduction(options.reduceOp, tensor)
         call = partial(
             self._endpoint.communicator.reduce,
-            stage(tensor),
+            stage(tensor, dtype),
             root=root,
             check="size",
-            **keywords(options.reduceOp),
+            **named,
         )
         return self._endpoint.run(call, options, [tensor], staging)
 
@@ -78,10 +79,14 @@ class Collectives:
         options = bare_options(opts, given)
         (tensor,), (results,) = _listed(inputs), _nested(outputs)
         staging = Staging()
-        out = [staging.write(each) for each in results]
-        call = partial(
-            self._endpoint.communicator.all_gather, staging.read(tensor), out=out, check="size"
-        )
+        if self._codec.compresses:
+            codecs = [self._codec.payloads(each) for each in results]
+            out = list(map(staging.write_bytes, results, codecs))
+            x = staging.read_bytes(tensor, self._codec.payloads(tensor))
+        else:
+            out = [staging.write(each) for each in results]
+            x = staging.read(tensor)
+        call = partial(self._endpoint.communicator.all_gather, x, out=out, check="size")
         return self._endpoint.run(call, options, results, staging)
 
     def all_gather_single(
@@ -90,13 +95,23 @@ class Collectives:
         """Copies each rank's tensor to all ranks, one behind the other in one tensor."""
         options = bare_options(opts, given)
         staging = Staging()
-        call = partial(
-            self._endpoint.communicator.all_gather,
-            flat(staging.read(input)),
-            out=flat(staging.write(output)),
-            check="size",
-        )
+        x, out = self._gathered(staging, output, input)
+        call = partial(self._endpoint.communicator.all_gather, x, out=out, check="size")
         return self._endpoint.run(call, options, [output], staging)
+
+    def _gathered(
+        self, staging: Staging, output: torch.Tensor, given: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The arrays to send and to receive when a tensor of all ranks is gathered in one."""
+        payloads = self._codec.payloads(given)
+        if payloads is None:
+            return flat(staging.read(given)), flat(staging.write(output))
+        x = staging.read_bytes(given, payloads)
+        made = torch.empty(self._endpoint.communicator.size, x.numel(), dtype=torch.uint8)
+        blocks = flat(staging.write(output)).view(len(made), -1)
+        for block, payload in zip(blocks, made, strict=True):
+            staging.decoded(block, payload, payloads)
+        return x, flat(made)
 
     _allgather_base = all_gather_single
 
@@ -134,12 +149,13 @@ class Collectives:
         options = bare_options(opts, given)
         (result,), (blocks,) = _listed(outputs), _nested(inputs)
         staging = Staging()
+        named, dtype = self._codec.reduction(options.reduceOp, *blocks)
         call = partial(
             self._endpoint.communicator.reduce_scatter,
-            [staging.read(each) for each in blocks],
-            out=staging.write(result),
+            [staging.read(each, dtype) for each in blocks],
+            out=staging.write(result, dtype),
             check="size",
-            **keywords(options.reduceOp),
+            **named,
         )
         return self._endpoint.run(call, options, [result], staging)
 
@@ -149,12 +165,13 @@ class Collectives:
         """Reduces a tensor of one block for each rank; each rank gets its own."""
         options = bare_options(opts, given)
         staging = Staging()
+        named, dtype = self._codec.reduction(options.reduceOp, input)
         call = partial(
             self._endpoint.communicator.reduce_scatter,
-            flat(staging.read(input)),
-            out=flat(staging.write(output)),
+            flat(staging.read(input, dtype)),
+            out=flat(staging.write(output, dtype)),
             check="size",
-            **keywords(options.reduceOp),
+            **named,
         )
         return self._endpoint.run(call, options, [output], staging)
 

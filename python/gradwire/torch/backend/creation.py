@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from gradwire._autoload import BACKEND, DEVICES
+from gradwire._base.arguments import wrong
 from gradwire._errors import InvalidArgument
 from gradwire.torch.backend import versions
 from gradwire.torch.backend.meeting import connect
+from gradwire.torch.backend.options import Options
 
 _HELPER = "_new_process_group_helper"  # torch's caller of `create`
 
@@ -22,13 +24,14 @@ def create(options: Any, backend_options: Any) -> Any:
     InvalidArgument for a torch or a choice of devices that cannot work.
     """
     require_version(torch.__version__)
-    if backend_options is not None:
-        raise InvalidArgument(f"pg_options={backend_options!r}: the backend gradwire has none")
+    chosen = Options() if backend_options is None else backend_options
+    if not isinstance(chosen, Options):
+        raise wrong(chosen, "pg_options", "gradwire.torch.Options(codec=...)")
     _require_devices(_devices_of_caller())
     # The adapter derives from a class that older versions of torch do not have.
     from gradwire.torch.backend.adapters import make
 
-    return make(connect(options), options)
+    return make(connect(options, repr(chosen)), chosen, options)
 
 
 def require_version(version: str) -> None:

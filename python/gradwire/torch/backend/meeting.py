@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from gradwire._base.deadline import Deadline
@@ -19,15 +20,19 @@ from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Job
 from gradwire._bootstrap.rendezvous_exchange import await_rank
 from gradwire._communicator import Communicator, from_mesh
-from gradwire._errors import RendezvousError
+from gradwire._errors import InvalidArgument, RendezvousError
 
 # Seconds between two looks into the store. Torch's stores can wait themselves, but do not let
 # Ctrl-C through meanwhile, and TCPStore logs two warnings each time that a wait ends early.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 
-def connect(options: Any) -> Communicator:
-    """Connects the ranks of the group that torch's `options` describe; each of them calls it."""
+def connect(options: Any, chosen: str) -> Communicator:
+    """Connects the ranks of the group that torch's `options` describe; each of them calls it.
+
+    `chosen` are the options that the program gave, as a text; raises InvalidArgument on all ranks
+    when these differ.
+    """
     rank, size = options.group_rank, options.group_size
     timeout = options.timeout.total_seconds()
     deadline = Deadline(timeout)
@@ -42,6 +47,7 @@ def connect(options: Any) -> Communicator:
         )
         return from_mesh(mesh, timeout=timeout)
     exchange = _StoreExchange(options.store, rank, size, deadline)
+    _require_alike([each.decode() for each in exchange.all_gather(chosen.encode())])
     return meet_in_group(
         rank,
         size,
@@ -49,6 +55,15 @@ def connect(options: Any) -> Communicator:
         lambda mesh: from_mesh(mesh, timeout=timeout),
         deadline,
     )
+
+
+def _require_alike(chosen: Sequence[str]) -> None:
+    other = next((rank for rank, each in enumerate(chosen) if each != chosen[0]), None)
+    if other is not None:
+        raise InvalidArgument(
+            f"the ranks gave different pg_options=: {chosen[0]} on rank 0, {chosen[other]} on rank "
+            f"{other}: give the same ones on all ranks"
+        )
 
 
 class _StoreExchange:

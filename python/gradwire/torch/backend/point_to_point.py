@@ -9,10 +9,11 @@ import torch
 
 from gradwire._base.arguments import whole
 from gradwire._errors import InvalidArgument
+from gradwire.torch.backend.activation_codec import ActivationCodec
 from gradwire.torch.backend.endpoint import Endpoint
 from gradwire.torch.backend.mailbox import Receive
 from gradwire.torch.backend.operations import Finished, Operation, Received
-from gradwire.torch.backend.staging import Staging, as_bytes
+from gradwire.torch.backend.staging import Staging
 
 
 class PointToPoint:
@@ -22,11 +23,12 @@ class PointToPoint:
     """
 
     _endpoint: Endpoint
+    _codec: ActivationCodec
 
     def send(self, tensors: Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Operation:
         """Begins to send a tensor to a rank of the group."""
         endpoint, (tensor,) = self._endpoint, tensors
-        memory = as_bytes(Staging().read(tensor).detach())
+        memory = Staging().read_bytes(tensor.detach(), self._codec.payloads(tensor))
         work = endpoint.mailbox.send(memory, _rank(endpoint, dstRank), _tag(tag), endpoint.timeout)
         endpoint.begun(work)
         # Futures complete in turn, and a receiver may be late.
@@ -43,7 +45,7 @@ class PointToPoint:
     def _receive(self, tensors: Sequence[torch.Tensor], source: int | None, tag: int) -> Operation:
         endpoint, (tensor,) = self._endpoint, tensors
         staging = Staging()
-        memory = as_bytes(staging.write(tensor).detach())
+        memory = staging.write_bytes(tensor.detach(), self._codec.payloads(tensor))
         timeout = endpoint.timeout or endpoint.communicator._timeout
         receive = Receive(memory, source, _tag(tag), timeout)
         endpoint.mailbox.receive(receive)
