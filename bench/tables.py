@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import gradwire
 
@@ -23,6 +24,7 @@ from bench.cuda import gpu_report
 from bench.libraries import peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
+from bench.torch_backend import hybrid_report
 from bench.training.methods import (
     GLOO,
     GLOO_FP16,
@@ -252,11 +254,23 @@ def gpu(results: Path) -> list[str]:
     return [f"{said} {copies}", "", *gpu_report.speeds(found["times"])]
 
 
+def hybrid(results: Path) -> list[str]:
+    """Bytes and milliseconds of a step with the most ranks, by network and way."""
+    found = _loaded(newest(results, "hybrid-*.json"))
+    return list(hybrid_report.summary(found))
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "codecs": codecs,
     "links": links,
     "peers": peers,
     "gpu": gpu,
+    "hybrid": hybrid,
 }
 
 

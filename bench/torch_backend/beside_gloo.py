@@ -65,9 +65,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ranks", type=int, nargs="+", default=(2, 4))
     parser.add_argument("--links", nargs="+", default=LINKS, metavar="RATE,LATENCY")
-    parser.add_argument("--rounds", type=int, default=11, help="turns of each call")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each call")
     parser.add_argument("--most", type=int, default=1 << 26, help="bytes of a collective, at most")
-    parser.add_argument("--steps", type=int, default=12, help="of each way on each link")
+    parser.add_argument("--steps", type=int, default=9, help="of each way on each link")
     parser.add_argument("--block", type=int, default=3, help="steps of a way in a round")
     parser.add_argument("--output", type=Path, help="a path without suffix")
     parser.add_argument("--meet", help=argparse.SUPPRESS)  # set for the ranks, as the next two

@@ -81,9 +81,13 @@ def collectives(found: Found, ranks: str) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---:|"
     for operation, by_size in found["collectives"][ranks].items():
         for nbytes, its in by_size.items():
-            cells = [_ms(its[GRADWIRE]), _ms(its[GLOO]), f"{ratio(its, GLOO, GRADWIRE):.1f}×"]
+            cells = [
+                milliseconds(its[GRADWIRE]),
+                milliseconds(its[GLOO]),
+                f"{ratio(its, GLOO, GRADWIRE):.1f}×",
+            ]
             own = its.get(COMMUNICATOR)
-            cells += ["–", "–"] if own is None else [_ms(own), _share(its)]
+            cells += ["–", "–"] if own is None else [milliseconds(own), _share(its)]
             yield f"| {operation}, {size(int(nbytes))} | {' | '.join(cells)} |"
 
 
@@ -96,10 +100,11 @@ def _share(its: Found) -> str:
     return f"{ratio(its, GRADWIRE, COMMUNICATOR):.2f}×"
 
 
-def _ms(seconds: list[float]) -> str:
-    milliseconds = 1e3 * statistics.median(seconds)
-    digits = 4 if milliseconds < 0.1 else 3 if milliseconds < 1 else 1
-    return f"{milliseconds:.{digits}f}"
+def milliseconds(seconds: list[float]) -> str:
+    """The median."""
+    middle = 1e3 * statistics.median(seconds)
+    digits = 3 if middle < 1 else 1
+    return f"{middle:.{digits}f}"
 
 
 def steps(found: Found) -> Iterator[str]:
@@ -140,8 +145,8 @@ def draw(found: Found, path: Path) -> None:
 
 def _draw_calls(axes: Any, by_size: Found, ranks: str) -> None:
     for library, colour in ((GLOO, "#b3123a"), (GRADWIRE, "#1463b0"), (COMMUNICATOR, "#777777")):
-        milliseconds = [1e3 * statistics.median(its[library]) for its in by_size.values()]
-        axes.plot(list(map(int, by_size)), milliseconds, marker=".", color=colour, label=library)
+        times = [1e3 * statistics.median(its[library]) for its in by_size.values()]
+        axes.plot(list(map(int, by_size)), times, marker=".", color=colour, label=library)
     axes.set(xscale="log", yscale="log", xlabel="bytes", title=f"all_reduce, {ranks} ranks, ms")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

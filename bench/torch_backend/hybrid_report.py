@@ -81,6 +81,23 @@ def _times(found: Found, ranks: str) -> Iterator[str]:
             yield f"| {network}, {way} | {' | '.join(cells)} |"
 
 
+def summary(found: Found) -> Iterator[str]:
+    """A row for each network and way, with the most ranks: bytes, and milliseconds by link."""
+    ranks, links = _ranks(found)[-1], list(found["links"])
+    yield f"| {ranks} ranks | MB by the formula | MB sent | {' | '.join(map(_in_ms, links))} |"
+    yield "|---|---:|---:|" + "---:|" * len(links)
+    for network, its in _networks(found, ranks).items():
+        for way in WAYS:
+            _, _, formula, sent, _ = _volume(its, way)
+            steps = [found["links"][link][ranks][network]["steps"][way] for link in links]
+            times = [f"{each['ms']:.0f}" for each in steps]
+            yield f"| {network}, {way} | {formula} | {sent} | {' | '.join(times)} |"
+
+
+def _in_ms(link: str) -> str:
+    return f"ms, {title(link)}"
+
+
 def _middle(step: Found) -> str:
     low, high = step["middle_half_ms"]
     return f"{step['ms']:.1f} ({low:.1f} to {high:.1f})"
@@ -111,7 +128,8 @@ def draw(found: Found, path: Path) -> None:
         _draw_bytes(row[0], network, its)
         for panel, link in zip(row[1:], links, strict=True):
             _draw_times(panel, link, found["links"][link][ranks][network]["steps"])
-    figure.suptitle(f"One training step on {ranks} ranks, {found['batch']} images each")
+    heading = f"One training step on {ranks} ranks, {found['batch']} images each; dotted: {LOCAL}"
+    figure.suptitle(heading)
     figure.savefig(path, dpi=100)
 
 
@@ -126,8 +144,7 @@ def _draw_bytes(axes: Any, network: str, its: Found) -> None:
 
 def _draw_times(axes: Any, link: str, steps: Found) -> None:
     _bars(axes, [steps[way]["ms"] for way in WAYS], "{:.0f}")
-    axes.axvline(steps[LOCAL]["ms"], color="#777777", linestyle=":", label=LOCAL)
-    axes.legend(loc="lower right", fontsize=8)
+    axes.axvline(steps[LOCAL]["ms"], color="#777777", linestyle=":")
     axes.set(title=f"ms, {title(link)}")
     axes.set_yticklabels([])
 

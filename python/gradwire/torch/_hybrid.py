@@ -107,8 +107,8 @@ def _checked_mesh(model: nn.Module, mesh: Any) -> Any:
         return init_device_mesh(device, (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise InvalidArgument(
-            f"mesh={mesh!r} is not a DeviceMesh of one dimension: give one of its dimensions, "
-            "mesh['name']"
+            f"mesh={mesh!r} is not a DeviceMesh of one dimension: give one of all ranks that train "
+            "together, over which layers are data-parallel or split"
         )
     return mesh
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch_ranks
 
+from bench import tables
 from bench.torch_backend import beside_gloo, beside_gloo_report, hybrid, hybrid_report, networks
 from bench.torch_backend.beside_gloo_report import COMMUNICATOR, FUNCTIONAL, GLOO, GRADWIRE, NUMPY
 from bench.torch_backend.hybrid_report import ALL_DDP, HYBRID_DDP, LOCAL, NO_LINK, WAYS
@@ -72,6 +73,14 @@ def test_the_document_of_the_hybrid_has_formulas_beside_what_was_sent(tmp_path: 
     assert [f"VGG, {LOCAL}", *["10.0 (9.0 to 99.0)"] * 2] in found
     hybrid_report.draw(of_hybrid(), tmp_path / "found.png")
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_documents_get_short_tables(tmp_path: Path):
+    (tmp_path / "hybrid-2020-01-01.json").write_text(json.dumps(of_hybrid()))
+    assert rows("\n".join(tables.hybrid(tmp_path)))[1:3] == [
+        [f"VGG, {ALL_DDP}", "4.00", "4.00", "11", "11"],
+        ["VGG, all FSDP2", "4.00", "2.67", "12", "12"],
+    ]
 
 
 @pytest.mark.parametrize("name", networks.NETWORKS)
