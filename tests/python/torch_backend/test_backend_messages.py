@@ -103,6 +103,26 @@ def test_receives_from_any_rank_name_the_sender(pool: Pool) -> None:
     pool.run(from_anywhere)
 
 
+def from_someone() -> None:
+    """What docs/backend.md says of torch 2.14 and later."""
+    if dist.get_rank() == 1:
+        dist.send(torch.ones(2), 0)
+    if dist.get_rank() == 0:
+        x = torch.zeros(2)
+        with pytest.raises(RuntimeError, match="sourceRank"):
+            dist.recv(x)
+        assert x.tolist() == [1.0] * 2
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.wait()
+    assert not work.is_completed()
+    eventually(work.get_future().done)
+
+
+@pytest.mark.skipif(not WRAPS, reason="older versions of torch hand out the operation itself")
+def test_what_torch_forgets_of_operations_in_python(pool: Pool) -> None:
+    pool.run(from_someone)
+
+
 def any_beside_certain() -> None:
     """Awaits one certain rank and any other at once; the other one's message comes first."""
     rank, size = dist.get_rank(), dist.get_world_size()
