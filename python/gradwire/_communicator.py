@@ -100,7 +100,8 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
     Dimensions of size 1 do not count.
 
     A failure is final: every later call raises the same error, and `shrink` makes a communicator
-    of the ranks that survived. TransportError, Timeout and Aborted name the rank in `peer`.
+    of the ranks that survived. TransportError, Timeout and Aborted name the rank in `peer`,
+    and its number in the whole job in `job_peer`; both are -1 where it is not known.
     An InvalidArgument raised before anything was sent leaves the communicator usable. As a context
     manager it is closed at the end of the block, or aborted if the block raises.
     """
@@ -302,10 +303,13 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         forked from the communicator's.
         """
         limit = self._seconds(timeout)
-        self._end(limit, limit)
+        self._end(limit, limit, alone=True)
 
-    def _end(self, timeout: float, settle: float | None = None) -> None:
-        """Closes; `settle` is the time for ranks that are behind, the communicator's if None."""
+    def _end(self, timeout: float, settle: float | None = None, *, alone: bool = False) -> None:
+        """Closes; `settle` is the time for ranks that are behind, the communicator's if None.
+
+        `alone` says that the program goes on with other communicators.
+        """
         if not self._core.owned_here:
             return
         try:
@@ -313,7 +317,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
                 self._gpu.close(timeout, failed=self._core.closed)
         finally:
             try:
-                self._core.close(timeout, self._timeout if settle is None else settle)
+                self._core.close(timeout, self._timeout if settle is None else settle, alone)
             finally:
                 self._calls.finish_dropped()
 

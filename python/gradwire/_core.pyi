@@ -16,12 +16,15 @@ class RendezvousError(Error): ...
 
 class Aborted(Error):
     peer: int
+    job_peer: int
 
 class TransportError(Error):
     peer: int
+    job_peer: int
 
 class Timeout(TimeoutError, Error):
     peer: int
+    job_peer: int
 
 # An array in memory: (address, elements). The caller keeps the memory alive.
 _Array = tuple[int, int]
@@ -215,6 +218,9 @@ class CostModel:
 # under way. Raises InvalidArgument.
 def link_costs(spec: str) -> tuple[float, float]: ...
 
+class Family:
+    """The communicators of a process that end together: a failure of one ends all."""
+
 class Communicator:
     """Calls in a process forked from its owner raise Aborted."""
 
@@ -231,11 +237,14 @@ class Communicator:
         tag: int = 0,
         about: str = "",
         contexts: Mapping[str, TransportContext] = ...,  # by transport
+        job_ranks: Sequence[int] = (),  # the number in the job of each rank; empty: the same ones
     ) -> None: ...
 
     # File descriptors are taken over. In ascending order of peers; releases the GIL.
     def adopt_control(self, fd: int, peer: int) -> None: ...
     def adopt_link(self, lane: str, transport: str, fd: int, peer: int, timeout: float) -> None: ...
+    # Once, when all links are made.
+    def join(self, family: Family) -> None: ...
     def transport_of(self, peer: int) -> str: ...
     def set_model(self, model: CostModel) -> None: ...  # on all ranks, between two calls
 
@@ -248,11 +257,12 @@ class Communicator:
         self, address: int, bytes: int, source: int, timeout: float, memory: object
     ) -> Work: ...
     def wait(self, work: Work, timeout: float) -> None: ...
-    def abort(self, reason: str) -> None: ...
+    # Unless `alone`, the rest of the family fails too, here and on the other ranks.
+    def abort(self, reason: str, alone: bool = True) -> None: ...
     def check_failure(self, seconds: float) -> None: ...
     # `settle`: how long to wait for ranks that are not known to have made the same calls; as long
-    # as `timeout` if None.
-    def close(self, timeout: float, settle: float | None = None) -> None: ...
+    # as `timeout` if None. `alone`: the program goes on with other communicators.
+    def close(self, timeout: float, settle: float | None = None, alone: bool = True) -> None: ...
     def settled(self) -> bool: ...  # nothing to wait for after a drop
     # Goes on hearing what the others made of the last call, and logs where it was another.
     def drop(self) -> None: ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from gradwire._core import (
     Aborted,
     Error,
@@ -11,6 +13,8 @@ from gradwire._core import (
     Timeout,
     TransportError,
 )
+
+_Naming = TypeVar("_Naming", Aborted, Timeout, TransportError)
 
 __all__ = [
     "Aborted",
@@ -22,6 +26,7 @@ __all__ = [
     "TransportError",
     "describe",
     "lost",
+    "naming",
 ]
 
 
@@ -32,6 +37,10 @@ def describe(error: BaseException) -> str:
 
 def lost(rank: int, text: str) -> TransportError:
     """The TransportError for a lost rank, whose number is in `peer`."""
-    error = TransportError(text)
-    error.peer = rank
+    return naming(TransportError(text), rank)
+
+
+def naming(error: _Naming, peer: int, job_peer: int | None = None) -> _Naming:
+    """The error with the rank at fault: in the communicator, and in the job if that differs."""
+    error.peer, error.job_peer = peer, peer if job_peer is None else job_peer
     return error

@@ -42,14 +42,20 @@ class RendezvousError : public Error {
   using Error::Error;
 };
 
-// An error that one rank caused: peer(), or kNoPeer where it is not known which.
+// An error that one rank caused. peer() is its number in the communicator that failed, or kNoPeer
+// where it is not known or no member; job_peer() is its number in the job, or kNoPeer.
 class PeerError : public Error {
  public:
-  PeerError(const std::string& message, Rank peer) : Error(message), peer_(peer) {}
+  PeerError(const std::string& message, Rank peer, Rank job_peer = kNoPeer, bool alone = false)
+      : Error(message), peer_(peer), job_peer_(job_peer), alone_(alone) {}
   Rank peer() const noexcept { return peer_; }
+  Rank job_peer() const noexcept { return job_peer_; }
+  // Returns whether that rank's program ended only this communicator, and goes on with its others.
+  bool alone() const noexcept { return alone_; }
 
  private:
-  Rank peer_;
+  Rank peer_, job_peer_;
+  bool alone_;
 };
 
 class TransportError : public PeerError {
@@ -64,7 +70,9 @@ class Timeout : public PeerError {
 
 class Aborted : public PeerError {
  public:
-  explicit Aborted(const std::string& message, Rank peer = kNoPeer) : PeerError(message, peer) {}
+  explicit Aborted(const std::string& message, Rank peer = kNoPeer, Rank job_peer = kNoPeer,
+                   bool alone = false)
+      : PeerError(message, peer, job_peer, alone) {}
 };
 
 // Returns "what: strerror(code)", for messages.

@@ -88,10 +88,10 @@ std::vector<std::string_view> reductions(const std::string& dtype) {
   return defined;
 }
 
-void close(Communicator& self, double timeout, std::optional<double> settle) {
+void close(Communicator& self, double timeout, std::optional<double> settle, bool alone) {
   {
     const Unlocked unlocked;
-    self.get().close(timeout, settle.value_or(timeout), check_signals);
+    self.get().close(timeout, settle.value_or(timeout), check_signals, alone);
   }
   self.forget_finished();
 }
@@ -134,10 +134,11 @@ void bind_set_up(CommunicatorClass& c) {
   c.def(py::init([](Rank rank, int size, std::uint32_t communicator,
                     std::vector<std::vector<Rank>> hosts, std::size_t max_message,
                     std::size_t segment_bytes, double stall_seconds, std::string job,
-                    std::uint64_t tag, std::string about, transport::Contexts contexts) {
+                    std::uint64_t tag, std::string about, transport::Contexts contexts,
+                    std::vector<Rank> job_ranks) {
           return std::make_unique<Communicator>(
               exec::Identity{rank, size, communicator, std::move(hosts), std::move(job), tag,
-                             std::move(about)},
+                             std::move(about), std::move(job_ranks)},
               exec::Tuning{.max_message = max_message,
                            .segment_bytes = segment_bytes,
                            .stall_seconds = stall_seconds,
@@ -147,10 +148,17 @@ void bind_set_up(CommunicatorClass& c) {
         py::arg("max_message") = exec::Tuning{}.max_message,
         py::arg("segment_bytes") = exec::Tuning{}.segment_bytes,
         py::arg("stall_seconds") = exec::Tuning{}.stall_seconds, py::arg("job") = "",
-        py::arg("tag") = 0, py::arg("about") = "", py::arg("contexts") = transport::Contexts{})
+        py::arg("tag") = 0, py::arg("about") = "", py::arg("contexts") = transport::Contexts{},
+        py::arg("job_ranks") = std::vector<Rank>{})
       .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("peer"), WithoutLock())
       .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
-           py::arg("peer"), py::arg("timeout"), WithoutLock());
+           py::arg("peer"), py::arg("timeout"), WithoutLock())
+      .def(
+          "join",
+          [](Communicator& self, const shared_ptr<exec::Family>& family) {
+            self.get().join(family);
+          },
+          py::arg("family"), WithoutLock());
 }
 
 void bind_calls(CommunicatorClass& c) {
@@ -179,9 +187,13 @@ void bind_calls(CommunicatorClass& c) {
 
 void bind_end(CommunicatorClass& c) {
   c.def(
-       "abort", [](Communicator& self, const std::string& reason) { self.get().abort(reason); },
-       py::arg("reason"), WithoutLock())
-      .def("close", &close, py::arg("timeout"), py::arg("settle") = py::none())
+       "abort",
+       [](Communicator& self, const std::string& reason, bool alone) {
+         self.get().abort(reason, alone);
+       },
+       py::arg("reason"), py::arg("alone") = true, WithoutLock())
+      .def("close", &close, py::arg("timeout"), py::arg("settle") = py::none(),
+           py::arg("alone") = true)
       .def(
           "settled", [](Communicator& self) { return self.get().settled(); }, WithoutLock())
       .def(
@@ -217,6 +229,7 @@ void bind_state(CommunicatorClass& c) {
 void bind_communicator(py::module_& m) {
   bind_request(m);
   bind_work(m);
+  py::class_<exec::Family, shared_ptr<exec::Family>>(m, "Family").def(py::init<>());
   CommunicatorClass c(m, "Communicator");
   bind_set_up(c);
   bind_calls(c);

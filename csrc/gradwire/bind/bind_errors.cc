@@ -44,6 +44,7 @@ void raise(PyObject* type, const std::exception& error) {
 void raise_with_peer(PyObject* type, const PeerError& error) {
   py::object made = py::handle(type)(text_of(error));
   made.attr("peer") = error.peer();
+  made.attr("job_peer") = error.job_peer();
   PyErr_SetObject(type, made.ptr());
 }
 
@@ -74,6 +75,7 @@ void bind_errors(py::module_& m) {
   const py::handle timeout_error(PyExc_TimeoutError);
   py::dict peer;
   peer["peer"] = kNoPeer;
+  peer["job_peer"] = kNoPeer;
   classes.error =
       add(m, "Error", "Base of everything that gradwire raises.", py::make_tuple(runtime_error));
   const py::handle error(classes.error);
@@ -89,15 +91,17 @@ void bind_errors(py::module_& m) {
           py::make_tuple(error));
   classes.aborted = add(m, "Aborted",
                         "abort() or close() ended the call, or Ctrl-C or an exception did; `peer` "
-                        "is the rank where, -1 where it is not known.",
+                        "is the rank where, -1 where it is not known, and `job_peer` its "
+                        "number in the job.",
                         py::make_tuple(error), peer.attr("copy")());
   classes.transport_error = add(m, "TransportError",
                                 "A peer vanished or sent something impossible; `peer` is its rank, "
-                                "-1 where it is not known.",
+                                "-1 where it is not known or no member, and `job_peer` its number "
+                                "in the job.",
                                 py::make_tuple(error), peer.attr("copy")());
   classes.timeout = add(m, "Timeout",
                         "A deadline passed; `peer` is the rank that was waited for, -1 where it is "
-                        "not known.",
+                        "not known or no member, and `job_peer` its number in the job.",
                         // In this order both OSError's __new__ and its errno work.
                         py::make_tuple(timeout_error, error), peer);
   py::register_exception_translator(&translate);

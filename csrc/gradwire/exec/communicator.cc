@@ -69,12 +69,17 @@ Communicator::Communicator(Identity identity, Tuning tuning)
   if (tuning.max_message < kLeastMessage || tuning.max_message > kMostMessage)
     throw InvalidArgument("max_message is " + std::to_string(tuning.max_message) +
                           " bytes; use 4 KiB to 1 GiB, the same on all ranks");
+  const auto numbers = identity_.job_ranks.size();
+  if (numbers != 0 && numbers != static_cast<std::size_t>(identity_.size))
+    throw InvalidArgument(std::to_string(numbers) + " ranks of the job for a communicator of " +
+                          std::to_string(identity_.size));
   if (!wakeup_.valid()) throw Error(system_message("eventfd", errno));
 }
 
 Communicator::~Communicator() {
   abort("the communicator was destroyed");
   stop_progress_thread();
+  if (family_) family_->leave(*this);
 }
 
 void Communicator::set_model(schedule::CostModel model) {
@@ -101,6 +106,11 @@ void Communicator::adopt_link(Lane lane, std::string_view transport, UniqueFd so
     std::lock_guard lock(mutex_);
     require_alive();
   }
+}
+
+void Communicator::join(std::shared_ptr<Family> family) {
+  family_ = std::move(family);
+  family_->join(*this);
 }
 
 // ---- Calls -------------------------------------------------------------------------------------

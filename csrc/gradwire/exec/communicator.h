@@ -27,6 +27,7 @@
 #include "gradwire/base/wire.h"
 #include "gradwire/exec/compound/compound.h"
 #include "gradwire/exec/control/control_plane.h"
+#include "gradwire/exec/control/family.h"
 #include "gradwire/exec/control/identity.h"
 #include "gradwire/exec/control/observer.h"
 #include "gradwire/exec/control/stall_monitor.h"
@@ -50,7 +51,7 @@ struct Tuning {
   transport::Contexts contexts{};                // this process's, for transports that need one
 };
 
-class Communicator {
+class Communicator final : private Family::Member {
  public:
   // Called about every 100 ms by a thread that waits in a blocking call; throws to end the wait
   // (and abort the communicator), as Ctrl-C does.
@@ -67,6 +68,9 @@ class Communicator {
   void adopt_control(UniqueFd socket, Rank peer);
   void adopt_link(Lane lane, std::string_view transport, UniqueFd socket, Rank peer, double timeout,
                   const Interrupt& interrupt = nullptr);
+  // Joins a family, of which it is a member until it is closed. After the last adopt_link(), before
+  // any call, and once.
+  void join(std::shared_ptr<Family> family);
 
   const Identity& identity() const noexcept { return identity_; }
   std::string_view transport_of(Rank peer) const { return links_.transport_of(peer); }
@@ -87,7 +91,8 @@ class Communicator {
 
   // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters.
   // During a close() that has sent BYE it only ends that wait; the other ranks are not told then.
-  void abort(const std::string& reason) noexcept;
+  // Unless `alone`, this is a failure like any other, which ends the rest of the family too.
+  void abort(const std::string& reason, bool alone = true) noexcept;
   // Ends every call with `error`, here and on all ranks, for a failure that was found outside of
   // calls. Does nothing if the communicator has failed already. Does what abort() does, with the
   // error's text, if another thread drives for more than a second.
@@ -97,7 +102,9 @@ class Communicator {
   // Later calls throw Aborted. Throws the error that ended the pending work, InvalidArgument if
   // ranks turn out to have made different calls, and Timeout if a rank does not come to this rank's
   // calls. A second thread that closes waits for the first.
-  void close(double timeout, double settle, const Interrupt& interrupt = nullptr);
+  // `alone` says that the program goes on with other communicators.
+  void close(double timeout, double settle, const Interrupt& interrupt = nullptr,
+             bool alone = true);
   void close(double timeout, const Interrupt& interrupt = nullptr) {
     close(timeout, timeout, interrupt);
   }
@@ -167,7 +174,7 @@ class Communicator {
   std::exception_ptr finish_work(std::unique_lock<std::mutex>& lock, const Deadline& deadline,
                                  const Interrupt& interrupt);
   std::exception_ptr close_gracefully(std::unique_lock<std::mutex>& lock, double settle,
-                                      const Interrupt& interrupt);
+                                      const Interrupt& interrupt, bool alone);
   void poll_control(std::unique_lock<std::mutex>& lock);
 
   void drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work, Deadline deadline,
@@ -207,14 +214,20 @@ class Communicator {
   std::exception_ptr fail_with_root_cause(const std::exception_ptr& error,
                                           const Interrupt& interrupt);
   void fail(const std::exception_ptr& error) noexcept;
-  void fail_locked(const std::exception_ptr& error) noexcept;
+  void fail_locked(const std::exception_ptr& found) noexcept;
+  void fail_if_requested_locked() noexcept;
+  void settle_requests(std::unique_lock<std::mutex>& lock);
+  void fail_as(const transport::ControlFrame& failure, const Identity& there) noexcept override;
+  void fail_family() noexcept;
+  Aborted aborted() const;
 
   Identity identity_;
   const unsigned spins_;  // turns before it yields to others
   Links links_;
   Links transfer_links_;
   ControlPlane control_;
-  UniqueFd wakeup_;  // an eventfd: something was submitted or aborted
+  std::shared_ptr<Family> family_;  // null: none
+  UniqueFd wakeup_;                 // an eventfd: something was submitted or aborted
 
   mutable std::mutex mutex_;         // guards everything below but the driver's own
   std::condition_variable changed_;  // the driver left
@@ -228,7 +241,10 @@ class Communicator {
   bool dropped_ = false;    // drop() was called, and calls are not settled
   bool abort_requested_ = false;
   std::string abort_reason_;
-  std::exception_ptr failure_;  // set once: the communicator is dead
+  bool aborts_alone_ = false;
+  std::exception_ptr family_failure_;  // another one's, with which this one must fail
+  std::exception_ptr failure_;         // set once: the communicator is dead
+  bool family_must_fail_ = false;      // by failure_, but does not know yet
   // Ranks made different calls, and this was found outside of any call: the next call, or close(),
   // throws it.
   mutable bool unreported_ = false;

@@ -171,8 +171,7 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
     interruption = fail_with_root_cause(std::current_exception(), interrupt);
   }
   lock.lock();
-  if (abort_requested_)
-    fail_locked(std::make_exception_ptr(Aborted(abort_reason_, identity_.rank)));
+  settle_requests(lock);
   stop_driving_locked();
   if (interruption) std::rethrow_exception(interruption);
 }
@@ -190,10 +189,12 @@ bool Communicator::advance() {
   return advance_collective() || moved;
 }
 
-// Takes what other threads have left under the mutex: an abort, or new transfers.
+// Takes what other threads have left under the mutex: an abort, a failure of the family, or new
+// transfers.
 void Communicator::process_requests() {
   std::lock_guard lock(mutex_);
-  if (abort_requested_) throw Aborted(abort_reason_, identity_.rank);
+  if (abort_requested_) throw aborted();
+  if (family_failure_) throw RootCause{family_failure_};
   if (current_ == nullptr) stall_monitor_.start_idle();  // no transfer has waited yet
   for (auto& [transfer, sends] : submitted_) {
     if (sends)

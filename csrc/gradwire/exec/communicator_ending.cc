@@ -18,21 +18,63 @@ constexpr int kFailurePollMilliseconds = 50;
 
 }  // namespace
 
-void Communicator::abort(const std::string& reason) noexcept {
+void Communicator::abort(const std::string& reason, bool alone) noexcept {
   {
     std::lock_guard lock(mutex_);
     if (ended_ || failure_ || abort_requested_) return;
     abort_requested_ = true;
     abort_reason_ = reason;
+    aborts_alone_ = alone;
     has_requests_ = true;
-    if (!driving_ && !closed_)
-      fail_locked(std::make_exception_ptr(Aborted(reason, identity_.rank)));
+    if (!driving_) fail_if_requested_locked();
     wake_driver();
   }
   changed_.notify_all();
+  fail_family();
 }
 
-void Communicator::close(double timeout, double settle, const Interrupt& interrupt) {
+Aborted Communicator::aborted() const {
+  return Aborted(abort_reason_, identity_.rank, kNoPeer, aborts_alone_);
+}
+
+// Does what other threads asked of the driver when it was about to leave.
+void Communicator::fail_if_requested_locked() noexcept {
+  if (closed_) return;
+  if (abort_requested_) fail_locked(std::make_exception_ptr(aborted()));
+  if (family_failure_) fail_locked(family_failure_);
+}
+
+// Does the same, and has the family fail. Releases the mutex meanwhile.
+void Communicator::settle_requests(std::unique_lock<std::mutex>& lock) {
+  fail_if_requested_locked();
+  if (!family_must_fail_) return;
+  lock.unlock();
+  fail_family();
+  lock.lock();
+}
+
+void Communicator::fail_as(const transport::ControlFrame& failure, const Identity& there) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (ended_ || closed_ || failure_ || family_failure_) return;
+  family_failure_ = error_of(crossed(failure, there, identity_));
+  has_requests_ = true;
+  if (!driving_) fail_if_requested_locked();
+  wake_driver();
+  changed_.notify_all();
+}
+
+// Has the rest of the family fail as this one did. Must be called without the mutex.
+void Communicator::fail_family() noexcept {
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!std::exchange(family_must_fail_, false)) return;
+    error = failure_;
+  }
+  family_->fail_others(*this, identity_, failure_frame(error, identity_.rank));
+}
+
+void Communicator::close(double timeout, double settle, const Interrupt& interrupt, bool alone) {
   const Deadline deadline = Deadline::after(timeout);
   std::unique_lock lock(mutex_);
   if (std::exchange(ending_, true))  // another thread closes it
@@ -40,11 +82,12 @@ void Communicator::close(double timeout, double settle, const Interrupt& interru
   const bool was_alive = !failure_;
   std::exception_ptr interruption = finish_work(lock, deadline, interrupt);
   const bool cleanly = !interruption && !failure_ && is_idle();
-  if (cleanly) interruption = close_gracefully(lock, settle, interrupt);
+  if (cleanly) interruption = close_gracefully(lock, settle, interrupt, alone);
   lock.unlock();
   if (!cleanly)
     abort("rank " + std::to_string(identity_.rank) +
-          (interruption ? " was interrupted" : " closed its communicator with work in flight"));
+              (interruption ? " was interrupted" : " closed its communicator with work in flight"),
+          alone);
   release();
   if (interruption) std::rethrow_exception(interruption);
   const bool is_news = was_alive || unreported_;
@@ -52,6 +95,7 @@ void Communicator::close(double timeout, double settle, const Interrupt& interru
 }
 
 void Communicator::release() {
+  if (family_) family_->leave(*this);
   stop_progress_thread();
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return !driving_; });  // a caller's thread, about to see the abort
@@ -91,22 +135,22 @@ std::exception_ptr Communicator::finish_work(std::unique_lock<std::mutex>& lock,
 // Closes with a BYE. The caller becomes the driver and releases the mutex; calls made meanwhile see
 // a closed communicator. Returns what the interrupt threw.
 std::exception_ptr Communicator::close_gracefully(std::unique_lock<std::mutex>& lock, double settle,
-                                                  const Interrupt& interrupt) {
+                                                  const Interrupt& interrupt, bool alone) {
   driving_ = closed_ = true;
   lock.unlock();
   std::exception_ptr interruption;
   try {
     if (settle > 0)
       control_.close_gracefully({Deadline::after(settle), abort_or(interrupt)},
-                                Deadline::after(std::min(settle, kPeerCloseSeconds)));
+                                Deadline::after(std::min(settle, kPeerCloseSeconds)), alone);
     else
-      control_.close_now();
+      control_.close_now(alone);
   } catch (const Interruption& stopped) {  // the BYE is sent: only the wait for others ends
     interruption = stopped.cause;
   } catch (const Aborted&) {  // another thread aborted: the same
   } catch (const Timeout&) {  // only this rank fails: a late rank can still finish its calls
     const std::lock_guard again(mutex_);
-    failure_ = std::current_exception();
+    failure_ = with_job_peer(std::current_exception(), identity_);
   } catch (...) {
     interruption = fail_with_root_cause(std::current_exception(), interrupt);
   }
@@ -148,7 +192,8 @@ void Communicator::fail_with(const std::exception_ptr& error) noexcept {
   if (changed_.wait_for(lock, std::chrono::seconds(1), [this] { return !driving_; })) {
     fail_locked(error);
     changed_.notify_all();
-    return;
+    lock.unlock();
+    return fail_family();
   }
   lock.unlock();
   abort(transport::text_of(failure_frame(error, identity_.rank)));
@@ -164,6 +209,7 @@ void Communicator::poll_control(std::unique_lock<std::mutex>& lock) {
     fail_with_root_cause(std::current_exception(), nullptr);
   }
   lock.lock();
+  settle_requests(lock);
   unreported_ = failure_ && failure_frame(failure_, identity_.rank).kind ==
                                 transport::FailureKind::kInvalidArgument;
   stop_driving_locked();
@@ -212,7 +258,8 @@ Communicator::Interrupt Communicator::abort_or(const Interrupt& interrupt) {
   return [this, &interrupt] {
     {
       std::lock_guard lock(mutex_);
-      if (abort_requested_) throw Aborted(abort_reason_, identity_.rank);
+      if (abort_requested_) throw aborted();
+      if (family_failure_) std::rethrow_exception(family_failure_);
     }
     if (interrupt) call_interrupt(interrupt);
   };
@@ -235,16 +282,23 @@ std::exception_ptr Communicator::fail_with_root_cause(const std::exception_ptr& 
 }
 
 void Communicator::fail(const std::exception_ptr& error) noexcept {
-  std::lock_guard lock(mutex_);
-  fail_locked(error);
+  {
+    std::lock_guard lock(mutex_);
+    fail_locked(error);
+  }
+  fail_family();
 }
 
 // May be called only while nobody drives, or by the driver itself: it changes the driver's state.
-void Communicator::fail_locked(const std::exception_ptr& error) noexcept {
+// Whoever releases the mutex calls fail_family().
+void Communicator::fail_locked(const std::exception_ptr& found) noexcept {
   if (failure_) return;
+  const std::exception_ptr error = with_job_peer(found, identity_);
+  const transport::ControlFrame failure = failure_frame(error, identity_.rank);
   failure_ = error;
-  control_.say_failure(error);
-  stall_monitor_.set_failed(transport::text_of(failure_frame(error, identity_.rank)));
+  family_must_fail_ = family_ && !family_failure_ && crosses(failure);
+  control_.say_failure(failure);
+  stall_monitor_.set_failed(transport::text_of(failure));
   if (std::exchange(current_, nullptr) != nullptr && observer_) observer_->ended(error);
   for (auto& each : queue_) {
     each->settle();

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "gradwire/base/error.h"
@@ -18,6 +19,7 @@ namespace {
 // How many frames that only inform are sent to a peer before it has read the first of them.
 constexpr std::uint32_t kWindow = 64;
 constexpr int kPollMilliseconds = 100;
+constexpr std::uint64_t kMostRanks = std::numeric_limits<Rank>::max();
 
 const char* meaning_of(int error) noexcept {
   const bool silent = error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH;
@@ -33,7 +35,8 @@ bool is_valid(const ControlFrame& frame, int size) {
   return frame.magic == ControlFrame{}.magic &&
          within(frame.type, ControlType::kFailure, ControlType::kAnswer) &&
          within(frame.kind, FailureKind::kTransport, FailureKind::kOther) &&
-         within(frame.culprit, kNoPeer, size - 1);
+         within(frame.culprit, kNoPeer, size - 1) &&
+         (frame.type != ControlType::kFailure || frame.value <= kMostRanks);
 }
 
 }  // namespace

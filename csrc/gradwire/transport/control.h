@@ -32,6 +32,7 @@ enum ControlFlags : std::uint32_t {
   kInCall = 1,  // kPosition: the last call is still in flight
   kAsks = 2,    // kPosition: the receiver is to answer with its own position
   kLast = 4,    // kAnswer: there are no more
+  kAlone = 8,   // kFailure, kBye: a program ended this communicator, and goes on with its others
 };
 
 // What kind of error a failure is, so that every rank raises the same type.
@@ -43,7 +44,7 @@ enum class FailureKind : std::uint8_t {
   kOther = 5,
 };
 
-// One frame; all have the same size. It is not trusted: type, kind and culprit are checked on
+// One frame; all have the same size. It is not trusted: type, kind and ranks are checked on
 // arrival. Every frame but kFailure and kAck describes the sender's calls.
 struct ControlFrame {
   std::uint32_t magic = 0x32435247;  // "GRC2"
@@ -55,10 +56,12 @@ struct ControlFrame {
   std::uint32_t fingerprint = 0;  // of the last of them, which is number calls - 1
   std::uint32_t segment = 0;      // the segment that the sender waits for
   std::uint64_t digest = 0;       // of the fingerprints of all calls
-  std::uint64_t value = 0;        // kPosition: how long it has waited, in milliseconds
-  std::uint32_t received = 0;     // how many of the receiver's frames the sender has read
-  std::uint32_t flags = 0;        // ControlFlags
-  std::array<char, 464> text{};   // zero-padded UTF-8, may be cut: the reason; or the last call
+  // kPosition: how long it has waited, in milliseconds. kFailure: the culprit's rank in the job and
+  // 1, or 0 where it is not known.
+  std::uint64_t value = 0;
+  std::uint32_t received = 0;    // how many of the receiver's frames the sender has read
+  std::uint32_t flags = 0;       // ControlFlags
+  std::array<char, 464> text{};  // zero-padded UTF-8, may be cut: the reason; or the last call
 };
 static_assert(sizeof(ControlFrame) == 512);
 

@@ -51,6 +51,7 @@ def _create(mesh: Mesh, groups: Groups, tuning: Mapping[str, int]) -> _core.Comm
             tag=mesh.job.tag,
             about=_about(mesh),
             contexts=_contexts(mesh),
+            job_ranks=mesh.job_ranks,
         )
     except BaseException:
         mesh.close()

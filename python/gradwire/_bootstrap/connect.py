@@ -13,7 +13,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.handshake import (
@@ -78,17 +78,20 @@ def connect_mesh(
     interface: Choice = LOOPBACK,
     raise_if_peer_failed: Callable[[float], None] = no_failure_reports,
     lost_peer_error: Callable[[int, str], Error] = rendezvous_error,
+    job_ranks: Iterable[int] = (),
 ) -> Mesh:
     """Connects this rank with all other ranks of a communicator; every rank calls it.
 
     `communicator` (32 bits) differs between a job's communicators and is the same on its ranks.
     `raise_if_peer_failed(seconds)` raises when another rank has given up, or does so within these
     seconds; it is called now and then while this rank waits. `lost_peer_error(rank, text)` makes
-    the error for a rank whose sockets end without a reported failure. Raises RendezvousError, which
-    names the ranks that are missing at the deadline.
+    the error for a rank whose sockets end without a reported failure. `job_ranks` are the members'
+    numbers in the job, where those differ. Raises RendezvousError, which names the ranks that are
+    missing at the deadline.
     """
     host_timeout()  # raises here for a wrong setting, not in the accepting thread
     mesh = Mesh(job, rank, size, communicator, (host_identity(),) * size, {}, interface)
+    mesh.job_ranks = tuple(job_ranks)
     if size > 1:
         attempt = _Attempt(mesh, tuple(transports), deadline, raise_if_peer_failed, lost_peer_error)
         try:

@@ -74,6 +74,11 @@ class Mesh:
     interface: Choice
     names: tuple[str, ...] = ()  # of the hosts, by rank, for messages; empty when unknown
     model: _core.CostModel | None = None  # rank 0's, the same on all ranks
+    job_ranks: tuple[int, ...] = ()  # the number in the job of each rank; empty: the same numbers
+
+    def job_rank(self, rank: int) -> int:
+        """The number in the job of a rank of this mesh."""
+        return self.job_ranks[rank] if self.job_ranks else rank
 
     @property
     def transports(self) -> tuple[str, ...]:

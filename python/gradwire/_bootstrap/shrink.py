@@ -42,7 +42,7 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.survivor_links import LinkEnded, Message, MessageKind, SurvivorLinks, View
-from gradwire._errors import Error, Timeout, TransportError, lost
+from gradwire._errors import Error, Timeout, TransportError, naming
 
 _LEAST_CONNECT_SECONDS = 5.0  # that connecting may take, however short the timeout is
 _MOST_CONNECT_SECONDS = 30.0  # the same, however long it is
@@ -155,6 +155,7 @@ class _Shrink(Generic[_Made]):
                 transports=self._transports,
                 interface=self._mesh.interface,
                 raise_if_peer_failed=lambda within: self._watch_view(view, within),
+                job_ranks=map(self._mesh.job_rank, members),
             )
             self._send_view()  # `make` takes a while too
             return self._make(mesh, self._connect_timeout)
@@ -267,7 +268,7 @@ class _Shrink(Generic[_Made]):
         elif kind is MessageKind.DONE:
             self._done[peer] = view
         if self._rank not in view and not self._is_done():
-            self._exclusion = _left_out(self._rank, peer)
+            self._exclusion = naming(_left_out(self._rank, peer), peer, self._mesh.job_rank(peer))
             raise self._exclusion
         self._shrink_view(self._view & view)
 
@@ -301,8 +302,7 @@ class _Shrink(Generic[_Made]):
 
 
 def _left_out(rank: int, by: int) -> TransportError:
-    return lost(
-        by,
+    return TransportError(
         f"rank {rank}: the other survivors, rank {by} among them, have left this rank out of the "
         "new communicator, because it came to shrink() too late or was silent: end this process, "
         "or give all ranks more time with timeout=",

@@ -69,6 +69,7 @@ def connect(
         transports=transports,
         interface=mesh.interface,
         raise_if_peer_failed=raise_if_peer_failed,
+        job_ranks=map(mesh.job_rank, group),
     )
     made.model = mesh.model
     return made

@@ -128,7 +128,7 @@ def _abort_all(error: BaseException) -> None:
     note(what, is_consequence=_is_consequence(error))  # before another rank can fail because of it
     for communicator in list(_open):
         if communicator._core.owned_here:
-            communicator._core.abort(f"rank {communicator.rank} raised {what}")
+            communicator._core.abort(f"rank {communicator.rank} raised {what}", alone=False)
 
 
 def _text(error: BaseException) -> str:

@@ -81,7 +81,8 @@ TEST_F(Planes, WhoClosedCleanlyIsNotExpectedToAnswer) {
 }
 
 TEST_F(Planes, ALinksFailureIsExplainedByTheFailureOfAnother) {
-  plane(1).say_failure(std::make_exception_ptr(TransportError("rank 2 is gone", 2)));
+  plane(1).say_failure(
+      failure_frame(std::make_exception_ptr(TransportError("rank 2 is gone", 2)), 1));
   const auto cause =
       plane(0).root_cause(std::make_exception_ptr(TransportError("the link broke", 1)));
   try {

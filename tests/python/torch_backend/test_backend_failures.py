@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
+from gradwire import _core
+from gradwire.torch.backend import meeting
 from ranks import LIMIT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -91,8 +93,14 @@ PLACES = (
 
 
 def lose_a_rank() -> list[tuple[str, str, int]]:
-    """Loses rank 1, and then uses a group of its own for each place where a program can be."""
-    calls = [place() for place in PLACES]
+    """Loses rank 1, and then uses a group of its own for each place where a program can be.
+
+    No place learns of the loss from another one's group.
+    """
+    calls = []
+    for place in PLACES:
+        meeting._world.family = _core.Family()
+        calls.append(place())
     dist.barrier()
     if dist.get_rank() == 1:
         torch_ranks.die()
@@ -231,30 +239,32 @@ def test_a_program_that_leaves_operations_ends() -> None:
     torch_ranks.run(2, leave_early, backend="gradwire")
 
 
-def fail_in_another_group() -> list[tuple[str, int]] | None:
-    """A rank dies while the others wait in groups that it is not in."""
+def fail_in_another_group() -> list[tuple[str, int, int]] | None:
+    """A rank dies, and the others go on in a new group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone, others = dist.new_group(), dist.new_group([each for each in range(size) if each != 1])
     dist.barrier()
     if rank == 1:
         torch_ranks.die()
     found = []
-    for group in (everyone, None):
+    for group in (everyone, None, others):
         with pytest.raises(gradwire.TransportError) as raised:
             dist.all_reduce(torch.ones(1), group=group)
-        found.append((type(raised.value).__name__, raised.value.peer))
+        found.append((type(raised.value).__name__, raised.value.peer, raised.value.job_peer))
+    survivors = [each for each in range(size) if each != 1]
+    group = dist.new_group(survivors, use_local_synchronization=True)
     x = torch.ones(1)
-    dist.all_reduce(x, group=others)  # which goes on
+    dist.all_reduce(x, group=group)
     assert x == size - 1
     dist.destroy_process_group()
     return found
 
 
 @sizes
-def test_groups_without_the_killed_rank_go_on(ranks: int) -> None:
+def test_all_groups_end_and_a_new_one_goes_on(ranks: int) -> None:
     ended = torch_ranks.run(ranks, fail_in_another_group, dying=(1,), backend="gradwire")
     for found in (found for rank, found in enumerate(ended) if rank != 1):
-        assert found == [("TransportError", 1)] * 2
+        assert found == [("TransportError", 1, 1)] * 2 + [("TransportError", -1, 1)]
 
 
 def no_first_meeting(store: str) -> str | None:

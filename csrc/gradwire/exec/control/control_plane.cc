@@ -154,13 +154,16 @@ void ControlPlane::send_call_records(Rank to, std::uint32_t call) noexcept {
   control_.send(to, last);
 }
 
-void ControlPlane::say_failure(const std::exception_ptr& error) noexcept {
-  control_.broadcast(failure_frame(error, rank_));
+void ControlPlane::say_goodbye(bool alone) noexcept {
+  closing_ = true;
+  ControlFrame frame = frame_of(ControlType::kBye, history_.calls());
+  if (alone) frame.flags |= transport::kAlone;
+  control_.broadcast(frame);
 }
 
-void ControlPlane::close_gracefully(const WaitLimit& wait_limit, const Deadline& together) {
-  closing_ = true;
-  control_.broadcast(frame_of(ControlType::kBye, history_.calls()));
+void ControlPlane::close_gracefully(const WaitLimit& wait_limit, const Deadline& together,
+                                    bool alone) {
+  say_goodbye(alone);
   const auto others_stay = [this] {
     for (Rank peer = 0; peer < size_; ++peer)
       if (is_present(peer)) return true;
@@ -175,9 +178,8 @@ void ControlPlane::close_gracefully(const WaitLimit& wait_limit, const Deadline&
   }
 }
 
-void ControlPlane::close_now() {
-  closing_ = true;
-  control_.broadcast(frame_of(ControlType::kBye, history_.calls()));
+void ControlPlane::close_now(bool alone) {
+  say_goodbye(alone);
   poll_while_closing();
 }
 
@@ -267,15 +269,16 @@ std::optional<std::exception_ptr> ControlPlane::ask_others(Rank peer, const Inte
 }
 
 std::exception_ptr ControlPlane::closed_early(Rank peer) const {
-  const std::uint32_t calls = last_position_of(peer).frame.calls;
+  const ControlFrame& bye = last_position_of(peer).frame;
+  const std::uint32_t calls = bye.calls;
   std::string text = name(rank_) + ": " + name(peer) +
                      " closed its communicator, or ended its program, after " +
                      std::to_string(calls) + (calls == 1 ? " call" : " calls") +
                      ", while others still waited for it";
   if (const CallHistory::Record* own = history_.after(history_.calls()))
     text += " in call " + std::to_string(history_.calls() - 1) + ", " + own->text();
-  return std::make_exception_ptr(
-      TransportError(text + "; did all ranks make the same calls?", peer));
+  return std::make_exception_ptr(TransportError(text + "; did all ranks make the same calls?", peer,
+                                                kNoPeer, (bye.flags & transport::kAlone) != 0));
 }
 
 // ---- Who called what ---------------------------------------------------------------------------

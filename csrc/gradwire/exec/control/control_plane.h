@@ -100,15 +100,16 @@ class ControlPlane {
   // Throws what the interrupt throws meanwhile.
   std::exception_ptr inquire(const Disagreement& found, const Interrupt& interrupt = nullptr);
 
-  void say_failure(const std::exception_ptr& error) noexcept;
+  void say_failure(const transport::ControlFrame& failure) noexcept { control_.broadcast(failure); }
   // Sends BYE and waits until `together` for the BYE of others, since ranks that close together
   // compare their calls. Waits within `wait_limit` for all calls to be settled, then throws
   // Timeout. Throws as poll() does, except that failures other than a disagreement no longer
   // matter.
-  void close_gracefully(const WaitLimit& wait_limit,
-                        const Deadline& together = Deadline::at_once());
+  // `alone` says that the program goes on with other communicators.
+  void close_gracefully(const WaitLimit& wait_limit, const Deadline& together = Deadline::at_once(),
+                        bool alone = true);
   // Does the same, without waiting for calls that are not settled.
-  void close_now();
+  void close_now(bool alone = true);
 
   // Gives a peer's socket to another owner; see Control::release.
   std::optional<transport::Released> release(Rank peer, double timeout) {
@@ -120,6 +121,7 @@ class ControlPlane {
  private:
   void take(const transport::ControlEvent& event);
   void take_while_closing(const transport::ControlEvent& event);
+  void say_goodbye(bool alone) noexcept;
   void poll_while_closing();
   Timeout close_timeout(Rank peer) const;
   std::string size_text(const Disagreement& found, const MismatchReport& report) const;

@@ -7,6 +7,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/base/types.h"
+#include "gradwire/exec/control/identity.h"
 #include "gradwire/transport/control.h"
 
 namespace gradwire::exec {
@@ -34,5 +35,16 @@ struct Disagreement {
 
 transport::ControlFrame failure_frame(const std::exception_ptr& error, Rank rank) noexcept;
 std::exception_ptr error_of(const transport::ControlFrame& failure);
+
+// Returns the error with its culprit's rank in the job, which the text names too if that is another
+// number than in the communicator.
+std::exception_ptr with_job_peer(const std::exception_ptr& error, const Identity& identity);
+// Returns whether a failure of one communicator ends the others of its process: the culprit, or the
+// program that runs into the failure, will not come to their calls any more. Calls that differ are
+// left to the program.
+bool crosses(const transport::ControlFrame& failure) noexcept;
+// Returns a failure of communicator `there` as one of `here`, which is in the same process.
+transport::ControlFrame crossed(transport::ControlFrame failure, const Identity& there,
+                                const Identity& here);
 
 }  // namespace gradwire::exec

@@ -1,10 +1,12 @@
 // Identity: which rank this is, of which communicator, of which job.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "gradwire/base/error.h"
 #include "gradwire/base/types.h"
 
 namespace gradwire::exec {
@@ -18,6 +20,18 @@ struct Identity {
   std::string job{};      // the job's name
   std::uint64_t tag = 0;  // distinguishes jobs of one name; the same on all ranks
   std::string about{};    // how its ranks were joined: interface, secret
+  // The number in the job of each rank; empty: the same numbers.
+  std::vector<Rank> job_ranks{};
+
+  // Converts a rank to its number in the job, and back: kNoPeer if it is no member.
+  Rank job_rank(Rank member) const {
+    return job_ranks.empty() ? member : job_ranks.at(static_cast<std::size_t>(member));
+  }
+  Rank member(Rank job_rank) const {
+    for (Rank each = 0; each < size; ++each)
+      if (this->job_rank(each) == job_rank) return each;
+    return kNoPeer;
+  }
 };
 
 }  // namespace gradwire::exec

@@ -117,7 +117,7 @@ class Endpoint:
         return self.operation(Several([each.work for each in operations]), results)
 
     def abort(self) -> None:
-        """Ends every call, here and on all ranks."""
+        """Ends every call of this group, here and on all ranks."""
         self.communicator.abort("the process group was aborted")
 
     def shut_down(self) -> None:
@@ -141,8 +141,10 @@ class Endpoint:
         """Ends the threads at the end of the program; aborts what they still wait for."""
         pending = any(each.pending for each in self._completions.values())
         if pending or self.mailbox.waits:
-            self.communicator.abort(
-                "the program ended with operations of a process group in flight"
+            self.communicator._core.abort(
+                f"rank {self.communicator.rank}: the program ended with operations of a process "
+                "group in flight",
+                alone=False,
             )
         self._end_threads()
         if with_communicator:

@@ -22,7 +22,7 @@ import torch
 
 from gradwire._calls.work import Work
 from gradwire._communicator import Communicator
-from gradwire._errors import InvalidArgument, Timeout, TransportError
+from gradwire._errors import InvalidArgument, Timeout, TransportError, naming
 
 _ANY = -1
 _MOST_BYTES = 1 << 40  # of a message
@@ -33,9 +33,20 @@ _GRACE = 5.0  # seconds for the communicator to notice a timeout first, which en
 class Receive:
     """One posted receive, which waits for a message of its tag."""
 
-    def __init__(self, memory: torch.Tensor, source: int | None, tag: int, timeout: float) -> None:
-        """Takes contiguous memory as bytes; a `source` of None is any rank."""
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        source: int | None,
+        tag: int,
+        timeout: float,
+        job_source: int | None = None,
+    ) -> None:
+        """Takes contiguous memory as bytes; a `source` of None is any rank.
+
+        `job_source` is the source's number in the job, where that is another one.
+        """
         self.memory, self.source, self.tag = memory, source, tag
+        self._job_source = job_source
         self.size = memory.numel()
         self.deadline = time.monotonic() + timeout
         self._timeout = timeout
@@ -87,6 +98,10 @@ class Receive:
         self._take(message)
         return message.source
 
+    def blame_source(self, error: Timeout) -> Timeout:
+        """The error, with the rank that has not sent, if it is a certain one."""
+        return error if self.source is None else naming(error, self.source, self._job_source)
+
     def _end_wait(self) -> None:
         with self._lock:
             self._matched.set()
@@ -95,11 +110,8 @@ class Receive:
             call()
 
     def _late(self, seconds: float) -> Timeout:
-        error = Timeout(
-            f"recv from {_name(self.source)} with tag {self.tag} is not over after {seconds:g} s"
-        )
-        error.peer = _ANY if self.source is None else self.source
-        return error
+        text = f"recv from {_name(self.source)} with tag {self.tag} is not over after {seconds:g} s"
+        return self.blame_source(Timeout(text))
 
     def _take(self, message: _Message) -> None:
         """Copies a message that came before the receive; checks its size."""
@@ -200,13 +212,20 @@ class Mailbox:
             from_rank = None if source == _ANY else source
             sender = self._communicator.recv(header, from_rank, timeout=timeout)
             tag, size = header.tolist()
-            _require_possible(sender, size)
+            self._require_possible(sender, size)
             with self._lock:
                 self._match(sender, tag, size)
                 self._awaited.discard(source)
                 self._listen()
         except Exception as error:  # also one of memory: nobody waits for this thread
             self._fail(source, error)
+
+    def _require_possible(self, sender: int, size: int) -> None:
+        """Raises TransportError for a size that no message has: a mailbox sent no such header."""
+        if not 0 <= size <= _MOST_BYTES:
+            text = f"rank {sender} announced a message of {size} bytes"
+            job_rank = self._communicator._mesh.job_rank(sender)
+            raise naming(TransportError(text), sender, job_rank)
 
     def _match(self, sender: int, tag: int, size: int) -> None:
         receive = next((each for each in self._posted if each.takes(sender, tag)), None)
@@ -254,14 +273,6 @@ class _Listener:
             self._receive(self._source, timeout)
 
 
-def _require_possible(sender: int, size: int) -> None:
-    """Raises TransportError for a size that no message has: the header was none of a mailbox's."""
-    if not 0 <= size <= _MOST_BYTES:
-        error = TransportError(f"rank {sender} announced a message of {size} bytes")
-        error.peer = sender
-        raise error
-
-
 def _name(source: int | None) -> str:
     return "any rank" if source is None else f"rank {source}"
 
@@ -269,7 +280,5 @@ def _name(source: int | None) -> str:
 def _named(error: Exception, receive: Receive) -> Exception:
     """The error, or for a receive that nobody answered in time one that names its rank."""
     if isinstance(error, Timeout) and error.peer < 0 and receive.source is not None:
-        named = Timeout(str(error))
-        named.peer = receive.source
-        return named
+        return receive.blame_source(Timeout(str(error)))
     return error

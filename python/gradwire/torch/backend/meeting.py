@@ -13,29 +13,60 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.group_rendezvous import meet_in_group
 from gradwire._bootstrap.launch_info import LaunchInfo
-from gradwire._bootstrap.mesh import Job
+from gradwire._bootstrap.mesh import Job, Mesh
 from gradwire._bootstrap.rendezvous_exchange import await_rank
 from gradwire._communicator import Communicator, from_mesh
-from gradwire._errors import InvalidArgument, RendezvousError
+from gradwire._errors import InvalidArgument, RendezvousError, TransportError
 
 # Seconds between two looks into the store. Torch's stores can wait themselves, but do not let
 # Ctrl-C through meanwhile, and TCPStore logs two warnings each time that a wait ends early.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 
+class _World:
+    """The groups of one WORLD in this process."""
+
+    def __init__(self) -> None:
+        self.family = _core.Family()
+
+
+_world = _World()
+
+
 def connect(options: Any, chosen: str) -> Communicator:
     """Connects the ranks of the group that torch's `options` describe; each of them calls it.
 
     `chosen` are the options that the program gave, as a text; raises InvalidArgument on all ranks
-    when these differ.
+    when these differ. A failure of the group will end the other groups of its WORLD in this
+    process, and theirs will end this one.
     """
+    try:
+        made = _meet(options, chosen)
+    except TransportError as error:
+        job_ranks = options.global_ranks_in_group
+        if job_ranks and error.peer >= 0:
+            error.job_peer = job_ranks[error.peer]
+        raise
+    if not options.global_ranks_in_group:
+        _world.family = _core.Family()
+    made._core.join(_world.family)
+    return made
+
+
+def _meet(options: Any, chosen: str) -> Communicator:
     rank, size = options.group_rank, options.group_size
     timeout = options.timeout.total_seconds()
     deadline = Deadline(timeout)
+
+    def make(mesh: Mesh) -> Communicator:
+        mesh.job_ranks = tuple(options.global_ranks_in_group)
+        return from_mesh(mesh, timeout=timeout)
+
     if size == 1:
         mesh = connect_mesh(
             Job("gradwire", b""),
@@ -45,16 +76,10 @@ def connect(options: Any, chosen: str) -> Communicator:
             communicator=0,
             deadline=deadline,
         )
-        return from_mesh(mesh, timeout=timeout)
+        return make(mesh)
     exchange = _StoreExchange(options.store, rank, size, deadline)
     _require_alike([each.decode() for each in exchange.all_gather(chosen.encode())])
-    return meet_in_group(
-        rank,
-        size,
-        exchange.all_gather,
-        lambda mesh: from_mesh(mesh, timeout=timeout),
-        deadline,
-    )
+    return meet_in_group(rank, size, exchange.all_gather, make, deadline)
 
 
 def _require_alike(chosen: Sequence[str]) -> None:

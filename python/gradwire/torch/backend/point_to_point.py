@@ -47,7 +47,8 @@ class PointToPoint:
         staging = Staging()
         memory = staging.write_bytes(tensor.detach(), self._codec.payloads(tensor))
         timeout = endpoint.timeout or endpoint.communicator._timeout
-        receive = Receive(memory, source, _tag(tag), timeout)
+        job_source = None if source is None else endpoint.communicator._mesh.job_rank(source)
+        receive = Receive(memory, source, _tag(tag), timeout, job_source)
         endpoint.mailbox.receive(receive)
         work = Finished(receive, staging.finish) if staging.late else receive
         endpoint.begun(work)
