@@ -16,6 +16,7 @@
 #   make sanitize  the C++ tests under AddressSanitizer + UBSan and under ThreadSanitizer;
 #                  SANITIZE_CUDA=ON: those of the CUDA part under the first too, which takes minutes
 #   make faults    COUNT=1000 random jobs with a random fault each, from a SEED that is printed
+#   make faults-training  COUNT=1000 of them in training over the backend of torch.distributed
 #   make fuzz      every parser of foreign bytes under libFuzzer, FUZZ_SECONDS=60 in all
 PYTHON ?= python3
 VENV ?= .venv
@@ -40,7 +41,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh'
 .PHONY: demo test test-cpp test-python nightly test-under-load test-rdma test-ray test-trainers \
   test-torch test-torch-suites bench docs lint lint-check \
   wheel check-wheel arm64 \
-  sanitize sanitize-build faults fuzz fuzz-build build tools clean
+  sanitize sanitize-build faults faults-training fuzz fuzz-build build tools clean
 demo: build
 	$(BIN)/python -m bench.training.demo $(ARGS)
 
@@ -62,6 +63,7 @@ test-python: build
 nightly:
 	$(MAKE) test
 	$(MAKE) faults
+	$(MAKE) faults-training COUNT=100
 	$(MAKE) fuzz FUZZ_SECONDS=600
 	$(MAKE) sanitize SANITIZE_CUDA=ON
 	$(MAKE) test-rdma
@@ -128,6 +130,10 @@ test-torch:
 # SEED=… repeats a run; ARGS="--only N" one case of it.
 faults: build
 	PYTHONPATH=tests $(BIN)/python -m faults --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+# The same in training over the backend of torch.distributed.
+faults-training: build
+	PYTHONPATH=tests $(BIN)/python -m faults.training --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: build
 	$(BIN)/python -m pytest bench/collectives --benchmark-only $(ARGS)

@@ -37,9 +37,10 @@ bool is_over(ControlPlane& plane, UniqueFd& peer, Input& input) {
     plane.begin_call(called);
     speak(peer, input);
     plane.query_positions();
+    if (input.number<std::uint8_t>() % 2 == 0) plane.serve();
     plane.poll();
-    const Rank end = plane.end_of_chain(1);
-    require(end >= kNoPeer && end < 3);
+    const exec::ChainEnd end = plane.end_of_chain(1);
+    require(end.peer >= kNoPeer && end.peer < 3 && end.job_peer >= kNoPeer);
     plane.announce();
     return false;
   } catch (const exec::RootCause& cause) {

@@ -218,6 +218,9 @@ class Communicator final : private Family::Member {
   void fail_if_requested_locked() noexcept;
   void settle_requests(std::unique_lock<std::mutex>& lock);
   void fail_as(const transport::ControlFrame& failure, const Identity& there) noexcept override;
+  bool serve() override;
+  void serve_family();
+  Rank awaited() const;
   void fail_family() noexcept;
   Aborted aborted() const;
 
@@ -261,10 +264,12 @@ class Communicator final : private Family::Member {
   Deadline checks_due_ = Deadline::after(0);
   std::optional<Deadline::Clock::time_point> waits_since_;  // nothing has moved since
   Deadline announce_at_ = Deadline::never();
-  bool announced_ = false;                  // the others were told whom this rank waits for
-  bool positions_queried_ = false;          // for this call
-  Deadline query_due_ = Deadline::never();  // when to query positions; then, when to stop waiting
-  std::optional<Deadline> transfer_query_;  // when the query for a late transfer ends
+  bool announced_ = false;                   // the others were told whom this rank waits for
+  Deadline serve_at_ = Deadline::at_once();  // when the family is served next
+  Rank announced_elsewhere_ = kNoPeer;       // the others were told of this wait elsewhere
+  bool positions_queried_ = false;           // for this call
+  Deadline query_due_ = Deadline::never();   // when to query positions; then, when to stop waiting
+  std::optional<Deadline> transfer_query_;   // when the query for a late transfer ends
   SeenShapes shapes_;
   Execution execution_;
   PointToPoint transfers_;

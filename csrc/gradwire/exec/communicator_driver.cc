@@ -38,6 +38,8 @@ constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
 constexpr double kAnnounceSeconds = 0.1;
 // How long before a deadline the ranks are asked for their positions.
 constexpr double kPositionQuerySeconds = 0.5;
+// How long a rank waits for answers to a query on behalf of another.
+constexpr double kRelaySeconds = 0.2;
 // Where the others must be told that a call is over, they are told at most so long after it.
 constexpr std::chrono::milliseconds kAnnounceAfter{100};
 
@@ -46,6 +48,12 @@ std::string seconds_text(double seconds) {
   std::ostringstream text;
   text << seconds << " s";
   return text.str();
+}
+
+// Returns "rank 3", or what names a rank that is no member.
+std::string text_of(const ChainEnd& end) {
+  if (end.peer != kNoPeer) return "rank " + std::to_string(end.peer);
+  return "rank " + std::to_string(end.job_peer) + " of the job, in another group";
 }
 
 }  // namespace
@@ -300,6 +308,7 @@ void Communicator::back_off(unsigned idle, const Interrupt& interrupt) {
   if (idle <= spins_ + kYields) return static_cast<void>(::sched_yield());
   if (!waits_since_) start_waiting();
   check_stall();
+  if (family_ && announced_ && serve_at_.passed()) serve_family();
   if (stall_monitor_.due())
     if (const auto wait = waiting()) stall_monitor_.report(*wait, control_);
   sleep(interrupt);
@@ -370,13 +379,50 @@ void Communicator::start_waiting() {
 void Communicator::stop_waiting() {
   waits_since_.reset();
   stall_monitor_.set_moving(/*outside=*/current_ == nullptr);
-  if (std::exchange(announced_, false)) control_.announce();
+  if (!std::exchange(announced_, false)) return;
+  control_.announce();
+  if (!family_) return;
+  family_->set_wait(*this, kNoPeer);
+  family_->serve_others(*this);
+}
+
+// Has this rank answer in the family's other members, while it waits in this one: for whom, and
+// whom that waits for, which it finds out when it is asked.
+void Communicator::serve_family() {
+  serve_at_ = Deadline::after(kInterruptSeconds);
+  if (!control_.awaits_replies(kRelaySeconds)) {
+    const Rank peer = awaited();
+    const ChainEnd end = peer == kNoPeer ? ChainEnd{} : control_.end_of_chain(peer);
+    family_->set_wait(*this, end.peer == kNoPeer ? end.job_peer : identity_.job_rank(end.peer));
+  }
+  const bool asked = family_->serve_others(*this);
+  const bool queries = positions_queried_ || transfer_query_;  // its own answers come first
+  if (asked && !queries && !control_.awaits_replies(kRelaySeconds)) control_.query_positions();
+}
+
+bool Communicator::serve() {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || driving_ || failure_ || closed_) return false;
+  const bool asked = control_.serve();
+  const Rank elsewhere = position().elsewhere;
+  if (elsewhere != std::exchange(announced_elsewhere_, elsewhere)) control_.announce();
+  return asked;
+}
+
+// Returns the rank that the current call, or a transfer, waits for.
+Rank Communicator::awaited() const {
+  const Rank peer = position().waits_for;
+  return peer != kNoPeer || current_ == nullptr ? peer : links_.full_peer();
 }
 
 Position Communicator::position() const {
   Position at;
   at.in_call = current_ != nullptr;
-  if (!waits_since_) return at;
+  if (!waits_since_) {
+    if (family_ && !at.in_call) at.elsewhere = family_->waits_elsewhere(*this);
+    if (at.elsewhere != kNoPeer) at.waits_for = identity_.member(at.elsewhere);
+    return at;
+  }
   at.seconds = std::chrono::duration<double>(Deadline::Clock::now() - *waits_since_).count();
   if (!at.in_call) {
     if (const auto transfer = transfers_.waiting()) at.waits_for = transfer->peer;
@@ -445,19 +491,19 @@ void Communicator::query_positions() {
 Timeout Communicator::timeout_of(const Transfer& late) const {
   const bool any = late.peer == Transfer::kAnyRank;
   const bool own = late.peer == identity_.rank;
-  const Rank culprit = any ? kNoPeer : own ? late.peer : control_.end_of_chain(late.peer);
+  const ChainEnd culprit = any || own ? ChainEnd{late.peer} : control_.end_of_chain(late.peer);
   std::string text = "rank " + std::to_string(identity_.rank) +
                      " timed out: no send or recv matched with " +
                      (any ? "any rank" : "rank " + std::to_string(late.peer));
-  if (culprit != late.peer)
-    text += "; that waits, perhaps over others, for rank " + std::to_string(culprit);
-  return {text, culprit};
+  if (culprit.peer != late.peer)
+    text += "; that waits, perhaps over others, for " + text_of(culprit);
+  return {text, culprit.peer, culprit.job_peer};
 }
 
 Timeout Communicator::timeout() const {
   const Frame* frame = execution_.waiting_frame();
   const Rank peer = frame != nullptr ? execution_.waiting_for() : links_.full_peer();
-  const Rank culprit = control_.end_of_chain(peer);
+  const ChainEnd culprit = control_.end_of_chain(peer);
   std::string text = "rank " + std::to_string(identity_.rank) + ": " +
                      current_->operation.plan().text() + " timed out after " +
                      seconds_text(current_->timeout);
@@ -466,10 +512,8 @@ Timeout Communicator::timeout() const {
             std::to_string(frame->round) + ", segment " + std::to_string(frame->segment);
   else
     text += "; rank " + std::to_string(peer) + " does not read what was sent to it";
-  if (culprit != peer)
-    text += ", which waits, perhaps over others, for rank " + std::to_string(culprit);
-  return {text + ". Is rank " + std::to_string(culprit) + " alive, and did it make the same call?",
-          culprit};
+  if (culprit.peer != peer) text += ", which waits, perhaps over others, for " + text_of(culprit);
+  return {text + ". Is it alive, and did it make the same call?", culprit.peer, culprit.job_peer};
 }
 
 }  // namespace gradwire::exec

@@ -296,6 +296,7 @@ void Communicator::fail_locked(const std::exception_ptr& found) noexcept {
   const std::exception_ptr error = with_job_peer(found, identity_);
   const transport::ControlFrame failure = failure_frame(error, identity_.rank);
   failure_ = error;
+  if (family_) family_->set_wait(*this, kNoPeer);
   family_must_fail_ = family_ && !family_failure_ && crosses(failure);
   control_.say_failure(failure);
   stall_monitor_.set_failed(transport::text_of(failure));

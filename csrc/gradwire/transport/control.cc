@@ -31,12 +31,18 @@ bool within(Enum value, Enum first, Enum last) {
   return value >= first && value <= last;
 }
 
+// Whether the ranks of the job that a frame names are possible.
+bool has_valid_job_ranks(const ControlFrame& frame) {
+  if (frame.type == ControlType::kFailure) return frame.value <= kMostRanks;
+  const bool elsewhere = frame.type == ControlType::kPosition && (frame.flags & kElsewhere) != 0;
+  return !elsewhere || frame.segment < kMostRanks;
+}
+
 bool is_valid(const ControlFrame& frame, int size) {
   return frame.magic == ControlFrame{}.magic &&
          within(frame.type, ControlType::kFailure, ControlType::kAnswer) &&
          within(frame.kind, FailureKind::kTransport, FailureKind::kOther) &&
-         within(frame.culprit, kNoPeer, size - 1) &&
-         (frame.type != ControlType::kFailure || frame.value <= kMostRanks);
+         within(frame.culprit, kNoPeer, size - 1) && has_valid_job_ranks(frame);
 }
 
 }  // namespace

@@ -27,7 +27,12 @@ class Planes : public testing::Test {
 
   ControlPlane& plane(Rank rank) { return *planes_[at(rank)]; }
   void waits(Rank rank, Rank whom) {
-    positions_[at(rank)] = {true, whom, 0, 0, 1};
+    positions_[at(rank)] = {true, whom, 0, 0, 1, kNoPeer};
+    plane(rank).announce();
+  }
+  void waits_elsewhere(Rank rank, Rank job_rank) {
+    positions_[at(rank)] = {};
+    positions_[at(rank)].elsewhere = job_rank;
     plane(rank).announce();
   }
   void poll(std::initializer_list<Rank> ranks) {
@@ -47,8 +52,8 @@ TEST_F(Planes, TheEndOfTheChainIsWhoWaitsForNobody) {
   waits(2, 3);
   waits(3, kNoPeer);
   poll({0});
-  EXPECT_EQ(plane(0).end_of_chain(1), 3);
-  EXPECT_EQ(plane(0).end_of_chain(3), 3);
+  EXPECT_EQ(plane(0).end_of_chain(1).peer, 3);
+  EXPECT_EQ(plane(0).end_of_chain(3).peer, 3);
 }
 
 TEST_F(Planes, StaleWordsAreNoExcuse) {
@@ -59,10 +64,10 @@ TEST_F(Planes, StaleWordsAreNoExcuse) {
   plane(0).query_positions();
   poll({1, 3, 0});  // not 2
   EXPECT_FALSE(plane(0).all_replied());
-  EXPECT_EQ(plane(0).end_of_chain(1), 2);
+  EXPECT_EQ(plane(0).end_of_chain(1).peer, 2);
   poll({2, 0});
   EXPECT_TRUE(plane(0).all_replied());
-  EXPECT_EQ(plane(0).end_of_chain(1), 1);  // a circle: nobody but the neighbour is known
+  EXPECT_EQ(plane(0).end_of_chain(1).peer, 1);  // a circle: nobody but the neighbour is known
 }
 
 TEST_F(Planes, InACircleTheSilentRankIsNamed) {
@@ -70,7 +75,7 @@ TEST_F(Planes, InACircleTheSilentRankIsNamed) {
   waits(1, 0);
   plane(0).query_positions();
   poll({1, 2, 0});
-  EXPECT_EQ(plane(0).end_of_chain(1), 3);
+  EXPECT_EQ(plane(0).end_of_chain(1).peer, 3);
 }
 
 TEST_F(Planes, WhoClosedCleanlyIsNotExpectedToAnswer) {
@@ -91,6 +96,31 @@ TEST_F(Planes, ALinksFailureIsExplainedByTheFailureOfAnother) {
     EXPECT_EQ(error.peer(), 2);
     EXPECT_STREQ(error.what(), "rank 2 is gone");
   }
+}
+
+TEST_F(Planes, WhoWaitsElsewhereEndsTheChainOutside) {
+  waits(1, 2);
+  waits_elsewhere(2, 7);
+  poll({0});
+  EXPECT_EQ(plane(0).end_of_chain(1).peer, kNoPeer);
+  EXPECT_EQ(plane(0).end_of_chain(1).job_peer, 7);
+  plane(0).query_positions();
+  poll({1});
+  plane(2).serve();
+  poll({0});
+  EXPECT_EQ(plane(0).end_of_chain(1).job_peer, 7);
+  plane(0).query_positions();
+  poll({1, 0});  // not 2
+  EXPECT_EQ(plane(0).end_of_chain(1).peer, 2);
+}
+
+TEST_F(Planes, WhatEndsCallsIsKeptByWhoOnlyServes) {
+  plane(3).query_positions();
+  plane(1).say_failure(
+      failure_frame(std::make_exception_ptr(TransportError("rank 2 is gone", 2)), 1));
+  EXPECT_TRUE(plane(0).serve());
+  EXPECT_FALSE(plane(0).serve());
+  EXPECT_THROW(plane(0).poll(), RootCause);
 }
 
 // Near the end of 32 bits, too, an inquiry is answered.

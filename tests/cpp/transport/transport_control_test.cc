@@ -120,13 +120,17 @@ TEST(Control, AFrameArrivesByteByByte) {
 }
 
 TEST(Control, ImpossibleFramesEndThePeer) {
-  std::vector<ControlFrame> frames(6, frame_of(ControlType::kPosition, 0));
+  std::vector<ControlFrame> frames(8, frame_of(ControlType::kPosition, 0));
   frames[0].magic = 1;
   frames[1].type = ControlType{0};
   frames[2].type = ControlType{7};
   frames[3].kind = FailureKind{6};
   frames[4].culprit = 3;
   frames[5].culprit = -2;
+  frames[6].type = ControlType::kFailure;
+  frames[6].value = std::uint64_t{1} << 31;
+  frames[7].flags = kElsewhere;
+  frames[7].segment = (1U << 31) - 1;
   for (const ControlFrame& frame : frames) {
     Lonely lonely;
     lonely.say(&frame, sizeof frame);

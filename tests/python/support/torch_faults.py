@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import gradwire
 import torch.distributed as dist
 
+_PAUSE = 1.0  # seconds, of ranks that go on
+
 
 class Found(NamedTuple):
     """An error of gradwire on one rank."""
@@ -22,7 +25,7 @@ class Found(NamedTuple):
     peer: int
     job_peer: int
     text: str
-    seconds: float  # since the rank began to make calls
+    seconds: float  # since the fault
 
 
 def kill() -> None:
@@ -56,14 +59,31 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-# What each raises on the other ranks.
-FAULTS: dict[Callable[[], None], str] = {
-    kill: "TransportError",
-    crash: "TransportError",
-    leave: "TransportError",
-    fail: "Aborted",
-    stop: "Timeout",
+def be_slow() -> None:
+    time.sleep(_PAUSE)
+
+
+def pause() -> None:
+    subprocess.Popen(["sh", "-c", f"sleep {_PAUSE}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+# What each may raise on the other ranks. One that leaves may wait for ranks that are behind, or
+# abort what is in flight.
+FAULTS: dict[Callable[[], None], tuple[str, ...]] = {
+    kill: ("TransportError",),
+    crash: ("TransportError",),
+    leave: ("TransportError", "Aborted", "Timeout"),
+    fail: ("Aborted",),
+    stop: ("Timeout",),
 }
+HARMLESS = (be_slow, pause)
+
+
+def commit(fault: Callable[[], None]) -> None:
+    """Commits a fault, whose time the other ranks learn."""
+    dist.distributed_c10d._get_default_store().set("fault", str(time.monotonic()))
+    fault()
 
 
 def set_timeout(groups: Sequence[Any], seconds: float) -> None:
@@ -71,16 +91,22 @@ def set_timeout(groups: Sequence[Any], seconds: float) -> None:
         each.set_timeout(timedelta(seconds=seconds))
 
 
-def first_error(calls: Callable[[], None]) -> Found:
-    """The error that ends the calls, which go on until then."""
-    began = time.monotonic()
+def error_of(calls: Callable[[], None]) -> Found | None:
+    """gradwire's error that ends the calls, or None."""
     try:
         calls()
-    except gradwire.Error as error:
-        at = time.monotonic() - began
+    except Exception as raised:
+        at = time.monotonic()
+        error: BaseException | None = raised
+        while error is not None and not isinstance(error, gradwire.Error):
+            error = error.__cause__ or error.__context__
+        if error is None:
+            raise
+        store = dist.distributed_c10d._get_default_store()
+        began = float(store.get("fault")) if store.check(["fault"]) else at
         peer, job_peer = getattr(error, "peer", -1), getattr(error, "job_peer", -1)
-        return Found(type(error).__name__, peer, job_peer, str(error), at)
-    raise AssertionError("no error")
+        return Found(type(error).__name__, peer, job_peer, str(error), at - began)
+    return None
 
 
 def wait_for_all(others: int) -> None:

@@ -93,7 +93,29 @@ void ControlPlane::compare_ends() const {
 // ---- Frames ------------------------------------------------------------------------------------
 
 void ControlPlane::poll() {
-  while (const auto event = control_.poll()) take(*event);
+  while (const auto event = next_event()) take(*event);
+}
+
+std::optional<ControlEvent> ControlPlane::next_event() {
+  if (kept_.empty()) return control_.poll();
+  const ControlEvent event = kept_.front();
+  kept_.erase(kept_.begin());
+  return event;
+}
+
+bool ControlPlane::serve() {
+  bool asked = false;
+  while (const auto event = control_.poll()) {
+    const ControlFrame& frame = event->frame;
+    asked =
+        asked || (frame.type == ControlType::kPosition && (frame.flags & transport::kAsks) != 0);
+    try {
+      take(*event);
+    } catch (...) {
+      kept_.push_back(*event);
+    }
+  }
+  return asked;
 }
 
 void ControlPlane::take(const ControlEvent& event) {
@@ -128,6 +150,10 @@ ControlFrame ControlPlane::position_frame() const {
   frame.culprit = position.waits_for;
   frame.round = position.round;
   frame.segment = position.segment;
+  if (position.elsewhere != kNoPeer) {
+    frame.flags |= transport::kElsewhere;
+    frame.segment = static_cast<std::uint32_t>(position.elsewhere);
+  }
   frame.value = static_cast<std::uint64_t>(position.seconds * 1e3);
   return frame;
 }
@@ -184,7 +210,7 @@ void ControlPlane::close_now(bool alone) {
 }
 
 void ControlPlane::poll_while_closing() {
-  while (const auto event = control_.poll()) take_while_closing(*event);
+  while (const auto event = next_event()) take_while_closing(*event);
   compare_ends();
 }
 
@@ -227,16 +253,23 @@ bool ControlPlane::all_replied() const {
   return true;
 }
 
-Rank ControlPlane::end_of_chain(Rank peer) const {
+bool ControlPlane::awaits_replies(double seconds) const {
+  return Clock::now() < queried_at_ + std::chrono::duration<double>(seconds) && !all_replied();
+}
+
+ChainEnd ControlPlane::end_of_chain(Rank peer) const {
   Rank at = peer;
   for (int way = 0; way < size_ && at != kNoPeer && at != rank_; ++way) {
-    const Rank next = last_position_of(at).frame.culprit;
-    if (is_silent(at) || next == kNoPeer) return at;
-    at = next;
+    const ControlFrame& said = last_position_of(at).frame;
+    if (is_silent(at)) return {at};
+    if (said.culprit == kNoPeer && (said.flags & transport::kElsewhere) != 0)
+      return {kNoPeer, static_cast<Rank>(said.segment)};
+    if (said.culprit == kNoPeer) return {at};
+    at = said.culprit;
   }
   for (Rank other = 0; other < size_; ++other)
-    if (is_present(other) && is_silent(other)) return other;
-  return peer;
+    if (is_present(other) && is_silent(other)) return {other};
+  return {peer};
 }
 
 std::exception_ptr ControlPlane::root_cause(const std::exception_ptr& error,
@@ -289,7 +322,7 @@ std::exception_ptr ControlPlane::inquire(const Disagreement& found, const Interr
   question.value = found.call;
   control_.broadcast(question);
   for (const WaitLimit wait_limit(Deadline::after(kInquirySeconds), interrupt);;) {
-    while (const auto event = control_.poll())
+    while (const auto event = next_event())
       if (auto failure = add_answer(report, *event)) return failure;
     mark_gone(report);
     if (report.is_complete() || wait_limit.passed()) break;

@@ -43,6 +43,15 @@ struct Position {
   std::uint16_t round = 0;    // of the frame that it waits for
   std::uint32_t segment = 0;  // likewise
   double seconds = 0;         // for how long it has waited
+  // The rank of the job for which it waits in another communicator; waits_for is the same rank's
+  // number in this one.
+  Rank elsewhere = kNoPeer;
+};
+
+// The rank that others wait for: its number in the communicator, or in the job if it is no member.
+struct ChainEnd {
+  Rank peer = kNoPeer;
+  Rank job_peer = kNoPeer;
 };
 
 class ControlPlane {
@@ -75,6 +84,9 @@ class ControlPlane {
   // Processes and answers the frames that have arrived. Throws RootCause when a rank has failed,
   // and Disagreement when a rank made another call.
   void poll();
+  // Answers the frames that have arrived, for a rank that waits in another communicator. What
+  // poll() would throw is kept for it. Returns whether a rank has asked for the position.
+  bool serve();
   // Sends this rank's position to the others.
   void announce();
 
@@ -82,10 +94,13 @@ class ControlPlane {
   // stopped, or outside of any call, does not answer.
   void query_positions();
   bool all_replied() const;
+  // Returns whether answers to the last query, of less than so many seconds ago, may still come.
+  bool awaits_replies(double seconds) const;
   // Returns the rank that all others wait for, according to the last query: the first rank on the
-  // chain from `peer` that has not replied or waits for nobody; if the chain is a circle, a rank
-  // that has not replied.
-  Rank end_of_chain(Rank peer) const;
+  // chain from `peer` that has not replied or waits for nobody; if the chain leads out of the
+  // communicator, its end as the last member knows it; if it is a circle, a rank that has not
+  // replied.
+  ChainEnd end_of_chain(Rank peer) const;
   const LastPosition& last_position_of(Rank peer) const {
     return last_positions_.at(static_cast<std::size_t>(peer));
   }
@@ -119,6 +134,7 @@ class ControlPlane {
   void close_all() noexcept { control_.close_all(); }
 
  private:
+  std::optional<transport::ControlEvent> next_event();
   void take(const transport::ControlEvent& event);
   void take_while_closing(const transport::ControlEvent& event);
   void say_goodbye(bool alone) noexcept;
@@ -143,6 +159,7 @@ class ControlPlane {
   int size_;
   std::function<Position()> position_;
   transport::Control control_;
+  std::vector<transport::ControlEvent> kept_;  // by serve(), which did not throw their errors
   CallHistory history_;
   std::vector<LastPosition> last_positions_;  // by peer
   bool some_are_ahead_ = false;               // to be compared when this rank comes to their call

@@ -34,6 +34,29 @@ void Family::fail_others(const Member& failed, const Identity& identity,
   }
 }
 
+void Family::set_wait(const Member& member, Rank job_rank) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const auto& entry : entries_)
+    if (entry->member == &member) entry->waits_for = job_rank;
+}
+
+Rank Family::waits_elsewhere(const Member& member) const noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const auto& entry : entries_)
+    if (entry->member != &member && entry->waits_for != kNoPeer) return entry->waits_for;
+  return kNoPeer;
+}
+
+bool Family::serve_others(const Member& waiting) {
+  bool asked = false;
+  for (const auto& entry : entries()) {
+    const std::unique_lock used(entry->in_use, std::try_to_lock);
+    if (used && entry->member != nullptr && entry->member != &waiting)
+      asked = entry->member->serve() || asked;
+  }
+  return asked;
+}
+
 std::vector<std::shared_ptr<Family::Entry>> Family::entries() const {
   const std::lock_guard lock(mutex_);
   return entries_;

@@ -1,9 +1,10 @@
 // Family: the communicators of one process that a program uses together, such as the groups of a
 // 2-D mesh. A rank that fails in one of them will not come to the calls of the others, so these
-// fail too, with the same culprit.
+// fail too, with the same culprit. A rank that waits in one of them is silent in the others unless
+// its driver serves these meanwhile: their members ask for whom it waits.
 //
-// Any thread may call it. A communicator calls it without its own mutex: the family's locks come
-// first.
+// Any thread may call it. Members call it without their own mutex, except for set_wait() and
+// waits_elsewhere().
 #pragma once
 
 #include <memory>
@@ -24,6 +25,9 @@ class Family {
     // long.
     virtual void fail_as(const transport::ControlFrame& failure,
                          const Identity& there) noexcept = 0;
+    // Answers those who ask, unless a thread drives it and so does that. Never blocks. Returns
+    // whether a rank has asked for the position.
+    virtual bool serve() = 0;
 
    protected:
     ~Member() = default;
@@ -36,10 +40,18 @@ class Family {
   void fail_others(const Member& failed, const Identity& identity,
                    const transport::ControlFrame& failure);
 
+  // Sets for which rank of the job a member waits, perhaps over others; kNoPeer: for none.
+  void set_wait(const Member& member, Rank job_rank) noexcept;
+  // Returns for which rank of the job another member waits; kNoPeer if none does.
+  Rank waits_elsewhere(const Member& member) const noexcept;
+  // Serves all members but one. Returns whether a rank has asked for a position.
+  bool serve_others(const Member& waiting);
+
  private:
   struct Entry {
     std::mutex in_use;
-    Member* member;  // null: it has left
+    Member* member = nullptr;  // null: it has left
+    Rank waits_for = kNoPeer;  // guarded by mutex_
   };
   std::vector<std::shared_ptr<Entry>> entries() const;
 

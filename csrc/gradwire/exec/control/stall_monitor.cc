@@ -41,6 +41,9 @@ std::string describe_last_position(Rank rank, const ControlPlane::LastPosition& 
     return name_of(rank) +
            " has said nothing: it is outside gradwire, or stopped, or cannot be reached";
   const transport::ControlFrame& said = last.frame;
+  if ((said.flags & transport::kElsewhere) != 0)
+    return name_of(rank) + " waits in another group, for rank " + std::to_string(said.segment) +
+           " of the job";
   const std::string call = "call " + std::to_string(said.calls - 1) + ", " + text_of(said);
   if (said.culprit != kNoPeer)
     return name_of(rank) + " waits for " + name_of(said.culprit) + " in " + call;
