@@ -24,7 +24,7 @@ from bench.cuda import gpu_report
 from bench.libraries import peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
-from bench.torch_backend import hybrid_report
+from bench.torch_backend import beside_gloo_report, hybrid_report
 from bench.training.methods import (
     GLOO,
     GLOO_FP16,
@@ -254,6 +254,42 @@ def gpu(results: Path) -> list[str]:
     return [f"{said} {copies}", "", *gpu_report.speeds(found["times"])]
 
 
+def backend(results: Path) -> list[str]:
+    """Milliseconds of the backend's collectives, and how many times faster than gloo they are."""
+    found = _loaded(newest(results, "backend-*.json"))["collectives"]
+    rows = [
+        f"| | {' | '.join(f'{ranks} ranks' for ranks in found)} |",
+        "|---|" + "---:|" * len(found),
+    ]
+    first = next(iter(found.values()))
+    for operation, by_size in first.items():
+        for nbytes in by_size:
+            cells = [_beside_gloo(its[operation][nbytes]) for its in found.values()]
+            title = f"{operation}, {peers_report.size(int(nbytes))}"
+            rows.append(f"| {title} | {' | '.join(cells)} |")
+    return rows
+
+
+def _beside_gloo(its: Mapping[str, list[float]]) -> str:
+    ratio = beside_gloo_report.ratio(its, beside_gloo_report.GLOO, beside_gloo_report.GRADWIRE)
+    milliseconds = beside_gloo_report.milliseconds(its[beside_gloo_report.GRADWIRE])
+    return f"{milliseconds} ({ratio:.1f}×)"
+
+
+def backend_goals(results: Path) -> list[str]:
+    """What the backend's calls may cost, and what they cost."""
+    found = _loaded(newest(results, "backend-*.json"))
+    head = ["| goal | limit | measured | reached |", "|---|---:|---:|---|"]
+    return [*head, *beside_gloo_report.goals(found)]
+
+
+def backend_steps(results: Path) -> list[str]:
+    """Milliseconds and bytes of training steps, by way and link, with the most ranks."""
+    found = _loaded(newest(results, "backend-*.json"))["steps"]
+    most = {link: list(by_ranks.items())[-1:] for link, by_ranks in found.items()}
+    return list(beside_gloo_report.steps({"steps": {k: dict(v) for k, v in most.items()}}))
+
+
 def hybrid(results: Path) -> list[str]:
     """Bytes and milliseconds of a step with the most ranks, by network and way."""
     found = _loaded(newest(results, "hybrid-*.json"))
@@ -270,6 +306,9 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "links": links,
     "peers": peers,
     "gpu": gpu,
+    "backend": backend,
+    "backend-goals": backend_goals,
+    "backend-steps": backend_steps,
     "hybrid": hybrid,
 }
 

@@ -16,6 +16,7 @@ import argparse
 import datetime
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +39,38 @@ def main() -> int:
         return beside_gloo_ranks.run(options)
     load = OtherLoad()
     found: dict[str, Any] = {"collectives": {}, "steps": {}}
+    for _ in _measurements(options, found):
+        found |= {
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "machine": load.describe(),
+            "command": " ".join(["-m bench.torch_backend.beside_gloo", *sys.argv[1:]]),
+        }
+        document = _write(options, found)  # each time: a later part may fail
+    print(document)
+    return 0
+
+
+def _measurements(options: argparse.Namespace, found: dict[str, Any]) -> Iterator[None]:
+    """Adds to what was found; yields after each part."""
     if "cost" in options.parts:
         found["cost"] = _measure("cost", options, 1)
-    if "collectives" in options.parts:
+        yield
+    for ranks in options.ranks if "collectives" in options.parts else ():
+        found["collectives"][str(ranks)] = _measure("collectives", options, ranks)
+        yield
+    for link in options.links if "steps" in options.parts else ():
         for ranks in options.ranks:
-            found["collectives"][str(ranks)] = _measure("collectives", options, ranks)
-    if "steps" in options.parts:
-        for link in options.links:
-            its = {str(ranks): _measure("steps", options, ranks, link) for ranks in options.ranks}
-            found["steps"][link] = its
-    found |= {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": load.describe(),
-        "command": " ".join(["-m bench.torch_backend.beside_gloo", *sys.argv[1:]]),
-    }
+            its = found["steps"].setdefault(link, {})
+            its[str(ranks)] = _measure("steps", options, ranks, link)
+            yield
+
+
+def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
     stem = options.output or RESULTS / f"backend-{datetime.date.today().isoformat()}"
     document = beside_gloo_report.document(found, stem.name)
     result_files.save(stem, found, document)
     beside_gloo_report.draw(found, result_files.beside(stem, ".png"))
-    print(document)
-    return 0
+    return document
 
 
 def _parse() -> argparse.Namespace:

@@ -175,14 +175,25 @@ def _turn(call: Callable[[], object], count: int, comm: Communicator) -> float:
 
 def _steps(ours: Any, gloo: Any, steps: int, block: int) -> dict[str, Any]:
     """Milliseconds and bytes of a training step, by way."""
-    made: dict[str, turns.Trainee] = {}
-    for name, group in ((GRADWIRE, ours), (GLOO, gloo)):
-        if group is not None:
-            made |= {f"{way}, {name}": make(group) for way, make in _WAYS.items()}
+    made = {
+        f"FSDP2, {GRADWIRE}": _fsdp(ours),
+        f"FSDP2, {GRADWIRE} int8, bf16 gathered": _fsdp(ours, codec="int8", gather_codec="bf16"),
+        f"split, {GRADWIRE}": _split(ours),
+        f"split, {GRADWIRE} bf16": _split(_in("bf16")),
+        f"split, {GRADWIRE} int8": _split(_in("int8")),
+    }
+    if gloo is not None:
+        made |= {f"FSDP2, {GLOO}": _fsdp(gloo), f"split, {GLOO}": _split(gloo)}
     return turns.measure(made, steps, block)
 
 
-def _fsdp(group: Group) -> turns.Trainee:
+def _in(codec: str) -> Group:
+    """A group whose tensors travel in a codec."""
+    options = gradwire.torch.Options(codec=codec)
+    return dist.new_group(backend="gradwire", pg_options=options)
+
+
+def _fsdp(group: Group, **codecs: str) -> turns.Trainee:
     """Each linear layer's parameters gathered when they are needed."""
     from torch.distributed.fsdp import fully_shard
 
@@ -190,7 +201,11 @@ def _fsdp(group: Group) -> turns.Trainee:
     for each in model:
         if isinstance(each, nn.Linear):
             fully_shard(each, mesh=mesh)
-    return _trainee(fully_shard(model, mesh=mesh), group, dist.get_rank())
+    fully_shard(model, mesh=mesh)
+    if not codecs:
+        return _trainee(model, group, dist.get_rank())
+    state = gradwire.torch.register_fsdp(model, **codecs)
+    return _trainee(model, group, dist.get_rank(), state.close)
 
 
 def _split(group: Group) -> turns.Trainee:
@@ -208,15 +223,9 @@ def _split(group: Group) -> turns.Trainee:
     return _trainee(parallelize_module(model, mesh, plan), group, 0)
 
 
-_WAYS: dict[str, Callable[[Group], turns.Trainee]] = {
-    "FSDP2": _fsdp,
-    "tensor parallel": _split,
-}
-
-
 def _mesh(group: Group) -> DeviceMesh:
     """A mesh with a name of its own: torch's caches take meshes of the same ranks for one."""
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"of {group.group_name}",))
 
 
 def _network() -> nn.Module:
@@ -224,7 +233,9 @@ def _network() -> nn.Module:
     return networks.perceptron(_WIDTH)
 
 
-def _trainee(model: nn.Module, group: Group, seed: int) -> turns.Trainee:
+def _trainee(
+    model: nn.Module, group: Group, seed: int, close: Callable[[], None] = lambda: None
+) -> turns.Trainee:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     source = torch.Generator().manual_seed(seed)
     x, y = torch.randn(2, _BATCH, _WIDTH, generator=source)
@@ -234,7 +245,7 @@ def _trainee(model: nn.Module, group: Group, seed: int) -> turns.Trainee:
         mse_loss(model(x), y).backward()
         optimizer.step()
 
-    return turns.Trainee(step, _sent_over(group))
+    return turns.Trainee(step, _sent_over(group), close)
 
 
 def _sent_over(group: Group) -> Callable[[], int]:

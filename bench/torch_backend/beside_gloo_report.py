@@ -109,14 +109,15 @@ def milliseconds(seconds: list[float]) -> str:
 
 def steps(found: Found) -> Iterator[str]:
     """A row for each way, number of ranks and link."""
-    yield "| step | ranks | link | ms | MB sent by a rank |"
-    yield "|---|---:|---|---:|---:|"
+    yield "| step | ranks | link | steps of a rank | ms | MB sent by a rank |"
+    yield "|---|---:|---|---:|---:|---:|"
     for link, by_ranks in found["steps"].items():
         for ranks, ways in by_ranks.items():
             for way, its in ways.items():
                 low, high = its["middle_half_ms"]
                 middle = f"{its['ms']:.1f} ({low:.1f} to {high:.1f})"
-                yield f"| {way} | {ranks} | {title(link)} | {middle} | {its['sent'] / 1e6:.2f} |"
+                cells = [title(link), str(its["steps"]), middle, f"{its['sent'] / 1e6:.2f}"]
+                yield f"| {way} | {ranks} | {' | '.join(cells)} |"
 
 
 def title(link: str) -> str:
@@ -138,7 +139,7 @@ def draw(found: Found, path: Path) -> None:
     )
     for panel, each in zip(axes[0], ranks, strict=False):
         _draw_calls(panel, found["collectives"][each]["all_reduce"], each)
-    for panel, link in zip(axes[0][len(ranks) :], links, strict=True):
+    for panel, link in zip(axes[0][len(ranks) :], links, strict=False):
         _draw_steps(panel, found["steps"][link], link)
     figure.savefig(path, dpi=100)
 

@@ -50,7 +50,7 @@ def test_the_document_beside_gloo_has_what_was_measured(tmp_path: Path):
     found = rows(beside_gloo_report.document(compared(), "found"))
     assert ["all_reduce", "12.0", "10.0", "1.20"] in found
     assert ["all_reduce, 64 MiB", "10.3", "60.0", "5.8×", "10.0", "1.03×"] in found
-    assert ["FSDP2, gloo", "2", "shared memory", "5.0 (4.0 to 6.0)", "2.00"] in found
+    assert ["FSDP2, gloo", "2", "shared memory", "8", "5.0 (4.0 to 6.0)", "2.00"] in found
     beside_gloo_report.draw(compared(), tmp_path / "found.png")
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
 
@@ -77,10 +77,14 @@ def test_the_document_of_the_hybrid_has_formulas_beside_what_was_sent(tmp_path: 
 
 def test_documents_get_short_tables(tmp_path: Path):
     (tmp_path / "hybrid-2020-01-01.json").write_text(json.dumps(of_hybrid()))
+    (tmp_path / "backend-2020-01-01.json").write_text(json.dumps(compared()))
     assert rows("\n".join(tables.hybrid(tmp_path)))[1:3] == [
         [f"VGG, {ALL_DDP}", "4.00", "4.00", "11", "11"],
         ["VGG, all FSDP2", "4.00", "2.67", "12", "12"],
     ]
+    assert rows("\n".join(tables.backend(tmp_path)))[1:] == [["all_reduce, 64 MiB", "10.3 (5.8×)"]]
+    assert len(rows("\n".join(tables.backend_goals(tmp_path)))) == 4
+    assert len(rows("\n".join(tables.backend_steps(tmp_path)))) == 3
 
 
 @pytest.mark.parametrize("name", networks.NETWORKS)
@@ -121,8 +125,13 @@ def test_all_parts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ways = found["steps"]["none"]["2"]
     # gloo's reduce_scatter sums everything everywhere.
     assert 0 < ways["FSDP2, gradwire"]["sent"] < ways["FSDP2, gloo"]["sent"]
-    split = ways["tensor parallel, gradwire"]["sent"]
-    assert split == pytest.approx(ways["tensor parallel, gloo"]["sent"], rel=0.05)
+    assert (
+        ways["FSDP2, gradwire int8, bf16 gathered"]["sent"] < 0.6 * ways["FSDP2, gradwire"]["sent"]
+    )
+    split = ways["split, gradwire"]["sent"]
+    assert split == pytest.approx(ways["split, gloo"]["sent"], rel=0.05)
+    assert ways["split, gradwire bf16"]["sent"] == pytest.approx(split / 2, rel=0.05)
+    assert ways["split, gradwire int8"]["sent"] == pytest.approx(split / 4, rel=0.05)
     monkeypatch.setattr(sys, "argv", ["x", *few, "--links", "1gbit,100us", "--networks", "VGG"])
     assert hybrid.main() == 0
     its = json.loads((tmp_path / "found.json").read_text())["links"]["1gbit,100us"]["2"]["VGG"]
