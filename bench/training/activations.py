@@ -18,10 +18,9 @@ import sys
 import tempfile
 from typing import Any
 
-import gradwire.torch  # noqa: F401 - makes the backend known
 import torch
 import torch.distributed as dist
-from gradwire.torch import Options
+from gradwire.torch import Options, traffic
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -144,14 +143,13 @@ def train(mesh: DeviceMesh, seed: int, steps: int) -> tuple[float, float]:
     task = text(lambda: 0)  # all ranks see the same
     optimizer = task.optimizer(model.parameters())
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 1e-9))
-    communicator = mesh.get_group()._endpoint.communicator
-    before = communicator.traffic.bytes_sent
+    before = traffic(mesh.get_group()).bytes_sent
     for x, labels in task.batches(seed, steps):
         optimizer.zero_grad()
         cross_entropy(model(x), labels).backward()
         optimizer.step()
         rate.step()
-    sent = (communicator.traffic.bytes_sent - before) / steps
+    sent = (traffic(mesh.get_group()).bytes_sent - before) / steps
     x, labels = task.unseen
     with torch.no_grad():
         loss = float(cross_entropy(model.eval()(x), labels))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradwire import Communicator, InvalidArgument, codec
+from gradwire import Communicator, InvalidArgument, _core, codec
 from gradwire._base.arguments import whole
 from ranks import run
 
@@ -86,3 +86,17 @@ def test_what_an_option_does_not_take_as_text(kind: type, option: str, value: An
 def test_options_that_exclude_each_other() -> None:
     with pytest.raises(InvalidArgument, match="density"):
         codec.Threshold(tau=1.0, density=0.5)
+
+
+def test_payloads_of_a_fixed_size() -> None:
+    x = np.random.default_rng(1).standard_normal(3000).astype(np.float32)
+    for spec, most in (("bf16", 2**-8), ("fp16", 2**-11), ("int8:block=64", 1 / 254), ("none", 0)):
+        its = _core.Codec(spec)
+        payload = np.empty(its.max_bytes(x.size), np.uint8)
+        y = np.empty_like(x)
+        its.encode(x.ctypes.data, x.size, payload.ctypes.data)
+        its.decode(payload.ctypes.data, y.size, y.ctypes.data)
+        assert np.abs(y - x).max() <= most * np.abs(x).max()
+    for spec in ("topk", "threshold", "lowrank"):
+        with pytest.raises(InvalidArgument, match="no fixed size"):
+            _core.Codec(spec).encode(x.ctypes.data, x.size, payload.ctypes.data)

@@ -57,7 +57,7 @@ def batch(step: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tenso
     own = dist.get_rank() if rank is None else rank
     source = torch.Generator().manual_seed(1000 * step + own)
     x = torch.randn(16, 20, generator=source)
-    return x, torch.sin(x[:, :10] * 2)
+    return x, x[:, :10].clone()
 
 
 def backward(module: nn.Module, step: int, scale: float = 1.0) -> torch.Tensor:

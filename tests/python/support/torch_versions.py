@@ -15,6 +15,10 @@ forwards_all = pytest.mark.skipif(
     WRAPS, reason="this torch forwards only wait and get_future of an operation in Python"
 )
 
+has_fsdp_hooks = pytest.mark.skipif(
+    versions.parse(torch.__version__) < (2, 9), reason="this torch does not let FSDP2 be replaced"
+)
+
 
 def endpoint_of(group: Any) -> Any:
     """The backend's own part of a process group."""

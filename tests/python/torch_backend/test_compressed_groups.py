@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 from torch_pool import Pool
+from torch_versions import endpoint_of, has_fsdp_hooks
 
 CODECS = {"bf16": 2**-8, "fp16": 2**-10, "int8": 1 / 127, "int8:block=64": 1 / 127}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,9 +40,10 @@ def group_of(codec: str, **options: Any) -> Any:
 
 
 def sent(group: Any, call: Callable[[Any], object]) -> int:
-    before = group._endpoint.communicator.traffic.bytes_sent
+    communicator = endpoint_of(group).communicator
+    before = communicator.traffic.bytes_sent
     call(group)
-    return int(group._endpoint.communicator.traffic.bytes_sent - before)
+    return int(communicator.traffic.bytes_sent - before)
 
 
 def rounds() -> None:
@@ -235,6 +237,7 @@ def trains() -> None:
         assert loss < 1.2 * dense + 1e-3, codec
 
 
+@has_fsdp_hooks  # and no backend_override=
 def test_tensor_parallelism_trains(pool: Pool) -> None:
     pool.run(trains)
 

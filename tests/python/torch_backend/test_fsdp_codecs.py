@@ -25,8 +25,11 @@ from sharded_training import (
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 from torch_pool import Pool
+from torch_versions import has_fsdp_hooks
 
+pytestmark = has_fsdp_hooks
 LOSSY = ("int8", "onebit", "threshold:density=0.05", "topk:density=0.05")
 
 
@@ -110,6 +113,39 @@ def test_beside_tensor_parallelism(pool: Pool) -> None:
     pool.run(beside_tensor_parallelism)
 
 
+class Recomputed(nn.Module):
+    """Forgets its activations, and computes them again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(20, 50), nn.Linear(50, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._layers, x, use_reentrant=False)
+
+    def _layers(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+def recomputed_or_compiled() -> None:
+    for mesh in meshes().values():
+        for make in (Recomputed, layers):
+            module = sharded(mesh, make)
+            state = register_fsdp(module, "onebit", gather_codec="int8", min_elements=0)
+            books = Books(module)
+            called = module if make is Recomputed else torch.compile(module, backend="aot_eager")
+            for step in range(3):
+                backward(called, step)
+            assert state.steps == 3
+            assert books.error(state) < 1e-5
+            state.close()
+
+
+def test_recomputed_and_compiled_models(pool: Pool) -> None:
+    pool.run(recomputed_or_compiled)
+
+
 def conserves_by_rules() -> None:
     for mesh in meshes().values():
         rules = [("2.*", "none"), ("*.bias", "topk:density=0.2")]
@@ -167,12 +203,15 @@ def test_bytes_fall(pool: Pool) -> None:
 def trains() -> None:
     for mesh in meshes().values():
         module, state = registered(mesh, "none")
-        dense = train(module, range(80), lr=0.05)
+        first = train(module, range(1), lr=0)
+        dense = train(module, range(40), lr=0.05)
+        assert dense < 0.5 * first
         state.close()
-        for codec, gather_codec in (("int8", "int8"), ("onebit", "bf16")):
-            module, state = registered(mesh, codec, gather_codec=gather_codec)
-            loss = train(module, range(80), lr=0.05)
-            assert loss < 1.1 * dense, (codec, gather_codec)
+        bounds = ((Stages((0, "int8"), (25, "onebit")), 1.3), ("int8", 1.05))
+        for codec, bound in bounds:  # onebit lags behind at first
+            module, state = registered(mesh, codec, gather_codec="int8")
+            loss = train(module, range(40), lr=0.05)
+            assert loss < bound * dense, f"{codec}: {loss}, dense {dense}"
             state.close()
 
 
@@ -212,7 +251,7 @@ def in_16_bits() -> None:
             for codec, gather_codec in (("none", None), ("onebit", "int8")):
                 module = sharded(mesh, mp_policy=policy)
                 state = register_fsdp(module, codec, gather_codec=gather_codec, min_elements=0)
-                losses.append(train(module, range(15), lr=0.05))
+                losses.append(train(module, range(8), lr=0.05))
                 if codec == "onebit":
                     assert state.feedback is not None
                     assert state.feedback.keys()

@@ -38,9 +38,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_pool import Pool
+from torch_versions import has_fsdp_hooks
 
+pytestmark = has_fsdp_hooks
 CODECS = (
-    *("onebit", "threshold:density=0.05", "topk:density=0.05", "int8:rounding=stochastic"),
+    *("onebit", "topk:density=0.05", "int8:rounding=stochastic"),
     Stages((0, "int8"), (4, "onebit")),
 )
 
