@@ -13,9 +13,7 @@ bits whatever else the machine does.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
-import tempfile
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from bench.common import spawned
 from bench.training.residual_types import CONTEXT, WIDTH, spread, text
 
 RANKS, HEADS, LAYERS = 2, 4, 2
@@ -92,18 +91,7 @@ def main() -> int:
     parser.add_argument("--codecs", nargs="+", default=list(CODECS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
-    options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as scratch:
-        ranks = [
-            context.Process(target=_serve, args=(rank, f"{scratch}/store", options))
-            for rank in range(RANKS)
-        ]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
-    return max(abs(each.exitcode or 0) for each in ranks)
+    return spawned.run(RANKS, _serve, parser.parse_args())
 
 
 def _serve(rank: int, store: str, options: argparse.Namespace) -> None:

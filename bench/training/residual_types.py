@@ -15,11 +15,9 @@ whatever else the machine does.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
@@ -34,6 +32,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.common import spawned
 from bench.training import images
 
 RANKS, CONTEXT, WIDTH = 2, 64, 64
@@ -127,18 +126,7 @@ def main() -> int:
     parser.add_argument("--codecs", nargs="+", default=list(CODECS))
     parser.add_argument("--seeds", type=int, help="of each network, in place of 12 and 3")
     parser.add_argument("--steps", type=int, default=300)
-    options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as scratch:
-        ranks = [
-            context.Process(target=_serve, args=(rank, f"{scratch}/store", options))
-            for rank in range(RANKS)
-        ]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
-    return max(abs(each.exitcode or 0) for each in ranks)
+    return spawned.run(RANKS, _serve, parser.parse_args())
 
 
 def _serve(rank: int, store: str, options: argparse.Namespace) -> None:

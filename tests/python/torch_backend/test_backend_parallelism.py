@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -199,69 +200,65 @@ def test_fsdp1(pool: Pool) -> None:
     pool.run(fully_sharded_1)
 
 
-def two_dimensions() -> None:
-    """Data and tensor parallelism at once: the first by FSDP2, then by DDP."""
+def split_net() -> tuple[Any, nn.Module, nn.Module]:
+    """A mesh of data and tensor parallelism, a net, and its copy that is split over the second."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
         parallelize_module,
     )
 
-    data = dist.get_world_size() // 2
-    mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "tensor"))
+    shape = (dist.get_world_size() // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
     torch.manual_seed(8)
     alone = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 8))
     shared = copy.deepcopy(alone)
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    parallelize_module(shared, mesh["tensor"], plan)
-    fully_shard(shared, mesh=mesh["data"])
+    parallelize_module(shared, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return mesh, alone, shared
+
+
+def compute_gradients(mesh: Any, alone: nn.Module, parallel: nn.Module) -> None:
+    """One backward of each: the parallel net on this rank's batch, the other on all batches."""
     own = mesh.get_local_rank("data")
-    mse_loss(shared(batch(0, own)[0]), batch(0, own)[1]).backward()
-    for rank in range(data):
-        (mse_loss(alone(batch(0, rank)[0]), batch(0, rank)[1]) / data).backward()
+    mse_loss(parallel(batch(0, own)[0]), batch(0, own)[1]).backward()
+    ranks = mesh["data"].size()
+    for rank in range(ranks):
+        (mse_loss(alone(batch(0, rank)[0]), batch(0, rank)[1]) / ranks).backward()
+
+
+def fsdp2_beside_tensor_parallelism() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, alone, shared = split_net()
+    compute_gradients(mesh, alone, fully_shard(shared, mesh=mesh["data"]))
     for ours, theirs in zip(shared.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-5)
 
 
 def test_fsdp2_beside_tensor_parallelism(pool: Pool) -> None:
-    pool.run(two_dimensions)
+    pool.run(fsdp2_beside_tensor_parallelism)
 
 
-def replicas_of_shards() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
+def ddp_beside_tensor_parallelism() -> None:
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
     from torch.nn.parallel import DistributedDataParallel
 
-    data = dist.get_world_size() // 2
-    mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "tensor"))
-    torch.manual_seed(8)
-    alone = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 8))
-    shared = copy.deepcopy(alone)
-    parallelize_module(shared, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    mesh, alone, shared = split_net()
     _pre_dp_module_transform(shared)
     ddp = DistributedDataParallel(shared, process_group=mesh["data"].get_group())
-    own, part = mesh.get_local_rank("data"), mesh.get_local_rank("tensor")
-    mse_loss(ddp(batch(0, own)[0]), batch(0, own)[1]).backward()
-    for rank in range(data):
-        (mse_loss(alone(batch(0, rank)[0]), batch(0, rank)[1]) / data).backward()
+    compute_gradients(mesh, alone, ddp)
     cuts = {"0.weight": 0, "0.bias": 0, "2.weight": 1}
     wanted = dict(alone.named_parameters())
     for name, each in shared.named_parameters():
         gradient = wanted[name].grad
         if name in cuts:
-            gradient = gradient.chunk(2, dim=cuts[name])[part]
+            gradient = gradient.chunk(2, dim=cuts[name])[mesh.get_local_rank("tensor")]
         assert torch.allclose(each.grad, gradient, atol=1e-5), name
 
 
 def test_ddp_beside_tensor_parallelism(pool: Pool) -> None:
-    pool.run(replicas_of_shards)
+    pool.run(ddp_beside_tensor_parallelism)
 
 
 def parallel_loss() -> None:

@@ -6,13 +6,13 @@ optimizer's own shards stay as they are, so what the codec loses does not add up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
+from gradwire.torch._fsdp.buffers import Buffers
 from gradwire.torch._fsdp.shards import ShardedModule
 from gradwire.torch._step.payloads import Payloads
 
@@ -27,7 +27,7 @@ class _Run(NamedTuple):
     is_coded: bool
 
 
-class PayloadAllGather:
+class PayloadAllGather(Buffers):
     """The all_gather of one module's parameters."""
 
     def __init__(
@@ -40,12 +40,6 @@ class PayloadAllGather:
         """Shards of parameters of fewer than `min_elements` elements travel as they are."""
         self._module, self._communicator, self._payloads = module, communicator, payloads
         self._min_elements = min_elements
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Memory for a buffer of torch's."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gradwire.torch._fsdp.buffers import Buffers
 from gradwire.torch._fsdp.residuals import part_name
 from gradwire.torch._fsdp.shards import ShardedModule
 from gradwire.torch._fsdp.steps import ShardSteps
@@ -70,18 +71,12 @@ class ReplicaAllReduce:
         return call.arrays
 
 
-class PartReduceScatter:
+class PartReduceScatter(Buffers):
     """The reduce_scatter of one module's gradients, for `set_custom_reduce_scatter`."""
 
     def __init__(self, module: ShardedModule, steps: ShardSteps, state: object) -> None:
         """`state` is kept alive for as long as the model may call."""
         self._module, self._steps, self._state = module, steps, state
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Memory for a buffer of torch's."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
