@@ -141,7 +141,7 @@ void transfer(const std::vector<Edit>& edits) {
                                               exec::PointToPoint(1, 2, kCommunicator)};
   const auto transfer_of = [&](std::size_t rank) {
     exec::Transfer made;
-    made.work = std::make_shared<exec::Work>();
+    made.work = std::make_shared<Work>();
     made.data = reinterpret_cast<std::byte*>(values[rank].data());
     made.size = kElements * sizeof(float);
     made.peer = static_cast<Rank>(1 - rank);

@@ -294,6 +294,9 @@ std::uint64_t simulated_cuda_waits();
 void* simulated_cuda_allocate(std::size_t bytes);
 void simulated_cuda_release(void* address);
 void simulated_cuda_copy(void* to, const void* from, std::size_t bytes, cudaStream_t stream);
+// Nobody waits for it; `from` is read when the device comes to it.
+void simulated_cuda_enqueue_copy(void* to, const void* from, std::size_t bytes,
+                                 cudaStream_t stream);
 // Nobody waits for it; `from` is free when this returns.
 void simulated_cuda_put(void* to, const void* from, std::size_t bytes, cudaStream_t stream);
 // A device that does nothing any more (on), as one that hangs, until it is set off.

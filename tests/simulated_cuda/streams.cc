@@ -502,6 +502,10 @@ void simulated_cuda_copy(void* to, const void* from, std::size_t bytes, cudaStre
   cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
   cudaStreamSynchronize(stream);
 }
+void simulated_cuda_enqueue_copy(void* to, const void* from, std::size_t bytes,
+                                 cudaStream_t stream) {
+  cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
+}
 void simulated_cuda_put(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
   const auto* begin = static_cast<const std::byte*>(from);
   const std::lock_guard lock(machine().mutex);

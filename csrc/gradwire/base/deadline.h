@@ -42,7 +42,8 @@ class Deadline {
   }
 
   Deadline earlier(double seconds) const {
-    return is_never() ? *this
+    const bool is_extreme = is_never() || *this == at_once();
+    return is_extreme ? *this
                       : Deadline(when_ - std::chrono::duration_cast<Clock::duration>(
                                              std::chrono::duration<double>(seconds)));
   }
@@ -57,8 +58,10 @@ class Deadline {
   // Returns the milliseconds left, rounded up and at most `cap`, for poll().
   int milliseconds_left(int cap) const {
     if (is_never()) return cap;
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(when_ - Clock::now()).count();
-    return static_cast<int>(std::clamp<long long>(left, 0, cap));
+    const auto now = Clock::now();
+    if (when_ <= now) return 0;  // at_once() is too long ago for a difference
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(when_ - now).count();
+    return static_cast<int>(std::min<long long>(left, cap));
   }
 
  private:

@@ -17,7 +17,6 @@ namespace gradwire::bind {
 namespace {
 
 using WithoutLock = py::call_guard<Unlocked>;
-using exec::Work;
 using CommunicatorClass = py::class_<Communicator, std::shared_ptr<Communicator>>;
 using std::shared_ptr;
 

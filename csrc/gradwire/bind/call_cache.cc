@@ -105,7 +105,7 @@ void CallCache::run(const CachedCall& cached, std::byte* data) {
     return communicator.run(request, check_signals);
   }
   std::optional<Unlocked> unlocked;
-  const std::shared_ptr<exec::Work> work = communicator.begin(request, [&] { unlocked.emplace(); });
+  const std::shared_ptr<Work> work = communicator.begin(request, [&] { unlocked.emplace(); });
   if (work->done()) return work->rethrow();
   if (!unlocked) unlocked.emplace();
   communicator.wait(*work, std::numeric_limits<double>::infinity(), check_signals);

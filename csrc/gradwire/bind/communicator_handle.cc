@@ -98,8 +98,7 @@ exec::Communicator& Communicator::get() const {
                 ") is a fork: make a communicator of its own here, after the fork");
 }
 
-std::shared_ptr<exec::Work> Communicator::keep(std::shared_ptr<exec::Work> work,
-                                               py::object memory) {
+std::shared_ptr<Work> Communicator::keep(std::shared_ptr<Work> work, py::object memory) {
   const HeldMemory finished = take_finished();
   std::lock_guard lock(mutex_);
   held_.emplace_back(work, std::move(memory));

@@ -66,12 +66,12 @@ class Communicator {
   bool owned_here() const noexcept { return made_after_ == forks(); }
 
   // Keeps `memory` alive until `work` is over.
-  std::shared_ptr<exec::Work> keep(std::shared_ptr<exec::Work> work, py::object memory);
+  std::shared_ptr<Work> keep(std::shared_ptr<Work> work, py::object memory);
   // Releases the memory of all work that is over.
   void forget_finished() { take_finished(); }
 
  private:
-  using HeldMemory = std::vector<std::pair<std::shared_ptr<exec::Work>, py::object>>;
+  using HeldMemory = std::vector<std::pair<std::shared_ptr<Work>, py::object>>;
   HeldMemory take_finished();
 
   const pid_t owner_ = ::getpid();

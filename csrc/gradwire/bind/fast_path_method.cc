@@ -33,17 +33,19 @@ void set_error(const std::exception_ptr& error) noexcept {
   }
 }
 
-// Places the values of `kwnames` among the options. Returns false if one has another name. Names of
-// keywords are interned.
-bool place(const FastPathMethod& method, PyObject* kwnames, PyObject* const* values,
-           PyObject** options) noexcept {
+// Places the values of `kwnames` among the options. An `out` that is the array itself is none.
+// Returns false if one has another name. Names of keywords are interned.
+bool place(const FastPathMethod& method, PyObject* array, PyObject* kwnames,
+           PyObject* const* values, PyObject** options) noexcept {
+  static PyObject* const out = PyUnicode_InternFromString("out");
   const Py_ssize_t count = PyTuple_GET_SIZE(method.names);
   for (Py_ssize_t i = 0; i < count; ++i) options[i] = PyTuple_GET_ITEM(method.defaults, i);
   for (Py_ssize_t k = 0; kwnames != nullptr && k < PyTuple_GET_SIZE(kwnames); ++k) {
     Py_ssize_t at = 0;
     while (at < count && PyTuple_GET_ITEM(method.names, at) != PyTuple_GET_ITEM(kwnames, k)) ++at;
     if (at == count) return false;
-    options[at] = values[k];
+    const bool in_place = values[k] == array && PyTuple_GET_ITEM(kwnames, k) == out;
+    options[at] = in_place ? Py_None : values[k];
   }
   return true;
 }
@@ -64,8 +66,8 @@ PyObject* call(PyObject* self, PyObject* const* args, std::size_t nargsf, PyObje
   const FastPathMethod& method = *as_method(self);
   const Py_ssize_t count = PyVectorcall_NARGS(nargsf);
   std::array<PyObject*, kMostOptions> options;
-  if (count == method.positional && place(method, kwnames, args + count, options.data())) {
-    PyObject* array = count > 1 ? args[1] : nullptr;
+  PyObject* array = count > 1 ? args[1] : nullptr;
+  if (count == method.positional && place(method, array, kwnames, args + count, options.data())) {
     try {
       const std::shared_ptr<CallCache> cache = cache_of(args[0]);
       if (cache != nullptr && cache->call(self, array, options.data()))

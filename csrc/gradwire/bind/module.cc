@@ -16,4 +16,5 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_gpu(m);
   bind_call_cache(m);
   bind_status(m);
+  bind_serve(m);
 }

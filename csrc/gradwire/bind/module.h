@@ -42,5 +42,6 @@ void bind_communicator(py::module_& m);
 void bind_gpu(py::module_& m);
 void bind_call_cache(py::module_& m);
 void bind_status(py::module_& m);
+void bind_serve(py::module_& m);
 
 }  // namespace gradwire::bind

@@ -26,18 +26,18 @@ std::string shortest(double value) {
   return {text.data(), end};
 }
 
-Parameters::Parameters(std::string_view codec, std::string_view text)
-    : codec_(codec), canonical_(codec) {
+Parameters::Parameters(std::string_view name, std::string_view text, std::string_view what)
+    : name_(name), owner_(std::string(what) + " " + name_), canonical_(name) {
   while (!text.empty()) {
     const std::string_view pair = text.substr(0, text.find(','));
     text.remove_prefix(std::min(text.size(), pair.size() + 1));
     const std::size_t equals = pair.find('=');
     if (equals == 0 || equals == std::string_view::npos)
-      throw InvalidArgument("codec " + codec_ + ": " + quoted(pair) + " is not key=value");
+      throw InvalidArgument(owner_ + ": " + quoted(pair) + " is not key=value");
     const std::string key(pair.substr(0, equals));
     const auto same = [&](const auto& other) { return other.first == key; };
     if (std::any_of(given_.begin(), given_.end(), same))
-      throw InvalidArgument("codec " + codec_ + ": parameter " + quoted(key) + " is given twice");
+      throw InvalidArgument(owner_ + ": parameter " + quoted(key) + " is given twice");
     given_.emplace_back(key, pair.substr(equals + 1));
   }
 }
@@ -55,12 +55,11 @@ std::string Parameters::take(std::string_view key) {
 
 void Parameters::refuse(std::string_view key, const std::string& text,
                         const std::string& reason) const {
-  throw InvalidArgument("codec " + codec_ + ": " + std::string(key) + "=" + quoted(text) + " is " +
-                        reason);
+  throw InvalidArgument(owner_ + ": " + std::string(key) + "=" + quoted(text) + " is " + reason);
 }
 
 void Parameters::note(std::string_view key, const std::string& value) {
-  canonical_ += canonical_ == codec_ ? ':' : ',';
+  canonical_ += canonical_ == name_ ? ':' : ',';
   canonical_.append(key) += '=' + value;
 }
 
@@ -115,7 +114,7 @@ std::size_t block_of(Parameters& parameters, std::size_t most) {
 
 void Parameters::finish() const {
   if (given_.empty()) return;
-  throw InvalidArgument("codec " + codec_ + ": unknown parameter " + quoted(given_.front().first) +
+  throw InvalidArgument(owner_ + ": unknown parameter " + quoted(given_.front().first) +
                         "; it takes " + (known_.empty() ? "none" : known_));
 }
 

@@ -18,7 +18,8 @@ namespace gradwire::codec {
 class Parameters {
  public:
   // Throws InvalidArgument for what is not key=value, and for a key that is given twice.
-  Parameters(std::string_view codec, std::string_view text);
+  // `what` says in errors what has the name.
+  Parameters(std::string_view name, std::string_view text, std::string_view what = "codec");
 
   // Returns the value, or `fallback` where it was not given. Throws InvalidArgument if it is no
   // number.
@@ -30,7 +31,7 @@ class Parameters {
   double real(std::string_view key, double fallback, double least, double most);
   // Returns the value, which must be one of `choices`, or the first of them where it was not given.
   std::string choice(std::string_view key, std::initializer_list<std::string_view> choices);
-  // Returns the codec's canonical name: with what whole(), real() and choice() returned, but
+  // Returns the canonical name: with what whole(), real() and choice() returned, but
   // without defaults.
   std::string canonical() const { return canonical_; }
   // Throws InvalidArgument that says: `key` has the value `text`, which is `reason`.
@@ -43,7 +44,7 @@ class Parameters {
   std::string take(std::string_view key);  // the given text; empty where there is none
   void note(std::string_view key, const std::string& value);
 
-  std::string codec_;
+  std::string name_, owner_;
   std::vector<std::pair<std::string, std::string>> given_;
   std::string known_;
   std::string canonical_;

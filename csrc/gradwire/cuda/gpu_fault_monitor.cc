@@ -112,8 +112,8 @@ void GpuFaultMonitor::begin(const exec::Request& request, std::string text) {
   changed_.notify_all();
 }
 
-std::shared_ptr<exec::Work> GpuFaultMonitor::submit_shadow(const exec::Request& request,
-                                                           const std::string& text) {
+std::shared_ptr<Work> GpuFaultMonitor::submit_shadow(const exec::Request& request,
+                                                     const std::string& text) {
   exec::Request shadow;
   shadow.collective = Collective::kAllGather;
   shadow.dtype = DType::kUInt8;

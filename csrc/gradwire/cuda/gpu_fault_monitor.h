@@ -48,7 +48,7 @@ class GpuFaultMonitor {
 
  private:
   struct Running {
-    std::shared_ptr<exec::Work> shadow;
+    std::shared_ptr<Work> shadow;
     bool enqueued = false;
     std::unique_ptr<OwnedEvent> start, end;  // null: the call is part of a graph
     bool has_started = false;                // as far as this rank knows
@@ -60,7 +60,7 @@ class GpuFaultMonitor {
   void require_made_before(const exec::Request& request, const std::string& text,
                            const Feedback* feedback, bool captured);
   void begin(const exec::Request& request, std::string text);
-  std::shared_ptr<exec::Work> submit_shadow(const exec::Request& request, const std::string& text);
+  std::shared_ptr<Work> submit_shadow(const exec::Request& request, const std::string& text);
   void record_event(std::unique_ptr<OwnedEvent> Running::* event, Stream stream);
   void mark_enqueued();
   bool has_passed(const std::unique_ptr<OwnedEvent>& event) const;

@@ -25,6 +25,7 @@
 #include "gradwire/base/fd.h"
 #include "gradwire/base/log.h"
 #include "gradwire/base/wire.h"
+#include "gradwire/base/work.h"
 #include "gradwire/exec/compound/compound.h"
 #include "gradwire/exec/control/control_plane.h"
 #include "gradwire/exec/control/family.h"
@@ -35,7 +36,6 @@
 #include "gradwire/exec/execution/links.h"
 #include "gradwire/exec/execution/operation.h"
 #include "gradwire/exec/execution/point_to_point.h"
-#include "gradwire/exec/execution/work.h"
 #include "gradwire/exec/plan/plan_cache.h"
 
 namespace gradwire::exec {

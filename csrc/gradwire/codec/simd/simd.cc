@@ -34,7 +34,7 @@ constexpr bool has_all(unsigned found, unsigned wanted) { return (found & wanted
 
 bool has_avx2() {
   const Features features;
-  return has_all(features.one, bit_AVX | bit_F16C | bit_POPCNT) &&
+  return has_all(features.one, bit_AVX | bit_FMA | bit_F16C | bit_POPCNT) &&
          has_all(features.seven, bit_AVX2 | bit_BMI2) && has_all(features.kept, 0x06);
 }
 

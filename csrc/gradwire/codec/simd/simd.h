@@ -1,6 +1,6 @@
 // The inner loops, in one table per instruction set. Scalar is the reference: every table gives the
-// same bytes (binary32, round to nearest even, denormals kept, no FMA, no reassociation; see
-// simd_kernels.h).
+// same bytes (binary32, round to nearest even, denormals kept, no FMA but in the update rules, no
+// reassociation; see simd_kernels.h).
 #pragma once
 
 #include <array>
@@ -46,6 +46,27 @@ struct CastKernels {
   bool (*decode_add)(const std::byte* in, float scale, float* y, std::size_t n) noexcept;
 };
 
+// One step of Adam, with what is alike for all elements.
+struct AdamStep {
+  float of_mean = 0, of_square = 0, kept_square = 0;  // 1 − β₁, 1 − β₂, β₂
+  float root_of_correction = 1;                       // √(1 − β₂ᵗ)
+  float epsilon = 0;
+  float step = 0;  // γ / (1 − β₁ᵗ)
+};
+
+// Update rules of a parameter server (serve/update_rule.h): w and the state, in place, by a
+// gradient g. Finite values.
+struct RuleKernels {
+  void (*sgd)(float* w, const float* g, float rate, std::size_t n) noexcept;
+  void (*momentum)(float* w, float* velocity, const float* g, float rate, float momentum,
+                   std::size_t n) noexcept;
+  void (*nesterov)(float* w, float* velocity, const float* g, float rate, float momentum,
+                   std::size_t n) noexcept;
+  void (*adagrad)(float* w, float* squares, const float* g, float rate, std::size_t n) noexcept;
+  void (*adam)(float* w, float* mean, float* squares, const float* g, const AdamStep& adam,
+               std::size_t n) noexcept;
+};
+
 // All kernels expect the floating-point state of a FloatEnvironment.
 struct Kernels {
   const char* name;  // "scalar", "avx2", "avx512"
@@ -69,6 +90,7 @@ struct Kernels {
   OneBitKernels one_bit;
   SparseKernels sparse;
   LowRankKernels lowrank;
+  RuleKernels rules;
 };
 
 // Returns the tables that this processor can run, best first; scalar is always last.

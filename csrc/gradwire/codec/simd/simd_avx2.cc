@@ -49,6 +49,9 @@ F32 look_up(const SixteenValues& values, const std::uint32_t* fours, std::size_t
 F32 positive_part(F32 v) { return _mm256_max_ps(F32{}, v); }
 F32 negative_part(F32 v) { return _mm256_min_ps(F32{}, v); }
 
+F32 fused(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
+F32 root(F32 x) { return _mm256_sqrt_ps(x); }
+
 std::uint32_t compress(std::uint32_t word, std::uint32_t mask) { return _pext_u32(word, mask); }
 std::uint32_t expand(std::uint32_t packed, std::uint32_t mask) { return _pdep_u32(packed, mask); }
 

@@ -50,6 +50,9 @@ F32 look_up(const SixteenValues& values, const std::uint32_t* fours, std::size_t
 F32 positive_part(F32 v) { return _mm512_maskz_max_ps(kEvery, F32{}, v); }
 F32 negative_part(F32 v) { return _mm512_maskz_min_ps(kEvery, F32{}, v); }
 
+F32 fused(F32 a, F32 b, F32 c) { return _mm512_maskz_fmadd_ps(kEvery, a, b, c); }
+F32 root(F32 x) { return _mm512_maskz_sqrt_ps(kEvery, x); }
+
 std::uint32_t compress(std::uint32_t word, std::uint32_t mask) { return _pext_u32(word, mask); }
 std::uint32_t expand(std::uint32_t packed, std::uint32_t mask) { return _pdep_u32(packed, mask); }
 

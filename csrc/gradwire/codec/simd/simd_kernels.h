@@ -1,8 +1,8 @@
 // The kernels, written once; simd_<isa>.cc includes this after simd_lanes.h and makes one table of
 // it. The arithmetic is the contract between all tables: binary32 (binary64 for float64), round to
-// nearest even, denormals kept, each operation rounded once, no FMA, no reassociation, and NaN
-// results without sign or payload (x86 takes them from either operand, as the compiler ordered
-// them).
+// nearest even, denormals kept, each operation rounded once, no FMA but in the update rules, no
+// reassociation, and NaN results without sign or payload (x86 takes them from either operand, as
+// the compiler ordered them).
 #pragma once
 
 #include "gradwire/codec/simd/simd_cast.h"
@@ -10,6 +10,7 @@
 #include "gradwire/codec/simd/simd_lowrank.h"
 #include "gradwire/codec/simd/simd_onebit.h"
 #include "gradwire/codec/simd/simd_reduce.h"
+#include "gradwire/codec/simd/simd_rules.h"
 #include "gradwire/codec/simd/simd_sparse.h"
 
 namespace gradwire::codec {
@@ -39,7 +40,8 @@ constexpr Kernels table(const char* name) {
           kInt8,
           kOneBit,
           sparse::kKernels,
-          lowrank::kKernels};
+          lowrank::kKernels,
+          kRules};
 }
 
 }  // namespace

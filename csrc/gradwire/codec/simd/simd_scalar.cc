@@ -61,6 +61,9 @@ F32 look_up(const SixteenValues& values, const std::uint32_t* fours, std::size_t
 F32 positive_part(F32 v) { return v < 0 ? 0 : v; }
 F32 negative_part(F32 v) { return v > 0 ? 0 : v; }
 
+F32 fused(F32 a, F32 b, F32 c) { return __builtin_fmaf(a, b, c); }
+F32 root(F32 x) { return __builtin_sqrtf(x); }
+
 std::uint32_t compress(std::uint32_t word, std::uint32_t mask) {
   std::uint32_t packed = 0;
   for (std::uint32_t next = 1; mask != 0; mask &= mask - 1, next <<= 1)

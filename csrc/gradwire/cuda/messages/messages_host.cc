@@ -183,7 +183,7 @@ void HostMessages::fail(const std::exception_ptr& error) noexcept {
 // Sends and receives the sizes of all units first, then the bytes that count: so the receiver knows
 // how many bytes come.
 void HostMessages::exchange(Group& group) {
-  std::vector<std::shared_ptr<exec::Work>> sends, receives;
+  std::vector<std::shared_ptr<Work>> sends, receives;
   const auto wait = [this](auto& works) {
     for (auto& each : works) carrier_.wait(*each, timeout_);
     works.clear();

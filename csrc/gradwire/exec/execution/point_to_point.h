@@ -13,10 +13,10 @@
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/error.h"
 #include "gradwire/base/wire.h"
+#include "gradwire/base/work.h"
 #include "gradwire/exec/control/status.h"
 #include "gradwire/exec/execution/execution.h"
 #include "gradwire/exec/execution/links.h"
-#include "gradwire/exec/execution/work.h"
 
 namespace gradwire::exec {
 

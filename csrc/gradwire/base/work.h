@@ -10,7 +10,7 @@
 #include "gradwire/base/error.h"
 #include "gradwire/base/types.h"
 
-namespace gradwire::exec {
+namespace gradwire {
 
 class Work {
  public:
@@ -61,4 +61,4 @@ class Work {
   Rank source_ = kNoPeer;
 };
 
-}  // namespace gradwire::exec
+}  // namespace gradwire

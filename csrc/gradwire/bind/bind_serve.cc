@@ -1,0 +1,330 @@
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gradwire/base/error.h"
+#include "gradwire/base/fork.h"
+#include "gradwire/bind/communicator_handle.h"
+#include "gradwire/bind/module.h"
+#include "gradwire/serve/client.h"
+#include "gradwire/serve/server.h"
+
+// A namespace of its own, since several of these files are compiled as one.
+namespace gradwire::bind::serving {
+namespace {
+
+using namespace serve;
+using std::shared_ptr;
+using WithoutLock = py::call_guard<Unlocked>;
+using Context = shared_ptr<transport::Context>;
+using Addresses = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;
+using Parameters = std::vector<std::pair<std::string, std::vector<std::uint64_t>>>;
+
+WaitLimit limit_of(double timeout) { return {Deadline::after(timeout), check_signals}; }
+
+// What only the process that made it may use: a fork has none of its threads. There it is leaked,
+// since its end would touch what the two processes share.
+template <typename Owned>
+class OwnedHere {
+ public:
+  explicit OwnedHere(std::unique_ptr<Owned> owned) : owned_(std::move(owned)) {}
+  OwnedHere(OwnedHere&&) noexcept = default;
+  OwnedHere& operator=(OwnedHere&&) = delete;
+  ~OwnedHere() {
+    if (made_after_ != forks()) static_cast<void>(owned_.release());
+  }
+  Owned& get() const {
+    if (made_after_ != forks())
+      throw Aborted("it belongs to another process, of which this one is a fork");
+    if (!owned_) throw InvalidArgument("it was handed on");
+    return *owned_;
+  }
+  std::unique_ptr<Owned> take() {
+    get();
+    return std::move(owned_);
+  }
+
+ private:
+  const std::uint32_t made_after_ = forks();
+  std::unique_ptr<Owned> owned_;
+};
+
+struct ServeChannel {
+  OwnedHere<Channel> channel;
+};
+
+struct ServeServer {
+  OwnedHere<Server> server;
+};
+
+// Holds the memory of calls that are not over, which the client's thread reads and writes: so it is
+// declared first, and released last.
+struct ServeClient {
+  std::vector<std::pair<shared_ptr<Call>, py::object>> held{};
+  OwnedHere<Client> client;
+
+  shared_ptr<Call> keep(shared_ptr<Call> call, py::object memory) {
+    std::erase_if(held, [](const auto& each) { return each.first->work().done(); });
+    held.emplace_back(call, std::move(memory));
+    return call;
+  }
+};
+
+template <typename Spans, typename Float>
+Spans spans_of(const Addresses& addresses) {
+  Spans spans;
+  for (const auto& [address, count] : addresses)
+    spans.emplace_back(reinterpret_cast<Float*>(address), count);
+  return spans;
+}
+
+std::string table_text(const Parameters& parameters, const std::string& rule,
+                       const std::vector<std::string>& codecs, std::uint32_t shards,
+                       bool atomic_push, bool divide, std::optional<std::uint64_t> max_staleness) {
+  Table table;
+  for (const auto& [name, shape] : parameters) table.parameters.push_back({name, shape});
+  table.rule = make_rule(rule)->name();
+  for (const std::string& each : codecs)
+    if (const std::string name = codec::make_codec(each)->name();
+        std::ranges::find(table.codecs, name) == table.codecs.end())
+      table.codecs.push_back(name);
+  table.shards = shards;
+  table.atomic_push = atomic_push;
+  table.divide = divide;
+  if (max_staleness) table.max_staleness = *max_staleness;
+  table.check();
+  return table.text();
+}
+
+// Hands the values over without a copy.
+py::array_t<float> array_of(std::vector<float> values) {
+  auto owned = std::make_unique<std::vector<float>>(std::move(values));
+  std::vector<float>& kept = *owned;
+  const py::capsule owner(owned.release(),
+                          [](void* vector) { delete static_cast<std::vector<float>*>(vector); });
+  return py::array_t<float>(static_cast<py::ssize_t>(kept.size()), kept.data(), owner);
+}
+
+py::dict dict_of(Snapshot snapshot) {
+  py::dict slots;
+  for (auto& slot : snapshot.slots) slots[py::str(slot.name)] = array_of(std::move(slot.values));
+  py::dict out;
+  out["table"] = snapshot.table;
+  out["shard"] = snapshot.shard;
+  out["version"] = snapshot.version;
+  out["steps"] = snapshot.steps;
+  out["slots"] = slots;
+  return out;
+}
+
+using Slots = std::vector<std::pair<std::string, py::array_t<float, py::array::c_style>>>;
+
+Snapshot snapshot_of(std::string table, std::uint32_t shard, std::uint64_t version,
+                     std::vector<std::uint64_t> steps, const Slots& slots) {
+  Snapshot snapshot{std::move(table), shard, version, std::move(steps), {}};
+  for (const auto& [name, values] : slots)
+    snapshot.slots.push_back({name, {values.data(), values.data() + values.size()}});
+  return snapshot;
+}
+
+std::unique_ptr<ServeServer> started(std::unique_ptr<Server> server) {
+  server->start();
+  return std::make_unique<ServeServer>(ServeServer{OwnedHere(std::move(server))});
+}
+
+Server::Options options_of(std::uint32_t shard, std::uint32_t shards, bool log) {
+  return {shard, shards, log ? Log(log_to_stderr) : Log()};
+}
+
+void admit(ServeServer& self, const std::string& transport, Context context, int fd,
+           const std::string& name, ClientId client, double timeout) {
+  UniqueFd socket(fd);
+  self.server.get().admit(Channel::make(End::kServer, transport, std::move(context),
+                                        std::move(socket), name, limit_of(timeout)),
+                          client);
+}
+
+void bind_server(py::module_& m) {
+  py::class_<ServeServer>(m, "ServeServer")
+      .def(py::init([](std::uint32_t shard, std::uint32_t shards, bool log) {
+             return started(std::make_unique<Server>(options_of(shard, shards, log)));
+           }),
+           py::arg("shard"), py::arg("shards"), py::arg("log") = true)
+      .def_static(
+          "restored",
+          [](const std::string& table, std::uint32_t shard, std::uint64_t version,
+             std::vector<std::uint64_t> steps, const Slots& slots, bool log) {
+            const auto shards = Table::parse(table).shards;
+            return started(std::make_unique<Server>(
+                options_of(shard, shards, log),
+                snapshot_of(table, shard, version, std::move(steps), slots)));
+          },
+          py::arg("table"), py::arg("shard"), py::arg("version"), py::arg("steps"),
+          py::arg("slots"), py::arg("log") = true)
+      .def("admit", &admit, py::arg("transport"), py::arg("context"), py::arg("fd"),
+           py::arg("name"), py::arg("client"), py::arg("timeout"), WithoutLock())
+      .def(
+          "snapshot",
+          [](ServeServer& self, double timeout) {
+            Snapshot snapshot;
+            {
+              const Unlocked unlocked;
+              snapshot = self.server.get().snapshot(limit_of(timeout));
+            }
+            return dict_of(std::move(snapshot));
+          },
+          py::arg("timeout"))
+      .def(
+          "snapshot_wanted",
+          [](ServeServer& self, double seconds) {
+            return self.server.get().snapshot_wanted(seconds);
+          },
+          py::arg("seconds"), WithoutLock())
+      .def(
+          "snapshot_written",
+          [](ServeServer& self, std::uint64_t ticket, const std::string& error) {
+            self.server.get().snapshot_written(ticket, error);
+          },
+          py::arg("ticket"), py::arg("error"))
+      .def(
+          "statistics",
+          [](ServeServer& self, double timeout) {
+            return self.server.get().statistics(limit_of(timeout));
+          },
+          py::arg("timeout"), WithoutLock())
+      .def(
+          "census",
+          [](ServeServer& self, double timeout) {
+            const Server::Census census = self.server.get().census(limit_of(timeout));
+            return std::tuple(census.joined, census.admitted, census.has_values);
+          },
+          py::arg("timeout"), WithoutLock())
+      .def("stop", [](ServeServer& self) { self.server.get().stop(); }, WithoutLock());
+}
+
+Op parse_question(const std::string& name) {
+  for (const Op op : {Op::kWait, Op::kStats, Op::kSnapshot})
+    if (name == name_of(op)) return op;
+  throw InvalidArgument("'" + name + "' is nothing to ask: wait, stats, snapshot");
+}
+
+shared_ptr<Call> push(ServeClient& self, const Addresses& gradients, std::string codec,
+                      shared_ptr<codec::ErrorFeedback> feedback, float rate, bool strict,
+                      double timeout, py::object memory, std::vector<std::uint64_t> versions) {
+  shared_ptr<Call> call;
+  {
+    const Unlocked unlocked;
+    const WaitLimit limit = limit_of(timeout);
+    PushOptions options{std::move(codec), std::move(feedback), rate, strict, std::move(versions)};
+    call = self.client.get().push(spans_of<Gradients, const float>(gradients), options, limit,
+                                  Deadline::after(timeout));
+  }
+  return call->copied() ? call : self.keep(std::move(call), std::move(memory));
+}
+
+// Returns whether the call was over within `seconds`.
+bool wait(ServeClient& self, const Call& call, double seconds) {
+  self.client.get();  // throws in a fork, where no thread would end the call
+  const Unlocked unlocked;
+  constexpr int kTurn = 50;  // milliseconds between two looks at Ctrl-C
+  const Deadline deadline = Deadline::after(seconds);
+  while (!call.work().wait_for(1e-3 * deadline.milliseconds_left(kTurn))) {
+    check_signals();
+    if (deadline.passed()) return false;
+  }
+  call.work().rethrow();
+  return true;
+}
+
+std::unique_ptr<ServeClient> make_client(const std::string& table, ClientId id,
+                                         const std::vector<ServeChannel*>& shards) {
+  std::vector<std::unique_ptr<Channel>> channels;
+  for (ServeChannel* each : shards) channels.push_back(each->channel.take());
+  auto client = std::make_unique<Client>(Table::parse(table), id, std::move(channels));
+  client->start();
+  return std::make_unique<ServeClient>(ServeClient{.client = OwnedHere(std::move(client))});
+}
+
+void bind_client(py::module_& m) {
+  py::class_<Call, shared_ptr<Call>>(m, "ServeCall")
+      .def("done", [](const Call& self) { return self.work().done(); })
+      .def("texts", &Call::texts)
+      .def("versions", &Call::versions)
+      .def("refusals", &Call::refusals)
+      .def("copied", &Call::copied);
+  py::class_<ServeClient>(m, "ServeClient")
+      .def(py::init(&make_client), py::arg("table"), py::arg("client"), py::arg("shards"))
+      .def(
+          "join",
+          [](ServeClient& self, double timeout) {
+            return self.client.get().join(Deadline::after(timeout));
+          },
+          py::arg("timeout"))
+      .def(
+          "set",
+          [](ServeClient& self, const Addresses& values, double timeout, py::object memory) {
+            return self.keep(self.client.get().set(spans_of<Gradients, const float>(values),
+                                                   Deadline::after(timeout)),
+                             std::move(memory));
+          },
+          py::arg("values"), py::arg("timeout"), py::arg("memory"))
+      .def("push", &push, py::arg("gradients"), py::arg("codec"), py::arg("feedback"),
+           py::arg("rate"), py::arg("strict"), py::arg("timeout"), py::arg("memory"),
+           py::arg("versions") = std::vector<std::uint64_t>())
+      .def(
+          "pull",
+          [](ServeClient& self, const Addresses& values, const std::string& codec, double timeout,
+             py::object memory) {
+            return self.keep(self.client.get().pull(spans_of<Values, float>(values), codec,
+                                                    Deadline::after(timeout)),
+                             std::move(memory));
+          },
+          py::arg("values"), py::arg("codec"), py::arg("timeout"), py::arg("memory"))
+      .def(
+          "ask",
+          [](ServeClient& self, const std::string& what, std::uint64_t version, double timeout) {
+            return self.client.get().ask(parse_question(what), version, Deadline::after(timeout));
+          },
+          py::arg("what"), py::arg("version"), py::arg("timeout"))
+      .def("wait", &wait, py::arg("call"), py::arg("seconds"))
+      .def("versions", [](ServeClient& self) { return self.client.get().versions(); })
+      .def("merged", [](ServeClient& self) { return self.client.get().merged(); })
+      .def("stale", [](ServeClient& self) { return self.client.get().stale(); })
+      .def(
+          "close",
+          [](ServeClient& self, double timeout) { self.client.get().close(limit_of(timeout)); },
+          py::arg("timeout"), WithoutLock());
+}
+
+void bind_all(py::module_& m) {
+  m.attr("SERVE_NO_VERSION") = kNoVersion;
+  m.def("serve_table", &table_text, py::arg("parameters"), py::arg("rule"), py::arg("codecs"),
+        py::arg("shards"), py::arg("atomic_push"), py::arg("divide"), py::arg("max_staleness"));
+  py::class_<ServeChannel>(m, "ServeChannel")
+      .def(py::init([](const std::string& transport, Context context, int fd,
+                       const std::string& peer, double timeout) {
+             UniqueFd socket(fd);
+             const Unlocked unlocked;
+             return std::make_unique<ServeChannel>(ServeChannel{
+                 OwnedHere(Channel::make(End::kClient, transport, std::move(context),
+                                         std::move(socket), peer, limit_of(timeout)))});
+           }),
+           py::arg("transport"), py::arg("context"), py::arg("fd"), py::arg("peer"),
+           py::arg("timeout"));
+  bind_server(m);
+  bind_client(m);
+}
+
+}  // namespace
+}  // namespace gradwire::bind::serving
+
+namespace gradwire::bind {
+void bind_serve(py::module_& m) { serving::bind_all(m); }
+}  // namespace gradwire::bind

@@ -1,0 +1,90 @@
+#include "gradwire/serve/layout.h"
+
+#include <algorithm>
+
+#include "gradwire/base/error.h"
+#include "gradwire/serve/message.h"
+
+namespace gradwire::serve {
+namespace {
+
+// Where shard `shard` begins: at a whole cache line of elements, unless shards are small.
+std::uint64_t begin_of(const Table& table, std::uint32_t shard) {
+  constexpr std::uint64_t kLine = 16;
+  const std::uint64_t elements = table.elements();
+  if (shard == table.shards) return elements;
+  const std::uint64_t each = elements / table.shards;
+  const std::uint64_t begin =
+      each * shard + std::min<std::uint64_t>(shard, elements % table.shards);
+  return each >= 4 * kLine ? begin / kLine * kLine : begin;
+}
+
+std::size_t most_bytes(const Codecs& codecs, std::size_t count) {
+  std::size_t most = 0;
+  for (const auto& codec : codecs) most = std::max(most, codec->max_bytes(count));
+  return most;
+}
+
+}  // namespace
+
+Codecs codecs_of(const Table& table) {
+  Codecs codecs;
+  for (const std::string& each : table.codecs) codecs.push_back(codec::make_codec(each));
+  return codecs;
+}
+
+Layout::Layout(const Table& table, const Codecs& codecs, std::uint32_t shard) {
+  if (shard >= table.shards)
+    throw InvalidArgument("there is no shard " + std::to_string(shard) + " of " +
+                          std::to_string(table.shards));
+  cut(table, begin_of(table, shard), begin_of(table, shard + 1));
+  group(codecs);
+}
+
+// Cuts the elements [begin, end) of all parameters into pieces of at most a frame.
+void Layout::cut(const Table& table, std::uint64_t begin, std::uint64_t end) {
+  std::uint64_t at = 0;  // where the parameter begins
+  for (std::size_t p = 0; p < table.parameters.size() && at < end; ++p) {
+    const std::uint64_t after = at + table.parameters[p].elements();
+    for (std::uint64_t i = std::max(at, begin); i < std::min(after, end);) {
+      const std::uint64_t count = std::min<std::uint64_t>(kMostFrame, std::min(after, end) - i);
+      pieces_.push_back({p, i - at, elements_, count});
+      elements_ += count;
+      i += count;
+    }
+    at = after;
+  }
+}
+
+// Joins pieces into frames, as many as fit whatever the codec.
+void Layout::group(const Codecs& codecs) {
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < pieces_.size(); ++i) {
+    const Piece& piece = pieces_[i];
+    const std::size_t more = most_bytes(codecs, piece.count);
+    if (frames_.empty() || frames_.back().count + piece.count > kMostFrame ||
+        bytes + more > kMostPayload) {
+      frames_.push_back({piece.first, 0, i, 0});
+      bytes = 0;
+    }
+    bytes += more;
+    frames_.back().count += piece.count;
+    ++frames_.back().pieces;
+  }
+}
+
+bool decode_frame(const codec::Codec& codec, const Layout& layout, const ShardFrame& frame,
+                  ConstBytes payload, bool add, float* y) {
+  bool finite = true;
+  for (const Piece& piece : layout.pieces(frame)) {
+    float* const to = y + (piece.first - frame.first);
+    const codec::Decoded decoded =
+        add ? codec.decode_add(payload, to, piece.count) : codec.decode(payload, to, piece.count);
+    finite = finite && decoded.finite;
+    payload = payload.subspan(decoded.bytes);
+  }
+  if (!payload.empty()) throw InvalidArgument("a frame's payload is longer than its elements");
+  return finite;
+}
+
+}  // namespace gradwire::serve

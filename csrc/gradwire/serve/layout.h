@@ -1,0 +1,60 @@
+// Layout: which elements each shard holds, and in which frames they travel. It follows from the
+// Table alone, so a client and a server have the same.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "gradwire/codec/codec.h"
+#include "gradwire/serve/table.h"
+
+namespace gradwire::serve {
+
+// Elements of one parameter. A codec encodes a piece by itself.
+struct Piece {
+  std::size_t parameter = 0;
+  std::size_t offset = 0;  // in the parameter
+  std::size_t first = 0;   // in the shard's range
+  std::size_t count = 0;
+};
+
+// Consecutive elements of a shard's range that travel in one message.
+struct ShardFrame {
+  std::size_t first = 0, count = 0;
+  std::size_t piece = 0, pieces = 0;  // which of Layout::pieces()
+};
+
+// The most elements of a frame: as float32 they fill a message but for a part.
+inline constexpr std::size_t kMostFrame = 28'672;
+
+using Codecs = std::vector<std::shared_ptr<const codec::Codec>>;
+Codecs codecs_of(const Table& table);
+
+class Layout {
+ public:
+  Layout(const Table& table, const Codecs& codecs, std::uint32_t shard);
+
+  std::size_t elements() const noexcept { return elements_; }
+  const std::vector<ShardFrame>& frames() const noexcept { return frames_; }
+  const std::vector<Piece>& pieces() const noexcept { return pieces_; }
+  std::span<const Piece> pieces(const ShardFrame& frame) const noexcept {
+    return std::span(pieces_).subspan(frame.piece, frame.pieces);
+  }
+
+ private:
+  void cut(const Table& table, std::uint64_t begin, std::uint64_t end);
+  void group(const Codecs& codecs);
+
+  std::size_t elements_ = 0;
+  std::vector<Piece> pieces_;
+  std::vector<ShardFrame> frames_;
+};
+
+// Decodes a frame's payload to y[0, frame.count), or adds it. Throws InvalidArgument where the
+// payload is none of this frame. Returns whether all values are finite.
+bool decode_frame(const codec::Codec& codec, const Layout& layout, const ShardFrame& frame,
+                  ConstBytes payload, bool add, float* y);
+
+}  // namespace gradwire::serve

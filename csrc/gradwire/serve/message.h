@@ -1,0 +1,80 @@
+// The header in front of every frame between a client and a shard of the parameter server, and its
+// parser. Bytes from the network are hostile until parse() has returned.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <type_traits>
+
+#include "gradwire/base/types.h"
+#include "gradwire/base/wire.h"
+
+namespace gradwire::serve {
+
+inline constexpr std::uint32_t kMessageMagic = 0x31535247;  // "GRS1"; a new version, a new magic
+
+enum class Op : std::uint8_t {
+  kJoin = 1,  // a Table's text, in one or more frames; reply: version, or refused with the reason
+  kSet,       // initial values in float32; the first complete ones win; reply: version, or refused
+  kPush,      // a gradient; reply: version, `extra` is the staleness; or refused with the reason
+  kPull,      // replies: the parameters, a frame at a time
+  kWait,      // reply: once the shard's version is at least the one in the header
+  kStats,     // reply: JSON
+  kSnapshot,  // reply: once the snapshot is written, or refused with the reason
+  kBye,       // the client leaves; no reply
+};
+
+enum MessageFlags : std::uint8_t {
+  kFirst = 1,    // the first frame of a request or reply
+  kLast = 2,     // its last
+  kReply = 4,    // from the server
+  kRefused = 8,  // of a reply: not done; the payload says why
+};
+
+// Why a request was refused.
+enum class Refusal : std::uint32_t { kNone, kInvalid, kStale, kNotFinite, kNoValues, kHasValues };
+
+// The version before initial values are there.
+inline constexpr std::uint64_t kNoVersion = ~std::uint64_t{0};
+
+struct MessageHeader {
+  std::uint32_t magic = kMessageMagic;
+  Op op = Op::kBye;
+  std::uint8_t flags = kFirst | kLast;
+  std::uint16_t codec = 0;     // of the payload: its index in the Table
+  std::uint64_t client = 0;    // who asks; its incarnation is in the low 16 bits
+  std::uint32_t sequence = 0;  // of the request, which the reply repeats
+  std::uint16_t table = 0;     // low bits of the Table's digest; 0 in JOIN
+  std::uint16_t zero = 0;
+  std::uint64_t first = 0;   // SET, PUSH, PULL's replies: elements of the shard's range that the
+  std::uint32_t count = 0;   // payload holds; refused replies: why, a Refusal
+  std::uint32_t length = 0;  // payload bytes that follow
+  // PUSH: of the parameters from which the gradient was computed, kNoVersion where none were
+  // pulled, which counts as the oldest; WAIT: the one that is waited for; replies: the shard's now.
+  std::uint64_t version = 0;
+  std::uint32_t extra = 0;  // PUSH: the rate as float32, 0 for the rule's own; PULL: 1 where the
+                            // client has the values of its last pull; PUSH's reply: staleness
+  std::uint32_t zeros[3] = {};
+
+  bool has(MessageFlags flag) const noexcept { return (flags & flag) != 0; }
+};
+static_assert(sizeof(MessageHeader) == 64 && std::is_trivially_copyable_v<MessageHeader>);
+
+// The most bytes of a frame's payload: with its header it is the transports' usual message.
+inline constexpr std::size_t kMostPayload = kUsualFrame - sizeof(MessageHeader);
+
+struct Message {
+  MessageHeader header;
+  ConstBytes payload;
+};
+
+// Checks all of a frame that can be checked without a table. Throws InvalidArgument that says what
+// is wrong.
+Message parse(ConstBytes frame);
+
+std::string_view name_of(Op op) noexcept;
+// Returns the text of a refusal or of statistics.
+std::string_view text_of(ConstBytes payload) noexcept;
+
+}  // namespace gradwire::serve

@@ -1,0 +1,440 @@
+#include "gradwire/serve/server.h"
+
+#include <algorithm>
+#include <exception>
+#include <future>
+#include <new>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd/simd.h"
+
+namespace gradwire::serve {
+namespace {
+
+// Replies that may wait for a client that does not read. Nothing more of it is read meanwhile.
+constexpr std::size_t kMostQueued = 8;
+constexpr std::size_t kMostPulls = 8;
+constexpr std::size_t kMostWaits = 64;
+constexpr std::size_t kMostSnapshots = 64;
+constexpr std::size_t kMostReason = 1000;  // bytes of a refusal's text, which may quote the client
+
+constexpr int kIncarnationBits = 16;
+ClientId identity_of(ClientId id) { return id >> kIncarnationBits; }
+
+// Returns the front of a text, with whole UTF-8 characters only.
+std::string_view shortened(std::string_view text) {
+  std::size_t end = std::min(text.size(), kMostReason);
+  while (end > 0 && end < text.size() && (text[end] & 0xC0) == 0x80) --end;
+  return text.substr(0, end);
+}
+
+}  // namespace
+
+Server::Server(Options options)
+    : options_(std::move(options)), poller_([this](Channel& channel) { return serve(channel); }) {
+  if (options_.shard >= options_.shards)
+    throw InvalidArgument("there is no shard " + std::to_string(options_.shard) + " of " +
+                          std::to_string(options_.shards));
+}
+
+Server::Server(Options options, const Snapshot& snapshot) : Server(std::move(options)) {
+  shard_ = std::make_unique<Shard>(snapshot);
+  if (snapshot.shard == options_.shard && shard_->table().shards == options_.shards) return;
+  throw InvalidArgument("the snapshot is of shard " + std::to_string(snapshot.shard) + " of " +
+                        std::to_string(shard_->table().shards));
+}
+
+Server::~Server() { stop(); }
+
+void Server::start() {
+  thread_ = std::thread([this] { run(); });
+}
+
+void Server::run() {
+  const codec::FloatEnvironment environment;
+  while (true) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopping_) return;
+    }
+    pass();
+    poller_.wait(Deadline::never());
+  }
+}
+
+bool Server::turn() {
+  poller_.wait(Deadline::at_once());
+  return pass();
+}
+
+bool Server::pass() {
+  bool moved = take_admitted();
+  moved = run_calls() || moved;
+  moved = poller_.round() || moved;
+  moved = remove_ended() || moved;
+  if (shard_ && shard_->version() != told_version_) version_changed();
+  return moved;
+}
+
+void Server::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    wanted_.notify_all();
+  }
+  poller_.wake();
+  if (thread_.joinable()) thread_.join();
+  run_calls();
+  {
+    const std::lock_guard lock(mutex_);
+    arrivals_.clear();
+  }
+  for (auto& [channel, peer] : peers_) {
+    dismiss(*channel, {});
+    poller_.remove(*channel);
+  }
+  peers_.clear();
+}
+
+void Server::admit(std::unique_ptr<Channel> channel, ClientId client) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopping_) return;
+    Peer& peer = arrivals_.emplace_back();
+    peer.id = client;
+    peer.channel = std::move(channel);
+  }
+  poller_.wake();
+}
+
+bool Server::take_admitted() {
+  std::vector<Peer> arrivals;
+  {
+    const std::lock_guard lock(mutex_);
+    arrivals.swap(arrivals_);
+  }
+  for (Peer& peer : arrivals) {
+    replace(peer);
+    Channel& channel = *peer.channel;
+    peers_.emplace(&channel, std::move(peer));
+    poller_.add(channel);
+    ++admitted_;
+  }
+  return !arrivals.empty();
+}
+
+// Says goodbye to a client; `why` is empty where the server stops.
+void Server::dismiss(Channel& channel, std::string_view why) {
+  MessageHeader goodbye;
+  goodbye.flags = kFirst | kLast | kReply;
+  channel.post(goodbye, std::as_bytes(std::span(why)));
+  channel.send_queued();
+  channel.flush();
+}
+
+// Ends the channel of an older incarnation of a client, or the newer one where it is none.
+void Server::replace(const Peer& newer) {
+  for (auto& [channel, peer] : peers_) {
+    if (identity_of(peer.id) != identity_of(newer.id)) continue;
+    if (peer.id < newer.id) {
+      dismiss(*channel, "another client has joined under this one's name");
+      channel->end("it has joined anew");
+    } else {
+      dismiss(*newer.channel, "a later client has joined under this one's name");
+      newer.channel->end("it is joined already");
+    }
+    poller_.rouse(*channel);
+  }
+}
+
+bool Server::remove_ended() {
+  bool removed = false;
+  for (auto it = peers_.begin(); it != peers_.end();) {
+    Peer& peer = it->second;
+    if (!peer.channel->ended()) {
+      ++it;
+      continue;
+    }
+    poller_.remove(*peer.channel);
+    const std::string why = peer.left ? peer.channel->peer() + ": left" : peer.channel->why();
+    if (options_.log) options_.log(why);
+    if (shard_ && peer.joined) {
+      if (!peer.left) shard_->statistics().count_gone(why);
+      shard_->leave(peer.id);
+    }
+    it = peers_.erase(it);
+    removed = true;
+  }
+  return removed;
+}
+
+// What no client sends, or memory that there is not, ends the channel alone.
+bool Server::serve(Channel& channel) {
+  Peer& peer = peers_.at(&channel);
+  bool moved = false;
+  try {
+    moved = channel.send_queued();
+    moved = send_frame(peer) || moved;
+    if (takes_more(peer)) moved = take_message(peer) || moved;
+    if (channel.queued() > 0) moved = channel.send_queued() || moved;
+  } catch (const std::exception& error) {
+    channel.end(error.what());
+  }
+  channel.flush();
+  return moved;
+}
+
+// Of a client that does not read its replies nothing more is read. Pulls that wait for values do
+// not count, since the values may come behind them.
+bool Server::takes_more(const Peer& peer) const {
+  const bool many_pulls = peer.pulls.size() >= kMostPulls && shard_->has_values();
+  return peer.channel->queued() < kMostQueued && !many_pulls;
+}
+
+// Sends the next frame of a pull, where there is room.
+bool Server::send_frame(Peer& peer) {
+  if (!peer.pull && !peer.pulls.empty() && shard().has_values()) {
+    peer.pull = shard().begin_pull(peer.id, peer.pulls.front());
+    peer.pulls.pop_front();
+  }
+  if (!peer.pull) return false;
+  const Bytes room = peer.channel->room();
+  if (room.empty()) return false;
+  MessageHeader header;
+  header.table = shard().table().mark();
+  const bool last = shard().pull_frame(peer.id, *peer.pull, header, room, peer.channel->copy());
+  peer.channel->send(header);
+  shard().statistics().sent += sizeof header + header.length;
+  if (last) peer.pull.reset();
+  return true;
+}
+
+bool Server::take_message(Peer& peer) {
+  const auto message = peer.channel->next();
+  if (!message) return false;
+  handle(peer, *message);
+  peer.channel->release();
+  return true;
+}
+
+Shard& Server::shard() {
+  if (!shard_) throw InvalidArgument("a request came before any table");
+  return *shard_;
+}
+
+void Server::handle(Peer& peer, const Message& message) {
+  const MessageHeader& header = message.header;
+  if (header.has(kReply)) throw InvalidArgument("a client sent a reply");
+  if (header.client != peer.id) throw InvalidArgument("a frame names another client");
+  if (header.op == Op::kJoin) return join(peer, message);
+  if (!peer.joined || header.table != shard().table().mark())
+    throw InvalidArgument("a request came without the table that it is for");
+  shard().statistics().received += sizeof header + message.payload.size();
+  switch (header.op) {
+    case Op::kSet:
+      return answer(peer, header, shard().set(peer.id, message));
+    case Op::kPush:
+      return answer(peer, header, shard().push(peer.id, message));
+    case Op::kPull:
+      if (peer.pulls.size() >= kMostPulls) throw InvalidArgument("too many pulls at a time");
+      return peer.pulls.push_back(header);
+    case Op::kWait:
+      if (peer.waits.size() >= kMostWaits) throw InvalidArgument("too many waits at a time");
+      peer.waits.push_back(header);
+      return version_changed();
+    case Op::kStats:
+      return reply(peer, header, statistics_text());
+    case Op::kSnapshot:
+      return want_snapshot(peer, header);
+    case Op::kBye:
+      peer.left = true;
+      return peer.channel->end("left");
+    case Op::kJoin:
+      return;
+  }
+}
+
+void Server::join(Peer& peer, const Message& message) {
+  const MessageHeader& header = message.header;
+  if (peer.joined) throw InvalidArgument("join: it is joined already");
+  if (header.has(kFirst)) peer.table.clear();
+  peer.table += text_of(message.payload);
+  if (peer.table.size() > kMostTableText) throw InvalidArgument("join: its table is too long");
+  if (!header.has(kLast)) return;
+  try {
+    accept_table(peer, header);
+    peer.joined = true;
+    if (options_.log) options_.log(peer.channel->peer() + ": joined");
+    reply(peer, header);
+  } catch (const InvalidArgument& error) {
+    refuse(peer, header, {Refusal::kInvalid, error.what()});
+  } catch (const std::bad_alloc&) {
+    refuse(peer, header, {Refusal::kInvalid, "there is no memory for so many parameters"});
+  }
+  peer.table = {};
+}
+
+void Server::accept_table(Peer& peer, const MessageHeader& header) {
+  Table table = Table::parse(peer.table);
+  if (header.extra != options_.shard || table.shards != options_.shards)
+    throw InvalidArgument("this is shard " + std::to_string(options_.shard) + " of " +
+                          std::to_string(options_.shards) + ", not shard " +
+                          std::to_string(header.extra) + " of " + std::to_string(table.shards));
+  if (!shard_) {
+    shard_ = std::make_unique<Shard>(std::move(table), options_.shard);
+    if (frame_log_) shard_->log_to(frame_log_);
+  } else if (table != shard_->table()) {
+    throw InvalidArgument("the servers hold other parameters: " +
+                          difference(table, shard_->table()) + ", as the first client had it");
+  }
+}
+
+void Server::answer(Peer& peer, const MessageHeader& request, const std::optional<Answer>& answer) {
+  if (!answer) return;
+  if (answer->refused != Refusal::kNone) {
+    refuse(peer, request, *answer);
+  } else {
+    MessageHeader header = request;
+    header.extra = answer->staleness;
+    reply(peer, header);
+  }
+}
+
+void Server::reply(Peer& peer, const MessageHeader& request, std::string_view text) {
+  MessageHeader header = request;
+  header.flags = kFirst | kLast | kReply;
+  header.version = shard().version();
+  header.table = shard().table().mark();
+  const auto payload = std::as_bytes(std::span(text.substr(0, kMostPayload)));
+  peer.channel->post(header, payload);
+}
+
+void Server::refuse(Peer& peer, const MessageHeader& request, const Answer& answer) {
+  MessageHeader header = request;
+  header.flags = kFirst | kLast | kReply | kRefused;
+  header.count = static_cast<std::uint32_t>(answer.refused);
+  header.extra = answer.staleness;
+  header.version = shard_ ? shard_->version() : kNoVersion;
+  peer.channel->post(header, std::as_bytes(std::span(shortened(answer.why))));
+}
+
+// Answers who waited for the version that there is now, or for values.
+void Server::version_changed() {
+  told_version_ = shard().version();
+  if (!shard().has_values()) return;
+  for (auto& [channel, peer] : peers_) {
+    if (!peer.pulls.empty()) poller_.rouse(*channel);
+    const std::size_t waited = std::erase_if(peer.waits, [&](const MessageHeader& request) {
+      if (request.version > shard().version()) return false;
+      reply(peer, request);
+      return true;
+    });
+    if (waited > 0) poller_.rouse(*channel);
+  }
+}
+
+void Server::want_snapshot(Peer& peer, const MessageHeader& header) {
+  const std::lock_guard lock(mutex_);
+  const auto same = [&](const auto& each) { return each.second.client == peer.id; };
+  if (static_cast<std::size_t>(std::ranges::count_if(tickets_, same)) >= kMostSnapshots)
+    throw InvalidArgument("too many snapshots at a time");
+  new_tickets_.push_back(next_ticket_);
+  tickets_[next_ticket_++] = {peer.id, header};
+  wanted_.notify_all();
+}
+
+std::optional<std::uint64_t> Server::snapshot_wanted(double seconds) {
+  std::unique_lock lock(mutex_);
+  wanted_.wait_for(lock, std::chrono::duration<double>(seconds),
+                   [this] { return stopping_ || !new_tickets_.empty(); });
+  if (new_tickets_.empty()) return std::nullopt;
+  const std::uint64_t ticket = new_tickets_.front();
+  new_tickets_.pop_front();
+  return ticket;
+}
+
+void Server::snapshot_written(std::uint64_t ticket, const std::string& error) {
+  const std::lock_guard lock(mutex_);
+  const auto found = tickets_.find(ticket);
+  if (found == tickets_.end()) throw InvalidArgument("nobody waits for this snapshot");
+  calls_.push_back([this, ticket = found->second, error] {
+    for (auto& [channel, peer] : peers_) {
+      if (peer.id != ticket.client) continue;
+      error.empty() ? reply(peer, ticket.request)
+                    : refuse(peer, ticket.request, {Refusal::kInvalid, error});
+      poller_.rouse(*channel);
+    }
+  });
+  tickets_.erase(found);
+  poller_.wake();
+}
+
+void Server::log_frames(std::function<void(const AppliedFrame&)> log) {
+  frame_log_ = std::move(log);
+  if (shard_) shard_->log_to(frame_log_);
+}
+
+// Runs what other threads have asked for.
+bool Server::run_calls() {
+  std::vector<std::function<void()>> calls;
+  {
+    const std::lock_guard lock(mutex_);
+    calls.swap(calls_);
+  }
+  for (const auto& each : calls) each();
+  return !calls.empty();
+}
+
+// Runs `body` on the server's thread, and waits for it. It may run after a Timeout, so it owns what
+// it needs.
+void Server::call(const std::function<void()>& body, const WaitLimit& limit) {
+  if (!thread_.joinable()) return body();
+  const auto task = std::make_shared<std::packaged_task<void()>>(body);
+  std::future<void> done = task->get_future();
+  {
+    const std::lock_guard lock(mutex_);
+    calls_.push_back([task] { (*task)(); });
+  }
+  poller_.wake();
+  while (done.wait_for(std::chrono::milliseconds(limit.turn_milliseconds())) !=
+         std::future_status::ready) {
+    limit.check_interrupt();
+    if (limit.passed()) throw Timeout("timed out: the server's thread does not answer", kNoPeer);
+  }
+  done.get();
+}
+
+Snapshot Server::snapshot(const WaitLimit& limit) {
+  const auto copy = std::make_shared<Snapshot>();
+  call(
+      [this, copy] {
+        if (!shard_ || !shard_->has_values())
+          throw InvalidArgument("there are no values to write yet");
+        *copy = shard_->snapshot();
+      },
+      limit);
+  return std::move(*copy);
+}
+
+std::string Server::statistics(const WaitLimit& limit) {
+  const auto text = std::make_shared<std::string>();
+  call([this, text] { *text = statistics_text(); }, limit);
+  return *text;
+}
+
+Server::Census Server::census(const WaitLimit& limit) {
+  const auto census = std::make_shared<Census>();
+  call([this, census] { *census = {peers_.size(), admitted_, shard_ && shard_->has_values()}; },
+       limit);
+  return *census;
+}
+
+std::string Server::statistics_text() {
+  std::vector<std::string> clients;
+  for (const auto& [channel, peer] : peers_)
+    if (peer.joined) clients.push_back(channel->peer());
+  return shard_ ? shard_->statistics().json(shard_->version(), clients)
+                : Statistics{}.json(kNoVersion, clients);
+}
+
+}  // namespace gradwire::serve

@@ -1,0 +1,146 @@
+// Shard: one range of the parameters, the state of their update rule, and what clients have open
+// there. It is pure data without sockets: a Server gives it the messages of its clients in the
+// order in which they arrive. Callers hold a FloatEnvironment (codec/simd/simd.h).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gradwire/base/copy.h"
+#include "gradwire/serve/layout.h"
+#include "gradwire/serve/message.h"
+#include "gradwire/serve/statistics.h"
+#include "gradwire/serve/table.h"
+#include "gradwire/serve/update_rule.h"
+
+namespace gradwire::serve {
+
+using ClientId = std::uint64_t;
+
+// The answer to a whole SET or PUSH.
+struct Answer {
+  Refusal refused = Refusal::kNone;
+  std::string why;
+  std::uint32_t staleness = 0;
+};
+
+// One frame of a push as it is applied, for a log.
+struct AppliedFrame {
+  ClientId client = 0;
+  std::uint32_t sequence = 0;
+  std::size_t frame = 0;
+  float rate = 0;
+  std::span<const float> gradient;
+};
+
+// A shard's state, to write and to restore.
+struct Snapshot {
+  struct Slot {
+    std::string name;  // "w", then the rule's states
+    std::vector<float> values;
+  };
+  std::string table;
+  std::uint32_t shard = 0;
+  std::uint64_t version = kNoVersion;
+  std::vector<std::uint64_t> steps;  // updates of each frame
+  std::vector<Slot> slots;
+};
+
+class Shard {
+ public:
+  // A pull under way. The server keeps it while it sends the replies.
+  struct Pull {
+    std::uint32_t sequence = 0;
+    std::uint16_t codec = 0;
+    bool dense = false;    // differences, but the client has no values yet
+    std::size_t next = 0;  // frame
+    std::shared_ptr<const std::vector<float>> frozen{};  // with Table::atomic_push
+    std::uint64_t version = 0;                           // of frozen
+  };
+
+  Shard(Table table, std::uint32_t shard);
+  // Throws InvalidArgument where the snapshot is not of that form.
+  explicit Shard(const Snapshot& snapshot);
+
+  const Table& table() const noexcept { return table_; }
+  const Layout& layout() const noexcept { return layout_; }
+  std::uint64_t version() const noexcept { return version_; }
+  bool has_values() const noexcept { return version_ != kNoVersion; }
+  const std::vector<float>& values() const noexcept { return slots_.front().values; }
+
+  // Take one frame of a request; return the answer with its last. Throw InvalidArgument for what no
+  // client of this table sends.
+  std::optional<Answer> set(ClientId client, const Message& message);
+  std::optional<Answer> push(ClientId client, const Message& message);
+
+  // Needs values.
+  Pull begin_pull(ClientId client, const MessageHeader& request);
+  // Writes the next frame of a pull to `out`, of kMostPayload bytes, and its header. Returns
+  // whether it was the last.
+  bool pull_frame(ClientId client, Pull& pull, MessageHeader& header, Bytes out, Copy copy);
+
+  // Returns what a client has by pulled differences; empty before the first of them.
+  const std::vector<float>& shadow(ClientId client) { return clients_[client].shadow; }
+
+  // Drops all that a client has here.
+  void leave(ClientId client);
+
+  Snapshot snapshot() const;
+  Statistics& statistics() noexcept { return statistics_; }
+  void log_to(std::function<void(const AppliedFrame&)> log) { log_ = std::move(log); }
+
+ private:
+  // The frames of a SET or a PUSH so far.
+  struct Request {
+    std::uint32_t sequence = 0;
+    std::size_t next = 0;  // frame
+    std::uint64_t version = 0;
+    float rate = 0;
+    Answer answer;
+    std::size_t applied = 0;    // frames
+    std::vector<float> staged;  // of a SET, and with Table::atomic_push
+  };
+  struct Client {
+    Request set, push;
+    std::vector<float> shadow;  // what it has by pulled differences
+  };
+
+  const ShardFrame& take_frame(Request& request, const Message& message) const;
+  void begin_push(Request& push, const MessageHeader& header);
+  void refuse_if_stale(Request& push);
+  void take_push(ClientId client, Request& push, const ShardFrame& frame, const Message& message);
+  Answer end_push(ClientId client, Request& push);
+  void abandon(Request& push);
+  void apply(ClientId client, const Request& push, std::size_t frame, const float* gradient);
+  std::uint64_t staleness(const Request& push) const noexcept;
+  std::size_t encode(const codec::Codec& codec, const ShardFrame& frame, const float* x, Bytes out,
+                     Copy copy) const;
+  std::size_t encode_difference(const codec::Codec& codec, const ShardFrame& frame, const float* w,
+                                float* shadow, Bytes out);
+  std::shared_ptr<const std::vector<float>> frozen();
+
+  Table table_;
+  std::uint32_t index_;
+  Codecs codecs_;
+  Layout layout_;
+  std::shared_ptr<const UpdateRule> rule_;
+  std::uint64_t version_ = kNoVersion;
+  std::vector<Snapshot::Slot> slots_;
+  std::vector<std::uint64_t> steps_;
+  std::map<ClientId, Client> clients_;
+  std::vector<float> scratch_;  // a frame
+  std::weak_ptr<const std::vector<float>> frozen_;
+  std::uint64_t frozen_version_ = kNoVersion;
+  Statistics statistics_;
+  std::function<void(const AppliedFrame&)> log_;
+};
+
+// Returns whether pulls with this codec are differences to what the client has; others are casts.
+bool pulls_differences(const codec::Codec& codec);
+
+}  // namespace gradwire::serve

@@ -1,0 +1,33 @@
+// What a shard has done, for people and tests.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace gradwire::serve {
+
+struct Statistics {
+  static constexpr std::size_t kMostStaleness = 255;  // the last bin holds all above, too
+  static constexpr std::size_t kMostGone = 64;        // the last ones
+
+  std::uint64_t pushes = 0;      // applied
+  std::uint64_t partial = 0;     // of which only a part was applied, in frames
+  std::uint64_t stale = 0;       // refused
+  std::uint64_t not_finite = 0;  // refused, or cut short
+  std::uint64_t pulls = 0;
+  std::uint64_t received = 0, sent = 0;                       // bytes of frames
+  std::array<std::uint64_t, kMostStaleness + 1> staleness{};  // pushes by their staleness
+  double sum_of_staleness = 0;
+  std::uint64_t most_staleness = 0;
+  std::vector<std::string> gone;  // clients that ended without a goodbye, and why
+
+  void count_staleness(std::uint64_t versions);
+  void count_gone(std::string client);
+  // `clients`: the names of those that are joined.
+  std::string json(std::uint64_t version, const std::vector<std::string>& clients) const;
+};
+
+}  // namespace gradwire::serve

@@ -1,0 +1,43 @@
+// UpdateRule: how a shard applies a gradient to its parameters, in one pass over both. The
+// arithmetic is binary32 with fused multiply-adds, and the same bits on every instruction set.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace gradwire::serve {
+
+// State that a rule keeps for each parameter element.
+struct RuleState {
+  std::string_view name;
+  float initial = 0;
+};
+
+class UpdateRule {
+ public:
+  virtual ~UpdateRule() = default;
+
+  // Returns the canonical spec: make_rule(name())->name() == name().
+  virtual std::string name() const = 0;
+  virtual float rate() const noexcept = 0;
+  virtual std::vector<RuleState> states() const { return {}; }
+  // Updates w[0, n) with the finite gradient g. `states` are those of states(), of the same
+  // elements. `step` counts the updates of these elements, from 1.
+  virtual void apply(float* w, std::span<float* const> states, const float* g, float rate,
+                     std::uint64_t step, std::size_t n) const noexcept = 0;
+};
+
+// Makes one of
+//   sgd:rate=…                                    w −= γ·g, torch.optim.SGD's bits
+//   momentum:rate=…,momentum=0.9,nesterov=no|yes  v = μ·v + g; w −= γ·v, or γ·(g + μ·v)
+//   adagrad:rate=…,epsilon=1e-10                  s += g², s₀ = ε; w −= γ·g / √s
+//                                                 (Dean et al. 2012, sec. 4.1: √(ε + Σg²))
+//   adam:rate=…,beta1=0.9,beta2=0.999,epsilon=1e-8    (Kingma & Ba 2015, algorithm 1)
+// Throws InvalidArgument for anything else.
+std::shared_ptr<const UpdateRule> make_rule(std::string_view spec);
+
+}  // namespace gradwire::serve

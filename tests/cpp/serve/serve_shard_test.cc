@@ -1,0 +1,330 @@
+#include <cmath>
+#include <limits>
+
+#include "serve_job.h"
+
+namespace gradwire::serve {
+namespace {
+
+// Sends frames to a shard as a client would, without a channel.
+class Direct {
+ public:
+  explicit Direct(const Table& table, std::uint32_t index = 0)
+      : shard(table, index), codecs_(codecs_of(table)) {}
+
+  // Sends the first `frames` frames of a request; all of them by default.
+  std::optional<Answer> send(Op op, ClientId client, const Arrays& x, std::uint16_t codec = 0,
+                             std::uint64_t version = 0,
+                             std::size_t frames = std::numeric_limits<std::size_t>::max(),
+                             codec::ErrorFeedback* feedback = nullptr) {
+    const Layout& layout = shard.layout();
+    Outgoing outgoing(shard.table(), spans_of<Gradients>(x), codecs_[codec],
+                      std::shared_ptr<codec::ErrorFeedback>(feedback, [](auto*) {}));
+    outgoing.open();
+    std::vector<std::byte> room(kMostPayload);
+    std::optional<Answer> answer;
+    ++sequence_;
+    for (std::size_t i = 0; i < layout.frames().size(); ++i) {
+      const ShardFrame& frame = layout.frames()[i];
+      if (i >= frames) {
+        outgoing.keep(layout, frame);
+        continue;
+      }
+      MessageHeader header;
+      header.op = op;
+      header.client = client;
+      header.codec = codec;
+      header.sequence = sequence_;
+      header.version = version;
+      header.first = frame.first;
+      header.count = static_cast<std::uint32_t>(frame.count);
+      header.flags = static_cast<std::uint8_t>((i == 0 ? kFirst : 0) |
+                                               (i + 1 == layout.frames().size() ? kLast : 0));
+      const std::size_t bytes = outgoing.encode(layout, frame, room, copy_cached);
+      const Message message{header, ConstBytes(room).first(bytes)};
+      answer = op == Op::kSet ? shard.set(client, message) : shard.push(client, message);
+    }
+    outgoing.close();
+    return answer;
+  }
+
+  // Pulls into what the client has, which it returns.
+  const std::vector<float>& pull(ClientId client, std::uint16_t codec) {
+    std::vector<float>& has = mirrors_[client];
+    MessageHeader request;
+    request.codec = codec;
+    request.extra = has.empty() ? 0 : 1;
+    has.resize(shard.layout().elements());
+    Shard::Pull pull = shard.begin_pull(client, request);
+    std::vector<std::byte> room(kMostPayload);
+    for (bool last = false; !last;) {
+      MessageHeader header;
+      last = shard.pull_frame(client, pull, header, room, copy_cached);
+      const bool add = pulls_differences(*codecs_[header.codec]);
+      const ShardFrame frame = shard.layout().frames()[pull.next - 1];
+      decode_frame(*codecs_[header.codec], shard.layout(), frame,
+                   ConstBytes(room).first(header.length), add, has.data() + frame.first);
+    }
+    return has;
+  }
+
+  std::uint32_t sequence() const { return sequence_; }  // of the last request
+
+  Shard shard;
+
+ private:
+  Codecs codecs_;
+  std::uint32_t sequence_ = 0;
+  std::map<ClientId, std::vector<float>> mirrors_;
+};
+
+TEST(Shard, TakesTheFirstWholeInitialValuesOnly) {
+  const codec::FloatEnvironment environment;
+  const Table table = some_table(2);
+  Direct job(table, 1);
+  const Arrays a = random_of(table, 1), b = random_of(table, 2);
+  EXPECT_FALSE(job.send(Op::kSet, 1, a, 0, 0, /*frames=*/1).has_value());
+  EXPECT_FALSE(job.shard.has_values());
+  EXPECT_EQ(job.send(Op::kSet, 2, b)->refused, Refusal::kNone);
+  EXPECT_EQ(job.shard.version(), 0U);
+  EXPECT_EQ(job.send(Op::kSet, 1, a)->refused, Refusal::kHasValues);
+  EXPECT_TRUE(same_bits(job.shard.values(), range_of(job.shard.layout(), b)));
+}
+
+TEST(Shard, RefusesAPushBeforeValues) {
+  const codec::FloatEnvironment environment;
+  Direct job(some_table());
+  EXPECT_EQ(job.send(Op::kPush, 1, random_of(some_table(), 1))->refused, Refusal::kNoValues);
+}
+
+TEST(Shard, AppliesEachPushOnceByItsRule) {
+  const codec::FloatEnvironment environment;
+  for (const bool atomic : {false, true}) {
+    Table table = some_table(1, "adagrad:rate=0.1");
+    table.atomic_push = atomic;
+    Direct job(table);
+    const Arrays x = random_of(table, 1);
+    job.send(Op::kSet, 1, x);
+    std::vector<float> w = range_of(job.shard.layout(), x), s(w.size(), 1e-10F);
+    float* states[] = {s.data()};
+    for (unsigned i = 0; i < 3; ++i) {
+      const Arrays g = random_of(table, 10 + i);
+      const Answer answer = *job.send(Op::kPush, 1, g, 0, /*version=*/i / 2);
+      EXPECT_EQ(answer.staleness, i - i / 2);
+      make_rule(table.rule)
+          ->apply(w.data(), states, range_of(job.shard.layout(), g).data(), 0.1F, i + 1, w.size());
+    }
+    EXPECT_EQ(job.shard.version(), 3U);
+    EXPECT_TRUE(same_bits(job.shard.values(), w));
+  }
+}
+
+TEST(Shard, DividesTheRateByStaleness) {
+  const codec::FloatEnvironment environment;
+  Table table = some_table();
+  table.divide = true;
+  Direct job(table);
+  std::vector<float> rates;
+  job.shard.log_to([&](const AppliedFrame& frame) {
+    if (frame.frame == 0) rates.push_back(frame.rate);
+  });
+  job.send(Op::kSet, 1, zeros_of(table));
+  for (std::uint64_t version : {0, 0, 0, 0, 4}) job.send(Op::kPush, 1, zeros_of(table), 0, version);
+  EXPECT_EQ(rates, (std::vector<float>{0.5F, 0.5F, 0.25F, 0.5F / 3, 0.5F}));
+}
+
+TEST(Shard, RefusesStalePushesAndChangesNothing) {
+  const codec::FloatEnvironment environment;
+  Table table = some_table();
+  table.max_staleness = 1;
+  Direct job(table);
+  job.send(Op::kSet, 1, random_of(table, 1));
+  for (int i = 0; i < 2; ++i)
+    EXPECT_EQ(job.send(Op::kPush, 1, random_of(table, 2))->refused, Refusal::kNone);
+  const std::vector<float> before = job.shard.values();
+  const Answer answer = *job.send(Op::kPush, 1, random_of(table, 3));
+  EXPECT_EQ(answer.refused, Refusal::kStale);
+  EXPECT_NE(answer.why.find("max_staleness 1"), std::string::npos);
+  EXPECT_TRUE(same_bits(job.shard.values(), before));
+  EXPECT_EQ(job.shard.statistics().stale, 1U);
+}
+
+TEST(Shard, RefusesAnAtomicPushThatIsStaleAtItsEnd) {
+  const codec::FloatEnvironment environment;
+  Table table = some_table();
+  table.max_staleness = 0;
+  table.atomic_push = true;
+  Direct job(table);
+  const Arrays g = random_of(table, 2);
+  job.send(Op::kSet, 1, random_of(table, 1));
+  const auto end_late = [&] {
+    const ShardFrame& last = job.shard.layout().frames().back();
+    const std::vector<std::byte> zeros(last.count * sizeof(float));
+    MessageHeader header;
+    header.op = Op::kPush;
+    header.flags = kLast;
+    header.sequence = job.sequence() - 1;
+    header.first = last.first;
+    header.count = static_cast<std::uint32_t>(last.count);
+    return *job.shard.push(1, {header, zeros});
+  };
+  job.send(Op::kPush, 1, g, 0, 0, job.shard.layout().frames().size() - 1);
+  EXPECT_EQ(job.send(Op::kPush, 2, g)->refused, Refusal::kNone);
+  const std::vector<float> before = job.shard.values();
+  EXPECT_EQ(end_late().refused, Refusal::kStale);
+  EXPECT_TRUE(same_bits(job.shard.values(), before));
+}
+
+TEST(Shard, CountsAPushOfAClientThatNeverPulledAsTheOldest) {
+  const codec::FloatEnvironment environment;
+  Direct job(some_table());
+  job.send(Op::kSet, 1, random_of(some_table(), 1));
+  for (std::uint32_t i = 0; i < 3; ++i)
+    EXPECT_EQ(job.send(Op::kPush, 2, random_of(some_table(), 2), 0, kNoVersion)->staleness, i);
+}
+
+TEST(Statistics, HaveAllDigitsOfTheMean) {
+  Statistics statistics;
+  for (const std::uint64_t versions : {0, 0, 1}) statistics.count_staleness(versions);
+  const std::string text = statistics.json(3, {});
+  EXPECT_NE(text.find("\"mean_staleness\": 0.3333333333333333,"), std::string::npos) << text;
+}
+
+TEST(Shard, RefusesNaNFromItsFrameOnOrTheWholePush) {
+  const codec::FloatEnvironment environment;
+  for (const bool atomic : {false, true}) {
+    Table table = some_table();
+    table.atomic_push = atomic;
+    Direct job(table);
+    const Arrays x = random_of(table, 1);
+    job.send(Op::kSet, 1, x);
+    Arrays g = random_of(table, 2);
+    g[4].back() = std::numeric_limits<float>::quiet_NaN();
+    EXPECT_EQ(job.send(Op::kPush, 1, g)->refused, Refusal::kNotFinite);
+    EXPECT_EQ(job.shard.statistics().not_finite, 1U);
+    EXPECT_EQ(job.shard.statistics().partial, atomic ? 0U : 1U);
+    EXPECT_EQ(same_bits(job.shard.values(), range_of(job.shard.layout(), x)), atomic);
+    for (const float each : job.shard.values()) ASSERT_TRUE(std::isfinite(each));
+  }
+}
+
+TEST(Shard, KeepsShadowsEqualToWhatClientsHave) {
+  const codec::FloatEnvironment environment;
+  Table table = some_table();
+  for (const bool atomic : {false, true}) {
+    table.atomic_push = atomic;
+    for (std::uint16_t codec = 0; codec < table.codecs.size(); ++codec) {
+      Direct job(table);
+      job.send(Op::kSet, 1, random_of(table, 1));
+      std::mt19937 random(codec);
+      for (int i = 0; i < 8; ++i) {
+        if (random() % 2 == 0) job.send(Op::kPush, 1, random_of(table, 100 + i));
+        const ClientId client = 1 + random() % 2;
+        const auto& has = job.pull(client, codec);
+        const auto& shadow = job.shard.shadow(client);
+        ASSERT_TRUE(shadow.empty() || same_bits(shadow, has)) << table.codecs[codec];
+      }
+      // What a codec leaves over is in the next difference.
+      const auto error = [&] {
+        const auto& has = job.pull(1, codec);
+        double sum = 0;
+        for (std::size_t i = 0; i < has.size(); ++i)
+          sum += std::fabs(double{has[i]} - double{job.shard.values()[i]});
+        return sum;
+      };
+      const double before = error();
+      for (int i = 0; i < 50; ++i) error();
+      const auto& has = job.pull(1, codec);
+      EXPECT_LT(error(), 0.9 * before + (codec < 3 ? 1e9 : 1)) << table.codecs[codec];
+      const auto& shadow = job.shard.shadow(1);
+      EXPECT_EQ(shadow.empty(), codec < 3);
+      EXPECT_TRUE(shadow.empty() || same_bits(shadow, has)) << table.codecs[codec];
+    }
+  }
+}
+
+TEST(Shard, LosesNothingWhenClientsDieInTheMiddle) {
+  const codec::FloatEnvironment environment;
+  const Table table = some_table();
+  for (std::uint16_t codec = 3; codec <= 6; ++codec) {
+    Direct job(table);
+    const Layout& layout = job.shard.layout();
+    std::vector<double> pushed(layout.elements()), applied(layout.elements());
+    job.shard.log_to([&](const AppliedFrame& frame) {
+      const std::size_t first = layout.frames()[frame.frame].first;
+      for (std::size_t i = 0; i < frame.gradient.size(); ++i)
+        applied[first + i] += double{frame.gradient[i]};
+    });
+    job.send(Op::kSet, 1, zeros_of(table));
+    codec::ErrorFeedback feedback;
+    std::mt19937 random(7 + codec);
+    for (unsigned i = 0; i < 20; ++i) {
+      const Arrays g = random_of(table, i);
+      const auto range = range_of(layout, g);
+      for (std::size_t k = 0; k < range.size(); ++k) pushed[k] += double{range[k]};
+      const std::size_t frames = random() % (layout.frames().size() + 2);
+      job.send(Op::kPush, 1, g, codec, job.shard.version(), frames, &feedback);
+      if (frames < layout.frames().size()) job.shard.leave(1);
+    }
+    Arrays residual;
+    for (const Parameter& each : table.parameters) residual.push_back(feedback.residual(each.name));
+    const auto left = range_of(layout, residual);
+    double worst = 0;
+    for (std::size_t k = 0; k < pushed.size(); ++k)
+      worst = std::max(worst, std::fabs(pushed[k] - applied[k] - double{left[k]}));
+    EXPECT_LT(worst, 1e-4) << table.codecs[codec];
+    EXPECT_GT(job.shard.statistics().partial, 0U);
+  }
+}
+
+TEST(Shard, GoesOnFromASnapshot) {
+  const codec::FloatEnvironment environment;
+  const Table table = some_table(2, "adam:rate=0.1");
+  Direct job(table, 1);
+  job.send(Op::kSet, 1, random_of(table, 1));
+  job.send(Op::kPush, 1, random_of(table, 2));
+  Shard other(job.shard.snapshot());
+  EXPECT_EQ(other.version(), 1U);
+  const Snapshot again = other.snapshot();
+  for (std::size_t i = 0; i < again.slots.size(); ++i)
+    EXPECT_TRUE(same_bits(again.slots[i].values, job.shard.snapshot().slots[i].values));
+  Snapshot broken = again;
+  broken.slots[1].values.pop_back();
+  EXPECT_THROW(Shard{broken}, InvalidArgument);
+}
+
+TEST(Shard, RefusesFramesThatNoClientSends) {
+  const codec::FloatEnvironment environment;
+  const Table table = some_table();
+  Shard shard(table, 0);
+  const ShardFrame frame = shard.layout().frames()[0];
+  const std::vector<std::byte> payload(frame.count * sizeof(float));
+  MessageHeader good;
+  good.op = Op::kPush;
+  good.flags = kFirst;
+  good.count = static_cast<std::uint32_t>(frame.count);
+  const auto refused = [&](auto change, std::size_t bytes) {
+    MessageHeader header = good;
+    change(header);
+    EXPECT_THROW(shard.push(1, {header, ConstBytes(payload).first(bytes)}), InvalidArgument);
+  };
+  refused([](MessageHeader& h) { h.first = 1; }, payload.size());
+  refused([](MessageHeader& h) { h.count -= 1; }, payload.size() - 4);
+  refused([](MessageHeader& h) { h.flags = kFirst | kLast; }, payload.size());
+  refused([](MessageHeader& h) { h.flags = 0; }, payload.size());
+  refused([](MessageHeader& h) { h.codec = 99; }, payload.size());
+  refused([](MessageHeader& h) { h.extra = 0x7F800000; }, payload.size());
+  shard.push(1, {good, payload});  // a good one; then one of another push in its middle
+  refused([](MessageHeader& h) { h.flags = 0, h.sequence = 5; }, payload.size());
+  EXPECT_THROW(shard.begin_pull(1,
+                                [] {
+                                  MessageHeader header;
+                                  header.codec = 3;
+                                  header.extra = 1;
+                                  return header;
+                                }()),
+               InvalidArgument);
+}
+
+}  // namespace
+}  // namespace gradwire::serve

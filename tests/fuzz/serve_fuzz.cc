@@ -1,0 +1,69 @@
+// Frames of clients, as a server reads them from a peer, and tables.
+//   input: a byte that says what follows:
+//     0: the text of a table
+//     1: frames, each a header's 64 bytes, 2 bytes that say how many more there are, and these; the
+//        headers' magic, length, client and table are made right
+#include <cstring>
+
+#include "fuzz.h"
+#include "gradwire/codec/simd/simd.h"
+#include "gradwire/serve/shard.h"
+
+namespace gradwire::fuzz {
+namespace {
+
+using namespace serve;
+
+void read_table(ConstBytes text) {
+  const Table table = Table::parse(text_of(text));
+  require(Table::parse(table.text()) == table);
+  require(table.elements() >= table.shards);
+}
+
+Table small_table() {
+  Table table;
+  table.parameters = {{"a", {100}}, {"b", {3, 11}}, {"c", {}}};
+  table.rule = "adagrad";
+  table.codecs = {"none", "fp16", "int8", "onebit", "threshold", "topk"};
+  return table;
+}
+
+// In memory of its very own size, so that one byte too far is seen.
+void take_frame(Shard& shard, Input& input) {
+  MessageHeader header;
+  const ConstBytes bytes = input.take(sizeof header);
+  std::memcpy(&header, bytes.data(), bytes.size());
+  const ConstBytes payload = input.take(input.number<std::uint16_t>());
+  header.magic = kMessageMagic;
+  header.length = static_cast<std::uint32_t>(payload.size());
+  std::vector<std::byte> frame(sizeof header + payload.size());
+  std::memcpy(frame.data(), &header, sizeof header);
+  if (!payload.empty()) std::memcpy(frame.data() + sizeof header, payload.data(), payload.size());
+  const Message message = parse(frame);
+  if (message.header.op == Op::kSet) shard.set(1, message);
+  if (message.header.op == Op::kPush) shard.push(1, message);
+  if (message.header.op != Op::kPull || !shard.has_values()) return;
+  Shard::Pull pull = shard.begin_pull(1, message.header);
+  std::vector<std::byte> room(kMostPayload);
+  while (!shard.pull_frame(1, pull, header, room, copy_cached)) continue;
+}
+
+void read_frames(Input& input) {
+  Shard shard(small_table(), 0);
+  while (!input.empty()) take_frame(shard, input);
+}
+
+}  // namespace
+}  // namespace gradwire::fuzz
+
+int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  using namespace gradwire::fuzz;
+  const gradwire::codec::FloatEnvironment environment;
+  Input input(data, size);
+  try {
+    const auto what = input.number<std::uint8_t>();
+    what == 0 ? read_table(input.rest()) : read_frames(input);
+  } catch (const gradwire::InvalidArgument&) {
+  }
+  return 0;
+}
