@@ -179,6 +179,104 @@ def open_transport(
     name: str, settings: Mapping[str, str]
 ) -> tuple[TransportContext | None, str]: ...
 
+# The asynchronous parameter server. Versions are SERVE_NO_VERSION before there
+# are values. A client's id has its incarnation in the low 16 bits.
+SERVE_NO_VERSION: int
+
+# The text of a table, with names and shapes of float32 parameters. Codec "none" is always in it.
+def serve_table(
+    parameters: Sequence[tuple[str, Sequence[int]]],
+    rule: str,
+    codecs: Sequence[str],
+    shards: int,
+    atomic_push: bool,
+    divide: bool,
+    max_staleness: int | None,
+) -> str: ...
+
+class ServeChannel:
+    """The client's end of a connection to one shard, over a connected, authenticated socket."""
+
+    def __init__(
+        self, transport: str, context: TransportContext | None, fd: int, peer: str, timeout: float
+    ) -> None: ...
+
+class _ServeSnapshot(TypedDict):
+    table: str
+    shard: int
+    version: int
+    steps: list[int]
+    slots: dict[str, NDArray[np.float32]]
+
+class ServeServer:
+    """One shard and its thread, which runs until stop()."""
+
+    def __init__(self, shard: int, shards: int, log: bool = ...) -> None: ...
+    @staticmethod
+    def restored(
+        table: str,
+        shard: int,
+        version: int,
+        steps: Sequence[int],
+        slots: Sequence[tuple[str, NDArray[np.float32]]],
+        log: bool = ...,
+    ) -> ServeServer: ...
+    # Blocks until the client's end agrees; the descriptor is taken over, whatever happens.
+    def admit(
+        self,
+        transport: str,
+        context: TransportContext | None,
+        fd: int,
+        name: str,
+        client: int,
+        timeout: float,
+    ) -> None: ...
+    def snapshot(self, timeout: float) -> _ServeSnapshot: ...
+    def snapshot_wanted(self, seconds: float) -> int | None: ...  # a ticket, when a client asks
+    def snapshot_written(self, ticket: int, error: str) -> None: ...  # "": it is written
+    def statistics(self, timeout: float) -> str: ...  # JSON
+    # Clients that are there now, that were admitted ever, and whether there are values.
+    def census(self, timeout: float) -> tuple[int, int, bool]: ...
+    def stop(self) -> None: ...
+
+class ServeCall:
+    """An operation on all shards; what it returned counts once it is done."""
+
+    def done(self) -> bool: ...
+    def texts(self) -> list[str]: ...
+    def versions(self) -> list[int]: ...
+    def refusals(self) -> int: ...
+    def copied(self) -> bool: ...  # a merged push, whose arrays are free already
+
+class ServeClient:
+    """A client of all shards and its thread. Arrays are float32, one for each parameter."""
+
+    def __init__(self, table: str, client: int, shards: Sequence[ServeChannel]) -> None: ...
+    def join(self, timeout: float) -> ServeCall: ...
+    def set(self, values: Sequence[_Array], timeout: float, memory: object) -> ServeCall: ...
+    def push(
+        self,
+        gradients: Sequence[_Array],
+        codec: str,
+        feedback: ErrorFeedback | None,
+        rate: float,  # 0: the rule's; -0: zero
+        strict: bool,
+        timeout: float,
+        memory: object,
+        versions: Sequence[int] = ...,  # none: those pulled last
+    ) -> ServeCall: ...
+    def pull(
+        self, values: Sequence[_Array], codec: str, timeout: float, memory: object
+    ) -> ServeCall: ...
+    def ask(
+        self, what: str, version: int, timeout: float
+    ) -> ServeCall: ...  # wait, stats, snapshot
+    def wait(self, call: ServeCall, seconds: float) -> bool: ...  # whether it is over
+    def versions(self) -> list[int]: ...  # that were pulled last
+    def merged(self) -> int: ...
+    def stale(self) -> int: ...
+    def close(self, timeout: float) -> None: ...
+
 class CostModel:
     """By which algorithm="auto" decides; see csrc/gradwire/schedule/cost.h."""
 

@@ -117,7 +117,7 @@ class _Attempt:
         self._raise_if_peer_failed, self._lost_peer_error = raise_if_peer_failed, lost_peer_error
         self._sockets: _Sockets = {}
         self._addresses: list[AddressInfo] = []
-        listeners, self._own = _listen(transports, mesh.interface)
+        listeners, self._own = listen(transports, mesh.interface)
         self._acceptor = _Acceptor(listeners, mesh)
 
     def run(self, exchange: Exchange) -> None:
@@ -164,7 +164,7 @@ class _Attempt:
         pause = threading.Event()
         while True:
             try:
-                sock = _open(info, transport, self._mesh.interface.interface, self._deadline)
+                sock = open_socket(info, transport, self._mesh.interface.interface, self._deadline)
                 return self._authenticate(sock, peer, purpose)
             except (ConnectionRefusedError, HandshakeError) as error:
                 self._raise_if_peer_failed(_POLL_SECONDS)
@@ -332,7 +332,7 @@ def _require_route(lower: int, listens: AddressInfo, higher: int, connects: Addr
         )
 
 
-def _listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.socket], AddressInfo]:
+def listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.socket], AddressInfo]:
     """Opens the listeners that the transports need; returns them and their AddressInfo."""
     listeners, unix, port = [], "", 0
     name, address = choice.interface
@@ -364,7 +364,9 @@ def _bind(family: socket.AddressFamily, target: str | Target) -> socket.socket:
     return listener
 
 
-def _open(info: AddressInfo, transport: str, own: Interface, deadline: Deadline) -> socket.socket:
+def open_socket(
+    info: AddressInfo, transport: str, own: Interface, deadline: Deadline
+) -> socket.socket:
     """Connects to a peer; over TCP from the own address that peers know, which proves the route."""
     local = KINDS[transport].local
     sock = socket.socket(socket.AF_UNIX if local else own.family, socket.SOCK_STREAM)

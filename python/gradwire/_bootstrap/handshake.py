@@ -63,6 +63,7 @@ class Purpose(enum.IntEnum):
     CONTROL = 2
     COLLECTIVE = 3
     P2P = 4
+    SERVE = 5
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from gradwire._base import arguments, environment
 from gradwire._errors import InvalidArgument, RendezvousError
 
-_DEFAULT_JOB = "gradwire"
+DEFAULT_JOB = "gradwire"
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class LaunchInfo:
     rank: int
     size: int
     launcher: str = "init()"
-    job: str = _DEFAULT_JOB
+    job: str = DEFAULT_JOB
     epoch: int = 0
     local_rank: int | None = None  # None: unknown
     local_size: int | None = None
@@ -112,7 +112,7 @@ def explicit(rank: int, size: int, store: str | None) -> LaunchInfo:
     return LaunchInfo(
         rank,
         size,
-        job=environment.text("GRADWIRE_JOB") or _DEFAULT_JOB,
+        job=environment.text("GRADWIRE_JOB") or DEFAULT_JOB,
         store=store,
         rank_0_hosts=_rank_0_hosts(store),
     )
@@ -184,7 +184,7 @@ def _job(launcher: _Launcher) -> str:
         return given
     name = _first(launcher.job)
     if name is None:  # mpirun starts a host's ranks from one process
-        return f"{_DEFAULT_JOB}-{os.getppid()}" if launcher is not _TORCHRUN else _DEFAULT_JOB
+        return f"{DEFAULT_JOB}-{os.getppid()}" if launcher is not _TORCHRUN else DEFAULT_JOB
     step = os.environ.get("SLURM_STEP_ID", "") if launcher.name == "srun" else ""
     return f"{name}.{step}" if step else name
 

@@ -168,7 +168,7 @@ def _open_store(
         _log_privacy(launch, "torch's store", secret)
         return _store_advertised_by_torch(launch, secret, prefix, deadline)
     address = parse_address(launch.store)
-    _require_secret(address, secret)
+    require_secret(address, secret)
     _log_privacy(launch, f"the store at {address}", secret)
     return _own_store(launch, address, secret or b"", deadline)
 
@@ -306,7 +306,7 @@ def _choose_interface(exchange: RendezvousExchange, route: Route | None) -> Choi
     return choice
 
 
-def _require_secret(address: Address, secret: bytes | None) -> None:
+def require_secret(address: Address, secret: bytes | None) -> None:
     """Raises RendezvousError for a store beyond loopback that has neither secret nor permission."""
     if secret or address.local or environment.flag("GRADWIRE_INSECURE"):
         return

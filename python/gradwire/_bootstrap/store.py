@@ -102,8 +102,11 @@ class Address(NamedTuple):
         return [(family, target) for family, _, _, _, target in found]
 
 
-def parse_address(url: str) -> Address:
-    """Parses a store's URL; raises InvalidArgument for anything else."""
+def parse_address(url: str, *, any_port: bool = False) -> Address:
+    """Parses a store's URL; raises InvalidArgument for anything else.
+
+    `any_port` is for a server, which takes a free port for 0.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -111,7 +114,7 @@ def parse_address(url: str) -> Address:
         parts, port = urlsplit(""), None
     if parts.scheme == "unix" and parts.netloc:
         return Address("unix", parts.netloc + parts.path)
-    if parts.scheme == "tcp" and parts.hostname and port:
+    if parts.scheme == "tcp" and parts.hostname and (port or (any_port and port == 0)):
         return Address("tcp", parts.hostname, port)
     raise InvalidArgument(f"store={url!r} is neither tcp://HOST:PORT nor unix://NAME")
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple
 
@@ -64,7 +65,48 @@ def run(argv: Sequence[str]) -> int:
     }
     with os.fdopen(notes, "rb"), StoreServer(store, job, secret.encode()):
         environment = {**os.environ, **common}
-        return _Launch(program, options.n, environment, options.tag_output, notes).run()
+        launch = _Launch(program, options.n, environment, options.tag_output, notes)
+        launch.keep_going, launch.restarts = options.keep_going, options.restarts
+        with _servers(options.servers, environment):
+            return launch.run()
+
+
+@contextlib.contextmanager
+def _servers(shards: int, environment: dict[str, str]) -> Iterator[None]:
+    """Shards of a parameter server, a process for each, until the end of the block.
+
+    One that fails says why; the ranks' calls then raise errors that name it.
+    """
+    program = [sys.executable, "-m", "gradwire", "serve", "--shards", str(shards), "--only"]
+    processes = [
+        subprocess.Popen(
+            [*_prelude(), *program, str(shard)], env=environment, start_new_session=True
+        )
+        for shard in range(shards)
+    ]
+    try:
+        yield
+    finally:
+        for shard, each in enumerate(processes):
+            if each.poll() is not None:
+                print(
+                    f"gradwire run: the server of shard {shard} (process {each.pid}) had ended "
+                    f"before the ranks, with exit code {each.returncode}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            each.terminate()
+        for each in processes:
+            try:
+                each.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                each.kill()
+                each.wait()
+
+
+def _prelude() -> list[str]:
+    """The begin of the command of a process that dies with this one."""
+    return [sys.executable, "-I", "-S", "-c", _PRELUDE, str(os.getpid())]
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -84,6 +126,25 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "direction, and that latency one way (100us)",
     )
     parser.add_argument(
+        "--servers",
+        type=int,
+        default=0,
+        metavar="SHARDS",
+        help="start a parameter server of so many shards beside the ranks; see gradwire.serve",
+    )
+    parser.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="a rank that fails ends alone; for ranks that exchange nothing but with the servers",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="TIMES",
+        help="with --keep-going: start a rank that failed anew, so many times at most",
+    )
+    parser.add_argument(
         "program", nargs=argparse.REMAINDER, help="script or module, and its arguments"
     )
     options = parser.parse_args(argv)
@@ -93,6 +154,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("which program? gradwire run -n 4 script.py")
     if options.n < 1:
         parser.error(f"-n {options.n}: at least one rank")
+    if options.servers < 0:
+        parser.error(f"--servers {options.servers}: 0 or more shards")
+    if options.restarts < 0 or (options.restarts and not options.keep_going):
+        parser.error("--restarts TIMES goes with --keep-going")
     return options
 
 
@@ -134,6 +199,10 @@ class _Launch:
         self._ending = False  # the ranks were asked to end
         self._act_at: float | None = None  # when to ask the ranks to end, or to kill them
         self._code = 0
+        self.keep_going = False  # when a rank fails
+        self.restarts = 0  # of each rank that fails
+        self._begun: Counter[int] = Counter()  # how often each rank was started
+        self._succeeded = False  # some rank has
 
     def run(self) -> int:
         with self._forwarding():
@@ -144,6 +213,8 @@ class _Launch:
                     self._handle(self._next())
                 if not self._ending:
                     self._report()
+                if self.keep_going and self._succeeded and not self._ending:
+                    self._code = 0
             finally:
                 self._signal(signal.SIGKILL)
                 for process in self._ranks.values():
@@ -153,13 +224,13 @@ class _Launch:
         return self._code
 
     def _start(self, rank: int) -> None:
-        prelude = [sys.executable, "-I", "-S", "-c", _PRELUDE, str(os.getpid())]
+        self._begun[rank] += 1
         environment = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         if self._tag:
             environment["PYTHONUNBUFFERED"] = "1"
         pipe = subprocess.PIPE if self._tag else None
         process = subprocess.Popen(
-            [*prelude, *self._program],
+            [*_prelude(), *self._program],
             env=environment,
             stdout=pipe,
             stderr=pipe,
@@ -217,9 +288,24 @@ class _Launch:
             _signal_group(process.pid, signal.SIGKILL)  # helpers that the rank left running
         code = process.wait()
         del self._ranks[ended.rank]
-        if code != 0 and not self._ending:
+        self._succeeded = self._succeeded or code == 0
+        if code != 0 and self.keep_going and not self._ending:
+            self._go_on(Failure(ended.rank, process.pid, code, ended.at))
+        elif code != 0 and not self._ending:
             self._failures.append(Failure(ended.rank, process.pid, code, ended.at))
             self._act_at = self._act_at or time.monotonic() + SETTLE_SECONDS
+
+    def _go_on(self, failure: Failure) -> None:
+        """Starts a rank that failed anew, or goes on without it."""
+        again = self._begun[failure.rank] <= self.restarts
+        then = f"starting it anew ({self._begun[failure.rank]} of {self.restarts})"
+        without = f"going on with the other {len(self._ranks)}"
+        text = describe([failure], self._size)
+        print(f"gradwire run: {text}; {then if again else without}", file=sys.stderr, flush=True)
+        if again:
+            self._start(failure.rank)
+        else:
+            self._failures.append(failure)
 
     def _stop(self, number: int) -> None:
         self._report()

@@ -12,6 +12,8 @@ from gradwire._errors import Error, InvalidArgument, ScheduleError
 from gradwire._launch import launcher
 from gradwire._schedules.schedule import Schedule, groups_of
 from gradwire._tools import bench, doctor, status, tune
+from gradwire.serve import Server
+from gradwire.serve._directory import MOST_SHARDS
 
 _FAILURE = 1
 _USAGE = 2
@@ -55,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands.add_parser("run", help="start a program on n local ranks", add_help=False)
     _add_doctor(commands.add_parser("doctor", help="what is available here, or why not"))
+    _add_serve(commands.add_parser("serve", help="hold shards of a parameter server"))
     _add_bench(commands.add_parser("bench", help="measure collectives, as nccl-tests does"))
     _add_tune(commands.add_parser("tune", help='measure what algorithm="auto" decides by'))
     _add_schedule(commands.add_parser("schedule", help="show, verify or draw a schedule"))
@@ -80,6 +83,62 @@ def _doctor_command(options: argparse.Namespace) -> int:
         return 0
     found = doctor.checks()
     print(doctor.as_json(found) if options.json else doctor.as_table(found))
+    return 0
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shards", type=int, default=1, help="number of shards in all; default: 1")
+    parser.add_argument(
+        "--only",
+        type=_shards_of,
+        metavar="FIRST[-LAST]",
+        help="the shards that this process holds; default: all",
+    )
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="where servers and clients meet, tcp://HOST:PORT on shard 0's host, whose process "
+        "listens there; default: GRADWIRE_STORE",
+    )
+    parser.add_argument(
+        "--name", default="parameters", help="tells several services of a job apart"
+    )
+    parser.add_argument("--snapshot", metavar="DIR", help="write and read the shards' states there")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="between snapshots; default: 60",
+    )
+    parser.add_argument(
+        "--until-idle", action="store_true", help="end when all clients have come and gone"
+    )
+    parser.set_defaults(command=_serve_command)
+
+
+def _shards_of(given: str) -> range:
+    first, _, last = given.partition("-")
+    try:
+        found = range(int(first), int(last or first) + 1)
+    except ValueError:
+        found = range(0)
+    if not 0 < len(found) <= MOST_SHARDS:
+        raise argparse.ArgumentTypeError(f"{given!r} is neither a shard, as 3, nor several, as 0-3")
+    return found
+
+
+def _serve_command(options: argparse.Namespace) -> int:
+    server = Server(
+        options.shards,
+        only=options.only,
+        store=options.store,
+        name=options.name,
+        snapshot=options.snapshot,
+        every=options.every,
+    )
+    sys.stderr.write(f"gradwire serve: {server!r} has begun\n")
+    server.run(until_idle=options.until_idle)
     return 0
 
 

@@ -1,0 +1,423 @@
+"""ParameterServer: one client's connection to all shards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from gradwire import _core
+from gradwire._arrays.operands import Operand, operand, writable, written
+from gradwire._base import arguments
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.host_info import process_name
+from gradwire._bootstrap.rendezvous import choose_transports
+from gradwire._errors import Error, InvalidArgument, Timeout
+from gradwire._feedback import ErrorFeedback
+from gradwire.serve import _channels, _directory
+from gradwire.serve._channels import MAX_NAME, Introduction
+from gradwire.serve._rules import Rule
+
+CODECS = ("none", "fp16", "bf16", "int8", "onebit")
+
+
+_GOODBYE_SECONDS = 1.0  # for a client that could not join
+
+Arrays = Mapping[str, Any] | Sequence[Any]
+
+
+class Pending:
+    """A push or pull under way. Its arrays belong to it until it is over, or `copied`."""
+
+    def __init__(self, core: _core.ServeClient, call: _core.ServeCall) -> None:
+        self._core, self._call = core, call
+
+    def done(self) -> bool:
+        """Whether it is over, successfully or with an error."""
+        return self._call.done()
+
+    def wait(self, timeout: float | None = None) -> list[int]:
+        """Blocks until it is over; returns each shard's version. Raises its error, at every call.
+
+        Raises Timeout after `timeout` seconds; it then goes on, and wait() may be called again.
+        None waits for its own timeout.
+        """
+        limit = math.inf if timeout is None else arguments.seconds(timeout)
+        if not self._core.wait(self._call, limit):
+            raise Timeout(f"the call is not over after {limit:g} s, and goes on")
+        return self._call.versions()
+
+    @property
+    def refusals(self) -> int:
+        """The number of shards that refused a push, as too stale; their part is pushed later."""
+        return self._call.refusals()
+
+    @property
+    def copied(self) -> bool:
+        """Whether it is a push that was added to others: its arrays may be used again at once."""
+        return self._call.copied()
+
+    def __repr__(self) -> str:
+        return f"<Pending {'done' if self.done() else 'in flight'}>"
+
+
+class ParameterServer:
+    """One process's connection to a parameter server; made by `gradwire.serve.connect`.
+
+    Every method may be called from any thread. Values are float32, on the CPU: NumPy arrays,
+    torch tensors, or others with DLPack, C-contiguous. They come as the dict or the list that
+    `connect` was given, with the same names, order and shapes.
+
+    `first` says whether this client's values became the initial ones.
+
+    When a server ends, open calls raise TransportError, which names the shard, its host and its
+    process, and so do all later ones: connect anew.
+    """
+
+    def __init__(self, core: _core.ServeClient, table: Table, shards: int, timeout: float) -> None:
+        self._core, self._table, self._shards, self._timeout = core, table, shards, timeout
+        self._closed = False
+        self._lock = threading.Lock()
+        self._pushes: list[_core.ServeCall] = []  # under way; guarded by the lock
+        self.first = False
+
+    def push(
+        self,
+        gradients: Arrays,
+        *,
+        codec: str = "none",
+        feedback: ErrorFeedback | Literal[False] | None = None,
+        lr: float | None = None,
+        versions: Sequence[int] | None = None,
+        strict: bool = False,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Pending | None:
+        """Sends gradients, which each shard applies by the update rule as they arrive.
+
+        `codec` is one of those that `connect` was given. `feedback` keeps what a lossy codec does
+        not deliver, and what shards refuse as too stale, for the next push, by parameter; without
+        it, or with False, both are given up. `lr`, 0 or more, replaces the rule's learning rate for
+        this push. `versions` are those of the values that the gradients were computed from, as the
+        `wait()` of their pull returned them; the default is the last pull that is over.
+
+        While two pushes are not acknowledged, further ones with the same codec, feedback and `lr`
+        are added up and go out as one, so that a slow network makes pushes rarer and holds nobody
+        up; others wait, and so do all with `strict`. With `async_op` returns a Pending; otherwise
+        waits until all shards have applied it.
+
+        Raises InvalidArgument, TransportError that names a shard which has ended, and Timeout.
+        """
+        given = self._table.operands(gradients, "gradients")
+        limit = self._limit(timeout)
+        kept = _feedback_of(codec, feedback)
+        rate = 0.0 if lr is None else _rate(lr)
+        of = [] if versions is None else [_version(each) for each in versions]
+        call = self._core.push(_memory(given), codec, kept, rate, strict, limit, given, of)
+        with self._lock:
+            self._pushes = [*(each for each in self._pushes if not each.done()), call]
+        return self._result(call, async_op)
+
+    def pull(
+        self,
+        arrays: Arrays,
+        *,
+        codec: str = "none",
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Pending | None:
+        """Writes the servers' values into arrays.
+
+        With the codecs "none", "fp16" and "bf16" the values travel, rounded so. With others the
+        differences to what this client has travel; a loss is made good by later pulls. Raises
+        InvalidArgument, TransportError that names a shard which has ended, and Timeout. With
+        `async_op` returns a Pending, and the arrays are undefined until it is over.
+        """
+        given = writable(self._table.operands(arrays, "arrays"))
+        written(given)
+        call = self._core.pull(_memory(given), codec, self._limit(timeout), given)
+        return self._result(call, async_op)
+
+    def wait(self, version: int, *, timeout: float | None = None) -> None:
+        """Waits until every shard has applied so many pushes: a warm start by one replica."""
+        self._ask("wait", timeout, arguments.whole(version, "version", least=0, bits=64))
+
+    def checkpoint(self, *, timeout: float | None = None) -> None:
+        """Has every shard write a snapshot, of all pushes that were acknowledged before.
+
+        Raises InvalidArgument where a server has no folder for snapshots, or its disk is full.
+        """
+        self._ask("snapshot", timeout)
+
+    def stats(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """Statistics of each shard, as a dict.
+
+        `version` (pushes applied), `pushes`, `pulls`, `partial`, `stale` and `not_finite` (pushes
+        that were applied in part or refused), `received` and `sent` (bytes); `staleness`, the
+        numbers of pushes with 0, 1, 2, ... versions between the values of their gradients and
+        them, `mean_staleness` and `most_staleness`; `clients` (names) and `gone` (those that ended
+        without close(), and why).
+        """
+        return [read_statistics(text) for text in self._ask("stats", timeout).texts()]
+
+    @property
+    def versions(self) -> list[int]:
+        """The version that this client pulled last, of each shard; -1 before the first pull."""
+        found = self._core.versions()
+        return [-1 if each == _core.SERVE_NO_VERSION else each for each in found]
+
+    @property
+    def merged(self) -> int:
+        """The number of pushes that were added to others, since two were not acknowledged."""
+        return self._core.merged()
+
+    @property
+    def stale(self) -> int:
+        """The number of refusals of pushes that were too stale."""
+        return self._core.stale()
+
+    @property
+    def shards(self) -> int:
+        """The number of shards."""
+        return self._shards
+
+    def close(self, timeout: float | None = None) -> None:
+        """Waits until pushes under way are applied, says goodbye and ends the thread.
+
+        Pushes that are not applied within `timeout` seconds are given up, and their `wait()` raises
+        Aborted. May be called again.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        deadline = Deadline(self._limit(timeout))
+        with self._lock:
+            pushes, self._pushes = self._pushes, []
+        try:
+            for call in pushes:
+                with contextlib.suppress(Error):  # which their own wait() raises
+                    self._core.wait(call, deadline.remaining)
+        finally:
+            self._core.close(deadline.left)
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = " closed" if self._closed else ""
+        return f"<gradwire.serve.ParameterServer of {self.shards} shards{state}>"
+
+    def _limit(self, timeout: float | None) -> float:
+        return self._timeout if timeout is None else arguments.seconds(timeout)
+
+    def _ask(self, what: str, timeout: float | None, version: int = 0) -> _core.ServeCall:
+        call = self._core.ask(what, version, self._limit(timeout))
+        self._core.wait(call, math.inf)
+        return call
+
+    def _result(self, call: _core.ServeCall, async_op: bool) -> Pending | None:
+        pending = Pending(self._core, call)
+        if arguments.flag(async_op, "async_op"):
+            return pending
+        pending.wait()
+        return None
+
+
+class Table:
+    """Names and shapes of the parameters, in the order of `connect`'s arrays."""
+
+    def __init__(self, like: Arrays) -> None:
+        """Raises InvalidArgument for arrays that are not float32 on the CPU."""
+        self._by_name = isinstance(like, Mapping)
+        self.initial = _operands(like, "like")
+        self.names = [each.what for each in self.initial]
+
+    def operands(self, given: Arrays, what: str) -> list[Operand]:
+        """The operands of arrays like those of `connect`, in their order."""
+        if isinstance(given, Mapping) != self._by_name:
+            raise InvalidArgument(
+                f"{what} is a {type(given).__name__}, and connect() was given a "
+                f"{'dict' if self._by_name else 'list'}: give the same"
+            )
+        found = _operands(given, what)
+        if sorted(each.what for each in found) != sorted(self.names):
+            odd = sorted({each.what for each in found} ^ set(self.names))
+            raise InvalidArgument(f"{what}: {odd[0]!r} is not in both, here and at connect()")
+        by_name = {each.what: each for each in found}
+        ordered = [by_name[name] for name in self.names]
+        for each, own in zip(ordered, self.initial, strict=True):
+            if each.shape != own.shape:
+                raise InvalidArgument(
+                    f"{what}: {each.what!r} has the shape {each.shape}, and at connect() "
+                    f"{own.shape}"
+                )
+        return ordered
+
+    def describe(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes, for the core."""
+        return [(each.what, each.shape) for each in self.initial]
+
+
+def connect(
+    like: Arrays,
+    rule: Rule,
+    *,
+    codecs: Sequence[str] = CODECS,
+    store: str | None = None,
+    name: str = "parameters",
+    replica: str | None = None,
+    secret: bytes | str | None = None,
+    transports: Sequence[str] | None = None,
+    atomic: Literal["frame", "push"] = "frame",
+    staleness: Literal["keep", "divide"] = "keep",
+    max_staleness: int | None = None,
+    timeout: float = 60.0,
+) -> ParameterServer:
+    """Connects to a parameter server; at any time, also anew.
+
+    `like` are the parameters, a dict or a list of float32 arrays on the CPU, of which the first
+    client's become the initial values; the others pull theirs. `rule`, such as Adagrad(lr=0.02),
+    says how the servers apply a push. All clients give the same names, shapes, rule, codecs and
+    options; one that differs gets InvalidArgument, alone, which names the difference.
+
+    `store`, `name` and `secret` are those of the `Server`; the store defaults to GRADWIRE_STORE.
+    `replica` names this client in messages; one that connects again under its name replaces its
+    former self. The default is "replica R" under a launcher that sets RANK.
+
+    `atomic="frame"` applies a push frame by frame (28,672 elements at most), and a pull may see
+    frames of different versions. With "push" a push is applied at once and a pull sees one version,
+    at the price of a copy of the parameters for each push under way. `staleness="divide"` divides
+    the learning rate by the staleness of a push: the versions between the values that its gradient
+    was computed from and it. `max_staleness` refuses pushes above it; what `feedback` keeps of them
+    is pushed with the next one. `timeout` limits this and every later call, in seconds.
+
+    Raises RendezvousError, which names the shard that cannot be reached, and InvalidArgument.
+    """
+    table = Table(like)
+    arguments.instance(rule, "rule", Rule, "a rule such as gradwire.serve.Adagrad(lr=0.02)")
+    limit = arguments.seconds(timeout)
+    deadline = Deadline(limit)
+    found = _directory.service(name, store, secret)
+    offered = choose_transports(transports)
+    with _directory.opened(found, deadline) as directory:
+        job = directory.job(deadline)
+        shards = directory.find(0, deadline).shards
+        text = _core.serve_table(
+            table.describe(),
+            rule.spec,
+            list(codecs),
+            shards,
+            _one_of(atomic, "atomic", ("frame", "push")) == "push",
+            _one_of(staleness, "staleness", ("keep", "divide")) == "divide",
+            None if max_staleness is None else _whole(max_staleness),
+        )
+        label, number = _identity(directory, replica)
+
+        def introduce(transport: str) -> Introduction:
+            return Introduction(number, label, transport)
+
+        channels = [
+            _channels.connect(directory, job, shard, introduce, offered, deadline)
+            for shard in range(shards)
+        ]
+        core = _core.ServeClient(text, number, channels)
+        client = ParameterServer(core, table, shards, limit)
+        try:
+            core.wait(core.join(deadline.left), math.inf)
+            with directory.first_alone(shards, deadline):
+                values = core.set(_memory(table.initial), deadline.left, table.initial)
+                core.wait(values, math.inf)
+            client.first = values.refusals() == 0
+        except BaseException:
+            client.close(_GOODBYE_SECONDS)
+            raise
+    return client
+
+
+def read_statistics(text: str) -> dict[str, Any]:
+    """The statistics of a shard, from the core's JSON."""
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _identity(directory: _directory.Directory, replica: str | None) -> tuple[str, int]:
+    """The name of this client in messages, and its number."""
+    name = replica
+    if name is None and "RANK" in os.environ:
+        name = f"replica {os.environ['RANK']}"
+    if name is None:
+        name = f"client {directory.count_client()}"
+    label = f"{arguments.text(name, 'replica')} ({process_name()})"
+    if len(label) > MAX_NAME or not label.isprintable():
+        raise InvalidArgument(f"replica={name[:MAX_NAME]!r} is too long, or not printable")
+    return label, directory.number(name)
+
+
+def _operands(given: Arrays, what: str) -> list[Operand]:
+    """The operands of float32 arrays, whose `what` is their name."""
+    if isinstance(given, Mapping):
+        named = {arguments.text(key, what): value for key, value in given.items()}
+    else:
+        named = {str(i): each for i, each in enumerate(given)}
+    if not named:
+        raise InvalidArgument(f"{what} has no arrays")
+    found = [operand(value, f"{what}[{key!r}]") for key, value in named.items()]
+    for each in found:
+        if each.dtype != "float32" or each.device is not None:
+            where = "the CPU" if each.device is None else f"cuda:{each.device}"
+            raise InvalidArgument(
+                f"{each.what} is {each.dtype} on {where}: parameter servers hold float32, and "
+                "take it from the CPU"
+            )
+    return [each._replace(what=key) for each, key in zip(found, named, strict=True)]
+
+
+def _memory(given: Sequence[Operand]) -> list[tuple[int, int]]:
+    return [(each.address, each.elements) for each in given]
+
+
+def _feedback_of(
+    codec: str, given: ErrorFeedback | Literal[False] | None
+) -> _core.ErrorFeedback | None:
+    if given is None and codec != "none":
+        raise InvalidArgument(
+            f"codec={codec!r} loses a part of each push: give feedback=gradwire.ErrorFeedback(), "
+            "which pushes it later, or feedback=False to give it up"
+        )
+    if not given:
+        return None
+    return arguments.instance(
+        given, "feedback", ErrorFeedback, "a gradwire.ErrorFeedback"
+    )._on_cpu()
+
+
+def _whole(max_staleness: int) -> int:
+    return arguments.whole(max_staleness, "max_staleness", least=0, bits=64)
+
+
+def _rate(lr: float) -> float:
+    """A learning rate for the core, for which 0 is the rule's own, and -0 is zero."""
+    given = arguments.number(lr, "lr")
+    if not 0 <= given <= float(np.finfo(np.float32).max):
+        raise InvalidArgument(f"lr={lr} is negative, or no float32")
+    return float(np.float32(given)) or -0.0
+
+
+def _version(version: int) -> int:
+    given = arguments.whole(version, "versions", least=-1, bits=64)
+    return _core.SERVE_NO_VERSION if given == -1 else given
+
+
+def _one_of(value: Any, what: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise arguments.wrong(value, what, " or ".join(map(repr, choices)))
+    return str(value)

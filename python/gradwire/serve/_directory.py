@@ -1,0 +1,172 @@
+"""The directory of a parameter server: what its processes tell each other through the job's store.
+
+Under `gradwire/JOB/serve/NAME/` stand the secret, each shard's address, and counters of clients.
+A shard that is started anew replaces its address; clients read it each time they connect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import secrets
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gradwire._base import arguments, environment
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.launch_info import DEFAULT_JOB
+from gradwire._bootstrap.mesh import AddressInfo, Job, unpack_address_info
+from gradwire._bootstrap.rendezvous import find_secret, require_secret
+from gradwire._bootstrap.store import StoreClient, parse_address
+from gradwire._errors import Error, InvalidArgument, RendezvousError
+from gradwire._host.interfaces import Choice, choose, is_loopback
+
+MOST_SHARDS = 1024
+_INCARNATIONS = 1 << 16
+_THERE, _FAILED = b"there", b"failed"  # what became of initial values
+
+
+class ShardAddress(NamedTuple):
+    """The address of a shard, and the number of shards in all."""
+
+    shards: int
+    address: AddressInfo
+
+
+class Service(NamedTuple):
+    """The name of one parameter server, and the store through which its processes meet."""
+
+    name: str
+    store: str
+    job: str
+    secret: bytes | None = None  # of the job; None: one is made, and kept in the store
+
+
+def service(name: str, store: str | None, secret: bytes | str | None) -> Service:
+    """The service of these names, which default to the environment's; raises InvalidArgument."""
+    arguments.text(name, "name")
+    where = store if store is not None else environment.text("GRADWIRE_STORE")
+    if where is None:
+        raise InvalidArgument(
+            "a parameter server's processes meet at a store: give store='tcp://HOST:PORT', on the "
+            "host of shard 0, or set GRADWIRE_STORE; `gradwire run --servers 1` sets it"
+        )
+    job = environment.text("GRADWIRE_JOB") or DEFAULT_JOB
+    return Service(name, arguments.text(where, "store"), job, find_secret(secret))
+
+
+class Directory:
+    """A connection to the store, for one parameter server."""
+
+    def __init__(self, service: Service, deadline: Deadline) -> None:
+        """Waits for a store that is not there yet; raises RendezvousError."""
+        address = parse_address(service.store)
+        require_secret(address, service.secret)
+        self._service = service
+        self._prefix = f"gradwire/{service.job}/serve/{service.name}"
+        self._store = StoreClient(address, service.job, service.secret or b"", deadline)
+
+    def publish_secret(self) -> Job:
+        """The job with its secret, which the first process makes where the user gave none."""
+        key = f"{self._prefix}/secret"
+        if self._service.secret is None and self._store.add(f"{key}/makers") == 1:
+            self._store.set(key, secrets.token_bytes(32))
+        return self.job(Deadline(10.0))
+
+    def job(self, deadline: Deadline) -> Job:
+        """The job with its secret; waits for the servers to make it where the user gave none."""
+        found = self._service.secret
+        if found is None:
+            with self._waiting("no server has begun", deadline):
+                found = self._store.get(f"{self._prefix}/secret", deadline.remaining)
+        return Job(self._service.job, found)
+
+    def publish(self, shard: int, shards: int, address: AddressInfo) -> None:
+        """Tells clients where a shard is."""
+        record = {"shards": shards, "address": json.loads(address.pack())}
+        self._store.set(f"{self._prefix}/shard/{shard}", json.dumps(record).encode())
+
+    def find(self, shard: int, deadline: Deadline) -> ShardAddress:
+        """Waits for a shard and returns its address; raises RendezvousError that names it."""
+        with self._waiting(f"shard {shard} has not begun", deadline):
+            data = self._store.get(f"{self._prefix}/shard/{shard}", deadline.remaining)
+        try:
+            record = json.loads(data)
+            shards = record["shards"]
+            address = unpack_address_info(json.dumps(record["address"]).encode(), shard)
+        except (ValueError, KeyError, TypeError, RecursionError, RendezvousError) as error:
+            raise RendezvousError(f"shard {shard} published no address: {error}") from None
+        if type(shards) is not int or not shard < shards <= MOST_SHARDS:
+            raise RendezvousError(f"shard {shard} says that there are {shards!r} shards")
+        return ShardAddress(shards, address)
+
+    def number(self, client: str) -> int:
+        """A client's number: a later incarnation of one name has a larger one in 16 bits."""
+        name = int.from_bytes(hashlib.sha256(client.encode()).digest()[:6], "little")
+        incarnation = self._store.add(f"{self._prefix}/incarnation/{client}")
+        return name << 16 | incarnation % _INCARNATIONS
+
+    def count_client(self) -> int:
+        """The number of clients without a name so far, this one included."""
+        return self._store.add(f"{self._prefix}/clients")
+
+    @contextlib.contextmanager
+    def first_alone(self, shards: int, deadline: Deadline) -> Iterator[None]:
+        """Lets one client go through the block before all others; these wait for it.
+
+        So the initial values of all shards are those of one client. Where it fails or its process
+        ends, the next one is first; where shards are started anew, there is a new first one.
+        """
+        addresses = (self.find(shard, deadline).address.pack() for shard in range(shards))
+        servers = hashlib.sha256(b"".join(addresses)).hexdigest()[:16]
+        for attempt in itertools.count(1):
+            key = f"{self._prefix}/values/{servers}/{attempt}"
+            self._store.set_last_will(key, _FAILED)
+            if self._store.add(f"{key}/clients") == 1:
+                yield
+                self._store.set(key, _THERE)
+                return
+            self._store.set_last_will("", b"")
+            with self._waiting("the first client has not brought its values", deadline):
+                became = self._store.get(key, deadline.remaining)
+            if became == _THERE:
+                yield
+                return
+
+    def interface(self) -> Choice:
+        """The interface towards the store: the other processes reach this one at it."""
+        route = self._store.route()
+        source = None if route is None else route.source
+        return choose(
+            source,
+            pattern=environment.text("GRADWIRE_SOCKET_IFNAME"),
+            several_hosts=source is not None and not is_loopback(source),
+        )
+
+    def close(self) -> None:
+        """Closes the connection; what was published stays."""
+        self._store.close()
+
+    @contextlib.contextmanager
+    def _waiting(self, what: str, deadline: Deadline) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise RendezvousError(
+                f"timed out: {what} within {deadline.seconds:g} s at the store "
+                f"{self._service.store} (job {self._service.job!r}, service "
+                f"{self._service.name!r}): is `gradwire serve` running there?"
+            ) from None
+
+
+@contextlib.contextmanager
+def opened(service: Service, deadline: Deadline) -> Iterator[Directory]:
+    """A directory that is closed at the end of the block."""
+    directory = Directory(service, deadline)
+    try:
+        yield directory
+    finally:
+        with contextlib.suppress(Error):
+            directory.close()

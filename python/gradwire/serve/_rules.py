@@ -1,0 +1,81 @@
+"""Update rules: how the servers apply a gradient that was pushed to their parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from gradwire._base import arguments
+from gradwire._errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The base class of update rules; `lr` is the learning rate γ of each."""
+
+    lr: float
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for a number that no rule can have."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "bool":
+                arguments.flag(value, each.name)
+            elif arguments.number(value, each.name) < 0:
+                raise InvalidArgument(f"{type(self).__name__}({each.name}={value}) is negative")
+
+    @property
+    def spec(self) -> str:
+        """The rule in the words of the core, such as "adagrad:rate=0.02,epsilon=1e-10"."""
+        options = (f"{_CORE_NAMES[each.name]}={self._text(each.name)}" for each in fields(self))
+        return f"{type(self).__name__.lower()}:{','.join(options)}"
+
+    def _text(self, name: str) -> str:
+        value = getattr(self, name)
+        return ("yes" if value else "no") if isinstance(value, bool) else repr(float(value))
+
+
+@dataclass(frozen=True)
+class SGD(Rule):
+    """Stochastic gradient descent: w -= lr * g, with the bits of torch.optim.SGD."""
+
+
+@dataclass(frozen=True)
+class Momentum(Rule):
+    """SGD with momentum: v = momentum * v + g; w -= lr * v, or lr * (g + momentum * v).
+
+    With several replicas momentum adds to that which staleness brings: use less of it than in
+    synchronous training, or none.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+
+
+@dataclass(frozen=True)
+class Adagrad(Rule):
+    """Adagrad: s += g * g; w -= lr * g / sqrt(s), where s begins at `eps`.
+
+    The rule of Downpour SGD (Dean et al. 2012, "Large Scale Distributed Deep Networks", sec. 4.1):
+    its rates, one for each parameter, are what keeps training with stale gradients stable.
+    """
+
+    eps: float = 1e-10
+
+
+@dataclass(frozen=True)
+class Adam(Rule):
+    """Adam (Kingma & Ba 2015, algorithm 1), with bias correction."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+_CORE_NAMES = {
+    "lr": "rate",
+    "momentum": "momentum",
+    "nesterov": "nesterov",
+    "eps": "epsilon",
+    "beta1": "beta1",
+    "beta2": "beta2",
+}

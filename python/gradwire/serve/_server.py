@@ -1,0 +1,227 @@
+"""Server: the shards of a parameter server that one process holds."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwire import _core
+from gradwire._base import arguments, environment
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.rendezvous import choose_transports, require_secret
+from gradwire._bootstrap.store import parse_address
+from gradwire._bootstrap.store_server import StoreServer
+from gradwire._errors import Error, InvalidArgument, describe
+from gradwire.serve import _snapshot
+from gradwire.serve._channels import Door
+from gradwire.serve._client import read_statistics
+from gradwire.serve._directory import MOST_SHARDS, Directory, service
+
+_ASK_SECONDS = 10.0  # for a shard's thread to answer this process
+_TICK_SECONDS = 0.2
+
+_log = logging.getLogger("gradwire")
+
+
+class Server:
+    """Serves shards of a model's parameters, until `stop()`; clients come and go as they like.
+
+    A shard is one thread of the core, without Python's lock. It begins empty: the first client
+    that connects brings names, shapes, update rule and initial values. Each client has a channel of
+    its own to each shard; one that dies, stops or is slow holds up nobody else.
+
+    Dean et al. 2012, "Large Scale Distributed Deep Networks", sec. 4.1 (the parameter server of
+    Downpour SGD).
+    """
+
+    def __init__(
+        self,
+        shards: int = 1,
+        *,
+        only: Sequence[int] | None = None,
+        store: str | None = None,
+        name: str = "parameters",
+        secret: bytes | str | None = None,
+        transports: Sequence[str] | None = None,
+        snapshot: str | os.PathLike[str] | None = None,
+        every: float = 60.0,
+        timeout: float = 60.0,
+    ) -> None:
+        """Begins to listen for clients.
+
+        `shards` is the number of shards in all; `only` names those that this process serves, all by
+        default. `store` is the URL at which servers and clients meet, tcp://HOST:PORT on the host
+        of shard 0, whose process listens there; port 0 takes a free one. Without it GRADWIRE_STORE
+        counts; without both, one for processes of this host and user is made: see the attribute
+        `store`. `name` tells several services of a job apart. `secret` keeps strangers out, as for
+        `gradwire.init`. Into the folder `snapshot` each shard writes its state `every` so many
+        seconds, and begins with what it finds there. `timeout` limits the meeting, in seconds.
+
+        Raises InvalidArgument, RendezvousError, and OSError for a snapshot that cannot be read.
+        """
+        self.shards = _number_of_shards(shards)
+        self.only = _chosen(only, self.shards)
+        self._folder = None if snapshot is None else Path(snapshot)
+        self._every = arguments.seconds(every, "every")
+        self._stopping = threading.Event()
+        deadline = Deadline(arguments.seconds(timeout))
+        with contextlib.ExitStack() as undo:
+            self.store = self._host_store(store, name, secret, undo)
+            found = service(name, self.store, secret)
+            directory = Directory(found, deadline)
+            undo.callback(directory.close)
+            self._cores = {shard: self._make(shard) for shard in self.only}
+            for core in self._cores.values():
+                undo.callback(core.stop)
+            job = directory.publish_secret()
+            offered = choose_transports(transports)
+            door = Door(job, offered, directory.interface(), self._cores)
+            undo.callback(door.close)
+            door.open()
+            for shard in self.only:
+                directory.publish(shard, self.shards, door.address)
+            self._writer = threading.Thread(target=self._write_snapshots, daemon=True)
+            self._writer.start()
+            undo.callback(self._writer.join)
+            undo.callback(self._stopping.set)
+            self._undo = undo.pop_all()
+
+    def run(self, *, until_idle: bool = False) -> None:
+        """Serves until SIGINT or SIGTERM; `until_idle`: or until all clients have left."""
+        with _woken_by_signals(self._stopping):
+            while not self._stopping.wait(_TICK_SECONDS):
+                if until_idle and self._is_idle():
+                    break
+        self.stop()
+
+    def stop(self) -> None:
+        """Writes last snapshots, ends all channels and stops listening. May be called again."""
+        self._undo.close()
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Statistics of each shard of this process; see `ParameterServer.stats`."""
+        return [read_statistics(core.statistics(_ASK_SECONDS)) for core in self._cores.values()]
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        served = ",".join(map(str, self.only))
+        return f"<gradwire.serve.Server of shards {served} of {self.shards} at {self.store}>"
+
+    def _host_store(
+        self, store: str | None, name: str, secret: bytes | str | None, undo: contextlib.ExitStack
+    ) -> str:
+        """The store's URL; the process of shard 0 listens there, unless a launcher does."""
+        given = store if store is not None else environment.text("GRADWIRE_STORE")
+        if given is None:
+            given = f"unix://gradwire-{os.getuid()}-serve-{secrets.token_hex(8)}"
+        elif not given.startswith("tcp:") or 0 not in self.only:
+            return given
+        found = service(name, given, secret)
+        address = parse_address(given, any_port=True)
+        require_secret(address, found.secret)
+        server = StoreServer(address, found.job, found.secret or b"")
+        undo.enter_context(server)
+        return str(server.address)
+
+    def _make(self, shard: int) -> _core.ServeServer:
+        path = self._path(shard)
+        if path is None or not path.exists():
+            return _core.ServeServer(shard, self.shards)
+        state = _snapshot.read(path)
+        _log.warning("shard %d goes on at version %d, from %s", shard, state.version, path)
+        return _core.ServeServer.restored(
+            state.table, shard, state.version, state.steps, list(state.slots.items())
+        )
+
+    def _path(self, shard: int) -> Path | None:
+        if self._folder is None:
+            return None
+        return _snapshot.path_of(self._folder, shard, self.shards)
+
+    def _is_idle(self) -> bool:
+        """Whether there were clients and all have left."""
+        counts = [core.census(_ASK_SECONDS) for core in self._cores.values()]
+        return all(admitted > 0 and joined == 0 for joined, admitted, _ in counts)
+
+    def _write_snapshots(self) -> None:
+        """Writes snapshots in their time, and those that clients ask for; then last ones."""
+        due = Deadline(self._every)
+        while not self._stopping.is_set():
+            for shard, core in self._cores.items():
+                ticket = core.snapshot_wanted(_TICK_SECONDS / len(self._cores))
+                if ticket is not None:
+                    core.snapshot_written(ticket, self._write(shard))
+            if due.passed:
+                self._write_all()
+                due = Deadline(self._every)
+        self._write_all()
+
+    def _write_all(self) -> None:
+        if self._folder is None:
+            return
+        for shard, core in self._cores.items():
+            try:
+                *_, has_values = core.census(_ASK_SECONDS)
+                error = self._write(shard) if has_values else ""
+            except Error as failed:
+                error = describe(failed)
+            if error:
+                _log.error("shard %d: no snapshot: %s; the older one stays", shard, error)
+
+    def _write(self, shard: int) -> str:
+        """Writes a shard's snapshot; returns why not, or an empty text."""
+        path = self._path(shard)
+        if path is None:
+            return "the server has no folder for snapshots: start it with --snapshot DIR"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _snapshot.write(path, _snapshot.ShardState(**self._cores[shard].snapshot(_ASK_SECONDS)))
+        except (OSError, MemoryError, Error) as error:
+            return describe(error)
+        return ""
+
+
+def _number_of_shards(given: int) -> int:
+    shards = arguments.whole(given, "shards", least=1)
+    if shards > MOST_SHARDS:
+        raise InvalidArgument(f"shards={shards}: at most {MOST_SHARDS}")
+    return shards
+
+
+def _chosen(only: Sequence[int] | None, shards: int) -> tuple[int, ...]:
+    if only is None:
+        return tuple(range(shards))
+    chosen = tuple(arguments.whole(each, "only", least=0) for each in only)
+    if not chosen or len(set(chosen)) < len(chosen) or max(chosen) >= shards:
+        raise InvalidArgument(f"only={list(only)} are no shards of {shards}")
+    return chosen
+
+
+@contextlib.contextmanager
+def _woken_by_signals(event: threading.Event) -> Iterator[None]:
+    """Sets the event on SIGINT and SIGTERM, where this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(*_: object) -> None:
+        event.set()
+
+    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
