@@ -25,6 +25,7 @@ from bench.libraries import peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
 from bench.torch_backend import beside_gloo_report, hybrid_report
+from bench.training import diloco_report, downpour_report
 from bench.training.methods import (
     GLOO,
     GLOO_FP16,
@@ -296,6 +297,16 @@ def hybrid(results: Path) -> list[str]:
     return list(hybrid_report.summary(found))
 
 
+def diloco(results: Path) -> list[str]:
+    """Accuracy, bytes and simulated seconds of DiLoCo and local SGD beside synchronous SGD."""
+    return list(diloco_report.summary(_loaded(newest(results, "diloco-*.json"))))
+
+
+def downpour(results: Path) -> list[str]:
+    """Accuracy, seconds, staleness and pace of Downpour SGD beside synchronous training."""
+    return list(downpour_report.summary(_loaded(newest(results, "downpour-*.json"))))
+
+
 def _loaded(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -310,6 +321,8 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "backend-goals": backend_goals,
     "backend-steps": backend_steps,
     "hybrid": hybrid,
+    "diloco": diloco,
+    "downpour": downpour,
 }
 
 

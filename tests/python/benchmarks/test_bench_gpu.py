@@ -53,6 +53,7 @@ def test_all_checks_pass_over_the_simulated_gpu() -> None:
     assert set(stages) == {
         f"| {each}" for each in ("kernels", "loopback", "graph", "ranks", "hook")
     }
+    assert "| backend | backend | 1 | 0 | skipped: torch has no CUDA |" in done.stdout
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
@@ -170,9 +171,9 @@ def test_a_command_is_told_its_seconds() -> None:
     assert gpu_stages.run(stage, 30, os.environ).rows == [{"passed": True, "case": "30"}]
 
 
-def test_all_stages_have_their_time_within_8_minutes() -> None:
+def test_all_stages_have_their_time_within_9_minutes() -> None:
     stages = gpu_stages.stages(Path("build"), Path("plugin"))
-    assert gpu._BUILD_SECONDS + gpu_stages.needed(stages) <= 470  # and what GPU there is
+    assert gpu._BUILD_SECONDS + gpu_stages.needed(stages) <= 530  # and what GPU there is
 
 
 # ---- What is compared --------------------------------------------------------------------------

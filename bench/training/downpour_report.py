@@ -1,0 +1,148 @@
+"""The table and the picture of downpour.py, from what its json holds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.training.seeds import accuracy, final, runs_of, seconds
+
+_TARGET = 0.83  # test accuracy, whose time is told
+
+Found = Mapping[str, Any]
+
+
+class Way(NamedTuple):
+    """One way to train."""
+
+    name: str
+    rule: str  # a class of gradwire.serve
+    lr: float
+    synchronous: bool = False
+    warm_start: int = 0
+    push_codec: str = "none"
+    pull_codec: str = "none"
+    staleness: str = "keep"
+    slow: bool = False  # one replica is
+    faults: bool = False  # one replica is killed, one stopped, and one joins
+
+
+_WARM = Way("Downpour, Adagrad, warm start", "Adagrad", 0.02, warm_start=200)
+WAYS = (
+    Way("synchronous Adagrad, rate 0.02", "Adagrad", 0.02, synchronous=True),
+    Way("synchronous SGD, rate 0.4", "SGD", 0.4, synchronous=True),
+    _WARM,
+    Way("Downpour, Adagrad, no warm start", "Adagrad", 0.02),
+    _WARM._replace(name="the same, onebit up, int8 down", push_codec="onebit", pull_codec="int8"),
+    _WARM._replace(name="the same, one replica slow", slow=True),
+    _WARM._replace(name="the same, one killed, one stopped, one joins", faults=True),
+    *(Way(f"control: Downpour, SGD, rate {lr}", "SGD", lr) for lr in (0.1, 0.2, 0.4)),
+    Way("Downpour, SGD, rate 0.2 over staleness", "SGD", 0.2, staleness="divide"),
+)
+
+
+def summary(found: Found) -> Iterator[str]:
+    """Accuracy, seconds until the target, staleness, and steps of the replicas."""
+    yield (
+        f"| {found['steps']:,} gradients of 32 images a replica | test accuracy, % | "
+        f"s to {_TARGET:.0%} | mean staleness | steps/s of a replica, least to most |"
+    )
+    yield "|---|---:|---:|---:|---:|"
+    for way in WAYS:
+        runs = runs_of(found, way.name)
+        if not runs:
+            continue
+        cells = [accuracy(runs), seconds(_reaches(runs))]
+        if way.synchronous:
+            cells += ["0", f"{1 / found['gradient_seconds']:.0f}"]
+        else:
+            cells.append(f"{statistics.fmean(each['staleness'] for each in runs):.1f}")
+            rates = [statistics.fmean(each) for each in zip(*_sorted_rates(runs), strict=True)]
+            cells.append(f"{rates[0]:.0f} to {rates[-1]:.0f}")
+        yield f"| {way.name} | {' | '.join(cells)} |"
+
+
+def goals(found: Found) -> Iterator[str]:
+    """The bars that asynchronous training has to reach, and whether it does."""
+    ends = {way.name: final(runs_of(found, way.name)) for way in WAYS if runs_of(found, way.name)}
+    base, warm = ends[WAYS[0].name], ends[_WARM.name]
+    cold, coded, slow, faults, *controls = (ends[way.name] for way in WAYS[3:10])
+    rows = (
+        ("with a warm start at least synchronous Adagrad - 0.3", warm - base, -0.3),
+        ("the warm start gains", warm - cold, 0.0),
+        ("onebit up and int8 down at least that - 0.5", coded - warm, -0.5),
+        ("a slow replica costs at most 1", slow - warm, -1.0),
+        ("deaths and joins cost at most 1", faults - warm, -1.0),
+        ("control: twice the best fixed rate loses 5", max(controls) - _doubled(controls), 5.0),
+    )
+    for text, value, least in rows:
+        state = "reached" if value >= least else "missed"
+        yield f"- {text} points: {value:+.2f}, {state}."
+
+
+def document(found: Found, stem: str) -> str:
+    """The md file, whose picture is called as it is."""
+    seeds = len({each["seed"] for each in found["runs"]})
+    lines = [
+        "# Downpour SGD beside synchronous training",
+        "",
+        f"{found['date']}; {found['machine']}; `python {found['command']}`.",
+        "",
+        f"{found['data']}, a network 784-32-10, 4 replicas of 32 images a step, {seeds} seeds: "
+        "means ± standard deviations. Replicas are processes that sleep until "
+        f"{found['gradient_seconds'] * 1e3:g} ms are over in each step "
+        f"({found['slow']:g} times that on a slow one), and two shards are threads of one more. "
+        "Synchronous training is computed in one process, and its steps count as one gradient "
+        "each, without any exchange: that favours it. With a slow replica its seconds are "
+        f"{found['slow']:g} times those of the table. Steps/s are those since a replica joined.",
+        "",
+        f"![Test accuracy over seconds]({stem}.png)",
+        "",
+        *summary(found),
+        "",
+        *goals(found),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def draw(found: Found, path: Path) -> None:
+    """Accuracy over seconds of the first seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(10, 4.6), layout="constrained")
+    for place, way in enumerate(WAYS):
+        runs = runs_of(found, way.name)
+        if not runs:
+            continue
+        seconds, _, accuracies = zip(*runs[0]["curve"], strict=True)
+        style = "--" if way.synchronous else ":" if way.rule == "SGD" else "-"
+        color = "black" if place == 10 else f"C{place}"
+        panel.plot(seconds, [100 * each for each in accuracies], style, color=color, label=way.name)
+    panel.axhline(100 * _TARGET, color="#999999", linewidth=0.8)
+    panel.set(xlabel="seconds of training", ylabel=f"test accuracy, {found['data']} (%)")
+    panel.set_ylim(bottom=60)
+    panel.grid(alpha=0.3)
+    figure.legend(fontsize=8, loc="outside right upper")
+    figure.savefig(path, dpi=110)
+
+
+def _doubled(controls: Sequence[float]) -> float:
+    """The accuracy at twice the rate of the best one, or the best if that is the largest rate."""
+    best = controls.index(max(controls))
+    return controls[min(best + 1, len(controls) - 1)]
+
+
+def _reaches(runs: Sequence[Found]) -> float | None:
+    """Mean seconds until the target; None if a seed does not get there."""
+    times = [next((s for s, _, a in each["curve"] if a >= _TARGET), None) for each in runs]
+    known = [each for each in times if each is not None]
+    return statistics.fmean(known) if len(known) == len(times) else None
+
+
+def _sorted_rates(runs: Sequence[Found]) -> list[list[float]]:
+    return [sorted(each["rates"].values()) for each in runs]

@@ -1,0 +1,48 @@
+"""Gradients and memory of a Downpour replica's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from gradwire._errors import InvalidArgument
+
+
+def gradient_of(parameter: torch.Tensor, weight_decay: float) -> torch.Tensor:
+    """The dense gradient with decay; zeros, as torch's optimizers have it, where there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.add(parameter, alpha=weight_decay) if weight_decay else dense
+
+
+def clipped(gradients: list[torch.Tensor], most: float) -> list[torch.Tensor]:
+    """Gradients whose norm, all together, is at most `most`."""
+    norms = torch._foreach_norm(gradients)
+    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+    scale = (most / norm.clamp(min=most)).item()
+    return [each * scale for each in gradients]
+
+
+def trained(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """The parameters that are trained; raises InvalidArgument for other types than float32."""
+    found = [each for group in groups for each in group["params"] if each.requires_grad]
+    for each in found:
+        if each.dtype is not torch.float32:
+            raise InvalidArgument(
+                f"a parameter is {each.dtype}: parameter servers hold float32; keep the model in "
+                "float32 and use autocast for computing"
+            )
+    if not found:
+        raise InvalidArgument("no parameter requires a gradient")
+    return found
+
+
+def on_host(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Memory like the parameters' on the CPU, pinned for those on a GPU."""
+    return [
+        torch.empty(each.shape, dtype=torch.float32, pin_memory=each.is_cuda) for each in parameters
+    ]

@@ -1,0 +1,290 @@
+"""OuterSteps: the rounds of one model on one rank, and its calls to the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire._communicator import Communicator
+from gradwire._errors import Error
+from gradwire.torch._local.buffers import SharedBuffers
+from gradwire.torch._local.checks import Untrained
+from gradwire.torch._local.exchange import Exchange
+from gradwire.torch._local.outer import OuterParameters, checksum, copy_into
+from gradwire.torch._local.roll_call import Report, raise_on_all, require_agreement
+from gradwire.torch._local.rounds import Round, Stopwatch, paced_steps
+from gradwire.torch._step.gradient_scale import GradientScale
+from gradwire.torch._step.residual_state import ResidualState
+
+_BILLION = 10**9
+
+
+class OuterSteps:
+    """One model's outer steps on one rank, which `DiLoCo` offers to programs.
+
+    All ranks make the same calls of the communicator in the same order: those of the fragments one
+    after the other, and before each round's first one a report. One fragment travels at a time.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        parts: Sequence[OuterParameters],
+        residuals: Callable[[int], ResidualState],
+        round_: Round,
+        watch: Stopwatch,
+        untrained: Untrained,
+        buffers: SharedBuffers | None,
+        *,
+        algorithm: str,
+        pace: bool,
+        mix: float,
+    ) -> None:
+        """`residuals` makes the state of residuals for a number of ranks."""
+        self._parts, self._make_residuals = parts, residuals
+        self._round, self._watch = round_, watch
+        self._untrained, self._buffers = untrained, buffers
+        self._algorithm, self._paced, self._mix = algorithm, pace, mix
+        self._exchange: Exchange | None = None
+        self._due_in = 0  # inner steps until the exchange's averages count
+        self._done = 0  # exchanges whose averages were applied, or were none
+        self._unreported = 0  # inner steps
+        self._finishing = self._all_finished = False
+        self.pace = (round_.steps,) * communicator.size
+        self._join(communicator)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of which all fragments were applied."""
+        return self._done // len(self._parts)
+
+    @property
+    def exchanges(self) -> int:
+        """Fragments exchanged so far."""
+        return self._round.exchanges
+
+    def step(self) -> bool:
+        """Counts an inner step, and makes the outer steps that are due."""
+        before = self._done
+        with self._ending_on_failure():
+            self._watch.stop()
+            self._round.done += 1
+            self._unreported += 1
+            self._due_in -= 1
+            if self._exchange is not None and self._due_in <= 0:
+                self._apply()
+            while self._round.is_due:
+                self._next_fragment()
+            self._watch.start()
+        return self._done > before
+
+    def finish(self) -> None:
+        """Goes on with outer steps until all ranks have finished."""
+        self._finishing, self._all_finished = True, False
+        try:
+            with self._ending_on_failure():
+                while self._round.fragment or not self._all_finished:
+                    self._next_fragment()
+                self._apply()
+                for each in self._parts:
+                    each.install()
+        finally:
+            self._finishing = False
+        self._watch.start()
+
+    def check_agreement(self) -> None:
+        """Compares the common values and velocities of all ranks."""
+        self._apply()
+        require_agreement(self.communicator, self._tensors())
+
+    def go_on_with(self, communicator: Communicator) -> None:
+        """Takes over a communicator of the ranks that survived a failure."""
+        try:
+            self._apply()
+        except Error:
+            self._drop()
+        self._join(communicator)
+        mine = np.array([[self._done, self._round.steps]], np.int64)
+        every = communicator.all_gather(mine)
+        done = every[:, 0].tolist()
+        ahead = max(done)
+        if min(done) < ahead:
+            self._take_over(done.index(ahead), behind=self._done < ahead)
+        self._done = ahead
+        self._round.go_to(ahead)
+        self.pace = tuple(every[:, 1].tolist())
+        self._watch.start()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step needs, as tensors and plain values."""
+        exchange = self._saved_exchange()  # first: it decides about residuals
+        return {
+            **self._residuals.state_dict(),
+            "outer": _copies(self._tensors()),
+            "parameters": _copies(self._parameters()),
+            "buffers": {} if self._buffers is None else _copies(self._buffers.values),
+            "round": [self._round.steps, self._round.next_steps, self._round.done],
+            "exchanges": [self._round.exchanges, self._done, self._unreported],
+            "pace": list(self.pace),
+            "exchange": exchange,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Replaces everything by a saved state; raises InvalidArgument for another model's."""
+        self._residuals.load_state_dict(saved)
+        copy_into(self._tensors(), saved["outer"], "outer value")
+        if self._buffers is not None:
+            self._buffers.load(saved["buffers"])
+        with torch.no_grad():
+            copy_into(self._parameters(), saved["parameters"], "parameter")
+        self._round.steps, self._round.next_steps, self._round.done = map(int, saved["round"])
+        self._round.exchanges, self._done, self._unreported = map(int, saved["exchanges"])
+        self.pace = tuple(map(int, saved["pace"]))
+        if len(self.pace) != self.communicator.size:  # of another number of ranks
+            self.pace = (self._round.every,) * self.communicator.size
+            self._round.steps = self._round.next_steps = self._round.every
+        self._exchange, self._due_in = None, 0
+        if saved["exchange"] is not None:
+            self._exchange = Exchange(_copies(saved["exchange"]["averages"]))
+            self._exchange.finite = bool(saved["exchange"]["finite"])
+            self._due_in = int(saved["exchange"]["due_in"])
+        self._untrained.note()
+        self._watch.start()
+
+    def checksum(self) -> int:
+        """A sum over the bits of all common values."""
+        return checksum(each for part in self._parts for each in part.values.values())
+
+    def _join(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self._residuals = self._make_residuals(communicator.size)
+        # Residuals follow the number of ranks when a step begins: now, so that a state is right.
+        self._residuals.open_step(GradientScale(ranks=communicator.size))
+        self._residuals.end_step(False)
+        self._active = communicator.size
+
+    def _next_fragment(self) -> None:
+        """Starts the exchange of the next fragment, when the one before is applied."""
+        self._apply()
+        if self._round.fragment == 0:
+            self._report()
+        if self._active:
+            part = self._parts[self._round.fragment]
+            weight = 1 / self._active
+            exchange = Exchange(part.gradients(), weight, self._residuals)
+            exchange.start(self.communicator, self._algorithm, self.rounds)
+            self._exchange = exchange
+        else:
+            self._done += 1
+        self._due_in = 0 if self._finishing else self._round.delay
+        self._round.end_exchange()
+        if self._due_in == 0:
+            self._apply()
+
+    def _report(self) -> None:
+        """Tells the other ranks of this one, and decides with them how the round goes on."""
+        problem = self._untrained.problem()
+        own = Report(
+            self.checksum(),
+            round(self._watch.median() * _BILLION),
+            self._unreported,
+            int(self._finishing),
+            int(bool(problem)),
+        )
+        every = own.exchange(self.communicator)
+        self._unreported = 0
+        if any(each.refuses for each in every):
+            raise_on_all(self.communicator, problem)
+        if any(each.checksum != own.checksum for each in every):
+            self.check_agreement()
+        self._all_finished = all(each.finished for each in every)
+        self._active = sum(each.steps > 0 for each in every)
+        if self._active and self._paced:
+            self._set_pace(every)
+        if self._active and self._buffers is not None:
+            self._buffers.average(self.communicator, 1 / self._active)
+
+    def _set_pace(self, every: Sequence[Report]) -> None:
+        seconds = [each.nanoseconds / _BILLION if each.steps else 0.0 for each in every]
+        self.pace = tuple(paced_steps(self._round.every, seconds))
+        self._round.next_steps = self.pace[self.communicator.rank]
+
+    def _apply(self) -> None:
+        """Makes the outer step of the fragment that travels, if there is one."""
+        exchange = self._landed()
+        if exchange is None:
+            return
+        self._exchange = None
+        part = self._parts[self._done % len(self._parts)]
+        self._done += 1
+        if exchange.finite:
+            part.update(exchange.gradients)
+            part.install(self._mix)
+            return
+        problem = part.problem()
+        part.install()
+        raise_on_all(
+            self.communicator,
+            problem,
+            "a sum of outer gradients is too large for float32",
+            ending=": all ranks have the parameters of the outer step before again",
+        )
+
+    def _landed(self) -> Exchange | None:
+        """The exchange under way, once its averages are there."""
+        if self._exchange is not None:
+            try:
+                self._exchange.land()
+            except Exception:
+                self._exchange = None
+                raise
+        return self._exchange
+
+    def _drop(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.drop()
+
+    def _take_over(self, root: int, *, behind: bool) -> None:
+        """Gives all ranks the root's values, which some did not get before the failure."""
+        tensors = list(self._tensors().values())
+        if self._buffers is not None:
+            tensors += self._buffers.values.values()
+        for kind in dict.fromkeys((each.dtype, each.device) for each in tensors):
+            some = [each for each in tensors if (each.dtype, each.device) == kind]
+            self.communicator.broadcast(some, root=root)
+        if behind:
+            self._parts[self._done % len(self._parts)].install()
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: each for part in self._parts for name, each in part.tensors().items()}
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {name: each for part in self._parts for name, each in part.parameters.items()}
+
+    def _saved_exchange(self) -> dict[str, Any] | None:
+        exchange = self._landed()
+        if exchange is None:
+            return None
+        averages = _copies(exchange.gradients)
+        return {"averages": averages, "due_in": self._due_in, "finite": exchange.finite}
+
+    @contextlib.contextmanager
+    def _ending_on_failure(self) -> Iterator[None]:
+        """Tells the other ranks of an error that is this rank's alone."""
+        try:
+            yield
+        except Error:
+            raise  # of all ranks
+        except BaseException as error:
+            self.communicator.abort(f"{type(error).__name__} in an outer step")
+            self._drop()
+            raise
+
+
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each.detach().clone() for name, each in tensors.items()}

@@ -1,0 +1,343 @@
+"""DiLoCo's outer steps: what they compute, and that all ranks end with the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradwire
+import pytest
+import torch
+from gradwire import Communicator, Error, InvalidArgument
+from gradwire.torch import DiLoCo, Stages
+from local_training import Trainee, batch, bits, sgd, small, weights
+from ranks import outcomes, run
+from torch import nn
+from torch.nn.functional import mse_loss
+
+CODECS = ["none", "bf16", "int8", "onebit", "topk:density=0.05", "lowrank:rank=2"]
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("codec", CODECS)
+def test_ranks_have_the_same_bits_after_an_outer_step(p: int, codec: str) -> None:
+    def body(comm: Communicator) -> tuple[list[bytes], bytes]:
+        trainee = Trainee(comm, every=3, codec=codec)
+        after = trainee.train(10)
+        trainee.outer.check_agreement()
+        return after, bits(trainee.model)
+
+    found = run(p, body)
+    assert [len(after) for after, _ in found] == [3] * p
+    assert all(after == found[0][0] for after, _ in found)
+    assert len({last for _, last in found}) == p  # between outer steps each has its own
+
+
+def test_one_inner_step_and_a_plain_mean_are_synchronous_sgd() -> None:
+    def body(comm: Communicator) -> torch.Tensor:
+        trainee = Trainee(comm, every=1, lr=1, momentum=0)
+        trainee.train(6)
+        return weights(trainee.model)
+
+    model = small()
+    optimizer = sgd(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        for rank in range(4):
+            x, y = batch(step, rank)
+            (mse_loss(model(x), y) / 4).backward()
+        optimizer.step()
+    for each in run(4, body):
+        torch.testing.assert_close(each, weights(model), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.9, False), (0.0, True)])
+def test_the_outer_optimizer_is_torchs_sgd_bit_for_bit(momentum: float, nesterov: bool) -> None:
+    def body(comm: Communicator) -> bytes:
+        trainee = Trainee(comm, every=4, lr=0.7, momentum=momentum, nesterov=nesterov)
+        trainee.train(20)
+        return bits(trainee.model)
+
+    model, common = small(), small()
+    optimizer = sgd(model)
+    nesterov = nesterov and momentum > 0
+    outer = torch.optim.SGD(common.parameters(), 0.7, momentum=momentum, nesterov=nesterov)
+    for step in range(20):
+        x, y = batch(step, 0)
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        if step % 4 == 3:
+            for value, own in zip(common.parameters(), model.parameters(), strict=True):
+                value.grad = value.detach() - own.detach()
+            outer.step()
+            model.load_state_dict(common.state_dict())
+    assert run(1, body) == [bits(model)]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_a_codec_does_not_deliver_is_kept(codec: str) -> None:
+    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        trainee = Trainee(comm, every=2, lr=1, momentum=0, codec=codec, feedback=True)
+        common = first = weights(trainee.model)
+        given = torch.zeros_like(first)
+        for _ in range(12):
+            trainee.inner_step()
+            given_now = common - weights(trainee.model)
+            if trainee.outer.step():
+                given += given_now
+                common = weights(trainee.model)
+        assert trainee.outer.feedback is not None
+        names = [name for name, _ in trainee.model.named_parameters()]
+        kept = [torch.from_numpy(trainee.outer.feedback.residual(each)) for each in names]
+        return given, 3 * (first - common), torch.cat(kept).double()
+
+    found = run(3, body)
+    given, kept = (sum(each[i] for each in found) for i in (0, 2))
+    torch.testing.assert_close(found[0][1] + kept, given, rtol=0, atol=2e-5)
+    assert bool(kept.abs().max() > 1e-6) == (codec != "none")
+
+
+def test_codecs_change_with_parameters_and_outer_steps() -> None:
+    def body(comm: Communicator) -> list[tuple[bool, bool]]:
+        codec = Stages((0, "none"), (2, "onebit"))
+        trainee = Trainee(comm, every=1, codec=codec, rules=[("*.bias", "none")])
+        found = []
+        for _ in range(3):
+            trainee.step()
+            kept = trainee.outer.feedback
+            assert kept is not None
+            found.append((kept.residual("0.weight").any(), kept.residual("0.bias").any()))
+        return found
+
+    assert run(2, body) == [[(False, False), (False, False), (True, False)]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_of_other_types(dtype: torch.dtype) -> None:
+    """Outer steps that round to 16 bits would lose most of a small momentum."""
+
+    def body(comm: Communicator) -> tuple[bytes, torch.Tensor]:
+        trainee = Trainee(comm, small().to(dtype), every=2, codec="int8")
+        trainee.train(10)
+        assert next(trainee.model.parameters()).dtype is dtype
+        return bits(trainee.model), weights(trainee.model)
+
+    def exact(comm: Communicator) -> torch.Tensor:
+        trainee = Trainee(comm, every=2)
+        trainee.train(10)
+        return weights(trainee.model)
+
+    (first, one), (second, _) = run(2, body)
+    assert first == second
+    difference = (one - run(2, exact)[0]).abs().max()
+    assert difference < (0.1 if dtype is torch.bfloat16 else 0.02)
+
+
+def test_a_16_bit_parameter_that_does_not_change_has_no_outer_gradient() -> None:
+    model = nn.Linear(8, 4, dtype=torch.bfloat16)
+
+    def body(comm: Communicator) -> list[bytes]:
+        outer = DiLoCo(model, sgd(model), every=1, lr=1e-3, communicator=comm)
+        part = outer._steps._parts[0]
+        part.values["weight"].add_(1e-5)  # what a rounded parameter does not have
+        part.install()
+        return [bits(model) for _ in range(3) if outer.step()]
+
+    (found,) = run(1, body)
+    assert len(set(found)) == 1
+
+
+def test_complex_and_channels_last_parameters() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+            self.kernel = nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))
+
+    def body(comm: Communicator) -> tuple[Any, Any]:
+        model = Odd()
+        outer = DiLoCo(model, sgd(model), every=1, lr=1, momentum=0, communicator=comm)
+        with torch.no_grad():
+            model.turn += (1 + 2j) * comm.rank
+            model.kernel[0, 1] += comm.rank
+        assert outer.step()
+        assert model.kernel.is_contiguous(memory_format=torch.channels_last)
+        return model.turn.tolist(), model.kernel[:, :, 0, 0].tolist()
+
+    assert run(2, body) == [([1.5 + 1j] * 5, [[1, 1.5, 1], [1, 1, 1]])] * 2
+
+
+def test_tied_weights_travel_once() -> None:
+    def body(comm: Communicator) -> tuple[int, bytes]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+        model[2].weight = model[0].weight
+        trainee = Trainee(comm, model, every=2, codec="onebit")
+        trainee.train(4)
+        assert model[2].weight is model[0].weight
+        return len(trainee.outer.feedback.keys()), bits(model)
+
+    found = run(2, body)
+    assert found[0] == found[1]
+    assert found[0][0] == 5
+
+
+def test_frozen_parameters_do_not_travel_and_are_not_to_change() -> None:
+    def body(comm: Communicator) -> tuple[int, bool, str]:
+        model = small()
+        model[0].requires_grad_(requires_grad=False)
+        frozen = model[0].weight.clone()
+        trainee = Trainee(comm, model, every=2, codec="onebit")
+        trainee.train(4)
+        same = torch.equal(frozen, model[0].weight)
+        if comm.rank == 1:
+            with torch.no_grad():
+                model[0].weight += 1
+        with pytest.raises(InvalidArgument) as raised:
+            trainee.train(2)
+        return len(trainee.outer.feedback.keys()), same, str(raised.value)
+
+    for keys, same, text in run(2, body):
+        assert (keys, same) == (2, True)
+        assert text.startswith("rank 1: the parameter '0.weight' was changed, which was frozen")
+
+
+def test_parameters_of_several_optimizers_and_of_none() -> None:
+    def body(comm: Communicator) -> str:
+        model = small()
+        both = [sgd(model[0]), torch.optim.Adam(model[2].parameters())]
+        outer = DiLoCo(model, both, every=1, pace=False, communicator=comm)
+        assert len(outer._names) == 4
+        outer = DiLoCo(model, both[0], every=1, pace=False, communicator=comm)
+        assert outer.step()
+        with torch.no_grad():
+            model[2].bias += 1  # as an optimizer would that DiLoCo was not told of
+        with pytest.raises(InvalidArgument) as raised:
+            outer.step()
+        return str(raised.value)
+
+    for text in run(2, body):
+        assert "rank 0: the parameter '2.bias' was changed" in text
+        assert "inner_optimizer=[a, b]" in text
+
+
+class Counts(nn.Module):
+    """A buffer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf"), 0.1]))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("short", torch.zeros(2, dtype=torch.bfloat16), persistent=False)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_buffers_are_averaged_or_left_alone(average: bool) -> None:
+    def body(comm: Communicator) -> tuple[Any, ...]:
+        model = Counts()
+        options = {"average_buffers": average, "communicator": comm}
+        outer = DiLoCo(model, sgd(model), every=1, **options)
+        for _ in range(2):
+            model.mean += comm.rank + 1
+            model.short += comm.rank + 1
+            model.count += comm.rank + 1
+            assert outer.step()
+        mask = model.mask.tolist() == Counts().mask.tolist()
+        return model.mean.tolist(), model.short.tolist(), int(model.count), mask
+
+    if average:  # of changes by 1, 2 and 3; the count is rank 0's, which goes on from its own
+        assert run(3, body) == [([4, 4], [4, 4], 2, True)] * 3
+    else:
+        expected = [([2.0 * i, 2.0 * i], [2.0 * i, 2.0 * i], 2 * i, True) for i in (1, 2, 3)]
+        assert run(3, body) == expected
+
+
+def test_a_network_with_batch_norm_evaluates_alike_on_all_ranks() -> None:
+    def body(comm: Communicator) -> bytes:
+        trainee = Trainee(comm, small(normalized=True), every=3)
+        trainee.train(6)
+        trainee.model.eval()
+        return trainee.model(batch(0, 0)[0]).detach().numpy().tobytes()
+
+    one, other = run(2, body)
+    assert one == other
+
+
+def test_not_a_number_on_one_rank_is_told_by_all_and_training_goes_on() -> None:
+    def body(comm: Communicator) -> tuple[str, bytes, bytes, bytes]:
+        trainee = Trainee(comm, every=2, codec="onebit")
+        (before,) = trainee.train(2)
+        kept = trainee.outer.feedback.residual("0.weight").tobytes()
+        trainee.step()
+        trainee.inner_step()
+        if comm.rank == 1:
+            with torch.no_grad():
+                trainee.model[2].bias[0] = float("nan")
+        with pytest.raises(InvalidArgument) as raised:
+            trainee.outer.step()
+        assert trainee.outer.feedback.residual("0.weight").tobytes() == kept
+        after = bits(trainee.model)
+        (last,) = trainee.train(2)
+        return str(raised.value), before, after, last
+
+    found = run(3, body)
+    for text, before, after, last in found:
+        assert text.startswith("rank 1: '2.bias' had NaN or Inf after the inner steps: all ranks")
+        assert after == before
+        assert last == found[0][3]
+
+
+def test_common_values_that_differ_are_found_in_the_next_round() -> None:
+    def body(comm: Communicator) -> str:
+        trainee = Trainee(comm, every=1)
+        trainee.step()
+        if comm.rank == 2:
+            trainee.outer._steps._parts[0].values["2.weight"][3, 3] += 1e-7
+        with pytest.raises(Error) as raised:
+            trainee.step()
+        return str(raised.value)
+
+    for text in run(3, body):
+        assert "outer values of '2.weight' differ" in text
+        assert "ranks 0, 1; ranks 2" in text
+
+
+def test_amp_a_scheduler_and_accumulation_stay_the_users() -> None:
+    def body(comm: Communicator) -> tuple[bytes, float]:
+        trainee = Trainee(comm, every=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        schedule = torch.optim.lr_scheduler.StepLR(trainee.optimizer, 1, 0.5)
+        for step in range(6):
+            for part in range(2):
+                x, y = batch(2 * step + part, comm.rank)
+                loss = mse_loss(trainee.model(x), y) * (float("inf") if step == 3 else 1)
+                scaler.scale(loss).backward()
+            scaler.step(trainee.optimizer)
+            scaler.update()
+            schedule.step()
+            trainee.optimizer.zero_grad()
+            trainee.outer.step()
+        assert scaler.get_scale() == 2.0**15
+        assert weights(trainee.model).isfinite().all()
+        return bits(trainee.model), trainee.optimizer.param_groups[0]["lr"]
+
+    one, other = run(2, body)
+    assert one == other
+    assert one[1] == 0.1 * 0.5**6
+
+
+def leave_early(comm: Communicator) -> Any:
+    trainee = Trainee(comm, every=2)
+    trainee.train(2)
+    if comm.rank == 1:
+        comm.abort("leaves")
+        return None
+    with pytest.raises(gradwire.Aborted) as raised:
+        trainee.train(2)
+    return raised.value.peer
+
+
+def test_an_error_names_the_rank_that_left() -> None:
+    ended = outcomes(3, leave_early)
+    assert [ended[rank].value for rank in (0, 2)] == [1, 1]

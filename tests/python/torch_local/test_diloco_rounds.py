@@ -1,0 +1,327 @@
+"""Rounds: pace, fragments, and ranks that run out of data."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import gradwire
+import pytest
+import torch
+from gradwire import Communicator
+from gradwire.torch._local.outer import fragments_of
+from gradwire.torch._local.rounds import Round, Stopwatch, paced_steps
+from local_training import Trainee, batch, bits, small, weights
+from ranks import LIMIT, outcomes, run
+from torch import nn
+from torch.nn.functional import mse_loss
+
+
+class Clock:
+    """Seconds that a test counts."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Timed(Trainee):
+    """A trainee whose inner steps take so many seconds."""
+
+    def __init__(self, comm: Communicator, seconds: float, **settings: Any) -> None:
+        self.clock, self.seconds = Clock(), seconds
+        super().__init__(comm, clock=self.clock, **{"pace": True, **settings})
+
+    def inner_step(self) -> None:
+        super().inner_step()
+        self.clock.now += self.seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([1, 1], [10, 10]),
+        ([1, 5, 2.5, 1.2], [10, 2, 4, 8]),
+        ([1, 1000], [10, 1]),
+        ([0, 2, 4], [10, 10, 5]),
+        ([0, 0], [10, 10]),
+    ],
+)
+def test_steps_are_in_proportion_to_speed(seconds: list[float], expected: list[int]) -> None:
+    assert paced_steps(10, seconds) == expected
+
+
+def test_only_inner_steps_are_timed_and_one_long_pause_does_not_count() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    for inside, outside in ((2, 50), (2, 50), (300, 50), (3, 50), (2, 50)):
+        watch.start()
+        clock.now += inside
+        watch.stop()
+        clock.now += outside
+    assert watch.median() == 2
+    assert watch.median() == 2  # known, where no step was made since
+
+
+def test_a_slow_rank_makes_fewer_steps_and_all_arrive_together() -> None:
+    def body(comm: Communicator) -> tuple[Any, ...]:
+        trainee = Timed(comm, [1, 1, 5, 2.5][comm.rank], every=10)
+        seconds = []
+        for _ in range(4):
+            began = trainee.clock.now
+            while not trainee.step():
+                pass
+            seconds.append(trainee.clock.now - began)
+        return trainee.outer.pace, seconds, trainee.step_number, bits(trainee.model)
+
+    found = run(4, body)
+    assert {each[0] for each in found} == {(10, 10, 2, 4)}
+    assert [each[1] for each in found] == [
+        [10] * 4,
+        [10] * 4,
+        [50, 10, 10, 10],
+        [25, 10, 10, 10],
+    ]
+    assert [each[2] for each in found] == [40, 40, 16, 22]
+    assert len({each[3] for each in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("fragments", "every", "delay"), [(1, 4, 0), (1, 4, 4), (2, 4, 0), (3, 7, 2), (4, 4, 1)]
+)
+@pytest.mark.parametrize("pace", [False, True])
+def test_fragments_at_any_pace_end_in_the_same_bits(
+    fragments: int, every: int, delay: int, pace: bool
+) -> None:
+    """Also of a rank that makes one step while the other makes `every`."""
+    mix = 0.5 if delay else 0
+
+    def body(comm: Communicator) -> tuple[int, bytes]:
+        settings = {"fragments": fragments, "every": every, "delay": delay, "mix": mix}
+        trainee = Timed(comm, [1, every][comm.rank], codec="onebit", pace=pace, **settings)
+        while trainee.outer.rounds < 4:
+            trainee.step()
+        trainee.outer.finish()
+        trainee.outer.check_agreement()
+        return trainee.step_number, bits(trainee.model)
+
+    (steps, one), (slow_steps, other) = run(2, body)
+    assert one == other
+    assert slow_steps < steps / 2 if pace and every > 1 else slow_steps == steps
+
+
+def test_a_fragment_is_exchanged_at_its_own_step() -> None:
+    def body(comm: Communicator) -> list[list[bool]]:
+        trainee = Trainee(comm, every=4, fragments=2, lr=1, momentum=0)
+        found, before = [], [each.clone() for each in trainee.model.parameters()]
+        for _ in range(8):
+            trainee.inner_step()
+            mine = [each.detach().clone() for each in trainee.model.parameters()]
+            trainee.outer.step()
+            now = list(trainee.model.parameters())
+            found.append([not torch.equal(a, b) for a, b in zip(mine, now, strict=True)])
+        assert before
+        return found
+
+    # The first weight has 320 of 524 elements.
+    none, first, second = [False] * 4, [True, False, False, False], [False, True, True, True]
+    assert run(2, body) == [[none, first, none, second] * 2] * 2
+
+
+def test_a_delayed_average_is_that_of_the_parameters_that_were_sent() -> None:
+    def body(comm: Communicator) -> tuple[Any, ...]:
+        options = {"every": 3, "delay": 2, "mix": 0.25, "lr": 1, "momentum": 0}
+        trainee = Trainee(comm, **options)
+        assert not any(trainee.step() for _ in range(3))
+        sent = weights(trainee.model)
+        assert not trainee.step()
+        trainee.inner_step()
+        own = weights(trainee.model)
+        assert trainee.outer.step()
+        return sent, own, weights(trainee.model)
+
+    found = run(2, body)
+    mean = (found[0][0] + found[1][0]) / 2
+    for _, own, after in found:
+        torch.testing.assert_close(after, 0.75 * mean + 0.25 * own, rtol=0, atol=1e-6)
+
+
+def simulated(
+    ranks: int, steps: int, every: int, fragments: int, delay: int, mix: float
+) -> list[torch.Tensor]:
+    """The ranks' weights by Streaming DiLoCo's formulas, in float64, with one model after another.
+
+    (Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", sec. 2)
+    """
+    models = [small().double() for _ in range(ranks)]
+    named = dict(models[0].named_parameters())
+    parts = [list(part) for part in fragments_of(named, fragments)]
+    common = {name: each.detach().clone() for name, each in named.items()}
+    velocities = {name: torch.zeros_like(each) for name, each in common.items()}
+    on_their_way: dict[int, dict[str, torch.Tensor]] = {}
+    for step in range(1, steps + 1):
+        for rank, model in enumerate(models):
+            x, y = batch(step - 1, rank)
+            gradients = torch.autograd.grad(
+                mse_loss(model(x.double()), y.double()), list(model.parameters())
+            )
+            with torch.no_grad():
+                for each, gradient in zip(model.parameters(), gradients, strict=True):
+                    each -= 0.1 * gradient
+        own = [dict(model.named_parameters()) for model in models]
+        if step % (every // fragments) == 0:
+            part = parts[step // (every // fragments) % fragments - 1]
+            arrived = on_their_way.pop(step, {})
+            apply(arrived, common, velocities, own, mix)
+            on_their_way[step + delay] = {
+                name: sum(common[name] - its[name].detach() for its in own) / ranks for name in part
+            }
+        apply(on_their_way.pop(step, {}), common, velocities, own, mix)
+    return [weights(model) for model in models]
+
+
+def apply(
+    averages: dict[str, torch.Tensor],
+    common: dict[str, torch.Tensor],
+    velocities: dict[str, torch.Tensor],
+    own: list[dict[str, nn.Parameter]],
+    mix: float,
+) -> None:
+    for name, average in averages.items():
+        velocities[name] = 0.9 * velocities[name] + average
+        common[name] -= 0.7 * (average + 0.9 * velocities[name])
+        for its in own:
+            with torch.no_grad():
+                its[name].copy_(mix * its[name] + (1 - mix) * common[name])
+
+
+@pytest.mark.parametrize(
+    ("every", "fragments", "delay", "mix"),
+    [(3, 1, 0, 0), (3, 1, 2, 0.5), (6, 2, 1, 0), (6, 3, 2, 0.5), (1, 1, 1, 0.25)],
+)
+def test_rounds_follow_the_papers_formulas(
+    every: int, fragments: int, delay: int, mix: float
+) -> None:
+    def body(comm: Communicator) -> torch.Tensor:
+        settings = {"every": every, "fragments": fragments, "delay": delay, "mix": mix}
+        trainee = Trainee(comm, small().double(), **settings)
+        trainee.train(14)
+        return weights(trainee.model)
+
+    expected = simulated(2, 14, every, fragments, delay, mix)
+    for found, own in zip(run(2, body), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6])
+def test_fragments_are_whole_parameters_in_order_and_of_like_sizes(count: int) -> None:
+    sizes = [100, 1, 40, 60, 3, 96]
+    parameters = {str(i): nn.Parameter(torch.zeros(size)) for i, size in enumerate(sizes)}
+    parts = fragments_of(parameters, count)
+    assert [name for part in parts for name in part] == list(parameters)
+    assert len(parts) == count
+    assert all(parts)
+    found = [sum(each.numel() for each in part.values()) for part in parts]
+    if count in (2, 3):
+        assert max(found) <= 300 / count + 60
+
+
+@pytest.mark.parametrize(("every", "fragments"), [(1, 1), (5, 2), (7, 7), (50, 4)])
+def test_a_round_of_any_length_exchanges_every_fragment_once(every: int, fragments: int) -> None:
+    for steps in range(1, every + 1):
+        place = Round(every, fragments, delay=every // fragments)
+        place.steps = place.next_steps = steps
+        found = []
+        for _ in range(steps):
+            place.done += 1
+            while place.is_due:
+                found.append(place.fragment)
+                assert place.delay <= steps
+                place.end_exchange()
+        assert found == list(range(fragments))
+        assert place.done == 0
+
+
+def test_ranks_that_run_out_of_data_wait_for_the_others() -> None:
+    def body(comm: Communicator) -> tuple[bytes, int, bytes]:
+        trainee = Trainee(comm, every=4, codec="onebit")
+        trainee.train([3, 9, 21][comm.rank])
+        trainee.outer.finish()
+        first, rounds = bits(trainee.model), trainee.outer.rounds
+        trainee.train([5, 4, 1][comm.rank])  # another epoch
+        trainee.outer.finish()
+        trainee.outer.finish()  # nothing to do
+        return first, rounds, bits(trainee.model)
+
+    found = run(3, body)
+    assert found == [found[0]] * 3
+    assert found[0][0] != found[0][2]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_of_any_speeds_and_any_data_end_alike(seed: int) -> None:
+    source = random.Random(seed)
+    ranks, fragments = source.randint(2, 4), source.randint(1, 4)
+    every = source.randint(fragments, 12)
+    settings: dict[str, Any] = {
+        "every": every,
+        "fragments": fragments,
+        "delay": source.randint(0, every // fragments),
+        "codec": source.choice(["none", "onebit", "topk:density=0.1"]),
+    }
+    epochs = [
+        [(source.randint(0, 40), source.choice([0.3, 1, 5, 50])) for _ in range(2)]
+        for _ in range(ranks)
+    ]
+
+    def body(comm: Communicator) -> list[tuple[bytes, int, Any]]:
+        trainee = Timed(comm, 1, model=small(normalized=True), **settings)
+        found = []
+        for steps, trainee.seconds in epochs[comm.rank]:
+            trainee.train(steps)
+            trainee.outer.finish()
+            trainee.outer.check_agreement()
+            found.append((bits(trainee.model), trainee.outer.rounds, trainee.outer.pace))
+        return found
+
+    found = run(ranks, body)
+    assert found == [found[0]] * ranks
+
+
+def test_a_rank_without_steps_does_not_count_in_a_mean() -> None:
+    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        trainee = Trainee(comm, every=4, lr=1, momentum=0)
+        trainee.train(4 if comm.rank else 8)
+        if comm.rank:
+            trainee.outer.finish()
+        for _ in range(3 * (comm.rank == 0)):  # alone
+            trainee.step()
+        own = weights(trainee.model)
+        if comm.rank == 0:
+            trainee.outer.finish()
+        return own, weights(trainee.model)
+
+    (own, after), (_, other) = run(2, body)
+    torch.testing.assert_close(after, own, rtol=0, atol=1e-7)
+    torch.testing.assert_close(after, other, rtol=0, atol=0)
+
+
+def test_a_rank_that_does_not_come_is_named_by_a_timeout() -> None:
+    over = threading.Event()
+
+    def body(comm: Communicator) -> int:
+        trainee = Trainee(comm, every=2)
+        trainee.train(3 if comm.rank == 1 else 2)
+        if comm.rank == 1:
+            over.wait(LIMIT)
+            return -1
+        with pytest.raises(gradwire.Timeout) as raised:
+            trainee.outer.finish()
+        over.set()
+        assert "rank 1" in str(raised.value)
+        return raised.value.peer
+
+    assert outcomes(2, body, timeout=1.0)[0].value == 1
