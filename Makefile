@@ -47,11 +47,13 @@ demo: build
 
 test: test-cpp test-python
 
+# CPP=regex chooses fewer tests.
+CPP ?= .
 test-cpp: $(BUILT) .system-packages
 	@echo "== C++ tests"
 	cmake -S . -B build/release -DGRADWIRE_TESTS=ON >/dev/null
-	ninja -C build/release
-	$(CTEST) build/release
+	ninja -C build/release $(if $(filter-out .,$(CPP)),extension $(call tests_named,$(CPP)))
+	$(CTEST) build/release -R '$(CPP)'
 
 test-python: build
 	cmake -S . -B build/release -DGRADWIRE_SIMULATED_CUDA=ON -DGRADWIRE_BENCH=ON >/dev/null
@@ -211,8 +213,8 @@ $(VENV)/linters: $(VENV)/packages
 
 # The address sanitizer shares its build with the fuzz targets. The thread sanitizer looks at tests
 # that have threads. ADDRESS=regex and THREAD=regex choose fewer tests.
-ADDRESS ?= ^(base|schedule|codec|transport|exec$(if $(filter ON,$(SANITIZE_CUDA)),|cuda))_
-THREAD ?= ^(exec|transport|codec_feedback)_
+ADDRESS ?= ^(base|schedule|codec|transport|serve|exec$(if $(filter ON,$(SANITIZE_CUDA)),|cuda))_
+THREAD ?= ^(exec|serve|transport|codec_feedback)_
 tests_named = $$(ls tests/cpp/* | sed -n 's/_test\.cc$$/_test/p' | grep -E '$(1)')
 sanitize: sanitize-build
 	$(CTEST) build/address -R '$(ADDRESS)'

@@ -51,7 +51,7 @@ def verdict(found: Found) -> str:
 
 
 def checks(stages: Sequence[Found]) -> list[str]:
-    """A row for each group of a stage; of one that failed, the first failure."""
+    """A row for each group of a stage, with its first failure or else its first note."""
     lines = ["| stage | group | cases | checks | |", "|---|---|---:|---:|---|"]
     for stage in stages:
         for group, rows in _by_group(stage["rows"]).items():
@@ -77,7 +77,8 @@ def _said(rows: Sequence[Found]) -> str:
         some = [row for row in rows if row.get(instead)]
         if some:
             return f"{instead}: {_cell(some[0]['detail'])}"
-    return "passed"
+    notes = [row["detail"] for row in rows if row.get("detail")]
+    return f"passed: {_cell(notes[0])}" if notes else "passed"
 
 
 def _cell(text: str) -> str:

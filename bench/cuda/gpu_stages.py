@@ -67,7 +67,8 @@ def stages(build: Path, plugin: Path) -> list[Stage]:
     """All of them, on a GPU; first what tells most.
 
     Processes share a GPU by turns, which makes many small calls slow: those have waves of their
-    own, and so have times, and `graph`, which looks at how much memory is free.
+    own, and so have times (`speed`, `backend`), and `graph`, which looks at how much memory is
+    free.
     """
     kernels, library = str(build / "bench/gpu_kernels"), str(plugin)
     jobs = str(build / "bench/libgpu_jobs.so")
@@ -86,8 +87,9 @@ def stages(build: Path, plugin: Path) -> list[Stage]:
         Stage("C++ tests", python("gpu_tests", str(build), library), 60, 4),
         Stage("hook", python("gpu_ddp"), 35, 5),
         Stage("long arrays", [kernels, library, "long"], 35, 5),
-        Stage("memcheck", sanitize("memcheck"), 30, 6),
-        Stage("racecheck", sanitize("racecheck"), 30, 6),
+        Stage("backend", python("gpu_backend"), 50, 6),
+        Stage("memcheck", sanitize("memcheck"), 30, 7),
+        Stage("racecheck", sanitize("racecheck"), 30, 7),
     ]
 
 
@@ -101,6 +103,7 @@ def simulated(build: Path) -> list[Stage]:
         "loopback": ("gpu_loopback", 1),
         "graph": ("gpu_graph", 1),
         "hook": ("gpu_ddp", 1),
+        "backend": ("gpu_backend", 1),  # which is skipped there
     }
     return [
         Stage("kernels", kernels, 200, 0),

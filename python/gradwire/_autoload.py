@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 BACKEND = "gradwire"
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
 
 
 def register() -> None:

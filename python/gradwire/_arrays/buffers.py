@@ -39,7 +39,7 @@ class Buffers(NamedTuple):
 def all_reduce(x: Any, out: Any) -> Buffers:
     """Outputs of the same sizes as the inputs; without `out` they are the inputs."""
     inputs = operands(x, "x")
-    outputs = inputs if out is None else _like(inputs, operands(out, "out"))
+    outputs = inputs if out is None or out is x else _like(inputs, operands(out, "out"))
     return _checked(inputs, outputs, x if out is None else out, partners=outputs)
 
 

@@ -15,6 +15,16 @@ from gradwire._calls.requests import request_of
 from gradwire._calls.work import GpuWork
 from gradwire._errors import InvalidArgument
 
+_COLLECTIVES = (
+    *("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast"),
+    *("gather", "scatter", "all_to_all"),
+)
+
+
+def takes(name: str, *, prescale: float = 1.0) -> bool:
+    """Whether a call of one array can be made on GPUs; `call_on_gpu` refuses the others."""
+    return name in _COLLECTIVES and prescale == 1
+
 
 def call_on_gpu(
     name: str,

@@ -17,6 +17,8 @@ except ModuleNotFoundError as _missing:
 
 from gradwire import _autoload
 from gradwire.torch._broadcasts import broadcast_optimizer_state, broadcast_parameters
+from gradwire.torch._diloco import DiLoCo
+from gradwire.torch._downpour import Downpour
 from gradwire.torch._fsdp.state import FSDPState
 from gradwire.torch._gathered import gather_state_dict, scatter_state_dict
 from gradwire.torch._hook import comm_hook
@@ -34,6 +36,8 @@ _autoload.register()
 
 __all__ = [
     "CodecStats",
+    "DiLoCo",
+    "Downpour",
     "FSDPState",
     "Momentum",
     "Options",

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `register`: on each rank alone, and that all ranks gave the same."""
+"""Checks of arguments, of `register` above all: on each rank alone, and that all gave the same."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._base.arguments import instance, wrong
 from gradwire._communicator import Communicator
-from gradwire._errors import InvalidArgument, describe
+from gradwire._errors import InvalidArgument, ScheduleError, describe
 from gradwire._feedback import ErrorFeedback
+from gradwire._schedules.schedule import Schedule
 from gradwire.torch._step.hook_state import HookState
 from gradwire.torch._step.momentum import Momentum
 
@@ -75,17 +77,34 @@ def require_features(
         )
 
 
+def require_algorithm(algorithm: str, codec: str | None, communicator: Communicator) -> None:
+    """Raises InvalidArgument for an algorithm that these ranks or a lossy codec cannot have."""
+    if algorithm == "auto":
+        return
+    try:
+        made = Schedule.generate(algorithm, communicator.size, groups=communicator.hosts)
+    except ScheduleError as error:
+        raise InvalidArgument(f"algorithm={algorithm!r}: {error}") from error
+    if codec is not None and not made.verify().in_tree:
+        raise InvalidArgument(
+            f"algorithm={algorithm!r} adds a partial sum to several others, which the lossy "
+            f"codec={codec!r} cannot: use auto, ring, direct or a tree"
+        )
+
+
 def made_alike(
     make: Callable[[], _State],
     communicator: Communicator,
     *,
     owns_communicator: bool,
+    group: dist.ProcessGroup | None = None,
     **settings: object,
 ) -> _State:
     """Calls `make` and returns its state if every rank has made its own with the same settings.
 
     Otherwise raises on all ranks, the error of `make` or InvalidArgument, and closes the state, or
-    the communicator that it was to own.
+    the communicator that it was to own. With a `group`, the ranks of a mesh of two dimensions call
+    it, and this is the dimension that the communicator is not of.
     """
     state: _State | None = None
     failure: Exception | None = None
@@ -93,13 +112,9 @@ def made_alike(
         state = make()
     except Exception as error:
         failure = error
-    own = {name: repr(value) for name, value in settings.items()}
-    own["feedback"] = repr(state is not None and state.feedback is not None)
-    why = "" if failure is None else f"{type(failure).__name__}: {describe(failure)}"
+    kept = state is not None and state.feedback is not None
     try:
-        problem = _problem(communicator.all_gather_object((why, own)))
-        if problem:
-            raise failure or InvalidArgument(problem)
+        require_alike(communicator, "register()", {**settings, "feedback": kept}, failure, group)
     except BaseException:
         if state is not None:
             state.close()
@@ -108,6 +123,27 @@ def made_alike(
         raise
     assert state is not None
     return state
+
+
+def require_alike(
+    communicator: Communicator,
+    call: str,
+    settings: Mapping[str, object],
+    failure: Exception | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raises on all ranks when one of them has failed, or has other settings than the others.
+
+    Raises the failure where that was, and InvalidArgument elsewhere, which names `call`. The ranks
+    of `group` are compared after those of the communicator.
+    """
+    own = {name: repr(value) for name, value in settings.items()}
+    why = "" if failure is None else f"{type(failure).__name__}: {describe(failure)}"
+    why = _problem(call, communicator.all_gather_object((why, own)))
+    if group is not None:
+        why = _problem(call, _all_gather_object(group, (why, own)))
+    if why:
+        raise failure or InvalidArgument(why)
 
 
 def _require_pairs(rules: Any) -> None:
@@ -143,16 +179,22 @@ def _kind(model: Any) -> str:
     return f"a {kind}" if isinstance(model, torch.nn.Module) else f"of type {kind}"
 
 
-def _problem(every: Sequence[_RankSettings]) -> str:
+def _problem(call: str, every: Sequence[_RankSettings]) -> str:
     """The first failure or difference between ranks, as a text; empty without one."""
     for rank, (why, _) in enumerate(every):
         if why:
-            return f"register() failed on rank {rank}: {why}"
+            return f"{call} failed on rank {rank}: {why}"
     settings = [its for _, its in every]
-    return next(filter(None, (_difference(name, settings) for name in settings[0])), "")
+    return next(filter(None, (_difference(call, name, settings) for name in settings[0])), "")
 
 
-def _difference(name: str, settings: Sequence[Mapping[str, str]]) -> str:
+def _all_gather_object(group: dist.ProcessGroup, own: _RankSettings) -> Sequence[_RankSettings]:
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, own, group=group)
+    return every
+
+
+def _difference(call: str, name: str, settings: Sequence[Mapping[str, str]]) -> str:
     ranks: dict[str, list[str]] = {}
     for rank, its in enumerate(settings):
         ranks.setdefault(its[name], []).append(str(rank))
@@ -160,6 +202,6 @@ def _difference(name: str, settings: Sequence[Mapping[str, str]]) -> str:
         return ""
     by_value = "; ".join(f"{value} on rank {', '.join(on)}" for value, on in ranks.items())
     return (
-        f"register() was called with a different {name}= by rank: {by_value}: give the same one on "
+        f"{call} was called with a different {name}= by rank: {by_value}: give the same one on "
         "all ranks"
     )

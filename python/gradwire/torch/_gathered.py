@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
-from gradwire.torch._step.hook_state import HookState
 from gradwire.torch._step.saved import VERSION, require_complete, share
 
 
-def gather_state_dict(state: HookState, dst: int = 0) -> dict[str, Any] | None:
+class SavedState(Protocol):
+    """The state of a hook, or a `DiLoCo`."""
+
+    @property
+    def communicator(self) -> Communicator: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, saved: Mapping[str, Any], /) -> None: ...
+
+
+def gather_state_dict(state: SavedState, dst: int = 0) -> dict[str, Any] | None:
     """Gathers all ranks' `state_dict` in one dict on rank `dst`; returns None on the others.
 
     Every rank calls it, between steps. The dict holds tensors and plain values, so that
@@ -31,7 +39,7 @@ def gather_state_dict(state: HookState, dst: int = 0) -> dict[str, Any] | None:
     return {"version": VERSION, "world_size": communicator.size, "ranks": states}
 
 
-def scatter_state_dict(state: HookState, gathered: Mapping[str, Any] | None, src: int = 0) -> None:
+def scatter_state_dict(state: SavedState, gathered: Mapping[str, Any] | None, src: int = 0) -> None:
     """Loads on each rank its share of a `gather_state_dict` result that rank `src` has.
 
     Every rank calls it, before a step; the others give None. If the number of ranks has changed,

@@ -3,40 +3,68 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.group_rendezvous import meet_in_group
+from gradwire._bootstrap.mesh import Mesh
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._errors import RendezvousError
+from gradwire.torch.backend.meeting import join_world
 
 
 def communicator_of(group: dist.ProcessGroup, timeout: float = 300) -> Communicator:
     """Connects the ranks of `group`; each of them calls it.
 
-    The group carries the secret that rank 0 makes without a GRADWIRE_SECRET. Raises as
+    The group carries the secret that rank 0 makes without a GRADWIRE_SECRET. A failure ends the
+    groups of the backend gradwire in this process too, and theirs ends this one. Raises as
     `meet_in_group` does.
     """
     deadline = Deadline(timeout)
-    return meet_in_group(
+    job_ranks = _job_ranks(group)
+
+    def make(mesh: Mesh) -> Communicator:
+        mesh.job_ranks = job_ranks
+        return from_mesh(mesh, timeout=timeout)
+
+    made = meet_in_group(
         group.rank(),
         group.size(),
         lambda data: _all_gather_bytes(group, data, deadline),
-        lambda mesh: from_mesh(mesh, timeout=timeout),
+        make,
         deadline,
     )
+    if job_ranks:
+        join_world(made)
+    return made
 
 
 def communicator_over(group: dist.ProcessGroup, timeout: float = 300) -> tuple[Communicator, bool]:
     """The communicator of a group of the backend gradwire, or one made; and whether it was made."""
-    endpoint = getattr(group, "_endpoint", None)
-    if endpoint is None and torch.device("cpu") in getattr(group, "_device_types", ()):
-        endpoint = getattr(group._get_backend(torch.device("cpu")), "_endpoint", None)
+    endpoint = endpoint_of(group)
     if endpoint is not None:
         return endpoint.communicator, False
     return communicator_of(group, timeout), True
+
+
+def _job_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The number of each member in WORLD; empty for a group that torch does not know."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return ()
+
+
+def endpoint_of(group: dist.ProcessGroup) -> Any:
+    """The caller's end of a group of the backend gradwire; None for other groups."""
+    for device in getattr(group, "_device_types", ()):
+        endpoint = getattr(group._get_backend(device), "_endpoint", None)
+        if endpoint is not None:
+            return endpoint
+    return None
 
 
 def _all_gather_bytes(group: dist.ProcessGroup, data: bytes, deadline: Deadline) -> list[bytes]:

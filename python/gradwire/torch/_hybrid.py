@@ -18,7 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._base.arguments import whole
 from gradwire._errors import InvalidArgument
-from gradwire.torch._plans import DATA, MODEL, checked_plan, pairs_of, require_plain
+from gradwire.torch._plans import (
+    DATA,
+    MODEL,
+    checked_plan,
+    is_splittable,
+    owners_of,
+    pairs_of,
+    require_plain,
+)
 from gradwire.torch.backend import versions
 
 _WRAPPERS = ("ddp", "fsdp")
@@ -27,14 +35,19 @@ _WRAPPERS = ("ddp", "fsdp")
 def hybrid_plan(model: nn.Module, ranks: int, *, min_elements: int = 1 << 20) -> dict[str, str]:
     """Proposes a plan for `parallelize`: "data" or "model" for each layer that has parameters.
 
-    Linear layers whose weight has at least `min_elements` elements, and whose number of outputs
-    can be divided by `ranks`, are "model". Splitting a layer saves bytes where its weight has more
-    elements than its inputs and outputs of the batches of all ranks.
+    Linear layers whose weight is trained, is no other layer's too and has at least `min_elements`
+    elements, and whose number of outputs can be divided by `ranks`, are "model". Splitting a layer
+    saves bytes where its weight has more elements than its inputs and outputs of the batches of all
+    ranks. Raises InvalidArgument for a model that is wrapped or compiled already.
     """
+    require_plain(model)
     whole(ranks, "ranks", least=1)
     whole(min_elements, "min_elements")
+    owners = owners_of(model)
     return {
-        name: MODEL if _is_large(module, ranks, min_elements) else DATA
+        name: MODEL
+        if _is_large(module, ranks, min_elements) and is_splittable(name, module, owners)
+        else DATA
         for name, module in model.named_modules()
         if any(True for _ in module.parameters(recurse=False))
     }
@@ -43,6 +56,7 @@ def hybrid_plan(model: nn.Module, ranks: int, *, min_elements: int = 1 << 20) ->
 def _is_large(module: nn.Module, ranks: int, least: int) -> bool:
     return (
         type(module) is nn.Linear
+        and module.weight.requires_grad
         and module.weight.numel() >= least
         and module.out_features % ranks == 0
     )
@@ -79,10 +93,11 @@ def parallelize(
     require_plain(model)
     mesh = _checked_mesh(model, mesh)
     plan = hybrid_plan(model, mesh.size()) if plan is None else plan
-    split = _agreed(model, plan, mesh)
+    split = _agreed(model, plan, mesh, data)
     _split(model, split, mesh)
     ignored = {f"{name}.{each}".lstrip(".") for name in split for each in ("weight", "bias")}
     if not any(p.requires_grad for n, p in model.named_parameters() if n not in ignored):
+        _begin_alike(model, mesh)
         return model  # nothing is data-parallel
     wrap = _under_ddp if data == "ddp" else _under_fsdp
     return wrap(model, ignored, mesh, options)
@@ -113,20 +128,28 @@ def _checked_mesh(model: nn.Module, mesh: Any) -> Any:
     return mesh
 
 
-def _agreed(model: nn.Module, plan: Any, mesh: Any) -> list[str]:
-    """The layers to split, in the model's order; raises on all ranks if one rank's plan is bad."""
+def _agreed(model: nn.Module, plan: Any, mesh: Any, data: str) -> list[str]:
+    """The layers to split, in the model's order; raises on all ranks if one rank's plan is bad.
+
+    And if the ranks gave another plan, or another `data`.
+    """
     split, failure = list[str](), None
     try:
         split = checked_plan(model, plan, mesh.size())
     except InvalidArgument as error:
         failure = error
     every: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(every, (str(failure or ""), split), group=mesh.get_group())
+    dist.all_gather_object(every, (str(failure or ""), split, data), group=mesh.get_group())
     if failure is not None:
         raise failure
-    for rank, (why, its) in enumerate(every):
+    for rank, (why, its, way) in enumerate(every):
         if why:
             raise InvalidArgument(f"parallelize() failed on rank {rank}: {why}")
+        if way != every[0][2]:
+            raise InvalidArgument(
+                f"parallelize() was called with data={every[0][2]!r} on rank 0 and {way!r} on rank "
+                f"{rank}: give the same on all ranks"
+            )
         if its != every[0][1]:
             raise InvalidArgument(
                 f"the plan splits {every[0][1]} on rank 0 and {its} on rank {rank}: give the same "
@@ -146,7 +169,6 @@ def _split(model: nn.Module, split: Iterable[str], mesh: Any) -> None:
 
     pairs = pairs_of(model, split)
     seconds = set(pairs.values())
-    in_place = any(getattr(each, "inplace", False) for each in model.modules())
     by_sample, by_feature = Shard(0), Shard(-1)
     for name in split:
         layer = model.get_submodule(name)
@@ -156,16 +178,28 @@ def _split(model: nn.Module, split: Iterable[str], mesh: Any) -> None:
             out = by_feature if name in pairs else by_sample
             style = ColwiseParallel(input_layouts=by_sample, output_layouts=out)
         parallelize_module(layer, mesh, style)
-        if in_place:  # torch's outputs are views, which no activation may change
-            layer.register_forward_hook(lambda _, __, output: output.clone())
+        # Torch's outputs are views, which nothing may change in place.
+        layer.register_forward_hook(lambda _, __, output: output.clone())
         for parameter in layer.parameters():
             _average(parameter, mesh.size())
 
 
 def _average(parameter: nn.Parameter, ranks: int) -> None:
     """Makes gradients averages: they come as sums over ranks, of losses that are means on each."""
-    if parameter.requires_grad:
-        parameter.register_hook(lambda gradient: gradient / ranks)
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_()  # a frozen one, which may be thawed later, takes no hook
+    parameter.register_hook(lambda gradient: gradient / ranks)
+    parameter.requires_grad_(is_trained)
+
+
+def _begin_alike(model: nn.Module, mesh: Any) -> None:
+    """Gives all ranks rank 0's parameters and buffers, but for those that are split or sharded."""
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        for each in (*model.parameters(), *model.buffers()):
+            if not isinstance(each, DTensor):
+                dist.broadcast(each, group=mesh.get_group(), group_src=0)
 
 
 def _under_ddp(model: nn.Module, ignored: set[str], mesh: Any, options: Any) -> nn.Module:
@@ -175,13 +209,8 @@ def _under_ddp(model: nn.Module, ignored: set[str], mesh: Any, options: Any) -> 
 
 def _under_fsdp(model: nn.Module, ignored: set[str], mesh: Any, options: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
 
-    named = dict(model.named_parameters())
-    with torch.no_grad():
-        for each in (*named.values(), *model.buffers()):
-            if not isinstance(each, DTensor):  # of layers that are split, or sharded before
-                dist.broadcast(each, group=mesh.get_group(), group_src=0)
-    split = {parameter for name, parameter in named.items() if name in ignored}
+    _begin_alike(model, mesh)
+    split = {parameter for name, parameter in model.named_parameters() if name in ignored}
     fully_shard(model, mesh=mesh, ignored_params=split, **options)
     return model

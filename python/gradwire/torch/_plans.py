@@ -64,12 +64,22 @@ def checked_plan(model: nn.Module, plan: Any, ranks: int) -> list[str]:
         if kind not in (DATA, MODEL):
             raise InvalidArgument(f"the plan has {name!r}: {kind!r}: give 'data' or 'model'")
     split = [name for name in modules if plan.get(name) == MODEL]
-    owners = _owners(model)
+    owners = owners_of(model)
     for name in split:
         _require_linear(name, modules[name])
         _require_own(name, modules[name], owners)
     _require_divisible(modules, split, pairs_of(model, split), ranks)
     return split
+
+
+def is_splittable(name: str, module: nn.Module, owners: Mapping[nn.Parameter, list[str]]) -> bool:
+    """Whether a plan may split the layer, whatever its sizes; `owners` are from `owners_of`."""
+    try:
+        _require_linear(name, module)
+        _require_own(name, module, owners)
+    except InvalidArgument:
+        return False
+    return True
 
 
 def pairs_of(model: nn.Module, split: Iterable[str]) -> dict[str, str]:
@@ -114,7 +124,7 @@ def _require_linear(name: str, module: nn.Module) -> None:
         )
 
 
-def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+def owners_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """All names of each parameter."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -14,7 +14,7 @@ from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.codec import NativeCodec
 from gradwire.torch._checks import made_alike, require_settings
-from gradwire.torch._fsdp.gather import PayloadAllGather
+from gradwire.torch._fsdp.gather import PayloadAllGather, torchs_own
 from gradwire.torch._fsdp.hooks import PartReduceScatter, ReplicaAllReduce
 from gradwire.torch._fsdp.shards import ShardedModule, require_supported, sharded_modules
 from gradwire.torch._fsdp.state import FSDPState
@@ -63,7 +63,9 @@ def register_fsdp(
     Backward raises gradwire's errors, which name the rank that failed. It raises Error when some
     parameters of a module have no gradient, unless FSDP gives them zeros
     (`set_reduce_scatter_unused_params(True)`, torch 2.13): then what residuals hold for them is
-    delivered. A module without any gradient sends nothing. Needs torch 2.9; tested with 2.13.
+    delivered. A module without any gradient sends nothing. Backward raises InvalidArgument where
+    FSDP reduces outside of it, as pipelines do, and within reentrant checkpoints. Needs torch 2.9;
+    tested with 2.13.
     """
     modules = _modules(model)
     require_settings(None, scaler, optimizer, feedback, rules)
@@ -94,6 +96,7 @@ def register_fsdp(
         make,
         over,
         owns_communicator=owns,
+        group=None if replicas is None else first.shard_group,
         gather_codec=gather_codec,
         min_elements=min_elements,
         scaler=scaler is not None,
@@ -103,8 +106,10 @@ def register_fsdp(
         _install(each, state)
         if payloads is not None:
             assert gathers_over is not None
-            comm = PayloadAllGather(each, gathers_over, payloads, min_elements)
+            comm = PayloadAllGather(each, gathers_over, payloads, min_elements, state._steps)
             each.module.set_custom_all_gather(comm)
+        elif isinstance(each.group._all_gather_comm, PayloadAllGather):  # of an earlier state
+            each.module.set_custom_all_gather(torchs_own())
     return state
 
 
@@ -112,6 +117,10 @@ def _install(module: ShardedModule, state: FSDPState) -> None:
     if module.replicate_group is None:
         scatter: Any = PartReduceScatter(module, state._steps, state)
         module.module.set_custom_reduce_scatter(scatter)
+        hook = module.group._all_reduce_hook
+        replaces = hook is None or isinstance(getattr(hook, "__self__", None), PartReduceScatter)
+        if state.communicator.size == 1 and replaces:
+            module.module.set_all_reduce_hook(scatter.alone)
         return
     module.leave_all_reduce_to_hook()
     module.module.set_all_reduce_hook(ReplicaAllReduce(module, state._steps, state))

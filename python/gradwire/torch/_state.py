@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gradwire._communicator import Communicator
-from gradwire._errors import InvalidArgument, ScheduleError
+from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire._launch import at_exit
-from gradwire._schedules.schedule import Schedule
+from gradwire.torch._checks import require_algorithm
 from gradwire.torch._step.clipping import Clipping
 from gradwire.torch._step.double_counting import require_no_momentum, watch_optimizers
 from gradwire.torch._step.gradient_scale import Scaler, persistent_state_of
@@ -61,7 +61,7 @@ class State(HookState):
         """
         self._names = {parameter: name for name, parameter in parameters}
         self._rules = Rules(codec, rules, min_elements)
-        _require_algorithm(algorithm, self._rules.lossy, communicator)
+        require_algorithm(algorithm, self._rules.lossy, communicator)
         self.communicator, self.codec, self.algorithm = communicator, codec, algorithm
         kept = feedback_for(feedback, self._rules, bool(self._names))
         if kept is not None:
@@ -115,17 +115,3 @@ class State(HookState):
     def _require_averaged(self) -> None:
         if self._guard is not None and self.error is None:
             self._guard.require_averaged()
-
-
-def _require_algorithm(algorithm: str, codec: str | None, communicator: Communicator) -> None:
-    if algorithm == "auto":
-        return
-    try:
-        made = Schedule.generate(algorithm, communicator.size, groups=communicator.hosts)
-    except ScheduleError as error:
-        raise InvalidArgument(f"algorithm={algorithm!r}: {error}") from error
-    if codec is not None and not made.verify().in_tree:
-        raise InvalidArgument(
-            f"algorithm={algorithm!r} adds a partial sum to several others, which the lossy "
-            f"codec={codec!r} cannot: use auto, ring, direct or a tree"
-        )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
+from gradwire._base.arguments import wrong
 from gradwire._communicator import Traffic
 from gradwire._errors import InvalidArgument
+from gradwire.torch._group import endpoint_of
 
 
 def traffic(group: dist.ProcessGroup | None = None) -> Traffic:
@@ -18,8 +19,9 @@ def traffic(group: dist.ProcessGroup | None = None) -> Traffic:
     chosen = dist.group.WORLD if group is None else group
     if chosen is None:
         raise InvalidArgument("there is no process group: call init_process_group('gradwire')")
-    backend = chosen._get_backend(torch.device("cpu"))
-    endpoint = getattr(backend, "_endpoint", None)
+    if not isinstance(chosen, dist.ProcessGroup):  # torch has a number for groups of others
+        raise wrong(chosen, "group", "a process group that this rank is in")
+    endpoint = endpoint_of(chosen)
     if endpoint is None:
         raise InvalidArgument(
             f"the group's backend is {dist.get_backend(group)}, and only gradwire's counts"

@@ -101,6 +101,21 @@ def test_another_form_or_option_does_not_take_it() -> None:
     run(2, body)
 
 
+def test_out_that_is_the_array_itself_takes_it() -> None:
+    def body(comm: Communicator) -> None:
+        x, other = np.ones(8, np.float32), np.empty(8, np.float32)
+        assert not takes_shortcut(comm, x, out=x)
+        assert comm.all_reduce(x, out=x) is x
+        assert takes_shortcut(comm, x)
+        assert takes_shortcut(comm, x, out=x)
+        assert x.tolist() == [8] * 8
+        assert comm.all_reduce(x, out=x) is x
+        for option in ({"out": other}, {"key": x}, {"schedule": x}):
+            assert not takes_shortcut(comm, x, **option)
+
+    run(2, body)
+
+
 def test_what_can_change_between_calls_is_not_learnt() -> None:
     def body(comm: Communicator) -> None:
         x, out, feedback = np.ones(8, np.float32), np.empty(8, np.float32), gradwire.ErrorFeedback()

@@ -163,7 +163,7 @@ def test_no_device_is_opened_where_shared_memory_joins_all_ranks(no_ports: list[
     with gradwire.init() as comm:
         assert comm.size == 1
     assert gradwire.spawn(lambda comm: comm.transports, 2) == [{1: "shm"}, {0: "shm"}]
-    listeners, address = connect._listen(("shm", "rdma", "tcp"), LOOPBACK)
+    listeners, address = connect.listen(("shm", "rdma", "tcp"), LOOPBACK)
     for each in listeners:
         each.close()
     assert (address.networks, no_ports) == ((), [])

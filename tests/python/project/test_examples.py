@@ -79,6 +79,25 @@ def test_ddp_onebit():
 
 
 @needs_torch
+def test_diloco():
+    printed = run("diloco.py")
+    (first,) = numbers(r"round 1: loss ([\d.]+), steps by rank \(", printed)
+    last, sent = numbers(r"loss ([\d.]+) in [\d.]+ s, ([\d.]+) MB sent, same on all", printed)
+    assert last < first / 4
+    assert sent < 10  # 150 MB with float32 gradients in every step
+
+
+@needs_torch
+def test_downpour():
+    printed = run("downpour.py")
+    rates = {}
+    for rank in range(4):
+        loss, rates[rank] = numbers(rf"replica {rank}: loss ([\d.]+), (\d+) steps/s", printed)
+        assert loss < 0.7  # ln 5 = 1.6 before
+    assert rates[3] < 50  # it sleeps for 20 ms in each step, and the others for 2
+
+
+@needs_torch
 def test_hybrid():
     found = numbers(
         r"all data-parallel: loss ([\d.]+), ([\d.]+) MB a step.*\n"

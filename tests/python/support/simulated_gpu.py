@@ -32,6 +32,7 @@ def library() -> ctypes.CDLL:
         ctypes.c_void_p,
     ]
     found.simulated_cuda_put.argtypes = found.simulated_cuda_copy.argtypes
+    found.simulated_cuda_enqueue_copy.argtypes = found.simulated_cuda_copy.argtypes
     found.simulated_cuda_hang.argtypes = [ctypes.c_int]
     found.simulated_cuda_waits.restype = ctypes.c_uint64
     found.simulated_cuda_allocations.restype = ctypes.c_uint64

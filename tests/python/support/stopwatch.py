@@ -41,7 +41,8 @@ class Stopwatch:
     """Seconds since one of some ranks started it, less those in which this or that one was queued.
 
     What the two take by themselves is all that it counts: on an idle machine all of the time, and
-    what they sleep on any. Made before the ranks are forked.
+    what they sleep on any. Threads that were queued at the same time count each, so on a busy
+    machine it may say less than that, but never less than 0. Made before the ranks are forked.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -74,4 +75,4 @@ class Stopwatch:
             for pid, before in zip(self._pids, self._queued, strict=True)
             if pid in concerned
         )
-        return elapsed - waited
+        return max(elapsed - waited, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import gradwire.torch
 import torch
 import torch.distributed as dist
 import torch_faults
@@ -12,6 +13,7 @@ from small_training import batch, model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 
 Moment = Callable[[str], None]  # is told which of MOMENTS has come
 Work = Callable[[Moment, float], Callable[[], None]]  # makes one step; takes the timeout of calls
@@ -63,6 +65,21 @@ def tensor_and_data_parallel(moment: Moment, timeout: float) -> Callable[[], Non
     return _training(fully_shard(module, mesh=mesh["data"]), moment)
 
 
+def rows_and_hooks(moment: Moment, timeout: float) -> Callable[[], None]:
+    """Activations are summed in rows, and gradients averaged in columns by DDP with the hook."""
+    mesh = _mesh(timeout, "column", "row")
+    module = DistributedDataParallel(model(), process_group=mesh.get_group("column"))
+    state = gradwire.torch.register(module, timeout=timeout)
+    step = _training(module, moment, module.module[2])
+
+    def in_rows() -> None:
+        dist.all_reduce(torch.ones(3), group=mesh.get_group("row"))
+        step()
+        assert not state.closed  # and so is kept
+
+    return in_rows
+
+
 def pipeline(moment: Moment, timeout: float) -> Callable[[], None]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -111,8 +128,8 @@ def _shard_layers(mesh: DeviceMesh) -> Any:
     return module
 
 
-def _training(module: Any, moment: Moment) -> Callable[[], None]:
-    _tell(module[2], moment)
+def _training(module: Any, moment: Moment, middle: nn.Module | None = None) -> Callable[[], None]:
+    _tell(middle or module[2], moment)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
 
     def step() -> None:

@@ -102,3 +102,10 @@ def test_run_starts_ranks(tmp_path: Path):
     ended = gradwire("run", "-n", "2", str(script))
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["0 2", "1 2"]
+
+
+@pytest.mark.parametrize("shards", ["x", "3-1", "-2", "0-99999999999"])
+def test_shards_that_are_none_are_wrong_usage(shards: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["serve", f"--only={shards}"])
+    assert "neither a shard" in capsys.readouterr().err

@@ -37,6 +37,11 @@ def test_training_on_a_mesh_names_the_one_at_fault(
     assert not problems(case, outcomes(case))
 
 
+def test_a_failure_in_a_hook_ends_the_groups_too() -> None:
+    case = Case(torch_meshes.rows_and_hooks, torch_faults.kill, FAULTY, step=2, moment="backward")
+    assert not problems(case, outcomes(case))
+
+
 @pytest.mark.parametrize(
     "number", [*range(3), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(3, 40))]
 )

@@ -68,11 +68,15 @@ def names_and_devices() -> None:
     if not WRAPS:
         assert world.name() == "gradwire"
     assert world.group_name in dist.distributed_c10d._world.pg_names.values()
-    assert world._device_types == [torch.device("cpu")]
+    assert world._device_types == [torch.device("cpu"), torch.device("cuda")]
     assert (world.rank(), world.size()) == (dist.get_rank(), dist.get_world_size())
     named = dist.new_group(group_desc="a description")
     assert named.group_desc == "a description"
-    assert endpoint_of(dist.new_group(backend="cpu:gradwire")).communicator.size == world.size()
+    for devices in (["cpu"], ["cpu", "cuda"], ["cuda"]):
+        made = dist.new_group(backend=",".join(f"{each}:gradwire" for each in devices))
+        its = made._get_backend(torch.device(devices[0]))
+        assert its._endpoint.communicator.size == world.size()
+        assert [each.type for each in made._device_types] == devices
 
 
 def test_names(pool: Pool) -> None:
@@ -98,8 +102,8 @@ def refusals() -> None:
         with pytest.raises(gradwire.InvalidArgument, match=r"up to torch 2\.13") as raised:
             dist.new_group(backend="cpu:gloo,cuda:gradwire")
         assert "gloo would be left out" in str(raised.value)
-    with pytest.raises(gradwire.InvalidArgument, match="works on cpu, not on cuda"):
-        dist.new_group(backend="cuda:gradwire")
+    with pytest.raises(gradwire.InvalidArgument, match="works on cpu, cuda, not on xpu"):
+        dist.new_group(backend="xpu:gradwire")
     with pytest.raises(gradwire.InvalidArgument, match="pg_options"):
         dist.new_group(pg_options=object())
     dist.barrier()
@@ -182,11 +186,12 @@ def other_pasts(store: str) -> None:
     for _ in range(rank):
         dist.destroy_process_group()
         dist.init_process_group("gradwire", store=dist.HashStore(), rank=0, world_size=1)
-    for _ in range(2):
+    for turn in range(2):
         dist.destroy_process_group()
         dist.init_process_group(
             "gradwire",
-            store=dist.FileStore(store, size),
+            # Another file each time: torch removes one when its last user goes, perhaps a late one.
+            store=dist.FileStore(f"{store}-{turn}", size),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=LIMIT / 4),

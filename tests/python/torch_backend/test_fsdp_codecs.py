@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import Stages, register_fsdp
+from gradwire.torch._fsdp.shards import sharded_modules
 from sharded_training import (
     Books,
     agree,
@@ -17,6 +18,7 @@ from sharded_training import (
     batch,
     layers,
     meshes,
+    own_mesh,
     registered,
     sharded,
     shards,
@@ -146,6 +148,35 @@ def test_recomputed_and_compiled_models(pool: Pool) -> None:
     pool.run(recomputed_or_compiled)
 
 
+class Nested(nn.Module):
+    """Computes its first layer again in a backward of its own, within the whole one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(20, 50), nn.Linear(50, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(checkpoint(self.first, x.requires_grad_(), use_reentrant=True))
+
+
+def other_backwards() -> None:
+    module = sharded(own_mesh(), Nested)
+    register_fsdp(module, "onebit", min_elements=0)
+    with pytest.raises(gradwire.InvalidArgument, match="use_reentrant=False"):
+        backward(module, 0)
+    module, _ = registered(own_mesh(), "onebit")
+    module.set_requires_gradient_sync(False)
+    backward(module, 0)
+    module.set_requires_gradient_sync(True)
+    with pytest.raises(gradwire.InvalidArgument, match="pipelining"):  # which does just this
+        sharded_modules(module)[0].group.post_backward()
+
+
+def test_steps_whose_end_is_not_known_are_refused(pool: Pool) -> None:
+    pool.run(other_backwards)
+    pool.close()  # a hook that raises ends the groups of its job
+
+
 def conserves_by_rules() -> None:
     for mesh in meshes().values():
         rules = [("2.*", "none"), ("*.bias", "topk:density=0.2")]
@@ -219,15 +250,41 @@ def test_training_reaches_the_loss_of_dense_gradients(pool: Pool) -> None:
     pool.run(trains)
 
 
+def gathered(module: Any) -> list[torch.Tensor]:
+    """The parameters that this rank computes with."""
+    for each in module.modules():
+        if hasattr(each, "unshard"):
+            each.unshard()
+    found = [each.detach().clone() for each in module.parameters()]
+    for each in module.modules():
+        if hasattr(each, "reshard"):
+            each.reshard()
+    return found
+
+
+def gathers_exactly() -> None:
+    """After `close`, and after a registration without `gather_codec`."""
+    for mesh in meshes().values():
+        module, state = registered(mesh, "none", gather_codec="int8")
+        masters = [each.full_tensor() for each in module.parameters()]
+        state.close()
+        assert all(map(torch.equal, gathered(module), masters))
+        states = [register_fsdp(module, gather_codec=each) for each in ("int8", None)]
+        assert all(map(torch.equal, gathered(module), masters))
+        for each in states:
+            each.close()
+
+
+def test_without_its_codec_parameters_are_gathered_exactly(pool: Pool) -> None:
+    pool.run(gathers_exactly)
+
+
 def gathers() -> None:
     for name, mesh in meshes().items():
         for codec, step in (("bf16", 2**-8), ("fp16", 2**-10), ("int8", 1 / 127)):
             module, state = registered(mesh, "none", gather_codec=codec)
             masters = [each.full_tensor() for each in module.parameters()]
-            for each in module.modules():
-                if hasattr(each, "unshard"):
-                    each.unshard()
-            found = [each.detach().clone() for each in module.parameters()]
+            found = gathered(module)
             gathering = dist.get_world_size() // (1 if name == "sharded" else 2)  # ranks of a model
             assert agree(found)
             for ours, master in zip(found, masters, strict=True):
@@ -271,6 +328,7 @@ def over_gloo() -> list[float]:
         train(module, range(4))
         found.append(books.error(state))
         state.close()
+    gathers_exactly()
     return found
 
 

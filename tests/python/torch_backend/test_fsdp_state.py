@@ -151,6 +151,33 @@ def test_residuals_go_to_another_number_of_ranks() -> None:
     torch_ranks.run(4, resized, backend="gradwire")
 
 
+def alone() -> None:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    mesh = DeviceMesh.from_group(groups[dist.get_rank()], "cpu")
+    module, state = registered(mesh, "onebit")
+    plain = sharded(mesh)
+    assert state.feedback is not None
+    state.feedback.add("0.bias[0]", torch.ones(90).numpy())
+    for each in (module, plain):
+        backward(each, 0)
+    for ours, theirs in zip(gradients(module), gradients(plain), strict=True):
+        assert torch.allclose(ours, theirs + (ours.shape == (90,)))
+    assert state.steps == 1
+    again = register_fsdp(module, "onebit", min_elements=0)
+    backward(module, 1)
+    assert (state.steps, again.steps) == (1, 1)
+    again.close()
+    state.close()
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [each.grad.to_local() for each in module.parameters()]
+
+
+def test_what_more_ranks_kept_is_delivered_by_one(pool: Pool) -> None:
+    pool.run(alone)
+
+
 def not_finite() -> None:
     for mesh in meshes().values():
         module, state = registered(mesh, "onebit", rules=[("2.*", "none")], feedback=True)
@@ -378,6 +405,10 @@ def refused() -> None:
         (several_groups, "2 groups of parameters"),
         (several_meshes, "different meshes"),
     ]
+    replicas = meshes()["replicas"]
+    if dist.get_world_size() > 2:  # each shard's replicas agree
+        choice = ("none", "onebit")[replicas.get_local_rank("shard")]
+        calls.append((lambda: registered(replicas, choice), "feedback="))
     for call, text in calls:
         with pytest.raises(InvalidArgument, match=text):
             call()
@@ -388,6 +419,11 @@ def refused() -> None:
         state.load_state_dict({**saved, "rank": saved["rank"] ^ 1})
     with pytest.raises(InvalidArgument, match="FSDP shards"):
         state.load_state_dict({key: each for key, each in saved.items() if key != "parts"})
+    others = {f"another.{key}": each for key, each in saved["feedback"].items()}
+    with pytest.raises(InvalidArgument, match="the model no parameter"):
+        state.load_state_dict({**saved, "feedback": others, "parts": 7}, resized=True)
+    with pytest.raises(InvalidArgument, match="elements"):
+        state.load_state_dict({**saved, "parts": 7}, resized=True)
     state.close()
 
 

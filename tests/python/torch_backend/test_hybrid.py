@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, relu
 from torch_pool import Pool
+from torch_versions import has_fsdp_hooks
 
 STEPS, BATCH, CLASSES = 3, 4, 8
 PLAN = {"classifier.1": "model", "classifier.4": "model", "classifier.6": "model"}
@@ -133,6 +134,44 @@ def test_gradients_accumulate_as_averages(pool: Pool) -> None:
     pool.run(accumulated)
 
 
+class InPlace(nn.Module):
+    """Changes the outputs of its layers in place, without a module that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x += 1
+        return self.last(relu(x, inplace=True))
+
+
+def frozen_in_part() -> None:
+    """A frozen layer begins as rank 0's too, and a split one that is thawed has averages."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for split in ("first", "last"):
+        torch.manual_seed(rank)
+        model = InPlace().requires_grad_(False)
+        trained = gradwire.torch.parallelize(model, {split: "model"})
+        assert trained is model  # nothing is data-parallel
+        torch.manual_seed(0)
+        rank_0s = InPlace()
+        for ours, theirs in zip(model.parameters(), rank_0s.parameters(), strict=True):
+            assert torch.equal(whole(ours), theirs)
+        model.get_submodule(split).requires_grad_(True)
+        batches = torch.ones(size, 2, 8).cumsum(0)
+        trained(batches[rank]).square().mean().backward()
+        rank_0s(batches.flatten(0, 1)).square().mean().backward()
+        layers = model.get_submodule(split), rank_0s.get_submodule(split)
+        for ours, theirs in zip(*(each.parameters() for each in layers), strict=True):
+            assert torch.allclose(whole(ours.grad), theirs.grad, rtol=1e-4)
+
+
+def test_frozen_layers_begin_alike_and_can_be_thawed(pool: Pool) -> None:
+    pool.run(frozen_in_part)
+
+
 def layouts() -> None:
     from torch.distributed.tensor import Shard
 
@@ -192,6 +231,21 @@ def test_the_hook_compresses_what_is_data_parallel(pool: Pool) -> None:
     pool.run(compressed)
 
 
+def compressed_shards() -> None:
+    model = gradwire.torch.parallelize(net(), PLAN, data="fsdp")
+    state = gradwire.torch.register_fsdp(model, "int8")
+    train(model)
+    for ours, theirs in zip(model.parameters(), trained_alone().parameters(), strict=True):
+        assert torch.allclose(whole(ours), theirs, atol=0.01)
+    assert state.stats().codecs["int8"].parameters == 4
+    state.close()
+
+
+@has_fsdp_hooks
+def test_fsdps_hooks_compress_what_is_data_parallel(pool: Pool) -> None:
+    pool.run(compressed_shards)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -207,6 +261,18 @@ def tied() -> nn.Module:
 def twice() -> nn.Module:
     layer = nn.Linear(8, 8)
     return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def reparametrized() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    weight = layer.weight
+    del layer.weight
+    layer.weight = weight * 1  # as torch.nn.utils.weight_norm does
+    return layer
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(8, 8).requires_grad_(False)
 
 
 def compiled() -> Any:
@@ -244,6 +310,8 @@ def refused() -> None:
     for given, message in (({"data": "zero"}, "'ddp' or 'fsdp'"), ({"mesh": 4}, "one dimension")):
         with pytest.raises(gradwire.InvalidArgument, match=message):
             gradwire.torch.parallelize(net(), PLAN, **given)
+    with pytest.raises(gradwire.InvalidArgument, match="'ddp' on rank 0 and 'fsdp' on rank 1"):
+        gradwire.torch.parallelize(net(), PLAN, data=("ddp", "fsdp")[dist.get_rank() % 2])
     plan = PLAN if dist.get_rank() else {"classifier.1": "model"}
     with pytest.raises(gradwire.InvalidArgument, match="on rank 0 and "):
         gradwire.torch.parallelize(net(), plan)
@@ -279,6 +347,11 @@ def test_a_proposal_splits_large_linear_layers() -> None:
     # 510 outputs cannot be divided by 4, those of the last layer can.
     plan = gradwire.torch.hybrid_plan(net(width=510), 4, min_elements=0)
     assert [name for name, kind in plan.items() if kind == "model"] == ["classifier.6"]
+    for make in (tied, twice, reparametrized, frozen):  # these, parallelize() would refuse
+        plan = gradwire.torch.hybrid_plan(make(), 2, min_elements=0)
+        assert set(plan.values()) == {"data"}, make
+    with pytest.raises(gradwire.InvalidArgument, match="the model is compiled"):
+        gradwire.torch.hybrid_plan(compiled(), 2)
     with pytest.raises(gradwire.InvalidArgument, match="ranks=0"):
         gradwire.torch.hybrid_plan(net(), 0)
 
@@ -293,6 +366,10 @@ def counted() -> None:
     assert gradwire.torch.traffic() == gradwire.torch.traffic(dist.group.WORLD)
     with pytest.raises(gradwire.InvalidArgument, match="backend is gloo"):
         gradwire.torch.traffic(dist.new_group(backend="gloo"))
+    others = dist.new_group([0])
+    if dist.get_rank():
+        with pytest.raises(gradwire.InvalidArgument, match="that this rank is in"):
+            gradwire.torch.traffic(others)
 
 
 def test_traffic_is_counted_by_group(pool: Pool) -> None:

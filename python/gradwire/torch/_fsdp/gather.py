@@ -1,7 +1,8 @@
 """The all_gather of parameters in a codec, for `set_custom_all_gather`.
 
 Each rank's own shard is decoded too, so that all ranks compute with the same parameters. The
-optimizer's own shards stay as they are, so what the codec loses does not add up.
+optimizer's own shards stay as they are, so what the codec loses does not add up. Once the hooks'
+state is closed, parameters are gathered as torch does it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire.torch._fsdp.buffers import Buffers
 from gradwire.torch._fsdp.shards import ShardedModule
+from gradwire.torch._fsdp.steps import ShardSteps
 from gradwire.torch._step.payloads import Payloads
 
 
@@ -36,19 +38,29 @@ class PayloadAllGather(Buffers):
         communicator: Communicator,
         payloads: Payloads,
         min_elements: int,
+        steps: ShardSteps,
     ) -> None:
-        """Shards of parameters of fewer than `min_elements` elements travel as they are."""
+        """Shards of parameters of fewer than `min_elements` elements travel as they are.
+
+        `steps` are those of the model's hooks, and say when these are closed.
+        """
         self._module, self._communicator, self._payloads = module, communicator, payloads
-        self._min_elements = min_elements
+        self._min_elements, self._steps = min_elements, steps
 
     def __call__(
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
-        group: Any,  # noqa: ARG002
-        async_op: bool = False,  # noqa: ARG002
-    ) -> None:
+        group: Any,
+        async_op: bool = False,
+    ) -> Any:
         """Gathers flat blocks of all ranks; returns when they are there."""
+        if self._steps.closed:
+            return torchs_own()(output_tensor, input_tensor, group, async_op)
+        self._gather(output_tensor, input_tensor)
+        return None
+
+    def _gather(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:
         runs = self._runs(input_tensor)
         size, total = self._communicator.size, runs[-1].end_byte
         payload = torch.empty(total, dtype=torch.uint8)
@@ -96,3 +108,10 @@ class PayloadAllGather(Buffers):
                 f"and its parameters have {expected}: gather_codec= is for parameters of one dtype "
                 "without fsdp_pre_all_gather, and for reshard_after_forward=True or False"
             )
+
+
+def torchs_own() -> Any:
+    """The all_gather that a module has without this one."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    return DefaultAllGather()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradwire.torch._fsdp.buffers import Buffers
 from gradwire.torch._fsdp.residuals import part_name
@@ -92,6 +93,10 @@ class PartReduceScatter(Buffers):
         """
         with self._steps.ending_on_failure():
             self._reduce(output_tensor, input_tensor, keywords(op))
+
+    def alone(self, output: torch.Tensor) -> None:
+        """Adds residuals in place, for a rank without others, where torch does not reduce."""
+        self(output, output.clone(), None, dist.ReduceOp.SUM)
 
     def _reduce(self, output: torch.Tensor, given: torch.Tensor, options: dict[str, Any]) -> None:
         size = self._steps.communicator.size

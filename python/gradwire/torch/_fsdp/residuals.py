@@ -8,6 +8,7 @@ rank that the parts go to, under ``name[rank]``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 
 from gradwire._errors import InvalidArgument
 from gradwire.torch._fsdp.shards import Shard, empty
+from gradwire.torch._step import saved as saving
 from gradwire.torch._step.gradient_scale import GradientScale
 from gradwire.torch._step.residual_state import ResidualState
 
@@ -56,12 +58,7 @@ class PartResiduals(ResidualState):
     def __init__(self, shards: Sequence[Shard], ranks: int, *options: Any) -> None:
         """`ranks` is the number of ranks that share the parameters."""
         self._shards = shards
-        names = {
-            empty((each.padded,)): part_name(each.name, rank)
-            for each in shards
-            for rank in range(ranks)
-        }
-        super().__init__(names, ranks, *options)
+        super().__init__(_part_names(shards, ranks), ranks, *options)
         self._rescale(GradientScale(ranks=ranks))
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,6 +82,7 @@ class PartResiduals(ResidualState):
             )
         if before == self._ranks:
             return saved
+        saving.check(saved["feedback"], _part_names(self._shards, before))
         cut: dict[str, Any] = {}
         for each in self._shards:
             cut |= _cut_anew(saved["feedback"], each, before, self._ranks)
@@ -94,6 +92,15 @@ class PartResiduals(ResidualState):
 def part_name(name: str, rank: int) -> str:
     """The key of the part of a parameter that goes to a rank."""
     return f"{name}[{rank}]"
+
+
+def _part_names(shards: Sequence[Shard], ranks: int) -> dict[torch.Tensor, str]:
+    """The keys of all parts, by tensors of their shapes."""
+    return {
+        empty((prod(_part_shape(each.whole_shape, each.dim, ranks)),)): part_name(each.name, rank)
+        for each in shards
+        for rank in range(ranks)
+    }
 
 
 def _cut_anew(

@@ -28,7 +28,8 @@ class FSDPState(HookState):
     `communicator` joins the ranks between which gradients travel: the replicas of this rank's
     shard, or all ranks without replicas. `error` is the first error, and final: its backward raises
     it, and so do all later backwards. Gradients are undefined then; call `register_fsdp` again with
-    a model made anew to go on. Methods and properties are those of `State`.
+    a model made anew to go on. After `close`, backwards raise, and parameters are gathered as they
+    are. Methods and properties are those of `State`.
     """
 
     _steps: ShardSteps

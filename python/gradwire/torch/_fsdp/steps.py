@@ -7,13 +7,15 @@ a callback of autograd's that follows FSDP's own.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.autograd import Variable
+from torch.autograd import graph as autograd
 
 from gradwire._communicator import Communicator
-from gradwire._errors import Aborted, Error
+from gradwire._errors import Aborted, Error, InvalidArgument
 from gradwire.torch._step.repacking import Bucket
 from gradwire.torch._step.residual_state import Call, ResidualState
 from gradwire.torch._step.stats import Counters, Spent
@@ -47,7 +49,8 @@ class ShardSteps:
         self.counters = Counters(communicator.size, passes)
         self.done = 0  # steps whose gradients were all averaged, without paused ones
         self.closed = False
-        self._is_open, self._task = False, -1
+        self._is_open = False
+        self._task: int | None = None  # of autograd, in which the last step began
         self._buckets = self._bytes = 0
         self._spent = Spent()
         self._finite = True
@@ -93,13 +96,16 @@ class ShardSteps:
             raise Aborted(_CLOSED)
 
     def begin(self) -> None:
-        """Begins the backward's step, if it has not begun; raises an earlier step's error."""
+        """Begins the backward's step, if it has not begun; raises an earlier step's error.
+
+        Raises InvalidArgument where it could not tell when the step ends.
+        """
         self._require_usable()
         task = torch._C._current_graph_task_id()
-        if task != self._task:  # an earlier backward raised
-            self.abandon_step()
-        if self._is_open:
+        if self._is_open and task == self._task:
             return
+        _require_whole_backward(task)
+        self.abandon_step()  # an earlier backward raised
         self.state.open_step(self.state.scales.read())
         self._is_open, self._task = True, task
         self._buckets = self._bytes = 0
@@ -130,3 +136,21 @@ class ShardSteps:
         if not (self.closed or self.communicator.closed):
             kind = "" if isinstance(error, Error) else f"{type(error).__name__}: "
             self.communicator.abort(f"{kind}{error}")
+
+
+def _require_whole_backward(task: int) -> None:
+    """Raises InvalidArgument outside of a backward, and in one that is a part of another."""
+    if task == -1:
+        raise InvalidArgument(
+            "FSDP reduces gradients outside of a backward, as torch.distributed.pipelining has it "
+            "do: register_fsdp() is for models that are trained by loss.backward()"
+        )
+    frame, backwards = sys._getframe(), 0
+    while frame is not None:
+        backwards += frame.f_code is autograd._engine_run_backward.__code__
+        frame = frame.f_back  # type: ignore[assignment]
+    if backwards > 1:
+        raise InvalidArgument(
+            "a backward runs within another one, as in checkpoint(..., use_reentrant=True): give "
+            "use_reentrant=False"
+        )

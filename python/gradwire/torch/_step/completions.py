@@ -78,7 +78,7 @@ class Completions:
             if task is None:
                 self._tasks.put(None)  # for the next thread
                 return False
-            error = _error_of(task.wait)
+            error = error_of(task.wait)
         with self._lock:
             self._pending -= 1  # before the callback, whose caller may close at once
             self._free -= 1
@@ -91,7 +91,7 @@ class Completions:
         return True
 
 
-def _error_of(wait: Callable[[], object]) -> Exception | None:
+def error_of(wait: Callable[[], object]) -> Exception | None:
     try:
         wait()
     except Exception as error:

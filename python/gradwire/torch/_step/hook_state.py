@@ -126,11 +126,8 @@ class HookState:
         """
         communicator = self.communicator
         saving.require_version(saved)
-        if "ranks" in saved:
-            saving.require_complete(saved)
-            saved = saving.share(saved, communicator.rank, communicator.size)
-        elif not resized:
-            saving.require_own(saved, communicator.rank, communicator.size)
+        if "ranks" in saved or not resized:
+            saved = saving.for_rank(saved, communicator.rank, communicator.size)
         self._steps.abandon_step()
         self._training.load_state_dict(saved)
         self._steps.done = int(saved["steps"])

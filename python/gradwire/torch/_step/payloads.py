@@ -30,7 +30,7 @@ class Payloads:
 
     def shrinks(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor travels in fewer bytes, or in as many, as it has."""
-        if tensor.dtype not in _FLOATS or not tensor.is_cpu or not tensor.numel():
+        if tensor.dtype not in _FLOATS or not tensor.numel():
             return False
         return bool(self.size(tensor.numel()) < tensor.nbytes)
 

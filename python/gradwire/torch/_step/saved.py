@@ -68,6 +68,19 @@ def require_version(saved: Mapping[str, Any]) -> None:
         )
 
 
+def for_rank(saved: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
+    """A rank's share of what `gather_state_dict` returned, or its own state as it is.
+
+    Raises InvalidArgument for anything else.
+    """
+    require_version(saved)
+    if "ranks" in saved:
+        require_complete(saved)
+        return share(saved, rank, size)
+    require_own(saved, rank, size)
+    return saved
+
+
 def require_own(saved: Mapping[str, Any], rank: int, size: int) -> None:
     """Raises InvalidArgument for the state of another rank, or of another number of ranks."""
     if "rank" not in saved:

@@ -6,6 +6,7 @@ take a subclass of Backend, one for each device of a group, and make the group t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -55,11 +56,15 @@ class Methods(Collectives, CoalescedCollectives, PointToPoint):
 class Group(Methods, dist.ProcessGroup):  # type: ignore[misc]
     """One rank's process group, up to torch 2.13."""
 
-    def __init__(self, communicator: Communicator, options: Options, torchs: Any) -> None:
-        """Takes the group's communicator and options, and torch's description of the group."""
+    supports_splitting = False
+
+    def __init__(
+        self, communicator: Communicator, options: Options, torchs: Any, devices: Sequence[str]
+    ) -> None:
+        """Takes communicator, options and devices of the group, and torch's description of it."""
         super().__init__(communicator, options)
         self._name, self._description = str(torchs.group_id), "undefined"
-        self._store = torchs.store
+        self._store, self._devices = torchs.store, devices
 
     @property
     def group_name(self) -> str:
@@ -88,7 +93,7 @@ class Group(Methods, dist.ProcessGroup):  # type: ignore[misc]
     @property
     def _device_types(self) -> list[torch.device]:
         """The devices whose tensors the group takes."""
-        return [torch.device(each) for each in DEVICES]
+        return [torch.device(each) for each in self._devices]
 
     def _get_backend(self, _: torch.device) -> Group:
         """The group itself: it is its own backend."""
@@ -144,10 +149,12 @@ class DeviceMethods(Methods):
         return self._endpoint.end_batch()
 
 
-def make(communicator: Communicator, options: Options, torchs: Any) -> Any:
+def make(
+    communicator: Communicator, options: Options, torchs: Any, devices: Sequence[str] = DEVICES
+) -> Any:
     """Makes what this version of torch takes as a group of the communicator's ranks."""
     if versions.parse(torch.__version__) < versions.FIRST_WITH_BACKENDS:
-        return Group(communicator, options, torchs)
+        return Group(communicator, options, torchs, devices)
     # Older versions have the class too, and cannot construct it.
     base = torch._C._distributed_c10d.Backend
     made = type("DeviceBackend", (DeviceMethods, base), {})(communicator, options)

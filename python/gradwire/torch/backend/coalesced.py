@@ -25,6 +25,8 @@ class CoalescedCollectives:
     _endpoint: Endpoint
     _codec: ActivationCodec
     _gathered: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    allgather: Callable[..., Operation]
+    all_gather_single: Callable[..., Operation]
     reduce_scatter_single: Callable[..., Operation]
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None, **given: Any) -> Operation:
@@ -34,8 +36,9 @@ class CoalescedCollectives:
         all_reduce = self._endpoint.communicator.all_reduce
 
         def begin(chosen: Sequence[int]) -> Operation:
-            results, staging = [tensors[i] for i in chosen], Staging()
+            results = [tensors[i] for i in chosen]
             named, dtype = self._codec.reduction(options.reduceOp, *results)
+            staging = self._endpoint.staging("all_reduce", results[0], named)
             x = [staging.update(each, dtype) for each in results]
             call = partial(all_reduce, x, check="size", **named)
             return self._endpoint.run(call, options, results, staging)
@@ -47,9 +50,12 @@ class CoalescedCollectives:
     ) -> Operation:
         """Copies each tensor of each rank to all ranks; several dtypes travel together."""
         options = bare_options(opts, given)
-        outputs, inputs, staging = list(outputs), list(inputs), Staging()
+        outputs, inputs = list(outputs), list(inputs)
         if not inputs:
             return self._endpoint.operation(Done(), [])
+        if not inputs[0].is_cpu:  # GPUs take one array
+            return self._one_by_one(self.all_gather_single, outputs, inputs, opts, **given)
+        staging = Staging()
         form = flat if len({each.dtype for each in inputs}) == 1 else as_bytes
         form = as_bytes if self._codec.compresses else form
         pairs = [self._gathered(staging, *each) for each in zip(outputs, inputs, strict=True)]
@@ -69,6 +75,11 @@ class CoalescedCollectives:
         """Copies each tensor of each rank to all ranks, in a list of lists by rank."""
         options = bare_options(opts, given)
         inputs, staging = list(inputs), Staging()
+        if inputs and not inputs[0].is_cpu:
+            results_of = [[list(each)] for each in zip(*output_lists, strict=True)]
+            return self._one_by_one(
+                self.allgather, results_of, [[each] for each in inputs], opts, **given
+            )
         wholes = [each.new_empty(self._endpoint.communicator.size, *each.shape) for each in inputs]
         for rank, of_rank in enumerate(output_lists):
             for result, whole in zip(of_rank, wholes, strict=True):
@@ -92,15 +103,12 @@ class CoalescedCollectives:
         reduce_scatter = self._endpoint.communicator.reduce_scatter
 
         def begin(chosen: Sequence[int]) -> Operation:
-            if any(self._codec.takes([inputs[i]]) for i in chosen):  # codecs are for one array
-                return self._endpoint.together(
-                    [
-                        self.reduce_scatter_single(outputs[i], inputs[i], opts, **given)
-                        for i in chosen
-                    ]
-                )
-            results, staging = [outputs[i] for i in chosen], Staging()
-            x = [flat(staging.read(inputs[i])) for i in chosen]
+            results, wholes = [outputs[i] for i in chosen], [inputs[i] for i in chosen]
+            # Codecs and GPUs are for one array.
+            if not wholes[0].is_cpu or any(self._codec.takes([each]) for each in wholes):
+                return self._one_by_one(self.reduce_scatter_single, results, wholes, opts, **given)
+            staging = Staging()
+            x = [flat(staging.read(each)) for each in wholes]
             out = [flat(staging.write(each)) for each in results]
             call = partial(reduce_scatter, x, out=out, check="size", **keywords(options.reduceOp))
             return self._endpoint.run(call, options, results, staging)
@@ -116,6 +124,13 @@ class CoalescedCollectives:
     def _end_coalescing(self, _: torch.device) -> Operation:
         """All operations since `_start_coalescing`, as one."""
         return self._endpoint.end_batch()
+
+    def _one_by_one(
+        self, call: Callable[..., Operation], outputs: Any, inputs: Any, opts: Any, **given: Any
+    ) -> Operation:
+        """Makes a call for each tensor; returns all as one operation."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._endpoint.together([call(out, x, opts, **given) for out, x in pairs])
 
     def _by_dtype(self, tensors: Tensors, begin: Callable[[Sequence[int]], Operation]) -> Operation:
         """Begins one operation for the tensors of each dtype; returns all as one."""

@@ -37,8 +37,8 @@ class Collectives:
         (tensor,) = _listed(tensors)
         if tensor.layout is torch.sparse_coo:
             return _told_by_backward(all_reduce_sparse(self._endpoint, tensor, options))
-        staging = Staging()
         named, dtype = self._codec.reduction(options.reduceOp, tensor)
+        staging = self._endpoint.staging("all_reduce", tensor, named)
         x = staging.update(tensor, dtype)
         call = partial(self._endpoint.communicator.all_reduce, x, check="size", **named)
         return _told_by_backward(self._endpoint.run(call, options, [tensor], staging))
@@ -49,7 +49,7 @@ class Collectives:
         """Copies the root's tensor to all ranks, in place."""
         options = bare_options(opts, given)
         (tensor,) = _listed(tensors)
-        staging = Staging()
+        staging = self._endpoint.staging("broadcast", tensor)
         root = options.rootRank
         stage = staging.read if root == self._endpoint.communicator.rank else staging.write
         call = partial(
@@ -61,10 +61,10 @@ class Collectives:
         """Reduces a tensor of all ranks, on the root, in place."""
         options = bare_options(opts, given)
         (tensor,) = _listed(tensors)
-        staging = Staging()
+        named, dtype = self._codec.reduction(options.reduceOp, tensor)
+        staging = self._endpoint.staging("reduce", tensor, named)
         root = options.rootRank
         stage = staging.update if root == self._endpoint.communicator.rank else staging.read
-        named, dtype = self._codec.reduction(options.reduceOp, tensor)
         call = partial(
             self._endpoint.communicator.reduce,
             stage(tensor, dtype),
@@ -78,8 +78,9 @@ class Collectives:
         """Copies each rank's tensor, of any size, to all ranks."""
         options = bare_options(opts, given)
         (tensor,), (results,) = _listed(inputs), _nested(outputs)
-        staging = Staging()
-        if self._codec.compresses:
+        compresses = self._codec.compresses
+        staging = self._endpoint.staging("all_gather", tensor, on_host=compresses)
+        if compresses:
             codecs = [self._codec.payloads(each) for each in results]
             out = list(map(staging.write_bytes, results, codecs))
             x = staging.read_bytes(tensor, self._codec.payloads(tensor))
@@ -94,7 +95,8 @@ class Collectives:
     ) -> Operation:
         """Copies each rank's tensor to all ranks, one behind the other in one tensor."""
         options = bare_options(opts, given)
-        staging = Staging()
+        encoded = self._codec.payloads(input) is not None
+        staging = self._endpoint.staging("all_gather", input, on_host=encoded)
         x, out = self._gathered(staging, output, input)
         call = partial(self._endpoint.communicator.all_gather, x, out=out, check="size")
         return self._endpoint.run(call, options, [output], staging)
@@ -119,7 +121,7 @@ class Collectives:
         """Copies each rank's tensor, of any size, to the root."""
         options = bare_options(opts, given)
         (tensor,), results = _listed(inputs), _nested(outputs)[0] if outputs else []
-        staging = Staging()
+        staging = self._endpoint.staging("gather", tensor)
         out = [staging.write(each) for each in results] or None
         call = partial(
             self._endpoint.communicator.gather,
@@ -133,7 +135,7 @@ class Collectives:
         """Copies one of the root's tensors to each rank."""
         options = bare_options(opts, given)
         (result,), blocks = _listed(outputs), _nested(inputs)[0] if inputs else []
-        staging = Staging()
+        staging = self._endpoint.staging("scatter", result)
         call = partial(
             self._endpoint.communicator.scatter,
             [staging.read(each) for each in blocks] or None,
@@ -148,8 +150,8 @@ class Collectives:
         """Reduces a list of one tensor for each rank, of any sizes; each rank gets its own."""
         options = bare_options(opts, given)
         (result,), (blocks,) = _listed(outputs), _nested(inputs)
-        staging = Staging()
         named, dtype = self._codec.reduction(options.reduceOp, *blocks)
+        staging = self._endpoint.staging("reduce_scatter", result, named)
         call = partial(
             self._endpoint.communicator.reduce_scatter,
             [staging.read(each, dtype) for each in blocks],
@@ -164,8 +166,8 @@ class Collectives:
     ) -> Operation:
         """Reduces a tensor of one block for each rank; each rank gets its own."""
         options = bare_options(opts, given)
-        staging = Staging()
         named, dtype = self._codec.reduction(options.reduceOp, input)
+        staging = self._endpoint.staging("reduce_scatter", input, named)
         call = partial(
             self._endpoint.communicator.reduce_scatter,
             flat(staging.read(input, dtype)),
@@ -182,7 +184,7 @@ class Collectives:
     ) -> Operation:
         """Sends one tensor, of any size, to each rank, and receives one from each."""
         options = bare_options(opts, given)
-        staging = Staging()
+        staging = self._endpoint.staging("all_to_all", inputs[0])
         call = partial(
             self._endpoint.communicator.all_to_all,
             [staging.read(each) for each in inputs],
@@ -201,7 +203,7 @@ class Collectives:
     ) -> Operation:
         """Sends one block of a tensor to each rank, and receives one from each; even by default."""
         options = bare_options(opts, given)
-        staging = Staging()
+        staging = self._endpoint.staging("all_to_all", input)
         size = self._endpoint.communicator.size
         call = partial(
             self._endpoint.communicator.all_to_all,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ def create(options: Any, backend_options: Any) -> Any:
     chosen = Options() if backend_options is None else backend_options
     if not isinstance(chosen, Options):
         raise wrong(chosen, "pg_options", "gradwire.torch.Options(codec=...)")
-    _require_devices(_devices_of_caller())
+    devices = _own_devices(_devices_of_caller())
     # The adapter derives from a class that older versions of torch do not have.
     from gradwire.torch.backend.adapters import make
 
-    return make(connect(options, repr(chosen)), chosen, options)
+    return make(connect(options, repr(chosen)), chosen, options, devices)
 
 
 def require_version(version: str) -> None:
@@ -56,10 +57,13 @@ def _devices_of_caller() -> dict[str, str] | None:
     return {device: str(name) for device, name in config.get_device_backend_map().items()}
 
 
-def _require_devices(chosen: dict[str, str] | None) -> None:
-    """Raises InvalidArgument for a device of other kinds, and for several backends up to 2.13."""
+def _own_devices(chosen: dict[str, str] | None) -> Sequence[str]:
+    """The devices of this backend in the caller's choice; all that it takes where that is unknown.
+
+    Raises InvalidArgument for a device of other kinds, and for several backends up to 2.13.
+    """
     if chosen is None:
-        return
+        return DEVICES
     text = ",".join(f"{device}:{name}" for device, name in chosen.items())
     others = sorted({name for name in chosen.values() if name != BACKEND})
     if others and versions.parse(torch.__version__) < versions.FIRST_WITH_BACKENDS:
@@ -75,3 +79,4 @@ def _require_devices(chosen: dict[str, str] | None) -> None:
             f"backend='{text}': the backend gradwire works on {', '.join(DEVICES)}, not on "
             f"{wrong[0]}: give 'gradwire'"
         )
+    return ours

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ from gradwire._communicator import Communicator
 from gradwire._errors import Error
 from gradwire._launch import at_exit
 from gradwire.torch._step.completions import Completions
+from gradwire.torch.backend.devices import Devices
 from gradwire.torch.backend.mailbox import Mailbox
-from gradwire.torch.backend.operations import Done, Finished, Operation, Several, Waited
+from gradwire.torch.backend.operations import Done, Operation, Several, Waited
 from gradwire.torch.backend.staging import Staging
 
 _THREAD_SECONDS = 2.0  # for a thread to end that nothing keeps any more
 _STRAY_SECONDS = 1.0  # for receives that nobody sent for, when the group is destroyed
+
+_NONE: Mapping[str, Any] = {}
 
 
 class _Batch(threading.local):
@@ -31,12 +34,30 @@ class Endpoint:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.mailbox = Mailbox(communicator)
+        self._devices = Devices(communicator)
         self.timeout: float | None = None  # seconds; the communicator's if None
         self._completions: dict[str, Completions] = {}
         self._lock = threading.Lock()
         self.calls = 0  # collectives that were begun
         self._batch = _Batch()
         at_exit.close_first(self)
+
+    def staging(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        options: Mapping[str, Any] = _NONE,
+        *,
+        on_host: bool = False,
+    ) -> Staging:
+        """The staging of a call of the communicator whose tensors are on this one's device.
+
+        `options` are those keywords of the call that decide whether GPUs take it; `on_host` says
+        that they do not.
+        """
+        if tensor.is_cpu:
+            return Staging()
+        return self._devices.staging(name, tensor, options, on_host)
 
     def run(
         self,
@@ -62,25 +83,29 @@ class Endpoint:
         results: Sequence[torch.Tensor],
         staging: Staging | None,
     ) -> Operation:
-        finish = None if staging is None or not staging.late else staging.finish
         timeout = self.seconds(options)
         if getattr(options, "asyncOp", True):
-            return self.operation(call(async_op=True, timeout=timeout), results, finish)
+            return self.operation(call(async_op=True, timeout=timeout), results, staging)
         call(timeout=timeout)
-        if finish is not None:
-            finish()
-        return self.operation(Done(), results)
+        over = Done()
+        if staging is None:
+            return Operation(over, results, self.completions)
+        if staging.late:
+            staging.finish()
+        return Operation(over, results, self.completions, staging.stream(over))
 
     def operation(
         self,
         work: Waited,
         results: Sequence[torch.Tensor],
-        finish: Callable[[], None] | None = None,
+        staging: Staging | None = None,
     ) -> Operation:
         """The operation of a work."""
-        whole = work if finish is None else Finished(work, finish)
+        whole, stream = work, None
+        if staging is not None:
+            whole, stream = staging.finished(work), staging.stream(work)
         self.begun(whole)
-        return Operation(whole, results, self.completions)
+        return Operation(whole, results, self.completions, stream)
 
     def begun(self, work: Waited) -> None:
         """Adds a work to the batch of this thread, if there is one."""
@@ -114,7 +139,15 @@ class Endpoint:
     def together(self, operations: Sequence[Operation]) -> Operation:
         """Several operations as one."""
         results = [tensor for each in operations for tensor in each.results]
-        return self.operation(Several([each.work for each in operations]), results)
+        whole = Several([each.work for each in operations])
+        self.begun(whole)
+        streams = [each.stream for each in operations if each.stream is not None]
+        if not streams:
+            return Operation(whole, results, self.completions)
+        all_enqueued = all(each.enqueued for each in streams)
+        return Operation(
+            whole, results, self.completions, streams[0]._replace(enqueued=all_enqueued)
+        )
 
     def abort(self) -> None:
         """Ends every call of this group, here and on all ranks."""

@@ -54,8 +54,16 @@ def connect(options: Any, chosen: str) -> Communicator:
         raise
     if not options.global_ranks_in_group:
         _world.family = _core.Family()
-    made._core.join(_world.family)
+    join_world(made)
     return made
+
+
+def join_world(communicator: Communicator) -> None:
+    """Has a failure of the communicator end the groups of this WORLD, and theirs the communicator.
+
+    Called before the communicator's first call.
+    """
+    communicator._core.join(_world.family)
 
 
 def _meet(options: Any, chosen: str) -> Communicator:

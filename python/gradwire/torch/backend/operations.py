@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.torch._step.completions import Completions
+from gradwire.torch._step.completions import Completions, error_of
 
 _FOREVER = timedelta(0)  # torch's default of wait(): as long as the operation's own timeout
 
@@ -79,18 +79,33 @@ class Finished:
         return result
 
 
+class ResultStream(NamedTuple):
+    """The CUDA stream on which an operation's results come to be."""
+
+    stream: torch.cuda.Stream
+    enqueued: bool  # the whole operation is on streams already, and no thread waits for it
+
+
 class Operation(dist.Work):  # type: ignore[misc]
-    """One operation of a process group; its results are in place once `wait` has returned."""
+    """One operation of a process group; its results are in place once `wait` has returned.
+
+    Those on a GPU are in place for the stream that was current in `wait`.
+    """
 
     def __init__(
         self,
         work: Waited,
         results: Sequence[torch.Tensor],
         completions: Callable[[], Completions],
+        stream: ResultStream | None = None,
     ) -> None:
-        """Takes the work, and what gives the threads on which a future completes."""
+        """Takes the work, and what gives the threads on which a future completes.
+
+        `stream` is that of results on a GPU.
+        """
         super().__init__()
         self.work, self.results, self._completions = work, list(results), completions
+        self.stream = stream
         self._lock = threading.Lock()
         self._future: Any = None
 
@@ -136,20 +151,28 @@ class Operation(dist.Work):  # type: ignore[misc]
         with self._lock:
             if self._future is not None:
                 return self._future
-            made: Any = Future()
+            made: Any = Future(devices=None if self.stream is None else [self.stream.stream.device])
             self._future = made.then(_value)
         self._submit(lambda error: self._complete(made, error))
         return self._future
 
     def _submit(self, finish: Callable[[Exception | None], None]) -> None:
-        """Has a thread call `finish` when the operation is over."""
-        self._completions().submit(self.work.wait, finish)
+        """Has a thread call `finish` when the operation is over; at once if it is on a stream."""
+        if self.stream is None or not self.stream.enqueued:
+            self._completions().submit(self.work.wait, finish)
+            return
+        with torch.cuda.stream(self.stream.stream):
+            error = error_of(self.work.wait)
+        finish(error)
 
     def _complete(self, future: Any, error: Exception | None) -> None:
-        if error is None:
-            future.set_result(self.results)
-        else:
+        if error is not None:
             future.set_exception(error)
+        elif self.stream is None:
+            future.set_result(self.results)
+        else:  # whoever waits for the future waits for what is on the stream now
+            with torch.cuda.stream(self.stream.stream):
+                future.set_result(self.results)
 
 
 class Matched(Waited, Protocol):
@@ -168,9 +191,10 @@ class Received(Operation):
         work: Waited,
         results: Sequence[torch.Tensor],
         completions: Callable[[], Completions],
+        stream: ResultStream | None = None,
     ) -> None:
         """Takes the receive, and the work that it is part of."""
-        super().__init__(work, results, completions)
+        super().__init__(work, results, completions, stream)
         self._receive = receive
 
     def source_rank(self) -> int:

@@ -12,8 +12,7 @@ from gradwire._errors import InvalidArgument
 from gradwire.torch.backend.activation_codec import ActivationCodec
 from gradwire.torch.backend.endpoint import Endpoint
 from gradwire.torch.backend.mailbox import Receive
-from gradwire.torch.backend.operations import Finished, Operation, Received
-from gradwire.torch.backend.staging import Staging
+from gradwire.torch.backend.operations import Operation, Received
 
 
 class PointToPoint:
@@ -28,11 +27,13 @@ class PointToPoint:
     def send(self, tensors: Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Operation:
         """Begins to send a tensor to a rank of the group."""
         endpoint, (tensor,) = self._endpoint, tensors
-        memory = Staging().read_bytes(tensor.detach(), self._codec.payloads(tensor))
+        staging = endpoint.staging("send", tensor)
+        memory = staging.read_bytes(tensor.detach(), self._codec.payloads(tensor))
         work = endpoint.mailbox.send(memory, _rank(endpoint, dstRank), _tag(tag), endpoint.timeout)
         endpoint.begun(work)
         # Futures complete in turn, and a receiver may be late.
-        return Operation(work, [tensor], partial(endpoint.completions, f"to-{dstRank}"))
+        completions = partial(endpoint.completions, f"to-{dstRank}")
+        return Operation(work, [tensor], completions, staging.stream(work))
 
     def recv(self, tensors: Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Operation:
         """Begins to receive a tensor from a rank of the group."""
@@ -44,15 +45,15 @@ class PointToPoint:
 
     def _receive(self, tensors: Sequence[torch.Tensor], source: int | None, tag: int) -> Operation:
         endpoint, (tensor,) = self._endpoint, tensors
-        staging = Staging()
+        staging = endpoint.staging("recv", tensor)
         memory = staging.write_bytes(tensor.detach(), self._codec.payloads(tensor))
         timeout = endpoint.timeout or endpoint.communicator._timeout
         job_source = None if source is None else endpoint.communicator._mesh.job_rank(source)
         receive = Receive(memory, source, _tag(tag), timeout, job_source)
         endpoint.mailbox.receive(receive)
-        work = Finished(receive, staging.finish) if staging.late else receive
+        work = staging.finished(receive)
         endpoint.begun(work)
-        return Received(receive, work, [tensor], endpoint.completions)
+        return Received(receive, work, [tensor], endpoint.completions, staging.stream(work))
 
 
 def _rank(endpoint: Endpoint, rank: int) -> int:

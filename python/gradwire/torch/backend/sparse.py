@@ -10,7 +10,6 @@ from gradwire._errors import InvalidArgument
 from gradwire.torch.backend.endpoint import Endpoint
 from gradwire.torch.backend.operations import Operation, Several
 from gradwire.torch.backend.reductions import keywords
-from gradwire.torch.backend.staging import require_cpu
 
 _OPS = ("sum", "avg")
 
@@ -21,12 +20,12 @@ def all_reduce_sparse(endpoint: Endpoint, tensor: torch.Tensor, options: Any) ->
     Waits until all ranks have told how many elements they have. The sum is coalesced, and has the
     same bits on every rank: it is formed in the order of ranks.
     """
-    require_cpu(tensor)
     op = keywords(options.reduceOp)
     if op["op"] not in _OPS or "prescale" in op:
         raise InvalidArgument(f"op={options.reduceOp}: a sparse tensor can be summed or averaged")
     comm, timeout = endpoint.communicator, endpoint.seconds(options)
-    own = tensor.detach().coalesce()
+    staging = endpoint.staging("all_reduce of sparse tensors", tensor)
+    own = tensor.detach().cpu().coalesce()
     indices, values = own.indices().t().contiguous(), own.values().contiguous()
     counts = comm.all_gather(torch.tensor([len(values)]), timeout=timeout).tolist()
     all_indices = [indices.new_empty(count, indices.shape[1]) for count in counts]
@@ -44,6 +43,7 @@ def all_reduce_sparse(endpoint: Endpoint, tensor: torch.Tensor, options: Any) ->
             torch.cat(all_indices).t(), summed, tensor.shape, check_invariants=True
         )
         with torch.no_grad():
-            tensor.copy_(made.coalesce())
+            tensor.copy_(made.coalesce().to(tensor.device))
 
-    return endpoint.operation(Several(works), [tensor], finish)
+    staging.at_the_end(finish)
+    return endpoint.operation(Several(works), [tensor], staging)
