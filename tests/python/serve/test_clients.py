@@ -19,6 +19,7 @@ import torch
 from gradwire import serve
 from gradwire._base.deadline import Deadline
 from gradwire.serve import _channels, _directory
+from support.ranks import eventually
 
 Connect = Callable[..., serve.ParameterServer]
 MANY = 1_000_000  # elements, of many frames
@@ -226,7 +227,8 @@ def test_clients_leave_nothing_behind(connect: Connect, server: serve.Server) ->
 
     connect(full(1), serve.SGD(lr=1.0)).close()
     go()
-    before = count()
+    before = sum(count())
     go()
     go()
-    assert sum(count()) <= sum(before) + 2  # a thread of the last welcome may still end
+    # The server may still be closing the channels of the one that it refused.
+    eventually(lambda: sum(count()) <= before)
