@@ -1,4 +1,4 @@
-// What callers do; client_driver.cc has what the client's thread does.
+// What callers do; client_driver.cc and client_ends.cc have what the client's thread does.
 #include "gradwire/serve/client.h"
 
 #include <algorithm>
