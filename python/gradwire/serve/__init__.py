@@ -11,12 +11,34 @@ come and go.
 from gradwire.serve._client import ParameterServer, Pending, connect
 from gradwire.serve._rules import SGD, Adagrad, Adam, Momentum, Rule
 from gradwire.serve._server import Server
+from gradwire.serve._vectors import (
+    Absmax,
+    Abssum,
+    Combine,
+    Command,
+    Copy,
+    Discard,
+    Dots,
+    Drop,
+    Fold,
+    Names,
+)
 
 __all__ = [
     "SGD",
+    "Absmax",
+    "Abssum",
     "Adagrad",
     "Adam",
+    "Combine",
+    "Command",
+    "Copy",
+    "Discard",
+    "Dots",
+    "Drop",
+    "Fold",
     "Momentum",
+    "Names",
     "ParameterServer",
     "Pending",
     "Rule",
