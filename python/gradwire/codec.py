@@ -2,6 +2,12 @@
 
 ``codec="onebit"`` and ``codec=OneBit()`` are the same; `gradwire.codecs` lists the names. *Biased*
 codecs lose something in every call that only `gradwire.ErrorFeedback` makes up for.
+
+A codec also works by itself, on payloads that a program sends or stores as it likes:
+
+    onebit = gradwire.codec.get("onebit")
+    payload = onebit.encode(x, feedback=feedback, key="w")
+    y = onebit.decode(payload, x.shape)
 """
 
 from __future__ import annotations
@@ -9,15 +15,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwire import _core
+from gradwire._arrays.operands import Operand, operand
 from gradwire._base import arguments
 from gradwire._errors import InvalidArgument
+from gradwire._feedback import ErrorFeedback
 
 __all__ = [
     "BF16",
@@ -29,7 +38,11 @@ __all__ = [
     "OneBit",
     "Threshold",
     "TopK",
+    "Uncompressed",
+    "get",
 ]
+
+Payload = bytes | bytearray | memoryview | NDArray[Any]
 
 
 def _word(value: Any, what: str) -> str:
@@ -71,8 +84,109 @@ class NativeCodec:
         )
         return _core.Codec(f"{self._name}:{text}" if text else self._name).name
 
+    def encode(
+        self,
+        x: Any,
+        *,
+        feedback: ErrorFeedback | None = None,
+        key: str | None = None,
+        call: int = 0,
+    ) -> NDArray[np.uint8]:
+        """Encodes an array; returns its payload: uint8, of shape (bytes,), `max_bytes` at most.
+
+        `x` is a float32 array of any shape on the CPU: NumPy, torch, or with DLPack, C-contiguous.
+        The payload has the bytes that an all_reduce or a push sends of `x`; lowrank's has both
+        factors of the one matrix, or the elements as they are where factors are no smaller.
+
+        With `feedback` the residual of `key` is added first, and what the payload does not hold
+        becomes the residual. So all decoded payloads and the last residual add up to all inputs.
+        If the sum holds NaN or Inf, the payload does too, and the residual stays. Without, what a
+        lossy codec drops is lost; rounding="stochastic" then draws anew for each `call`, 0 or more.
+
+        Raises InvalidArgument for other arrays, for a key without feedback or feedback without a
+        key, for a key in an unfinished call, and for a residual of another length.
+        """
+        given = _floats(x)
+        rows, columns = _matrix(given.shape)
+        if (feedback is None) != (key is None):
+            raise InvalidArgument("feedback= and key= go together: key= names the residual")
+        kept = name = None
+        if feedback is not None:
+            kept = arguments.instance(
+                feedback, "feedback", ErrorFeedback, "a gradwire.ErrorFeedback"
+            )._on_cpu()
+            name = arguments.text(key, "key")
+        number = arguments.whole(call, "call", least=0, bits=64)
+        return _native(self.spec).encode_array(
+            given.address, rows, columns, kept, name or "", number
+        )
+
+    def decode(self, payload: Payload, shape: int | Sequence[int]) -> NDArray[np.float32]:
+        """Decodes a payload to a new float32 array of `shape`, or of so many elements.
+
+        Give the shape of what was encoded; the number of elements is enough for all codecs but
+        lowrank. The payload may come from anywhere, as bytes or an array of uint8: lengths and
+        indices in it are checked. Raises InvalidArgument for one that no such array has.
+        """
+        wanted = _shape(shape)
+        rows, columns = _matrix(wanted)
+        y = np.empty(wanted, np.float32)
+        _native(self.spec).decode_array(_bytes(payload), rows, columns, y.ctypes.data)
+        return y
+
+    def max_bytes(self, shape: int | Sequence[int]) -> int:
+        """The most bytes of a payload of an array of `shape`, or of so many elements."""
+        return _native(self.spec).most_payload(*_matrix(_shape(shape)))
+
     def __str__(self) -> str:
         return self.spec
+
+
+@functools.cache
+def _native(spec: str) -> _core.Codec:
+    return _core.Codec(spec)
+
+
+def _floats(x: Any) -> Operand:
+    given = operand(x, "x")
+    if given.dtype != "float32" or given.device is not None:
+        where = "the CPU" if given.device is None else f"cuda:{given.device}"
+        raise InvalidArgument(f"x is {given.dtype} on {where}: codecs encode float32 on the CPU")
+    return given
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns: the first dimension, and all others together."""
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
+def _shape(given: int | Sequence[int]) -> tuple[int, ...]:
+    sizes = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    shape = tuple(arguments.whole(each, "shape", least=0, bits=64) for each in sizes)
+    arguments.whole(math.prod(shape), "elements of the shape", bits=48)
+    return shape
+
+
+def _bytes(payload: Payload) -> NDArray[np.uint8]:
+    """The bytes of a payload, not copied."""
+    try:
+        view = memoryview(payload)  # type: ignore[arg-type]
+        flat = view.cast("B") if view.nbytes else memoryview(b"")
+    except TypeError as error:
+        raise InvalidArgument(
+            f"payload is a {type(payload).__name__}: give bytes, or an array of uint8 without gaps "
+            f"({error})"
+        ) from error
+    return np.frombuffer(flat, np.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Uncompressed(NativeCodec):
+    """The elements as they are: ``codec="none"``."""
+
+    _name = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,3 +311,22 @@ class Codec(abc.ABC):
 
     def __str__(self) -> str:
         return self.name or type(self).__name__
+
+
+_VALUES: dict[Any, Callable[[str], object]] = {
+    "int | None": int,
+    "float | None": float,
+    "str | None": str,
+}
+
+
+def get(spec: str) -> NativeCodec:
+    """The codec of a name with options, as ``codec=`` takes it: "onebit", "topk:density=0.01".
+
+    Raises InvalidArgument, which lists the known names, for anything else.
+    """
+    name, _, rest = _core.Codec(arguments.text(spec, "codec")).name.partition(":")
+    (kind,) = (each for each in NativeCodec.__subclasses__() if each._name == name)
+    types = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    options = (each.split("=", 1) for each in rest.split(",") if each)
+    return kind(**{option: _VALUES[types[option]](value) for option, value in options})

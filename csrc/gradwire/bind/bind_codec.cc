@@ -1,3 +1,4 @@
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <cstddef>
@@ -9,6 +10,7 @@
 #include "gradwire/base/error.h"
 #include "gradwire/bind/codec_handle.h"
 #include "gradwire/bind/module.h"
+#include "gradwire/codec/payload.h"
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::bind {
@@ -55,10 +57,38 @@ void decode(const Codec& self, std::uintptr_t in, std::size_t count, std::uintpt
                reinterpret_cast<float*>(y), count);
 }
 
+using Payload = py::array_t<std::uint8_t, py::array::c_style>;
+
+Payload encode_array(const Codec& self, std::uintptr_t x, std::size_t rows, std::size_t columns,
+                     const std::shared_ptr<codec::ErrorFeedback>& feedback, const std::string& key,
+                     std::uint64_t call) {
+  const codec::Matrix shape{rows, columns};
+  const auto room = static_cast<py::ssize_t>(codec::most_payload(*self.value, shape));
+  Payload payload(room);
+  auto* const out = reinterpret_cast<std::byte*>(payload.mutable_data());
+  py::ssize_t bytes = 0;
+  {
+    const Unlocked unlocked;
+    bytes = static_cast<py::ssize_t>(
+        codec::encode_array(*self.value, reinterpret_cast<const float*>(x), shape,
+                            {out, static_cast<std::size_t>(room)}, feedback.get(), key, call));
+  }
+  return bytes == room ? payload : Payload(bytes, payload.data());
+}
+
+void decode_array(const Codec& self, const Payload& payload, std::size_t rows, std::size_t columns,
+                  std::uintptr_t y) {
+  const ConstBytes in{reinterpret_cast<const std::byte*>(payload.data()),
+                      static_cast<std::size_t>(payload.size())};
+  const Unlocked unlocked;
+  codec::decode_array(*self.value, in, {rows, columns}, reinterpret_cast<float*>(y));
+}
+
 }  // namespace
 
 void bind_codec(py::module_& m) {
-  py::class_<Codec>(m, "Codec")
+  py::class_<Codec> codec(m, "Codec");
+  codec
       .def(py::init([](const std::string& spec) { return Codec{codec::make_codec(spec)}; }),
            py::arg("spec"))
       .def_property_readonly("name", [](const Codec& self) { return self.value->name(); })
@@ -74,6 +104,17 @@ void bind_codec(py::module_& m) {
            py::call_guard<Unlocked>())
       .def("decode", &decode, py::arg("payload"), py::arg("count"), py::arg("y"),
            py::call_guard<Unlocked>());
+  codec
+      .def("encode_array", &encode_array, py::arg("x"), py::arg("rows"), py::arg("columns"),
+           py::arg("feedback").none(true), py::arg("key"), py::arg("call"))
+      .def("decode_array", &decode_array, py::arg("payload").noconvert(), py::arg("rows"),
+           py::arg("columns"), py::arg("y"))
+      .def(
+          "most_payload",
+          [](const Codec& self, std::size_t rows, std::size_t columns) {
+            return codec::most_payload(*self.value, {rows, columns});
+          },
+          py::arg("rows"), py::arg("columns"));
   m.def("codec_names", &codec_names);
   m.def("scale", &scale, py::arg("dtype"), py::arg("x"), py::arg("y"), py::arg("count"),
         py::arg("factor"), py::call_guard<Unlocked>());
