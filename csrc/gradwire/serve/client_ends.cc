@@ -21,12 +21,17 @@ void Client::finish(const std::shared_ptr<Call>& call, const std::exception_ptr&
 }
 
 // Ends a call before all shards have answered. What one of them has refused goes into the residuals
-// all the same.
+// all the same, and no shard keeps a WAIT that nobody waits for.
 void Client::cut_short(const std::shared_ptr<Call>& call, const std::exception_ptr& error) {
   if (call->gives_back_) {
     call->error_ = error;
     returning_.push_back(call);
     give_back_refused();
+  }
+  for (Link& link : links_) {
+    if (call->op_ != Op::kWait || call->answered_[index_of(link)]) continue;
+    request(link, *call, /*extra=*/1);
+    poller_.rouse(*link.channel);
   }
   finish(call, error);
 }

@@ -54,7 +54,8 @@ struct MessageHeader {
   // pulled, which counts as the oldest; WAIT: the one that is waited for; replies: the shard's now.
   std::uint64_t version = 0;
   std::uint32_t extra = 0;  // PUSH: the rate as float32, 0 for the rule's own; PULL: 1 where the
-                            // client has the values of its last pull; PUSH's reply: staleness
+                            // client has the values of its last pull; PUSH's reply: staleness;
+                            // WAIT: 1 for "no more", of the one with this number, without a reply
   std::uint32_t zeros[3] = {};
 
   bool has(MessageFlags flag) const noexcept { return (flags & flag) != 0; }

@@ -14,7 +14,10 @@ namespace {
 constexpr std::size_t kMostQueued = 8;
 constexpr std::size_t kMostPulls = 8;
 constexpr std::size_t kMostWaits = 64;
+constexpr std::size_t kMostTexts = 2 * kMostTableText;
 constexpr std::size_t kMostReason = 1000;  // bytes of a refusal's text, which may quote the client
+
+constexpr const char* kNoMemory = "the server has no memory for what it asks for";
 
 constexpr int kIncarnationBits = 16;
 ClientId identity_of(ClientId id) { return id >> kIncarnationBits; }
@@ -45,18 +48,38 @@ Server::Server(Options options, const Snapshot& snapshot) : Server(std::move(opt
 Server::~Server() { stop(); }
 
 void Server::start() {
+  const std::lock_guard lock(mutex_);
+  running_ = true;
   thread_ = std::thread([this] { run(); });
 }
 
 void Server::run() {
   const codec::FloatEnvironment environment;
-  while (true) {
-    {
-      const std::lock_guard lock(mutex_);
-      if (stopping_) return;
+  while (!end_run()) {
+    try {
+      pass();
+    } catch (const std::exception& error) {  // of no one client: memory, for the most part
+      say(error.what());
     }
-    pass();
     poller_.wait(Deadline::never());
+  }
+}
+
+// Returns whether the thread is to end. It has then run all that was asked of it; what comes later
+// its callers do themselves.
+bool Server::end_run() {
+  const std::lock_guard lock(mutex_);
+  if (!stopping_) return false;
+  running_ = false;
+  run_each(std::exchange(calls_, {}));
+  return true;
+}
+
+void Server::say(std::string_view line) const noexcept {
+  try {
+    if (options_.log) options_.log(line);
+  } catch (const std::exception&) {
+    // There is nobody to tell.
   }
 }
 
@@ -82,11 +105,8 @@ void Server::stop() {
   }
   poller_.wake();
   if (thread_.joinable()) thread_.join();
-  run_calls();
-  {
-    const std::lock_guard lock(mutex_);
-    arrivals_.clear();
-  }
+  const std::lock_guard lock(mutex_);
+  arrivals_.clear();
   for (auto& [channel, peer] : peers_) {
     dismiss(*channel, {});
     poller_.remove(*channel);
@@ -144,7 +164,7 @@ bool Server::remove_ended() {
     }
     poller_.remove(*peer.channel);
     const std::string why = peer.left ? peer.channel->peer() + ": left" : peer.channel->why();
-    if (options_.log) options_.log(why);
+    say(why);
     if (shard_ && peer.joined) {
       if (!peer.left) shard_->statistics().count_gone(why);
       shard_->leave(peer.id);
@@ -164,6 +184,8 @@ bool Server::serve(Channel& channel) {
     moved = send_frame(peer) || moved;
     if (takes_more(peer)) moved = take_message(peer) || moved;
     if (channel.queued() > 0) moved = channel.send_queued() || moved;
+  } catch (const std::bad_alloc&) {
+    channel.end(kNoMemory);
   } catch (const std::exception& error) {
     channel.end(error.what());
   }
@@ -226,9 +248,7 @@ void Server::handle(Peer& peer, const Message& message) {
       if (peer.pulls.size() >= kMostPulls) throw InvalidArgument("too many pulls at a time");
       return peer.pulls.push_back(header);
     case Op::kWait:
-      if (peer.waits.size() >= kMostWaits) throw InvalidArgument("too many waits at a time");
-      peer.waits.push_back(header);
-      return version_changed();
+      return wait(peer, header);
     case Op::kStats:
       return reply(peer, header, statistics_text());
     case Op::kSnapshot:
@@ -243,15 +263,12 @@ void Server::handle(Peer& peer, const Message& message) {
 
 void Server::join(Peer& peer, const Message& message) {
   const MessageHeader& header = message.header;
-  if (peer.joined) throw InvalidArgument("join: it is joined already");
-  if (header.has(kFirst)) peer.table.clear();
-  peer.table += text_of(message.payload);
-  if (peer.table.size() > kMostTableText) throw InvalidArgument("join: its table is too long");
-  if (!header.has(kLast)) return;
+  take_text(peer, message);
+  if (!header.has(kLast)) return limit_texts();
   try {
     accept_table(peer, header);
     peer.joined = true;
-    if (options_.log) options_.log(peer.channel->peer() + ": joined");
+    say(peer.channel->peer() + ": joined");
     reply(peer, header);
   } catch (const InvalidArgument& error) {
     refuse(peer, header, {Refusal::kInvalid, error.what()});
@@ -261,6 +278,39 @@ void Server::join(Peer& peer, const Message& message) {
   peer.table = {};
 }
 
+void Server::take_text(Peer& peer, const Message& message) {
+  if (peer.joined) throw InvalidArgument("join: it is joined already");
+  if (message.header.has(kFirst)) {
+    peer.table.clear();
+    peer.began = ++joins_;
+  }
+  peer.table += text_of(message.payload);
+  if (peer.table.size() > kMostTableText) throw InvalidArgument("join: its table is too long");
+}
+
+// Those that have not joined may hold so much memory together; who began first gives way.
+void Server::limit_texts() {
+  std::size_t bytes = 0;
+  Peer* oldest = nullptr;
+  for (auto& [channel, peer] : peers_) {
+    bytes += peer.table.size();
+    if (!peer.table.empty() && (!oldest || peer.began < oldest->began)) oldest = &peer;
+  }
+  if (bytes <= kMostTexts) return;
+  oldest->table = {};
+  oldest->channel->end("join: others' tables take the memory, and its own was not complete");
+}
+
+void Server::refuse_if_too_large(const Table& table) const {
+  const std::uint64_t slots = 1 + make_rule(table.rule)->states().size();
+  const std::uint64_t bytes = table.elements() / table.shards * sizeof(float) * slots;
+  if (bytes <= options_.memory) return;
+  throw InvalidArgument("the parameters of shard " + std::to_string(options_.shard) +
+                        ", with the state of their rule, take " + gibibytes(bytes) +
+                        ", and its server may use " + gibibytes(options_.memory) +
+                        ": start more shards, on more hosts");
+}
+
 void Server::accept_table(Peer& peer, const MessageHeader& header) {
   Table table = Table::parse(peer.table);
   if (header.extra != options_.shard || table.shards != options_.shards)
@@ -268,6 +318,7 @@ void Server::accept_table(Peer& peer, const MessageHeader& header) {
                           std::to_string(options_.shards) + ", not shard " +
                           std::to_string(header.extra) + " of " + std::to_string(table.shards));
   if (!shard_) {
+    refuse_if_too_large(table);
     shard_ = std::make_unique<Shard>(std::move(table), options_.shard);
     if (frame_log_) shard_->log_to(frame_log_);
   } else if (table != shard_->table()) {
@@ -305,19 +356,38 @@ void Server::refuse(Peer& peer, const MessageHeader& request, const Answer& answ
   peer.channel->post(header, std::as_bytes(std::span(shortened(answer.why))));
 }
 
+// Keeps a WAIT, or drops the one of this number, for which the client waits no longer.
+void Server::wait(Peer& peer, const MessageHeader& header) {
+  if (header.extra != 0) {
+    std::erase_if(peer.waits, [&](const auto& each) { return each.sequence == header.sequence; });
+    return;
+  }
+  if (peer.waits.size() >= kMostWaits) throw InvalidArgument("too many waits at a time");
+  peer.waits.push_back(header);
+  version_changed();
+}
+
 // Answers who waited for the version that there is now, or for values.
 void Server::version_changed() {
   told_version_ = shard().version();
   if (!shard().has_values()) return;
   for (auto& [channel, peer] : peers_) {
     if (!peer.pulls.empty()) poller_.rouse(*channel);
-    const std::size_t waited = std::erase_if(peer.waits, [&](const MessageHeader& request) {
-      if (request.version > shard().version()) return false;
-      reply(peer, request);
-      return true;
-    });
-    if (waited > 0) poller_.rouse(*channel);
+    try {
+      answer_waits(peer);
+    } catch (const std::bad_alloc&) {
+      channel->end(kNoMemory);
+    }
   }
+}
+
+void Server::answer_waits(Peer& peer) {
+  const auto passed = std::ranges::stable_partition(
+      peer.waits, [&](const auto& each) { return each.version > shard().version(); });
+  if (passed.empty()) return;
+  poller_.rouse(*peer.channel);
+  for (const MessageHeader& request : passed) reply(peer, request);
+  peer.waits.erase(passed.begin(), passed.end());
 }
 
 std::string Server::statistics_text() {

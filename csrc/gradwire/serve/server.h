@@ -20,6 +20,7 @@
 #include "gradwire/base/log.h"
 #include "gradwire/base/wait_limit.h"
 #include "gradwire/serve/channel.h"
+#include "gradwire/serve/memory.h"
 #include "gradwire/serve/poller.h"
 #include "gradwire/serve/shard.h"
 
@@ -30,7 +31,8 @@ class Server {
   struct Options {
     std::uint32_t shard = 0;
     std::uint32_t shards = 1;
-    Log log = log_to_stderr;  // from the server's thread: who has joined, left, gone
+    Log log = log_to_stderr;                 // from the server's thread: who has joined, left, gone
+    std::uint64_t memory = usable_memory();  // bytes; a table that takes more is refused
   };
   // Which clients there were and are.
   struct Census {
@@ -50,7 +52,8 @@ class Server {
   void start();
   // Handles what there is to do, without waiting; returns whether there was something.
   bool turn();
-  // Ends all channels and the thread.
+  // Ends all channels and the thread. What was acknowledged before is in the shard, which may still
+  // be asked for a snapshot.
   void stop();
 
   // Any thread may call these.
@@ -75,7 +78,8 @@ class Server {
   struct Peer {
     ClientId id = 0;
     std::unique_ptr<Channel> channel;
-    std::string table;  // the text of a JOIN so far
+    std::string table;        // the text of a JOIN so far
+    std::uint64_t began = 0;  // JOIN: its place among those that are not complete
     bool joined = false;
     bool left = false;                // said goodbye
     std::deque<MessageHeader> pulls;  // that wait: for the one under way, or for values
@@ -94,15 +98,23 @@ class Server {
   bool take_message(Peer& peer);
   void handle(Peer& peer, const Message& message);
   void join(Peer& peer, const Message& message);
+  void take_text(Peer& peer, const Message& message);
+  void limit_texts();
   void accept_table(Peer& peer, const MessageHeader& header);
+  void refuse_if_too_large(const Table& table) const;
   void want_snapshot(Peer& peer, const MessageHeader& header);
   void answer(Peer& peer, const MessageHeader& request, const std::optional<Answer>& answer);
   void reply(Peer& peer, const MessageHeader& request, std::string_view text = {});
   void refuse(Peer& peer, const MessageHeader& request, const Answer& answer);
+  void wait(Peer& peer, const MessageHeader& header);
   void version_changed();
+  void answer_waits(Peer& peer);
   bool take_admitted();
   bool remove_ended();
   bool run_calls();
+  void run_each(const std::vector<std::function<void()>>& calls);
+  bool end_run();
+  void say(std::string_view line) const noexcept;
   void replace(const Peer& newer);
   static void dismiss(Channel& channel, std::string_view why);
   std::string statistics_text();
@@ -116,6 +128,7 @@ class Server {
   Poller poller_;
   std::size_t admitted_ = 0;
   std::uint64_t told_version_ = kNoVersion;  // to those that wait for one
+  std::uint64_t joins_ = 0;
   std::function<void(const AppliedFrame&)> frame_log_;
 
   std::mutex mutex_;  // guards what follows
@@ -126,6 +139,7 @@ class Server {
   std::deque<std::uint64_t> new_tickets_;
   std::uint64_t next_ticket_ = 1;
   bool stopping_ = false;
+  bool running_ = false;  // the thread takes calls_; else callers run theirs, holding the mutex
   std::thread thread_;
 };
 

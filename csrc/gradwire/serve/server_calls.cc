@@ -74,18 +74,28 @@ bool Server::run_calls() {
     const std::lock_guard lock(mutex_);
     calls.swap(calls_);
   }
-  for (const auto& each : calls) each();
+  run_each(calls);
   return !calls.empty();
 }
 
-// Runs `body` on the server's thread, and waits for it. It may run after a Timeout, so it owns what
-// it needs.
+void Server::run_each(const std::vector<std::function<void()>>& calls) {
+  for (const auto& each : calls) {
+    try {
+      each();
+    } catch (const std::exception& error) {  // call() has its own way to tell of errors
+      say(error.what());
+    }
+  }
+}
+
+// Runs `body` on the server's thread, and waits for it; without a thread, or after its end, here.
+// It may run after a Timeout, so it owns what it needs.
 void Server::call(const std::function<void()>& body, const WaitLimit& limit) {
-  if (!thread_.joinable()) return body();
   const auto task = std::make_shared<std::packaged_task<void()>>(body);
   std::future<void> done = task->get_future();
   {
     const std::lock_guard lock(mutex_);
+    if (!running_) return body();
     calls_.push_back([task] { (*task)(); });
   }
   poller_.wake();

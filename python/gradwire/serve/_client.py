@@ -55,7 +55,14 @@ class Pending:
 
     @property
     def refusals(self) -> int:
-        """The number of shards that refused a push, as too stale; their part is pushed later."""
+        """The number of shards that refused a push, as too stale; their part is pushed later.
+
+        Raises InvalidArgument while it is under way.
+        """
+        if not self._call.done():
+            raise InvalidArgument(
+                "how many shards refuse it is known when it is over: wait() first"
+            )
         return self._call.refusals()
 
     @property

@@ -70,7 +70,7 @@ class Server:
         self.only = _chosen(only, self.shards)
         self._folder = None if snapshot is None else Path(snapshot)
         self._every = arguments.seconds(every, "every")
-        self._stopping = threading.Event()
+        self._stopping, self._ended = threading.Event(), False
         deadline = Deadline(arguments.seconds(timeout))
         with contextlib.ExitStack() as undo:
             self.store = self._host_store(store, name, secret, undo)
@@ -89,8 +89,6 @@ class Server:
                 directory.publish(shard, self.shards, door.address)
             self._writer = threading.Thread(target=self._write_snapshots, daemon=True)
             self._writer.start()
-            undo.callback(self._writer.join)
-            undo.callback(self._stopping.set)
             self._undo = undo.pop_all()
 
     def run(self, *, until_idle: bool = False) -> None:
@@ -102,7 +100,17 @@ class Server:
         self.stop()
 
     def stop(self) -> None:
-        """Writes last snapshots, ends all channels and stops listening. May be called again."""
+        """Ends all channels, writes last snapshots and stops listening. May be called again.
+
+        A push that was acknowledged is in them.
+        """
+        if not self._ended:
+            self._ended = True
+            self._stopping.set()
+            self._writer.join()
+            for core in self._cores.values():
+                core.stop()
+            self._write_all()
         self._undo.close()
 
     def stats(self) -> list[dict[str, Any]]:
@@ -156,7 +164,7 @@ class Server:
         return all(admitted > 0 and joined == 0 for joined, admitted, _ in counts)
 
     def _write_snapshots(self) -> None:
-        """Writes snapshots in their time, and those that clients ask for; then last ones."""
+        """Writes snapshots in their time, and those that clients ask for."""
         due = Deadline(self._every)
         while not self._stopping.is_set():
             for shard, core in self._cores.items():
@@ -166,7 +174,6 @@ class Server:
             if due.passed:
                 self._write_all()
                 due = Deadline(self._every)
-        self._write_all()
 
     def _write_all(self) -> None:
         if self._folder is None:

@@ -153,6 +153,17 @@ TEST_F(Clients, MakeAnyNumberOfPulls) {
   for (const auto& each : calls) wait(each);
 }
 
+TEST_F(Clients, DropTheirWaitsThatAreTooLate) {
+  std::vector<std::shared_ptr<Call>> late;
+  for (int i = 0; i < 200; ++i) {  // many more than a shard keeps for one client
+    late.push_back(client_->ask(Op::kWait, 1000, Deadline::at_once()));
+    EXPECT_THROW(wait(late.back()), Timeout);
+  }
+  const auto counts = client_->ask(Op::kStats, 0, soon());
+  wait(counts);
+  EXPECT_NE(counts->texts()[0].find("\"clients\": [\"replica a\"]"), std::string::npos);
+}
+
 TEST_F(Clients, WaitForVersionsThatAreCutOff) {
   const auto other = job_->connect(table_, 1);
   job_->wait(other->join(soon()), {other.get()});

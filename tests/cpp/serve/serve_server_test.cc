@@ -4,6 +4,32 @@
 namespace gradwire::serve {
 namespace {
 
+// Posts a JOIN; without its end where it is not complete.
+void send_join(Channel& channel, ClientId id, const std::string& text, bool complete = true) {
+  MessageHeader header;
+  header.op = Op::kJoin;
+  header.client = id;
+  for (std::size_t at = 0; at < text.size(); at += kMostPayload) {
+    const std::string part = text.substr(at, kMostPayload);
+    const bool last = complete && at + part.size() == text.size();
+    header.flags = static_cast<std::uint8_t>((at == 0 ? kFirst : 0) | (last ? kLast : 0));
+    channel.post(header, std::as_bytes(std::span(part)));
+  }
+}
+
+// Joins with a table's text, and returns why that is refused.
+std::string refusal_of_join(Channel& channel, ClientId id, const std::string& text) {
+  send_join(channel, id, text);
+  for (const Deadline deadline = soon(); !deadline.passed(); std::this_thread::yield()) {
+    channel.send_queued();
+    if (const auto message = channel.next()) {
+      EXPECT_TRUE(message->header.has(kRefused));
+      return std::string(text_of(message->payload));
+    }
+  }
+  return "";
+}
+
 class ServeConformance : public testing::TestWithParam<const char*> {
  protected:
   void start(std::uint32_t shards, Client& client, const Arrays& x) {
@@ -189,26 +215,9 @@ TEST_F(Serving, AHostileClientLosesItsOwnChannelAlone) {
 TEST_F(Serving, QuotesOnlyTheFrontOfWhatAClientSends) {
   Pair pair = channels("inproc", "replica z");
   job_.servers[0]->admit(std::move(pair.server), id_of(5));
-  MessageHeader header;
-  header.op = Op::kJoin;
-  header.client = id_of(5);
-  const std::string text =
-      "gradwire parameters 1\nparameter 1 a\nrule " + std::string(200'000, 'r');
-  for (std::size_t at = 0; at < text.size(); at += kMostPayload) {
-    const std::string part = text.substr(at, kMostPayload);
-    header.flags = static_cast<std::uint8_t>((at == 0 ? kFirst : 0) |
-                                             (at + part.size() == text.size() ? kLast : 0));
-    pair.client->post(header, std::as_bytes(std::span(part)));
-  }
-  std::string why;
-  for (const Deadline deadline = soon(); why.empty() && !deadline.passed();) {
-    pair.client->send_queued();
-    if (const auto message = pair.client->next()) {
-      why = text_of(message->payload);
-      EXPECT_TRUE(message->header.has(kRefused));
-    }
-    std::this_thread::yield();
-  }
+  const std::string why =
+      refusal_of_join(*pair.client, id_of(5),
+                      "gradwire parameters 1\nparameter 1 a\nrule " + std::string(200'000, 'r'));
   EXPECT_TRUE(why.starts_with("unknown rule 'rrrr")) << pair.client->why();
   EXPECT_LE(why.size(), 1000U);
 }
@@ -270,6 +279,82 @@ TEST_F(Serving, PullsAndWaitsLastUntilThereAreValues) {
   EXPECT_FALSE(wait->work().done());
   for (unsigned i = 0; i < 2; ++i) job_.wait(b->push(spans_of<Gradients>(x), {}, soon(), soon()));
   job_.wait(wait);
+}
+
+TEST_F(Serving, AClientWithoutMemoryIsEndedAlone) {
+  int frames = 0;
+  job_.servers[0]->log_frames([&](const AppliedFrame& frame) {
+    if (frame.client == id_of(1) && ++frames == 2) throw std::bad_alloc();
+  });
+  const auto a = job_.connect(table_, 0), b = job_.connect(table_, 1);
+  const Arrays x = random_of(table_, 1);
+  job_.wait(a->join(soon()));
+  job_.wait(a->set(spans_of<Gradients>(x), soon()));
+  job_.wait(b->join(soon()));
+  EXPECT_THROW(job_.wait(b->push(spans_of<Gradients>(x), {}, soon(), soon())), TransportError);
+  job_.wait(a->push(spans_of<Gradients>(x), {}, soon(), soon()));
+  const std::string text = job_.servers[0]->statistics(soon());
+  EXPECT_NE(text.find("\"gone\": [\"replica b: the server has no memory for what it asks for\"]"),
+            std::string::npos)
+      << text;
+}
+
+TEST(Server, AnswersAllWhoAskWhileItIsStopped) {
+  for (int round = 0; round < 20; ++round) {
+    Server server({0, 1, nullptr});
+    server.start();
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 2; ++i)
+      threads.emplace_back([&server] {
+        for (int asked = 0; asked < 50; ++asked)
+          EXPECT_NO_THROW(server.census(Deadline::after(transport::kTestSeconds)));
+      });
+    server.census(soon());
+    server.stop();
+    for (auto& each : threads) each.join();
+  }
+}
+
+TEST(Server, RefusesATableThatIsLargerThanItsMemory) {
+  Job job(0, "inproc", /*threads=*/true);
+  job.servers.push_back(
+      std::make_unique<Server>(Server::Options{.log = nullptr, .memory = 3ULL << 28}));
+  job.servers.back()->start();
+  // What a client allocates for such a table is little: it sends the text alone.
+  Table table = some_table(1, "adagrad:rate=0.5");
+  table.parameters = {{"embedding", {1 << 14, 1 << 14}}};
+  Pair pair = channels("inproc");
+  job.servers[0]->admit(std::move(pair.server), id_of(0));
+  const std::string why = refusal_of_join(*pair.client, id_of(0), table.text());
+  EXPECT_EQ(why,
+            "the parameters of shard 0, with the state of their rule, take 2 GiB, and its server "
+            "may use 0.75 GiB: start more shards, on more hosts");
+  const auto a = job.connect(some_table(), 1);
+  job.wait(a->join(soon()));
+}
+
+TEST_F(Serving, ForgetsTextsOfThoseWhoNeverJoin) {
+  // Three that begin with as much as one may send; there is room for two.
+  const std::string text(kMostTableText, 'x');
+  std::vector<std::unique_ptr<Channel>> idle;
+  for (int i = 0; i < 3; ++i) {
+    Pair pair = channels("inproc", "replica " + std::to_string(i));
+    job_.servers[0]->admit(std::move(pair.server), id_of(5 + i));
+    send_join(*pair.client, id_of(5 + i), text, /*complete=*/false);
+    idle.push_back(std::move(pair.client));
+  }
+  for (const Deadline deadline = soon(); !idle[0]->ended() && !deadline.passed();) {
+    for (auto& each : idle) {
+      each->arm();
+      each->next();
+      each->disarm();
+      each->send_queued();
+    }
+  }
+  EXPECT_TRUE(idle[0]->ended());
+  EXPECT_FALSE(idle[2]->ended());
+  const auto a = job_.connect(table_, 0);
+  job_.wait(a->join(soon()));
 }
 
 TEST_F(Serving, WritesASnapshotAndGoesOnFromIt) {

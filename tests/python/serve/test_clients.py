@@ -133,6 +133,22 @@ def test_merged_pushes_leave_their_arrays_free(connect: Connect) -> None:
     assert (found[0] == -20).all()
 
 
+class UnderWay:
+    """Stands for a call that is not over."""
+
+    def done(self) -> bool:
+        return False
+
+    def refusals(self) -> int:
+        return 0
+
+
+def test_refusals_are_known_when_a_push_is_over() -> None:
+    pending = serve.Pending(None, UnderWay())  # type: ignore[arg-type]
+    with pytest.raises(gradwire.InvalidArgument, match=r"wait\(\) first"):
+        _ = pending.refusals
+
+
 def test_many_pulls_at_once(connect: Connect) -> None:
     ps = connect(full(3, MANY), serve.SGD(lr=1.0))
     arrays = [full(0, MANY) for _ in range(30)]

@@ -111,6 +111,7 @@ def test_asynchronous_calls(connect: Connect) -> None:
     assert pushed is not None
     assert pushed.wait() == [1, 1]
     assert pushed.done()
+    assert pushed.refusals == 0
     pulled = ps.pull(found, async_op=True)
     assert pulled is not None
     pulled.wait()
