@@ -1,0 +1,254 @@
+"""L-BFGS by commands to shards, beside torch's and scipy's, which hold the vectors themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from gradwire import InvalidArgument
+from gradwire.serve._lbfgs import Iteration, Minimizer
+from gradwire.serve._sandblaster.more_thuente import more_thuente
+from gradwire.serve._sandblaster.searches import Search, fixed, strong_wolfe
+from gradwire.serve._vectors import Command, Names
+from vector_shards import Evaluator, Function, Shards, Vector
+
+FEATURES, HIDDEN, CLASSES, SAMPLES = 12, 16, 4, 200
+DECAY = 1e-3
+SIZE = FEATURES * HIDDEN + HIDDEN + HIDDEN * CLASSES + CLASSES
+
+
+def network(dtype: Any = np.float64) -> tuple[Function, Vector]:
+    """A classification by a small network: mean loss and gradient; its first parameters."""
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((SAMPLES, FEATURES)).astype(dtype)
+    labels = (x @ draw.standard_normal((FEATURES, CLASSES))).argmax(1)
+    picked = np.eye(CLASSES, dtype=dtype)[labels]
+
+    def function(w: Vector) -> tuple[float, Vector]:
+        sizes = np.cumsum([FEATURES * HIDDEN, HIDDEN, HIDDEN * CLASSES])
+        first, bias, second, other = np.split(w.astype(dtype), sizes)
+        first, second = first.reshape(FEATURES, HIDDEN), second.reshape(HIDDEN, CLASSES)
+        hidden = np.tanh(x @ first + bias)
+        scores = hidden @ second + other
+        scores -= scores.max(1, keepdims=True)
+        weights = np.exp(scores)
+        loss = -(scores[picked > 0] - np.log(weights.sum(1))).mean()
+        back = (weights / weights.sum(1, keepdims=True) - picked) / SAMPLES
+        through = (back @ second.T) * (1 - hidden**2)
+        parts = (x.T @ through, through.sum(0), hidden.T @ back, back.sum(0))
+        gradient = np.concatenate([each.ravel() for each in parts]) + DECAY * w
+        return float(loss + DECAY / 2 * (w @ w)), gradient
+
+    return function, (0.3 * draw.standard_normal(SIZE)).astype(dtype)
+
+
+def rosenbrock(w: Vector) -> tuple[float, Vector]:
+    """A valley with bends, so that searches have something to find."""
+    one, two = w[:-1], w[1:]
+    loss = float((100 * (two - one**2) ** 2 + (1 - one) ** 2).sum())
+    gradient = np.zeros_like(w)
+    gradient[:-1] += -400 * one * (two - one**2) - 2 * (1 - one)
+    gradient[1:] += 200 * (two - one**2)
+    return loss, gradient
+
+
+def valley() -> tuple[Function, Vector]:
+    return rosenbrock, np.tile([-1.2, 1.0], 10)
+
+
+class Run:
+    """A minimization, its iterates and its counts."""
+
+    def __init__(
+        self, problem: tuple[Function, Vector], iterations: int, shards: int = 3, **options: Any
+    ) -> None:
+        function, start = problem
+        self.shards = Shards(start, shards)
+        self.evaluator = Evaluator(self.shards, function)
+        self.minimizer = Minimizer(self._ask, self.evaluator, **options)
+        self.iterates: list[Vector] = []
+        self.iterations: list[Iteration] = []
+        self.go_on(iterations)
+
+    def _ask(self, commands: Sequence[Command]) -> list[Any]:
+        return self.shards.ask(commands)
+
+    def go_on(self, iterations: int) -> None:
+        for _ in range(iterations):
+            self.iterations.append(self.minimizer.step())
+            self.iterates.append(self.shards.read())
+
+
+class Torch:
+    """torch.optim.LBFGS on the same problem."""
+
+    def __init__(
+        self, problem: tuple[Function, Vector], iterations: int, search: str | None
+    ) -> None:
+        torch = pytest.importorskip("torch")
+        function, start = problem
+        w = torch.nn.Parameter(torch.from_numpy(start.copy()))
+        optimizer = torch.optim.LBFGS(
+            [w],
+            lr=1,
+            max_iter=iterations,
+            max_eval=10**6,
+            history_size=10,
+            line_search_fn=search,
+            tolerance_grad=0,
+            tolerance_change=1e-300,
+        )
+        self.evaluations = 0
+
+        def closure() -> float:
+            self.evaluations += 1
+            loss, gradient = function(w.detach().numpy())
+            w.grad = torch.from_numpy(gradient)
+            return loss
+
+        optimizer.step(closure)
+        self.end = w.detach().numpy()
+
+
+@pytest.mark.parametrize("problem", [network, valley])
+@pytest.mark.parametrize(("search", "name"), [(strong_wolfe, "strong_wolfe"), (fixed, None)])
+def test_it_is_torchs(
+    problem: Callable[[], tuple[Function, Vector]], search: Search, name: str | None
+) -> None:
+    if problem is valley and search is fixed:
+        pytest.skip("steps of one diverge there")
+    run = Run(problem(), 20, search=search)
+    for iterations, limit in ((1, 1e-14), (10, 1e-12), (20, 1e-9)):
+        other = Torch(problem(), iterations, name)
+        assert np.abs(run.iterates[iterations - 1] - other.end).max() <= limit
+        evaluations = sum(each.evaluations for each in run.iterations[:iterations])
+        # Without a search torch does not evaluate where its last iteration has ended.
+        assert evaluations == other.evaluations + (search is fixed)
+
+
+@pytest.mark.parametrize("problem", [network, valley])
+def test_it_is_scipys(problem: Callable[[], tuple[Function, Vector]]) -> None:
+    minimize = pytest.importorskip("scipy.optimize").minimize
+    run = Run(problem(), 40, search=more_thuente, by_norm=True)
+    function, start = problem()
+    for iterations, limit in ((1, 1e-14), (10, 1e-12), (20, 1e-9), (40, 1e-6)):
+        options = {"maxiter": iterations, "maxcor": 10, "ftol": 0, "gtol": 0}
+        other = minimize(function, start, jac=True, method="L-BFGS-B", options=options)
+        assert np.abs(run.iterates[iterations - 1] - other.x).max() <= limit
+        assert sum(each.evaluations for each in run.iterations[:iterations]) == other.nfev
+
+
+def test_float32_has_the_same_bits_for_any_number_of_shards() -> None:
+    wanted = Run(network(np.float32), 20, shards=1).iterates
+    for shards in (2, 3, 7, 16):
+        found = Run(network(np.float32), 20, shards=shards).iterates
+        assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_an_iteration_waits_once_beside_each_evaluation() -> None:
+    run = Run(network(), 20)
+    # One message ends an evaluation, one before moves the parameters; the first needs no move.
+    assert run.shards.messages == 2 * run.evaluator.evaluations - 1
+    assert run.evaluator.evaluations == sum(each.evaluations for each in run.iterations)
+
+
+def test_memory_is_that_of_the_history() -> None:
+    run = Run(valley(), 40, history=3)
+    vectors = set(run.shards.shards[0].vectors)
+    assert vectors <= {"w", "x0", "x1", "d", *(f"{k}{i}" for k in "sy" for i in range(4))} | {
+        f"g{i}" for i in range(5)
+    }
+
+
+def test_pairs_without_curvature_are_skipped() -> None:
+    def line(w: Vector) -> tuple[float, Vector]:
+        return float(-w.sum()), -np.ones_like(w)
+
+    run = Run((line, np.zeros(5)), 3, search=fixed)
+    assert run.minimizer.history.pairs == []
+    assert np.allclose(run.iterates[-1], 0.2 + 1 + 1)
+
+
+def test_a_failing_search_goes_back_and_forgets() -> None:
+    function, start = network()
+    lies: list[float] = []
+
+    def lying(w: Vector) -> tuple[float, Vector]:
+        loss, gradient = function(w)
+        return loss + (lies[0] if lies else 0), gradient
+
+    run = Run((lying, start), 5)
+    lies.append(1e3)
+    run.go_on(1)
+    assert (run.iterations[-1].step, run.iterations[-1].converged) == (0, False)
+    assert np.array_equal(run.iterates[-1], run.iterates[-2])
+    assert run.minimizer.history.pairs == []
+    run.go_on(1)
+    assert run.iterations[-1].converged
+    lies[0] = 0
+    run.go_on(1)
+    assert run.iterations[-1].loss < run.iterations[4].loss
+
+
+def test_a_gradient_of_zero_is_the_end() -> None:
+    run = Run((lambda w: (float(w @ w), 2 * w), np.zeros(5)), 2)
+    assert [each.converged for each in run.iterations] == [True, True]
+    assert run.evaluator.evaluations == 1
+
+
+def test_another_batch_keeps_the_history() -> None:
+    run = Run(network(), 6)
+    pairs = run.minimizer.history.pairs
+    run.minimizer.new_batch()
+    run.go_on(1)
+    assert run.minimizer.history.pairs[: len(pairs)] == pairs
+    assert run.iterations[-1].evaluations == 2
+
+
+@pytest.mark.parametrize("killed_after", [None, 1, 2, 3])
+def test_a_new_coordinator_goes_on(killed_after: int | None) -> None:
+    """Also where the old one had begun another iteration, of which its state says nothing."""
+    wanted = Run(network(), 20).iterates
+    run = Run(network(), 8)
+    state = json.loads(json.dumps(run.minimizer.state()))
+    if killed_after is not None:
+        begun = run.shards.messages
+        _end_at(run.shards, begun + killed_after)
+        with contextlib.suppress(InterruptedError):
+            run.go_on(2)
+        run.iterates = run.iterates[:8]
+        _end_at(run.shards, None)
+    run.minimizer = Minimizer(run.shards.ask, run.evaluator)
+    run.minimizer.load(state, run.shards.ask([Names()])[0])
+    run.go_on(12)
+    assert all(np.array_equal(a, b) for a, b in zip(run.iterates, wanted, strict=True))
+
+
+def _end_at(shards: Shards, message: int | None) -> None:
+    """Has the message of this number reach one shard only, and ends the coordinator there."""
+    ask = Shards.ask
+
+    def dying(commands: Sequence[Command]) -> list[Any]:
+        if shards.messages + 1 == message:
+            whole, shards.shards = shards.shards, shards.shards[:1]
+            with contextlib.suppress(KeyError):
+                ask(shards, commands)
+            shards.shards = whole
+            raise InterruptedError
+        return ask(shards, commands)
+
+    vars(shards)["ask"] = dying
+
+
+def test_a_state_of_other_shards_is_refused() -> None:
+    run = Run(network(), 3)
+    state = run.minimizer.state()
+    with pytest.raises(InvalidArgument, match="started anew"):
+        run.minimizer.load(state, ["w"])
+    for wrong in ({}, {"pairs": [["s99", "y99"]], "gram": [0, 0, 0, 0]}, {**state, "at": {"x": 1}}):
+        with pytest.raises(InvalidArgument):
+            run.minimizer.load(wrong, run.shards.ask([Names()])[0])
