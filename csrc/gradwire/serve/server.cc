@@ -38,10 +38,11 @@ Server::Server(Options options)
                           std::to_string(options_.shards));
 }
 
-Server::Server(Options options, const Snapshot& snapshot) : Server(std::move(options)) {
-  shard_ = std::make_unique<Shard>(snapshot);
-  if (snapshot.shard == options_.shard && shard_->table().shards == options_.shards) return;
-  throw InvalidArgument("the snapshot is of shard " + std::to_string(snapshot.shard) + " of " +
+Server::Server(Options options, Snapshot snapshot) : Server(std::move(options)) {
+  const std::uint32_t of = snapshot.shard;
+  shard_ = std::make_unique<Shard>(std::move(snapshot));
+  if (of == options_.shard && shard_->table().shards == options_.shards) return;
+  throw InvalidArgument("the snapshot is of shard " + std::to_string(of) + " of " +
                         std::to_string(shard_->table().shards));
 }
 
@@ -56,12 +57,14 @@ void Server::start() {
 void Server::run() {
   const codec::FloatEnvironment environment;
   while (!end_run()) {
+    bool copies = false;
     try {
       pass();
+      copies = copy_block();
     } catch (const std::exception& error) {  // of no one client: memory, for the most part
       say(error.what());
     }
-    poller_.wait(Deadline::never());
+    poller_.wait(copies ? Deadline::at_once() : Deadline::never());
   }
 }
 
@@ -72,8 +75,11 @@ bool Server::end_run() {
   if (!stopping_) return false;
   running_ = false;
   run_each(std::exchange(calls_, {}));
+  while (copy_block()) continue;
   return true;
 }
+
+bool Server::copy_block() { return shard_ && shard_->copy_block(); }
 
 void Server::say(std::string_view line) const noexcept {
   try {

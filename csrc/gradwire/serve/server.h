@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -43,7 +44,7 @@ class Server {
 
   explicit Server(Options options);
   // Goes on from a snapshot.
-  Server(Options options, const Snapshot& snapshot);
+  Server(Options options, Snapshot snapshot);
   ~Server();  // stops
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
@@ -119,6 +120,8 @@ class Server {
   static void dismiss(Channel& channel, std::string_view why);
   std::string statistics_text();
   void call(const std::function<void()>& body, const WaitLimit& limit);
+  static void await(std::future<void>& done, const WaitLimit& limit);
+  bool copy_block();
   void run();
   Shard& shard();
 

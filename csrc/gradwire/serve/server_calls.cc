@@ -99,6 +99,10 @@ void Server::call(const std::function<void()>& body, const WaitLimit& limit) {
     calls_.push_back([task] { (*task)(); });
   }
   poller_.wake();
+  await(done, limit);
+}
+
+void Server::await(std::future<void>& done, const WaitLimit& limit) {
   while (done.wait_for(std::chrono::milliseconds(limit.turn_milliseconds())) !=
          std::future_status::ready) {
     limit.check_interrupt();
@@ -113,9 +117,20 @@ Snapshot Server::snapshot(const WaitLimit& limit) {
       [this, copy] {
         if (!shard_ || !shard_->has_values())
           throw InvalidArgument("there are no values to write yet");
-        *copy = shard_->snapshot();
+        *copy = shard_->outline();
       },
       limit);
+  // Here, since the system takes long to find so much memory. A shard's size does not change.
+  for (Snapshot::Slot& each : copy->slots) each.values.resize(shard_->layout().elements());
+  const auto copied = std::make_shared<std::promise<void>>();
+  std::future<void> done = copied->get_future();
+  call(
+      [this, copy, copied] {
+        shard_->begin_snapshot(copy, [copied] { copied->set_value(); });
+        while (!running_ && copy_block()) continue;
+      },
+      limit);
+  await(done, limit);
   return std::move(*copy);
 }
 

@@ -43,15 +43,15 @@ Shard::Shard(Table table, std::uint32_t shard)
         {std::string(state.name), std::vector<float>(layout_.elements(), state.initial)});
 }
 
-Shard::Shard(const Snapshot& snapshot) : Shard(Table::parse(snapshot.table), snapshot.shard) {
+Shard::Shard(Snapshot snapshot) : Shard(Table::parse(snapshot.table), snapshot.shard) {
   bool fits = snapshot.steps.size() == steps_.size() && snapshot.slots.size() == slots_.size();
   for (std::size_t i = 0; fits && i < slots_.size(); ++i)
     fits = snapshot.slots[i].name == slots_[i].name &&
            snapshot.slots[i].values.size() == slots_[i].values.size();
   if (!fits) throw InvalidArgument("the snapshot's slots are not those of its table and shard");
   version_ = snapshot.version;
-  slots_ = snapshot.slots;
-  steps_ = snapshot.steps;
+  slots_ = std::move(snapshot.slots);
+  steps_ = std::move(snapshot.steps);
 }
 
 // Returns the frame that a message holds, which must be the request's next.
@@ -154,6 +154,7 @@ void Shard::take_push(ClientId client, Request& push, const ShardFrame& frame,
 }
 
 void Shard::apply(ClientId client, const Request& push, std::size_t index, const float* gradient) {
+  keep(index);
   const ShardFrame& frame = layout_.frames()[index];
   std::array<float*, 2> states{};
   for (std::size_t i = 1; i < slots_.size(); ++i) states[i - 1] = at(slots_[i], frame.first);
@@ -269,6 +270,26 @@ void Shard::leave(ClientId client) {
   clients_.erase(found);
 }
 
-Snapshot Shard::snapshot() const { return {table_.text(), index_, version_, steps_, slots_}; }
+Snapshot Shard::outline() const {
+  Snapshot outline{table_.text(), index_, version_, steps_, {}};
+  for (const Snapshot::Slot& each : slots_) outline.slots.push_back({each.name, {}});
+  return outline;
+}
+
+void Shard::begin_snapshot(std::shared_ptr<Snapshot> to, std::function<void()> done) {
+  to->version = version_;
+  to->steps = steps_;
+  copies_.emplace_back(std::move(to), std::move(done));
+}
+
+void Shard::keep(std::size_t frame) {
+  for (SnapshotCopy& each : copies_) each.keep(layout_.frames(), slots_, frame);
+}
+
+bool Shard::copy_block() {
+  if (copies_.empty()) return false;
+  if (copies_.front().copy_block(layout_.frames(), slots_)) copies_.erase(copies_.begin());
+  return true;
+}
 
 }  // namespace gradwire::serve

@@ -14,6 +14,7 @@
 #include "gradwire/base/copy.h"
 #include "gradwire/serve/layout.h"
 #include "gradwire/serve/message.h"
+#include "gradwire/serve/snapshot.h"
 #include "gradwire/serve/statistics.h"
 #include "gradwire/serve/table.h"
 #include "gradwire/serve/update_rule.h"
@@ -38,19 +39,6 @@ struct AppliedFrame {
   std::span<const float> gradient;
 };
 
-// A shard's state, to write and to restore.
-struct Snapshot {
-  struct Slot {
-    std::string name;  // "w", then the rule's states
-    std::vector<float> values;
-  };
-  std::string table;
-  std::uint32_t shard = 0;
-  std::uint64_t version = kNoVersion;
-  std::vector<std::uint64_t> steps;  // updates of each frame
-  std::vector<Slot> slots;
-};
-
 class Shard {
  public:
   // A pull under way. The server keeps it while it sends the replies.
@@ -65,7 +53,7 @@ class Shard {
 
   Shard(Table table, std::uint32_t shard);
   // Throws InvalidArgument where the snapshot is not of that form.
-  explicit Shard(const Snapshot& snapshot);
+  explicit Shard(Snapshot snapshot);
 
   const Table& table() const noexcept { return table_; }
   const Layout& layout() const noexcept { return layout_; }
@@ -90,7 +78,13 @@ class Shard {
   // Drops all that a client has here.
   void leave(ClientId client);
 
-  Snapshot snapshot() const;
+  // A snapshot is made in steps: outline() has its names alone; the caller makes room in it for
+  // layout().elements() values of each slot, in its own time; begin_snapshot() fixes the version;
+  // and copy_block(), again and again, copies the values. `done` is called at the end.
+  Snapshot outline() const;
+  void begin_snapshot(std::shared_ptr<Snapshot> to, std::function<void()> done);
+  // Returns whether a snapshot needed it.
+  bool copy_block();
   Statistics& statistics() noexcept { return statistics_; }
   void log_to(std::function<void(const AppliedFrame&)> log) { log_ = std::move(log); }
 
@@ -116,6 +110,8 @@ class Shard {
   void take_push(ClientId client, Request& push, const ShardFrame& frame, const Message& message);
   Answer end_push(ClientId client, Request& push);
   void abandon(Request& push);
+  // Must be called before a frame of slots_ or steps_ changes.
+  void keep(std::size_t frame);
   void apply(ClientId client, const Request& push, std::size_t frame, const float* gradient);
   std::uint64_t staleness(const Request& push) const noexcept;
   std::size_t encode(const codec::Codec& codec, const ShardFrame& frame, const float* x, Bytes out,
@@ -133,7 +129,8 @@ class Shard {
   std::vector<Snapshot::Slot> slots_;
   std::vector<std::uint64_t> steps_;
   std::map<ClientId, Client> clients_;
-  std::vector<float> scratch_;  // a frame
+  std::vector<SnapshotCopy> copies_;  // under way
+  std::vector<float> scratch_;        // a frame
   std::weak_ptr<const std::vector<float>> frozen_;
   std::uint64_t frozen_version_ = kNoVersion;
   Statistics statistics_;

@@ -18,16 +18,19 @@ import os
 import struct
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwire._errors import InvalidArgument
+from gradwire._errors import InvalidArgument, describe
 
 _MAGIC = b"GWSHARD1"
 _LENGTH = struct.Struct("<Q")
 _CHECKSUM = struct.Struct("<I")
+_READ_BYTES = 1 << 20
+
+_Number = TypeVar("_Number", np.uint64, np.float32)
 
 
 class ShardState(NamedTuple):
@@ -78,38 +81,71 @@ def write(path: Path, state: ShardState) -> None:
 
 def read(path: Path) -> ShardState:
     """Reads a snapshot; raises InvalidArgument for a file that is none, or is damaged."""
-    data = memoryview(path.read_bytes())
-    body = data[: -_CHECKSUM.size]
-    if len(data) < len(_MAGIC) + _LENGTH.size + _CHECKSUM.size or body[: len(_MAGIC)] != _MAGIC:
-        raise InvalidArgument(f"{path} is no snapshot of a shard")
-    if _CHECKSUM.unpack(data[len(body) :])[0] != zlib.crc32(body):
-        raise InvalidArgument(
-            f"{path} is damaged: its checksum does not fit; remove it, and the clients will "
-            "begin anew"
-        )
-    try:
-        return _unpack(body)
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise InvalidArgument(f"{path} is a snapshot of another version: {error}") from None
+    state, problem = None, ""
+    with path.open("rb") as file:
+        reader = _Reader(file)
+        if reader.left < len(_MAGIC) or reader.take(len(_MAGIC)) != _MAGIC:
+            raise InvalidArgument(f"{path} is no snapshot of a shard")
+        try:
+            state = _unpack(reader)
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            problem = describe(error)
+        if not reader.check():
+            raise InvalidArgument(
+                f"{path} is damaged: its checksum does not fit; remove it, and the clients will "
+                "begin anew"
+            )
+    if state is None:
+        raise InvalidArgument(f"{path} is a snapshot of another version: {problem}")
+    return state
 
 
-def _unpack(body: memoryview) -> ShardState:
-    begin = len(_MAGIC) + _LENGTH.size
-    (length,) = _LENGTH.unpack(body[len(_MAGIC) : begin])
-    about: dict[str, Any] = json.loads(bytes(body[begin : begin + length]))
-    at = begin + length
-    steps = np.frombuffer(body, np.uint64, about["frames"], at)
-    at += steps.nbytes
-    slots = {}
-    for name, size in about["slots"].items():
-        slots[name] = np.frombuffer(body, np.float32, size, at)
-        at += slots[name].nbytes
-    if at != len(body):
-        raise ValueError(f"{len(body) - at} bytes too many")
+class _Reader:
+    """Reads a file's parts into memory of their own, and what they add up to."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._checksum = file, 0
+        self.left = os.fstat(file.fileno()).st_size - _CHECKSUM.size
+
+    def take(self, size: int) -> bytes:
+        """The next bytes; raises ValueError where there are not so many."""
+        self._reserve(size)
+        part = self._file.read(size)
+        self._checksum = zlib.crc32(part, self._checksum)
+        return part
+
+    def array(self, dtype: type[_Number], count: int) -> NDArray[_Number]:
+        """The next numbers."""
+        self._reserve(count * np.dtype(dtype).itemsize)
+        values = np.empty(count, dtype)
+        self._file.readinto(_bytes(values))  # type: ignore[attr-defined]
+        self._checksum = zlib.crc32(_bytes(values), self._checksum)
+        return values
+
+    def check(self) -> bool:
+        """Whether the file ends with the checksum of all before; reads what is left."""
+        while part := self._file.read(min(self.left, _READ_BYTES)) if self.left > 0 else b"":
+            self.left -= len(part)
+            self._checksum = zlib.crc32(part, self._checksum)
+        return self._file.read(_CHECKSUM.size) == _CHECKSUM.pack(self._checksum)
+
+    def _reserve(self, size: int) -> None:
+        if not 0 <= size <= self.left:
+            raise ValueError(f"{size} bytes are announced, and {self.left} are left")
+        self.left -= size
+
+
+def _unpack(reader: _Reader) -> ShardState:
+    (length,) = _LENGTH.unpack(reader.take(_LENGTH.size))
+    about: dict[str, Any] = json.loads(reader.take(length))
+    steps = reader.array(np.uint64, about["frames"])
+    slots = {name: reader.array(np.float32, size) for name, size in about["slots"].items()}
+    if reader.left:
+        raise ValueError(f"{reader.left} bytes too many")
     return ShardState(about["table"], about["shard"], about["version"], steps.tolist(), slots)
 
 
-def _bytes(values: NDArray[np.float32]) -> memoryview:
+def _bytes(values: NDArray[Any]) -> memoryview:
     """The bytes of an array, not copied."""
     return memoryview(values.view(np.uint8))  # type: ignore[arg-type]
 

@@ -277,17 +277,69 @@ TEST(Shard, LosesNothingWhenClientsDieInTheMiddle) {
   }
 }
 
+// Makes room for a shard's snapshot and begins it.
+std::shared_ptr<Snapshot> begun_snapshot(Shard& shard, std::function<void()> done) {
+  const auto snapshot = std::make_shared<Snapshot>(shard.outline());
+  for (auto& each : snapshot->slots) each.values.resize(shard.layout().elements());
+  shard.begin_snapshot(snapshot, std::move(done));
+  return snapshot;
+}
+
+Snapshot snapshot_of(Shard& shard) {
+  const auto snapshot = begun_snapshot(shard, [] {});
+  while (shard.copy_block()) continue;
+  return *snapshot;
+}
+
+TEST(Shard, SnapshotsAreOfOneMomentThoughPushesComeBetweenTheirBlocks) {
+  const codec::FloatEnvironment environment;
+  for (const bool atomic : {false, true}) {
+    Table table = some_table(1, "adam:rate=0.1");
+    table.parameters.push_back({"large", {40 * kMostFrame}});
+    table.atomic_push = atomic;
+    Direct job(table);
+    job.send(Op::kSet, 1, random_of(table, 1));
+    job.send(Op::kPush, 1, random_of(table, 2));
+    const Snapshot before = snapshot_of(job.shard);
+    bool done = false;
+    const auto snapshot = begun_snapshot(job.shard, [&done] { done = true; });
+    while (job.shard.copy_block()) {
+      // A push that is cut off, then a whole one.
+      job.send(Op::kPush, 1, random_of(table, 3), 0, 1, 20);
+      job.send(Op::kPush, 2, random_of(table, 4), 0, 1);
+    }
+    EXPECT_TRUE(done);
+    EXPECT_EQ(snapshot->version, before.version);
+    EXPECT_EQ(snapshot->steps, before.steps);
+    for (std::size_t i = 0; i < before.slots.size(); ++i)
+      EXPECT_TRUE(same_bits(snapshot->slots[i].values, before.slots[i].values)) << i;
+    EXPECT_GT(job.shard.version(), before.version);
+  }
+}
+
+TEST(Shard, CopiesASnapshotInBlocks) {
+  const codec::FloatEnvironment environment;
+  Table table = some_table();
+  table.parameters = {{"large", {100 * kMostFrame}}};
+  Direct job(table);
+  job.send(Op::kSet, 1, random_of(table, 1));
+  begun_snapshot(job.shard, [] {});
+  int blocks = 0;
+  while (job.shard.copy_block()) ++blocks;
+  EXPECT_GE(blocks, 10);
+}
+
 TEST(Shard, GoesOnFromASnapshot) {
   const codec::FloatEnvironment environment;
   const Table table = some_table(2, "adam:rate=0.1");
   Direct job(table, 1);
   job.send(Op::kSet, 1, random_of(table, 1));
   job.send(Op::kPush, 1, random_of(table, 2));
-  Shard other(job.shard.snapshot());
+  Shard other(snapshot_of(job.shard));
   EXPECT_EQ(other.version(), 1U);
-  const Snapshot again = other.snapshot();
+  const Snapshot again = snapshot_of(other);
   for (std::size_t i = 0; i < again.slots.size(); ++i)
-    EXPECT_TRUE(same_bits(again.slots[i].values, job.shard.snapshot().slots[i].values));
+    EXPECT_TRUE(same_bits(again.slots[i].values, snapshot_of(job.shard).slots[i].values));
   Snapshot broken = again;
   broken.slots[1].values.pop_back();
   EXPECT_THROW(Shard{broken}, InvalidArgument);

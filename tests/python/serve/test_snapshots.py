@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 import threading
+import zlib
 from pathlib import Path
 
 import gradwire
 import numpy as np
+import pytest
 from gradwire import serve
 from gradwire.serve import _snapshot
 from support.ranks import eventually
@@ -36,3 +39,38 @@ def test_the_last_snapshot_has_what_was_acknowledged(tmp_path: Path) -> None:
     assert acknowledged <= state.version <= acknowledged + 1
     assert (state.slots["w"] == -state.version).all()
     ps.close()
+
+
+def state_of(size: int) -> _snapshot.ShardState:
+    slots = {"w": np.arange(size, dtype=np.float32), "sum": np.ones(size, np.float32)}
+    return _snapshot.ShardState("a table", 1, 7, [3, 4], slots)
+
+
+def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    _snapshot.write(path, state_of(1000))
+    found = _snapshot.read(path)
+    assert found[:4] == state_of(1000)[:4]
+    for name, values in state_of(1000).slots.items():
+        np.testing.assert_array_equal(found.slots[name], values)
+
+
+@pytest.mark.parametrize(
+    ("text", "begin", "end"),
+    [("no snapshot", 0, 0), ("no snapshot", 0, 9), ("damaged", 0, -1), ("damaged", 0, 40)],
+)
+def test_parts_of_a_snapshot_are_refused(tmp_path: Path, text: str, begin: int, end: int) -> None:
+    path = tmp_path / "shard"
+    _snapshot.write(path, state_of(10))
+    path.write_bytes(path.read_bytes()[begin:end])
+    with pytest.raises(gradwire.InvalidArgument, match=text):
+        _snapshot.read(path)
+
+
+@pytest.mark.parametrize("head", [b"{}", b"[]", b"x", b'{"frames": -1, "slots": {}}'])
+def test_a_snapshot_of_another_version_is_refused(tmp_path: Path, head: bytes) -> None:
+    path = tmp_path / "shard"
+    body = b"GWSHARD1" + struct.pack("<Q", len(head)) + head + bytes(100)
+    path.write_bytes(body + struct.pack("<I", zlib.crc32(body)))
+    with pytest.raises(gradwire.InvalidArgument, match="another version"):
+        _snapshot.read(path)
