@@ -14,7 +14,23 @@ namespace gradwire {
 
 class Work {
  public:
+  // A thread that is blocked until the operation is over, for as long as this exists.
+  class Waiter {
+   public:
+    explicit Waiter(Work& work) noexcept : work_(work) { ++work_.blocked_; }
+    ~Waiter() { --work_.blocked_; }
+    Waiter(const Waiter&) = delete;
+    Waiter& operator=(const Waiter&) = delete;
+
+   private:
+    Work& work_;
+  };
+
   bool done() const noexcept { return done_; }
+  // Returns whether a Waiter exists, or set_awaited() was called.
+  bool awaited() const noexcept { return blocked_ > 0; }
+  // Says, for good, that the program is blocked until the operation is over.
+  void set_awaited() noexcept { ++blocked_; }
 
   // Sleeps until the operation is over or `seconds` have passed; returns true if it is over. Never
   // throws.
@@ -50,13 +66,17 @@ class Work {
 
   // Prepares for another operation. Only while nobody else holds it, and after no error, since an
   // error ends its communicator.
-  void reuse() noexcept { done_ = false; }
+  void reuse() noexcept {
+    done_ = false;
+    blocked_ = 0;
+  }
 
  private:
   mutable std::mutex mutex_;
   mutable std::condition_variable over_;
-  std::atomic<bool> done_{false};  // finish() writes it after error_ and source_
-  mutable std::atomic<int> waiters_{0};
+  std::atomic<bool> done_{false};        // finish() writes it after error_ and source_
+  mutable std::atomic<int> waiters_{0};  // in wait_for() at this moment
+  std::atomic<int> blocked_{0};
   std::exception_ptr error_;
   Rank source_ = kNoPeer;
 };

@@ -174,14 +174,22 @@ void bind_calls(CommunicatorClass& c) {
            py::arg("timeout"), py::arg("memory"))
       .def(
           "wait",
-          [](Communicator& self, Work& work, double timeout) {
+          [](Communicator& self, Work& work, double timeout, bool background) {
             {
               const Unlocked unlocked;
-              self.get().wait(work, timeout, check_signals);
+              self.get().wait(work, timeout, check_signals, background);
             }
             self.forget_finished();
           },
-          py::arg("work"), py::arg("timeout"));
+          py::arg("work"), py::arg("timeout"), py::arg("background") = false)
+      .def(
+          "begin_wait",
+          [](Communicator& self, Rank sender) { self.get().awaited_senders().add(sender); },
+          py::arg("sender"))
+      .def(
+          "end_wait",
+          [](Communicator& self, Rank sender) { self.get().awaited_senders().remove(sender); },
+          py::arg("sender"));
 }
 
 void bind_end(CommunicatorClass& c) {

@@ -122,7 +122,9 @@ std::shared_ptr<Work> GpuFaultMonitor::submit_shadow(const exec::Request& reques
   shadow.inputs = {nothing_.data(), 1};
   shadow.outputs = nothing_;
   shadow.timeout = request.timeout;
-  return shadow_.submit(shadow);
+  auto work = shadow_.submit(shadow);
+  work->set_awaited();  // the GPU waits
+  return work;
 }
 
 void GpuFaultMonitor::record_event(std::unique_ptr<OwnedEvent> Running::* event, Stream stream) {

@@ -161,11 +161,11 @@ std::shared_ptr<Work> Communicator::receive(std::byte* data, std::size_t size, R
   return enqueue_transfer(std::move(transfer), /*sends=*/false);
 }
 
-void Communicator::wait(Work& work, double timeout, const Interrupt& interrupt) {
+void Communicator::wait(Work& work, double timeout, const Interrupt& interrupt, bool background) {
   const Deadline deadline = Deadline::after(timeout);
   {
     std::unique_lock lock(mutex_);
-    drive_or_wait(lock, work, deadline, interrupt);
+    drive_or_wait(lock, work, deadline, interrupt, background);
   }
   if (!work.done())
     throw Timeout(

@@ -27,6 +27,7 @@
 #include "gradwire/base/wire.h"
 #include "gradwire/base/work.h"
 #include "gradwire/exec/compound/compound.h"
+#include "gradwire/exec/control/awaited_senders.h"
 #include "gradwire/exec/control/control_plane.h"
 #include "gradwire/exec/control/family.h"
 #include "gradwire/exec/control/identity.h"
@@ -86,8 +87,12 @@ class Communicator final : private Family::Member {
   // Receives from rank `from`, or from whoever sends first if it is Transfer::kAnyRank.
   std::shared_ptr<Work> receive(std::byte* data, std::size_t size, Rank from, double timeout);
   // Blocks until the work is over, at most `timeout` seconds; then throws Timeout, and the work
-  // goes on.
-  void wait(Work& work, double timeout, const Interrupt& interrupt = nullptr);
+  // goes on. Meanwhile this rank is one that waits, which others may be told, unless the thread is
+  // one in the background, for which the program does not wait.
+  void wait(Work& work, double timeout, const Interrupt& interrupt = nullptr,
+            bool background = false);
+  // The ranks for whose messages threads are blocked otherwise, until a recv in the background.
+  AwaitedSenders& awaited_senders() noexcept { return senders_; }
 
   // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters.
   // During a close() that has sent BYE it only ends that wait; the other ranks are not told then.
@@ -178,7 +183,7 @@ class Communicator final : private Family::Member {
   void poll_control(std::unique_lock<std::mutex>& lock);
 
   void drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work, Deadline deadline,
-                     const Interrupt& interrupt);
+                     const Interrupt& interrupt, bool background = false);
   void interrupt_or_abort(const Work& work, const Interrupt& interrupt);
 
   // Drives: only one thread at a time does, the one that set driving_.
@@ -221,6 +226,8 @@ class Communicator final : private Family::Member {
   bool serve() override;
   void serve_family();
   Rank awaited() const;
+  bool collective_is_awaited() const;
+  std::optional<Wait> awaited_transfer() const;
   void fail_family() noexcept;
   Aborted aborted() const;
 
@@ -256,10 +263,13 @@ class Communicator final : private Family::Member {
   std::vector<std::unique_ptr<Pending>> spare_;
   std::vector<std::pair<Transfer, bool>> submitted_;  // transfers not yet seen by the driver
   PlanCache plans_;
+  AwaitedSenders senders_;
+  std::atomic<bool> finishes_{false};      // a thread that closes waits for all that is pending
   std::atomic<bool> has_requests_{false};  // an abort or new transfers: look under the mutex
 
   // The driver's own. While nobody drives, anybody may use them under the mutex.
   Pending* current_ = nullptr;  // the front of the queue, if it has started
+  const Work* driven_for_ = nullptr;  // for which the driver is blocked; null: no caller's thread
   Deadline interrupt_due_ = Deadline::after(0);
   Deadline checks_due_ = Deadline::after(0);
   std::optional<Deadline::Clock::time_point> waits_since_;  // nothing has moved since

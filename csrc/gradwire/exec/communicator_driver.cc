@@ -125,14 +125,16 @@ void Communicator::stop_driving_locked() {
 }
 
 // Returns when `work` is over: drives while no other thread does, and otherwise sleeps until it may
-// drive.
+// drive. In the background it never drives, and does not count as a waiter.
 void Communicator::drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work, Deadline deadline,
-                                 const Interrupt& interrupt) {
+                                 const Interrupt& interrupt, bool background) {
+  std::optional<Work::Waiter> waiter;
   while (!work.done() && !deadline.passed()) {
-    if (!driving_ && deadline.is_never()) {
+    if (!driving_ && deadline.is_never() && !background) {
       drive(lock, &work, interrupt);
       continue;
     }
+    if (!waiter && !background) waiter.emplace(work);
     start_progress_thread_locked();  // takes over from a driver whose own work is done
     lock.unlock();
     const double left = deadline.milliseconds_left(kInterruptMilliseconds) / 1e3;
@@ -161,6 +163,7 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
                          const Interrupt& interrupt, unsigned most_idle,
                          const std::function<void()>& slow) {
   driving_ = true;
+  driven_for_ = until;
   lock.unlock();
   std::exception_ptr interruption;
   try {
@@ -179,6 +182,7 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
     interruption = fail_with_root_cause(std::current_exception(), interrupt);
   }
   lock.lock();
+  driven_for_ = nullptr;
   settle_requests(lock);
   stop_driving_locked();
   if (interruption) std::rethrow_exception(interruption);
@@ -409,25 +413,50 @@ bool Communicator::serve() {
   return asked;
 }
 
-// Returns the rank that the current call, or a transfer, waits for.
+// Returns the rank for which a thread of the program is blocked in this communicator. One that
+// computes while its calls go on in the background waits for nobody.
 Rank Communicator::awaited() const {
-  const Rank peer = position().waits_for;
-  return peer != kNoPeer || current_ == nullptr ? peer : links_.full_peer();
+  if (!waits_since_) return kNoPeer;
+  if (const auto transfer = awaited_transfer()) return transfer->peer;
+  if (current_ == nullptr || !collective_is_awaited()) return kNoPeer;
+  const Rank peer = execution_.waiting_for();
+  return peer != kNoPeer ? peer : links_.full_peer();
+}
+
+// Returns whether a thread is blocked until a collective is over: it waits for those before it too.
+bool Communicator::collective_is_awaited() const {
+  const std::lock_guard lock(mutex_);
+  return finishes_ || std::ranges::any_of(queue_, [this](const auto& each) {
+           return each->work.get() == driven_for_ || each->work->awaited();
+         });
+}
+
+// Returns the transfer for which a thread is blocked.
+std::optional<Wait> Communicator::awaited_transfer() const {
+  if (transfers_.idle()) return std::nullopt;
+  auto wait = transfers_.waiting([this](const Transfer& each, bool sends) {
+    return finishes_ || each.work.get() == driven_for_ || each.work->awaited() ||
+           (!sends && senders_.contains(each.peer));
+  });
+  if (wait && wait->peer == Transfer::kAnyRank) wait->peer = senders_.certain();
+  return wait;
 }
 
 Position Communicator::position() const {
   Position at;
   at.in_call = current_ != nullptr;
-  if (!waits_since_) {
-    if (family_ && !at.in_call) at.elsewhere = family_->waits_elsewhere(*this);
+  if (waits_since_)
+    at.seconds = std::chrono::duration<double>(Deadline::Clock::now() - *waits_since_).count();
+  if (!at.in_call) {
+    if (const auto transfer = awaited_transfer(); transfer && waits_since_) {
+      at.waits_for = transfer->peer;
+      return at;
+    }
+    if (family_) at.elsewhere = family_->waits_elsewhere(*this);
     if (at.elsewhere != kNoPeer) at.waits_for = identity_.member(at.elsewhere);
     return at;
   }
-  at.seconds = std::chrono::duration<double>(Deadline::Clock::now() - *waits_since_).count();
-  if (!at.in_call) {
-    if (const auto transfer = transfers_.waiting()) at.waits_for = transfer->peer;
-    return at;
-  }
+  if (!waits_since_) return at;
   at.waits_for = execution_.waiting_for();
   if (const Frame* frame = execution_.waiting_frame()) {
     at.round = frame->round;
@@ -439,7 +468,7 @@ Position Communicator::position() const {
 // Returns the position as the stall monitor needs it: the call's or, outside of calls, a
 // transfer's.
 std::optional<Wait> Communicator::waiting() {
-  if (current_ == nullptr) return transfers_.waiting();
+  if (current_ == nullptr) return awaited_transfer();
   const Plan& plan = current_->operation.plan();
   const Position at = position();
   Wait wait;

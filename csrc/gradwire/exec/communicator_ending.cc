@@ -80,6 +80,7 @@ void Communicator::close(double timeout, double settle, const Interrupt& interru
   if (std::exchange(ending_, true))  // another thread closes it
     return changed_.wait(lock, [this] { return ended_; });
   const bool was_alive = !failure_;
+  finishes_ = true;
   std::exception_ptr interruption = finish_work(lock, deadline, interrupt);
   const bool cleanly = !interruption && !failure_ && is_idle();
   if (cleanly) interruption = close_gracefully(lock, settle, interrupt, alone);

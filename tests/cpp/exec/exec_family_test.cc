@@ -23,6 +23,17 @@ void reduce(Communicator& comm, double timeout = 30, std::size_t n = 10) {
   comm.run(r);
 }
 
+// Times out in less than a second, long enough for others to say whom they wait for.
+void expect_timeout(Communicator& comm, Rank peer, Rank job_peer) {
+  try {
+    reduce(comm, 0.6);
+    ADD_FAILURE() << "it works";
+  } catch (const Timeout& error) {
+    EXPECT_EQ(error.peer(), peer) << error.what();
+    EXPECT_EQ(error.job_peer(), job_peer) << error.what();
+  }
+}
+
 // Processes 0 and 1, with a group of their own and one with process 2.
 class Families : public testing::Test {
  protected:
@@ -113,6 +124,45 @@ TEST_F(Families, AWaitThatIsOverIsForgotten) {
   } catch (const Timeout& error) {
     EXPECT_EQ(error.peer(), 1) << error.what();
   }
+}
+
+// Process 1 is slow, and waits for none of the messages between it and process 2.
+TEST_F(Families, AMessageThatNobodyWaitsForIsNoWait) {
+  std::vector<std::byte> message(100), large(1 << 22);
+  const auto receive = all_[1].receive(message.data(), message.size(), 2, 60);
+  const auto send = all_[1].send(large.data(), large.size(), 2, 60);
+  std::thread background(
+      [&] { EXPECT_THROW(all_[1].wait(*receive, 60, nullptr, /*background=*/true), Timeout); });
+  expect_timeout(pair_[0], 1, 1);
+  background.join();  // by the failure of process 0
+}
+
+TEST_F(Families, AMessageThatIsWaitedForIsAWait) {
+  std::vector<std::byte> message(100);
+  const auto receive = all_[1].receive(message.data(), message.size(), 2, 60);
+  std::thread waits([&] { EXPECT_THROW(all_[1].wait(*receive, 60), Timeout); });
+  expect_timeout(pair_[0], kNoPeer, 2);
+  waits.join();
+}
+
+// A recv from any rank, for which nobody waits, delivers the message of rank 2, for which a thread
+// does.
+TEST_F(Families, AMessageThatIsAwaitedByOtherMeansIsAWait) {
+  std::vector<std::byte> message(100);
+  all_[1].receive(message.data(), message.size(), Transfer::kAnyRank, 60);
+  all_[1].awaited_senders().add(2);
+  expect_timeout(pair_[0], kNoPeer, 2);
+}
+
+TEST_F(Families, ACallThatNobodyWaitsForIsNoWaitElsewhere) {
+  std::vector<float> x(10);
+  const Array arrays[] = {array_of(x)};
+  Request request;
+  request.algorithm = "ring";
+  request.inputs = request.outputs = arrays;
+  request.timeout = 60;
+  all_[1].submit(request);
+  expect_timeout(pair_[0], 1, 1);
 }
 
 TEST(Family, FailuresAndEndsAtOnce) {

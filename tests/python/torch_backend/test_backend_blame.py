@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
+import gradwire
 import pytest
+import torch
+import torch.distributed as dist
 import torch_faults
 import torch_meshes
+import torch_ranks
 from torch_cases import Case, make_case, outcomes, problems
 
 SEED = 20261168
@@ -49,3 +54,34 @@ def test_random_faults_in_training(number: int) -> None:
     """A slice of `python -m faults.training`, which draws new cases."""
     case = make_case(SEED, number)
     assert not problems(case, outcomes(case)), case
+
+
+def wait_for_a_slow_rank(blocks: bool) -> str:
+    """What rank 0 is told of rank 1, which has posted a receive from rank 2 in another group.
+
+    Rank 1 either is blocked until its message comes, or slow.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=0.7))
+    if dist.get_rank() == 2:
+        store.wait(["over"])
+        return ""
+    if dist.get_rank() == 1:
+        receive = dist.irecv(torch.ones(3), 2)
+        store.set("posted", "")
+        if not blocks:
+            store.wait(["over"])
+        with pytest.raises(gradwire.Timeout):
+            receive.wait()
+        return ""
+    store.wait(["posted"])
+    with pytest.raises(gradwire.Timeout) as raised:
+        dist.all_reduce(torch.ones(3), group=pair)
+    store.set("over", "")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_posted_receive_is_no_wait(blocks: bool) -> None:
+    told = torch_ranks.run(3, wait_for_a_slow_rank, blocks, backend="gradwire")[0]
+    assert ("rank 2 of the job" in told) == blocks, told

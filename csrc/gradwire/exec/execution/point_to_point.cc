@@ -176,12 +176,16 @@ const Transfer* PointToPoint::overdue() const {
   return nullptr;
 }
 
-std::optional<Wait> PointToPoint::waiting() const {
-  if (idle()) return std::nullopt;
-  const bool sends = !sends_.empty();
-  const Transfer* first = sends ? &sends_.front() : &receives_.front();
-  for (const Transfer& each : receives_)
-    if (first->peer == Transfer::kAnyRank) first = &each;
+std::optional<Wait> PointToPoint::waiting(const IsAwaited& is_awaited) const {
+  const Transfer* first = nullptr;
+  for (const Transfer& each : sends_)
+    if (first == nullptr && is_awaited(each, /*sends=*/true)) first = &each;
+  const bool sends = first != nullptr;
+  for (const Transfer& each : receives_) {
+    const bool better = first == nullptr || first->peer == Transfer::kAnyRank;
+    if (better && is_awaited(each, /*sends=*/false)) first = &each;
+  }
+  if (first == nullptr) return std::nullopt;
   Wait wait;
   wait.activity = sends ? Activity::kSend : Activity::kReceive;
   wait.peer = first->peer;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -49,8 +50,10 @@ class PointToPoint {
   bool advance(Links& links, TrafficCounter& traffic);
   // Returns the first transfer whose deadline has passed; null if there is none.
   const Transfer* overdue() const;
-  // Returns the first transfer that is not complete; one with a known peer, if there is any.
-  std::optional<Wait> waiting() const;
+  // Returns the first transfer that is not complete and that somebody waits for, as this function
+  // says; one with a known peer, if there is any.
+  using IsAwaited = std::function<bool(const Transfer&, bool sends)>;
+  std::optional<Wait> waiting(const IsAwaited& is_awaited) const;
   void fail(const std::exception_ptr& error) noexcept;
 
  private:

@@ -11,9 +11,12 @@ certain rank, since it could take the message that follows that rank's header.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -51,6 +54,7 @@ class Receive:
         self.deadline = time.monotonic() + timeout
         self._timeout = timeout
         self._matched = threading.Event()
+        self._blocked: Callable[[], AbstractContextManager[None]] = nullcontext
         self._calls: list[Callable[[], None]] = []
         self._message: _Message | None = None
         self._error: Exception | None = None
@@ -60,6 +64,10 @@ class Receive:
     def takes(self, source: int, tag: int) -> bool:
         """Whether a message is for this receive."""
         return self.tag == tag and self.source in (None, source)
+
+    def post(self, blocked: Callable[[], AbstractContextManager[None]]) -> None:
+        """Says in which context a thread is that is blocked until the receive has its message."""
+        self._blocked = blocked
 
     def match(self, message: _Message) -> None:
         """Gives the receive its message, which may still be on its way."""
@@ -87,7 +95,7 @@ class Receive:
         """Blocks until the message is there; returns its sender. Raises the receive's error."""
         began = time.monotonic()
         own = max(self.deadline - began, 0) + _GRACE
-        if not self._matched.wait(own if timeout is None else min(timeout, own)):
+        if not self._wait_for_match(own if timeout is None else min(timeout, own)):
             raise self._late(self._timeout if timeout is None else timeout)
         if self._error is not None:
             raise self._error
@@ -97,6 +105,13 @@ class Receive:
         message.work.wait(left)
         self._take(message)
         return message.source
+
+    def _wait_for_match(self, seconds: float) -> bool:
+        """Blocks until it has its message, and lets other ranks know for whom it waits."""
+        if self._matched.is_set():
+            return True
+        with self._blocked():
+            return self._matched.wait(seconds)
 
     def blame_source(self, error: Timeout) -> Timeout:
         """The error, with the rank that has not sent, if it is a certain one."""
@@ -171,9 +186,20 @@ class Mailbox:
                 if receive.takes(message.source, message.tag):
                     self._early.remove(message)
                     return receive.match(message)
+            receive.post(partial(self._blocked_for, receive.source))
             self._posted.append(receive)
             self._listen()
         return None
+
+    @contextmanager
+    def _blocked_for(self, source: int | None) -> Iterator[None]:
+        """Has the communicator count this thread, and not the listener's, as one that waits."""
+        core, sender = self._communicator._core, _ANY if source is None else source
+        core.begin_wait(sender)
+        try:
+            yield
+        finally:
+            core.end_wait(sender)
 
     def close(self, timeout: float) -> None:
         """Ends the threads; the communicator is closed or aborted before, if any is at work."""
@@ -210,7 +236,9 @@ class Mailbox:
         header = np.empty(2, np.int64)
         try:
             from_rank = None if source == _ANY else source
-            sender = self._communicator.recv(header, from_rank, timeout=timeout)
+            sender = self._await(
+                self._communicator.recv(header, from_rank, async_op=True, timeout=timeout)
+            )
             tag, size = header.tolist()
             self._require_possible(sender, size)
             with self._lock:
@@ -219,6 +247,11 @@ class Mailbox:
                 self._listen()
         except Exception as error:  # also one of memory: nobody waits for this thread
             self._fail(source, error)
+
+    def _await(self, work: Work) -> int:
+        """Waits for a message, for which the program need not wait; returns its sender."""
+        self._communicator._core.wait(work._core, math.inf, background=True)
+        return work._core.source()
 
     def _require_possible(self, sender: int, size: int) -> None:
         """Raises TransportError for a size that no message has: a mailbox sent no such header."""
