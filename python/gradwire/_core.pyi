@@ -269,7 +269,7 @@ class ServeClient:
     def push(
         self,
         gradients: Sequence[_Array],
-        codec: str,
+        codecs: Sequence[str],  # one for each, or one for all
         feedback: ErrorFeedback | None,
         rate: float,  # 0: the rule's; -0: zero
         strict: bool,

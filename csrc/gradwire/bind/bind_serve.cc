@@ -215,14 +215,21 @@ Op parse_question(const std::string& name) {
   throw InvalidArgument("'" + name + "' is nothing to ask: wait, stats, snapshot");
 }
 
-shared_ptr<Call> push(ServeClient& self, const Addresses& gradients, std::string codec,
-                      shared_ptr<codec::ErrorFeedback> feedback, float rate, bool strict,
-                      double timeout, py::object memory, std::vector<std::uint64_t> versions) {
+shared_ptr<Call> push(ServeClient& self, const Addresses& gradients,
+                      std::vector<std::string> codecs, shared_ptr<codec::ErrorFeedback> feedback,
+                      float rate, bool strict, double timeout, py::object memory,
+                      std::vector<std::uint64_t> versions) {
   shared_ptr<Call> call;
   {
     const Unlocked unlocked;
     const WaitLimit limit = limit_of(timeout);
-    PushOptions options{std::move(codec), std::move(feedback), rate, strict, std::move(versions)};
+    const bool one = codecs.size() == 1;
+    PushOptions options{.codec = one ? codecs.front() : "none",
+                        .codecs = one ? std::vector<std::string>() : std::move(codecs),
+                        .feedback = std::move(feedback),
+                        .rate = rate,
+                        .strict = strict,
+                        .versions = std::move(versions)};
     call = self.client.get().push(spans_of<Gradients, const float>(gradients), options, limit,
                                   Deadline::after(timeout));
   }
@@ -275,7 +282,7 @@ void bind_client(py::module_& m) {
                              std::move(memory));
           },
           py::arg("values"), py::arg("timeout"), py::arg("memory"))
-      .def("push", &push, py::arg("gradients"), py::arg("codec"), py::arg("feedback"),
+      .def("push", &push, py::arg("gradients"), py::arg("codecs"), py::arg("feedback"),
            py::arg("rate"), py::arg("strict"), py::arg("timeout"), py::arg("memory"),
            py::arg("versions") = std::vector<std::uint64_t>())
       .def(

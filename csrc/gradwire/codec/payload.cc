@@ -162,9 +162,8 @@ std::size_t encode_array(const Codec& codec, const float* x, Matrix shape, Bytes
   const bool finite = finite_sum(x, n, context);
   const LowRank* lowrank = factoring(codec, shape);
   const std::size_t bytes =
-      lowrank != nullptr
-          ? encode_factors(*lowrank, x, shape, out, context, finite, transaction)
-          : encode_elements(elementwise(codec), x, n, out, context);
+      lowrank != nullptr ? encode_factors(*lowrank, x, shape, out, context, finite, transaction)
+                         : encode_elements(elementwise(codec), x, n, out, context);
   transaction.settle(finite);
   return bytes;
 }

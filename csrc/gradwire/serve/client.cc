@@ -14,8 +14,8 @@ constexpr double kTurnSeconds = 0.05;  // between two looks at an interrupt
 
 bool alike(const PushOptions& a, const PushOptions& b) {
   // A rate of 0 is the rule's own, and one of -0 is zero.
-  return a.codec == b.codec && a.feedback == b.feedback && a.rate == b.rate &&
-         std::signbit(a.rate) == std::signbit(b.rate);
+  return a.codec == b.codec && a.codecs == b.codecs && a.feedback == b.feedback &&
+         a.rate == b.rate && std::signbit(a.rate) == std::signbit(b.rate);
 }
 
 void add(std::span<const float> x, std::vector<float>& sum) {
@@ -122,7 +122,9 @@ std::shared_ptr<Call> Client::ask(Op op, std::uint64_t version, Deadline deadlin
 std::shared_ptr<Call> Client::set(Gradients values, Deadline deadline) {
   check(values.size(), [&](std::size_t i) { return values[i].size(); });
   auto call = make_call(Op::kSet, deadline);
-  call->outgoing_ = std::make_unique<Outgoing>(table_, std::move(values), codecs_[0], nullptr);
+  std::vector<std::uint8_t> plain(values.size());
+  call->outgoing_ =
+      std::make_unique<Outgoing>(table_, std::move(values), codecs_, std::move(plain), nullptr);
   return submit(std::move(call));
 }
 
@@ -135,17 +137,23 @@ std::shared_ptr<Call> Client::pull(Values values, const std::string& codec, Dead
 }
 
 void Client::prepare_push(Call& call, Gradients gradients, const PushOptions& options) const {
-  call.codec_ = table_.index_of(options.codec);
+  std::vector<std::uint8_t> choice(gradients.size());
+  for (std::size_t i = 0; i < choice.size(); ++i)
+    choice[i] = static_cast<std::uint8_t>(
+        table_.index_of(options.codecs.empty() ? options.codec : options.codecs[i]));
   call.rate_ = options.rate;
   call.feedback_ = options.feedback;
-  call.outgoing_ = std::make_unique<Outgoing>(table_, std::move(gradients), codecs_[call.codec_],
-                                              options.feedback);
+  call.outgoing_ = std::make_unique<Outgoing>(table_, std::move(gradients), codecs_,
+                                              std::move(choice), options.feedback);
 }
 
 std::shared_ptr<Call> Client::push(const Gradients& gradients, const PushOptions& options,
                                    const WaitLimit& limit, Deadline deadline) {
   check(gradients.size(), [&](std::size_t i) { return gradients[i].size(); });
   if (!std::isfinite(options.rate)) throw InvalidArgument("push: the rate is not finite");
+  if (!options.codecs.empty() && options.codecs.size() != gradients.size())
+    throw InvalidArgument("there are " + std::to_string(gradients.size()) + " parameters, and " +
+                          std::to_string(options.codecs.size()) + " codecs");
   if (!options.versions.empty() && options.versions.size() != links_.size())
     throw InvalidArgument("there are " + std::to_string(links_.size()) + " shards, and " +
                           std::to_string(options.versions.size()) + " versions");

@@ -76,6 +76,7 @@ class Call {
 
 struct PushOptions {
   std::string codec = "none";
+  std::vector<std::string> codecs{};                 // of each parameter, in place of `codec`
   std::shared_ptr<codec::ErrorFeedback> feedback{};  // of a lossy codec; null: what is lost is lost
   float rate = 0;                                    // 0: the rule's
   bool strict = false;  // wait for an acknowledgement rather than merge

@@ -164,6 +164,7 @@ bool Client::send_frame(Link& link) {
   const bool last = link.next + 1 == frames.size();
   MessageHeader header = header_of(*call);
   header.flags = static_cast<std::uint8_t>((link.next == 0 ? kFirst : 0) | (last ? kLast : 0));
+  header.codec = call->outgoing_->codec_of(link.layout, frame);
   header.first = frame.first;
   header.count = static_cast<std::uint32_t>(frame.count);
   header.version = call->versions_[index_of(link)];

@@ -61,7 +61,7 @@ void Layout::group(const Codecs& codecs) {
   std::size_t bytes = 0;
   for (std::size_t i = 0; i < pieces_.size(); ++i) {
     const Piece& piece = pieces_[i];
-    const std::size_t more = most_bytes(codecs, piece.count);
+    const std::size_t more = 1 + most_bytes(codecs, piece.count);  // and its codec: kMixedCodecs
     if (frames_.empty() || frames_.back().count + piece.count > kMostFrame ||
         bytes + more > kMostPayload) {
       frames_.push_back({piece.first, 0, i, 0});
@@ -84,6 +84,27 @@ bool decode_frame(const codec::Codec& codec, const Layout& layout, const ShardFr
     payload = payload.subspan(decoded.bytes);
   }
   if (!payload.empty()) throw InvalidArgument("a frame's payload is longer than its elements");
+  return finite;
+}
+
+bool decode_frame(const Codecs& codecs, std::uint16_t codec, const Layout& layout,
+                  const ShardFrame& frame, ConstBytes payload, float* y) {
+  if (codec != kMixedCodecs)
+    return decode_frame(*codecs.at(codec), layout, frame, payload, /*add=*/false, y);
+  if (payload.size() < frame.pieces)
+    throw InvalidArgument("a frame's payload is shorter than the list of its codecs");
+  ConstBytes rest = payload.subspan(frame.pieces);
+  bool finite = true;
+  for (std::size_t i = 0; i < frame.pieces; ++i) {
+    const Piece& piece = layout.pieces(frame)[i];
+    const auto index = static_cast<std::size_t>(payload[i]);
+    if (index >= codecs.size()) throw InvalidArgument("a frame names a codec that is not there");
+    const codec::Decoded decoded =
+        codecs[index]->decode(rest, y + (piece.first - frame.first), piece.count);
+    finite = finite && decoded.finite;
+    rest = rest.subspan(decoded.bytes);
+  }
+  if (!rest.empty()) throw InvalidArgument("a frame's payload is longer than its elements");
   return finite;
 }
 

@@ -56,5 +56,8 @@ class Layout {
 // payload is none of this frame. Returns whether all values are finite.
 bool decode_frame(const codec::Codec& codec, const Layout& layout, const ShardFrame& frame,
                   ConstBytes payload, bool add, float* y);
+// Decodes a PUSH's frame, whose header has that `codec`: an index, or kMixedCodecs.
+bool decode_frame(const Codecs& codecs, std::uint16_t codec, const Layout& layout,
+                  const ShardFrame& frame, ConstBytes payload, float* y);
 
 }  // namespace gradwire::serve

@@ -35,6 +35,10 @@ enum MessageFlags : std::uint8_t {
 // Why a request was refused.
 enum class Refusal : std::uint32_t { kNone, kInvalid, kStale, kNotFinite, kNoValues, kHasValues };
 
+// In place of a codec's index, in PUSH: the payload begins with one byte for each piece of the
+// frame, which is the index of its codec.
+inline constexpr std::uint16_t kMixedCodecs = 0xFFFF;
+
 // The version before initial values are there.
 inline constexpr std::uint64_t kNoVersion = ~std::uint64_t{0};
 
@@ -42,7 +46,7 @@ struct MessageHeader {
   std::uint32_t magic = kMessageMagic;
   Op op = Op::kBye;
   std::uint8_t flags = kFirst | kLast;
-  std::uint16_t codec = 0;     // of the payload: its index in the Table
+  std::uint16_t codec = 0;     // of the payload: its index in the Table, or kMixedCodecs
   std::uint64_t client = 0;    // who asks; its incarnation is in the low 16 bits
   std::uint32_t sequence = 0;  // of the request, which the reply repeats
   std::uint16_t table = 0;     // low bits of the Table's digest; 0 in JOIN

@@ -6,15 +6,16 @@
 #include "gradwire/base/error.h"
 #include "gradwire/codec/residuals.h"
 #include "gradwire/codec/simd/simd.h"
+#include "gradwire/serve/message.h"
 
 namespace gradwire::serve {
 
-Outgoing::Outgoing(const Table& table, Gradients gradients,
-                   std::shared_ptr<const codec::Codec> codec,
-                   std::shared_ptr<codec::ErrorFeedback> feedback)
+Outgoing::Outgoing(const Table& table, Gradients gradients, const Codecs& codecs,
+                   std::vector<std::uint8_t> choice, std::shared_ptr<codec::ErrorFeedback> feedback)
     : table_(&table),
       gradients_(std::move(gradients)),
-      codec_(std::move(codec)),
+      codecs_(codecs),
+      choice_(std::move(choice)),
       feedback_(std::move(feedback)) {}
 
 void Outgoing::open() {
@@ -29,7 +30,7 @@ void Outgoing::open() {
   }
   transaction_.open(*feedback_, extents);
   for (std::size_t i = 0; i < gradients_.size(); ++i)
-    codec_->prepare(gradients_[i].data(), gradients_[i].size(), transaction_.context(i));
+    codec(i).prepare(gradients_[i].data(), gradients_[i].size(), transaction_.context(i));
 }
 
 codec::EncodeContext Outgoing::context(const Piece& piece) const {
@@ -37,16 +38,27 @@ codec::EncodeContext Outgoing::context(const Piece& piece) const {
   return transaction_.context(piece.parameter).from(piece.offset);
 }
 
+std::uint16_t Outgoing::codec_of(const Layout& layout, const ShardFrame& frame) const {
+  const auto pieces = layout.pieces(frame);
+  const std::uint8_t first = choice_[pieces.front().parameter];
+  const bool alike = std::ranges::all_of(
+      pieces, [&](const Piece& piece) { return choice_[piece.parameter] == first; });
+  return alike ? first : kMixedCodecs;
+}
+
 std::size_t Outgoing::encode(const Layout& layout, const ShardFrame& frame, Bytes out, Copy copy) {
-  const bool plain = codec_->definition().kind == codec::Definition::Kind::kNone;
   std::size_t bytes = 0;
+  if (codec_of(layout, frame) == kMixedCodecs)
+    for (const Piece& piece : layout.pieces(frame))
+      out[bytes++] = static_cast<std::byte>(choice_[piece.parameter]);
   for (const Piece& piece : layout.pieces(frame)) {
     const float* const x = gradients_[piece.parameter].data() + piece.offset;
-    if (plain && !transaction_.is_open()) {
+    if (choice_[piece.parameter] == 0 && !transaction_.is_open()) {
       copy(out.data() + bytes, reinterpret_cast<const std::byte*>(x), piece.count * sizeof(float));
       bytes += piece.count * sizeof(float);
     } else {
-      bytes += codec::encode(*codec_, x, piece.count, context(piece), out.subspan(bytes));
+      bytes +=
+          codec::encode(codec(piece.parameter), x, piece.count, context(piece), out.subspan(bytes));
     }
   }
   return bytes;
@@ -67,13 +79,13 @@ void Outgoing::keep(const Layout& layout, const ShardFrame& frame) {
 void Outgoing::close() {
   if (!transaction_.is_open()) return;
   for (std::size_t i = 0; i < gradients_.size(); ++i)
-    codec_->adapt(gradients_[i].size(), *transaction_.context(i).codec_state);
+    codec(i).adapt(gradients_[i].size(), *transaction_.context(i).codec_state);
   transaction_.settle(true);
 }
 
 void Outgoing::give_back(const Layout& layout, const ShardFrame& frame, ConstBytes payload) {
   std::vector<float> values(frame.count);
-  decode_frame(*codec_, layout, frame, payload, /*add=*/false, values.data());
+  decode_frame(codecs_, codec_of(layout, frame), layout, frame, payload, values.data());
   returned_.resize(gradients_.size());
   for (const Piece& piece : layout.pieces(frame)) {
     std::vector<float>& whole = returned_[piece.parameter];

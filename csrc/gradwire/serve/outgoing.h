@@ -18,13 +18,16 @@ using Gradients = std::vector<std::span<const float>>;  // one for each paramete
 
 class Outgoing {
  public:
-  // `feedback` may be null. The arrays must stay until close().
-  Outgoing(const Table& table, Gradients gradients, std::shared_ptr<const codec::Codec> codec,
-           std::shared_ptr<codec::ErrorFeedback> feedback);
+  // `codecs`: of the table. `choice` has the index of each parameter's. `feedback` may be null. The
+  // arrays must stay until close().
+  Outgoing(const Table& table, Gradients gradients, const Codecs& codecs,
+           std::vector<std::uint8_t> choice, std::shared_ptr<codec::ErrorFeedback> feedback);
 
   // Before the first frame: opens the residuals. Throws InvalidArgument, and changes nothing, where
   // they are in use or the gradient holds NaN or Inf: what a shard refuses would be lost.
   void open();
+  // Returns what the header of a frame has as codec: an index, or kMixedCodecs.
+  std::uint16_t codec_of(const Layout& layout, const ShardFrame& frame) const;
   // Writes one frame's payload; returns its bytes.
   std::size_t encode(const Layout& layout, const ShardFrame& frame, Bytes out, Copy copy);
   // Moves a frame that will not be sent into the residuals.
@@ -39,9 +42,12 @@ class Outgoing {
  private:
   codec::EncodeContext context(const Piece& piece) const;
 
+  const codec::Codec& codec(std::size_t parameter) const { return *codecs_[choice_[parameter]]; }
+
   const Table* table_;
   Gradients gradients_;
-  std::shared_ptr<const codec::Codec> codec_;
+  const Codecs codecs_;
+  const std::vector<std::uint8_t> choice_;  // by parameter
   std::shared_ptr<codec::ErrorFeedback> feedback_;
   codec::ErrorFeedback::Transaction transaction_;
   std::vector<std::vector<float>> returned_;  // by parameter; empty where there is nothing

@@ -60,7 +60,8 @@ const ShardFrame& Shard::take_frame(Request& request, const Message& message) co
   if (header.has(kFirst)) request.next = 0;
   const std::size_t frames = layout_.frames().size();
   const bool begun = request.next > 0 ? request.sequence == header.sequence : header.has(kFirst);
-  if (!begun || request.next >= frames || header.codec >= codecs_.size() ||
+  const bool mixed = header.op == Op::kPush && header.codec == kMixedCodecs;
+  if (!begun || request.next >= frames || (header.codec >= codecs_.size() && !mixed) ||
       header.has(kLast) != (request.next + 1 == frames))
     throw InvalidArgument(std::string(name_of(header.op)) + ": a frame is out of order");
   const ShardFrame& frame = layout_.frames()[request.next];
@@ -130,19 +131,18 @@ std::optional<Answer> Shard::push(ClientId client, const Message& message) {
 // Decodes one frame and applies it, or stages it. A plain payload is read in place.
 void Shard::take_push(ClientId client, Request& push, const ShardFrame& frame,
                       const Message& message) {
-  const codec::Codec& codec = *codecs_[message.header.codec];
-  const bool plain = codec.definition().kind == codec::Definition::Kind::kNone;
+  const std::uint16_t codec = message.header.codec;
   const float* gradient = scratch_.data();
   bool finite = false;
   if (table_.atomic_push) {
     push.staged.resize(layout_.elements());
-    finite = decode_frame(codec, layout_, frame, message.payload, /*add=*/false,
+    finite = decode_frame(codecs_, codec, layout_, frame, message.payload,
                           push.staged.data() + frame.first);
-  } else if (plain && message.payload.size() == frame.count * sizeof(float)) {
+  } else if (codec == 0 && message.payload.size() == frame.count * sizeof(float)) {
     gradient = reinterpret_cast<const float*>(message.payload.data());
     finite = codec::kernels().finite(gradient, frame.count);
   } else {
-    finite = decode_frame(codec, layout_, frame, message.payload, /*add=*/false, scratch_.data());
+    finite = decode_frame(codecs_, codec, layout_, frame, message.payload, scratch_.data());
   }
   if (!finite) {
     push.answer = {Refusal::kNotFinite, "it holds NaN or Inf"};

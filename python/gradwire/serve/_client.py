@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -16,10 +17,12 @@ from gradwire import _core
 from gradwire._arrays.operands import Operand, operand, writable, written
 from gradwire._base import arguments
 from gradwire._base.deadline import Deadline
+from gradwire._base.rules import choose, require_matches, require_pairs
 from gradwire._bootstrap.host_info import process_name
 from gradwire._bootstrap.rendezvous import choose_transports
 from gradwire._errors import Error, InvalidArgument, Timeout
 from gradwire._feedback import ErrorFeedback
+from gradwire.codec import NativeCodec
 from gradwire.serve import _channels, _directory
 from gradwire.serve._channels import MAX_NAME, Introduction
 from gradwire.serve._rules import Rule
@@ -30,6 +33,7 @@ CODECS = ("none", "fp16", "bf16", "int8", "onebit")
 _GOODBYE_SECONDS = 1.0  # for a client that could not join
 
 Arrays = Mapping[str, Any] | Sequence[Any]
+CodecName = str | NativeCodec
 
 
 class Pending:
@@ -92,13 +96,15 @@ class ParameterServer:
         self._closed = False
         self._lock = threading.Lock()
         self._pushes: list[_core.ServeCall] = []  # under way; guarded by the lock
+        self._chosen: dict[Any, list[str]] = {}  # codecs of parameters, by arguments of push()
         self.first = False
 
     def push(
         self,
         gradients: Arrays,
         *,
-        codec: str = "none",
+        codec: CodecName = "none",
+        rules: Sequence[tuple[str, CodecName]] = (),
         feedback: ErrorFeedback | Literal[False] | None = None,
         lr: float | None = None,
         versions: Sequence[int] | None = None,
@@ -108,13 +114,16 @@ class ParameterServer:
     ) -> Pending | None:
         """Sends gradients, which each shard applies by the update rule as they arrive.
 
-        `codec` is one of those that `connect` was given. `feedback` keeps what a lossy codec does
-        not deliver, and what shards refuse as too stale, for the next push, by parameter; without
-        it, or with False, both are given up. `lr`, 0 or more, replaces the rule's learning rate for
-        this push. `versions` are those of the values that the gradients were computed from, as the
-        `wait()` of their pull returned them; the default is the last pull that is over.
+        `codec` is one of those that `connect` was given. `rules` are pairs of a pattern and a codec
+        of these: the first pattern that matches a parameter's name (as in fnmatch: "*.bias"; in a
+        list its place: "0") decides, and `codec` for all others. `feedback` keeps what a lossy
+        codec does not deliver, and what shards refuse as too stale, for the next push, by
+        parameter; without it, or with False, both are given up. `lr`, 0 or more, replaces the
+        rule's learning rate for this push. `versions` are those of the values that the gradients
+        were computed from, as the `wait()` of their pull returned them; the default is the last
+        pull that is over.
 
-        While two pushes are not acknowledged, further ones with the same codec, feedback and `lr`
+        While two pushes are not acknowledged, further ones with the same codecs, feedback and `lr`
         are added up and go out as one, so that a slow network makes pushes rarer and holds nobody
         up; others wait, and so do all with `strict`. With `async_op` returns a Pending; otherwise
         waits until all shards have applied it.
@@ -123,10 +132,11 @@ class ParameterServer:
         """
         given = self._table.operands(gradients, "gradients")
         limit = self._limit(timeout)
-        kept = _feedback_of(codec, feedback)
+        codecs = self._codecs(codec, rules)
+        kept = _feedback_of(codecs, feedback)
         rate = 0.0 if lr is None else _rate(lr)
         of = [] if versions is None else [_version(each) for each in versions]
-        call = self._core.push(_memory(given), codec, kept, rate, strict, limit, given, of)
+        call = self._core.push(_memory(given), codecs, kept, rate, strict, limit, given, of)
         with self._lock:
             self._pushes = [*(each for each in self._pushes if not each.done()), call]
         return self._result(call, async_op)
@@ -135,7 +145,7 @@ class ParameterServer:
         self,
         arrays: Arrays,
         *,
-        codec: str = "none",
+        codec: CodecName = "none",
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Pending | None:
@@ -148,7 +158,7 @@ class ParameterServer:
         """
         given = writable(self._table.operands(arrays, "arrays"))
         written(given)
-        call = self._core.pull(_memory(given), codec, self._limit(timeout), given)
+        call = self._core.pull(_memory(given), _core_name(codec), self._limit(timeout), given)
         return self._result(call, async_op)
 
     def wait(self, version: int, *, timeout: float | None = None) -> None:
@@ -223,6 +233,19 @@ class ParameterServer:
         state = " closed" if self._closed else ""
         return f"<gradwire.serve.ParameterServer of {self.shards} shards{state}>"
 
+    def _codecs(self, codec: CodecName, rules: Sequence[tuple[str, CodecName]]) -> list[str]:
+        """The codec of each parameter in a push, in their order, or one for all."""
+        require_pairs(rules)
+        if not rules:
+            return [_core_name(codec)]
+        key = (codec, tuple(map(tuple, rules)))
+        if key not in self._chosen:
+            names = self._table.names
+            require_matches(rules, names, "connect()'s arrays")
+            choices = [(pattern, _core_name(choice)) for pattern, choice in [*rules, ("*", codec)]]
+            self._chosen[key] = [choose(name, choices) for name in names]
+        return self._chosen[key]
+
     def _limit(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else arguments.seconds(timeout)
 
@@ -278,7 +301,7 @@ def connect(
     like: Arrays,
     rule: Rule,
     *,
-    codecs: Sequence[str] = CODECS,
+    codecs: Sequence[CodecName] = CODECS,
     store: str | None = None,
     name: str = "parameters",
     replica: str | None = None,
@@ -321,7 +344,7 @@ def connect(
         text = _core.serve_table(
             table.describe(),
             rule.spec,
-            list(codecs),
+            [_core_name(each) for each in codecs],
             shards,
             _one_of(atomic, "atomic", ("frame", "push")) == "push",
             _one_of(staleness, "staleness", ("keep", "divide")) == "divide",
@@ -392,12 +415,25 @@ def _memory(given: Sequence[Operand]) -> list[tuple[int, int]]:
     return [(each.address, each.elements) for each in given]
 
 
+def _core_name(codec: CodecName) -> str:
+    """The canonical name of a codec; raises InvalidArgument for anything else."""
+    if isinstance(codec, NativeCodec):
+        return codec.spec
+    return _canonical(arguments.text(codec, "codec"))
+
+
+@functools.cache
+def _canonical(spec: str) -> str:
+    return _core.Codec(spec).name
+
+
 def _feedback_of(
-    codec: str, given: ErrorFeedback | Literal[False] | None
+    codecs: Sequence[str], given: ErrorFeedback | Literal[False] | None
 ) -> _core.ErrorFeedback | None:
-    if given is None and codec != "none":
+    lossy = next((each for each in codecs if each != "none"), None)
+    if given is None and lossy is not None:
         raise InvalidArgument(
-            f"codec={codec!r} loses a part of each push: give feedback=gradwire.ErrorFeedback(), "
+            f"codec={lossy!r} loses a part of each push: give feedback=gradwire.ErrorFeedback(), "
             "which pushes it later, or feedback=False to give it up"
         )
     if not given:

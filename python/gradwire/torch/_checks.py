@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._base.arguments import instance, wrong
+from gradwire._base.rules import require_pairs
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument, ScheduleError, describe
 from gradwire._feedback import ErrorFeedback
@@ -55,7 +56,7 @@ def require_settings(momentum: Any, scaler: Any, optimizer: Any, feedback: Any, 
         raise wrong(optimizer, "optimizer", "the optimizer that steps the model's parameters")
     if feedback is not None and not isinstance(feedback, bool):
         instance(feedback, "feedback", ErrorFeedback, "None, True, False or an ErrorFeedback")
-    _require_pairs(rules)
+    require_pairs(rules)
 
 
 def require_features(
@@ -144,17 +145,6 @@ def require_alike(
         why = _problem(call, _all_gather_object(group, (why, own)))
     if why:
         raise failure or InvalidArgument(why)
-
-
-def _require_pairs(rules: Any) -> None:
-    wanted = "a list of pairs of a pattern and a codec: [('*.bias', 'none')]"
-    if isinstance(rules, Mapping):
-        raise InvalidArgument(f"rules={dict(rules)!r} is a mapping: give {wanted}")
-    if not isinstance(rules, list | tuple):
-        raise wrong(rules, "rules", wanted)
-    for each in rules:
-        if not (isinstance(each, list | tuple) and len(each) == 2 and isinstance(each[0], str)):
-            raise InvalidArgument(f"rules= holds {each!r}: give {wanted}")
 
 
 def _require_dense(ddp: DistributedDataParallel) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire._base.arguments import flag, instance
+from gradwire._base.rules import require_matches
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
@@ -32,7 +33,7 @@ from gradwire.torch._step import saved as saving
 from gradwire.torch._step.gradient_scale import persistent_state_of
 from gradwire.torch._step.hook_state import feedback_for
 from gradwire.torch._step.residual_state import ResidualState
-from gradwire.torch._step.rules import CodecChoice, Rules, require_matches
+from gradwire.torch._step.rules import CodecChoice, Rules
 
 
 class DiLoCo:

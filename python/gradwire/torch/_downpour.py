@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from gradwire import serve
 from gradwire._base import arguments
 from gradwire._base.deadline import Deadline
+from gradwire._base.rules import require_pairs
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch import _downpour_arrays as arrays
@@ -50,6 +51,7 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         clip_norm: float | None = None,
         push_codec: str = "none",
         pull_codec: str = "none",
+        rules: Sequence[tuple[str, str]] = (),
         feedback: ErrorFeedback | Literal[False] | None = None,
         staleness: Literal["keep", "divide"] = "keep",
         max_staleness: int | None = None,
@@ -71,6 +73,10 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         many pushes; where it makes none for `timeout` seconds, the others go on without.
         `clip_norm` limits the norm of what is pushed, all parameters together.
 
+        `rules` are pairs of a pattern and a codec for pushes: the first pattern that matches a
+        parameter's name (as in fnmatch: "*.bias") decides, and `push_codec` for all others. Names
+        come from `model.named_parameters()`, given as `params`.
+
         `push_codec` loses a part of each push, and `max_staleness` refuses some; `feedback` adds
         both to the next one (by default one of its own; False gives them up). With `pull_codec`
         int8 or onebit, differences travel. The other arguments are those of
@@ -91,10 +97,17 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         if self._clip_norm is not None and not self._clip_norm > 0:
             raise InvalidArgument(f"clip_norm={clip_norm} is not positive")
         arguments.whole(warm_start, "warm_start", least=0)
-        self._push_codec, self._pull_codec = push_codec, pull_codec
-        loses = (push_codec != "none" or max_staleness is not None) and feedback is not False
+        self._push_codec, self._pull_codec, self._rules = push_codec, pull_codec, rules
+        require_pairs(rules)
+        used = list(dict.fromkeys(["none", push_codec, *(each for _, each in rules)]))
+        loses = (len(used) > 1 or max_staleness is not None) and feedback is not False
         self._feedback = (feedback or ErrorFeedback()) if loses else None
         self._parameters = arrays.trained(self.param_groups)
+        self._names = arrays.names(self.param_groups)
+        if rules and self._names is None:
+            raise InvalidArgument(
+                "rules= go by names: give Downpour model.named_parameters() instead of parameters()"
+            )
         self._trained = frozenset(map(id, self._parameters))
         self._steps = 0
         self._accrued: list[torch.Tensor] | None = None
@@ -106,9 +119,9 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         for host, parameter in zip(self._fetched, self._parameters, strict=True):
             host.copy_(parameter.detach())
         self._server = serve.connect(
-            self._fetched,
+            self._named(self._fetched),
             rule,
-            codecs=list(dict.fromkeys(["none", push_codec, pull_codec])),
+            codecs=[*used, pull_codec],
             store=store,
             name=name,
             replica=replica,
@@ -255,8 +268,9 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
             host.copy_(gradient)
         feedback: Any = False if self._feedback is None else self._feedback
         pending = self._server.push(
-            buffers,
+            self._named(buffers),
             codec=self._push_codec,
+            rules=self._rules,
             feedback=feedback,
             lr=self._rate(),
             versions=self._versions,
@@ -279,7 +293,9 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
                     self._free.append(buffers)
 
     def _request(self) -> None:
-        self._incoming = self._server.pull(self._fetched, codec=self._pull_codec, async_op=True)
+        self._incoming = self._server.pull(
+            self._named(self._fetched), codec=self._pull_codec, async_op=True
+        )
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _receive(self) -> None:
@@ -290,6 +306,10 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         self._versions = incoming.wait()
         for parameter, host in zip(self._parameters, self._fetched, strict=True):
             parameter.copy_(host)
+
+    def _named(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | dict[str, torch.Tensor]:
+        """Tensors as the servers know them: by the parameters' names, where these have some."""
+        return tensors if self._names is None else dict(zip(self._names, tensors, strict=True))
 
     def _await_warm_start(self, pushes: int, patience: float) -> None:
         """Waits while the first replica trains alone, as long as it makes progress."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,6 +39,23 @@ def trained(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
             )
     if not found:
         raise InvalidArgument("no parameter requires a gradient")
+    return found
+
+
+def names(groups: Iterable[Mapping[str, Any]]) -> list[str] | None:
+    """The names of the parameters that are trained, where torch was given them with names.
+
+    Raises InvalidArgument for a name that two of them have.
+    """
+    found: list[str] = []
+    for group in groups:
+        if "param_names" not in group:
+            return None
+        pairs = zip(group["param_names"], group["params"], strict=True)
+        found += [name for name, parameter in pairs if parameter.requires_grad]
+    twice = next((name for name, times in Counter(found).items() if times > 1), None)
+    if twice is not None:
+        raise InvalidArgument(f"two parameters have the name {twice!r}")
     return found
 
 

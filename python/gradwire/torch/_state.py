@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from gradwire._base.rules import require_matches
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
@@ -19,7 +20,7 @@ from gradwire.torch._step.guard import Guard
 from gradwire.torch._step.hook_state import BY_PARAMETER, HookState, feedback_for
 from gradwire.torch._step.join_tracker import JoinTracker
 from gradwire.torch._step.momentum import Momentum
-from gradwire.torch._step.rules import CodecChoice, Rules, require_matches
+from gradwire.torch._step.rules import CodecChoice, Rules
 from gradwire.torch._step.steps import Steps
 from gradwire.torch._step.training_state import TrainingState
 from gradwire.torch._step.unused import UnusedParameters

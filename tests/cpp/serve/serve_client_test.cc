@@ -138,6 +138,26 @@ TEST_F(Clients, RefuseNaNBeforeItTouchesResiduals) {
   EXPECT_TRUE(same_bits(feedback->residual(name), before));
 }
 
+// Several parameters share a frame, so that frames mix codecs, too.
+TEST_F(Clients, MixCodecsByParameter) {
+  const auto feedback = std::make_shared<codec::ErrorFeedback>();
+  PushOptions options{.feedback = feedback};
+  for (std::size_t i = 0; i < table_.parameters.size(); ++i)
+    options.codecs.push_back(table_.codecs[i == 1 || i == 2 ? 0 : 4 + i % 3]);
+  const Arrays g = random_of(table_, 1);
+  wait(push(g, options));
+  const Arrays w = pull();
+  for (const std::size_t i : {1, 2})
+    for (std::size_t k = 0; k < g[i].size(); ++k) ASSERT_EQ(w[i][k], -0.5F * g[i][k]);
+  for (const std::size_t i : {0, 3, 4}) {
+    const auto left = feedback->residual(table_.parameters[i].name);
+    for (std::size_t k = 0; k < g[i].size(); ++k)
+      ASSERT_NEAR(w[i][k] / -0.5F + left[k], g[i][k], 1e-5);
+  }
+  options.codecs.pop_back();
+  EXPECT_THROW(push(g, options), InvalidArgument);
+}
+
 TEST_F(Clients, RefuseARateThatIsNotFinite) {
   const Arrays g = random_of(table_, 1);
   EXPECT_THROW(push(g, {.rate = std::nanf("")}), InvalidArgument);

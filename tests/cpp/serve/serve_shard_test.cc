@@ -18,7 +18,8 @@ class Direct {
                              std::size_t frames = std::numeric_limits<std::size_t>::max(),
                              codec::ErrorFeedback* feedback = nullptr) {
     const Layout& layout = shard.layout();
-    Outgoing outgoing(shard.table(), spans_of<Gradients>(x), codecs_[codec],
+    Outgoing outgoing(shard.table(), spans_of<Gradients>(x), codecs_,
+                      std::vector(x.size(), static_cast<std::uint8_t>(codec)),
                       std::shared_ptr<codec::ErrorFeedback>(feedback, [](auto*) {}));
     outgoing.open();
     std::vector<std::byte> room(kMostPayload);
@@ -343,6 +344,41 @@ TEST(Shard, GoesOnFromASnapshot) {
   Snapshot broken = again;
   broken.slots[1].values.pop_back();
   EXPECT_THROW(Shard{broken}, InvalidArgument);
+}
+
+TEST(Shard, RefusesMixedFramesThatNoClientSends) {
+  const codec::FloatEnvironment environment;
+  const Table table = some_table();
+  for (const bool values : {true, false}) {
+    Direct job(table);
+    if (values) job.send(Op::kSet, 1, zeros_of(table));
+    const Layout& layout = job.shard.layout();
+    MessageHeader header;
+    header.codec = kMixedCodecs;
+    const auto refused = [&](Op op, std::byte codec, std::size_t bytes) {
+      const ShardFrame& frame = layout.frames()[0];
+      std::vector<std::byte> payload(frame.pieces + frame.count * sizeof(float));
+      std::fill_n(payload.begin(), frame.pieces, codec);
+      header.op = op;
+      header.flags = kFirst;
+      header.count = static_cast<std::uint32_t>(frame.count);
+      const Message message{header, ConstBytes(payload).first(bytes)};
+      try {
+        op == Op::kSet ? job.shard.set(1, message) : job.shard.push(1, message);
+      } catch (const InvalidArgument&) {
+        return true;
+      }
+      return false;
+    };
+    const ShardFrame& frame = layout.frames()[0];
+    const std::size_t whole = frame.pieces + frame.count * sizeof(float);
+    EXPECT_EQ(refused(Op::kPush, std::byte{99}, whole), values);
+    EXPECT_EQ(refused(Op::kPush, std::byte{0}, whole - 1), values);
+    EXPECT_EQ(refused(Op::kPush, std::byte{0}, 0), values);
+    EXPECT_EQ(refused(Op::kPush, std::byte{1}, whole), values);
+    EXPECT_FALSE(refused(Op::kPush, std::byte{0}, whole));
+    EXPECT_TRUE(refused(Op::kSet, std::byte{0}, whole));
+  }
 }
 
 TEST(Shard, RefusesFramesThatNoClientSends) {

@@ -75,6 +75,18 @@ def test_one_replica_with_adagrad_is_torchs(make: Make) -> None:
     torch.testing.assert_close(weights(model), weights(other), rtol=1e-5, atol=1e-6)
 
 
+def test_rules_by_name_leave_a_parameter_as_it_is(make: Make) -> None:
+    ours, theirs = net(), net()
+    rules = [("2.*", "none")]
+    optimizer = make(ours.named_parameters(), serve.SGD(lr=0.1), push_codec="onebit", rules=rules)
+    train(ours, optimizer, 1)
+    train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), 1)
+    for (name, found), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(found, wanted) == name.startswith("2."), name
+    with pytest.raises(InvalidArgument, match=r"give Downpour model.named_parameters\(\)"):
+        make(net().parameters(), serve.SGD(lr=0.1), rules=rules)
+
+
 def test_schedulers_and_decay_reach_the_servers(make: Make) -> None:
     def run(optimizer: Any, model: torch.nn.Module) -> torch.Tensor:
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

@@ -73,6 +73,39 @@ def test_what_codecs_lose_is_pushed_later(connect: Connect, codec: str) -> None:
         np.testing.assert_allclose(applied + residual, 3.0 * gradient[name], atol=2e-5)
 
 
+def test_parameters_have_codecs_of_their_own(connect: Connect) -> None:
+    start, gradient, found = arrays(0), arrays(1), zeros()
+    ps, feedback = connect(start, serve.SGD(lr=1.0)), gradwire.ErrorFeedback()
+    rules = [("*.bias", "none"), ("scale", "fp16")]
+    ps.push(gradient, codec="onebit", rules=rules, feedback=feedback)
+    ps.pull(found)
+    fp16 = gradient["scale"].astype(np.float16).astype(np.float32)
+    exact = {"fc.bias": gradient["fc.bias"], "scale": fp16}
+    for name, wanted in exact.items():
+        np.testing.assert_array_equal(found[name], start[name] - wanted)
+    assert not feedback.residual("fc.bias").any()
+    residual = feedback.residual("fc.weight").reshape(300, 200)
+    assert residual.any()
+    applied = start["fc.weight"] - found["fc.weight"]
+    np.testing.assert_allclose(applied + residual, gradient["fc.weight"], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ([("*.gain", "none")], "'\\*.gain', which matches no parameter; .* fc.weight, fc.bias"),
+        ({"*.bias": "none"}, "is a mapping: give a list of pairs"),
+        (["*.bias"], "rules= holds"),
+        ([("*.bias", "twobit")], "unknown codec 'twobit'"),
+        ([("*.bias", "topk")], "'topk' was not named when the servers were joined"),
+    ],
+)
+def test_odd_rules_are_refused(connect: Connect, rules: Any, text: str) -> None:
+    ps = connect(arrays(0), serve.SGD(lr=1.0))
+    with pytest.raises(gradwire.InvalidArgument, match=text):
+        ps.push(arrays(1), rules=rules, feedback=False)
+
+
 @pytest.mark.parametrize("codec", ["int8", "onebit"])
 def test_pulled_differences_reach_the_values(connect: Connect, codec: str) -> None:
     start, found = arrays(0), zeros()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire._base.rules import require_matches
 from gradwire._calls.reductions import CodecLike
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
@@ -19,7 +20,7 @@ from gradwire.torch._fsdp.shards import Shard
 from gradwire.torch._fsdp.steps import ShardSteps, Vote
 from gradwire.torch._step.gradient_scale import Scaler, persistent_state_of
 from gradwire.torch._step.hook_state import HookState, feedback_for
-from gradwire.torch._step.rules import CodecChoice, Rules, require_matches
+from gradwire.torch._step.rules import CodecChoice, Rules
 
 
 class FSDPState(HookState):

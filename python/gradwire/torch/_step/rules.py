@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from gradwire._base.arguments import wrong
+from gradwire._base.rules import choose
 from gradwire._calls.reductions import CodecLike, native
 from gradwire._errors import InvalidArgument
 from gradwire.codec import Codec
@@ -109,7 +109,7 @@ class Rules:
         return self._codecs_now[id(choice)]
 
     def _find(self, name: str, elements: int) -> CodecChoice:
-        choice = next(choice for pattern, choice in self._rules if fnmatchcase(name, pattern))
+        choice = choose(name, self._rules)
         return self._unless_small(choice, elements) if isinstance(choice, CodecLike) else choice
 
     def _unless_small(self, codec: CodecLike, elements: int) -> CodecLike:
@@ -141,15 +141,3 @@ def is_sparse(codec: CodecLike) -> bool:
 def is_at_least_16_bits(codec: CodecLike) -> bool:
     """Whether a codec sends at least 16 bits of each element."""
     return not isinstance(codec, Codec) and native(codec).name.startswith(("none", "fp16", "bf16"))
-
-
-def require_matches(rules: Sequence[tuple[str, Any]], names: Iterable[str]) -> None:
-    """Raises InvalidArgument for a rule whose pattern matches no parameter."""
-    known = list(names)
-    for pattern, _ in rules:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            some = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
-            raise InvalidArgument(
-                f"rules= has the pattern {pattern!r}, which matches no parameter; their names are "
-                f"those of named_parameters(): {some}"
-            )
