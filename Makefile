@@ -47,12 +47,13 @@ demo: build
 
 test: test-cpp test-python
 
-# CPP=regex chooses fewer tests.
+# CPP=regex chooses fewer tests, which are compiled one by one then, unless TESTS=TOGETHER.
 CPP ?= .
+TESTS ?= $(if $(filter .,$(CPP)),TOGETHER,ON)
 test-cpp: $(BUILT) .system-packages
 	@echo "== C++ tests"
-	cmake -S . -B build/release -DGRADWIRE_TESTS=ON >/dev/null
-	ninja -C build/release $(if $(filter-out .,$(CPP)),extension $(call tests_named,$(CPP)))
+	cmake -S . -B build/release -DGRADWIRE_TESTS=$(TESTS) >/dev/null
+	ninja -C build/release $(if $(filter-out .,$(CPP)),extension $(call tests_named,build/release,$(CPP)))
 	$(CTEST) build/release -R '$(CPP)'
 
 test-python: build
@@ -215,17 +216,18 @@ $(VENV)/linters: $(VENV)/packages
 # that have threads. ADDRESS=regex and THREAD=regex choose fewer tests.
 ADDRESS ?= ^(base|schedule|codec|transport|serve|exec$(if $(filter ON,$(SANITIZE_CUDA)),|cuda))_
 THREAD ?= ^(exec|serve|transport|codec_feedback)_
-tests_named = $$(ls tests/cpp/* | sed -n 's/_test\.cc$$/_test/p' | grep -E '$(1)')
+# The programs of the tests in a build whose names match. A test may be one of several shares of its program.
+tests_named = $$(ctest --test-dir $(1) -N -R '$(2)' 2>/dev/null | sed -nE 's/.*: ([a-z0-9_]+_test)(_[0-9])?$$/\1/p' | sort -u)
 sanitize: sanitize-build
 	$(CTEST) build/address -R '$(ADDRESS)'
 	$(CTEST) build/thread -R '$(THREAD)'
 
 sanitize-build: .address
 	@echo "== Building the C++ tests for the sanitizers"
-	ninja -C build/address $(call tests_named,$(ADDRESS))
+	ninja -C build/address $(call tests_named,build/address,$(ADDRESS))
 	cmake -G Ninja -S . -B build/thread -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON \
 	  -DGRADWIRE_TEST_CUDA=OFF -DGRADWIRE_SANITIZE=thread -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
-	ninja -C build/thread $(call tests_named,$(THREAD))
+	ninja -C build/thread $(call tests_named,build/thread,$(THREAD))
 
 # What is in C++ needs clang, what is in Python atheris: both have libFuzzer. FUZZ=regex chooses fewer
 # targets, by the names of their files; ARGS=--keep adds what was found to the committed corpora.

@@ -6,7 +6,7 @@
 #include <vector>
 
 namespace gradwire {
-namespace {
+namespace base_copy_test {
 
 constexpr std::byte kUntouched{0xee};
 
@@ -38,5 +38,5 @@ TEST(Copy, TakesNullForNoBytes) {
   copy_streaming(nullptr, nullptr, 0);
 }
 
-}  // namespace
+}  // namespace base_copy_test
 }  // namespace gradwire

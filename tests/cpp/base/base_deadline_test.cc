@@ -3,7 +3,7 @@
 #include "gradwire/base/deadline.h"
 
 namespace gradwire {
-namespace {
+namespace base_deadline_test {
 
 TEST(Deadline, HasNoTimeLeftOnceItHasPassed) {
   EXPECT_EQ(Deadline::at_once().milliseconds_left(50), 0);
@@ -18,5 +18,5 @@ TEST(Deadline, HasAtMostTheCapLeft) {
   EXPECT_EQ(Deadline::after(1e6).milliseconds_left(50), 50);
 }
 
-}  // namespace
+}  // namespace base_deadline_test
 }  // namespace gradwire

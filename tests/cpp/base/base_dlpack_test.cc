@@ -10,7 +10,7 @@
 #include "gradwire/base/error.h"
 
 namespace gradwire {
-namespace {
+namespace base_dlpack_test {
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
 
@@ -138,5 +138,5 @@ TEST(DLPack, KnowsWhatIsNotToBeWritten) {
   EXPECT_THROW(read_dlpack(managed), InvalidArgument);
 }
 
-}  // namespace
+}  // namespace base_dlpack_test
 }  // namespace gradwire

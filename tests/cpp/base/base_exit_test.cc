@@ -6,7 +6,7 @@
 #include <cstdlib>
 
 namespace gradwire {
-namespace {
+namespace base_exit_test {
 
 void say_earlier() { static_cast<void>(::write(STDERR_FILENO, "earlier", 7)); }
 void say_later() { static_cast<void>(::write(STDERR_FILENO, "later ", 6)); }
@@ -26,5 +26,5 @@ TEST(ExitDeathTest, AnotherStatusStays) {
   EXPECT_EXIT(end(3), testing::ExitedWithCode(3), "^later earlier$");
 }
 
-}  // namespace
+}  // namespace base_exit_test
 }  // namespace gradwire

@@ -11,7 +11,7 @@
 #include "gradwire/base/fd.h"
 
 namespace gradwire {
-namespace {
+namespace base_log_test {
 
 // Standard error goes into a pipe for as long as it lives.
 class Caught {
@@ -61,5 +61,5 @@ TEST(Log, NeverBlocksNorKills) {
   log_to_stderr("nobody reads this");
 }
 
-}  // namespace
+}  // namespace base_log_test
 }  // namespace gradwire

@@ -5,7 +5,7 @@
 #include "gradwire/base/error.h"
 
 namespace gradwire {
-namespace {
+namespace base_op_test {
 
 OpSpec all_reduce_of(std::uint64_t count) {
   return {Collective::kAllReduce,
@@ -81,5 +81,5 @@ TEST(OpSpec, TellsTypesApartThatMoveAsTheSameBytes) {
   EXPECT_NE(seconds.to_string().find("datetime64[s] as float32[8]"), std::string::npos);
 }
 
-}  // namespace
+}  // namespace base_op_test
 }  // namespace gradwire

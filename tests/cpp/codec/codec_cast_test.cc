@@ -10,7 +10,7 @@
 #include "gradwire/codec/codec.h"
 
 namespace gradwire::codec {
-namespace {
+namespace codec_cast_test {
 
 using Halves = std::vector<std::uint16_t>;
 using Values = std::vector<float>;
@@ -265,5 +265,5 @@ TEST(Registry, RefusalsSayWhatIsKnown) {
   }
 }
 
-}  // namespace
+}  // namespace codec_cast_test
 }  // namespace gradwire::codec

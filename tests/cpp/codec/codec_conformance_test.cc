@@ -18,7 +18,7 @@
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::codec {
-namespace {
+namespace codec_conformance_test {
 
 using Values = std::vector<float>;
 using Payload = std::vector<std::byte>;
@@ -484,5 +484,5 @@ TEST(CodecList, EveryCodecIsMadeByItsName) {
     EXPECT_EQ(make_codec(name)->name().substr(0, name.size()), name);
 }
 
-}  // namespace
+}  // namespace codec_conformance_test
 }  // namespace gradwire::codec

@@ -15,7 +15,7 @@
 #include "gradwire/codec/simd/float_modes.h"
 
 namespace gradwire::codec {
-namespace {
+namespace codec_feedback_test {
 
 using Transaction = ErrorFeedback::Transaction;
 using Values = std::vector<float>;
@@ -458,5 +458,5 @@ TEST(ErrorFeedback, ThreadsUseTheirOwnKeysAtOnce) {
     EXPECT_EQ(feedback.residual("key" + std::to_string(t)), (Values{399, 399, 399}));
 }
 
-}  // namespace
+}  // namespace codec_feedback_test
 }  // namespace gradwire::codec

@@ -11,7 +11,7 @@
 #include "gradwire/codec/codec.h"
 
 namespace gradwire::codec {
-namespace {
+namespace codec_int8_test {
 
 using Values = std::vector<float>;
 using Payload = std::vector<std::byte>;
@@ -249,5 +249,5 @@ TEST(Int8, ParametersAreCheckedAndNamesCanonical) {
   }
 }
 
-}  // namespace
+}  // namespace codec_int8_test
 }  // namespace gradwire::codec

@@ -11,7 +11,7 @@
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::codec {
-namespace {
+namespace codec_lowrank_test {
 
 using Values = std::vector<float>;
 
@@ -460,5 +460,5 @@ TEST(LowRank, HasARankAndNoPayloads) {
   EXPECT_THROW(LowRank(kMostRank + 1), InvalidArgument);
 }
 
-}  // namespace
+}  // namespace codec_lowrank_test
 }  // namespace gradwire::codec

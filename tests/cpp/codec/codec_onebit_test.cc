@@ -13,7 +13,7 @@
 #include "gradwire/codec/codec.h"
 
 namespace gradwire::codec {
-namespace {
+namespace codec_onebit_test {
 
 using Values = std::vector<float>;
 using Payload = std::vector<std::byte>;
@@ -335,5 +335,5 @@ TEST(OneBit, ParametersAreCheckedAndNamesCanonical) {
     EXPECT_THROW(make_codec(spec), InvalidArgument) << spec;
 }
 
-}  // namespace
+}  // namespace codec_onebit_test
 }  // namespace gradwire::codec

@@ -16,7 +16,7 @@
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::codec {
-namespace {
+namespace codec_residuals_test {
 
 using Values = std::vector<float>;
 using Narrow = std::vector<std::uint16_t>;
@@ -340,5 +340,5 @@ TEST(NarrowFeedback, MaskLeavesTheValuesOfWhichSomethingWaits) {
   EXPECT_EQ(values, (Values{0, 0, 3, 4}));
 }
 
-}  // namespace
+}  // namespace codec_residuals_test
 }  // namespace gradwire::codec

@@ -16,7 +16,7 @@
 #include "gradwire/codec/simd/float_modes.h"
 
 namespace gradwire::codec {
-namespace {
+namespace codec_simd_test {
 
 constexpr std::size_t kGuard = 64;  // bytes around each array that no kernel may touch
 
@@ -571,5 +571,5 @@ TEST(DispatchDeathTest, EnvironmentNamesTheTable) {
               std::string("active=") + available_kernels().front()->name + "\\.");
 }
 
-}  // namespace
+}  // namespace codec_simd_test
 }  // namespace gradwire::codec

@@ -15,7 +15,7 @@
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::codec {
-namespace {
+namespace codec_sparse_test {
 
 using Indices = std::vector<std::uint16_t>;
 using Payload = std::vector<std::byte>;
@@ -310,5 +310,5 @@ TEST_P(SparseDifferential, EveryTableSeesNanAndInfAnywhere) {
 INSTANTIATE_TEST_SUITE_P(Kernels, SparseDifferential, testing::Values(true, false),
                          [](const auto& each) { return each.param ? "threshold" : "filter"; });
 
-}  // namespace
+}  // namespace codec_sparse_test
 }  // namespace gradwire::codec

@@ -16,7 +16,7 @@
 #include "gradwire/codec/sparse.h"
 
 namespace gradwire::codec {
-namespace {
+namespace codec_threshold_test {
 
 Values gaussian(std::size_t n, double scale, std::mt19937_64& random) {
   std::normal_distribution<float> normal(0, static_cast<float>(scale));
@@ -286,5 +286,5 @@ TEST(Threshold, AnImpossibleTauIsRefused) {
   }
 }
 
-}  // namespace
+}  // namespace codec_threshold_test
 }  // namespace gradwire::codec

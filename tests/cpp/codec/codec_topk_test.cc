@@ -14,7 +14,7 @@
 #include "gradwire/codec/codec.h"
 
 namespace gradwire::codec {
-namespace {
+namespace codec_topk_test {
 
 Values draw(std::size_t n, std::mt19937_64& random) {
   Values x(n);
@@ -165,5 +165,5 @@ TEST(TopK, ValuesThatAreNotFiniteAreReported) {
   EXPECT_FALSE(codec->decode(payload, &y, 1).finite);
 }
 
-}  // namespace
+}  // namespace codec_topk_test
 }  // namespace gradwire::codec

@@ -10,7 +10,7 @@
 #include "gradwire/schedule/generators.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_agreement_test {
 
 using Body = std::function<void(Communicator&)>;
 
@@ -184,5 +184,5 @@ TEST_P(Agreement, ThousandsOfEqualCallsAreNoDifference) {
 
 INSTANTIATE_TEST_SUITE_P(Transports, Agreement, testing::Values("inproc", "shm", "tcp"));
 
-}  // namespace
+}  // namespace exec_agreement_test
 }  // namespace gradwire::exec

@@ -25,7 +25,7 @@ std::atomic<std::uint64_t> allocations{0};
 [[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace gradwire::exec {
-namespace {
+namespace exec_allocation_test {
 
 // Other values for each rank and call, as gradients are.
 void fill(std::vector<float>& x, int rank, int call) {
@@ -113,5 +113,5 @@ TEST(Allocation, IsCounted) {  // or the test above could not fail
   EXPECT_GT(allocations.load(), before) << some.data();
 }
 
-}  // namespace
+}  // namespace exec_allocation_test
 }  // namespace gradwire::exec

@@ -6,7 +6,7 @@
 #include "gradwire/exec/plan/built_in_model.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_auto_test {
 
 // A model under which messages cost much and bytes little, or the other way round.
 schedule::CostModel model_of(double alpha, double move) {
@@ -74,5 +74,5 @@ TEST(Auto, ARankWithAnotherModelIsNamedAndNobodyHangs) {
   }
 }
 
-}  // namespace
+}  // namespace exec_auto_test
 }  // namespace gradwire::exec

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace gradwire::exec {
-namespace {
+namespace exec_chunk_layout_test {
 
 // Every element of every extent is in exactly one piece, and cuts stand at units only.
 void expect_partition(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
@@ -51,5 +51,5 @@ TEST(ChunkLayout, ChunksDifferByAtMostOneUnit) {
   for (int c = 0; c < 7; ++c) EXPECT_NEAR(double(layout.units(c)), 1000003 / 16.0 / 7, 1.01);
 }
 
-}  // namespace
+}  // namespace exec_chunk_layout_test
 }  // namespace gradwire::exec

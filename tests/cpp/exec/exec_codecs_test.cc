@@ -9,7 +9,7 @@
 #include "gradwire/schedule/generators.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_codecs_test {
 
 // Lengths of runs: none, one, odd tails, about a unit, several of them.
 std::vector<std::size_t> lengths(const codec::Codec& codec, int ranks) {
@@ -260,5 +260,5 @@ std::vector<std::string_view> uncompounded() {
 INSTANTIATE_TEST_SUITE_P(All, Codecs, testing::ValuesIn(uncompounded()),
                          [](const auto& each) { return std::string(each.param); });
 
-}  // namespace
+}  // namespace exec_codecs_test
 }  // namespace gradwire::exec

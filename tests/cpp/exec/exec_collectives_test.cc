@@ -9,7 +9,7 @@
 #include "gradwire/schedule/generators.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_collectives_test {
 
 constexpr int kSizes[] = {1, 2, 3, 4, 5, 8};
 constexpr std::size_t kLengths[] = {0, 1, 5, 1000, 70001};
@@ -332,5 +332,5 @@ TEST(Tuning, MaxMessageHasBounds) {
   EXPECT_THROW(Communicator({}, tuning), InvalidArgument);
 }
 
-}  // namespace
+}  // namespace exec_collectives_test
 }  // namespace gradwire::exec

@@ -8,7 +8,7 @@
 #include "transport_harness.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_control_plane_test {
 
 // Four ranks' control planes in one thread: who is not asked to listen is stopped.
 class Planes : public testing::Test {
@@ -162,5 +162,5 @@ TEST_F(Planes, ALeaveCanBeInterrupted) {
   EXPECT_THROW(plane(0).close_gracefully({Deadline::never(), stop}, together), Stop);
 }
 
-}  // namespace
+}  // namespace exec_control_plane_test
 }  // namespace gradwire::exec

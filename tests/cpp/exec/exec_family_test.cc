@@ -11,7 +11,7 @@
 #include "gradwire/base/error.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_family_test {
 
 void reduce(Communicator& comm, double timeout = 30, std::size_t n = 10) {
   std::vector<float> x(n, 1);
@@ -191,5 +191,5 @@ TEST(Family, FailuresAndEndsAtOnce) {
   }
 }
 
-}  // namespace
+}  // namespace exec_family_test
 }  // namespace gradwire::exec

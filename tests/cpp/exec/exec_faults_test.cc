@@ -10,7 +10,7 @@
 #include "own_time.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_faults_test {
 
 Request all_reduce(std::span<const Array> arrays, std::string_view algorithm, double timeout) {
   Request r;
@@ -271,5 +271,5 @@ TEST_P(Faults, InterruptEndsAnInquiry) {
 
 INSTANTIATE_TEST_SUITE_P(Transports, Faults, testing::Values("inproc", "shm", "tcp"));
 
-}  // namespace
+}  // namespace exec_faults_test
 }  // namespace gradwire::exec

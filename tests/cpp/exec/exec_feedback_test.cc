@@ -6,7 +6,7 @@
 #include "gradwire/base/error.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_feedback_test {
 
 // Whatever codec, schedule and length: nothing is lost but float32 rounding.
 TEST(Feedback, WhatIsDeliveredAndWhatIsKeptAddUp) {
@@ -240,5 +240,5 @@ TEST(Feedback, RandomRoundingsDiffer) {
     for (std::size_t j = 0; j < i; ++j) EXPECT_NE(errors[i], errors[j]) << i << " " << j;
 }
 
-}  // namespace
+}  // namespace exec_feedback_test
 }  // namespace gradwire::exec

@@ -11,7 +11,7 @@
 #include "gradwire/exec/compound/gather_reduce.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_gather_test {
 
 // What a rank sends, when it is spoilt: the length that it announces, and its block, which begins
 // with the lengths of its parts.
@@ -68,5 +68,5 @@ TEST(Gather, RefusesLengthsThatDoNotAddUp) {
   expect_refused({.block = endless}, "shorter than its parts");
 }
 
-}  // namespace
+}  // namespace exec_gather_test
 }  // namespace gradwire::exec

@@ -7,7 +7,7 @@
 #include "gradwire/schedule/generators.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_history_test {
 
 std::shared_ptr<const Plan> plan_of(std::uint64_t count) {
   const schedule::Schedule schedule =
@@ -53,5 +53,5 @@ TEST(Plan, SaysWhereEveryRankHearsOfAll) {
   EXPECT_EQ(plan_of(3)->bytes_to(1), plan_of(3)->bytes_from(1));
 }
 
-}  // namespace
+}  // namespace exec_history_test
 }  // namespace gradwire::exec

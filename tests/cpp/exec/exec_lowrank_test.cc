@@ -12,7 +12,7 @@
 #include "gradwire/schedule/generators.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_lowrank_test {
 
 using codec::ErrorFeedback;
 using codec::KeyedExtent;
@@ -533,5 +533,5 @@ TEST(LowRank, RefusesWhatItCannotDo) {
   EXPECT_EQ(codec::make_codec("lowrank:rank=3")->name(), "lowrank:rank=3");
 }
 
-}  // namespace
+}  // namespace exec_lowrank_test
 }  // namespace gradwire::exec

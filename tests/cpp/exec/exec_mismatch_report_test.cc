@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace gradwire::exec {
-namespace {
+namespace exec_mismatch_report_test {
 
 using transport::ControlFrame;
 using transport::ControlType;
@@ -89,5 +89,5 @@ TEST(NameRanks, JoinsRuns) {
   EXPECT_EQ(name_ranks({0, 1, 2, 5, 7, 8, 9}), "ranks 0-2, 5, 7-9");
 }
 
-}  // namespace
+}  // namespace exec_mismatch_report_test
 }  // namespace gradwire::exec

@@ -8,7 +8,7 @@
 #include "gradwire/base/error.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_narrow_feedback_test {
 
 constexpr auto kBFloat16 = codec::ResidualType::kBFloat16;
 
@@ -173,5 +173,5 @@ TEST(NarrowFeedback, RanksRoundDifferently) {
   }
 }
 
-}  // namespace
+}  // namespace exec_narrow_feedback_test
 }  // namespace gradwire::exec

@@ -12,7 +12,7 @@
 #include "gradwire/exec/control/observer.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_observer_test {
 
 // Ranks that are threads may share it.
 class Recorder : public Observer {
@@ -83,5 +83,5 @@ TEST(Observer, IsToldOfAFailure) {
   EXPECT_EQ(recorder->told, (Told{"started", "phase all_reduce", "failed"}));
 }
 
-}  // namespace
+}  // namespace exec_observer_test
 }  // namespace gradwire::exec

@@ -6,7 +6,7 @@
 #include "gradwire/schedule/schedule.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_plan_test {
 
 TEST(Plan, AFinishedChunkMayComeBackToTheRankThatFinishedIt) {
   schedule::Builder builder(/*ranks=*/2, /*chunks=*/1);
@@ -80,5 +80,5 @@ TEST(Plan, KnowsWhichFramesAddToTheSameElements) {
   EXPECT_EQ(addends_of("direct", "fp16"), List(10, 0));
 }
 
-}  // namespace
+}  // namespace exec_plan_test
 }  // namespace gradwire::exec

@@ -4,7 +4,7 @@
 #include "gradwire/base/error.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_point_to_point_test {
 
 using Bytes = std::vector<unsigned char>;
 
@@ -191,5 +191,5 @@ TEST(PointToPointPeers, AreChecked) {
 
 INSTANTIATE_TEST_SUITE_P(Transports, PointToPointTest, testing::Values("inproc", "shm", "tcp"));
 
-}  // namespace
+}  // namespace exec_point_to_point_test
 }  // namespace gradwire::exec

@@ -9,7 +9,7 @@
 #include "gradwire/base/error.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_stall_monitor_test {
 
 // A job of which no other rank is found by its page, so that only control frames count.
 Identity alone() {
@@ -154,5 +154,5 @@ TEST(StallMonitor, ShowsAfterASecondAndTellsLater) {
   EXPECT_EQ(due.lines.size(), 1U);
 }
 
-}  // namespace
+}  // namespace exec_stall_monitor_test
 }  // namespace gradwire::exec

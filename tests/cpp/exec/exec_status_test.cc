@@ -12,7 +12,7 @@
 #include "gradwire/exec/control/status_scan.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_status_test {
 
 Identity identity(Rank rank = 1, std::string job = "train") {
   Identity made;
@@ -226,5 +226,5 @@ TEST(StatusScan, SaysWhatARankDoes) {
   EXPECT_EQ(describe(seen), "rank 3 (process 4242) is stopped (kill -CONT 4242 lets it go on)");
 }
 
-}  // namespace
+}  // namespace exec_status_test
 }  // namespace gradwire::exec

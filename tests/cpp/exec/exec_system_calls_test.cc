@@ -17,7 +17,7 @@
 #include "exec_ranks.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_system_calls_test {
 
 // What the C library calls for poll and epoll_wait.
 #ifdef __x86_64__
@@ -103,5 +103,5 @@ TEST(SystemCalls, OthersAreNoticed) {  // or the test above could not fail
   EXPECT_EQ(exit_code_of([](Communicator&) { ::getppid(); }), SYS_getppid);
 }
 
-}  // namespace
+}  // namespace exec_system_calls_test
 }  // namespace gradwire::exec

@@ -7,7 +7,7 @@
 #include "gradwire/base/error.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_threads_test {
 
 void all_reduce(Communicator& comm, std::vector<float>& values) {
   const Array arrays[] = {array_of(values)};
@@ -57,5 +57,5 @@ TEST(Threads, BlockingCallsOfTwoTakeTurns) {
   other.join();
 }
 
-}  // namespace
+}  // namespace exec_threads_test
 }  // namespace gradwire::exec

@@ -11,7 +11,7 @@
 #include "gradwire/schedule/generators.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_traffic_test {
 
 constexpr int kSegment = 16 * 1024;
 constexpr int kEven = 64 * 840;  // bytes: cache lines that 2 to 8 ranks can share evenly
@@ -115,5 +115,5 @@ TEST_P(TrafficOf, ManyElementsAreTheClosedFormInSegments) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, TrafficOf, testing::Values(2, 3, 4, 5, 6, 8));
 
-}  // namespace
+}  // namespace exec_traffic_test
 }  // namespace gradwire::exec

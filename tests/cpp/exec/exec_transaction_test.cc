@@ -11,7 +11,7 @@
 #include "gradwire/base/error.h"
 
 namespace gradwire::exec {
-namespace {
+namespace exec_transaction_test {
 
 constexpr int kRanks = 3;
 constexpr std::size_t kCount = 2100, kBlock = kCount / kRanks;
@@ -235,5 +235,5 @@ TEST(FailedCalls, ATimeoutMovesNoResidual) {
   }
 }
 
-}  // namespace
+}  // namespace exec_transaction_test
 }  // namespace gradwire::exec

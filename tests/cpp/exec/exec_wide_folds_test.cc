@@ -5,7 +5,7 @@
 #include <string>
 
 namespace gradwire::exec {
-namespace {
+namespace exec_wide_folds_test {
 
 // A letter for each addend: s(ingle), b(egins), m(iddle), e(nds); capital where it averages.
 std::string folds_of(const ChunkRounds& rounds, bool averages = false) {
@@ -54,5 +54,5 @@ TEST(WidePlaces, AreTakenAgain) {
   EXPECT_EQ(places.most(), 2U);
 }
 
-}  // namespace
+}  // namespace exec_wide_folds_test
 }  // namespace gradwire::exec

@@ -5,7 +5,7 @@
 #include "schedule_catalogue.h"
 
 namespace gradwire::schedule {
-namespace {
+namespace schedule_builder_test {
 
 TEST(ScheduleBuilder, RoundsAreCreatedAsTheyAreNamed) {
   Builder b(3, 2);
@@ -99,5 +99,5 @@ TEST(Wrap, IsNeverNegative) {
   }
 }
 
-}  // namespace
+}  // namespace schedule_builder_test
 }  // namespace gradwire::schedule

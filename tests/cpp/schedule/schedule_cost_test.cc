@@ -10,7 +10,7 @@
 #include "schedule_catalogue.h"
 
 namespace gradwire::schedule {
-namespace {
+namespace schedule_cost_test {
 
 constexpr double kBytes = 1 << 20;
 // What links cost by default: shared memory, sockets between hosts, and sockets held to a rate.
@@ -404,5 +404,5 @@ TEST(Choose, HasSomethingForOneRankAndForNothing) {
   }
 }
 
-}  // namespace
+}  // namespace schedule_cost_test
 }  // namespace gradwire::schedule

@@ -6,7 +6,7 @@
 #include "schedule_catalogue.h"
 
 namespace gradwire::schedule {
-namespace {
+namespace schedule_generators_test {
 
 TEST(Generators, EveryRecipeVerifies) {
   for (const Recipe& recipe : all_recipes()) {
@@ -120,5 +120,5 @@ TEST(Generators, UnknownRecipesHaveNoClosedForm) {
   EXPECT_FALSE(closed_form(recipe_of(Collective::kGather, "ring", 4)));
 }
 
-}  // namespace
+}  // namespace schedule_generators_test
 }  // namespace gradwire::schedule

@@ -5,7 +5,7 @@
 #include "schedule_catalogue.h"
 
 namespace gradwire::schedule {
-namespace {
+namespace schedule_hierarchical_test {
 
 using Groups = std::vector<std::vector<Rank>>;
 
@@ -147,5 +147,5 @@ TEST(Hierarchical, WrongNamesAreRefused) {
   EXPECT_NE(error_of(gather).find("all_gather has no algorithm"), std::string::npos);
 }
 
-}  // namespace
+}  // namespace schedule_hierarchical_test
 }  // namespace gradwire::schedule

@@ -7,7 +7,7 @@
 #include "schedule_catalogue.h"
 
 namespace gradwire::schedule {
-namespace {
+namespace schedule_text_test {
 
 constexpr const char* kRingOfTwo =
     "gradwire schedule 1\n"
@@ -183,5 +183,5 @@ TEST(ScheduleDigest, IsTheSameOnEveryMachine) {
   EXPECT_EQ(digest(all_reduce_by("ring", 2)), 7643685295391305675ULL);
 }
 
-}  // namespace
+}  // namespace schedule_text_test
 }  // namespace gradwire::schedule

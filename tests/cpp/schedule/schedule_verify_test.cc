@@ -8,7 +8,7 @@
 #include "schedule_catalogue.h"
 
 namespace gradwire::schedule {
-namespace {
+namespace schedule_verify_test {
 
 constexpr ChunkRange kAll{0, 1};
 
@@ -318,5 +318,5 @@ TEST(Verify, EdgesOfOneMessageStandTogether) {
   EXPECT_NE(report.problems[0].find("round 0: the edges 1 -> 0"), std::string::npos);
 }
 
-}  // namespace
+}  // namespace schedule_verify_test
 }  // namespace gradwire::schedule

@@ -1,7 +1,7 @@
 #include "serve_job.h"
 
 namespace gradwire::serve {
-namespace {
+namespace serve_channel_test {
 
 class ChannelConformance : public testing::TestWithParam<const char*> {
  protected:
@@ -120,5 +120,5 @@ TEST(Channel, IsMadeOverASocketWithinALimit) {
   }
 }
 
-}  // namespace
+}  // namespace serve_channel_test
 }  // namespace gradwire::serve

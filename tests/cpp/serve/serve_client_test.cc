@@ -6,7 +6,7 @@
 #include "serve_job.h"
 
 namespace gradwire::serve {
-namespace {
+namespace serve_client_test {
 
 class Clients : public testing::Test {
  protected:
@@ -317,5 +317,5 @@ TEST_F(Clients, CloseEndsOpenCalls) {
   EXPECT_THROW(client_->join(soon()), Aborted);
 }
 
-}  // namespace
+}  // namespace serve_client_test
 }  // namespace gradwire::serve

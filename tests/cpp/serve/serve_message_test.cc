@@ -3,7 +3,7 @@
 #include "serve_job.h"
 
 namespace gradwire::serve {
-namespace {
+namespace serve_message_test {
 
 std::vector<std::byte> frame_of(const MessageHeader& header, std::size_t payload) {
   std::vector<std::byte> frame(sizeof header + payload);
@@ -122,5 +122,5 @@ TEST(Layout, CutsTheSmallestTableIntoShards) {
   EXPECT_THROW(Layout(table, codecs_of(table), 5), InvalidArgument);
 }
 
-}  // namespace
+}  // namespace serve_message_test
 }  // namespace gradwire::serve

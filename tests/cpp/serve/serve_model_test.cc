@@ -5,7 +5,7 @@
 #include "serve_job.h"
 
 namespace gradwire::serve {
-namespace {
+namespace serve_model_test {
 
 // What one shard must hold: Adagrad, as its definition has it, frame by frame in the log's order.
 struct Replay {
@@ -117,5 +117,5 @@ TEST(ServeModel, AnyInterleavingGivesTheBitsOfItsLog) {
   }
 }
 
-}  // namespace
+}  // namespace serve_model_test
 }  // namespace gradwire::serve

@@ -3,7 +3,7 @@
 #include "serve_job.h"
 
 namespace gradwire::serve {
-namespace {
+namespace serve_rules_test {
 
 using codec::Kernels;
 
@@ -118,5 +118,5 @@ TEST(Rules, SayWhatIsWrong) {
   }
 }
 
-}  // namespace
+}  // namespace serve_rules_test
 }  // namespace gradwire::serve

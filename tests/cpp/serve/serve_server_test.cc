@@ -2,7 +2,7 @@
 #include "serve_job.h"
 
 namespace gradwire::serve {
-namespace {
+namespace serve_server_test {
 
 // Posts a JOIN; without its end where it is not complete.
 void send_join(Channel& channel, ClientId id, const std::string& text, bool complete = true) {
@@ -385,5 +385,5 @@ TEST_F(Serving, WritesASnapshotAndGoesOnFromIt) {
   EXPECT_THROW(Server(Server::Options{0, 2, nullptr}, snapshots[1]), InvalidArgument);
 }
 
-}  // namespace
+}  // namespace serve_server_test
 }  // namespace gradwire::serve

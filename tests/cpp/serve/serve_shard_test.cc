@@ -4,7 +4,7 @@
 #include "serve_job.h"
 
 namespace gradwire::serve {
-namespace {
+namespace serve_shard_test {
 
 // Sends frames to a shard as a client would, without a channel.
 class Direct {
@@ -414,5 +414,5 @@ TEST(Shard, RefusesFramesThatNoClientSends) {
                InvalidArgument);
 }
 
-}  // namespace
+}  // namespace serve_shard_test
 }  // namespace gradwire::serve

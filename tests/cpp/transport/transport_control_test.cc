@@ -5,7 +5,7 @@
 #include "transport_harness.h"
 
 namespace gradwire::transport {
-namespace {
+namespace transport_control_test {
 
 ControlFrame frame_of(ControlType type, std::uint64_t value, std::string_view text = "") {
   ControlFrame frame;
@@ -202,5 +202,5 @@ TEST(Control, AReleasedSocketKeepsWhatWasReadOfAFrame) {
   EXPECT_FALSE(lonely.control.release(1, 10).has_value());
 }
 
-}  // namespace
+}  // namespace transport_control_test
 }  // namespace gradwire::transport

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace gradwire::transport {
-namespace {
+namespace transport_distance_test {
 
 constexpr double kNear = 30, kFar = 120;  // nanoseconds
 
@@ -62,5 +62,5 @@ TEST(LineClock, LooksAtALine) {
   }
 }
 
-}  // namespace
+}  // namespace transport_distance_test
 }  // namespace gradwire::transport

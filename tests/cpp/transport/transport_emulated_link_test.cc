@@ -9,7 +9,7 @@
 #include "transport_harness.h"
 
 namespace gradwire::transport {
-namespace {
+namespace transport_emulated_link_test {
 
 using Flight = EmulatedLink::Flight;
 using std::chrono::duration;
@@ -89,5 +89,5 @@ TEST(EmulatedTransport, NeedsALink) {
   EXPECT_THROW(make_transport("emulated", Options{.rank = 0, .size = 2}), InvalidArgument);
 }
 
-}  // namespace
+}  // namespace transport_emulated_link_test
 }  // namespace gradwire::transport

@@ -10,7 +10,7 @@
 #include "transport_harness.h"
 
 namespace gradwire::transport {
-namespace {
+namespace transport_foreign_bytes_test {
 
 constexpr LinkId kLink{"test", 0, 1};
 const Options kOptions{.rank = 0, .size = 2, .max_message = 1024, .messages = 2};
@@ -224,5 +224,5 @@ TEST(Registry, SharedMemoryNeedsAUnixSocket) {
   });
 }
 
-}  // namespace
+}  // namespace transport_foreign_bytes_test
 }  // namespace gradwire::transport

@@ -7,7 +7,7 @@
 #include "gradwire/transport/rdma/rdma_devices.h"
 
 namespace gradwire::transport {
-namespace {
+namespace transport_rdma_addresses_test {
 
 ibv::Gid ipv4(std::uint8_t a, std::uint8_t b, std::uint8_t c, std::uint8_t d) {
   return {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, a, b, c, d};
@@ -135,5 +135,5 @@ TEST(RdmaPairs, EveryPortOfTheEndWithMoreIsUsed) {
   EXPECT_EQ(uses, (std::vector<int>{2, 2, 2, 2}));
 }
 
-}  // namespace
+}  // namespace transport_rdma_addresses_test
 }  // namespace gradwire::transport

@@ -20,7 +20,7 @@ extern "C" int getrlimit(__rlimit_resource_t resource, rlimit* limit) noexcept {
 }
 
 namespace gradwire::transport {
-namespace {
+namespace transport_rdma_devices_test {
 
 class RdmaDevicesTest : public FakeRdma {
  protected:
@@ -312,5 +312,5 @@ TEST_F(RdmaDevicesTest, AForkTakesNothingAwayFromItsParent) {
   EXPECT_EQ(mine->ports().size(), 1U);
 }
 
-}  // namespace
+}  // namespace transport_rdma_devices_test
 }  // namespace gradwire::transport

@@ -9,7 +9,7 @@
 #include "rdma_fake.h"
 
 namespace gradwire::transport {
-namespace {
+namespace transport_rdma_exchange_test {
 
 constexpr LinkId kLink{"rdma", 0, 1};
 constexpr double kShort = 0.05;
@@ -278,5 +278,5 @@ TEST_F(RdmaByHand, NothingIsRegisteredForAPeerThatSaysNothingSensible) {
   EXPECT_EQ(fake.calls("ibv_create_cq"), 0);
 }
 
-}  // namespace
+}  // namespace transport_rdma_exchange_test
 }  // namespace gradwire::transport

@@ -3,7 +3,7 @@
 #include "transport_conformance.h"
 
 namespace gradwire::transport {
-namespace {
+namespace transport_rdma_fake_test {
 
 const bool faked = [] {
   rdma_library = GRADWIRE_FAKE_IBVERBS;
@@ -11,7 +11,7 @@ const bool faked = [] {
   return true;
 }();
 
-}  // namespace
+}  // namespace transport_rdma_fake_test
 
 INSTANTIATE_TEST_SUITE_P(FakeRdma, TransportConformance, testing::Values("rdma"));
 

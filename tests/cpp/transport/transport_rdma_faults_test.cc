@@ -2,7 +2,7 @@
 #include "rdma_fake.h"
 
 namespace gradwire::transport {
-namespace {
+namespace transport_rdma_faults_test {
 
 // Bits of a word: there is no message; so many messages were read, modulo 16.
 constexpr unsigned kAlone = 1U << 31;
@@ -426,5 +426,5 @@ TEST_F(RdmaWords, AMessageOutOfTurnEndsTheLinkAfterThoseInTurn) {
   }
 }
 
-}  // namespace
+}  // namespace transport_rdma_faults_test
 }  // namespace gradwire::transport

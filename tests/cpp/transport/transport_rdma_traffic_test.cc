@@ -4,7 +4,7 @@
 #include "rdma_fake.h"
 
 namespace gradwire::transport {
-namespace {
+namespace transport_rdma_traffic_test {
 
 class RdmaTraffic : public FakeRdma {
  protected:
@@ -242,5 +242,5 @@ TEST_F(RdmaTraffic, EndsWithDifferentNumbersOfPortsMeet) {
   ping(*pair.ends[0], *pair.ends[1], 10, 1000);
 }
 
-}  // namespace
+}  // namespace transport_rdma_traffic_test
 }  // namespace gradwire::transport
