@@ -268,7 +268,7 @@ class Communicator final : private Family::Member {
   std::atomic<bool> has_requests_{false};  // an abort or new transfers: look under the mutex
 
   // The driver's own. While nobody drives, anybody may use them under the mutex.
-  Pending* current_ = nullptr;  // the front of the queue, if it has started
+  Pending* current_ = nullptr;        // the front of the queue, if it has started
   const Work* driven_for_ = nullptr;  // for which the driver is blocked; null: no caller's thread
   Deadline interrupt_due_ = Deadline::after(0);
   Deadline checks_due_ = Deadline::after(0);

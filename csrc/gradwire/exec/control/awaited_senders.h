@@ -26,7 +26,8 @@ class AwaitedSenders {
   // Returns whether a recv from this rank, or from any if it is kNoPeer, may end a wait.
   bool contains(Rank sender) const noexcept {
     const std::lock_guard lock(mutex_);
-    return sender == kNoPeer ? !senders_.empty() : std::ranges::find(senders_, sender) != senders_.end();
+    return sender == kNoPeer ? !senders_.empty()
+                             : std::ranges::find(senders_, sender) != senders_.end();
   }
   // Returns a certain rank for which a thread waits; kNoPeer if there is none.
   Rank certain() const noexcept {
