@@ -112,7 +112,7 @@ class Minimizer:
         return Iteration(self._at.loss, self._at.largest, step, evaluations, converged=False)
 
     def state(self) -> dict[str, Any]:
-        """The state between two iterations, for a file, which `load()` takes in a new coordinator."""
+        """The state between two iterations, for a file: what `load()` takes later."""
         at = None if self._at is None else asdict(self._at)
         return {"first": self._first, "at": at, **self.history.state()}
 
