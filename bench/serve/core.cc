@@ -75,7 +75,8 @@ struct Frames {
   std::uint16_t codec;
 
   Frames(const Shard& shard, std::uint16_t index, const std::vector<float>& g) : codec(index) {
-    Outgoing outgoing(shard.table(), {g}, codec::make_codec(shard.table().codecs[index]), nullptr);
+    Outgoing outgoing(shard.table(), {g}, codecs_of(shard.table()),
+                      {static_cast<std::uint8_t>(index)}, nullptr);
     for (const ShardFrame& frame : shard.layout().frames()) {
       auto& payload = payloads.emplace_back(kMostPayload);
       payload.resize(outgoing.encode(shard.layout(), frame, payload, copy_cached));

@@ -84,7 +84,7 @@ def _set(client: _core.ServeClient, values: _Arrays) -> None:
 
 def _push(client: _core.ServeClient, gradients: _Arrays, codec: str = "none") -> None:
     client.wait(
-        client.push(_addresses(gradients), codec, None, 0.0, False, _SECONDS, gradients), _SECONDS
+        client.push(_addresses(gradients), [codec], None, 0.0, False, _SECONDS, gradients), _SECONDS
     )
 
 
