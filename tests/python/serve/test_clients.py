@@ -19,7 +19,7 @@ import torch
 from gradwire import serve
 from gradwire._base.deadline import Deadline
 from gradwire.serve import _channels, _directory
-from support.ranks import eventually
+from ranks import eventually
 
 Connect = Callable[..., serve.ParameterServer]
 MANY = 1_000_000  # elements, of many frames

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gradwire import serve
 from gradwire.serve import _snapshot
-from support.ranks import eventually
+from ranks import eventually
 
 
 def test_the_last_snapshot_has_what_was_acknowledged(tmp_path: Path) -> None:
