@@ -259,6 +259,10 @@ class Authenticator:
             self._refuse(late, f"it did not prove itself within {LIMIT_SECONDS:g} s")
         return admitted
 
+    def use_secret(self, secret: bytes) -> None:
+        """From now on asks for this secret; any thread may call it."""
+        self._secret = secret
+
     def close(self) -> None:
         """Stops listening and drops all pending connections."""
         for entry in list(self._pending):

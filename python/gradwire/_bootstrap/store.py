@@ -14,6 +14,7 @@ import enum
 import ipaddress
 import math
 import os
+import select
 import socket
 import struct
 import threading
@@ -179,6 +180,13 @@ class StoreClient:
             self._sock.recv(1)
         except OSError:
             return
+
+    def gone(self) -> bool:
+        """Whether the server has closed the connection."""
+        with self._lock:
+            poller = select.poll()
+            poller.register(self._sock, select.POLLIN | select.POLLRDHUP)
+            return bool(poller.poll(0))
 
     def route(self) -> Route | None:
         """The own and the server's address of the connection; None for a Unix socket."""

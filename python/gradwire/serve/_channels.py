@@ -98,6 +98,10 @@ class Door:
         """Begins to admit clients."""
         self._thread.start()
 
+    def use_secret(self, secret: bytes) -> None:
+        """From now on admits those that know this secret of the job."""
+        self._authenticator.use_secret(secret)
+
     def close(self) -> None:
         """Stops listening."""
         self._stopped = True

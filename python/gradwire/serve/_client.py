@@ -9,7 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -23,8 +23,10 @@ from gradwire._bootstrap.rendezvous import choose_transports
 from gradwire._errors import Error, InvalidArgument, Timeout
 from gradwire._feedback import ErrorFeedback
 from gradwire.codec import NativeCodec
-from gradwire.serve import _channels, _directory
-from gradwire.serve._channels import MAX_NAME, Introduction
+from gradwire.serve import _directory
+from gradwire.serve._channels import MAX_NAME
+from gradwire.serve._joining import Joining
+from gradwire.serve._reconnect import LastingClient
 from gradwire.serve._rules import Rule
 
 CODECS = ("none", "fp16", "bf16", "int8", "onebit")
@@ -88,7 +90,7 @@ class ParameterServer:
     `first` says whether this client's values became the initial ones.
 
     When a server ends, open calls raise TransportError, which names the shard, its host and its
-    process, and so do all later ones: connect anew.
+    process, and so do all later ones: connect anew, or give `connect` seconds to `reconnect`.
     """
 
     def __init__(self, core: _core.ServeClient, table: Table, shards: int, timeout: float) -> None:
@@ -198,6 +200,15 @@ class ParameterServer:
     def stale(self) -> int:
         """The number of refusals of pushes that were too stale."""
         return self._core.stale()
+
+    @property
+    def lost(self) -> int:
+        """The number of pushes that were under way when a server ended, with `reconnect`.
+
+        Each shard applied such a push once, in part (but not with atomic="push"), or not at all.
+        What was not sent yet goes with the next push where this one has `feedback`.
+        """
+        return self._core.lost if isinstance(self._core, LastingClient) else 0
 
     @property
     def shards(self) -> int:
@@ -311,6 +322,7 @@ def connect(
     staleness: Literal["keep", "divide"] = "keep",
     max_staleness: int | None = None,
     timeout: float = 60.0,
+    reconnect: float | None = None,
 ) -> ParameterServer:
     """Connects to a parameter server; at any time, also anew.
 
@@ -330,16 +342,21 @@ def connect(
     was computed from and it. `max_staleness` refuses pushes above it; what `feedback` keeps of them
     is pushed with the next one. `timeout` limits this and every later call, in seconds.
 
+    With `reconnect`, calls that find a server ended dial all shards again for so many seconds, and
+    go on where a server was started again from its snapshot; what it lost is logged. A push that
+    was under way is not made again: see `ParameterServer.lost`.
+
     Raises RendezvousError, which names the shard that cannot be reached, and InvalidArgument.
     """
     table = Table(like)
     arguments.instance(rule, "rule", Rule, "a rule such as gradwire.serve.Adagrad(lr=0.02)")
     limit = arguments.seconds(timeout)
+    lasting = None if reconnect is None else arguments.seconds(reconnect, "reconnect")
     deadline = Deadline(limit)
     found = _directory.service(name, store, secret)
     offered = choose_transports(transports)
     with _directory.opened(found, deadline) as directory:
-        job = directory.job(deadline)
+        directory.job(deadline)  # so that servers are there
         shards = directory.find(0, deadline).shards
         text = _core.serve_table(
             table.describe(),
@@ -350,19 +367,14 @@ def connect(
             _one_of(staleness, "staleness", ("keep", "divide")) == "divide",
             None if max_staleness is None else _whole(max_staleness),
         )
-        label, number = _identity(directory, replica)
-
-        def introduce(transport: str) -> Introduction:
-            return Introduction(number, label, transport)
-
-        channels = [
-            _channels.connect(directory, job, shard, introduce, offered, deadline)
-            for shard in range(shards)
-        ]
-        core = _core.ServeClient(text, number, channels)
+        named, label = _identity(directory, replica)
+        joining = Joining(found, text, shards, named, label, offered)
+        joined = joining.join(directory, deadline)
+        core = joined.core
+        if lasting is not None:  # which has the same methods
+            core = cast(_core.ServeClient, LastingClient(joined, joining.join_again, lasting))
         client = ParameterServer(core, table, shards, limit)
         try:
-            core.wait(core.join(deadline.left), math.inf)
             with directory.first_alone(shards, deadline):
                 values = core.set(_memory(table.initial), deadline.left, table.initial)
                 core.wait(values, math.inf)
@@ -379,8 +391,8 @@ def read_statistics(text: str) -> dict[str, Any]:
     return found
 
 
-def _identity(directory: _directory.Directory, replica: str | None) -> tuple[str, int]:
-    """The name of this client in messages, and its number."""
+def _identity(directory: _directory.Directory, replica: str | None) -> tuple[str, str]:
+    """The name of this client, and its name in messages."""
     name = replica
     if name is None and "RANK" in os.environ:
         name = f"replica {os.environ['RANK']}"
@@ -389,7 +401,7 @@ def _identity(directory: _directory.Directory, replica: str | None) -> tuple[str
     label = f"{arguments.text(name, 'replica')} ({process_name()})"
     if len(label) > MAX_NAME or not label.isprintable():
         raise InvalidArgument(f"replica={name[:MAX_NAME]!r} is too long, or not printable")
-    return label, directory.number(name)
+    return name, label
 
 
 def _operands(given: Arrays, what: str) -> list[Operand]:

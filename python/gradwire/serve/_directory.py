@@ -102,10 +102,17 @@ class Directory:
             raise RendezvousError(f"shard {shard} says that there are {shards!r} shards")
         return ShardAddress(shards, address)
 
-    def number(self, client: str) -> int:
-        """A client's number: a later incarnation of one name has a larger one in 16 bits."""
+    def number(self, client: str, previous: int = 0) -> int:
+        """A client's number: a later incarnation of one name has a larger one in 16 bits.
+
+        It is larger than `previous`, too, which may be from another store.
+        """
         name = int.from_bytes(hashlib.sha256(client.encode()).digest()[:6], "little")
-        incarnation = self._store.add(f"{self._prefix}/incarnation/{client}")
+        key = f"{self._prefix}/incarnation/{client}"
+        incarnation = self._store.add(key)
+        least = previous % _INCARNATIONS + 1
+        if incarnation < least:
+            incarnation = self._store.add(key, least - incarnation)
         return name << 16 | incarnation % _INCARNATIONS
 
     def count_client(self) -> int:
@@ -144,6 +151,10 @@ class Directory:
             pattern=environment.text("GRADWIRE_SOCKET_IFNAME"),
             several_hosts=source is not None and not is_loopback(source),
         )
+
+    def store_is_gone(self) -> bool:
+        """Whether the process that hosts the store has ended."""
+        return self._store.gone()
 
     def close(self) -> None:
         """Closes the connection; what was published stays."""

@@ -74,19 +74,18 @@ class Server:
         deadline = Deadline(arguments.seconds(timeout))
         with contextlib.ExitStack() as undo:
             self.store = self._host_store(store, name, secret, undo)
-            found = service(name, self.store, secret)
-            directory = Directory(found, deadline)
-            undo.callback(directory.close)
+            self._service = service(name, self.store, secret)
+            self._directory = directory = Directory(self._service, deadline)
+            undo.callback(lambda: self._directory.close())
             self._cores = {shard: self._make(shard) for shard in self.only}
             for core in self._cores.values():
                 undo.callback(core.stop)
             job = directory.publish_secret()
             offered = choose_transports(transports)
-            door = Door(job, offered, directory.interface(), self._cores)
+            self._door = door = Door(job, offered, directory.interface(), self._cores)
             undo.callback(door.close)
             door.open()
-            for shard in self.only:
-                directory.publish(shard, self.shards, door.address)
+            self._publish(directory)
             self._writer = threading.Thread(target=self._write_snapshots, daemon=True)
             self._writer.start()
             self._undo = undo.pop_all()
@@ -153,6 +152,22 @@ class Server:
             state.table, shard, state.version, state.steps, list(state.slots.items())
         )
 
+    def _publish(self, directory: Directory) -> None:
+        for shard in self.only:
+            directory.publish(shard, self.shards, self._door.address)
+
+    def _follow_store(self) -> None:
+        """Tells a new store where the shards are, where the old one's process has ended."""
+        if not self._directory.store_is_gone():
+            return
+        with contextlib.suppress(Error, OSError):  # it is not there yet
+            directory = Directory(self._service, Deadline(_TICK_SECONDS))
+            self._door.use_secret(directory.publish_secret().secret)
+            self._publish(directory)
+            self._directory.close()
+            self._directory = directory
+            _log.warning("the store at %s is a new one: told it where shards are", self.store)
+
     def _path(self, shard: int) -> Path | None:
         if self._folder is None:
             return None
@@ -171,6 +186,7 @@ class Server:
                 ticket = core.snapshot_wanted(_TICK_SECONDS / len(self._cores))
                 if ticket is not None:
                     core.snapshot_written(ticket, self._write(shard))
+            self._follow_store()
             if due.passed:
                 self._write_all()
                 due = Deadline(self._every)

@@ -60,6 +60,7 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         replica: str | None = None,
         secret: bytes | str | None = None,
         timeout: float = 60.0,
+        reconnect: float | None = None,
     ) -> None:
         """Connects to the servers and fetches their values, or brings them the first ones.
 
@@ -129,6 +130,7 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
             staleness=staleness,
             max_staleness=max_staleness,
             timeout=timeout,
+            reconnect=reconnect,
         )
         if not self._server.first:
             self._await_warm_start(warm_start, Deadline(timeout).seconds)

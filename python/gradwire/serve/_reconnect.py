@@ -1,0 +1,229 @@
+"""A client of the core that is made anew when a server ends, and goes on where that one was."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from gradwire import _core
+from gradwire._base.deadline import Deadline
+from gradwire._errors import Error, RendezvousError, Timeout, TransportError
+
+_NO_VERSION = _core.SERVE_NO_VERSION
+_RETRY_SECONDS = 0.05
+
+_log = logging.getLogger("gradwire")
+
+
+class Dialled(NamedTuple):
+    """A client that has joined all shards, its number, and the version that each shard is at."""
+
+    core: _core.ServeClient
+    number: int
+    versions: list[int]
+
+
+Dial = Callable[[Deadline, int], Dialled]  # takes the number of the client before
+
+
+class LastingCall:
+    """A call of a `LastingClient`, as the core's."""
+
+    def __init__(
+        self,
+        core: _core.ServeClient,
+        call: _core.ServeCall,
+        again: Callable[[_core.ServeClient], _core.ServeCall] | None,
+    ) -> None:
+        """`again` makes the call of another client; None: it may be made once."""
+        self.core, self.call, self.again = core, call, again
+        self.lost: list[int] | None = None  # what the shards went on from without it
+
+    def done(self) -> bool:
+        return self.call.done()
+
+    def texts(self) -> list[str]:
+        return self.call.texts()
+
+    def versions(self) -> list[int]:
+        return self.call.versions() if self.lost is None else self.lost
+
+    def refusals(self) -> int:
+        return 0 if self.lost is not None else self.call.refusals()
+
+    def copied(self) -> bool:
+        return self.call.copied()
+
+
+class LastingClient:
+    """Has the methods of `_core.ServeClient`, of which it makes a new one when a server ends.
+
+    Whoever calls first finds the end out, and dials; others wait meanwhile. Pulls and questions are
+    made again. A push that was under way is not, as shards may have applied it: it is counted as
+    lost, but for what was not sent, which is in the residuals where the push has error feedback.
+    """
+
+    def __init__(self, first: Dialled, dial: Dial, seconds: float) -> None:
+        self._core, self._number, self._dial, self._seconds = (
+            first.core,
+            first.number,
+            dial,
+            seconds,
+        )
+        self._lock = threading.Lock()  # guards what follows, and is held while it dials
+        self._known = [0] * len(first.versions)  # the last versions that the shards told
+        self._begun_at: list[int] = []  # those that this client goes on from
+        self._limit: Deadline | None = None  # while it dials
+        self._failure: TransportError | None = None
+        self._closed = False
+        self._merged = self._stale = 0
+        self.lost = 0  # pushes
+
+    def join(self, timeout: float) -> LastingCall:
+        return self._begin(lambda core: core.join(timeout))
+
+    def set(self, values: Any, timeout: float, memory: object) -> LastingCall:
+        return self._begin(lambda core: core.set(values, timeout, memory))
+
+    def push(
+        self,
+        gradients: Any,
+        codec: Any,
+        feedback: Any,
+        rate: float,
+        strict: bool,
+        timeout: float,
+        memory: object,
+        versions: Sequence[int] = (),
+    ) -> LastingCall:
+        def begin(core: _core.ServeClient) -> _core.ServeCall:
+            of = list(versions) or self._versions_of(core)
+            return core.push(gradients, codec, feedback, rate, strict, timeout, memory, of)
+
+        return self._begin(begin, once=True)
+
+    def pull(self, values: Any, codec: str, timeout: float, memory: object) -> LastingCall:
+        return self._begin(lambda core: core.pull(values, codec, timeout, memory))
+
+    def ask(self, what: str, version: int, timeout: float) -> LastingCall:
+        return self._begin(lambda core: core.ask(what, version, timeout))
+
+    def wait(self, call: LastingCall, seconds: float) -> bool:
+        limit = Deadline(seconds)
+        while call.lost is None:
+            core = call.core
+            try:
+                if not core.wait(call.call, limit.remaining):
+                    return False
+            except TransportError as error:
+                if not self._renew(core, error, limit):
+                    return False
+                self._make_again(call)
+            else:
+                self._note(call.call.versions())
+                return True
+        return True
+
+    def versions(self) -> list[int]:
+        return self._core.versions()
+
+    def merged(self) -> int:
+        return self._merged + self._core.merged()
+
+    def stale(self) -> int:
+        return self._stale + self._core.stale()
+
+    def close(self, timeout: float) -> None:
+        self._closed = True  # which ends a dialling
+        with self._lock:
+            self._core.close(timeout)
+
+    def _begin(
+        self, begin: Callable[[_core.ServeClient], _core.ServeCall], *, once: bool = False
+    ) -> LastingCall:
+        while True:
+            core = self._core
+            try:
+                return LastingCall(core, begin(core), None if once else begin)
+            except TransportError as error:
+                self._renew(core, error, Deadline(self._seconds))
+
+    def _make_again(self, call: LastingCall) -> None:
+        if call.again is None:
+            with self._lock:
+                self.lost += 1
+                call.lost = list(self._begun_at)
+            return
+        made = self._begin(call.again)
+        call.core, call.call = made.core, made.call
+
+    def _versions_of(self, core: _core.ServeClient) -> list[int]:
+        """Of the values that were pulled last, be it before the end of a server."""
+        pulled = core.versions()
+        if not self._begun_at or _NO_VERSION not in pulled:
+            return []
+        pairs = zip(pulled, self._begun_at, strict=True)
+        return [before if now == _NO_VERSION else now for now, before in pairs]
+
+    def _note(self, versions: list[int]) -> None:
+        with self._lock:
+            pairs = zip(self._known, versions, strict=True)
+            self._known = [known if new == _NO_VERSION else max(known, new) for known, new in pairs]
+
+    def _renew(self, core: _core.ServeClient, error: TransportError, within: Deadline) -> bool:
+        """Makes a new client in the place of `core`; returns whether there is one in time.
+
+        Raises TransportError when the shards could not be reached for too long.
+        """
+        with self._lock:
+            if self._core is not core:
+                return True
+            if self._failure is not None:
+                raise self._failure
+            if self._closed:
+                raise error
+            if self._limit is None:
+                _log.warning("%s; dialling for %g s at most", error, self._seconds)
+                core.close(0.0)  # so that what it did not send is in the residuals
+                self._limit = Deadline(self._seconds)
+            try:
+                dialled = self._dial_until(within)
+            except (Error, OSError) as last:
+                if not self._limit.passed and not self._closed and _may_pass(last):
+                    return False
+                self._failure = TransportError(
+                    f"{error}; it was dialled for {self._seconds:g} s: {last}"
+                )
+                raise self._failure from last
+            self._take(dialled)
+            return True
+
+    def _dial_until(self, within: Deadline) -> Dialled:
+        assert self._limit is not None
+        deadline = self._limit.within(within.remaining)
+        pause = threading.Event()
+        while True:
+            try:
+                return self._dial(deadline, self._number)
+            except (Error, OSError) as error:
+                if deadline.passed or self._closed or not _may_pass(error):
+                    raise
+            pause.wait(_RETRY_SECONDS)
+
+    def _take(self, dialled: Dialled) -> None:
+        for shard, (was, now) in enumerate(zip(self._known, dialled.versions, strict=True)):
+            if now < was:
+                _log.warning("shard %d is at version %d, was at %d", shard, now, was)
+        _log.warning("reached all shards again")
+        self._merged += self._core.merged()
+        self._stale += self._core.stale()
+        self._core, self._number = dialled.core, dialled.number
+        self._known, self._begun_at = list(dialled.versions), list(dialled.versions)
+        self._limit = None
+
+
+def _may_pass(error: Error | OSError) -> bool:
+    """Whether it is of a server that is not there, and may come."""
+    return isinstance(error, (TransportError, RendezvousError, Timeout, OSError))

@@ -1,0 +1,186 @@
+"""Clients that outlive their servers: `gradwire.serve.connect(reconnect=...)`."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+from gradwire import serve
+
+SIZE = 1000  # elements, of two shards
+MANY = 4_000_000
+
+
+def full(value: float, size: int = SIZE) -> list[np.ndarray]:
+    return [np.full(size, value, np.float32)]
+
+
+class Servers:
+    """Two shards, each of a server of its own, that can be ended and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.store = "tcp://127.0.0.1:0"
+        self._servers: dict[int, serve.Server] = {}
+        self.start(0)
+        self.store = self._servers[0].store
+        self.start(1)
+
+    def start(self, shard: int) -> None:
+        self._servers[shard] = serve.Server(
+            2, only=[shard], store=self.store, snapshot=self._folder, timeout=30
+        )
+
+    def stop(self, shard: int) -> None:
+        self._servers.pop(shard).stop()
+
+    def path(self, shard: int) -> Path:
+        return self._folder / f"shard-{shard}-of-2.gradwire"
+
+    def end(self) -> None:
+        for shard in sorted(self._servers, reverse=True):
+            self.stop(shard)
+
+
+@pytest.fixture
+def servers(tmp_path: Path, stack: ExitStack) -> Servers:
+    made = Servers(tmp_path / "snapshots")
+    stack.callback(made.end)
+    return made
+
+
+@pytest.fixture
+def connect(servers: Servers, stack: ExitStack) -> Callable[..., serve.ParameterServer]:
+    def make(like: Any, reconnect: float | None) -> serve.ParameterServer:
+        return stack.enter_context(
+            serve.connect(
+                like, serve.SGD(lr=1.0), store=servers.store, timeout=30, reconnect=reconnect
+            )
+        )
+
+    return make
+
+
+Connect = Callable[..., serve.ParameterServer]
+
+
+def beside(*actions: Callable[[], object]) -> threading.Thread:
+    """Does something in another thread."""
+    thread = threading.Thread(target=lambda: [each() for each in actions])
+    thread.start()
+    return thread
+
+
+def test_a_client_goes_on_and_says_what_was_lost(
+    servers: Servers, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ps, found = connect(full(0), 30.0), full(9)
+    ps.push(full(1))
+    ps.checkpoint()
+    shutil.copy(servers.path(1), tmp_path / "older")
+    ps.push(full(1))
+    servers.stop(1)
+    shutil.copy(tmp_path / "older", servers.path(1))
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        thread = beside(lambda: servers.start(1))
+        ps.stats()  # which finds out, so that nothing of the next push is under way
+        thread.join()
+    ps.push(full(1))
+    assert "shard 1 is at version 1, was at 2" in caplog.text
+    ps.pull(found)
+    assert set(found[0][:400].tolist()) == {-3.0}
+    assert set(found[0][-400:].tolist()) == {-2.0}
+    assert ps.versions == [3, 2]
+
+
+def test_the_server_that_hosts_the_store_may_come_back(servers: Servers, connect: Connect) -> None:
+    ps, found = connect(full(0), 30.0), full(9)
+    ps.push(full(1))
+    servers.stop(0)
+    thread = beside(lambda: servers.start(0))
+    ps.pull(found)
+    thread.join()
+    assert set(found[0].tolist()) == {-1.0}
+    other = connect(full(0), None)  # which finds both shards at the new store
+    other.push(full(1))
+    ps.pull(found)
+    assert set(found[0].tolist()) == {-2.0}
+
+
+def test_a_pull_under_way_is_made_again(servers: Servers, connect: Connect) -> None:
+    ps, found = connect(full(5), 30.0), full(9)
+    pending = ps.pull(found, async_op=True)
+    assert pending is not None
+    servers.stop(1)
+    thread = beside(lambda: servers.start(1))
+    assert pending.wait() == [0, 0]
+    thread.join()
+    assert set(found[0].tolist()) == {5.0}
+
+
+def test_without_reconnect_the_end_is_an_error(servers: Servers, connect: Connect) -> None:
+    ps = connect(full(5), None)
+    servers.stop(1)
+    for _ in range(2):
+        with pytest.raises(gradwire.TransportError, match=r"^shard 1 \("):
+            ps.pull(full(0))
+
+
+def test_who_dials_in_vain_says_so(servers: Servers, connect: Connect) -> None:
+    ps = connect(full(5), 0.3)
+    servers.stop(1)
+    for _ in range(2):
+        with pytest.raises(gradwire.TransportError, match=r"^shard 1 \(.*dialled for 0\.3 s"):
+            ps.pull(full(0))
+
+
+def test_a_shard_without_its_values_is_no_end_of_dialling(
+    servers: Servers, connect: Connect
+) -> None:
+    ps = connect(full(5), 30.0)
+    servers.stop(1)
+    servers.path(1).unlink()
+    servers.start(1)
+    with pytest.raises(gradwire.TransportError, match="shard 1 was started again without values"):
+        ps.pull(full(0))
+
+
+def test_a_push_under_way_is_made_once_at_most(
+    servers: Servers, connect: Connect, tmp_path: Path
+) -> None:
+    feedback, found = gradwire.ErrorFeedback(), full(0, MANY)
+    ps = connect(full(0, MANY), 60.0)
+    ps.checkpoint()
+    servers.stop(1)
+    command = [sys.executable, "-m", "gradwire", "serve", "--shards", "2", "--only", "1"]
+    command += ["--store", servers.store, "--snapshot", str(servers.path(1).parent)]
+    with subprocess.Popen(command) as child:
+        try:
+            ps.pull(found)
+            child.send_signal(signal.SIGSTOP)
+            pending = ps.push(full(1, MANY), feedback=feedback, async_op=True)
+            assert pending is not None
+        finally:
+            child.kill()
+    thread = beside(lambda: servers.start(1))
+    pending.wait()
+    thread.join()
+    ps.pull(found)
+    pushed = feedback.residual("0") - found[0]
+    assert ps.lost == 1
+    half = MANY // 2
+    assert (pushed[:half] == 1).all()
+    # What was sent to a server that was killed is lost, and no more than its window.
+    assert set(pushed[half:].tolist()) <= {0.0, 1.0}
+    assert (pushed[half:] == 1).mean() > 0.5
