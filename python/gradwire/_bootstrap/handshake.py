@@ -260,7 +260,7 @@ class Authenticator:
         return admitted
 
     def use_secret(self, secret: bytes) -> None:
-        """From now on asks for this secret; any thread may call it."""
+        """Asks for this secret from now on; any thread may call it."""
         self._secret = secret
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class Door:
         self._thread.start()
 
     def use_secret(self, secret: bytes) -> None:
-        """From now on admits those that know this secret of the job."""
+        """Admits those that know this secret of the job from now on."""
         self._authenticator.use_secret(secret)
 
     def close(self) -> None:

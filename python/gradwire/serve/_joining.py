@@ -1,4 +1,4 @@
-"""How a client joins all shards, the first time and again."""
+"""Joining: how a client joins all shards, the first time and again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GOODBYE_SECONDS = 1.0  # for a client that could not join
 
 @dataclass(frozen=True)
 class Joining:
-    """All that a client needs to join, at any time."""
+    """Everything that a client needs to join, at any time."""
 
     service: _directory.Service
     table: str  # the core's text

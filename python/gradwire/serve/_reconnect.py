@@ -58,7 +58,7 @@ class LastingCall:
 
 
 class LastingClient:
-    """Has the methods of `_core.ServeClient`, of which it makes a new one when a server ends.
+    """Stands for a `_core.ServeClient`, of which it makes a new one when a server ends.
 
     Whoever calls first finds the end out, and dials; others wait meanwhile. Pulls and questions are
     made again. A push that was under way is not, as shards may have applied it: it is counted as
@@ -160,7 +160,7 @@ class LastingClient:
         call.core, call.call = made.core, made.call
 
     def _versions_of(self, core: _core.ServeClient) -> list[int]:
-        """Of the values that were pulled last, be it before the end of a server."""
+        """Versions of the values that were pulled last, be it before the end of a server."""
         pulled = core.versions()
         if not self._begun_at or _NO_VERSION not in pulled:
             return []
