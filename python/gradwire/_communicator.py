@@ -91,8 +91,8 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
       sum; `postscale` may not. Residuals have the scale of the prescaled input;
     - ``feedback`` of those that reduce: the `ErrorFeedback` that keeps what the codec loses, under
       ``key``, or under ``keys=[(name, count), ...]`` that lie end to end over the arrays. A biased
-      codec needs it, or ``feedback=False``. With NaN or Inf on any rank no residual changes, and
-      every result shows it.
+      codec needs it, or ``feedback=False``. reduce, reduce_scatter and ``lowrank`` need it on all
+      ranks or on none. With NaN or Inf on any rank no residual changes, and every result shows it.
 
     all_reduce, reduce, reduce_scatter, broadcast and all_gather also take ``check``, for arrays on
     the CPU. With None, ranks compare shapes in the first call that has them (all_gather does not);

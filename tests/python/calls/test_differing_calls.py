@@ -392,3 +392,45 @@ def test_a_shape_that_one_rank_knows_is_new_to_the_other() -> None:
         comm.all_reduce(np.zeros((3, 2) if comm.rank else (2, 3), np.float32))
 
     check_refused(outcomes(2, body), "of shape (3, 2)")
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "algorithm"),
+    [
+        ("reduce", "int8", "auto"),
+        ("reduce", "topk", "gather"),
+        ("reduce_scatter", "bf16", "auto"),
+        ("reduce_scatter", "none", "auto"),
+        ("all_reduce", "lowrank", "auto"),
+    ],
+)
+def test_ranks_that_feed_back_beside_others_are_told(name: str, codec: str, algorithm: str) -> None:
+    """Rank 0 makes no other call, and would not come to the vote of rank 1."""
+
+    def body(comm: Communicator) -> None:
+        feedback: dict[str, Any] = {"feedback": False}
+        if comm.rank == 1:
+            feedback = {"feedback": gradwire.ErrorFeedback(), "key": "w"}
+        x = np.ones((32, 64), np.float32)
+        getattr(comm, name)(x, codec=codec, algorithm=algorithm, **feedback)
+        comm.recv(np.empty(1), 1)
+
+    check_refused(
+        outcomes(2, body), "call 0", f"codec={codec} with error feedback", "rank 0 called"
+    )
+
+
+def test_all_reduce_feeds_back_where_a_rank_wants_it() -> None:
+    """Each rank's residual is its own affair there."""
+
+    def body(comm: Communicator) -> float:
+        feedback: dict[str, Any] = {"feedback": False}
+        if comm.rank == 1:
+            feedback = {"feedback": gradwire.ErrorFeedback(), "key": "w"}
+        x = np.linspace(0, 1, 100, dtype=np.float32)
+        for _ in range(2):
+            y = comm.all_reduce(x.copy(), codec="onebit", **feedback)
+        return float(y.sum())
+
+    first, second = run(2, body)
+    assert first == second

@@ -12,6 +12,17 @@
 
 namespace gradwire::exec {
 
+namespace {
+
+// Returns whether the ranks must all feed back or none: those that do have a phase more, or factor
+// with what they remember. Elsewhere each rank may keep what it has not delivered, or not.
+bool feeds_back_together(const Request& request) {
+  const bool factors = request.codec && request.codec->combine() == codec::Combine::kCompound;
+  return request.feedback && (factors || request.collective != Collective::kAllReduce);
+}
+
+}  // namespace
+
 void CompoundCollective::bind(const Request& request, Rank rank, int size) {
   if (request.feedback) transaction_.open(*request.feedback, request.keys);
   original_ = request;
@@ -21,6 +32,7 @@ void CompoundCollective::bind(const Request& request, Rank rank, int size) {
   original_.algorithm = algorithm_;
   extent_counts(request, rank, size, counts_);
   take_label(request);
+  original_.codec_label = codec_label_;
   const auto keep = [](auto& kept, auto& span) {
     kept.assign(span.begin(), span.end());
     span = kept;
@@ -54,11 +66,15 @@ void CompoundCollective::take_label(const Request& request) {
       .number(static_cast<std::uint64_t>(spec.op));
   all.number(static_cast<std::uint64_t>(spec.root)).number(counts.digest());
   all.bytes(request.codec_label.data(), request.codec_label.size());
+  const bool feeds_back = feeds_back_together(request);
+  all.number(feeds_back ? 1 : 0);
   if (!label_.empty() && all.digest() == labelled_digest_ && request.codec == labelled_) return;
   spec.counts = counts_;
   spec.algorithm = "auto";
   spec.codec = request.codec_label;
   if (spec.codec.empty()) spec.codec = request.codec ? request.codec->name() : "none";
+  if (feeds_back) spec.codec += " with error feedback";
+  codec_label_ = spec.codec;
   label_ = spec.codec + ", for " + spec.to_string();
   labelled_digest_ = all.digest();
   labelled_ = request.codec;

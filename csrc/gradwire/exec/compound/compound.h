@@ -76,7 +76,7 @@ class CompoundCollective {
   Request original_;
   Rank rank_ = 0;
   int size_ = 1;
-  std::string algorithm_, label_;
+  std::string algorithm_, codec_label_, label_;
   std::shared_ptr<const codec::Codec> labelled_;  // what label_ was made for
   std::uint64_t labelled_digest_ = 0;
   std::vector<std::uint64_t> counts_;
