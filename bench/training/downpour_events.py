@@ -1,0 +1,227 @@
+"""Downpour SGD in virtual time: real gradients, codecs and servers, in an order that a clock gives.
+
+A replica's gradient lasts its time. Its push and the values that it pulls then occupy the network
+cards of all servers, one after another in each direction, and the servers' processors. All waiting
+is virtual, so that 64 replicas run in one process, and other work on the machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import gradwire
+import torch
+from gradwire import serve
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from bench.training import images
+
+SHARDS = 2
+POINTS = 30  # of a curve
+_JITTER = 0.1  # a gradient's time varies by so much to both sides
+
+
+class Plan(NamedTuple):
+    """One run."""
+
+    rule: serve.Rule
+    replicas: int
+    warm_start: int = 0
+    push_codec: str = "none"
+    pull_codec: str = "none"
+    staleness: str = "keep"
+    slow: float = 1.0  # times a gradient of the last replica
+
+
+class Network(NamedTuple):
+    """The servers' cards, and what a push and a pull cost a server beside them."""
+
+    bytes_per_second: float  # of a card, in each direction
+    latency: float  # seconds, of a message
+    serving: float  # seconds of all servers' processors for a push and a pull
+
+
+class Task(NamedTuple):
+    """What is trained, with batches of `batch` images."""
+
+    data: images.Images
+    network: Callable[[int], nn.Module]  # of a seed
+    batch: int
+    gradient: float  # seconds
+
+
+def train(task: Task, plan: Plan, network: Network, seed: int, total: int) -> dict[str, Any]:
+    """Trains until `total` gradients are pushed; accuracy over virtual seconds, and staleness."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serve.Server(SHARDS))
+        run = _Run(task, plan, network, seed, total, server, stack)
+        run.go()
+        return {"curve": run.curve, "staleness": run.watcher.stats()[0]["mean_staleness"]}
+
+
+def measure_serving(task: Task, plan: Plan) -> float:
+    """Seconds that a push and a pull take where nobody else does any: the least of 50."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serve.Server(SHARDS))
+        replica = _Replica(0, task, plan, 0, 50, server, stack)
+        times = []
+        for _ in range(50):
+            replica.differentiate()
+            began = time.perf_counter()
+            replica.push()
+            replica.pull()
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+
+def payload_bytes(model: nn.Module, codec: str) -> int:
+    """Bytes of all parameters in a codec."""
+    native = gradwire.codec.get(codec)
+    return sum(len(native.encode(each.detach())) for each in model.parameters())
+
+
+@torch.inference_mode()
+def accuracy(model: nn.Module, data: images.Images) -> float:
+    """The share of test images that the model tells right."""
+    right = model(data.test_images).argmax(1) == data.test_labels
+    return float(right.float().mean())
+
+
+class _Replica:
+    """One client, with its model, its images and its residuals."""
+
+    def __init__(
+        self,
+        rank: int,
+        task: Task,
+        plan: Plan,
+        seed: int,
+        total: int,
+        server: serve.Server,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.rank, self._task, self._plan = rank, task, plan
+        self.model = task.network(seed)
+        self.values = [each.detach() for each in self.model.parameters()]
+        count = len(task.data.train_labels)
+        self._batches: Iterator[torch.Tensor] = iter(
+            images.batches(count, task.batch, rank, plan.replicas, seed, total)
+        )
+        self.ps = stack.enter_context(_connect(self.values, plan, server))
+        self._feedback = gradwire.ErrorFeedback()
+        self.ps.pull(self.values)
+
+    def differentiate(self) -> None:
+        """Computes the gradient of the next batch at the values that it has."""
+        batch, data = next(self._batches), self._task.data
+        self.model.zero_grad()
+        cross_entropy(self.model(data.train_images[batch]), data.train_labels[batch]).backward()
+
+    def push(self) -> None:
+        """Pushes the gradient."""
+        gradients = [each.grad for each in self.model.parameters()]
+        lossy = self._plan.push_codec != "none"
+        feedback = self._feedback if lossy else None
+        self.ps.push(gradients, codec=self._plan.push_codec, feedback=feedback, strict=True)
+
+    def pull(self) -> None:
+        """Takes the servers' values."""
+        self.ps.pull(self.values, codec=self._plan.pull_codec)
+
+
+class _Run:
+    """The clock, what is due, and when the servers' cards and processors are free."""
+
+    def __init__(
+        self,
+        task: Task,
+        plan: Plan,
+        network: Network,
+        seed: int,
+        total: int,
+        server: serve.Server,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._task, self._plan, self._network, self._total = task, plan, network, total
+        self._random = random.Random(seed)
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._number, self._pushed, self._now = 0, 0, 0.0
+        self._free = {"in": 0.0, "out": 0.0, "servers": 0.0}
+        self._replicas = [
+            _Replica(rank, task, plan, seed, total, server, stack) for rank in range(plan.replicas)
+        ]
+        model = self._replicas[0].model
+        self._up = payload_bytes(model, plan.push_codec) / network.bytes_per_second
+        self._down = payload_bytes(model, plan.pull_codec) / network.bytes_per_second
+        self._shown = task.network(seed)
+        values = [each.detach() for each in self._shown.parameters()]
+        self.watcher = stack.enter_context(_connect(values, plan, server))
+        self._values = values
+        self.curve: list[list[float]] = []
+
+    def go(self) -> None:
+        """Runs until enough is pushed; the replicas but the first one wait for the warm start."""
+        self._compute(self._replicas[0])
+        waiting = self._replicas[1:]
+        while self._pushed < self._total:
+            if waiting and self._pushed >= self._plan.warm_start:
+                for each in waiting:
+                    self._ask(each)
+                waiting = []
+            self._now, _, action = heapq.heappop(self._due)
+            action()
+
+    def _compute(self, replica: _Replica) -> None:
+        slow = self._plan.slow if replica.rank == self._plan.replicas - 1 else 1.0
+        spread = 1 + _JITTER * self._random.uniform(-1, 1)
+        replica.differentiate()
+        self._at(self._now + self._task.gradient * slow * spread, lambda: self._send(replica))
+
+    def _send(self, replica: _Replica) -> None:
+        self._at(self._through("in", self._up), lambda: self._serve(replica))
+
+    def _serve(self, replica: _Replica) -> None:
+        """The servers apply the push, and answer the pull that came with it."""
+        done = max(self._now, self._free["servers"]) + self._network.serving
+        self._free["servers"] = done
+        self._at(done, lambda: self._apply(replica))
+
+    def _apply(self, replica: _Replica) -> None:
+        replica.push()
+        self._pushed += 1
+        if self._pushed % max(1, self._total // POINTS) == 0 or self._pushed == self._total:
+            self.watcher.pull(self._values)
+            right = accuracy(self._shown, self._task.data)
+            self.curve.append([self._now, self._pushed, right])
+        self._ask(replica)
+
+    def _ask(self, replica: _Replica) -> None:
+        """A pull reads the values as it is served; they arrive when the cards have sent them."""
+        replica.pull()
+        self._at(self._through("out", self._down), lambda: self._compute(replica))
+
+    def _through(self, way: str, seconds: float) -> float:
+        """When a message arrives: each of the servers' cards has its share, a replica's all."""
+        sent = max(self._now, self._free[way]) + seconds / SHARDS
+        self._free[way] = sent
+        return max(sent, self._now + seconds) + self._network.latency
+
+    def _at(self, when: float, action: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._due, (when, self._number, action))
+
+
+def _connect(values: list[torch.Tensor], plan: Plan, server: serve.Server) -> serve.ParameterServer:
+    return serve.connect(
+        values,
+        plan.rule,
+        codecs=list(dict.fromkeys(["none", plan.push_codec, plan.pull_codec])),
+        store=server.store,
+        staleness=plan.staleness,  # type: ignore[arg-type]
+    )

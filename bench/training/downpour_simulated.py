@@ -1,0 +1,161 @@
+"""How Downpour SGD scales to 16 and 64 replicas, and over a thin link, in virtual time.
+
+    python -m bench.training.downpour_simulated            # 30 minutes
+    python -m bench.training.downpour_simulated --quick    # one seed, a third of the images
+
+Gradients, codecs and servers are real, their order is that of virtual clocks (downpour_events):
+a gradient lasts 10 ms, and what a push and a pull cost a server is measured first. So other work
+on the machine makes this take longer, and changes that one cost only. Two tasks: 784-32-10 on
+Fashion-MNIST, and a small CNN on scikit-learn's digits.
+
+Writes bench/results/simulated-downpour-DATE.json, .md and .png; `--picture` draws into another
+file too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from gradwire import serve
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from bench.common import result_files
+from bench.common.machine import OtherLoad
+from bench.common.result_files import RESULTS
+from bench.training import downpour_events, downpour_simulated_report, images
+from bench.training.downpour_events import Network, Plan, Task
+from bench.training.downpour_replica import BATCH, network
+from bench.training.downpour_simulated_report import LINKS, REPLICAS, TASKS, WAYS, Way
+
+_LATENCY = 100e-6
+_NO_LINK = 1e12  # bytes a second, where the network costs nothing
+
+
+def main() -> int:
+    """Trains every task in every way with every number of replicas, link and seed."""
+    options = _parse()
+    torch.set_num_threads(1)
+    os.environ.setdefault("GRADWIRE_LOG_LEVEL", "error")
+    load = OtherLoad()
+    tasks = dict(zip(TASKS, (_images(options), _digits(options)), strict=True))
+    passes = dict(zip(TASKS, (options.passes, 10 * options.passes), strict=True))
+    serving = {
+        name: downpour_events.measure_serving(task, Plan(serve.Adagrad(lr=0.02), 1))
+        for name, task in tasks.items()
+    }
+    runs = []
+    for name, way, replicas, link, seed in tqdm(_cases(options), unit="run"):
+        task = tasks[name]
+        total = int(passes[name] * len(task.data.train_labels) / task.batch)
+        total -= total % replicas
+        rate = LINKS[link] or _NO_LINK
+        place = Network(rate, _LATENCY, serving[name])
+        found = _train(task, way, replicas, place, seed, total)
+        head = {"task": name, "way": way.name, "replicas": replicas, "link": link, "seed": seed}
+        runs.append({**head, "gradients": total, **found})
+    found = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": load.describe(),
+        "command": " ".join(["-m bench.training.downpour_simulated", *sys.argv[1:]]),
+        "gradient_seconds": options.gradient_ms / 1e3,
+        "serving_seconds": serving,
+        "runs": runs,
+    }
+    stem = options.output or RESULTS / f"simulated-downpour-{datetime.date.today().isoformat()}"
+    document = downpour_simulated_report.document(found, stem.name)
+    result_files.save(stem, found, document)
+    picture = result_files.beside(stem, ".png")
+    downpour_simulated_report.draw(found, picture)
+    if options.picture is not None:
+        shutil.copyfile(picture, options.picture)
+    print(document)
+    return 0
+
+
+def _cases(options: argparse.Namespace) -> list[tuple[str, Way, int, str, int]]:
+    """All numbers of replicas on a network that costs nothing, and the smallest over links."""
+    return [
+        (task, way, replicas, link, seed)
+        for task in TASKS
+        for link in LINKS
+        for replicas in (REPLICAS if LINKS[link] is None else REPLICAS[:1])
+        for way in WAYS
+        if not (way.synchronous and LINKS[link] is not None)
+        for seed in options.seeds
+    ]
+
+
+def _train(
+    task: Task, way: Way, replicas: int, place: Network, seed: int, total: int
+) -> dict[str, Any]:
+    if way.synchronous:
+        return _synchronous(task, way, replicas, seed, total)
+    plan = Plan(
+        getattr(serve, way.rule)(lr=way.lr),
+        replicas,
+        warm_start=way.warm_start * replicas,
+        push_codec=way.push_codec,
+        pull_codec=way.pull_codec,
+        staleness=way.staleness,
+    )
+    return downpour_events.train(task, plan, place, seed, total)
+
+
+def _synchronous(task: Task, way: Way, replicas: int, seed: int, total: int) -> dict[str, Any]:
+    """As many gradients, averaged over all replicas in each step, without any exchange."""
+    model, steps = task.network(seed), total // replicas
+    rule = {"Adagrad": torch.optim.Adagrad, "SGD": torch.optim.SGD}[way.rule]
+    optimizer = rule(model.parameters(), lr=way.lr)
+    data, count = task.data, len(task.data.train_labels)
+    curve = []
+    for step, batch in enumerate(images.batches(count, task.batch * replicas, 0, 1, seed, steps)):
+        optimizer.zero_grad()
+        cross_entropy(model(data.train_images[batch]), data.train_labels[batch]).backward()
+        optimizer.step()
+        if (step + 1) % max(1, steps // downpour_events.POINTS) == 0 or step + 1 == steps:
+            seconds = (step + 1) * task.gradient
+            right = downpour_events.accuracy(model, data)
+            curve.append([seconds, (step + 1) * replicas, right])
+    return {"curve": curve, "staleness": 0.0}
+
+
+def _images(options: argparse.Namespace) -> Task:
+    data = images.load(options.data)
+    return Task(data, lambda seed: network(seed, data.side), BATCH, options.gradient_ms / 1e3)
+
+
+def _digits(options: argparse.Namespace) -> Task:
+    data = images.load_digits()
+
+    def cnn(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return images.small_cnn(data.side)
+
+    return Task(data, cnn, 8, options.gradient_ms / 1e3)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--passes", type=float, default=3.0, help="through Fashion-MNIST")
+    parser.add_argument("--gradient-ms", type=float, default=10.0)
+    parser.add_argument("--data", type=Path, help="directory of other IDX files")
+    parser.add_argument("--quick", action="store_true", help="--seeds 1 --passes 1")
+    parser.add_argument("--output", type=Path, help="a path without suffix")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png")
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.passes = [1], 1.0
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

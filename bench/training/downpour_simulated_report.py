@@ -1,0 +1,139 @@
+"""The tables and the picture of downpour_simulated.py, from what its json holds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.training.seeds import accuracy
+
+TASKS = ("784-32-10, Fashion-MNIST", "CNN, digits")
+REPLICAS = (4, 16, 64)
+LINKS = {"none": None, "100 Mbit/s": 12.5e6}  # bytes a second of a server's card
+
+Found = Mapping[str, Any]
+
+
+class Way(NamedTuple):
+    """One way to train."""
+
+    name: str
+    rule: str  # a class of gradwire.serve
+    lr: float
+    synchronous: bool = False
+    warm_start: int = 0  # pushes, times the number of replicas
+    push_codec: str = "none"
+    pull_codec: str = "none"
+    staleness: str = "keep"
+
+
+_WARM = Way("Adagrad, warm start", "Adagrad", 0.02, warm_start=50)
+WAYS = (
+    Way("synchronous Adagrad", "Adagrad", 0.02, synchronous=True),
+    _WARM,
+    Way("Adagrad, no warm start", "Adagrad", 0.02),
+    _WARM._replace(name="warm start, onebit up, int8 down", push_codec="onebit", pull_codec="int8"),
+    Way("SGD, rate 0.1", "SGD", 0.1),
+    Way("SGD, rate 0.1 over staleness", "SGD", 0.1, staleness="divide"),
+)
+
+
+def summary(found: Found, task: str, link: str) -> Iterator[str]:
+    """Accuracy and staleness in each way, for each number of replicas."""
+    shown = [r for r in REPLICAS if _runs(found, task, link, r, WAYS[1].name)]
+    yield (
+        "| test accuracy, % (mean staleness) | " + " | ".join(f"{r} replicas" for r in shown) + " |"
+    )
+    yield "|---|" + "---:|" * len(shown)
+    for way in WAYS:
+        cells = [_cell(_runs(found, task, link, replicas, way.name)) for replicas in shown]
+        if any(cells):
+            yield f"| {way.name} | {' | '.join(cells)} |"
+
+
+def thin(found: Found, task: str) -> Iterator[str]:
+    """What a link costs: virtual milliseconds a gradient of all replicas, and accuracy."""
+    yield (
+        f"| {REPLICAS[0]} replicas | "
+        + " | ".join(f"{link}: ms a gradient, %" for link in LINKS)
+        + " |"
+    )
+    yield "|---|" + "---:|" * len(LINKS)
+    for way in WAYS[1:]:
+        cells = []
+        for link in LINKS:
+            runs = _runs(found, task, link, REPLICAS[0], way.name)
+            cells.append(f"{_milliseconds(runs):.2f}, {accuracy(runs)}")
+        yield f"| {way.name} | {' | '.join(cells)} |"
+
+
+def document(found: Found, stem: str) -> str:
+    """The md file, whose picture is called as it is."""
+    seeds = len({each["seed"] for each in found["runs"]})
+    serving = ", ".join(
+        f"{1e3 * cost:.2f} ms ({name})" for name, cost in found["serving_seconds"].items()
+    )
+    lines = [
+        "# Downpour SGD with 4 to 64 replicas, in virtual time",
+        "",
+        f"{found['date']}; {found['machine']}; `python {found['command']}`.",
+        "",
+        f"Gradients, codecs and the two shards are real; {seeds} seeds, means ± standard "
+        f"deviations. Virtual: a gradient lasts {found['gradient_seconds'] * 1e3:g} ms ± 10 %, a "
+        f"push and a pull occupy the servers for {serving}, as measured here, and the servers' "
+        "cards for their bytes. All columns of a table have as many gradients in all. The warm "
+        "start is 50 pushes for each replica, by the first one alone.",
+        "",
+        f"![Test accuracy over virtual seconds]({stem}.png)",
+    ]
+    for task in TASKS:
+        gradients = max(
+            (each["gradients"] for each in found["runs"] if each["task"] == task), default=0
+        )
+        lines += ["", f"## {task}, {gradients:,} gradients", "", *summary(found, task, "none")]
+        lines += ["", *thin(found, task)]
+    return "\n".join(lines) + "\n"
+
+
+def draw(found: Found, path: Path) -> None:
+    """Accuracy over virtual seconds of the first seed, a panel for each number of replicas."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        1, len(REPLICAS), figsize=(12, 4.2), layout="constrained", sharey=True
+    )
+    for panel, replicas in zip(panels, REPLICAS, strict=True):
+        for way in WAYS:
+            runs = _runs(found, TASKS[0], "none", replicas, way.name)
+            if not runs:
+                continue
+            seconds, _, accuracies = zip(*runs[0]["curve"], strict=True)
+            style = "--" if way.synchronous else ":" if way.rule == "SGD" else "-"
+            name = way.name if replicas == REPLICAS[0] else None
+            panel.plot(seconds, [100 * each for each in accuracies], style, label=name)
+        panel.set(title=f"{replicas} replicas", xlabel="virtual seconds")
+        panel.set_ylim(bottom=60)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel(f"test accuracy, {TASKS[0]} (%)")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=110)
+
+
+def _runs(found: Found, task: str, link: str, replicas: int, way: str) -> Sequence[Found]:
+    wanted = {"task": task, "link": link, "replicas": replicas, "way": way}
+    return [each for each in found["runs"] if all(each[key] == wanted[key] for key in wanted)]
+
+
+def _cell(runs: Sequence[Found]) -> str:
+    if not runs:
+        return ""
+    return f"{accuracy(runs)} ({statistics.fmean(each['staleness'] for each in runs):.1f})"
+
+
+def _milliseconds(runs: Sequence[Found]) -> float:
+    return statistics.fmean(1e3 * each["curve"][-1][0] / each["curve"][-1][1] for each in runs)
