@@ -39,6 +39,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "where each rank notes how its program ended; `gradwire run` sets and reads it",
         "nowhere",
     ),
+    "GRADWIRE_SERVERS": (
+        "number of shards of the parameter server that `gradwire run --servers` has started",
+        "none",
+    ),
     "GRADWIRE_TCP_TIMEOUT_SECONDS": (
         "seconds of silence after which a peer's host counts as dead",
         "15",

@@ -10,7 +10,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from gradwire._base import arguments, environment
@@ -77,27 +77,49 @@ def meet(
             job, _exchange_alone, rank=0, size=1, communicator=generation, deadline=deadline
         )
         return make(alone)
+    with _meeting(launch, generation, deadline, given_secret) as met:
+        mesh = connect_mesh(
+            Job(launch.job, met.secret, launch.epoch, _privacy(launch, given_secret)),
+            met.exchange.exchange_addresses,
+            rank=launch.rank,
+            size=launch.size,
+            communicator=generation,
+            deadline=deadline,
+            transports=names,
+            interface=met.interface,
+            raise_if_peer_failed=met.exchange.raise_if_peer_failed,
+            lost_peer_error=lost,
+        )
+        agreed_model.agree(mesh, met.exchange)
+        return make(mesh)
+
+
+class Meeting(NamedTuple):
+    """The secret and the exchange that ranks share in a meeting, until all have left it."""
+
+    exchange: RendezvousExchange
+    secret: bytes  # of the job
+    interface: Choice  # at which the others reach this process
+
+
+def meeting(
+    launch: LaunchInfo, deadline: Deadline, secret: bytes | str | None
+) -> contextlib.AbstractContextManager[Meeting]:
+    """A meeting of the processes of `launch`, without a mesh. Every rank calls it, as `meet`."""
+    return _meeting(launch, _next_generation(launch), deadline, find_secret(secret))
+
+
+@contextlib.contextmanager
+def _meeting(
+    launch: LaunchInfo, generation: int, deadline: Deadline, secret: bytes | None
+) -> Iterator[Meeting]:
     prefix = f"gradwire/{launch.job}/{launch.epoch}/{generation}"
-    with _open_store(launch, given_secret, prefix, deadline) as store:
+    with _open_store(launch, secret, prefix, deadline) as store:
         exchange = RendezvousExchange(store, launch, prefix, deadline)
         rank_0_hosts = launch.rank_0_hosts or _uses_torch_store(launch)
         with exchange.abort_on_failure(hosts_store=rank_0_hosts and launch.rank == 0):
-            agreed = given_secret or exchange.agree_on_secret()
-            interface = _choose_interface(exchange, store.route())
-            mesh = connect_mesh(
-                Job(launch.job, agreed, launch.epoch, _privacy(launch, given_secret)),
-                exchange.exchange_addresses,
-                rank=launch.rank,
-                size=launch.size,
-                communicator=generation,
-                deadline=deadline,
-                transports=names,
-                interface=interface,
-                raise_if_peer_failed=exchange.raise_if_peer_failed,
-                lost_peer_error=lost,
-            )
-            agreed_model.agree(mesh, exchange)
-            return make(mesh)
+            agreed = secret or exchange.agree_on_secret()
+            yield Meeting(exchange, agreed, _choose_interface(exchange, store.route()))
 
 
 def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:

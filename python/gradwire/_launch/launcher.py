@@ -62,6 +62,7 @@ def run(argv: Sequence[str]) -> int:
         "GRADWIRE_EXIT_FILE": f"/proc/{os.getpid()}/fd/{notes}",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **({"GRADWIRE_LINK": options.link} if options.link else {}),
+        **({"GRADWIRE_SERVERS": str(options.servers)} if options.servers else {}),
     }
     with os.fdopen(notes, "rb"), StoreServer(store, job, secret.encode()):
         environment = {**os.environ, **common}

@@ -9,6 +9,7 @@ come and go.
 """
 
 from gradwire.serve._client import ParameterServer, Pending, connect
+from gradwire.serve._roles import Replica, role
 from gradwire.serve._rules import SGD, Adagrad, Adam, Momentum, Rule
 from gradwire.serve._server import Server
 from gradwire.serve._vectors import (
@@ -41,7 +42,9 @@ __all__ = [
     "Names",
     "ParameterServer",
     "Pending",
+    "Replica",
     "Rule",
     "Server",
     "connect",
+    "role",
 ]

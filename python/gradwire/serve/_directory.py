@@ -44,9 +44,22 @@ class Service(NamedTuple):
     secret: bytes | None = None  # of the job; None: one is made, and kept in the store
 
 
+_found: dict[str, Service] = {}  # those of this launch, by name
+
+
+def found(service: Service) -> None:
+    """Makes a service the one of its name where no store is given."""
+    _found[service.name] = service
+
+
 def service(name: str, store: str | None, secret: bytes | str | None) -> Service:
-    """The service of these names, which default to the environment's; raises InvalidArgument."""
+    """The service of these names, which default to the environment's; raises InvalidArgument.
+
+    Servers that `role` has started go before the environment.
+    """
     arguments.text(name, "name")
+    if store is None and secret is None and name in _found:
+        return _found[name]
     where = store if store is not None else environment.text("GRADWIRE_STORE")
     if where is None:
         raise InvalidArgument(

@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,13 @@ class Server:
 
     def run(self, *, until_idle: bool = False) -> None:
         """Serves until SIGINT or SIGTERM; `until_idle`: or until all clients have left."""
+        self.run_while(lambda: not (until_idle and self._is_idle()))
+
+    def run_while(self, goes_on: Callable[[], bool]) -> None:
+        """Serves while `goes_on()`, which is asked a few times a second, or until a signal."""
         with _woken_by_signals(self._stopping):
-            while not self._stopping.wait(_TICK_SECONDS):
-                if until_idle and self._is_idle():
-                    break
+            while not self._stopping.wait(_TICK_SECONDS) and goes_on():
+                pass
         self.stop()
 
     def stop(self) -> None:

@@ -1,0 +1,145 @@
+"""Roles: of the processes of one launch, the first ones serve shards and the others are replicas.
+
+The processes meet as ranks do. Each replica then holds a connection to the servers' store for as
+long as it lives, with a last will, by which the servers learn when all replicas have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gradwire._base import arguments, environment
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.launch_info import from_environment
+from gradwire._bootstrap.rendezvous import Meeting, meeting
+from gradwire._bootstrap.store import Address, StoreClient, parse_address
+from gradwire._errors import Error, InvalidArgument
+from gradwire.serve import _directory
+from gradwire.serve._server import Server
+
+_held: list[StoreClient] = []  # until this process ends
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The place of this process among the replicas of a launch.
+
+    `index` is its number, from 0, among so many `replicas`; `servers` is the number of shards.
+    """
+
+    index: int
+    replicas: int
+    servers: int
+
+
+def role(
+    servers: int = 1,
+    *,
+    name: str = "parameters",
+    secret: bytes | str | None = None,
+    snapshot: str | os.PathLike[str] | None = None,
+    every: float = 60.0,
+    timeout: float = 60.0,
+) -> Replica:
+    """Gives each process of a launch its role: the first ones serve a shard each, the others train.
+
+    Called by all processes that torchrun, srun, mpirun or `gradwire run` have started from one
+    program, as the first thing that it does. In the processes of rank 0 to `servers` - 1 the call
+    does not return: they serve until all others have ended, or until SIGINT or SIGTERM, and end
+    with exit code 0. In the others it returns their place; `connect` and `gradwire.torch.Downpour`
+    without `store` then find these servers, by `name`.
+
+    Under ``gradwire run --servers`` the servers are there already, and all processes are replicas.
+    `name`, `secret`, `snapshot` and `every` are as in `Server`. On several hosts there must be a
+    secret: the argument, or GRADWIRE_SECRET. `timeout` limits the meeting, in seconds.
+
+    Raises InvalidArgument where no process would be left to train or ``--servers`` is another
+    number, and RendezvousError, which names the ranks that are missing.
+    """
+    shards = arguments.whole(servers, "servers", least=1)
+    launch = from_environment()
+    started = environment.text("GRADWIRE_SERVERS")
+    if started is not None:
+        if started != str(shards):
+            raise InvalidArgument(
+                f"servers={shards}, and `gradwire run --servers {started}` has started {started}"
+            )
+        return Replica(launch.rank, launch.size, shards)
+    if launch.size <= shards:
+        raise InvalidArgument(
+            f"servers={shards} and {launch.launcher} started {launch.size} in all: no process is "
+            f"left to train; start {shards + 1} or more"
+        )
+    deadline = Deadline(arguments.seconds(timeout))
+
+    def serve(store: str) -> Server:
+        return Server(
+            shards,
+            only=[launch.rank],
+            store=store,
+            name=name,
+            secret=met.secret,
+            snapshot=snapshot,
+            every=every,
+            timeout=deadline.left,
+        )
+
+    with contextlib.ExitStack() as ends:
+        with meeting(launch, deadline, secret) as met:
+            first = ends.enter_context(serve(_free_port(met))) if launch.rank == 0 else None
+            store = met.exchange.broadcast_from_rank_0(
+                "servers", lambda: b"" if first is None else first.store.encode()
+            ).decode()
+            server = first
+            if 0 < launch.rank < shards:
+                server = ends.enter_context(serve(store))
+            service = _directory.service(name, store, met.secret)
+            client = StoreClient(parse_address(store), service.job, met.secret, deadline)
+            if server is None:
+                client.set_last_will(_ended(launch.rank), b"ended")
+        if server is not None:
+            server.run_while(_Lives(client, range(shards, launch.size)))
+            raise SystemExit(0)
+    _held.append(client)
+    _directory.found(service)
+    return Replica(launch.rank - shards, launch.size - shards, shards)
+
+
+def _free_port(met: Meeting) -> str:
+    """A store's URL at a free port, which the other hosts reach where there are some."""
+    return str(Address("tcp", met.interface.interface.address, 0))
+
+
+def _ended(rank: int) -> str:
+    return f"gradwire/roles/ended/{rank}"
+
+
+class _Lives:
+    """Whether a replica still lives."""
+
+    def __init__(self, store: StoreClient, ranks: Iterable[int]) -> None:
+        self._store, self._ranks = store, list(ranks)
+
+    def __call__(self) -> bool:
+        try:
+            while self._ranks:
+                self._store.get(_ended(self._ranks[0]), 0)
+                del self._ranks[0]
+        except TimeoutError:
+            return True
+        except Error:  # the server of shard 0, which hosts the store, has ended
+            return False
+        return False
+
+
+def _forget() -> None:
+    """Closes the connections in a forked child, which would outlive the replica."""
+    for client in _held:
+        client.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,97 @@
+"""Roles under launchers: of the processes of one launch, some serve and the others train."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gradwire import InvalidArgument, serve
+from ranks import LIMIT
+
+PROGRAM = """
+import os, signal, sys
+import numpy as np
+from gradwire import serve
+me = serve.role(servers=2)
+if sys.argv[1:] == ["die"] and me.index == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+pushing = me.replicas - (sys.argv[1:] == ["die"])
+values = [np.zeros(1000, np.float32)]
+with serve.connect(values, serve.SGD(lr=1.0)) as ps:
+    ps.push([np.ones(1000, np.float32)])
+    ps.wait(pushing)
+    ps.pull(values)
+    assert values[0].tolist() == [-pushing] * 1000 and ps.shards == me.servers == 2
+sys.stdout.write(f"{me.index} of {me.replicas}\\n")
+"""
+SLURM = {"SLURM_NTASKS": "4", "SLURM_NNODES": "1", "SLURM_JOB_ID": f"roles{os.getpid()}"}
+BOTH = ["0 of 2", "1 of 2"]
+
+
+@pytest.fixture
+def program(tmp_path: Path, bare_environment: None) -> Path:
+    """A file with the program of all processes."""
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def lines(*command: str | Path) -> list[str]:
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    return sorted(ended.stdout.split("\n")[:-1])
+
+
+def test_under_torchrun(program: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    assert lines(*torchrun, "--nproc-per-node=4", program) == BOTH
+
+
+def test_under_mpirun(program: Path) -> None:
+    mpirun = shutil.which("mpiexec.hydra", path=str(Path(sys.executable).parent))
+    if mpirun is None:
+        pytest.skip("no mpiexec.hydra: pip install mpich")
+    assert lines(mpirun, "-n", "4", sys.executable, program) == BOTH
+
+
+def test_under_gradwire_run_the_servers_are_there(program: Path) -> None:
+    run = [sys.executable, "-m", "gradwire", "run", "-n", "2", "--servers", "2"]
+    assert lines(*run, program) == BOTH
+
+
+def test_under_srun_a_replica_may_die_alone(program: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, program, "die"],
+            env={**os.environ, **SLURM, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    ended = [(each.communicate(timeout=LIMIT)[0].strip(), each.returncode) for each in processes]
+    assert ended == [("", 0), ("", 0), (BOTH[0], 0), ("", -9)]
+
+
+def test_somebody_must_train(monkeypatch: pytest.MonkeyPatch, bare_environment: None) -> None:
+    with pytest.raises(InvalidArgument, match="no launcher started 1 in all: no process is left"):
+        serve.role(servers=1)
+    for name, value in {**SLURM, "SLURM_PROCID": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgument, match=r"srun started 4 in all: .* start 5 or more"):
+        serve.role(servers=4)
+    with pytest.raises(InvalidArgument, match="servers=0"):
+        serve.role(servers=0)
+
+
+def test_gradwire_runs_number_counts(
+    monkeypatch: pytest.MonkeyPatch, bare_environment: None
+) -> None:
+    monkeypatch.setenv("GRADWIRE_SERVERS", "3")
+    with pytest.raises(InvalidArgument, match="`gradwire run --servers 3` has started 3"):
+        serve.role(servers=2)
+    assert serve.role(servers=3) == serve.Replica(index=0, replicas=1, servers=3)
