@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ def measure_serving(task: Task, plan: Plan) -> float:
     """Seconds that a push and a pull take where nobody else does any: the least of 50."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serve.Server(SHARDS))
-        replica = _Replica(0, task, plan, 0, 50, server, stack)
+        replica = _Replica(0, task, plan, 0, server, stack)
         times = []
         for _ in range(50):
             replica.differentiate()
@@ -102,17 +103,13 @@ class _Replica:
         task: Task,
         plan: Plan,
         seed: int,
-        total: int,
         server: serve.Server,
         stack: contextlib.ExitStack,
     ) -> None:
         self.rank, self._task, self._plan = rank, task, plan
         self.model = task.network(seed)
         self.values = [each.detach() for each in self.model.parameters()]
-        count = len(task.data.train_labels)
-        self._batches: Iterator[torch.Tensor] = iter(
-            images.batches(count, task.batch, rank, plan.replicas, seed, total)
-        )
+        self._batches = _batches(task, plan.replicas, rank, seed)
         self.ps = stack.enter_context(_connect(self.values, plan, server))
         self._feedback = gradwire.ErrorFeedback()
         self.ps.pull(self.values)
@@ -154,7 +151,7 @@ class _Run:
         self._number, self._pushed, self._now = 0, 0, 0.0
         self._free = {"in": 0.0, "out": 0.0, "servers": 0.0}
         self._replicas = [
-            _Replica(rank, task, plan, seed, total, server, stack) for rank in range(plan.replicas)
+            _Replica(rank, task, plan, seed, server, stack) for rank in range(plan.replicas)
         ]
         model = self._replicas[0].model
         self._up = payload_bytes(model, plan.push_codec) / network.bytes_per_second
@@ -215,6 +212,14 @@ class _Run:
     def _at(self, when: float, action: Callable[[], None]) -> None:
         self._number += 1
         heapq.heappush(self._due, (when, self._number, action))
+
+
+def _batches(task: Task, replicas: int, rank: int, seed: int) -> Iterator[torch.Tensor]:
+    """The indices of a replica's batches, a pass through the images at a time."""
+    count = len(task.data.train_labels)
+    steps = count // (task.batch * replicas)
+    for epoch in itertools.count():
+        yield from images.batches(count, task.batch, rank, replicas, 1000 * seed + epoch, steps)
 
 
 def _connect(values: list[torch.Tensor], plan: Plan, server: serve.Server) -> serve.ParameterServer:
