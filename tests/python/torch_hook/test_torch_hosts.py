@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ pytest.importorskip("torch")
 import gradwire.torch
 import torch
 import torch.distributed as dist
+import torch_hosts
 from torch.nn.parallel import DistributedDataParallel
-from torch_ranks import LIMIT, _context
 
 MISSING = namespaces.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -33,41 +31,20 @@ def network() -> Iterator[Network]:
     made.close()
 
 
-def train(namespace: str, rank: int, pipe: Connection) -> None:
-    namespaces.enter(namespace)
-    os.environ.update(MASTER_ADDR="10.77.0.1", MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME="eth0")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=len(PLACES))
+def train() -> tuple[Any, ...]:
     torch.manual_seed(7)
     ddp = DistributedDataParallel(torch.nn.Linear(300, 200))
     state = gradwire.torch.register(ddp, algorithm="hierarchical(ring,ring)")
-    ddp(torch.full((4, 300), float(rank))).sum().backward()
+    ddp(torch.full((4, 300), float(dist.get_rank()))).sum().backward()
     gradients = torch.cat([each.grad.flatten() for each in ddp.parameters()])
     comm = state.communicator
-    pipe.send((comm.transports, comm.hosts, str(comm._mesh.interface), gradients.tolist()))
+    found = comm.transports, comm.hosts, str(comm._mesh.interface), gradients.tolist()
     state.close()
-    dist.destroy_process_group()
-    os._exit(0)  # gloo's threads end with the process
+    return found
 
 
 def test_ddp_averages_gradients_between_hosts(network: Network) -> None:
-    found: list[Any] = []
-    children = []
-    for rank, place in enumerate(PLACES):
-        ours, theirs = _context.Pipe(duplex=False)
-        child = _context.Process(target=train, args=(network.hosts[place].path, rank, theirs))
-        child.start()
-        theirs.close()
-        children.append((child, ours))
-    try:
-        for _, pipe in children:
-            assert pipe.poll(LIMIT)
-            found.append(pipe.recv())
-    finally:
-        for child, pipe in children:
-            child.kill()
-            child.join()
-            pipe.close()
+    found = torch_hosts.run(network, PLACES, train, backend="gloo")
     links = [each[0] for each in found]
     assert links == [{1: "shm", 2: "tcp"}, {0: "shm", 2: "tcp"}, {0: "tcp", 1: "tcp"}]
     for rank, (_, groups, interface, gradients) in enumerate(found):
