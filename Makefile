@@ -17,6 +17,7 @@
 #                  SANITIZE_CUDA=ON: those of the CUDA part under the first too, which takes minutes
 #   make faults    COUNT=1000 random jobs with a random fault each, from a SEED that is printed
 #   make faults-training  COUNT=1000 of them in training over the backend of torch.distributed
+#   make faults-serve  COUNT=1000 of them in servers and clients of a parameter server
 #   make fuzz      every parser of foreign bytes under libFuzzer, FUZZ_SECONDS=60 in all
 PYTHON ?= python3
 VENV ?= .venv
@@ -41,7 +42,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh'
 .PHONY: demo test test-cpp test-python nightly test-under-load test-rdma test-ray test-trainers \
   test-torch test-torch-suites bench docs lint lint-check \
   wheel check-wheel arm64 \
-  sanitize sanitize-build faults faults-training fuzz fuzz-build build tools clean
+  sanitize sanitize-build faults faults-training faults-serve fuzz fuzz-build build tools clean
 demo: build
 	$(BIN)/python -m bench.training.demo $(ARGS)
 
@@ -67,6 +68,7 @@ nightly:
 	$(MAKE) test
 	$(MAKE) faults
 	$(MAKE) faults-training COUNT=100
+	$(MAKE) faults-serve COUNT=200
 	$(MAKE) fuzz FUZZ_SECONDS=600
 	$(MAKE) sanitize SANITIZE_CUDA=ON
 	$(MAKE) test-rdma
@@ -137,6 +139,10 @@ faults: build
 # The same in training over the backend of torch.distributed.
 faults-training: build
 	PYTHONPATH=tests $(BIN)/python -m faults.training --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+# Servers and clients of a parameter server.
+faults-serve: build
+	PYTHONPATH=tests $(BIN)/python -m faults.serving --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: build
 	$(BIN)/python -m pytest bench/collectives --benchmark-only $(ARGS)

@@ -1,6 +1,7 @@
 """The fault campaign: random faults in random jobs, and what must hold all the same.
 
-`make faults COUNT=1000 SEED=S` runs it; `ARGS="--only N"` repeats one case.
+`make faults COUNT=1000 SEED=S` runs it; `ARGS="--only N"` repeats one case. `training` and
+`serving` are the same for training over torch.distributed and for the parameter server.
 """
 
 import sys

@@ -13,6 +13,7 @@ from gradwire._errors import Error, RendezvousError, Timeout, TransportError
 
 _NO_VERSION = _core.SERVE_NO_VERSION
 _RETRY_SECONDS = 0.05
+_GOODBYE_SECONDS = 0.5  # to the shards that go on
 
 _log = logging.getLogger("gradwire")
 
@@ -186,7 +187,7 @@ class LastingClient:
                 raise error
             if self._limit is None:
                 _log.warning("%s; dialling for %g s at most", error, self._seconds)
-                core.close(0.0)  # so that what it did not send is in the residuals
+                core.close(_GOODBYE_SECONDS)  # so that what it did not send is in the residuals
                 self._limit = Deadline(self._seconds)
             try:
                 dialled = self._dial_until(within)

@@ -296,7 +296,7 @@ TEST(Shard, SnapshotsAreOfOneMomentThoughPushesComeBetweenTheirBlocks) {
   const codec::FloatEnvironment environment;
   for (const bool atomic : {false, true}) {
     Table table = some_table(1, "adam:rate=0.1");
-    table.parameters.push_back({"large", {40 * kMostFrame}});
+    table.parameters.push_back({"large", {20 * kMostFrame}});
     table.atomic_push = atomic;
     Direct job(table);
     job.send(Op::kSet, 1, random_of(table, 1));
@@ -304,10 +304,11 @@ TEST(Shard, SnapshotsAreOfOneMomentThoughPushesComeBetweenTheirBlocks) {
     const Snapshot before = snapshot_of(job.shard);
     bool done = false;
     const auto snapshot = begun_snapshot(job.shard, [&done] { done = true; });
+    const Arrays g = random_of(table, 3);
     while (job.shard.copy_block()) {
       // A push that is cut off, then a whole one.
-      job.send(Op::kPush, 1, random_of(table, 3), 0, 1, 20);
-      job.send(Op::kPush, 2, random_of(table, 4), 0, 1);
+      job.send(Op::kPush, 1, g, 0, 1, 20);
+      job.send(Op::kPush, 2, g, 0, 1);
     }
     EXPECT_TRUE(done);
     EXPECT_EQ(snapshot->version, before.version);
@@ -323,7 +324,7 @@ TEST(Shard, CopiesASnapshotInBlocks) {
   Table table = some_table();
   table.parameters = {{"large", {100 * kMostFrame}}};
   Direct job(table);
-  job.send(Op::kSet, 1, random_of(table, 1));
+  job.send(Op::kSet, 1, zeros_of(table));
   begun_snapshot(job.shard, [] {});
   int blocks = 0;
   while (job.shard.copy_block()) ++blocks;
