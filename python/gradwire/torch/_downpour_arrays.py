@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gradwire._errors import InvalidArgument
+from gradwire.torch.backend import cuda_staging
 
 
 def gradient_of(parameter: torch.Tensor, weight_decay: float) -> torch.Tensor:
@@ -62,5 +63,8 @@ def names(groups: Iterable[Mapping[str, Any]]) -> list[str] | None:
 def on_host(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Memory like the parameters' on the CPU, pinned for those on a GPU."""
     return [
-        torch.empty(each.shape, dtype=torch.float32, pin_memory=each.is_cuda) for each in parameters
+        cuda_staging.host_memory(each.shape, torch.float32)
+        if each.is_cuda
+        else torch.empty(each.shape, dtype=torch.float32)
+        for each in parameters
     ]

@@ -159,7 +159,9 @@ class CudaTensor(torch.Tensor):
         recorded.append((self.data_ptr(), stream.cuda_stream))
 
     def copy_(self, given: torch.Tensor, non_blocking: bool = False) -> CudaTensor:
-        _copy(self, given)  # torch's own would ask for a device that its CPU build has not
+        # Torch's own would ask for a device that its CPU build has not. It waits for what the CPU
+        # may change next.
+        _copy(self, given, wait=not given.is_cuda and not non_blocking)
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl
