@@ -17,6 +17,7 @@
 #include "gradwire/codec/simd/simd.h"
 #include "gradwire/serve/client.h"
 #include "gradwire/serve/server.h"
+#include "gradwire/serve/vectors/block_sums.h"
 
 namespace gradwire::serve {
 namespace {
@@ -136,6 +137,36 @@ void pushes_of_codecs(std::size_t n, int turns) {
           {{"none", [&] { plain.push(shard); }},
            {"onebit", [&] { onebit.push(shard); }},
            {"int8", [&] { int8.push(shard); }}});
+}
+
+// An iteration of L-BFGS has six new dot products, of three vectors.
+void dots_beside_reads(std::size_t n, int turns) {
+  Vectors vectors(n, 1, block_of(n));
+  for (const char* name : {"s", "y", "g"}) {
+    Words values(n);
+    for (std::size_t i = 0; i < n; ++i) values[i] = static_cast<float>(i % 101) - 50;
+    vectors.put(name, std::move(values));
+  }
+  const command::Dots six{{{"s", "s"}, {"s", "y"}, {"s", "g"}, {"y", "y"}, {"y", "g"}, {"g", "g"}}};
+  std::uint64_t sum = 0;
+  compare("six dot products of three vectors, processor time, beside reading as many bytes",
+          CLOCK_THREAD_CPUTIME_ID, turns,
+          {{"read 3 vectors",
+            [&] {
+              for (const char* name : {"s", "y", "g"}) {
+                const SharedWords values = vectors.find(name);
+                std::uint64_t parts[8] = {};
+                for (std::size_t i = 0; i + 16 <= n; i += 16) {
+                  std::uint64_t line[8];
+                  std::memcpy(line, values->data() + i, sizeof line);
+                  for (std::size_t k = 0; k < 8; ++k) parts[k] += line[k];
+                }
+                for (const std::uint64_t each : parts) sum += each;
+              }
+            }},
+           {"1 pair", [&] { vectors.run(std::vector<Command>{command::Dots{{{"s", "y"}}}}); }},
+           {"6 pairs", [&] { vectors.run(std::vector<Command>{six}); }}});
+  if (sum == 1) std::puts("");  // so that the reads are done
 }
 
 std::pair<UniqueFd, UniqueFd> socket_pair() {
@@ -267,6 +298,7 @@ int main(int count, char** arguments) {
   const gradwire::codec::FloatEnvironment environment;
   rules_beside_memcpy(n, turns);
   pushes_of_codecs(n, turns);
+  dots_beside_reads(2 * n, turns);
   service_beside_copies(2 * n, turns);
   small_pulls(turns);
   many_clients(turns);

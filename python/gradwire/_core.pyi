@@ -195,7 +195,7 @@ def open_transport(
 # are values. A client's id has its incarnation in the low 16 bits.
 SERVE_NO_VERSION: int
 
-# The text of a table, with names and shapes of float32 parameters. Codec "none" is always in it.
+# The text of a table, with names and shapes of parameters. Codec "none" is always in it.
 def serve_table(
     parameters: Sequence[tuple[str, Sequence[int]]],
     rule: str,
@@ -204,6 +204,7 @@ def serve_table(
     atomic_push: bool,
     divide: bool,
     max_staleness: int | None,
+    dtype: str = ...,  # or float64, with the rule staged
 ) -> str: ...
 
 class ServeChannel:
@@ -218,7 +219,7 @@ class _ServeSnapshot(TypedDict):
     shard: int
     version: int
     steps: list[int]
-    slots: dict[str, NDArray[np.float32]]
+    slots: dict[str, NDArray[np.float32]]  # two for each element of float64
 
 class ServeServer:
     """One shard and its thread, which runs until stop()."""
@@ -256,15 +257,17 @@ class ServeCall:
 
     def done(self) -> bool: ...
     def texts(self) -> list[str]: ...
+    # Of commands, by shard and by command: numbers, and names.
+    def results(self) -> list[list[tuple[list[list[float]], list[str]]]]: ...
     def versions(self) -> list[int]: ...
     def refusals(self) -> int: ...
     def copied(self) -> bool: ...  # a merged push, whose arrays are free already
 
 class ServeClient:
-    """A client of all shards and its thread. Arrays are float32, one for each parameter."""
+    """A client of all shards and its thread. Arrays, one a parameter, are of float32 words."""
 
     def __init__(self, table: str, client: int, shards: Sequence[ServeChannel]) -> None: ...
-    def join(self, timeout: float) -> ServeCall: ...
+    def join(self, timeout: float, coordinator: bool = ...) -> ServeCall: ...
     def set(self, values: Sequence[_Array], timeout: float, memory: object) -> ServeCall: ...
     def push(
         self,
@@ -276,6 +279,7 @@ class ServeClient:
         timeout: float,
         memory: object,
         versions: Sequence[int] = ...,  # none: those pulled last
+        staged: tuple[int, int, int] | None = ...,  # batch, replica, sequence
     ) -> ServeCall: ...
     def pull(
         self, values: Sequence[_Array], codec: str, timeout: float, memory: object
@@ -283,6 +287,10 @@ class ServeClient:
     def ask(
         self, what: str, version: int, timeout: float
     ) -> ServeCall: ...  # wait, stats, snapshot
+    # ("dots", pairs), ("absmax", name), ("abssum", name), ("combine", target, terms),
+    # ("copy", target, source), ("drop", name), ("names",), ("fold", target, batch, pushes),
+    # ("discard", batch or None)
+    def command(self, commands: Sequence[tuple[Any, ...]], timeout: float) -> ServeCall: ...
     def wait(self, call: ServeCall, seconds: float) -> bool: ...  # whether it is over
     def versions(self) -> list[int]: ...  # that were pulled last
     def merged(self) -> int: ...

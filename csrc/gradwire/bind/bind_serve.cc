@@ -87,8 +87,10 @@ Spans spans_of(const Addresses& addresses) {
 
 std::string table_text(const Parameters& parameters, const std::string& rule,
                        const std::vector<std::string>& codecs, std::uint32_t shards,
-                       bool atomic_push, bool divide, std::optional<std::uint64_t> max_staleness) {
+                       bool atomic_push, bool divide, std::optional<std::uint64_t> max_staleness,
+                       const std::string& dtype) {
   Table table;
+  table.dtype = dtype == name_of(DType::kFloat64) ? DType::kFloat64 : DType::kFloat32;
   for (const auto& [name, shape] : parameters) table.parameters.push_back({name, shape});
   table.rule = make_rule(rule)->name();
   for (const std::string& each : codecs)
@@ -215,10 +217,47 @@ Op parse_question(const std::string& name) {
   throw InvalidArgument("'" + name + "' is nothing to ask: wait, stats, snapshot");
 }
 
+using Staged = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>;
+using Pushes = std::vector<std::pair<std::uint64_t, std::uint64_t>>;
+
+// Makes a command of its name and its fields, as _core.pyi lists them.
+Command command_of(const py::tuple& given) {
+  const auto kind = given[0].cast<std::string>();
+  const auto text = [&](std::size_t i) { return given[i].cast<std::string>(); };
+  if (kind == "dots") return command::Dots{given[1].cast<decltype(command::Dots::pairs)>()};
+  if (kind == "absmax") return command::Absmax{text(1)};
+  if (kind == "abssum") return command::Abssum{text(1)};
+  if (kind == "combine")
+    return command::Combine{text(1), given[2].cast<decltype(command::Combine::terms)>()};
+  if (kind == "copy") return command::Copy{text(1), text(2)};
+  if (kind == "drop") return command::Drop{text(1)};
+  if (kind == "names") return command::Names{};
+  if (kind == "discard") {
+    const auto batch = given[1].cast<std::optional<std::uint64_t>>();
+    return command::Discard{!batch, batch.value_or(0)};
+  }
+  if (kind != "fold") throw InvalidArgument("there is no command '" + kind + "'");
+  command::Fold fold{text(1), given[2].cast<std::uint64_t>()};
+  for (const auto& [replica, sequence] : given[3].cast<Pushes>())
+    fold.pushes.push_back({replica, sequence});
+  return fold;
+}
+
+// Returns for each shard, for each command, its numbers and its names.
+auto results_of(const Call& call) {
+  using Pair = std::pair<std::vector<std::vector<double>>, std::vector<std::string>>;
+  std::vector<std::vector<Pair>> out;
+  for (const auto& shard : call.results()) {
+    auto& results = out.emplace_back();
+    for (const Result& each : shard) results.emplace_back(each.numbers, each.names);
+  }
+  return out;
+}
+
 shared_ptr<Call> push(ServeClient& self, const Addresses& gradients,
                       std::vector<std::string> codecs, shared_ptr<codec::ErrorFeedback> feedback,
                       float rate, bool strict, double timeout, py::object memory,
-                      std::vector<std::uint64_t> versions) {
+                      std::vector<std::uint64_t> versions, const std::optional<Staged>& staged) {
   shared_ptr<Call> call;
   {
     const Unlocked unlocked;
@@ -230,6 +269,10 @@ shared_ptr<Call> push(ServeClient& self, const Addresses& gradients,
                         .rate = rate,
                         .strict = strict,
                         .versions = std::move(versions)};
+    if (staged) {
+      const auto [batch, replica, sequence] = *staged;
+      options.staged = {batch, {replica, sequence}};
+    }
     call = self.client.get().push(spans_of<Gradients, const float>(gradients), options, limit,
                                   Deadline::after(timeout));
   }
@@ -263,6 +306,7 @@ void bind_client(py::module_& m) {
   py::class_<Call, shared_ptr<Call>>(m, "ServeCall")
       .def("done", [](const Call& self) { return self.work().done(); })
       .def("texts", &Call::texts)
+      .def("results", &results_of)
       .def("versions", &Call::versions)
       .def("refusals", &Call::refusals)
       .def("copied", &Call::copied);
@@ -270,10 +314,11 @@ void bind_client(py::module_& m) {
       .def(py::init(&make_client), py::arg("table"), py::arg("client"), py::arg("shards"))
       .def(
           "join",
-          [](ServeClient& self, double timeout) {
-            return self.client.get().join(Deadline::after(timeout));
+          [](ServeClient& self, double timeout, bool coordinator) {
+            return self.client.get().join(Deadline::after(timeout),
+                                          coordinator ? Role::kCoordinator : Role::kReplica);
           },
-          py::arg("timeout"))
+          py::arg("timeout"), py::arg("coordinator") = false)
       .def(
           "set",
           [](ServeClient& self, const Addresses& values, double timeout, py::object memory) {
@@ -284,7 +329,7 @@ void bind_client(py::module_& m) {
           py::arg("values"), py::arg("timeout"), py::arg("memory"))
       .def("push", &push, py::arg("gradients"), py::arg("codecs"), py::arg("feedback"),
            py::arg("rate"), py::arg("strict"), py::arg("timeout"), py::arg("memory"),
-           py::arg("versions") = std::vector<std::uint64_t>())
+           py::arg("versions") = std::vector<std::uint64_t>(), py::arg("staged") = py::none())
       .def(
           "pull",
           [](ServeClient& self, const Addresses& values, const std::string& codec, double timeout,
@@ -300,6 +345,14 @@ void bind_client(py::module_& m) {
             return self.client.get().ask(parse_question(what), version, Deadline::after(timeout));
           },
           py::arg("what"), py::arg("version"), py::arg("timeout"))
+      .def(
+          "command",
+          [](ServeClient& self, const std::vector<py::tuple>& commands, double timeout) {
+            std::vector<Command> given;
+            for (const py::tuple& each : commands) given.push_back(command_of(each));
+            return self.client.get().ask(given, Deadline::after(timeout));
+          },
+          py::arg("commands"), py::arg("timeout"))
       .def("wait", &wait, py::arg("call"), py::arg("seconds"))
       .def("versions", [](ServeClient& self) { return self.client.get().versions(); })
       .def("merged", [](ServeClient& self) { return self.client.get().merged(); })
@@ -313,7 +366,8 @@ void bind_client(py::module_& m) {
 void bind_all(py::module_& m) {
   m.attr("SERVE_NO_VERSION") = kNoVersion;
   m.def("serve_table", &table_text, py::arg("parameters"), py::arg("rule"), py::arg("codecs"),
-        py::arg("shards"), py::arg("atomic_push"), py::arg("divide"), py::arg("max_staleness"));
+        py::arg("shards"), py::arg("atomic_push"), py::arg("divide"), py::arg("max_staleness"),
+        py::arg("dtype") = "float32");
   py::class_<ServeChannel>(m, "ServeChannel")
       .def(py::init([](const std::string& transport, Context context, int fd,
                        const std::string& peer, double timeout) {

@@ -82,10 +82,10 @@ void Client::check(std::size_t arrays,
                           " parameters, and " + std::to_string(arrays) + " arrays");
   for (std::size_t i = 0; i < arrays; ++i) {
     const Parameter& parameter = table_.parameters[i];
-    if (size_of(i) != parameter.elements())
+    if (size_of(i) != parameter.elements() * table_.words())
       throw InvalidArgument("parameter '" + parameter.name + "' has " +
                             std::to_string(parameter.elements()) + " elements, its array has " +
-                            std::to_string(size_of(i)));
+                            std::to_string(size_of(i) / table_.words()));
   }
 }
 
@@ -109,14 +109,32 @@ std::shared_ptr<Call> Client::submit(std::shared_ptr<Call> call) {
   return call;
 }
 
-std::shared_ptr<Call> Client::join(Deadline deadline) {
-  return submit(make_call(Op::kJoin, deadline));
+std::shared_ptr<Call> Client::join(Deadline deadline, Role role) {
+  auto call = make_call(Op::kJoin, deadline);
+  call->role_ = role;
+  return submit(std::move(call));
 }
 
 std::shared_ptr<Call> Client::ask(Op op, std::uint64_t version, Deadline deadline) {
   auto call = make_call(op, deadline);
   call->version_ = version;
   return submit(std::move(call));
+}
+
+std::shared_ptr<Call> Client::ask(std::span<const Command> commands, Deadline deadline) {
+  auto call = make_call(Op::kAsk, deadline);
+  call->payload_ = pack(commands);
+  if (parse_commands(call->payload_).empty()) throw InvalidArgument("ask: there are no commands");
+  if (call->payload_.size() > kMostPayload)
+    throw InvalidArgument("ask: the commands are longer than a message: ask for fewer at a time");
+  return submit(std::move(call));
+}
+
+std::vector<std::vector<Result>> Call::results() const {
+  std::vector<std::vector<Result>> results;
+  for (const std::string& each : texts_)
+    results.push_back(parse_results(std::as_bytes(std::span(each))));
+  return results;
 }
 
 std::shared_ptr<Call> Client::set(Gradients values, Deadline deadline) {
@@ -143,6 +161,15 @@ void Client::prepare_push(Call& call, Gradients gradients, const PushOptions& op
         table_.index_of(options.codecs.empty() ? options.codec : options.codecs[i]));
   call.rate_ = options.rate;
   call.feedback_ = options.feedback;
+  if (options.staged.has_value() != table_.staged())
+    throw InvalidArgument(table_.staged() ? "push: the rule staged needs a name to keep it by"
+                                          : "push: only the rule staged keeps pushes by names");
+  if (options.feedback && table_.dtype != DType::kFloat32)
+    throw InvalidArgument("push: error feedback is of float32");
+  if (options.staged) {
+    const ConstBytes name = std::as_bytes(std::span(&*options.staged, 1));
+    call.payload_.assign(name.begin(), name.end());
+  }
   call.outgoing_ = std::make_unique<Outgoing>(table_, std::move(gradients), codecs_,
                                               std::move(choice), options.feedback);
 }
@@ -159,6 +186,7 @@ std::shared_ptr<Call> Client::push(const Gradients& gradients, const PushOptions
                           std::to_string(options.versions.size()) + " versions");
   auto call = make_call(Op::kPush, deadline);
   prepare_push(*call, gradients, options);
+  const bool waits = options.strict || table_.staged();
   while (true) {
     {
       const std::lock_guard merging(merge_mutex_);
@@ -172,7 +200,7 @@ std::shared_ptr<Call> Client::push(const Gradients& gradients, const PushOptions
           break;
         }
       }
-      if (!options.strict && merge(gradients, options, deadline, call)) break;
+      if (!waits && merge(gradients, options, deadline, call)) break;
     }
     limit.check_interrupt();
     if (limit.passed()) throw Timeout("timed out: no push was acknowledged", kNoPeer);

@@ -35,7 +35,8 @@ namespace gradwire::serve {
 // Pushes that may be under way; more are merged.
 inline constexpr std::size_t kMostUnacknowledged = 2;
 
-using Values = std::vector<std::span<float>>;  // one for each parameter
+// One for each parameter, of words: see Table::words().
+using Values = std::vector<std::span<float>>;
 
 // One operation on all shards.
 class Call {
@@ -44,6 +45,8 @@ class Call {
   // When it is done: what each shard replied.
   const std::vector<std::string>& texts() const noexcept { return texts_; }
   const std::vector<std::uint64_t>& versions() const noexcept { return versions_; }
+  // Of commands. Throws InvalidArgument where a shard has replied what none would.
+  std::vector<std::vector<Result>> results() const;
   // How many shards refused it: a push as too stale, initial values as there were some.
   std::size_t refusals() const noexcept { return refusals_; }
   // Whether this is a merged push, which sends a copy: the caller's arrays are free already.
@@ -62,7 +65,9 @@ class Call {
   std::vector<bool> answered_;
   std::vector<std::string> texts_;
   std::vector<std::uint64_t>
-      versions_;  // of a push until the replies: of the parameters it is from
+      versions_;                    // of a push until the replies: of the parameters it is from
+  Role role_ = Role::kReplica;      // of JOIN
+  std::vector<std::byte> payload_;  // of ASK; of a staged push: its name, before the first frame
   std::size_t refusals_ = 0;
   std::exception_ptr error_;
   Values values_;                                          // of a pull
@@ -82,6 +87,8 @@ struct PushOptions {
   bool strict = false;  // wait for an acknowledgement rather than merge
   // Of each shard, of the values that the gradients are from; empty: those pulled last.
   std::vector<std::uint64_t> versions{};
+  // The name to be kept by, which a table with the rule kStaged needs, and no other takes.
+  std::optional<StagedPush> staged{};
 };
 
 class Client {
@@ -103,7 +110,7 @@ class Client {
   const Table& table() const noexcept { return table_; }
 
   // Any thread may call these. A call that is not over at its deadline ends with Timeout.
-  std::shared_ptr<Call> join(Deadline deadline);
+  std::shared_ptr<Call> join(Deadline deadline, Role role = Role::kReplica);
   std::shared_ptr<Call> set(Gradients values, Deadline deadline);
   // Throws Timeout or what check_interrupt() of the limit throws where `strict` has to wait.
   std::shared_ptr<Call> push(const Gradients& gradients, const PushOptions& options,
@@ -111,6 +118,8 @@ class Client {
   std::shared_ptr<Call> pull(Values values, const std::string& codec, Deadline deadline);
   // Of kWait, kStats and kSnapshot.
   std::shared_ptr<Call> ask(Op op, std::uint64_t version, Deadline deadline);
+  // Gives commands to the vectors of all shards; Call::results() has what each replied.
+  std::shared_ptr<Call> ask(std::span<const Command> commands, Deadline deadline);
 
   // Returns of each shard the version that this client pulled last; kNoVersion before.
   std::vector<std::uint64_t> versions() const;
@@ -158,6 +167,7 @@ class Client {
   bool take_message(Link& link);
   void handle(Link& link, const Message& message);
   void take_values(Link& link, const Message& message);
+  void take_refused_pull(Link& link, const Message& message);
   void install(Link& link, const ShardFrame& frame, const Message& message, const Call& call,
                bool dense);
   void note_version(const Link& link, std::uint64_t version);

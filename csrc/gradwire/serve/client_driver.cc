@@ -121,7 +121,7 @@ MessageHeader Client::header_of(const Call& call) const {
 void Client::request(Link& link, const Call& call, std::uint32_t extra) {
   MessageHeader header = header_of(call);
   header.extra = extra;
-  link.channel->post(header);
+  link.channel->post(header, call.payload_);
 }
 
 // Sends the table, in as many frames as it takes.
@@ -130,6 +130,7 @@ void Client::join(Link& link, const std::shared_ptr<Call>& call) {
   MessageHeader header = header_of(*call);
   header.table = 0;
   header.extra = static_cast<std::uint32_t>(index_of(link));
+  header.first = static_cast<std::uint64_t>(call->role_);
   for (std::size_t at = 0; at < text.size(); at += kMostPayload) {
     const std::string_view part = std::string_view(text).substr(at, kMostPayload);
     header.flags = static_cast<std::uint8_t>((at == 0 ? kFirst : 0) |
@@ -169,7 +170,10 @@ bool Client::send_frame(Link& link) {
   header.count = static_cast<std::uint32_t>(frame.count);
   header.version = call->versions_[index_of(link)];
   header.extra = std::bit_cast<std::uint32_t>(call->rate_);
-  const std::size_t bytes = call->outgoing_->encode(link.layout, frame, room, link.channel->copy());
+  const std::size_t named = link.next == 0 ? call->payload_.size() : 0;
+  std::ranges::copy(ConstBytes(call->payload_).first(named), room.begin());
+  const std::size_t bytes = named + call->outgoing_->encode(link.layout, frame, room.subspan(named),
+                                                            link.channel->copy());
   header.length = static_cast<std::uint32_t>(bytes);
   remember(link, *call, ConstBytes(room).first(bytes));
   if (last) link.waiting[call->sequence_] = call;
@@ -238,7 +242,8 @@ void Client::handle(Link& link, const Message& message) {
   if (header.op == Op::kBye)
     return link.channel->end(message.payload.empty() ? "the server was stopped"
                                                      : std::string(text_of(message.payload)));
-  if (header.op == Op::kPull) return take_values(link, message);
+  if (header.op == Op::kPull)
+    return header.has(kRefused) ? take_refused_pull(link, message) : take_values(link, message);
   const auto found = link.waiting.find(header.sequence);
   if (found == link.waiting.end()) return;  // of a call that has timed out
   const std::shared_ptr<Call> call = found->second;
@@ -327,6 +332,18 @@ void Client::take_values(Link& link, const Message& message) {
   answered(link, call);
 }
 
+// A coordinator has no access to values.
+void Client::take_refused_pull(Link& link, const Message& message) {
+  if (link.pulls.empty() || link.pulled > 0 ||
+      message.header.sequence != link.pulls.front()->sequence_)
+    throw InvalidArgument("a refusal came of a pull that was not asked for");
+  const std::shared_ptr<Call> call = link.pulls.front();
+  link.pulls.pop_front();
+  if (call->over_) return;
+  refused(link, *call, message);
+  answered(link, call);
+}
+
 // Differences are added to the mirror even where nobody waits for them any more: the server counts
 // on it.
 void Client::install(Link& link, const ShardFrame& frame, const Message& message, const Call& call,
@@ -342,8 +359,9 @@ void Client::install(Link& link, const ShardFrame& frame, const Message& message
   if (call.over_) return;
   ConstBytes rest = message.payload;
   for (const Piece& piece : link.layout.pieces(frame)) {
-    float* const to = call.values_[piece.parameter].data() + piece.offset;
-    const std::size_t plain = piece.count * sizeof(float);
+    const std::size_t words = link.layout.words();
+    float* const to = call.values_[piece.parameter].data() + piece.offset * words;
+    const std::size_t plain = piece.count * words * sizeof(float);
     if (differences) {
       std::memcpy(to, mirror + (piece.first - frame.first), plain);
     } else if (message.header.codec == 0 && rest.size() >= plain) {

@@ -26,7 +26,7 @@ struct ShardFrame {
   std::size_t piece = 0, pieces = 0;  // which of Layout::pieces()
 };
 
-// The most elements of a frame: as float32 they fill a message but for a part.
+// The most words of a frame: they fill a message but for a part.
 inline constexpr std::size_t kMostFrame = 28'672;
 
 using Codecs = std::vector<std::shared_ptr<const codec::Codec>>;
@@ -37,6 +37,7 @@ class Layout {
   Layout(const Table& table, const Codecs& codecs, std::uint32_t shard);
 
   std::size_t elements() const noexcept { return elements_; }
+  std::size_t words() const noexcept { return words_; }  // of an element: see Table
   const std::vector<ShardFrame>& frames() const noexcept { return frames_; }
   const std::vector<Piece>& pieces() const noexcept { return pieces_; }
   std::span<const Piece> pieces(const ShardFrame& frame) const noexcept {
@@ -45,15 +46,17 @@ class Layout {
 
  private:
   void cut(const Table& table, std::uint64_t begin, std::uint64_t end);
-  void group(const Codecs& codecs);
+  void group(const Codecs& codecs, std::size_t most);
 
   std::size_t elements_ = 0;
+  std::size_t words_ = 1;
   std::vector<Piece> pieces_;
   std::vector<ShardFrame> frames_;
 };
 
-// Decodes a frame's payload to y[0, frame.count), or adds it. Throws InvalidArgument where the
-// payload is none of this frame. Returns whether all values are finite.
+// Decodes a frame's payload to y[0, frame.count · words), or adds it. Throws InvalidArgument where
+// the payload is none of this frame. Float64 cannot be added. Returns whether all values are
+// finite.
 bool decode_frame(const codec::Codec& codec, const Layout& layout, const ShardFrame& frame,
                   ConstBytes payload, bool add, float* y);
 // Decodes a PUSH's frame, whose header has that `codec`: an index, or kMixedCodecs.

@@ -54,6 +54,8 @@ std::string_view name_of(Op op) noexcept {
       return "stats";
     case Op::kSnapshot:
       return "snapshot";
+    case Op::kAsk:
+      return "ask";
     case Op::kBye:
       return "bye";
   }

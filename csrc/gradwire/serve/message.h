@@ -22,6 +22,7 @@ enum class Op : std::uint8_t {
   kWait,      // reply: once the shard's version is at least the one in the header
   kStats,     // reply: JSON
   kSnapshot,  // reply: once the snapshot is written, or refused with the reason
+  kAsk,       // Commands to vectors; reply: their Results, or refused with the reason
   kBye,       // the client leaves; no reply
 };
 
@@ -39,6 +40,10 @@ enum class Refusal : std::uint32_t { kNone, kInvalid, kStale, kNotFinite, kNoVal
 // frame, which is the index of its codec.
 inline constexpr std::uint16_t kMixedCodecs = 0xFFFF;
 
+// What a client is. Coordinators give commands to vectors and never see a value; replicas push and
+// pull.
+enum class Role : std::uint64_t { kReplica, kCoordinator };
+
 // The version before initial values are there.
 inline constexpr std::uint64_t kNoVersion = ~std::uint64_t{0};
 
@@ -51,8 +56,8 @@ struct MessageHeader {
   std::uint32_t sequence = 0;  // of the request, which the reply repeats
   std::uint16_t table = 0;     // low bits of the Table's digest; 0 in JOIN
   std::uint16_t zero = 0;
-  std::uint64_t first = 0;   // SET, PUSH, PULL's replies: elements of the shard's range that the
-  std::uint32_t count = 0;   // payload holds; refused replies: why, a Refusal
+  std::uint64_t first = 0;  // SET, PUSH, PULL's replies: elements of the shard's range that the
+  std::uint32_t count = 0;  // payload holds; refused replies: why, a Refusal; JOIN: first is a Role
   std::uint32_t length = 0;  // payload bytes that follow
   // PUSH: of the parameters from which the gradient was computed, kNoVersion where none were
   // pulled, which counts as the oldest; WAIT: the one that is waited for; replies: the shard's now.

@@ -52,10 +52,11 @@ std::size_t Outgoing::encode(const Layout& layout, const ShardFrame& frame, Byte
     for (const Piece& piece : layout.pieces(frame))
       out[bytes++] = static_cast<std::byte>(choice_[piece.parameter]);
   for (const Piece& piece : layout.pieces(frame)) {
-    const float* const x = gradients_[piece.parameter].data() + piece.offset;
+    const float* const x = gradients_[piece.parameter].data() + piece.offset * layout.words();
     if (choice_[piece.parameter] == 0 && !transaction_.is_open()) {
-      copy(out.data() + bytes, reinterpret_cast<const std::byte*>(x), piece.count * sizeof(float));
-      bytes += piece.count * sizeof(float);
+      const std::size_t size = piece.count * layout.words() * sizeof(float);
+      copy(out.data() + bytes, reinterpret_cast<const std::byte*>(x), size);
+      bytes += size;
     } else {
       bytes +=
           codec::encode(codec(piece.parameter), x, piece.count, context(piece), out.subspan(bytes));

@@ -14,7 +14,8 @@
 
 namespace gradwire::serve {
 
-using Gradients = std::vector<std::span<const float>>;  // one for each parameter
+// One for each parameter, of words: see Table::words().
+using Gradients = std::vector<std::span<const float>>;
 
 class Outgoing {
  public:

@@ -29,6 +29,8 @@ std::string_view shortened(std::string_view text) {
   return text.substr(0, end);
 }
 
+bool is_for_replicas(Op op) { return op == Op::kSet || op == Op::kPush || op == Op::kPull; }
+
 }  // namespace
 
 Server::Server(Options options)
@@ -245,6 +247,8 @@ void Server::handle(Peer& peer, const Message& message) {
   if (!peer.joined || header.table != shard().table().mark())
     throw InvalidArgument("a request came without the table that it is for");
   shard().statistics().received += sizeof header + message.payload.size();
+  if (peer.role == Role::kCoordinator && is_for_replicas(header.op))
+    return refuse_coordinator(peer, header);
   switch (header.op) {
     case Op::kSet:
       return answer(peer, header, shard().set(peer.id, message));
@@ -259,6 +263,8 @@ void Server::handle(Peer& peer, const Message& message) {
       return reply(peer, header, statistics_text());
     case Op::kSnapshot:
       return want_snapshot(peer, header);
+    case Op::kAsk:
+      return ask(peer, message);
     case Op::kBye:
       peer.left = true;
       return peer.channel->end("left");
@@ -273,6 +279,7 @@ void Server::join(Peer& peer, const Message& message) {
   if (!header.has(kLast)) return limit_texts();
   try {
     accept_table(peer, header);
+    accept_role(peer, header);
     peer.joined = true;
     say(peer.channel->peer() + ": joined");
     reply(peer, header);

@@ -82,6 +82,7 @@ class Server {
     std::string table;        // the text of a JOIN so far
     std::uint64_t began = 0;  // JOIN: its place among those that are not complete
     bool joined = false;
+    Role role = Role::kReplica;
     bool left = false;                // said goodbye
     std::deque<MessageHeader> pulls;  // that wait: for the one under way, or for values
     std::optional<Shard::Pull> pull;
@@ -102,6 +103,9 @@ class Server {
   void take_text(Peer& peer, const Message& message);
   void limit_texts();
   void accept_table(Peer& peer, const MessageHeader& header);
+  void accept_role(Peer& peer, const MessageHeader& header);
+  void ask(Peer& peer, const Message& message);
+  void refuse_coordinator(Peer& peer, const MessageHeader& request);
   void refuse_if_too_large(const Table& table) const;
   void want_snapshot(Peer& peer, const MessageHeader& header);
   void answer(Peer& peer, const MessageHeader& request, const std::optional<Answer>& answer);

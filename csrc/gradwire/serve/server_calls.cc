@@ -113,13 +113,21 @@ void Server::await(std::future<void>& done, const WaitLimit& limit) {
 
 Snapshot Server::snapshot(const WaitLimit& limit) {
   const auto copy = std::make_shared<Snapshot>();
+  const auto vectors = std::make_shared<Vectors::Map>();
   call(
-      [this, copy] {
+      [this, copy, vectors] {
         if (!shard_ || !shard_->has_values())
           throw InvalidArgument("there are no values to write yet");
         *copy = shard_->outline();
+        if (shard_->vectors() != nullptr) *vectors = shard_->vectors()->all();
       },
       limit);
+  if (!vectors->empty()) {
+    for (const auto& [name, values] : *vectors) copy->slots.push_back({name, *values});
+    // There, since that thread uses the memory of vectors again that it alone has.
+    call([vectors] { vectors->clear(); }, limit);
+    return std::move(*copy);
+  }
   // Here, since the system takes long to find so much memory. A shard's size does not change.
   for (Snapshot::Slot& each : copy->slots) each.values.resize(shard_->layout().elements());
   const auto copied = std::make_shared<std::promise<void>>();

@@ -9,11 +9,10 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/codec/simd/simd.h"
+#include "gradwire/serve/vectors/block_sums.h"
 
 namespace gradwire::serve {
 namespace {
-
-constexpr const char* kNoValues = "there are no initial values yet; set() them first";
 
 float* at(Snapshot::Slot& slot, std::size_t first) { return slot.values.data() + first; }
 
@@ -37,6 +36,11 @@ Shard::Shard(Table table, std::uint32_t shard)
       rule_(make_rule(table_.rule)),
       steps_(layout_.frames().size()),
       scratch_(kMostFrame) {
+  if (table_.staged()) {
+    const std::size_t block = block_of(table_.elements());
+    vectors_ = std::make_unique<Vectors>(layout_.elements(), layout_.words(), block);
+    return;
+  }
   slots_.push_back({"w", std::vector<float>(layout_.elements())});
   for (const RuleState& state : rule_->states())
     slots_.push_back(
@@ -44,13 +48,19 @@ Shard::Shard(Table table, std::uint32_t shard)
 }
 
 Shard::Shard(Snapshot snapshot) : Shard(Table::parse(snapshot.table), snapshot.shard) {
-  bool fits = snapshot.steps.size() == steps_.size() && snapshot.slots.size() == slots_.size();
+  bool fits = snapshot.steps.size() == steps_.size();
+  if (vectors_) {
+    for (Snapshot::Slot& each : snapshot.slots) vectors_->put(each.name, std::move(each.values));
+    fits = fits && vectors_->find(kParameters) != nullptr;
+  } else {
+    fits = fits && snapshot.slots.size() == slots_.size();
+  }
   for (std::size_t i = 0; fits && i < slots_.size(); ++i)
     fits = snapshot.slots[i].name == slots_[i].name &&
            snapshot.slots[i].values.size() == slots_[i].values.size();
   if (!fits) throw InvalidArgument("the snapshot's slots are not those of its table and shard");
   version_ = snapshot.version;
-  slots_ = std::move(snapshot.slots);
+  if (!vectors_) slots_ = std::move(snapshot.slots);
   steps_ = std::move(snapshot.steps);
 }
 
@@ -81,14 +91,17 @@ std::optional<Answer> Shard::set(ClientId client, const Message& message) {
   if (has_values()) {
     set.answer = {Refusal::kHasValues, "there are values already"};
   } else {
-    set.staged.resize(layout_.elements());
+    set.staged.resize(layout_.elements() * layout_.words());
     const bool finite = decode_frame(*codecs_[0], layout_, frame, message.payload, /*add=*/false,
-                                     set.staged.data() + frame.first);
+                                     set.staged.data() + frame.first * layout_.words());
     if (!finite) set.answer = {Refusal::kNotFinite, "the initial values hold NaN or Inf"};
   }
   if (!message.header.has(kLast)) return std::nullopt;
   if (set.answer.refused == Refusal::kNone) {
-    slots_.front().values.swap(set.staged);
+    if (vectors_)
+      vectors_->put(std::string(kParameters), std::move(set.staged));
+    else
+      slots_.front().values.swap(set.staged);
     version_ = 0;
   }
   set.staged = {};
@@ -120,6 +133,7 @@ void Shard::begin_push(Request& push, const MessageHeader& header) {
 
 std::optional<Answer> Shard::push(ClientId client, const Message& message) {
   Request& push = clients_[client].push;
+  if (vectors_) return stage(push, message);
   if (message.header.has(kFirst)) abandon(push);
   const ShardFrame& frame = take_frame(push, message);
   if (push.next == 1) begin_push(push, message.header);
@@ -197,7 +211,7 @@ Shard::Pull Shard::begin_pull(ClientId client, const MessageHeader& request) {
   if (request.codec >= codecs_.size()) throw InvalidArgument("pull: there is no such codec");
   ++statistics_.pulls;
   Pull pull{.sequence = request.sequence, .codec = request.codec, .version = version_};
-  if (table_.atomic_push) pull.frozen = frozen();
+  if (table_.atomic_push || vectors_) pull.frozen = frozen();
   if (!pulls_differences(*codecs_[request.codec])) return pull;
   std::vector<float>& shadow = clients_[client].shadow;
   pull.dense = request.extra == 0;
@@ -207,10 +221,12 @@ Shard::Pull Shard::begin_pull(ClientId client, const MessageHeader& request) {
   return pull;
 }
 
-// A pull of atomic pushes reads a copy, which all pulls of one version share.
-std::shared_ptr<const std::vector<float>> Shard::frozen() {
+// A pull of atomic pushes reads a copy, which all pulls of one version share. Vectors are never
+// changed in place.
+SharedWords Shard::frozen() {
+  if (vectors_) return vectors_->find(kParameters);
   auto copy = frozen_version_ == version_ ? frozen_.lock() : nullptr;
-  if (!copy) copy = std::make_shared<const std::vector<float>>(values());
+  if (!copy) copy = std::make_shared<const Words>(values());
   frozen_ = copy;
   frozen_version_ = version_;
   return copy;
@@ -219,7 +235,7 @@ std::shared_ptr<const std::vector<float>> Shard::frozen() {
 bool Shard::pull_frame(ClientId client, Pull& pull, MessageHeader& header, Bytes out, Copy copy) {
   const ShardFrame& frame = layout_.frames()[pull.next];
   const bool last = pull.next + 1 == layout_.frames().size();
-  const float* w = (pull.frozen ? *pull.frozen : values()).data() + frame.first;
+  const float* w = (pull.frozen ? *pull.frozen : values()).data() + frame.first * layout_.words();
   header.op = Op::kPull;
   header.flags =
       static_cast<std::uint8_t>(kReply | (pull.next == 0 ? kFirst : 0) | (last ? kLast : 0));
@@ -245,8 +261,9 @@ bool Shard::pull_frame(ClientId client, Pull& pull, MessageHeader& header, Bytes
 std::size_t Shard::encode(const codec::Codec& codec, const ShardFrame& frame, const float* x,
                           Bytes out, Copy copy) const {
   if (codec.definition().kind == codec::Definition::Kind::kNone) {
-    copy(out.data(), reinterpret_cast<const std::byte*>(x), frame.count * sizeof(float));
-    return frame.count * sizeof(float);
+    const std::size_t plain = frame.count * layout_.words() * sizeof(float);
+    copy(out.data(), reinterpret_cast<const std::byte*>(x), plain);
+    return plain;
   }
   std::size_t bytes = 0;
   for (const Piece& piece : layout_.pieces(frame))

@@ -18,10 +18,14 @@
 #include "gradwire/serve/statistics.h"
 #include "gradwire/serve/table.h"
 #include "gradwire/serve/update_rule.h"
+#include "gradwire/serve/vectors/vectors.h"
 
 namespace gradwire::serve {
 
 using ClientId = std::uint64_t;
+
+// Why a shard refuses requests that need values.
+inline constexpr const char* kNoValues = "there are no initial values yet; set() them first";
 
 // The answer to a whole SET or PUSH.
 struct Answer {
@@ -45,10 +49,10 @@ class Shard {
   struct Pull {
     std::uint32_t sequence = 0;
     std::uint16_t codec = 0;
-    bool dense = false;    // differences, but the client has no values yet
-    std::size_t next = 0;  // frame
-    std::shared_ptr<const std::vector<float>> frozen{};  // with Table::atomic_push
-    std::uint64_t version = 0;                           // of frozen
+    bool dense = false;         // differences, but the client has no values yet
+    std::size_t next = 0;       // frame
+    SharedWords frozen{};       // with Table::atomic_push or staged()
+    std::uint64_t version = 0;  // of frozen
   };
 
   Shard(Table table, std::uint32_t shard);
@@ -59,12 +63,20 @@ class Shard {
   const Layout& layout() const noexcept { return layout_; }
   std::uint64_t version() const noexcept { return version_; }
   bool has_values() const noexcept { return version_ != kNoVersion; }
-  const std::vector<float>& values() const noexcept { return slots_.front().values; }
+  const Words& values() const {  // needs them
+    return vectors_ ? *vectors_->find(kParameters) : slots_.front().values;
+  }
 
   // Take one frame of a request; return the answer with its last. Throw InvalidArgument for what no
   // client of this table sends.
   std::optional<Answer> set(ClientId client, const Message& message);
   std::optional<Answer> push(ClientId client, const Message& message);
+
+  // Returns null without Table::staged().
+  const Vectors* vectors() const noexcept { return vectors_.get(); }
+  // Runs Commands of a client that may change vectors or not; returns packed Results. Throws
+  // InvalidArgument, and changes nothing, for what cannot be done.
+  std::vector<std::byte> ask(ConstBytes commands, bool may_change);
 
   // Needs values.
   Pull begin_pull(ClientId client, const MessageHeader& request);
@@ -96,8 +108,9 @@ class Shard {
     std::uint64_t version = 0;
     float rate = 0;
     Answer answer;
-    std::size_t applied = 0;    // frames
-    std::vector<float> staged;  // of a SET, and with Table::atomic_push
+    std::size_t applied = 0;  // frames
+    Words staged;             // of a SET, and with Table::atomic_push or staged()
+    StagedPush name;          // with Table::staged()
   };
   struct Client {
     Request set, push;
@@ -109,6 +122,8 @@ class Shard {
   void refuse_if_stale(Request& push);
   void take_push(ClientId client, Request& push, const ShardFrame& frame, const Message& message);
   Answer end_push(ClientId client, Request& push);
+  std::optional<Answer> stage(Request& push, const Message& message);
+  void end_staging(Request& push);
   void abandon(Request& push);
   // Must be called before a frame of slots_ or steps_ changes.
   void keep(std::size_t frame);
@@ -118,7 +133,7 @@ class Shard {
                      Copy copy) const;
   std::size_t encode_difference(const codec::Codec& codec, const ShardFrame& frame, const float* w,
                                 float* shadow, Bytes out);
-  std::shared_ptr<const std::vector<float>> frozen();
+  SharedWords frozen();
 
   Table table_;
   std::uint32_t index_;
@@ -126,12 +141,13 @@ class Shard {
   Layout layout_;
   std::shared_ptr<const UpdateRule> rule_;
   std::uint64_t version_ = kNoVersion;
-  std::vector<Snapshot::Slot> slots_;
+  std::vector<Snapshot::Slot> slots_;  // empty with vectors_
+  std::unique_ptr<Vectors> vectors_;   // with Table::staged()
   std::vector<std::uint64_t> steps_;
   std::map<ClientId, Client> clients_;
   std::vector<SnapshotCopy> copies_;  // under way
   std::vector<float> scratch_;        // a frame
-  std::weak_ptr<const std::vector<float>> frozen_;
+  std::weak_ptr<const Words> frozen_;
   std::uint64_t frozen_version_ = kNoVersion;
   Statistics statistics_;
   std::function<void(const AppliedFrame&)> log_;

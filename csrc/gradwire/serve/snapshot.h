@@ -16,7 +16,7 @@ namespace gradwire::serve {
 
 struct Snapshot {
   struct Slot {
-    std::string name;  // "w", then the rule's states
+    std::string name;  // "w", then the rule's states; or those of Vectors
     std::vector<float> values;
   };
   std::string table;

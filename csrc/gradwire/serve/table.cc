@@ -8,6 +8,7 @@
 #include "gradwire/base/op.h"
 #include "gradwire/codec/codec.h"
 #include "gradwire/serve/update_rule.h"
+#include "gradwire/serve/vectors/block_sums.h"
 
 namespace gradwire::serve {
 namespace {
@@ -71,6 +72,8 @@ void parse_line(std::string_view line, Table& table) {
     table.divide = rest == "yes";
   else if (key == "staleness")
     table.max_staleness = number(rest, line);
+  else if (key == "dtype" && rest == name_of(DType::kFloat64))
+    table.dtype = DType::kFloat64;
   else if (key == "parameter")
     table.parameters.push_back(parse_parameter(rest, line));
   else
@@ -85,6 +88,22 @@ void check_codecs(const std::vector<std::string>& codecs) {
     if (codec->name() != each || codec->combine() == codec::Combine::kCompound)
       throw InvalidArgument("codec '" + each + "' can't be used with a parameter server");
   }
+}
+
+// Vectors are cut at blocks, and nothing is applied where pushes are staged.
+void check_staged(const Table& table) {
+  if (table.dtype != DType::kFloat32 && (!table.staged() || table.codecs.size() > 1))
+    throw InvalidArgument("parameters of " + std::string(name_of(table.dtype)) +
+                          " need the rule staged, and codec none alone");
+  if (!table.staged()) return;
+  if (table.divide || table.max_staleness != Table{}.max_staleness)
+    throw InvalidArgument(
+        "the rule staged applies no push: divide and max_staleness mean nothing to it");
+  const std::uint64_t block = block_of(table.elements());
+  if ((table.elements() + block - 1) / block < table.shards)
+    throw InvalidArgument(std::to_string(table.elements()) + " elements lie in blocks of " +
+                          std::to_string(block) + ", which can't be cut into " +
+                          std::to_string(table.shards) + " shards");
 }
 
 }  // namespace
@@ -103,6 +122,8 @@ std::uint64_t Table::elements() const noexcept {
   return sum;
 }
 
+bool Table::staged() const noexcept { return rule == kStaged; }
+
 std::uint16_t Table::index_of(const std::string& codec) const {
   const auto found = std::ranges::find(codecs, codec);
   if (found != codecs.end()) return static_cast<std::uint16_t>(found - codecs.begin());
@@ -115,6 +136,7 @@ std::string Table::text() const {
   out += "\natomic " + std::string(atomic_push ? "push" : "frame");
   out += "\ndivide " + std::string(divide ? "yes" : "no");
   out += "\nstaleness " + std::to_string(max_staleness);
+  if (dtype != DType::kFloat32) out += "\ndtype " + std::string(name_of(dtype));
   for (const std::string& each : codecs) out += "\ncodec " + each;
   for (const Parameter& each : parameters)
     out += "\nparameter " + shape_text(each) + " " + each.name;
@@ -151,6 +173,7 @@ void Table::check() const {
   if (make_rule(rule)->name() != rule)
     throw InvalidArgument("rule '" + rule + "' is not in its own form");
   check_codecs(codecs);
+  check_staged(*this);
   if (const std::size_t bytes = text().size(); bytes > kMostTableText)
     throw InvalidArgument("names and shapes of the parameters take " + std::to_string(bytes) +
                           " bytes, and at most " + std::to_string(kMostTableText) + " can be sent");
@@ -160,6 +183,8 @@ std::string difference(const Table& theirs, const Table& ours) {
   if (theirs.shards != ours.shards)
     return std::to_string(theirs.shards) + " shards, not " + std::to_string(ours.shards);
   if (theirs.rule != ours.rule) return "rule '" + theirs.rule + "', not '" + ours.rule + "'";
+  if (theirs.dtype != ours.dtype)
+    return std::string(name_of(theirs.dtype)) + ", not " + std::string(name_of(ours.dtype));
   if (theirs.codecs != ours.codecs) return "the codecs differ";
   const std::size_t common = std::min(theirs.parameters.size(), ours.parameters.size());
   for (std::size_t i = 0; i < common; ++i)

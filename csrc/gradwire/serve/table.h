@@ -7,11 +7,13 @@
 #include <string_view>
 #include <vector>
 
+#include "gradwire/base/types.h"
+
 namespace gradwire::serve {
 
 struct Parameter {
   std::string name;                  // no line break; no two have the same
-  std::vector<std::uint64_t> shape;  // of float32; empty for a scalar
+  std::vector<std::uint64_t> shape;  // empty for a scalar
 
   std::uint64_t elements() const noexcept;
   bool operator==(const Parameter&) const = default;
@@ -25,17 +27,23 @@ struct Table {
   bool atomic_push = false;  // a push is applied at once when all of it is there, else by frames
   bool divide = false;       // divide the rate by the push's staleness
   std::uint64_t max_staleness = ~std::uint64_t{0};  // pushes above it are refused
+  DType dtype = DType::kFloat32;  // of all elements; or float64 with the rule kStaged, codec none
 
   std::uint64_t elements() const noexcept;
+  // Values lie and travel as float32 words: returns how many an element has, 1 or 2.
+  std::size_t words() const noexcept { return dtype == DType::kFloat64 ? 2 : 1; }
+  // Returns whether shards hold vectors and keep pushes until they are folded into one.
+  bool staged() const noexcept;
   std::uint16_t index_of(const std::string& codec) const;  // throws InvalidArgument
 
   std::string text() const;
   std::uint64_t digest() const;
   // Returns what a frame's header has of the digest; never 0.
   std::uint16_t mark() const;
-  // Throws InvalidArgument for a text that text() does not write, for an unknown rule or codec, and
-  // for a table without parameters, with more than 2^36 elements, with fewer than shards, or of
-  // more text than kMostTableText.
+  // Throws InvalidArgument for a text that text() does not write, for an unknown rule or codec, for
+  // options that do not go together, and for a table without parameters, with more than 2^36
+  // elements, with fewer elements, or blocks of vectors, than shards, or of more text than
+  // kMostTableText.
   static Table parse(std::string_view text);
   // Throws as parse() does.
   void check() const;

@@ -92,6 +92,19 @@ class Adam final : public Rule {
   double beta1_, beta2_, epsilon_;
 };
 
+class Staged final : public UpdateRule {
+ public:
+  std::string name() const override { return std::string(kStaged); }
+  float rate() const noexcept override { return 0; }
+  void apply(float*, std::span<float* const>, const float*, float, std::uint64_t,
+             std::size_t) const noexcept override {}
+};
+
+std::shared_ptr<const UpdateRule> make_staged(codec::Parameters& parameters) {
+  parameters.finish();
+  return std::make_shared<Staged>();
+}
+
 template <typename Made>
 std::shared_ptr<const UpdateRule> make(codec::Parameters& parameters) {
   auto rule = std::make_shared<Made>(parameters);
@@ -107,7 +120,8 @@ struct NamedRule {
 constexpr NamedRule kRules[] = {{"sgd", make<Sgd>},
                                 {"momentum", make<Momentum>},
                                 {"adagrad", make<Adagrad>},
-                                {"adam", make<Adam>}};
+                                {"adam", make<Adam>},
+                                {kStaged, make_staged}};
 
 }  // namespace
 

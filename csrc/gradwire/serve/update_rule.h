@@ -31,12 +31,16 @@ class UpdateRule {
                      std::uint64_t step, std::size_t n) const noexcept = 0;
 };
 
+// The rule of tables whose pushes are staged, and not applied: see Vectors.
+inline constexpr std::string_view kStaged = "staged";
+
 // Makes one of
 //   sgd:rate=…                                    w −= γ·g, torch.optim.SGD's bits
 //   momentum:rate=…,momentum=0.9,nesterov=no|yes  v = μ·v + g; w −= γ·v, or γ·(g + μ·v)
 //   adagrad:rate=…,epsilon=1e-10                  s += g², s₀ = ε; w −= γ·g / √s
 //                                                 (Dean et al. 2012, sec. 4.1: √(ε + Σg²))
 //   adam:rate=…,beta1=0.9,beta2=0.999,epsilon=1e-8    (Kingma & Ba 2015, algorithm 1)
+//   staged                                        nothing
 // Throws InvalidArgument for anything else.
 std::shared_ptr<const UpdateRule> make_rule(std::string_view spec);
 

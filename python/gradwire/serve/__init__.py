@@ -8,9 +8,9 @@ come and go.
     ps.push(gradients)
 """
 
-from gradwire.serve._client import ParameterServer, Pending, connect
+from gradwire.serve._client import ParameterServer, Pending, PendingResults, connect
 from gradwire.serve._roles import Replica, role
-from gradwire.serve._rules import SGD, Adagrad, Adam, Momentum, Rule
+from gradwire.serve._rules import SGD, Adagrad, Adam, Momentum, Rule, Staged
 from gradwire.serve._server import Server
 from gradwire.serve._vectors import (
     Absmax,
@@ -42,9 +42,11 @@ __all__ = [
     "Names",
     "ParameterServer",
     "Pending",
+    "PendingResults",
     "Replica",
     "Rule",
     "Server",
+    "Staged",
     "connect",
     "role",
 ]

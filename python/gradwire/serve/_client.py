@@ -9,12 +9,12 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, overload
 
 import numpy as np
 
 from gradwire import _core
-from gradwire._arrays.operands import Operand, operand, writable, written
+from gradwire._arrays.operands import Operand, operand, same_dtype, writable, written
 from gradwire._base import arguments
 from gradwire._base.deadline import Deadline
 from gradwire._base.rules import choose, require_matches, require_pairs
@@ -27,9 +27,11 @@ from gradwire.serve import _directory
 from gradwire.serve._channels import MAX_NAME
 from gradwire.serve._joining import Joining
 from gradwire.serve._reconnect import LastingClient
-from gradwire.serve._rules import Rule
+from gradwire.serve._rules import Rule, Staged
+from gradwire.serve._vectors import Command, pack, unpack
 
 CODECS = ("none", "fp16", "bf16", "int8", "onebit")
+DTYPES = ("float32", "float64")
 
 
 _GOODBYE_SECONDS = 1.0  # for a client that could not join
@@ -80,12 +82,37 @@ class Pending:
         return f"<Pending {'done' if self.done() else 'in flight'}>"
 
 
+class PendingResults:
+    """Commands to the shards' vectors under way."""
+
+    def __init__(
+        self, core: _core.ServeClient, call: _core.ServeCall, commands: Sequence[Command]
+    ) -> None:
+        self._pending, self._call, self._commands = Pending(core, call), call, commands
+
+    def done(self) -> bool:
+        """Whether they are over, successfully or with an error."""
+        return self._pending.done()
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """Blocks until they are over; returns each command's result. Raises their error.
+
+        Raises Timeout after `timeout` seconds; they then go on, and wait() may be called again.
+        None waits for their own timeout.
+        """
+        self._pending.wait(timeout)
+        return unpack(self._commands, self._call.results())
+
+    def __repr__(self) -> str:
+        return f"<PendingResults {'done' if self.done() else 'in flight'}>"
+
+
 class ParameterServer:
     """One process's connection to a parameter server; made by `gradwire.serve.connect`.
 
-    Every method may be called from any thread. Values are float32, on the CPU: NumPy arrays,
-    torch tensors, or others with DLPack, C-contiguous. They come as the dict or the list that
-    `connect` was given, with the same names, order and shapes.
+    Every method may be called from any thread. Values are float32, or float64 with the rule
+    `Staged()`, on the CPU: NumPy arrays, torch tensors, or others with DLPack, C-contiguous. They
+    come as the dict or the list that `connect` was given, with the same names, order and shapes.
 
     `first` says whether this client's values became the initial ones.
 
@@ -110,6 +137,7 @@ class ParameterServer:
         feedback: ErrorFeedback | Literal[False] | None = None,
         lr: float | None = None,
         versions: Sequence[int] | None = None,
+        staged: tuple[int, int, int] | None = None,
         strict: bool = False,
         async_op: bool = False,
         timeout: float | None = None,
@@ -125,10 +153,15 @@ class ParameterServer:
         were computed from, as the `wait()` of their pull returned them; the default is the last
         pull that is over.
 
+        With the rule `Staged()` no rule is applied: each shard keeps the push whole under the name
+        `staged`, a batch, a replica and a sequence number, until a coordinator folds or discards
+        the batch. A push under a name that is there already, or of a batch that is over, changes
+        nothing. NaN and infinity are values like others there.
+
         While two pushes are not acknowledged, further ones with the same codecs, feedback and `lr`
         are added up and go out as one, so that a slow network makes pushes rarer and holds nobody
-        up; others wait, and so do all with `strict`. With `async_op` returns a Pending; otherwise
-        waits until all shards have applied it.
+        up; others wait, and so do all with `strict` and staged ones. With `async_op` returns a
+        Pending; otherwise waits until all shards have applied it.
 
         Raises InvalidArgument, TransportError that names a shard which has ended, and Timeout.
         """
@@ -138,7 +171,8 @@ class ParameterServer:
         kept = _feedback_of(codecs, feedback)
         rate = 0.0 if lr is None else _rate(lr)
         of = [] if versions is None else [_version(each) for each in versions]
-        call = self._core.push(_memory(given), codecs, kept, rate, strict, limit, given, of)
+        name = None if staged is None else _push_name(staged)
+        call = self._core.push(_memory(given), codecs, kept, rate, strict, limit, given, of, name)
         with self._lock:
             self._pushes = [*(each for each in self._pushes if not each.done()), call]
         return self._result(call, async_op)
@@ -163,8 +197,43 @@ class ParameterServer:
         call = self._core.pull(_memory(given), _core_name(codec), self._limit(timeout), given)
         return self._result(call, async_op)
 
+    @overload
+    def ask(
+        self,
+        commands: Sequence[Command],
+        *,
+        async_op: Literal[False] = False,
+        timeout: float | None = None,
+    ) -> list[Any]: ...
+    @overload
+    def ask(
+        self, commands: Sequence[Command], *, async_op: Literal[True], timeout: float | None = None
+    ) -> PendingResults: ...
+    def ask(
+        self, commands: Sequence[Command], *, async_op: bool = False, timeout: float | None = None
+    ) -> list[Any] | PendingResults:
+        """Gives commands to the vectors of all shards, with one message to each; returns results.
+
+        Needs the rule `Staged()`. Each shard runs them in their order, without another client's
+        message between, and does all of them or none. There is a result for each command: a list
+        of floats for Dots, a float for Absmax and Abssum, a list of names for Names, else None.
+        Only a coordinator may give commands that change vectors. With `async_op` returns
+        PendingResults; asks are answered in their order, so the next one may be sent ahead.
+
+        Raises InvalidArgument, which says what a shard cannot do, TransportError that names a
+        shard which has ended, and Timeout.
+        """
+        given = list(commands)
+        call = self._core.command(pack(given), self._limit(timeout))
+        pending = PendingResults(self._core, call, given)
+        return pending if arguments.flag(async_op, "async_op") else pending.wait()
+
     def wait(self, version: int, *, timeout: float | None = None) -> None:
-        """Waits until every shard has applied so many pushes: a warm start by one replica."""
+        """Waits until every shard has applied so many pushes: a warm start by one replica.
+
+        With 0 waits for initial values. With the rule `Staged()` the version is the number of asks
+        that have changed the parameters.
+        """
         self._ask("wait", timeout, arguments.whole(version, "version", least=0, bits=64))
 
     def checkpoint(self, *, timeout: float | None = None) -> None:
@@ -277,10 +346,11 @@ class Table:
     """Names and shapes of the parameters, in the order of `connect`'s arrays."""
 
     def __init__(self, like: Arrays) -> None:
-        """Raises InvalidArgument for arrays that are not float32 on the CPU."""
+        """Raises InvalidArgument for arrays that are not all float32, or float64, on the CPU."""
         self._by_name = isinstance(like, Mapping)
         self.initial = _operands(like, "like")
         self.names = [each.what for each in self.initial]
+        self.dtype = self.initial[0].dtype
 
     def operands(self, given: Arrays, what: str) -> list[Operand]:
         """The operands of arrays like those of `connect`, in their order."""
@@ -295,6 +365,7 @@ class Table:
             raise InvalidArgument(f"{what}: {odd[0]!r} is not in both, here and at connect()")
         by_name = {each.what: each for each in found}
         ordered = [by_name[name] for name in self.names]
+        same_dtype([*self.initial[:1], *ordered])
         for each, own in zip(ordered, self.initial, strict=True):
             if each.shape != own.shape:
                 raise InvalidArgument(
@@ -316,6 +387,7 @@ def connect(
     store: str | None = None,
     name: str = "parameters",
     replica: str | None = None,
+    role: Literal["replica", "coordinator"] = "replica",
     secret: bytes | str | None = None,
     transports: Sequence[str] | None = None,
     atomic: Literal["frame", "push"] = "frame",
@@ -326,14 +398,18 @@ def connect(
 ) -> ParameterServer:
     """Connects to a parameter server; at any time, also anew.
 
-    `like` are the parameters, a dict or a list of float32 arrays on the CPU, of which the first
-    client's become the initial values; the others pull theirs. `rule`, such as Adagrad(lr=0.02),
+    `like` are the parameters, a dict or a list of arrays on the CPU, of which the first client's
+    become the initial values; the others pull theirs. All are float32, or float64 with the rule
+    `Staged()` and codec "none". `rule`, such as Adagrad(lr=0.02),
     says how the servers apply a push. All clients give the same names, shapes, rule, codecs and
     options; one that differs gets InvalidArgument, alone, which names the difference.
 
     `store`, `name` and `secret` are those of the `Server`; the store defaults to GRADWIRE_STORE.
     `replica` names this client in messages; one that connects again under its name replaces its
-    former self. The default is "replica R" under a launcher that sets RANK.
+    former self. The default is "replica R" under a launcher that sets RANK. A client with the role
+    "coordinator" gives commands to the vectors of a service with the rule `Staged()`; shards refuse
+    values of parameters to it, and `like` tells only names and shapes. It takes the place of a
+    coordinator that is there, whose calls then raise TransportError.
 
     `atomic="frame"` applies a push frame by frame (28,672 elements at most), and a pull may see
     frames of different versions. With "push" a push is applied at once and a pull sees one version,
@@ -350,8 +426,15 @@ def connect(
     """
     table = Table(like)
     arguments.instance(rule, "rule", Rule, "a rule such as gradwire.serve.Adagrad(lr=0.02)")
+    coordinator = _one_of(role, "role", ("replica", "coordinator")) == "coordinator"
+    offered_codecs = () if codecs is CODECS and table.dtype != "float32" else codecs
     limit = arguments.seconds(timeout)
     lasting = None if reconnect is None else arguments.seconds(reconnect, "reconnect")
+    if lasting is not None and isinstance(rule, Staged):
+        raise InvalidArgument(
+            "reconnect with the rule Staged(): a server that is started again has no staged "
+            "pushes, and may have run a command or not; connect anew"
+        )
     deadline = Deadline(limit)
     found = _directory.service(name, store, secret)
     offered = choose_transports(transports)
@@ -361,20 +444,23 @@ def connect(
         text = _core.serve_table(
             table.describe(),
             rule.spec,
-            [_core_name(each) for each in codecs],
+            [_core_name(each) for each in offered_codecs],
             shards,
             _one_of(atomic, "atomic", ("frame", "push")) == "push",
             _one_of(staleness, "staleness", ("keep", "divide")) == "divide",
             None if max_staleness is None else _whole(max_staleness),
+            table.dtype,
         )
         named, label = _identity(directory, replica)
-        joining = Joining(found, text, shards, named, label, offered)
+        joining = Joining(found, text, shards, named, label, offered, coordinator)
         joined = joining.join(directory, deadline)
         core = joined.core
         if lasting is not None:  # which has the same methods
             core = cast(_core.ServeClient, LastingClient(joined, joining.join_again, lasting))
         client = ParameterServer(core, table, shards, limit)
         try:
+            if coordinator:
+                return client
             with directory.first_alone(shards, deadline):
                 values = core.set(_memory(table.initial), deadline.left, table.initial)
                 core.wait(values, math.inf)
@@ -405,7 +491,7 @@ def _identity(directory: _directory.Directory, replica: str | None) -> tuple[str
 
 
 def _operands(given: Arrays, what: str) -> list[Operand]:
-    """The operands of float32 arrays, whose `what` is their name."""
+    """The operands of arrays of one dtype, whose `what` is their name."""
     if isinstance(given, Mapping):
         named = {arguments.text(key, what): value for key, value in given.items()}
     else:
@@ -413,18 +499,20 @@ def _operands(given: Arrays, what: str) -> list[Operand]:
     if not named:
         raise InvalidArgument(f"{what} has no arrays")
     found = [operand(value, f"{what}[{key!r}]") for key, value in named.items()]
+    same_dtype(found)
     for each in found:
-        if each.dtype != "float32" or each.device is not None:
+        if each.dtype not in DTYPES or each.device is not None:
             where = "the CPU" if each.device is None else f"cuda:{each.device}"
             raise InvalidArgument(
-                f"{each.what} is {each.dtype} on {where}: parameter servers hold float32, and "
-                "take it from the CPU"
+                f"{each.what} is {each.dtype} on {where}: parameter servers hold float32 or "
+                "float64, and take it from the CPU"
             )
     return [each._replace(what=key) for each, key in zip(found, named, strict=True)]
 
 
 def _memory(given: Sequence[Operand]) -> list[tuple[int, int]]:
-    return [(each.address, each.elements) for each in given]
+    """Addresses, and numbers of float32 words."""
+    return [(each.address, each.nbytes // 4) for each in given]
 
 
 def _core_name(codec: CodecName) -> str:
@@ -465,6 +553,14 @@ def _rate(lr: float) -> float:
     if not 0 <= given <= float(np.finfo(np.float32).max):
         raise InvalidArgument(f"lr={lr} is negative, or no float32")
     return float(np.float32(given)) or -0.0
+
+
+def _push_name(staged: tuple[int, int, int]) -> tuple[int, int, int]:
+    given = arguments.items(staged, "staged", "(batch, replica, sequence)")
+    if len(given) != 3:
+        raise arguments.wrong(staged, "staged", "(batch, replica, sequence)")
+    batch, replica, sequence = (arguments.whole(each, "staged", least=0, bits=64) for each in given)
+    return batch, replica, sequence
 
 
 def _version(version: int) -> int:

@@ -25,6 +25,7 @@ class Joining:
     name: str
     label: str  # the name, with host and process, for messages
     transports: tuple[str, ...]
+    coordinator: bool = False
 
     def join(
         self, directory: _directory.Directory, deadline: Deadline, previous: int = 0
@@ -42,7 +43,7 @@ class Joining:
         ]
         core = _core.ServeClient(self.table, number, channels)
         try:
-            joined = core.join(deadline.left)
+            joined = core.join(deadline.left, self.coordinator)
             core.wait(joined, math.inf)
         except BaseException:
             core.close(_GOODBYE_SECONDS)

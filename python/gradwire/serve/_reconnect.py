@@ -98,10 +98,11 @@ class LastingClient:
         timeout: float,
         memory: object,
         versions: Sequence[int] = (),
+        staged: tuple[int, int, int] | None = None,
     ) -> LastingCall:
         def begin(core: _core.ServeClient) -> _core.ServeCall:
             of = list(versions) or self._versions_of(core)
-            return core.push(gradients, codec, feedback, rate, strict, timeout, memory, of)
+            return core.push(gradients, codec, feedback, rate, strict, timeout, memory, of, staged)
 
         return self._begin(begin, once=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from gradwire._base import arguments
 from gradwire._errors import InvalidArgument
@@ -69,6 +69,23 @@ class Adam(Rule):
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class Staged(Rule):
+    """No rule: a push is kept, under the name that it is given, until a coordinator folds it.
+
+    The shards hold named vectors beside the parameters, on which a coordinator works by
+    `ParameterServer.ask`: the service of Sandblaster L-BFGS (Dean et al. 2012, sec. 4.2). A pull
+    sees one version of the parameters.
+    """
+
+    lr: float = field(default=0.0, init=False, repr=False)
+
+    @property
+    def spec(self) -> str:
+        """The rule in the words of the core."""
+        return "staged"
 
 
 _CORE_NAMES = {

@@ -8,8 +8,14 @@ have 1 to 64 printable ASCII characters. A vector begins with the command that w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from gradwire._base import arguments
+
+_Result = tuple[list[list[float]], list[str]]  # of one command on one shard
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Names:
-    """The names of all vectors, in alphabetical order; "w" is one of them."""
+    """The names of the vectors that all shards hold, in alphabetical order; "w" is one of them."""
 
 
 @dataclass(frozen=True)
@@ -94,3 +100,79 @@ class Discard:
 
 
 Command = Dots | Absmax | Abssum | Combine | Copy | Drop | Names | Fold | Discard
+
+
+def pack(commands: Sequence[Command]) -> list[tuple[Any, ...]]:
+    """The commands in the words of the core; raises InvalidArgument for what is none."""
+    given = arguments.items(commands, "commands", "a list of commands such as Dots([('a', 'b')])")
+    return [_pack(each) for each in given]
+
+
+def unpack(commands: Sequence[Command], shards: Sequence[Sequence[_Result]]) -> list[Any]:
+    """The results of commands, from those of all shards."""
+    return [_unpack(command, results) for command, *results in zip(commands, *shards, strict=True)]
+
+
+def _pack(command: Command) -> tuple[Any, ...]:
+    kind = type(command).__name__.lower()
+    match command:
+        case Dots(pairs):
+            return kind, [(_name(a), _name(b)) for a, b in _pairs(pairs, "pairs")]
+        case Absmax(name) | Abssum(name) | Drop(name):
+            return kind, _name(name)
+        case Combine(target, terms):
+            found = _pairs(terms, "terms")
+            return kind, _name(target), [(arguments.number(c, "terms"), _name(x)) for c, x in found]
+        case Copy(target, source):
+            return kind, _name(target), _name(source)
+        case Names():
+            return (kind,)
+        case Fold(target, batch, pushes):
+            numbers = [(_number(a), _number(b)) for a, b in _pairs(pushes, "pushes")]
+            return kind, _name(target), _number(batch), numbers
+        case Discard(batch):
+            return kind, None if batch is None else _number(batch)
+    raise arguments.wrong(command, "commands", "commands such as Dots([('a', 'b')])")
+
+
+def _unpack(command: Command, shards: Sequence[_Result]) -> Any:
+    numbers = [found for found, _ in shards]
+    match command:
+        case Dots():
+            return [_exact_sum(parts) for parts in zip(*numbers, strict=True)]
+        case Abssum():
+            return _exact_sum(parts for (parts,) in numbers)
+        case Absmax():
+            found = [most for ((most,),) in numbers]
+            return math.nan if any(map(math.isnan, found)) else max(found)
+        case Names():
+            return sorted(set.intersection(*(set(names) for _, names in shards)))
+    return None
+
+
+def _exact_sum(shards: Iterable[Sequence[float]]) -> float:
+    """The sum of all parts of all shards, rounded once."""
+    parts = [part for each in shards for part in each]
+    if not all(map(math.isfinite, parts)):
+        return sum(part for part in parts if not math.isfinite(part))
+    try:
+        return math.fsum(parts)
+    except OverflowError:
+        return sum(parts)
+
+
+def _pairs(given: Any, what: str) -> list[tuple[Any, Any]]:
+    pairs = [tuple(each) for each in arguments.items(given, what, "a list of pairs")]
+    for each in pairs:
+        if len(each) != 2:
+            raise arguments.wrong(each, what, "pairs")
+    return [(a, b) for a, b in pairs]
+
+
+def _name(given: Any) -> str:
+    return arguments.text(given, "the name of a vector")
+
+
+def _number(given: Any) -> int:
+    """A number of a batch, a replica or a push."""
+    return arguments.whole(given, "a batch, replica or sequence", least=0, bits=64)

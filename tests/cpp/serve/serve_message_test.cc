@@ -33,7 +33,7 @@ TEST(Message, RefusesForeignBytes) {
   };
   refused([](MessageHeader& h) { h.magic ^= 1; });
   refused([](MessageHeader& h) { h.op = static_cast<Op>(0); });
-  refused([](MessageHeader& h) { h.op = static_cast<Op>(9); });
+  refused([](MessageHeader& h) { h.op = static_cast<Op>(10); });
   refused([](MessageHeader& h) { h.flags = 16; });
   refused([](MessageHeader& h) { h.flags = kRefused; });
   refused([](MessageHeader& h) { h.zero = 1; });

@@ -1,0 +1,84 @@
+// Vectors: what a shard of a table with the rule `staged` holds in place of a rule's state: the
+// parameters "w" and other vectors of the same elements, by name, and the pushes that are staged
+// until they are folded into a vector. Commands work on them; they are done all or none.
+//
+// Values are float32 words: one an element, or two where elements are float64. A vector that is
+// changed is written anew, so whoever reads an older one (a pull) may go on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "gradwire/serve/vectors/commands.h"
+
+namespace gradwire::serve {
+
+using Words = std::vector<float>;
+using SharedWords = std::shared_ptr<const Words>;
+
+struct VectorLimits {
+  std::size_t vectors = 256;
+  std::size_t pushes = 65'536;  // staged at a time
+  std::uint64_t bytes = 0;      // of all of them together; 0: half of the machine's memory
+};
+
+// Numbers of batches that are over. Of the smallest ones only the largest is remembered, and all
+// below it count as over.
+class FinishedBatches {
+ public:
+  static constexpr std::size_t kRemembered = 4096;
+
+  void add(std::uint64_t batch);
+  bool has(std::uint64_t batch) const;
+
+ private:
+  std::set<std::uint64_t> batches_;
+  std::uint64_t below_ = 0;
+};
+
+class Vectors {
+ public:
+  using Map = std::map<std::string, SharedWords>;
+
+  // The shard's elements, the words of each, and the elements of a block: see block_of().
+  Vectors(std::size_t elements, std::size_t words, std::size_t block, VectorLimits limits = {});
+
+  // Returns a vector; null where there is none of that name.
+  SharedWords find(std::string_view name) const;
+  // Throws InvalidArgument for another number of words, or too many vectors.
+  void put(const std::string& name, Words values);
+  const Map& all() const noexcept { return vectors_; }
+
+  // Keeps a push; not where it is there already or its batch is over. Throws InvalidArgument where
+  // there is no room.
+  void stage(const StagedPush& push, Words values);
+  std::size_t staged() const noexcept;
+
+  // Runs the commands in their order. Throws InvalidArgument, and changes nothing, where one of
+  // them cannot be done.
+  std::vector<Result> run(std::span<const Command> commands);
+
+ private:
+  class Draft;
+  using Batch = std::map<PushName, SharedWords>;
+
+  void check_room(std::size_t vectors, std::size_t pushes) const;
+  std::shared_ptr<Words> fresh();
+  void recycle(Map& old);
+
+  const std::size_t elements_, words_, block_;
+  const VectorLimits limits_;
+  Map vectors_;
+  std::map<std::uint64_t, Batch> staged_;
+  FinishedBatches finished_;
+  std::vector<std::shared_ptr<Words>> spare_;  // memory of vectors that were replaced
+};
+
+}  // namespace gradwire::serve
