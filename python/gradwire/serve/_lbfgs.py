@@ -76,7 +76,7 @@ class Minimizer:
         lr: float = 1.0,
         by_norm: bool = False,
     ) -> None:
-        """`by_norm` takes 1/‖g‖₂ as the first step, as L-BFGS-B does, in place of 1/‖g‖₁."""
+        """Takes 1/‖g‖₂ as the first step `by_norm`, as L-BFGS-B does, in place of 1/‖g‖₁."""
         self._ask, self._evaluate = ask, evaluate
         self._search, self._lr, self._by_norm = search, lr, by_norm
         self.history = History(history)

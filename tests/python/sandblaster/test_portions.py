@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from gradwire import InvalidArgument
 from gradwire.serve._sandblaster.portions import Order, Portions
-from portion_clock import over_bound
 from portion_world import Eager, World
+
+from bench.training.portions import over_bound
 
 
 def explore(**instance: Any) -> int:

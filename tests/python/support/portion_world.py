@@ -301,7 +301,7 @@ class World:
         )
         return (
             (known, portions, tuple(lead._todo), tuple(lead.pushes), lead.batch, self.now),
-            lead._taken_back,
+            (lead._taken_back, lead._push_seconds),
             tuple(each.key(rank) for each in self.replicas.values()),
             tuple(tuple(sorted((k, tuple(v)) for k, v in each.items())) for each in self.staged),
             tuple(self.left.values()),

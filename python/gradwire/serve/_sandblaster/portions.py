@@ -1,4 +1,4 @@
-"""Which replica computes which portion of a batch, so that each counts exactly once.
+"""Portions of a batch, handed out to replicas so that each counts exactly once.
 
 Dean et al. 2012, "Large Scale Distributed Deep Networks", sec. 4.2 and algorithm 1.2. A portion is
 handed out by a ticket. The first replica to report it is told to keep it, others to drop it. Kept
@@ -49,7 +49,7 @@ class _Ticket:
 
 @dataclass
 class _Replica:
-    """What the coordinator knows of one replica."""
+    """State of one replica, as the coordinator knows it."""
 
     tickets: dict[int, _Ticket] = field(default_factory=dict)  # without an answer, oldest first
     held: dict[int, int] = field(default_factory=dict)  # kept and not pushed: ticket, portion
@@ -62,7 +62,7 @@ class _Replica:
 
 @dataclass
 class _Portion:
-    """What became of one portion."""
+    """State of one portion."""
 
     since: float = 0.0  # when it was handed out first
     tickets: set[tuple[int, int]] = field(default_factory=set)  # replica, ticket: computing it
@@ -83,6 +83,7 @@ class Portions:
         self._tickets = 0
         self._left = 0  # portions that are not committed
         self._taken_back = 0  # times in this batch
+        self._push_seconds = 0.0  # from asking for a push until all shards have it, lately
         self.batch = -1
         self.pushes: list[tuple[int, int]] = []  # to fold: replica, sequence
 
@@ -102,7 +103,7 @@ class Portions:
         return list(self._replicas)
 
     def counts(self) -> dict[int, tuple[int, int]]:
-        """By replica, the portions of this batch that it kept, and the copies that it was given."""
+        """Counts, by replica, portions of this batch that it kept, and copies that it was given."""
         return {number: (each.kept, each.copies) for number, each in self._replicas.items()}
 
     def begin(self, batch: int, portions: int, now: float) -> list[Order]:
@@ -185,7 +186,7 @@ class Portions:
         if (replica, sequence) in self.pushes:
             raise InvalidArgument(f"it pushed twice under the number {sequence}")
         mine = {ticket: found.held.pop(ticket) for ticket in tickets}
-        found.asked_to_push = None
+        self._time_push(found, now)
         orders = []
         portions = [self._portions[each] for each in mine.values()]
         keepers = zip(portions, ((replica, ticket) for ticket in mine), strict=True)
@@ -299,15 +300,16 @@ class Portions:
     def _take_back(self, now: float) -> None:
         """Opens portions anew whose replicas should have pushed them long ago.
 
-        Long is what an idle replica takes for a portion, and twice as long each time, so that
-        pushes which take longer than that are not always too late. Should the replica push them
-        still, before others keep them, that counts.
+        Long is what an idle replica takes for a portion and twice what pushes take, and twice as
+        long each time, so that pushes are not always too late. Should the replica push them still,
+        before others keep them, that counts.
         """
         idle = [each.pace for each in self._replicas.values() if not each.tickets]
         quickest = min((each for each in idle if not math.isnan(each)), default=math.inf)
+        patience = max(quickest, 2 * self._push_seconds) * 2**self._taken_back
         for number, replica in self._replicas.items():
             asked = replica.asked_to_push
-            if asked is None or not now - asked > quickest * 2**self._taken_back:
+            if asked is None or not now - asked > patience:
                 continue
             self._taken_back += 1
             replica.asked_to_push = math.inf
@@ -315,6 +317,12 @@ class Portions:
                 if self._portions[portion].keeper == (number, ticket):
                     self._portions[portion].keeper = None
                     self._reopen(portion)
+
+    def _time_push(self, replica: _Replica, now: float) -> None:
+        asked, replica.asked_to_push = replica.asked_to_push, None
+        if asked is not None and asked < now:
+            known = self._push_seconds or now - asked
+            self._push_seconds = (known + now - asked) / 2
 
     def _reopen(self, portion: int) -> None:
         """Puts a portion among those to do, unless it is kept or someone computes it."""

@@ -106,7 +106,7 @@ def _is_flat(point: Point, start: Point) -> bool:
 
 
 def cubic_minimum(one: Point, other: Point, bounds: tuple[float, float]) -> float:
-    """Where the cubic through two points with their slopes is least, within bounds.
+    """Finds where the cubic through two points with their slopes is least, within bounds.
 
     Nocedal & Wright 2006, eq. 3.59. The middle where it has no minimum.
     """

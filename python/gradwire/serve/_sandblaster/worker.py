@@ -1,4 +1,4 @@
-"""What a replica has in hand: tickets to compute, results without an answer, and its sum."""
+"""Tickets that a replica has in hand: to compute, without an answer, and in its sum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Task(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a replica says of a ticket: the loss that it reports, or that it forgot it."""
+    """Answer of a replica to a ticket: the loss that it reports, or that it forgot it."""
 
     what: Literal["report", "forgotten"]
     ticket: int

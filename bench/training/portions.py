@@ -36,10 +36,12 @@ class Clock:
         self._numbers = itertools.count()
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Does something later; never, if the time is infinite."""
         if seconds < math.inf:
             heapq.heappush(self._queue, (self.now + seconds, next(self._numbers), action))
 
     def advance(self) -> bool:
+        """Does what is next; False where there is nothing."""
         if not self._queue:
             return False
         self.now, _, action = heapq.heappop(self._queue)
@@ -59,6 +61,7 @@ class Replica:
         self.kept_since = math.inf
 
     def obey(self, order: Order, batch: int) -> None:
+        """Does what the coordinator says."""
         if self.stopped:
             return
         if order.what == "work":
@@ -75,6 +78,7 @@ class Replica:
         self.push()
 
     def compute(self) -> None:
+        """Begins with the next portion, if there is one."""
         task = None if self.computing else self.worker.next()
         if task is not None:
             self.computing = True
@@ -82,6 +86,7 @@ class Replica:
             self.job.clock.after(1 / self.speed, lambda: self.computed(task, began))
 
     def computed(self, task: Task, began: float) -> None:
+        """Reports a portion, and begins with the next one."""
         if self.stopped:
             return
         self.computing = False
@@ -95,6 +100,7 @@ class Replica:
         self.compute()
 
     def push(self) -> None:
+        """Pushes the sum if it was asked for, is large or old."""
         due = self.job.clock.now >= self.kept_since + PUSH_AFTER
         least = 1 if self.asked or due else PUSH_EVERY
         if self.stopped or self.pushing or self.worker.kept < least:
@@ -106,6 +112,7 @@ class Replica:
         self.job.clock.after(PUSH, lambda: self.pushed(push))
 
     def pushed(self, push: Push) -> None:
+        """Tells the coordinator that all shards have a push."""
         if self.stopped:
             return
         self.pushing = False
@@ -126,12 +133,15 @@ class Job:
             self.send(self.lead.join(each.number, 0.0))
 
     def say(self, replica: Replica, event: Callable[[float], list[Order]]) -> None:
+        """Sends a message to the coordinator."""
+
         def arrive() -> None:
             self.send(event(self.clock.now))
 
         self.clock.after(LATENCY, arrive)
 
     def send(self, orders: Sequence[Order]) -> None:
+        """Sends orders to replicas."""
         for order in orders:
             replica, batch = self.replicas[order.replica], self.lead.batch
 
