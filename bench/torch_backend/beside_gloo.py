@@ -4,8 +4,9 @@
 
 The processor time of small calls on one rank alone; milliseconds of collectives by ranks and bytes,
 also of the communicator's own all_reduce; and training steps over shared memory (gloo: loopback)
-and over gradwire's emulated links, which do not hold gloo's traffic back. All that is compared
-takes turns in the same processes.
+and over gradwire's emulated links, which do not hold gloo's traffic back. `--shaped 100mbit`: also
+between network namespaces whose links `tc` holds to a rate, for gloo too (root; `--links` without
+any leaves the others out). All that is compared takes turns in the same processes.
 
 Writes bench/results/backend-DATE.json, .md and .png.
 """
@@ -13,20 +14,23 @@ Writes bench/results/backend-DATE.json, .md and .png.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.common import job, result_files
 from bench.common.machine import OtherLoad
 from bench.common.result_files import RESULTS
+from bench.network import links
 from bench.torch_backend import beside_gloo_report
 
 NO_LINK = beside_gloo_report.NO_LINK
 LINKS = (NO_LINK, "1gbit,100us", "100mbit,100us")
+CHECKED = (200_000, 1_000_000)  # bytes of messages over shaped links
 PARTS = ("cost", "collectives", "steps")
 
 
@@ -63,6 +67,11 @@ def _measurements(options: argparse.Namespace, found: dict[str, Any]) -> Iterato
             its = found["steps"].setdefault(link, {})
             its[str(ranks)] = _measure("steps", options, ranks, link)
             yield
+    for rate in options.shaped if "steps" in options.parts else ():
+        for ranks in options.ranks:
+            its = found["steps"].setdefault(beside_gloo_report.SHAPED + rate.name, {})
+            its[str(ranks)] = _on_shaped(options, ranks, rate)
+            yield
 
 
 def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
@@ -77,7 +86,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ranks", type=int, nargs="+", default=(2, 4))
-    parser.add_argument("--links", nargs="+", default=LINKS, metavar="RATE,LATENCY")
+    parser.add_argument("--links", nargs="*", default=LINKS, metavar="RATE,LATENCY")
+    parser.add_argument("--shaped", type=links.rate, nargs="+", default=(), metavar="RATE")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each call")
     parser.add_argument("--most", type=int, default=1 << 26, help="bytes of a collective, at most")
     parser.add_argument("--steps", type=int, default=9, help="of each way on each link")
@@ -93,13 +103,35 @@ def _measure(
     part: str, options: argparse.Namespace, ranks: int, link: str = NO_LINK
 ) -> dict[str, Any]:
     print(f"{part}, {ranks} ranks, link {link} …", file=sys.stderr, flush=True)
-    own = ["--part", part, "--rounds", str(options.rounds), "--most", str(options.most)]
-    own += ["--steps", str(options.steps), "--block", str(options.block)]
-    own += ["--gloo"] if link == NO_LINK else []
     setting = {"GLOO_SOCKET_IFNAME": "lo"}
     if link != NO_LINK:
         setting["GRADWIRE_LINK"] = link
-    return job.run("bench.torch_backend.beside_gloo", own, ranks, setting)
+    return _run(part, options, ranks, setting, gloo=link == NO_LINK)
+
+
+def _on_shaped(options: argparse.Namespace, ranks: int, rate: links.Rate) -> dict[str, Any]:
+    """Checks the links by plain sockets, and then measures steps over them."""
+    print(f"steps, {ranks} ranks, held to {rate.name} …", file=sys.stderr, flush=True)
+    with contextlib.closing(links.ShapedLinks(ranks, rate)) as shaped:
+        links.check(shaped, CHECKED)
+        setting = {"GLOO_SOCKET_IFNAME": "eth0", "GRADWIRE_SOCKET_IFNAME": "eth0"}
+        starters = [each.run for each in shaped.hosts]
+        return _run("steps", options, ranks, setting, starters, gloo=True)
+
+
+def _run(
+    part: str,
+    options: argparse.Namespace,
+    ranks: int,
+    setting: dict[str, str],
+    starters: Sequence[job.Starter] | None = None,
+    *,
+    gloo: bool,
+) -> dict[str, Any]:
+    own = ["--part", part, "--rounds", str(options.rounds), "--most", str(options.most)]
+    own += ["--steps", str(options.steps), "--block", str(options.block)]
+    own += ["--gloo"] if gloo else []
+    return job.run("bench.torch_backend.beside_gloo", own, ranks, setting, starters)
 
 
 if __name__ == "__main__":

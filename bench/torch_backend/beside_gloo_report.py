@@ -10,6 +10,7 @@ from typing import Any
 from bench.libraries.peers_report import size
 
 NO_LINK = "none"
+SHAPED = "shaped "  # before the rate of links between namespaces
 GRADWIRE, GLOO = "gradwire", "gloo"
 COMMUNICATOR, NUMPY = "communicator, tensor", "communicator, NumPy"
 FUNCTIONAL = "all_reduce, functional"
@@ -25,8 +26,8 @@ def document(found: Found, stem: str) -> str:
         "# The backend beside gloo",
         "",
         f"{found['date']}; {found['machine']}. `python {found['command']}`. What is in one "
-        "table took turns in the same processes. gloo has no shared memory: its ranks talk over "
-        "loopback.",
+        "table took turns in the same processes. gloo has no shared memory: ranks of one host talk "
+        "over loopback.",
         "",
         f"![Milliseconds of collectives, and of steps]({stem}.png)",
         "",
@@ -122,7 +123,11 @@ def steps(found: Found) -> Iterator[str]:
 
 def title(link: str) -> str:
     """A link, for a table."""
-    return "shared memory" if link == NO_LINK else f"emulated {link.replace(',', ', ')}"
+    if link == NO_LINK:
+        return "shared memory"
+    if link.startswith(SHAPED):
+        return f"between namespaces, held to {link.removeprefix(SHAPED)}"
+    return f"emulated {link.replace(',', ', ')}"
 
 
 def draw(found: Found, path: Path) -> None:
