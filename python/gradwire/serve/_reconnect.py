@@ -13,6 +13,7 @@ from gradwire._errors import Error, RendezvousError, Timeout, TransportError
 
 _NO_VERSION = _core.SERVE_NO_VERSION
 _RETRY_SECONDS = 0.05
+_ATTEMPT_SECONDS = 10.0  # after which close() is heard
 _GOODBYE_SECONDS = 0.5  # to the shards that go on
 
 _log = logging.getLogger("gradwire")
@@ -155,7 +156,7 @@ class LastingClient:
     def _make_again(self, call: LastingCall) -> None:
         if call.again is None:
             with self._lock:
-                self.lost += 1
+                self.lost += call.lost is None
                 call.lost = list(self._begun_at)
             return
         made = self._begin(call.again)
@@ -208,7 +209,7 @@ class LastingClient:
         pause = threading.Event()
         while True:
             try:
-                return self._dial(deadline, self._number)
+                return self._dial(deadline.within(_ATTEMPT_SECONDS), self._number)
             except (Error, OSError) as error:
                 if deadline.passed or self._closed or not _may_pass(error):
                     raise

@@ -25,6 +25,7 @@ from gradwire.serve._client import read_statistics
 from gradwire.serve._directory import MOST_SHARDS, Directory, service
 
 _ASK_SECONDS = 10.0  # for a shard's thread to answer this process
+_COPY_SECONDS = 600.0  # for it to copy its state between its clients' frames
 _TICK_SECONDS = 0.2
 
 _log = logging.getLogger("gradwire")
@@ -213,7 +214,9 @@ class Server:
             return "the server has no folder for snapshots: start it with --snapshot DIR"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _snapshot.write(path, _snapshot.ShardState(**self._cores[shard].snapshot(_ASK_SECONDS)))
+            _snapshot.write(
+                path, _snapshot.ShardState(**self._cores[shard].snapshot(_COPY_SECONDS))
+            )
         except (OSError, MemoryError, Error) as error:
             return describe(error)
         return ""
