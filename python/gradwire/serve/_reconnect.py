@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from gradwire import _core
 from gradwire._base.deadline import Deadline
-from gradwire._errors import Error, RendezvousError, Timeout, TransportError
+from gradwire._errors import Error, InvalidArgument, RendezvousError, Timeout, TransportError
 
 _NO_VERSION = _core.SERVE_NO_VERSION
 _RETRY_SECONDS = 0.05
@@ -109,6 +109,11 @@ class LastingClient:
 
     def pull(self, values: Any, codec: str, timeout: float, memory: object) -> LastingCall:
         return self._begin(lambda core: core.pull(values, codec, timeout, memory))
+
+    def command(self, *_: object) -> LastingCall:
+        raise InvalidArgument(
+            "commands to vectors are made once: connect without reconnect= to give them"
+        )
 
     def ask(self, what: str, version: int, timeout: float) -> LastingCall:
         return self._begin(lambda core: core.ask(what, version, timeout))

@@ -145,6 +145,11 @@ def test_who_dials_in_vain_says_so(servers: Servers, connect: Connect) -> None:
             ps.pull(full(0))
 
 
+def test_commands_to_vectors_are_not_made_again(connect: Connect) -> None:
+    with pytest.raises(gradwire.InvalidArgument, match="without reconnect="):
+        connect(full(5), 30.0).ask([serve.Names()])
+
+
 def test_a_shard_without_its_values_is_no_end_of_dialling(
     servers: Servers, connect: Connect
 ) -> None:
