@@ -318,11 +318,11 @@ class ParameterServer:
         require_pairs(rules)
         if not rules:
             return [_core_name(codec)]
-        key = (codec, tuple(map(tuple, rules)))
+        choices = [(pattern, _core_name(choice)) for pattern, choice in [*rules, ("*", codec)]]
+        key = tuple(choices)
         if key not in self._chosen:
             names = self._table.names
             require_matches(rules, names, "connect()'s arrays")
-            choices = [(pattern, _core_name(choice)) for pattern, choice in [*rules, ("*", codec)]]
             self._chosen[key] = [choose(name, choices) for name in names]
         return self._chosen[key]
 

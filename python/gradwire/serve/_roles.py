@@ -53,8 +53,9 @@ def role(
     without `store` then find these servers, by `name`.
 
     Under ``gradwire run --servers`` the servers are there already, and all processes are replicas.
-    `name`, `secret`, `snapshot` and `every` are as in `Server`. On several hosts there must be a
-    secret: the argument, or GRADWIRE_SECRET. `timeout` limits the meeting, in seconds.
+    `name`, `secret`, `snapshot` and `every` are as in `Server`. On several hosts srun and mpirun
+    need a secret, the argument or GRADWIRE_SECRET; under torchrun rank 0 makes one where there is
+    none. `timeout` limits the meeting, in seconds.
 
     Raises InvalidArgument where no process would be left to train or ``--servers`` is another
     number, and RendezvousError, which names the ranks that are missing.

@@ -100,8 +100,9 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         arguments.whole(warm_start, "warm_start", least=0)
         self._push_codec, self._pull_codec, self._rules = push_codec, pull_codec, rules
         require_pairs(rules)
-        used = list(dict.fromkeys(["none", push_codec, *(each for _, each in rules)]))
-        loses = (len(used) > 1 or max_staleness is not None) and feedback is not False
+        used = ["none", push_codec, *(each for _, each in rules)]
+        drops = any(str(each) != "none" for each in used) or max_staleness is not None
+        loses = drops and feedback is not False
         self._feedback = (feedback or ErrorFeedback()) if loses else None
         self._parameters = arrays.trained(self.param_groups)
         self._names = arrays.names(self.param_groups)

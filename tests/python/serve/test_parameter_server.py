@@ -96,6 +96,7 @@ def test_parameters_have_codecs_of_their_own(connect: Connect) -> None:
         ([("*.gain", "none")], "'\\*.gain', which matches no parameter; .* fc.weight, fc.bias"),
         ({"*.bias": "none"}, "is a mapping: give a list of pairs"),
         (["*.bias"], "rules= holds"),
+        ([("*.bias", ["none"])], "codec=.* of type list: give a str"),
         ([("*.bias", "twobit")], "unknown codec 'twobit'"),
         ([("*.bias", "topk")], "'topk' was not named when the servers were joined"),
     ],
