@@ -64,6 +64,7 @@ class Purpose(enum.IntEnum):
     COLLECTIVE = 3
     P2P = 4
     SERVE = 5
+    COORDINATE = 6
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ come and go.
 """
 
 from gradwire.serve._client import ParameterServer, Pending, PendingResults, connect
+from gradwire.serve._distributed_lbfgs import Sandblaster
+from gradwire.serve._lead import Progress
 from gradwire.serve._roles import Replica, role
 from gradwire.serve._rules import SGD, Adagrad, Adam, Momentum, Rule, Staged
 from gradwire.serve._server import Server
@@ -43,8 +45,10 @@ __all__ = [
     "ParameterServer",
     "Pending",
     "PendingResults",
+    "Progress",
     "Replica",
     "Rule",
+    "Sandblaster",
     "Server",
     "Staged",
     "connect",

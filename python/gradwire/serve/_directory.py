@@ -115,6 +115,19 @@ class Directory:
             raise RendezvousError(f"shard {shard} says that there are {shards!r} shards")
         return ShardAddress(shards, address)
 
+    def publish_coordinator(self, address: AddressInfo) -> None:
+        """Tells replicas where the coordinator is; a later one takes its place."""
+        self._store.set(f"{self._prefix}/coordinator", address.pack())
+
+    def find_coordinator(self, deadline: Deadline) -> AddressInfo:
+        """Waits for a coordinator and returns its address, at which it may have ended since."""
+        with self._waiting("no coordinator has begun", deadline):
+            data = self._store.get(f"{self._prefix}/coordinator", deadline.remaining)
+        try:
+            return unpack_address_info(data, 0)
+        except RendezvousError as error:
+            raise RendezvousError(f"the coordinator published no address: {error}") from None
+
     def number(self, client: str, previous: int = 0) -> int:
         """A client's number: a later incarnation of one name has a larger one in 16 bits.
 

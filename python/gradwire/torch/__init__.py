@@ -25,6 +25,7 @@ from gradwire.torch._hook import comm_hook
 from gradwire.torch._hybrid import hybrid_plan, parallelize
 from gradwire.torch._register import register, stats
 from gradwire.torch._register_fsdp import register_fsdp
+from gradwire.torch._sandblaster import Sandblaster
 from gradwire.torch._state import State
 from gradwire.torch._step.momentum import Momentum
 from gradwire.torch._step.rules import Stages, warm_up
@@ -41,6 +42,7 @@ __all__ = [
     "FSDPState",
     "Momentum",
     "Options",
+    "Sandblaster",
     "Stages",
     "State",
     "Stats",

@@ -98,6 +98,18 @@ def test_downpour():
 
 
 @needs_torch
+def test_sandblaster():
+    printed = run("sandblaster.py")
+    (first,) = numbers(r"iteration 5: loss ([\d.]+)", printed)
+    (last,) = numbers(r"iteration 15: loss ([\d.]+)", printed)
+    assert last < first < 1.6  # ln 5 at the beginning
+    counts = {rank: numbers(rf"replica {rank}: (\d+)", printed)[0] for rank in (1, 2, 3)}
+    assert counts[3] < max(counts[1], counts[2])  # it sleeps for 50 ms in each portion
+    for rank in (1, 2, 3):
+        assert numbers(rf"replica {rank}: accuracy ([\d.]+) %", printed)[0] > 80
+
+
+@needs_torch
 def test_hybrid():
     found = numbers(
         r"all data-parallel: loss ([\d.]+), ([\d.]+) MB a step.*\n"
