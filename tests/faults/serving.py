@@ -112,8 +112,9 @@ class _Stage:
             self.faulty.signal(_SIGNALS[self.case.kind])
         if self.case.kind == "late":
             self.late.tell("go")
+        if self.case.kind in ("kill", "crash", "restart"):
+            self.wait("it lives on", lambda: self.faulty.ended)
         if self.case.kind == "restart":
-            self.wait("the server lives", lambda: self.faulty.ended)
             self.spare.tell("go")
         if self.case.phase == "idle":
             self.actor.tell("go on")
