@@ -78,6 +78,7 @@ class PartReduceScatter(Buffers):
     def __init__(self, module: ShardedModule, steps: ShardSteps, state: object) -> None:
         """`state` is kept alive for as long as the model may call."""
         self._module, self._steps, self._state = module, steps, state
+        self._called = False  # since the last `alone`
 
     def __call__(
         self,
@@ -91,12 +92,18 @@ class PartReduceScatter(Buffers):
 
         Returns when the result is there.
         """
+        self._called = True
         with self._steps.ending_on_failure():
             self._reduce(output_tensor, input_tensor, keywords(op))
 
     def alone(self, output: torch.Tensor) -> None:
-        """Adds residuals in place, for a rank without others, where torch does not reduce."""
-        self(output, output.clone(), None, dist.ReduceOp.SUM)
+        """Adds residuals in place, for a rank without others, where torch does not reduce.
+
+        Torch 2.9 reduces there too, just before.
+        """
+        if not self._called:
+            self(output, output.clone(), None, dist.ReduceOp.SUM)
+        self._called = False
 
     def _reduce(self, output: torch.Tensor, given: torch.Tensor, options: dict[str, Any]) -> None:
         size = self._steps.communicator.size
