@@ -316,7 +316,8 @@ void Server::limit_texts() {
 
 void Server::refuse_if_too_large(const Table& table) const {
   const std::uint64_t slots = 1 + make_rule(table.rule)->states().size();
-  const std::uint64_t bytes = table.elements() / table.shards * sizeof(float) * slots;
+  const std::uint64_t bytes =
+      table.elements() / table.shards * table.words() * sizeof(float) * slots;
   if (bytes <= options_.memory) return;
   throw InvalidArgument("the parameters of shard " + std::to_string(options_.shard) +
                         ", with the state of their rule, take " + gibibytes(bytes) +

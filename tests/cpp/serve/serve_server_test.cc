@@ -329,6 +329,14 @@ TEST(Server, RefusesATableThatIsLargerThanItsMemory) {
   EXPECT_EQ(why,
             "the parameters of shard 0, with the state of their rule, take 2 GiB, and its server "
             "may use 0.75 GiB: start more shards, on more hosts");
+  Table wide = some_table(1, "staged");
+  wide.codecs = {"none"};
+  wide.dtype = DType::kFloat64;
+  wide.parameters = {{"embedding", {1 << 14, 1 << 13}}};
+  Pair other = channels("inproc");
+  job.servers[0]->admit(std::move(other.server), id_of(2));
+  const std::string too_wide = refusal_of_join(*other.client, id_of(2), wide.text());
+  EXPECT_NE(too_wide.find("take 1 GiB"), std::string::npos) << too_wide;
   const auto a = job.connect(some_table(), 1);
   job.wait(a->join(soon()));
 }

@@ -12,7 +12,7 @@
 #include "serve_job.h"
 
 namespace gradwire::serve {
-namespace {
+namespace serve_vectors_test {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -495,5 +495,5 @@ TEST(StagedPush, ComesWithAnyCodecAndCountsOnlyWhenWhole) {
   EXPECT_FALSE(shard.ask(fold, true).empty());
 }
 
-}  // namespace
+}  // namespace serve_vectors_test
 }  // namespace gradwire::serve
