@@ -25,7 +25,7 @@ from bench.libraries import peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
 from bench.torch_backend import beside_gloo_report, hybrid_report
-from bench.training import diloco_report, downpour_report
+from bench.training import diloco_report, downpour_report, sandblaster_report
 from bench.training.methods import (
     GLOO,
     GLOO_FP16,
@@ -307,6 +307,18 @@ def downpour(results: Path) -> list[str]:
     return list(downpour_report.summary(_loaded(newest(results, "downpour-*.json"))))
 
 
+def sandblaster(results: Path) -> list[str]:
+    """The losses of L-BFGS on several replicas, beside SGD, Adam and one process."""
+    found = _loaded(newest(results, "sandblaster-*.json"))
+    return list(sandblaster_report.summary(found))[:-1]
+
+
+def stragglers(results: Path) -> list[str]:
+    """What slow and stopped replicas cost a batch."""
+    found = _loaded(newest(results, "sandblaster-*.json"))
+    return list(sandblaster_report.stragglers(found))
+
+
 def _loaded(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -323,6 +335,8 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "hybrid": hybrid,
     "diloco": diloco,
     "downpour": downpour,
+    "sandblaster": sandblaster,
+    "stragglers": stragglers,
 }
 
 
