@@ -178,7 +178,7 @@ build: $(VENV)/packages $(BUILT)
 # Its libraries are those of the C++ tests.
 $(BUILT): $(VENV)/tools $(NATIVE)
 	@echo "== Building the extension"
-	$(PIP) --no-build-isolation --no-deps -C build-dir=build/release -C build.targets=extension --editable .
+	$(PIP) --no-build-isolation --no-deps --config-settings=build-dir=build/release --config-settings=build.targets=extension --editable .
 	@touch $@
 
 $(VENV)/packages: $(VENV)/tools pyproject.toml constraints.txt
