@@ -165,7 +165,8 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 def _shape(given: int | Sequence[int]) -> tuple[int, ...]:
     sizes = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     shape = tuple(arguments.whole(each, "shape", least=0, bits=64) for each in sizes)
-    arguments.whole(math.prod(shape), "elements of the shape", bits=48)
+    # NumPy multiplies all sides but those of 0.
+    arguments.whole(math.prod(side for side in shape if side), "elements of the shape", bits=48)
     return shape
 
 
@@ -174,7 +175,7 @@ def _bytes(payload: Payload) -> NDArray[np.uint8]:
     try:
         view = memoryview(payload)  # type: ignore[arg-type]
         flat = view.cast("B") if view.nbytes else memoryview(b"")
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidArgument(
             f"payload is a {type(payload).__name__}: give bytes, or an array of uint8 without gaps "
             f"({error})"

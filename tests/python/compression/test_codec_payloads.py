@@ -166,9 +166,11 @@ def test_what_cannot_be_encoded(arguments: Any, options: Any, text: str) -> None
     [
         ("text", 3, "payload is a str"),
         (np.zeros(24, np.uint8)[::2], 3, "without gaps"),
+        (np.zeros(3, "datetime64[s]"), 3, "payload is a ndarray"),
         (b"123", -1, "shape=-1"),
         (b"123", 1.5, "shape=1.5"),
         (b"123", (2**40, 2**40), "elements of the shape"),
+        (b"", (2**40, 2**40, 0), "elements of the shape"),
     ],
 )
 def test_what_cannot_be_decoded(payload: Any, shape: Any, text: str) -> None:
