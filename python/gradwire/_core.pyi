@@ -194,6 +194,7 @@ def open_transport(
 # The asynchronous parameter server. Versions are SERVE_NO_VERSION before there
 # are values. A client's id has its incarnation in the low 16 bits.
 SERVE_NO_VERSION: int
+SERVE_REPLACED: str  # in the error of a client in whose place another one is
 
 # The text of a table, with names and shapes of parameters. Codec "none" is always in it.
 def serve_table(

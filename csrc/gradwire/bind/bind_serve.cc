@@ -365,6 +365,7 @@ void bind_client(py::module_& m) {
 
 void bind_all(py::module_& m) {
   m.attr("SERVE_NO_VERSION") = kNoVersion;
+  m.attr("SERVE_REPLACED") = kReplaced;
   m.def("serve_table", &table_text, py::arg("parameters"), py::arg("rule"), py::arg("codecs"),
         py::arg("shards"), py::arg("atomic_push"), py::arg("divide"), py::arg("max_staleness"),
         py::arg("dtype") = "float32");

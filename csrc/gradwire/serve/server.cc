@@ -152,10 +152,10 @@ void Server::replace(const Peer& newer) {
   for (auto& [channel, peer] : peers_) {
     if (identity_of(peer.id) != identity_of(newer.id)) continue;
     if (peer.id < newer.id) {
-      dismiss(*channel, "another client has joined under this one's name");
+      dismiss(*channel, std::string("another client has ") + kReplaced);
       channel->end("it has joined anew");
     } else {
-      dismiss(*newer.channel, "a later client has joined under this one's name");
+      dismiss(*newer.channel, std::string("a later client has ") + kReplaced);
       newer.channel->end("it is joined already");
     }
     poller_.rouse(*channel);

@@ -27,6 +27,10 @@
 
 namespace gradwire::serve {
 
+// Ends the text of a goodbye to a client in whose place another one is: it must not come back, as
+// that one would, too.
+inline constexpr const char* kReplaced = "joined under this one's name";
+
 class Server {
  public:
   struct Options {

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, overload
@@ -478,12 +479,12 @@ def read_statistics(text: str) -> dict[str, Any]:
 
 
 def _identity(directory: _directory.Directory, replica: str | None) -> tuple[str, str]:
-    """The name of this client, and its name in messages."""
+    """The name by which this client is told from others, and the one that it has in messages."""
     name = replica
     if name is None and "RANK" in os.environ:
         name = f"replica {os.environ['RANK']}"
-    if name is None:
-        name = f"client {directory.count_client()}"
+    if name is None:  # a new store counts from 1 again, and shards go on
+        return secrets.token_hex(8), f"client {directory.count_client()} ({process_name()})"
     label = f"{arguments.text(name, 'replica')} ({process_name()})"
     if len(label) > MAX_NAME or not label.isprintable():
         raise InvalidArgument(f"replica={name[:MAX_NAME]!r} is too long, or not printable")

@@ -58,7 +58,7 @@ def service(name: str, store: str | None, secret: bytes | str | None) -> Service
     Servers that `role` has started go before the environment.
     """
     arguments.text(name, "name")
-    if store is None and secret is None and name in _found:
+    if store is None and name in _found and (secret is None or _secret_is(_found[name], secret)):
         return _found[name]
     where = store if store is not None else environment.text("GRADWIRE_STORE")
     if where is None:
@@ -68,6 +68,11 @@ def service(name: str, store: str | None, secret: bytes | str | None) -> Service
         )
     job = environment.text("GRADWIRE_JOB") or DEFAULT_JOB
     return Service(name, arguments.text(where, "store"), job, find_secret(secret))
+
+
+def _secret_is(service: Service, secret: bytes | str) -> bool:
+    """Whether a service's secret is the one that was given."""
+    return find_secret(secret) == service.secret
 
 
 class Directory:

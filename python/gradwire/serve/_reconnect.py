@@ -77,11 +77,14 @@ class LastingClient:
         self._lock = threading.Lock()  # guards what follows, and is held while it dials
         self._known = [0] * len(first.versions)  # the last versions that the shards told
         self._begun_at: list[int] = []  # those that this client goes on from
+        self._pulled = [_NO_VERSION] * len(first.versions)  # those pulled last, before that
         self._limit: Deadline | None = None  # while it dials
         self._failure: TransportError | None = None
         self._closed = False
         self._merged = self._stale = 0
-        self.lost = 0  # pushes
+        self._pushes_lock = threading.Lock()  # guards what follows
+        self._pushes: list[LastingCall] = []  # of which it is not known that they are applied
+        self._lost = 0  # pushes
 
     def join(self, timeout: float) -> LastingCall:
         return self._begin(lambda core: core.join(timeout))
@@ -105,7 +108,11 @@ class LastingClient:
             of = list(versions) or self._versions_of(core)
             return core.push(gradients, codec, feedback, rate, strict, timeout, memory, of, staged)
 
-        return self._begin(begin, once=True)
+        call = self._begin(begin, once=True)
+        with self._pushes_lock:
+            self._pushes.append(call)
+        self._count_lost()
+        return call
 
     def pull(self, values: Any, codec: str, timeout: float, memory: object) -> LastingCall:
         return self._begin(lambda core: core.pull(values, codec, timeout, memory))
@@ -143,6 +150,10 @@ class LastingClient:
     def stale(self) -> int:
         return self._stale + self._core.stale()
 
+    @property
+    def lost(self) -> int:
+        return self._lost
+
     def close(self, timeout: float) -> None:
         self._closed = True  # which ends a dialling
         with self._lock:
@@ -160,20 +171,42 @@ class LastingClient:
 
     def _make_again(self, call: LastingCall) -> None:
         if call.again is None:
-            with self._lock:
-                self.lost += call.lost is None
-                call.lost = list(self._begun_at)
+            self._lose(call)
             return
         made = self._begin(call.again)
         call.core, call.call = made.core, made.call
 
+    def _lose(self, call: LastingCall) -> None:
+        with self._pushes_lock:
+            self._lost += call.lost is None
+            call.lost = list(self._begun_at)
+
+    def _count_lost(self) -> None:
+        """Takes pushes that are over off the list, also those for which nobody waits."""
+        with self._pushes_lock:
+            pushes, self._pushes = self._pushes, []
+        open_ones = []
+        for each in pushes:
+            if not each.done() or (_found_an_end(each) and each.core is self._core):
+                open_ones.append(each)  # of the latter wait() may make a new client yet
+            elif _found_an_end(each):
+                self._lose(each)
+        with self._pushes_lock:
+            self._pushes += open_ones
+
     def _versions_of(self, core: _core.ServeClient) -> list[int]:
-        """Versions of the values that were pulled last, be it before the end of a server."""
+        """Versions of the values that were pulled last, be it before the end of a server.
+
+        A shard that was started again has forgotten the later ones.
+        """
         pulled = core.versions()
         if not self._begun_at or _NO_VERSION not in pulled:
-            return []
-        pairs = zip(pulled, self._begun_at, strict=True)
-        return [before if now == _NO_VERSION else now for now, before in pairs]
+            return pulled
+        of = zip(pulled, self._pulled, self._begun_at, strict=True)
+        return [
+            now if now != _NO_VERSION else was if was == _NO_VERSION else min(was, begun)
+            for now, was, begun in of
+        ]
 
     def _note(self, versions: list[int]) -> None:
         with self._lock:
@@ -192,6 +225,11 @@ class LastingClient:
                 raise self._failure
             if self._closed:
                 raise error
+            if _core.SERVE_REPLACED in str(error):
+                self._failure = TransportError(
+                    f"{error}: to dial would end that one; give each client its own replica="
+                )
+                raise self._failure
             if self._limit is None:
                 _log.warning("%s; dialling for %g s at most", error, self._seconds)
                 core.close(_GOODBYE_SECONDS)  # so that what it did not send is in the residuals
@@ -227,11 +265,26 @@ class LastingClient:
         _log.warning("reached all shards again")
         self._merged += self._core.merged()
         self._stale += self._core.stale()
-        self._core, self._number = dialled.core, dialled.number
+        self._pulled = self._versions_of(self._core)
         self._known, self._begun_at = list(dialled.versions), list(dialled.versions)
+        self._core, self._number = dialled.core, dialled.number  # last: others read it at any time
         self._limit = None
+        self._count_lost()
+
+
+def _found_an_end(call: LastingCall) -> bool:
+    """Whether a call that is over has failed since a server ended."""
+    try:
+        call.core.wait(call.call, 0)
+    except TransportError:
+        return True
+    except Error:
+        return False
+    return False
 
 
 def _may_pass(error: Error | OSError) -> bool:
     """Whether it is of a server that is not there, and may come."""
+    if _core.SERVE_REPLACED in str(error):
+        return False
     return isinstance(error, (TransportError, RendezvousError, Timeout, OSError))

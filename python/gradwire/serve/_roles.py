@@ -57,8 +57,8 @@ def role(
     need a secret, the argument or GRADWIRE_SECRET; under torchrun rank 0 makes one where there is
     none. `timeout` limits the meeting, in seconds.
 
-    Raises InvalidArgument where no process would be left to train or ``--servers`` is another
-    number, and RendezvousError, which names the ranks that are missing.
+    Raises InvalidArgument where no process would be left to train, ``--servers`` is another number
+    or it was called before, and RendezvousError, which names the ranks that are missing.
     """
     shards = arguments.whole(servers, "servers", least=1)
     launch = from_environment()
@@ -73,6 +73,10 @@ def role(
         raise InvalidArgument(
             f"servers={shards} and {launch.launcher} started {launch.size} in all: no process is "
             f"left to train; start {shards + 1} or more"
+        )
+    if _held:
+        raise InvalidArgument(
+            "role() was called before in this process: its servers serve one service, once"
         )
     deadline = Deadline(arguments.seconds(timeout))
 

@@ -62,12 +62,9 @@ def servers(tmp_path: Path, stack: ExitStack) -> Servers:
 
 @pytest.fixture
 def connect(servers: Servers, stack: ExitStack) -> Callable[..., serve.ParameterServer]:
-    def make(like: Any, reconnect: float | None) -> serve.ParameterServer:
-        return stack.enter_context(
-            serve.connect(
-                like, serve.SGD(lr=1.0), store=servers.store, timeout=30, reconnect=reconnect
-            )
-        )
+    def make(like: Any, reconnect: float | None, **options: Any) -> serve.ParameterServer:
+        options = {"store": servers.store, "timeout": 30, "reconnect": reconnect, **options}
+        return stack.enter_context(serve.connect(like, serve.SGD(lr=1.0), **options))
 
     return make
 
@@ -145,6 +142,30 @@ def test_who_dials_in_vain_says_so(servers: Servers, connect: Connect) -> None:
             ps.pull(full(0))
 
 
+def test_two_clients_of_one_name_do_not_take_turns(connect: Connect) -> None:
+    first = connect(full(5), 30.0, replica="twin")
+    second = connect(full(5), 30.0, replica="twin")
+    for _ in range(2):
+        with pytest.raises(gradwire.TransportError, match=r"this one's name.*replica="):
+            first.pull(full(0))
+        second.pull(full(0))
+
+
+def test_staleness_counts_from_values_that_were_pulled_before(
+    servers: Servers, connect: Connect
+) -> None:
+    ps, other = connect(full(0), 30.0), connect(full(0), 30.0)
+    ps.pull(full(0))
+    for _ in range(3):
+        other.push(full(1))
+    servers.stop(1)
+    servers.start(1)
+    ps.stats()  # which finds out
+    ps.push(full(1))
+    assert [each["staleness"][-1] for each in ps.stats()] == [1, 1]
+    assert [each["most_staleness"] for each in ps.stats()] == [3, 3]
+
+
 def test_commands_to_vectors_are_not_made_again(connect: Connect) -> None:
     with pytest.raises(gradwire.InvalidArgument, match="without reconnect="):
         connect(full(5), 30.0).ask([serve.Names()])
@@ -176,6 +197,8 @@ def test_a_push_under_way_is_made_once_at_most(
             child.send_signal(signal.SIGSTOP)
             pending = ps.push(full(1, MANY), feedback=feedback, async_op=True)
             assert pending is not None
+            # Of which nothing is sent, behind the other; and for which nobody waits.
+            ps.push(full(7, MANY), feedback=False, async_op=True)
         finally:
             child.kill()
     thread = beside(lambda: servers.start(1))
@@ -183,7 +206,7 @@ def test_a_push_under_way_is_made_once_at_most(
     thread.join()
     ps.pull(found)
     pushed = feedback.residual("0") - found[0]
-    assert ps.lost == 1
+    assert ps.lost == 2
     half = MANY // 2
     assert (pushed[:half] == 1).all()
     # What was sent to a server that was killed is lost, and no more than its window.

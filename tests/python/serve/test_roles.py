@@ -15,13 +15,21 @@ from ranks import LIMIT
 PROGRAM = """
 import os, signal, sys
 import numpy as np
-from gradwire import serve
-me = serve.role(servers=2)
+from gradwire import InvalidArgument, serve
+secret = os.environ.get("SECRET")
+me = serve.role(servers=2, secret=secret)
 if sys.argv[1:] == ["die"] and me.index == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 pushing = me.replicas - (sys.argv[1:] == ["die"])
+if "GRADWIRE_SERVERS" not in os.environ:
+    try:
+        serve.role(servers=2)
+    except InvalidArgument as error:
+        assert "role() was called before" in str(error)
+    else:
+        raise AssertionError
 values = [np.zeros(1000, np.float32)]
-with serve.connect(values, serve.SGD(lr=1.0)) as ps:
+with serve.connect(values, serve.SGD(lr=1.0), secret=secret) as ps:
     ps.push([np.ones(1000, np.float32)])
     ps.wait(pushing)
     ps.pull(values)
@@ -51,7 +59,8 @@ def test_under_torchrun(program: Path) -> None:
     assert lines(*torchrun, "--nproc-per-node=4", program) == BOTH
 
 
-def test_under_mpirun(program: Path) -> None:
+def test_under_mpirun(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "secret given to role() and connect()")
     mpirun = shutil.which("mpiexec.hydra", path=str(Path(sys.executable).parent))
     if mpirun is None:
         pytest.skip("no mpiexec.hydra: pip install mpich")
