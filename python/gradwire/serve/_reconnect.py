@@ -74,7 +74,8 @@ class LastingClient:
             dial,
             seconds,
         )
-        self._lock = threading.Lock()  # guards what follows, and is held while it dials
+        self._lock = threading.Lock()  # held while it dials
+        self._brief = threading.Lock()  # guards what follows where it changes; never held for long
         self._known = [0] * len(first.versions)  # the last versions that the shards told
         self._begun_at: list[int] = []  # those that this client goes on from
         self._pulled = [_NO_VERSION] * len(first.versions)  # those pulled last, before that
@@ -82,7 +83,6 @@ class LastingClient:
         self._failure: TransportError | None = None
         self._closed = False
         self._merged = self._stale = 0
-        self._pushes_lock = threading.Lock()  # guards what follows
         self._pushes: list[LastingCall] = []  # of which it is not known that they are applied
         self._lost = 0  # pushes
 
@@ -109,7 +109,7 @@ class LastingClient:
             return core.push(gradients, codec, feedback, rate, strict, timeout, memory, of, staged)
 
         call = self._begin(begin, once=True)
-        with self._pushes_lock:
+        with self._brief:
             self._pushes.append(call)
         self._count_lost()
         return call
@@ -177,13 +177,13 @@ class LastingClient:
         call.core, call.call = made.core, made.call
 
     def _lose(self, call: LastingCall) -> None:
-        with self._pushes_lock:
+        with self._brief:
             self._lost += call.lost is None
             call.lost = list(self._begun_at)
 
     def _count_lost(self) -> None:
         """Takes pushes that are over off the list, also those for which nobody waits."""
-        with self._pushes_lock:
+        with self._brief:
             pushes, self._pushes = self._pushes, []
         open_ones = []
         for each in pushes:
@@ -191,7 +191,7 @@ class LastingClient:
                 open_ones.append(each)  # of the latter wait() may make a new client yet
             elif _found_an_end(each):
                 self._lose(each)
-        with self._pushes_lock:
+        with self._brief:
             self._pushes += open_ones
 
     def _versions_of(self, core: _core.ServeClient) -> list[int]:
@@ -209,7 +209,7 @@ class LastingClient:
         ]
 
     def _note(self, versions: list[int]) -> None:
-        with self._lock:
+        with self._brief:
             pairs = zip(self._known, versions, strict=True)
             self._known = [known if new == _NO_VERSION else max(known, new) for known, new in pairs]
 
@@ -218,33 +218,42 @@ class LastingClient:
 
         Raises TransportError when the shards could not be reached for too long.
         """
-        with self._lock:
-            if self._core is not core:
-                return True
-            if self._failure is not None:
-                raise self._failure
-            if self._closed:
-                raise error
-            if _core.SERVE_REPLACED in str(error):
-                self._failure = TransportError(
-                    f"{error}: to dial would end that one; give each client its own replica="
-                )
-                raise self._failure
-            if self._limit is None:
-                _log.warning("%s; dialling for %g s at most", error, self._seconds)
-                core.close(_GOODBYE_SECONDS)  # so that what it did not send is in the residuals
-                self._limit = Deadline(self._seconds)
-            try:
-                dialled = self._dial_until(within)
-            except (Error, OSError) as last:
-                if not self._limit.passed and not self._closed and _may_pass(last):
-                    return False
-                self._failure = TransportError(
-                    f"{error}; it was dialled for {self._seconds:g} s: {last}"
-                )
-                raise self._failure from last
-            self._take(dialled)
+        if not self._lock.acquire(timeout=min(within.remaining, threading.TIMEOUT_MAX)):
+            return False
+        try:
+            return self._renew_locked(core, error, within)
+        finally:
+            self._lock.release()
+
+    def _renew_locked(
+        self, core: _core.ServeClient, error: TransportError, within: Deadline
+    ) -> bool:
+        if self._core is not core:
             return True
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise error
+        if _core.SERVE_REPLACED in str(error):
+            self._failure = TransportError(
+                f"{error}: to dial would end that one; give each client its own replica="
+            )
+            raise self._failure
+        if self._limit is None:
+            _log.warning("%s; dialling for %g s at most", error, self._seconds)
+            core.close(_GOODBYE_SECONDS)  # so that what it did not send is in the residuals
+            self._limit = Deadline(self._seconds)
+        try:
+            dialled = self._dial_until(within)
+        except (Error, OSError) as last:
+            if not self._limit.passed and not self._closed and _may_pass(last):
+                return False
+            self._failure = TransportError(
+                f"{error}; it was dialled for {self._seconds:g} s: {last}"
+            )
+            raise self._failure from last
+        self._take(dialled)
+        return True
 
     def _dial_until(self, within: Deadline) -> Dialled:
         assert self._limit is not None
@@ -265,8 +274,9 @@ class LastingClient:
         _log.warning("reached all shards again")
         self._merged += self._core.merged()
         self._stale += self._core.stale()
-        self._pulled = self._versions_of(self._core)
-        self._known, self._begun_at = list(dialled.versions), list(dialled.versions)
+        with self._brief:
+            self._pulled = self._versions_of(self._core)
+            self._known, self._begun_at = list(dialled.versions), list(dialled.versions)
         self._core, self._number = dialled.core, dialled.number  # last: others read it at any time
         self._limit = None
         self._count_lost()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import signal
@@ -140,6 +141,42 @@ def test_who_dials_in_vain_says_so(servers: Servers, connect: Connect) -> None:
     for _ in range(2):
         with pytest.raises(gradwire.TransportError, match=r"^shard 1 \(.*dialled for 0\.3 s"):
             ps.pull(full(0))
+
+
+class Dialling(logging.Handler):
+    """Notes that a client has begun to dial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "dialling for" in record.getMessage():
+            self.begun.set()
+
+
+def test_waits_have_their_time_while_another_thread_dials(
+    servers: Servers, connect: Connect, stack: ExitStack
+) -> None:
+    ps, dialling = connect(full(5), 60.0), Dialling()
+    logging.getLogger("gradwire").addHandler(dialling)
+    stack.callback(logging.getLogger("gradwire").removeHandler, dialling)
+    over = ps.pull(full(0), async_op=True)
+    assert over is not None
+    over.wait()
+    late = ps.pull(full(0), async_op=True)
+    servers.stop(1)
+    thread = beside(lambda: ps.push(full(1)))
+    assert dialling.begun.wait(30)
+    waiting = beside(over.wait)
+    if late is not None:
+        with contextlib.suppress(gradwire.Timeout):
+            late.wait(0.01)
+    waiting.join(30)
+    held_up = waiting.is_alive() or not thread.is_alive()
+    servers.start(1)
+    thread.join()
+    assert not held_up
 
 
 def test_two_clients_of_one_name_do_not_take_turns(connect: Connect) -> None:
