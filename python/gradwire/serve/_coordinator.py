@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gradwire._base.deadline import Deadline
@@ -72,10 +72,12 @@ class Coordinator:
         self._heard = 0.0
         self._lock = threading.Lock()
         self._request: tuple[int, Sequence[int], float] | None = None  # guarded by the lock
-        self._outcome: Evaluated | Error | None = None  # guarded by the lock
+        self._batch = -1  # that is waited for, or -1; guarded by the lock
+        self._outcome: Evaluated | Error | None = None  # of that batch; guarded by the lock
         self._over = threading.Event()
         self._patience: float | None = None  # of the request that is under way
         self._stopped = False
+        self._failure: Error | None = None  # of the thread
         self._bell, self._button = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._authenticator, selectors.EVENT_READ, None)
@@ -83,24 +85,28 @@ class Coordinator:
         self._thread = threading.Thread(target=self._run, name="gradwire-coordinator", daemon=True)
         self._thread.start()
 
-    def evaluate(self, batch: int, portions: Sequence[int], patience: float) -> Evaluated:
+    def evaluate(
+        self, batch: int, portions: Sequence[int], patience: float, check: Callable[[], None]
+    ) -> Evaluated:
         """Has replicas compute these portions, and waits until the shards have all pushes.
 
-        Raises InvalidArgument that names a replica whose function failed, and Timeout where no
-        replica has said anything for `patience` seconds.
+        Calls `check` now and then, which raises where it is of no use to wait any longer. Raises
+        InvalidArgument that names a replica whose function failed, and Timeout where no replica has
+        said anything for `patience` seconds.
         """
         with self._lock:
             self._over.clear()
-            self._request = (batch, portions, patience)
-        self._ring()
-        while not self._over.wait(_IDLE_SECONDS) and self._thread.is_alive():
-            pass
-        with self._lock:
-            outcome = self._outcome
+            self._request, self._batch, self._outcome = (batch, portions, patience), batch, None
+        try:
+            self._ring()
+            while not self._over.wait(_IDLE_SECONDS) and self._thread.is_alive():
+                check()
+        finally:
+            with self._lock:  # also where the wait was interrupted: its outcome is nobody's
+                outcome, self._batch = self._outcome, -1
         if isinstance(outcome, Evaluated):
             return outcome
-        assert outcome is not None
-        raise outcome
+        raise outcome or self._failure or Error("the coordinator was closed")
 
     def close(self) -> None:
         """Tells replicas that it is over, and stops listening. May be called again."""
@@ -125,7 +131,7 @@ class Coordinator:
                 self._turn()
         except BaseException as error:
             _log.exception("the coordinator's thread has failed")
-            self._finish(Error(f"the coordinator's thread has failed: {describe(error)}"))
+            self._failure = Error(f"the coordinator's thread has failed: {describe(error)}")
         finally:
             self._shut()
 
@@ -179,10 +185,13 @@ class Coordinator:
             )
 
     def _finish(self, outcome: Evaluated | Error) -> None:
+        batch = self._portions.batch
         self._send(self._portions.give_up())
+        self._patience = None
         with self._lock:
-            self._outcome, self._patience = outcome, None
-        self._over.set()
+            if batch == self._batch:
+                self._outcome = outcome
+                self._over.set()
 
     def _admit(self, admitted: Admitted) -> None:
         sock = admitted.sock

@@ -62,6 +62,12 @@ class _Trial:
     total: float
     square: float
 
+    def __post_init__(self) -> None:
+        """Raises TypeError for other types, which a state may have."""
+        for name, value in vars(self).items():
+            if type(value) is not (str if name in ("x", "gradient") else float):
+                raise TypeError(f"{name} is {value!r}")
+
 
 class Minimizer:
     """The L-BFGS iteration: its state are scalars, inner products and names."""
@@ -82,6 +88,8 @@ class Minimizer:
         self.history = History(history)
         self._first = True  # whether the next step is of unknown length
         self._at: _Trial | None = None  # the start of the next iteration; None: not evaluated
+        self._x: str | None = None  # where it begins; None: where "w" is
+        self._moved = False  # whether "w" is at a trial
 
     def new_batch(self) -> None:
         """The batch has changed: the gradient is computed anew, the history stays."""
@@ -104,11 +112,13 @@ class Minimizer:
         evaluations += line.evaluations
         if line.accepted is start:
             self._ask([Copy("w", start.x)])
+            self._moved = False
             converged = not self.history.pairs
             self._forget()
             return Iteration(start.loss, start.largest, 0.0, evaluations, converged)
         self.history.add(line.pair)
         self._first, self._at = False, line.accepted
+        self._x, self._moved = self._at.x, False
         return Iteration(self._at.loss, self._at.largest, step, evaluations, converged=False)
 
     def state(self) -> dict[str, Any]:
@@ -129,6 +139,7 @@ class Minimizer:
             raise InvalidArgument(f"this is no state of a minimizer: {error}") from None
         wanted = set(self.history.vectors)
         if self._at is not None:
+            self._x = self._at.x
             wanted |= {self._at.x, self._at.gradient}
         if missing := sorted(wanted - set(names)):
             raise InvalidArgument(f"the shards do not have {missing[0]!r}: were they started anew?")
@@ -139,15 +150,19 @@ class Minimizer:
             self.history.note(dots, found[1])
 
     def _begin(self) -> _Trial:
-        """Evaluates at "w" as it is."""
-        x, gradient = "x0", "g0"
+        """Evaluates where the last iteration has ended, or at "w" before the first one."""
+        if self._moved and self._x is not None:
+            self._ask([Copy("w", self._x)])
+            self._moved = False
+        x, gradient = self._x or "x0", "g0"
         dots = self.history.wanted(gradient, None)
         loss, found = self._evaluate(
             gradient, [Copy(x, "w"), Dots(dots), Absmax(gradient), Abssum(gradient)]
         )
         _, products, largest, total = found
         self.history.note(dots, products)
-        return _Trial(loss, x, gradient, largest, total, products[0])
+        self._x = x
+        return _Trial(float(loss), x, gradient, largest, total, products[0])
 
     def _forget(self) -> None:
         self.history.forget()
@@ -175,6 +190,7 @@ class _Line:
     def search(self, terms: Sequence[tuple[float, str]], slope: float, step: float) -> float:
         """Tries steps, the first one `step`, and returns the one that is accepted."""
         begin: list[Command] = [Combine("d", terms), Absmax("d"), self._move(step)]
+        self._owner._moved = True
         _, largest, _ = self._owner._ask(begin)
         origin = Point(0.0, self._start.loss, slope, 0)
         trials = self._owner._search(origin, step, largest)
@@ -208,7 +224,9 @@ class _Line:
         (slope,), largest, total = found[:3]
         self._owner.history.note(dots, found[-1])
         square = found[-1][0]
-        self._trials[self.evaluations] = _Trial(loss, self._x, gradient, largest, total, square)
+        self._trials[self.evaluations] = _Trial(
+            float(loss), self._x, gradient, largest, total, square
+        )
         return Point(step, loss, slope, self.evaluations)
 
     def _products(self, gradient: str, step: float) -> tuple[list[tuple[str, str]], list[Command]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire._errors import Error, InvalidArgument, describe
-from gradwire.serve._client import ParameterServer
+from gradwire.serve._client import ParameterServer, PendingResults
 from gradwire.serve._coordinator import Coordinator
 from gradwire.serve._lbfgs import Minimizer
 from gradwire.serve._sandblaster.searches import Search
@@ -97,17 +97,23 @@ class Lead:
         # Never used before, by other coordinators either: shards forget a batch that is over.
         self._batch = time.time_ns() // 1000
         self._counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._unsaved = False
+        if path is not None and not path.parent.is_dir():
+            raise InvalidArgument(f"state={str(path)!r}: there is no folder {path.parent}")
         if path is not None and path.exists():
             self._resume(path)
 
     def step(self) -> Progress:
         """Does one iteration."""
         began = time.monotonic()
+        if self._unsaved:  # or this iteration would write over what the file names
+            self._save()
         self._counts = (Counter(), Counter())
         if self._batches.is_new(self._iteration):
             self._minimizer.new_batch()
         found = self._minimizer.step()
         self._iteration += 1
+        self._unsaved = True
         self._save()
         portions, copies = self._counts
         return Progress(
@@ -131,15 +137,17 @@ class Lead:
         self._batch += 1
         batch, chosen = self._batch, self._batches.chosen(self._iteration)
         try:
-            found = self._coordinator.evaluate(batch, chosen, self._patience)
+            check = _Shards(self._server).check
+            found = self._coordinator.evaluate(batch, chosen, self._patience, check)
         except BaseException:
             with contextlib.suppress(Error):
                 self._server.ask([Discard(batch)], timeout=_DISCARD_SECONDS)
             raise
         for counts, more in zip(self._counts, (found.portions, found.copies), strict=True):
             counts.update(more)
-        _, *results = self._server.ask([Fold(target, batch, found.pushes), *then])
-        return found.loss, results
+        # Discards what batches have left that ended in an error, or with their coordinator.
+        begin: list[Command] = [Fold(target, batch, found.pushes), Discard(None)]
+        return found.loss, self._server.ask([*begin, *then])[len(begin) :]
 
     def _save(self) -> None:
         """Writes the state beside the old file, and then puts it in its place."""
@@ -158,6 +166,7 @@ class Lead:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, self._path)
+        self._unsaved = False
 
     def _resume(self, path: Path) -> None:
         try:
@@ -173,6 +182,22 @@ class Lead:
             ) from None
         self._iteration = state["iteration"]
         self._batch = max(self._batch, state["batch"])
+
+
+class _Shards:
+    """Whether all shards are there, asked while nothing else is said to them."""
+
+    def __init__(self, server: ParameterServer) -> None:
+        self._server = server
+        self._asked: PendingResults | None = None
+
+    def check(self) -> None:
+        """Raises TransportError that names a shard which has ended; does not wait."""
+        if self._asked is not None and self._asked.done():
+            self._asked.wait()
+            self._asked = None
+        if self._asked is None:
+            self._asked = self._server.ask([Names()], async_op=True)
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -41,6 +41,7 @@ from gradwire.serve._sandblaster.worker import Task, Worker
 
 _RETRY_SECONDS = 0.05
 _PUSH_SECONDS = 1.0  # after which a sum is pushed however little is in it
+_MOST_IN_PUSH = 1000  # portions, whose tickets are told in one message
 
 Gradients = list[np.ndarray[Any, Any]]
 Compute = Callable[[int], tuple[float, Gradients]]
@@ -117,6 +118,9 @@ class Replica:
         self._sending = threading.Lock()
         self._ended: Error | bool = False  # True: as the coordinator said
         self._number, self._push_every = -1, 1
+        self._portions = 0
+        self._poll = select.poll()  # which, unlike select(), takes descriptors of any number
+        self._poll.register(sock, select.POLLIN)
         self._fetched = -1  # the batch of the parameters that are here
         self._pushed_at = time.monotonic()
 
@@ -126,6 +130,7 @@ class Replica:
         Raises TransportError that names the coordinator where that has ended, or a shard;
         InvalidArgument; and what `compute` raises, of which the coordinator is told.
         """
+        self._portions = portions
         self._say("hello", name=name, portions=portions)
         listener = threading.Thread(target=self._listen, name="gradwire-replica", daemon=True)
         listener.start()
@@ -185,6 +190,10 @@ class Replica:
             ended = error
         except OSError as error:
             ended = TransportError(f"{self._coordinator} is gone: {describe(error)}")
+        except BaseException as error:  # or the caller would wait for portions for ever
+            ended = Error(
+                f"this replica's thread has failed: {type(error).__name__}: {describe(error)}"
+            )
         with self._changed:
             self._ended = self._ended or ended
             self._changed.notify_all()
@@ -194,7 +203,7 @@ class Replica:
     def _turn(self) -> bool:
         """Obeys what the coordinator says, and pushes when it is time; False: it is over."""
         asked = False
-        if select.select([self._sock], [], [], self._rest())[0]:
+        if self._poll.poll(self._rest()):
             data = self._sock.recv(1 << 16)
             if not data:
                 raise ConnectionResetError("it closed the connection")
@@ -206,22 +215,28 @@ class Replica:
         return True
 
     def _rest(self) -> float | None:
-        """Seconds until what is kept is to be pushed; None where there is nothing."""
+        """Milliseconds until what is kept is to be pushed; None where there is nothing."""
         with self._changed:
             if not self._worker.kept:
                 return None
-        return max(0.0, self._pushed_at + _PUSH_SECONDS - time.monotonic())
+        return max(0.0, 1e3 * (self._pushed_at + _PUSH_SECONDS - time.monotonic()))
 
     def _obey(self, message: Message) -> bool:
         """Does what the coordinator says; returns whether it asks for the sum."""
         what, answer = message["what"], None
         if what == "welcome":
-            self._number, self._push_every = message["replica"], message["push_every"]
+            self._welcome(message)
             return False
         if what == "refused":
-            raise InvalidArgument(f"{self._coordinator} refused this replica: {message['text']}")
+            text = message["text"].encode("unicode_escape").decode()
+            raise InvalidArgument(f"{self._coordinator} refused this replica: {text}")
         with self._changed:
             if what == "work":
+                if message["portion"] >= self._portions:
+                    raise InvalidArgument(
+                        f"{self._coordinator} asked for portion {message['portion']} of "
+                        f"{self._portions}"
+                    )
                 self._worker.work(message["batch"], message["ticket"], message["portion"])
                 self._changed.notify_all()
             elif what == "keep":
@@ -233,6 +248,12 @@ class Replica:
         if answer is not None:
             self._say("forgotten", ticket=answer.ticket)
         return bool(what == "push")
+
+    def _welcome(self, message: Message) -> None:
+        if message["push_every"] == 0:
+            raise InvalidArgument(f"{self._coordinator} wants a push after every 0 portions")
+        self._number = message["replica"]
+        self._push_every = min(message["push_every"], _MOST_IN_PUSH)
 
     def _push(self, asked: bool) -> None:
         """Pushes the sum if it was asked for, is large or old; then tells the coordinator."""

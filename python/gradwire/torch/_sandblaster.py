@@ -21,7 +21,9 @@ class Sandblaster(serve.Sandblaster):
     Dean et al. 2012, "Large Scale Distributed Deep Networks", sec. 4.2; see
     `gradwire.serve.Sandblaster`. It is for losses of large batches, best of all samples, that are
     functions of the parameters alone: without dropout, and with normalization by fixed statistics.
-    The loss that `step()` reports is the mean over the batch.
+    The loss that `step()` reports is the mean over the batch; where `samples` are no multiple of
+    `portion`, batches of some samples differ by a few of them, and the mean is over their mean
+    number.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class Sandblaster(serve.Sandblaster):
         these samples, indices below `samples` in an int64 tensor, of which there are at most
         `portion`. A portion is best a sixteenth to an eighth of a replica's share of the batch.
 
-        `batch` is a number of samples, in whole portions that are drawn with `seed`, from samples
-        in an order that is drawn, too. Other arguments are those of `gradwire.serve.Sandblaster`.
+        `batch` is a number of samples, at most `samples`, in whole portions that are drawn with
+        `seed`, from samples in an order that is drawn, too. Other arguments are those of
+        `gradwire.serve.Sandblaster`.
         """
         self._parameters = [each for each in params if each.requires_grad]
         dtypes = {each.dtype for each in self._parameters}
@@ -63,22 +66,22 @@ class Sandblaster(serve.Sandblaster):
             raise InvalidArgument(f"the parameters are {names}: give all float32, or all float64")
         self._samples = arguments.whole(samples, "samples", least=1, bits=64)
         self._portion = arguments.whole(portion, "portion", least=1)
-        portions = -(-self._samples // self._portion)
-        size: Any = "all"  # in portions
-        if batch == "all":
-            self._order = None
-            self._divisor = self._samples
-        else:
-            size = max(1, arguments.whole(batch, "batch", least=1) // self._portion)
+        self._number = -(-self._samples // self._portion)
+        size, self._order = self._number, None  # size: in portions
+        if batch != "all":
+            if arguments.whole(batch, "batch", least=1) > self._samples:
+                raise InvalidArgument(f"batch={batch} samples: there are {self._samples}")
+            size = max(1, batch // self._portion)
             draw = torch.Generator().manual_seed(arguments.whole(seed, "seed", bits=64))
             self._order = torch.randperm(self._samples, generator=draw)
-            self._divisor = min(size * self._portion, self._samples)
+        # Portions are equal but for one sample, so that this is the mean number of a batch's.
+        self._divisor = size * self._samples / self._number
         self._loss = loss
         self._hosts = [_on_host(each) for each in self._parameters]
         super().__init__(
             [each.numpy() for each in self._hosts],
             self._differentiate,
-            portions=portions,
+            portions=self._number,
             batch=size,
             iterations_per_batch=iterations_per_batch,
             history=history,
@@ -102,8 +105,7 @@ class Sandblaster(serve.Sandblaster):
 
     def _differentiate(self, _: Any, portion: int) -> tuple[float, list[Any]]:
         """The share of a portion in the mean loss, and its gradients on the CPU."""
-        first = portion * self._portion
-        last = min(first + self._portion, self._samples)
+        first, last = (each * self._samples // self._number for each in (portion, portion + 1))
         indices = torch.arange(first, last) if self._order is None else self._order[first:last]
         with torch.enable_grad():
             loss = self._loss(indices) / self._divisor

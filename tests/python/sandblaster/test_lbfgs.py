@@ -252,3 +252,92 @@ def test_a_state_of_other_shards_is_refused() -> None:
     for wrong in ({}, {"pairs": [["s99", "y99"]], "gram": [0, 0, 0, 0]}, {**state, "at": {"x": 1}}):
         with pytest.raises(InvalidArgument):
             run.minimizer.load(wrong, run.shards.ask([Names()])[0])
+
+
+def _interrupt(run: Run, evaluation: int) -> None:
+    """Ends the step after an evaluation, counted from now."""
+    evaluate, left = run.minimizer._evaluate, [evaluation]
+
+    def failing(target: str, then: Sequence[Command]) -> tuple[float, list[Any]]:
+        found = evaluate(target, then)
+        left[0] -= 1
+        if left[0] == 0:
+            raise InterruptedError
+        return found
+
+    run.minimizer._evaluate = failing
+    with pytest.raises(InterruptedError):
+        run.minimizer.step()
+    run.minimizer._evaluate = evaluate
+
+
+@pytest.mark.parametrize("iterations", [5, 6])
+@pytest.mark.parametrize("new_coordinator", [False, True])
+def test_a_new_batch_begins_where_the_last_one_ended(
+    iterations: int, new_coordinator: bool
+) -> None:
+    """Also when its first iteration is done again, after an error in the line search."""
+    run = Run(valley(), iterations)
+    state = json.loads(json.dumps(run.minimizer.state()))
+    run.minimizer.new_batch()
+    _interrupt(run, 2)
+    assert not np.array_equal(run.shards.read(), run.iterates[-1])
+    if new_coordinator:
+        run.minimizer = Minimizer(run.shards.ask, run.evaluator)
+        run.minimizer.load(state, run.shards.ask([Names()])[0])
+    run.minimizer.new_batch()
+    _interrupt(run, 1)
+    assert np.array_equal(run.shards.read(), run.iterates[-1])
+
+
+def test_vectors_of_a_state_outlive_a_history_that_is_forgotten() -> None:
+    run = Run(valley(), 9, history=3)
+    state = run.minimizer.state()
+    kept = {name: run.shards.read(name) for pair in state["pairs"] for name in pair}
+    assert len(kept) == 6
+    run.minimizer._forget()  # as where rounding makes the direction one of ascent
+    _interrupt(run, 2)
+    assert all(np.array_equal(run.shards.read(name), value) for name, value in kept.items())
+
+
+def test_a_shorter_history_goes_on() -> None:
+    run = Run(valley(), 10, history=4)
+    state = run.minimizer.state()
+    state["pairs"] = [[f"s{i}", f"y{i}"] for i in range(4)]  # as after four iterations
+    minimizer = Minimizer(run.shards.ask, run.evaluator, history=3)
+    minimizer.load(state, run.shards.ask([Names()])[0])
+    assert minimizer.history.pairs == [(f"s{i}", f"y{i}") for i in range(1, 4)]
+    minimizer.step()
+    state["pairs"][3] = ["s4", "y4"]
+    with pytest.raises(InvalidArgument, match="history=3"):
+        minimizer.load(state, run.shards.ask([Names()])[0])
+
+
+@pytest.mark.parametrize("wrong", [{"x": []}, {"x": 5}, {"loss": "1"}, {"gradient": None}])
+def test_a_state_of_other_types_is_refused(wrong: dict[str, Any]) -> None:
+    run = Run(network(), 3)
+    state = run.minimizer.state()
+    state["at"] |= wrong
+    with pytest.raises(InvalidArgument, match="no state"):
+        run.minimizer.load(state, run.shards.ask([Names()])[0])
+
+
+@pytest.mark.parametrize("search", [strong_wolfe, more_thuente])
+def test_searches_of_odd_functions_end(search: Search) -> None:
+    """A line without end, and losses whose squares are more than a float64 holds."""
+
+    def line(w: Vector) -> tuple[float, Vector]:
+        return float(-w.sum()), -np.ones_like(w)
+
+    run = Run((line, np.zeros(1)), 2, search=search)
+    assert run.iterations[-1].loss < 0
+    for high in (1e200, np.inf):
+        run = Run((_wall(high), np.zeros(1)), 1, search=search)
+        assert run.iterations[-1].step == 0
+        assert np.isfinite(run.iterates[-1])
+        assert run.iterations[-1].evaluations > 2
+
+
+def _wall(high: float) -> Function:
+    """A function that is as high everywhere but at its start."""
+    return lambda w: (high if w.any() else 1.0, -np.ones_like(w))

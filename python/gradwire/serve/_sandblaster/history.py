@@ -32,11 +32,16 @@ class History:
         self.pairs: list[Pair] = []
         self._names = {f"{kind}{i}" for i in range(most + 1) for kind in "sy"}
         self._dots: dict[tuple[str, str], float] = {}
+        self._saved: set[str] = set()  # of the last state: not overwritten before the next one
 
     def free(self) -> Pair:
-        """A pair of names that is not in use: one more is reserved than pairs are kept."""
+        """A pair of names that is not in use: one more is reserved than pairs are kept.
+
+        In the step after a state it is not one of the state's either.
+        """
         used = {each.s for each in self.pairs}
-        number = next(i for i in range(self.most + 1) if f"s{i}" not in used)
+        unused = [i for i in range(self.most + 1) if f"s{i}" not in used]
+        number = min(unused, key=lambda i: (f"s{i}" in self._saved, i))
         return Pair(f"s{number}", f"y{number}")
 
     @property
@@ -96,6 +101,7 @@ class History:
     def state(self) -> dict[str, Any]:
         """Names and inner products, for a state file."""
         names = self.vectors
+        self._saved = {each.s for each in self.pairs}
         return {"pairs": [list(pair) for pair in self.pairs], "gram": self.gram(names).tolist()}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -107,9 +113,15 @@ class History:
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgument(f"this is no state of a history: {error}") from None
         names = [name for pair in pairs for name in pair]
-        if len(set(names)) < size or not set(names) <= self._names:
-            raise InvalidArgument(f"the history has the vectors {names}, of which not all are ours")
-        self.pairs = pairs
+        kept = pairs[-self.most :]
+        ours = {name for pair in kept for name in pair} <= self._names
+        if len(set(names)) < size or not ours:
+            raise InvalidArgument(
+                f"the history has the vectors {', '.join(names)[:200]}, of which not all are those "
+                f"of history={self.most}"
+            )
+        self.pairs = kept
+        self._saved = {each.s for each in kept}
         self._dots = {
             (one, two): float(gram[i, j])
             for i, one in enumerate(names)

@@ -49,6 +49,8 @@ def more_thuente(start: Point, step: float, _: float) -> Trials:
             best.less(shift), other.less(shift), new.less(shift), bracketed, (least, most)
         )
         best, other = best.less(-shift), other.less(-shift)
+        if not math.isfinite(step):  # no cubic has an infinite loss
+            step = best.step + 0.5 * (other.step - best.step)
         if bracketed:
             if abs(other.step - best.step) >= 0.66 * older_width:
                 step = best.step + 0.5 * (other.step - best.step)

@@ -94,8 +94,12 @@ class Portions:
 
     @property
     def loss(self) -> float:
-        """The sum of the portions' losses."""
-        return math.fsum(each.loss for each in self._portions)
+        """The sum of the portions' losses; infinite where it is more than a float64 holds."""
+        losses = [each.loss for each in self._portions]
+        try:
+            return math.fsum(losses)
+        except OverflowError:  # fsum's, whose sum of some of them is too large
+            return float(sum(losses))
 
     @property
     def replicas(self) -> list[int]:

@@ -113,10 +113,11 @@ def cubic_minimum(one: Point, other: Point, bounds: tuple[float, float]) -> floa
     if one.step > other.step:
         one, other = other, one
     mean = one.slope + other.slope - 3 * (one.loss - other.loss) / (one.step - other.step)
-    square = mean**2 - one.slope * other.slope
-    if not square >= 0:
+    square = mean * mean - one.slope * other.slope
+    root = math.sqrt(square) if 0 <= square < math.inf else math.nan
+    below = other.slope - one.slope + 2 * root
+    share = (other.slope + root - mean) / below if below else math.nan
+    if not math.isfinite(share):
         return (bounds[0] + bounds[1]) / 2
-    root = math.sqrt(square)
-    share = (other.slope + root - mean) / (other.slope - one.slope + 2 * root)
     step = other.step - (other.step - one.step) * share
     return min(max(step, bounds[0]), bounds[1])
