@@ -19,6 +19,10 @@ has_fsdp_hooks = pytest.mark.skipif(
     versions.parse(torch.__version__) < (2, 9), reason="this torch does not let FSDP2 be replaced"
 )
 
+gloo_has_complex = pytest.mark.skipif(
+    versions.parse(torch.__version__) < (2, 9), reason="this torch's gloo takes no complex numbers"
+)
+
 
 def endpoint_of(group: Any) -> Any:
     """The backend's own part of a process group."""

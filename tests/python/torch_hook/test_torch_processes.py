@@ -138,6 +138,7 @@ def test_process_ends_cleanly_with_buckets_in_flight(tmp_path: Path, imports: st
 @pytest.mark.long
 def test_demo_trains_and_compares_replicas(tmp_path: Path) -> None:
     """The demo trains over shared memory with three methods, and over a slow link with four."""
+    pytest.importorskip("sklearn")
     picture = tmp_path / "demo.png"
     options = ["--ranks", 2, "--steps", 3, "--link-steps", 12, "--picture", picture]
     ended = run(["-m", "bench.training.demo", *options, "--codecs", "none", "bf16"])

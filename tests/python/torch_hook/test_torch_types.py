@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import CODECS, batch, mlp, same_everywhere, with_each
+from torch_versions import gloo_has_complex
 
 COMPLEX = {"complex64": torch.complex64, "complex128": torch.complex128}
 VIEWS: list[dict[str, Any]] = [{}, {"gradient_as_bucket_view": True}]
@@ -76,6 +77,7 @@ def distance_from_gloo(codec: str, dtype: str, setting: dict[str, Any]) -> dict[
     return found
 
 
+@gloo_has_complex
 @pytest.mark.parametrize("dtype", COMPLEX)
 @pytest.mark.parametrize("setting", VIEWS)
 def test_complex_parameters_are_averaged(dtype: str, setting: dict[str, Any]) -> None:
@@ -146,6 +148,7 @@ def saved_and_loaded() -> list[bool]:
     ]
 
 
+@gloo_has_complex
 def test_states_with_complex_parameters_are_saved_and_loaded() -> None:
     assert torch_ranks.run(2, saved_and_loaded) == [[True] * 4] * 2
 
