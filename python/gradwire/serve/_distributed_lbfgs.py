@@ -130,7 +130,10 @@ class Sandblaster:
             def push(gradients: list[Any], staged: tuple[int, int, int]) -> None:
                 server.push(self._like_parameters(gradients), staged=staged)
 
-            one = _replica.Replica(sock, coordinator, fetch, self._compute, push)
+            def successor() -> str | None:
+                return _replica.successor(directory, coordinator)
+
+            one = _replica.Replica(sock, coordinator, fetch, self._compute, push, successor)
             one.run(label, self._number)
             fetch()
 

@@ -41,6 +41,7 @@ from gradwire.serve._sandblaster.worker import Task, Worker
 
 _RETRY_SECONDS = 0.05
 _PUSH_SECONDS = 1.0  # after which a sum is pushed however little is in it
+_LOOK_SECONDS = 2.0  # of silence, between two looks for another coordinator
 _MOST_IN_PUSH = 1000  # portions, whose tickets are told in one message
 
 Gradients = list[np.ndarray[Any, Any]]
@@ -76,6 +77,14 @@ def connect(directory: Directory, job: Job, deadline: Deadline) -> tuple[socket.
         pause.wait(min(_RETRY_SECONDS, deadline.remaining))
 
 
+def successor(directory: Directory, coordinator: str) -> str | None:
+    """The name of a coordinator that has begun after this one, if there is any."""
+    with contextlib.suppress(Error, OSError):
+        found = f"the coordinator ({directory.find_coordinator(Deadline(_LOOK_SECONDS)).name})"
+        return found if found != coordinator else None
+    return None
+
+
 class _Sum:
     """The sum of the gradients that were kept."""
 
@@ -104,10 +113,12 @@ class Replica:
         fetch: Callable[[], None],
         compute: Compute,
         push: Push,
+        successor: Callable[[], str | None] = lambda: None,
     ) -> None:
         """`fetch` brings the parameters; `compute` returns a portion's loss and fresh arrays.
 
-        `push` pushes arrays staged under a batch, a replica and a sequence number.
+        `push` pushes arrays staged under a batch, a replica and a sequence number. `successor`
+        returns the name of another coordinator that has begun, if there is one.
         """
         self._sock, self._coordinator = sock, coordinator
         self._fetch, self._compute, self._push_staged = fetch, compute, push
@@ -119,6 +130,7 @@ class Replica:
         self._ended: Error | bool = False  # True: as the coordinator said
         self._number, self._push_every = -1, 1
         self._portions = 0
+        self._successor = successor
         self._poll = select.poll()  # which, unlike select(), takes descriptors of any number
         self._poll.register(sock, select.POLLIN)
         self._fetched = -1  # the batch of the parameters that are here
@@ -203,7 +215,11 @@ class Replica:
     def _turn(self) -> bool:
         """Obeys what the coordinator says, and pushes when it is time; False: it is over."""
         asked = False
-        if self._poll.poll(self._rest()):
+        rest = self._rest()
+        heard = self._poll.poll(1e3 * _LOOK_SECONDS if rest is None else rest)
+        if not heard and rest is None and (other := self._successor()) is not None:
+            raise TransportError(f"{self._coordinator} says nothing, and {other} has begun")
+        if heard:
             data = self._sock.recv(1 << 16)
             if not data:
                 raise ConnectionResetError("it closed the connection")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import re
 import resource
 import socket
@@ -14,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradwire import InvalidArgument, TransportError, serve
+from gradwire import InvalidArgument, Timeout, TransportError, serve
+from gradwire._bootstrap.host_info import process_name
 from gradwire.serve import _coordinator, _lead, _replica
 from gradwire.serve._sandblaster.messages import OF_REPLICAS, Reader, pack
 from gradwire.serve._vectors import Fold
 from sandblaster_team import EACH, PORTIONS, Team, blocks
+from test_sandblaster import LEAD, script
 
 
 def test_a_server_that_ends_while_replicas_compute_is_named(bare_environment: None) -> None:
@@ -208,6 +211,29 @@ def test_a_push_is_never_too_long_to_be_told() -> None:
     assert told == list(range(first, first + count))
     lead.sock.sendall(pack("end"))
     assert lead.end() is None
+
+
+def test_a_stopped_coordinator_is_left_for_another(
+    team: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_replica, "_LOOK_SECONDS", 0.05)
+    replica = team.replica()
+    stopping = LEAD.replace("SIGKILL", "SIGSTOP")
+    with script(tmp_path, stopping, team, str(tmp_path / "state.json"), "1") as stopped:
+        try:
+            os.waitpid(stopped.pid, os.WUNTRACED)
+            lead = team.lead()
+            lead._lead = lead._begin()
+            lead._lead._patience = 0.1
+            with pytest.raises(Timeout, match="no replica is there"):
+                lead.step()
+            replica.join()
+        finally:
+            stopped.kill()
+    assert f"({process_name()}) has begun" in str(replica.error)
+    team.replica()
+    lead._lead._patience = 30
+    assert lead.step().loss < 1e9
 
 
 @pytest.mark.parametrize("batch", ["all", 1000, 2000])
