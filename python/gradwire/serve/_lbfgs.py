@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from gradwire._errors import InvalidArgument
 from gradwire.serve._sandblaster.history import History, Pair
 from gradwire.serve._sandblaster.searches import Point, Search, strong_wolfe
@@ -143,6 +145,7 @@ class Minimizer:
             wanted |= {self._at.x, self._at.gradient}
         if missing := sorted(wanted - set(names)):
             raise InvalidArgument(f"the shards do not have {missing[0]!r}: were they started anew?")
+        self._require_history()
         self._first = bool(state.get("first", True))
         if self._at is not None:
             dots = self.history.wanted(self._at.gradient, None)
@@ -163,6 +166,17 @@ class Minimizer:
         self.history.note(dots, products)
         self._x = x
         return _Trial(float(loss), x, gradient, largest, total, products[0])
+
+    def _require_history(self) -> None:
+        """Raises InvalidArgument where the shards' vectors are not those of the history."""
+        names = self.history.vectors
+        pairs = [(one, two) for i, one in enumerate(names) for two in names[i:]]
+        if not pairs:
+            return
+        (found,) = self._ask([Dots(pairs)])
+        gram = self.history.gram(names)[np.triu_indices(len(names))]
+        if not np.allclose(found, gram, rtol=1e-9, atol=0):
+            raise InvalidArgument("the shards have another history: has another run used them?")
 
     def _forget(self) -> None:
         self.history.forget()

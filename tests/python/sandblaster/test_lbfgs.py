@@ -13,7 +13,7 @@ from gradwire import InvalidArgument
 from gradwire.serve._lbfgs import Iteration, Minimizer
 from gradwire.serve._sandblaster.more_thuente import more_thuente
 from gradwire.serve._sandblaster.searches import Search, fixed, strong_wolfe
-from gradwire.serve._vectors import Command, Names
+from gradwire.serve._vectors import Command, Dots, Names
 from vector_shards import Evaluator, Function, Shards, Vector
 
 FEATURES, HIDDEN, CLASSES, SAMPLES = 12, 16, 4, 200
@@ -300,10 +300,22 @@ def test_vectors_of_a_state_outlive_a_history_that_is_forgotten() -> None:
     assert all(np.array_equal(run.shards.read(name), value) for name, value in kept.items())
 
 
+def test_a_state_is_refused_where_another_run_used_the_shards() -> None:
+    run = Run(valley(), 5)
+    state = run.minimizer.state()
+    Minimizer(run.shards.ask, run.evaluator, history=2).step()
+    with pytest.raises(InvalidArgument, match="another history"):
+        Minimizer(run.shards.ask, run.evaluator).load(state, run.shards.ask([Names()])[0])
+
+
 def test_a_shorter_history_goes_on() -> None:
     run = Run(valley(), 10, history=4)
     state = run.minimizer.state()
-    state["pairs"] = [[f"s{i}", f"y{i}"] for i in range(4)]  # as after four iterations
+    # As after four iterations.
+    state["pairs"] = [[f"s{i}", f"y{i}"] for i in range(4)]
+    names = [name for pair in state["pairs"] for name in pair]
+    dots = run.shards.ask([Dots([(one, two) for one in names for two in names])])[0]
+    state["gram"] = np.reshape(dots, (8, 8)).tolist()
     minimizer = Minimizer(run.shards.ask, run.evaluator, history=3)
     minimizer.load(state, run.shards.ask([Names()])[0])
     assert minimizer.history.pairs == [(f"s{i}", f"y{i}") for i in range(1, 4)]
