@@ -369,7 +369,7 @@ def test_every_parameter_of_a_codec_is_a_field_of_its_class(kind: Any) -> None:
 
 def test_every_class_is_of_a_codec_that_there_is() -> None:
     classes = {kind._name for kind in gradwire.codec.NativeCodec.__subclasses__()}
-    assert classes <= set(gradwire.codecs()) - {"none"}
+    assert classes <= set(gradwire.codecs())
     assert gradwire.codec.TopK(density=0.01, values="fp16").spec == "topk:density=0.01,values=fp16"
 
 

@@ -230,9 +230,12 @@ def test_an_abort_ends_the_calls_of_all_ranks(ranks: int) -> None:
 
 def leave_early() -> None:
     """Ends with operations in flight, whose futures threads wait for."""
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         dist.irecv(torch.ones(1), 1).get_future()
         dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        store.set("begun", "")
+    store.wait(["begun"])  # a rank that had left already would fail the other's calls
 
 
 def test_a_program_that_leaves_operations_ends() -> None:
