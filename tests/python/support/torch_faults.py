@@ -49,6 +49,7 @@ def fail() -> None:
     except ValueError as error:
         sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
+        atexit._run_exitfuncs()
         os._exit(1)
 
 
