@@ -146,8 +146,8 @@ class ParameterServer:
         """Sends gradients, which each shard applies by the update rule as they arrive.
 
         `codec` is one of those that `connect` was given. `rules` are pairs of a pattern and a codec
-        of these: the first pattern that matches a parameter's name (as in fnmatch: "*.bias"; in a
-        list its place: "0") decides, and `codec` for all others. `feedback` keeps what a lossy
+        of these: the first pattern that matches a parameter's name (as in fnmatch: ``"*.bias"``; in
+        a list its place: "0") decides, and `codec` for all others. `feedback` keeps what a lossy
         codec does not deliver, and what shards refuse as too stale, for the next push, by
         parameter; without it, or with False, both are given up. `lr`, 0 or more, replaces the
         rule's learning rate for this push. `versions` are those of the values that the gradients
