@@ -17,14 +17,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import shutil
 import sys
-from pathlib import Path
 
-from bench.common import job, result_files
+from bench.common import job
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
-from bench.training import diloco_report
+from bench.training import diloco_report, seeds
 from bench.training.diloco_report import NO_LINK
 
 LINKS = (NO_LINK, "100mbit,100us")
@@ -49,14 +46,7 @@ def main() -> int:
         "gradient_seconds": options.gradient_ms / 1e3,
         "slow": options.slow,
     }
-    stem = options.output or RESULTS / f"diloco-{datetime.date.today().isoformat()}"
-    document = diloco_report.document(found, stem.name)
-    result_files.save(stem, found, document)
-    picture = result_files.beside(stem, ".png")
-    diloco_report.draw(found, picture)
-    if options.picture is not None:
-        shutil.copyfile(picture, options.picture)
-    print(document)
+    seeds.write(options, "diloco", found, diloco_report.document, diloco_report.draw)
     return 0
 
 
@@ -73,21 +63,11 @@ def _own(options: argparse.Namespace) -> list[str]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--passes", type=float, default=3.0, help="through the training images")
-    parser.add_argument("--gradient-ms", type=float, default=10.0)
+    parser = seeds.parser(__doc__)
     parser.add_argument("--slow", type=float, default=5.0, help="times a slow rank's gradient")
-    parser.add_argument("--data", type=Path, help="directory of other IDX files")
-    parser.add_argument("--quick", action="store_true", help="--seeds 1 --passes 1")
-    parser.add_argument("--output", type=Path, help="a path without suffix")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png")
     parser.add_argument("--meet", help=argparse.SUPPRESS)  # set for the ranks
     parser.add_argument("--exchanges", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.quick:
-        options.seeds, options.passes = [1], 1.0
-    return options
+    return seeds.parse(parser)
 
 
 if __name__ == "__main__":

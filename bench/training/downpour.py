@@ -16,13 +16,11 @@ import argparse
 import contextlib
 import datetime
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +28,8 @@ from gradwire import serve
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from bench.common import result_files
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
-from bench.training import downpour_report, images
+from bench.training import downpour_report, images, seeds
 from bench.training.downpour_replica import BATCH, network
 from bench.training.downpour_report import WAYS, Way
 
@@ -67,14 +63,7 @@ def main() -> int:
         "slow": options.slow,
         "runs": runs,
     }
-    stem = options.output or RESULTS / f"downpour-{datetime.date.today().isoformat()}"
-    document = downpour_report.document(found, stem.name)
-    result_files.save(stem, found, document)
-    picture = result_files.beside(stem, ".png")
-    downpour_report.draw(found, picture)
-    if options.picture is not None:
-        shutil.copyfile(picture, options.picture)
-    print(document)
+    seeds.write(options, "downpour", found, downpour_report.document, downpour_report.draw)
     return 0
 
 
@@ -93,7 +82,7 @@ def _synchronous(
         optimizer.step()
         if step % max(1, steps // _POINTS) == 0 or step == steps:
             seconds = step * options.gradient_ms / 1e3
-            curve.append([seconds, step * REPLICAS, _accuracy(model, data)])
+            curve.append([seconds, step * REPLICAS, images.accuracy(model, data)])
     return {"curve": curve}
 
 
@@ -125,12 +114,12 @@ def _asynchronous(
             time.sleep(_LOOK_SECONDS)
             watcher.pull(values)
             pushed = min(watcher.versions)
-            curve.append([time.perf_counter() - began, pushed, _accuracy(model, data)])
+            curve.append([time.perf_counter() - began, pushed, images.accuracy(model, data)])
             if way.faults:
                 replicas.disturb(pushed / total)
         rates = replicas.rates()
         watcher.pull(values)
-        curve[-1][2] = _accuracy(model, data)
+        curve[-1][2] = images.accuracy(model, data)
         staleness = watcher.stats()[0]["mean_staleness"]
     return {"curve": curve, "rates": rates, "staleness": staleness}
 
@@ -201,26 +190,10 @@ class _Replicas:
         ]
 
 
-@torch.inference_mode()
-def _accuracy(model: torch.nn.Module, data: images.Images) -> float:
-    right = model(data.test_images).argmax(1) == data.test_labels
-    return float(right.float().mean())
-
-
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--passes", type=float, default=3.0, help="through the training images")
-    parser.add_argument("--gradient-ms", type=float, default=10.0)
+    parser = seeds.parser(__doc__)
     parser.add_argument("--slow", type=float, default=5.0, help="times a slow replica's gradient")
-    parser.add_argument("--data", type=Path, help="directory of other IDX files")
-    parser.add_argument("--quick", action="store_true", help="--seeds 1 --passes 1")
-    parser.add_argument("--output", type=Path, help="a path without suffix")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png")
-    options = parser.parse_args()
-    if options.quick:
-        options.seeds, options.passes = [1], 1.0
-    return options
+    return seeds.parse(parser)
 
 
 if __name__ == "__main__":

@@ -87,13 +87,6 @@ def payload_bytes(model: nn.Module, codec: str) -> int:
     return sum(len(native.encode(each.detach())) for each in model.parameters())
 
 
-@torch.inference_mode()
-def accuracy(model: nn.Module, data: images.Images) -> float:
-    """The share of test images that the model tells right."""
-    right = model(data.test_images).argmax(1) == data.test_labels
-    return float(right.float().mean())
-
-
 class _Replica:
     """One client, with its model, its images and its residuals."""
 
@@ -194,7 +187,7 @@ class _Run:
         self._pushed += 1
         if self._pushed % max(1, self._total // POINTS) == 0 or self._pushed == self._total:
             self.watcher.pull(self._values)
-            right = accuracy(self._shown, self._task.data)
+            right = images.accuracy(self._shown, self._task.data)
             self.curve.append([self._now, self._pushed, right])
         self._ask(replica)
 

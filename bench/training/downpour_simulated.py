@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +25,8 @@ from gradwire import serve
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from bench.common import result_files
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
-from bench.training import downpour_events, downpour_simulated_report, images
+from bench.training import downpour_events, downpour_simulated_report, images, seeds
 from bench.training.downpour_events import Network, Plan, Task
 from bench.training.downpour_replica import BATCH, network
 from bench.training.downpour_simulated_report import LINKS, REPLICAS, TASKS, WAYS, Way
@@ -41,7 +37,7 @@ _NO_LINK = 1e12  # bytes a second, where the network costs nothing
 
 def main() -> int:
     """Trains every task in every way with every number of replicas, link and seed."""
-    options = _parse()
+    options = seeds.parse(seeds.parser(__doc__))
     torch.set_num_threads(1)
     os.environ.setdefault("GRADWIRE_LOG_LEVEL", "error")
     load = OtherLoad()
@@ -69,14 +65,13 @@ def main() -> int:
         "serving_seconds": serving,
         "runs": runs,
     }
-    stem = options.output or RESULTS / f"simulated-downpour-{datetime.date.today().isoformat()}"
-    document = downpour_simulated_report.document(found, stem.name)
-    result_files.save(stem, found, document)
-    picture = result_files.beside(stem, ".png")
-    downpour_simulated_report.draw(found, picture)
-    if options.picture is not None:
-        shutil.copyfile(picture, options.picture)
-    print(document)
+    seeds.write(
+        options,
+        "simulated-downpour",
+        found,
+        downpour_simulated_report.document,
+        downpour_simulated_report.draw,
+    )
     return 0
 
 
@@ -122,7 +117,7 @@ def _synchronous(task: Task, way: Way, replicas: int, seed: int, total: int) -> 
         optimizer.step()
         if (step + 1) % max(1, steps // downpour_events.POINTS) == 0 or step + 1 == steps:
             seconds = (step + 1) * task.gradient
-            right = downpour_events.accuracy(model, data)
+            right = images.accuracy(model, data)
             curve.append([seconds, (step + 1) * replicas, right])
     return {"curve": curve, "staleness": 0.0}
 
@@ -140,21 +135,6 @@ def _digits(options: argparse.Namespace) -> Task:
         return images.small_cnn(data.side)
 
     return Task(data, cnn, 8, options.gradient_ms / 1e3)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--passes", type=float, default=3.0, help="through Fashion-MNIST")
-    parser.add_argument("--gradient-ms", type=float, default=10.0)
-    parser.add_argument("--data", type=Path, help="directory of other IDX files")
-    parser.add_argument("--quick", action="store_true", help="--seeds 1 --passes 1")
-    parser.add_argument("--output", type=Path, help="a path without suffix")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png")
-    options = parser.parse_args()
-    if options.quick:
-        options.seeds, options.passes = [1], 1.0
-    return options
 
 
 if __name__ == "__main__":

@@ -129,6 +129,13 @@ def batches(count: int, batch: int, rank: int, ranks: int, seed: int, steps: int
     return torch.cat(epochs).view(-1, ranks, batch)[:steps, rank]
 
 
+@torch.inference_mode()
+def accuracy(model: nn.Module, data: Images) -> float:
+    """The share of test images that the model tells right."""
+    right = model(data.test_images).argmax(1) == data.test_labels
+    return float(right.float().mean())
+
+
 def _install(package: str) -> None:
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise RuntimeError(f"Fashion-MNIST is missing: sudo apt-get install {package}")
