@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gradwire.torch._group import endpoint_of
+from gradwire.torch._ranks.group import endpoint_of
 from torch import nn
 from torch.nn.functional import mse_loss
 

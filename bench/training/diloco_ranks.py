@@ -11,7 +11,7 @@ from typing import Any
 import gradwire
 import torch
 from gradwire.torch import DiLoCo
-from gradwire.torch._group import communicator_of
+from gradwire.torch._ranks.group import communicator_of
 from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gradwire import Communicator, Traffic
-from gradwire.torch._group import communicator_of
+from gradwire.torch._ranks.group import communicator_of
 from torch.nn.functional import cross_entropy
 
 from bench.common import job

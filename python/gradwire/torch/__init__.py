@@ -16,13 +16,13 @@ except ModuleNotFoundError as _missing:
     ) from _missing
 
 from gradwire import _autoload
-from gradwire.torch._broadcasts import broadcast_optimizer_state, broadcast_parameters
 from gradwire.torch._diloco import DiLoCo
 from gradwire.torch._downpour import Downpour
 from gradwire.torch._fsdp.state import FSDPState
 from gradwire.torch._gathered import gather_state_dict, scatter_state_dict
 from gradwire.torch._hook import comm_hook
 from gradwire.torch._hybrid import hybrid_plan, parallelize
+from gradwire.torch._ranks.broadcasts import broadcast_optimizer_state, broadcast_parameters
 from gradwire.torch._register import register, stats
 from gradwire.torch._register_fsdp import register_fsdp
 from gradwire.torch._sandblaster import Sandblaster

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -11,16 +11,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._base.arguments import instance, wrong
-from gradwire._base.rules import require_pairs
 from gradwire._communicator import Communicator
-from gradwire._errors import InvalidArgument, ScheduleError, describe
+from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
-from gradwire._schedules.schedule import Schedule
+from gradwire.torch._ranks.settings import require_alike, require_feedback
 from gradwire.torch._step.hook_state import HookState
 from gradwire.torch._step.momentum import Momentum
 
 _State = TypeVar("_State", bound=HookState)
-_RankSettings = tuple[str, dict[str, str]]  # why a rank has no state, and its settings
 
 
 def require_model(ddp: Any) -> None:
@@ -54,9 +52,7 @@ def require_settings(momentum: Any, scaler: Any, optimizer: Any, feedback: Any, 
     groups = None if isinstance(optimizer, type) else getattr(optimizer, "param_groups", None)
     if optimizer is not None and groups is None:
         raise wrong(optimizer, "optimizer", "the optimizer that steps the model's parameters")
-    if feedback is not None and not isinstance(feedback, bool):
-        instance(feedback, "feedback", ErrorFeedback, "None, True, False or an ErrorFeedback")
-    require_pairs(rules)
+    require_feedback(feedback, rules)
 
 
 def require_features(
@@ -75,21 +71,6 @@ def require_features(
         raise InvalidArgument(
             f"{asked[0]}= is for models on the CPU; this one is on a GPU: leave it out, or keep it "
             "in the optimizer"
-        )
-
-
-def require_algorithm(algorithm: str, codec: str | None, communicator: Communicator) -> None:
-    """Raises InvalidArgument for an algorithm that these ranks or a lossy codec cannot have."""
-    if algorithm == "auto":
-        return
-    try:
-        made = Schedule.generate(algorithm, communicator.size, groups=communicator.hosts)
-    except ScheduleError as error:
-        raise InvalidArgument(f"algorithm={algorithm!r}: {error}") from error
-    if codec is not None and not made.verify().in_tree:
-        raise InvalidArgument(
-            f"algorithm={algorithm!r} adds a partial sum to several others, which the lossy "
-            f"codec={codec!r} cannot: use auto, ring, direct or a tree"
         )
 
 
@@ -126,27 +107,6 @@ def made_alike(
     return state
 
 
-def require_alike(
-    communicator: Communicator,
-    call: str,
-    settings: Mapping[str, object],
-    failure: Exception | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Raises on all ranks when one of them has failed, or has other settings than the others.
-
-    Raises the failure where that was, and InvalidArgument elsewhere, which names `call`. The ranks
-    of `group` are compared after those of the communicator.
-    """
-    own = {name: repr(value) for name, value in settings.items()}
-    why = "" if failure is None else f"{type(failure).__name__}: {describe(failure)}"
-    why = _problem(call, communicator.all_gather_object((why, own)))
-    if group is not None:
-        why = _problem(call, _all_gather_object(group, (why, own)))
-    if why:
-        raise failure or InvalidArgument(why)
-
-
 def _require_dense(ddp: DistributedDataParallel) -> None:
     """Raises InvalidArgument for embeddings with sparse gradients, which DDP would accept."""
     ignored = getattr(ddp, "parameters_to_ignore", ())
@@ -167,31 +127,3 @@ def _kind(model: Any) -> str:
         return f"the class {model.__name__}"
     kind = type(model).__name__
     return f"a {kind}" if isinstance(model, torch.nn.Module) else f"of type {kind}"
-
-
-def _problem(call: str, every: Sequence[_RankSettings]) -> str:
-    """The first failure or difference between ranks, as a text; empty without one."""
-    for rank, (why, _) in enumerate(every):
-        if why:
-            return f"{call} failed on rank {rank}: {why}"
-    settings = [its for _, its in every]
-    return next(filter(None, (_difference(call, name, settings) for name in settings[0])), "")
-
-
-def _all_gather_object(group: dist.ProcessGroup, own: _RankSettings) -> Sequence[_RankSettings]:
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, own, group=group)
-    return every
-
-
-def _difference(call: str, name: str, settings: Sequence[Mapping[str, str]]) -> str:
-    ranks: dict[str, list[str]] = {}
-    for rank, its in enumerate(settings):
-        ranks.setdefault(its[name], []).append(str(rank))
-    if len(ranks) == 1:
-        return ""
-    by_value = "; ".join(f"{value} on rank {', '.join(on)}" for value, on in ranks.items())
-    return (
-        f"{call} was called with a different {name}= by rank: {by_value}: give the same one on "
-        "all ranks"
-    )

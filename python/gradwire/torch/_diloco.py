@@ -16,9 +16,6 @@ from gradwire._base.rules import require_matches
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
-from gradwire.torch._broadcasts import broadcast_parameters
-from gradwire.torch._checks import require_algorithm, require_alike, require_settings
-from gradwire.torch._group import communicator_over
 from gradwire.torch._local import checks
 from gradwire.torch._local.buffers import SharedBuffers
 from gradwire.torch._local.outer import (
@@ -29,6 +26,9 @@ from gradwire.torch._local.outer import (
 )
 from gradwire.torch._local.outer_steps import OuterSteps
 from gradwire.torch._local.rounds import Round, Stopwatch, clock_for
+from gradwire.torch._ranks.broadcasts import broadcast_parameters
+from gradwire.torch._ranks.group import chosen_communicator
+from gradwire.torch._ranks.settings import require_algorithm, require_alike, require_feedback
 from gradwire.torch._step import saved as saving
 from gradwire.torch._step.gradient_scale import persistent_state_of
 from gradwire.torch._step.hook_state import feedback_for
@@ -117,7 +117,7 @@ class DiLoCo:
         is. Raises RendezvousError, and InvalidArgument, on all ranks for settings or models that
         differ between ranks.
         """
-        require_settings(None, None, None, feedback, rules)
+        require_feedback(feedback, rules)
         optimizers = checks.optimizers_of(inner_optimizer)
         trained = checks.trained_parameters(model, optimizers)
         require_supported(trained)
@@ -142,7 +142,7 @@ class DiLoCo:
             "feedback": self.feedback is not None,
         }
         self.closed, self.error = False, None
-        over, self._owns = _communicator(communicator, process_group, timeout)
+        over, self._owns = chosen_communicator(communicator, process_group, timeout)
         try:
             require_algorithm(algorithm, self._rules.lossy, over)
             require_alike(over, "DiLoCo()", settings)
@@ -277,22 +277,3 @@ def _residuals(
     names: dict[torch.Tensor, str], rules: Rules, feedback: ErrorFeedback | None, ranks: int
 ) -> ResidualState:
     return ResidualState(names, ranks, rules, feedback)
-
-
-def _communicator(
-    given: Communicator | None, group: dist.ProcessGroup | None, timeout: float
-) -> tuple[Communicator, bool]:
-    """The communicator to use, and whether it was made for that."""
-    if given is not None:
-        if group is not None:
-            raise InvalidArgument("give communicator= or process_group=, not both")
-        return instance(given, "communicator", Communicator, "what gradwire.init() returned"), False
-    chosen = group
-    if chosen is None and dist.is_available() and dist.is_initialized():
-        chosen = dist.group.WORLD
-    if chosen is None:
-        raise InvalidArgument(
-            "there is no process group: give communicator=gradwire.init(), or call "
-            "torch.distributed.init_process_group() first"
-        )
-    return communicator_over(chosen, timeout)

@@ -17,7 +17,6 @@ from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._checks import made_alike, require_features, require_model, require_settings
-from gradwire.torch._group import communicator_of
 from gradwire.torch._hook import comm_hook
 from gradwire.torch._overrides import (
     broadcast_buffers_by,
@@ -25,6 +24,7 @@ from gradwire.torch._overrides import (
     explain_in_forward,
     join_by,
 )
+from gradwire.torch._ranks.group import communicator_of
 from gradwire.torch._state import State
 from gradwire.torch._step.buckets import compressible
 from gradwire.torch._step.gradient_scale import Scaler

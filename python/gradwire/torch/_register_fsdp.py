@@ -18,7 +18,7 @@ from gradwire.torch._fsdp.gather import PayloadAllGather, torchs_own
 from gradwire.torch._fsdp.hooks import PartReduceScatter, ReplicaAllReduce
 from gradwire.torch._fsdp.shards import ShardedModule, require_supported, sharded_modules
 from gradwire.torch._fsdp.state import FSDPState
-from gradwire.torch._group import communicator_over
+from gradwire.torch._ranks.group import communicator_over
 from gradwire.torch._step.gradient_scale import Scaler
 from gradwire.torch._step.payloads import Payloads
 from gradwire.torch._step.rules import CodecChoice, Rules

@@ -12,7 +12,7 @@ from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire._launch import at_exit
-from gradwire.torch._checks import require_algorithm
+from gradwire.torch._ranks.settings import require_algorithm
 from gradwire.torch._step.clipping import Clipping
 from gradwire.torch._step.double_counting import require_no_momentum, watch_optimizers
 from gradwire.torch._step.gradient_scale import Scaler, persistent_state_of

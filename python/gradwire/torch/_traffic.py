@@ -7,7 +7,7 @@ import torch.distributed as dist
 from gradwire._base.arguments import wrong
 from gradwire._communicator import Traffic
 from gradwire._errors import InvalidArgument
-from gradwire.torch._group import endpoint_of
+from gradwire.torch._ranks.group import endpoint_of
 
 
 def traffic(group: dist.ProcessGroup | None = None) -> Traffic:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import broadcast_optimizer_state, broadcast_parameters
-from gradwire.torch._group import communicator_of
+from gradwire.torch._ranks.group import communicator_of
 from torch import nn
 from torch_training import same_everywhere
 

@@ -20,7 +20,7 @@ LEAVE = """
 import os, sys
 {imports}
 import torch.distributed as dist
-from gradwire.torch._group import communicator_of
+from gradwire.torch._ranks.group import communicator_of
 
 class Bucket:
     def index(self): return 0

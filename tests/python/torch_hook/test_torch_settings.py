@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch_ranks
 from gradwire.torch import Momentum, State, comm_hook, register
-from gradwire.torch._group import communicator_of
+from gradwire.torch._ranks.group import communicator_of
 from ranks import LIMIT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

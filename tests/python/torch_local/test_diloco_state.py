@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch_ranks
 from gradwire import Communicator, InvalidArgument, TransportError
 from gradwire.torch import gather_state_dict, scatter_state_dict
-from gradwire.torch._group import communicator_of
-from gradwire.torch._local.exchange import Exchange
+from gradwire.torch._ranks.group import communicator_of
+from gradwire.torch._step.exchange import Exchange
 from local_training import Trainee, bits, small, weights
 from ranks import LIMIT, run
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 from gradwire._errors import InvalidArgument
 from gradwire.torch._step.buckets import round_into
-from gradwire.torch._step.repacking import Bucket
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _KEPT = (torch.float32, torch.float64)
@@ -97,17 +95,6 @@ class OuterParameters:
         return rounded.to(value.dtype)
 
 
-def buckets(gradients: Mapping[str, torch.Tensor]) -> Iterator[Bucket]:
-    """Gradients that can travel together: those of one type, on one device."""
-    kinds: dict[object, list[str]] = {}
-    for name, each in gradients.items():
-        if each.numel():
-            kinds.setdefault((each.dtype, each.device), []).append(name)
-    for names in kinds.values():
-        parts = [gradients[name] for name in names]
-        yield Bucket(parts, names, parts)
-
-
 def fragments_of(
     parameters: Mapping[str, torch.nn.Parameter], count: int
 ) -> list[dict[str, torch.nn.Parameter]]:
@@ -139,28 +126,6 @@ def require_supported(parameters: Mapping[str, torch.nn.Parameter]) -> None:
                 f"the parameter {name!r} is {each.dtype} ({each.layout}): DiLoCo averages dense "
                 "float32, float64, float16, bfloat16 and complex parameters; freeze it"
             )
-
-
-def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """A sum over all bits, at the cost of reading them once: below 2^63."""
-    total = 0
-    for each in tensors:
-        flat = each.view(-1)
-        whole = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
-        parts = (flat[:whole].view(torch.int64), flat[whole:].view(torch.int32))
-        if flat.dtype is torch.float64:
-            parts = (flat.view(torch.int64), flat[:0].view(torch.int64))
-        for part in parts:
-            total = (31 * total + int(part.sum(dtype=torch.int64))) % 2**63
-    return total
-
-
-def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """SHA-256 of each tensor's bits."""
-    return {
-        name: hashlib.sha256(each.cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
-        for name, each in tensors.items()
-    }
 
 
 def copy_into(

@@ -13,10 +13,11 @@ from gradwire._communicator import Communicator
 from gradwire._errors import Error
 from gradwire.torch._local.buffers import SharedBuffers
 from gradwire.torch._local.checks import Untrained
-from gradwire.torch._local.exchange import Exchange
-from gradwire.torch._local.outer import OuterParameters, checksum, copy_into
-from gradwire.torch._local.roll_call import Report, raise_on_all, require_agreement
+from gradwire.torch._local.outer import OuterParameters, copy_into
+from gradwire.torch._local.roll_call import Report, raise_on_all
 from gradwire.torch._local.rounds import Round, Stopwatch, paced_steps
+from gradwire.torch._ranks.checksums import checksum, require_agreement
+from gradwire.torch._step.exchange import Exchange
 from gradwire.torch._step.gradient_scale import GradientScale
 from gradwire.torch._step.residual_state import ResidualState
 
@@ -99,7 +100,7 @@ class OuterSteps:
     def check_agreement(self) -> None:
         """Compares the common values and velocities of all ranks."""
         self._apply()
-        require_agreement(self.communicator, self._tensors())
+        require_agreement(self.communicator, self._tensors(), "outer values")
 
     def go_on_with(self, communicator: Communicator) -> None:
         """Takes over a communicator of the ranks that survived a failure."""

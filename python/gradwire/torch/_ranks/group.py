@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire._base.arguments import instance
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.group_rendezvous import meet_in_group
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._communicator import Communicator, from_mesh
-from gradwire._errors import RendezvousError
+from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire.torch.backend.meeting import join_world
 
 
@@ -48,6 +49,25 @@ def communicator_over(group: dist.ProcessGroup, timeout: float = 300) -> tuple[C
     if endpoint is not None:
         return endpoint.communicator, False
     return communicator_of(group, timeout), True
+
+
+def chosen_communicator(
+    given: Communicator | None, group: dist.ProcessGroup | None, timeout: float
+) -> tuple[Communicator, bool]:
+    """The communicator to use, given or of a group, and whether it was made for that."""
+    if given is not None:
+        if group is not None:
+            raise InvalidArgument("give communicator= or process_group=, not both")
+        return instance(given, "communicator", Communicator, "what gradwire.init() returned"), False
+    chosen = group
+    if chosen is None and dist.is_available() and dist.is_initialized():
+        chosen = dist.group.WORLD
+    if chosen is None:
+        raise InvalidArgument(
+            "there is no process group: give communicator=gradwire.init(), or call "
+            "torch.distributed.init_process_group() first"
+        )
+    return communicator_over(chosen, timeout)
 
 
 def _job_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

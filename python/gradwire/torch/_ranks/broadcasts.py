@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradwire._base.arguments import wrong
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
-from gradwire.torch._group import communicator_of
+from gradwire.torch._ranks.group import communicator_of
 
 _OTHERS = "other objects travel by Communicator.broadcast_object()"
 

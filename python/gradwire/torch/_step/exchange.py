@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from gradwire._calls.work import Work
 from gradwire._communicator import Communicator
-from gradwire.torch._local.outer import buckets
 from gradwire.torch._step.gradient_scale import GradientScale
+from gradwire.torch._step.repacking import Bucket
 from gradwire.torch._step.residual_state import Call, ResidualState
 
 
@@ -78,6 +78,17 @@ class Exchange:
         residuals, self._residuals, self._works = self._residuals, None, []
         if residuals is not None:
             residuals.end_step(False)
+
+
+def buckets(gradients: Mapping[str, torch.Tensor]) -> Iterator[Bucket]:
+    """Gradients that can travel together: those of one type, on one device."""
+    kinds: dict[object, list[str]] = {}
+    for name, each in gradients.items():
+        if each.numel():
+            kinds.setdefault((each.dtype, each.device), []).append(name)
+    for names in kinds.values():
+        parts = [gradients[name] for name in names]
+        yield Bucket(parts, names, parts)
 
 
 def _wait_for_all(works: Sequence[Work]) -> None:

@@ -1,0 +1,88 @@
+"""Checks of settings that several ways of training have: on each rank alone, and that all agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire._base.arguments import instance
+from gradwire._base.rules import require_pairs
+from gradwire._communicator import Communicator
+from gradwire._errors import InvalidArgument, ScheduleError, describe
+from gradwire._feedback import ErrorFeedback
+from gradwire._schedules.schedule import Schedule
+
+_RankSettings = tuple[str, dict[str, str]]  # why a rank has failed, and its settings
+
+
+def require_feedback(feedback: Any, rules: Any) -> None:
+    """Raises InvalidArgument for `feedback=` or `rules=` of a wrong type."""
+    if feedback is not None and not isinstance(feedback, bool):
+        instance(feedback, "feedback", ErrorFeedback, "None, True, False or an ErrorFeedback")
+    require_pairs(rules)
+
+
+def require_algorithm(algorithm: str, codec: str | None, communicator: Communicator) -> None:
+    """Raises InvalidArgument for an algorithm that these ranks or a lossy codec cannot have."""
+    if algorithm == "auto":
+        return
+    try:
+        made = Schedule.generate(algorithm, communicator.size, groups=communicator.hosts)
+    except ScheduleError as error:
+        raise InvalidArgument(f"algorithm={algorithm!r}: {error}") from error
+    if codec is not None and not made.verify().in_tree:
+        raise InvalidArgument(
+            f"algorithm={algorithm!r} adds a partial sum to several others, which the lossy "
+            f"codec={codec!r} cannot: use auto, ring, direct or a tree"
+        )
+
+
+def require_alike(
+    communicator: Communicator,
+    call: str,
+    settings: Mapping[str, object],
+    failure: Exception | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raises on all ranks when one of them has failed, or has other settings than the others.
+
+    Raises the failure where that was, and InvalidArgument elsewhere, which names `call`. The ranks
+    of `group` are compared after those of the communicator.
+    """
+    own = {name: repr(value) for name, value in settings.items()}
+    why = "" if failure is None else f"{type(failure).__name__}: {describe(failure)}"
+    why = _problem(call, communicator.all_gather_object((why, own)))
+    if group is not None:
+        why = _problem(call, _all_gather_object(group, (why, own)))
+    if why:
+        raise failure or InvalidArgument(why)
+
+
+def _problem(call: str, every: Sequence[_RankSettings]) -> str:
+    """The first failure or difference between ranks, as a text; empty without one."""
+    for rank, (why, _) in enumerate(every):
+        if why:
+            return f"{call} failed on rank {rank}: {why}"
+    settings = [its for _, its in every]
+    return next(filter(None, (_difference(call, name, settings) for name in settings[0])), "")
+
+
+def _all_gather_object(group: dist.ProcessGroup, own: _RankSettings) -> Sequence[_RankSettings]:
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, own, group=group)
+    return every
+
+
+def _difference(call: str, name: str, settings: Sequence[Mapping[str, str]]) -> str:
+    ranks: dict[str, list[str]] = {}
+    for rank, its in enumerate(settings):
+        ranks.setdefault(its[name], []).append(str(rank))
+    if len(ranks) == 1:
+        return ""
+    by_value = "; ".join(f"{value} on rank {', '.join(on)}" for value, on in ranks.items())
+    return (
+        f"{call} was called with a different {name}= by rank: {by_value}: give the same one on "
+        "all ranks"
+    )
