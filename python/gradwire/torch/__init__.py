@@ -22,6 +22,7 @@ from gradwire.torch._fsdp.state import FSDPState
 from gradwire.torch._gathered import gather_state_dict, scatter_state_dict
 from gradwire.torch._hook import comm_hook
 from gradwire.torch._hybrid import hybrid_plan, parallelize
+from gradwire.torch._optimizers.one_bit_adam import OneBitAdam
 from gradwire.torch._ranks.broadcasts import broadcast_optimizer_state, broadcast_parameters
 from gradwire.torch._register import register, stats
 from gradwire.torch._register_fsdp import register_fsdp
@@ -41,6 +42,7 @@ __all__ = [
     "Downpour",
     "FSDPState",
     "Momentum",
+    "OneBitAdam",
     "Options",
     "Sandblaster",
     "Stages",

@@ -1,16 +1,5 @@
 """Ranks that are threads: each computes on its own alone."""
 
-from __future__ import annotations
+from one_thread import one_thread_a_rank
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread_a_rank() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread_a_rank"]

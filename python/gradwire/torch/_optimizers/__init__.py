@@ -1,0 +1,1 @@
+"""Optimizers that exchange in `step()` what may be compressed: momenta, signs, not gradients."""

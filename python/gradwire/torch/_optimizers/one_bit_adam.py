@@ -1,0 +1,221 @@
+"""OneBitAdam: AdamW whose momenta travel compressed, once its second moments are frozen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gradwire._base.arguments import whole
+from gradwire._communicator import Communicator
+from gradwire._feedback import ErrorFeedback
+from gradwire.torch._optimizers import clipping
+from gradwire.torch._optimizers.exchanging import ExchangingOptimizer
+from gradwire.torch._optimizers.parameters import require_rates
+from gradwire.torch._optimizers.warm_up_rules import WarmUpRules
+from gradwire.torch._ranks.settings import require_feedback
+from gradwire.torch._step.gradient_scale import Scaler
+from gradwire.torch._step.rules import CodecChoice
+
+# The least that a frozen denominator may be, as a share of its parameter's root mean square.
+_FLOOR = 0.1
+
+
+class OneBitAdam(ExchangingOptimizer):
+    """AdamW that sends one bit of each element, and trains as AdamW does::
+
+        opt = gradwire.torch.OneBitAdam(model.named_parameters(), lr=1e-3, warm_up=steps // 5)
+        for inputs, labels in batches:
+            loss(model(inputs), labels).backward()
+            opt.step()
+            opt.zero_grad()
+
+    `step` exchanges, so the model is a plain module: do not wrap it in DistributedDataParallel.
+    Accumulation is several backwards before a `step`. After each step the parameters have the same
+    bits on all ranks.
+
+    Adam's second moment is not linear in the gradient, so error feedback in front of it does not
+    make good what a codec loses. Therefore the first `warm_up` steps are those of
+    torch.optim.AdamW, of gradients averaged in `warm_up_codec`. Then the second moment is frozen,
+    and the step is linear: each rank adds its gradient to the common momentum, and the sums travel
+    in `codec` with error feedback. Their average, as it was delivered, is the momentum that all
+    ranks go on with (Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training
+    with Adam's Convergence Speed", Algorithm 1). The codec compresses on both ways of a schedule,
+    as there on the server's.
+
+    Other than there, both moments have Adam's bias correction, the second one the one that it had
+    when it was frozen; so the first step after the warm-up is as long as the last one before it.
+    And what travels is the momentum divided by the frozen root of the second moment, so that the
+    elements of a block, of which a codec sends a mean, are of one size. That divisor is at least
+    a tenth of its root mean square over the parameter, and what a gradient adds is at most
+    ``sqrt(1 / (1 - betas[1]))``, as in Adam: else an element whose gradients begin after the
+    warm-up, such as a rare word's, would move by any length.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        warm_up: int,
+        codec: CodecChoice = "onebit",
+        warm_up_codec: CodecChoice = "int8",
+        clip_norm: float | None = None,
+        feedback: ErrorFeedback | bool | None = None,
+        rules: Sequence[tuple[str, CodecChoice]] = (),
+        min_elements: int = 1024,
+        algorithm: str = "auto",
+        scaler: Scaler | None = None,
+        communicator: Communicator | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float = 300,
+    ) -> None:
+        """Gives all ranks rank 0's parameters; every rank calls it, before training.
+
+        `params` are ``model.named_parameters()``, or groups with options of their own, ``{"params":
+        [(name, parameter), ...], "lr": 1e-4}``; parameters without names are called "group.index".
+        They are float32. Frozen ones take no part while they are, and one without a gradient counts
+        as zeros. `lr`, `betas`, `eps` and `weight_decay` (decoupled) are as in torch.optim.AdamW;
+        schedulers may change `lr`, alike on all ranks.
+
+        `warm_up` is in steps, about 20 % of the training, and longer than the learning rate's own
+        warm-up. It counts by parameter: one that is thawed or added later has its own.
+        `warm_up_codec` should be close to lossless: "none", "bf16", "int8". `codec`, `feedback`,
+        `rules` and `min_elements` are as in `register`, for momenta; `rules` hold after the
+        warm-up. A function of the step (`Stages`) gets the number of steps made. `algorithm` is as
+        in `Communicator.all_reduce`.
+
+        `clip_norm` limits the norm of the averaged gradient, all parameters together, as
+        torch.nn.utils.clip_grad_norm_ does under DDP. After the warm-up there is no such average:
+        then each rank's own gradient is clipped, to ``clip_norm * sqrt(ranks)``, which is the norm
+        that independent gradients have whose average has `clip_norm`.
+
+        `scaler` is the GradScaler of the loss, if there is one; ``scaler.step(opt)`` and
+        ``scaler.unscale_(opt)`` are as usual. Without a communicator, `process_group` is used,
+        torch's default group if None, as in `DiLoCo`. Raises RendezvousError, and InvalidArgument,
+        on all ranks for settings or parameters that differ between ranks.
+        """
+        self._warm_up = whole(warm_up, "warm_up", least=1)
+        self._clip_norm = None if clip_norm is None else clipping.require_norm(clip_norm)
+        require_rates(lr, betas, weight_decay)
+        require_feedback(feedback, rules)
+        self._choices = WarmUpRules(codec, rules, min_elements, warm_up_codec)
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            {"warm_up": warm_up, "clip_norm": clip_norm, "min_elements": min_elements},
+            self._choices,
+            rules,
+            feedback=feedback,
+            algorithm=algorithm,
+            scaler=scaler,
+            communicator=communicator,
+            process_group=process_group,
+            timeout=timeout,
+        )
+
+    def _step_with(self, gradients: Mapping[str, torch.Tensor]) -> bool:
+        trained = list(self._trained())
+        for name, parameter, group in trained:
+            self._freeze_if_due(name, parameter, group)
+        frozen = {name for name, each, _ in trained if "denominator" in self.state.get(each, ())}
+        self._choices.warming = frozenset(gradients.keys() - frozen)
+        factor = self._own_factor([gradients[name] for name in sorted(frozen)])
+        sent = {
+            name: self._momentum(self.state[parameter], gradients[name], factor, group)
+            if name in frozen
+            else gradients[name].clone()
+            for name, parameter, group in trained
+        }
+        averages = self._average(sent)
+        if averages is None:
+            return False
+        self._clip([averages[name] for name in averages if name not in frozen])
+        for name, parameter, group in trained:
+            move = self._move if name in frozen else self._move_as_adamw
+            move(parameter, averages[name], group)
+        return True
+
+    def _trained(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.requires_grad:
+                    yield self._names[each], each, group
+
+    def _freeze_if_due(self, name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """Ends a parameter's warm-up; from here on its momentum is a preconditioned one.
+
+        A parameter that has not had any gradient stays in its warm-up. The residual holds gradients
+        that were not delivered, and becomes what they would have added to the momentum.
+        """
+        state = self.state.get(parameter)
+        if not state or "denominator" in state or state["step"] < self._warm_up:
+            return
+        if not state["exp_avg_sq"].any():
+            return
+        beta1, beta2 = group["betas"]
+        root = state.pop("exp_avg_sq").sqrt_().div_(math.sqrt(1 - beta2 ** state["step"].item()))
+        least = _FLOOR * root.square().mean().sqrt()
+        state["denominator"] = root.clamp_(min=least.item()).add_(group["eps"])
+        state["exp_avg"] = state["exp_avg"] / state["denominator"]
+        self._scale_residual(name, (1 - beta1) / state["denominator"])
+
+    def _momentum(
+        self, state: Mapping[str, Any], gradient: torch.Tensor, factor: float, group: dict[str, Any]
+    ) -> torch.Tensor:
+        """This rank's next momentum, preconditioned: a new tensor."""
+        beta1, beta2 = group["betas"]
+        own = gradient / state["denominator"]
+        if factor != 1:
+            own.mul_(factor)
+        return clipping.clamp(own, (1 - beta2) ** -0.5).lerp_(state["exp_avg"], beta1)
+
+    def _move(self, parameter: torch.Tensor, momentum: torch.Tensor, group: dict[str, Any]) -> None:
+        """Makes a step along the averaged momentum, which is kept."""
+        state = self.state[parameter]
+        state["step"] += 1
+        state["exp_avg"] = momentum
+        lr = float(group["lr"])
+        parameter.mul_(1 - lr * group["weight_decay"])
+        parameter.add_(momentum, alpha=-lr / (1 - group["betas"][0] ** state["step"].item()))
+
+    def _move_as_adamw(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
+    ) -> None:
+        """Makes torch.optim.AdamW's step, with the same operations in the same order."""
+        state = self.state[parameter]
+        if not state:
+            zeros = torch.zeros_like(gradient)
+            state.update(step=torch.tensor(0.0), exp_avg=zeros, exp_avg_sq=zeros.clone())
+        state["step"] += 1
+        step, lr, (beta1, beta2) = state["step"].item(), float(group["lr"]), group["betas"]
+        parameter.mul_(1 - lr * group["weight_decay"])
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        correction = (1 - beta2**step) ** 0.5
+        denominator = (state["exp_avg_sq"].sqrt() / correction).add_(group["eps"])
+        parameter.addcdiv_(state["exp_avg"], denominator, value=-(lr / (1 - beta1**step)))
+
+    def _own_factor(self, gradients: Sequence[torch.Tensor]) -> float:
+        """The factor that clips this rank's own gradients."""
+        if self._clip_norm is None or not gradients:
+            return 1.0
+        limit = self._clip_norm * math.sqrt(self.communicator.size)
+        return clipping.factor(clipping.norm(gradients), limit)
+
+    def _clip(self, averages: Sequence[torch.Tensor]) -> None:
+        """Clips averages, on all ranks by rank 0's norm, of which others may round the last bit."""
+        if self._clip_norm is None or not averages:
+            return
+        norm = np.array([clipping.norm(averages)])
+        self.communicator.broadcast(norm)
+        factor = clipping.factor(float(norm[0]), self._clip_norm)
+        if factor != 1:
+            torch._foreach_mul_(list(averages), factor)
