@@ -183,7 +183,7 @@ $(BUILT): $(VENV)/tools $(NATIVE)
 
 $(VENV)/packages: $(VENV)/tools pyproject.toml constraints.txt
 	@echo "== Installing packages (torch's CPU build among them)"
-	$(PIP) $$($(BIN)/python .ci/requirements.py torch plot demo test)
+	$(PIP) $$($(BIN)/python .ci/requirements.py torch plot demo bench test)
 	@touch $@
 
 # What builds: scikit-build-core, pybind11, cmake and ninja, all from PyPI.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,13 @@ def save(stem: Path, found: Mapping[str, Any], document: str) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     beside(stem, ".json").write_text(json.dumps(found, indent=1) + "\n")
     beside(stem, ".md").write_text(document, encoding="utf-8")
+
+
+def save_runs(stem: Path, runs: Path, document: str) -> None:
+    """Copies a file of runs to STEM-runs.jsonl, and writes STEM.md, and their directory."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    beside(stem, ".md").write_text(document, encoding="utf-8")
+    shutil.copyfile(runs, beside(stem, "-runs.jsonl"))
 
 
 def beside(stem: Path, suffix: str) -> Path:

@@ -48,6 +48,7 @@ class Options(NamedTuple):
     momentum: bool = False  # the hook's, before the codec, in place of the optimizer's
     rate: bool = False  # residuals follow the learning rate
     ends: str | None = None  # the codec of the first layer, the last, and tensors below SMALL
+    small: str | None = None  # the codec of tensors below SMALL
     int8: float | None = None  # share of the steps in FIRST, before a biased codec; None: warm-up
 
     def __str__(self) -> str:
@@ -66,13 +67,13 @@ class Options(NamedTuple):
             name, equals, value = text.partition("=")
             if name in ("momentum", "rate") and not equals:
                 found[name] = True
-            elif name == "ends" and value:
+            elif name in ("ends", "small") and value:
                 found[name] = value
             elif name == FIRST and equals:
                 found[name] = _share(value)
             else:
                 raise gradwire.InvalidArgument(
-                    f"{text!r} is none of momentum, rate, ends=CODEC and int8=SHARE"
+                    f"{text!r} is none of momentum, rate, ends=CODEC, small=CODEC and int8=SHARE"
                 )
         return cls(**found)
 
@@ -110,7 +111,7 @@ class Method(NamedTuple):
     def check(self) -> Method:
         """This one; raises InvalidArgument for a codec that gradwire has not."""
         if self.codec not in PEERS:
-            for each in (self.codec, self.options.ends or "none"):
+            for each in (self.codec, self.options.ends or "none", self.options.small or "none"):
                 _core.Codec(each)
         elif self.options != Options():
             raise gradwire.InvalidArgument(f"{self.codec} has no options {self.options}")
@@ -219,7 +220,7 @@ def average(
         ddp,
         codec=_after(first_steps, method.codec),
         algorithm=algorithm,
-        rules=_at_ends(model, method.options.ends),
+        rules=[*_at_ends(model, method.options.ends), *_small(model, method.options.small)],
         **options,
     )
     return Averaging(
@@ -252,6 +253,13 @@ def _at_ends(model: torch.nn.Module, codec: str | None) -> list[tuple[str, str]]
         for name, each in model.named_parameters()
         if layers[name] in ends or each.numel() < SMALL
     ]
+
+
+def _small(model: torch.nn.Module, codec: str | None) -> list[tuple[str, str]]:
+    """A rule for each tensor that "small" speaks of."""
+    if codec is None:
+        return []
+    return [(name, codec) for name, each in model.named_parameters() if each.numel() < SMALL]
 
 
 def _gloo(model: torch.nn.Module, which: str) -> DistributedDataParallel:

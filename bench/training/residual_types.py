@@ -15,12 +15,10 @@ whatever else the machine does.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import gradwire
@@ -34,6 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.common import spawned
 from bench.training import images
+from bench.training.models.text import standard_library, windows
+from bench.training.models.transformers import LanguageModel
 
 RANKS, CONTEXT, WIDTH = 2, 64, 64
 CODECS = ("int8", "onebit", "topk:density=0.01", "topk:density=0.001")
@@ -51,23 +51,6 @@ class Task(NamedTuple):
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     hook: dict[str, Any]
     seeds: int
-
-
-class Transformer(nn.Module):
-    """Two layers that predict the next byte."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(128, WIDTH)
-        self.places = nn.Parameter(torch.randn(CONTEXT, WIDTH) * 0.02)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.next = nn.Linear(WIDTH, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores of the next byte, by place."""
-        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
-        return self.next(self.layers(self.bytes(x) + self.places, mask)).flatten(0, 1)
 
 
 def digits() -> Task:
@@ -90,24 +73,22 @@ def digits() -> Task:
 
 def text(rank: Callable[[], int] = dist.get_rank) -> Task:
     """The standard library's text; `rank` tells which part of the data a rank sees."""
-    sources = sorted(Path(os.__file__).parent.glob("*.py"))
-    joined = b"".join(each.read_bytes() for each in sources)[:2_000_000]
-    data = torch.tensor(bytearray(joined)).long().clamp(max=127)
-    seen = len(data) * 9 // 10
+    data = standard_library()
+    seen, total = len(data.seen), len(data.seen) + len(data.unseen)
 
-    def pick(starts: torch.Tensor) -> Batch:
-        windows = starts[:, None] + torch.arange(CONTEXT + 1)
-        return data[windows[:, :-1]], data[windows[:, 1:]].flatten()
+    def pick(source: torch.Tensor, starts: torch.Tensor) -> Batch:
+        found = windows(source, starts, CONTEXT)
+        return found[:, :-1], found[:, 1:].flatten()
 
     def batches(seed: int, steps: int) -> Iterator[Batch]:
         random = torch.Generator().manual_seed(1000 * seed + rank())
         for _ in range(steps):
-            yield pick(torch.randint(seen - CONTEXT, (16,), generator=random))
+            yield pick(data.seen, torch.randint(seen - CONTEXT, (16,), generator=random))
 
     return Task(
-        Transformer,
+        lambda: LanguageModel(WIDTH, 2, CONTEXT, norm_first=False),
         batches,
-        pick(torch.arange(seen, len(data) - CONTEXT - 1, len(data) // 5000)),
+        pick(data.unseen, torch.arange(0, len(data.unseen) - CONTEXT - 1, total // 5000)),
         lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
         {},
         seeds=3,

@@ -32,7 +32,8 @@ def serve(store_path: str, runs: list[Run], data_path: Path | None, output: Path
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     data = images.load(data_path)
     different = False
-    with _progress(runs, len(data.train_labels), rank) as bar:
+    count = len(data.train_labels)
+    with progress(sum(each.steps(count) for each in runs), rank) as bar:
         for run in runs:
             bar.set_description(f"{run.method}, batch {run.batch}, seed {run.seed}")
             result = train(run, data, bar.update)
@@ -62,7 +63,7 @@ def train(run: Run, data: images.Images, advance: Callable[[], object]) -> Resul
             seconds_per_step=statistics.median(seconds),
             curve=curve,
             finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            versions=_versions(),
+            versions=versions(),
         )
     finally:
         averaging.close()
@@ -85,7 +86,7 @@ def _steps(
     seconds: list[float] = []
     losses: list[float] = []
     curve: list[Point] = []
-    meter = _Meter(averaging)
+    meter = Meter(averaging.sent)
     for step, chosen in enumerate(order, 1):
         started = time.perf_counter()
         optimizer.zero_grad()
@@ -106,15 +107,16 @@ def _steps(
     return seconds, curve
 
 
-class _Meter:
+class Meter:
     """Counts what is sent in training, and not what is sent in between."""
 
-    def __init__(self, averaging: Averaging) -> None:
-        self._sent = averaging.sent
+    def __init__(self, sent: Callable[[], int | None]) -> None:
+        self._sent = sent
         self._total: int | None = 0
         self.go_on()
 
     def go_on(self) -> None:
+        """Counts from here on; every rank calls it."""
         dist.barrier()
         self._before = self._sent()
 
@@ -128,9 +130,10 @@ class _Meter:
         return replicas.mean(self._total)
 
 
-def _progress(runs: list[Run], count: int, rank: int) -> tqdm:
+def progress(steps: int, rank: int) -> tqdm:
+    """A bar of rank 0's."""
     return tqdm(
-        total=sum(each.steps(count) for each in runs),
+        total=steps,
         unit="step",
         disable=rank != 0,
         smoothing=0.01,
@@ -138,7 +141,8 @@ def _progress(runs: list[Run], count: int, rank: int) -> tqdm:
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of gradwire, torch and this repository."""
     found = {"gradwire": gradwire.__version__, "torch": torch.__version__}
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 MOMENTUM = 0.9
 WARM_UP = 0.05  # of the steps
@@ -85,18 +86,33 @@ class Result(NamedTuple):
 
     def bytes_per_step(self, after: float = 0) -> float | None:
         """Sent per rank, on average over the steps after the first `after` (a share) of them."""
-        ended = self.curve[-1]
-        began = next(
-            each for each in (Point(0, 0, 0, 0), *self.curve) if each.step >= after * self.steps
-        )
-        if ended.bytes is None or began.bytes is None:
-            return None
-        return (ended.bytes - began.bytes) / (ended.step - began.step)
+        return sent_per_step(self.curve, after * self.steps)
 
     def ratio(self, after: float = 0) -> float | None:
         """Dense bytes over sent bytes."""
         sent = self.bytes_per_step(after)
         return self.dense_bytes / sent if sent else None
+
+
+class Sent(Protocol):
+    """A point of a curve."""
+
+    @property
+    def step(self) -> int:
+        """After which it was."""
+
+    @property
+    def bytes(self) -> float | None:
+        """Sent until then; None: not to be known."""
+
+
+def sent_per_step(curve: Sequence[Sent], after: float) -> float | None:
+    """Bytes, on average over the steps from the first point that has so many steps or more."""
+    start = Point(0, 0, 0, 0)
+    ended, began = curve[-1], next(each for each in (start, *curve) if each.step >= after)
+    if ended.bytes is None or began.bytes is None:
+        return None
+    return (ended.bytes - began.bytes) / (ended.step - began.step)
 
 
 def finite(value: float) -> float | None:

@@ -1,0 +1,1 @@
+"""Networks that several benchmarks train, and the text that some of them learn."""

@@ -1,0 +1,250 @@
+"""The report of large_batch.py: how far batches may grow, and what saves the most bytes."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.common import machine, result_files
+from bench.training.methods import FIRST
+from bench.training.train_runs import MOMENTUM
+from bench.training.trials import exchanges
+from bench.training.trials.trial import Outcome, Point
+
+SMALLEST = 64  # images of all ranks: the batch that others are compared with
+_DENSE = "none"
+_BREAKS, _EQUAL = 1.0, 0.5  # points below the smallest batch
+_NAMES = {"sgd": "SGD", "lars": "LARS", "lamb": "LAMB"}
+
+
+class Row:
+    """One optimizer, batch and exchange, with its best rate: an outcome for each seed."""
+
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
+        by_rate: dict[float, list[Outcome]] = {}
+        for each in outcomes:
+            by_rate.setdefault(each.run.rate, []).append(each)
+        best = max(by_rate.values(), key=lambda some: (len(some), _mean_accuracy(some)))
+        self.tried = sorted((rate, _mean_accuracy(some)) for rate, some in by_rate.items())
+        self.outcomes, self.run = best, best[0].run
+
+    @property
+    def accuracy(self) -> float:
+        """In percent, mean over seeds."""
+        return _mean_accuracy(self.outcomes)
+
+    @property
+    def accuracies(self) -> str:
+        """With the standard deviation."""
+        found = [each.accuracy for each in self.outcomes]
+        spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+        return f"{statistics.fmean(found):.2f}{spread}"
+
+    @property
+    def megabytes(self) -> float:
+        """Sent per rank in all."""
+        return statistics.fmean(each.bytes or 0 for each in self.outcomes) / 1e6
+
+    def reaches(self, target: float) -> tuple[float, float] | None:
+        """Steps and megabytes until that accuracy, mean over seeds; None if one misses it."""
+        points = [each.reaches(target) for each in self.outcomes]
+        known = [each for each in points if each is not None]
+        if len(known) < len(points):
+            return None
+        return statistics.fmean(each.step for each in known), _megabytes(known)
+
+    @property
+    def title(self) -> str:
+        """What it does instead of dense exchanges of the smallest batch."""
+        exchange = self.run.exchange
+        parts = [f"batch {self.run.batch:,}"]
+        if exchange.startswith(exchanges.LOCAL):
+            parts.append(f"DiLoCo every {exchange.partition('/')[2]}")
+        elif exchange != _DENSE:
+            parts.append(f"`{exchange.partition('+')[0]}`")
+        return ", ".join(parts)
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
+    """Of the task, epochs and number of ranks that the most outcomes share."""
+    kinds = [_kind(each) for each in outcomes]
+    kind = max(dict.fromkeys(kinds), key=kinds.count)
+    groups: dict[tuple[str, int, str], list[Outcome]] = {}
+    for each in outcomes:
+        if _kind(each) == kind:
+            run = each.run
+            groups.setdefault((run.optimizer, run.batch, run.exchange), []).append(each)
+    return [Row(groups[key]) for key in sorted(groups)]
+
+
+def _kind(outcome: Outcome) -> tuple[str, str, int, int]:
+    run = outcome.run
+    return run.task, outcome.data, run.ranks, round(run.steps * run.batch / SMALLEST / 128)
+
+
+def write(outcomes: Sequence[Outcome], runs: Path, stem: Path, target: float) -> None:
+    """Writes STEM.md and .png, and the outcomes beside them; prints the tables."""
+    rows = rows_of(outcomes)
+    text = "\n".join(_document(rows, stem.name, target)) + "\n"
+    result_files.save_runs(stem, runs, text)
+    draw(rows, result_files.beside(stem, ".png"))
+    print(text)
+
+
+def _document(rows: Sequence[Row], name: str, target: float) -> Iterator[str]:
+    one = rows[0].outcomes[0]
+    epochs = one.run.steps * one.run.batch
+    seeds = len({each.run.seed for row in rows for each in row.outcomes})
+    yield "# Large batches, compression and local steps"
+    yield ""
+    yield (
+        f"{datetime.date.today()}; {machine.describe()}; "
+        f"{', '.join(f'{k} {v}' for k, v in one.versions.items())}; "
+        "`python -m bench.training.large_batch`."
+    )
+    yield ""
+    yield (
+        f"{one.data}, a network of {one.parameters:,} parameters ({one.run.task}), "
+        f"{one.run.ranks} ranks, {seeds} seeds: means ± standard deviations. All trainings see "
+        f"{epochs:,} images or up to a batch fewer. The learning rate rises for "
+        f"{one.run.warm_up:.0%} of the steps, then falls as the square root of what is left of "
+        f"them. SGD and LARS have momentum {MOMENTUM}; weight decay is "
+        f"{one.run.weight_decay or 0:g}. For each optimizer and batch the rate is the best of "
+        "those in the last table, by the first seed's accuracy. *Batch* is of all ranks. Bytes are "
+        f"sent per rank, with headers; biased codecs begin in {FIRST}. *To {target:.0%}*: until "
+        "the test accuracy is first seen there, of about 30 looks in a training; – where a seed "
+        "misses it."
+    )
+    yield from ["", f"![Test accuracy over batch, and over bytes]({name}.png)"]
+    yield from ["", "## How far batches may grow", ""]
+    yield from growth(rows, target)
+    yield from ["", *breaks(rows)]
+    yield from ["", "## What saves the most bytes, with SGD", ""]
+    yield from savings(rows, target)
+    yield from _rates(rows)
+
+
+def growth(rows: Sequence[Row], target: float) -> Iterator[str]:
+    """Accuracy, and steps and bytes until the target, by batch and optimizer."""
+    dense = _dense(rows)
+    names = [each for each in _NAMES if any(key[0] == each for key in dense)]
+    heads = [f"{_NAMES[each]}: rate | accuracy, % | steps, MB to {target:.0%}" for each in names]
+    yield f"| batch | steps | {' | '.join(heads)} |"
+    yield "|---:|---:|" + "---:|---:|---:|" * len(names)
+    for batch in sorted({batch for _, batch in dense}):
+        some = [dense.get((name, batch)) for name in names]
+        steps = next(each.run.steps for each in some if each is not None)
+        cells = ["– | – | –" if row is None else _cells(row, target) for row in some]
+        yield f"| {batch:,} | {steps:,} | {' | '.join(cells)} |"
+
+
+def _cells(row: Row, target: float) -> str:
+    reached = row.reaches(target)
+    cost = "–" if reached is None else f"{reached[0]:,.0f}, {reached[1]:,.0f}"
+    return f"{row.run.rate:g} | {row.accuracies} | {cost}"
+
+
+def breaks(rows: Sequence[Row]) -> Iterator[str]:
+    """For each optimizer, the largest batch that is not much worse than the smallest."""
+    dense = _dense(rows)
+    for name, title in _NAMES.items():
+        own = {batch: row.accuracy for (which, batch), row in dense.items() if which == name}
+        if SMALLEST not in own or len(own) < 2:
+            continue
+        good = [batch for batch in own if own[batch] >= own[SMALLEST] - _BREAKS]
+        first = min((batch for batch in own if batch not in good), default=None)
+        ends = "all that were tried" if first is None else f"the first that does not is {first:,}"
+        yield (
+            f"- {title}: batches to {max(good):,} end within {_BREAKS:g} point of {SMALLEST}; "
+            f"{ends}."
+        )
+
+
+def savings(rows: Sequence[Row], target: float) -> Iterator[str]:
+    """Bytes of all ways by SGD, the fewest first, and whether they are as accurate."""
+    own = [each for each in rows if each.run.optimizer == "sgd"]
+    base = _dense(rows).get(("sgd", SMALLEST))
+    yield (
+        f"| | accuracy, % | within {_EQUAL:g} point | MB in all | fewer | MB to {target:.0%} | "
+        "fewer |"
+    )
+    yield "|---|---:|---|---:|---:|---:|---:|"
+    base_cost = base.reaches(target) if base else None
+    for row in sorted(own, key=lambda each: each.megabytes):
+        cost = row.reaches(target)
+        equal = "–" if base is None else _yes(row.accuracy >= base.accuracy - _EQUAL)
+        cells = [
+            row.accuracies,
+            equal,
+            f"{row.megabytes:,.1f}",
+            "–" if base is None else f"{base.megabytes / row.megabytes:.1f}×",
+            "–" if cost is None else f"{cost[1]:,.1f}",
+            "–" if cost is None or base_cost is None else f"{base_cost[1] / cost[1]:.1f}×",
+        ]
+        yield f"| {row.title} | {' | '.join(cells)} |"
+
+
+def _rates(rows: Sequence[Row]) -> Iterator[str]:
+    """What the learning rates were chosen by."""
+    yield from ["", "## Rates that were tried", ""]
+    yield from ["| | batch | rate: accuracy, % |", "|---|---:|---|"]
+    for (name, batch), row in sorted(_dense(rows).items()):
+        tried = ", ".join(f"{rate:g}: {accuracy:.2f}" for rate, accuracy in row.tried)
+        yield f"| {_NAMES.get(name, name)} | {batch:,} | {tried} |"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """On the left accuracy over batch by optimizer, on the right over bytes by way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    dense = _dense(rows)
+    for name, title in _NAMES.items():
+        own = sorted(
+            (batch, row.accuracy) for (which, batch), row in dense.items() if which == name
+        )
+        if own:
+            left.plot(*zip(*own, strict=True), "o-", label=title)
+    best = max(each.accuracy for each in rows)
+    for panel in (left, right):
+        panel.set_ylim(best - 10, best + 0.5)
+        panel.set(xscale="log", ylabel="test accuracy, %")
+        panel.grid(alpha=0.3)
+    left.set(xlabel="images of all ranks in a batch")
+    if left.lines:
+        left.legend()
+    _draw_ways(right, [each for each in rows if each.run.optimizer == "sgd"])
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_ways(panel: Any, rows: Sequence[Row]) -> None:
+    for row in rows:
+        colour = "C0" if row.run.exchange == _DENSE else "C1"
+        panel.plot(row.megabytes, row.accuracy, "o", color=colour)
+        place = (row.megabytes, row.accuracy)
+        title = row.title.replace("`", "")
+        panel.annotate(title, place, xytext=(4, 4), textcoords="offset points", fontsize=6)
+    panel.set(xlabel="MB sent per rank, SGD")
+
+
+def _dense(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
+    return {(e.run.optimizer, e.run.batch): e for e in rows if e.run.exchange == _DENSE}
+
+
+def _mean_accuracy(outcomes: Sequence[Outcome]) -> float:
+    return statistics.fmean(each.accuracy for each in outcomes)
+
+
+def _megabytes(points: Sequence[Point]) -> float:
+    return statistics.fmean(each.bytes or 0 for each in points) / 1e6
+
+
+def _yes(true: bool) -> str:
+    return "yes" if true else "no"

@@ -1,0 +1,384 @@
+"""The report of optimizers.py: tables and a picture of all its outcomes."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.common import machine, result_files
+from bench.training.methods import SMALL
+from bench.training.trials import exchanges
+from bench.training.trials.trial import Outcome, best_rate
+
+DENSE, ADAMW = "none", "adamw"
+_NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
+TASKS = {
+    "lm": "language model",
+    "vit": "vision transformer",
+    "cnn": "CNN",
+    "mlp": "MLP",
+}
+
+
+class Goal(NamedTuple):
+    """What an exchange should reach."""
+
+    percent: float  # of the loss of none, above it at most
+    ratio: float = 1  # at least, after the first steps
+    whole: float = 1  # and over the whole run
+
+
+GOALS = {
+    "fp16": (Goal(0.3),),
+    "bf16": (Goal(0.3),),
+    "int8": (Goal(0.3),),
+    "OneBitAdam": (Goal(1, 25, 10), Goal(2, 60)),
+    "DeMo": (Goal(1, 25, 10), Goal(2, 60)),
+    "lowrank": (Goal(1, 20),),
+}
+
+
+class Row:
+    """One optimizer and exchange on a task: an outcome for each seed."""
+
+    def __init__(self, optimizer: str, exchange: str, outcomes: Sequence[Outcome]) -> None:
+        self.optimizer, self.exchange, self.outcomes = optimizer, exchange, outcomes
+
+    @property
+    def title(self) -> str:
+        """As in "AdamW, int8"; an optimizer that compresses stands alone."""
+        alone = exchanges.replaces_optimizer(self.exchange)
+        return self.exchange if alone else f"{_NAMES[self.optimizer]}, {self.exchange}"
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it lacks feedback that its exchange has otherwise."""
+        return self.exchange == exchanges.without_feedback(self.exchange)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a loss is not finite."""
+        return not all(math.isfinite(each.loss) for each in self.outcomes)
+
+    def above(self, other: Row | None) -> list[float]:
+        """Percent of the other row's loss that this one's is above it, by seed that both have."""
+        theirs = {each.run.seed: each.loss for each in other.outcomes} if other else {}
+        return [
+            100 * (each.loss / theirs[each.run.seed] - 1)
+            for each in self.outcomes
+            if each.run.seed in theirs
+        ]
+
+    def ratio(self, *, whole: bool = False) -> float | None:
+        """Mean over seeds."""
+        return _mean_known([each.ratio(whole=whole) for each in self.outcomes])
+
+    def sent(self, *, whole: bool = False) -> float | None:
+        """Bytes per rank: of a step after the first ones, or of the whole run."""
+        return _mean_known([each.bytes if whole else each.sent() for each in self.outcomes])
+
+
+class Table:
+    """All rows of a task, with the most common number of steps and batch."""
+
+    def __init__(self, task: str, outcomes: Sequence[Outcome]) -> None:
+        self.task = task
+        of_task = [each for each in outcomes if each.run.task == task and not each.run.link]
+        self.steps, self.batch = max(
+            ((each.run.steps, each.run.batch) for each in of_task),
+            key=lambda kind: sum((e.run.steps, e.run.batch) == kind for e in of_task),
+        )
+        self.all = [e for e in of_task if (e.run.steps, e.run.batch) == (self.steps, self.batch)]
+        self.rows = [
+            self._row(*key)
+            for key in dict.fromkeys((e.run.optimizer, e.run.exchange) for e in self.all)
+        ]
+        order = list(_NAMES)
+        self.rows.sort(key=lambda row: order.index(row.optimizer))
+
+    def _row(self, optimizer: str, exchange: str) -> Row:
+        """With the rate that the most seeds have, or the best one if all have as many."""
+        found = [
+            each
+            for each in self.all
+            if (each.run.optimizer, each.run.exchange) == (optimizer, exchange)
+        ]
+        by_rate: dict[float, list[Outcome]] = {}
+        for each in found:
+            by_rate.setdefault(each.run.rate, []).append(each)
+        best = max(by_rate.values(), key=lambda some: (len(some), -_mean_loss(some)))
+        return Row(optimizer, exchange, sorted(best, key=lambda each: each.run.seed))
+
+    def row(self, optimizer: str, exchange: str) -> Row | None:
+        """None if there is none."""
+        return next(
+            (e for e in self.rows if (e.optimizer, e.exchange) == (optimizer, exchange)), None
+        )
+
+    def base(self, row: Row) -> Row | None:
+        """Dense gradients with the same optimizer."""
+        return self.row(row.optimizer, DENSE)
+
+
+def tables_of(outcomes: Sequence[Outcome]) -> list[Table]:
+    """One for each task that there is."""
+    have = {each.run.task for each in outcomes if not each.run.link}
+    return [Table(task, outcomes) for task in TASKS if task in have]
+
+
+def write(outcomes: Sequence[Outcome], runs: Path, stem: Path) -> None:
+    """Writes STEM.md and .png, and the outcomes beside them; prints the tables."""
+    tables = tables_of(outcomes)
+    text = "\n".join(_document(tables, outcomes, stem.name)) + "\n"
+    result_files.save_runs(stem, runs, text)
+    draw(tables, result_files.beside(stem, ".png"))
+    print(text)
+
+
+def _document(tables: Sequence[Table], outcomes: Sequence[Outcome], name: str) -> Iterator[str]:
+    versions = {", ".join(f"{k} {v}" for k, v in each.versions.items()) for each in outcomes}
+    run = outcomes[0].run
+    yield "# Compression with AdamW, SGD and Lion"
+    yield ""
+    yield (
+        f"{datetime.date.today()}; {machine.describe()}; {'; '.join(sorted(versions))}; "
+        "`python -m bench.training.optimizers`."
+    )
+    yield ""
+    yield (
+        f"{run.ranks} ranks. The learning rate rises for {run.warm_up:.0%} of the steps, then "
+        "falls to 0 along a cosine. Gradients are clipped to the norm 1, but for SGD: the average, "
+        "or where an optimizer compresses as it does. *Loss* is the mean cross-entropy of what was "
+        "not trained with, *accuracy* the share of it predicted right, after the last step: means "
+        "± standard deviations over seeds. *Than none* is the loss above that of dense gradients "
+        "with the same optimizer, *than AdamW* above that with AdamW, seed by seed. *Ratio* is "
+        "what a ring sends of dense float32 gradients, 2(p − 1)/p · 4 bytes an element, over the "
+        "bytes sent: after the first steps, which are in int8 where compression needs a beginning, "
+        "and of the whole run. `+int8=0.2`: int8 for this share of the steps, before a biased "
+        f"codec; `+small=int8`: that codec for tensors of less than {SMALL:,} elements. The bits "
+        "of results do not depend on what else the machine did."
+    )
+    yield from ["", f"![Loss over ratio]({name}.png)"]
+    for table in tables:
+        yield from _rows(table)
+    yield from _goals(tables)
+    yield from _controls(tables)
+    yield from _rates(tables)
+    yield from _seconds(outcomes)
+
+
+def _rows(table: Table) -> Iterator[str]:
+    one = table.all[0]
+    yield from ["", f"## {TASKS[table.task].capitalize()}", ""]
+    yield (
+        f"{one.data}, {one.parameters:,} parameters, {table.steps} steps of {table.batch} "
+        "examples of all ranks."
+    )
+    yield ""
+    yield (
+        "| | rate | seeds | loss | than none, % | than AdamW, % | accuracy, % | kB a step | MB in "
+        "all | ratio | whole run |"
+    )
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for row in table.rows:
+        sent, whole = row.sent(), row.sent(whole=True)
+        base, adamw = table.base(row), table.row(ADAMW, DENSE)
+        cells = [
+            f"{row.outcomes[0].run.rate:g}",
+            str(len(row.outcomes)),
+            spread([each.loss for each in row.outcomes], 4),
+            "–" if row is base else percent(row, base),
+            "–" if row is adamw else percent(row, adamw),
+            spread([each.accuracy for each in row.outcomes], 2),
+            "–" if sent is None else f"{sent / 1e3:,.1f}",
+            "–" if whole is None else f"{whole / 1e6:,.1f}",
+            times(row.ratio()),
+            times(row.ratio(whole=True)),
+        ]
+        yield f"| {row.title} | {' | '.join(cells)} |"
+    bits = "yes" if all(each.identical for each in table.all) else "**NO**"
+    yield from ["", f"All replicas bit-identical at the end of every training: {bits}."]
+
+
+def _goals(tables: Sequence[Table]) -> Iterator[str]:
+    lines = [line for table in tables for line in goal_lines(table)]
+    if lines:
+        yield from ["", "## Goals", ""]
+        yield (
+            "| task | | goal: loss above none, % | found | goal: ratio, whole run | found | "
+            "reached |"
+        )
+        yield "|---|---|---:|---:|---:|---:|---|"
+        yield from lines
+
+
+def goal_lines(table: Table) -> Iterator[str]:
+    """A line for each goal of each row."""
+    for row in table.rows:
+        found = row.above(table.base(row))
+        if row.is_control or not found:
+            continue
+        for goal in GOALS.get(exchanges.name_of(row.exchange), ()):
+            ratio, whole = row.ratio() or 0, row.ratio(whole=True) or 0
+            below = statistics.fmean(found) <= goal.percent
+            reached = below and ratio >= goal.ratio and whole >= goal.whole
+            yield (
+                f"| {TASKS[table.task]} | {row.title} | ≤ {goal.percent:g} | "
+                f"{spread(found, 2, sign=True)} | ≥ {goal.ratio:g}, ≥ {goal.whole:g} | "
+                f"{times(ratio)}, {times(whole)} | {'yes' if reached else 'no'} |"
+            )
+
+
+def _controls(tables: Sequence[Table]) -> Iterator[str]:
+    lines = []
+    for table in tables:
+        for row in table.rows:
+            control = table.row(row.optimizer, exchanges.without_feedback(row.exchange))
+            if control is not None and control is not row:
+                lines.append(f"| {TASKS[table.task]} | {row.title} | {percent(control, row)} |")
+    if lines:
+        yield from ["", "## Without feedback", ""]
+        yield from ["| task | | loss without feedback above that with it, % |", "|---|---|---:|"]
+        yield from lines
+
+
+def _rates(tables: Sequence[Table]) -> Iterator[str]:
+    """What the learning rates were chosen by."""
+    yield from ["", "## Learning rates, first seed", ""]
+    yield from ["| task | | rate: loss |", "|---|---|---|"]
+    for table in tables:
+        first = min(each.run.seed for each in table.all)
+        for row in table.rows:
+            key = (row.optimizer, row.exchange, first)
+            tried = [e for e in table.all if (e.run.optimizer, e.run.exchange, e.run.seed) == key]
+            if len(tried) > 1:
+                best = best_rate(tried, tried[0].run)
+                losses = [
+                    f"{each.run.rate:g}: {each.loss:.4f}{' (best)' * (each.run.rate == best)}"
+                    for each in sorted(tried, key=lambda each: each.run.rate)
+                ]
+                yield f"| {TASKS[table.task]} | {row.title} | {', '.join(losses)} |"
+
+
+def _seconds(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    timed = [each for each in outcomes if each.run.link]
+    links = list(dict.fromkeys(each.run.link for each in timed))
+    if not timed:
+        return
+    yield from ["", "## Milliseconds of a step over emulated links", ""]
+    yield f"| task | | {' | '.join(links)} |"
+    yield "|---|---|" + "---:|" * len(links)
+    for task, optimizer, exchange in dict.fromkeys(
+        (each.run.task, each.run.optimizer, each.run.exchange) for each in timed
+    ):
+        found = {
+            e.run.link: e.seconds_per_step
+            for e in timed
+            if (e.run.task, e.run.optimizer, e.run.exchange) == (task, optimizer, exchange)
+        }
+        cells = [f"{1e3 * found[link]:.1f}" if link in found else "–" for link in links]
+        title = Row(optimizer, exchange, ()).title
+        yield f"| {TASKS[task]} | {title} | {' | '.join(cells)} |"
+
+
+def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """For the documentation: loss above AdamW's with dense gradients by task, and ratios."""
+    tables = [each for each in tables_of(outcomes) if each.row(ADAMW, DENSE)]
+    shown = [
+        key
+        for key in dict.fromkeys((r.optimizer, r.exchange) for t in tables for r in t.rows)
+        if key != (ADAMW, DENSE)
+    ]
+    heads = [f"{TASKS[each.task]}, %" for each in tables]
+    yield f"| | {' | '.join(heads)} | seeds | ratio | whole run |"
+    yield "|---|" + "---:|" * (len(tables) + 3)
+    for key in shown:
+        rows = [table.row(*key) for table in tables]
+        have = [each for each in rows if each is not None]
+        cells = [
+            "–" if row is None else percent(row, table.row(ADAMW, DENSE))
+            for table, row in zip(tables, rows, strict=True)
+        ]
+        seeds = str(max(len(each.outcomes) for each in have))
+        ratios = [_mean_known([e.ratio(whole=whole) for e in have]) for whole in (False, True)]
+        yield f"| {have[0].title} | {' | '.join([*cells, seeds, *map(times, ratios)])} |"
+
+
+def percent(row: Row, other: Row | None) -> str:
+    """How much the row's loss is above the other's."""
+    if row.diverged:
+        return "diverged"
+    found = row.above(other)
+    return spread(found, 2, sign=True) if found else "–"
+
+
+def spread(values: Sequence[float], digits: int, *, sign: bool = False) -> str:
+    """Mean and standard deviation."""
+    if not all(map(math.isfinite, values)):
+        return "not finite"
+    text = f"{statistics.fmean(values):{'+' if sign else ''}.{digits}f}"
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values):.{digits}f}"
+    return text.replace("-", "−")
+
+
+def times(ratio: float | None) -> str:
+    """As in 29.7×."""
+    return "–" if ratio is None else f"{ratio:.{1 if ratio < 100 else 0}f}×"
+
+
+def draw(tables: Sequence[Table], path: Path) -> None:
+    """Loss above AdamW's with dense gradients, over the ratio, by task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1,
+        max(1, len(tables)),
+        figsize=(6.4 * max(1, len(tables)), 5),
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, table in zip(axes[0], tables, strict=False):
+        _draw(panel, table)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw(panel: Any, table: Table) -> None:
+    best = table.row(ADAMW, DENSE) or table.rows[0]
+    for row in table.rows:
+        ratio, found = row.ratio(), row.above(best)
+        if ratio is None or not found or row.diverged:
+            continue
+        colour = f"C{list(_NAMES).index(row.optimizer)}"
+        mean = statistics.fmean(found)
+        error = statistics.stdev(found) if len(found) > 1 else 0
+        style = "x" if row.is_control else "o"
+        panel.errorbar(ratio, mean, error, fmt=style, color=colour, capsize=3)
+        label = row.exchange.partition("+")[0]
+        panel.annotate(label, (ratio, mean), xytext=(5, 5), textcoords="offset points", fontsize=7)
+    panel.axhline(0, color="#777777", linestyle=":")
+    panel.set_yscale("symlog", linthresh=1)
+    panel.set(
+        xscale="log",
+        xlabel="ratio after the first steps (dense ring = 1)",
+        ylabel="loss above AdamW's with dense gradients, %",
+        title=TASKS[table.task],
+    )
+    panel.margins(x=0.2)
+
+
+def _mean_known(values: Sequence[float | None]) -> float | None:
+    known = [each for each in values if each is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _mean_loss(outcomes: Sequence[Outcome]) -> float:
+    return statistics.fmean(each.loss for each in outcomes)

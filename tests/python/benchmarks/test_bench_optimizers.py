@@ -1,0 +1,132 @@
+"""The benchmark of optimizers: what it trains, what it reports, and that it goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import small_images
+from ranks import LIMIT
+from test_bench_trials import TRIAL, outcome
+
+from bench.training import optimizers
+from bench.training.train_runs import append
+from bench.training.trials import exchanges, optimizers_report
+from bench.training.trials.trial import Outcome, read
+
+LM = TRIAL._replace(task="lm", rate=0.004)
+
+
+def options(monkeypatch: pytest.MonkeyPatch, *arguments: str):
+    monkeypatch.setattr(sys, "argv", ["optimizers.py", *arguments])
+    return optimizers.parse_options()
+
+
+def of(exchange: str, loss: float, ratio: float = 1, seeds: int = 2) -> list[Outcome]:
+    """Seeds whose losses are the given one, and 0.01 more for each next one."""
+    return [
+        outcome(LM._replace(exchange=exchange, seed=seed), loss + seed / 100, ratio)
+        for seed in range(1, seeds + 1)
+    ]
+
+
+FOUND = [
+    *of("none", 2.0),
+    *of("int8", 2.002, 4),
+    *of("OneBitAdam", 2.02, 30),
+    *of("OneBitAdam-feedback", 2.5, 30),
+    *of("lowrank:rank=4+int8=0.1", 2.2, 25),
+    outcome(LM._replace(rate=0.1), 3.0),
+    outcome(LM._replace(optimizer="lion", rate=0.001), 2.1),
+    outcome(LM._replace(optimizer="lion", rate=0.001, exchange="DistributedLion"), None, 30),
+]
+
+
+def rows_with(lines: list[str], first: str) -> list[str]:
+    return [line for line in lines if first in line]
+
+
+def test_every_exchange_is_one_and_has_a_rate(monkeypatch: pytest.MonkeyPatch):
+    chosen = options(monkeypatch, "--seeds", "5", "6")
+    swept = list(optimizers.sweep(chosen))
+    assert len(set(swept)) == len(swept)
+    assert {each.seed for each in swept} == {5}
+    made = [outcome(each, loss=each.rate) for each in swept]
+    planned = list(optimizers.plan(chosen, made))
+    assert len(set(planned)) == len(planned)
+    for each in planned:
+        exchanges.check(each.exchange)
+        rates = optimizers.RATES.get(exchanges.name_of(each.exchange))
+        assert each.rate == min(rates or optimizers.RATES[each.optimizer])
+    by_seed = [{each._replace(seed=0) for each in planned if each.seed == s} for s in (5, 6)]
+    assert by_seed[0] == by_seed[1]
+    assert {each.task for each in planned} == {"lm", "vit", "cnn"}
+
+
+def test_a_control_has_its_exchange_beside_it():
+    for own in optimizers.EXCHANGES.values():
+        for each in own:
+            assert each.removesuffix("-feedback") in own
+
+
+def test_steps_are_timed_over_links_but_gloos(monkeypatch: pytest.MonkeyPatch):
+    arguments = ["--tasks", "lm", "--optimizers", "adamw", "--rate", "0.1", "--seeds", "1"]
+    chosen = options(monkeypatch, *arguments, "--links", "1gbit,100us")
+    assert list(optimizers.sweep(chosen)) == []
+    timed = [each for each in optimizers.plan(chosen, []) if each.link]
+    assert {each.link for each in timed} == {"1gbit,100us"}
+    assert not [each for each in timed if each.exchange.startswith("gloo")]
+    assert {each.first_steps for each in timed} == {20}
+
+
+def test_losses_are_compared_seed_by_seed_and_with_goals():
+    (table,) = optimizers_report.tables_of(FOUND)
+    assert table.row("adamw", "none").outcomes[0].run.rate == 0.004  # which more seeds have
+    goals = list(optimizers_report.goal_lines(table))
+    ends = [line.rsplit(" | ", 1)[1] for line in rows_with(goals, "| OneBitAdam |")]
+    assert ends == ["yes |", "no |"]  # 1 % at 25 times fewer bytes, but not 60 times
+    assert rows_with(goals, "int8 |")[0].endswith("| 4.0×, 4.0× | yes |")
+    assert rows_with(goals, "lowrank")[0].split(" | ")[3] == "+9.93 ± 0.03"
+    assert not rows_with(goals, "feedback")
+
+
+def test_the_report_has_tables_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for each in FOUND:
+        append(tmp_path / "runs", each)
+    optimizers_report.write(read(tmp_path / "runs"), tmp_path / "runs", tmp_path / "out")
+    text = capsys.readouterr().out
+    assert (tmp_path / "out.md").read_text(encoding="utf-8") + "\n" == text
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert read(tmp_path / "out-runs.jsonl") == FOUND
+    lines = text.splitlines()
+    assert "| 0.004: 2.0100 (best), 0.1: 3.0000 |" in text
+    assert rows_with(lines, "| language model | OneBitAdam | +23.")
+    assert rows_with(lines, "| DistributedLion | 0.001 | 1 | not finite | diverged | diverged |")
+    assert "bit-identical at the end of every training: yes" in text
+
+
+def test_the_summary_compares_with_adamw():
+    rows = list(optimizers_report.summary(FOUND))
+    assert rows[0] == "| | language model, % | seeds | ratio | whole run |"
+    (lion,) = rows_with(rows, "| Lion, none |")
+    assert lion.startswith("| Lion, none | +4.48 | 1 |")
+    (one_bit,) = rows_with(rows, "| OneBitAdam |")
+    assert one_bit.split(" | ")[1:4] == ["+0.99 ± 0.00", "2", "30.0×"]
+
+
+@pytest.mark.nightly
+def test_it_trains_what_is_not_there_yet(tmp_path: Path):
+    small_images.write(tmp_path)
+    runs = tmp_path / "runs.jsonl"
+    command = [sys.executable, "-m", "bench.training.optimizers", "--data", str(tmp_path)]
+    command += ["--tasks", "vit", "--optimizers", "adamw", "--ranks", "2", "--seeds", "1"]
+    command += ["--steps", "4", "--runs", str(runs), "--output", str(tmp_path / "out")]
+    subprocess.run([*command, "--exchanges", "none"], timeout=LIMIT, check=True)
+    first = read(runs)
+    assert [each.run.rate for each in first] == list(optimizers.RATES["adamw"])
+    subprocess.run([*command, "--exchanges", "none", "int8"], timeout=LIMIT, check=True)
+    assert read(runs)[:-1] == first
+    assert read(runs)[-1].run.exchange == "int8"
+    assert "| AdamW, int8 |" in (tmp_path / "out.md").read_text(encoding="utf-8")
