@@ -22,6 +22,8 @@ from gradwire.torch._fsdp.state import FSDPState
 from gradwire.torch._gathered import gather_state_dict, scatter_state_dict
 from gradwire.torch._hook import comm_hook
 from gradwire.torch._hybrid import hybrid_plan, parallelize
+from gradwire.torch._optimizers.demo import DeMo
+from gradwire.torch._optimizers.lion import DistributedLion
 from gradwire.torch._optimizers.one_bit_adam import OneBitAdam
 from gradwire.torch._ranks.broadcasts import broadcast_optimizer_state, broadcast_parameters
 from gradwire.torch._register import register, stats
@@ -38,7 +40,9 @@ _autoload.register()
 
 __all__ = [
     "CodecStats",
+    "DeMo",
     "DiLoCo",
+    "DistributedLion",
     "Downpour",
     "FSDPState",
     "Momentum",

@@ -36,3 +36,9 @@ def clamp(values: torch.Tensor, most: float) -> torch.Tensor:
     extremes = torch.stack(torch.aminmax(values)).abs() if values.numel() else torch.zeros(1)
     largest = float(extremes.max())
     return values.clamp_(-most, most) if math.isfinite(largest) and largest > most else values
+
+
+def signs(values: torch.Tensor) -> torch.Tensor:
+    """The sign of each element."""
+    # torch.sign() makes 0 of NaN.
+    return values.sign().add_(values - values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,12 +142,6 @@ class OneBitAdam(ExchangingOptimizer):
             move = self._move if name in frozen else self._move_as_adamw
             move(parameter, averages[name], group)
         return True
-
-    def _trained(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.requires_grad:
-                    yield self._names[each], each, group
 
     def _freeze_if_due(self, name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         """Ends a parameter's warm-up; from here on its momentum is a preconditioned one.

@@ -199,6 +199,13 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _kind(self) -> str:
         return type(self).__name__
 
+    def _trained(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        """Names, parameters and groups of those that are not frozen."""
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.requires_grad:
+                    yield self._names[each], each, group
+
     def _check(self) -> None:
         """Raises InvalidArgument for settings that do not fit the parameters."""
 
@@ -238,7 +245,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         state = {number: dict(each) for number, each in saved["state"].items()}
         numbers = {name: number for number, name in enumerate(self._names.values())}
         for name, each in saved["velocities"].items():
-            state[numbers[name]][self._local] = each
+            state.setdefault(numbers[name], {})[self._local] = each
         self._load_residuals(saved)
         super().load_state_dict({**saved, "state": state})
         self.steps = int(saved["steps"])
