@@ -40,6 +40,8 @@ from bench.training.methods import (
 )
 from bench.training.train_report import DENSE, Setting, accuracy, first_share, settings_of
 from bench.training.train_runs import Result, read_results
+from bench.training.trials import optimizers_report
+from bench.training.trials.trial import read
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -302,6 +304,16 @@ def diloco(results: Path) -> list[str]:
     return list(diloco_report.summary(_loaded(newest(results, "diloco-*.json"))))
 
 
+def optimizers(results: Path) -> list[str]:
+    """The loss above AdamW's with dense gradients, by optimizer and exchange, and ratios."""
+    return list(optimizers_report.summary(read(newest(results, "optimizers-*-runs.jsonl"))))
+
+
+def optimizer_goals(results: Path) -> list[str]:
+    """What compression may cost with AdamW, and what it costs."""
+    return list(optimizers_report.goals(read(newest(results, "optimizers-*-runs.jsonl"))))
+
+
 def downpour(results: Path) -> list[str]:
     """Accuracy, seconds, staleness and pace of Downpour SGD beside synchronous training."""
     return list(downpour_report.summary(_loaded(newest(results, "downpour-*.json"))))
@@ -334,6 +346,8 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "backend-steps": backend_steps,
     "hybrid": hybrid,
     "diloco": diloco,
+    "optimizers": optimizers,
+    "optimizer-goals": optimizer_goals,
     "downpour": downpour,
     "sandblaster": sandblaster,
     "stragglers": stragglers,

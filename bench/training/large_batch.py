@@ -4,10 +4,11 @@
     python -m bench.training.large_batch --quick   # one seed, one epoch, few batches
 
 Four ranks train a CNN on Fashion-MNIST for the same number of epochs with global batches of 64 to
-8,192 images. SGD follows FireCaffe's recipe (Iandola 2016, sec. 5, and Goyal 2017, sec. 2): the
-learning rate grows with the batch, rises in a warm-up, and falls as the square root of what is left
-of the training; momentum and weight decay stay as they are. LARS (You 2017) and LAMB (You 2020)
-scale each layer's update. Rates are the best of a few for each batch, by the first seed's accuracy.
+8,192 images. SGD follows FireCaffe's recipe (Iandola 2016; Goyal 2017, sec. 2): the learning rate
+grows with the batch, linearly or as its square root, rises in a warm-up, and falls as the square
+root of what is left of the training; momentum and weight decay stay as they are. LARS (You 2017)
+and LAMB (You 2020) scale each layer's update. Rates are the best of a few for each batch, by the
+first seed's accuracy.
 Beside it, with a batch of 64: codecs, and DiLoCo's local steps; and some of these together.
 
 Every finished training is a line in the file of `--runs`, and is not made again. Results have the
@@ -36,22 +37,23 @@ WEIGHT_DECAY = 5e-4  # of SGD, LARS and LAMB
 
 
 class Rule(NamedTuple):
-    """Learning rates to try with a batch k times the smallest: base · k^power · each factor."""
+    """Learning rates to try with a batch k times the smallest: base · k^power · factor, each."""
 
     base: float
-    power: float
+    powers: tuple[float, ...]
     factors: tuple[float, ...]
 
     def rates(self, batch: int) -> list[float]:
         """For a batch, with three digits."""
-        scale = self.base * (batch / SMALLEST) ** self.power
-        return [float(f"{scale * factor:.3g}") for factor in self.factors]
+        scales = [self.base * (batch / SMALLEST) ** power for power in self.powers]
+        rates = [float(f"{scale * factor:.3g}") for scale in scales for factor in self.factors]
+        return list(dict.fromkeys(rates))
 
 
 RULES = {
-    "sgd": Rule(0.05, 1, (0.125, 0.25, 0.5, 1)),
-    "lars": Rule(0.2, 0.5, (0.5, 1, 2)),
-    "lamb": Rule(2e-3, 0.5, (0.5, 1, 2)),
+    "sgd": Rule(0.1, (0.5, 1), (0.5, 1)),
+    "lars": Rule(0.4, (0.5,), (0.5, 1, 2)),
+    "lamb": Rule(8e-3, (0.5,), (0.5, 1, 2)),
 }
 # Beside growing batches, by SGD: exchanges with the smallest batch, and with larger ones.
 SAVINGS = (

@@ -53,7 +53,7 @@ RATES = {
     "DistributedLion": (1e-4, 3e-4, 1e-3),
     "DeMo": (3e-4, 1e-3, 3e-3),
 }
-BATCHES = {"lm": 32, "vit": 128, "cnn": 128, "mlp": 128}
+BATCHES = {"lm": 16, "vit": 128, "cnn": 128, "mlp": 128}
 _TIMED_STEPS = 40
 
 

@@ -93,15 +93,14 @@ class Table:
             key=lambda kind: sum((e.run.steps, e.run.batch) == kind for e in of_task),
         )
         self.all = [e for e in of_task if (e.run.steps, e.run.batch) == (self.steps, self.batch)]
-        self.rows = [
-            self._row(*key)
-            for key in dict.fromkeys((e.run.optimizer, e.run.exchange) for e in self.all)
-        ]
-        order = list(_NAMES)
-        self.rows.sort(key=lambda row: order.index(row.optimizer))
+        self.rows: list[Row] = []
+        keys = dict.fromkeys((e.run.optimizer, e.run.exchange) for e in self.all)
+        for key in sorted(keys, key=lambda key: (list(_NAMES).index(key[0]), key[1] != DENSE)):
+            self.rows.append(self._row(*key))
 
     def _row(self, optimizer: str, exchange: str) -> Row:
-        """With the rate that the most seeds have, or the best one if all have as many."""
+        """With the rate of dense gradients, else the one that the most seeds have, or the best."""
+        base = self.row(optimizer, DENSE)
         found = [
             each
             for each in self.all
@@ -110,7 +109,12 @@ class Table:
         by_rate: dict[float, list[Outcome]] = {}
         for each in found:
             by_rate.setdefault(each.run.rate, []).append(each)
-        best = max(by_rate.values(), key=lambda some: (len(some), -_mean_loss(some)))
+
+        def order(rate: float) -> tuple[bool, int, float]:
+            like_base = base is not None and rate == base.outcomes[0].run.rate
+            return like_base, len(by_rate[rate]), -_mean_loss(by_rate[rate])
+
+        best = by_rate[max(by_rate, key=order)]
         return Row(optimizer, exchange, sorted(best, key=lambda each: each.run.seed))
 
     def row(self, optimizer: str, exchange: str) -> Row | None:
@@ -165,7 +169,7 @@ def _document(tables: Sequence[Table], outcomes: Sequence[Outcome], name: str) -
     yield from ["", f"![Loss over ratio]({name}.png)"]
     for table in tables:
         yield from _rows(table)
-    yield from _goals(tables)
+    yield from ["", "## Goals", "", *goals(outcomes)]
     yield from _controls(tables)
     yield from _rates(tables)
     yield from _seconds(outcomes)
@@ -204,16 +208,12 @@ def _rows(table: Table) -> Iterator[str]:
     yield from ["", f"All replicas bit-identical at the end of every training: {bits}."]
 
 
-def _goals(tables: Sequence[Table]) -> Iterator[str]:
-    lines = [line for table in tables for line in goal_lines(table)]
-    if lines:
-        yield from ["", "## Goals", ""]
-        yield (
-            "| task | | goal: loss above none, % | found | goal: ratio, whole run | found | "
-            "reached |"
-        )
-        yield "|---|---|---:|---:|---:|---:|---|"
-        yield from lines
+def goals(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """A table of what exchanges should reach, and of what they do."""
+    yield "| task | | goal: loss above none, % | found | goal: ratio, whole run | found | reached |"
+    yield "|---|---|---:|---:|---:|---:|---|"
+    for table in tables_of(outcomes):
+        yield from goal_lines(table)
 
 
 def goal_lines(table: Table) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bench.training.train_runs import sent_per_step
 
-_POLY = 0.5  # FireCaffe's exponent (Iandola 2016, sec. 5)
+_POLY = 0.5  # FireCaffe's exponent (Iandola 2016)
 
 
 class Trial(NamedTuple):
