@@ -30,19 +30,23 @@ from bench.training.trials.trial import Outcome, Trial, best_rate, read
 
 _LOW_RANKS = tuple(f"lowrank:rank={rank}+small=int8+int8=0.1" for rank in (4, 8))
 _CONTROLS = ("onebit", "threshold:density=0.01", "topk:density=0.01")  # before AdamW
-_ONE_BIT = ("OneBitAdam", "OneBitAdam/topk:density=0.005")
+_ONE_BIT = ("OneBitAdam", "OneBitAdam/codec=topk:density=0.005")
+_MEAN_VOTE = "DistributedLion/vote=mean"
 # Of every optimizer, in the order of tables.
 EXCHANGES = {
     "adamw": (
         *("none", "gloo", "gloo:powersgd", "fp16", "bf16", "int8"),
         *_LOW_RANKS,
         *_ONE_BIT,
-        "DeMo",
+        *("DeMo", "DeMo/top_k=16"),
         *(f"{each}+int8=0.2" for each in _CONTROLS),
         *(exchanges.without_feedback(each) for each in (*_LOW_RANKS[:1], *_ONE_BIT, "DeMo")),
         exchanges.without_feedback("onebit+int8=0.2"),
     ),
-    "lion": ("none", "int8", "DistributedLion", "DistributedLion-feedback"),
+    "lion": (
+        *("none", "int8", "DistributedLion", _MEAN_VOTE),
+        exchanges.without_feedback(_MEAN_VOTE),
+    ),
     "sgd": ("none", "int8", methods.ONEBIT, methods.LOW_RANK),
 }
 # Learning rates of which the best is taken; OneBitAdam has AdamW's.

@@ -1,9 +1,9 @@
 """Ways in which the ranks of a trial exchange what they have learnt.
 
 An exchange is a text: a method of `methods.py`, as in "gloo:powersgd" or "lowrank:rank=4+int8=0.2",
-for gradients; one of COMPRESSED with a codec or without, as in "OneBitAdam" or
-"OneBitAdam/topk:density=0.01", for optimizers that compress what they keep; or "DiLoCo/10", for
-outer steps every 10 steps. With "-feedback" at the end, what is not sent is lost.
+for gradients; one of COMPRESSED, for optimizers that compress themselves, with an option or
+without, as in "OneBitAdam", "OneBitAdam/codec=topk:density=0.01" or "DeMo/top_k=16"; or
+"DiLoCo/10", for outer steps every 10 steps. With "-feedback" at the end, what is not sent is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from bench.training.train_runs import MOMENTUM
 from bench.training.trials.torch_optimizers import optimizer_of
 from bench.training.trials.trial import Trial
 
-COMPRESSED = ("OneBitAdam", "DistributedLion", "DeMo")
 LOCAL = "DiLoCo"
 _NO_FEEDBACK = "-feedback"
 
@@ -68,10 +67,20 @@ def check(exchange: str) -> str:
         if not (option.isdigit() and int(option) > 0):
             raise gradwire.InvalidArgument(f"{exchange!r}: say {LOCAL}/10 for every 10 steps")
     elif name in COMPRESSED:
-        gradwire.codec.get(option or "none")
+        _option(option)
     else:
         Method.parse(exchange).check()
     return exchange
+
+
+def _option(text: str) -> dict[str, Any]:
+    """A codec, a number or a word, as an argument; raises InvalidArgument."""
+    key, equals, value = text.partition("=")
+    if text and not (key and equals and value):
+        raise gradwire.InvalidArgument(f"{text!r} is no option, as in codec=onebit or top_k=16")
+    if key == "codec":
+        gradwire.codec.get(value)
+    return {key: int(value) if value.isdigit() else value} if text else {}
 
 
 def begin(trial: Trial, model: nn.Module) -> Training:
@@ -109,23 +118,59 @@ def _local(trial: Trial, model: nn.Module) -> Training:
 
 
 def _compressed(trial: Trial, name: str, model: nn.Module) -> Training:
-    codec = trial.exchange.removesuffix(_NO_FEEDBACK).partition("/")[2]
-    options: dict[str, Any] = {"codec": codec} if codec else {}
-    if trial.exchange.endswith(_NO_FEEDBACK):
-        options["feedback"] = False
-    if name == "OneBitAdam":
-        options["warm_up"] = trial.first_steps
-    small = [(key, FIRST) for key, each in model.named_parameters() if each.numel() < SMALL]
-    optimizer = getattr(gradwire.torch, name)(
+    options = _option(trial.exchange.removesuffix(_NO_FEEDBACK).partition("/")[2])
+    keeps = not trial.exchange.endswith(_NO_FEEDBACK)
+    if trial.weight_decay is not None:
+        options["weight_decay"] = trial.weight_decay
+    make = COMPRESSED[name]
+    optimizer = make(model, trial, options, keeps)
+    return Training(
+        model,
+        optimizer,
+        lambda: optimizer.step(),  # which the schedule of the rate wraps later
+        lambda: None,
+        _sent(optimizer),
+        optimizer.close,
+    )
+
+
+def _one_bit_adam(model: nn.Module, trial: Trial, options: dict[str, Any], keeps: bool) -> Any:
+    return gradwire.torch.OneBitAdam(
         model.named_parameters(),
-        lr=trial.rate,
+        trial.rate,
+        warm_up=trial.first_steps,
         clip_norm=trial.clip,
-        rules=small,
+        rules=_small(model),
+        feedback=None if keeps else False,
         **options,
     )
-    return Training(
-        model, optimizer, optimizer.step, lambda: None, _sent(optimizer), optimizer.close
+
+
+def _lion(model: nn.Module, trial: Trial, options: dict[str, Any], keeps: bool) -> Any:
+    return gradwire.torch.DistributedLion(
+        model.named_parameters(),
+        trial.rate,
+        rules=_small(model),
+        feedback=None if keeps else False,
+        **options,
     )
+
+
+def _demo(model: nn.Module, trial: Trial, options: dict[str, Any], keeps: bool) -> Any:
+    decay = {} if keeps else {"decay": 0.0}  # its momentum is what has not been sent
+    return gradwire.torch.DeMo(model.named_parameters(), trial.rate, **decay, **options)
+
+
+# Optimizers that compress, by name.
+COMPRESSED: dict[str, Callable[[nn.Module, Trial, dict[str, Any], bool], Any]] = {
+    "OneBitAdam": _one_bit_adam,
+    "DistributedLion": _lion,
+    "DeMo": _demo,
+}
+
+
+def _small(model: nn.Module) -> list[tuple[str, str]]:
+    return [(name, FIRST) for name, each in model.named_parameters() if each.numel() < SMALL]
 
 
 def _sent(exchanging: Any) -> Callable[[], int]:

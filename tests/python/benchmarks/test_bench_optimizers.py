@@ -69,6 +69,7 @@ def test_a_control_has_its_exchange_beside_it():
     for own in optimizers.EXCHANGES.values():
         for each in own:
             assert each.removesuffix("-feedback") in own
+        assert len(set(own)) == len(own)
 
 
 def test_steps_are_timed_over_links_but_gloos(monkeypatch: pytest.MonkeyPatch):

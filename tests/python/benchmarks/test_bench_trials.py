@@ -18,6 +18,14 @@ from bench.training.trials import exchanges, ranks
 from bench.training.trials.tasks import TASKS
 from bench.training.trials.trial import Outcome, Point, Trial, best_rate, read
 
+COMPRESSED = (
+    "OneBitAdam",
+    "OneBitAdam/codec=topk:density=0.005",
+    "OneBitAdam/codec=topk:density=0.005-feedback",
+    "DistributedLion",
+    "DeMo/top_k=4",
+    "DeMo/top_k=4-feedback",
+)
 TRIAL = Trial("vit", "adamw", "none", rate=1e-3, batch=8, steps=100, seed=1)
 
 
@@ -99,7 +107,7 @@ def test_outcomes_are_read_as_they_were_written(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("OneBitAdam/topk:density=0.01-feedback", "OneBitAdam"),
+        ("OneBitAdam/codec=topk:density=0.01-feedback", "OneBitAdam"),
         ("DeMo", "DeMo"),
         ("DiLoCo/16", "DiLoCo"),
         ("lowrank:rank=2+small=int8+int8=0.1", "lowrank"),
@@ -110,7 +118,9 @@ def test_an_exchange_has_a_name(text: str, name: str):
     assert exchanges.name_of(exchanges.check(text)) == name
 
 
-@pytest.mark.parametrize("text", ["OneBitAdam/onebits", "DiLoCo", "DiLoCo/0", "Adam", "onebit+x"])
+@pytest.mark.parametrize(
+    "text", ["OneBitAdam/codec=onebits", "DeMo/16", "DiLoCo", "DiLoCo/0", "Adam", "onebit+x"]
+)
 def test_an_exchange_that_is_none_is_refused(text: str):
     with pytest.raises(gradwire.InvalidArgument):
         exchanges.check(text)
@@ -132,12 +142,19 @@ def test_every_way_trains_and_counts_its_bytes(tmp_path: Path):
         {"exchange": "DiLoCo/3", "optimizer": "lars"},
         {"exchange": "int8", "optimizer": "lamb"},
         {"exchange": "int8", "optimizer": "lion"},
+        *({"exchange": each} for each in COMPRESSED),
     ]
     found = torch_ranks.run(2, serve, str(tmp_path), chosen)[0]
     assert all(each.identical and each.loss < 5 for each in found)
-    dense, low_rank, powersgd, local, byte, lion = (each.ratio(whole=True) for each in found)
+    dense, low_rank, powersgd, local, byte, lion = (e.ratio(whole=True) for e in found[:6])
     assert dense == pytest.approx(1, rel=0.02)  # for headers
     assert byte == lion == pytest.approx(4, rel=0.05)
     assert local == pytest.approx(3, rel=0.1)  # outer steps
     assert low_rank > 4
     assert powersgd > 1.5
+    one_bit, topk, topk_lost, vote, demo, forgetful = (e.ratio() for e in found[6:])
+    assert min(one_bit, vote) > 20
+    assert topk == pytest.approx(topk_lost, rel=0.05)
+    assert topk > one_bit
+    assert demo == pytest.approx(forgetful, rel=0.05)
+    assert demo > 4
