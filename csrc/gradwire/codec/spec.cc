@@ -28,6 +28,7 @@ std::string shortest(double value) {
 
 Parameters::Parameters(std::string_view name, std::string_view text, std::string_view what)
     : name_(name), owner_(std::string(what) + " " + name_), canonical_(name) {
+  if (text.ends_with(',')) throw InvalidArgument(owner_ + ": nothing follows the last ','");
   while (!text.empty()) {
     const std::string_view pair = text.substr(0, text.find(','));
     text.remove_prefix(std::min(text.size(), pair.size() + 1));

@@ -235,7 +235,9 @@ Decoded Threshold::add(ConstBytes in, float* y, std::size_t n) {
 
 std::shared_ptr<const Codec> make_threshold(Parameters& parameters) {
   const double tau = parameters.real("tau", 0, 0x1p-126, std::numeric_limits<float>::max());
-  const double density = tau > 0 ? 0 : parameters.real("density", kDefaultDensity, 1e-9, 1);
+  const double density = parameters.real("density", tau > 0 ? 0 : kDefaultDensity, 1e-9, 1);
+  if (tau > 0 && density > 0)
+    parameters.refuse("density", shortest(density), "of no use beside tau=: give one of them");
   return std::make_shared<Threshold>(parameters.canonical(), static_cast<float>(tau), density);
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -100,3 +101,16 @@ def test_payloads_of_a_fixed_size() -> None:
     for spec in ("topk", "threshold", "lowrank"):
         with pytest.raises(InvalidArgument, match="no fixed size"):
             _core.Codec(spec).encode(x.ctypes.data, x.size, payload.ctypes.data)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("threshold:tau=1,density=0.1", "density='0.1' is of no use beside tau="),
+        ("threshold:density=0.1,tau=1", "density='0.1' is of no use beside tau="),
+        ("onebit:block=64,", "nothing follows the last ','"),
+    ],
+)
+def test_what_options_do_not_say_together(text: str, says: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(says)):
+        codec.get(text)
