@@ -69,7 +69,7 @@ def register_fsdp(
     """
     modules = _modules(model)
     require_settings(None, scaler, optimizer, feedback, rules)
-    Rules(codec, rules)  # refuses an unknown codec before the ranks meet
+    Rules(codec, rules, min_elements)  # refuses an unknown codec before the ranks meet
     payloads = None if gather_codec is None else Payloads(gather_codec)
     first = modules[0]
     replicas = first.replicate_group

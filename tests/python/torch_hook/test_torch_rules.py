@@ -71,9 +71,40 @@ def test_warm_up_thins_out_by_quarters() -> None:
     densities = ["0.25", "0.25", "0.0625", "0.015625", "0.00390625", "0.001", "0.001"]
     assert found == ["none", "none", *(f"topk:density={each}" for each in densities)]
     assert warm_up(0.5, every=1)(0) == "topk:density=0.5"
-    for wrong in ({"density": 0.0, "every": 1}, {"every": 0}, {"every": 1, "start": -1}):
-        with pytest.raises(gradwire.InvalidArgument, match="cannot warm up"):
-            warm_up(**wrong)
+
+
+NAN = float("nan")
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (warm_up, {"density": 0.0, "every": 1}, "density=0.0 is not from above 0 to 1"),
+    (warm_up, {"density": NAN, "every": 1}, "density=nan is not from"),
+    (warm_up, {"density": "0.1", "every": 1}, "density='0.1' is of type str"),
+    (warm_up, {"every": 0}, "every=0 is less than 1"),
+    (warm_up, {"every": 1.5}, "every=1.5 is of type float"),
+    (warm_up, {"every": 1, "start": -1}, "start=-1 is less than 0"),
+    (warm_up, {"every": 1, "start": NAN}, "start=nan is of type float"),
+    (Rules, {"codec": "none", "min_elements": -1}, "min_elements=-1 is less than 0"),
+    (Rules, {"codec": "none", "min_elements": NAN}, "min_elements=nan is of type float"),
+    (Rules, {"codec": "none", "min_elements": None}, "min_elements=None: give an integer"),
+    (Momentum, {"factor": "0.9"}, "factor='0.9' is of type str"),
+    (Momentum, {"factor": NAN}, "factor=nan is not from 0 to below 1"),
+    (Momentum, {"nesterov": 1}, "nesterov=1 is of type int: give True or False"),
+    (Momentum, {"masking": None}, "masking=None: give True or False"),
+]
+
+
+@pytest.mark.parametrize(("what", "options", "says"), WRONG)
+def test_options_out_of_range_or_of_a_wrong_type_are_refused(
+    what: Any, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(gradwire.InvalidArgument) as raised:
+        what(**options)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize("stage", [5, "8", (5,), (1.5, "int8"), (NAN, "int8"), (True, "int8")])
+def test_stages_of_wrong_types_are_refused(stage: Any) -> None:
+    with pytest.raises(gradwire.InvalidArgument, match=r"a stage=|step="):
+        Stages((0, "none"), stage)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +118,7 @@ def test_a_codec_that_does_not_exist_is_refused(codec: Any) -> None:
 def by_codec(codec: str) -> tuple[dict[str, tuple[int, int]], str, list[float]]:
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
     rules = [("*.bias", "none"), ("4.*", "int8:block=32")]
-    state = register(ddp, codec=codec, feedback=True, rules=rules, min_elements=0)
+    state = register(ddp, codec=codec, feedback=True, rules=rules, min_elements=0, warm_up=0)
     before = state.communicator.traffic.bytes_sent  # in register()
     ratios = []
     for step in range(3):
@@ -128,7 +159,7 @@ def first_gradients(**hook: Any) -> dict[str, torch.Tensor]:
 
 
 def compressed_by_default() -> set[str]:
-    plain, hooked = first_gradients(), first_gradients(codec="onebit")
+    plain, hooked = first_gradients(), first_gradients(codec="onebit", warm_up=0)
     return {name for name, each in plain.items() if not each.equal(hooked[name])}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gradwire._base import arguments
 from gradwire._errors import InvalidArgument
 from gradwire.torch._step.repacking import Bucket
 
@@ -21,7 +22,7 @@ class Clipping:
 
     def __init__(self, norm: float, ranks: int) -> None:
         """`norm` is the limit for the sum of all ranks' gradients. Raises InvalidArgument."""
-        if not (norm > 0 and math.isfinite(norm)):
+        if not (arguments.number(norm, "clip_norm") > 0 and math.isfinite(norm)):
             raise InvalidArgument(
                 f"clip_norm={norm} is no norm: give a finite one above 0, or None"
             )

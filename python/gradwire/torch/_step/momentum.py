@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gradwire._base import arguments
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._step.repacking import Bucket
@@ -32,7 +33,9 @@ class Momentum:
     masking: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.factor < 1:
+        arguments.flag(self.nesterov, "nesterov")
+        arguments.flag(self.masking, "masking")
+        if not 0 <= arguments.number(self.factor, "factor") < 1:
             raise InvalidArgument(f"momentum factor={self.factor} is not from 0 to below 1")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from gradwire._base import arguments
 from gradwire._base.arguments import wrong
 from gradwire._base.rules import choose
 from gradwire._calls.reductions import CodecLike, native
@@ -23,18 +24,31 @@ class Stages:
 
     def __init__(self, *stages: tuple[int, CodecLike]) -> None:
         """Takes (first step, codec) pairs; raises InvalidArgument unless steps ascend from 0."""
-        starts = [start for start, _ in stages]
+        starts = [arguments.whole(start, "step", bits=64) for start, _ in _pairs(stages)]
         if starts[:1] != [0] or starts != sorted(set(starts)):
             raise InvalidArgument(f"the stages begin at steps {starts}, which must ascend from 0")
         for _, codec in stages:
             is_biased(codec)  # raises for an unknown one
         self._stages = stages
 
+    @property
+    def codecs(self) -> list[CodecLike]:
+        """The codecs of all stages."""
+        return [codec for _, codec in self._stages]
+
     def __call__(self, step: int) -> CodecLike:
         return [codec for start, codec in self._stages if start <= step][-1]
 
     def __repr__(self) -> str:
         return f"Stages({', '.join(f'({start}, {str(codec)!r})' for start, codec in self._stages)})"
+
+
+def _pairs(stages: Any) -> Any:
+    """Raises InvalidArgument for anything but pairs."""
+    for each in stages:
+        if not isinstance(each, tuple | list) or len(each) != 2:
+            raise wrong(each, "a stage", "a pair of a first step and a codec: (0, 'int8')")
+    return stages
 
 
 def warm_up(density: float = 0.001, *, every: int, start: int = 0, codec: str = "topk") -> Stages:
@@ -44,8 +58,10 @@ def warm_up(density: float = 0.001, *, every: int, start: int = 0, codec: str = 
     stage with `density`, a share from above 0 to 1. `codec` is the name of one with a parameter
     ``density``. Raises InvalidArgument. (Lin et al. 2018, "Deep Gradient Compression", sec. 3.3)
     """
-    if not 0 < density <= 1 or every < 1 or start < 0:
-        raise InvalidArgument(f"density={density}, every={every}, start={start}: cannot warm up")
+    every = arguments.whole(every, "every", least=1)
+    start = arguments.whole(start, "start", least=0)
+    if not 0 < arguments.number(density, "density") <= 1:
+        raise InvalidArgument(f"density={density} is not from above 0 to 1")
     above = max(0, math.ceil(math.log(density, 0.25)) - 1)
     densities = [*(0.25**k for k in range(1, above + 1)), density]
     ramp = [(start + k * every, f"{codec}:density={each}") for k, each in enumerate(densities)]
@@ -63,7 +79,7 @@ class Rules:
     ) -> None:
         """Takes what `register` was given; raises InvalidArgument for an unknown codec."""
         self._rules = [*rules, ("*", codec)]
-        self._min_elements = min_elements
+        self._min_elements = arguments.whole(min_elements, "min_elements", least=0, bits=64)
         self._choices: dict[str, CodecChoice] = {}
         self._step, self._codecs_now = (
             -1,
@@ -82,6 +98,15 @@ class Rules:
     def lossy(self) -> str | None:
         """The name of a codec that never changes and loses something; None without one."""
         return next((str(each) for each in self._static if str(each) != "none"), None)
+
+    def biased(self, step: int) -> CodecLike | None:
+        """A codec of that step that is biased, or of any stage; None without one."""
+        for _, choice in self._rules:
+            codecs = choice.codecs if isinstance(choice, Stages) else [self._at(choice, step)]
+            for codec in codecs:
+                if is_biased(codec):
+                    return codec
+        return None
 
     def at_first(self) -> list[CodecLike]:
         """The codecs of the first step."""
