@@ -14,12 +14,13 @@ from gradwire._feedback import ErrorFeedback
 from gradwire._launch import at_exit
 from gradwire.torch._ranks.settings import require_algorithm
 from gradwire.torch._step.clipping import Clipping
-from gradwire.torch._step.double_counting import require_no_momentum, watch_optimizers
+from gradwire.torch._step.double_counting import require_no_momentum
 from gradwire.torch._step.gradient_scale import Scaler, persistent_state_of
 from gradwire.torch._step.guard import Guard
 from gradwire.torch._step.hook_state import BY_PARAMETER, HookState, feedback_for
 from gradwire.torch._step.join_tracker import JoinTracker
 from gradwire.torch._step.momentum import Momentum
+from gradwire.torch._step.optimizers import OptimizerWatch
 from gradwire.torch._step.rules import CodecChoice, Rules
 from gradwire.torch._step.steps import Steps
 from gradwire.torch._step.training_state import TrainingState
@@ -71,10 +72,9 @@ class State(HookState):
             require_matches(rules, self._names.values())
         if not self._names and (momentum is not None or rules):
             raise InvalidArgument(f"momentum= and rules= are by parameter: {BY_PARAMETER}")
-        if momentum is not None and momentum.factor:
-            watch_optimizers(self)
-            if optimizer is not None:
-                require_no_momentum(optimizer, self._names)
+        has_momentum = momentum is not None and momentum.factor > 0
+        if has_momentum and optimizer is not None:
+            require_no_momentum(optimizer, self._names)
         keeps = kept is not None or momentum is not None
         unused = UnusedParameters(self._names) if find_unused and keeps else None
         clipping = None if clip_norm is None else Clipping(clip_norm, communicator.size)
@@ -91,6 +91,9 @@ class State(HookState):
         )
         self._steps = Steps(communicator, algorithm, self._training, joins)
         self._guard: Guard | None = None
+        watch = OptimizerWatch(self, momentum=has_momentum)
+        if optimizer is not None:
+            watch(optimizer)
         if kept is not None:
             persistent_state_of(kept).state = weakref.ref(self)
         self._close = weakref.finalize(self, self._steps.close, owns_communicator)
@@ -100,10 +103,11 @@ class State(HookState):
 
     def __repr__(self) -> str:
         failed = f", error={self.error!r}" if self.error else ""
+        why = f"; {self.why}" if self.why else ""
         return (
             f"State(rank {self.communicator.rank} of {self.communicator.size}, "
             f"codec={self.codec!r}, algorithm={self.algorithm!r}, steps={self.steps}, "
-            f"bytes={self.bytes}{failed})"
+            f"bytes={self.bytes}{failed}{why})"
         )
 
     def _require_pausable(self) -> None:

@@ -429,3 +429,19 @@ def refused() -> None:
 
 def test_refusals_say_what_to_do(pool: Pool) -> None:
     pool.run(refused)
+
+
+def adaptive() -> None:
+    module, state = registered(own_mesh(), "onebit")
+    logged = torch_ranks.logged()
+    optimizer = torch.optim.AdamW(module.parameters())
+    for step in range(2):
+        backward(module, step)
+        optimizer.step()
+    state.close()
+    assert len(logged) == (dist.get_rank() == 0)
+    assert all("AdamW after the codec onebit" in each for each in logged)
+
+
+def test_a_biased_codec_before_an_adaptive_optimizer_is_warned_of(pool: Pool) -> None:
+    pool.run(adaptive)

@@ -20,6 +20,7 @@ from gradwire.torch._fsdp.shards import Shard
 from gradwire.torch._fsdp.steps import ShardSteps, Vote
 from gradwire.torch._step.gradient_scale import Scaler, persistent_state_of
 from gradwire.torch._step.hook_state import HookState, feedback_for
+from gradwire.torch._step.optimizers import OptimizerWatch
 from gradwire.torch._step.rules import CodecChoice, Rules
 
 
@@ -79,6 +80,9 @@ class FSDPState(HookState):
         # gradwire closes it at exit: weakref's own order depends on what was imported first.
         self._close.atexit = False
         at_exit.close_first(self._steps)
+        watch = OptimizerWatch(self)
+        if optimizer is not None:
+            watch(optimizer)
 
     def __repr__(self) -> str:
         failed = f", error={self.error!r}" if self.error else ""
@@ -97,6 +101,9 @@ class FSDPState(HookState):
         model, rank, shard or number of ranks. `resized=True` accepts another rank and number.
         """
         super().load_state_dict(saved, resized=resized)
+
+    def _stepped(self) -> Mapping[torch.Tensor, str]:
+        return {each.its.sharded_param: each.name for each in self._shards}
 
     def _parameters(self) -> Iterable[tuple[CodecLike, int, float]]:
         elements = {each.name: each.elements for each in self._shards}

@@ -1,34 +1,18 @@
-"""Checks that refuse momentum or gradients that would count twice when the hook has momentum.
-
-Optimizers are checked in each of their steps, since schedulers (OneCycleLR) and checkpoints set
-momentum later than `register`.
-"""
+"""Checks that refuse momentum or gradients that would count twice when the hook has momentum."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 
 _log = logging.getLogger("gradwire")
-
-
-class _HookState(Protocol):
-    """The parts of a `State` that are needed here."""
-
-    _names: dict[torch.Tensor, str]
-    communicator: Communicator
-
-    @property
-    def closed(self) -> bool: ...
 
 
 def require_no_momentum(
@@ -37,7 +21,7 @@ def require_no_momentum(
     """Raises InvalidArgument for an optimizer with momentum of its own for one of these."""
     for group in optimizer.param_groups:
         own = group.get("momentum") or 0
-        if own > 0 and _has_any(group, parameters):
+        if own > 0 and has_any(group, parameters):
             raise InvalidArgument(
                 f"{type(optimizer).__name__} has momentum={own} and gradwire's hook momentum= too, "
                 "which would count it twice: build the optimizer with momentum=0, or leave "
@@ -45,32 +29,11 @@ def require_no_momentum(
             )
 
 
-def watch_optimizers(state: _HookState) -> None:
-    """Checks each step of any optimizer of the state's parameters, until the state is closed."""
-    handle = register_optimizer_step_pre_hook(_OptimizerHook(state))
-    weakref.finalize(state, handle.remove)
-
-
-class _OptimizerHook:
-    """A hook that torch calls before the step of every optimizer; does not keep the state alive."""
-
-    def __init__(self, state: _HookState) -> None:
-        self._state, self._warned = weakref.ref(state), False
-
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        state = self._state()
-        if state is None or state.closed:
-            return
-        require_no_momentum(optimizer, state._names)
-        if not self._warned and state.communicator.rank == 0:
-            self._warned = warn_of_betas(optimizer, state._names)
-
-
 def warn_of_betas(optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, str]) -> bool:
     """Logs when an optimizer like Adam smooths gradients again; returns whether it does."""
     for group in optimizer.param_groups:
         betas = group.get("betas")
-        if betas and betas[0] and _has_any(group, parameters):
+        if betas and betas[0] and has_any(group, parameters):
             _log.warning(
                 "%s has momentum of its own (betas=%s) and gradwire's hook momentum= too, so "
                 "gradients are smoothed twice: leave momentum= out of register(), or set the first "
@@ -82,7 +45,8 @@ def warn_of_betas(optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Te
     return False
 
 
-def _has_any(group: Mapping[str, Any], parameters: Mapping[torch.Tensor, str]) -> bool:
+def has_any(group: Mapping[str, Any], parameters: Mapping[torch.Tensor, str]) -> bool:
+    """Whether a parameter group of an optimizer has any of these."""
     return any(each in parameters for each in group["params"])
 
 

@@ -39,6 +39,8 @@ class HookState:
 
     communicator: Communicator
     codec: CodecChoice
+    why: str = ""
+    """Why the codec was chosen, where `register` did that; otherwise empty."""
     _names: dict[torch.Tensor, str]
     _rules: Rules
     _training: ResidualState
@@ -87,7 +89,7 @@ class HookState:
     def stats(self) -> Stats:
         """Bytes, ratio and times of the last step and of all; residual norms now."""
         counters = self._steps.counters
-        return Stats(counters.last, counters.total, by_codec(self._parameters()))
+        return Stats(counters.last, counters.total, by_codec(self._parameters()), self.why)
 
     def scale_residuals(self, factor: float) -> None:
         """Multiplies all residuals by a factor, when gradients or learning rates change by it."""
@@ -164,6 +166,10 @@ class HookState:
 
     def _require_averaged(self) -> None:
         """Raises Error if the last backward bypassed the hook."""
+
+    def _stepped(self) -> Mapping[torch.Tensor, str]:
+        """The parameters that optimizers step, with their names."""
+        return self._names
 
     def _parameters(self) -> Iterable[tuple[CodecLike, int, float]]:
         """The codec of each parameter in the last step, its elements and its residual's norm."""

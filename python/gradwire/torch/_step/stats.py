@@ -61,9 +61,11 @@ class Stats(NamedTuple):
     last: StepStats
     total: StepStats
     codecs: dict[str, CodecStats]
+    why: str = ""  # the codec was chosen, where `register` did that
 
     def __str__(self) -> str:
-        return "\n".join([*self._codec_lines(), "", *self._step_lines()])
+        why = [self.why, ""] if self.why else []
+        return "\n".join([*why, *self._codec_lines(), "", *self._step_lines()])
 
     def _codec_lines(self) -> Iterable[str]:
         yield f"{'codec':<28}{'parameters':>11}{'elements':>12}{'residual norm':>16}"

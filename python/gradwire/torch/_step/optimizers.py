@@ -1,0 +1,119 @@
+"""OptimizerWatch: tells of optimizers that a hook's codec or momentum does not suit.
+
+It sees each step of every optimizer, since `register` need not be given the one that steps the
+model, and since schedulers (OneCycleLR) and checkpoints set momentum later than `register`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradwire._calls.reductions import CodecLike
+from gradwire._communicator import Communicator
+from gradwire.torch._step.double_counting import has_any, require_no_momentum, warn_of_betas
+from gradwire.torch._step.rules import Rules
+
+# Of torch.optim's, those without `betas` that divide by what gradients were, or take their sign.
+_OTHERS = ("Adadelta", "Adafactor", "Adagrad", "Muon", "RMSprop", "Rprop")
+
+_log = logging.getLogger("gradwire")
+
+
+class _HookState(Protocol):
+    """The parts of a hook's state that are needed here."""
+
+    communicator: Communicator
+    _rules: Rules
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    def _stepped(self) -> Mapping[torch.Tensor, str]: ...
+
+
+class OptimizerWatch:
+    """Checks each step of any optimizer of a model's parameters, until the hook's state is closed.
+
+    Raises InvalidArgument for momentum in both the optimizer and the hook. Warns once, on rank 0,
+    of an adaptive optimizer: of one after a biased codec, and of its `betas` beside the hook's
+    momentum. Does not keep the state alive, nor the parameters, which would.
+    """
+
+    def __init__(self, state: _HookState, *, momentum: bool = False) -> None:
+        """`momentum` says that the hook has it."""
+        self._state, self._momentum = weakref.ref(state), momentum
+        self._told_of_betas = not momentum
+        self._told_of_codec = not state._rules.needs_feedback
+        if momentum or state._rules.needs_feedback:
+            handle = register_optimizer_step_pre_hook(self)
+            weakref.finalize(state, handle.remove)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Checks an optimizer; torch calls it before each step of any."""
+        state = self._state()
+        if state is None or state.closed:
+            return
+        if self._momentum:
+            require_no_momentum(optimizer, state._stepped())
+        if state.communicator.rank != 0:
+            return
+        if not self._told_of_betas:
+            self._told_of_betas = warn_of_betas(optimizer, state._stepped())
+        if not self._told_of_codec:
+            self._told_of_codec = self._warn_of_codec(optimizer, state)
+
+    def _warn_of_codec(self, optimizer: torch.optim.Optimizer, state: _HookState) -> bool:
+        if not is_adaptive(optimizer) or not _steps_any(optimizer, state._stepped()):
+            return False
+        codec = state._rules.biased(max(state.steps - 1, 0))
+        if codec is None:
+            return False
+        _log.warning("%s", advice(optimizer, codec))
+        return True
+
+
+def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps are not linear in gradients: they are divided by the size of earlier ones."""
+    others = tuple(getattr(torch.optim, name) for name in _OTHERS if hasattr(torch.optim, name))
+    return isinstance(optimizer, others) or any("betas" in each for each in optimizer.param_groups)
+
+
+def advice(optimizer: torch.optim.Optimizer, codec: CodecLike) -> str:
+    """Tells what to use in place of an adaptive optimizer after a biased codec."""
+    name = type(optimizer).__name__
+    instead = "DistributedLion" if name == "Lion" else "OneBitAdam"
+    return (
+        f"{name} after the codec {codec} ends at a higher loss than without a codec: its steps are "
+        "not linear in the gradient, so error feedback does not make up for what the codec loses. "
+        f"Use gradwire.torch.{instead}, which compresses after that, or codec='int8'"
+    )
+
+
+def warn_of_own_momentum(optimizer: torch.optim.Optimizer, codec: object) -> None:
+    """Says how to move the momentum of an SGD into the hook, where the codec trains better so."""
+    if not isinstance(optimizer, torch.optim.SGD) or str(codec).startswith("lowrank"):
+        return
+    for group in optimizer.param_groups:
+        own, nesterov = group["momentum"], group["nesterov"]
+        if own and not group["dampening"]:
+            more = ", nesterov=True" if nesterov else ""
+            _log.warning(
+                "SGD has momentum=%s of its own, and %s trains better with it in the hook, before "
+                "the codec: build SGD with momentum=0, and give register(momentum="
+                "gradwire.torch.Momentum(%s%s))",
+                *(own, codec, own, more),
+            )
+            return
+
+
+def _steps_any(optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, str]) -> bool:
+    return any(has_any(group, parameters) for group in optimizer.param_groups)
