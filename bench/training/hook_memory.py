@@ -22,10 +22,10 @@ HOOKS: dict[str, dict[str, Any] | None] = {
     "none": {"codec": "none"},
     "fp16": {"codec": "fp16"},
     "int8": {"codec": "int8"},
-    "onebit": {"codec": "onebit"},
-    "topk": {"codec": "topk"},
-    "onebit, bfloat16": {"codec": "onebit", "feedback": "bfloat16"},
-    "topk, bfloat16": {"codec": "topk", "feedback": "bfloat16"},
+    "onebit": {"codec": "onebit", "warm_up": 0},
+    "topk": {"codec": "topk", "warm_up": 0},
+    "onebit, bfloat16": {"codec": "onebit", "warm_up": 0, "feedback": "bfloat16"},
+    "topk, bfloat16": {"codec": "topk", "warm_up": 0, "feedback": "bfloat16"},
 }
 
 

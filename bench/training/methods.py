@@ -221,6 +221,7 @@ def average(
         codec=_after(first_steps, method.codec),
         algorithm=algorithm,
         rules=[*_at_ends(model, method.options.ends), *_small(model, method.options.small)],
+        warm_up=0,
         **options,
     )
     return Averaging(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from gradwire._base import arguments
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
@@ -26,12 +27,15 @@ from gradwire.torch._overrides import (
 )
 from gradwire.torch._ranks.group import communicator_of
 from gradwire.torch._state import State
+from gradwire.torch._step.automatic import AUTO, choose
 from gradwire.torch._step.buckets import compressible
+from gradwire.torch._step.defaults import Model, settings
 from gradwire.torch._step.gradient_scale import Scaler
 from gradwire.torch._step.guard import Guard
 from gradwire.torch._step.join_tracker import JoinTracker
 from gradwire.torch._step.momentum import Momentum
-from gradwire.torch._step.rules import CodecChoice, Rules
+from gradwire.torch._step.optimizers import warn_of_own_momentum
+from gradwire.torch._step.rules import CodecChoice, Rules, Stages
 from gradwire.torch._step.stats import Stats
 
 _log = logging.getLogger("gradwire")
@@ -51,16 +55,29 @@ def register(
     clip_norm: float | None = None,
     scaler: Scaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    warm_up: int | None = None,
     timeout: float = 300,
 ) -> State:
     """Makes a DDP model average its gradients with gradwire; every rank calls it, before training.
 
-    `codec` is as in `Communicator.all_reduce`, or a function of the step (`Stages`, `warm_up`). It
-    applies to float32 gradients, and to those of complex64 parameters as pairs of float32. On the
-    CPU it also applies to bfloat16 and float16 gradients: these go through float32, feedback
-    included, and the averages are rounded; with none, fp16 and bf16, and without feedback, they
-    travel as they are. Gradients of other types travel as they are, and gradwire's log warns of
-    it. `rules` are pairs of a pattern and a codec: a parameter whose name matches (as in fnmatch:
+    `codec` is as in `Communicator.all_reduce`, or a function of the step (`Stages`, `warm_up`), or
+    "auto": none, fp16, int8 or lowrank, by the cost model's rate of the links and times of
+    exchanges, by the model and by `optimizer`; the log and the state's `why` say why. lowrank is
+    chosen only for an `optimizer` that is not adaptive. A codec applies to float32 gradients, and
+    to those of complex64 parameters as pairs of float32. On the CPU it also applies to bfloat16 and
+    float16 gradients: these go through float32, feedback included, and the averages are rounded;
+    with none, fp16 and bf16, and without feedback, they travel as they are. Gradients of other
+    types travel as they are, and gradwire's log warns of it.
+
+    A biased codec of gradwire's (onebit, threshold, topk, lowrank) that does not change with the
+    step comes with what it needs to train. The first `warm_up` steps go in int8: 500 by default,
+    about as many as the trainings in docs/compression.md had; a fifth of all steps is a good number
+    where that is known. The first and the last layer, embeddings, and parameters that are no
+    matrices stay in int8, unless `rules` are given. Give `optimizer` too: where it is SGD with
+    momentum, gradwire's log says how to move that into the hook. ``warm_up=0`` leaves everything as
+    it is given.
+
+    `rules` are pairs of a pattern and a codec: a parameter whose name matches (as in fnmatch:
     ``"*.bias"``) travels with the codec of the first such rule. Parameters of fewer than
     `min_elements` elements travel uncompressed where the codec is biased.
 
@@ -98,20 +115,29 @@ def register(
     require_model(ddp)
     require_settings(momentum, scaler, optimizer, feedback, rules)
     require_features(ddp, feedback, momentum=momentum, clip_norm=clip_norm)
-    compresses = Rules(codec, rules).compresses  # refuses an unknown codec before the ranks meet
+    arguments.seconds(timeout)
+    if communicator is not None:
+        arguments.instance(communicator, "communicator", Communicator, "a gradwire.Communicator")
+    model = Model(ddp.module, dict(_averaged(ddp)))
+    # Refuses what is wrong on this rank before the ranks meet.
+    given = settings(model, "none" if codec == AUTO else codec, rules, warm_up, min_elements)
+    Rules(given.codec, rules, min_elements)
     owns = communicator is None
     if communicator is None:
         communicator = communicator_of(ddp.process_group, timeout)
     _require_same_ranks(communicator, ddp.process_group)
     joins = JoinTracker(ddp)
+    chosen = given
+    if codec == AUTO:
+        chosen = choose(model, communicator, rules, warm_up, min_elements, optimizer)
     make = partial(
         State,
         communicator,
-        codec,
+        chosen.codec,
         algorithm,
-        parameters=_averaged(ddp),
+        parameters=model.parameters.items(),
         feedback=feedback,
-        rules=rules,
+        rules=chosen.rules,
         min_elements=min_elements,
         momentum=momentum,
         clip_norm=clip_norm,
@@ -128,8 +154,10 @@ def register(
         momentum=momentum,
         clip_norm=clip_norm,
         min_elements=min_elements,
+        warm_up=warm_up,
         scaler=scaler is not None,
         optimizer=optimizer is not None,
+        codec=chosen.codec if codec == AUTO else "given",
     )
     _release_from_old(ddp)
     ddp.register_comm_hook(state, comm_hook)
@@ -139,8 +167,9 @@ def register(
     join_by(ddp, state)
     copy_without_hook(ddp, hooks)
     _states[ddp] = state
-    if compresses and communicator.rank == 0:
-        _warn_of_other_types(ddp)
+    state.why = chosen.why
+    if communicator.rank == 0:
+        _tell(ddp, state, None if momentum else optimizer)
     return state
 
 
@@ -155,6 +184,18 @@ def stats(ddp: DistributedDataParallel) -> Stats:
     found = _states[ddp].stats()
     print(found)
     return found
+
+
+def _tell(
+    ddp: DistributedDataParallel, state: State, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Logs what was chosen, and what it does not suit; `optimizer` may have momentum of its own."""
+    if state.why:
+        _log.info("%s", state.why)
+    if state.why and isinstance(state.codec, Stages) and optimizer is not None:
+        warn_of_own_momentum(optimizer, state.codec.codecs[-1])
+    if state._rules.compresses:
+        _warn_of_other_types(ddp)
 
 
 def _averaged(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:

@@ -40,7 +40,7 @@ def train_with_scaler(codec: str, follow: bool = True) -> tuple[float, list[floa
     ddp, books = wrapped(mlp(), **SMALL_BUCKETS)
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=2)
     followed = scaler if follow else None
-    state = register(ddp, codec=codec, feedback=True, min_elements=0, scaler=followed)
+    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0, scaler=followed)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scales = []
     for step in range(7):
@@ -99,7 +99,9 @@ class Three(nn.Module):
 def bad_values(codec: str) -> list[tuple[int, str, bool, bool]]:
     """Rank 1 puts NaN or Inf into one of the parameters' gradients by turns."""
     ddp, _ = wrapped(Three())
-    state = register(ddp, codec=codec, feedback=True, rules=[("small", "none")], min_elements=0)
+    state = register(
+        ddp, codec=codec, feedback=True, rules=[("small", "none")], min_elements=0, warm_up=0
+    )
     ddp(torch.full((3,), 0.1)).backward()
     found = []
     for index in range(3):
@@ -130,7 +132,7 @@ def train_with_rates(codec: str, follow: bool = True) -> float:
     first, *others = ddp.parameters()
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": others}], lr=0.1)
     followed = optimizer if follow else None
-    state = register(ddp, codec=codec, feedback=True, min_elements=0, optimizer=followed)
+    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0, optimizer=followed)
     for step, factor in enumerate([1.0, 1.0, 0.3, 0.3, 2.0]):
         for group, rate in zip(optimizer.param_groups, (0.1, 0.2), strict=True):
             group["lr"] = rate * factor
@@ -160,7 +162,9 @@ def wrap_anew(codec: str) -> float:
             module[2].requires_grad_(step != 2)
             ddp, _ = wrapped(module, **SMALL_BUCKETS)
             follow = {"scaler": scaler, "optimizer": optimizer}
-            state = register(ddp, codec=codec, feedback=feedback, min_elements=0, **follow)
+            state = register(
+                ddp, codec=codec, feedback=feedback, min_elements=0, warm_up=0, **follow
+            )
             assert state.feedback is not None
             feedback = state.feedback
         books.unit = rate / scaler.get_scale()
@@ -179,7 +183,7 @@ def test_residuals_follow_scale_and_rate_where_a_model_is_wrapped_anew() -> None
 
 def scale_by_hand(codec: str) -> bool:
     ddp, _ = wrapped(mlp())
-    state = register(ddp, codec=codec, feedback=True, min_elements=0)
+    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0)
     backward(ddp, 0)
     kept = residuals(state)
     state.scale_residuals(0.5)

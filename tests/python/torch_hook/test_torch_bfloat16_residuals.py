@@ -21,7 +21,7 @@ SPARSE = "topk:density=0.05"
 def hooked(module: nn.Module, dtype: str, codec: str = SPARSE) -> Any:
     ddp = DistributedDataParallel(module)
     feedback = gradwire.ErrorFeedback(dtype)
-    return ddp, register(ddp, codec, feedback=feedback, min_elements=0)
+    return ddp, register(ddp, codec, feedback=feedback, min_elements=0, warm_up=0)
 
 
 def train(codec: str) -> tuple[bool, bool, list[str]]:

@@ -31,7 +31,7 @@ class One(nn.Module):
 def holds(*amounts: float) -> tuple[DistributedDataParallel, State]:
     """A hook that has held back so much on each rank."""
     ddp = DistributedDataParallel(One())
-    state = register(ddp, feedback=True, min_elements=0)
+    state = register(ddp, feedback=True, min_elements=0, warm_up=0)
     assert state.feedback is not None
     state.feedback.add("weight", torch.full((4,), amounts[dist.get_rank()]).numpy())
     return ddp, state
@@ -227,7 +227,7 @@ def shrink_to_half(how: str) -> float | None:
     kept: Any = state.feedback if how == "the same feedback" else True
     ddp = DistributedDataParallel(One(), process_group=survivors)
     state.close()
-    again = register(ddp, feedback=kept, min_elements=0)
+    again = register(ddp, feedback=kept, min_elements=0, warm_up=0)
     if how == "loaded":
         again.load_state_dict(saved[rank], resized=True)
     if how == "added":

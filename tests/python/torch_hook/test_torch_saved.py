@@ -240,7 +240,7 @@ def leave(codec: str, how: str) -> float:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     hook: dict[str, Any] = {"codec": codec, "scaler": scaler, "optimizer": optimizer}
     ddp = DistributedDataParallel(module, **SMALL_BUCKETS)
-    state = register(ddp, feedback=True, min_elements=0, **hook)
+    state = register(ddp, feedback=True, min_elements=0, warm_up=0, **hook)
 
     def train(ranks: int) -> None:
         # An average over fewer ranks counts a gradient for more.
@@ -263,7 +263,7 @@ def leave(codec: str, how: str) -> float:
         before = state
         ddp = DistributedDataParallel(module, process_group=survivors, **SMALL_BUCKETS)
         goes_on = before.feedback if how == "the same feedback" else True
-        state = register(ddp, feedback=goes_on, min_elements=0, **hook)
+        state = register(ddp, feedback=goes_on, min_elements=0, warm_up=0, **hook)
         if how == "a state loaded":
             state.load_state_dict(before.state_dict(), resized=True)
         if how == "residuals added":

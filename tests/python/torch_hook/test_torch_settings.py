@@ -33,6 +33,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rules by name": ({"rules": {"*.bias": "none"}}, "is a mapping: give a list of pairs"),
     "rules as text": ({"rules": "*.bias"}, "give a list of pairs"),
     "one rule": ({"rules": ("*.bias", "none")}, "holds '*.bias': give a list of pairs"),
+    "clip_norm as text": ({"clip_norm": "1"}, "clip_norm='1' is of type str: give a number"),
+    "timeout as text": ({"timeout": "1"}, "timeout='1' is of type str: give a number"),
+    "no timeout": ({"timeout": -1}, "timeout=-1 is not a positive number of seconds"),
+    "fractional min_elements": ({"min_elements": 1.5}, "min_elements=1.5 is of type float"),
+    "communicator as a number": ({"communicator": 1}, "communicator=1 is of type int: give a gr"),
     "rule for nothing": ({"rules": [("fc.*", "none")]}, "'fc.*', which matches no parameter"),
     "names with a prefix": ({"rules": [("module.*", "none")]}, "named_parameters(): 0.weight"),
 }

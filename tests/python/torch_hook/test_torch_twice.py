@@ -262,7 +262,7 @@ def test_gradients_may_be_zeroed_between_forward_and_backward() -> None:
 def accumulate_without_momentum(codec: str) -> float:
     """Both averages are in the gradient once, and the rest is kept."""
     ddp, books = wrapped(mlp(), **SMALL_BUCKETS)
-    state: State = register(ddp, codec=codec, feedback=True, min_elements=0)
+    state: State = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0)
     for step in range(6):
         backward(ddp, step)
         if step % 2:

@@ -42,7 +42,7 @@ def gradients(
 ) -> tuple[dict[str, torch.Tensor], State | None]:
     """The sum over the steps of what DDP delivered; the weights stay as they are."""
     ddp = DistributedDataParallel(Waves(COMPLEX[dtype]), **setting)
-    state = None if codec is None else register(ddp, codec, min_elements=0)
+    state = None if codec is None else register(ddp, codec, min_elements=0, warm_up=0)
     total = {name: torch.zeros_like(p) for name, p in ddp.module.named_parameters()}
     for step in range(steps):
         ddp.zero_grad()
@@ -135,7 +135,7 @@ def saved_and_loaded() -> list[bool]:
     saved: dict[str, Any] = {}
     for step in range(2):
         ddp = DistributedDataParallel(Waves(torch.complex64))
-        state = register(ddp, sparse, min_elements=0, momentum=Momentum(0.9))
+        state = register(ddp, sparse, min_elements=0, warm_up=0, momentum=Momentum(0.9))
         if step == 0:
             ddp(torch.ones(16, 20)).backward()
             saved = state.state_dict()
@@ -175,7 +175,7 @@ def delivered(module: nn.Module, hook: dict[str, Any] | None) -> tuple[Any, Stat
 def half_model(codec: Any, dtype: str, momentum: bool = False) -> tuple[float, int]:
     """The relative distance of averages plus residuals from plain DDP's; and bytes sent."""
     plain, _, _ = delivered(mlp().to(HALVES[dtype]), None)
-    hook = {"codec": codec, "min_elements": 100}
+    hook = {"codec": codec, "min_elements": 100, "warm_up": 0}
     if momentum:
         hook["momentum"] = Momentum(0.0)
     hooked, state, sent = delivered(mlp().to(HALVES[dtype]), hook)
@@ -213,7 +213,7 @@ def paused_half(dtype: str) -> float:
     found = []
     for hook in (False, True):
         ddp = DistributedDataParallel(mlp().to(HALVES[dtype]))
-        state = register(ddp, "onebit", min_elements=0) if hook else None
+        state = register(ddp, "onebit", min_elements=0, warm_up=0) if hook else None
         x, y = batch(0)
         with contextlib.nullcontext() if state is None else state.paused():
             mse_loss(ddp(x.to(HALVES[dtype])), y.to(HALVES[dtype])).backward()
@@ -241,7 +241,7 @@ class Large(nn.Module):
 
 def large_gradients(codec: str, waiting: float, given: float) -> list[float]:
     ddp = DistributedDataParallel(Large())
-    state = register(ddp, Stages((0, codec)), min_elements=0)
+    state = register(ddp, Stages((0, codec)), min_elements=0, warm_up=0)
     assert state.feedback is not None
     state.feedback.add("weight", torch.full((4,), waiting).numpy())
     ddp(torch.full((4,), given)).backward()

@@ -84,7 +84,8 @@ class OptimizerWatch:
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     """Whether steps are not linear in gradients: they are divided by the size of earlier ones."""
     others = tuple(getattr(torch.optim, name) for name in _OTHERS if hasattr(torch.optim, name))
-    return isinstance(optimizer, others) or any("betas" in each for each in optimizer.param_groups)
+    its = getattr(optimizer, "optimizer", optimizer)  # of a trainer's that is wrapped around it
+    return isinstance(its, others) or any("betas" in each for each in optimizer.param_groups)
 
 
 def advice(optimizer: torch.optim.Optimizer, codec: CodecLike) -> str:
@@ -100,7 +101,8 @@ def advice(optimizer: torch.optim.Optimizer, codec: CodecLike) -> str:
 
 def warn_of_own_momentum(optimizer: torch.optim.Optimizer, codec: object) -> None:
     """Says how to move the momentum of an SGD into the hook, where the codec trains better so."""
-    if not isinstance(optimizer, torch.optim.SGD) or str(codec).startswith("lowrank"):
+    its = getattr(optimizer, "optimizer", optimizer)  # of a trainer's that is wrapped around it
+    if not isinstance(its, torch.optim.SGD) or str(codec).startswith("lowrank"):
         return
     for group in optimizer.param_groups:
         own, nesterov = group["momentum"], group["nesterov"]

@@ -1,0 +1,181 @@
+"""What `register` adds to a biased codec of which only the name is given."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import gradwire
+import pytest
+import torch
+import torch.distributed as dist
+import torch_ranks
+from gradwire.torch import Momentum, Stages, State, register
+from gradwire.torch._step.defaults import Model, sensitive, settings
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_training import backward, same_everywhere
+
+BIASED = ["onebit", "threshold", "topk", gradwire.codec.LowRank(rank=2)]
+
+
+class Transformer(nn.Module):
+    """Positions come before the first layer, and the output layer before the others."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(1, 12, 32))
+        self.words = nn.Embedding(200, 32)
+        self.out = nn.Linear(32, 200, bias=False)
+        if tied:
+            self.out.weight = self.words.weight
+        layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last = nn.Linear(32, 32)
+
+
+def left_out(module: nn.Module, least: int = 1) -> set[str]:
+    return set(sensitive(Model(module, dict(module.named_parameters())), least))
+
+
+def matrices(module: nn.Module) -> set[str]:
+    return {name for name, each in module.named_parameters() if sum(n > 1 for n in each.shape) > 1}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_transformers_ends_are_found(tied: bool) -> None:
+    module = Transformer(tied=tied)
+    inner = matrices(module) - left_out(module)
+    kinds = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight")
+    expected = {f"layers.layers.{i}.{each}" for i in (0, 1) for each in (*kinds, "linear2.weight")}
+    assert inner == expected
+
+
+def test_the_ends_of_other_networks_are_found() -> None:
+    cnn = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.Linear(8, 8), nn.Linear(8, 4)
+    )
+    assert matrices(cnn) - left_out(cnn) == {"2.weight", "3.weight"}
+    assert matrices(cnn) - left_out(cnn, least=65) == {"2.weight"}
+    assert left_out(nn.Linear(3, 3)) == {"weight", "bias"}
+    cnn[0].requires_grad_(False)  # what does not travel is no end
+    assert matrices(cnn) - left_out(cnn) == {"3.weight"}
+    heads = nn.Sequential(nn.Embedding(64, 16), *(nn.Linear(16, 64) for _ in range(4)))
+    assert matrices(heads) - left_out(heads) == {"1.weight", "2.weight", "3.weight"}
+
+
+@pytest.mark.parametrize("codec", BIASED)
+def test_a_biased_codec_begins_in_int8_and_is_for_the_middle(codec: Any) -> None:
+    module = nn.ModuleDict({"a[0]": nn.Linear(9, 9), "b": nn.Linear(9, 9), "c": nn.Linear(9, 9)})
+    model = Model(module, dict(module.named_parameters()))
+    chosen = settings(model, codec, (), None, 0)
+    assert isinstance(chosen.codec, Stages)
+    assert [chosen.codec(step) for step in (0, 499, 500)] == ["int8", "int8", codec]
+    vectors = {"b.bias", "c.bias"}
+    assert {each for each, _ in chosen.rules} == {"a[[]0].weight", "a[[]0].bias", *vectors} | {
+        "c.weight"
+    }
+    assert f"{codec} after 500 steps in int8 (warm_up=500), for 30% of" in chosen.why
+    assert settings(model, codec, (), 7, 0).codec(7) == codec  # type: ignore[operator]
+    given = [("*", "none")]
+    assert settings(model, codec, given, None, 0).rules == given
+
+
+@pytest.mark.parametrize(
+    "codec", ["none", "int8", Stages((0, "onebit")), lambda _: "onebit", gradwire.codec.FP16()]
+)
+def test_what_is_chosen_step_by_step_or_unbiased_is_left_alone(codec: Any) -> None:
+    model = Model(nn.Linear(3, 3), {})
+    assert settings(model, codec, (), None, 0) == (codec, (), "")
+    assert settings(model, "onebit", (), 0, 0) == ("onebit", (), "")
+
+
+@pytest.mark.parametrize("warm_up", [-1, 1.5, "many", True])
+def test_a_warm_up_that_is_no_number_of_steps_is_refused(warm_up: Any) -> None:
+    for codec in ("onebit", "none"):
+        with pytest.raises(gradwire.InvalidArgument, match="warm_up="):
+            settings(Model(nn.Linear(3, 3), {}), codec, (), warm_up, 0)
+
+
+def test_a_warm_up_beside_stages_is_refused() -> None:
+    with pytest.raises(gradwire.InvalidArgument, match="leave warm_up= out"):
+        settings(Model(nn.Linear(3, 3), {}), Stages((0, "onebit")), (), 5, 0)
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(3)
+    middle = [each for _ in range(3) for each in (nn.Linear(64, 64), nn.Tanh())]
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), *middle, nn.Linear(64, 10))
+
+
+def codecs_by_step() -> tuple[list[dict[str, int]], bool, bool, str]:
+    """The parameters by codec in two steps; whether ranks agree, bits are those of Stages."""
+    ddp, by_hand = DistributedDataParallel(deep()), DistributedDataParallel(deep())
+    state = register(ddp, "topk:density=0.05", warm_up=1)
+    names = [name for name, _ in ddp.module.named_parameters()]
+    rules = [(each, "int8") for each in names if each not in ("2.weight", "4.weight", "6.weight")]
+    register(by_hand, codec=Stages((0, "int8"), (1, "topk:density=0.05")), rules=rules)
+    found = []
+    for step in range(2):
+        for each in (ddp, by_hand):
+            backward(each, step)
+        found.append({name: each.parameters for name, each in state.stats().codecs.items()})
+    pairs = zip(ddp.parameters(), by_hand.parameters(), strict=True)
+    same = all(one.grad.equal(other.grad) for one, other in pairs)
+    return found, same_everywhere(each.grad for each in ddp.parameters()), same, str(state.stats())
+
+
+def test_training_changes_to_the_codec_after_the_warm_up() -> None:
+    for found, agree, as_by_hand, table in torch_ranks.run(2, codecs_by_step):
+        assert found == [{"int8": 10}, {"int8": 7, "topk:density=0.05": 3}]
+        assert agree
+        assert as_by_hand
+        assert table.startswith("topk:density=0.05 after 1 steps in int8")
+
+
+def told(optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel, **hook: Any) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda each: records.append(each.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
+    state: State = register(ddp, optimizer=optimizer, **hook)
+    logging.getLogger("gradwire").removeHandler(handler)
+    state.close()
+    return records
+
+
+def own_momentum() -> list[list[str]]:
+    """What register() says of an optimizer's momentum, which it leaves as it is."""
+    found = []
+    for hook, options in (
+        ({"codec": "onebit"}, {"momentum": 0.9, "nesterov": True}),
+        ({"codec": "onebit"}, {}),
+        ({"codec": "onebit", "momentum": Momentum()}, {}),
+        ({"codec": "onebit", "warm_up": 0}, {"momentum": 0.9}),
+        ({"codec": "lowrank"}, {"momentum": 0.9}),
+        ({"codec": "int8"}, {"momentum": 0.9}),
+    ):
+        ddp = DistributedDataParallel(nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, **options)
+        found.append(told(optimizer, ddp, **hook))
+        assert optimizer.param_groups[0]["momentum"] == options.get("momentum", 0)
+    return found
+
+
+def test_an_optimizers_momentum_is_left_to_the_program_which_is_told() -> None:
+    first, second = torch_ranks.run(2, own_momentum)
+    (message,), *others = first
+    assert "register(momentum=gradwire.torch.Momentum(0.9, nesterov=True))" in message
+    assert not any(others)
+    assert not any(second)
+
+
+def disagree() -> str:
+    with pytest.raises(gradwire.InvalidArgument) as raised:
+        register(DistributedDataParallel(nn.Linear(3, 3)), "onebit", warm_up=dist.get_rank())
+    return str(raised.value)
+
+
+def test_another_warm_up_on_one_rank_is_refused_on_all() -> None:
+    for message in torch_ranks.run(2, disagree):
+        assert "a different warm_up= by rank: 0 on rank 0; 1 on rank 1" in message
