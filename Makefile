@@ -232,7 +232,8 @@ sanitize-build: .address
 	@echo "== Building the C++ tests for the sanitizers"
 	ninja -C build/address $(call tests_named,build/address,$(ADDRESS))
 	cmake -G Ninja -S . -B build/thread -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON \
-	  -DGRADWIRE_TEST_CUDA=OFF -DGRADWIRE_SANITIZE=thread -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
+	  -DGRADWIRE_TEST_CUDA=OFF -DGRADWIRE_SANITIZE=thread -DCMAKE_UNITY_BUILD=ON \
+	  -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
 	ninja -C build/thread $(call tests_named,build/thread,$(THREAD))
 
 # What is in C++ needs clang, what is in Python atheris: both have libFuzzer. FUZZ=regex chooses fewer
@@ -251,7 +252,7 @@ fuzz-build: .address
 .address: tools
 	cmake -G Ninja -S . -B build/address -DCMAKE_CXX_COMPILER=$(CLANG) -DGRADWIRE_PYTHON=OFF \
 	  -DGRADWIRE_TESTS=ON -DGRADWIRE_TEST_CUDA=$(SANITIZE_CUDA) -DGRADWIRE_FUZZ=ON \
-	  -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
+	  -DCMAKE_UNITY_BUILD=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
 
 $(VENV)/fuzzer: $(VENV)/packages
 	$(PIP) $$($(BIN)/python .ci/requirements.py fuzz)

@@ -84,6 +84,6 @@ endif()
 target_link_options(gradwire_cuda_plugin PRIVATE
   LINKER:--exclude-libs,ALL LINKER:--as-needed LINKER:-z,defs
   LINKER:--version-script=${CMAKE_SOURCE_DIR}/cmake/cuda_exports.map)
-set_target_properties(gradwire_cuda_plugin PROPERTIES
+set_target_properties(gradwire_cuda_plugin PROPERTIES UNITY_BUILD OFF
   OUTPUT_NAME gradwire_cuda LINK_DEPENDS ${CMAKE_SOURCE_DIR}/cmake/cuda_exports.map)
 install(TARGETS gradwire_cuda_plugin DESTINATION gradwire)

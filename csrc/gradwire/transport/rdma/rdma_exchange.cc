@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::uint32_t kPortsMagic = 0x31505247;  // "GRP1"
 constexpr std::uint32_t kEndMagic = 0x31455247;    // "GRE1"
-constexpr std::uint32_t kMostSlots = 1 << 16;
+constexpr std::uint32_t kMostPeerSlots = 1 << 16;
 constexpr std::uint32_t kNumbers = 1 << 24;  // limit of queue pair and packet numbers
 
 struct PackedAddress {
@@ -114,7 +114,7 @@ RdmaEnd receive_end(int socket, const LinkId& link, const WaitLimit& wait_limit)
   const auto message = receive_message<EndMessage>(socket, link, wait_limit);
   if (message.port >= kMostRdmaPorts || message.peer_port >= kMostRdmaPorts ||
       message.number >= kNumbers || message.first_packet >= kNumbers ||
-      !std::has_single_bit(message.slots) || message.slots > kMostSlots)
+      !std::has_single_bit(message.slots) || message.slots > kMostPeerSlots)
     throw_transport_error(link, "the other end described an impossible RDMA connection");
   return {static_cast<int>(message.port),
           static_cast<int>(message.peer_port),
