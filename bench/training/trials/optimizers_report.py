@@ -155,9 +155,11 @@ def _document(tables: Sequence[Table], outcomes: Sequence[Outcome], name: str) -
     yield ""
     yield (
         f"{run.ranks} ranks. The learning rate rises for {run.warm_up:.0%} of the steps, then "
-        "falls to 0 along a cosine. Gradients are clipped to the norm 1, but for SGD: the average, "
-        "or where an optimizer compresses as it does. *Loss* is the mean cross-entropy of what was "
-        "not trained with, *accuracy* the share of it predicted right, after the last step: means "
+        "falls to 0 along a cosine. Gradients are clipped to the norm 1: the average, or by "
+        "OneBitAdam each rank's own; not for SGD, nor by DistributedLion and DeMo, which take "
+        "signs. Weight decay is what the optimizer has by default. *Loss* is the mean "
+        "cross-entropy of what was not trained with, *accuracy* the share of it predicted right, "
+        "after the last step: means "
         "± standard deviations over seeds. *Than none* is the loss above that of dense gradients "
         "with the same optimizer, *than AdamW* above that with AdamW, seed by seed. *Ratio* is "
         "what a ring sends of dense float32 gradients, 2(p − 1)/p · 4 bytes an element, over the "
@@ -248,8 +250,7 @@ def _controls(tables: Sequence[Table]) -> Iterator[str]:
 
 def _rates(tables: Sequence[Table]) -> Iterator[str]:
     """What the learning rates were chosen by."""
-    yield from ["", "## Learning rates, first seed", ""]
-    yield from ["| task | | rate: loss |", "|---|---|---|"]
+    lines = []
     for table in tables:
         first = min(each.run.seed for each in table.all)
         for row in table.rows:
@@ -261,7 +262,11 @@ def _rates(tables: Sequence[Table]) -> Iterator[str]:
                     f"{each.run.rate:g}: {each.loss:.4f}{' (best)' * (each.run.rate == best)}"
                     for each in sorted(tried, key=lambda each: each.run.rate)
                 ]
-                yield f"| {TASKS[table.task]} | {row.title} | {', '.join(losses)} |"
+                lines.append(f"| {TASKS[table.task]} | {row.title} | {', '.join(losses)} |")
+    if lines:
+        yield from ["", "## Learning rates, first seed", ""]
+        yield from ["| task | | rate: loss |", "|---|---|---|"]
+        yield from lines
 
 
 def _seconds(outcomes: Sequence[Outcome]) -> Iterator[str]:
