@@ -68,9 +68,9 @@ SAVINGS = (
 def main() -> int:
     """Makes what is missing, and writes the report."""
     options = parse_options()
-    if not options.report:
-        made = launch.make(sweep(options), options)
-        launch.make(plan(options, made), options)
+    code = launch.make_all(sweep, plan, options)
+    if code != 0:
+        return code
     date = datetime.date.today().isoformat()
     stem = options.output or RESULTS / f"large-batch-{date}"
     large_batch_report.write(read(options.runs), options.runs, stem, options.target)
@@ -144,6 +144,8 @@ def _trial(options: argparse.Namespace, count: int, optimizer: str, batch: int, 
         ranks=options.ranks,
         points=30,
         weight_decay=WEIGHT_DECAY,
+        epochs=options.epochs,
+        data=launch.data_of(options),
     )
 
 

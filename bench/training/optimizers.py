@@ -64,9 +64,9 @@ _TIMED_STEPS = 40
 def main() -> int:
     """Makes what is missing, and writes the report."""
     options = parse_options()
-    if not options.report:
-        made = launch.make(sweep(options), options)
-        launch.make(plan(options, made), options)
+    code = launch.make_all(sweep, plan, options)
+    if code != 0:
+        return code
     made = read(options.runs)
     date = datetime.date.today().isoformat()
     optimizers_report.write(made, options.runs, options.output or RESULTS / f"optimizers-{date}")
@@ -163,6 +163,7 @@ def _trial(
         seed=seed,
         clip=None if optimizer == "sgd" else 1.0,
         ranks=options.ranks,
+        data=launch.data_of(options),
     )
 
 

@@ -80,9 +80,9 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
     return [Row(groups[key]) for key in sorted(groups)]
 
 
-def _kind(outcome: Outcome) -> tuple[str, str, int, int]:
+def _kind(outcome: Outcome) -> tuple[str, str, int, float | None]:
     run = outcome.run
-    return run.task, outcome.data, run.ranks, round(run.steps * run.batch / SMALLEST / 128)
+    return run.task, outcome.data, run.ranks, run.epochs
 
 
 def write(outcomes: Sequence[Outcome], runs: Path, stem: Path, target: float) -> None:
@@ -96,7 +96,6 @@ def write(outcomes: Sequence[Outcome], runs: Path, stem: Path, target: float) ->
 
 def _document(rows: Sequence[Row], name: str, target: float) -> Iterator[str]:
     one = rows[0].outcomes[0]
-    epochs = one.run.steps * one.run.batch
     seeds = len({each.run.seed for row in rows for each in row.outcomes})
     yield "# Large batches, compression and local steps"
     yield ""
@@ -108,8 +107,8 @@ def _document(rows: Sequence[Row], name: str, target: float) -> Iterator[str]:
     yield ""
     yield (
         f"{one.data}, a network of {one.parameters:,} parameters ({one.run.task}), "
-        f"{one.run.ranks} ranks, {seeds} seeds: means ± standard deviations. All trainings see "
-        f"{epochs:,} images or up to a batch fewer. The learning rate rises for "
+        f"{one.run.ranks} ranks, {seeds} seeds: means ± standard deviations. All trainings are "
+        f"{one.run.epochs:g} epochs, or a part of a batch less. The learning rate rises for "
         f"{one.run.warm_up:.0%} of the steps, then falls as the square root of what is left of "
         f"them. SGD and LARS have momentum {MOMENTUM}; weight decay is "
         f"{one.run.weight_decay or 0:g}. For each optimizer and batch the rate is the best of "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -29,6 +30,29 @@ def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     )
     parser.add_argument("--report", action="store_true", help="only write the report")
     parser.add_argument("--output", type=Path, help="of the report, without suffix")
+
+
+def data_of(options: argparse.Namespace) -> str:
+    """How trials call the directory of `--data`."""
+    return "" if options.data is None else str(options.data.name)
+
+
+def make_all(
+    sweep: Callable[[argparse.Namespace], Iterable[Trial]],
+    plan: Callable[[argparse.Namespace, Sequence[Outcome]], Iterable[Trial]],
+    options: argparse.Namespace,
+) -> int:
+    """Makes a sweep of learning rates, and what is planned after it; returns an exit code."""
+    try:
+        if not options.report:
+            make(plan(options, make(sweep(options), options)), options)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if not read(options.runs):
+        print(f"{options.runs} has no outcomes", file=sys.stderr)
+        return 1
+    return 0
 
 
 def make(trials: Iterable[Trial], options: argparse.Namespace) -> list[Outcome]:

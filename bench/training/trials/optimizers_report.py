@@ -97,6 +97,7 @@ class Table:
         keys = dict.fromkeys((e.run.optimizer, e.run.exchange) for e in self.all)
         for key in sorted(keys, key=lambda key: (list(_NAMES).index(key[0]), key[1] != DENSE)):
             self.rows.append(self._row(*key))
+        self.rows.sort(key=_place)
 
     def _row(self, optimizer: str, exchange: str) -> Row:
         """With the rate of dense gradients, else the one that the most seeds have, or the best."""
@@ -126,6 +127,11 @@ class Table:
     def base(self, row: Row) -> Row | None:
         """Dense gradients with the same optimizer."""
         return self.row(row.optimizer, DENSE)
+
+
+def _place(row: Row) -> tuple[int, bool, float]:
+    """Dense gradients come before the others, which follow by their bytes."""
+    return list(_NAMES).index(row.optimizer), row.exchange != DENSE, row.ratio() or 0
 
 
 def tables_of(outcomes: Sequence[Outcome]) -> list[Table]:

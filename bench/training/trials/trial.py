@@ -30,6 +30,8 @@ class Trial(NamedTuple):
     ranks: int = 4
     points: int = 4  # about so many of the curve
     weight_decay: float | None = None  # None: as the optimizer has it
+    epochs: float | None = None  # of which the steps were made, where they were
+    data: str = ""  # the name of a directory of images; "": the usual ones
     link: str = ""  # of GRADWIRE_LINK, where steps are timed; results do not depend on it
 
     @property

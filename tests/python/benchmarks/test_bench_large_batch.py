@@ -16,7 +16,7 @@ from bench.training.train_runs import append
 from bench.training.trials import exchanges, large_batch_report
 from bench.training.trials.trial import Outcome, Point, Trial, best_rate, read
 
-SGD = TRIAL._replace(task="cnn", optimizer="sgd", rate=0.1)
+SGD = TRIAL._replace(task="cnn", optimizer="sgd", rate=0.1, epochs=8)
 DENSE = 6000  # bytes a step of a thousand parameters
 
 
@@ -37,6 +37,7 @@ def trained(batch: int, accuracy: float, exchange: str = "none", ratio: float = 
 FOUND = [
     *trained(64, 0.910),
     *trained(64, 0.5, rate=0.2)[:1],
+    *trained(64, 0.95, epochs=20),  # of which there are not as many
     *trained(512, 0.907),
     *trained(1024, 0.880),
     *trained(64, 0.908, "lowrank+int8=0.05", 50),
@@ -70,6 +71,7 @@ def test_batches_grow_to_8192_and_savings_have_the_best_rates(monkeypatch: pytes
     )
     assert {exchanges.check(each.exchange) for each in planned} > {"none", "int8", "DiLoCo/16"}
     assert {each.steps * each.batch // 1000 for each in planned} <= set(range(471, 481))
+    assert {each.epochs for each in planned} == {8}
 
 
 def test_the_best_rate_is_the_most_accurate_one():

@@ -117,6 +117,15 @@ def test_the_summary_compares_with_adamw():
     assert one_bit.split(" | ")[1:4] == ["+0.99 ± 0.00", "2", "30.0×"]
 
 
+def test_without_outcomes_there_is_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["optimizers.py", "--report", "--runs", str(tmp_path / "none")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert optimizers.main() == 1
+    assert "none has no outcomes" in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 def test_it_trains_what_is_not_there_yet(tmp_path: Path):
     small_images.write(tmp_path)
