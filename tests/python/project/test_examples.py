@@ -88,6 +88,17 @@ def test_diloco():
 
 
 @needs_torch
+def test_onebit_adam():
+    pattern = r"loss ([\d.]+), ([\d.]+) MB sent"
+    printed = run("onebit_adam.py")
+    dense_loss, dense_sent = numbers(f"AdamW +{pattern}", printed)
+    loss, sent = numbers(f"OneBitAdam +{pattern}", printed)
+    assert dense_loss < 3  # ln 128 = 4.9 before
+    assert loss < 1.05 * dense_loss
+    assert sent < dense_sent / 10
+
+
+@needs_torch
 def test_downpour():
     printed = run("downpour.py")
     rates = {}

@@ -1,0 +1,161 @@
+"""Arguments of the optimizers that exchange, their names for parameters, and groups of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradwire
+import pytest
+import torch
+import torch.distributed as dist
+import torch_ranks
+from gradwire import Communicator, InvalidArgument
+from gradwire.torch import DeMo, DistributedLion, OneBitAdam
+from local_training import batch, bits, small
+from ranks import run
+from replicated_training import Replica
+from torch import nn
+from torch.nn.functional import mse_loss
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "text"),
+    [
+        (OneBitAdam, {"warm_up": 0}, "warm_up=0 is less than 1"),
+        (OneBitAdam, {"lr": -1}, "lr=-1 is negative"),
+        (OneBitAdam, {"betas": 0.9}, "betas=0.9"),
+        (OneBitAdam, {"betas": (0.9, 1)}, "betas=(0.9, 1) are not"),
+        (OneBitAdam, {"weight_decay": -0.1}, "weight_decay=-0.1"),
+        (OneBitAdam, {"clip_norm": 0}, "clip_norm=0 is no norm"),
+        (OneBitAdam, {"codec": "onebits"}, "onebits"),
+        (OneBitAdam, {"warm_up_codec": 3}, "codec=3"),
+        (OneBitAdam, {"rules": {"*": "none"}}, "a mapping"),
+        (OneBitAdam, {"rules": [("x.*", "none")]}, "matches no parameter"),
+        (OneBitAdam, {"feedback": 3}, "feedback=3"),
+        (OneBitAdam, {"algorithm": "rng"}, "algorithm='rng'"),
+        (OneBitAdam, {"scaler": torch.amp.GradScaler}, "scaler=GradScaler is a class"),
+        (OneBitAdam, {"communicator": "world"}, "communicator='world'"),
+        (OneBitAdam, {"communicator": None}, "give communicator=gradwire.init"),
+        (DistributedLion, {"vote": "all"}, "vote='all'"),
+        (DistributedLion, {"betas": (2, 0)}, "betas=(2, 0) are not"),
+        (DeMo, {"top_k": 0}, "top_k=0 is less than 1"),
+        (DeMo, {"chunk": 500}, "chunk=500 is more than 128"),
+        (DeMo, {"decay": 2}, "decay=2 is not"),
+    ],
+)
+def test_wrong_settings_are_named(make: Any, settings: dict[str, Any], text: str) -> None:
+    def body(comm: Communicator) -> str:
+        usual = {"communicator": comm} | ({"warm_up": 1} if make is OneBitAdam else {})
+        with pytest.raises(InvalidArgument) as raised:
+            make(small().named_parameters(), **usual | settings)
+        return str(raised.value)
+
+    assert text in run(1, body)[0]
+
+
+def test_parameters_that_cannot_be_are_told_why() -> None:
+    def body(comm: Communicator) -> list[str]:
+        texts = []
+        for params in (
+            [("w", nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)))],
+            [("w", nn.Parameter(torch.zeros(3))), ("w", nn.Parameter(torch.zeros(3)))],
+        ):
+            with pytest.raises(InvalidArgument) as raised:
+                OneBitAdam(params, warm_up=1, communicator=comm)
+            texts.append(str(raised.value))
+        replica = Replica(comm)
+        with pytest.raises(InvalidArgument):
+            replica.optimizer.add_param_group(
+                {"params": [("x", nn.Parameter(torch.zeros(2).double()))]}
+            )
+        replica.train(1)
+        return texts
+
+    dtype, twice = run(1, body)[0]
+    assert "'w' is torch.bfloat16" in dtype
+    assert "two parameters have the name 'w'" in twice
+
+
+def test_settings_and_groups_that_differ_between_ranks_raise_on_all() -> None:
+    def body(comm: Communicator) -> list[str]:
+        texts = []
+        for settings in ({"warm_up": 1 + comm.rank}, {"warm_up": 1, "lr": 0.1 * (1 + comm.rank)}):
+            with pytest.raises(InvalidArgument) as raised:
+                OneBitAdam(small().named_parameters(), communicator=comm, **settings)
+            texts.append(str(raised.value))
+        with pytest.raises(InvalidArgument) as raised:
+            OneBitAdam(nn.Linear(3, 3 + comm.rank).parameters(), warm_up=1, communicator=comm)
+        return [*texts, str(raised.value)]
+
+    for warm_up, rates, shapes in run(2, body):
+        assert warm_up.startswith("OneBitAdam() was called with a different warm_up= by rank: 1 on")
+        assert "different param_groups=" in rates
+        assert "'0.0' is torch.float32 of shape (4, 3) on rank 1" in shapes
+
+
+def test_several_models_and_optimizers_in_one_process() -> None:
+    """Each has residuals of its own, also where names are the same; one feedback is for one."""
+
+    def body(comm: Communicator) -> Any:
+        kept = gradwire.ErrorFeedback()
+        first = Replica(comm, feedback=kept)
+        second = Replica(comm, DistributedLion, vote="mean", min_elements=0, lr=0.01)
+        for _ in range(5):
+            first.train(1)
+            second.train(1)
+        with pytest.raises(InvalidArgument, match="in use by another model"):
+            Replica(comm, feedback=kept)
+        first.optimizer.close()
+        Replica(comm, feedback=kept)
+        alone = Replica(comm)
+        alone.train(5)
+        return bits(first.model), bits(second.model), bits(alone.model)
+
+    one, other = run(2, body)
+    assert one == other
+    assert one[0] == one[2] != one[1]
+
+
+def test_parameters_without_names_and_all_ranks_beginning_alike() -> None:
+    def body(comm: Communicator) -> Any:
+        model = small()
+        with torch.no_grad():
+            model[0].weight.add_(comm.rank)
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 1e-4}]
+        optimizer = OneBitAdam(groups, warm_up=1, min_elements=0, communicator=comm)
+        for step in range(3):
+            x, y = batch(step, comm.rank)
+            loss = optimizer.step(lambda x=x, y=y: backward(model, x, y))
+            assert float(loss.detach()) > 0
+        assert optimizer.feedback is not None
+        return bits(model), sorted(optimizer.feedback.keys()), repr(optimizer)
+
+    def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    one, other = run(2, body)
+    assert one[:2] == other[:2]
+    assert one[1] == ["0.0", "0.1", "1.0", "1.1"]
+    assert one[2] == "OneBitAdam(rank 0 of 2, steps=3, groups=2)"
+
+
+def over_a_group() -> tuple[bytes, bool]:
+    model = small()
+    optimizer = OneBitAdam(model.named_parameters(), 0.01, warm_up=2, min_elements=0)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.full((2, 8), 1.0 + step + dist.get_rank())).sum().backward()
+        optimizer.step()
+    optimizer.close()
+    return bits(model), optimizer.communicator.closed
+
+
+@pytest.mark.parametrize("backend", ["gloo", "gradwire"])
+def test_it_works_over_a_process_group(backend: str) -> None:
+    """Its own communicator is closed; that of the backend is the group's."""
+    one, other = torch_ranks.run(2, over_a_group, backend=backend)
+    assert one[0] == other[0]
+    assert one[1] == (backend == "gloo")

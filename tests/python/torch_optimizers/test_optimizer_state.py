@@ -1,0 +1,244 @@
+"""States of the optimizers that exchange: saved ones, and what a failed step leaves."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import gradwire
+import pytest
+import torch
+from gradwire import Communicator, InvalidArgument
+from gradwire.torch import DeMo, DistributedLion, OneBitAdam, gather_state_dict, scatter_state_dict
+from local_training import bits, small
+from ranks import LIMIT, run
+from replicated_training import Replica, saved
+from torch.nn import Parameter
+
+EVERY: list[tuple[Any, dict[str, Any]]] = [
+    (OneBitAdam, {"codec": "onebit"}),
+    (OneBitAdam, {"codec": "lowrank:rank=2", "clip_norm": 0.5, "warm_up_codec": "onebit"}),
+    (DistributedLion, {"vote": "mean", "min_elements": 0, "lr": 0.01}),
+    (DeMo, {"top_k": 4, "chunk": 16, "lr": 0.01}),
+]
+each_optimizer = pytest.mark.parametrize(("make", "settings"), EVERY)
+
+
+def state_of(replica: Replica) -> dict[str, Any]:
+    return copy.deepcopy(replica.optimizer.state_dict())
+
+
+def undelivered(replica: Replica) -> dict[str, torch.Tensor]:
+    """This rank's residuals and its own momenta."""
+    found = state_of(replica)
+    residuals = {name: each["residual"] for name, each in found["feedback"].items()}
+    momenta = {f"momentum of {name}": each.flatten() for name, each in found["velocities"].items()}
+    return residuals | momenta
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        for its, others in zip(one, other, strict=True):
+            assert_same(its, others)
+    else:
+        assert one == other
+
+
+@each_optimizer
+def test_a_resumed_training_has_the_same_bits_from_any_step(
+    make: Any, settings: dict[str, Any]
+) -> None:
+    def body(comm: Communicator) -> None:
+        replica, states = Replica(comm, make, **settings), []
+        for _ in range(7):
+            states.append(saved((state_of(replica), replica.model.state_dict())))
+            replica.train(1)
+        expected = bits(replica.model), state_of(replica)
+        for begin in (0, 1, 3, 4, 6):
+            again = Replica(comm, make, **settings)
+            optimizer, model = states[begin]
+            again.model.load_state_dict(model)
+            again.optimizer.load_state_dict(optimizer)
+            again.step_number = begin
+            again.train(7 - begin)
+            assert bits(again.model) == expected[0], begin
+            assert_same(state_of(again), expected[1])
+
+    run(2, body)
+
+
+@each_optimizer
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_nan_or_inf_on_one_rank_skips_the_step_on_all(
+    make: Any, settings: dict[str, Any], wrong: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(comm: Communicator) -> list[bytes]:
+        replica = Replica(comm, make, **settings)
+        for good_steps in (0, 1, 4):
+            replica.train(good_steps)
+            before = bits(replica.model), state_of(replica)
+            replica.backward()
+            if comm.rank == 1:
+                replica.model[0].weight.grad[3, 3] = wrong
+            replica.optimizer.step()
+            if good_steps:  # else the warm-up may end, at the begin of a step
+                assert_same(state_of(replica)["velocities"], before[1]["velocities"])
+            assert bits(replica.model) == before[0]
+            assert state_of(replica)["steps"] == before[1]["steps"]
+        assert replica.optimizer.skipped_steps == 3
+        return replica.train(2)
+
+    one, other, third = run(3, body)
+    assert one == other == third
+    assert len([each for each in caplog.messages if "had NaN or Inf, and no rank" in each]) == 3
+
+
+@each_optimizer
+def test_all_ranks_states_go_to_another_number_of_ranks(
+    make: Any, settings: dict[str, Any]
+) -> None:
+    def before(comm: Communicator) -> Any:
+        replica = Replica(comm, make, **settings)
+        replica.train(5)
+        return gather_state_dict(replica.optimizer), undelivered(replica)
+
+    ended = run(4, before)
+    whole = saved(ended[0][0])
+    mean = {name: sum(each[1][name] for each in ended) / 4 for name in ended[0][1]}
+
+    def after(comm: Communicator) -> Any:
+        replica = Replica(comm, make, **settings)
+        scatter_state_dict(replica.optimizer, whole if comm.rank == 0 else None)
+        found = undelivered(replica)
+        replica.train(2)
+        replica.optimizer.check_agreement()
+        return found, replica.optimizer.steps
+
+    found = run(2, after)
+    for name, expected in mean.items():
+        now = (found[0][0][name] + found[1][0][name]) / 2
+        torch.testing.assert_close(now, expected, rtol=1e-4, atol=1e-5)
+    assert [steps for _, steps in found] == [7, 7]
+
+
+def test_states_that_do_not_fit_are_refused_on_all_ranks() -> None:
+    def body(comm: Communicator) -> list[str]:
+        replica = Replica(comm)
+        early = state_of(replica)
+        replica.train(5)
+        good = state_of(replica)
+        other = Replica(comm, model=torch.nn.Linear(3, 3))
+        other.optimizer.step()
+        states: list[Any] = [
+            other.optimizer.state_dict() if comm.rank else good,
+            torch.optim.AdamW(small().parameters()).state_dict(),
+            {**good, "rank": 1 - comm.rank},
+            early if comm.rank else good,
+            {**good, "state": {0: {"exp_avg": torch.zeros(3)}}},
+            {**good, "feedback": {"0.weight": {"residual": torch.zeros(3)}}},
+        ]
+        texts = []
+        for each in states:
+            with pytest.raises(InvalidArgument) as raised:
+                replica.optimizer.load_state_dict(each)
+            texts.append(str(raised.value))
+        replica.optimizer.load_state_dict(good)
+        replica.train(1)
+        return texts
+
+    for texts in run(2, body):
+        expected = ("2 parameters", "version is None", "this is rank", "different steps=")
+        for text, part in zip(texts, (*expected, "shape (3,)", "3 elements"), strict=True):
+            assert part in text
+
+
+@each_optimizer
+def test_survivors_of_a_lost_rank_go_on(make: Any, settings: dict[str, Any]) -> None:
+    """Rank 2 leaves in the fifth step; the others' state is that of before, and they go on."""
+
+    def body(comm: Communicator) -> Any:
+        replica = Replica(comm, make, **settings)
+        replica.train(4)
+        replica.optimizer.check_agreement()
+        before = bits(replica.model)
+        replica.backward()
+        if comm.rank == 2:
+            comm.abort("leaves")
+            return None
+        with pytest.raises(gradwire.Aborted) as raised:
+            replica.optimizer.step()
+        assert raised.value.peer == 2
+        assert bits(replica.model) == before
+        assert replica.optimizer.steps == 4
+        replica.optimizer.after_shrink(replica.optimizer.communicator.shrink(timeout=5))
+        replica.step_number = 5
+        found = replica.train(3)
+        replica.optimizer.check_agreement()
+        return found
+
+    one, other, _ = run(3, body)
+    assert one == other
+
+
+def test_survivors_take_over_a_step_that_some_have_made() -> None:
+    """Rank 0 aborts after a step of which the other has not got the result."""
+
+    def body(comm: Communicator) -> Any:
+        replica = Replica(comm, DistributedLion, lr=0.01, min_elements=0)
+        replica.train(2)
+        if comm.rank == 0:
+            with torch.no_grad():
+                replica.model[0].weight.add_(1)
+            replica.optimizer.steps += 1
+            comm.abort("a failure")
+        momentum = replica.optimizer.state[replica.model[0].weight]["exp_avg"].clone()
+        with pytest.raises(gradwire.Aborted):
+            replica.train(1)
+        replica.optimizer.after_shrink(comm.shrink(timeout=LIMIT))
+        assert torch.equal(replica.optimizer.state[replica.model[0].weight]["exp_avg"], momentum)
+        replica.optimizer.check_agreement()
+        return replica.optimizer.steps, bits(replica.model)
+
+    one, other = run(2, body)
+    assert one == other
+    assert one[0] == 3
+
+
+def test_an_error_of_one_rank_alone_ends_the_others_step() -> None:
+    def body(comm: Communicator) -> str:
+        replica = Replica(comm)
+        replica.train(1)
+
+        def fail() -> torch.Tensor:
+            raise RuntimeError("in the closure")
+
+        replica.backward()
+        if comm.rank == 1:
+            replica.optimizer._step_with = lambda _: fail()
+            with pytest.raises(RuntimeError, match="in the closure"):
+                replica.optimizer.step()
+            return ""
+        with pytest.raises(gradwire.Aborted) as raised:
+            replica.optimizer.step()
+        return str(raised.value)
+
+    assert "RuntimeError in OneBitAdam.step()" in run(2, body)[0]
+
+
+def test_a_copy_says_that_it_has_no_connections() -> None:
+    def body(comm: Communicator) -> str:
+        replica = Replica(comm)
+        replica.train(1)
+        again = copy.deepcopy(replica.optimizer)
+        assert isinstance(again.param_groups[0]["params"][0], Parameter)
+        with pytest.raises(InvalidArgument) as raised:
+            again.step()
+        return f"{raised.value} {again!r:.10}"
+
+    assert "without the original's connections" in run(1, body)[0]
