@@ -132,7 +132,7 @@ class _Part(NamedTuple):
 
     @property
     def places(self) -> torch.Tensor:
-        """Where in a tile the values are, as they travel."""
+        """The places of the values in their tiles, as they travel."""
         return self.own_places.to(torch.int16)
 
     def sum(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

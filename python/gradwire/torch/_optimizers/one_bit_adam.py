@@ -164,7 +164,7 @@ class OneBitAdam(ExchangingOptimizer):
     def _momentum(
         self, state: Mapping[str, Any], gradient: torch.Tensor, factor: float, group: dict[str, Any]
     ) -> torch.Tensor:
-        """This rank's next momentum, preconditioned: a new tensor."""
+        """Returns this rank's next momentum, preconditioned, in a new tensor."""
         beta1, beta2 = group["betas"]
         own = gradient / state["denominator"]
         if factor != 1:

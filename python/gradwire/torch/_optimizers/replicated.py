@@ -213,7 +213,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Prepares for a communicator, or for parameters that were added."""
 
     def _residuals_to_save(self) -> dict[str, Any]:
-        """What `_load_residuals` takes, and what a saved state of any number of ranks has."""
+        """The part of a saved state that `_load_residuals` takes."""
         return {"layout": (), "loss_scale": None, "learning_rates": [], "feedback": {}}
 
     def _load_residuals(self, saved: Mapping[str, Any]) -> None:
