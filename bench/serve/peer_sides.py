@@ -47,6 +47,11 @@ def run(kind: str, rank: int, where: Any, sizes: Sequence[int], pipe: Connection
             pipe.send(perf_counter() - start)
 
 
+def _filled(size: int) -> Floats:
+    """An array whose memory is its own: of zeros that nobody wrote, all pages are the same one."""
+    return np.full(size, 1e-3, np.float32)
+
+
 class _Gradwire:
     """Rank 2 has both shards, of a service for each size; each shard is a thread."""
 
@@ -58,8 +63,8 @@ class _Gradwire:
             servers = {size: stack.enter_context(serve.Server(SERVERS)) for size in sizes}
             self.where = {size: each.store for size, each in servers.items()}
             return
-        self._values = {size: [np.zeros(size, np.float32)] for size in sizes}
-        self._gradients = {size: [np.full(size, 1e-3, np.float32)] for size in sizes}
+        self._values = {size: [_filled(size)] for size in sizes}
+        self._gradients = {size: [_filled(size)] for size in sizes}
         self._servers = {
             size: stack.enter_context(
                 serve.connect(
@@ -94,10 +99,10 @@ class _Sockets:
         if rank >= CLIENTS:
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             self.where = listener.getsockname()[1]
-            self._halves = {size: np.zeros(size // SERVERS, np.float32) for size in sizes}
+            self._halves = {size: _filled(size // SERVERS) for size in sizes}
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
             return
-        self._halves = {size: np.zeros(size // SERVERS, np.float32) for size in sizes}
+        self._halves = {size: _filled(size // SERVERS) for size in sizes}
         self._servers = [
             stack.enter_context(socket.create_connection(("127.0.0.1", port))) for port in where
         ]
@@ -173,7 +178,10 @@ class _Gloo:
         )
         stack.callback(dist.destroy_process_group)
         self._peers = range(CLIENTS, CLIENTS + SERVERS) if self._client else range(CLIENTS)
-        self._halves = {size: [torch.zeros(size // SERVERS) for _ in self._peers] for size in sizes}
+        self._halves = {
+            size: [torch.from_numpy(_filled(size // SERVERS)) for _ in self._peers]
+            for size in sizes
+        }
         self._words = [torch.zeros(1) for _ in self._peers]
 
     def _exchange(self, sends: bool, tensors: list[Any]) -> None:
@@ -212,7 +220,7 @@ class _Rpc:
         torch.set_num_threads(1)
         self.where, self._rpc = None, rpc
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{where}", rpc_timeout=_LIMIT)
-        self._halves = {size: torch.zeros(size // SERVERS) for size in sizes}
+        self._halves = {size: torch.from_numpy(_filled(size // SERVERS)) for size in sizes}
         if rank >= CLIENTS:
             _held.update(self._halves)
         rpc.init_rpc(
@@ -240,7 +248,7 @@ class _Wall:
 
     def __init__(self, rank: int, where: Any, sizes: Sequence[int], stack: Any) -> None:
         self.where = None
-        self._arrays = {size: [np.zeros(size, np.float32) for _ in range(2)] for size in sizes}
+        self._arrays = {size: [_filled(size) for _ in range(2)] for size in sizes}
 
     def both(self, size: int) -> None:
         x, y = self._arrays[size]
