@@ -22,7 +22,7 @@
 namespace gradwire::serve {
 
 // Frames that a sender may have under way.
-inline constexpr int kWindow = 8;
+inline constexpr int kWindow = 4;
 
 // Which end of its transport a process is.
 enum class End : Rank { kServer = 0, kClient = 1 };

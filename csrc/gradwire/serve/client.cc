@@ -10,12 +10,18 @@
 namespace gradwire::serve {
 namespace {
 
+// Bytes of values that may stay in a cache; more would push each other out of it.
+constexpr std::uint64_t kCached = 16 << 20;
 constexpr double kTurnSeconds = 0.05;  // between two looks at an interrupt
 
 bool alike(const PushOptions& a, const PushOptions& b) {
   // A rate of 0 is the rule's own, and one of -0 is zero.
   return a.codec == b.codec && a.codecs == b.codecs && a.feedback == b.feedback &&
          a.rate == b.rate && std::signbit(a.rate) == std::signbit(b.rate);
+}
+
+std::uint64_t bytes_of(const Table& table) {
+  return table.elements() * table.words() * sizeof(float);
 }
 
 void add(std::span<const float> x, std::vector<float>& sum) {
@@ -27,8 +33,10 @@ void add(std::span<const float> x, std::vector<float>& sum) {
 
 Client::Client(Table table, ClientId id, std::vector<std::unique_ptr<Channel>> shards)
     : table_(std::move(table)),
+      mark_(table_.mark()),
       id_(id),
       codecs_(codecs_of(table_)),
+      install_(bytes_of(table_) > kCached ? copy_streaming : copy_cached),
       poller_([this](Channel& channel) { return serve(channel); }),
       versions_(shards.size(), kNoVersion) {
   table_.check();

@@ -187,8 +187,10 @@ class Client {
   std::size_t index_of(const Link& link) const;
 
   const Table table_;
+  const std::uint16_t mark_;  // of the table
   const ClientId id_;
   const Codecs codecs_;
+  const Copy install_;  // copies pulled values to the arrays of the caller
   std::vector<Link> links_;
   std::map<Channel*, Link*> by_channel_;
   Poller poller_;

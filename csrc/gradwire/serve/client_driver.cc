@@ -51,7 +51,7 @@ void Client::say_goodbye(const WaitLimit& limit) {
   for (Link& link : links_) {
     MessageHeader goodbye;
     goodbye.client = id_;
-    goodbye.table = table_.mark();
+    goodbye.table = mark_;
     link.channel->post(goodbye);
     link.channel->send_queued();
     while (!(link.channel->flush() && link.channel->queued() == 0) && !limit.passed()) {
@@ -113,7 +113,7 @@ MessageHeader Client::header_of(const Call& call) const {
   header.codec = call.codec_;
   header.client = id_;
   header.sequence = call.sequence_;
-  header.table = table_.mark();
+  header.table = mark_;
   header.version = call.version_;
   return header;
 }
@@ -366,7 +366,7 @@ void Client::install(Link& link, const ShardFrame& frame, const Message& message
       std::memcpy(to, mirror + (piece.first - frame.first), plain);
     } else if (message.header.codec == 0 && rest.size() >= plain) {
       // decode() would also look whether all are finite.
-      std::memcpy(to, rest.data(), plain);
+      install_(reinterpret_cast<std::byte*>(to), rest.data(), plain);
       rest = rest.subspan(plain);
     } else {
       rest = rest.subspan(codec.decode(rest, to, piece.count).bytes);

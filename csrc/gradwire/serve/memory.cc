@@ -1,5 +1,6 @@
 #include "gradwire/serve/memory.h"
 
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -34,12 +35,30 @@ std::uint64_t limit_of_process() {
   return limit.rlim_cur;
 }
 
+// Asks for huge pages for what lies between two ordinary ones.
+void use_huge_pages(void* memory, std::size_t bytes) noexcept {
+  constexpr std::size_t kLeast = std::size_t{4} << 20;  // two huge pages, on most systems
+  if (bytes < kLeast) return;
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(memory);
+  const std::uintptr_t from = (begin + page - 1) / page * page, to = (begin + bytes) / page * page;
+  ::madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+}
+
 }  // namespace
 
 std::uint64_t usable_memory() {
   std::uint64_t least = std::min(memory_of_host(), limit_of_process());
   for (const char* path : kGroupLimits) least = std::min(least, number_in(path));
   return least;
+}
+
+std::vector<float> make_words(std::size_t n, float initial) {
+  std::vector<float> words;
+  words.reserve(n);
+  use_huge_pages(words.data(), n * sizeof(float));  // before they are touched
+  words.resize(n, initial);
+  return words;
 }
 
 std::string gibibytes(std::uint64_t bytes) {

@@ -15,6 +15,8 @@ namespace {
 
 // Turns without work, each after a yield, before a channel sleeps.
 constexpr int kEmptyTurns = 20;
+// Rounds with work, after which there is a look at the doorbells of those that sleep.
+constexpr int kMostUnlooked = 4;
 constexpr int kLongestSleep = 60'000;  // milliseconds
 
 }  // namespace
@@ -75,10 +77,13 @@ bool Poller::round() {
     if (member.empty_turns > kEmptyTurns) fall_asleep(member);
   }
   if (!moved && awake_ > 0) ::sched_yield();
+  moved_ = moved;
   return moved;
 }
 
 void Poller::wait(const Deadline& deadline) {
+  if (moved_ && ++unlooked_ < kMostUnlooked) return;
+  unlooked_ = 0;
   std::array<epoll_event, 64> events;
   const int timeout = awake_ == 0 ? deadline.milliseconds_left(kLongestSleep) : 0;
   const int ready = ::epoll_wait(epoll_.get(), events.data(), events.size(), timeout);

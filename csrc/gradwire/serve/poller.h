@@ -47,6 +47,8 @@ class Poller {
   UniqueFd bell_;                  // an eventfd
   std::map<int, Member> members_;  // by doorbell
   std::size_t awake_ = 0;
+  bool moved_ = false;  // in the last round
+  int unlooked_ = 0;    // rounds without a look at the doorbells
 };
 
 }  // namespace gradwire::serve

@@ -218,7 +218,7 @@ bool Server::send_frame(Peer& peer) {
   const Bytes room = peer.channel->room();
   if (room.empty()) return false;
   MessageHeader header;
-  header.table = shard().table().mark();
+  header.table = shard().mark();
   const bool last = shard().pull_frame(peer.id, *peer.pull, header, room, peer.channel->copy());
   peer.channel->send(header);
   shard().statistics().sent += sizeof header + header.length;
@@ -244,7 +244,7 @@ void Server::handle(Peer& peer, const Message& message) {
   if (header.has(kReply)) throw InvalidArgument("a client sent a reply");
   if (header.client != peer.id) throw InvalidArgument("a frame names another client");
   if (header.op == Op::kJoin) return join(peer, message);
-  if (!peer.joined || header.table != shard().table().mark())
+  if (!peer.joined || header.table != shard().mark())
     throw InvalidArgument("a request came without the table that it is for");
   shard().statistics().received += sizeof header + message.payload.size();
   if (peer.role == Role::kCoordinator && is_for_replicas(header.op))
@@ -356,7 +356,7 @@ void Server::reply(Peer& peer, const MessageHeader& request, std::string_view te
   MessageHeader header = request;
   header.flags = kFirst | kLast | kReply;
   header.version = shard().version();
-  header.table = shard().table().mark();
+  header.table = shard().mark();
   const auto payload = std::as_bytes(std::span(text.substr(0, kMostPayload)));
   peer.channel->post(header, payload);
 }

@@ -9,6 +9,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/codec/simd/simd.h"
+#include "gradwire/serve/memory.h"
 #include "gradwire/serve/vectors/block_sums.h"
 
 namespace gradwire::serve {
@@ -30,6 +31,7 @@ bool pulls_differences(const codec::Codec& codec) {
 
 Shard::Shard(Table table, std::uint32_t shard)
     : table_(std::move(table)),
+      mark_(table_.mark()),
       index_(shard),
       codecs_(codecs_of(table_)),
       layout_(table_, codecs_, shard),
@@ -41,10 +43,9 @@ Shard::Shard(Table table, std::uint32_t shard)
     vectors_ = std::make_unique<Vectors>(layout_.elements(), layout_.words(), block);
     return;
   }
-  slots_.push_back({"w", std::vector<float>(layout_.elements())});
+  slots_.push_back({"w", make_words(layout_.elements())});
   for (const RuleState& state : rule_->states())
-    slots_.push_back(
-        {std::string(state.name), std::vector<float>(layout_.elements(), state.initial)});
+    slots_.push_back({std::string(state.name), make_words(layout_.elements(), state.initial)});
 }
 
 Shard::Shard(Snapshot snapshot) : Shard(Table::parse(snapshot.table), snapshot.shard) {
@@ -60,7 +61,8 @@ Shard::Shard(Snapshot snapshot) : Shard(Table::parse(snapshot.table), snapshot.s
            snapshot.slots[i].values.size() == slots_[i].values.size();
   if (!fits) throw InvalidArgument("the snapshot's slots are not those of its table and shard");
   version_ = snapshot.version;
-  if (!vectors_) slots_ = std::move(snapshot.slots);
+  for (std::size_t i = 0; i < slots_.size(); ++i)
+    std::ranges::copy(snapshot.slots[i].values, slots_[i].values.begin());
   steps_ = std::move(snapshot.steps);
 }
 
@@ -91,7 +93,7 @@ std::optional<Answer> Shard::set(ClientId client, const Message& message) {
   if (has_values()) {
     set.answer = {Refusal::kHasValues, "there are values already"};
   } else {
-    set.staged.resize(layout_.elements() * layout_.words());
+    if (set.staged.empty()) set.staged = make_words(layout_.elements() * layout_.words());
     const bool finite = decode_frame(*codecs_[0], layout_, frame, message.payload, /*add=*/false,
                                      set.staged.data() + frame.first * layout_.words());
     if (!finite) set.answer = {Refusal::kNotFinite, "the initial values hold NaN or Inf"};
@@ -149,7 +151,7 @@ void Shard::take_push(ClientId client, Request& push, const ShardFrame& frame,
   const float* gradient = scratch_.data();
   bool finite = false;
   if (table_.atomic_push) {
-    push.staged.resize(layout_.elements());
+    if (push.staged.empty()) push.staged = make_words(layout_.elements());
     finite = decode_frame(codecs_, codec, layout_, frame, message.payload,
                           push.staged.data() + frame.first);
   } else if (codec == 0 && message.payload.size() == frame.count * sizeof(float)) {

@@ -60,6 +60,7 @@ class Shard {
   explicit Shard(Snapshot snapshot);
 
   const Table& table() const noexcept { return table_; }
+  std::uint16_t mark() const noexcept { return mark_; }  // of the table
   const Layout& layout() const noexcept { return layout_; }
   std::uint64_t version() const noexcept { return version_; }
   bool has_values() const noexcept { return version_ != kNoVersion; }
@@ -136,6 +137,7 @@ class Shard {
   SharedWords frozen();
 
   Table table_;
+  std::uint16_t mark_;
   std::uint32_t index_;
   Codecs codecs_;
   Layout layout_;
