@@ -1,4 +1,4 @@
-"""Runs the programs that docs/backend.md gives for accelerate and Lightning, on two ranks each.
+"""Runs the programs of the documentation for accelerate and Lightning, on two ranks each.
 
 `make test-trainers` calls it with the Python of a virtual environment that has both and gradwire.
 """
@@ -11,15 +11,61 @@ import sys
 import tempfile
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs/backend.md"
+DOCS = Path(__file__).parents[2] / "docs"
 LIMIT = 600.0  # seconds, after which a program is taken to hang
-TRAINERS = ("accelerate", "lightning")  # in the page's order
+TRAINERS = ("accelerate", "lightning")  # in the pages' order
+# What Lightning ignores on CPUs; accelerate's own hooks have names.
+DROPPED_HOOK = """
+import gradwire.torch
+import lightning
+import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 
-def programs() -> list[str]:
-    """The blocks of Python in the page's section on trainers."""
-    section = PAGE.read_text().split("\n## accelerate and Lightning\n")[1].split("\n## ")[0]
-    return [block.split("```")[0] for block in section.split("```python\n")[1:]]
+class Regression(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, _):
+        return self.net(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+module = Regression()
+with gradwire.init() as comm:
+    state = gradwire.torch.State(comm, parameters=module.named_parameters())
+    strategy = DDPStrategy(
+        process_group_backend="gloo",
+        ddp_comm_state=state,
+        ddp_comm_hook=gradwire.torch.comm_hook,
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False
+    )
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+    try:
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8))
+    except gradwire.Error as error:
+        print("refused:", error)
+"""
+
+
+def backend_programs() -> list[str]:
+    """The blocks of Python in the section on trainers of the backend's page."""
+    page = (DOCS / "backend.md").read_text()
+    return _blocks(page.split("\n## accelerate and Lightning\n")[1].split("\n## ")[0])
+
+
+def hook_programs() -> list[str]:
+    """The blocks of Python in the page on trainers."""
+    return _blocks((DOCS / "trainers.md").read_text())
+
+
+def _blocks(text: str) -> list[str]:
+    return [block.split("```")[0] for block in text.split("```python\n")[1:]]
 
 
 def output_of(program: str) -> str:
@@ -42,11 +88,18 @@ def output_of(program: str) -> str:
 
 
 def main() -> None:
-    """Fails where a program does, another backend was used, or weights differ between ranks."""
-    for program, trainer in zip(programs(), TRAINERS, strict=True):
+    """Fails where a program does, or its last line tells of something else than it should."""
+    for program, trainer in zip(backend_programs(), TRAINERS, strict=True):
         printed = output_of(program)
         assert printed.count(f"{trainer} over gradwire: 0.0") == 2, printed
-        print(f"{trainer}: passed")
+        print(f"{trainer} over the backend: passed")
+    for program, trainer in zip(hook_programs(), TRAINERS, strict=True):
+        printed = output_of(program)
+        assert printed.count(f"{trainer}: spread 0.0, resumed alike: True") == 2, printed
+        print(f"{trainer} with the hook: passed")
+    printed = output_of(DROPPED_HOOK)
+    assert printed.count("refused: SGD steps 'net.weight'") == 2, printed
+    print("a hook that Lightning drops: refused")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ class DiLoCo:
         list if several train parts of the model. `lr`, `momentum` and `nesterov` are those of the
         outer optimizer, as in torch.optim.SGD.
 
-        `codec`, `feedback`, `rules` and `min_elements` are as in `register`, for outer gradients.
+        `codec`, `feedback`, `rules` and `min_elements` are as in `register` with ``warm_up=0``, for
+        outer gradients.
         A function of the step (`Stages`, `warm_up`) gets the number of outer steps. Outer gradients
         of float64 parameters travel as they are. `algorithm` is as in `Communicator.all_reduce`.
 

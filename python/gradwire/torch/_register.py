@@ -240,6 +240,9 @@ def _install_forward_hooks(
 def _before_forward(state: State, guard: Guard, ddp: DistributedDataParallel, _: Any) -> None:
     guard.remove_leaf_hooks()
     if ddp.training and torch.is_grad_enabled():
+        if not state._has_forward:
+            state._has_forward = True
+            state._watch.note_forward()
         state._steps.raise_error()
 
 

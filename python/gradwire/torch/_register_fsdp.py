@@ -47,11 +47,11 @@ def register_fsdp(
     decoded parameters; the shards that the optimizer steps are not rounded. (FSDP: Zhao et al.
     2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel")
 
-    `codec`, `feedback`, `rules`, `scaler` and `optimizer` are as in `register`, and so is what
-    happens to gradients of bfloat16 and float16, here of FSDP's `reduce_dtype`. Names in rules are
-    those of ``model.named_parameters()``. Parameters of fewer than `min_elements` elements (with
-    replicas: shards of fewer) travel uncompressed where the codec is biased, and with
-    `gather_codec`. A step is a backward whose gradients are synchronised: with
+    `codec`, `feedback`, `rules`, `scaler` and `optimizer` are as in `register` with ``warm_up=0``,
+    and so is what happens to gradients of bfloat16 and float16, here of FSDP's `reduce_dtype`.
+    Names in rules are those of ``model.named_parameters()``. Parameters of fewer than
+    `min_elements` elements (with replicas: shards of fewer) travel uncompressed where the codec is
+    biased, and with `gather_codec`. A step is a backward whose gradients are synchronised: with
     `set_requires_gradient_sync(False)` nothing is sent or kept, nor with
     `set_requires_all_reduce(False)` between replicas.
 

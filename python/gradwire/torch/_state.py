@@ -91,9 +91,10 @@ class State(HookState):
         )
         self._steps = Steps(communicator, algorithm, self._training, joins)
         self._guard: Guard | None = None
-        watch = OptimizerWatch(self, momentum=has_momentum)
+        self._has_forward = False  # since `register`, in training
+        self._watch = OptimizerWatch(self, momentum=has_momentum)
         if optimizer is not None:
-            watch(optimizer)
+            self._watch.look_at(optimizer, self)
         if kept is not None:
             persistent_state_of(kept).state = weakref.ref(self)
         self._close = weakref.finalize(self, self._steps.close, owns_communicator)
@@ -109,6 +110,9 @@ class State(HookState):
             f"codec={self.codec!r}, algorithm={self.algorithm!r}, steps={self.steps}, "
             f"bytes={self.bytes}{failed}{why})"
         )
+
+    def _is_reached(self) -> bool:
+        return self._has_forward or self._steps.submitted_steps > 0
 
     def _require_pausable(self) -> None:
         if self._steps.in_join:

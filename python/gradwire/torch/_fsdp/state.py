@@ -82,7 +82,7 @@ class FSDPState(HookState):
         at_exit.close_first(self._steps)
         watch = OptimizerWatch(self)
         if optimizer is not None:
-            watch(optimizer)
+            watch.look_at(optimizer, self)
 
     def __repr__(self) -> str:
         failed = f", error={self.error!r}" if self.error else ""

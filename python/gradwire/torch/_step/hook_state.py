@@ -171,6 +171,10 @@ class HookState:
         """The parameters that optimizers step, with their names."""
         return self._names
 
+    def _is_reached(self) -> bool:
+        """Whether forwards or gradients have come to the hook."""
+        return True
+
     def _parameters(self) -> Iterable[tuple[CodecLike, int, float]]:
         """The codec of each parameter in the last step, its elements and its residual's norm."""
         for parameter, name in self._names.items():

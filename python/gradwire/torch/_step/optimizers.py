@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradwire._calls.reductions import CodecLike
 from gradwire._communicator import Communicator
+from gradwire._errors import Error
 from gradwire.torch._step.double_counting import has_any, require_no_momentum, warn_of_betas
 from gradwire.torch._step.rules import Rules
 
@@ -39,33 +40,45 @@ class _HookState(Protocol):
 
     def _stepped(self) -> Mapping[torch.Tensor, str]: ...
 
+    def _is_reached(self) -> bool: ...
+
 
 class OptimizerWatch:
     """Checks each step of any optimizer of a model's parameters, until the hook's state is closed.
 
-    Raises InvalidArgument for momentum in both the optimizer and the hook. Warns once, on rank 0,
-    of an adaptive optimizer: of one after a biased codec, and of its `betas` beside the hook's
-    momentum. Does not keep the state alive, nor the parameters, which would.
+    Raises Error where an optimizer steps gradients before any came to the hook, and InvalidArgument
+    for momentum in both the optimizer and the hook. Warns once, on rank 0, of adaptive optimizers
+    after a biased codec, and of their `betas` beside the hook's momentum. Does not keep the state
+    alive, nor the parameters, which would.
     """
 
     def __init__(self, state: _HookState, *, momentum: bool = False) -> None:
         """`momentum` says that the hook has it."""
         self._state, self._momentum = weakref.ref(state), momentum
-        self._told_of_betas = not momentum
-        self._told_of_codec = not state._rules.needs_feedback
-        if momentum or state._rules.needs_feedback:
-            handle = register_optimizer_step_pre_hook(self)
-            weakref.finalize(state, handle.remove)
+        first = state.communicator.rank == 0
+        self._told_of_betas = not (momentum and first)
+        self._told_of_codec = not (state._rules.needs_feedback and first)
+        self._handle = register_optimizer_step_pre_hook(self)
+        weakref.finalize(state, self._handle.remove)
+
+    def note_forward(self) -> None:
+        """Notes that the hook will get gradients; ends the watch if that was all to look for."""
+        if self._told_of_betas and self._told_of_codec and not self._momentum:
+            self._handle.remove()
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Checks an optimizer; torch calls it before each step of any."""
         state = self._state()
         if state is None or state.closed:
             return
+        if not state._is_reached():
+            _require_no_gradients(optimizer, state._stepped())
+        self.look_at(optimizer, state)
+
+    def look_at(self, optimizer: torch.optim.Optimizer, state: _HookState) -> None:
+        """Checks the settings of an optimizer that steps, or will step, the state's parameters."""
         if self._momentum:
             require_no_momentum(optimizer, state._stepped())
-        if state.communicator.rank != 0:
-            return
         if not self._told_of_betas:
             self._told_of_betas = warn_of_betas(optimizer, state._stepped())
         if not self._told_of_codec:
@@ -91,6 +104,11 @@ def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
 def advice(optimizer: torch.optim.Optimizer, codec: CodecLike) -> str:
     """Tells what to use in place of an adaptive optimizer after a biased codec."""
     name = type(optimizer).__name__
+    if type(optimizer).__module__.startswith("gradwire."):
+        return (
+            f"{name} averages by itself, and the hook has averaged before it: leave out register(),"
+            " or run backwards within no_sync()"
+        )
     instead = "DistributedLion" if name == "Lion" else "OneBitAdam"
     return (
         f"{name} after the codec {codec} ends at a higher loss than without a codec: its steps are "
@@ -115,6 +133,22 @@ def warn_of_own_momentum(optimizer: torch.optim.Optimizer, codec: object) -> Non
                 *(own, codec, own, more),
             )
             return
+
+
+def _require_no_gradients(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, str]
+) -> None:
+    """Raises Error where a step would use gradients that no hook can have averaged."""
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            if each.grad is not None and each in parameters:
+                raise Error(
+                    f"{type(optimizer).__name__} steps {parameters[each]!r}, and no gradient of "
+                    "the model came to gradwire's hook: call the DistributedDataParallel model, "
+                    "and not the module inside, whose gradients stay on their rank; where a "
+                    "trainer wraps the model, call register() for what it has made (Lightning "
+                    "ignores ddp_comm_hook= on CPUs, and accelerate a comm_hook= of yours)"
+                )
 
 
 def _steps_any(optimizer: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, str]) -> bool:

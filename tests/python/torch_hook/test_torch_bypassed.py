@@ -1,0 +1,71 @@
+"""An optimizer's step whose gradients cannot have come to the hook raises."""
+
+from __future__ import annotations
+
+import gradwire
+import pytest
+import torch
+import torch_ranks
+from gradwire.torch import State, comm_hook, register
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_training import backward, flat, mlp
+
+
+def refused(module: nn.Module, trained: nn.Module) -> str:
+    """The error of the first step; nothing has moved then."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.step()  # without gradients nothing is wrong
+    before = flat(module)
+    backward(trained, 0)
+    with pytest.raises(gradwire.Error) as raised:
+        optimizer.step()
+    assert before.equal(flat(module))
+    return str(raised.value)
+
+
+def bypassed() -> list[str]:
+    """The module is trained in place of the model; and a trainer drops the hook it was given."""
+    inside = mlp()
+    state = register(DistributedDataParallel(inside))
+    messages = [refused(inside, inside)]
+    dropped = mlp()
+    plain = DistributedDataParallel(dropped)
+    State(state.communicator, parameters=dropped.named_parameters())  # which nobody keeps
+    kept = State(state.communicator, parameters=dropped.named_parameters())
+    messages.append(refused(dropped, plain))
+    plain.register_comm_hook(kept, comm_hook)
+    optimizer = torch.optim.SGD(dropped.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(plain, step)
+        optimizer.step()
+    assert kept.steps == 2
+    return messages
+
+
+def test_steps_of_gradients_that_did_not_come_to_the_hook_are_refused() -> None:
+    for messages in torch_ranks.run(2, bypassed):
+        for message in messages:
+            assert "SGD steps '0.weight', and no gradient of the model came" in message
+            assert "ddp_comm_hook=" in message
+
+
+def allowed() -> int:
+    """Local steps within no_sync, another model's optimizer, and a closed hook."""
+    ddp, other = DistributedDataParallel(mlp()), mlp()
+    state = register(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.no_sync():
+        backward(ddp, 0)
+    optimizer.step()
+    closed = mlp()
+    register(DistributedDataParallel(closed)).close()
+    for module in (other, closed):
+        backward(module, 0)
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    return state.steps
+
+
+def test_other_steps_are_not() -> None:
+    assert torch_ranks.run(2, allowed) == [0, 0]
