@@ -78,7 +78,13 @@ def test_the_learning_rate_rises_in_the_warm_up_and_falls_to_nothing():
 
 @pytest.mark.parametrize(
     "text",
-    ["onebit", "topk:density=0.01-feedback", "gloo:fp16", "onebit:block=64+momentum+rate+feedback"],
+    [
+        "onebit",
+        "topk:density=0.01-feedback",
+        "gloo:fp16",
+        "onebit:block=64+momentum+rate+feedback",
+        "lowrank+small=int8+int8=0.1",
+    ],
 )
 def test_a_method_is_what_its_text_says(text: str):
     assert str(Method.parse(text).check()) == text
