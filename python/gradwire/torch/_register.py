@@ -72,8 +72,8 @@ def register(
     A biased codec of gradwire's (onebit, threshold, topk, lowrank) that does not change with the
     step comes with what it needs to train. The first `warm_up` steps go in int8: 500 by default,
     about as many as the trainings in docs/compression.md had; a fifth of all steps is a good number
-    where that is known. The first and the last layer, embeddings, and parameters that are no
-    matrices stay in int8, unless `rules` are given. Give `optimizer` too: where it is SGD with
+    where that is known. The first and the last layer, embeddings, and parameters that are small or
+    no matrices stay in int8, unless `rules` are given. Give `optimizer` too: where it is SGD with
     momentum, gradwire's log says how to move that into the hook. ``warm_up=0`` leaves everything as
     it is given.
 
@@ -110,7 +110,7 @@ def register(
     over those that still train. Buffers (of batch normalisation) travel over gradwire too. Forward,
     backward and the end of a `ddp.join()` block raise gradwire's errors, which name the rank that
     failed; within such a block, backward may raise torch's. Backward raises when DDP bypassed the
-    hook.
+    hook, and an optimizer's step when no forward of `ddp` came before its gradients.
     """
     require_model(ddp)
     require_settings(momentum, scaler, optimizer, feedback, rules)
@@ -119,15 +119,14 @@ def register(
     if communicator is not None:
         arguments.instance(communicator, "communicator", Communicator, "a gradwire.Communicator")
     model = Model(ddp.module, dict(_averaged(ddp)))
-    # Refuses what is wrong on this rank before the ranks meet.
-    given = settings(model, "none" if codec == AUTO else codec, rules, warm_up, min_elements)
-    Rules(given.codec, rules, min_elements)
+    known: CodecChoice = "none" if codec == AUTO else codec
+    Rules(known, rules, min_elements)  # refuses what is wrong on this rank before the ranks meet
+    chosen = settings(model, known, rules, warm_up, min_elements)
     owns = communicator is None
     if communicator is None:
         communicator = communicator_of(ddp.process_group, timeout)
     _require_same_ranks(communicator, ddp.process_group)
     joins = JoinTracker(ddp)
-    chosen = given
     if codec == AUTO:
         chosen = choose(model, communicator, rules, warm_up, min_elements, optimizer)
     make = partial(

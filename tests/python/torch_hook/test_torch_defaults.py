@@ -64,6 +64,12 @@ def test_the_ends_of_other_networks_are_found() -> None:
     assert matrices(heads) - left_out(heads) == {"1.weight", "2.weight", "3.weight"}
 
 
+def test_parameters_with_names_of_their_own_are_of_the_whole_model() -> None:
+    module = nn.Sequential(*(nn.Linear(9, 9, bias=False) for _ in range(3)))
+    renamed = {f"weights/{i}.matrix": each for i, each in enumerate(module.parameters())}
+    assert set(sensitive(Model(module, renamed), 0)) == set(renamed)
+
+
 @pytest.mark.parametrize("codec", BIASED)
 def test_a_biased_codec_begins_in_int8_and_is_for_the_middle(codec: Any) -> None:
     module = nn.ModuleDict({"a[0]": nn.Linear(9, 9), "b": nn.Linear(9, 9), "c": nn.Linear(9, 9)})

@@ -36,7 +36,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "clip_norm as text": ({"clip_norm": "1"}, "clip_norm='1' is of type str: give a number"),
     "timeout as text": ({"timeout": "1"}, "timeout='1' is of type str: give a number"),
     "no timeout": ({"timeout": -1}, "timeout=-1 is not a positive number of seconds"),
-    "fractional min_elements": ({"min_elements": 1.5}, "min_elements=1.5 is of type float"),
+    "fractional min_elements": (
+        {"codec": "topk", "min_elements": 1.5},
+        "min_elements=1.5 is of typ",
+    ),
     "communicator as a number": ({"communicator": 1}, "communicator=1 is of type int: give a gr"),
     "rule for nothing": ({"rules": [("fc.*", "none")]}, "'fc.*', which matches no parameter"),
     "names with a prefix": ({"rules": [("module.*", "none")]}, "named_parameters(): 0.weight"),

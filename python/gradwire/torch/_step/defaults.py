@@ -42,8 +42,11 @@ class Model(NamedTuple):
     parameters: Mapping[str, torch.Tensor]
 
     def owner(self, name: str) -> nn.Module:
-        """The module that has a parameter itself."""
-        return self.module.get_submodule(name.rpartition(".")[0])
+        """The module that has a parameter itself; all of the model where names tell another."""
+        try:
+            return self.module.get_submodule(name.rpartition(".")[0])
+        except AttributeError:  # the module names its parameters in its own way
+            return self.module
 
 
 def settings(
