@@ -12,12 +12,12 @@ from gradwire.torch import DiLoCo
 from torch import nn
 from torch.nn.functional import mse_loss
 
-_seeding = threading.Lock()  # torch's generator is the process's
+seeding = threading.Lock()  # torch's generator is the process's
 
 
 def small(*, normalized: bool = False) -> nn.Module:
     """The same on every rank but for what the rank adds to it, which DiLoCo takes away."""
-    with _seeding:
+    with seeding:
         torch.manual_seed(3)
         between = nn.BatchNorm1d(40) if normalized else nn.Tanh()
         return nn.Sequential(nn.Linear(8, 40), between, nn.Linear(40, 4))

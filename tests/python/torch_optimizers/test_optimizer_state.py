@@ -139,22 +139,27 @@ def test_states_that_do_not_fit_are_refused_on_all_ranks() -> None:
             other.optimizer.state_dict() if comm.rank else good,
             torch.optim.AdamW(small().parameters()).state_dict(),
             {**good, "rank": 1 - comm.rank},
-            early if comm.rank else good,
+            {**good, "param_groups": [{"params": [0, 1]}, {"params": [2, 3]}]},
             {**good, "state": {0: {"exp_avg": torch.zeros(3)}}},
             {**good, "feedback": {"0.weight": {"residual": torch.zeros(3)}}},
+            early if comm.rank else good,  # last, for it fits the rank
         ]
         texts = []
         for each in states:
             with pytest.raises(InvalidArgument) as raised:
                 replica.optimizer.load_state_dict(each)
             texts.append(str(raised.value))
+            if each is not states[-1]:
+                assert_same(state_of(replica), good)
         replica.optimizer.load_state_dict(good)
         replica.train(1)
         return texts
 
     for texts in run(2, body):
-        expected = ("2 parameters", "version is None", "this is rank", "different steps=")
-        for text, part in zip(texts, (*expected, "shape (3,)", "3 elements"), strict=True):
+        expected = ("of [2] param", "version is None", "this is rank", "of [2, 2] param")
+        for text, part in zip(
+            texts, (*expected, "shape (3,)", "3 elements", "steps="), strict=True
+        ):
             assert part in text
 
 

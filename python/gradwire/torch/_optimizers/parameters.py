@@ -77,11 +77,15 @@ def poison(gradients: dict[str, torch.Tensor]) -> None:
         gradients[name] = torch.full_like(each, torch.nan)
 
 
-def require_fitting(saved: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> None:
+def require_fitting(
+    saved: Mapping[str, Any], groups: Groups, names: Mapping[torch.Tensor, str]
+) -> None:
     """Raises InvalidArgument for a saved state of other parameters."""
-    count = sum(len(group["params"]) for group in saved["param_groups"])
-    if count != len(names):
-        raise InvalidArgument(f"the state has {count} parameters, the optimizer {len(names)}")
+    its, own = (
+        [len(group["params"]) for group in each] for each in (saved["param_groups"], groups)
+    )
+    if its != own:
+        raise InvalidArgument(f"the state has groups of {its} parameters, the optimizer of {own}")
     known = set(names.values())
     for name in saved["velocities"]:
         if name not in known:

@@ -241,7 +241,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         broadcast_parameters(named, communicator=self.communicator)
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        listed.require_fitting(saved, self._names)
+        listed.require_fitting(saved, self.param_groups, self._names)
         state = {number: dict(each) for number, each in saved["state"].items()}
         numbers = {name: number for number, name in enumerate(self._names.values())}
         for name, each in saved["velocities"].items():
