@@ -101,9 +101,9 @@ def test_all_ranks_have_the_same_bits_after_each_step(p: int, codec: str) -> Non
 class Recorded(OneBitAdam):
     """Keeps what its ranks gave to the exchanges, and what these delivered."""
 
-    def _average(self, inputs: Any) -> Any:
+    def _average(self, inputs: Any, prepare: Any = None) -> Any:
         given = {name: each.double() for name, each in inputs.items()}
-        found = super()._average(inputs)
+        found = super()._average(inputs, prepare)
         self.flows.append((given, {name: each.double() for name, each in found.items()}))
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -234,6 +235,25 @@ def test_an_error_of_one_rank_alone_ends_the_others_step() -> None:
         return str(raised.value)
 
     assert "RuntimeError in OneBitAdam.step()" in run(2, body)[0]
+
+
+def test_a_failure_between_exchange_and_step_leaves_residuals_as_they_were() -> None:
+    def body(comm: Communicator) -> None:
+        replica = Replica(comm, warm_up_codec="onebit", clip_norm=0.1)
+        replica.train(2)
+        before = bits(replica.model), state_of(replica)
+        replica.backward()
+        if comm.rank == 1:
+            comm.broadcast = lambda _: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                replica.optimizer.step()
+            assert bits(replica.model) == before[0]
+            assert_same(state_of(replica), before[1])
+        else:
+            with contextlib.suppress(gradwire.Aborted):  # rank 0 may have sent its norm in time
+                replica.optimizer.step()
+
+    run(2, body)
 
 
 def test_a_copy_says_that_it_has_no_connections() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,16 +64,20 @@ class ExchangingOptimizer(ReplicatedOptimizer):
     def _load_residuals(self, saved: Mapping[str, Any]) -> None:
         self._residuals.load_state_dict(saved)
 
-    def _average(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    def _average(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        prepare: Callable[[dict[str, torch.Tensor]], None] | None = None,
+    ) -> dict[str, torch.Tensor] | None:
         """Averages tensors over the ranks, in place; None if NaN or Inf is in any rank's.
 
-        Residuals are kept only where all averages are finite.
+        Residuals are kept only where all averages are finite, and `prepare` has made them ready.
         """
         sent = {name: each.contiguous() for name, each in inputs.items()}
         exchange = Exchange(sent, 1 / self.communicator.size, self._residuals)
         try:
             exchange.start(self.communicator, self._algorithm, self.steps)
-            exchange.land()
+            exchange.land(prepare)
         except Error:
             raise
         except BaseException as error:

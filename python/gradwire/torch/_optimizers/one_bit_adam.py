@@ -134,10 +134,9 @@ class OneBitAdam(ExchangingOptimizer):
             else gradients[name].clone()
             for name, parameter, group in trained
         }
-        averages = self._average(sent)
+        averages = self._average(sent, self._clip)
         if averages is None:
             return False
-        self._clip([averages[name] for name in averages if name not in frozen])
         for name, parameter, group in trained:
             move = self._move if name in frozen else self._move_as_adamw
             move(parameter, averages[name], group)
@@ -204,12 +203,16 @@ class OneBitAdam(ExchangingOptimizer):
         limit = self._clip_norm * math.sqrt(self.communicator.size)
         return clipping.factor(clipping.norm(gradients), limit)
 
-    def _clip(self, averages: Sequence[torch.Tensor]) -> None:
-        """Clips averages, on all ranks by rank 0's norm, of which others may round the last bit."""
-        if self._clip_norm is None or not averages:
+    def _clip(self, averages: Mapping[str, torch.Tensor]) -> None:
+        """Clips averaged gradients of parameters in their warm-up.
+
+        On all ranks by rank 0's norm: others may round its last bit in another way.
+        """
+        gradients = [each for name, each in averages.items() if name in self._choices.warming]
+        if self._clip_norm is None or not gradients:
             return
-        norm = np.array([clipping.norm(averages)])
+        norm = np.array([clipping.norm(gradients)])
         self.communicator.broadcast(norm)
         factor = clipping.factor(float(norm[0]), self._clip_norm)
         if factor != 1:
-            torch._foreach_mul_(list(averages), factor)
+            torch._foreach_mul_(gradients, factor)

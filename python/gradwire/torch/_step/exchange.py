@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -52,10 +52,11 @@ class Exchange:
         )
         return work
 
-    def land(self) -> None:
+    def land(self, prepare: Callable[[dict[str, torch.Tensor]], None] | None = None) -> None:
         """Waits for the averages, and keeps residuals if they are finite; again, does nothing.
 
-        Raises the first error of the reductions; then residuals are as they were.
+        Finite averages are given to `prepare` first. Raises its error, and the first one of the
+        reductions; then residuals are as they were.
         """
         if self._residuals is None:
             return
@@ -68,6 +69,12 @@ class Exchange:
         for each in self.gradients.values():
             each.mul_(self._weight)
         self.finite = _are_finite(list(self.gradients.values()))
+        if self.finite and prepare is not None:
+            try:
+                prepare(dict(self.gradients))
+            except BaseException:
+                self.drop()
+                raise
         residuals, self._residuals = self._residuals, None
         residuals.end_step(self.finite)
 
