@@ -57,6 +57,8 @@ class State(HookState):
     ) -> None:
         """Takes the options of `register`; `parameters` are the model's (name, parameter) pairs.
 
+        Codec and rules count as they are given, as with ``warm_up=0``.
+
         `find_unused` says that DDP looks for parameters without a gradient, `joins` tracks which
         ranks still train within `join()`, `owns_communicator` that `close` closes it too. Raises
         InvalidArgument.

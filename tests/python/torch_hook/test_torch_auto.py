@@ -53,7 +53,8 @@ CASES: list[tuple[float, Any, int, Any, str, str]] = [
     (1e8, [[0, 1], [2, 3]], 512, SGD, "lowrank", "after 500 steps in int8"),
     (1e9, FOUR_HOSTS, 1, SGD, "none", "none "),
     (1e10, FOUR_HOSTS, 512, SGD, "none", "links of 10 Gbit/s by the cost model are too fast"),
-    (0, [[0, 1, 2, 3]], 512, SGD, "none", "shared memory"),
+    (9.5e9, FOUR_HOSTS, 512, SGD, "none", "9.5 Gbit/s by the cost model"),
+    (0, [[0, 1, 2, 3]], 512, SGD, "none", "over shared memory no codec pays"),
     (0, FOUR_HOSTS, 512, SGD, "none", "`gradwire tune` measures them"),
     (1e8, [[0]], 512, SGD, "none", "there is nothing to compress"),
 ]
