@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -32,6 +33,7 @@ from typing import Any
 
 import numpy as np
 from gradwire import serve
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from bench.common import result_files
@@ -166,6 +168,7 @@ def _measure(
 def _crowds(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Pulls and pushes a second of few clients and of many, in turns, over one shard."""
     values = [np.zeros(_CROWD_ELEMENTS, np.float32)]
+    arrays = [np.full(_CROWD_ELEMENTS, 1e-3, np.float32) for _ in range(max(_CROWDS))]
     rows: dict[int, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         server = Team.__new__(Team)  # a server alone
@@ -182,7 +185,7 @@ def _crowds(options: argparse.Namespace) -> list[dict[str, Any]]:
                 name = f"client {len(clients)}"
                 joined = serve.connect(values, serve.SGD(lr=0.1), store=store, replica=name)
                 clients.append(stack.enter_context(joined))
-            _work(clients, 1)
+            _work(clients, arrays, 1)
             more = len(clients) - before[2]
             rows[number] = {
                 "clients": number,
@@ -194,20 +197,27 @@ def _crowds(options: argparse.Namespace) -> list[dict[str, Any]]:
             }
         for _ in range(options.rounds):
             for number in _CROWDS:
-                rows[number]["rates"].append(_work(clients[:number], 64 // number * 2))
+                rows[number]["rates"].append(_work(clients[:number], arrays, 64 // number * 2))
     return list(rows.values())
 
 
-def _work(clients: Sequence[serve.ParameterServer], times: int) -> float:
-    """Pulls and pushes a second of all clients together, each on a thread."""
+def _work(
+    clients: Sequence[serve.ParameterServer], arrays: Sequence[NDArray[np.float32]], times: int
+) -> float:
+    """Pulls and pushes a second of all clients together, each on a thread.
 
-    def go(ps: serve.ParameterServer) -> None:
-        values = [np.zeros(_CROWD_ELEMENTS, np.float32)]
+    However many they are, they go through the same arrays in turns: a few clients' own would stay
+    in the caches, those of many would not, whatever a server does.
+    """
+
+    def go(first: int) -> None:
+        own = itertools.cycle(arrays[first :: len(clients)])
         for _ in range(times):
-            ps.pull(values)
-            ps.push(values)
+            values = [next(own)]
+            clients[first].pull(values)
+            clients[first].push(values)
 
-    threads = [threading.Thread(target=go, args=(each,)) for each in clients]
+    threads = [threading.Thread(target=go, args=(each,)) for each in range(len(clients))]
     start = perf_counter()
     for each in threads:
         each.start()
