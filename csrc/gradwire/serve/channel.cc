@@ -73,6 +73,7 @@ void Channel::post(MessageHeader header, ConstBytes payload) {
 bool Channel::send_queued() {
   open_ = {};
   bool sent = false;
+  transport_->limit_unread(kWindow);
   while (!ended_ && !queue_.empty()) {
     const std::vector<std::byte>& message = queue_.front();
     const bool posted = guarded([&] {
@@ -89,9 +90,10 @@ bool Channel::send_queued() {
   return sent;
 }
 
-Bytes Channel::room() {
+Bytes Channel::room(int most) {
   open_ = {};
   if (!queue_.empty()) return {};
+  transport_->limit_unread(most);
   open_ = guarded([&] {
     return transport_->reserve(std::span(&rank_, 1), sizeof(MessageHeader) + kMostPayload);
   });

@@ -50,8 +50,9 @@ class Channel {
   // Sends what waits, as far as there is room. Returns whether something was sent.
   bool send_queued();
   // Returns room for the payload of a bulk frame, of kMostPayload bytes; empty when messages wait,
-  // or there is none now. send() uses it; send_queued() and another room() give it up.
-  Bytes room();
+  // there is none now, or the peer has `most` unread frames, if the transport can tell. send() uses
+  // it; send_queued() and another room() give it up.
+  Bytes room(int most = kWindow);
   Copy copy() const noexcept { return transport_->copy(); }
   void send(const MessageHeader& header);
 

@@ -130,7 +130,8 @@ class Client {
   struct Link {
     std::unique_ptr<Channel> channel;
     Layout layout;
-    std::size_t next = 0;                                      // frame of outgoing_.front()
+    std::size_t next = 0;  // frame of outgoing_.front()
+    int careful = 0;       // more frames, of which few are under way at a time
     std::map<std::uint32_t, std::shared_ptr<Call>> waiting{};  // for a reply of one frame
     std::deque<std::shared_ptr<Call>> pulls{};
     std::size_t pulled = 0;  // frames of the first pull

@@ -12,6 +12,14 @@
 #include "gradwire/serve/shard.h"
 
 namespace gradwire::serve {
+namespace {
+
+// Who makes a small request makes the next one soon, as a rule. For so many frames of a push to a
+// shard fewer are under way, behind which that one would wait.
+constexpr int kCarefulFrames = 64;
+constexpr int kFewUnread = 2;
+
+}  // namespace
 
 void Client::run() {
   const codec::FloatEnvironment environment;
@@ -122,6 +130,7 @@ void Client::request(Link& link, const Call& call, std::uint32_t extra) {
   MessageHeader header = header_of(call);
   header.extra = extra;
   link.channel->post(header, call.payload_);
+  link.careful = kCarefulFrames;
 }
 
 // Sends the table, in as many frames as it takes.
@@ -159,8 +168,9 @@ bool Client::send_frame(Link& link) {
   const std::shared_ptr<Call> call = outgoing_.front();
   const auto& frames = link.layout.frames();
   if (link.next >= frames.size()) return false;
-  const Bytes room = link.channel->room();
+  const Bytes room = link.channel->room(link.careful > 0 ? kFewUnread : kWindow);
   if (room.empty()) return false;
+  if (link.careful > 0) --link.careful;
   const ShardFrame& frame = frames[link.next];
   const bool last = link.next + 1 == frames.size();
   MessageHeader header = header_of(*call);

@@ -63,6 +63,10 @@ class Transport {
   }
   virtual std::vector<Rank> peers() const = 0;
 
+  // Lets a peer have at most so many unread messages from now on, where that is fewer than
+  // Options::messages_per_peer. A kind of link that cannot tell what a peer has read ignores it.
+  virtual void limit_unread(int /*messages*/) noexcept {}
+
   // Returns staging for one message to be sent to each of `peers` (not empty, all linked, each
   // once), 64-byte aligned. data() is null when there is no room now: try again after the doorbell.
   // At most one reservation is open: another reserve() replaces it.

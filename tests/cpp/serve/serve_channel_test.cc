@@ -14,10 +14,12 @@ class ChannelConformance : public testing::TestWithParam<const char*> {
     return header;
   }
   // Sends bulk frames until there is no room; returns how many.
-  static std::size_t send_until_full(Channel& channel, std::uint32_t first = 0) {
+  static std::size_t send_until_full(Channel& channel, std::uint32_t first = 0,
+                                     int most = kWindow) {
     constexpr std::size_t kNeverSoMany = 1000;
     std::size_t sent = 0;
-    for (Bytes room = channel.room(); !room.empty() && sent < kNeverSoMany; room = channel.room()) {
+    for (Bytes room = channel.room(most); !room.empty() && sent < kNeverSoMany;
+         room = channel.room(most)) {
       transport::fill(room, first + sent);
       MessageHeader header = header_of(static_cast<std::uint32_t>(first + sent));
       header.length = static_cast<std::uint32_t>(room.size());
@@ -67,6 +69,24 @@ TEST_P(ChannelConformance, HasAWindowThatAPeerWhoDoesNotReadNeverExceeds) {
   if (transport == "inproc" || transport == "shm") {
     EXPECT_EQ(sent, static_cast<std::size_t>(kWindow));
   }
+}
+
+TEST_P(ChannelConformance, LeavesRoomForMessagesBehindFewFrames) {
+  const std::string transport = GetParam();
+  if (transport != "inproc" && transport != "shm") GTEST_SKIP() << "what is read is not known";
+  EXPECT_EQ(send_until_full(*pair_.server, 0, 2), 2U);
+  pair_.server->post(header_of(2, Op::kStats));
+  EXPECT_TRUE(pair_.server->send_queued());
+  EXPECT_TRUE(pair_.server->room(2).empty());
+  EXPECT_EQ(send_until_full(*pair_.server, 3), static_cast<std::size_t>(kWindow) - 3);
+  for (std::uint32_t unread = kWindow; unread > 1; --unread) {
+    EXPECT_TRUE(pair_.server->room(2).empty()) << unread;
+    const auto message = wait_for_message(*pair_.client, *pair_.server);
+    ASSERT_TRUE(message.has_value());
+    EXPECT_EQ(message->header.sequence, kWindow - unread);
+    pair_.client->release();
+  }
+  EXPECT_FALSE(pair_.server->room(2).empty());
 }
 
 TEST_P(ChannelConformance, SendsQueuedMessagesBeforeMoreFrames) {

@@ -165,6 +165,30 @@ TEST_F(Clients, RefuseARateThatIsNotFinite) {
   wait(push(g));
 }
 
+TEST_F(Clients, SendFewFramesAheadWhereSmallRequestsAreMade) {
+  Table table;
+  table.parameters = {{"w", {400'000}}};
+  start(table);
+  std::size_t applied = 0;
+  job_->servers[0]->log_frames([&](const AppliedFrame&) { ++applied; });
+  // Returns how many frames of a push go out at most while the shard reads nothing.
+  const auto under_way = [&] {
+    applied = 0;
+    const Arrays g = zeros_of(table_);
+    const auto call = push(g);
+    for (int turns = 0; turns < 20; ++turns) client_->turn();
+    for (int turns = 0; turns < 20; ++turns) job_->servers[0]->turn();
+    const std::size_t found = applied;
+    wait(call);
+    return found;
+  };
+  EXPECT_EQ(under_way(), static_cast<std::size_t>(kWindow));
+  wait(client_->ask(Op::kWait, 0, soon()));
+  EXPECT_EQ(under_way(), 2U);
+  for (int pushes = 0; pushes < 10; ++pushes) under_way();
+  EXPECT_EQ(under_way(), static_cast<std::size_t>(kWindow));
+}
+
 TEST_F(Clients, MakeAnyNumberOfPulls) {
   std::vector<Arrays> out(30, zeros_of(table_));
   std::vector<std::shared_ptr<Call>> calls;

@@ -17,6 +17,7 @@ ArenaTransport::ArenaTransport(std::string_view name, const Options& options,
     : StagedTransport(name, options),
       exchange_(exchange),
       messages_(static_cast<std::size_t>(options.messages)),
+      share_(std::min(messages_, static_cast<std::size_t>(options.messages_per_peer))),
       own_(Arena::create(options)),
       epoll_(make_epoll()),
       links_(static_cast<std::size_t>(options.size)) {}
@@ -53,6 +54,13 @@ int ArenaTransport::free_cell() noexcept {
   return kNoCell;
 }
 
+void ArenaTransport::limit_unread(int messages) noexcept {
+  const auto most = std::min(messages, options().messages_per_peer);
+  const std::size_t share = std::min(messages_, static_cast<std::size_t>(most));
+  if (std::exchange(share_, share) == share) return;
+  for (Link& link : links_) link.room = 0;
+}
+
 bool ArenaTransport::has_its_share(Rank peer) {
   std::size_t& room = at(peer).room;
   if (room == 0) room = look_for_room(peer);
@@ -66,9 +74,8 @@ bool ArenaTransport::has_its_share(Rank peer) {
 // peer reads in order, so one entry that it has read tells of all before it. Looks are rare: each
 // costs a cache line on its way back.
 std::size_t ArenaTransport::look_for_room(Rank peer) noexcept {
-  const auto share = std::min(messages_, static_cast<std::size_t>(options().messages_per_peer));
-  for (std::size_t room : {share / 2 + 1, std::size_t{1}}) {
-    const std::size_t before = at(peer).posted + messages_ - share + room - 1;
+  for (std::size_t room : {share_ / 2 + 1, std::size_t{1}}) {
+    const std::size_t before = at(peer).posted + messages_ - share_ + room - 1;
     if (own_->entry(peer, before % messages_).load() == Descriptor::kNone) return room;
   }
   return 0;

@@ -23,6 +23,7 @@ class ArenaTransport final : public StagedTransport {
 
   int doorbell() const noexcept override { return epoll_.get(); }
   Copy copy() const noexcept override { return copy_; }
+  void limit_unread(int messages) noexcept override;
   void arm() override;
   void disarm() override;
 
@@ -61,6 +62,7 @@ class ArenaTransport final : public StagedTransport {
 
   ArenaExchange exchange_;
   std::size_t messages_;
+  std::size_t share_;  // of these, unread by one peer
   std::shared_ptr<Arena> own_;
   UniqueFd epoll_;
   std::vector<Link> links_;
