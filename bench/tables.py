@@ -24,6 +24,7 @@ from bench.cuda import gpu_report
 from bench.libraries import peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
+from bench.serve import peers_report as serve_report
 from bench.torch_backend import beside_gloo_report, hybrid_report
 from bench.training import diloco_report, downpour_report, sandblaster_report
 from bench.training.methods import (
@@ -331,6 +332,19 @@ def stragglers(results: Path) -> list[str]:
     return list(sandblaster_report.stragglers(found))
 
 
+def serve(results: Path) -> list[str]:
+    """Milliseconds of pulls and pushes beside other ways, and what they may cost."""
+    files = sorted(results.glob("serve-*.json"))
+    if not files:
+        return ["Not measured on a machine without other work yet."]
+    path = files[-1]
+    found = _loaded(path)
+    if missing := [each for each in serve_report.TEAMS if each not in found["cases"][0]["seconds"]]:
+        raise Incomplete(f"{path.name} has no turns of {', '.join(missing)}")
+    said = f"{found['date'][:10]}, {found['machine']}; all of it: `bench/results/{path.stem}.md`."
+    return [said, "", *serve_report.summary(found), "", *serve_report.goal_rows(found)]
+
+
 def _loaded(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -351,6 +365,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "downpour": downpour,
     "sandblaster": sandblaster,
     "stragglers": stragglers,
+    "serve": serve,
 }
 
 

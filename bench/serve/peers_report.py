@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench.serve.peer_sides import GLOO, GRADWIRE_SHM, GRADWIRE_TCP, RPC, SOCKETS, WALL
 
 _SMALL = 1024  # elements of the small pull
+TEAMS = (GRADWIRE_SHM, GRADWIRE_TCP, SOCKETS, GLOO, RPC, WALL)
 
 
 class Goal(NamedTuple):
@@ -70,42 +71,71 @@ def summary(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {case['elements']:,} | {what} | " + " | ".join(cells) + " |"
 
 
+class Outcome(NamedTuple):
+    """What a goal came out as: a ratio or an amount, and of ratios of seconds that of the least."""
+
+    text: str
+    value: float
+    bound: float
+    at_least: bool
+    least: float | None = None
+
+    @property
+    def reached(self) -> bool:
+        """Whether the goal was reached."""
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    @property
+    def wanted(self) -> str:
+        """The bound, in words."""
+        return f"{'at least' if self.at_least else 'at most'} {self.bound:g}"
+
+
 def goals(found: Mapping[str, Any]) -> Iterator[str]:
     """One line for each goal that the figures can tell of."""
-    largest = max(case["elements"] for case in found["cases"])
-    for goal in GOALS:
-        size = _SMALL if goal.small else largest
-        case = next(
-            (
-                each
-                for each in found["cases"]
-                if (each["operation"], each["elements"]) == (goal.operation, size)
-            ),
-            None,
-        )
-        if case is None or not {goal.over, goal.under} <= set(case["seconds"]):
-            continue
-        pairs = zip(case["seconds"][goal.over], case["seconds"][goal.under], strict=True)
-        ratio = statistics.median(a / b for a, b in pairs)
-        least = min(case["seconds"][goal.over]) / min(case["seconds"][goal.under])
-        yield _line(goal.text, ratio, goal.bound, goal.at_least) + f" Of the least: {least:.2f}."
+    for each in outcomes(found):
+        verdict = "reached" if each.reached else "missed"
+        least = "" if each.least is None else f" Of the least: {each.least:.2f}."
+        yield f"{each.text}: {each.value:.2f}, wanted {each.wanted}: {verdict}.{least}"
+
+
+def goal_rows(found: Mapping[str, Any]) -> Iterator[str]:
+    """The same as the rows of a table."""
+    yield "| goal | wanted | measured | reached |"
+    yield "|---|---:|---:|---|"
+    for each in outcomes(found):
+        reached = "yes" if each.reached else "no"
+        yield f"| {each.text} | {each.wanted} | {each.value:.2f} | {reached} |"
+
+
+def outcomes(found: Mapping[str, Any]) -> Iterator[Outcome]:
+    """Each goal that the figures can tell of."""
+    yield from _beside_others(found["cases"])
     few, many = found["crowds"]
-    rates = statistics.median(b / a for a, b in zip(few["rates"], many["rates"], strict=True))
+    rates = _median_ratio(many["rates"], few["rates"])
     text = f"pulls and pushes a second of {many['clients']} clients over {few['clients']} clients'"
-    yield _line(text, rates, 0.8, True)
-    megabytes = many["bytes_a_client"] / 1e6
-    yield _line("MB that a client costs a shard", megabytes, 2.5, False)
-    yield _line("descriptors that a client costs a shard", many["descriptors_a_client"], 4, False)
-    alone = found["beside"]["alone"]
+    yield Outcome(text, rates, 0.8, True)
+    yield Outcome("MB that a client costs a shard", many["bytes_a_client"] / 1e6, 2.5, False)
+    descriptors = many["descriptors_a_client"]
+    yield Outcome("descriptors that a client costs a shard", descriptors, 4, False)
     for what, bound in (("own push", 3.0), ("another's push", 2.0)):
-        pairs = zip(found["beside"][what], alone, strict=True)
-        ratio = statistics.median(a / b for a, b in pairs)
-        yield _line(f"a small request beside {what} over one alone", ratio, bound, False)
+        ratio = _median_ratio(found["beside"][what], found["beside"]["alone"])
+        yield Outcome(f"a small request beside {what} over one alone", ratio, bound, False)
     connect = statistics.median(found["rejoin"]["connect"]) * 1e3
-    yield _line("ms to connect again", connect, 100, False)
+    yield Outcome("ms to connect again", connect, 100, False)
 
 
-def _line(text: str, ratio: float, bound: float, at_least: bool) -> str:
-    reached = ratio >= bound if at_least else ratio <= bound
-    wanted = f"{'at least' if at_least else 'at most'} {bound:g}"
-    return f"{text}: {ratio:.2f}, wanted {wanted}: {'reached' if reached else 'missed'}."
+def _beside_others(cases: Sequence[Mapping[str, Any]]) -> Iterator[Outcome]:
+    seconds_of = {(each["operation"], each["elements"]): each["seconds"] for each in cases}
+    largest = max(each["elements"] for each in cases)
+    for goal in GOALS:
+        seconds = seconds_of.get((goal.operation, _SMALL if goal.small else largest), {})
+        if not {goal.over, goal.under} <= set(seconds):
+            continue
+        over, under = seconds[goal.over], seconds[goal.under]
+        ratio = _median_ratio(over, under)
+        yield Outcome(goal.text, ratio, goal.bound, goal.at_least, min(over) / min(under))
+
+
+def _median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))

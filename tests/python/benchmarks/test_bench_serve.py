@@ -53,6 +53,11 @@ def test_the_report_says_which_goals_are_reached() -> None:
     assert "MB that a client costs a shard: 2.00, wanted at most 2.5: reached." in text
     assert "beside another's push over one alone: 3.00, wanted at most 2: missed." in text
     assert "rpc" not in text
+    rows = list(peers_report.goal_rows(found(copies=0.9)))
+    assert "| shm beside the copies alone | at least 0.85 | 0.90 | yes |" in rows
+    assert (
+        "| a small request beside another's push over one alone | at most 2 | 3.00 | no |" in rows
+    )
     text = peers_report.document(found(copies=0.8), "stem")
     assert "shm beside the copies alone: 0.80, wanted at least 0.85: missed." in text
 
