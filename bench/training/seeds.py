@@ -79,3 +79,8 @@ def seconds(value: float | None) -> str:
 
 def _ends(runs: Runs) -> list[float]:
     return [100 * each["curve"][-1][2] for each in runs]
+
+
+def times(ratio: float | None) -> str:
+    """A ratio of bytes for a table, as in 29.7×."""
+    return "–" if ratio is None else f"{ratio:.{1 if ratio < 100 else 0}f}×"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from bench.common import machine
 from bench.training.methods import FIRST, SMALL, Method, legend, titles
+from bench.training.seeds import times
 from bench.training.train_runs import MOMENTUM, Result, Run
 
 DENSE = "none"
@@ -177,8 +178,8 @@ def _methods_table(setting: Setting) -> Iterator[str]:
         yield (
             f"| {named[method]} | {_mean(setting.points(method), 2)} | "
             f"{_mean(than, 2, sign=True)} | {_mean([loss(each) for each in found], 4)} | "
-            f"{_mean(kilobytes, 1, spread=False)} | {_times(setting.ratio(method))} | "
-            f"{_times(setting.ratio(method, whole=True))} |"
+            f"{_mean(kilobytes, 1, spread=False)} | {times(setting.ratio(method))} | "
+            f"{times(setting.ratio(method, whole=True))} |"
         )
     bits = "yes" if all(r.identical for m in setting.methods for r in setting.of(m)) else "**NO**"
     yield from ["", f"All replicas bit-identical at the end of every run: {bits}."]
@@ -203,7 +204,7 @@ def _goals_table(compared: list[Setting]) -> Iterator[str]:
         yield (
             f"| {_codec(method, setting)} | {setting.run.batch} | ≤ {goal.points} | "
             f"{_mean([-each for each in than], 2, sign=True)} | ≥ {goal.ratio} | "
-            f"{_times(ratio)} | {'yes' if well else 'no'} |"
+            f"{times(ratio)} | {'yes' if well else 'no'} |"
         )
 
 
@@ -273,10 +274,6 @@ def _mean(
     if spread and len(known) > 1:
         text += f" ± {statistics.stdev(known):.{digits}f}"
     return text.replace("-", "−")
-
-
-def _times(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.{1 if ratio < 100 else 0}f}×"
 
 
 def draw(compared: Sequence[Setting], path: Path) -> None:

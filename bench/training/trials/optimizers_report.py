@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from bench.common import machine, result_files
 from bench.training.methods import SMALL
+from bench.training.seeds import times
 from bench.training.trials import exchanges
 from bench.training.trials.trial import Outcome, best_rate
 
@@ -343,11 +344,6 @@ def spread(values: Sequence[float], digits: int, *, sign: bool = False) -> str:
     if len(values) > 1:
         text += f" ± {statistics.stdev(values):.{digits}f}"
     return text.replace("-", "−")
-
-
-def times(ratio: float | None) -> str:
-    """As in 29.7×."""
-    return "–" if ratio is None else f"{ratio:.{1 if ratio < 100 else 0}f}×"
 
 
 def draw(tables: Sequence[Table], path: Path) -> None:

@@ -74,3 +74,18 @@ class Trainee:
     def train(self, steps: int) -> list[bytes]:
         """The parameters after each outer step."""
         return [bits(self.model) for _ in range(steps) if self.step()]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Compares saved states; tensors must have the same bits."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        for its, others in zip(one, other, strict=True):
+            assert_same(its, others)
+    else:
+        assert one == other

@@ -16,7 +16,7 @@ from gradwire import Communicator, InvalidArgument, TransportError
 from gradwire.torch import gather_state_dict, scatter_state_dict
 from gradwire.torch._ranks.group import communicator_of
 from gradwire.torch._step.exchange import Exchange
-from local_training import Trainee, bits, small, weights
+from local_training import Trainee, assert_same, bits, small, weights
 from ranks import LIMIT, run
 
 SETTINGS: list[dict[str, Any]] = [
@@ -54,17 +54,6 @@ def test_a_resumed_training_has_the_same_bits_from_any_step(settings: dict[str, 
             assert_same(again.outer.state_dict(), expected[1])
 
     run(2, body)
-
-
-def assert_same(one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    else:
-        assert one == other
 
 
 def test_pace_is_saved() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gradwire import Communicator, InvalidArgument
 from gradwire.torch import DeMo, DistributedLion, OneBitAdam, gather_state_dict, scatter_state_dict
-from local_training import bits, small
+from local_training import assert_same, bits, small
 from ranks import LIMIT, run
 from replicated_training import Replica, saved
 from torch.nn import Parameter
@@ -35,20 +35,6 @@ def undelivered(replica: Replica) -> dict[str, torch.Tensor]:
     residuals = {name: each["residual"] for name, each in found["feedback"].items()}
     momenta = {f"momentum of {name}": each.flatten() for name, each in found["velocities"].items()}
     return residuals | momenta
-
-
-def assert_same(one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        for its, others in zip(one, other, strict=True):
-            assert_same(its, others)
-    else:
-        assert one == other
 
 
 @each_optimizer
