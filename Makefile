@@ -29,7 +29,7 @@ SANITIZE_CUDA ?= OFF
 COUNT ?= 1000
 TIMES ?= 5
 # Tests that run at once: they wait for each other's ranks most of the time.
-JOBS ?= $(shell echo $$(($(shell nproc) * 2)))
+JOBS ?= $(shell echo $$(($(shell nproc) * 3)))
 CTEST := ctest --output-on-failure -j $(shell nproc) --test-dir
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)

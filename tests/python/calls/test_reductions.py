@@ -10,7 +10,7 @@ import pytest
 from gradwire import Communicator, ErrorFeedback, InvalidArgument, algorithms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import run
+from ranks import nightly, run
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 COMPLEX = ("complex64", "complex128")
@@ -82,7 +82,7 @@ def truncated(total: np.ndarray, by: int) -> np.ndarray:
     return np.array(quotients, dtype=total.dtype).reshape(total.shape)
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("p", [1, 2, 5, *nightly(3, 8)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_and_ops(dtype: str, p: int) -> None:
     def body(comm: Communicator) -> None:

@@ -43,6 +43,11 @@ Body = Callable[..., Any]
 Transport = str | Callable[[int, int], str]
 
 
+def nightly(*values: Any) -> list[Any]:
+    """Parameters of a test that the gate leaves out."""
+    return [pytest.param(each, marks=pytest.mark.nightly) for each in values]
+
+
 @dataclass
 class Outcome:
     """The end of a rank; neither a value nor an error if its process died."""
