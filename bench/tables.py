@@ -19,6 +19,7 @@ from typing import Any
 
 import gradwire
 
+from bench.asynchronous import diloco_report, downpour_report, sandblaster_report
 from bench.common.result_files import RESULTS, ROOT
 from bench.cuda import gpu_report
 from bench.libraries import peers_report
@@ -26,7 +27,6 @@ from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
 from bench.serve import peers_report as serve_report
 from bench.torch_backend import beside_gloo_report, hybrid_report
-from bench.training import diloco_report, downpour_report, sandblaster_report
 from bench.training.methods import (
     GLOO,
     GLOO_FP16,

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.asynchronous.seeds import times
 from bench.common import machine, result_files
 from bench.training.methods import SMALL
-from bench.training.seeds import times
 from bench.training.trials import exchanges
 from bench.training.trials.trial import Outcome, best_rate
 

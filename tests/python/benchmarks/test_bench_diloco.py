@@ -12,8 +12,8 @@ import pytest
 import small_images
 from ranks import LIMIT
 
-from bench.training import diloco_ranks, diloco_report
-from bench.training.diloco_report import NO_LINK, WAYS
+from bench.asynchronous import diloco_ranks, diloco_report
+from bench.asynchronous.diloco_report import NO_LINK, WAYS
 
 EXCHANGES = {
     NO_LINK: {"ring": 0.0, "none": 0.0, "int8": 0.0},
@@ -80,7 +80,14 @@ def test_the_network_has_203_530_parameters():
 @pytest.mark.nightly
 def test_it_trains_in_every_way(tmp_path: Path):
     small_images.write(tmp_path)
-    command = [sys.executable, "-m", "bench.training.diloco", "--data", str(tmp_path), "--quick"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.asynchronous.diloco",
+        "--data",
+        str(tmp_path),
+        "--quick",
+    ]
     subprocess.run([*command, "--output", str(tmp_path / "out")], timeout=LIMIT, check=True)
     said = json.loads((tmp_path / "out.json").read_text())
     assert {each["way"] for each in said["runs"]} == {way.name for way in WAYS}

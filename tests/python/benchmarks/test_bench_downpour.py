@@ -14,8 +14,8 @@ from ranks import LIMIT
 
 pytest.importorskip("torch")
 
-from bench.training import downpour_report
-from bench.training.downpour_report import WAYS
+from bench.asynchronous import downpour_report
+from bench.asynchronous.downpour_report import WAYS
 
 CONTROLS = [way.name for way in WAYS if way.name.startswith("control")]
 
@@ -54,7 +54,7 @@ def test_the_report_says_which_goals_are_reached(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_it_trains_in_every_way(tmp_path: Path) -> None:
     small_images.write(tmp_path)
-    command = [sys.executable, "-m", "bench.training.downpour", "--data", str(tmp_path)]
+    command = [sys.executable, "-m", "bench.asynchronous.downpour", "--data", str(tmp_path)]
     command += ["--seeds", "1", "--passes", "20", "--output", str(tmp_path / "out")]
     subprocess.run(command, timeout=LIMIT, check=True)
     said = json.loads((tmp_path / "out.json").read_text())

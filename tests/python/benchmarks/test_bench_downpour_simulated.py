@@ -13,9 +13,10 @@ pytest.importorskip("sklearn")
 import torch
 from gradwire import serve
 
-from bench.training import downpour_events, downpour_simulated_report, images
-from bench.training.downpour_events import Network, Plan, Task
-from bench.training.downpour_simulated_report import LINKS, REPLICAS, TASKS, WAYS
+from bench.asynchronous import downpour_events, downpour_simulated_report
+from bench.asynchronous.downpour_events import Network, Plan, Task
+from bench.asynchronous.downpour_simulated_report import LINKS, REPLICAS, TASKS, WAYS
+from bench.training import images
 
 GRADIENTS = 60
 FAST = Network(1e12, 0.0, 1e-6)

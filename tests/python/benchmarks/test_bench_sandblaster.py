@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bench.training import sandblaster_report
+from bench.asynchronous import sandblaster_report
 
 
 def test_the_replicas_are_one_process(bare_environment: None) -> None:
     pytest.importorskip("torch")
-    from bench.training import sandblaster
+    from bench.asynchronous import sandblaster
 
     problem = sandblaster.boundary_value(24)
     alone = dict(sandblaster.one_process(problem, 8))

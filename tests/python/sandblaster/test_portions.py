@@ -10,7 +10,7 @@ from gradwire import InvalidArgument
 from gradwire.serve._sandblaster.portions import Order, Portions
 from portion_world import Eager, World
 
-from bench.training.portions import over_bound
+from bench.asynchronous.portions import over_bound
 
 
 def explore(**instance: Any) -> int:

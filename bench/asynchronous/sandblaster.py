@@ -1,7 +1,7 @@
 """What Sandblaster L-BFGS reaches after some passes, beside SGD, Adam and L-BFGS in one process.
 
-    python -m bench.training.sandblaster            # 5 minutes
-    python -m bench.training.sandblaster --quick    # fewer samples and passes: a minute
+    python -m bench.asynchronous.sandblaster            # 5 minutes
+    python -m bench.asynchronous.sandblaster --quick    # fewer samples and passes: a minute
 
 Two full-batch problems: a logistic regression on Fashion-MNIST, and a physics-informed fit of a
 boundary value problem by a small network. A pass is one gradient of all samples, so other work on
@@ -27,11 +27,12 @@ import torch
 from gradwire import serve
 from torch import nn
 
+from bench.asynchronous import sandblaster_report
+from bench.asynchronous.portions import over_bound
 from bench.common import result_files
 from bench.common.machine import OtherLoad
 from bench.common.result_files import RESULTS
-from bench.training import images, sandblaster_report
-from bench.training.portions import over_bound
+from bench.training import images
 
 SPEEDS = {"5× slower": 0.2, "20× slower": 0.05}
 
@@ -229,7 +230,7 @@ def main() -> int:
     problems = [logistic(options.samples, options.data), boundary_value(options.points)]
     found = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": " ".join(["-m bench.training.sandblaster", *sys.argv[1:]]),
+        "command": " ".join(["-m bench.asynchronous.sandblaster", *sys.argv[1:]]),
         "problems": [
             measure(problems[0], options.passes),
             measure(problems[1], 5 * options.passes),

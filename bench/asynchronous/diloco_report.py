@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.training.seeds import accuracy, final, runs_of, seconds
+from bench.asynchronous.seeds import accuracy, final, runs_of, seconds
 
 NO_LINK = "none"
 _TARGET = 0.85  # test accuracy, whose time is told

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.training.seeds import accuracy, final, runs_of, seconds
+from bench.asynchronous.seeds import accuracy, final, runs_of, seconds
 
 _TARGET = 0.83  # test accuracy, whose time is told
 

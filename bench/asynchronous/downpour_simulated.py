@@ -1,7 +1,7 @@
 """How Downpour SGD scales to 16 and 64 replicas, and over a thin link, in virtual time.
 
-    python -m bench.training.downpour_simulated            # 30 minutes
-    python -m bench.training.downpour_simulated --quick    # one seed, a third of the images
+    python -m bench.asynchronous.downpour_simulated            # 30 minutes
+    python -m bench.asynchronous.downpour_simulated --quick    # one seed, a third of the images
 
 Gradients, codecs and servers are real, their order is that of virtual clocks (downpour_events):
 a gradient lasts 10 ms, and what a push and a pull cost a server is measured first. So other work
@@ -25,11 +25,12 @@ from gradwire import serve
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from bench.asynchronous import downpour_events, downpour_simulated_report, seeds
+from bench.asynchronous.downpour_events import Network, Plan, Task
+from bench.asynchronous.downpour_replica import BATCH, network
+from bench.asynchronous.downpour_simulated_report import LINKS, REPLICAS, TASKS, WAYS, Way
 from bench.common.machine import OtherLoad
-from bench.training import downpour_events, downpour_simulated_report, images, seeds
-from bench.training.downpour_events import Network, Plan, Task
-from bench.training.downpour_replica import BATCH, network
-from bench.training.downpour_simulated_report import LINKS, REPLICAS, TASKS, WAYS, Way
+from bench.training import images
 
 _LATENCY = 100e-6
 _NO_LINK = 1e12  # bytes a second, where the network costs nothing
@@ -60,7 +61,7 @@ def main() -> int:
     found = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": load.describe(),
-        "command": " ".join(["-m bench.training.downpour_simulated", *sys.argv[1:]]),
+        "command": " ".join(["-m bench.asynchronous.downpour_simulated", *sys.argv[1:]]),
         "gradient_seconds": options.gradient_ms / 1e3,
         "serving_seconds": serving,
         "runs": runs,

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from bench.asynchronous.diloco_report import WAYS, Way
 from bench.common import job
 from bench.training import images
-from bench.training.diloco_report import WAYS, Way
 
 _BATCH, _HIDDEN = 32, 256
 _POINTS = 30  # of a curve

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.training.seeds import accuracy
+from bench.asynchronous.seeds import accuracy
 
 TASKS = ("784-32-10, Fashion-MNIST", "CNN, digits")
 REPLICAS = (4, 16, 64)

@@ -13,8 +13,8 @@ from gradwire.torch import Downpour
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from bench.asynchronous.downpour_report import WAYS
 from bench.training import images
-from bench.training.downpour_report import WAYS
 
 BATCH, _HIDDEN = 32, 32
 

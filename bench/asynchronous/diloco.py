@@ -1,7 +1,7 @@
 """What DiLoCo and local SGD cost in accuracy, and win in seconds, beside synchronous SGD.
 
-    python -m bench.training.diloco            # 15 minutes
-    python -m bench.training.diloco --quick    # one seed, a third of the images: a minute
+    python -m bench.asynchronous.diloco            # 15 minutes
+    python -m bench.asynchronous.diloco --quick    # one seed, a third of the images: a minute
 
 Four ranks, which are processes, train 784-256-10 on Fashion-MNIST. The bits of a run do not depend
 on links or load: ranks count a gradient as 10 ms (`--gradient-ms`), also for pace, and one of them
@@ -19,10 +19,10 @@ import datetime
 import os
 import sys
 
+from bench.asynchronous import diloco_report, seeds
+from bench.asynchronous.diloco_report import NO_LINK
 from bench.common import job
 from bench.common.machine import OtherLoad
-from bench.training import diloco_report, seeds
-from bench.training.diloco_report import NO_LINK
 
 LINKS = (NO_LINK, "100mbit,100us")
 RANKS = 4
@@ -32,7 +32,7 @@ def main() -> int:
     """Trains once, measures exchanges on each network, and writes what it found."""
     options = _parse()
     if "RANK" in os.environ:  # one of the ranks that the lines below start
-        from bench.training import diloco_ranks
+        from bench.asynchronous import diloco_ranks
 
         return diloco_ranks.run(options)
     load = OtherLoad()
@@ -41,7 +41,7 @@ def main() -> int:
     found |= {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": load.describe(),
-        "command": " ".join(["-m bench.training.diloco", *sys.argv[1:]]),
+        "command": " ".join(["-m bench.asynchronous.diloco", *sys.argv[1:]]),
         "exchange_seconds": exchange,
         "gradient_seconds": options.gradient_ms / 1e3,
         "slow": options.slow,

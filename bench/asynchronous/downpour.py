@@ -1,7 +1,7 @@
 """What asynchronous training against a parameter server costs in accuracy, and when it wins.
 
-    python -m bench.training.downpour            # 10 minutes
-    python -m bench.training.downpour --quick    # one seed, a third of the images: 2 minutes
+    python -m bench.asynchronous.downpour            # 10 minutes
+    python -m bench.asynchronous.downpour --quick    # one seed, a third of the images: 2 minutes
 
 Four replicas, which are processes, train 784-32-10 on Fashion-MNIST by Downpour SGD, in real
 time: a gradient is made to last 10 ms (`--gradient-ms`), on a slow replica five times that.
@@ -28,10 +28,11 @@ from gradwire import serve
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from bench.asynchronous import downpour_report, seeds
+from bench.asynchronous.downpour_replica import BATCH, network
+from bench.asynchronous.downpour_report import WAYS, Way
 from bench.common.machine import OtherLoad
-from bench.training import downpour_report, images, seeds
-from bench.training.downpour_replica import BATCH, network
-from bench.training.downpour_report import WAYS, Way
+from bench.training import images
 
 REPLICAS = 4
 _POINTS = 30  # of a synchronous curve
@@ -56,7 +57,7 @@ def main() -> int:
     found = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": load.describe(),
-        "command": " ".join(["-m bench.training.downpour", *sys.argv[1:]]),
+        "command": " ".join(["-m bench.asynchronous.downpour", *sys.argv[1:]]),
         "data": data.name,
         "steps": steps,
         "gradient_seconds": options.gradient_ms / 1e3,
@@ -141,7 +142,7 @@ class _Replicas:
         slow = self._options.slow if self._way.slow and rank == REPLICAS - 1 else 1
         gradient = self._options.gradient_ms / 1e3 * slow
         numbers = [self._seed, self._total, gradient, REPLICAS]
-        command = [sys.executable, "-m", "bench.training.downpour_replica", self._way.name]
+        command = [sys.executable, "-m", "bench.asynchronous.downpour_replica", self._way.name]
         data = [] if self._options.data is None else [str(self._options.data)]
         process = subprocess.Popen(
             [*command, *map(str, numbers), *data],

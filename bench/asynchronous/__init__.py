@@ -1,0 +1,1 @@
+"""Training that does not wait for all: DiLoCo, Downpour SGD and Sandblaster L-BFGS."""
