@@ -15,8 +15,8 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/codec/simd/simd.h"
-#include "gradwire/serve/client.h"
-#include "gradwire/serve/server.h"
+#include "gradwire/serve/client/client.h"
+#include "gradwire/serve/server/server.h"
 #include "gradwire/serve/vectors/block_sums.h"
 
 namespace gradwire::serve {

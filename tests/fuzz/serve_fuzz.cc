@@ -11,7 +11,7 @@
 
 #include "fuzz.h"
 #include "gradwire/codec/simd/simd.h"
-#include "gradwire/serve/shard.h"
+#include "gradwire/serve/shard/shard.h"
 
 namespace gradwire::fuzz {
 namespace {

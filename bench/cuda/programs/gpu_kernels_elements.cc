@@ -6,8 +6,8 @@
 #include "codec_reference.h"
 #include "gpu_kernels.h"
 #include "gradwire/base/types.h"
-#include "gradwire/codec/fold.h"
 #include "gradwire/codec/lowrank.h"
+#include "gradwire/codec/reduction/fold.h"
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::cuda {

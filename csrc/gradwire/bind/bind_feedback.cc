@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "gradwire/bind/module.h"
-#include "gradwire/codec/feedback.h"
+#include "gradwire/codec/feedback/feedback.h"
 
 namespace gradwire::bind {
 namespace {

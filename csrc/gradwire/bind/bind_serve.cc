@@ -13,8 +13,8 @@
 #include "gradwire/base/fork.h"
 #include "gradwire/bind/communicator_handle.h"
 #include "gradwire/bind/module.h"
-#include "gradwire/serve/client.h"
-#include "gradwire/serve/server.h"
+#include "gradwire/serve/client/client.h"
+#include "gradwire/serve/server/server.h"
 
 // A namespace of its own, since several of these files are compiled as one.
 namespace gradwire::bind::serving {

@@ -7,7 +7,7 @@
 #include <memory>
 #include <mutex>
 
-#include "gradwire/codec/feedback.h"
+#include "gradwire/codec/feedback/feedback.h"
 #include "gradwire/cuda/gpu_feedback.h"
 
 namespace gradwire::bind {

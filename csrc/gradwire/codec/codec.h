@@ -1,7 +1,7 @@
 // A codec makes a run of float32 smaller on the wire. It is const and stateless: what it could not
-// send, and what it adapts from call to call, belong to the caller (codec/feedback.h). The exact
-// arithmetic of each codec is defined in its source file: one definition for every instruction set
-// and for CUDA. Callers hold a FloatEnvironment (codec/simd/simd.h).
+// send, and what it adapts from call to call, belong to the caller (codec/feedback/feedback.h). The
+// exact arithmetic of each codec is defined in its source file: one definition for every
+// instruction set and for CUDA. Callers hold a FloatEnvironment (codec/simd/simd.h).
 #pragma once
 
 #include <bit>
@@ -44,8 +44,8 @@ struct EncodeContext {
   float* error = nullptr;           // e' of the run: written; null: not kept
   CodecState* codec_state =
       nullptr;  // of the run's extent, after prepare(); null: chosen from the run alone
-  // e and e' in bfloat16, in place of the two above. codec/residuals.h converts them before a
-  // codec's encode() sees the context.
+  // e and e' in bfloat16, in place of the two above. codec/feedback/residuals.h converts them
+  // before a codec's encode() sees the context.
   const std::uint16_t* narrow_residual = nullptr;
   std::uint16_t* narrow_error = nullptr;
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "gradwire/base/error.h"
+#include "gradwire/codec/feedback/residuals.h"
 #include "gradwire/codec/lowrank.h"
-#include "gradwire/codec/residuals.h"
 #include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/spec.h"
 

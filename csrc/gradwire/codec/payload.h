@@ -8,7 +8,7 @@
 #include <string>
 
 #include "gradwire/codec/codec.h"
-#include "gradwire/codec/feedback.h"
+#include "gradwire/codec/feedback/feedback.h"
 
 namespace gradwire::codec {
 

@@ -156,12 +156,12 @@ struct Api {
   // begins at x + i · stride bytes. y may be x.
   Status (*fold_all)(int dtype, int op, const void* x, std::uint64_t stride, int count, void* y,
                      int divisor, std::uint64_t n, Stream);
-  // Folds 16-bit floats in float32 (codec/fold.h), one addend after the other: sum := own (op) x
-  // where own is not null, else sum (op) x. Where y is not null, it gets that value, averaged and
-  // rounded, in place of sum.
+  // Folds 16-bit floats in float32 (codec/reduction/fold.h), one addend after the other: sum := own
+  // (op) x where own is not null, else sum (op) x. Where y is not null, it gets that value,
+  // averaged and rounded, in place of sum.
   Status (*fold_wide)(int dtype, int op, const void* own, float* sum, const void* x, void* y,
                       int divisor, std::uint64_t n, Stream);
-  // Averages x over `divisor` ranks (codec/average.h).
+  // Averages x over `divisor` ranks (codec/reduction/average.h).
   Status (*average)(int dtype, void* x, int divisor, std::uint64_t n, Stream);
   Status (*scale)(int dtype, void* x, double factor, std::uint64_t n, Stream);  // of floats
   // y := y + e, e' := 0.

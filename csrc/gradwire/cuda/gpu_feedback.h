@@ -1,6 +1,6 @@
-// Error feedback on one GPU: codec/feedback.h's residuals, and what codecs adapt and remember, in
-// device memory, so that a call needs nothing of the host. The device decides by the call's flags
-// whether a call's residuals replace those before.
+// Error feedback on one GPU: codec/feedback/feedback.h's residuals, and what codecs adapt and
+// remember, in device memory, so that a call needs nothing of the host. The device decides by the
+// call's flags whether a call's residuals replace those before.
 //
 // Each key has two vectors; its KeyState says which one is current (cuda/api.h). One thread at a
 // time uses it. Its calls follow each other in stream order; whoever changes streams orders them.
@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "gradwire/codec/feedback.h"
+#include "gradwire/codec/feedback/feedback.h"
 #include "gradwire/cuda/device.h"
 
 namespace gradwire::cuda {

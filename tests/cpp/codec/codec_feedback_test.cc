@@ -1,4 +1,4 @@
-#include "gradwire/codec/feedback.h"
+#include "gradwire/codec/feedback/feedback.h"
 
 #include <gtest/gtest.h>
 #include <algorithm>

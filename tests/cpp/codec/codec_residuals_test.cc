@@ -1,5 +1,5 @@
 // Residuals in bfloat16: how they are rounded, and that codecs see no difference but this.
-#include "gradwire/codec/residuals.h"
+#include "gradwire/codec/feedback/residuals.h"
 
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "gradwire/base/error.h"
-#include "gradwire/codec/feedback.h"
+#include "gradwire/codec/feedback/feedback.h"
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::codec {

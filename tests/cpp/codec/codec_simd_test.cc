@@ -12,7 +12,7 @@
 
 #include "codec_reference.h"
 #include "gradwire/base/error.h"
-#include "gradwire/codec/average.h"
+#include "gradwire/codec/reduction/average.h"
 #include "gradwire/codec/simd/float_modes.h"
 
 namespace gradwire::codec {

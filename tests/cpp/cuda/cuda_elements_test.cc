@@ -5,9 +5,9 @@
 
 #include "cuda_kernels.h"
 #include "gradwire/base/types.h"
-#include "gradwire/codec/average.h"
 #include "gradwire/codec/codec.h"
-#include "gradwire/codec/fold.h"
+#include "gradwire/codec/reduction/average.h"
+#include "gradwire/codec/reduction/fold.h"
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::cuda {

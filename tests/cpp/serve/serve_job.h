@@ -6,8 +6,8 @@
 #include <random>
 
 #include "gradwire/codec/simd/simd.h"
-#include "gradwire/serve/client.h"
-#include "gradwire/serve/server.h"
+#include "gradwire/serve/client/client.h"
+#include "gradwire/serve/server/server.h"
 #include "transport_harness.h"
 
 namespace gradwire::serve {

@@ -54,7 +54,7 @@ struct AdamStep {
   float step = 0;  // γ / (1 − β₁ᵗ)
 };
 
-// Update rules of a parameter server (serve/update_rule.h): w and the state, in place, by a
+// Update rules of a parameter server (serve/shard/update_rule.h): w and the state, in place, by a
 // gradient g. Finite values.
 struct RuleKernels {
   void (*sgd)(float* w, const float* g, float rate, std::size_t n) noexcept;

@@ -1,4 +1,4 @@
-// Update rules of a parameter server (serve/update_rule.cc defines what they compute). Here
+// Update rules of a parameter server (serve/shard/update_rule.cc defines what they compute). Here
 // multiply-adds are fused: a·b + c is rounded once, as torch's optimizers round it.
 #pragma once
 

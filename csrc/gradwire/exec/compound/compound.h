@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "gradwire/codec/feedback.h"
+#include "gradwire/codec/feedback/feedback.h"
 #include "gradwire/exec/execution/operation.h"
 #include "gradwire/exec/execution/traffic.h"
 

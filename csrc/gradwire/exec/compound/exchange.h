@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "gradwire/codec/feedback.h"
+#include "gradwire/codec/feedback/feedback.h"
 #include "gradwire/exec/compound/compound.h"
 #include "gradwire/exec/compound/payloads.h"
 

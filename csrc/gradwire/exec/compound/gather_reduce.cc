@@ -5,8 +5,8 @@
 #include <string>
 
 #include "gradwire/base/error.h"
-#include "gradwire/codec/average.h"
-#include "gradwire/codec/residuals.h"
+#include "gradwire/codec/feedback/residuals.h"
+#include "gradwire/codec/reduction/average.h"
 #include "gradwire/exec/plan/gather_algorithm.h"
 
 namespace gradwire::exec {

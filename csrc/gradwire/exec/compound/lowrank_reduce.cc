@@ -5,7 +5,7 @@
 #include <string>
 
 #include "gradwire/base/error.h"
-#include "gradwire/codec/residuals.h"
+#include "gradwire/codec/feedback/residuals.h"
 #include "gradwire/codec/simd/simd.h"
 #include "gradwire/exec/plan/gather_algorithm.h"
 

@@ -5,9 +5,9 @@
 #include <string>
 
 #include "gradwire/base/error.h"
-#include "gradwire/codec/average.h"
-#include "gradwire/codec/fold.h"
-#include "gradwire/codec/residuals.h"
+#include "gradwire/codec/feedback/residuals.h"
+#include "gradwire/codec/reduction/average.h"
+#include "gradwire/codec/reduction/fold.h"
 #include "gradwire/codec/simd/simd.h"
 #include "gradwire/exec/control/failure.h"
 

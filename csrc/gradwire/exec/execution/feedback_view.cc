@@ -1,6 +1,6 @@
 #include "gradwire/exec/execution/feedback_view.h"
 
-#include "gradwire/codec/residuals.h"
+#include "gradwire/codec/feedback/residuals.h"
 
 namespace gradwire::exec {
 

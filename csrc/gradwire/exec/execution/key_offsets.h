@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "gradwire/codec/feedback.h"
+#include "gradwire/codec/feedback/feedback.h"
 
 namespace gradwire::exec {
 

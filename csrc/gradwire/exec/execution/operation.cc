@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "gradwire/codec/fold.h"
+#include "gradwire/codec/reduction/fold.h"
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::exec {

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "gradwire/codec/feedback.h"
+#include "gradwire/codec/feedback/feedback.h"
 #include "gradwire/exec/execution/execution.h"
 #include "gradwire/exec/execution/feedback_view.h"
 #include "gradwire/exec/plan/buffer_map.h"

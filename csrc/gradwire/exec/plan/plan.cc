@@ -9,7 +9,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/base/wire.h"
-#include "gradwire/codec/fold.h"
+#include "gradwire/codec/reduction/fold.h"
 #include "gradwire/exec/plan/chunk_layout.h"
 #include "gradwire/schedule/frames.h"
 

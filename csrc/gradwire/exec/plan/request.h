@@ -10,7 +10,7 @@
 
 #include "gradwire/base/types.h"
 #include "gradwire/codec/codec.h"
-#include "gradwire/codec/feedback.h"
+#include "gradwire/codec/feedback/feedback.h"
 #include "gradwire/schedule/schedule.h"
 
 namespace gradwire::exec {

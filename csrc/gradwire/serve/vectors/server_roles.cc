@@ -2,7 +2,7 @@
 #include <new>
 
 #include "gradwire/base/error.h"
-#include "gradwire/serve/server.h"
+#include "gradwire/serve/server/server.h"
 
 namespace gradwire::serve {
 

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "gradwire/base/error.h"
-#include "gradwire/serve/shard.h"
+#include "gradwire/serve/shard/shard.h"
 
 namespace gradwire::serve {
 namespace {

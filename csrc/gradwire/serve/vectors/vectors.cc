@@ -7,8 +7,8 @@
 #include <cmath>
 
 #include "gradwire/base/error.h"
-#include "gradwire/serve/message.h"
 #include "gradwire/serve/vectors/block_sums.h"
+#include "gradwire/serve/wire/message.h"
 
 namespace gradwire::serve {
 namespace {

@@ -1,0 +1,259 @@
+// What callers do; client_driver.cc and client_ends.cc have what the client's thread does.
+#include "gradwire/serve/client/client.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd/simd.h"
+
+namespace gradwire::serve {
+namespace {
+
+// Bytes of values that may stay in a cache; more would push each other out of it.
+constexpr std::uint64_t kCached = 16 << 20;
+constexpr double kTurnSeconds = 0.05;  // between two looks at an interrupt
+
+bool alike(const PushOptions& a, const PushOptions& b) {
+  // A rate of 0 is the rule's own, and one of -0 is zero.
+  return a.codec == b.codec && a.codecs == b.codecs && a.feedback == b.feedback &&
+         a.rate == b.rate && std::signbit(a.rate) == std::signbit(b.rate);
+}
+
+std::uint64_t bytes_of(const Table& table) {
+  return table.elements() * table.words() * sizeof(float);
+}
+
+void add(std::span<const float> x, std::vector<float>& sum) {
+  const auto& sums = codec::kernels().reduce[static_cast<std::size_t>(DType::kFloat32)];
+  sums[static_cast<std::size_t>(ReduceOp::kSum)](sum.data(), x.data(), sum.size());
+}
+
+}  // namespace
+
+Client::Client(Table table, ClientId id, std::vector<std::unique_ptr<Channel>> shards)
+    : table_(std::move(table)),
+      mark_(table_.mark()),
+      id_(id),
+      codecs_(codecs_of(table_)),
+      install_(bytes_of(table_) > kCached ? copy_streaming : copy_cached),
+      poller_([this](Channel& channel) { return serve(channel); }),
+      versions_(shards.size(), kNoVersion) {
+  table_.check();
+  if (shards.size() != table_.shards)
+    throw InvalidArgument("there are channels to " + std::to_string(shards.size()) +
+                          " shards, not " + std::to_string(table_.shards));
+  for (std::size_t i = 0; i < shards.size(); ++i)
+    links_.push_back(Link{.channel = std::move(shards[i]),
+                          .layout = Layout(table_, codecs_, static_cast<std::uint32_t>(i))});
+  for (Link& link : links_) {
+    by_channel_[link.channel.get()] = &link;
+    poller_.add(*link.channel);
+  }
+}
+
+Client::~Client() { close(Deadline::at_once()); }
+
+void Client::start() {
+  thread_ = std::thread([this] { run(); });
+}
+
+// Without a thread there is nobody to wait for.
+void Client::await_pushes(const WaitLimit& limit) {
+  while (thread_.joinable() && !limit.passed()) {
+    {
+      const std::lock_guard merging(merge_mutex_);
+      const std::lock_guard lock(mutex_);
+      if (failure_ || (unacknowledged_ == 0 && !merged_.call)) return;
+    }
+    limit.check_interrupt();
+    std::unique_lock lock(mutex_);
+    acknowledged_.wait_for(lock, std::chrono::duration<double>(kTurnSeconds));
+  }
+}
+
+void Client::close(const WaitLimit& limit) {
+  await_pushes(limit);
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
+  poller_.wake();
+  if (thread_.joinable()) thread_.join();
+  say_goodbye(limit);
+}
+
+void Client::check(std::size_t arrays,
+                   const std::function<std::size_t(std::size_t)>& size_of) const {
+  if (arrays != table_.parameters.size())
+    throw InvalidArgument("there are " + std::to_string(table_.parameters.size()) +
+                          " parameters, and " + std::to_string(arrays) + " arrays");
+  for (std::size_t i = 0; i < arrays; ++i) {
+    const Parameter& parameter = table_.parameters[i];
+    if (size_of(i) != parameter.elements() * table_.words())
+      throw InvalidArgument("parameter '" + parameter.name + "' has " +
+                            std::to_string(parameter.elements()) + " elements, its array has " +
+                            std::to_string(size_of(i) / table_.words()));
+  }
+}
+
+std::shared_ptr<Call> Client::make_call(Op op, Deadline deadline) const {
+  auto call = std::make_shared<Call>();
+  call->op_ = op;
+  call->deadline_ = deadline;
+  call->answered_.resize(links_.size());
+  call->texts_.resize(links_.size());
+  call->versions_.resize(links_.size());
+  return call;
+}
+
+std::shared_ptr<Call> Client::submit(std::shared_ptr<Call> call) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_) std::rethrow_exception(failure_);
+    submitted_.push_back(call);
+  }
+  poller_.wake();
+  return call;
+}
+
+std::shared_ptr<Call> Client::join(Deadline deadline, Role role) {
+  auto call = make_call(Op::kJoin, deadline);
+  call->role_ = role;
+  return submit(std::move(call));
+}
+
+std::shared_ptr<Call> Client::ask(Op op, std::uint64_t version, Deadline deadline) {
+  auto call = make_call(op, deadline);
+  call->version_ = version;
+  return submit(std::move(call));
+}
+
+std::shared_ptr<Call> Client::ask(std::span<const Command> commands, Deadline deadline) {
+  auto call = make_call(Op::kAsk, deadline);
+  call->payload_ = pack(commands);
+  if (parse_commands(call->payload_).empty()) throw InvalidArgument("ask: there are no commands");
+  if (call->payload_.size() > kMostPayload)
+    throw InvalidArgument("ask: the commands are longer than a message: ask for fewer at a time");
+  return submit(std::move(call));
+}
+
+std::vector<std::vector<Result>> Call::results() const {
+  std::vector<std::vector<Result>> results;
+  for (const std::string& each : texts_)
+    results.push_back(parse_results(std::as_bytes(std::span(each))));
+  return results;
+}
+
+std::shared_ptr<Call> Client::set(Gradients values, Deadline deadline) {
+  check(values.size(), [&](std::size_t i) { return values[i].size(); });
+  auto call = make_call(Op::kSet, deadline);
+  std::vector<std::uint8_t> plain(values.size());
+  call->outgoing_ =
+      std::make_unique<Outgoing>(table_, std::move(values), codecs_, std::move(plain), nullptr);
+  return submit(std::move(call));
+}
+
+std::shared_ptr<Call> Client::pull(Values values, const std::string& codec, Deadline deadline) {
+  check(values.size(), [&](std::size_t i) { return values[i].size(); });
+  auto call = make_call(Op::kPull, deadline);
+  call->codec_ = table_.index_of(codec);
+  call->values_ = std::move(values);
+  return submit(std::move(call));
+}
+
+void Client::prepare_push(Call& call, Gradients gradients, const PushOptions& options) const {
+  std::vector<std::uint8_t> choice(gradients.size());
+  for (std::size_t i = 0; i < choice.size(); ++i)
+    choice[i] = static_cast<std::uint8_t>(
+        table_.index_of(options.codecs.empty() ? options.codec : options.codecs[i]));
+  call.rate_ = options.rate;
+  call.feedback_ = options.feedback;
+  if (options.staged.has_value() != table_.staged())
+    throw InvalidArgument(table_.staged() ? "push: the rule staged needs a name to keep it by"
+                                          : "push: only the rule staged keeps pushes by names");
+  if (options.feedback && table_.dtype != DType::kFloat32)
+    throw InvalidArgument("push: error feedback is of float32");
+  if (options.staged) {
+    const ConstBytes name = std::as_bytes(std::span(&*options.staged, 1));
+    call.payload_.assign(name.begin(), name.end());
+  }
+  call.outgoing_ = std::make_unique<Outgoing>(table_, std::move(gradients), codecs_,
+                                              std::move(choice), options.feedback);
+}
+
+std::shared_ptr<Call> Client::push(const Gradients& gradients, const PushOptions& options,
+                                   const WaitLimit& limit, Deadline deadline) {
+  check(gradients.size(), [&](std::size_t i) { return gradients[i].size(); });
+  if (!std::isfinite(options.rate)) throw InvalidArgument("push: the rate is not finite");
+  if (!options.codecs.empty() && options.codecs.size() != gradients.size())
+    throw InvalidArgument("there are " + std::to_string(gradients.size()) + " parameters, and " +
+                          std::to_string(options.codecs.size()) + " codecs");
+  if (!options.versions.empty() && options.versions.size() != links_.size())
+    throw InvalidArgument("there are " + std::to_string(links_.size()) + " shards, and " +
+                          std::to_string(options.versions.size()) + " versions");
+  auto call = make_call(Op::kPush, deadline);
+  prepare_push(*call, gradients, options);
+  const bool waits = options.strict || table_.staged();
+  while (true) {
+    {
+      const std::lock_guard merging(merge_mutex_);
+      {
+        const std::lock_guard lock(mutex_);
+        if (failure_) std::rethrow_exception(failure_);
+        if (!merged_.call && unacknowledged_ < kMostUnacknowledged) {
+          ++unacknowledged_;
+          call->versions_ = options.versions.empty() ? versions_ : options.versions;
+          submitted_.push_back(call);
+          break;
+        }
+      }
+      if (!waits && merge(gradients, options, deadline, call)) break;
+    }
+    limit.check_interrupt();
+    if (limit.passed()) throw Timeout("timed out: no push was acknowledged", kNoPeer);
+    std::unique_lock lock(mutex_);
+    acknowledged_.wait_for(lock, std::chrono::duration<double>(kTurnSeconds));
+  }
+  poller_.wake();
+  return call;
+}
+
+// Adds a push to the one that waits to be sent, and makes `call` that one. Returns false where that
+// one has other options. Called under merge_mutex_.
+bool Client::merge(const Gradients& gradients, const PushOptions& options, Deadline deadline,
+                   std::shared_ptr<Call>& call) {
+  const codec::FloatEnvironment environment;
+  if (merged_.call && !alike(merged_.options, options)) return false;
+  const bool first = !merged_.call;
+  if (first) {
+    for (const auto& each : gradients) call->sums_.emplace_back(each.begin(), each.end());
+    prepare_push(*call, Gradients(call->sums_.begin(), call->sums_.end()), options);
+    merged_ = {call, options};
+  } else {
+    call = merged_.call;
+    for (std::size_t i = 0; i < gradients.size(); ++i) add(gradients[i], call->sums_[i]);
+    call->deadline_ = std::max(call->deadline_, deadline);
+  }
+  const std::lock_guard lock(mutex_);
+  ++merged_count_;
+  if (first) call->versions_ = options.versions.empty() ? versions_ : options.versions;
+  return true;
+}
+
+std::vector<std::uint64_t> Client::versions() const {
+  const std::lock_guard lock(mutex_);
+  return versions_;
+}
+
+std::uint64_t Client::merged() const {
+  const std::lock_guard lock(mutex_);
+  return merged_count_;
+}
+
+std::uint64_t Client::stale() const {
+  const std::lock_guard lock(mutex_);
+  return stale_count_;
+}
+
+}  // namespace gradwire::serve

@@ -1,0 +1,157 @@
+// Server: one shard, and the one thread that serves its clients. The thread never waits for a
+// client: it takes one frame of each that has something to say, and sends one to each that has
+// room.
+//
+// Whoever accepts connections authenticates them, makes their channels and admits these, at any
+// time. A client that ends, stops or sends what none would send loses its own channel alone.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <future>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gradwire/base/log.h"
+#include "gradwire/base/wait_limit.h"
+#include "gradwire/serve/shard/memory.h"
+#include "gradwire/serve/shard/shard.h"
+#include "gradwire/serve/wire/channel.h"
+#include "gradwire/serve/wire/poller.h"
+
+namespace gradwire::serve {
+
+// Ends the text of a goodbye to a client in whose place another one is: it must not come back, as
+// that one would, too.
+inline constexpr const char* kReplaced = "joined under this one's name";
+
+class Server {
+ public:
+  struct Options {
+    std::uint32_t shard = 0;
+    std::uint32_t shards = 1;
+    Log log = log_to_stderr;                 // from the server's thread: who has joined, left, gone
+    std::uint64_t memory = usable_memory();  // bytes; a table that takes more is refused
+  };
+  // Which clients there were and are.
+  struct Census {
+    std::size_t joined = 0;    // now
+    std::size_t admitted = 0;  // ever
+    bool has_values = false;
+  };
+
+  explicit Server(Options options);
+  // Goes on from a snapshot.
+  Server(Options options, Snapshot snapshot);
+  ~Server();  // stops
+  Server(const Server&) = delete;
+  Server& operator=(const Server&) = delete;
+
+  // Starts the thread. Without it turn() has to be called.
+  void start();
+  // Handles what there is to do, without waiting; returns whether there was something.
+  bool turn();
+  // Ends all channels and the thread. What was acknowledged before is in the shard, which may still
+  // be asked for a snapshot.
+  void stop();
+
+  // Any thread may call these.
+
+  // Serves the client at the other end of a channel. Its incarnation is in the low 16 bits of the
+  // id: a newer one replaces an older one, which is ended. Once stopped, ends the channel.
+  void admit(std::unique_ptr<Channel> channel, ClientId client);
+  // Throw Timeout where the thread does not answer within the limit.
+  Snapshot snapshot(const WaitLimit& limit);  // InvalidArgument while there are no values
+  std::string statistics(const WaitLimit& limit);
+  Census census(const WaitLimit& limit);
+
+  // Waits at most `seconds` for a client that asks for a snapshot to be written. Returns its ticket
+  // for snapshot_written(), which answers the client; `error` is why not, or empty.
+  std::optional<std::uint64_t> snapshot_wanted(double seconds);
+  void snapshot_written(std::uint64_t ticket, const std::string& error);
+
+  // Tells of each frame that is applied, on the server's thread; set before start().
+  void log_frames(std::function<void(const AppliedFrame&)> log);
+
+ private:
+  struct Peer {
+    ClientId id = 0;
+    std::unique_ptr<Channel> channel;
+    std::string table;        // the text of a JOIN so far
+    std::uint64_t began = 0;  // JOIN: its place among those that are not complete
+    bool joined = false;
+    Role role = Role::kReplica;
+    bool left = false;                // said goodbye
+    std::deque<MessageHeader> pulls;  // that wait: for the one under way, or for values
+    std::optional<Shard::Pull> pull;
+    std::vector<MessageHeader> waits;
+  };
+  struct Ticket {
+    ClientId client = 0;
+    MessageHeader request;
+  };
+
+  bool pass();
+  bool serve(Channel& channel);
+  bool send_frame(Peer& peer);
+  bool takes_more(const Peer& peer) const;
+  bool take_message(Peer& peer);
+  void handle(Peer& peer, const Message& message);
+  void join(Peer& peer, const Message& message);
+  void take_text(Peer& peer, const Message& message);
+  void limit_texts();
+  void accept_table(Peer& peer, const MessageHeader& header);
+  void accept_role(Peer& peer, const MessageHeader& header);
+  void ask(Peer& peer, const Message& message);
+  void refuse_coordinator(Peer& peer, const MessageHeader& request);
+  void refuse_if_too_large(const Table& table) const;
+  void want_snapshot(Peer& peer, const MessageHeader& header);
+  void answer(Peer& peer, const MessageHeader& request, const std::optional<Answer>& answer);
+  void reply(Peer& peer, const MessageHeader& request, std::string_view text = {});
+  void refuse(Peer& peer, const MessageHeader& request, const Answer& answer);
+  void wait(Peer& peer, const MessageHeader& header);
+  void version_changed();
+  void answer_waits(Peer& peer);
+  bool take_admitted();
+  bool remove_ended();
+  bool run_calls();
+  void run_each(const std::vector<std::function<void()>>& calls);
+  bool end_run();
+  void say(std::string_view line) const noexcept;
+  void replace(const Peer& newer);
+  static void dismiss(Channel& channel, std::string_view why);
+  std::string statistics_text();
+  void call(const std::function<void()>& body, const WaitLimit& limit);
+  static void await(std::future<void>& done, const WaitLimit& limit);
+  bool copy_block();
+  void run();
+  Shard& shard();
+
+  const Options options_;
+  std::unique_ptr<Shard> shard_;  // null until the first client has brought a table
+  std::map<Channel*, Peer> peers_;
+  Poller poller_;
+  std::size_t admitted_ = 0;
+  std::uint64_t told_version_ = kNoVersion;  // to those that wait for one
+  std::uint64_t joins_ = 0;
+  std::function<void(const AppliedFrame&)> frame_log_;
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable wanted_;
+  std::vector<Peer> arrivals_;
+  std::vector<std::function<void()>> calls_;
+  std::map<std::uint64_t, Ticket> tickets_;
+  std::deque<std::uint64_t> new_tickets_;
+  std::uint64_t next_ticket_ = 1;
+  bool stopping_ = false;
+  bool running_ = false;  // the thread takes calls_; else callers run theirs, holding the mutex
+  std::thread thread_;
+};
+
+}  // namespace gradwire::serve

@@ -1,0 +1,314 @@
+#include "gradwire/serve/shard/shard.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/simd/simd.h"
+#include "gradwire/serve/shard/memory.h"
+#include "gradwire/serve/vectors/block_sums.h"
+
+namespace gradwire::serve {
+namespace {
+
+float* at(Snapshot::Slot& slot, std::size_t first) { return slot.values.data() + first; }
+
+void subtract(const float* x, const float* y, float* difference, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) difference[i] = x[i] - y[i];
+}
+
+}  // namespace
+
+bool pulls_differences(const codec::Codec& codec) {
+  using Kind = codec::Definition::Kind;
+  const Kind kind = codec.definition().kind;
+  return kind != Kind::kNone && kind != Kind::kFp16 && kind != Kind::kBf16;
+}
+
+Shard::Shard(Table table, std::uint32_t shard)
+    : table_(std::move(table)),
+      mark_(table_.mark()),
+      index_(shard),
+      codecs_(codecs_of(table_)),
+      layout_(table_, codecs_, shard),
+      rule_(make_rule(table_.rule)),
+      steps_(layout_.frames().size()),
+      scratch_(kMostFrame) {
+  if (table_.staged()) {
+    const std::size_t block = block_of(table_.elements());
+    vectors_ = std::make_unique<Vectors>(layout_.elements(), layout_.words(), block);
+    return;
+  }
+  slots_.push_back({"w", make_words(layout_.elements())});
+  for (const RuleState& state : rule_->states())
+    slots_.push_back({std::string(state.name), make_words(layout_.elements(), state.initial)});
+}
+
+Shard::Shard(Snapshot snapshot) : Shard(Table::parse(snapshot.table), snapshot.shard) {
+  bool fits = snapshot.steps.size() == steps_.size();
+  if (vectors_) {
+    for (Snapshot::Slot& each : snapshot.slots) vectors_->put(each.name, std::move(each.values));
+    fits = fits && vectors_->find(kParameters) != nullptr;
+  } else {
+    fits = fits && snapshot.slots.size() == slots_.size();
+  }
+  for (std::size_t i = 0; fits && i < slots_.size(); ++i)
+    fits = snapshot.slots[i].name == slots_[i].name &&
+           snapshot.slots[i].values.size() == slots_[i].values.size();
+  if (!fits) throw InvalidArgument("the snapshot's slots are not those of its table and shard");
+  version_ = snapshot.version;
+  for (std::size_t i = 0; i < slots_.size(); ++i)
+    std::ranges::copy(snapshot.slots[i].values, slots_[i].values.begin());
+  steps_ = std::move(snapshot.steps);
+}
+
+// Returns the frame that a message holds, which must be the request's next.
+const ShardFrame& Shard::take_frame(Request& request, const Message& message) const {
+  const MessageHeader& header = message.header;
+  if (header.has(kFirst)) request.next = 0;
+  const std::size_t frames = layout_.frames().size();
+  const bool begun = request.next > 0 ? request.sequence == header.sequence : header.has(kFirst);
+  const bool mixed = header.op == Op::kPush && header.codec == kMixedCodecs;
+  if (!begun || request.next >= frames || (header.codec >= codecs_.size() && !mixed) ||
+      header.has(kLast) != (request.next + 1 == frames))
+    throw InvalidArgument(std::string(name_of(header.op)) + ": a frame is out of order");
+  const ShardFrame& frame = layout_.frames()[request.next];
+  if (header.first != frame.first || header.count != frame.count)
+    throw InvalidArgument(std::string(name_of(header.op)) + ": a frame has other elements than " +
+                          std::to_string(frame.first) + " to " +
+                          std::to_string(frame.first + frame.count));
+  request.sequence = header.sequence;
+  ++request.next;
+  return frame;
+}
+
+std::optional<Answer> Shard::set(ClientId client, const Message& message) {
+  Request& set = clients_[client].set;
+  const ShardFrame& frame = take_frame(set, message);
+  if (set.next == 1) set.answer = {};
+  if (has_values()) {
+    set.answer = {Refusal::kHasValues, "there are values already"};
+  } else {
+    if (set.staged.empty()) set.staged = make_words(layout_.elements() * layout_.words());
+    const bool finite = decode_frame(*codecs_[0], layout_, frame, message.payload, /*add=*/false,
+                                     set.staged.data() + frame.first * layout_.words());
+    if (!finite) set.answer = {Refusal::kNotFinite, "the initial values hold NaN or Inf"};
+  }
+  if (!message.header.has(kLast)) return std::nullopt;
+  if (set.answer.refused == Refusal::kNone) {
+    if (vectors_)
+      vectors_->put(std::string(kParameters), std::move(set.staged));
+    else
+      slots_.front().values.swap(set.staged);
+    version_ = 0;
+  }
+  set.staged = {};
+  return std::exchange(set.answer, {});
+}
+
+std::uint64_t Shard::staleness(const Request& push) const noexcept {
+  return version_ - (push.version == kNoVersion ? 0 : std::min(push.version, version_));
+}
+
+void Shard::refuse_if_stale(Request& push) {
+  if (staleness(push) <= table_.max_staleness) return;
+  push.answer = {Refusal::kStale, "its staleness of " + std::to_string(staleness(push)) +
+                                      " versions is above max_staleness " +
+                                      std::to_string(table_.max_staleness)};
+  ++statistics_.stale;
+}
+
+void Shard::begin_push(Request& push, const MessageHeader& header) {
+  push.version = header.version;
+  push.rate = header.extra == 0 ? rule_->rate() : std::bit_cast<float>(header.extra);
+  push.answer = {};
+  if (!std::isfinite(push.rate)) throw InvalidArgument("push: the rate is not finite");
+  if (has_values())
+    refuse_if_stale(push);
+  else
+    push.answer = {Refusal::kNoValues, kNoValues};
+}
+
+std::optional<Answer> Shard::push(ClientId client, const Message& message) {
+  Request& push = clients_[client].push;
+  if (vectors_) return stage(push, message);
+  if (message.header.has(kFirst)) abandon(push);
+  const ShardFrame& frame = take_frame(push, message);
+  if (push.next == 1) begin_push(push, message.header);
+  if (push.answer.refused == Refusal::kNone) take_push(client, push, frame, message);
+  if (!message.header.has(kLast)) return std::nullopt;
+  return end_push(client, push);
+}
+
+// Decodes one frame and applies it, or stages it. A plain payload is read in place.
+void Shard::take_push(ClientId client, Request& push, const ShardFrame& frame,
+                      const Message& message) {
+  const std::uint16_t codec = message.header.codec;
+  const float* gradient = scratch_.data();
+  bool finite = false;
+  if (table_.atomic_push) {
+    if (push.staged.empty()) push.staged = make_words(layout_.elements());
+    finite = decode_frame(codecs_, codec, layout_, frame, message.payload,
+                          push.staged.data() + frame.first);
+  } else if (codec == 0 && message.payload.size() == frame.count * sizeof(float)) {
+    gradient = reinterpret_cast<const float*>(message.payload.data());
+    finite = codec::kernels().finite(gradient, frame.count);
+  } else {
+    finite = decode_frame(codecs_, codec, layout_, frame, message.payload, scratch_.data());
+  }
+  if (!finite) {
+    push.answer = {Refusal::kNotFinite, "it holds NaN or Inf"};
+    ++statistics_.not_finite;
+  } else if (!table_.atomic_push) {
+    apply(client, push, push.next - 1, gradient);
+    ++push.applied;
+  }
+}
+
+void Shard::apply(ClientId client, const Request& push, std::size_t index, const float* gradient) {
+  keep(index);
+  const ShardFrame& frame = layout_.frames()[index];
+  std::array<float*, 2> states{};
+  for (std::size_t i = 1; i < slots_.size(); ++i) states[i - 1] = at(slots_[i], frame.first);
+  float rate = push.rate;
+  if (table_.divide) rate /= static_cast<float>(std::max<std::uint64_t>(staleness(push), 1));
+  if (log_) log_({client, push.sequence, index, rate, {gradient, frame.count}});
+  rule_->apply(at(slots_.front(), frame.first), states, gradient, rate, ++steps_[index],
+               frame.count);
+}
+
+Answer Shard::end_push(ClientId client, Request& push) {
+  const std::uint64_t stale = has_values() ? staleness(push) : 0;
+  // Others' pushes may have come before the last frame of an atomic one.
+  if (table_.atomic_push && push.answer.refused == Refusal::kNone) refuse_if_stale(push);
+  if (table_.atomic_push && push.answer.refused == Refusal::kNone)
+    for (std::size_t i = 0; i < layout_.frames().size(); ++i, ++push.applied)
+      apply(client, push, i, push.staged.data() + layout_.frames()[i].first);
+  push.staged = {};
+  push.next = 0;
+  if (push.applied > 0) {
+    ++version_;
+    ++statistics_.pushes;
+    statistics_.count_staleness(stale);
+    if (push.answer.refused != Refusal::kNone) ++statistics_.partial;
+  }
+  push.applied = 0;
+  Answer answer = std::exchange(push.answer, {});
+  answer.staleness = static_cast<std::uint32_t>(std::min<std::uint64_t>(stale, ~std::uint32_t{0}));
+  return answer;
+}
+
+// Ends a push whose last frame will not come. What was applied of it stays.
+void Shard::abandon(Request& push) {
+  if (std::exchange(push.applied, 0) == 0) return;
+  ++version_;
+  ++statistics_.partial;
+}
+
+Shard::Pull Shard::begin_pull(ClientId client, const MessageHeader& request) {
+  if (request.codec >= codecs_.size()) throw InvalidArgument("pull: there is no such codec");
+  ++statistics_.pulls;
+  Pull pull{.sequence = request.sequence, .codec = request.codec, .version = version_};
+  if (table_.atomic_push || vectors_) pull.frozen = frozen();
+  if (!pulls_differences(*codecs_[request.codec])) return pull;
+  std::vector<float>& shadow = clients_[client].shadow;
+  pull.dense = request.extra == 0;
+  if (!pull.dense && shadow.empty())
+    throw InvalidArgument("pull: the shard does not know what the client has");
+  if (pull.dense) shadow.resize(layout_.elements());
+  return pull;
+}
+
+// A pull of atomic pushes reads a copy, which all pulls of one version share. Vectors are never
+// changed in place.
+SharedWords Shard::frozen() {
+  if (vectors_) return vectors_->find(kParameters);
+  auto copy = frozen_version_ == version_ ? frozen_.lock() : nullptr;
+  if (!copy) copy = std::make_shared<const Words>(values());
+  frozen_ = copy;
+  frozen_version_ = version_;
+  return copy;
+}
+
+bool Shard::pull_frame(ClientId client, Pull& pull, MessageHeader& header, Bytes out, Copy copy) {
+  const ShardFrame& frame = layout_.frames()[pull.next];
+  const bool last = pull.next + 1 == layout_.frames().size();
+  const float* w = (pull.frozen ? *pull.frozen : values()).data() + frame.first * layout_.words();
+  header.op = Op::kPull;
+  header.flags =
+      static_cast<std::uint8_t>(kReply | (pull.next == 0 ? kFirst : 0) | (last ? kLast : 0));
+  header.codec = pull.dense ? 0 : pull.codec;
+  header.client = client;
+  header.sequence = pull.sequence;
+  header.first = frame.first;
+  header.count = static_cast<std::uint32_t>(frame.count);
+  header.version = pull.frozen ? pull.version : version_;
+  const codec::Codec& codec = *codecs_[header.codec];
+  std::size_t bytes = 0;
+  if (pulls_differences(codec)) {
+    bytes = encode_difference(codec, frame, w, clients_[client].shadow.data() + frame.first, out);
+  } else {
+    bytes = encode(codec, frame, w, out, copy);
+    if (pull.dense) std::copy_n(w, frame.count, clients_[client].shadow.data() + frame.first);
+  }
+  header.length = static_cast<std::uint32_t>(bytes);
+  ++pull.next;
+  return last;
+}
+
+std::size_t Shard::encode(const codec::Codec& codec, const ShardFrame& frame, const float* x,
+                          Bytes out, Copy copy) const {
+  if (codec.definition().kind == codec::Definition::Kind::kNone) {
+    const std::size_t plain = frame.count * layout_.words() * sizeof(float);
+    copy(out.data(), reinterpret_cast<const std::byte*>(x), plain);
+    return plain;
+  }
+  std::size_t bytes = 0;
+  for (const Piece& piece : layout_.pieces(frame))
+    bytes += codec.encode(x + (piece.first - frame.first), piece.count, {}, out.subspan(bytes));
+  return bytes;
+}
+
+// The shadow takes what the client will decode, so what the codec loses is in the next difference.
+std::size_t Shard::encode_difference(const codec::Codec& codec, const ShardFrame& frame,
+                                     const float* w, float* shadow, Bytes out) {
+  subtract(w, shadow, scratch_.data(), frame.count);
+  const std::size_t bytes = encode(codec, frame, scratch_.data(), out, copy_cached);
+  decode_frame(codec, layout_, frame, ConstBytes(out).first(bytes), /*add=*/true, shadow);
+  return bytes;
+}
+
+void Shard::leave(ClientId client) {
+  const auto found = clients_.find(client);
+  if (found == clients_.end()) return;
+  abandon(found->second.push);
+  clients_.erase(found);
+}
+
+Snapshot Shard::outline() const {
+  Snapshot outline{table_.text(), index_, version_, steps_, {}};
+  for (const Snapshot::Slot& each : slots_) outline.slots.push_back({each.name, {}});
+  return outline;
+}
+
+void Shard::begin_snapshot(std::shared_ptr<Snapshot> to, std::function<void()> done) {
+  to->version = version_;
+  to->steps = steps_;
+  copies_.emplace_back(std::move(to), std::move(done));
+}
+
+void Shard::keep(std::size_t frame) {
+  for (SnapshotCopy& each : copies_) each.keep(layout_.frames(), slots_, frame);
+}
+
+bool Shard::copy_block() {
+  if (copies_.empty()) return false;
+  if (copies_.front().copy_block(layout_.frames(), slots_)) copies_.erase(copies_.begin());
+  return true;
+}
+
+}  // namespace gradwire::serve

@@ -1,0 +1,107 @@
+#include "gradwire/serve/wire/poller.h"
+
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+
+#include <array>
+#include <cerrno>
+
+#include "gradwire/base/error.h"
+#include "gradwire/transport/socket.h"
+
+namespace gradwire::serve {
+namespace {
+
+// Turns without work, each after a yield, before a channel sleeps.
+constexpr int kEmptyTurns = 20;
+// Rounds with work, after which there is a look at the doorbells of those that sleep.
+constexpr int kMostUnlooked = 4;
+constexpr int kLongestSleep = 60'000;  // milliseconds
+
+}  // namespace
+
+Poller::Poller(Turn turn)
+    : turn_(std::move(turn)),
+      epoll_(transport::make_epoll()),
+      bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!bell_.valid()) throw Error(system_message("eventfd", errno));
+  transport::watch(epoll_.get(), bell_.get(), EPOLLIN, bell_.get());
+}
+
+void Poller::add(Channel& channel) {
+  const int doorbell = channel.doorbell();
+  transport::watch(epoll_.get(), doorbell, EPOLLIN, doorbell);
+  members_.emplace(doorbell, Member{&channel});
+  ++awake_;
+}
+
+void Poller::remove(Channel& channel) {
+  const auto found = members_.find(channel.doorbell());
+  if (found == members_.end()) return;
+  transport::unwatch(epoll_.get(), found->first);
+  if (!found->second.asleep) --awake_;
+  members_.erase(found);
+}
+
+void Poller::rouse(Channel& channel) {
+  const auto found = members_.find(channel.doorbell());
+  if (found == members_.end()) return;
+  Member& member = found->second;
+  member.empty_turns = 0;
+  if (!member.asleep) return;
+  member.asleep = false;
+  ++awake_;
+  channel.disarm();
+}
+
+bool Poller::take_turn(Member& member) {
+  const bool moved = turn_(*member.channel);
+  member.empty_turns = moved ? 0 : member.empty_turns + 1;
+  return moved;
+}
+
+// Announces the sleep, and looks once more: what came before is not rung for.
+void Poller::fall_asleep(Member& member) {
+  member.channel->arm();
+  if (take_turn(member) || member.channel->ended()) return member.channel->disarm();
+  member.asleep = true;
+  --awake_;
+}
+
+bool Poller::round() {
+  bool moved = false;
+  for (auto& [doorbell, member] : members_) {
+    if (member.asleep) continue;
+    moved = take_turn(member) || moved;
+    if (member.empty_turns > kEmptyTurns) fall_asleep(member);
+  }
+  if (!moved && awake_ > 0) ::sched_yield();
+  moved_ = moved;
+  return moved;
+}
+
+void Poller::wait(const Deadline& deadline) {
+  if (moved_ && ++unlooked_ < kMostUnlooked) return;
+  unlooked_ = 0;
+  std::array<epoll_event, 64> events;
+  const int timeout = awake_ == 0 ? deadline.milliseconds_left(kLongestSleep) : 0;
+  const int ready = ::epoll_wait(epoll_.get(), events.data(), events.size(), timeout);
+  for (int i = 0; i < ready; ++i) {
+    const int doorbell = events[static_cast<std::size_t>(i)].data.fd;
+    if (doorbell == bell_.get()) {
+      std::uint64_t rings = 0;
+      [[maybe_unused]] const ssize_t got = ::read(bell_.get(), &rings, sizeof rings);
+      continue;
+    }
+    const auto found = members_.find(doorbell);
+    if (found != members_.end() && found->second.asleep) rouse(*found->second.channel);
+  }
+}
+
+void Poller::wake() noexcept {
+  const std::uint64_t ring = 1;
+  [[maybe_unused]] const ssize_t rung = ::write(bell_.get(), &ring, sizeof ring);
+}
+
+}  // namespace gradwire::serve
