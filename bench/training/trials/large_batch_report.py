@@ -107,9 +107,9 @@ def _document(rows: Sequence[Row], name: str, target: float) -> Iterator[str]:
     yield ""
     yield (
         f"{one.data}, a network of {one.parameters:,} parameters ({one.run.task}), "
-        f"{one.run.ranks} ranks, {seeds} seeds: means ± standard deviations. All trainings are "
-        f"{one.run.epochs:g} epochs, or a part of a batch less. The learning rate rises for "
-        f"{one.run.warm_up:.0%} of the steps, then falls as the square root of what is left of "
+        f"{one.run.ranks} ranks, {_seeds(seeds)}. All trainings are "
+        f"{_counted(one.run.epochs or 0, 'epoch')} long, or a part of a batch less. The rate rises "
+        f"for {one.run.warm_up:.0%} of the steps, then falls as the square root of what is left of "
         f"them. SGD and LARS have momentum {MOMENTUM}; weight decay is "
         f"{one.run.weight_decay or 0:g}. For each optimizer and batch the rate is the best of "
         "those in the last table, by the first seed's accuracy. *Batch* is of all ranks. Bytes are "
@@ -124,6 +124,14 @@ def _document(rows: Sequence[Row], name: str, target: float) -> Iterator[str]:
     yield from ["", "## What saves the most bytes, with SGD", ""]
     yield from savings(rows, target)
     yield from _rates(rows)
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seeds: means ± standard deviations" if count > 1 else "1 seed"
+
+
+def _counted(count: float, what: str) -> str:
+    return f"{count:g} {what}" if count == 1 else f"{count:g} {what}s"
 
 
 def growth(rows: Sequence[Row], target: float) -> Iterator[str]:

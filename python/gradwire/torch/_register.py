@@ -156,7 +156,7 @@ def register(
         warm_up=warm_up,
         scaler=scaler is not None,
         optimizer=optimizer is not None,
-        codec=chosen.codec if codec == AUTO else "given",
+        codec=f"auto, which chose {chosen.codec}" if codec == AUTO else "another than auto",
     )
     _release_from_old(ddp)
     ddp.register_comm_hook(state, comm_hook)
@@ -167,6 +167,13 @@ def register(
     copy_without_hook(ddp, hooks)
     _states[ddp] = state
     state.why = chosen.why
+    if chosen.unused and communicator.rank == 0:
+        _log.warning(
+            "all gradients of the model stay in int8 and codec=%r changes nothing, since the model "
+            "has no layers between the first and the last: to send these in it, too, give rules=, "
+            "or warm_up=0 with codec=gradwire.torch.Stages(...)",
+            str(codec),
+        )
     if communicator.rank == 0:
         _tell(ddp, state, None if momentum else optimizer)
     return state

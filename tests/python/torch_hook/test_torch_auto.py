@@ -118,3 +118,10 @@ def disagree() -> str:
 def test_auto_on_one_rank_alone_is_refused_on_all() -> None:
     for message in torch_ranks.run(2, disagree):
         assert "a different codec=" in message
+
+
+@pytest.mark.parametrize("codec", ["auto", "auto:rank=2"])
+def test_auto_elsewhere_is_told_where_it_belongs(codec: str) -> None:
+    with gradwire.init() as comm, pytest.raises(gradwire.InvalidArgument) as raised:
+        comm.all_reduce(torch.ones(3), codec=codec)
+    assert f"codec={codec!r}: only gradwire.torch.register() chooses a codec" in str(raised.value)

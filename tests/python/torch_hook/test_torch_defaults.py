@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import gradwire
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,8 +93,8 @@ def test_a_biased_codec_begins_in_int8_and_is_for_the_middle(codec: Any) -> None
 )
 def test_what_is_chosen_step_by_step_or_unbiased_is_left_alone(codec: Any) -> None:
     model = Model(nn.Linear(3, 3), {})
-    assert settings(model, codec, (), None, 0) == (codec, (), "")
-    assert settings(model, "onebit", (), 0, 0) == ("onebit", (), "")
+    assert settings(model, codec, (), None, 0) == (codec, (), "", False)
+    assert settings(model, "onebit", (), 0, 0) == ("onebit", (), "", False)
 
 
 @pytest.mark.parametrize("warm_up", [-1, 1.5, "many", True])
@@ -106,6 +107,21 @@ def test_a_warm_up_that_is_no_number_of_steps_is_refused(warm_up: Any) -> None:
 def test_a_warm_up_beside_stages_is_refused() -> None:
     with pytest.raises(gradwire.InvalidArgument, match="leave warm_up= out"):
         settings(Model(nn.Linear(3, 3), {}), Stages((0, "onebit")), (), 5, 0)
+
+
+class Bytes(gradwire.codec.Codec):
+    """A codec written in Python."""
+
+    def encode(self, x: Any) -> bytes:
+        return bytes(x.tobytes())
+
+    def decode(self, payload: memoryview, count: int) -> Any:
+        return np.frombuffer(payload, np.float32, count)
+
+
+def test_a_warm_up_before_a_codec_written_in_python_is_refused() -> None:
+    with pytest.raises(gradwire.InvalidArgument, match=r"give codec=Stages\(\(0, 'int8'\), \(5, "):
+        settings(Model(nn.Linear(3, 3), {}), Bytes(), (), 5, 0)
 
 
 def deep() -> nn.Module:
@@ -161,7 +177,7 @@ def own_momentum() -> list[list[str]]:
         ({"codec": "lowrank"}, {"momentum": 0.9}),
         ({"codec": "int8"}, {"momentum": 0.9}),
     ):
-        ddp = DistributedDataParallel(nn.Linear(3, 3))
+        ddp = DistributedDataParallel(deep())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, **options)
         found.append(told(optimizer, ddp, **hook))
         assert optimizer.param_groups[0]["momentum"] == options.get("momentum", 0)
@@ -172,6 +188,24 @@ def test_an_optimizers_momentum_is_left_to_the_program_which_is_told() -> None:
     first, second = torch_ranks.run(2, own_momentum)
     (message,), *others = first
     assert "register(momentum=gradwire.torch.Momentum(0.9, nesterov=True))" in message
+    assert not any(others)
+    assert not any(second)
+
+
+def unused_codecs() -> list[list[str]]:
+    """What register() says of a codec that it leaves for none of the parameters."""
+    ends = nn.Sequential(nn.Linear(20, 64), nn.Linear(64, 10))
+    found = []
+    for module, hook in ((ends, {}), (ends, {"warm_up": 0}), (deep(), {})):
+        ddp = DistributedDataParallel(module)
+        found.append(told(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp, codec="onebit", **hook))
+    return found
+
+
+def test_a_codec_that_is_left_for_no_parameter_is_told() -> None:
+    first, second = torch_ranks.run(2, unused_codecs)
+    (message,), *others = first
+    assert "stay in int8 and codec='onebit' changes nothing" in message
     assert not any(others)
     assert not any(second)
 

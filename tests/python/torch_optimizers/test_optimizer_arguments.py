@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import gradwire
@@ -42,6 +43,9 @@ from torch.nn.parallel import DistributedDataParallel
         (DeMo, {"top_k": 0}, "top_k=0 is less than 1"),
         (DeMo, {"chunk": 500}, "chunk=500 is more than 128"),
         (DeMo, {"decay": 2}, "decay=2 is not"),
+        (DeMo, {"algorithm": "star"}, "algorithm='star': all_gather has no"),
+        (DistributedLion, {"codec": "auto"}, "only gradwire.torch.register() chooses"),
+        (DistributedLion, {"timeout": 0}, "timeout=0 is not a positive number"),
     ],
 )
 def test_wrong_settings_are_named(make: Any, settings: dict[str, Any], text: str) -> None:
@@ -75,6 +79,102 @@ def test_parameters_that_cannot_be_are_told_why() -> None:
     dtype, twice = run(1, body)[0]
     assert "'w' is torch.bfloat16" in dtype
     assert "two parameters have the name 'w'" in twice
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "text"),
+    [
+        (DistributedLion, {"lr": -1}, "lr=-1 is negative"),
+        (DistributedLion, {"betas": (0.9, 3)}, "betas=(0.9, 3) are not"),
+        (DeMo, {"decay": 2}, "decay=2 is not"),
+        (OneBitAdam, {"weight_decay": -1}, "weight_decay=-1 is negative"),
+    ],
+)
+def test_options_of_groups_are_checked(make: Any, option: dict[str, Any], text: str) -> None:
+    """In the constructor and later, where the group is not added."""
+
+    def body(comm: Communicator) -> list[str]:
+        usual = {"communicator": comm} | ({"warm_up": 1} if make is OneBitAdam else {})
+        wrong = {"params": [("x", nn.Parameter(torch.zeros(3)))], **option}
+        optimizer = make(small().named_parameters(), **usual)
+        texts = []
+        for add in (lambda: make([wrong], **usual), lambda: optimizer.add_param_group(wrong)):
+            with pytest.raises(InvalidArgument) as raised:
+                add()
+            texts.append(str(raised.value))
+        assert len(optimizer.param_groups) == 1
+        optimizer.step()
+        return texts
+
+    assert all(text in each for each in run(1, body)[0])
+
+
+def test_rates_of_added_and_loaded_groups_that_differ_raise_on_all() -> None:
+    def body(comm: Communicator) -> list[str]:
+        replica = Replica(comm, DistributedLion, lr=0.01)
+        optimizer = replica.optimizer
+        group = {"params": [("x", nn.Parameter(torch.zeros(3)))], "lr": 0.1 * (1 + comm.rank)}
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["lr"] = 0.1 * (1 + comm.rank)
+        scaler = torch.amp.GradScaler("cpu") if comm.rank else None
+        texts = []
+        for call in (
+            lambda: optimizer.add_param_group(group),
+            lambda: optimizer.load_state_dict(saved),
+            lambda: Replica(comm, DistributedLion, scaler=scaler),
+        ):
+            with pytest.raises(InvalidArgument) as raised:
+                call()
+            texts.append(str(raised.value))
+        assert len(optimizer.param_groups) == 1
+        return texts
+
+    for added, loaded, scaled in run(2, body):
+        assert added.startswith("add_param_group() was called with a different param_groups= by")
+        assert loaded.startswith("load_state_dict() was called with a different param_groups= by")
+        assert "different scaler= by rank: False on rank 0; True on rank 1" in scaled
+
+
+@pytest.mark.parametrize("make", [OneBitAdam, DistributedLion, DeMo])
+def test_steps_with_nothing_to_send(make: Any) -> None:
+    """All parameters are frozen, or have no elements."""
+
+    def body(comm: Communicator) -> int:
+        replica = Replica(comm, make)
+        replica.train(1)
+        before = bits(replica.model)
+        for each in replica.model.parameters():
+            each.requires_grad_(False)
+        replica.optimizer.step()
+        assert bits(replica.model) == before
+        for each in replica.model.parameters():
+            each.requires_grad_(True)
+        replica.train(1)
+        assert bits(replica.model) != before
+        empty = nn.ParameterList([nn.Parameter(torch.zeros(0, 3))])
+        Replica(comm, make, empty).optimizer.step()
+        return replica.optimizer.steps
+
+    assert run(2, body) == [3, 3]
+
+
+def test_copies_say_that_they_are() -> None:
+    def body(comm: Communicator) -> None:
+        original = Replica(comm, DistributedLion).optimizer
+        copied = copy.deepcopy(original)
+        saved = original.state_dict()
+        for call in (
+            copied.state_dict,
+            copied.check_agreement,
+            copied.close,
+            copied.step,
+            lambda: copied.load_state_dict(saved),
+            lambda: copied.after_shrink(comm),
+        ):
+            with pytest.raises(InvalidArgument, match="this DistributedLion is a copy"):
+                call()
+
+    run(1, body)
 
 
 def test_settings_and_groups_that_differ_between_ranks_raise_on_all() -> None:

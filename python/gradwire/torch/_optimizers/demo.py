@@ -12,8 +12,8 @@ from gradwire._base.arguments import number, whole
 from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
 from gradwire.torch._optimizers.dct import Tiles
-from gradwire.torch._optimizers.parameters import require_rates
 from gradwire.torch._optimizers.replicated import ReplicatedOptimizer
+from gradwire.torch._ranks.settings import require_algorithm
 from gradwire.torch._step.gradient_scale import Scaler
 
 _MOST = 128  # on a side of a tile, whose places are sent as 16-bit integers
@@ -62,9 +62,6 @@ class DeMo(ReplicatedOptimizer):
         `weight_decay` is decoupled. Groups may have `lr`, `decay` and `weight_decay` of their own.
         `algorithm` is as in `Communicator.all_gather`. The other arguments are as in `OneBitAdam`.
         """
-        require_rates(lr, (0, 0), weight_decay)
-        if not 0 <= number(decay, "decay") <= 1:
-            raise InvalidArgument(f"decay={decay} is not from 0 to 1")
         self._top_k = whole(top_k, "top_k", least=1)
         self._chunk = whole(chunk, "chunk", least=2)
         if self._chunk > _MOST:
@@ -80,12 +77,22 @@ class DeMo(ReplicatedOptimizer):
             timeout=timeout,
         )
 
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        if not 0 <= number(group["decay"], "decay") <= 1:
+            raise InvalidArgument(f"decay={group['decay']} is not from 0 to 1")
+
+    def _joined(self) -> None:
+        require_algorithm(self._algorithm, None, self.communicator, "all_gather")
+
     def _step_with(self, gradients: Mapping[str, torch.Tensor]) -> bool:
         parts = [
             self._extract(parameter, gradients[name], group)
             for name, parameter, group in self._trained()
             if parameter.numel()
         ]
+        if not parts:  # all are frozen, or of no elements
+            return True
         values = self._gather([each.values for each in parts])
         places = self._gather([each.places for each in parts])
         if not bool(torch.isfinite(values).all()):

@@ -13,7 +13,6 @@ from gradwire._communicator import Communicator
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._optimizers import clipping
 from gradwire.torch._optimizers.exchanging import ExchangingOptimizer
-from gradwire.torch._optimizers.parameters import require_rates
 from gradwire.torch._ranks.settings import require_feedback
 from gradwire.torch._step.gradient_scale import Scaler
 from gradwire.torch._step.rules import CodecChoice, Rules
@@ -68,7 +67,6 @@ class DistributedLion(ExchangingOptimizer):
         """
         if vote not in ("majority", "mean"):
             raise wrong(vote, "vote", "'majority' or 'mean'")
-        require_rates(lr, betas, weight_decay)
         require_feedback(feedback, rules)
         self._by_majority = vote == "majority"
         super().__init__(

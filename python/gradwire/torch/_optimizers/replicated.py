@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradwire._base.arguments import instance
+from gradwire._base.arguments import instance, seconds
 from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
 from gradwire.torch._optimizers import parameters as listed
@@ -51,13 +51,15 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self.closed, self.error, self._owns = False, None, False
         self.steps = self.skipped_steps = 0
         self._loss_scale = LossScale(scaler)
+        seconds(timeout)
         super().__init__(params, defaults)
         self._names = listed.names(self.param_groups)
         self._check()
         self.communicator, self._owns = chosen_communicator(communicator, process_group, timeout)
         try:
             options = {"param_groups": listed.options(self.param_groups)}
-            require_alike(self.communicator, f"{self._kind}()", {**settings, **options})
+            own = {**settings, **options, "scaler": scaler is not None}
+            require_alike(self.communicator, f"{self._kind}()", own)
             self._joined()
             self._share_parameters(self.param_groups)
         except BaseException:
@@ -114,24 +116,44 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, with rank 0's values on all ranks; every rank calls it.
 
-        Raises InvalidArgument for parameters that are not dense float32.
+        Raises InvalidArgument for parameters that are not dense float32, and for options that
+        cannot be, or differ between ranks; then the group is not added.
         """
         super().add_param_group(param_group)
+        added = self.param_groups[-1:]
         try:
-            names = listed.names(self.param_groups)
+            names = self._checked_names(added)
         except InvalidArgument:
             self.param_groups.pop()
             raise
         if hasattr(self, "communicator"):
             self._names = names
-            self._share_parameters(self.param_groups[-1:])
+            self._share_parameters(added)
             self._joined()
+
+    def _checked_names(self, added: Sequence[dict[str, Any]]) -> dict[torch.Tensor, str]:
+        """The names of all parameters, once the added groups are known to be right on all ranks."""
+        failure: InvalidArgument | None = None
+        names: dict[torch.Tensor, str] = {}
+        try:
+            for group in added:
+                self._check_group(group)
+            names = listed.names(self.param_groups)
+        except InvalidArgument as error:
+            failure = error
+        if hasattr(self, "communicator"):
+            found = {"param_groups": listed.options(added)}
+            require_alike(self.communicator, "add_param_group()", found, failure)
+        elif failure is not None:
+            raise failure
+        return names
 
     def check_agreement(self) -> None:
         """Raises Error on all ranks unless parameters and common state have the same bits.
 
         Every rank calls it, after the same steps. It names the first tensor that differs.
         """
+        self._require_connected()
         require_agreement(self.communicator, self._common(), "tensors")
 
     def after_shrink(self, communicator: Communicator) -> None:
@@ -141,6 +163,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         struck after some of them had made a step, the others take over its result. What the lost
         rank had not delivered is lost.
         """
+        self._require_connected()
         instance(communicator, "communicator", Communicator, "what communicator.shrink() returned")
         self.communicator, self._owns = communicator, False
         self._joined()
@@ -155,6 +178,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         `gradwire.torch.gather_state_dict` makes one dict of all ranks' states, which loads on
         another number of ranks, too.
         """
+        self._require_connected()
         saved = super().state_dict()
         state = {key: dict(each) for key, each in saved["state"].items()}
         local = {}
@@ -180,17 +204,23 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         number of ranks, and when ranks load states of different steps; then nothing has changed on
         the ranks whose state does not fit.
         """
+        self._require_connected()
         failure: Exception | None = None
         over = self.communicator
         try:
             self._load(saving.for_rank(state_dict, over.rank, over.size))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             failure = error if isinstance(error, InvalidArgument) else listed.misfit(error)
-        found = {"steps": self.steps, "state": checksum(self._common_state().values())}
+        found = {
+            "steps": self.steps,
+            "state": checksum(self._common_state().values()),
+            "param_groups": listed.options(self.param_groups),
+        }
         require_alike(over, "load_state_dict()", found, failure)
 
     def close(self) -> None:
         """Closes the communicator, if it was made for this; all ranks call it."""
+        self._require_connected()
         self.closed = True
         if self._owns:
             self.communicator.close()
@@ -208,6 +238,10 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _check(self) -> None:
         """Raises InvalidArgument for settings that do not fit the parameters."""
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Raises InvalidArgument for a parameter group's options that cannot be."""
+        listed.require_rates(group["lr"], group.get("betas", (0, 0)), group["weight_decay"])
 
     def _joined(self) -> None:
         """Prepares for a communicator, or for parameters that were added."""

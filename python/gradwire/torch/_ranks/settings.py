@@ -24,12 +24,16 @@ def require_feedback(feedback: Any, rules: Any) -> None:
     require_pairs(rules)
 
 
-def require_algorithm(algorithm: str, codec: str | None, communicator: Communicator) -> None:
+def require_algorithm(
+    algorithm: str, codec: str | None, communicator: Communicator, collective: str = "all_reduce"
+) -> None:
     """Raises InvalidArgument for an algorithm that these ranks or a lossy codec cannot have."""
     if algorithm == "auto":
         return
     try:
-        made = Schedule.generate(algorithm, communicator.size, groups=communicator.hosts)
+        made = Schedule.generate(
+            algorithm, communicator.size, collective=collective, groups=communicator.hosts
+        )
     except ScheduleError as error:
         raise InvalidArgument(f"algorithm={algorithm!r}: {error}") from error
     if codec is not None and not made.verify().in_tree:

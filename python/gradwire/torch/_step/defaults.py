@@ -18,7 +18,7 @@ from torch import nn
 from gradwire._base import arguments
 from gradwire._calls.reductions import native
 from gradwire._errors import InvalidArgument
-from gradwire.codec import NativeCodec
+from gradwire.codec import Codec, NativeCodec
 from gradwire.torch._step.rules import CodecChoice, Stages
 
 START = "int8"
@@ -33,6 +33,7 @@ class Settings(NamedTuple):
     codec: CodecChoice
     rules: Sequence[tuple[str, CodecChoice]]
     why: str = ""
+    unused: bool = False  # the codec: every element stays in START
 
 
 class Model(NamedTuple):
@@ -59,8 +60,13 @@ def settings(
     """Adds what a biased codec of gradwire's needs to what the program gave.
 
     Raises InvalidArgument for a `warm_up` that is no number of steps, or that stands beside a
-    function of the step.
+    function of the step or a codec written in Python.
     """
+    if warm_up and isinstance(codec, Codec):
+        raise InvalidArgument(
+            f"warm_up={warm_up} is for gradwire's own codecs, and {codec} is written in Python: "
+            f"give codec=Stages((0, {START!r}), ({warm_up}, your codec)), and leave warm_up= out"
+        )
     steps = WARM_UP if warm_up is None else arguments.whole(warm_up, "warm_up", least=0)
     if warm_up and callable(codec):
         raise InvalidArgument(
@@ -81,7 +87,10 @@ def settings(
         f"last, embeddings, and what is small or no matrix stay in {START}"
     )
     return Settings(
-        staged, [(glob.escape(n), START) for n in model.parameters if n in outside], why
+        staged,
+        [(glob.escape(n), START) for n in model.parameters if n in outside],
+        why,
+        unused=not inside,
     )
 
 
