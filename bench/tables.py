@@ -41,7 +41,7 @@ from bench.training.methods import (
 )
 from bench.training.train_report import DENSE, Setting, accuracy, first_share, settings_of
 from bench.training.train_runs import Result, read_results
-from bench.training.trials import optimizers_report
+from bench.training.trials import large_batch_report, optimizers_report
 from bench.training.trials.trial import read
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,6 +64,7 @@ _ADVICE = {
 _NOTES = {ONEBIT: " ¹", THRESHOLD: " ²", TOPK: " ³"}  # of their options, below the table
 _SIZES = (4, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes
 _RANKS = (2, 4)
+_LARGE_BATCH_TARGET = 0.89  # test accuracy, which dense training has in 4 epochs
 
 
 class Incomplete(Exception):
@@ -315,6 +316,14 @@ def optimizer_goals(results: Path) -> list[str]:
     return list(optimizers_report.goals(read(newest(results, "optimizers-*-runs.jsonl"))))
 
 
+def large_batch(results: Path) -> list[str]:
+    """Accuracy, steps and bytes by batch, and what growth, codecs and local steps save."""
+    outcomes = read(newest(results, "large-batch-*-runs.jsonl"))
+    rows = large_batch_report.rows_of(outcomes)
+    growth = large_batch_report.growth(rows, _LARGE_BATCH_TARGET)
+    return [*growth, "", *large_batch_report.savings(rows, _LARGE_BATCH_TARGET)]
+
+
 def downpour(results: Path) -> list[str]:
     """Accuracy, seconds, staleness and pace of Downpour SGD beside synchronous training."""
     return list(downpour_report.summary(_loaded(newest(results, "downpour-*.json"))))
@@ -362,6 +371,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "diloco": diloco,
     "optimizers": optimizers,
     "optimizer-goals": optimizer_goals,
+    "large-batch": large_batch,
     "downpour": downpour,
     "sandblaster": sandblaster,
     "stragglers": stragglers,
