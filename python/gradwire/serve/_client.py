@@ -6,8 +6,6 @@ import contextlib
 import functools
 import json
 import math
-import os
-import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, overload
@@ -19,14 +17,13 @@ from gradwire._arrays.operands import Operand, operand, same_dtype, writable, wr
 from gradwire._base import arguments
 from gradwire._base.deadline import Deadline
 from gradwire._base.rules import choose, require_matches, require_pairs
-from gradwire._bootstrap.host_info import process_name
 from gradwire._bootstrap.rendezvous import choose_transports
 from gradwire._errors import Error, InvalidArgument, Timeout
 from gradwire._feedback import ErrorFeedback
 from gradwire.codec import NativeCodec
 from gradwire.serve import _directory
-from gradwire.serve._channels import MAX_NAME
 from gradwire.serve._joining import Joining
+from gradwire.serve._names import Place, identity
 from gradwire.serve._reconnect import LastingClient
 from gradwire.serve._rules import Rule, Staged
 from gradwire.serve._vectors import Command, pack, unpack
@@ -121,8 +118,16 @@ class ParameterServer:
     process, and so do all later ones: connect anew, or give `connect` seconds to `reconnect`.
     """
 
-    def __init__(self, core: _core.ServeClient, table: Table, shards: int, timeout: float) -> None:
+    def __init__(
+        self,
+        core: _core.ServeClient,
+        table: Table,
+        shards: int,
+        timeout: float,
+        place: Place | None = None,
+    ) -> None:
         self._core, self._table, self._shards, self._timeout = core, table, shards, timeout
+        self._place = place  # until it is closed
         self._closed = False
         self._lock = threading.Lock()
         self._pushes: list[_core.ServeCall] = []  # under way; guarded by the lock
@@ -303,6 +308,7 @@ class ParameterServer:
                     self._core.wait(call, deadline.remaining)
         finally:
             self._core.close(deadline.left)
+            self._place = None
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -407,10 +413,11 @@ def connect(
 
     `store`, `name` and `secret` are those of the `Server`; the store defaults to GRADWIRE_STORE.
     `replica` names this client in messages; one that connects again under its name replaces its
-    former self. The default is "replica R" under a launcher that sets RANK. A client with the role
-    "coordinator" gives commands to the vectors of a service with the rule `Staged()`; shards refuse
-    values of parameters to it, and `like` tells only names and shapes. It takes the place of a
-    coordinator that is there, whose calls then raise TransportError.
+    former self. The default is "replica R" under a launcher that sets RANK; replicas of other
+    launches, and further clients of one process, are others though they have this name. A client
+    with the role "coordinator" gives commands to the vectors of a service with the rule `Staged()`;
+    shards refuse values of parameters to it, and `like` tells only names and shapes. It takes the
+    place of a coordinator that is there, whose calls then raise TransportError.
 
     `atomic="frame"` applies a push frame by frame (28,672 elements at most), and a pull may see
     frames of different versions. With "push" a push is applied at once and a pull sees one version,
@@ -452,13 +459,13 @@ def connect(
             None if max_staleness is None else _whole(max_staleness),
             table.dtype,
         )
-        named, label = _identity(directory, replica)
-        joining = Joining(found, text, shards, named, label, offered, coordinator)
+        own = identity(directory, found, replica)
+        joining = Joining(found, text, shards, own.name, own.label, offered, coordinator)
         joined = joining.join(directory, deadline)
         core = joined.core
         if lasting is not None:  # which has the same methods
             core = cast(_core.ServeClient, LastingClient(joined, joining.join_again, lasting))
-        client = ParameterServer(core, table, shards, limit)
+        client = ParameterServer(core, table, shards, limit, own.place)
         try:
             if coordinator:
                 return client
@@ -476,19 +483,6 @@ def read_statistics(text: str) -> dict[str, Any]:
     """The statistics of a shard, from the core's JSON."""
     found: dict[str, Any] = json.loads(text)
     return found
-
-
-def _identity(directory: _directory.Directory, replica: str | None) -> tuple[str, str]:
-    """The name by which this client is told from others, and the one that it has in messages."""
-    name = replica
-    if name is None and "RANK" in os.environ:
-        name = f"replica {os.environ['RANK']}"
-    if name is None:  # a new store counts from 1 again, and shards go on
-        return secrets.token_hex(8), f"client {directory.count_client()} ({process_name()})"
-    label = f"{arguments.text(name, 'replica')} ({process_name()})"
-    if len(label) > MAX_NAME or not label.isprintable():
-        raise InvalidArgument(f"replica={name[:MAX_NAME]!r} is too long, or not printable")
-    return name, label
 
 
 def _operands(given: Arrays, what: str) -> list[Operand]:

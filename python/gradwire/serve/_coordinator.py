@@ -18,7 +18,7 @@ from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import Job
 from gradwire._errors import Error, InvalidArgument, Timeout, describe
 from gradwire._host.interfaces import Choice
-from gradwire.serve._sandblaster.messages import OF_REPLICAS, Message, Reader, pack
+from gradwire.serve._sandblaster.messages import MAX_TEXT, OF_REPLICAS, Message, Reader, pack
 from gradwire.serve._sandblaster.portions import Order, Portions
 
 _TICK_SECONDS = 0.01  # between two looks at who is late, while a batch is computed
@@ -77,6 +77,7 @@ class Coordinator:
         self._over = threading.Event()
         self._patience: float | None = None  # of the request that is under way
         self._stopped = False
+        self._error: str | None = None  # that ends it; written before _stopped
         self._failure: Error | None = None  # of the thread
         self._bell, self._button = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -108,10 +109,14 @@ class Coordinator:
             return outcome
         raise outcome or self._failure or Error("the coordinator was closed")
 
-    def close(self) -> None:
-        """Tells replicas that it is over, and stops listening. May be called again."""
+    def close(self, error: str | None = None) -> None:
+        """Tells replicas that it is over, and stops listening. May be called again.
+
+        `error` is why it ends without success: replicas then end with an error, too.
+        """
         if self._stopped:
             return
+        self._error = error
         self._stopped = True
         self._ring()
         self._thread.join()
@@ -238,7 +243,8 @@ class Coordinator:
             raise InvalidArgument("it did not introduce itself first, and once")
         if not message["name"].isprintable():
             raise InvalidArgument("its name is not printable")
-        peer.name = message["name"]
+        named = any(each.name == message["name"] for each in self._peers.values())
+        peer.name = f"{message['name']} #{self._joined}" if named else message["name"]
         if message["portions"] != self._number:
             text = f"it has {message['portions']} portions, and the coordinator {self._number}"
             self._say(peer, pack("refused", text=text))
@@ -294,11 +300,13 @@ class Coordinator:
     def _shut(self) -> None:
         """Says goodbye, waits until replicas have read it, and closes everything."""
         peers = [key.data for key in self._selector.get_map().values() if key.data is not None]
+        error = self._error if self._failure is None else describe(self._failure)
+        goodbye = pack("end") if error is None else pack("broken", text=error[:MAX_TEXT])
         self._authenticator.close()
         self._selector.close()
         for peer in peers:
             with contextlib.suppress(OSError):
-                peer.sock.send(peer.unsent + pack("end"))
+                peer.sock.send(peer.unsent + goodbye)
                 peer.sock.shutdown(socket.SHUT_WR)
         deadline = Deadline(_GOODBYE_SECONDS)
         for peer in peers:

@@ -109,9 +109,10 @@ class Sandblaster:
     def serve(self) -> None:
         """Computes portions until the coordinator closes; then `like` has the last parameters.
 
-        Raises TransportError that names the coordinator or a shard that has ended; call it again to
-        wait for a new coordinator. Raises RendezvousError where there is none within `timeout`, and
-        what the function raises, which ends this replica, and of which the coordinator is told.
+        Raises TransportError that names the coordinator or a shard that has ended, also where the
+        coordinator closes after an error; call it again to wait for a new coordinator. Raises
+        RendezvousError where there is none within `timeout`, and what the function raises, which
+        ends this replica, and of which the coordinator is told.
         """
         deadline = Deadline(self._timeout)
         name = self._replica
@@ -149,16 +150,23 @@ class Sandblaster:
         return self._lead.step()
 
     def close(self) -> None:
-        """Ends the coordinator: replicas return from `serve()`. May be called again."""
-        if self._lead is not None:
-            self._lead.close()
-            self._lead = None
+        """Ends the coordinator: replicas return from `serve()`. May be called again.
+
+        Where the last `step()` has failed, or a `with` block ends by an exception, their `serve()`
+        raises TransportError, which says why.
+        """
+        self._close(None)
 
     def __enter__(self) -> Sandblaster:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._lead is not None:
+            self._lead.close(error)
+            self._lead = None
 
     def _connect(self, role: Literal["replica", "coordinator"]) -> ParameterServer:
         store, name, secret = self._service

@@ -98,6 +98,7 @@ class Lead:
         self._batch = time.time_ns() // 1000
         self._counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self._unsaved = False
+        self._error: str | None = None  # of the last step
         if path is not None and not path.parent.is_dir():
             raise InvalidArgument(f"state={str(path)!r}: there is no folder {path.parent}")
         if path is not None and path.exists():
@@ -105,6 +106,15 @@ class Lead:
 
     def step(self) -> Progress:
         """Does one iteration."""
+        try:
+            progress = self._step()
+        except BaseException as error:
+            self._error = f"{type(error).__name__}: {describe(error)}"
+            raise
+        self._error = None
+        return progress
+
+    def _step(self) -> Progress:
         began = time.monotonic()
         if self._unsaved:  # or this iteration would write over what the file names
             self._save()
@@ -128,9 +138,11 @@ class Lead:
             found.converged,
         )
 
-    def close(self) -> None:
-        """Ends replicas and connections."""
-        self._coordinator.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends replicas and connections; after an error, or where the last step failed, as one."""
+        if error is not None:
+            self._error = f"{type(error).__name__}: {describe(error)}"
+        self._coordinator.close(self._error)
         self._server.close()
 
     def _evaluate(self, target: str, then: Sequence[Command]) -> tuple[float, list[Any]]:

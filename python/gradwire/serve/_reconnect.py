@@ -105,7 +105,7 @@ class LastingClient:
         staged: tuple[int, int, int] | None = None,
     ) -> LastingCall:
         def begin(core: _core.ServeClient) -> _core.ServeCall:
-            of = list(versions) or self._versions_of(core)
+            of = self._bounded(versions, core) if versions else self._versions_of(core)
             return core.push(gradients, codec, feedback, rate, strict, timeout, memory, of, staged)
 
         call = self._begin(begin, once=True)
@@ -207,6 +207,16 @@ class LastingClient:
             now if now != _NO_VERSION else was if was == _NO_VERSION else min(was, begun)
             for now, was, begun in of
         ]
+
+    def _bounded(self, versions: Sequence[int], core: _core.ServeClient) -> list[int]:
+        """Versions that a caller names, at most those that this client can have pulled.
+
+        Larger ones are of values that a shard had before it was started again.
+        """
+        if not self._begun_at:
+            return list(versions)
+        of = zip(versions, self._versions_of(core), self._begun_at, strict=True)
+        return [min(given, begun if was == _NO_VERSION else was) for given, was, begun in of]
 
     def _note(self, versions: list[int]) -> None:
         with self._brief:

@@ -243,9 +243,11 @@ class Replica:
         if what == "welcome":
             self._welcome(message)
             return False
-        if what == "refused":
+        if what in ("refused", "broken"):
             text = message["text"].encode("unicode_escape").decode()
-            raise InvalidArgument(f"{self._coordinator} refused this replica: {text}")
+            if what == "refused":
+                raise InvalidArgument(f"{self._coordinator} refused this replica: {text}")
+            raise TransportError(f"{self._coordinator} has ended with an error: {text}")
         with self._changed:
             if what == "work":
                 if message["portion"] >= self._portions:
@@ -283,7 +285,12 @@ class Replica:
         assert push is not None
         assert total is not None
         name = (push.batch, self._number, push.sequence)
-        self._push_staged(total, name)
+        try:
+            self._push_staged(total, name)
+        except InvalidArgument as error:  # a shard has no room for it
+            with contextlib.suppress(OSError):
+                self._say("failed", text=describe(error)[:MAX_TEXT])
+            raise
         self._say("staged", batch=push.batch, sequence=push.sequence, tickets=push.tickets)
 
 

@@ -7,6 +7,7 @@ long as it lives, with a last will, by which the servers learn when all replicas
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from gradwire.serve import _directory
 from gradwire.serve._server import Server
 
 _held: list[StoreClient] = []  # until this process ends
+
+_log = logging.getLogger("gradwire")
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,10 @@ def role(
             client = StoreClient(parse_address(store), service.job, met.secret, deadline)
             if server is None:
                 client.set_last_will(_ended(launch.rank), b"ended")
+                client.set(_begun(launch.rank), b"begun")
         if server is not None:
-            server.run_while(_Lives(client, range(shards, launch.size)))
+            patience = Deadline(arguments.seconds(timeout))
+            server.run_while(_Lives(client, range(shards, launch.size), patience))
             raise SystemExit(0)
     _held.append(client)
     _directory.found(service)
@@ -122,22 +127,41 @@ def _ended(rank: int) -> str:
     return f"gradwire/roles/ended/{rank}"
 
 
-class _Lives:
-    """Whether a replica still lives."""
+def _begun(rank: int) -> str:
+    return f"gradwire/roles/begun/{rank}"
 
-    def __init__(self, store: StoreClient, ranks: Iterable[int]) -> None:
-        self._store, self._ranks = store, list(ranks)
+
+class _Lives:
+    """Whether a replica still lives.
+
+    One that has not begun when `patience` is over has ended: before it left a last will.
+    """
+
+    def __init__(self, store: StoreClient, ranks: Iterable[int], patience: Deadline) -> None:
+        self._store, self._ranks, self._patience = store, list(ranks), patience
 
     def __call__(self) -> bool:
         try:
-            while self._ranks:
-                self._store.get(_ended(self._ranks[0]), 0)
+            while self._ranks and self._has_ended(self._ranks[0]):
                 del self._ranks[0]
-        except TimeoutError:
-            return True
         except Error:  # the server of shard 0, which hosts the store, has ended
             return False
-        return False
+        return bool(self._ranks)
+
+    def _has_ended(self, rank: int) -> bool:
+        if self._is_set(_ended(rank)):
+            return True
+        if not self._patience.passed or self._is_set(_begun(rank)):
+            return False
+        _log.warning("rank %d ended before it began as a replica", rank)
+        return True
+
+    def _is_set(self, key: str) -> bool:
+        try:
+            self._store.get(key, 0)
+        except TimeoutError:
+            return False
+        return True
 
 
 def _forget() -> None:

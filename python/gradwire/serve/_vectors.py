@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire._base import arguments
+from gradwire._errors import InvalidArgument
 
+MOST_PUSHES = 8000  # of one Fold, so that it fits into a message of the core
 _Result = tuple[list[list[float]], list[str]]  # of one command on one shard
 
 
@@ -129,6 +131,11 @@ def _pack(command: Command) -> tuple[Any, ...]:
             return (kind,)
         case Fold(target, batch, pushes):
             numbers = [(_number(a), _number(b)) for a, b in _pairs(pushes, "pushes")]
+            if len(numbers) > MOST_PUSHES:
+                raise InvalidArgument(
+                    f"a fold of {len(numbers)} pushes: one takes {MOST_PUSHES} at most; push more "
+                    "portions at a time (push_every), or give fewer and larger portions"
+                )
             return kind, _name(target), _number(batch), numbers
         case Discard(batch):
             return kind, None if batch is None else _number(batch)

@@ -1,4 +1,7 @@
 // Whole jobs over each transport: servers and clients with threads of their own.
+#include <future>
+#include <mutex>
+
 #include "serve_job.h"
 
 namespace gradwire::serve {
@@ -363,6 +366,59 @@ TEST_F(Serving, ForgetsTextsOfThoseWhoNeverJoin) {
   EXPECT_FALSE(idle[2]->ended());
   const auto a = job_.connect(table_, 0);
   job_.wait(a->join(soon()));
+}
+
+TEST(Server, EndsAClientThatDoesNotFinishItsJoin) {
+  Job job(0, "inproc", /*threads=*/true);
+  std::promise<std::string> said;
+  Server::Options options{.log = [&](std::string_view line) { said.set_value(std::string(line)); }};
+  options.join_seconds = 0.05;
+  job.servers.push_back(std::make_unique<Server>(std::move(options)));
+  job.servers.back()->start();
+  Pair pair = channels("inproc", "replica h");
+  job.servers[0]->admit(std::move(pair.server), id_of(0));
+  send_join(*pair.client, id_of(0), some_table().text(), /*complete=*/false);
+  pair.client->send_queued();
+  pair.client->flush();
+  auto line = said.get_future();
+  ASSERT_EQ(line.wait_for(std::chrono::duration<double>(transport::kTestSeconds)),
+            std::future_status::ready);
+  EXPECT_EQ(line.get(), "replica h: join: the rest of its table did not come in time");
+}
+
+TEST(Server, TellsOfAClientOnceForAllShards) {
+  std::vector<std::string> lines[2];
+  std::mutex mutex;
+  Job job(0, "inproc", /*threads=*/true);
+  for (std::uint32_t i = 0; i < 2; ++i) {
+    const auto log = [&, i](std::string_view line) {
+      const std::lock_guard lock(mutex);
+      lines[i].emplace_back(line);
+    };
+    job.servers.push_back(std::make_unique<Server>(Server::Options{i, 2, log}));
+    job.servers.back()->start();
+  }
+  const Table table = some_table(2);
+  const auto a = job.connect(table, 0);
+  job.wait(a->join(soon()));
+  for (auto& each : job.servers) each->admit(channels("inproc", "replica b").server, id_of(1));
+  a->close(soon());
+  const auto all_left = [&] {
+    return std::ranges::all_of(job.servers, [](auto& each) {
+      const Server::Census census = each->census(soon());
+      return census.joined == 0 && census.admitted == 2;
+    });
+  };
+  for (const Deadline deadline = soon(); !all_left() && !deadline.passed();)
+    std::this_thread::yield();
+  ASSERT_TRUE(all_left());
+  const std::lock_guard lock(mutex);
+  std::ranges::sort(lines[0]);
+  ASSERT_EQ(lines[0].size(), 3U);
+  EXPECT_EQ(lines[0][0], "replica a: joined");
+  EXPECT_EQ(lines[0][1], "replica a: left");
+  EXPECT_TRUE(lines[0][2].starts_with("replica b: ")) << lines[0][2];
+  EXPECT_TRUE(lines[1].empty()) << lines[1][0];
 }
 
 TEST_F(Serving, WritesASnapshotAndGoesOnFromIt) {

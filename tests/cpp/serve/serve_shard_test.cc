@@ -11,6 +11,7 @@ class Direct {
  public:
   explicit Direct(const Table& table, std::uint32_t index = 0)
       : shard(table, index), codecs_(codecs_of(table)) {}
+  explicit Direct(Shard given) : shard(std::move(given)), codecs_(codecs_of(shard.table())) {}
 
   // Sends the first `frames` frames of a request; all of them by default.
   std::optional<Answer> send(Op op, ClientId client, const Arrays& x, std::uint16_t codec = 0,
@@ -182,6 +183,21 @@ TEST(Shard, CountsAPushOfAClientThatNeverPulledAsTheOldest) {
   job.send(Op::kSet, 1, random_of(some_table(), 1));
   for (std::uint32_t i = 0; i < 3; ++i)
     EXPECT_EQ(job.send(Op::kPush, 2, random_of(some_table(), 2), 0, kNoVersion)->staleness, i);
+}
+
+TEST(Shard, CountsAVersionThatARestartHasLostAsTheSnapshots) {
+  const codec::FloatEnvironment environment;
+  Direct job(some_table());
+  job.send(Op::kSet, 1, random_of(some_table(), 1));
+  for (int i = 0; i < 2; ++i) job.send(Op::kPush, 1, random_of(some_table(), 2));
+  auto snapshot = std::make_shared<Snapshot>(job.shard.outline());
+  for (auto& each : snapshot->slots) each.values.resize(job.shard.layout().elements());
+  job.shard.begin_snapshot(snapshot, [] {});
+  while (job.shard.copy_block()) continue;
+  Direct again(Shard(std::move(*snapshot)));
+  for (const std::uint32_t staleness : {0, 1, 2})  // since version 2
+    EXPECT_EQ(again.send(Op::kPush, 1, random_of(some_table(), 2), 0, 9)->staleness, staleness);
+  EXPECT_EQ(again.send(Op::kPush, 1, random_of(some_table(), 2), 0, 4)->staleness, 1U);
 }
 
 TEST(Statistics, HaveAllDigitsOfTheMean) {

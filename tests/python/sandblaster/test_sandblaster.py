@@ -99,6 +99,50 @@ def test_replicas_come_at_any_time(team: Team) -> None:
     assert sum(step.portions.values()) >= PORTIONS
 
 
+def test_an_end_after_an_error_is_one_for_replicas(team: Team) -> None:
+    lead = team.lead()
+    first = team.replica()
+    lead.step()
+    with pytest.raises(KeyError), lead:
+        raise KeyError("odd")
+    first.join()
+    assert isinstance(first.error, TransportError)
+    assert "has ended with an error: KeyError: 'odd'" in str(first.error)
+
+    def failing(*_: Any) -> tuple[float, Any]:
+        raise ValueError("no such sample")
+
+    other = team.lead()
+    team.replica(function=failing, replica="odd")
+    patient = team.replica()
+    with pytest.raises(InvalidArgument, match="no such sample"):
+        other.step()
+    other.close()
+    patient.join()
+    assert isinstance(patient.error, TransportError)
+    assert "has ended with an error: InvalidArgument: odd (" in str(patient.error)
+
+
+def test_an_end_after_a_step_that_was_repeated_is_none(team: Team) -> None:
+    team.options["timeout"] = 0.5
+    lead = team.lead()
+    with pytest.raises(Timeout, match="no replica is there"):
+        lead.step()
+    replica = team.replica(timeout=30)
+    lead.step()
+    lead.close()
+    replica.join()
+    assert replica.error is None
+
+
+def test_replicas_of_one_name_are_counted_apart(team: Team) -> None:
+    lead = team.lead()
+    for _ in range(2):
+        team.replica(replica=None)
+    step = lead.step()
+    assert sum(step.portions.values()) >= step.evaluations * PORTIONS
+
+
 KILLED = """
 import os, signal, sys
 import numpy as np

@@ -18,7 +18,7 @@ import pytest
 import torch
 from gradwire import serve
 from gradwire._base.deadline import Deadline
-from gradwire.serve import _channels, _directory
+from gradwire.serve import _channels, _directory, _names
 from ranks import eventually
 
 Connect = Callable[..., serve.ParameterServer]
@@ -79,6 +79,37 @@ def test_who_fails_with_the_initial_values_lets_the_next_one_be_first(server: se
             order.append(name)
     thread.join()
     assert order == ["failed", "next", "last"]
+
+
+def test_clients_of_one_rank_are_told_apart(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    first, second = (connect(full(0), serve.SGD(lr=1.0)) for _ in range(2))
+    for each in (first, second):
+        each.push(full(1))
+    assert [name.split(" (")[0] for name in first.stats()[0]["clients"]] == ["replica 0"] * 2
+
+
+def test_a_name_by_rank_is_a_launchs_and_free_again(
+    server: serve.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _directory.service("parameters", server.store, None)
+
+    def make(port: str) -> _names.Identity:
+        monkeypatch.setenv("MASTER_PORT", port)
+        return _names.identity(directory, found, None)
+
+    monkeypatch.setenv("RANK", "0")
+    with _directory.opened(found, Deadline(30)) as directory:
+        mine = [make("1"), make("2"), make("1")]
+        names = [each.name for each in mine]
+        assert len(set(names)) == 3
+        assert all(each.label.startswith("replica 0 (") for each in mine)
+        del mine[0]
+        assert make("1").name == names[0]  # as that of a process which was started again
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 5")
+        assert make("1").name not in names
 
 
 def test_close_waits_for_pushes_under_way(connect: Connect) -> None:

@@ -203,6 +203,32 @@ def test_staleness_counts_from_values_that_were_pulled_before(
     assert [each["most_staleness"] for each in ps.stats()] == [3, 3]
 
 
+def test_versions_that_a_restart_has_lost_count_as_the_oldest_since(
+    servers: Servers, connect: Connect, tmp_path: Path
+) -> None:
+    ps, other = connect(full(0), 30.0), connect(full(0), 30.0)
+    ps.push(full(1))
+    ps.checkpoint()
+    shutil.copy(servers.path(1), tmp_path / "older")
+    for _ in range(3):
+        ps.push(full(1))
+    pending = ps.pull(full(0), async_op=True)
+    assert pending is not None
+    versions = pending.wait()
+    assert versions == [4, 4]
+    servers.stop(1)
+    shutil.copy(tmp_path / "older", servers.path(1))
+    servers.start(1)
+    ps.stats()  # which finds out
+    other.pull(full(0))
+    for _ in range(6):
+        other.push(full(1), versions=[10, 10])
+    assert [each["version"] for each in ps.stats()] == [10, 7]
+    ps.push(full(1), versions=versions)
+    (counts, lost) = (each["staleness"] for each in ps.stats())
+    assert [counts[6], lost[6]] == [1, 1]  # since versions 4 and 1
+
+
 def test_commands_to_vectors_are_not_made_again(connect: Connect) -> None:
     with pytest.raises(gradwire.InvalidArgument, match="without reconnect="):
         connect(full(5), 30.0).ask([serve.Names()])

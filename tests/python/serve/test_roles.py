@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from gradwire import InvalidArgument, serve
+from gradwire._base.deadline import Deadline
+from gradwire.serve import _roles
 from ranks import LIMIT
 
 PROGRAM = """
@@ -95,6 +97,28 @@ def test_somebody_must_train(monkeypatch: pytest.MonkeyPatch, bare_environment: 
         serve.role(servers=4)
     with pytest.raises(InvalidArgument, match="servers=0"):
         serve.role(servers=0)
+
+
+def test_servers_end_where_a_replica_died_before_its_last_will() -> None:
+    store, patience = FakeStore(), Deadline(0)
+    lives = _roles._Lives(store, range(2, 4), patience)  # type: ignore[arg-type]
+    store.keys = {_roles._begun(2)}
+    assert lives()
+    store.keys.add(_roles._ended(2))
+    assert not lives()  # rank 3 never began
+    assert _roles._Lives(store, range(2, 4), Deadline(100))()  # type: ignore[arg-type]
+
+
+class FakeStore:
+    """A store that has some keys."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+
+    def get(self, key: str, _: float) -> bytes:
+        if key not in self.keys:
+            raise TimeoutError
+        return b""
 
 
 def test_gradwire_runs_number_counts(

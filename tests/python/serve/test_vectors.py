@@ -108,6 +108,18 @@ def test_a_step_goes_from_staged_gradients_to_the_parameters(service: Service) -
     assert service.replica.ask([Names()]) == [["g", "w"]]
 
 
+def test_a_fold_says_how_many_pushes_it_takes(service: Service) -> None:
+    pushes = [(0, each) for each in range(8001)]
+    with pytest.raises(
+        gradwire.InvalidArgument, match=r"8001 pushes: one takes 8000 at most.*push_every"
+    ):
+        service.coordinator.ask([Fold("g", 0, pushes)])
+    with pytest.raises(
+        gradwire.InvalidArgument, match="there is no push 0"
+    ):  # so many reach the shards
+        service.coordinator.ask([Fold("g", 0, pushes[:8000])])
+
+
 def test_asks_are_sent_ahead(service: Service) -> None:
     pending = [
         service.coordinator.ask([Copy("d", "w")], async_op=True),

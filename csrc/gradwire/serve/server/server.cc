@@ -66,7 +66,7 @@ void Server::run() {
     } catch (const std::exception& error) {  // of no one client: memory, for the most part
       say(error.what());
     }
-    poller_.wait(copies ? Deadline::at_once() : Deadline::never());
+    poller_.wait(copies ? Deadline::at_once() : first_join_by_);
   }
 }
 
@@ -100,6 +100,7 @@ bool Server::pass() {
   bool moved = take_admitted();
   moved = run_calls() || moved;
   moved = poller_.round() || moved;
+  if (first_join_by_.passed()) end_late_joins();
   moved = remove_ended() || moved;
   if (shard_ && shard_->version() != told_version_) version_changed();
   return moved;
@@ -172,7 +173,7 @@ bool Server::remove_ended() {
     }
     poller_.remove(*peer.channel);
     const std::string why = peer.left ? peer.channel->peer() + ": left" : peer.channel->why();
-    say(why);
+    if (options_.shard == 0 || peer.expelled) say(why);
     if (shard_ && peer.joined) {
       if (!peer.left) shard_->statistics().count_gone(why);
       shard_->leave(peer.id);
@@ -193,9 +194,9 @@ bool Server::serve(Channel& channel) {
     if (takes_more(peer)) moved = take_message(peer) || moved;
     if (channel.queued() > 0) moved = channel.send_queued() || moved;
   } catch (const std::bad_alloc&) {
-    channel.end(kNoMemory);
+    expel(peer, kNoMemory);
   } catch (const std::exception& error) {
-    channel.end(error.what());
+    expel(peer, error.what());
   }
   channel.flush();
   return moved;
@@ -281,7 +282,7 @@ void Server::join(Peer& peer, const Message& message) {
     accept_table(peer, header);
     accept_role(peer, header);
     peer.joined = true;
-    say(peer.channel->peer() + ": joined");
+    if (options_.shard == 0) say(peer.channel->peer() + ": joined");  // once for all shards
     reply(peer, header);
   } catch (const InvalidArgument& error) {
     refuse(peer, header, {Refusal::kInvalid, error.what()});
@@ -289,6 +290,7 @@ void Server::join(Peer& peer, const Message& message) {
     refuse(peer, header, {Refusal::kInvalid, "there is no memory for so many parameters"});
   }
   peer.table = {};
+  peer.join_by = Deadline::never();
 }
 
 void Server::take_text(Peer& peer, const Message& message) {
@@ -296,6 +298,8 @@ void Server::take_text(Peer& peer, const Message& message) {
   if (message.header.has(kFirst)) {
     peer.table.clear();
     peer.began = ++joins_;
+    peer.join_by = Deadline::after(options_.join_seconds);
+    first_join_by_ = std::min(first_join_by_, peer.join_by);
   }
   peer.table += text_of(message.payload);
   if (peer.table.size() > kMostTableText) throw InvalidArgument("join: its table is too long");
@@ -311,7 +315,26 @@ void Server::limit_texts() {
   }
   if (bytes <= kMostTexts) return;
   oldest->table = {};
-  oldest->channel->end("join: others' tables take the memory, and its own was not complete");
+  expel(*oldest, "join: others' tables take the memory, and its own was not complete");
+}
+
+// Ends those that began to join long ago, and have not said all.
+void Server::end_late_joins() {
+  first_join_by_ = Deadline::never();
+  for (auto& [channel, peer] : peers_) {
+    if (peer.join_by.passed()) {
+      peer.join_by = Deadline::never();
+      dismiss(*channel, "the rest of its table did not come in time");
+      expel(peer, "join: the rest of its table did not come in time");
+    }
+    first_join_by_ = std::min(first_join_by_, peer.join_by);
+  }
+}
+
+// Ends a client's channel for what it has done here; the other shards may not know of it.
+void Server::expel(Peer& peer, std::string_view why) {
+  peer.expelled = true;
+  peer.channel->end(std::string(why));
 }
 
 void Server::refuse_if_too_large(const Table& table) const {
@@ -390,7 +413,7 @@ void Server::version_changed() {
     try {
       answer_waits(peer);
     } catch (const std::bad_alloc&) {
-      channel->end(kNoMemory);
+      expel(peer, kNoMemory);
     }
   }
 }

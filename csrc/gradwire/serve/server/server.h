@@ -38,6 +38,7 @@ class Server {
     std::uint32_t shards = 1;
     Log log = log_to_stderr;                 // from the server's thread: who has joined, left, gone
     std::uint64_t memory = usable_memory();  // bytes; a table that takes more is refused
+    double join_seconds = 60;                // from a JOIN's first frame to its last
   };
   // Which clients there were and are.
   struct Census {
@@ -83,11 +84,13 @@ class Server {
   struct Peer {
     ClientId id = 0;
     std::unique_ptr<Channel> channel;
-    std::string table;        // the text of a JOIN so far
-    std::uint64_t began = 0;  // JOIN: its place among those that are not complete
+    std::string table;                     // the text of a JOIN so far
+    std::uint64_t began = 0;               // JOIN: its place among those that are not complete
+    Deadline join_by = Deadline::never();  // while it is not complete
     bool joined = false;
     Role role = Role::kReplica;
     bool left = false;                // said goodbye
+    bool expelled = false;            // by this shard, for a reason of its own
     std::deque<MessageHeader> pulls;  // that wait: for the one under way, or for values
     std::optional<Shard::Pull> pull;
     std::vector<MessageHeader> waits;
@@ -106,6 +109,8 @@ class Server {
   void join(Peer& peer, const Message& message);
   void take_text(Peer& peer, const Message& message);
   void limit_texts();
+  void end_late_joins();
+  void expel(Peer& peer, std::string_view why);
   void accept_table(Peer& peer, const MessageHeader& header);
   void accept_role(Peer& peer, const MessageHeader& header);
   void ask(Peer& peer, const Message& message);
@@ -140,6 +145,7 @@ class Server {
   std::size_t admitted_ = 0;
   std::uint64_t told_version_ = kNoVersion;  // to those that wait for one
   std::uint64_t joins_ = 0;
+  Deadline first_join_by_ = Deadline::never();  // of all peers, or earlier
   std::function<void(const AppliedFrame&)> frame_log_;
 
   std::mutex mutex_;  // guards what follows

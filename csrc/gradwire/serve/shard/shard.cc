@@ -60,7 +60,7 @@ Shard::Shard(Snapshot snapshot) : Shard(Table::parse(snapshot.table), snapshot.s
     fits = snapshot.slots[i].name == slots_[i].name &&
            snapshot.slots[i].values.size() == slots_[i].values.size();
   if (!fits) throw InvalidArgument("the snapshot's slots are not those of its table and shard");
-  version_ = snapshot.version;
+  version_ = first_version_ = snapshot.version;
   for (std::size_t i = 0; i < slots_.size(); ++i)
     std::ranges::copy(snapshot.slots[i].values, slots_[i].values.begin());
   steps_ = std::move(snapshot.steps);
@@ -124,6 +124,9 @@ void Shard::refuse_if_stale(Request& push) {
 
 void Shard::begin_push(Request& push, const MessageHeader& header) {
   push.version = header.version;
+  // Values of a version that is yet to come are from before a restart, which has lost it: of the
+  // versions that there are, they share those of the snapshot alone.
+  if (push.version != kNoVersion && push.version > version_) push.version = first_version_;
   push.rate = header.extra == 0 ? rule_->rate() : std::bit_cast<float>(header.extra);
   push.answer = {};
   if (!std::isfinite(push.rate)) throw InvalidArgument("push: the rate is not finite");

@@ -143,6 +143,7 @@ class Shard {
   Layout layout_;
   std::shared_ptr<const UpdateRule> rule_;
   std::uint64_t version_ = kNoVersion;
+  std::uint64_t first_version_ = 0;    // with which it began: of a snapshot
   std::vector<Snapshot::Slot> slots_;  // empty with vectors_
   std::unique_ptr<Vectors> vectors_;   // with Table::staged()
   std::vector<std::uint64_t> steps_;

@@ -1,12 +1,11 @@
 #include "gradwire/serve/vectors/vectors.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
 
 #include "gradwire/base/error.h"
+#include "gradwire/serve/shard/memory.h"
 #include "gradwire/serve/vectors/block_sums.h"
 #include "gradwire/serve/wire/message.h"
 
@@ -15,13 +14,8 @@ namespace {
 
 constexpr std::size_t kMostSpare = 2;
 
-std::uint64_t half_of_memory() {
-  const long pages = ::sysconf(_SC_PHYS_PAGES), bytes = ::sysconf(_SC_PAGESIZE);
-  return static_cast<std::uint64_t>(pages) * static_cast<std::uint64_t>(bytes) / 2;
-}
-
 VectorLimits with_memory(VectorLimits limits) {
-  if (limits.bytes == 0) limits.bytes = half_of_memory();
+  if (limits.bytes == 0) limits.bytes = usable_memory() / 2;
   return limits;
 }
 
@@ -286,13 +280,14 @@ void Vectors::check_room(std::size_t vectors, std::size_t pushes) const {
     throw InvalidArgument("a shard holds at most " + std::to_string(limits_.vectors) + " vectors");
   if (pushes > limits_.pushes)
     throw InvalidArgument("a shard holds at most " + std::to_string(limits_.pushes) +
-                          " staged pushes");
+                          " staged pushes: give a larger push_every, or fewer portions");
   const std::uint64_t each = elements_ * words_ * sizeof(float);
   if ((vectors + pushes + spare_.size()) * each > limits_.bytes)
     throw InvalidArgument(std::to_string(vectors) + " vectors and " + std::to_string(pushes) +
-                          " staged pushes of " + std::to_string(each) +
-                          " bytes are more than this shard may hold, " +
-                          std::to_string(limits_.bytes) + " bytes");
+                          " staged pushes of " + gibibytes(each) +
+                          " are more than this shard may hold, " + gibibytes(limits_.bytes) +
+                          ", half of its memory: give more shards on more hosts, or a larger "
+                          "push_every, so that there are fewer pushes");
 }
 
 // Returns memory for a vector, whose values are undefined.

@@ -26,7 +26,7 @@ using SharedWords = std::shared_ptr<const Words>;
 struct VectorLimits {
   std::size_t vectors = 256;
   std::size_t pushes = 65'536;  // staged at a time
-  std::uint64_t bytes = 0;      // of all of them together; 0: half of the machine's memory
+  std::uint64_t bytes = 0;      // of all of them together; 0: half of usable_memory()
 };
 
 // Numbers of batches that are over. Of the smallest ones only the largest is remembered, and all

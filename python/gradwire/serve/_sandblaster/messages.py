@@ -35,9 +35,10 @@ _FIELDS: dict[str, dict[str, str]] = {
     "drop": {"batch": "number", "ticket": "number"},
     "push": {"batch": "number"},
     "end": {},
+    "broken": {"text": "text"},
 }
 OF_REPLICAS = ("hello", "report", "forgotten", "staged", "failed")
-OF_COORDINATORS = ("welcome", "refused", "work", "keep", "drop", "push", "end")
+OF_COORDINATORS = ("welcome", "refused", "work", "keep", "drop", "push", "end", "broken")
 
 
 def pack(what: str, **fields: Any) -> bytes:
