@@ -30,7 +30,11 @@ from bench.training.trials.trial import Outcome, Trial, best_rate, read
 
 _LOW_RANKS = tuple(f"lowrank:rank={rank}+small=int8+int8=0.1" for rank in (4, 8))
 _CONTROLS = ("onebit", "threshold:density=0.01", "topk:density=0.01")  # before AdamW
-_ONE_BIT = ("OneBitAdam", "OneBitAdam/codec=topk:density=0.005")
+_ONE_BIT = (
+    "OneBitAdam",
+    "OneBitAdam+int8=0.29",
+    "OneBitAdam/codec=topk:density=0.005",
+)
 _MEAN_VOTE = "DistributedLion/vote=mean"
 # Of every optimizer, in the order of tables.
 EXCHANGES = {
@@ -153,6 +157,8 @@ def _family(optimizer: str, exchange: str) -> str:
 def _trial(
     options: argparse.Namespace, task: str, optimizer: str, exchange: str, seed: int
 ) -> Trial:
+    first = exchanges.warm_up(exchange)
+    longer = {} if first is None else {"first": first}
     return Trial(
         task=task,
         optimizer=optimizer,
@@ -164,6 +170,7 @@ def _trial(
         clip=None if optimizer == "sgd" else 1.0,
         ranks=options.ranks,
         data=launch.data_of(options),
+        **longer,
     )
 
 

@@ -3,11 +3,13 @@
 An exchange is a text: a method of `methods.py`, as in "gloo:powersgd" or "lowrank:rank=4+int8=0.2",
 for gradients; one of COMPRESSED, for optimizers that compress themselves, with an option or
 without, as in "OneBitAdam", "OneBitAdam/codec=topk:density=0.01" or "DeMo/top_k=16"; or
-"DiLoCo/10", for outer steps every 10 steps. With "-feedback" at the end, what is not sent is lost.
+"DiLoCo/10", for outer steps every 10 steps. "OneBitAdam+int8=0.3" has this share of the steps as
+its warm-up. With "-feedback" at the end, what is not sent is lost.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from bench.training.trials.trial import Trial
 
 LOCAL = "DiLoCo"
 _NO_FEEDBACK = "-feedback"
+_WARM_UP = f"+{FIRST}="
 
 
 class Training(NamedTuple):
@@ -40,8 +43,21 @@ class Training(NamedTuple):
 
 def name_of(exchange: str) -> str:
     """What comes before a codec and options: "OneBitAdam", "DiLoCo", "lowrank", "gloo"."""
-    name = exchange.removesuffix(_NO_FEEDBACK).partition("/")[0]
+    name = _parts(exchange)[0]
     return name if name in (*COMPRESSED, LOCAL) else Method.parse(exchange).family
+
+
+def warm_up(exchange: str) -> float | None:
+    """The share of the steps that an optimizer's own warm-up has; None: the trial's."""
+    share = _parts(exchange)[2]
+    return float(share) if share and name_of(exchange) == "OneBitAdam" else None
+
+
+def _parts(exchange: str) -> tuple[str, str, str]:
+    """Name, option and share of an exchange that is no method."""
+    rest, _, share = exchange.removesuffix(_NO_FEEDBACK).partition(_WARM_UP)
+    name, _, option = rest.partition("/")
+    return name, option, share
 
 
 def replaces_optimizer(exchange: str) -> bool:
@@ -62,15 +78,26 @@ def local_steps(exchange: str) -> int:
 
 def check(exchange: str) -> str:
     """The text; raises InvalidArgument for one that is no exchange."""
-    name, _, option = exchange.removesuffix(_NO_FEEDBACK).partition("/")
+    name, option, share = _parts(exchange)
     if name == LOCAL:
         if not (option.isdigit() and int(option) > 0):
             raise gradwire.InvalidArgument(f"{exchange!r}: say {LOCAL}/10 for every 10 steps")
     elif name in COMPRESSED:
         _option(option)
+        _check_warm_up(name, share)
     else:
         Method.parse(exchange).check()
     return exchange
+
+
+def _check_warm_up(name: str, share: str) -> None:
+    if share and not (
+        name == "OneBitAdam" and re.fullmatch(r"0?\.\d+", share) and 0 < float(share) < 1
+    ):
+        raise gradwire.InvalidArgument(
+            f"{share!r} is no share of the steps that {name} can have as a warm-up: say "
+            "OneBitAdam+int8=0.3"
+        )
 
 
 def _option(text: str) -> dict[str, Any]:
@@ -118,7 +145,7 @@ def _local(trial: Trial, model: nn.Module) -> Training:
 
 
 def _compressed(trial: Trial, name: str, model: nn.Module) -> Training:
-    options = _option(trial.exchange.removesuffix(_NO_FEEDBACK).partition("/")[2])
+    options = _option(_parts(trial.exchange)[1])
     keeps = not trial.exchange.endswith(_NO_FEEDBACK)
     if trial.weight_decay is not None:
         options["weight_decay"] = trial.weight_decay

@@ -109,6 +109,7 @@ def test_outcomes_are_read_as_they_were_written(tmp_path: Path):
     [
         ("OneBitAdam/codec=topk:density=0.01-feedback", "OneBitAdam"),
         ("DeMo", "DeMo"),
+        ("OneBitAdam/codec=onebit+int8=0.3", "OneBitAdam"),
         ("DiLoCo/16", "DiLoCo"),
         ("lowrank:rank=2+small=int8+int8=0.1", "lowrank"),
         (methods.GLOO_POWERSGD, methods.GLOO_POWERSGD),
@@ -119,7 +120,17 @@ def test_an_exchange_has_a_name(text: str, name: str):
 
 
 @pytest.mark.parametrize(
-    "text", ["OneBitAdam/codec=onebits", "DeMo/16", "DiLoCo", "DiLoCo/0", "Adam", "onebit+x"]
+    "text",
+    [
+        "OneBitAdam/codec=onebits",
+        "DeMo+int8=0.2",
+        "OneBitAdam+int8=2",
+        "DeMo/16",
+        "DiLoCo",
+        "DiLoCo/0",
+        "Adam",
+        "onebit+x",
+    ],
 )
 def test_an_exchange_that_is_none_is_refused(text: str):
     with pytest.raises(gradwire.InvalidArgument):

@@ -85,7 +85,7 @@ class OneBitAdam(ExchangingOptimizer):
         as zeros. `lr`, `betas`, `eps` and `weight_decay` (decoupled) are as in torch.optim.AdamW;
         schedulers may change `lr`, alike on all ranks.
 
-        `warm_up` is in steps, about 20 % of the training, and longer than the learning rate's own
+        `warm_up` is in steps, 20 to 30 % of the training, and longer than the learning rate's own
         warm-up. It counts by parameter: one that is thawed or added later has its own.
         `warm_up_codec` should be close to lossless: "none", "bf16", "int8". `codec`, `feedback`,
         `rules` and `min_elements` are as in `register`, for momenta; `rules` hold after the
