@@ -19,7 +19,12 @@ from typing import Any
 
 import gradwire
 
-from bench.asynchronous import diloco_report, downpour_report, sandblaster_report
+from bench.asynchronous import (
+    diloco_report,
+    downpour_report,
+    downpour_simulated_report,
+    sandblaster_report,
+)
 from bench.common.result_files import RESULTS, ROOT
 from bench.cuda import gpu_report
 from bench.libraries import peers_report
@@ -329,6 +334,12 @@ def downpour(results: Path) -> list[str]:
     return list(downpour_report.summary(_loaded(newest(results, "downpour-*.json"))))
 
 
+def simulated_downpour(results: Path) -> list[str]:
+    """Accuracy of Downpour SGD with 4, 16 and 64 replicas in virtual time."""
+    found = _loaded(newest(results, "simulated-downpour-*.json"))
+    return list(downpour_simulated_report.tables(found))
+
+
 def sandblaster(results: Path) -> list[str]:
     """The losses of L-BFGS on several replicas, beside SGD, Adam and one process."""
     found = _loaded(newest(results, "sandblaster-*.json"))
@@ -373,6 +384,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "optimizer-goals": optimizer_goals,
     "large-batch": large_batch,
     "downpour": downpour,
+    "simulated-downpour": simulated_downpour,
     "sandblaster": sandblaster,
     "stragglers": stragglers,
     "serve": serve,

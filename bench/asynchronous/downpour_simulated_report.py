@@ -69,6 +69,17 @@ def thin(found: Found, task: str) -> Iterator[str]:
         yield f"| {way.name} | {' | '.join(cells)} |"
 
 
+def tables(found: Found) -> Iterator[str]:
+    """Both tasks' tables, with accuracy by replicas and with what a link costs."""
+    for index, task in enumerate(TASKS):
+        gradients = max(
+            (each["gradients"] for each in found["runs"] if each["task"] == task), default=0
+        )
+        yield from ([] if index == 0 else [""])
+        yield from [f"{task}, {gradients:,} gradients:", "", *summary(found, task, "none")]
+        yield from ["", *thin(found, task)]
+
+
 def document(found: Found, stem: str) -> str:
     """The md file, whose picture is called as it is."""
     seeds = len({each["seed"] for each in found["runs"]})
@@ -80,7 +91,7 @@ def document(found: Found, stem: str) -> str:
         "",
         f"{found['date']}; {found['machine']}; `python {found['command']}`.",
         "",
-        f"Gradients, codecs and the two shards are real; {seeds} seeds, means ± standard "
+        f"Gradients, codecs and the two shards are real; {seeds} seed(s), means ± standard "
         f"deviations. Virtual: a gradient lasts {found['gradient_seconds'] * 1e3:g} ms ± 10 %, a "
         f"push and a pull occupy the servers for {serving}, as measured here, and the servers' "
         "cards for their bytes. All columns of a table have as many gradients in all. The warm "
@@ -88,12 +99,7 @@ def document(found: Found, stem: str) -> str:
         "",
         f"![Test accuracy over virtual seconds]({stem}.png)",
     ]
-    for task in TASKS:
-        gradients = max(
-            (each["gradients"] for each in found["runs"] if each["task"] == task), default=0
-        )
-        lines += ["", f"## {task}, {gradients:,} gradients", "", *summary(found, task, "none")]
-        lines += ["", *thin(found, task)]
+    lines += ["", *tables(found)]
     return "\n".join(lines) + "\n"
 
 
