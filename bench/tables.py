@@ -295,7 +295,16 @@ def backend_goals(results: Path) -> list[str]:
 
 def backend_steps(results: Path) -> list[str]:
     """Milliseconds and bytes of training steps, by way and link, with the most ranks."""
-    found = _loaded(newest(results, "backend-*.json"))["steps"]
+    return _steps_of_most_ranks(newest(results, "backend-*.json"))
+
+
+def shaped_backend_steps(results: Path) -> list[str]:
+    """The same over links that hold gloo's traffic back too."""
+    return _steps_of_most_ranks(newest(results, "shaped-backend-*.json"))
+
+
+def _steps_of_most_ranks(path: Path) -> list[str]:
+    found = _loaded(path)["steps"]
     most = {link: list(by_ranks.items())[-1:] for link, by_ranks in found.items()}
     return list(beside_gloo_report.steps({"steps": {k: dict(v) for k, v in most.items()}}))
 
@@ -378,6 +387,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "backend": backend,
     "backend-goals": backend_goals,
     "backend-steps": backend_steps,
+    "shaped-backend-steps": shaped_backend_steps,
     "hybrid": hybrid,
     "diloco": diloco,
     "optimizers": optimizers,

@@ -30,11 +30,9 @@ def document(found: Found, stem: str) -> str:
         "over loopback.",
         "",
         f"![Milliseconds of collectives, and of steps]({stem}.png)",
-        "",
-        "| goal | limit | measured | reached |",
-        "|---|---:|---:|---|",
-        *goals(found),
     ]
+    if reached := list(goals(found)):
+        lines += ["", "| goal | limit | measured | reached |", "|---|---:|---:|---|", *reached]
     if "cost" in found:
         lines += ["", "## Processor time of one call of 4 B, on one rank alone", "", *cost(found)]
     for ranks in found["collectives"]:
@@ -140,7 +138,7 @@ def draw(found: Found, path: Path) -> None:
     ranks, links = list(found["collectives"]), list(found["steps"])
     panels = max(1, len(ranks) + len(links))
     figure, axes = pyplot.subplots(
-        1, panels, figsize=(4 * panels, 3.6), squeeze=False, layout="constrained"
+        1, panels, figsize=(5.5 * panels, 3.6), squeeze=False, layout="constrained"
     )
     for panel, each in zip(axes[0], ranks, strict=False):
         _draw_calls(panel, found["collectives"][each]["all_reduce"], each)
@@ -168,4 +166,4 @@ def _draw_steps(axes: Any, by_ranks: Found, link: str) -> None:
     axes.set_yticks(range(len(names)), labels=names)
     axes.invert_yaxis()
     axes.margins(x=0.2)
-    axes.set(title=f"a step on {ranks} ranks, ms, {title(link)}")
+    axes.set_title(f"a step on {ranks} ranks, ms\n{title(link)}", fontsize=9)

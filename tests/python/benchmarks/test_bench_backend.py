@@ -78,6 +78,7 @@ def test_the_document_of_the_hybrid_has_formulas_beside_what_was_sent(tmp_path: 
 def test_documents_get_short_tables(tmp_path: Path):
     (tmp_path / "hybrid-2020-01-01.json").write_text(json.dumps(of_hybrid()))
     (tmp_path / "backend-2020-01-01.json").write_text(json.dumps(compared()))
+    (tmp_path / "shaped-backend-2020-01-01.json").write_text(json.dumps(compared()))
     assert rows("\n".join(tables.hybrid(tmp_path)))[1:3] == [
         [f"VGG, {ALL_DDP}", "4.00", "4.00", "11", "11"],
         ["VGG, all FSDP2", "4.00", "2.67", "12", "12"],
@@ -85,6 +86,7 @@ def test_documents_get_short_tables(tmp_path: Path):
     assert rows("\n".join(tables.backend(tmp_path)))[1:] == [["all_reduce, 64 MiB", "10.3 (5.8×)"]]
     assert len(rows("\n".join(tables.backend_goals(tmp_path)))) == 4
     assert len(rows("\n".join(tables.backend_steps(tmp_path)))) == 3
+    assert tables.shaped_backend_steps(tmp_path) == tables.backend_steps(tmp_path)
 
 
 @pytest.mark.parametrize("name", networks.NETWORKS)
