@@ -30,8 +30,9 @@ COUNT ?= 1000
 TIMES ?= 5
 # Tests that run at once: they wait for each other's ranks most of the time.
 JOBS ?= $(shell echo $$(($(shell nproc) * 3)))
-CTEST := ctest --output-on-failure -j $(shell nproc) --test-dir
-PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+CTEST := ctest --output-on-failure -j $(JOBS) --test-dir
+# Modules are compiled when they are first imported: most of torch's never are.
+PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 BUILT := build/release/.built
