@@ -28,6 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
         (OneBitAdam, {"betas": 0.9}, "betas=0.9"),
         (OneBitAdam, {"betas": (0.9, 1)}, "betas=(0.9, 1) are not"),
         (OneBitAdam, {"weight_decay": -0.1}, "weight_decay=-0.1"),
+        (OneBitAdam, {"eps": -1e-8}, "eps=-1e-08 is negative"),
+        (OneBitAdam, {"eps": float("inf")}, "eps=inf is negative, or no"),
+        (OneBitAdam, {"eps": "small"}, "eps='small'"),
         (OneBitAdam, {"clip_norm": 0}, "clip_norm=0 is no norm"),
         (OneBitAdam, {"codec": "onebits"}, "onebits"),
         (OneBitAdam, {"warm_up_codec": 3}, "codec=3"),
@@ -88,6 +91,7 @@ def test_parameters_that_cannot_be_are_told_why() -> None:
         (DistributedLion, {"betas": (0.9, 3)}, "betas=(0.9, 3) are not"),
         (DeMo, {"decay": 2}, "decay=2 is not"),
         (OneBitAdam, {"weight_decay": -1}, "weight_decay=-1 is negative"),
+        (OneBitAdam, {"eps": -1}, "eps=-1 is negative"),
     ],
 )
 def test_options_of_groups_are_checked(make: Any, option: dict[str, Any], text: str) -> None:

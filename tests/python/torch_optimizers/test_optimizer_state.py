@@ -87,6 +87,39 @@ def test_nan_or_inf_on_one_rank_skips_the_step_on_all(
 
 
 @each_optimizer
+def test_a_parameter_without_a_gradient_on_any_rank_is_skipped(
+    make: Any, settings: dict[str, Any]
+) -> None:
+    """As torch's optimizers do; one that has a gradient on a rank counts as zeros on the others."""
+
+    def body(comm: Communicator) -> list[bytes]:
+        replica, found = Replica(comm, make, **settings, weight_decay=0.5), []
+        idle = replica.model[2].weight
+        for trained, kept_by in ((0, ()), (2, ()), (4, ()), (0, (1,))):
+            replica.train(trained)
+            before, was = undelivered(replica), idle.detach().clone()
+            common = copy.deepcopy(replica.optimizer.state.get(idle))
+            others = bits(replica.model[0])
+            replica.backward()
+            if comm.rank not in kept_by:
+                idle.grad = None
+            replica.optimizer.step()
+            assert torch.equal(idle, was) == (not kept_by)
+            if not kept_by:
+                after = undelivered(replica)
+                assert_same(replica.optimizer.state.get(idle), common)
+                for name in (each for each in after if "2.weight" in each):
+                    assert torch.equal(after[name], before.get(name, after[name] * 0))
+            assert bits(replica.model[0]) != others
+            replica.optimizer.check_agreement()
+            found.append(bits(replica.model))
+        return found
+
+    one, other = run(2, body)
+    assert one == other
+
+
+@each_optimizer
 def test_all_ranks_states_go_to_another_number_of_ranks(
     make: Any, settings: dict[str, Any]
 ) -> None:

@@ -87,19 +87,25 @@ class DeMo(ReplicatedOptimizer):
 
     def _step_with(self, gradients: Mapping[str, torch.Tensor]) -> bool:
         parts = [
-            self._extract(parameter, gradients[name], group)
+            self._extract(name, parameter, gradients[name], group)
             for name, parameter, group in self._trained()
             if parameter.numel()
         ]
         if not parts:  # all are frozen, or of no elements
             return True
-        values = self._gather([each.values for each in parts])
+        flags = [float(each.name not in self._without_gradient) for each in parts]
+        own = [each.values for each in parts]
+        values = self._gather([*own, own[0].new_tensor(flags)])
         places = self._gather([each.places for each in parts])
         if not bool(torch.isfinite(values).all()):
             return False
         sizes = [each.values.numel() for each in parts]
-        columns = zip(parts, values.split(sizes, 1), places.split(sizes, 1), strict=True)
-        for part, its_values, its_places in columns:
+        *columns, has_gradient = values.split([*sizes, len(parts)], 1)
+        moved = has_gradient.any(0).tolist()
+        rows = zip(parts, columns, places.split(sizes, 1), moved, strict=True)
+        for part, its_values, its_places, moves in rows:
+            if not moves:
+                continue
             move = part.tiles.restore(part.sum(its_values, its_places)).sign_()
             lr = float(part.group["lr"])
             part.parameter.mul_(1 - lr * part.group["weight_decay"]).add_(move, alpha=-lr)
@@ -107,7 +113,7 @@ class DeMo(ReplicatedOptimizer):
         return True
 
     def _extract(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
+        self, name: str, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
     ) -> _Part:
         """The next momentum of a parameter, and its largest components."""
         momentum = gradient
@@ -117,7 +123,7 @@ class DeMo(ReplicatedOptimizer):
         coefficients = tiles.transform(momentum)
         places = coefficients.abs().topk(min(self._top_k, tiles.elements), sorted=False).indices
         values = coefficients.gather(1, places)
-        return _Part(parameter, group, tiles, momentum, values, places)
+        return _Part(name, parameter, group, tiles, momentum, values, places)
 
     def _gather(self, own: list[torch.Tensor]) -> torch.Tensor:
         """All ranks' tensors: one row for each rank."""
@@ -130,6 +136,7 @@ class DeMo(ReplicatedOptimizer):
 class _Part(NamedTuple):
     """One parameter's share of a step."""
 
+    name: str
     parameter: torch.Tensor
     group: dict[str, Any]
     tiles: Tiles

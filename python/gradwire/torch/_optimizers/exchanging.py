@@ -6,7 +6,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gradwire._base.rules import require_matches
 from gradwire._errors import Error
@@ -72,24 +74,44 @@ class ExchangingOptimizer(ReplicatedOptimizer):
         """Averages tensors over the ranks, in place; None if NaN or Inf is in any rank's.
 
         Residuals are kept only where all averages are finite, and `prepare` has made them ready.
+        Parameters that have no gradient on any rank are left out, and their residuals stay.
         """
         sent = {name: each.contiguous() for name, each in inputs.items()}
+        idle = {name: self._residual(name) for name in sent if name in self._without_gradient}
+        has_gradient = np.array([name not in self._without_gradient for name in sent], np.uint8)
         exchange = Exchange(sent, 1 / self.communicator.size, self._residuals)
         try:
+            counted = self.communicator.all_reduce(has_gradient, op="max", async_op=True)
             exchange.start(self.communicator, self._algorithm, self.steps)
+            counted.wait()
             exchange.land(prepare)
         except Error:
+            exchange.drop()
             raise
         except BaseException as error:
             self.communicator.abort(f"{type(error).__name__} in {self._kind}.step()")
             exchange.drop()
             raise
-        return sent if exchange.finite else None
+        if not exchange.finite:
+            return None
+        for name in [each for each, has in zip(sent, has_gradient, strict=True) if not has]:
+            self._reset_residual(name, idle[name])
+            del sent[name]
+        return sent
+
+    def _residual(self, name: str) -> NDArray[np.float32]:
+        """A copy of a parameter's residual; of no elements where there is none."""
+        return np.zeros(0, np.float32) if self.feedback is None else self.feedback.residual(name)
+
+    def _reset_residual(self, name: str, before: NDArray[np.float32]) -> None:
+        """Makes a parameter's residual what it was; no elements stand for zeros."""
+        now = self._residual(name)
+        if self.feedback is not None and now.size:
+            self.feedback.add(name, -now)  # in two sums, which are exact
+            self.feedback.add(name, before if before.size else np.zeros_like(now))
 
     def _scale_residual(self, name: str, factors: torch.Tensor) -> None:
         """Multiplies a parameter's residual by a factor for each element."""
-        if self.feedback is None:
-            return
-        kept = self.feedback.residual(name)
-        if kept.size:
+        kept = self._residual(name)
+        if self.feedback is not None and kept.size:
             self.feedback.add(name, kept * factors.cpu().view(-1).numpy() - kept)

@@ -94,6 +94,8 @@ class DistributedLion(ExchangingOptimizer):
         if averages is None:
             return False
         for name, parameter, group in self._trained():
+            if name not in averages:
+                continue
             self._remember(parameter, gradients[name], group["betas"][1])
             lr = float(group["lr"])
             parameter.mul_(1 - lr * group["weight_decay"])

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradwire._base.arguments import whole
+from gradwire._base.arguments import number, whole
 from gradwire._communicator import Communicator
+from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._optimizers import clipping
 from gradwire.torch._optimizers.exchanging import ExchangingOptimizer
-from gradwire.torch._optimizers.parameters import require_rates
 from gradwire.torch._optimizers.warm_up_rules import WarmUpRules
 from gradwire.torch._ranks.settings import require_feedback
 from gradwire.torch._step.gradient_scale import Scaler
@@ -28,7 +28,7 @@ _FLOOR = 0.1
 class OneBitAdam(ExchangingOptimizer):
     """AdamW that sends one bit of each element, and trains as AdamW does::
 
-        opt = gradwire.torch.OneBitAdam(model.named_parameters(), lr=1e-3, warm_up=steps // 5)
+        opt = gradwire.torch.OneBitAdam(model.named_parameters(), lr=1e-3, warm_up=steps * 3 // 10)
         for inputs, labels in batches:
             loss(model(inputs), labels).backward()
             opt.step()
@@ -81,9 +81,9 @@ class OneBitAdam(ExchangingOptimizer):
 
         `params` are ``model.named_parameters()``, or groups with options of their own, ``{"params":
         [(name, parameter), ...], "lr": 1e-4}``; parameters without names are called "group.index".
-        They are float32. Frozen ones take no part while they are, and one without a gradient counts
-        as zeros. `lr`, `betas`, `eps` and `weight_decay` (decoupled) are as in torch.optim.AdamW;
-        schedulers may change `lr`, alike on all ranks.
+        They are float32. Frozen ones take no part while they are. `lr`, `betas`, `eps` and
+        `weight_decay` (decoupled) are as in torch.optim.AdamW; schedulers may change `lr`, alike on
+        all ranks.
 
         `warm_up` is in steps, 20 to 30 % of the training, and longer than the learning rate's own
         warm-up. It counts by parameter: one that is thawed or added later has its own.
@@ -104,7 +104,6 @@ class OneBitAdam(ExchangingOptimizer):
         """
         self._warm_up = whole(warm_up, "warm_up", least=1)
         self._clip_norm = None if clip_norm is None else clipping.require_norm(clip_norm)
-        require_rates(lr, betas, weight_decay)
         require_feedback(feedback, rules)
         self._choices = WarmUpRules(codec, rules, min_elements, warm_up_codec)
         super().__init__(
@@ -120,6 +119,11 @@ class OneBitAdam(ExchangingOptimizer):
             process_group=process_group,
             timeout=timeout,
         )
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        if not 0 <= number(group["eps"], "eps") < math.inf:
+            raise InvalidArgument(f"eps={group['eps']} is negative, or no number")
 
     def _step_with(self, gradients: Mapping[str, torch.Tensor]) -> bool:
         trained = list(self._trained())
@@ -138,8 +142,9 @@ class OneBitAdam(ExchangingOptimizer):
         if averages is None:
             return False
         for name, parameter, group in trained:
-            move = self._move if name in frozen else self._move_as_adamw
-            move(parameter, averages[name], group)
+            if name in averages:
+                move = self._move if name in frozen else self._move_as_adamw
+                move(parameter, averages[name], group)
         return True
 
     def _freeze_if_due(self, name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:

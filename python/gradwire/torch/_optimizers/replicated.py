@@ -49,6 +49,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     ) -> None:
         """Gives all ranks rank 0's parameters; raises on all when `settings` differ."""
         self.closed, self.error, self._owns = False, None, False
+        self._without_gradient: set[str] = set()  # of this rank, in the step under way
         self.steps = self.skipped_steps = 0
         self._loss_scale = LossScale(scaler)
         seconds(timeout)
@@ -87,7 +88,9 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
         Returns what `closure` returns, which is called first, with gradients enabled. With NaN or
         Inf in any rank's gradients no rank makes the step: parameters and state stay as they were,
-        and `skipped_steps` counts it. Raises gradwire's errors, which name the rank that failed;
+        and `skipped_steps` counts it. A parameter whose ``grad`` is None on all ranks stays as it
+        was, with its state, as in torch's optimizers; on some ranks, it counts as zeros there.
+        Raises gradwire's errors, which name the rank that failed;
         then, too, this rank's parameters and state are as before.
         """
         loss = None
@@ -96,6 +99,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 loss = closure()
         self._require_connected()
         with self._ending_on_failure():
+            trained = self._trained()
+            self._without_gradient = {name for name, each, _ in trained if each.grad is None}
             factor, poisoned = self._loss_scale.of(self)
             gradients = listed.gradients(self.param_groups, self._names, factor)
             if poisoned:
