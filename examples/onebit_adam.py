@@ -34,7 +34,7 @@ def train(comm: gradwire.Communicator, *, compressed: bool) -> None:
         *(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 128)),
     )
     # The same class for both: a warm-up that never ends is AdamW.
-    warm_up, codec = (STEPS // 5, "int8") if compressed else (STEPS, "none")
+    warm_up, codec = (STEPS * 29 // 100, "int8") if compressed else (STEPS, "none")
     optimizer = gradwire.torch.OneBitAdam(
         model.named_parameters(), lr=3e-3, warm_up=warm_up, warm_up_codec=codec, communicator=comm
     )

@@ -361,13 +361,25 @@ def draw(tables: Sequence[Table], path: Path) -> None:
         squeeze=False,
         layout="constrained",
     )
-    for panel, table in zip(axes[0], tables, strict=False):
-        _draw(panel, table)
+    named = [_draw(panel, table) for panel, table in zip(axes[0], tables, strict=False)]
+    figure.draw_without_rendering()  # panels get their places
+    for panel, names in zip(axes[0], named, strict=False):
+        _name_points(panel, names, figure.canvas.get_renderer())
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def _draw(panel: Any, table: Table) -> None:
+_Named = tuple[str, float, float]  # a point's name, and where it is
+_PLACES = [  # of a name beside its point, in points
+    (side * right, up, "left" if side > 0 else "right")
+    for right, up in ((6, 3), (6, -9), (6, 12), (6, -18), (14, 21), (14, -27))
+    for side in (1, -1)
+]
+
+
+def _draw(panel: Any, table: Table) -> list[_Named]:
+    """Draws the points, and returns them."""
+    named = []
     best = table.row(ADAMW, DENSE) or table.rows[0]
     for row in table.rows:
         ratio, found = row.ratio(), row.above(best)
@@ -378,8 +390,9 @@ def _draw(panel: Any, table: Table) -> None:
         error = statistics.stdev(found) if len(found) > 1 else 0
         style = "x" if row.is_control else "o"
         panel.errorbar(ratio, mean, error, fmt=style, color=colour, capsize=3)
-        label = row.exchange.partition("+")[0]
-        panel.annotate(label, (ratio, mean), xytext=(5, 5), textcoords="offset points", fontsize=7)
+        whole = exchanges.replaces_optimizer(row.exchange)
+        name = row.exchange if whole else row.exchange.partition("+")[0]
+        named.append((name, ratio, mean))
     panel.axhline(0, color="#777777", linestyle=":")
     panel.set_yscale("symlog", linthresh=1)
     panel.set(
@@ -388,7 +401,26 @@ def _draw(panel: Any, table: Table) -> None:
         ylabel="loss above AdamW's with dense gradients, %",
         title=TASKS[table.task],
     )
-    panel.margins(x=0.2)
+    panel.margins(x=0.2, y=0.1)
+    return named
+
+
+def _name_points(panel: Any, named: Sequence[_Named], renderer: Any) -> None:
+    """Writes names where they overlap neither each other nor points, if there is such a place."""
+    from matplotlib.transforms import Bbox
+
+    spots = panel.transData.transform([(x, y) for _, x, y in named])
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in spots]
+    for text, *point in named:
+        for right, up, side in _PLACES:
+            options = {"textcoords": "offset points", "ha": side, "fontsize": 7}
+            note = panel.annotate(text, point, xytext=(right, up), **options)
+            box = note.get_window_extent(renderer)
+            inside = panel.bbox.x0 < box.x0 and box.x1 < panel.bbox.x1 and box.y1 < panel.bbox.y1
+            if (inside and not box.count_overlaps(taken)) or (right, up, side) == _PLACES[-1]:
+                taken.append(box)
+                break
+            note.remove()
 
 
 def _mean_known(values: Sequence[float | None]) -> float | None:
