@@ -24,22 +24,30 @@ from bench.training import images
 from bench.training.trials.tasks import TASKS, Batch, Task
 from bench.training.trials.trial import Trial
 
-_RANKS, _BETA1, _BETA2, _EPS, _DECAY, _CLIP, _FLOOR = 4, 0.9, 0.999, 1e-8, 0.01, 1.0, 0.1
+RANKS, BETA1, _BETA2, _EPS, DECAY, _CLIP, _FLOOR = 4, 0.9, 0.999, 1e-8, 0.01, 1.0, 0.1
 _BLOCK = _SMALL = 1024  # elements of a block, and the least that are compressed
 
 
 def main() -> int:
     options = parse_options()
     torch.set_num_threads(1)
-    first = options.warm_up / options.steps
-    trial = Trial("lm", "adamw", "", 0.004, 32, options.steps, options.seed, first=first)
-    print(f"{Study(trial, options).run():.4f}")
+    print(f"{Study(trial_of(options), options).run():.4f}")
     return 0
 
 
+def trial_of(options: argparse.Namespace) -> Trial:
+    """What is trained."""
+    first = options.warm_up / options.steps
+    return Trial("lm", "adamw", "", 0.004, 32, options.steps, options.seed, first=first)
+
+
 def parse_options() -> argparse.Namespace:
+    return add_options(__doc__).parse_args()
+
+
+def add_options(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sends", choices=["momentum", "gradient", "local"], default="momentum")
     parser.add_argument("--codec", choices=["onebit", "none"], default="onebit")
@@ -48,7 +56,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--warm-up", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
+    return parser
 
 
 class Study:
@@ -71,13 +79,13 @@ class Study:
                 setattr(each, kind, its.view(each.shape))
         self._first, self._second = torch.zeros_like(self.values), torch.zeros_like(self.values)
         self._root: torch.Tensor | None = None  # once the second moment is frozen
-        self._residuals = [torch.zeros(self._compressed) for _ in range(_RANKS + 1)]
-        self._own = [self._first] * _RANKS  # the ranks' momenta, where these stay apart
+        self._residuals = [torch.zeros(self._compressed) for _ in range(RANKS + 1)]
+        self._own = [self._first] * RANKS  # the ranks' momenta, where these stay apart
 
     def run(self) -> float:
         """Trains, and returns the loss on unseen text."""
         for step, some in enumerate(_batches(self.trial, self.task)):
-            every = [self._gradient_of(each) for each in some]
+            every = [self._gradient_of(rank, each) for rank, each in enumerate(some)]
             rate = self.trial.rate * self.trial.rate_factor(step)
             if step < self.trial.first_steps:
                 self._step_dense(every, rate, step + 1)
@@ -85,7 +93,7 @@ class Study:
                 self._step_compressed(every, rate, step + 1)
         return _loss(self.model, self.task)
 
-    def _gradient_of(self, batch: Batch) -> torch.Tensor:
+    def _gradient_of(self, rank: int, batch: Batch) -> torch.Tensor:
         inputs, labels = batch
         self._gradient.zero_()
         cross_entropy(self.model(inputs), labels.flatten()).backward()
@@ -94,10 +102,10 @@ class Study:
     def _step_dense(self, every: list[torch.Tensor], rate: float, step: int) -> None:
         """AdamW's."""
         average = self._follow(every)
-        self._first.lerp_(average, 1 - _BETA1)
+        self._first.lerp_(average, 1 - BETA1)
         root = (self._second / (1 - _BETA2**step)).sqrt() + _EPS
-        length = rate / (1 - _BETA1**step)
-        self.values.mul_(1 - rate * _DECAY).addcdiv_(self._first, root, value=-length)
+        length = rate / (1 - BETA1**step)
+        self.values.mul_(1 - rate * DECAY).addcdiv_(self._first, root, value=-length)
 
     def _step_compressed(self, every: list[torch.Tensor], rate: float, step: int) -> None:
         if self._root is None:
@@ -106,17 +114,21 @@ class Study:
         if self.options.second_moment == "exact":
             self._follow(every)
             self._precondition(self._new_root(step))
+        self._move([self._preconditioned(each) for each in every], rate, step)
+
+    def _preconditioned(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A rank's gradient, limited and divided by the frozen root."""
         assert self._root is not None
-        sent = []
-        for rank, each in enumerate(every):
-            scale = min(1, _CLIP * math.sqrt(_RANKS) / float(each.norm()))
-            limit = self.options.limit
-            sent.append(self._to_send(rank, (each / self._root * scale).clamp_(-limit, limit)))
-        average = self._exchange(sent)
+        scale = min(1, _CLIP * math.sqrt(RANKS) / float(gradient.norm()))
+        return (gradient / self._root * scale).clamp_(-self.options.limit, self.options.limit)
+
+    def _move(self, every: list[torch.Tensor], rate: float, step: int) -> None:
+        """Makes a step of the ranks' preconditioned gradients."""
+        average = self._exchange([self._to_send(rank, each) for rank, each in enumerate(every)])
         apart = self.options.sends == "gradient"
-        self._first = self._first.lerp_(average, 1 - _BETA1) if apart else average
-        self.values.mul_(1 - rate * _DECAY)
-        self.values.add_(self._first, alpha=-rate / (1 - _BETA1**step))
+        self._first = self._first.lerp_(average, 1 - BETA1) if apart else average
+        self.values.mul_(1 - rate * DECAY)
+        self.values.add_(self._first, alpha=-rate / (1 - BETA1**step))
 
     def _follow(self, every: list[torch.Tensor]) -> torch.Tensor:
         """Adds the averaged gradient, clipped, to the second moment."""
@@ -141,8 +153,8 @@ class Study:
         if self.options.sends == "gradient":
             return own
         if self.options.sends == "momentum":
-            return own.lerp(self._first, _BETA1)
-        self._own[rank].mul_(_BETA1).add_(own, alpha=1 - _BETA1)
+            return own.lerp(self._first, BETA1)
+        self._own[rank].mul_(BETA1).add_(own, alpha=1 - BETA1)
         return self._own[rank]
 
     def _exchange(self, sent: list[torch.Tensor]) -> torch.Tensor:
@@ -153,7 +165,7 @@ class Study:
         end = self._compressed
         ways = [self._delivered(rank, each[:end]) for rank, each in enumerate(sent)]
         total = sum(ways[1:], ways[0]) / len(ways)
-        return torch.cat([self._delivered(_RANKS, total), average[end:]])
+        return torch.cat([self._delivered(RANKS, total), average[end:]])
 
     def _delivered(self, key: int, values: torch.Tensor) -> torch.Tensor:
         wanted = values + self._residuals[key]
@@ -174,10 +186,10 @@ def one_bit(values: torch.Tensor) -> torch.Tensor:
 
 def _batches(trial: Trial, task: Task) -> Iterator[list[Batch]]:
     """Of all ranks, by step."""
-    size = trial.batch // _RANKS
+    size = trial.batch // RANKS
     orders = [
-        images.batches(task.count, size, rank, _RANKS, trial.seed, trial.steps)
-        for rank in range(_RANKS)
+        images.batches(task.count, size, rank, RANKS, trial.seed, trial.steps)
+        for rank in range(RANKS)
     ]
     for indices in zip(*orders, strict=True):
         yield [task.examples(each) for each in indices]
