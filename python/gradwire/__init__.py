@@ -30,6 +30,7 @@ from gradwire._errors import (
 )
 from gradwire._feedback import ErrorFeedback
 from gradwire._model import CostModel
+from gradwire._planner.advice import Advice, advise
 from gradwire._schedules.report import Edge, Report, Shape
 from gradwire._schedules.schedule import Schedule, ScheduleBuilder, algorithms
 from gradwire._spawn import spawn
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Aborted",
+    "Advice",
     "Communicator",
     "CostModel",
     "Edge",
@@ -54,6 +56,7 @@ __all__ = [
     "Traffic",
     "TransportError",
     "Work",
+    "advise",
     "algorithms",
     "codec",
     "codecs",

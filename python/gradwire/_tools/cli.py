@@ -11,7 +11,7 @@ from pathlib import Path
 from gradwire._errors import Error, InvalidArgument, ScheduleError
 from gradwire._launch import launcher
 from gradwire._schedules.schedule import Schedule, groups_of
-from gradwire._tools import bench, doctor, status, tune
+from gradwire._tools import advise, bench, doctor, simulate, status, tune
 from gradwire.serve import Server
 from gradwire.serve._directory import MOST_SHARDS
 
@@ -60,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands.add_parser("serve", help="hold shards of a parameter server"))
     _add_bench(commands.add_parser("bench", help="measure collectives, as nccl-tests does"))
     _add_tune(commands.add_parser("tune", help='measure what algorithm="auto" decides by'))
+    _add_advise(commands.add_parser("advise", help="predict a model's steps on a cluster"))
+    _add_simulate(commands.add_parser("simulate", help="simulate collectives of any size"))
     _add_schedule(commands.add_parser("schedule", help="show, verify or draw a schedule"))
     return parser
 
@@ -158,6 +160,16 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 
 def _tune_command(options: argparse.Namespace) -> int:
     return tune.run(options, options.argv)
+
+
+def _add_advise(parser: argparse.ArgumentParser) -> None:
+    advise.add_options(parser)
+    parser.set_defaults(command=advise.run)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    simulate.add_options(parser)
+    parser.set_defaults(command=simulate.run)
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,184 @@
+"""Advice on a model and a cluster: bytes, step times, and whether more ranks are worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from gradwire._base import arguments
+from gradwire._errors import InvalidArgument
+from gradwire._model import CostModel
+from gradwire._planner import devices, judgement, report, walk
+from gradwire._planner.exchanges import Cluster, ratio, wire_codec
+from gradwire._planner.findings import Findings
+from gradwire._planner.steps import (
+    SYNCHRONOUS,
+    Prediction,
+    accumulated,
+    buckets,
+    local,
+    server,
+    synchronous,
+)
+from gradwire._planner.tables import catalogue
+from gradwire._planner.tables.network import Network
+from gradwire._planner.volumes import volumes
+from gradwire._simulation.exchange import check_codec
+from gradwire._simulation.topology import Topology, flat
+
+CODECS = ("none", "fp16", "int8", "onebit", "topk", "lowrank")
+Progress = Callable[[float, str], None]
+
+
+class Advice(Findings):
+    """The result of `advise`; its str is a report."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON: bytes, seconds, shares."""
+        return report.to_dict(self)
+
+    def __str__(self) -> str:
+        return report.text(self)
+
+
+def advise(
+    model: str,
+    *,
+    ranks: int,
+    link: str,
+    per_host: int = 1,
+    batch: int = 32,
+    compute: float | None = None,
+    device: str = "a100",
+    sample: str | None = None,
+    codecs: Sequence[str] = CODECS,
+    accumulate: int = 4,
+    local_steps: int = 16,
+    cost_model: CostModel | None = None,
+    progress: Progress | None = None,
+) -> Advice:
+    """Predicts how a model trains on `ranks` ranks: bytes, step times, and what is worth it.
+
+    `model` is a name of the catalogue (resnet50, gpt2, vgg16, …), or ``module:callable`` that
+    returns a torch module, which is walked on the meta device with one `sample`: its shape without
+    the batch, as "3,224,224" or "1024:int64". Hosts have `per_host` ranks, and are joined by a
+    `link`, as "10gbit,50us". `compute` is the milliseconds of a step of one rank alone, with
+    `batch` samples; without it they are estimated for a `device`: h200, h100, a100 or cpu.
+
+    Steps are predicted for every algorithm and each of `codecs`: synchronous, accumulated over
+    `accumulate` steps, as local SGD with `local_steps`, and beside an asynchronous server.
+    `cost_model` replaces the built-in one, but for the rate and latency of `link`. `progress` is
+    called with the share that is done, and a text.
+
+    Raises InvalidArgument for an unknown model, one that cannot be walked, or impossible numbers.
+    """
+    network = _network(model, sample)
+    ranks = arguments.whole(ranks, "ranks", least=1)
+    batch = arguments.whole(batch, "batch", least=1)
+    here = devices.device(arguments.text(device, "device"))
+    seconds, assumptions = _compute(network, batch, compute, here)
+    topology = _topology(link, per_host, here)
+    cluster = Cluster(ranks, topology, cost_model or devices.cost_model(here))
+    modes = _Modes(
+        arguments.whole(accumulate, "accumulate", least=1),
+        arguments.whole(local_steps, "local_steps", least=1),
+    )
+    names = [check_codec(arguments.text(each, "codecs")) for each in codecs]
+    if "none" not in names:
+        names.insert(0, "none")
+    tell = progress or (lambda *_: None)
+    predictions = _predict(network, seconds, cluster, names, modes, tell)
+    best, second = _two_best(predictions)
+    judge = judgement.Judge(network, batch, seconds, cluster, predictions)
+    return Advice(
+        network,
+        ranks,
+        batch,
+        seconds,
+        cluster,
+        tuple(volumes(network, ranks, batch)),
+        tuple(predictions),
+        best,
+        second,
+        tuple(judge.sentences()),
+        tuple(judge.weak()),
+        tuple(judge.strong()),
+        judge.least_batch(),
+        (*assumptions, *_ASSUMPTIONS),
+    )
+
+
+_ASSUMPTIONS = (
+    "backward takes two thirds of computing, layers by their operations; buckets are torch's",
+    "codecs may cost accuracy: docs/compression.md has what was measured",
+)
+
+
+@dataclass(frozen=True)
+class _Modes:
+    accumulate: int
+    local_steps: int
+
+
+def _network(model: str, sample: str | None) -> Network:
+    name = arguments.text(model, "model")
+    if ":" in name:
+        return walk.walk(name, sample)
+    return catalogue.network(name)
+
+
+def _compute(
+    network: Network, batch: int, given: float | None, device: devices.Device
+) -> tuple[float, list[str]]:
+    if given is not None:
+        return arguments.seconds(given, "compute") / 1e3, []
+    seconds = device.seconds(3 * network.flops * batch)
+    if not seconds > 0:
+        raise InvalidArgument(f"{network.name} has no operations that can be counted: give compute")
+    return seconds, [device.assumption()]
+
+
+def _topology(link: str, per_host: int, device: devices.Device) -> Topology:
+    each = arguments.whole(per_host, "per_host", least=1)
+    inside = None if device.inside is None else f"{device.inside / 1e9}gbit"
+    return flat(arguments.text(link, "link"), each, inside)
+
+
+def _predict(
+    network: Network,
+    compute: float,
+    cluster: Cluster,
+    codecs: Sequence[str],
+    modes: _Modes,
+    progress: Progress,
+) -> list[Prediction]:
+    parts = buckets(network)
+    layers = list(network.layers)
+    found: list[Prediction] = []
+    pairs = [(codec, name) for codec in codecs for name in cluster.algorithms(codec)]
+    for index, (codec, algorithm) in enumerate(pairs):
+        progress(index / len(pairs), f"{algorithm}, {codec}")
+        step = synchronous(parts, compute, cluster, algorithm, codec)
+        averaged = partial(local, parts, compute, cluster, algorithm, codec)
+        found += [step, accumulated(step, modes.accumulate), averaged(modes.local_steps)]
+    for codec in codecs:
+        if codec == wire_codec(codec):
+            found.append(server(parts, compute, cluster, codec, ratio(layers, codec)))
+    progress(1.0, "")
+    return found
+
+
+def _two_best(found: Sequence[Prediction]) -> tuple[Prediction, Prediction]:
+    """The best synchronous step and the next, by another codec or algorithm."""
+    left = [each for each in found if each.mode == SYNCHRONOUS]
+    best = _best(left)
+    return best, _best([each for each in left if each is not best] or left)
+
+
+def _best(found: Sequence[Prediction]) -> Prediction:
+    """The fastest step, or one that is hardly slower and changes training less."""
+    least = min(each.step for each in found)
+    near = [each for each in found if each.step <= judgement.WORTH * least]
+    return min(near, key=lambda each: (judgement.loss(each.codec), each.step))

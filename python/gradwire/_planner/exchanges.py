@@ -1,0 +1,146 @@
+"""Seconds in which buckets of gradients are averaged, by algorithm and codec, on one cluster."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gradwire import _core
+from gradwire._base import units
+from gradwire._model import CostModel
+from gradwire._planner.tables.network import Layer
+from gradwire._simulation import exchange
+from gradwire._simulation.closed_forms import ratio_of
+from gradwire._simulation.topology import Topology, flat
+
+LOW_RANK = "lowrank"
+_PLANNED_MESSAGES = 9000  # of a schedule whose events are simulated: a ring of 64 has 8,064
+# Times that lowrank's products take as long as adding the matrix, for each rank of its factors. On
+# CPUs that is 1.6 ms for the 1.0 M parameters of bench/results/step-times-2026-11-21.md, rank 4.
+_FACTORING = 1.7
+_FEW = 1024.0  # bytes below which a call costs what one of so many does
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks, the network between them, and the cost model of its links."""
+
+    ranks: int
+    topology: Topology
+    base: CostModel
+    by_events: bool = True
+    _known: dict[tuple[str, str, float], float] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _models: list[CostModel] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def per_host(self) -> int:
+        """The number of ranks of one host."""
+        return min(self.topology.per_host, self.ranks)
+
+    @property
+    def model(self) -> CostModel:
+        """The cost model with the topology's links."""
+        if not self._models:
+            self._models.append(self.topology.model(self.base))
+        return self._models[0]
+
+    def work(self, found: Payload) -> float:
+        """The processor's seconds for a payload, besides what its codec takes."""
+        return _FACTORING * self.model.parameters["gamma"] * found.factored
+
+    def of(self, ranks: int) -> Cluster:
+        """The same cluster with fewer or more ranks."""
+        return Cluster(ranks, self.topology, self.base, self.by_events)
+
+    def at_rate(self, bits: float) -> Cluster:
+        """The same cluster with other links between hosts, by closed forms, which are quick."""
+        host = self.topology.groups[0]
+        latency = host.latency or self.base.parameters["between.latency"]
+        link = f"{bits / 1e6}mbit,{latency * 1e6}us"
+        inside = self.topology.inside
+        text = None if inside is None else f"{inside / 1e6}mbit"
+        return Cluster(self.ranks, flat(link, host.ranks, text), self.base, by_events=False)
+
+    def algorithms(self, codec: str) -> list[str]:
+        """The algorithms that can average in a codec."""
+        return exchange.algorithms(self.ranks, self.per_host, wire_codec(codec))
+
+    def seconds(self, algorithm: str, nbytes: float, codec: str) -> float:
+        """The seconds of one all_reduce of an array of `nbytes`.
+
+        Times are found for powers of two, and linear between them.
+        """
+        if self.ranks == 1 or nbytes <= 0:
+            return 0.0
+        size = max(nbytes, _FEW)
+        below = 2.0 ** math.floor(math.log2(size))
+        low, high = (self._at(algorithm, each, codec) for each in (below, 2 * below))
+        return low + (high - low) * (size - below) / below
+
+    def _at(self, algorithm: str, nbytes: float, codec: str) -> float:
+        key = algorithm, codec, nbytes
+        if key not in self._known:
+            most = _PLANNED_MESSAGES if self.by_events else 0
+            self._known[key], _ = exchange.seconds(
+                algorithm,
+                nbytes,
+                self.ranks,
+                self.topology,
+                self.model,
+                codec=codec,
+                most_messages=most,
+            )
+        return self._known[key]
+
+    def how(self, algorithm: str) -> str:
+        """Says how its times are found: exchange.EVENTS or exchange.CLOSED_FORM."""
+        few = exchange.messages(algorithm, self.ranks, self.per_host) <= _PLANNED_MESSAGES
+        return exchange.EVENTS if few and self.by_events else exchange.CLOSED_FORM
+
+
+def wire_codec(codec: str) -> str:
+    """The codec in which arrays are summed: lowrank sums its factors as they are."""
+    return "none" if codec.partition(":")[0] == LOW_RANK else codec
+
+
+@dataclass(frozen=True)
+class Payload:
+    """An array that is averaged in a step, and the bytes of matrices times rank to be factored."""
+
+    nbytes: float
+    codec: str
+    factored: float = 0.0
+
+
+def payload(layers: list[Layer], codec: str) -> Payload:
+    """The array that a bucket of layers becomes: lowrank averages two factors of each matrix."""
+    elements = sum(each.parameters for each in layers)
+    name, _, options = codec.partition(":")
+    if name != LOW_RANK:
+        return Payload(4.0 * elements, codec)
+    _core.Codec(codec)  # raises InvalidArgument for wrong options
+    rank = int(options.partition("=")[2] or 4)
+    saved = work = 0
+    for layer in layers:
+        for rows, columns in layer.matrices:
+            if layer.weights and (rows + columns) * rank < rows * columns:
+                saved += rows * columns - (rows + columns) * rank
+                work += rows * columns * rank
+    return Payload(4.0 * (elements - saved), "none", 4.0 * work)
+
+
+def ratio(layers: list[Layer], codec: str) -> float:
+    """The factor by which a codec makes the payloads of all layers smaller."""
+    whole = 4.0 * sum(each.parameters for each in layers)
+    found = payload(layers, codec)
+    own = found.nbytes * (1.0 if found.codec == "none" else ratio_of(found.codec, found.nbytes))
+    return whole / own if own else 1.0
+
+
+def describe(cluster: Cluster) -> str:
+    """The cluster in words."""
+    host = cluster.topology.groups[0]
+    hosts = -(-cluster.ranks // cluster.per_host)
+    return f"{hosts} hosts of {cluster.per_host}, joined by {units.show_rate(host.rate)}"

@@ -1,0 +1,52 @@
+"""Results of `advise`, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradwire._planner.exchanges import Cluster
+from gradwire._planner.steps import Prediction
+from gradwire._planner.tables.network import Network
+from gradwire._planner.volumes import Volume, total
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that `advise` finds.
+
+    `volumes` has every layer, `predictions` every algorithm, codec and way to train, and `best` and
+    `second` are the fastest synchronous ones. `sentences` say what pays, `weak` and `strong` how
+    training scales: tuples of ranks, seconds of a step and speed-up over one rank. `batch` samples
+    on each of `ranks` take `compute` seconds; `least_batch` is the number from which ranks wait for
+    less than a tenth of a step, without a codec; None if there is none.
+    """
+
+    network: Network
+    ranks: int
+    batch: int
+    compute: float
+    cluster: Cluster
+    volumes: tuple[Volume, ...]
+    predictions: tuple[Prediction, ...]
+    best: Prediction
+    second: Prediction
+    sentences: tuple[str, ...]
+    weak: tuple[tuple[int, float, float], ...]
+    strong: tuple[tuple[int, float, float], ...]
+    least_batch: int | None
+    assumptions: tuple[str, ...]
+
+    @property
+    def all_data(self) -> float:
+        """Bytes that a rank sends in a step if all layers are data-parallel."""
+        return total(self.volumes, "data")
+
+    @property
+    def all_model(self) -> float:
+        """Bytes that a rank sends in a step if all layers are model-parallel."""
+        return total(self.volumes, "model")
+
+    @property
+    def hybrid(self) -> float:
+        """Bytes that a rank sends in a step if each layer goes the advised way."""
+        return total(self.volumes)

@@ -1,0 +1,1 @@
+"""Tables of well-known networks, with the shapes that their papers give."""

@@ -1,0 +1,84 @@
+"""Predicted steps: buckets, what overlaps with backward, and ways to train."""
+
+from __future__ import annotations
+
+import pytest
+from gradwire import CostModel
+from gradwire._planner import steps
+from gradwire._planner.exchanges import Cluster, payload
+from gradwire._planner.tables.catalogue import network
+from gradwire._planner.tables.network import Network
+from gradwire._planner.tables.shapes import dense
+from gradwire._simulation.topology import flat
+
+
+def cluster(ranks: int = 4, link: str = "1gbit,50us") -> Cluster:
+    return Cluster(ranks, flat(link), CostModel())
+
+
+def equal_layers(count: int, width: int) -> Network:
+    layers = tuple(dense(f"l{i}", width, width, 1, bias=False) for i in range(count))
+    return Network("equal", "a vector", layers)
+
+
+def test_buckets_fill_from_the_last_layer() -> None:
+    """torch's: the first bucket has 1 MiB, the others 25 MiB."""
+    found = steps.buckets(equal_layers(10, 1 << 10))  # of 4 MiB each
+    assert [len(each.layers) for each in found] == [1, 7, 2]
+    assert [each.ready for each in found] == pytest.approx([0.1, 0.8, 1.0])
+    assert found[0].layers[0].name == "l9"
+
+
+def test_buckets_hold_all_parameters() -> None:
+    for name in ("googlenet", "gpt2", "vgg16"):
+        parts = steps.buckets(network(name))
+        held = sum(each.parameters for part in parts for each in part.layers)
+        assert held == network(name).parameters
+        assert parts[-1].ready == 1
+
+
+def test_exchanges_hide_behind_backward() -> None:
+    """A fast link leaves only the last bucket exposed, and a slow one all but the first share."""
+    net, here = equal_layers(10, 1 << 10), cluster(link="100gbit,1us")
+    parts = steps.buckets(net)
+    fast = steps.synchronous(parts, 10.0, here, "ring", "none")
+    assert fast.exposed == pytest.approx(here.seconds("ring", 8 << 20, "none"), rel=1e-6)
+    slow_net = cluster(link="10mbit")
+    slow = steps.synchronous(parts, 1e-3, slow_net, "ring", "none")
+    whole = sum(slow_net.seconds("ring", each, "none") for each in (4 << 20, 28 << 20, 8 << 20))
+    assert slow.step == pytest.approx(whole, rel=1e-3)
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    found = steps.synchronous(steps.buckets(network("nin")), 0.1, cluster(1), "ring", "none")
+    assert (found.step, found.efficiency) == (0.1, 1.0)
+
+
+def test_ways_to_train_share_their_exchanges() -> None:
+    net, here = network("nin"), cluster()
+    parts = steps.buckets(net)
+    step = steps.synchronous(parts, 0.01, here, "ring", "none")
+    assert steps.accumulated(step, 4).exposed == pytest.approx(step.exposed / 4)
+    alone = steps.local(parts, 0.01, here, "ring", "none", 1)
+    assert steps.local(parts, 0.01, here, "ring", "none", 8).exposed == pytest.approx(
+        alone.exposed / 8
+    )
+    assert alone.step >= step.step
+
+
+def test_a_server_costs_a_push_and_a_pull() -> None:
+    net, here = network("nin"), cluster(4, "1gbit,50us")
+    found = steps.server(steps.buckets(net), 1e-3, here, "none", 1.0)
+    nbytes = 2 * 4 * net.parameters * 3 / 4  # three of four shards are elsewhere
+    assert found.step == pytest.approx(nbytes * 8 / 1e9, rel=0.06)
+    quarter = steps.server(steps.buckets(net), 1e-3, here, "int8", 4.0)
+    assert quarter.step == pytest.approx(found.step * 5 / 8, rel=0.02)
+
+
+def test_lowrank_averages_factors() -> None:
+    layer = dense("fc", 1000, 500, 1)
+    found = payload([layer], "lowrank:rank=2")
+    assert found.nbytes == 4 * (2 * (1000 + 500) + 500)  # the bias stays as it is
+    assert found.codec == "none"
+    assert found.factored == 4 * 2 * 1000 * 500
+    assert payload([layer], "fp16").nbytes == 4 * (1000 * 500 + 500)

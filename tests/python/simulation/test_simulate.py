@@ -1,0 +1,98 @@
+"""`gradwire simulate`: tables, pictures, slow ranks, and bad input."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from gradwire import Schedule
+from gradwire._simulation.runs import simulate, slowed
+from gradwire._simulation.topology import flat
+from gradwire._tools import cli
+
+LARGE = "8 per host, 400gbit, 5us; 32 hosts a rack, oversubscription 2, 1us; 512 racks a hall"
+
+
+def test_a_hundred_thousand_ranks_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    begun = time.process_time()
+    line = ["simulate", "--algorithm", "all", "--ranks", "100000", "--bytes", "1G"]
+    assert cli.main([*line, "--topology", LARGE, "--json"]) == 0
+    assert time.process_time() - begun < 10
+    found = json.loads(capsys.readouterr().out)
+    assert {each["found_by"] for each in found["runs"]} == {"closed form"}
+    assert {"ring", "hierarchical(direct,ring)"} <= {each["algorithm"] for each in found["runs"]}
+
+
+def test_few_ranks_are_simulated_by_events(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "simulate --algorithm ring binary_tree --ranks 4 16 --bytes 1M 16M"
+    assert cli.main(line.split()) == 0
+    text = capsys.readouterr().out
+    assert text.count("events") == 8
+    assert "the fastest:" in text
+
+
+def test_a_schedule_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(Schedule.generate("star", 3).dump())
+    assert cli.main(["simulate", "--algorithm", str(path), "--ranks", "3"]) == 0
+    assert "star" in capsys.readouterr().out
+    assert cli.main(["simulate", "--algorithm", str(path), "--ranks", "4"]) == 2
+
+
+def test_a_slow_rank_slows_every_round() -> None:
+    (one,) = simulate(["ring"], [16], [1e8], flat("1gbit"))
+    (slow,) = simulate(["ring"], [16], [1e8], flat("1gbit"), slow=3.0)
+    assert slow.seconds == pytest.approx(3 * one.seconds, rel=0.02)
+    model = flat("1gbit").model()
+    assert slowed(model, 1.0) == model
+
+
+def test_steps_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "simulate --ranks 4096 --bytes 100M --compute 200 --spread 0.05 --json"
+    failing = " --failures 4y --checkpoint 60s --restart 5m"
+    assert cli.main((line + failing).split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    (step,), (failures,) = found["steps"], found["failures"]
+    assert 0.22 < step["slowest"] < 0.26
+    assert failures["hosts"] == 4096
+    assert 0 < failures["lost"] < 0.2
+    assert cli.main((line.removesuffix(" --json") + failing).split()) == 0
+    assert "Daly" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sizes", [["1M"], ["1K", "1M", "64M"]])
+def test_pictures_are_drawn(sizes: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "found.png"
+    line = ["simulate", "--algorithm", "all", "--ranks", "2", "64", "4096", "--bytes", *sizes]
+    assert cli.main([*line, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--ranks 0", "ranks=0"),
+        ("--ranks 20000000", "10,000,000"),
+        ("--ranks 4 --bytes much", "a size"),
+        ("--ranks 4 --bytes=-1M", "positive"),
+        ("--ranks 4 --algorithm nope", "nope"),
+        ("--ranks 4 --codec nope", "nope"),
+        ("--ranks 4 --codec int8 --algorithm recursive_doubling", "recursive_doubling"),
+        ("--ranks 4 --slow 0.5", "slow=0.5"),
+        ("--ranks 4 --spread 0.1", "--compute"),
+        ("--ranks 4 --compute -1", "--compute"),
+        ("--ranks 4 --failures 4y", "--checkpoint"),
+        ("--ranks 4 --failures=-4y --checkpoint 1s", "positive"),
+        ("--ranks 4 --topology hosts", "no level"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["simulate", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert says in captured.err
