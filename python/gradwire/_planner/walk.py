@@ -29,7 +29,7 @@ def walk(path: str, sample: str | None) -> Network:
             layers = layers_of(module, _sample(torch, sample))
     except InvalidArgument:
         raise
-    except Exception as error:  # of the user's code
+    except (Exception, SystemExit) as error:  # of the user's code
         text = " ".join(str(error).split())[:200]
         raise InvalidArgument(
             f"{path} cannot be walked with a sample of {sample}: {type(error).__name__}: {text}"
@@ -119,7 +119,9 @@ def _make(path: str) -> Any:
         made = getattr(made, part)
     if not callable(made):
         raise InvalidArgument(f"{path} is a {type(made).__name__}, and not callable")
-    return made() if not hasattr(made, "named_modules") or isinstance(made, type) else made
+    if hasattr(made, "named_modules") and not isinstance(made, type):
+        raise InvalidArgument(f"{path} is a module already: give a callable that returns one")
+    return made()
 
 
 def _sample(torch: Any, text: str) -> Any:

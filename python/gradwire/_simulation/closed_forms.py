@@ -81,7 +81,7 @@ def seconds(
     parts = _parts(algorithm, nbytes, ranks, topology)
     prices = Prices(model.parameters, topology, ranks, nbytes, codec)
     largest = max(each.nbytes for each in parts) * prices.ratio
-    segments = 1 if algorithm == BINOMIAL_TREE else _segments(largest)
+    segments = 1 if algorithm == BINOMIAL_TREE else segments_of(largest)
     trees = sum(_tree(each, prices, segments) for each in parts if isinstance(each, Tree))
     rounds = [each for each in parts if isinstance(each, Round)]
     return prices.call + trees + _rounds(rounds, prices, segments)
@@ -126,8 +126,8 @@ class Prices:
     ) -> None:
         self._of = parameters
         self.host = min(topology.per_host, ranks)
-        self._growth = _growth(parameters, nbytes)
-        self._codec = None if codec == "none" else _codec_costs(parameters, codec)
+        self._growth = growth_of(parameters, nbytes)
+        self._codec = None if codec == "none" else codec_costs_of(parameters, codec)
         self.call = parameters["call"]
         self.ratio = 1.0 if codec == "none" else ratio_of(codec, nbytes)
         inside = parameters["within.beta"]
@@ -424,12 +424,13 @@ def _nested(algorithm: str) -> tuple[str, str] | None:
     return inner.strip(), outer.strip()
 
 
-def _segments(largest: float) -> int:
+def segments_of(largest: float) -> int:
+    """The segments into which gradwire cuts a message of so many bytes."""
     wanted = math.floor(largest / _SEGMENTS_WANTED)
     return max(1, math.ceil(largest / min(max(wanted, _LEAST_SEGMENT), _FRAME)))
 
 
-def _growth(parameters: Mapping[str, float], nbytes: float) -> float:
+def growth_of(parameters: Mapping[str, float], nbytes: float) -> float:
     """The factor of far memory, linear in the octaves between the sizes that are known."""
     known = [1.0, *(parameters[f"far.{name}"] for name in ("512K", "4M", "32M"))]
     if nbytes <= _OCTAVES[0]:
@@ -446,7 +447,8 @@ def ratio_of(codec: str, nbytes: float) -> float:
     return _core.Codec(codec).max_bytes(elements) / (4 * elements)
 
 
-def _codec_costs(parameters: Mapping[str, float], codec: str) -> tuple[float, float]:
+def codec_costs_of(parameters: Mapping[str, float], codec: str) -> tuple[float, float]:
+    """The seconds per byte of the array to encode and to decode it."""
     name = codec.partition(":")[0]
     name = name if f"{name}.encode" in parameters else "any"
     return parameters[f"{name}.encode"], parameters[f"{name}.decode"]

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from gradwire import _core
 from gradwire._errors import InvalidArgument, ScheduleError
 from gradwire._model import CostModel
-from gradwire._schedules.schedule import Schedule
-from gradwire._simulation import closed_forms
+from gradwire._schedules.schedule import Schedule, groups_of
+from gradwire._simulation import closed_forms, events
+from gradwire._simulation.frames import Costs, Frames
 from gradwire._simulation.topology import Topology
 
 EVENTS, CLOSED_FORM = "events", "closed form"
-MOST_MESSAGES = 400_000  # of a schedule whose events are simulated
+MOST_MESSAGES = 400_000  # of a schedule whose events the core simulates
+MOST_ON_RACKS = 20_000  # of one that is simulated in Python: on racks, or with a slow rank
 _MOST_RANKS = 1 << 15  # of any schedule: csrc/gradwire/schedule/rules.h
+_SLOWEST = 1000.0
 
 
 def seconds(
@@ -24,45 +27,92 @@ def seconds(
     model: CostModel,
     *,
     codec: str = "none",
+    slow: float = 1.0,
     most_messages: int = MOST_MESSAGES,
 ) -> tuple[float, str]:
     """The seconds of one all_reduce, and how they were found: EVENTS or CLOSED_FORM.
 
-    `model` is the topology's. Events know hosts and the links between them, but no racks whose
-    links limit the hosts'. Raises InvalidArgument for what neither covers.
+    `model` is the topology's. Rank 0 is `slow` times slower than the others, with its host's link;
+    closed forms take all ranks to wait for it in every round. Raises InvalidArgument for what
+    neither covers.
     """
-    _require_in_tree(algorithm, codec)
-    why = _why_no_events(algorithm, ranks, topology, most_messages)
+    _check(algorithm, codec, slow)
+    plain = slow == 1 and (not topology.narrow or ranks <= topology.per_host)
+    most = most_messages if plain else min(most_messages, MOST_ON_RACKS)
+    why = _why_no_events(algorithm, ranks, topology, most)
     if why is None:
-        return _by_events(algorithm, nbytes, ranks, topology, model, codec), EVENTS
-    if isinstance(algorithm, Schedule):
-        raise InvalidArgument(f"schedule {algorithm.name!r:.80} has no closed form, and {why}")
-    if not closed_forms.is_covered(algorithm):
-        raise InvalidArgument(f"{algorithm!r:.80} has no closed form, and {why}")
-    return closed_forms.seconds(algorithm, nbytes, ranks, topology, model, codec), CLOSED_FORM
+        schedule = _schedule(algorithm, ranks, topology)
+        if plain:
+            found = model.predict(
+                schedule, nbytes, ranks, per_host=min(topology.per_host, ranks), codec=codec
+            )
+            return found, EVENTS
+        return _on_network(schedule, nbytes, topology, model, codec, slow), EVENTS
+    name = algorithm.name if isinstance(algorithm, Schedule) else algorithm
+    if isinstance(algorithm, Schedule) or not closed_forms.is_covered(algorithm):
+        raise InvalidArgument(f"{name!r:.80} has no closed form, and {why}")
+    slower = slowed(model, topology, slow)
+    return closed_forms.seconds(algorithm, nbytes, ranks, *slower, codec), CLOSED_FORM
 
 
-def _require_in_tree(algorithm: str | Schedule, codec: str) -> None:
+def _check(algorithm: str | Schedule, codec: str, slow: float) -> None:
     if codec != "none" and isinstance(algorithm, str) and "recursive_doubling" in algorithm:
         raise InvalidArgument(
             f"recursive_doubling adds a sum twice, so it cannot sum in codec {codec!r}: take "
             "halving_doubling"
         )
+    if not 1 <= slow <= _SLOWEST:
+        raise InvalidArgument(f"slow={slow} is not from 1 to {_SLOWEST:g}")
 
 
-def _by_events(
-    algorithm: str | Schedule,
+def _schedule(algorithm: str | Schedule, ranks: int, topology: Topology) -> Schedule:
+    if isinstance(algorithm, Schedule):
+        return algorithm
+    hosts = groups_of(ranks, min(topology.per_host, ranks))
+    try:
+        return Schedule.generate(algorithm, ranks, groups=hosts)
+    except ScheduleError as error:
+        raise InvalidArgument(str(error)) from error
+
+
+def _on_network(
+    schedule: Schedule,
     nbytes: float,
-    ranks: int,
     topology: Topology,
     model: CostModel,
     codec: str,
+    slow: float,
 ) -> float:
-    per_host = min(topology.per_host, ranks)
-    try:
-        return model.predict(algorithm, nbytes, ranks, per_host=per_host, codec=codec)
-    except ScheduleError as error:
-        raise InvalidArgument(str(error)) from error
+    """The same by the simulation that knows racks, and a slow rank."""
+    parameters = model.parameters
+    lossy = codec != "none"
+    costs = Costs(
+        parameters["move"],
+        parameters["gamma"],
+        closed_forms.codec_costs_of(parameters, codec) if lossy else None,
+        closed_forms.ratio_of(codec, nbytes) if lossy else 1.0,
+    )
+    frames = Frames(schedule, nbytes, topology.per_host, costs)
+    largest = max((each.wire for each in frames.messages), default=0.0)
+    return events.seconds(
+        frames,
+        events.Network(topology, parameters, slow),
+        closed_forms.growth_of(parameters, nbytes),
+        parameters["call"],
+        closed_forms.segments_of(largest),
+    )
+
+
+def slowed(model: CostModel, topology: Topology, factor: float) -> tuple[Topology, CostModel]:
+    """The network and the model of ranks whose processors and hosts' links are slower."""
+    if factor == 1:
+        return topology, model
+    same = ("cores", "within.latency", "between.latency", "turn")
+    parameters = {
+        name: value if name in same or name.startswith("far.") else value * factor
+        for name, value in model.parameters.items()
+    }
+    return topology.slowed(factor), CostModel(parameters)
 
 
 def _why_no_events(
@@ -70,13 +120,12 @@ def _why_no_events(
 ) -> str | None:
     if algorithm == closed_forms.BINOMIAL_TREE:
         return "it is no schedule"
-    if topology.narrow and ranks > topology.per_host:
-        return "events know no links of racks"
-    if isinstance(algorithm, Schedule):
-        return None
     if ranks > _MOST_RANKS:
         return f"schedules have at most {_MOST_RANKS:,} ranks"
-    count = messages(algorithm, ranks, min(topology.per_host, ranks))
+    if isinstance(algorithm, Schedule):
+        count = sum(map(len, algorithm.rounds))
+    else:
+        count = messages(algorithm, ranks, min(topology.per_host, ranks))
     if count > most_messages:
         return f"its {count:,} messages are more than the {most_messages:,} that are simulated"
     return None

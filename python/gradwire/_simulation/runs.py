@@ -45,13 +45,13 @@ def simulate(
 ) -> list[Run]:
     """Simulates every algorithm for every number of ranks and bytes.
 
-    "all" are those that `algorithm="auto"` tries, and star. With `slow`, one rank in the busiest
-    place is so many times slower than the others, with its link: the others wait for it in every
-    round. Raises InvalidArgument for what no simulation covers.
+    "all" are those that `algorithm="auto"` tries, and star. With `slow`, rank 0 is so many times
+    slower than the others, with its host's link. Raises InvalidArgument for what no simulation
+    covers.
     """
     exchange.check_codec(codec)
     counts = [arguments.whole(each, "ranks", least=1) for each in ranks]
-    model = slowed(topology.model(base), slow)
+    model = topology.model(base)
     cases = [
         (name, count, size)
         for count in counts
@@ -62,7 +62,7 @@ def simulate(
     found = []
     for index, (name, count, size) in enumerate(cases):
         tell(index / len(cases), f"{count} ranks")
-        seconds, how = exchange.seconds(name, size, count, topology, model, codec=codec)
+        seconds, how = exchange.seconds(name, size, count, topology, model, codec=codec, slow=slow)
         text = name.name if isinstance(name, Schedule) else name
         found.append(Run(text, count, size, seconds, how))
     tell(1.0, "")
@@ -83,21 +83,6 @@ def _names(
         else:
             found.append(each)
     return found
-
-
-def slowed(model: CostModel, factor: float) -> CostModel:
-    """The model of ranks whose processor and links are `factor` times slower."""
-    if not 1 <= factor <= 1000:
-        raise InvalidArgument(f"slow={factor} is not from 1 to 1000")
-    if factor == 1:
-        return model
-    same = ("cores", "within.latency", "between.latency", "turn")
-    return CostModel(
-        {
-            name: value if name in same or name.startswith("far.") else value * factor
-            for name, value in model.parameters.items()
-        }
-    )
 
 
 def fastest(runs: Sequence[Run]) -> dict[tuple[int, float], Run]:

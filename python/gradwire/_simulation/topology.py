@@ -66,6 +66,13 @@ class Topology:
         parameters["cores"] = max(parameters["cores"], self.per_host)
         return CostModel(parameters)
 
+    def slowed(self, factor: float) -> Topology:
+        """The same network with slower hosts' links."""
+        host = self.groups[0]
+        inside = None if self.inside is None else self.inside / factor
+        slower = Group(host.name, host.ranks, host.rate / factor, host.latency)
+        return Topology((slower, *self.groups[1:]), inside)
+
     def __str__(self) -> str:
         return "; ".join(
             f"{each.ranks} ranks a {each.name}, {units.show_rate(each.rate)}"

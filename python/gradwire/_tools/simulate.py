@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--bytes", nargs="+", default=["100M"], metavar="SIZE", help="as 64K, 1G; default: 100M")
     add("--topology", default=_TOPOLOGY, metavar="TEXT", help=f"levels; default: '{_TOPOLOGY}'")
     add("--codec", default="none", help="default: none")
-    add("--slow", type=float, default=1.0, metavar="TIMES", help="how much slower one rank is")
+    add("--slow", type=float, default=1.0, metavar="TIMES", help="how much slower rank 0 is")
     add("--compute", type=float, metavar="MS", help="of a step, at the median rank")
     add(
         "--spread", type=float, default=0.0, help="standard deviation of the logarithm of --compute"

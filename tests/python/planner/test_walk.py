@@ -44,6 +44,13 @@ def attention() -> nn.Module:
     return nn.TransformerEncoder(transformer(), 2)
 
 
+MADE = nn.Linear(4, 4)
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
 class Branches(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.sum() > 0 else -x
@@ -84,6 +91,8 @@ def test_parameters_of_attention_are_found() -> None:
         (f"{HERE}:Branches", "4", "cannot be walked"),
         ("torch.nn:Identity", "4", "no parameters"),
         ("torch:arange", "4", "cannot be walked"),
+        (f"{HERE}:MADE", "4", "is a module already"),
+        (f"{HERE}:leave", "4", "cannot be walked.*SystemExit"),
     ],
 )
 def test_what_cannot_be_walked_says_why(path: str, sample: str | None, says: str) -> None:

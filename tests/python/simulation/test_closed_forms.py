@@ -91,14 +91,6 @@ def test_oversubscribed_racks_slow_what_crosses_them() -> None:
     assert 2 < slower("halving_doubling") < 4.1
 
 
-def test_racks_have_closed_forms_only() -> None:
-    narrow = parse("1 per host, 10gbit; 4 hosts a rack, oversubscription 2")
-    _, how = exchange.seconds("ring", 1e6, 16, narrow, narrow.model())
-    assert how == exchange.CLOSED_FORM
-    with pytest.raises(InvalidArgument, match="no closed form, and events know no links of racks"):
-        exchange.seconds(Schedule.generate("ring", 16), 1e6, 16, narrow, narrow.model())
-
-
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "says"),
     [

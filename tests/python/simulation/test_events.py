@@ -1,0 +1,88 @@
+"""The simulation of events on racks: the core's where both run, and the closed forms' beyond."""
+
+from __future__ import annotations
+
+import pytest
+from gradwire import InvalidArgument, Schedule
+from gradwire._simulation import closed_forms, exchange
+from gradwire._simulation.exchange import EVENTS, _on_network
+from gradwire._simulation.topology import flat, parse
+
+ALGORITHMS = (
+    "ring",
+    "halving_doubling",
+    "recursive_doubling",
+    "binary_tree",
+    "double_binary_tree",
+    "direct",
+    "star",
+    "hierarchical(direct,ring)",
+    "hierarchical(binary_tree,halving_doubling)",
+)
+RACKS = parse("2 per host, 10gbit, 20us; 4 hosts a rack, oversubscription 4, 2us")
+
+
+@pytest.mark.parametrize("per_host", [1, 3])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_times_are_the_cores(algorithm: str, per_host: int) -> None:
+    topology = flat("10gbit,20us", per_host)
+    model = topology.model()
+    schedule = exchange._schedule(algorithm, 12, topology)
+    for nbytes in (1000.0, 1 << 20, 8 << 20):
+        core = model.predict(schedule, nbytes, 12, per_host=per_host)
+        assert _on_network(schedule, nbytes, topology, model, "none", 1.0) == pytest.approx(core)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8", "onebit"])
+def test_codecs_are_the_cores(codec: str) -> None:
+    topology = flat("10gbit,20us", 2)
+    model = topology.model()
+    for algorithm in ("ring", "halving_doubling", "double_binary_tree", "direct"):
+        schedule = Schedule.generate(algorithm, 8)
+        core = model.predict(schedule, 4 << 20, 8, per_host=2, codec=codec)
+        found = _on_network(schedule, 4 << 20, topology, model, codec, 1.0)
+        assert found == pytest.approx(core), algorithm
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "direct", "recursive_doubling"])
+def test_closed_forms_are_near_on_racks(algorithm: str) -> None:
+    model = RACKS.model()
+    for nbytes in (1 << 16, 4 << 20):
+        events, how = exchange.seconds(algorithm, nbytes, 32, RACKS, model)
+        assert how == EVENTS
+        form = closed_forms.seconds(algorithm, nbytes, 32, RACKS, model)
+        assert form == pytest.approx(events, rel=0.3), nbytes
+
+
+def test_racks_slow_what_crosses_them() -> None:
+    full = parse("2 per host, 10gbit, 20us; 4 hosts a rack")
+    one, _ = exchange.seconds("direct", 32e6, 32, full, full.model())
+    other, _ = exchange.seconds("direct", 32e6, 32, RACKS, RACKS.model())
+    assert other > 2.5 * one
+
+
+def test_a_slow_leaf_costs_a_tree_less_than_a_slow_root() -> None:
+    """Rank 0 is the root of a tree, and waits for nobody in a ring."""
+    topology = flat("1gbit,20us")
+    model = topology.model()
+    for algorithm in ("ring", "binary_tree", "halving_doubling"):
+        plain, _ = exchange.seconds(algorithm, 4e6, 16, topology, model)
+        slow, how = exchange.seconds(algorithm, 4e6, 16, topology, model, slow=4.0)
+        every = exchange.slowed(model, topology, 4.0)
+        bound = closed_forms.seconds(algorithm, 4e6, 16, *every)
+        assert how == EVENTS
+        assert 1.5 * plain < slow < 1.4 * bound, algorithm
+
+
+def test_a_users_schedule_runs_on_racks() -> None:
+    mine = Schedule.parse(Schedule.generate("ring", 32).dump())
+    found, how = exchange.seconds(mine, 1e6, 32, RACKS, RACKS.model())
+    named, _ = exchange.seconds("ring", 1e6, 32, RACKS, RACKS.model())
+    assert (found, how) == (named, EVENTS)
+
+
+def test_schedules_without_closed_form_have_a_limit() -> None:
+    with pytest.raises(InvalidArgument, match=r"no closed form, and its .* messages are more than"):
+        exchange.seconds(
+            Schedule.generate("ring", 32), 1e6, 32, RACKS, RACKS.model(), most_messages=1000
+        )
