@@ -33,6 +33,7 @@ _CONTROLS = ("onebit", "threshold:density=0.01", "topk:density=0.01")  # before 
 _ONE_BIT = (
     "OneBitAdam",
     "OneBitAdam+int8=0.29",
+    "OneBitAdam/every=3+int8=0.29",
     "OneBitAdam/codec=topk:density=0.005",
 )
 _MEAN_VOTE = "DistributedLion/vote=mean"

@@ -47,8 +47,7 @@ _SPARSER = Goal(2, 60)  # of optimizers that compress, with options
 def goal_of(exchange: str) -> Goal | None:
     """What an exchange should reach; None for those of which nothing was asked."""
     name = exchanges.name_of(exchange)
-    sparser = name in GOALS and exchanges.replaces_optimizer(exchange) and "topk" in exchange
-    sparser |= name == "DeMo" and exchange != name
+    sparser = name in GOALS and exchanges.replaces_optimizer(exchange) and "/" in exchange
     return _SPARSER if sparser else GOALS.get(name)
 
 

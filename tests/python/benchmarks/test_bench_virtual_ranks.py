@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from bench.training.trials import virtual_ranks
+from bench.training.trials import skipped_rounds, virtual_ranks
 from bench.training.trials.tasks import TASKS
 from bench.training.trials.trial import Trial
 from bench.training.trials.virtual_ranks import Study
@@ -57,3 +57,26 @@ def test_what_is_compressed_differs_from_it(monkeypatch: pytest.MonkeyPatch):
         other = study(monkeypatch, *arguments)
         assert abs(other.run() - loss) < 0.5
         assert not torch.equal(other.values, exact.values)
+
+
+def test_exchanges_are_skipped_in_every_way(monkeypatch: pytest.MonkeyPatch):
+    """With an exchange at every step they train as without any of it."""
+    task = TASKS["lm"](None)
+    monkeypatch.setitem(TASKS, "lm", lambda _: task)
+    monkeypatch.setattr(virtual_ranks, "_loss", lambda *_: 0.0)
+
+    def values(between: str, every: int) -> torch.Tensor:
+        arguments = ["--codec", "none", "--every", str(every), "--between", between]
+        monkeypatch.setattr(sys, "argv", ["skipped_rounds.py", *arguments])
+        chosen = skipped_rounds.parse_options()
+        trained = skipped_rounds.STUDIES[between](TRIAL, chosen)
+        trained.run()
+        return trained.values
+
+    exact = study(monkeypatch, "--codec", "none")
+    exact.run()
+    found = []
+    for between in skipped_rounds.STUDIES:
+        torch.testing.assert_close(values(between, 1), exact.values, rtol=0, atol=1e-5)
+        found.append(values(between, 2))
+    assert len({float(each.sum()) for each in (exact.values, *found)}) == 5

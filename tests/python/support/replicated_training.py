@@ -29,6 +29,7 @@ class Replica:
         if make is OneBitAdam:
             settings = {"warm_up": 3, "lr": 0.01, "min_elements": 0, **settings}
         self.optimizer = make(self.model.named_parameters(), communicator=comm, **settings)
+        self.every = settings.get("every", 1)  # steps an exchange, after which ranks are alike
         self.step_number = 0
 
     def backward(self, factor: float = 1.0) -> None:
@@ -38,12 +39,13 @@ class Replica:
         (mse_loss(self.model(x), y) * factor).backward()
 
     def train(self, steps: int) -> list[bytes]:
-        """The parameters after each step."""
+        """The parameters after each step that makes the ranks alike."""
         found = []
         for _ in range(steps):
             self.backward()
             self.optimizer.step()
-            found.append(bits(self.model))
+            if self.optimizer.steps % self.every == 0:
+                found.append(bits(self.model))
         return found
 
 

@@ -53,33 +53,51 @@ def test_the_warm_up_is_torchs_adamw_bit_for_bit() -> None:
     assert run(2, body) == [bits(model)] * 2
 
 
-def test_after_the_warm_up_the_second_moment_is_frozen() -> None:
+@pytest.mark.parametrize("every", [1, 3])
+def test_after_the_warm_up_the_second_moment_is_frozen(every: int) -> None:
     """Against the formulas in double precision, with bias corrections, without compression."""
 
     def body(comm: Communicator) -> torch.Tensor:
         options = {"warm_up_codec": "none", "codec": "none", "betas": (0.9, 0.99)}
-        replica = Replica(comm, weight_decay=0.1, **options)
-        replica.train(10)
+        replica = Replica(comm, weight_decay=0.1, every=every, **options)
+        replica.train(9)
         return weights(replica.model)
 
-    model = small().double()
-    first, second = ([torch.zeros_like(each) for each in model.parameters()] for _ in range(2))
-    single = small()
-    for step in range(10):
-        single.load_state_dict(model.state_dict())
-        every = own_gradients(single, step, ranks=3)
-        for i, each in enumerate(model.parameters()):
-            own = [gradients[i].double() for gradients in every]
-            gradient = sum(own) / 3
+    models = [small().double() for _ in range(3)]
+    parameters = list(zip(*(each.parameters() for each in models), strict=True))
+    firsts = [[torch.zeros_like(each) for each in ranks] for ranks in parameters]
+    second = [torch.zeros_like(each) for each, *_ in parameters]
+    common, length, single = [each.data.clone() for each, *_ in parameters], 0.0, small()
+    for step in range(9):
+        gradients = []
+        for rank, model in enumerate(models):
+            single.load_state_dict(model.state_dict())
+            gradients.append(own_gradients(single, step, ranks=3)[rank])
+        rate, decayed = 0.01 / (1 - 0.9 ** (step + 1)), 1 - 0.01 * 0.1
+        length += rate
+        exchanges = step < 3 or (step + 1) % every == 0
+        for i, values in enumerate(parameters):
+            own = [each[i].double() for each in gradients]
             if step < 3:
-                second[i] = 0.99 * second[i] + 0.01 * gradient**2
+                own = [sum(own) / 3] * 3
+                second[i] = 0.99 * second[i] + 0.01 * own[0] ** 2
             root = (second[i] / (1 - 0.99 ** min(step + 1, 3))).sqrt()
             if step >= 3:
                 root = root.clamp(min=0.1 * root.square().mean().sqrt())
-                gradient = sum((one / root).clamp(-10, 10) * root for one in own) / 3
-            first[i] = 0.9 * first[i] + 0.1 * gradient
-            move = first[i] / (1 - 0.9 ** (step + 1)) / (root + 1e-8)
-            each.data -= 0.01 * (0.1 * each.data + move)
+                own = [(each / root).clamp(-10, 10) * root for each in own]
+            firsts[i] = [0.9 * m + 0.1 * g for m, g in zip(firsts[i], own, strict=True)]
+            common[i] *= decayed
+            for each, momentum in zip(values, firsts[i], strict=True):
+                each.data = decayed * each.data - rate * momentum / (root + 1e-8)
+            if exchanges:
+                moved = common[i] - sum(each.data for each in values) / 3
+                firsts[i] = [moved * (root + 1e-8) / length] * 3
+                common[i] -= moved
+                for each in values:
+                    each.data = common[i].clone()
+        if exchanges:
+            length = 0.0
+    model = models[0]
     for found in run(3, body):
         torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-5)
 
@@ -101,9 +119,9 @@ def test_all_ranks_have_the_same_bits_after_each_step(p: int, codec: str) -> Non
 class Recorded(OneBitAdam):
     """Keeps what its ranks gave to the exchanges, and what these delivered."""
 
-    def _average(self, inputs: Any, prepare: Any = None) -> Any:
+    def _average(self, inputs: Any, prepare: Any = None, waiting: Any = None) -> Any:
         given = {name: each.double() for name, each in inputs.items()}
-        found = super()._average(inputs, prepare)
+        found = super()._average(inputs, prepare, waiting)
         self.flows.append((given, {name: each.double() for name, each in found.items()}))
         return found
 
@@ -153,6 +171,45 @@ def test_what_a_codec_does_not_deliver_is_kept(codec: str) -> None:
         given, kept = (sum(each[i] for each in ranks) for i in (0, 2))
         torch.testing.assert_close(3 * ranks[0][1] + kept, given, rtol=1e-5, atol=2e-5)
         assert bool(kept.abs().max() > 0), step
+
+
+def test_between_exchanges_ranks_train_alone_and_send_little() -> None:
+    def body(comm: Communicator) -> tuple[list[int], list[bytes]]:
+        replica, sent, found = Replica(comm, warm_up=2, every=3, weight_decay=0.1), [], []
+        for step in range(9):
+            before = comm.traffic.bytes_sent
+            replica.backward()
+            if step == 8:  # it has moved since the last exchange
+                replica.model[0].weight.grad = None
+            replica.optimizer.step()
+            found.append(bits(replica.model))
+            sent.append(comm.traffic.bytes_sent - before)
+            replica.optimizer.check_agreement()
+        return sent, found
+
+    (sent, found), (_, other) = run(2, body)
+    assert [found[step] == other[step] for step in range(9)] == [True] * 3 + [
+        False,
+        False,
+        True,
+    ] * 2
+    assert [step for step in range(9) if sent[step] > sent[3] + 50] == [0, 1, 2, 5, 8]
+
+
+def test_a_rate_of_zero_between_exchanges_moves_nothing() -> None:
+    def body(comm: Communicator) -> bool:
+        replica = Replica(comm, warm_up=2, every=2)
+        replica.train(4)
+        replica.optimizer.param_groups[0]["lr"] = 0.0
+        before = bits(replica.model)
+        replica.train(2)
+        same = bits(replica.model) == before
+        replica.optimizer.param_groups[0]["lr"] = 0.01
+        replica.train(2)
+        replica.optimizer.check_agreement()
+        return same and bool(weights(replica.model).isfinite().all())
+
+    assert run(2, body) == [True, True]
 
 
 def test_codecs_by_parameter_hold_after_the_warm_up() -> None:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
     ("make", "settings", "text"),
     [
         (OneBitAdam, {"warm_up": 0}, "warm_up=0 is less than 1"),
+        (OneBitAdam, {"every": 0}, "every=0 is less than 1"),
         (OneBitAdam, {"lr": -1}, "lr=-1 is negative"),
         (OneBitAdam, {"betas": 0.9}, "betas=0.9"),
         (OneBitAdam, {"betas": (0.9, 1)}, "betas=(0.9, 1) are not"),

@@ -15,15 +15,17 @@ from gradwire._errors import Error
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._optimizers.replicated import ReplicatedOptimizer
 from gradwire.torch._ranks.settings import require_algorithm
-from gradwire.torch._step.exchange import Exchange
+from gradwire.torch._step.exchange import Exchange, are_finite
 from gradwire.torch._step.gradient_scale import GradientScale, persistent_state_of
 from gradwire.torch._step.hook_state import feedback_for
 from gradwire.torch._step.residual_state import ResidualState
 from gradwire.torch._step.rules import CodecChoice, Rules
 
+_HAS_GRADIENT, _IS_WRONG = 1, 2  # what a rank tells of a parameter; the highest number counts
+
 
 class ExchangingOptimizer(ReplicatedOptimizer):
-    """The common part of optimizers whose steps average one tensor of each parameter."""
+    """The common part of optimizers that average one tensor of each parameter."""
 
     feedback: ErrorFeedback | None
 
@@ -70,20 +72,25 @@ class ExchangingOptimizer(ReplicatedOptimizer):
         self,
         inputs: Mapping[str, torch.Tensor],
         prepare: Callable[[dict[str, torch.Tensor]], None] | None = None,
+        waiting: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor] | None:
         """Averages tensors over the ranks, in place; None if NaN or Inf is in any rank's.
 
-        Residuals are kept only where all averages are finite, and `prepare` has made them ready.
-        Parameters that have no gradient on any rank are left out, and their residuals stay.
+        Those of `waiting` are not sent, and returned as they are. Residuals are kept only where
+        all values are finite, and `prepare` has made the averages ready. Parameters that have no
+        gradient on any rank are left out, and their residuals stay.
         """
+        waiting = waiting or {}
         sent = {name: each.contiguous() for name, each in inputs.items()}
         idle = {name: self._residual(name) for name in sent if name in self._without_gradient}
-        has_gradient = np.array([name not in self._without_gradient for name in sent], np.uint8)
+        told = self._told_of({**sent, **waiting}, waiting)
         exchange = Exchange(sent, 1 / self.communicator.size, self._residuals)
         try:
-            counted = self.communicator.all_reduce(has_gradient, op="max", async_op=True)
             exchange.start(self.communicator, self._algorithm, self.steps)
-            counted.wait()
+            self.communicator.all_reduce(told, op="max")
+            if (told == _IS_WRONG).any():
+                exchange.drop()
+                return None
             exchange.land(prepare)
         except Error:
             exchange.drop()
@@ -94,10 +101,24 @@ class ExchangingOptimizer(ReplicatedOptimizer):
             raise
         if not exchange.finite:
             return None
-        for name in [each for each, has in zip(sent, has_gradient, strict=True) if not has]:
-            self._reset_residual(name, idle[name])
-            del sent[name]
-        return sent
+        found = {**sent, **waiting}
+        for name in [each for each, has in zip(found, told, strict=True) if not has]:
+            if name in sent:
+                self._reset_residual(name, idle[name])
+            del found[name]
+        return found
+
+    def _told_of(
+        self, names: Iterable[str], waiting: Mapping[str, torch.Tensor]
+    ) -> NDArray[np.uint8]:
+        """What this rank tells of parameters: what is sent tells by itself if it is wrong."""
+        told = [
+            _IS_WRONG
+            if name in waiting and not are_finite([waiting[name]])
+            else _HAS_GRADIENT * (name not in self._without_gradient)
+            for name in names
+        ]
+        return np.array(told, np.uint8)
 
     def _residual(self, name: str) -> NDArray[np.float32]:
         """A copy of a parameter's residual; of no elements where there is none."""

@@ -56,6 +56,8 @@ class OneBitAdam(ExchangingOptimizer):
     warm-up, such as a rare word's, would move by any length.
     """
 
+    _local = "own_avg"  # this rank's momentum between exchanges
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -67,6 +69,7 @@ class OneBitAdam(ExchangingOptimizer):
         warm_up: int,
         codec: CodecChoice = "onebit",
         warm_up_codec: CodecChoice = "int8",
+        every: int = 1,
         clip_norm: float | None = None,
         feedback: ErrorFeedback | bool | None = None,
         rules: Sequence[tuple[str, CodecChoice]] = (),
@@ -92,6 +95,13 @@ class OneBitAdam(ExchangingOptimizer):
         warm-up. A function of the step (`Stages`) gets the number of steps made. `algorithm` is as
         in `Communicator.all_reduce`.
 
+        With `every` above 1, momenta travel only at every so many steps after the warm-up, those
+        with `steps` a multiple of it. In the steps between, each rank moves by its own momentum, so
+        that parameters differ between ranks. Then the ranks' moves since the last exchange are
+        averaged, divided by their length, and this is the momentum that all go on with (Lu et al.
+        2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", Algorithm
+        1). The other steps exchange a byte for each parameter, which tells of NaN.
+
         `clip_norm` limits the norm of the averaged gradient, all parameters together, as
         torch.nn.utils.clip_grad_norm_ does under DDP. After the warm-up there is no such average:
         then each rank's own gradient is clipped, to ``clip_norm * sqrt(ranks)``, which is the norm
@@ -103,13 +113,15 @@ class OneBitAdam(ExchangingOptimizer):
         on all ranks for settings or parameters that differ between ranks.
         """
         self._warm_up = whole(warm_up, "warm_up", least=1)
+        self._every = whole(every, "every", least=1)
         self._clip_norm = None if clip_norm is None else clipping.require_norm(clip_norm)
         require_feedback(feedback, rules)
         self._choices = WarmUpRules(codec, rules, min_elements, warm_up_codec)
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            {"warm_up": warm_up, "clip_norm": clip_norm, "min_elements": min_elements},
+            {"warm_up": warm_up, "every": every, "clip_norm": clip_norm}
+            | {"min_elements": min_elements},
             self._choices,
             rules,
             feedback=feedback,
@@ -132,19 +144,32 @@ class OneBitAdam(ExchangingOptimizer):
         frozen = {name for name, each, _ in trained if "denominator" in self.state.get(each, ())}
         self._choices.warming = frozenset(gradients.keys() - frozen)
         factor = self._own_factor([gradients[name] for name in sorted(frozen)])
-        sent = {
-            name: self._momentum(self.state[parameter], gradients[name], factor, group)
-            if name in frozen
-            else gradients[name].clone()
-            for name, parameter, group in trained
-        }
-        averages = self._average(sent, self._clip)
-        if averages is None:
+        exchanges = (self.steps + 1) % self._every == 0
+        if exchanges:  # what has moved alone becomes the same on all ranks, gradient or not
+            apart = {name for name, each, _ in trained if "anchor" in self.state.get(each, ())}
+            self._without_gradient -= apart
+        sent: dict[str, torch.Tensor] = {}
+        waiting: dict[str, torch.Tensor] = {}
+        for name, parameter, group in trained:
+            if name not in frozen:
+                sent[name] = gradients[name].clone()
+                continue
+            own = self._momentum(self.state[parameter], gradients[name], factor, group)
+            if exchanges:
+                sent[name] = self._mean_momentum(parameter, own, group)
+            else:
+                waiting[name] = own
+        found = self._average(sent, self._clip, waiting)
+        if found is None:
             return False
         for name, parameter, group in trained:
-            if name in averages:
+            if name not in found:
+                continue
+            if name in waiting:
+                self._move_alone(parameter, found[name], group)
+            else:
                 move = self._move if name in frozen else self._move_as_adamw
-                move(parameter, averages[name], group)
+                move(parameter, found[name], group)
         return True
 
     def _freeze_if_due(self, name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
@@ -173,16 +198,70 @@ class OneBitAdam(ExchangingOptimizer):
         own = gradient / state["denominator"]
         if factor != 1:
             own.mul_(factor)
-        return clipping.clamp(own, (1 - beta2) ** -0.5).lerp_(state["exp_avg"], beta1)
+        before = state.get(self._local, state["exp_avg"])
+        return clipping.clamp(own, (1 - beta2) ** -0.5).lerp_(before, beta1)
+
+    def _mean_momentum(
+        self, parameter: torch.Tensor, own: torch.Tensor, group: dict[str, Any]
+    ) -> torch.Tensor:
+        """The mean of this rank's momenta since the last exchange, by the lengths of the moves."""
+        state = self.state[parameter]
+        left, length = self._step_sizes(state, group)
+        total = length + float(state.get("length", 0))
+        if "anchor" not in state or total == 0:
+            return own
+        moved = torch.mul(state["anchor"], float(state["left"])).sub_(parameter).mul_(left)
+        return moved.add_(own, alpha=length).div_(total)
+
+    def _move_alone(
+        self, parameter: torch.Tensor, momentum: torch.Tensor, group: dict[str, Any]
+    ) -> None:
+        """Makes a step along this rank's momentum."""
+        state = self.state[parameter]
+        if "anchor" not in state:
+            anchor = parameter.detach().clone()
+            state.update(anchor=anchor, left=torch.tensor(1.0), length=torch.tensor(0.0))
+        left, length = self._step_sizes(state, group)
+        state["step"] += 1
+        state["left"] *= left
+        state["length"] += length
+        state[self._local] = momentum
+        parameter.mul_(left).add_(momentum, alpha=-length)
 
     def _move(self, parameter: torch.Tensor, momentum: torch.Tensor, group: dict[str, Any]) -> None:
-        """Makes a step along the averaged momentum, which is kept."""
+        """Makes a step along the averaged momentum, which is kept.
+
+        It takes the place of what this rank's momenta were since the last exchange.
+        """
         state = self.state[parameter]
+        left, length = self._step_sizes(state, group)
         state["step"] += 1
+        if "anchor" in state:
+            parameter.copy_(state.pop("anchor")).mul_(float(state.pop("left")))
+            length += float(state.pop("length"))
+            del state[self._local]
         state["exp_avg"] = momentum
-        lr = float(group["lr"])
-        parameter.mul_(1 - lr * group["weight_decay"])
-        parameter.add_(momentum, alpha=-lr / (1 - group["betas"][0] ** state["step"].item()))
+        parameter.mul_(left).add_(momentum, alpha=-length)
+
+    def _step_sizes(self, state: Mapping[str, Any], group: dict[str, Any]) -> tuple[float, float]:
+        """What the next step leaves of a parameter, and how far it moves along its momentum."""
+        lr, steps = float(group["lr"]), state["step"].item() + 1
+        return 1 - lr * group["weight_decay"], lr / (1 - group["betas"][0] ** steps)
+
+    def _take_over(self, root: int) -> None:
+        """Gives all ranks the root's state; momenta of their own end where its have."""
+        super()._take_over(root)
+        for state in self.state.values():
+            if "anchor" not in state:
+                state.pop(self._local, None)
+
+    def _common(self) -> dict[str, torch.Tensor]:
+        """All tensors that are the same on all ranks: parameters as the last exchange left them."""
+        found = super()._common()
+        for parameter, name in self._names.items():
+            if "anchor" in self.state.get(parameter, ()):
+                found[name] = self.state[parameter]["anchor"]
+        return found
 
     def _move_as_adamw(
         self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]

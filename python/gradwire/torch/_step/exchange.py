@@ -68,7 +68,7 @@ class Exchange:
         self._works = []
         for each in self.gradients.values():
             each.mul_(self._weight)
-        self.finite = _are_finite(list(self.gradients.values()))
+        self.finite = are_finite(list(self.gradients.values()))
         if self.finite and prepare is not None:
             try:
                 prepare(dict(self.gradients))
@@ -110,6 +110,7 @@ def _wait_for_all(works: Sequence[Work]) -> None:
         raise first
 
 
-def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no element is NaN or Inf."""
     extremes = [torch.stack(torch.aminmax(each)) for each in tensors if each.numel()]
     return all(bool(torch.isfinite(each).all()) for each in extremes)
