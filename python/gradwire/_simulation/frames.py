@@ -96,7 +96,7 @@ class Frames:
         message.staging += size * encode if edge.reduces else self._hand_on(edge)
 
     def _hand_on(self, edge: Edge) -> float:
-        """The seconds to stage finished chunks: the first rank to send one encodes and adopts it."""
+        """The seconds to stage finished chunks: who sends one first encodes and adopts it."""
         encode, decode = self._costs.codec or (0.0, 0.0)
         seconds = 0.0
         for chunk in edge.chunks:
