@@ -2,10 +2,13 @@
 
     python -m bench.planning.step_check             # between network namespaces, which takes root
     python -m bench.planning.step_check --emulated  # over gradwire's emulated links: no root
+    python -m bench.planning.step_check --of bench/results/step-times-DATE.json  # measures nothing
 
 Two networks are trained over links of 100 Mbit/s and 1 Gbit/s by `step_times`, 4 ranks, and each
 codec's step is predicted from the time of the same step with a hook that averages nothing (which
-the planner cannot know), the links' rate and their measured latency. Writes
+the planner cannot know), the links' rate and their measured latency. Ranks share the machine's
+cores, so their work on messages is taken to last as many times longer as ranks share a core. With
+`--of` the figures of a run of `step_times` are predicted, from its step over shared memory. Writes
 bench/results/planned-steps-DATE.json, .md and .png. Other work on the machine makes what is
 measured longer, and not what is predicted: run it alone.
 """
@@ -16,6 +19,7 @@ import argparse
 import contextlib
 import datetime
 import functools
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,8 +37,8 @@ from bench.common.machine import OtherLoad
 from bench.common.result_files import RESULTS
 from bench.network import links
 from bench.training import images
-from bench.training.methods import ONEBIT, Method
-from bench.training.step_report import EMPTY_HOOK
+from bench.training.methods import ONEBIT, PEERS, Method
+from bench.training.step_report import EMPTY_HOOK, LOCAL
 
 RANKS, SIDE = 4, 28
 CLOSE, CLOSE_SHARE = 0.2, 0.8  # the goal: so near in so many cases
@@ -44,6 +48,7 @@ CASES: dict[tuple[str, str], tuple[str, ...]] = {  # network and link: methods
     ("mlp", "100mbit"): ("int8", ONEBIT),
     ("mlp", "1gbit"): ("none", "fp16", "int8"),
 }
+_TICKS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # milliseconds
 _EMULATED_LATENCY = 40e-6  # seconds one way
 
 
@@ -60,15 +65,22 @@ def mlp() -> nn.Module:
 def main() -> int:
     """Measures, predicts, writes, and prints how near they are."""
     options = _parse()
+    if options.of is not None:
+        measured = json.loads(options.of.read_text(encoding="utf-8"))
+        return _report(of_step_times(measured), f"measured on {measured['machine']}", options)
     why = None if options.emulated else links.missing()
     if why is not None:
         print(f"step_check: {why}; --emulated needs none of it", file=sys.stderr)
         return 1
     load = OtherLoad()
     rows = [row for case in CASES for row in _case(*case, options)]
+    return _report(rows, load.describe(), options)
+
+
+def _report(rows: list[dict[str, Any]], machine: str, options: argparse.Namespace) -> int:
     found = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": load.describe(),
+        "machine": machine,
         "command": " ".join(["-m bench.planning.step_check", *sys.argv[1:]]),
         "cases": rows,
     }
@@ -84,8 +96,29 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--emulated", action="store_true", help="no root")
     parser.add_argument("--steps", type=int, default=20, help="of each method; default: 20")
     parser.add_argument("--batch", type=int, default=16, help="images a rank and step; default: 16")
+    parser.add_argument("--of", type=Path, metavar="FILE", help="a json file of step_times")
     parser.add_argument("--output", type=Path, help="a path without suffix")
     return parser.parse_args()
+
+
+def of_step_times(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the codecs in a document of step_times, for which 4 ranks trained the "cnn"."""
+    compute = found["step_ms"]["none"]["none"] / 1e3  # over shared memory the exchange is short
+    return [
+        {
+            "network": "cnn",
+            "link": link,
+            "method": method,
+            "compute_ms": compute * 1e3,
+            "latency_us": check["latency_us"],
+            "measured_ms": measured,
+            "predicted_ms": 1e3
+            * predicted("cnn", compute, link, check["latency_us"] / 1e6, method),
+        }
+        for link, check in found["checks"].items()
+        for method, measured in found["step_ms"][link].items()
+        if method not in (*PEERS, LOCAL)
+    ]
 
 
 def _case(network: str, link: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -136,11 +169,26 @@ def predicted(network: str, compute: float, link: str, latency: float, method: s
     parts = buckets(_walked(network))
     codec = Method.parse(method).codec
     topology = flat(f"{link},{latency * 1e6}us")
-    cluster = Cluster(RANKS, topology, gradwire.CostModel())
+    cluster = Cluster(RANKS, topology, _shared_cores())
     return min(
         synchronous(parts, compute, cluster, algorithm, codec).step
         for algorithm in cluster.algorithms(codec)
         if algorithm != "star"
+    )
+
+
+@functools.cache
+def _shared_cores() -> gradwire.CostModel:
+    """The built-in model of hosts that are on one machine: their work takes turns on its cores."""
+    parameters = gradwire.CostModel().parameters
+    turns = max(1.0, RANKS / parameters["cores"])
+    work = ("alpha", "copy", "call", "move", "gamma", "encode", "decode")
+    return gradwire.CostModel(
+        {
+            name: value * turns
+            for name, value in parameters.items()
+            if name.rpartition(".")[2] in work
+        }
     )
 
 
@@ -171,7 +219,8 @@ def document(found: Mapping[str, Any], name: str) -> str:
         "",
         f"{found['date']}; {found['machine']}. `python {found['command']}`.",
         "",
-        f"{summary(rows)}. The compute time is that of the step with an empty hook.",
+        f"{summary(rows)}. Computing is the step with a hook that averages nothing, or over shared "
+        "memory.",
         "",
         *table(rows),
         "",
@@ -211,6 +260,10 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.fill_between(ends, low, high, color="0.88", label=f"within {CLOSE:.0%}")
     axes.plot(ends, ends, color="0.6", lw=0.8)
     axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms")
+    ticks = [tick for tick in _TICKS if ends[0] <= tick <= ends[1]]
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks([], minor=True)
+        axis.set_ticks(ticks, map(str, ticks))
     axes.set_title("a step of DistributedDataParallel, 4 ranks")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)

@@ -64,7 +64,7 @@ def _positive(digits: str, text: str, wanted: str) -> float:
 
 def show_bytes(count: float) -> str:
     """Writes bytes in powers of 1000, as links' rates are: 102 MB."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, scale in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:.0f} B"

@@ -30,6 +30,7 @@ from gradwire._simulation.topology import Topology, flat
 
 CODECS = ("none", "fp16", "int8", "onebit", "topk", "lowrank")
 Progress = Callable[[float, str], None]
+_PREDICTED = 0.6  # of the progress, when all steps are predicted
 
 
 class Advice(Findings):
@@ -90,9 +91,12 @@ def advise(
         names.insert(0, "none")
     tell = progress or (lambda *_: None)
     predictions = _predict(network, seconds, cluster, names, modes, tell)
+    tell(_PREDICTED, "what pays")
     best, second = _two_best(predictions)
     judge = judgement.Judge(network, batch, seconds, cluster, predictions)
-    return Advice(
+    sentences = tuple(judge.sentences())
+    tell(0.8, "scaling")
+    found = Advice(
         network,
         ranks,
         batch,
@@ -102,12 +106,14 @@ def advise(
         tuple(predictions),
         best,
         second,
-        tuple(judge.sentences()),
+        sentences,
         tuple(judge.weak()),
         tuple(judge.strong()),
         judge.least_batch(),
         (*assumptions, *_ASSUMPTIONS),
     )
+    tell(1.0, "")
+    return found
 
 
 _ASSUMPTIONS = (
@@ -159,14 +165,13 @@ def _predict(
     found: list[Prediction] = []
     pairs = [(codec, name) for codec in codecs for name in cluster.algorithms(codec)]
     for index, (codec, algorithm) in enumerate(pairs):
-        progress(index / len(pairs), f"{algorithm}, {codec}")
+        progress(_PREDICTED * index / len(pairs), f"{algorithm}, {codec}")
         step = synchronous(parts, compute, cluster, algorithm, codec)
         averaged = partial(local, parts, compute, cluster, algorithm, codec)
         found += [step, accumulated(step, modes.accumulate), averaged(modes.local_steps)]
     for codec in codecs:
         if codec == wire_codec(codec):
             found.append(server(parts, compute, cluster, codec, ratio(layers, codec)))
-    progress(1.0, "")
     return found
 
 

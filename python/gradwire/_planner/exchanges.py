@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from gradwire import _core
+from gradwire import codec as codecs
 from gradwire._base import units
 from gradwire._model import CostModel
 from gradwire._planner.tables.network import Layer
@@ -18,6 +22,12 @@ _PLANNED_MESSAGES = 9000  # of a schedule whose events are simulated: a ring of 
 # Times that lowrank's products take as long as adding the matrix, for each rank of its factors. On
 # CPUs that is 1.6 ms for the 1.0 M parameters of bench/results/step-times-2026-11-21.md, rank 4.
 _FACTORING = 1.7
+# The same for residuals and momentum of biased codecs, over adding their arrays: 1.4 ms there, of
+# the 2.5 ms that onebit's codec takes.
+_FEEDBACK = 6.0
+_SPARSE = ("topk", "threshold")
+_PLAIN = ""  # the name of the model without a codec
+_SAMPLE = 1 << 16  # values
 _FEW = 1024.0  # bytes below which a call costs what one of so many does
 
 
@@ -32,7 +42,7 @@ class Cluster:
     _known: dict[tuple[str, str, float], float] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _models: list[CostModel] = field(default_factory=list, repr=False, compare=False)
+    _models: dict[str, CostModel] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def per_host(self) -> int:
@@ -42,13 +52,16 @@ class Cluster:
     @property
     def model(self) -> CostModel:
         """The cost model with the topology's links."""
-        if not self._models:
-            self._models.append(self.topology.model(self.base))
-        return self._models[0]
+        if _PLAIN not in self._models:
+            self._models[_PLAIN] = self.topology.model(self.base)
+        return self._models[_PLAIN]
 
     def work(self, found: Payload) -> float:
         """The processor's seconds for a payload, besides what its codec takes."""
-        return _FACTORING * self.model.parameters["gamma"] * found.factored
+        passes = _FACTORING * found.factored
+        if found.codec != "none" and _core.Codec(found.codec).biased:
+            passes += _FEEDBACK * found.nbytes
+        return passes * self.model.parameters["gamma"]
 
     def of(self, ranks: int) -> Cluster:
         """The same cluster with fewer or more ranks."""
@@ -83,21 +96,53 @@ class Cluster:
         key = algorithm, codec, nbytes
         if key not in self._known:
             most = _PLANNED_MESSAGES if self.by_events else 0
+            share = usual_share(codec, self.ranks)
             self._known[key], _ = exchange.seconds(
                 algorithm,
-                nbytes,
+                nbytes * share,
                 self.ranks,
                 self.topology,
-                self.model,
+                self._model_of(codec, share),
                 codec=codec,
                 most_messages=most,
             )
         return self._known[key]
 
+    def _model_of(self, codec: str, share: float) -> CostModel:
+        """The model for arrays that stand for others, whose payloads have their usual size.
+
+        An array of that share has the payload that a whole one usually has; encoding it costs as
+        much as the whole one.
+        """
+        if share == 1:
+            return self.model
+        if codec not in self._models:
+            name, parameters = codec.partition(":")[0], self.model.parameters
+            ways = (f"{name}.encode", f"{name}.decode")
+            self._models[codec] = CostModel(
+                parameters | {way: parameters[way] / share for way in ways}
+            )
+        return self._models[codec]
+
     def how(self, algorithm: str) -> str:
         """Says how its times are found: exchange.EVENTS or exchange.CLOSED_FORM."""
         few = exchange.messages(algorithm, self.ranks, self.per_host) <= _PLANNED_MESSAGES
         return exchange.EVENTS if few and self.by_events else exchange.CLOSED_FORM
+
+
+@functools.cache
+def usual_share(codec: str, ranks: int) -> float:
+    """The bytes that a codec usually sends, over the most that payloads of sums may need.
+
+    Values are taken to be normally distributed. Sparse payloads of few ranks are gathered: a rank
+    sends p - 1 of them, where a ring sends 2 (p - 1) / p.
+    """
+    if codec in ("none", LOW_RANK):
+        return 1.0
+    gathered = max(1.0, ranks / 2) if codec.partition(":")[0] in _SPARSE else 1.0
+    x = np.random.default_rng(1).standard_normal(_SAMPLE).astype(np.float32)
+    most = _core.Codec(codec).max_bytes(_SAMPLE)
+    return min(1.0, gathered * len(codecs.get(codec).encode(x)) / most)
 
 
 def wire_codec(codec: str) -> str:
@@ -132,10 +177,12 @@ def payload(layers: list[Layer], codec: str) -> Payload:
 
 
 def ratio(layers: list[Layer], codec: str) -> float:
-    """The factor by which a codec makes the payloads of all layers smaller."""
+    """The factor by which a codec makes the payload of all layers smaller on one rank."""
     whole = 4.0 * sum(each.parameters for each in layers)
     found = payload(layers, codec)
-    own = found.nbytes * (1.0 if found.codec == "none" else ratio_of(found.codec, found.nbytes))
+    own = found.nbytes
+    if found.codec != "none":
+        own *= ratio_of(found.codec, found.nbytes) * usual_share(found.codec, 1)
     return whole / own if own else 1.0
 
 

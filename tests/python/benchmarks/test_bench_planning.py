@@ -36,6 +36,20 @@ def test_predictions_have_the_wires_time() -> None:
             assert step_check.predicted(network, 0.018, link, 11e-6, method) > 0.018
 
 
+def test_figures_of_step_times_are_predicted() -> None:
+    found = {
+        "checks": {"100mbit": {"latency_us": 11.0}},
+        "step_ms": {
+            "none": {"none": 20.0},
+            "100mbit": {"local step": 10.0, "gloo": 540.0, "none": 542.0, "int8": 153.0},
+        },
+    }
+    rows = step_check.of_step_times(found)
+    assert [each["method"] for each in rows] == ["none", "int8"]
+    assert all(abs(step_check.error(each)) < 0.2 for each in rows)
+    assert "2 of 2" in step_check.summary(rows)
+
+
 def test_the_document_counts_close_cases(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [row("cnn", "1gbit", "none", 119.0), row("mlp", "1gbit", "int8", 79.0)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gradwire import CostModel
 from gradwire._planner import steps
-from gradwire._planner.exchanges import Cluster, payload
+from gradwire._planner.exchanges import Cluster, payload, usual_share
 from gradwire._planner.tables.catalogue import network
 from gradwire._planner.tables.network import Network
 from gradwire._planner.tables.shapes import dense
@@ -73,6 +73,16 @@ def test_a_server_costs_a_push_and_a_pull() -> None:
     assert found.step == pytest.approx(nbytes * 8 / 1e9, rel=0.06)
     quarter = steps.server(steps.buckets(net), 1e-3, here, "int8", 4.0)
     assert quarter.step == pytest.approx(found.step * 5 / 8, rel=0.02)
+
+
+def test_payloads_have_their_usual_size() -> None:
+    """Payloads of onebit may need a mask of zeros beside the signs, which gradients hardly have."""
+    here = cluster(4, "10mbit")
+    wire = 1.5 * (16 << 20) * 8 / 10e6
+    assert here.seconds("ring", 16 << 20, "onebit") == pytest.approx(0.033 * wire, rel=0.08)
+    assert here.seconds("ring", 16 << 20, "int8") == pytest.approx(0.25 * wire, rel=0.08)
+    few, many = (usual_share("topk", ranks) for ranks in (2, 64))
+    assert few < 0.1 < many <= 1
 
 
 def test_lowrank_averages_factors() -> None:
