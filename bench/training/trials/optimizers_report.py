@@ -356,42 +356,32 @@ def draw(tables: Sequence[Table], path: Path) -> None:
     figure, axes = pyplot.subplots(
         1,
         max(1, len(tables)),
-        figsize=(6.4 * max(1, len(tables)), 5),
+        figsize=(6.4 * max(1, len(tables)), 6.5),
         squeeze=False,
         layout="constrained",
     )
-    named = [_draw(panel, table) for panel, table in zip(axes[0], tables, strict=False)]
-    figure.draw_without_rendering()  # panels get their places
-    for panel, names in zip(axes[0], named, strict=False):
-        _name_points(panel, names, figure.canvas.get_renderer())
+    for panel, table in zip(axes[0], tables, strict=False):
+        _draw(panel, table)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-_Named = tuple[str, float, float]  # a point's name, and where it is
-_PLACES = [  # of a name beside its point, in points
-    (side * right, up, "left" if side > 0 else "right")
-    for right, up in ((6, 3), (6, -9), (6, 12), (6, -18), (14, 21), (14, -27))
-    for side in (1, -1)
-]
-
-
-def _draw(panel: Any, table: Table) -> list[_Named]:
-    """Draws the points, and returns them."""
-    named = []
+def _draw(panel: Any, table: Table) -> None:
     best = table.row(ADAMW, DENSE) or table.rows[0]
+    number = 0
     for row in table.rows:
         ratio, found = row.ratio(), row.above(best)
         if ratio is None or not found or row.diverged:
             continue
+        number += 1
         colour = f"C{list(_NAMES).index(row.optimizer)}"
         mean = statistics.fmean(found)
         error = statistics.stdev(found) if len(found) > 1 else 0
         style = "x" if row.is_control else "o"
-        panel.errorbar(ratio, mean, error, fmt=style, color=colour, capsize=3)
-        whole = exchanges.replaces_optimizer(row.exchange)
-        name = row.exchange if whole else row.exchange.partition("+")[0]
-        named.append((name, ratio, mean))
+        label = f"{number}  {row.title}"
+        panel.errorbar(ratio, mean, error, fmt=style, color=colour, capsize=3, label=label)
+        place = {"xytext": (5, 4), "textcoords": "offset points"}
+        panel.annotate(str(number), (ratio, mean), fontsize=8, **place)
     panel.axhline(0, color="#777777", linestyle=":")
     panel.set_yscale("symlog", linthresh=1)
     panel.set(
@@ -400,26 +390,8 @@ def _draw(panel: Any, table: Table) -> list[_Named]:
         ylabel="loss above AdamW's with dense gradients, %",
         title=TASKS[table.task],
     )
-    panel.margins(x=0.2, y=0.1)
-    return named
-
-
-def _name_points(panel: Any, named: Sequence[_Named], renderer: Any) -> None:
-    """Writes names where they overlap neither each other nor points, if there is such a place."""
-    from matplotlib.transforms import Bbox
-
-    spots = panel.transData.transform([(x, y) for _, x, y in named])
-    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in spots]
-    for text, *point in named:
-        for right, up, side in _PLACES:
-            options = {"textcoords": "offset points", "ha": side, "fontsize": 7}
-            note = panel.annotate(text, point, xytext=(right, up), **options)
-            box = note.get_window_extent(renderer)
-            inside = panel.bbox.x0 < box.x0 and box.x1 < panel.bbox.x1 and box.y1 < panel.bbox.y1
-            if (inside and not box.count_overlaps(taken)) or (right, up, side) == _PLACES[-1]:
-                taken.append(box)
-                break
-            note.remove()
+    panel.margins(x=0.1, y=0.1)
+    panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), fontsize=7, ncols=2)
 
 
 def _mean_known(values: Sequence[float | None]) -> float | None:
