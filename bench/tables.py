@@ -69,7 +69,7 @@ _ADVICE = {
 _NOTES = {ONEBIT: " ¹", THRESHOLD: " ²", TOPK: " ³"}  # of their options, below the table
 _SIZES = (4, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes
 _RANKS = (2, 4)
-_LARGE_BATCH_TARGET = 0.89  # test accuracy, which dense training has in 4 epochs
+_LARGE_BATCH_TARGET = 0.87  # test accuracy, which large batches reach, too, in 4 epochs
 
 
 class Incomplete(Exception):

@@ -210,7 +210,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
     dense = _dense(rows)
     for name, title in _NAMES.items():
         own = sorted(
@@ -218,9 +218,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         )
         if own:
             left.plot(*zip(*own, strict=True), "o-", label=title)
-    best = max(each.accuracy for each in rows)
     for panel in (left, right):
-        panel.set_ylim(best - 10, best + 0.5)
         panel.set(xscale="log", ylabel="test accuracy, %")
         panel.grid(alpha=0.3)
     left.set(xlabel="images of all ranks in a batch")
@@ -232,13 +230,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _draw_ways(panel: Any, rows: Sequence[Row]) -> None:
-    for row in rows:
+    best = max(each.accuracy for each in rows)
+    shown = [each for each in rows if each.accuracy > best - 10]
+    for number, row in enumerate(sorted(shown, key=lambda each: each.megabytes), 1):
         colour = "C0" if row.run.exchange == _DENSE else "C1"
-        panel.plot(row.megabytes, row.accuracy, "o", color=colour)
-        place = (row.megabytes, row.accuracy)
         title = row.title.replace("`", "")
-        panel.annotate(title, place, xytext=(4, 4), textcoords="offset points", fontsize=6)
+        panel.plot(row.megabytes, row.accuracy, "o", color=colour, label=f"{number}  {title}")
+        place = (row.megabytes, row.accuracy)
+        panel.annotate(str(number), place, xytext=(4, 4), textcoords="offset points", fontsize=8)
     panel.set(xlabel="MB sent per rank, SGD")
+    panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), fontsize=7, ncols=3)
 
 
 def _dense(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
