@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,14 @@ _PREDICTED = 0.6  # of the progress, when all steps are predicted
 
 
 class Advice(Findings):
-    """The result of `advise`; its str is a report."""
+    """The result of `advise`; its str is a report.
+
+    `volumes` has every layer, `predictions` every algorithm, codec and way to train, and `best` and
+    `second` are the fastest synchronous ones. `sentences` say what pays, `weak` and `strong` how
+    training scales: tuples of ranks, seconds of a step and speed-up over one rank. `batch` samples
+    on each of `ranks` take `compute` seconds; `least_batch` is the number from which ranks wait for
+    less than a tenth of a step, without a codec; None if there is none.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, for JSON: bytes, seconds, shares."""
@@ -42,6 +50,10 @@ class Advice(Findings):
 
     def __str__(self) -> str:
         return report.text(self)
+
+    def __repr__(self) -> str:
+        best = f"{self.best.algorithm} with {self.best.codec}"
+        return f"<Advice {self.network.name} on {self.ranks} ranks: {best}>"
 
 
 def advise(
@@ -86,9 +98,7 @@ def advise(
         arguments.whole(accumulate, "accumulate", least=1),
         arguments.whole(local_steps, "local_steps", least=1),
     )
-    names = [check_codec(arguments.text(each, "codecs")) for each in codecs]
-    if "none" not in names:
-        names.insert(0, "none")
+    names = _codecs(codecs)
     tell = progress or (lambda *_: None)
     predictions = _predict(network, seconds, cluster, names, modes, tell)
     tell(_PREDICTED, "what pays")
@@ -128,6 +138,12 @@ class _Modes:
     local_steps: int
 
 
+def _codecs(given: Sequence[str]) -> list[str]:
+    """The codecs, each once, after "none"."""
+    texts = arguments.items(given, "codecs", 'a list of codecs: ["fp16", "int8"]')
+    return list(dict.fromkeys(["none", *(check_codec(arguments.text(x, "codecs")) for x in texts)]))
+
+
 def _network(model: str, sample: str | None) -> Network:
     name = arguments.text(model, "model")
     if ":" in name:
@@ -139,7 +155,9 @@ def _compute(
     network: Network, batch: int, given: float | None, device: devices.Device
 ) -> tuple[float, list[str]]:
     if given is not None:
-        return arguments.seconds(given, "compute") / 1e3, []
+        if not math.isfinite(milliseconds := arguments.seconds(given, "compute")):
+            raise InvalidArgument(f"compute={given} is not finite")
+        return milliseconds / 1e3, []
     seconds = device.seconds(3 * network.flops * batch)
     if not seconds > 0:
         raise InvalidArgument(f"{network.name} has no operations that can be counted: give compute")

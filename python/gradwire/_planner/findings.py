@@ -12,14 +12,7 @@ from gradwire._planner.volumes import Volume, total
 
 @dataclass(frozen=True)
 class Findings:
-    """All that `advise` finds.
-
-    `volumes` has every layer, `predictions` every algorithm, codec and way to train, and `best` and
-    `second` are the fastest synchronous ones. `sentences` say what pays, `weak` and `strong` how
-    training scales: tuples of ranks, seconds of a step and speed-up over one rank. `batch` samples
-    on each of `ranks` take `compute` seconds; `least_batch` is the number from which ranks wait for
-    less than a tenth of a step, without a codec; None if there is none.
-    """
+    """All that `advise` finds, as `Advice` describes it."""
 
     network: Network
     ranks: int

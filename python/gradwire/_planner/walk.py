@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 from gradwire._errors import InvalidArgument
@@ -48,8 +49,8 @@ def layers_of(module: Any, sample: Any) -> list[Layer]:
 
     def note(name: str) -> Any:
         def hook(each: Any, inputs: Any, output: Any) -> None:
-            if name not in found:
-                found[name] = _layer(name, each, inputs, output, counted, owners)
+            layer = _layer(name, each, inputs, output, counted, owners)
+            found[name] = _sum(found[name], layer) if name in found else layer
 
         return hook
 
@@ -102,6 +103,17 @@ def _unseen(
         sum(2.0 * each[0].numel() * outputs for each in matrices),
         tuple((each.shape[0], each[0].numel()) for each in matrices),
         tied=any(owners[id(each)] > 1 for each in own),
+    )
+
+
+def _sum(layer: Layer, again: Layer) -> Layer:
+    """A layer that the forward pass runs once more."""
+    return replace(
+        layer,
+        inputs=layer.inputs + again.inputs,
+        outputs=layer.outputs + again.outputs,
+        flops=layer.flops + again.flops,
+        rows=layer.rows + again.rows,
     )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from gradwire._errors import InvalidArgument
 
+_HOPELESS = 500.0  # mean times between failures in which nothing may fail
+
 
 @dataclass(frozen=True)
 class Failures:
@@ -54,7 +56,7 @@ class Failures:
         if not interval > 0:
             raise InvalidArgument(f"interval={interval} is not a positive time")
         exponent = (interval + self.checkpoint) / self.mean
-        if exponent > 500:
+        if exponent + self.restart / self.mean > _HOPELESS:
             return 1.0
         whole = self.mean * math.exp(self.restart / self.mean) * math.expm1(exponent) / interval
         return 1 - 1 / whole

@@ -75,14 +75,23 @@ def _names(
     found: list[str | Schedule] = []
     for each in algorithms:
         if isinstance(each, Schedule):
-            if each.ranks != ranks:
-                raise InvalidArgument(f"the schedule is for {each.ranks} ranks, and not {ranks}")
-            found.append(each)
+            found.append(_checked(each, ranks))
         elif each == ALL:
             found += exchange.algorithms(ranks, min(topology.per_host, ranks), codec)
         else:
             found.append(each)
     return found
+
+
+def _checked(schedule: Schedule, ranks: int) -> Schedule:
+    """A user's schedule; raises InvalidArgument unless it is an all_reduce that can run."""
+    if schedule.ranks != ranks:
+        raise InvalidArgument(f"the schedule is for {schedule.ranks} ranks, and not {ranks}")
+    if schedule.collective != "all_reduce":
+        raise InvalidArgument(f"the schedule is of {schedule.collective}, and not all_reduce")
+    if not schedule.verify().ok:
+        raise InvalidArgument("the schedule is wrong: see `gradwire schedule verify`")
+    return schedule
 
 
 def fastest(runs: Sequence[Run]) -> dict[tuple[int, float], Run]:

@@ -9,9 +9,9 @@ from gradwire._base import units
 from gradwire._errors import InvalidArgument
 from gradwire._model import CostModel
 
-_HEAD = re.compile(r"(\d+)\s+(?:(\w+)\s+)?(?:per|an?)\s+(\w+)", re.ASCII)
+_HEAD = re.compile(r"(\d{1,9})\s+(?:(\w+)\s+)?(?:per|an?)\s+(\w+)", re.ASCII)
 _OVERSUBSCRIPTION = re.compile(
-    r"(?:oversubscription|oversubscribed)\s+([\d.]+)|([\d.]+):1", re.ASCII
+    r"(?:oversubscription|oversubscribed)\s+(\d{1,9}(?:\.\d+)?)|(\d{1,9}(?:\.\d+)?):1", re.ASCII
 )
 _PACKET = 1514 / 1448  # bytes on the wire for one of a TCP payload, as GRADWIRE_LINK counts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ def _steps(found: Sequence[Run], options: argparse.Namespace) -> list[Step]:
         if options.spread:
             raise InvalidArgument("--spread is of --compute: give both")
         return []
-    if not options.compute > 0:
+    if not 0 < options.compute < math.inf:
         raise InvalidArgument(f"--compute {options.compute}: not a positive time")
     return [
         runs.step(

@@ -80,6 +80,14 @@ def test_the_turning_point_turns() -> None:
         assert there.sentences[0].startswith("Compression pays") == pays
 
 
+def test_codecs_are_a_list() -> None:
+    with pytest.raises(gradwire.InvalidArgument, match="a list of codecs"):
+        gradwire.advise("nin", ranks=2, link="1gbit", codecs="int8")
+    found = gradwire.advise("nin", ranks=2, link="1gbit", codecs=["fp16", "fp16"])
+    assert repr(found).startswith("<Advice nin on 2 ranks: ")
+    assert list(found.to_dict()["codecs"]) == ["none", "fp16"]
+
+
 def test_scaling_begins_with_one_rank(slow: Advice) -> None:
     assert [row[0] for row in slow.weak] == [1, 2, 4, 8]
     assert slow.weak[0][1:] == (slow.compute, 1.0)
@@ -128,6 +136,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         ("resnet50 --ranks 4 --link 1gbit,-5us", "positive"),
         ("resnet50 --ranks 4 --link fast", "a rate"),
         ("resnet50 --ranks 4 --link 1gbit --compute -3", "compute"),
+        ("resnet50 --ranks 4 --link 1gbit --compute inf", "finite"),
         ("resnet50 --ranks 4 --link 1gbit --batch 0", "batch=0"),
         ("resnet50 --ranks 4 --link 1gbit --codecs nope", "nope"),
         ("resnet50 --ranks 4 --link 1gbit --per-host 0", "per_host=0"),

@@ -71,6 +71,20 @@ def test_shared_weights_count_once_and_are_tied() -> None:
     assert found["head"].flops == 2 * 20 * 16 * 1000
 
 
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x))
+
+
+def test_a_layer_that_runs_twice_computes_twice() -> None:
+    (layer,) = walk(f"{HERE}:Twice", "8").layers
+    assert (layer.parameters, layer.inputs, layer.flops) == (72, 16, 2 * 2 * 64)
+
+
 def test_parameters_of_attention_are_found() -> None:
     found = walk(f"{HERE}:attention", "10,64")
     assert found.parameters == sum(each.numel() for each in attention().parameters())

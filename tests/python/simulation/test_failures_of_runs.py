@@ -42,6 +42,7 @@ def test_a_run_that_only_writes_checkpoints_gets_nowhere() -> None:
     hopeless = Failures(between=100.0, hosts=100, checkpoint=1000.0)
     assert hopeless.daly == hopeless.mean == 1.0
     assert hopeless.lost(hopeless.daly) == 1.0
+    assert Failures(1.0, 1, 1.0, restart=1e9).lost(1.0) == 1.0
 
 
 @pytest.mark.parametrize(

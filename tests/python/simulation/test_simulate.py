@@ -39,6 +39,12 @@ def test_a_schedule_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.main(["simulate", "--algorithm", str(path), "--ranks", "3"]) == 0
     assert "star" in capsys.readouterr().out
     assert cli.main(["simulate", "--algorithm", str(path), "--ranks", "4"]) == 2
+    for wrong in ("1 -> 0 copy 0", "2 -> 0 reduce 0"):
+        path.write_text(Schedule.generate("star", 3).dump().replace("1 -> 0 reduce 0", wrong))
+        assert cli.main(["simulate", "--algorithm", str(path), "--ranks", "3"]) == 2
+    path.write_text(Schedule.generate("ring", 3, collective="all_gather").dump())
+    assert cli.main(["simulate", "--algorithm", str(path), "--ranks", "3"]) == 2
+    assert "all_gather" in capsys.readouterr().err
 
 
 def test_a_slow_rank_slows_every_round() -> None:
@@ -85,6 +91,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         ("--ranks 4 --slow 0.5", "slow=0.5"),
         ("--ranks 4 --spread 0.1", "--compute"),
         ("--ranks 4 --compute -1", "--compute"),
+        ("--ranks 4 --compute inf", "--compute"),
         ("--ranks 4 --failures 4y", "--checkpoint"),
         ("--ranks 4 --failures=-4y --checkpoint 1s", "positive"),
         ("--ranks 4 --topology hosts", "no level"),

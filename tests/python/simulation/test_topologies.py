@@ -45,6 +45,8 @@ def test_the_model_has_the_hosts_links() -> None:
         ("", "no level"),
         ("hosts", "no level"),
         ("0 per host, 1gbit", "no level"),
+        ("9" * 5000 + " per host, 1gbit", "no level"),
+        ("8 per host, 1gbit; 4 hosts a rack, 1.2.3:1", "a time"),
         ("8 per host", "lacks the rate"),
         ("8 per host, -1gbit", "positive"),
         ("8 per host, 0gbit", "positive"),
