@@ -137,7 +137,10 @@ class Judge:
         )
 
     def _speed_up(self, ranks: int, codec: str) -> float:
-        return ranks * self._compute / self._step(self._cluster.of(ranks), self._compute, codec)
+        """The work that fewer ranks do, with the codec or without, over that of one."""
+        at = self._cluster.of(ranks)
+        step = min(self._step(at, self._compute, each) for each in {"none", codec})
+        return ranks * self._compute / step
 
     def _rate_for_ranks(self, codec: str, fewer: int) -> float | None:
         """The rate of the links from which all ranks do more than `fewer`."""

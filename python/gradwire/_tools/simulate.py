@@ -40,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--failures", metavar="TIME", help="mean time between failures of one host, as 4y")
     add("--checkpoint", metavar="TIME", help="that a checkpoint takes, as 30s")
+    add("--every", metavar="TIME", help="between checkpoints, as 30m; default: the best")
     add("--restart", default=None, metavar="TIME", help="from a failure to going on, as 5m")
     add("--plot", metavar="FILE.png", help="seconds over ranks or bytes, or the fastest of both")
     add("--json", action="store_true", help="print JSON")
@@ -61,10 +62,11 @@ def run(options: argparse.Namespace) -> int:
     )
     steps = _steps(found, options)
     failures = _failures(options, topology)
+    every = None if options.every is None else units.duration(options.every)
     if options.json:
-        print(json.dumps(_plain(found, steps, failures, topology), indent=2))
+        print(json.dumps(_plain(found, steps, failures, every, topology), indent=2))
     else:
-        print(_text(found, steps, failures, topology))
+        print(_text(found, steps, failures, every, topology))
     if options.plot is not None:
         plots.simulation(found, Path(options.plot))
     return 0
@@ -97,7 +99,7 @@ def _steps(found: Sequence[Run], options: argparse.Namespace) -> list[Step]:
 
 def _failures(options: argparse.Namespace, topology: Topology) -> list[Failures]:
     given = options.failures, options.checkpoint
-    if given == (None, None) and options.restart is None:
+    if given == (None, None) and (options.restart, options.every) == (None, None):
         return []
     if None in given:
         raise InvalidArgument("--failures and --checkpoint are given together: 4y and 30s")
@@ -110,7 +112,11 @@ def _failures(options: argparse.Namespace, topology: Topology) -> list[Failures]
 
 
 def _plain(
-    found: Sequence[Run], steps: Sequence[Step], failures: Sequence[Failures], topology: Topology
+    found: Sequence[Run],
+    steps: Sequence[Step],
+    failures: Sequence[Failures],
+    every: float | None,
+    topology: Topology,
 ) -> dict[str, Any]:
     return {
         "topology": str(topology),
@@ -121,7 +127,8 @@ def _plain(
                 **vars(each),
                 "young_interval": each.young,
                 "daly_interval": each.daly,
-                "lost": each.lost(each.daly),
+                "interval": every or each.daly,
+                "lost": each.lost(every or each.daly),
             }
             for each in failures
         ],
@@ -129,7 +136,11 @@ def _plain(
 
 
 def _text(
-    found: Sequence[Run], steps: Sequence[Step], failures: Sequence[Failures], topology: Topology
+    found: Sequence[Run],
+    steps: Sequence[Step],
+    failures: Sequence[Failures],
+    every: float | None,
+    topology: Topology,
 ) -> str:
     lines = [f"all_reduce on {topology}", "", _runs_table(found, steps)]
     if len({each.algorithm for each in found}) > 1:
@@ -141,7 +152,7 @@ def _text(
             for (ranks, size), each in best.items()
             if ranks > 1
         ]
-    return "\n".join([*lines, *(_failure_text(each) for each in failures)])
+    return "\n".join([*lines, *(_failure_text(each, every) for each in failures)])
 
 
 def _runs_table(found: Sequence[Run], steps: Sequence[Step]) -> str:
@@ -167,9 +178,12 @@ def _runs_table(found: Sequence[Run], steps: Sequence[Step]) -> str:
     return table(rows)
 
 
-def _failure_text(each: Failures) -> str:
+def _failure_text(each: Failures, every: float | None) -> str:
+    own = ""
+    if every is not None:
+        own = f"; one every {units.show_seconds(every)} loses {each.lost(every):.1%}"
     return (
         f"\n{each.hosts:,} hosts: a failure every {units.show_seconds(each.mean)}; a checkpoint "
         f"every {units.show_seconds(each.daly)} (Daly; Young: {units.show_seconds(each.young)}) "
-        f"loses the least: {each.lost(each.daly):.1%} of the time"
+        f"loses the least: {each.lost(each.daly):.1%} of the time{own}"
     )

@@ -65,8 +65,11 @@ def test_steps_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.22 < step["slowest"] < 0.26
     assert failures["hosts"] == 4096
     assert 0 < failures["lost"] < 0.2
-    assert cli.main((line.removesuffix(" --json") + failing).split()) == 0
-    assert "Daly" in capsys.readouterr().out
+    every = " --every 6h"
+    assert cli.main((line.removesuffix(" --json") + failing + every).split()) == 0
+    text = capsys.readouterr().out
+    assert "Daly" in text
+    assert "one every 6 h loses" in text
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
@@ -93,6 +96,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         ("--ranks 4 --compute -1", "--compute"),
         ("--ranks 4 --compute inf", "--compute"),
         ("--ranks 4 --failures 4y", "--checkpoint"),
+        ("--ranks 4 --every 1h", "--checkpoint"),
         ("--ranks 4 --failures=-4y --checkpoint 1s", "positive"),
         ("--ranks 4 --topology hosts", "no level"),
     ],
