@@ -31,7 +31,7 @@ from gradwire._simulation.topology import Topology, flat
 
 CODECS = ("none", "fp16", "int8", "onebit", "topk", "lowrank")
 Progress = Callable[[float, str], None]
-_PREDICTED = 0.6  # of the progress, when all steps are predicted
+_PREDICTED, _JUDGED = 0.6, 0.8  # of the progress: all steps are predicted, sentences are made
 
 
 class Advice(Findings):
@@ -101,28 +101,40 @@ def advise(
     names = _codecs(codecs)
     tell = progress or (lambda *_: None)
     predictions = _predict(network, seconds, cluster, names, modes, tell)
-    tell(_PREDICTED, "what pays")
+    return _advice(network, batch, seconds, cluster, predictions, assumptions, tell)
+
+
+def _advice(
+    network: Network,
+    batch: int,
+    compute: float,
+    cluster: Cluster,
+    predictions: Sequence[Prediction],
+    assumptions: Sequence[str],
+    progress: Progress,
+) -> Advice:
+    progress(_PREDICTED, "what pays")
     best, second = _two_best(predictions)
-    judge = judgement.Judge(network, batch, seconds, cluster, predictions)
+    judge = judgement.Judge(network, batch, compute, cluster, predictions)
     sentences = tuple(judge.sentences())
-    tell(0.8, "scaling")
+    progress(_JUDGED, "scaling")
     found = Advice(
-        network,
-        ranks,
-        batch,
-        seconds,
-        cluster,
-        tuple(volumes(network, ranks, batch)),
-        tuple(predictions),
-        best,
-        second,
-        sentences,
-        tuple(judge.weak()),
-        tuple(judge.strong()),
-        judge.least_batch(),
-        (*assumptions, *_ASSUMPTIONS),
+        network=network,
+        ranks=cluster.ranks,
+        batch=batch,
+        compute=compute,
+        cluster=cluster,
+        volumes=tuple(volumes(network, cluster.ranks, batch)),
+        predictions=tuple(predictions),
+        best=best,
+        second=second,
+        sentences=sentences,
+        weak=tuple(judge.weak()),
+        strong=tuple(judge.strong()),
+        least_batch=judge.least_batch(),
+        assumptions=(*assumptions, *_ASSUMPTIONS),
     )
-    tell(1.0, "")
+    progress(1.0, "")
     return found
 
 
