@@ -111,7 +111,7 @@ class ExchangingOptimizer(ReplicatedOptimizer):
     def _told_of(
         self, names: Iterable[str], waiting: Mapping[str, torch.Tensor]
     ) -> NDArray[np.uint8]:
-        """What this rank tells of parameters: what is sent tells by itself if it is wrong."""
+        """Collects what this rank tells of parameters: what is sent tells itself if it is wrong."""
         told = [
             _IS_WRONG
             if name in waiting and not are_finite([waiting[name]])

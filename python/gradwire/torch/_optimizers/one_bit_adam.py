@@ -244,7 +244,7 @@ class OneBitAdam(ExchangingOptimizer):
         parameter.mul_(left).add_(momentum, alpha=-length)
 
     def _step_sizes(self, state: Mapping[str, Any], group: dict[str, Any]) -> tuple[float, float]:
-        """What the next step leaves of a parameter, and how far it moves along its momentum."""
+        """Returns what is left of a parameter, and how far it moves along its momentum."""
         lr, steps = float(group["lr"]), state["step"].item() + 1
         return 1 - lr * group["weight_decay"], lr / (1 - group["betas"][0] ** steps)
 
