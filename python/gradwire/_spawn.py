@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -214,6 +215,7 @@ class _Processes:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+        gc.freeze()  # the parent's garbage may wait for threads that only the parent has
         self._server.close()
         pipe.send_bytes(_pickled(self._outcome(rank)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -58,6 +59,26 @@ def test_any_function_will_do_and_sees_what_is_around_it(threads: bool) -> None:
 def test_ranks_are_processes_or_threads_of_this_one(threads: bool) -> None:
     pids = set(spawn(lambda comm: os.getpid(), 2, threads=threads))
     assert pids == {os.getpid()} if threads else len(pids - {os.getpid()}) == 2
+
+
+class EndsAFork:
+    """Garbage that only the collector finds; a fork that collects it ends at once."""
+
+    def __init__(self) -> None:
+        self.cycle, self.process = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            os._exit(3)
+
+
+def test_ranks_do_not_collect_what_their_parent_left() -> None:
+    gc.disable()
+    try:
+        EndsAFork()
+        assert spawn(lambda comm: gc.collect() >= 0, 2) == [True, True]
+    finally:
+        gc.enable()
 
 
 def test_ranks_can_split_into_groups_of_different_sizes(threads: bool) -> None:
