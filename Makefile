@@ -117,11 +117,10 @@ test-trainers:
 	build/trainers/bin/python -m pip install --quiet -c constraints.txt . accelerate lightning torch
 	build/trainers/bin/python tests/trainers/run.py
 
-# Torch's warnings are its own affair. Each worker imports its suites anew, which takes most of the time:
-# few tests go faster with few workers (SUITES_JOBS).
-SUITES_JOBS ?= $(JOBS)
+# Torch's warnings are its own affair. Each worker imports torch's suites, which takes most of the time
+# of a few tests: those go faster with JOBS=2.
 test-torch-suites: build
-	$(BIN)/python -m pytest -n $(SUITES_JOBS) --dist worksteal -W default tests/torch_suites $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -W default tests/torch_suites $(ARGS)
 
 # In an environment of its own, of several gigabytes unless pip finds a CPU build: PyPI has them for
 # ARM64 only, so PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves most of it.
