@@ -8,6 +8,21 @@
 namespace gradwire::cuda {
 namespace {
 
+// A thread that waits for the comparison of calls, for as long as this exists. Under the mutex.
+class Hurry {
+ public:
+  Hurry(int& hurries, std::condition_variable_any& changed) : hurries_(hurries) {
+    ++hurries_;
+    changed.notify_all();
+  }
+  ~Hurry() { --hurries_; }
+  Hurry(const Hurry&) = delete;
+  Hurry& operator=(const Hurry&) = delete;
+
+ private:
+  int& hurries_;
+};
+
 // How long a failure between GPUs waits for its root cause, which the control plane reports.
 constexpr std::chrono::milliseconds kRootCauseWait{1000};
 constexpr std::chrono::milliseconds kCheckInterval{10};
@@ -26,7 +41,7 @@ std::string text_of(const exec::Request& request, const std::vector<std::uint64_
   spec.schedule_digest = request.schedule_digest;
   spec.codec = request.codec ? request.codec->name() : "none";
   spec.moved = request.moved;
-  return "nothing, for " + spec.to_string() + " on GPUs";
+  return spec.to_string() + " on GPUs";
 }
 
 }  // namespace
@@ -36,7 +51,7 @@ GpuFaultMonitor::GpuFaultMonitor(Communicator& gpu, exec::Communicator& shadow,
     : gpu_(gpu),
       shadow_(shadow),
       users_(users),
-      nothing_(static_cast<std::size_t>(shadow.identity().size)),
+      comparison_(shadow),
       thread_([this](const std::stop_token& stop) { loop(stop); }) {}
 
 GpuFaultMonitor::~GpuFaultMonitor() = default;
@@ -54,13 +69,7 @@ void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stre
   std::string text = text_of(request, counts_);
   const bool captured = capture_of(gpu_.api(), stream) != 0;
   require_made_before(request, text, feedback, captured);
-  try {
-    begin(request, std::move(text));
-  } catch (...) {  // the failure of an earlier call, which its shadow throws before the thread does
-    std::unique_lock lock(mutex_);
-    fail(lock, std::current_exception());
-    std::rethrow_exception(failure_);
-  }
+  begin(request, std::move(text));
   try {
     const std::lock_guard lock(enqueuing_);
     if (!captured) record_event(&Running::start, stream);
@@ -68,8 +77,9 @@ void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stre
     if (!captured) record_event(&Running::end, stream);
     mark_enqueued();
   } catch (const Error&) {
-    // Another rank's failure may show up here first; the shadow then reports its cause.
+    // Another rank's failure may show up here first; the comparison then reports its cause.
     std::unique_lock lock(mutex_);
+    const Hurry hurry(hurries_, changed_);
     changed_.wait_for(lock, kRootCauseWait, [this] { return failure_ != nullptr; });
     fail(lock, std::current_exception());
     std::rethrow_exception(failure_);
@@ -103,28 +113,17 @@ void GpuFaultMonitor::require_made_before(const exec::Request& request, const st
 }
 
 void GpuFaultMonitor::begin(const exec::Request& request, std::string text) {
+  std::unique_lock lock(mutex_);
+  while (comparison_.made() - comparison_.compared() >= kMostAhead && !failure_)
+    changed_.wait_for(lock, kCheckInterval);
+  if (failure_) std::rethrow_exception(failure_);
   Running running;
   running.timeout = request.timeout;
-  running.text = std::move(text);
-  if (shadow_.identity().size > 1) running.shadow = submit_shadow(request, running.text);
-  const std::lock_guard lock(mutex_);
+  running.text = text;
+  comparison_.add(std::move(text), request.timeout);
+  running.number = comparison_.made();
   running_.push_back(std::move(running));
   changed_.notify_all();
-}
-
-std::shared_ptr<Work> GpuFaultMonitor::submit_shadow(const exec::Request& request,
-                                                     const std::string& text) {
-  exec::Request shadow;
-  shadow.collective = Collective::kAllGather;
-  shadow.dtype = DType::kUInt8;
-  shadow.algorithm = "direct";
-  shadow.codec_label = text;
-  shadow.inputs = {nothing_.data(), 1};
-  shadow.outputs = nothing_;
-  shadow.timeout = request.timeout;
-  auto work = shadow_.submit(shadow);
-  work->set_awaited();  // the GPU waits
-  return work;
 }
 
 void GpuFaultMonitor::record_event(std::unique_ptr<OwnedEvent> Running::* event, Stream stream) {
@@ -147,6 +146,7 @@ void GpuFaultMonitor::mark_enqueued() {
 void GpuFaultMonitor::finish(double timeout) {
   std::unique_lock lock(mutex_);
   const Deadline deadline = Deadline::after(timeout);
+  const Hurry hurry(hurries_, changed_);
   while (!running_.empty() && !failure_) {
     if (deadline.passed()) throw Timeout("timed out: calls on a GPU are not over", kNoPeer);
     changed_.wait_for(lock, kCheckInterval);
@@ -174,13 +174,26 @@ void GpuFaultMonitor::loop(const std::stop_token& stop) {
       if (!lock.owns_lock()) lock.lock();
       fail(lock, std::current_exception());
     }
-    changed_.wait_for(lock, stop, kCheckInterval, [] { return false; });
+    rest(lock, stop);
+  }
+}
+
+// Waits for the round under way, or until another may begin.
+void GpuFaultMonitor::rest(std::unique_lock<std::mutex>& lock, const std::stop_token& stop) {
+  constexpr auto kSeconds = std::chrono::duration<double>(CallComparison::kInterval).count();
+  if (const auto pending = comparison_.pending()) {
+    lock.unlock();
+    pending->wait_for(kSeconds);
+    lock.lock();
+  } else {
+    changed_.wait_for(lock, stop, CallComparison::kInterval, [this] {
+      return comparison_.has_many_calls() || (hurries_ > 0 && !comparison_.is_over());
+    });
   }
 }
 
 void GpuFaultMonitor::check_running(std::unique_lock<std::mutex>& lock) {
-  for (Running& each : running_)
-    if (each.shadow && each.shadow->done()) each.shadow->rethrow();
+  comparison_.advance(hurries_ > 0);
   while (!running_.empty() && is_over(running_.front())) {
     for (auto* each : {&running_.front().start, &running_.front().end})
       if (*each) spare_.push_back(std::move(*each));
@@ -203,10 +216,14 @@ void GpuFaultMonitor::check_messages() {
   try {
     if (const std::unique_lock idle(enqueuing_, std::try_to_lock); idle) gpu_.check_messages();
   } catch (const Error&) {
-    constexpr double kTurnSeconds = 0.02;
+    constexpr double kTurnSeconds = 0.01;
     for (const auto deadline =
              Deadline::after(std::chrono::duration<double>(kRootCauseWait).count());
          !deadline.passed();) {
+      {
+        const std::lock_guard lock(mutex_);
+        comparison_.advance(/*hurries=*/true);
+      }
       shadow_.check_failure(kTurnSeconds);
       users_.check_failure(kTurnSeconds);
     }
@@ -217,14 +234,13 @@ void GpuFaultMonitor::check_messages() {
 // Throws Timeout where the stream takes more than `timeout` to reach the call, or again for the
 // call itself.
 void GpuFaultMonitor::require_in_time(Running& front) const {
-  const bool all_here = !front.shadow || front.shadow->done();
   const bool is_known = front.start || front.enqueued;
   if (!front.has_started && is_known && has_passed(front.start)) {
     front.has_started = true;
     front.deadline = Deadline::never();
   }
   if (front.deadline.is_never()) front.deadline = Deadline::after(front.timeout);
-  if (!front.enqueued || !all_here || !front.deadline.passed()) return;
+  if (!front.enqueued || !is_made_by_all(front) || !front.deadline.passed()) return;
   const Rank rank = shadow_.identity().rank;
   const std::string seconds = std::to_string(front.timeout) + " s";
   const std::string what = "rank " + std::to_string(rank) + ": " + front.text + " timed out: ";
@@ -238,8 +254,12 @@ void GpuFaultMonitor::require_in_time(Running& front) const {
 }
 
 bool GpuFaultMonitor::is_over(const Running& running) const {
-  if (!running.enqueued || (running.shadow && !running.shadow->done())) return false;
+  if (!running.enqueued || !is_made_by_all(running)) return false;
   return has_passed(running.end);
+}
+
+bool GpuFaultMonitor::is_made_by_all(const Running& running) const {
+  return running.number <= comparison_.compared();
 }
 
 bool GpuFaultMonitor::has_passed(const std::unique_ptr<OwnedEvent>& event) const {

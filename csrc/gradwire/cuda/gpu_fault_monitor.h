@@ -1,13 +1,12 @@
 // GpuFaultMonitor: ends a call on a GPU when a rank has died, was stopped, aborts, or makes another
 // call, which a GPU's stream would not notice.
 //
-// Every call has a shadow: a collective of zero bytes, with the call's text, on a communicator of
-// CPUs that serves nothing else (the shadow communicator). So each fault is found as it is on CPUs,
-// and names the same rank. A thread waits for the shadows. When a shadow or the GPU fails, the
-// thread aborts the GPU's messages, so that streams finish, and makes both the shadow communicator
-// and the users' communicator fail.
+// A thread compares the calls of all ranks in rounds on a communicator of CPUs that serves nothing
+// else, the shadow communicator (call_comparison.h). So each fault is found as it is on CPUs, and
+// names the same rank. When a comparison or the GPU fails, the thread aborts the GPU's messages, so
+// that streams finish, and makes both the shadow communicator and the users' communicator fail.
 //
-// Replays of a CUDA graph have no shadows, so a fault in one is found by NCCL, or not at all.
+// Replays of a CUDA graph are not compared, so a fault in one is found by NCCL, or not at all.
 #pragma once
 
 #include <condition_variable>
@@ -20,6 +19,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "gradwire/cuda/call_comparison.h"
 #include "gradwire/cuda/gpu_communicator.h"
 #include "gradwire/exec/communicator.h"
 
@@ -27,6 +27,8 @@ namespace gradwire::cuda {
 
 class GpuFaultMonitor {
  public:
+  static constexpr std::uint64_t kMostAhead = 4096;  // of another rank, in calls
+
   // All three must outlive it. Nobody else may make calls on `shadow`.
   GpuFaultMonitor(Communicator& gpu, exec::Communicator& shadow, exec::Communicator& users);
   // Does not wait: enqueued work goes on.
@@ -34,10 +36,10 @@ class GpuFaultMonitor {
   GpuFaultMonitor(const GpuFaultMonitor&) = delete;
   GpuFaultMonitor& operator=(const GpuFaultMonitor&) = delete;
 
-  // Makes the call and monitors it. The stream has `timeout` seconds to reach the call, and as many
-  // again for the call itself. Throws the failure as soon as there is one, and what
-  // Communicator::run() throws; InvalidArgument for a call that is captured in a graph and was not
-  // made before.
+  // Makes the call and monitors it. Waits while this rank is kMostAhead calls ahead of another. The
+  // stream has `timeout` seconds to reach the call, and as many again for the call itself. Throws
+  // the failure as soon as there is one, and what Communicator::run() throws; InvalidArgument for a
+  // call that is captured in a graph and was not made before.
   void run(const exec::Request& request, Feedback* feedback, Stream stream);
   void require_alive() const;
   // Waits at most `timeout` seconds until all calls so far are over. Throws the failure, or
@@ -48,7 +50,7 @@ class GpuFaultMonitor {
 
  private:
   struct Running {
-    std::shared_ptr<Work> shadow;
+    std::uint64_t number = 0;  // of this rank's calls
     bool enqueued = false;
     std::unique_ptr<OwnedEvent> start, end;  // null: the call is part of a graph
     bool has_started = false;                // as far as this rank knows
@@ -60,12 +62,13 @@ class GpuFaultMonitor {
   void require_made_before(const exec::Request& request, const std::string& text,
                            const Feedback* feedback, bool captured);
   void begin(const exec::Request& request, std::string text);
-  std::shared_ptr<Work> submit_shadow(const exec::Request& request, const std::string& text);
   void record_event(std::unique_ptr<OwnedEvent> Running::* event, Stream stream);
   void mark_enqueued();
   bool has_passed(const std::unique_ptr<OwnedEvent>& event) const;
+  bool is_made_by_all(const Running& running) const;
   void require_in_time(Running& front) const;
   void loop(const std::stop_token& stop);
+  void rest(std::unique_lock<std::mutex>& lock, const std::stop_token& stop);
   void check_running(std::unique_lock<std::mutex>& lock);
   bool is_over(const Running& running) const;
   void check_messages();
@@ -79,9 +82,10 @@ class GpuFaultMonitor {
   mutable std::mutex mutex_;
   std::condition_variable_any changed_;
   std::deque<Running> running_;
+  CallComparison comparison_;
+  int hurries_ = 0;  // threads that wait for the comparison of calls
   std::vector<std::unique_ptr<OwnedEvent>> spare_;
   std::exception_ptr failure_;
-  std::vector<exec::Array> nothing_;              // an empty block for each rank
   std::vector<std::uint64_t> counts_;             // of the call that is being made
   std::unordered_set<std::uint64_t> calls_made_;  // digests of the calls so far
   std::jthread thread_;

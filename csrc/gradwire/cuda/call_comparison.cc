@@ -1,0 +1,124 @@
+#include "gradwire/cuda/call_comparison.h"
+
+#include <utility>
+
+#include "gradwire/base/error.h"
+#include "gradwire/base/op.h"
+
+namespace gradwire::cuda {
+
+CallComparison::CallComparison(exec::Communicator& shadow)
+    : shadow_(shadow),
+      words_(std::make_unique<Words>()),
+      nothing_(static_cast<std::size_t>(shadow.identity().size)) {}
+
+// A round that is not over still writes its words.
+CallComparison::~CallComparison() {
+  if (round_ && !round_->done()) [[maybe_unused]]
+    const Words* const kept = words_.release();
+}
+
+void CallComparison::add(std::string text, double timeout) {
+  const std::uint64_t before = digest_up_to(made_);
+  ++made_;
+  if (shadow_.identity().size == 1) {  // alike by itself
+    counted_ = compared_ = made_;
+    return;
+  }
+  const std::uint64_t digest = Fnv1a().number(before).text(text).digest();
+  calls_.push_back({std::move(text), digest, timeout});
+}
+
+const CallComparison::Call& CallComparison::call(std::uint64_t number) const {
+  return calls_[static_cast<std::size_t>(number - compared_ - 1)];
+}
+
+// The one for which the others are waited for.
+const CallComparison::Call& CallComparison::oldest() const {
+  return call(counted_ < made_ ? counted_ + 1 : made_);
+}
+
+std::uint64_t CallComparison::digest_up_to(std::uint64_t number) const {
+  return number == compared_ ? compared_digest_ : call(number).digest;
+}
+
+void CallComparison::advance(bool hurries) {
+  if (round_) {
+    if (!round_->done()) return;
+    end_round();
+  }
+  if (!one_by_one_.empty()) return check_one_by_one();
+  if (is_over() || (!hurries && !has_many_calls() && Clock::now() < due_)) return;
+  begin_round();
+}
+
+// All ranks know what the last round has counted, so if some of it is not compared yet, all take
+// part in this one; otherwise each of them does as soon as it has made a call.
+void CallComparison::begin_round() {
+  const std::uint64_t digest = digest_up_to(counted_);
+  *words_ = {made_, digest, ~digest};
+  const exec::Array words{reinterpret_cast<std::byte*>(words_.get()),
+                          sizeof *words_ / sizeof made_};
+  exec::Request request;
+  request.dtype = DType::kUInt64;
+  request.op = ReduceOp::kMin;
+  request.algorithm = "recursive_doubling";
+  request.codec_label = "a comparison of calls on GPUs";
+  request.inputs = request.outputs = {&words, 1};
+  request.timeout = oldest().timeout;
+  due_ = Clock::now() + kInterval;
+  round_ = submit(request);
+}
+
+void CallComparison::end_round() {
+  const auto round = std::exchange(round_, nullptr);
+  try {
+    round->rethrow();
+  } catch (const Timeout& error) {
+    throw Timeout(oldest().text + ": " + error.what(), error.peer(), error.job_peer(),
+                  error.alone());
+  }
+  if (words_->digest != ~words_->complement) return begin_one_by_one();
+  while (compared_ < counted_) {
+    compared_digest_ = calls_.front().digest;
+    calls_.pop_front();
+    ++compared_;
+  }
+  counted_ = words_->made;
+}
+
+// All ranks begin this, as they all have seen that digests of the calls up to counted_ differ.
+void CallComparison::begin_one_by_one() {
+  for (std::uint64_t number = compared_ + 1; number <= counted_; ++number)
+    one_by_one_.push_back(compare(call(number)));
+}
+
+void CallComparison::check_one_by_one() const {
+  for (const auto& each : one_by_one_) {
+    if (!each->done()) return;
+    each->rethrow();
+  }
+  throw InvalidArgument("ranks made different calls on their GPUs, among these: " +
+                        call(compared_ + 1).text);
+}
+
+// A collective of zero bytes with the call's text.
+std::shared_ptr<Work> CallComparison::compare(const Call& call) {
+  exec::Request request;
+  request.collective = Collective::kAllGather;
+  request.dtype = DType::kUInt8;
+  request.algorithm = "direct";
+  request.codec_label = call.text;
+  request.inputs = {nothing_.data(), 1};
+  request.outputs = nothing_;
+  request.timeout = call.timeout;
+  return submit(request);
+}
+
+std::shared_ptr<Work> CallComparison::submit(const exec::Request& request) {
+  auto work = shadow_.submit(request);
+  work->set_awaited();  // the GPU waits
+  return work;
+}
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,133 @@
+// Ranks compare their calls in few rounds, and find the same culprits as a comparison of each call.
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "exec/exec_ranks.h"
+#include "gradwire/base/error.h"
+#include "gradwire/cuda/call_comparison.h"
+
+namespace gradwire::cuda_call_comparison_test {
+namespace {
+
+using cuda::CallComparison;
+
+// Compares this rank's calls until all are known to be alike.
+void finish(CallComparison& comparison) {
+  while (!comparison.is_over()) {
+    comparison.advance(/*hurries=*/true);
+    if (const auto pending = comparison.pending()) pending->wait_for(10);
+  }
+}
+
+std::string text_of(int call) { return "call " + std::to_string(call); }
+
+std::string what(const std::exception_ptr& thrown) {
+  try {
+    if (thrown) std::rethrow_exception(thrown);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+template <typename Kind>
+bool is(const std::exception_ptr& thrown) {
+  try {
+    if (thrown) std::rethrow_exception(thrown);
+  } catch (const Kind&) {
+    return true;
+  } catch (...) {
+  }
+  return false;
+}
+
+class AnyNumberOfRanks : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, AnyNumberOfRanks, testing::Values(1, 2, 3, 4, 5, 8));
+
+TEST_P(AnyNumberOfRanks, TheSameCallsAreAlike) {
+  exec::Ranks ranks(GetParam());
+  ranks.run([&](exec::Communicator& comm) {
+    CallComparison comparison(comm);
+    for (int call = 0; call < 200; ++call) {
+      comparison.add(text_of(call), 10);
+      if (call % (comm.identity().rank + 2) == 0) comparison.advance(/*hurries=*/false);
+    }
+    finish(comparison);
+    EXPECT_EQ(comparison.compared(), 200U);
+  });
+}
+
+TEST_P(AnyNumberOfRanks, OneDifferentCallAmongManyIsNamed) {
+  if (GetParam() == 1) return;
+  for (const int wrong : {0, 63, 64, 99}) {
+    exec::Ranks ranks(GetParam());
+    const auto thrown = ranks.outcomes([&](exec::Communicator& comm) {
+      CallComparison comparison(comm);
+      const bool is_last = comm.identity().rank == GetParam() - 1;
+      for (int call = 0; call < 100; ++call)
+        comparison.add(is_last && call == wrong ? "another call" : text_of(call), 10);
+      finish(comparison);
+    });
+    for (const auto& each : thrown) {
+      EXPECT_TRUE(is<InvalidArgument>(each));
+      EXPECT_NE(what(each).find(text_of(wrong)), std::string::npos) << what(each);
+      EXPECT_NE(what(each).find("another call"), std::string::npos) << what(each);
+    }
+  }
+}
+
+TEST_P(AnyNumberOfRanks, ARankThatMakesFewerCallsIsNamed) {
+  if (GetParam() == 1) return;
+  exec::Ranks ranks(GetParam());
+  const auto thrown = ranks.outcomes([&](exec::Communicator& comm) {
+    CallComparison comparison(comm);
+    const bool is_late = comm.identity().rank == 1;
+    for (int call = 0; call < (is_late ? 70 : 71); ++call) comparison.add(text_of(call), 0.5);
+    finish(comparison);
+    if (is_late) comm.check_failure(10);
+  });
+  for (std::size_t rank = 0; rank < thrown.size(); ++rank) {
+    if (rank == 1) continue;
+    EXPECT_TRUE(is<Timeout>(thrown[rank])) << what(thrown[rank]);
+    EXPECT_NE(what(thrown[rank]).find("rank 1"), std::string::npos) << what(thrown[rank]);
+  }
+  EXPECT_NE(what(thrown[0]).find(text_of(70)), std::string::npos) << what(thrown[0]);
+}
+
+// The messages of a call's own collective were those to all other ranks.
+TEST(CallComparison, SendsAFewMessagesForManyCalls) {
+  constexpr int kRanks = 8, kCalls = 1000;
+  exec::Ranks ranks(kRanks);
+  ranks.run([&](exec::Communicator& comm) {
+    CallComparison comparison(comm);
+    for (int call = 0; call < kCalls; ++call) comparison.add(text_of(call), 10);
+    finish(comparison);
+    constexpr std::uint64_t kRounds = 2, kMessages = 3;  // log2(8) each
+    EXPECT_EQ(comm.traffic().frames_sent, kRounds * kMessages);
+  });
+}
+
+TEST(CallComparison, WaitsAnIntervalForMoreCalls) {
+  exec::Ranks ranks(2);
+  ranks.run([&](exec::Communicator& comm) {
+    CallComparison comparison(comm);
+    comparison.add(text_of(0), 10);
+    finish(comparison);  // its last round began less than an interval ago
+    const auto begun = CallComparison::Clock::now();
+    comparison.add(text_of(1), 10);
+    comparison.advance(/*hurries=*/false);
+    const bool in_time = CallComparison::Clock::now() - begun < CallComparison::kInterval / 5;
+    EXPECT_FALSE(in_time && comparison.pending());
+    for (int call = 0; call < static_cast<int>(CallComparison::kManyCalls); ++call)
+      comparison.add(text_of(call), 10);
+    comparison.advance(/*hurries=*/false);
+    EXPECT_TRUE(comparison.pending()) << "64 calls are compared at once";
+    finish(comparison);
+  });
+}
+
+}  // namespace
+}  // namespace gradwire::cuda_call_comparison_test
