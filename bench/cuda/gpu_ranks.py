@@ -57,6 +57,7 @@ def main() -> int:
     if nccl:
         for p in (2, 3, 4):
             check("nccl", p, simulated, nccl)
+            check_native(p, nccl)
         check("nccl+host", 4, simulated, nccl, hosts=((0, 1), (2, 3)))
     else:
         with Row("ranks over nccl", "all") as row:
@@ -125,6 +126,28 @@ def check(
         assert {used for *_, used in told} == {expected}, told
         refused = told[0][1]
         row.expect_none([each for found, *_ in told for each in found], len(cases) - refused)
+
+
+def check_native(p: int, nccl: str) -> None:
+    """A row of NCCL's own collectives, on whole numbers, whose sums are exact in any order."""
+    with Row("NCCL's own collectives", f"p={p}") as row:
+        lengths = (1, 1001, 1_000_003)
+
+        def body(comm: gradwire.Communicator) -> list[str]:
+            _prepare(comm, "nccl", nccl)
+            place = gpu_arrays.place(simulated=False)
+            wrong = []
+            with place.on_stream():
+                for n, algorithm in product(lengths, ("nccl", "auto")):
+                    x = place.put(np.arange(n, dtype=np.float32) % 100 + comm.rank)
+                    comm.all_reduce(x, algorithm=algorithm)
+                    expected = p * (np.arange(n) % 100) + p * (p - 1) / 2
+                    if not np.array_equal(place.get(x), expected):
+                        wrong.append(f"{n} elements by {algorithm}, rank {comm.rank}")
+            return wrong
+
+        told = ranks.run(p, body, transport="tcp", processes=True, timeout=30)
+        row.expect_none([each for found in told for each in found], len(told) * len(lengths) * 2)
 
 
 def _prepare(comm: gradwire.Communicator, links: str, nccl: str) -> None:

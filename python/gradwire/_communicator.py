@@ -69,7 +69,9 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
     - ``algorithm``: a name from `gradwire.algorithms`, ``hierarchical(inner,outer)``, or ``auto``,
       the fastest one by `cost_model`. all_reduce also takes ``gather``, and so do reduce and
       reduce_scatter with a lossy codec other than lowrank: every rank's input, encoded once, goes
-      to all ranks, by an all_gather that ``gather(ring)`` names, and each rank adds them up;
+      to all ranks, by an all_gather that ``gather(ring)`` names, and each rank adds them up. On
+      GPUs over NCCL, ``nccl`` is the library's own collective, taken by ``auto`` for plain calls,
+      and whose sums may differ from those on CPUs in their last bits;
     - ``schedule``: a `gradwire.Schedule` of one's own instead, equal on all ranks;
     - ``async_op``: return a `Work` at once; its wait() returns the result;
     - ``timeout``: seconds, from when the operation's turn comes; the communicator's if None;

@@ -5,6 +5,7 @@
 #include "gradwire/base/error.h"
 #include "gradwire/cuda/gpu_gather_reduce.h"
 #include "gradwire/cuda/gpu_lowrank.h"
+#include "gradwire/cuda/gpu_native.h"
 #include "gradwire/cuda/model.h"
 #include "gradwire/exec/compound/lowrank_reduce.h"
 #include "gradwire/exec/plan/gather_algorithm.h"
@@ -106,6 +107,9 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
   if (lowrank) {
     if (!lowrank_) lowrank_ = std::make_unique<LowRankReduce>(*this);
     lowrank_->run(call);
+  } else if (is_native(request, setting_.size, *messages_, feedback)) {
+    if (!native_) native_ = std::make_unique<NativeCall>(*this);
+    native_->run(call);
   } else if (gathers(request, setting_.size)) {
     if (!gather_) gather_ = std::make_unique<GatherReduce>(*this);
     gather_->run(call);
@@ -130,6 +134,7 @@ void Communicator::count_sent() {
   std::uint64_t sent = main_.sent() + vote_.sent();
   if (gather_) sent += gather_->sent();
   if (lowrank_) sent += lowrank_->sent();
+  if (native_) sent += native_->sent();
   sent_ = sent;
 }
 
@@ -139,6 +144,8 @@ void Communicator::require_valid(const exec::Request& request, const Feedback* f
   if (feedback != nullptr) feedback->require_fits(request.keys);
   if (request.codec && request.codec->combine() == codec::Combine::kCompound)
     exec::check_lowrank(request);
+  else if (is_native(request, setting_.size, *messages_, feedback))
+    return;
   else if (gathers(request, setting_.size))
     require_gathers(request);
   else

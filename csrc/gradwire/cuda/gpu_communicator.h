@@ -26,6 +26,7 @@ namespace gradwire::cuda {
 
 class GatherReduce;
 class LowRankReduce;
+class NativeCall;
 
 // A call that is being enqueued.
 struct Call {
@@ -82,6 +83,7 @@ class Communicator {
  private:
   friend class GatherReduce;
   friend class LowRankReduce;
+  friend class NativeCall;
 
   void begin(Call& call);
   void bind_feedback(Call& call);
@@ -115,6 +117,7 @@ class Communicator {
   std::map<std::shared_ptr<const codec::Codec>, std::unique_ptr<const Codec>> codecs_;
   std::unique_ptr<GatherReduce> gather_;
   std::unique_ptr<LowRankReduce> lowrank_;
+  std::unique_ptr<NativeCall> native_;
 };
 
 }  // namespace gradwire::cuda

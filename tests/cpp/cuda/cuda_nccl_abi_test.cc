@@ -32,7 +32,21 @@ SAME_VALUE(kInvalidArgument, ncclInvalidArgument);
 SAME_VALUE(kInvalidUsage, ncclInvalidUsage);
 SAME_VALUE(kRemoteError, ncclRemoteError);
 SAME_VALUE(kInProgress, ncclInProgress);
+SAME_VALUE(kInt8, ncclInt8);
 SAME_VALUE(kUint8, ncclUint8);
+SAME_VALUE(kInt32, ncclInt32);
+SAME_VALUE(kUint32, ncclUint32);
+SAME_VALUE(kInt64, ncclInt64);
+SAME_VALUE(kUint64, ncclUint64);
+SAME_VALUE(kFloat16, ncclFloat16);
+SAME_VALUE(kFloat32, ncclFloat32);
+SAME_VALUE(kFloat64, ncclFloat64);
+SAME_VALUE(kBfloat16, ncclBfloat16);
+SAME_VALUE(kSum, ncclSum);
+SAME_VALUE(kProd, ncclProd);
+SAME_VALUE(kMax, ncclMax);
+SAME_VALUE(kMin, ncclMin);
+SAME_VALUE(kAvg, ncclAvg);
 
 TEST(NcclAbi, IsThatOfTheHeader) {
   const ncclConfig_t theirs = NCCL_CONFIG_INITIALIZER;
@@ -50,6 +64,10 @@ constexpr std::size_t parameters(Returned (*)(Given...)) {
 }
 static_assert(parameters(&ncclCommInitRankConfig) == 5);
 static_assert(parameters(&ncclSend) == 6 && parameters(&ncclRecv) == 6);
+static_assert(parameters(&ncclAllReduce) == 7 && parameters(&ncclReduceScatter) == 7);
+static_assert(parameters(&ncclAllGather) == 6 && parameters(&ncclBroadcast) == 7);
+static_assert(parameters(&ncclReduce) == 8);
+static_assert(sizeof(ours::RedOp) == sizeof(ncclRedOp_t));
 static_assert(parameters(&ncclCommGetAsyncError) == 2 && parameters(&ncclGetLastError) == 1);
 #else
 TEST(NcclAbi, IsThatOfTheHeader) { GTEST_SKIP() << "no <nccl.h> with CUDA's headers"; }

@@ -41,14 +41,14 @@ class DeviceBytes {
 
 class GpuRanks {
  public:
-  explicit GpuRanks(int size, std::vector<std::vector<Rank>> hosts = {})
+  explicit GpuRanks(int size, const std::vector<std::vector<Rank>>& hosts = {})
       : loopback_(simulated_api(), size) {
-    for (Rank r = 0; r < size; ++r) {
-      streams_.push_back(std::make_unique<OwnedStream>(simulated_api()));
-      communicators_.push_back(
-          std::make_unique<Communicator>(simulated_api(), Communicator::Setting{r, size, hosts, 0},
-                                         loopback_.endpoint(r, /*timeout=*/20)));
-    }
+    for (Rank r = 0; r < size; ++r) add(size, hosts, loopback_.endpoint(r, /*timeout=*/20));
+  }
+  // Over these messages, one rank's after the other's.
+  explicit GpuRanks(std::vector<std::unique_ptr<Messages>> messages)
+      : loopback_(simulated_api(), static_cast<int>(messages.size())) {
+    for (auto& each : messages) add(static_cast<int>(messages.size()), {}, std::move(each));
   }
   ~GpuRanks() {
     for (auto& each : streams_) simulated_api().synchronize(each->get());
@@ -78,6 +78,13 @@ class GpuRanks {
 
  private:
   static std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
+  void add(int size, const std::vector<std::vector<Rank>>& hosts,
+           std::unique_ptr<Messages> messages) {
+    const Rank rank = this->size();
+    streams_.push_back(std::make_unique<OwnedStream>(simulated_api()));
+    communicators_.push_back(std::make_unique<Communicator>(
+        simulated_api(), Communicator::Setting{rank, size, hosts, 0}, std::move(messages)));
+  }
   Loopback loopback_;
   std::vector<std::unique_ptr<OwnedStream>> streams_;
   std::vector<std::unique_ptr<Communicator>> communicators_;
@@ -152,9 +159,7 @@ inline Outcome on_cpus(const Case& of) {
   return outcome;
 }
 
-inline Outcome on_gpus(const Case& of) {
-  const int p = static_cast<int>(of.inputs.size());
-  GpuRanks ranks(p, of.hosts);
+inline Outcome on_gpus(const Case& of, GpuRanks& ranks) {
   Outcome outcome;
   outcome.results.resize(of.inputs.size());
   outcome.kept.resize(of.inputs.size());
@@ -194,6 +199,11 @@ inline Outcome on_gpus(const Case& of) {
     }
   });
   return outcome;
+}
+
+inline Outcome on_gpus(const Case& of) {
+  GpuRanks ranks(static_cast<int>(of.inputs.size()), of.hosts);
+  return on_gpus(of, ranks);
 }
 
 }  // namespace gradwire::cuda

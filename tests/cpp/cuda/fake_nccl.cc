@@ -13,9 +13,11 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "gradwire/base/types.h"
 #include "gradwire/cuda/nccl/nccl_abi.h"
 
 #ifndef FAKE_NCCL_VERSION
@@ -23,6 +25,9 @@
 #endif
 
 namespace nccl = gradwire::cuda::nccl;
+using gradwire::Collective;
+using gradwire::DType;
+using gradwire::ReduceOp;
 using gradwire::cuda::Api;
 using gradwire::cuda::CopyKind;
 using gradwire::cuda::Event;
@@ -60,11 +65,28 @@ struct Message {
   Stream stream = nullptr;
 };
 
+// One of NCCL's own collectives, which needs copy_by().
+struct CollectiveCall {
+  gradwire::Collective kind{};
+  nccl::Comm* comm = nullptr;
+  const void* in = nullptr;
+  void* out = nullptr;
+  std::size_t count = 0;
+  nccl::DataType type{};
+  nccl::RedOp op{};
+  int root = 0;
+  Stream stream = nullptr;
+
+  auto what() const { return std::tuple(kind, count, type, op, root); }
+};
+
 // The ranks of one id.
 struct World {
   int size = 0;
   std::set<int> arrived;
   std::map<std::pair<int, int>, std::deque<Message>> sends, receives;  // by source and destination
+  std::map<int, std::deque<CollectiveCall>> collectives;               // by rank
+  std::vector<void*> rooms;  // which enqueued work may use for as long as the program runs
 };
 
 struct Failure {
@@ -88,7 +110,13 @@ struct State {
 struct Group {
   int depth = 0;
   std::vector<Message> messages;
+  std::vector<CollectiveCall> collectives;
   nccl::Result error = nccl::kSuccess;
+
+  nccl::Comm* comm() const {
+    if (!messages.empty()) return messages.front().comm;
+    return collectives.empty() ? nullptr : collectives.front().comm;
+  }
 };
 
 // Never destroyed: a thread that was left alone may come back when the program ends.
@@ -185,7 +213,100 @@ void post(const Message& message) {
   match(world);
 }
 
+DType dtype_of(nccl::DataType type) {
+  constexpr DType kAll[] = {DType::kInt8,    DType::kUInt8,   DType::kInt32,   DType::kUInt32,
+                            DType::kInt64,   DType::kUInt64,  DType::kFloat16, DType::kFloat32,
+                            DType::kFloat64, DType::kBFloat16};
+  return kAll[type];
+}
+
+// Averages are sums here, divided at the end.
+ReduceOp op_of(nccl::RedOp op) {
+  constexpr ReduceOp kAll[] = {ReduceOp::kSum, ReduceOp::kProd, ReduceOp::kMax, ReduceOp::kMin,
+                               ReduceOp::kSum};
+  return kAll[op];
+}
+
+// Computes the result of all ranks in a room, on the stream of rank 0. Returns the room.
+std::byte* compute(World& world, const std::vector<CollectiveCall>& calls) {
+  const CollectiveCall& first = calls.front();
+  const DType dtype = dtype_of(first.type);
+  const std::size_t bytes = first.count * gradwire::size_of(dtype), p = calls.size();
+  const bool gathers = first.kind == Collective::kAllGather;
+  const std::size_t blocks = first.kind == Collective::kReduceScatter ? p : 1;
+  void* room = nullptr;
+  state.api->allocate(&room, bytes * p);
+  world.rooms.push_back(room);
+  const auto copy = [&](std::size_t at, const void* from, std::size_t size) {
+    state.api->copy(static_cast<std::byte*>(room) + at, from, size, CopyKind::kOnDevice,
+                    first.stream);
+  };
+  if (first.kind == Collective::kBroadcast) {
+    copy(0, calls[static_cast<std::size_t>(first.root)].in, bytes);
+    return static_cast<std::byte*>(room);
+  }
+  for (std::size_t r = 0; r < p; ++r)
+    if (gathers || r == 0)
+      copy(gathers ? r * bytes : 0, calls[r].in, bytes * blocks);
+    else
+      state.api->fold(static_cast<int>(dtype), static_cast<int>(op_of(first.op)), room, calls[r].in,
+                      first.count * blocks, first.stream);
+  if (!gathers && first.op == nccl::kAvg)
+    state.api->average(static_cast<int>(dtype), room, static_cast<int>(p), first.count * blocks,
+                       first.stream);
+  return static_cast<std::byte*>(room);
+}
+
+void run(World& world, const std::vector<CollectiveCall>& calls) {
+  const CollectiveCall& first = calls.front();
+  const std::size_t bytes = first.count * gradwire::size_of(dtype_of(first.type));
+  for (const CollectiveCall& each : calls) order(*first.comm, each.stream, first.stream);
+  const std::byte* const result = compute(world, calls);
+  for (std::size_t r = 0; r < calls.size(); ++r) {
+    const bool scatters = first.kind == Collective::kReduceScatter;
+    const bool gathers = first.kind == Collective::kAllGather;
+    if (first.kind != Collective::kReduce || std::cmp_equal(r, first.root))
+      state.api->copy(calls[r].out, result + (scatters ? r * bytes : 0),
+                      bytes * (gathers ? calls.size() : 1), CopyKind::kOnDevice, first.stream);
+    order(*first.comm, first.stream, calls[r].stream);
+    --calls[r].comm->unmatched;
+  }
+}
+
+void match_collectives(World& world) {
+  for (;;) {
+    std::vector<CollectiveCall> calls;
+    for (int r = 0; r < world.size; ++r) {
+      if (world.collectives[r].empty()) return;
+      calls.push_back(world.collectives[r].front());
+    }
+    for (auto& [rank, waiting] : world.collectives) waiting.pop_front();
+    for (const CollectiveCall& each : calls)
+      if (each.what() != calls.front().what()) misuse();
+    run(world, calls);
+  }
+}
+
+void post(const CollectiveCall& call) {
+  World& world = *call.comm->world;
+  ++call.comm->unmatched;
+  world.collectives[call.comm->rank].push_back(call);
+  match_collectives(world);
+}
+
+nccl::Result add(const char* name, const CollectiveCall& call) {
+  Lock lock(mutex);
+  nccl::Result result = called(lock, name, call.comm);
+  if (group.depth == 0 || state.api == nullptr || !usable(call.comm)) result = misuse();
+  if (result == nccl::kSuccess)
+    group.collectives.push_back(call);
+  else
+    group.error = result;
+  return result;
+}
+
 void withdraw(const nccl::Comm* comm) {
+  comm->world->collectives[comm->rank].clear();
   for (auto* side : {&comm->world->sends, &comm->world->receives})
     for (auto& [pair, messages] : *side)
       std::erase_if(messages, [&](const Message& m) { return m.comm == comm; });
@@ -365,13 +486,14 @@ nccl::Result ncclGroupEnd() {
   Lock lock(mutex);
   if (group.depth == 0) return misuse();
   const Group ended = std::exchange(group, {});
-  nccl::Comm* comm = ended.messages.empty() ? nullptr : ended.messages.front().comm;
+  nccl::Comm* comm = ended.comm();
   const nccl::Result result = called(lock, "ncclGroupEnd", comm);
   --state.open_groups;
   if (ended.error != nccl::kSuccess) return ended.error;
   if (result != nccl::kSuccess || comm == nullptr) return result;
   if (comm->ended) return nccl::kInternalError;  // aborted while it was blocked
   for (const Message& message : ended.messages) post(message);
+  for (const CollectiveCall& call : ended.collectives) post(call);
   return begin(*comm, "ncclGroupEnd");
 }
 
@@ -382,6 +504,29 @@ nccl::Result ncclSend(const void* data, std::size_t count, nccl::DataType type, 
 nccl::Result ncclRecv(void* data, std::size_t count, nccl::DataType type, int peer,
                       nccl::Comm* comm, Stream stream) {
   return add("ncclRecv", {comm, nullptr, data, count, peer, stream}, count, type);
+}
+
+nccl::Result ncclAllReduce(const void* in, void* out, std::size_t count, nccl::DataType type,
+                           nccl::RedOp op, nccl::Comm* comm, Stream stream) {
+  return add("ncclAllReduce", {Collective::kAllReduce, comm, in, out, count, type, op, 0, stream});
+}
+nccl::Result ncclReduceScatter(const void* in, void* out, std::size_t count, nccl::DataType type,
+                               nccl::RedOp op, nccl::Comm* comm, Stream stream) {
+  return add("ncclReduceScatter",
+             {Collective::kReduceScatter, comm, in, out, count, type, op, 0, stream});
+}
+nccl::Result ncclAllGather(const void* in, void* out, std::size_t count, nccl::DataType type,
+                           nccl::Comm* comm, Stream stream) {
+  return add("ncclAllGather", {Collective::kAllGather, comm, in, out, count, type, {}, 0, stream});
+}
+nccl::Result ncclBroadcast(const void* in, void* out, std::size_t count, nccl::DataType type,
+                           int root, nccl::Comm* comm, Stream stream) {
+  return add("ncclBroadcast",
+             {Collective::kBroadcast, comm, in, out, count, type, {}, root, stream});
+}
+nccl::Result ncclReduce(const void* in, void* out, std::size_t count, nccl::DataType type,
+                        nccl::RedOp op, int root, nccl::Comm* comm, Stream stream) {
+  return add("ncclReduce", {Collective::kReduce, comm, in, out, count, type, op, root, stream});
 }
 
 const char* ncclGetErrorString(nccl::Result result) {

@@ -16,8 +16,9 @@ namespace gradwire::cuda {
 struct FakeNccl {
   // Everything below as if it had never been called.
   void (*reset)();
-  // Copies are enqueued on the receiver's stream, after what is on the sender's, by this table;
-  // null (as at first): they are made at once, in host memory.
+  // Copies are enqueued on the receiver's stream, after what is on the sender's, by this table, and
+  // collectives on rank 0's; null (as at first): copies are made at once, in host memory, and there
+  // are no collectives.
   void (*copy_by)(const Api* api);
   // What a call begins is in progress for so many more questions.
   void (*in_progress)(int questions);

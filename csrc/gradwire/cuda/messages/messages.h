@@ -15,8 +15,10 @@
 #include <span>
 #include <string_view>
 
+#include "gradwire/base/error.h"
 #include "gradwire/base/types.h"
 #include "gradwire/cuda/api.h"
+#include "gradwire/cuda/messages/native_collective.h"
 
 namespace gradwire::cuda {
 
@@ -48,6 +50,13 @@ class Messages {
   // Enqueues the group. Throws TransportError, Timeout or Aborted as the CPU transports do; then
   // nothing more may be posted.
   virtual void end(Stream stream) = 0;
+
+  // Returns whether there are collectives of the library's own, which run_native() runs outside of
+  // groups, all of a call in one piece, as end() enqueues a group.
+  virtual bool has_collectives() const noexcept { return false; }
+  virtual void run_native(std::span<const NativeCollective> /*collectives*/, Stream /*stream*/) {
+    throw InvalidArgument("these messages between GPUs have no collectives of their own");
+  }
 
   // Throws if enqueued messages have failed.
   virtual void check() = 0;

@@ -32,6 +32,11 @@ class NcclMessages final : public Messages {
     comm_.require_alive();
     if (!posted_.empty()) comm_.exchange(posted_, stream);
   }
+  bool has_collectives() const noexcept override { return true; }
+  void run_native(std::span<const NativeCollective> collectives, Stream stream) override {
+    comm_.require_alive();
+    comm_.run(collectives, stream);
+  }
   void check() override { comm_.check(); }
   void abort() noexcept override { comm_.abort(); }
 

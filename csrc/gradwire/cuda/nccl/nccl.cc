@@ -112,6 +112,11 @@ Nccl resolve(const Opened& opened) {
   resolver.find(n.group_end, "ncclGroupEnd");
   resolver.find(n.send, "ncclSend");
   resolver.find(n.recv, "ncclRecv");
+  resolver.find(n.all_reduce, "ncclAllReduce");
+  resolver.find(n.reduce_scatter, "ncclReduceScatter");
+  resolver.find(n.all_gather, "ncclAllGather");
+  resolver.find(n.broadcast, "ncclBroadcast");
+  resolver.find(n.reduce, "ncclReduce");
   resolver.find(n.get_error_string, "ncclGetErrorString");
   resolver.find(n.get_last_error, "ncclGetLastError");
   return n;

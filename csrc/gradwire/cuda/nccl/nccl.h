@@ -45,6 +45,17 @@ struct Nccl {
                        nccl::Comm* comm, Stream stream);
   nccl::Result (*recv)(void* data, std::size_t count, nccl::DataType type, int peer,
                        nccl::Comm* comm, Stream stream);
+  nccl::Result (*all_reduce)(const void* in, void* out, std::size_t count, nccl::DataType type,
+                             nccl::RedOp op, nccl::Comm* comm, Stream stream);
+  nccl::Result (*reduce_scatter)(const void* in, void* out, std::size_t count_out,
+                                 nccl::DataType type, nccl::RedOp op, nccl::Comm* comm,
+                                 Stream stream);
+  nccl::Result (*all_gather)(const void* in, void* out, std::size_t count_in, nccl::DataType type,
+                             nccl::Comm* comm, Stream stream);
+  nccl::Result (*broadcast)(const void* in, void* out, std::size_t count, nccl::DataType type,
+                            int root, nccl::Comm* comm, Stream stream);
+  nccl::Result (*reduce)(const void* in, void* out, std::size_t count, nccl::DataType type,
+                         nccl::RedOp op, int root, nccl::Comm* comm, Stream stream);
   const char* (*get_error_string)(nccl::Result result);
   const char* (*get_last_error)(nccl::Comm* comm);
 };

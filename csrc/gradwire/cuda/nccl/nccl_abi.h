@@ -26,7 +26,20 @@ enum Result : int {
   kInProgress,
 };
 
-enum DataType : int { kUint8 = 1 };
+enum DataType : int {
+  kInt8,
+  kUint8,
+  kInt32,
+  kUint32,
+  kInt64,
+  kUint64,
+  kFloat16,
+  kFloat32,
+  kFloat64,
+  kBfloat16,
+};
+
+enum RedOp : int { kSum, kProd, kMax, kMin, kAvg };
 
 // ncclConfig_t of 2.14. By `size` and `version`, every later version accepts it and uses its own
 // defaults for fields that were added since.

@@ -60,6 +60,46 @@ void require_not_blocking() {
                           " makes NCCL wait where nothing can end it: unset it");
 }
 
+nccl::DataType nccl_type(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return nccl::kFloat64;
+    case DType::kFloat16:
+      return nccl::kFloat16;
+    case DType::kBFloat16:
+      return nccl::kBfloat16;
+    case DType::kInt8:
+      return nccl::kInt8;
+    case DType::kInt32:
+      return nccl::kInt32;
+    case DType::kInt64:
+      return nccl::kInt64;
+    case DType::kUInt8:
+      return nccl::kUint8;
+    case DType::kUInt32:
+      return nccl::kUint32;
+    case DType::kUInt64:
+      return nccl::kUint64;
+    default:
+      return nccl::kFloat32;
+  }
+}
+
+nccl::RedOp nccl_op(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kAvg:
+      return nccl::kAvg;
+    case ReduceOp::kProd:
+      return nccl::kProd;
+    case ReduceOp::kMin:
+      return nccl::kMin;
+    case ReduceOp::kMax:
+      return nccl::kMax;
+    default:
+      return nccl::kSum;
+  }
+}
+
 std::string ranks_of(std::span<const NcclComm::Message> messages) {
   std::set<Rank> peers;
   for (const auto& message : messages) peers.insert(message.peer);
@@ -118,20 +158,51 @@ void NcclComm::exchange(std::span<const Message> messages, Stream stream) {
   });
 }
 
-// Posts the messages as one group. ncclGroupEnd must be called even after an error, and returns the
-// error of a call in the group.
-nccl::Result NcclComm::post(std::span<const Message> messages, Stream stream) {
+void NcclComm::run(std::span<const NativeCollective> collectives, Stream stream) {
+  or_abort([&] {
+    settle(post(collectives, stream), {"a collective", {}, settings_.timeout_seconds},
+           settings_.interrupt);
+  });
+}
+
+// Posts messages or collectives as one group. ncclGroupEnd must be called even after an error, and
+// returns the error of a call in the group.
+template <typename Item>
+nccl::Result NcclComm::post(std::span<const Item> group, Stream stream) {
   const std::lock_guard lock(calls_);
   require_not_aborted();
   nccl::Result result = nccl_.group_start();
   if (result != nccl::kSuccess) return result;
-  for (const Message& m : messages) {
-    result = m.to == nullptr ? nccl_.send(m.from, m.bytes, nccl::kUint8, m.peer, comm_, stream)
-                             : nccl_.recv(m.to, m.bytes, nccl::kUint8, m.peer, comm_, stream);
+  for (const Item& each : group) {
+    result = post_one(each, stream);
     if (result != nccl::kSuccess && result != nccl::kInProgress) break;
   }
   const nccl::Result ended = nccl_.group_end();
   return result == nccl::kSuccess || result == nccl::kInProgress ? ended : result;
+}
+
+nccl::Result NcclComm::post_one(const Message& m, Stream stream) {
+  return m.to == nullptr ? nccl_.send(m.from, m.bytes, nccl::kUint8, m.peer, comm_, stream)
+                         : nccl_.recv(m.to, m.bytes, nccl::kUint8, m.peer, comm_, stream);
+}
+
+nccl::Result NcclComm::post_one(const NativeCollective& c, Stream stream) {
+  const nccl::DataType type = nccl_type(c.dtype);
+  const nccl::RedOp op = nccl_op(c.op);
+  switch (c.collective) {
+    case Collective::kAllReduce:
+      return nccl_.all_reduce(c.input, c.output, c.count, type, op, comm_, stream);
+    case Collective::kReduceScatter:
+      return nccl_.reduce_scatter(c.input, c.output, c.count, type, op, comm_, stream);
+    case Collective::kAllGather:
+      return nccl_.all_gather(c.input, c.output, c.count, type, comm_, stream);
+    case Collective::kBroadcast:
+      return nccl_.broadcast(c.input, c.output, c.count, type, c.root, comm_, stream);
+    case Collective::kReduce:
+      return nccl_.reduce(c.input, c.output, c.count, type, op, c.root, comm_, stream);
+    default:
+      return nccl::kInvalidArgument;
+  }
 }
 
 void NcclComm::check() {

@@ -32,6 +32,8 @@ class NcclComm {
   // Sends and receives at least one message in one NCCL group, which is on the stream when this
   // returns.
   void exchange(std::span<const Message> messages, Stream stream);
+  // Does what exchange() does with NCCL's own collectives, at least one.
+  void run(std::span<const NativeCollective> collectives, Stream stream);
   // Throws if the communicator has failed meanwhile.
   void check();
   // Throws what an earlier call threw, or Aborted.
@@ -49,7 +51,10 @@ class NcclComm {
   void connect(const nccl::UniqueId& id);
   bool disconnect() noexcept;
   nccl::Result begin(const nccl::UniqueId& id);
-  nccl::Result post(std::span<const Message> messages, Stream stream);
+  template <typename Item>
+  nccl::Result post(std::span<const Item> group, Stream stream);
+  nccl::Result post_one(const Message& message, Stream stream);
+  nccl::Result post_one(const NativeCollective& collective, Stream stream);
   nccl::Result state();
   // Waits for the final result, and throws unless that is success.
   void settle(nccl::Result result, const Waiting& waiting, const WaitLimit::Interrupt& interrupt);
