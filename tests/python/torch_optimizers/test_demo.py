@@ -66,21 +66,37 @@ def test_momenta_keep_what_is_not_sent() -> None:
         for i, each in enumerate(model.parameters()):
             tiles = Tiles(each.shape, 16)
             sent = torch.zeros(tiles.count, tiles.elements)
+            senders = torch.zeros_like(sent)
             size = tiles.count * 3
             for its, where in zip(values, places, strict=True):
                 index = where[done : done + size].view(-1, 3).long()
-                sent.scatter_add_(1, index, its[done : done + size].view(-1, 3))
+                component = its[done : done + size].view(-1, 3)
+                sent.scatter_add_(1, index, component)
+                senders.scatter_add_(1, index, component.ne(0).float())
             done += size
             kept = sum(its[0][i] for its in ranks)
             given = 0.9 * before[i] + sum(its[i].double() for its in gradients)
             delivered = tiles.restore(sent)
             torch.testing.assert_close(delivered.double() + kept, given, rtol=0, atol=1e-5)
             before[i] = kept
-            each.data -= 0.01 * delivered.sign()
+            each.data -= 0.01 * tiles.restore(sent / senders.clamp(min=1)).sign()
         assert all(torch.equal(its[2], ranks[0][2]) for its in ranks)
         close = (weights(model) - ranks[0][2]).abs() < 1e-6
         assert close.double().mean() > 0.99  # a component may be 0 but for its rounding
         nn.utils.vector_to_parameters(ranks[0][2].float(), model.parameters())
+
+
+def test_a_component_weighs_the_same_however_many_ranks_send_it() -> None:
+    """Two ranks send 2 of the first component, the third 3 of the second: no sum of 4 beside 3."""
+
+    def body(comm: Communicator) -> list[float]:
+        parameter = nn.Parameter(torch.zeros(2))
+        optimizer = DeMo([("pair", parameter)], lr=1.0, top_k=1, communicator=comm)
+        parameter.grad = torch.tensor([3.0, -3.0] if comm.rank == 2 else [2.0, 2.0])
+        optimizer.step()
+        return parameter.tolist()
+
+    assert run(3, body) == [[-1.0, 1.0]] * 3
 
 
 def test_ranks_with_all_components_move_by_the_sign_of_the_mean() -> None:

@@ -28,7 +28,8 @@ class DeMo(ReplicatedOptimizer):
     `chunk` by `chunk` elements (vectors into runs of `chunk`), and of the discrete cosine transform
     of each the `top_k` largest components are taken out of it and sent to all ranks. Parameters
     move by `lr` along the sign of what all ranks have sent (Peng et al. 2024, "DeMo: Decoupled
-    Momentum Optimization", Algorithm 1). What is not sent stays in the momentum, which thus is the
+    Momentum Optimization", Algorithm 1): of each component the mean over the ranks that have sent
+    it, as in the authors' program. What is not sent stays in the momentum, which thus is the
     residual of an error feedback that forgets slowly.
 
     It is used as `OneBitAdam`: `step` exchanges, the model is a plain module. Each component takes
@@ -106,7 +107,7 @@ class DeMo(ReplicatedOptimizer):
         for part, its_values, its_places, moves in rows:
             if not moves:
                 continue
-            move = part.tiles.restore(part.sum(its_values, its_places)).sign_()
+            move = part.tiles.restore(part.mean(its_values, its_places)).sign_()
             lr = float(part.group["lr"])
             part.parameter.mul_(1 - lr * part.group["weight_decay"]).add_(move, alpha=-lr)
             self.state[part.parameter][self._local] = part.rest()
@@ -149,16 +150,22 @@ class _Part(NamedTuple):
         """The places of the values in their tiles, as they travel."""
         return self.own_places.to(torch.int16)
 
-    def sum(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """The components that all ranks have sent, added up in the ranks' order."""
+    def mean(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The components, each the mean over the ranks that have sent one other than 0.
+
+        They are added up in the ranks' order.
+        """
         elements = self.tiles.elements
         total = values.new_zeros(self.tiles.count, elements)
+        senders = torch.zeros_like(total)
         for its, where in zip(values, places, strict=True):
             index = where.view(self.tiles.count, -1).long()
             if not bool(((index >= 0) & (index < elements)).all()):
                 raise Error(f"a rank has sent a component that is beyond the {elements} of a tile")
-            total.scatter_add_(1, index, its.view(self.tiles.count, -1))
-        return total
+            sent = its.view(self.tiles.count, -1)
+            total.scatter_add_(1, index, sent)
+            senders.scatter_add_(1, index, sent.ne(0).to(total.dtype))
+        return total.div_(senders.clamp_(min=1))
 
     def rest(self) -> torch.Tensor:
         """The momentum without what was sent."""
