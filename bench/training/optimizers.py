@@ -57,10 +57,10 @@ EXCHANGES = {
 # Learning rates of which the best is taken; OneBitAdam has AdamW's.
 RATES = {
     "adamw": (1e-3, 2e-3, 4e-3, 8e-3),
-    "lion": (1e-4, 3e-4, 1e-3),
+    "lion": (3e-4, 1e-3, 3e-3, 1e-2),
     "sgd": (0.03, 0.1, 0.3),
-    "DistributedLion": (1e-4, 3e-4, 1e-3),
-    "DeMo": (3e-4, 1e-3, 3e-3),
+    "DistributedLion": (1e-3, 3e-3, 1e-2),
+    "DeMo": (1e-3, 3e-3, 1e-2),
 }
 BATCHES = {"lm": 32, "vit": 128, "cnn": 128, "mlp": 128}
 _TIMED_STEPS = 40
