@@ -1,4 +1,4 @@
-"""Builds, checks and times gradwire's CUDA part on the first GPU of this machine, in 9 minutes.
+"""Builds, checks and times gradwire's CUDA part on the first GPU of this machine, in 8 minutes.
 
     python bench/gpu.py                    # writes bench/results/gpu-DATE.json and .md
     python bench/gpu.py --output FOLDER    # FOLDER/gpu.json and .md, where there is a FOLDER;
@@ -6,11 +6,12 @@
     python bench/gpu.py --only loopback kernels
     python bench/gpu.py --simulated        # the checks, over tests/simulated_cuda; writes nothing
 
-It needs nvcc, cmake, ninja, pybind11, NumPy, ml_dtypes, pytest and a torch with CUDA, and no
-network. Each stage (gpu_stages.py) runs in processes of its own for a limited time, so that one
-that crashes or hangs is one failure. Exits with 1 where a check failed, and where there is no GPU:
-then it measures nothing; with 2 where none failed but the time was not enough for all. `make
-test-cpp build` makes what --simulated runs.
+Checks of the kernels need nvcc, cmake and ninja; all of it also pybind11, NumPy, ml_dtypes, pytest
+and a torch with CUDA; no network. Each stage (gpu_stages.py) runs in processes of its own for a
+limited time, so that one that crashes or hangs is one row, and results are written after each. A
+stage whose time was not enough, or whose build failed, is incomplete, not failed. Exits with 1
+where a check failed, and where there is no GPU: then it measures nothing; with 2 where none failed
+but some stage is incomplete. `make test-cpp build` makes what --simulated runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,10 @@ from bench.common import result_files
 from bench.common.machine import describe
 from bench.common.result_files import RESULTS, ROOT
 from bench.cuda import gpu_build, gpu_report
-from bench.cuda.gpu_stages import Deadline, Ended, Stage, python, run_all, simulated, stages
+from bench.cuda.gpu_stages import BUILDS, Deadline, Ended, Stage, run_all, simulated, stages
 
 RELEASE = ROOT / "build/release"  # of `make test-cpp build`
 _CUDA_PROGRAMS = "/usr/local/cuda/bin"  # where PATH may not lead
-_BUILD_SECONDS = 150.0
 _LOOK_SECONDS = 60.0
 
 # What this Python's torch says of the first GPU, or why there is none.
@@ -72,14 +72,27 @@ def main() -> int:
         return 1
     gpu |= {"driver": _driver(), "nvcc": _nvcc()}
     _told(", ".join(f"{name} {value}" for name, value in gpu.items()))
-    started = deadline.remaining()
-    ended = _run(options, deadline, gpu)
-    found = {
+
+    def save(ended: Sequence[Ended]) -> str:
+        found = _found(gpu, ended, 60 * options.minutes - deadline.remaining())
+        text = gpu_report.document(found)
+        if options.output or not options.only:
+            result_files.save(_stem(options.output), found, text)
+        return text
+
+    ended = _run(options, deadline, gpu, save)
+    print(save(ended))
+    return _status(ended)
+
+
+def _found(gpu: Mapping[str, Any], ended: Sequence[Ended], seconds: float) -> dict[str, Any]:
+    """What is written."""
+    return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": describe(),
         "command": " ".join(["bench/gpu.py", *sys.argv[1:]]),
         "gpu": gpu,
-        "seconds": started - deadline.remaining(),
+        "seconds": seconds,
         "passed": all(each.passed for each in ended),
         "complete": all(each.complete for each in ended),
         "stages": [
@@ -87,11 +100,6 @@ def main() -> int:
         ],
         "times": [row for each in ended for row in each.times],
     }
-    text = gpu_report.document(found)
-    if options.output or not options.only:
-        result_files.save(_stem(options.output), found, text)
-    print(text)
-    return _status(ended)
 
 
 def _stem(output: str) -> Path:
@@ -112,7 +120,7 @@ def _status(ended: Sequence[Ended]) -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--minutes", type=float, default=9.0, help="for everything; what is left is not run")
+    add("--minutes", type=float, default=8.0, help="for everything; what is left is not run")
     add("--only", nargs="+", default=[], metavar="STAGE", help="after the build")
     add("--output", default="", help="a folder, or a path without suffix")
     add("--simulated", action="store_true", help="the checks, over a simulated GPU")
@@ -122,7 +130,43 @@ def _parse() -> argparse.Namespace:
 
 
 def look() -> dict[str, Any]:
-    """Of the first GPU, or `why_not`; in a process of its own, since a driver may hang."""
+    """Of the first GPU, or `why_not`; in a process of its own, since a driver may hang.
+
+    Where torch finds none, nvidia-smi is asked, for the stages that need no torch.
+    """
+    found = _ask_torch()
+    return _ask_smi() or found if "why_not" in found else found
+
+
+def _ask_smi() -> dict[str, Any]:
+    """What nvidia-smi says of the first GPU; empty where it says nothing."""
+    line = _smi("name,compute_cap,memory.total")
+    if line.count(",") != 2:
+        return {}
+    name, capability, memory = (each.strip() for each in line.split(","))
+    return {
+        "name": name,
+        "capability": capability.replace(".", ""),
+        "memory": memory,
+        **dict.fromkeys(("torch", "CUDA", "NCCL"), "none"),
+    }
+
+
+def _smi(fields: str) -> str:
+    """Its line about the first GPU; empty where there is none."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return ""
+    wish = [f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run([smi, *wish], capture_output=True, text=True, timeout=_LOOK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _ask_torch() -> dict[str, Any]:
+    """What this Python's torch says."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _LOOK], capture_output=True, text=True, timeout=_LOOK_SECONDS
@@ -135,12 +179,9 @@ def look() -> dict[str, Any]:
 
 def _driver() -> str:
     """Its version; ? where nobody tells."""
-    smi = shutil.which("nvidia-smi")
-    if smi is not None:
-        wish = ["--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-        done = subprocess.run([smi, *wish], capture_output=True, text=True)
-        if done.returncode == 0 and done.stdout.strip():
-            return done.stdout.strip()
+    told = _smi("driver_version")
+    if told:
+        return told
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
@@ -159,8 +200,13 @@ def _nvcc() -> str:
     return found[1] if found else "?"
 
 
-def _run(options: argparse.Namespace, deadline: Deadline, gpu: Mapping[str, Any]) -> list[Ended]:
-    """The build, and all stages if it passed."""
+def _run(
+    options: argparse.Namespace,
+    deadline: Deadline,
+    gpu: Mapping[str, Any],
+    save: Callable[[Sequence[Ended]], object],
+) -> list[Ended]:
+    """All stages."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("GRADWIRE_")
     }
@@ -169,12 +215,8 @@ def _run(options: argparse.Namespace, deadline: Deadline, gpu: Mapping[str, Any]
         [str(gpu_build.PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     architectures = options.architectures or f"{gpu['capability']}-real"
-    build = Stage("build", python("gpu_build", architectures), _BUILD_SECONDS)
-    wanted = _chosen(stages(gpu_build.BUILD, gpu_build.PLUGIN), options.only)
-    ended = run_all([build], deadline, environment, _told, later=wanted)
-    if not (ended[0].passed and ended[0].complete):
-        return ended
-    return ended + run_all(wanted, deadline, environment, _told)
+    wanted = _chosen(stages(gpu_build.BUILD, gpu_build.PLUGIN, architectures), options.only)
+    return run_all(wanted, deadline, environment, _told, save)
 
 
 def _chosen(all_of_them: Sequence[Stage], only: Sequence[str]) -> list[Stage]:
@@ -182,7 +224,7 @@ def _chosen(all_of_them: Sequence[Stage], only: Sequence[str]) -> list[Stage]:
     if unknown:
         names = ", ".join(each.name for each in all_of_them)
         raise SystemExit(f"gpu: no stage {', '.join(sorted(unknown))}; there are {names}")
-    return [each for each in all_of_them if not only or each.name in only]
+    return [each for each in all_of_them if not only or each.name in (*only, *BUILDS)]
 
 
 def _simulated(options: argparse.Namespace, deadline: Deadline) -> int:

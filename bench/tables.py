@@ -257,11 +257,12 @@ def gpu(results: Path) -> list[str]:
     found = json.loads(files[-1].read_text(encoding="utf-8"))
     document = f"all of it: `bench/results/{files[-1].stem}.md`"
     said = f"{found['gpu']['name']}, {found['date'][:10]}: {gpu_report.verdict(found)}"
-    if not found["times"]:
+    times = gpu_report.of_kernels(found)
+    if not times:
         return [f"{said} No kernel was timed; {document}."]
-    rate = gpu_report.copy_rate(found["times"])
+    rate = gpu_report.copy_rate(times)
     copies = f"A copy reads and writes {rate:,.0f} GB/s; {document}."
-    return [f"{said} {copies}", "", *gpu_report.speeds(found["times"])]
+    return [f"{said} {copies}", "", *gpu_report.speeds(times)]
 
 
 def backend(results: Path) -> list[str]:

@@ -1,7 +1,8 @@
 """Builds what bench/gpu.py measures, in build/gpu, for this machine's GPU; needs no network.
 
-A stage of bench/gpu.py: cmake directly, and a package of links to python/gradwire beside the core
-and the CUDA part, so that nothing is installed.
+Two stages of bench/gpu.py. `core`: the CUDA part, the programs that check its kernels and the jobs
+that time them, by a compiler and nvcc alone. `extension`: what Python loads, and a package of links
+to python/gradwire beside it, so that nothing is installed.
 """
 
 from __future__ import annotations
@@ -31,13 +32,28 @@ class CallFailed(RuntimeError):
 
 
 def main() -> int:
-    """Prints the rows; the first argument is the GPUs' architectures, 90 by default."""
-    architectures = sys.argv[1] if len(sys.argv) > 1 else ARCHITECTURES
-    with Row("build", f"CUDA {architectures}") as row:
+    """Prints the rows; arguments: core or extension, and the GPUs' architectures, 90 by default."""
+    what, *given = sys.argv[1:]
+    architectures = given[0] if given else ARCHITECTURES
+    return _core(architectures) if what == "core" else _extension(architectures)
+
+
+def _core(architectures: str) -> int:
+    with Row("build", f"kernels, CUDA {architectures}") as row:
         start = monotonic()
-        _configure(architectures)
-        call(tool("ninja"), "-C", str(BUILD), "extension", "gpu_kernels", "gpu_jobs")
+        _configure(architectures, "-DGRADWIRE_PYTHON=OFF")
+        call(tool("ninja"), "-C", str(BUILD), "gradwire_cuda_plugin", "gpu_kernels", "gpu_jobs")
         row.expect(PLUGIN.exists(), f"there is no {PLUGIN}")
+        row.note(f"{monotonic() - start:.0f} s")
+    return 0
+
+
+def _extension(architectures: str) -> int:
+    with Row("build", "extension") as row:
+        start = monotonic()
+        pybind11 = call(sys.executable, "-m", "pybind11", "--cmakedir").strip()
+        _configure(architectures, "-DGRADWIRE_PYTHON=ON", f"-Dpybind11_DIR={pybind11}")
+        call(tool("ninja"), "-C", str(BUILD), "extension")
         row.note(f"{monotonic() - start:.0f} s")
     with Row("build", "package") as row:
         _link()
@@ -45,17 +61,15 @@ def main() -> int:
     return 0
 
 
-def _configure(architectures: str) -> None:
-    pybind11 = call(sys.executable, "-m", "pybind11", "--cmakedir").strip()
+def _configure(architectures: str, *options: str) -> None:
     call(
         tool("cmake"),
         *("-G", "Ninja", "-S", str(ROOT), "-B", str(BUILD), "-DCMAKE_BUILD_TYPE=Release"),
-        *("-DGRADWIRE_PYTHON=ON", "-DGRADWIRE_CUDA=ON", "-DGRADWIRE_BENCH=ON"),
+        *("-DGRADWIRE_CUDA=ON", "-DGRADWIRE_BENCH=ON", *options),
         "-DGRADWIRE_WARNINGS_ARE_ERRORS=OFF",
         f"-DCMAKE_CUDA_ARCHITECTURES={architectures}",
         f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
         f"-DPython_EXECUTABLE={sys.executable}",
-        f"-Dpybind11_DIR={pybind11}",
     )
 
 

@@ -115,7 +115,7 @@ def check(
         cases = cases_of(p, simulated)
 
         def body(comm: gradwire.Communicator) -> tuple[list[str], int, str]:
-            _prepare(comm, links, nccl)
+            prepare(comm, links, nccl)
             found, refused = problems(comm, cases, gpu_arrays.place(simulated))
             assert comm._gpu is not None
             return found, refused, comm._gpu.links
@@ -134,7 +134,7 @@ def check_native(p: int, nccl: str) -> None:
         lengths = (1, 1001, 1_000_003)
 
         def body(comm: gradwire.Communicator) -> list[str]:
-            _prepare(comm, "nccl", nccl)
+            prepare(comm, "nccl", nccl)
             place = gpu_arrays.place(simulated=False)
             wrong = []
             with place.on_stream():
@@ -150,7 +150,7 @@ def check_native(p: int, nccl: str) -> None:
         row.expect_none([each for found in told for each in found], len(told) * len(lengths) * 2)
 
 
-def _prepare(comm: gradwire.Communicator, links: str, nccl: str) -> None:
+def prepare(comm: gradwire.Communicator, links: str, nccl: str) -> None:
     """Before the process has anything of CUDA."""
     os.environ["GRADWIRE_GPU_LINKS"] = links
     os.environ.update(nccl_environment(comm.rank, nccl if "nccl" in links else ""))
@@ -186,7 +186,7 @@ def check_fault(fault: str, links: str, p: int, simulated: bool, nccl: str) -> N
     knowing = RawArray("b", p)  # which ranks have had their error, or another one
 
     def body(comm: gradwire.Communicator) -> tuple[str, int | None, float] | None:
-        _prepare(comm, links, nccl)
+        prepare(comm, links, nccl)
         place = gpu_arrays.place(simulated)
         with place.on_stream():
             x = place.put(np.ones(1000, np.float32))

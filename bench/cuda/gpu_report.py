@@ -32,9 +32,57 @@ def document(found: Found) -> str:
         "",
         *checks(found["stages"]),
     ]
-    if found["times"]:
-        lines += ["", *speeds(found["times"]), "", _NOTE]
+    if of_kernels(found):
+        lines += ["", *speeds(of_kernels(found)), "", _NOTE]
+    lines += [*_calls(found["times"]), *_steps(found["times"])]
     return "\n".join(lines) + "\n"
+
+
+def of_kernels(found: Found) -> list[Found]:
+    """The times of kernels."""
+    return [each for each in found["times"] if "job" in each]
+
+
+def _calls(times: Sequence[Found]) -> list[str]:
+    """A row for each call from Python, with times and launches by size."""
+    calls = [each for each in times if "call" in each]
+    if not calls:
+        return []
+    sizes = sorted({each["bytes"] for each in calls})
+    head = " | ".join(f"{_bytes(size)}: µs (host, launches)" for size in sizes)
+    lines = ["", f"| ranks | all_reduce | {head} |", "|---|---|" + "---:|" * len(sizes)]
+    by_row: dict[tuple[str, str], dict[int, Found]] = {}
+    for each in calls:
+        row = (f"{each['p']} over {each['links']}", each["call"])
+        by_row.setdefault(row, {})[each["bytes"]] = each
+    for (ranks, call), by_size in by_row.items():
+        cells = " | ".join(_call_cell(by_size.get(size)) for size in sizes)
+        lines.append(f"| {ranks} | {call} | {cells} |")
+    return lines
+
+
+def _call_cell(time: Found | None) -> str:
+    if time is None:
+        return "–"
+    launches = "?" if time["launches"] is None else time["launches"]
+    return f"{time['seconds'] * 1e6:,.0f} ({time['host_seconds'] * 1e6:,.0f}, {launches})"
+
+
+def _steps(times: Sequence[Found]) -> list[str]:
+    """A row for each way to average gradients in DDP; the first one is what others are beside."""
+    steps = [each for each in times if "step" in each]
+    if not steps:
+        return []
+    first = steps[0]["seconds"]
+    lines = ["", f"| DDP step, {steps[0]['p']} ranks | ms | beside the first |", "|---|---:|---:|"]
+    for each in steps:
+        ms, ratio = each["seconds"] * 1e3, each["seconds"] / first
+        lines.append(f"| {each['step']} | {ms:.2f} | {ratio:.2f} |")
+    return lines
+
+
+def _bytes(size: int) -> str:
+    return f"{size >> 20} MB" if size >= 1 << 20 else f"{size} B"
 
 
 def verdict(found: Found) -> str:

@@ -35,6 +35,7 @@ class Stage:
     seconds: float  # that it may take, besides what those before it have left of theirs
     wave: int = 0  # those of one number run side by side
     environment: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()  # stages that must have passed
 
 
 @dataclass
@@ -53,6 +54,11 @@ class Ended:
         return all(row["passed"] for row in self.rows)
 
     @property
+    def succeeded(self) -> bool:
+        """Whether all checks were made, and passed."""
+        return self.passed and self.complete
+
+    @property
     def complete(self) -> bool:
         """Whether the time was enough for all checks."""
         return not any(row.get("incomplete") for row in self.rows)
@@ -63,12 +69,17 @@ def python(program: str, *arguments: str) -> list[str]:
     return [sys.executable, "-u", "-m", f"bench.cuda.{program}", *arguments]
 
 
-def stages(build: Path, plugin: Path) -> list[Stage]:
+CORE, EXTENSION = "build", "build the extension"
+BUILDS = (CORE, EXTENSION)
+
+
+def stages(build: Path, plugin: Path, architectures: str) -> list[Stage]:
     """All of them, on a GPU; first what tells most.
 
+    The kernels are built first, with nothing of Python, and checked while the extension is built.
     Processes share a GPU by turns, which makes many small calls slow: those have waves of their
-    own, and so have times (`speed`, `backend`), and `graph`, which looks at how much memory is
-    free.
+    own, and so have times (`speed`, `calls`, `steps`, `backend`), and `graph`, which looks at how
+    much memory is free.
     """
     kernels, library = str(build / "bench/gpu_kernels"), str(plugin)
     jobs = str(build / "bench/libgpu_jobs.so")
@@ -78,18 +89,23 @@ def stages(build: Path, plugin: Path) -> list[Stage]:
     def sanitize(tool: str) -> list[str]:
         return python("gpu_sanitize", tool, kernels, library, SECONDS)
 
+    core, extension = (CORE,), (EXTENSION,)
     return [
-        Stage("kernels", [kernels, library, "all"], 55, 0),
-        Stage("loopback", python("gpu_loopback"), 55, 1, queues),
-        Stage("graph", python("gpu_graph"), 25, 2, queues),
-        Stage("speed", python("gpu_speed", library, jobs), 60, 3),
-        Stage("ranks", python("gpu_ranks"), 60, 4),
-        Stage("C++ tests", python("gpu_tests", str(build), library), 60, 4),
-        Stage("hook", python("gpu_ddp"), 35, 5),
-        Stage("long arrays", [kernels, library, "long"], 35, 5),
-        Stage("backend", python("gpu_backend"), 50, 6),
-        Stage("memcheck", sanitize("memcheck"), 30, 7),
-        Stage("racecheck", sanitize("racecheck"), 30, 7),
+        Stage(CORE, python("gpu_build", "core", architectures), 70, 0),
+        Stage("kernels", [kernels, library, "all"], 55, 1, needs=core),
+        Stage(EXTENSION, python("gpu_build", "extension", architectures), 75, 1, needs=core),
+        Stage("speed", python("gpu_speed", library, jobs), 50, 2, needs=core),
+        Stage("calls", python("gpu_call_times"), 40, 3, needs=extension),
+        Stage("steps", python("gpu_step_times"), 30, 4, needs=extension),
+        Stage("loopback", python("gpu_loopback"), 40, 5, queues, extension),
+        Stage("graph", python("gpu_graph"), 20, 6, queues, extension),
+        Stage("ranks", python("gpu_ranks"), 45, 7, needs=extension),
+        Stage("C++ tests", python("gpu_tests", str(build), library), 45, 7, needs=extension),
+        Stage("hook", python("gpu_ddp"), 30, 8, needs=extension),
+        Stage("long arrays", [kernels, library, "long"], 30, 8, needs=core),
+        Stage("backend", python("gpu_backend"), 30, 9, needs=extension),
+        Stage("memcheck", sanitize("memcheck"), 20, 10, needs=core),
+        Stage("racecheck", sanitize("racecheck"), 20, 10, needs=core),
     ]
 
 
@@ -139,36 +155,44 @@ def run_all(
     deadline: Deadline,
     base: Mapping[str, str],
     told: Callable[[str], object],
-    later: Sequence[Stage] = (),
+    save: Callable[[Sequence[Ended]], object] = lambda ended: None,
 ) -> list[Ended]:
-    """Wave after wave, and nobody takes what those after it, and `later`, may need.
+    """Wave after wave, and nobody takes what those after it may need.
 
-    What the deadline leaves no time for, or ends, is incomplete.
+    What the deadline leaves no time for, or ends, is incomplete. `save` gets all that have ended
+    after each wave.
     """
     ended: list[Ended] = []
     waves = _waves(all_of_them)
     for number, wave in enumerate(waves):
-        others = needed(later) + sum(map(needed, waves[number + 1 :]))
+        others = sum(map(needed, waves[number + 1 :]))
         spare = deadline.remaining() - others - needed(wave)
         with ThreadPoolExecutor(len(wave)) as pool:
-            begun = partial(_run, spare=spare, deadline=deadline, base=base, told=told)
+            begun = partial(
+                _run, before=list(ended), spare=spare, deadline=deadline, base=base, told=told
+            )
             ended += pool.map(begun, wave)
+        save(ended)
     return ended
 
 
 def _run(
     stage: Stage,
+    before: Sequence[Ended],
     spare: float,
     deadline: Deadline,
     base: Mapping[str, str],
     told: Callable[[str], object],
 ) -> Ended:
     own, left = stage.seconds + max(0, spare - 1), deadline.remaining() - 1
-    if left < _TOO_LATE:
+    lacking = [each.name for each in before if each.name in stage.needs and not each.succeeded]
+    if lacking:
+        ended = Ended(stage.name, 0, [_incomplete(f"it needs {lacking[0]!r}, which did not pass")])
+    elif left < _TOO_LATE:
         ended = Ended(stage.name, 0, [_incomplete("no time was left")])
     else:
         told(f"{stage.name} (up to {min(own, left):.0f} s)")
-        ended = run(stage, min(own, left), base, cut=left < own)
+        ended = run(stage, min(own, left), base)
     told(f"{stage.name}: {summary(ended)}")
     if not ended.passed:
         told("\n".join(ended.errors))
@@ -192,10 +216,10 @@ def summary(ended: Ended) -> str:
     return f"{checks} checks passed in {ended.seconds:.1f} s"
 
 
-def run(stage: Stage, seconds: float, base: Mapping[str, str], *, cut: bool = False) -> Ended:
-    """Its rows; that it crashed, hung or told nothing is one that failed.
+def run(stage: Stage, seconds: float, base: Mapping[str, str]) -> Ended:
+    """Its rows; that it crashed or told nothing is one that failed.
 
-    `cut`: it should have had more seconds, so that it proves nothing if they were not enough.
+    One that ran out of time is incomplete: it may be slow, or hang.
     """
     ended = Ended(stage.name, 0)
     start = monotonic()
@@ -221,7 +245,7 @@ def run(stage: Stage, seconds: float, base: Mapping[str, str], *, cut: bool = Fa
         errors.seek(0)
         ended.errors = errors.read().decode(errors="replace").strip().splitlines()[-60:]
         if why:
-            row = _incomplete if cut and late.is_set() else _failed
+            row = _incomplete if late.is_set() else _failed
             ended.rows.append(row(" | ".join([why, *ended.errors[-4:]])))
     return ended
 
@@ -265,7 +289,7 @@ def _why(status: int, late: float | None, ended: Ended) -> str:
     """How it ended, if not well."""
     if late is not None:
         last = f", last of {ended.rows[-1]['group']} {ended.rows[-1]['case']}" if ended.rows else ""
-        return f"ended by force after {late:.0f} s{last}"
+        return f"ran out of its {late:.0f} s{last}"
     if status != 0:
         return f"ended with status {status}"
     return "" if ended.rows else "it told nothing"

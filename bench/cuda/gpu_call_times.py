@@ -1,0 +1,122 @@
+"""What calls from Python take on GPUs: two and four processes on one GPU.
+
+A stage of bench/gpu.py. Ranks exchange messages over NCCL where it lets ranks share a GPU, else by
+way of the host. `host_seconds` is the time until a call returns, `seconds` that between two
+results, and `launches` the kernels and copies of one call, NCCL's among them. NCCL's own
+all_reduce, as algorithm="nccl", is what the others are compared with.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any, NamedTuple
+
+import gradwire
+import torch
+
+from bench.cuda import gpu_arrays
+from bench.cuda.gpu_ranks import nccl_version, prepare
+from bench.cuda.gpu_rows import Row, tell
+
+sys.path.append(str(gpu_arrays.TESTS))
+import ranks
+
+SIZES = (4, 1 << 20, 25 << 20)  # bytes
+_TURNS, _CALLS = 5, 10
+
+
+class Call(NamedTuple):
+    """An all_reduce; codecs have error feedback."""
+
+    algorithm: str
+    codec: str = "none"
+
+    def __str__(self) -> str:
+        return self.algorithm if self.codec == "none" else f"{self.algorithm}, {self.codec}"
+
+
+CALLS = (
+    Call("ring"),
+    Call("direct"),
+    Call("direct", "fp16"),
+    Call("direct", "onebit"),
+    Call("direct", "onebit:block=8192"),
+)
+
+
+def main() -> int:
+    """Prints the rows and times."""
+    nccl = nccl_version()
+    for links in ("nccl", "host") if nccl else ("host",):
+        for p in (2, 4):
+            with Row(f"times of calls over {links}", f"p={p}") as row:
+                told = ranks.run(
+                    p, _times, links, nccl, transport="tcp", processes=True, timeout=30
+                )
+                for each in told[0]:
+                    tell(**each)
+                row.expect(told[0], "nothing was timed")
+    return 0
+
+
+def _times(comm: gradwire.Communicator, links: str, nccl: str) -> list[dict[str, Any]]:
+    """What this rank found, of each size and call."""
+    prepare(comm, links, nccl)
+    torch.cuda.set_device(0)
+    calls = (Call("nccl"), *CALLS) if links == "nccl" else CALLS
+    return [_time(comm, links, call, size) for size in SIZES for call in calls]
+
+
+def _time(comm: gradwire.Communicator, links: str, call: Call, size: int) -> dict[str, Any]:
+    x = torch.ones(size // 4, device="cuda")
+    feedback: Any = False if call.codec == "none" else gradwire.ErrorFeedback()
+
+    def once() -> None:
+        key = {"key": "x"} if feedback else {}
+        comm.all_reduce(
+            x, op="avg", algorithm=call.algorithm, codec=call.codec, feedback=feedback, **key
+        )
+
+    once()
+    turns = [_turn(comm, once) for _ in range(_TURNS)]
+    return {
+        "call": str(call),
+        "links": links,
+        "p": comm.size,
+        "bytes": size,
+        "host_seconds": statistics.median(host for host, _ in turns),
+        "seconds": statistics.median(total for _, total in turns),
+        "launches": _launches(once),
+    }
+
+
+def _turn(comm: gradwire.Communicator, once: Any) -> tuple[float, float]:
+    """Seconds of a call, until it returns and until its result is there."""
+    torch.cuda.synchronize()
+    comm.barrier()
+    begun = time.perf_counter()
+    for _ in range(_CALLS):
+        once()
+    returned = time.perf_counter()
+    torch.cuda.synchronize()
+    return (returned - begun) / _CALLS, (time.perf_counter() - begun) / _CALLS
+
+
+def _launches(once: Any) -> int | None:
+    """Kernels, copies and fills of one call; None where torch's profiler sees no GPU."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    try:
+        with torch.profiler.profile(activities=activities) as profile:
+            once()
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return None
+    return sum(
+        each.device_type == torch.autograd.DeviceType.CUDA for each in profile.events() or ()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
