@@ -25,7 +25,7 @@ from gradwire._schedules.schedule import Schedule, gathering, groups_of
 VARIABLE = "GRADWIRE_MODEL"
 BUILT_IN = "default"  # as a value of the variable
 
-_FORMAT = 2  # in format 1 parameters had other meanings
+_FORMAT = 3  # in earlier formats parameters had other meanings
 _MOST_BYTES = 1 << 16  # of a file
 _log = logging.getLogger("gradwire")
 
@@ -35,11 +35,14 @@ class CostModel:
 
     Parameters have flat names and are in seconds. ``within.`` is for pairs of ranks on one host,
     ``between.`` for other pairs; both have ``alpha`` (processor time per message and end),
-    ``latency``, ``beta`` (of a NIC, per byte on the wire) and ``copy`` (processor time per byte on
-    the wire and end). ``call``, ``move`` and ``gamma`` are processor time per call and per byte
-    copied or added; ``turn`` is the time until another rank has the core; ``far.*`` say how much
-    slower bytes are in large calls; ``CODEC.encode`` and ``CODEC.decode`` are per byte of the
-    array. ``cores`` is the number of cores that the ranks of a host share.
+    ``latency``, ``beta`` (of a NIC, per byte on the wire), ``mixed`` (what a message takes longer
+    per byte after one of another sender), ``burst`` (bytes that pass an idle NIC at once) and
+    ``copy`` (processor time per byte on the wire and end). ``call``, ``move`` and ``gamma`` are
+    processor time per call and per byte copied or added; ``turn`` is the time until another rank
+    has the core; ``far.*`` say how much slower bytes are in large calls where no cache holds them;
+    ``CODEC.encode`` and ``CODEC.decode`` are per byte of the array. ``cores`` is the number of
+    cores that the ranks of a host share, and ``sharing`` how many hosts share these, as containers
+    of one machine do.
     """
 
     __slots__ = ("_core",)
@@ -54,7 +57,7 @@ class CostModel:
 
     @property
     def parameters(self) -> dict[str, float]:
-        """All parameters by name: in seconds, except ``cores`` and ``far.*``."""
+        """All parameters by name; `CostModel` says in which units."""
         return self._core.parameters
 
     def predict(
@@ -138,6 +141,7 @@ class HostSet(NamedTuple):
     within: str  # transport of pairs on one host
     between: str
     link: str | None = None  # what GRADWIRE_LINK emulates
+    sharing: int = 1  # hosts on each machine: containers, or network namespaces
 
     @property
     def path(self) -> Path:
@@ -148,7 +152,8 @@ class HostSet(NamedTuple):
     def __str__(self) -> str:
         hosts = ", ".join(f"{ranks} on {name}" for name, ranks in self.hosts)
         links = self.within if len(self.hosts) == 1 else f"{self.within} and {self.between}"
-        return f"{hosts} over {links}" + (f" held to {self.link}" if self.link else "")
+        held = f" held to {self.link}" if self.link else ""
+        return f"{hosts} over {links}{held}" + (f", {self.sharing} a machine" * (self.sharing > 1))
 
 
 def directory() -> Path:
@@ -166,6 +171,7 @@ def usable_cores() -> int:
 def built_in(hosts: HostSet) -> _core.CostModel:
     """The model that is used without a measurement."""
     model = _core.CostModel(hosts.within, hosts.between, usable_cores())
+    model.set("sharing", hosts.sharing)
     if hosts.link is not None and (link := emulated_link.spec()) is not None:
         beta, latency = _core.link_costs(link)
         _set(model, {"within.beta": beta, "within.latency": latency})

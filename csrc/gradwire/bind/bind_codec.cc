@@ -97,6 +97,10 @@ void bind_codec(py::module_& m) {
           [](const Codec& self) { return self.value->combine() == codec::Combine::kCompound; })
       .def_property_readonly("biased", [](const Codec& self) { return self.value->biased(); })
       .def(
+          "usual_bytes",
+          [](const Codec& self, std::size_t count) { return self.value->usual_bytes(count); },
+          py::arg("count"))
+      .def(
           "max_bytes",
           [](const Codec& self, std::size_t count) { return self.value->max_bytes(count); },
           py::arg("count"))

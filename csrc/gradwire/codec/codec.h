@@ -124,6 +124,9 @@ class Codec {
   // Returns the most bytes that encode() writes for n elements; exactly that many when
   // fixed_size().
   virtual std::size_t max_bytes(std::size_t n) const noexcept = 0;
+  // Returns about how many bytes that are where few values are exactly 0: what calls are taken to
+  // cost.
+  virtual std::size_t usual_bytes(std::size_t n) const noexcept { return max_bytes(n); }
   virtual bool fixed_size() const noexcept { return true; }
   virtual SecondsPerByte seconds_per_byte() const noexcept { return {}; }
 

@@ -137,6 +137,9 @@ class OneBit final : public Codec {
     return n / block_ * OneBitKernels::most_bytes(block_) +
            (rest == 0 ? 0 : OneBitKernels::most_bytes(rest));
   }
+  std::size_t usual_bytes(std::size_t n) const noexcept override {  // no block has a mask
+    return (n + block_ - 1) / block_ * kHeader + (n + 7) / 8;
+  }
 
   std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
                      Bytes out) const override {

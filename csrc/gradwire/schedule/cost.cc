@@ -12,6 +12,7 @@ namespace {
 
 constexpr double kMostSeconds = 1000;
 constexpr double kMostCores = 1e6;
+constexpr double kMostBytes = 1e12;
 constexpr double kNearBytes = 64 * 1024;
 constexpr int kOctavesApart = 3;  // 64 KiB, 512 KiB, 4 MiB, 32 MiB
 
@@ -21,14 +22,13 @@ constexpr Named kScalars[] = {{"call", &CostModel::call},
                               {"move", &CostModel::move},
                               {"gamma", &CostModel::gamma},
                               {"turn", &CostModel::turn}};
-constexpr NamedOfLink kOfLink[] = {{"alpha", &LinkCost::alpha},
-                                   {"latency", &LinkCost::latency},
-                                   {"beta", &LinkCost::beta},
-                                   {"copy", &LinkCost::copy}};
+constexpr NamedOfLink kOfLink[] = {{"alpha", &LinkCost::alpha}, {"latency", &LinkCost::latency},
+                                   {"beta", &LinkCost::beta},   {"copy", &LinkCost::copy},
+                                   {"mixed", &LinkCost::mixed}, {"burst", &LinkCost::burst}};
 constexpr const char* kFar[] = {"far.512K", "far.4M", "far.32M"};
 
-// Calls each(name, value) for all parameters but cores, always in the same order. `Model` may be
-// const.
+// Calls each(name, value) for all parameters but cores and sharing, always in the same order.
+// `Model` may be const.
 template <typename Model, typename Each>
 void visit(Model& model, Each each) {
   for (const auto& [name, member] : kOfLink)
@@ -63,19 +63,21 @@ std::vector<std::pair<std::string, double>> CostModel::parameters() const {
   std::vector<std::pair<std::string, double>> all;
   visit(*this, [&](const std::string& name, double value) { all.emplace_back(name, value); });
   all.emplace_back("cores", cores);
+  all.emplace_back("sharing", sharing);
   return all;
 }
 
 void CostModel::set(const std::string& name, double value) {
-  if (name == "cores") {
+  if (name == "cores" || name == "sharing") {
     require(value >= 1 && value <= kMostCores && value == std::floor(value), name, value);
-    cores = static_cast<int>(value);
+    (name == "cores" ? cores : sharing) = static_cast<int>(value);
     return;
   }
   bool found = false;
   visit(*this, [&](const std::string& each, double& place) {
     if (each != name) return;
-    require(value >= 0 && value < kMostSeconds, name, value);
+    require(value >= 0 && value < (name.ends_with(".burst") ? kMostBytes : kMostSeconds), name,
+            value);
     place = value;
     found = true;
   });

@@ -12,9 +12,14 @@
 //     at the receiver    alpha + copy·w, and the codec's time to land it
 //
 // Within a host each rank has a NIC of its own (beta is 0, unless links are emulated); between
-// hosts all ranks of a host share one.
+// hosts all ranks of a host share one. A NIC that was idle lets `burst` bytes pass at once, as a
+// token bucket does, and takes mixed·w longer for a message that follows one of another sender.
 //
-// Where a host has more ranks than cores, several ranks share a core. The rank on the core works
+// The codec's time, or that of copies and additions, grows with the size of the call for chunks
+// that a rank has not touched in this round or the one before (`far`).
+//
+// Where a host, or `sharing` hosts on one machine, have more ranks than cores, several ranks share
+// a core. The rank on the core works
 // until it must wait, then yields. Waiting ranks get the core in turns, each of which takes `turn`
 // whether there is something to do or not. In this case successive calls are simulated: a rank goes
 // on with the next call while it has the core.
@@ -55,6 +60,7 @@ struct CostModel {
   double gamma = 0;  // seconds of a processor per byte added from staging
   double turn = 0;   // seconds until another rank runs on a core
   int cores = 1;     // of each host
+  int sharing = 1;   // neighbouring hosts that share these cores, as containers of a machine do
   // The cost of far memory: seconds of a processor per byte grow by these factors for calls of 512
   // KiB, 4 MiB and 32 MiB per rank. The factor is 1 up to 64 KiB and grows linearly with the
   // octaves between these sizes.
@@ -64,8 +70,8 @@ struct CostModel {
   const CodecCost& codec(std::string_view name) const;  // by name or spec; else kAnyCodec's
 
   // The parameters under flat names: "within.alpha", "far.4M", "fp16.encode". set() throws
-  // InvalidArgument for any other name, and unless the value is at least 0 and below 1000 (for
-  // cores: a whole number from 1 to a million).
+  // InvalidArgument for any other name, and unless the value is at least 0 and below 1000 (of a
+  // burst: below 10^12; for cores and sharing: a whole number from 1 to a million).
   std::vector<std::pair<std::string, double>> parameters() const;
   void set(const std::string& name, double value);
   std::uint64_t digest() const;  // of all of these; never 0

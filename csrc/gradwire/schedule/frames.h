@@ -30,19 +30,27 @@ struct WavefrontStep {
 };
 std::vector<WavefrontStep> wavefront(int rounds, int segments);
 
+// Seconds of a processor: for chunks that the rank touches for the first time in a call, or has not
+// touched for rounds, which grow with the call's size, and for chunks that are still in a cache.
+struct Effort {
+  double far = 0;
+  double near = 0;
+  double seconds(double growth) const { return far * growth + near; }
+};
+
 class Frames {
  public:
   // A message, with all its segments together.
   struct Message {
     Rank src = 0;
     Rank dst = 0;
-    double wire = 0;  // bytes of payload
-    double work = 0;  // seconds to land it
+    double wire = 0;   // bytes of payload
+    Effort work = {};  // to land it
   };
   struct Send {
     std::uint32_t first = 0;  // index into copies_
     std::uint32_t last = 0;
-    double work = 0;  // seconds to stage it
+    Effort work = {};  // to stage it
   };
 
   Frames(const Schedule& schedule, const CostModel& model, const Workload& work);

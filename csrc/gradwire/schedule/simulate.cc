@@ -15,11 +15,12 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr std::size_t kNone = ~std::size_t{0};
 
-// Where ranks share cores, successive calls are simulated. The first and the last do not count, as
-// no call precedes or follows them.
+// Where ranks share cores, or NICs let bursts pass, successive calls are simulated. The first and
+// the last do not count, as no call precedes or follows them.
 constexpr int kCallsThatCount = 2;
 // A waiting rank yields so many times, then sleeps.
 constexpr double kYields = 20;
+constexpr Rank kNobody = -1;
 
 std::size_t at(int i) { return static_cast<std::size_t>(i); }
 
@@ -29,9 +30,11 @@ class Hosts {
   Hosts(const CostModel& model, const std::vector<int>& host_of, int ranks)
       : host_of_(host_of.empty() ? std::vector<int>(at(ranks), 0) : host_of), turn_(model.turn) {
     const int hosts = 1 + *std::max_element(host_of_.begin(), host_of_.end());
-    place_ranks(hosts, model.cores, model.call);
+    place_ranks(hosts, model.cores, model.sharing, model.call);
     for (auto* nics : {&out_of_rank_, &into_rank_}) nics->assign(at(ranks), 0);
     for (auto* nics : {&out_of_host_, &into_host_}) nics->assign(at(hosts), 0);
+    last_to_rank_.assign(at(ranks), kNobody);
+    last_to_host_.assign(at(hosts), kNobody);
   }
 
   bool together(Rank a, Rank b) const { return host_of_[at(a)] == host_of_[at(b)]; }
@@ -42,14 +45,17 @@ class Hosts {
   double send(const LinkCost& link, Rank src, Rank dst, double bytes, double time) {
     double& out = together(src, dst) ? out_of_rank_[at(src)] : out_of_host_[at(host_of_[at(src)])];
     const double start = std::max(time, out);
-    out = start + bytes * link.beta;
+    out = std::max(out, time - link.burst * link.beta) + bytes * link.beta;
     return start + link.latency;
   }
   // Returns when all of the bytes have arrived. Must be called in the order of the first bits.
   double receive(const LinkCost& link, Rank src, Rank dst, double bytes, double first_bit) {
     double& in = together(src, dst) ? into_rank_[at(dst)] : into_host_[at(host_of_[at(dst)])];
-    in = std::max(in, first_bit) + bytes * link.beta;
-    return in;
+    Rank& last = together(src, dst) ? last_to_rank_[at(dst)] : last_to_host_[at(host_of_[at(dst)])];
+    const double mixed = last == kNobody || last == src ? 0 : link.mixed;
+    last = src;
+    in = std::max(in, first_bit - link.burst * link.beta) + bytes * (link.beta + mixed);
+    return std::max(first_bit, in);
   }
 
   // Returns when the rank, which has something to do from `time` on, gets its core if no other rank
@@ -95,16 +101,17 @@ class Hosts {
   };
   static constexpr double kSame = 1e-6;  // of a cycle
 
-  // Assigns ranks to cores on hosts that have more ranks than cores.
-  void place_ranks(int hosts, int cores, double start) {
+  // Assigns ranks to cores on machines that have more ranks than cores.
+  void place_ranks(int hosts, int cores, int sharing, double start) {
     seats_.resize(host_of_.size());
-    for (int host = 0; host < hosts; ++host) {
-      if (std::count(host_of_.begin(), host_of_.end(), host) <= cores) continue;
+    for (int machine = 0; machine * sharing < hosts; ++machine) {
+      auto here = [&](int host) { return host / sharing == machine; };
+      if (std::count_if(host_of_.begin(), host_of_.end(), here) <= cores) continue;
       const std::size_t first = cores_.size();
       cores_.resize(first + at(cores));
       int next = 0;
       for (std::size_t r = 0; r < seats_.size(); ++r)
-        if (host_of_[r] == host) sit_down(seats_[r], first + at(next++ % cores));
+        if (here(host_of_[r])) sit_down(seats_[r], first + at(next++ % cores));
     }
     // The first rank of each core has it as soon as calls begin.
     for (Core& core : cores_) core = {start - turn_, core.ranks - 1, core.ranks, 0};
@@ -117,8 +124,9 @@ class Hosts {
 
   std::vector<int> host_of_;
   double turn_;
-  std::vector<Seat> seats_;  // by rank
-  std::vector<Core> cores_;  // of crowded hosts
+  std::vector<Seat> seats_;                        // by rank
+  std::vector<Core> cores_;                        // of crowded hosts
+  std::vector<Rank> last_to_rank_, last_to_host_;  // whose message each NIC has received last
   std::vector<double> out_of_rank_, into_rank_, out_of_host_, into_host_;
 };
 
@@ -131,7 +139,9 @@ class Simulation {
         hosts_(model, work.host_of, frames.ranks()),
         growth_(model.growth(total_bytes(work))),
         per_call_(simulated),
-        calls_(frames.mutual() && hosts_.any_crowded() ? kCallsThatCount + 2 : 1),
+        calls_(frames.mutual() && (hosts_.any_crowded() || model.between.burst > 0)
+                   ? kCallsThatCount + 2
+                   : 1),
         segments_(simulated * calls_),
         arrivals_(frames.messages().size() * at(segments_), kNever),
         ranks_(at(frames.ranks())),
@@ -248,12 +258,12 @@ class Simulation {
   void stage(Rank rank, const Frames::Send& send, double& time) {
     RankState& state = ranks_[at(rank)];
     const int segment = order_[state.send.place].segment;
-    time += send.work * growth_ / parts_;
+    time += send.work.seconds(growth_) / parts_;
     for (std::uint32_t m : frames_.copies(send)) {
       const Frames::Message& message = frames_.messages()[m];
       const LinkCost& link = link_of(message);
       const double bytes = bytes_of(message);
-      time += link.alpha + link.copy * growth_ * bytes;
+      time += link.alpha + link.copy * bytes;
       const std::size_t flight = m * at(segments_) + at(segment);
       const double first_bit = hosts_.send(link, rank, message.dst, bytes, time);
       if (link.beta > 0)
@@ -284,7 +294,7 @@ class Simulation {
   void land(Rank rank, const Frames::Message& message, double& time) {
     RankState& state = ranks_[at(rank)];
     const LinkCost& link = link_of(message);
-    time += link.alpha + (link.copy * bytes_of(message) + message.work / parts_) * growth_;
+    time += link.alpha + link.copy * bytes_of(message) + message.work.seconds(growth_) / parts_;
     ++state.landed[at(order_[state.receive.place].segment)];
     ++state.receive.within;
     state.landing_next = false;

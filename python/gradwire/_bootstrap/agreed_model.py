@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections import Counter
+from collections.abc import Sequence
 
+from gradwire._bootstrap.host_info import machine_of
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
 from gradwire._host import emulated_link
 from gradwire._host.transport_kinds import EMULATED
-from gradwire._model import HostSet, find, pack, unpack
+from gradwire._model import HostSet, find, pack, unpack, usable_cores
 
 _log = logging.getLogger("gradwire")
 
@@ -22,7 +25,15 @@ def host_set(mesh: Mesh) -> HostSet:
     hosts = tuple(sorted((name_of[host], ranks) for host, ranks in Counter(mesh.hosts).items()))
     used = {peer.same_host: peer.links["collective"].transport for peer in mesh.peers.values()}
     within, between = used.get(True, "shm"), used.get(False, "tcp")
-    return HostSet(hosts, within, between, emulated_link.spec() if within == EMULATED else None)
+    link = emulated_link.spec() if within == EMULATED else None
+    return HostSet(hosts, within, between, link, _hosts_a_machine(mesh.hosts))
+
+
+def _hosts_a_machine(hosts: Sequence[str]) -> int:
+    """The most hosts that share a machine's cores: one, where this process has its own cores."""
+    if usable_cores() < (os.cpu_count() or 1):
+        return 1
+    return max(Counter(map(machine_of, set(hosts))).values())
 
 
 def agree(mesh: Mesh, exchange: RendezvousExchange) -> None:

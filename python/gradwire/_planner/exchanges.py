@@ -132,7 +132,7 @@ class Cluster:
 
 @functools.cache
 def usual_share(codec: str, ranks: int) -> float:
-    """The bytes that a codec usually sends, over the most that payloads of sums may need.
+    """The bytes that a codec usually sends, over those that the model takes payloads to have.
 
     Values are taken to be normally distributed. Sparse payloads of few ranks are gathered: a rank
     sends p - 1 of them, where a ring sends 2 (p - 1) / p.
@@ -141,8 +141,8 @@ def usual_share(codec: str, ranks: int) -> float:
         return 1.0
     gathered = max(1.0, ranks / 2) if codec.partition(":")[0] in _SPARSE else 1.0
     x = np.random.default_rng(1).standard_normal(_SAMPLE).astype(np.float32)
-    most = _core.Codec(codec).max_bytes(_SAMPLE)
-    return min(1.0, gathered * len(codecs.get(codec).encode(x)) / most)
+    assumed = _core.Codec(codec).usual_bytes(_SAMPLE)
+    return min(1.0, gathered * len(codecs.get(codec).encode(x)) / assumed)
 
 
 def wire_codec(codec: str) -> str:

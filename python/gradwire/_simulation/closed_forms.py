@@ -34,7 +34,8 @@ class Round:
     of the busiest rank's own messages that do, and `path(g)` the share of the rounds in which one
     chunk does, on its way. `landing` says what becomes of a message: "reduce", "copy", or "first"
     for the first copies of what a rank has just finished. Several messages of one content
-    (`alike`) are staged once.
+    (`alike`) are staged once. `cold` says which share of the bytes that are staged, and that are
+    landed on, the rank has not touched for rounds.
     """
 
     nbytes: float  # of the array, in one message
@@ -44,6 +45,7 @@ class Round:
     messages: int = 1
     times: int = 1
     alike: bool = False
+    cold: tuple[float, float] = (0.0, 1.0)
     path: Callable[[int], float] | None = None  # None: as leaving, all or nothing
 
 
@@ -152,13 +154,15 @@ class Prices:
         own = far * self._of["between.latency"] + (1 - far) * self._of["within.latency"]
         return own + sum(path(ranks) * latency for ranks, _, latency in self._levels)
 
-    def ends(self, nbytes: float, far: float, landing: str) -> Ends:
+    def ends(self, nbytes: float, far: float, landing: str, cold: tuple[float, float]) -> Ends:
         """The processor's seconds of a message of `nbytes` of the array."""
         wire = self.wire(nbytes)
-        alpha = self._mixed("alpha", far) + self._mixed("copy", far) * wire * self._growth
-        staged, landed = self._work(landing)
-        grown = nbytes * self._growth
-        return Ends(staged * grown, alpha, alpha + landed * grown)
+        alpha = self._mixed("alpha", far) + self._mixed("copy", far) * wire
+        staged, landed = (
+            work * nbytes * (1 + share * (self._growth - 1))
+            for work, share in zip(self._work(landing), cold, strict=True)
+        )
+        return Ends(staged, alpha, alpha + landed)
 
     def inside(self, leaving: Callable[[int], float]) -> float:
         """Returns 1.0 for a round that stays within hosts, else 0."""
@@ -193,7 +197,7 @@ def _rounds(rounds: Iterable[Round], prices: Prices, segments: int) -> float:
 
 def _round(each: Round, prices: Prices, part: float) -> tuple[float, float]:
     """The seconds of one segment's round alone, and of each of many that follow each other."""
-    ends = prices.ends(part, prices.far(each.far), each.landing)
+    ends = prices.ends(part, prices.far(each.far), each.landing, each.cold)
     staged = ends.stage * (1 if each.alike else each.messages)
     work = staged + each.messages * (ends.send + ends.land)
     link = prices.link(part, each.leaving)
@@ -202,7 +206,8 @@ def _round(each: Round, prices: Prices, part: float) -> tuple[float, float]:
         return 1.0 if each.leaving(g) else 0.0
 
     path = each.path or always
-    on_path = prices.ends(part, path(prices.host) * bool(prices.far(each.far)), each.landing)
+    far = path(prices.host) * bool(prices.far(each.far))
+    on_path = prices.ends(part, far, each.landing, each.cold)
     flight = prices.latency(path) + on_path.land
     own = link * max(path(prices.host), prices.inside(each.leaving))
     first = on_path.stage + on_path.send + flight + own
@@ -217,10 +222,16 @@ def _tree(tree: Tree, prices: Prices, segments: int) -> float:
     far = tree.depth - near
     way = near * _climb_and_descend(tree, prices, part, 0.0)
     way += far * _climb_and_descend(tree, prices, part, 1.0)
-    up, down = (prices.ends(part, float(far > 0), each) for each in ("reduce", "copy"))
+    up, down = _ends_of_tree(tree, prices, part, float(far > 0))
     work = tree.fan * (up.land + down.send) + down.stage
     work += tree.parents * (up.stage + up.send + down.land)
     return way + (segments - 1) * max(work, prices.link(part, tree.leaving))
+
+
+def _ends_of_tree(tree: Tree, prices: Prices, part: float, far: float) -> tuple[Ends, Ends]:
+    """The seconds of a message up and of one down: the first child's meets cold bytes."""
+    up = prices.ends(part, far, "reduce", (0.0, 1 / tree.fan))
+    return up, prices.ends(part, far, "copy", (0.0, float(tree.depth > 1)))
 
 
 def _climb_and_descend(tree: Tree, prices: Prices, part: float, far: float) -> float:
@@ -229,7 +240,7 @@ def _climb_and_descend(tree: Tree, prices: Prices, part: float, far: float) -> f
     def path(g: int) -> float:
         return 1.0 if far or g == 1 else 0.0
 
-    up, down = (prices.ends(part, far, each) for each in ("reduce", "copy"))
+    up, down = _ends_of_tree(tree, prices, part, far)
     one = prices.link(part, path)
     wide = tree.fan * one
     if tree.near and far:  # all ranks of a host are at it at once
@@ -297,8 +308,13 @@ def _ring(nbytes: float, p: int) -> list[Round]:
 
     chunk = nbytes / p
     return [
-        Round(chunk, leaving, far, landing, times=times, path=path)
-        for landing, times in (("reduce", p - 1), ("first", 1), ("copy", p - 2))
+        Round(chunk, leaving, far, landing, times=times, path=path, cold=(first, 1.0))
+        for landing, times, first in (
+            ("reduce", 1, 1.0),
+            ("reduce", p - 2, 0.0),
+            ("first", 1, 0.0),
+            ("copy", p - 2, 0.0),
+        )
     ]
 
 
@@ -310,8 +326,8 @@ def _direct(nbytes: float, p: int) -> list[Round]:
         return max(0, p - g) / (p - 1)
 
     return [
-        Round(nbytes / p, leaving, far, "reduce", messages=p - 1),
-        Round(nbytes / p, leaving, far, "first", messages=p - 1, alike=True),
+        Round(nbytes / p, leaving, far, "reduce", p - 1, cold=(1.0, 1 / (p - 1))),
+        Round(nbytes / p, leaving, far, "first", p - 1, alike=True, cold=(0.0, 0.0)),
     ]
 
 
@@ -346,18 +362,22 @@ def _folded(nbytes: float, p: int) -> tuple[int, list[Round], list[Round]]:
 def _halving_doubling(nbytes: float, p: int) -> list[Round]:
     core, before, after = _folded(nbytes, p)
     masks = [core >> (i + 1) for i in range(core.bit_length() - 1)]
-    down = [Round(nbytes * m / core, *_exchange(m, p), "reduce") for m in masks]
-    up = [
-        Round(nbytes * m / core, *_exchange(m, p), "first" if m == 1 else "copy")
-        for m in reversed(masks)
-    ]
+
+    def part(mask: int, landing: str, staged: bool, landed: bool) -> Round:
+        return Round(nbytes * mask / core, *_exchange(mask, p), landing, cold=(staged, landed))
+
+    down = [part(m, "reduce", m == masks[0], m == masks[0]) for m in masks]
+    up = [part(m, "first" if m == 1 else "copy", False, m > 1) for m in reversed(masks)]
     return [*before, *down, *up, *after]
 
 
 def _recursive_doubling(nbytes: float, p: int) -> list[Round]:
     core, before, after = _folded(nbytes, p)
     masks = [1 << i for i in range(core.bit_length() - 1)]
-    return [*before, *(Round(nbytes, *_exchange(m, p), "reduce") for m in masks), *after]
+    exchanges = [
+        Round(nbytes, *_exchange(m, p), "reduce", cold=(float(m == 1), 0.0)) for m in masks
+    ]
+    return [*before, *exchanges, *after]
 
 
 def _binary_tree(nbytes: float, p: int) -> list[Tree]:
@@ -442,9 +462,9 @@ def growth_of(parameters: Mapping[str, float], nbytes: float) -> float:
 
 
 def ratio_of(codec: str, nbytes: float) -> float:
-    """The bytes of a payload over those of its array, at most."""
+    """The bytes of a payload over those of its array, as the core's model takes them."""
     elements = int(nbytes / 4) + 1
-    return _core.Codec(codec).max_bytes(elements) / (4 * elements)
+    return _core.Codec(codec).usual_bytes(elements) / (4 * elements)
 
 
 def codec_costs_of(parameters: Mapping[str, float], codec: str) -> tuple[float, float]:

@@ -1,8 +1,8 @@
 """A simulation event by event on networks of several levels, in which one rank may be slow.
 
-It follows csrc/gradwire/schedule/simulate.cc, without ranks that share cores: where both run, they
-give the same times. A message that leaves a rack takes the rack's uplink and the other rack's
-downlink too; bits pass through.
+It follows csrc/gradwire/schedule/simulate.cc, without ranks that share cores and without bursts:
+where both run, they give the same times. A message that leaves a rack takes the rack's uplink and
+the other rack's downlink too; bits pass through.
 """
 
 from __future__ import annotations
@@ -177,10 +177,10 @@ class _Simulation:
     def _stage(self, rank: int, state: _State, send: Send, time: float) -> float:
         _, segment, _ = state.sends[state.next_send]
         factor = self._network.factor(rank)
-        time += factor * send.work * self._growth / self._parts
+        time += factor * send.work.seconds(self._growth) / self._parts
         for number in send.copies:
             message = self._frames.messages[number]
-            copy = self._network.cost(message, "copy") * self._growth * self._bytes(message)
+            copy = self._network.cost(message, "copy") * self._bytes(message)
             time += factor * (self._network.cost(message, "alpha") + copy)
             self._pass(number * self._count + segment, 0, time)
         state.sent[segment] += 1
@@ -210,9 +210,9 @@ class _Simulation:
 
     def _land(self, state: _State, flight: int, time: float) -> float:
         message = self._frames.messages[flight // self._count]
-        work = self._network.cost(message, "copy") * self._bytes(message)
         seconds = self._network.cost(message, "alpha")
-        seconds += (work + message.work / self._parts) * self._growth
+        seconds += self._network.cost(message, "copy") * self._bytes(message)
+        seconds += message.work.seconds(self._growth) / self._parts
         state.landed[flight % self._count] += 1
         state.next_receive += 1
         state.lands_next = False
@@ -238,13 +238,13 @@ def _busiest(frames: Frames, network: Network, growth: float, segments: int) -> 
     links: dict[int, float] = defaultdict(float)
     for sends in frames.sends:
         for rank, own in sends.items():
-            ranks[rank] += sum(each.work for each in own) * growth
+            ranks[rank] += sum(each.work.seconds(growth) for each in own)
     for message in frames.messages:
         wire = message.wire + segments * _HEADER
         each = segments * network.cost(message, "alpha")
-        each += network.cost(message, "copy") * growth * wire
+        each += network.cost(message, "copy") * wire
         ranks[message.src] += each
-        ranks[message.dst] += each + message.work * growth
+        ranks[message.dst] += each + message.work.seconds(growth)
         for link in network.path(message):
             links[id(link)] += link.beta * wire
     processors = (seconds * network.factor(rank) for rank, seconds in ranks.items())

@@ -107,9 +107,11 @@ def slowed(model: CostModel, topology: Topology, factor: float) -> tuple[Topolog
     """The network and the model of ranks whose processors and hosts' links are slower."""
     if factor == 1:
         return topology, model
-    same = ("cores", "within.latency", "between.latency", "turn")
+    same = ("cores", "sharing", "within.latency", "between.latency", "turn")
     parameters = {
-        name: value if name in same or name.startswith("far.") else value * factor
+        name: value
+        if name in same or name.startswith("far.") or name.endswith(".burst")
+        else value * factor
         for name, value in model.parameters.items()
     }
     return topology.slowed(factor), CostModel(parameters)

@@ -11,26 +11,39 @@ from dataclasses import dataclass, field
 from gradwire._schedules.report import Edge
 from gradwire._schedules.schedule import Schedule
 
+_NEAR_ROUNDS = 1  # after which a chunk is no longer in a cache: csrc/gradwire/schedule/frames.cc
 _LAG = 2  # ticks between the rounds of a segment: csrc/gradwire/schedule/frames.h
 
 
 @dataclass
+class Effort:
+    """Seconds of a processor: with chunks that are far for it, and that are in a cache."""
+
+    far: float = 0.0
+    near: float = 0.0
+
+    def seconds(self, growth: float) -> float:
+        """Returns the sum; those of far chunks grow."""
+        return self.far * growth + self.near
+
+
+@dataclass
 class Message:
-    """All edges of a round from one rank to another: bytes on the wire, and seconds to land."""
+    """All edges of a round from one rank to another: bytes on the wire, and what landing takes."""
 
     src: int
     dst: int
     wire: float = 0.0
-    work: float = 0.0
-    staging: float = 0.0
+    work: Effort = field(default_factory=Effort)
+    staging: Effort = field(default_factory=Effort)
     content: list[Edge] = field(default_factory=list)
 
 
 @dataclass
 class Send:
-    """Messages of one content, which are staged once: their numbers, and the seconds of staging."""
+    """Messages of one content, which are staged once: their numbers, and what staging takes."""
 
-    work: float
+    work: Effort
     copies: list[int]
 
 
@@ -57,6 +70,7 @@ class Frames:
         self._per_host = per_host
         self._costs = costs
         self._finished: set[tuple[int, int]] = set()  # rank and chunk
+        self._touched: dict[tuple[int, int], int] = {}  # in which round last, by rank and chunk
         for edges in schedule.rounds:
             self._add_round(edges)
 
@@ -67,7 +81,9 @@ class Frames:
             if key not in numbers:
                 numbers[key] = len(self.messages)
                 self.messages.append(Message(*key))
-            self._add_edge(edge, self.messages[numbers[key]])
+            self._stage(edge, self.messages[numbers[key]])
+        for edge in edges:
+            self._land(edge, self.messages[numbers[edge.src, edge.dst]])
         sends: dict[int, list[Send]] = defaultdict(list)
         latest: dict[tuple[int, int], Send] = {}  # by rank and first chunk
         for number in numbers.values():
@@ -83,28 +99,43 @@ class Frames:
             if not edge.reduces:
                 self._finished.update((edge.dst, chunk) for chunk in edge.chunks)
 
-    def _add_edge(self, edge: Edge, message: Message) -> None:
-        size, costs = self._chunk * len(edge.chunks), self._costs
-        message.wire += size * costs.ratio
+    def _stage(self, edge: Edge, message: Message) -> None:
+        costs = self._costs
         message.content.append(edge)
-        if costs.codec is None:
-            message.work += size * (costs.gamma if edge.reduces else costs.move)
-            message.staging += size * costs.move
-            return
-        encode, decode = costs.codec
-        message.work += size * decode
-        message.staging += size * encode if edge.reduces else self._hand_on(edge)
-
-    def _hand_on(self, edge: Edge) -> float:
-        """The seconds to stage finished chunks: who sends one first encodes and adopts it."""
-        encode, decode = self._costs.codec or (0.0, 0.0)
-        seconds = 0.0
         for chunk in edge.chunks:
-            if (edge.src, chunk) not in self._finished:
-                seconds += self._chunk * (encode + decode)
-            self._finished.add((edge.src, chunk))
-            seconds += self._chunk * self._costs.ratio * self._costs.move
-        return seconds
+            message.wire += self._chunk * costs.ratio
+            if costs.codec is None:
+                seconds = self._chunk * costs.move
+            elif edge.reduces:
+                seconds = self._chunk * costs.codec[0]
+            else:
+                seconds = self._hand_on(edge.src, chunk, costs.codec)
+            self._touch(edge.src, chunk, seconds, message.staging)
+
+    def _hand_on(self, rank: int, chunk: int, codec: tuple[float, float]) -> float:
+        """The seconds to stage a finished chunk: who sends it first encodes and adopts it."""
+        coded = 0.0 if (rank, chunk) in self._finished else self._chunk * sum(codec)
+        self._finished.add((rank, chunk))
+        return coded + self._chunk * self._costs.ratio * self._costs.move
+
+    def _land(self, edge: Edge, message: Message) -> None:
+        costs = self._costs
+        if costs.codec is not None:
+            each = costs.codec[1]
+        else:
+            each = costs.gamma if edge.reduces else costs.move
+        for chunk in edge.chunks:
+            self._touch(edge.dst, chunk, self._chunk * each, message.work)
+
+    def _touch(self, rank: int, chunk: int, seconds: float, effort: Effort) -> None:
+        """Books seconds of work on a chunk, as far or as near."""
+        round = len(self.sends)
+        last = self._touched.get((rank, chunk), -_NEAR_ROUNDS - 1)
+        self._touched[rank, chunk] = round
+        if round - last > _NEAR_ROUNDS:
+            effort.far += seconds
+        else:
+            effort.near += seconds
 
     def _add_send(
         self, sends: list[Send], latest: dict[tuple[int, int], Send], number: int

@@ -64,6 +64,9 @@ class Topology:
         if self.inside is not None:
             parameters["within.beta"] = 8 / self.inside
         parameters["cores"] = max(parameters["cores"], self.per_host)
+        parameters["sharing"] = 1
+        for scope in ("within", "between"):  # of the links that were measured, not of these
+            parameters[f"{scope}.burst"] = parameters[f"{scope}.mixed"] = 0.0
         return CostModel(parameters)
 
     def slowed(self, factor: float) -> Topology:

@@ -31,12 +31,26 @@ _MOST_FIT_SECONDS = 4.0
 
 _SIZES = (4, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
 _PLANS = {  # algorithms to time; broadcasts separate the cost of copies from that of reductions
-    "all_reduce": ("direct", "ring", "recursive_doubling", "halving_doubling", "binary_tree"),
+    "all_reduce": (
+        "direct",
+        "ring",
+        "recursive_doubling",
+        "halving_doubling",
+        "binary_tree",
+        "double_binary_tree",
+        "star",
+    ),
     "broadcast": ("star", "binary_tree"),
 }
 # Small broadcasts are left out: unlike a repeated all_reduce they pay for Python's checks.
 _LEAST = {"all_reduce": 0, "broadcast": 256 << 10}  # bytes
+_OF_TWO_RANKS = ("direct", "recursive_doubling", "star")  # the others are one of these then
 _CODEC_BYTES = 4 << 20
+# Where NICs limit the rate, the search starts from bursts of some packets, and from this share of a
+# byte's time by which a change of the sender prolongs it.
+_BURST, _MIXED = 8000.0, 0.1
+_NIC_BYTES = 256 << 10  # of a call whose time is mostly that of bytes
+_MOST_BETA, _MOST_BURST = 1e-3, 1e9
 _ROUNDS = 8
 _MOST_CALLS = 5000  # per case and round
 _SHORT, _SOME = 2e-3, 30  # seconds of a call, and calls
@@ -98,7 +112,7 @@ def _cases(ranks: int) -> list[Case]:
         for collective, algorithms in _PLANS.items()
         if size >= _LEAST[collective]
         for algorithm in algorithms
-        if ranks > 2 or algorithm in ("direct", "recursive_doubling", "star")
+        if ranks > 2 or algorithm in _OF_TWO_RANKS
     ]
 
 
@@ -201,9 +215,27 @@ class _Fit:
             )._core
             for each in timings
         }
+        self._start_nics()
         self._names = self._free(max(map(len, comm.hosts)))
         weights = [_PRIOR_FAR if name.startswith("far.") else _PRIOR for name in self._names]
         self._prior = np.square(weights)
+
+    def _start_nics(self) -> None:
+        """Sets what the largest calls say of the NICs between hosts, from where the search starts.
+
+        In an all_reduce each host sends at least 2 (h - 1) / h of the array.
+        """
+        hosts = len(self._hosts)
+        calls = [each for each in self._timings if each.case.collective == "all_reduce"]
+        if hosts == 1 or not calls:
+            return
+        largest = max(each.case.nbytes for each in calls)
+        least = min(each.measured for each in calls if each.case.nbytes == largest)
+        beta = least / (2 * (hosts - 1) / hosts * largest)
+        if largest > _NIC_BYTES and beta > self.model.parameters["between.beta"]:
+            self.model.set("between.beta", min(beta, _MOST_BETA))
+        self.model.set("between.burst", _BURST)
+        self.model.set("between.mixed", _MIXED * self.model.parameters["between.beta"])
 
     def _free(self, most_on_a_host: int) -> list[str]:
         """The parameters to fit: those that matter to these ranks and are not zero."""
@@ -214,7 +246,7 @@ class _Fit:
         ]
         names = [name for name in given if name.startswith(tuple(scopes))] if scopes else []
         names += ["call", "move", "gamma", *(name for name in given if name.startswith("far."))]
-        if most_on_a_host > given["cores"]:
+        if most_on_a_host * given["sharing"] > given["cores"]:
             names.append("turn")
         return [name for name in names if given[name] > 0]
 
@@ -278,7 +310,8 @@ class _Fit:
 
     def _set(self, at: _Floats) -> None:
         for name, value in zip(self._names, at.tolist(), strict=True):
-            self.model.set(name, math.exp(min(value, math.log(999))))
+            most = _MOST_BURST if name.endswith(".burst") else 999.0
+            self.model.set(name, math.exp(min(value, math.log(most))))
 
     def _predict(self, case: Case) -> float:
         schedule = self._schedules[case.collective, case.algorithm]

@@ -35,6 +35,16 @@ TEST(Auto, IsDecidedByTheModel) {
   EXPECT_EQ(name_of_plan(plans, 10'000), "direct");
 }
 
+// The largest payload of onebit has a mask of zeros, and is nearly twice the usual one.
+TEST(Auto, CountsTheUsualPayloadOfACodec) {
+  const auto model = built_in_model("shm", "tcp", 64);
+  schedule::Question question;
+  question.bytes = 4 << 20;
+  ask_for(*codec::make_codec("onebit"), model, question);
+  EXPECT_LT(question.ratio, 0.04);
+  EXPECT_GT(question.ratio, 1 / 32.0);
+}
+
 TEST(Auto, SegmentsAreTheCallersWhereHeSaysSo) {
   for (const std::size_t wish : {std::size_t{0}, std::size_t{4096}}) {
     PlanCache plans({0, 2, {}, 256 * 1024, wish});

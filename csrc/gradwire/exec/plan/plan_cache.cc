@@ -102,7 +102,7 @@ void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
   if (codec.combine() == codec::Combine::kPlain) return;
   const auto elements = static_cast<std::size_t>(question.bytes / sizeof(float)) + 1;
   question.codec = model.codec(codec.name());
-  question.ratio = static_cast<double>(codec.max_bytes(elements)) /
+  question.ratio = static_cast<double>(codec.usual_bytes(elements)) /
                    static_cast<double>(elements * sizeof(float));
 }
 
