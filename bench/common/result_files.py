@@ -20,10 +20,11 @@ def save(stem: Path, found: Mapping[str, Any], document: str) -> None:
 
 
 def save_runs(stem: Path, runs: Path, document: str) -> None:
-    """Copies a file of runs to STEM-runs.jsonl, and writes STEM.md, and their directory."""
+    """Copies a file of runs to STEM-runs.jsonl if it is another, and writes STEM.md."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     beside(stem, ".md").write_text(document, encoding="utf-8")
-    shutil.copyfile(runs, beside(stem, "-runs.jsonl"))
+    if runs.resolve() != beside(stem, "-runs.jsonl").resolve():
+        shutil.copyfile(runs, beside(stem, "-runs.jsonl"))
 
 
 def beside(stem: Path, suffix: str) -> Path:

@@ -103,6 +103,7 @@ def test_ways_are_ordered_by_their_bytes():
         "| batch 64, `lowrank` | 90.80 ± 0.00 | yes | 1.2 | 50.0× | 0.6 | 50.0× |"
     )
     assert "| batch 64, DiLoCo every 16 | 89.00 ± 0.00 | no | 3.8 | 16.0× | – | – |" in table
+    assert "| batch 1,024, LAMB | 90.50 ± 0.00 | yes | 3.8 | 16.0× | 1.9 | 16.0× |" in table
     assert table[-1] == "| batch 64 | 91.00 ± 0.00 | yes | 60.0 | 1.0× | 30.0 | 1.0× |"
 
 
