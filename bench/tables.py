@@ -326,9 +326,19 @@ def optimizers(results: Path) -> list[str]:
     return list(optimizers_report.summary(read(newest(results, "optimizers-*-runs.jsonl"))))
 
 
+def other_optimizers(results: Path) -> list[str]:
+    """What compression costs SGD and Lion."""
+    return list(optimizers_report.others(read(newest(results, "optimizers-*-runs.jsonl"))))
+
+
 def optimizer_goals(results: Path) -> list[str]:
     """What compression may cost with AdamW, and what it costs."""
     return list(optimizers_report.goals(read(newest(results, "optimizers-*-runs.jsonl"))))
+
+
+def optimizer_links(results: Path) -> list[str]:
+    """Milliseconds of a step by optimizer and link; no rows until some were timed."""
+    return list(optimizers_report.links(read(newest(results, "optimizers-*-runs.jsonl"))))
 
 
 def large_batch(results: Path) -> list[str]:
@@ -392,7 +402,9 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "hybrid": hybrid,
     "diloco": diloco,
     "optimizers": optimizers,
+    "optimizer-others": other_optimizers,
     "optimizer-goals": optimizer_goals,
+    "optimizer-links": optimizer_links,
     "large-batch": large_batch,
     "downpour": downpour,
     "simulated-downpour": simulated_downpour,

@@ -4,6 +4,7 @@
     python -m bench.training.optimizers --tasks lm --optimizers adamw --exchanges none int8
     python -m bench.training.optimizers --quick    # one seed, 40 steps: what is trained says little
     python -m bench.training.optimizers --links 100mbit,100us   # also milliseconds of a step there
+    python -m bench.training.optimizers --links 100mbit,100us --timed-only  # these alone
 
 Learning rates are the best of a few, by the first seed's loss with dense gradients; optimizers that
 compress have rates of their own where they step otherwise. For one seed all ways begin with the
@@ -90,6 +91,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, help="examples a step, of all ranks")
     parser.add_argument("--links", nargs="+", default=[], metavar="RATE,LATENCY", help="emulated")
+    parser.add_argument("--timed-only", action="store_true", help="no training but over --links")
     parser.add_argument("--quick", action="store_true", help="--seeds 1 --steps 40")
     options = parser.parse_args()
     if options.quick:
@@ -106,7 +108,7 @@ def exchange(text: str) -> str:
 
 def sweep(options: argparse.Namespace) -> Iterator[Trial]:
     """Every rate, with the first seed, of each optimizer that has rates of its own."""
-    if options.rate is not None:
+    if options.rate is not None or options.timed_only:
         return
     for task in options.tasks:
         for optimizer in options.optimizers:
@@ -118,7 +120,7 @@ def sweep(options: argparse.Namespace) -> Iterator[Trial]:
 
 def plan(options: argparse.Namespace, made: Sequence[Outcome]) -> Iterator[Trial]:
     """All ways for one seed, then for the next; at last those that are timed over links."""
-    for seed in options.seeds:
+    for seed in [] if options.timed_only else options.seeds:
         yield from _all(options, made, seed)
     for link in options.links:
         for trial in _all(options, made, options.seeds[0]):
@@ -132,6 +134,8 @@ def _all(options: argparse.Namespace, made: Sequence[Outcome], seed: int) -> Ite
             for exchange in chosen(options, optimizer):
                 swept = _trial(options, task, optimizer, _rated_by(exchange), options.seeds[0])
                 rate = options.rate or best_rate(made, swept)
+                if options.timed_only:
+                    rate = rate or RATES[_family(optimizer, swept.exchange)][0]
                 assert rate is not None  # of the sweep
                 yield _trial(options, task, optimizer, exchange, seed)._replace(rate=rate)
 

@@ -76,6 +76,15 @@ def local_steps(exchange: str) -> int:
     return int(every) if name == LOCAL else 1
 
 
+def period(exchange: str) -> int:
+    """Of how many steps one has an exchange, once the first steps are over."""
+    name, option, _ = _parts(exchange)
+    if name == LOCAL:
+        return int(option)
+    every = _option(option).get("every", 1) if name in COMPRESSED else 1
+    return int(every)
+
+
 def check(exchange: str) -> str:
     """The text; raises InvalidArgument for one that is no exchange."""
     name, option, share = _parts(exchange)

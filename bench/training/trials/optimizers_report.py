@@ -46,6 +46,8 @@ _SPARSER = Goal(2, 60)  # of optimizers that compress, with options
 
 def goal_of(exchange: str) -> Goal | None:
     """What an exchange should reach; None for those of which nothing was asked."""
+    if "/codec=lowrank" in exchange:  # of momenta: as of gradients
+        return GOALS["lowrank"]
     name = exchanges.name_of(exchange)
     sparser = name in GOALS and exchanges.replaces_optimizer(exchange) and "/" in exchange
     return _SPARSER if sparser else GOALS.get(name)
@@ -194,7 +196,8 @@ def _document(tables: Sequence[Table], outcomes: Sequence[Outcome], name: str) -
 
 def _rows(table: Table) -> Iterator[str]:
     one = table.all[0]
-    yield from ["", f"## {TASKS[table.task].capitalize()}", ""]
+    title = TASKS[table.task]
+    yield from ["", f"## {title[0].upper()}{title[1:]}", ""]
     yield (
         f"{one.data}, {one.parameters:,} parameters, {table.steps} steps of {table.batch} "
         "examples of all ranks."
@@ -285,13 +288,24 @@ def _rates(tables: Sequence[Table]) -> Iterator[str]:
 
 
 def _seconds(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    rows = list(links(outcomes))
+    if rows:
+        yield from ["", "## Milliseconds of a step over emulated links", "", *rows]
+
+
+def links(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Milliseconds of a step by link; nothing where none was timed."""
     timed = [each for each in outcomes if each.run.link]
-    links = list(dict.fromkeys(each.run.link for each in timed))
+    names = list(dict.fromkeys(each.run.link for each in timed))
     if not timed:
         return
-    yield from ["", "## Milliseconds of a step over emulated links", ""]
-    yield f"| task | | {' | '.join(links)} |"
-    yield "|---|---|" + "---:|" * len(links)
+    yield (
+        "A step of a rank after the first ones, over links held to this rate at both ends, "
+        "milliseconds:"
+    )
+    yield ""
+    yield f"| task | | {' | '.join(names)} |"
+    yield "|---|---|" + "---:|" * len(names)
     for task, optimizer, exchange in dict.fromkeys(
         (each.run.task, each.run.optimizer, each.run.exchange) for each in timed
     ):
@@ -300,7 +314,7 @@ def _seconds(outcomes: Sequence[Outcome]) -> Iterator[str]:
             for e in timed
             if (e.run.task, e.run.optimizer, e.run.exchange) == (task, optimizer, exchange)
         }
-        cells = [f"{1e3 * found[link]:.1f}" if link in found else "–" for link in links]
+        cells = [f"{1e3 * found[link]:.1f}" if link in found else "–" for link in names]
         title = Row(optimizer, exchange, ()).title
         yield f"| {TASKS[task]} | {title} | {' | '.join(cells)} |"
 
@@ -328,6 +342,32 @@ def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
         yield f"| {have[0].title} | {' | '.join([*cells, seeds, *map(times, ratios)])} |"
 
 
+def others(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """For the documentation: what exchanges cost optimizers other than AdamW."""
+    yield (
+        "| task | | rate | seeds | loss | above the optimizer's own dense loss, % | accuracy, % | "
+        "ratio | whole run |"
+    )
+    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
+    for table in tables_of(outcomes):
+        for row in table.rows:
+            if row.optimizer == ADAMW:
+                continue
+            base = table.base(row)
+            cells = [
+                TASKS[table.task],
+                row.title,
+                f"{row.outcomes[0].run.rate:g}",
+                str(len(row.outcomes)),
+                spread([each.loss for each in row.outcomes], 4),
+                "–" if row is base else percent(row, base),
+                spread([each.accuracy for each in row.outcomes], 2),
+                times(row.ratio()),
+                times(row.ratio(whole=True)),
+            ]
+            yield f"| {' | '.join(cells)} |"
+
+
 def percent(row: Row, other: Row | None) -> str:
     """How much the row's loss is above the other's."""
     if row.diverged:
@@ -347,7 +387,7 @@ def spread(values: Sequence[float], digits: int, *, sign: bool = False) -> str:
 
 
 def draw(tables: Sequence[Table], path: Path) -> None:
-    """Loss above AdamW's with dense gradients, over the ratio, by task."""
+    """Loss above dense AdamW's, or the first row's without it, over the ratio, by task."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -387,7 +427,7 @@ def _draw(panel: Any, table: Table) -> None:
     panel.set(
         xscale="log",
         xlabel="ratio after the first steps (dense ring = 1)",
-        ylabel="loss above AdamW's with dense gradients, %",
+        ylabel=f"loss above that of {best.title}, %",
         title=TASKS[table.task],
     )
     panel.margins(x=0.1, y=0.1)

@@ -64,7 +64,9 @@ def train(trial: Trial, task: Task, advance: Callable[[], object] = lambda: None
             parameters=sum(each.numel() for each in model.parameters()),
             curve=curve,
             identical=replicas.identical(model),
-            seconds_per_step=statistics.median(seconds[trial.first_steps :]),
+            seconds_per_step=typical(
+                seconds[trial.first_steps :], exchanges.period(trial.exchange)
+            ),
             finished=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             versions=versions(),
         )
@@ -102,6 +104,12 @@ def _steps(
             meter.go_on()
         advance()
     return seconds, curve
+
+
+def typical(seconds: list[float], period: int) -> float:
+    """The median over whole periods of the mean of a step."""
+    starts = range(0, max(1, len(seconds) - period + 1), period)
+    return statistics.median(statistics.fmean(seconds[at : at + period]) for at in starts)
 
 
 def _batches(trial: Trial, task: Task) -> Iterator[Batch]:

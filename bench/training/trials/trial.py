@@ -74,7 +74,7 @@ class Outcome(NamedTuple):
     parameters: int
     curve: list[Point]
     identical: bool  # the replicas' bits at the end
-    seconds_per_step: float  # median of those after the first share, whatever else the machine did
+    seconds_per_step: float  # median after the first share, whatever else the machine did
     finished: str  # UTC
     versions: dict[str, str]
 

@@ -81,6 +81,10 @@ def test_steps_are_timed_over_links_but_gloos(monkeypatch: pytest.MonkeyPatch):
     assert {each.link for each in timed} == {"1gbit,100us"}
     assert not [each for each in timed if each.exchange.startswith("gloo")]
     assert {each.first_steps for each in timed} == {20}
+    alone = options(monkeypatch, *arguments[:4], "--links", "1gbit,100us", "--timed-only")
+    assert list(optimizers.sweep(alone)) == []
+    planned = list(optimizers.plan(alone, []))
+    assert {each._replace(rate=0.0) for each in planned} == {e._replace(rate=0.0) for e in timed}
 
 
 def test_losses_are_compared_seed_by_seed_and_with_goals():
@@ -92,6 +96,30 @@ def test_losses_are_compared_seed_by_seed_and_with_goals():
     assert rows_with(goals, "int8 |")[0].endswith("| 4.0×, 4.0× | yes |")
     assert rows_with(goals, "lowrank")[0].split(" | ")[3] == "+9.93 ± 0.03"
     assert not rows_with(goals, "feedback")
+
+
+def test_low_rank_momenta_have_the_goal_of_low_rank_gradients():
+    goal = optimizers_report.goal_of("lowrank:rank=4+int8=0.1")
+    assert optimizers_report.goal_of("OneBitAdam/codec=lowrank:rank=4+int8=0.29") == goal
+    assert optimizers_report.goal_of("OneBitAdam/every=3") != goal
+
+
+def test_steps_over_links_are_a_table_where_any_were_timed():
+    assert list(optimizers_report.links(FOUND)) == []
+    timed = [
+        outcome(LM._replace(exchange=exchange, link=link))._replace(seconds_per_step=seconds)
+        for exchange, link, seconds in (
+            ("none", "100mbit,100us", 0.4),
+            ("none", "1gbit,100us", 0.1),
+            ("OneBitAdam", "100mbit,100us", 0.05),
+        )
+    ]
+    lines = list(optimizers_report.links([*FOUND, *timed]))
+    assert lines[2] == "| task | | 100mbit,100us | 1gbit,100us |"
+    assert lines[4:] == [
+        "| language model | AdamW, none | 400.0 | 100.0 |",
+        "| language model | OneBitAdam | 50.0 | – |",
+    ]
 
 
 def test_the_report_has_tables_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -116,6 +144,17 @@ def test_the_summary_compares_with_adamw():
     assert lion.startswith("| Lion, none | +4.48 | 1 |")
     (one_bit,) = rows_with(rows, "| OneBitAdam |")
     assert one_bit.split(" | ")[1:4] == ["+0.99 ± 0.00", "2", "30.0×"]
+
+
+def test_other_optimizers_are_compared_with_their_own_dense_loss():
+    more = outcome(LM._replace(optimizer="lion", rate=0.001, exchange="int8"), 2.121, 4)
+    rows = list(optimizers_report.others([*FOUND, more]))
+    assert rows[2:] == [
+        "| language model | Lion, none | 0.001 | 1 | 2.1000 | – | 50.00 | 1.0× | 1.2× |",
+        "| language model | Lion, int8 | 0.001 | 1 | 2.1210 | +1.00 | 50.00 | 4.0× | 4.0× |",
+        "| language model | DistributedLion | 0.001 | 1 | not finite | diverged | 50.00 | 30.0× | "
+        "13.0× |",
+    ]
 
 
 def test_without_outcomes_there_is_no_report(

@@ -56,6 +56,15 @@ def test_a_language_model_does_not_see_what_follows():
     assert same.tolist() == [True] * 5 + [False] * 3
 
 
+def test_a_step_is_timed_with_its_share_of_an_exchange():
+    assert exchanges.period("int8") == exchanges.period("DeMo/top_k=16") == 1
+    assert exchanges.period("OneBitAdam/every=3+int8=0.29") == 3
+    assert exchanges.period("DiLoCo/10") == 10
+    assert ranks.typical([5.0, 1.0, 1.0], 1) == 1.0
+    assert ranks.typical([1.0, 1.0, 4.0, 1.0, 1.0, 4.0, 9.0], 3) == 2.0
+    assert ranks.typical([1.0, 3.0], 3) == 2.0
+
+
 def test_labels_of_text_are_the_bytes_that_follow():
     task = TASKS["lm"](None)
     inputs, labels = task.examples(torch.tensor([0, 7]))
