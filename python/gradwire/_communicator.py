@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gradwire import _core, _model
 from gradwire._arrays.buffers import Buffers, Place
 from gradwire._arrays.operands import device_of, on_cpu, writable, written
-from gradwire._base import arguments
+from gradwire._base import arguments, stops
 from gradwire._base.arguments import flag, seconds, whole
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shrink as _shrink
@@ -120,6 +120,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._place = Place(mesh.rank, mesh.size)
         self._hosts = tuple(map(tuple, hosts))
         self._splits = 0
+        self._requested_stop = False
         self._is_one_round: bool | None = None  # of a barrier; None: not decided
         self._calls = CpuCalls(core, self._place, _FAST_PATHS)
         self._clear_call_cache()
@@ -254,6 +255,31 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._clear_call_cache()
         return self.cost_model
 
+    def should_stop(self) -> bool:
+        """Whether a rank was asked to stop; the same on all ranks that have made the same calls.
+
+        A rank is asked by SIGTERM or SIGUSR1, by the end of its time slot (`gradwire run --slot`,
+        ``GRADWIRE_SLOT_ENDS``, Slurm's time limit) less a margin, or by `request_stop`. The frames
+        of all_reduce, reduce_scatter, all_gather and barrier carry that: this is true on all ranks
+        once one of them was asked before it began one of these calls that were made so far. Nothing
+        is sent. It waits for calls that are under way, and stays true.
+
+        The first call on the main thread catches both signals until the communicator is closed. A
+        handler of the program's own is called too, and a second SIGTERM does what it would do
+        otherwise. Raises the communicator's failure, and InvalidArgument for a variable that is no
+        time.
+        """
+        stops.watch(self)
+        return self._stop_agreed()
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop, as a signal does: `should_stop` says so after a later call.
+
+        One rank is enough. It may be called at any time, from any thread.
+        """
+        self._requested_stop = True
+        self._core.request_stop()
+
     def abort(self, reason: object = "abort() was called") -> None:
         """Ends every call, here and on all ranks, with Aborted. May be called from any thread.
 
@@ -314,6 +340,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         """
         if not self._core.owned_here:
             return
+        stops.release(self)
         try:
             if self._gpu is not None:
                 self._gpu.close(timeout, failed=self._core.closed)
@@ -357,6 +384,12 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         if device is None:
             return self._calls.run(name, given, options, self._timeout)
         return call_on_gpu(name, given, options, self._place, device, self._gpu_on, self._timeout)
+
+    def _stop_agreed(self) -> bool:
+        found = self._core.should_stop()
+        if self._gpu is not None:
+            found = self._gpu.should_stop(self._requested_stop) or found
+        return found
 
     def _gpu_on(self, device: int) -> gpus.Gpu:
         """The rank's GPU, which its first call sets up."""

@@ -14,6 +14,8 @@ inline constexpr std::uint32_t kFrameMagic = 0x31575247;  // "GRW1"; a new versi
 enum FrameFlags : std::uint16_t {
   kFrameCollective = 0,
   kFramePointToPoint = 1,
+  // Beside kFrameCollective: a rank asked the job to stop before it began this operation.
+  kFrameStop = 2,
 };
 
 struct FrameHeader {

@@ -8,6 +8,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/base/exit.h"
+#include "gradwire/base/stop_request.h"
 #include "gradwire/bind/codec_handle.h"
 #include "gradwire/bind/communicator_handle.h"
 #include "gradwire/bind/module.h"
@@ -134,21 +135,22 @@ void bind_set_up(CommunicatorClass& c) {
                     std::vector<std::vector<Rank>> hosts, std::size_t max_message,
                     std::size_t segment_bytes, double stall_seconds, std::string job,
                     std::uint64_t tag, std::string about, transport::Contexts contexts,
-                    std::vector<Rank> job_ranks) {
+                    std::vector<Rank> job_ranks, shared_ptr<StopRequest> stop_request) {
           return std::make_unique<Communicator>(
               exec::Identity{rank, size, communicator, std::move(hosts), std::move(job), tag,
                              std::move(about), std::move(job_ranks)},
               exec::Tuning{.max_message = max_message,
                            .segment_bytes = segment_bytes,
                            .stall_seconds = stall_seconds,
-                           .contexts = std::move(contexts)});
+                           .contexts = std::move(contexts),
+                           .stop_request = std::move(stop_request)});
         }),
         py::arg("rank"), py::arg("size"), py::arg("communicator"), py::arg("hosts"),
         py::arg("max_message") = exec::Tuning{}.max_message,
         py::arg("segment_bytes") = exec::Tuning{}.segment_bytes,
         py::arg("stall_seconds") = exec::Tuning{}.stall_seconds, py::arg("job") = "",
         py::arg("tag") = 0, py::arg("about") = "", py::arg("contexts") = transport::Contexts{},
-        py::arg("job_ranks") = std::vector<Rank>{})
+        py::arg("job_ranks") = std::vector<Rank>{}, py::arg("stop_request") = nullptr)
       .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("peer"), WithoutLock())
       .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
            py::arg("peer"), py::arg("timeout"), WithoutLock())
@@ -189,7 +191,11 @@ void bind_calls(CommunicatorClass& c) {
       .def(
           "end_wait",
           [](Communicator& self, Rank sender) { self.get().awaited_senders().remove(sender); },
-          py::arg("sender"));
+          py::arg("sender"))
+      .def("request_stop", [](Communicator& self) { self.get().request_stop(); })
+      .def(
+          "should_stop", [](Communicator& self) { return self.get().should_stop(check_signals); },
+          WithoutLock());
 }
 
 void bind_end(CommunicatorClass& c) {
@@ -236,6 +242,11 @@ void bind_state(CommunicatorClass& c) {
 void bind_communicator(py::module_& m) {
   bind_request(m);
   bind_work(m);
+  py::class_<StopRequest, shared_ptr<StopRequest>>(m, "StopRequest")
+      .def(py::init<>())
+      .def("make", &StopRequest::make)
+      .def("make_at", &StopRequest::make_at, py::arg("seconds"))
+      .def("made", &StopRequest::made);
   py::class_<exec::Family, shared_ptr<exec::Family>>(m, "Family").def(py::init<>());
   CommunicatorClass c(m, "Communicator");
   bind_set_up(c);

@@ -65,6 +65,7 @@ Communicator::Communicator(Identity identity, Tuning tuning)
       transfers_(identity_.rank, identity_.size, identity_.communicator),
       log_(tuning.log),
       observer_(tuning.observer),
+      stop_request_(std::move(tuning.stop_request)),
       stall_monitor_(identity_, tuning.stall_seconds, std::move(tuning.log)) {
   if (tuning.max_message < kLeastMessage || tuning.max_message > kMostMessage)
     throw InvalidArgument("max_message is " + std::to_string(tuning.max_message) +
@@ -173,6 +174,25 @@ void Communicator::wait(Work& work, double timeout, const Interrupt& interrupt, 
             ": wait() timed out before its operation, which goes on; wait again or abort()",
         kNoPeer);
   work.rethrow();
+}
+
+// The number of calls decides, and not what is over by now: another thread may have made a call
+// meanwhile, which is over on some ranks only.
+bool Communicator::should_stop(const Interrupt& interrupt) {
+  std::unique_lock lock(mutex_);
+  require_alive();
+  if (identity_.size == 1) return stop_requested();
+  const std::uint64_t calls = calls_over_ + queue_.size();
+  if (!queue_.empty()) {
+    const std::shared_ptr<Work> last = queue_.back()->work;
+    drive_or_wait(lock, *last, Deadline::never(), interrupt);
+    last->rethrow();
+  }
+  return stop_since_ && *stop_since_ <= calls;
+}
+
+bool Communicator::stop_requested() const noexcept {
+  return own_stop_request_.made() || (stop_request_ && stop_request_->made());
 }
 
 void Communicator::check_peer(Rank peer) const {

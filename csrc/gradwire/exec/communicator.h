@@ -24,6 +24,7 @@
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/fd.h"
 #include "gradwire/base/log.h"
+#include "gradwire/base/stop_request.h"
 #include "gradwire/base/wire.h"
 #include "gradwire/base/work.h"
 #include "gradwire/exec/compound/compound.h"
@@ -50,6 +51,7 @@ struct Tuning {
   Log log = log_to_stderr;                // gets stalls, and errors that no call would report
   std::shared_ptr<Observer> observer = nullptr;  // is told of this rank's collectives
   transport::Contexts contexts{};                // this process's, for transports that need one
+  std::shared_ptr<const StopRequest> stop_request = nullptr;  // this process's; null: none
 };
 
 class Communicator final : private Family::Member {
@@ -93,6 +95,13 @@ class Communicator final : private Family::Member {
             bool background = false);
   // The ranks for whose messages threads are blocked otherwise, until a recv in the background.
   AwaitedSenders& awaited_senders() noexcept { return senders_; }
+
+  // Asks the job to stop, as the process's StopRequest does. May be called at any time.
+  void request_stop() noexcept { own_stop_request_.make(); }
+  // Returns, on all ranks alike, whether any rank had asked the job to stop before it began one of
+  // the calls so far: an all_reduce, reduce_scatter or all_gather. Their frames carry it. Waits
+  // for calls that are under way, and throws what ended them.
+  bool should_stop(const Interrupt& interrupt = nullptr);
 
   // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters.
   // During a close() that has sent BYE it only ends that wait; the other ranks are not told then.
@@ -164,6 +173,7 @@ class Communicator final : private Family::Member {
   std::shared_ptr<Work> enqueue_transfer(Transfer transfer, bool sends);
   std::unique_ptr<Pending> take_spare();
   void check_peer(Rank peer) const;
+  bool stop_requested() const noexcept;
   void require_alive() const;
   void wake_driver() noexcept;  // under the mutex
   void start_progress_thread();
@@ -262,6 +272,8 @@ class Communicator final : private Family::Member {
   std::atomic<Pending*> front_{nullptr};         // of the queue, for the driver
   std::vector<std::unique_ptr<Pending>> spare_;
   std::vector<std::pair<Transfer, bool>> submitted_;  // transfers not yet seen by the driver
+  std::uint64_t calls_over_ = 0;
+  std::optional<std::uint64_t> stop_since_;  // calls, with the one in which ranks agreed to stop
   PlanCache plans_;
   AwaitedSenders senders_;
   std::atomic<bool> finishes_{false};      // a thread that closes waits for all that is pending
@@ -280,12 +292,15 @@ class Communicator final : private Family::Member {
   bool positions_queried_ = false;           // for this call
   Deadline query_due_ = Deadline::never();   // when to query positions; then, when to stop waiting
   std::optional<Deadline> transfer_query_;   // when the query for a late transfer ends
+  bool stop_agreed_ = false;                 // in one of the collectives so far
   SeenShapes shapes_;
   Execution execution_;
   PointToPoint transfers_;
   TrafficCounter traffic_;
   Log log_;
   const std::shared_ptr<Observer> observer_;
+  const std::shared_ptr<const StopRequest> stop_request_;
+  StopRequest own_stop_request_;
   StallMonitor stall_monitor_;
 
   std::jthread progress_;

@@ -43,6 +43,14 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "number of shards of the parameter server that `gradwire run --servers` has started",
         "none",
     ),
+    "GRADWIRE_SLOT_ENDS": (
+        "when the job's time slot ends, in seconds since 1970; `gradwire run --slot` sets it",
+        "Slurm's SLURM_JOB_END_TIME, if that is set",
+    ),
+    "GRADWIRE_SLOT_MARGIN": (
+        "seconds before that end in which `should_stop()` tells ranks to stop",
+        "60",
+    ),
     "GRADWIRE_TCP_TIMEOUT_SECONDS": (
         "seconds of silence after which a peer's host counts as dead",
         "15",

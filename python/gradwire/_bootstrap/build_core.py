@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gradwire import _core
-from gradwire._base import environment
+from gradwire._base import environment, stops
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._host import transport_kinds
 
@@ -52,6 +52,7 @@ def _create(mesh: Mesh, groups: Groups, tuning: Mapping[str, int]) -> _core.Comm
             about=_about(mesh),
             contexts=_contexts(mesh),
             job_ranks=mesh.job_ranks,
+            stop_request=stops.REQUEST,
         )
     except BaseException:
         mesh.close()

@@ -188,6 +188,12 @@ class Gpu:
         """Raises the failure of an earlier call, if there was one."""
         self._core.require_alive()
 
+    def should_stop(self, requested: bool) -> bool:
+        """`Communicator.should_stop` for the calls on GPUs; `requested` by this rank's program."""
+        if requested:
+            self._shadow._core.request_stop()
+        return self._shadow._core.should_stop()
+
     def abort(self, reason: str) -> None:
         """Ends all enqueued calls."""
         self._core.abort(reason)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import queue
 import secrets
@@ -22,12 +23,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import IO, NamedTuple
 
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import InvalidArgument
 from gradwire._host import emulated_link
+from gradwire._launch import slots
 from gradwire._launch.root_cause import Failure, describe, read_notes, root_cause
 
 SETTLE_SECONDS = 2.0  # that the others have to fail by themselves after one has failed
@@ -46,6 +49,10 @@ os.execv(sys.argv[2], sys.argv[2:])
 def run(argv: Sequence[str]) -> int:
     """Runs a program on n ranks; returns 0 or the exit code of the rank that failed first."""
     options = _parse(argv)
+    return slots.run(options, partial(_run_once, options))
+
+
+def _run_once(options: argparse.Namespace, slot: slots.Slot) -> int:
     job = f"run-{secrets.token_hex(8)}"
     secret = secrets.token_hex(32)
     store = Address("unix", f"gradwire-{os.getuid()}-{job}")
@@ -63,11 +70,15 @@ def run(argv: Sequence[str]) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **({"GRADWIRE_LINK": options.link} if options.link else {}),
         **({"GRADWIRE_SERVERS": str(options.servers)} if options.servers else {}),
+        **slot.environment,
     }
     with os.fdopen(notes, "rb"), StoreServer(store, job, secret.encode()):
         environment = {**os.environ, **common}
         launch = _Launch(program, options.n, environment, options.tag_output, notes)
         launch.keep_going, launch.restarts = options.keep_going, options.restarts
+        launch.slot = slot
+        if options.slot is not None or options.margin is not None:
+            launch.grace = slot.margin
         with _servers(options.servers, environment):
             return launch.run()
 
@@ -145,6 +156,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="TIMES",
         help="with --keep-going: start a rank that failed anew, so many times at most",
     )
+    slots.add_options(parser)
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, help="script or module, and its arguments"
     )
@@ -159,6 +171,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--servers {options.servers}: 0 or more shards")
     if options.restarts < 0 or (options.restarts and not options.keep_going):
         parser.error("--restarts TIMES goes with --keep-going")
+    slots.check(parser, options)
     return options
 
 
@@ -202,6 +215,10 @@ class _Launch:
         self._code = 0
         self.keep_going = False  # when a rank fails
         self.restarts = 0  # of each rank that fails
+        self.slot = slots.Slot(math.inf, 0)  # at whose end the ranks must end
+        self.grace = GRACE_SECONDS  # between asking ranks to end and killing them
+        self._saved = False  # some rank wants to be run again, and
+        self._unclean = False  # some rank did not end as it was asked to
         self._begun: Counter[int] = Counter()  # how often each rank was started
         self._succeeded = False  # some rank has
 
@@ -216,6 +233,8 @@ class _Launch:
                     self._report()
                 if self.keep_going and self._succeeded and not self._ending:
                     self._code = 0
+                if self._saved and not self._failures and not self._unclean:
+                    self._code = slots.REQUEUE
             finally:
                 self._signal(signal.SIGKILL)
                 for process in self._ranks.values():
@@ -263,19 +282,27 @@ class _Launch:
 
     def _next(self) -> _Ended | _Signalled | None:
         """Waits for the next event; None when the ranks' time to end by themselves is over."""
-        wait = None if self._act_at is None else max(0.0, self._act_at - time.monotonic())
-        try:
-            return self._events.get(timeout=wait)
-        except queue.Empty:
-            return None
+        while True:
+            left = math.inf if self._act_at is None else self._act_at - time.monotonic()
+            if not self._ending:
+                left = min(left, self.slot.left)
+            try:
+                return self._events.get(timeout=None if math.isinf(left) else max(0.0, left))
+            except queue.Empty:
+                if left <= 0:
+                    return None
 
     def _handle(self, event: _Ended | _Signalled | None) -> None:
         if isinstance(event, _Ended):
             self._reap(event)
+        elif event is not None and event.number == signal.SIGUSR1:
+            self._signal_leaders(event.number)  # asks the ranks to stop, and nothing more
         elif self._ending:
             self._act_at = None
             self._signal(signal.SIGKILL)
         elif event is None:
+            if not self._failures:
+                self._tell_of_overrun()
             self._stop(signal.SIGTERM)
         else:
             self._code = 128 + event.number
@@ -290,6 +317,10 @@ class _Launch:
         code = process.wait()
         del self._ranks[ended.rank]
         self._succeeded = self._succeeded or code == 0
+        if code == slots.REQUEUE and not self.keep_going:  # the others may still be saving
+            self._saved = True
+            return
+        self._unclean = self._unclean or code != 0
         if code != 0 and self.keep_going and not self._ending:
             self._go_on(Failure(ended.rank, process.pid, code, ended.at))
         elif code != 0 and not self._ending:
@@ -311,8 +342,21 @@ class _Launch:
     def _stop(self, number: int) -> None:
         self._report()
         self._ending = True
-        self._act_at = time.monotonic() + GRACE_SECONDS
-        self._signal(number)
+        self._act_at = time.monotonic() + self.grace
+        if number == signal.SIGTERM and not self._failures:
+            self._signal_leaders(number)  # which may need their helpers until they have saved
+        else:
+            self._signal(number)
+
+    def _tell_of_overrun(self) -> None:
+        self._code = slots.OVERRUN
+        ranks = ", ".join(map(str, sorted(self._ranks)))
+        print(
+            f"gradwire run: the slot is over, and so is its margin of {self.slot.margin:g} s, but "
+            f"not rank {ranks}: ending what runs; give --margin more than a step and a save take",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _report(self) -> None:
         if not self._failures:
@@ -328,13 +372,22 @@ class _Launch:
         for process in self._ranks.values():
             _signal_group(process.pid, number)
 
+    def _signal_leaders(self, number: int) -> None:
+        """Signals the ranks themselves, and not what they have started."""
+        for process in self._ranks.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)  # not send_signal(), which may reap it
+
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
-        """Forwards Ctrl-C and SIGTERM to the ranks during the block; a second one kills them."""
+        """Forwards Ctrl-C, SIGTERM and SIGUSR1 to the ranks during the block.
+
+        After one of the first two, another signal kills them.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may set handlers
             return
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         before = [signal.signal(each, self._note) for each in numbers]
         try:
             yield

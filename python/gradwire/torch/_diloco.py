@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire._base import stops
 from gradwire._base.arguments import flag, instance
 from gradwire._base.rules import require_matches
 from gradwire._communicator import Communicator
@@ -212,6 +213,17 @@ class DiLoCo:
         ranks, and training can go on with a new round. Raises as `step` does.
         """
         self._steps.finish()
+
+    def should_stop(self) -> bool:
+        """Whether a rank was asked to stop; the same on all ranks after the same outer step.
+
+        See `Communicator.should_stop`. Ask after each `step`; the exchange of an outer step carries
+        it, so a request counts at the end of a round, or of a fragment's part of it. Ranks then
+        have made as many outer steps, and with `pace` different numbers of inner ones.
+        """
+        stops.watch(self.communicator)
+        self._steps.asks_to_stop = True
+        return self._steps.should_stop
 
     def check_agreement(self) -> None:
         """Raises Error on all ranks unless common values and velocities have the same bits.

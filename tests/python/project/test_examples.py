@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -148,3 +149,32 @@ def test_shrink_and_go_on():
     for new, old in enumerate((0, 1, 3)):
         assert f"rank {old} lost rank 2: now rank {new} of 3" in printed
         assert f"rank {old} ends with 1.333 after 10 steps" in printed  # the mean of 0, 1 and 3
+
+
+@needs_torch
+def test_slots():
+    assert re.search(r"step 300 of 300: weights \w{12}\n", run("slots.py"))
+
+
+@needs_torch
+@pytest.mark.nightly
+def test_a_training_in_slots_ends_with_the_same_bits(tmp_path: Path):
+    def train(checkpoint: str, **slot: str) -> tuple[int, str]:
+        argv = [*command(ROOT / "examples" / "slots.py"), str(tmp_path / checkpoint)]
+        ended = subprocess.run(
+            [each for each in argv if each not in ("--slot", "40m")],
+            cwd=ROOT,
+            env={**os.environ, **slot},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        return ended.returncode, ended.stdout
+
+    over = {"GRADWIRE_SLOT_ENDS": "1"}  # in 1970: ranks stop as soon as they ask
+    stopped = [train("stopped", **over) for _ in range(2)]
+    assert [code for code, _ in stopped] == [75, 75]
+    assert stopped[0][1].startswith("step 1 of 300: ")
+    assert stopped[1][1].startswith("step 2 of 300: ")
+    assert train("stopped") == train("whole")
+    assert list(tmp_path.iterdir()) == []

@@ -71,6 +71,7 @@ void Execution::commit(const Frame& frame, Bytes staging, std::size_t length, Li
                        TrafficCounter& traffic) {
   FrameHeader header = header_of(frame);
   header.length = static_cast<std::uint32_t>(length);
+  if (call_.stop) header.flags |= kFrameStop;
   std::memcpy(staging.data(), &header, sizeof header);
   links.commit(sizeof header + length);
   traffic.add(sizeof header + length, call_.plan->peers(frame).size());
@@ -93,7 +94,7 @@ bool Execution::try_receive(Links& links, TrafficCounter& traffic) {
 }
 
 // Returns the payload of the next frame from its rank, if it has arrived.
-std::optional<ConstBytes> Execution::arrived(const Frame& frame, Links& links) const {
+std::optional<ConstBytes> Execution::arrived(const Frame& frame, Links& links) {
   const Rank peer = call_.plan->peers(frame)[0];
   const auto message = links.peek(peer);
   if (!message) return std::nullopt;
@@ -195,13 +196,15 @@ FrameHeader Execution::header_of(const Frame& frame) const {
   return header;
 }
 
-void Execution::check(const FrameHeader& header, const Frame& frame, Rank peer,
-                      std::size_t length) const {
+// Checks a header, and takes note of a request to stop.
+void Execution::check(FrameHeader header, const Frame& frame, Rank peer, std::size_t length) {
+  const bool stop = (header.flags & kFrameStop) != 0;
+  header.flags &= static_cast<std::uint16_t>(~kFrameStop);
   FrameHeader expected = header_of(frame);
   expected.length = static_cast<std::uint32_t>(length);
   const bool length_ok =
       call_.plan->codec().fixed_size() ? length == frame.bytes : length <= frame.bytes;
-  if (header == expected && length_ok) return;
+  if (header == expected && length_ok) return static_cast<void>(call_.stop |= stop);
   const std::string who = "rank " + std::to_string(call_.rank) + ": rank " + std::to_string(peer);
   if (header.magic != expected.magic || header.communicator != expected.communicator)
     throw TransportError(who + " sent something that is not a frame of this communicator", peer);

@@ -30,6 +30,7 @@ class Execution {
     std::uint32_t communicator = 0;
     std::uint32_t operation = 0;
     std::uint32_t fingerprint = 0;  // in all headers; 0: the plan's
+    bool stop = false;              // this rank asks the job to stop
   };
 
   // Starts a run. The spans must stay as they are until it is over.
@@ -42,6 +43,9 @@ class Execution {
   // Returns, for lossy codecs when done, whether this rank's results hold neither NaN nor Inf.
   // Ranks that all have all results return the same.
   bool finite() const noexcept { return finite_; }
+  // Returns, when done, whether this rank or one that it has heard of asked the job to stop. After
+  // a plan that confirms all ranks these are all, so all ranks return the same.
+  bool stop() const noexcept { return call_.stop; }
   // Returns the time spent in the codec that is not counted yet. Whoever counts it sets it to zero.
   CodecTime& codec_time() noexcept { return spent_; }
   // Returns the rank that this one waits for: the sender of the next frame, or a reader of a full
@@ -61,10 +65,10 @@ class Execution {
   bool try_end();
 
   FrameHeader header_of(const Frame& frame) const;
-  void check(const FrameHeader& header, const Frame& frame, Rank peer, std::size_t length) const;
+  void check(FrameHeader header, const Frame& frame, Rank peer, std::size_t length);
   [[noreturn]] void throw_size(const FrameHeader& header, const Frame& frame, Rank peer) const;
 
-  std::optional<ConstBytes> arrived(const Frame& frame, Links& links) const;
+  std::optional<ConstBytes> arrived(const Frame& frame, Links& links);
   Bytes reserve(const Frame& frame, Links& links);
   void commit(const Frame& frame, Bytes staging, std::size_t length, Links& links,
               TrafficCounter& traffic);

@@ -56,7 +56,7 @@ class FSDPState(HookState):
         """
         self.communicator, self.codec = communicator, codec
         self._rules = Rules(codec, rules, min_elements)
-        self._shards = shards
+        self._shards, self._shard_group = shards, shard_group
         require_matches(rules, [each.name for each in shards])
         kept = feedback_for(feedback, self._rules, named=True)
         options: tuple[Any, ...] = (self._rules, kept, scaler, optimizer)
@@ -90,6 +90,19 @@ class FSDPState(HookState):
             f"FSDPState(rank {self.communicator.rank} of {self.communicator.size}, "
             f"codec={self.codec!r}, steps={self.steps}, bytes={self.bytes}{failed})"
         )
+
+    def should_stop(self) -> bool:
+        """Whether a rank was asked to stop; the same on all ranks after the same step.
+
+        As `State.should_stop`. Between the shards of a replica, if it has several, torch's group
+        exchanges one byte in each call, so every rank must make it.
+        """
+        found = super().should_stop()
+        if self._shard_group is None or self._shard_group.size() == 1:
+            return found
+        flag = torch.tensor([found], dtype=torch.uint8)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._shard_group)
+        return bool(flag.item())
 
     def load_state_dict(self, saved: Mapping[str, Any], *, resized: bool = False) -> None:
         """Continues from this rank's `state_dict`; every rank calls it, before a step.

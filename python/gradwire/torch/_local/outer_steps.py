@@ -55,6 +55,8 @@ class OuterSteps:
         self._done = 0  # exchanges whose averages were applied, or were none
         self._unreported = 0  # inner steps
         self._finishing = self._all_finished = False
+        self.asks_to_stop = False  # whether the program asks if it should
+        self.should_stop = False  # as of the exchange that was started last, on all ranks
         self.pace = (round_.steps,) * communicator.size
         self._join(communicator)
 
@@ -173,6 +175,7 @@ class OuterSteps:
         self._apply()
         if self._round.fragment == 0:
             self._report()
+        self._note_stop()
         if self._active:
             part = self._parts[self._round.fragment]
             weight = 1 / self._active
@@ -185,6 +188,12 @@ class OuterSteps:
         self._round.end_exchange()
         if self._due_in == 0:
             self._apply()
+            self._note_stop()
+
+    def _note_stop(self) -> None:
+        """Notes whether to stop, while nothing travels: a program may ask while something does."""
+        if self.asks_to_stop:
+            self.should_stop = self.communicator._stop_agreed()
 
     def _report(self) -> None:
         """Tells the other ranks of this one, and decides with them how the round goes on."""

@@ -111,6 +111,14 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._count_skipped()
         return loss
 
+    def should_stop(self) -> bool:
+        """Whether a rank was asked to stop; the same on all ranks after the same step.
+
+        See `Communicator.should_stop`: what `step` exchanges carries it.
+        """
+        self._require_connected()
+        return self.communicator.should_stop()
+
     def _step_with(self, gradients: Mapping[str, torch.Tensor]) -> bool:
         """Makes a step with own gradients, by name; returns False if NaN or Inf prevent it.
 

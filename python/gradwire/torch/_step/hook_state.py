@@ -86,6 +86,15 @@ class HookState:
         self._close()
         self._require_averaged()
 
+    def should_stop(self) -> bool:
+        """Whether a rank was asked to stop; the same on all ranks after the same step.
+
+        See `Communicator.should_stop`. The frames of gradients carry it, without messages of its
+        own: a request counts in the step during which it came, or in the next one. Save then,
+        with `state_dict`, and leave with exit code 75 (``os.EX_TEMPFAIL``): start me again.
+        """
+        return self.communicator.should_stop()
+
     def stats(self) -> Stats:
         """Bytes, ratio and times of the last step and of all; residual norms now."""
         counters = self._steps.counters

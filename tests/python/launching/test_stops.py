@@ -1,0 +1,304 @@
+"""Stops that all ranks agree on: signals, the end of a time slot, requests."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+import ranks
+from gradwire import Communicator, InvalidArgument, TransportError
+from gradwire._base import stops
+
+STEPS = 6
+KILLED_AT = 2
+
+
+def _steps(comm: Communicator, asks: Callable[[int], None], steps: int = STEPS) -> list[bool]:
+    """What should_stop() says after each step; `asks` is called within each."""
+    found = []
+    for step in range(steps):
+        asks(step)
+        comm.all_reduce(np.ones(10, np.float32))
+        found.append(comm.should_stop())
+    return found
+
+
+def _killed(comm: Communicator, rank: int, number: int) -> list[bool]:
+    def asks(step: int) -> None:
+        if comm.rank == rank and step == KILLED_AT:
+            os.kill(os.getpid(), number)
+
+    return _steps(comm, asks)
+
+
+@ranks.over_processes
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_all_ranks_stop_at_the_same_step_whichever_is_signalled(p: int, transport: str) -> None:
+    for rank in range(p):
+        number = stops.SIGNALS[rank % 2]
+        found = ranks.run(p, _killed, rank, number, transport=transport, processes=True)
+        assert found == [[step >= KILLED_AT for step in range(STEPS)]] * p
+
+
+def test_one_rank_alone_stops_at_once() -> None:
+    (found,) = ranks.run(1, _killed, 0, signal.SIGTERM, transport="shm", processes=True)
+    assert found == [step >= KILLED_AT for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_a_rank_may_ask_for_itself_and_from_any_thread(p: int) -> None:
+    def body(comm: Communicator) -> list[bool]:
+        def asks(step: int) -> None:
+            if comm.rank == p - 1 and step == KILLED_AT:
+                comm.request_stop()
+
+        return _steps(comm, asks)
+
+    assert ranks.run(p, body) == [[step >= KILLED_AT for step in range(STEPS)]] * p
+
+
+CARRIERS: dict[str, Callable[[Communicator], Any]] = {
+    "all_reduce": lambda comm: comm.all_reduce(np.ones(5)),
+    "empty": lambda comm: comm.all_reduce(np.ones(0)),
+    "onebit": lambda comm: comm.all_reduce(
+        np.ones(999, np.float32), codec="onebit", feedback=False
+    ),
+    "reduce_scatter": lambda comm: comm.reduce_scatter(np.ones(6)),
+    "all_gather": lambda comm: comm.all_gather(np.ones(2)),
+    "barrier": lambda comm: comm.barrier(),
+    "objects": lambda comm: comm.all_gather_object({"rank": comm.rank}),
+}
+
+
+@pytest.mark.parametrize("name", CARRIERS)
+def test_every_call_that_joins_all_ranks_carries_it(name: str) -> None:
+    def body(comm: Communicator) -> list[bool]:
+        found = []
+        for step in range(2):
+            if comm.rank == step == 1:
+                comm.request_stop()
+            CARRIERS[name](comm)
+            found.append(comm.should_stop())
+        return found
+
+    assert ranks.run(3, body) == [[False, True]] * 3
+
+
+def test_calls_that_do_not_join_all_ranks_leave_it_to_the_next_one() -> None:
+    def body(comm: Communicator) -> list[bool]:
+        if comm.rank == 0:
+            comm.request_stop()
+        comm.broadcast(np.ones(3), root=0)
+        comm.reduce(np.ones(3), root=1)
+        found = [comm.should_stop()]
+        comm.barrier()
+        return [*found, comm.should_stop()]
+
+    assert ranks.run(3, body) == [[False, True]] * 3
+
+
+def test_it_sends_nothing_of_its_own() -> None:
+    def body(comm: Communicator) -> int:
+        before = comm.traffic.frames_sent
+        for _ in range(20):
+            comm.should_stop()
+        return comm.traffic.frames_sent - before
+
+    assert ranks.run(3, body) == [0] * 3
+
+
+def test_it_waits_for_calls_under_way() -> None:
+    def body(comm: Communicator) -> tuple[bool, list[bool]]:
+        if comm.rank == 1:
+            comm.request_stop()
+        works = [comm.all_reduce(np.ones(100_000), async_op=True) for _ in range(3)]
+        found = comm.should_stop()
+        done = [each.done() for each in works]
+        for each in works:
+            each.wait()
+        return found, done
+
+    assert ranks.run(2, body, transport="tcp") == [(True, [True] * 3)] * 2
+
+
+@pytest.fixture
+def slot(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets variables of a time slot, for ranks that are forked afterwards."""
+
+    def use(**variables: str) -> None:
+        for name in ("GRADWIRE_SLOT_ENDS", "GRADWIRE_SLOT_MARGIN", "SLURM_JOB_END_TIME"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return use
+
+
+def _until_stopped(comm: Communicator) -> int:
+    step, stop = 0, False
+    until = time.monotonic() + ranks.LIMIT
+    while not stop and time.monotonic() < until:
+        comm.barrier()
+        step, stop = step + 1, comm.should_stop()
+    return step
+
+
+@pytest.mark.parametrize("name", ["GRADWIRE_SLOT_ENDS", "SLURM_JOB_END_TIME"])
+def test_the_end_of_a_slot_stops_all_ranks(slot: Callable[..., None], name: str) -> None:
+    slot(**{name: str(time.time() + 1000.5), "GRADWIRE_SLOT_MARGIN": "1000"})
+    found = ranks.run(2, _until_stopped, transport="shm", processes=True)
+    assert found[0] == found[1] >= 1
+
+
+def test_a_slot_that_goes_on_stops_nobody(slot: Callable[..., None]) -> None:
+    slot(GRADWIRE_SLOT_ENDS=str(time.time() + 1000), SLURM_JOB_END_TIME="9999999999")
+    found = ranks.run(2, _steps, lambda step: None, transport="shm", processes=True)
+    assert found == [[False] * STEPS] * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["GRADWIRE_SLOT_ENDS", "SLURM_JOB_END_TIME", "GRADWIRE_SLOT_MARGIN"]
+)
+def test_a_variable_that_is_no_time_is_named(slot: Callable[..., None], name: str) -> None:
+    slot(**{"GRADWIRE_SLOT_ENDS": "9999999999", name: "soon"})
+    (found,) = ranks.outcomes(1, Communicator.should_stop)
+    assert isinstance(found.error, InvalidArgument)
+    assert f"{name}='soon'" in str(found.error)
+
+
+def test_a_slot_within_its_margin_is_told_of(
+    slot: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stops, "REQUEST", stops._core.StopRequest())
+    slot(SLURM_JOB_END_TIME=str(time.time() + 30))
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        assert ranks.run(1, Communicator.should_stop) == [True]
+    assert "no later than its margin of 60 s" in caplog.text
+
+
+def test_a_rank_that_dies_is_an_error_and_no_answer() -> None:
+    def body(comm: Communicator) -> bool:
+        comm.barrier()
+        comm.should_stop()
+        if comm.rank == 1:
+            os._exit(3)
+        comm.request_stop()
+        comm.all_reduce(np.ones(3))
+        return comm.should_stop()
+
+    found = ranks.outcomes(3, body, transport="tcp", processes=True)
+    assert found[1].died
+    for rank in (0, 2):
+        error = found[rank].error
+        assert isinstance(error, TransportError)
+        assert error.peer == 1
+
+
+def test_a_second_sigterm_ends_the_program() -> None:
+    def body(comm: Communicator) -> None:
+        comm.should_stop()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.write(said, b"once")
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.write(said, b"twice")
+
+    heard, said = os.pipe()
+    (found,) = ranks.outcomes(1, body, transport="shm", processes=True)
+    os.close(said)
+    assert (found.died, found.status) == (True, -signal.SIGTERM)
+    assert os.read(heard, 100) == b"once"
+    os.close(heard)
+
+
+def test_before_the_first_question_a_signal_does_what_it_did() -> None:
+    def body(comm: Communicator) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    (found,) = ranks.outcomes(1, body, transport="shm", processes=True)
+    assert (found.died, found.status) == (True, -signal.SIGTERM)
+
+
+def test_handlers_of_the_program_are_called_and_put_back() -> None:
+    def body(comm: Communicator) -> tuple[list[int], bool, list[bool]]:
+        called: list[int] = []
+        own = [
+            signal.signal(each, lambda number, _: called.append(number)) for each in stops.SIGNALS
+        ]
+        assert own
+        set_by_program = [signal.getsignal(each) for each in stops.SIGNALS]
+        comm.should_stop()
+        other = comm.split(0)
+        assert other is not None
+        other.should_stop()
+        for each in (*stops.SIGNALS, signal.SIGTERM):
+            os.kill(os.getpid(), each)
+        asked = comm.should_stop()
+        other.close()
+        caught = [signal.getsignal(each) not in set_by_program for each in stops.SIGNALS]
+        comm.close()
+        put_back = [signal.getsignal(each) in set_by_program for each in stops.SIGNALS]
+        return called, asked, [*caught, *put_back]
+
+    (found,) = ranks.run(1, body, transport="shm", processes=True)
+    assert found == ([*stops.SIGNALS, signal.SIGTERM], True, [True] * 4)
+
+
+def test_a_handler_that_was_set_since_stays() -> None:
+    def body(comm: Communicator) -> bool:
+        comm.should_stop()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        comm.close()
+        return signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+
+    assert ranks.run(1, body, transport="shm", processes=True) == [True]
+
+
+def test_a_forked_helper_ends_at_sigterm() -> None:
+    def body(comm: Communicator) -> tuple[int, bool]:
+        comm.should_stop()
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status), comm.should_stop()
+
+    assert ranks.run(1, body, transport="shm", processes=True) == [(-signal.SIGTERM, False)]
+
+
+def test_ranks_forked_from_a_program_that_asks_catch_signals_of_their_own() -> None:
+    def body(comm: Communicator) -> list[bool]:
+        comm.should_stop()
+        found = gradwire.spawn(_killed, 2, args=(1, signal.SIGTERM))
+        assert not comm.should_stop()
+        return found
+
+    ((one, other),) = ranks.run(1, body, transport="shm", processes=True)
+    assert one == other == [step >= KILLED_AT for step in range(STEPS)]
+
+
+def test_off_the_main_thread_a_warning_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stops, "_warned", False)
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        assert ranks.run(2, _steps, lambda step: None) == [[False] * STEPS] * 2
+    assert caplog.text.count("call it once on the main thread") == 1
+
+
+def test_a_closed_communicator_has_no_answer() -> None:
+    def body(comm: Communicator) -> None:
+        comm.close()
+        comm.should_stop()
+
+    for each in ranks.outcomes(2, body):
+        assert "closed" in str(each.error)
