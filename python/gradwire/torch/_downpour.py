@@ -13,10 +13,10 @@ import torch
 from gradwire import serve
 from gradwire._base import arguments
 from gradwire._base.deadline import Deadline
-from gradwire._base.rules import require_pairs
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch import _downpour_arrays as arrays
+from gradwire.torch._downpour_codecs import PushCodecs
 
 _LINEAR = (serve.SGD, serve.Momentum)  # rules that a factor of the gradient passes through
 _WARM_START_SECONDS = 0.05  # between two looks at how far the first replica is
@@ -52,6 +52,7 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         push_codec: str = "none",
         pull_codec: str = "none",
         rules: Sequence[tuple[str, str]] = (),
+        warm_up: int | None = None,
         feedback: ErrorFeedback | Literal[False] | None = None,
         staleness: Literal["keep", "divide"] = "keep",
         max_staleness: int | None = None,
@@ -78,6 +79,12 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         parameter's name (as in fnmatch: "*.bias") decides, and `push_codec` for all others. Names
         come from `model.named_parameters()`, given as `params`.
 
+        A biased `push_codec` (onebit) comes with what it needs to train: pushes go in int8 until
+        the servers have applied `warm_up` of them, of all replicas, 1,000 by default; and so do
+        always, unless `rules` are given, parameters of fewer than 1,024 elements or that are no
+        matrix, where there are others. ``warm_up=0`` leaves everything as it is given. All codecs
+        that may travel are in the table on which clients agree, int8 then, too.
+
         `push_codec` loses a part of each push, and `max_staleness` refuses some; `feedback` adds
         both to the next one (by default one of its own; False gives them up). With `pull_codec`
         int8 or onebit, differences travel. The other arguments are those of
@@ -98,14 +105,15 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         if self._clip_norm is not None and not self._clip_norm > 0:
             raise InvalidArgument(f"clip_norm={clip_norm} is not positive")
         arguments.whole(warm_start, "warm_start", least=0)
-        self._push_codec, self._pull_codec, self._rules = push_codec, pull_codec, rules
-        require_pairs(rules)
-        used = ["none", push_codec, *(each for _, each in rules)]
-        drops = any(str(each) != "none" for each in used) or max_staleness is not None
-        loses = drops and feedback is not False
-        self._feedback = (feedback or ErrorFeedback()) if loses else None
         self._parameters = arrays.trained(self.param_groups)
         self._names = arrays.names(self.param_groups)
+        self._pull_codec = pull_codec
+        names = self._names or map(str, range(len(self._parameters)))  # as the servers know them
+        known = dict(zip(names, self._parameters, strict=True))
+        self._codecs = PushCodecs(push_codec, rules, warm_up, known)
+        drops = len(self._codecs.used) > 1 or max_staleness is not None
+        loses = drops and feedback is not False
+        self._feedback = (feedback or ErrorFeedback()) if loses else None
         if rules and self._names is None:
             raise InvalidArgument(
                 "rules= go by names: give Downpour model.named_parameters() instead of parameters()"
@@ -123,7 +131,7 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         self._server = serve.connect(
             self._named(self._fetched),
             rule,
-            codecs=[*used, pull_codec],
+            codecs=[*self._codecs.used, pull_codec],
             store=store,
             name=name,
             replica=replica,
@@ -270,10 +278,11 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         for host, gradient in zip(buffers, accrued, strict=True):
             host.copy_(gradient)
         feedback: Any = False if self._feedback is None else self._feedback
+        codec, rules = self._codecs.at(min(self._versions or [0]))
         pending = self._server.push(
             self._named(buffers),
-            codec=self._push_codec,
-            rules=self._rules,
+            codec=codec,
+            rules=rules,
             feedback=feedback,
             lr=self._rate(),
             versions=self._versions,

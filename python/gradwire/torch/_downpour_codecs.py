@@ -1,0 +1,77 @@
+"""The codec of each parameter in a push, with what biased codecs need to train under Adagrad.
+
+A one-bit payload gives all elements of a block one size, so the servers' sums of squares no longer
+tell large gradients from small ones. They do where the first pushes, whose gradients are the
+largest, go in int8, as the second moment of 1-bit Adam is that of dense steps (Tang et al. 2021,
+sec. 3). Small parameters cost few bytes in int8, too. docs/parameter_server.md has the figures.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from gradwire._base import arguments
+from gradwire._base.rules import require_pairs
+from gradwire._calls.reductions import native
+from gradwire._errors import InvalidArgument
+
+START = "int8"
+WARM_UP = 1000  # pushes of all replicas
+SMALL = 1024  # elements
+
+Rules = Sequence[tuple[str, str]]
+
+
+class PushCodecs:
+    """The codec and the rules of `ParameterServer.push`, by the servers' version."""
+
+    def __init__(
+        self,
+        codec: str,
+        rules: Rules,
+        warm_up: int | None,
+        parameters: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Adds int8 for the first pushes and for small parameters, where the codec is biased.
+
+        Given `rules` win over that for small parameters, and ``warm_up=0`` over both. Raises
+        InvalidArgument for an unknown codec, and for a `warm_up` that is no number of pushes, or
+        that stands beside a codec that is not biased.
+        """
+        require_pairs(rules)
+        if warm_up is not None:
+            arguments.whole(warm_up, "warm_up", least=0)
+        biased = native(codec).biased
+        if warm_up and not biased:
+            raise InvalidArgument(
+                f"warm_up={warm_up} is for pushes in a biased codec, such as 'onebit', and "
+                f"push_codec={codec!r} is none: leave warm_up= out"
+            )
+        self._codec, self._rules, self._until = codec, list(rules), 0
+        if biased and warm_up != 0:
+            self._until = WARM_UP if warm_up is None else warm_up
+            self._rules = self._rules or _small(parameters)
+
+    @property
+    def used(self) -> list[str]:
+        """All codecs that a push may have, "none" first, each once."""
+        start = [START] if self._until else []
+        found = ["none", self._codec, *(each for _, each in self._rules), *start]
+        return list(dict.fromkeys(found))
+
+    def at(self, version: int) -> tuple[str, Rules]:
+        """The codec and the rules of a push when the servers have applied so many."""
+        return (START if version < self._until else self._codec), self._rules
+
+
+def _small(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+    """Rules for the parameters that are no matrix, or have few elements; none if that is all."""
+    found = [
+        (glob.escape(name), START)
+        for name, each in parameters.items()
+        if each.numel() < SMALL or sum(side > 1 for side in each.shape) < 2
+    ]
+    return found if len(found) < len(parameters) else []
