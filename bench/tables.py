@@ -22,6 +22,7 @@ import gradwire
 from bench.asynchronous import (
     diloco_report,
     downpour_report,
+    downpour_search_report,
     downpour_simulated_report,
     sandblaster_report,
 )
@@ -360,6 +361,20 @@ def simulated_downpour(results: Path) -> list[str]:
     return list(downpour_simulated_report.tables(found))
 
 
+def downpour_codecs(results: Path) -> list[str]:
+    """Accuracy of Downpour SGD with compressed pushes."""
+    return list(downpour_search_report.codecs(_searched(results)))
+
+
+def downpour_rates(results: Path) -> list[str]:
+    """Accuracy of Downpour SGD with 16 and 64 replicas, by rate and warm start."""
+    return list(downpour_search_report.rates(_searched(results)))
+
+
+def _searched(results: Path) -> dict[str, Any]:
+    return _loaded(newest(results, "search-downpour-*.json"))
+
+
 def sandblaster(results: Path) -> list[str]:
     """The losses of L-BFGS on several replicas, beside SGD, Adam and one process."""
     found = _loaded(newest(results, "sandblaster-*.json"))
@@ -408,6 +423,8 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "large-batch": large_batch,
     "downpour": downpour,
     "simulated-downpour": simulated_downpour,
+    "downpour-codecs": downpour_codecs,
+    "downpour-rates": downpour_rates,
     "sandblaster": sandblaster,
     "stragglers": stragglers,
     "serve": serve,

@@ -1,26 +1,28 @@
-"""Downpour SGD in virtual time: real gradients, codecs and servers, in an order that a clock gives.
+"""Downpour SGD in virtual time: real gradients and codecs, in an order that a clock gives.
 
 A replica's gradient lasts its time. Its push and the values that it pulls then occupy the network
 cards of all servers, one after another in each direction, and the servers' processors. All waiting
-is virtual, so that 64 replicas run in one process, and other work on the machine changes nothing.
+is virtual, so that 64 replicas run in one thread, and other work on the machine changes nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import gradwire
 import torch
 from gradwire import serve
+from gradwire.torch._downpour_codecs import START, PushCodecs
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from bench.asynchronous import perceptron
+from bench.asynchronous.downpour_service import Client, Service
 from bench.training import images
 
 SHARDS = 2
@@ -37,7 +39,12 @@ class Plan(NamedTuple):
     push_codec: str = "none"
     pull_codec: str = "none"
     staleness: str = "keep"
+    max_staleness: int | None = None
     slow: float = 1.0  # times a gradient of the last replica
+    warm_up: int | None = 0  # as Downpour's
+    rules: tuple[tuple[str, str], ...] = ()
+    int8_every: int = 0  # pushes of a replica of which one goes in int8
+    int8_from: float = 1.0  # share of all pushes after which the others do
 
 
 class Network(NamedTuple):
@@ -55,28 +62,30 @@ class Task(NamedTuple):
     network: Callable[[int], nn.Module]  # of a seed
     batch: int
     gradient: float  # seconds
+    perceptron: bool = False  # two linear layers with ReLU, whose gradients need no autograd
 
 
-def train(task: Task, plan: Plan, network: Network, seed: int, total: int) -> dict[str, Any]:
+def train(
+    task: Task, plan: Plan, network: Network, seed: int, total: int, points: int = POINTS
+) -> dict[str, Any]:
     """Trains until `total` gradients are pushed; accuracy over virtual seconds, and staleness."""
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serve.Server(SHARDS))
-        run = _Run(task, plan, network, seed, total, server, stack)
-        run.go()
-        return {"curve": run.curve, "staleness": run.watcher.stats()[0]["mean_staleness"]}
+    run = _Run(task, plan, network, seed, total, points)
+    run.go()
+    return {"curve": run.curve, "staleness": run.service.mean_staleness}
 
 
-def measure_serving(task: Task, plan: Plan) -> float:
-    """Seconds that a push and a pull take where nobody else does any: the least of 50."""
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serve.Server(SHARDS))
-        replica = _Replica(0, task, plan, 0, server, stack)
+def measure_serving(task: Task) -> float:
+    """Seconds that a push and a pull take of real servers that do nothing else: least of 50."""
+    arrays = _arrays(task.network(0).parameters())
+    with (
+        serve.Server(SHARDS) as server,
+        serve.connect(arrays, serve.Adagrad(lr=0.02), store=server.store) as ps,
+    ):
         times = []
         for _ in range(50):
-            replica.differentiate()
             began = time.perf_counter()
-            replica.push()
-            replica.pull()
+            ps.push(arrays, strict=True)
+            ps.pull(arrays)
             times.append(time.perf_counter() - began)
         return min(times)
 
@@ -90,69 +99,71 @@ def payload_bytes(model: nn.Module, codec: str) -> int:
 class _Replica:
     """One client, with its model, its images and its residuals."""
 
-    def __init__(
-        self,
-        rank: int,
-        task: Task,
-        plan: Plan,
-        seed: int,
-        server: serve.Server,
-        stack: contextlib.ExitStack,
-    ) -> None:
+    def __init__(self, rank: int, task: Task, plan: Plan, seed: int, service: Service) -> None:
         self.rank, self._task, self._plan = rank, task, plan
         self.model = task.network(seed)
-        self.values = [each.detach() for each in self.model.parameters()]
+        parameters = list(self.model.parameters())
+        self._zeroed = [torch.zeros_like(each) for each in parameters]
+        for each, gradient in zip(parameters, self._zeroed, strict=True):
+            each.grad = gradient
+        self._values = _arrays(parameters)
+        self._gradients = _arrays(self._zeroed)
         self._batches = _batches(task, plan.replicas, rank, seed)
-        self.ps = stack.enter_context(_connect(self.values, plan, server))
-        self._feedback = gradwire.ErrorFeedback()
-        self.ps.pull(self.values)
+        self._ps = Client(service, self._values)
+        known = {str(place): each for place, each in enumerate(parameters)}
+        self._codecs = PushCodecs(plan.push_codec, plan.rules, plan.warm_up, known)
+        keeps = len(self._codecs.used) > 1 or plan.max_staleness is not None
+        self._feedback = gradwire.ErrorFeedback() if keeps else None
+        self._pushes = 0
+        self._ps.pull(self._values)
 
     def differentiate(self) -> None:
         """Computes the gradient of the next batch at the values that it has."""
         batch, data = next(self._batches), self._task.data
-        self.model.zero_grad()
+        if self._task.perceptron:
+            shown, labels = (each.numpy()[batch] for each in (data.train_images, data.train_labels))
+            perceptron.gradients(self._values, shown, labels, self._gradients)
+            return
+        torch._foreach_zero_(self._zeroed)
         cross_entropy(self.model(data.train_images[batch]), data.train_labels[batch]).backward()
 
-    def push(self) -> None:
-        """Pushes the gradient."""
-        gradients = [each.grad for each in self.model.parameters()]
-        lossy = self._plan.push_codec != "none"
-        feedback = self._feedback if lossy else None
-        self.ps.push(gradients, codec=self._plan.push_codec, feedback=feedback, strict=True)
+    def push(self, done: float = 0.0) -> None:
+        """Pushes the gradient, when a share of all pushes is done."""
+        self._pushes += 1
+        codec, rules = self._codecs.at(min(self._ps.versions))
+        every = self._plan.int8_every
+        if done >= self._plan.int8_from or (every and self._pushes % every == 0):
+            codec = START
+        self._ps.push(self._gradients, codec=codec, rules=rules, feedback=self._feedback)
 
     def pull(self) -> None:
         """Takes the servers' values."""
-        self.ps.pull(self.values, codec=self._plan.pull_codec)
+        self._ps.pull(self._values, codec=self._plan.pull_codec)
 
 
 class _Run:
     """The clock, what is due, and when the servers' cards and processors are free."""
 
     def __init__(
-        self,
-        task: Task,
-        plan: Plan,
-        network: Network,
-        seed: int,
-        total: int,
-        server: serve.Server,
-        stack: contextlib.ExitStack,
+        self, task: Task, plan: Plan, network: Network, seed: int, total: int, points: int
     ) -> None:
         self._task, self._plan, self._network, self._total = task, plan, network, total
+        self._every = max(1, total // points)  # pushes from a point of the curve to the next
         self._random = random.Random(seed)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._number, self._pushed, self._now = 0, 0, 0.0
         self._free = {"in": 0.0, "out": 0.0, "servers": 0.0}
+        divide = plan.staleness == "divide"
+        self.service = Service(plan.rule, divide=divide, max_staleness=plan.max_staleness)
         self._replicas = [
-            _Replica(rank, task, plan, seed, server, stack) for rank in range(plan.replicas)
+            _Replica(rank, task, plan, seed, self.service) for rank in range(plan.replicas)
         ]
         model = self._replicas[0].model
         self._up = payload_bytes(model, plan.push_codec) / network.bytes_per_second
         self._down = payload_bytes(model, plan.pull_codec) / network.bytes_per_second
         self._shown = task.network(seed)
-        values = [each.detach() for each in self._shown.parameters()]
-        self.watcher = stack.enter_context(_connect(values, plan, server))
-        self._values = values
+        self._values = _arrays(self._shown.parameters())
+        self._watcher = Client(self.service, self._values)
         self.curve: list[list[float]] = []
 
     def go(self) -> None:
@@ -183,10 +194,10 @@ class _Run:
         self._at(done, lambda: self._apply(replica))
 
     def _apply(self, replica: _Replica) -> None:
-        replica.push()
+        replica.push(self._pushed / self._total)
         self._pushed += 1
-        if self._pushed % max(1, self._total // POINTS) == 0 or self._pushed == self._total:
-            self.watcher.pull(self._values)
+        if self._pushed % self._every == 0 or self._pushed == self._total:
+            self._watcher.pull(self._values)
             right = images.accuracy(self._shown, self._task.data)
             self.curve.append([self._now, self._pushed, right])
         self._ask(replica)
@@ -215,11 +226,6 @@ def _batches(task: Task, replicas: int, rank: int, seed: int) -> Iterator[torch.
         yield from images.batches(count, task.batch, rank, replicas, 1000 * seed + epoch, steps)
 
 
-def _connect(values: list[torch.Tensor], plan: Plan, server: serve.Server) -> serve.ParameterServer:
-    return serve.connect(
-        values,
-        plan.rule,
-        codecs=list(dict.fromkeys(["none", plan.push_codec, plan.pull_codec])),
-        store=server.store,
-        staleness=plan.staleness,  # type: ignore[arg-type]
-    )
+def _arrays(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """The parameters' memory."""
+    return [each.detach().numpy() for each in parameters]

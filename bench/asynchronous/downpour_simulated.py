@@ -1,11 +1,12 @@
 """How Downpour SGD scales to 16 and 64 replicas, and over a thin link, in virtual time.
 
-    python -m bench.asynchronous.downpour_simulated            # 30 minutes
+    python -m bench.asynchronous.downpour_simulated            # 10 minutes
     python -m bench.asynchronous.downpour_simulated --quick    # one seed, a third of the images
 
-Gradients, codecs and servers are real, their order is that of virtual clocks (downpour_events):
-a gradient lasts 10 ms, and what a push and a pull cost a server is measured first. So other work
-on the machine makes this take longer, and changes that one cost only. Two tasks: 784-32-10 on
+Gradients and codecs are real, the servers' arithmetic is that of `gradwire.serve`, and the order of
+all is that of virtual clocks (downpour_events): a gradient lasts 10 ms, and what a push and a pull
+cost a server is measured first, or given by `--serving-ms`. So other work on the machine makes this
+take longer, and changes that one cost only. Two tasks: 784-32-10 on
 Fashion-MNIST, and a small CNN on scikit-learn's digits.
 
 Writes bench/results/simulated-downpour-DATE.json, .md and .png; `--picture` draws into another
@@ -32,20 +33,23 @@ from bench.asynchronous.downpour_simulated_report import LINKS, REPLICAS, TASKS,
 from bench.common.machine import OtherLoad
 from bench.training import images
 
-_LATENCY = 100e-6
-_NO_LINK = 1e12  # bytes a second, where the network costs nothing
+LATENCY = 100e-6
+NO_LINK = 1e12  # bytes a second, where the network costs nothing
 
 
 def main() -> int:
     """Trains every task in every way with every number of replicas, link and seed."""
-    options = seeds.parse(seeds.parser(__doc__))
+    parser = seeds.parser(__doc__)
+    parser.add_argument("--serving-ms", type=float, help="of a push and a pull, not measured")
+    options = seeds.parse(parser)
     torch.set_num_threads(1)
     os.environ.setdefault("GRADWIRE_LOG_LEVEL", "error")
     load = OtherLoad()
-    tasks = dict(zip(TASKS, (_images(options), _digits(options)), strict=True))
+    tasks = dict(zip(TASKS, (fashion_mnist(options), _digits(options)), strict=True))
     passes = dict(zip(TASKS, (options.passes, 10 * options.passes), strict=True))
+    given = options.serving_ms
     serving = {
-        name: downpour_events.measure_serving(task, Plan(serve.Adagrad(lr=0.02), 1))
+        name: downpour_events.measure_serving(task) if given is None else given / 1e3
         for name, task in tasks.items()
     }
     runs = []
@@ -53,9 +57,9 @@ def main() -> int:
         task = tasks[name]
         total = int(passes[name] * len(task.data.train_labels) / task.batch)
         total -= total % replicas
-        rate = LINKS[link] or _NO_LINK
-        place = Network(rate, _LATENCY, serving[name])
-        found = _train(task, way, replicas, place, seed, total)
+        rate = LINKS[link] or NO_LINK
+        place = Network(rate, LATENCY, serving[name])
+        found = train(task, way, replicas, place, seed, total)
         head = {"task": name, "way": way.name, "replicas": replicas, "link": link, "seed": seed}
         runs.append({**head, "gradients": total, **found})
     found = {
@@ -89,11 +93,18 @@ def _cases(options: argparse.Namespace) -> list[tuple[str, Way, int, str, int]]:
     ]
 
 
-def _train(
-    task: Task, way: Way, replicas: int, place: Network, seed: int, total: int
+def train(
+    task: Task,
+    way: Way,
+    replicas: int,
+    place: Network,
+    seed: int,
+    total: int,
+    points: int = downpour_events.POINTS,
 ) -> dict[str, Any]:
+    """One run: its curve of so many points, and its mean staleness."""
     if way.synchronous:
-        return _synchronous(task, way, replicas, seed, total)
+        return _synchronous(task, way, replicas, seed, total, points)
     plan = Plan(
         getattr(serve, way.rule)(lr=way.lr),
         replicas,
@@ -101,11 +112,18 @@ def _train(
         push_codec=way.push_codec,
         pull_codec=way.pull_codec,
         staleness=way.staleness,
+        max_staleness=way.max_staleness,
+        warm_up=way.warm_up,
+        rules=way.rules,
+        int8_every=way.int8_every,
+        int8_from=way.int8_from,
     )
-    return downpour_events.train(task, plan, place, seed, total)
+    return downpour_events.train(task, plan, place, seed, total, points)
 
 
-def _synchronous(task: Task, way: Way, replicas: int, seed: int, total: int) -> dict[str, Any]:
+def _synchronous(
+    task: Task, way: Way, replicas: int, seed: int, total: int, points: int
+) -> dict[str, Any]:
     """As many gradients, averaged over all replicas in each step, without any exchange."""
     model, steps = task.network(seed), total // replicas
     rule = {"Adagrad": torch.optim.Adagrad, "SGD": torch.optim.SGD}[way.rule]
@@ -116,16 +134,18 @@ def _synchronous(task: Task, way: Way, replicas: int, seed: int, total: int) -> 
         optimizer.zero_grad()
         cross_entropy(model(data.train_images[batch]), data.train_labels[batch]).backward()
         optimizer.step()
-        if (step + 1) % max(1, steps // downpour_events.POINTS) == 0 or step + 1 == steps:
+        if (step + 1) % max(1, steps // points) == 0 or step + 1 == steps:
             seconds = (step + 1) * task.gradient
             right = images.accuracy(model, data)
             curve.append([seconds, (step + 1) * replicas, right])
     return {"curve": curve, "staleness": 0.0}
 
 
-def _images(options: argparse.Namespace) -> Task:
-    data = images.load(options.data)
-    return Task(data, lambda seed: network(seed, data.side), BATCH, options.gradient_ms / 1e3)
+def fashion_mnist(options: argparse.Namespace) -> Task:
+    """784-32-10 on Fashion-MNIST, or on the files of --data."""
+    data = images.load_fashion_mnist() if options.data is None else images.load(options.data)
+    seconds = options.gradient_ms / 1e3
+    return Task(data, lambda seed: network(seed, data.side), BATCH, seconds, perceptron=True)
 
 
 def _digits(options: argparse.Namespace) -> Task:

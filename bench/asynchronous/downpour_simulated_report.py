@@ -27,12 +27,18 @@ class Way(NamedTuple):
     push_codec: str = "none"
     pull_codec: str = "none"
     staleness: str = "keep"
+    max_staleness: int | None = None
+    warm_up: int | None = None  # as Downpour's: None is its default
+    rules: tuple[tuple[str, str], ...] = ()
+    int8_every: int = 0  # see downpour_events.Plan
+    int8_from: float = 1.0
 
 
 _WARM = Way("Adagrad, warm start", "Adagrad", 0.02, warm_start=50)
 WAYS = (
     Way("synchronous Adagrad", "Adagrad", 0.02, synchronous=True),
     _WARM,
+    _WARM._replace(name="Adagrad over staleness, warm start", staleness="divide"),
     Way("Adagrad, no warm start", "Adagrad", 0.02),
     _WARM._replace(name="warm start, onebit up, int8 down", push_codec="onebit", pull_codec="int8"),
     Way("SGD, rate 0.1", "SGD", 0.1),
@@ -62,6 +68,8 @@ def thin(found: Found, task: str) -> Iterator[str]:
     )
     yield "|---|" + "---:|" * len(LINKS)
     for way in WAYS[1:]:
+        if not _runs(found, task, "none", REPLICAS[0], way.name):
+            continue
         cells = []
         for link in LINKS:
             runs = _runs(found, task, link, REPLICAS[0], way.name)
@@ -91,9 +99,9 @@ def document(found: Found, stem: str) -> str:
         "",
         f"{found['date']}; {found['machine']}; `python {found['command']}`.",
         "",
-        f"Gradients, codecs and the two shards are real; {seeds} seed(s), means ± standard "
-        f"deviations. Virtual: a gradient lasts {found['gradient_seconds'] * 1e3:g} ms ± 10 %, a "
-        f"push and a pull occupy the servers for {serving}, as measured here, and the servers' "
+        f"Gradients and codecs are real, and the servers' arithmetic; {seeds} seed(s), means ± "
+        f"standard deviations. Virtual: a gradient lasts {found['gradient_seconds'] * 1e3:g} ms ± "
+        f"10 %, a push and a pull occupy the servers for {serving}, and the servers' "
         "cards for their bytes. All columns of a table have as many gradients in all. The warm "
         "start is 50 pushes for each replica, by the first one alone.",
         "",
@@ -104,30 +112,36 @@ def document(found: Found, stem: str) -> str:
 
 
 def draw(found: Found, path: Path) -> None:
-    """Accuracy over virtual seconds of the first seed, a panel for each number of replicas."""
+    """Accuracy over virtual seconds of the first seed, a row of panels for each task."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(
-        1, len(REPLICAS), figsize=(12, 4.2), layout="constrained", sharey=True
+    figure, rows = pyplot.subplots(
+        len(TASKS), len(REPLICAS), figsize=(12, 7.6), layout="constrained", sharey="row"
     )
-    for panel, replicas in zip(panels, REPLICAS, strict=True):
-        for way in WAYS:
-            runs = _runs(found, TASKS[0], "none", replicas, way.name)
-            if not runs:
-                continue
-            seconds, _, accuracies = zip(*runs[0]["curve"], strict=True)
-            style = "--" if way.synchronous else ":" if way.rule == "SGD" else "-"
-            name = way.name if replicas == REPLICAS[0] else None
-            panel.plot(seconds, [100 * each for each in accuracies], style, label=name)
-        panel.set(title=f"{replicas} replicas", xlabel="virtual seconds")
-        panel.set_ylim(bottom=60)
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel(f"test accuracy, {TASKS[0]} (%)")
-    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
+    for task, panels in zip(TASKS, rows, strict=True):
+        for panel, replicas in zip(panels, REPLICAS, strict=True):
+            _draw_ways(panel, found, task, replicas)
+            panel.set(title=f"{replicas} replicas", xlabel="virtual seconds")
+            panel.set_ylim(bottom=60)
+            panel.grid(alpha=0.3)
+        panels[0].set_ylabel(f"test accuracy, {task} (%)", fontsize=9)
+    figure.legend(
+        *rows[0][0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3
+    )
     figure.savefig(path, dpi=110)
+
+
+def _draw_ways(panel: Any, found: Found, task: str, replicas: int) -> None:
+    for way in WAYS:
+        runs = _runs(found, task, "none", replicas, way.name)
+        if not runs:
+            continue
+        seconds, _, accuracies = zip(*runs[0]["curve"], strict=True)
+        style = "--" if way.synchronous else ":" if way.rule == "SGD" else "-"
+        panel.plot(seconds, [100 * each for each in accuracies], style, label=way.name)
 
 
 def _runs(found: Found, task: str, link: str, replicas: int, way: str) -> Sequence[Found]:

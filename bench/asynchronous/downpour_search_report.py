@@ -1,0 +1,157 @@
+"""The tables and the picture of downpour_search.py, from what its json holds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.asynchronous.downpour_simulated_report import Way
+from bench.asynchronous.seeds import accuracy, final
+
+_SMALL = tuple((place, "int8") for place in "123")  # bias, 32 × 10, bias
+_WARM = Way("uncompressed", "Adagrad", 0.02, warm_start=50)
+_PLAIN = _WARM._replace(
+    name="onebit up, int8 down, and no more", push_codec="onebit", pull_codec="int8", warm_up=0
+)
+_SYNCHRONOUS = Way("synchronous", "Adagrad", 0.02, synchronous=True)
+
+CODECS = (
+    _WARM,
+    _WARM._replace(name="uncompressed, no warm start", warm_start=0),
+    _WARM._replace(name="int8 up and down", push_codec="int8", pull_codec="int8"),
+    _PLAIN,
+    _PLAIN._replace(name="and every 20th push in int8", int8_every=20),
+    _PLAIN._replace(name="and the last tenth of all pushes in int8", int8_from=0.9),
+    _PLAIN._replace(name="in blocks of 256", push_codec="onebit:block=256"),
+    _PLAIN._replace(name="rate 0.03", lr=0.03),
+    _PLAIN._replace(name="and small parameters in int8", rules=_SMALL),
+    _PLAIN._replace(
+        name="and small parameters and the first 1,000 pushes in int8: the default", warm_up=None
+    ),
+)
+
+
+def _rates(
+    rates: Sequence[float], each: int, staleness: str = "keep", most: int | None = None
+) -> Iterator[Way]:
+    rule = {"keep": "", "divide": " over staleness"}[staleness]
+    limit = "" if most is None else f", max_staleness {most}"
+    for lr in rates:
+        name = f"rate {lr:g}{rule}{limit}, warm start {each}"
+        yield _WARM._replace(
+            name=name, lr=lr, warm_start=each, staleness=staleness, max_staleness=most
+        )
+
+
+_SYNCHRONOUS_RATES = tuple(
+    _SYNCHRONOUS._replace(name=f"synchronous, rate {lr:g}", lr=lr) for lr in (0.02, 0.04)
+)
+CASES: Mapping[int, Sequence[Way]] = {
+    4: CODECS,
+    16: (
+        *_SYNCHRONOUS_RATES,
+        *_rates((0.02, 0.01, 0.005, 0.0025), 50),
+        *_rates((0.02, 0.04), 50, "divide"),
+    ),
+    64: (
+        *_SYNCHRONOUS_RATES,
+        *_rates((0.02, 0.01, 0.005, 0.0025), 50),
+        *_rates((0.02, 0.04), 50, "divide"),
+        *_rates((0.02, 0.01, 0.005, 0.0025), 4),
+        *_rates((0.02, 0.04), 4, "divide"),
+        *_rates((0.005,), 50, most=32),
+    ),
+}
+
+Found = Mapping[str, Any]
+
+
+def codecs(found: Found) -> Iterator[str]:
+    """Accuracy with compressed pushes, beside that without."""
+    yield "| 4 replicas, warm start | test accuracy, % | less than uncompressed |"
+    yield "|---|---:|---:|"
+    base = {run["seed"]: run for run in _runs(found, 4, CODECS[0].name)}
+    for way in CODECS:
+        runs = _runs(found, 4, way.name)
+        if runs:
+            beside = [base[run["seed"]] for run in runs]
+            yield f"| {way.name} | {accuracy(runs)} | {_differences(runs, beside)} |"
+
+
+def rates(found: Found) -> Iterator[str]:
+    """Accuracy by rate, rule for staleness and warm start, for each number of replicas."""
+    yield "| replicas | Adagrad | test accuracy, % | mean staleness |"
+    yield "|---:|---|---:|---:|"
+    for replicas, ways in CASES.items():
+        for way in ways if replicas != 4 else ():
+            if runs := _runs(found, replicas, way.name):
+                staleness = statistics.fmean(each["staleness"] for each in runs)
+                yield f"| {replicas} | {way.name} | {accuracy(runs)} | {staleness:.1f} |"
+
+
+def tables(found: Found) -> Iterator[str]:
+    """Both."""
+    yield from codecs(found)
+    yield ""
+    yield from rates(found)
+
+
+def document(found: Found, stem: str) -> str:
+    """The md file, whose picture is called as it is."""
+    seeds = sorted({each["seed"] for each in found["runs"]})
+    lines = [
+        "# Settings of Downpour SGD, in virtual time",
+        "",
+        f"{found['date']}; {found['machine']}; `python {found['command']}`.",
+        "",
+        f"{found['data']}, 784-32-10, {len(seeds)} seed(s): means ± standard deviations; "
+        f"differences are those of equal seeds. {max(r['gradients'] for r in found['runs']):,} "
+        "gradients of 32 images in each run. A warm start is so many pushes for each replica, by "
+        "the first one alone.",
+        "",
+        f"![Test accuracy by rate]({stem}.png)",
+        "",
+        *tables(found),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def draw(found: Found, path: Path) -> None:
+    """Accuracy of one-bit pushes, and of 16 and 64 replicas, as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(CASES), figsize=(16, 5.2), layout="constrained")
+    for panel, (replicas, ways) in zip(panels, CASES.items(), strict=True):
+        shown = [(way, runs) for way in ways if (runs := _runs(found, replicas, way.name))]
+        ends = [final(runs) for _, runs in shown]
+        places = range(len(shown))
+        panel.barh(places, ends, color="#8fb3d9")
+        for place, (_, runs) in zip(places, shown, strict=True):
+            dots = [100 * each["curve"][-1][2] for each in runs]
+            panel.plot(dots, [place] * len(dots), "k.", markersize=4)
+        names = [way.name.replace("in int8: ", "in int8:\n") for way, _ in shown]
+        panel.set_yticks(list(places), names, fontsize=7)
+        panel.invert_yaxis()
+        low = min(ends, default=0.0)
+        panel.set_xlim(left=max(0.0, low - 1.5 if replicas == 4 else low - 5))
+        panel.set(title=f"{replicas} replicas", xlabel=f"test accuracy, {found['data']} (%)")
+        panel.grid(alpha=0.3, axis="x")
+    figure.savefig(path, dpi=100)
+
+
+def _runs(found: Found, replicas: int, way: str) -> Sequence[Found]:
+    return [each for each in found["runs"] if each["replicas"] == replicas and each["way"] == way]
+
+
+def _differences(runs: Sequence[Found], base: Sequence[Found]) -> str:
+    ends = [
+        100 * (one["curve"][-1][2] - other["curve"][-1][2])
+        for one, other in zip(runs, base, strict=True)
+    ]
+    spread = f" ± {statistics.stdev(ends):.2f}" if len(ends) > 1 else ""
+    return f"{statistics.fmean(ends):+.2f}{spread}"
