@@ -53,6 +53,14 @@ _TORCHRUN = _Launcher(
     local_size="LOCAL_WORLD_SIZE",
     job=("TORCHELASTIC_RUN_ID",),
 )
+_MPICH = _Launcher(
+    "MPICH's mpirun",
+    rank="PMI_RANK",
+    size=("PMI_SIZE",),
+    local_rank="MPI_LOCALRANKID",
+    local_size="MPI_LOCALNRANKS",
+    job=("PMI_JOBID",),
+)
 # mpirun inside a Slurm allocation sees Slurm's variables too, and those describe its daemons.
 _LAUNCHERS = (
     _TORCHRUN,
@@ -64,14 +72,7 @@ _LAUNCHERS = (
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
-    _Launcher(
-        "MPICH's mpirun",
-        rank="PMI_RANK",
-        size=("PMI_SIZE",),
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
-        job=("PMI_JOBID",),
-    ),
+    _MPICH,
     _Launcher(
         "srun",
         rank="SLURM_PROCID",
@@ -91,6 +92,8 @@ def from_environment() -> LaunchInfo:
     """
     for launcher in _LAUNCHERS:
         if launcher.rank in os.environ and _first(launcher.size) is not None:
+            if launcher is _MPICH and _is_sruns_pmi():
+                continue
             return _read(launcher)
         if launcher is _TORCHRUN and "WORLD_SIZE" in os.environ:
             raise RendezvousError(
@@ -170,6 +173,12 @@ def _default_store(launch: LaunchInfo, launcher: _Launcher) -> str:
         )
     digest = hashlib.sha256(launch.job.encode()).hexdigest()[:16]
     return f"unix://gradwire-{os.getuid()}-{digest}"
+
+
+def _is_sruns_pmi() -> bool:
+    """Whether MPICH's variables are srun's, which sets some with --mpi=pmi2 for its own tasks."""
+    own = os.environ.get("SLURM_PROCID") == os.environ[_MPICH.rank]
+    return own and _MPICH.local_rank not in os.environ
 
 
 def _rank_0_hosts(store: str | None) -> bool:

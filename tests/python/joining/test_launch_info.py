@@ -46,6 +46,8 @@ ONE_HOST = {
     "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-7",
     "mpich": "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
     "srun": "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1 SLURM_NNODES=1 SLURM_JOB_ID=7",
+    "srun --mpi=pmi2": "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1 SLURM_NNODES=1 "
+    "SLURM_JOB_ID=7 PMI_RANK=1 PMI_SIZE=2 PMI_JOBID=7.0 PMI_FD=11",
 }
 SEVERAL_HOSTS = {
     "openmpi": "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 "
@@ -80,9 +82,14 @@ def test_a_launch_on_several_hosts_needs_a_store(
     assert (launch.rank, launch.size, launch.rank_0_hosts) == (1, 4, True)
 
 
-def test_mpirun_inside_a_slurm_allocation_is_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_environment(monkeypatch, ONE_HOST["openmpi"] + " " + SEVERAL_HOSTS["srun"])
-    assert from_environment().launcher == "Open MPI's mpirun"
+@pytest.mark.parametrize(
+    ("mpi", "name"), [("openmpi", "Open MPI's mpirun"), ("mpich", "MPICH's mpirun")]
+)
+def test_mpirun_inside_a_slurm_allocation_is_mpirun(
+    monkeypatch: pytest.MonkeyPatch, mpi: str, name: str
+) -> None:
+    set_environment(monkeypatch, ONE_HOST[mpi] + " " + SEVERAL_HOSTS["srun"])
+    assert from_environment().launcher == name
 
 
 def test_a_slurm_step_is_not_its_whole_allocation(monkeypatch: pytest.MonkeyPatch) -> None:

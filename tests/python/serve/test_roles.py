@@ -56,6 +56,10 @@ def lines(*command: str | Path) -> list[str]:
     return sorted(ended.stdout.split("\n")[:-1])
 
 
+def said_by(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT).stdout
+
+
 def test_under_torchrun(program: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     assert lines(*torchrun, "--nproc-per-node=4", program) == BOTH
@@ -67,6 +71,22 @@ def test_under_mpirun(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if mpirun is None:
         pytest.skip("no mpiexec.hydra: pip install mpich")
     assert lines(mpirun, "-n", "4", sys.executable, program) == BOTH
+
+
+def test_under_open_mpis_mpirun(program: Path) -> None:
+    mpirun = next((each for each in map(shutil.which, ("mpirun.openmpi", "mpirun")) if each), None)
+    if mpirun is None or "open-mpi.org" not in said_by(mpirun, "--version"):
+        pytest.skip("no Open MPI: apt-get install openmpi-bin")
+    crowd = ["--allow-run-as-root", "--oversubscribe"]
+    assert lines(mpirun, *crowd, "-n", "4", sys.executable, program) == BOTH
+
+
+@pytest.mark.parametrize("mpi", ["none", "pmi2"])
+def test_under_srun(program: Path, mpi: str) -> None:
+    if shutil.which("srun") is None or " up " not in said_by("sinfo", "--noheader"):
+        pytest.skip("no Slurm")
+    srun = ["srun", "--overcommit", "--mpi", mpi, "-n", "4"]
+    assert lines(*srun, sys.executable, program) == BOTH
 
 
 def test_under_gradwire_run_the_servers_are_there(program: Path) -> None:
