@@ -11,6 +11,7 @@ come and go.
 from gradwire.serve._client import ParameterServer, Pending, PendingResults, connect
 from gradwire.serve._distributed_lbfgs import Sandblaster
 from gradwire.serve._lead import Progress
+from gradwire.serve._reconnect import Dialling
 from gradwire.serve._roles import Replica, role
 from gradwire.serve._rules import SGD, Adagrad, Adam, Momentum, Rule, Staged
 from gradwire.serve._server import Server
@@ -36,6 +37,7 @@ __all__ = [
     "Combine",
     "Command",
     "Copy",
+    "Dialling",
     "Discard",
     "Dots",
     "Drop",

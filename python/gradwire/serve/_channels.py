@@ -35,6 +35,7 @@ from gradwire._host import transport_kinds
 from gradwire._host.interfaces import Choice
 from gradwire._host.transport_kinds import KINDS, networks_of
 from gradwire.serve._directory import Directory
+from gradwire.serve._histories import History
 
 _LENGTH = struct.Struct("<H")
 MAX_NAME = 200  # characters
@@ -145,8 +146,10 @@ def connect(
     client: Callable[[str], Introduction],
     transports: tuple[str, ...],
     deadline: Deadline,
-) -> _core.ServeChannel:
-    """A channel to a shard; raises RendezvousError that names it. `client` takes a transport.
+) -> tuple[_core.ServeChannel, History]:
+    """A channel to a shard, and the shard's history; raises RendezvousError that names it.
+
+    `client` takes a transport.
 
     Tries again until the deadline: a shard that is started anew has another address.
     """
@@ -163,7 +166,11 @@ def connect(
                 sock.sendall(client(transport).pack())
                 fail_with_host(sock, always_read=True)
                 context = transport_kinds.context(transport)
-                return _core.ServeChannel(transport, context, sock.detach(), where, deadline.left)
+                channel = _core.ServeChannel(
+                    transport, context, sock.detach(), where, deadline.left
+                )
+                # Read now: before, there may have been another server.
+                return channel, directory.find(shard, deadline).history
         except (OSError, Error) as error:
             if deadline.passed:
                 raise RendezvousError(

@@ -22,6 +22,7 @@ from gradwire._errors import Error, InvalidArgument, Timeout
 from gradwire._feedback import ErrorFeedback
 from gradwire.codec import NativeCodec
 from gradwire.serve import _directory
+from gradwire.serve._histories import Versions
 from gradwire.serve._joining import Joining
 from gradwire.serve._names import Place, identity
 from gradwire.serve._reconnect import LastingClient
@@ -176,7 +177,7 @@ class ParameterServer:
         codecs = self._codecs(codec, rules)
         kept = _feedback_of(codecs, feedback)
         rate = 0.0 if lr is None else _rate(lr)
-        of = [] if versions is None else [_version(each) for each in versions]
+        of = [] if versions is None else _versions(versions)
         name = None if staged is None else _push_name(staged)
         call = self._core.push(_memory(given), codecs, kept, rate, strict, limit, given, of, name)
         with self._lock:
@@ -402,6 +403,7 @@ def connect(
     max_staleness: int | None = None,
     timeout: float = 60.0,
     reconnect: float | None = None,
+    while_dialling: Literal["wait", "raise"] = "wait",
 ) -> ParameterServer:
     """Connects to a parameter server; at any time, also anew.
 
@@ -428,7 +430,9 @@ def connect(
 
     With `reconnect`, calls that find a server ended dial all shards again for so many seconds, and
     go on where a server was started again from its snapshot; what it lost is logged. A push that
-    was under way is not made again: see `ParameterServer.lost`.
+    was under way is not made again: see `ParameterServer.lost`. With `while_dialling="raise"` they
+    do not wait for that: a thread dials, calls and the `wait()` of those under way raise Dialling
+    meanwhile, and may be made again later.
 
     Raises RendezvousError, which names the shard that cannot be reached, and InvalidArgument.
     """
@@ -438,6 +442,7 @@ def connect(
     offered_codecs = () if codecs is CODECS and table.dtype != "float32" else codecs
     limit = arguments.seconds(timeout)
     lasting = None if reconnect is None else arguments.seconds(reconnect, "reconnect")
+    raises = _one_of(while_dialling, "while_dialling", ("wait", "raise")) == "raise"
     if lasting is not None and isinstance(rule, Staged):
         raise InvalidArgument(
             "reconnect with the rule Staged(): a server that is started again has no staged "
@@ -464,7 +469,8 @@ def connect(
         joined = joining.join(directory, deadline)
         core = joined.core
         if lasting is not None:  # which has the same methods
-            core = cast(_core.ServeClient, LastingClient(joined, joining.join_again, lasting))
+            made = LastingClient(joined, joining.join_again, lasting, raises=raises)
+            core = cast(_core.ServeClient, made)
         client = ParameterServer(core, table, shards, limit, own.place)
         try:
             if coordinator:
@@ -556,6 +562,12 @@ def _push_name(staged: tuple[int, int, int]) -> tuple[int, int, int]:
         raise arguments.wrong(staged, "staged", "(batch, replica, sequence)")
     batch, replica, sequence = (arguments.whole(each, "staged", least=0, bits=64) for each in given)
     return batch, replica, sequence
+
+
+def _versions(given: Sequence[int]) -> list[int]:
+    """Versions for the core, with the histories that they are of where they have some."""
+    found = [_version(each) for each in given]
+    return Versions(found, given.histories) if isinstance(given, Versions) else found
 
 
 def _version(version: int) -> int:

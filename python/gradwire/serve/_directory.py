@@ -22,6 +22,7 @@ from gradwire._bootstrap.rendezvous import find_secret, require_secret
 from gradwire._bootstrap.store import StoreClient, parse_address
 from gradwire._errors import Error, InvalidArgument, RendezvousError
 from gradwire._host.interfaces import Choice, choose, is_loopback
+from gradwire.serve._histories import History, parse
 
 MOST_SHARDS = 1024
 _INCARNATIONS = 1 << 16
@@ -29,10 +30,11 @@ _THERE, _FAILED = b"there", b"failed"  # what became of initial values
 
 
 class ShardAddress(NamedTuple):
-    """The address of a shard, and the number of shards in all."""
+    """The address of a shard, its history, and the number of shards in all."""
 
     shards: int
     address: AddressInfo
+    history: History
 
 
 class Service(NamedTuple):
@@ -101,9 +103,9 @@ class Directory:
                 found = self._store.get(f"{self._prefix}/secret", deadline.remaining)
         return Job(self._service.job, found)
 
-    def publish(self, shard: int, shards: int, address: AddressInfo) -> None:
-        """Tells clients where a shard is."""
-        record = {"shards": shards, "address": json.loads(address.pack())}
+    def publish(self, shard: int, shards: int, address: AddressInfo, history: History) -> None:
+        """Tells clients where a shard is, and which starts it had."""
+        record = {"shards": shards, "address": json.loads(address.pack()), "starts": history}
         self._store.set(f"{self._prefix}/shard/{shard}", json.dumps(record).encode())
 
     def find(self, shard: int, deadline: Deadline) -> ShardAddress:
@@ -114,11 +116,12 @@ class Directory:
             record = json.loads(data)
             shards = record["shards"]
             address = unpack_address_info(json.dumps(record["address"]).encode(), shard)
+            history = parse(record["starts"])
         except (ValueError, KeyError, TypeError, RecursionError, RendezvousError) as error:
             raise RendezvousError(f"shard {shard} published no address: {error}") from None
         if type(shards) is not int or not shard < shards <= MOST_SHARDS:
             raise RendezvousError(f"shard {shard} says that there are {shards!r} shards")
-        return ShardAddress(shards, address)
+        return ShardAddress(shards, address, history)
 
     def publish_coordinator(self, address: AddressInfo) -> None:
         """Tells replicas where the coordinator is; a later one takes its place."""

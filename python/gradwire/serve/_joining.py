@@ -10,6 +10,7 @@ from gradwire._base.deadline import Deadline
 from gradwire._errors import InvalidArgument
 from gradwire.serve import _channels, _directory
 from gradwire.serve._channels import Introduction
+from gradwire.serve._histories import Versions
 from gradwire.serve._reconnect import Dialled
 
 _GOODBYE_SECONDS = 1.0  # for a client that could not join
@@ -37,18 +38,18 @@ class Joining:
         def introduce(transport: str) -> Introduction:
             return Introduction(number, self.label, transport)
 
-        channels = [
+        found = [
             _channels.connect(directory, job, shard, introduce, self.transports, deadline)
             for shard in range(self.shards)
         ]
-        core = _core.ServeClient(self.table, number, channels)
+        core = _core.ServeClient(self.table, number, [channel for channel, _ in found])
         try:
             joined = core.join(deadline.left, self.coordinator)
             core.wait(joined, math.inf)
         except BaseException:
             core.close(_GOODBYE_SECONDS)
             raise
-        return Dialled(core, number, joined.versions())
+        return Dialled(core, number, Versions(joined.versions(), [each for _, each in found]))
 
     def join_again(self, deadline: Deadline, previous: int) -> Dialled:
         """Joins where a server has ended; all shards must have values."""

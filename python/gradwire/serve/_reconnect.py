@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._errors import Error, InvalidArgument, RendezvousError, Timeout, TransportError
+from gradwire.serve._histories import Versions
 
 _NO_VERSION = _core.SERVE_NO_VERSION
 _RETRY_SECONDS = 0.05
@@ -19,12 +20,16 @@ _GOODBYE_SECONDS = 0.5  # to the shards that go on
 _log = logging.getLogger("gradwire")
 
 
+class Dialling(TransportError):
+    """A server has ended and is being dialled; the call may be made again later."""
+
+
 class Dialled(NamedTuple):
     """A client that has joined all shards, its number, and the version that each shard is at."""
 
     core: _core.ServeClient
     number: int
-    versions: list[int]
+    versions: Versions
 
 
 Dial = Callable[[Deadline, int], Dialled]  # takes the number of the client before
@@ -35,13 +40,13 @@ class LastingCall:
 
     def __init__(
         self,
-        core: _core.ServeClient,
+        client: Dialled,
         call: _core.ServeCall,
-        again: Callable[[_core.ServeClient], _core.ServeCall] | None,
+        again: Callable[[Dialled], _core.ServeCall] | None,
     ) -> None:
         """`again` makes the call of another client; None: it may be made once."""
-        self.core, self.call, self.again = core, call, again
-        self.lost: list[int] | None = None  # what the shards went on from without it
+        self.client, self.call, self.again = client, call, again
+        self.lost: Versions | None = None  # what the shards went on from without it
 
     def done(self) -> bool:
         return self.call.done()
@@ -49,8 +54,10 @@ class LastingCall:
     def texts(self) -> list[str]:
         return self.call.texts()
 
-    def versions(self) -> list[int]:
-        return self.call.versions() if self.lost is None else self.lost
+    def versions(self) -> Versions:
+        if self.lost is not None:
+            return self.lost
+        return Versions(self.call.versions(), self.client.versions.histories)
 
     def refusals(self) -> int:
         return 0 if self.lost is not None else self.call.refusals()
@@ -62,23 +69,20 @@ class LastingCall:
 class LastingClient:
     """Stands for a `_core.ServeClient`, of which it makes a new one when a server ends.
 
-    Whoever calls first finds the end out, and dials; others wait meanwhile. Pulls and questions are
-    made again. A push that was under way is not, as shards may have applied it: it is counted as
-    lost, but for what was not sent, which is in the residuals where the push has error feedback.
+    Whoever calls first finds the end out, and dials; others wait meanwhile. Or, where it raises
+    while it dials, a thread dials, and calls raise Dialling until it is over. Pulls and questions
+    are made again. A push that was under way is not, as shards may have applied it: it is counted
+    as lost, but for what was not sent, which is in the residuals where the push has error feedback.
     """
 
-    def __init__(self, first: Dialled, dial: Dial, seconds: float) -> None:
-        self._core, self._number, self._dial, self._seconds = (
-            first.core,
-            first.number,
-            dial,
-            seconds,
-        )
+    def __init__(self, first: Dialled, dial: Dial, seconds: float, *, raises: bool) -> None:
+        self._first = self._client = first
+        self._dial, self._seconds, self._raises = dial, seconds, raises
+        self._dialler: threading.Thread | None = None  # where it raises, while it dials
         self._lock = threading.Lock()  # held while it dials
         self._brief = threading.Lock()  # guards what follows where it changes; never held for long
         self._known = [0] * len(first.versions)  # the last versions that the shards told
-        self._begun_at: list[int] = []  # those that this client goes on from
-        self._pulled = [_NO_VERSION] * len(first.versions)  # those pulled last, before that
+        self._pulled = [_NO_VERSION] * len(first.versions)  # those pulled last, before this client
         self._limit: Deadline | None = None  # while it dials
         self._failure: TransportError | None = None
         self._closed = False
@@ -87,10 +91,10 @@ class LastingClient:
         self._lost = 0  # pushes
 
     def join(self, timeout: float) -> LastingCall:
-        return self._begin(lambda core: core.join(timeout))
+        return self._begin(lambda client: client.core.join(timeout))
 
     def set(self, values: Any, timeout: float, memory: object) -> LastingCall:
-        return self._begin(lambda core: core.set(values, timeout, memory))
+        return self._begin(lambda client: client.core.set(values, timeout, memory))
 
     def push(
         self,
@@ -104,9 +108,11 @@ class LastingClient:
         versions: Sequence[int] = (),
         staged: tuple[int, int, int] | None = None,
     ) -> LastingCall:
-        def begin(core: _core.ServeClient) -> _core.ServeCall:
-            of = self._bounded(versions, core) if versions else self._versions_of(core)
-            return core.push(gradients, codec, feedback, rate, strict, timeout, memory, of, staged)
+        def begin(client: Dialled) -> _core.ServeCall:
+            of = self._bounded(versions, client) if versions else self._versions_of(client)
+            return client.core.push(
+                gradients, codec, feedback, rate, strict, timeout, memory, of, staged
+            )
 
         call = self._begin(begin, once=True)
         with self._brief:
@@ -115,7 +121,7 @@ class LastingClient:
         return call
 
     def pull(self, values: Any, codec: str, timeout: float, memory: object) -> LastingCall:
-        return self._begin(lambda core: core.pull(values, codec, timeout, memory))
+        return self._begin(lambda client: client.core.pull(values, codec, timeout, memory))
 
     def command(self, *_: object) -> LastingCall:
         raise InvalidArgument(
@@ -123,17 +129,17 @@ class LastingClient:
         )
 
     def ask(self, what: str, version: int, timeout: float) -> LastingCall:
-        return self._begin(lambda core: core.ask(what, version, timeout))
+        return self._begin(lambda client: client.core.ask(what, version, timeout))
 
     def wait(self, call: LastingCall, seconds: float) -> bool:
         limit = Deadline(seconds)
         while call.lost is None:
-            core = call.core
+            client = call.client
             try:
-                if not core.wait(call.call, limit.remaining):
+                if not client.core.wait(call.call, limit.remaining):
                     return False
             except TransportError as error:
-                if not self._renew(core, error, limit):
+                if not self._renew(client, error, limit):
                     return False
                 self._make_again(call)
             else:
@@ -142,13 +148,13 @@ class LastingClient:
         return True
 
     def versions(self) -> list[int]:
-        return self._core.versions()
+        return self._client.core.versions()
 
     def merged(self) -> int:
-        return self._merged + self._core.merged()
+        return self._merged + self._client.core.merged()
 
     def stale(self) -> int:
-        return self._stale + self._core.stale()
+        return self._stale + self._client.core.stale()
 
     @property
     def lost(self) -> int:
@@ -157,29 +163,29 @@ class LastingClient:
     def close(self, timeout: float) -> None:
         self._closed = True  # which ends a dialling
         with self._lock:
-            self._core.close(timeout)
+            self._client.core.close(timeout)
 
     def _begin(
-        self, begin: Callable[[_core.ServeClient], _core.ServeCall], *, once: bool = False
+        self, begin: Callable[[Dialled], _core.ServeCall], *, once: bool = False
     ) -> LastingCall:
         while True:
-            core = self._core
+            client = self._client
             try:
-                return LastingCall(core, begin(core), None if once else begin)
+                return LastingCall(client, begin(client), None if once else begin)
             except TransportError as error:
-                self._renew(core, error, Deadline(self._seconds))
+                self._renew(client, error, Deadline(self._seconds))
 
     def _make_again(self, call: LastingCall) -> None:
         if call.again is None:
             self._lose(call)
             return
         made = self._begin(call.again)
-        call.core, call.call = made.core, made.call
+        call.client, call.call = made.client, made.call
 
     def _lose(self, call: LastingCall) -> None:
         with self._brief:
             self._lost += call.lost is None
-            call.lost = list(self._begun_at)
+            call.lost = self._client.versions
 
     def _count_lost(self) -> None:
         """Takes pushes that are over off the list, also those for which nobody waits."""
@@ -187,58 +193,81 @@ class LastingClient:
             pushes, self._pushes = self._pushes, []
         open_ones = []
         for each in pushes:
-            if not each.done() or (_found_an_end(each) and each.core is self._core):
+            if not each.done() or (_found_an_end(each) and each.client is self._client):
                 open_ones.append(each)  # of the latter wait() may make a new client yet
             elif _found_an_end(each):
                 self._lose(each)
         with self._brief:
             self._pushes += open_ones
 
-    def _versions_of(self, core: _core.ServeClient) -> list[int]:
+    def _versions_of(self, client: Dialled) -> list[int]:
         """Versions of the values that were pulled last, be it before the end of a server.
 
         A shard that was started again has forgotten the later ones.
         """
-        pulled = core.versions()
-        if not self._begun_at or _NO_VERSION not in pulled:
-            return pulled
-        of = zip(pulled, self._pulled, self._begun_at, strict=True)
-        return [
-            now if now != _NO_VERSION else was if was == _NO_VERSION else min(was, begun)
-            for now, was, begun in of
-        ]
+        pairs = zip(client.core.versions(), self._pulled, strict=True)
+        return [now if now != _NO_VERSION else was for now, was in pairs]
 
-    def _bounded(self, versions: Sequence[int], core: _core.ServeClient) -> list[int]:
-        """Versions that a caller names, at most those that this client can have pulled.
+    def _bounded(self, versions: Sequence[int], client: Dialled) -> list[int]:
+        """Versions that a caller names, for a client that may have joined later.
 
-        Larger ones are of values that a shard had before it was started again.
+        Without their histories they are at most those that this client can have pulled: larger
+        ones are of values that a shard had before it was started again.
         """
-        if not self._begun_at:
+        if isinstance(versions, Versions):
+            return versions.within(client.versions.histories)
+        if client is self._first:
             return list(versions)
-        of = zip(versions, self._versions_of(core), self._begun_at, strict=True)
-        return [min(given, begun if was == _NO_VERSION else was) for given, was, begun in of]
+        return list(map(min, versions, self._versions_of(client)))
 
     def _note(self, versions: list[int]) -> None:
         with self._brief:
             pairs = zip(self._known, versions, strict=True)
             self._known = [known if new == _NO_VERSION else max(known, new) for known, new in pairs]
 
-    def _renew(self, core: _core.ServeClient, error: TransportError, within: Deadline) -> bool:
-        """Makes a new client in the place of `core`; returns whether there is one in time.
+    def _renew(self, client: Dialled, error: TransportError, within: Deadline) -> bool:
+        """Makes a new client in the place of one; returns whether there is one in time.
 
-        Raises TransportError when the shards could not be reached for too long.
+        Raises TransportError when the shards could not be reached for too long, and Dialling
+        where a thread dials them.
         """
+        if self._raises:
+            return self._renew_beside(client, error)
         if not self._lock.acquire(timeout=min(within.remaining, threading.TIMEOUT_MAX)):
             return False
         try:
-            return self._renew_locked(core, error, within)
+            return self._renew_locked(client, error, within)
         finally:
             self._lock.release()
 
-    def _renew_locked(
-        self, core: _core.ServeClient, error: TransportError, within: Deadline
-    ) -> bool:
-        if self._core is not core:
+    def _renew_beside(self, client: Dialled, error: TransportError) -> bool:
+        """Has a thread make a new client; True where there is one."""
+        with self._brief:
+            if self._client is not client:
+                return True
+            if self._failure is not None:
+                raise self._failure
+            if self._closed:
+                raise error
+            if self._dialler is None:
+                self._dialler = threading.Thread(
+                    target=self._dial_alone, args=(client, error), name="gradwire-dial", daemon=True
+                )
+                self._dialler.start()
+        raise Dialling(f"{error}; it is dialled, for {self._seconds:g} s at most")
+
+    def _dial_alone(self, client: Dialled, error: TransportError) -> None:
+        try:
+            with self._lock:
+                while not self._renew_locked(client, error, Deadline(self._seconds)):
+                    pass
+        except Error:
+            pass  # which the next call raises
+        finally:
+            self._dialler = None
+
+    def _renew_locked(self, client: Dialled, error: TransportError, within: Deadline) -> bool:
+        if self._client is not client:
             return True
         if self._failure is not None:
             raise self._failure
@@ -251,7 +280,7 @@ class LastingClient:
             raise self._failure
         if self._limit is None:
             _log.warning("%s; dialling for %g s at most", error, self._seconds)
-            core.close(_GOODBYE_SECONDS)  # so that what it did not send is in the residuals
+            client.core.close(_GOODBYE_SECONDS)  # so that what it did not send is in the residuals
             self._limit = Deadline(self._seconds)
         try:
             dialled = self._dial_until(within)
@@ -271,7 +300,7 @@ class LastingClient:
         pause = threading.Event()
         while True:
             try:
-                return self._dial(deadline.within(_ATTEMPT_SECONDS), self._number)
+                return self._dial(deadline.within(_ATTEMPT_SECONDS), self._client.number)
             except (Error, OSError) as error:
                 if deadline.passed or self._closed or not _may_pass(error):
                     raise
@@ -282,20 +311,26 @@ class LastingClient:
             if now < was:
                 _log.warning("shard %d is at version %d, was at %d", shard, now, was)
         _log.warning("reached all shards again")
-        self._merged += self._core.merged()
-        self._stale += self._core.stale()
+        before = self._client
+        self._merged += before.core.merged()
+        self._stale += before.core.stale()
         with self._brief:
-            self._pulled = self._versions_of(self._core)
-            self._known, self._begun_at = list(dialled.versions), list(dialled.versions)
-        self._core, self._number = dialled.core, dialled.number  # last: others read it at any time
+            self._pulled = self._pulled_before(dialled)
+            self._known = list(dialled.versions)
+        self._client = dialled  # last: others read it at any time
         self._limit = None
         self._count_lost()
+
+    def _pulled_before(self, later: Dialled) -> list[int]:
+        """Versions that were pulled last, as a later client's shards know them."""
+        pulled = Versions(self._versions_of(self._client), self._client.versions.histories)
+        return pulled.within(later.versions.histories)
 
 
 def _found_an_end(call: LastingCall) -> bool:
     """Whether a call that is over has failed since a server ended."""
     try:
-        call.core.wait(call.call, 0)
+        call.client.core.wait(call.call, 0)
     except TransportError:
         return True
     except Error:

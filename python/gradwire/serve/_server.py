@@ -23,6 +23,7 @@ from gradwire.serve import _snapshot
 from gradwire.serve._channels import Door
 from gradwire.serve._client import read_statistics
 from gradwire.serve._directory import MOST_SHARDS, Directory, service
+from gradwire.serve._histories import History, begun
 
 _ASK_SECONDS = 10.0  # for a shard's thread to answer this process
 _COPY_SECONDS = 600.0  # for it to copy its state between its clients' frames
@@ -78,6 +79,7 @@ class Server:
             self._service = service(name, self.store, secret)
             self._directory = directory = Directory(self._service, deadline)
             undo.callback(lambda: self._directory.close())
+            self._histories: dict[int, History] = {}
             self._cores = {shard: self._make(shard) for shard in self.only}
             for core in self._cores.values():
                 undo.callback(core.stop)
@@ -85,8 +87,8 @@ class Server:
             offered = choose_transports(transports)
             self._door = door = Door(job, offered, directory.interface(), self._cores)
             undo.callback(door.close)
+            self._publish(directory)  # first, so that who has come in finds this start's history
             door.open()
-            self._publish(directory)
             self._writer = threading.Thread(target=self._write_snapshots, daemon=True)
             self._writer.start()
             self._undo = undo.pop_all()
@@ -149,8 +151,10 @@ class Server:
     def _make(self, shard: int) -> _core.ServeServer:
         path = self._path(shard)
         if path is None or not path.exists():
+            self._histories[shard] = begun((), 0)
             return _core.ServeServer(shard, self.shards)
         state = _snapshot.read(path)
+        self._histories[shard] = begun(state.history, state.version)
         _log.warning("shard %d goes on at version %d, from %s", shard, state.version, path)
         return _core.ServeServer.restored(
             state.table, shard, state.version, state.steps, list(state.slots.items())
@@ -158,7 +162,7 @@ class Server:
 
     def _publish(self, directory: Directory) -> None:
         for shard in self.only:
-            directory.publish(shard, self.shards, self._door.address)
+            directory.publish(shard, self.shards, self._door.address, self._histories[shard])
 
     def _follow_store(self) -> None:
         """Tells a new store where the shards are, where the old one's process has ended."""
@@ -214,9 +218,8 @@ class Server:
             return "the server has no folder for snapshots: start it with --snapshot DIR"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _snapshot.write(
-                path, _snapshot.ShardState(**self._cores[shard].snapshot(_COPY_SECONDS))
-            )
+            copy = self._cores[shard].snapshot(_COPY_SECONDS)
+            _snapshot.write(path, _snapshot.ShardState(**copy, history=self._histories[shard]))
         except (OSError, MemoryError, Error) as error:
             return describe(error)
         return ""

@@ -2,7 +2,7 @@
 
     8 bytes   "GWSHARD1"
     8 bytes   length of what follows, little-endian
-    JSON      table, shard, version, names and lengths of the slots, number of frames
+    JSON      table, shard, version, starts, names and lengths of the slots, number of frames
     uint64    updates of each frame
     float32   each slot's values
     4 bytes   CRC-32 of everything before
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwire._errors import InvalidArgument, describe
+from gradwire.serve._histories import History, parse
 
 _MAGIC = b"GWSHARD1"
 _LENGTH = struct.Struct("<Q")
@@ -41,6 +42,7 @@ class ShardState(NamedTuple):
     version: int
     steps: list[int]  # updates of each frame
     slots: dict[str, NDArray[np.float32]]  # "w", and the rule's own
+    history: History = ()
 
 
 def path_of(folder: Path, shard: int, shards: int) -> Path:
@@ -55,6 +57,7 @@ def write(path: Path, state: ShardState) -> None:
         "table": state.table,
         "shard": state.shard,
         "version": state.version,
+        "starts": state.history,
         "frames": len(state.steps),
         "slots": {name: len(values) for name, values in state.slots.items()},
     }
@@ -138,11 +141,14 @@ class _Reader:
 def _unpack(reader: _Reader) -> ShardState:
     (length,) = _LENGTH.unpack(reader.take(_LENGTH.size))
     about: dict[str, Any] = json.loads(reader.take(length))
+    history = parse(about.get("starts", ()))  # older files have none
     steps = reader.array(np.uint64, about["frames"])
     slots = {name: reader.array(np.float32, size) for name, size in about["slots"].items()}
     if reader.left:
         raise ValueError(f"{reader.left} bytes too many")
-    return ShardState(about["table"], about["shard"], about["version"], steps.tolist(), slots)
+    return ShardState(
+        about["table"], about["shard"], about["version"], steps.tolist(), slots, history
+    )
 
 
 def _bytes(values: NDArray[Any]) -> memoryview:

@@ -20,6 +20,7 @@ from gradwire.torch._downpour_codecs import PushCodecs
 
 _LINEAR = (serve.SGD, serve.Momentum)  # rules that a factor of the gradient passes through
 _WARM_START_SECONDS = 0.05  # between two looks at how far the first replica is
+_DIALLING_SECONDS = 0.02  # between two looks whether servers are reached again
 
 _log = logging.getLogger("gradwire")
 
@@ -70,7 +71,9 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         rule; changing `lr` in `param_groups` changes it for this replica's pushes, as schedulers
         do. Every `n_push` steps the sum of the gradients since the last push goes out, and every
         `n_fetch` steps values come in. `fetch="ahead"` asks for them one fetch early, and so never
-        waits; they are staler. `local_lr` also applies each gradient here, until the next fetch.
+        waits; they are staler. `local_lr` also applies each gradient here, until the next fetch;
+        with `reconnect` such local steps go on while an ended server is dialled, and what has
+        accrued is pushed when it is back. Without `local_lr` a step waits for it.
         With `warm_start` the replica that came first trains alone until the servers have applied so
         many pushes; where it makes none for `timeout` seconds, the others go on without.
         `clip_norm` limits the norm of what is pushed, all parameters together.
@@ -140,6 +143,7 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
             max_staleness=max_staleness,
             timeout=timeout,
             reconnect=reconnect,
+            while_dialling="raise" if self._local_lr else "wait",
         )
         if not self._server.first:
             self._await_warm_start(warm_start, Deadline(timeout).seconds)
@@ -158,7 +162,7 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         TransportError, which names a shard that has ended, Timeout, and InvalidArgument for NaN and
         Inf. Raises the error of an earlier push, too, and takes no gradients then.
         """
-        self._settle()
+        reached = self._reached(self._settle)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -166,31 +170,29 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         gradients = self._gradients()
         if self._local_lr:
             torch._foreach_add_(list(self._parameters), gradients, alpha=-self._local_lr)
-        self._accrue(gradients)
-        if self._steps % self._n_push == 0:
-            self._push()
+        pushes = reached and self._steps % self._n_push == 0
+        self._accrue(gradients, pushes)
+        if pushes:
+            reached = self._reached(self._push)
         self._steps += 1
-        if self._steps % self._n_fetch == 0:
-            if self._ahead:
-                self._receive()
-                self._request()
-            else:
-                self.fetch()
+        if reached and self._steps % self._n_fetch == 0:
+            self._reached(self._fetch_ahead if self._ahead else self._fetch)
         return loss
 
     def fetch(self) -> None:
-        """Fetches the servers' values, with all pushes of this replica, as before an evaluation."""
-        self._receive()
-        self._settle(wait=True)
-        self._request()
-        self._receive()
+        """Fetches the servers' values, with all pushes of this replica, as before an evaluation.
+
+        Waits for a server that is dialled.
+        """
+        self._patiently(self._fetch)
 
     def close(self) -> None:
-        """Pushes what has accrued, waits until the servers have applied it, and says goodbye."""
+        """Pushes what has accrued, waits until the servers have applied it, and says goodbye.
+
+        Waits for a server that is dialled.
+        """
         try:
-            if self._accrued is not None:
-                self._push()
-            self._settle(wait=True)
+            self._patiently(self._push_rest)
         finally:
             self._server.close()
 
@@ -223,7 +225,7 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         own = rest.pop("downpour", None)
         if own is None:
             raise InvalidArgument("this state_dict is of another optimizer than Downpour")
-        self._settle(wait=True)
+        self._patiently(lambda: self._settle(wait=True))
         super().load_state_dict(rest)
         self._steps = own["steps"]
         if own["accrued"] is not None:
@@ -261,10 +263,23 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
             )
         return float(group["lr"] / rate)
 
-    def _accrue(self, gradients: list[torch.Tensor]) -> None:
+    def _reached(self, exchange: Callable[[], None]) -> bool:
+        """Exchanges something with the servers; returns whether none of them is being dialled."""
+        try:
+            exchange()
+        except serve.Dialling:
+            return False
+        return True
+
+    def _patiently(self, exchange: Callable[[], None]) -> None:
+        """Exchanges something with the servers, and waits while one is dialled."""
+        while not self._reached(exchange):
+            time.sleep(_DIALLING_SECONDS)
+
+    def _accrue(self, gradients: list[torch.Tensor], pushes: bool) -> None:
         if self._accrued is not None:
             torch._foreach_add_(self._accrued, gradients)
-        elif self._n_push == 1:
+        elif pushes:
             self._accrued = gradients  # which _push() copies before they change
         else:
             self._accrued = [each.clone() for each in gradients]
@@ -272,22 +287,26 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
     def _push(self) -> None:
         accrued, self._accrued = self._accrued, None
         assert accrued is not None
-        if self._clip_norm is not None:
-            accrued = arrays.clipped(accrued, self._clip_norm)
+        pushed = accrued if self._clip_norm is None else arrays.clipped(accrued, self._clip_norm)
         buffers = self._free.pop() if self._free else arrays.on_host(self._parameters)
-        for host, gradient in zip(buffers, accrued, strict=True):
+        for host, gradient in zip(buffers, pushed, strict=True):
             host.copy_(gradient)
         feedback: Any = False if self._feedback is None else self._feedback
         codec, rules = self._codecs.at(min(self._versions or [0]))
-        pending = self._server.push(
-            self._named(buffers),
-            codec=codec,
-            rules=rules,
-            feedback=feedback,
-            lr=self._rate(),
-            versions=self._versions,
-            async_op=True,
-        )
+        try:
+            pending = self._server.push(
+                self._named(buffers),
+                codec=codec,
+                rules=rules,
+                feedback=feedback,
+                lr=self._rate(),
+                versions=self._versions,
+                async_op=True,
+            )
+        except serve.Dialling:  # nothing of it was sent
+            self._accrued = [each.clone() for each in accrued]
+            self._free.append(buffers)
+            raise
         assert pending is not None
         self._outgoing[pending] = None if pending.copied else buffers
         if pending.copied:
@@ -304,6 +323,21 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
                 if pending.done() and (buffers := self._outgoing.pop(pending)):
                     self._free.append(buffers)
 
+    def _push_rest(self) -> None:
+        if self._accrued is not None:
+            self._push()
+        self._settle(wait=True)
+
+    def _fetch(self) -> None:
+        self._receive()
+        self._settle(wait=True)
+        self._request()
+        self._receive()
+
+    def _fetch_ahead(self) -> None:
+        self._receive()
+        self._request()
+
     def _request(self) -> None:
         self._incoming = self._server.pull(
             self._named(self._fetched), codec=self._pull_codec, async_op=True
@@ -315,7 +349,11 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         incoming, self._incoming = self._incoming, None
         if incoming is None:
             return
-        self._versions = incoming.wait()
+        try:
+            self._versions = incoming.wait()
+        except serve.Dialling:
+            self._incoming = incoming  # which is made again
+            raise
         for parameter, host in zip(self._parameters, self._fetched, strict=True):
             parameter.copy_(host)
 
@@ -323,11 +361,19 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         """Tensors as the servers know them: by the parameters' names, where these have some."""
         return tensors if self._names is None else dict(zip(self._names, tensors, strict=True))
 
+    def _least_version(self) -> int:
+        """The number of pushes that every shard has applied, or more."""
+        while True:
+            try:
+                return min(int(each["version"]) for each in self._server.stats())
+            except serve.Dialling:
+                time.sleep(_DIALLING_SECONDS)
+
     def _await_warm_start(self, pushes: int, patience: float) -> None:
         """Waits while the first replica trains alone, as long as it makes progress."""
         reached, deadline = -1, Deadline(patience)
         while reached < pushes:
-            now = min(each["version"] for each in self._server.stats())
+            now = self._least_version()
             if now > reached:
                 reached, deadline = now, Deadline(patience)
             elif deadline.passed:

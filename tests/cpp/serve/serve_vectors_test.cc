@@ -268,6 +268,24 @@ TEST_P(VectorsTest, HaveLimits) {
   EXPECT_THROW(small.put("x", make(2)), InvalidArgument);
 }
 
+TEST_P(VectorsTest, CountPushesThatArrive) {
+  const std::uint64_t three = 3 * kElements * words() * sizeof(float);
+  Vectors small(kElements, words(), 4, {.bytes = three});
+  small.put("w", make(1));
+  auto first = small.arrive({1, {0, 0}});
+  EXPECT_TRUE(first.has_value());
+  {
+    const auto second = small.arrive({1, {1, 0}});
+    EXPECT_THROW(small.arrive({1, {2, 0}}), InvalidArgument);
+    EXPECT_THROW(small.put("x", make(2)), InvalidArgument);
+  }
+  small.put("x", make(2));  // the second one has not come
+  EXPECT_THROW(small.stage({1, {3, 0}}, make(2)), InvalidArgument);
+  first.reset();
+  small.stage({1, {0, 0}}, make(3));
+  EXPECT_FALSE(small.arrive({1, {0, 0}}).has_value());  // again: it needs no room
+}
+
 INSTANTIATE_TEST_SUITE_P(Words, VectorsTest, testing::Values(1, 2));
 
 TEST(FinishedBatches, AreRememberedInLittleMemory) {
@@ -493,6 +511,42 @@ TEST(StagedPush, ComesWithAnyCodecAndCountsOnlyWhenWhole) {
   for (std::size_t i = 0; i < layout.frames().size(); ++i)
     send(Op::kPush, i, i == 0 ? name_bytes : ConstBytes());
   EXPECT_FALSE(shard.ask(fold, true).empty());
+}
+
+TEST(StagedPush, CountsInTheBoundOfMemoryWhileItArrives) {
+  const Table table = staged_table(1);
+  const std::uint64_t each = table.elements() * sizeof(float);
+  Shard shard(table, 0, /*memory=*/2 * 3 * each);  // half: the parameters and two pushes
+  const auto& frames = shard.layout().frames();
+  ASSERT_GT(frames.size(), 1U);
+  const auto send = [&](Op op, ClientId client, std::size_t frame) {
+    const StagedPush name{1, {client, 0}};
+    const bool named = op == Op::kPush && frame == 0;
+    std::vector<std::byte> payload((named ? sizeof name : 0) + frames[frame].count * sizeof(float));
+    if (named) std::memcpy(payload.data(), &name, sizeof name);
+    Message message;
+    message.header.op = op;
+    message.header.flags = static_cast<std::uint8_t>((frame == 0 ? kFirst : 0) |
+                                                     (frame + 1 == frames.size() ? kLast : 0));
+    message.header.first = frames[frame].first;
+    message.header.count = static_cast<std::uint32_t>(frames[frame].count);
+    message.payload = payload;
+    return op == Op::kSet ? shard.set(client, message) : shard.push(client, message);
+  };
+  const auto rest = [&](ClientId client) {
+    for (std::size_t i = 1; i + 1 < frames.size(); ++i) send(Op::kPush, client, i);
+    return send(Op::kPush, client, frames.size() - 1);
+  };
+  for (std::size_t i = 0; i < frames.size(); ++i) send(Op::kSet, 1, i);
+  for (const ClientId client : {1, 2, 3}) send(Op::kPush, client, 0);
+  const auto third = rest(3);
+  EXPECT_EQ(third->refused, Refusal::kInvalid);
+  EXPECT_NE(third->why.find("3 staged pushes"), std::string::npos) << third->why;
+  shard.leave(2);  // and gives its room back
+  send(Op::kPush, 3, 0);
+  EXPECT_EQ(rest(3)->refused, Refusal::kNone);
+  EXPECT_EQ(rest(1)->refused, Refusal::kNone);
+  EXPECT_EQ(shard.vectors()->staged(), 2U);
 }
 
 }  // namespace serve_vectors_test

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -353,3 +354,50 @@ def test_layouts_stay(make: Make) -> None:
         optimizer.step()
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(model.weight, other.weight)
+
+
+@pytest.mark.parametrize("fetch", ["wait", "ahead"])
+def test_local_steps_go_on_while_a_server_is_dialled(
+    stack: ExitStack, tmp_path: Path, fetch: str
+) -> None:
+    first = serve.Server(1, store="tcp://127.0.0.1:0", snapshot=tmp_path)
+    value = torch.zeros(1, requires_grad=True)
+    options = {"local_lr": 0.5, "reconnect": 60.0, "fetch": fetch, "store": first.store}
+    optimizer = Downpour([value], serve.SGD(lr=1.0), **options)  # type: ignore[arg-type]
+    stack.callback(optimizer.close)
+    value.grad = torch.ones(1)
+    optimizer.step()
+    optimizer.fetch()
+    assert value.item() == -1.0
+    first.stop()
+    lost = 0
+    while optimizer.server.lost + (optimizer._accrued is not None) == 0:
+        optimizer.step()
+        lost += 1
+    alone = value.item()
+    for _ in range(10):  # more than the servers' values, which cannot come
+        optimizer.step()
+    assert value.item() == alone - 10 * 0.5
+    stack.enter_context(serve.Server(1, store=first.store, snapshot=tmp_path))
+    optimizer.fetch()
+    assert -lost - 1 <= value.item() <= -1.0
+    before = value.item()
+    value.grad = torch.zeros(1)
+    optimizer.step()  # pushes what has accrued
+    optimizer.fetch()
+    assert before - 10 - lost <= value.item() <= before - 10
+
+
+def test_a_step_waits_for_a_server_without_local_steps(stack: ExitStack, tmp_path: Path) -> None:
+    first = serve.Server(1, store="tcp://127.0.0.1:0", snapshot=tmp_path)
+    value = torch.zeros(1, requires_grad=True)
+    optimizer = Downpour([value], serve.SGD(lr=1.0), reconnect=60.0, store=first.store)
+    stack.callback(optimizer.close)
+    value.grad = torch.ones(1)
+    optimizer.step()
+    first.stop()
+    waiting = threading.Thread(target=optimizer.fetch)
+    waiting.start()
+    stack.enter_context(serve.Server(1, store=first.store, snapshot=tmp_path))
+    waiting.join()
+    assert value.item() == -1.0

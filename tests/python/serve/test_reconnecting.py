@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 import signal
 import subprocess
@@ -227,6 +228,77 @@ def test_versions_that_a_restart_has_lost_count_as_the_oldest_since(
     ps.push(full(1), versions=versions)
     (counts, lost) = (each["staleness"] for each in ps.stats())
     assert [counts[6], lost[6]] == [1, 1]  # since versions 4 and 1
+
+
+def test_staleness_is_exact_for_who_comes_back_after_others(
+    servers: Servers, connect: Connect, tmp_path: Path
+) -> None:
+    ps, other = connect(full(0), 30.0), connect(full(0), 30.0)
+    ps.push(full(1))
+    ps.checkpoint()
+    shutil.copy(servers.path(1), tmp_path / "older")
+    for _ in range(3):
+        ps.push(full(1))
+    pending = ps.pull(full(0), async_op=True)
+    assert pending is not None
+    versions = pending.wait()
+    for _ in range(2):  # from the same snapshot, and with pushes that are lost again
+        servers.stop(1)
+        shutil.copy(tmp_path / "older", servers.path(1))
+        servers.start(1)
+        other.pull(full(0))
+        for _ in range(6):
+            other.push(full(1), versions=other.versions)
+    ps.stats()  # which finds out
+    assert [each["version"] for each in ps.stats()] == [16, 7]
+    ps.push(full(1), versions=versions)
+    ps.push(full(1))  # of the values that were pulled last, which are the same
+    kept, lost = (each["staleness"] for each in ps.stats())
+    assert [kept[12], kept[13], lost[6], lost[7]] == [1, 1, 1, 1]  # since versions 4 and 1
+
+
+def dialled(call: Callable[[], object]) -> bool:
+    """Whether a call says that a server is dialled."""
+    text = ""
+    try:
+        call()
+    except serve.Dialling as error:
+        text = str(error)
+    assert not text or re.match(r"shard 1 \(.*it is dialled, for 30 s at most", text)
+    return bool(text)
+
+
+def test_calls_may_raise_while_a_thread_dials(servers: Servers, connect: Connect) -> None:
+    ps, found = connect(full(5), 30.0, while_dialling="raise"), full(0)
+    pending = ps.pull(found, async_op=True)
+    assert pending is not None
+    pending.wait()
+    servers.stop(1)
+    late = None
+    while late is None:  # it learns of the end by and by
+        with contextlib.suppress(serve.Dialling):
+            ps.pull(full(0))
+            continue
+        late = [dialled(lambda: ps.push(full(1))), dialled(ps.stats), dialled(pending.wait)]
+    assert late == [True, True, False]  # what is over stays so
+    servers.start(1)
+    while dialled(lambda: ps.pull(found)):
+        pass
+    assert set(found[0].tolist()) == {5.0}
+    assert ps.lost == 0
+
+
+def test_who_is_dialled_in_vain_fails_in_the_end(servers: Servers, connect: Connect) -> None:
+    ps = connect(full(5), 0.3, while_dialling="raise")
+    servers.stop(1)
+
+    def pull_until_it_fails() -> None:
+        while True:
+            with contextlib.suppress(serve.Dialling):
+                ps.pull(full(0))
+
+    with pytest.raises(gradwire.TransportError, match=r"^shard 1 \(.*dialled for 0\.3 s"):
+        pull_until_it_fails()
 
 
 def test_commands_to_vectors_are_not_made_again(connect: Connect) -> None:

@@ -42,7 +42,7 @@ Server::Server(Options options)
 
 Server::Server(Options options, Snapshot snapshot) : Server(std::move(options)) {
   const std::uint32_t of = snapshot.shard;
-  shard_ = std::make_unique<Shard>(std::move(snapshot));
+  shard_ = std::make_unique<Shard>(std::move(snapshot), options_.memory);
   if (of == options_.shard && shard_->table().shards == options_.shards) return;
   throw InvalidArgument("the snapshot is of shard " + std::to_string(of) + " of " +
                         std::to_string(shard_->table().shards));
@@ -356,7 +356,7 @@ void Server::accept_table(Peer& peer, const MessageHeader& header) {
                           std::to_string(header.extra) + " of " + std::to_string(table.shards));
   if (!shard_) {
     refuse_if_too_large(table);
-    shard_ = std::make_unique<Shard>(std::move(table), options_.shard);
+    shard_ = std::make_unique<Shard>(std::move(table), options_.shard, options_.memory);
     if (frame_log_) shard_->log_to(frame_log_);
   } else if (table != shard_->table()) {
     throw InvalidArgument("the servers hold other parameters: " +

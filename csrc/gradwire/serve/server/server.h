@@ -37,7 +37,7 @@ class Server {
     std::uint32_t shard = 0;
     std::uint32_t shards = 1;
     Log log = log_to_stderr;                 // from the server's thread: who has joined, left, gone
-    std::uint64_t memory = usable_memory();  // bytes; a table that takes more is refused
+    std::uint64_t memory = usable_memory();  // bytes; see Shard; larger tables are refused
     double join_seconds = 60;                // from a JOIN's first frame to its last
   };
   // Which clients there were and are.

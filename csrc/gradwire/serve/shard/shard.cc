@@ -29,7 +29,7 @@ bool pulls_differences(const codec::Codec& codec) {
   return kind != Kind::kNone && kind != Kind::kFp16 && kind != Kind::kBf16;
 }
 
-Shard::Shard(Table table, std::uint32_t shard)
+Shard::Shard(Table table, std::uint32_t shard, std::uint64_t memory)
     : table_(std::move(table)),
       mark_(table_.mark()),
       index_(shard),
@@ -40,7 +40,8 @@ Shard::Shard(Table table, std::uint32_t shard)
       scratch_(kMostFrame) {
   if (table_.staged()) {
     const std::size_t block = block_of(table_.elements());
-    vectors_ = std::make_unique<Vectors>(layout_.elements(), layout_.words(), block);
+    const VectorLimits limits{.bytes = memory / 2};
+    vectors_ = std::make_unique<Vectors>(layout_.elements(), layout_.words(), block, limits);
     return;
   }
   slots_.push_back({"w", make_words(layout_.elements())});
@@ -48,7 +49,8 @@ Shard::Shard(Table table, std::uint32_t shard)
     slots_.push_back({std::string(state.name), make_words(layout_.elements(), state.initial)});
 }
 
-Shard::Shard(Snapshot snapshot) : Shard(Table::parse(snapshot.table), snapshot.shard) {
+Shard::Shard(Snapshot snapshot, std::uint64_t memory)
+    : Shard(Table::parse(snapshot.table), snapshot.shard, memory) {
   bool fits = snapshot.steps.size() == steps_.size();
   if (vectors_) {
     for (Snapshot::Slot& each : snapshot.slots) vectors_->put(each.name, std::move(each.values));

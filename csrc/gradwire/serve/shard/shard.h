@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "gradwire/base/copy.h"
+#include "gradwire/serve/shard/memory.h"
 #include "gradwire/serve/shard/snapshot.h"
 #include "gradwire/serve/shard/statistics.h"
 #include "gradwire/serve/shard/update_rule.h"
@@ -55,9 +56,11 @@ class Shard {
     std::uint64_t version = 0;  // of frozen
   };
 
-  Shard(Table table, std::uint32_t shard);
+  // `memory`: the bytes that this process may use, half of which vectors and staged pushes may
+  // take.
+  Shard(Table table, std::uint32_t shard, std::uint64_t memory = usable_memory());
   // Throws InvalidArgument where the snapshot is not of that form.
-  explicit Shard(Snapshot snapshot);
+  explicit Shard(Snapshot snapshot, std::uint64_t memory = usable_memory());
 
   const Table& table() const noexcept { return table_; }
   std::uint16_t mark() const noexcept { return mark_; }  // of the table
@@ -111,7 +114,9 @@ class Shard {
     Answer answer;
     std::size_t applied = 0;  // frames
     Words staged;             // of a SET, and with Table::atomic_push or staged()
-    StagedPush name;          // with Table::staged()
+    // With Table::staged():
+    StagedPush name;
+    std::optional<Vectors::Arrival> arrival{};  // of what is kept of it
   };
   struct Client {
     Request set, push;
@@ -124,6 +129,7 @@ class Shard {
   void take_push(ClientId client, Request& push, const ShardFrame& frame, const Message& message);
   Answer end_push(ClientId client, Request& push);
   std::optional<Answer> stage(Request& push, const Message& message);
+  void begin_staging(Request& push);
   void end_staging(Request& push);
   void abandon(Request& push);
   // Must be called before a frame of slots_ or steps_ changes.

@@ -25,28 +25,39 @@ std::optional<Answer> Shard::stage(Request& push, const Message& message) {
   ConstBytes payload = message.payload;
   if (push.next == 1) {
     payload = take_name(payload, push.name);
-    push.answer = {};
-    if (!has_values()) push.answer = {Refusal::kNoValues, kNoValues};
+    begin_staging(push);
   }
-  if (push.answer.refused == Refusal::kNone) {
-    push.staged.resize(layout_.elements() * layout_.words());
+  if (push.arrival)
     decode_frame(codecs_, message.header.codec, layout_, frame, payload,
                  push.staged.data() + frame.first * layout_.words());
-  }
   if (!message.header.has(kLast)) return std::nullopt;
   push.next = 0;
   if (push.answer.refused == Refusal::kNone) end_staging(push);
-  push.staged = {};
   return std::exchange(push.answer, {});
 }
 
-void Shard::end_staging(Request& push) {
+// Makes room for a push, unless it is there already: then its frames change nothing.
+void Shard::begin_staging(Request& push) {
+  push.answer = {};
+  push.staged = {};
+  push.arrival.reset();
+  if (!has_values()) {
+    push.answer = {Refusal::kNoValues, kNoValues};
+    return;
+  }
   try {
-    vectors_->stage(push.name, std::move(push.staged));
-    ++statistics_.pushes;
+    push.arrival = vectors_->arrive(push.name);
+    if (push.arrival) push.staged.resize(layout_.elements() * layout_.words());
   } catch (const InvalidArgument& error) {
     push.answer = {Refusal::kInvalid, error.what()};
   }
+}
+
+void Shard::end_staging(Request& push) {
+  const bool kept = push.arrival.has_value();
+  push.arrival.reset();  // whose room it takes
+  if (kept) vectors_->stage(push.name, std::exchange(push.staged, {}));
+  ++statistics_.pushes;
 }
 
 std::vector<std::byte> Shard::ask(ConstBytes commands, bool may_change) {

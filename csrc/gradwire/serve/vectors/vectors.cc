@@ -257,10 +257,20 @@ std::size_t Vectors::staged() const noexcept {
   return count;
 }
 
-void Vectors::stage(const StagedPush& push, Words values) {
-  if (finished_.has(push.batch)) return;
+bool Vectors::keeps(const StagedPush& push) const {
+  if (finished_.has(push.batch)) return false;
   const auto found = staged_.find(push.batch);
-  if (found != staged_.end() && found->second.contains(push.name)) return;
+  return found == staged_.end() || !found->second.contains(push.name);
+}
+
+std::optional<Vectors::Arrival> Vectors::arrive(const StagedPush& push) {
+  if (!keeps(push)) return std::nullopt;
+  check_room(vectors_.size(), staged() + 1);
+  return Arrival(arriving_);
+}
+
+void Vectors::stage(const StagedPush& push, Words values) {
+  if (!keeps(push)) return;
   check_room(vectors_.size(), staged() + 1);
   staged_[push.batch][push.name] = std::make_shared<Words>(std::move(values));
 }
@@ -275,7 +285,9 @@ std::vector<Result> Vectors::run(std::span<const Command> commands) {
   return results;
 }
 
+// Counts pushes that arrive beside those that are given.
 void Vectors::check_room(std::size_t vectors, std::size_t pushes) const {
+  pushes += arriving_;
   if (vectors > limits_.vectors)
     throw InvalidArgument("a shard holds at most " + std::to_string(limits_.vectors) + " vectors");
   if (pushes > limits_.pushes)

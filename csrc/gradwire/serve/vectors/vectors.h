@@ -10,10 +10,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "gradwire/serve/vectors/commands.h"
@@ -25,7 +27,7 @@ using SharedWords = std::shared_ptr<const Words>;
 
 struct VectorLimits {
   std::size_t vectors = 256;
-  std::size_t pushes = 65'536;  // staged at a time
+  std::size_t pushes = 65'536;  // staged or arriving at a time
   std::uint64_t bytes = 0;      // of all of them together; 0: half of usable_memory()
 };
 
@@ -56,6 +58,27 @@ class Vectors {
   void put(const std::string& name, Words values);
   const Map& all() const noexcept { return vectors_; }
 
+  // Room for a push of which not all frames are there; it is given back at the end of this object,
+  // which must not outlive its Vectors.
+  class Arrival {
+   public:
+    explicit Arrival(std::size_t& arriving) : arriving_(&arriving) { ++arriving; }
+    Arrival(Arrival&& other) noexcept : arriving_(std::exchange(other.arriving_, nullptr)) {}
+    Arrival& operator=(Arrival&& other) noexcept {
+      std::swap(arriving_, other.arriving_);
+      return *this;
+    }
+    ~Arrival() {
+      if (arriving_) --*arriving_;
+    }
+
+   private:
+    std::size_t* arriving_;
+  };
+
+  // Returns room for a push that begins to arrive; nothing where stage() would not keep it. Throws
+  // InvalidArgument where there is no room.
+  std::optional<Arrival> arrive(const StagedPush& push);
   // Keeps a push; not where it is there already or its batch is over. Throws InvalidArgument where
   // there is no room.
   void stage(const StagedPush& push, Words values);
@@ -69,6 +92,7 @@ class Vectors {
   class Draft;
   using Batch = std::map<PushName, SharedWords>;
 
+  bool keeps(const StagedPush& push) const;
   void check_room(std::size_t vectors, std::size_t pushes) const;
   std::shared_ptr<Words> fresh();
   void recycle(Map& old);
@@ -77,6 +101,7 @@ class Vectors {
   const VectorLimits limits_;
   Map vectors_;
   std::map<std::uint64_t, Batch> staged_;
+  std::size_t arriving_ = 0;  // pushes
   FinishedBatches finished_;
   std::vector<std::shared_ptr<Words>> spare_;  // memory of vectors that were replaced
 };
