@@ -11,6 +11,7 @@ import torch
 from gradwire import serve
 from gradwire._base import arguments
 from gradwire._errors import InvalidArgument
+from gradwire.torch.backend import cuda_staging
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -112,10 +113,15 @@ class Sandblaster(serve.Sandblaster):
             found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         pairs = zip(found, self._parameters, strict=True)
         dense = [torch.zeros_like(like) if each is None else each for each, like in pairs]
-        return float(loss.detach()), [each.detach().cpu().numpy() for each in dense]
+        # Copies where they are on a GPU: the caller keeps them, to add them up.
+        hosts = [_on_host(each) if each.is_cuda else each.detach() for each in dense]
+        return float(loss.detach()), [each.numpy() for each in hosts]
 
 
-def _on_host(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, pinned for a parameter on a GPU."""
-    memory = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
-    return memory.copy_(parameter.detach())
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, pinned for a tensor on a GPU."""
+    if tensor.is_cuda:
+        memory = cuda_staging.host_memory(tensor.shape, tensor.dtype)
+    else:
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return memory.copy_(tensor.detach())

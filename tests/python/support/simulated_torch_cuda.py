@@ -1,7 +1,9 @@
 """CUDA tensors, streams and events of torch over a simulated GPU, for torch's CPU build.
 
 `install()` puts them in the place of torch.cuda's own, in a process that is to end soon. Tensors
-have views, copies and memory; what a copy does waits in its stream, as on a GPU.
+have views, copies and memory; what a copy does waits in its stream, as on a GPU. After
+`compute()` they have torch's arithmetic, too: the CPU does it, once the current stream, and that
+one alone, has done what was given to it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from gradwire import _core
 from gradwire.torch.backend import cuda_staging, operations
 from simulated_gpu import library
+from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("cuda", 0)
 recorded: list[tuple[int, int]] = []  # addresses of tensors and the streams they were told of
@@ -164,6 +167,15 @@ class CudaTensor(torch.Tensor):
         _copy(self, given, wait=not given.is_cuda and not non_blocking)
         return self
 
+    def __getitem__(self, index: slice) -> CudaTensor:  # as copy_
+        return torch.ops.aten.slice.Tensor(self, 0, index.start, index.stop)
+
+    def __int__(self) -> int:
+        return int(cpu(self))
+
+    def __bool__(self) -> bool:
+        return bool(cpu(self))
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -178,21 +190,59 @@ class CudaTensor(torch.Tensor):
             made = _empty(args[0].shape, args[0].dtype)
             _copy(made, args[0])
             return made
-        assert name in (
-            "view",
-            "detach",
-            "alias",
-            "split",
-            "split_with_sizes",
-            "slice",
-            "select",
-            "t",
-            "transpose",
-            "unsqueeze",
-            "as_strided",
-        ), name
+        if _computes and name not in _VIEWS:
+            return _computed(func, args, kwargs)
+        assert name in _VIEWS, name
         found = func(args[0].memory, *args[1:], **kwargs)
         return [cls(each) for each in found] if isinstance(found, list) else cls(found)
+
+
+_VIEWS = (
+    "view",
+    "detach",
+    "alias",
+    "split",
+    "split_with_sizes",
+    "slice",
+    "select",
+    "t",
+    "transpose",
+    "unsqueeze",
+    "as_strided",
+)
+_computes = False
+
+
+def compute() -> None:
+    """Gives tensors torch's arithmetic, from now on."""
+    global _computes
+    _computes = True
+    torch.cuda.synchronize = lambda device=None: current_stream(device).synchronize()
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function of torch returns, computed by the CPU."""
+    current_stream().synchronize()
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, CudaTensor)]
+    memory, kwargs = tree_map(_memory_of, (args, kwargs))
+    to = kwargs.pop("device", DEVICE)
+    owners = {each.memory.untyped_storage().data_ptr(): each for each in given}
+
+    def wrapped(found: Any) -> Any:
+        if not isinstance(found, torch.Tensor) or torch.device(to).type == "cpu":
+            return found
+        owner = owners.get(found.untyped_storage().data_ptr())
+        if owner is None:
+            made = _empty(found.shape, found.dtype)
+            made.memory.copy_(found)
+            return made
+        return owner if found is owner.memory else CudaTensor(found)
+
+    return tree_map(wrapped, func(*memory, **kwargs))
+
+
+def _memory_of(value: Any) -> Any:
+    return value.memory if isinstance(value, CudaTensor) else value
 
 
 def cuda(values: torch.Tensor) -> CudaTensor:

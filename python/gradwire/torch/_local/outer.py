@@ -154,5 +154,5 @@ def _real(parameter: torch.Tensor) -> torch.Tensor:
 
 def _values_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     real = _real(parameter)
-    made = torch.empty(real.shape, dtype=_WIDER.get(real.dtype, real.dtype), device=real.device)
-    return made.copy_(real)
+    dtype = _WIDER.get(real.dtype, real.dtype)
+    return torch.empty_like(real, dtype=dtype, memory_format=torch.contiguous_format).copy_(real)
