@@ -25,6 +25,7 @@ from bench.asynchronous import (
     downpour_search_report,
     downpour_simulated_report,
     sandblaster_report,
+    stragglers_report,
 )
 from bench.common.result_files import RESULTS, ROOT
 from bench.cuda import gpu_report
@@ -387,6 +388,11 @@ def stragglers(results: Path) -> list[str]:
     return list(sandblaster_report.stragglers(found))
 
 
+def real_stragglers(results: Path) -> list[str]:
+    """What slow replicas cost Sandblaster in real time."""
+    return list(stragglers_report.summary(_loaded(newest(results, "stragglers-*.json"))))
+
+
 def serve(results: Path) -> list[str]:
     """Milliseconds of pulls and pushes beside other ways, and what they may cost."""
     files = sorted(results.glob("serve-*.json"))
@@ -427,6 +433,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "downpour-rates": downpour_rates,
     "sandblaster": sandblaster,
     "stragglers": stragglers,
+    "real-stragglers": real_stragglers,
     "serve": serve,
 }
 

@@ -7,7 +7,8 @@ Two full-batch problems: a logistic regression on Fashion-MNIST, and a physics-i
 boundary value problem by a small network. A pass is one gradient of all samples, so other work on
 the machine changes nothing; L-BFGS counts all evaluations of its line search. SGD and Adam have the
 best of several rates. Sandblaster runs over a real service of two shards with three replicas, which
-are threads. Then, in virtual time, what a slow or stopped replica costs (bench/training/portions).
+are threads. Then, in virtual time, what a slow or stopped replica costs
+(bench/asynchronous/portions; bench.asynchronous.stragglers measures it in real time).
 
 Writes bench/results/sandblaster-DATE.json and .md.
 """
