@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 import threading
 import zlib
@@ -74,3 +75,30 @@ def test_a_snapshot_of_another_version_is_refused(tmp_path: Path, head: bytes) -
     path.write_bytes(body + struct.pack("<I", zlib.crc32(body)))
     with pytest.raises(gradwire.InvalidArgument, match="another version"):
         _snapshot.read(path)
+
+
+def test_a_full_disk_leaves_the_older_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = [np.zeros(10, np.float32)]
+    with serve.Server(1, snapshot=tmp_path) as server:
+        path = _snapshot.path_of(tmp_path, 0, 1)
+        with serve.connect(values, serve.SGD(lr=1.0), store=server.store) as ps:
+            ps.checkpoint()
+            before = path.read_bytes()
+            ps.push([np.ones(10, np.float32)])
+
+            def full(_: int) -> None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            with monkeypatch.context() as broken:
+                broken.setattr(_snapshot.os, "fsync", full)
+                with pytest.raises(gradwire.InvalidArgument, match="No space left on device"):
+                    ps.checkpoint()
+            assert list(tmp_path.iterdir()) == [path]
+            assert path.read_bytes() == before
+            ps.push([np.ones(10, np.float32)])
+            ps.pull(values)
+            assert values[0].tolist() == [-2.0] * 10
+            ps.checkpoint()
+            assert _snapshot.read(path).version == 2
