@@ -3,12 +3,16 @@
     python -m bench.planning.step_check             # between network namespaces, which takes root
     python -m bench.planning.step_check --emulated  # over gradwire's emulated links: no root
     python -m bench.planning.step_check --of bench/results/step-times-DATE.json  # measures nothing
+    python -m bench.planning.step_check --again bench/results/planned-steps-DATE.json \\
+        --links bench/results/model-DATE.json  # nor does this
 
 Two networks are trained over links of 100 Mbit/s and 1 Gbit/s by `step_times`, 4 ranks, and each
 codec's step is predicted from the time of the same step with a hook that averages nothing (which
-the planner cannot know), the links' rate and their measured latency. Ranks share the machine's
-cores, so their work on messages is taken to last as many times longer as ranks share a core. With
-`--of` the figures of a run of `step_times` are predicted, from its step over shared memory. Writes
+the planner cannot know) and a cost model of the links, which the ranks have tuned. Computing takes
+that step's time, or the processor time of all ranks over the machine's cores if that is more: ranks
+that do not wait for each other are not all at work at once. With `--of` the figures of a run of
+`step_times` are predicted, from its step over shared memory, and with `--again` those of an earlier
+run of this, by links as a run of `model_check` has measured them. Writes
 bench/results/planned-steps-DATE.json, .md and .png. Other work on the machine makes what is
 measured longer, and not what is predicted: run it alone.
 """
@@ -25,13 +29,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gradwire
-from gradwire._planner.exchanges import Cluster
+from gradwire import CostModel
+from gradwire._planner.exchanges import PER_BUCKET, Cluster
 from gradwire._planner.steps import buckets, synchronous
 from gradwire._planner.walk import walk
 from gradwire._simulation.topology import flat
 from torch import nn
 
+from bench.collectives import refit
 from bench.common import job, result_files
 from bench.common.machine import OtherLoad
 from bench.common.result_files import RESULTS
@@ -68,6 +73,10 @@ def main() -> int:
     if options.of is not None:
         measured = json.loads(options.of.read_text(encoding="utf-8"))
         return _report(of_step_times(measured), f"measured on {measured['machine']}", options)
+    if options.again is not None:
+        earlier = json.loads(options.again.read_text(encoding="utf-8"))
+        tuned = None if options.links is None else links_of(options.links)
+        return _report(again(earlier, tuned), f"measured on {earlier['machine']}", options)
     why = None if options.emulated else links.missing()
     if why is not None:
         print(f"step_check: {why}; --emulated needs none of it", file=sys.stderr)
@@ -97,6 +106,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="of each method; default: 20")
     parser.add_argument("--batch", type=int, default=16, help="images a rank and step; default: 16")
     parser.add_argument("--of", type=Path, metavar="FILE", help="a json file of step_times")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="a json file of this program")
+    parser.add_argument("--links", type=Path, metavar="FILE", help="a json file of model_check")
+    parser.add_argument("--tune", type=float, default=10.0, help="seconds of each network and link")
     parser.add_argument("--output", type=Path, help="a path without suffix")
     return parser.parse_args()
 
@@ -113,12 +125,42 @@ def of_step_times(found: Mapping[str, Any]) -> list[dict[str, Any]]:
             "latency_us": check["latency_us"],
             "measured_ms": measured,
             "predicted_ms": 1e3
-            * predicted("cnn", compute, link, check["latency_us"] / 1e6, method),
+            * predicted("cnn", compute, link, check["latency_us"] / 1e6, method, hook=False),
         }
         for link, check in found["checks"].items()
         for method, measured in found["step_ms"][link].items()
         if method not in (*PEERS, LOCAL)
     ]
+
+
+def again(found: Mapping[str, Any], tuned: Mapping[str, CostModel] | None) -> list[dict[str, Any]]:
+    """The rows of a document of this program, predicted anew.
+
+    Links that `tuned` lacks have the processor's parameters of those that it has.
+    """
+    models = tuned or {}
+    base = next(iter(models.values()), CostModel())
+    rows = []
+    for row in found["cases"]:
+        model = models.get(row["link"])
+        seconds = predicted(
+            row["network"],
+            row["compute_ms"] / 1e3,
+            row["link"],
+            row["latency_us"] / 1e6,
+            row["method"],
+            model=model or base,
+            measured=model is not None,
+        )
+        rows.append({**row, "predicted_ms": seconds * 1e3})
+    return rows
+
+
+def links_of(path: Path) -> dict[str, CostModel]:
+    """Models of links held to a rate, fitted to what a run of model_check has measured."""
+    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    held = [c for c in cases if c["ranks"] == RANKS and c["link"] not in ("shm", "tcp")]
+    return {each.link: each.model for each in refit.refit(held)}
 
 
 def _case(network: str, link: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -128,14 +170,17 @@ def _case(network: str, link: str, options: argparse.Namespace) -> list[dict[str
     if options.emulated:
         latency = _EMULATED_LATENCY
         setting = {"GRADWIRE_LINK": f"{link},{latency * 1e6:.0f}us", "GLOO_SOCKET_IFNAME": "lo"}
-        steps = _measure(network, methods, options, setting, None)
+        found = _measure(network, methods, options, setting, None)
     else:
         place = {"GLOO_SOCKET_IFNAME": "eth0", "GRADWIRE_SOCKET_IFNAME": "eth0"}
         with contextlib.closing(links.ShapedLinks(RANKS, links.rate(link))) as shaped:
             latency = links.ping_pong(shaped)
             starters = [host.run for host in shaped.hosts]
-            steps = _measure(network, methods, options, place, starters)
-    compute = steps[EMPTY_HOOK]["ms"] / 1e3
+            found = _measure(network, methods, options, place, starters)
+    steps = found["steps"]
+    empty = steps[EMPTY_HOOK]
+    compute = max(empty["ms"], empty["processor_ms"] * RANKS / _cores()) / 1e3
+    model = CostModel(found["cost_model"])
     return [
         {
             "network": network,
@@ -144,7 +189,9 @@ def _case(network: str, link: str, options: argparse.Namespace) -> list[dict[str
             "compute_ms": compute * 1e3,
             "latency_us": latency * 1e6,
             "measured_ms": steps[method]["ms"],
-            "predicted_ms": 1e3 * predicted(network, compute, link, latency, method),
+            "predicted_ms": 1e3
+            * predicted(network, compute, link, latency, method, model=model, measured=True),
+            "cost_model": found["cost_model"],
         }
         for method in methods[1:]
     ]
@@ -159,17 +206,39 @@ def _measure(
 ) -> dict[str, Any]:
     words = ["--methods", *methods, "--steps", str(options.steps), "--network", network]
     words += ["--batch", str(options.batch), "--ranks", str(RANKS)]
-    words += ["--calls", "100000", "--algorithms", "ring"]
-    found: dict[str, Any] = job.run("bench.training.step_times", words, RANKS, setting, starters)
-    return dict(found["steps"])
+    words += ["--calls", "100000", "--algorithms", "ring", "--tune", str(options.tune)]
+    return job.run("bench.training.step_times", words, RANKS, setting, starters)
 
 
-def predicted(network: str, compute: float, link: str, latency: float, method: str) -> float:
-    """The planner's seconds of a step by the fastest algorithm, as `auto` takes it."""
+def predicted(
+    network: str,
+    compute: float,
+    link: str,
+    latency: float,
+    method: str,
+    *,
+    hook: bool = True,
+    model: CostModel | None = None,
+    measured: bool = False,
+) -> float:
+    """The planner's seconds of a step by the fastest algorithm, as `auto` takes it.
+
+    `hook` says that `compute` lacks the hook's own work, and `measured` that the model is of these
+    links themselves.
+    """
     parts = buckets(_walked(network))
     codec = Method.parse(method).codec
     topology = flat(f"{link},{latency * 1e6}us")
-    cluster = Cluster(RANKS, topology, _shared_cores())
+    cores = _cores()
+    cluster = Cluster(
+        RANKS,
+        topology,
+        model or CostModel(),
+        turns=max(1.0, RANKS / cores),
+        per_bucket=PER_BUCKET if hook else 0.0,
+        overlaps=cores > RANKS,
+        measured=measured,
+    )
     return min(
         synchronous(parts, compute, cluster, algorithm, codec).step
         for algorithm in cluster.algorithms(codec)
@@ -177,19 +246,8 @@ def predicted(network: str, compute: float, link: str, latency: float, method: s
     )
 
 
-@functools.cache
-def _shared_cores() -> gradwire.CostModel:
-    """The built-in model of hosts that are on one machine: their work takes turns on its cores."""
-    parameters = gradwire.CostModel().parameters
-    turns = max(1.0, RANKS / parameters["cores"])
-    work = ("alpha", "copy", "call", "move", "gamma", "encode", "decode")
-    return gradwire.CostModel(
-        {
-            name: value * turns
-            for name, value in parameters.items()
-            if name.rpartition(".")[2] in work
-        }
-    )
+def _cores() -> float:
+    return CostModel().parameters["cores"]
 
 
 @functools.cache

@@ -99,6 +99,8 @@ def run(options: argparse.Namespace) -> int:
     store = dist.FileStore(f"{options.meet}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     found = {"steps": _steps(options), "calls": _calls(options.algorithms, options.calls)}
+    if options.tune:
+        found["cost_model"] = _tuned(options.tune)
     if rank == 0:
         job.write(options.meet, found)
     replicas.leave(store, rank, ranks)
@@ -175,6 +177,12 @@ def _calls(
             **times,
             "gloo": _timed(lambda x: dist.all_reduce(torch.from_numpy(x)), sizes, comm),
         }
+
+
+def _tuned(seconds: float) -> dict[str, float]:
+    """The parameters of a cost model of the ranks' links."""
+    with communicator_of(dist.distributed_c10d._get_default_group()) as comm:
+        return comm.tune(seconds=seconds).parameters
 
 
 def _timed(

@@ -73,6 +73,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--meet", help=argparse.SUPPRESS)  # set for the ranks, as the next two
     parser.add_argument("--network", default="cnn", help=argparse.SUPPRESS)
     parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS, help=argparse.SUPPRESS)
+    parser.add_argument("--tune", type=float, default=0.0, help=argparse.SUPPRESS)  # seconds
     options = parser.parse_args()
     options.link = options.link or [links.rate("100mbit"), links.rate("1gbit")]
     return options

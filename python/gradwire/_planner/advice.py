@@ -12,7 +12,7 @@ from gradwire._base import arguments
 from gradwire._errors import InvalidArgument
 from gradwire._model import CostModel
 from gradwire._planner import devices, judgement, report, walk
-from gradwire._planner.exchanges import Cluster, ratio, wire_codec
+from gradwire._planner.exchanges import PER_BUCKET, Cluster, ratio, wire_codec
 from gradwire._planner.findings import Findings
 from gradwire._planner.steps import (
     SYNCHRONOUS,
@@ -65,7 +65,8 @@ def advise(
     batch: int = 32,
     compute: float | None = None,
     device: str = "a100",
-    sample: str | None = None,
+    sample: str | Sequence[str] | None = None,
+    cores: int | None = None,
     codecs: Sequence[str] = CODECS,
     accumulate: int = 4,
     local_steps: int = 16,
@@ -76,9 +77,11 @@ def advise(
 
     `model` is a name of the catalogue (resnet50, gpt2, vgg16, …), or ``module:callable`` that
     returns a torch module, which is walked on the meta device with one `sample`: its shape without
-    the batch, as "3,224,224" or "1024:int64". Hosts have `per_host` ranks, and are joined by a
-    `link`, as "10gbit,50us". `compute` is the milliseconds of a step of one rank alone, with
-    `batch` samples; without it they are estimated for a `device`: h200, h100, a100 or cpu.
+    the batch, as "3,224,224" or "1024:int64", or a list of them for a forward of several inputs.
+    Hosts have `per_host` ranks, and are joined by a `link`, as "10gbit,50us". `compute` is the
+    milliseconds of a step of one rank alone, with `batch` samples; without it they are estimated
+    for a `device`: h200, h100, a100 or cpu. Where ranks compute on a host's `cores`, those that
+    share one take turns, and without a spare one nothing is averaged during backward.
 
     Steps are predicted for every algorithm and each of `codecs`: synchronous, accumulated over
     `accumulate` steps, as local SGD with `local_steps`, and beside an asynchronous server.
@@ -93,7 +96,9 @@ def advise(
     here = devices.device(arguments.text(device, "device"))
     seconds, assumptions = _compute(network, batch, compute, here)
     topology = _topology(link, per_host, here)
-    cluster = Cluster(ranks, topology, cost_model or devices.cost_model(here))
+    base = cost_model or devices.cost_model(here)
+    cluster = Cluster(ranks, topology, base, **_sharing(cores, topology.per_host, here))
+    seconds *= cluster.turns
     modes = _Modes(
         arguments.whole(accumulate, "accumulate", least=1),
         arguments.whole(local_steps, "local_steps", least=1),
@@ -156,7 +161,16 @@ def _codecs(given: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(["none", *(check_codec(arguments.text(x, "codecs")) for x in texts)]))
 
 
-def _network(model: str, sample: str | None) -> Network:
+def _sharing(cores: int | None, per_host: int, device: devices.Device) -> dict[str, Any]:
+    """Cluster's arguments for ranks that compute on cores."""
+    if cores is None:
+        return {} if device.inside is not None else {"per_bucket": PER_BUCKET}
+    count = arguments.whole(cores, "cores", least=1)
+    turns = max(1.0, per_host / count)
+    return {"turns": turns, "per_bucket": PER_BUCKET, "overlaps": count > per_host}
+
+
+def _network(model: str, sample: str | Sequence[str] | None) -> Network:
     name = arguments.text(model, "model")
     if ":" in name:
         return walk.walk(name, sample)

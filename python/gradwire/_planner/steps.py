@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire._planner.exchanges import Cluster, payload
-from gradwire._planner.tables.network import Layer, Network
+from gradwire._planner.exchanges import Cluster, payloads
+from gradwire._planner.tables.network import EMBEDDING, Layer, Network
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # bytes: torch's defaults
 _BACKWARD = 2 / 3  # of the time that computing takes: two products of matrices for one forward
@@ -22,10 +22,14 @@ LOCAL, SERVER = "local SGD", "asynchronous server"
 
 @dataclass(frozen=True)
 class Bucket:
-    """Layers whose gradients travel together, and when they are there: a share of backward."""
+    """Layers whose gradients travel together, and when they are there: a share of backward.
+
+    Of these, `sensitive` are the model's first and last, and embeddings.
+    """
 
     layers: tuple[Layer, ...]
     ready: float
+    sensitive: tuple[Layer, ...] = ()
 
 
 def buckets(network: Network, most: int = _BUCKET) -> list[Bucket]:
@@ -46,7 +50,21 @@ def buckets(network: Network, most: int = _BUCKET) -> list[Bucket]:
             waiting, filled, limit = [], 0.0, most
     if waiting:
         found.append(Bucket(tuple(waiting), 1.0))
-    return [*found[:-1], Bucket(found[-1].layers, 1.0)] if found else []
+    if found:
+        found[-1] = Bucket(found[-1].layers, 1.0)
+    ends = _sensitive(network)
+    return [
+        Bucket(each.layers, each.ready, tuple(x for x in each.layers if x in ends))
+        for each in found
+    ]
+
+
+def _sensitive(network: Network) -> list[Layer]:
+    """The layers that the hook keeps from biased codecs."""
+    weighted = [each for each in network.layers if each.weights]
+    return [
+        each for each in weighted if each.kind == EMBEDDING or each in (weighted[0], weighted[-1])
+    ]
 
 
 @dataclass(frozen=True)
@@ -80,12 +98,12 @@ def synchronous(
     backward = _BACKWARD * compute
     done = work = 0.0
     for part in parts:
-        sent = payload(list(part.layers), codec)
-        ready = compute - backward + part.ready * backward
-        work += cluster.work(sent)
-        done = max(done, ready + cluster.work(sent)) + cluster.seconds(
-            algorithm, sent.nbytes, sent.codec
-        )
+        ready = compute - backward + part.ready * backward if cluster.overlaps else compute
+        for sent in payloads(part.layers, part.sensitive, codec):
+            own = cluster.work(sent)
+            work += own
+            done = max(done, ready) + own if not cluster.overlaps else max(done, ready + own)
+            done += cluster.seconds(algorithm, sent.nbytes, sent.codec)
     step = max(compute + work, done) if cluster.ranks > 1 else compute
     return Prediction(algorithm, codec, SYNCHRONOUS, step, compute)
 
@@ -107,8 +125,8 @@ def local(
     """The mean of `steps` steps of each rank alone, after which parameters are averaged at once."""
     exchanged = 0.0
     for part in parts:
-        sent = payload(list(part.layers), codec)
-        exchanged += cluster.work(sent) + cluster.seconds(algorithm, sent.nbytes, sent.codec)
+        for sent in payloads(part.layers, part.sensitive, codec):
+            exchanged += cluster.work(sent) + cluster.seconds(algorithm, sent.nbytes, sent.codec)
     step = compute + (exchanged / steps if cluster.ranks > 1 else 0.0)
     return Prediction(algorithm, codec, f"{LOCAL}, H = {steps}", step, compute)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +14,14 @@ _DEFAULT_DTYPE = "float32"
 _BATCH = 2  # samples: batch normalization refuses a single one of 1 × 1
 
 
-def walk(path: str, sample: str | None) -> Network:
+def walk(path: str, sample: str | Sequence[str] | None) -> Network:
     """Walks what `module:callable` returns, with one sample of the given shape.
 
-    `sample` is "3,224,224" or "1024:int64", without the batch. Raises InvalidArgument where the
-    module cannot be made or walked, with its own error.
+    `sample` is "3,224,224" or "1024:int64", without the batch, or such a text for each input.
+    Raises InvalidArgument where the module cannot be made or walked, with its own error.
     """
-    if sample is None:
+    texts = [sample] if isinstance(sample, str) else list(sample or ())
+    if not texts:
         raise InvalidArgument(f"{path} is walked with a sample: give its shape, as 3,224,224")
     torch = _torch()
     try:
@@ -27,18 +29,20 @@ def walk(path: str, sample: str | None) -> Network:
             module = _make(path)
             if not isinstance(module, torch.nn.Module):
                 raise InvalidArgument(f"{path} returns a {type(module).__name__}, no nn.Module")
-            layers = layers_of(module, _sample(torch, sample))
+            layers = layers_of(module, *(_sample(torch, each) for each in texts))
     except InvalidArgument:
         raise
     except (Exception, SystemExit) as error:  # of the user's code
         text = " ".join(str(error).split())[:200]
         raise InvalidArgument(
-            f"{path} cannot be walked with a sample of {sample}: {type(error).__name__}: {text}"
+            f"{path} cannot be walked with a sample of {' and '.join(texts)}: "
+            f"{type(error).__name__}: {text}"
         ) from error
-    return Network(path, f"a tensor of {sample}", tuple(layers))
+    what = "a tensor" if len(texts) == 1 else "tensors"
+    return Network(path, f"{what} of {' and '.join(texts)}", tuple(layers))
 
 
-def layers_of(module: Any, sample: Any) -> list[Layer]:
+def layers_of(module: Any, *inputs: Any) -> list[Layer]:
     """The layers that have parameters of their own, in the order in which the forward runs them."""
     owners: dict[int, int] = {}
     for each in module.modules():
@@ -60,7 +64,7 @@ def layers_of(module: Any, sample: Any) -> list[Layer]:
         if any(True for _ in each.parameters(recurse=False))
     ]
     try:
-        module(sample)
+        module(*inputs)
     finally:
         for handle in handles:
             handle.remove()

@@ -15,6 +15,7 @@ from gradwire._simulation.topology import Topology
 EVENTS, CLOSED_FORM = "events", "closed form"
 MOST_MESSAGES = 400_000  # of a schedule whose events the core simulates
 MOST_ON_RACKS = 20_000  # of one that is simulated in Python: on racks, or with a slow rank
+_TREE_RANKS = 2048  # of a tree whose events say by how much its closed form is off
 _MOST_RANKS = 1 << 15  # of any schedule: csrc/gradwire/schedule/rules.h
 _SLOWEST = 1000.0
 
@@ -52,7 +53,21 @@ def seconds(
     if isinstance(algorithm, Schedule) or not closed_forms.is_covered(algorithm):
         raise InvalidArgument(f"{name!r:.80} has no closed form, and {why}")
     slower = slowed(model, topology, slow)
-    return closed_forms.seconds(algorithm, nbytes, ranks, *slower, codec), CLOSED_FORM
+    found = closed_forms.seconds(algorithm, nbytes, ranks, *slower, codec)
+    if algorithm in _TREES and ranks > _TREE_RANKS and messages(algorithm, _TREE_RANKS, 1) <= most:
+        found *= _of_smaller_tree(algorithm, nbytes, topology, model, codec, slow)
+    return found, CLOSED_FORM
+
+
+def _of_smaller_tree(
+    algorithm: str, nbytes: float, topology: Topology, model: CostModel, codec: str, slow: float
+) -> float:
+    """Time by events over that by the closed form, which hardly changes from here on."""
+    events_took, _ = seconds(
+        algorithm, nbytes, _TREE_RANKS, topology, model, codec=codec, slow=slow
+    )
+    slower = slowed(model, topology, slow)
+    return events_took / closed_forms.seconds(algorithm, nbytes, _TREE_RANKS, *slower, codec)
 
 
 def _check(algorithm: str | Schedule, codec: str, slow: float) -> None:
@@ -144,6 +159,7 @@ def messages(algorithm: str, ranks: int, per_host: int) -> int:
     return 2 * ranks * ranks if of is None else of(ranks)
 
 
+_TREES = ("binary_tree", "double_binary_tree")
 _MESSAGES: dict[str, Callable[[int], int]] = {
     "halving_doubling": lambda p: 2 * p * p.bit_length(),
     "recursive_doubling": lambda p: p * p.bit_length(),

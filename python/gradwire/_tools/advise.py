@@ -33,7 +33,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     time.add_argument("--compute", type=float, metavar="MS", help="of a step of one rank alone")
     time.add_argument("--device", default="a100", choices=DEVICES, help="default: a100")
     add("--batch", type=int, default=32, help="samples a rank and step; default: 32")
-    add("--sample", metavar="SHAPE", help="of a module's input without the batch: 3,224,224")
+    add(
+        "--sample",
+        action="append",
+        metavar="SHAPE",
+        help="of a module's input without the batch: 3,224,224; again for each further input",
+    )
+    add("--cores", type=int, help="of a host, where ranks compute on these")
     add("--codecs", nargs="+", default=CODECS, metavar="CODEC", help=f"default: {' '.join(CODECS)}")
     add("--accumulate", type=int, default=4, metavar="K", help="backwards a step; default: 4")
     add("--local-steps", type=int, default=16, metavar="H", help="of local SGD; default: 16")
@@ -66,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
         compute=options.compute,
         device=options.device,
         sample=options.sample,
+        cores=options.cores,
         codecs=options.codecs,
         accumulate=options.accumulate,
         local_steps=options.local_steps,

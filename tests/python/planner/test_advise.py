@@ -163,3 +163,15 @@ def test_published_speed_ups_have_their_assumptions(capsys: pytest.CaptureFixtur
         assert f"{each.predicted():.0f}" in text
         assert all(note in text for note in each.assumptions)
         assert abs(each.error) < 0.5
+
+
+def test_ranks_may_share_the_cores_of_a_host() -> None:
+    line = {"ranks": 8, "per_host": 4, "link": "1gbit,50us", "compute": 50.0, "codecs": ["int8"]}
+    alone, roomy, crowded = (
+        gradwire.advise("nin", **line, cores=cores)  # type: ignore[arg-type]
+        for cores in (None, 8, 2)
+    )
+    assert (alone.compute, roomy.compute, crowded.compute) == pytest.approx((0.05, 0.05, 0.1))
+    assert alone.best.step < roomy.best.step < crowded.best.step
+    with pytest.raises(gradwire.InvalidArgument, match="cores"):
+        gradwire.advise("nin", ranks=8, link="1gbit", cores=0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from gradwire import CostModel
 from gradwire._planner import steps
-from gradwire._planner.exchanges import Cluster, payload, usual_share
+from gradwire._planner.exchanges import Cluster, payload, payloads, usual_share
 from gradwire._planner.tables.catalogue import network
-from gradwire._planner.tables.network import Network
+from gradwire._planner.tables.network import EMBEDDING, Network
 from gradwire._planner.tables.shapes import dense
 from gradwire._simulation.topology import flat
 
@@ -83,6 +85,38 @@ def test_payloads_have_their_usual_size() -> None:
     assert here.seconds("ring", 16 << 20, "int8") == pytest.approx(0.25 * wire, rel=0.08)
     few, many = (usual_share("topk", ranks) for ranks in (2, 64))
     assert few < 0.1 < many <= 1
+
+
+def test_biased_codecs_leave_ends_to_int8() -> None:
+    net = equal_layers(10, 1 << 10)
+    first, *_, last = steps.buckets(net)
+    sent = payloads(last.layers, last.sensitive, "onebit")
+    assert [(each.nbytes, each.codec) for each in sent] == [(4 << 20, "onebit"), (4 << 20, "int8")]
+    assert [each.codec for each in payloads(first.layers, first.sensitive, "topk")] == ["int8"]
+    assert [each.codec for each in payloads(last.layers, last.sensitive, "fp16")] == ["fp16"]
+    words = Network("words", "tokens", (replace(net.layers[0], kind=EMBEDDING), *net.layers[1:]))
+    assert [each.name for part in steps.buckets(words) for each in part.sensitive] == ["l9", "l0"]
+
+
+def test_ranks_that_share_cores_take_turns() -> None:
+    """Work lasts longer, the hook's own is counted, and nothing is hidden behind backward."""
+    net, alone = equal_layers(10, 1 << 10), cluster(link="100gbit,1us")
+    parts = steps.buckets(net)
+    shared = replace(alone, turns=2.0, per_bucket=1e-3, overlaps=False, _models={}, _known={})
+    found = steps.synchronous(parts, 10.0, shared, "ring", "none")
+    exchanged = sum(shared.seconds("ring", each, "none") for each in (4 << 20, 28 << 20, 8 << 20))
+    copied = 2 * 2 * 40 * (1 << 20) * shared.base.parameters["gamma"]
+    assert found.exposed == pytest.approx(exchanged + 3 * 2 * 1e-3 + copied, rel=1e-6)
+    assert shared.seconds("ring", 8 << 20, "none") > 1.5 * alone.seconds("ring", 8 << 20, "none")
+
+
+def test_a_measured_model_keeps_its_links() -> None:
+    base = CostModel({"between.beta": 5e-8, "between.burst": 2e4, "sharing": 4})
+    here = Cluster(4, flat("1gbit,50us"), base, measured=True)
+    assert here.model == base
+    assert here.seconds("ring", 8 << 20, "none") > 1.4 * (8 << 20) * 5e-8
+    other = replace(here, measured=False, _models={}, _known={}).model.parameters
+    assert (other["between.burst"], other["sharing"]) == (0, 1)
 
 
 def test_lowrank_averages_factors() -> None:

@@ -112,3 +112,26 @@ def test_parameters_of_attention_are_found() -> None:
 def test_what_cannot_be_walked_says_why(path: str, sample: str | None, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         walk(path, sample)
+
+
+class Pair(nn.Module):
+    """A forward of two inputs of different types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1000, 16)
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.table(tokens) * mask.unsqueeze(-1))
+
+
+def test_a_forward_may_have_several_inputs() -> None:
+    found = walk(f"{HERE}:Pair", ["128:int64", "128"])
+    assert found.parameters == 16 * 1000 + 16 * 17
+    assert found.sample == "tensors of 128:int64 and 128"
+    assert found.layers[0].rows == 128
+    with pytest.raises(InvalidArgument, match=r"128:int64: TypeError.*mask"):
+        walk(f"{HERE}:Pair", "128:int64")
+    with pytest.raises(InvalidArgument, match="give its shape"):
+        walk(f"{HERE}:Pair", [])

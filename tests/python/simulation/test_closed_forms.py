@@ -37,6 +37,23 @@ def test_several_ranks_a_host(algorithm: str) -> None:
         assert ratio(algorithm, nbytes, 32, 4) == pytest.approx(1, abs=limit), nbytes
 
 
+@pytest.mark.parametrize("algorithm", ["binary_tree", "double_binary_tree"])
+@pytest.mark.parametrize("per_host", [1, 4])
+def test_large_trees_are_corrected_by_smaller_ones(algorithm: str, per_host: int) -> None:
+    topology = flat("10gbit,20us", per_host)
+    model = topology.model()
+    for nbytes in SIZES:
+        times = []
+        too_few = exchange.messages(algorithm, 4096, 1) - 1
+        for most in (exchange.MOST_MESSAGES, too_few):
+            times.append(
+                exchange.seconds(algorithm, nbytes, 4096, topology, model, most_messages=most)
+            )
+        (events, _), (closed, how) = times
+        assert how == exchange.CLOSED_FORM
+        assert closed == pytest.approx(events, rel=0.07), nbytes
+
+
 @pytest.mark.parametrize("codec", ["fp16", "int8", "onebit"])
 def test_codecs(codec: str) -> None:
     for algorithm in ("ring", "halving_doubling", "direct"):
