@@ -287,6 +287,8 @@ void simulated_cuda_seed(std::uint64_t seed);
 // Allocations of device and pinned memory so far, and operations enqueued so far.
 std::uint64_t simulated_cuda_allocations();
 std::uint64_t simulated_cuda_operations();
+// Kernels that this thread has launched so far.
+std::uint64_t simulated_cuda_launches();
 // Waits of the host for the device so far (cudaStreamSynchronize, cudaDeviceSynchronize).
 std::uint64_t simulated_cuda_waits();
 // For programs in Python: device memory, which goes when the device is done with it, and copies

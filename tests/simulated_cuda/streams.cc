@@ -96,6 +96,7 @@ Machine& machine() {
 
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local std::uint64_t launches = 0;
 
 cudaError_t fail(cudaError_t error) {
   last_error = error;
@@ -233,6 +234,7 @@ namespace simulated {
 std::mt19937_64& random_bits() { return machine().random; }
 
 int launch(cudaStream_t stream, unsigned blocks, unsigned threads, std::function<void()> thread) {
+  ++launches;
   const std::lock_guard lock(machine().mutex);
   return enqueue(stream, {[=, thread = std::move(thread)] { run_grid(blocks, threads, thread); }});
 }
@@ -480,6 +482,7 @@ std::uint64_t simulated_cuda_operations() {
   const std::lock_guard lock(machine().mutex);
   return machine().operations;
 }
+std::uint64_t simulated_cuda_launches() { return launches; }
 std::uint64_t simulated_cuda_waits() {
   const std::lock_guard lock(machine().mutex);
   return machine().waits;

@@ -53,6 +53,7 @@ class Job {
   Run run_of(const Arrays& of) const {
     Run run;
     run.x = of.x;
+    run.y = of.y;
     run.n = n_;
     run.run_feedback = of.run_feedback;
     return run;
@@ -82,27 +83,33 @@ void decode_add(const Job& job, Arrays& of, Stream stream) {
   job.codec().decode(of.payloads[0], of.y, job.n(), /*add=*/true, nullptr, stream);
 }
 
+// A round of a ring: what has arrived is added, and the sum encoded for the next rank.
 void round(const Job& job, Arrays& of, Stream stream) {
-  decode_add(job, of, stream);
   Run run = job.run_of(of);
   run.x = of.y;
-  job.codec().encode(run, of.payloads[1], of.scratch, stream);
+  Encoding how;
+  how.received = {of.payloads[0], 0, 1};
+  how.out = of.payloads[1];
+  job.codec().encode({&run, 1}, how, of.scratch, nullptr, stream);
 }
 
 void sum(const Job& job, Arrays& of, Stream stream) {
-  const std::array<const std::byte*, kPayloads> all = [&] {
-    std::array<const std::byte*, kPayloads> made{};
-    std::copy(of.payloads.begin(), of.payloads.end(), made.begin());
-    return made;
-  }();
-  job.codec().decode_sum(all, of.y, job.n(), nullptr, stream);
+  const Run run = job.run_of(of);
+  const auto stride = static_cast<std::uint64_t>(of.payloads[1] - of.payloads[0]);
+  job.codec().decode({&run, 1}, {.payloads = {of.payloads[0], stride, kPayloads}}, nullptr, stream);
 }
 
+// The owner's stage of `direct`: all other ranks' payloads are added, in turn, and the sum encoded.
 void own(const Job& job, Arrays& of, Stream stream) {
-  sum(job, of, stream);
   Run run = job.run_of(of);
   run.x = of.y;
-  job.codec().finish(run, of.payloads[0], of.scratch, of.y, 1.0F / kPayloads, nullptr, stream);
+  const auto stride = static_cast<std::uint64_t>(of.payloads[1] - of.payloads[0]);
+  Encoding how;
+  how.received = {of.payloads[1], stride, kPayloads - 1};
+  how.out = of.payloads[0];
+  how.finishes = true;
+  how.factor = 1.0F / kPayloads;
+  job.codec().encode({&run, 1}, how, of.scratch, nullptr, stream);
 }
 
 void fold(const Job& job, Arrays& of, Stream stream) {

@@ -141,7 +141,8 @@ class OnGpu {
         other_(on, Floats(n)),
         flags_(on, {0}),
         payload_(on, empty()),
-        second_(on, empty()) {}
+        second_(on, empty()),
+        three_(on, Payload(3 * codec_->payload_bytes(n_))) {}
 
   bool adapts() const { return codec_->adapts(); }
 
@@ -190,17 +191,27 @@ class OnGpu {
       (add ? made.added : made.decoded) = found(
           [&] { codec_->decode(payload_.data(), y_.data(), n_, add, flags_.data(), on_.stream); });
     made.flags = flags_.values(intact)[0];
-    const std::array<const std::byte*, 3> all = {payload_.data(), second_.data(), payload_.data()};
-    made.summed = found([&] { codec_->decode_sum(all, y_.data(), n_, nullptr, on_.stream); });
+    const std::size_t bytes = codec_->payload_bytes(n_);
+    std::byte* at = three_.data();
+    for (const auto* each : {&payload_, &second_, &payload_}) {
+      on_.copy(at, each->data(), bytes, CopyKind::kOnDevice);
+      at += bytes;
+    }
+    const Run run{.y = y_.data(), .n = n_};
+    made.summed = found([&] {
+      codec_->decode({&run, 1}, {.payloads = {three_.data(), bytes, 3}}, nullptr, on_.stream);
+    });
   }
   // Of the same call once more, where nothing was adapted yet; y takes x's place.
   Floats finish(const Inputs& of, std::uint32_t which, const Outcome& made, Row& row,
                 bool& intact) const {
     y_.set(of.x);
     payload_.set(empty());
-    const Run run = run_of(y_.data(), key_.begin(of, which));
+    Run run = run_of(y_.data(), key_.begin(of, which));
+    run.y = y_.data();
     codec_->prepare(run, scratch_.data(), on_.stream);
-    codec_->finish(run, payload_.data(), scratch_.data(), y_.data(), kFactor, nullptr, on_.stream);
+    codec_->encode({&run, 1}, {.out = payload_.data(), .finishes = true, .factor = kFactor},
+                   scratch_.data(), nullptr, on_.stream);
     row.expect_same(packed(payload_.values(intact), *codec_, n_, cpu_.max_bytes(n_)), made.payload,
                     "the owner's payload");
     if (!of.residual.empty())
@@ -216,7 +227,7 @@ class OnGpu {
   Key key_;
   DeviceArray<float> x_, y_, other_;
   DeviceArray<std::uint32_t> flags_;
-  DeviceArray<std::byte> payload_, second_;
+  DeviceArray<std::byte> payload_, second_, three_;
 };
 
 bool is_sparse(const codec::Codec& codec) {

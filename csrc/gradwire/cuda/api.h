@@ -20,7 +20,7 @@ struct CUevent_st;
 
 namespace gradwire::cuda {
 
-inline constexpr std::uint32_t kApiVersion = 2;
+inline constexpr std::uint32_t kApiVersion = 3;
 
 using Status = int;                                       // cudaError_t; 0 is success
 inline constexpr Status kNoDriver = 35, kNoDevice = 100;  // there is no GPU
@@ -66,6 +66,63 @@ struct RunFeedback {
   KeyState* key_state;
 };
 
+// A run of elements in one of a call's arrays. One kernel works on many runs, which a call passes
+// as an array in host memory that may be freed when the call returns.
+struct Run {
+  const float* x = nullptr;
+  float* y = nullptr;  // may be x
+  std::uint64_t n = 0;
+  RunFeedback run_feedback{};
+  std::uint64_t call = 0;      // for Int8Rounding
+  std::uint64_t element = 0;   // likewise: index of the first element in its extent
+  std::uint64_t payload = 0;   // bytes: where its payload begins in a message
+  std::uint64_t received = 0;  // the same of the messages that an encoder adds
+};
+
+// Messages of one layout: a run's payload in message j is at first + j · stride + run.payload, or
+// run.received. Where the codec's size varies, a payload is a table of its units' sizes, padded to
+// kPayloadAlignment, and then their slots (Slotted in messages/messages.h).
+struct Payloads {
+  const std::byte* first = nullptr;
+  std::uint64_t stride = 0;
+  int count = 0;
+};
+
+// What an encoder does beside encoding. It adds `received` to x, one payload after the other,
+// before it encodes. Where it finishes, y := what all ranks decode, times factor.
+struct Encoding {
+  Payloads received{};
+  std::byte* out = nullptr;  // the message
+  bool finishes = false;
+  float factor = 1;
+};
+
+// What a decoder does: y := y + each payload in turn, or y := the sum of all payloads, times
+// factor.
+struct Decoding {
+  Payloads payloads{};
+  bool adds = false;
+  float factor = 1;  // 1 where it adds
+};
+
+// A run of elements that are folded: y := x (op) addends. Addend j is at addends.first + j ·
+// addends.stride + `addend` bytes. Without addends it is a copy.
+struct FoldRun {
+  const std::byte* x = nullptr;
+  std::byte* y = nullptr;  // may be x
+  std::uint64_t n = 0;
+  std::uint64_t addend = 0;
+};
+
+// A run of 16-bit floats that fold_wide_runs() folds.
+struct WideRun {
+  const std::byte* own = nullptr;  // may be null
+  float* sum = nullptr;
+  std::byte* y = nullptr;  // may be null
+  std::uint64_t n = 0;
+  std::uint64_t addend = 0;
+};
+
 // How int8 rounds, and what a run's random numbers depend on (codec/int8.cc). The number of the
 // call is `call`; with feedback, `call` ^ key_state->calls.
 struct Int8Rounding {
@@ -88,6 +145,11 @@ struct Slots {
 
 enum class Cast : std::int32_t { kFp16, kBf16 };
 enum class Values : std::int32_t { kFloat32, kFp16, kBf16 };  // how topk sends values
+
+// The most runs of one launch, whose table is among the kernel's arguments (4 KB at most): a call
+// with more runs launches several kernels.
+inline constexpr int kMostRuns = 40;
+
 enum class CopyKind : std::int32_t { kToDevice, kToHost, kOnDevice };
 
 struct DeviceInfo {
@@ -161,6 +223,11 @@ struct Api {
   // averaged and rounded, in place of sum.
   Status (*fold_wide)(int dtype, int op, const void* own, float* sum, const void* x, void* y,
                       int divisor, std::uint64_t n, Stream);
+  // The same of many runs, by one kernel for kMostRuns of them.
+  Status (*fold_runs)(int dtype, int op, const FoldRun* runs, int count, Payloads addends,
+                      int divisor, Stream);
+  Status (*fold_wide_runs)(int dtype, int op, const WideRun* runs, int count,
+                           const std::byte* addends, int divisor, Stream);
   // Averages x over `divisor` ranks (codec/reduction/average.h).
   Status (*average)(int dtype, void* x, int divisor, std::uint64_t n, Stream);
   Status (*scale)(int dtype, void* x, double factor, std::uint64_t n, Stream);  // of floats
@@ -169,6 +236,9 @@ struct Api {
   // Sets kNotFinite where y is not finite; where unit > 1, the whole unit becomes NaN then
   // (codec/codec.h, mark_not_finite()).
   Status (*mark)(float* y, std::uint64_t n, std::uint64_t unit, std::uint32_t* flags, Stream);
+  // The same of many runs: y := x + e, e' := 0; and of y.
+  Status (*deliver_runs)(const Run* runs, int count, Stream);
+  Status (*mark_runs)(const Run* runs, int count, std::uint64_t unit, std::uint32_t* flags, Stream);
   // flags := flags | *more, which may be in pinned memory.
   Status (*add_flags)(const std::uint32_t* more, std::uint32_t* flags, Stream);
   // y := NaN if any flag is set.
@@ -182,17 +252,28 @@ struct Api {
   Status (*settle)(KeyState* const* key_states, std::uint64_t count, bool remembers,
                    const std::uint32_t* flags, Stream);
 
+  // ---- Codecs: those with _runs take many runs, by one kernel for kMostRuns of them ----
+
   // ---- fp16, bf16 (plugin/cast.cu); kNotFinite where the payload is not finite ----
   Status (*cast_encode)(Cast, const float* x, RunFeedback, float scale, std::byte* out,
                         std::uint64_t n, Stream);
   Status (*cast_decode)(Cast, const std::byte* in, float scale, float* y, std::uint64_t n, bool add,
                         std::uint32_t* flags, Stream);
+  Status (*cast_encode_runs)(Cast, float scale, const Run* runs, int count, const Encoding&,
+                             std::uint32_t* flags, Stream);
+  Status (*cast_decode_runs)(Cast, float scale, const Run* runs, int count, const Decoding&,
+                             std::uint32_t* flags, Stream);
 
   // ---- int8 (plugin/int8.cu); the flags of all decoders may be null ----
   Status (*int8_encode)(const float* x, RunFeedback, std::uint64_t n, std::uint64_t block,
                         Int8Rounding, std::byte* out, Stream);
   Status (*int8_decode)(const std::byte* in, std::uint64_t n, std::uint64_t block, float* y,
                         bool add, std::uint32_t* flags, Stream);
+  // Of the rounding, `call` and `element` are the runs'.
+  Status (*int8_encode_runs)(std::uint64_t block, Int8Rounding, const Run* runs, int count,
+                             const Encoding&, std::uint32_t* flags, Stream);
+  Status (*int8_decode_runs)(std::uint64_t block, const Run* runs, int count, const Decoding&,
+                             std::uint32_t* flags, Stream);
 
   // ---- Slots (plugin/slots.cu) ----
   // Packs a payload as the CPU writes it. `sizes` are the units' bytes. `offsets` has units + 1
@@ -216,6 +297,10 @@ struct Api {
   Status (*onebit_finish)(const float* x, RunFeedback, std::uint64_t n, std::uint64_t block,
                           std::byte* out, std::uint32_t* sizes, float* y, float factor,
                           std::uint32_t* flags, Stream);
+  Status (*onebit_encode_runs)(std::uint64_t block, const Run* runs, int count, const Encoding&,
+                               std::uint32_t* flags, Stream);
+  Status (*onebit_decode_runs)(std::uint64_t block, const Run* runs, int count, const Decoding&,
+                               std::uint32_t* flags, Stream);
 
   // ---- threshold, topk (plugin/threshold.cu, plugin/topk.cu); units of kSparseUnit ----
   // Sets tau of the call under way where the key has no usable one. Does nothing if `density` is 0:
@@ -235,6 +320,15 @@ struct Api {
                              Stream);
   Status (*topk_decode)(Slots, std::uint64_t n, std::uint64_t slot_bytes, Values, float* y,
                         bool add, std::uint32_t* flags, Stream);
+  // They neither add what was received nor finish, and decode one payload.
+  Status (*threshold_encode_runs)(float tau, double density, const Run* runs, int count,
+                                  const Encoding&, void* scratch, Stream);
+  Status (*threshold_decode_runs)(const Run* runs, int count, const Decoding&, std::uint32_t* flags,
+                                  Stream);
+  Status (*topk_encode_runs)(double density, Values, std::uint64_t slot_bytes, const Run* runs,
+                             int count, const Encoding&, Stream);
+  Status (*topk_decode_runs)(std::uint64_t slot_bytes, Values, const Run* runs, int count,
+                             const Decoding&, std::uint32_t* flags, Stream);
   std::size_t (*sparse_scratch_bytes)(std::uint64_t n);
 
   // ---- lowrank (plugin/lowrank.cu, factors.cu, orthonormalise.cu); codec/factors.h ----

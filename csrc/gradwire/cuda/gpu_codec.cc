@@ -14,19 +14,23 @@ namespace {
 
 using Kind = codec::Definition::Kind;
 
+int count(std::span<const Run> runs) { return static_cast<int>(runs.size()); }
+
 class CastCodec final : public Codec {
  public:
   CastCodec(const Api& api, const codec::Definition& of)
       : Codec(api), cast_(of.kind == Kind::kFp16 ? Cast::kFp16 : Cast::kBf16), scale_(of.scale) {}
 
   std::size_t payload_bytes(std::uint64_t n) const override { return aligned(2 * n); }
-  void encode(const Run& run, std::byte* out, std::byte*, Stream stream) const override {
-    check(api_, api_.cast_encode(cast_, run.x, run.run_feedback, scale_, out, run.n, stream),
+  void encode(std::span<const Run> runs, const Encoding& how, std::byte*, std::uint32_t* flags,
+              Stream stream) const override {
+    check(api_, api_.cast_encode_runs(cast_, scale_, runs.data(), count(runs), how, flags, stream),
           "encoding a cast");
   }
-  void decode(const std::byte* in, float* y, std::uint64_t n, bool add, std::uint32_t* flags,
+  void decode(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
               Stream stream) const override {
-    check(api_, api_.cast_decode(cast_, in, scale_, y, n, add, flags, stream), "decoding a cast");
+    check(api_, api_.cast_decode_runs(cast_, scale_, runs.data(), count(runs), how, flags, stream),
+          "decoding a cast");
   }
 
  private:
@@ -41,37 +45,28 @@ class Int8Codec final : public Codec {
   std::size_t payload_bytes(std::uint64_t n) const override {
     return aligned(codec::Int8Kernels::bytes(n, of_.block));
   }
-  void encode(const Run& run, std::byte* out, std::byte*, Stream stream) const override {
-    const Int8Rounding rounding{of_.stochastic, of_.seed, run.call, run.element};
-    check(api_, api_.int8_encode(run.x, run.run_feedback, run.n, of_.block, rounding, out, stream),
+  void encode(std::span<const Run> runs, const Encoding& how, std::byte*, std::uint32_t* flags,
+              Stream stream) const override {
+    const Int8Rounding rounding{of_.stochastic, of_.seed, 0, 0};
+    check(api_,
+          api_.int8_encode_runs(of_.block, rounding, runs.data(), count(runs), how, flags, stream),
           "encoding int8");
   }
-  void decode(const std::byte* in, float* y, std::uint64_t n, bool add, std::uint32_t* flags,
+  void decode(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
               Stream stream) const override {
-    check(api_, api_.int8_decode(in, n, of_.block, y, add, flags, stream), "decoding int8");
+    check(api_, api_.int8_decode_runs(of_.block, runs.data(), count(runs), how, flags, stream),
+          "decoding int8");
   }
 
  private:
   codec::Definition of_;
 };
 
-// A payload of units whose sizes vary: a table of the sizes, then a slot for each unit. So no rank
-// has to know a size before the kernel runs.
-class SlottedCodec : public Codec {
- protected:
-  using Codec::Codec;
-  static std::uint32_t* sizes(std::byte* payload) {
-    return reinterpret_cast<std::uint32_t*>(payload);
-  }
-  template <typename Byte>
-  Byte* slots(Byte* payload, std::uint64_t n) const {
-    return payload + layout(n).table_bytes();
-  }
-};
-
-class OneBitCodec final : public SlottedCodec {
+// A payload of units whose sizes vary is a table of the sizes, then a slot for each unit. So no
+// rank has to know a size before the kernel runs.
+class OneBitCodec final : public Codec {
  public:
-  OneBitCodec(const Api& api, const codec::Definition& of) : SlottedCodec(api), block_(of.block) {}
+  OneBitCodec(const Api& api, const codec::Definition& of) : Codec(api), block_(of.block) {}
 
   std::size_t slot_bytes() const override {
     return aligned(codec::OneBitKernels::most_bytes(block_));
@@ -79,47 +74,67 @@ class OneBitCodec final : public SlottedCodec {
   Slotted layout(std::uint64_t n) const override {
     return {(n + block_ - 1) / block_, slot_bytes()};
   }
-  void encode(const Run& run, std::byte* out, std::byte*, Stream stream) const override {
-    check(api_,
-          api_.onebit_encode(run.x, run.run_feedback, run.n, block_, slots(out, run.n), sizes(out),
-                             stream),
+  void encode(std::span<const Run> runs, const Encoding& how, std::byte*, std::uint32_t* flags,
+              Stream stream) const override {
+    check(api_, api_.onebit_encode_runs(block_, runs.data(), count(runs), how, flags, stream),
           "encoding onebit");
   }
-  void decode(const std::byte* in, float* y, std::uint64_t n, bool add, std::uint32_t* flags,
+  void decode(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
               Stream stream) const override {
-    const Slots payload{slots(in, n), nullptr};
-    check(api_, api_.onebit_sum(&payload, 1, n, block_, y, add, flags, stream), "decoding onebit");
-  }
-  // One kernel for all payloads, so that y is written once and not once per payload.
-  void decode_sum(std::span<const std::byte* const> payloads, float* y, std::uint64_t n,
-                  std::uint32_t* flags, Stream stream) const override {
-    std::vector<Slots> all;
-    for (const std::byte* each : payloads) all.push_back({slots(each, n), nullptr});
-    check(api_,
-          api_.onebit_sum(all.data(), static_cast<int>(all.size()), n, block_, y, /*add=*/false,
-                          flags, stream),
+    check(api_, api_.onebit_decode_runs(block_, runs.data(), count(runs), how, flags, stream),
           "decoding onebit");
-  }
-  void finish(const Run& run, std::byte* out, std::byte*, float* y, float factor,
-              std::uint32_t* flags, Stream stream) const override {
-    check(api_,
-          api_.onebit_finish(run.x, run.run_feedback, run.n, block_, slots(out, run.n), sizes(out),
-                             y, factor, flags, stream),
-          "finishing onebit");
   }
 
  private:
   std::uint64_t block_;
 };
 
-class SparseCodec : public SlottedCodec {
+// Its kernels neither add what was received nor finish, so that these are launches of their own.
+class SparseCodec : public Codec {
  public:
-  using SlottedCodec::SlottedCodec;
+  using Codec::Codec;
   Slotted layout(std::uint64_t n) const override {
     return {(n + codec::kSparseUnit - 1) / codec::kSparseUnit, slot_bytes()};
   }
   std::size_t scratch_bytes(std::uint64_t n) const override {
     return aligned(api_.sparse_scratch_bytes(n));
+  }
+  void encode(std::span<const Run> runs, const Encoding& how, std::byte* scratch,
+              std::uint32_t* flags, Stream stream) const final {
+    if (how.received.count > 0) add(runs, how.received, flags, stream);
+    write(runs, how.out, scratch, stream);
+    if (how.finishes)
+      read(runs, {.payloads = {how.out, 0, 1}, .factor = how.factor}, flags, stream);
+  }
+  void decode(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
+              Stream stream) const final {
+    Decoding one = how;
+    one.payloads.count = 1;
+    for (int j = 0; j < how.payloads.count; ++j) {
+      one.adds = how.adds || j > 0;
+      one.factor = how.payloads.count == 1 ? how.factor : 1;
+      read(runs, one, flags, stream);
+      one.payloads.first += how.payloads.stride;
+    }
+    if (how.payloads.count > 1 && how.factor != 1) scale(runs, how.factor, stream);
+  }
+
+ private:
+  virtual void write(std::span<const Run> runs, std::byte* out, std::byte* scratch,
+                     Stream stream) const = 0;
+  virtual void read(std::span<const Run> runs, const Decoding& one, std::uint32_t* flags,
+                    Stream stream) const = 0;
+
+  void add(std::span<const Run> runs, const Payloads& received, std::uint32_t* flags,
+           Stream stream) const {
+    std::vector<Run> all(runs.begin(), runs.end());
+    for (Run& each : all) each.payload = each.received;
+    decode(all, {.payloads = received, .adds = true}, flags, stream);
+  }
+  void scale(std::span<const Run> runs, double factor, Stream stream) const {
+    for (const Run& each : runs)
+      check(api_, api_.scale(static_cast<int>(DType::kFloat32), each.y, factor, each.n, stream),
+            "scaling");
   }
 };
 
@@ -142,19 +157,21 @@ class ThresholdCodec final : public SparseCodec {
     if (!adapts()) return;
     check(api_, api_.threshold_adapt(n, of_.density, key_state, stream), "adapting threshold");
   }
-  void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const override {
+
+ private:
+  void write(std::span<const Run> runs, std::byte* out, std::byte* scratch,
+             Stream stream) const override {
     check(api_,
-          api_.threshold_encode(run.x, run.run_feedback, run.n, of_.tau, of_.density,
-                                slots(out, run.n), sizes(out), scratch, stream),
+          api_.threshold_encode_runs(of_.tau, of_.density, runs.data(), count(runs), {.out = out},
+                                     scratch, stream),
           "encoding threshold");
   }
-  void decode(const std::byte* in, float* y, std::uint64_t n, bool add, std::uint32_t* flags,
-              Stream stream) const override {
-    check(api_, api_.threshold_decode({slots(in, n), nullptr}, n, y, add, flags, stream),
+  void read(std::span<const Run> runs, const Decoding& one, std::uint32_t* flags,
+            Stream stream) const override {
+    check(api_, api_.threshold_decode_runs(runs.data(), count(runs), one, flags, stream),
           "decoding threshold");
   }
 
- private:
   codec::Definition of_;
   std::size_t slot_bytes_;
 };
@@ -170,20 +187,21 @@ class TopKCodec final : public SparseCodec {
         slot_bytes_(aligned(codec.max_bytes(codec::kSparseUnit))) {}
 
   std::size_t slot_bytes() const override { return slot_bytes_; }
-  void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const override {
+
+ private:
+  void write(std::span<const Run> runs, std::byte* out, std::byte*, Stream stream) const override {
     check(api_,
-          api_.topk_encode(run.x, run.run_feedback, run.n, density_, values_, slot_bytes_,
-                           slots(out, run.n), sizes(out), scratch, stream),
+          api_.topk_encode_runs(density_, values_, slot_bytes_, runs.data(), count(runs),
+                                {.out = out}, stream),
           "encoding topk");
   }
-  void decode(const std::byte* in, float* y, std::uint64_t n, bool add, std::uint32_t* flags,
-              Stream stream) const override {
+  void read(std::span<const Run> runs, const Decoding& one, std::uint32_t* flags,
+            Stream stream) const override {
     check(api_,
-          api_.topk_decode({slots(in, n), nullptr}, n, slot_bytes_, values_, y, add, flags, stream),
+          api_.topk_decode_runs(slot_bytes_, values_, runs.data(), count(runs), one, flags, stream),
           "decoding topk");
   }
 
- private:
   double density_;
   Values values_;
   std::size_t slot_bytes_;
@@ -208,24 +226,6 @@ std::unique_ptr<const Codec> Codec::make(const Api& api, const codec::Codec& cod
     default:
       throw InvalidArgument("codec '" + codec.name() + "' has no payloads on a GPU");
   }
-}
-
-void Codec::scale(float* y, double factor, std::uint64_t n, Stream stream) const {
-  if (factor == 1) return;
-  check(api_, api_.scale(static_cast<int>(DType::kFloat32), y, factor, n, stream), "scaling");
-}
-
-void Codec::decode_sum(std::span<const std::byte* const> payloads, float* y, std::uint64_t n,
-                       std::uint32_t* flags, Stream stream) const {
-  for (std::size_t i = 0; i < payloads.size(); ++i)
-    decode(payloads[i], y, n, /*add=*/i > 0, flags, stream);
-}
-
-void Codec::finish(const Run& run, std::byte* out, std::byte* scratch, float* y, float factor,
-                   std::uint32_t* flags, Stream stream) const {
-  encode(run, out, scratch, stream);
-  decode(out, y, run.n, /*add=*/false, flags, stream);
-  scale(y, factor, run.n, stream);
 }
 
 }  // namespace gradwire::cuda

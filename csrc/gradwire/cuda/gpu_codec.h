@@ -16,15 +16,6 @@
 
 namespace gradwire::cuda {
 
-// A run of elements on the device that is to be encoded.
-struct Run {
-  const float* x = nullptr;
-  std::uint64_t n = 0;
-  RunFeedback run_feedback{};
-  std::uint64_t call = 0;     // for Int8Rounding
-  std::uint64_t element = 0;  // index of the first element in its extent
-};
-
 class Codec {
  public:
   virtual ~Codec() = default;
@@ -48,21 +39,25 @@ class Codec {
   virtual void prepare(const Run&, std::byte* /*scratch*/, Stream) const {}
   virtual void adapt(std::uint64_t /*n*/, KeyState*, Stream) const {}
 
-  virtual void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const = 0;
-  // y := decoded, or y + decoded.
-  virtual void decode(const std::byte* in, float* y, std::uint64_t n, bool add,
+  // Encode and decode many runs at once (cuda/api.h). Where encode() adds what was received, or
+  // finishes, x is y.
+  virtual void encode(std::span<const Run> runs, const Encoding& how, std::byte* scratch,
                       std::uint32_t* flags, Stream stream) const = 0;
-  // y := the sum of all payloads, added in their order.
-  virtual void decode_sum(std::span<const std::byte* const> payloads, float* y, std::uint64_t n,
-                          std::uint32_t* flags, Stream stream) const;
-  // Encodes, then y := what that decodes to, times factor. x may be y.
-  virtual void finish(const Run& run, std::byte* out, std::byte* scratch, float* y, float factor,
-                      std::uint32_t* flags, Stream stream) const;
+  virtual void decode(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
+                      Stream stream) const = 0;
+
+  // The same of one run.
+  void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const {
+    encode({&run, 1}, {.out = out}, scratch, nullptr, stream);
+  }
+  void decode(const std::byte* in, float* y, std::uint64_t n, bool add, std::uint32_t* flags,
+              Stream stream) const {
+    const Run run{.y = y, .n = n};
+    decode({&run, 1}, {.payloads = {in, 0, 1}, .adds = add}, flags, stream);
+  }
 
  protected:
   explicit Codec(const Api& api) : api_(api) {}
-  void scale(float* y, double factor, std::uint64_t n, Stream stream) const;
-
   const Api& api_;
 };
 

@@ -90,18 +90,22 @@ Communicator::~Communicator() {
 void Communicator::run(const exec::Request& request, Feedback* feedback, Stream stream) {
   const OnDevice here(api_, setting_.device);
   require_valid(request, feedback);
+  enqueue(request, feedback, {stream, capture_of(api_, stream), nullptr});
+}
+
+void Communicator::enqueue(const exec::Request& request, Feedback* feedback, const Place& place) {
   messages_->check();
+  const Stream stream = place.stream;
   Call& call = call_;
   call.request = &request;
   call.stream = stream;
   call.feedback = feedback;
   call.codec = nullptr;
-  const std::uint64_t capture = capture_of(api_, stream);
-  call.captured = capture != 0;
+  call.captured = place.capture != 0;
   exec::extent_counts(request, setting_.rank, setting_.size, call.counts);
   // An event that was recorded in one capture means nothing in another capture, or outside.
-  const Event last = call.captured ? last_captured_.get() : last_.get();
-  if (call.captured ? capture == last_capture_ : recorded_)
+  const Event last = call.captured ? last_captured_.get() : latest_;
+  if (call.captured ? place.capture == last_capture_ : last != nullptr)
     check(api_, api_.wait(stream, last), "cudaStreamWaitEvent");
   const bool lowrank = request.codec && request.codec->combine() == codec::Combine::kCompound;
   if (lowrank) {
@@ -121,11 +125,14 @@ void Communicator::run(const exec::Request& request, Feedback* feedback, Stream 
           api_.copy(call_flags_.data() + operations_ % kCallFlags * sizeof(std::uint32_t),
                     call.flags, sizeof(std::uint32_t), CopyKind::kToHost, stream),
           "cudaMemcpyAsync");
-  check(api_, api_.record(last, stream), "cudaEventRecord");
+  const Event end = call.captured          ? last_captured_.get()
+                    : place.end != nullptr ? place.end
+                                           : last_.get();
+  check(api_, api_.record(end, stream), "cudaEventRecord");
   if (call.captured)
-    last_capture_ = capture;
+    last_capture_ = place.capture;
   else
-    recorded_ = true;
+    latest_ = end;
   ++operations_;
   count_sent();
 }
@@ -165,12 +172,13 @@ std::uint32_t Communicator::take_flags() {
 void Communicator::begin(Call& call) {
   const bool in_step = call.feedback != nullptr && call.feedback->in_step();
   call.flags = in_step ? call.feedback->step_flags() : flags_;
-  if (!in_step)
+  const bool is_flagged = call.feedback != nullptr || !is_plain(*call.request);
+  if (is_flagged && !in_step)
     check(api_, api_.fill(call.flags, 0, sizeof(std::uint32_t), call.stream), "cudaMemsetAsync");
   call.codec = codec_for(call.request->codec);
   std::size_t scratch = 0;
   for (std::uint64_t count : call.counts)
-    if (call.codec != nullptr) scratch = std::max(scratch, call.codec->scratch_bytes(count));
+    if (call.codec != nullptr) scratch += call.codec->scratch_bytes(count);
   call.scratch = codec_scratch_.take(scratch, call.captured);
 }
 
@@ -258,11 +266,14 @@ void Communicator::adapt(const Call& call) {
 // Adds the residuals to the arrays and clears them, since a plain sum loses nothing.
 void Communicator::deliver_residuals(const Call& call, const exec::BufferMap& buffer_map) {
   const auto& own = main_.plan().folds() ? buffer_map.addends() : buffer_map.extents();
-  for (std::size_t i = 0; i < own.size(); ++i)
-    check(api_,
-          api_.deliver(call.extent_feedback[i].run_feedback, reinterpret_cast<float*>(own[i]),
-                       call.counts[i], call.stream),
-          "delivering");
+  std::vector<Run> runs(own.size());
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    runs[i].x = runs[i].y = reinterpret_cast<float*>(own[i]);
+    runs[i].n = call.counts[i];
+    runs[i].run_feedback = call.extent_feedback[i].run_feedback;
+  }
+  check(api_, api_.deliver_runs(runs.data(), static_cast<int>(runs.size()), call.stream),
+        "delivering");
 }
 
 void Communicator::check_results(const Call& call, const exec::BufferMap& buffer_map) {

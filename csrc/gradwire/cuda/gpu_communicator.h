@@ -64,6 +64,16 @@ class Communicator {
   // again.
   void run(const exec::Request& request, Feedback* feedback, Stream stream);
 
+  // Where a call is enqueued.
+  struct Place {
+    Stream stream = nullptr;
+    std::uint64_t capture = 0;  // of the stream (cuda::capture_of)
+    Event end = nullptr;        // recorded at the call's end, outside of captures; null: an own one
+  };
+  // Does the same for a request that require_valid() has accepted, on a thread whose device is the
+  // setting's. `end` must stay until another call has ended.
+  void enqueue(const exec::Request& request, Feedback* feedback, const Place& place);
+
   // Throws what run() would throw for an invalid request, and does nothing else.
   void require_valid(const exec::Request& request, const Feedback* feedback);
 
@@ -109,7 +119,7 @@ class Communicator {
   std::uint32_t* flags_ = nullptr;
   std::uint32_t* lost_ = nullptr;  // pinned; set to kLost once messages have failed
   OwnedEvent last_, last_captured_;
-  bool recorded_ = false;           // whether last_ has been recorded
+  Event latest_ = nullptr;          // at the last call's end; null: there was none
   std::uint64_t last_capture_ = 0;  // the capture of last_captured_
   std::uint64_t operations_ = 0;
   std::atomic<std::uint64_t> sent_{0};

@@ -1,8 +1,11 @@
 #include "gradwire/cuda/gpu_execution.h"
 
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 #include "gradwire/base/error.h"
+#include "gradwire/codec/reduction/fold.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -10,6 +13,14 @@ namespace {
 using exec::Frame;
 using exec::Part;
 using exec::Piece;
+using exec::WideFold;
+
+constexpr std::size_t kNowhere = ~std::size_t{0};
+
+bool is_empty(const Part& part) { return part.pieces.first == part.pieces.last; }
+// Two parts that are not empty are of the same elements, or of different ones.
+bool same_elements(const Part& a, const Part& b) { return a.pieces.first == b.pieces.first; }
+bool is_wide(const Part& part) { return part.wide.place != WideFold::kNone; }
 
 }  // namespace
 
@@ -17,9 +28,17 @@ void Execution::run(const Call& call, Messages& messages, Stream stream) {
   call_ = call;
   messages_ = &messages;
   stream_ = stream;
+  arrived_.clear();
+  results_.clear();
+  in_turn_ = false;
   reserve();
   each_round([this](Frames sends, Frames receives) { run_round(sends, receives); });
-  for (const Piece& piece : call_.plan->finished_here()) finish_here(piece);
+  pending_.swap(arrived_);
+  pending_in_turn_ = in_turn_;
+  const bool averages = are_finished_here();
+  land_pending({}, averages);
+  if (lossy()) decode_results();
+  finish_here(averages);
 }
 
 // Visits the frames of each round. They are in the order of their rounds, since there is one
@@ -42,209 +61,451 @@ void Execution::each_round(Visit visit) const {
   }
 }
 
-// Reserves room for the round that needs the most, and for finished payloads.
+// Reserves room for the two rounds that need the most, and for finished payloads.
 void Execution::reserve() {
-  std::size_t most = 0;
+  half_bytes_ = 0;
   each_round([&](Frames sends, Frames receives) {
     std::size_t bytes = 0;
     for (const Frames frames : {sends, receives})
-      for (const Frame& frame : frames)
-        for (const Part& part : call_.plan->parts(frame)) bytes += payload_bytes(part);
-    most = std::max(most, bytes);
+      for (const Frame& frame : frames) bytes += aligned(frame_bytes(frame));
+    half_bytes_ = std::max(half_bytes_, bytes);
   });
-  arena_.take(most, call_.captured);
-  store_offsets_.assign(call_.plan->stored_parts(), 0);
-  std::vector<std::size_t>& offsets = store_offsets_;
-  std::size_t end = 0;
-  std::vector<bool> placed(offsets.size(), false);
-  for (const auto* frames : {&call_.plan->sends(), &call_.plan->receives()})
-    for (const Frame& frame : *frames)
-      for (const Part& part : call_.plan->parts(frame)) {
-        if (part.stored == exec::kNotStored || placed[part.stored]) continue;
-        placed[part.stored] = true;
-        offsets[part.stored] = end;
-        end += payload_bytes(part);
-      }
-  store_.take(end, call_.captured);
+  arena_.take(2 * half_bytes_, call_.captured);
   wide_.take(call_.plan->wide_elements() * sizeof(float), call_.captured);
+  if (lossy()) place_store();
+}
+
+// Places the payloads of all finished parts in the order of their elements, so that the parts of a
+// frame lie end to end, unless there are others between them.
+void Execution::place_store() {
+  store_places_.clear();
+  const auto visit = [this](const std::vector<Frame>& frames, auto use) {
+    for (const Frame& frame : frames)
+      for (const Part& part : call_.plan->parts(frame))
+        if (part.landing == schedule::Landing::kCopy && !is_empty(part)) use(part);
+  };
+  for (const auto* frames : {&call_.plan->sends(), &call_.plan->receives()})
+    visit(*frames, [this](const Part& part) {
+      if (part.pieces.first >= store_places_.size())
+        store_places_.resize(part.pieces.first + 1, kNowhere);
+      store_places_[part.pieces.first] = payload_bytes(part);
+    });
+  std::size_t end = 0;
+  for (std::size_t& each : store_places_) {
+    if (each == kNowhere) continue;
+    const std::size_t bytes = each;
+    each = end;
+    end += bytes;
+  }
+  store_.take(end, call_.captured);
 }
 
 void Execution::run_round(Frames sends, Frames receives) {
-  used_ = 0;
-  landings_.clear();
+  pending_.swap(arrived_);
+  arrived_.clear();
+  pending_in_turn_ = std::exchange(in_turn_, false);
+  second_half_ = !second_half_;
+  used_ = second_half_ ? half_bytes_ : 0;
+  place_sends(sends);
+  if (lossy()) encode_sends(sends);
+  land_pending(sends, /*averages=*/false);
+  if (!lossy() && call_.plan->divisor() > 1) average(sends);
+  pack_sends(sends);
   messages_->begin();
-  for (const Frame& frame : sends)
-    for (const Part& part : call_.plan->parts(frame)) post_send(part, call_.plan->peers(frame));
-  for (const Frame& frame : receives)
-    for (const Part& part : call_.plan->parts(frame))
-      post_receive(part, call_.plan->peers(frame)[0], sends);
+  for (std::size_t i = 0; i < sends.size(); ++i) send(sends[i], outgoing_[i]);
+  for (const Frame& frame : receives) receive(frame, sends);
   messages_->end(stream_);
-  for (const Landing& landing : landings_) land(landing);
+  fold({});  // copies into the store what could not be received there
 }
 
 // ---- Sending -----------------------------------------------------------------------------------
 
-void Execution::post_send(const Part& part, std::span<const Rank> peers) {
-  if (part.finishes) finish(part);
-  if (lossy()) return send(payload_to_send(part), payload_bytes(part), peers, layout_of(part));
-  for (const Piece& piece : call_.plan->pieces(part))
-    send(address(piece), bytes_of(piece), peers, call_.layout);
+// Finds where the message of each frame lies: in place, or in the arena.
+void Execution::place_sends(Frames sends) {
+  outgoing_.clear();
+  for (const Frame& frame : sends) {
+    const std::byte* place = range_of(frame);
+    if (place == nullptr) place = arena_.data() + take(frame_bytes(frame));
+    outgoing_.push_back(place);
+  }
 }
 
-void Execution::send(const std::byte* data, std::size_t bytes, std::span<const Rank> peers,
-                     std::span<const Slotted> layout) {
-  for (Rank peer : peers) messages_->send(data, bytes, peer, layout);
-  sent_ += bytes * peers.size();
+// Encodes into the arena what is not finished, and finished sums that this rank owns into the
+// store: from there on all ranks, this one included, have the same bits.
+void Execution::encode_sends(Frames sends) {
+  for (std::size_t i = 0; i < sends.size(); ++i) {
+    auto at = static_cast<std::size_t>(outgoing_[i] - arena_.data());
+    for (const Part& part : call_.plan->parts(sends[i])) {
+      if (part.finishes) encode(part, store_places_[part.pieces.first], {0, 0, true});
+      if (part.stored == exec::kNotStored) encode(part, at, {});
+      at += payload_bytes(part);
+    }
+  }
+  start_encoding();
 }
 
-const std::byte* Execution::payload_to_send(const Part& part) {
-  if (part.stored != exec::kNotStored) return stored(part);
-  std::byte* const payload = take(payload_bytes(part));
-  std::byte* out = payload;
+// Adds a part to the launch, with what has arrived of it.
+void Execution::encode(const Part& part, std::size_t at, const Launch& alone) {
+  if (is_empty(part)) return;
+  Launch launch = alone;
+  Landing* const received = pending(part);
+  if (received != nullptr) {
+    launch.addends = received->addends;
+    launch.stride = received->stride;
+    received->taken = true;
+  }
+  if (!runs_.empty() && launch != launch_) start_encoding();
+  launch_ = launch;
+  std::size_t from = received == nullptr ? 0 : received->at;
   for (const Piece& piece : call_.plan->pieces(part)) {
-    call_.codec->encode(run_of(piece), out, call_.scratch, stream_);
-    out += call_.codec->payload_bytes(piece.count);
-  }
-  return payload;
-}
-
-// Finishes a sum that this rank owns: from here on all ranks, this one included, have the same
-// bits.
-void Execution::finish(const Part& part) {
-  if (part.stored == exec::kNotStored) {
-    for (const Piece& piece : call_.plan->pieces(part)) scale(piece);
-    return;
-  }
-  std::byte* out = stored(part);
-  for (const Piece& piece : call_.plan->pieces(part)) {
-    call_.codec->finish(run_of(piece), out, call_.scratch, floats(piece),
-                        static_cast<float>(1.0 / call_.plan->divisor()), call_.flags, stream_);
-    out += call_.codec->payload_bytes(piece.count);
+    runs_.push_back(run_of(piece));
+    runs_.back().payload = at;
+    runs_.back().received = from;
+    at += call_.codec->payload_bytes(piece.count);
+    from += call_.codec->payload_bytes(piece.count);
   }
 }
 
-// ---- Landing -----------------------------------------------------------------------------------
+void Execution::start_encoding() {
+  if (runs_.empty()) return;
+  Encoding how;
+  how.received = {arena_.data(), launch_.stride, launch_.addends};
+  how.out = launch_.finishes ? store_.data() : arena_.data();
+  how.finishes = launch_.finishes;
+  how.factor = static_cast<float>(1.0 / call_.plan->divisor());
+  call_.codec->encode(runs_, how, call_.scratch, call_.flags, stream_);
+  runs_.clear();
+}
 
-void Execution::post_receive(const Part& part, Rank peer, Frames sends) {
-  if (lossy()) {
-    const bool keeps = part.stored != exec::kNotStored;
-    std::byte* const data = keeps ? stored(part) : take(payload_bytes(part));
-    messages_->receive(data, payload_bytes(part), peer, layout_of(part));
-    landings_.push_back({&part, nullptr, data});
-    return;
+// Copies frames into the arena whose parts lie in several places, so that each is one message.
+void Execution::pack_sends(Frames sends) {
+  for (std::size_t i = 0; i < sends.size(); ++i)
+    if (range_of(sends[i]) == nullptr)
+      pack(sends[i], static_cast<std::size_t>(outgoing_[i] - arena_.data()));
+  fold({});
+}
+
+void Execution::pack(const Frame& frame, std::size_t at) {
+  std::byte* to = arena_.data() + at;
+  for (const Part& part : call_.plan->parts(frame)) {
+    if (lossy()) {
+      if (part.stored != exec::kNotStored && !is_empty(part))
+        folds_.push_back(
+            {store_.data() + store_places_[part.pieces.first], to, payload_bytes(part), 0});
+      to += payload_bytes(part);
+      continue;
+    }
+    for (const Piece& piece : call_.plan->pieces(part)) {
+      folds_.push_back({address(piece), to, bytes_of(piece), 0});
+      to += bytes_of(piece);
+    }
   }
-  const bool at_once = part.landing == schedule::Landing::kCopy && !is_sent(part, sends);
-  for (const Piece& piece : call_.plan->pieces(part)) {
-    std::byte* const data = at_once ? address(piece) : take(aligned(bytes_of(piece)));
-    messages_->receive(data, bytes_of(piece), peer, call_.layout);
-    if (!at_once) landings_.push_back({&part, &piece, data});
+}
+
+void Execution::send(const Frame& frame, const std::byte* data) {
+  const std::size_t bytes = frame_bytes(frame);
+  if (bytes == 0) return;
+  const auto layout = layout_of(frame);
+  for (Rank peer : call_.plan->peers(frame)) messages_->send(data, bytes, peer, layout);
+  sent_ += bytes * call_.plan->peers(frame).size();
+}
+
+// ---- Receiving ---------------------------------------------------------------------------------
+
+// Posts a receive: in place for copies, and for finished payloads, unless this round sends what was
+// there before; else in the arena.
+void Execution::receive(const Frame& frame, Frames sends) {
+  const std::size_t bytes = frame_bytes(frame);
+  if (bytes == 0) return;
+  std::byte* place = nullptr;
+  if (is_copied(frame) && (lossy() || !is_sent(frame, sends))) place = range_of(frame);
+  const bool in_place = place != nullptr;
+  std::size_t at = in_place ? 0 : take(bytes);
+  if (!in_place) place = arena_.data() + at;
+  messages_->receive(place, bytes, call_.plan->peers(frame)[0], layout_of(frame));
+  for (const Part& part : call_.plan->parts(frame)) {
+    if (is_empty(part)) continue;
+    const bool finished = lossy() && part.landing == schedule::Landing::kCopy;
+    if (finished) results_.push_back(&part);
+    if (finished && !in_place)
+      folds_.push_back({arena_.data() + at, store_.data() + store_places_[part.pieces.first],
+                        payload_bytes(part), 0});
+    if (!finished && !in_place) note(part, at);
+    at += payload_bytes(part);
   }
 }
 
-// Returns whether elements of the part are also sent in this round, as they were before it.
-bool Execution::is_sent(const Part& part, Frames sends) const {
-  for (const Frame& frame : sends)
-    for (const Part& sent : call_.plan->parts(frame))
-      if (sent.pieces.first < part.pieces.last && part.pieces.first < sent.pieces.last) return true;
-  return false;
-}
-
-void Execution::land(const Landing& landing) {
-  if (landing.piece != nullptr)
-    land_plain(*landing.part, *landing.piece, landing.data);
-  else
-    land_lossy(*landing.part, landing.data);
-}
-
-// Folds 16-bit floats in float32. The sum is rounded with the last addend.
-void Execution::fold_wide(const Part& part, const Piece& piece, const std::byte* data) {
-  const exec::Plan& plan = *call_.plan;
-  float* sum = reinterpret_cast<float*>(wide_.data()) + plan.wide_offset(part.wide);
-  for (const Piece& each : plan.pieces(part)) {
-    if (&each == &piece) break;
-    sum += each.count;
-  }
-  check(api_,
-        api_.fold_wide(static_cast<int>(plan.spec().dtype), static_cast<int>(plan.spec().op),
-                       part.wide.begins ? address(piece) : nullptr, sum, data,
-                       part.wide.ends ? address(piece) : nullptr,
-                       part.wide.averages ? plan.divisor() : 1, piece.count, stream_),
-        "folding");
-}
-
-void Execution::land_plain(const Part& part, const Piece& piece, const std::byte* data) {
-  if (part.wide.place != exec::WideFold::kNone) return fold_wide(part, piece, data);
-  const OpSpec& spec = call_.plan->spec();
-  if (part.landing == schedule::Landing::kCopy)
-    check(api_, api_.copy(address(piece), data, bytes_of(piece), CopyKind::kOnDevice, stream_),
-          "cudaMemcpyAsync");
-  else
-    check(api_,
-          api_.fold(static_cast<int>(spec.dtype), static_cast<int>(spec.op), address(piece), data,
-                    piece.count, stream_),
-          "folding");
-}
-
-void Execution::land_lossy(const Part& part, const std::byte* data) {
+// Notes a part that arrives in the arena. Addends of the same part are added by one launch, if they
+// lie evenly there, and belong to one sum.
+void Execution::note(const Part& part, std::size_t at) {
   const bool adds = part.landing == schedule::Landing::kReduce;
-  for (const Piece& piece : call_.plan->pieces(part)) {
-    call_.codec->decode(data, floats(piece), piece.count, adds, call_.flags, stream_);
-    if (!adds) scale(piece);
-    data += call_.codec->payload_bytes(piece.count);
+  const auto before = std::find_if(arrived_.rbegin(), arrived_.rend(), [&](const Landing& each) {
+    return same_elements(*each.part, part);
+  });
+  if (before == arrived_.rend()) return arrived_.push_back({&part, &part, at, 0, adds ? 1 : 0});
+  const auto count = static_cast<std::size_t>(before->addends);
+  if (count == 1) before->stride = at - before->at;
+  if (!adds || count == 0 || part.wide.begins || at != before->at + count * before->stride) {
+    if (count == 1) before->stride = 0;
+    in_turn_ = true;
+    return arrived_.push_back({&part, &part, at, 0, adds ? 1 : 0});
+  }
+  before->last = &part;
+  ++before->addends;
+}
+
+// Returns the one landing of a part that an encoder can add; null if there is none.
+Execution::Landing* Execution::pending(const Part& part) {
+  if (pending_in_turn_) return nullptr;
+  const auto found = std::ranges::find_if(
+      pending_, [&](const Landing& each) { return same_elements(*each.part, part); });
+  return found == pending_.end() || found->addends == 0 ? nullptr : &*found;
+}
+
+// Lands what the round before has brought, as far as no encoder has added it. `averages`: all of it
+// is this rank's result.
+void Execution::land_pending(Frames sends, bool averages) {
+  for (const Landing& each : pending_) {
+    if (each.taken) continue;
+    const bool finishes = averages || (averages_with_folds() && is_finished(*each.part, sends));
+    land(each, finishes);
+    if (pending_in_turn_) start_landing();
+  }
+  start_landing();
+}
+
+void Execution::land(const Landing& landing, bool averages) {
+  const bool wide = is_wide(*landing.part);
+  if (wide && !(landing.part->wide.begins && landing.last->wide.ends)) return fold_wide(landing);
+  if (wide) averages = landing.last->wide.averages;
+  const Launch launch{landing.stride, landing.addends, averages};
+  if (!(runs_.empty() && folds_.empty()) && launch != launch_) start_landing();
+  launch_ = launch;
+  std::size_t at = landing.at;
+  for (const Piece& piece : call_.plan->pieces(*landing.part)) {
+    if (lossy()) {
+      runs_.push_back(run_of(piece));
+      runs_.back().payload = at;
+      at += call_.codec->payload_bytes(piece.count);
+      continue;
+    }
+    if (landing.addends == 0)
+      folds_.push_back({arena_.data() + at, address(piece), bytes_of(piece), 0});
+    else
+      folds_.push_back({address(piece), address(piece), piece.count, at});
+    at += bytes_of(piece);
   }
 }
 
-// Finishes a result that only this rank has, and never encoded: all of the residual is delivered.
-void Execution::finish_here(const Piece& piece) {
-  if (lossy()) {
-    const Run run = run_of(piece);
-    if (run.run_feedback.residual[0] != nullptr)
-      check(api_, api_.deliver(run.run_feedback, floats(piece), piece.count, stream_),
-            "delivering");
+void Execution::start_landing() {
+  fold(launch_);
+  if (runs_.empty()) return;
+  const Decoding how{.payloads = {arena_.data(), launch_.stride, launch_.addends}, .adds = true};
+  call_.codec->decode(runs_, how, call_.flags, stream_);
+  runs_.clear();
+}
+
+// Folds 16-bit floats in float32, where other addends come in other rounds. The sum is rounded with
+// the last one.
+void Execution::fold_wide(const Landing& landing) {
+  start_landing();
+  const exec::Plan& plan = *call_.plan;
+  const WideFold &first = landing.part->wide, &last = landing.last->wide;
+  for (int j = 0; j < landing.addends; ++j) {
+    const bool begins = j == 0 && first.begins, ends = j + 1 == landing.addends && last.ends;
+    float* sum = reinterpret_cast<float*>(wide_.data()) + plan.wide_offset(first);
+    std::size_t at = landing.at + static_cast<std::size_t>(j) * landing.stride;
+    wide_runs_.clear();
+    for (const Piece& piece : plan.pieces(*landing.part)) {
+      wide_runs_.push_back({begins ? address(piece) : nullptr, sum, ends ? address(piece) : nullptr,
+                            piece.count, at});
+      sum += piece.count;
+      at += bytes_of(piece);
+    }
     check(api_,
-          api_.mark(floats(piece), piece.count, call_.plan->codec().unit(), call_.flags, stream_),
-          "marking");
+          api_.fold_wide_runs(static_cast<int>(plan.spec().dtype), static_cast<int>(plan.spec().op),
+                              wide_runs_.data(), static_cast<int>(wide_runs_.size()), arena_.data(),
+                              ends && last.averages ? plan.divisor() : 1, stream_),
+          "folding");
   }
-  scale(piece);
 }
 
-void Execution::scale(const Piece& piece) {
-  const int divisor = call_.plan->divisor();
-  if (divisor == 1) return;
+// ---- Finishing ---------------------------------------------------------------------------------
+
+// Averages finished sums to which nothing was added in the round before.
+void Execution::average(Frames sends) {
+  for (const Frame& frame : sends)
+    for (const Part& part : call_.plan->parts(frame))
+      if (part.finishes && !(averages_with_folds() && pending(part) != nullptr))
+        for (const Piece& piece : call_.plan->pieces(part))
+          folds_.push_back({address(piece), address(piece), piece.count, 0});
+  fold({0, 0, true});
+}
+
+// Decodes the finished payloads, all of which are in the store by now.
+void Execution::decode_results() {
+  runs_.clear();
+  for (const Part* part : results_) {
+    std::size_t at = store_places_[part->pieces.first];
+    for (const Piece& piece : call_.plan->pieces(*part)) {
+      runs_.push_back(run_of(piece));
+      runs_.back().payload = at;
+      at += call_.codec->payload_bytes(piece.count);
+    }
+  }
+  if (runs_.empty()) return;
+  const Decoding how{.payloads = {store_.data(), 0, 1},
+                     .factor = static_cast<float>(1.0 / call_.plan->divisor())};
+  call_.codec->decode(runs_, how, call_.flags, stream_);
+  runs_.clear();
+}
+
+// Finishes results that only this rank has, and never encoded: all of the residual is delivered.
+void Execution::finish_here(bool is_averaged) {
+  const std::vector<Piece>& pieces = call_.plan->finished_here();
+  if (pieces.empty()) return;
+  if (lossy()) {
+    for (const Piece& piece : pieces) runs_.push_back(run_of(piece));
+    const int count = static_cast<int>(runs_.size());
+    check(api_, api_.deliver_runs(runs_.data(), count, stream_), "delivering");
+    check(api_,
+          api_.mark_runs(runs_.data(), count, call_.plan->codec().unit(), call_.flags, stream_),
+          "marking");
+    runs_.clear();
+  }
+  if (is_averaged || call_.plan->divisor() == 1) return;
+  for (const Piece& piece : pieces)
+    folds_.push_back({address(piece), address(piece), piece.count, 0});
+  fold({0, 0, true});
+}
+
+// Folds, averages or, with neither, copies the runs that were put together.
+void Execution::fold(const Launch& launch) {
+  if (folds_.empty()) return;
+  const OpSpec& spec = call_.plan->spec();
+  const bool copies = launch.addends == 0 && !launch.finishes;
   check(api_,
-        api_.average(static_cast<int>(call_.plan->spec().dtype), address(piece), divisor,
-                     piece.count, stream_),
-        "averaging");
+        api_.fold_runs(static_cast<int>(copies ? DType::kUInt8 : spec.dtype),
+                       static_cast<int>(copies ? ReduceOp::kSum : spec.op), folds_.data(),
+                       static_cast<int>(folds_.size()),
+                       {arena_.data(), launch.stride, launch.addends},
+                       launch.finishes ? call_.plan->divisor() : 1, stream_),
+        "folding");
+  folds_.clear();
+}
+
+// Returns whether the pieces that arrived last are all of those that this rank finishes for itself.
+bool Execution::are_finished_here() const {
+  const std::vector<Piece>& finished = call_.plan->finished_here();
+  if (finished.empty() || !averages_with_folds()) return false;
+  const auto key = [](const Piece& piece) { return std::tuple(piece.extent, piece.offset); };
+  std::vector<Piece> landed;
+  for (const Landing& each : pending_) {
+    const auto pieces = call_.plan->pieces(*each.part);
+    if (each.addends == 0 || is_wide(*each.part)) return false;
+    landed.insert(landed.end(), pieces.begin(), pieces.end());
+  }
+  std::ranges::sort(landed, {}, key);
+  return landed.size() == finished.size() && std::ranges::equal(landed, finished, {}, key, key);
 }
 
 // ---- Places ------------------------------------------------------------------------------------
 
+// Returns whether an average is part of the fold that stands last. Sums of 16-bit floats that are
+// rounded alone are rounded anew when they are averaged, as on CPUs.
+bool Execution::averages_with_folds() const {
+  return !lossy() && !pending_in_turn_ && call_.plan->divisor() > 1 &&
+         codec::wide_kernels(call_.plan->spec().dtype, call_.plan->spec().op) == nullptr;
+}
+
+// Returns whether this rank finishes a pending part's sum when it sends that in this round.
+bool Execution::is_finished(const Part& part, Frames sends) {
+  if (pending(part) == nullptr) return false;
+  for (const Frame& frame : sends)
+    for (const Part& sent : call_.plan->parts(frame))
+      if (sent.finishes && !is_empty(sent) && same_elements(sent, part)) return true;
+  return false;
+}
+
+// Returns whether elements of the frame are also sent in this round, as they were before it.
+bool Execution::is_sent(const Frame& frame, Frames sends) const {
+  for (const Part& part : call_.plan->parts(frame))
+    for (const Frame& each : sends)
+      for (const Part& sent : call_.plan->parts(each))
+        if (sent.pieces.first < part.pieces.last && part.pieces.first < sent.pieces.last)
+          return true;
+  return false;
+}
+
+bool Execution::is_copied(const Frame& frame) const {
+  return std::ranges::all_of(call_.plan->parts(frame), [](const Part& part) {
+    return part.landing == schedule::Landing::kCopy;
+  });
+}
+
+// Returns where all of a frame's bytes lie end to end, in the caller's arrays or, lossy, in the
+// store; null if they do not.
+std::byte* Execution::range_of(const Frame& frame) const {
+  std::byte *begin = nullptr, *end = nullptr;
+  const auto joins = [&](std::byte* at, std::size_t bytes) {
+    if (begin == nullptr) begin = end = at;
+    const bool follows = at == end;
+    end = at + bytes;
+    return follows;
+  };
+  for (const Part& part : call_.plan->parts(frame)) {
+    if (is_empty(part)) continue;
+    if (lossy()) {
+      if (part.landing != schedule::Landing::kCopy) return nullptr;
+      if (!joins(store_.data() + store_places_[part.pieces.first], payload_bytes(part)))
+        return nullptr;
+      continue;
+    }
+    for (const Piece& piece : call_.plan->pieces(part))
+      if (piece.count > 0 && !joins(address(piece), bytes_of(piece))) return nullptr;
+  }
+  return begin;
+}
+
 std::size_t Execution::payload_bytes(const Part& part) const {
   std::size_t bytes = 0;
   for (const Piece& piece : call_.plan->pieces(part))
-    bytes += lossy() ? call_.codec->payload_bytes(piece.count) : aligned(bytes_of(piece));
+    bytes += lossy() ? call_.codec->payload_bytes(piece.count) : bytes_of(piece);
   return bytes;
 }
 
-std::span<const Slotted> Execution::layout_of(const Part& part) {
+std::size_t Execution::frame_bytes(const Frame& frame) const {
+  std::size_t bytes = 0;
+  for (const Part& part : call_.plan->parts(frame)) bytes += payload_bytes(part);
+  return bytes;
+}
+
+std::span<const Slotted> Execution::layout_of(const Frame& frame) {
   layout_.clear();
-  if (call_.codec->slot_bytes() > 0)
-    for (const Piece& piece : call_.plan->pieces(part))
-      layout_.push_back(call_.codec->layout(piece.count));
+  const bool slotted = lossy() && call_.codec->slot_bytes() > 0;
+  if (!slotted && call_.layout.empty()) return layout_;
+  for (const Part& part : call_.plan->parts(frame))
+    for (const Piece& piece : call_.plan->pieces(part)) {
+      if (slotted)
+        layout_.push_back(call_.codec->layout(piece.count));
+      else
+        layout_.insert(layout_.end(), call_.layout.begin(), call_.layout.end());
+    }
   return layout_;
 }
 
-std::byte* Execution::take(std::size_t bytes) {
-  std::byte* const data = arena_.data() + used_;
-  used_ += bytes;
-  return data;
+std::size_t Execution::take(std::size_t bytes) {
+  const std::size_t at = used_;
+  used_ += aligned(bytes);
+  return at;
 }
 
 Run Execution::run_of(const Piece& piece) const {
-  const ExtentFeedback& of = call_.extent_feedback[piece.extent];
   Run run;
-  run.x = floats(piece);
+  run.x = run.y = floats(piece);
   run.n = piece.count;
+  if (call_.extent_feedback.empty()) return run;
+  const ExtentFeedback& of = call_.extent_feedback[piece.extent];
   run.run_feedback = of.run_feedback;
   for (float*& each : run.run_feedback.residual)
     if (each != nullptr) each += piece.offset;

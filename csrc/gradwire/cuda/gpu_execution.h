@@ -1,12 +1,13 @@
 // Execution on a GPU, which reads a Plan as the CPU's does (exec/plan/plan.h). Each round is one
-// group of messages and the kernels that make its payloads and land them, all enqueued on one
-// stream. Nothing here waits, and nothing is allocated unless a plan needs more room than any
-// before.
+// group of messages, one for each frame, and few kernels, each over all pieces of the round. All of
+// it is enqueued on one stream. Nothing here waits, and nothing is allocated unless a plan needs
+// more room than any before.
 //
-//   round:  encode what is sent · one group of messages · fold, or decode, what has arrived
+//   round:  land what the round before brought · encode what is sent · one group of messages
 //
-// Stream order ensures that sends read what was there when the round began, and that landings come
-// after. The plan has one segment, since on a GPU it is streams that overlap.
+// What has arrived is landed with the next round's kernels, so that one kernel adds, finishes and
+// encodes. Stream order ensures that sends read what was there when the round began, and that
+// landings come after. The plan has one segment, since on a GPU it is streams that overlap.
 #pragma once
 
 #include <cstdint>
@@ -49,36 +50,63 @@ class Execution {
 
  private:
   using Frames = std::span<const exec::Frame>;
+
+  // A part that has arrived and is not landed yet: `addends` messages of it, `stride` bytes apart
+  // in the arena, which are added one after the other; or, with 0 addends, one that is copied.
   struct Landing {
     const exec::Part* part = nullptr;
-    const exec::Piece* piece = nullptr;  // plain: the one piece that lands
-    const std::byte* data = nullptr;
+    const exec::Part* last = nullptr;  // of the last addend
+    std::size_t at = 0;                // bytes: where the first message of it lies in the arena
+    std::size_t stride = 0;
+    int addends = 0;
+    bool taken = false;  // an encoder has added it
+  };
+  // What is alike in all runs of one launch.
+  struct Launch {
+    std::size_t stride = 0;
+    int addends = 0;
+    bool finishes = false;
+    bool operator==(const Launch&) const = default;
   };
 
   bool lossy() const { return call_.codec != nullptr; }
   void reserve();
+  void place_store();
   template <typename Visit>
   void each_round(Visit visit) const;
-
   void run_round(Frames sends, Frames receives);
-  void post_send(const exec::Part& part, std::span<const Rank> peers);
-  void send(const std::byte* data, std::size_t bytes, std::span<const Rank> peers,
-            std::span<const Slotted> layout);
-  void post_receive(const exec::Part& part, Rank peer, Frames sends);
-  const std::byte* payload_to_send(const exec::Part& part);
-  void finish(const exec::Part& part);
-  void land(const Landing& landing);
-  void land_plain(const exec::Part& part, const exec::Piece& piece, const std::byte* data);
-  void fold_wide(const exec::Part& part, const exec::Piece& piece, const std::byte* data);
-  void land_lossy(const exec::Part& part, const std::byte* data);
-  void finish_here(const exec::Piece& piece);
-  void scale(const exec::Piece& piece);
 
-  bool is_sent(const exec::Part& part, Frames sends) const;
+  void place_sends(Frames sends);
+  void encode_sends(Frames sends);
+  void encode(const exec::Part& part, std::size_t at, const Launch& launch);
+  void start_encoding();
+  void pack_sends(Frames sends);
+  void pack(const exec::Frame& frame, std::size_t at);
+  void send(const exec::Frame& frame, const std::byte* data);
+
+  void receive(const exec::Frame& frame, Frames sends);
+  void note(const exec::Part& part, std::size_t at);
+  Landing* pending(const exec::Part& part);
+  void land_pending(Frames sends, bool averages);
+  void land(const Landing& landing, bool averages);
+  void fold_wide(const Landing& landing);
+  void start_landing();
+
+  void average(Frames sends);
+  void decode_results();
+  void finish_here(bool is_averaged);
+  void fold(const Launch& launch);
+
+  bool averages_with_folds() const;
+  bool is_finished(const exec::Part& part, Frames sends);
+  bool are_finished_here() const;
+  bool is_sent(const exec::Frame& frame, Frames sends) const;
+  bool is_copied(const exec::Frame& frame) const;
   std::size_t payload_bytes(const exec::Part& part) const;
-  std::span<const Slotted> layout_of(const exec::Part& part);
-  std::byte* take(std::size_t bytes);
-  std::byte* stored(const exec::Part& part) { return store_.data() + store_offsets_[part.stored]; }
+  std::size_t frame_bytes(const exec::Frame& frame) const;
+  std::byte* range_of(const exec::Frame& frame) const;
+  std::span<const Slotted> layout_of(const exec::Frame& frame);
+  std::size_t take(std::size_t bytes);
   Run run_of(const exec::Piece& piece) const;
   std::size_t bytes_of(const exec::Piece& piece) const;
   std::byte* address(const exec::Piece& piece) const;
@@ -89,10 +117,20 @@ class Execution {
   Call call_;
   Messages* messages_ = nullptr;
   Stream stream_ = nullptr;
-  std::size_t used_ = 0;  // bytes of the arena that this round uses
+  // The arena has two halves, which rounds take in turn, since what a round brings is landed in the
+  // next one.
+  std::size_t half_bytes_ = 0, used_ = 0;
+  bool second_half_ = false;
   std::uint64_t sent_ = 0;
-  std::vector<std::size_t> store_offsets_;
-  std::vector<Landing> landings_;
+  std::vector<std::size_t> store_places_;           // of finished parts, by their first piece
+  std::vector<const std::byte*> outgoing_;          // where the message of each send lies
+  std::vector<Landing> arrived_, pending_;          // in this round, and in the one before
+  bool in_turn_ = false, pending_in_turn_ = false;  // whether their landings are one by one
+  std::vector<const exec::Part*> results_;          // in the store; they are decoded at the end
+  Launch launch_;                                   // that is being put together
+  std::vector<Run> runs_;
+  std::vector<FoldRun> folds_;
+  std::vector<WideRun> wide_runs_;
   std::vector<Slotted> layout_;
 };
 

@@ -67,15 +67,16 @@ void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stre
   gpu_.require_valid(request, feedback);
   exec::extent_counts(request, shadow_.identity().rank, shadow_.identity().size, counts_);
   std::string text = text_of(request, counts_);
-  const bool captured = capture_of(gpu_.api(), stream) != 0;
+  const std::uint64_t capture = capture_of(gpu_.api(), stream);
+  const bool captured = capture != 0;
   require_made_before(request, text, feedback, captured);
   begin(request, std::move(text));
   try {
     const std::lock_guard lock(enqueuing_);
-    if (!captured) record_event(&Running::start, stream);
-    gpu_.run(request, feedback, stream);
-    if (!captured) record_event(&Running::end, stream);
-    mark_enqueued();
+    if (!captured) record_start(stream);
+    std::unique_ptr<OwnedEvent> end = captured ? nullptr : take_event();
+    gpu_.enqueue(request, feedback, {stream, capture, end ? end->get() : nullptr});
+    mark_enqueued(std::move(end));
   } catch (const Error&) {
     // Another rank's failure may show up here first; the comparison then reports its cause.
     std::unique_lock lock(mutex_);
@@ -126,20 +127,26 @@ void GpuFaultMonitor::begin(const exec::Request& request, std::string text) {
   changed_.notify_all();
 }
 
-void GpuFaultMonitor::record_event(std::unique_ptr<OwnedEvent> Running::* event, Stream stream) {
-  std::unique_lock lock(mutex_);
-  if (spare_.empty()) spare_.push_back(std::make_unique<OwnedEvent>(gpu_.api()));
+std::unique_ptr<OwnedEvent> GpuFaultMonitor::take_event() {
+  const std::lock_guard lock(mutex_);
+  if (spare_.empty()) return std::make_unique<OwnedEvent>(gpu_.api());
   auto taken = std::move(spare_.back());
   spare_.pop_back();
-  lock.unlock();  // record() may wait on a full stream until the thread ends its work
-  check(gpu_.api(), gpu_.api().record(taken->get(), stream), "cudaEventRecord");
-  lock.lock();
-  running_.back().*event = std::move(taken);
+  return taken;
 }
 
-void GpuFaultMonitor::mark_enqueued() {
+void GpuFaultMonitor::record_start(Stream stream) {
+  auto start = take_event();
+  // Without the lock: record() may wait on a full stream until the thread ends its work.
+  check(gpu_.api(), gpu_.api().record(start->get(), stream), "cudaEventRecord");
+  const std::lock_guard lock(mutex_);
+  running_.back().start = std::move(start);
+}
+
+void GpuFaultMonitor::mark_enqueued(std::unique_ptr<OwnedEvent> end) {
   const std::lock_guard lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
+  running_.back().end = std::move(end);
   running_.back().enqueued = true;
 }
 

@@ -62,8 +62,9 @@ class GpuFaultMonitor {
   void require_made_before(const exec::Request& request, const std::string& text,
                            const Feedback* feedback, bool captured);
   void begin(const exec::Request& request, std::string text);
-  void record_event(std::unique_ptr<OwnedEvent> Running::* event, Stream stream);
-  void mark_enqueued();
+  std::unique_ptr<OwnedEvent> take_event();
+  void record_start(Stream stream);
+  void mark_enqueued(std::unique_ptr<OwnedEvent> end);
   bool has_passed(const std::unique_ptr<OwnedEvent>& event) const;
   bool is_made_by_all(const Running& running) const;
   void require_in_time(Running& front) const;

@@ -30,14 +30,9 @@ void GatherReduce::run(Call& call) {
   gather.inputs = {&own, 1};
   gather.outputs = outputs;
   operation_.bind(gather, call.captured);
-  std::byte* out = own.data;
-  for (std::size_t i = 0; i < call.counts.size(); ++i) {
-    Run run{input(call, i), call.counts[i], call.extent_feedback[i].run_feedback,
-            call.extent_feedback[i].call, call.extent_feedback[i].element};
-    call.codec->prepare(run, call.scratch, call.stream);
-    call.codec->encode(run, out, call.scratch, call.stream);
-    out += call.codec->payload_bytes(call.counts[i]);
-  }
+  list_runs(call);
+  for (const Run& each : all_runs_) call.codec->prepare(each, call.scratch, call.stream);
+  call.codec->encode(all_runs_, {.out = own.data}, call.scratch, call.flags, call.stream);
   of_.adapt(call);
   operation_.begin(call.stream);
   operation_.run({}, layout_, call.stream);
@@ -59,44 +54,64 @@ void GatherReduce::place(const Call& call) {
   }
 }
 
-void GatherReduce::add_up(const Call& call) {
-  const auto size = static_cast<std::size_t>(of_.setting_.size);
-  std::vector<const std::byte*> payloads(size);
-  for (std::size_t r = 0; r < size; ++r) payloads[r] = payloads_.data() + r * block_bytes_;
+// Lists the inputs, and where their payloads begin in a block.
+void GatherReduce::list_runs(const Call& call) {
+  all_runs_.clear();
+  std::uint64_t payload = 0;
   for (std::size_t i = 0; i < call.counts.size(); ++i) {
-    if (float* y = output(call, i)) {
-      call.codec->decode_sum(payloads, y, call.counts[i], call.flags, call.stream);
-      mark(call, i, y);
-      if (call.request->op == ReduceOp::kAvg)
-        check(of_.api_,
-              of_.api_.average(static_cast<int>(DType::kFloat32), y, of_.setting_.size,
-                               call.counts[i], call.stream),
-              "averaging");
-    }
-    for (const std::byte*& each : payloads) each += call.codec->payload_bytes(call.counts[i]);
+    Run run;
+    run.x = input(call, i);
+    run.n = call.counts[i];
+    run.run_feedback = call.extent_feedback[i].run_feedback;
+    run.call = call.extent_feedback[i].call;
+    run.element = call.extent_feedback[i].element;
+    run.payload = payload;
+    all_runs_.push_back(run);
+    payload += call.codec->payload_bytes(run.n);
   }
+}
+
+// Lists the sums that this rank holds.
+void GatherReduce::list_results(const Call& call) {
+  results_.clear();
+  for (std::size_t i = 0; i < call.counts.size(); ++i)
+    if (float* const y = output(call, i)) {
+      results_.push_back(all_runs_[i]);
+      results_.back().y = y;
+    }
+}
+
+// Adds up the payloads, and averages. A unit that is not finite is none before and after that.
+void GatherReduce::add_up(const Call& call) {
+  list_results(call);
+  const bool averages = call.request->op == ReduceOp::kAvg;
+  Decoding how;
+  how.payloads = {payloads_.data(), block_bytes_, of_.setting_.size};
+  how.factor = averages ? static_cast<float>(1.0 / of_.setting_.size) : 1;
+  call.codec->decode(results_, how, call.flags, call.stream);
+  mark(call);
 }
 
 // Copies input to output where there is one rank, which loses nothing, and delivers the residuals.
 void GatherReduce::deliver_alone(const Call& call) {
-  for (std::size_t i = 0; i < call.counts.size(); ++i) {
-    float* const y = output(call, i);
-    if (y != input(call, i))
-      check(of_.api_,
-            of_.api_.copy(y, input(call, i), 4 * call.counts[i], CopyKind::kOnDevice, call.stream),
+  list_runs(call);
+  list_results(call);
+  for (const Run& each : results_)
+    if (each.y != each.x && call.feedback == nullptr)
+      check(of_.api_, of_.api_.copy(each.y, each.x, 4 * each.n, CopyKind::kOnDevice, call.stream),
             "cudaMemcpyAsync");
-    if (call.feedback != nullptr)
-      check(of_.api_,
-            of_.api_.deliver(call.extent_feedback[i].run_feedback, y, call.counts[i], call.stream),
-            "delivering");
-    mark(call, i, y);
-  }
+  if (call.feedback != nullptr)
+    check(of_.api_,
+          of_.api_.deliver_runs(results_.data(), static_cast<int>(results_.size()), call.stream),
+          "delivering");
+  mark(call);
   if (call.feedback != nullptr) of_.settle(call, /*shared=*/true);
 }
 
-void GatherReduce::mark(const Call& call, std::size_t extent, float* y) {
+void GatherReduce::mark(const Call& call) {
   check(of_.api_,
-        of_.api_.mark(y, call.counts[extent], call.request->codec->unit(), call.flags, call.stream),
+        of_.api_.mark_runs(results_.data(), static_cast<int>(results_.size()),
+                           call.request->codec->unit(), call.flags, call.stream),
         "marking");
 }
 

@@ -17,11 +17,12 @@ class GatherReduce {
  private:
   void place(const Call& call);
   void deliver_alone(const Call& call);
-  void gather(const Call& call);
+  void list_runs(const Call& call);
+  void list_results(const Call& call);
   void add_up(const Call& call);
   const float* input(const Call& call, std::size_t extent) const;
   float* output(const Call& call, std::size_t extent) const;
-  void mark(const Call& call, std::size_t extent, float* y);
+  void mark(const Call& call);
 
   Communicator& of_;
   Operation operation_;
@@ -30,6 +31,7 @@ class GatherReduce {
   std::size_t runs_ = 1;              // extents per array
   std::size_t block_bytes_ = 0;
   std::vector<Slotted> layout_;  // of a block
+  std::vector<Run> all_runs_, results_;
 };
 
 }  // namespace gradwire::cuda

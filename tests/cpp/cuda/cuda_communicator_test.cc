@@ -1,6 +1,7 @@
 // Calls on a GPU give the bits of the same calls on CPUs: every collective, schedule and codec.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <complex>
 #include <random>
 
@@ -231,6 +232,62 @@ TEST_P(GpuCollectives, EveryCodecOnItsSchedules) {
       if (!is_tried(codec, algorithm, p)) continue;
       const Case of = coded(codec, Collective::kAllReduce, algorithm, p, 2100, true);
       expect_same(of, label(of, algorithm));
+    }
+}
+
+// More arrays than one launch takes, of odd lengths: some mostly zero, so that onebit sends masks.
+Case many_arrays(std::string_view codec, std::string_view algorithm, int p, DType dtype,
+                 bool is_finite) {
+  Case of;
+  of.request.algorithm = algorithm;
+  of.request.dtype = dtype;
+  of.request.op = ReduceOp::kAvg;
+  of.codec = codec;
+  of.calls = 2;
+  of.inputs.resize(static_cast<std::size_t>(p));
+  of.outputs.resize(static_cast<std::size_t>(p));
+  for (std::size_t i = 0; i < kMostRuns + 5; ++i) {
+    const std::size_t n = i == 7 ? 2500 : 1 + i * 13 % 70;
+    for (Rank r = 0; r < p; ++r) {
+      const auto me = static_cast<std::size_t>(r);
+      std::vector<float> x = values(r, n, static_cast<unsigned>(i));
+      for (std::size_t k = 0; i % 3 == 1 && k < n; ++k)
+        if (k % 5 != me % 5) x[k] = 0;
+      if (!is_finite && i == 3 && r == 1) x[0] = INFINITY;
+      const bool wide = dtype == DType::kFloat32;
+      of.inputs[me].push_back(wide ? bytes_of(x) : small(dtype, r, n));
+      of.outputs[me].push_back(n * size_of(dtype));
+    }
+    if (dtype == DType::kFloat32) of.keys.push_back({"key " + std::to_string(i), n});
+  }
+  return of;
+}
+
+TEST(GpuCalls, OfManyArraysGiveTheBitsOfTheCpu) {
+  for (std::string_view codec :
+       {"", "fp16", "bf16", "int8:block=64", "onebit:block=64", "onebit", "threshold", "topk"})
+    for (std::string_view algorithm : {"ring", "direct", "binary_tree", "halving_doubling"}) {
+      const bool is_long = codec == "threshold" || codec == "topk";
+      if ((is_long && algorithm != "ring") || (algorithm == "binary_tree" && codec != "fp16"))
+        continue;
+      const Case of = many_arrays(codec, algorithm, 3, DType::kFloat32, true);
+      expect_same(of, label(of, algorithm) + ", many arrays");
+    }
+}
+
+TEST(GpuCalls, OfManyNarrowArraysGiveTheBitsOfTheCpu) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat64})
+    for (std::string_view algorithm : {"ring", "direct", "binary_tree", "recursive_doubling"}) {
+      const Case of = many_arrays("", algorithm, 5, dtype, true);
+      expect_same(of, label(of, algorithm) + ", many arrays");
+    }
+}
+
+TEST(GpuCalls, OfValuesThatAreNotFiniteGiveTheBitsOfTheCpu) {
+  for (std::string_view codec : {"", "fp16", "int8:block=64", "onebit:block=64"})
+    for (std::string_view algorithm : {"ring", "direct"}) {
+      const Case of = many_arrays(codec, algorithm, 3, DType::kFloat32, false);
+      expect_same(of, label(of, algorithm) + ", not finite");
     }
 }
 

@@ -112,14 +112,14 @@ class SlotArray {
 
 // ---- decode ------------------------------------------------------------------------------------
 
-struct Decoding {
+struct DecodedArray {
   Floats y;
   std::uint32_t flags;
 };
 
 // What the CPU makes of one unit; kRefused: it throws, or leaves some of it.
-inline Decoding decode_on_cpu(const codec::Codec& codec, const Payload& unit, Floats y, bool add,
-                              bool whole) {
+inline DecodedArray decode_on_cpu(const codec::Codec& codec, const Payload& unit, Floats y,
+                                  bool add, bool whole) {
   const codec::FloatEnvironment environment;
   try {
     const codec::Decoded decoded =
@@ -134,8 +134,8 @@ inline Decoding decode_on_cpu(const codec::Codec& codec, const Payload& unit, Fl
 using Decode = std::function<Status(Slots, std::uint64_t n, float* y, bool add, std::uint32_t*)>;
 
 // Decodes units without gaps between them, at any place, in memory that ends with them.
-inline Decoding decode_packed(const Decode& decode, const std::vector<Payload>& units,
-                              const Floats& y, bool add) {
+inline DecodedArray decode_packed(const Decode& decode, const std::vector<Payload>& units,
+                                  const Floats& y, bool add) {
   Payload all(3);
   std::vector<std::uint64_t> offsets = {all.size()};
   for (const Payload& unit : units) {
@@ -151,8 +151,8 @@ inline Decoding decode_packed(const Decode& decode, const std::vector<Payload>& 
   return {on_device.values(), flags.values()[0]};
 }
 
-inline Decoding decode_slots(const Decode& decode, const SlotArray& slots, const Floats& y,
-                             bool add) {
+inline DecodedArray decode_slots(const Decode& decode, const SlotArray& slots, const Floats& y,
+                                 bool add) {
   const DeviceArray<float> on_device(y, 3);
   const DeviceArray<std::uint32_t> flags({0});
   EXPECT_EQ(decode({slots.data(), nullptr}, y.size(), on_device.data(), add, flags.data()), 0);
@@ -160,13 +160,13 @@ inline Decoding decode_slots(const Decode& decode, const SlotArray& slots, const
 }
 
 // Compares all units with what the CPU decodes of each.
-inline void expect_decoded(const Decoding& actual, const codec::Codec& codec,
+inline void expect_decoded(const DecodedArray& actual, const codec::Codec& codec,
                            const std::vector<Payload>& units, const Floats& y, bool add) {
-  Decoding expected{{}, 0};
+  DecodedArray expected{{}, 0};
   for (std::size_t u = 0; u < units.size(); ++u) {
     const auto first = y.begin() + static_cast<std::ptrdiff_t>(u * kUnit);
     const auto n = static_cast<std::ptrdiff_t>(std::min(kUnit, y.size() - u * kUnit));
-    const Decoding one = decode_on_cpu(codec, units[u], Floats(first, first + n), add, true);
+    const DecodedArray one = decode_on_cpu(codec, units[u], Floats(first, first + n), add, true);
     expected.y.insert(expected.y.end(), one.y.begin(), one.y.end());
     expected.flags |= one.flags;
   }

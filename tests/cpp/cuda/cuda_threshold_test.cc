@@ -240,7 +240,7 @@ TEST(CudaThreshold, ReadsEveryLayoutWhateverItsCount) {
       units.push_back(with_signs(as_gaps(index, low), count));
   }
   const Floats y = draw(kFamilies[0], units.size() * kUnit, random);
-  const Decoding decoded = decode_packed(decoder(), units, y, true);
+  const DecodedArray decoded = decode_packed(decoder(), units, y, true);
   EXPECT_EQ(decoded.flags, 0U);
   expect_decoded(decoded, *codec, units, y, true);
 }
@@ -258,7 +258,7 @@ void expect_refused(const Payload& unit, std::size_t n, const char* why) {
   std::mt19937_64 random(10);
   const std::vector<Payload> units = {with_signs(as_gaps({0}, 4), 1), unit};
   const Floats y = draw(kFamilies[0], kUnit + n, random);
-  const Decoding decoded = decode_packed(decoder(), units, y, true);
+  const DecodedArray decoded = decode_packed(decoder(), units, y, true);
   EXPECT_EQ(decoded.flags, kRefused);
   expect_decoded(decoded, *codec, units, y, true);
 }

@@ -157,7 +157,7 @@ TEST(CudaTopK, ReportsValuesThatAreNotFinite) {
     units[0].back() = std::byte{0x7F};
     *(units[0].end() - 2) = std::byte{0xFF};
     for (const bool add : {false, true}) {
-      const Decoding decoded = decode_packed(decoder(*codec), units, {0.0F}, add);
+      const DecodedArray decoded = decode_packed(decoder(*codec), units, {0.0F}, add);
       EXPECT_EQ(decoded.flags, kNotFinite) << spec;
       EXPECT_TRUE(std::isnan(decoded.y[0])) << spec;
     }

@@ -1,6 +1,7 @@
 // The codecs fp16 and bf16 (codec/cast.cc defines them).
 #include <bit>
 
+#include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/cast.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
@@ -35,107 +36,236 @@ __device__ std::uint16_t cast(float v, Scale scale) {
   return Half::narrow_number(__uint_as_float(limited | sign) * scale.by);
 }
 
-template <typename Half, bool kFeedsBack, unsigned kWide>
-__global__ void __launch_bounds__(kThreads)
-    encode(const float* x, RunFeedback run_feedback, Scale scale, std::uint16_t* out,
-           std::uint64_t n) {
-  const Share<kThreads, kCount, kWide> share{threadIdx.x};
-  Feedback feedback{};
-  if constexpr (kFeedsBack) feedback = feedback_of(run_feedback);
-  for (std::uint64_t begin = std::uint64_t{blockIdx.x} * kTile; begin < n;
-       begin += std::uint64_t{gridDim.x} * kTile) {
-    float v[kCount], e[kCount];
-    std::uint16_t h[kCount];
-    share.load(x + begin, n - begin, v);
-    if constexpr (kFeedsBack) share.load(feedback.before + begin, n - begin, e);
-    bool finite = true;
-#pragma unroll
-    for (unsigned i = 0; i < kCount; ++i) {
-      if constexpr (kFeedsBack) v[i] = v[i] + e[i];
-      finite = finite && is_finite(v[i]);
-      h[i] = cast<Half>(v[i], scale);
-      e[i] = v[i] - Half::widen_number(h[i]) * scale.back;
-    }
-    if (!finite) {
-#pragma unroll
-      for (unsigned i = 0; i < kCount; ++i) {
-        if (is_finite(v[i])) continue;
-        h[i] = narrow<Half>(kFeedsBack ? canonical(v[i]) : v[i]);
-        e[i] = 0;
-      }
-    }
-    share.store(out + begin, n - begin, h);
-    if constexpr (kFeedsBack) share.store(feedback.after + begin, n - begin, e);
-  }
+template <typename Half>
+__device__ float decoded(std::uint16_t h, Scale scale) {
+  const float v = Half::widen_number(h) * scale.back;
+  return v == v ? v : Half::widen_nan(h);
 }
 
-template <typename Half, bool kAdd, unsigned kWide>
-__global__ void __launch_bounds__(kThreads)
-    decode(const std::uint16_t* in, Scale scale, float* y, std::uint64_t n, std::uint32_t* flags) {
+// A run, and its part of the first message that was received.
+struct CastRun {
+  const float* x;
+  RunFeedback run_feedback;
+  const std::uint16_t* in;
+  std::uint16_t* out;
+  float* y;  // null: not written
+  std::uint64_t n;
+};
+
+struct CastStage {
+  Batch<CastRun> runs;
+  Scale scale;
+  float factor;
+  std::uint64_t stride;  // bytes between the messages
+  int received;
+  bool adds;  // decoders: to y
+  std::uint32_t* flags;
+};
+
+__device__ const std::uint16_t* payload(const CastRun& run, const CastStage& of, int message) {
+  return reinterpret_cast<const std::uint16_t*>(reinterpret_cast<const std::byte*>(run.in) +
+                                                static_cast<std::uint64_t>(message) * of.stride);
+}
+
+// ---- Encoding ----------------------------------------------------------------------------------
+
+// Adds what was received, one payload after the other. Returns whether all of it was finite.
+template <typename Half, unsigned kWide>
+__device__ bool add_received(const CastStage& of, const CastRun& run, std::uint64_t begin,
+                             float (&v)[kCount]) {
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
   bool finite = true;
-  for (std::uint64_t begin = std::uint64_t{blockIdx.x} * kTile; begin < n;
-       begin += std::uint64_t{gridDim.x} * kTile) {
+  for (int j = 0; j < of.received; ++j) {
     std::uint16_t h[kCount];
-    float v[kCount];
-    share.load(in + begin, n - begin, h);
-    if constexpr (kAdd) share.load(y + begin, n - begin, v);
+    share.load(payload(run, of, j) + begin, run.n - begin, h);
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) {
-      float decoded = Half::widen_number(h[i]) * scale.back;
-      finite = finite && is_finite(decoded);
-      if (decoded != decoded) decoded = Half::widen_nan(h[i]);
-      v[i] = kAdd ? canonical(v[i] + decoded) : decoded;
+      const float each = decoded<Half>(h[i], of.scale);
+      finite = finite && is_finite(each);
+      v[i] = canonical(v[i] + each);
     }
-    share.store(y + begin, n - begin, v);
   }
-  if (__syncthreads_or(!finite) && threadIdx.x == 0) set_flag(flags, kNotFinite);
+  return finite;
+}
+
+// Encodes a tile. Returns whether all that was decoded is finite.
+template <typename Half, bool kFeedsBack, unsigned kWide>
+__device__ bool encode_tile(const CastStage& of, const CastRun& run, std::uint64_t begin) {
+  const Share<kThreads, kCount, kWide> share{threadIdx.x};
+  const std::uint64_t left = run.n - begin;
+  float v[kCount], e[kCount];
+  std::uint16_t h[kCount];
+  Feedback feedback{};
+  if constexpr (kFeedsBack) feedback = feedback_of(run.run_feedback);
+  share.load(run.x + begin, left, v);
+  if constexpr (kFeedsBack) share.load(feedback.before + begin, left, e);
+  bool good = add_received<Half, kWide>(of, run, begin, v), finite = true;
+#pragma unroll
+  for (unsigned i = 0; i < kCount; ++i) {
+    if constexpr (kFeedsBack) v[i] = v[i] + e[i];
+    finite = finite && is_finite(v[i]);
+    h[i] = cast<Half>(v[i], of.scale);
+    e[i] = v[i] - Half::widen_number(h[i]) * of.scale.back;
+  }
+  if (!finite) {
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i) {
+      if (is_finite(v[i])) continue;
+      h[i] = narrow<Half>(kFeedsBack ? canonical(v[i]) : v[i]);
+      e[i] = 0;
+    }
+  }
+  share.store(run.out + begin, left, h);
+  if constexpr (kFeedsBack) share.store(feedback.after + begin, left, e);
+  if (run.y == nullptr) return good;
+#pragma unroll
+  for (unsigned i = 0; i < kCount; ++i) {
+    const float each = decoded<Half>(h[i], of.scale);
+    good = good && is_finite(each);
+    v[i] = times(each, of.factor);
+  }
+  share.store(run.y + begin, left, v);
+  return good;
+}
+
+__device__ bool is_wide(const CastRun& run) {
+  return all_aligned(run.x, run.in, run.out, run.y) && is_aligned(run.run_feedback);
 }
 
 template <typename Half, bool kFeedsBack>
-Status start_encode(const float* x, const RunFeedback& run_feedback, Scale scale, std::byte* out,
-                    std::uint64_t n, Stream stream) {
-  const bool wide = all_aligned(x, out) && is_aligned(run_feedback);
-  return launch(wide ? encode<Half, kFeedsBack, 4> : encode<Half, kFeedsBack, 1>,
-                blocks_for(n, kTile), kThreads, stream, x, run_feedback, scale,
-                reinterpret_cast<std::uint16_t*>(out), n);
+__global__ void __launch_bounds__(kThreads) encode(const __grid_constant__ CastStage of) {
+  bool good = true;
+  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
+    const unsigned r = of.runs.find(tile);
+    const CastRun& run = of.runs.at[r];
+    const std::uint64_t begin = (tile - of.runs.first[r]) * kTile;
+    const bool is_good = is_wide(run) ? encode_tile<Half, kFeedsBack, 4>(of, run, begin)
+                                      : encode_tile<Half, kFeedsBack, 1>(of, run, begin);
+    good = good && is_good;
+  }
+  if (__syncthreads_or(!good) && threadIdx.x == 0) set_flag(of.flags, kNotFinite);
 }
 
 template <typename Half>
-Status start_encode(const float* x, const RunFeedback& run_feedback, Scale scale, std::byte* out,
-                    std::uint64_t n, Stream stream) {
-  return keeps_errors(run_feedback)
-             ? start_encode<Half, true>(x, run_feedback, scale, out, n, stream)
-             : start_encode<Half, false>(x, run_feedback, scale, out, n, stream);
+Status start_encode(const CastStage& of, Stream stream) {
+  return launch(keeps_errors(of.runs.at[0].run_feedback) ? encode<Half, true> : encode<Half, false>,
+                of.runs.tiles(), kThreads, stream, of);
+}
+
+CastStage stage_of(Cast cast, float scale, const Payloads& in, std::uint32_t* flags) {
+  CastStage of{};
+  of.scale = Scale::of(cast, scale);
+  of.factor = 1;
+  of.stride = in.stride;
+  of.received = in.count;
+  of.flags = flags;
+  return of;
+}
+
+CastRun run_of(const Run& run, const Payloads& in, std::uint64_t place, std::byte* out,
+               bool writes) {
+  return {run.x,
+          run.run_feedback,
+          reinterpret_cast<const std::uint16_t*>(in.count == 0 ? nullptr : in.first + place),
+          reinterpret_cast<std::uint16_t*>(out == nullptr ? nullptr : out + run.payload),
+          writes ? run.y : nullptr,
+          run.n};
+}
+
+std::uint64_t tiles_of(const Run& run) { return blocks_for(run.n, kTile); }
+
+Status cast_encode_runs(Cast cast, float scale, const Run* runs, int count, const Encoding& how,
+                        std::uint32_t* flags, Stream stream) {
+  CastStage of = stage_of(cast, scale, how.received, flags);
+  of.factor = how.factor;
+  return in_batches(
+      runs, count,
+      [&](const Run& run) {
+        return run_of(run, how.received, run.received, how.out, how.finishes);
+      },
+      tiles_of,
+      [&](const Batch<CastRun>& batch) {
+        of.runs = batch;
+        return cast == Cast::kFp16 ? start_encode<Fp16>(of, stream)
+                                   : start_encode<Bf16>(of, stream);
+      });
 }
 
 Status cast_encode(Cast cast, const float* x, RunFeedback run_feedback, float scale, std::byte* out,
                    std::uint64_t n, Stream stream) {
-  const Scale by = Scale::of(cast, scale);
-  return cast == Cast::kFp16 ? start_encode<Fp16>(x, run_feedback, by, out, n, stream)
-                             : start_encode<Bf16>(x, run_feedback, by, out, n, stream);
+  const Run run{.x = x, .n = n, .run_feedback = run_feedback};
+  return cast_encode_runs(cast, scale, &run, 1, {.out = out}, nullptr, stream);
 }
 
-template <typename Half, bool kAdd>
-Status start_decode(const std::byte* in, Scale scale, float* y, std::uint64_t n,
-                    std::uint32_t* flags, Stream stream) {
-  return launch(all_aligned(in, y) ? decode<Half, kAdd, 4> : decode<Half, kAdd, 1>,
-                blocks_for(n, kTile), kThreads, stream, reinterpret_cast<const std::uint16_t*>(in),
-                scale, y, n, flags);
+// ---- Decoding ----------------------------------------------------------------------------------
+
+template <typename Half, unsigned kWide>
+__device__ bool decode_tile(const CastStage& of, const CastRun& run, std::uint64_t begin) {
+  const Share<kThreads, kCount, kWide> share{threadIdx.x};
+  const std::uint64_t left = run.n - begin;
+  float v[kCount];
+  bool good = true;
+  if (of.adds) {
+    share.load(run.y + begin, left, v);
+    good = add_received<Half, kWide>(of, run, begin, v);
+  } else {
+    for (int j = 0; j < of.received; ++j) {
+      std::uint16_t h[kCount];
+      share.load(payload(run, of, j) + begin, left, h);
+#pragma unroll
+      for (unsigned i = 0; i < kCount; ++i) {
+        const float each = decoded<Half>(h[i], of.scale);
+        good = good && is_finite(each);
+        v[i] = j == 0 ? each : canonical(v[i] + each);
+      }
+    }
+#pragma unroll
+    for (float& each : v) each = times(each, of.factor);
+  }
+  share.store(run.y + begin, left, v);
+  return good;
 }
 
 template <typename Half>
-Status start_decode(const std::byte* in, Scale scale, float* y, std::uint64_t n, bool add,
-                    std::uint32_t* flags, Stream stream) {
-  return add ? start_decode<Half, true>(in, scale, y, n, flags, stream)
-             : start_decode<Half, false>(in, scale, y, n, flags, stream);
+__global__ void __launch_bounds__(kThreads) decode(const __grid_constant__ CastStage of) {
+  bool good = true;
+  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
+    const unsigned r = of.runs.find(tile);
+    const CastRun& run = of.runs.at[r];
+    const std::uint64_t begin = (tile - of.runs.first[r]) * kTile;
+    const bool is_good =
+        is_wide(run) ? decode_tile<Half, 4>(of, run, begin) : decode_tile<Half, 1>(of, run, begin);
+    good = good && is_good;
+  }
+  if (__syncthreads_or(!good) && threadIdx.x == 0) set_flag(of.flags, kNotFinite);
+}
+
+Status cast_decode_runs(Cast cast, float scale, const Run* runs, int count, const Decoding& how,
+                        std::uint32_t* flags, Stream stream) {
+  CastStage of = stage_of(cast, scale, how.payloads, flags);
+  of.adds = how.adds;
+  of.factor = how.factor;
+  return in_batches(
+      runs, count,
+      [&](const Run& run) {
+        CastRun made = run_of(run, how.payloads, run.payload, nullptr, true);
+        made.x = nullptr;
+        made.run_feedback = {};
+        return made;
+      },
+      tiles_of,
+      [&](const Batch<CastRun>& batch) {
+        of.runs = batch;
+        return launch(cast == Cast::kFp16 ? decode<Fp16> : decode<Bf16>, batch.tiles(), kThreads,
+                      stream, of);
+      });
 }
 
 Status cast_decode(Cast cast, const std::byte* in, float scale, float* y, std::uint64_t n, bool add,
                    std::uint32_t* flags, Stream stream) {
-  const Scale by = Scale::of(cast, scale);
-  return cast == Cast::kFp16 ? start_decode<Fp16>(in, by, y, n, add, flags, stream)
-                             : start_decode<Bf16>(in, by, y, n, add, flags, stream);
+  const Run run{.y = y, .n = n};
+  return cast_decode_runs(cast, scale, &run, 1, {.payloads = {in, 0, 1}, .adds = add}, flags,
+                          stream);
 }
 
 }  // namespace
@@ -143,6 +273,8 @@ Status cast_decode(Cast cast, const std::byte* in, float scale, float* y, std::u
 void fill_cast(Api& api) {
   api.cast_encode = cast_encode;
   api.cast_decode = cast_decode;
+  api.cast_encode_runs = cast_encode_runs;
+  api.cast_decode_runs = cast_decode_runs;
 }
 
 }  // namespace gradwire::cuda

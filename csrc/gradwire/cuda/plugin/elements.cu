@@ -1,4 +1,5 @@
 // Kernels on single elements, and on the states of keys.
+#include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
@@ -13,30 +14,47 @@ constexpr unsigned kCount = 8;  // elements of a thread
 constexpr unsigned kTile = kThreads * kCount;
 
 template <unsigned kWide>
-__global__ void __launch_bounds__(kThreads)
-    deliver_kernel(RunFeedback run_feedback, float* y, std::uint64_t n) {
+__device__ void deliver_tile(const Run& run, std::uint64_t begin) {
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
-  const Feedback feedback = feedback_of(run_feedback);
-  for (std::uint64_t begin = std::uint64_t{blockIdx.x} * kTile; begin < n;
-       begin += std::uint64_t{gridDim.x} * kTile) {
-    float v[kCount], e[kCount];
-    share.load(y + begin, n - begin, v);
-    share.load(feedback.before + begin, n - begin, e);
+  const Feedback feedback = feedback_of(run.run_feedback);
+  const std::uint64_t left = run.n - begin;
+  float v[kCount], e[kCount];
+  share.load(run.x + begin, left, v);
+  share.load(feedback.before + begin, left, e);
 #pragma unroll
-    for (unsigned i = 0; i < kCount; ++i) {
-      v[i] = canonical(v[i] + e[i]);
-      e[i] = 0;
-    }
-    share.store(y + begin, n - begin, v);
-    share.store(feedback.after + begin, n - begin, e);
+  for (unsigned i = 0; i < kCount; ++i) {
+    v[i] = canonical(v[i] + e[i]);
+    e[i] = 0;
+  }
+  share.store(run.y + begin, left, v);
+  share.store(feedback.after + begin, left, e);
+}
+
+__global__ void __launch_bounds__(kThreads) deliver_kernel(const __grid_constant__ Batch<Run> of) {
+  for (std::uint64_t tile = blockIdx.x; tile < of.tiles(); tile += gridDim.x) {
+    const unsigned r = of.find(tile);
+    const Run& run = of.at[r];
+    const std::uint64_t begin = (tile - of.first[r]) * kTile;
+    if (all_aligned(run.x, run.y) && is_aligned(run.run_feedback))
+      deliver_tile<4>(run, begin);
+    else
+      deliver_tile<1>(run, begin);
   }
 }
 
+// Runs without a residual are left as they are.
+Status deliver_runs(const Run* runs, int count, Stream stream) {
+  return in_batches(
+      runs, count, [](const Run& run) { return run; },
+      [](const Run& run) { return keeps_errors(run.run_feedback) ? blocks_for(run.n, kTile) : 0; },
+      [&](const Batch<Run>& batch) {
+        return launch(deliver_kernel, batch.tiles(), kThreads, stream, batch);
+      });
+}
+
 Status deliver(RunFeedback run_feedback, float* y, std::uint64_t n, Stream stream) {
-  if (!keeps_errors(run_feedback)) return 0;
-  const bool wide = is_aligned(y) && is_aligned(run_feedback);
-  return launch(wide ? deliver_kernel<4> : deliver_kernel<1>, blocks_for(n, kTile), kThreads,
-                stream, run_feedback, y, n);
+  const Run run{.x = y, .y = y, .n = n, .run_feedback = run_feedback};
+  return deliver_runs(&run, 1, stream);
 }
 
 // ---- Values that are not finite ----------------------------------------------------------------
@@ -58,35 +76,48 @@ __device__ bool look_at(const float* y, std::uint64_t n, Team team) {
   return finite;
 }
 
-template <unsigned kWide, bool kAlone>
-__global__ void __launch_bounds__(kThreads)
-    mark_kernel(float* y, std::uint64_t n, std::uint64_t unit, bool fills, std::uint32_t* flags) {
+struct Marked {
+  Batch<Run> runs;
+  std::uint64_t unit;
+  bool fills;
+  std::uint32_t* flags;
+};
+
+template <bool kAlone>
+__global__ void __launch_bounds__(kThreads) mark_kernel(const __grid_constant__ Marked of) {
   const Team<kAlone> team;
-  for (std::uint64_t begin = team.number() * unit; begin < n; begin += team.count() * unit) {
-    const std::uint64_t length = n - begin < unit ? n - begin : unit;
-    if (!team.any(!look_at<kWide>(y + begin, length, team))) continue;
-    if (team.rank() == 0) set_flag(flags, kNotFinite);
-    for (std::uint64_t i = team.rank(); fills && i < length; i += team.size())
-      y[begin + i] = quiet_nan<float>();
+  for (std::uint64_t tile = team.number(); tile < of.runs.tiles(); tile += team.count()) {
+    const unsigned r = of.runs.find(tile);
+    const std::uint64_t begin = (tile - of.runs.first[r]) * of.unit;
+    const std::uint64_t left = of.runs.at[r].n - begin;
+    const std::uint64_t length = left < of.unit ? left : of.unit;
+    float* const y = of.runs.at[r].y + begin;
+    const bool finite = is_aligned(y) ? look_at<4>(y, length, team) : look_at<1>(y, length, team);
+    if (!team.any(!finite)) continue;
+    if (team.rank() == 0) set_flag(of.flags, kNotFinite);
+    for (std::uint64_t i = team.rank(); of.fills && i < length; i += team.size())
+      y[i] = quiet_nan<float>();
   }
 }
 
-template <unsigned kWide>
-Status start_mark(float* y, std::uint64_t n, std::uint64_t unit, bool fills, std::uint32_t* flags,
-                  Stream stream) {
-  const std::uint64_t units = blocks_for(n, unit);
-  if (unit <= kOfWarp)
-    return launch(mark_kernel<kWide, true>, blocks_for(units, kThreads / kWarp), kThreads, stream,
-                  y, n, unit, fills, flags);
-  return launch(mark_kernel<kWide, false>, units, kThreads, stream, y, n, unit, fills, flags);
+Status mark_runs(const Run* runs, int count, std::uint64_t unit, std::uint32_t* flags,
+                 Stream stream) {
+  Marked of{{}, unit > 1 ? unit : kOfWarp, unit > 1, flags};
+  return in_batches(
+      runs, count, [](const Run& run) { return run; },
+      [&of](const Run& run) { return blocks_for(run.n, of.unit); },
+      [&](const Batch<Run>& batch) {
+        of.runs = batch;
+        if (of.unit <= kOfWarp)
+          return launch(mark_kernel<true>, blocks_for(batch.tiles(), kThreads / kWarp), kThreads,
+                        stream, of);
+        return launch(mark_kernel<false>, batch.tiles(), kThreads, stream, of);
+      });
 }
 
 Status mark(float* y, std::uint64_t n, std::uint64_t unit, std::uint32_t* flags, Stream stream) {
-  const bool fills = unit > 1;
-  const std::uint64_t looked_at = fills ? unit : kOfWarp;
-  if (is_aligned(y) && looked_at % 4 == 0)
-    return start_mark<4>(y, n, looked_at, fills, flags, stream);
-  return start_mark<1>(y, n, looked_at, fills, flags, stream);
+  const Run run{.y = y, .n = n};
+  return mark_runs(&run, 1, unit, flags, stream);
 }
 
 // `more` is volatile: the host may have written it after this GPU last read it.
@@ -146,6 +177,8 @@ Status settle(KeyState* const* key_states, std::uint64_t count, bool remembers,
 void fill_elements(Api& api) {
   api.deliver = deliver;
   api.mark = mark;
+  api.deliver_runs = deliver_runs;
+  api.mark_runs = mark_runs;
   api.add_flags = add_flags;
   api.poison = poison;
   api.open = open;

@@ -32,6 +32,11 @@ __device__ T canonical(T x) {
   return x;
 }
 
+// Averaging makes a NaN canonical, as a pass of its own would.
+__device__ inline float times(float v, float factor) {
+  return factor == 1 ? v : canonical(v * factor);
+}
+
 // Four floats that are loaded at once.
 struct alignas(16) Four {
   float value[4];

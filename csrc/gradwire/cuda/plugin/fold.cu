@@ -1,5 +1,6 @@
-// Folds arrays (codec/simd/simd_reduce.h). One kernel serves all functions but fold_wide().
+// Folds arrays (codec/simd/simd_reduce.h). One kernel serves all functions but the wide ones.
 #include "gradwire/base/types.h"
+#include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/cast.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/share.cuh"
@@ -188,16 +189,16 @@ __device__ void narrow_all(const typename Kind::Value (&acc)[kCount],
   for (unsigned i = 0; i < kCount; ++i) x[i] = Kind::narrow(acc[i]);
 }
 
+// What a launch folds: each run's x, and then its part of each message.
 struct Folded {
+  Batch<FoldRun> runs;
   ReduceOp op;
-  const std::byte* x;
-  std::ptrdiff_t stride;
-  int count;
-  void* y;
+  const std::byte* addends;  // the first message
+  std::ptrdiff_t stride;     // bytes between the messages
+  int count;                 // of messages
   bool scales;
   double factor;  // for floats
   int divisor;    // for integers; 0: there is none
-  std::uint64_t n;
 };
 
 // Scales or averages acc. Integers are divided in 64 bits: there may be more ranks than their type
@@ -221,203 +222,255 @@ template <typename T, unsigned kWide>
 constexpr unsigned kCountOf = kWide == 1 ? 8 : (sizeof(T) == 1 ? kWide : 2 * kWide);
 
 template <typename Kind, bool kSums, unsigned kWide>
-__global__ void __launch_bounds__(kThreads) fold_kernel(Folded of) {
+__device__ void fold_tile(const Folded& of, const FoldRun& run, std::uint64_t tile) {
   using T = typename Kind::Stored;
   constexpr unsigned kCount = kCountOf<T, kWide>;
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
-  for (std::uint64_t begin = std::uint64_t{blockIdx.x} * share.kTile; begin < of.n;
-       begin += std::uint64_t{gridDim.x} * share.kTile) {
-    const std::byte* from = of.x + begin * sizeof(T);
-    typename Kind::Value acc[kCount];
-    T x[kCount];
-    share.load(reinterpret_cast<const T*>(from), of.n - begin, x);
-    widen_all<Kind>(x, acc);
-    for (int i = 1; i < of.count; ++i) {
-      from += of.stride;
-      share.load(reinterpret_cast<const T*>(from), of.n - begin, x);
-      fold_by<kSums, Kind>(of.op, acc, x);
-    }
-    if (of.scales) scale_by(of, acc);
-    if (of.scales || of.count > 1) narrow_all<Kind>(acc, x);
-    share.store(static_cast<T*>(of.y) + begin, of.n - begin, x);
+  const std::uint64_t begin = tile * share.kTile, left = run.n - begin;
+  typename Kind::Value acc[kCount];
+  T x[kCount];
+  share.load(reinterpret_cast<const T*>(run.x) + begin, left, x);
+  widen_all<Kind>(x, acc);
+  const std::byte* from = of.addends + run.addend;
+  for (int i = 0; i < of.count; ++i) {
+    share.load(reinterpret_cast<const T*>(from) + begin, left, x);
+    fold_by<kSums, Kind>(of.op, acc, x);
+    from += of.stride;
   }
+  if (of.scales) scale_by(of, acc);
+  if (of.scales || of.count > 0) narrow_all<Kind>(acc, x);
+  share.store(reinterpret_cast<T*>(run.y) + begin, left, x);
 }
 
-template <typename Kind, bool kSums, unsigned kWide>
-Status start(const Folded& of, Stream stream) {
-  constexpr unsigned kTile = kThreads * kCountOf<typename Kind::Stored, kWide>;
-  return launch(fold_kernel<Kind, kSums, kWide>, blocks_for(of.n, kTile), kThreads, stream, of);
-}
-
-template <typename Kind, bool kSums>
-Status start(const Folded& of, Stream stream) {
-  if (all_aligned(of.x, of.y) && of.stride % static_cast<std::ptrdiff_t>(kVector) == 0)
-    return start<Kind, kSums, kVector / sizeof(typename Kind::Stored)>(of, stream);
-  return start<Kind, kSums, 1>(of, stream);
+// Returns the width of what a thread moves at once: 1 where something is not aligned.
+__host__ __device__ inline bool is_wide(const Folded& of, const FoldRun& run) {
+  return all_aligned(run.x, run.y) &&
+         (of.count == 0 || (is_aligned(of.addends + run.addend) &&
+                            of.stride % static_cast<std::ptrdiff_t>(kVector) == 0));
 }
 
 template <typename Kind>
-Status start_floats(const Folded& of, Stream stream) {
+constexpr unsigned kWideOf = kVector / sizeof(typename Kind::Stored);
+
+template <typename Kind>
+std::uint64_t tiles_of(const Folded& of, const FoldRun& run) {
+  using T = typename Kind::Stored;
+  return blocks_for(run.n,
+                    kThreads * (is_wide(of, run) ? kCountOf<T, kWideOf<Kind>> : kCountOf<T, 1>));
+}
+
+template <typename Kind, bool kSums>
+__global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ Folded of) {
+  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
+    const unsigned r = of.runs.find(tile);
+    const FoldRun& run = of.runs.at[r];
+    if (is_wide(of, run))
+      fold_tile<Kind, kSums, kWideOf<Kind>>(of, run, tile - of.runs.first[r]);
+    else
+      fold_tile<Kind, kSums, 1>(of, run, tile - of.runs.first[r]);
+  }
+}
+
+// What the caller gives of a call: the runs, with n in elements.
+struct Given {
+  const FoldRun* runs;
+  int count;
+};
+
+template <typename Kind, bool kSums>
+Status start(Folded of, const Given& given, Stream stream, unsigned each = 1) {
+  const auto in_elements = [each](FoldRun run) {
+    run.n *= each;
+    return run;
+  };
+  return in_batches(
+      given.runs, given.count, in_elements,
+      [&](const FoldRun& run) { return tiles_of<Kind>(of, in_elements(run)); },
+      [&](const Batch<FoldRun>& batch) {
+        of.runs = batch;
+        return launch(fold_kernel<Kind, kSums>, batch.tiles(), kThreads, stream, of);
+      });
+}
+
+template <typename Kind>
+Status start_floats(const Folded& of, const Given& given, Stream stream, unsigned each = 1) {
   if (of.op > ReduceOp::kProd) return cudaErrorInvalidValue;
   const bool sums = of.op == ReduceOp::kSum || of.op == ReduceOp::kAvg;
-  return sums ? start<Kind, true>(of, stream) : start<Kind, false>(of, stream);
+  return sums ? start<Kind, true>(of, given, stream, each)
+              : start<Kind, false>(of, given, stream, each);
 }
 
 template <typename T>
-Status start_integers(const Folded& of, Stream stream) {
+Status start_integers(const Folded& of, const Given& given, Stream stream) {
   if (of.divisor == 0) return cudaErrorInvalidValue;
-  return start<Plain<T>, false>(of, stream);
+  return start<Plain<T>, false>(of, given, stream);
 }
 
 template <typename T>
-Status start_pairs(Folded of, Stream stream) {
+Status start_pairs(const Folded& of, const Given& given, Stream stream) {
   if (of.op > ReduceOp::kAvg) return cudaErrorInvalidValue;
-  of.n *= 2;
-  return start_floats<Plain<T>>(of, stream);
+  return start_floats<Plain<T>>(of, given, stream, 2);
 }
 
 // A sum of bools is true where one of them is (codec/simd/simd_reduce.h).
-Status start_bools(Folded of, Stream stream) {
+Status start_bools(Folded of, const Given& given, Stream stream) {
   if (of.op == ReduceOp::kAvg || of.scales) return cudaErrorInvalidValue;
   const ReduceOp op = of.op;
   if (op == ReduceOp::kSum || op == ReduceOp::kMax || op == ReduceOp::kBor)
     of.op = ReduceOp::kLor;
   else if (op == ReduceOp::kProd || op == ReduceOp::kMin || op == ReduceOp::kBand)
     of.op = ReduceOp::kLand;
-  return start<Bool, false>(of, stream);
+  return start<Bool, false>(of, given, stream);
 }
 
-Status start(DType dtype, const Folded& of, Stream stream) {
+Status start_any(DType dtype, const Folded& of, const Given& given, Stream stream) {
   switch (dtype) {
     case DType::kFloat32:
-      return start_floats<Plain<float>>(of, stream);
+      return start_floats<Plain<float>>(of, given, stream);
     case DType::kFloat64:
-      return start_floats<Plain<double>>(of, stream);
+      return start_floats<Plain<double>>(of, given, stream);
     case DType::kFloat16:
-      return start_floats<Narrow<Fp16>>(of, stream);
+      return start_floats<Narrow<Fp16>>(of, given, stream);
     case DType::kBFloat16:
-      return start_floats<Narrow<Bf16>>(of, stream);
+      return start_floats<Narrow<Bf16>>(of, given, stream);
     case DType::kInt8:
-      return start_integers<std::int8_t>(of, stream);
+      return start_integers<std::int8_t>(of, given, stream);
     case DType::kInt32:
-      return start_integers<std::int32_t>(of, stream);
+      return start_integers<std::int32_t>(of, given, stream);
     case DType::kInt64:
-      return start_integers<std::int64_t>(of, stream);
+      return start_integers<std::int64_t>(of, given, stream);
     case DType::kUInt8:
-      return start_integers<std::uint8_t>(of, stream);
+      return start_integers<std::uint8_t>(of, given, stream);
     case DType::kInt16:
-      return start_integers<std::int16_t>(of, stream);
+      return start_integers<std::int16_t>(of, given, stream);
     case DType::kUInt16:
-      return start_integers<std::uint16_t>(of, stream);
+      return start_integers<std::uint16_t>(of, given, stream);
     case DType::kUInt32:
-      return start_integers<std::uint32_t>(of, stream);
+      return start_integers<std::uint32_t>(of, given, stream);
     case DType::kUInt64:
-      return start_integers<std::uint64_t>(of, stream);
+      return start_integers<std::uint64_t>(of, given, stream);
     case DType::kBool:
-      return start_bools(of, stream);
+      return start_bools(of, given, stream);
     case DType::kComplex64:
-      return start_pairs<float>(of, stream);
+      return start_pairs<float>(of, given, stream);
     case DType::kComplex128:
-      return start_pairs<double>(of, stream);
+      return start_pairs<double>(of, given, stream);
   }
   return cudaErrorInvalidValue;
+}
+
+Folded folded(int op, const Payloads& addends, int divisor) {
+  return {{},
+          static_cast<ReduceOp>(op),
+          addends.first,
+          static_cast<std::ptrdiff_t>(addends.stride),
+          addends.count,
+          divisor != 1,
+          1.0 / divisor,
+          divisor};
+}
+
+Status fold_runs(int dtype, int op, const FoldRun* runs, int count, Payloads addends, int divisor,
+                 Stream stream) {
+  if (addends.count < 0 || divisor < 1) return cudaErrorInvalidValue;
+  return start_any(static_cast<DType>(dtype), folded(op, addends, divisor), {runs, count}, stream);
 }
 
 Status fold_all(int dtype, int op, const void* x, std::uint64_t stride, int count, void* y,
                 int divisor, std::uint64_t n, Stream stream) {
-  if (count < 1 || divisor < 1) return cudaErrorInvalidValue;
-  const Folded of{static_cast<ReduceOp>(op),
-                  static_cast<const std::byte*>(x),
-                  static_cast<std::ptrdiff_t>(stride),
-                  count,
-                  y,
-                  divisor != 1,
-                  1.0 / divisor,
-                  divisor,
-                  n};
-  return start(static_cast<DType>(dtype), of, stream);
+  const auto* const from = static_cast<const std::byte*>(x);
+  const FoldRun run{from, static_cast<std::byte*>(y), n, 0};
+  return fold_runs(dtype, op, &run, 1, {from + stride, stride, count - 1}, divisor, stream);
 }
 
-// Folds two arrays. The second may lie anywhere, since the stride is their distance.
 Status fold(int dtype, int op, void* acc, const void* x, std::uint64_t n, Stream stream) {
-  const std::uint64_t stride =
-      reinterpret_cast<std::uintptr_t>(x) - reinterpret_cast<std::uintptr_t>(acc);
-  return fold_all(dtype, op, acc, stride, 2, acc, 1, n, stream);
+  const FoldRun run{static_cast<std::byte*>(acc), static_cast<std::byte*>(acc), n, 0};
+  return fold_runs(dtype, op, &run, 1, {static_cast<const std::byte*>(x), 0, 1}, 1, stream);
 }
 
 struct WideFolded {
-  const std::uint16_t* own;
-  float* sum;
-  const std::uint16_t* x;
-  std::uint16_t* y;
+  Batch<WideRun> runs;
+  const std::byte* addends;
   bool multiplies;
   float factor;
-  std::uint64_t n;
 };
 
 template <typename Kind, unsigned kWide>
-__global__ void __launch_bounds__(kThreads) fold_wide_kernel(WideFolded of) {
+__device__ void fold_wide_tile(const WideFolded& of, const WideRun& run, std::uint64_t begin) {
   constexpr unsigned kCount = 8;
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
-  for (std::uint64_t begin = std::uint64_t{blockIdx.x} * share.kTile; begin < of.n;
-       begin += std::uint64_t{gridDim.x} * share.kTile) {
-    float acc[kCount];
-    std::uint16_t x[kCount];
-    if (of.own != nullptr) {
-      share.load(of.own + begin, of.n - begin, x);
-      widen_all<Kind>(x, acc);
-    } else {
-      share.load(of.sum + begin, of.n - begin, acc);
-    }
-    share.load(of.x + begin, of.n - begin, x);
-    if (of.multiplies)
-      fold_into<Kind, Prod>(acc, x);
-    else
-      fold_into<Kind, Sum>(acc, x);
-    if (of.y == nullptr) {
-      share.store(of.sum + begin, of.n - begin, acc);
-      continue;
-    }
+  const std::uint64_t left = run.n - begin;
+  float acc[kCount];
+  std::uint16_t x[kCount];
+  if (run.own != nullptr) {
+    share.load(reinterpret_cast<const std::uint16_t*>(run.own) + begin, left, x);
+    widen_all<Kind>(x, acc);
+  } else {
+    share.load(run.sum + begin, left, acc);
+  }
+  share.load(reinterpret_cast<const std::uint16_t*>(of.addends + run.addend) + begin, left, x);
+  if (of.multiplies)
+    fold_into<Kind, Prod>(acc, x);
+  else
+    fold_into<Kind, Sum>(acc, x);
+  if (run.y == nullptr) return share.store(run.sum + begin, left, acc);
 #pragma unroll
-    for (float& each : acc) each *= of.factor;
-    narrow_all<Kind>(acc, x);
-    share.store(of.y + begin, of.n - begin, x);
+  for (float& each : acc) each *= of.factor;
+  narrow_all<Kind>(acc, x);
+  share.store(reinterpret_cast<std::uint16_t*>(run.y) + begin, left, x);
+}
+
+constexpr unsigned kWideTile = kThreads * 8;
+
+template <typename Kind>
+__global__ void __launch_bounds__(kThreads)
+    fold_wide_kernel(const __grid_constant__ WideFolded of) {
+  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
+    const unsigned r = of.runs.find(tile);
+    const WideRun& run = of.runs.at[r];
+    const std::uint64_t begin = (tile - of.runs.first[r]) * kWideTile;
+    if (all_aligned(run.own, run.sum, run.y, of.addends + run.addend))
+      fold_wide_tile<Kind, 4>(of, run, begin);
+    else
+      fold_wide_tile<Kind, 1>(of, run, begin);
   }
 }
 
-template <typename Kind>
-Status start_wide(const WideFolded& of, Stream stream) {
-  const bool wide = all_aligned(of.own, of.sum, of.x, of.y);
-  return launch(wide ? fold_wide_kernel<Kind, 4> : fold_wide_kernel<Kind, 1>,
-                blocks_for(of.n, kThreads * 8), kThreads, stream, of);
+Status fold_wide_runs(int dtype, int op, const WideRun* runs, int count, const std::byte* addends,
+                      int divisor, Stream stream) {
+  const auto what = static_cast<ReduceOp>(op);
+  const bool multiplies = what == ReduceOp::kProd;
+  const auto type = static_cast<DType>(dtype);
+  if (divisor < 1 || (what > ReduceOp::kAvg && !multiplies) ||
+      (type != DType::kFloat16 && type != DType::kBFloat16))
+    return cudaErrorInvalidValue;
+  WideFolded of{{}, addends, multiplies, static_cast<float>(1.0 / divisor)};
+  return in_batches(
+      runs, count, [](const WideRun& run) { return run; },
+      [](const WideRun& run) { return blocks_for(run.n, kWideTile); },
+      [&](const Batch<WideRun>& batch) {
+        of.runs = batch;
+        return launch(type == DType::kFloat16 ? fold_wide_kernel<Narrow<Fp16>>
+                                              : fold_wide_kernel<Narrow<Bf16>>,
+                      batch.tiles(), kThreads, stream, of);
+      });
 }
 
 Status fold_wide(int dtype, int op, const void* own, float* sum, const void* x, void* y,
                  int divisor, std::uint64_t n, Stream stream) {
-  const auto what = static_cast<ReduceOp>(op);
-  const bool multiplies = what == ReduceOp::kProd;
-  if (divisor < 1 || (what > ReduceOp::kAvg && !multiplies)) return cudaErrorInvalidValue;
-  const WideFolded of{static_cast<const std::uint16_t*>(own),
-                      sum,
-                      static_cast<const std::uint16_t*>(x),
-                      static_cast<std::uint16_t*>(y),
-                      multiplies,
-                      static_cast<float>(1.0 / divisor),
-                      n};
-  if (static_cast<DType>(dtype) == DType::kFloat16) return start_wide<Narrow<Fp16>>(of, stream);
-  if (static_cast<DType>(dtype) == DType::kBFloat16) return start_wide<Narrow<Bf16>>(of, stream);
-  return cudaErrorInvalidValue;
+  const WideRun run{static_cast<const std::byte*>(own), sum, static_cast<std::byte*>(y), n, 0};
+  return fold_wide_runs(dtype, op, &run, 1, static_cast<const std::byte*>(x), divisor, stream);
 }
 
 Status average(int dtype, void* x, int divisor, std::uint64_t n, Stream stream) {
-  const auto op = static_cast<int>(ReduceOp::kSum);
-  return fold_all(dtype, op, x, 0, 1, x, divisor, n, stream);
+  const FoldRun run{static_cast<std::byte*>(x), static_cast<std::byte*>(x), n, 0};
+  return fold_runs(dtype, static_cast<int>(ReduceOp::kSum), &run, 1, {}, divisor, stream);
 }
 
 Status scale(int dtype, void* x, double factor, std::uint64_t n, Stream stream) {
-  const auto* const from = static_cast<const std::byte*>(x);
-  return start(static_cast<DType>(dtype), {ReduceOp::kSum, from, 0, 1, x, true, factor, 0, n},
-               stream);
+  const FoldRun run{static_cast<std::byte*>(x), static_cast<std::byte*>(x), n, 0};
+  return start_any(static_cast<DType>(dtype), {{}, ReduceOp::kSum, nullptr, 0, 0, true, factor, 0},
+                   {&run, 1}, stream);
 }
 
 }  // namespace
@@ -426,6 +479,8 @@ void fill_fold(Api& api) {
   api.fold = fold;
   api.fold_all = fold_all;
   api.fold_wide = fold_wide;
+  api.fold_runs = fold_runs;
+  api.fold_wide_runs = fold_wide_runs;
   api.average = average;
   api.scale = scale;
 }

@@ -1,6 +1,7 @@
 // int8 (codec/int8.cc defines it): a block is sent as a scale, then one byte per element.
 #include "gradwire/codec/blocks.h"
 #include "gradwire/codec/splitmix64.h"
+#include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
@@ -66,25 +67,75 @@ __device__ std::uint64_t run_key(const Int8Rounding& rounding, std::uint64_t cal
   return splitmix64(splitmix64(rounding.seed) ^ rounding.call ^ calls);
 }
 
+// A run, and its part of the first message that was received.
+struct Int8Run {
+  const float* x;
+  RunFeedback run_feedback;
+  const std::byte* in;
+  std::byte* out;
+  float* y;  // null: not written
+  std::uint64_t n, call, element;
+};
+
+struct Int8Stage {
+  Batch<Int8Run> runs;
+  std::uint64_t block, segments;  // segments: of a block
+  float factor;
+  std::uint64_t stride;  // bytes between the messages
+  int received;
+  bool adds;  // decoders: to y
+  std::uint32_t* flags;
+};
+
+// Returns the scale of a block's payload; sets a flag where it is none.
+__device__ float scale_at(const std::byte* payload, std::uint32_t* flags, bool tells) {
+  const float scale = *reinterpret_cast<const float*>(payload);
+  if (scale >= 0 && scale <= Int8Kernels::kMostScale) return scale;
+  if (tells) set_flag(flags, kNotFinite);
+  return quiet_nan<float>();
+}
+
+// Adds a segment of each payload in turn. `at`: the block's payload in the first message; `inside`:
+// where the segment begins in the block. It sets v first unless it adds.
+template <unsigned kWide>
+__device__ void add_segments(const Int8Stage& of, const std::byte* at, std::uint64_t inside,
+                             std::uint64_t n, bool adds, float (&v)[kCount]) {
+  const Share<kWarp, kCount, kWide> share{threadIdx.x % kWarp};
+  for (int j = 0; j < of.received; ++j) {
+    const std::byte* const payload = at + static_cast<std::uint64_t>(j) * of.stride;
+    const float scale = scale_at(payload, of.flags, share.rank == 0);
+    std::int8_t q[kCount];
+    share.load(reinterpret_cast<const std::int8_t*>(payload + sizeof(float)) + inside, n, q);
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i) {
+      const float each = static_cast<float>(q[i]) * scale;
+      v[i] = canonical(adds || j > 0 ? v[i] + each : each);
+    }
+  }
+}
+
 // ---- Encoding ----------------------------------------------------------------------------------
 
 // A block that a team encodes: its warps take turns at the segments. A block with more segments
 // than the team has warps is read twice.
 template <bool kFeedsBack, unsigned kWide, typename Team>
 struct Block {
-  const float* x;
-  const float* before;  // e
-  float* after;         // e'
+  const Int8Stage& of;
+  const Int8Run& run;
+  Feedback feedback;    // e and e' of the run
+  std::uint64_t first;  // of the block's elements
   std::uint64_t n;
-  std::byte* out;
+  std::uint64_t payload;  // where the block's begins in its run's
   Team team;
   Share<kWarp, kCount, kWide> share;
 
   __device__ void load(std::uint64_t begin, float (&v)[kCount]) const {
-    share.load(x + begin, n - begin, v);
+    share.load(run.x + first + begin, n - begin, v);
+    if (of.received > 0)
+      add_segments<kWide>(of, run.in + payload, begin, n - begin, /*adds=*/true, v);
     if constexpr (kFeedsBack) {
       float e[kCount];
-      share.load(before + begin, n - begin, e);
+      share.load(feedback.before + first + begin, n - begin, e);
 #pragma unroll
       for (unsigned i = 0; i < kCount; ++i) v[i] = v[i] + e[i];
     }
@@ -109,9 +160,11 @@ struct Block {
       for (unsigned i = 0; i < kCount; ++i) most = Larger{}(most, magnitude_bits(v[i]));
     });
     most = team.largest(most);
-    const bool finite = most<kInfinityBits, again = n> team.warps() * kSegment;
+    const bool finite = most < kInfinityBits;
+    const bool again = n > std::uint64_t{team.warps()} * kSegment;
     const Scale by = finite ? Scale::of(__uint_as_float(most)) : Scale{quiet_nan<float>(), 0};
-    if (team.rank() == 0) *reinterpret_cast<float*>(out) = by.scale;
+    if (team.rank() == 0) *reinterpret_cast<float*>(run.out + payload) = by.scale;
+    if (run.y != nullptr && !finite && team.rank() == 0) set_flag(of.flags, kNotFinite);
     each_segment([&](std::uint64_t begin) {
       if (again) load(begin, v);
       write(v, begin, finite, by, round);
@@ -121,121 +174,164 @@ struct Block {
   __device__ void write(float (&v)[kCount], std::uint64_t begin, bool finite, Scale by,
                         const Rounding& round) const {
     std::uint8_t codes[kCount];
+    float y[kCount];
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) {
       const auto element = static_cast<std::uint32_t>(begin) + share.element(i);
       const float rounded = round(v[i] * by.inverse, element);
       codes[i] = finite ? static_cast<std::uint8_t>(__float_as_uint(rounded)) : 0;
-      v[i] = finite ? v[i] - (rounded - kRounder) * by.scale : 0;
+      const float decoded = (rounded - kRounder) * by.scale;
+      y[i] = finite ? times(decoded, of.factor) : quiet_nan<float>();
+      v[i] = finite ? v[i] - decoded : 0;
     }
-    share.store(reinterpret_cast<std::uint8_t*>(out + sizeof(float)) + begin, n - begin, codes);
-    if constexpr (kFeedsBack) share.store(after + begin, n - begin, v);
+    std::byte* const out = run.out + payload + sizeof(float);
+    share.store(reinterpret_cast<std::uint8_t*>(out) + begin, n - begin, codes);
+    if constexpr (kFeedsBack) share.store(feedback.after + first + begin, n - begin, v);
+    if (run.y != nullptr) share.store(run.y + first + begin, n - begin, y);
   }
 };
 
-template <bool kFeedsBack, unsigned kWide, bool kAlone>
-__global__ void __launch_bounds__(kThreads)
-    encode(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint64_t block,
-           Int8Rounding rounding, std::byte* out) {
-  const Team<kAlone> team;
+template <bool kFeedsBack, unsigned kWide, typename Team>
+__device__ void encode_block(const Int8Stage& of, const Int8Run& run, std::uint64_t unit,
+                             const Int8Rounding& rounding) {
   Feedback feedback{};
-  if constexpr (kFeedsBack) feedback = feedback_of(run_feedback);
-  const std::uint64_t run = run_key(rounding, kFeedsBack ? run_feedback.key_state->calls : 0);
-  for (std::uint64_t unit = team.number(); unit * block < n; unit += team.count()) {
-    const std::uint64_t begin = unit * block;
-    Feedback of_unit{};
-    if constexpr (kFeedsBack) of_unit = {feedback.before + begin, feedback.after + begin};
-    const Block<kFeedsBack, kWide, Team<kAlone>> here{x + begin,
-                                                      of_unit.before,
-                                                      of_unit.after,
-                                                      n - begin < block ? n - begin : block,
-                                                      out + unit * payload_bytes(block),
-                                                      team,
-                                                      {team.lane()}};
-    here.encode({rounding.stochastic, splitmix64(run ^ (rounding.element + begin))});
+  if constexpr (kFeedsBack) feedback = feedback_of(run.run_feedback);
+  const std::uint64_t key = run_key({rounding.stochastic, rounding.seed, run.call, run.element},
+                                    kFeedsBack ? run.run_feedback.key_state->calls : 0);
+  const std::uint64_t first = unit * of.block, left = run.n - first;
+  const Block<kFeedsBack, kWide, Team> here{of,
+                                            run,
+                                            feedback,
+                                            first,
+                                            left < of.block ? left : of.block,
+                                            unit * payload_bytes(of.block),
+                                            Team{},
+                                            {Team::lane()}};
+  here.encode({rounding.stochastic, splitmix64(key ^ (run.element + first))});
+}
+
+template <bool kFeedsBack, bool kAlone>
+__global__ void __launch_bounds__(kThreads)
+    encode(const __grid_constant__ Int8Stage of, Int8Rounding rounding) {
+  using Its = Team<kAlone>;
+  for (std::uint64_t tile = Its::number(); tile < of.runs.tiles(); tile += Its::count()) {
+    const unsigned r = of.runs.find(tile);
+    const Int8Run& run = of.runs.at[r];
+    const std::uint64_t unit = tile - of.runs.first[r];
+    if (all_aligned(run.x, run.y) && is_aligned(run.run_feedback))
+      encode_block<kFeedsBack, 4, Its>(of, run, unit, rounding);
+    else
+      encode_block<kFeedsBack, 1, Its>(of, run, unit, rounding);
   }
 }
 
-template <bool kFeedsBack, unsigned kWide>
-Status start_encode(const float* x, const RunFeedback& run_feedback, std::uint64_t n,
-                    std::uint64_t block, const Int8Rounding& rounding, std::byte* out,
-                    Stream stream) {
-  const std::uint64_t units = blocks_for(n, block);
-  if (block <= kSegment)
-    return launch(encode<kFeedsBack, kWide, true>, blocks_for(units, kMostWarps), kThreads, stream,
-                  x, run_feedback, n, block, rounding, out);
-  const std::uint64_t warps = blocks_for(block, kSegment);
-  const auto threads = static_cast<unsigned>(warps < kMostWarps ? warps : kMostWarps) * kWarp;
-  return launch(encode<kFeedsBack, kWide, false>, units, threads, stream, x, run_feedback, n, block,
-                rounding, out);
+template <bool kFeedsBack>
+Status start_encode(const Int8Stage& of, const Int8Rounding& rounding, Stream stream) {
+  if (of.block <= kSegment)
+    return launch(encode<kFeedsBack, true>, blocks_for(of.runs.tiles(), kMostWarps), kThreads,
+                  stream, of, rounding);
+  const auto threads =
+      static_cast<unsigned>(of.segments < kMostWarps ? of.segments : kMostWarps) * kWarp;
+  return launch(encode<kFeedsBack, false>, of.runs.tiles(), threads, stream, of, rounding);
 }
 
-template <bool kFeedsBack>
-Status start_encode(const float* x, const RunFeedback& run_feedback, std::uint64_t n,
-                    std::uint64_t block, const Int8Rounding& rounding, std::byte* out,
-                    Stream stream) {
-  return is_aligned(x) && is_aligned(run_feedback)
-             ? start_encode<kFeedsBack, 4>(x, run_feedback, n, block, rounding, out, stream)
-             : start_encode<kFeedsBack, 1>(x, run_feedback, n, block, rounding, out, stream);
+Int8Stage stage_of(std::uint64_t block, const Payloads& in, float factor, std::uint32_t* flags) {
+  Int8Stage of{};
+  of.block = block;
+  of.segments = blocks_for(block, kSegment);
+  of.factor = factor;
+  of.stride = in.stride;
+  of.received = in.count;
+  of.flags = flags;
+  return of;
+}
+
+Status int8_encode_runs(std::uint64_t block, Int8Rounding rounding, const Run* runs, int count,
+                        const Encoding& how, std::uint32_t* flags, Stream stream) {
+  Int8Stage of = stage_of(block, how.received, how.factor, flags);
+  return in_batches(
+      runs, count,
+      [&](const Run& run) {
+        return Int8Run{run.x,
+                       run.run_feedback,
+                       how.received.count == 0 ? nullptr : how.received.first + run.received,
+                       how.out + run.payload,
+                       how.finishes ? run.y : nullptr,
+                       run.n,
+                       run.call,
+                       run.element};
+      },
+      [block](const Run& run) { return blocks_for(run.n, block); },
+      [&](const Batch<Int8Run>& batch) {
+        of.runs = batch;
+        return keeps_errors(batch.at[0].run_feedback) ? start_encode<true>(of, rounding, stream)
+                                                      : start_encode<false>(of, rounding, stream);
+      });
 }
 
 Status int8_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint64_t block,
                    Int8Rounding rounding, std::byte* out, Stream stream) {
-  return keeps_errors(run_feedback)
-             ? start_encode<true>(x, run_feedback, n, block, rounding, out, stream)
-             : start_encode<false>(x, run_feedback, n, block, rounding, out, stream);
+  const Run run{.x = x,
+                .n = n,
+                .run_feedback = run_feedback,
+                .call = rounding.call,
+                .element = rounding.element};
+  return int8_encode_runs(block, rounding, &run, 1, {.out = out}, nullptr, stream);
 }
 
 // ---- Decoding, by segments, since a value needs no more than its block's scale ------------------
 
-template <bool kAdd, unsigned kWide>
-__device__ void decode_segment(const std::byte* codes, float scale, std::uint64_t n, float* y) {
+template <unsigned kWide>
+__device__ void decode_segment(const Int8Stage& of, const std::byte* at, std::uint64_t inside,
+                               std::uint64_t n, float* y) {
   const Share<kWarp, kCount, kWide> share{threadIdx.x % kWarp};
-  std::int8_t q[kCount];
   float v[kCount];
-  share.load(reinterpret_cast<const std::int8_t*>(codes), n, q);
-  if constexpr (kAdd) share.load(y, n, v);
+  if (of.adds) share.load(y, n, v);
+  add_segments<kWide>(of, at, inside, n, of.adds, v);
 #pragma unroll
-  for (unsigned i = 0; i < kCount; ++i) {
-    const float decoded = static_cast<float>(q[i]) * scale;
-    v[i] = canonical(kAdd ? v[i] + decoded : decoded);
-  }
+  for (float& each : v) each = times(each, of.factor);
   share.store(y, n, v);
 }
 
-template <bool kAdd, unsigned kWide>
-__global__ void __launch_bounds__(kThreads)
-    decode(const std::byte* in, std::uint64_t n, std::uint64_t block, std::uint64_t segments,
-           float* y, std::uint32_t* flags) {
-  for (std::uint64_t number = first_index() / kWarp;; number += index_stride() / kWarp) {
-    const std::uint64_t unit = number / segments, inside = number % segments * kSegment;
-    if (unit * block >= n) return;
-    const std::uint64_t length = n - unit * block < block ? n - unit * block : block;
+__global__ void __launch_bounds__(kThreads) decode(const __grid_constant__ Int8Stage of) {
+  for (std::uint64_t tile = first_index() / kWarp; tile < of.runs.tiles();
+       tile += index_stride() / kWarp) {
+    const unsigned r = of.runs.find(tile);
+    const Int8Run& run = of.runs.at[r];
+    const std::uint64_t number = tile - of.runs.first[r];
+    const std::uint64_t unit = number / of.segments, inside = number % of.segments * kSegment;
+    const std::uint64_t left = run.n - unit * of.block;
+    const std::uint64_t length = left < of.block ? left : of.block;
     if (inside >= length) continue;
-    const std::byte* const payload = in + unit * payload_bytes(block);
-    float scale = *reinterpret_cast<const float*>(payload);
-    if (!(scale >= 0 && scale <= Int8Kernels::kMostScale)) {
-      scale = quiet_nan<float>();
-      if (threadIdx.x % kWarp == 0) set_flag(flags, kNotFinite);
-    }
-    decode_segment<kAdd, kWide>(payload + sizeof(float) + inside, scale, length - inside,
-                                y + unit * block + inside);
+    const std::byte* const at = run.in + unit * payload_bytes(of.block);
+    float* const y = run.y + unit * of.block + inside;
+    if (is_aligned(run.y))
+      decode_segment<4>(of, at, inside, length - inside, y);
+    else
+      decode_segment<1>(of, at, inside, length - inside, y);
   }
 }
 
-template <bool kAdd>
-Status start_decode(const std::byte* in, std::uint64_t n, std::uint64_t block, float* y,
-                    std::uint32_t* flags, Stream stream) {
-  const std::uint64_t segments = blocks_for(block, kSegment);
-  const std::uint64_t blocks = blocks_for(blocks_for(n, block) * segments, kMostWarps);
-  return launch(is_aligned(y) ? decode<kAdd, 4> : decode<kAdd, 1>, blocks, kThreads, stream, in, n,
-                block, segments, y, flags);
+Status int8_decode_runs(std::uint64_t block, const Run* runs, int count, const Decoding& how,
+                        std::uint32_t* flags, Stream stream) {
+  Int8Stage of = stage_of(block, how.payloads, how.factor, flags);
+  of.adds = how.adds;
+  return in_batches(
+      runs, count,
+      [&](const Run& run) {
+        return Int8Run{nullptr, {}, how.payloads.first + run.payload, nullptr, run.y, run.n, 0, 0};
+      },
+      [&](const Run& run) { return blocks_for(run.n, block) * of.segments; },
+      [&](const Batch<Int8Run>& batch) {
+        of.runs = batch;
+        return launch(decode, blocks_for(batch.tiles(), kMostWarps), kThreads, stream, of);
+      });
 }
 
 Status int8_decode(const std::byte* in, std::uint64_t n, std::uint64_t block, float* y, bool add,
                    std::uint32_t* flags, Stream stream) {
-  return add ? start_decode<true>(in, n, block, y, flags, stream)
-             : start_decode<false>(in, n, block, y, flags, stream);
+  const Run run{.y = y, .n = n};
+  return int8_decode_runs(block, &run, 1, {.payloads = {in, 0, 1}, .adds = add}, flags, stream);
 }
 
 }  // namespace
@@ -243,6 +339,8 @@ Status int8_decode(const std::byte* in, std::uint64_t n, std::uint64_t block, fl
 void fill_int8(Api& api) {
   api.int8_encode = int8_encode;
   api.int8_decode = int8_decode;
+  api.int8_encode_runs = int8_encode_runs;
+  api.int8_decode_runs = int8_decode_runs;
 }
 
 }  // namespace gradwire::cuda

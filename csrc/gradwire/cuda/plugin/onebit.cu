@@ -1,10 +1,12 @@
 // onebit's encoder (codec/onebit.cc defines it). A warp holds 1024 elements of a block in
 // registers. A lane has 32 of them: those that the definition's lane sums. So neighbouring lanes
 // load and store neighbouring elements, whatever the alignment, and a ballot gives a word of signs.
+#include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/bits.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/onebit.cuh"
+#include "gradwire/cuda/plugin/onebit_group.cuh"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
 #include "gradwire/cuda/plugin/share.cuh"
 #include "gradwire/cuda/plugin/team.cuh"
@@ -14,14 +16,23 @@ namespace {
 
 using namespace onebit;
 
-struct Encoding {
+// A run, and its part of the first message that was received.
+struct OneBitRun {
   const float* x;
   RunFeedback run_feedback;
-  std::uint64_t n, block, slot_bytes;
-  std::byte* out;
+  const std::byte* in;   // the slots
+  std::byte* out;        // likewise
   std::uint32_t* sizes;  // may be null
-  float* y;              // this and the rest: for onebit_finish()
-  float factor;
+  float* y;              // null: not written
+  std::uint64_t n;
+};
+
+struct Encoder {
+  Batch<OneBitRun> runs;
+  std::uint64_t block, slot_bytes;
+  float factor;          // of y
+  std::uint64_t stride;  // bytes between the messages
+  int received;
   std::uint32_t* flags;
 };
 
@@ -70,10 +81,10 @@ __device__ SignSums add_up(const float (&v)[kCount], float scale, Team<kAlone> t
   return sums;
 }
 
-struct Means {
+struct BlockMeans {
   float plus, minus;
 
-  __device__ static Means of(SignSums sums, std::uint32_t positives, std::uint32_t negatives) {
+  __device__ static BlockMeans of(SignSums sums, std::uint32_t positives, std::uint32_t negatives) {
     return {positives == 0 ? 0 : sums.plus / static_cast<float>(positives),
             negatives == 0 ? 0 : sums.minus / static_cast<float>(negatives)};
   }
@@ -84,7 +95,7 @@ constexpr float kHugeScale = 0x1p-24F;
 
 // Returns a block's means, limited to finite floats, from the means of its values times kHugeScale.
 // Sums of values so scaled are finite.
-__device__ Means limited(Means scaled) {
+__device__ BlockMeans limited(BlockMeans scaled) {
   constexpr float kLimit = 0x1.FFFFFEp127F * kHugeScale;
   const float plus = scaled.plus < kLimit ? scaled.plus : kLimit;
   const float minus = scaled.minus > -kLimit ? scaled.minus : -kLimit;
@@ -178,25 +189,80 @@ __device__ MaskWritten write_mask(std::uint32_t signs, std::uint32_t present, st
   return {bytes, negatives, run_bytes > 0};
 }
 
+// ---- What was received --------------------------------------------------------------------------
+
+// A team's shared memory for the payloads that it adds before it encodes.
+template <bool kAdds, bool kAlone>
+struct ReceivedRoom {
+  GroupRoom<kAlone> group;
+};
+template <bool kAlone>
+struct ReceivedRoom<false, kAlone> {};
+
+// Adds a block of each payload in turn to v, of which a lane has every 32nd element. Returns the
+// flags to set; where a payload is refused, v becomes NaN.
+template <bool kAlone>
+__device__ std::uint32_t add_received(const Encoder& of, const OneBitRun& run, std::uint64_t unit,
+                                      std::uint32_t n, Team<kAlone> team, GroupRoom<kAlone>& room,
+                                      float (&v)[kCount]) {
+  std::uint32_t flags = 0;
+  for (int j = 0; j < of.received; ++j) {
+    const Slots slots{run.in + static_cast<std::uint64_t>(j) * of.stride, nullptr};
+    const Unit here = unit_of(slots, unit, of.slot_bytes);
+    Group group{};
+    group.count = 1;
+    group.planes[0] = load_plane(here, n, team.rank());
+    group.refused = here.holds(kHeader + bytes_of_bits(n)) ? 0 : 1U;
+    const Means sent = group.planes[0].means, means = sent.decoded();
+    std::uint32_t signs = group.planes[0].word, present = ~0U;
+    if (sent.masked()) {
+      flags |= unpack(group, n, team, room, [&](unsigned) { return here; });
+      signs = room.signs[0][team.rank()];
+      present = room.present[0][team.rank()];
+    } else {
+      flags |= (group.refused != 0 ? kRefused : 0U) | (sent.finite() ? 0U : kNotFinite);
+    }
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i) {
+      const bool negative = (__shfl_sync(kAllLanes, signs, i) >> team.lane() & 1U) != 0;
+      const bool there = (__shfl_sync(kAllLanes, present, i) >> team.lane() & 1U) != 0;
+      v[i] = v[i] + (there ? (negative ? means.minus : means.plus) : 0);
+    }
+  }
+  const bool refused = (flags & kRefused) != 0;
+#pragma unroll
+  for (unsigned i = 0; i < kCount; ++i) v[i] = refused ? quiet_nan<float>() : canonical(v[i]);
+  return flags;
+}
+
 // ---- Blocks ------------------------------------------------------------------------------------
 
-template <bool kFeedsBack, bool kFinishes, bool kAlone>
+template <bool kFeedsBack, bool kFinishes, bool kAdds, bool kAlone>
 struct Block {
   static constexpr bool kLooksTwice = kFeedsBack || kFinishes;
 
-  const Encoding& of;
+  const Encoder& of;
+  const OneBitRun& run;
   Feedback feedback;
   Team<kAlone> team;
   Share<kWarp, kCount, 1> share;
   BitRoom<kAlone>& room;
+  ReceivedRoom<kAdds, kAlone>& received;
 
   std::uint64_t begin;   // of this thread's segment, in the run
   std::uint32_t n;       // elements of the block
   std::uint32_t inside;  // elements from the segment's first to the block's last
   std::byte* out;
 
-  __device__ void load(float (&v)[kCount]) const {
-    share.load(of.x + begin, inside, v);
+  __device__ void load(std::uint64_t unit, float (&v)[kCount]) const {
+    share.load(run.x + begin, inside, v);
+    if constexpr (kAdds) {
+      const std::uint32_t flags = add_received(of, run, unit, n, team, received.group, v);
+      if (flags != 0 && team.rank() == 0) set_flag(of.flags, flags);
+#pragma unroll
+      for (unsigned i = 0; i < kCount; ++i)
+        if (share.element(i) >= inside) v[i] = 0;  // as they are without payloads
+    }
     if constexpr (kFeedsBack) {
       float e[kCount];
       share.load(feedback.before + begin, inside, e);
@@ -227,17 +293,17 @@ struct Block {
   __device__ void write_words(std::uint32_t mine) const {
     if (32 * team.rank() < n) reinterpret_cast<std::uint32_t*>(out + kHeader)[team.rank()] = mine;
   }
-  __device__ void write_header(Means means, std::uint32_t bytes, std::uint64_t unit) const {
+  __device__ void write_header(BlockMeans means, std::uint32_t bytes, std::uint64_t unit) const {
     if (team.rank() > 0) return;
     auto* const header = reinterpret_cast<float*>(out);
     header[0] = means.plus;
     header[1] = means.minus;
-    if (of.sizes != nullptr) of.sizes[unit] = kHeader + bytes;
+    if (run.sizes != nullptr) run.sizes[unit] = kHeader + bytes;
   }
 
   __device__ void encode(std::uint64_t unit) const {
     float v[kCount];
-    load(v);
+    load(unit, v);
     const std::uint32_t signs = word_of(v, [](float each) { return is_negative(each); });
     std::uint32_t counted = 0;  // zeros in the upper 16 bits, negatives in the lower
 #pragma unroll
@@ -250,10 +316,10 @@ struct Block {
       written = write_mask(signs, word_of(v, [](float each) { return each != 0; }), n, team, room,
                            out + kHeader);
     const std::uint32_t positives = n - written.negatives - (masked ? zeros : 0);
-    Means means = Means::of(add_up(v, 1, team), positives, written.negatives);
+    BlockMeans means = BlockMeans::of(add_up(v, 1, team), positives, written.negatives);
     if (!means.finite()) {
       if (!finite(v)) return give_up(unit);
-      means = limited(Means::of(add_up(v, kHugeScale, team), positives, written.negatives));
+      means = limited(BlockMeans::of(add_up(v, kHugeScale, team), positives, written.negatives));
     }
     if (!masked) write_words(signs);
     const float minus = __uint_as_float(magnitude_bits(means.minus));
@@ -264,7 +330,7 @@ struct Block {
   }
 
   // Writes e' = v - decoded and y = decoded · factor, where these are asked for.
-  __device__ void finish(float (&v)[kCount], Means means, bool masked) const {
+  __device__ void finish(float (&v)[kCount], BlockMeans means, bool masked) const {
     float y[kCount];
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) {
@@ -274,7 +340,7 @@ struct Block {
       if constexpr (kFinishes) y[i] = canonical(decoded * of.factor);
     }
     if constexpr (kFeedsBack) share.store(feedback.after + begin, inside, v);
-    if constexpr (kFinishes) share.store(of.y + begin, inside, y);
+    if constexpr (kFinishes) share.store(run.y + begin, inside, y);
   }
 
   // Writes a block with a value that is not finite: all of it decodes to NaN.
@@ -284,63 +350,103 @@ struct Block {
     if (kFinishes && team.rank() == 0) set_flag(of.flags, kNotFinite);
     for (std::uint32_t i = team.lane(); i < inside && i < kSegment; i += kWarp) {
       if constexpr (kFeedsBack) feedback.after[begin + i] = 0;
-      if constexpr (kFinishes) of.y[begin + i] = quiet_nan<float>();
+      if constexpr (kFinishes) run.y[begin + i] = quiet_nan<float>();
     }
   }
 };
 
-template <bool kFeedsBack, bool kFinishes, bool kAlone>
+template <bool kFeedsBack, bool kFinishes, bool kAdds, bool kAlone>
 __global__ void __launch_bounds__(kWarp*(kAlone ? kAloneWarps : kMostWarps),
-                                  kAlone ? kAloneBlocks : 2) encode(Encoding of) {
+                                  kAlone ? kAloneBlocks : 2)
+    encode(const __grid_constant__ Encoder of) {
   __shared__ BitRoom<kAlone> rooms[kAlone ? kAloneWarps : 1];
+  __shared__ ReceivedRoom<kAdds, kAlone> received[kAlone ? kAloneWarps : 1];
   const Team<kAlone> team;
-  Feedback feedback{};
-  if constexpr (kFeedsBack) feedback = feedback_of(of.run_feedback);
-  BitRoom<kAlone>& room = rooms[kAlone ? threadIdx.x / kWarp : 0];
-  for (std::uint64_t unit = team.number(); unit * of.block < of.n; unit += team.count()) {
-    const std::uint64_t begin = unit * of.block;
-    const auto n = static_cast<std::uint32_t>(of.n - begin < of.block ? of.n - begin : of.block);
+  const unsigned place = kAlone ? threadIdx.x / kWarp : 0;
+  for (std::uint64_t tile = team.number(); tile < of.runs.tiles(); tile += team.count()) {
+    const unsigned r = of.runs.find(tile);
+    const OneBitRun& run = of.runs.at[r];
+    const std::uint64_t unit = tile - of.runs.first[r], begin = unit * of.block;
+    const auto n = static_cast<std::uint32_t>(run.n - begin < of.block ? run.n - begin : of.block);
     const std::uint32_t segment = team.warp() * kSegment;
-    const Block<kFeedsBack, kFinishes, kAlone> block{of,
-                                                     feedback,
-                                                     team,
-                                                     {team.lane()},
-                                                     room,
-                                                     begin + segment,
-                                                     n,
-                                                     n > segment ? n - segment : 0,
-                                                     of.out + unit * of.slot_bytes};
+    Feedback feedback{};
+    if constexpr (kFeedsBack) feedback = feedback_of(run.run_feedback);
+    const Block<kFeedsBack, kFinishes, kAdds, kAlone> block{of,
+                                                            run,
+                                                            feedback,
+                                                            team,
+                                                            {team.lane()},
+                                                            rooms[place],
+                                                            received[place],
+                                                            begin + segment,
+                                                            n,
+                                                            n > segment ? n - segment : 0,
+                                                            run.out + unit * of.slot_bytes};
     block.encode(unit);
   }
 }
 
-template <bool kFeedsBack, bool kFinishes>
-Status start(const Encoding& of, Stream stream) {
-  const std::uint64_t units = blocks_for(of.n, of.block);
+template <bool kFeedsBack, bool kFinishes, bool kAdds>
+Status start(const Encoder& of, Stream stream) {
   if (of.block <= kSegment)
-    return launch(encode<kFeedsBack, kFinishes, true>, blocks_for(units, kAloneWarps),
-                  kAloneWarps * kWarp, stream, of);
+    return launch(encode<kFeedsBack, kFinishes, kAdds, true>,
+                  blocks_for(of.runs.tiles(), kAloneWarps), kAloneWarps * kWarp, stream, of);
   const auto warps = static_cast<unsigned>(blocks_for(of.block, kSegment));
-  return launch(encode<kFeedsBack, kFinishes, false>, units, warps * kWarp, stream, of);
+  return launch(encode<kFeedsBack, kFinishes, kAdds, false>, of.runs.tiles(), warps * kWarp, stream,
+                of);
 }
 
-template <bool kFinishes>
-Status start(Encoding of, Stream stream) {
-  if (of.block > OneBitKernels::kMostBlock) return cudaErrorInvalidValue;
-  of.slot_bytes = slot_bytes(of.block);
-  return keeps_errors(of.run_feedback) ? start<true, kFinishes>(of, stream)
-                                       : start<false, kFinishes>(of, stream);
+template <bool kFeedsBack>
+Status start(const Encoder& of, bool finishes, Stream stream) {
+  if (of.received > 0)
+    return finishes ? start<kFeedsBack, true, true>(of, stream)
+                    : start<kFeedsBack, false, true>(of, stream);
+  return finishes ? start<kFeedsBack, true, false>(of, stream)
+                  : start<kFeedsBack, false, false>(of, stream);
+}
+
+template <typename Given, typename Make>
+Status encode_all(std::uint64_t block, const Given* runs, int count, const Encoding& how,
+                  std::uint32_t* flags, Stream stream, Make make) {
+  if (block > OneBitKernels::kMostBlock) return cudaErrorInvalidValue;
+  Encoder of{{},   block, slot_bytes(block), how.factor, how.received.stride, how.received.count,
+             flags};
+  return in_batches(
+      runs, count, make, [block](const Given& run) { return blocks_for(run.n, block); },
+      [&](const Batch<OneBitRun>& batch) {
+        of.runs = batch;
+        return keeps_errors(batch.at[0].run_feedback) ? start<true>(of, how.finishes, stream)
+                                                      : start<false>(of, how.finishes, stream);
+      });
+}
+
+Status onebit_encode_runs(std::uint64_t block, const Run* runs, int count, const Encoding& how,
+                          std::uint32_t* flags, Stream stream) {
+  return encode_all(block, runs, count, how, flags, stream, [&](const Run& run) {
+    const std::uint64_t table = table_bytes(run.n, block);
+    return OneBitRun{run.x,
+                     run.run_feedback,
+                     how.received.count == 0 ? nullptr : how.received.first + run.received + table,
+                     how.out + run.payload + table,
+                     reinterpret_cast<std::uint32_t*>(how.out + run.payload),
+                     how.finishes ? run.y : nullptr,
+                     run.n};
+  });
 }
 
 Status onebit_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint64_t block,
                      std::byte* out, std::uint32_t* sizes, Stream stream) {
-  return start<false>({x, run_feedback, n, block, 0, out, sizes, nullptr, 1, nullptr}, stream);
+  const OneBitRun run{x, run_feedback, nullptr, out, sizes, nullptr, n};
+  return encode_all(block, &run, 1, {}, nullptr, stream,
+                    [](const OneBitRun& each) { return each; });
 }
 
 Status onebit_finish(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint64_t block,
                      std::byte* out, std::uint32_t* sizes, float* y, float factor,
                      std::uint32_t* flags, Stream stream) {
-  return start<true>({x, run_feedback, n, block, 0, out, sizes, y, factor, flags}, stream);
+  const OneBitRun run{x, run_feedback, nullptr, out, sizes, y, n};
+  return encode_all(block, &run, 1, {.finishes = true, .factor = factor}, flags, stream,
+                    [](const OneBitRun& each) { return each; });
 }
 
 }  // namespace
@@ -348,6 +454,7 @@ Status onebit_finish(const float* x, RunFeedback run_feedback, std::uint64_t n, 
 void fill_onebit(Api& api) {
   api.onebit_encode = onebit_encode;
   api.onebit_finish = onebit_finish;
+  api.onebit_encode_runs = onebit_encode_runs;
 }
 
 }  // namespace gradwire::cuda

@@ -21,4 +21,9 @@ inline std::uint64_t slot_bytes(std::uint64_t block) {
   return aligned(OneBitKernels::most_bytes(block));
 }
 
+// Returns the bytes of the table of sizes in front of a run's slots.
+inline std::uint64_t table_bytes(std::uint64_t n, std::uint64_t block) {
+  return aligned(sizeof(std::uint32_t) * blocks_for(n, block));
+}
+
 }  // namespace gradwire::cuda::onebit

@@ -2,6 +2,7 @@
 // definition says, four payloads are added to each other before their sum is added to others. Where
 // none of the four has a mask, an element can have only 16 sums; these are computed once a block
 // and looked up by the elements' signs.
+#include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/onebit_group.cuh"
 #include "gradwire/cuda/plugin/share.cuh"
@@ -11,14 +12,36 @@ namespace {
 
 using namespace onebit;
 
-constexpr unsigned kAtOnce = 64;  // payloads of a pass: a multiple of kGroup
+constexpr unsigned kAtOnce = 64;  // packed payloads of a pass: a multiple of kGroup
 
-struct Sum {
-  Slots payloads[kAtOnce];
-  unsigned count;
-  std::uint64_t n, block, slot_bytes;
+struct SumRun {
+  const std::byte* in;  // slots of the first payload
   float* y;
+  std::uint64_t n;
+};
+
+// Payloads of which each unit has a slot; payload p is p · stride bytes behind the first.
+struct Strided {
+  std::uint64_t stride;
+  __device__ Slots of(const SumRun& run, unsigned p) const {
+    return {run.in + p * stride, nullptr};
+  }
+};
+// Payloads of one run, anywhere.
+struct Anywhere {
+  Slots at[kAtOnce];
+  __device__ Slots of(const SumRun&, unsigned p) const { return at[p]; }
+};
+
+template <typename Source>
+struct Sum {
+  Batch<SumRun> runs;
+  Source payloads;
+  unsigned count;
+  std::uint64_t block, slot_bytes;
   bool add;
+  unsigned together;  // payloads that are added to each other first: kGroup, or 1
+  float factor;
   std::uint32_t* flags;
 };
 
@@ -113,9 +136,10 @@ struct Rooms {
   SumTable tables[kAlone ? kAloneWarps : kMostWarps];
 };
 
-template <unsigned kWide, bool kAlone>
+template <typename Source, unsigned kWide, bool kAlone>
 struct Block {
-  const Sum& of;
+  const Sum<Source>& of;
+  const SumRun& run;
   Team<kAlone> team;
   Share<kWarp, kCount, kWide> share;
   GroupRoom<kAlone>& room;
@@ -123,12 +147,15 @@ struct Block {
   std::uint64_t unit;
   std::uint32_t n;  // elements of the block
 
-  __device__ Unit unit_at(unsigned p) const { return unit_of(of.payloads[p], unit, of.slot_bytes); }
+  __device__ Unit unit_at(unsigned p) const {
+    return unit_of(of.payloads.of(run, p), unit, of.slot_bytes);
+  }
 
   // Loads the group of payloads that begins with payload `first`.
   __device__ Group load(unsigned first) const {
     Group group{};
-    group.count = of.count <= first ? 0 : of.count - first < kGroup ? of.count - first : kGroup;
+    const unsigned left = of.count <= first ? 0 : of.count - first;
+    group.count = left < of.together ? left : of.together;
 #pragma unroll
     for (unsigned p = 0; p < kGroup; ++p) {
       if (p >= group.count) continue;
@@ -161,72 +188,102 @@ struct Block {
   __device__ void sum() const {
     const std::uint32_t segment = team.warp() * kSegment;
     const std::uint32_t inside = n > segment ? n - segment : 0;
-    float* const y = of.y + unit * of.block + segment;
+    float* const y = run.y + unit * of.block + segment;
     float acc[kCount];
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) acc[i] = 0;
     if (of.add) share.load(y, inside, acc);
     std::uint32_t flags = 0;
     Group group = load(0);
-    for (unsigned first = 0; first < of.count; first += kGroup) {
-      const Group next = load(first + kGroup);  // loads while the group before it is added
+    for (unsigned first = 0; first < of.count; first += of.together) {
+      const Group next = load(first + of.together);  // loads while the group before it is added
       flags |= add(group, first, acc);
       group = next;
     }
     const bool refused = (flags & kRefused) != 0;
 #pragma unroll
-    for (unsigned i = 0; i < kCount; ++i) acc[i] = refused ? quiet_nan<float>() : canonical(acc[i]);
+    for (unsigned i = 0; i < kCount; ++i)
+      acc[i] = refused ? quiet_nan<float>() : canonical(acc[i] * of.factor);
     share.store(y, inside, acc);
     if (flags != 0 && team.rank() == 0) set_flag(of.flags, flags);
   }
 };
 
-template <unsigned kWide, bool kAlone>
+template <typename Source, bool kAlone>
 __global__ void __launch_bounds__(kWarp*(kAlone ? kAloneWarps : kMostWarps),
-                                  kAlone ? kAloneBlocks : 2) sum(const __grid_constant__ Sum of) {
+                                  kAlone ? kAloneBlocks : 2)
+    sum(const __grid_constant__ Sum<Source> of) {
   __shared__ Rooms<kAlone> rooms;
   const Team<kAlone> team;
   const unsigned warp = threadIdx.x / kWarp;
-  for (std::uint64_t unit = team.number(); unit * of.block < of.n; unit += team.count()) {
-    const std::uint64_t left = of.n - unit * of.block;
-    const Block<kWide, kAlone> block{of,
-                                     team,
-                                     {team.lane()},
-                                     rooms.groups[kAlone ? warp : 0],
-                                     rooms.tables[warp],
-                                     unit,
-                                     static_cast<std::uint32_t>(left < of.block ? left : of.block)};
-    block.sum();
+  for (std::uint64_t tile = team.number(); tile < of.runs.tiles(); tile += team.count()) {
+    const unsigned r = of.runs.find(tile);
+    const SumRun& run = of.runs.at[r];
+    const std::uint64_t unit = tile - of.runs.first[r], left = run.n - unit * of.block;
+    const auto n = static_cast<std::uint32_t>(left < of.block ? left : of.block);
+    const auto add_up = [&](auto block) { block.sum(); };
+    GroupRoom<kAlone>& room = rooms.groups[kAlone ? warp : 0];
+    SumTable& table = rooms.tables[warp];
+    if (is_aligned(run.y))
+      add_up(Block<Source, 4, kAlone>{of, run, team, {team.lane()}, room, table, unit, n});
+    else
+      add_up(Block<Source, 1, kAlone>{of, run, team, {team.lane()}, room, table, unit, n});
   }
 }
 
-template <unsigned kWide>
-Status start(const Sum& of, Stream stream) {
-  const std::uint64_t units = blocks_for(of.n, of.block);
+template <typename Source>
+Status start(const Sum<Source>& of, Stream stream) {
   if (of.block <= kSegment)
-    return launch(sum<kWide, true>, blocks_for(units, kAloneWarps), kAloneWarps * kWarp, stream,
-                  of);
+    return launch(sum<Source, true>, blocks_for(of.runs.tiles(), kAloneWarps), kAloneWarps * kWarp,
+                  stream, of);
   const auto warps = static_cast<unsigned>(blocks_for(of.block, kSegment));
-  return launch(sum<kWide, false>, units, warps * kWarp, stream, of);
+  return launch(sum<Source, false>, of.runs.tiles(), warps * kWarp, stream, of);
+}
+
+Status onebit_decode_runs(std::uint64_t block, const Run* runs, int count, const Decoding& how,
+                          std::uint32_t* flags, Stream stream) {
+  if (block > OneBitKernels::kMostBlock) return cudaErrorInvalidValue;
+  Sum<Strided> of{{},
+                  {how.payloads.stride},
+                  static_cast<unsigned>(how.payloads.count),
+                  block,
+                  slot_bytes(block),
+                  how.adds,
+                  how.adds ? 1 : kGroup,
+                  how.factor,
+                  flags};
+  return in_batches(
+      runs, count,
+      [&](const Run& run) {
+        return SumRun{how.payloads.first + run.payload + table_bytes(run.n, block), run.y, run.n};
+      },
+      [block](const Run& run) { return blocks_for(run.n, block); },
+      [&](const Batch<SumRun>& batch) {
+        of.runs = batch;
+        return start(of, stream);
+      });
 }
 
 Status onebit_sum(const Slots* payloads, int count, std::uint64_t n, std::uint64_t block, float* y,
                   bool add, std::uint32_t* flags, Stream stream) {
   if (count < 1 || block > OneBitKernels::kMostBlock) return cudaErrorInvalidValue;
-  Sum of{{}, 0, n, block, slot_bytes(block), y, add, flags};
+  Sum<Anywhere> of{{}, {}, 0, block, slot_bytes(block), add, kGroup, 1, flags};
+  if (n > 0) of.runs.add({nullptr, y, n}, blocks_for(n, block));
   const auto all = static_cast<unsigned>(count);
   for (unsigned first = 0; first < all; first += kAtOnce) {
     of.count = all - first < kAtOnce ? all - first : kAtOnce;
-    for (unsigned p = 0; p < of.count; ++p) of.payloads[p] = payloads[first + p];
+    for (unsigned p = 0; p < of.count; ++p) of.payloads.at[p] = payloads[first + p];
     of.add = add || first > 0;
-    const Status status = is_aligned(y) ? start<4>(of, stream) : start<1>(of, stream);
-    if (status != 0) return status;
+    if (const Status status = start(of, stream); status != 0) return status;
   }
   return 0;
 }
 
 }  // namespace
 
-void fill_onebit_sum(Api& api) { api.onebit_sum = onebit_sum; }
+void fill_onebit_sum(Api& api) {
+  api.onebit_sum = onebit_sum;
+  api.onebit_decode_runs = onebit_decode_runs;
+}
 
 }  // namespace gradwire::cuda

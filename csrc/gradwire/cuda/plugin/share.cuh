@@ -34,12 +34,12 @@ struct Share {
       for (unsigned i = 0; i < kCount; ++i) v[i] = element(i) < n ? tile[element(i)] : T{};
       return;
     }
-    using Run = Neighbours<T, kWide>;
+    using Few = Neighbours<T, kWide>;
 #pragma unroll
     for (unsigned i = 0; i < kCount; i += kWide) {
-      const Run run = *reinterpret_cast<const Run*>(tile + element(i));
+      const Few few = *reinterpret_cast<const Few*>(tile + element(i));
 #pragma unroll
-      for (unsigned k = 0; k < kWide; ++k) v[i + k] = run.at[k];
+      for (unsigned k = 0; k < kWide; ++k) v[i + k] = few.at[k];
     }
   }
 
@@ -51,26 +51,26 @@ struct Share {
         if (element(i) < n) tile[element(i)] = v[i];
       return;
     }
-    using Run = Neighbours<T, kWide>;
+    using Few = Neighbours<T, kWide>;
 #pragma unroll
     for (unsigned i = 0; i < kCount; i += kWide) {
-      Run run;
+      Few few;
 #pragma unroll
-      for (unsigned k = 0; k < kWide; ++k) run.at[k] = v[i + k];
-      *reinterpret_cast<Run*>(tile + element(i)) = run;
+      for (unsigned k = 0; k < kWide; ++k) few.at[k] = v[i + k];
+      *reinterpret_cast<Few*>(tile + element(i)) = few;
     }
   }
 };
 
-inline bool is_aligned(const void* address) {
+__host__ __device__ inline bool is_aligned(const void* address) {
   return reinterpret_cast<std::uintptr_t>(address) % kVector == 0;
 }
 // Returns whether all are aligned to kVector; null counts as aligned.
 template <typename... Pointers>
-bool all_aligned(const Pointers*... each) {
+__host__ __device__ bool all_aligned(const Pointers*... each) {
   return (is_aligned(each) && ...);
 }
-inline bool is_aligned(const RunFeedback& run_feedback) {
+__host__ __device__ inline bool is_aligned(const RunFeedback& run_feedback) {
   return all_aligned(run_feedback.residual[0], run_feedback.residual[1]);
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "gradwire/codec/sparse.h"
-#include "gradwire/cuda/plugin/gpu.cuh"
+#include "gradwire/cuda/plugin/batch.cuh"
 
 namespace gradwire::cuda {
 
@@ -36,6 +36,32 @@ __device__ inline unsigned unit_length(std::uint64_t n, std::uint64_t unit) {
   const std::uint64_t left = n - unit * kUnit;
   return left < kUnit ? static_cast<unsigned>(left) : kUnit;
 }
+
+// A run, and the slots of its payload.
+struct SparseRun {
+  const float* x;
+  RunFeedback run_feedback;
+  std::byte* out;
+  std::uint32_t* sizes;
+  float* taus;  // threshold: of each unit, where the call has none
+  std::uint64_t n;
+};
+
+// Returns the bytes of the table of sizes in front of a run's slots.
+constexpr std::uint64_t sparse_table_bytes(std::uint64_t n) {
+  return aligned(sizeof(std::uint32_t) * units_of(n));
+}
+
+inline SparseRun sparse_run(const Run& run, std::byte* out) {
+  return {run.x,
+          run.run_feedback,
+          out + run.payload + sparse_table_bytes(run.n),
+          reinterpret_cast<std::uint32_t*>(out + run.payload),
+          nullptr,
+          run.n};
+}
+
+inline std::uint64_t units_of_run(const SparseRun& run) { return units_of(run.n); }
 
 // Loads one unit of v = x + residual, which may be null.
 struct UnitSource {
@@ -85,8 +111,9 @@ inline std::uint64_t share_of(double density, std::uint64_t n) {
 
 // The share of a whole unit, and of the last unit where that is shorter.
 struct Shares {
-  unsigned whole, last;
+  unsigned whole = 0, last = 0;
 
+  Shares() = default;
   Shares(double density, std::uint64_t n)
       : whole(static_cast<unsigned>(share_of(density, kUnit))),
         last(static_cast<unsigned>(share_of(density, n % kUnit))) {}

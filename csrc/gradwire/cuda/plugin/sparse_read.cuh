@@ -249,7 +249,7 @@ __device__ inline Read read_positions(Foreign in, unsigned n, ReadRoom& room) {
 // thread's values are finite.
 template <typename Values>
 __device__ bool put_values(const ReadRoom& room, const Values& values, unsigned n, float* y,
-                           bool add) {
+                           bool add, float factor) {
   constexpr unsigned kAtOnce = 4;
   const unsigned steps = steps_of(n);
   bool finite = true;
@@ -261,7 +261,7 @@ __device__ bool put_values(const ReadRoom& room, const Values& values, unsigned 
       const unsigned word = mask_word(first + s);
       hit[s] = has_bit(room.hits[word]);
       value[s] = hit[s] ? values.at(room.before[word] + bits_before(room.hits[word])) : 0;
-      sum[s] = hit[s] && add ? y[element_of(first + s)] + value[s] : value[s];
+      sum[s] = hit[s] && add ? y[element_of(first + s)] + value[s] : times(value[s], factor);
       finite = finite && magnitude_bits(value[s]) < kInfinityBits;
     }
 #pragma unroll
@@ -279,7 +279,7 @@ __device__ inline void fill_nan(float* y, unsigned n) {
 // the room after that.
 template <typename Values>
 __device__ std::uint32_t decode_unit(Foreign in, bool whole, Values values, unsigned n, float* y,
-                                     bool add, ReadRoom& room) {
+                                     bool add, float factor, ReadRoom& room) {
   Read read = read_positions(in, n, room);
   const std::uint64_t bytes = read.bytes + values.bytes(read.count);
   read.refused = read.refused || bytes > in.size || (whole && bytes < in.size);
@@ -288,23 +288,66 @@ __device__ std::uint32_t decode_unit(Foreign in, bool whole, Values values, unsi
     fill_nan(y, n);
     return read.refused ? kRefused : kNotFinite;
   }
-  const bool finite = put_values(room, values, n, y, add);
+  const bool finite = put_values(room, values, n, y, add, factor);
   return __syncthreads_or(finite ? 0 : 1) == 0 ? 0U : kNotFinite;
 }
 
-// y := decoded, or y + decoded. Where the payload has offsets, a unit must use all of its bytes.
+struct DecodeRun {
+  Slots in;
+  float* y;
+  std::uint64_t n;
+};
+
+struct Decoder {
+  Batch<DecodeRun> runs;
+  std::uint64_t slot_bytes;
+  bool add;
+  float factor;
+  std::uint32_t* flags;
+};
+
+// y := decoded · factor, or y + decoded. Where the payload has offsets, a unit must use all of its
+// bytes.
 template <typename Values>
 __global__ void __launch_bounds__(kUnitThreads, 2)
-    decode_units(Slots in, std::uint64_t slot_bytes, std::uint64_t n, float* y, bool add,
-                 std::uint32_t* flags) {
+    decode_units(const __grid_constant__ Decoder of) {
   __shared__ ReadRoom room;
-  for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
+  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
+    const unsigned r = of.runs.find(tile);
+    const DecodeRun& run = of.runs.at[r];
+    const std::uint64_t unit = tile - of.runs.first[r];
     const std::uint32_t found =
-        decode_unit(unit_bytes(in, slot_bytes, unit), in.offsets != nullptr, Values{},
-                    unit_length(n, unit), y + unit * kUnit, add, room);
-    if (threadIdx.x == 0 && found != 0) set_flag(flags, found);
+        decode_unit(unit_bytes(run.in, of.slot_bytes, unit), run.in.offsets != nullptr, Values{},
+                    unit_length(run.n, unit), run.y + unit * kUnit, of.add, of.factor, room);
+    if (threadIdx.x == 0 && found != 0) set_flag(of.flags, found);
     __syncthreads();  // separates the registers of two units: without it the compiler spills
   }
+}
+
+template <typename Values>
+Status decode_runs(std::uint64_t slot_bytes, const Run* runs, int count, const Decoding& how,
+                   std::uint32_t* flags, Stream stream) {
+  if (how.payloads.count != 1) return cudaErrorInvalidValue;
+  Decoder of{{}, slot_bytes, how.adds, how.factor, flags};
+  return in_batches(
+      runs, count,
+      [&](const Run& run) {
+        const std::byte* slots = how.payloads.first + run.payload + sparse_table_bytes(run.n);
+        return DecodeRun{{slots, nullptr}, run.y, run.n};
+      },
+      [](const Run& run) { return units_of(run.n); },
+      [&](const Batch<DecodeRun>& batch) {
+        of.runs = batch;
+        return launch(decode_units<Values>, batch.tiles(), kUnitThreads, stream, of);
+      });
+}
+
+template <typename Values>
+Status decode_one(const Slots& in, std::uint64_t slot_bytes, std::uint64_t n, float* y, bool add,
+                  std::uint32_t* flags, Stream stream) {
+  Decoder of{{}, slot_bytes, add, 1, flags};
+  if (n > 0) of.runs.add({in, y, n}, units_of(n));
+  return launch(decode_units<Values>, of.runs.tiles(), kUnitThreads, stream, of);
 }
 
 }  // namespace gradwire::cuda

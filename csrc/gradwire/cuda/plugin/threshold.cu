@@ -1,6 +1,7 @@
 // threshold (codec/threshold.cc), encoded in one pass over x and e.
 #include <cfloat>
 #include <cmath>
+#include <vector>
 
 #include "gradwire/cuda/plugin/block.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
@@ -90,13 +91,21 @@ __device__ float tau_of_call(const RunFeedback& run_feedback) {
   return usable(tau) ? tau : 0;
 }
 
+struct ThresholdEncoder {
+  Batch<SparseRun> runs;
+  float given;  // tau; 0: the call's, or the unit's
+  Shares shares[kMostRuns];
+};
+
 __global__ void __launch_bounds__(kUnitThreads, 1)
-    choose_unit_taus(const float* x, RunFeedback run_feedback, std::uint64_t n, Shares shares,
-                     float* taus) {
+    choose_unit_taus(const __grid_constant__ ThresholdEncoder of) {
   __shared__ SelectRoom room;
-  if (tau_of_call(run_feedback) > 0) return;
-  for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
-    const UnitSource source(x, residual_of(run_feedback), n, unit);
+  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
+    const unsigned r = of.runs.find(tile);
+    const SparseRun& run = of.runs.at[r];
+    if (tau_of_call(run.run_feedback) > 0) continue;
+    const std::uint64_t unit = tile - of.runs.first[r];
+    const UnitSource source(run.x, residual_of(run.run_feedback), run.n, unit);
     float v[kUnitSteps];
     source.load(0, v);
     std::uint32_t mine = 0;
@@ -105,14 +114,15 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
     const std::uint32_t largest = block_largest(mine);
     float tau = 1;
     if (largest < kInfinityBits) {
-      const Selected found = select_largest(source.n, shares.of(source.n), room, [&](auto see) {
+      const Selected found =
+          select_largest(source.n, of.shares[r].of(source.n), room, [&](auto see) {
 #pragma unroll
-        for (float each : v) see(__float_as_uint(each));
-      });
+            for (float each : v) see(__float_as_uint(each));
+          });
       const std::uint32_t above_zero = largest > 0 ? largest : 1;
       tau = __uint_as_float(found.magnitude > 0 ? found.magnitude : above_zero);
     }
-    if (threadIdx.x == 0) taus[unit] = tau;
+    if (threadIdx.x == 0) run.taus[unit] = tau;
   }
 }
 
@@ -189,41 +199,65 @@ __device__ unsigned write_unit(EncodeRoom& room, unsigned n, float tau, std::uin
 }
 
 __global__ void __launch_bounds__(kUnitThreads, 2)
-    encode(const float* x, RunFeedback run_feedback, std::uint64_t n, float given,
-           const float* taus, std::byte* out, std::uint32_t* sizes) {
+    encode(const __grid_constant__ ThresholdEncoder of) {
   __shared__ EncodeRoom room;
-  const float* residual = residual_of(run_feedback);
-  float* errors = next_residual(run_feedback);
-  const float all = given > 0 ? given : tau_of_call(run_feedback);
-  for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
-    const UnitSource source(x, residual, n, unit);
-    const float tau = all > 0 ? all : taus[unit];
+  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
+    const unsigned r = of.runs.find(tile);
+    const SparseRun& run = of.runs.at[r];
+    const std::uint64_t unit = tile - of.runs.first[r];
+    float* errors = next_residual(run.run_feedback);
+    const float all = of.given > 0 ? of.given : tau_of_call(run.run_feedback);
+    const UnitSource source(run.x, residual_of(run.run_feedback), run.n, unit);
+    const float tau = all > 0 ? all : run.taus[unit];
     clear(room.payload, kSlotBytes / 4 + 1);
     const std::uint32_t largest = block_largest(
         take_unit(room, source, tau, errors == nullptr ? nullptr : errors + unit * kUnit));
     unsigned bytes = 1;
     if (largest < kInfinityBits)
-      bytes = write_unit(room, source.n, tau, largest, run_feedback.key_state);
+      bytes = write_unit(room, source.n, tau, largest, run.run_feedback.key_state);
     else if (threadIdx.x == 0)
       room.payload[0] = head_of(codec::PositionFormat::kNotFinite);
     __syncthreads();
-    copy_out(room.payload, bytes, out + unit * kSlotBytes);
-    if (threadIdx.x == 0) sizes[unit] = bytes;
+    copy_out(room.payload, bytes, run.out + unit * kSlotBytes);
+    if (threadIdx.x == 0) run.sizes[unit] = bytes;
     __syncthreads();  // nobody reads the room any more
   }
+}
+
+Status encode_all(float tau, double density, std::vector<SparseRun>& runs, void* scratch,
+                  Stream stream) {
+  auto* taus = static_cast<float*>(scratch);
+  for (SparseRun& each : runs) {
+    each.taus = taus;
+    taus += tau == 0 ? units_of(each.n) : 0;
+  }
+  return in_batches(
+      runs.data(), static_cast<int>(runs.size()), [](const SparseRun& run) { return run; },
+      units_of_run,
+      [&](const Batch<SparseRun>& batch) {
+        ThresholdEncoder of{batch, tau, {}};
+        for (unsigned i = 0; i < batch.count; ++i) of.shares[i] = Shares(density, batch.at[i].n);
+        if (tau == 0) {
+          const Status status = launch(choose_unit_taus, batch.tiles(), kUnitThreads, stream, of);
+          if (status != 0) return status;
+        }
+        return launch(encode, batch.tiles(), kUnitThreads, stream, of);
+      });
+}
+
+Status threshold_encode_runs(float tau, double density, const Run* runs, int count,
+                             const Encoding& how, void* scratch, Stream stream) {
+  if (how.received.count > 0 || how.finishes) return cudaErrorInvalidValue;
+  std::vector<SparseRun> made;
+  for (int i = 0; i < count; ++i) made.push_back(sparse_run(runs[i], how.out));
+  return encode_all(tau, density, made, scratch, stream);
 }
 
 Status threshold_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, float tau,
                         double density, std::byte* out, std::uint32_t* sizes, void* scratch,
                         Stream stream) {
-  auto* taus = static_cast<float*>(scratch);
-  if (tau == 0) {
-    const Status status = launch(choose_unit_taus, units_of(n), kUnitThreads, stream, x,
-                                 run_feedback, n, Shares(density, n), taus);
-    if (status != 0) return status;
-  }
-  return launch(encode, units_of(n), kUnitThreads, stream, x, run_feedback, n, tau, taus, out,
-                sizes);
+  std::vector<SparseRun> one{{x, run_feedback, out, sizes, nullptr, n}};
+  return encode_all(tau, density, one, scratch, stream);
 }
 
 // ---- adapt -------------------------------------------------------------------------------------
@@ -281,10 +315,14 @@ class Signs {
   std::uint32_t tau_ = 0;
 };
 
+Status threshold_decode_runs(const Run* runs, int count, const Decoding& how, std::uint32_t* flags,
+                             Stream stream) {
+  return decode_runs<Signs>(kSlotBytes, runs, count, how, flags, stream);
+}
+
 Status threshold_decode(Slots in, std::uint64_t n, float* y, bool add, std::uint32_t* flags,
                         Stream stream) {
-  return launch(decode_units<Signs>, units_of(n), kUnitThreads, stream, in, kSlotBytes, n, y, add,
-                flags);
+  return decode_one<Signs>(in, kSlotBytes, n, y, add, flags, stream);
 }
 
 std::size_t sparse_scratch_bytes(std::uint64_t n) {
@@ -300,6 +338,8 @@ void fill_threshold(Api& api) {
   api.threshold_encode = threshold_encode;
   api.threshold_adapt = threshold_adapt;
   api.threshold_decode = threshold_decode;
+  api.threshold_encode_runs = threshold_encode_runs;
+  api.threshold_decode_runs = threshold_decode_runs;
   api.sparse_scratch_bytes = sparse_scratch_bytes;
 }
 

@@ -1,5 +1,7 @@
 // topk (codec/topk.cc), encoded in one pass over x and e. A block keeps its unit of v in registers
 // while it finds the largest elements.
+#include <vector>
+
 #include "gradwire/cuda/plugin/block.cuh"
 #include "gradwire/cuda/plugin/cast.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
@@ -156,39 +158,65 @@ __device__ unsigned write_unit(EncodeRoom& room, const float (&v)[kUnitSteps],
   return bytes;
 }
 
+struct TopKEncoder {
+  Batch<SparseRun> runs;
+  std::uint64_t slot_bytes;
+  Shares shares[kMostRuns];
+};
+
 template <typename As>
-__global__ void __launch_bounds__(kUnitThreads, 1)
-    encode(const float* x, RunFeedback run_feedback, std::uint64_t n, Shares shares,
-           std::uint64_t slot_bytes, std::byte* out, std::uint32_t* sizes) {
+__global__ void __launch_bounds__(kUnitThreads, 1) encode(const __grid_constant__ TopKEncoder of) {
   __shared__ EncodeRoom room;
-  float* errors = next_residual(run_feedback);
-  for (std::uint64_t unit = blockIdx.x; unit < units_of(n); unit += gridDim.x) {
-    const UnitSource source(x, residual_of(run_feedback), n, unit);
+  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
+    const unsigned r = of.runs.find(tile);
+    const SparseRun& run = of.runs.at[r];
+    const std::uint64_t unit = tile - of.runs.first[r];
+    float* errors = next_residual(run.run_feedback);
+    const UnitSource source(run.x, residual_of(run.run_feedback), run.n, unit);
     float v[kUnitSteps];
     source.load(0, v);
     bool finite = true;
 #pragma unroll
     for (float each : v) finite = finite && is_finite(each);
-    std::byte* const slot = out + unit * slot_bytes;
+    std::byte* const slot = run.out + unit * of.slot_bytes;
     unsigned bytes = 1;
     room.hits[threadIdx.x] = 0;
     if (__syncthreads_or(finite ? 0 : 1) == 0)
-      bytes = write_unit<As>(room, v, source, shares.of(source.n), slot);
+      bytes = write_unit<As>(room, v, source, of.shares[r].of(source.n), slot);
     else if (threadIdx.x == 0)
       *slot = static_cast<std::byte>(head_of(codec::PositionFormat::kNotFinite));
     if (errors != nullptr) write_errors<As>(room, v, source.steps, errors + unit * kUnit);
-    if (threadIdx.x == 0) sizes[unit] = bytes;
+    if (threadIdx.x == 0) run.sizes[unit] = bytes;
     __syncthreads();  // nobody reads the room any more
   }
+}
+
+Status encode_all(double density, Values values, std::uint64_t slot_bytes, const SparseRun* runs,
+                  int count, Stream stream) {
+  return in_batches(
+      runs, count, [](const SparseRun& run) { return run; }, units_of_run,
+      [&](const Batch<SparseRun>& batch) {
+        TopKEncoder of{batch, slot_bytes, {}};
+        for (unsigned i = 0; i < batch.count; ++i) of.shares[i] = Shares(density, batch.at[i].n);
+        return with_values(values, [&](auto as) {
+          return launch(encode<decltype(as)>, batch.tiles(), kUnitThreads, stream, of);
+        });
+      });
+}
+
+Status topk_encode_runs(double density, Values values, std::uint64_t slot_bytes, const Run* runs,
+                        int count, const Encoding& how, Stream stream) {
+  if (how.received.count > 0 || how.finishes) return cudaErrorInvalidValue;
+  std::vector<SparseRun> made;
+  for (int i = 0; i < count; ++i) made.push_back(sparse_run(runs[i], how.out));
+  return encode_all(density, values, slot_bytes, made.data(), count, stream);
 }
 
 Status topk_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, double density,
                    Values values, std::uint64_t slot_bytes, std::byte* out, std::uint32_t* sizes,
                    void*, Stream stream) {
-  return with_values(values, [&](auto as) {
-    return launch(encode<decltype(as)>, units_of(n), kUnitThreads, stream, x, run_feedback, n,
-                  Shares(density, n), slot_bytes, out, sizes);
-  });
+  const SparseRun run{x, run_feedback, out, sizes, nullptr, n};
+  return encode_all(density, values, slot_bytes, &run, 1, stream);
 }
 
 // ---- decode ------------------------------------------------------------------------------------
@@ -214,11 +242,17 @@ class Largest {
   Foreign in_{};
 };
 
+Status topk_decode_runs(std::uint64_t slot_bytes, Values values, const Run* runs, int count,
+                        const Decoding& how, std::uint32_t* flags, Stream stream) {
+  return with_values(values, [&](auto as) {
+    return decode_runs<Largest<decltype(as)>>(slot_bytes, runs, count, how, flags, stream);
+  });
+}
+
 Status topk_decode(Slots in, std::uint64_t n, std::uint64_t slot_bytes, Values values, float* y,
                    bool add, std::uint32_t* flags, Stream stream) {
   return with_values(values, [&](auto as) {
-    return launch(decode_units<Largest<decltype(as)>>, units_of(n), kUnitThreads, stream, in,
-                  slot_bytes, n, y, add, flags);
+    return decode_one<Largest<decltype(as)>>(in, slot_bytes, n, y, add, flags, stream);
   });
 }
 
@@ -227,6 +261,8 @@ Status topk_decode(Slots in, std::uint64_t n, std::uint64_t slot_bytes, Values v
 void fill_topk(Api& api) {
   api.topk_encode = topk_encode;
   api.topk_decode = topk_decode;
+  api.topk_encode_runs = topk_encode_runs;
+  api.topk_decode_runs = topk_decode_runs;
 }
 
 }  // namespace gradwire::cuda

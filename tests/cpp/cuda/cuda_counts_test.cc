@@ -1,0 +1,293 @@
+// What a repeated call costs the host: calls of the CUDA runtime, kernels, and messages, counted at
+// the table of functions that a communicator uses and at its messages.
+#include <gtest/gtest.h>
+
+#include <iostream>
+#include <map>
+#include <string>
+
+#include "cuda_ranks.h"
+#include "fake_nccl.h"
+#include "gradwire/cuda/gpu_fault_monitor.h"
+#include "gradwire/cuda/messages/messages_nccl.h"
+
+namespace gradwire::cuda::counts {
+namespace {
+
+// Of this thread, which is one rank.
+struct Tally {
+  int runtime = 0;  // calls of the CUDA runtime, without those that ask for the thread's device
+  int memsets = 0;
+  int copies = 0;
+  std::uint64_t kernels = 0;
+  int groups = 0;
+  int messages = 0;
+  int most = 0;  // messages one way, between two ranks, in one group
+};
+thread_local Tally tally;
+
+template <auto kMember, typename Result, typename... Arguments>
+struct Counted {
+  static inline Result (*real)(Arguments...) = nullptr;
+  static inline int Tally::* kind = nullptr;
+  static Result call(Arguments... arguments) {
+    ++tally.runtime;
+    if (kind != nullptr) ++(tally.*kind);
+    return real(arguments...);
+  }
+};
+
+template <auto kMember, typename Result, typename... Arguments>
+void count(Api& api, Result (*Api::*)(Arguments...), int Tally::* kind = nullptr) {
+  using Its = Counted<kMember, Result, Arguments...>;
+  Its::real = api.*kMember;
+  Its::kind = kind;
+  api.*kMember = &Its::call;
+}
+#define COUNT(member, ...) count<&Api::member>(api, &Api::member __VA_OPT__(, ) __VA_ARGS__)
+
+// The simulated device's functions, which count. Kernels are counted where they are launched.
+const Api& counting_api() {
+  static const Api made = [] {
+    Api api = simulated_api();
+    COUNT(allocate);
+    COUNT(allocate_host);
+    COUNT(set_device);
+    COUNT(device_of);
+    COUNT(synchronize);
+    COUNT(synchronize_device);
+    COUNT(capture_of);
+    COUNT(create_event);
+    COUNT(record);
+    COUNT(wait);
+    COUNT(query);
+    COUNT(copy, &Tally::copies);
+    COUNT(fill, &Tally::memsets);
+    COUNT(call_host);
+    return api;
+  }();
+  return made;
+}
+
+// Messages over NCCL, which count.
+class CountingMessages final : public Messages {
+ public:
+  explicit CountingMessages(std::unique_ptr<Messages> real) : real_(std::move(real)) {}
+
+  std::string_view name() const noexcept override { return real_->name(); }
+  void begin() override {
+    sent_.clear();
+    received_.clear();
+    real_->begin();
+  }
+  void send(const std::byte* data, std::size_t bytes, Rank peer,
+            std::span<const Slotted> layout) override {
+    count(sent_[peer]);
+    real_->send(data, bytes, peer, layout);
+  }
+  void receive(std::byte* data, std::size_t bytes, Rank peer,
+               std::span<const Slotted> layout) override {
+    count(received_[peer]);
+    real_->receive(data, bytes, peer, layout);
+  }
+  void end(Stream stream) override {
+    ++tally.groups;
+    real_->end(stream);
+  }
+  void check() override { real_->check(); }
+  void abort() noexcept override { real_->abort(); }
+  bool rest() noexcept override { return real_->rest(); }
+  void tell_losses(std::uint32_t* word) override { real_->tell_losses(word); }
+
+ private:
+  static void count(int& messages) {
+    ++tally.messages;
+    tally.most = std::max(tally.most, ++messages);
+  }
+  std::unique_ptr<Messages> real_;
+  std::map<Rank, int> sent_, received_;
+};
+
+// Ranks on one simulated GPU, joined by a fake NCCL, and monitored as users' calls are.
+class CountedRanks {
+ public:
+  explicit CountedRanks(int size) : shadow_(size, "inproc", {}, {}, /*mortal=*/true), users_(size) {
+    fake_nccl().reset();
+    fake_nccl().copy_by(&simulated_api());
+    ::setenv("GRADWIRE_NCCL_SO", GRADWIRE_FAKE_NCCL, 1);
+    const nccl::UniqueId id = make_unique_id(Nccl::load());
+    gpus_.resize(static_cast<std::size_t>(size));
+    run([&](Rank rank) {
+      NcclSettings settings;
+      settings.rank = rank;
+      settings.size = size;
+      Gpu& gpu = of(rank);
+      gpu.communicator = std::make_unique<Communicator>(
+          counting_api(), Communicator::Setting{rank, size, {}, 0},
+          std::make_unique<CountingMessages>(make_nccl_messages(Nccl::load(), id, settings)));
+      gpu.stream = std::make_unique<OwnedStream>(simulated_api());
+      gpu.host = std::make_shared<codec::ErrorFeedback>();
+      gpu.feedback = std::make_unique<Feedback>(counting_api(), gpu.host);
+      gpu.monitor =
+          std::make_unique<GpuFaultMonitor>(*gpu.communicator, shadow_[rank], users_[rank]);
+    });
+  }
+  ~CountedRanks() {
+    run([this](Rank rank) {
+      rest(rank);
+      of(rank).monitor.reset();
+      of(rank).communicator.reset();
+      of(rank).feedback.reset();
+    });
+    fake_nccl().copy_by(nullptr);
+  }
+
+  // What a repeated call costs each rank, of arrays of these lengths: one after calls that were
+  // under way together, and have left their events to others.
+  std::vector<Tally> repeated(exec::Request request, const std::vector<std::size_t>& lengths,
+                              bool feeds_back) {
+    std::vector<Tally> found(gpus_.size());
+    run([&](Rank rank) {
+      std::vector<std::unique_ptr<DeviceBytes>> memory;
+      std::vector<exec::Array> arrays;
+      std::vector<codec::KeyedExtent> keys;
+      exec::Request own = request;
+      for (std::size_t n : lengths) {
+        memory.push_back(std::make_unique<DeviceBytes>(n * sizeof(float)));
+        memory.back()->put(std::vector<float>(n, 1.0F).data(), of(rank).stream->get());
+        arrays.push_back({memory.back()->data(), n});
+        if (feeds_back) keys.push_back({"key " + std::to_string(keys.size()), n});
+      }
+      own.keys = keys;
+      own.inputs = own.outputs = arrays;
+      own.timeout = 60;
+      for (int call = 0; call < 4; ++call) {
+        if (call == 3) rest(rank);
+        tally = {};
+        tally.kernels = -simulated_cuda_launches();
+        of(rank).monitor->run(own, feeds_back ? of(rank).feedback.get() : nullptr,
+                              of(rank).stream->get());
+        tally.kernels += simulated_cuda_launches();
+      }
+      found[static_cast<std::size_t>(rank)] = tally;
+      rest(rank);
+    });
+    return found;
+  }
+
+ private:
+  struct Gpu {
+    std::unique_ptr<OwnedStream> stream;
+    std::shared_ptr<codec::ErrorFeedback> host;
+    std::unique_ptr<Feedback> feedback;
+    std::unique_ptr<Communicator> communicator;
+    std::unique_ptr<GpuFaultMonitor> monitor;
+  };
+  void rest(Rank rank) {
+    simulated_api().synchronize(of(rank).stream->get());
+    of(rank).monitor->finish(60);
+  }
+  Gpu& of(Rank rank) { return gpus_[static_cast<std::size_t>(rank)]; }
+  void run(const std::function<void(Rank)>& body) {
+    transport::run_threads(static_cast<int>(gpus_.size()), [&](int rank) { body(rank); });
+  }
+
+  exec::Ranks shadow_, users_;
+  std::vector<Gpu> gpus_;
+};
+
+void print(const std::string& call, int p, const Tally& of) {
+  std::cout << call << ", p=" << p << ": " << of.runtime << " calls of the runtime (" << of.memsets
+            << " memsets, " << of.copies << " copies), " << of.kernels << " kernels, " << of.groups
+            << " groups, " << of.messages << " messages\n";
+}
+
+Tally of_worst_rank(const std::vector<Tally>& all) {
+  Tally worst = all[0];
+  for (const Tally& each : all) {
+    worst.runtime = std::max(worst.runtime, each.runtime);
+    worst.memsets = std::max(worst.memsets, each.memsets);
+    worst.copies = std::max(worst.copies, each.copies);
+    worst.kernels = std::max(worst.kernels, each.kernels);
+    worst.groups = std::max(worst.groups, each.groups);
+    worst.messages = std::max(worst.messages, each.messages);
+    worst.most = std::max(worst.most, each.most);
+  }
+  return worst;
+}
+
+exec::Request average(std::string_view algorithm, std::string_view codec = "none") {
+  exec::Request request;
+  request.op = ReduceOp::kAvg;
+  request.algorithm = algorithm;
+  if (codec != "none") request.codec = codec::make_codec(codec);
+  return request;
+}
+
+// Of a network's layers, weights and biases, odd lengths among them.
+std::vector<std::size_t> parameters() {
+  std::vector<std::size_t> lengths;
+  for (int layer = 0; layer < 12; ++layer) {
+    lengths.push_back(2304 + 640 * static_cast<std::size_t>(layer));
+    lengths.push_back(layer % 3 == 0 ? 65 : 64);
+  }
+  return lengths;
+}
+
+class CudaCounts : public testing::TestWithParam<int> {};
+
+TEST_P(CudaCounts, APlainCallMakesFewCallsOfTheRuntime) {
+  const int p = GetParam();
+  CountedRanks ranks(p);
+  for (std::string_view algorithm : {"auto", "ring", "direct"})
+    for (std::size_t n : {std::size_t{1}, std::size_t{1} << 18}) {
+      const Tally found = of_worst_rank(ranks.repeated(average(algorithm), {n}, false));
+      print(std::to_string(4 * n) + " B by " + std::string(algorithm), p, found);
+      EXPECT_LE(found.runtime, 4);
+      EXPECT_EQ(found.memsets, 0);
+      EXPECT_EQ(found.copies, 0);
+      EXPECT_LE(found.most, 1);
+      // One fold for each addend, or for all of a round, and it averages too.
+      EXPECT_LE(found.kernels, algorithm == "direct" ? 1U : static_cast<unsigned>(p - 1));
+    }
+}
+
+TEST_P(CudaCounts, ABucketOfParametersTakesFewKernels) {
+  const int p = GetParam();
+  CountedRanks ranks(p);
+  for (std::string_view codec : {"onebit", "int8", "fp16"})
+    for (std::string_view algorithm : {"auto", "ring", "direct"}) {
+      const Tally found =
+          of_worst_rank(ranks.repeated(average(algorithm, codec), parameters(), true));
+      print("24 arrays, " + std::string(codec) + " by " + std::string(algorithm), p, found);
+      EXPECT_LE(found.kernels, 10U);
+      EXPECT_LE(found.most, 1);
+    }
+}
+
+TEST_P(CudaCounts, ABucketIsOneMessageAPeerAndRound) {
+  const int p = GetParam();
+  CountedRanks ranks(p);
+  for (std::string_view algorithm : {"ring", "direct", "halving_doubling", "recursive_doubling"}) {
+    const Tally found = of_worst_rank(ranks.repeated(average(algorithm), parameters(), false));
+    print("24 arrays by " + std::string(algorithm), p, found);
+    EXPECT_EQ(found.most, 1);
+    EXPECT_LE(found.runtime, 4);
+    EXPECT_EQ(found.memsets, 0);
+  }
+}
+
+TEST_P(CudaCounts, SparseCodecsAreOneMessageAPeerAndRoundToo) {
+  const int p = GetParam();
+  CountedRanks ranks(p);
+  for (std::string_view codec : {"threshold", "topk"}) {
+    const Tally found = of_worst_rank(ranks.repeated(average("ring", codec), parameters(), true));
+    print("24 arrays, " + std::string(codec) + " by ring", p, found);
+    EXPECT_EQ(found.most, 1);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, CudaCounts, testing::Values(2, 4));
+
+}  // namespace
+}  // namespace gradwire::cuda::counts
