@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,9 +74,17 @@ class ErrorFeedback:
             self._core.add(arguments.text(key, "key"), _floats(values, "values"))
 
     def scale(self, factor: float) -> None:
-        """Multiplies all residuals, when loss scale or learning rate change by `factor`."""
+        """Multiplies all residuals, when loss scale or learning rate change by `factor`.
+
+        On a GPU nothing waits for that, and a product that is too large becomes the largest float;
+        on the CPU that raises InvalidArgument.
+        """
+        factor = arguments.number(factor, "factor")
+        if self._gpu is not None and math.isfinite(factor) and self._gpu.scale(factor):
+            self._core.scale(factor)  # of the keys that are not there
+            return
         with self._on_host():
-            self._core.scale(arguments.number(factor, "factor"))
+            self._core.scale(factor)
 
     def clear(self) -> None:
         """Removes all keys."""
@@ -140,6 +149,20 @@ class ErrorFeedback:
         if self._gpu is not None:
             self._gpu.require_finite(address, elements, keeps)
 
+    def _follow(self, device: int, loss_scale: int, after: int, last: float) -> None:
+        """Makes residuals follow a loss scale in a GPU's memory, the address of a float32.
+
+        It is read behind the work on the stream `after`; the host does not wait. `last` is what
+        they stand for now, where the host knows that; else 0.
+        """
+        if self._gpu is None:
+            self._gpu = _GpuPart(self._core, device)
+        self._gpu.follow(device, loss_scale, after, last)
+
+    def _followed(self) -> float:
+        """The loss scale in a GPU's memory that residuals stand for; 0 for none."""
+        return 0.0 if self._gpu is None else self._gpu.loss_scale()
+
     def _on_cpu(self) -> _core.ErrorFeedback:
         """The residuals on the host, for a call on the CPU."""
         if self._gpu is not None:
@@ -175,12 +198,15 @@ class _GpuPart:
         self._checked: list[object] = []
         self._in_step = False
 
-    def for_call(self, device: int, stream: int, in_step: bool) -> _core.CudaFeedback:
+    def _require_device(self, device: int) -> None:
         if device != self._device:
             raise InvalidArgument(
                 f"error feedback: the residuals are on cuda:{self._device} and the arrays on "
                 f"cuda:{device}; give each its own ErrorFeedback"
             )
+
+    def for_call(self, device: int, stream: int, in_step: bool) -> _core.CudaFeedback:
+        self._require_device(device)
         self._stream = stream
         if in_step and not self._in_step:
             self._core.begin_step()
@@ -197,6 +223,21 @@ class _GpuPart:
         if self._in_step:
             self._core.require_finite(address, elements, self._stream)
             self._checked.append(keeps)  # kept alive until the stream has read them
+
+    def scale(self, factor: float) -> bool:
+        return self._core.scale(factor, 0, 0)
+
+    def follow(self, device: int, loss_scale: int, after: int, last: float) -> None:
+        self._require_device(device)
+        if last:
+            self._core.set_loss_scale(last)
+        if not self._core.scale(1.0, loss_scale, after):
+            raise InvalidArgument(
+                "error feedback: residuals of calls in CUDA graphs cannot follow a GradScaler"
+            )
+
+    def loss_scale(self) -> float:
+        return self._core.loss_scale()
 
     def bring_home(self) -> None:
         self._core.bring_home()

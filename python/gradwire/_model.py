@@ -37,12 +37,12 @@ class CostModel:
     ``between.`` for other pairs; both have ``alpha`` (processor time per message and end),
     ``latency``, ``beta`` (of a NIC, per byte on the wire), ``mixed`` (what a message takes longer
     per byte after one of another sender), ``burst`` (bytes that pass an idle NIC at once) and
-    ``copy`` (processor time per byte on the wire and end). ``call``, ``move`` and ``gamma`` are
-    processor time per call and per byte copied or added; ``turn`` is the time until another rank
-    has the core; ``far.*`` say how much slower bytes are in large calls where no cache holds them;
-    ``CODEC.encode`` and ``CODEC.decode`` are per byte of the array. ``cores`` is the number of
-    cores that the ranks of a host share, and ``sharing`` how many hosts share these, as containers
-    of one machine do.
+    ``copy`` (processor time per byte on the wire and end). ``call``, ``round``, ``move`` and
+    ``gamma`` are processor time per call, per round of messages (0 on CPUs), and per byte copied or
+    added; ``turn`` is the time until another rank has the core; ``far.*`` say how much slower bytes
+    are in large calls where no cache holds them; ``CODEC.encode`` and ``CODEC.decode`` are per byte
+    of the array. ``cores`` is the number of cores that the ranks of a host share, and ``sharing``
+    how many hosts share these, as containers of one machine do.
     """
 
     __slots__ = ("_core",)

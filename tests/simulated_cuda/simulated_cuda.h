@@ -110,7 +110,8 @@ cudaError_t cudaMalloc(void** address, std::size_t bytes);  // filled with 0xCD
 cudaError_t cudaFree(void* address);
 cudaError_t cudaHostAlloc(void** address, std::size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void* address);
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaDeviceSynchronize();
@@ -287,6 +288,7 @@ void simulated_cuda_seed(std::uint64_t seed);
 // Allocations of device and pinned memory so far, and operations enqueued so far.
 std::uint64_t simulated_cuda_allocations();
 std::uint64_t simulated_cuda_operations();
+int simulated_cuda_priority(cudaStream_t stream);
 // Kernels that this thread has launched so far.
 std::uint64_t simulated_cuda_launches();
 // Waits of the host for the device so far (cudaStreamSynchronize, cudaDeviceSynchronize).

@@ -62,6 +62,7 @@ struct CUstream_st {
   int device = 0;
   std::deque<Operation> queue;
   bool busy = false;  // with a function of the host
+  int priority = 0;   // it changes no order here
   Capture* capture = nullptr;
 };
 
@@ -334,11 +335,17 @@ cudaError_t cudaHostAlloc(void** address, std::size_t bytes, unsigned) {
 }
 cudaError_t cudaFreeHost(void* address) { return release(address); }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
   Machine& m = machine();
   const std::lock_guard lock(m.mutex);
   *stream = new CUstream_st;
   (*stream)->device = current_device;
+  (*stream)->priority = priority;
   m.streams.push_back(*stream);
   return cudaSuccess;
 }
@@ -482,6 +489,7 @@ std::uint64_t simulated_cuda_operations() {
   const std::lock_guard lock(machine().mutex);
   return machine().operations;
 }
+int simulated_cuda_priority(cudaStream_t stream) { return stream->priority; }
 std::uint64_t simulated_cuda_launches() { return launches; }
 std::uint64_t simulated_cuda_waits() {
   const std::lock_guard lock(machine().mutex);

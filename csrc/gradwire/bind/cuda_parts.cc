@@ -167,6 +167,24 @@ void CudaFeedback::require_finite(std::uintptr_t address, std::uint64_t count,
   });
 }
 
+bool CudaFeedback::scale(double factor, std::uintptr_t loss_scale, std::uintptr_t after) {
+  bool done = false;
+  with([&](cuda::Feedback& own) {
+    done = own.scale(factor, reinterpret_cast<const float*>(loss_scale), stream_of(after));
+  });
+  return done;
+}
+
+void CudaFeedback::set_loss_scale(float last) {
+  with([&](cuda::Feedback& own) { own.set_loss_scale(last); });
+}
+
+float CudaFeedback::loss_scale() {
+  float last = 0;
+  with([&](cuda::Feedback& own) { last = own.loss_scale(); });
+  return last;
+}
+
 void CudaFeedback::bring_home() {
   with([](cuda::Feedback& own) { own.bring_home(); });
 }

@@ -80,6 +80,10 @@ class CudaFeedback {
   void begin_step();
   void end_step(bool keep, std::uintptr_t stream);
   void require_finite(std::uintptr_t address, std::uint64_t count, std::uintptr_t stream);
+  // Returns false where residuals must come home for it.
+  bool scale(double factor, std::uintptr_t loss_scale, std::uintptr_t after);
+  void set_loss_scale(float last);
+  float loss_scale();
   void bring_home();
   void send_back();
 

@@ -191,7 +191,8 @@ struct Api {
   Status (*release)(void* address);
   Status (*allocate_host)(void** address, std::size_t bytes);  // pinned
   Status (*release_host)(void* address);
-  Status (*create_stream)(Stream* stream);  // does not wait for the default stream
+  // Does not wait for the default stream, and goes before streams of the usual priority.
+  Status (*create_stream)(Stream* stream);
   Status (*destroy_stream)(Stream stream);
   Status (*synchronize)(Stream stream);
   Status (*synchronize_device)();  // all of its streams
@@ -247,6 +248,11 @@ struct Api {
   // ---- Keys (plugin/elements.cu); key_states: an array of pointers in device memory ----
   // Begins a call with tau and filter as the last call left them, and with nothing sent.
   Status (*open)(KeyState* const* key_states, std::uint64_t count, Stream);
+  // Multiplies the residuals of the last kept calls, one run for each key, and what codecs have
+  // adapted to them, by `factor`; and by *now / *before where neither is null and both are
+  // positive. Products that are too large become the largest float.
+  Status (*scale_residuals)(const Run* runs, int count, double factor, const float* now,
+                            const float* before, Stream);
   // Ends the call under way. Where no flag is set, its state becomes the kept one and, if
   // `remembers`, its memory too.
   Status (*settle)(KeyState* const* key_states, std::uint64_t count, bool remembers,

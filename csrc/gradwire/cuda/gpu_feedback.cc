@@ -40,8 +40,16 @@ bool are_all(const std::vector<float>& values, float value) {
 }  // namespace
 
 Feedback::Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host)
-    : api_(api), host_(std::move(host)), step_room_(api), copies_(api), ended_(api) {
+    : api_(api),
+      host_(std::move(host)),
+      step_room_(api),
+      copies_(api),
+      ended_(api),
+      scaled_(api),
+      loss_scale_room_(api) {
   step_flags_ = reinterpret_cast<std::uint32_t*>(step_room_.take(kPayloadAlignment));
+  loss_scale_ = reinterpret_cast<float*>(loss_scale_room_.take(kPayloadAlignment));
+  set_loss_scale(0);
 }
 
 // Waits for the device: releasing memory may not wait, and calls or graphs may still use it.
@@ -112,6 +120,7 @@ const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extent
     if (captured) refuse_in_capture();
     check_keys(extents);
   }
+  was_captured_ = was_captured_ || captured;
   if (has_ended_ && !captured) check(api_, api_.wait(stream, ended_.get()), "cudaStreamWaitEvent");
   begin_flags(stream);
   for (const auto& each : extents) find(each, stream);
@@ -161,10 +170,54 @@ void Feedback::end_step(bool keep, Stream stream) {
   if (!in_step_) throw InvalidArgument("error feedback: no step was begun");
   in_step_ = false;
   if (!keep) return;
-  for (const Settled& each : of_step_) settle(*each.table, each.remembers, step_flags_, stream);
-  if (capture_of(api_, stream) != 0) return;
+  for (const Settled& each : of_step_)
+    check(api_,
+          api_.settle(each.table->key_states, each.table->keys.size(), each.remembers, step_flags_,
+                      stream),
+          "settling residuals");
+  if (capture_of(api_, stream) == 0) note_end(stream);
+}
+
+void Feedback::note_end(Stream stream) {
   check(api_, api_.record(ended_.get(), stream), "cudaEventRecord");
   has_ended_ = true;
+}
+
+bool Feedback::scale(double factor, const float* now, Stream after) {
+  if (in_step_) throw InvalidArgument("error feedback: a step is under way; end it first");
+  if (was_captured_) return false;
+  const Stream stream = copies_.get();
+  if (has_ended_) check(api_, api_.wait(stream, ended_.get()), "cudaStreamWaitEvent");
+  if (now != nullptr) {
+    check(api_, api_.record(scaled_.get(), after), "cudaEventRecord");
+    check(api_, api_.wait(stream, scaled_.get()), "cudaStreamWaitEvent");
+  }
+  std::vector<Run> runs;
+  for (const auto& [name, owned] : keys_)
+    runs.push_back({.n = owned->key.count, .run_feedback = owned->key.run_feedback(0)});
+  check(api_,
+        api_.scale_residuals(runs.data(), static_cast<int>(runs.size()), factor, now, loss_scale_,
+                             stream),
+        "scaling residuals");
+  if (now != nullptr)
+    check(api_, api_.copy(loss_scale_, now, sizeof *now, CopyKind::kOnDevice, stream),
+          "cudaMemcpyAsync");
+  note_end(stream);
+  return true;
+}
+
+float Feedback::loss_scale() const {
+  float last = 0;
+  check(api_, api_.copy(&last, loss_scale_, sizeof last, CopyKind::kToHost, copies_.get()),
+        "cudaMemcpyAsync");
+  check(api_, api_.synchronize(copies_.get()), "cudaStreamSynchronize");
+  return last;
+}
+
+void Feedback::set_loss_scale(float last) {
+  check(api_, api_.copy(loss_scale_, &last, sizeof last, CopyKind::kToDevice, copies_.get()),
+        "cudaMemcpyAsync");
+  check(api_, api_.synchronize(copies_.get()), "cudaStreamSynchronize");
 }
 
 void Feedback::require_finite(const float* x, std::uint64_t count, Stream stream) {
@@ -177,6 +230,7 @@ void Feedback::settle(const Table& table, bool remembers, const std::uint32_t* f
   if (in_step_) return of_step_.push_back({&table, remembers});
   check(api_, api_.settle(table.key_states, table.keys.size(), remembers, flags, stream),
         "settling residuals");
+  if (!was_captured_) note_end(stream);
 }
 
 codec::ErrorFeedback::SavedKey Feedback::read(const Key& key, Stream stream) const {

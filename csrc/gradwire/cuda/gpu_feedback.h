@@ -72,6 +72,16 @@ class Feedback {
   void settle(const Table& table, bool remembers, const std::uint32_t* flags, Stream stream);
   std::uint32_t* step_flags() const noexcept { return step_flags_; }
 
+  // Multiplies all residuals, and what codecs have adapted to them, on the device: after the last
+  // call, and before the next one, neither of which waits. `now` may be a loss scale in device
+  // memory, as the stream `after` leaves it, or null: residuals then follow it too, from what it
+  // was at the last such call. Returns false, and does nothing, where calls were captured: nobody
+  // knows which streams replay them.
+  bool scale(double factor, const float* now, Stream after);
+  // Sets what the loss scale was at the last such call; 0: unknown.
+  void set_loss_scale(float last);
+  float loss_scale() const;  // waits for the last of them
+
   // bring_home() gives a copy of everything to the host's error feedback, for as long as that is
   // read or changed; send_back() takes it back into the same memory, so that graphs stay valid.
   // Both wait for the whole device, since calls and replays of graphs may be on any stream.
@@ -88,6 +98,7 @@ class Feedback {
     Room key_states;
   };
   void begin_flags(Stream stream);
+  void note_end(Stream stream);
   OwnedKey& find(const codec::KeyedExtent& extent, Stream stream);
   OwnedKey& make(const codec::KeyedExtent& extent, Stream stream);
   std::unique_ptr<OwnedTable> make_table(Stream stream);
@@ -111,9 +122,13 @@ class Feedback {
   std::uint32_t* step_flags_ = nullptr;
   bool in_step_ = false;
   bool is_fresh_ = false;  // no call yet: the flags are of the step before
-  OwnedStream copies_;     // for copies to and from the host
-  OwnedEvent ended_;       // recorded at a step's end; calls on other streams wait for it
+  OwnedStream copies_;     // for copies to and from the host, and for scale()
+  OwnedEvent ended_;       // recorded after calls, steps and scale(); those on other streams wait
   bool has_ended_ = false;
+  bool was_captured_ = false;
+  OwnedEvent scaled_;  // when a loss scale is there
+  Room loss_scale_room_;
+  float* loss_scale_ = nullptr;  // as scale() last saw it
   struct Settled {
     const Table* table;
     bool remembers;

@@ -6,7 +6,8 @@
 namespace gradwire::cuda {
 
 // Returns a guess from data sheets, which is not measured and is the same on every rank: a round
-// costs a group of messages and its kernels, whatever its size, and bytes are cheap within a host.
+// costs a group of messages and its kernels, whatever their number and size, and bytes are cheap
+// within a host. So sums of any codec are `direct` there, in two rounds.
 schedule::CostModel gpu_model();
 
 }  // namespace gradwire::cuda

@@ -58,7 +58,8 @@ double least_seconds(const CostModel& model, const Question& question, const Sha
   const bool apart = question.hosts.size() == static_cast<std::size_t>(question.ranks);
   auto of = [&](const LinkCost& link) {
     const double bytes = shape.max_sent * question.bytes * question.ratio;
-    return shape.rounds * (2 * link.alpha + link.latency) + bytes * std::max(link.beta, link.copy);
+    return shape.rounds * (2 * link.alpha + link.latency + model.round) +
+           bytes * std::max(link.beta, link.copy);
   };
   if (one_host) return of(model.within);
   return apart ? of(model.between) : std::min(of(model.within), of(model.between));

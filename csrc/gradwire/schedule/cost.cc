@@ -19,6 +19,7 @@ constexpr int kOctavesApart = 3;  // 64 KiB, 512 KiB, 4 MiB, 32 MiB
 using Named = std::pair<const char*, double CostModel::*>;
 using NamedOfLink = std::pair<const char*, double LinkCost::*>;
 constexpr Named kScalars[] = {{"call", &CostModel::call},
+                              {"round", &CostModel::round},
                               {"move", &CostModel::move},
                               {"gamma", &CostModel::gamma},
                               {"turn", &CostModel::turn}};

@@ -11,6 +11,8 @@
 //                        a NIC does one message at a time, in each direction; bits pass through
 //     at the receiver    alpha + copy·w, and the codec's time to land it
 //
+// and each rank spends `round` in each round, and for each segment, before its first message there.
+//
 // Within a host each rank has a NIC of its own (beta is 0, unless links are emulated); between
 // hosts all ranks of a host share one. A NIC that was idle lets `burst` bytes pass at once, as a
 // token bucket does, and takes mixed·w longer for a message that follows one of another sender.
@@ -56,6 +58,9 @@ struct CostModel {
   LinkCost within;   // pairs of ranks on one host
   LinkCost between;  // all other pairs
   double call = 0;   // seconds per call, however small
+  // Seconds of a processor per round in which a rank sends or receives, however many messages: on
+  // GPUs the launches of a round's kernels and of its group of messages.
+  double round = 0;
   double move = 0;   // seconds of a processor per byte copied to or from staging
   double gamma = 0;  // seconds of a processor per byte added from staging
   double turn = 0;   // seconds until another rank runs on a core

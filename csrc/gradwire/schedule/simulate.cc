@@ -198,6 +198,7 @@ class Simulation {
     std::uint32_t steps = 0;     // of the present call
     std::size_t awaits = kNone;  // the arrival that the rank sleeps for
     double asleep_since = 0;
+    std::size_t begun = 0;  // places of the order at which the rank was, and has spent `round`
   };
 
   // Lets a rank work from `time`, and puts its next event into the queue.
@@ -255,8 +256,15 @@ class Simulation {
     if (++state.calls < calls_) time += model_.call;
   }
 
+  void begin_round(RankState& state, std::size_t place, double& time) const {
+    if (place < state.begun) return;
+    state.begun = place + 1;
+    time += model_.round;
+  }
+
   void stage(Rank rank, const Frames::Send& send, double& time) {
     RankState& state = ranks_[at(rank)];
+    begin_round(state, state.send.place, time);
     const int segment = order_[state.send.place].segment;
     time += send.work.seconds(growth_) / parts_;
     for (std::uint32_t m : frames_.copies(send)) {
@@ -294,6 +302,7 @@ class Simulation {
   void land(Rank rank, const Frames::Message& message, double& time) {
     RankState& state = ranks_[at(rank)];
     const LinkCost& link = link_of(message);
+    begin_round(state, state.receive.place, time);
     time += link.alpha + link.copy * bytes_of(message) + message.work.seconds(growth_) / parts_;
     ++state.landed[at(order_[state.receive.place].segment)];
     ++state.receive.within;

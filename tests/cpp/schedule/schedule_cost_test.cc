@@ -81,6 +81,15 @@ TEST(Simulate, ButterfliesAreTheirClosedForms) {
   }
 }
 
+TEST(Simulate, ARoundCostsOnceHoweverManyMessages) {
+  CostModel model = free_of_cost();
+  model.round = 1e-6;
+  for (int p = 2; p <= 12; ++p) {
+    EXPECT_ABOUT(seconds(all_reduce_by("ring", p), model), 2 * (p - 1) * model.round) << p;
+    EXPECT_ABOUT(seconds(all_reduce_by("direct", p), model), 2 * model.round) << p;
+  }
+}
+
 // The NIC of a rank sends one message after the other, and no NIC receives two at a time.
 TEST(Simulate, DirectIsBoundByTheNics) {
   const CostModel model = links(0, 0, 1e-9);

@@ -112,11 +112,51 @@ def test_residuals_are_saved_loaded_and_scaled() -> None:
             again.load_state_dict(saved)
             assert [step(again), step(again)] == after
             before = again.residual("k")
+            import pytest
+            gpu = library()
+            waits = gpu.simulated_cuda_waits()
             again.scale(2)
-            assert (again.residual("k") == 2 * before).all()
+            again.scale(4)
+            assert gpu.simulated_cuda_waits() == waits  # nothing waits for the device
+            assert (again.residual("k") == 8 * before).all()
+            with pytest.raises(gradwire.InvalidArgument, match="scale by inf"):
+                again.scale(float("inf"))
+            step(again)
+            again.scale(1e38)
+            again.scale(1e38)
+            assert np.isfinite(again.residual("k")).all()
+            again.load_state_dict(saved | {"k": saved["k"] | {"calls": 3}})
             on_cpu = values(comm.rank)
             comm.all_reduce(on_cpu, codec="onebit", feedback=again, key="k")
             assert again.state_dict()["k"]["calls"] == 4
+        """
+    )
+
+
+def test_residuals_follow_a_loss_scale_on_the_gpu() -> None:
+    """A GradScaler's scale is read on the device, behind what changes it."""
+    run(
+        """
+        def body(comm):
+            gpu, ef = library(), gradwire.ErrorFeedback()
+            scale = Array(np.array([128], np.float32))
+            address = scale.__cuda_array_interface__["data"][0]
+            def step(last=0.0):
+                ef._follow(0, address, 0, last)
+                comm.all_reduce(x, codec="onebit", feedback=ef, key="k")
+            x = Array(values(comm.rank))
+            step()
+            before = ef.residual("k")
+            waits = gpu.simulated_cuda_waits()
+            scale.put(np.array([256], np.float32))
+            ef._follow(0, address, 0, 0.0)
+            ef._follow(0, address, 0, 0.0)  # it is as it was
+            assert gpu.simulated_cuda_waits() == waits
+            assert (ef.residual("k") == 2 * before).all()
+            assert ef._followed() == 256
+            ef._follow(0, address, 0, 1024.0)  # of a checkpoint
+            assert (ef.residual("k") == before / 2).all()
+            step()
         """
     )
 

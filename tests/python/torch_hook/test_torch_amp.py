@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import State, register
+from gradwire.torch._step.gradient_scale import ScaleTracker
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch_training import (
@@ -213,3 +214,32 @@ def test_learning_rates_that_change_by_different_factors_are_refused() -> None:
     for message in torch_ranks.run(2, rates_that_part, LOSSY[0]):
         assert "from [0.1, 0.1] to [0.05, 0.1]" in message
         assert "scale_residuals" in message
+
+
+class _OnGpu(torch.Tensor):
+    """A tensor that says that a GPU has it."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_a_loss_scale_on_a_gpu_is_left_there() -> None:
+    """Reading it would make the host wait for the device, in each step."""
+    held = torch.tensor(128.0).as_subclass(_OnGpu)
+
+    class Held:
+        reads = 0
+
+        def _get_scale_async(self) -> torch.Tensor:
+            return held
+
+        def get_scale(self) -> float:
+            self.reads += 1
+            return 128.0
+
+    scaler = Held()
+    tracker = ScaleTracker(scaler, None)
+    assert tracker.on_gpu() is held
+    assert tracker.read().loss_scale == 0
+    assert scaler.reads == 0
+    assert tracker.read(on_host=True).loss_scale == 128  # as ranks agree on it within join()
+    assert ScaleTracker(torch.amp.GradScaler("cpu"), None).on_gpu() is None

@@ -172,6 +172,65 @@ Status settle(KeyState* const* key_states, std::uint64_t count, bool remembers,
                 remembers, flags);
 }
 
+// ---- Scales ------------------------------------------------------------------------------------
+
+struct Scaled {
+  Batch<Run> runs;
+  double factor;
+  const float *now, *before;
+
+  __device__ double all() const {
+    if (now == nullptr || before == nullptr) return factor;
+    const float to = *now, from = *before;
+    return to > 0 && from > 0 && is_finite(to) && is_finite(from)
+               ? factor * (static_cast<double>(to) / static_cast<double>(from))
+               : factor;
+  }
+};
+
+constexpr float kMostFloat = 0x1.FFFFFEp127F;
+
+__device__ float scaled(float x, double factor) {
+  const auto product = static_cast<float>(static_cast<double>(x) * factor);
+  if (is_finite(product)) return product;
+  return __uint_as_float(__float_as_uint(kMostFloat) | (__float_as_uint(product) & 0x80000000U));
+}
+
+__global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__ Scaled of) {
+  const double factor = of.all();
+  if (factor == 1) return;
+  const Share<kThreads, kCount, 1> share{threadIdx.x};
+  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
+    const unsigned r = of.runs.find(tile);
+    const Run& run = of.runs.at[r];
+    const std::uint64_t begin = (tile - of.runs.first[r]) * kTile;
+    KeyState& key_state = *run.run_feedback.key_state;
+    float* const residual = one_of(run.run_feedback.residual, key_state.which) + begin;
+    float e[kCount];
+    share.load(residual, run.n - begin, e);
+#pragma unroll
+    for (float& each : e) each = scaled(each, factor);
+    share.store(residual, run.n - begin, e);
+    if (begin > 0 || threadIdx.x > 0) continue;
+    CodecState& codec_state = key_state.codec_state[key_state.which];
+    const double magnitude = factor < 0 ? -factor : factor;
+    codec_state.tau = scaled(codec_state.tau, magnitude);
+    codec_state.filter = scaled(codec_state.filter, magnitude);
+  }
+}
+
+Status scale_residuals(const Run* runs, int count, double factor, const float* now,
+                       const float* before, Stream stream) {
+  Scaled of{{}, factor, now, before};
+  return in_batches(
+      runs, count, [](const Run& run) { return run; },
+      [](const Run& run) { return blocks_for(run.n, kTile); },
+      [&](const Batch<Run>& batch) {
+        of.runs = batch;
+        return launch(scale_kernel, batch.tiles(), kThreads, stream, of);
+      });
+}
+
 }  // namespace
 
 void fill_elements(Api& api) {
@@ -183,6 +242,7 @@ void fill_elements(Api& api) {
   api.poison = poison;
   api.open = open;
   api.settle = settle;
+  api.scale_residuals = scale_residuals;
 }
 
 }  // namespace gradwire::cuda

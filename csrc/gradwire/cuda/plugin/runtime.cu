@@ -86,7 +86,10 @@ Status allocate_host(void** address, std::size_t bytes) {
 Status release_host(void* address) { return said(cudaFreeHost(address)); }
 
 Status create_stream(Stream* stream) {
-  return said(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
+  int least = 0, greatest = 0;
+  const cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+  if (error != cudaSuccess) return said(error);
+  return said(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest));
 }
 Status destroy_stream(Stream stream) { return said(cudaStreamDestroy(stream)); }
 Status synchronize(Stream stream) { return said(cudaStreamSynchronize(stream)); }

@@ -74,9 +74,21 @@ class ScaleTracker:
         """Whether there is a scaler or an optimizer to follow."""
         return self._scaler is not None or self._optimizer is not None
 
-    def read(self) -> GradientScale:
-        """The scale at this moment; raises InvalidArgument for one that cannot be followed."""
+    def read(self, *, on_host: bool = False) -> GradientScale:
+        """The scale at this moment; raises InvalidArgument for one that cannot be followed.
+
+        Where the loss scale is on a GPU (`on_gpu`), it is only read if it must be there `on_host`,
+        since that waits for the GPU.
+        """
+        if not on_host and self.on_gpu() is not None:
+            return GradientScale(rates=self._rates())
         return GradientScale(self._loss_scale(), self._rates())
+
+    def on_gpu(self) -> torch.Tensor | None:
+        """The loss scale in a GPU's memory; None where it is on the host, or there is none yet."""
+        read = getattr(self._scaler, "_get_scale_async", None)
+        scale = None if read is None else read()
+        return scale if isinstance(scale, torch.Tensor) and scale.is_cuda else None
 
     def _loss_scale(self) -> float:
         if self._scaler is None:

@@ -7,6 +7,7 @@ ahead of others.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -71,8 +72,12 @@ class ResidualState:
         """
         self._paused = self.paused
         if not self._paused:
+            if scale.loss_scale:
+                self._fetch_scale()
             self._rescale(scale)
             if self.feedback is not None:
+                if not scale.loss_scale:
+                    self._follow_on_gpu(self.feedback)
                 self.feedback.begin_step()
 
     def calls(self, bucket: Bucket, step: int) -> Iterator[Call]:
@@ -96,6 +101,7 @@ class ResidualState:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to save, as tensors and plain values by key."""
+        self._fetch_scale()
         return {
             "layout": (),
             "loss_scale": self._persistent.scale.loss_scale or None,
@@ -118,6 +124,7 @@ class ResidualState:
     def add_residuals(self, saved: Mapping[str, Any]) -> None:
         """Adds another rank's residuals, in this rank's scale; raises like `load_state_dict`."""
         self._check(saved)
+        self._fetch_scale()
         its = saving.scale_of(saved)
         own = self._persistent.scale.or_else(its)
         factor = its.loss_factor(own) * its.rate_factor(own) * its.share_factor(own)
@@ -128,6 +135,23 @@ class ResidualState:
 
     def _note(self, call: Call) -> None:
         """Takes note of a call of the step under way."""
+
+    def _follow_on_gpu(self, feedback: ErrorFeedback) -> None:
+        """Lets residuals follow a loss scale on a GPU, where only that GPU knows it from now on."""
+        scale = self.scales.on_gpu()
+        if scale is None:
+            return
+        stream = torch.cuda.current_stream(scale.device).cuda_stream
+        last, persistent = self._persistent.scale.loss_scale, self._persistent
+        feedback._follow(scale.device.index, scale.data_ptr(), stream, last)
+        persistent.scale = dataclasses.replace(persistent.scale, loss_scale=0.0)
+
+    def _fetch_scale(self) -> None:
+        """Fetches the loss scale of the residuals from a GPU, where only that knows it."""
+        persistent = self._persistent
+        if self.feedback is not None and not persistent.scale.loss_scale:
+            last = self.feedback._followed()
+            persistent.scale = dataclasses.replace(persistent.scale, loss_scale=last)
 
     def _rescale(self, scale: GradientScale) -> None:
         before, self._loss_scale = self._persistent.scale, scale.loss_scale or 1.0

@@ -207,11 +207,11 @@ class Steps:
 
     def _read_scale(self) -> GradientScale:
         """The scale of the gradients of the step that begins, the same on all ranks."""
-        scale = self.state.scales.read()
         if self._joins is not None:
             self._joins.begin_step()
-            if self._joins.in_join and self.state.scales.followed:
-                return self._joins.agree_on_scale(self.communicator, scale)
+        scale = self.state.scales.read(on_host=self.in_join)
+        if self._joins is not None and self.in_join and self.state.scales.followed:
+            return self._joins.agree_on_scale(self.communicator, scale)
         return scale
 
     def _average(self, call: Call) -> Work | _RoundedWork:
