@@ -31,6 +31,8 @@ def whole(value: Any, what: str, *, least: int | None = None, bits: int = 32) ->
 
 def number(value: Any, what: str) -> float:
     """Checks a real number, also NumPy's but no bool; NaN and infinity are numbers."""
+    if type(value) is float:  # an isinstance of the abstract class costs 1 µs
+        return value
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise wrong(value, what, "a number")
     try:

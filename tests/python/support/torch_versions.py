@@ -11,12 +11,19 @@ from gradwire.torch.backend import versions
 # From 2.14 on, torch makes the group itself, and wraps the operations of a backend in Python.
 WRAPS = versions.parse(torch.__version__) >= versions.FIRST_WITH_BACKENDS
 
+# From 2.15 on, `split_group` takes groups of the CPU.
+SPLITS = versions.parse(torch.__version__) >= (2, 15)
+
 forwards_all = pytest.mark.skipif(
     WRAPS, reason="this torch forwards only wait and get_future of an operation in Python"
 )
 
 has_fsdp_hooks = pytest.mark.skipif(
     versions.parse(torch.__version__) < (2, 9), reason="this torch does not let FSDP2 be replaced"
+)
+
+has_monitored_barriers = pytest.mark.skipif(
+    not WRAPS, reason="this torch leaves monitored_barrier to gloo alone"
 )
 
 gloo_has_complex = pytest.mark.skipif(

@@ -18,6 +18,7 @@ from gradwire.torch.backend import meeting
 from ranks import LIMIT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_versions import has_monitored_barriers
 
 sizes = pytest.mark.parametrize("ranks", [2, 4])
 
@@ -333,6 +334,25 @@ def test_failures_of_all_kinds_reach_fsdp(ranks: int) -> None:
     for found in (found for rank, found in enumerate(ended) if rank != 1):
         assert [name for name, _ in found] == ["InvalidArgument", "Aborted", "Timeout"]
         assert [peer for _, peer in found[1:]] == [1, 1]
+
+
+def miss_a_monitored_barrier() -> tuple[str, int]:
+    """Rank 1 comes only when the others have given up."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    if rank == 1:
+        store.wait([f"missed/{each}" for each in range(dist.get_world_size()) if each != 1])
+    with pytest.raises(gradwire.Error) as raised:
+        dist.monitored_barrier(timeout=timedelta(seconds=3), wait_all_ranks=True)
+    store.set(f"missed/{rank}", b"")
+    return type(raised.value).__name__, getattr(raised.value, "peer", -1)
+
+
+@has_monitored_barriers
+@sizes
+def test_a_rank_that_misses_a_monitored_barrier_is_named(ranks: int) -> None:
+    ended = torch_ranks.run(ranks, miss_a_monitored_barrier, backend="gradwire")
+    for found in (found for rank, found in enumerate(ended) if rank != 1):
+        assert found == ("Timeout", 1)
 
 
 def die_within_backward() -> tuple[str, int]:

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire._base.deadline import Deadline
+from gradwire.torch import Options
 from gradwire.torch.backend import creation, meeting
 from ranks import LIMIT, eventually
 from torch_pool import Pool
-from torch_versions import WRAPS, endpoint_of
+from torch_versions import SPLITS, WRAPS, endpoint_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -247,15 +248,51 @@ def test_groups_leave_nothing_behind(pool: Pool) -> None:
     pool.run(use_many)
 
 
-def refused_by_torch() -> None:
-    with pytest.raises((ValueError, RuntimeError), match="GLOO"):
-        dist.monitored_barrier()
-    with pytest.raises(RuntimeError, match=r"No device associated|does not support splitting"):
-        dist.split_group(split_ranks=[[0], [1]])
+def splits() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pairs = [[first + 1, first] for first in range(0, size, 2)]
+    if not SPLITS:
+        with pytest.raises(RuntimeError, match=r"No device associated|does not support splitting"):
+            dist.split_group(split_ranks=pairs)
+        return
+    pair = dist.split_group(split_ranks=pairs, timeout=timedelta(seconds=33))
+    assert (pair.rank(), pair.size()) == (1 - rank % 2, 2)
+    assert endpoint_of(pair).communicator._timeout == 33
+    dist.broadcast(x := torch.tensor([rank]), pairs[rank // 2][0], group=pair)
+    assert int(x) == pairs[rank // 2][0]
+    alone = dist.split_group(parent_pg=pair, split_ranks=[[0], [1]])
+    assert summed_over(alone) == 1
+    for each in (alone, pair):
+        dist.destroy_process_group(each)
+    rounding = dist.new_group(pg_options=Options(codec="bf16", min_elements=1))
+    whole = dist.split_group(parent_pg=rounding, split_ranks=[list(range(size))])
+    dist.all_reduce(x := torch.full((5,), 1 + 2**-10), group=whole)
+    assert x.tolist() == [size] * 5
+    if rank == 0:
+        assert summed_over(dist.split_group(split_ranks=[[0]])) == 1
+    else:
+        with pytest.raises(
+            gradwire.InvalidArgument, match=f"rank {rank} is in none of split_ranks"
+        ):
+            dist.split_group(split_ranks=[[0]])
+    assert summed_over(None) == size
 
 
-def test_what_torch_refuses(pool: Pool) -> None:
-    pool.run(refused_by_torch)
+def test_groups_are_split_where_torch_lets_them(pool: Pool) -> None:
+    pool.run(splits)
+
+
+def monitored() -> None:
+    if not WRAPS:
+        with pytest.raises(ValueError, match="only implemented for GLOO"):
+            dist.monitored_barrier()
+        return
+    dist.monitored_barrier()
+    dist.monitored_barrier(timeout=timedelta(seconds=LIMIT), wait_all_ranks=True)
+
+
+def test_monitored_barriers_where_torch_lets_them(pool: Pool) -> None:
+    pool.run(monitored)
 
 
 def test_a_rank_that_waits_for_another_logs_nothing(capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,12 +17,13 @@ from torch_pool import Pool
 
 def fully_sharded() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     size = dist.get_world_size()
     meshes = [init_device_mesh("cpu", (size,))]
-    if size == 4 and not torch.__version__.startswith("2.7."):  # asserts a CUDA event there
-        meshes.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    if not torch.__version__.startswith("2.7."):  # asserts a CUDA event there
+        shape = (2, size // 2)
+        meshes.append(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
     for mesh in meshes:
         module = model()
         for each in module:
@@ -38,16 +39,32 @@ def fully_sharded() -> None:
             optimizer.step()
         full = torch.cat([each.full_tensor().detach().reshape(-1) for each in module.parameters()])
         assert torch.allclose(full, averaged(), atol=1e-5)
-    half = model()
+
+
+def fully_sharded_in_bfloat16() -> None:
+    """With a factor other than the number of ranks, which torch gives as PREMUL_SUM."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    size, (half, whole) = dist.get_world_size(), (model(), model())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    fully_shard(half, mesh=meshes[0], mp_policy=policy)
+    fully_shard(half, mesh=init_device_mesh("cpu", (size,)), mp_policy=policy)
     set_factor = getattr(half, "set_gradient_divide_factor", None)
     (set_factor or half.set_reduce_scatter_divide_factor)(2.0 * size)  # the name in 2.7
     mse_loss(half(batch(0)[0]), batch(0)[1].bfloat16()).backward()
+    for rank in range(size):
+        (mse_loss(whole(batch(0, rank)[0]), batch(0, rank)[1]) / (2 * size)).backward()
+    for ours, theirs in zip(half.parameters(), whole.parameters(), strict=True):
+        error = (ours.grad.full_tensor() - theirs.grad).abs().max()
+        assert error < 0.05 * theirs.grad.abs().max()
 
 
 def test_fsdp2(pool: Pool) -> None:
     pool.run(fully_sharded)
+
+
+def test_fsdp2_in_bfloat16_with_a_divide_factor(pool: Pool) -> None:
+    pool.run(fully_sharded_in_bfloat16)
 
 
 def distributed_tensors() -> None:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from gradwire._autoload import BACKEND, DEVICES
 from gradwire._communicator import Communicator
+from gradwire._errors import InvalidArgument
 from gradwire.torch.backend import versions
 from gradwire.torch.backend.activation_codec import ActivationCodec
 from gradwire.torch.backend.coalesced import CoalescedCollectives
 from gradwire.torch.backend.collectives import Collectives, Tensors
 from gradwire.torch.backend.endpoint import Endpoint
+from gradwire.torch.backend.meeting import connect
 from gradwire.torch.backend.operations import Operation
 from gradwire.torch.backend.options import Options
 from gradwire.torch.backend.point_to_point import PointToPoint
@@ -33,6 +35,7 @@ class Methods(Collectives, CoalescedCollectives, PointToPoint):
         """Takes the group's communicator, and the options that the program gave."""
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._endpoint, self._codec = Endpoint(communicator), ActivationCodec(options)
+        self._options = options
 
     def getBackendName(self) -> str:
         """The backend's name."""
@@ -104,6 +107,16 @@ class Group(Methods, dist.ProcessGroup):  # type: ignore[misc]
         return self._store
 
 
+class _Part(NamedTuple):
+    """A group of some ranks of another one, as torch describes new groups."""
+
+    store: Any
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    global_ranks_in_group: Sequence[int]
+
+
 # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch keeps only the C++ half of a backend.
 _kept: set[DeviceMethods] = set()
 
@@ -112,7 +125,8 @@ class DeviceMethods(Methods):
     """Methods of a backend for one device of a group, from torch 2.14 on: some have other names."""
 
     # Torch's own properties would ask this object again, without end.
-    supports_splitting = supports_coalescing = _supports_time_estimate = False
+    supports_splitting = True
+    supports_coalescing = _supports_time_estimate = False
     supports_shrinking = supports_reconfigure = supports_window = False
 
     @property
@@ -135,6 +149,32 @@ class DeviceMethods(Methods):
             super().shutdown()
         finally:
             _kept.discard(self)
+
+    def split(self, store: Any, ranks: Sequence[int], options: Any) -> Any:
+        """Makes this rank's end of a group of these ranks, in this order, for `split_group`.
+
+        Its options are this group's. Raises InvalidArgument on a rank that is in no new group.
+        """
+        communicator = self._endpoint.communicator
+        if communicator.rank not in ranks:  # torch would read the None that it documents as a group
+            raise InvalidArgument(
+                f"split_group: rank {communicator.rank} is in none of split_ranks=, which torch "
+                "cannot tell a backend in Python: give it a group of its own, or call new_group()"
+            )
+        job_ranks = [communicator._mesh.job_rank(each) for each in ranks]
+        rank = ranks.index(communicator.rank)
+        part = _Part(store, rank, len(ranks), options._timeout, job_ranks)
+        return make(connect(part, repr(self._options)), self._options, part)
+
+    def perform_nocolor_split(self, _: Any) -> None:
+        """Does nothing: ranks outside of a new group take no part in making it."""
+
+    def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
+        """Returns when every rank has called it; raises Timeout, which names a rank that has not.
+
+        Every barrier of this backend does that, so `wait_all_ranks` changes nothing.
+        """
+        self._endpoint.communicator.barrier(timeout=self._endpoint.seconds(opts))
 
     def allreduce_sparse(self, tensors: Tensors, opts: Any = None) -> Operation:
         """Reduces a sparse tensor of all ranks, on all ranks, in place."""
