@@ -18,6 +18,13 @@ forwards_all = pytest.mark.skipif(
     WRAPS, reason="this torch forwards only wait and get_future of an operation in Python"
 )
 
+# FSDP2 of torch 2.7 asserts a CUDA event where it replicates shards.
+HYBRID_SHARDS = versions.parse(torch.__version__) >= (2, 8)
+
+has_hybrid_shards = pytest.mark.skipif(
+    not HYBRID_SHARDS, reason="this torch's FSDP2 cannot replicate shards on the CPU"
+)
+
 has_fsdp_hooks = pytest.mark.skipif(
     versions.parse(torch.__version__) < (2, 9), reason="this torch does not let FSDP2 be replaced"
 )
