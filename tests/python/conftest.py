@@ -13,8 +13,10 @@ from gradwire._base.environment import VARIABLES
 # region, and on few cores these threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Or each rank that compiles starts a process for each core, which imports torch and waits.
+# A rank that compiles starts processes that import torch, for minutes on a busy machine: one for
+# each core to compile in, and one for each of the processor's vector extensions to try it.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # A shell's background job ignores Ctrl-C, and so would all ranks.
 signal.signal(signal.SIGINT, signal.default_int_handler)
