@@ -41,7 +41,11 @@ class Pool:
             self._start()
         for _, pipe in self._ranks:
             pipe.send((body, args))
-        ended = [_outcome(pipe) for _, pipe in self._ranks]
+        try:
+            ended = [_outcome(pipe) for _, pipe in self._ranks]
+        except BaseException:  # pytest's timeout: late answers would be taken for the next ones
+            self.close()
+            raise
         failures = [f"rank {rank}:\n{text}" for rank, (well, text) in enumerate(ended) if not well]
         if failures:
             self.close()
