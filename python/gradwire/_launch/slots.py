@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import fcntl
 import os
-import re
 import signal
 import sys
 import threading
@@ -19,12 +18,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
+from gradwire._base import units
+from gradwire._errors import InvalidArgument
+
 REQUEUE = os.EX_TEMPFAIL  # 75, the exit code of ranks that want to be run again
 OVERRUN = 124  # the exit code of a run that its slot's end cut off, as of timeout(1)
 MARGIN_SECONDS = 60.0
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
-_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
 class Slot(NamedTuple):
@@ -50,20 +49,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of slots to those of `gradwire run`."""
     parser.add_argument(
         "--slot",
-        type=duration,
+        type=_time_of,
         metavar="TIME",
-        help="run for a time slot (40m, 1h30m), ask the ranks to stop before its end "
+        help="run for a time slot (40m, 1.5h), ask the ranks to stop before its end "
         f"(should_stop()), and start them again in the next one if they exit with code {REQUEUE}",
     )
     parser.add_argument(
         "--margin",
-        type=duration,
+        type=_time_of,
         metavar="TIME",
         help="so long before the slot's end ranks are asked; after SIGTERM they have as long "
         f"({MARGIN_SECONDS:g}s)",
     )
     parser.add_argument(
-        "--pause", type=duration, default=0.0, metavar="TIME", help="between two slots (0s)"
+        "--pause", type=_time_of, default=0.0, metavar="TIME", help="between two slots (0s)"
     )
     parser.add_argument(
         "--lock",
@@ -86,13 +85,11 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error("--slot goes with neither --servers nor --keep-going: ranks stop together")
 
 
-def duration(text: str) -> float:
-    """Seconds of "90", "90s", "40m", "1.5h" or "1h30m"; raises ArgumentTypeError."""
-    found = _DURATION.fullmatch(text.strip())
-    if not found or not any(found.groups()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: give 90s, 40m, 1.5h or 1h30m")
-    hours, minutes, seconds = (float(each or 0) for each in found.groups())
-    return 3600 * hours + 60 * minutes + seconds
+def _time_of(given: str) -> float:
+    try:
+        return units.duration(given)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(options: argparse.Namespace, once: Callable[[Slot], int]) -> int:

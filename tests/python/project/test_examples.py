@@ -159,22 +159,17 @@ def test_slots():
 @needs_torch
 @pytest.mark.nightly
 def test_a_training_in_slots_ends_with_the_same_bits(tmp_path: Path):
-    def train(checkpoint: str, **slot: str) -> tuple[int, str]:
+    def start(checkpoint: str, **slot: str) -> subprocess.Popen[str]:
         argv = [*command(ROOT / "examples" / "slots.py"), str(tmp_path / checkpoint)]
-        ended = subprocess.run(
-            [each for each in argv if each not in ("--slot", "40m")],
-            cwd=ROOT,
-            env={**os.environ, **slot},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-        )
-        return ended.returncode, ended.stdout
+        argv = [each for each in argv if each not in ("--slot", "40m")]
+        environment = {**os.environ, **slot}
+        return subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
-    over = {"GRADWIRE_SLOT_ENDS": "1"}  # in 1970: ranks stop as soon as they ask
-    stopped = [train("stopped", **over) for _ in range(2)]
-    assert [code for code, _ in stopped] == [75, 75]
-    assert stopped[0][1].startswith("step 1 of 300: ")
-    assert stopped[1][1].startswith("step 2 of 300: ")
-    assert train("stopped") == train("whole")
+    # The slot ended in 1970, so ranks stop as soon as they ask.
+    stopped, whole = start("stopped", GRADWIRE_SLOT_ENDS="1"), start("whole")
+    assert stopped.communicate(timeout=LIMIT)[0].startswith("step 1 of 300: ")
+    assert stopped.returncode == 75
+    resumed = start("stopped")
+    assert resumed.communicate(timeout=LIMIT) == whole.communicate(timeout=LIMIT)
+    assert (resumed.returncode, whole.returncode) == (0, 0)
     assert list(tmp_path.iterdir()) == []

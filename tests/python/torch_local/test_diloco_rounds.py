@@ -325,3 +325,26 @@ def test_a_rank_that_does_not_come_is_named_by_a_timeout() -> None:
         return raised.value.peer
 
     assert outcomes(2, body, timeout=1.0)[0].value == 1
+
+
+@pytest.mark.parametrize(
+    ("fragments", "delay", "pace"), [(1, 0, False), (1, 0, True), (2, 1, False), (2, 1, True)]
+)
+def test_all_ranks_stop_after_the_same_outer_step(fragments: int, delay: int, pace: bool) -> None:
+    def body(comm: Communicator) -> tuple[int, dict[str, torch.Tensor]]:
+        setting = {"every": 4, "fragments": fragments, "delay": delay, "pace": pace}
+        trainee = Timed(comm, seconds=1.0 + comm.rank, **setting)
+        for step in range(100):
+            if comm.rank == 1 and step == 5:
+                comm.request_stop()
+            trainee.step()
+            if trainee.outer.should_stop():
+                break
+        saved = trainee.outer.state_dict()
+        assert step < 50
+        return saved["steps"], saved["outer"]
+
+    found = run(3, body)
+    assert [exchanges for exchanges, _ in found] == [found[0][0]] * 3
+    for _, outer in found:
+        assert all(torch.equal(outer[name], each) for name, each in found[0][1].items())

@@ -314,3 +314,20 @@ def test_a_copy_says_that_it_has_no_connections() -> None:
         return f"{raised.value} {again!r:.10}"
 
     assert "without the original's connections" in run(1, body)[0]
+
+
+@each_optimizer
+def test_all_ranks_stop_after_the_same_step(make: Any, settings: dict[str, Any]) -> None:
+    def body(comm: Communicator) -> list[bool]:
+        replica, found = Replica(comm, make, **settings), []
+        for step in range(8):
+            if comm.rank == 1 and step == 2:
+                comm.request_stop()
+            replica.train(1)
+            found.append(replica.optimizer.should_stop())
+        return found
+
+    answers = run(3, body)
+    assert answers == [answers[0]] * 3
+    assert answers[0][:2] == [False, False]
+    assert answers[0][-1]
