@@ -137,7 +137,8 @@ def run_all(document: str, blocks: list[tuple[int, str]], folder: str, port: int
             for name, make in given.items():
                 if name in wanted:
                     names[name] = make(names)
-            exec(compile(source, document, "exec"), names)
+            placed = "\n" * (line - 1) + source  # so that tracebacks show the page's lines
+            exec(compile(placed, str(ROOT / document), "exec"), names)
         except Exception:
             raise AssertionError(f"{document}, line {line}:\n{traceback.format_exc()}") from None
     return len(blocks)
