@@ -64,7 +64,7 @@ RATES = {
     "DeMo": (1e-3, 3e-3, 1e-2),
 }
 BATCHES = {"lm": 32, "vit": 128, "cnn": 128, "mlp": 128}
-_TIMED_STEPS = 40
+_TIMED_STEPS = 42  # whole periods of every=3, which end with an exchange
 
 
 def main() -> int:

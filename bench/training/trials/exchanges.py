@@ -70,14 +70,8 @@ def without_feedback(exchange: str) -> str:
     return exchange if exchange.endswith(_NO_FEEDBACK) else exchange + _NO_FEEDBACK
 
 
-def local_steps(exchange: str) -> int:
-    """After how many steps all ranks have the same parameters."""
-    name, _, every = exchange.partition("/")
-    return int(every) if name == LOCAL else 1
-
-
 def period(exchange: str) -> int:
-    """Of how many steps one has an exchange, once the first steps are over."""
+    """Of how many steps one ends with the same parameters on all ranks, after the first ones."""
     name, option, _ = _parts(exchange)
     if name == LOCAL:
         return int(option)
@@ -143,7 +137,7 @@ def _averaged(trial: Trial, model: nn.Module) -> Training:
 
 def _local(trial: Trial, model: nn.Module) -> Training:
     optimizer = optimizer_of(trial.optimizer, model, trial.rate, trial.weight_decay)
-    outer = DiLoCo(model, optimizer, local_steps(trial.exchange), pace=False)
+    outer = DiLoCo(model, optimizer, period(trial.exchange), pace=False)
 
     def step() -> None:
         _clip(model, trial.clip)

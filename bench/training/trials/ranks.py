@@ -79,7 +79,7 @@ def _steps(
 ) -> tuple[list[float], list[Point]]:
     """Seconds of every step, and the points of the curve."""
     rate = torch.optim.lr_scheduler.LambdaLR(training.optimizer, trial.rate_factor)
-    points = trial.measured(exchanges.local_steps(trial.exchange))
+    points = trial.measured(exchanges.period(trial.exchange))
     seconds: list[float] = []
     losses: list[float] = []
     curve: list[Point] = []

@@ -80,7 +80,7 @@ def test_steps_are_timed_over_links_but_gloos(monkeypatch: pytest.MonkeyPatch):
     timed = [each for each in optimizers.plan(chosen, []) if each.link]
     assert {each.link for each in timed} == {"1gbit,100us"}
     assert not [each for each in timed if each.exchange.startswith("gloo")]
-    assert {each.first_steps for each in timed} == {20}
+    assert {each.first_steps for each in timed} == {21}
     alone = options(monkeypatch, *arguments[:4], "--links", "1gbit,100us", "--timed-only")
     assert list(optimizers.sweep(alone)) == []
     planned = list(optimizers.plan(alone, []))
