@@ -95,6 +95,7 @@ class Request:
     def exchange(self, payloads: ExchangePayloads) -> None: ...
     def label(self, text: str) -> None: ...  # what the ranks are told of the codec
     def move(self, name: str) -> None: ...  # what its elements are called; they move as uint8
+    def name(self, text: str) -> None: ...  # by which traces name it: lines, the first is the title
     # Of the arrays, which all ranks must give alike: in the first call like it, or always.
     def check_shape(self, text: str, always: bool) -> None: ...
 
@@ -171,6 +172,14 @@ class ExchangePayloads:
     def ends(self) -> list[int]: ...  # of each rank's, in the buffer
     @property
     def all_finite(self) -> bool: ...
+
+class Recorder:
+    """What a communicator's calls did, in a ring of events; `skew` is added to its clock."""
+
+    def __init__(self, events: int, skew: int = 0) -> None: ...
+    # The events as they lie in memory, how many came before them, the texts of their labels, and
+    # how many texts had no room.
+    def read(self) -> tuple[bytes, int, dict[int, str], int]: ...
 
 class Work:
     def done(self) -> bool: ...
@@ -398,6 +407,7 @@ class Communicator:
     # `settle`: how long to wait for ranks that are not known to have made the same calls; as long
     # as `timeout` if None. `alone`: the program goes on with other communicators.
     def close(self, timeout: float, settle: float | None = None, alone: bool = True) -> None: ...
+    def observe(self, recorder: Recorder | None) -> None: ...  # from the next call on
     def settled(self) -> bool: ...  # nothing to wait for after a drop
     # Goes on hearing what the others made of the last call, and logs where it was another.
     def drop(self) -> None: ...

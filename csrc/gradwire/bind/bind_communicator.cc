@@ -12,6 +12,7 @@
 #include "gradwire/bind/codec_handle.h"
 #include "gradwire/bind/communicator_handle.h"
 #include "gradwire/bind/module.h"
+#include "gradwire/exec/trace/recorder.h"
 #include "gradwire/transport/transport.h"
 
 namespace gradwire::bind {
@@ -121,6 +122,7 @@ void bind_request(py::module_& m) {
       .def("exchange", &Request::exchange, py::arg("payloads"))
       .def("label", &Request::label, py::arg("text"))
       .def("move", &Request::move, py::arg("name"))
+      .def("name", &Request::name, py::arg("text"))
       .def("check_shape", &Request::check_shape, py::arg("text"), py::arg("always"));
 }
 
@@ -231,6 +233,12 @@ void bind_state(CommunicatorClass& c) {
             self.get().set_model(model);
           },
           py::arg("model"), WithoutLock())
+      .def(
+          "observe",
+          [](const Communicator& self, const shared_ptr<exec::Recorder>& recorder) {
+            self.get().observe(recorder);
+          },
+          py::arg("recorder").none(true), WithoutLock())
       .def("release_after_fork", &Communicator::release_after_fork)
       .def_property_readonly("owned_here", &Communicator::owned_here)
       .def_property_readonly("closed", [](const Communicator& self) { return self.get().closed(); })

@@ -67,6 +67,7 @@ exec::Request Request::view(double timeout) const {
   out.shapes = shapes_;
   out.codec_label = label_;
   out.moved = moved_;
+  out.trace_name = name_;
   out.shape_check.text = shape_;
   out.timeout = timeout;
   return out;

@@ -39,6 +39,7 @@ class Request {
   void exchange(std::shared_ptr<exec::ExchangePayloads> payloads);
   void label(std::string text) { label_ = std::move(text); }
   void move(std::string name);
+  void name(std::string text) { name_ = std::move(text); }
   void check_shape(const std::string& text, bool always);
 
   exec::Request view(double timeout) const;
@@ -50,7 +51,7 @@ class Request {
   std::vector<exec::Array> inputs_, outputs_;
   std::vector<codec::KeyedExtent> keys_;
   std::vector<exec::Shape> shapes_;
-  std::string label_, moved_, shape_;
+  std::string label_, moved_, shape_, name_;
 };
 
 class Communicator {

@@ -12,6 +12,7 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_cost(m);
   bind_transport(m);
   bind_cuda(m);
+  bind_trace(m);
   bind_communicator(m);
   bind_gpu(m);
   bind_call_cache(m);

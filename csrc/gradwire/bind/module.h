@@ -38,6 +38,7 @@ void bind_schedule(py::module_& m);
 void bind_cost(py::module_& m);
 void bind_transport(py::module_& m);
 void bind_cuda(py::module_& m);
+void bind_trace(py::module_& m);
 void bind_communicator(py::module_& m);
 void bind_gpu(py::module_& m);
 void bind_call_cache(py::module_& m);

@@ -65,6 +65,7 @@ Communicator::Communicator(Identity identity, Tuning tuning)
       transfers_(identity_.rank, identity_.size, identity_.communicator),
       log_(tuning.log),
       observer_(tuning.observer),
+      next_observer_(observer_),
       stop_request_(std::move(tuning.stop_request)),
       stall_monitor_(identity_, tuning.stall_seconds, std::move(tuning.log)) {
   if (tuning.max_message < kLeastMessage || tuning.max_message > kMostMessage)
@@ -81,6 +82,18 @@ Communicator::~Communicator() {
   abort("the communicator was destroyed");
   stop_progress_thread();
   if (family_) family_->leave(*this);
+}
+
+void Communicator::observe(std::shared_ptr<Observer> observer) {
+  const std::lock_guard lock(mutex_);
+  next_observer_ = std::move(observer);
+  if (!driving_) return take_observer_locked();
+  has_requests_ = true;
+}
+
+// Called by the driver or while nobody drives. A call is reported to one observer only.
+void Communicator::take_observer_locked() noexcept {
+  if (current_ == nullptr) observer_ = next_observer_;
 }
 
 void Communicator::set_model(schedule::CostModel model) {
@@ -234,6 +247,7 @@ std::shared_ptr<Work> Communicator::enqueue(std::unique_lock<std::mutex>& lock,
     require_alive();
   }
   pending->timeout = request.timeout;
+  pending->submission = observer_ ? observer_->submitted(request) : Submission{};
   std::shared_ptr<Work> work = pending->work;
   queue_.push_back(std::move(pending));
   front_ = queue_.front().get();

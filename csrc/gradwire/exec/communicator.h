@@ -77,6 +77,9 @@ class Communicator final : private Family::Member {
 
   const Identity& identity() const noexcept { return identity_; }
   std::string_view transport_of(Rank peer) const { return links_.transport_of(peer); }
+  // Reports to `observer` from the next call on, or to none if it is null. The one before is let go
+  // when the call under way is over.
+  void observe(std::shared_ptr<Observer> observer);
   // Sets the cost model behind algorithm="auto". Must be the same on all ranks, between two calls.
   void set_model(schedule::CostModel model);
 
@@ -156,6 +159,7 @@ class Communicator final : private Family::Member {
     std::uint64_t shape_digest = 0;                  // of the ShapeCheck
     std::string shape;
     bool checks_shape = false;                      // ShapeCheck::always
+    Submission submission;                          // of the observer's
     codec::ErrorFeedback::Transaction transaction;  // unused by compounds, which have their own
     std::array<std::unique_ptr<CompoundCollective>, kPaths> compounds;
 
@@ -202,6 +206,7 @@ class Communicator final : private Family::Member {
   bool finished(const Work* until) const;
   bool advance();
   void process_requests();
+  void take_observer_locked() noexcept;
   bool advance_collective();
   bool start_next();
   bool start_phase(bool finite);
@@ -298,7 +303,8 @@ class Communicator final : private Family::Member {
   PointToPoint transfers_;
   TrafficCounter traffic_;
   Log log_;
-  const std::shared_ptr<Observer> observer_;
+  std::shared_ptr<Observer> observer_;       // changes between calls, under the mutex
+  std::shared_ptr<Observer> next_observer_;  // from the next call on, under the mutex
   const std::shared_ptr<const StopRequest> stop_request_;
   StopRequest own_stop_request_;
   StallMonitor stall_monitor_;

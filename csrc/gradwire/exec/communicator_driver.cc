@@ -129,6 +129,8 @@ void Communicator::stop_driving_locked() {
 void Communicator::drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work, Deadline deadline,
                                  const Interrupt& interrupt, bool background) {
   std::optional<Work::Waiter> waiter;
+  std::optional<Deadline::Clock::time_point> since;
+  if (observer_ && !background && !work.done()) since = Deadline::Clock::now();
   while (!work.done() && !deadline.passed()) {
     if (!driving_ && deadline.is_never() && !background) {
       drive(lock, &work, interrupt);
@@ -142,6 +144,7 @@ void Communicator::drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work,
     if (!over && interrupt) interrupt_or_abort(work, interrupt);
     lock.lock();
   }
+  if (observer_ && since) observer_->blocked(*since);
 }
 
 // Calls the interrupt. If that throws, aborts, and rethrows only when the driver no longer uses the
@@ -197,7 +200,8 @@ bool Communicator::finished(const Work* until) const {
 
 bool Communicator::advance() {
   if (has_requests_.exchange(false)) process_requests();
-  const bool moved = !transfers_.idle() && transfers_.advance(transfer_links_, traffic_);
+  const bool moved =
+      !transfers_.idle() && transfers_.advance(transfer_links_, traffic_, observer_.get());
   return advance_collective() || moved;
 }
 
@@ -207,6 +211,7 @@ void Communicator::process_requests() {
   std::lock_guard lock(mutex_);
   if (abort_requested_) throw aborted();
   if (family_failure_) throw RootCause{family_failure_};
+  take_observer_locked();
   if (current_ == nullptr) stall_monitor_.start_idle();  // no transfer has waited yet
   for (auto& [transfer, sends] : submitted_) {
     if (sends)
@@ -237,7 +242,7 @@ bool Communicator::start_next() {
   current_->deadline = Deadline::about(current_->timeout);
   query_due_ = current_->deadline.earlier(std::min(current_->timeout / 2, kPositionQuerySeconds));
   positions_queried_ = false;
-  if (observer_) observer_->started();
+  if (observer_) observer_->started(current_->submission);
   if (current_->compound == nullptr)
     start_operation();
   else if (!start_phase(/*finite=*/true))
@@ -247,7 +252,9 @@ bool Communicator::start_next() {
 
 // Starts the compound's next phase. Returns false when there is none.
 bool Communicator::start_phase(bool finite) {
+  if (observer_) observer_->moves();
   const Request* phase = current_->compound->next({control_.history().calls(), finite});
+  if (observer_) observer_->computed(current_->compound->codec_time());
   traffic_.add(current_->compound->codec_time());
   if (phase == nullptr) return false;
   {
@@ -268,7 +275,8 @@ void Communicator::start_operation() {
   const CallShape shape = shape_of_call(*call.plan);
   call.fingerprint = control_.history().fingerprint_of_next(*call.plan, shape);
   stall_monitor_.begin(call.operation, call.plan->fingerprint());
-  if (observer_) observer_->phase(*call.plan);
+  call.observer = observer_.get();
+  if (observer_) observer_->phase(*call.plan, call.operation);
   execution_.start(call);
   control_.begin_call(current_->operation.shared_plan(), shape);
 }
@@ -284,6 +292,7 @@ CallShape Communicator::shape_of_call(const Plan& plan) {
 }
 
 void Communicator::finish_operation() {
+  if (observer_) observer_->phase_over();
   const bool finite = current_->operation.end(execution_.finite());
   traffic_.add(execution_.codec_time());
   if (execution_.stop() && current_->operation.plan().confirms_all_ranks()) stop_agreed_ = true;
@@ -298,6 +307,7 @@ void Communicator::finish_current(bool unannounced) {
   current_ = nullptr;
   if (observer_) observer_->ended(nullptr);
   std::lock_guard lock(mutex_);
+  take_observer_locked();
   if (unannounced) announce_soon_locked();
   auto done = std::move(queue_.front());
   queue_.erase(queue_.begin());

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "exec_ranks.h"
+#include "gradwire/exec/trace/recorder.h"
 
 namespace {
 std::atomic<std::uint64_t> allocations{0};
@@ -38,8 +39,10 @@ void fill(std::vector<float>& x, int rank, int call) {
 }
 
 void expect_no_allocation(std::string_view algorithm, std::string_view codec_name, std::size_t n,
-                          bool feeds_back = false, DType dtype = DType::kFloat32) {
+                          bool feeds_back = false, DType dtype = DType::kFloat32,
+                          bool records = false) {
   Ranks ranks(3, "shm");
+  for (int r = 0; records && r < 3; ++r) ranks[r].observe(std::make_shared<Recorder>(256));
   const auto codec = codec::make_codec(codec_name);
   std::uint64_t counted = 0;
   std::atomic<int> ready{0};
@@ -105,6 +108,12 @@ TEST(Allocation, RepeatedCallsMakeNone) {
     expect_no_allocation("auto", "none", n);
     expect_no_allocation("gather", "none", n);
   }
+}
+
+TEST(Allocation, NorDoCallsThatAreRecorded) {
+  expect_no_allocation("ring", "none", 1000, false, DType::kFloat32, /*records=*/true);
+  expect_no_allocation("ring", "onebit", 1000, true, DType::kFloat32, /*records=*/true);
+  expect_no_allocation("auto", "lowrank", 30000, true, DType::kFloat32, /*records=*/true);
 }
 
 TEST(Allocation, IsCounted) {  // or the test above could not fail

@@ -1,24 +1,69 @@
-// Observer: what a communicator reports about its collectives while they run, for traces and
-// timelines. Without one, a call pays for a comparison.
+// Observer: what a communicator reports about its calls while they run, for traces and timelines.
+// Without one, a call pays for a comparison, and so does each of its frames.
 #pragma once
 
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <exception>
+#include <span>
 
+#include "gradwire/base/types.h"
+#include "gradwire/exec/control/codec_time.h"
 #include "gradwire/exec/plan/plan.h"
+#include "gradwire/exec/plan/request.h"
 
 namespace gradwire::exec {
 
-// Collectives of one communicator run one after the other, so the calls come in this order:
-// started, phase, phase, ..., ended, and again. They come on the thread that drives. They may
-// neither throw nor block, and must not call the communicator.
+// A part of a message of send and recv.
+struct MessagePart {
+  bool sent = false;  // else received
+  Rank peer = 0;
+  std::uint32_t message = 0;  // its number among those between the two ranks, in that direction
+  std::uint32_t part = 0;
+  std::size_t bytes = 0;  // on the wire, header included
+};
+
+// What an observer remembers of a call from its submission until its turn comes.
+struct Submission {
+  std::uint64_t at = 0;     // nanoseconds of steady_clock
+  std::uint64_t label = 0;  // the observer's own
+  std::uint64_t bytes = 0;  // of the caller's inputs
+};
+
+// Collectives of one communicator run one after the other, so the calls of each come in this order:
+//   started, then for each phase: phase, (awaits..., moves, sent or received)..., phase_over; at
+//   last ended.
+// These come on the thread that drives. submitted() and blocked() come on callers' threads, one at
+// a time. All of them may neither throw nor block, and must not call the communicator.
 class Observer {
  public:
   virtual ~Observer() = default;
 
+  // A call is submitted on this rank. What this returns is handed to started().
+  virtual Submission submitted(const Request& request) noexcept = 0;
+  // A thread has waited since then for a call of its own.
+  virtual void blocked(std::chrono::steady_clock::time_point since) noexcept = 0;
+
   // A collective gets its turn on this rank.
-  virtual void started() noexcept = 0;
+  virtual void started(const Submission& submission) noexcept = 0;
   // The collective begins a plan: its own, or that of one of the collectives that it is made of.
-  virtual void phase(const Plan& plan) noexcept = 0;
+  virtual void phase(const Plan& plan, std::uint32_t operation) noexcept = 0;
+  // Nothing can be done before that rank sends or, if `reads`, has read. Told again and again.
+  virtual void awaits(Rank peer, bool reads) noexcept = 0;
+  // Work begins: on frames, on a message of send or recv, or between two phases.
+  virtual void moves() noexcept = 0;
+  // That work has staged a frame, or landed one or more that add to the same elements. `bytes`
+  // are those of one frame on the wire, header included. `spent` is the time in the codec in this
+  // phase so far.
+  virtual void sent(const Plan& plan, const Frame& frame, std::size_t bytes,
+                    const CodecTime& spent) noexcept = 0;
+  virtual void received(const Plan& plan, std::span<const Frame> frames, std::size_t bytes,
+                        const CodecTime& spent) noexcept = 0;
+  virtual void moved(const MessagePart& part) noexcept = 0;
+  // That work was local, between two phases, before the first or after the last.
+  virtual void computed(const CodecTime& spent) noexcept = 0;
+  virtual void phase_over() noexcept = 0;
   // This rank's part of the collective is over. `failure` is the communicator's, if that ended it,
   // else null.
   virtual void ended(const std::exception_ptr& failure) noexcept = 0;

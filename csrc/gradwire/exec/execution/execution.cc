@@ -46,7 +46,7 @@ bool Execution::advance(Links& links, TrafficCounter& traffic) {
   const bool sent = try_send(links, traffic);
   const bool received = try_receive(links, traffic);
   // Sends what a full socket did not take before, while this rank waits for others.
-  return sent || received || (links.flush() && try_end());
+  return sent || received || try_end(links);
 }
 
 bool Execution::try_send(Links& links, TrafficCounter& traffic) {
@@ -55,7 +55,8 @@ bool Execution::try_send(Links& links, TrafficCounter& traffic) {
   const Frame& frame = plan.sends()[sent_];
   if (landed_ < frame.needs) return false;
   const Bytes staging = reserve(frame, links);
-  if (staging.empty()) return false;
+  if (staging.empty()) return note_wait(plan.peers(frame)[0], /*reads=*/true);
+  note_work();
   commit(frame, staging, stage(frame, staging.subspan(sizeof(FrameHeader))), links, traffic);
   return true;
 }
@@ -76,6 +77,8 @@ void Execution::commit(const Frame& frame, Bytes staging, std::size_t length, Li
   links.commit(sizeof header + length);
   traffic.add(sizeof header + length, call_.plan->peers(frame).size());
   ++sent_;
+  if (call_.observer != nullptr)
+    call_.observer->sent(*call_.plan, frame, sizeof header + length, spent_);
 }
 
 bool Execution::try_receive(Links& links, TrafficCounter& traffic) {
@@ -85,11 +88,14 @@ bool Execution::try_receive(Links& links, TrafficCounter& traffic) {
   if (sent_ < frame.needs) return false;
   if (frame.addends > 0) return try_fold(links, traffic);
   const auto payload = arrived(frame, links);
-  if (!payload) return false;
   const Rank peer = plan.peers(frame)[0];
+  if (!payload) return note_wait(peer, /*reads=*/false);
+  const std::size_t bytes = sizeof(FrameHeader) + payload->size();
+  note_work();
   land(frame, *payload, peer);
   links.release(peer);
   ++landed_;
+  if (call_.observer != nullptr) call_.observer->received(plan, {&frame, 1}, bytes, spent_);
   return true;
 }
 
@@ -117,7 +123,8 @@ bool Execution::try_fold(Links& links, TrafficCounter& traffic) {
     if (!payload) break;
     addends_.push_back(payload->data());
   }
-  if (addends_.empty()) return false;
+  if (addends_.empty()) return note_wait(plan.peers(frames[0])[0], /*reads=*/false);
+  note_work();
   const bool all = addends_.size() == frames[0].addends;
   const Frame* const send = all ? send_of_sum(landed_ + addends_.size()) : nullptr;
   Bytes staging = send != nullptr ? reserve(*send, links) : Bytes{};
@@ -128,6 +135,9 @@ bool Execution::try_fold(Links& links, TrafficCounter& traffic) {
     fold(*send, staging.data() + sizeof(FrameHeader));
   for (std::size_t i = 0; i < addends_.size(); ++i) links.release(plan.peers(frames[i])[0]);
   landed_ += addends_.size();
+  if (call_.observer != nullptr)
+    call_.observer->received(plan, frames.first(addends_.size()),
+                             sizeof(FrameHeader) + frames[0].bytes, spent_);
   if (!staging.empty()) commit(*send, staging, send->bytes, links, traffic);
   return true;
 }
@@ -163,7 +173,8 @@ void Execution::fold(const Frame& frame, std::byte* out) {
 
 // Ends the execution when all frames have been sent and have landed. Finishes the results that no
 // copy has finished.
-bool Execution::try_end() {
+bool Execution::try_end(Links& links) {
+  if (!links.flush()) return note_wait(links.full_peer(), /*reads=*/true);
   const Plan& plan = *call_.plan;
   if (ended_ || sent_ < plan.sends().size() || landed_ < plan.receives().size()) return false;
   for (const Piece& piece : plan.finished_here()) finish_here(piece);

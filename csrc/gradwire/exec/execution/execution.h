@@ -11,6 +11,7 @@
 
 #include "gradwire/base/copy.h"
 #include "gradwire/base/wire.h"
+#include "gradwire/exec/control/observer.h"
 #include "gradwire/exec/execution/feedback_view.h"
 #include "gradwire/exec/execution/links.h"
 #include "gradwire/exec/execution/traffic.h"
@@ -31,6 +32,7 @@ class Execution {
     std::uint32_t operation = 0;
     std::uint32_t fingerprint = 0;  // in all headers; 0: the plan's
     bool stop = false;              // this rank asks the job to stop
+    Observer* observer = nullptr;   // is told of frames
   };
 
   // Starts a run. The spans must stay as they are until it is over.
@@ -62,7 +64,15 @@ class Execution {
   bool try_send(Links& links, TrafficCounter& traffic);
   bool try_receive(Links& links, TrafficCounter& traffic);
   bool try_fold(Links& links, TrafficCounter& traffic);
-  bool try_end();
+  bool try_end(Links& links);
+  // Tell the observer. note_wait() returns that nothing has moved.
+  bool note_wait(Rank peer, bool reads) const noexcept {
+    if (call_.observer != nullptr) call_.observer->awaits(peer, reads);
+    return false;
+  }
+  void note_work() const noexcept {
+    if (call_.observer != nullptr) call_.observer->moves();
+  }
 
   FrameHeader header_of(const Frame& frame) const;
   void check(FrameHeader header, const Frame& frame, Rank peer, std::size_t length);

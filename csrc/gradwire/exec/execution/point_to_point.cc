@@ -34,8 +34,9 @@ void PointToPoint::send(Transfer transfer) {
   own_.back().work->finish(nullptr);
 }
 
-bool PointToPoint::advance(Links& links, TrafficCounter& traffic) {
+bool PointToPoint::advance(Links& links, TrafficCounter& traffic, Observer* observer) {
   bool progressed = false;
+  observer_ = observer;
   if (!sends_.empty()) links.flush();
   busy_.assign(at(size_), false);  // a peer's messages leave in order
   for (auto each = sends_.begin(); each != sends_.end();) {
@@ -76,12 +77,13 @@ bool PointToPoint::advance_send(Transfer& transfer, Links& links, TrafficCounter
     header.length = static_cast<std::uint32_t>(length);
     const Bytes staging = links.reserve(peers, sizeof header + length);
     if (staging.empty()) break;
+    will_move();
     links.copy()(staging.data() + sizeof header, transfer.data + transfer.moved, length);
     std::memcpy(staging.data(), &header, sizeof header);
     links.commit(sizeof header + length);
     traffic.add(sizeof header + length, 1);
     transfer.moved += length;
-    ++transfer.parts;
+    has_moved({true, transfer.peer, header.operation, transfer.parts++, sizeof header + length});
     progressed = true;
   }
   return progressed;
@@ -115,8 +117,11 @@ bool PointToPoint::advance_receive(Links& links, Rank peer) {
     if (!message && gone_[at(peer)]) continue;
     if (!message) break;
     transfer->peer = peer;
+    const std::size_t bytes = message->size();
+    will_move();
     land(*transfer, *message);
     links.release(peer);
+    has_moved({false, peer, received_[at(peer)], transfer->parts - 1, bytes});
     progressed = true;
     if (transfer->moved < transfer->size) continue;
     ++received_[at(peer)];

@@ -47,7 +47,7 @@ class PointToPoint {
   bool idle() const noexcept { return sends_.empty() && receives_.empty(); }
   // Moves what can be moved now, and returns whether that was anything. Finishes works that are
   // complete.
-  bool advance(Links& links, TrafficCounter& traffic);
+  bool advance(Links& links, TrafficCounter& traffic, Observer* observer = nullptr);
   // Returns the first transfer whose deadline has passed; null if there is none.
   const Transfer* overdue() const;
   // Returns the first transfer that is not complete and that somebody waits for, as this function
@@ -59,6 +59,12 @@ class PointToPoint {
  private:
   bool advance_send(Transfer& transfer, Links& links, TrafficCounter& traffic);
   bool advance_receive(Links& links, Rank peer);
+  void will_move() const noexcept {
+    if (observer_ != nullptr) observer_->moves();
+  }
+  void has_moved(const MessagePart& part) const noexcept {
+    if (observer_ != nullptr) observer_->moved(part);
+  }
   bool receive_own();
   std::deque<Transfer>::iterator match(Rank peer);
   std::optional<ConstBytes> arrived(const Transfer& transfer, Links& links, Rank peer);
@@ -74,6 +80,7 @@ class PointToPoint {
   std::vector<bool> busy_;                      // peers to which an earlier message is not out yet
   std::vector<std::uint32_t> sent_, received_;  // by peer: whole messages so far
   std::vector<bool> gone_;                      // ranks that can no longer send, and this rank
+  Observer* observer_ = nullptr;                // in advance()
 };
 
 }  // namespace gradwire::exec

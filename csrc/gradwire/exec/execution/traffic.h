@@ -7,13 +7,9 @@
 #include <cstdint>
 #include <utility>
 
-namespace gradwire::exec {
+#include "gradwire/exec/control/codec_time.h"
 
-// Seconds in a codec, on the threads that ran it.
-struct CodecTime {
-  double encode = 0;
-  double decode = 0;
-};
+namespace gradwire::exec {
 
 // Adds the time for which it lives to `seconds`.
 class Stopwatch {

@@ -64,6 +64,7 @@ struct Request {
   std::shared_ptr<ExchangePayloads> payloads;
   std::string_view codec_label;  // the codec's name as ranks compare it; empty: its own
   std::string_view moved;        // OpSpec::moved
+  std::string_view trace_name;   // by which traces name the call; empty: its keys
   ShapeCheck shape_check;
   std::span<const Array> inputs;
   std::span<const Array> outputs;
