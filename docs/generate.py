@@ -27,7 +27,17 @@ def variables() -> list[str]:
 def commands() -> list[str]:
     """Return a section with the help of each command."""
     lines = []
-    for name in ("run", "serve", "doctor", "tune", "bench", "advise", "simulate", "schedule"):
+    for name in (
+        "run",
+        "serve",
+        "doctor",
+        "tune",
+        "bench",
+        "advise",
+        "simulate",
+        "trace",
+        "schedule",
+    ):
         lines += [f"## gradwire {name}", "", "```", _help(name), "```", ""]
     return lines
 

@@ -34,6 +34,7 @@ from gradwire._planner.advice import Advice, advise
 from gradwire._schedules.report import Edge, Report, Shape
 from gradwire._schedules.schedule import Schedule, ScheduleBuilder, algorithms
 from gradwire._spawn import spawn
+from gradwire._trace.session import trace
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ __all__ = [
     "codecs",
     "init",
     "spawn",
+    "trace",
 ]
 
 

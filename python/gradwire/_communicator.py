@@ -32,6 +32,8 @@ from gradwire._calls.work import Work
 from gradwire._errors import InvalidArgument
 from gradwire._launch import at_exit
 from gradwire._model import CostModel
+from gradwire._trace import session
+from gradwire._trace.track import Place as TracePlace
 from gradwire._tuning import fit
 
 
@@ -122,6 +124,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._splits = 0
         self._requested_stop = False
         self._is_one_round: bool | None = None  # of a barrier; None: not decided
+        self._track = session.track(core, _trace_place(mesh), self)
         self._calls = CpuCalls(core, self._place, _FAST_PATHS)
         self._clear_call_cache()
         self._gpu: gpus.Gpu | None = None
@@ -349,11 +352,13 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
                 self._core.close(timeout, self._timeout if settle is None else settle, alone)
             finally:
                 self._calls.finish_dropped()
+                self._track.release()
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)  # None if __init__ failed early
         if core is not None and not sys.is_finalizing():
             at_exit.outlive(core, self._timeout)
+            self._track.release()
 
     def __enter__(self) -> Communicator:
         return self
@@ -430,6 +435,17 @@ _FAST_PATHS: dict[str, _core.fast_path_method[Any, Any, Any]] = {
     "all_reduce": Communicator.all_reduce,
     "barrier": Communicator.barrier,
 }
+
+
+def _trace_place(mesh: Mesh) -> TracePlace:
+    return TracePlace(
+        mesh.job.name,
+        mesh.job.tag,
+        mesh.communicator,
+        mesh.rank,
+        mesh.size,
+        tuple(map(mesh.job_rank, range(mesh.size))),
+    )
 
 
 def from_mesh(

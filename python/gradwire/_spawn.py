@@ -31,6 +31,7 @@ from gradwire._communicator import Communicator, from_mesh
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
 from gradwire._host import emulated_link
 from gradwire._launch.root_cause import describe_exit
+from gradwire._trace import session
 
 GRACE_SECONDS = 2.0  # that the other ranks have to fail by themselves after one has failed
 
@@ -217,7 +218,9 @@ class _Processes:
             os._exit(1)
         gc.freeze()  # the parent's garbage may wait for threads that only the parent has
         self._server.close()
-        pipe.send_bytes(_pickled(self._outcome(rank)))
+        outcome = self._outcome(rank)
+        session.write_part()  # such a process ends without what runs at an exit
+        pipe.send_bytes(_pickled(outcome))
 
     def _outcome(self, rank: int) -> _Outcome:
         launch = LaunchInfo(rank, self._size, "spawn()", self._job, store=str(self._server.address))

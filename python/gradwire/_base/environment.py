@@ -75,6 +75,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "file of NCCL",
         "what torch has loaded, pip's wheel, or the system's libnccl.so.2",
     ),
+    "GRADWIRE_TRACE": (
+        "folder into which each process writes what it records of its communicators' calls",
+        "nothing is recorded",
+    ),
     "GRADWIRE_SIMD": ("instruction set of the core: scalar, avx2 or avx512", "the best there is"),
 }
 

@@ -18,6 +18,7 @@ from gradwire._calls.options import Options
 from gradwire._calls.reductions import Call
 from gradwire._calls.requests import request_of
 from gradwire._calls.work import Work
+from gradwire._trace import names
 
 # Types of options whose values can be compared by identity.
 _IMMUTABLE = {str, int, float, bool, type(None)}
@@ -71,6 +72,8 @@ class CpuCalls:
         shape = shapes.text_of(call.name, buffers, options.check)
         if shape is not None:
             request.check_shape(shape, options.check == "shape")
+        if (name := names.current()) is not None:
+            request.name(name)
         limit = options.limit(timeout)
         written(buffers.outputs)
         if not options.async_op:

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from gradwire import _core
 from gradwire._base import environment
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
+from gradwire._trace import session
 
 _EXIT_SECONDS = 1.0  # for calls in flight when the interpreter ends
 _LEAST_SETTLE = 0.1  # seconds, after waiting for other communicators
@@ -177,6 +178,7 @@ def _close_all() -> None:
     ]
     found = [error for error in map(_error_of, closing) if error is not None]
     _core.await_calls(_EXIT_SECONDS)
+    session.write_part()
     note(_text(found[0]) if found else "", is_consequence=False, at=None if found else began)
     for error in found:
         print(_text(error), file=sys.stderr, flush=True)

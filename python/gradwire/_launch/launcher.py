@@ -32,6 +32,7 @@ from gradwire._errors import InvalidArgument
 from gradwire._host import emulated_link
 from gradwire._launch import slots
 from gradwire._launch.root_cause import Failure, describe, read_notes, root_cause
+from gradwire._launch.traced import traced
 
 SETTLE_SECONDS = 2.0  # that the others have to fail by themselves after one has failed
 GRACE_SECONDS = 5.0  # between asking ranks to end (SIGTERM) and killing them
@@ -79,7 +80,7 @@ def _run_once(options: argparse.Namespace, slot: slots.Slot) -> int:
         launch.slot = slot
         if options.slot is not None or options.margin is not None:
             launch.grace = slot.margin
-        with _servers(options.servers, environment):
+        with traced(options.trace, environment), _servers(options.servers, environment):
             return launch.run()
 
 
@@ -157,6 +158,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="with --keep-going: start a rank that failed anew, so many times at most",
     )
     slots.add_options(parser)
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="record the ranks' calls, and write them there for https://ui.perfetto.dev",
+    )
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, help="script or module, and its arguments"
     )

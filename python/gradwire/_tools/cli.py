@@ -11,7 +11,7 @@ from pathlib import Path
 from gradwire._errors import Error, InvalidArgument, ScheduleError
 from gradwire._launch import launcher
 from gradwire._schedules.schedule import Schedule, groups_of
-from gradwire._tools import advise, bench, doctor, simulate, status, tune
+from gradwire._tools import advise, bench, doctor, simulate, status, trace, tune
 from gradwire.serve import Server
 from gradwire.serve._directory import MOST_SHARDS
 
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_tune(commands.add_parser("tune", help='measure what algorithm="auto" decides by'))
     _add_advise(commands.add_parser("advise", help="predict a model's steps on a cluster"))
     _add_simulate(commands.add_parser("simulate", help="simulate collectives of any size"))
+    trace.add_options(commands.add_parser("trace", help="merge and sum up what ranks recorded"))
     _add_schedule(commands.add_parser("schedule", help="show, verify or draw a schedule"))
     return parser
 

@@ -1,0 +1,1 @@
+"""Traces: what ranks record, parts of them, clocks, and the file for Perfetto."""
