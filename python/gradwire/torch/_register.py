@@ -237,6 +237,7 @@ def _install_forward_hooks(
     """Makes every forward in training raise the state's error and guard its backward."""
     guard = Guard(dict(_averaged(ddp)), partial(getattr, state._steps, "submitted_steps"))
     state._guard = guard
+    guard.on_backward = state._steps.spans.begin_backward
     return (
         ddp.register_forward_pre_hook(partial(_before_forward, state, guard)),
         ddp.register_forward_hook(partial(_after_forward, state, guard, joins)),
@@ -250,6 +251,7 @@ def _before_forward(state: State, guard: Guard, ddp: DistributedDataParallel, _:
             state._has_forward = True
             state._watch.note_forward()
         state._steps.raise_error()
+        state._steps.spans.begin_forward()
 
 
 def _after_forward(
@@ -260,6 +262,7 @@ def _after_forward(
     _: Any,
     output: Any,
 ) -> None:
+    state._steps.spans.end_forward()
     if torch.is_grad_enabled() and ddp.require_backward_grad_sync and not state.closed:
         if ddp.training:  # after DDP's own forward, whose error is more precise
             guard.require_averaged()

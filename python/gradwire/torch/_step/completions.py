@@ -11,6 +11,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from gradwire._trace import names
+
 
 class _Task(NamedTuple):
     wait: Callable[[], object]
@@ -69,6 +71,7 @@ class Completions:
             thread.start()
 
     def _run(self) -> None:
+        names.note_background_thread()
         while self._finish_next():
             pass
 

@@ -32,6 +32,7 @@ class Guard:
         # Parameters without a gradient, while others have one and the hook has not run yet.
         self._missing: list[str] = []
         self._on_leaves: list[RemovableHandle] = []
+        self.on_backward: Callable[[], None] | None = None  # called when a backward begins
         self._before: list[tuple[torch.Tensor | None, int]] = []
 
     def require_averaged(self) -> None:
@@ -60,6 +61,8 @@ class Guard:
         if self._watches:
             return
         self._watches = True
+        if self.on_backward is not None:
+            self.on_backward()
         if not self._missing or self._count() != self._seen:
             self._seen, self._missing = self._count(), []
             self._before = [_accumulated(each) for each in self._parameters.values()]

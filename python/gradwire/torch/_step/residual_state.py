@@ -61,6 +61,11 @@ class ResidualState:
         self._paused = False
 
     @property
+    def names(self) -> Mapping[torch.Tensor, str]:
+        """The names of the parameters."""
+        return self._names
+
+    @property
     def is_counted(self) -> bool:
         """Whether the step under way is one of the training: it is not paused."""
         return not self._paused

@@ -27,6 +27,7 @@ from gradwire.torch._step.completions import Completions
 from gradwire.torch._step.gradient_scale import GradientScale
 from gradwire.torch._step.join_tracker import JoinTracker
 from gradwire.torch._step.residual_state import Call
+from gradwire.torch._step.spans import StepSpans
 from gradwire.torch._step.stats import Counters, Spent
 from gradwire.torch._step.training_state import TrainingState
 
@@ -50,6 +51,7 @@ class Steps:
     ) -> None:
         self.communicator, self.algorithm, self.state = communicator, algorithm, state
         self._joins = joins
+        self.spans = StepSpans(communicator, state.names)
         # A copy that is never raised: a traceback would keep the DDP model alive.
         self.error: Exception | None = None
         self._to_raise: Exception | None = None  # the same error, with its traceback
@@ -124,7 +126,7 @@ class Steps:
 
     def end_backward(self) -> None:
         """Waits for the step's end; raises the hook's error, or KeyboardInterrupt."""
-        began = time.perf_counter()
+        began, waits_since = time.perf_counter(), self.spans.now()
         try:
             with _profiled("gradwire:wait"):
                 self._step.ended.wait()
@@ -132,6 +134,7 @@ class Steps:
             self._interrupt(error)
             raise
         self.counters.waited(time.perf_counter() - began)
+        self.spans.end_backward(waits_since)
         self.raise_error()
 
     def raise_error(self) -> None:
@@ -189,10 +192,12 @@ class Steps:
             raise Aborted(_CLOSED)
         if self._step.ended.is_set():
             self._begin()
+        self.spans.begin_backward()
         self._step.count(bucket.buffer())
         for ready in self.state.ready_buckets(bucket, bucket.is_last()):
-            for call in self.state.calls(ready, self.done):
-                works.append(self._average(call))
+            with self.spans.naming(self._step.buckets - 1, ready.names):
+                for call in self.state.calls(ready, self.done):
+                    works.append(self._average(call))
         if bucket.is_last() and self.state.unused is not None:
             has_joined = self._joins is not None and self._joins.has_joined
             works.append(self.state.unused.share(self.communicator, again=has_joined))
