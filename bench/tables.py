@@ -34,6 +34,7 @@ from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
 from bench.serve import peers_report as serve_report
 from bench.torch_backend import beside_gloo_report, hybrid_report
+from bench.training import trace_cost
 from bench.training.methods import (
     GLOO,
     GLOO_FP16,
@@ -406,6 +407,14 @@ def serve(results: Path) -> list[str]:
     return [said, "", *serve_report.summary(found), "", *serve_report.goal_rows(found)]
 
 
+def traces(results: Path) -> list[str]:
+    """The cost of recording, in training steps and calls."""
+    files = sorted(results.glob("trace-cost-*.json"))
+    if not files:
+        return ["Not measured on a machine without other work yet."]
+    return trace_cost.table(_loaded(files[-1]))
+
+
 def _loaded(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -435,6 +444,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "stragglers": stragglers,
     "real-stragglers": real_stragglers,
     "serve": serve,
+    "trace-cost": traces,
 }
 
 

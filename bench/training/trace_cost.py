@@ -1,0 +1,166 @@
+"""What recording a trace costs: training steps and calls with and without it, in turns.
+
+    python -m bench.training.trace_cost
+
+Ranks on this host, over shared memory, train a DDP network with gradwire's hook, and make blocking
+all_reduces. Blocks of steps with recording on and off take turns, and change places each round; a
+ratio is the time with recording over the time without, of blocks of one round. Of the
+rounds it gives the median, with an interval that holds the true one with 95 % confidence. The goal
+is at most 1.02 for steps. Writes bench/results/trace-cost-DATE.json and .md.
+
+What a trace that is off costs is the speed of this tree beside that of a commit from before there
+were traces: python -m bench.collectives.compare --base COMMIT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gradwire.torch
+import numpy as np
+import torch
+import torch.distributed as dist
+from gradwire._trace.session import EVENTS
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.collectives.compare import interval
+from bench.common import result_files, spawned
+from bench.common.machine import OtherLoad
+from bench.common.result_files import RESULTS
+
+CODECS = ("none", "int8")
+CALLS = {"4 B": 1, "64 KB": 16_384, "4 MB": 1 << 20}  # elements
+_CALLS_A_BLOCK = {"4 B": 5000, "64 KB": 1000, "4 MB": 30}
+
+Block = Callable[[], Any]
+
+
+def main() -> int:
+    """Measures on ranks of this host; rank 0 writes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=10, help="of each block; default: 10")
+    today = datetime.date.today().isoformat()
+    parser.add_argument("--output", type=Path, default=RESULTS / f"trace-cost-{today}")
+    options = parser.parse_args()
+    return spawned.run(options.ranks, serve, options)
+
+
+def serve(rank: int, store: str, options: argparse.Namespace) -> None:
+    """Measures as one rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, options.ranks), rank=rank, world_size=options.ranks
+    )
+    load, rows = OtherLoad(), []
+    for codec in CODECS:
+        state, step = trainee(codec)
+        comm = state.communicator
+        block = repeated(step, options.steps)
+        rows.append(row(f"step, {codec}", comm, block, options.rounds, options.steps))
+        for name, elements in CALLS.items() if codec == CODECS[-1] else ():
+            x, count = np.zeros(elements, np.float32), _CALLS_A_BLOCK[name]
+            block = repeated(partial(comm.all_reduce, x), count)
+            rows.append(row(f"all_reduce, {name}", comm, block, options.rounds, count))
+        state.close()
+    if rank == 0:
+        found = {"ranks": options.ranks, "rounds": options.rounds, "machine": load.describe()}
+        found |= {"date": datetime.date.today().isoformat(), "rows": rows}
+        document = "\n".join(["# What recording a trace costs", "", *table(found), ""])
+        result_files.save(options.output, found, document)
+        print(document)
+    dist.destroy_process_group()
+
+
+def table(found: Mapping[str, Any]) -> list[str]:
+    """The document's lines."""
+    rows = [
+        f"{found['date']}, {found['ranks']} ranks over shared memory, {found['rounds']} rounds, "
+        f"{found['machine']}; `python -m bench.training.trace_cost`.",
+        "",
+        "| | without, us | with / without | 95 % interval |",
+        "|---|---:|---:|---:|",
+    ]
+    for each in found["rows"]:
+        low, high = each["interval"]
+        ratio = f"{each['ratio']:.3f} | {low:.3f} to {high:.3f}"
+        rows.append(f"| {each['what']} | {each['us']:,.1f} | {ratio} |")
+    return rows
+
+
+def trainee(codec: str) -> tuple[gradwire.torch.State, Block]:
+    """A model of 2.8 M parameters in several buckets, and a step of its training."""
+    torch.manual_seed(1)
+    widths = (784, 1024, 1024, 1024, 10)
+    layers: list[torch.nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
+    ddp = DistributedDataParallel(torch.nn.Sequential(*layers[:-1]), bucket_cap_mb=4)
+    state = gradwire.torch.register(ddp, codec=codec)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    images, labels = torch.randn(64, widths[0]), torch.randint(0, widths[-1], (64,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(ddp(images), labels).backward()
+        optimizer.step()
+
+    return state, step
+
+
+def repeated(body: Block, times: int) -> Block:
+    """A block of so many."""
+
+    def block() -> None:
+        for _ in range(times):
+            body()
+
+    return block
+
+
+def row(
+    what: str, comm: gradwire.Communicator, block: Block, rounds: int, times: int
+) -> dict[str, Any]:
+    """Measures a block, of so many times, with and without recording."""
+    seconds = measure(comm, block, rounds)
+    ratios = [on / off for off, on in seconds]
+    return {
+        "what": what,
+        "us": statistics.median(each[0] for each in seconds) / times * 1e6,
+        "ratio": statistics.median(ratios),
+        "interval": interval(ratios),
+    }
+
+
+def measure(comm: gradwire.Communicator, block: Block, rounds: int) -> list[tuple[float, float]]:
+    """Seconds of a block without and with recording, by round; the first round is not kept."""
+    found = []
+    for turn in range(rounds + 1):
+        seconds = {}
+        for on in (False, True) if turn % 2 else (True, False):
+            if on:
+                comm._track.start(EVENTS)
+            comm.barrier()
+            began = time.perf_counter()
+            block()
+            seconds[on] = time.perf_counter() - began
+            if on:
+                assert comm._track.recorder is not None
+                assert comm._track.recorder.read()[0]  # something was recorded
+                comm._track.stop()
+        found.append((seconds[False], seconds[True]))
+    return found[1:]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
