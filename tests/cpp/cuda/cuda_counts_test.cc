@@ -26,6 +26,8 @@ struct Tally {
 };
 thread_local Tally tally;
 
+constexpr double kTimeout = 250;  // seconds: a busy machine may keep a rank waiting for long
+
 template <auto kMember, typename Result, typename... Arguments>
 struct Counted {
   static inline Result (*real)(Arguments...) = nullptr;
@@ -128,6 +130,7 @@ class CountedRanks {
       NcclSettings settings;
       settings.rank = rank;
       settings.size = size;
+      settings.timeout_seconds = kTimeout;
       Gpu& gpu = of(rank);
       gpu.communicator = std::make_unique<Communicator>(
           counting_api(), Communicator::Setting{rank, size, {}, 0},
@@ -167,7 +170,7 @@ class CountedRanks {
       }
       own.keys = keys;
       own.inputs = own.outputs = arrays;
-      own.timeout = 60;
+      own.timeout = kTimeout;
       for (int call = 0; call < 4; ++call) {
         if (call == 3) rest(rank);
         tally = {};
@@ -192,7 +195,7 @@ class CountedRanks {
   };
   void rest(Rank rank) {
     simulated_api().synchronize(of(rank).stream->get());
-    of(rank).monitor->finish(60);
+    of(rank).monitor->finish(kTimeout);
   }
   Gpu& of(Rank rank) { return gpus_[static_cast<std::size_t>(rank)]; }
   void run(const std::function<void(Rank)>& body) {
@@ -232,10 +235,10 @@ exec::Request average(std::string_view algorithm, std::string_view codec = "none
 }
 
 // Of a network's layers, weights and biases, odd lengths among them.
-std::vector<std::size_t> parameters() {
+std::vector<std::size_t> parameters(int layers = 12) {
   std::vector<std::size_t> lengths;
-  for (int layer = 0; layer < 12; ++layer) {
-    lengths.push_back(2304 + 640 * static_cast<std::size_t>(layer));
+  for (int layer = 0; layer < layers; ++layer) {
+    lengths.push_back(1100 + 160 * static_cast<std::size_t>(layer));
     lengths.push_back(layer % 3 == 0 ? 65 : 64);
   }
   return lengths;
@@ -291,8 +294,8 @@ TEST_P(CudaCounts, SparseCodecsAreOneMessageAPeerAndRoundToo) {
   const int p = GetParam();
   CountedRanks ranks(p);
   for (std::string_view codec : {"threshold", "topk"}) {
-    const Tally found = of_worst_rank(ranks.repeated(average("ring", codec), parameters(), true));
-    print("24 arrays, " + std::string(codec) + " by ring", p, found);
+    const Tally found = of_worst_rank(ranks.repeated(average("ring", codec), parameters(2), true));
+    print("4 arrays, " + std::string(codec) + " by ring", p, found);
     EXPECT_EQ(found.most, 1);
   }
 }
