@@ -122,7 +122,6 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._place = Place(mesh.rank, mesh.size)
         self._hosts = tuple(map(tuple, hosts))
         self._splits = 0
-        self._requested_stop = False
         self._is_one_round: bool | None = None  # of a barrier; None: not decided
         self._track = session.track(core, _trace_place(mesh), self)
         self._calls = CpuCalls(core, self._place, _FAST_PATHS)
@@ -280,7 +279,6 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
 
         One rank is enough. It may be called at any time, from any thread.
         """
-        self._requested_stop = True
         self._core.request_stop()
 
     def abort(self, reason: object = "abort() was called") -> None:
@@ -393,7 +391,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
     def _stop_agreed(self) -> bool:
         found = self._core.should_stop()
         if self._gpu is not None:
-            found = self._gpu.should_stop(self._requested_stop) or found
+            found = self._gpu.should_stop() or found
         return found
 
     def _gpu_on(self, device: int) -> gpus.Gpu:

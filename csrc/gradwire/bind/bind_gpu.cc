@@ -143,6 +143,7 @@ void bind_gpu(py::module_& m) {
       .def("run", &Gpu::run, py::arg("request"), py::arg("feedback").none(true), py::arg("stream"),
            py::arg("timeout"), WithoutLock())
       .def("finish", &Gpu::finish, py::arg("timeout"), WithoutLock())
+      .def("should_stop", &Gpu::should_stop, WithoutLock())
       .def("close", &Gpu::close, WithoutLock())
       .def("abort", &Gpu::abort, py::arg("reason"), WithoutLock())
       .def("require_alive", &Gpu::require_alive, WithoutLock())

@@ -64,6 +64,8 @@ void Gpu::run(const Request& request, CudaFeedback* feedback, std::uintptr_t str
 
 void Gpu::finish(double timeout) { parts()->monitor->finish(timeout); }
 
+bool Gpu::should_stop() { return parts()->monitor->should_stop(); }
+
 void Gpu::require_alive() const { parts()->monitor->require_alive(); }
 
 void Gpu::abort(const std::string& reason) noexcept {

@@ -35,6 +35,7 @@ class Gpu {
   // Aborted, and abort() and close() do nothing.
   void run(const Request& request, CudaFeedback* feedback, std::uintptr_t stream, double timeout);
   void finish(double timeout);
+  bool should_stop();
   void abort(const std::string& reason) noexcept;
   void require_alive() const;
   std::uint64_t sent() const;

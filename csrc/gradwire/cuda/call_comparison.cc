@@ -1,5 +1,6 @@
 #include "gradwire/cuda/call_comparison.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "gradwire/base/error.h"
@@ -18,11 +19,13 @@ CallComparison::~CallComparison() {
     const Words* const kept = words_.release();
 }
 
-void CallComparison::add(std::string text, double timeout) {
+void CallComparison::add(std::string text, double timeout, bool asks_to_stop) {
   const std::uint64_t before = digest_up_to(made_);
   ++made_;
+  if (asks_to_stop) stop_at_ = std::min(stop_at_, made_);
   if (shadow_.identity().size == 1) {  // alike by itself
     counted_ = compared_ = made_;
+    stop_agreed_ = stop_at_;
     return;
   }
   const std::uint64_t digest = Fnv1a().number(before).text(text).digest();
@@ -56,7 +59,7 @@ void CallComparison::advance(bool hurries) {
 // part in this one; otherwise each of them does as soon as it has made a call.
 void CallComparison::begin_round() {
   const std::uint64_t digest = digest_up_to(counted_);
-  *words_ = {made_, digest, ~digest};
+  *words_ = {made_, digest, ~digest, stop_at_};
   const exec::Array words{reinterpret_cast<std::byte*>(words_.get()),
                           sizeof *words_ / sizeof made_};
   exec::Request request;
@@ -85,6 +88,7 @@ void CallComparison::end_round() {
     ++compared_;
   }
   counted_ = words_->made;
+  stop_agreed_ = std::min(stop_agreed_, words_->stop);
 }
 
 // All ranks begin this, as they all have seen that digests of the calls up to counted_ differ.

@@ -2,7 +2,7 @@
 // not notice.
 //
 // Calls are not compared one by one. Each rank chains its calls into a digest, and ranks compare in
-// rounds: all_reduces of three words on a communicator of CPUs that serves nothing else, of
+// rounds: all_reduces of four words on a communicator of CPUs that serves nothing else, of
 // O(log p) messages a rank. A round tells how many calls all ranks have made, and whether the
 // calls that the last round counted are the same on all ranks. Where they are not, the calls are
 // compared one by one, with their texts, which throws InvalidArgument as a call on CPUs does.
@@ -31,6 +31,7 @@ class CallComparison {
 
   static constexpr std::chrono::milliseconds kInterval{5};  // between two rounds' beginnings
   static constexpr std::uint64_t kManyCalls = 64;           // for which a round begins earlier
+  static constexpr std::uint64_t kNever = ~std::uint64_t{0};
 
   // Nobody else may make calls on `shadow`, which must outlive this.
   explicit CallComparison(exec::Communicator& shadow);
@@ -38,9 +39,14 @@ class CallComparison {
   CallComparison(const CallComparison&) = delete;
   CallComparison& operator=(const CallComparison&) = delete;
 
-  // Notes this rank's next call: its text, and the seconds that the others have to make it once it
-  // is the oldest that not all have made.
-  void add(std::string text, double timeout);
+  // Notes this rank's next call: its text, the seconds that the others have to make it once it is
+  // the oldest that not all have made, and whether this rank asks all to stop.
+  void add(std::string text, double timeout, bool asks_to_stop = false);
+
+  // Returns whether one of the ranks had asked to stop by this rank's last call. The same on all
+  // ranks after the same calls, once all of these are counted.
+  bool stops() const noexcept { return stop_agreed_ <= made_; }
+  bool all_counted() const noexcept { return counted_ == made_; }
 
   std::uint64_t made() const noexcept { return made_; }          // calls of this rank
   std::uint64_t compared() const noexcept { return compared_; }  // calls known to be alike
@@ -65,7 +71,7 @@ class CallComparison {
   };
 
   struct Words {
-    std::uint64_t made = 0, digest = 0, complement = 0;
+    std::uint64_t made = 0, digest = 0, complement = 0, stop = 0;
   };
 
   const Call& oldest() const;
@@ -82,6 +88,8 @@ class CallComparison {
   std::deque<Call> calls_;  // those after the first compared_
   std::uint64_t made_ = 0, counted_ = 0, compared_ = 0;
   std::uint64_t compared_digest_ = 0;
+  // The first call from which on this rank asks to stop, and any rank does, as far as is known.
+  std::uint64_t stop_at_ = kNever, stop_agreed_ = kNever;
   std::shared_ptr<Work> round_;                    // null: none is under way
   std::vector<std::shared_ptr<Work>> one_by_one_;  // once calls differ
   Clock::time_point due_{};

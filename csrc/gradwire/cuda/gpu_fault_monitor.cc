@@ -121,7 +121,7 @@ void GpuFaultMonitor::begin(const exec::Request& request, std::string text) {
   Running running;
   running.timeout = request.timeout;
   running.text = text;
-  comparison_.add(std::move(text), request.timeout);
+  comparison_.add(std::move(text), request.timeout, users_.stop_requested());
   running.number = comparison_.made();
   running_.push_back(std::move(running));
   changed_.notify_all();
@@ -159,6 +159,14 @@ void GpuFaultMonitor::finish(double timeout) {
     changed_.wait_for(lock, kCheckInterval);
   }
   if (failure_) std::rethrow_exception(failure_);
+}
+
+bool GpuFaultMonitor::should_stop() {
+  std::unique_lock lock(mutex_);
+  const Hurry hurry(hurries_, changed_);
+  while (!comparison_.all_counted() && !failure_) changed_.wait_for(lock, kCheckInterval);
+  if (failure_) std::rethrow_exception(failure_);
+  return comparison_.stops();
 }
 
 void GpuFaultMonitor::abort(const std::string& reason) noexcept {

@@ -45,6 +45,10 @@ class GpuFaultMonitor {
   // Waits at most `timeout` seconds until all calls so far are over. Throws the failure, or
   // Timeout.
   void finish(double timeout);
+  // Returns whether a rank had asked to stop (exec::Communicator::stop_requested(), of the users')
+  // when it made one of the calls so far. Waits until all ranks have made this rank's calls; throws
+  // the failure.
+  bool should_stop();
   // Aborts as exec::Communicator::abort() does.
   void abort(const std::string& reason) noexcept;
 

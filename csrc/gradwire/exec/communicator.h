@@ -101,6 +101,8 @@ class Communicator final : private Family::Member {
 
   // Asks the job to stop, as the process's StopRequest does. May be called at any time.
   void request_stop() noexcept { own_stop_request_.make(); }
+  // Returns whether this rank does.
+  bool stop_requested() const noexcept;
   // Returns, on all ranks alike, whether any rank had asked the job to stop before it began one of
   // the calls so far: an all_reduce, reduce_scatter or all_gather. Their frames carry it. Waits
   // for calls that are under way, and throws what ended them.
@@ -177,7 +179,6 @@ class Communicator final : private Family::Member {
   std::shared_ptr<Work> enqueue_transfer(Transfer transfer, bool sends);
   std::unique_ptr<Pending> take_spare();
   void check_peer(Rank peer) const;
-  bool stop_requested() const noexcept;
   void require_alive() const;
   void wake_driver() noexcept;  // under the mutex
   void start_progress_thread();

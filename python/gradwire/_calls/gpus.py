@@ -188,11 +188,9 @@ class Gpu:
         """Raises the failure of an earlier call, if there was one."""
         self._core.require_alive()
 
-    def should_stop(self, requested: bool) -> bool:
-        """`Communicator.should_stop` for the calls on GPUs; `requested` by this rank's program."""
-        if requested:
-            self._shadow._core.request_stop()
-        return self._shadow._core.should_stop()
+    def should_stop(self) -> bool:
+        """`Communicator.should_stop` for the calls on GPUs."""
+        return self._core.should_stop()
 
     def abort(self, reason: str) -> None:
         """Ends all enqueued calls."""

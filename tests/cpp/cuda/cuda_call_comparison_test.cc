@@ -97,6 +97,24 @@ TEST_P(AnyNumberOfRanks, ARankThatMakesFewerCallsIsNamed) {
   EXPECT_NE(what(thrown[0]).find(text_of(70)), std::string::npos) << what(thrown[0]);
 }
 
+// Some ranks ask to stop from some call on, and ranks look after different calls have been
+// compared.
+TEST_P(AnyNumberOfRanks, AllAreToldToStopAfterTheSameCall) {
+  constexpr int kCalls = 40, kAsks = 17;
+  exec::Ranks ranks(GetParam());
+  ranks.run([&](exec::Communicator& comm) {
+    CallComparison comparison(comm);
+    const int asks_at = kAsks + comm.identity().rank * 5;  // rank 0 first
+    for (int call = 1; call <= kCalls; ++call) {
+      comparison.add(text_of(call), 10, /*asks_to_stop=*/call >= asks_at);
+      if (call % 3 != 0) continue;  // the others go on without looking
+      finish(comparison);
+      EXPECT_TRUE(comparison.all_counted());
+      EXPECT_EQ(comparison.stops(), call >= kAsks) << "call " << call;
+    }
+  });
+}
+
 // The messages of a call's own collective were those to all other ranks.
 TEST(CallComparison, SendsAFewMessagesForManyCalls) {
   constexpr int kRanks = 8, kCalls = 1000;

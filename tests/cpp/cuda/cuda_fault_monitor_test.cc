@@ -199,6 +199,22 @@ TEST(GpuFaultMonitor, WhatWasNotCalledCannotBeCaptured) {
   simulated_cuda_free_graph(simulated_cuda_end_capture(ranks.stream(0)));
 }
 
+TEST(GpuFaultMonitor, AllRanksAreToldToStopAfterTheSameCall) {
+  Watched ranks(3);
+  std::vector<int> first(3, -1);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    for (int call = 0; call < 12; ++call) {
+      if (r == 1 && call == 4) ranks.users()[1].request_stop();
+      ranks.call(r);
+      auto& own = first[static_cast<std::size_t>(r)];
+      if (ranks[r].should_stop() && own < 0) own = call;
+    }
+    ranks[r].finish(10);
+  });
+  for (const auto& each : thrown) EXPECT_FALSE(each);
+  EXPECT_EQ(first, std::vector<int>(3, 4));
+}
+
 TEST(GpuFaultMonitor, TheUsersFailureEndsCalls) {
   Watched ranks(2);
   const auto thrown = ranks.outcomes([&](Rank r) {
