@@ -45,19 +45,19 @@ std::uint64_t CallComparison::digest_up_to(std::uint64_t number) const {
   return number == compared_ ? compared_digest_ : call(number).digest;
 }
 
-void CallComparison::advance(bool hurries) {
+void CallComparison::advance(bool hurries, Clock::time_point now) {
   if (round_) {
     if (!round_->done()) return;
     end_round();
   }
   if (!one_by_one_.empty()) return check_one_by_one();
-  if (is_over() || (!hurries && !has_many_calls() && Clock::now() < due_)) return;
-  begin_round();
+  if (is_over() || (!hurries && !has_many_calls() && now < due_)) return;
+  begin_round(now);
 }
 
 // All ranks know what the last round has counted, so if some of it is not compared yet, all take
 // part in this one; otherwise each of them does as soon as it has made a call.
-void CallComparison::begin_round() {
+void CallComparison::begin_round(Clock::time_point now) {
   const std::uint64_t digest = digest_up_to(counted_);
   *words_ = {made_, digest, ~digest, stop_at_};
   const exec::Array words{reinterpret_cast<std::byte*>(words_.get()),
@@ -69,7 +69,7 @@ void CallComparison::begin_round() {
   request.codec_label = "a comparison of calls on GPUs";
   request.inputs = request.outputs = {&words, 1};
   request.timeout = oldest().timeout;
-  due_ = Clock::now() + kInterval;
+  due_ = now + kInterval;
   round_ = submit(request);
 }
 

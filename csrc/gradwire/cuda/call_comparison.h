@@ -55,7 +55,7 @@ class CallComparison {
   // Looks at the round under way, and begins the next one if it is due: at once if `hurries`.
   // Never blocks. Throws InvalidArgument for calls that differ, Timeout for a rank that makes no
   // call, and the failure of the communicator.
-  void advance(bool hurries);
+  void advance(bool hurries, Clock::time_point now = Clock::now());
   // Returns whether advance() would begin a round at once, whatever the time.
   bool has_many_calls() const noexcept { return made_ - compared_ >= kManyCalls; }
   // What advance() waits for; null: nothing.
@@ -77,7 +77,7 @@ class CallComparison {
   const Call& oldest() const;
   const Call& call(std::uint64_t number) const;  // from 1; of those that are not compared
   std::uint64_t digest_up_to(std::uint64_t number) const;
-  void begin_round();
+  void begin_round(Clock::time_point now);
   void end_round();
   void begin_one_by_one();
   void check_one_by_one() const;

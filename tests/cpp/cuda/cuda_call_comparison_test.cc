@@ -129,20 +129,26 @@ TEST(CallComparison, SendsAFewMessagesForManyCalls) {
 }
 
 TEST(CallComparison, WaitsAnIntervalForMoreCalls) {
+  constexpr auto kAMoment = std::chrono::microseconds(1);
   exec::Ranks ranks(2);
   ranks.run([&](exec::Communicator& comm) {
     CallComparison comparison(comm);
+    auto now = CallComparison::Clock::now();
+    const auto begins = [&](CallComparison::Clock::time_point at) {
+      comparison.advance(/*hurries=*/false, at);
+      return comparison.pending() != nullptr;
+    };
+    const auto ends = [&] { comparison.pending()->wait_for(10); };
     comparison.add(text_of(0), 10);
-    finish(comparison);  // its last round began less than an interval ago
-    const auto begun = CallComparison::Clock::now();
-    comparison.add(text_of(1), 10);
-    comparison.advance(/*hurries=*/false);
-    const bool in_time = CallComparison::Clock::now() - begun < CallComparison::kInterval / 5;
-    EXPECT_FALSE(in_time && comparison.pending());
+    ASSERT_TRUE(begins(now)) << "the first call waits for nothing";
+    ends();
+    EXPECT_FALSE(begins(now + CallComparison::kInterval - kAMoment));
+    ASSERT_TRUE(begins(now += CallComparison::kInterval));
+    ends();
     for (int call = 0; call < static_cast<int>(CallComparison::kManyCalls); ++call)
       comparison.add(text_of(call), 10);
-    comparison.advance(/*hurries=*/false);
-    EXPECT_TRUE(comparison.pending()) << "64 calls are compared at once";
+    EXPECT_TRUE(begins(now + kAMoment)) << "many calls do not wait";
+    ends();
     finish(comparison);
   });
 }
