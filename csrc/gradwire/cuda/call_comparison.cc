@@ -78,7 +78,7 @@ void CallComparison::end_round() {
   try {
     round->rethrow();
   } catch (const Timeout& error) {
-    throw Timeout(oldest().text + ": " + error.what(), error.peer(), error.job_peer(),
+    throw Timeout(oldest().text + " timed out: " + error.what(), error.peer(), error.job_peer(),
                   error.alone());
   }
   if (words_->digest != ~words_->complement) return begin_one_by_one();

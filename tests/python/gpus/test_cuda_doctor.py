@@ -20,6 +20,7 @@ extern "C" int ncclGetVersion(int* version) { *version = VERSION; return 0; }
 NONE(ncclGetUniqueId) NONE(ncclCommInitRankConfig) NONE(ncclCommGetAsyncError)
 NONE(ncclCommFinalize) NONE(ncclCommDestroy) NONE(ncclCommAbort) NONE(ncclGroupStart)
 NONE(ncclGroupEnd) NONE(ncclSend) NONE(ncclRecv) NONE(ncclGetErrorString) NONE(ncclGetLastError)
+NONE(ncclAllReduce) NONE(ncclReduceScatter) NONE(ncclAllGather) NONE(ncclBroadcast) NONE(ncclReduce)
 """
 
 
