@@ -107,6 +107,7 @@ void Execution::run_round(Frames sends, Frames receives) {
   second_half_ = !second_half_;
   used_ = second_half_ ? half_bytes_ : 0;
   place_sends(sends);
+  if (pending_in_turn_) land_pending(sends, /*averages=*/false);  // encoders cannot add these
   if (lossy()) encode_sends(sends);
   land_pending(sends, /*averages=*/false);
   if (!lossy() && call_.plan->divisor() > 1) average(sends);
@@ -265,8 +266,8 @@ Execution::Landing* Execution::pending(const Part& part) {
 // Lands what the round before has brought, as far as no encoder has added it. `averages`: all of it
 // is this rank's result.
 void Execution::land_pending(Frames sends, bool averages) {
-  for (const Landing& each : pending_) {
-    if (each.taken) continue;
+  for (Landing& each : pending_) {
+    if (std::exchange(each.taken, true)) continue;
     const bool finishes = averages || (averages_with_folds() && is_finished(*each.part, sends));
     land(each, finishes);
     if (pending_in_turn_) start_landing();

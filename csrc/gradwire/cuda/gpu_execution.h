@@ -59,7 +59,7 @@ class Execution {
     std::size_t at = 0;                // bytes: where the first message of it lies in the arena
     std::size_t stride = 0;
     int addends = 0;
-    bool taken = false;  // an encoder has added it
+    bool taken = false;  // an encoder has added it, or it is landed
   };
   // What is alike in all runs of one launch.
   struct Launch {

@@ -304,6 +304,23 @@ TEST_P(GpuCollectives, CodecsOfOtherCollectives) {
       }
 }
 
+// Rank 0 receives one chunk three times in a round, between chunks of another rank, and sends the
+// sum in the next round.
+TEST(GpuCalls, OfSchedulesWhoseAddendsLieUnevenlyGiveTheBitsOfTheCpu) {
+  schedule::Builder builder(4, 2);
+  for (Rank r : {1, 2, 3}) builder.reduce(0, r, 0, {0, r == 2 ? 2 : 1});
+  for (Rank r : {1, 3}) builder.reduce(1, r, 0, {1, 2});
+  for (Rank r : {1, 2, 3}) builder.copy(1, 0, r, {0, 1});
+  for (Rank r : {1, 2, 3}) builder.copy(2, 0, r, {1, 2});
+  const auto uneven = std::move(builder).build(Collective::kAllReduce, "uneven");
+  for (std::string_view codec : {"none", "fp16", "int8:block=64", "onebit:block=64", "threshold"}) {
+    Case of = coded(codec, Collective::kAllReduce, "auto", 4, 2100, /*feedback=*/true);
+    of.request.schedule = &uneven;
+    of.request.schedule_digest = schedule::digest(uneven);
+    expect_same(of, label(of, "uneven"));
+  }
+}
+
 TEST_P(GpuCollectives, LongRunsOfSparseCodecs) {
   const int p = GetParam();
   if (p != 2) return;
