@@ -64,7 +64,7 @@ void Gpu::run(const Request& request, CudaFeedback* feedback, std::uintptr_t str
 
 void Gpu::finish(double timeout) { parts()->monitor->finish(timeout); }
 
-bool Gpu::should_stop() { return parts()->monitor->should_stop(); }
+bool Gpu::should_stop() { return parts()->monitor->should_stop(check_signals); }
 
 void Gpu::require_alive() const { parts()->monitor->require_alive(); }
 

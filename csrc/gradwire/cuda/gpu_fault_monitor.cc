@@ -23,6 +23,18 @@ class Hurry {
   int& hurries_;
 };
 
+// Locks at the end of its scope.
+class Relock {
+ public:
+  explicit Relock(std::unique_lock<std::mutex>& lock) : lock_(lock) {}
+  ~Relock() { lock_.lock(); }
+  Relock(const Relock&) = delete;
+  Relock& operator=(const Relock&) = delete;
+
+ private:
+  std::unique_lock<std::mutex>& lock_;
+};
+
 // How long a failure between GPUs waits for its root cause, which the control plane reports.
 constexpr std::chrono::milliseconds kRootCauseWait{1000};
 constexpr std::chrono::milliseconds kCheckInterval{10};
@@ -161,10 +173,16 @@ void GpuFaultMonitor::finish(double timeout) {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-bool GpuFaultMonitor::should_stop() {
+bool GpuFaultMonitor::should_stop(const WaitLimit::Interrupt& interrupt) {
   std::unique_lock lock(mutex_);
   const Hurry hurry(hurries_, changed_);
-  while (!comparison_.all_counted() && !failure_) changed_.wait_for(lock, kCheckInterval);
+  while (!comparison_.all_counted() && !failure_) {
+    changed_.wait_for(lock, kCheckInterval);
+    if (!interrupt) continue;
+    lock.unlock();
+    const Relock again(lock);  // Hurry ends under the mutex
+    interrupt();
+  }
   if (failure_) std::rethrow_exception(failure_);
   return comparison_.stops();
 }

@@ -19,6 +19,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "gradwire/base/wait_limit.h"
 #include "gradwire/cuda/call_comparison.h"
 #include "gradwire/cuda/gpu_communicator.h"
 #include "gradwire/exec/communicator.h"
@@ -47,8 +48,8 @@ class GpuFaultMonitor {
   void finish(double timeout);
   // Returns whether a rank had asked to stop (exec::Communicator::stop_requested(), of the users')
   // when it made one of the calls so far. Waits until all ranks have made this rank's calls; throws
-  // the failure.
-  bool should_stop();
+  // the failure, and what the interrupt throws, which is called in each turn of the wait.
+  bool should_stop(const WaitLimit::Interrupt& interrupt = nullptr);
   // Aborts as exec::Communicator::abort() does.
   void abort(const std::string& reason) noexcept;
 

@@ -469,7 +469,7 @@ def connect(
         joined = joining.join(directory, deadline)
         core = joined.core
         if lasting is not None:  # which has the same methods
-            made = LastingClient(joined, joining.join_again, lasting, raises=raises)
+            made = LastingClient(joined, joining.join_again, lasting)
             core = cast(_core.ServeClient, made)
         client = ParameterServer(core, table, shards, limit, own.place)
         try:
@@ -479,6 +479,8 @@ def connect(
                 values = core.set(_memory(table.initial), deadline.left, table.initial)
                 core.wait(values, math.inf)
             client.first = values.refusals() == 0
+            if lasting is not None:
+                made.raises = raises
         except BaseException:
             client.close(_GOODBYE_SECONDS)
             raise

@@ -34,8 +34,9 @@ def begun(before: History, version: int) -> History:
 def parse(given: Any) -> History:
     """A history from JSON; raises ValueError or TypeError for anything else."""
     found = tuple(Start(name, version) for name, version in given)
-    if len(found) > MOST_STARTS or not all(type(each) is int for start in found for each in start):
-        raise ValueError("starts are pairs of numbers")
+    numbers = [each for start in found for each in start]
+    if len(found) > MOST_STARTS or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        raise ValueError("starts are pairs of numbers of 63 bits")
     return found
 
 

@@ -75,9 +75,10 @@ class LastingClient:
     as lost, but for what was not sent, which is in the residuals where the push has error feedback.
     """
 
-    def __init__(self, first: Dialled, dial: Dial, seconds: float, *, raises: bool) -> None:
+    def __init__(self, first: Dialled, dial: Dial, seconds: float) -> None:
         self._first = self._client = first
-        self._dial, self._seconds, self._raises = dial, seconds, raises
+        self._dial, self._seconds = dial, seconds
+        self.raises = False  # Dialling, in place of waiting
         self._dialler: threading.Thread | None = None  # where it raises, while it dials
         self._lock = threading.Lock()  # held while it dials
         self._brief = threading.Lock()  # guards what follows where it changes; never held for long
@@ -214,9 +215,9 @@ class LastingClient:
         Without their histories they are at most those that this client can have pulled: larger
         ones are of values that a shard had before it was started again.
         """
-        if isinstance(versions, Versions):
+        if isinstance(versions, Versions) and len(versions) == len(self._known):
             return versions.within(client.versions.histories)
-        if client is self._first:
+        if client is self._first or len(versions) != len(self._known):  # which the core refuses
             return list(versions)
         return list(map(min, versions, self._versions_of(client)))
 
@@ -231,7 +232,7 @@ class LastingClient:
         Raises TransportError when the shards could not be reached for too long, and Dialling
         where a thread dials them.
         """
-        if self._raises:
+        if self.raises:
             return self._renew_beside(client, error)
         if not self._lock.acquire(timeout=min(within.remaining, threading.TIMEOUT_MAX)):
             return False
@@ -250,10 +251,15 @@ class LastingClient:
             if self._closed:
                 raise error
             if self._dialler is None:
-                self._dialler = threading.Thread(
+                dialler = threading.Thread(
                     target=self._dial_alone, args=(client, error), name="gradwire-dial", daemon=True
                 )
-                self._dialler.start()
+                self._dialler = dialler
+                try:
+                    dialler.start()
+                except RuntimeError:  # the process has no thread left
+                    self._dialler = None
+                    raise
         raise Dialling(f"{error}; it is dialled, for {self._seconds:g} s at most")
 
     def _dial_alone(self, client: Dialled, error: TransportError) -> None:
@@ -263,6 +269,8 @@ class LastingClient:
                     pass
         except Error:
             pass  # which the next call raises
+        except Exception as found:
+            self._failure = TransportError(f"{error}; dialling it failed: {found!r}")
         finally:
             self._dialler = None
 

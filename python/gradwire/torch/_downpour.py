@@ -228,6 +228,7 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         self._patiently(lambda: self._settle(wait=True))
         super().load_state_dict(rest)
         self._steps = own["steps"]
+        self._accrued = None
         if own["accrued"] is not None:
             pairs = zip(own["accrued"], self._parameters, strict=True)
             self._accrued = [each.to(like.device, copy=True) for each, like in pairs]

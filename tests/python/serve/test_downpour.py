@@ -342,6 +342,18 @@ def test_what_has_accrued_is_saved(make: Make) -> None:
     assert torch.equal(other, torch.full((50,), -4.0))
 
 
+def test_what_a_loaded_state_has_not_accrued_is_forgotten(make: Make) -> None:
+    parameter = torch.zeros(50, requires_grad=True)
+    optimizer = make([parameter], serve.SGD(lr=1.0), n_push=3, n_fetch=3)
+    pushed = optimizer.state_dict()
+    parameter.grad = torch.ones(50)
+    optimizer.step()
+    optimizer.step()
+    assert optimizer.state_dict()["downpour"]["accrued"] is not None
+    optimizer.load_state_dict(pushed)
+    assert optimizer.state_dict()["downpour"]["accrued"] is None
+
+
 def test_layouts_stay(make: Make) -> None:
     model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     other = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)

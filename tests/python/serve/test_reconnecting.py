@@ -19,6 +19,7 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire import serve
+from gradwire.serve import _histories, _reconnect
 
 SIZE = 1000  # elements, of two shards
 MANY = 4_000_000
@@ -347,3 +348,44 @@ def test_a_push_under_way_is_made_once_at_most(
     # What was sent to a server that was killed is lost, and no more than its window.
     assert set(pushed[half:].tolist()) <= {0.0, 1.0}
     assert (pushed[half:] == 1).mean() > 0.5
+
+
+@pytest.mark.parametrize(
+    "given", [[[1, -1]], [[2**63, 0]], [[1, 2, 3]], [[1]], [["a", 0]], [[1.0, 0]], [[1, 0]] * 257]
+)
+def test_histories_that_no_server_writes_are_refused(given: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        _histories.parse(given)
+
+
+def test_versions_for_other_shards_are_refused(servers: Servers, stack: ExitStack) -> None:
+    ps = serve.connect(full(0), serve.SGD(1.0), store=servers.store, reconnect=30)
+    stack.callback(ps.close)
+    servers.stop(1)
+    servers.start(1)
+    ps.pull(full(0))
+    with pytest.raises(gradwire.InvalidArgument):
+        ps.push(full(1), versions=[0, 0, 0])
+
+
+def test_a_thread_that_fails_to_dial_says_why(
+    servers: Servers, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ps = serve.connect(
+        full(0), serve.SGD(1.0), store=servers.store, reconnect=30, while_dialling="raise"
+    )
+    stack.callback(ps.close)
+
+    def broken(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(_reconnect.LastingClient, "_dial_until", broken)
+    servers.stop(1)
+
+    def pull_until_it_is_over() -> None:
+        while True:
+            with contextlib.suppress(serve.Dialling):
+                ps.pull(full(0))
+
+    with pytest.raises(gradwire.TransportError, match="no memory"):
+        pull_until_it_is_over()
