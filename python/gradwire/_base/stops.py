@@ -79,7 +79,8 @@ class _Handler:
     def __init__(self, number: signal.Signals) -> None:
         self._number, self._process, self._asked = number, os.getpid(), False
         self._before: Callable[[int, FrameType | None], Any] | int | None
-        self._before = signal.signal(number, self)
+        self._before = signal.getsignal(number)  # first: a signal may come as soon as this is set
+        signal.signal(number, self)
 
     @property
     def is_ours(self) -> bool:

@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     return slots.run(options, partial(_run_once, options))
 
 
-def _run_once(options: argparse.Namespace, slot: slots.Slot) -> int:
+def _run_once(options: argparse.Namespace, slot: slots.Slot) -> slots.Outcome:
     job = f"run-{secrets.token_hex(8)}"
     secret = secrets.token_hex(32)
     store = Address("unix", f"gradwire-{os.getuid()}-{job}")
@@ -81,7 +81,7 @@ def _run_once(options: argparse.Namespace, slot: slots.Slot) -> int:
         if options.slot is not None or options.margin is not None:
             launch.grace = slot.margin
         with traced(options.trace, environment), _servers(options.servers, environment):
-            return launch.run()
+            return slots.Outcome(launch.run(), launch.told)
 
 
 @contextlib.contextmanager
@@ -223,6 +223,7 @@ class _Launch:
         self.restarts = 0  # of each rank that fails
         self.slot = slots.Slot(math.inf, 0)  # at whose end the ranks must end
         self.grace = GRACE_SECONDS  # between asking ranks to end and killing them
+        self.told = False  # by a signal, to stop
         self._saved = False  # some rank wants to be run again, and
         self._unclean = False  # some rank did not end as it was asked to
         self._begun: Counter[int] = Counter()  # how often each rank was started
@@ -402,6 +403,7 @@ class _Launch:
                 signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:
+        self.told = True
         self._events.put(_Signalled(number))
 
 

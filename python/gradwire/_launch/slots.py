@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import IO, NamedTuple, NoReturn
 
 from gradwire._base import units
 from gradwire._errors import InvalidArgument
@@ -43,6 +43,13 @@ class Slot(NamedTuple):
         if self.ends == float("inf"):
             return {}
         return {"GRADWIRE_SLOT_ENDS": f"{self.ends:.3f}", "GRADWIRE_SLOT_MARGIN": f"{self.margin}"}
+
+
+class Outcome(NamedTuple):
+    """The end of one slot's run."""
+
+    code: int  # exit code
+    told: bool  # a signal told the run itself to stop, and not only the slot's end its ranks
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +91,13 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.slot is not None and (options.servers or options.keep_going):
         parser.error("--slot goes with neither --servers nor --keep-going: ranks stop together")
 
+    if options.lock is not None:
+        try:
+            with _files(options.lock):
+                pass
+        except OSError as error:
+            parser.error(f"--lock: {error}")
+
 
 def _time_of(given: str) -> float:
     try:
@@ -92,17 +106,17 @@ def _time_of(given: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def run(options: argparse.Namespace, once: Callable[[Slot], int]) -> int:
+def run(options: argparse.Namespace, once: Callable[[Slot], Outcome]) -> int:
     """Calls `once` for each slot, until its exit code or a signal says that this was the last."""
     margin = MARGIN_SECONDS if options.margin is None else options.margin
     if options.slot is None:
-        return once(Slot(float("inf"), margin))
+        return once(Slot(float("inf"), margin)).code
     while True:
         try:
             with _turn(options.lock):
                 slot = Slot(time.time() + options.slot, margin)
-                code = once(slot)
-            if code != REQUEUE or slot.left > margin:  # they stopped for another reason
+                code, told = once(slot)
+            if code != REQUEUE or told or slot.left > margin:  # they stopped for another reason
                 return code
             free = f", or when {options.lock} is free" if options.lock else ""
             _say(f"the slot is over; the next one begins in {options.pause:g} s{free}")
@@ -128,12 +142,19 @@ def _turn(path: str | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    with open(path, "ab") as lock, open(f"{path}.next", "ab") as queue:
+    with _files(path) as (lock, queue):
         with _leaving():
             fcntl.flock(queue, fcntl.LOCK_EX)
             fcntl.flock(lock, fcntl.LOCK_EX)
             fcntl.flock(queue, fcntl.LOCK_UN)
         yield
+
+
+@contextlib.contextmanager
+def _files(path: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """The file that a run locks, and the one that the next in turn locks."""
+    with open(path, "ab") as lock, open(f"{path}.next", "ab") as queue:
+        yield lock, queue
 
 
 class _Leave(Exception):

@@ -30,8 +30,8 @@ def write(
 ) -> dict[str, Any]:
     """Writes the file, whole or not at all; returns what it says of itself.
 
-    `profiles` are files of torch.profiler, whose events are added. Raises InvalidArgument for files
-    that are none, and OSError.
+    Its folder is made if it is not there. `profiles` are files of torch.profiler, whose events are
+    added. Raises InvalidArgument for files that are none, and OSError.
     """
     found = sorted(found, key=lambda each: (each.ranks, each.process))
     aligned = clocks.align(found)
@@ -39,6 +39,7 @@ def write(
     about = _about(found, aligned)
     added = [list(_profile(each, base, found)) for each in profiles]
     draft = path.with_name(f".{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with draft.open("w", encoding="utf-8") as file:
             file.write('{"schemaVersion": 1, "displayTimeUnit": "ms",\n')

@@ -176,7 +176,8 @@ def _unpack(data: memoryview, where: str) -> Part:
                 int(each["unlabelled"]),
             )
         )
-        assert place.job_rank >= 0
+        if place.job_rank < 0 or not _name_ranks(tracks[-1].events, place.size):
+            raise ValueError("it names ranks that there are not")
         rest = rest[size:]
     if not tracks or len(rest):
         raise ValueError("its header and its length do not fit together")
@@ -189,6 +190,13 @@ def _unpack(data: memoryview, where: str) -> Part:
         list(header["background"]),
         int(header["forgotten"]),
     )
+
+
+def _name_ranks(events: npt.NDArray[Any], size: int) -> bool:
+    """Whether the peers of these events are ranks."""
+    of_ranks = events["peer"][events["kind"] != BLOCKED]
+    needed = events["peer"][np.isin(events["kind"], (SEND, RECEIVE, WAIT, MESSAGE))]
+    return bool((of_ranks < size).all() and (needed >= 0).all())
 
 
 def _cut_off(where: str) -> InvalidArgument:

@@ -143,6 +143,17 @@ class trace:
         self._session: _Session | None = None
 
     def __enter__(self) -> trace:
+        session = _Session(self._events)
+        try:
+            self._begin(session)
+            self._compare_clocks()
+        except BaseException:
+            self._end(session)
+            raise
+        self._session = session
+        return self
+
+    def _begin(self, session: _Session) -> None:
         global _session
         with _lock:
             if _session is not None or environment.text("GRADWIRE_TRACE") is not None:
@@ -150,11 +161,9 @@ class trace:
                     "this process records already: by another `with gradwire.trace(...)`, or "
                     "because GRADWIRE_TRACE or `gradwire run --trace` says so"
                 )
-            self._session = _session = _Session(self._events)
             for each in _tracks:
-                _session.add(each)
-        self._compare_clocks()
-        return self
+                session.add(each)
+            _session = session
 
     def __exit__(
         self,
@@ -162,7 +171,6 @@ class trace:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        global _session
         session, self._session = self._session, None
         assert session is not None
         try:
@@ -171,27 +179,36 @@ class trace:
             else:
                 self._write(session)
         finally:
-            with _lock:
+            self._end(session)
+
+    def _end(self, session: _Session) -> None:
+        global _session
+        with _lock:
+            if _session is session:
                 _session = None
-            session.end()
+        session.end()
 
     def _write(self, session: _Session) -> None:
         try:
-            comm = self._compare_clocks()
+            found = self._gather(session)
         except Error as its:
             self._leave_part(session, str(its))
             raise
+        if found:
+            merge.write(found, self._path)
+
+    def _gather(self, session: _Session) -> list[Part]:
+        """The records to write here: those of all ranks on rank 0, and none on the others."""
+        comm = self._compare_clocks()
         part = session.part()
         if part is None:
             _log.warning("%s: no communicator of this process has recorded anything", self._path)
-            return
+            return []
         if comm is None:
-            merge.write([part], self._path)
-            return
+            return [part]
         gathered = comm.gather_object(parts.pack(part))
-        if comm.rank == 0:
-            found = dict.fromkeys(gathered)  # ranks may be threads of one process
-            merge.write([parts.unpack(each, "a rank's record") for each in found], self._path)
+        found = dict.fromkeys(gathered or ())  # ranks may be threads of one process
+        return [parts.unpack(each, "a rank's record") for each in found]
 
     def _compare_clocks(self) -> _Communicator | None:
         """Exchanges messages, which are recorded; returns the communicator to gather over."""

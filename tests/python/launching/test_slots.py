@@ -91,6 +91,7 @@ def is_free(path: str) -> bool:
         (["--slot", "1m", "--margin", "2m"], "60 s are no longer than the margin of 120 s"),
         (["--pause", "1m"], "--pause and --lock go with --slot"),
         (["--lock", "x"], "--pause and --lock go with --slot"),
+        (["--slot", "40m", "--lock", "/none/x"], "--lock: [Errno 2] No such file or directory"),
         (["--slot", "40m", "--servers", "2"], "neither --servers nor --keep-going"),
         (["--slot", "40m", "--keep-going"], "neither --servers nor --keep-going"),
     ],
@@ -180,6 +181,22 @@ def test_a_signal_asks_the_ranks_and_not_their_helpers(
     process.send_signal(number)
     code, out, _ = ended(process)  # the pipes close only when the helpers are gone too
     assert (code, out.splitlines()) == (75, [f"got {int(number)}"] * 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_in_the_margin_of_a_slot_is_not_followed_by_another_slot(
+    start: Start, script: Script, number: signal.Signals
+) -> None:
+    asked = """
+while time.time() < float(os.environ["GRADWIRE_SLOT_ENDS"]) - 9000:
+    time.sleep(0.01)
+"""
+    process = start("-n", "2", *AT_ONCE, script(asked + STOPS))
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(number)
+    code, out, err = ended(process)
+    assert (code, out.splitlines(), err) == (75, [f"got {int(number)}"] * 2, "")
 
 
 def test_a_rank_that_does_not_stop_is_cut_off(start: Start, script: Script) -> None:

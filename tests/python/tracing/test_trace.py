@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,30 @@ def test_the_part_of_a_lost_rank_is_missing(tmp_path: Path) -> None:
     assert about["missing"] == [1]
     assert "missing: rank 1" in merge.describe(about)
     assert "missing: rank 1" in str(summary.summarize(path))
+
+
+def _abort(comm: gradwire.Communicator, _: object) -> None:
+    comm.abort("no more")
+    comm.barrier()
+
+
+def fail_in_trace(comm: gradwire.Communicator, path: Path, at: str) -> bool:
+    if comm.rank == 1 and at == "begin":
+        comm.abort("no more")
+    if at == "end":
+        comm.gather_object = functools.partial(_abort, comm)  # type: ignore[method-assign]
+    with pytest.raises(gradwire.Aborted), gradwire.trace(path, communicator=comm):
+        comm.barrier()
+    return session._session is None and not comm._track.on
+
+
+@pytest.mark.parametrize(("at", "left"), [("begin", False), ("end", True)])
+def test_a_failure_ends_a_trace_and_leaves_parts(tmp_path: Path, at: str, left: bool) -> None:
+    path = tmp_path / "out.json"
+    ended = gradwire.spawn(fail_in_trace, 2, args=(path, at), transports=["shm"])
+    assert ended == [True] * 2
+    assert not path.exists()
+    assert Path(f"{path}.parts").exists() == left
 
 
 def nest(comm: gradwire.Communicator, path: Path) -> str:

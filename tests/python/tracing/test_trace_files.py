@@ -35,7 +35,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
 def test_parts_are_merged_and_summed_up(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "out.json"
+    path = tmp_path / "new" / "out.json"
     assert main(["trace", "merge", str(folder), str(path)]) == 0
     assert "2 ranks" in capsys.readouterr().out
     assert len(of(read(path), "call")) == 2
@@ -84,6 +84,16 @@ def test_every_damaged_part_is_refused(folder: Path) -> None:
         damaged[int(random.integers(0, header + 200))] ^= int(random.integers(1, 256))
         with contextlib.suppress(gradwire.InvalidArgument):  # and no other error
             parts.unpack(bytes(damaged), "here")
+
+
+@pytest.mark.parametrize("peer", [-1, 2, 99])
+def test_a_part_with_ranks_that_there_are_not_is_refused(folder: Path, peer: int) -> None:
+    part = parts.read(folder)[0]
+    part.tracks[0].events = part.tracks[0].events.copy()
+    sent = np.flatnonzero(part.tracks[0].events["kind"] == parts.SEND)
+    part.tracks[0].events["peer"][sent[0]] = peer
+    with pytest.raises(gradwire.InvalidArgument, match=r"here is damaged: .*ranks that there are"):
+        parts.unpack(parts.pack(part), "here")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", b"{}", b"[1, 2]", b'{"traceEvents": []}'])
