@@ -96,6 +96,25 @@ def test_a_work_orders_streams_and_the_host_does_not_wait() -> None:
     )
 
 
+@pytest.mark.parametrize("threads", [True, False], ids=["loopback", "host"])
+def test_a_request_to_stop_counts_from_the_call_that_follows_it(threads: bool) -> None:
+    found = run(
+        """
+        def body(comm):
+            x, found = Array(values(comm.rank)), []
+            for call in (1, 2, 3, 4, 5):
+                if (comm.rank, call) == (1, 4):
+                    comm.request_stop()
+                comm.all_reduce(x, async_op=True)
+                found.append(comm.should_stop())
+            return found
+        """,
+        3,
+        threads=threads,
+    )
+    assert found == [[False, False, False, True, True]] * 3
+
+
 def test_residuals_are_saved_loaded_and_scaled() -> None:
     run(
         """
