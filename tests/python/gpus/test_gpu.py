@@ -115,6 +115,32 @@ def test_a_request_to_stop_counts_from_the_call_that_follows_it(threads: bool) -
     assert found == [[False, False, False, True, True]] * 3
 
 
+def test_who_asks_whether_to_stop_can_be_interrupted() -> None:
+    run(
+        """
+        def body(comm):
+            import signal
+            import pytest
+            x = Array(values(comm.rank))
+            comm.all_reduce(x)
+            assert not comm.should_stop()
+            if comm.rank == 1:
+                with pytest.raises(gradwire.Aborted):
+                    comm.recv(np.empty(1, np.float32), 0)
+                return
+            def interrupt(*_):
+                raise KeyboardInterrupt
+            comm.all_reduce(x, async_op=True)  # which rank 1 does not make
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                comm.should_stop()
+            comm.abort("interrupted")
+        """,
+        2,
+    )
+
+
 def test_residuals_are_saved_loaded_and_scaled() -> None:
     run(
         """
