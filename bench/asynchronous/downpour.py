@@ -2,6 +2,7 @@
 
     python -m bench.asynchronous.downpour            # 10 minutes
     python -m bench.asynchronous.downpour --quick    # one seed, a third of the images: 2 minutes
+    python -m bench.asynchronous.downpour --only "the same, onebit up, int8 down"  # writes nothing
 
 Four replicas, which are processes, train 784-32-10 on Fashion-MNIST by Downpour SGD, in real
 time: a gradient is made to last 10 ms (`--gradient-ms`), on a slow replica five times that.
@@ -45,15 +46,21 @@ def main() -> int:
     torch.set_num_threads(1)
     load, data = OtherLoad(), images.load(options.data)
     steps = int(options.passes * len(data.train_labels) / (BATCH * REPLICAS))
-    runs = []
-    with tqdm(total=len(options.seeds) * len(WAYS), unit="run") as bar:
+    runs: list[dict[str, Any]] = []
+    ways = [way for way in WAYS if not options.only or way.name in options.only]
+    with tqdm(total=len(options.seeds) * len(ways), unit="run") as bar:
         for seed in options.seeds:
-            for way in WAYS:
+            for way in ways:
                 bar.set_description(f"{way.name}, seed {seed}")
                 train = _synchronous if way.synchronous else _asynchronous
                 found = train(way, data, seed, steps, options)
                 runs.append({"way": way.name, "seed": seed, **found})
                 bar.update()
+    if options.only:
+        for way in ways:
+            ends = [run["curve"][-1][2] for run in runs if run["way"] == way.name]
+            print(f"{way.name}: {', '.join(f'{end:.2f}' for end in ends)} % by seed")
+        return 0
     found = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": load.describe(),
@@ -194,6 +201,14 @@ class _Replicas:
 def _parse() -> argparse.Namespace:
     parser = seeds.parser(__doc__)
     parser.add_argument("--slow", type=float, default=5.0, help="times a slow replica's gradient")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="WAY",
+        choices=[way.name for way in WAYS],
+        help="print the accuracies of these ways, and write nothing",
+    )
     return seeds.parse(parser)
 
 
