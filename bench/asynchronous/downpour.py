@@ -58,7 +58,7 @@ def main() -> int:
                 bar.update()
     if options.only:
         for way in ways:
-            ends = [run["curve"][-1][2] for run in runs if run["way"] == way.name]
+            ends = [100 * run["curve"][-1][2] for run in runs if run["way"] == way.name]
             print(f"{way.name}: {', '.join(f'{end:.2f}' for end in ends)} % by seed")
         return 0
     found = {
