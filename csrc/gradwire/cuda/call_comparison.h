@@ -6,6 +6,7 @@
 // O(log p) messages a rank. A round tells how many calls all ranks have made, and whether the
 // calls that the last round counted are the same on all ranks. Where they are not, the calls are
 // compared one by one, with their texts, which throws InvalidArgument as a call on CPUs does.
+// It also tells the first call from which on some rank asks the job to stop.
 //
 // A rank takes part in a round while it has made calls that not all ranks are known to have made
 // alike. So a rank that makes no call keeps the others' round from ending, and is the one that
