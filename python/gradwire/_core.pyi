@@ -534,6 +534,13 @@ class CudaLoopback:
 
     def __init__(self, size: int) -> None: ...
 
+class CudaStaging:
+    """One rank's memory for messages by mapped memory; taken by `CudaMessages.ipc`, once."""
+
+    def __init__(self, size: int, device: int) -> None: ...
+    @property
+    def address(self) -> bytes: ...
+
 class CudaMessages:
     """How one rank's GPU exchanges messages; taken by `Gpu`, once."""
 
@@ -541,6 +548,10 @@ class CudaMessages:
     def loopback(shared: CudaLoopback, rank: int, device: int, timeout: float) -> CudaMessages: ...
     @staticmethod
     def host(carrier: Communicator, device: int, timeout: float) -> CudaMessages: ...
+    @staticmethod
+    def ipc(
+        staging: CudaStaging, addresses: Sequence[bytes], rank: int, device: int
+    ) -> CudaMessages: ...
     @staticmethod
     def nccl_id(search: Sequence[str]) -> bytes: ...
     @staticmethod

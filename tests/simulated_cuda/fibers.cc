@@ -37,18 +37,30 @@ struct Fiber {
   Place place;
   std::byte* stack = nullptr;
   void* sanitizer = nullptr;
+  unsigned index = 0;
   bool done = true;
 };
 
+}  // namespace
+
+struct Crew {
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<unsigned> ready, paused;
+  unsigned running = 0, alive = 0;
+  std::uint64_t events = 0;
+  std::function<void(unsigned)> work;
+};
+
+namespace {
+
 // Guarded by the lock of whoever runs a kernel.
-std::vector<std::unique_ptr<Fiber>> fibers;
-std::vector<unsigned> ready;
+Crew* active = nullptr;
+std::vector<std::unique_ptr<Crew>> crews;
+std::vector<Crew*> idle;
 Place scheduler;
 void* scheduler_sanitizer = nullptr;
 const void* scheduler_stack = nullptr;
 std::size_t scheduler_stack_size = 0;
-unsigned running = 0, alive = 0;
-const std::function<void(unsigned)>* work = nullptr;
 
 void before_switch([[maybe_unused]] void** save, [[maybe_unused]] const void* stack,
                    [[maybe_unused]] std::size_t size) {
@@ -69,19 +81,22 @@ void to_scheduler(Fiber& self) {
   after_switch(self.sanitizer, &scheduler_stack, &scheduler_stack_size);
 }
 
-void entry(unsigned index) {
+// makecontext() hands over ints.
+void entry(unsigned high, unsigned low) {
   after_switch(nullptr, &scheduler_stack, &scheduler_stack_size);
-  Fiber& self = *fibers[index];
+  Fiber& self = *reinterpret_cast<Fiber*>(std::uintptr_t{high} << 32 | low);
   for (;;) {  // one job after the other
-    (*work)(index);
+    active->work(self.index);
     self.done = true;
-    --alive;
+    --active->alive;
+    ++active->events;
     to_scheduler(self);
   }
 }
 
-void make(unsigned index) {
+std::unique_ptr<Fiber> make(unsigned index) {
   auto fiber = std::make_unique<Fiber>();
+  fiber->index = index;
   void* stack = ::mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (stack == MAP_FAILED) fatal("no memory for a fiber");
   fiber->stack = static_cast<std::byte*>(stack);
@@ -90,14 +105,16 @@ void make(unsigned index) {
   context.uc_stack.ss_sp = stack;
   context.uc_stack.ss_size = kStack;
   context.uc_link = nullptr;
-  makecontext(&context, reinterpret_cast<void (*)()>(entry), 1, index);
+  const auto address = reinterpret_cast<std::uintptr_t>(fiber.get());
+  makecontext(&context, reinterpret_cast<void (*)()>(entry), 2,
+              static_cast<unsigned>(address >> 32), static_cast<unsigned>(address));
   fiber->place.entered = false;
-  fibers.push_back(std::move(fiber));
+  return fiber;
 }
 
 void run(unsigned index) {
-  Fiber& fiber = *fibers[index];
-  running = index;
+  Fiber& fiber = *active->fibers[index];
+  active->running = index;
   before_switch(&scheduler_sanitizer, fiber.stack, kStack);
   go(scheduler, fiber.place);
   after_switch(scheduler_sanitizer, nullptr, nullptr);
@@ -110,29 +127,52 @@ void fatal(const char* what) {
   std::abort();
 }
 
-void run_fibers(unsigned count, const std::function<void(unsigned)>& body,
-                const std::function<std::size_t(const std::vector<unsigned>&)>& pick) {
-  while (fibers.size() < count) make(static_cast<unsigned>(fibers.size()));
-  work = &body;
-  alive = count;
-  ready.clear();
+Crew& take_crew(unsigned count, std::function<void(unsigned)> body) {
+  if (idle.empty()) idle.push_back(crews.emplace_back(std::make_unique<Crew>()).get());
+  Crew& crew = *idle.back();
+  idle.pop_back();
+  while (crew.fibers.size() < count)
+    crew.fibers.push_back(make(static_cast<unsigned>(crew.fibers.size())));
+  crew.work = std::move(body);
+  crew.alive = count;
+  crew.ready.clear();
+  crew.paused.clear();
   for (unsigned i = 0; i < count; ++i) {
-    fibers[i]->done = false;
-    ready.push_back(i);
+    crew.fibers[i]->done = false;
+    crew.ready.push_back(i);
   }
-  while (alive > 0) {
-    if (ready.empty()) fatal("a barrier that some thread of the block never reaches");
-    const std::size_t at = pick(ready);
-    const unsigned next = ready[at];
-    ready[at] = ready.back();
-    ready.pop_back();
-    run(next);
-  }
+  return crew;
 }
 
-unsigned current_fiber() { return running; }
-unsigned fibers_alive() { return alive; }
-void suspend() { to_scheduler(*fibers[running]); }
-void resume(unsigned fiber) { ready.push_back(fiber); }
+void give_back(Crew& crew) { idle.push_back(&crew); }
+
+bool run_fibers(Crew& crew, const std::function<std::size_t(const std::vector<unsigned>&)>& pick) {
+  active = &crew;
+  crew.ready.insert(crew.ready.end(), crew.paused.begin(), crew.paused.end());
+  crew.paused.clear();
+  while (crew.alive > 0) {
+    if (crew.ready.empty() && !crew.paused.empty()) return false;
+    if (crew.ready.empty()) fatal("a barrier that some thread of the block never reaches");
+    const std::size_t at = pick(crew.ready);
+    const unsigned next = crew.ready[at];
+    crew.ready[at] = crew.ready.back();
+    crew.ready.pop_back();
+    run(next);
+  }
+  return true;
+}
+
+std::uint64_t events(const Crew& crew) { return crew.events; }
+
+unsigned current_fiber() { return active->running; }
+void suspend() {
+  ++active->events;
+  to_scheduler(*active->fibers[active->running]);
+}
+void resume(unsigned fiber) { active->ready.push_back(fiber); }
+void pause_fiber() {
+  active->paused.push_back(active->running);
+  to_scheduler(*active->fibers[active->running]);
+}
 
 }  // namespace simulated

@@ -20,7 +20,7 @@ struct CUevent_st;
 
 namespace gradwire::cuda {
 
-inline constexpr std::uint32_t kApiVersion = 3;
+inline constexpr std::uint32_t kApiVersion = 4;
 
 using Status = int;                                       // cudaError_t; 0 is success
 inline constexpr Status kNoDriver = 35, kNoDevice = 100;  // there is no GPU
@@ -160,6 +160,42 @@ struct DeviceInfo {
   std::uint8_t uuid[16];
 };
 
+// Names device memory to other processes of the host, which map it (cudaIpcMemHandle_t).
+struct MemoryHandle {
+  std::byte bytes[64];
+};
+
+// The most ranks that map each other's memory.
+inline constexpr int kMostMapped = 16;
+
+// Staging: device memory of each rank that all of them map (plugin/staging.cuh). Only its own rank
+// writes there; the others read, once a counter there tells them to.
+struct Staging {
+  std::byte* of[kMostMapped] = {};       // by rank, where this process has it
+  const std::uint32_t* ended = nullptr;  // pinned; unless it is 0, kernels wait for no rank
+  int rank = 0;
+  int size = 0;
+};
+
+// A message to or from a rank, in the order of the two ranks' messages.
+struct StagedMessage {
+  std::byte* data;  // it is only read where it is sent
+  std::uint64_t bytes;
+  std::int32_t peer;
+  bool is_sent;
+};
+// The most messages of one launch.
+inline constexpr int kMostStaged = 120;
+
+// A run of elements that all ranks have. y := the sum of x of all ranks, in this order: that of
+// `owner`, of the rank before it, and so on; so do schedules where each rank sends `owner` its x.
+struct SummedRun {
+  const std::byte* x = nullptr;
+  std::byte* y = nullptr;  // may be x
+  std::uint64_t n = 0;
+  int owner = 0;
+};
+
 // A matrix and its factors (codec/factors.h).
 struct Matrix {
   std::uint64_t rows, columns, rank;
@@ -211,6 +247,24 @@ struct Api {
   Status (*fill)(void* to, int byte, std::size_t bytes, Stream stream);
   // The function may not call CUDA. Later work on the stream waits for it.
   Status (*call_host)(Stream stream, void (*function)(void*), void* argument);
+
+  // ---- Memory that several ranks map (plugin/runtime.cu, exchange.cu, reduce.cu) ----
+  Status (*export_memory)(void* address, MemoryHandle* handle);  // what allocate() has given
+  // Maps what another process has exported, also where it is another GPU's.
+  Status (*import_memory)(const MemoryHandle* handle, void** address);
+  Status (*close_memory)(void* address);
+  // Lets this thread's device use memory of another device of this process.
+  Status (*use_peer)(int device);
+  std::size_t (*staging_bytes)(int size);  // that each of `size` ranks needs, all 0 at first
+  // Copies messages through staging. The kernel ends once all of them have come, and all that are
+  // sent are in staging. At most kMostStaged.
+  Status (*exchange)(const Staging&, const StagedMessage* messages, int count, Stream);
+  // An all_reduce of many runs, the same on all ranks but for their addresses, averaged over
+  // `divisor` ranks. `one_shot`: each rank reads all that the others have, and sums; else its own
+  // part, and then the others' sums. The runs of an owner follow each other, those of owner 0
+  // first.
+  Status (*reduce_staged)(const Staging&, int dtype, int op, const SummedRun* runs, int count,
+                          int divisor, bool one_shot, Stream);
 
   // ---- Elements (plugin/fold.cu, elements.cu); dtypes, ops: the numbers of DType, ReduceOp ----
   // acc := acc (op) x. The two may be equal, but may not overlap otherwise.

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "gradwire/base/error.h"
+#include "gradwire/cuda/gpu_direct.h"
 #include "gradwire/cuda/gpu_gather_reduce.h"
 #include "gradwire/cuda/gpu_lowrank.h"
 #include "gradwire/cuda/gpu_native.h"
@@ -114,6 +115,9 @@ void Communicator::enqueue(const exec::Request& request, Feedback* feedback, con
   } else if (is_native(request, setting_.size, *messages_, feedback)) {
     if (!native_) native_ = std::make_unique<NativeCall>(*this);
     native_->run(call);
+  } else if (is_direct(request, setting_.size, *messages_, feedback)) {
+    if (!direct_) direct_ = std::make_unique<DirectCall>(*this);
+    direct_->run(call);
   } else if (gathers(request, setting_.size)) {
     if (!gather_) gather_ = std::make_unique<GatherReduce>(*this);
     gather_->run(call);
@@ -142,6 +146,7 @@ void Communicator::count_sent() {
   if (gather_) sent += gather_->sent();
   if (lowrank_) sent += lowrank_->sent();
   if (native_) sent += native_->sent();
+  if (direct_) sent += direct_->sent();
   sent_ = sent;
 }
 

@@ -24,6 +24,7 @@
 
 namespace gradwire::cuda {
 
+class DirectCall;
 class GatherReduce;
 class LowRankReduce;
 class NativeCall;
@@ -91,6 +92,7 @@ class Communicator {
   void abort() noexcept { messages_->abort(); }
 
  private:
+  friend class DirectCall;
   friend class GatherReduce;
   friend class LowRankReduce;
   friend class NativeCall;
@@ -128,6 +130,7 @@ class Communicator {
   std::unique_ptr<GatherReduce> gather_;
   std::unique_ptr<LowRankReduce> lowrank_;
   std::unique_ptr<NativeCall> native_;
+  std::unique_ptr<DirectCall> direct_;
 };
 
 }  // namespace gradwire::cuda

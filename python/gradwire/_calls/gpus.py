@@ -3,7 +3,7 @@
 Everything is set up in the first call with an array on a GPU, which every rank makes; that GPU is
 the rank's from then on. Ranks with GPUs of their own exchange messages over NCCL, threads of one
 process by copies on the device, and all others over the CPU transports, unless
-`GRADWIRE_GPU_LINKS` says otherwise.
+`GRADWIRE_GPU_LINKS` says otherwise, as it must for memory that ranks map (ipc).
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire._host import cuda
 
-LINKS = ("auto", "nccl", "host", "nccl+host", "loopback")
+LINKS = ("auto", "nccl", "ipc", "host", "nccl+host", "loopback")
 _INFO_BYTES = 1024
+_LENGTH_BYTES = 4
 _ID_BYTES = 128  # of NCCL
+_ADDRESS_BYTES = 256  # more than a staging's address has
 
 _loopbacks: weakref.WeakValueDictionary[str, _core.CudaLoopback] = weakref.WeakValueDictionary()
 _lock = threading.Lock()  # guards _loopbacks
@@ -87,7 +89,7 @@ class Gpu:
 
     @property
     def links(self) -> str:
-        """The way of messages between GPUs: "nccl", "host", "host+nccl" or "loopback"."""
+        """The way of messages between GPUs: "nccl", "ipc", "host", "host+nccl" or "loopback"."""
         return self._core.messages
 
     @property
@@ -233,6 +235,8 @@ class Gpu:
             return _core.CudaMessages.loopback(self._shared, rank, self.device, timeout)
         if links == "host":
             return self._by_host(communicator, timeout)
+        if links == "ipc":
+            return self._by_ipc(communicator)
         if links == "nccl":
             return self._by_nccl(communicator, range(size), timeout)
         own = next(host for host in communicator.hosts if rank in host)
@@ -245,6 +249,21 @@ class Gpu:
         assert carrier is not None
         self._carriers.append(carrier)
         return _core.CudaMessages.host(carrier._core, self.device, timeout)
+
+    def _by_ipc(self, communicator: _Communicator) -> _core.CudaMessages:
+        """Messages by mapped memory; raises InvalidArgument on all ranks where one has none."""
+        staging = _core.CudaStaging(communicator.size, self.device)
+        addresses = _all_gather(communicator, staging.address, _ADDRESS_BYTES)
+        messages, why = None, ""
+        try:
+            messages = _core.CudaMessages.ipc(staging, addresses, communicator.rank, self.device)
+        except InvalidArgument as error:
+            why = str(error)
+        reasons = [each.decode() for each in _all_gather(communicator, why.encode(), _INFO_BYTES)]
+        first = next(filter(None, reasons), None)
+        if first is not None or messages is None:
+            raise InvalidArgument(f"GRADWIRE_GPU_LINKS=ipc: {first}; take nccl or host")
+        return messages
 
     def _by_nccl(
         self, communicator: _Communicator, ranks: Sequence[int], timeout: float
@@ -283,11 +302,22 @@ def _gpu_info(device: int) -> _GpuInfo:
 
 def _exchange_infos(communicator: _Communicator, info: _GpuInfo) -> list[_GpuInfo]:
     """All ranks' information, by rank."""
-    text = json.dumps(info).encode()
-    own = np.zeros(_INFO_BYTES, np.uint8)
-    own[: len(text)] = np.frombuffer(text, np.uint8)
-    infos = communicator.all_gather(own).reshape(communicator.size, _INFO_BYTES)
-    return [_GpuInfo(*json.loads(each.tobytes().rstrip(b"\0"))) for each in infos]
+    infos = _all_gather(communicator, json.dumps(info).encode(), _INFO_BYTES)
+    return [_GpuInfo(*json.loads(each)) for each in infos]
+
+
+def _all_gather(communicator: _Communicator, text: bytes, most: int) -> list[bytes]:
+    """All ranks' bytes, by rank, of which what is beyond `most` is lost."""
+    own = np.zeros(most + _LENGTH_BYTES, np.uint8)
+    text = text[:most]
+    own[:_LENGTH_BYTES] = np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
+    own[_LENGTH_BYTES : _LENGTH_BYTES + len(text)] = np.frombuffer(text, np.uint8)
+    rows = communicator.all_gather(own).reshape(communicator.size, len(own))
+    lengths = [int.from_bytes(each[:_LENGTH_BYTES].tobytes(), "little") for each in rows]
+    return [
+        each[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()
+        for each, length in zip(rows, lengths, strict=True)
+    ]
 
 
 def _choose_links(infos: Sequence[_GpuInfo]) -> str:
@@ -301,6 +331,12 @@ def _choose_links(infos: Sequence[_GpuInfo]) -> str:
     alone = len({each.process for each in infos}) == 1
     if requested == "loopback" and not alone:
         raise InvalidArgument("GRADWIRE_GPU_LINKS=loopback is for ranks that are one process")
+    hosts = {each.process.split()[0] for each in infos}
+    if requested == "ipc" and len(hosts) > 1:
+        raise InvalidArgument(
+            f"GRADWIRE_GPU_LINKS=ipc is for GPUs of one host, and these are of {len(hosts)}: take "
+            "nccl or nccl+host"
+        )
     if requested in ("host", "nccl+host"):
         _require_processes(infos, f"GRADWIRE_GPU_LINKS={requested}")
     without = [rank for rank, each in enumerate(infos) if not each.nccl]

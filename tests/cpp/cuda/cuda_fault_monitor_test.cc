@@ -18,18 +18,22 @@ struct Interrupted {};
 // Ranks whose GPU is watched, each with two communicators of CPUs.
 class Watched {
  public:
-  explicit Watched(int size)
+  explicit Watched(int size, bool by_ipc = false)
       : shadow_(size, "inproc", {}, {}, /*mortal=*/true),
         users_(size),
         loopback_(simulated_api(), size) {
+    auto mapped = by_ipc ? ipc_messages(simulated_api(), size)
+                         : std::vector<std::unique_ptr<Messages>>(static_cast<std::size_t>(size));
     for (Rank r = 0; r < size; ++r) {
+      auto& its = mapped[static_cast<std::size_t>(r)];
+      if (!by_ipc)
+        its = loopback_.endpoint(r, 10, [this, r] {
+          if (interrupted_ == r) throw Interrupted();
+        });
       streams_.push_back(std::make_unique<OwnedStream>(simulated_api()));
       memory_.push_back(std::make_unique<DeviceBytes>(kElements * sizeof(float)));
-      gpus_.push_back(std::make_unique<Communicator>(simulated_api(),
-                                                     Communicator::Setting{r, size, {}, 0},
-                                                     loopback_.endpoint(r, 10, [this, r] {
-                                                       if (interrupted_ == r) throw Interrupted();
-                                                     })));
+      gpus_.push_back(std::make_unique<Communicator>(
+          simulated_api(), Communicator::Setting{r, size, {}, 0}, std::move(its)));
       monitors_.push_back(std::make_unique<GpuFaultMonitor>(*gpus_.back(), shadow_[r], users_[r]));
     }
   }
@@ -46,11 +50,12 @@ class Watched {
   Stream stream(Rank rank) { return streams_[static_cast<std::size_t>(rank)]->get(); }
   GpuFaultMonitor& operator[](Rank rank) { return *monitors_[static_cast<std::size_t>(rank)]; }
 
-  void call(Rank rank, double timeout = 10, ReduceOp op = ReduceOp::kSum) {
+  void call(Rank rank, double timeout = 10, ReduceOp op = ReduceOp::kSum,
+            std::string_view algorithm = "ring") {
     const exec::Array array{memory_[static_cast<std::size_t>(rank)]->data(), kElements};
     exec::Request request;
     request.op = op;
-    request.algorithm = "ring";
+    request.algorithm = algorithm;
     request.inputs = request.outputs = {&array, 1};
     request.timeout = timeout;
     (*this)[rank].run(request, nullptr, streams_[static_cast<std::size_t>(rank)]->get());
@@ -128,6 +133,34 @@ TEST(GpuFaultMonitor, ARankThatDoesNotCallIsNamed) {
     ranks[r].finish(10);
   });
   expect_all<Timeout>(thrown, 2, 2);
+}
+
+// Kernels of the others wait on the device for those that never come, of whole all_reduces and of
+// messages.
+TEST(GpuFaultMonitor, ARankThatKernelsWaitForIsNamed) {
+  for (std::string_view algorithm : {"direct", "ring"}) {
+    Watched ranks(3, /*by_ipc=*/true);
+    const auto thrown = ranks.outcomes([&](Rank r) {
+      ranks.call(r, 10, ReduceOp::kSum, algorithm);
+      ranks[r].finish(10);
+      if (r == 1) return ranks.side().vanish(1);
+      ranks.call(r, 10, ReduceOp::kSum, algorithm);
+      ranks[r].finish(10);
+    });
+    expect_all<TransportError>(thrown, 1, 1);
+    for (Rank r : {0, 2}) simulated_api().synchronize(ranks.stream(r));  // the kernels have ended
+  }
+}
+
+TEST(GpuFaultMonitor, ARankThatKernelsWaitForInVainIsATimeout) {
+  Watched ranks(3, /*by_ipc=*/true);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    if (r == 2) return;
+    ranks.call(r, /*timeout=*/1, ReduceOp::kSum, "direct");
+    ranks[r].finish(10);
+  });
+  expect_all<Timeout>(thrown, 2, 2);
+  for (Rank r : {0, 1}) simulated_api().synchronize(ranks.stream(r));
 }
 
 TEST(GpuFaultMonitor, AbortEndsEverybody) {

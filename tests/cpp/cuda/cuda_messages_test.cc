@@ -35,9 +35,10 @@ class Ways : public testing::TestWithParam<std::string_view> {
         carriers_(kRanks),
         inner_(simulated_api(), 2),
         outer_(simulated_api(), 2) {
+    if (GetParam() == "ipc") messages_ = ipc_messages(simulated_api(), kRanks);
     for (Rank r = 0; r < kRanks; ++r) {
       streams_.push_back(std::make_unique<OwnedStream>(simulated_api()));
-      messages_.push_back(make(r));
+      if (GetParam() != "ipc") messages_.push_back(make(r));
     }
   }
   ~Ways() override {
@@ -177,7 +178,7 @@ TEST_P(Ways, AbortEndsWhatWaits) {
                Aborted);
 }
 
-INSTANTIATE_TEST_SUITE_P(Ways, Ways, testing::Values("loopback", "host", "routed"));
+INSTANTIATE_TEST_SUITE_P(Ways, Ways, testing::Values("loopback", "host", "routed", "ipc"));
 
 TEST(Loopback, NamesWhoDoesNotCome) {
   Loopback shared(simulated_api(), 2);

@@ -222,11 +222,18 @@ def test_a_forked_child_leaves_the_gpu_alone() -> None:
 
 
 def _infos(
-    processes: str, devices: str, *, nccl: str = "2.27", requested: str = "auto"
+    processes: str,
+    devices: str,
+    *,
+    nccl: str = "2.27",
+    requested: str = "auto",
+    hosts: str = "",
 ) -> list[_GpuInfo]:
     return [
-        _GpuInfo(process, device, "GPU", nccl, requested, "")
-        for process, device in zip(processes, devices, strict=True)
+        _GpuInfo(f"{host} {process}", device, "GPU", nccl, requested, "")
+        for host, process, device in zip(
+            hosts or "h" * len(processes), processes, devices, strict=True
+        )
     ]
 
 
@@ -237,6 +244,12 @@ def test_links_where_all_ranks_have_what_they_need() -> None:
     assert _choose_links(_infos("ab", "00")) == "host"
     assert _choose_links(_infos("ab", "01", nccl="")) == "host"
     assert _choose_links(_infos("a", "0", requested="host")) == "host"
+    assert _choose_links(_infos("ab", "00", requested="ipc")) == "ipc"
+
+
+def test_mapped_memory_is_for_one_host() -> None:
+    with pytest.raises(InvalidArgument, match="these are of 2"):
+        _choose_links(_infos("ab", "01", requested="ipc", hosts="xy"))
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@
 // have arrived, and its memory is free again. Several messages of a group between the same two
 // ranks match in their order.
 //
-// There are three implementations: NCCL (messages_nccl.h), virtual ranks in one process
-// (messages_loopback.h) and the CPU transports (messages_host.h); messages_routed.h combines
-// several. One thread at a time uses it; any thread may call abort().
+// There are four implementations: NCCL (messages_nccl.h), virtual ranks in one process
+// (messages_loopback.h), the CPU transports (messages_host.h) and memory that ranks map
+// (messages_ipc.h); messages_routed.h combines several. One thread at a time uses it; any thread
+// may call abort().
 #pragma once
 
 #include <atomic>
@@ -33,6 +34,13 @@ struct Slotted {
   std::size_t bytes() const noexcept { return table_bytes() + units * slot_bytes; }
 };
 
+// What an all_reduce computes.
+struct Sum {
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  int divisor = 1;  // of the results: 1, or the number of ranks
+};
+
 class Messages {
  public:
   virtual ~Messages() = default;
@@ -56,6 +64,14 @@ class Messages {
   virtual bool has_collectives() const noexcept { return false; }
   virtual void run_native(std::span<const NativeCollective> /*collectives*/, Stream /*stream*/) {
     throw InvalidArgument("these messages between GPUs have no collectives of their own");
+  }
+
+  // Returns whether there is an all_reduce of one kernel, with the additions of the schedule
+  // `direct`, which reduce() enqueues outside of groups, as end() enqueues a group. All ranks give
+  // the same runs, but for their addresses.
+  virtual bool has_reduce() const noexcept { return false; }
+  virtual void reduce(std::span<const SummedRun> /*runs*/, const Sum& /*sum*/, Stream /*stream*/) {
+    throw InvalidArgument("these messages between GPUs have no all_reduce of one kernel");
   }
 
   // Throws if enqueued messages have failed.

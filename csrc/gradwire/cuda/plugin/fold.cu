@@ -1,7 +1,6 @@
 // Folds arrays (codec/simd/simd_reduce.h). One kernel serves all functions but the wide ones.
-#include "gradwire/base/types.h"
 #include "gradwire/cuda/plugin/batch.cuh"
-#include "gradwire/cuda/plugin/cast.cuh"
+#include "gradwire/cuda/plugin/fold.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/share.cuh"
 
@@ -9,185 +8,6 @@ namespace gradwire::cuda {
 namespace {
 
 constexpr unsigned kThreads = 256;
-
-// The type that an element is stored as, and the type that it is computed as. All results that are
-// NaN have the same bits.
-template <typename T>
-struct Plain {
-  using Stored = T;
-  using Value = T;
-  __device__ static T widen(T v) { return v; }
-  __device__ static T narrow(T v) { return canonical(v); }
-};
-template <typename Half>
-struct Narrow {
-  using Stored = std::uint16_t;
-  using Value = float;
-  __device__ static float widen(std::uint16_t h) { return Half::widen_number(h); }
-  __device__ static std::uint16_t narrow(float v) {
-    return v == v ? Half::narrow_number(v) : Half::kNan;
-  }
-};
-
-struct Bool {
-  using Stored = std::uint8_t;
-  using Value = bool;
-  __device__ static bool widen(std::uint8_t v) { return v != 0; }
-  __device__ static std::uint8_t narrow(bool v) { return v ? 1 : 0; }
-};
-
-// Integers are computed as unsigned types that are not narrower than int, so that they wrap.
-template <typename T, bool kInteger = std::is_integral_v<T>>
-struct Wrapping {
-  using type = T;
-};
-template <typename T>
-struct Wrapping<T, true> {
-  using type = std::conditional_t<sizeof(T) == 8, std::uint64_t, std::uint32_t>;
-};
-
-struct Sum {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    using U = typename Wrapping<T>::type;
-    return static_cast<T>(static_cast<U>(a) + static_cast<U>(b));
-  }
-};
-
-struct Prod {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    using U = typename Wrapping<T>::type;
-    return static_cast<T>(static_cast<U>(a) * static_cast<U>(b));
-  }
-};
-
-struct And {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    return static_cast<T>(a & b);
-  }
-};
-
-struct Or {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    return static_cast<T>(a | b);
-  }
-};
-
-struct Xor {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    return static_cast<T>(a ^ b);
-  }
-};
-
-// Operates on truth values: anything but 0 is true. The result is 0 or 1.
-template <typename Bitwise>
-struct Logical {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    return static_cast<T>(Bitwise::apply(a != 0, b != 0));
-  }
-};
-
-// Joins two equal floats. They differ at most in the sign of a zero, which min keeps and max drops.
-__device__ float same(float a, float b, bool keeps) {
-  const std::uint32_t x = __float_as_uint(a), y = __float_as_uint(b);
-  return __uint_as_float(keeps ? x | y : x & y);
-}
-__device__ double same(double a, double b, bool keeps) {
-  const long long x = __double_as_longlong(a), y = __double_as_longlong(b);
-  return __longlong_as_double(keeps ? x | y : x & y);
-}
-
-template <typename T, bool kMin>
-__device__ T extreme(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) {
-    if (a == b) return same(a, b, kMin);
-    const bool takes_a = kMin ? a < b : a > b, takes_b = kMin ? b < a : b > a;
-    return takes_a ? a : takes_b ? b : quiet_nan<T>();
-  } else {
-    return (kMin ? a < b : a > b) ? a : b;
-  }
-}
-
-struct Min {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    return extreme<T, true>(a, b);
-  }
-};
-
-struct Max {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    return extreme<T, false>(a, b);
-  }
-};
-
-// acc := acc (op) x. acc stays in registers, in the computing type, so that a result is rounded
-// only once, when it is stored.
-template <typename Kind, typename Op, unsigned kCount>
-__device__ void fold_into(typename Kind::Value (&acc)[kCount],
-                          const typename Kind::Stored (&x)[kCount]) {
-#pragma unroll
-  for (unsigned i = 0; i < kCount; ++i) acc[i] = Op::apply(acc[i], Kind::widen(x[i]));
-}
-
-template <typename Kind, unsigned kCount>
-__device__ void fold_bits(ReduceOp op, typename Kind::Value (&acc)[kCount],
-                          const typename Kind::Stored (&x)[kCount]) {
-  switch (op) {
-    case ReduceOp::kBand:
-      return fold_into<Kind, And>(acc, x);
-    case ReduceOp::kBor:
-      return fold_into<Kind, Or>(acc, x);
-    case ReduceOp::kBxor:
-      return fold_into<Kind, Xor>(acc, x);
-    case ReduceOp::kLand:
-      return fold_into<Kind, Logical<And>>(acc, x);
-    case ReduceOp::kLor:
-      return fold_into<Kind, Logical<Or>>(acc, x);
-    default:
-      return fold_into<Kind, Logical<Xor>>(acc, x);
-  }
-}
-
-// Sums of floats have a kernel of their own, kSums; all other kernels look up their op for each
-// tile.
-template <bool kSums, typename Kind, unsigned kCount>
-__device__ void fold_by(ReduceOp op, typename Kind::Value (&acc)[kCount],
-                        const typename Kind::Stored (&x)[kCount]) {
-  constexpr bool kBits = std::is_integral_v<typename Kind::Value>;
-  if constexpr (std::is_same_v<Kind, Bool>)
-    fold_bits<Kind>(op, acc, x);
-  else if (kSums || op == ReduceOp::kSum || op == ReduceOp::kAvg)
-    fold_into<Kind, Sum>(acc, x);
-  else if (op == ReduceOp::kMin)
-    fold_into<Kind, Min>(acc, x);
-  else if (op == ReduceOp::kMax)
-    fold_into<Kind, Max>(acc, x);
-  else if (!kBits || op == ReduceOp::kProd)
-    fold_into<Kind, Prod>(acc, x);
-  else if constexpr (kBits)
-    fold_bits<Kind>(op, acc, x);
-}
-
-template <typename Kind, unsigned kCount>
-__device__ void widen_all(const typename Kind::Stored (&x)[kCount],
-                          typename Kind::Value (&acc)[kCount]) {
-#pragma unroll
-  for (unsigned i = 0; i < kCount; ++i) acc[i] = Kind::widen(x[i]);
-}
-
-template <typename Kind, unsigned kCount>
-__device__ void narrow_all(const typename Kind::Value (&acc)[kCount],
-                           typename Kind::Stored (&x)[kCount]) {
-#pragma unroll
-  for (unsigned i = 0; i < kCount; ++i) x[i] = Kind::narrow(acc[i]);
-}
 
 // What a launch folds: each run's x, and then its part of each message.
 struct Folded {
@@ -197,25 +17,8 @@ struct Folded {
   std::ptrdiff_t stride;     // bytes between the messages
   int count;                 // of messages
   bool scales;
-  double factor;  // for floats
-  int divisor;    // for integers; 0: there is none
+  Scaling scaling;  // divisor 0: there is none
 };
-
-// Scales or averages acc. Integers are divided in 64 bits: there may be more ranks than their type
-// has numbers.
-template <typename Value, unsigned kCount>
-__device__ void scale_by(const Folded& of, Value (&acc)[kCount]) {
-  if constexpr (std::is_floating_point_v<Value>) {
-    const auto factor = static_cast<Value>(of.factor);
-#pragma unroll
-    for (unsigned i = 0; i < kCount; ++i) acc[i] = acc[i] * factor;
-  } else if constexpr (!std::is_same_v<Value, bool>) {
-    using Wide = std::conditional_t<std::is_signed_v<Value>, std::int64_t, std::uint64_t>;
-#pragma unroll
-    for (unsigned i = 0; i < kCount; ++i)
-      acc[i] = static_cast<Value>(static_cast<Wide>(acc[i]) / static_cast<Wide>(of.divisor));
-  }
-}
 
 // Elements per thread: enough for many loads in flight, without taking many registers.
 template <typename T, unsigned kWide>
@@ -237,7 +40,7 @@ __device__ void fold_tile(const Folded& of, const FoldRun& run, std::uint64_t ti
     fold_by<kSums, Kind>(of.op, acc, x);
     from += of.stride;
   }
-  if (of.scales) scale_by(of, acc);
+  if (of.scales) scale_by(of.scaling, acc);
   if (of.scales || of.count > 0) narrow_all<Kind>(acc, x);
   share.store(reinterpret_cast<T*>(run.y) + begin, left, x);
 }
@@ -292,71 +95,13 @@ Status start(Folded of, const Given& given, Stream stream, unsigned each = 1) {
       });
 }
 
-template <typename Kind>
-Status start_floats(const Folded& of, const Given& given, Stream stream, unsigned each = 1) {
-  if (of.op > ReduceOp::kProd) return cudaErrorInvalidValue;
-  const bool sums = of.op == ReduceOp::kSum || of.op == ReduceOp::kAvg;
-  return sums ? start<Kind, true>(of, given, stream, each)
-              : start<Kind, false>(of, given, stream, each);
-}
-
-template <typename T>
-Status start_integers(const Folded& of, const Given& given, Stream stream) {
-  if (of.divisor == 0) return cudaErrorInvalidValue;
-  return start<Plain<T>, false>(of, given, stream);
-}
-
-template <typename T>
-Status start_pairs(const Folded& of, const Given& given, Stream stream) {
-  if (of.op > ReduceOp::kAvg) return cudaErrorInvalidValue;
-  return start_floats<Plain<T>>(of, given, stream, 2);
-}
-
-// A sum of bools is true where one of them is (codec/simd/simd_reduce.h).
-Status start_bools(Folded of, const Given& given, Stream stream) {
-  if (of.op == ReduceOp::kAvg || of.scales) return cudaErrorInvalidValue;
-  const ReduceOp op = of.op;
-  if (op == ReduceOp::kSum || op == ReduceOp::kMax || op == ReduceOp::kBor)
-    of.op = ReduceOp::kLor;
-  else if (op == ReduceOp::kProd || op == ReduceOp::kMin || op == ReduceOp::kBand)
-    of.op = ReduceOp::kLand;
-  return start<Bool, false>(of, given, stream);
-}
-
 Status start_any(DType dtype, const Folded& of, const Given& given, Stream stream) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return start_floats<Plain<float>>(of, given, stream);
-    case DType::kFloat64:
-      return start_floats<Plain<double>>(of, given, stream);
-    case DType::kFloat16:
-      return start_floats<Narrow<Fp16>>(of, given, stream);
-    case DType::kBFloat16:
-      return start_floats<Narrow<Bf16>>(of, given, stream);
-    case DType::kInt8:
-      return start_integers<std::int8_t>(of, given, stream);
-    case DType::kInt32:
-      return start_integers<std::int32_t>(of, given, stream);
-    case DType::kInt64:
-      return start_integers<std::int64_t>(of, given, stream);
-    case DType::kUInt8:
-      return start_integers<std::uint8_t>(of, given, stream);
-    case DType::kInt16:
-      return start_integers<std::int16_t>(of, given, stream);
-    case DType::kUInt16:
-      return start_integers<std::uint16_t>(of, given, stream);
-    case DType::kUInt32:
-      return start_integers<std::uint32_t>(of, given, stream);
-    case DType::kUInt64:
-      return start_integers<std::uint64_t>(of, given, stream);
-    case DType::kBool:
-      return start_bools(of, given, stream);
-    case DType::kComplex64:
-      return start_pairs<float>(of, given, stream);
-    case DType::kComplex128:
-      return start_pairs<double>(of, given, stream);
-  }
-  return cudaErrorInvalidValue;
+  const Folding folding{dtype, of.op, of.scaling.divisor != 0, of.scales};
+  return start_any(folding, [&]<typename Kind, bool kSums>(ReduceOp op, unsigned each) {
+    Folded own = of;
+    own.op = op;
+    return start<Kind, kSums>(own, given, stream, each);
+  });
 }
 
 Folded folded(int op, const Payloads& addends, int divisor) {
@@ -366,8 +111,7 @@ Folded folded(int op, const Payloads& addends, int divisor) {
           static_cast<std::ptrdiff_t>(addends.stride),
           addends.count,
           divisor != 1,
-          1.0 / divisor,
-          divisor};
+          {1.0 / divisor, divisor}};
 }
 
 Status fold_runs(int dtype, int op, const FoldRun* runs, int count, Payloads addends, int divisor,
@@ -469,8 +213,8 @@ Status average(int dtype, void* x, int divisor, std::uint64_t n, Stream stream) 
 
 Status scale(int dtype, void* x, double factor, std::uint64_t n, Stream stream) {
   const FoldRun run{static_cast<std::byte*>(x), static_cast<std::byte*>(x), n, 0};
-  return start_any(static_cast<DType>(dtype), {{}, ReduceOp::kSum, nullptr, 0, 0, true, factor, 0},
-                   {&run, 1}, stream);
+  return start_any(static_cast<DType>(dtype),
+                   {{}, ReduceOp::kSum, nullptr, 0, 0, true, {factor, 0}}, {&run, 1}, stream);
 }
 
 }  // namespace

@@ -18,5 +18,7 @@ void fill_factors(Api& api);
 void fill_orthonormalise(Api& api);
 void fill_threshold(Api& api);
 void fill_topk(Api& api);
+void fill_exchange(Api& api);
+void fill_reduce(Api& api);
 
 }  // namespace gradwire::cuda

@@ -144,6 +144,30 @@ Status call_host(Stream stream, void (*function)(void*), void* argument) {
   return said(cudaLaunchHostFunc(stream, function, argument));
 }
 
+static_assert(sizeof(MemoryHandle) == sizeof(cudaIpcMemHandle_t));
+
+Status export_memory(void* address, MemoryHandle* handle) {
+  return said(cudaIpcGetMemHandle(reinterpret_cast<cudaIpcMemHandle_t*>(handle), address));
+}
+Status import_memory(const MemoryHandle* handle, void** address) {
+  cudaIpcMemHandle_t its;
+  std::memcpy(&its, handle, sizeof its);
+  return said(cudaIpcOpenMemHandle(address, its, cudaIpcMemLazyEnablePeerAccess));
+}
+Status close_memory(void* address) { return said(cudaIpcCloseMemHandle(address)); }
+
+Status use_peer(int device) {
+  int own = 0, can = 0;
+  if (const cudaError_t error = cudaGetDevice(&own); error != cudaSuccess) return said(error);
+  if (own == device) return 0;
+  const cudaError_t asked = cudaDeviceCanAccessPeer(&can, own, device);
+  if (asked != cudaSuccess || can == 0)
+    return said(asked != cudaSuccess ? asked : cudaErrorNotSupported);
+  const cudaError_t error = cudaDeviceEnablePeerAccess(device, 0);
+  const Status status = said(error);
+  return error == cudaErrorPeerAccessAlreadyEnabled ? 0 : status;
+}
+
 }  // namespace
 
 void fill_runtime(Api& api) {
@@ -175,6 +199,10 @@ void fill_runtime(Api& api) {
   api.copy = copy;
   api.fill = fill;
   api.call_host = call_host;
+  api.export_memory = export_memory;
+  api.import_memory = import_memory;
+  api.close_memory = close_memory;
+  api.use_peer = use_peer;
 }
 
 }  // namespace gradwire::cuda

@@ -21,6 +21,8 @@ Api make_table() {
   fill_orthonormalise(api);
   fill_threshold(api);
   fill_topk(api);
+  fill_exchange(api);
+  fill_reduce(api);
   return api;
 }
 

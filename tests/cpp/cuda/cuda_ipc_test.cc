@@ -1,0 +1,231 @@
+// Messages and all_reduces by mapped memory: they give the bits of CPUs, however long they are and
+// however many share their staging; and their kernels end when a rank never comes.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "cuda_cases.h"
+#include "gradwire/base/error.h"
+
+namespace gradwire::cuda {
+namespace {
+
+constexpr std::uint64_t kNever = 0, kAlways = ~std::uint64_t{0};
+
+class Ipc : public testing::TestWithParam<int> {
+ protected:
+  static GpuRanks ranks(int p, std::uint64_t one_shot_bytes = IpcMessages::kOneShotBytes) {
+    return GpuRanks(ipc_messages(simulated_api(), p, one_shot_bytes));
+  }
+};
+
+void expect_same_over(GpuRanks& ranks, const Case& of, const std::string& what) {
+  expect_same(on_gpus(of, ranks), on_cpus(of), what);
+}
+
+Case plain(DType dtype, ReduceOp op, int p, std::size_t n) {
+  Case of = arrays_for(Collective::kAllReduce, dtype, p, 0, n);
+  of.request.op = op;
+  of.request.algorithm = "direct";
+  return of;
+}
+
+// Lengths below, at and above a tile and all blocks' tiles.
+TEST_P(Ipc, AllReducesGiveTheBitsOfDirect) {
+  const int p = GetParam();
+  for (const std::uint64_t one_shot_bytes : {kAlways, kNever}) {
+    GpuRanks gpus = ranks(p, one_shot_bytes);
+    for (const std::size_t n : {0, 1, 3, 256, 1001, 9000})
+      for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kUInt8})
+        for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg}) {
+          if (!is_defined(op, dtype)) continue;
+          Case of = plain(dtype, op, p, n);
+          of.in_place = n % 2 == 0;
+          of.calls = 2;
+          expect_same_over(gpus, of, label(of, "direct") + " n=" + std::to_string(n));
+        }
+  }
+}
+
+TEST_P(Ipc, AllReducesOfEveryDtypeAndOp) {
+  const int p = GetParam();
+  if (p != 3) return;
+  for (const std::uint64_t one_shot_bytes : {kAlways, kNever}) {
+    GpuRanks gpus = ranks(p, one_shot_bytes);
+    for (int d = 0; d < kDTypes; ++d)
+      for (int o = 0; o < kReduceOps; ++o) {
+        const Case of = plain(static_cast<DType>(d), static_cast<ReduceOp>(o), p, 333);
+        if (is_defined(of.request.op, of.request.dtype))
+          expect_same_over(gpus, of, label(of, "direct"));
+      }
+  }
+}
+
+TEST_P(Ipc, AllReducesOfManyArraysAtOddPlaces) {
+  const int p = GetParam();
+  for (const std::uint64_t one_shot_bytes : {kAlways, kNever})
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      GpuRanks gpus = ranks(p, one_shot_bytes);
+      Case of = many_arrays("", "direct", p, dtype, /*is_finite=*/dtype != DType::kFloat32);
+      of.keys.clear();
+      expect_same_over(gpus, of, label(of, "direct") + ", many arrays");
+    }
+}
+
+TEST_P(Ipc, EveryCollectiveAndCodecGivesTheBitsOfCpus) {
+  const int p = GetParam();
+  GpuRanks gpus = ranks(p);
+  for (int c = 0; c < kCollectives; ++c) {
+    const auto collective = static_cast<Collective>(c);
+    for (std::string_view algorithm :
+         {schedule::algorithms(collective).front(), schedule::algorithms(collective).back()}) {
+      Case of = arrays_for(collective, DType::kFloat32, p, 0, 1001);
+      of.request.algorithm = algorithm;
+      expect_same_over(gpus, of, label(of, algorithm));
+    }
+  }
+  for (std::string_view codec : {"none", "fp16", "int8", "onebit", "threshold", "topk"})
+    for (std::string_view algorithm : {"ring", "direct", "gather"}) {
+      const bool is_long = codec == "threshold" || codec == "topk";
+      if ((algorithm == "ring" && codec != "onebit") ||
+          (is_long && (p > 2 || algorithm != "direct")))
+        continue;
+      const Case of = coded(codec, Collective::kAllReduce, algorithm, p, 2100, true);
+      expect_same_over(gpus, of, label(of, algorithm));
+    }
+}
+
+// Kernels of one rank run long before those of another, calls take the same staging again, and
+// messages and all_reduces of all kinds take turns.
+TEST_P(Ipc, ManyCallsShareTheStaging) {
+  const int p = GetParam();
+  for (const std::uint64_t seed : {1, 2, 3}) {
+    simulated_cuda_seed(seed);
+    GpuRanks gpus = ranks(p, 12000);  // some in one shot, others in two
+    std::vector<std::vector<float>> found(static_cast<std::size_t>(p));
+    constexpr std::size_t kMost = 3000;
+    gpus.run([&](Rank rank) {
+      const Stream stream = gpus.stream(rank);
+      DeviceBytes memory(kMost * sizeof(float));
+      memory.put(std::vector<float>(kMost, 1.0F).data(), stream);
+      for (int call = 0; call < 12; ++call) {
+        const exec::Array array{memory.data(), call % 3 == 0 ? kMost : 500};
+        exec::Request request;
+        request.op = ReduceOp::kAvg;
+        request.algorithm = call % 4 == 3 ? "ring" : "direct";
+        request.inputs = request.outputs = {&array, 1};
+        gpus[rank].run(request, nullptr, stream);
+        if (rank == call % p) simulated_api().synchronize(stream);
+      }
+      auto& its = found[static_cast<std::size_t>(rank)];
+      its.resize(kMost);
+      memory.get(its.data(), stream);
+    });
+    for (const auto& each : found) EXPECT_EQ(each, std::vector<float>(kMost, 1.0F));
+  }
+}
+
+// Counters are on the device, so that each rank may replay a graph of its own.
+TEST_P(Ipc, GraphsCanBeReplayed) {
+  const int p = GetParam();
+  GpuRanks gpus = ranks(p);
+  std::vector<float> found(static_cast<std::size_t>(p));
+  std::vector<SimulatedGraph*> graphs(static_cast<std::size_t>(p));
+  std::vector<std::unique_ptr<DeviceBytes>> memory;
+  for (int r = 0; r < p; ++r) memory.push_back(std::make_unique<DeviceBytes>(4000));
+  const auto call = [&](Rank rank) {
+    for (std::string_view algorithm : {"direct", "ring"}) {
+      const exec::Array array{memory[static_cast<std::size_t>(rank)]->data(), 1000};
+      exec::Request request;
+      request.algorithm = algorithm;
+      request.inputs = request.outputs = {&array, 1};
+      gpus[rank].run(request, nullptr, gpus.stream(rank));
+    }
+  };
+  gpus.run([&](Rank rank) {
+    call(rank);
+    simulated_api().synchronize(gpus.stream(rank));
+  });
+  gpus.run([&](Rank rank) {
+    simulated_cuda_begin_capture(gpus.stream(rank));
+    call(rank);
+    graphs[static_cast<std::size_t>(rank)] = simulated_cuda_end_capture(gpus.stream(rank));
+  });
+  gpus.run([&](Rank rank) {
+    const auto me = static_cast<std::size_t>(rank);
+    const Stream stream = gpus.stream(rank);
+    memory[me]->put(std::vector<float>(1000, 1.0F).data(), stream);
+    for (int replay = 0; replay < 3; ++replay) simulated_cuda_launch_graph(graphs[me], stream);
+    std::vector<float> its(1000);
+    memory[me]->get(its.data(), stream);
+    found[me] = its[999];
+    simulated_cuda_free_graph(graphs[me]);
+  });
+  EXPECT_EQ(found,
+            std::vector<float>(static_cast<std::size_t>(p), std::pow(static_cast<float>(p), 6.0F)));
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Ipc, testing::Values(2, 3, 4));
+
+// A kernel that waits ends when its rank aborts, and says first that its bytes never came.
+TEST(IpcFaults, AnAbortEndsKernelsThatWait) {
+  const Api& api = simulated_api();
+  const OwnedStream stream(api);
+  DeviceBytes memory(64), other(64);
+  std::uint32_t lost = 0;
+  auto messages = ipc_messages(api, 2);
+  messages[0]->tell_losses(&lost);
+  messages[0]->begin();
+  messages[0]->receive(memory.data(), 64, 1);
+  messages[0]->end(stream.get());
+  const SummedRun run{other.data(), other.data(), 16, 0};
+  messages[0]->reduce({&run, 1}, {}, stream.get());
+  OwnedEvent end(api);
+  api.record(end.get(), stream.get());
+  int done = 1;
+  api.query(end.get(), &done);
+  EXPECT_EQ(done, 0);
+  messages[0]->abort();
+  api.synchronize(stream.get());
+  EXPECT_EQ(lost, kLost);
+  EXPECT_THROW(messages[0]->check(), Aborted);
+  EXPECT_THROW(messages[0]->begin(), Aborted);
+}
+
+TEST(IpcStaging, IsUsedAgainOnceAllHaveEnded) {
+  const Api& api = simulated_api();
+  ipc_messages(api, 3).clear();
+  const std::uint64_t before = simulated_cuda_allocations();
+  auto messages = ipc_messages(api, 3);
+  EXPECT_EQ(simulated_cuda_allocations(), before + 3) << "not only the pinned words";
+  auto last = std::move(messages.back());
+  messages.clear();  // while the last rank still maps it
+  auto more = ipc_messages(api, 3);
+  EXPECT_EQ(simulated_cuda_allocations(), before + 9) << "it was used while others had it";
+  last.reset();
+  more.clear();
+  ipc_messages(api, 3).clear();
+  EXPECT_EQ(simulated_cuda_allocations(), before + 12);
+}
+
+TEST(IpcStaging, IsForFewRanks) {
+  EXPECT_THROW(OwnStaging(simulated_api(), kMostMapped + 1), InvalidArgument);
+}
+
+TEST(IpcStaging, OfADeviceThatDoesNotExportItIsRefused) {
+  const Api& api = simulated_api();
+  auto own = std::make_unique<OwnStaging>(api, 2);
+  StagingAddress other = own->address();
+  other.process ^= 2;
+  other.is_exported = 0;
+  const StagingAddress all[] = {own->address(), other};
+  try {
+    IpcMessages(api, 0, std::move(own), all);
+    FAIL() << "it was mapped";
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace gradwire::cuda
