@@ -14,7 +14,6 @@
 namespace gradwire::cuda {
 namespace {
 
-constexpr std::size_t kCallFlags = 64;  // calls whose flags are kept at a time
 // A plan's frames are whole chunks here, whatever their length.
 constexpr std::size_t kUnlimited = std::size_t{1} << 60;
 
@@ -68,14 +67,15 @@ Communicator::Communicator(const Api& api, Setting setting, std::unique_ptr<Mess
       flags_room_(api),
       own_key_states_(api),
       codec_scratch_(api),
-      call_flags_(api, Room::Kind::kPinned),
+      told_room_(api, Room::Kind::kPinned),
       last_(api),
       last_captured_(api) {
   plans_.set_model(gpu_model());
   flags_ = reinterpret_cast<std::uint32_t*>(flags_room_.take(kPayloadAlignment));
-  constexpr std::size_t kBytes = (kCallFlags + 1) * sizeof(std::uint32_t);
-  std::fill_n(call_flags_.take(kBytes), kBytes, std::byte{0});
-  lost_ = reinterpret_cast<std::uint32_t*>(call_flags_.data()) + kCallFlags;
+  constexpr std::size_t kBytes = 2 * sizeof(std::uint32_t);
+  std::fill_n(told_room_.take(kBytes), kBytes, std::byte{0});
+  told_ = reinterpret_cast<std::uint32_t*>(told_room_.data());
+  lost_ = told_ + 1;
   messages_->tell_losses(lost_);
 }
 
@@ -125,10 +125,7 @@ void Communicator::enqueue(const exec::Request& request, Feedback* feedback, con
     run_at_once(call);
   }
   if (!call.captured && call.codec != nullptr)
-    check(api_,
-          api_.copy(call_flags_.data() + operations_ % kCallFlags * sizeof(std::uint32_t),
-                    call.flags, sizeof(std::uint32_t), CopyKind::kToHost, stream),
-          "cudaMemcpyAsync");
+    check(api_, api_.add_flags(call.flags, told_, stream), "telling a call's flags");
   const Event end = call.captured          ? last_captured_.get()
                     : place.end != nullptr ? place.end
                                            : last_.get();
@@ -164,12 +161,7 @@ void Communicator::require_valid(const exec::Request& request, const Feedback* f
     plans_.find(request, {});
 }
 
-std::uint32_t Communicator::take_flags() {
-  auto* const call_flags = reinterpret_cast<std::uint32_t*>(call_flags_.data());
-  std::uint32_t all = 0;
-  for (std::size_t i = 0; i < kCallFlags; ++i) all |= std::atomic_ref(call_flags[i]).exchange(0);
-  return all;
-}
+std::uint32_t Communicator::take_flags() { return std::atomic_ref(*told_).exchange(0); }
 
 // ---- What every kind of call begins with --------------------------------------------------------
 

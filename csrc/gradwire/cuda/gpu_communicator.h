@@ -78,7 +78,7 @@ class Communicator {
   // Throws what run() would throw for an invalid request, and does nothing else.
   void require_valid(const exec::Request& request, const Feedback* feedback);
 
-  // Returns, and clears, the Flag bits of the calls that are over.
+  // Returns, and clears, the Flag bits of the calls that are over, however many.
   std::uint32_t take_flags();
 
   // Returns how many bytes this rank's calls have sent, without replays of graphs.
@@ -117,8 +117,11 @@ class Communicator {
   std::unique_ptr<Messages> messages_;
   exec::PlanCache plans_;
   Operation main_, vote_;
-  Room flags_room_, own_key_states_, codec_scratch_, call_flags_;
+  Room flags_room_, own_key_states_, codec_scratch_, told_room_;
   std::uint32_t* flags_ = nullptr;
+  // Pinned. The flags of all calls since take_flags(): bits that the device has just set may come
+  // again, and none is lost.
+  std::uint32_t* told_ = nullptr;
   std::uint32_t* lost_ = nullptr;  // pinned; set to kLost once messages have failed
   OwnedEvent last_, last_captured_;
   Event latest_ = nullptr;          // at the last call's end; null: there was none

@@ -1,6 +1,8 @@
 // Calls on a GPU give the bits of the same calls on CPUs: every collective, schedule and codec.
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "cuda_cases.h"
 #include "gradwire/schedule/generators.h"
 
@@ -141,6 +143,27 @@ TEST_P(GpuCollectives, LongRunsOfSparseCodecs) {
     const Case of = coded(codec, Collective::kAllReduce, "ring", p, 100001, true);
     expect_same(of, label(of, "ring"));
   }
+}
+
+// The host may look after hundreds of calls.
+TEST(GpuCalls, FlagsOfEachOfManyCallsAreTold) {
+  GpuRanks ranks(2);
+  ranks.run([&](Rank rank) {
+    DeviceBytes good(4 * 8), bad(4 * 8);
+    good.put(std::vector<float>(8, 1.0F).data(), ranks.stream(rank));
+    bad.put(std::vector<float>(8, std::numeric_limits<float>::quiet_NaN()).data(),
+            ranks.stream(rank));
+    for (int call = 0; call < 200; ++call) {
+      const exec::Array array{(call == 0 ? bad : good).data(), 8};
+      exec::Request request;
+      request.codec = codec::make_codec("fp16");
+      request.inputs = request.outputs = {&array, 1};
+      ranks[rank].run(request, nullptr, ranks.stream(rank));
+    }
+    simulated_api().synchronize(ranks.stream(rank));
+    EXPECT_EQ(ranks[rank].take_flags(), kNotFinite);
+    EXPECT_EQ(ranks[rank].take_flags(), 0U);
+  });
 }
 
 TEST_P(GpuCollectives, PlainDeliversResiduals) {
