@@ -149,6 +149,22 @@ class ErrorFeedback:
         if self._gpu is not None:
             self._gpu.require_finite(address, elements, keeps)
 
+    def _copy_flags(self, address: int, stream: int) -> None:
+        """Copies an int32 to GPU memory on the stream: 0 if the step under way can be kept.
+
+        Leaves it as it is where the step has no calls on a GPU.
+        """
+        if self._gpu is not None:
+            self._gpu.copy_flags(address, stream)
+
+    def _mask(self, arrays: Sequence[tuple[str, int, int]], stream: int) -> None:
+        """Clears elements of arrays on the GPU whose residuals are 0; all of an unused key's.
+
+        Takes key, address and number of float32 elements of each; the stream does it.
+        """
+        if self._gpu is not None:
+            self._gpu.mask(arrays, stream)
+
     def _follow(self, device: int, loss_scale: int, after: int, last: float) -> None:
         """Makes residuals follow a loss scale in a GPU's memory, the address of a float32.
 
@@ -158,10 +174,6 @@ class ErrorFeedback:
         if self._gpu is None:
             self._gpu = _GpuPart(self._core, device)
         self._gpu.follow(device, loss_scale, after, last)
-
-    def _followed(self) -> float:
-        """The loss scale in a GPU's memory that residuals stand for; 0 for none."""
-        return 0.0 if self._gpu is None else self._gpu.loss_scale()
 
     def _on_cpu(self) -> _core.ErrorFeedback:
         """The residuals on the host, for a call on the CPU."""
@@ -224,6 +236,13 @@ class _GpuPart:
             self._core.require_finite(address, elements, self._stream)
             self._checked.append(keeps)  # kept alive until the stream has read them
 
+    def copy_flags(self, address: int, stream: int) -> None:
+        if self._in_step:
+            self._core.copy_flags(address, stream)
+
+    def mask(self, arrays: Sequence[tuple[str, int, int]], stream: int) -> None:
+        self._core.mask(arrays, stream)
+
     def scale(self, factor: float) -> bool:
         return self._core.scale(factor, 0, 0)
 
@@ -235,9 +254,6 @@ class _GpuPart:
             raise InvalidArgument(
                 "error feedback: residuals of calls in CUDA graphs cannot follow a GradScaler"
             )
-
-    def loss_scale(self) -> float:
-        return self._core.loss_scale()
 
     def bring_home(self) -> None:
         self._core.bring_home()

@@ -164,10 +164,11 @@ void bind_gpu(py::module_& m) {
       .def("end_step", &CudaFeedback::end_step, py::arg("keep"), py::arg("stream"), WithoutLock())
       .def("require_finite", &CudaFeedback::require_finite, py::arg("address"), py::arg("count"),
            py::arg("stream"), WithoutLock())
+      .def("copy_flags", &CudaFeedback::copy_flags, py::arg("to"), py::arg("stream"), WithoutLock())
+      .def("mask", &CudaFeedback::mask, py::arg("arrays"), py::arg("stream"), WithoutLock())
       .def("scale", &CudaFeedback::scale, py::arg("factor"), py::arg("loss_scale"),
            py::arg("after"), WithoutLock())
       .def("set_loss_scale", &CudaFeedback::set_loss_scale, py::arg("last"), WithoutLock())
-      .def("loss_scale", &CudaFeedback::loss_scale, WithoutLock())
       .def("bring_home", &CudaFeedback::bring_home, WithoutLock())
       .def("send_back", &CudaFeedback::send_back, WithoutLock())
       .def_property_readonly("device", &CudaFeedback::device);

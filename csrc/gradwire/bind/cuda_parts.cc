@@ -167,6 +167,19 @@ void CudaFeedback::require_finite(std::uintptr_t address, std::uint64_t count,
   });
 }
 
+void CudaFeedback::copy_flags(std::uintptr_t to, std::uintptr_t stream) {
+  with([&](cuda::Feedback& own) {
+    own.copy_flags(reinterpret_cast<std::uint32_t*>(to), stream_of(stream));
+  });
+}
+
+void CudaFeedback::mask(const Arrays& arrays, std::uintptr_t stream) {
+  std::vector<cuda::Feedback::Masked> given;
+  for (const auto& [key, address, count] : arrays)
+    given.push_back({key, reinterpret_cast<float*>(address), count});
+  with([&](cuda::Feedback& own) { own.mask(given, stream_of(stream)); });
+}
+
 bool CudaFeedback::scale(double factor, std::uintptr_t loss_scale, std::uintptr_t after) {
   bool done = false;
   with([&](cuda::Feedback& own) {
@@ -177,12 +190,6 @@ bool CudaFeedback::scale(double factor, std::uintptr_t loss_scale, std::uintptr_
 
 void CudaFeedback::set_loss_scale(float last) {
   with([&](cuda::Feedback& own) { own.set_loss_scale(last); });
-}
-
-float CudaFeedback::loss_scale() {
-  float last = 0;
-  with([&](cuda::Feedback& own) { last = own.loss_scale(); });
-  return last;
 }
 
 void CudaFeedback::bring_home() {

@@ -6,6 +6,9 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <tuple>
+#include <vector>
 
 #include "gradwire/codec/feedback/feedback.h"
 #include "gradwire/cuda/gpu_feedback.h"
@@ -80,10 +83,13 @@ class CudaFeedback {
   void begin_step();
   void end_step(bool keep, std::uintptr_t stream);
   void require_finite(std::uintptr_t address, std::uint64_t count, std::uintptr_t stream);
+  void copy_flags(std::uintptr_t to, std::uintptr_t stream);
+  // Key, address and number of elements of each array.
+  using Arrays = std::vector<std::tuple<std::string, std::uintptr_t, std::uint64_t>>;
+  void mask(const Arrays& arrays, std::uintptr_t stream);
   // Returns false where residuals must come home for it.
   bool scale(double factor, std::uintptr_t loss_scale, std::uintptr_t after);
   void set_loss_scale(float last);
-  float loss_scale();
   void bring_home();
   void send_back();
 

@@ -294,7 +294,7 @@ struct Api {
   // The same of many runs: y := x + e, e' := 0; and of y.
   Status (*deliver_runs)(const Run* runs, int count, Stream);
   Status (*mark_runs)(const Run* runs, int count, std::uint64_t unit, std::uint32_t* flags, Stream);
-  // flags := flags | *more, which may be in pinned memory.
+  // flags := flags | *more. Either may be in pinned memory.
   Status (*add_flags)(const std::uint32_t* more, std::uint32_t* flags, Stream);
   // y := NaN if any flag is set.
   Status (*poison)(float* y, std::uint64_t n, const std::uint32_t* flags, Stream);
@@ -307,6 +307,8 @@ struct Api {
   // positive. Products that are too large become the largest float.
   Status (*scale_residuals)(const Run* runs, int count, double factor, const float* now,
                             const float* before, Stream);
+  // y := 0 where the residual of the last kept call is 0, of runs that have one.
+  Status (*clear_sent)(const Run* runs, int count, Stream);
   // Ends the call under way. Where no flag is set, its state becomes the kept one and, if
   // `remembers`, its memory too.
   Status (*settle)(KeyState* const* key_states, std::uint64_t count, bool remembers,

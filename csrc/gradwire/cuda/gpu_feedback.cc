@@ -206,14 +206,6 @@ bool Feedback::scale(double factor, const float* now, Stream after) {
   return true;
 }
 
-float Feedback::loss_scale() const {
-  float last = 0;
-  check(api_, api_.copy(&last, loss_scale_, sizeof last, CopyKind::kToHost, copies_.get()),
-        "cudaMemcpyAsync");
-  check(api_, api_.synchronize(copies_.get()), "cudaStreamSynchronize");
-  return last;
-}
-
 void Feedback::set_loss_scale(float last) {
   check(api_, api_.copy(loss_scale_, &last, sizeof last, CopyKind::kToDevice, copies_.get()),
         "cudaMemcpyAsync");
@@ -223,6 +215,29 @@ void Feedback::set_loss_scale(float last) {
 void Feedback::require_finite(const float* x, std::uint64_t count, Stream stream) {
   begin_flags(stream);
   check(api_, api_.check_finite(x, count, step_flags_, stream), "looking for NaN");
+}
+
+void Feedback::copy_flags(std::uint32_t* to, Stream stream) {
+  if (!in_step_) throw InvalidArgument("error feedback: no step was begun");
+  begin_flags(stream);
+  check(api_, api_.copy(to, step_flags_, sizeof *to, CopyKind::kOnDevice, stream),
+        "cudaMemcpyAsync");
+}
+
+void Feedback::mask(std::span<const Masked> arrays, Stream stream) {
+  std::vector<Run> runs;
+  for (const Masked& each : arrays) {
+    const auto found = keys_.find(each.key);
+    if (found == keys_.end()) {
+      check(api_, api_.fill(each.data, 0, 4 * each.count, stream), "cudaMemsetAsync");
+      continue;
+    }
+    const Key& key = found->second->key;
+    check_length({each.key, each.count}, key.count);
+    runs.push_back({.y = each.data, .n = each.count, .run_feedback = key.run_feedback(0)});
+  }
+  check(api_, api_.clear_sent(runs.data(), static_cast<int>(runs.size()), stream),
+        "clearing what was sent");
 }
 
 void Feedback::settle(const Table& table, bool remembers, const std::uint32_t* flags,

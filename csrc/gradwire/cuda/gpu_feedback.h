@@ -66,6 +66,8 @@ class Feedback {
   void end_step(bool keep, Stream stream);
   // Makes the step under way fail if x holds NaN or Inf: it is not kept then.
   void require_finite(const float* x, std::uint64_t count, Stream stream);
+  // Copies the flags of the step under way, as its calls have left them, into device memory.
+  void copy_flags(std::uint32_t* to, Stream stream);
   bool in_step() const noexcept { return in_step_; }
   // Ends a call, or joins it to the step under way. The flags decide whether it is kept; in a step,
   // the step's flags.
@@ -78,9 +80,18 @@ class Feedback {
   // was at the last such call. Returns false, and does nothing, where calls were captured: nobody
   // knows which streams replay them.
   bool scale(double factor, const float* now, Stream after);
+  // An array in device memory with an element for each of a key's residual.
+  struct Masked {
+    std::string key;
+    float* data;
+    std::uint64_t count;
+  };
+  // Sets to zero where the residual that was kept last is zero; for an unused key, all elements, as
+  // codec/feedback/feedback.h's mask(). The stream stands behind the last call.
+  void mask(std::span<const Masked> arrays, Stream stream);
+
   // Sets what the loss scale was at the last such call; 0: unknown.
   void set_loss_scale(float last);
-  float loss_scale() const;  // waits for the last of them
 
   // bring_home() gives a copy of everything to the host's error feedback, for as long as that is
   // read or changed; send_back() takes it back into the same memory, so that graphs stay valid.

@@ -258,7 +258,27 @@ TEST_F(CudaElements, KeysOpenAndSettle) {
       }
 }
 
+TEST_F(CudaElements, WhatWasSentIsCleared) {
+  for (const std::uint32_t which : {0U, 1U})
+    for (std::size_t n : kLengths) {
+      const std::vector<float> x = floats(n, Data::kNormal);
+      std::vector<float> kept = floats(n, Data::kNormal), expected = x;
+      for (std::size_t i = 0; i < n; ++i) {
+        if (i % 3 == 0) kept[i] = i % 2 == 0 ? 0.0F : -0.0F;
+        if (i % 3 == 0) expected[i] = 0;
+      }
+      const DeviceArray<float> y(x), residual(kept), other(std::vector<float>(n, 0.0F));
+      const DeviceArray<KeyState> key_state({key_state_of(which)});
+      RunFeedback run_feedback{{residual.data(), other.data()}, key_state.data()};
+      if (which == 1) std::swap(run_feedback.residual[0], run_feedback.residual[1]);
+      const cuda::Run run{.y = y.data(), .n = n, .run_feedback = run_feedback};
+      RUN(api().clear_sent(&run, 1, stream()));
+      ASSERT_TRUE(same(y.values(), expected)) << n;
+    }
+}
+
 TEST_F(CudaElements, NothingIsDoneWithNothing) {
+  RUN(api().clear_sent(nullptr, 0, stream()));
   RUN(api().fold(0, 0, nullptr, nullptr, 0, stream()));
   RUN(api().fold_all(0, 0, nullptr, 0, 3, nullptr, 1, 0, stream()));
   RUN(api().scale(0, nullptr, 2, 0, stream()));

@@ -19,12 +19,14 @@ from typing import Any
 import simulated_gpu
 import torch
 from gradwire import _core
+from gradwire.torch._step import double_counting
 from gradwire.torch.backend import cuda_staging, operations
 from simulated_gpu import library
 from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("cuda", 0)
 recorded: list[tuple[int, int]] = []  # addresses of tensors and the streams they were told of
+reads = 0  # times that the host waited for a tensor's values
 _BYTE = ctypes.c_char
 _pinned: list[torch.Tensor] = []  # kept: copies of a stream may still read and write it
 
@@ -176,13 +178,16 @@ class CudaTensor(torch.Tensor):
     def __bool__(self) -> bool:
         return bool(cpu(self))
 
+    def __float__(self) -> float:
+        return float(cpu(self))
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
         if name == "copy_":
-            _copy(args[0], args[1], wait=True)  # to the CPU
+            _copy(args[0], args[1], wait=args[2:] != (True,))  # to the CPU
             return args[0]
         if name == "new_empty":
             return _empty(args[1], kwargs.get("dtype") or args[0].dtype)
@@ -222,6 +227,8 @@ def compute() -> None:
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """What a function of torch returns, computed by the CPU."""
+    if func._schema.name in ("aten::_local_scalar_dense", "aten::equal"):
+        _note_read()
     current_stream().synchronize()
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, CudaTensor)]
     memory, kwargs = tree_map(_memory_of, (args, kwargs))
@@ -273,7 +280,7 @@ def install() -> None:
     operations.Future = lambda *, devices=None: (
         torch.futures.Future() if devices is None else Future(devices=devices)
     )
-    cuda_staging.host_memory = _host_memory
+    cuda_staging.host_memory = double_counting.pinned = _host_memory
 
 
 def _host_memory(shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -297,7 +304,13 @@ def _copy(to: torch.Tensor, given: torch.Tensor, wait: bool = False) -> None:
     for a, b, count in _runs(target, source):
         library().simulated_cuda_enqueue_copy(a, b, count, current_stream().cuda_stream)
     if wait:
+        _note_read()
         current_stream().synchronize()
+
+
+def _note_read() -> None:
+    global reads
+    reads += 1
 
 
 def _runs(to: torch.Tensor, given: torch.Tensor) -> Iterator[tuple[int, int, int]]:

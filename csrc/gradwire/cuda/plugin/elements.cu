@@ -122,7 +122,9 @@ Status mark(float* y, std::uint64_t n, std::uint64_t unit, std::uint32_t* flags,
 
 // `more` is volatile: the host may have written it after this GPU last read it.
 __global__ void add_flags_kernel(const volatile std::uint32_t* more, std::uint32_t* flags) {
-  if (threadIdx.x == 0 && *more != 0) *flags |= *more;
+  if (threadIdx.x != 0) return;
+  const std::uint32_t bits = *more;
+  if (bits != 0) *flags |= bits;
 }
 
 Status add_flags(const std::uint32_t* more, std::uint32_t* flags, Stream stream) {
@@ -231,6 +233,33 @@ Status scale_residuals(const Run* runs, int count, double factor, const float* n
       });
 }
 
+// ---- What was sent -----------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(kThreads)
+    clear_sent_kernel(const __grid_constant__ Batch<Run> of) {
+  const Share<kThreads, kCount, 1> share{threadIdx.x};
+  for (std::uint64_t tile = blockIdx.x; tile < of.tiles(); tile += gridDim.x) {
+    const unsigned r = of.find(tile);
+    const Run& run = of.at[r];
+    const std::uint64_t begin = (tile - of.first[r]) * kTile;
+    float y[kCount], e[kCount];
+    share.load(run.y + begin, run.n - begin, y);
+    share.load(residual_of(run.run_feedback) + begin, run.n - begin, e);
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i) y[i] = e[i] == 0 ? 0 : y[i];
+    share.store(run.y + begin, run.n - begin, y);
+  }
+}
+
+Status clear_sent(const Run* runs, int count, Stream stream) {
+  return in_batches(
+      runs, count, [](const Run& run) { return run; },
+      [](const Run& run) { return blocks_for(run.n, kTile); },
+      [&](const Batch<Run>& batch) {
+        return launch(clear_sent_kernel, batch.tiles(), kThreads, stream, batch);
+      });
+}
+
 }  // namespace
 
 void fill_elements(Api& api) {
@@ -243,6 +272,7 @@ void fill_elements(Api& api) {
   api.open = open;
   api.settle = settle;
   api.scale_residuals = scale_residuals;
+  api.clear_sent = clear_sent;
 }
 
 }  // namespace gradwire::cuda

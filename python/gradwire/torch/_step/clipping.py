@@ -33,22 +33,41 @@ class Clipping:
         """Drops the buckets of an unfinished step."""
         self._buckets = []
 
-    def put(self, bucket: Bucket, is_last: bool, loss_scale: float) -> Sequence[Bucket]:
-        """Takes a bucket; returns all buckets, clipped, after the last one, and none before."""
+    def put(
+        self, bucket: Bucket, is_last: bool, loss_scale: float | torch.Tensor
+    ) -> Sequence[Bucket]:
+        """Takes a bucket; returns all buckets, clipped, after the last one, and none before.
+
+        On a GPU norm and factor stay there, and nothing waits for them.
+        """
         self._buckets.append(bucket)
         if not is_last:
             return ()
         ready, self._buckets = self._buckets, []
         parts = [part for each in ready for part in each.whole]
-        norm = math.hypot(*map(_norm, parts))
-        limit = self._limit * loss_scale
-        if (
-            math.isfinite(norm) and norm > limit
-        ):  # Inf passes, for the other ranks must skip the step too
+        norm = torch.linalg.vector_norm(torch.stack([_norm(part) for part in parts]))
+        factor = self._factor(norm, loss_scale)
+        if factor.is_cuda or factor != 1:
             for part in parts:
-                part.mul_(limit / norm)
+                scale_by(part, factor)
         return ready
 
+    def _factor(self, norm: torch.Tensor, loss_scale: float | torch.Tensor) -> torch.Tensor:
+        """The factor for all gradients, float64; 1 for Inf, since all ranks must skip the step."""
+        if isinstance(loss_scale, torch.Tensor):
+            loss_scale = loss_scale.double().view(())
+        limit = loss_scale * self._limit
+        clips = torch.isfinite(norm) & (norm > limit)
+        return torch.where(clips, limit / norm, torch.ones_like(norm))
 
-def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+
+
+def scale_by(tensor: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiplies by a factor of no dimensions, as by a number: one of 16 bits in float32."""
+    if tensor.dtype.itemsize > 2:
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.float().mul_(factor))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -50,15 +51,26 @@ def has_any(group: Mapping[str, Any], parameters: Mapping[torch.Tensor, str]) ->
     return any(each in parameters for each in group["params"])
 
 
+class _Asked(NamedTuple):
+    """The answer, on its way from a GPU to the host, which of these parameters were added to."""
+
+    names: Sequence[str]
+    added: torch.Tensor
+    copied: torch.cuda.Event
+
+
 class AccumulationCheck:
     """Finds gradients that were added to an average which the hook delivered before.
 
-    DDP would submit their sum, in which momentum would count the earlier gradients again.
+    DDP would submit their sum, in which momentum would count the earlier gradients again. On a GPU
+    nothing waits for what is found there: it counts in one of the next steps.
     """
 
     def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
         self._delivered: set[str] = set()  # parameters whose .grad may hold an average
         self._added_to: set[str] = set()  # of these, where a gradient was added
+        self._added_on_gpu: dict[str, torch.Tensor] = {}  # whether one was, by parameter
+        self._asked: deque[_Asked] = deque()
         self._parameters = {name: weakref.ref(parameter) for parameter, name in names.items()}
         check = weakref.ref(self)
         hooks = [
@@ -73,19 +85,28 @@ class AccumulationCheck:
         """Notes that a gradient is about to be added to `before`, which the parameter has."""
         if name not in self._delivered:
             return
-        if before is not None and bool(before.any()):
+        if before is not None and before.is_cuda:
+            # False once it was zeroed, whatever is added after that.
+            added, still = before.any(), self._added_on_gpu.get(name)
+            self._added_on_gpu[name] = added if still is None else added & still
+        elif before is not None and bool(before.any()):
             self._added_to.add(name)
         else:  # zeroed since
             self._delivered.discard(name)
             self._added_to.discard(name)
+            self._added_on_gpu.pop(name, None)
 
     def deliver(self, names: Iterable[str]) -> None:
         """Notes that the .grad of these parameters now hold averages."""
         self._delivered.update(names)
+        self._added_on_gpu.clear()
 
     def require_none(self, names: Iterable[str]) -> None:
         """Raises InvalidArgument when one of these was added to an earlier average."""
+        names = list(names)
+        self._ask_gpu([name for name in names if name in self._added_on_gpu])
         again = sorted(filter(self._is_nonzero, self._added_to.intersection(names)))
+        again += self._told_by_gpu()
         if again:
             raise InvalidArgument(
                 f"the gradient of {again[0]!r} still holds the average of an earlier backward, "
@@ -94,11 +115,41 @@ class AccumulationCheck:
                 "and backward, within no_sync(), or add up the losses"
             )
 
+    def _ask_gpu(self, names: Sequence[str]) -> None:
+        """Has the current stream tell the host which of these were added to."""
+        held = {name: self._parameters[name]() for name in names}
+        found = {
+            name: self._added_on_gpu[name] & each.grad.any()  # zero_grad() would have cleared it
+            for name, each in held.items()
+            if each is not None and each.grad is not None
+        }
+        if not found:
+            return
+        added = torch.stack(list(found.values()))
+        on_host, copied = pinned(added.shape, added.dtype), torch.cuda.Event()
+        on_host.copy_(added, non_blocking=True)
+        copied.record(torch.cuda.current_stream(added.device))
+        self._asked.append(_Asked(list(found), on_host, copied))
+
+    def _told_by_gpu(self) -> list[str]:
+        """The names of those that were added to, as far as the GPU has come."""
+        found: list[str] = []
+        while self._asked and self._asked[0].copied.query():
+            asked = self._asked.popleft()
+            pairs = zip(asked.names, asked.added.tolist(), strict=True)
+            found += [name for name, added in pairs if added]
+        return found
+
     def _is_nonzero(self, name: str) -> bool:
         """Whether the parameter has a nonzero gradient, which zero_grad() would have cleared."""
         parameter = self._parameters[name]()
         gradient = None if parameter is None else parameter.grad
         return gradient is not None and bool(gradient.any())
+
+
+def pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of the host into which a stream copies without waiting."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def _remove(hooks: Iterable[RemovableHandle]) -> None:

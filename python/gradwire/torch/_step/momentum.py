@@ -16,6 +16,7 @@ import torch
 from gradwire._base import arguments
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
+from gradwire.torch._step.clipping import scale_by
 from gradwire.torch._step.repacking import Bucket
 
 
@@ -73,15 +74,26 @@ class Velocities:
             return {name: each * self._momentum.factor for name, each in taken.items()}
         return taken
 
-    def end_step(self, keep: bool, sparse: Iterable[str], feedback: ErrorFeedback | None) -> None:
-        """Ends a step; `sparse` are the parameters of which only some elements were sent."""
+    def on_gpu(self) -> torch.Tensor | None:
+        """One of the step's velocities that are on a GPU; None without any."""
+        return next((each for each in self._next.values() if each.is_cuda), None)
+
+    def end_step(
+        self,
+        keep: bool,
+        sparse: Iterable[str],
+        feedback: ErrorFeedback | None,
+        finite: torch.Tensor | None = None,
+    ) -> None:
+        """Ends a step; `sparse` are the parameters of which only some elements were sent.
+
+        `finite` is on a GPU, where it says whether the step is kept, which the host does not know.
+        """
         if keep and self._momentum.masking and feedback is not None:
-            for name in self._next.keys() & sparse:
-                velocity = self._next[name].view(-1)
-                masked = velocity.float()  # the same, unless it is bfloat16
-                feedback._core.mask(name, masked.numpy())
-                if masked is not velocity:
-                    velocity.copy_(masked)
+            self._mask(sorted(self._next.keys() & sparse), feedback)
+        if keep and finite is not None:
+            for name, velocity in self._next.items():
+                self._keep_if(finite, name, velocity)
         if keep:
             former = {name: self.kept.get(name) for name in self._next}
             self.kept.update(self._next)
@@ -90,12 +102,38 @@ class Velocities:
             self._spare = self._next
         self._next = {}
 
-    def load(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Replaces all velocities by saved ones."""
-        self.kept.clear()
-        self.kept.update((name, each.clone()) for name, each in kept.items())
+    def _mask(self, names: list[str], feedback: ErrorFeedback) -> None:
+        velocities = [self._next[name].view(-1) for name in names]
+        masked = [each.float() for each in velocities]  # the same, unless they are bfloat16
+        on_gpu = list[tuple[str, int, int]]()
+        for name, each in zip(names, masked, strict=True):
+            if each.is_cuda:
+                on_gpu.append((name, each.data_ptr(), each.numel()))
+            else:
+                feedback._core.mask(name, each.numpy())
+        if on_gpu:
+            device = masked[0].device
+            feedback._mask(on_gpu, torch.cuda.current_stream(device).cuda_stream)
+        for velocity, each in zip(velocities, masked, strict=True):
+            if each is not velocity:
+                velocity.copy_(each)
 
-    def scale(self, factor: float) -> None:
+    def _keep_if(self, finite: torch.Tensor, name: str, velocity: torch.Tensor) -> None:
+        """Puts the former velocity in place of the new one unless the step is finite."""
+        # Without one it is -0: x + factor · -0 is x, also for x = -0.
+        before = self.kept.get(name, torch.full_like(velocity, -0.0))
+        torch.where(finite, velocity, before.view_as(velocity), out=velocity)
+
+    def load(self, kept: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device]) -> None:
+        """Replaces all velocities by saved ones, on the devices of their parameters."""
+        self.kept.clear()
+        for name, each in kept.items():
+            self.kept[name] = each.to(devices[name], copy=True)
+
+    def scale(self, factor: float | torch.Tensor) -> None:
         """Multiplies all velocities, when the loss scale changes by `factor`."""
         for velocity in self.kept.values():
-            velocity.mul_(factor)
+            if isinstance(factor, torch.Tensor):
+                scale_by(velocity, factor)
+            else:
+                velocity.mul_(factor)

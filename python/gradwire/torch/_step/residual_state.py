@@ -80,9 +80,9 @@ class ResidualState:
             if scale.loss_scale:
                 self._fetch_scale()
             self._rescale(scale)
+            if not scale.loss_scale:
+                self._follow_on_gpu()
             if self.feedback is not None:
-                if not scale.loss_scale:
-                    self._follow_on_gpu(self.feedback)
                 self.feedback.begin_step()
 
     def calls(self, bucket: Bucket, step: int) -> Iterator[Call]:
@@ -123,7 +123,7 @@ class ResidualState:
         self._check(saved)
         if self.feedback is not None:
             self.feedback.load_state_dict(saving.to_arrays(saved["feedback"]))
-        self._persistent.scale = saving.scale_of(saved)
+        self._persistent.scale, self._persistent.on_gpu = saving.scale_of(saved), None
         self._rescale(GradientScale(ranks=self._ranks))
 
     def add_residuals(self, saved: Mapping[str, Any]) -> None:
@@ -141,22 +141,29 @@ class ResidualState:
     def _note(self, call: Call) -> None:
         """Takes note of a call of the step under way."""
 
-    def _follow_on_gpu(self, feedback: ErrorFeedback) -> None:
+    def _follow_on_gpu(self) -> None:
         """Lets residuals follow a loss scale on a GPU, where only that GPU knows it from now on."""
-        scale = self.scales.on_gpu()
+        scale, persistent = self.scales.on_gpu(), self._persistent
         if scale is None:
             return
-        stream = torch.cuda.current_stream(scale.device).cuda_stream
-        last, persistent = self._persistent.scale.loss_scale, self._persistent
-        feedback._follow(scale.device.index, scale.data_ptr(), stream, last)
+        last = persistent.scale.loss_scale
+        self._follow(scale, last or persistent.on_gpu)
+        if self.feedback is not None:
+            stream = torch.cuda.current_stream(scale.device).cuda_stream
+            self.feedback._follow(scale.device.index, scale.data_ptr(), stream, last)
+        persistent.on_gpu = scale.clone()
         persistent.scale = dataclasses.replace(persistent.scale, loss_scale=0.0)
+
+    def _follow(self, scale: torch.Tensor, before: float | torch.Tensor | None) -> None:
+        """Takes the loss scale on a GPU of the step that begins, and what it was before."""
 
     def _fetch_scale(self) -> None:
         """Fetches the loss scale of the residuals from a GPU, where only that knows it."""
         persistent = self._persistent
-        if self.feedback is not None and not persistent.scale.loss_scale:
-            last = self.feedback._followed()
+        if persistent.on_gpu is not None and not persistent.scale.loss_scale:
+            last = float(persistent.on_gpu)
             persistent.scale = dataclasses.replace(persistent.scale, loss_scale=last)
+        persistent.on_gpu = None
 
     def _rescale(self, scale: GradientScale) -> None:
         before, self._loss_scale = self._persistent.scale, scale.loss_scale or 1.0

@@ -57,6 +57,7 @@ class TrainingState(ResidualState):
         self._sent_with_keys: dict[str, torch.Tensor] = {}
         self._sent_sparsely: list[str] = []
         self._sent_plainly: list[torch.Tensor] = []
+        self._scale_on_gpu: torch.Tensor | None = None
 
     @property
     def holds_buckets(self) -> bool:
@@ -68,6 +69,7 @@ class TrainingState(ResidualState):
 
         Raises InvalidArgument when residuals cannot follow it.
         """
+        self._scale_on_gpu = None
         self.open_step(scale)
         self._repacker.begin_step(step)
         if self._clipping is not None:
@@ -96,11 +98,13 @@ class TrainingState(ResidualState):
             return False
         if self._accumulated is not None and ok:
             self._accumulated.deliver(self._names.values())
-        keep = super().end_step(ok and all(self._is_finite(each) for each in self._sent_plainly))
+        ok = ok and all(self._is_finite(each) for each in self._sent_plainly)
+        finite = self._finite_on_gpu()
+        keep = super().end_step(ok)
         if self.unused is not None and keep:
             self._put_back_unused(self.unused)
         if self._velocities is not None:
-            self._velocities.end_step(keep, self._sent_sparsely, self.feedback)
+            self._velocities.end_step(keep, self._sent_sparsely, self.feedback, finite)
         self._sent_with_keys, self._sent_plainly = (
             {},
             [],
@@ -118,7 +122,7 @@ class TrainingState(ResidualState):
         return {
             **super().state_dict(),
             "layout": self._repacker.layout,
-            "velocities": {name: each.clone() for name, each in velocities.items()},
+            "velocities": {name: each.to("cpu", copy=True) for name, each in velocities.items()},
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -131,7 +135,8 @@ class TrainingState(ResidualState):
         self._check_velocities(saved["velocities"])
         super().load_state_dict(saved)
         if self._velocities is not None:
-            self._velocities.load(saved["velocities"])
+            devices = {name: parameter.device for parameter, name in self._names.items()}
+            self._velocities.load(saved["velocities"], devices)
         self._repacker.resume(tuple(map(tuple, saved["layout"])), int(saved["steps"]))
 
     def _note(self, call: Call) -> None:
@@ -152,6 +157,27 @@ class TrainingState(ResidualState):
             self.feedback._require_finite(probe.data_ptr(), probe.numel(), probe)
         return True
 
+    def _finite_on_gpu(self) -> torch.Tensor | None:
+        """Whether the step is finite, as a bool on the GPU; None where the host knows it."""
+        velocity = None if self._velocities is None else self._velocities.on_gpu()
+        if velocity is None:
+            return None
+        flags = velocity.new_zeros(1, dtype=torch.int32)
+        if self.feedback is not None:
+            stream = torch.cuda.current_stream(flags.device).cuda_stream
+            self.feedback._copy_flags(flags.data_ptr(), stream)
+        finite = [torch.isfinite(each).all() for each in self._sent_plainly if each.is_cuda]
+        return torch.stack([*finite, (flags == 0).all()]).all()
+
+    def _follow(self, scale: torch.Tensor, before: float | torch.Tensor | None) -> None:
+        self._scale_on_gpu = scale
+        if self._velocities is None or before is None:
+            return
+        now = scale.double().view(())
+        factor = now / (before.double().view(()) if isinstance(before, torch.Tensor) else before)
+        follows = torch.isfinite(factor) & (factor > 0)
+        self._velocities.scale(torch.where(follows, factor, torch.ones_like(factor)))
+
     def _rescale(self, scale: GradientScale) -> None:
         loss = self._persistent.scale.loss_factor(scale)
         super()._rescale(scale)
@@ -161,7 +187,8 @@ class TrainingState(ResidualState):
     def _clipped(self, bucket: Bucket, is_last: bool) -> Sequence[Bucket]:
         if self._clipping is None:
             return [bucket]
-        return self._clipping.put(bucket, is_last, self._loss_scale)
+        scale = self._loss_scale if self._scale_on_gpu is None else self._scale_on_gpu
+        return self._clipping.put(bucket, is_last, scale)
 
     def _put_back_unused(self, unused: UnusedParameters) -> None:
         """Returns to residuals what was sent for parameters that no rank used: DDP drops it."""
