@@ -14,6 +14,9 @@ from collections.abc import Sequence as _Sequence
 
 from gradwire import _core, codec
 from gradwire._base import arguments as _arguments
+from gradwire._base import environment as _environment
+from gradwire._base.deadline import Deadline as _Deadline
+from gradwire._bootstrap import joining as _joining
 from gradwire._bootstrap import launch_info as _launch_info
 from gradwire._bootstrap import rendezvous as _rendezvous
 from gradwire._calls.work import Work
@@ -62,6 +65,7 @@ __all__ = [
     "codec",
     "codecs",
     "init",
+    "join",
     "spawn",
     "trace",
 ]
@@ -75,6 +79,7 @@ def init(
     transports: _Sequence[str] | None = None,
     timeout: float = 300,
     secret: bytes | str | None = None,
+    elastic: bool = False,
 ) -> Communicator:
     """Connects this rank to all others; returns the communicator. Every rank calls it as often.
 
@@ -88,6 +93,9 @@ def init(
     (GRADWIRE_SECRET, GRADWIRE_SECRET_FILE) authenticates the ranks to each other: at least 16
     bytes, required for a store that other hosts can reach.
 
+    With `elastic`, a process that `gradwire run --min` has started anew (GRADWIRE_JOIN) calls
+    `join` instead: then ``comm.joined`` is not 0, and it needs the others' state.
+
     Raises RendezvousError, which names the missing ranks or what to set, TransportError when a rank
     dies meanwhile, and InvalidArgument.
     """
@@ -99,6 +107,14 @@ def init(
         raise InvalidArgument("store= needs rank= and size=; or set GRADWIRE_STORE")
     else:
         launch = _launch_info.from_environment()
+        if _environment.flag("GRADWIRE_JOIN"):
+            if _arguments.flag(elastic, "elastic"):
+                return join(transports=transports, timeout=timeout, secret=secret)
+            raise RendezvousError(
+                f"this process replaces rank {launch.rank}, which failed, and the other ranks go "
+                "on without init(): call init(elastic=True), or gradwire.join(), and take their "
+                "state, or start the program without `gradwire run --min`"
+            )
     limit = _arguments.seconds(timeout)
     return _rendezvous.meet(
         launch,
@@ -106,6 +122,51 @@ def init(
         timeout=limit,
         transports=transports,
         secret=secret,
+    )
+
+
+def join(
+    *,
+    store: str | None = None,
+    transports: _Sequence[str] | None = None,
+    timeout: float = 300,
+    secret: bytes | str | None = None,
+) -> Communicator:
+    """Joins a job that runs: waits until its ranks call `Communicator.resize`, and lets them in.
+
+    A new process calls it, and becomes the last rank, or one of the last, of the communicator that
+    it returns: its `joined` last ranks have just come, and the first others hold the state of the
+    training. The members let it in at the next place where they call `resize`, which
+    `Communicator.should_resize` tells them to.
+
+    `store` is where the job's ranks met, ``tcp://HOST:PORT`` or ``unix://NAME``, or what they
+    passed to `resize`; the default is that of the launcher's environment, as in `init`, or
+    GRADWIRE_STORE. The job's name (GRADWIRE_JOB) and its `secret` are those of the members.
+    `transports` are as in `init`. `timeout`, in seconds, is for being let in, and the default for
+    every operation.
+
+    Raises RendezvousError when nobody has let it in by then, and InvalidArgument.
+    """
+    launch = _launch_info.from_environment()
+    limit = _arguments.seconds(timeout)
+    where = store if store is None else _arguments.text(store, "store")
+    where = where or launch.store or _environment.text("GRADWIRE_STORE")
+    if where is None:
+        raise InvalidArgument(
+            "join() needs store='tcp://HOST:PORT', where the job's ranks met, or GRADWIRE_STORE"
+        )
+    asking = _joining.Asking(
+        launch.job if launch.size > 1 else _environment.text("GRADWIRE_JOB") or launch.job,
+        launch.epoch,
+        launch.rank if launch.size > 1 else -1,
+        where,
+        _rendezvous.find_secret(secret),
+        _rendezvous.choose_transports(transports),
+    )
+    return _joining.join(
+        asking,
+        lambda mesh, seconds: _from_mesh(mesh, timeout=limit, connect_timeout=seconds),
+        _Deadline(limit),
     )
 
 

@@ -16,8 +16,10 @@ from gradwire._base.arguments import flag, seconds, whole
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shrink as _shrink
 from gradwire._bootstrap import split as _split
+from gradwire._bootstrap.admission import admission_to, transports_of
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.build_core import build_core
+from gradwire._bootstrap.door import Door
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.survivor_links import SurvivorLinks
 from gradwire._calls import barrier as barriers
@@ -29,7 +31,7 @@ from gradwire._calls.on_gpu import call_on_gpu
 from gradwire._calls.options import Options
 from gradwire._calls.variable import VariableCollectives
 from gradwire._calls.work import Work
-from gradwire._errors import InvalidArgument
+from gradwire._errors import Error, InvalidArgument
 from gradwire._launch import at_exit
 from gradwire._model import CostModel
 from gradwire._trace import session
@@ -127,6 +129,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._calls = CpuCalls(core, self._place, _FAST_PATHS)
         self._clear_call_cache()
         self._gpu: gpus.Gpu | None = None
+        self._door: Door | None = None
         self._making_gpu = threading.Lock()
         at_exit.track(self)
 
@@ -139,6 +142,16 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
     def size(self) -> int:
         """The number of ranks."""
         return self._place.size
+
+    @property
+    def epoch(self) -> int:
+        """The number of changes of ranks so far: one more after each `resize` and `shrink`."""
+        return self._mesh.membership.epoch
+
+    @property
+    def joined(self) -> int:
+        """The number of ranks, the last ones, that joined at this epoch; others hold the state."""
+        return self._mesh.membership.joined
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -281,6 +294,27 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         """
         self._core.request_stop()
 
+    def should_resize(self) -> bool:
+        """Whether a process wants to join; the same on all ranks that have made the same calls.
+
+        All ranks then call `resize`, at the same place. The frames of all_reduce, reduce_scatter,
+        all_gather and barrier carry it, as they do for `should_stop`: this is true on all ranks
+        once somebody had knocked before rank 0 began one of these calls. Nothing is sent. It waits
+        for calls that are under way, and stays true.
+
+        The first call on rank 0 opens the door at which `gradwire.join` knocks, and writes into the
+        launcher's store where it is; one that is not there any more rank 0 serves itself, at the
+        same address. If that is not possible, a warning says why. Raises the communicator's
+        failure.
+        """
+        if self._door is None and self.rank == 0 and not self.closed:
+            self._door = self._open_door(None)
+            self._door.serve(self._mesh, self._core.request_resize)
+        found = self._core.should_resize()
+        if self._gpu is not None:
+            found = self._gpu.should_resize() or found
+        return found
+
     def abort(self, reason: object = "abort() was called") -> None:
         """Ends every call, here and on all ranks, with Aborted. May be called from any thread.
 
@@ -305,21 +339,87 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         rank that dies meanwhile is left out too, or makes the new communicator fail, which can be
         shrunk in turn. Raises RendezvousError when the survivors cannot connect to each other.
         """
-        limit = self._seconds(timeout)
+        return self._regroup(self._seconds(timeout), None, self._mesh.transports)
 
+    def resize(
+        self,
+        *,
+        store: str | None = None,
+        wait: float = 0.0,
+        min_ranks: int = 1,
+        timeout: float | None = None,
+    ) -> Communicator:
+        """Makes the next communicator: the ranks that live, in their order, then those that join.
+
+        Every rank calls it, where `should_resize` has told all of them to, or where they agree to
+        for another reason; or every survivor, after this communicator failed. Its earlier calls are
+        over, and it is closed. Processes that knock (`gradwire.join`) are let in; `joined` of the
+        new communicator says how many they are.
+
+        With fewer than `min_ranks` it waits up to `wait` seconds for more to join. `store` is the
+        address, ``tcp://HOST:PORT`` or ``unix://NAME``, of the store in which those who join look
+        for the door, from now on; give one when the host of the old one is gone. All ranks pass the
+        same. `timeout` and failures meanwhile are as in `shrink`: members that die, and processes
+        that die while they join, are not in the new communicator, or make it fail, which can be
+        resized in turn.
+
+        Raises RendezvousError on all ranks when they are fewer than `min_ranks` after the wait.
+        """
+        limit = self._seconds(timeout)
+        admission = admission_to(self._mesh, self._open_door, store, wait, min_ranks)
+        admission.door, self._door = self._door, None
+        try:
+            if store is not None and admission.door is not None:
+                admission.door.announce(store)
+            self._leave(limit)
+            made = self._regroup(limit, admission, transports_of(self._mesh))
+        except BaseException:
+            if admission.door is not None:
+                admission.door.close()
+            raise
+        if admission.door is not None:
+            made._door = admission.door
+            made._door.serve(made._mesh, made._core.request_resize)
+        return made
+
+    def _leave(self, timeout: float) -> None:
+        """Ends this communicator, if it lives: once all ranks are over with their last calls."""
+        try:
+            if self._gpu is not None:
+                self._gpu.close(timeout, failed=self.closed)
+            if not self.closed:
+                # A rank that is through it knows that the others are over with all calls before.
+                self.barrier(timeout=timeout)
+        except Error:
+            pass  # a rank died now, or was through the barrier, and has ended this before
+        self._core.abort(f"rank {self.rank} resizes")
+
+    def _regroup(
+        self,
+        timeout: float,
+        admission: _shrink.Admission | None,
+        transports: Sequence[str],
+    ) -> Communicator:
         def make(mesh: Mesh, connect_timeout: float) -> Communicator:
             mesh.model = self._mesh.model
             return from_mesh(mesh, timeout=self._timeout, connect_timeout=connect_timeout)
 
         links = SurvivorLinks(self._core.release_controls(), self.size)
         self._calls.finish_dropped()
+        self._track.release()
+        stops.release(self)
+        self._close_door()
         return _shrink.shrink(
-            self._mesh,
-            links,
-            make,
-            transports=self._mesh.transports,
-            timeout=limit,
+            self._mesh, links, make, transports=transports, timeout=timeout, admission=admission
         )
+
+    def _open_door(self, store: str | None) -> Door:
+        return Door(self._mesh, transports_of(self._mesh), store)
+
+    def _close_door(self) -> None:
+        door, self._door = self._door, None
+        if door is not None:
+            door.close()
 
     def close(self, timeout: float | None = None) -> None:
         """Finishes calls in flight, says goodbye and releases everything; later calls raise.
@@ -342,6 +442,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         if not self._core.owned_here:
             return
         stops.release(self)
+        self._close_door()
         try:
             if self._gpu is not None:
                 self._gpu.close(timeout, failed=self._core.closed)
@@ -356,6 +457,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         core = getattr(self, "_core", None)  # None if __init__ failed early
         if core is not None and not sys.is_finalizing():
             at_exit.outlive(core, self._timeout)
+            self._close_door()
             self._track.release()
 
     def __enter__(self) -> Communicator:

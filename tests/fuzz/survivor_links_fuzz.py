@@ -32,7 +32,8 @@ def test_one_input(data: bytes) -> None:
     assert isinstance(last, _links.LinkEnded)
     for each in messages:
         assert isinstance(each, _links.Message)
-        assert {1} <= each.view <= {0, 1, 2}
+        assert {1} <= each.view.ranks <= {0, 1, 2}
+        assert each.view.guests is None or each.view.guests <= set(range(_links.MOST_GUESTS))
 
 
 cover(_links)

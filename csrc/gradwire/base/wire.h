@@ -14,9 +14,12 @@ inline constexpr std::uint32_t kFrameMagic = 0x31575247;  // "GRW1"; a new versi
 enum FrameFlags : std::uint16_t {
   kFrameCollective = 0,
   kFramePointToPoint = 1,
-  // Beside kFrameCollective: a rank asked the job to stop before it began this operation.
+  // Beside kFrameCollective: before it began this operation, a rank asked all ranks to stop, or to
+  // form the next communicator, because a process wants to join.
   kFrameStop = 2,
+  kFrameResize = 4,
 };
+inline constexpr std::uint16_t kFrameRequests = kFrameStop | kFrameResize;
 
 struct FrameHeader {
   std::uint32_t magic = kFrameMagic;

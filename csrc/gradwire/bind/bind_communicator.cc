@@ -197,6 +197,11 @@ void bind_calls(CommunicatorClass& c) {
       .def("request_stop", [](Communicator& self) { self.get().request_stop(); })
       .def(
           "should_stop", [](Communicator& self) { return self.get().should_stop(check_signals); },
+          WithoutLock())
+      .def("request_resize", [](Communicator& self) { self.get().request_resize(); })
+      .def(
+          "should_resize",
+          [](Communicator& self) { return self.get().should_resize(check_signals); },
           WithoutLock());
 }
 

@@ -180,6 +180,7 @@ void bind_gpu(py::module_& m) {
            py::arg("timeout"), WithoutLock())
       .def("finish", &Gpu::finish, py::arg("timeout"), WithoutLock())
       .def("should_stop", &Gpu::should_stop, WithoutLock())
+      .def("should_resize", &Gpu::should_resize, WithoutLock())
       .def("close", &Gpu::close, WithoutLock())
       .def("abort", &Gpu::abort, py::arg("reason"), WithoutLock())
       .def("require_alive", &Gpu::require_alive, WithoutLock())

@@ -66,6 +66,8 @@ void Gpu::finish(double timeout) { parts()->monitor->finish(timeout); }
 
 bool Gpu::should_stop() { return parts()->monitor->should_stop(check_signals); }
 
+bool Gpu::should_resize() { return parts()->monitor->should_resize(check_signals); }
+
 void Gpu::require_alive() const { parts()->monitor->require_alive(); }
 
 void Gpu::abort(const std::string& reason) noexcept {

@@ -36,6 +36,7 @@ class Gpu {
   void run(const Request& request, CudaFeedback* feedback, std::uintptr_t stream, double timeout);
   void finish(double timeout);
   bool should_stop();
+  bool should_resize();
   void abort(const std::string& reason) noexcept;
   void require_alive() const;
   std::uint64_t sent() const;

@@ -19,13 +19,14 @@ CallComparison::~CallComparison() {
     const Words* const kept = words_.release();
 }
 
-void CallComparison::add(std::string text, double timeout, bool asks_to_stop) {
+void CallComparison::add(std::string text, double timeout, bool asks_to_stop, bool asks_to_resize) {
   const std::uint64_t before = digest_up_to(made_);
   ++made_;
-  if (asks_to_stop) stop_at_ = std::min(stop_at_, made_);
+  if (asks_to_stop) own_.stop = std::min(own_.stop, made_);
+  if (asks_to_resize) own_.resize = std::min(own_.resize, made_);
   if (shadow_.identity().size == 1) {  // alike by itself
     counted_ = compared_ = made_;
-    stop_agreed_ = stop_at_;
+    agreed_ = own_;
     return;
   }
   const std::uint64_t digest = Fnv1a().number(before).text(text).digest();
@@ -59,7 +60,7 @@ void CallComparison::advance(bool hurries, Clock::time_point now) {
 // part in this one; otherwise each of them does as soon as it has made a call.
 void CallComparison::begin_round(Clock::time_point now) {
   const std::uint64_t digest = digest_up_to(counted_);
-  *words_ = {made_, digest, ~digest, stop_at_};
+  *words_ = {made_, digest, ~digest, own_};
   const exec::Array words{reinterpret_cast<std::byte*>(words_.get()),
                           sizeof *words_ / sizeof made_};
   exec::Request request;
@@ -88,7 +89,8 @@ void CallComparison::end_round() {
     ++compared_;
   }
   counted_ = words_->made;
-  stop_agreed_ = std::min(stop_agreed_, words_->stop);
+  agreed_.stop = std::min(agreed_.stop, words_->requests.stop);
+  agreed_.resize = std::min(agreed_.resize, words_->requests.resize);
 }
 
 // All ranks begin this, as they all have seen that digests of the calls up to counted_ differ.

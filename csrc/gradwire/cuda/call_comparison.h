@@ -2,11 +2,11 @@
 // not notice.
 //
 // Calls are not compared one by one. Each rank chains its calls into a digest, and ranks compare in
-// rounds: all_reduces of four words on a communicator of CPUs that serves nothing else, of
+// rounds: all_reduces of five words on a communicator of CPUs that serves nothing else, of
 // O(log p) messages a rank. A round tells how many calls all ranks have made, and whether the
 // calls that the last round counted are the same on all ranks. Where they are not, the calls are
 // compared one by one, with their texts, which throws InvalidArgument as a call on CPUs does.
-// It also tells the first call from which on some rank asks the job to stop.
+// It also tells the first calls from which on some rank asks all to stop, or to resize.
 //
 // A rank takes part in a round while it has made calls that not all ranks are known to have made
 // alike. So a rank that makes no call keeps the others' round from ending, and is the one that
@@ -41,12 +41,14 @@ class CallComparison {
   CallComparison& operator=(const CallComparison&) = delete;
 
   // Notes this rank's next call: its text, the seconds that the others have to make it once it is
-  // the oldest that not all have made, and whether this rank asks all to stop.
-  void add(std::string text, double timeout, bool asks_to_stop = false);
+  // the oldest that not all have made, and whether this rank asks all to stop, or to resize.
+  void add(std::string text, double timeout, bool asks_to_stop = false,
+           bool asks_to_resize = false);
 
-  // Returns whether one of the ranks had asked to stop by this rank's last call. The same on all
-  // ranks after the same calls, once all of these are counted.
-  bool stops() const noexcept { return stop_agreed_ <= made_; }
+  // Return whether one of the ranks had asked to stop, or to resize, by this rank's last call. The
+  // same on all ranks after the same calls, once all of these are counted.
+  bool stops() const noexcept { return agreed_.stop <= made_; }
+  bool resizes() const noexcept { return agreed_.resize <= made_; }
   bool all_counted() const noexcept { return counted_ == made_; }
 
   std::uint64_t made() const noexcept { return made_; }          // calls of this rank
@@ -71,8 +73,14 @@ class CallComparison {
     double timeout = 0;
   };
 
+  // The first call from which on a rank asks.
+  struct Requests {
+    std::uint64_t stop = kNever, resize = kNever;
+  };
+
   struct Words {
-    std::uint64_t made = 0, digest = 0, complement = 0, stop = 0;
+    std::uint64_t made = 0, digest = 0, complement = 0;
+    Requests requests;
   };
 
   const Call& oldest() const;
@@ -89,8 +97,7 @@ class CallComparison {
   std::deque<Call> calls_;  // those after the first compared_
   std::uint64_t made_ = 0, counted_ = 0, compared_ = 0;
   std::uint64_t compared_digest_ = 0;
-  // The first call from which on this rank asks to stop, and any rank does, as far as is known.
-  std::uint64_t stop_at_ = kNever, stop_agreed_ = kNever;
+  Requests own_, agreed_;                          // this rank's, and any rank's as far as is known
   std::shared_ptr<Work> round_;                    // null: none is under way
   std::vector<std::shared_ptr<Work>> one_by_one_;  // once calls differ
   Clock::time_point due_{};

@@ -133,7 +133,8 @@ void GpuFaultMonitor::begin(const exec::Request& request, std::string text) {
   Running running;
   running.timeout = request.timeout;
   running.text = text;
-  comparison_.add(std::move(text), request.timeout, users_.stop_requested());
+  comparison_.add(std::move(text), request.timeout, users_.stop_requested(),
+                  users_.resize_requested());
   running.number = comparison_.made();
   running_.push_back(std::move(running));
   changed_.notify_all();
@@ -175,6 +176,19 @@ void GpuFaultMonitor::finish(double timeout) {
 
 bool GpuFaultMonitor::should_stop(const WaitLimit::Interrupt& interrupt) {
   std::unique_lock lock(mutex_);
+  await_counts(lock, interrupt);
+  return comparison_.stops();
+}
+
+bool GpuFaultMonitor::should_resize(const WaitLimit::Interrupt& interrupt) {
+  std::unique_lock lock(mutex_);
+  await_counts(lock, interrupt);
+  return comparison_.resizes();
+}
+
+// Waits until all ranks have made this rank's calls.
+void GpuFaultMonitor::await_counts(std::unique_lock<std::mutex>& lock,
+                                   const WaitLimit::Interrupt& interrupt) {
   const Hurry hurry(hurries_, changed_);
   while (!comparison_.all_counted() && !failure_) {
     changed_.wait_for(lock, kCheckInterval);
@@ -184,7 +198,6 @@ bool GpuFaultMonitor::should_stop(const WaitLimit::Interrupt& interrupt) {
     interrupt();
   }
   if (failure_) std::rethrow_exception(failure_);
-  return comparison_.stops();
 }
 
 void GpuFaultMonitor::abort(const std::string& reason) noexcept {

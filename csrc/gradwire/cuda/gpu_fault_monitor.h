@@ -50,6 +50,7 @@ class GpuFaultMonitor {
   // when it made one of the calls so far. Waits until all ranks have made this rank's calls; throws
   // the failure, and what the interrupt throws, which is called in each turn of the wait.
   bool should_stop(const WaitLimit::Interrupt& interrupt = nullptr);
+  bool should_resize(const WaitLimit::Interrupt& interrupt = nullptr);  // the same
   // Aborts as exec::Communicator::abort() does.
   void abort(const std::string& reason) noexcept;
 
@@ -73,6 +74,7 @@ class GpuFaultMonitor {
   bool has_passed(const std::unique_ptr<OwnedEvent>& event) const;
   bool is_made_by_all(const Running& running) const;
   void require_in_time(Running& front) const;
+  void await_counts(std::unique_lock<std::mutex>& lock, const WaitLimit::Interrupt& interrupt);
   void loop(const std::stop_token& stop);
   void rest(std::unique_lock<std::mutex>& lock, const std::stop_token& stop);
   void check_running(std::unique_lock<std::mutex>& lock);

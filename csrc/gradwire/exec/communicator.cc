@@ -189,19 +189,27 @@ void Communicator::wait(Work& work, double timeout, const Interrupt& interrupt, 
   work.rethrow();
 }
 
+bool Communicator::should_stop(const Interrupt& interrupt) {
+  return agreed(stop_since_, interrupt) || (identity_.size == 1 && stop_requested());
+}
+
+bool Communicator::should_resize(const Interrupt& interrupt) {
+  return agreed(resize_since_, interrupt) || (identity_.size == 1 && resize_requested());
+}
+
 // The number of calls decides, and not what is over by now: another thread may have made a call
 // meanwhile, which is over on some ranks only.
-bool Communicator::should_stop(const Interrupt& interrupt) {
+bool Communicator::agreed(const std::optional<std::uint64_t>& since, const Interrupt& interrupt) {
   std::unique_lock lock(mutex_);
   require_alive();
-  if (identity_.size == 1) return stop_requested();
+  if (identity_.size == 1) return false;
   const std::uint64_t calls = calls_over_ + queue_.size();
   if (!queue_.empty()) {
     const std::shared_ptr<Work> last = queue_.back()->work;
     drive_or_wait(lock, *last, Deadline::never(), interrupt);
     last->rethrow();
   }
-  return stop_since_ && *stop_since_ <= calls;
+  return since && *since <= calls;
 }
 
 bool Communicator::stop_requested() const noexcept {

@@ -107,6 +107,10 @@ class Communicator final : private Family::Member {
   // the calls so far: an all_reduce, reduce_scatter or all_gather. Their frames carry it. Waits
   // for calls that are under way, and throws what ended them.
   bool should_stop(const Interrupt& interrupt = nullptr);
+  // The same for the next communicator, which members and processes that want to join form.
+  void request_resize() noexcept { resize_request_.make(); }
+  bool resize_requested() const noexcept { return resize_request_.made(); }
+  bool should_resize(const Interrupt& interrupt = nullptr);
 
   // Ends every call with Aborted, here and, through control, on all ranks. Wakes all waiters.
   // During a close() that has sent BYE it only ends that wait; the other ranks are not told then.
@@ -178,6 +182,7 @@ class Communicator final : private Family::Member {
   void bind_operation(Pending& pending, const Request& request);
   std::shared_ptr<Work> enqueue_transfer(Transfer transfer, bool sends);
   std::unique_ptr<Pending> take_spare();
+  bool agreed(const std::optional<std::uint64_t>& since, const Interrupt& interrupt);
   void check_peer(Rank peer) const;
   void require_alive() const;
   void wake_driver() noexcept;  // under the mutex
@@ -279,7 +284,8 @@ class Communicator final : private Family::Member {
   std::vector<std::unique_ptr<Pending>> spare_;
   std::vector<std::pair<Transfer, bool>> submitted_;  // transfers not yet seen by the driver
   std::uint64_t calls_over_ = 0;
-  std::optional<std::uint64_t> stop_since_;  // calls, with the one in which ranks agreed to stop
+  // Calls, with the one in which ranks agreed to stop, or to resize.
+  std::optional<std::uint64_t> stop_since_, resize_since_;
   PlanCache plans_;
   AwaitedSenders senders_;
   std::atomic<bool> finishes_{false};      // a thread that closes waits for all that is pending
@@ -298,7 +304,7 @@ class Communicator final : private Family::Member {
   bool positions_queried_ = false;           // for this call
   Deadline query_due_ = Deadline::never();   // when to query positions; then, when to stop waiting
   std::optional<Deadline> transfer_query_;   // when the query for a late transfer ends
-  bool stop_agreed_ = false;                 // in one of the collectives so far
+  std::uint16_t requests_agreed_ = 0;        // FrameFlags, in one of the collectives so far
   SeenShapes shapes_;
   Execution execution_;
   PointToPoint transfers_;
@@ -307,7 +313,7 @@ class Communicator final : private Family::Member {
   std::shared_ptr<Observer> observer_;       // changes between calls, under the mutex
   std::shared_ptr<Observer> next_observer_;  // from the next call on, under the mutex
   const std::shared_ptr<const StopRequest> stop_request_;
-  StopRequest own_stop_request_;
+  StopRequest own_stop_request_, resize_request_;
   StallMonitor stall_monitor_;
 
   std::jthread progress_;

@@ -271,7 +271,8 @@ void Communicator::start_operation() {
   call.rank = identity_.rank;
   call.communicator = identity_.communicator;
   call.operation = control_.history().calls();
-  call.stop = stop_requested();
+  if (stop_requested()) call.requests |= kFrameStop;
+  if (resize_requested()) call.requests |= kFrameResize;
   const CallShape shape = shape_of_call(*call.plan);
   call.fingerprint = control_.history().fingerprint_of_next(*call.plan, shape);
   stall_monitor_.begin(call.operation, call.plan->fingerprint());
@@ -295,7 +296,7 @@ void Communicator::finish_operation() {
   if (observer_) observer_->phase_over();
   const bool finite = current_->operation.end(execution_.finite());
   traffic_.add(execution_.codec_time());
-  if (execution_.stop() && current_->operation.plan().confirms_all_ranks()) stop_agreed_ = true;
+  if (current_->operation.plan().confirms_all_ranks()) requests_agreed_ |= execution_.requests();
   const bool unannounced = control_.end_call();
   if (current_->compound != nullptr && start_phase(finite)) return;
   current_->transaction.settle(finite);
@@ -313,7 +314,8 @@ void Communicator::finish_current(bool unannounced) {
   queue_.erase(queue_.begin());
   front_ = queue_.empty() ? nullptr : queue_.front().get();
   ++calls_over_;
-  if (stop_agreed_ && !stop_since_) stop_since_ = calls_over_;
+  if ((requests_agreed_ & kFrameStop) != 0 && !stop_since_) stop_since_ = calls_over_;
+  if ((requests_agreed_ & kFrameResize) != 0 && !resize_since_) resize_since_ = calls_over_;
   done->feedback.reset();
   done->work->finish(nullptr);
   spare_.push_back(std::move(done));

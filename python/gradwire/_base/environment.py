@@ -43,6 +43,15 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "number of shards of the parameter server that `gradwire run --servers` has started",
         "none",
     ),
+    "GRADWIRE_JOIN": (
+        "1: this process replaces one that failed; `gradwire run --min` sets it, and "
+        "init(elastic=True) then joins the others",
+        "0",
+    ),
+    "GRADWIRE_MAX_RANKS": (
+        "how many ranks a communicator has at most after `resize()`; `gradwire run --max` sets it",
+        "no limit",
+    ),
     "GRADWIRE_SLOT_ENDS": (
         "when the job's time slot ends, in seconds since 1970; `gradwire run --slot` sets it",
         "Slurm's SLURM_JOB_END_TIME, if that is set",

@@ -65,6 +65,7 @@ class Purpose(enum.IntEnum):
     P2P = 4
     SERVE = 5
     COORDINATE = 6
+    JOIN = 7
 
 
 @dataclass(frozen=True)

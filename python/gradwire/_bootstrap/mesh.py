@@ -12,7 +12,7 @@ import json
 import secrets
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from gradwire import _core
@@ -38,6 +38,21 @@ class Job:
         """64 bits that tell jobs of one name apart, and reveal nothing of the secret."""
         what = f"gradwire/1 status {self.epoch} {self.name}".encode()
         return int.from_bytes(hmac.digest(self.secret, what, "sha256")[:8], "little")
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The number of changes of a mesh's ranks so far, and the means for others to join."""
+
+    epoch: int = 0
+    joined: int = 0  # the last ranks, so many of them, joined at this epoch
+    store: str | None = None  # URL of the store in which its door is found; None: unknown
+    secret: bytes | None = field(default=None, repr=False)  # that the ranks were given, if any
+    offered: tuple[str, ...] = ()  # transports
+
+    def next(self, joined: int) -> Membership:
+        """The membership after a change."""
+        return replace(self, epoch=self.epoch + 1, joined=joined)
 
 
 class Link(NamedTuple):
@@ -75,6 +90,7 @@ class Mesh:
     names: tuple[str, ...] = ()  # of the hosts, by rank, for messages; empty when unknown
     model: _core.CostModel | None = None  # rank 0's, the same on all ranks
     job_ranks: tuple[int, ...] = ()  # the number in the job of each rank; empty: the same numbers
+    membership: Membership = Membership()
 
     def job_rank(self, rank: int) -> int:
         """The number in the job of a rank of this mesh."""

@@ -23,7 +23,7 @@ from gradwire._bootstrap.advertised_store import (
 )
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.launch_info import LaunchInfo
-from gradwire._bootstrap.mesh import Job, Mesh
+from gradwire._bootstrap.mesh import Job, Membership, Mesh
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange, await_rank
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
@@ -71,11 +71,13 @@ def meet(
     names = choose_transports(transports)
     given_secret = find_secret(secret)
     generation = _next_generation(launch)
+    membership = Membership(store=launch.store, secret=given_secret, offered=names)
     if launch.size == 1:
-        job = Job(launch.job, b"")
+        job = Job(launch.job, given_secret or secrets.token_bytes(32), launch.epoch)
         alone = connect_mesh(
             job, _exchange_alone, rank=0, size=1, communicator=generation, deadline=deadline
         )
+        alone.membership = membership
         return make(alone)
     with _meeting(launch, generation, deadline, given_secret) as met:
         mesh = connect_mesh(
@@ -90,6 +92,7 @@ def meet(
             raise_if_peer_failed=met.exchange.raise_if_peer_failed,
             lost_peer_error=lost,
         )
+        mesh.membership = membership
         agreed_model.agree(mesh, met.exchange)
         return make(mesh)
 

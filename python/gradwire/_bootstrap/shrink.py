@@ -1,4 +1,4 @@
-"""shrink: the survivors of a failed communicator agree on who they are, and connect anew.
+"""shrink, resize: ranks of an ended communicator agree on who they are, and connect anew.
 
 They talk over the control sockets that still live (`survivor_links`), without a store, since the
 rank that served it may be the one that died. Every rank holds a *view*: the ranks that it takes to
@@ -28,6 +28,18 @@ misses a DONE: a rank sends it before it closes its links, and a link keeps its 
 This holds when silence means death. A rank that lives and was left out, because it was stopped or
 came late, is before so and raises; if it was done with V, its communicator fails at the first call.
 Hosts that cannot reach each other take each other to be dead, and each side goes on.
+
+**Guests** are processes that join in a resize. The lowest rank of a view is its *sponsor*: it alone
+talks to them, and says in its view whom it brings; until then that part of a view is open. Think
+of a view as a set of ranks, and of all guests that any rank of it might bring in any round: what a
+sponsor says leaves out all other guests of its own, a guest that dies is left out like a rank, and
+when a sponsor leaves, its guests leave too. So views still only get smaller (`View.meet`), by
+rounds that end with the time to wait. Guests state nothing to ranks: a sponsor sends READY when its
+guests have told it that they are, so the argument above holds for ranks as it stands. When
+connecting fails and names nobody, all guests are left out before the ranks give up. A guest is in
+when its sponsor, done with V, tells it. One whose sponsor vanishes before drops its candidate and
+knocks again; if ranks were done with V, they have a communicator with a dead rank in it, which
+fails, and the next resize leaves it out.
 """
 
 from __future__ import annotations
@@ -36,19 +48,33 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.connect import connect_mesh
+from gradwire._bootstrap.door import Door, Guest
+from gradwire._bootstrap.guests import Addresses, Invitation, unpack_addresses, with_guests
 from gradwire._bootstrap.mesh import Mesh
-from gradwire._bootstrap.survivor_links import LinkEnded, Message, MessageKind, SurvivorLinks, View
-from gradwire._errors import Error, Timeout, TransportError, naming
+from gradwire._bootstrap.survivor_links import (
+    MOST_GUESTS,
+    LinkEnded,
+    Message,
+    MessageKind,
+    SurvivorLinks,
+    View,
+)
+from gradwire._errors import Error, RendezvousError, Timeout, TransportError, naming
+from gradwire._model import pack
 
 _LEAST_CONNECT_SECONDS = 5.0  # that connecting may take, however short the timeout is
 _MOST_CONNECT_SECONDS = 30.0  # the same, however long it is
 _REPEAT_SECONDS = 1.0  # after which a waiting rank sends its view again
 _DEATH_REPORT_SECONDS = 2.0  # in which the death that made connecting fail becomes known
 _DONE_SECONDS = 1.0  # for the others' DONE, at the end
+_GUEST_SECONDS = 5.0  # in which a guest answers an invitation
+_KNOCK_SECONDS = 0.05  # between two looks at the door
+_MOST_ROUNDS = 255
 
 _log = logging.getLogger("gradwire")
 
@@ -64,6 +90,17 @@ class _ViewChanged(Exception):
     """Raised when this rank's view is no longer the one that an attempt was for."""
 
 
+@dataclass
+class Admission:
+    """The rules by which a resize lets processes in, the same on all ranks; and the door."""
+
+    open_door: Callable[[], Door]  # called on the sponsor
+    wait: float = 0.0  # seconds, while there are fewer ranks than
+    least: int = 1
+    most: int | None = None
+    door: Door | None = None  # once this rank has been the sponsor
+
+
 def shrink(
     mesh: Mesh,
     links: SurvivorLinks,
@@ -71,19 +108,21 @@ def shrink(
     *,
     transports: Sequence[str],
     timeout: float,
+    admission: Admission | None = None,
 ) -> _Made:
-    """Connects the survivors, in their old order; returns `make(mesh, connect_timeout)`.
+    """Connects the survivors, in their old order, then guests; returns `make(mesh, seconds)`.
 
-    `mesh` is the failed communicator's. A rank that sends nothing for `timeout` seconds is left
-    out, and so is one that falls silent later. Closes the links. Raises TransportError on a rank
-    that was left out, and RendezvousError when the survivors cannot connect to each other.
+    `mesh` is the ended communicator's; without `admission` nobody joins. A rank that sends nothing
+    for `timeout` seconds is left out, and so is one that falls silent later. Closes the links.
+    Raises TransportError on a rank that was left out, and RendezvousError when the survivors cannot
+    connect to each other, or are too few at the end of the wait. `seconds` is the time for links.
     """
     with contextlib.closing(links):
-        return _Shrink(mesh, links, make, transports, timeout).run()
+        return _Shrink(mesh, links, make, transports, timeout, admission).run()
 
 
 class _Shrink(Generic[_Made]):
-    """One rank's part; ranks have the numbers of the failed communicator."""
+    """One rank's part; ranks have the numbers of the ended communicator, guests those above."""
 
     def __init__(
         self,
@@ -92,6 +131,7 @@ class _Shrink(Generic[_Made]):
         make: Callable[[Mesh, float], _Made],
         transports: Sequence[str],
         timeout: float,
+        admission: Admission | None,
     ) -> None:
         self._mesh, self._rank, self._links = mesh, mesh.rank, links
         self._make, self._transports = make, transports
@@ -99,13 +139,19 @@ class _Shrink(Generic[_Made]):
         self._repeat_at = Deadline(_REPEAT_SECONDS)
         self._active: set[int] = set()  # ranks that sent anything since connecting failed
         self._exclusion: TransportError | None = None  # raised when the others left this rank out
-        self._view: View = links.peers | {mesh.rank}
+        self._admission = admission
+        self._wait_over = Deadline(admission.wait if admission else 0.0)
+        self._guests: list[Guest] = []  # that this rank has brought, as sponsor
+        self._told: set[int] = set()  # those that know that they are in
+        opened = None if admission else frozenset[int]()
+        self._view = View(links.peers | {mesh.rank}, opened)
         self._limits = dict.fromkeys(links.peers, Deadline(timeout))  # of silence
         # The last message of each kind by peer, and the view that it was for.
         self._views: dict[int, View] = {}
         self._addresses: dict[int, tuple[View, bytes]] = {}
         self._ready: dict[int, View] = {}
         self._done: dict[int, View] = {}
+        self._refused: dict[int, View] = {}
         self._candidate: tuple[View, _Made] | None = None
 
     def run(self) -> _Made:
@@ -116,13 +162,15 @@ class _Shrink(Generic[_Made]):
             self._drop_candidate()
             raise
         self._announce_done(view)
-        _log.warning(
-            "rank %d goes on as rank %d of %d: ranks %s of %d survived",
+        _log.log(
+            logging.INFO if view.size == self._mesh.size else logging.WARNING,
+            "rank %d goes on as rank %d of %d: ranks %s of %d survived%s",
             self._rank,
-            sorted(view).index(self._rank),
-            len(view),
-            _names(view),
+            sorted(view.ranks).index(self._rank),
+            view.size,
+            _names(view.ranks),
             self._mesh.size,
+            f", and {len(view.guests)} joined" if view.guests else "",
         )
         return made
 
@@ -131,32 +179,91 @@ class _Shrink(Generic[_Made]):
             self._wait(self._without_agreement)
             if self._candidate is not None and self._is_done():
                 return self._candidate
-            self._drop_candidate()
             with contextlib.suppress(_ViewChanged):
+                if self._admission and not self._are_enough(self._admission):
+                    continue
+                self._drop_candidate()
                 return self._try(self._view)
+
+    def _are_enough(self, admission: Admission) -> bool:
+        """Whether the agreed view is one to try; otherwise waits for guests, or for the sponsor.
+
+        Raises RendezvousError when the time to wait is over.
+        """
+        view = self._view
+        if view.guests is not None and view.size >= admission.least:
+            return True
+        if self._rank == view.sponsor:
+            self._bring_guests(view, admission)
+            return False
+        self._wait(lambda: self._without_decision(view))
+        if self._refused.get(view.sponsor) == view:
+            raise self._too_few(view, admission)
+        return True
+
+    def _bring_guests(self, view: View, admission: Admission) -> None:
+        """Waits for guests where ranks are too few, and says whom this sponsor brings."""
+        if admission.door is None:
+            admission.door = admission.open_door()
+        brought = set(view.guests or ())
+        while True:
+            most = MOST_GUESTS if admission.most is None else admission.most - len(view.ranks)
+            room = min(most - len(brought), MOST_GUESTS - len(self._guests))
+            brought.update(map(self._add_guest, admission.door.take(max(room, 0))))
+            brought = {each for each in brought if self._peer(each) in self._links.peers}
+            enough = len(view.ranks) + len(brought) >= admission.least
+            if enough or self._wait_over.passed or view.round == _MOST_ROUNDS:
+                break
+            self._watch_view(view, min(_KNOCK_SECONDS, self._wait_over.remaining))
+        if not enough and view.guests is not None:
+            self._send(MessageKind.TOO_FEW, view)
+            raise self._too_few(view, admission)
+        number = view.round + (view.guests is not None)
+        self._shrink_view(View(view.ranks, frozenset(brought), number))
+
+    def _add_guest(self, guest: Guest) -> int:
+        number = len(self._guests)
+        self._guests.append(guest)
+        self._links.add(self._peer(number), guest.sock)
+        self._limits[self._peer(number)] = Deadline(_GUEST_SECONDS)
+        return number
+
+    def _too_few(self, view: View, admission: Admission) -> RendezvousError:
+        trouble = (
+            f" ({admission.door.trouble})" if admission.door and admission.door.trouble else ""
+        )
+        return RendezvousError(
+            f"rank {self._rank}: {view.size} ranks are here after wait={admission.wait:g} s, and "
+            f"min_ranks={admission.least}{trouble}: start more processes that call "
+            "gradwire.join(), or wait longer"
+        )
 
     def _try(self, view: View) -> tuple[View, _Made]:
         self._candidate = found = view, self._connect(view)
+        self._wait(lambda: self._without_answer(view, self._ready))
         self._send(MessageKind.READY, view)
         self._wait(lambda: self._not_ready(view))
         return found
 
     def _connect(self, view: View) -> _Made:
-        members = sorted(view)
-        name = f"{self._mesh.communicator}/shrink/{members}"
+        members = [*sorted(view.ranks), *sorted(self._peers(view.guests))]
+        name = f"{self._mesh.communicator}/shrink/{members}/{view.round}"
+        communicator = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+        job_ranks: list[int] = []
         try:
             mesh = connect_mesh(
                 self._mesh.job,
-                lambda own, _: self._exchange(own, view),
+                lambda own, _: self._exchange(own, view, communicator, job_ranks),
                 rank=members.index(self._rank),
                 size=len(members),
-                communicator=int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"),
+                communicator=communicator,
                 deadline=Deadline(self._connect_timeout),
                 transports=self._transports,
                 interface=self._mesh.interface,
                 raise_if_peer_failed=lambda within: self._watch_view(view, within),
-                job_ranks=map(self._mesh.job_rank, members),
             )
+            mesh.job_ranks = tuple(job_ranks) or (self._mesh.job_rank(self._rank),)
+            mesh.membership = self._mesh.membership.next(joined=len(view.guests or ()))
             self._send_view()  # `make` takes a while too
             return self._make(mesh, self._connect_timeout)
         except Error as error:
@@ -167,31 +274,108 @@ class _Shrink(Generic[_Made]):
     def _find_stuck_ranks(self, view: View, named: set[int]) -> None:
         """Leaves out stuck ranks, and those that the error names, after connecting failed.
 
-        Raises _ViewChanged when the view has become smaller.
+        Leaves out all guests where it names nobody. Raises _ViewChanged when the view has become
+        smaller.
         """
         self._watch_view(
             view, _DEATH_REPORT_SECONDS
         )  # the end of a dead rank's link may come later
         self._active.clear()
         self._wait(lambda: self._silent(view))
-        if named - {self._rank}:
-            self._leave_out(named, "it kept the others waiting when they connected")
+        if blamed := named - {self._rank} or self._peers(view.guests):
+            self._leave_out(blamed, "it kept the others waiting when they connected")
             self._require_view(view)
 
-    def _exchange(self, own: bytes, view: View) -> list[bytes]:
-        self._addresses[self._rank] = view, own
-        self._send(MessageKind.ADDRESS, view, own)
+    def _exchange(
+        self, own: bytes, view: View, communicator: int, job_ranks: list[int]
+    ) -> list[bytes]:
+        """All members' addresses, in their order; fills in their numbers in the job.
+
+        The sponsor asks its guests for theirs first, and passes all on to them.
+        """
+        ranks = sorted(view.ranks)
+        numbers = [self._mesh.job_rank(rank) for rank in ranks]
+        guests = sorted(self._guests_of(view))
+        if guests:
+            numbers = with_guests(
+                numbers, [self._guests[each - self._mesh.size] for each in guests]
+            )
+            self._invite(view, guests, communicator)
+            self._wait(lambda: self._without_answer(view, self._address_views()))
+        brought = [own, *(self._addresses[each][1] for each in guests)]
+        self._addresses[self._rank] = view, Addresses(brought, numbers[len(ranks) :]).pack()
+        self._send(MessageKind.ADDRESS, view, self._addresses[self._rank][1])
         self._wait(lambda: self._without_address(view))
-        return [self._addresses[rank][1] for rank in sorted(view)]
+        found = {rank: self._addresses_of(rank, view) for rank in ranks}
+        sponsor = found[view.sponsor]
+        job_ranks[:] = numbers[: len(ranks)] + sponsor.job_ranks
+        addresses = [found[rank].addresses[0] for rank in ranks] + sponsor.addresses[1:]
+        for each in guests:
+            packed = Addresses(addresses, job_ranks).pack()
+            self._links.send(each, MessageKind.ADDRESS, view, packed)
+        return addresses
+
+    def _addresses_of(self, rank: int, view: View) -> Addresses:
+        """Decodes what a rank sent; leaves it out, and raises _ViewChanged, if that is wrong."""
+        guests = len(view.guests or ()) if rank == view.sponsor else 0
+        try:
+            return unpack_addresses(self._addresses[rank][1], 1 + guests, guests)
+        except ValueError as error:
+            self._leave_out({rank}, f"it sent no addresses ({error})")
+            raise _ViewChanged from None
+
+    def _invite(self, view: View, guests: Sequence[int], communicator: int) -> None:
+        for index, peer in enumerate(guests):
+            self._limits[peer] = Deadline(_GUEST_SECONDS)
+            invitation = Invitation(
+                rank=len(view.ranks) + index,
+                size=view.size,
+                communicator=communicator,
+                epoch=self._mesh.membership.epoch + 1,
+                joined=len(guests),
+                seconds=self._connect_timeout,
+                model=None if self._mesh.model is None else pack(self._mesh.model).decode(),
+            )
+            self._links.send(peer, MessageKind.INVITE, view, invitation.pack())
+
+    # Guests have the numbers from the size of the ended communicator on, as peers.
+
+    def _peer(self, guest: int) -> int:
+        return self._mesh.size + guest
+
+    def _peers(self, guests: Iterable[int] | None) -> set[int]:
+        return set(map(self._peer, guests or ()))
+
+    def _guests_of(self, view: View) -> set[int]:
+        """The guests of a view as peers, if this rank has brought them."""
+        return self._peers(view.guests) if self._rank == view.sponsor else set()
+
+    def _in_view(self, peer: int) -> bool:
+        return peer in self._view.ranks or peer in self._guests_of(self._view)
 
     # The ranks that this rank waits for; none when it is done.
 
     def _without_agreement(self) -> Iterable[int]:
         return () if self._is_done() else self._without(self._view, self._views)
 
+    def _without_decision(self, view: View) -> Iterable[int]:
+        """The sponsor, until it goes on with the view or gives up."""
+        self._require_view(view)
+        sponsor = view.sponsor
+        if self._refused.get(sponsor) == view or self._address_views().get(sponsor) == view:
+            return ()
+        return {sponsor}
+
     def _without_address(self, view: View) -> Iterable[int]:
         self._require_view(view)
-        return self._without(view, {peer: of for peer, (of, _) in self._addresses.items()})
+        return self._without(view, self._address_views())
+
+    def _without_answer(self, view: View, last: Mapping[int, View]) -> Iterable[int]:
+        """The guests of this rank whose view in `last` is another one."""
+        if self._is_done():
+            return ()
+        self._require_view(view)
+        return {peer for peer in self._guests_of(view) if last.get(peer) != view}
 
     def _not_ready(self, view: View) -> Iterable[int]:
         if self._is_done():
@@ -201,11 +385,14 @@ class _Shrink(Generic[_Made]):
 
     def _silent(self, view: View) -> Iterable[int]:
         self._require_view(view)
-        return view - self._active - {self._rank}
+        return (view.ranks | self._guests_of(view)) - self._active - {self._rank}
 
     def _without(self, view: View, last: Mapping[int, View]) -> set[int]:
-        """The peers of the view whose view in `last` is another one."""
-        return {peer for peer in view - {self._rank} if last.get(peer) != view}
+        """The other ranks of the view whose view in `last` is another one."""
+        return {peer for peer in view.ranks - {self._rank} if last.get(peer) != view}
+
+    def _address_views(self) -> dict[int, View]:
+        return {peer: of for peer, (of, _) in self._addresses.items()}
 
     def _is_done(self) -> bool:
         if self._candidate is None:
@@ -246,10 +433,11 @@ class _Shrink(Generic[_Made]):
     def _send_view(self) -> None:
         self._repeat_at = Deadline(_REPEAT_SECONDS)
         self._send(MessageKind.VIEW, self._view)
+        self._tell_guests(MessageKind.VIEW, self._view)
 
     def _listen(self, seconds: float) -> None:
         for event in self._links.poll(seconds):
-            if event.peer not in self._view:
+            if not self._in_view(event.peer):
                 continue
             if isinstance(event, LinkEnded):
                 self._leave_out({event.peer}, event.reason)
@@ -260,39 +448,65 @@ class _Shrink(Generic[_Made]):
         peer, kind, view, payload = message
         self._limits[peer] = Deadline(self._connect_timeout + _LEAST_CONNECT_SECONDS)
         self._active.add(peer)
-        self._views[peer] = view
         if kind is MessageKind.ADDRESS:
             self._addresses[peer] = view, payload
         elif kind is MessageKind.READY:
             self._ready[peer] = view
-        elif kind is MessageKind.DONE:
+        if peer >= self._mesh.size:  # a guest, which says nothing about others
+            if kind is MessageKind.DONE:
+                self._told.add(peer)
+            return
+        self._views[peer] = view
+        if kind is MessageKind.DONE:
             self._done[peer] = view
-        if self._rank not in view and not self._is_done():
+        elif kind is MessageKind.TOO_FEW:
+            self._refused[peer] = view
+        if self._rank not in view.ranks and not self._is_done():
             self._exclusion = naming(_left_out(self._rank, peer), peer, self._mesh.job_rank(peer))
             raise self._exclusion
-        self._shrink_view(self._view & view)
+        self._shrink_view(self._view.meet(view))
 
     def _leave_out(self, peers: Iterable[int], reason: str) -> None:
-        _log.info("rank %d leaves out rank %s: %s", self._rank, _names(peers), reason)
-        self._shrink_view(self._view.difference(peers))
+        out = set(peers)
+        _log.info("rank %d leaves out %s: %s", self._rank, self._named(out), reason)
+        before, size = self._view, self._mesh.size
+        without = before._replace(guests=before.guests and before.guests - {p - size for p in out})
+        self._shrink_view(without.meet(View(before.ranks - out, None)))
+
+    def _named(self, peers: Iterable[int]) -> str:
+        size = self._mesh.size
+        names = [
+            f"rank {each}" if each < size else f"guest {each - size}" for each in sorted(peers)
+        ]
+        return ", ".join(names)
 
     def _shrink_view(self, view: View) -> None:
         if view != self._view and not self._is_done():
             before, self._view = self._view, view
             self._send(MessageKind.VIEW, view, whom=before)  # also those that are left out
+            for peer in self._guests_of(before) - self._guests_of(view):
+                self._links.end(peer)
 
     def _send(
         self, kind: MessageKind, view: View, payload: bytes = b"", whom: View | None = None
     ) -> None:
-        for peer in (whom or view) - {self._rank}:
+        for peer in (whom or view).ranks - {self._rank}:
             self._links.send(peer, kind, view, payload)
+
+    def _tell_guests(self, kind: MessageKind, view: View) -> None:
+        for peer in self._guests_of(view):
+            self._links.send(peer, kind, view)
 
     def _announce_done(self, view: View) -> None:
         """Sends DONE and awaits the others': closing a link with unread data may lose messages."""
         self._send(MessageKind.DONE, view)
+        self._tell_guests(MessageKind.DONE, view)
         limit = Deadline(_DONE_SECONDS)
-        while not limit.passed and self._without(view, self._done) & self._links.peers:
+        while not limit.passed and self._unconfirmed(view) & self._links.peers:
             self._listen(limit.remaining)
+
+    def _unconfirmed(self, view: View) -> set[int]:
+        return self._without(view, self._done) | (self._guests_of(view) - self._told)
 
     def _drop_candidate(self) -> None:
         if self._candidate is not None:
@@ -310,7 +524,7 @@ def _left_out(rank: int, by: int) -> TransportError:
 
 
 def _ranks_named_by(error: Error, members: Sequence[int]) -> set[int]:
-    """The rank that an error names, in the failed communicator's numbers; empty for none."""
+    """The peer that an error names, in the ended communicator's numbers; empty for none."""
     if isinstance(error, Timeout | TransportError) and 0 <= error.peer < len(members):
         return {members[error.peer]}
     return set()

@@ -1,10 +1,12 @@
 """SurvivorLinks: the control sockets that outlived their communicator carry shrink's messages.
 
-    magic "GRS1", kind, 3 zero bytes, length of the payload; the view, one bit a rank; the payload
+    magic "GRS2", kind, round, bytes of a set of ranks, length of the payload
+    the view: ranks, one bit each; 1 if guests are known, else 0; guests, one bit each, in 8 bytes
+    the payload
 
 Frames that the communicator itself had sent come first and are skipped. The peer authenticated
 itself when the socket was made, but its bytes are checked all the same: a peer that sends anything
-else counts as gone.
+else counts as gone. Links between a sponsor and its guests (`guests`) carry the same messages.
 """
 
 from __future__ import annotations
@@ -13,18 +15,58 @@ import enum
 import selectors
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gradwire import _core
 
-View = frozenset[int]  # ranks of the failed communicator
-
-_HEAD = struct.Struct("<4sB3sI")
-_MAGIC = b"GRS1"
-_MAX_PAYLOAD = 1 << 16
+MOST_GUESTS = 64  # of one sponsor in one resize
+_HEAD = struct.Struct("<4sBBHI")
+_GUESTS = struct.Struct("<BQ")
+_MAGIC = b"GRS2"
+_MAX_PAYLOAD = 1 << 19
+_MAX_RANKS_BYTES = 1 << 14
+MOST_RANKS = 8 * _MAX_RANKS_BYTES
 _CHUNK = 1 << 16
+
+
+class View(NamedTuple):
+    """The members of a new communicator: ranks of the old one, and guests of their sponsor.
+
+    The sponsor is the lowest rank. `guests` is None until it has said whom it brings; in a later
+    `round` it brings others.
+    """
+
+    ranks: frozenset[int]
+    guests: frozenset[int] | None = frozenset()
+    round: int = 0
+
+    @property
+    def sponsor(self) -> int:
+        """The lowest rank."""
+        return min(self.ranks)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks and known guests."""
+        return len(self.ranks) + len(self.guests or ())
+
+    def meet(self, other: View) -> View:
+        """The largest view that is within both.
+
+        A view is within another if its ranks are, and, with the same sponsor, its round is later,
+        or the same and its guests are. So views get smaller at most so many times.
+        """
+        ranks = self.ranks & other.ranks
+        if not ranks:
+            return View(ranks)
+        same = [each for each in (self, other) if min(each.ranks) == min(ranks)]
+        if not same:
+            return View(ranks, None)
+        last = max(each.round for each in same)
+        known = [each.guests for each in same if each.round == last and each.guests is not None]
+        return View(ranks, frozenset.intersection(*known) if known else None, last)
 
 
 class MessageKind(enum.IntEnum):
@@ -34,6 +76,8 @@ class MessageKind(enum.IntEnum):
     ADDRESS = 2  # all of them agree; the payload is the sender's AddressInfo
     READY = 3  # the sender is connected to all of them
     DONE = 4  # all of them are, and the sender is in the new communicator
+    INVITE = 5  # to a guest: the payload is its Invitation to them
+    TOO_FEW = 6  # the sponsor waits no longer for more of them
 
 
 class Message(NamedTuple):
@@ -65,17 +109,19 @@ class SurvivorLinks:
     def __init__(self, released: Sequence[tuple[int, int, bytes]], size: int) -> None:
         """Takes over (peer, descriptor, bytes already read of its next frame) of each survivor."""
         self._size = size
-        self._links = {
-            peer: _Link(socket.socket(fileno=fd), bytearray(received))
-            for peer, fd, received in released
-        }
+        self._links: dict[int, _Link] = {}
         self._selector = selectors.DefaultSelector()
-        for peer, link in self._links.items():
-            link.sock.setblocking(False)
-            self._selector.register(link.sock, selectors.EVENT_READ, peer)
+        for peer, fd, received in released:
+            self.add(peer, socket.socket(fileno=fd), received)
+
+    def add(self, peer: int, sock: socket.socket, received: bytes = b"") -> None:
+        """Takes over the socket of a peer; those from `size` on are no ranks, but guests."""
+        sock.setblocking(False)
+        self._links[peer] = _Link(sock, bytearray(received))
+        self._selector.register(sock, selectors.EVENT_READ, peer)
 
     @property
-    def peers(self) -> View:
+    def peers(self) -> frozenset[int]:
         """The peers whose link has not ended."""
         return frozenset(self._links)
 
@@ -83,30 +129,32 @@ class SurvivorLinks:
         """Sends as much as fits now, the rest during poll(); ignores a peer that is gone."""
         link = self._links.get(peer)
         if link is not None:
-            bits = sum(1 << rank for rank in view).to_bytes(self._view_bytes, "little")
-            link.outgoing += _HEAD.pack(_MAGIC, kind, bytes(3), len(payload)) + bits + payload
+            link.outgoing += _packed(kind, view, payload)
             self._push_out(peer, link)
 
     def poll(self, timeout: float) -> list[Message | LinkEnded]:
         """Receives messages, in each peer's order; waits up to `timeout` seconds for the first."""
         events: list[Message | LinkEnded] = []
         for key, ready in self._selector.select(timeout):
-            link = self._links[key.data]
+            link = self._links.get(key.data)
+            if link is None:
+                continue
             if ready & selectors.EVENT_WRITE:
                 self._push_out(key.data, link)
             if ready & selectors.EVENT_READ:
                 events += self._read(key.data, link)
         return events
 
+    def end(self, peer: int) -> None:
+        """Closes the link to a peer, if it has not ended; that is not reported."""
+        if peer in self._links:
+            self._end(peer)
+
     def close(self) -> None:
         """Closes every link."""
         for peer in self.peers:
             self._end(peer)
         self._selector.close()
-
-    @property
-    def _view_bytes(self) -> int:
-        return (self._size + 7) // 8
 
     def _push_out(self, peer: int, link: _Link) -> None:
         try:
@@ -144,20 +192,22 @@ class SurvivorLinks:
                     return
                 del data[: _core.CONTROL_FRAME_BYTES]
                 continue
-            kind, length = _unpack_head(bytes(data[: _HEAD.size]))
-            start = _HEAD.size + self._view_bytes
+            kind, number, ranks_bytes, length = _unpack_head(bytes(data[: _HEAD.size]))
+            start = _HEAD.size + ranks_bytes + _GUESTS.size
             if len(data) < start + length:
                 return
-            view = self._unpack_view(peer, bytes(data[_HEAD.size : start]))
+            view = self._unpack_view(peer, number, bytes(data[_HEAD.size : start]))
             payload = bytes(data[start : start + length])
             del data[: start + length]
             yield Message(peer, kind, view, payload)
 
-    def _unpack_view(self, peer: int, raw: bytes) -> View:
-        bits = int.from_bytes(raw, "little")
-        if bits >> self._size or not bits >> peer & 1:
+    def _unpack_view(self, peer: int, number: int, raw: bytes) -> View:
+        bits = int.from_bytes(raw[: -_GUESTS.size], "little")
+        known, guests = _GUESTS.unpack(raw[-_GUESTS.size :])
+        own = peer >= self._size or bits >> peer & 1
+        if bits >> self._size or not bits or not own or known > 1 or (guests and not known):
             raise ValueError("it sent a view that cannot be its own")
-        return frozenset(rank for rank in range(self._size) if bits >> rank & 1)
+        return View(_members(bits), _members(guests) if known else None, number)
 
     def _end(self, peer: int) -> None:
         link = self._links.pop(peer)
@@ -165,8 +215,24 @@ class SurvivorLinks:
         link.sock.close()
 
 
-def _unpack_head(raw: bytes) -> tuple[MessageKind, int]:
-    magic, kind, zeros, length = _HEAD.unpack(raw)
-    if magic != _MAGIC or any(zeros) or length > _MAX_PAYLOAD:
+def _packed(kind: MessageKind, view: View, payload: bytes) -> bytes:
+    ranks = _bits(view.ranks)
+    ranks_bytes = ranks.to_bytes((ranks.bit_length() + 7) // 8, "little")
+    head = _HEAD.pack(_MAGIC, kind, view.round, len(ranks_bytes), len(payload))
+    guests = _GUESTS.pack(view.guests is not None, _bits(view.guests or ()))
+    return head + ranks_bytes + guests + payload
+
+
+def _bits(numbers: Iterable[int]) -> int:
+    return sum(1 << number for number in numbers)
+
+
+def _members(bits: int) -> frozenset[int]:
+    return frozenset(number for number in range(bits.bit_length()) if bits >> number & 1)
+
+
+def _unpack_head(raw: bytes) -> tuple[MessageKind, int, int, int]:
+    magic, kind, number, ranks_bytes, length = _HEAD.unpack(raw)
+    if magic != _MAGIC or ranks_bytes > _MAX_RANKS_BYTES or length > _MAX_PAYLOAD:
         raise ValueError("it sent bytes that are no message of a shrink")
-    return MessageKind(kind), length
+    return MessageKind(kind), number, ranks_bytes, length

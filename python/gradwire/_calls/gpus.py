@@ -194,6 +194,10 @@ class Gpu:
         """`Communicator.should_stop` for the calls on GPUs."""
         return self._core.should_stop()
 
+    def should_resize(self) -> bool:
+        """`Communicator.should_resize` for the calls on GPUs."""
+        return self._core.should_resize()
+
     def abort(self, reason: str) -> None:
         """Ends all enqueued calls."""
         self._core.abort(reason)

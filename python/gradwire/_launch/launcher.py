@@ -1,5 +1,8 @@
 """`gradwire run -n 4 script.py`: starts local ranks, and ends them all when one fails.
 
+With --min (elastic) the others go on, and the rank that failed is started anew, as a process that
+joins them; with --keep-going ranks have nothing to do with each other.
+
 When a rank fails, the others have a moment to fail by themselves, and the launcher reports the
 root cause (`root_cause`): each rank notes in a file of the launcher's how it ended (`at_exit`).
 Each rank is a process group of its own, so that Ctrl-C reaches it exactly once, through the
@@ -71,12 +74,14 @@ def _run_once(options: argparse.Namespace, slot: slots.Slot) -> slots.Outcome:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **({"GRADWIRE_LINK": options.link} if options.link else {}),
         **({"GRADWIRE_SERVERS": str(options.servers)} if options.servers else {}),
+        **({"GRADWIRE_MAX_RANKS": str(options.max)} if options.max else {}),
         **slot.environment,
     }
     with os.fdopen(notes, "rb"), StoreServer(store, job, secret.encode()):
         environment = {**os.environ, **common}
         launch = _Launch(program, options.n, environment, options.tag_output, notes)
         launch.keep_going, launch.restarts = options.keep_going, options.restarts
+        launch.least = options.min or 0
         launch.slot = slot
         if options.slot is not None or options.margin is not None:
             launch.grace = slot.margin
@@ -126,7 +131,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gradwire run", description="Runs a Python program on n ranks of this host."
     )
-    parser.add_argument("-n", type=int, required=True, metavar="RANKS", help="number of ranks")
+    parser.add_argument("-n", type=int, metavar="RANKS", help="number of ranks (--max)")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")
     parser.add_argument(
         "--tag-output", action="store_true", help='begin every line of output with "[rank] "'
@@ -151,11 +156,25 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="a rank that fails ends alone; for ranks that exchange nothing but with the servers",
     )
     parser.add_argument(
+        "--min",
+        type=int,
+        metavar="RANKS",
+        help="elastic: when a rank fails, the others go on, and end only when fewer than so many "
+        "are left; for programs that resize(), as those of gradwire.torch.elastic do",
+    )
+    parser.add_argument(
+        "--max",
+        type=int,
+        metavar="RANKS",
+        help="with --min: how many ranks there are at most, and are started without -n",
+    )
+    parser.add_argument(
         "--restarts",
         type=int,
         default=0,
         metavar="TIMES",
-        help="with --keep-going: start a rank that failed anew, so many times at most",
+        help="start a rank that failed anew: with --min, where it joins the others, so many times "
+        "in all; with --keep-going so many times each",
     )
     slots.add_options(parser)
     parser.add_argument(
@@ -171,14 +190,32 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         del options.program[0]
     if not options.program:
         parser.error("which program? gradwire run -n 4 script.py")
-    if options.n < 1:
-        parser.error(f"-n {options.n}: at least one rank")
+    _check_numbers(parser, options)
     if options.servers < 0:
         parser.error(f"--servers {options.servers}: 0 or more shards")
-    if options.restarts < 0 or (options.restarts and not options.keep_going):
-        parser.error("--restarts TIMES goes with --keep-going")
+    if options.restarts < 0 or (options.restarts and not (options.keep_going or options.min)):
+        parser.error("--restarts TIMES goes with --min RANKS or --keep-going")
     slots.check(parser, options)
     return options
+
+
+def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program for numbers of ranks that contradict each other; sets -n."""
+    if options.n is None:
+        options.n = options.max
+    if options.n is None:
+        parser.error("how many ranks? -n RANKS, or --max RANKS with --min")
+    if options.n < 1:
+        parser.error(f"-n {options.n}: at least one rank")
+    if options.min is None:
+        if options.max is not None:
+            parser.error("--max RANKS goes with --min RANKS")
+        return
+    if options.keep_going:
+        parser.error("--keep-going is for ranks that never meet, and --min for those that do")
+    if not 1 <= options.min <= options.n <= (options.max or options.n):
+        most = f" <= --max {options.max}" if options.max else ""
+        parser.error(f"not 1 <= --min {options.min} <= -n {options.n}{most}")
 
 
 def _link_of(given: str) -> str:
@@ -220,13 +257,15 @@ class _Launch:
         self._act_at: float | None = None  # when to ask the ranks to end, or to kill them
         self._code = 0
         self.keep_going = False  # when a rank fails
-        self.restarts = 0  # of each rank that fails
+        self.restarts = 0  # of each rank that fails, with keep_going; else in all
+        self.least = 0  # ranks that are needed to go on when one fails; 0: all
         self.slot = slots.Slot(math.inf, 0)  # at whose end the ranks must end
         self.grace = GRACE_SECONDS  # between asking ranks to end and killing them
         self.told = False  # by a signal, to stop
         self._saved = False  # some rank wants to be run again, and
         self._unclean = False  # some rank did not end as it was asked to
         self._begun: Counter[int] = Counter()  # how often each rank was started
+        self._restarted = 0
         self._succeeded = False  # some rank has
 
     def run(self) -> int:
@@ -238,7 +277,7 @@ class _Launch:
                     self._handle(self._next())
                 if not self._ending:
                     self._report()
-                if self.keep_going and self._succeeded and not self._ending:
+                if self._goes_on and self._succeeded and not self._ending:
                     self._code = 0
                 if self._saved and not self._failures and not self._unclean:
                     self._code = slots.REQUEUE
@@ -250,9 +289,16 @@ class _Launch:
             printer.join(GRACE_SECONDS)
         return self._code
 
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a rank that fails does not end the others."""
+        return self.keep_going or self.least > 0
+
     def _start(self, rank: int) -> None:
         self._begun[rank] += 1
         environment = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if self.least and self._begun[rank] > 1:
+            environment["GRADWIRE_JOIN"] = "1"
         if self._tag:
             environment["PYTHONUNBUFFERED"] = "1"
         pipe = subprocess.PIPE if self._tag else None
@@ -328,20 +374,36 @@ class _Launch:
             self._saved = True
             return
         self._unclean = self._unclean or code != 0
-        if code != 0 and self.keep_going and not self._ending:
-            self._go_on(Failure(ended.rank, process.pid, code, ended.at))
-        elif code != 0 and not self._ending:
-            self._failures.append(Failure(ended.rank, process.pid, code, ended.at))
-            self._act_at = self._act_at or time.monotonic() + SETTLE_SECONDS
+        if code == 0 or self._ending:
+            return
+        failure = Failure(ended.rank, process.pid, code, ended.at)
+        if self._goes_on and self._act_at is None and self._can_go_on(failure):
+            self._go_on(failure)
+            return
+        self._failures.append(failure)
+        self._act_at = self._act_at or time.monotonic() + SETTLE_SECONDS
+
+    def _can_start_anew(self, failure: Failure) -> bool:
+        if self.keep_going:
+            return self._begun[failure.rank] <= self.restarts
+        # Whoever joined after the others had come to the end would wait in vain.
+        return self._restarted < self.restarts and not self._succeeded
+
+    def _can_go_on(self, failure: Failure) -> bool:
+        """Whether enough ranks are left, or can be started anew."""
+        enough = len(self._ranks) >= self.least or self._succeeded
+        return self.keep_going or enough or self._can_start_anew(failure)
 
     def _go_on(self, failure: Failure) -> None:
         """Starts a rank that failed anew, or goes on without it."""
-        again = self._begun[failure.rank] <= self.restarts
-        then = f"starting it anew ({self._begun[failure.rank]} of {self.restarts})"
+        again = self._can_start_anew(failure)
+        number = self._begun[failure.rank] if self.keep_going else self._restarted + 1
+        then = f"starting it anew ({number} of {self.restarts})"
         without = f"going on with the other {len(self._ranks)}"
         text = describe([failure], self._size)
         print(f"gradwire run: {text}; {then if again else without}", file=sys.stderr, flush=True)
         if again:
+            self._restarted += 1
             self._start(failure.rank)
         else:
             self._failures.append(failure)

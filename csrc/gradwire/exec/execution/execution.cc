@@ -72,7 +72,7 @@ void Execution::commit(const Frame& frame, Bytes staging, std::size_t length, Li
                        TrafficCounter& traffic) {
   FrameHeader header = header_of(frame);
   header.length = static_cast<std::uint32_t>(length);
-  if (call_.stop) header.flags |= kFrameStop;
+  header.flags |= call_.requests;
   std::memcpy(staging.data(), &header, sizeof header);
   links.commit(sizeof header + length);
   traffic.add(sizeof header + length, call_.plan->peers(frame).size());
@@ -207,15 +207,15 @@ FrameHeader Execution::header_of(const Frame& frame) const {
   return header;
 }
 
-// Checks a header, and takes note of a request to stop.
+// Checks a header, and takes note of requests.
 void Execution::check(FrameHeader header, const Frame& frame, Rank peer, std::size_t length) {
-  const bool stop = (header.flags & kFrameStop) != 0;
-  header.flags &= static_cast<std::uint16_t>(~kFrameStop);
+  const std::uint16_t requests = header.flags & kFrameRequests;
+  header.flags &= static_cast<std::uint16_t>(~kFrameRequests);
   FrameHeader expected = header_of(frame);
   expected.length = static_cast<std::uint32_t>(length);
   const bool length_ok =
       call_.plan->codec().fixed_size() ? length == frame.bytes : length <= frame.bytes;
-  if (header == expected && length_ok) return static_cast<void>(call_.stop |= stop);
+  if (header == expected && length_ok) return static_cast<void>(call_.requests |= requests);
   const std::string who = "rank " + std::to_string(call_.rank) + ": rank " + std::to_string(peer);
   if (header.magic != expected.magic || header.communicator != expected.communicator)
     throw TransportError(who + " sent something that is not a frame of this communicator", peer);

@@ -31,7 +31,7 @@ class Execution {
     std::uint32_t communicator = 0;
     std::uint32_t operation = 0;
     std::uint32_t fingerprint = 0;  // in all headers; 0: the plan's
-    bool stop = false;              // this rank asks the job to stop
+    std::uint16_t requests = 0;     // FrameFlags: what this rank asks of all ranks
     Observer* observer = nullptr;   // is told of frames
   };
 
@@ -45,9 +45,9 @@ class Execution {
   // Returns, for lossy codecs when done, whether this rank's results hold neither NaN nor Inf.
   // Ranks that all have all results return the same.
   bool finite() const noexcept { return finite_; }
-  // Returns, when done, whether this rank or one that it has heard of asked the job to stop. After
-  // a plan that confirms all ranks these are all, so all ranks return the same.
-  bool stop() const noexcept { return call_.stop; }
+  // Returns, when done, the FrameFlags of what this rank or one that it has heard of asks of all.
+  // After a plan that confirms all ranks these are all, so all ranks return the same.
+  std::uint16_t requests() const noexcept { return call_.requests; }
   // Returns the time spent in the codec that is not counted yet. Whoever counts it sets it to zero.
   CodecTime& codec_time() noexcept { return spent_; }
   // Returns the rank that this one waits for: the sender of the next frame, or a reader of a full

@@ -1,0 +1,68 @@
+"""The admission to a resize: its arguments, and the transports and addresses for those who join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from gradwire._base import arguments, environment
+from gradwire._bootstrap.door import Door
+from gradwire._bootstrap.mesh import Mesh
+from gradwire._bootstrap.shrink import Admission
+from gradwire._bootstrap.store import Address, parse_address
+from gradwire._errors import InvalidArgument
+from gradwire._host.interfaces import choose, is_loopback, route_to
+from gradwire._host.transport_kinds import DEFAULTS
+
+
+def admission_to(
+    mesh: Mesh,
+    open_door: Callable[[str | None], Door],
+    store: str | None,
+    wait: float,
+    min_ranks: int,
+) -> Admission:
+    """Checks the arguments of a resize, and has the mesh listen where those who join reach it.
+
+    Raises InvalidArgument.
+    """
+    address = None if store is None else parse_address(arguments.text(store, "store"))
+    seconds = arguments.number(wait, "wait")
+    if not seconds >= 0:
+        raise InvalidArgument(f"wait={wait!r} is not a number of seconds")
+    least = arguments.whole(min_ranks, "min_ranks", least=1)
+    most = _most_ranks()
+    if most is not None and least > most:
+        raise InvalidArgument(f"min_ranks={least} is more than GRADWIRE_MAX_RANKS={most}")
+    if store is not None:
+        mesh.membership = replace(mesh.membership, store=store)
+    _listen_beyond_loopback(mesh, address)
+    return Admission(partial(open_door, store), seconds, least, most)
+
+
+def transports_of(mesh: Mesh) -> Sequence[str]:
+    """The transports that a mesh offers to those who join."""
+    return mesh.membership.offered or mesh.transports or DEFAULTS
+
+
+def _most_ranks() -> int | None:
+    given = environment.text("GRADWIRE_MAX_RANKS")
+    if given is None:
+        return None
+    if not given.isdecimal() or int(given) < 1:
+        raise InvalidArgument(f"GRADWIRE_MAX_RANKS={given!r} is not a number of ranks")
+    return int(given)
+
+
+def _listen_beyond_loopback(mesh: Mesh, given: Address | None) -> None:
+    """Chooses the address that reaches the store, where all ranks have been on one host so far."""
+    known = mesh.membership.store
+    if given is None and known is not None and not known.startswith("torch:"):
+        given = parse_address(known)
+    if given is None or given.local or not mesh.interface.interface.loopback:
+        return
+    source = route_to(given.host, given.port).source
+    if not is_loopback(source):
+        pattern = environment.text("GRADWIRE_SOCKET_IFNAME")
+        mesh.interface = choose(source, pattern=pattern, several_hosts=True)

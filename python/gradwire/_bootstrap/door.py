@@ -1,0 +1,237 @@
+"""The door: where processes that want to join a communicator knock.
+
+The lowest rank listens, and writes into a store where. The store is the launcher's, which lives as
+long as the job; where there is none, it is one that this rank serves, at the address that rank 0
+served the rendezvous at. Who connects proves that it knows the job's secret, as everywhere; then
+the door asks the communicator for a resize, and keeps the socket until a sponsor takes it.
+
+A thread waits for guests. Nothing else happens while nobody knocks: no message, no polling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.connect import listen
+from gradwire._bootstrap.handshake import Authenticator, HandshakeError, Hello, Purpose
+from gradwire._bootstrap.keepalive import fail_with_host
+from gradwire._bootstrap.mesh import AddressInfo, Mesh, unpack_address_info
+from gradwire._bootstrap.rendezvous import require_secret
+from gradwire._bootstrap.store import StoreClient, parse_address
+from gradwire._bootstrap.store_server import StoreServer
+from gradwire._bootstrap.torch_store import TorchStore
+from gradwire._errors import Error, RendezvousError, describe
+
+_STORE_SECONDS = 5.0  # in which a store answers
+_PAUSE_SECONDS = 0.5  # between two looks at the limits of pending handshakes
+
+_log = logging.getLogger("gradwire")
+_doors: weakref.WeakSet[Door] = weakref.WeakSet()
+
+
+class Guest(NamedTuple):
+    """A process that wants to join, by its socket."""
+
+    sock: socket.socket
+    number: int  # in the job, as its launcher says; -1: none
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The door's entry in its store: how to knock."""
+
+    address: AddressInfo
+    epoch: int  # of the job: how often the launcher has restarted it
+    secret: bytes | None  # the job's, where the ranks were given none
+
+    def pack(self) -> bytes:
+        """Encodes all fields as JSON."""
+        secret = None if self.secret is None else self.secret.hex()
+        fields = {"address": self.address.pack().decode(), "epoch": self.epoch, "secret": secret}
+        return json.dumps(fields).encode()
+
+
+def unpack_sign(data: bytes) -> Sign:
+    """Decodes a sign; raises RendezvousError for anything else."""
+    try:
+        found: Any = json.loads(data)
+        secret = None if found["secret"] is None else bytes.fromhex(found["secret"])
+        if type(found["epoch"]) is not int:
+            raise TypeError
+        return Sign(unpack_address_info(found["address"].encode(), 0), found["epoch"], secret)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise RendezvousError(
+            "the store does not say where to join: another gradwire version?"
+        ) from None
+
+
+def key_of(job: str, epoch: int) -> str:
+    """The key of a job's sign in its store."""
+    return f"gradwire/{job}/{epoch}/door"
+
+
+class Door:
+    """The door of one communicator after the other, on its lowest rank.
+
+    `trouble` says why nobody can find it; empty if it can be found.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        transports: Sequence[str],
+        store: str | None,
+        request: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Opens it. `request` is called when somebody has knocked, on another thread."""
+        self._mesh, self._request = mesh, request
+        self._lock = threading.Lock()
+        self._guests: list[Guest] = []
+        self._server: StoreServer | None = None
+        self.trouble = ""
+        listeners, self._address = listen(tuple(transports), mesh.interface)
+        job = mesh.job
+        self._authenticator = Authenticator(listeners, job.name, job.secret, self._check)
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(self._authenticator.fileno(), selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="gradwire-door", daemon=True)
+        self._thread.start()
+        _doors.add(self)
+        self.announce(store)
+
+    def announce(self, store: str | None) -> None:
+        """Writes into the store where the door is; serves the store itself if there is none."""
+        self.trouble = ""
+        try:
+            self._write_sign(store or self._mesh.membership.store)
+        except (Error, OSError) as error:
+            self.trouble = f"nobody can find where to join: {describe(error)}"
+            _log.warning("rank %d: %s", self._mesh.rank, self.trouble)
+
+    def serve(self, mesh: Mesh, request: Callable[[], None]) -> None:
+        """Goes on for the next communicator, whose job is the same."""
+        with self._lock:
+            self._mesh, self._request = mesh, request
+            waiting = bool(self._guests)
+        if waiting:
+            request()
+
+    def take(self, most: int) -> list[Guest]:
+        """Gives away up to `most` guests, in the order in which they knocked."""
+        with self._lock:
+            taken, self._guests = self._guests[:most], self._guests[most:]
+        return taken
+
+    def close(self) -> None:
+        """Ends the thread, and all connections of guests that nobody has taken."""
+        if self not in _doors:
+            return
+        _doors.discard(self)
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._release()
+        os.close(self._wake)
+        if self._server is not None:
+            self._server.close("the door is closed")
+
+    def release_after_fork(self) -> None:
+        """Closes the child's copies, so that guests notice the parent's end."""
+        self._release()
+
+    def _release(self) -> None:
+        self._authenticator.close()
+        self._selector.close()
+        for guest in self._guests:
+            guest.sock.close()
+        self._guests.clear()
+
+    def _write_sign(self, store: str | None) -> None:
+        if store is None:
+            raise RendezvousError(
+                "this communicator knows no store: give resize(store='tcp://HOST:PORT') with an "
+                "address of rank 0's host, or set GRADWIRE_STORE"
+            )
+        job, given = self._mesh.job, self._mesh.membership.secret
+        sign = Sign(self._address, job.epoch, None if given else job.secret).pack()
+        key = key_of(job.name, job.epoch)
+        if store.startswith("torch:"):
+            torch_store(store, Deadline(_STORE_SECONDS)).set(key, sign)
+            return
+        address = parse_address(store)
+        require_secret(address, given)
+        if self._server is None:
+            try:
+                client = StoreClient(
+                    address, job.name, given or b"", Deadline(_STORE_SECONDS), listens=True
+                )
+            except RendezvousError:  # nobody serves it any more
+                self._server = StoreServer(address, job.name, given or b"").start()
+            else:
+                with contextlib.closing(client):
+                    client.set(key, sign)
+                return
+        with contextlib.closing(
+            StoreClient(self._server.address, job.name, given or b"", Deadline(_STORE_SECONDS))
+        ) as client:
+            client.set(key, sign)
+
+    def _check(self, hello: Hello, _: socket.socket) -> None:
+        if hello.purpose != Purpose.JOIN or hello.epoch != self._mesh.job.epoch:
+            raise HandshakeError("it does not want to join, or another start of the job")
+
+    def _run(self) -> None:
+        while True:
+            pause = _PAUSE_SECONDS if self._authenticator.pending else None
+            for key, _ in self._selector.select(pause):
+                if key.fileobj == self._wake:
+                    return
+            for admitted in self._authenticator.poll(0):
+                fail_with_host(admitted.sock, always_read=True)
+                with self._lock:
+                    self._guests.append(Guest(admitted.sock, admitted.hello.source))
+                    request = self._request
+                request()
+
+
+def torch_store(store: str, deadline: Deadline) -> TorchStore:
+    """A client of torch's store at torch://HOST:PORT, which another process serves."""
+    parts = urlsplit(store)
+    return TorchStore(parts.hostname or "", parts.port or 0, 1, 2, deadline)
+
+
+@contextlib.contextmanager
+def reader_of(store: str, job: str, secret: bytes | None, deadline: Deadline) -> Iterator[Reader]:
+    """A function that waits for the value of a key in a store."""
+    if store.startswith("torch:"):
+        yield torch_store(store, deadline).get
+        return
+    address = parse_address(store)
+    require_secret(address, secret)
+    with contextlib.closing(StoreClient(address, job, secret or b"", deadline)) as client:
+        yield client.get
+
+
+Reader = Callable[[str, float], bytes]  # of a key, within so many seconds: see StoreClient.get
+
+
+def _let_go_in_child() -> None:
+    for door in list(_doors):
+        door.release_after_fork()
+    _doors.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -1,0 +1,272 @@
+"""join: a process asks the members of a communicator to let it into the next one.
+
+It finds their door in a store, connects, and waits until they resize. What it then does its sponsor
+tells it, see `guests`. Whenever that link ends before it is in, it begins again, until the time is
+over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from gradwire._base import environment
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.connect import connect_mesh, open_socket
+from gradwire._bootstrap.door import Reader, Sign, key_of, reader_of, unpack_sign
+from gradwire._bootstrap.guests import Invitation, unpack_addresses, unpack_invitation
+from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake
+from gradwire._bootstrap.host_info import host_identity
+from gradwire._bootstrap.keepalive import fail_with_host
+from gradwire._bootstrap.mesh import AddressInfo, Job, Membership, Mesh
+from gradwire._bootstrap.survivor_links import (
+    MOST_RANKS,
+    LinkEnded,
+    Message,
+    MessageKind,
+    SurvivorLinks,
+    View,
+)
+from gradwire._errors import Error, RendezvousError, describe
+from gradwire._host.interfaces import LOOPBACK, Choice, choose, is_loopback, route_to
+from gradwire._model import unpack
+
+_SPONSOR = MOST_RANKS  # its number as a peer
+_PAUSE_SECONDS = 0.05  # before it knocks again
+_REPEAT_SECONDS = 1.0  # after which it tells its sponsor that it lives
+_SILENCE_SECONDS = 10.0  # of a sponsor that connects, beyond the time for connecting
+_CONNECT_SECONDS = 5.0  # for one attempt to reach the door
+
+_log = logging.getLogger("gradwire")
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_Made = TypeVar("_Made", bound=_Closable)
+
+
+class _LeftOut(Exception):
+    """The sponsor is gone, or has left this guest out; says which."""
+
+
+class _Invited(Exception):
+    """Another attempt begins."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A process that wants to join: what it was told at its start."""
+
+    job: str
+    epoch: int  # how often the launcher has restarted the job
+    number: int  # in the job; -1: none
+    store: str
+    secret: bytes | None
+    transports: tuple[str, ...]
+
+
+def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadline) -> _Made:
+    """Waits until members let this process in; returns `make(mesh, seconds)`.
+
+    `seconds` is the time for making links. Raises RendezvousError when nobody has by the deadline.
+    """
+    reason = "no communicator of the job lets processes in yet"
+    while True:
+        try:
+            with reader_of(asking.store, asking.job, asking.secret, deadline) as read:
+                sign = _read_sign(asking, read, deadline)
+            with _knock(asking, sign, deadline) as links:
+                return _Guest(asking, sign, links, make, deadline).run()
+        except TimeoutError:
+            pass
+        except _LeftOut as error:
+            reason = str(error)
+        except OSError as error:  # HandshakeError is one
+            reason = f"its door does not answer ({error})"
+        if deadline.passed:
+            raise RendezvousError(
+                f"timed out: nobody let this process into job {asking.job!r} within "
+                f"{deadline.seconds:g} s ({reason}): is it running, does rank 0 call "
+                "should_resize() and do all ranks call resize() then, and is store= the same?"
+            )
+        _log.info("knocking again: %s", reason)
+        threading.Event().wait(min(_PAUSE_SECONDS, deadline.remaining))
+
+
+def _read_sign(asking: Asking, read: Reader, deadline: Deadline) -> Sign:
+    """The sign of the door; waits for it in pieces, so that Ctrl-C gets through."""
+    return unpack_sign(read(key_of(asking.job, asking.epoch), min(deadline.remaining, 0.5)))
+
+
+@contextlib.contextmanager
+def _knock(asking: Asking, sign: Sign, deadline: Deadline) -> Iterator[SurvivorLinks]:
+    """Connects to the door; yields the link to the sponsor-to-be."""
+    limit = deadline.within(_CONNECT_SECONDS)
+    info, own = sign.address, _interface(sign.address)
+    here = info.host == host_identity() and info.unix
+    sock = open_socket(info, "shm" if here else "tcp", own.interface, limit)
+    try:
+        hello = Hello(asking.job, Purpose.JOIN, epoch=sign.epoch, source=asking.number)
+        client_handshake(sock, hello, sign.secret or asking.secret or b"", limit)
+        fail_with_host(sock, always_read=True)
+    except BaseException:
+        sock.close()
+        raise
+    links = SurvivorLinks((), MOST_RANKS)
+    links.add(_SPONSOR, sock)
+    with contextlib.closing(links):
+        yield links
+
+
+def _interface(info: AddressInfo) -> Choice:
+    """The address to listen on, of a network that leads to the members."""
+    if is_loopback(info.address):
+        return LOOPBACK
+    source = route_to(info.address, info.port or 9).source
+    pattern = environment.text("GRADWIRE_SOCKET_IFNAME")
+    return choose(source, pattern=pattern, several_hosts=True)
+
+
+class _Guest(Generic[_Made]):
+    """One knock, from the first invitation to the end of the link or the word that it is in."""
+
+    def __init__(
+        self,
+        asking: Asking,
+        sign: Sign,
+        links: SurvivorLinks,
+        make: Callable[[Mesh, float], _Made],
+        deadline: Deadline,
+    ) -> None:
+        self._asking, self._links, self._make, self._deadline = asking, links, make, deadline
+        self._interface = _interface(sign.address)
+        secret = sign.secret or asking.secret or b""
+        privacy = "who joins needs the job's secret"
+        self._job = Job(asking.job, secret, sign.epoch, privacy)
+        self._repeat_at = Deadline(_REPEAT_SECONDS)
+        self._silent_at: Deadline | None = None  # once invited
+        self._invited: tuple[View, Invitation] | None = None
+        self._addresses: tuple[View, bytes] | None = None
+        self._is_in: View | None = None
+        self._candidate: tuple[View, _Made] | None = None
+
+    def run(self) -> _Made:
+        try:
+            while True:
+                with contextlib.suppress(_Invited):
+                    return self._attempt()
+        except BaseException:
+            self._drop_candidate()
+            raise
+
+    def _attempt(self) -> _Made:
+        self._wait(lambda: self._invited is not None)
+        assert self._invited is not None
+        view, invitation = self._invited
+        self._drop_candidate()
+        try:
+            made = self._connect(view, invitation)
+        except Error as error:
+            _log.info("could not connect: %s", describe(error))
+            self._wait(lambda: False, view)  # the sponsor invites again, or ends the link
+            raise AssertionError("unreachable") from None
+        self._candidate = view, made
+        self._say(MessageKind.READY, view)
+        self._wait(lambda: self._is_in == view, view)
+        self._candidate = None
+        self._say(MessageKind.DONE, view)
+        return made
+
+    def _connect(self, view: View, invitation: Invitation) -> _Made:
+        job_ranks: list[int] = []
+        mesh = connect_mesh(
+            self._job,
+            lambda own, _: self._exchange(own, view, invitation, job_ranks),
+            rank=invitation.rank,
+            size=invitation.size,
+            communicator=invitation.communicator,
+            deadline=Deadline(invitation.seconds),
+            transports=self._asking.transports,
+            interface=self._interface,
+            raise_if_peer_failed=lambda within: self._listen(within, view),
+        )
+        asking = self._asking
+        mesh.job_ranks = tuple(job_ranks)
+        mesh.membership = Membership(
+            invitation.epoch, invitation.joined, asking.store, asking.secret, asking.transports
+        )
+        try:
+            mesh.model = None if invitation.model is None else unpack(invitation.model.encode())
+            self._say(MessageKind.VIEW, view)
+        except BaseException:
+            mesh.close()
+            raise
+        return self._make(mesh, invitation.seconds)
+
+    def _exchange(
+        self, own: bytes, view: View, invitation: Invitation, job_ranks: list[int]
+    ) -> list[bytes]:
+        self._say(MessageKind.ADDRESS, view, own)
+        self._wait(lambda: self._addresses is not None and self._addresses[0] == view, view)
+        assert self._addresses is not None
+        try:
+            found = unpack_addresses(self._addresses[1], invitation.size, invitation.size)
+        except ValueError as error:
+            raise _LeftOut(f"the sponsor sent no addresses ({error})") from None
+        job_ranks[:] = found.job_ranks
+        return found.addresses
+
+    def _wait(self, condition: Callable[[], bool], view: View | None = None) -> None:
+        """Listens until the condition holds; see `_listen` for what it raises."""
+        while not condition():
+            self._listen(_REPEAT_SECONDS, view)
+            if self._silent_at is None and self._deadline.passed:
+                raise TimeoutError
+            if self._silent_at is not None and self._silent_at.passed:
+                raise _LeftOut("the rank that had let it in fell silent")
+
+    def _listen(self, seconds: float, view: View | None) -> None:
+        """Receives messages for up to some seconds.
+
+        Raises _Invited when an attempt for another than this view begins, and _LeftOut when the
+        link ends.
+        """
+        if self._invited is not None and self._repeat_at.passed:
+            self._say(MessageKind.VIEW, self._invited[0])
+        limit = seconds if self._invited else min(seconds, self._deadline.left)
+        for event in self._links.poll(limit):
+            self._receive(event)
+        if view is not None and self._invited is not None and self._invited[0] != view:
+            raise _Invited
+
+    def _receive(self, event: Message | LinkEnded) -> None:
+        if isinstance(event, LinkEnded):
+            raise _LeftOut("the members went on without it, or the rank that knew of it ended")
+        _, kind, view, payload = event
+        if kind is MessageKind.INVITE:
+            try:
+                self._invited = view, unpack_invitation(payload)
+            except ValueError as error:
+                raise _LeftOut(f"it got no invitation ({error})") from None
+        elif kind is MessageKind.ADDRESS:
+            self._addresses = view, payload
+        elif kind is MessageKind.DONE:
+            self._is_in = view
+        if self._invited is not None:
+            self._silent_at = Deadline(self._invited[1].seconds + _SILENCE_SECONDS)
+
+    def _say(self, kind: MessageKind, view: View, payload: bytes = b"") -> None:
+        self._repeat_at = Deadline(_REPEAT_SECONDS)
+        self._links.send(_SPONSOR, kind, view, payload)
+
+    def _drop_candidate(self) -> None:
+        if self._candidate is not None:
+            _, made = self._candidate
+            self._candidate = None
+            made.close()
