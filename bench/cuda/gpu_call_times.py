@@ -66,10 +66,11 @@ def _times(comm: gradwire.Communicator, links: str, nccl: str) -> list[dict[str,
     prepare(comm, links, nccl)
     torch.cuda.set_device(0)
     calls = (Call("nccl"), *CALLS) if links == "nccl" else CALLS
-    return [_time(comm, links, call, size) for size in SIZES for call in calls]
+    return [time_call(comm, links, call, size) for size in SIZES for call in calls]
 
 
-def _time(comm: gradwire.Communicator, links: str, call: Call, size: int) -> dict[str, Any]:
+def time_call(comm: gradwire.Communicator, links: str, call: Call, size: int) -> dict[str, Any]:
+    """What one call of `size` bytes takes, over `links`."""
     x = torch.ones(size // 4, device="cuda")
     feedback: Any = False if call.codec == "none" else gradwire.ErrorFeedback()
 

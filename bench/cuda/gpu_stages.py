@@ -78,7 +78,7 @@ def stages(build: Path, plugin: Path, architectures: str) -> list[Stage]:
 
     The kernels are built first, with nothing of Python, and checked while the extension is built.
     Processes share a GPU by turns, which makes many small calls slow: those have waves of their
-    own, and so have times (`speed`, `calls`, `steps`, `backend`), and `graph`, which looks at how
+    own, and so have times (`speed`, `calls`, `ipc`, `steps`, `backend`); `graph` looks at how
     much memory is free.
     """
     kernels, library = str(build / "bench/gpu_kernels"), str(plugin)
@@ -96,16 +96,17 @@ def stages(build: Path, plugin: Path, architectures: str) -> list[Stage]:
         Stage(EXTENSION, python("gpu_build", "extension", architectures), 75, 1, needs=core),
         Stage("speed", python("gpu_speed", library, jobs), 50, 2, needs=core),
         Stage("calls", python("gpu_call_times"), 40, 3, needs=extension),
-        Stage("steps", python("gpu_step_times"), 30, 4, needs=extension),
-        Stage("loopback", python("gpu_loopback"), 40, 5, queues, extension),
-        Stage("graph", python("gpu_graph"), 20, 6, queues, extension),
-        Stage("ranks", python("gpu_ranks"), 45, 7, needs=extension),
-        Stage("C++ tests", python("gpu_tests", str(build), library), 45, 7, needs=extension),
-        Stage("hook", python("gpu_ddp"), 30, 8, needs=extension),
-        Stage("long arrays", [kernels, library, "long"], 30, 8, needs=core),
-        Stage("backend", python("gpu_backend"), 30, 9, needs=extension),
-        Stage("memcheck", sanitize("memcheck"), 20, 10, needs=core),
-        Stage("racecheck", sanitize("racecheck"), 20, 10, needs=core),
+        Stage("ipc", python("gpu_ipc"), 30, 4, needs=extension),
+        Stage("steps", python("gpu_step_times"), 30, 5, needs=extension),
+        Stage("loopback", python("gpu_loopback"), 35, 6, queues, extension),
+        Stage("graph", python("gpu_graph"), 20, 7, queues, extension),
+        Stage("ranks", python("gpu_ranks"), 45, 8, needs=extension),
+        Stage("C++ tests", python("gpu_tests", str(build), library), 45, 8, needs=extension),
+        Stage("hook", python("gpu_ddp"), 30, 9, needs=extension),
+        Stage("long arrays", [kernels, library, "long"], 30, 9, needs=core),
+        Stage("backend", python("gpu_backend"), 25, 10, needs=extension),
+        Stage("memcheck", sanitize("memcheck"), 20, 11, needs=core),
+        Stage("racecheck", sanitize("racecheck"), 20, 11, needs=core),
     ]
 
 
@@ -116,6 +117,7 @@ def simulated(build: Path) -> list[Stage]:
     kernels = [str(build / "bench/gpu_kernels"), str(library), "small"]
     programs = {  # and their waves; ranks waits more than it works
         "ranks": ("gpu_ranks", 0),
+        "ipc": ("gpu_ipc", 0),
         "loopback": ("gpu_loopback", 1),
         "graph": ("gpu_graph", 1),
         "hook": ("gpu_ddp", 1),
