@@ -194,6 +194,7 @@ struct SummedRun {
   std::byte* y = nullptr;  // may be x
   std::uint64_t n = 0;
   int owner = 0;
+  RunFeedback run_feedback{};  // for codecs
 };
 
 // A matrix and its factors (codec/factors.h).
@@ -265,6 +266,10 @@ struct Api {
   // first.
   Status (*reduce_staged)(const Staging&, int dtype, int op, const SummedRun* runs, int count,
                           int divisor, bool one_shot, Stream);
+  // The same of floats in fp16 or bf16, with the payloads and residuals of the schedule `direct`:
+  // y := the decoded sum, times factor.
+  Status (*cast_reduce)(const Staging&, Cast, float scale, const SummedRun* runs, int count,
+                        float factor, std::uint32_t* flags, Stream);
 
   // ---- Elements (plugin/fold.cu, elements.cu); dtypes, ops: the numbers of DType, ReduceOp ----
   // acc := acc (op) x. The two may be equal, but may not overlap otherwise.

@@ -32,6 +32,14 @@ class CastCodec final : public Codec {
     check(api_, api_.cast_decode_runs(cast_, scale_, runs.data(), count(runs), how, flags, stream),
           "decoding a cast");
   }
+  bool has_reduce() const override { return true; }
+  void reduce(const Staging& staging, std::span<const SummedRun> runs, float factor,
+              std::uint32_t* flags, Stream stream) const override {
+    check(api_,
+          api_.cast_reduce(staging, cast_, scale_, runs.data(), static_cast<int>(runs.size()),
+                           factor, flags, stream),
+          "summing casts by mapped memory");
+  }
 
  private:
   Cast cast_;

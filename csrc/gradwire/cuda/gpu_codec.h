@@ -46,6 +46,12 @@ class Codec {
   virtual void decode(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
                       Stream stream) const = 0;
 
+  // Returns whether there is an all_reduce by one kernel over staging, reduce(): y := the decoded
+  // sum, times factor.
+  virtual bool has_reduce() const { return false; }
+  virtual void reduce(const Staging&, std::span<const SummedRun> /*runs*/, float /*factor*/,
+                      std::uint32_t* /*flags*/, Stream) const {}
+
   // The same of one run.
   void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const {
     encode({&run, 1}, {.out = out}, scratch, nullptr, stream);

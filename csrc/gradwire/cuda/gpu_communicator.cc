@@ -115,7 +115,7 @@ void Communicator::enqueue(const exec::Request& request, Feedback* feedback, con
   } else if (is_native(request, setting_.size, *messages_, feedback)) {
     if (!native_) native_ = std::make_unique<NativeCall>(*this);
     native_->run(call);
-  } else if (is_direct(request, setting_.size, *messages_, feedback)) {
+  } else if (is_direct(request, setting_.size, *messages_, feedback, codec_for(request.codec))) {
     if (!direct_) direct_ = std::make_unique<DirectCall>(*this);
     direct_->run(call);
   } else if (gathers(request, setting_.size)) {

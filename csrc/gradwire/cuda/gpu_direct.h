@@ -1,5 +1,5 @@
-// All_reduces by the schedule `direct` as one kernel, where the messages between the GPUs have one:
-// algorithm="direct", and "auto" without a codec. The results have the bits of that schedule.
+// All_reduces by the schedule `direct` as one kernel, where the messages between the GPUs have one,
+// and the codec: by algorithm="direct", and by "auto". The results have the bits of that schedule.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace gradwire::cuda {
 
-// Returns whether a call is made so, which all ranks decide alike.
+// Returns whether a call is made so, which all ranks decide alike. `codec`: null without one.
 bool is_direct(const exec::Request& request, int size, const Messages& messages,
-               const Feedback* feedback);
+               const Feedback* feedback, const Codec* codec);
 
 class DirectCall {
  public:
@@ -21,7 +21,8 @@ class DirectCall {
   std::uint64_t sent() const noexcept { return sent_; }
 
  private:
-  void list(const exec::Plan& plan, const exec::Request& request);
+  void reduce(Call& call, const exec::Plan& plan);
+  void list(const exec::Plan& plan, const Call& call);
   void add(const exec::Plan& plan, const exec::Frame& frame, int owner);
 
   Communicator& of_;

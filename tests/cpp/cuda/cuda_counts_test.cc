@@ -107,6 +107,7 @@ class CountingMessages final : public Messages {
   void reduce(std::span<const SummedRun> runs, const Sum& sum, Stream stream) override {
     real_->reduce(runs, sum, stream);
   }
+  const Staging* staging() const noexcept override { return real_->staging(); }
   void check() override { real_->check(); }
   void abort() noexcept override { real_->abort(); }
   bool rest() noexcept override { return real_->rest(); }
@@ -329,8 +330,9 @@ TEST_P(CudaCounts, ABucketByMappedMemoryTakesFewKernels) {
   for (std::string_view codec : {"onebit", "int8", "fp16"}) {
     const Tally found = of_worst_rank(ranks.repeated(average("direct", codec), parameters(), true));
     print("24 arrays, " + std::string(codec) + " by mapped memory", p, found);
-    EXPECT_LE(found.kernels, 10U);  // those that carry messages, too
-    EXPECT_EQ(found.groups, 2);
+    // Those that carry messages, too; a cast is one, beside those that open and settle residuals.
+    EXPECT_LE(found.kernels, codec == "fp16" ? 4U : 10U);
+    EXPECT_EQ(found.groups, codec == "fp16" ? 0 : 2);
   }
 }
 

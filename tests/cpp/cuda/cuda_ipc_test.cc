@@ -95,6 +95,25 @@ TEST_P(Ipc, EveryCollectiveAndCodecGivesTheBitsOfCpus) {
     }
 }
 
+// In one kernel: residuals, averages, scales, values beyond the limit, NaN, and odd places.
+TEST_P(Ipc, AllReducesInCastsGiveTheBitsOfDirect) {
+  const int p = GetParam();
+  GpuRanks gpus = ranks(p);
+  for (std::string_view codec : {"fp16", "bf16", "fp16:scale=1024"}) {
+    for (const bool feedback : {true, false})
+      for (const std::size_t n : {1, 1001, 4000}) {
+        Case of = coded(codec, Collective::kAllReduce, "direct", p, n, feedback);
+        of.inputs[0][0] = bytes_of(std::vector<float>(n, 7e4F));
+        of.in_place = n == 1001;
+        if (!feedback) of.request.op = ReduceOp::kSum;
+        expect_same_over(gpus, of, label(of, "direct") + " n=" + std::to_string(n));
+      }
+    for (const bool is_finite : {true, false})
+      expect_same_over(gpus, many_arrays(codec, "direct", p, DType::kFloat32, is_finite),
+                       std::string(codec) + ", many arrays");
+  }
+}
+
 // Kernels of one rank run long before those of another, calls take the same staging again, and
 // messages and all_reduces of all kinds take turns.
 TEST_P(Ipc, ManyCallsShareTheStaging) {

@@ -74,6 +74,10 @@ class Messages {
     throw InvalidArgument("these messages between GPUs have no all_reduce of one kernel");
   }
 
+  // Returns the staging that codecs' all_reduces of one kernel may use, in the order of reduce()
+  // and of groups; null if there is none.
+  virtual const Staging* staging() const noexcept { return nullptr; }
+
   // Throws if enqueued messages have failed.
   virtual void check() = 0;
   // Makes enqueued work end, whatever the peers do. Later calls throw Aborted.

@@ -69,6 +69,7 @@ class IpcMessages final : public Messages {
   void end(Stream stream) override;
   bool has_reduce() const noexcept override { return true; }
   void reduce(std::span<const SummedRun> runs, const Sum& sum, Stream stream) override;
+  const gradwire::cuda::Staging* staging() const noexcept override { return &staging_; }
   void check() override;
   void abort() noexcept override;
   bool rest() noexcept override;

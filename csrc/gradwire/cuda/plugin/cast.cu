@@ -1,8 +1,6 @@
 // The codecs fp16 and bf16 (codec/cast.cc defines them).
-#include <bit>
-
 #include "gradwire/cuda/plugin/batch.cuh"
-#include "gradwire/cuda/plugin/cast.cuh"
+#include "gradwire/cuda/plugin/cast_codec.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
 #include "gradwire/cuda/plugin/share.cuh"
@@ -13,34 +11,6 @@ namespace {
 constexpr unsigned kThreads = 256;
 constexpr unsigned kCount = 8;  // elements of a thread
 constexpr unsigned kTile = kThreads * kCount;
-
-// The factor before the cast, a power of two, and its inverse. Values beyond the limit are sent as
-// the limit.
-struct Scale {
-  float by, back;
-  std::uint32_t limit;  // bits of the limit
-
-  static Scale of(Cast cast, float scale) {
-    const float back = 1.0F / scale;
-    return {scale, back,
-            std::bit_cast<std::uint32_t>((cast == Cast::kFp16 ? Fp16::kLargest : Bf16::kLargest) *
-                                         back)};
-  }
-};
-
-// Casts a finite value.
-template <typename Half>
-__device__ std::uint16_t cast(float v, Scale scale) {
-  const std::uint32_t magnitude = magnitude_bits(v), sign = __float_as_uint(v) ^ magnitude;
-  const std::uint32_t limited = magnitude < scale.limit ? magnitude : scale.limit;
-  return Half::narrow_number(__uint_as_float(limited | sign) * scale.by);
-}
-
-template <typename Half>
-__device__ float decoded(std::uint16_t h, Scale scale) {
-  const float v = Half::widen_number(h) * scale.back;
-  return v == v ? v : Half::widen_nan(h);
-}
 
 // A run, and its part of the first message that was received.
 struct CastRun {
@@ -54,7 +24,7 @@ struct CastRun {
 
 struct CastStage {
   Batch<CastRun> runs;
-  Scale scale;
+  CastScale scale;
   float factor;
   std::uint64_t stride;  // bytes between the messages
   int received;
@@ -154,7 +124,7 @@ Status start_encode(const CastStage& of, Stream stream) {
 
 CastStage stage_of(Cast cast, float scale, const Payloads& in, std::uint32_t* flags) {
   CastStage of{};
-  of.scale = Scale::of(cast, scale);
+  of.scale = CastScale::of(cast, scale);
   of.factor = 1;
   of.stride = in.stride;
   of.received = in.count;

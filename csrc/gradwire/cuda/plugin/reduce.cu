@@ -4,31 +4,18 @@
 //   one shot:   x -> own staging | meet | sum of all ranks' staging -> y
 //   two shots:  x -> own staging | meet | sum of the own part -> y, own staging | meet | others ->
 //   y
-#include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/fold.cuh"
 #include "gradwire/cuda/plugin/functions.h"
-#include "gradwire/cuda/plugin/staging.cuh"
+#include "gradwire/cuda/plugin/steps.cuh"
 
 namespace gradwire::cuda {
 namespace {
 
 struct Reduction {
-  Staging staging;
-  Batch<SummedRun> runs;
-  std::uint32_t first[kMostMapped + 1];  // tiles before those of each owner, and all
-  std::uint32_t steps;
-  std::uint32_t tile;  // elements
-  bool one_shot;
+  Steps steps;
   ReduceOp op;
   bool scales;
   Scaling scaling;
-};
-
-// A tile of a run: elements [begin, begin + n).
-struct Tile {
-  const SummedRun* run;
-  std::uint64_t begin;
-  std::uint64_t n;
 };
 
 // How the threads of a block share a stretch of a tile.
@@ -38,14 +25,6 @@ template <typename T, unsigned kWide>
 using ShareOf = Share<kStagedThreads, kVectorOf<T>, kWide>;
 template <typename T>
 constexpr std::uint32_t kStretch = kStagedThreads * kVectorOf<T>;
-
-__device__ Tile find_tile(const Reduction& of, std::uint32_t number) {
-  const unsigned r = of.runs.find(number);
-  const SummedRun& run = of.runs.at[r];
-  const std::uint64_t begin = std::uint64_t{number - of.runs.first[r]} * of.tile;
-  const std::uint64_t left = run.n - begin;
-  return {&run, begin, left < of.tile ? left : of.tile};
-}
 
 template <typename T, unsigned kWide>
 __device__ void copy_stretches(T* to, const T* from, std::uint64_t n) {
@@ -71,14 +50,14 @@ __device__ void sum_stretches(const Reduction& of, const Tile& tile, unsigned st
                               std::byte* shown) {
   using T = typename Kind::Stored;
   const ShareOf<T, kWide> share{threadIdx.x};
-  const int p = of.staging.size, owner = tile.run->owner;
+  const int p = of.steps.staging.size, owner = tile.run->owner;
   const T* own = reinterpret_cast<const T*>(tile.run->x) + tile.begin;
   T* y = reinterpret_cast<T*>(tile.run->y) + tile.begin;
   const auto load = [&](int turn, std::uint64_t at, T(&x)[kVectorOf<T>]) {
     const int rank = owner >= turn ? owner - turn : owner - turn + p;
-    const T* from = rank == of.staging.rank
+    const T* from = rank == of.steps.staging.rank
                         ? own
-                        : reinterpret_cast<const T*>(tile_of(of.staging, rank, staged));
+                        : reinterpret_cast<const T*>(tile_of(of.steps.staging, rank, staged));
     share.load(from + at, tile.n - at, x);
   };
   typename Kind::Value acc[kVectorOf<T>];
@@ -113,46 +92,40 @@ __device__ void sum_tile(const Reduction& of, const Tile& tile, unsigned staged,
 template <typename Kind, bool kSums>
 __device__ bool take_one_shot(const Reduction& of, std::uint32_t step, std::uint64_t& number) {
   using T = typename Kind::Stored;
-  const Tile tile = find_tile(of, step);
-  const auto staged = static_cast<unsigned>(++number % 2 * static_cast<unsigned>(of.staging.size));
-  copy_tile(reinterpret_cast<T*>(tile_of(of.staging, of.staging.rank, staged)),
+  const Tile tile = find_tile(of.steps, step);
+  const auto staged =
+      static_cast<unsigned>(++number % 2 * static_cast<unsigned>(of.steps.staging.size));
+  copy_tile(reinterpret_cast<T*>(tile_of(of.steps.staging, of.steps.staging.rank, staged)),
             reinterpret_cast<const T*>(tile.run->x) + tile.begin, tile.n);
-  if (!meet(of.staging, number)) return false;
+  if (!meet(of.steps.staging, number)) return false;
   sum_tile<Kind, kSums>(of, tile, staged, nullptr);
   return true;
-}
-
-// Calls each(owner, tile) for the tile of each owner that this step has.
-template <typename Each>
-__device__ void each_tile(const Reduction& of, std::uint32_t step, Each each) {
-  for (int owner = 0; owner < of.staging.size; ++owner)
-    if (of.first[owner] + step < of.first[owner + 1])
-      each(owner, find_tile(of, of.first[owner] + step));
 }
 
 // Takes a tile of each owner.
 template <typename Kind, bool kSums>
 __device__ bool take_two_shots(const Reduction& of, std::uint32_t step, std::uint64_t& number) {
   using T = typename Kind::Stored;
-  const int rank = of.staging.rank;
-  const auto p = static_cast<unsigned>(of.staging.size);
+  const int rank = of.steps.staging.rank;
+  const auto p = static_cast<unsigned>(of.steps.staging.size);
   const auto half = static_cast<unsigned>(++number % 2 * p), sums = 2 * p;
-  each_tile(of, step, [&](int owner, const Tile& tile) {
+  each_tile(of.steps, step, [&](int owner, const Tile& tile) {
     if (owner == rank) return;
-    copy_tile(reinterpret_cast<T*>(tile_of(of.staging, rank, half + static_cast<unsigned>(owner))),
-              reinterpret_cast<const T*>(tile.run->x) + tile.begin, tile.n);
+    copy_tile(
+        reinterpret_cast<T*>(tile_of(of.steps.staging, rank, half + static_cast<unsigned>(owner))),
+        reinterpret_cast<const T*>(tile.run->x) + tile.begin, tile.n);
   });
-  if (!meet(of.staging, number)) return false;
-  each_tile(of, step, [&](int owner, const Tile& tile) {
+  if (!meet(of.steps.staging, number)) return false;
+  each_tile(of.steps, step, [&](int owner, const Tile& tile) {
     if (owner == rank)
       sum_tile<Kind, kSums>(of, tile, half + static_cast<unsigned>(owner),
-                            tile_of(of.staging, rank, sums));
+                            tile_of(of.steps.staging, rank, sums));
   });
-  if (!meet(of.staging, ++number)) return false;
-  each_tile(of, step, [&](int owner, const Tile& tile) {
+  if (!meet(of.steps.staging, ++number)) return false;
+  each_tile(of.steps, step, [&](int owner, const Tile& tile) {
     if (owner == rank) return;
     copy_tile(reinterpret_cast<T*>(tile.run->y) + tile.begin,
-              reinterpret_cast<const T*>(tile_of(of.staging, owner, sums)), tile.n);
+              reinterpret_cast<const T*>(tile_of(of.steps.staging, owner, sums)), tile.n);
   });
   return true;
 }
@@ -163,63 +136,28 @@ __device__ bool take_two_shots(const Reduction& of, std::uint32_t step, std::uin
 template <typename Kind, bool kSums>
 __global__ void __launch_bounds__(kStagedThreads)
     reduce_kernel(const __grid_constant__ Reduction of) {
-  std::uint64_t number = head_of(of.staging, of.staging.rank).met[blockIdx.x];
+  std::uint64_t number = head_of(of.steps.staging, of.steps.staging.rank).met[blockIdx.x];
   __syncthreads();  // all threads have read it
-  for (std::uint32_t step = blockIdx.x; step < of.steps; step += gridDim.x)
-    if (!(of.one_shot ? take_one_shot<Kind, kSums>(of, step, number)
-                      : take_two_shots<Kind, kSums>(of, step, number)))
+  for (std::uint32_t step = blockIdx.x; step < of.steps.count; step += gridDim.x)
+    if (!(of.steps.one_shot ? take_one_shot<Kind, kSums>(of, step, number)
+                            : take_two_shots<Kind, kSums>(of, step, number)))
       return;
-}
-
-// Returns the elements of a tile: few enough that all blocks have some, if there are so many.
-std::uint32_t tile_for(const SummedRun* runs, int count, const Reduction& of, unsigned each,
-                       std::uint32_t stretch) {
-  std::uint64_t elements = 0;
-  for (int i = 0; i < count; ++i) elements += runs[i].n * each;
-  const std::uint64_t owners = of.one_shot ? 1 : static_cast<std::uint64_t>(of.staging.size);
-  const std::uint64_t vectors = blocks_for(elements, owners * kMeetingBlocks * stretch);
-  return stretch * static_cast<std::uint32_t>(vectors < kMostVectors ? vectors : kMostVectors);
-}
-
-template <typename Kind, bool kSums>
-Status start(Reduction of, const SummedRun* runs, int count, unsigned each, Stream stream) {
-  of.tile = tile_for(runs, count, of, each, kStretch<typename Kind::Stored>);
-  const auto in_elements = [each](SummedRun run) {
-    run.n *= each;
-    return run;
-  };
-  return in_batches(
-      runs, count, in_elements,
-      [&](const SummedRun& run) { return blocks_for(run.n * each, of.tile); },
-      [&](const Batch<SummedRun>& batch) {
-        of.runs = batch;
-        of.steps = 0;
-        unsigned r = 0;
-        for (int owner = 0; owner < of.staging.size; ++owner) {
-          of.first[owner] = batch.first[r];
-          while (r < batch.count && batch.at[r].owner == owner) ++r;
-          of.first[owner + 1] = batch.first[r];
-          const std::uint32_t tiles = of.first[owner + 1] - of.first[owner];
-          of.steps = of.one_shot ? of.steps + tiles : tiles > of.steps ? tiles : of.steps;
-        }
-        const unsigned blocks = of.steps < kMeetingBlocks ? of.steps : kMeetingBlocks;
-        return launch_waiting(reduce_kernel<Kind, kSums>, blocks, kStagedThreads, stream, of);
-      });
 }
 
 Status reduce_staged(const Staging& staging, int dtype, int op, const SummedRun* runs, int count,
                      int divisor, bool one_shot, Stream stream) {
   if (divisor < 1) return cudaErrorInvalidValue;
-  Reduction of{};
-  of.staging = staging;
-  of.one_shot = one_shot;
-  of.op = static_cast<ReduceOp>(op);
-  of.scales = divisor != 1;
-  of.scaling = {1.0 / divisor, divisor};
+  Reduction of{{}, static_cast<ReduceOp>(op), divisor != 1, {1.0 / divisor, divisor}};
+  of.steps.staging = staging;
+  of.steps.one_shot = one_shot;
   const Folding folding{static_cast<DType>(dtype), of.op, true, of.scales};
   return start_any(folding, [&]<typename Kind, bool kSums>(ReduceOp its, unsigned each) {
     of.op = its;
-    return start<Kind, kSums>(of, runs, count, each, stream);
+    constexpr auto stretch = kStretch<typename Kind::Stored>;
+    return in_steps(of.steps, runs, count, each, stretch, [&](const Steps& steps) {
+      of.steps = steps;
+      return launch_waiting(reduce_kernel<Kind, kSums>, steps.blocks(), kStagedThreads, stream, of);
+    });
   });
 }
 

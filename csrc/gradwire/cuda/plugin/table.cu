@@ -23,6 +23,7 @@ Api make_table() {
   fill_topk(api);
   fill_exchange(api);
   fill_reduce(api);
+  fill_cast_reduce(api);
   return api;
 }
 
