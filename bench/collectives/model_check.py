@@ -44,6 +44,7 @@ _STORE_PORT = 4777  # in a namespace where nothing else runs
 _LIMIT = 3600.0
 
 Case = Mapping[str, Any]
+Tuning = Mapping[str, Any]  # what tune measured in a repetition, and the parameters it found
 
 
 def main() -> int:
@@ -57,12 +58,17 @@ def main() -> int:
         print(f"model_check: {why}; --link without a rate needs none of it", file=sys.stderr)
         return 1
     load = OtherLoad()
-    cases = [case for found in _measure_all(options) for case in found]
+    cases: list[Case] = []
+    tunings: list[Tuning] = []
+    for more, tuned in _measure_all(options):
+        cases += more
+        tunings += tuned
     found = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": load.describe(),
         "command": " ".join(["-m bench.collectives.model_check", *sys.argv[1:]]),
         "cases": cases,
+        "tunings": tunings,
     }
     stem = options.output or RESULTS / f"model-{datetime.date.today().isoformat()}"
     result_files.save(stem, found, document(found, stem.name))
@@ -89,7 +95,7 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _measure_all(options: argparse.Namespace) -> Iterator[list[Case]]:
+def _measure_all(options: argparse.Namespace) -> Iterator[tuple[list[Case], list[Tuning]]]:
     for ranks in options.ranks:
         for transport in options.transport:
             print(f"p = {ranks}, {transport}", file=sys.stderr, flush=True)
@@ -103,16 +109,20 @@ def _measure_all(options: argparse.Namespace) -> Iterator[list[Case]]:
 Run = Callable[[list[str], dict[str, str], int], None]
 
 
-def _repeat(options: argparse.Namespace, link: str, run: Run, ranks: int) -> list[Case]:
-    """Every case with what each repetition found of it."""
+def _repeat(
+    options: argparse.Namespace, link: str, run: Run, ranks: int
+) -> tuple[list[Case], list[Tuning]]:
+    """Every case with what each repetition found of it, and what the repetitions' tune did."""
     repeats = [measure(options, link, run, ranks) for _ in range(options.repeats)]
-    return [{**same[0][0], "runs": [run for _, run in same]} for same in zip(*repeats, strict=True)]
+    same = zip(*(found["cases"] for found in repeats), strict=True)
+    cases = [{"link": link, **each[0][0], "runs": [run for _, run in each]} for each in same]
+    return cases, [{"link": link, "ranks": ranks, **found["tuned"]} for found in repeats]
 
 
 def measure(
     options: argparse.Namespace, link: str, run: Run, ranks: int
-) -> list[tuple[Case, Mapping[str, Any]]]:
-    """Cases, and what the ranks found of each, which `run` runs."""
+) -> Mapping[str, Any]:
+    """Cases with what the ranks found of each, and what tune measured; `run` runs the ranks."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "found.json"
         words = [
@@ -128,7 +138,8 @@ def measure(
         if link in options.transport:
             environment["GRADWIRE_TRANSPORT"] = link
         run(words, environment, ranks)
-        return [({"link": link, **case}, found) for case, found in json.loads(output.read_text())]
+        found: Mapping[str, Any] = json.loads(output.read_text())
+        return found
 
 
 def _run_here(words: list[str], environment: dict[str, str], ranks: int) -> None:
@@ -163,10 +174,23 @@ def _be_rank(options: argparse.Namespace) -> None:
     import gradwire
 
     with gradwire.init() as comm:
-        model = comm.tune(seconds=options.seconds)
+        timings = comm._tune(options.seconds)
+        model = comm.cost_model
         cases = list(_cases(comm, model, options.sizes))
         if comm.rank == 0:
-            options.rank_of.write_text(json.dumps(cases))
+            tuned = {"parameters": model.parameters, "timings": list(map(_as_row, timings))}
+            options.rank_of.write_text(json.dumps({"cases": cases, "tuned": tuned}))
+
+
+def _as_row(timing: Any) -> dict[str, Any]:
+    case = timing.case
+    return {
+        "collective": case.collective,
+        "algorithm": case.algorithm,
+        "bytes": case.nbytes,
+        "measured": timing.measured,
+        "predicted": timing.predicted,
+    }
 
 
 def _cases(comm: Any, model: Any, sizes: Sequence[int]) -> Iterator[tuple[Case, Mapping[str, Any]]]:

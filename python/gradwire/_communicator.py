@@ -261,14 +261,18 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         result for later jobs on these hosts. Another algorithm can form a sum in another order,
         and so change its last bits.
         """
-        limit = arguments.seconds(seconds, "seconds")
+        self._tune(arguments.seconds(seconds, "seconds"))
+        return self.cost_model
+
+    def _tune(self, seconds: float) -> list[fit.Timing]:
+        """As `tune`; returns what it has measured, on rank 0."""
         if self.size == 1:
-            return self.cost_model
+            return []
         hosts = host_set(self._mesh)
-        self._mesh.model, _ = fit.tune(self, hosts, seconds=limit, progress=None)
+        self._mesh.model, timings = fit.tune(self, hosts, seconds=seconds, progress=None)
         self._core.set_model(self._mesh.model)
         self._clear_call_cache()
-        return self.cost_model
+        return timings
 
     def should_stop(self) -> bool:
         """Whether a rank was asked to stop; the same on all ranks that have made the same calls.

@@ -169,7 +169,14 @@ def _buffers(comm: Group, case: Case) -> tuple[Array, Array]:
     return send, np.full(receives, _POISON, send.dtype)
 
 
+def _is_plain_sum(case: Case) -> bool:
+    return (case.collective, case.op, case.codec) == ("all_reduce", "sum", "none")
+
+
 def _bind(comm: Group, case: Case, send: Array, receive: Array) -> Callable[[], object]:
+    if _is_plain_sum(case) and receive is send:  # as programs write it: options cost 0.2 us
+        all_reduce, algorithm = comm.all_reduce, case.algorithm
+        return lambda: all_reduce(send, algorithm=algorithm)
     options: dict[str, Any] = {"algorithm": case.algorithm}
     if case.collective in REDUCING:
         options |= {"op": case.op, "codec": case.codec}
