@@ -119,9 +119,7 @@ def _repeat(
     return cases, [{"link": link, "ranks": ranks, **found["tuned"]} for found in repeats]
 
 
-def measure(
-    options: argparse.Namespace, link: str, run: Run, ranks: int
-) -> Mapping[str, Any]:
+def measure(options: argparse.Namespace, link: str, run: Run, ranks: int) -> Mapping[str, Any]:
     """Cases with what the ranks found of each, and what tune measured; `run` runs the ranks."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "found.json"

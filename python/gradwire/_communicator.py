@@ -265,7 +265,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         return self.cost_model
 
     def _tune(self, seconds: float) -> list[fit.Timing]:
-        """As `tune`; returns what it has measured, on rank 0."""
+        """Does what `tune` does; returns what it has measured, on rank 0."""
         if self.size == 1:
             return []
         hosts = host_set(self._mesh)
@@ -460,6 +460,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
     def __del__(self) -> None:
         core = getattr(self, "_core", None)  # None if __init__ failed early
         if core is not None and not sys.is_finalizing():
+            stops.release(self)
             at_exit.outlive(core, self._timeout)
             self._close_door()
             self._track.release()

@@ -12,9 +12,11 @@ class StopRequest {
   void make() noexcept { made_ = true; }
   // Makes the request at a time, in seconds since 1970.
   void make_at(double seconds) noexcept { at_ = seconds; }
+  // Once true, it stays so, even if the clock is set back.
   bool made() const noexcept {
     const double at = at_;
-    return made_ || (at < kNever && now() >= at);
+    if (!made_ && at < kNever && now() >= at) made_ = true;
+    return made_;
   }
 
  private:
@@ -24,7 +26,7 @@ class StopRequest {
         .count();
   }
 
-  std::atomic<bool> made_{false};
+  mutable std::atomic<bool> made_{false};
   std::atomic<double> at_{kNever};
 };
 

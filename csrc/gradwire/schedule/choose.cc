@@ -133,11 +133,22 @@ Question inputs_of(const Question& question) {
   return inputs;
 }
 
+// Returns the ranks of the fullest machine, on which `sharing` neighbouring hosts are.
+std::size_t most_on_machine(const CostModel& model, const Question& question) {
+  if (question.hosts.empty()) return static_cast<std::size_t>(question.ranks);
+  const auto sharing = static_cast<std::size_t>(model.sharing);
+  std::size_t most = 1, here = 0;
+  for (std::size_t h = 0; h < question.hosts.size(); ++h) {
+    here = (h % sharing == 0 ? 0 : here) + question.hosts[h].size();
+    most = std::max(most, here);
+  }
+  return most;
+}
+
 // Returns the seconds in which all ranks add up the inputs. Ranks that share cores take turns.
 double adding_up(const CostModel& model, const Question& question) {
-  std::size_t most = question.hosts.empty() ? static_cast<std::size_t>(question.ranks) : 1;
-  for (const auto& host : question.hosts) most = std::max(most, host.size());
-  const double in_turn = std::max(1.0, static_cast<double>(most) / model.cores);
+  const double in_turn =
+      std::max(1.0, static_cast<double>(most_on_machine(model, question)) / model.cores);
   const double of_byte = 2 * model.move + (question.ranks - 1) * model.gamma;
   return question.bytes * of_byte * in_turn * model.growth(question.bytes * question.ranks);
 }

@@ -32,7 +32,7 @@ _lock = threading.RLock()  # guards these; a handler of the program may close a 
 _warned = False
 
 
-def watch(watcher: object) -> None:
+def watch(watcher: Any) -> None:
     """Makes signals and the slot's end ask for a stop, until `release` was called for all watchers.
 
     Signals are caught from the first call on the main thread on. Raises InvalidArgument for a
@@ -40,7 +40,10 @@ def watch(watcher: object) -> None:
     """
     with _lock:
         if watcher not in _watchers:
-            _ask_at_end()
+            try:
+                _ask_at_end()
+            except InvalidArgument as error:
+                raise InvalidArgument(f"rank {watcher.rank}: {error}") from None
             _watchers.add(watcher)
         if not all(each.is_ours for each in _handlers):
             _uninstall()  # those of the process that this one was forked from
@@ -52,7 +55,7 @@ def release(watcher: object) -> None:
     """Ends a watch; after the last one signals do what they did before the first."""
     with _lock:
         _watchers.discard(watcher)
-        if not _watchers:
+        if not list(_watchers):  # len() counts those that are being destroyed
             _uninstall()
 
 

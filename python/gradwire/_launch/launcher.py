@@ -372,6 +372,8 @@ class _Launch:
         self._succeeded = self._succeeded or code == 0
         if code == slots.REQUEUE and not self.keep_going:  # the others may still be saving
             self._saved = True
+            if math.isinf(self.slot.ends):  # no end of a slot ends those that wait for this one
+                self._act_at = self._act_at or time.monotonic() + self.slot.margin
             return
         self._unclean = self._unclean or code != 0
         if code == 0 or self._ending:
@@ -420,9 +422,14 @@ class _Launch:
     def _tell_of_overrun(self) -> None:
         self._code = slots.OVERRUN
         ranks = ", ".join(map(str, sorted(self._ranks)))
+        margin = f"{self.slot.margin:g} s"
+        what = f"the slot is over, and so is its margin of {margin}, but not rank {ranks}"
+        if math.isinf(self.slot.ends):
+            first = f"a rank ended with exit code {slots.REQUEUE}"
+            what = f"{first}, and {margin} later rank {ranks} had not"
         print(
-            f"gradwire run: the slot is over, and so is its margin of {self.slot.margin:g} s, but "
-            f"not rank {ranks}: ending what runs; give --margin more than a step and a save take",
+            f"gradwire run: {what}: ending what runs; give --margin more than a step and a save "
+            "take",
             file=sys.stderr,
             flush=True,
         )

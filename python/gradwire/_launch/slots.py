@@ -24,6 +24,7 @@ from gradwire._errors import InvalidArgument
 REQUEUE = os.EX_TEMPFAIL  # 75, the exit code of ranks that want to be run again
 OVERRUN = 124  # the exit code of a run that its slot's end cut off, as of timeout(1)
 MARGIN_SECONDS = 60.0
+_MOST_SECONDS, _MOST_MARGIN = 1e8, 1e6  # three years; what GRADWIRE_SLOT_MARGIN may be
 
 
 class Slot(NamedTuple):
@@ -81,6 +82,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends the program for options that do not go together."""
     margin = MARGIN_SECONDS if options.margin is None else options.margin
+    if margin > _MOST_MARGIN:
+        parser.error(f"--margin: {margin:g} s are more than {_MOST_MARGIN:g}")
     if options.slot is None and (options.pause or options.lock):
         parser.error("--pause and --lock go with --slot TIME")
     if options.slot is not None and options.slot <= margin:
@@ -101,9 +104,12 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 def _time_of(given: str) -> float:
     try:
-        return units.duration(given)
+        found = units.duration(given)
     except InvalidArgument as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if found > _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{given!r:.80} is more than three years")
+    return found
 
 
 def run(options: argparse.Namespace, once: Callable[[Slot], Outcome]) -> int:

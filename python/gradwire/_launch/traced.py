@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,19 +19,24 @@ def traced(file: str | None, environment: dict[str, str]) -> Iterator[None]:
     if file is None:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="gradwire-trace-") as folder:
-        environment["GRADWIRE_TRACE"] = folder
-        try:
-            yield
-        finally:
-            _say(file, _merged(Path(folder), Path(file)))
+    folder = Path(tempfile.mkdtemp(prefix="gradwire-trace-"))
+    environment["GRADWIRE_TRACE"] = str(folder)
+    try:
+        yield
+    finally:
+        _say(file, _merged(folder, Path(file)))
 
 
 def _merged(folder: Path, file: Path) -> str:
+    """Merges the ranks' parts and removes them; keeps them, if there are any, where that fails."""
     try:
-        return merge.describe(merge.merge(folder, file))
+        text = merge.describe(merge.merge(folder, file))
     except (InvalidArgument, OSError) as error:
-        return f"no trace: {error}"
+        text = f"no trace: {error}"
+        if any(folder.iterdir()):
+            return f"{text}; the ranks' parts are in {folder}: gradwire trace merge {folder} FILE"
+    shutil.rmtree(folder, ignore_errors=True)
+    return text
 
 
 def _say(file: str, what: str) -> None:

@@ -259,7 +259,9 @@ def _submitted(
 
 def _described(label: str) -> tuple[str, dict[str, Any]]:
     """The name of a call, and what it reduces, in which codec, of which parameters."""
-    collective, dtype, op, codec, *lines = (label or "call\n\n\n").split("\n")
+    first = (label or "call").split("\n")
+    first += [""] * (4 - len(first))  # of a damaged file
+    collective, dtype, op, codec, *lines = first
     titled = [line for line in lines if line.startswith("#")]
     named = [line for line in lines if not line.startswith("#")]
     title = titled[0][1:] if titled else ", ".join(named[:_TITLED])

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -194,8 +195,13 @@ class trace:
         except Error as its:
             self._leave_part(session, str(its))
             raise
-        if found:
+        if not found:
+            return
+        try:
             merge.write(found, self._path)
+        except (OSError, InvalidArgument) as its:
+            self._leave(found, str(its))
+            raise
 
     def _gather(self, session: _Session) -> list[Part]:
         """The records to write here: those of all ranks on rank 0, and none on the others."""
@@ -226,13 +232,18 @@ class trace:
 
     def _leave_part(self, session: _Session, why: str) -> None:
         part = session.part()
-        if part is None:
-            return
+        if part is not None:
+            self._leave([part], why)
+
+    def _leave(self, found: Sequence[Part], why: str) -> None:
+        """Writes parts beside the file, which cannot be written now."""
         folder = Path(f"{self._path}.parts")
-        parts.write(part, folder)
+        for part in found:
+            parts.write(part, folder)
+        what = "this rank's part" if len(found) == 1 else f"{len(found)} ranks' parts"
         _log.warning(
-            "%s: this rank's part of the trace is in %s: gradwire trace merge %s %s",
-            *(why, folder, folder, self._path),
+            "%s: %s of the trace is in %s: gradwire trace merge %s %s",
+            *(why, what, folder, folder, self._path),
         )
 
 

@@ -285,6 +285,21 @@ TEST(Simulate, HostsMayShareTheirCores) {
   EXPECT_LT(simulate(ring, model, apart), 0.6 * simulate(ring, model, together));
 }
 
+TEST(Predict, HostsThatShareTheirCoresAddUpInTurns) {
+  CostModel model = free_of_cost();
+  model.gamma = 1e-9;
+  model.cores = 1;
+  const Schedule direct = generate({Collective::kAllGather, "direct", 4, 0, {{0}, {1}, {2}, {3}}});
+  const Question question{Collective::kAllReduce, 4, 0, 1000, {{0}, {1}, {2}, {3}}};
+  const double alone = predict_gathered(model, direct, question);
+  EXPECT_DOUBLE_EQ(alone, 3e-6);
+  model.sharing = 2;
+  EXPECT_DOUBLE_EQ(predict_gathered(model, direct, question), 2 * alone);
+  model.sharing = 4;
+  model.cores = 2;
+  EXPECT_DOUBLE_EQ(predict_gathered(model, direct, question), 2 * alone);
+}
+
 TEST(Simulate, GivesUpBeyondTheLimit) {
   const CostModel model = links(1e-6, 0, 1e-9);
   const Schedule ring = all_reduce_by("ring", 4);

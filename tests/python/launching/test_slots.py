@@ -87,6 +87,8 @@ def is_free(path: str) -> bool:
         (["--slot", "abc"], "'abc' is not a time: use 50us, 30s, 2h"),
         (["--slot=-5m"], "'-5m' is not positive"),
         (["--slot", "40m", "--pause", "x"], "argument --pause: 'x' is not a time"),
+        (["--slot", "300y"], "'300y' is more than three years"),
+        (["--slot", "40d", "--margin", "30d"], "2.592e+06 s are more than 1e+06"),
         (["--slot", "30s"], "30 s are no longer than the margin of 60 s"),
         (["--slot", "1m", "--margin", "2m"], "60 s are no longer than the margin of 120 s"),
         (["--pause", "1m"], "--pause and --lock go with --slot"),
@@ -141,6 +143,19 @@ sys.exit(75)
 """)
     code, out, err = ended(start("-n", "3", path))
     assert (code, out, err) == (75, "None\n", "")
+
+
+def test_without_slots_ranks_that_wait_for_one_that_saved_are_ended(
+    start: Start, script: Script
+) -> None:
+    path = script("""
+if rank == 1:
+    sys.exit(75)
+time.sleep(1000)
+""")
+    code, _, err = ended(start("-n", "2", "--margin", "0.2s", path))
+    assert code == 124
+    assert "a rank ended with exit code 75, and 0.2 s later rank 0 had not" in err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -170,7 +171,15 @@ def test_a_variable_that_is_no_time_is_named(slot: Callable[..., None], name: st
     slot(**{"GRADWIRE_SLOT_ENDS": "9999999999", name: "soon"})
     (found,) = ranks.outcomes(1, Communicator.should_stop)
     assert isinstance(found.error, InvalidArgument)
-    assert f"{name}='soon'" in str(found.error)
+    assert f"rank 0: {name}='soon'" in str(found.error)
+
+
+def test_a_stop_by_time_stays_when_the_time_is_moved() -> None:
+    request = stops._core.StopRequest()
+    request.make_at(1.0)
+    assert request.made()
+    request.make_at(9e9)
+    assert request.made()
 
 
 def test_a_slot_within_its_margin_is_told_of(
@@ -250,6 +259,20 @@ def test_handlers_of_the_program_are_called_and_put_back() -> None:
 
     (found,) = ranks.run(1, body, transport="shm", processes=True)
     assert found == ([*stops.SIGNALS, signal.SIGTERM], True, [True] * 4)
+
+
+def test_a_communicator_that_is_dropped_puts_handlers_back() -> None:
+    def body(comm: Communicator) -> list[bool]:
+        before = [signal.getsignal(each) for each in stops.SIGNALS]
+        other = comm.split(0)
+        assert other is not None
+        other.should_stop()
+        caught = [signal.getsignal(each) not in before for each in stops.SIGNALS]
+        del other
+        gc.collect()
+        return [*caught, before == [signal.getsignal(each) for each in stops.SIGNALS]]
+
+    assert ranks.run(1, body, transport="shm", processes=True) == [[True] * 3]
 
 
 def test_a_handler_that_was_set_since_stays() -> None:

@@ -207,6 +207,23 @@ def test_a_block_that_raises_leaves_parts(tmp_path: Path) -> None:
     assert about["ranks"] == read(path)["gradwire"]["ranks"] == [0, 1]
 
 
+def write_to_a_folder(comm: gradwire.Communicator, path: Path) -> bool:
+    try:
+        with gradwire.trace(path):
+            comm.barrier()
+    except IsADirectoryError:
+        return True
+    return False
+
+
+def test_a_file_that_cannot_be_written_leaves_all_parts(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.mkdir()
+    found = gradwire.spawn(write_to_a_folder, 2, args=(path,), transports=["shm"])
+    assert found == [True, False]
+    assert merge.merge(Path(f"{path}.parts"), tmp_path / "other.json")["ranks"] == [0, 1]
+
+
 def test_the_part_of_a_lost_rank_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     gradwire.spawn(raise_in_block, 3, args=(path,), transports=["shm"])

@@ -11,7 +11,7 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire._tools.cli import main
-from gradwire._trace import parts
+from gradwire._trace import chrome, parts
 from traces import of, read
 
 
@@ -55,6 +55,12 @@ def test_a_part_survives_packing(folder: Path) -> None:
         assert again.tracks[0].place == part.tracks[0].place
         assert (again.tracks[0].events == part.tracks[0].events).all()
         assert again.tracks[0].labels == part.tracks[0].labels
+
+
+@pytest.mark.parametrize("label", ["all_reduce", "all_reduce\nfloat32", "all_reduce\n\n\n"])
+def test_a_label_without_all_its_lines_names_a_call(label: str) -> None:
+    name, args = chrome._described(label)
+    assert (name, args["collective"], args["codec"]) == ("all_reduce", "all_reduce", "")
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from gradwire._trace import merge
 from ranks import LIMIT
 from traces import encloses, of, read
 
@@ -72,6 +74,16 @@ def test_a_program_without_gradwire_leaves_no_trace(tmp_path: Path) -> None:
     assert ended.returncode == 0
     assert "no trace" in ended.stderr
     assert not path.exists()
+
+
+def test_parts_stay_where_the_file_cannot_be_written(tmp_path: Path) -> None:
+    ended = launch(tmp_path / "dies.py", DIES, "-n", "3", "--trace", str(tmp_path))
+    folder = Path(ended.stderr.rpartition("gradwire trace merge ")[2].removesuffix(" FILE\n"))
+    try:
+        assert "no trace: [Errno 21]" in ended.stderr
+        assert merge.merge(folder, tmp_path / "out.json")["ranks"] == [0, 2]
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_steps_of_training_enclose_their_buckets(tmp_path: Path) -> None:
