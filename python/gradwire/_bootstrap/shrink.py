@@ -241,6 +241,7 @@ class _Shrink(Generic[_Made]):
     def _try(self, view: View) -> tuple[View, _Made]:
         self._candidate = found = view, self._connect(view)
         self._wait(lambda: self._without_answer(view, self._ready))
+        self._ready[self._rank] = view
         self._send(MessageKind.READY, view)
         self._wait(lambda: self._not_ready(view))
         return found
@@ -398,7 +399,8 @@ class _Shrink(Generic[_Made]):
         if self._candidate is None:
             return False
         view, _ = self._candidate
-        everybody = self._view == view and not self._without(view, self._ready)
+        own = self._ready.get(self._rank) == view  # a sponsor waits for its guests before
+        everybody = own and self._view == view and not self._without(view, self._ready)
         return everybody or view in self._done.values()
 
     def _require_view(self, view: View) -> None:

@@ -124,16 +124,13 @@ class ElasticJob:
     """The processes of one job."""
 
     def __init__(self, server: StoreServer, name: str, transports: tuple[str, ...] | None) -> None:
-        self._server, self._transports = server, transports
+        self.name, self._server, self._transports = name, server, transports
         self._environment = {"GRADWIRE_STORE": str(server.address), "GRADWIRE_JOB": name}
         self.processes: list[Process] = []
 
     @property
     def store(self) -> str:
         return self._environment["GRADWIRE_STORE"]
-
-    def lose_store(self) -> None:
-        self._server.close("the launcher is gone")
 
     def start(self, size: int, body: Callable[[Communicator], Any]) -> list[Process]:
         """Starts the first members."""
