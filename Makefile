@@ -18,6 +18,7 @@
 #   make faults    COUNT=1000 random jobs with a random fault each, from a SEED that is printed
 #   make faults-training  COUNT=1000 of them in training over the backend of torch.distributed
 #   make faults-serve  COUNT=1000 of them in servers and clients of a parameter server
+#   make faults-elastic  COUNT=1000 jobs whose ranks die, stop and join at random
 #   make fuzz      every parser of foreign bytes under libFuzzer, FUZZ_SECONDS=60 in all
 PYTHON ?= python3
 VENV ?= .venv
@@ -43,7 +44,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh'
 .PHONY: demo test test-cpp test-python nightly test-under-load test-rdma test-ray test-trainers \
   test-torch test-torch-suites bench docs lint lint-check \
   wheel check-wheel arm64 \
-  sanitize sanitize-build faults faults-training faults-serve fuzz fuzz-build build tools clean
+  sanitize sanitize-build faults faults-training faults-serve faults-elastic fuzz fuzz-build build tools clean
 demo: build
 	$(BIN)/python -m bench.training.demo $(ARGS)
 
@@ -70,6 +71,7 @@ nightly:
 	$(MAKE) faults
 	$(MAKE) faults-training COUNT=100
 	$(MAKE) faults-serve COUNT=200
+	$(MAKE) faults-elastic COUNT=1000
 	$(MAKE) fuzz FUZZ_SECONDS=600
 	$(MAKE) sanitize SANITIZE_CUDA=ON
 	$(MAKE) test-rdma
@@ -145,6 +147,9 @@ faults-training: build
 # Servers and clients of a parameter server.
 faults-serve: build
 	PYTHONPATH=tests $(BIN)/python -m faults.serving --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+faults-elastic: build
+	PYTHONPATH=tests $(BIN)/python -m faults.elastic --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: build
 	$(BIN)/python -m pytest bench/collectives --benchmark-only $(ARGS)

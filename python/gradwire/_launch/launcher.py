@@ -81,7 +81,7 @@ def _run_once(options: argparse.Namespace, slot: slots.Slot) -> slots.Outcome:
         environment = {**os.environ, **common}
         launch = _Launch(program, options.n, environment, options.tag_output, notes)
         launch.keep_going, launch.restarts = options.keep_going, options.restarts
-        launch.least = options.min or 0
+        launch.least, launch.meet = options.min or 0, not options.servers
         launch.slot = slot
         if options.slot is not None or options.margin is not None:
             launch.grace = slot.margin
@@ -259,6 +259,7 @@ class _Launch:
         self.keep_going = False  # when a rank fails
         self.restarts = 0  # of each rank that fails, with keep_going; else in all
         self.least = 0  # ranks that are needed to go on when one fails; 0: all
+        self.meet = True  # ranks connect to each other, and not only to servers
         self.slot = slots.Slot(math.inf, 0)  # at whose end the ranks must end
         self.grace = GRACE_SECONDS  # between asking ranks to end and killing them
         self.told = False  # by a signal, to stop
@@ -389,7 +390,7 @@ class _Launch:
         if self.keep_going:
             return self._begun[failure.rank] <= self.restarts
         # Whoever joined after the others had come to the end would wait in vain.
-        return self._restarted < self.restarts and not self._succeeded
+        return self._restarted < self.restarts and not (self.meet and self._succeeded)
 
     def _can_go_on(self, failure: Failure) -> bool:
         """Whether enough ranks are left, or can be started anew."""

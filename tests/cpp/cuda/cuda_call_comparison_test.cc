@@ -100,17 +100,19 @@ TEST_P(AnyNumberOfRanks, ARankThatMakesFewerCallsIsNamed) {
 // Some ranks ask to stop from some call on, and ranks look after different calls have been
 // compared.
 TEST_P(AnyNumberOfRanks, AllAreToldToStopAfterTheSameCall) {
-  constexpr int kCalls = 40, kAsks = 17;
+  constexpr int kCalls = 40, kAsks = 17, kLater = 6;
   exec::Ranks ranks(GetParam());
   ranks.run([&](exec::Communicator& comm) {
     CallComparison comparison(comm);
     const int asks_at = kAsks + comm.identity().rank * 5;  // rank 0 first
     for (int call = 1; call <= kCalls; ++call) {
-      comparison.add(text_of(call), 10, /*asks_to_stop=*/call >= asks_at);
+      comparison.add(text_of(call), 10, /*asks_to_stop=*/call >= asks_at,
+                     /*asks_to_resize=*/call >= asks_at + kLater);
       if (call % 3 != 0) continue;  // the others go on without looking
       finish(comparison);
       EXPECT_TRUE(comparison.all_counted());
       EXPECT_EQ(comparison.stops(), call >= kAsks) << "call " << call;
+      EXPECT_EQ(comparison.resizes(), call >= kAsks + kLater) << "call " << call;
     }
   });
 }

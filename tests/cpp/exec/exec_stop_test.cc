@@ -173,6 +173,25 @@ TEST(Stop, AllRanksAgreeInTheCallBeforeWhichOneAsked) {
       }
 }
 
+// The same for requests to resize, beside those to stop: neither is taken for the other.
+TEST(Stop, ARequestToResizeTravelsBesideOneToStop) {
+  constexpr int kRanks = 3, kCalls = 6, kResize = 2, kStop = 4;
+  for (Rank asks = 0; asks < kRanks; ++asks) {
+    Ranks ranks(kRanks, any_transport(asks));
+    ranks.run([&](Communicator& comm) {
+      const Rank me = comm.identity().rank;
+      for (int i = 0; i < kCalls; ++i) {
+        if (me == asks && i == kResize) comm.request_resize();
+        if (me != asks && i == kStop) comm.request_stop();
+        const Call call(kConfirming[i % 3], "auto", kRanks, 1000);
+        comm.run(call.request);
+        EXPECT_EQ(comm.should_resize(), i >= kResize) << "call " << i;
+        EXPECT_EQ(comm.should_stop(), i >= kStop) << "call " << i;
+      }
+    });
+  }
+}
+
 // Whenever the request comes, all ranks find the same, also while calls are under way.
 TEST(Stop, AllRanksAgreeWheneverOneIsAsked) {
   constexpr int kRanks = 3, kSteps = 60, kBuckets = 3;

@@ -279,7 +279,9 @@ def test_views_meet_in_any_order() -> None:
     [b"", b"[]", b"{}", b'{"rank": 2}', b"[" * 100_000, b"\xff", guests.Addresses([]).pack()],
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
-    with pytest.raises(ValueError):
-        guests.unpack_invitation(data)
-    with pytest.raises(ValueError):
-        guests.unpack_addresses(data, 1, 0)
+    for unpack in (guests.unpack_invitation, lambda data: guests.unpack_addresses(data, 1, 0)):
+        try:
+            unpack(data)
+        except ValueError:
+            continue
+        pytest.fail("it was taken for one")

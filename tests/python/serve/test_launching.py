@@ -48,7 +48,10 @@ def test_servers_begin_and_end_with_the_ranks(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_replica_that_is_killed_ends_alone_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("goes_on", [["--keep-going"], ["--min", "1"]])
+def test_a_replica_that_is_killed_ends_alone_and_comes_back(
+    tmp_path: Path, goes_on: list[str]
+) -> None:
     ended = run(
         tmp_path,
         f"mark = {str(tmp_path / 'mark')!r}\n"
@@ -60,7 +63,7 @@ def test_a_replica_that_is_killed_ends_alone_and_comes_back(tmp_path: Path) -> N
         "ps.wait(10)\n"
         "print(f'rank {rank}: {len(ps.stats()[0][\"gone\"])} gone')\n"
         "ps.close()\n",
-        *("-n", "2", "--servers", "1", "--keep-going", "--restarts", "1"),
+        *("-n", "2", "--servers", "1", *goes_on, "--restarts", "1"),
     )
     assert ended.returncode == 0, ended.stderr
     assert "rank 1 of 2" in ended.stderr

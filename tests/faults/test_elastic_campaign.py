@@ -1,0 +1,69 @@
+"""The campaign of elastic jobs at CI's size, and that its judge would say so."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults.elastic import Outcome, problems
+from faults.elastic_cases import KINDS, TRANSPORTS, make_case
+
+CASES = 12
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.timeout(300)
+def test_whoever_leaves_or_joins_the_others_stay_alike() -> None:
+    """One seed, so that a change is judged by what it did; `make faults-elastic` draws new ones."""
+    command = [sys.executable, "-m", "faults.elastic", "--count", str(CASES), "--seed", "20261125"]
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+
+
+def test_all_kinds_and_transports_are_drawn() -> None:
+    cases = [make_case(1, number) for number in range(200)]
+    assert {event.kind for each in cases for event in each.events} == set(KINDS)
+    assert {each.transports for each in cases} == set(TRANSPORTS)
+    assert make_case(1, 7) == make_case(1, 7)
+
+
+@dataclasses.dataclass
+class Ended:
+    """Stands for a process."""
+
+    index: int = 0
+    outcome: Any = None
+    doomed: bool = False
+    left_out: bool = False
+    status: int | None = 0
+
+
+FINE = Outcome(2, 3, 9, {(3, 8): "a", (3, 9): "b"})
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (Ended(1, FINE), ""),
+        (Ended(1, FINE._replace(steps=8)), "ended in different places"),
+        (Ended(1, FINE._replace(digests={(3, 9): "c"})), "differed first at (epoch, step) (3, 9)"),
+        (Ended(1, Outcome(error="Timeout: x")), "process 1 failed: Timeout: x"),
+        (Ended(1, None), "process 1 failed"),
+        (Ended(1, None, doomed=True), "1 survivors ended in a communicator of 2"),
+        (Ended(1, FINE, doomed=True), "was to die and said that it had ended"),
+        (Ended(1, FINE, left_out=True), "not told that it was left out"),
+    ],
+)
+def test_the_judge_sees_what_is_wrong(other: Ended, words: str) -> None:
+    found = problems(make_case(1, 1), [Ended(0, FINE), other])  # type: ignore[list-item]
+    assert bool(found) == bool(words)
+    assert not words or any(words in each for each in found), found
