@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     size: int = 0
     epoch: int = 0
     steps: int = 0
-    digests: dict[tuple[int, int], str] = {}  # of the parameters, by epoch and step
+    digests: dict[tuple[int, int], str] | None = None  # of the parameters, by epoch and step
     error: str = ""
 
 
@@ -288,7 +288,7 @@ def problems(case: Case, processes: list[Process]) -> list[str]:
         found.append(f"{len(sound)} survivors ended in a communicator of {sound[0].size}")
     by_step: dict[tuple[int, int], set[str]] = collections.defaultdict(set)
     for each in sound:
-        for step, digest in each.digests.items():
+        for step, digest in (each.digests or {}).items():
             by_step[step].add(digest)
     different = sorted(step for step, digests in by_step.items() if len(digests) > 1)
     if different:
