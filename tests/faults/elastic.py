@@ -249,8 +249,9 @@ class Stage:
         elif event.kind == "die in a resize" and spare:
             victim.doomed = True
             self._fates[victim.index] = 1 + event.point
-            self._start(functools.partial(self._guest, -1))
-            self.wait("a death in a resize", lambda: not victim.lives or self._is_whole())
+            guest = self._start(functools.partial(self._guest, -1))
+            is_in = lambda: self.board.seen(guest.index)[0] or guest.collect()  # noqa: E731
+            self.wait("a death in a resize", lambda: not victim.lives or is_in())
             victim.kill(signal.SIGKILL)  # where the resize had fewer messages
         elif event.kind in ("kill", "crash"):
             victim.doomed = True

@@ -1,7 +1,8 @@
 """What a rank publishes about itself: a decoded value is fit to connect to, and to print.
 
 input: a rank's AddressInfo, its host, its host information in a process group, why it gives up,
-the endpoint of rank 0's store, or its cost model
+the endpoint of rank 0's store, its cost model, the sign of a door, or what a sponsor and its guests
+tell each other
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ import sys
 
 import atheris
 from gradwire import _model
-from gradwire._bootstrap import advertised_store, host_info, mesh, rendezvous_exchange
+from gradwire._bootstrap import (
+    advertised_store,
+    door,
+    guests,
+    host_info,
+    mesh,
+    rendezvous_exchange,
+)
 from gradwire._errors import RendezvousError, TransportError
 from gradwire._host.interfaces import is_loopback
 from instrument import cover
@@ -54,8 +62,18 @@ def test_one_input(data: bytes) -> None:
     with contextlib.suppress(RendezvousError):
         model = _model.unpack(data)
         assert _model.unpack(_model.pack(model)).digest == model.digest
+    with contextlib.suppress(RendezvousError):
+        sign = door.unpack_sign(data)
+        assert door.unpack_sign(sign.pack()) == sign
+        use(sign.address)
+    with contextlib.suppress(ValueError):
+        invitation = guests.unpack_invitation(data)
+        assert guests.unpack_invitation(invitation.pack()) == invitation
+        assert 0 <= invitation.rank < invitation.size
+    with contextlib.suppress(ValueError):
+        assert len(guests.unpack_addresses(data, 2, 1).addresses) == 2
 
 
-cover(advertised_store, host_info, mesh, rendezvous_exchange, _model)
+cover(advertised_store, door, guests, host_info, mesh, rendezvous_exchange, _model)
 atheris.Setup(sys.argv, test_one_input)
 atheris.Fuzz()

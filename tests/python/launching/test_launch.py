@@ -312,7 +312,7 @@ def test_ranks_die_with_the_launcher(launch: Launch, script: Callable[[str], str
     [
         (["-n", "0", "x.py"], "at least one rank"),
         (["-n", "2"], "which program"),
-        (["x.py"], "required: -n"),
+        (["x.py"], "how many ranks?"),
     ],
 )
 def test_a_wrong_command_line_says_what_is_wrong(
