@@ -52,7 +52,7 @@ _Made = TypeVar("_Made", bound=_Closable)
 
 
 class _LeftOut(Exception):
-    """The sponsor is gone, or has left this guest out; says which."""
+    """Raised when this process must begin again; says why."""
 
 
 class _Invited(Exception):
@@ -101,7 +101,10 @@ def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadlin
 
 def _read_sign(asking: Asking, read: Reader, deadline: Deadline) -> Sign:
     """The sign of the door; waits for it in pieces, so that Ctrl-C gets through."""
-    return unpack_sign(read(key_of(asking.job, asking.epoch), min(deadline.remaining, 0.5)))
+    try:
+        return unpack_sign(read(key_of(asking.job, asking.epoch), min(deadline.remaining, 0.5)))
+    except RendezvousError as error:  # such as that of the rendezvous at the same address
+        raise _LeftOut(f"its store closed: {error}") from None
 
 
 @contextlib.contextmanager

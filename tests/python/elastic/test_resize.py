@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import signal
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from census import held
 from elastic_job import SECRET, State, elastic_job, has, train
 from gradwire import Communicator
 from gradwire._bootstrap.survivor_links import SurvivorLinks
-from ranks import nightly
+from ranks import eventually, nightly
 
 over_transports = pytest.mark.parametrize("transports", [("shm",), ("tcp",), ("shm", "tcp")])
 
@@ -277,3 +278,68 @@ def test_resizes_leave_nothing_over(times: int) -> None:
         for each in (*members, guest):
             before, after = each.value()
             assert before == after
+
+
+def test_a_forked_child_does_not_keep_guests_at_a_door_whose_rank_died() -> None:
+    """Such as a data loader's: it has copies of the guests' sockets, and closes them."""
+    reads, writes = os.pipe()  # its end ends the child
+
+    def body(comm: Communicator) -> Any:
+        comm.barrier()
+        if comm.rank == 1:
+            return ends(has_again(2))(comm)
+        assert not comm.should_resize()  # opens the door
+        eventually(lambda: comm._door._guests)  # type: ignore[union-attr]
+        if os.fork() == 0:
+            os.close(writes)
+            os.read(reads, 1)
+            os._exit(0)
+        return os.kill(os.getpid(), signal.SIGKILL)
+
+    with elastic_job() as job:
+        members = job.start(2, body)
+        guest = job.join(ends(has_again(2)))
+        found = [each.value() for each in (members[1], guest)]
+        os.close(writes)
+        os.close(reads)
+        assert members[0].outcome().died
+    agree(found)
+
+
+def test_ranks_may_have_different_transports() -> None:
+    """Each pair takes what both have."""
+
+    def body(comm: Communicator) -> set[str]:
+        comm, _ = train(comm, has(3))
+        with comm:
+            return set(comm.transports.values())
+
+    with elastic_job() as job:
+        members = job.start(2, body)
+        guest = job.join(body, transports=("tcp",))
+        assert [each.value() for each in (*members, guest)] == [{"shm", "tcp"}] * 2 + [{"tcp"}]
+
+
+def test_rank_0_serves_the_store_again_for_those_who_join() -> None:
+    """As under mpirun or srun, where no launcher does; whoever follows it does so, too."""
+    with socket.socket() as reserved:  # bound and never listening: keeps the port for us
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        store = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+
+        def member(rank: int) -> Any:
+            comm = gradwire.init(rank=rank, size=2, store=store, secret=SECRET, timeout=30)
+            comm, _ = train(comm, has(3))
+            if rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return ends(lambda comm, _: comm.size == 3 and comm.epoch > 1)(comm)
+
+        def second(comm: Communicator) -> Any:
+            return ends(lambda comm, _: comm.size == 3 and comm.epoch > 1)(comm)
+
+        with elastic_job() as job:
+            members = [job.process(lambda rank=rank: member(rank)) for rank in range(2)]
+            guests = [job.join(second, store=store)]
+            assert members[0].outcome().died
+            guests.append(job.join(second, store=store))
+            agree([each.value() for each in (members[1], *guests)])
