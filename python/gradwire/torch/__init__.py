@@ -16,6 +16,7 @@ except ModuleNotFoundError as _missing:
     ) from _missing
 
 from gradwire import _autoload
+from gradwire.torch import elastic
 from gradwire.torch._diloco import DiLoCo
 from gradwire.torch._downpour import Downpour
 from gradwire.torch._fsdp.state import FSDPState
@@ -56,6 +57,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "comm_hook",
+    "elastic",
     "gather_state_dict",
     "hybrid_plan",
     "parallelize",

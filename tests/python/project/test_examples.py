@@ -152,6 +152,14 @@ def test_shrink_and_go_on():
 
 
 @needs_torch
+def test_elastic():
+    printed = run("elastic.py")
+    found = re.findall(r"(a|the new) rank ends after step 512: weights (\w{12})\n", printed)
+    assert sorted(who for who, _ in found) == ["a", "a", "the new"]
+    assert len({weights for _, weights in found}) == 1
+
+
+@needs_torch
 def test_slots():
     assert re.search(r"step 300 of 300: weights \w{12}\n", run("slots.py"))
 

@@ -98,7 +98,7 @@ def _snapshot(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor]) -> 
 
     def take(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return _mapped(value, take)
+            return mapped(value, take)
         slot = _Slot(len(slots), value.dtype, tuple(value.shape), value.device.type)
         slots.append(slot)
         tensors.append(value.detach())
@@ -120,7 +120,7 @@ def _restore(
     optimizer: torch.optim.Optimizer, its: _Snapshot, tensors: Sequence[torch.Tensor]
 ) -> None:
     def fill(value: Any) -> Any:
-        return tensors[value.number] if isinstance(value, _Slot) else _mapped(value, fill)
+        return tensors[value.number] if isinstance(value, _Slot) else mapped(value, fill)
 
     for group, options in zip(optimizer.param_groups, its.options, strict=True):
         parameters = group["params"]
@@ -133,7 +133,7 @@ def _restore(
     optimizer.state.update({key: fill(each) for key, each in its.others.items()})
 
 
-def _mapped(value: Any, change: Any) -> Any:
+def mapped(value: Any, change: Any) -> Any:
     """Copies a container with `change` applied to each value; returns anything else unchanged."""
     if type(value) is dict:
         return {key: change(each) for key, each in value.items()}

@@ -22,11 +22,10 @@ from torch.futures import Future
 from gradwire._calls.work import Work
 from gradwire._communicator import Communicator, Traffic
 from gradwire._errors import Aborted, Error
-from gradwire.torch._step.buckets import round_into
 from gradwire.torch._step.completions import Completions
 from gradwire.torch._step.gradient_scale import GradientScale
 from gradwire.torch._step.join_tracker import JoinTracker
-from gradwire.torch._step.residual_state import Call
+from gradwire.torch._step.reductions import RoundedWork, average
 from gradwire.torch._step.spans import StepSpans
 from gradwire.torch._step.stats import Counters, Spent
 from gradwire.torch._step.training_state import TrainingState
@@ -50,6 +49,7 @@ class Steps:
         joins: JoinTracker | None = None,
     ) -> None:
         self.communicator, self.algorithm, self.state = communicator, algorithm, state
+        self._way = communicator, algorithm, state.feedback
         self._joins = joins
         self.spans = StepSpans(communicator, state.names)
         # A copy that is never raised: a traceback would keep the DDP model alive.
@@ -74,7 +74,7 @@ class Steps:
 
         Never raises: the future gets the error.
         """
-        works: list[Work | _RoundedWork] = []
+        works: list[Work | RoundedWork] = []
         error: Exception | None = None
         try:
             with _profiled("gradwire:all_reduce"):
@@ -103,7 +103,7 @@ class Steps:
         self,
         bucket: dist.GradBucket,
         future: Future[torch.Tensor],
-        works: Sequence[Work | _RoundedWork],
+        works: Sequence[Work | RoundedWork],
         error: Exception | None,
     ) -> None:
         """Completes the future at once, on the stream that averages the bucket.
@@ -185,7 +185,7 @@ class Steps:
         self.abandon_step()
         self.state.remove_hooks()
 
-    def _start(self, bucket: dist.GradBucket, works: list[Work | _RoundedWork]) -> None:
+    def _start(self, bucket: dist.GradBucket, works: list[Work | RoundedWork]) -> None:
         if self.error is not None:
             raise without_traceback(self.error)
         if self.closed:
@@ -197,7 +197,7 @@ class Steps:
         for ready in self.state.ready_buckets(bucket, bucket.is_last()):
             with self.spans.naming(self._step.buckets - 1, ready.names):
                 for call in self.state.calls(ready, self.done):
-                    works.append(self._average(call))
+                    works.append(average(*self._way, call))
         if bucket.is_last() and self.state.unused is not None:
             has_joined = self._joins is not None and self._joins.has_joined
             works.append(self.state.unused.share(self.communicator, again=has_joined))
@@ -219,24 +219,7 @@ class Steps:
             return self._joins.agree_on_scale(self.communicator, scale)
         return scale
 
-    def _average(self, call: Call) -> Work | _RoundedWork:
-        op = "avg"
-        if call.arrays[0].dtype is torch.float16:  # divide first: the sum may overflow
-            op = "sum"
-            for each in call.arrays:
-                each.mul_(1 / self.communicator.size)
-        work: Work = self.communicator.all_reduce(
-            call.arrays[0] if len(call.arrays) == 1 else call.arrays,
-            op=op,
-            algorithm=self.algorithm,
-            codec=call.codec,
-            keys=call.keys,
-            feedback=False if call.keys is None else self.state.feedback,
-            async_op=True,
-        )
-        return _RoundedWork(work, call) if call.rounded else work
-
-    def _wait(self, works: Sequence[Work | _RoundedWork], error: Exception | None) -> None:
+    def _wait(self, works: Sequence[Work | RoundedWork], error: Exception | None) -> None:
         """Waits for all works, even if some fail; raises the first error."""
         for work in works:
             try:
@@ -300,19 +283,6 @@ class _Step:
         """Adds a bucket to the counters."""
         self.buckets += 1
         self.bytes += buffer.numel() * buffer.element_size()
-
-
-class _RoundedWork:
-    """The work of a call whose averages are then rounded to the gradients' own type."""
-
-    def __init__(self, work: Work, call: Call) -> None:
-        self._work, self._call = work, call
-
-    def wait(self) -> None:
-        """Waits for the call and rounds its averages; raises the call's error."""
-        self._work.wait()
-        for gradient, average in zip(self._call.rounded, self._call.arrays, strict=True):
-            round_into(gradient, average)
 
 
 def without_traceback(error: Exception) -> Exception:

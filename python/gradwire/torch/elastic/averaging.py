@@ -1,0 +1,216 @@
+"""Averager: averages a model's gradients while backward runs, over one communicator after another.
+
+It needs no DistributedDataParallel, whose process group would have to be made anew with each
+change. Hooks stand on the parameters once; buckets are formed from their order, the last layer
+first, since its gradients come first. (Li et al. 2020, "PyTorch Distributed", sec. 3.2.3)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire._communicator import Communicator
+from gradwire._errors import Error, InvalidArgument
+from gradwire._feedback import ErrorFeedback
+from gradwire.torch._step.buckets import gradient_elements, real_view
+from gradwire.torch._step.reductions import average
+from gradwire.torch._step.repacking import Bucket
+from gradwire.torch._step.residual_state import ResidualState
+from gradwire.torch._step.rules import Rules
+
+BUCKET_BYTES = 25 << 20
+_FIRST_BYTES = 1 << 20  # so that something travels early
+
+
+class Averaging(NamedTuple):
+    """The way in which gradients travel."""
+
+    algorithm: str
+    rules: Rules
+    feedback: ErrorFeedback | None
+    optimizer: torch.optim.Optimizer | None  # whose rates residuals follow
+
+
+class Averager:
+    """The averages of one step after the other; errors of a step are kept until `finish`."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        buffers: Sequence[torch.Tensor],
+        how: Averaging,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Puts hooks on the parameters, by name, that are trained; rank 0's `buffers` count."""
+        self._names = {each: name for name, each in parameters.items() if each.requires_grad}
+        self.buffers, self._how = list(buffers), how
+        self._buckets = list(_cut(reversed(self._names), bucket_bytes))
+        self._place = {each: i for i, bucket in enumerate(self._buckets) for each in bucket}
+        self._handles = [
+            each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._names
+        ]
+        self._communicator: Communicator | None = None
+        self._residuals: ResidualState | None = None
+        self._works: list[Any] = []
+        self._missing: list[set[torch.Tensor]] = []  # by bucket, parameters without gradient
+        self._next = 0  # bucket to submit
+        self._listens = self._open = False
+        self._step = 0
+        self._error: Exception | None = None
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for each in self._handles:
+            each.remove()
+        self._handles = []
+
+    def adopt(self, communicator: Communicator) -> None:
+        """Averages over these ranks from now on; residuals keep their weight."""
+        how = self._how
+        self._communicator = communicator
+        self._residuals = ResidualState(
+            self._names, communicator.size, how.rules, how.feedback, None, how.optimizer
+        )
+
+    def begin(self, step: int) -> None:
+        """Begins a step without gradients; `step` counts those of the whole training."""
+        for each in self._names:
+            each.grad = None
+        self._missing = [set(each) for each in self._buckets]
+        self._works, self._error, self._next, self._step = [], None, 0, step
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """Sends gradients as they come in a backward, the last one of the step; then the rest."""
+        self._listens = True
+        try:
+            yield
+        finally:
+            self._listens = False
+        self.send_rest()
+
+    def send_rest(self) -> None:
+        """Sends what has not travelled yet, with zeros where there is no gradient."""
+        while self._next < len(self._buckets):
+            self._send_next()
+
+    def finish(self) -> None:
+        """Waits until all gradients are averages, and buffers are rank 0's; raises the first error.
+
+        After an error the gradients are undefined.
+        """
+        self.send_rest()
+        if self._error is None:
+            self._share_buffers()
+        for work in self._works:
+            try:
+                work.wait()
+            except Error as error:
+                self._error = self._error or error
+        self._works = []
+        for device in {each.device for each in self._names if each.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        if self._error is not None:
+            raise self._error
+
+    def end(self, committed: bool) -> None:
+        """Keeps the step's changes of residuals, or undoes them."""
+        if self._open and self._residuals is not None:
+            self._residuals.end_step(committed)
+        self._open = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Saves what a joiner's codecs must know: all but residuals, which each rank has itself.
+
+        A joiner begins without residuals. Those of the others grow with the number of ranks, so
+        that all of them together keep their weight in the average.
+        """
+        assert self._residuals is not None
+        saved = self._residuals.state_dict()
+        kept = {n: {**each, "residual": None} for n, each in saved["feedback"].items()}
+        return {**saved, "feedback": kept}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes another rank's `state_dict`; raises InvalidArgument for another model's."""
+        assert self._residuals is not None
+        sizes = {name: gradient_elements(each) for each, name in self._names.items()}
+        kept = {
+            name: {**each, "residual": torch.zeros(sizes[name])}
+            for name, each in saved["feedback"].items()
+        }
+        self._residuals.load_state_dict({**saved, "feedback": kept})
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if not self._listens:
+            return
+        self._missing[self._place[parameter]].discard(parameter)
+        while self._next < len(self._buckets) and not self._missing[self._next]:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        if self._error is not None:
+            return
+        try:
+            self._send(bucket)
+        except Error as error:
+            self._error = error
+
+    def _send(self, parameters: Sequence[torch.Tensor]) -> None:
+        assert self._residuals is not None
+        assert self._communicator is not None
+        if not self._open:
+            scale = replace(self._residuals.scales.read(), ranks=self._communicator.size)
+            self._residuals.open_step(scale)
+            self._open = True
+        gradients = [real_view(_dense_gradient(each, self._names[each])) for each in parameters]
+        names = [self._names[each] for each in parameters]
+        for call in self._residuals.calls(Bucket(gradients, names, gradients), self._step):
+            self._works.append(
+                average(self._communicator, self._how.algorithm, self._how.feedback, call)
+            )
+
+    def _share_buffers(self) -> None:
+        assert self._communicator is not None
+        try:
+            for each in self.buffers:
+                self._works.append(self._communicator.broadcast(each, root=0, async_op=True))
+        except Error as error:
+            self._error = error
+
+
+def _cut(parameters: Iterator[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Cuts parameters into buckets of one type and device, and of about `most` bytes."""
+    bucket: list[torch.Tensor] = []
+    size, limit = 0, min(_FIRST_BYTES, most)
+    for each in parameters:
+        alike = bucket and (each.dtype, each.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (size >= limit or not alike):
+            yield bucket
+            bucket, size, limit = [], 0, most
+        bucket.append(each)
+        size += each.numel() * each.element_size()
+    if bucket:
+        yield bucket
+
+
+def _dense_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        parameter.grad = gradient = torch.zeros_like(
+            parameter, memory_format=torch.contiguous_format
+        )
+    elif gradient.layout is not torch.strided:
+        raise InvalidArgument(
+            f"the gradient of {name!r} is sparse; gradwire averages dense ones: build the "
+            "embedding with sparse=False"
+        )
+    elif not gradient.is_contiguous():
+        parameter.grad = gradient = gradient.contiguous()
+    return gradient

@@ -1,0 +1,54 @@
+"""Rates: learning rates that follow the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+class Rates:
+    """Scales learning rates linearly with the number of ranks (Goyal et al. 2017, sec. 2.1).
+
+    Ranks may scale in one change or in several that follow each other at the same step: the rates
+    are computed from those before the first of them, so all ranks get the same bits.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, carried: Iterable[Any]) -> None:
+        """Takes the optimizer, and what is carried with it, of which schedulers are scaled too."""
+        self._optimizer = optimizer
+        self._schedulers = [each for each in carried if hasattr(each, "base_lrs")]
+        self.ranks = 0  # for which the rates are; 0: not known yet
+        self._before: tuple[int, list[Any]] | None = None  # ranks and rates before scaling
+
+    def step(self) -> None:
+        """Takes note that a step was made with the rates as they are."""
+        self._before = None
+
+    def undo(self) -> None:
+        """Puts back the rates from before this step's changes."""
+        if self._before is not None:
+            self.ranks, values = self._before
+            for (holder, name), value in zip(self._places(), values, strict=True):
+                holder[name] = value
+            self._before = None
+
+    def follow(self, ranks: int) -> None:
+        """Scales the rates to another number of ranks."""
+        if self.ranks and ranks != self.ranks:
+            values = [holder[name] for holder, name in self._places()]
+            self._before = self.ranks, values
+            for (holder, name), value in zip(self._places(), values, strict=True):
+                holder[name] = value * ranks / self.ranks
+        self.ranks = ranks
+
+    def _places(self) -> Iterator[tuple[Any, Any]]:
+        for group in self._optimizer.param_groups:
+            for name in ("lr", "initial_lr"):
+                if name in group:
+                    yield group, name
+        for each in self._schedulers:
+            for name in ("base_lrs", "_last_lr"):
+                rates = getattr(each, name, ())
+                yield from ((rates, i) for i in range(len(rates)))

@@ -1,0 +1,470 @@
+"""Session: a training loop that goes on when ranks come and go."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire._base import arguments
+from gradwire._communicator import Communicator
+from gradwire._errors import Aborted, InvalidArgument, Timeout, TransportError
+from gradwire._feedback import ErrorFeedback
+from gradwire._launch.restarted import joins
+from gradwire.torch._step.defaults import Model, settings
+from gradwire.torch._step.hook_state import feedback_for
+from gradwire.torch._step.rules import CodecChoice, Rules
+from gradwire.torch.elastic import random_state
+from gradwire.torch.elastic.averaging import BUCKET_BYTES, Averager, Averaging
+from gradwire.torch.elastic.members import Decision, Report, decide
+from gradwire.torch.elastic.rates import Rates
+from gradwire.torch.elastic.replica import Replica
+from gradwire.torch.elastic.sampling import CONSTANT, Part, Sampler, require_way
+from gradwire.torch.elastic.transfer import share
+
+FAILURES = (TransportError, Timeout, Aborted)  # after which the others go on
+
+_log = logging.getLogger("gradwire")
+
+
+class Session:
+    """A training whose ranks may change. Made by `session`; a context manager, and an iterator.
+
+    Iterating yields this rank's batches: samples of a dataset, or their indices. `backward` and
+    `commit` belong to each. Changes of members happen within `commit` and between batches.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        sampler: Sampler,
+        averager: Averager,
+        reach: Callable[[], tuple[Communicator, bool]],
+        *,
+        rates: Rates | None,
+        owns: bool,
+        min_ranks: int,
+        wait: float,
+        verify: bool,
+        settings: dict[str, object],
+    ) -> None:
+        """Takes what `session` has made; `reach` gives a communicator, and whether it joined."""
+        self._replica, self._sampler, self._averager = replica, sampler, averager
+        self._reach, self._rates, self._owns = reach, rates, owns
+        self._min_ranks, self._wait, self._verify = min_ranks, wait, verify
+        self._settings = settings
+        self._comm: Communicator | None = None
+        self._steps = self._changes = 0
+        self._reference = 0  # the number of ranks that the global batch is for
+        self._has_state = self._prepared = self._ending = False
+        self._joined = False  # and has not got the state
+        self._alike: bool | None = None  # whether all ranks' random generators began alike
+        self._news: Decision | None = None  # of members that have not got the state yet
+        self._part: Part | None = None  # that was given to the loop, and not committed
+        self._is_last = self._has_backward = False
+        self._samples = 0  # of the step under way, on all ranks
+        self._random: dict[str, Any] = {}  # at its beginning
+        self._buffers: list[torch.Tensor] = []  # the same
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of the present members; another one after each change."""
+        if self._comm is None:
+            raise InvalidArgument("the session has not begun: use `with elastic.session(...) as s`")
+        return self._comm
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that all ranks have committed."""
+        return self._steps
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample, from 0."""
+        return self._sampler.epoch
+
+    @property
+    def changes(self) -> int:
+        """The number of changes of members since this rank came."""
+        return self._changes
+
+    def __repr__(self) -> str:
+        where = "not begun"
+        if self._comm is not None:
+            where = f"rank {self._comm.rank} of {self._comm.size}"
+        return f"Session({where}, steps={self._steps}, changes={self._changes})"
+
+    def __enter__(self) -> Session:
+        """Connects to the other ranks, or joins them."""
+        comm, self._joined = self._reach()
+        self._has_state = not self._joined and comm.rank == 0
+        self._comm, self._reference = comm, comm.size
+        try:
+            if not self._meet():
+                self._reform()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends this rank's part; after an error of its own the others go on without it."""
+        self._averager.end(False)
+        self._averager.close()
+        comm = self._comm
+        if comm is None:
+            return
+        if error is not None and not comm.closed:
+            comm.abort(f"{type(error).__name__} in the training loop")
+        if self._owns:
+            comm.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields batches until all samples are taken; every rank must iterate."""
+        while True:
+            self._bring_together()
+            self._samples = self._sampler.samples(self.communicator.size, self._target)
+            if not self._samples:
+                if self._end():
+                    return
+                continue
+            yield from self._batches_of_step()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Runs backward for the mean loss of the batch, and sends gradients after the last one.
+
+        Never raises for ranks that failed: `commit` tells.
+        """
+        if self._part is None:
+            raise InvalidArgument("backward() is for a batch of the session's loop, once")
+        if self._has_backward:
+            raise InvalidArgument("backward() was called twice for a batch: add the losses up")
+        self._has_backward = True
+        if self._part.weight != 1:
+            loss = loss * self._part.weight
+        if not self._is_last:
+            loss.backward()
+            return
+        with self._averager.sending():
+            loss.backward()
+
+    def commit(self) -> bool:
+        """Whether the optimizer is to make a step now: the same answer on all ranks that go on.
+
+        True when this batch completes a step and the gradients of all ranks were averaged into the
+        same bits, which the parameters' ``grad`` then hold. False for a batch after which more of
+        the same step follow, and for a step that was broken off because a rank failed: then nothing
+        is to be applied, and its samples come again, for the ranks that are left. When a rank has
+        failed, forms the next communicator of the others, for which it may wait.
+
+        Raises RendezvousError when too few ranks are left, and Error when none of them has the
+        state.
+        """
+        if self._part is None or not self._has_backward:
+            raise InvalidArgument("call backward(loss) for the batch, and then commit(), once")
+        self._part = None
+        if not self._is_last:
+            return False
+        ok = self._succeeds(self._averager.finish)
+        self._prepared = ok
+        if ok and self._succeeds(self.communicator.barrier):
+            self._settle(committed=True)
+            return True
+        before = self._steps
+        self._reform()
+        return self._steps > before
+
+    def should_stop(self) -> bool:
+        """Whether a rank was asked to stop; the same on all ranks after the same step.
+
+        See `Communicator.should_stop`.
+        """
+        return self.communicator.should_stop()
+
+    @property
+    def _target(self) -> int:
+        """The number of ranks for which a step has samples."""
+        return self._reference if self._rates is None else self.communicator.size
+
+    def _batches_of_step(self) -> Iterator[Any]:
+        """Yields the batches of one step, each with its `backward` and `commit`."""
+        comm = self.communicator
+        self._averager.begin(self._steps)
+        self._random = random_state.capture()
+        self._buffers = [each.clone() for each in self._averager.buffers]
+        parts = self._sampler.parts(self._samples, comm.rank, comm.size)
+        for i, part in enumerate(parts, start=1):
+            self._part, self._is_last, self._has_backward = part, i == len(parts), False
+            yield self._sampler.collated(part.indices)
+            if self._part is not None:
+                raise InvalidArgument(
+                    "the batch ended without commit(): call s.backward(loss) and s.commit() for "
+                    "each batch of the session"
+                )
+
+    def _succeeds(self, call: Callable[[], Any]) -> bool:
+        """Calls; returns False for a failure of ranks."""
+        try:
+            call()
+        except FAILURES as error:
+            _log.info("rank %d, step %d: %s", self.communicator.rank, self._steps, error)
+            return False
+        return True
+
+    def _settle(self, committed: bool) -> None:
+        """Ends the step under way on this rank."""
+        self._averager.end(committed)
+        self._prepared = False
+        if committed:
+            self._steps += 1
+            self._sampler.position += self._samples
+            if self._rates is not None:
+                self._rates.step()
+        elif self._random:
+            random_state.restore(self._random)
+            with torch.no_grad():
+                for own, before in zip(self._averager.buffers, self._buffers, strict=True):
+                    own.copy_(before)
+        self._random, self._buffers = {}, []
+
+    def _reform(self) -> None:
+        """Forms the next communicator, until its ranks agree on the last step.
+
+        Raises RendezvousError when there are too few of them.
+        """
+        while True:
+            self._resize()
+            if self._meet():
+                return
+
+    def _resize(self) -> None:
+        comm = self.communicator
+        least, wait = (1, 0.0) if self._ending else (self._min_ranks, self._wait)
+        self._comm = comm.resize(wait=wait, min_ranks=least)
+        self._changes += 1
+
+    def _meet(self) -> bool:
+        """Reports to the other ranks, and does what all decide; returns False if one failed.
+
+        A step under way ends here.
+        """
+        comm = self.communicator
+        own = Report(self._has_state, self._steps, self._prepared)
+        try:
+            reports = [Report(*each) for each in comm.all_gather_object(tuple(own))]
+        except FAILURES as error:
+            _log.info("rank %d lost another one while they met: %s", comm.rank, error)
+            return False
+        decision = decide(reports)
+        self._settle(committed=comm.rank in decision.commits)
+        self._averager.adopt(comm)
+        self._has_state = comm.rank in decision.holders
+        self._news = decision
+        return True
+
+    def _bring_together(self) -> None:
+        """Lets joiners in before a step, and gives all ranks the state."""
+        while not self._are_together():
+            self._reform()
+
+    def _are_together(self) -> bool:
+        """Shares the state after a change; returns False if a rank failed, or somebody knocks."""
+        comm, news = self.communicator, self._news
+        try:
+            if news is None:
+                return not comm.should_resize()
+            self._share(comm, news)
+        except FAILURES as error:
+            _log.info("rank %d lost another one between steps: %s", comm.rank, error)
+            return False
+        self._news = None
+        return True
+
+    def _share(self, comm: Communicator, news: Decision) -> None:
+        """Gives the state of those that have it to the others; then all have the same bits."""
+        if self._rates is not None:
+            self._rates.undo()
+        random = random_state.digest(random_state.capture())
+        own = self._digest() if self._verify and self._has_state else ""
+        every = comm.all_gather_object((random, own))
+        if self._alike is None and not self._joined:
+            self._alike = len({each for each, _ in every}) == 1 < comm.size
+        first = news.holders[0]
+        wrong = [each for each in news.holders if every[each][1] != every[first][1]]
+        if wrong:
+            _log.warning("ranks %s differ from rank %d in bits, and take its state", wrong, first)
+        holders = [each for each in news.holders if each not in wrong]
+        receivers = sorted({*news.receivers, *wrong})
+        if receivers:
+            state = self._state() if comm.rank in holders else None
+            state = share(comm, holders, receivers, state, self._require_alike)
+            if comm.rank in receivers:
+                self._load(state, f"{every[first][0]} {comm.rank}")
+        self._has_state = True
+        if self._rates is not None:
+            self._rates.follow(comm.size)
+
+    def _digest(self) -> str:
+        return f"{self._replica.digest()} {self._steps} {self._sampler.position}"
+
+    def _state(self) -> dict[str, Any]:
+        """All that a rank without the state must get."""
+        return {
+            "settings": self._settings,
+            "steps": self._steps,
+            "position": self._sampler.position,
+            "reference": self._reference,
+            "ranks_of_rates": 0 if self._rates is None else self._rates.ranks,
+            "alike": self._alike,
+            "random": random_state.capture() if self._alike else None,
+            "replica": self._replica.state_dict(),
+            "averager": self._averager.state_dict(),
+        }
+
+    def _require_alike(self, state: Mapping[str, Any]) -> None:
+        """Raises InvalidArgument when another rank's session has other settings."""
+        for name, its in state["settings"].items():
+            own = self._settings[name]
+            if own != its:
+                raise InvalidArgument(
+                    f"{name} differs: this rank's session has {_shown(own)}, the others' has "
+                    f"{_shown(its)}; start the same program on all ranks"
+                )
+
+    def _load(self, state: Mapping[str, Any], seed: str) -> None:
+        self._steps, self._sampler.position = state["steps"], state["position"]
+        self._reference, self._alike = state["reference"], state["alike"]
+        if self._rates is not None:
+            self._rates.ranks = state["ranks_of_rates"]
+        self._replica.load_state_dict(state["replica"])
+        self._averager.load_state_dict(state["averager"])
+        if self._alike:
+            random_state.restore(state["random"])
+        elif self._joined:
+            random_state.seed_from(seed)
+        self._joined = False
+
+    def _end(self) -> bool:
+        """Waits until all ranks have ended; returns False when members have changed meanwhile."""
+        self._ending = True
+        if self._succeeds(self.communicator.barrier):
+            return True
+        self._reform()
+        return False
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def session(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sampler: Sampler,
+    *,
+    carry: Sequence[Any] = (),
+    global_batch: str = CONSTANT,
+    min_ranks: int = 2,
+    wait: float = 60.0,
+    codec: CodecChoice = "none",
+    algorithm: str = "auto",
+    feedback: ErrorFeedback | bool | None = None,
+    rules: Sequence[tuple[str, CodecChoice]] = (),
+    min_elements: int = 1024,
+    warm_up: int | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    verify: bool = False,
+    communicator: Communicator | None = None,
+    timeout: float = 300,
+) -> Session:
+    """Makes a training loop that goes on when ranks come and go; `with` connects it.
+
+    The model is trained as it is, without DistributedDataParallel: the session averages gradients
+    itself, with `codec`, `algorithm`, `feedback`, `rules`, `min_elements` and `warm_up` as in
+    `gradwire.torch.register`. `carry` are schedulers, scalers and other objects with `state_dict`
+    and `load_state_dict`, which are the same on all ranks. Joiners get the state of model,
+    optimizer and these from the other ranks, as all ranks get rank 0's at the start.
+
+    `global_batch` says what stays when the number of ranks changes. "constant": a step has the
+    sampler's `batch` times the number of ranks at the start, and fewer ranks accumulate gradients.
+    "proportional": `batch` times the number of ranks now, and learning rates follow that number
+    (Goyal et al. 2017, "Accurate, Large Minibatch SGD", sec. 2.1).
+
+    A rank that is lost leaves fewer; with fewer than `min_ranks` the others wait up to `wait`
+    seconds for joiners, and then raise RendezvousError. `timeout` is the communicator's, after
+    which a silent rank counts as lost. `verify` compares the state of all ranks bit by bit after
+    each change, and gives those that differ the state of the lowest rank.
+
+    Without a communicator `with` calls `gradwire.init`, or `gradwire.join` in a process that was
+    started to replace another one. A communicator that is given is closed at the first change.
+    Raises InvalidArgument.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise InvalidArgument(
+            "give the module inside DistributedDataParallel: the session averages gradients itself"
+        )
+    arguments.instance(model, "model", nn.Module, "a torch.nn.Module")
+    arguments.instance(optimizer, "optimizer", torch.optim.Optimizer, "an optimizer of torch's")
+    arguments.instance(sampler, "sampler", Sampler, "a gradwire.torch.elastic.Sampler")
+    way = require_way(global_batch)
+    least = arguments.whole(min_ranks, "min_ranks", least=1)
+    limit = arguments.seconds(timeout)
+    if not (arguments.number(wait, "wait") >= 0 and math.isfinite(wait)):
+        raise InvalidArgument(f"wait={wait!r} is no number of seconds from 0")
+    named = dict(model.named_parameters())
+    chosen = settings(Model(model, named), codec, rules, warm_up, min_elements)
+    how = Rules(chosen.codec, chosen.rules, min_elements)
+    kept = feedback_for(feedback, how, named=True)
+    rates = Rates(optimizer, carry) if way != CONSTANT else None
+    replica = Replica(model, optimizer, carry)
+    averager = Averager(
+        named,
+        [each.detach() for each in model.buffers()],
+        Averaging(algorithm, how, kept, optimizer if kept is not None else None),
+        arguments.whole(bucket_bytes, "bucket_bytes", least=1),
+    )
+    alike = {
+        **replica.settings,
+        **sampler.settings,
+        "global_batch": way,
+        "codec": repr(codec),
+        "rules": repr(rules),
+        "algorithm": algorithm,
+        "feedback": kept is not None,
+        "min_elements": min_elements,
+        "warm_up": warm_up,
+        "bucket_bytes": bucket_bytes,
+    }
+    return Session(
+        replica,
+        sampler,
+        averager,
+        lambda: _reach(communicator, limit),
+        rates=rates,
+        owns=communicator is None,
+        min_ranks=least,
+        wait=wait,
+        verify=arguments.flag(verify, "verify"),
+        settings=alike,
+    )
+
+
+def _reach(communicator: Communicator | None, timeout: float) -> tuple[Communicator, bool]:
+    """A communicator, and whether this rank has joined one that others had."""
+    if communicator is None:
+        connect = gradwire.join if joins() else gradwire.init
+        communicator = connect(timeout=timeout)
+    return communicator, communicator.rank >= communicator.size - communicator.joined

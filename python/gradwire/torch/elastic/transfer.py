@@ -1,0 +1,105 @@
+"""The state's way to ranks that do not have it: from all that have it, a part from each.
+
+A state is plain values, which travel by pickle from the first holder, and tensors, whose bytes form
+one line. Each holder sends an equal part of this line to every receiver. With one holder, as at the
+start of a training, that is a broadcast. Nothing is compressed: see docs/elastic.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire._communicator import Communicator
+from gradwire.torch._ranks.broadcasts import mapped
+
+
+class _Slot(NamedTuple):
+    """A placeholder for a tensor."""
+
+    number: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def share(
+    communicator: Communicator,
+    holders: Sequence[int],
+    receivers: Sequence[int],
+    state: Any,
+    check: Callable[[Any], None],
+) -> Any:
+    """Gives the receivers the holders' state, and returns it; all ranks call it.
+
+    The state is any nesting of dicts, lists and tuples, with tensors, the same on all holders; None
+    on receivers. Tensors come on the CPU. `check` raises on receivers what it does not like in the
+    plain values.
+    """
+    tensors: list[torch.Tensor] = []
+    has_it = communicator.rank in holders
+    packed = pack(state, tensors) if has_it else None
+    packed, slots = communicator.broadcast_object(
+        (packed, [(each.dtype, tuple(each.shape)) for each in tensors]), root=holders[0]
+    )
+    if not has_it:
+        check(packed)
+        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in slots]
+    lines = [each.view(-1).view(torch.uint8) for each in tensors]
+    if len(holders) == 1:
+        for line in filter(len, lines):
+            communicator.broadcast(line, root=holders[0])
+    else:
+        _send_parts(communicator, holders, receivers, lines)
+    return unpack(packed, tensors)
+
+
+def _send_parts(
+    communicator: Communicator,
+    holders: Sequence[int],
+    receivers: Sequence[int],
+    lines: Sequence[torch.Tensor],
+) -> None:
+    total, count = sum(map(len, lines)), len(holders)
+    ends = [total * i // count for i in range(count + 1)]
+    works = []
+    for i, holder in enumerate(holders):
+        for piece in _cut(lines, ends[i], ends[i + 1]):
+            if communicator.rank == holder:
+                works += [communicator.send(piece, to, async_op=True) for to in receivers]
+            elif communicator.rank in receivers:
+                works.append(communicator.recv(piece, holder, async_op=True))
+    for work in works:
+        work.wait()
+
+
+def _cut(lines: Sequence[torch.Tensor], begin: int, end: int) -> Iterator[torch.Tensor]:
+    """The pieces between two positions in lines that lie end to end."""
+    at = 0
+    for line in lines:
+        first, last = max(begin - at, 0), min(end - at, len(line))
+        if first < last:
+            yield line[first:last]
+        at += len(line)
+
+
+def pack(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value with placeholders for tensors, which are appended to the list."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(_line_of(value))
+        return _Slot(len(tensors) - 1, value.dtype, tuple(value.shape))
+    return mapped(value, lambda each: pack(each, tensors))
+
+
+def _line_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU, contiguous; NumPy has strides of 0 for one element or none."""
+    own = tensor.detach().cpu().contiguous()
+    return torch.empty(own.shape, dtype=own.dtype).copy_(own) if own.numel() < 2 else own
+
+
+def unpack(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The value with tensors in place of the placeholders."""
+    if isinstance(value, _Slot):
+        return tensors[value.number]
+    return mapped(value, lambda each: unpack(each, tensors))

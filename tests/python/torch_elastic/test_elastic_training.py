@@ -1,0 +1,208 @@
+"""Trainings whose ranks die and join: all that train have the same bits, and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch_ranks
+from census import census, growth
+from elastic_team import Plan, Team
+from gradwire.torch import elastic
+from gradwire.torch._ranks.group import communicator_of
+from torch import nn
+
+DATA = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+
+
+def run(ranks: int, body: Callable[..., Any], *args: Any, dying: tuple[int, ...] = ()) -> list[Any]:
+    """The result of `body(communicator, *args)` on each rank."""
+    return torch_ranks.run(ranks, _connected, body, *args, dying=dying)
+
+
+def _connected(body: Callable[..., Any], *args: Any) -> Any:
+    return body(communicator_of(dist.group.WORLD, 30), *args)
+
+
+def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, elastic.Session]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    sampler = elastic.Sampler(options.pop("samples", 96), options.pop("batch", 8))
+    return model, optimizer, elastic.session(model, optimizer, sampler, **options)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(DATA[batch % 96]) - DATA[batch % 96, :4]).square().mean()
+
+
+Values = dict[str, "np.ndarray[Any, Any]"]  # of a model; tensors would travel by shared memory
+
+
+def values_of(model: nn.Module) -> Values:
+    return {name: each.numpy().copy() for name, each in model.state_dict().items()}
+
+
+def trained(comm: gradwire.Communicator, options: dict[str, Any]) -> Values:
+    model, optimizer, session = made(communicator=comm, **options)
+    with session as s:
+        for batch in s:
+            s.backward(loss_of(model, batch))
+            if s.commit():
+                optimizer.step()
+    s.communicator.close()
+    return values_of(model)
+
+
+def same(one: Values, other: Values) -> bool:
+    return all(np.array_equal(each, other[name]) for name, each in one.items())
+
+
+def test_two_ranks_train_as_one_with_all_samples() -> None:
+    two = run(2, trained, {})
+    assert same(*two)
+    alone = run(1, trained, {"batch": 16})[0]
+    for name, each in alone.items():
+        np.testing.assert_allclose(two[0][name], each, rtol=1e-4, atol=1e-6)
+
+
+def test_small_buckets_and_codecs_train() -> None:
+    plain = run(2, trained, {"bucket_bytes": 100})
+    for codec in ("fp16", "onebit"):
+        options = {"codec": codec, "warm_up": 0 if codec == "onebit" else None, "min_elements": 1}
+        one, two = run(2, trained, options)
+        assert same(one, two)
+        assert not same(one, plain[0])
+
+
+def trained_and_lost(comm: gradwire.Communicator, way: str) -> tuple[Any, int, float]:
+    rank = comm.rank
+
+    def die(s: elastic.Session) -> None:
+        if rank == 1 and s.steps == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model, optimizer, session = made(
+        communicator=comm, global_batch=way, verify=True, batch=4, wait=0
+    )
+    with session as s:
+        for batch in s:
+            die(s)
+            s.backward(loss_of(model, batch))
+            if s.commit():
+                optimizer.step()
+    s.communicator.close()
+    return values_of(model), s.steps, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    ("way", "steps", "rate"), [("constant", 8, 0.1), ("proportional", 11, 0.2 / 3)]
+)
+def test_survivors_take_all_samples(way: str, steps: int, rate: float) -> None:
+    ended = run(3, trained_and_lost, way, dying=(1,))
+    (one, *numbers), (other, *_) = ended[0], ended[2]
+    assert same(one, other)
+    assert numbers == [steps, pytest.approx(rate)]
+
+
+@pytest.mark.parametrize("plan", [Plan(codec="onebit"), Plan(global_batch="proportional")], ids=str)
+def test_ranks_die_and_join(plan: Plan) -> None:
+    with Team(3, plan) as team:
+        assert team.wait(lambda: team.steps >= 3), team
+        for _ in range(2):
+            joiner = team.start(joins=True)
+            assert team.wait(lambda joiner=joiner: joiner.steps > 0), team
+            victim = team.members[0]  # also the one at whose door joiners knock
+            team.kill(victim)
+            goal = team.steps + 2
+            assert team.wait(lambda goal=goal: all(e.steps > goal for e in team.alive)), team
+            assert all(each.size == 3 for each in team.alive)
+            team.forget_dead()
+        assert not team.problems
+
+
+def test_too_few_end_with_an_error() -> None:
+    with Team(2, Plan(min_ranks=2, wait=0.1)) as team:
+        assert team.wait(lambda: team.steps >= 1), team
+        team.kill(team.members[1])
+        assert team.wait(lambda: team.members[0].dead), team
+        assert "RendezvousError" in team.members[0].ended
+
+
+def left_after_changes(comm: gradwire.Communicator, changes: int) -> list[Any]:
+    """Counts what there is after each change, in which all ranks stay."""
+    found = []
+    model, optimizer, session = made(communicator=comm, samples=1 << 20, codec="fp16")
+    with session as s:
+        for batch in s:
+            s.backward(loss_of(model, batch))
+            if s.commit():
+                optimizer.step()
+            if s.steps % 2 == 0:
+                s._reform()
+                gc.collect()
+                hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+                found.append((census(), len(gc.get_objects()), hooks))
+            if len(found) == changes:
+                break
+    s.communicator.close()
+    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("changes", [6, pytest.param(50, marks=pytest.mark.nightly)])
+def test_nothing_is_left_of_changes(changes: int) -> None:
+    for found in run(2, left_after_changes, changes):
+        counts = [each for each, _, _ in found[2:]]
+        assert growth([each.threads for each in counts]) < 1
+        assert growth([each.descriptors.total() for each in counts]) < 1
+        assert growth([each.mappings for each in counts]) < 1
+        assert growth([objects for _, objects, _ in found[2:]]) < 5
+        assert len({hooks for _, _, hooks in found}) == 1
+
+
+def differing(comm: gradwire.Communicator) -> str:
+    batch = 8 + comm.rank
+    with pytest.raises(gradwire.Error) as raised:
+        trained(comm, {"batch": batch, "wait": 0.1})
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_other_settings_are_refused() -> None:
+    first, second = run(2, differing)
+    assert first.startswith("RendezvousError")
+    assert "batch differs: this rank's session has 9, the others' has 8" in second
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"global_batch": "large"}, "global_batch='large'"),
+        ({"min_ranks": 0}, "min_ranks=0"),
+        ({"wait": -1}, "wait=-1"),
+        ({"carry": [3]}, "carry= has a int"),
+    ],
+)
+def test_wrong_options_are_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(gradwire.InvalidArgument, match=text):
+        made(**given)
+
+
+def forget_to_commit(session: elastic.Session, model: nn.Module) -> None:
+    with session as s:
+        for batch in s:
+            s.backward(loss_of(model, batch))
+
+
+def test_a_forgotten_commit_is_told() -> None:
+    model, _, session = made(communicator=gradwire.init(rank=0, size=1, store="unix://none"))
+    with pytest.raises(gradwire.InvalidArgument, match="without commit"):
+        forget_to_commit(session, model)
