@@ -5,14 +5,35 @@
 namespace gradwire::cuda {
 namespace {
 
+// Returns the oldest driver that a runtime works with; empty where that is not known. (CUDA release
+// notes, minor version compatibility)
+std::string_view oldest_driver(int runtime) {
+  switch (runtime / 1000) {
+    case 12:
+      return "525";
+    case 13:
+      return "580";
+    default:
+      return "";
+  }
+}
+
+std::string why_no_driver(const CudaInfo& found) {
+  const std::string_view oldest = oldest_driver(found.runtime);
+  const std::string which =
+      oldest.empty() ? "a newer driver" : "driver " + std::string(oldest) + " or newer";
+  if (found.driver == 0)
+    return "there is no NVIDIA driver" + (oldest.empty() ? "" : ": install " + which);
+  return "the driver is for CUDA " + cuda_version_text(found.driver) + ", and " +
+         cuda_version_text(found.runtime) + " is needed: install " + which +
+         ", or build gradwire with an older nvcc";
+}
+
 std::string refusal(const Api& api, Status status, const CudaInfo& found) {
   const std::string driver = cuda_version_text(found.driver);
   switch (status) {
     case kNoDriver:
-      return found.driver == 0
-                 ? "there is no NVIDIA driver"
-                 : "the driver is for CUDA " + driver + ", and " +
-                       cuda_version_text(found.runtime) + " is needed: install a newer driver";
+      return why_no_driver(found);
     case kNoDevice:
       return "the driver, for CUDA " + driver +
              ", finds no GPU: see nvidia-smi and "

@@ -38,10 +38,12 @@ TEST(CudaFacts, AnAbsentDriverAndAnOldOneAreToldApart) {
   Api api = table();
   api.device_count = [](int*) { return kNoDriver; };
   api.versions = [](int* runtime, int* driver) { return *runtime = 13000, *driver = 0; };
-  EXPECT_EQ(find_cuda_info(api).why_not, "there is no NVIDIA driver");
+  EXPECT_EQ(find_cuda_info(api).why_not, "there is no NVIDIA driver: install driver 580 or newer");
   api.versions = [](int* runtime, int* driver) { return *runtime = 13000, *driver = 12040, 0; };
-  EXPECT_EQ(find_cuda_info(api).why_not,
-            "the driver is for CUDA 12.4, and 13.0 is needed: install a newer driver");
+  EXPECT_EQ(
+      find_cuda_info(api).why_not,
+      "the driver is for CUDA 12.4, and 13.0 is needed: install driver 580 or newer, or build "
+      "gradwire with an older nvcc");
 }
 
 TEST(CudaFacts, AnyOtherErrorIsThatOfCuda) {
