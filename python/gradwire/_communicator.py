@@ -16,7 +16,7 @@ from gradwire._base.arguments import flag, seconds, whole
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shrink as _shrink
 from gradwire._bootstrap import split as _split
-from gradwire._bootstrap.admission import admission_to, transports_of
+from gradwire._bootstrap.admission import admission_to, open_door, transports_of
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.build_core import build_core
 from gradwire._bootstrap.door import Door
@@ -312,7 +312,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         failure.
         """
         if self._door is None and self.rank == 0 and not self.closed:
-            self._door = self._open_door(None)
+            self._door = open_door(self._mesh)
             self._door.serve(self._mesh, self._core.request_resize)
         found = self._core.should_resize()
         if self._gpu is not None:
@@ -370,7 +370,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         Raises RendezvousError on all ranks when they are fewer than `min_ranks` after the wait.
         """
         limit = self._seconds(timeout)
-        admission = admission_to(self._mesh, self._open_door, store, wait, min_ranks)
+        admission = admission_to(self._mesh, store, wait, min_ranks)
         admission.door, self._door = self._door, None
         try:
             if store is not None and admission.door is not None:
@@ -416,9 +416,6 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         return _shrink.shrink(
             self._mesh, links, make, transports=transports, timeout=timeout, admission=admission
         )
-
-    def _open_door(self, store: str | None) -> Door:
-        return Door(self._mesh, transports_of(self._mesh), store)
 
     def _close_door(self) -> None:
         door, self._door = self._door, None

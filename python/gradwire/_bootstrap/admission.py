@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,24 +10,25 @@ from gradwire._base import arguments, environment
 from gradwire._bootstrap.door import Door
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.shrink import Admission
-from gradwire._bootstrap.store import Address, parse_address
+from gradwire._bootstrap.store import parse_address
 from gradwire._errors import InvalidArgument
 from gradwire._host.interfaces import choose, is_loopback, route_to
 from gradwire._host.transport_kinds import DEFAULTS
 
 
-def admission_to(
-    mesh: Mesh,
-    open_door: Callable[[str | None], Door],
-    store: str | None,
-    wait: float,
-    min_ranks: int,
-) -> Admission:
+def open_door(mesh: Mesh) -> Door:
+    """Opens a door where those who join reach it."""
+    _listen_beyond_loopback(mesh)
+    return Door(mesh, transports_of(mesh), None)
+
+
+def admission_to(mesh: Mesh, store: str | None, wait: float, min_ranks: int) -> Admission:
     """Checks the arguments of a resize, and has the mesh listen where those who join reach it.
 
     Raises InvalidArgument.
     """
-    address = None if store is None else parse_address(arguments.text(store, "store"))
+    if store is not None:
+        parse_address(arguments.text(store, "store"))
     seconds = arguments.number(wait, "wait")
     if not seconds >= 0:
         raise InvalidArgument(f"wait={wait!r} is not a number of seconds")
@@ -37,8 +38,8 @@ def admission_to(
         raise InvalidArgument(f"min_ranks={least} is more than GRADWIRE_MAX_RANKS={most}")
     if store is not None:
         mesh.membership = replace(mesh.membership, store=store)
-    _listen_beyond_loopback(mesh, address)
-    return Admission(partial(open_door, store), seconds, least, most)
+    _listen_beyond_loopback(mesh)
+    return Admission(partial(open_door, mesh), seconds, least, most)
 
 
 def transports_of(mesh: Mesh) -> Sequence[str]:
@@ -55,12 +56,13 @@ def _most_ranks() -> int | None:
     return int(given)
 
 
-def _listen_beyond_loopback(mesh: Mesh, given: Address | None) -> None:
+def _listen_beyond_loopback(mesh: Mesh) -> None:
     """Chooses the address that reaches the store, where all ranks have been on one host so far."""
-    known = mesh.membership.store
-    if given is None and known is not None and not known.startswith("torch:"):
-        given = parse_address(known)
-    if given is None or given.local or not mesh.interface.interface.loopback:
+    store = mesh.membership.store
+    if store is None or store.startswith("torch:") or not mesh.interface.interface.loopback:
+        return
+    given = parse_address(store)
+    if given.local:
         return
     source = route_to(given.host, given.port).source
     if not is_loopback(source):
