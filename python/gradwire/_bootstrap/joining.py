@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from gradwire._base import environment
@@ -81,8 +82,9 @@ def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadlin
         try:
             with reader_of(asking.store, asking.job, asking.secret, deadline) as read:
                 sign = _read_sign(asking, read, deadline)
-            with _knock(asking, sign, deadline) as links:
-                return _Guest(asking, sign, links, make, deadline).run()
+                with _knock(asking, sign, deadline) as links:
+                    is_there = partial(_is_there, asking, read, sign)
+                    return _Guest(asking, sign, links, make, deadline, is_there).run()
         except TimeoutError:
             pass
         except _LeftOut as error:
@@ -105,6 +107,17 @@ def _read_sign(asking: Asking, read: Reader, deadline: Deadline) -> Sign:
         return unpack_sign(read(key_of(asking.job, asking.epoch), min(deadline.remaining, 0.5)))
     except RendezvousError as error:  # such as that of the rendezvous at the same address
         raise _LeftOut(f"its store closed: {error}") from None
+
+
+def _is_there(asking: Asking, read: Reader, sign: Sign) -> bool:
+    """Whether the door is where it was, as far as the store knows.
+
+    A rank that is stopped keeps its guests' links, while the others go on and open another door.
+    """
+    try:
+        return unpack_sign(read(key_of(asking.job, asking.epoch), 0)) == sign
+    except (Error, TimeoutError):
+        return True
 
 
 @contextlib.contextmanager
@@ -146,8 +159,10 @@ class _Guest(Generic[_Made]):
         links: SurvivorLinks,
         make: Callable[[Mesh, float], _Made],
         deadline: Deadline,
+        is_there: Callable[[], bool] = lambda: True,
     ) -> None:
         self._asking, self._links, self._make, self._deadline = asking, links, make, deadline
+        self._is_there = is_there  # the door, still
         self._interface = _interface(sign.address)
         secret = sign.secret or asking.secret or b""
         privacy = "who joins needs the job's secret"
@@ -231,6 +246,8 @@ class _Guest(Generic[_Made]):
             self._listen(_REPEAT_SECONDS, view)
             if self._silent_at is None and self._deadline.passed:
                 raise TimeoutError
+            if self._silent_at is None and not self._is_there():
+                raise _LeftOut("another rank has the door now")
             if self._silent_at is not None and self._silent_at.passed:
                 raise _LeftOut("the rank that had let it in fell silent")
 

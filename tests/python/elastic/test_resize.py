@@ -343,3 +343,22 @@ def test_rank_0_serves_the_store_again_for_those_who_join() -> None:
             assert members[0].outcome().died
             guests.append(job.join(second, store=store))
             agree([each.value() for each in (members[1], *guests)])
+
+
+def test_who_waits_at_a_stopped_rank_goes_to_the_next_door() -> None:
+    def body(comm: Communicator) -> Any:
+        comm.barrier()
+        if comm.rank == 1:
+            comm._timeout = 2.0
+            return ends(has_again(2), timeout=2)(comm)
+        assert not comm.should_resize()  # opens the door
+        eventually(lambda: comm._door._guests)  # type: ignore[union-attr]
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+
+    with elastic_job() as job:
+        members = job.start(2, body)
+        guest = job.join(ends(has_again(2)))
+        agree([each.value() for each in (members[1], guest)])
+        members[0].kill()
+        assert members[0].outcome().died
