@@ -5,7 +5,8 @@ long as the job; where there is none, it is one that this rank serves, at the ad
 served the rendezvous at. Who connects proves that it knows the job's secret, as everywhere; then
 the door asks the communicator for a resize, and keeps the socket until a sponsor takes it.
 
-A thread waits for guests. Nothing else happens while nobody knocks: no message, no polling.
+A thread waits for guests, and writes the sign again every ten seconds. Nothing else happens while
+nobody knocks: the program's threads do nothing for it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from gradwire._bootstrap.torch_store import TorchStore
 from gradwire._errors import Error, RendezvousError, describe
 
 _STORE_SECONDS = 5.0  # in which a store answers
+_RENEW_SECONDS = 10.0  # after which the sign is written again
 _PAUSE_SECONDS = 0.5  # between two looks at the limits of pending handshakes
 
 _log = logging.getLogger("gradwire")
@@ -54,12 +56,18 @@ class Sign:
 
     address: AddressInfo
     epoch: int  # of the job: how often the launcher has restarted it
+    membership: int  # the epoch of the communicator
     secret: bytes | None  # the job's, where the ranks were given none
 
     def pack(self) -> bytes:
         """Encodes all fields as JSON."""
         secret = None if self.secret is None else self.secret.hex()
-        fields = {"address": self.address.pack().decode(), "epoch": self.epoch, "secret": secret}
+        fields = {
+            "address": self.address.pack().decode(),
+            "epoch": self.epoch,
+            "membership": self.membership,
+            "secret": secret,
+        }
         return json.dumps(fields).encode()
 
 
@@ -68,9 +76,11 @@ def unpack_sign(data: bytes) -> Sign:
     try:
         found: Any = json.loads(data)
         secret = None if found["secret"] is None else bytes.fromhex(found["secret"])
-        if type(found["epoch"]) is not int:
+        epoch, membership = found["epoch"], found["membership"]
+        if type(epoch) is not int or type(membership) is not int:
             raise TypeError
-        return Sign(unpack_address_info(found["address"].encode(), 0), found["epoch"], secret)
+        address = unpack_address_info(found["address"].encode(), 0)
+        return Sign(address, epoch, membership, secret)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise RendezvousError(
             "the store does not say where to join: another gradwire version?"
@@ -97,7 +107,7 @@ class Door:
     ) -> None:
         """Opens it. `request` is called when somebody has knocked, on another thread."""
         self._mesh, self._request = mesh, request
-        self._lock = threading.Lock()
+        self._lock, self._announcing = threading.Lock(), threading.Lock()
         self._guests: list[Guest] = []
         self._server: StoreServer | None = None
         self.trouble = ""
@@ -115,18 +125,23 @@ class Door:
 
     def announce(self, store: str | None) -> None:
         """Writes into the store where the door is; serves the store itself if there is none."""
-        self.trouble = ""
-        try:
-            self._write_sign(store or self._mesh.membership.store)
-        except (Error, OSError) as error:
-            self.trouble = f"nobody can find where to join: {describe(error)}"
-            _log.warning("rank %d: %s", self._mesh.rank, self.trouble)
+        with self._announcing:
+            before, self.trouble = self.trouble, ""
+            try:
+                self._write_sign(store or self._mesh.membership.store)
+            except (Error, OSError) as error:
+                self.trouble = f"nobody can find where to join: {describe(error)}"
+            if self.trouble and self.trouble != before:
+                _log.warning("rank %d: %s", self._mesh.rank, self.trouble)
 
     def serve(self, mesh: Mesh, request: Callable[[], None]) -> None:
         """Goes on for the next communicator, whose job is the same."""
         with self._lock:
+            changed = mesh.membership.epoch != self._mesh.membership.epoch
             self._mesh, self._request = mesh, request
             waiting = bool(self._guests)
+        if changed:
+            self.announce(None)
         if waiting:
             request()
 
@@ -166,10 +181,11 @@ class Door:
                 "address of rank 0's host, or set GRADWIRE_STORE"
             )
         job, given = self._mesh.job, self._mesh.membership.secret
-        sign = Sign(self._address, job.epoch, None if given else job.secret).pack()
+        epoch = self._mesh.membership.epoch
+        sign = Sign(self._address, job.epoch, epoch, None if given else job.secret)
         key = key_of(job.name, job.epoch)
         if store.startswith("torch:"):
-            torch_store(store, Deadline(_STORE_SECONDS)).set(key, sign)
+            _replace_sign(torch_store(store, Deadline(_STORE_SECONDS)), key, sign)
             return
         address = parse_address(store)
         require_secret(address, given)
@@ -182,20 +198,24 @@ class Door:
                 self._server = StoreServer(address, job.name, given or b"").start()
             else:
                 with contextlib.closing(client):
-                    client.set(key, sign)
+                    _replace_sign(client, key, sign)
                 return
         with contextlib.closing(
             StoreClient(self._server.address, job.name, given or b"", Deadline(_STORE_SECONDS))
         ) as client:
-            client.set(key, sign)
+            _replace_sign(client, key, sign)
 
     def _check(self, hello: Hello, _: socket.socket) -> None:
         if hello.purpose != Purpose.JOIN or hello.epoch != self._mesh.job.epoch:
             raise HandshakeError("it does not want to join, or another start of the job")
 
     def _run(self) -> None:
+        renew = Deadline(_RENEW_SECONDS)
         while True:
-            pause = _PAUSE_SECONDS if self._authenticator.pending else None
+            if renew.passed:
+                self.announce(None)
+                renew = Deadline(_RENEW_SECONDS)
+            pause = _PAUSE_SECONDS if self._authenticator.pending else renew.remaining
             for key, _ in self._selector.select(pause):
                 if key.fileobj == self._wake:
                     return
@@ -205,6 +225,18 @@ class Door:
                     self._guests.append(Guest(admitted.sock, admitted.hello.source))
                     request = self._request
                 request()
+
+
+def _replace_sign(store: StoreClient | TorchStore, key: str, sign: Sign) -> None:
+    """Writes a sign, unless there is one of a later communicator.
+
+    A rank that was stopped may be late, and the others have left it out meanwhile. Where it writes
+    at the very moment in which they do, the sign is renewed.
+    """
+    with contextlib.suppress(TimeoutError, RendezvousError):
+        if unpack_sign(store.get(key, 0)).membership > sign.membership:
+            return
+    store.set(key, sign.pack())
 
 
 def torch_store(store: str, deadline: Deadline) -> TorchStore:

@@ -107,7 +107,7 @@ ASKING = joining.Asking("test", 0, -1, "unix://none", b"", ())
 def guest_of(links: MortalLinks) -> Made | None:
     """What the guest is in; None when it was left out, and would knock again."""
     with contextlib.closing(links), contextlib.suppress(joining._LeftOut):
-        knock = joining._Guest(ASKING, Sign(HERE, 0, None), links, made_by(links), Deadline(60))
+        knock = joining._Guest(ASKING, Sign(HERE, 0, 0, None), links, made_by(links), Deadline(60))
         return knock.run()  # type: ignore[type-var]
     return None
 
