@@ -25,7 +25,7 @@ from gradwire._schedules.schedule import Schedule, gathering, groups_of
 VARIABLE = "GRADWIRE_MODEL"
 BUILT_IN = "default"  # as a value of the variable
 
-_FORMAT = 3  # in earlier formats parameters had other meanings
+_FORMAT = 4  # in earlier formats parameters had other meanings
 _MOST_BYTES = 1 << 16  # of a file
 _log = logging.getLogger("gradwire")
 

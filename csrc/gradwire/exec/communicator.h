@@ -191,7 +191,7 @@ class Communicator final : private Family::Member {
   void announce_soon_locked();
   void announce_ended_calls(std::unique_lock<std::mutex>& lock);
   void serve_between_calls(std::unique_lock<std::mutex>& lock);
-  void stop_driving_locked();
+  void stop_driving_locked(bool hands_over = true);
   void stop_progress_thread();
   void release();
   void progress_loop(const std::stop_token& stop);

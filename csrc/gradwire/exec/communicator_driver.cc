@@ -118,9 +118,9 @@ void Communicator::serve_between_calls(std::unique_lock<std::mutex>& lock) {
 
 // Leaves what remains to the progress thread, and wakes it only if something remains, as waking
 // costs time.
-void Communicator::stop_driving_locked() {
+void Communicator::stop_driving_locked(bool hands_over) {
   driving_ = false;
-  if (!is_idle()) work_.notify_all();
+  if (hands_over && !is_idle()) work_.notify_all();
   changed_.notify_all();
 }
 
@@ -187,7 +187,10 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
   lock.lock();
   driven_for_ = nullptr;
   settle_requests(lock);
-  stop_driving_locked();
+  // begin() goes on to wait for its only call, and so to drive: another thread would only be woken
+  // for nothing, and compete for the core.
+  const bool only_call = queue_.size() == 1 && submitted_.empty() && transfers_.idle();
+  stop_driving_locked(/*hands_over=*/most_idle == kNoIdleLimit || !only_call);
   if (interruption) std::rethrow_exception(interruption);
 }
 

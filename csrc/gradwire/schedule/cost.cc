@@ -1,6 +1,7 @@
 #include "gradwire/schedule/cost.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 
@@ -14,7 +15,8 @@ constexpr double kMostSeconds = 1000;
 constexpr double kMostCores = 1e6;
 constexpr double kMostBytes = 1e12;
 constexpr double kNearBytes = 64 * 1024;
-constexpr int kOctavesApart = 3;  // 64 KiB, 512 KiB, 4 MiB, 32 MiB
+// Octaves above kNearBytes of 64 KiB, and of the sizes in `far`: 512 KiB, 4, 8, 16 and 32 MiB.
+constexpr std::array<double, 6> kOctaves{0, 3, 6, 7, 8, 9};
 
 using Named = std::pair<const char*, double CostModel::*>;
 using NamedOfLink = std::pair<const char*, double LinkCost::*>;
@@ -26,7 +28,7 @@ constexpr Named kScalars[] = {{"call", &CostModel::call},
 constexpr NamedOfLink kOfLink[] = {{"alpha", &LinkCost::alpha}, {"latency", &LinkCost::latency},
                                    {"beta", &LinkCost::beta},   {"copy", &LinkCost::copy},
                                    {"mixed", &LinkCost::mixed}, {"burst", &LinkCost::burst}};
-constexpr const char* kFar[] = {"far.512K", "far.4M", "far.32M"};
+constexpr const char* kFar[] = {"far.512K", "far.4M", "far.8M", "far.16M", "far.32M"};
 
 // Calls each(name, value) for all parameters but cores and sharing, always in the same order.
 // `Model` may be const.
@@ -99,12 +101,13 @@ const CodecCost& CostModel::codec(std::string_view name) const {
 
 double CostModel::growth(double bytes) const {
   if (bytes <= kNearBytes) return 1;
-  const double at = octaves(bytes) / kOctavesApart;
-  const auto last = static_cast<double>(far.size());
-  if (at >= last) return far.back();
-  const auto above = static_cast<std::size_t>(at);
+  const double at = octaves(bytes);
+  if (at >= kOctaves.back()) return far.back();
+  std::size_t above = 0;
+  while (at >= kOctaves[above + 1]) ++above;
   const double low = above == 0 ? 1 : far[above - 1];
-  return low + (far[above] - low) * (at - static_cast<double>(above));
+  const double share = (at - kOctaves[above]) / (kOctaves[above + 1] - kOctaves[above]);
+  return low + (far[above] - low) * share;
 }
 
 double total_bytes(const Workload& work) {
@@ -123,7 +126,7 @@ CostModel default_model(const LinkCost& within, const LinkCost& between, int cor
   model.gamma = 6e-11;
   model.turn = 2e-6;
   model.cores = std::max(1, cores);
-  model.far = {1.1, 1.3, 1.6};
+  model.far = {1.1, 1.3, 1.4, 1.5, 1.6};
   model.codecs = {{kAnyCodec, {3e-10, 1e-10}}};
   return model;
 }

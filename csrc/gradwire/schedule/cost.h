@@ -67,9 +67,9 @@ struct CostModel {
   int cores = 1;     // of each host
   int sharing = 1;   // neighbouring hosts that share these cores, as containers of a machine do
   // The cost of far memory: seconds of a processor per byte grow by these factors for calls of 512
-  // KiB, 4 MiB and 32 MiB per rank. The factor is 1 up to 64 KiB and grows linearly with the
-  // octaves between these sizes.
-  std::array<double, 3> far{1, 1, 1};
+  // KiB, 4, 8, 16 and 32 MiB per rank: where the last cache ends, they grow much within an octave.
+  // The factor is 1 up to 64 KiB and grows linearly with the octaves between these sizes.
+  std::array<double, 5> far{1, 1, 1, 1, 1};
   std::map<std::string, CodecCost> codecs;  // by name, without parameters
 
   const CodecCost& codec(std::string_view name) const;  // by name or spec; else kAnyCodec's

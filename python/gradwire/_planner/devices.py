@@ -64,7 +64,7 @@ def cost_model(of: Device) -> CostModel:
         if name.endswith((".encode", ".decode"))
     }
     parameters |= {"move": 2 * byte, "gamma": 3 * byte, "call": _KERNEL}
-    parameters |= {f"far.{size}": 1.0 for size in ("512K", "4M", "32M")}
+    parameters |= {name: 1.0 for name in CostModel().parameters if name.startswith("far.")}
     for where in ("within", "between"):
         parameters |= {f"{where}.alpha": _ISSUE, f"{where}.copy": 0.0}
     return CostModel(parameters | {"within.latency": _KERNEL, "between.latency": 2 * _KERNEL})

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from gradwire import _core
 from gradwire._errors import InvalidArgument
 from gradwire._model import CostModel
@@ -23,7 +25,8 @@ BINOMIAL_TREE = "binomial_tree"  # no schedule of gradwire: for comparison
 _HEADER = 32.0  # bytes of a frame's header
 _FRAME = 2046 * 64 - _HEADER  # bytes of the largest frame's payload
 _LEAST_SEGMENT, _SEGMENTS_WANTED = 32 * 1024, 4
-_OCTAVES = (64 << 10, 512 << 10, 4 << 20, 32 << 20)  # sizes of the factors far.*
+_FAR = {"512K": 512 << 10, "4M": 4 << 20, "8M": 8 << 20, "16M": 16 << 20, "32M": 32 << 20}
+_NEAR = 64 << 10  # bytes of calls for which the factor is 1
 
 
 @dataclass(frozen=True)
@@ -452,13 +455,9 @@ def segments_of(largest: float) -> int:
 
 def growth_of(parameters: Mapping[str, float], nbytes: float) -> float:
     """The factor of far memory, linear in the octaves between the sizes that are known."""
-    known = [1.0, *(parameters[f"far.{name}"] for name in ("512K", "4M", "32M"))]
-    if nbytes <= _OCTAVES[0]:
-        return 1.0
-    at = math.log2(nbytes / _OCTAVES[0]) / 3
-    below = min(int(at), len(known) - 1)
-    above = min(below + 1, len(known) - 1)
-    return known[below] + (known[above] - known[below]) * (at - below)
+    known = [1.0, *(parameters[f"far.{name}"] for name in _FAR)]
+    sizes = np.log2([_NEAR, *_FAR.values()])
+    return float(np.interp(math.log2(max(nbytes, _NEAR)), sizes, known))
 
 
 def ratio_of(codec: str, nbytes: float) -> float:

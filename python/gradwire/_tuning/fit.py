@@ -29,7 +29,9 @@ Progress = Callable[[float, str], None]  # the share done, from 0 to 1, and the 
 
 _MOST_FIT_SECONDS = 4.0
 
-_SIZES = (4, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
+_SIZES = (4, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 8 << 20, 16 << 20, 32 << 20)
+_OF_CACHES = (8 << 20, 16 << 20)  # tell where the last cache ends; left out where links are slower
+_MOST_OF_CACHES = 0.03  # seconds
 _PLANS = {  # algorithms to time; broadcasts separate the cost of copies from that of reductions
     "all_reduce": (
         "direct",
@@ -167,7 +169,8 @@ class _Stopwatch:
         """Makes the first calls of a case; None if one would take more than the share of time."""
         self._show(case)
         family = (case.collective, case.algorithm)
-        if self._rates.get(family, 0.0) * case.nbytes > share:
+        most = min(share, _MOST_OF_CACHES) if case.nbytes in _OF_CACHES else share
+        if self._rates.get(family, 0.0) * case.nbytes > most:
             return None
         call = measure.timed_call(self._comm, case, self._room[: case.count])
         call()

@@ -211,14 +211,15 @@ TEST(Simulate, ALossyCodecWorksWhereTheSchedulesPartsAre) {
 
 TEST(Simulate, FarMemoryIsSlowerFromOctaveToOctave) {
   CostModel model = free_of_cost();
-  model.far = {2, 4, 8};
+  model.far = {2, 4, 5, 7, 8};
   constexpr double kKiB = 1024;
   EXPECT_EQ(model.growth(4), 1);
   EXPECT_EQ(model.growth(64 * kKiB), 1);
   EXPECT_ABOUT(model.growth(256 * kKiB), 1 + 2 / 3.0);
   EXPECT_EQ(model.growth(512 * kKiB), 2);
   EXPECT_EQ(model.growth(4 * 1024 * kKiB), 4);
-  EXPECT_ABOUT(model.growth(8 * 1024 * kKiB), 4 + 4 / 3.0);
+  EXPECT_EQ(model.growth(8 * 1024 * kKiB), 5);
+  EXPECT_ABOUT(model.growth(12 * 1024 * kKiB), 6);
   EXPECT_EQ(model.growth(32 * 1024 * kKiB), 8);
   EXPECT_EQ(model.growth(1e12), 8);
   model.move = 1e-9;
@@ -230,7 +231,7 @@ TEST(Simulate, FarMemoryIsSlowerFromOctaveToOctave) {
 // Recursive doubling works on all of the array in each round.
 TEST(Simulate, OnlyWhatARankHasNotTouchedForRoundsIsFar) {
   CostModel model = free_of_cost();
-  model.far = {3, 3, 3};
+  model.far = {3, 3, 3, 3, 3};
   const double bytes = 512 * 1024;
   for (const auto& [move, gamma] : {std::pair{1e-9, 0.0}, std::pair{0.0, 1e-9}}) {
     model.move = move;

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.collectives import refit
+from bench.collectives import model_repeat, refit
 from bench.collectives.model_check import behind, chosen, error, measured, summary
 from bench.common.result_files import RESULTS
 
@@ -49,6 +49,14 @@ def test_all_that_auto_chose_is_named() -> None:
     auto = case("auto", (1.0, [1.0]), (1.0, [1.0]))
     auto["runs"] += [{**auto["runs"][0], "chosen": "direct"}]
     assert chosen(auto) == "ring or direct"
+
+
+def test_runs_are_compared_case_by_case() -> None:
+    first = [case("ring", (1.0, [1.0]), (1.0, [1.1])), case("star", (1.0, [1.0]), (1.0, [1.0]))]
+    second = [case("star", (1.0, [1.3]), (1.0, [1.3])), case("none", (1.0, [9.0]))]
+    assert model_repeat.report(first, second)[0].endswith(
+        "in 100% (median 30%) of 1 cases; repetitions of a run in 0% (median 0%)"
+    )
 
 
 def test_a_fit_to_some_sizes_predicts_the_others() -> None:
