@@ -2,19 +2,21 @@
 
 It follows csrc/gradwire/schedule/simulate.cc, without ranks that share cores and without bursts:
 where both run, they give the same times. A message that leaves a rack takes the rack's uplink and
-the other rack's downlink too; bits pass through.
+the other rack's downlink too; bits pass through. Where a rack has several uplinks, messages of
+different hosts may meet on one while others are idle.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradwire._simulation.frames import Frames, Message, Send, wavefront
-from gradwire._simulation.topology import Topology, seconds_of_byte
+from gradwire._simulation.topology import Group, Topology, seconds_of_byte
 
 _HEADER = 32.0
 _NEVER = math.inf
@@ -44,7 +46,7 @@ class Network:
         self._topology = topology
         self._parameters = parameters
         self._slow, self._slow_rank = slow, slow_rank
-        self._links: dict[tuple[str, int, int], _Link] = {}
+        self._links: dict[tuple[str, int, int, int], _Link] = {}
 
     def fresh(self) -> Network:
         """The same network, all of whose links are free."""
@@ -79,15 +81,22 @@ class Network:
         way = []
         for level, each in crossed:
             latency = (each.latency or 0.0) if level else self._parameters["between.latency"]
-            beta = seconds_of_byte(each.rate)
-            way.append(self._link("out", level, message.src // each.ranks, beta, latency))
+            beta, uplink = seconds_of_byte(each.rate) * each.uplinks, self._uplink(message, each)
+            way.append(self._link("out", level, message.src // each.ranks, beta, latency, uplink))
         for level, each in reversed(crossed):
-            beta = seconds_of_byte(each.rate)
-            way.append(self._link("in", level, message.dst // each.ranks, beta, 0.0))
+            beta, uplink = seconds_of_byte(each.rate) * each.uplinks, self._uplink(message, each)
+            way.append(self._link("in", level, message.dst // each.ranks, beta, 0.0, uplink))
         return way
 
-    def _link(self, way: str, level: int, number: int, beta: float, latency: float) -> _Link:
-        key = way, level, number
+    def _uplink(self, message: Message, group: Group) -> int:
+        """The uplink of a pair of hosts: by a hash, as switches choose equal ways (RFC 2992)."""
+        hosts = [each // self._topology.per_host for each in (message.src, message.dst)]
+        return zlib.crc32(b"%d %d" % (hosts[0], hosts[1])) % group.uplinks
+
+    def _link(
+        self, way: str, level: int, number: int, beta: float, latency: float, uplink: int = 0
+    ) -> _Link:
+        key = way, level, number, uplink
         if key not in self._links:
             members = 1 if level < 0 else self._topology.groups[level].ranks
             is_slow = level <= 0 and number == self._slow_rank // members

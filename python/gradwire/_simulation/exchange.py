@@ -52,6 +52,11 @@ def seconds(
     name = algorithm.name if isinstance(algorithm, Schedule) else algorithm
     if isinstance(algorithm, Schedule) or not closed_forms.is_covered(algorithm):
         raise InvalidArgument(f"{name!r:.80} has no closed form, and {why}")
+    if topology.collides:
+        raise InvalidArgument(
+            f"{name!r:.80}: no closed form knows on which uplinks messages meet, and {why}; leave "
+            "out the number of uplinks"
+        )
     slower = slowed(model, topology, slow)
     found = closed_forms.seconds(algorithm, nbytes, ranks, *slower, codec)
     if algorithm in _TREES and ranks > _TREE_RANKS and messages(algorithm, _TREE_RANKS, 1) <= most:

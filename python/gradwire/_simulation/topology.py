@@ -13,6 +13,7 @@ _HEAD = re.compile(r"(\d{1,9})\s+(?:(\w+)\s+)?(?:per|an?)\s+(\w+)", re.ASCII)
 _OVERSUBSCRIPTION = re.compile(
     r"(?:oversubscription|oversubscribed)\s+(\d{1,9}(?:\.\d+)?)|(\d{1,9}(?:\.\d+)?):1", re.ASCII
 )
+_UPLINKS = re.compile(r"(\d{1,6})\s+uplinks?", re.ASCII)
 _PACKET = 1514 / 1448  # bytes on the wire for one of a TCP payload, as GRADWIRE_LINK counts
 
 
@@ -21,13 +22,15 @@ class Group:
     """One kind of group, such as a host: its ranks, and the link that joins it to the rest.
 
     `rate` is in bits per second in each direction, and `latency` in seconds one way; None takes
-    the cost model's.
+    the cost model's. The link may consist of `uplinks` equal ones, which share that rate; the
+    messages between two hosts all take the same of them.
     """
 
     name: str
     ranks: int
     rate: float
     latency: float | None = None
+    uplinks: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,15 @@ class Topology:
     def narrow(self) -> bool:
         """Whether anything beyond the hosts limits what they send: uplinks, or more latency."""
         pairs = zip(self.groups, self.groups[1:], strict=False)
-        return any(
+        return self.collides or any(
             outer.rate < inner.rate * (outer.ranks // inner.ranks) or bool(outer.latency)
             for inner, outer in pairs
         )
+
+    @property
+    def collides(self) -> bool:
+        """Whether groups have several uplinks, on one of which messages may meet."""
+        return any(each.uplinks > 1 for each in self.groups)
 
     def model(self, base: CostModel | None = None) -> CostModel:
         """The cost model of its hosts: `base`, or the built-in one, with the links' rates."""
@@ -79,6 +87,7 @@ class Topology:
     def __str__(self) -> str:
         return "; ".join(
             f"{each.ranks} ranks a {each.name}, {units.show_rate(each.rate)}"
+            + (f" in {each.uplinks} uplinks" if each.uplinks > 1 else "")
             for each in self.groups
         )
 
@@ -100,8 +109,9 @@ def parse(text: str) -> Topology:
 
     Each level says how many members its group has and, after commas, the rate of the link that
     joins the group to the rest, and its latency. Levels after the first may say an
-    oversubscription instead (or 4:1): the members' rates together over the group's. The first may
-    say "inside 900gbit", the rate of each rank within its host. Raises InvalidArgument.
+    oversubscription instead (or 4:1): the members' rates together over the group's; and "4 uplinks"
+    that share the rate. The first may say "inside 900gbit", the rate of each rank within its host.
+    Raises InvalidArgument.
     """
     groups: list[Group] = []
     inside = None
@@ -123,10 +133,12 @@ def _group(head: str, attributes: list[str], inner: list[Group]) -> Group:
         )
     ranks = members * (inner[-1].ranks if inner else 1)
     rate = members * inner[-1].rate if inner else None
-    latency = None
+    latency, uplinks = None, 1
     for text in attributes:
         if matched := _OVERSUBSCRIPTION.fullmatch(text):
             rate = _oversubscribed(text, rate, float(matched[1] or matched[2]))
+        elif matched := _UPLINKS.fullmatch(text):
+            uplinks = _several(text, int(matched[1]), inner)
         elif text.lower().endswith("bit"):
             rate = units.rate(text)
         else:
@@ -135,7 +147,13 @@ def _group(head: str, attributes: list[str], inner: list[Group]) -> Group:
         raise InvalidArgument(
             f"{head!r:.80} lacks the rate of a host's link: '{head:.40}, 100gbit'"
         )
-    return Group(found[3], ranks, rate, latency)
+    return Group(found[3], ranks, rate, latency, uplinks)
+
+
+def _several(text: str, uplinks: int, inner: list[Group]) -> int:
+    if not inner or uplinks < 1:
+        raise InvalidArgument(f"{text!r:.80}: a group of hosts has 1 uplink or more")
+    return uplinks
 
 
 def _oversubscribed(text: str, rate: float | None, factor: float) -> float:

@@ -61,6 +61,29 @@ def test_racks_slow_what_crosses_them() -> None:
     assert other > 2.5 * one
 
 
+def test_messages_meet_on_one_of_several_uplinks() -> None:
+    """One flow has one uplink; many flows share all of them, but not evenly."""
+    one = parse("1 per host, 10gbit, 20us; 1 hosts a rack")
+    four = parse("1 per host, 10gbit, 20us; 1 hosts a rack, 4 uplinks")
+    whole, _ = exchange.seconds("direct", 32e6, 2, one, one.model())
+    quarter, how = exchange.seconds("direct", 32e6, 2, four, four.model())
+    assert how == EVENTS
+    assert quarter / whole == pytest.approx(4, rel=0.25)
+    many = parse("2 per host, 10gbit, 20us; 4 hosts a rack, oversubscription 4, 2us, 8 uplinks")
+    for algorithm, least, most in (("direct", 1.1, 2.0), ("ring", 7.0, 8.1)):
+        shared, _ = exchange.seconds(algorithm, 32e6, 32, RACKS, RACKS.model())
+        meeting, _ = exchange.seconds(algorithm, 32e6, 32, many, many.model())
+        assert least * shared < meeting < most * shared, algorithm
+
+
+def test_uplinks_are_simulated_by_events_only() -> None:
+    many = parse("1 per host, 10gbit; 32 hosts a rack, 4 uplinks")
+    with pytest.raises(
+        InvalidArgument, match=r"on which uplinks messages meet, and its .* messages"
+    ):
+        exchange.seconds("direct", 1e6, 4096, many, many.model())
+
+
 def test_a_slow_leaf_costs_a_tree_less_than_a_slow_root() -> None:
     """Rank 0 is the root of a tree, and waits for nobody in a ring."""
     topology = flat("1gbit,20us")

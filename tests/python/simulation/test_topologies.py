@@ -54,6 +54,8 @@ def test_the_model_has_the_hosts_links() -> None:
         ("8 per host, 1gbit, soon", "a time"),
         ("8 per host, 1gbit; 4 hosts a rack, oversubscription 0.5", "at least 1"),
         ("8 per host, oversubscription 2", "of a group of hosts"),
+        ("8 per host, 1gbit, 2 uplinks", "a group of hosts has 1 uplink or more"),
+        ("8 per host, 1gbit; 4 hosts a rack, 0 uplinks", "a group of hosts has 1 uplink or more"),
         ("8 per host, 1gbit; 4 hosts a rack, inside 5gbit", "a rate|a time"),
     ],
 )
