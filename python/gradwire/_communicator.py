@@ -512,6 +512,11 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         """The stream of asynchronous calls on the GPU; None before the first such call."""
         return None if self._gpu is None else self._gpu.stream
 
+    @property
+    def _gpu_links(self) -> str | None:
+        """The way of messages between the ranks' GPUs; None before the first call there."""
+        return None if self._gpu is None else self._gpu.links
+
     def _require_alive_on_gpu(self) -> None:
         if self._gpu is not None:
             self._gpu.require_alive()

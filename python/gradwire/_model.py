@@ -227,12 +227,64 @@ def describe(path: Path) -> tuple[str, bool, str]:
 def save(model: CostModel, hosts: HostSet, path: Path | None = None) -> Path:
     """Saves a model, atomically, where `find` looks or in `path`; returns the path."""
     path = path or hosts.path
+    kept = _saved_before(path, hosts).get("gpus")
+    return _write(path, hosts, model.parameters, {} if kept is None else {"gpus": kept})
+
+
+def save_for_gpus(model: CostModel, links: str, hosts: HostSet, path: Path | None = None) -> Path:
+    """Saves the model of these hosts' GPUs, by their way of messages, beside that of their CPUs."""
+    path = path or hosts.path
+    kept = _saved_before(path, hosts)
+    gpus = kept.get("gpus")
+    gpus = {**(gpus if isinstance(gpus, dict) else {}), links: model.parameters}
+    return _write(path, hosts, kept.get("parameters", built_in(hosts).parameters), {"gpus": gpus})
+
+
+def find_for_gpus(hosts: HostSet, links: str) -> _core.CostModel | None:
+    """Finds the model of these hosts' GPUs, for a way of messages; None where none was measured.
+
+    Raises InvalidArgument as `find` does.
+    """
+    given = environment.text(VARIABLE)
+    path = hosts.path if given is None else Path(given)
+    if given == BUILT_IN or (given is None and not path.exists()):
+        return None
+    try:
+        found = _contents(path).get("gpus", {})
+        if not isinstance(found, dict) or links not in found:
+            return None
+        return for_gpus(found[links])
+    except (OSError, ValueError, RecursionError) as error:
+        if given is not None:
+            raise InvalidArgument(f"{path} holds no cost model of GPUs: {error}") from error
+        _log.warning("%s: no cost model of GPUs (%s); `gradwire tune --gpus` makes it", path, error)
+        return None
+
+
+def for_gpus(parameters: object) -> _core.CostModel:
+    """The built-in model of GPUs with these parameters; raises InvalidArgument for others."""
+    model = _core.gpu_model()
+    _set(model, parameters)
+    return model
+
+
+def _saved_before(path: Path, hosts: HostSet) -> dict[str, Any]:
+    """The contents of a file of these hosts; none where it is no such file."""
+    try:
+        found = _contents(path)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if found.get("hosts") == str(hosts) else {}
+
+
+def _write(path: Path, hosts: HostSet, parameters: Any, more: Mapping[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = {
         "gradwire_cost_model": _FORMAT,
         "hosts": str(hosts),
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "parameters": model.parameters,
+        "parameters": parameters,
+        **more,
     }
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         json.dump(text, file, indent=2)

@@ -11,6 +11,7 @@
 #include "gradwire/cuda/messages/messages_ipc.h"
 #include "gradwire/cuda/messages/messages_nccl.h"
 #include "gradwire/cuda/messages/messages_routed.h"
+#include "gradwire/cuda/model.h"
 #include "gradwire/schedule/cost.h"
 
 namespace gradwire::bind {
@@ -157,6 +158,9 @@ void bind_gpu(py::module_& m) {
   py::class_<CudaStream>(m, "CudaStream")
       .def(py::init<int>(), py::arg("device"), WithoutLock())
       .def_property_readonly("handle", &CudaStream::handle);
+  py::class_<CudaMemory>(m, "CudaMemory")
+      .def(py::init<int, std::uint64_t>(), py::arg("device"), py::arg("bytes"), WithoutLock())
+      .def_property_readonly("address", &CudaMemory::address);
   py::class_<CudaFeedback>(m, "CudaFeedback")
       .def(py::init<shared_ptr<codec::ErrorFeedback>, int>(), py::arg("host"), py::arg("device"),
            WithoutLock())
@@ -181,11 +185,13 @@ void bind_gpu(py::module_& m) {
       .def("finish", &Gpu::finish, py::arg("timeout"), WithoutLock())
       .def("should_stop", &Gpu::should_stop, WithoutLock())
       .def("should_resize", &Gpu::should_resize, WithoutLock())
+      .def("set_model", &Gpu::set_model, py::arg("model"))
       .def("close", &Gpu::close, WithoutLock())
       .def("abort", &Gpu::abort, py::arg("reason"), WithoutLock())
       .def("require_alive", &Gpu::require_alive, WithoutLock())
       .def_property_readonly("sent", &Gpu::sent)
       .def_property_readonly("messages", &Gpu::messages);
+  m.def("gpu_model", &cuda::gpu_model);
   m.def("cuda_is_captured", &is_captured, py::arg("device"), py::arg("stream"));
   m.def("cuda_device_of", &device_of, py::arg("address"));
   m.def("cuda_device_identity", &device_identity, py::arg("device"));

@@ -143,6 +143,24 @@ CudaStream::~CudaStream() {
   end_on(device_, [this] { StreamPool::get().give_back(cuda_api(), device_, stream_); });
 }
 
+CudaMemory::CudaMemory(int device, std::uint64_t bytes) : device_(device) {
+  const cuda::Api& api = cuda_api();
+  const cuda::OnDevice here(api, device_);
+  memory_ = std::make_unique<cuda::Room>(api);
+  cuda::check(api, api.fill(memory_->take(std::max<std::uint64_t>(1, bytes)), 0, bytes, nullptr),
+              "cudaMemsetAsync");
+  cuda::await_device(api, device_);
+}
+
+CudaMemory::~CudaMemory() {
+  end_on(device_, [this] {
+    cuda::await_device(cuda_api(), device_);
+    memory_.reset();
+  });
+  if (is_cuda_elsewhere()) [[maybe_unused]]
+    const auto* kept = memory_.release();
+}
+
 CudaFeedback::CudaFeedback(std::shared_ptr<codec::ErrorFeedback> host, int device)
     : device_(device) {
   const cuda::Api& api = cuda_api();

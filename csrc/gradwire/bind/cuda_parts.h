@@ -72,6 +72,23 @@ class CudaStream {
 };
 
 // May be used from any thread: its calls run one after the other.
+// Zeros in a device's memory. The device comes to rest before they are released.
+class CudaMemory {
+ public:
+  CudaMemory(int device, std::uint64_t bytes);
+  ~CudaMemory();
+  CudaMemory(const CudaMemory&) = delete;
+  CudaMemory& operator=(const CudaMemory&) = delete;
+
+  std::uintptr_t address() const noexcept {
+    return reinterpret_cast<std::uintptr_t>(memory_->data());
+  }
+
+ private:
+  int device_;
+  std::unique_ptr<cuda::Room> memory_;
+};
+
 class CudaFeedback {
  public:
   CudaFeedback(std::shared_ptr<codec::ErrorFeedback> host, int device);

@@ -53,6 +53,8 @@ std::shared_ptr<Gpu::Parts> Gpu::parts() const {
   return parts_;
 }
 
+void Gpu::set_model(const schedule::CostModel& model) { parts()->gpu->set_model(model); }
+
 void Gpu::run(const Request& request, CudaFeedback* feedback, std::uintptr_t stream,
               double timeout) {
   const auto held = parts();

@@ -37,6 +37,8 @@ class Gpu {
   void finish(double timeout);
   bool should_stop();
   bool should_resize();
+  // Before the first call.
+  void set_model(const schedule::CostModel& model);
   void abort(const std::string& reason) noexcept;
   void require_alive() const;
   std::uint64_t sent() const;

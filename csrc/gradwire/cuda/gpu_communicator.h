@@ -81,6 +81,9 @@ class Communicator {
   // Returns, and clears, the Flag bits of the calls that are over, however many.
   std::uint32_t take_flags();
 
+  // Decides by this model from now on. The ranks must agree.
+  void set_model(schedule::CostModel model) { plans_.set_model(std::move(model)); }
+
   // Returns how many bytes this rank's calls have sent, without replays of graphs.
   std::uint64_t sent() const noexcept { return sent_; }
 

@@ -1,5 +1,7 @@
 #include "gradwire/cuda/model.h"
 
+#include "gradwire/exec/plan/built_in_model.h"
+
 namespace gradwire::cuda {
 
 schedule::CostModel gpu_model() {
@@ -12,7 +14,8 @@ schedule::CostModel gpu_model() {
   model.gamma = 1e-12;
   model.turn = 0;
   model.cores = 1024;  // no rank waits for another one's kernels
-  model.codecs = {{schedule::kAnyCodec, {1e-12, 1e-12}}};
+  model.codecs = exec::built_in_model("shm", "tcp", model.cores).codecs;
+  for (auto& [name, cost] : model.codecs) cost = {1e-12, 1e-12};
   return model;
 }
 

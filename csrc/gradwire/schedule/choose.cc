@@ -77,10 +77,12 @@ class Trial {
         most_message_(question.most_message) {
     for (const Frames::Message& message : frames_.messages())
       largest_ = std::max(largest_, message.wire);
-    least_segments_ = std::max(1.0, std::ceil(largest_ / (most_message_ - kHeaderBytes)));
+    if (!std::isinf(most_message_))
+      least_segments_ = std::max(1.0, std::ceil(largest_ / (most_message_ - kHeaderBytes)));
   }
 
   double unchosen() {
+    if (std::isinf(most_message_)) return seconds_of(1, std::numeric_limits<double>::infinity());
     const double most = most_message_ - kHeaderBytes;
     const double wanted = std::floor(largest_ / static_cast<double>(kSegmentsWanted));
     const double target = std::min(std::max(wanted, static_cast<double>(kSmallestSegment)), most);

@@ -120,7 +120,7 @@ struct Question {
 };
 
 // Returns the seconds of a call by a schedule of the caller's choice, cut into the segments that
-// exec/plan/plan.h would choose.
+// exec/plan/plan.h would choose: none where frames have no limit, as on GPUs.
 double predict(const CostModel& model, const Schedule& schedule, const Question& question);
 // Returns the same for a sum of so many bytes whose inputs reach all ranks by `all_gather`.
 double predict_gathered(const CostModel& model, const Schedule& all_gather,

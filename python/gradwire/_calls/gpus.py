@@ -20,12 +20,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from gradwire import _core
+from gradwire import _core, _model
 from gradwire._arrays import cuda_arrays
 from gradwire._arrays.operands import Operand
 from gradwire._base import environment
 from gradwire._base.group import Group
+from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.host_info import host_identity
+from gradwire._bootstrap.mesh import Mesh
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire._host import cuda
@@ -34,6 +36,7 @@ LINKS = ("auto", "nccl", "ipc", "host", "nccl+host", "loopback")
 _INFO_BYTES = 1024
 _LENGTH_BYTES = 4
 _ID_BYTES = 128  # of NCCL
+_MODEL_BYTES = 1 << 14
 _ADDRESS_BYTES = 256  # more than a staging's address has
 
 _loopbacks: weakref.WeakValueDictionary[str, _core.CudaLoopback] = weakref.WeakValueDictionary()
@@ -45,6 +48,7 @@ class _Communicator(Group, Protocol):
 
     _core: _core.Communicator
     _timeout: float
+    _mesh: Mesh
 
     @property
     def traffic(self) -> Any: ...
@@ -80,6 +84,9 @@ class Gpu:
         self._shadow, self._carriers = shadow, list[Any]()
         messages = self._messages(links, communicator, infos, timeout)
         self._core = _core.Gpu(communicator._core, shadow._core, device, messages)
+        model = _agreed_model(communicator, self._core.messages)
+        if model is not None:
+            self._core.set_model(model)
         self._stream: _core.CudaStream | None = None  # of asynchronous calls
         self._lock = threading.Lock()  # one call at a time
         # Arrays of libraries that cannot be told of our stream, held until it has used them.
@@ -308,6 +315,28 @@ def _exchange_infos(communicator: _Communicator, info: _GpuInfo) -> list[_GpuInf
     """All ranks' information, by rank."""
     infos = _all_gather(communicator, json.dumps(info).encode(), _INFO_BYTES)
     return [_GpuInfo(*json.loads(each)) for each in infos]
+
+
+def _agreed_model(communicator: _Communicator, links: str) -> _core.CostModel | None:
+    """Rank 0's model of the GPUs; None for the built-in one. Raises what rank 0 found wrong."""
+    room = np.zeros(_MODEL_BYTES, np.uint8)
+    if communicator.rank == 0:
+        text = json.dumps(_own_model(communicator, links)).encode()
+        room[: len(text)] = np.frombuffer(text, np.uint8)
+    communicator.broadcast(room)
+    wrong, parameters = json.loads(room.tobytes().rstrip(b"\0"))
+    if wrong:
+        raise InvalidArgument(wrong)
+    return None if parameters is None else _model.for_gpus(parameters)
+
+
+def _own_model(communicator: _Communicator, links: str) -> tuple[str, dict[str, float] | None]:
+    """The error of a file that is wrong, or empty; and the parameters in it."""
+    try:
+        found = _model.find_for_gpus(host_set(communicator._mesh), links)
+    except InvalidArgument as error:
+        return str(error)[:_INFO_BYTES], None
+    return "", None if found is None else found.parameters
 
 
 def _all_gather(communicator: _Communicator, text: bytes, most: int) -> list[bytes]:

@@ -8,13 +8,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradwire import _model
+from gradwire import _core, _model
 from gradwire._bootstrap import launch_info
 from gradwire._bootstrap.agreed_model import host_set
+from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire._launch import launcher
 from gradwire._model import CostModel, HostSet
-from gradwire._tuning.fit import Timing, tune
+from gradwire._tuning import gpus
+from gradwire._tuning.fit import Progress, Timing, tune
 
 SECONDS = 10.0
 
@@ -25,6 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("-n", "--ranks", type=int, default=2, help="local ranks to start, when no launcher did")
     add("--transport", type=_names, help="restrict to these, with commas: shm, rdma, tcp")
     add("--seconds", type=float, default=SECONDS, help=f"to measure; default: {SECONDS:g}")
+    add("--gpus", action="store_true", help="of the ranks' GPUs, beside that of their CPUs")
     add("-o", "--output", metavar="FILE", help="save there; default: where init() looks")
     add("--json", action="store_true", help="print the parameters and timings as JSON")
 
@@ -52,16 +55,31 @@ def _run_ranks(options: argparse.Namespace) -> int:
     with gradwire.init(transports=options.transport) as comm:
         hosts = host_set(comm._mesh)
         bar = progress_bar if comm.rank == 0 and sys.stderr.isatty() else None
-        core, timings = tune(comm, hosts, seconds=options.seconds, progress=bar)
+        core, timings, links = _measure(comm, options, hosts, bar)
         if comm.rank == 0:
             if bar is not None:
                 bar(1.0, "")
             model = _model.wrap(core)
             output = None if options.output is None else Path(options.output)
-            path = _model.save(model, hosts, output)
-            print(_as_json(hosts, model, timings) if options.json else _report(hosts, timings))
+            if links is None:
+                path = _model.save(model, hosts, output)
+            else:
+                path = _model.save_for_gpus(model, links, hosts, output)
+            what = f"GPUs of {hosts}, their messages by {links}" if links else str(hosts)
+            print(_as_json(what, model, timings) if options.json else _report(what, timings))
             print(f"saved in {path}", file=sys.stderr if options.json else sys.stdout)
     return 0
+
+
+def _measure(
+    comm: Communicator, options: argparse.Namespace, hosts: HostSet, bar: Progress | None
+) -> tuple[_core.CostModel, list[Timing], str | None]:
+    """The model, its timings and, of GPUs, their way of messages."""
+    if not options.gpus:
+        return *tune(comm, hosts, seconds=options.seconds, progress=bar), None
+    device = gpus.own_device(comm)
+    core, timings = gpus.tune(comm, device, seconds=options.seconds, progress=bar)
+    return core, timings, comm._gpu_links
 
 
 def progress_bar(done: float, what: str) -> None:
@@ -71,8 +89,8 @@ def progress_bar(done: float, what: str) -> None:
     print(f"{text:<79}", end="\n" if done >= 1 else "", file=sys.stderr, flush=True)
 
 
-def _report(hosts: HostSet, timings: Sequence[Timing]) -> str:
-    lines = [f"cost model of {hosts}", "", _row("collective", "algorithm", "bytes", "us", "model")]
+def _report(what: str, timings: Sequence[Timing]) -> str:
+    lines = [f"cost model of {what}", "", _row("collective", "algorithm", "bytes", "us", "model")]
     lines += [
         _row(
             each.case.collective,
@@ -95,7 +113,7 @@ def _row(*cells: str) -> str:
     )
 
 
-def _as_json(hosts: HostSet, model: CostModel, timings: Sequence[Timing]) -> str:
+def _as_json(what: str, model: CostModel, timings: Sequence[Timing]) -> str:
     rows = [
         {
             "collective": each.case.collective,
@@ -106,7 +124,7 @@ def _as_json(hosts: HostSet, model: CostModel, timings: Sequence[Timing]) -> str
         }
         for each in timings
     ]
-    found = {"hosts": str(hosts), "parameters": model.parameters, "timings": rows}
+    found = {"hosts": what, "parameters": model.parameters, "timings": rows}
     return json.dumps(found, indent=2)
 
 

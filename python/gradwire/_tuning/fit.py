@@ -92,18 +92,18 @@ def tune(
     if not 0 < seconds < math.inf:
         raise InvalidArgument(f"seconds={seconds!r} is no time to measure for")
     built_in = _model.built_in(hosts)
-    coded_cases = [_coded_case(each) for each in _core.codec_names() if _has_costs(each, built_in)]
+    coded_cases = [coded_case(each) for each in _core.codec_names() if _has_costs(each, built_in)]
     cases = [*_cases(comm.size), *coded_cases]
-    timings = _Stopwatch(comm, seconds, progress).time_all(cases)
+    timings = Stopwatch(comm, seconds, progress).time_all(cases)
     coded = [each for each in timings if each.case.codec != "none"]
     timings = [each for each in timings if each.case.codec == "none"]
     found = b""
     if comm.rank == 0:
-        fit = _Fit(comm, built_in, timings)
+        fit = Fit(comm, built_in, timings)
         timings = fit.run()
         fit.fit_codecs(coded)
         found = _model.pack(fit.model)
-    return _model.unpack(_broadcast(comm, found)), timings
+    return _model.unpack(broadcast(comm, found)), timings
 
 
 def _cases(ranks: int) -> list[Case]:
@@ -122,7 +122,8 @@ def _has_costs(codec: str, model: _core.CostModel) -> bool:
     return f"{codec}.encode" in model.parameters
 
 
-def _coded_case(codec: str) -> Case:
+def coded_case(codec: str) -> Case:
+    """The case that tells what a codec costs."""
     return Case("all_reduce", _CODEC_BYTES // 4, algorithm="direct", codec=codec)
 
 
@@ -140,7 +141,7 @@ class _Clocked:
         return Timing(self.case, float(np.quantile(found, _UNDISTURBED)))
 
 
-class _Stopwatch:
+class Stopwatch:
     """Times cases on all ranks, which agree on the cases that there is time for.
 
     Each case is first called once, to know how long it takes. Then come rounds over all of them, so
@@ -150,7 +151,7 @@ class _Stopwatch:
     def __init__(self, comm: Group, seconds: float, progress: Progress | None) -> None:
         self._comm, self._seconds, self._progress = comm, seconds, progress
         self._start = monotonic()
-        self._room = np.zeros(max(_SIZES) // 4, np.float32)  # the buffer of all cases
+        self._make_room()
         self._rates: dict[tuple[str, str], float] = {}  # seconds per byte of the last smaller case
 
     def time_all(self, cases: Sequence[Case]) -> list[Timing]:
@@ -172,13 +173,22 @@ class _Stopwatch:
         most = min(share, _MOST_OF_CACHES) if case.nbytes in _OF_CACHES else share
         if self._rates.get(family, 0.0) * case.nbytes > most:
             return None
-        call = measure.timed_call(self._comm, case, self._room[: case.count])
+        call = self._call(case)
         call()
         once = self._batch(call, 1)
         if once < _SHORT:  # ranks may come late by more than a call takes
             once = self._batch(call, _SOME)
         self._rates[family] = once / case.nbytes if case.nbytes > _SIZES[1] else 0.0
         return _Clocked(case, call, once)
+
+    def _make_room(self) -> None:
+        self._room = np.zeros(max(_SIZES) // 4, np.float32)  # the buffer of all cases
+
+    def _call(self, case: Case) -> Callable[[], object]:
+        return measure.timed_call(self._comm, case, self._room[: case.count])
+
+    def _finish(self) -> None:
+        """Waits for the calls that were begun."""
 
     def _time(self, clocked: _Clocked, left: int) -> None:
         """Times a case in one round; `left` such rounds share the remaining time."""
@@ -201,13 +211,25 @@ class _Stopwatch:
         start = monotonic()
         for _ in range(calls):
             call()
+        self._finish()
         return measure.slowest(self._comm, (monotonic() - start) / calls)
 
 
-class _Fit:
-    """Finds the parameters that predict the timings best."""
+class Fit:
+    """Finds the parameters that predict the timings best.
 
-    def __init__(self, comm: Group, model: _core.CostModel, timings: Sequence[Timing]) -> None:
+    `most_message` is that of `_core.CostModel.predict`; inf where chunks travel whole, as between
+    GPUs, whose times do not depend on caches of processors.
+    """
+
+    def __init__(
+        self,
+        comm: Group,
+        model: _core.CostModel,
+        timings: Sequence[Timing],
+        most_message: float | None = None,
+    ) -> None:
+        self._most_message = most_message
         self._hosts = [list(each) for each in comm.hosts]
         self._ranks = comm.size
         self.model = model
@@ -218,7 +240,8 @@ class _Fit:
             )._core
             for each in timings
         }
-        self._start_nics()
+        if most_message is None:
+            self._start_nics()
         self._names = self._free(max(map(len, comm.hosts)))
         weights = [_PRIOR_FAR if name.startswith("far.") else _PRIOR for name in self._names]
         self._prior = np.square(weights)
@@ -248,7 +271,8 @@ class _Fit:
             *(["between."] if len(self._hosts) > 1 else []),
         ]
         names = [name for name in given if name.startswith(tuple(scopes))] if scopes else []
-        names += ["call", "move", "gamma", *(name for name in given if name.startswith("far."))]
+        names += ["call", "round", "move", "gamma"]
+        names += [] if self._most_message else [name for name in given if name.startswith("far.")]
         if most_on_a_host * given["sharing"] > given["cores"]:
             names.append("turn")
         return [name for name in names if given[name] > 0]
@@ -302,7 +326,7 @@ class _Fit:
                 for part in ("encode", "decode"):
                     full = f"{name}.{part}"
                     self.model.set(full, base[full] * math.exp(middle))
-                predicted = self.model.predict(schedule, timing.case.nbytes, self._hosts, codec)
+                predicted = self._seconds(schedule, timing.case.nbytes, codec)
                 low, high = (low, middle) if predicted > timing.measured else (middle, high)
 
     def _errors(self, at: _Floats) -> _Floats:
@@ -318,10 +342,18 @@ class _Fit:
 
     def _predict(self, case: Case) -> float:
         schedule = self._schedules[case.collective, case.algorithm]
-        return self.model.predict(schedule, case.nbytes, self._hosts)
+        return self._seconds(schedule, case.nbytes)
+
+    def _seconds(
+        self, schedule: _core.Schedule, nbytes: float, codec: _core.Codec | None = None
+    ) -> float:
+        if self._most_message is None:
+            return self.model.predict(schedule, nbytes, self._hosts, codec)
+        return self.model.predict(schedule, nbytes, self._hosts, codec, self._most_message)
 
 
-def _broadcast(comm: Group, data: bytes) -> bytes:
+def broadcast(comm: Group, data: bytes) -> bytes:
+    """Rank 0's bytes, on all ranks."""
     size = np.array([len(data)], np.int64)
     comm.broadcast(size, algorithm="star")
     text = np.frombuffer(data.ljust(int(size[0])), np.uint8).copy()

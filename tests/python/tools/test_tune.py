@@ -13,9 +13,18 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
-from gradwire import Communicator, CostModel, InvalidArgument, Schedule, ScheduleError, _model
+import simulated_gpu
+from gradwire import (
+    Communicator,
+    CostModel,
+    InvalidArgument,
+    Schedule,
+    ScheduleError,
+    _core,
+    _model,
+)
 from gradwire._model import HostSet
-from gradwire._tuning.fit import Timing, _cases, _Fit
+from gradwire._tuning.fit import Fit, Timing, _cases
 from gradwire._tuning.measure import Case
 from ranks import LIMIT, run
 
@@ -140,7 +149,7 @@ def test_the_fit_predicts_what_a_model_does():
     ]
     comm: Any = SimpleNamespace(hosts=((0, 1, 2, 3),), size=size)
     start = CostModel({"cores": 8})
-    fit = _Fit(comm, start._core, timings)
+    fit = Fit(comm, start._core, timings)
     fitted = fit.run()
     assert all(each.close for each in fitted)
     coded = Case("all_reduce", 1 << 20, algorithm="direct", codec="int8")
@@ -192,6 +201,45 @@ def test_the_command_saves_where_init_and_doctor_look():
     (told, _) = gradwire.spawn(parameters, 2, timeout=60)[1]
     assert told == found["parameters"]
     assert path.name in gradwire_says("doctor").stdout
+
+
+@simulated_gpu.needed
+def test_gpus_are_tuned_and_use_what_was_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GRADWIRE_CUDA_SO", str(simulated_gpu.path()))
+    ended = gradwire_says("tune", "--gpus", "-n", "2", "--seconds", "0.3", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert all(each["predicted"] > 0 for each in found["timings"])
+    (path,) = _model.directory().iterdir()
+    saved = json.loads(path.read_text())
+    assert saved["gpus"] == {"host": found["parameters"]}
+    guess = _model.wrap(_core.gpu_model()).parameters
+    changed = [name for name, value in guess.items() if found["parameters"][name] != value]
+    assert {"call", "round", "within.alpha", "within.beta", "gamma"} <= set(changed)
+    add = """
+        def body(comm):
+            x = Array(values(comm.rank))
+            comm.all_reduce(x)
+            return float(abs(x.get() - sum(map(values, range(comm.size)))).max())
+        """
+    assert max(simulated_gpu.run(add)) < 1e-5
+    again = gradwire_says("tune", "-n", "2", "--seconds", "0.3")  # of CPUs: it keeps both
+    assert again.returncode == 0, again.stderr
+    assert json.loads(path.read_text())["gpus"] == saved["gpus"]
+    saved["gpus"]["host"]["round"] = -1
+    mine = write(path.with_name("mine.json"), saved)
+    for error in simulated_gpu.run(
+        """
+        def body(comm):
+            try:
+                comm.all_reduce(Array(values(comm.rank)))
+            except gradwire.InvalidArgument as error:
+                return str(error)
+        """,
+        GRADWIRE_MODEL=str(mine),
+    ):
+        assert "mine.json" in error
+        assert "round" in error
 
 
 @pytest.mark.parametrize("options", [("-n", "1"), ("--seconds", "0"), ("--seconds", "nan")])
