@@ -99,7 +99,7 @@ def _refit(link: str, ranks: int, cases: Sequence[Case]) -> Group:
     comm: Any = SimpleNamespace(hosts=tuple(map(tuple, hosts)), size=ranks)
     model = _core.CostModel(link if one_host else "shm", "tcp", _CORES)
     model.set("sharing", len(hosts))
-    found = fit._Fit(comm, model, timings)
+    found = fit.Fit(comm, model, timings)
     found.run()
     public = _model.wrap(found.model)
     errors = {
