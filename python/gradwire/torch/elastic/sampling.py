@@ -90,17 +90,17 @@ class Sampler:
         while begin < end:
             epoch, first = divmod(begin, self.size)
             last = min(self.size, first + end - begin)
-            parts.append(self._order_of(epoch)[first:last])
+            parts.append(self._slice(epoch, first, last))
             begin += last - first
         return torch.cat(parts)
 
-    def _order_of(self, epoch: int) -> torch.Tensor:
+    def _slice(self, epoch: int, first: int, last: int) -> torch.Tensor:
         if not self.shuffle:
-            return torch.arange(self.size)
+            return torch.arange(first, last)
         if self._order[0] != epoch:
             random = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._order = epoch, torch.randperm(self.size, generator=random)
-        return self._order[1]
+        return self._order[1][first:last]
 
 
 def require_way(global_batch: Any) -> str:
