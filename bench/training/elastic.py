@@ -1,0 +1,269 @@
+"""How soon a training goes on after a loss, and a new rank trains: elastic beside a full restart.
+
+    python -m bench.training.elastic
+
+Three ranks train linear layers with Adam, by `gradwire.torch.elastic` over shared memory and over
+gradwire's emulated links of 1 Gbit/s, and as DistributedDataParallel over gloo under torchrun,
+which restarts all processes. One rank is killed, and after the others have gone on another is
+started. Times are from the kill to the next step of the others, and from the start of the new
+process to its first step, and how much of that is over once its imports are. torchrun's is from the
+kill to the first step of all; it loads no checkpoint. The cost without change is that of a step in
+a session beside a step of DistributedDataParallel with gradwire's hook, blocks in turns.
+
+Writes bench/results/elastic-DATE.json, .md and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.common import result_files
+from bench.common.machine import OtherLoad
+from bench.common.result_files import RESULTS
+
+RANKS, VICTIM = 3, 1
+_LIMIT = 240.0  # seconds for one event
+_PROGRAM = [sys.executable, "-m", "bench.training.elastic_ranks"]
+
+
+class Line(NamedTuple):
+    """A step, as a process reports it; step 0 says that its imports are over."""
+
+    at: float  # of the machine's monotonic clock
+    process: int
+    step: int
+    ranks: int
+
+
+class Log:
+    """The file in which all processes report."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        self.path = path
+
+    def lines(self) -> list[Line]:
+        """All reports so far."""
+        words = [
+            line.split() for line in self.path.read_text().splitlines() if line.count(" ") == 3
+        ]
+        return [Line(float(at), int(pid), int(step), int(ranks)) for at, pid, step, ranks in words]
+
+    def wait(self, wanted: Callable[[Line], bool]) -> Line:
+        """The first report that is wanted."""
+        limit = time.monotonic() + _LIMIT
+        while time.monotonic() < limit:
+            found = next(filter(wanted, self.lines()), None)
+            if found is not None:
+                return found
+            time.sleep(0.01)
+        raise TimeoutError(f"no such report within {_LIMIT:g} s; the last: {self.lines()[-3:]}")
+
+
+def main() -> int:
+    """Measures all cases, and writes what it found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--millions", type=int, nargs="+", default=[1, 25, 100], help="parameters")
+    parser.add_argument("--repeats", type=int, default=3, help="losses of a case")
+    parser.add_argument("--stem", type=Path, help="of the files")
+    options = parser.parse_args()
+    load = OtherLoad()
+    found: dict[str, Any] = {"ranks": RANKS, "cases": []}
+    for millions in options.millions:
+        for way in ("shm", "1gbit", "torchrun"):
+            print(f"{millions} M parameters, {way} …", file=sys.stderr, flush=True)
+            measure = _restarted if way == "torchrun" else _elastic
+            found["cases"].append(measure(millions, way, options.repeats))
+    found["cost"] = _cost()
+    found["machine"] = load.describe()
+    stem = options.stem or RESULTS / f"elastic-{datetime.date.today().isoformat()}"
+    document = _document(found)
+    result_files.save(stem, found, document)
+    _draw(found, result_files.beside(stem, ".png"))
+    print(document)
+    return 0
+
+
+def _environment(log: Log, millions: int, rank: int, **more: str) -> dict[str, str]:
+    given = {"BENCH_LOG": str(log.path), "BENCH_MILLIONS": str(millions), "OMP_NUM_THREADS": "1"}
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return {**os.environ, **given, **place, **more}
+
+
+def _elastic(millions: int, way: str, repeats: int) -> dict[str, Any]:
+    """The times of a training that goes on."""
+    from gradwire._bootstrap.store import Address
+    from gradwire._bootstrap.store_server import StoreServer
+
+    job, secret = f"bench-{secrets.token_hex(4)}", secrets.token_hex(16)
+    store = Address("unix", f"gradwire-{os.getuid()}-{job}")
+    shared = {"GRADWIRE_STORE": str(store), "GRADWIRE_SECRET": secret, "GRADWIRE_JOB": job}
+    size = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    if way != "shm":
+        shared["GRADWIRE_LINK"] = f"{way},50us"
+    with tempfile.TemporaryDirectory() as scratch, StoreServer(store, job, secret.encode()):
+        log = Log(Path(scratch) / "log")
+
+        def start(rank: int, **more: str) -> subprocess.Popen[bytes]:
+            environment = _environment(log, millions, rank, **shared, **size, **more)
+            return subprocess.Popen(_PROGRAM, env=environment)
+
+        ranks = [start(rank) for rank in range(RANKS)]
+        times: list[dict[str, float]] = []
+        try:
+            log.wait(lambda line: line.step == 5)
+            for _ in range(repeats):
+                times.append(_lose_and_join(log, ranks, lambda: start(0, GRADWIRE_JOIN="1")))
+        finally:
+            for each in ranks:
+                each.kill()
+                each.wait()
+        return _case(millions, way, times, log)
+
+
+def _lose_and_join(
+    log: Log, ranks: list[subprocess.Popen[bytes]], start: Callable[[], subprocess.Popen[bytes]]
+) -> dict[str, float]:
+    killed = time.monotonic()
+    ranks.pop(VICTIM).kill()
+    next_step = log.wait(
+        lambda line: line.at > killed and line.ranks == RANKS - 1 and line.step > 0
+    )
+    started = time.monotonic()
+    ranks.append(start())
+    new = ranks[-1].pid
+    imported = log.wait(lambda line: line.process == new)
+    first = log.wait(lambda line: line.process == new and line.step > 0)
+    settled = log.wait(lambda line: line.process == new and line.step > first.step + 2)
+    assert settled.ranks == RANKS
+    return {
+        "lost": next_step.at - killed,
+        "joined": first.at - started,
+        "imports": imported.at - started,
+    }
+
+
+def _restarted(millions: int, way: str, repeats: int) -> dict[str, Any]:
+    """The times of torchrun, which restarts all processes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Log(Path(scratch) / "log")
+        program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+        program += [
+            "--max-restarts",
+            str(repeats),
+            "--standalone",
+            "--monitor-interval",
+            "0.1",
+        ]
+        program += ["-m", "bench.training.elastic_ranks"]
+        environment = _environment(log, millions, 0, BENCH_DDP="1", GLOO_SOCKET_IFNAME="lo")
+        for name in ("RANK", "LOCAL_RANK"):  # the agent's to set
+            del environment[name]
+        agent = subprocess.Popen(program, env=environment, stderr=subprocess.DEVNULL)
+        times = []
+        try:
+            after = 0.0
+            for _ in range(repeats):
+                at = log.wait(lambda line, after=after: line.at > after and line.step == 5)
+                killed = time.monotonic()
+                os.kill(at.process, 9)
+                first = log.wait(lambda line, killed=killed: line.at > killed and line.step == 1)
+                times.append({"lost": first.at - killed})
+                after = first.at
+        finally:
+            agent.terminate()
+            agent.wait()
+        return _case(millions, way, times, log)
+
+
+def _case(millions: int, way: str, times: list[dict[str, float]], log: Log) -> dict[str, Any]:
+    lines = sorted(log.lines())
+    own = [line for line in lines if line.process == lines[-1].process and line.step > 0]
+    gaps = [b.at - a.at for a, b in itertools.pairwise(own)]
+    begin = lines[0].at
+    return {
+        "millions": millions,
+        "way": way,
+        "step": statistics.median(gaps) if gaps else 0.0,
+        **{name: statistics.median(each[name] for each in times) for name in times[0]},
+        "times": times,
+        "steps": [[line.at - begin, line.step, line.ranks] for line in lines if line.step > 0],
+    }
+
+
+def _cost() -> dict[str, float]:
+    """The cost of a session where nothing changes, on two ranks."""
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Log(Path(scratch) / "log")
+        program = [sys.executable, "-m", "gradwire", "run", "-n", "2", "-m"]
+        program += ["bench.training.elastic_ranks"]
+        environment = {**os.environ, "BENCH_LOG": str(log.path), "BENCH_COST": scratch}
+        subprocess.run(program, env=environment, check=True, timeout=_LIMIT)
+        words = Path(scratch, "cost").read_text().split()
+    return dict(zip(("session_ms", "hook_ms", "ratio"), map(float, words), strict=True))
+
+
+def _document(found: dict[str, Any]) -> str:
+    return "\n".join(_rows(found)) + "\n"
+
+
+def _rows(found: dict[str, Any]) -> Iterator[str]:
+    yield f"Three ranks, {found['machine']}. Seconds, medians.\n"
+    yield "| parameters | way | a step | loss to next step | start to first step | of it imports |"
+    yield "|---|---|---|---|---|---|"
+    for each in found["cases"]:
+        new = f"{each['joined']:.2f} | {each['imports']:.2f}" if "joined" in each else "(all) | "
+        yield (
+            f"| {each['millions']} M | {each['way']} | {each['step']:.3f} | {each['lost']:.2f} | "
+            f"{new} |"
+        )
+    cost = found["cost"]
+    yield (
+        f"\nA step without change (2 ranks, 1 M parameters, shm): session {cost['session_ms']:.2f} "
+        f"ms, hook {cost['hook_ms']:.2f} ms, median ratio of paired blocks {cost['ratio']:.4f}."
+    )
+
+
+def _draw(found: dict[str, Any], path: Path) -> None:
+    """Throughput over time: steps a second times ranks, for the middle size."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    middle = sorted({each["millions"] for each in found["cases"]})
+    cases = [each for each in found["cases"] if each["millions"] == middle[len(middle) // 2]]
+    figure, axes = pyplot.subplots(len(cases), 1, figsize=(8, 2.2 * len(cases)), squeeze=False)
+    for axis, each in zip(axes[:, 0], cases, strict=True):
+        last = max(at for at, _, _ in each["steps"])
+        width = max(0.5, 2 * each["step"])
+        bins = [i * width for i in range(int(last / width) + 2)]
+        axis.hist(
+            [at for at, _, _ in each["steps"]],
+            bins=bins,
+            weights=[1 / width] * len(each["steps"]),
+            histtype="stepfilled",
+        )
+        axis.set_title(f"{each['millions']} M parameters, {each['way']}", loc="left", fontsize=9)
+        axis.set_ylabel("rank steps / s")
+    axes[-1, 0].set_xlabel("seconds")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
