@@ -151,8 +151,7 @@ def chosen(options: argparse.Namespace, optimizer: str) -> list[str]:
 
 def _rated_by(exchange: str) -> str:
     """The exchange whose best rate is taken."""
-    name = exchanges.name_of(exchange)
-    return name if name in RATES else "none"
+    return exchanges.name_of(exchange) if exchanges.has_own_rate(exchange) else "none"
 
 
 def _family(optimizer: str, exchange: str) -> str:

@@ -47,6 +47,11 @@ def name_of(exchange: str) -> str:
     return name if name in (*COMPRESSED, LOCAL) else Method.parse(exchange).family
 
 
+def has_own_rate(exchange: str) -> bool:
+    """Whether it steps otherwise than dense gradients do, so that another rate suits it."""
+    return name_of(exchange) in ("DistributedLion", "DeMo")
+
+
 def warm_up(exchange: str) -> float | None:
     """The share of the steps that an optimizer's own warm-up has; None: the trial's."""
     share = _parts(exchange)[2]

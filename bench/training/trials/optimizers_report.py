@@ -111,8 +111,11 @@ class Table:
         self.rows.sort(key=_place)
 
     def _row(self, optimizer: str, exchange: str) -> Row:
-        """With the rate of dense gradients, else the one that the most seeds have, or the best."""
-        base = self.row(optimizer, DENSE)
+        """With the rate of dense gradients, else the one that the most seeds have, or the best.
+
+        Optimizers that have rates of their own do not take that of dense gradients.
+        """
+        base = None if exchanges.has_own_rate(exchange) else self.row(optimizer, DENSE)
         found = [
             each
             for each in self.all

@@ -45,6 +45,17 @@ FOUND = [
 ]
 
 
+def test_optimizers_with_rates_of_their_own_have_the_best_of_these():
+    votes = LM._replace(optimizer="lion", exchange="DistributedLion")
+    made = [
+        outcome(votes._replace(exchange="none", rate=0.001), 2.1),
+        outcome(votes._replace(rate=0.001), 2.3, 30),
+        outcome(votes._replace(rate=0.003), 2.2, 30),
+    ]
+    row = optimizers_report.Table("lm", made).row("lion", "DistributedLion")
+    assert row.outcomes[0].run.rate == 0.003
+
+
 def rows_with(lines: list[str], first: str) -> list[str]:
     return [line for line in lines if first in line]
 
