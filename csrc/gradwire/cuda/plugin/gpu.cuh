@@ -23,12 +23,15 @@ namespace gradwire::cuda {
 
 inline constexpr unsigned kWarp = 32;
 inline constexpr unsigned kAllLanes = 0xFFFFFFFFU;
-// The most blocks of a launch; kernels take the remaining work in a grid-stride loop. The simulated
-// device has so few blocks that tests cover this loop.
+// The most blocks of a launch; kernels take the remaining work in a grid-stride loop. And blocks of
+// 1,024 threads with which a large GPU's multiprocessors are all busy. The simulated device has so
+// few blocks that tests cover both sides.
 #ifdef GRADWIRE_SIMULATED_CUDA
 inline constexpr std::uint64_t kMostBlocks = 3;
+inline constexpr std::uint64_t kEnoughBlocks = 1;
 #else
 inline constexpr std::uint64_t kMostBlocks = 1U << 16;
+inline constexpr std::uint64_t kEnoughBlocks = 512;
 #endif
 
 // Enqueues a kernel on at most kMostBlocks blocks, without dynamic shared memory. Does nothing for

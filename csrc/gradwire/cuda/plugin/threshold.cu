@@ -1,4 +1,6 @@
-// threshold (codec/threshold.cc), encoded in one pass over x and e.
+// threshold (codec/threshold.cc), encoded in one pass over x and e. Where there are too few units
+// for all multiprocessors, several blocks share a unit in that pass, and another kernel writes
+// payloads.
 #include <cfloat>
 #include <cmath>
 #include <vector>
@@ -134,37 +136,41 @@ struct EncodeRoom {
   std::uint32_t payload[kSlotBytes / 4 + 1];
 };
 
-// Sets the bits of one step, those of the signs only in words with a hit. Returns what is not sent.
-__device__ float take(EncodeRoom& room, unsigned step, float v, unsigned steps, float tau) {
+// Masks of a unit: the elements that are sent and, only in words with such, which are negative.
+struct Masks {
+  std::uint32_t *hits, *negative;
+};
+
+// Sets the bits of one step. Returns what is not sent.
+__device__ float take(const Masks& masks, unsigned step, float v, unsigned steps, float tau) {
   const std::uint32_t magnitude = magnitude_bits(v);
   const bool hit = step < steps && magnitude >= __float_as_uint(tau);
   const unsigned hits = __ballot_sync(kAllLanes, hit);
   const bool first = threadIdx.x % kWarp == 0;
-  if (first) room.hits[mask_word(step)] = hits;
+  if (first) masks.hits[mask_word(step)] = hits;
   if (hits != 0) {
     const unsigned negative = __ballot_sync(kAllLanes, __float_as_uint(v) >> 31 != 0);
-    if (first) room.negative[mask_word(step)] = negative;
+    if (first) masks.negative[mask_word(step)] = negative;
   }
   const float left = __uint_as_float(magnitude) - (hit ? tau : 0.0F);
   const std::uint32_t sign = __float_as_uint(v) ^ magnitude;
   return __uint_as_float(magnitude < kInfinityBits ? __float_as_uint(left) | sign : 0);
 }
 
-// Sets the bits of a unit and writes what is not sent to `error`, which may be null. Returns the
-// thread's largest magnitude.
-__device__ std::uint32_t take_unit(EncodeRoom& room, const UnitSource& source, float tau,
-                                   float* error) {
-  constexpr unsigned kAtOnce = 4;
+constexpr unsigned kAtOnce = 4;  // steps
+
+// Sets the bits of some steps of a unit and writes what is not sent to `error`, which may be null.
+// Returns the thread's largest magnitude.
+__device__ std::uint32_t take_some(const Masks& masks, const UnitSource& source, unsigned first,
+                                   float tau, float* error) {
   std::uint32_t largest = 0;
-  for (unsigned first = 0; first < kUnitSteps; first += kAtOnce) {
-    float v[kAtOnce];
-    source.load(first, v);
+  float v[kAtOnce];
+  source.load(first, v);
 #pragma unroll
-    for (unsigned s = 0; s < kAtOnce; ++s) {
-      largest = magnitude_bits(v[s]) > largest ? magnitude_bits(v[s]) : largest;
-      const float left = take(room, first + s, v[s], source.steps, tau);
-      if (error != nullptr && first + s < source.steps) error[element_of(first + s)] = left;
-    }
+  for (unsigned s = 0; s < kAtOnce; ++s) {
+    largest = magnitude_bits(v[s]) > largest ? magnitude_bits(v[s]) : largest;
+    const float left = take(masks, first + s, v[s], source.steps, tau);
+    if (error != nullptr && first + s < source.steps) error[element_of(first + s)] = left;
   }
   return largest;
 }
@@ -198,39 +204,116 @@ __device__ unsigned write_unit(EncodeRoom& room, unsigned n, float tau, std::uin
   return positions.bytes + kTauBytes + (positions.count + 7) / 8;
 }
 
+// A unit of a run.
+struct Unit {
+  const SparseRun& run;
+  std::uint64_t number;
+  float tau;
+
+  __device__ Unit(const ThresholdEncoder& of, std::uint64_t tile)
+      : Unit(of, of.runs.find(tile), tile) {}
+  __device__ UnitSource source() const {
+    return UnitSource(run.x, residual_of(run.run_feedback), run.n, number);
+  }
+  __device__ float* error() const {
+    float* const errors = next_residual(run.run_feedback);
+    return errors == nullptr ? nullptr : errors + number * kUnit;
+  }
+
+ private:
+  __device__ Unit(const ThresholdEncoder& of, unsigned r, std::uint64_t tile)
+      : run(of.runs.at[r]), number(tile - of.runs.first[r]) {
+    const float all = of.given > 0 ? of.given : tau_of_call(run.run_feedback);
+    tau = all > 0 ? all : run.taus[number];
+  }
+};
+
+// Writes a unit's payload and its size, by the masks in the room.
+__device__ void finish_unit(EncodeRoom& room, const Unit& unit, std::uint32_t largest) {
+  const SparseRun& run = unit.run;
+  unsigned bytes = 1;
+  if (largest < kInfinityBits)
+    bytes = write_unit(room, unit_length(run.n, unit.number), unit.tau, largest,
+                       run.run_feedback.key_state);
+  else if (threadIdx.x == 0)
+    room.payload[0] = head_of(codec::PositionFormat::kNotFinite);
+  __syncthreads();
+  copy_out(room.payload, bytes, run.out + unit.number * kSlotBytes);
+  if (threadIdx.x == 0) run.sizes[unit.number] = bytes;
+  __syncthreads();  // nobody reads the room any more
+}
+
 __global__ void __launch_bounds__(kUnitThreads, 2)
     encode(const __grid_constant__ ThresholdEncoder of) {
   __shared__ EncodeRoom room;
   for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
-    const unsigned r = of.runs.find(tile);
-    const SparseRun& run = of.runs.at[r];
-    const std::uint64_t unit = tile - of.runs.first[r];
-    float* errors = next_residual(run.run_feedback);
-    const float all = of.given > 0 ? of.given : tau_of_call(run.run_feedback);
-    const UnitSource source(run.x, residual_of(run.run_feedback), run.n, unit);
-    const float tau = all > 0 ? all : run.taus[unit];
+    const Unit unit(of, tile);
+    const UnitSource source = unit.source();
+    float* const error = unit.error();
     clear(room.payload, kSlotBytes / 4 + 1);
-    const std::uint32_t largest = block_largest(
-        take_unit(room, source, tau, errors == nullptr ? nullptr : errors + unit * kUnit));
-    unsigned bytes = 1;
-    if (largest < kInfinityBits)
-      bytes = write_unit(room, source.n, tau, largest, run.run_feedback.key_state);
-    else if (threadIdx.x == 0)
-      room.payload[0] = head_of(codec::PositionFormat::kNotFinite);
-    __syncthreads();
-    copy_out(room.payload, bytes, run.out + unit * kSlotBytes);
-    if (threadIdx.x == 0) run.sizes[unit] = bytes;
-    __syncthreads();  // nobody reads the room any more
+    std::uint32_t mine = 0;
+    for (unsigned first = 0; first < kUnitSteps; first += kAtOnce) {
+      const std::uint32_t its =
+          take_some({room.hits, room.negative}, source, first, unit.tau, error);
+      mine = its > mine ? its : mine;
+    }
+    finish_unit(room, unit, block_largest(mine));
+  }
+}
+
+// ---- encode, where a unit is shared by blocks
+// ----------------------------------------------------
+
+constexpr unsigned kParts = kUnitSteps / kAtOnce;  // of a unit: each is one block's
+
+// What the blocks of a unit find: masks, and the largest magnitude of each part.
+struct SharedUnit {
+  std::uint32_t hits[kUnitWords], negative[kUnitWords];
+  std::uint32_t largest[kParts];
+};
+
+constexpr std::uint64_t shared_units(std::uint64_t units) {
+  return units < kEnoughBlocks ? units : kEnoughBlocks;
+}
+
+__global__ void __launch_bounds__(kUnitThreads, 2)
+    take_parts(const __grid_constant__ ThresholdEncoder of, SharedUnit* units) {
+  for (std::uint64_t i = blockIdx.x; i < of.runs.tiles() * kParts; i += gridDim.x) {
+    const std::uint64_t tile = i / kParts;
+    const auto part = static_cast<unsigned>(i % kParts);
+    const Unit unit(of, tile);
+    const std::uint32_t largest =
+        block_largest(take_some({units[tile].hits, units[tile].negative}, unit.source(),
+                                part * kAtOnce, unit.tau, unit.error()));
+    if (threadIdx.x == 0) units[tile].largest[part] = largest;
+  }
+}
+
+__global__ void __launch_bounds__(kUnitThreads, 2)
+    write_shared(const __grid_constant__ ThresholdEncoder of, const SharedUnit* units) {
+  __shared__ EncodeRoom room;
+  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
+    const SharedUnit& found = units[tile];
+    const std::uint32_t hits = found.hits[threadIdx.x];
+    room.hits[threadIdx.x] = hits;
+    room.negative[threadIdx.x] = hits == 0 ? 0 : found.negative[threadIdx.x];
+    clear(room.payload, kSlotBytes / 4 + 1);
+    const std::uint32_t largest =
+        block_largest(threadIdx.x < kParts ? found.largest[threadIdx.x] : 0);
+    finish_unit(room, Unit(of, tile), largest);
   }
 }
 
 Status encode_all(float tau, double density, std::vector<SparseRun>& runs, void* scratch,
                   Stream stream) {
   auto* taus = static_cast<float*>(scratch);
+  std::uint64_t units = 0;
   for (SparseRun& each : runs) {
-    each.taus = taus;
-    taus += tau == 0 ? units_of(each.n) : 0;
+    each.taus = taus + units;
+    units += units_of(each.n);
   }
+  auto* const shared = reinterpret_cast<SharedUnit*>(static_cast<std::byte*>(scratch) +
+                                                     aligned(units * sizeof(float)));
   return in_batches(
       runs.data(), static_cast<int>(runs.size()), [](const SparseRun& run) { return run; },
       units_of_run,
@@ -241,7 +324,12 @@ Status encode_all(float tau, double density, std::vector<SparseRun>& runs, void*
           const Status status = launch(choose_unit_taus, batch.tiles(), kUnitThreads, stream, of);
           if (status != 0) return status;
         }
-        return launch(encode, batch.tiles(), kUnitThreads, stream, of);
+        if (batch.tiles() > kEnoughBlocks)
+          return launch(encode, batch.tiles(), kUnitThreads, stream, of);
+        const Status status =
+            launch(take_parts, batch.tiles() * kParts, kUnitThreads, stream, of, shared);
+        if (status != 0) return status;
+        return launch(write_shared, batch.tiles(), kUnitThreads, stream, of, shared);
       });
 }
 
@@ -328,7 +416,7 @@ Status threshold_decode(Slots in, std::uint64_t n, float* y, bool add, std::uint
 std::size_t sparse_scratch_bytes(std::uint64_t n) {
   const std::uint64_t samples = samples_of(n) * sizeof(std::uint32_t);
   const std::uint64_t taus = units_of(n) * sizeof(float);
-  return samples > taus ? samples : taus;
+  return aligned(samples > taus ? samples : taus) + shared_units(units_of(n)) * sizeof(SharedUnit);
 }
 
 }  // namespace
