@@ -205,12 +205,12 @@ class _Shrink(Generic[_Made]):
         """Waits for guests where ranks are too few, and says whom this sponsor brings."""
         if admission.door is None:
             admission.door = admission.open_door()
-        brought = set(view.guests or ())
         while True:
             most = MOST_GUESTS if admission.most is None else admission.most - len(view.ranks)
-            room = min(most - len(brought), MOST_GUESTS - len(self._guests))
-            brought.update(map(self._add_guest, admission.door.take(max(room, 0))))
-            brought = {each for each in brought if self._peer(each) in self._links.peers}
+            room = min(most - len(self._brought()), MOST_GUESTS - len(self._guests))
+            for guest in admission.door.take(max(room, 0)):
+                self._add_guest(guest)
+            brought = self._brought()
             enough = len(view.ranks) + len(brought) >= admission.least
             if enough or self._wait_over.passed or view.round == _MOST_ROUNDS:
                 break
@@ -221,12 +221,17 @@ class _Shrink(Generic[_Made]):
         number = view.round + (view.guests is not None)
         self._shrink_view(View(view.ranks, frozenset(brought), number))
 
-    def _add_guest(self, guest: Guest) -> int:
-        number = len(self._guests)
+    def _brought(self) -> set[int]:
+        """The guests that this sponsor has and nobody left out; also from before a rank died."""
+        return {
+            number for number in range(len(self._guests)) if self._peer(number) in self._links.peers
+        }
+
+    def _add_guest(self, guest: Guest) -> None:
+        peer = self._peer(len(self._guests))
         self._guests.append(guest)
-        self._links.add(self._peer(number), guest.sock)
-        self._limits[self._peer(number)] = Deadline(_GUEST_SECONDS)
-        return number
+        self._links.add(peer, guest.sock)
+        self._limits[peer] = Deadline(_GUEST_SECONDS)
 
     def _too_few(self, view: View, admission: Admission) -> RendezvousError:
         trouble = (

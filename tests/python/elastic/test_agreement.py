@@ -17,7 +17,7 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import guests, joining, shrink
 from gradwire._bootstrap.door import Guest, Sign
 from gradwire._bootstrap.mesh import AddressInfo, Job, Membership, Mesh
-from gradwire._bootstrap.survivor_links import MOST_RANKS, SurvivorLinks, View
+from gradwire._bootstrap.survivor_links import MOST_RANKS, MessageKind, SurvivorLinks, View
 from gradwire._errors import RendezvousError
 from gradwire._host.interfaces import LOOPBACK
 
@@ -235,6 +235,37 @@ def test_others_are_awaited_when_a_guest_dies_and_ranks_are_too_few() -> None:
         assert rank.result().size == 2
         assert isinstance(first.exception(), Crash)
         assert second.result() == rank.result()
+
+
+def test_guests_that_wait_are_kept_when_a_rank_dies() -> None:
+    """The sponsor has one, who is not enough, when its other rank dies; then two more knock."""
+    low, high = socket.socketpair()
+    dying = SurvivorLinks((), 2)
+    dying.add(0, high)
+    dying.send(0, MessageKind.VIEW, View(frozenset((0, 1)), None))
+
+    class LateDoor(FakeDoor):
+        turns = 0
+
+        def take(self, most: int) -> list[Guest]:
+            self.turns += 1
+            assert self.turns < 100, "it waits for more guests than it needs"
+            if self.turns == 2:
+                dying.close()
+            return super().take(1) if self.turns in (1, 4, 5) else []
+
+    pairs = [socket.socketpair() for _ in range(3)]
+    guests = [MortalLinks(MOST_RANKS, LIVES) for _ in pairs]
+    for each, (_, theirs) in zip(guests, pairs, strict=True):
+        each.add(joining._SPONSOR, theirs)
+    links = MortalLinks(2, LIVES)
+    links.add(1, low)
+    door = LateDoor([ours for ours, _ in pairs])
+    with ThreadPoolExecutor(4) as pool:
+        rank = pool.submit(rank_of, 0, 2, links, door, 4, 600)
+        found = [pool.submit(guest_of, each) for each in guests]
+        assert rank.result().size == 4
+        assert [each.result() for each in found] == [rank.result()] * 3
 
 
 def view(ranks: str, guests: str | None = "", number: int = 0) -> View:
