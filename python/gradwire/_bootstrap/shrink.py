@@ -55,7 +55,7 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.door import Door, Guest
 from gradwire._bootstrap.guests import Addresses, Invitation, unpack_addresses, with_guests
-from gradwire._bootstrap.mesh import Mesh
+from gradwire._bootstrap.mesh import Mesh, unpack_address_info
 from gradwire._bootstrap.survivor_links import (
     MOST_GUESTS,
     LinkEnded,
@@ -64,7 +64,7 @@ from gradwire._bootstrap.survivor_links import (
     SurvivorLinks,
     View,
 )
-from gradwire._errors import Error, RendezvousError, Timeout, TransportError, naming
+from gradwire._errors import Error, RendezvousError, Timeout, TransportError, describe, naming
 from gradwire._model import pack
 
 _LEAST_CONNECT_SECONDS = 5.0  # that connecting may take, however short the timeout is
@@ -308,6 +308,7 @@ class _Shrink(Generic[_Made]):
             )
             self._invite(view, guests, communicator)
             self._wait(lambda: self._without_answer(view, self._address_views()))
+            self._require_addresses(guests)
         brought = [own, *(self._addresses[each][1] for each in guests)]
         self._addresses[self._rank] = view, Addresses(brought, numbers[len(ranks) :]).pack()
         self._send(MessageKind.ADDRESS, view, self._addresses[self._rank][1])
@@ -320,6 +321,15 @@ class _Shrink(Generic[_Made]):
             packed = Addresses(addresses, job_ranks).pack()
             self._links.send(each, MessageKind.ADDRESS, view, packed)
         return addresses
+
+    def _require_addresses(self, guests: Iterable[int]) -> None:
+        """Leaves out guests that sent no address, and raises _ViewChanged then."""
+        for each in guests:
+            try:
+                unpack_address_info(self._addresses[each][1], each)
+            except RendezvousError as error:
+                self._leave_out({each}, describe(error))
+                raise _ViewChanged from None
 
     def _addresses_of(self, rank: int, view: View) -> Addresses:
         """Decodes what a rank sent; leaves it out, and raises _ViewChanged, if that is wrong."""

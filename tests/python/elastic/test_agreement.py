@@ -9,7 +9,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import guests, joining, shrink
 from gradwire._bootstrap.door import Guest, Sign
 from gradwire._bootstrap.mesh import AddressInfo, Job, Membership, Mesh
-from gradwire._bootstrap.survivor_links import MOST_RANKS, MessageKind, SurvivorLinks, View
+from gradwire._bootstrap.survivor_links import MOST_RANKS, Message, MessageKind, SurvivorLinks, View
 from gradwire._errors import RendezvousError
 from gradwire._host.interfaces import LOOPBACK
 
@@ -60,11 +60,18 @@ class Made:
     def close(self) -> None: ...
 
 
+HERE = AddressInfo("here", "vm:1", (), "", "127.0.0.1", 0)
+
+
+def address_of(rank: int, size: int) -> bytes:
+    return replace(HERE, name=f"{rank} of {size}").pack()
+
+
 def connect(
     _: Any, exchange: Callable[..., list[bytes]], *, rank: int, size: int, **others: Any
 ) -> Made:
-    addresses = exchange(b"%d of %d" % (rank, size), None)
-    assert addresses == [b"%d of %d" % (each, size) for each in range(size)]
+    addresses = exchange(address_of(rank, size), None)
+    assert addresses == [address_of(each, size) for each in range(size)]
     others["raise_if_peer_failed"](0)
     return Made(others["communicator"], size)
 
@@ -100,7 +107,6 @@ def rank_of(
     )
 
 
-HERE = AddressInfo("here", "vm:1", (), "", "127.0.0.1", 0)
 ASKING = joining.Asking("test", 0, -1, "unix://none", b"", ())
 
 
@@ -266,6 +272,19 @@ def test_guests_that_wait_are_kept_when_a_rank_dies() -> None:
         found = [pool.submit(guest_of, each) for each in guests]
         assert rank.result().size == 4
         assert [each.result() for each in found] == [rank.result()] * 3
+
+
+@pytest.mark.parametrize("address", [b"\xff", b"{}", b"x" * 100_000])
+def test_a_guest_without_an_address_is_left_out(address: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    guest = SurvivorLinks((), MOST_RANKS)
+    guest.add(joining._SPONSOR, theirs)
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(guest):
+        rank = pool.submit(rank_of, 0, 1, MortalLinks(1, LIVES), FakeDoor([ours]), 1, 0)
+        (invited,) = guest.poll(60)
+        assert isinstance(invited, Message)
+        guest.send(joining._SPONSOR, MessageKind.ADDRESS, invited.view, address)
+        assert rank.result().size == 1
 
 
 def view(ranks: str, guests: str | None = "", number: int = 0) -> View:
