@@ -16,7 +16,7 @@ from gradwire._base.arguments import flag, seconds, whole
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shrink as _shrink
 from gradwire._bootstrap import split as _split
-from gradwire._bootstrap.admission import admission_to, open_door, transports_of
+from gradwire._bootstrap.admission import admission_to, has_room, open_door, transports_of
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.build_core import build_core
 from gradwire._bootstrap.door import Door
@@ -130,7 +130,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._clear_call_cache()
         self._gpu: gpus.Gpu | None = None
         self._door: Door | None = None
-        self._making_gpu = threading.Lock()
+        self._making_gpu, self._opening_door = threading.Lock(), threading.Lock()
         at_exit.track(self)
 
     @property
@@ -312,8 +312,8 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         failure.
         """
         if self._door is None and self.rank == 0 and not self.closed:
-            self._door = open_door(self._mesh)
-            self._door.serve(self._mesh, self._core.request_resize)
+            with self._opening_door:
+                self._use_door(self._door or open_door(self._mesh))
         found = self._core.should_resize()
         if self._gpu is not None:
             found = self._gpu.should_resize() or found
@@ -382,8 +382,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
                 admission.door.close()
             raise
         if admission.door is not None:
-            made._door = admission.door
-            made._door.serve(made._mesh, made._core.request_resize)
+            made._use_door(admission.door)
         return made
 
     def _leave(self, timeout: float) -> None:
@@ -416,6 +415,15 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         return _shrink.shrink(
             self._mesh, links, make, transports=transports, timeout=timeout, admission=admission
         )
+
+    def _use_door(self, door: Door) -> None:
+        """Has a door ask for a resize when somebody knocks who can be let in."""
+        if self.rank != 0:  # it was the lowest of a view that the others did not agree on
+            door.close()
+            return
+        self._door = door
+        request = self._core.request_resize if has_room(self._mesh) else lambda: None
+        door.serve(self._mesh, request)
 
     def _close_door(self) -> None:
         door, self._door = self._door, None

@@ -42,6 +42,12 @@ def admission_to(mesh: Mesh, store: str | None, wait: float, min_ranks: int) -> 
     return Admission(partial(open_door, mesh), seconds, least, most)
 
 
+def has_room(mesh: Mesh) -> bool:
+    """Whether another rank may join; raises InvalidArgument for a limit that is no number."""
+    most = _most_ranks()
+    return most is None or mesh.size < most
+
+
 def transports_of(mesh: Mesh) -> Sequence[str]:
     """The transports that a mesh offers to those who join."""
     return mesh.membership.offered or mesh.transports or DEFAULTS

@@ -160,8 +160,7 @@ class Door:
         self._thread.join()
         self._release()
         os.close(self._wake)
-        if self._server is not None:
-            self._server.close("the door is closed")
+        self._close_server("the door is closed")
 
     def release_after_fork(self) -> None:
         """Closes the child's copies, so that guests notice the parent's end."""
@@ -173,6 +172,11 @@ class Door:
         for guest in self._guests:
             guest.sock.close()
         self._guests.clear()
+
+    def _close_server(self, reason: str) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close(reason)
 
     def _write_sign(self, store: str | None) -> None:
         if store is None:
@@ -189,6 +193,8 @@ class Door:
             return
         address = parse_address(store)
         require_secret(address, given)
+        if self._server is not None and self._server.address != address:
+            self._close_server("it moves to another store")
         if self._server is None:
             try:
                 client = StoreClient(
