@@ -32,6 +32,7 @@ from gradwire._errors import (
     TransportError,
 )
 from gradwire._feedback import ErrorFeedback
+from gradwire._launch import at_exit as _at_exit
 from gradwire._model import CostModel
 from gradwire._planner.advice import Advice, advise
 from gradwire._schedules.report import Edge, Report, Shape
@@ -163,11 +164,13 @@ def join(
         _rendezvous.find_secret(secret),
         _rendezvous.choose_transports(transports),
     )
-    return _joining.join(
+    joined = _joining.join(
         asking,
         lambda mesh, seconds: _from_mesh(mesh, timeout=limit, connect_timeout=seconds),
         _Deadline(limit),
     )
+    _at_exit.note_joined()
+    return joined
 
 
 def codecs() -> list[str]:

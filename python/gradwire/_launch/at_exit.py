@@ -160,6 +160,17 @@ def note(error: str, *, is_consequence: bool, at: float | None = None) -> None:
         "error": error,
         "is_consequence": is_consequence,
     }
+    _write(path, fields)
+
+
+def note_joined() -> None:
+    """Writes the launcher a note that this process has joined, if the launcher asked for notes."""
+    path = environment.text("GRADWIRE_EXIT_FILE")
+    if path is not None:
+        _write(path, {"joined": os.getpid()})
+
+
+def _write(path: str, fields: dict[str, object]) -> None:
     with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
         file.write(json.dumps(fields).encode() + b"\n")
 

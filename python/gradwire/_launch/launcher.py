@@ -34,7 +34,7 @@ from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import InvalidArgument
 from gradwire._host import emulated_link
 from gradwire._launch import slots
-from gradwire._launch.root_cause import Failure, describe, read_notes, root_cause
+from gradwire._launch.root_cause import Failure, describe, read_joined, read_notes, root_cause
 from gradwire._launch.traced import traced
 
 SETTLE_SECONDS = 2.0  # that the others have to fail by themselves after one has failed
@@ -390,12 +390,22 @@ class _Launch:
         if self.keep_going:
             return self._begun[failure.rank] <= self.restarts
         # Whoever joined after the others had come to the end would wait in vain.
-        return self._restarted < self.restarts and not (self.meet and self._succeeded)
+        in_vain = self.meet and (self._succeeded or not self._has_members())
+        return self._restarted < self.restarts and not in_vain
 
     def _can_go_on(self, failure: Failure) -> bool:
         """Whether enough ranks are left, or can be started anew."""
-        enough = len(self._ranks) >= self.least or self._succeeded
-        return self.keep_going or enough or self._can_start_anew(failure)
+        enough = len(self._ranks) >= self.least and (self._has_members() or not self.meet)
+        return self.keep_going or enough or self._succeeded or self._can_start_anew(failure)
+
+    def _has_members(self) -> bool:
+        """Whether a rank lives that others can join: one from the start, or that has joined."""
+        joined = read_joined(self._read_notes())
+        ranks = self._ranks.items()
+        return any(self._begun[rank] == 1 or each.pid in joined for rank, each in ranks)
+
+    def _read_notes(self) -> bytes:
+        return os.pread(self._notes, os.fstat(self._notes).st_size, 0)
 
     def _go_on(self, failure: Failure) -> None:
         """Starts a rank that failed anew, or goes on without it."""
@@ -438,7 +448,7 @@ class _Launch:
     def _report(self) -> None:
         if not self._failures:
             return
-        notes = read_notes(os.pread(self._notes, os.fstat(self._notes).st_size, 0))
+        notes = read_notes(self._read_notes())
         failures = [each._replace(note=notes.get(each.process)) for each in self._failures]
         code = root_cause(failures).code
         self._code = code if code > 0 else 128 - code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from collections.abc import Sequence
@@ -41,6 +42,15 @@ def read_notes(data: bytes) -> dict[int, Note]:
         except (ValueError, TypeError):
             continue
         found.setdefault(note.process, note)
+    return found
+
+
+def read_joined(data: bytes) -> set[int]:
+    """The processes that have noted that they joined the others; see `at_exit.note_joined`."""
+    found = set()
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError, TypeError, LookupError):
+            found.add(int(json.loads(line)["joined"]))
     return found
 
 

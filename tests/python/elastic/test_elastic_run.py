@@ -87,6 +87,14 @@ def test_too_few_ranks_end(tmp_path: Path) -> None:
     assert "was killed by SIGKILL; ending the other 1" in ended.stderr
 
 
+def test_ranks_that_all_fail_end_the_run(tmp_path: Path) -> None:
+    """Also one that was started anew before the last of them failed: nobody can let it in."""
+    ended = run(tmp_path, "-n", "2", "--min", "1", "--restarts", "10", die=("0", "1"))
+    assert ended.returncode == 128 + 9, ended.stderr
+    assert "starting it anew (1 of 10)" in ended.stderr
+    assert "was killed by SIGKILL; ending the other 1" in ended.stderr
+
+
 def test_a_program_that_cannot_join_is_told(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import gradwire\ngradwire.init()\n")
