@@ -136,8 +136,8 @@ def join(
     """Joins a job that runs: waits until its ranks call `Communicator.resize`, and lets them in.
 
     A new process calls it, and becomes the last rank, or one of the last, of the communicator that
-    it returns: its `joined` last ranks have just come, and the first others hold the state of the
-    training. The members let it in at the next place where they call `resize`, which
+    it returns: its `joined` last ranks have just come, and need the state of the training from the
+    others. The members let it in at the next place where they call `resize`, which
     `Communicator.should_resize` tells them to.
 
     `store` is where the job's ranks met, ``tcp://HOST:PORT`` or ``unix://NAME``, or what they

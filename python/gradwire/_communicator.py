@@ -150,7 +150,11 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
 
     @property
     def joined(self) -> int:
-        """The number of ranks, the last ones, that joined at this epoch; others hold the state."""
+        """The number of ranks, the last ones, that joined at this epoch.
+
+        A rank that joined earlier has the state only if the others could give it before they
+        failed, which the program must remember.
+        """
         return self._mesh.membership.joined
 
     @property
