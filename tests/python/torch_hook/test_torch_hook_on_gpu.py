@@ -25,6 +25,7 @@ SHAPES = {"embedding": (30, 50), "weight": (40, 30), "bias": (30,), "last": (150
 BUCKETS = (("last", "bias"), ("weight", "embedding"))
 STEPS = 7
 BAD = 3  # the step whose gradients are not finite
+UNUSED = "last"  # by no rank, where the hook looks for unused parameters
 
 
 class Bucket:
@@ -83,6 +84,10 @@ def drawn(step: int, names: Sequence[str], scale: float) -> torch.Tensor:
 def averages(state: State, step: int, on_gpu: bool, scale: float) -> Iterator[torch.Tensor]:
     """The averages of a step's gradients, by bucket."""
     parameters = {name: parameter for parameter, name in state._names.items()}
+    unused = state._training.unused
+    if unused is not None:
+        for name in parameters.keys() - {UNUSED}:
+            unused.mark(name)
     waiting = []
     for index, names in enumerate(BUCKETS):
         given = drawn(step, names, scale)
@@ -114,7 +119,8 @@ def train(on_gpu: bool, codec: str, scaled: bool, **options: Any) -> list[torch.
     for step in range(STEPS):
         reads = simulated.reads
         step_averages = list(averages(state, step, on_gpu, scaler.get_scale() if scaler else 1.0))
-        assert simulated.reads == reads, "the host waited"
+        # What was sent for unused parameters goes back by way of the host.
+        assert simulated.reads == reads or "find_unused" in options, "the host waited"
         if step != BAD:
             found += [cpu(each) if on_gpu else each.clone() for each in step_averages]
         if scaler is not None:
@@ -141,6 +147,12 @@ CASES: dict[str, dict[str, Any]] = {
         "scaled": True,
     },
     "clipped": {"codec": "int8", "clip_norm": 1e-3},
+    "unused": {"codec": "onebit", "find_unused": True},
+    "unused, sparse": {
+        "codec": "topk:density=0.1",
+        "momentum": Momentum(0.9),
+        "find_unused": True,
+    },
 }
 
 

@@ -102,7 +102,7 @@ class TrainingState(ResidualState):
         finite = self._finite_on_gpu()
         keep = super().end_step(ok)
         if self.unused is not None and keep:
-            self._put_back_unused(self.unused)
+            self._put_back_unused(self.unused, finite)
         if self._velocities is not None:
             self._velocities.end_step(keep, self._sent_sparsely, self.feedback, finite)
         self._sent_with_keys, self._sent_plainly = (
@@ -159,10 +159,12 @@ class TrainingState(ResidualState):
 
     def _finite_on_gpu(self) -> torch.Tensor | None:
         """Whether the step is finite, as a bool on the GPU; None where the host knows it."""
-        velocity = None if self._velocities is None else self._velocities.on_gpu()
-        if velocity is None:
+        some = None if self._velocities is None else self._velocities.on_gpu()
+        if some is None:
+            some = next((each for each in self._sent_with_keys.values() if each.is_cuda), None)
+        if some is None:
             return None
-        flags = velocity.new_zeros(1, dtype=torch.int32)
+        flags = some.new_zeros(1, dtype=torch.int32)
         if self.feedback is not None:
             stream = torch.cuda.current_stream(flags.device).cuda_stream
             self.feedback._copy_flags(flags.data_ptr(), stream)
@@ -190,11 +192,17 @@ class TrainingState(ResidualState):
         scale = self._loss_scale if self._scale_on_gpu is None else self._scale_on_gpu
         return self._clipping.put(bucket, is_last, scale)
 
-    def _put_back_unused(self, unused: UnusedParameters) -> None:
-        """Returns to residuals what was sent for parameters that no rank used: DDP drops it."""
+    def _put_back_unused(self, unused: UnusedParameters, finite: torch.Tensor | None) -> None:
+        """Returns to residuals what was sent for parameters that no rank used: DDP drops it.
+
+        Not so where a GPU finds the step not `finite`: then residuals are as before.
+        """
         names = unused.names
         own = {} if self._velocities is None else self._velocities.take_back(names)
-        for name in names & self._sent_with_keys.keys():
+        back_to = names & self._sent_with_keys.keys()
+        if back_to and finite is not None and not finite:
+            return
+        for name in back_to:
             assert self.feedback is not None  # which has keys
             back = self._sent_with_keys[name]
             self.feedback.add(name, (back - own[name] if name in own else back).cpu().numpy())
