@@ -231,6 +231,12 @@ TEST(IpcStaging, IsForFewRanks) {
   EXPECT_THROW(OwnStaging(simulated_api(), kMostMapped + 1), InvalidArgument);
 }
 
+// CUDA exports blocks of 2 MiB: no other memory may be in one.
+TEST(IpcStaging, IsWholeBlocks) {
+  for (int size = 2; size <= kMostMapped; ++size)
+    EXPECT_EQ(simulated_api().staging_bytes(size) % (2U << 20), 0) << size;
+}
+
 TEST(IpcStaging, OfADeviceThatDoesNotExportItIsRefused) {
   const Api& api = simulated_api();
   auto own = std::make_unique<OwnStaging>(api, 2);

@@ -85,7 +85,9 @@ __global__ void __launch_bounds__(kStagedThreads)
 std::size_t staging_bytes(int size) {
   const std::size_t bytes = kHeadBytes + slots_bytes(size) +
                             std::size_t{kMeetingBlocks} * tiles_of_block(size) * kTileBytes;
-  constexpr std::size_t kPage = 65536;
+  // CUDA lets small allocations share such blocks, and exports whole ones: in a part of one, ranks
+  // would map other memory of this process, too.
+  constexpr std::size_t kPage = 2U << 20;
   return (bytes + kPage - 1) / kPage * kPage;
 }
 
