@@ -2,7 +2,8 @@
 
 It finds their door in a store, connects, and waits until they resize. What it then does its sponsor
 tells it, see `guests`. Whenever that link ends before it is in, it begins again, until the time is
-over.
+over. Members that try to connect to it wait meanwhile: so if that was in vain, it lets them work
+for as long as all its attempts took.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +40,7 @@ from gradwire._model import unpack
 
 _SPONSOR = MOST_RANKS  # its number as a peer
 _PAUSE_SECONDS = 0.05  # before it knocks again
+_MOST_PAUSE_SECONDS = 60.0  # the same, where members have tried to connect to it in vain
 _REPEAT_SECONDS = 1.0  # after which it tells its sponsor that it lives
 _SILENCE_SECONDS = 10.0  # of a sponsor that connects, beyond the time for connecting
 _CONNECT_SECONDS = 5.0  # for one attempt to reach the door
@@ -78,13 +81,16 @@ def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadlin
     `seconds` is the time for making links. Raises RendezvousError when nobody has by the deadline.
     """
     reason = "no communicator of the job lets processes in yet"
+    lost = 0.0  # seconds of the members' time, in all attempts
     while True:
+        guest: _Guest[_Made] | None = None
         try:
             with reader_of(asking.store, asking.job, asking.secret, deadline) as read:
                 sign = _read_sign(asking, read, deadline)
                 with _knock(asking, sign, deadline) as links:
                     is_there = partial(_is_there, asking, read, sign)
-                    return _Guest(asking, sign, links, make, deadline, is_there).run()
+                    guest = _Guest(asking, sign, links, make, deadline, is_there)
+                    return guest.run()
         except TimeoutError:
             pass
         except _LeftOut as error:
@@ -98,7 +104,9 @@ def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadlin
                 "should_resize() and do all ranks call resize() then, and is store= the same?"
             )
         _log.info("knocking again: %s", reason)
-        threading.Event().wait(min(_PAUSE_SECONDS, deadline.remaining))
+        lost += guest.seconds if guest is not None else 0.0
+        pause = min(max(_PAUSE_SECONDS, lost), _MOST_PAUSE_SECONDS, deadline.remaining)
+        threading.Event().wait(pause)
 
 
 def _read_sign(asking: Asking, read: Reader, deadline: Deadline) -> Sign:
@@ -170,9 +178,15 @@ class _Guest(Generic[_Made]):
         self._repeat_at = Deadline(_REPEAT_SECONDS)
         self._silent_at: Deadline | None = None  # once invited
         self._invited: tuple[View, Invitation] | None = None
+        self._invited_at: float | None = None  # for the first time
         self._addresses: tuple[View, bytes] | None = None
         self._is_in: View | None = None
         self._candidate: tuple[View, _Made] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The time since its first invitation; 0 before."""
+        return 0.0 if self._invited_at is None else time.monotonic() - self._invited_at
 
     def run(self) -> _Made:
         try:
@@ -272,6 +286,7 @@ class _Guest(Generic[_Made]):
         if kind is MessageKind.INVITE:
             try:
                 self._invited = view, unpack_invitation(payload)
+                self._invited_at = self._invited_at or time.monotonic()
             except ValueError as error:
                 raise _LeftOut(f"it got no invitation ({error})") from None
         elif kind is MessageKind.ADDRESS:
