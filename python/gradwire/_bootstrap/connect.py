@@ -261,6 +261,7 @@ class _Acceptor:
         self._authenticator = Authenticator(listeners, mesh.job.name, mesh.job.secret, self._check)
         self._changed = threading.Condition()
         self._stopped = False
+        self._error: Exception | None = None  # that ended the thread
         self._thread = threading.Thread(target=self._run, name="gradwire-accept", daemon=True)
 
     def start(self) -> None:
@@ -269,7 +270,11 @@ class _Acceptor:
     def wait(self, deadline: Deadline) -> list[int]:
         """Waits for the sockets; returns the ranks of which some are missing at the deadline."""
         with self._changed:
-            self._changed.wait_for(self._complete, deadline.remaining)
+            self._changed.wait_for(lambda: self._complete() or self._error, deadline.remaining)
+            if self._error is not None:
+                raise RendezvousError(
+                    f"rank {self._mesh.rank} can accept no connections any more ({self._error!r})"
+                ) from self._error
             return sorted({rank for rank, _ in self._expected - self._accepted.keys()})
 
     def accepted(self) -> _Sockets:
@@ -290,9 +295,14 @@ class _Acceptor:
         return self._accepted.keys() == self._expected
 
     def _run(self) -> None:
-        while not self._stopped and not self._complete():
-            for admitted in self._authenticator.poll(_ACCEPT_SECONDS):
-                self._accept(admitted)
+        try:
+            while not self._stopped and not self._complete():
+                for admitted in self._authenticator.poll(_ACCEPT_SECONDS):
+                    self._accept(admitted)
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
 
     def _accept(self, admitted: Admitted) -> None:
         key = admitted.hello.source, admitted.hello.purpose

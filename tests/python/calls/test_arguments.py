@@ -53,6 +53,9 @@ WRONG: dict[str, list[Any]] = {
     "split key": ["first", 1.5, [], object(), 10**30],
     "seconds": [None, *NO_SECONDS],
     "objs": [None, 3, "a", {0: 1}, [], [1, 2]],
+    "store": [1, [], object(), b"tcp://127.0.0.1:1", "127.0.0.1:1", "ftp://127.0.0.1:1"],
+    "wait": [None, *NO_NUMBER, -1, math.nan],
+    "min_ranks": [None, *NO_WHOLE, 0, -1],
 }
 FREE = {"obj", "reason", "self"}  # of any type
 
@@ -65,7 +68,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "gather_object": {"obj": 1},
     "scatter_object": {"objs": [1]},
     "all_to_all_v": {"x": [X]},
-    **{key: {} for key in ["barrier", "tune", "shrink", "close"]},
+    **{key: {} for key in ["barrier", "tune", "shrink", "resize", "close"]},
     "split": {"color": 0},
 }
 LEFT_OUT = {"abort": "takes any reason", "allreduce": "is all_reduce"}

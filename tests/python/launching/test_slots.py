@@ -180,8 +180,8 @@ if helper == 0:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     signal.pause()
 say("ready")
-while True:
-    signal.pause()
+while True:  # and not pause(), which would miss a signal that comes just before it
+    time.sleep(0.01)
 """
 
 

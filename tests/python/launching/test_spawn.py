@@ -12,6 +12,7 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire import _spawn, spawn
+from gradwire._bootstrap.connect import _Acceptor
 from gradwire._spawn import SpawnedTraceback
 
 Comm = gradwire.Communicator
@@ -217,3 +218,12 @@ def test_wrong_arguments_are_refused() -> None:
         spawn(print, 0)
     with pytest.raises(gradwire.InvalidArgument, match="'ib'"):
         spawn(print, 1, transports=["ib"])
+
+
+def test_an_acceptor_that_fails_ends_the_meeting(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(_Acceptor, "_accept", broken)
+    with pytest.raises(gradwire.RendezvousError, match="rank 0 can accept no connections any more"):
+        spawn(lambda comm: comm.rank, 2)
