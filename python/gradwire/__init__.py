@@ -108,8 +108,9 @@ def init(
         raise InvalidArgument("store= needs rank= and size=; or set GRADWIRE_STORE")
     else:
         launch = _launch_info.from_environment()
+        elastic = _arguments.flag(elastic, "elastic")
         if _environment.flag("GRADWIRE_JOIN"):
-            if _arguments.flag(elastic, "elastic"):
+            if elastic:
                 return join(transports=transports, timeout=timeout, secret=secret)
             raise RendezvousError(
                 f"this process replaces rank {launch.rank}, which failed, and the other ranks go "
