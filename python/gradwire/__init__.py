@@ -102,13 +102,13 @@ def init(
     """
     if (rank is None) != (size is None):
         raise InvalidArgument("rank= and size= are given together, or neither")
+    elastic = _arguments.flag(elastic, "elastic")
     if rank is not None and size is not None:
         launch = _launch_info.explicit(rank, size, store)
     elif store is not None:
         raise InvalidArgument("store= needs rank= and size=; or set GRADWIRE_STORE")
     else:
         launch = _launch_info.from_environment()
-        elastic = _arguments.flag(elastic, "elastic")
         if _environment.flag("GRADWIRE_JOIN"):
             if elastic:
                 return join(transports=transports, timeout=timeout, secret=secret)
