@@ -327,14 +327,8 @@ def test_a_rank_that_does_not_come_is_named_by_a_timeout() -> None:
     assert outcomes(2, body, timeout=1.0)[0].value == 1
 
 
-_UNEQUAL = pytest.param(
-    *(2, 1, True),
-    marks=pytest.mark.xfail(reason="a known defect: ranks may stop one call apart", strict=False),
-)
-
-
 @pytest.mark.parametrize(
-    ("fragments", "delay", "pace"), [(1, 0, False), (1, 0, True), (2, 1, False), _UNEQUAL]
+    ("fragments", "delay", "pace"), [(1, 0, False), (1, 0, True), (2, 1, False), (2, 1, True)]
 )
 def test_all_ranks_stop_after_the_same_outer_step(fragments: int, delay: int, pace: bool) -> None:
     def body(comm: Communicator) -> tuple[int, dict[str, torch.Tensor]]:

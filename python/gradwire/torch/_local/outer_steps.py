@@ -72,7 +72,7 @@ class OuterSteps:
 
     def step(self) -> bool:
         """Counts an inner step, and makes the outer steps that are due."""
-        before = self._done
+        before, stopping = self._done, self.should_stop
         with self._ending_on_failure():
             self._watch.stop()
             self._round.done += 1
@@ -80,7 +80,9 @@ class OuterSteps:
             self._due_in -= 1
             if self._exchange is not None and self._due_in <= 0:
                 self._apply()
-            while self._round.is_due:
+            # A rank of few steps has several fragments due in one. The others may stop after any of
+            # these, so what follows a stop waits for the next step here, too.
+            while self._round.is_due and self.should_stop == stopping:
                 self._next_fragment()
             self._watch.start()
         return self._done > before
