@@ -1,11 +1,13 @@
 """Training in which ranks come and go while the others go on, in the same processes.
 
-sampler = elastic.Sampler(len(x), batch=32, epochs=3)
-with elastic.session(model, optimizer, sampler) as s:
-    for batch in s:
-        s.backward(loss_of(model(x[batch]), y[batch]))
-        if s.commit():
-            optimizer.step()
+A training loop::
+
+    sampler = elastic.Sampler(len(x), batch=32, epochs=3)
+    with elastic.session(model, optimizer, sampler) as s:
+        for batch in s:
+            s.backward(loss_of(model(x[batch]), y[batch]))
+            if s.commit():
+                optimizer.step()
 """
 
 from gradwire.torch.elastic.sampling import Sampler
