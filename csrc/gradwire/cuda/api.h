@@ -20,7 +20,7 @@ struct CUevent_st;
 
 namespace gradwire::cuda {
 
-inline constexpr std::uint32_t kApiVersion = 4;
+inline constexpr std::uint32_t kApiVersion = 5;
 
 using Status = int;                                       // cudaError_t; 0 is success
 inline constexpr Status kNoDriver = 35, kNoDevice = 100;  // there is no GPU
@@ -195,6 +195,8 @@ struct SummedRun {
   std::uint64_t n = 0;
   int owner = 0;
   RunFeedback run_feedback{};  // for codecs
+  std::uint64_t call = 0;      // for Int8Rounding
+  std::uint64_t element = 0;   // likewise: index of the first element in its extent
 };
 
 // A matrix and its factors (codec/factors.h).
@@ -270,6 +272,11 @@ struct Api {
   // y := the decoded sum, times factor.
   Status (*cast_reduce)(const Staging&, Cast, float scale, const SummedRun* runs, int count,
                         float factor, std::uint32_t* flags, Stream);
+  // The same in int8. Of the rounding, `call` and `element` are the runs'. A block's payload takes
+  // at most staged_unit_bytes().
+  Status (*int8_reduce)(const Staging&, std::uint64_t block, Int8Rounding, const SummedRun* runs,
+                        int count, float factor, std::uint32_t* flags, Stream);
+  std::size_t (*staged_unit_bytes)();
 
   // ---- Elements (plugin/fold.cu, elements.cu); dtypes, ops: the numbers of DType, ReduceOp ----
   // acc := acc (op) x. The two may be equal, but may not overlap otherwise.

@@ -65,6 +65,17 @@ class Int8Codec final : public Codec {
     check(api_, api_.int8_decode_runs(of_.block, runs.data(), count(runs), how, flags, stream),
           "decoding int8");
   }
+  bool has_reduce() const override {
+    return codec::Int8Kernels::bytes(of_.block, of_.block) <= api_.staged_unit_bytes();
+  }
+  void reduce(const Staging& staging, std::span<const SummedRun> runs, float factor,
+              std::uint32_t* flags, Stream stream) const override {
+    const Int8Rounding rounding{of_.stochastic, of_.seed, 0, 0};
+    check(api_,
+          api_.int8_reduce(staging, of_.block, rounding, runs.data(), static_cast<int>(runs.size()),
+                           factor, flags, stream),
+          "summing int8 by mapped memory");
+  }
 
  private:
   codec::Definition of_;

@@ -54,11 +54,14 @@ void DirectCall::list(const exec::Plan& plan, const Call& call) {
   for (std::size_t owner = 0; owner < pieces_.size(); ++owner)
     for (const exec::Piece& each : pieces_[owner]) {
       SummedRun run{request.inputs[each.extent].data + each.offset * element,
-                    request.outputs[each.extent].data + each.offset * element,
-                    each.count,
-                    static_cast<int>(owner),
-                    {}};
-      if (plan.lossy()) run.run_feedback = call.extent_feedback[each.extent].run_feedback;
+                    request.outputs[each.extent].data + each.offset * element, each.count,
+                    static_cast<int>(owner)};
+      if (plan.lossy()) {
+        const ExtentFeedback& its = call.extent_feedback[each.extent];
+        run.run_feedback = its.run_feedback;
+        run.call = its.call;
+        run.element = its.element + each.offset;
+      }
       for (float*& residual : run.run_feedback.residual)
         if (residual != nullptr) residual += each.offset;
       runs_.push_back(run);

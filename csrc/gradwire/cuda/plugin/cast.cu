@@ -39,21 +39,18 @@ __device__ const std::uint16_t* payload(const CastRun& run, const CastStage& of,
 
 // ---- Encoding ----------------------------------------------------------------------------------
 
-// Adds what was received, one payload after the other. Returns whether all of it was finite.
+// Adds what was received, from payload `first` on, one after the other. Returns whether all of it
+// was finite.
 template <typename Half, unsigned kWide>
 __device__ bool add_received(const CastStage& of, const CastRun& run, std::uint64_t begin,
-                             float (&v)[kCount]) {
+                             float (&v)[kCount], int first = 0) {
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
   bool finite = true;
-  for (int j = 0; j < of.received; ++j) {
+  for (int j = first; j < of.received; ++j) {
     std::uint16_t h[kCount];
     share.load(payload(run, of, j) + begin, run.n - begin, h);
-#pragma unroll
-    for (unsigned i = 0; i < kCount; ++i) {
-      const float each = decoded<Half>(h[i], of.scale);
-      finite = finite && is_finite(each);
-      v[i] = canonical(v[i] + each);
-    }
+    const bool good = add_values<Half>(of.scale, h, v);
+    finite = finite && good;
   }
   return finite;
 }
@@ -69,33 +66,14 @@ __device__ bool encode_tile(const CastStage& of, const CastRun& run, std::uint64
   if constexpr (kFeedsBack) feedback = feedback_of(run.run_feedback);
   share.load(run.x + begin, left, v);
   if constexpr (kFeedsBack) share.load(feedback.before + begin, left, e);
-  bool good = add_received<Half, kWide>(of, run, begin, v), finite = true;
-#pragma unroll
-  for (unsigned i = 0; i < kCount; ++i) {
-    if constexpr (kFeedsBack) v[i] = v[i] + e[i];
-    finite = finite && is_finite(v[i]);
-    h[i] = cast<Half>(v[i], of.scale);
-    e[i] = v[i] - Half::widen_number(h[i]) * of.scale.back;
-  }
-  if (!finite) {
-#pragma unroll
-    for (unsigned i = 0; i < kCount; ++i) {
-      if (is_finite(v[i])) continue;
-      h[i] = narrow<Half>(kFeedsBack ? canonical(v[i]) : v[i]);
-      e[i] = 0;
-    }
-  }
+  const bool good = add_received<Half, kWide>(of, run, begin, v);
+  encode_values<Half>(of.scale, kFeedsBack, v, e, h);
   share.store(run.out + begin, left, h);
   if constexpr (kFeedsBack) share.store(feedback.after + begin, left, e);
   if (run.y == nullptr) return good;
-#pragma unroll
-  for (unsigned i = 0; i < kCount; ++i) {
-    const float each = decoded<Half>(h[i], of.scale);
-    good = good && is_finite(each);
-    v[i] = times(each, of.factor);
-  }
+  const bool finite = decode_values<Half>(of.scale, h, of.factor, v);
   share.store(run.y + begin, left, v);
-  return good;
+  return good && finite;
 }
 
 __device__ bool is_wide(const CastRun& run) {
@@ -179,16 +157,10 @@ __device__ bool decode_tile(const CastStage& of, const CastRun& run, std::uint64
     share.load(run.y + begin, left, v);
     good = add_received<Half, kWide>(of, run, begin, v);
   } else {
-    for (int j = 0; j < of.received; ++j) {
-      std::uint16_t h[kCount];
-      share.load(payload(run, of, j) + begin, left, h);
-#pragma unroll
-      for (unsigned i = 0; i < kCount; ++i) {
-        const float each = decoded<Half>(h[i], of.scale);
-        good = good && is_finite(each);
-        v[i] = j == 0 ? each : canonical(v[i] + each);
-      }
-    }
+    std::uint16_t h[kCount];
+    share.load(payload(run, of, 0) + begin, left, h);
+    good = decode_values<Half>(of.scale, h, 1, v);
+    good = add_received<Half, kWide>(of, run, begin, v, 1) && good;
 #pragma unroll
     for (float& each : v) each = times(each, of.factor);
   }

@@ -111,6 +111,7 @@ Status exchange(const Staging& staging, const StagedMessage* messages, int count
 
 void fill_exchange(Api& api) {
   api.staging_bytes = staging_bytes;
+  api.staged_unit_bytes = [] { return kTileBytes; };
   api.exchange = exchange;
 }
 

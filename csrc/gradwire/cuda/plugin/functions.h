@@ -21,5 +21,6 @@ void fill_topk(Api& api);
 void fill_exchange(Api& api);
 void fill_reduce(Api& api);
 void fill_cast_reduce(Api& api);
+void fill_int8_reduce(Api& api);
 
 }  // namespace gradwire::cuda

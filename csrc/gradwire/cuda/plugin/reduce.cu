@@ -153,8 +153,8 @@ Status reduce_staged(const Staging& staging, int dtype, int op, const SummedRun*
   const Folding folding{static_cast<DType>(dtype), of.op, true, of.scales};
   return start_any(folding, [&]<typename Kind, bool kSums>(ReduceOp its, unsigned each) {
     of.op = its;
-    constexpr auto stretch = kStretch<typename Kind::Stored>;
-    return in_steps(of.steps, runs, count, each, stretch, [&](const Steps& steps) {
+    constexpr Stretches stretches{kStretch<typename Kind::Stored>, kMostVectors};
+    return in_steps(of.steps, runs, count, each, stretches, [&](const Steps& steps) {
       of.steps = steps;
       return launch_waiting(reduce_kernel<Kind, kSums>, steps.blocks(), kStagedThreads, stream, of);
     });

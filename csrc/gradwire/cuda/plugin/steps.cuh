@@ -42,22 +42,27 @@ __device__ void each_tile(const Steps& of, std::uint32_t step, Each each) {
       each(owner, find_tile(of, of.first[owner] + step));
 }
 
+// What a tile is made of: at most so many stretches of so many elements.
+struct Stretches {
+  std::uint32_t elements, most;
+};
+
 // Returns the elements of a tile: few enough that all blocks have some, if there are so many.
 inline std::uint32_t tile_for(const SummedRun* runs, int count, const Steps& of, unsigned each,
-                              std::uint32_t stretch) {
+                              Stretches stretches) {
   std::uint64_t elements = 0;
   for (int i = 0; i < count; ++i) elements += runs[i].n * each;
   const std::uint64_t owners = of.one_shot ? 1 : static_cast<std::uint64_t>(of.staging.size);
-  const std::uint64_t vectors = blocks_for(elements, owners * kMeetingBlocks * stretch);
-  return stretch * static_cast<std::uint32_t>(vectors < kMostVectors ? vectors : kMostVectors);
+  const std::uint64_t its = blocks_for(elements, owners * kMeetingBlocks * stretches.elements);
+  return stretches.elements *
+         static_cast<std::uint32_t>(its < stretches.most ? its : stretches.most);
 }
 
-// Calls start(steps) for all runs, kMostRuns at a time. A run has n · each elements, and a tile a
-// multiple of `stretch`.
+// Calls start(steps) for all runs, kMostRuns at a time. A run has n · each elements.
 template <typename Start>
-Status in_steps(Steps of, const SummedRun* runs, int count, unsigned each, std::uint32_t stretch,
+Status in_steps(Steps of, const SummedRun* runs, int count, unsigned each, Stretches stretches,
                 Start start) {
-  of.tile = tile_for(runs, count, of, each, stretch);
+  of.tile = tile_for(runs, count, of, each, stretches);
   const auto in_elements = [each](SummedRun run) {
     run.n *= each;
     return run;

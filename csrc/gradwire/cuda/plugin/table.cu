@@ -24,6 +24,7 @@ Api make_table() {
   fill_exchange(api);
   fill_reduce(api);
   fill_cast_reduce(api);
+  fill_int8_reduce(api);
   return api;
 }
 

@@ -1,0 +1,185 @@
+// Blocks of int8 (codec/int8.cc defines it): a scale, then one byte per element. A warp handles a
+// segment of a block at once.
+#pragma once
+
+#include "gradwire/codec/blocks.h"
+#include "gradwire/codec/splitmix64.h"
+#include "gradwire/cuda/plugin/floats.cuh"
+#include "gradwire/cuda/plugin/share.cuh"
+#include "gradwire/cuda/plugin/team.cuh"
+
+namespace gradwire::cuda::int8 {
+
+using codec::Int8Kernels;
+using codec::splitmix64;
+
+inline constexpr unsigned kCount = 32;                // elements of a thread
+inline constexpr unsigned kSegment = kWarp * kCount;  // elements of a block that a warp handles
+
+constexpr std::uint64_t payload_bytes(std::uint64_t block) { return sizeof(float) + block; }
+
+// The sum of this and a number of at most 2^22 has the nearest integer, ties to even, in its last
+// bits.
+inline constexpr float kRounder = 0x1.8p23F;
+
+struct Scale {
+  float scale, inverse;
+
+  __device__ static Scale of(float most) {
+    if (most < 0x1p-100F) return {0, 0};
+    const float scale = most / 127.0F;
+    return {scale < Int8Kernels::kMostScale ? scale : Int8Kernels::kMostScale, 127.0F / most};
+  }
+};
+
+// Returns kRounder + q for element i of a block, whose scaled value is t.
+class Rounding {
+ public:
+  __device__ Rounding(bool stochastic, std::uint64_t key) : stochastic_(stochastic), key_(key) {}
+
+  __device__ float operator()(float t, std::uint32_t i) const {
+    if (!stochastic_) return t + kRounder;
+    t = t > 127.0F ? 127.0F : (t < -127.0F ? -127.0F : t);
+    const float nearest = (t + kRounder) - kRounder;
+    const float floor = nearest > t ? nearest - 1.0F : nearest;
+    return (uniform(i) < t - floor ? floor + 1.0F : floor) + kRounder;
+  }
+
+ private:
+  // Returns element i's random number, in [0, 1) and of 23 bits.
+  __device__ float uniform(std::uint32_t i) const {
+    std::uint32_t h = i * 0x9E3779B9U + static_cast<std::uint32_t>(key_);
+    h = (h ^ (h >> 16)) * 0x7FEB352DU;
+    h = ((h ^ (h >> 15)) + static_cast<std::uint32_t>(key_ >> 32)) * 0x846CA68BU;
+    h = h ^ (h >> 16);
+    return __uint_as_float((h >> 9) | 0x3F800000U) - 1.0F;
+  }
+
+  bool stochastic_;
+  std::uint64_t key_;
+};
+
+// Returns the part of the random numbers' key that all blocks of a run share.
+__device__ inline std::uint64_t run_key(std::uint64_t seed, std::uint64_t call,
+                                        std::uint64_t calls) {
+  return splitmix64(splitmix64(seed) ^ call ^ calls);
+}
+
+// Returns the scale of a block's payload; sets a flag where it is none.
+__device__ inline float scale_at(const std::byte* payload, std::uint32_t* flags, bool tells) {
+  const float scale = *reinterpret_cast<const float*>(payload);
+  if (scale >= 0 && scale <= Int8Kernels::kMostScale) return scale;
+  if (tells) set_flag(flags, kNotFinite);
+  return quiet_nan<float>();
+}
+
+// Adds a segment of each payload in turn. `payloads` has their count(), and the block's payload in
+// each, at(j); `inside`: where the segment begins in the block. It sets v first unless it adds.
+template <unsigned kWide, typename Payloads>
+__device__ void add_segments(const Payloads& payloads, std::uint64_t inside, std::uint64_t n,
+                             bool adds, std::uint32_t* flags, float (&v)[kCount]) {
+  const Share<kWarp, kCount, kWide> share{threadIdx.x % kWarp};
+  for (int j = 0; j < payloads.count(); ++j) {
+    const std::byte* const payload = payloads.at(j);
+    const float scale = scale_at(payload, flags, share.rank == 0);
+    std::int8_t q[kCount];
+    share.load(reinterpret_cast<const std::int8_t*>(payload + sizeof(float)) + inside, n, q);
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i) {
+      const float each = static_cast<float>(q[i]) * scale;
+      v[i] = canonical(adds || j > 0 ? v[i] + each : each);
+    }
+  }
+}
+
+// Decodes a segment: y := y + each payload in turn, or the sum of all payloads times factor.
+template <unsigned kWide, typename Payloads>
+__device__ void decode_segment(const Payloads& payloads, std::uint64_t inside, std::uint64_t n,
+                               bool adds, float factor, std::uint32_t* flags, float* y) {
+  const Share<kWarp, kCount, kWide> share{threadIdx.x % kWarp};
+  float v[kCount];
+  if (adds) share.load(y, n, v);
+  add_segments<kWide>(payloads, inside, n, adds, flags, v);
+#pragma unroll
+  for (float& each : v) each = times(each, factor);
+  share.store(y, n, v);
+}
+
+// A block that a team encodes: its warps take turns at the segments. A block with more segments
+// than the team has warps is read twice.
+template <bool kFeedsBack, unsigned kWide, typename Team, typename Payloads>
+struct Block {
+  const float* x;
+  const float* before;  // e and e', with feedback
+  float* after;
+  float* y;  // null: not written
+  std::byte* out;
+  std::uint64_t n;
+  float factor;  // of y
+  std::uint32_t* flags;
+  const Payloads& payloads;  // that are added to x
+  Team team;
+  Share<kWarp, kCount, kWide> share;
+
+  __device__ void load(std::uint64_t begin, float (&v)[kCount]) const {
+    share.load(x + begin, n - begin, v);
+    add_segments<kWide>(payloads, begin, n - begin, /*adds=*/true, flags, v);
+    if constexpr (kFeedsBack) {
+      float e[kCount];
+      share.load(before + begin, n - begin, e);
+#pragma unroll
+      for (unsigned i = 0; i < kCount; ++i) v[i] = v[i] + e[i];
+    }
+  }
+
+  template <typename Visit>
+  __device__ void each_segment(Visit visit) const {
+    if constexpr (Team::kOneWarp) {
+      visit(0);
+    } else {
+      const std::uint64_t step = team.warps() * kSegment;
+      for (std::uint64_t begin = team.warp() * kSegment; begin < n; begin += step) visit(begin);
+    }
+  }
+
+  __device__ void encode(const Rounding& round) const {
+    float v[kCount];
+    std::uint32_t most = 0;
+    each_segment([&](std::uint64_t begin) {
+      load(begin, v);
+#pragma unroll
+      for (unsigned i = 0; i < kCount; ++i) most = Larger{}(most, magnitude_bits(v[i]));
+    });
+    most = team.largest(most);
+    const bool finite = most < kInfinityBits;
+    const bool again = n > std::uint64_t{team.warps()} * kSegment;
+    const Scale by = finite ? Scale::of(__uint_as_float(most)) : Scale{quiet_nan<float>(), 0};
+    if (team.rank() == 0) *reinterpret_cast<float*>(out) = by.scale;
+    if (y != nullptr && !finite && team.rank() == 0) set_flag(flags, kNotFinite);
+    each_segment([&](std::uint64_t begin) {
+      if (again) load(begin, v);
+      write(v, begin, finite, by, round);
+    });
+  }
+
+  __device__ void write(float (&v)[kCount], std::uint64_t begin, bool finite, Scale by,
+                        const Rounding& round) const {
+    std::uint8_t codes[kCount];
+    float decoded[kCount];
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i) {
+      const auto element = static_cast<std::uint32_t>(begin) + share.element(i);
+      const float rounded = round(v[i] * by.inverse, element);
+      codes[i] = finite ? static_cast<std::uint8_t>(__float_as_uint(rounded)) : 0;
+      const float its = (rounded - kRounder) * by.scale;
+      decoded[i] = finite ? times(its, factor) : quiet_nan<float>();
+      v[i] = finite ? v[i] - its : 0;
+    }
+    auto* const bytes = reinterpret_cast<std::uint8_t*>(out + sizeof(float));
+    share.store(bytes + begin, n - begin, codes);
+    if constexpr (kFeedsBack) share.store(after + begin, n - begin, v);
+    if (y != nullptr) share.store(y + begin, n - begin, decoded);
+  }
+};
+
+}  // namespace gradwire::cuda::int8
