@@ -186,7 +186,7 @@ void bind_gpu(py::module_& m) {
       .def("should_stop", &Gpu::should_stop, WithoutLock())
       .def("should_resize", &Gpu::should_resize, WithoutLock())
       .def("set_model", &Gpu::set_model, py::arg("model"))
-      .def("close", &Gpu::close, WithoutLock())
+      .def("close", &Gpu::close, py::arg("parted") = false, WithoutLock())
       .def("abort", &Gpu::abort, py::arg("reason"), WithoutLock())
       .def("require_alive", &Gpu::require_alive, WithoutLock())
       .def_property_readonly("sent", &Gpu::sent)

@@ -64,7 +64,7 @@ void Gpu::run(const Request& request, CudaFeedback* feedback, std::uintptr_t str
   feedback == nullptr ? call(nullptr) : feedback->with([&](cuda::Feedback& its) { call(&its); });
 }
 
-void Gpu::finish(double timeout) { parts()->monitor->finish(timeout); }
+bool Gpu::finish(double timeout) { return parts()->monitor->finish(timeout); }
 
 bool Gpu::should_stop() { return parts()->monitor->should_stop(check_signals); }
 
@@ -86,11 +86,12 @@ std::uint64_t Gpu::sent() const {
   return parts_ ? parts_->gpu->sent() : sent_;
 }
 
-void Gpu::close() {
+void Gpu::close(bool parted) {
   if (is_cuda_elsewhere()) return;
   std::unique_lock lock(mutex_);
   if (!parts_) return;
   sent_ = parts_->gpu->sent();
+  if (parted) parts_->gpu->part();
   const auto last = std::move(parts_);
   lock.unlock();
 }

@@ -93,6 +93,8 @@ class Communicator {
   // Throws if the messages between the GPUs have failed.
   void check_messages() { messages_->check(); }
   void abort() noexcept { messages_->abort(); }
+  bool shares_memory() const noexcept { return messages_->shares_memory(); }
+  void part() noexcept { messages_->part(); }
 
  private:
   friend class DirectCall;

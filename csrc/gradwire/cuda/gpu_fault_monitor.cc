@@ -63,7 +63,7 @@ GpuFaultMonitor::GpuFaultMonitor(Communicator& gpu, exec::Communicator& shadow,
     : gpu_(gpu),
       shadow_(shadow),
       users_(users),
-      comparison_(shadow),
+      comparison_(shadow, gpu.shares_memory()),
       thread_([this](const std::stop_token& stop) { loop(stop); }) {}
 
 GpuFaultMonitor::~GpuFaultMonitor() = default;
@@ -82,7 +82,7 @@ void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stre
   const std::uint64_t capture = capture_of(gpu_.api(), stream);
   const bool captured = capture != 0;
   require_made_before(request, text, feedback, captured);
-  begin(request, std::move(text));
+  begin(request, std::move(text), captured);
   try {
     const std::lock_guard lock(enqueuing_);
     if (!captured) record_start(stream);
@@ -125,7 +125,7 @@ void GpuFaultMonitor::require_made_before(const exec::Request& request, const st
   calls_made_.insert(call);
 }
 
-void GpuFaultMonitor::begin(const exec::Request& request, std::string text) {
+void GpuFaultMonitor::begin(const exec::Request& request, std::string text, bool captured) {
   std::unique_lock lock(mutex_);
   while (comparison_.made() - comparison_.compared() >= kMostAhead && !failure_)
     changed_.wait_for(lock, kCheckInterval);
@@ -133,6 +133,7 @@ void GpuFaultMonitor::begin(const exec::Request& request, std::string text) {
   Running running;
   running.timeout = request.timeout;
   running.text = text;
+  has_captured_ = has_captured_ || captured;
   comparison_.add(std::move(text), request.timeout, users_.stop_requested(),
                   users_.resize_requested());
   running.number = comparison_.made();
@@ -163,15 +164,15 @@ void GpuFaultMonitor::mark_enqueued(std::unique_ptr<OwnedEvent> end) {
   running_.back().enqueued = true;
 }
 
-void GpuFaultMonitor::finish(double timeout) {
+bool GpuFaultMonitor::finish(double timeout) {
   std::unique_lock lock(mutex_);
   const Deadline deadline = Deadline::after(timeout);
   const Hurry hurry(hurries_, changed_);
-  while (!running_.empty() && !failure_) {
-    if (deadline.passed()) throw Timeout("timed out: calls on a GPU are not over", kNoPeer);
-    changed_.wait_for(lock, kCheckInterval);
-  }
+  const auto is_over = [this] { return running_.empty() && comparison_.is_settled(); };
+  while (!is_over() && !failure_ && !deadline.passed()) changed_.wait_for(lock, kCheckInterval);
   if (failure_) std::rethrow_exception(failure_);
+  if (!running_.empty()) throw Timeout("timed out: calls on a GPU are not over", kNoPeer);
+  return is_over() && !has_captured_;
 }
 
 bool GpuFaultMonitor::should_stop(const WaitLimit::Interrupt& interrupt) {
@@ -212,7 +213,8 @@ void GpuFaultMonitor::loop(const std::stop_token& stop) {
   gpu_.api().relax_captures();
   std::unique_lock lock(mutex_);
   while (!stop.stop_requested()) {
-    changed_.wait(lock, stop, [this] { return !running_.empty() && !failure_; });
+    changed_.wait(lock, stop,
+                  [this] { return !(running_.empty() && comparison_.is_settled()) && !failure_; });
     if (stop.stop_requested()) return;
     try {
       check_running(lock);
@@ -243,12 +245,13 @@ void GpuFaultMonitor::check_running(std::unique_lock<std::mutex>& lock) {
   while (!running_.empty() && is_over(running_.front())) {
     for (auto* each : {&running_.front().start, &running_.front().end})
       if (*each) spare_.push_back(std::move(*each));
+    comparison_.set_ended(running_.front().number);
     running_.pop_front();
     check_flags();
     changed_.notify_all();
   }
-  if (running_.empty()) return;
-  require_in_time(running_.front());
+  if (running_.empty() && comparison_.is_settled()) return;
+  if (!running_.empty()) require_in_time(running_.front());
   lock.unlock();
   shadow_.check_failure(0);
   users_.check_failure(0);

@@ -43,9 +43,11 @@ class GpuFaultMonitor {
   // call that is captured in a graph and was not made before.
   void run(const exec::Request& request, Feedback* feedback, Stream stream);
   void require_alive() const;
-  // Waits at most `timeout` seconds until all calls so far are over. Throws the failure, or
-  // Timeout.
-  void finish(double timeout);
+  // Waits at most `timeout` seconds until all calls so far are over: on this rank, or else it
+  // throws Timeout or the failure; and, where devices read each other's memory, on the other ranks.
+  // Returns whether they are over there, too; false once calls were captured, whose replays nobody
+  // counts.
+  bool finish(double timeout);
   // Returns whether a rank had asked to stop (exec::Communicator::stop_requested(), of the users')
   // when it made one of the calls so far. Waits until all ranks have made this rank's calls; throws
   // the failure, and what the interrupt throws, which is called in each turn of the wait.
@@ -67,7 +69,7 @@ class GpuFaultMonitor {
 
   void require_made_before(const exec::Request& request, const std::string& text,
                            const Feedback* feedback, bool captured);
-  void begin(const exec::Request& request, std::string text);
+  void begin(const exec::Request& request, std::string text, bool captured);
   std::unique_ptr<OwnedEvent> take_event();
   void record_start(Stream stream);
   void mark_enqueued(std::unique_ptr<OwnedEvent> end);
@@ -91,6 +93,7 @@ class GpuFaultMonitor {
   std::condition_variable_any changed_;
   std::deque<Running> running_;
   CallComparison comparison_;
+  bool has_captured_ = false;
   int hurries_ = 0;  // threads that wait for the comparison of calls
   std::vector<std::unique_ptr<OwnedEvent>> spare_;
   std::exception_ptr failure_;

@@ -212,17 +212,20 @@ class Gpu:
     def close(self, timeout: float, *, failed: bool) -> None:
         """Waits for enqueued calls and releases everything; raises a new failure, not an old one.
 
-        `failed` says that a call on CPUs has failed, which may still be on its way here.
+        With mapped memory it waits for these calls on the other ranks' GPUs, too: they read memory
+        that CUDA unmaps when this process ends. `failed` says that a call on CPUs has failed, which
+        may still be on its way here.
         """
         if self._closed:
             return
         self._closed = True
+        parted = False
         try:
             if not self._has_failed():
                 with contextlib.suppress(Error) if failed else contextlib.nullcontext():
-                    self._core.finish(timeout)
+                    parted = self._core.finish(timeout)
         finally:
-            self._core.close()
+            self._core.close(parted=parted)
             with contextlib.suppress(Error):
                 self._release_finished()
             for each in (*self._carriers, self._shadow):

@@ -114,6 +114,36 @@ TEST_P(Ipc, AllReducesInCastsGiveTheBitsOfDirect) {
   }
 }
 
+// In one kernel: residuals, averages, random rounding, huge values, NaN, blocks that one warp takes
+// and those that all take, and odd places.
+TEST_P(Ipc, AllReducesInInt8GiveTheBitsOfDirect) {
+  const int p = GetParam();
+  for (std::string_view codec :
+       {"int8", "int8:rounding=stochastic,seed=5", "int8:block=96", "int8:block=4000"}) {
+    for (const bool feedback : {true, false})
+      for (const std::size_t n : {1, 1001, 9000}) {
+        Case of = coded(codec, Collective::kAllReduce, "direct", p, n, feedback);
+        if (n == 1) of.inputs[0][0] = bytes_of(std::vector<float>(n, 3e38F));
+        of.in_place = n == 1001;
+        if (!feedback) of.request.op = ReduceOp::kSum;
+        GpuRanks gpus = ranks(p);  // whose number of calls without feedback decides the rounding
+        expect_same_over(gpus, of, label(of, "direct") + " n=" + std::to_string(n));
+      }
+    GpuRanks gpus = ranks(p);
+    for (const bool is_finite : {true, false})
+      expect_same_over(gpus, many_arrays(codec, "direct", p, DType::kFloat32, is_finite),
+                       std::string(codec) + ", many arrays");
+  }
+}
+
+// Whose units do not fit into staging's tiles: beside messages.
+TEST_P(Ipc, AllReducesInLargeBlocksGiveTheBitsOfDirect) {
+  const int p = GetParam();
+  GpuRanks gpus = ranks(p);
+  const Case of = coded("int8:block=8192", Collective::kAllReduce, "direct", p, 20000, true);
+  expect_same_over(gpus, of, label(of, "direct"));
+}
+
 // Kernels of one rank run long before those of another, calls take the same staging again, and
 // messages and all_reduces of all kinds take turns.
 TEST_P(Ipc, ManyCallsShareTheStaging) {
@@ -225,6 +255,37 @@ TEST(IpcStaging, IsUsedAgainOnceAllHaveEnded) {
   more.clear();
   ipc_messages(api, 3).clear();
   EXPECT_EQ(simulated_cuda_allocations(), before + 12);
+}
+
+// A set-up that fails on one rank, before or after others have mapped its memory.
+TEST(IpcStaging, OfASetUpThatFailsIsUsedAgain) {
+  const Api& api = simulated_api();
+  ipc_messages(api, 2).clear();
+  ipc_messages(api, 2).clear();  // what others had before is free by now
+  const std::uint64_t before = simulated_cuda_allocations();
+  for (int again = 0; again < 3; ++again) {
+    auto own = std::make_unique<OwnStaging>(api, 2), failed = std::make_unique<OwnStaging>(api, 2);
+    const StagingAddress all[] = {own->address(), failed->address()};
+    const IpcMessages mapped(api, 0, std::move(own), all);
+    failed.reset();
+  }
+  EXPECT_EQ(simulated_cuda_allocations(), before + 3) << "not only the pinned words";
+}
+
+// Where ranks have parted, nobody reads the memory of the others, whose processes may have ended.
+TEST(IpcStaging, OfRanksThatHavePartedIsFreeAtOnce) {
+  const Api& api = simulated_api();
+  auto messages = ipc_messages(api, 3);
+  std::vector<std::unique_ptr<OwnStaging>> spare;  // all that other tests have left
+  std::uint64_t before = simulated_cuda_allocations();
+  while (simulated_cuda_allocations() == before)
+    spare.push_back(std::make_unique<OwnStaging>(api, 3));
+  before = simulated_cuda_allocations();
+  for (auto& each : messages) each->part();
+  const auto last = std::move(messages.back());
+  messages.clear();
+  const OwnStaging one(api, 3), other(api, 3);
+  EXPECT_EQ(simulated_cuda_allocations(), before);
 }
 
 TEST(IpcStaging, IsForFewRanks) {

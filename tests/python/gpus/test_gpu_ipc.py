@@ -106,6 +106,35 @@ def test_a_rank_that_kernels_wait_for_is_named(harm: str, monkeypatch: pytest.Mo
     assert [told[0].value, told[2].value] == [expected] * 2, told
 
 
+def test_a_rank_ends_only_once_all_have_read_its_memory() -> None:
+    """Rank 0 has nothing left to do while rank 1's device has not read its broadcast yet."""
+    told = run(
+        """
+        import multiprocessing, threading
+        goes_on = multiprocessing.get_context("fork").Event()
+
+        def let_go():
+            goes_on.set()
+            library().simulated_cuda_hang(0)
+
+        def body(comm):
+            x = Array(values(comm.rank))
+            comm.broadcast(x)
+            x.get()
+            comm.barrier()
+            if comm.rank == 1:
+                library().simulated_cuda_hang(1)
+                threading.Timer(0.3, let_go).start()
+            comm.broadcast(x)
+            comm.close()
+            return goes_on.is_set()
+        """,
+        2,
+        **IPC,
+    )
+    assert told == [True, True]
+
+
 def test_a_gpu_that_exports_no_memory_is_refused_on_all_ranks() -> None:
     found = run(
         """

@@ -87,6 +87,12 @@ class Messages {
   // something may still refer to this object, so that it must not be destroyed.
   virtual bool rest() noexcept { return true; }
 
+  // Returns whether devices read memory of other ranks, which must stay until they have.
+  virtual bool shares_memory() const noexcept { return false; }
+  // Says that the devices of all ranks are through with all messages, and that there will be no
+  // more: memory that ranks share is free. Called before destruction, if at all.
+  virtual void part() noexcept {}
+
   // Sets a word that devices can read and that outlives this. Before enqueued work goes on without
   // bytes that it waited for, kLost is set there.
   virtual void tell_losses(std::uint32_t* word) { lost_ = word; }

@@ -90,6 +90,12 @@ std::byte* take_retired(const Api& api, int device, std::size_t bytes, Stream st
   return found;
 }
 
+void retire(Retired retired, Stream stream) {
+  write_word(*retired.api, retired.data, 0, stream);  // its rank maps nothing any more
+  const std::lock_guard lock(retired_mutex);
+  all_retired().push_back(std::move(retired));
+}
+
 }  // namespace
 
 OwnStaging::OwnStaging(const Api& api, int size) : api_(api), size_(size) {
@@ -112,6 +118,17 @@ OwnStaging::OwnStaging(const Api& api, int size) : api_(api), size_(size) {
   write_word(api, data_, address_.generation, stream.get());
   address_.at = reinterpret_cast<std::uintptr_t>(data_);
   address_.is_exported = api.export_memory(data_, &address_.handle) == 0 ? 1 : 0;
+}
+
+// Others may have mapped it, but only read its first word.
+OwnStaging::~OwnStaging() {
+  if (data_ == nullptr) return;
+  try {
+    const OnDevice here(api_, address_.device);
+    const OwnedStream stream(api_);
+    retire({&api_, address_.device, api_.staging_bytes(size_), data_, {}}, stream.get());
+  } catch (const Error&) {  // the device has failed: its memory is of no use
+  }
 }
 
 IpcMessages::IpcMessages(const Api& api, Rank rank, std::unique_ptr<OwnStaging> own,
@@ -155,18 +172,24 @@ void IpcMessages::map(Rank rank, const StagingAddress& address) {
   staging_.of[r] = static_cast<std::byte*>(imported_[r]);
 }
 
+// Where ranks have parted, their processes may have ended by now, and nothing in their memory may
+// be read; else their first words tell when they have.
 IpcMessages::~IpcMessages() {
+  std::byte* const data = std::exchange(own_->data_, nullptr);
   if (!rest()) return;
   try {
     const OnDevice here(api_, device_);
     const OwnedStream stream(api_);
-    Retired retired{&api_, device_, api_.staging_bytes(own_->size()), own_->data_, {}};
-    for (std::size_t r = 0; r < all_.size(); ++r)
-      if (std::cmp_not_equal(r, staging_.rank))
-        retired.others.push_back({staging_.of[r], imported_[r] != nullptr, all_[r].generation});
-    write_word(api_, own_->data_, 0, stream.get());  // of no use
-    const std::lock_guard lock(retired_mutex);
-    all_retired().push_back(std::move(retired));
+    Retired retired{&api_, device_, api_.staging_bytes(own_->size()), data, {}};
+    for (std::size_t r = 0; r < all_.size(); ++r) {
+      if (std::cmp_equal(r, staging_.rank)) continue;
+      const bool is_imported = imported_[r] != nullptr;
+      if (!has_parted_)
+        retired.others.push_back({staging_.of[r], is_imported, all_[r].generation});
+      else if (is_imported)
+        api_.close_memory(imported_[r]);
+    }
+    retire(std::move(retired), stream.get());
   } catch (const Error&) {  // the device has failed: its memory is of no use
   }
 }

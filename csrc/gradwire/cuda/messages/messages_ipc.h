@@ -28,11 +28,13 @@ struct StagingAddress {
 
 // This rank's staging among `size` ranks, on this thread's device. The memory is never released,
 // since CUDA forbids that while others map it, but used anew once all messages that mapped it have
-// come to their end; never, where a rank has died.
+// come to their end; never, where a rank has died. Where it becomes no messages, since a rank could
+// not map the others', nobody works on it, and it is used anew at once.
 class OwnStaging {
  public:
   // Throws InvalidArgument for more than kMostMapped ranks.
   OwnStaging(const Api& api, int size);
+  ~OwnStaging();
   OwnStaging(const OwnStaging&) = delete;
   OwnStaging& operator=(const OwnStaging&) = delete;
 
@@ -73,6 +75,8 @@ class IpcMessages final : public Messages {
   void check() override;
   void abort() noexcept override;
   bool rest() noexcept override;
+  bool shares_memory() const noexcept override { return true; }
+  void part() noexcept override { has_parted_ = true; }
 
  private:
   void map(Rank rank, const StagingAddress& address);
@@ -90,6 +94,7 @@ class IpcMessages final : public Messages {
   Staging staging_;
   std::vector<StagedMessage> posted_;
   std::atomic<bool> aborted_ = false;
+  bool has_parted_ = false;
 };
 
 }  // namespace gradwire::cuda
