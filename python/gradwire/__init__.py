@@ -31,8 +31,10 @@ from gradwire._errors import (
     Timeout,
     TransportError,
 )
+from gradwire._errors import JobOver as _JobOver
 from gradwire._feedback import ErrorFeedback
 from gradwire._launch import at_exit as _at_exit
+from gradwire._launch import restarted as _restarted
 from gradwire._model import CostModel
 from gradwire._planner.advice import Advice, advise
 from gradwire._schedules.report import Edge, Report, Shape
@@ -95,7 +97,8 @@ def init(
     bytes, required for a store that other hosts can reach.
 
     With `elastic`, a process that `gradwire run --min` has started anew (GRADWIRE_JOIN) calls
-    `join` instead: then ``comm.joined`` is not 0, and it needs the others' state.
+    `join` instead: then ``comm.joined`` is not 0, and it needs the others' state. Where these have
+    come to the end, there is nothing to do, and the program ends with exit code 0 (SystemExit).
 
     Raises RendezvousError, which names the missing ranks or what to set, TransportError when a rank
     dies meanwhile, and InvalidArgument.
@@ -111,7 +114,9 @@ def init(
         launch = _launch_info.from_environment()
         if _environment.flag("GRADWIRE_JOIN"):
             if elastic:
-                return join(transports=transports, timeout=timeout, secret=secret)
+                return _restarted.joined(
+                    lambda: join(transports=transports, timeout=timeout, secret=secret)
+                )
             raise RendezvousError(
                 f"this process replaces rank {launch.rank}, which failed, and the other ranks go "
                 "on without init(): call init(elastic=True), or gradwire.join(), and take their "
@@ -141,13 +146,15 @@ def join(
     others. The members let it in at the next place where they call `resize`, which
     `Communicator.should_resize` tells them to.
 
-    `store` is where the job's ranks met, ``tcp://HOST:PORT`` or ``unix://NAME``, or what they
-    passed to `resize`; the default is that of the launcher's environment, as in `init`, or
-    GRADWIRE_STORE. The job's name (GRADWIRE_JOB) and its `secret` are those of the members.
+    `store` is where the job's ranks met, ``tcp://HOST:PORT``, ``unix://NAME`` or torchrun's
+    ``torch://MASTER_ADDR:MASTER_PORT``, or what they passed to `resize`; the default is that of the
+    launcher's environment, as in `init`, or GRADWIRE_STORE. The job's name (GRADWIRE_JOB) and its
+    `secret` are those of the members.
     `transports` are as in `init`. `timeout`, in seconds, is for being let in, and the default for
     every operation.
 
-    Raises RendezvousError when nobody has let it in by then, and InvalidArgument.
+    Raises RendezvousError when nobody has let it in by then, or, at once, when rank 0 has closed
+    its communicator, so that the job is over, unless others go on; and InvalidArgument.
     """
     launch = _launch_info.from_environment()
     limit = _arguments.seconds(timeout)
@@ -159,17 +166,20 @@ def join(
         )
     asking = _joining.Asking(
         launch.job if launch.size > 1 else _environment.text("GRADWIRE_JOB") or launch.job,
-        launch.epoch,
         launch.rank if launch.size > 1 else -1,
         where,
         _rendezvous.find_secret(secret),
         _rendezvous.choose_transports(transports),
     )
-    joined = _joining.join(
-        asking,
-        lambda mesh, seconds: _from_mesh(mesh, timeout=limit, connect_timeout=seconds),
-        _Deadline(limit),
-    )
+    try:
+        joined = _joining.join(
+            asking,
+            lambda mesh, seconds: _from_mesh(mesh, timeout=limit, connect_timeout=seconds),
+            _Deadline(limit),
+        )
+    except _JobOver:
+        _at_exit.note_late()
+        raise
     _at_exit.note_joined()
     return joined
 

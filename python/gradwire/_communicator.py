@@ -312,8 +312,9 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
 
         The first call on rank 0 opens the door at which `gradwire.join` knocks, and writes into the
         launcher's store where it is; one that is not there any more rank 0 serves itself, at the
-        same address. If that is not possible, a warning says why. Raises the communicator's
-        failure.
+        same address. If that is not possible, a warning says why. A job has one door, that of the
+        communicator that asked last: not one for each of several, or of splits. Raises the
+        communicator's failure.
         """
         if self._door is None and self.rank == 0 and not self.closed:
             with self._opening_door:
@@ -365,11 +366,11 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         new communicator says how many they are.
 
         With fewer than `min_ranks` it waits up to `wait` seconds for more to join. `store` is the
-        address, ``tcp://HOST:PORT`` or ``unix://NAME``, of the store in which those who join look
-        for the door, from now on; give one when the host of the old one is gone. All ranks pass the
-        same. `timeout` and failures meanwhile are as in `shrink`: members that die, and processes
-        that die while they join, are not in the new communicator, or make it fail, which can be
-        resized in turn.
+        address of the store in which those who join look for the door, from now on:
+        ``tcp://HOST:PORT``, ``unix://NAME``, or ``torch://HOST:PORT`` for a TCPStore of torch's.
+        Give one when the host of the old one is gone. All ranks pass the same. `timeout` and
+        failures meanwhile are as in `shrink`: members that die, and processes that die while they
+        join, are not in the new communicator, or make it fail, which can be resized in turn.
 
         Raises RendezvousError on all ranks when they are fewer than `min_ranks` after the wait.
         """
@@ -429,10 +430,10 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         request = self._core.request_resize if has_room(self._mesh) else lambda: None
         door.serve(self._mesh, request)
 
-    def _close_door(self) -> None:
+    def _close_door(self, *, over: bool = False) -> None:
         door, self._door = self._door, None
         if door is not None:
-            door.close()
+            door.close(over=over)
 
     def close(self, timeout: float | None = None) -> None:
         """Finishes calls in flight, says goodbye and releases everything; later calls raise.
@@ -442,7 +443,8 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         the same last calls: raises InvalidArgument when calls differ, Timeout when a rank does not
         get there. After all_reduce, all_gather, reduce_scatter or barrier this is known already,
         and with a `timeout` of 0 it is not checked. Does nothing once closed, nor in a process
-        forked from the communicator's.
+        forked from the communicator's. On rank 0 it tells processes that want to join that the job
+        is over.
         """
         limit = self._seconds(timeout)
         self._end(limit, limit, alone=True)
@@ -455,16 +457,18 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         if not self._core.owned_here:
             return
         stops.release(self)
-        self._close_door()
+        lives = not self._core.closed
         try:
-            if self._gpu is not None:
-                self._gpu.close(timeout, failed=self._core.closed)
-        finally:
             try:
-                self._core.close(timeout, self._timeout if settle is None else settle, alone)
+                if self._gpu is not None:
+                    self._gpu.close(timeout, failed=self._core.closed)
             finally:
-                self._calls.finish_dropped()
-                self._track.release()
+                self._core.close(timeout, self._timeout if settle is None else settle, alone)
+            self._close_door(over=lives)
+        finally:
+            self._close_door()
+            self._calls.finish_dropped()
+            self._track.release()
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)  # None if __init__ failed early

@@ -20,6 +20,7 @@ __all__ = [
     "Aborted",
     "Error",
     "InvalidArgument",
+    "JobOver",
     "RendezvousError",
     "ScheduleError",
     "Timeout",
@@ -28,6 +29,10 @@ __all__ = [
     "lost",
     "naming",
 ]
+
+
+class JobOver(RendezvousError):
+    """Raised in a process that wants to join when the others have come to the end."""
 
 
 def describe(error: BaseException) -> str:

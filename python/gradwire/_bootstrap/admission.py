@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from gradwire._base import arguments, environment
-from gradwire._bootstrap.door import Door
+from gradwire._bootstrap.door import Door, parse_torch_address
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.shrink import Admission
 from gradwire._bootstrap.store import parse_address
@@ -28,7 +28,7 @@ def admission_to(mesh: Mesh, store: str | None, wait: float, min_ranks: int) -> 
     Raises InvalidArgument.
     """
     if store is not None:
-        parse_address(arguments.text(store, "store"))
+        _place_of(arguments.text(store, "store"))
     seconds = arguments.number(wait, "wait")
     if not seconds >= 0:
         raise InvalidArgument(f"wait={wait!r} is not a number of seconds")
@@ -53,6 +53,14 @@ def transports_of(mesh: Mesh) -> Sequence[str]:
     return mesh.membership.offered or mesh.transports or DEFAULTS
 
 
+def _place_of(store: str) -> tuple[str, int] | None:
+    """A store's host and port; None for one on this host alone. Raises InvalidArgument."""
+    if store.startswith("torch:"):
+        return parse_torch_address(store)
+    address = parse_address(store)
+    return None if address.local else (address.host, address.port)
+
+
 def _most_ranks() -> int | None:
     given = environment.text("GRADWIRE_MAX_RANKS")
     if given is None:
@@ -65,12 +73,12 @@ def _most_ranks() -> int | None:
 def _listen_beyond_loopback(mesh: Mesh) -> None:
     """Chooses the address that reaches the store, where all ranks have been on one host so far."""
     store = mesh.membership.store
-    if store is None or store.startswith("torch:") or not mesh.interface.interface.loopback:
+    if store is None or not mesh.interface.interface.loopback:
         return
-    given = parse_address(store)
-    if given.local:
+    place = _place_of(store)
+    if place is None:
         return
-    source = route_to(given.host, given.port).source
+    source = route_to(*place).source
     if not is_loopback(source):
         pattern = environment.text("GRADWIRE_SOCKET_IFNAME")
         mesh.interface = choose(source, pattern=pattern, several_hosts=True)

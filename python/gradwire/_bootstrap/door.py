@@ -5,8 +5,9 @@ long as the job; where there is none, it is one that this rank serves, at the ad
 served the rendezvous at. Who connects proves that it knows the job's secret, as everywhere; then
 the door asks the communicator for a resize, and keeps the socket until a sponsor takes it.
 
-A thread waits for guests, and writes the sign again every ten seconds. Nothing else happens while
-nobody knocks: the program's threads do nothing for it.
+A thread waits for guests, and writes the sign: at first, when it changes, and again every ten
+seconds. Nothing else happens while nobody knocks: the program's threads do nothing for it, and wait
+for no store. When the job has come to its end, the sign says so, and whoever waits is told.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from gradwire._bootstrap.mesh import AddressInfo, Mesh, unpack_address_info
 from gradwire._bootstrap.rendezvous import require_secret
 from gradwire._bootstrap.store import StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
+from gradwire._bootstrap.survivor_links import MessageKind, View, pack_message
 from gradwire._bootstrap.torch_store import TorchStore
-from gradwire._errors import Error, RendezvousError, describe
+from gradwire._errors import Error, InvalidArgument, RendezvousError, describe
 
 _STORE_SECONDS = 5.0  # in which a store answers
 _RENEW_SECONDS = 10.0  # after which the sign is written again
 _PAUSE_SECONDS = 0.5  # between two looks at the limits of pending handshakes
+_CLOSE_SECONDS = 2.0  # that closing waits for the thread, which may wait for a store
 
 _log = logging.getLogger("gradwire")
 _doors: weakref.WeakSet[Door] = weakref.WeakSet()
@@ -58,6 +61,7 @@ class Sign:
     epoch: int  # of the job: how often the launcher has restarted it
     membership: int  # the epoch of the communicator
     secret: bytes | None  # the job's, where the ranks were given none
+    over: bool = False  # the communicator was closed, and nobody is left to join
 
     def pack(self) -> bytes:
         """Encodes all fields as JSON."""
@@ -67,6 +71,7 @@ class Sign:
             "epoch": self.epoch,
             "membership": self.membership,
             "secret": secret,
+            "over": self.over,
         }
         return json.dumps(fields).encode()
 
@@ -76,20 +81,20 @@ def unpack_sign(data: bytes) -> Sign:
     try:
         found: Any = json.loads(data)
         secret = None if found["secret"] is None else bytes.fromhex(found["secret"])
-        epoch, membership = found["epoch"], found["membership"]
-        if type(epoch) is not int or type(membership) is not int:
+        epoch, membership, over = found["epoch"], found["membership"], found["over"]
+        if type(epoch) is not int or type(membership) is not int or type(over) is not bool:
             raise TypeError
         address = unpack_address_info(found["address"].encode(), 0)
-        return Sign(address, epoch, membership, secret)
+        return Sign(address, epoch, membership, secret, over)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise RendezvousError(
             "the store does not say where to join: another gradwire version?"
         ) from None
 
 
-def key_of(job: str, epoch: int) -> str:
+def key_of(job: str) -> str:
     """The key of a job's sign in its store."""
-    return f"gradwire/{job}/{epoch}/door"
+    return f"gradwire/{job}/door"
 
 
 class Door:
@@ -105,11 +110,14 @@ class Door:
         store: str | None,
         request: Callable[[], None] = lambda: None,
     ) -> None:
-        """Opens it. `request` is called when somebody has knocked, on another thread."""
-        self._mesh, self._request = mesh, request
-        self._lock, self._announcing = threading.Lock(), threading.Lock()
+        """Opens it. `request` is called when somebody has knocked, on the door's thread."""
+        self._mesh, self._request, self._store = mesh, request, store
+        self._lock = threading.Lock()
         self._guests: list[Guest] = []
         self._server: StoreServer | None = None
+        self._renew = Deadline(0.0)  # at which the sign is to be written again; passed: it is not
+        self._closing = self._over = False
+        self._is_first = mesh.membership.epoch == 0  # no sign of others can be later
         self.trouble = ""
         listeners, self._address = listen(tuple(transports), mesh.interface)
         job = mesh.job
@@ -119,20 +127,15 @@ class Door:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._authenticator.fileno(), selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="gradwire-door", daemon=True)
-        self._thread.start()
         _doors.add(self)
-        self.announce(store)
+        self._thread.start()
 
-    def announce(self, store: str | None) -> None:
-        """Writes into the store where the door is; serves the store itself if there is none."""
-        with self._announcing:
-            before, self.trouble = self.trouble, ""
-            try:
-                self._write_sign(store or self._mesh.membership.store)
-            except (Error, OSError) as error:
-                self.trouble = f"nobody can find where to join: {describe(error)}"
-            if self.trouble and self.trouble != before:
-                _log.warning("rank %d: %s", self._mesh.rank, self.trouble)
+    def announce(self, store: str | None = None) -> None:
+        """Has the thread write into the store where the door is; it serves one if there is none."""
+        with self._lock:
+            self._store, self._renew = store, Deadline(0.0)
+            if not self._closing:
+                os.eventfd_write(self._wake, 1)
 
     def serve(self, mesh: Mesh, request: Callable[[], None]) -> None:
         """Goes on for the next communicator, whose job is the same."""
@@ -141,7 +144,7 @@ class Door:
             self._mesh, self._request = mesh, request
             waiting = bool(self._guests)
         if changed:
-            self.announce(None)
+            self.announce()
         if waiting:
             request()
 
@@ -151,24 +154,30 @@ class Door:
             taken, self._guests = self._guests[:most], self._guests[most:]
         return taken
 
-    def close(self) -> None:
-        """Ends the thread, and all connections of guests that nobody has taken."""
+    def close(self, *, over: bool = False) -> None:
+        """Ends the thread, and all connections of guests that nobody has taken.
+
+        `over` says that the job has come to its end: then those who wait are told. A thread that
+        waits for a store that does not answer ends later.
+        """
         if self not in _doors:
             return
         _doors.discard(self)
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        self._release()
-        os.close(self._wake)
-        self._close_server("the door is closed")
+        with self._lock:
+            self._closing, self._over = True, over
+            os.eventfd_write(self._wake, 1)
+        self._thread.join(_CLOSE_SECONDS)
 
     def release_after_fork(self) -> None:
         """Closes the child's copies, so that guests notice the parent's end."""
         self._release()
+        if self._server is not None:
+            self._server.release_after_fork()
 
     def _release(self) -> None:
         self._authenticator.close()
         self._selector.close()
+        os.close(self._wake)
         for guest in self._guests:
             guest.sock.close()
         self._guests.clear()
@@ -178,6 +187,20 @@ class Door:
         if server is not None:
             server.close(reason)
 
+    def _announce(self) -> None:
+        with self._lock:
+            due, store = self._renew, self._store or self._mesh.membership.store
+        before, self.trouble = self.trouble, ""
+        try:
+            self._write_sign(store)
+        except (Error, OSError) as error:
+            self.trouble = f"nobody can find where to join: {describe(error)}"
+        if self.trouble and self.trouble != before and not self._over:
+            _log.warning("rank %d: %s", self._mesh.rank, self.trouble)
+        with self._lock:
+            if self._renew is due:  # nothing has changed meanwhile
+                self._renew = Deadline(_RENEW_SECONDS)
+
     def _write_sign(self, store: str | None) -> None:
         if store is None:
             raise RendezvousError(
@@ -186,10 +209,9 @@ class Door:
             )
         job, given = self._mesh.job, self._mesh.membership.secret
         epoch = self._mesh.membership.epoch
-        sign = Sign(self._address, job.epoch, epoch, None if given else job.secret)
-        key = key_of(job.name, job.epoch)
+        sign = Sign(self._address, job.epoch, epoch, None if given else job.secret, self._over)
         if store.startswith("torch:"):
-            _replace_sign(torch_store(store, Deadline(_STORE_SECONDS)), key, sign)
+            self._replace_sign(torch_store(store, Deadline(_STORE_SECONDS)), sign)
             return
         address = parse_address(store)
         require_secret(address, given)
@@ -201,65 +223,100 @@ class Door:
                     address, job.name, given or b"", Deadline(_STORE_SECONDS), listens=True
                 )
             except RendezvousError:  # nobody serves it any more
+                if self._over:
+                    return
                 self._server = StoreServer(address, job.name, given or b"").start()
             else:
                 with contextlib.closing(client):
-                    _replace_sign(client, key, sign)
+                    self._replace_sign(client, sign)
                 return
         with contextlib.closing(
             StoreClient(self._server.address, job.name, given or b"", Deadline(_STORE_SECONDS))
         ) as client:
-            _replace_sign(client, key, sign)
+            self._replace_sign(client, sign)
+
+    def _replace_sign(self, store: StoreClient | TorchStore, sign: Sign) -> None:
+        """Writes a sign, unless there is one of a later communicator.
+
+        A rank that was stopped may be late, and the others have left it out meanwhile. Where it
+        writes at the very moment in which they do, the sign is renewed. The sign of another start
+        of the job, or what an earlier communicator of it has left, counts for nothing.
+        """
+        key = key_of(self._mesh.job.name)
+        with contextlib.suppress(TimeoutError, RendezvousError):
+            found = unpack_sign(store.get(key, 0))
+            later = found.epoch == sign.epoch and found.membership > sign.membership
+            if later and not self._is_first:
+                return
+        self._is_first = False
+        store.set(key, sign.pack())
 
     def _check(self, hello: Hello, _: socket.socket) -> None:
         if hello.purpose != Purpose.JOIN or hello.epoch != self._mesh.job.epoch:
             raise HandshakeError("it does not want to join, or another start of the job")
 
     def _run(self) -> None:
-        renew = Deadline(_RENEW_SECONDS)
-        while True:
-            if renew.passed:
-                self.announce(None)
-                renew = Deadline(_RENEW_SECONDS)
-            pause = _PAUSE_SECONDS if self._authenticator.pending else renew.remaining
+        while not self._closing:
+            if self._renew.passed:
+                self._announce()
+            pause = _PAUSE_SECONDS if self._authenticator.pending else self._renew.remaining
             for key, _ in self._selector.select(pause):
                 if key.fileobj == self._wake:
-                    return
-            for admitted in self._authenticator.poll(0):
-                fail_with_host(admitted.sock, always_read=True)
-                with self._lock:
-                    self._guests.append(Guest(admitted.sock, admitted.hello.source))
-                    request = self._request
+                    os.eventfd_read(self._wake)
+            self._admit()
+        if self._over:
+            self._end_job()
+        self._release()
+        self._close_server("the door is closed")
+
+    def _admit(self) -> None:
+        for admitted in self._authenticator.poll(0):
+            fail_with_host(admitted.sock, always_read=True)
+            with self._lock:
+                self._guests.append(Guest(admitted.sock, admitted.hello.source))
+                request = self._request
+            with contextlib.suppress(Error):  # it has ended meanwhile
                 request()
 
-
-def _replace_sign(store: StoreClient | TorchStore, key: str, sign: Sign) -> None:
-    """Writes a sign, unless there is one of a later communicator.
-
-    A rank that was stopped may be late, and the others have left it out meanwhile. Where it writes
-    at the very moment in which they do, the sign is renewed.
-    """
-    with contextlib.suppress(TimeoutError, RendezvousError):
-        if unpack_sign(store.get(key, 0)).membership > sign.membership:
-            return
-    store.set(key, sign.pack())
+    def _end_job(self) -> None:
+        """Tells all who wait at the door, or will look for it, that nobody is left to join."""
+        over = pack_message(MessageKind.OVER, View(frozenset({0})))
+        for guest in self._guests:
+            guest.sock.setblocking(False)
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                guest.sock.send(over)
+        self._announce()
 
 
 def torch_store(store: str, deadline: Deadline) -> TorchStore:
     """A client of torch's store at torch://HOST:PORT, which another process serves."""
-    parts = urlsplit(store)
-    return TorchStore(parts.hostname or "", parts.port or 0, 1, 2, deadline)
+    return TorchStore(*parse_torch_address(store), 1, 2, deadline)
+
+
+def parse_torch_address(store: str) -> tuple[str, int]:
+    """The host and port in torch://HOST:PORT; raises InvalidArgument for anything else."""
+    try:
+        parts = urlsplit(store)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise InvalidArgument(f"store={store!r} is not torch://HOST:PORT")
+    return host, port
 
 
 @contextlib.contextmanager
-def reader_of(store: str, job: str, secret: bytes | None, deadline: Deadline) -> Iterator[Reader]:
-    """A function that waits for the value of a key in a store."""
+def reader_of(
+    store: str, job: str, secret: bytes | None, deadline: Deadline, answer: float
+) -> Iterator[Reader]:
+    """A function that waits for the value of a key in a store, which answers within `answer` s."""
     if store.startswith("torch:"):
         yield torch_store(store, deadline).get
         return
     address = parse_address(store)
     require_secret(address, secret)
-    with contextlib.closing(StoreClient(address, job, secret or b"", deadline)) as client:
+    client = StoreClient(address, job, secret or b"", deadline, margin=answer)
+    with contextlib.closing(client):
         yield client.get
 
 

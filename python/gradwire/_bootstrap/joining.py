@@ -3,7 +3,8 @@
 It finds their door in a store, connects, and waits until they resize. What it then does its sponsor
 tells it, see `guests`. Whenever that link ends before it is in, it begins again, until the time is
 over. Members that try to connect to it wait meanwhile: so if that was in vain, it lets them work
-for as long as all its attempts took.
+for as long as all its attempts took. When the members have closed their communicator, they say so,
+and it gives up, unless some of them turn out to go on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from gradwire._base import environment
@@ -34,7 +34,7 @@ from gradwire._bootstrap.survivor_links import (
     SurvivorLinks,
     View,
 )
-from gradwire._errors import Error, RendezvousError, describe
+from gradwire._errors import Error, JobOver, RendezvousError, describe
 from gradwire._host.interfaces import LOOPBACK, Choice, choose, is_loopback, route_to
 from gradwire._model import unpack
 
@@ -44,6 +44,9 @@ _MOST_PAUSE_SECONDS = 60.0  # the same, where members have tried to connect to i
 _REPEAT_SECONDS = 1.0  # after which it tells its sponsor that it lives
 _SILENCE_SECONDS = 10.0  # of a sponsor that connects, beyond the time for connecting
 _CONNECT_SECONDS = 5.0  # for one attempt to reach the door
+_ANSWER_SECONDS = 2.0  # in which a store answers: members wait for a guest no longer than 5 s
+_OVER_SECONDS = 2.0  # in which members that go on after rank 0 has left open another door
+_LOOK_SECONDS = 0.2  # between two looks for that one
 
 _log = logging.getLogger("gradwire")
 
@@ -59,6 +62,10 @@ class _LeftOut(Exception):
     """Raised when this process must begin again; says why."""
 
 
+class _Over(Exception):
+    """Raised when rank 0 has closed its communicator."""
+
+
 class _Invited(Exception):
     """Another attempt begins."""
 
@@ -68,7 +75,6 @@ class Asking:
     """A process that wants to join: what it was told at its start."""
 
     job: str
-    epoch: int  # how often the launcher has restarted the job
     number: int  # in the job; -1: none
     store: str
     secret: bytes | None
@@ -78,25 +84,40 @@ class Asking:
 def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadline) -> _Made:
     """Waits until members let this process in; returns `make(mesh, seconds)`.
 
-    `seconds` is the time for making links. Raises RendezvousError when nobody has by the deadline.
+    `seconds` is the time for making links. Raises RendezvousError when nobody has by the deadline,
+    and JobOver, at once, when the members have come to the end.
     """
     reason = "no communicator of the job lets processes in yet"
     lost = 0.0  # seconds of the members' time, in all attempts
+    over: Deadline | None = None  # for word of members that go on
     while True:
         guest: _Guest[_Made] | None = None
         try:
-            with reader_of(asking.store, asking.job, asking.secret, deadline) as read:
-                sign = _read_sign(asking, read, deadline)
+            limit = over or deadline
+            with reader_of(asking.store, asking.job, asking.secret, limit, _ANSWER_SECONDS) as read:
+                sign = _read_sign(asking, read, limit)
+                over = None
                 with _knock(asking, sign, deadline) as links:
-                    is_there = partial(_is_there, asking, read, sign)
-                    guest = _Guest(asking, sign, links, make, deadline, is_there)
+                    looks = _Looks(asking, read, sign)
+                    guest = _Guest(asking, sign, links, make, deadline, looks.is_there)
                     return guest.run()
         except TimeoutError:
             pass
+        except _Over:
+            over = over or Deadline(_OVER_SECONDS)
+            reason = "its ranks have ended"
         except _LeftOut as error:
             reason = str(error)
         except OSError as error:  # HandshakeError is one
             reason = f"its door does not answer ({error})"
+        except RendezvousError:  # the store is gone, with those who said so
+            if over is None:
+                raise
+        if over is not None and over.passed:
+            raise JobOver(
+                f"there is nobody left to join in job {asking.job!r}: its ranks have come to the "
+                "end, and closed their communicator"
+            )
         if deadline.passed:
             raise RendezvousError(
                 f"timed out: nobody let this process into job {asking.job!r} within "
@@ -106,26 +127,41 @@ def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadlin
         _log.info("knocking again: %s", reason)
         lost += guest.seconds if guest is not None else 0.0
         pause = min(max(_PAUSE_SECONDS, lost), _MOST_PAUSE_SECONDS, deadline.remaining)
-        threading.Event().wait(pause)
+        threading.Event().wait(pause if over is None else _LOOK_SECONDS)
 
 
 def _read_sign(asking: Asking, read: Reader, deadline: Deadline) -> Sign:
     """The sign of the door; waits for it in pieces, so that Ctrl-C gets through."""
     try:
-        return unpack_sign(read(key_of(asking.job, asking.epoch), min(deadline.remaining, 0.5)))
+        sign = unpack_sign(read(key_of(asking.job), min(deadline.remaining, 0.5)))
     except RendezvousError as error:  # such as that of the rendezvous at the same address
         raise _LeftOut(f"its store closed: {error}") from None
+    if sign.over:
+        raise _Over
+    return sign
 
 
-def _is_there(asking: Asking, read: Reader, sign: Sign) -> bool:
-    """Whether the door is where it was, as far as the store knows.
+class _Looks:
+    """Looks into the store for whether the door is where it was.
 
     A rank that is stopped keeps its guests' links, while the others go on and open another door.
     """
-    try:
-        return unpack_sign(read(key_of(asking.job, asking.epoch), 0)) == sign
-    except (Error, TimeoutError):
-        return True
+
+    def __init__(self, asking: Asking, read: Reader, sign: Sign) -> None:
+        self._key, self._read, self._sign = key_of(asking.job), read, sign
+        self._is_lost = False  # the store: asking it again would take as long again
+
+    def is_there(self) -> bool:
+        """Whether the door is where it was, as far as the store knows."""
+        if self._is_lost:
+            return True
+        try:
+            return unpack_sign(self._read(self._key, 0)) == self._sign
+        except TimeoutError:
+            return True
+        except Error:
+            self._is_lost = True
+            return True
 
 
 @contextlib.contextmanager
@@ -283,6 +319,8 @@ class _Guest(Generic[_Made]):
         if isinstance(event, LinkEnded):
             raise _LeftOut("the members went on without it, or the rank that knew of it ended")
         _, kind, view, payload = event
+        if kind is MessageKind.OVER:
+            raise _Over
         if kind is MessageKind.INVITE:
             try:
                 self._invited = view, unpack_invitation(payload)

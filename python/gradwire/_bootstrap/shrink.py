@@ -238,9 +238,10 @@ class _Shrink(Generic[_Made]):
             f" ({admission.door.trouble})" if admission.door and admission.door.trouble else ""
         )
         return RendezvousError(
-            f"rank {self._rank}: {view.size} ranks are here after wait={admission.wait:g} s, and "
-            f"min_ranks={admission.least}{trouble}: start more processes that call "
-            "gradwire.join(), or wait longer"
+            f"rank {self._rank}: {view.size} rank{'s are' if view.size > 1 else ' is'} here after "
+            f"wait={admission.wait:g} s, and min_ranks={admission.least}{trouble}: the others have "
+            "failed, or the network between them and this part of the ranks has; start more "
+            "processes that call gradwire.join(), or wait longer"
         )
 
     def _try(self, view: View) -> tuple[View, _Made]:

@@ -124,7 +124,8 @@ class StoreClient:
     """A connection to a StoreServer. Any thread may use it; one request is under way at a time.
 
     `lost_error` makes the error for a server that is gone. The constructor waits for a server that
-    is not there yet; with `listens` it is known to be there, so one that refuses is gone too.
+    is not there yet; with `listens` it is known to be there, so one that refuses is gone too. One
+    that does not answer within `margin` seconds, beyond the time to wait, is lost.
     """
 
     def __init__(
@@ -136,8 +137,9 @@ class StoreClient:
         lost_error: Callable[[str], Error] = RendezvousError,
         *,
         listens: bool = False,
+        margin: float = _MARGIN,
     ) -> None:
-        self.address, self._lost_error = address, lost_error
+        self.address, self._lost_error, self._margin = address, lost_error, margin
         self._job, self._secret = job, secret
         self._lock = threading.Lock()
         self._interrupted: list[socket.socket] = []  # on which an answer is still to come
@@ -214,7 +216,7 @@ class StoreClient:
         request = REQUEST.pack(operation, len(name), len(value), milliseconds)
         with self._lock:
             try:
-                status, answer = self._exchange(request + name + value, wait + _MARGIN)
+                status, answer = self._exchange(request + name + value, wait + self._margin)
             except OSError as error:
                 raise self._lost_error(
                     f"lost the store at {self.address} ({error}): "

@@ -97,6 +97,10 @@ class StoreServer:
         if self._thread.ident is not None:
             os.eventfd_write(self._wake, 1)
             self._thread.join()
+        self.release_after_fork()
+
+    def release_after_fork(self) -> None:
+        """Closes the copies of a forked child, in which no thread serves."""
         self._authenticator.close()
         for client in self._clients:
             client.sock.close()

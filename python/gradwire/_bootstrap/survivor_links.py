@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gradwire import _core
+from gradwire._errors import RendezvousError
 
 MOST_GUESTS = 64  # of one sponsor in one resize
 _HEAD = struct.Struct("<4sBBHI")
 _GUESTS = struct.Struct("<BQ")
 _MAGIC = b"GRS2"
-_MAX_PAYLOAD = 1 << 19
+_MAX_PAYLOAD = 1 << 26  # the addresses of MOST_RANKS, of about 350 bytes each
 _MAX_RANKS_BYTES = 1 << 14
 MOST_RANKS = 8 * _MAX_RANKS_BYTES
 _CHUNK = 1 << 16
@@ -78,6 +79,7 @@ class MessageKind(enum.IntEnum):
     DONE = 4  # all of them are, and the sender is in the new communicator
     INVITE = 5  # to a guest: the payload is its Invitation to them
     TOO_FEW = 6  # the sponsor waits no longer for more of them
+    OVER = 7  # to a guest at the door: the job has come to its end
 
 
 class Message(NamedTuple):
@@ -129,7 +131,7 @@ class SurvivorLinks:
         """Sends as much as fits now, the rest during poll(); ignores a peer that is gone."""
         link = self._links.get(peer)
         if link is not None:
-            link.outgoing += _packed(kind, view, payload)
+            link.outgoing += pack_message(kind, view, payload)
             self._push_out(peer, link)
 
     def poll(self, timeout: float) -> list[Message | LinkEnded]:
@@ -215,7 +217,13 @@ class SurvivorLinks:
         link.sock.close()
 
 
-def _packed(kind: MessageKind, view: View, payload: bytes) -> bytes:
+def pack_message(kind: MessageKind, view: View, payload: bytes = b"") -> bytes:
+    """Encodes a message; raises RendezvousError for a payload that no peer would accept."""
+    if len(payload) > _MAX_PAYLOAD:
+        raise RendezvousError(
+            f"a message of {len(payload)} bytes to the others, more than {_MAX_PAYLOAD}: the ranks "
+            "are too many to resize"
+        )
     ranks = _bits(view.ranks)
     ranks_bytes = ranks.to_bytes((ranks.bit_length() + 7) // 8, "little")
     head = _HEAD.pack(_MAGIC, kind, view.round, len(ranks_bytes), len(payload))

@@ -170,6 +170,13 @@ def note_joined() -> None:
         _write(path, {"joined": os.getpid()})
 
 
+def note_late() -> None:
+    """Writes the launcher a note that this process came to join when the others were at the end."""
+    path = environment.text("GRADWIRE_EXIT_FILE")
+    if path is not None:
+        _write(path, {"late": os.getpid()})
+
+
 def _write(path: str, fields: dict[str, object]) -> None:
     with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
         file.write(json.dumps(fields).encode() + b"\n")

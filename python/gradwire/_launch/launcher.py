@@ -34,7 +34,14 @@ from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import InvalidArgument
 from gradwire._host import emulated_link
 from gradwire._launch import slots
-from gradwire._launch.root_cause import Failure, describe, read_joined, read_notes, root_cause
+from gradwire._launch.root_cause import (
+    Failure,
+    describe,
+    read_joined,
+    read_late,
+    read_notes,
+    root_cause,
+)
 from gradwire._launch.traced import traced
 
 SETTLE_SECONDS = 2.0  # that the others have to fail by themselves after one has failed
@@ -268,6 +275,7 @@ class _Launch:
         self._begun: Counter[int] = Counter()  # how often each rank was started
         self._restarted = 0
         self._succeeded = False  # some rank has
+        self._late = False  # some rank that was started anew found the others at the end
 
     def run(self) -> int:
         with self._forwarding():
@@ -370,6 +378,9 @@ class _Launch:
             _signal_group(process.pid, signal.SIGKILL)  # helpers that the rank left running
         code = process.wait()
         del self._ranks[ended.rank]
+        if process.pid in read_late(self._read_notes()):
+            self._late = True
+            return
         self._succeeded = self._succeeded or code == 0
         if code == slots.REQUEUE and not self.keep_going:  # the others may still be saving
             self._saved = True
@@ -390,7 +401,8 @@ class _Launch:
         if self.keep_going:
             return self._begun[failure.rank] <= self.restarts
         # Whoever joined after the others had come to the end would wait in vain.
-        in_vain = self.meet and (self._succeeded or not self._has_members())
+        at_end = self._succeeded or self._late
+        in_vain = self.meet and (at_end or not self._has_members())
         return self._restarted < self.restarts and not in_vain
 
     def _can_go_on(self, failure: Failure) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,15 +14,19 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
+from census import held
 from elastic_job import SECRET, elastic_job
 from gradwire import Communicator, _communicator
 from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import door as doors
+from gradwire._bootstrap import joining
 from gradwire._bootstrap.admission import open_door
-from gradwire._bootstrap.door import key_of
-from gradwire._bootstrap.mesh import Mesh
+from gradwire._bootstrap.door import Sign, key_of
+from gradwire._bootstrap.mesh import AddressInfo, Mesh
 from gradwire._bootstrap.store import Address, StoreClient
 from gradwire._bootstrap.store_server import StoreServer
-from ranks import eventually
+from gradwire._bootstrap.survivor_links import MessageKind, SurvivorLinks, View
+from ranks import LIMIT, eventually
 
 
 def test_who_finds_no_room_causes_no_resize(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,4 +104,82 @@ def test_a_rank_that_serves_a_store_finds_the_next_one() -> None:
             with contextlib.closing(
                 StoreClient(second, job.name, SECRET.encode(), limit)
             ) as client:
-                assert client.get(key_of(job.name, job.epoch), 10)
+                assert client.get(key_of(job.name), 10)
+
+
+class SilentHost:
+    """A store whose host has vanished: connections stay, and nothing answers."""
+
+    def __init__(self) -> None:
+        self.asked, self.ends = threading.Event(), threading.Event()
+
+    def client(self, *_: Any, **__: Any) -> Any:
+        self.asked.set()
+        self.ends.wait(LIMIT)
+        raise OSError("timed out")
+
+
+def test_no_thread_of_the_program_waits_for_a_store_whose_host_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = SilentHost()
+    monkeypatch.setattr(doors, "StoreClient", host.client)
+    monkeypatch.setattr(doors, "_CLOSE_SECONDS", 0.01)
+    with gradwire.init(rank=0, size=1, store="unix://silent", secret=SECRET) as comm:
+        assert not comm.should_resize()
+        assert host.asked.wait(LIMIT)
+        comm = comm.resize()
+        assert not comm.should_resize()
+        thread = comm._door._thread  # type: ignore[union-attr]
+        comm.close()
+        assert thread.is_alive()
+    host.ends.set()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+
+
+def test_who_joins_asks_a_store_that_does_not_answer_once() -> None:
+    """It would be left out where it did not answer its sponsor meanwhile."""
+    asked = []
+
+    def read(*_: Any) -> bytes:
+        asked.append(1)
+        raise gradwire.RendezvousError("lost the store")
+
+    asking = joining.Asking("job", -1, "unix://silent", None, ())
+    looks = joining._Looks(asking, read, Sign(AddressInfo("", "", (), "", "::1", 0), 0, 0, None))
+    assert [looks.is_there() for _ in range(3)] == [True] * 3
+    assert len(asked) == 1
+
+
+def test_a_child_holds_nothing_of_a_door() -> None:
+    """Neither its sockets nor those of a store that it serves: who connects would wait in vain."""
+    with gradwire.init(rank=0, size=1, store=f"unix://{secrets.token_hex(8)}") as comm:
+        before = held().descriptors
+        assert not comm.should_resize()
+        eventually(lambda: not comm._door._renew.passed)  # type: ignore[union-attr]
+        assert held().descriptors.total() > before.total()
+        reads, writes = os.pipe()
+        if os.fork() == 0:
+            os.write(writes, str(held().descriptors.total() - 2).encode())
+            os._exit(0)
+        assert int(os.read(reads, 99)) <= before.total()
+        os.close(reads)
+        os.close(writes)
+
+
+def test_the_addresses_of_thousands_of_ranks_reach_a_guest() -> None:
+    payload = secrets.token_bytes(4096 * 400)
+    one, other = (SurvivorLinks((), 1) for _ in range(2))
+    for links, sock in zip((one, other), socket.socketpair(), strict=True):
+        links.add(1, sock)
+    with contextlib.closing(one), contextlib.closing(other):
+        view = View(frozenset({0}))
+        one.send(1, MessageKind.ADDRESS, view, payload)
+        found: list[Any] = []
+        while not found:
+            one.poll(0)
+            found = other.poll(0.1)
+        assert found == [(1, MessageKind.ADDRESS, view, payload)]
+        with pytest.raises(gradwire.RendezvousError, match="too many to resize"):
+            one.send(1, MessageKind.ADDRESS, view, bytes((1 << 26) + 1))

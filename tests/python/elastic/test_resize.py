@@ -260,6 +260,7 @@ def test_resizes_leave_nothing_over(times: int) -> None:
             comm = comm.resize()
             if turn in (times // 2, times - 1):
                 gc.collect()
+                eventually(lambda door=comm._door: door is None or not door._renew.passed)
                 found = held()
                 counts.append((found.threads, found.descriptors.total(), len(found.shared)))
         comm.close()

@@ -107,7 +107,7 @@ def rank_of(
     )
 
 
-ASKING = joining.Asking("test", 0, -1, "unix://none", b"", ())
+ASKING = joining.Asking("test", -1, "unix://none", b"", ())
 
 
 def guest_of(links: MortalLinks) -> Made | None:

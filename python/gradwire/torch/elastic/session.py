@@ -17,7 +17,7 @@ from gradwire._base import arguments
 from gradwire._communicator import Communicator
 from gradwire._errors import Aborted, InvalidArgument, Timeout, TransportError
 from gradwire._feedback import ErrorFeedback
-from gradwire._launch.restarted import joins
+from gradwire._launch.restarted import joined, joins
 from gradwire.torch._step.defaults import Model, settings
 from gradwire.torch._step.hook_state import feedback_for
 from gradwire.torch._step.rules import CodecChoice, Rules
@@ -409,7 +409,8 @@ def session(
     each change, and gives those that differ the state of the lowest rank.
 
     Without a communicator `with` calls `gradwire.init`, or `gradwire.join` in a process that was
-    started to replace another one. A communicator that is given is closed at the first change.
+    started to replace another one; if the others are at the end by then, that process ends with
+    exit code 0. A communicator that is given is closed at the first change.
     Raises InvalidArgument.
     """
     if isinstance(model, DistributedDataParallel):
@@ -465,6 +466,8 @@ def session(
 def _reach(communicator: Communicator | None, timeout: float) -> tuple[Communicator, bool]:
     """A communicator, and whether this rank has joined one that others had."""
     if communicator is None:
-        connect = gradwire.join if joins() else gradwire.init
-        communicator = connect(timeout=timeout)
+        if joins():
+            communicator = joined(lambda: gradwire.join(timeout=timeout))
+        else:
+            communicator = gradwire.init(timeout=timeout)
     return communicator, communicator.rank >= communicator.size - communicator.joined

@@ -1,0 +1,52 @@
+"""The door in torch's store, as under torchrun, whose agent serves it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import gradwire
+import pytest
+from agent import agents_store
+from elastic_job import SECRET, elastic_job, has, train
+from gradwire import Communicator
+from gradwire._errors import JobOver
+
+pytest.importorskip("torch.distributed")
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_process_joins_by_torchs_store(secret: str | None) -> None:
+    """It learns the job's secret there, if the ranks were given none, and that the job is over."""
+
+    def body(comm: Communicator) -> Any:
+        comm, state = train(comm, has(3))
+        with comm:
+            return state
+
+    def member(rank: int, port: int) -> Any:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "run",
+            "TORCHELASTIC_RESTART_COUNT": str(3 * rank),
+        }
+        del os.environ["GRADWIRE_STORE"], os.environ["GRADWIRE_JOB"]
+        return body(gradwire.init(secret=secret, timeout=30))
+
+    def guest(port: int) -> Any:
+        os.environ |= {"GRADWIRE_JOB": "run", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        store = f"torch://127.0.0.1:{port}"
+        return body(gradwire.join(store=store, secret=secret, timeout=30))
+
+    with agents_store() as port, elastic_job() as job:
+        processes = [job.process(lambda rank=rank: member(rank, port)) for rank in range(2)]
+        processes.append(job.process(lambda: guest(port)))
+        assert len({each.value() for each in processes}) == 1
+        late = job.process(lambda: guest(port))
+        assert isinstance(late.outcome().error, JobOver)
