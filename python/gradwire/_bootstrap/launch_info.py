@@ -20,11 +20,12 @@ class LaunchInfo:
     size: int
     launcher: str = "init()"
     job: str = DEFAULT_JOB
-    epoch: int = 0
+    epoch: int = 0  # how often this rank's agent has restarted ranks
     local_rank: int | None = None  # None: unknown
     local_size: int | None = None
     store: str | None = None  # URL; torch://HOST:PORT is torch's own store
     rank_0_hosts: bool = False  # whether rank 0 serves the store during the rendezvous
+    restarts: bool = False  # whether agents restart ranks, of which each counts on its own
 
     @property
     def several_hosts(self) -> bool:
@@ -139,6 +140,7 @@ def _read(launcher: _Launcher) -> LaunchInfo:
         _integer("TORCHELASTIC_RESTART_COUNT") or 0,
         _integer(launcher.local_rank),
         local_size,
+        restarts=launcher is _TORCHRUN and "TORCHELASTIC_RUN_ID" in os.environ,
     )
     return _with_store(launch, launcher)
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import agreed_model
+from gradwire._bootstrap import agreed_model, asks
 from gradwire._bootstrap.advertised_store import (
     advertised_store,
     pack_failure,
@@ -81,7 +81,7 @@ def meet(
         return make(alone)
     with _meeting(launch, generation, deadline, given_secret) as met:
         mesh = connect_mesh(
-            Job(launch.job, met.secret, launch.epoch, _privacy(launch, given_secret)),
+            Job(launch.job, met.secret, met.epoch, _privacy(launch, given_secret)),
             met.exchange.exchange_addresses,
             rank=launch.rank,
             size=launch.size,
@@ -102,6 +102,7 @@ class Meeting(NamedTuple):
 
     exchange: RendezvousExchange
     secret: bytes  # of the job
+    epoch: int  # of the job: how often it was restarted
     interface: Choice  # at which the others reach this process
 
 
@@ -116,13 +117,15 @@ def meeting(
 def _meeting(
     launch: LaunchInfo, generation: int, deadline: Deadline, secret: bytes | None
 ) -> Iterator[Meeting]:
-    prefix = f"gradwire/{launch.job}/{launch.epoch}/{generation}"
+    start = "any" if launch.restarts else launch.epoch
+    prefix = f"gradwire/{launch.job}/{start}/{generation}"
     with _open_store(launch, secret, prefix, deadline) as store:
         exchange = RendezvousExchange(store, launch, prefix, deadline)
         rank_0_hosts = launch.rank_0_hosts or _uses_torch_store(launch)
         with exchange.abort_on_failure(hosts_store=rank_0_hosts and launch.rank == 0):
             agreed = secret or exchange.agree_on_secret()
-            yield Meeting(exchange, agreed, _choose_interface(exchange, store.route()))
+            epoch = exchange.agree_on_epoch() if launch.restarts else launch.epoch
+            yield Meeting(exchange, agreed, epoch, _choose_interface(exchange, store.route()))
 
 
 def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:
@@ -207,32 +210,45 @@ def _store_advertised_by_torch(
     host, port = parts.hostname or "", parts.port or 0
     torch = TorchStore(host, port, launch.rank, launch.size, deadline)
     route = route_to(host, port)
-    torch.set(f"{prefix}/route/{launch.rank}", route.target.encode())
+    own = asks.ask(torch, prefix, launch.rank, route.target)
+    answers: asks.Answers | None = None
 
-    def read(what: str, peer: int) -> bytes:
-        key = f"{prefix}/{what}/{peer}"
+    def await_key(key: str, peer: int) -> bytes:
         return await_rank(
             peer, launch, deadline, lambda limit: torch.get(key, min(limit, _POLL_SECONDS))
         )
 
-    def broadcast(endpoint: bytes) -> bytes:
-        if endpoint:
-            torch.set(f"{prefix}/store/0", endpoint)
-        return read("store", 0)
+    def route_of(peer: int) -> str:
+        return asks.route_in(await_key(f"{prefix}/ask/{peer}", peer))
 
-    at = _choose_store_address(launch, route, read) if launch.rank == 0 else None
+    def broadcast(endpoint: bytes) -> bytes:
+        nonlocal answers
+        if launch.rank == 0 and launch.restarts:
+            client = TorchStore(host, port, 1, 2, deadline)
+            answers = asks.Answers(client, prefix, launch.size, endpoint)
+            return endpoint
+        if launch.rank == 0:
+            torch.set(f"{prefix}/store/0", endpoint)
+        return await_key(own if launch.restarts else f"{prefix}/store/0", 0)
+
+    at = _choose_store_address(launch, route, route_of) if launch.rank == 0 else None
+    failure: bytes | None = None
     try:
         with advertised_store(launch.job, secret, at, broadcast, deadline) as client:
             yield client
     except BaseException as error:
-        if launch.rank == 0:
+        failure = pack_failure(describe(error))
+        if launch.rank == 0 and not launch.restarts:
             with contextlib.suppress(Error):
-                torch.set(f"{prefix}/store/0", pack_failure(describe(error)))
+                torch.set(f"{prefix}/store/0", failure)
         raise
+    finally:
+        if answers is not None:
+            answers.end(failure)
 
 
 def _choose_store_address(
-    launch: LaunchInfo, route: Route, read: Callable[[str, int], bytes]
+    launch: LaunchInfo, route: Route, route_of: Callable[[int], str]
 ) -> Address:
     """Chooses an address at which the other ranks reach rank 0; `route` leads to torch's store."""
     here = Address("unix", f"gradwire-{secrets.token_hex(8)}")
@@ -240,7 +256,7 @@ def _choose_store_address(
         return here
     reached: list[str] = []
     if is_loopback(route.source):  # torch's store is on this host; the others know its address
-        known = [read("route", peer).decode(errors="replace") for peer in range(1, launch.size)]
+        known = [route_of(peer) for peer in range(1, launch.size)]
         reached = [target for target in known if _is_reachable_elsewhere(target)]
         if not reached:
             return here

@@ -64,6 +64,16 @@ class RendezvousExchange:
         """A secret that rank 0 makes for this communicator; it is as private as the store."""
         return self.broadcast_from_rank_0("secret", lambda: secrets.token_bytes(32))
 
+    def agree_on_epoch(self) -> int:
+        """The number of the job's restarts, as rank 0's agent has counted them."""
+        found = self.broadcast_from_rank_0("epoch", lambda: str(self.launch.epoch).encode())
+        try:
+            return int(found)
+        except ValueError:
+            raise RendezvousError(
+                "rank 0 did not say how often it was restarted: another gradwire version?"
+            ) from None
+
     def broadcast_from_rank_0(self, what: str, make: Callable[[], bytes]) -> bytes:
         """Rank 0's bytes, on all ranks; only rank 0 calls `make`."""
         if self.launch.rank == 0:

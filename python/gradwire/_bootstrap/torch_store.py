@@ -57,6 +57,12 @@ class TorchStore:
             raise TimeoutError(f"nobody set {key} within {timeout:g} s")
         return bytes(self._call(self._store.get, key))
 
+    def find(self, key: str) -> bytes | None:
+        """The value of a key; None if there is none yet."""
+        if not self._call(self._store.check, [key]):
+            return None
+        return bytes(self._call(self._store.get, key))
+
     def _present(self, key: str, limit: timedelta) -> bool:
         try:
             self._store.wait([key], limit)

@@ -73,7 +73,7 @@ def test_a_restart_meets_nothing_of_what_was_before(
     first = workers(0, die_half_way)
     assert first[0].error is None, first[0].error
     assert first[1].died
-    assert agent.check(["gradwire/elastic/0/0/store/0"])
+    assert agent.check(["gradwire/elastic/any/0/ask/1"])
     second = workers(1, train)
     assert [each.value for each in second] == [[0, 1]] * P, second
 
@@ -111,14 +111,29 @@ def test_the_same_processes_meet_again_after_a_failure(agent: Any) -> None:
     assert [each.value for each in workers(0, body)] == [[[0, 1]] * 2] * P
 
 
-def test_a_worker_of_before_the_restart_does_not_get_in(agent: Any) -> None:
-    """The number of the restart keeps it from meeting the new ones."""
+def test_agents_that_count_restarts_differently_have_their_ranks_meet(agent: Any) -> None:
+    """Each counts the failures on its own host; hosts that come or go count nowhere."""
 
-    def late(rank: int) -> Any:
-        if rank == 0:
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-        with pytest.raises(RendezvousError, match="did not appear"):
-            gradwire.init(timeout=1)
+    def body(rank: int) -> tuple[list[int], int]:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(3 * rank)
+        with gradwire.init(timeout=20) as comm:
+            found = comm.all_gather(np.array([comm.rank])).tolist()
+            return found, comm._mesh.job.epoch
 
-    for each in workers(1, late):
+    for _ in range(2):  # the second time with the same counts as what is left of the first
+        assert [each.value for each in workers(0, body)] == [([0, 1], 0)] * P
+
+
+def test_the_others_hear_at_once_why_rank_0_gives_up(agent: Any) -> None:
+    """What an earlier rank 0 has said is not taken for its word."""
+
+    def fails(rank: int) -> str:
+        os.environ |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}  # rank 2 never comes
+        with pytest.raises(RendezvousError) as raised:
+            gradwire.init(timeout=1 if rank == 0 else 60)
+        return str(raised.value)
+
+    for each in workers(0, fails):
         assert each.error is None, each.error
+        assert "rank 2 of 3 did not appear" in each.value
+    assert [each.value for each in workers(0, train)] == [[0, 1]] * P

@@ -30,7 +30,7 @@ def test_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     launch = from_environment()
     assert launch == LaunchInfo(
-        3, 4, "torchrun", "run7", 2, 1, 2, store="torch://node0:29500", rank_0_hosts=False
+        3, 4, "torchrun", "run7", 2, 1, 2, store="torch://node0:29500", restarts=True
     )
     assert launch.several_hosts
 

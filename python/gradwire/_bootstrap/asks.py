@@ -1,0 +1,82 @@
+"""Asks: how ranks find rank 0 in a store that outlives them, where torchrun's agents restart them.
+
+An agent keeps torch's store from one start of the ranks to the next, and each agent counts restarts
+on its own: when ranks of one host fail, or a host comes or goes, the counts differ. So nothing
+tells whether an entry was left by ranks that have ended. Therefore each rank asks under a name that
+nobody has used before, and rank 0 answers under that name:
+
+    PREFIX/ask/RANK           a new name, and the address at which the rank reaches the store
+    PREFIX/answer/RANK/NAME   rank 0's endpoint, or why it gives up (`advertised_store`)
+
+What ended ranks have asked is answered too, and read by nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+
+from gradwire._bootstrap.torch_store import TorchStore
+from gradwire._errors import RendezvousError
+
+_PAUSE_SECONDS = 0.02  # between two looks for asks
+_SHARE = 4  # the least pause, in units of the time that a look takes
+
+
+def ask(store: TorchStore, prefix: str, rank: int, route: str) -> str:
+    """Asks for rank 0's endpoint; returns the key of the answer."""
+    name = secrets.token_hex(8)
+    store.set(_ask_key(prefix, rank), f"{name} {route}".encode())
+    return f"{prefix}/answer/{rank}/{name}"
+
+
+def route_in(asked: bytes) -> str:
+    """The address at which the rank that asked reaches the store."""
+    return asked.decode(errors="replace").partition(" ")[2]
+
+
+def _ask_key(prefix: str, rank: int) -> str:
+    return f"{prefix}/ask/{rank}"
+
+
+class Answers:
+    """Rank 0's answers to the other ranks, by a thread that has the `store` to itself."""
+
+    def __init__(self, store: TorchStore, prefix: str, size: int, answer: bytes) -> None:
+        """Begins to answer."""
+        self._store, self._prefix, self._peers = store, prefix, range(1, size)
+        self._answer = answer
+        self._answered: dict[int, bytes] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gradwire-answers", daemon=True)
+        self._thread.start()
+
+    def end(self, answer: bytes | None = None) -> None:
+        """Ends; with an `answer`, gives that one to all that have asked."""
+        self._stop.set()
+        self._thread.join()
+        if answer is not None:
+            self._answer = answer
+            self._answered.clear()
+            with contextlib.suppress(RendezvousError):
+                self._look()
+
+    def _run(self) -> None:
+        pause = 0.0
+        while not self._stop.wait(pause):
+            began = time.monotonic()
+            try:
+                self._look()
+            except RendezvousError:  # torch's store is gone, and the others cannot ask any more
+                return
+            pause = max(_PAUSE_SECONDS, _SHARE * (time.monotonic() - began))
+
+    def _look(self) -> None:
+        for peer in self._peers:
+            asked = self._store.find(_ask_key(self._prefix, peer))
+            if asked is not None and self._answered.get(peer) != asked:
+                name = asked.decode(errors="replace").partition(" ")[0]
+                self._store.set(f"{self._prefix}/answer/{peer}/{name}", self._answer)
+                self._answered[peer] = asked
