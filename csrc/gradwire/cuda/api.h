@@ -378,7 +378,7 @@ struct Api {
 
   // ---- threshold, topk (plugin/threshold.cu, plugin/topk.cu); units of kSparseUnit ----
   // Sets tau of the call under way where the key has no usable one. Does nothing if `density` is 0:
-  // tau is given then. `scratch` has sparse_scratch_bytes(n).
+  // tau is given then. `scratch` has threshold_scratch_bytes(units of all runs).
   Status (*threshold_prepare)(const float* x, RunFeedback, std::uint64_t n, double density,
                               void* scratch, Stream);
   // Uses the given tau if that is > 0, else the call's or, where that is not usable, one for each
@@ -400,10 +400,11 @@ struct Api {
   Status (*threshold_decode_runs)(const Run* runs, int count, const Decoding&, std::uint32_t* flags,
                                   Stream);
   Status (*topk_encode_runs)(double density, Values, std::uint64_t slot_bytes, const Run* runs,
-                             int count, const Encoding&, Stream);
+                             int count, const Encoding&, void* scratch, Stream);
   Status (*topk_decode_runs)(std::uint64_t slot_bytes, Values, const Run* runs, int count,
                              const Decoding&, std::uint32_t* flags, Stream);
-  std::size_t (*sparse_scratch_bytes)(std::uint64_t n);
+  std::size_t (*threshold_scratch_bytes)(std::uint64_t units);
+  std::size_t (*topk_scratch_bytes)(std::uint64_t units);
 
   // ---- lowrank (plugin/lowrank.cu, factors.cu, orthonormalise.cu); codec/factors.h ----
   // q := start_factor(what the last call remembers).

@@ -112,11 +112,12 @@ class OneBitCodec final : public Codec {
 class SparseCodec : public Codec {
  public:
   using Codec::Codec;
-  Slotted layout(std::uint64_t n) const override {
-    return {(n + codec::kSparseUnit - 1) / codec::kSparseUnit, slot_bytes()};
-  }
-  std::size_t scratch_bytes(std::uint64_t n) const override {
-    return aligned(api_.sparse_scratch_bytes(n));
+  using Codec::scratch_bytes;
+  Slotted layout(std::uint64_t n) const override { return {units_of(n), slot_bytes()}; }
+  std::size_t scratch_bytes(std::span<const std::uint64_t> counts) const override {
+    std::uint64_t units = 0;
+    for (const std::uint64_t each : counts) units += units_of(each);
+    return aligned(scratch_of(units));
   }
   void encode(std::span<const Run> runs, const Encoding& how, std::byte* scratch,
               std::uint32_t* flags, Stream stream) const final {
@@ -139,6 +140,10 @@ class SparseCodec : public Codec {
   }
 
  private:
+  static std::uint64_t units_of(std::uint64_t n) {
+    return (n + codec::kSparseUnit - 1) / codec::kSparseUnit;
+  }
+  virtual std::size_t scratch_of(std::uint64_t units) const = 0;
   virtual void write(std::span<const Run> runs, std::byte* out, std::byte* scratch,
                      Stream stream) const = 0;
   virtual void read(std::span<const Run> runs, const Decoding& one, std::uint32_t* flags,
@@ -178,6 +183,9 @@ class ThresholdCodec final : public SparseCodec {
   }
 
  private:
+  std::size_t scratch_of(std::uint64_t units) const override {
+    return api_.threshold_scratch_bytes(units);
+  }
   void write(std::span<const Run> runs, std::byte* out, std::byte* scratch,
              Stream stream) const override {
     check(api_,
@@ -208,10 +216,14 @@ class TopKCodec final : public SparseCodec {
   std::size_t slot_bytes() const override { return slot_bytes_; }
 
  private:
-  void write(std::span<const Run> runs, std::byte* out, std::byte*, Stream stream) const override {
+  std::size_t scratch_of(std::uint64_t units) const override {
+    return api_.topk_scratch_bytes(units);
+  }
+  void write(std::span<const Run> runs, std::byte* out, std::byte* scratch,
+             Stream stream) const override {
     check(api_,
           api_.topk_encode_runs(density_, values_, slot_bytes_, runs.data(), count(runs),
-                                {.out = out}, stream),
+                                {.out = out}, scratch, stream),
           "encoding topk");
   }
   void read(std::span<const Run> runs, const Decoding& one, std::uint32_t* flags,

@@ -31,8 +31,8 @@ class Codec {
   virtual Slotted layout(std::uint64_t) const { return {}; }
   // Returns whether the codec adapts, and so needs a KeyState even without feedback.
   virtual bool adapts() const { return false; }
-  // Returns how much scratch memory prepare() and encode() need.
-  virtual std::size_t scratch_bytes(std::uint64_t) const { return 0; }
+  // Returns how much scratch memory prepare() and encode() need for extents of these lengths.
+  virtual std::size_t scratch_bytes(std::span<const std::uint64_t> /*counts*/) const { return 0; }
 
   // Adapt the state. prepare() comes before the first encode() of a call, with the whole extent;
   // adapt() comes after the last one, with the number of elements of the whole key.
@@ -53,6 +53,9 @@ class Codec {
                       std::uint32_t* /*flags*/, Stream) const {}
 
   // The same of one run.
+  std::size_t scratch_bytes(std::uint64_t n) const {
+    return scratch_bytes(std::span<const std::uint64_t>(&n, 1));
+  }
   void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const {
     encode({&run, 1}, {.out = out}, scratch, nullptr, stream);
   }

@@ -173,9 +173,8 @@ void Communicator::begin(Call& call) {
   if (is_flagged && !in_step)
     check(api_, api_.fill(call.flags, 0, sizeof(std::uint32_t), call.stream), "cudaMemsetAsync");
   call.codec = codec_for(call.request->codec);
-  std::size_t scratch = 0;
-  for (std::uint64_t count : call.counts)
-    if (call.codec != nullptr) scratch += call.codec->scratch_bytes(count);
+  const std::size_t scratch =
+      call.codec == nullptr ? 0 : call.codec->scratch_bytes(std::span(call.counts));
   call.scratch = codec_scratch_.take(scratch, call.captured);
 }
 

@@ -23,7 +23,7 @@ class OnDevice {
       : of_(codec.definition()),
         n_(n),
         slots_((n + kUnit - 1) / kUnit, kSlotBytes),
-        scratch_(Payload(api().sparse_scratch_bytes(n)), 0) {}
+        scratch_(Payload(api().threshold_scratch_bytes((n + kUnit - 1) / kUnit)), 0) {}
 
   void prepare(const float* x, const RunFeedback& run_feedback) const {
     EXPECT_EQ(api().threshold_prepare(x, run_feedback, n_, of_.density, scratch_.data(), stream()),
@@ -88,7 +88,7 @@ TEST(CudaThreshold, SendsWhatTheCpuSends) {
   std::mt19937_64 random(1);
   for (const Family& family : kFamilies)
     for (const char* spec : {kSpecs[random() % 2], kSpecs[2 + random() % 2]}) {
-      const std::size_t lengths[] = {1, 40, kUnit - 1 - random() % 999, kUnit, kUnit + 33};
+      const std::size_t lengths[] = {1, 40, kUnit - 1 - random() % 999, kUnit, 2 * kUnit + 33};
       const std::size_t n = lengths[random() % std::size(lengths)];
       SCOPED_TRACE(std::string(spec) + ", " + family.name + ", n=" + std::to_string(n));
       Floats residual = random() % 2 == 0 ? draw(kFamilies[0], n, random) : Floats();

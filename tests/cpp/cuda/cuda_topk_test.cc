@@ -31,17 +31,17 @@ Decode decoder(const codec::Codec& codec) {
   };
 }
 
+std::size_t units_of(std::size_t n) { return (n + kUnit - 1) / kUnit; }
+
 void encode(const codec::Codec& codec, const float* x, const RunFeedback& run_feedback,
             std::size_t n, const SlotArray& slots) {
-  const DeviceArray<std::byte> scratch(Payload(api().sparse_scratch_bytes(n)), 0);
+  const DeviceArray<std::byte> scratch(Payload(api().topk_scratch_bytes(units_of(n))), 0);
   EXPECT_EQ(
       api().topk_encode(x, run_feedback, n, codec.definition().density, values_of(codec),
                         slot_bytes(codec), slots.data(), slots.sizes(), scratch.data(), stream()),
       0);
   scratch.values();
 }
-
-std::size_t units_of(std::size_t n) { return (n + kUnit - 1) / kUnit; }
 
 // One call. residual: empty without feedback, else becomes e'.
 void expect_call(const codec::Codec& codec, const Floats& x, Floats& residual,
@@ -64,7 +64,7 @@ TEST(CudaTopK, SendsWhatTheCpuSends) {
   std::mt19937_64 random(1);
   for (const Family& family : kFamilies)
     for (const char* spec : {kSpecs[random() % 4], kSpecs[4 + random() % 3]}) {
-      const std::size_t lengths[] = {1, 40, kUnit - 1 - random() % 999, kUnit, kUnit + 33};
+      const std::size_t lengths[] = {1, 40, kUnit - 1 - random() % 999, kUnit, 2 * kUnit + 33};
       const std::size_t n = lengths[random() % std::size(lengths)];
       SCOPED_TRACE(std::string(spec) + ", " + family.name + ", n=" + std::to_string(n));
       Floats residual = random() % 2 == 0 ? draw(kFamilies[0], n, random) : Floats();

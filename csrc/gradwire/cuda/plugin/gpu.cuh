@@ -28,7 +28,7 @@ inline constexpr unsigned kAllLanes = 0xFFFFFFFFU;
 // few blocks that tests cover both sides.
 #ifdef GRADWIRE_SIMULATED_CUDA
 inline constexpr std::uint64_t kMostBlocks = 3;
-inline constexpr std::uint64_t kEnoughBlocks = 1;
+inline constexpr std::uint64_t kEnoughBlocks = 2;
 #else
 inline constexpr std::uint64_t kMostBlocks = 1U << 16;
 inline constexpr std::uint64_t kEnoughBlocks = 512;

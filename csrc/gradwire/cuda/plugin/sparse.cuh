@@ -37,6 +37,17 @@ __device__ inline unsigned unit_length(std::uint64_t n, std::uint64_t unit) {
   return left < kUnit ? static_cast<unsigned>(left) : kUnit;
 }
 
+// Where there are too few units for all multiprocessors, blocks share a unit in the pass over x and
+// e: each takes a part of it, of kPartSteps steps. Another kernel then writes payloads.
+inline constexpr unsigned kPartSteps = 4;
+inline constexpr unsigned kParts = kUnitSteps / kPartSteps;
+
+constexpr bool are_shared(std::uint64_t units) { return units <= kEnoughBlocks; }
+// Returns how many units share their blocks at once, of those of a call.
+constexpr std::uint64_t shared_units(std::uint64_t units) {
+  return units < kEnoughBlocks ? units : kEnoughBlocks;
+}
+
 // A run, and the slots of its payload.
 struct SparseRun {
   const float* x;

@@ -46,6 +46,14 @@ __device__ void find_digit(unsigned k, unsigned total, SelectRoom& room) {
   __syncthreads();
 }
 
+// Takes the digit that find_digit() finds from the counts in the room, which all threads can read.
+template <unsigned kShift, unsigned kBits>
+__device__ void take_digit(Selected& so_far, SelectRoom& room) {
+  find_digit<kBits>(so_far.taken, so_far.equal, room);
+  so_far = {so_far.magnitude | room.digit << kShift, so_far.taken - room.above, room.count};
+  __syncthreads();
+}
+
 // Finds the next digit of the sought magnitude: the kBits bits from bit kShift on. each(see) calls
 // see(bits of v) for all elements, and may leave out zeros. (Each use of v masks out the sign by
 // itself: a common magnitude would stay in registers, beside v.)
@@ -60,9 +68,11 @@ __device__ void narrow(Selected& so_far, SelectRoom& room, Each each) {
     if (digit != 0 && (v & kAbove) == so_far.magnitude) atomicAdd(room.counts + digit, 1U);
   });
   __syncthreads();
-  find_digit<kBits>(so_far.taken, so_far.equal, room);
-  so_far = {so_far.magnitude | room.digit << kShift, so_far.taken - room.above, room.count};
-  __syncthreads();
+  take_digit<kShift, kBits>(so_far, room);
+}
+
+__device__ inline unsigned first_digit(std::uint32_t magnitude) {
+  return magnitude >> (2 * kDigitBits);
 }
 
 // Selects the k largest of n elements by magnitude, 1 <= k <= n. The block has kUnitThreads
@@ -71,6 +81,16 @@ template <typename Each>
 __device__ Selected select_largest(unsigned n, unsigned k, SelectRoom& room, Each each) {
   Selected found{0, k, n};
   narrow<2 * kDigitBits, kFirstDigitBits>(found, room, each);
+  narrow<kDigitBits, kDigitBits>(found, room, each);
+  narrow<0, kDigitBits>(found, room, each);
+  return found;
+}
+
+// The same where room.counts, which all threads can read, has the counts of all first digits but 0.
+template <typename Each>
+__device__ Selected select_counted(unsigned n, unsigned k, SelectRoom& room, Each each) {
+  Selected found{0, k, n};
+  take_digit<2 * kDigitBits, kFirstDigitBits>(found, room);
   narrow<kDigitBits, kDigitBits>(found, room, each);
   narrow<0, kDigitBits>(found, room, each);
   return found;

@@ -157,17 +157,15 @@ __device__ float take(const Masks& masks, unsigned step, float v, unsigned steps
   return __uint_as_float(magnitude < kInfinityBits ? __float_as_uint(left) | sign : 0);
 }
 
-constexpr unsigned kAtOnce = 4;  // steps
-
 // Sets the bits of some steps of a unit and writes what is not sent to `error`, which may be null.
 // Returns the thread's largest magnitude.
 __device__ std::uint32_t take_some(const Masks& masks, const UnitSource& source, unsigned first,
                                    float tau, float* error) {
   std::uint32_t largest = 0;
-  float v[kAtOnce];
+  float v[kPartSteps];
   source.load(first, v);
 #pragma unroll
-  for (unsigned s = 0; s < kAtOnce; ++s) {
+  for (unsigned s = 0; s < kPartSteps; ++s) {
     largest = magnitude_bits(v[s]) > largest ? magnitude_bits(v[s]) : largest;
     const float left = take(masks, first + s, v[s], source.steps, tau);
     if (error != nullptr && first + s < source.steps) error[element_of(first + s)] = left;
@@ -252,7 +250,7 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
     float* const error = unit.error();
     clear(room.payload, kSlotBytes / 4 + 1);
     std::uint32_t mine = 0;
-    for (unsigned first = 0; first < kUnitSteps; first += kAtOnce) {
+    for (unsigned first = 0; first < kUnitSteps; first += kPartSteps) {
       const std::uint32_t its =
           take_some({room.hits, room.negative}, source, first, unit.tau, error);
       mine = its > mine ? its : mine;
@@ -261,20 +259,13 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
   }
 }
 
-// ---- encode, where a unit is shared by blocks
-// ----------------------------------------------------
-
-constexpr unsigned kParts = kUnitSteps / kAtOnce;  // of a unit: each is one block's
+// ---- encode, where blocks share a unit ----------------------------------------------------------
 
 // What the blocks of a unit find: masks, and the largest magnitude of each part.
 struct SharedUnit {
   std::uint32_t hits[kUnitWords], negative[kUnitWords];
   std::uint32_t largest[kParts];
 };
-
-constexpr std::uint64_t shared_units(std::uint64_t units) {
-  return units < kEnoughBlocks ? units : kEnoughBlocks;
-}
 
 __global__ void __launch_bounds__(kUnitThreads, 2)
     take_parts(const __grid_constant__ ThresholdEncoder of, SharedUnit* units) {
@@ -284,7 +275,7 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
     const Unit unit(of, tile);
     const std::uint32_t largest =
         block_largest(take_some({units[tile].hits, units[tile].negative}, unit.source(),
-                                part * kAtOnce, unit.tau, unit.error()));
+                                part * kPartSteps, unit.tau, unit.error()));
     if (threadIdx.x == 0) units[tile].largest[part] = largest;
   }
 }
@@ -324,7 +315,7 @@ Status encode_all(float tau, double density, std::vector<SparseRun>& runs, void*
           const Status status = launch(choose_unit_taus, batch.tiles(), kUnitThreads, stream, of);
           if (status != 0) return status;
         }
-        if (batch.tiles() > kEnoughBlocks)
+        if (!are_shared(batch.tiles()))
           return launch(encode, batch.tiles(), kUnitThreads, stream, of);
         const Status status =
             launch(take_parts, batch.tiles() * kParts, kUnitThreads, stream, of, shared);
@@ -413,10 +404,10 @@ Status threshold_decode(Slots in, std::uint64_t n, float* y, bool add, std::uint
   return decode_one<Signs>(in, kSlotBytes, n, y, add, flags, stream);
 }
 
-std::size_t sparse_scratch_bytes(std::uint64_t n) {
-  const std::uint64_t samples = samples_of(n) * sizeof(std::uint32_t);
-  const std::uint64_t taus = units_of(n) * sizeof(float);
-  return aligned(samples > taus ? samples : taus) + shared_units(units_of(n)) * sizeof(SharedUnit);
+std::size_t threshold_scratch_bytes(std::uint64_t units) {
+  const std::uint64_t samples = (units < kMostSamples / kUnit ? units * kUnit : kMostSamples) * 4;
+  const std::uint64_t taus = units * sizeof(float);
+  return aligned(samples > taus ? samples : taus) + shared_units(units) * sizeof(SharedUnit);
 }
 
 }  // namespace
@@ -428,7 +419,7 @@ void fill_threshold(Api& api) {
   api.threshold_decode = threshold_decode;
   api.threshold_encode_runs = threshold_encode_runs;
   api.threshold_decode_runs = threshold_decode_runs;
-  api.sparse_scratch_bytes = sparse_scratch_bytes;
+  api.threshold_scratch_bytes = threshold_scratch_bytes;
 }
 
 }  // namespace gradwire::cuda

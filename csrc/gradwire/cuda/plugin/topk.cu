@@ -1,5 +1,6 @@
 // topk (codec/topk.cc), encoded in one pass over x and e. A block keeps its unit of v in registers
-// while it finds the largest elements.
+// while it finds the largest elements. Where there are too few units for all multiprocessors,
+// several blocks share a unit in that pass, and another kernel finds its largest elements.
 #include <vector>
 
 #include "gradwire/cuda/plugin/block.cuh"
@@ -131,15 +132,11 @@ __device__ void write_errors(const EncodeRoom& room, const float (&v)[kUnitSteps
   }
 }
 
-// Writes the payload of a unit, its k largest elements. Returns its bytes.
+// Writes the payload of a unit, its largest elements as found. Returns its bytes.
 template <typename As>
 __device__ unsigned write_unit(EncodeRoom& room, const float (&v)[kUnitSteps],
-                               const UnitSource& source, unsigned k, std::byte* out) {
+                               const UnitSource& source, const Selected& found, std::byte* out) {
   const unsigned n = source.n;
-  const Selected found = select_largest(n, k, room.select, [&](auto see) {
-#pragma unroll
-    for (float each : v) see(__float_as_uint(each));
-  });
   clear(room.payload, kStagedBytes / 4 + 2);
   mark_largest(room, v, source.steps, found);
   __syncthreads();
@@ -158,65 +155,194 @@ __device__ unsigned write_unit(EncodeRoom& room, const float (&v)[kUnitSteps],
   return bytes;
 }
 
+__device__ unsigned write_not_finite(std::byte* out) {
+  if (threadIdx.x == 0) *out = static_cast<std::byte>(head_of(codec::PositionFormat::kNotFinite));
+  return 1;
+}
+
 struct TopKEncoder {
   Batch<SparseRun> runs;
   std::uint64_t slot_bytes;
   Shares shares[kMostRuns];
 };
 
+// A unit of a run.
+struct Unit {
+  unsigned r;  // the run's number
+  const SparseRun& run;
+  std::uint64_t number;
+
+  __device__ Unit(const TopKEncoder& of, std::uint64_t tile)
+      : r(of.runs.find(tile)), run(of.runs.at[r]), number(tile - of.runs.first[r]) {}
+  __device__ UnitSource source() const {
+    return UnitSource(run.x, residual_of(run.run_feedback), run.n, number);
+  }
+  // Null where no errors are kept.
+  __device__ float* error() const {
+    float* const errors = next_residual(run.run_feedback);
+    return errors == nullptr ? nullptr : errors + number * kUnit;
+  }
+};
+
 template <typename As>
 __global__ void __launch_bounds__(kUnitThreads, 1) encode(const __grid_constant__ TopKEncoder of) {
   __shared__ EncodeRoom room;
   for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
-    const unsigned r = of.runs.find(tile);
-    const SparseRun& run = of.runs.at[r];
-    const std::uint64_t unit = tile - of.runs.first[r];
-    float* errors = next_residual(run.run_feedback);
-    const UnitSource source(run.x, residual_of(run.run_feedback), run.n, unit);
+    const Unit unit(of, tile);
+    const UnitSource source = unit.source();
+    float* const error = unit.error();
     float v[kUnitSteps];
     source.load(0, v);
     bool finite = true;
 #pragma unroll
     for (float each : v) finite = finite && is_finite(each);
-    std::byte* const slot = run.out + unit * of.slot_bytes;
-    unsigned bytes = 1;
+    std::byte* const slot = unit.run.out + unit.number * of.slot_bytes;
+    unsigned bytes = 0;
     room.hits[threadIdx.x] = 0;
-    if (__syncthreads_or(finite ? 0 : 1) == 0)
-      bytes = write_unit<As>(room, v, source, of.shares[r].of(source.n), slot);
-    else if (threadIdx.x == 0)
-      *slot = static_cast<std::byte>(head_of(codec::PositionFormat::kNotFinite));
-    if (errors != nullptr) write_errors<As>(room, v, source.steps, errors + unit * kUnit);
-    if (threadIdx.x == 0) run.sizes[unit] = bytes;
+    if (__syncthreads_or(finite ? 0 : 1) == 0) {
+      const Selected found =
+          select_largest(source.n, of.shares[unit.r].of(source.n), room.select, [&](auto see) {
+#pragma unroll
+            for (float each : v) see(__float_as_uint(each));
+          });
+      bytes = write_unit<As>(room, v, source, found, slot);
+    } else {
+      bytes = write_not_finite(slot);
+    }
+    if (error != nullptr) write_errors<As>(room, v, source.steps, error);
+    if (threadIdx.x == 0) unit.run.sizes[unit.number] = bytes;
+    __syncthreads();  // nobody reads the room any more
+  }
+}
+
+// ---- encode, where blocks share a unit ----------------------------------------------------------
+
+// What the blocks of a unit count in their parts: the elements of each first digit but 0. Two
+// counts are in a word, and so is the sum of all parts.
+struct UnitCounts {
+  std::uint32_t of_part[kParts][kUnitThreads];
+};
+static_assert(2 * kUnitThreads == 1U << kFirstDigitBits && kUnit < 1U << 16);
+
+// Counts digits and, where errors are kept, writes v to e'.
+__global__ void __launch_bounds__(kUnitThreads, 2)
+    count_parts(const __grid_constant__ TopKEncoder of, UnitCounts* units) {
+  __shared__ std::uint32_t counts[1U << kFirstDigitBits];
+  for (std::uint64_t i = blockIdx.x; i < of.runs.tiles() * kParts; i += gridDim.x) {
+    const std::uint64_t tile = i / kParts;
+    const auto part = static_cast<unsigned>(i % kParts);
+    const Unit unit(of, tile);
+    const UnitSource source = unit.source();
+    float* const error = unit.error();
+    clear(counts, 1U << kFirstDigitBits);
+    __syncthreads();
+    float v[kPartSteps];
+    source.load(part * kPartSteps, v);
+#pragma unroll
+    for (unsigned s = 0; s < kPartSteps; ++s) {
+      const unsigned step = part * kPartSteps + s, digit = first_digit(magnitude_bits(v[s]));
+      if (digit != 0) atomicAdd(counts + digit, 1U);
+      if (error != nullptr && step < source.steps)
+        error[element_of(step)] = is_finite(v[s]) ? v[s] : 0;
+    }
+    __syncthreads();
+    units[tile].of_part[part][threadIdx.x] = counts[2 * threadIdx.x] | counts[2 * threadIdx.x + 1]
+                                                                           << 16;
+    __syncthreads();  // nobody reads the counts any more
+  }
+}
+
+// Adds up the counts of a unit's parts. Returns whether all of its elements are finite. The room
+// may be read afterwards.
+__device__ bool join_counts(SelectRoom& room, const UnitCounts& of) {
+  std::uint32_t both = 0;
+#pragma unroll
+  for (unsigned part = 0; part < kParts; ++part) both += of.of_part[part][threadIdx.x];
+  room.counts[2 * threadIdx.x] = both & 0xFFFFU;
+  room.counts[2 * threadIdx.x + 1] = both >> 16;
+  const bool finite = 2 * threadIdx.x < first_digit(kInfinityBits) || both == 0;
+  return __syncthreads_or(finite ? 0 : 1) == 0;
+}
+static_assert(kInfinityBits % (2U << (2 * kDigitBits)) == 0);
+
+// Writes the errors of the elements that are sent; those of the others are there.
+template <typename As>
+__device__ void write_sent_errors(const EncodeRoom& room, const float (&v)[kUnitSteps],
+                                  float* error) {
+#pragma unroll
+  for (unsigned s = 0; s < kUnitSteps; ++s)
+    if (has_bit(room.hits[mask_word(s)])) error[element_of(s)] = As::lost(v[s], As::narrow(v[s]));
+}
+
+template <typename As>
+__global__ void __launch_bounds__(kUnitThreads, 1)
+    write_shared(const __grid_constant__ TopKEncoder of, const UnitCounts* units) {
+  __shared__ EncodeRoom room;
+  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
+    const Unit unit(of, tile);
+    float* const error = unit.error();
+    UnitSource source = unit.source();
+    if (error != nullptr) source.x = error;
+    source.residual = nullptr;
+    float v[kUnitSteps];
+    source.load(0, v);
+    std::byte* const slot = unit.run.out + unit.number * of.slot_bytes;
+    unsigned bytes = 0;
+    if (join_counts(room.select, units[tile])) {
+      const Selected found =
+          select_counted(source.n, of.shares[unit.r].of(source.n), room.select, [&](auto see) {
+#pragma unroll
+            for (float each : v) see(__float_as_uint(each));
+          });
+      bytes = write_unit<As>(room, v, source, found, slot);
+      if (error != nullptr) write_sent_errors<As>(room, v, error);
+    } else {
+      bytes = write_not_finite(slot);
+    }
+    if (threadIdx.x == 0) unit.run.sizes[unit.number] = bytes;
     __syncthreads();  // nobody reads the room any more
   }
 }
 
 Status encode_all(double density, Values values, std::uint64_t slot_bytes, const SparseRun* runs,
-                  int count, Stream stream) {
+                  int count, void* scratch, Stream stream) {
+  auto* const counts = static_cast<UnitCounts*>(scratch);
   return in_batches(
       runs, count, [](const SparseRun& run) { return run; }, units_of_run,
       [&](const Batch<SparseRun>& batch) {
         TopKEncoder of{batch, slot_bytes, {}};
         for (unsigned i = 0; i < batch.count; ++i) of.shares[i] = Shares(density, batch.at[i].n);
+        const bool shared = are_shared(batch.tiles());
+        if (shared)
+          if (const Status status =
+                  launch(count_parts, batch.tiles() * kParts, kUnitThreads, stream, of, counts);
+              status != 0)
+            return status;
         return with_values(values, [&](auto as) {
-          return launch(encode<decltype(as)>, batch.tiles(), kUnitThreads, stream, of);
+          using As = decltype(as);
+          return shared ? launch(write_shared<As>, batch.tiles(), kUnitThreads, stream, of, counts)
+                        : launch(encode<As>, batch.tiles(), kUnitThreads, stream, of);
         });
       });
 }
 
 Status topk_encode_runs(double density, Values values, std::uint64_t slot_bytes, const Run* runs,
-                        int count, const Encoding& how, Stream stream) {
+                        int count, const Encoding& how, void* scratch, Stream stream) {
   if (how.received.count > 0 || how.finishes) return cudaErrorInvalidValue;
   std::vector<SparseRun> made;
   for (int i = 0; i < count; ++i) made.push_back(sparse_run(runs[i], how.out));
-  return encode_all(density, values, slot_bytes, made.data(), count, stream);
+  return encode_all(density, values, slot_bytes, made.data(), count, scratch, stream);
 }
 
 Status topk_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, double density,
                    Values values, std::uint64_t slot_bytes, std::byte* out, std::uint32_t* sizes,
-                   void*, Stream stream) {
+                   void* scratch, Stream stream) {
   const SparseRun run{x, run_feedback, out, sizes, nullptr, n};
-  return encode_all(density, values, slot_bytes, &run, 1, stream);
+  return encode_all(density, values, slot_bytes, &run, 1, scratch, stream);
+}
+
+std::size_t topk_scratch_bytes(std::uint64_t units) {
+  return shared_units(units) * sizeof(UnitCounts);
 }
 
 // ---- decode ------------------------------------------------------------------------------------
@@ -262,6 +388,7 @@ void fill_topk(Api& api) {
   api.topk_encode = topk_encode;
   api.topk_decode = topk_decode;
   api.topk_encode_runs = topk_encode_runs;
+  api.topk_scratch_bytes = topk_scratch_bytes;
   api.topk_decode_runs = topk_decode_runs;
 }
 
