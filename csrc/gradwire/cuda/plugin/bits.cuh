@@ -58,6 +58,19 @@ __device__ inline std::uint32_t load_word(const std::byte* at, std::uint64_t byt
   return word;
 }
 
+// Transposes the words of a warp: bit i of lane l becomes bit l of lane i.
+__device__ inline std::uint32_t transpose(std::uint32_t word) {
+  std::uint32_t low = 0x0000FFFFU;
+#pragma unroll
+  for (unsigned by = kWarp / 2; by > 0; by /= 2, low ^= low << by) {
+    const std::uint32_t other = __shfl_xor_sync(kAllLanes, word, by);
+    const bool upper = (threadIdx.x & by) != 0;
+    const std::uint32_t keep = upper ? ~low : low;
+    word = (word & keep) | (__funnelshift_r(other, other, upper ? by : kWarp - by) & ~keep);
+  }
+  return word;
+}
+
 // The Elias gamma code of a run's length (codec/onebit.cc): floor(log2(length)), the number of the
 // code's bits, and the code.
 __device__ inline std::uint32_t run_digits(std::uint32_t length) {

@@ -199,6 +199,30 @@ struct ReceivedRoom {
 template <bool kAlone>
 struct ReceivedRoom<false, kAlone> {};
 
+// Adds the means that a lane's signs stand for.
+__device__ void add_signs(std::uint32_t signs, Means means, float (&v)[kCount]) {
+#pragma unroll
+  for (unsigned i = 0; i < kCount; ++i)
+    v[i] = v[i] + ((signs >> i & 1U) != 0 ? means.minus : means.plus);
+}
+
+// Adds a block that may have a mask, or means that are not finite.
+template <bool kAlone>
+__device__ std::uint32_t add_masked(const Group& group, const Unit& here, std::uint32_t n,
+                                    Team<kAlone> team, GroupRoom<kAlone>& room,
+                                    float (&v)[kCount]) {
+  const std::uint32_t flags = unpack(group, n, team, room, [&](unsigned) { return here; });
+  const Means means = room.means[0];
+  const std::uint32_t signs = transpose(room.signs[0][team.rank()]);
+  const std::uint32_t present = transpose(room.present[0][team.rank()]);
+#pragma unroll
+  for (unsigned i = 0; i < kCount; ++i) {
+    const float mean = (signs >> i & 1U) != 0 ? means.minus : means.plus;
+    v[i] = v[i] + ((present >> i & 1U) != 0 ? mean : 0);
+  }
+  return flags;
+}
+
 // Adds a block of each payload in turn to v, of which a lane has every 32nd element. Returns the
 // flags to set; where a payload is refused, v becomes NaN.
 template <bool kAlone>
@@ -206,28 +230,20 @@ __device__ std::uint32_t add_received(const Encoder& of, const OneBitRun& run, s
                                       std::uint32_t n, Team<kAlone> team, GroupRoom<kAlone>& room,
                                       float (&v)[kCount]) {
   std::uint32_t flags = 0;
+  const std::byte* slot = run.in + unit * of.slot_bytes;
+  Plane next = load_slot(slot, n, team.rank());
   for (int j = 0; j < of.received; ++j) {
-    const Slots slots{run.in + static_cast<std::uint64_t>(j) * of.stride, nullptr};
-    const Unit here = unit_of(slots, unit, of.slot_bytes);
+    const Unit here{slot, of.slot_bytes, false};
     Group group{};
     group.count = 1;
-    group.planes[0] = load_plane(here, n, team.rank());
-    group.refused = here.holds(kHeader + bytes_of_bits(n)) ? 0 : 1U;
-    const Means sent = group.planes[0].means, means = sent.decoded();
-    std::uint32_t signs = group.planes[0].word, present = ~0U;
-    if (sent.masked()) {
-      flags |= unpack(group, n, team, room, [&](unsigned) { return here; });
-      signs = room.signs[0][team.rank()];
-      present = room.present[0][team.rank()];
-    } else {
-      flags |= (group.refused != 0 ? kRefused : 0U) | (sent.finite() ? 0U : kNotFinite);
-    }
-#pragma unroll
-    for (unsigned i = 0; i < kCount; ++i) {
-      const bool negative = (__shfl_sync(kAllLanes, signs, i) >> team.lane() & 1U) != 0;
-      const bool there = (__shfl_sync(kAllLanes, present, i) >> team.lane() & 1U) != 0;
-      v[i] = v[i] + (there ? (negative ? means.minus : means.plus) : 0);
-    }
+    group.planes[0] = next;
+    slot += of.stride;
+    if (j + 1 < of.received) next = load_slot(slot, n, team.rank());
+    const Means sent = group.planes[0].means;
+    if (sent.usual())
+      add_signs(transpose(group.planes[0].word), sent.decoded(), v);
+    else
+      flags |= add_masked(group, here, n, team, room, v);
   }
   const bool refused = (flags & kRefused) != 0;
 #pragma unroll

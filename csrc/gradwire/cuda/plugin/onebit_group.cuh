@@ -36,12 +36,16 @@ __device__ inline Unit unit_of(const Slots& payload, std::uint64_t unit, std::ui
 
 // The means of a block as they are sent. Their signs also say whether the block has a mask, and
 // whether that is written as runs.
-struct Means {
+struct alignas(2 * sizeof(float)) Means {
   float plus, minus;
 
   __device__ bool masked() const { return is_negative(plus); }
   __device__ bool has_runs() const { return masked() && !is_negative(minus); }
   __device__ bool finite() const { return is_finite(plus) && is_finite(minus); }
+  // Returns whether all is as in nearly every block: no mask, and finite.
+  __device__ bool usual() const {
+    return __float_as_uint(plus) < kInfinityBits && magnitude_bits(minus) < kInfinityBits;
+  }
 
   // Returns the values that elements decode to; they are never -0, as on CPUs.
   __device__ Means decoded() const {
@@ -69,6 +73,12 @@ __device__ inline Plane load_plane(const Unit& unit, std::uint32_t n, unsigned r
     return at < unit.bytes ? __uint_as_float(load_word(unit.at + at, unit.bytes - at)) : 0;
   };
   return {{value(0), value(sizeof(float))}, unit.word(rank)};
+}
+
+// The same of a block in a slot, which is aligned and has room for any block.
+__device__ inline Plane load_slot(const std::byte* slot, std::uint32_t n, unsigned rank) {
+  const auto* const words = reinterpret_cast<const std::uint32_t*>(slot + kHeader);
+  return {*reinterpret_cast<const Means*>(slot), rank < (n + 31) / 32 ? words[rank] : 0};
 }
 
 // One block of each payload of a group.

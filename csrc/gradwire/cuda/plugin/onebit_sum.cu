@@ -1,7 +1,9 @@
 // onebit's decoder (codec/onebit.cc defines it): it adds up to kAtOnce payloads in one pass. As the
 // definition says, four payloads are added to each other before their sum is added to others. Where
 // none of the four has a mask, an element can have only 16 sums; these are computed once a block
-// and looked up by the elements' signs.
+// and looked up by the elements' signs. A kernel that adds many payloads is bound by the rate at
+// which instructions are issued, so payloads in slots, which are aligned and large enough, have a
+// path of their own, on which nothing is checked but the means.
 #include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/onebit_group.cuh"
@@ -22,6 +24,7 @@ struct SumRun {
 
 // Payloads of which each unit has a slot; payload p is p · stride bytes behind the first.
 struct Strided {
+  static constexpr bool kInSlots = true;
   std::uint64_t stride;
   __device__ Slots of(const SumRun& run, unsigned p) const {
     return {run.in + p * stride, nullptr};
@@ -29,6 +32,7 @@ struct Strided {
 };
 // Payloads of one run, anywhere.
 struct Anywhere {
+  static constexpr bool kInSlots = false;
   Slots at[kAtOnce];
   __device__ Slots of(const SumRun&, unsigned p) const { return at[p]; }
 };
@@ -76,8 +80,8 @@ __device__ void fill(SumTable& table, const Group& group, unsigned lane) {
   float sum = 0;
 #pragma unroll
   for (unsigned p = 0; p < kGroup; ++p) {
-    const Means means = group.planes[p].means.decoded();
-    const float value = (lane >> p & 1U) != 0 ? means.minus : means.plus;
+    const Means means = group.planes[p].means;
+    const float value = 0 + ((lane >> p & 1U) != 0 ? means.minus : means.plus);  // as decoded()
     if (p < group.count) sum = p == 0 ? value : sum + value;
   }
   __syncwarp();  // nobody reads the old contents any more
@@ -151,30 +155,33 @@ struct Block {
     return unit_of(of.payloads.of(run, p), unit, of.slot_bytes);
   }
 
-  // Loads the group of payloads that begins with payload `first`.
-  __device__ Group load(unsigned first) const {
+  // Loads the group of payloads that begins with payload `first`, and `slot` with its slot, where
+  // they are in slots; `slot` then is the next group's.
+  __device__ Group load(unsigned first, const std::byte*& slot) const {
     Group group{};
     const unsigned left = of.count <= first ? 0 : of.count - first;
     group.count = left < of.together ? left : of.together;
 #pragma unroll
     for (unsigned p = 0; p < kGroup; ++p) {
       if (p >= group.count) continue;
-      const Unit here = unit_at(first + p);
-      group.planes[p] = load_plane(here, n, team.rank());
-      group.refused |= here.holds(kHeader + bytes_of_bits(n)) ? 0 : 1U << p;
+      if constexpr (Source::kInSlots) {
+        group.planes[p] = load_slot(slot, n, team.rank());
+        slot += of.payloads.stride;
+      } else {
+        const Unit here = unit_at(first + p);
+        group.planes[p] = load_plane(here, n, team.rank());
+        group.refused |= here.holds(kHeader + bytes_of_bits(n)) ? 0 : 1U << p;
+      }
     }
     return group;
   }
 
   // Adds the sums of a group to acc. Returns the flags to set.
   __device__ std::uint32_t add(const Group& group, unsigned first, float (&acc)[kCount]) const {
-    bool masked = false, finite = true;
+    bool usual = true;
 #pragma unroll
-    for (unsigned p = 0; p < kGroup; ++p) {
-      masked = masked || group.planes[p].means.masked();
-      finite = finite && group.planes[p].means.finite();
-    }
-    if (masked) {
+    for (unsigned p = 0; p < kGroup; ++p) usual = usual && group.planes[p].means.usual();
+    if (!usual) {
       const std::uint32_t flags =
           unpack(group, n, team, room, [&](unsigned p) { return unit_at(first + p); });
       add_masked(room, group.count, team.warp() * kWarp, share, acc);
@@ -182,7 +189,7 @@ struct Block {
     }
     fill(table, group, team.lane());
     add_table<kWide>(table, team.lane(), acc);
-    return (group.refused != 0 ? kRefused : 0U) | (finite ? 0U : kNotFinite);
+    return group.refused != 0 ? kRefused : 0U;
   }
 
   __device__ void sum() const {
@@ -194,18 +201,30 @@ struct Block {
     for (unsigned i = 0; i < kCount; ++i) acc[i] = 0;
     if (of.add) share.load(y, inside, acc);
     std::uint32_t flags = 0;
-    Group group = load(0);
+    const std::byte* slot = unit_at(0).at;
+    Group group = load(0, slot);
     for (unsigned first = 0; first < of.count; first += of.together) {
-      const Group next = load(first + of.together);  // loads while the group before it is added
+      const Group next = load(first + of.together, slot);  // while the group before it is added
       flags |= add(group, first, acc);
       group = next;
     }
-    const bool refused = (flags & kRefused) != 0;
-#pragma unroll
-    for (unsigned i = 0; i < kCount; ++i)
-      acc[i] = refused ? quiet_nan<float>() : canonical(acc[i] * of.factor);
+    finish(acc, (flags & kRefused) != 0);
     share.store(y, inside, acc);
     if (flags != 0 && team.rank() == 0) set_flag(of.flags, flags);
+  }
+
+ private:
+  // Multiplies by the factor. All of a refused block becomes NaN, and any NaN the CPU's.
+  __device__ void finish(float (&acc)[kCount], bool refused) const {
+    bool number = !refused;
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i) {
+      acc[i] = acc[i] * of.factor;
+      number = number && acc[i] == acc[i];
+    }
+    if (number) return;
+#pragma unroll
+    for (unsigned i = 0; i < kCount; ++i) acc[i] = refused ? quiet_nan<float>() : canonical(acc[i]);
   }
 };
 
