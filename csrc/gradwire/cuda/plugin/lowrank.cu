@@ -148,7 +148,10 @@ Status left_factor(const float* x, RunFeedback run_feedback, float* v, const flo
 // ---- q = vᵀ·p: sums along columns --------------------------------------------------------------
 // A block has a strip of columns, from the first row to the last, and up to 16 factors. A tile has
 // as many groups of eight rows as there are threads for them; each thread sums one group of one
-// column. These sums are added to those of the columns group by group, four factors at a time.
+// column. These sums are added to those of the columns group by group, four factors at a time,
+// which takes the one barrier: the sums have two places, taken in turn, so that the next ones are
+// written while these are read. What a tile needs of p is loaded one tile ahead, and stored where a
+// barrier follows before it is read.
 
 constexpr unsigned kGroup = 8;  // rows
 constexpr unsigned kRightThreads = 512;
@@ -158,24 +161,46 @@ template <unsigned kFactors, unsigned kWide>
 struct RightTile {
   static constexpr unsigned kGroups = kRightThreads / kWide;
   static constexpr unsigned kRows = kGroups * kGroup;
+  // With four factors there is one barrier a tile, so the next tile's values need another place.
+  static constexpr unsigned kPlaces = kFactors == 4 ? 2 : 1;
+  // The sums have two places where a kernel's 48 KB of shared memory have room for them.
+  static constexpr unsigned kTurns = kFactors == 16 && kWide == 8 ? 1 : 2;
   // Values of p times kHeadroom. The padding of one per group puts a warp's groups into different
   // banks.
-  Four picked[kFactors / 4][kGroups][kGroup + 1];
-  float sums[4][kRightThreads + kWide];  // padded likewise, for the four factors
+  Four picked[kPlaces][kFactors / 4][kGroups][kGroup + 1];
+  float sums[kTurns][4][kRightThreads + kWide];  // padded likewise, for the four factors
 };
 
+// A thread's part of what a tile needs of p.
 template <unsigned kFactors, unsigned kWide>
-__device__ void stage(RightTile<kFactors, kWide>& tile, const float* p, std::uint64_t first_factor,
-                      std::uint64_t first, Matrix of) {
-  constexpr unsigned kRows = RightTile<kFactors, kWide>::kRows;
-  for (unsigned i = threadIdx.x; i < kRows * (kFactors / 4); i += kRightThreads) {
-    const unsigned row = i % kRows;
-    Four four = load_four(p, first_factor + i / kRows * 4, of.rank, first + row, of.rows);
+class Picked {
+ public:
+  __device__ void load(const float* p, std::uint64_t first_factor, std::uint64_t first, Matrix of) {
 #pragma unroll
-    for (float& each : four.value) each *= codec::kHeadroom;
-    tile.picked[i / kRows][row / kGroup][row % kGroup] = four;
+    for (unsigned k = 0; k < kEach; ++k) {
+      const unsigned i = threadIdx.x + k * kRightThreads, row = i % kRows;
+      if (i < kAll)
+        own_[k] = load_four(p, first_factor + i / kRows * 4, of.rank, first + row, of.rows);
+    }
   }
-}
+  __device__ void store(RightTile<kFactors, kWide>& tile, unsigned place) const {
+#pragma unroll
+    for (unsigned k = 0; k < kEach; ++k) {
+      const unsigned i = threadIdx.x + k * kRightThreads, row = i % kRows;
+      if (i >= kAll) continue;
+      Four four = own_[k];
+#pragma unroll
+      for (float& each : four.value) each *= codec::kHeadroom;
+      tile.picked[place][i / kRows][row / kGroup][row % kGroup] = four;
+    }
+  }
+
+ private:
+  static constexpr unsigned kRows = RightTile<kFactors, kWide>::kRows;
+  static constexpr unsigned kAll = kRows * (kFactors / 4);
+  static constexpr unsigned kEach = (kAll + kRightThreads - 1) / kRightThreads;
+  Four own_[kEach] = {};
+};
 
 // Loads a group: eight rows of one column, 0 beyond the matrix.
 __device__ void load_group(const float* v, std::uint64_t row, std::uint64_t column, Matrix of,
@@ -186,35 +211,40 @@ __device__ void load_group(const float* v, std::uint64_t row, std::uint64_t colu
 }
 
 template <unsigned kFactors, unsigned kWide>
-__device__ void sum_group(const RightTile<kFactors, kWide>& tile, unsigned group,
+__device__ void sum_group(const RightTile<kFactors, kWide>& tile, unsigned place, unsigned group,
                           const float (&values)[kGroup], float (&sums)[kFactors]) {
 #pragma unroll
   for (unsigned r = 0; r < kGroup; ++r)
 #pragma unroll
     for (unsigned k = 0; k < kFactors; k += 4) {
-      const Four factor = tile.picked[k / 4][group][r];
+      const Four factor = tile.picked[place][k / 4][group][r];
 #pragma unroll
       for (unsigned f = 0; f < 4; ++f) sums[k + f] += values[r] * factor.value[f];
     }
 }
 
 // Adds the sums of all groups to whole[] of the first 4 · kWide threads: whole[i] of thread t is of
-// column t % kWide and of factor 4 i + t / kWide.
-template <unsigned kFactors, unsigned kWide>
+// column t % kWide and of factor 4 i + t / kWide. Calls stored() where nobody reads the only place
+// of p's values any more; a barrier follows. `turn` is the place of the sums.
+template <unsigned kFactors, unsigned kWide, typename Stored>
 __device__ void join(RightTile<kFactors, kWide>& tile, const float (&sums)[kFactors],
-                     float (&whole)[kFactors / 4]) {
+                     float (&whole)[kFactors / 4], unsigned& turn, Stored stored) {
 #pragma unroll
   for (unsigned k = 0; k < kFactors; k += 4) {
 #pragma unroll
-    for (unsigned f = 0; f < 4; ++f) tile.sums[f][threadIdx.x] = sums[k + f];
+    for (unsigned f = 0; f < 4; ++f) tile.sums[turn][f][threadIdx.x] = sums[k + f];
     __syncthreads();
+    if (k == 0) stored();
     if (threadIdx.x < 4 * kWide) {
-      const float* found = tile.sums[threadIdx.x / kWide] + threadIdx.x % kWide;
+      const float* found = tile.sums[turn][threadIdx.x / kWide] + threadIdx.x % kWide;
 #pragma unroll 8
       for (unsigned group = 0; group < RightTile<kFactors, kWide>::kGroups; ++group)
         whole[k / 4] += found[group * kWide];
     }
-    __syncthreads();
+    if constexpr (RightTile<kFactors, kWide>::kTurns == 2)
+      turn ^= 1;
+    else
+      __syncthreads();
   }
 }
 
@@ -238,21 +268,29 @@ __global__ void __launch_bounds__(kRightThreads, kFactors <= 8 ? 2 : 1)
   __shared__ Tile tile;
   const std::uint64_t parts = blocks_for(of.rank, kFactors);
   const unsigned group = threadIdx.x / kWide;
+  unsigned turn = 0;
   for (std::uint64_t b = blockIdx.x; b < blocks_for(of.columns, kWide) * parts; b += gridDim.x) {
     const std::uint64_t first = b / parts * kWide, factor = b % parts * kFactors;
     const std::uint64_t column = first + threadIdx.x % kWide;
     float whole[kFactors / 4] = {};
     float next[kGroup];
+    Picked<kFactors, kWide> picked;
     load_group(v, group * kGroup, column, of, next);
+    picked.load(p, factor, 0, of);
+    picked.store(tile, 0);
+    __syncthreads();
+    unsigned place = 0;
     for (std::uint64_t i = 0; i < of.rows; i += Tile::kRows) {
       float values[kGroup], sums[kFactors] = {};
 #pragma unroll
       for (unsigned r = 0; r < kGroup; ++r) values[r] = next[r];
       load_group(v, i + Tile::kRows + group * kGroup, column, of, next);
-      stage(tile, p, factor, i, of);
-      __syncthreads();
-      sum_group(tile, group, values, sums);
-      join(tile, sums, whole);
+      picked.load(p, factor, i + Tile::kRows, of);
+      sum_group(tile, place, group, values, sums);
+      if constexpr (Tile::kPlaces == 2) picked.store(tile, place ^= 1);
+      join(tile, sums, whole, turn, [&] {
+        if constexpr (Tile::kPlaces == 1) picked.store(tile, 0);
+      });
     }
     write_columns<kFactors, kWide>(whole, q, factor, first, of);
   }
