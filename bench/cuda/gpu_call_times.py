@@ -1,13 +1,15 @@
 """What calls from Python take on GPUs: two and four processes on one GPU.
 
 A stage of bench/gpu.py. Ranks exchange messages over NCCL where it lets ranks share a GPU, else by
-way of the host. `host_seconds` is the time until a call returns, `seconds` that between two
-results, and `launches` the kernels and copies of one call, NCCL's among them. NCCL's own
-all_reduce, as algorithm="nccl", is what the others are compared with.
+way of the host. Two ranks also try NCCL communicators that block (GRADWIRE_NCCL_BLOCKING), for
+which NCCL starts no thread for each group. `host_seconds` is the time until a call returns,
+`seconds` that between two results, and `launches` the kernels and copies of one call, NCCL's among
+them. NCCL's own all_reduce, as algorithm="nccl", is what the others are compared with.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -23,6 +25,7 @@ from bench.cuda.gpu_rows import Row, tell
 sys.path.append(str(gpu_arrays.TESTS))
 import ranks
 
+BLOCKING = "nccl, blocking"
 SIZES = (4, 1 << 20, 25 << 20)  # bytes
 _TURNS, _CALLS = 5, 10
 
@@ -49,23 +52,22 @@ CALLS = (
 def main() -> int:
     """Prints the rows and times."""
     nccl = nccl_version()
-    for links in ("nccl", "host") if nccl else ("host",):
-        for p in (2, 4):
-            with Row(f"times of calls over {links}", f"p={p}") as row:
-                told = ranks.run(
-                    p, _times, links, nccl, transport="tcp", processes=True, timeout=30
-                )
-                for each in told[0]:
-                    tell(**each)
-                row.expect(told[0], "nothing was timed")
+    over_nccl = [("nccl", 2), (BLOCKING, 2), ("nccl", 4)] if nccl else []
+    for links, p in [*over_nccl, ("host", 2), ("host", 4)]:
+        with Row(f"times of calls over {links}", f"p={p}") as row:
+            told = ranks.run(p, _times, links, nccl, transport="tcp", processes=True, timeout=30)
+            for each in told[0]:
+                tell(**each)
+            row.expect(told[0], "nothing was timed")
     return 0
 
 
 def _times(comm: gradwire.Communicator, links: str, nccl: str) -> list[dict[str, Any]]:
     """What this rank found, of each size and call."""
-    prepare(comm, links, nccl)
+    os.environ["GRADWIRE_NCCL_BLOCKING"] = "1" if links == BLOCKING else "0"
+    prepare(comm, links.partition(",")[0], nccl)
     torch.cuda.set_device(0)
-    calls = (Call("nccl"), *CALLS) if links == "nccl" else CALLS
+    calls = CALLS if links == "host" else (Call("nccl"), *CALLS)
     return [time_call(comm, links, call, size) for size in SIZES for call in calls]
 
 

@@ -558,7 +558,13 @@ class CudaMessages:
     def nccl_id(search: Sequence[str]) -> bytes: ...
     @staticmethod
     def nccl(
-        id: bytes, rank: int, size: int, device: int, timeout: float, search: Sequence[str]
+        id: bytes,
+        rank: int,
+        size: int,
+        device: int,
+        timeout: float,
+        search: Sequence[str],
+        blocking: bool,
     ) -> CudaMessages: ...
     @staticmethod
     def routed(ways: Sequence[CudaMessages], routes: Sequence[tuple[int, int]]) -> CudaMessages: ...

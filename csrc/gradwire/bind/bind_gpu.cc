@@ -74,7 +74,8 @@ py::bytes nccl_id(const std::vector<std::string>& search) {
 }
 
 shared_ptr<CudaMessages> by_nccl(const std::string& id, Rank rank, int size, int device,
-                                 double timeout, const std::vector<std::string>& search) {
+                                 double timeout, const std::vector<std::string>& search,
+                                 bool blocking) {
   cuda::nccl::UniqueId unique;
   if (id.size() != sizeof unique) throw InvalidArgument("this is no id of NCCL");
   std::memcpy(&unique, id.data(), sizeof unique);
@@ -85,7 +86,11 @@ shared_ptr<CudaMessages> by_nccl(const std::string& id, Rank rank, int size, int
   settings.size = size;
   settings.timeout_seconds = timeout;
   settings.interrupt = check_signals;
-  settings.use_device = [&api, device] { api.set_device(device); };
+  settings.use_device = [&api, device] {
+    api.set_device(device);
+    api.relax_captures();
+  };
+  settings.blocking = blocking;
   auto made = std::make_shared<CudaMessages>();
   made->messages = cuda::make_nccl_messages(cuda::Nccl::load(search), unique, std::move(settings));
   return made;
@@ -148,7 +153,8 @@ void bind_gpu(py::module_& m) {
                   py::arg("device"), WithoutLock())
       .def_static("nccl_id", &nccl_id, py::arg("search"))
       .def_static("nccl", &by_nccl, py::arg("id"), py::arg("rank"), py::arg("size"),
-                  py::arg("device"), py::arg("timeout"), py::arg("search"), WithoutLock())
+                  py::arg("device"), py::arg("timeout"), py::arg("search"), py::arg("blocking"),
+                  WithoutLock())
       .def_static("routed", &routed, py::arg("ways"), py::arg("routes"));
   py::class_<CudaEvent>(m, "CudaEvent")
       .def(py::init<int>(), py::arg("device"), WithoutLock())

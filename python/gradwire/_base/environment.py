@@ -84,6 +84,11 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "file of NCCL",
         "what torch has loaded, pip's wheel, or the system's libnccl.so.2",
     ),
+    "GRADWIRE_NCCL_BLOCKING": (
+        "1, experimental: NCCL's calls block, on one thread of gradwire's a communicator, in place "
+        "of a thread of NCCL's for each group; a rank that fails may crash the others",
+        "0",
+    ),
     "GRADWIRE_TRACE": (
         "folder into which each process writes what it records of its communicators' calls",
         "nothing is recorded",

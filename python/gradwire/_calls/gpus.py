@@ -295,6 +295,7 @@ class Gpu:
             self.device,
             timeout,
             search,
+            environment.flag("GRADWIRE_NCCL_BLOCKING"),
         )
 
 

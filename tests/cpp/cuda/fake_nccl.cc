@@ -13,6 +13,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -43,6 +44,7 @@ struct World;
 struct nccl::Comm {
   std::shared_ptr<World> world;
   int rank = 0;
+  bool blocks = false;
   int questions = 0;   // that are still answered by kInProgress
   bool hangs = false;  // until it is aborted
   bool ended = false;  // destroyed or aborted: nothing may be done with it
@@ -101,6 +103,7 @@ struct State {
   std::set<std::string> hanging, blocking;
   std::map<std::string, int> lingering;  // milliseconds
   std::map<std::string, int> calls;
+  std::set<std::thread::id> group_threads;
   const Api* api = nullptr;
   bool hastens = false;
   int questions = 0, open_groups = 0, ids = 0, generation = 0;
@@ -166,10 +169,16 @@ bool usable(const nccl::Comm* comm) {
   return false;
 }
 
-nccl::Result begin(nccl::Comm& comm, const char* call) {
-  comm.questions = state.questions;
+nccl::Result begin(Lock& lock, nccl::Comm& comm, const char* call) {
+  comm.questions = comm.blocks ? 0 : state.questions;
   comm.hangs = state.hanging.contains(call);
-  return state.hastens ? nccl::kSuccess : nccl::kInProgress;
+  if (!comm.blocks) return state.hastens ? nccl::kSuccess : nccl::kInProgress;
+  const int generation = state.generation;
+  changed.notify_all();  // the peers' calls, which this one may end
+  changed.wait_for(lock, kLongest, [&] {
+    return state.generation != generation || comm.ended || !in_progress(comm);
+  });
+  return in_progress(comm) || comm.ended ? nccl::kInternalError : nccl::kSuccess;
 }
 
 void order(nccl::Comm& comm, Stream before, Stream after) {
@@ -395,6 +404,10 @@ std::size_t last_count() {
   const Lock lock(mutex);
   return state.last_count;
 }
+int group_threads() {
+  const Lock lock(mutex);
+  return static_cast<int>(state.group_threads.size());
+}
 
 }  // namespace
 
@@ -402,9 +415,9 @@ std::size_t last_count() {
 extern "C" {
 
 extern const FakeNccl fake_nccl_table;  // what is const is local otherwise
-const FakeNccl fake_nccl_table = {reset, copy_by, set_in_progress, hasten,
-                                  fail,  hang,    linger,          block,
-                                  calls, alive,   open_groups,     last_count};
+const FakeNccl fake_nccl_table = {reset,       copy_by,    set_in_progress, hasten, fail,
+                                  hang,        linger,     block,           calls,  alive,
+                                  open_groups, last_count, group_threads};
 
 nccl::Result ncclGetVersion(int* version) {
   *version = FAKE_NCCL_VERSION;
@@ -425,8 +438,8 @@ nccl::Result ncclCommInitRankConfig(nccl::Comm** out, int size, nccl::UniqueId i
   *out = nullptr;
   const nccl::Result result = called(lock, "ncclCommInitRankConfig");
   if (result != nccl::kSuccess) return result;
-  if (config->magic != 0xcafebeef || config->size != 24 || config->blocking != 0 ||
-      id[127] != 'x' || rank < 0 || rank >= size)
+  if (config->magic != 0xcafebeef || config->size != 24 || config->blocking < 0 ||
+      config->blocking > 1 || id[127] != 'x' || rank < 0 || rank >= size)
     return misuse();
   auto& world = state.worlds[std::string(id.begin(), id.end())];
   if (world == nullptr) world = std::make_shared<World>();
@@ -435,8 +448,9 @@ nccl::Result ncclCommInitRankConfig(nccl::Comm** out, int size, nccl::UniqueId i
   auto& comm = *state.comms.emplace_back(std::make_unique<nccl::Comm>());
   comm.world = world;
   comm.rank = rank;
+  comm.blocks = config->blocking == 1;
   *out = &comm;
-  return begin(comm, "ncclCommInitRankConfig");
+  return begin(lock, comm, "ncclCommInitRankConfig");
 }
 
 nccl::Result ncclCommGetAsyncError(nccl::Comm* comm, nccl::Result* error) {
@@ -457,7 +471,7 @@ nccl::Result ncclCommFinalize(nccl::Comm* comm) {
   if (!usable(comm) || comm->finalized) return misuse();
   if (result != nccl::kSuccess) return result;
   comm->finalized = true;
-  return begin(*comm, "ncclCommFinalize");
+  return begin(lock, *comm, "ncclCommFinalize");
 }
 
 nccl::Result ncclCommDestroy(nccl::Comm* comm) {
@@ -489,12 +503,13 @@ nccl::Result ncclGroupEnd() {
   nccl::Comm* comm = ended.comm();
   const nccl::Result result = called(lock, "ncclGroupEnd", comm);
   --state.open_groups;
+  state.group_threads.insert(std::this_thread::get_id());
   if (ended.error != nccl::kSuccess) return ended.error;
   if (result != nccl::kSuccess || comm == nullptr) return result;
   if (comm->ended) return nccl::kInternalError;  // aborted while it was blocked
   for (const Message& message : ended.messages) post(message);
   for (const CollectiveCall& call : ended.collectives) post(call);
-  return begin(*comm, "ncclGroupEnd");
+  return begin(lock, *comm, "ncclGroupEnd");
 }
 
 nccl::Result ncclSend(const void* data, std::size_t count, nccl::DataType type, int peer,

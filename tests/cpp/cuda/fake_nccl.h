@@ -1,5 +1,6 @@
 // A libnccl of this process alone, for tests without a GPU: its ranks are threads, a message is
 // copied when both of its ends are posted, and any call can be made to fail, to wait or to hang.
+// What a communicator that blocks begins is over when the call returns; an abort makes it return.
 // The program that tests it links nothing of it: it loads it, as gradwire does, and reaches these
 // switches by fake_nccl().
 #pragma once
@@ -40,6 +41,8 @@ struct FakeNccl {
   int (*open_groups)();
   // The elements of the last ncclSend or ncclRecv.
   std::size_t (*last_count)();
+  // Threads that have ended a group since reset().
+  int (*group_threads)();
 };
 
 inline const FakeNccl& fake_nccl() {

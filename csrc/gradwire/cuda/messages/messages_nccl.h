@@ -1,6 +1,6 @@
-// Messages over NCCL's point-to-point calls, by a communicator that does not block, with one NCCL
-// group for each end(). NCCL's own environment variables (NCCL_MAX_CTAS, NCCL_SOCKET_IFNAME, …)
-// apply.
+// Messages over NCCL's point-to-point calls, by a communicator that does not block unless its
+// settings say so, with one NCCL group for each end(). NCCL's own environment variables
+// (NCCL_MAX_CTAS, NCCL_SOCKET_IFNAME, …) apply.
 #pragma once
 
 #include <functional>
@@ -22,8 +22,13 @@ struct NcclSettings {
   // Limits an abort, and the destructor's wait; NCCL then ends on a thread that nobody waits for.
   double ending_seconds = 10;
   WaitLimit::Interrupt interrupt = nullptr;
-  // Makes the rank's GPU the calling thread's; used by threads that end a communicator.
+  // Makes the rank's GPU the calling thread's; used by threads that end a communicator, and by that
+  // of one that blocks.
   std::function<void()> use_device = nullptr;
+  // Makes a communicator that blocks, whose calls are made by one thread that is always there,
+  // where NCCL would make a thread for each group. None of NCCL's sources makes it safe to abort
+  // one in a call: see docs/design/gpus.md.
+  bool blocking = false;
   // Called first in each abort.
   std::function<void()> before_abort = nullptr;
 };

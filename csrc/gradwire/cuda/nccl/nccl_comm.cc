@@ -8,6 +8,7 @@
 #include <string_view>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "gradwire/base/error.h"
 #include "gradwire/base/fork.h"
@@ -57,7 +58,8 @@ void require_not_blocking() {
   const char* given = std::getenv("NCCL_COMM_BLOCKING");
   if (given != nullptr && *given != '\0' && std::string_view(given) != "0")
     throw InvalidArgument(std::string("NCCL_COMM_BLOCKING=") + given +
-                          " makes NCCL wait where nothing can end it: unset it");
+                          " makes NCCL wait where nothing can end it: unset it, or set "
+                          "GRADWIRE_NCCL_BLOCKING=1 too, and read what that risks");
 }
 
 nccl::DataType nccl_type(DType dtype) {
@@ -100,6 +102,47 @@ nccl::RedOp nccl_op(ReduceOp op) {
   }
 }
 
+nccl::Result post_one(const Nccl& nccl, const NcclComm::Message& m, nccl::Comm* comm,
+                      Stream stream) {
+  return m.to == nullptr ? nccl.send(m.from, m.bytes, nccl::kUint8, m.peer, comm, stream)
+                         : nccl.recv(m.to, m.bytes, nccl::kUint8, m.peer, comm, stream);
+}
+
+nccl::Result post_one(const Nccl& nccl, const NativeCollective& c, nccl::Comm* comm,
+                      Stream stream) {
+  const nccl::DataType type = nccl_type(c.dtype);
+  const nccl::RedOp op = nccl_op(c.op);
+  switch (c.collective) {
+    case Collective::kAllReduce:
+      return nccl.all_reduce(c.input, c.output, c.count, type, op, comm, stream);
+    case Collective::kReduceScatter:
+      return nccl.reduce_scatter(c.input, c.output, c.count, type, op, comm, stream);
+    case Collective::kAllGather:
+      return nccl.all_gather(c.input, c.output, c.count, type, comm, stream);
+    case Collective::kBroadcast:
+      return nccl.broadcast(c.input, c.output, c.count, type, c.root, comm, stream);
+    case Collective::kReduce:
+      return nccl.reduce(c.input, c.output, c.count, type, op, c.root, comm, stream);
+    default:
+      return nccl::kInvalidArgument;
+  }
+}
+
+// Posts messages or collectives as one group. ncclGroupEnd must be called even after an error, and
+// returns the error of a call in the group.
+template <typename Item>
+nccl::Result post_group(const Nccl& nccl, std::span<const Item> group, nccl::Comm* comm,
+                        Stream stream) {
+  nccl::Result result = nccl.group_start();
+  if (result != nccl::kSuccess) return result;
+  for (const Item& each : group) {
+    result = post_one(nccl, each, comm, stream);
+    if (result != nccl::kSuccess && result != nccl::kInProgress) break;
+  }
+  const nccl::Result ended = nccl.group_end();
+  return result == nccl::kSuccess || result == nccl::kInProgress ? ended : result;
+}
+
 std::string ranks_of(std::span<const NcclComm::Message> messages) {
   std::set<Rank> peers;
   for (const auto& message : messages) peers.insert(message.peer);
@@ -111,39 +154,46 @@ std::string ranks_of(std::span<const NcclComm::Message> messages) {
 }  // namespace
 
 NcclComm::NcclComm(const Nccl& nccl, const nccl::UniqueId& id, const NcclSettings& settings)
-    : nccl_(nccl), settings_(settings), forks_(forks()) {
-  require_not_blocking();
+    : nccl_(nccl),
+      settings_(settings),
+      forks_(forks()),
+      thread_(settings.blocking ? std::make_unique<CallThread>() : nullptr) {
+  if (!settings_.blocking) require_not_blocking();
   or_abort([&] { connect(id); });
 }
 
 NcclComm::~NcclComm() {
   if (forks() != forks_) return;  // CUDA does not work in a fork
-  if (failure_ || aborted_ || !disconnect()) abort();
+  if (failure_ || shared_->aborted || !disconnect()) abort();
 }
 
+// A call that blocks takes as long as the other ranks take, and its communicator is nobody's yet:
+// so it holds no lock, and aborts what nobody waits for any more.
 void NcclComm::connect(const nccl::UniqueId& id) {
-  settle(begin(id), {"ncclCommInitRank", {}, settings_.timeout_seconds}, settings_.interrupt);
-}
-
-nccl::Result NcclComm::begin(const nccl::UniqueId& id) {
-  nccl::Config config;
-  config.blocking = 0;
-  nccl::Comm* comm = nullptr;
-  const std::lock_guard lock(calls_);
-  const nccl::Result result =
-      nccl_.comm_init_rank_config(&comm, settings_.size, id, settings_.rank, &config);
-  comm_ = comm;
-  return result;
+  const auto call = [&nccl = nccl_, shared = shared_, id, size = settings_.size,
+                     rank = settings_.rank, blocks = settings_.blocking,
+                     use_device = settings_.use_device] {
+    if (blocks && use_device) use_device();
+    nccl::Config config;
+    config.blocking = blocks ? 1 : 0;
+    nccl::Comm* comm = nullptr;
+    const nccl::Result result = nccl.comm_init_rank_config(&comm, size, id, rank, &config);
+    const std::lock_guard lock(shared->calls);
+    shared->comm = comm;
+    if (!shared->aborted || comm == nullptr) return result;
+    nccl.comm_abort(shared->comm.exchange(nullptr));
+    return nccl::kInvalidUsage;
+  };
+  const Waiting waiting{"ncclCommInitRank", {}, settings_.timeout_seconds};
+  settle(make_apart(call, waiting, settings_.interrupt), waiting, settings_.interrupt);
 }
 
 // Finalizes and destroys the communicator. Returns whether that succeeded. Enqueued work ends
 // first, which takes as long as its peers take.
 bool NcclComm::disconnect() noexcept {
   try {
-    std::unique_lock lock(calls_);
-    const nccl::Result begun = nccl_.comm_finalize(comm_);
-    lock.unlock();
-    settle(begun, {"what is enqueued", {}, settings_.ending_seconds}, nullptr);
+    make([&nccl = nccl_](nccl::Comm* comm) { return nccl.comm_finalize(comm); },
+         {"what is enqueued", {}, settings_.ending_seconds}, nullptr);
     end_apart(nccl_.comm_destroy, take(), "ncclCommDestroy");
     return true;
   } catch (const std::exception&) {
@@ -152,57 +202,56 @@ bool NcclComm::disconnect() noexcept {
 }
 
 void NcclComm::exchange(std::span<const Message> messages, Stream stream) {
-  or_abort([&] {
-    settle(post(messages, stream), {"a group", messages, settings_.timeout_seconds},
-           settings_.interrupt);
-  });
+  post(messages, stream, {"a group", messages, settings_.timeout_seconds});
 }
 
 void NcclComm::run(std::span<const NativeCollective> collectives, Stream stream) {
+  post(collectives, stream, {"a collective", {}, settings_.timeout_seconds});
+}
+
+template <typename Item>
+void NcclComm::post(std::span<const Item> group, Stream stream, const Waiting& waiting) {
   or_abort([&] {
-    settle(post(collectives, stream), {"a collective", {}, settings_.timeout_seconds},
-           settings_.interrupt);
+    if (thread_ == nullptr)
+      return make([&](nccl::Comm* comm) { return post_group(nccl_, group, comm, stream); }, waiting,
+                  settings_.interrupt);
+    make(
+        [&nccl = nccl_, items = std::vector<Item>(group.begin(), group.end()),
+         stream](nccl::Comm* comm) {
+          return post_group(nccl, std::span<const Item>(items), comm, stream);
+        },
+        waiting, settings_.interrupt);
   });
 }
 
-// Posts messages or collectives as one group. ncclGroupEnd must be called even after an error, and
-// returns the error of a call in the group.
-template <typename Item>
-nccl::Result NcclComm::post(std::span<const Item> group, Stream stream) {
-  const std::lock_guard lock(calls_);
+template <typename Call>
+void NcclComm::make(Call call, const Waiting& waiting, const WaitLimit::Interrupt& interrupt) {
   require_not_aborted();
-  nccl::Result result = nccl_.group_start();
-  if (result != nccl::kSuccess) return result;
-  for (const Item& each : group) {
-    result = post_one(each, stream);
-    if (result != nccl::kSuccess && result != nccl::kInProgress) break;
-  }
-  const nccl::Result ended = nccl_.group_end();
-  return result == nccl::kSuccess || result == nccl::kInProgress ? ended : result;
+  const auto locked = [shared = shared_, call = std::move(call)] {
+    const std::lock_guard lock(shared->calls);
+    nccl::Comm* const comm = shared->comm;
+    return comm == nullptr ? nccl::kInvalidUsage : call(comm);  // it was aborted
+  };
+  settle(make_apart(locked, waiting, interrupt), waiting, interrupt);
 }
 
-nccl::Result NcclComm::post_one(const Message& m, Stream stream) {
-  return m.to == nullptr ? nccl_.send(m.from, m.bytes, nccl::kUint8, m.peer, comm_, stream)
-                         : nccl_.recv(m.to, m.bytes, nccl::kUint8, m.peer, comm_, stream);
-}
-
-nccl::Result NcclComm::post_one(const NativeCollective& c, Stream stream) {
-  const nccl::DataType type = nccl_type(c.dtype);
-  const nccl::RedOp op = nccl_op(c.op);
-  switch (c.collective) {
-    case Collective::kAllReduce:
-      return nccl_.all_reduce(c.input, c.output, c.count, type, op, comm_, stream);
-    case Collective::kReduceScatter:
-      return nccl_.reduce_scatter(c.input, c.output, c.count, type, op, comm_, stream);
-    case Collective::kAllGather:
-      return nccl_.all_gather(c.input, c.output, c.count, type, comm_, stream);
-    case Collective::kBroadcast:
-      return nccl_.broadcast(c.input, c.output, c.count, type, c.root, comm_, stream);
-    case Collective::kReduce:
-      return nccl_.reduce(c.input, c.output, c.count, type, op, c.root, comm_, stream);
-    default:
-      return nccl::kInvalidArgument;
+// Makes the call on its thread, where there is one, and else here.
+template <typename Call>
+nccl::Result NcclComm::make_apart(Call call, const Waiting& waiting,
+                                  const WaitLimit::Interrupt& interrupt) {
+  if (thread_ == nullptr) return call();
+  const Deadline deadline = Deadline::after(waiting.seconds);
+  const Turns turns;
+  Interruptions interruptions(interrupt);
+  const auto result = std::make_shared<nccl::Result>(nccl::kInProgress);
+  thread_->begin([result, call = std::move(call)] { *result = call(); });
+  while (!thread_->is_over()) {
+    require_not_aborted();
+    if (deadline.passed()) fail(nccl::kInProgress, waiting);
+    turns.rest();
+    interruptions.look();
   }
+  return *result;
 }
 
 void NcclComm::check() {
@@ -214,10 +263,10 @@ void NcclComm::check() {
 }
 
 nccl::Result NcclComm::state() {
-  const std::lock_guard lock(calls_);
+  const std::lock_guard lock(shared_->calls);
   require_not_aborted();
   nccl::Result found = nccl::kSuccess;
-  const nccl::Result asked = nccl_.comm_get_async_error(comm_, &found);
+  const nccl::Result asked = nccl_.comm_get_async_error(shared_->comm, &found);
   return asked == nccl::kSuccess ? found : asked;
 }
 
@@ -287,12 +336,12 @@ void NcclComm::require_alive() const {
 }
 
 void NcclComm::require_not_aborted() const {
-  if (aborted_) throw Aborted(who() + "its NCCL communicator was aborted");
+  if (shared_->aborted) throw Aborted(who() + "its NCCL communicator was aborted");
 }
 
 void NcclComm::abort() noexcept {
   if (settings_.before_abort) settings_.before_abort();
-  aborted_ = true;
+  shared_->aborted = true;
   if (forks() != forks_) return;
   const std::lock_guard lock(aborts_);
   if (nccl::Comm* comm = take(); comm != nullptr)
@@ -304,12 +353,12 @@ void NcclComm::abort() noexcept {
 nccl::Comm* NcclComm::take() noexcept {
   constexpr double kCallSeconds = 1;
   const Deadline deadline = Deadline::after(kCallSeconds);
-  while (!calls_.try_lock()) {
-    if (deadline.passed()) return comm_.exchange(nullptr);
+  while (!shared_->calls.try_lock()) {
+    if (deadline.passed()) return shared_->comm.exchange(nullptr);
     std::this_thread::sleep_for(milliseconds(1));
   }
-  const std::lock_guard lock(calls_, std::adopt_lock);
-  return comm_.exchange(nullptr);
+  const std::lock_guard lock(shared_->calls, std::adopt_lock);
+  return shared_->comm.exchange(nullptr);
 }
 
 // Calls `end` on a thread of its own: it changes the thread's device, and waits for graphs that

@@ -1,16 +1,19 @@
 // One rank's NCCL communicator, which does not block: no call into NCCL waits, so that another
-// thread can end what is under way. One thread at a time uses it; any thread may call abort().
+// thread can end what is under way. Where the settings ask for one that blocks, a thread of its own
+// makes these calls. One thread at a time uses it; any thread may call abort().
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <string>
 
 #include "gradwire/base/deadline.h"
 #include "gradwire/cuda/messages/messages_nccl.h"
+#include "gradwire/cuda/nccl/call_thread.h"
 
 namespace gradwire::cuda {
 
@@ -48,13 +51,23 @@ class NcclComm {
     double seconds;
   };
 
+  // What calls use, even those for which nobody waits any more.
+  struct Shared {
+    std::mutex calls;  // held in every NCCL call with comm, none of which takes long
+    std::atomic<nccl::Comm*> comm = nullptr;
+    std::atomic<bool> aborted = false;
+  };
+
   void connect(const nccl::UniqueId& id);
   bool disconnect() noexcept;
-  nccl::Result begin(const nccl::UniqueId& id);
   template <typename Item>
-  nccl::Result post(std::span<const Item> group, Stream stream);
-  nccl::Result post_one(const Message& message, Stream stream);
-  nccl::Result post_one(const NativeCollective& collective, Stream stream);
+  void post(std::span<const Item> group, Stream stream, const Waiting& waiting);
+  // Makes a call with the communicator, which owns what it uses, and waits for its final result.
+  template <typename Call>
+  void make(Call call, const Waiting& waiting, const WaitLimit::Interrupt& interrupt);
+  // The same of any call; returns its result.
+  template <typename Call>
+  nccl::Result make_apart(Call call, const Waiting& waiting, const WaitLimit::Interrupt& interrupt);
   nccl::Result state();
   // Waits for the final result, and throws unless that is success.
   void settle(nccl::Result result, const Waiting& waiting, const WaitLimit::Interrupt& interrupt);
@@ -73,10 +86,9 @@ class NcclComm {
   const NcclSettings settings_;
   const std::uint32_t forks_;
   std::exception_ptr failure_;
-  std::atomic<bool> aborted_ = false;
   std::mutex aborts_;  // held during an abort, so that a second one returns no sooner
-  std::mutex calls_;   // held in every NCCL call with comm_, none of which takes long
-  std::atomic<nccl::Comm*> comm_ = nullptr;
+  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+  const std::unique_ptr<CallThread> thread_;  // of calls that block; null where none does
 };
 
 }  // namespace gradwire::cuda
