@@ -154,8 +154,6 @@ def _speed_rows(times: Sequence[Found], sizes: Sequence[int]) -> Iterator[str]:
         cells = [_share(by_job.get((floor.job, n))) for n in sizes]
         missed = [_size(each["n"]) for each in own if not each["reached"]]
         goal = "reached" if not missed else f"missed at {', '.join(missed)}"
-        if floor.moved:
-            goal += f" (two kernels: at most {floor.most:.2f} beyond the cache)"
         largest = own[-1]
         times_as_long = largest["torch_seconds"] / largest["seconds"]
         beside = f"{floor.beside}: {times_as_long:.1f}× as long at {_size(largest['n'])}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.cuda.gpu_floors import BLOCK, DENSITY, PAYLOADS
+from bench.cuda.gpu_floors import BLOCK, DENSITY, LARGE_BLOCK, PAYLOADS
 
 DEVICE = "cuda"
 _RANKS = 8  # by which averages divide
@@ -105,39 +105,51 @@ class _Bits:
         return (packed.unsqueeze(1) & self._weights).ne(0).view(-1, BLOCK)
 
 
-def _send_signs(bits: _Bits, v: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
+def _send_signs(bits: _Bits, v: torch.Tensor, e: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
     """Packs the signs of v, with a mean for each half of each block; e is what they lose."""
-    blocks = v.view(-1, BLOCK)
+    blocks = v.view(-1, block)
     negative = blocks < 0
     below = negative.sum(1, keepdim=True)
     total = (blocks * negative).sum(1, keepdim=True)
     low = total / below
-    high = (blocks.sum(1, keepdim=True) - total) / (BLOCK - below)
-    torch.sub(blocks, torch.where(negative, low, high), out=e.view(-1, BLOCK))
+    high = (blocks.sum(1, keepdim=True) - total) / (block - below)
+    torch.sub(blocks, torch.where(negative, low, high), out=e.view(-1, block))
     return bits.pack(negative)
 
 
-def _onebit(n: int, sets: int) -> Job:
-    x, e, bits = _normal(n, sets), _normal(n, sets, 0.1), _Bits()
-    return Job(lambda i: _send_signs(bits, x[i] + e[i], e[i]))
+def _onebit(block: int) -> Callable[[int, int], Job]:
+    def made(n: int, sets: int) -> Job:
+        x, e, bits = _normal(n, sets), _normal(n, sets, 0.1), _Bits()
+        return Job(lambda i: _send_signs(bits, x[i] + e[i], e[i], block))
+
+    return made
 
 
 class _Payloads:
     """Packed signs and means of several ranks."""
 
-    def __init__(self, n: int, sets: int, bits: _Bits) -> None:
+    def __init__(self, n: int, sets: int, bits: _Bits, count: int = PAYLOADS) -> None:
         self._bits = bits
         self._packed = [
-            [torch.randint(256, (n // 8,), device=DEVICE).to(torch.uint8) for _ in range(PAYLOADS)]
+            [torch.randint(256, (n // 8,), device=DEVICE).to(torch.uint8) for _ in range(count)]
             for _ in range(sets)
         ]
         self._means = torch.randn(2, n // BLOCK, 1, device=DEVICE)
 
     def sum_into(self, i: int, y: torch.Tensor) -> None:
         y.zero_()
+        self.add_to(i, y)
+
+    def add_to(self, i: int, y: torch.Tensor) -> None:
         low, high = self._means
         for packed in self._packed[i]:
             y.view(-1, BLOCK).add_(torch.where(self._bits.unpack(packed), low, high))
+
+
+def _onebit_add(n: int, sets: int) -> Job:
+    y = _normal(n, sets)
+    payload = _Payloads(n, sets, _Bits(), count=1)
+    return Job(lambda i: payload.add_to(i, y[i]))
 
 
 def _onebit_sum(n: int, sets: int) -> Job:
@@ -186,6 +198,13 @@ def _topk(n: int, sets: int) -> Job:
     return Job(run)
 
 
+def _scatter(n: int, sets: int) -> Job:
+    y, count = _normal(n, sets), max(1, int(n * DENSITY))
+    index = [torch.randint(n, (count,), device=DEVICE) for _ in range(sets)]
+    sent = torch.randn(count, device=DEVICE)
+    return Job(lambda i: y[i].zero_().index_put_((index[i],), sent))
+
+
 def _power_sgd(n: int, sets: int) -> Job:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -217,10 +236,14 @@ _JOBS: dict[str, Callable[[int, int], Job]] = {
     "bf16 encode": _cast(torch.bfloat16),
     "int8 encode, feedback": _int8,
     "int8 decode-add": _int8_add,
-    "onebit encode, feedback": _onebit,
+    "onebit encode, feedback": _onebit(BLOCK),
+    f"onebit encode, feedback, blocks of {LARGE_BLOCK}": _onebit(LARGE_BLOCK),
+    "onebit decode-add": _onebit_add,
     "onebit sum of 8": _onebit_sum,
     "onebit owner's stage of 8": _onebit_owner,
     "threshold encode, feedback": _threshold,
+    "threshold decode": _scatter,
     "topk encode, feedback": _topk,
+    "topk decode": _scatter,
     "lowrank, rank 4": _power_sgd,
 }

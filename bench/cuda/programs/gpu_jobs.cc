@@ -83,6 +83,10 @@ void decode_add(const Job& job, Arrays& of, Stream stream) {
   job.codec().decode(of.payloads[0], of.y, job.n(), /*add=*/true, nullptr, stream);
 }
 
+void decode(const Job& job, Arrays& of, Stream stream) {
+  job.codec().decode(of.payloads[0], of.y, job.n(), /*add=*/false, nullptr, stream);
+}
+
 // A round of a ring: what has arrived is added, and the sum encoded for the next rank.
 void round(const Job& job, Arrays& of, Stream stream) {
   Run run = job.run_of(of);
@@ -158,10 +162,14 @@ const std::vector<Kind>& kinds() {
       {"int8 encode, feedback", "int8", true, 1, encode},
       {"int8 decode-add", "int8", false, 1, decode_add},
       {"onebit encode, feedback", "onebit", true, 1, encode},
+      {"onebit encode, feedback, blocks of 8192", "onebit:block=8192", true, 1, encode},
+      {"onebit decode-add", "onebit", false, 1, decode_add},
       {"onebit sum of 8", "onebit", false, kPayloads, sum},
       {"onebit owner's stage of 8", "onebit", true, kPayloads, own},
       {"threshold encode, feedback", "threshold:tau=2.6", true, 1, encode},
+      {"threshold decode", "threshold:tau=2.6", false, 1, decode},
       {"topk encode, feedback", "topk:density=0.01", true, 1, encode},
+      {"topk decode", "topk:density=0.01", false, 1, decode},
       {"lowrank, rank 4", "", true, 1, factor},
   };
   return all;

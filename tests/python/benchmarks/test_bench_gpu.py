@@ -51,7 +51,7 @@ def test_all_checks_pass_over_the_simulated_gpu() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     stages = [line.split(" | ")[0] for line in done.stdout.splitlines() if "passed" in line]
     assert set(stages) == {
-        f"| {each}" for each in ("kernels", "loopback", "graph", "ranks", "hook")
+        f"| {each}" for each in ("kernels", "loopback", "graph", "ranks", "ipc", "hook")
     }
     assert "| backend | backend | 1 | 0 | skipped: torch has no CUDA |" in done.stdout
 
@@ -384,10 +384,8 @@ def test_floors_are_those_of_the_kernels() -> None:
     assert floors["onebit sum of 8"] == 4 + 8 * (1 / 8 + 8 / 1024)
     assert floors["fp16 ring round"] == 8
     assert floors["topk encode, feedback"] == pytest.approx(12.05)
-    most = {each.job: each.most for each in gpu_floors.FLOORS if each.moved}
-    assert most["fp16 ring round"] == 0.5
-    assert most["onebit owner's stage of 8"] == pytest.approx(9.20 / 21.20, rel=1e-3)
-    assert len(most) == 2
+    assert floors["onebit owner's stage of 8"] == pytest.approx(17.06, abs=0.01)
+    assert {"threshold decode", "topk decode", "onebit decode-add"} < floors.keys()
     (fold,) = [each for each in gpu_floors.FLOORS if each.job == "fold"]
     copy_bytes = 8 * 1000 / 2e-3  # of a copy of 1,000 elements in 2 ms
     assert gpu_floors.share(fold, 1000, 3e-3, copy_bytes) == pytest.approx(1)
@@ -440,14 +438,14 @@ def test_a_document_says_what_failed_and_which_goals_are_missed() -> None:
     assert "add_: 3.0× as long at 256 M" in text
 
 
-def test_a_document_says_what_is_incomplete_and_which_goals_are_out_of_reach() -> None:
+def test_a_document_says_what_is_incomplete() -> None:
     row = {"group": "the stage", "case": "", "passed": True, "checks": 0, "incomplete": True}
     found = found_of(PASSED, {**row, "detail": "no time was left"})
     found["times"] = [time_of("fp16 ring round", 1 << 28, 0.48)]
     text = gpu_report.document(found)
     assert "1,200 checks in 2 groups, all passed; 1 were incomplete." in text
     assert "| kernels | the stage | 1 | 0 | incomplete: no time was left |" in text
-    assert "missed at 256 M (two kernels: at most 0.50 beyond the cache)" in text
+    assert "| missed at 256 M |" in text
 
 
 def test_a_document_has_times_of_calls_and_steps() -> None:
