@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -251,14 +252,28 @@ def find_for_gpus(hosts: HostSet, links: str) -> _core.CostModel | None:
         return None
     try:
         found = _contents(path).get("gpus", {})
-        if not isinstance(found, dict) or links not in found:
-            return None
-        return for_gpus(found[links])
+        if isinstance(found, dict) and links in found:
+            return for_gpus(found[links])
+        if given is not None:
+            _warn_of_no_gpus(path, links)
+        return None
     except (OSError, ValueError, RecursionError) as error:
         if given is not None:
             raise InvalidArgument(f"{path} holds no cost model of GPUs: {error}") from error
         _log.warning("%s: no cost model of GPUs (%s); `gradwire tune --gpus` makes it", path, error)
         return None
+
+
+@cache
+def _warn_of_no_gpus(path: Path, links: str) -> None:
+    """Says once that a file which the user names has nothing about GPUs."""
+    _log.warning(
+        '%s=%s says nothing of GPUs that exchange messages over %s: algorithm="auto" uses guesses '
+        "from data sheets for them, not measured costs; `gradwire tune --gpus` measures them",
+        VARIABLE,
+        path,
+        links,
+    )
 
 
 def for_gpus(parameters: object) -> _core.CostModel:

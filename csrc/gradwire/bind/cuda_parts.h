@@ -71,7 +71,6 @@ class CudaStream {
   cuda::Stream stream_ = nullptr;
 };
 
-// May be used from any thread: its calls run one after the other.
 // Zeros in a device's memory. The device comes to rest before they are released.
 class CudaMemory {
  public:
@@ -89,6 +88,7 @@ class CudaMemory {
   std::unique_ptr<cuda::Room> memory_;
 };
 
+// May be used from any thread: its calls run one after the other.
 class CudaFeedback {
  public:
   CudaFeedback(std::shared_ptr<codec::ErrorFeedback> host, int device);

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 DEVICE = torch.device("cuda", 0)
 recorded: list[tuple[int, int]] = []  # addresses of tensors and the streams they were told of
 reads = 0  # times that the host waited for a tensor's values
+capturing = False  # what torch says of the current stream
 _BYTE = ctypes.c_char
 _pinned: list[torch.Tensor] = []  # kept: copies of a stream may still read and write it
 
@@ -277,6 +278,7 @@ def install() -> None:
     torch.cuda.current_stream, torch.cuda.stream = current_stream, on_stream
     torch.cuda.Stream = torch.cuda.ExternalStream = Stream
     torch.cuda.Event, torch.cuda.get_device_capability = Event, lambda device=None: (9, 0)
+    torch.cuda.is_current_stream_capturing = lambda: capturing
     operations.Future = lambda *, devices=None: (
         torch.futures.Future() if devices is None else Future(devices=devices)
     )

@@ -132,8 +132,13 @@ class AccumulationCheck:
         self._asked.append(_Asked(list(found), on_host, copied))
 
     def _told_by_gpu(self) -> list[str]:
-        """The names of those that were added to, as far as the GPU has come."""
+        """The names of those that were added to, as far as the GPU has come.
+
+        None while a CUDA graph is captured, which no question about an event may disturb.
+        """
         found: list[str] = []
+        if not self._asked or torch.cuda.is_current_stream_capturing():
+            return found
         while self._asked and self._asked[0].copied.query():
             asked = self._asked.popleft()
             pairs = zip(asked.names, asked.added.tolist(), strict=True)

@@ -121,7 +121,9 @@ class Velocities:
     def _keep_if(self, finite: torch.Tensor, name: str, velocity: torch.Tensor) -> None:
         """Puts the former velocity in place of the new one unless the step is finite."""
         # Without one it is -0: x + factor · -0 is x, also for x = -0.
-        before = self.kept.get(name, torch.full_like(velocity, -0.0))
+        before = self.kept.get(name)
+        if before is None:
+            before = torch.full_like(velocity, -0.0)
         torch.where(finite, velocity, before.view_as(velocity), out=velocity)
 
     def load(self, kept: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device]) -> None:
