@@ -131,16 +131,21 @@ void factor(const Job& job, Arrays& of, Stream stream) {
   const Matrix shape{rows, job.n() / rows, kRank};
   auto* const p = reinterpret_cast<float*>(of.scratch);
   float *const q = p + rows * kRank, *const own_q = q + shape.columns * kRank;
-  float* const scales = own_q + shape.columns * kRank;
-  auto* const room = reinterpret_cast<double*>(of.payloads[0]);
-  check(api, api.start_factor({}, shape, q, stream), "start_factor");
-  check(api, api.left_factor(of.x, of.run_feedback, of.y, q, p, shape, stream), "left_factor");
-  check(api, api.orthonormalise(p, room, shape, stream), "orthonormalise");
-  check(api, api.right_factor(of.y, p, own_q, shape, stream), "right_factor");
-  check(api, api.take_headroom(own_q, shape.columns * kRank, scales, stream), "take_headroom");
-  check(api,
-        api.product(p, own_q, scales, 1, own_q, scales, of.y, of.run_feedback, of.y, shape, stream),
-        "product");
+  const FactoredMatrix matrix{.of = shape,
+                              .x = of.x,
+                              .y = of.y,
+                              .run_feedback = of.run_feedback,
+                              .p = p,
+                              .room = reinterpret_cast<double*>(of.payloads[0]),
+                              .q = q,
+                              .own_q = own_q,
+                              .scales = own_q + shape.columns * kRank};
+  check(api, api.start_factor(&matrix, 1, stream), "start_factor");
+  check(api, api.left_factor(&matrix, 1, stream), "left_factor");
+  check(api, api.orthonormalise(&matrix, 1, stream), "orthonormalise");
+  check(api, api.right_factor(&matrix, 1, stream), "right_factor");
+  check(api, api.take_headroom(&matrix, 1, stream), "take_headroom");
+  check(api, api.product(&matrix, 1, 1, stream), "product");
 }
 
 struct Kind {

@@ -92,9 +92,13 @@ class MatrixCheck {
     const DeviceArray<float> x(on_, x_, 1), e(on_, residual_), q(on_, q_), p(on_, p_), sum(on_, x_);
     const DeviceArray<KeyState> key_state(on_, {KeyState{}});
     const RunFeedback run_feedback{{e.data(), sum.data()}, key_state.data()};
-    on_.run(on_.api.left_factor(x.data(), run_feedback, sum.data(), q.data(), p.data(), matrix_,
-                                on_.stream),
-            "left_factor");
+    const FactoredMatrix matrix{.of = matrix_,
+                                .x = x.data(),
+                                .y = sum.data(),
+                                .run_feedback = run_feedback,
+                                .p = p.data(),
+                                .q = q.data()};
+    on_.run(on_.api.left_factor(&matrix, 1, on_.stream), "left_factor");
     expect(p, expected, "left factor");
     expect(sum, v, "input plus residual");
   }
@@ -102,8 +106,8 @@ class MatrixCheck {
     Floats expected(q_.size());
     codec::kernels().lowrank.right(x_.data(), p_.data(), expected.data(), of_);
     const DeviceArray<float> v(on_, x_), p(on_, p_, 1), q(on_, q_);
-    on_.run(on_.api.right_factor(v.data(), p.data(), q.data(), matrix_, on_.stream),
-            "right_factor");
+    const FactoredMatrix matrix{.of = matrix_, .x = v.data(), .p = p.data(), .own_q = q.data()};
+    on_.run(on_.api.right_factor(&matrix, 1, on_.stream), "right_factor");
     expect(q, expected, "right factor");
   }
   void orthonormalise() {
@@ -112,7 +116,8 @@ class MatrixCheck {
     codec::orthonormalise(of_, expected, room);
     const DeviceArray<float> p(on_, p_, 1);
     const DeviceArray<double> own(on_, std::vector<double>(p_.size()));
-    on_.run(on_.api.orthonormalise(p.data(), own.data(), matrix_, on_.stream), "orthonormalise");
+    const FactoredMatrix matrix{.of = matrix_, .p = p.data(), .room = own.data()};
+    on_.run(on_.api.orthonormalise(&matrix, 1, on_.stream), "orthonormalise");
     expect(p, expected, "orthonormal columns");
   }
   void product() {
@@ -126,10 +131,15 @@ class MatrixCheck {
         scales(on_, Floats{scale, own_scale});
     const DeviceArray<KeyState> key_state(on_, {KeyState{}});
     const RunFeedback run_feedback{{p.data(), e.data()}, key_state.data()};
-    on_.run(
-        on_.api.product(p.data(), q.data(), scales.data(), factor, own.data(), scales.data() + 1,
-                        v.data(), run_feedback, v.data(), matrix_, on_.stream),
-        "product");
+    const FactoredMatrix matrix{.of = matrix_,
+                                .x = v.data(),
+                                .y = v.data(),
+                                .run_feedback = run_feedback,
+                                .p = p.data(),
+                                .q = q.data(),
+                                .own_q = own.data(),
+                                .scales = scales.data()};
+    on_.run(on_.api.product(&matrix, 1, factor, on_.stream), "product");
     expect(v, y, "product");
     expect(e, error, "residual");
   }
@@ -156,7 +166,8 @@ void check_headroom(const Device& on, std::size_t n, Row& row) {
     Floats q = draw_floats(n, Data::kNormal, random);
     q.back() = last;
     const DeviceArray<float> on_device(on, q, 1), scale(on, Floats{-7});
-    on.run(on.api.take_headroom(on_device.data(), n, scale.data(), on.stream), "take_headroom");
+    const FactoredMatrix matrix{.of = {0, n, 1}, .q = on_device.data(), .scales = scale.data()};
+    on.run(on.api.take_headroom(&matrix, 1, on.stream), "take_headroom");
     const float expected = codec::take_headroom(q);
     bool intact = true;
     row.expect_same(with_one_nan(on_device.values(intact)), with_one_nan(q), "headroom");

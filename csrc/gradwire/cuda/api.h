@@ -211,6 +211,21 @@ struct Memory {
   const KeyState* key_state;
 };
 
+// A matrix that a call factors, all of a call with the same rank. Its q and own_q are tiny, until
+// take_headroom() takes the headroom of both out.
+struct FactoredMatrix {
+  Matrix of{};
+  const float* x = nullptr;
+  float* y = nullptr;  // may be x; with feedback x + e at first
+  RunFeedback run_feedback{};
+  Memory memory{};
+  float* p = nullptr;       // left factor
+  double* room = nullptr;   // rows · rank
+  float* q = nullptr;       // what the left factor begins with, and then the sum of right factors
+  float* own_q = nullptr;   // right factor; may be null where it is not kept
+  float* scales = nullptr;  // of q and of own_q
+};
+
 struct Api {
   std::uint32_t version;  // kApiVersion
   std::uint32_t bytes;    // sizeof(Api)
@@ -407,23 +422,22 @@ struct Api {
   std::size_t (*topk_scratch_bytes)(std::uint64_t units);
 
   // ---- lowrank (plugin/lowrank.cu, factors.cu, orthonormalise.cu); codec/factors.h ----
+  // Each is one kernel for kMostRuns matrices, but for orthonormalise(), one for each factor.
   // q := start_factor(what the last call remembers).
-  Status (*start_factor)(Memory, Matrix, float* q, Stream);
-  // v := x + e (v may be x; it is not written without feedback), p := v · q.
-  Status (*left_factor)(const float* x, RunFeedback, float* v, const float* q, float* p, Matrix,
-                        Stream);
+  Status (*start_factor)(const FactoredMatrix* matrices, int count, Stream);
+  // With feedback y := x + e; p := x · q, or y · q.
+  Status (*left_factor)(const FactoredMatrix* matrices, int count, Stream);
   // Sets kNotFinite where x is not finite.
   Status (*check_finite)(const float* x, std::uint64_t n, std::uint32_t* flags, Stream);
-  Status (*orthonormalise)(float* p, double* room, Matrix, Stream);  // room: rows · rank
-  Status (*right_factor)(const float* v, const float* p, float* q, Matrix, Stream);
-  // *scale := take_headroom(q), in device memory.
-  Status (*take_headroom)(float* q, std::uint64_t n, float* scale, Stream);
-  // y := limit(p·qᵀ · (*scale · factor)), e' := limit(v − limit(p·own_qᵀ · *own_scale)).
-  Status (*product)(const float* p, const float* q, const float* scale, float factor,
-                    const float* own_q, const float* own_scale, const float* v, RunFeedback,
-                    float* y, Matrix, Stream);
+  Status (*orthonormalise)(const FactoredMatrix* matrices, int count, Stream);
+  // own_q := xᵀ · p, or yᵀ · p.
+  Status (*right_factor)(const FactoredMatrix* matrices, int count, Stream);
+  // scales := take_headroom(q), take_headroom(own_q). Large ones have kernels of their own.
+  Status (*take_headroom)(const FactoredMatrix* matrices, int count, Stream);
+  // y := limit(p·qᵀ · (scales[0] · factor)), e' := limit(y − limit(p·own_qᵀ · scales[1])).
+  Status (*product)(const FactoredMatrix* matrices, int count, float factor, Stream);
   // Stores q for the next call to begin with.
-  Status (*remember)(Memory, const float* q, std::uint64_t n, Stream);
+  Status (*remember)(const FactoredMatrix* matrices, int count, Stream);
 };
 
 using GetApi = const Api* (*)();

@@ -1,8 +1,5 @@
 #include "gradwire/cuda/gpu_lowrank.h"
 
-#include <algorithm>
-#include <string>
-
 #include "gradwire/base/error.h"
 #include "gradwire/exec/compound/lowrank_reduce.h"
 
@@ -32,6 +29,7 @@ void LowRankReduce::run(Call& call) {
   take_room(call.captured);
   of_.begin(call);
   open(call);
+  list_for_kernels(call);
   make_left(call);
   std::vector<exec::Array> arrays;
   for (const Factored& each : matrices_)
@@ -54,7 +52,7 @@ void LowRankReduce::list(const Call& call) {
   const auto rank = call.request->codec->definition().rank;
   matrices_.clear();
   plain_.clear();
-  left_ = right_ = most_left_ = 0;
+  left_ = right_ = 0;
   for (std::size_t i = 0; i < call.counts.size(); ++i) {
     const auto& shapes = call.request->shapes;
     const exec::Shape shape = shapes.empty() ? exec::Shape{1, call.counts[i]} : shapes[i];
@@ -66,12 +64,11 @@ void LowRankReduce::list(const Call& call) {
     matrices_.push_back({i, {shape.rows, shape.columns, rank}, left_, right_, 0, 0});
     left_ += matrices_.back().left_size();
     right_ += matrices_.back().right_size();
-    most_left_ = std::max(most_left_, matrices_.back().left_size());
   }
 }
 
 void LowRankReduce::take_room(bool captured) {
-  const std::size_t doubles = aligned(8 * most_left_), lefts = aligned(4 * left_),
+  const std::size_t doubles = aligned(8 * left_), lefts = aligned(4 * left_),
                     rights = aligned(4 * right_), scales = aligned(8 * matrices_.size());
   std::byte* at = room_.take(doubles + lefts + 2 * rights + scales, captured);
   columns_ = reinterpret_cast<double*>(at);
@@ -94,6 +91,27 @@ void LowRankReduce::open(Call& call) {
   call.feedback->remember(*call.table, remembered, call.captured, call.stream);
 }
 
+void LowRankReduce::list_for_kernels(const Call& call) {
+  given_.clear();
+  for (const Factored& each : matrices_)
+    given_.push_back({.of = each.of,
+                      .x = in(call, each.extent),
+                      .y = out(call, each.extent),
+                      .run_feedback = run_feedback_of(call, each.extent),
+                      .memory = memory_of(call, each),
+                      .p = lefts_ + each.left,
+                      .room = columns_ + each.left,
+                      .q = rights_ + each.right,
+                      .own_q = own_rights_ + each.right,
+                      .scales = scales_ + 2 * given_.size()});
+  plain_runs_.clear();
+  for (const std::size_t i : plain_)
+    plain_runs_.push_back({.x = in(call, i),
+                           .y = out(call, i),
+                           .n = call.counts[i],
+                           .run_feedback = run_feedback_of(call, i)});
+}
+
 Memory LowRankReduce::memory_of(const Call& call, const Factored& each) const {
   if (call.feedback == nullptr) return {};
   const Feedback::Key& key = *call.table->keys[each.key];
@@ -104,55 +122,42 @@ RunFeedback LowRankReduce::run_feedback_of(const Call& call, std::size_t extent)
   return call.feedback == nullptr ? RunFeedback{} : call.extent_feedback[extent].run_feedback;
 }
 
-// Returns V: the input plus the residual, if there is one.
-const float* LowRankReduce::values(const Call& call, const Factored& each) const {
-  return call.feedback == nullptr ? in(call, each.extent) : out(call, each.extent);
-}
-
 void LowRankReduce::make_left(const Call& call) {
   const Api& api = of_.api_;
-  for (std::size_t i : plain_) {
-    if (out(call, i) != in(call, i))
+  const auto matrices = static_cast<int>(given_.size());
+  for (std::size_t i : plain_)
+    if (call.feedback == nullptr && out(call, i) != in(call, i))
       check(
           api,
           api.copy(out(call, i), in(call, i), 4 * call.counts[i], CopyKind::kOnDevice, call.stream),
           "cudaMemcpyAsync");
-    if (call.feedback != nullptr)
-      check(api, api.deliver(run_feedback_of(call, i), out(call, i), call.counts[i], call.stream),
-            "delivering");
-  }
-  for (const Factored& each : matrices_) {
-    float* const q = rights_ + each.right;
-    check(api, api.start_factor(memory_of(call, each), each.of, q, call.stream),
-          "starting a factor");
+  if (call.feedback != nullptr)
     check(api,
-          api.left_factor(in(call, each.extent), run_feedback_of(call, each.extent),
-                          out(call, each.extent), q, lefts_ + each.left, each.of, call.stream),
-          "making a left factor");
-  }
+          api.deliver_runs(plain_runs_.data(), static_cast<int>(plain_runs_.size()), call.stream),
+          "delivering");
+  check(api, api.start_factor(given_.data(), matrices, call.stream), "starting factors");
+  check(api, api.left_factor(given_.data(), matrices, call.stream), "making left factors");
 }
 
 // Makes the right factors. It checks only the left ones, since any NaN or Inf of a matrix is in
 // these.
 void LowRankReduce::make_right(const Call& call) {
   const Api& api = of_.api_;
+  const auto matrices = static_cast<int>(given_.size());
   check(api, api.check_finite(lefts_, left_, call.flags, call.stream), "looking for NaN");
-  for (std::size_t i : plain_)
-    check(api, api.check_finite(out(call, i), call.counts[i], call.flags, call.stream),
-          "looking for NaN");
-  for (const Factored& each : matrices_) {
-    float* const p = lefts_ + each.left;
-    check(api, api.orthonormalise(p, columns_, each.of, call.stream), "orthonormalising");
-    check(api,
-          api.right_factor(values(call, each), p, own_rights_ + each.right, each.of, call.stream),
-          "making a right factor");
-  }
+  check(api,
+        api.mark_runs(plain_runs_.data(), static_cast<int>(plain_runs_.size()), 1, call.flags,
+                      call.stream),
+        "looking for NaN");
+  check(api, api.orthonormalise(given_.data(), matrices, call.stream), "orthonormalising");
+  check(api, api.right_factor(given_.data(), matrices, call.stream), "making right factors");
   check(api, api.copy(rights_, own_rights_, 4 * right_, CopyKind::kOnDevice, call.stream),
         "cudaMemcpyAsync");
 }
 
 void LowRankReduce::finish(const Call& call) {
   const Api& api = of_.api_;
+  const auto matrices = static_cast<int>(given_.size());
   const bool average = call.request->op == ReduceOp::kAvg;
   const double factor = average ? 1.0 / of_.setting_.size : 1.0;
   for (std::size_t i : plain_)
@@ -161,22 +166,10 @@ void LowRankReduce::finish(const Call& call) {
             api.scale(static_cast<int>(DType::kFloat32), out(call, i), factor, call.counts[i],
                       call.stream),
             "scaling");
-  float* scale = scales_;
-  for (const Factored& each : matrices_) {
-    float *const q = rights_ + each.right, *const own = own_rights_ + each.right;
-    check(api, api.take_headroom(q, each.right_size(), scale, call.stream), "scaling a factor");
-    check(api, api.take_headroom(own, each.right_size(), scale + 1, call.stream),
-          "scaling a factor");
-    check(api,
-          api.product(lefts_ + each.left, q, scale, static_cast<float>(factor), own, scale + 1,
-                      values(call, each), run_feedback_of(call, each.extent),
-                      out(call, each.extent), each.of, call.stream),
-          "multiplying factors");
-    if (call.feedback != nullptr)
-      check(api, api.remember(memory_of(call, each), q, each.right_size(), call.stream),
-            "remembering a factor");
-    scale += 2;
-  }
+  check(api, api.take_headroom(given_.data(), matrices, call.stream), "scaling factors");
+  check(api, api.product(given_.data(), matrices, static_cast<float>(factor), call.stream),
+        "multiplying factors");
+  check(api, api.remember(given_.data(), matrices, call.stream), "remembering factors");
 }
 
 void LowRankReduce::sum(const Call& call, const std::vector<exec::Array>& arrays) {

@@ -32,15 +32,17 @@ class LowRankReduce {
   void make_right(const Call& call);
   void finish(const Call& call);
   void sum(const Call& call, const std::vector<exec::Array>& arrays);
+  void list_for_kernels(const Call& call);
   Memory memory_of(const Call& call, const Factored& each) const;
   RunFeedback run_feedback_of(const Call& call, std::size_t extent) const;
-  const float* values(const Call& call, const Factored& each) const;
 
   Communicator& of_;
   Operation operation_;
   std::vector<Factored> matrices_;
-  std::vector<std::size_t> plain_;                    // extents that are sent as they are
-  std::size_t left_ = 0, right_ = 0, most_left_ = 0;  // elements
+  std::vector<std::size_t> plain_;     // extents that are sent as they are
+  std::vector<FactoredMatrix> given_;  // matrices_ and
+  std::vector<Run> plain_runs_;        // plain_, as kernels take them
+  std::size_t left_ = 0, right_ = 0;   // elements
   Room room_;
   float *lefts_ = nullptr, *rights_ = nullptr, *own_rights_ = nullptr, *scales_ = nullptr;
   double* columns_ = nullptr;

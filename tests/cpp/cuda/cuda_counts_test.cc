@@ -301,6 +301,24 @@ TEST_P(CudaCounts, ABucketIsOneMessageAPeerAndRound) {
   }
 }
 
+TEST_P(CudaCounts, TheMatricesOfABucketShareTheirKernels) {
+  const int p = GetParam();
+  CountedRanks ranks(p);
+  exec::Request request = average("direct", "lowrank:rank=2");
+  request.op = ReduceOp::kSum;
+  std::vector<std::uint64_t> kernels;
+  for (const std::size_t matrices : {2U, 12U}) {
+    const std::vector<exec::Shape> shapes(matrices, {48, 64});
+    request.shapes = shapes;
+    const std::vector<std::size_t> lengths(matrices, 48 * 64);
+    const Tally found = of_worst_rank(ranks.repeated(request, lengths, true));
+    print(std::to_string(matrices) + " matrices, lowrank by direct", p, found);
+    kernels.push_back(found.kernels - matrices);  // one each writes NaN where a call fails
+    EXPECT_LE(kernels.back(), 14U);
+  }
+  EXPECT_EQ(kernels[0], kernels[1]);
+}
+
 TEST_P(CudaCounts, SparseCodecsAreOneMessageAPeerAndRoundToo) {
   const int p = GetParam();
   CountedRanks ranks(p);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -96,14 +97,21 @@ TEST(CudaLowRank, FindsTheLeftFactor) {
         sum(Values(x.size(), -7), 6), p(Values(expected.size(), -7), 7);
     const RunFeedback none{{nullptr, nullptr}, nullptr};
     const RunFeedback run_feedback{{other.data(), added.data()}, key.key_state.data()};
-    api().left_factor(in.data(), none, nullptr, factor.data(), p.data(), matrix(of), test_stream());
+    const auto find = [&](const RunFeedback& feedback, float* y) {
+      const FactoredMatrix one{.of = matrix(of),
+                               .x = in.data(),
+                               .y = y,
+                               .run_feedback = feedback,
+                               .p = p.data(),
+                               .q = factor.data()};
+      api().left_factor(&one, 1, test_stream());
+    };
+    find(none, nullptr);
     ASSERT_EQ(bits(p.values()), bits(plain)) << text_of(each);
-    api().left_factor(in.data(), run_feedback, sum.data(), factor.data(), p.data(), matrix(of),
-                      test_stream());
+    find(run_feedback, sum.data());
     ASSERT_EQ(bits(p.values()), bits(expected)) << text_of(each);
     ASSERT_EQ(bits(sum.values()), bits(v)) << text_of(each);
-    api().left_factor(in.data(), run_feedback, in.data(), factor.data(), p.data(), matrix(of),
-                      test_stream());
+    find(run_feedback, in.data());
     ASSERT_EQ(bits(p.values()), bits(expected)) << text_of(each) << " in place";
     ASSERT_EQ(bits(in.values()), bits(v)) << text_of(each) << " in place";
   }
@@ -118,7 +126,9 @@ TEST(CudaLowRank, FindsTheRightFactor) {
     Values expected(of.rank * of.columns);
     codec::kernels().lowrank.right(v.data(), p.data(), expected.data(), of);
     const Floats in(v, 2), factor(p, 4), q(Values(expected.size(), 99), 6);
-    api().right_factor(in.data(), factor.data(), q.data(), matrix(of), test_stream());
+    const FactoredMatrix one{
+        .of = matrix(of), .x = in.data(), .p = factor.data(), .own_q = q.data()};
+    api().right_factor(&one, 1, test_stream());
     ASSERT_EQ(bits(q.values()), bits(expected)) << text_of(each);
   }
 }
@@ -141,12 +151,21 @@ TEST(CudaLowRank, MultipliesTheFactors) {
     const Floats left(p, 2), right(q, 4), own(own_q, 6), in(v, 8), out(Values(v.size(), -7), 5),
         e(Values(v.size(), -7), 10), scales({scale, own_scale});
     const RunFeedback run_feedback{{out.data(), e.data()}, key.key_state.data()};
-    api().product(left.data(), right.data(), scales.data(), factor, own.data(), scales.data() + 1,
-                  in.data(), run_feedback, in.data(), matrix(of), test_stream());
+    FactoredMatrix one{.of = matrix(of),
+                       .x = in.data(),
+                       .y = in.data(),
+                       .run_feedback = run_feedback,
+                       .p = left.data(),
+                       .q = right.data(),
+                       .own_q = own.data(),
+                       .scales = scales.data()};
+    api().product(&one, 1, factor, test_stream());
     ASSERT_EQ(bits(in.values()), bits(y)) << text_of(each) << " in place";
     ASSERT_EQ(bits(e.values()), bits(error)) << text_of(each);
-    api().product(left.data(), right.data(), scales.data(), factor, nullptr, nullptr, nullptr, {},
-                  out.data(), matrix(of), test_stream());
+    one.run_feedback = {};
+    one.y = out.data();
+    one.own_q = nullptr;
+    api().product(&one, 1, factor, test_stream());
     ASSERT_EQ(bits(out.values()), bits(y)) << text_of(each) << " without error";
   }
 }
@@ -166,7 +185,8 @@ Values dependent_columns(const Factors& of) {
 void expect_orthonormalised(Values p, const Factors& of) {
   const Floats on_device(p, 3);
   const DeviceArray<double> room(std::vector<double>(p.size()), 1);
-  api().orthonormalise(on_device.data(), room.data(), matrix(of), test_stream());
+  const FactoredMatrix one{.of = matrix(of), .p = on_device.data(), .room = room.data()};
+  api().orthonormalise(&one, 1, test_stream());
   std::vector<double> cpu_room;
   codec::orthonormalise(of, p, cpu_room);
   ASSERT_EQ(bits(on_device.values()), bits(p)) << of.rows << " rows, rank " << of.rank;
@@ -193,10 +213,12 @@ void expect_started(const Values& last, const Factors& of) {
   const Memory memory{{other.data(), old.data()}, key.key_state.data()};
   Values expected(last.size());
   codec::start_factor(last, of, expected);
-  api().start_factor(memory, matrix(of), q.data(), test_stream());
+  FactoredMatrix one{.of = matrix(of), .memory = memory, .q = q.data()};
+  api().start_factor(&one, 1, test_stream());
   ASSERT_EQ(bits(q.values()), bits(expected)) << of.columns << " columns, rank " << of.rank;
   codec::start_factor({}, of, expected);
-  api().start_factor({}, matrix(of), q.data(), test_stream());
+  one.memory = {};
+  api().start_factor(&one, 1, test_stream());
   ASSERT_EQ(bits(q.values()), bits(expected)) << "from nothing";
 }
 
@@ -225,11 +247,16 @@ TEST(CudaLowRank, TakesOutTheHeadroom) {
     all.back().front() = std::isnan(last) ? 0x1.1p64F : 1;
   }
   for (Values& each : all) {
-    const Floats q(each, 3), scale({-7});
-    api().take_headroom(q.data(), each.size(), scale.data(), test_stream());
+    const Floats q(each, 3), own(Values{2, 0x1.1p64F}), scales({-7, -7});
+    const FactoredMatrix one{.of = {0, each.size(), 1}, .q = q.data(), .scales = scales.data()};
+    api().take_headroom(&one, 1, test_stream());
+    EXPECT_EQ(scales.values()[1], -7);
     const float expected = codec::take_headroom(each);
     EXPECT_EQ(bits(q.values()), bits(each));
-    EXPECT_EQ(scale.values()[0], expected);
+    EXPECT_EQ(scales.values()[0], expected);
+    const FactoredMatrix other{.of = {0, 2, 1}, .own_q = own.data(), .scales = scales.data()};
+    api().take_headroom(&other, 1, test_stream());
+    EXPECT_EQ(scales.values(), (Values{expected, 1 / kHeadroom}));
   }
 }
 
@@ -249,26 +276,85 @@ TEST(CudaLowRank, RemembersInTheOtherPlace) {
   const Key key(1);
   const Values q = random_values(3000, Data::kRandomBits, 4);
   const Floats from(q, 3), next(Values(q.size()), 4), last(Values(q.size(), 5), 5);
-  api().remember({{next.data(), last.data()}, key.key_state.data()}, from.data(), q.size(),
-                 test_stream());
-  api().remember({}, from.data(), q.size(), test_stream());
+  FactoredMatrix one{.of = {0, q.size() / 4, 4},
+                     .memory = {{next.data(), last.data()}, key.key_state.data()},
+                     .q = from.data()};
+  api().remember(&one, 1, test_stream());
+  one.memory = {};
+  api().remember(&one, 1, test_stream());
   EXPECT_EQ(bits(next.values()), bits(q));
   EXPECT_EQ(last.values(), Values(q.size(), 5));
 }
 
 TEST(CudaLowRank, OfNothingDoesNothing) {
-  const Matrix nothing{0, 0, 4};
-  EXPECT_EQ(api().start_factor({}, nothing, nullptr, test_stream()), 0);
-  EXPECT_EQ(api().left_factor(nullptr, {}, nullptr, nullptr, nullptr, nothing, test_stream()), 0);
-  EXPECT_EQ(api().check_finite(nullptr, 0, nullptr, test_stream()), 0);
-  EXPECT_EQ(api().orthonormalise(nullptr, nullptr, nothing, test_stream()), 0);
-  EXPECT_EQ(api().right_factor(nullptr, nullptr, nullptr, nothing, test_stream()), 0);
-  EXPECT_EQ(api().take_headroom(nullptr, 0, nullptr, test_stream()), 0);
-  EXPECT_EQ(api().product(nullptr, nullptr, nullptr, 1, nullptr, nullptr, nullptr, {}, nullptr,
-                          nothing, test_stream()),
-            0);
-  EXPECT_EQ(api().remember({}, nullptr, 0, test_stream()), 0);
+  const FactoredMatrix nothing{.of = {0, 0, 4}};
+  for (const int count : {0, 1}) {
+    EXPECT_EQ(api().start_factor(&nothing, count, test_stream()), 0);
+    EXPECT_EQ(api().left_factor(&nothing, count, test_stream()), 0);
+    EXPECT_EQ(api().check_finite(nullptr, 0, nullptr, test_stream()), 0);
+    EXPECT_EQ(api().orthonormalise(&nothing, count, test_stream()), 0);
+    EXPECT_EQ(api().right_factor(&nothing, count, test_stream()), 0);
+    EXPECT_EQ(api().take_headroom(&nothing, count, test_stream()), 0);
+    EXPECT_EQ(api().product(&nothing, count, 1, test_stream()), 0);
+    EXPECT_EQ(api().remember(&nothing, count, test_stream()), 0);
+  }
   wait_for_device();
+}
+
+// ---- Many matrices of a call --------------------------------------------------------------------
+
+// What is left of a matrix after all steps of one rank alone.
+struct Left {
+  explicit Left(const Factors& of, unsigned seed)
+      : shape(of),
+        x(random_values(of.rows * of.columns, Data::kNormal, seed), seed % 4),
+        p(Values(of.rows * of.rank)),
+        q(Values(of.columns * of.rank)),
+        own_q(Values(of.columns * of.rank)),
+        scales(Values{0, 0}),
+        room(std::vector<double>(of.rows * of.rank), 0) {}
+
+  FactoredMatrix matrix() const {
+    return {.of = {shape.rows, shape.columns, shape.rank},
+            .x = x.data(),
+            .y = x.data(),
+            .p = p.data(),
+            .room = room.data(),
+            .q = q.data(),
+            .own_q = own_q.data(),
+            .scales = scales.data()};
+  }
+
+  Factors shape;
+  Floats x, p, q, own_q, scales;
+  DeviceArray<double> room;
+};
+
+void factor(const std::vector<FactoredMatrix>& all) {
+  const auto count = static_cast<int>(all.size());
+  EXPECT_EQ(api().start_factor(all.data(), count, test_stream()), 0);
+  EXPECT_EQ(api().left_factor(all.data(), count, test_stream()), 0);
+  EXPECT_EQ(api().orthonormalise(all.data(), count, test_stream()), 0);
+  EXPECT_EQ(api().right_factor(all.data(), count, test_stream()), 0);
+  EXPECT_EQ(api().take_headroom(all.data(), count, test_stream()), 0);
+}
+
+TEST(CudaLowRank, ManyMatricesAreFactoredAsOneIs) {
+  std::vector<std::unique_ptr<Left>> together, alone;
+  std::vector<FactoredMatrix> all;
+  for (unsigned i = 0; i < kMostRuns + 3; ++i) {
+    const Factors of{i % 7 * 9, 1 + i % 5 * 13, 3};
+    together.push_back(std::make_unique<Left>(of, i));
+    alone.push_back(std::make_unique<Left>(of, i));
+    all.push_back(together.back()->matrix());
+  }
+  factor(all);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    factor({alone[i]->matrix()});
+    EXPECT_EQ(bits(together[i]->p.values()), bits(alone[i]->p.values())) << i;
+    EXPECT_EQ(bits(together[i]->own_q.values()), bits(alone[i]->own_q.values())) << i;
+    EXPECT_EQ(together[i]->scales.values(), alone[i]->scales.values()) << i;
+  }
 }
 
 }  // namespace

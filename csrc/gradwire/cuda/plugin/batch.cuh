@@ -35,6 +35,12 @@ struct Batch {
   }
 };
 
+template <typename Given>
+bool is_empty(const Given& run) {
+  return run.n == 0;
+}
+inline bool is_empty(const FactoredMatrix&) { return false; }
+
 // Calls start(batch) for all runs, kMostRuns at a time, and leaves out empty ones. make(run)
 // returns what the kernel takes, tiles(run) into how many tiles a run is cut.
 template <typename Given, typename Make, typename Tiles, typename Start>
@@ -42,7 +48,7 @@ Status in_batches(const Given* runs, int count, Make make, Tiles tiles, Start st
   static_assert(sizeof(Batch<decltype(make(*runs))>) < 3900, "a kernel takes 4 KB of arguments");
   Batch<decltype(make(*runs))> batch;
   for (int i = 0; i < count; ++i) {
-    if (runs[i].n > 0) batch.add(make(runs[i]), tiles(runs[i]));
+    if (!is_empty(runs[i])) batch.add(make(runs[i]), tiles(runs[i]));
     if (batch.count < kMostRuns && i + 1 < count) continue;
     if (batch.count > 0)
       if (const Status status = start(batch); status != 0) return status;

@@ -1,7 +1,10 @@
 // lowrank: the kernels on factors alone, between the passes over matrices (codec/lowrank.h).
 #include "gradwire/codec/factors.h"
 
+#include <vector>
+
 #include "gradwire/codec/splitmix64.h"
+#include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/block.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
@@ -49,27 +52,43 @@ __device__ void write_scaled(std::uint32_t largest, std::uint64_t n, float* colu
 }
 static_assert(codec::kHeadroom == 0x1p-32F);
 
-__global__ void __launch_bounds__(kThreads) begin_columns(Memory memory, Matrix of, float* q) {
+struct StartRun {
+  Memory memory;
+  float* q;
+  std::uint64_t columns;
+};
+
+__device__ void begin_column(const StartRun& run, std::uint64_t k) {
+  const Memory& memory = run.memory;
   const float* last =
       memory.factor[0] == nullptr ? nullptr : one_of(memory.factor, memory.key_state->which_memory);
-  for (std::uint64_t k = blockIdx.x; k < of.rank; k += gridDim.x) {
-    float* column = q + k * of.columns;
-    if (last != nullptr) {
-      const auto kept = [=](std::uint64_t j) { return last[k * of.columns + j]; };
-      const std::uint32_t largest = largest_of(of.columns, kept);
-      if (largest > 0 && largest < kInfinityBits) {
-        write_scaled(largest, of.columns, column, kept);
-        continue;
-      }
-    }
-    const auto anew = [=](std::uint64_t j) { return drawn(k, j); };
-    write_scaled(largest_of(of.columns, anew), of.columns, column, anew);
+  float* column = run.q + k * run.columns;
+  if (last != nullptr) {
+    const auto kept = [=](std::uint64_t j) { return last[k * run.columns + j]; };
+    const std::uint32_t largest = largest_of(run.columns, kept);
+    if (largest > 0 && largest < kInfinityBits)
+      return write_scaled(largest, run.columns, column, kept);
+  }
+  const auto anew = [=](std::uint64_t j) { return drawn(k, j); };
+  write_scaled(largest_of(run.columns, anew), run.columns, column, anew);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    begin_columns(const __grid_constant__ Batch<StartRun> runs) {
+  for (std::uint64_t b = blockIdx.x; b < runs.tiles(); b += gridDim.x) {
+    const unsigned r = runs.find(b);
+    begin_column(runs.at[r], b - runs.first[r]);
   }
 }
 
-Status start_factor(Memory memory, Matrix of, float* q, Stream stream) {
-  if (of.columns == 0) return 0;
-  return launch(begin_columns, of.rank, kThreads, stream, memory, of, q);
+Status start_factor(const FactoredMatrix* all, int count, Stream stream) {
+  return in_batches(
+      all, count,
+      [](const FactoredMatrix& each) { return StartRun{each.memory, each.q, each.of.columns}; },
+      [](const FactoredMatrix& each) { return each.of.columns == 0 ? 0 : each.of.rank; },
+      [stream](const Batch<StartRun>& batch) {
+        return launch(begin_columns, batch.tiles(), kThreads, stream, batch);
+      });
 }
 
 // ---- take_headroom, check_finite, remember ------------------------------------------------------
@@ -80,12 +99,22 @@ constexpr std::uint64_t kOfOneBlock = 32 * kThreads;  // most elements for a sin
 // The scale of factors that are too large to be multiplied by it.
 constexpr float kLargeScale = 1 / codec::kHeadroom;
 
+struct HeadroomRun {
+  float* q;
+  float* scale;
+  std::uint64_t n;
+};
+
 __global__ void __launch_bounds__(kThreads)
-    take_out_headroom(float* q, std::uint64_t n, float* scale) {
-  const std::uint32_t largest = largest_of(n, [=](std::uint64_t i) { return q[i]; });
-  const bool large = __uint_as_float(largest) > 0x1p64F;
-  for (std::uint64_t i = threadIdx.x; !large && i < n; i += blockDim.x) q[i] *= kLargeScale;
-  if (threadIdx.x == 0) *scale = large ? kLargeScale : 1;
+    take_out_headroom(const __grid_constant__ Batch<HeadroomRun> runs) {
+  for (std::uint64_t b = blockIdx.x; b < runs.tiles(); b += gridDim.x) {
+    const HeadroomRun& run = runs.at[b];  // a tile each
+    const std::uint32_t largest = largest_of(run.n, [&](std::uint64_t i) { return run.q[i]; });
+    const bool large = __uint_as_float(largest) > 0x1p64F;
+    for (std::uint64_t i = threadIdx.x; !large && i < run.n; i += blockDim.x)
+      run.q[i] *= kLargeScale;
+    if (threadIdx.x == 0) *run.scale = large ? kLargeScale : 1;
+  }
 }
 
 // Returns the scale for a largest magnitude. Where that is NaN, so is the scale: as bits it is more
@@ -114,15 +143,33 @@ __global__ void __launch_bounds__(kThreads)
   if (first_index() == 0) atomicExch(scale, __float_as_uint(1.0F));
 }
 
-Status take_headroom(float* q, std::uint64_t n, float* scale, Stream stream) {
-  if (n <= kOfOneBlock)
-    return launch(take_out_headroom, n == 0 ? 0 : 1, kThreads, stream, q, n, scale);
-  const std::uint64_t blocks = blocks_for(n, kThreads * kEach);
-  auto* const bits = reinterpret_cast<std::uint32_t*>(scale);
-  Status status = static_cast<Status>(cudaMemsetAsync(scale, 0, sizeof *scale, stream));
-  if (status == 0) status = launch(find_scale, blocks, kThreads, stream, q, n, bits);
+Status take_much_headroom(const HeadroomRun& run, Stream stream) {
+  const std::uint64_t blocks = blocks_for(run.n, kThreads * kEach);
+  auto* const bits = reinterpret_cast<std::uint32_t*>(run.scale);
+  Status status = static_cast<Status>(cudaMemsetAsync(bits, 0, sizeof *bits, stream));
+  if (status == 0) status = launch(find_scale, blocks, kThreads, stream, run.q, run.n, bits);
   if (status != 0) return status;
-  return launch(multiply_by_scale, blocks, kThreads, stream, q, n, bits);
+  return launch(multiply_by_scale, blocks, kThreads, stream, run.q, run.n, bits);
+}
+
+Status take_headroom(const FactoredMatrix* all, int count, Stream stream) {
+  std::vector<HeadroomRun> small;
+  for (int i = 0; i < 2 * count; ++i) {
+    const FactoredMatrix& each = all[i / 2];
+    const HeadroomRun run{i % 2 == 0 ? each.q : each.own_q, each.scales + i % 2,
+                          each.of.columns * each.of.rank};
+    if (run.q == nullptr) continue;
+    if (run.n <= kOfOneBlock)
+      small.push_back(run);
+    else if (const Status status = take_much_headroom(run, stream); status != 0)
+      return status;
+  }
+  return in_batches(
+      small.data(), static_cast<int>(small.size()), [](const HeadroomRun& run) { return run; },
+      [](const HeadroomRun&) { return 1; },
+      [stream](const Batch<HeadroomRun>& batch) {
+        return launch(take_out_headroom, batch.tiles(), kThreads, stream, batch);
+      });
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -140,15 +187,35 @@ Status check_finite(const float* x, std::uint64_t n, std::uint32_t* flags, Strea
   return launch(look_for_nan, blocks_for(n, kThreads * kEach), kThreads, stream, x, n, flags);
 }
 
+struct RememberRun {
+  Memory memory;
+  const float* q;
+  std::uint64_t n;
+};
+
 __global__ void __launch_bounds__(kThreads)
-    copy_to_memory(Memory memory, const float* q, std::uint64_t n) {
-  float* to = one_of(memory.factor, 1 - memory.key_state->which_memory);
-  for (std::uint64_t i = first_index(); i < n; i += index_stride()) to[i] = q[i];
+    copy_to_memory(const __grid_constant__ Batch<RememberRun> runs) {
+  for (std::uint64_t b = blockIdx.x; b < runs.tiles(); b += gridDim.x) {
+    const unsigned r = runs.find(b);
+    const RememberRun& run = runs.at[r];
+    const std::uint64_t i = (b - runs.first[r]) * kThreads + threadIdx.x;
+    float* to = one_of(run.memory.factor, 1 - run.memory.key_state->which_memory);
+    if (i < run.n) to[i] = run.q[i];
+  }
 }
 
-Status remember(Memory memory, const float* q, std::uint64_t n, Stream stream) {
-  if (memory.factor[0] == nullptr) return 0;
-  return launch(copy_to_memory, blocks_for(n, kThreads), kThreads, stream, memory, q, n);
+Status remember(const FactoredMatrix* all, int count, Stream stream) {
+  if (count == 0 || all[0].memory.factor[0] == nullptr) return 0;
+  const auto size_of = [](const FactoredMatrix& each) { return each.of.columns * each.of.rank; };
+  return in_batches(
+      all, count,
+      [size_of](const FactoredMatrix& each) {
+        return RememberRun{each.memory, each.q, size_of(each)};
+      },
+      [size_of](const FactoredMatrix& each) { return blocks_for(size_of(each), kThreads); },
+      [stream](const Batch<RememberRun>& batch) {
+        return launch(copy_to_memory, batch.tiles(), kThreads, stream, batch);
+      });
 }
 
 }  // namespace

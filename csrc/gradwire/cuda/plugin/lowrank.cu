@@ -1,7 +1,9 @@
 // lowrank: the three passes over a matrix (codec/factors.h), each of which reads it once. Factors
-// are handled four at a time; missing ones count as zeros.
+// are handled four at a time; missing ones count as zeros. A kernel works on many matrices of one
+// rank.
 #include "gradwire/codec/factors.h"
 
+#include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/gpu.cuh"
@@ -24,6 +26,23 @@ Status with_factors(std::uint64_t rank, Body body) {
   if (rank <= 8) return body(Count<8>{});
   if (rank <= 16) return body(Count<16>{});
   return body(Count<32>{});
+}
+
+// The matrices of a kernel.
+template <typename Each>
+struct Matrices {
+  Batch<Each> runs;
+  std::uint64_t rank;
+
+  __device__ Matrix shape_of(const Each& each) const { return {each.rows, each.columns, rank}; }
+};
+
+// Calls start(matrices) for all of them, each cut into tiles(matrix).
+template <typename Make, typename Tiles, typename Start>
+Status with_matrices(const FactoredMatrix* all, int count, Make make, Tiles tiles, Start start) {
+  return in_batches(all, count, make, tiles, [&](const auto& batch) {
+    return start(Matrices<decltype(make(*all))>{batch, all[0].of.rank});
+  });
 }
 
 // Returns element `at` of vectors k to k + 3, which have n elements each; 0 where there is none.
@@ -111,47 +130,68 @@ __device__ void write_row(float (&sums)[kFactors], float* p, std::uint64_t row, 
   }
 }
 
+struct LeftRun {
+  const float* x;
+  RunFeedback run_feedback;
+  float* v;
+  const float* q;
+  float* p;
+  std::uint64_t rows, columns;
+};
+
 template <unsigned kFactors>
 __global__ void __launch_bounds__(kLeftThreads, kFactors <= 16 ? 2 : 1)
-    left(const float* x, RunFeedback run_feedback, float* v, const float* q, float* p, Matrix of) {
+    left(const __grid_constant__ Matrices<LeftRun> all) {
   using Tile = LeftTile<kFactors>;
   __shared__ Tile tile;
-  const LeftSource from{x, residual_of(run_feedback), v};
   const unsigned lane = threadIdx.x % kRowLanes, rows = blockDim.x / kRowLanes;
-  for (std::uint64_t first = std::uint64_t{blockIdx.x} * rows; first < of.rows;
-       first += std::uint64_t{gridDim.x} * rows) {
-    const std::uint64_t row = first + threadIdx.x / kRowLanes;
+  for (std::uint64_t b = blockIdx.x; b < all.runs.tiles(); b += gridDim.x) {
+    const unsigned r = all.runs.find(b);
+    const LeftRun& run = all.runs.at[r];
+    const Matrix of = all.shape_of(run);
+    const LeftSource from{run.x, residual_of(run.run_feedback), run.v};
+    const std::uint64_t row = (b - all.runs.first[r]) * rows + threadIdx.x / kRowLanes;
     float sums[kFactors] = {};
     for (std::uint64_t j = 0; j < of.columns; j += Tile::kColumns) {
       const bool any = row < of.rows && j + lane < of.columns;
       float values[Tile::kSteps];
       load_row(from, row * of.columns + j + lane, any ? of.columns - j - lane : 0, values);
       __syncthreads();  // nobody reads the last tile any more
-      stage(tile, q, j, of);
+      stage(tile, run.q, j, of);
       __syncthreads();
       add_row(tile, lane, values, sums);
     }
-    write_row(sums, p, row, row < of.rows && lane == 0, of);
+    write_row(sums, run.p, row, row < of.rows && lane == 0, of);
   }
 }
 
-Status left_factor(const float* x, RunFeedback run_feedback, float* v, const float* q, float* p,
-                   Matrix of, Stream stream) {
-  const unsigned threads = of.rows < kManyRows ? kFewThreads : kLeftThreads;
-  const std::uint64_t blocks = blocks_for(of.rows, threads / kRowLanes);
-  return with_factors(of.rank, [&](auto factors) {
-    return launch(left<decltype(factors)::value>, blocks, threads, stream, x, run_feedback, v, q, p,
-                  of);
-  });
+Status left_factor(const FactoredMatrix* all, int count, Stream stream) {
+  std::uint64_t rows = 0;
+  for (int i = 0; i < count; ++i) rows += all[i].of.rows;
+  const unsigned threads = rows < kManyRows ? kFewThreads : kLeftThreads;
+  return with_matrices(
+      all, count,
+      [](const FactoredMatrix& each) {
+        return LeftRun{each.x, each.run_feedback, each.y,         each.q,
+                       each.p, each.of.rows,      each.of.columns};
+      },
+      [threads](const FactoredMatrix& each) {
+        return blocks_for(each.of.rows, threads / kRowLanes);
+      },
+      [&](const Matrices<LeftRun>& batch) {
+        return with_factors(batch.rank, [&](auto factors) {
+          return launch(left<decltype(factors)::value>, batch.runs.tiles(), threads, stream, batch);
+        });
+      });
 }
 
 // ---- q = vᵀ·p: sums along columns --------------------------------------------------------------
 // A block has a strip of columns, from the first row to the last, and up to 16 factors. A tile has
 // as many groups of eight rows as there are threads for them; each thread sums one group of one
 // column. These sums are added to those of the columns group by group, four factors at a time,
-// which takes the one barrier: the sums have two places, taken in turn, so that the next ones are
-// written while these are read. What a tile needs of p is loaded one tile ahead, and stored where a
-// barrier follows before it is read.
+// which takes one barrier: the sums have two places, taken in turn, so that the next ones are
+// written while these are read; or one, with another barrier. What a tile needs of p is loaded one
+// tile ahead, and stored where a barrier follows before it is read.
 
 constexpr unsigned kGroup = 8;  // rows
 constexpr unsigned kRightThreads = 512;
@@ -260,61 +300,87 @@ __device__ void write_columns(const float (&whole)[kFactors / 4], float* q,
   }
 }
 
+struct RightRun {
+  const float* v;
+  const float* p;
+  float* q;
+  std::uint64_t rows, columns;
+};
+
+// Adds up a strip of columns for up to kFactors factors.
+template <unsigned kFactors, unsigned kWide>
+__device__ void sum_strip(RightTile<kFactors, kWide>& tile, const RightRun& run, Matrix of,
+                          std::uint64_t first, std::uint64_t factor, unsigned& turn) {
+  using Tile = RightTile<kFactors, kWide>;
+  const unsigned group = threadIdx.x / kWide;
+  const std::uint64_t column = first + threadIdx.x % kWide;
+  float whole[kFactors / 4] = {};
+  float next[kGroup];
+  Picked<kFactors, kWide> picked;
+  load_group(run.v, group * kGroup, column, of, next);
+  picked.load(run.p, factor, 0, of);
+  picked.store(tile, 0);
+  __syncthreads();
+  unsigned place = 0;
+  for (std::uint64_t i = 0; i < of.rows; i += Tile::kRows) {
+    float values[kGroup], sums[kFactors] = {};
+#pragma unroll
+    for (unsigned r = 0; r < kGroup; ++r) values[r] = next[r];
+    load_group(run.v, i + Tile::kRows + group * kGroup, column, of, next);
+    picked.load(run.p, factor, i + Tile::kRows, of);
+    sum_group(tile, place, group, values, sums);
+    if constexpr (Tile::kPlaces == 2) picked.store(tile, place ^= 1);
+    join(tile, sums, whole, turn, [&] {
+      if constexpr (Tile::kPlaces == 1) picked.store(tile, 0);
+    });
+  }
+  write_columns<kFactors, kWide>(whole, run.q, factor, first, of);
+}
+
 // Consecutive blocks take the factors of one strip, then those of the next strip.
 template <unsigned kFactors, unsigned kWide>
 __global__ void __launch_bounds__(kRightThreads, kFactors <= 8 ? 2 : 1)
-    right(const float* v, const float* p, float* q, Matrix of) {
-  using Tile = RightTile<kFactors, kWide>;
-  __shared__ Tile tile;
-  const std::uint64_t parts = blocks_for(of.rank, kFactors);
-  const unsigned group = threadIdx.x / kWide;
+    right(const __grid_constant__ Matrices<RightRun> all) {
+  __shared__ RightTile<kFactors, kWide> tile;
+  const std::uint64_t parts = blocks_for(all.rank, kFactors);
   unsigned turn = 0;
-  for (std::uint64_t b = blockIdx.x; b < blocks_for(of.columns, kWide) * parts; b += gridDim.x) {
-    const std::uint64_t first = b / parts * kWide, factor = b % parts * kFactors;
-    const std::uint64_t column = first + threadIdx.x % kWide;
-    float whole[kFactors / 4] = {};
-    float next[kGroup];
-    Picked<kFactors, kWide> picked;
-    load_group(v, group * kGroup, column, of, next);
-    picked.load(p, factor, 0, of);
-    picked.store(tile, 0);
-    __syncthreads();
-    unsigned place = 0;
-    for (std::uint64_t i = 0; i < of.rows; i += Tile::kRows) {
-      float values[kGroup], sums[kFactors] = {};
-#pragma unroll
-      for (unsigned r = 0; r < kGroup; ++r) values[r] = next[r];
-      load_group(v, i + Tile::kRows + group * kGroup, column, of, next);
-      picked.load(p, factor, i + Tile::kRows, of);
-      sum_group(tile, place, group, values, sums);
-      if constexpr (Tile::kPlaces == 2) picked.store(tile, place ^= 1);
-      join(tile, sums, whole, turn, [&] {
-        if constexpr (Tile::kPlaces == 1) picked.store(tile, 0);
-      });
-    }
-    write_columns<kFactors, kWide>(whole, q, factor, first, of);
+  for (std::uint64_t b = blockIdx.x; b < all.runs.tiles(); b += gridDim.x) {
+    const unsigned r = all.runs.find(b);
+    const RightRun& run = all.runs.at[r];
+    const std::uint64_t own = b - all.runs.first[r];
+    sum_strip(tile, run, all.shape_of(run), own / parts * kWide, own % parts * kFactors, turn);
   }
+}
+
+template <unsigned kFactors, unsigned kWide>
+Status right_of(const FactoredMatrix* all, int count, Stream stream) {
+  return with_matrices(
+      all, count,
+      [](const FactoredMatrix& each) {
+        const float* const v = keeps_errors(each.run_feedback) ? each.y : each.x;
+        return RightRun{v, each.p, each.own_q, each.of.rows, each.of.columns};
+      },
+      [](const FactoredMatrix& each) {
+        return blocks_for(each.of.columns, kWide) * blocks_for(each.of.rank, kFactors);
+      },
+      [&](const Matrices<RightRun>& batch) {
+        return launch(right<kFactors, kWide>, batch.runs.tiles(), kRightThreads, stream, batch);
+      });
 }
 
 // Chooses the width of strips: narrow, so that there are enough of them, but not below 8 floats,
 // since memory is read in lines.
-template <unsigned kFactors>
-Status right_of(const float* v, const float* p, float* q, Matrix of, Stream stream) {
-  const auto enqueue = [&](auto wide) {
-    constexpr unsigned kWide = decltype(wide)::value;
-    const std::uint64_t blocks = blocks_for(of.columns, kWide) * blocks_for(of.rank, kFactors);
-    return launch(right<kFactors, kWide>, blocks, kRightThreads, stream, v, p, q, of);
-  };
-  if (of.columns >= 8192) return enqueue(Count<32>{});
-  return of.columns >= 4096 ? enqueue(Count<16>{}) : enqueue(Count<8>{});
-}
-
-Status right_factor(const float* v, const float* p, float* q, Matrix of, Stream stream) {
-  const std::uint64_t at_once = of.rank < kMostAtOnce ? of.rank : kMostAtOnce;
+Status right_factor(const FactoredMatrix* all, int count, Stream stream) {
+  if (count == 0) return 0;
+  std::uint64_t columns = 0;
+  for (int i = 0; i < count; ++i) columns += all[i].of.columns;
+  const std::uint64_t at_once = all[0].of.rank < kMostAtOnce ? all[0].of.rank : kMostAtOnce;
   return with_factors(at_once, [&](auto factors) {
     constexpr unsigned kFactors =
         decltype(factors)::value < kMostAtOnce ? decltype(factors)::value : kMostAtOnce;
-    return right_of<kFactors>(v, p, q, of, stream);
+    if (columns >= 8192) return right_of<kFactors, 32>(all, count, stream);
+    return columns >= 4096 ? right_of<kFactors, 16>(all, count, stream)
+                           : right_of<kFactors, 8>(all, count, stream);
   });
 }
 
@@ -326,14 +392,14 @@ constexpr unsigned kProductWide = kWarp;
 constexpr unsigned kProductDeep = 8;  // rows of a thread
 constexpr unsigned kProductRows = kProductThreads / kProductWide * kProductDeep;
 
-struct Product {
+struct ProductRun {
   const float* p;
   const float* q;
-  const float* scale;
-  float factor;
   const float* own_q;
-  const float* own_scale;
-  const float* v;
+  const float* scales;
+  RunFeedback run_feedback;
+  float* y;
+  std::uint64_t rows, columns;
 };
 
 __device__ float limit(float x) {
@@ -388,48 +454,58 @@ __device__ void each_row(std::uint64_t first, std::uint64_t column, Matrix of, B
 
 template <unsigned kFactors, bool kError>
 __global__ void __launch_bounds__(kProductThreads)
-    product(Product what, RunFeedback run_feedback, float* y, Matrix of) {
+    product(const __grid_constant__ Matrices<ProductRun> all, float factor) {
   __shared__ ProductTile<kFactors> tile;
-  const std::uint64_t across = blocks_for(of.columns, kProductWide);
-  const std::uint64_t tiles = blocks_for(of.rows, kProductRows) * across;
-  const float scale = what.factor * *what.scale;
-  for (std::uint64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
+  for (std::uint64_t b = blockIdx.x; b < all.runs.tiles(); b += gridDim.x) {
+    const unsigned run_number = all.runs.find(b);
+    const ProductRun& run = all.runs.at[run_number];
+    const Matrix of = all.shape_of(run);
+    const std::uint64_t t = b - all.runs.first[run_number];
+    const std::uint64_t across = blocks_for(of.columns, kProductWide);
     const std::uint64_t first = t / across * kProductRows;
     const std::uint64_t column = t % across * kProductWide + threadIdx.x % kProductWide;
+    const float scale = factor * run.scales[0];
     Four factors[kFactors / 4];
     float values[kProductDeep];
     if constexpr (kError)
       each_row(first, column, of,
-               [&](unsigned r, unsigned, std::uint64_t at) { values[r] = what.v[at]; });
+               [&](unsigned r, unsigned, std::uint64_t at) { values[r] = run.y[at]; });
     __syncthreads();  // nobody reads the last tile any more
-    stage(tile, what.p, first, of);
+    stage(tile, run.p, first, of);
     __syncthreads();
     if constexpr (kError) {
-      const float own_scale = *what.own_scale;
-      float* error = next_residual(run_feedback);
-      load_column<kFactors>(what.own_q, column, of, factors);
+      const float own_scale = run.scales[1];
+      float* error = next_residual(run.run_feedback);
+      load_column<kFactors>(run.own_q, column, of, factors);
       each_row(first, column, of, [&](unsigned r, unsigned row, std::uint64_t at) {
         error[at] = limit(values[r] - limit(product_at(tile, row, factors) * own_scale));
       });
     }
-    load_column<kFactors>(what.q, column, of, factors);
+    load_column<kFactors>(run.q, column, of, factors);
     each_row(first, column, of, [&](unsigned, unsigned row, std::uint64_t at) {
-      y[at] = limit(product_at(tile, row, factors) * scale);
+      run.y[at] = limit(product_at(tile, row, factors) * scale);
     });
   }
 }
 
-Status product_of(const float* p, const float* q, const float* scale, float factor,
-                  const float* own_q, const float* own_scale, const float* v,
-                  RunFeedback run_feedback, float* y, Matrix of, Stream stream) {
-  const Product what{p, q, scale, factor, own_q, own_scale, v};
-  const std::uint64_t blocks =
-      blocks_for(of.rows, kProductRows) * blocks_for(of.columns, kProductWide);
-  return with_factors(of.rank, [&](auto factors) {
-    constexpr unsigned kFactors = decltype(factors)::value;
-    return launch(keeps_errors(run_feedback) ? product<kFactors, true> : product<kFactors, false>,
-                  blocks, kProductThreads, stream, what, run_feedback, y, of);
-  });
+Status product_of(const FactoredMatrix* all, int count, float factor, Stream stream) {
+  const bool errors = count > 0 && keeps_errors(all[0].run_feedback);
+  return with_matrices(
+      all, count,
+      [](const FactoredMatrix& each) {
+        return ProductRun{each.p, each.q,       each.own_q,     each.scales, each.run_feedback,
+                          each.y, each.of.rows, each.of.columns};
+      },
+      [](const FactoredMatrix& each) {
+        return blocks_for(each.of.rows, kProductRows) * blocks_for(each.of.columns, kProductWide);
+      },
+      [&](const Matrices<ProductRun>& batch) {
+        return with_factors(batch.rank, [&](auto factors) {
+          constexpr unsigned kFactors = decltype(factors)::value;
+          return launch(errors ? product<kFactors, true> : product<kFactors, false>,
+                        batch.runs.tiles(), kProductThreads, stream, batch, factor);
+        });
+      });
 }
 
 }  // namespace

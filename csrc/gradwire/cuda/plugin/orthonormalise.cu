@@ -1,10 +1,11 @@
 // lowrank: Gram-Schmidt (codec/lowrank.h) on the columns of a factor. Column k subtracts its
 // projections on the columns before it, in their order; so all later columns may subtract their
 // projections on column m as soon as that is done. One launch does so for one m, with a block for
-// each later column; the first of these blocks also finishes its column.
+// each later column of each matrix; the first of these blocks also finishes its column.
 //
 // A sum has 16 lanes. One thread adds up each lane in order, from terms that the other threads
 // prepare meanwhile.
+#include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/gpu.cuh"
 
@@ -121,29 +122,43 @@ __device__ void finish(Room& room, float* __restrict__ p, double* __restrict__ c
   }
 }
 
+struct FactorRun {
+  float* p;
+  double* room;
+  std::uint64_t rows;
+};
+
 // Continues after column `done` is finished; kNone: no column is yet.
 __global__ void __launch_bounds__(kThreads)
-    orthonormalise_after(std::uint64_t done, float* p, double* room, std::uint64_t rows,
-                         std::uint64_t rank) {
+    orthonormalise_after(std::uint64_t done, const __grid_constant__ Batch<FactorRun> runs) {
   __shared__ Room shared;
-  for (std::uint64_t k = done + 1 + blockIdx.x; k < rank; k += gridDim.x) {
-    double* column = room + k * rows;
+  for (std::uint64_t b = blockIdx.x; b < runs.tiles(); b += gridDim.x) {
+    const unsigned r = runs.find(b);
+    const FactorRun& run = runs.at[r];
+    const std::uint64_t k = done + 1 + (b - runs.first[r]), rows = run.rows;
+    double* column = run.room + k * rows;
     if (done == kNone) {
-      for (std::uint64_t i = threadIdx.x; i < rows; i += kThreads) column[i] = p[k * rows + i];
+      for (std::uint64_t i = threadIdx.x; i < rows; i += kThreads) column[i] = run.p[k * rows + i];
       __syncthreads();
     } else {
-      take_off(shared, room + done * rows, column, rows);
+      take_off(shared, run.room + done * rows, column, rows);
     }
-    if (k == done + 1) finish(shared, p + k * rows, column, rows);
+    if (k == done + 1) finish(shared, run.p + k * rows, column, rows);
   }
 }
 
-Status orthonormalise(float* p, double* room, Matrix of, Stream stream) {
+Status orthonormalise(const FactoredMatrix* all, int count, Stream stream) {
+  const std::uint64_t rank = count == 0 ? 0 : all[0].of.rank;
   Status status = 0;
-  if (of.rows == 0) return status;
-  for (std::uint64_t k = 0; k < of.rank && status == 0; ++k)
-    status = launch(orthonormalise_after, of.rank - k, kThreads, stream, k == 0 ? kNone : k - 1, p,
-                    room, of.rows, of.rank);
+  for (std::uint64_t k = 0; k < rank && status == 0; ++k)
+    status = in_batches(
+        all, count,
+        [](const FactoredMatrix& each) { return FactorRun{each.p, each.room, each.of.rows}; },
+        [=](const FactoredMatrix& each) { return each.of.rows == 0 ? 0 : rank - k; },
+        [=](const Batch<FactorRun>& batch) {
+          return launch(orthonormalise_after, batch.tiles(), kThreads, stream,
+                        k == 0 ? kNone : k - 1, batch);
+        });
   return status;
 }
 
