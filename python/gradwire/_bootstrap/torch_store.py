@@ -5,6 +5,7 @@ torchrun's MASTER_PORT belongs to torch's store, so gradwire cannot listen there
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import timedelta
 from typing import Any
@@ -53,7 +54,7 @@ class TorchStore:
 
     def get(self, key: str, timeout: float) -> bytes:
         """Waits for a key's value and returns it; raises TimeoutError after `timeout` seconds."""
-        if not self._present(key, max(timedelta(seconds=timeout), _TICK)):
+        if not self._present(key, timeout):
             raise TimeoutError(f"nobody set {key} within {timeout:g} s")
         return bytes(self._call(self._store.get, key))
 
@@ -63,12 +64,13 @@ class TorchStore:
             return None
         return bytes(self._call(self._store.get, key))
 
-    def _present(self, key: str, limit: timedelta) -> bool:
-        try:
-            self._store.wait([key], limit)
-        except RuntimeError:  # the type for "too late" and for "connection lost" differs by version
-            return bool(self._call(self._store.check, [key]))
-        return True
+    def _present(self, key: str, timeout: float) -> bool:
+        if timeout > 0:
+            # The type for "too late" and for "connection lost" differs by version.
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([key], max(timedelta(seconds=timeout), _TICK))
+                return True
+        return bool(self._call(self._store.check, [key]))
 
     def _call(self, function: Any, *args: Any) -> Any:
         try:
