@@ -20,6 +20,7 @@
 #   make faults-training  COUNT=1000 of them in training over the backend of torch.distributed
 #   make faults-serve  COUNT=1000 of them in servers and clients of a parameter server
 #   make faults-elastic  COUNT=1000 jobs whose ranks die, stop and join at random
+#   make faults-elastic-training  COUNT=1000 such events in trainings that go on, by gradwire.torch.elastic
 #   make fuzz      every parser of foreign bytes under libFuzzer, FUZZ_SECONDS=60 in all
 PYTHON ?= python3
 VENV ?= .venv
@@ -45,7 +46,8 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh'
 .PHONY: demo test test-cpp test-python nightly test-under-load test-rdma test-ray test-trainers \
   test-torch test-torch-suites bench docs lint lint-check \
   wheel check-wheel cuda12 arm64 \
-  sanitize sanitize-build faults faults-training faults-serve faults-elastic fuzz fuzz-build build tools clean
+  sanitize sanitize-build faults faults-training faults-serve faults-elastic \
+  faults-elastic-training fuzz fuzz-build build tools clean
 demo: build
 	$(BIN)/python -m bench.training.demo $(ARGS)
 
@@ -73,6 +75,7 @@ nightly:
 	$(MAKE) faults-training COUNT=100
 	$(MAKE) faults-serve COUNT=200
 	$(MAKE) faults-elastic COUNT=1000
+	$(MAKE) faults-elastic-training COUNT=300
 	$(MAKE) fuzz FUZZ_SECONDS=600
 	$(MAKE) sanitize SANITIZE_CUDA=ON
 	$(MAKE) test-rdma
@@ -162,6 +165,10 @@ faults-serve: build
 
 faults-elastic: build
 	PYTHONPATH=tests $(BIN)/python -m faults.elastic --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+faults-elastic-training: build
+	PYTHONPATH=tests:tests/python/support $(BIN)/python -m faults.elastic_training --count $(COUNT) \
+	  $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: build
 	$(BIN)/python -m pytest bench/collectives --benchmark-only $(ARGS)

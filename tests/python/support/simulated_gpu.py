@@ -63,9 +63,11 @@ if __name__ == "__main__":
 """
 
 
-def run(body: str, ranks: int = 2, *, threads: bool = False, **environment: str) -> list:
-    """The result of `body(comm)` on every rank, of a program of its own."""
-    program = _HEAD + textwrap.dedent(body) + _RUN.format(ranks=ranks, threads=threads)
+def run(
+    body: str, ranks: int = 2, *, threads: bool = False, end: str = _RUN, **environment: str
+) -> list:
+    """The result of `body(comm)` on every rank, of a program of its own, which prints it."""
+    program = _HEAD + textwrap.dedent(body) + end.format(ranks=ranks, threads=threads)
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ

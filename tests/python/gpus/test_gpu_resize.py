@@ -1,0 +1,83 @@
+"""Ranks with GPUs, which are simulated, leave and join a communicator."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_gpu import needed, run
+
+pytestmark = needed
+
+_STEP = """
+    import pytest
+
+    def agree(comm):
+        on_gpu, on_cpu = Array(values(comm.rank)), values(comm.rank)
+        for codec in ("none", "int8"):
+            comm.all_reduce(on_gpu, codec=codec)
+            comm.all_reduce(on_cpu, codec=codec)
+        assert on_gpu.get().tobytes() == on_cpu.tobytes()
+        return comm.rank, comm.size, comm._gpu.links
+"""
+
+_ELASTIC = """
+if __name__ == "__main__":
+    from elastic_job import elastic_job
+
+    with elastic_job() as job:
+        print(json.dumps([each.value() for each in job.start({ranks}, body)]))
+"""
+
+
+@pytest.mark.parametrize("links", ["host", "ipc"])
+def test_the_others_go_on_and_a_rank_joins_again(links: str) -> None:
+    """The others are in the middle of a call when rank 0, which has the door, leaves."""
+    found = run(
+        _STEP
+        + """
+    from elastic_job import SECRET
+
+    def body(comm):
+        found = [agree(comm)]
+        if comm.rank == 0:
+            comm.abort("it leaves")
+            comm.close()
+            comm = gradwire.join(timeout=60, secret=SECRET)
+        else:
+            x = Array(values(comm.rank))
+            with pytest.raises(gradwire.Error, match="it leaves"):
+                while True:
+                    comm.all_reduce(x)
+                    x.get()
+            comm = comm.resize(min_ranks=3, wait=60)
+        found.append(agree(comm))
+        comm = comm.resize()  # also where nobody has left or joined
+        found.append(agree(comm))
+        comm.close()
+        return found
+        """,
+        3,
+        end=_ELASTIC,
+        GRADWIRE_GPU_LINKS=links,
+    )
+    assert [rank for rank, *_ in (each[1] for each in found)] == [2, 0, 1]
+    assert {(size, way) for each in found for _, size, way in each} == {(3, links)}
+
+
+def test_ranks_that_are_threads_resize() -> None:
+    found = run(
+        _STEP
+        + """
+    def body(comm):
+        x = Array(values(comm.rank))
+        work = comm.all_reduce(x, async_op=True)  # nobody waits for it
+        agree(comm)
+        if comm.rank == 1:
+            comm.abort("it leaves")
+            return None
+        comm = comm.resize(timeout=5)
+        return agree(comm)
+        """,
+        3,
+        threads=True,
+    )
+    assert found == [[0, 2, "loopback"], None, [1, 2, "loopback"]]
