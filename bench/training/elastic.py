@@ -7,8 +7,17 @@ gradwire's emulated links of 1 Gbit/s, and as DistributedDataParallel over gloo 
 which restarts all processes. One rank is killed, and after the others have gone on another is
 started. Times are from the kill to the next step of the others, and from the start of the new
 process to its first step, and how much of that is over once its imports are. torchrun's is from the
-kill to the first step of all; it loads no checkpoint. The cost without change is that of a step in
-a session beside a step of DistributedDataParallel with gradwire's hook, blocks in turns.
+kill to the first step of all; it loads no checkpoint. Where torchft is installed, `--ways torchft`
+measures it too, over gloo, with torchft's own limits.
+
+The cost without change is that of a step in a session on two ranks, beside a step that averages
+gradients and buffers in the same way without anything else of the session (no barrier of `commit`,
+no copies of random states and buffers), and beside DistributedDataParallel with gradwire's hook:
+short blocks, in turns, in the same processes. The model has normalised batches then.
+
+    python -m bench.training.elastic --only cost
+
+About 16 GB of memory do for 100 M parameters.
 
 Writes bench/results/elastic-DATE.json, .md and .png.
 """
@@ -18,6 +27,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
+import json
 import os
 import secrets
 import statistics
@@ -25,16 +35,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.collectives.compare import interval
 from bench.common import result_files
 from bench.common.machine import OtherLoad
 from bench.common.result_files import RESULTS
 
 RANKS, VICTIM = 3, 1
 _LIMIT = 240.0  # seconds for one event
+_COSTS = {1: (20, 60), 25: (3, 25)}  # millions of parameters -> steps of a block, and blocks
 _PROGRAM = [sys.executable, "-m", "bench.training.elastic_ranks"]
 
 
@@ -78,22 +90,30 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 25, 100], help="parameters")
+    ways = ["shm", "1gbit", "torchrun"]
+    parser.add_argument("--ways", nargs="+", choices=[*ways, "torchft"], default=ways)
     parser.add_argument("--repeats", type=int, default=3, help="losses of a case")
+    parser.add_argument("--only", choices=("changes", "cost"), help="one half of it")
     parser.add_argument("--stem", type=Path, help="of the files")
     options = parser.parse_args()
     load = OtherLoad()
-    found: dict[str, Any] = {"ranks": RANKS, "cases": []}
-    for millions in options.millions:
-        for way in ("shm", "1gbit", "torchrun"):
-            print(f"{millions} M parameters, {way} …", file=sys.stderr, flush=True)
-            measure = _restarted if way == "torchrun" else _elastic
-            found["cases"].append(measure(millions, way, options.repeats))
-    found["cost"] = _cost()
+    found: dict[str, Any] = {"ranks": RANKS, "cases": [], "cost": []}
+    if options.only != "cost":
+        for millions in options.millions:
+            for way in options.ways:
+                print(f"{millions} M parameters, {way} …", file=sys.stderr, flush=True)
+                measure = _MEASURES.get(way, _elastic)
+                found["cases"].append(measure(millions, way, options.repeats))
+    if options.only != "changes":
+        for millions in _COSTS:
+            print(f"{millions} M parameters, cost of a step …", file=sys.stderr, flush=True)
+            found["cost"].append(_cost(millions))
     found["machine"] = load.describe()
     stem = options.stem or RESULTS / f"elastic-{datetime.date.today().isoformat()}"
     document = _document(found)
     result_files.save(stem, found, document)
-    _draw(found, result_files.beside(stem, ".png"))
+    if found["cases"]:
+        _draw(found, result_files.beside(stem, ".png"))
     print(document)
     return 0
 
@@ -122,17 +142,43 @@ def _elastic(millions: int, way: str, repeats: int) -> dict[str, Any]:
             environment = _environment(log, millions, rank, **shared, **size, **more)
             return subprocess.Popen(_PROGRAM, env=environment)
 
-        ranks = [start(rank) for rank in range(RANKS)]
-        times: list[dict[str, float]] = []
+        return _case(millions, way, _changes(log, start, repeats), log)
+
+
+def _torchft(millions: int, way: str, repeats: int) -> dict[str, Any]:
+    """The times of a training by torchft, over gloo."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=RANKS - 1)
+    port = lighthouse.address().rpartition(":")[2]
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Log(Path(scratch) / "log")
+
+        def start(rank: int, **_: str) -> subprocess.Popen[bytes]:
+            shared = {"BENCH_TORCHFT": "1", "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
+            environment = _environment(log, millions, rank, **shared, GLOO_SOCKET_IFNAME="lo")
+            return subprocess.Popen(_PROGRAM, env=environment, stderr=subprocess.DEVNULL)
+
         try:
-            log.wait(lambda line: line.step == 5)
-            for _ in range(repeats):
-                times.append(_lose_and_join(log, ranks, lambda: start(0, GRADWIRE_JOIN="1")))
+            return _case(millions, way, _changes(log, start, repeats), log)
         finally:
-            for each in ranks:
-                each.kill()
-                each.wait()
-        return _case(millions, way, times, log)
+            lighthouse.shutdown()
+
+
+def _changes(
+    log: Log, start: Callable[..., subprocess.Popen[bytes]], repeats: int
+) -> list[dict[str, float]]:
+    """The times of so many losses and joins of a training that is started here."""
+    ranks = [start(rank) for rank in range(RANKS)]
+    try:
+        log.wait(lambda line: line.step >= 5 and line.ranks == RANKS)
+        return [
+            _lose_and_join(log, ranks, lambda: start(0, GRADWIRE_JOIN="1")) for _ in range(repeats)
+        ]
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
 
 
 def _lose_and_join(
@@ -193,6 +239,9 @@ def _restarted(millions: int, way: str, repeats: int) -> dict[str, Any]:
         return _case(millions, way, times, log)
 
 
+_MEASURES = {"torchrun": _restarted, "torchft": _torchft}
+
+
 def _case(millions: int, way: str, times: list[dict[str, float]], log: Log) -> dict[str, Any]:
     lines = sorted(log.lines())
     own = [line for line in lines if line.process == lines[-1].process and line.step > 0]
@@ -208,16 +257,22 @@ def _case(millions: int, way: str, times: list[dict[str, float]], log: Log) -> d
     }
 
 
-def _cost() -> dict[str, float]:
+def _cost(millions: int) -> dict[str, Any]:
     """The cost of a session where nothing changes, on two ranks."""
+    steps, rounds = _COSTS[millions]
     with tempfile.TemporaryDirectory() as scratch:
-        log = Log(Path(scratch) / "log")
+        path = Path(scratch, "cost")
         program = [sys.executable, "-m", "gradwire", "run", "-n", "2", "-m"]
         program += ["bench.training.elastic_ranks"]
-        environment = {**os.environ, "BENCH_LOG": str(log.path), "BENCH_COST": scratch}
+        cost = f"{millions} {steps} {rounds} {path}"
+        environment = {**os.environ, "BENCH_COST": cost, "OMP_NUM_THREADS": "1"}
         subprocess.run(program, env=environment, check=True, timeout=_LIMIT)
-        words = Path(scratch, "cost").read_text().split()
-    return dict(zip(("session_ms", "hook_ms", "ratio"), map(float, words), strict=True))
+        times: dict[str, list[float]] = json.loads(path.read_text())
+    found: dict[str, Any] = {"millions": millions, "steps_a_block": steps, "times": times}
+    for other in ("bare", "hook"):
+        ratios = [one / two for one, two in zip(times["session"], times[other], strict=True)]
+        found[other] = {"median": statistics.median(ratios), "interval": interval(ratios)}
+    return found
 
 
 def _document(found: dict[str, Any]) -> str:
@@ -225,20 +280,38 @@ def _document(found: dict[str, Any]) -> str:
 
 
 def _rows(found: dict[str, Any]) -> Iterator[str]:
-    yield f"Three ranks, {found['machine']}. Seconds, medians.\n"
+    yield f"On {found['machine']}.\n"
+    if found["cases"]:
+        yield from _case_rows(found["cases"])
+    if found["cost"]:
+        yield from _cost_rows(found["cost"])
+
+
+def _case_rows(cases: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "Three ranks; seconds, medians.\n"
     yield "| parameters | way | a step | loss to next step | start to first step | of it imports |"
     yield "|---|---|---|---|---|---|"
-    for each in found["cases"]:
+    for each in cases:
         new = f"{each['joined']:.2f} | {each['imports']:.2f}" if "joined" in each else "(all) | "
         yield (
             f"| {each['millions']} M | {each['way']} | {each['step']:.3f} | {each['lost']:.2f} | "
             f"{new} |"
         )
-    cost = found["cost"]
-    yield (
-        f"\nA step without change (2 ranks, 1 M parameters, shm): session {cost['session_ms']:.2f} "
-        f"ms, hook {cost['hook_ms']:.2f} ms, median ratio of paired blocks {cost['ratio']:.4f}."
-    )
+    yield ""
+
+
+def _cost_rows(costs: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "A step without change, two ranks, shared memory; medians of blocks in turns, and 95 %"
+    yield "intervals of the ratio's.\n"
+    yield "| parameters | session, ms | beside its averages alone | beside the DDP hook |"
+    yield "|---|---|---|---|"
+    for each in costs:
+        ratios = []
+        for other in ("bare", "hook"):
+            low, high = each[other]["interval"]
+            ratios.append(f"{each[other]['median']:.4f} ({low:.4f} to {high:.4f})")
+        took = statistics.median(each["times"]["session"])
+        yield f"| {each['millions']} M | {took:.2f} | {' | '.join(ratios)} |"
 
 
 def _draw(found: dict[str, Any], path: Path) -> None:

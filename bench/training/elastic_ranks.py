@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from gradwire import Communicator
 from gradwire.torch import elastic, register
+from gradwire.torch._step.rules import Rules
+from gradwire.torch.elastic.averaging import Averager, Averaging
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-_BLOCK, _BLOCKS = 20, 30
-_WIDTH = 1000
+_WIDTH, _ROWS = 1000, 32
 
 
 def report(step: int, ranks: int) -> None:
@@ -26,9 +30,13 @@ def report(step: int, ranks: int) -> None:
         log.write(line.encode())
 
 
-def made(millions: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of so many million parameters, and its optimizer."""
-    layers = [nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(millions)]
+def made(millions: int, *, norms: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of so many million parameters, perhaps with normalised batches, and its optimizer."""
+    layers: list[nn.Module] = []
+    for _ in range(millions):
+        layers.append(nn.Linear(_WIDTH, _WIDTH, bias=False))
+        if norms:
+            layers.append(nn.BatchNorm1d(_WIDTH))
     model = nn.Sequential(*layers)
     return model, torch.optim.Adam(model.parameters(), 1e-4, foreach=False)
 
@@ -62,49 +70,136 @@ def train_ddp(millions: int) -> None:
         report(step, dist.get_world_size())
 
 
-def cost(scratch: str) -> None:
-    """Times blocks of steps in a session and blocks of steps under the hook, in turns."""
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(f"{scratch}/store", 2),
-        rank=int(os.environ["RANK"]),
-        world_size=2,
+def train_torchft(millions: int) -> None:
+    """Trains by torchft: each process is a replica group of its own."""
+    import torchft
+
+    model, inner = made(millions)
+
+    def load(state: Any) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=2,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        replica_id=f"bench{os.getpid()}",
+        hostname="127.0.0.1",
     )
-    model, optimizer = made(1)
-    module, other = made(1)
+    ddp, optimizer = (
+        torchft.DistributedDataParallel(manager, model),
+        torchft.Optimizer(manager, inner),
+    )
+    done = 0
+    while True:
+        optimizer.zero_grad()
+        loss_of(ddp, 4).backward()
+        optimizer.step()
+        if manager.current_step() > done:
+            done = manager.current_step()
+            report(done, manager.num_participants())
+
+
+class Turns:
+    """Blocks of steps, each way in its turn, and how long they took on this rank."""
+
+    def __init__(self, communicator: Communicator, steps: int) -> None:
+        """Takes the ranks, which begin and end each block together, and the steps of a block."""
+        self.times: dict[str, list[float]] = {}  # milliseconds of a step
+        self._communicator, self._steps = communicator, steps
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Begins a block on all ranks."""
+        self._communicator.barrier()
+        self._began = time.perf_counter()
+
+    def end(self, way: str) -> None:
+        """Ends a block on all ranks."""
+        self._communicator.barrier()
+        took = (time.perf_counter() - self._began) / self._steps * 1e3
+        self.times.setdefault(way, []).append(took)
+
+    def block(self, way: str, step: Callable[[], None]) -> None:
+        """Makes and times a block of steps."""
+        self.begin()
+        for _ in range(self._steps):
+            step()
+        self.end(way)
+
+
+def bare_step(millions: int, communicator: Communicator) -> Callable[[], None]:
+    """A step with the session's averages and nothing else of a session.
+
+    No barrier, no copies of random states and buffers, no sampler, no look for who knocks.
+    """
+    model, optimizer = made(millions, norms=True)
+    rules = Rules("none")
+    averager = Averager(
+        dict(model.named_parameters()), list(model.buffers()), Averaging("auto", rules, None, None)
+    )
+    averager.adopt(communicator)
+    count = itertools.count()
+
+    def step() -> None:
+        averager.begin(next(count))
+        loss = loss_of(model, _ROWS)
+        with averager.sending():
+            loss.backward()
+        averager.finish()
+        averager.end(committed=True)
+        optimizer.step()
+
+    return step
+
+
+def hooked_step(millions: int) -> Callable[[], None]:
+    """A step of DistributedDataParallel with gradwire's hook."""
+    module, optimizer = made(millions, norms=True)
     ddp = DistributedDataParallel(module)
-    state = register(ddp)
-    times: dict[str, list[float]] = {"session": [], "hook": []}
+    register(ddp)
 
-    def hooked() -> None:
-        for _ in range(_BLOCK):
-            other.zero_grad()
-            loss_of(ddp, 64).backward()
-            other.step()
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(ddp, _ROWS).backward()
+        optimizer.step()
 
-    def timed(name: str, began: float) -> float:
-        times[name].append((time.perf_counter() - began) / _BLOCK * 1e3)
-        return time.perf_counter()
+    return step
 
-    sampler = elastic.Sampler(1 << 30, 64, shuffle=False)
+
+def cost(millions: int, steps: int, rounds: int, path: Path) -> None:
+    """Times blocks of so many steps: in a session, with its averages alone, and under the hook.
+
+    Rank 0 writes the milliseconds of a step of all blocks, by way. The first round warms up.
+    """
+    store = dist.FileStore(f"{path}.store", 2)
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    model, optimizer = made(millions, norms=True)
+    sampler = elastic.Sampler(1 << 30, _ROWS, shuffle=False)
     with elastic.session(model, optimizer, sampler) as s:
-        began = time.perf_counter()
+        turns = Turns(s.communicator, steps)
+        bare, hooked = bare_step(millions, s.communicator), hooked_step(millions)
+        turns.begin()
         for batch in s:
             s.backward(loss_of(model, len(batch)))
             if s.commit():
                 optimizer.step()
-            if s.steps % _BLOCK == 0:
-                began = timed("session", began)
-                hooked()
-                began = timed("hook", began)
-            if s.steps == _BLOCK * _BLOCKS:
+            if s.steps % steps == 0:
+                turns.end("session")
+                turns.block("bare", bare)
+                turns.block("hook", hooked)
+                turns.begin()
+            if s.steps == steps * (rounds + 1):
                 break
-    state.close()
     if os.environ["RANK"] == "0":
-        pairs = list(zip(times["session"], times["hook"], strict=True))[2:]  # the first warm up
-        ratio = statistics.median(one / two for one, two in pairs)
-        medians = [statistics.median(each) for each in zip(*pairs, strict=True)]
-        Path(scratch, "cost").write_text(f"{medians[0]} {medians[1]} {ratio}")
+        path.write_text(json.dumps({way: all_[1:] for way, all_ in turns.times.items()}))
     dist.destroy_process_group()
 
 
@@ -112,13 +207,15 @@ def main() -> int:
     """Does what the environment says."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    scratch = os.environ.get("BENCH_COST")
-    if scratch:
-        cost(scratch)
+    if "BENCH_COST" in os.environ:
+        millions, steps, rounds, path = os.environ["BENCH_COST"].split(maxsplit=3)
+        cost(int(millions), int(steps), int(rounds), Path(path))
         return 0
     _ = made(1)[1].state_dict()  # what torch imports late
     report(0, 0)
     way: Callable[[int], None] = train_ddp if "BENCH_DDP" in os.environ else train
+    if "BENCH_TORCHFT" in os.environ:
+        way = train_torchft
     way(int(os.environ["BENCH_MILLIONS"]))
     return 0
 

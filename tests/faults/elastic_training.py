@@ -25,6 +25,7 @@ EVENTS = ("kill", "kill two", "stop", "join", "kill joiner", "kill and join")
 _WEIGHTS = (5, 2, 1, 5, 3, 3)
 _CASES_A_JOB = 50
 _SECONDS = 120.0  # for the others to go on
+_SILENCE = 10.0  # seconds after which a rank is lost; on a busy machine one may pause for 3
 
 
 def _play(team: Team, event: str, chance: random.Random) -> list[Member]:
@@ -86,7 +87,12 @@ def _job(seed: int, first: int, last: int, counts: Counter[str]) -> list[str]:
     chance = random.Random(f"{seed} {first}")
     codec = chance.choice(("none", "fp16", "onebit"))
     way = chance.choice(("constant", "proportional"))
-    plan = Plan(codec=codec, global_batch=way, timeout=3.0, transport=chance.choice(("shm", "tcp")))
+    plan = Plan(
+        codec=codec,
+        global_batch=way,
+        timeout=_SILENCE,
+        transport=chance.choice(("shm", "tcp")),
+    )
     with Team(3, plan) as team:
         if not team.wait(lambda: team.steps >= 3):
             return [f"cases from {first}, {plan}: no beginning: {team}"]
