@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")  # OneCycleLR's are in the groups, too
+_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")
+
 
 class Rates:
     """Scales learning rates linearly with the number of ranks (Goyal et al. 2017, sec. 2.1).
@@ -18,7 +21,7 @@ class Rates:
     def __init__(self, optimizer: torch.optim.Optimizer, carried: Iterable[Any]) -> None:
         """Takes the optimizer, and what is carried with it, of which schedulers are scaled too."""
         self._optimizer = optimizer
-        self._schedulers = [each for each in carried if hasattr(each, "base_lrs")]
+        self._schedulers = list(_schedulers(carried))
         self.ranks = 0  # for which the rates are; 0: not known yet
         self._before: tuple[int, list[Any]] | None = None  # ranks and rates before scaling
 
@@ -45,10 +48,15 @@ class Rates:
 
     def _places(self) -> Iterator[tuple[Any, Any]]:
         for group in self._optimizer.param_groups:
-            for name in ("lr", "initial_lr"):
-                if name in group:
-                    yield group, name
-        for each in self._schedulers:
-            for name in ("base_lrs", "_last_lr"):
-                rates = getattr(each, name, ())
-                yield from ((rates, i) for i in range(len(rates)))
+            yield from ((group, name) for name in _OF_GROUPS if name in group)
+        lists = [getattr(each, name, []) for each in self._schedulers for name in _OF_SCHEDULERS]
+        for rates in {id(each): each for each in lists}.values():  # schedulers share some
+            yield from ((rates, i) for i in range(len(rates)))
+
+
+def _schedulers(carried: Iterable[Any]) -> Iterator[Any]:
+    """The schedulers, and those within them."""
+    for each in carried:
+        if hasattr(each, "_last_lr"):
+            yield each
+            yield from _schedulers(getattr(each, "_schedulers", ()))
