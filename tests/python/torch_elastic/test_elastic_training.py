@@ -62,6 +62,26 @@ def trained(comm: gradwire.Communicator, options: dict[str, Any]) -> Values:
     return values_of(model)
 
 
+def trained_with_scales(comm: gradwire.Communicator, interval: int) -> Values:
+    scaler = torch.amp.GradScaler("cpu", 16.0, growth_interval=interval)
+    wish: dict[str, Any] = {"codec": "onebit", "warm_up": 0, "min_elements": 1}
+    model, optimizer, session = made(communicator=comm, carry=[scaler], **wish)
+    with session as s:
+        for batch in s:
+            s.backward(scaler.scale(loss_of(model, batch)))
+            if s.commit():
+                scaler.step(optimizer)
+                scaler.update()
+    s.communicator.close()
+    return values_of(model)
+
+
+def test_residuals_follow_a_carried_loss_scale() -> None:
+    """Powers of two change no bit."""
+    (constant, _), (growing, _) = (run(2, trained_with_scales, each) for each in (1000, 1))
+    assert same(constant, growing)
+
+
 def same(one: Values, other: Values) -> bool:
     return all(np.array_equal(each, other[name]) for name, each in one.items())
 

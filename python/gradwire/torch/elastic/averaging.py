@@ -18,6 +18,7 @@ from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._step.buckets import gradient_elements, real_view
+from gradwire.torch._step.gradient_scale import Scaler
 from gradwire.torch._step.reductions import average
 from gradwire.torch._step.repacking import Bucket
 from gradwire.torch._step.residual_state import ResidualState
@@ -34,6 +35,7 @@ class Averaging(NamedTuple):
     rules: Rules
     feedback: ErrorFeedback | None
     optimizer: torch.optim.Optimizer | None  # whose rates residuals follow
+    scaler: Scaler | None = None  # whose scale they follow
 
 
 class Averager:
@@ -74,7 +76,7 @@ class Averager:
         how = self._how
         self._communicator = communicator
         self._residuals = ResidualState(
-            self._names, communicator.size, how.rules, how.feedback, None, how.optimizer
+            self._names, communicator.size, how.rules, how.feedback, how.scaler, how.optimizer
         )
 
     def begin(self, step: int) -> None:

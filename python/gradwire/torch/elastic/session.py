@@ -396,7 +396,8 @@ def session(
     itself, with `codec`, `algorithm`, `feedback`, `rules`, `min_elements` and `warm_up` as in
     `gradwire.torch.register`. `carry` are schedulers, scalers and other objects with `state_dict`
     and `load_state_dict`, which are the same on all ranks. Joiners get the state of model,
-    optimizer and these from the other ranks, as all ranks get rank 0's at the start.
+    optimizer and these from the other ranks, as all ranks get rank 0's at the start. Residuals
+    follow the rates of the optimizer, and the scale of a carried GradScaler.
 
     `global_batch` says what stays when the number of ranks changes. "constant": a step has the
     sampler's `batch` times the number of ranks at the start, and fewer ranks accumulate gradients.
@@ -431,10 +432,11 @@ def session(
     kept = feedback_for(feedback, how, named=True)
     rates = Rates(optimizer, carry) if way != CONSTANT else None
     replica = Replica(model, optimizer, carry)
+    scaler = next((each for each in carry if isinstance(each, torch.amp.GradScaler)), None)
     averager = Averager(
         named,
         [each.detach() for each in model.buffers()],
-        Averaging(algorithm, how, kept, optimizer if kept is not None else None),
+        Averaging(algorithm, how, kept, *((None, None) if kept is None else (optimizer, scaler))),
         arguments.whole(bucket_bytes, "bucket_bytes", least=1),
     )
     alike = {
