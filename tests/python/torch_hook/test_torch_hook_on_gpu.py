@@ -200,9 +200,8 @@ def accumulate() -> None:
     with simulated.on_stream(simulated.Stream()):
         zeros, ones = cuda(torch.zeros(4)), cuda(torch.ones(4))
         steps((None, ones), (zeros, ones), (zeros, ones, ones), (None, ones))
-        steps((ones,))  # an average, which was not cleared
         simulated.capturing = True  # no question about an event may end the capture
-        steps((None,))
+        steps((ones,), (None,))  # an average, which was not cleared
         simulated.capturing = False
         with pytest.raises(gradwire.InvalidArgument, match="weight"):
             steps((None,))
