@@ -44,6 +44,11 @@ def test_all_ranks_have_one_order_whatever_their_random_state() -> None:
     assert not torch.equal(one, Sampler(50, 50, seed=4).parts(50, 0, 1)[0].indices)
 
 
+def test_a_rank_takes_batches_of_equal_size() -> None:
+    sizes = [[len(each.indices) for each in Sampler(17, 8).parts(17, r, 2)] for r in (0, 1)]
+    assert sizes == [[8], [5, 4]]
+
+
 def test_a_dataset_is_collated() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(6.0)[:, None], torch.arange(6))
     sampler = Sampler(data, 3, shuffle=False)

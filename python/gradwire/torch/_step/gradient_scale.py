@@ -87,7 +87,8 @@ class ScaleTracker:
     def on_gpu(self) -> torch.Tensor | None:
         """The loss scale in a GPU's memory; None where it is on the host, or there is none yet."""
         read = getattr(self._scaler, "_get_scale_async", None)
-        scale = None if read is None else read()
+        is_enabled = getattr(self._scaler, "is_enabled", lambda: True)
+        scale = None if read is None or not is_enabled() else read()
         return scale if isinstance(scale, torch.Tensor) and scale.is_cuda else None
 
     def _loss_scale(self) -> float:

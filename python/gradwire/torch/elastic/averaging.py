@@ -8,6 +8,7 @@ first, since its gradients come first. (Li et al. 2020, "PyTorch Distributed", s
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._step.buckets import gradient_elements, real_view
-from gradwire.torch._step.gradient_scale import Scaler
+from gradwire.torch._step.gradient_scale import Scaler, ScaleTracker
 from gradwire.torch._step.reductions import average
 from gradwire.torch._step.repacking import Bucket
 from gradwire.torch._step.residual_state import ResidualState
@@ -26,6 +27,8 @@ from gradwire.torch._step.rules import Rules
 
 BUCKET_BYTES = 25 << 20
 _FIRST_BYTES = 1 << 20  # so that something travels early
+
+_log = logging.getLogger("gradwire")
 
 
 class Averaging(NamedTuple):
@@ -50,7 +53,8 @@ class Averager:
     ) -> None:
         """Puts hooks on the parameters, by name, that are trained; rank 0's `buffers` count."""
         self._names = {each: name for name, each in parameters.items() if each.requires_grad}
-        self.buffers, self._how = list(buffers), how
+        self.buffers, self._how = [without_repeats(each) for each in buffers], how
+        self._sent: list[torch.Tensor] = []  # buffers, or contiguous copies of them
         self._buckets = list(_cut(reversed(self._names), bucket_bytes))
         self._place = {each: i for i, bucket in enumerate(self._buckets) for each in bucket}
         self._handles = [
@@ -119,6 +123,7 @@ class Averager:
             torch.cuda.current_stream(device).synchronize()
         if self._error is not None:
             raise self._error
+        self._take_buffers()
 
     def end(self, committed: bool) -> None:
         """Keeps the step's changes of residuals, or undoes them."""
@@ -168,8 +173,7 @@ class Averager:
         assert self._residuals is not None
         assert self._communicator is not None
         if not self._open:
-            scale = replace(self._residuals.scales.read(), ranks=self._communicator.size)
-            self._residuals.open_step(scale)
+            self._open_step(self._residuals, self._communicator.size)
             self._open = True
         gradients = [real_view(_dense_gradient(each, self._names[each])) for each in parameters]
         names = [self._names[each] for each in parameters]
@@ -178,13 +182,32 @@ class Averager:
                 average(self._communicator, self._how.algorithm, self._how.feedback, call)
             )
 
+    def _open_step(self, residuals: ResidualState, ranks: int) -> None:
+        try:
+            residuals.open_step(replace(residuals.scales.read(), ranks=ranks))
+        except InvalidArgument as error:
+            if self._how.optimizer is None:
+                raise
+            _log.warning("residuals do not follow the learning rates any more: %s", error)
+            self._how = self._how._replace(optimizer=None)
+            residuals.scales = ScaleTracker(self._how.scaler, None)
+            residuals.open_step(replace(residuals.scales.read(), ranks=ranks))
+
     def _share_buffers(self) -> None:
         assert self._communicator is not None
         try:
-            for each in self.buffers:
+            self._sent = [each.contiguous() for each in self.buffers]
+            for each in self._sent:
                 self._works.append(self._communicator.broadcast(each, root=0, async_op=True))
         except Error as error:
             self._error = error
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _take_buffers(self) -> None:
+        for own, each in zip(self.buffers, self._sent, strict=True):
+            if own is not each:
+                own.copy_(each)
+        self._sent = []
 
 
 def _cut(parameters: Iterator[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
@@ -200,6 +223,14 @@ def _cut(parameters: Iterator[torch.Tensor], most: int) -> Iterator[list[torch.T
         size += each.numel() * each.element_size()
     if bucket:
         yield bucket
+
+
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """The view with each element of an expanded tensor once."""
+    for i, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(i, 0, 1)
+    return tensor
 
 
 def _dense_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gradwire._errors import InvalidArgument
+from gradwire.torch.elastic.averaging import without_repeats
 from gradwire.torch.elastic.transfer import pack
 
 
@@ -54,7 +55,8 @@ class Replica:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces everything by another rank's state."""
         for name, each in self.tensors.items():
-            each.copy_(state["model"][name])
+            own = without_repeats(each)
+            own.copy_(state["model"][name][tuple(slice(size) for size in own.shape)])
         self.optimizer.load_state_dict(state["optimizer"])
         for own, its in zip(self.carry, state["carry"], strict=True):
             own.load_state_dict(its)

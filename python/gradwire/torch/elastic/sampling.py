@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sized
 from typing import Any, NamedTuple
 
@@ -73,10 +74,14 @@ class Sampler:
         return found if found >= ranks else 0
 
     def parts(self, samples: int, rank: int, ranks: int) -> list[Part]:
-        """A rank's part of the next step's samples, in parts of at most `batch`."""
+        """A rank's part of the next step's samples, in parts of at most `batch` and equal sizes.
+
+        Equal, but for one sample: a batch of one is too small for BatchNorm.
+        """
         begin, end = samples * rank // ranks, samples * (rank + 1) // ranks
         own = self._take(self.position + begin, self.position + end)
-        return [Part(each, len(each) * ranks / samples) for each in own.split(self.batch)]
+        parts = own.tensor_split(math.ceil(len(own) / self.batch))
+        return [Part(each, len(each) * ranks / samples) for each in parts]
 
     def collated(self, indices: torch.Tensor) -> Any:
         """The samples of a dataset as one batch; the indices themselves where there is none."""
