@@ -153,8 +153,8 @@ def join(
     `transports` are as in `init`. `timeout`, in seconds, is for being let in, and the default for
     every operation.
 
-    Raises RendezvousError when nobody has let it in by then, or, at once, when rank 0 has closed
-    its communicator, so that the job is over, unless others go on; and InvalidArgument.
+    Raises RendezvousError when nobody has let it in by then, or, two seconds later, when rank 0 has
+    closed its communicator, so that the job is over, unless others go on; and InvalidArgument.
     """
     launch = _launch_info.from_environment()
     limit = _arguments.seconds(timeout)

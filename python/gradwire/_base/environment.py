@@ -85,8 +85,8 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "what torch has loaded, pip's wheel, or the system's libnccl.so.2",
     ),
     "GRADWIRE_NCCL_BLOCKING": (
-        "1, experimental: NCCL's calls block, on one thread of gradwire's a communicator, in place "
-        "of a thread of NCCL's for each group; a rank that fails may crash the others",
+        "1, experimental: NCCL's calls block, on one thread of gradwire's for each communicator, "
+        "in place of a thread of NCCL's for each group; a rank that fails may crash the others",
         "0",
     ),
     "GRADWIRE_TRACE": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,9 +12,11 @@ from gradwire._bootstrap.door import Door, parse_torch_address
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.shrink import Admission
 from gradwire._bootstrap.store import parse_address
-from gradwire._errors import InvalidArgument
+from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._host.interfaces import choose, is_loopback, route_to
 from gradwire._host.transport_kinds import DEFAULTS
+
+_log = logging.getLogger("gradwire")
 
 
 def open_door(mesh: Mesh) -> Door:
@@ -78,7 +81,11 @@ def _listen_beyond_loopback(mesh: Mesh) -> None:
     place = _place_of(store)
     if place is None:
         return
-    source = route_to(*place).source
+    try:
+        source = route_to(*place).source
+    except RendezvousError as error:
+        _log.warning("only processes of this host can join: %s", error)
+        return
     if not is_loopback(source):
         pattern = environment.text("GRADWIRE_SOCKET_IFNAME")
         mesh.interface = choose(source, pattern=pattern, several_hosts=True)

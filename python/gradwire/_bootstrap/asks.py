@@ -22,6 +22,7 @@ from gradwire._bootstrap.torch_store import TorchStore
 from gradwire._errors import RendezvousError
 
 _PAUSE_SECONDS = 0.02  # between two looks for asks
+_END_SECONDS = 2.0  # for a look that is under way at the end
 _SHARE = 4  # the least pause, in units of the time that a look takes
 
 
@@ -56,8 +57,8 @@ class Answers:
     def end(self, answer: bytes | None = None) -> None:
         """Ends; with an `answer`, gives that one to all that have asked."""
         self._stop.set()
-        self._thread.join()
-        if answer is not None:
+        self._thread.join(_END_SECONDS)
+        if answer is not None and not self._thread.is_alive():
             self._answer = answer
             self._answered.clear()
             with contextlib.suppress(RendezvousError):

@@ -264,7 +264,9 @@ class Door:
                 if key.fileobj == self._wake:
                     os.eventfd_read(self._wake)
             self._admit()
-        if self._over:
+        with self._lock:  # `close` has said all, and needs the eventfd no more
+            over = self._over
+        if over:
             self._end_job()
         self._release()
         self._close_server("the door is closed")

@@ -231,9 +231,9 @@ def _store_advertised_by_torch(
             torch.set(f"{prefix}/store/0", endpoint)
         return await_key(own if launch.restarts else f"{prefix}/store/0", 0)
 
-    at = _choose_store_address(launch, route, route_of) if launch.rank == 0 else None
     failure: bytes | None = None
     try:
+        at = _choose_store_address(launch, route, route_of) if launch.rank == 0 else None
         with advertised_store(launch.job, secret, at, broadcast, deadline) as client:
             yield client
     except BaseException as error:
@@ -243,6 +243,10 @@ def _store_advertised_by_torch(
                 torch.set(f"{prefix}/store/0", failure)
         raise
     finally:
+        if failure is not None and answers is None and launch.rank == 0 and launch.restarts:
+            with contextlib.suppress(Error):
+                client = TorchStore(host, port, 1, 2, deadline)
+                answers = asks.Answers(client, prefix, launch.size, failure)
         if answers is not None:
             answers.end(failure)
 

@@ -275,7 +275,6 @@ class _Launch:
         self._begun: Counter[int] = Counter()  # how often each rank was started
         self._restarted = 0
         self._succeeded = False  # some rank has
-        self._late = False  # some rank that was started anew found the others at the end
 
     def run(self) -> int:
         with self._forwarding():
@@ -379,8 +378,7 @@ class _Launch:
         code = process.wait()
         del self._ranks[ended.rank]
         if process.pid in read_late(self._read_notes()):
-            self._late = True
-            return
+            return  # the others are at their end, and it is not started again
         self._succeeded = self._succeeded or code == 0
         if code == slots.REQUEUE and not self.keep_going:  # the others may still be saving
             self._saved = True
@@ -401,8 +399,7 @@ class _Launch:
         if self.keep_going:
             return self._begun[failure.rank] <= self.restarts
         # Whoever joined after the others had come to the end would wait in vain.
-        at_end = self._succeeded or self._late
-        in_vain = self.meet and (at_end or not self._has_members())
+        in_vain = self.meet and (self._succeeded or not self._has_members())
         return self._restarted < self.restarts and not in_vain
 
     def _can_go_on(self, failure: Failure) -> bool:

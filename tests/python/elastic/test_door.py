@@ -160,12 +160,17 @@ def test_a_child_holds_nothing_of_a_door() -> None:
         eventually(lambda: not comm._door._renew.passed)  # type: ignore[union-attr]
         assert held().descriptors.total() > before.total()
         reads, writes = os.pipe()
-        if os.fork() == 0:
-            os.write(writes, str(held().descriptors.total() - 2).encode())
-            os._exit(0)
-        assert int(os.read(reads, 99)) <= before.total()
-        os.close(reads)
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(writes, str(held().descriptors.total() - 2).encode())
+            finally:
+                os._exit(0)
         os.close(writes)
+        found = os.read(reads, 99)
+        os.close(reads)
+        os.waitpid(child, 0)
+        assert int(found) <= before.total()
 
 
 def test_the_addresses_of_thousands_of_ranks_reach_a_guest() -> None:

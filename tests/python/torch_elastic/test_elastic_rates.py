@@ -9,6 +9,7 @@ import pytest
 import torch
 from gradwire.torch.elastic.rates import Rates
 from torch.optim import lr_scheduler as of_torch
+from torch.optim.swa_utils import SWALR
 
 
 def _sequence(optimizer: torch.optim.Optimizer) -> Any:
@@ -25,7 +26,9 @@ def _chain(optimizer: torch.optim.Optimizer) -> Any:
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "step": lambda optimizer: of_torch.StepLR(optimizer, 3, 0.5),
     "function": lambda optimizer: of_torch.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
-    "cosine": lambda optimizer: of_torch.CosineAnnealingLR(optimizer, 20),
+    "cosine": lambda optimizer: of_torch.CosineAnnealingLR(optimizer, 20, eta_min=0.01),
+    "warm restarts": lambda optimizer: of_torch.CosineAnnealingWarmRestarts(optimizer, 5, 1, 0.01),
+    "averaged weights": lambda optimizer: SWALR(optimizer, 0.02, anneal_epochs=8),
     "one cycle": lambda optimizer: of_torch.OneCycleLR(optimizer, [0.8, 0.2], total_steps=20),
     "cycles": lambda optimizer: of_torch.CyclicLR(optimizer, 0.1, 0.8, 3, cycle_momentum=False),
     "sequence": _sequence,

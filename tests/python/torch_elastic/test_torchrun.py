@@ -146,7 +146,7 @@ def test_one_host(agents: Agents) -> None:
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
     agent = agents.start(*options, victim="RANK=1")
     ends = end_of(agents, [agent])
-    assert int(ends[0][0]) >= 10 * 8, ends
+    assert int(ends[0][0]) >= 9 * 8, ends  # rank 0 may not have saved the tenth step
     assert [end[3] for end in ends] == ["1", "1"]
 
 

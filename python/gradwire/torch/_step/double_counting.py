@@ -134,7 +134,7 @@ class AccumulationCheck:
     def _told_by_gpu(self) -> list[str]:
         """The names of those that were added to, as far as the GPU has come.
 
-        None while a CUDA graph is captured, which no question about an event may disturb.
+        No names while a CUDA graph is captured, which no question about an event may disturb.
         """
         found: list[str] = []
         if not self._asked or torch.cuda.is_current_stream_capturing():

@@ -15,6 +15,10 @@ from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 
 
+class RatesDifferError(InvalidArgument):
+    """Raised when parameter groups change their learning rates by different factors."""
+
+
 class Scaler(Protocol):
     """A torch.amp.GradScaler."""
 
@@ -38,7 +42,7 @@ class GradientScale:
     def rate_factor(self, to: GradientScale) -> float:
         """The factor for learning rates: a residual from twice the rate must still move as far.
 
-        Rates of 0 are ignored. Raises InvalidArgument when groups differ in the factor. (Zheng et
+        Rates of 0 are ignored. Raises RatesDifferError when groups differ in the factor. (Zheng et
         al. 2019, "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback",
         Algorithm 1)
         """
@@ -46,7 +50,7 @@ class GradientScale:
             return 1.0
         factors = [before / after for before, after in zip(self.rates, to.rates, strict=True)]
         if not all(math.isclose(each, factors[0], rel_tol=1e-6) for each in factors):
-            raise InvalidArgument(
+            raise RatesDifferError(
                 f"the learning rates changed from {list(self.rates)} to {list(to.rates)}: "
                 "residuals follow one factor for all parameter groups only; leave out optimizer=, "
                 "and use state.scale_residuals()"

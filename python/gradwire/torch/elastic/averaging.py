@@ -19,7 +19,7 @@ from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._step.buckets import gradient_elements, real_view
-from gradwire.torch._step.gradient_scale import Scaler, ScaleTracker
+from gradwire.torch._step.gradient_scale import RatesDifferError, Scaler, ScaleTracker
 from gradwire.torch._step.reductions import average
 from gradwire.torch._step.repacking import Bucket
 from gradwire.torch._step.residual_state import ResidualState
@@ -185,10 +185,11 @@ class Averager:
     def _open_step(self, residuals: ResidualState, ranks: int) -> None:
         try:
             residuals.open_step(replace(residuals.scales.read(), ranks=ranks))
-        except InvalidArgument as error:
-            if self._how.optimizer is None:
-                raise
-            _log.warning("residuals do not follow the learning rates any more: %s", error)
+        except RatesDifferError:
+            _log.warning(
+                "parameter groups change their learning rates by different factors: residuals "
+                "follow the rates no more"
+            )
             self._how = self._how._replace(optimizer=None)
             residuals.scales = ScaleTracker(self._how.scaler, None)
             residuals.open_step(replace(residuals.scales.read(), ranks=ranks))

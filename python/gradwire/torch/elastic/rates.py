@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")  # OneCycleLR's are in the groups, too
+_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # schedulers' own, too
 _OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")
 
 
@@ -52,6 +52,7 @@ class Rates:
         lists = [getattr(each, name, []) for each in self._schedulers for name in _OF_SCHEDULERS]
         for rates in {id(each): each for each in lists}.values():  # schedulers share some
             yield from ((rates, i) for i in range(len(rates)))
+        yield from ((vars(each), "eta_min") for each in self._schedulers if "eta_min" in vars(each))
 
 
 def _schedulers(carried: Iterable[Any]) -> Iterator[Any]:
