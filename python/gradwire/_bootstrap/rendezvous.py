@@ -245,8 +245,8 @@ def _store_advertised_by_torch(
     finally:
         if failure is not None and answers is None and launch.rank == 0 and launch.restarts:
             with contextlib.suppress(Error):
-                client = TorchStore(host, port, 1, 2, deadline)
-                answers = asks.Answers(client, prefix, launch.size, failure)
+                beside = TorchStore(host, port, 1, 2, deadline)
+                answers = asks.Answers(beside, prefix, launch.size, failure)
         if answers is not None:
             answers.end(failure)
 

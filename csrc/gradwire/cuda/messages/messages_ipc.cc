@@ -65,11 +65,21 @@ void write_word(const Api& api, void* at, std::uint64_t word, Stream stream) {
   check(api, api.synchronize(stream), "cudaStreamSynchronize");
 }
 
+// Whether the rank has ended its mapping of this memory. Where its own can't be read any more,
+// nobody knows: false.
+bool has_ended(const Api& api, const Mapping& each, Stream stream) noexcept {
+  try {
+    return read_word(api, each.at, stream) != each.generation;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
 // Ends the mappings of ranks that have ended theirs, and returns whether all have.
-bool is_free(Retired& retired, Stream stream) {
+bool is_free(Retired& retired, Stream stream) noexcept {
   const Api& api = *retired.api;
   std::erase_if(retired.others, [&](const Mapping& each) {
-    if (read_word(api, each.at, stream) == each.generation) return false;
+    if (!has_ended(api, each, stream)) return false;
     if (each.is_imported) api.close_memory(const_cast<void*>(each.at));
     return true;
   });
@@ -172,24 +182,30 @@ void IpcMessages::map(Rank rank, const StagingAddress& address) {
   staging_.of[r] = static_cast<std::byte*>(imported_[r]);
 }
 
-// Where ranks have parted, their processes may have ended by now, and nothing in their memory may
-// be read; else their first words tell when they have.
+// Where ranks have parted, or failed, their processes may have ended by now, and nothing in their
+// memory may be read; else their first words tell when they have. After a failure nobody knows
+// whether others read this memory still, so it is not used again.
 IpcMessages::~IpcMessages() {
   std::byte* const data = std::exchange(own_->data_, nullptr);
   if (!rest()) return;
   try {
     const OnDevice here(api_, device_);
     const OwnedStream stream(api_);
+    bool may_be_read = false;
     Retired retired{&api_, device_, api_.staging_bytes(own_->size()), data, {}};
     for (std::size_t r = 0; r < all_.size(); ++r) {
       if (std::cmp_equal(r, staging_.rank)) continue;
       const bool is_imported = imported_[r] != nullptr;
-      if (!has_parted_)
-        retired.others.push_back({staging_.of[r], is_imported, all_[r].generation});
-      else if (is_imported)
+      may_be_read = may_be_read || (aborted_ && is_imported);
+      if (is_imported && (has_parted_ || aborted_))
         api_.close_memory(imported_[r]);
+      else if (!has_parted_)
+        retired.others.push_back({staging_.of[r], is_imported, all_[r].generation});
     }
-    retire(std::move(retired), stream.get());
+    if (may_be_read)
+      write_word(api_, data, 0, stream.get());
+    else
+      retire(std::move(retired), stream.get());
   } catch (const Error&) {  // the device has failed: its memory is of no use
   }
 }

@@ -349,7 +349,7 @@ void NcclComm::abort() noexcept {
 }
 
 // Returns the communicator to the first thread that ends it, null to all others. A thread inside an
-// NCCL call leaves it soon; if not, only the abort makes it leave.
+// NCCL call leaves it soon, unless it blocks; if not, only the abort makes it leave.
 nccl::Comm* NcclComm::take() noexcept {
   constexpr double kCallSeconds = 1;
   const Deadline deadline = Deadline::after(kCallSeconds);

@@ -53,7 +53,7 @@ class NcclComm {
 
   // What calls use, even those for which nobody waits any more.
   struct Shared {
-    std::mutex calls;  // held in every NCCL call with comm, none of which takes long
+    std::mutex calls;  // held in every NCCL call with comm; only those that block take long
     std::atomic<nccl::Comm*> comm = nullptr;
     std::atomic<bool> aborted = false;
   };
