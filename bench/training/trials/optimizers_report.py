@@ -49,6 +49,10 @@ def goal_of(exchange: str) -> Goal | None:
     if "/codec=lowrank" in exchange:  # of momenta: as of gradients
         return GOALS["lowrank"]
     name = exchanges.name_of(exchange)
+    if (
+        "/codec=onebit" in exchange or "/codec=int8" in exchange
+    ):  # as many bytes as without, or more
+        return GOALS[name]
     sparser = name in GOALS and exchanges.replaces_optimizer(exchange) and "/" in exchange
     return _SPARSER if sparser else GOALS.get(name)
 

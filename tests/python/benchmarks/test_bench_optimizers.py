@@ -115,6 +115,12 @@ def test_low_rank_momenta_have_the_goal_of_low_rank_gradients():
     assert optimizers_report.goal_of("OneBitAdam/every=3") != goal
 
 
+def test_blocks_of_one_bit_momenta_have_the_goal_of_any():
+    goal = optimizers_report.goal_of("OneBitAdam")
+    assert optimizers_report.goal_of("OneBitAdam/codec=onebit:block=256+int8=0.29") == goal
+    assert optimizers_report.goal_of("OneBitAdam/every=3") != goal
+
+
 def test_steps_over_links_are_a_table_where_any_were_timed():
     assert list(optimizers_report.links(FOUND)) == []
     timed = [
