@@ -68,7 +68,7 @@ set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 enable_language(CUDA)
 message(STATUS "CUDA part: by nvcc ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
 
-file(GLOB plugin_sources CONFIGURE_DEPENDS csrc/gradwire/cuda/plugin/*.cu)
+file(GLOB_RECURSE plugin_sources CONFIGURE_DEPENDS csrc/gradwire/cuda/plugin/*.cu)
 add_library(gradwire_cuda_plugin MODULE ${plugin_sources})
 target_include_directories(gradwire_cuda_plugin PRIVATE csrc)
 target_link_libraries(gradwire_cuda_plugin PRIVATE gradwire_warnings)

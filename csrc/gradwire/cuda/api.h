@@ -343,7 +343,7 @@ struct Api {
 
   // ---- Codecs: those with _runs take many runs, by one kernel for kMostRuns of them ----
 
-  // ---- fp16, bf16 (plugin/cast.cu); kNotFinite where the payload is not finite ----
+  // ---- fp16, bf16 (plugin/cast/cast.cu); kNotFinite where the payload is not finite ----
   Status (*cast_encode)(Cast, const float* x, RunFeedback, float scale, std::byte* out,
                         std::uint64_t n, Stream);
   Status (*cast_decode)(Cast, const std::byte* in, float scale, float* y, std::uint64_t n, bool add,
@@ -353,7 +353,7 @@ struct Api {
   Status (*cast_decode_runs)(Cast, float scale, const Run* runs, int count, const Decoding&,
                              std::uint32_t* flags, Stream);
 
-  // ---- int8 (plugin/int8.cu); the flags of all decoders may be null ----
+  // ---- int8 (plugin/int8/int8.cu); the flags of all decoders may be null ----
   Status (*int8_encode)(const float* x, RunFeedback, std::uint64_t n, std::uint64_t block,
                         Int8Rounding, std::byte* out, Stream);
   Status (*int8_decode)(const std::byte* in, std::uint64_t n, std::uint64_t block, float* y,
@@ -374,7 +374,7 @@ struct Api {
   Status (*offsets)(const std::uint32_t* sizes, std::uint64_t units, std::uint64_t slot_bytes,
                     std::uint64_t limit, std::uint64_t* offsets, std::uint32_t* flags, Stream);
 
-  // ---- onebit (plugin/onebit.cu); `sizes`: the bytes of each unit, may be null ----
+  // ---- onebit (plugin/onebit/onebit.cu); `sizes`: the bytes of each unit, may be null ----
   Status (*onebit_encode)(const float* x, RunFeedback, std::uint64_t n, std::uint64_t block,
                           std::byte* out, std::uint32_t* sizes, Stream);
   // y := the sum of `count` payloads (codec/onebit.cc's order), or y := y + the one payload. The
@@ -391,9 +391,9 @@ struct Api {
   Status (*onebit_decode_runs)(std::uint64_t block, const Run* runs, int count, const Decoding&,
                                std::uint32_t* flags, Stream);
 
-  // ---- threshold, topk (plugin/threshold.cu, plugin/topk.cu); units of kSparseUnit ----
-  // Sets tau of the call under way where the key has no usable one. Does nothing if `density` is 0:
-  // tau is given then. `scratch` has threshold_scratch_bytes(units of all runs).
+  // ---- threshold, topk (plugin/sparse/threshold.cu, plugin/sparse/topk.cu); units of kSparseUnit
+  // ---- Sets tau of the call under way where the key has no usable one. Does nothing if `density`
+  // is 0: tau is given then. `scratch` has threshold_scratch_bytes(units of all runs).
   Status (*threshold_prepare)(const float* x, RunFeedback, std::uint64_t n, double density,
                               void* scratch, Stream);
   // Uses the given tau if that is > 0, else the call's or, where that is not usable, one for each
@@ -421,7 +421,7 @@ struct Api {
   std::size_t (*threshold_scratch_bytes)(std::uint64_t units);
   std::size_t (*topk_scratch_bytes)(std::uint64_t units);
 
-  // ---- lowrank (plugin/lowrank.cu, factors.cu, orthonormalise.cu); codec/factors.h ----
+  // ---- lowrank (plugin/lowrank/lowrank.cu, factors.cu, orthonormalise.cu); codec/factors.h ----
   // Each is one kernel for kMostRuns matrices, but for orthonormalise(), one for each factor.
   // q := start_factor(what the last call remembers).
   Status (*start_factor)(const FactoredMatrix* matrices, int count, Stream);

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "gradwire/base/types.h"
-#include "gradwire/cuda/plugin/cast.cuh"
+#include "gradwire/cuda/plugin/cast/cast.cuh"
 
 namespace gradwire::cuda {
 

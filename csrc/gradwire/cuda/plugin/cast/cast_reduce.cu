@@ -1,5 +1,5 @@
 // An all_reduce in fp16 or bf16 as one kernel over staging (coded_reduce.cuh).
-#include "gradwire/cuda/plugin/cast_codec.cuh"
+#include "gradwire/cuda/plugin/cast/cast_codec.cuh"
 #include "gradwire/cuda/plugin/coded_reduce.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 

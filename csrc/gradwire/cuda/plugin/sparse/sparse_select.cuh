@@ -3,7 +3,7 @@
 
 #include "gradwire/cuda/plugin/block.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
-#include "gradwire/cuda/plugin/sparse.cuh"
+#include "gradwire/cuda/plugin/sparse/sparse.cuh"
 
 namespace gradwire::cuda {
 

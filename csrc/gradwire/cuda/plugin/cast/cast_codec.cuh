@@ -3,7 +3,7 @@
 
 #include <bit>
 
-#include "gradwire/cuda/plugin/cast.cuh"
+#include "gradwire/cuda/plugin/cast/cast.cuh"
 
 namespace gradwire::cuda {
 

@@ -2,7 +2,7 @@
 // which warps, or all warps together, take in turn.
 #include "gradwire/cuda/plugin/coded_reduce.cuh"
 #include "gradwire/cuda/plugin/functions.h"
-#include "gradwire/cuda/plugin/int8.cuh"
+#include "gradwire/cuda/plugin/int8/int8.cuh"
 
 namespace gradwire::cuda {
 namespace {

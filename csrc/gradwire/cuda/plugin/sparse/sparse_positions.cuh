@@ -3,7 +3,7 @@
 #pragma once
 
 #include "gradwire/cuda/plugin/block.cuh"
-#include "gradwire/cuda/plugin/sparse.cuh"
+#include "gradwire/cuda/plugin/sparse/sparse.cuh"
 
 namespace gradwire::cuda {
 

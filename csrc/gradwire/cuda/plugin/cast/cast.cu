@@ -1,6 +1,6 @@
 // The codecs fp16 and bf16 (codec/cast.cc defines them).
 #include "gradwire/cuda/plugin/batch.cuh"
-#include "gradwire/cuda/plugin/cast_codec.cuh"
+#include "gradwire/cuda/plugin/cast/cast_codec.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
 #include "gradwire/cuda/plugin/share.cuh"

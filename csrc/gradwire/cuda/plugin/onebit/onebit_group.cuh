@@ -4,7 +4,7 @@
 
 #include "gradwire/cuda/plugin/bits.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
-#include "gradwire/cuda/plugin/onebit.cuh"
+#include "gradwire/cuda/plugin/onebit/onebit.cuh"
 #include "gradwire/cuda/plugin/team.cuh"
 
 namespace gradwire::cuda::onebit {

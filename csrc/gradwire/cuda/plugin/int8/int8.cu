@@ -1,7 +1,7 @@
 // int8: launches over runs (int8.cuh has the blocks).
 #include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/functions.h"
-#include "gradwire/cuda/plugin/int8.cuh"
+#include "gradwire/cuda/plugin/int8/int8.cuh"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
 
 namespace gradwire::cuda {

@@ -6,7 +6,7 @@
 // path of their own, on which nothing is checked but the means.
 #include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/functions.h"
-#include "gradwire/cuda/plugin/onebit_group.cuh"
+#include "gradwire/cuda/plugin/onebit/onebit_group.cuh"
 #include "gradwire/cuda/plugin/share.cuh"
 
 namespace gradwire::cuda {

@@ -10,10 +10,10 @@
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/gpu.cuh"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
-#include "gradwire/cuda/plugin/sparse.cuh"
-#include "gradwire/cuda/plugin/sparse_positions.cuh"
-#include "gradwire/cuda/plugin/sparse_read.cuh"
-#include "gradwire/cuda/plugin/sparse_select.cuh"
+#include "gradwire/cuda/plugin/sparse/sparse.cuh"
+#include "gradwire/cuda/plugin/sparse/sparse_positions.cuh"
+#include "gradwire/cuda/plugin/sparse/sparse_read.cuh"
+#include "gradwire/cuda/plugin/sparse/sparse_select.cuh"
 
 namespace gradwire::cuda {
 namespace {
