@@ -10,7 +10,8 @@ import pytest
 from gradwire import _core
 
 ROOT = Path(__file__).parents[3]
-PLUGIN = Path(_core.__file__).with_name("libgradwire_cuda.so")
+BUILT = Path(_core.__file__).with_name("libgradwire_cuda.so")
+PLUGIN = Path(os.environ.get("GRADWIRE_CUDA_SO") or BUILT)
 # libm and those that are part of libc since glibc 2.34; and where __tls_get_addr is.
 SYSTEM = r"lib(stdc\+\+|gcc_s|c|m|dl|rt|pthread)\.so\.\d|ld-linux.*\.so\.\d"
 
@@ -35,6 +36,15 @@ def test_it_needs_no_library_of_cuda(plugin):
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", said("readelf", "-d", "-W", plugin))
     assert needed
     assert [each for each in needed if not re.fullmatch(SYSTEM, each)] == []
+
+
+def test_it_loads_and_says_which_driver_it_needs(plugin):
+    code = "from gradwire import _core; print(_core.cuda_info())"
+    environment = os.environ | {"GRADWIRE_CUDA_SO": plugin}
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert re.search(r"'runtime': '1[2-9]\.\d+'", told.stdout), told.stdout
 
 
 def configure(folder: Path, option: str) -> subprocess.CompletedProcess[str]:
