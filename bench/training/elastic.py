@@ -3,8 +3,8 @@
     python -m bench.training.elastic
 
 Three ranks train linear layers with Adam, by `gradwire.torch.elastic` over shared memory and over
-gradwire's emulated links of 1 Gbit/s, and as DistributedDataParallel over gloo under torchrun,
-which restarts all processes. One rank is killed, and after the others have gone on another is
+gradwire's emulated links of 1 Gbit/s (`--ways 1gbit-int8`: with that codec), and as
+DistributedDataParallel over gloo under torchrun, which restarts all processes. One rank is killed, and after the others have gone on another is
 started. Times are from the kill to the next step of the others, and from the start of the new
 process to its first step, and how much of that is over once its imports are. torchrun's is from the
 kill to the first step of all; it loads no checkpoint. Where torchft is installed, `--ways torchft`
@@ -91,7 +91,8 @@ def main() -> int:
     )
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 25, 100], help="parameters")
     ways = ["shm", "1gbit", "torchrun"]
-    parser.add_argument("--ways", nargs="+", choices=[*ways, "torchft"], default=ways)
+    others = ["1gbit-fp16", "1gbit-int8", "torchft"]
+    parser.add_argument("--ways", nargs="+", choices=[*ways, *others], default=ways)
     parser.add_argument("--repeats", type=int, default=3, help="losses of a case")
     parser.add_argument("--only", choices=("changes", "cost"), help="one half of it")
     parser.add_argument("--stem", type=Path, help="of the files")
@@ -133,8 +134,11 @@ def _elastic(millions: int, way: str, repeats: int) -> dict[str, Any]:
     store = Address("unix", f"gradwire-{os.getuid()}-{job}")
     shared = {"GRADWIRE_STORE": str(store), "GRADWIRE_SECRET": secret, "GRADWIRE_JOB": job}
     size = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    if way != "shm":
-        shared["GRADWIRE_LINK"] = f"{way},50us"
+    link, _, codec = way.partition("-")
+    if link != "shm":
+        shared["GRADWIRE_LINK"] = f"{link},50us"
+    if codec:
+        shared["BENCH_CODEC"] = codec
     with tempfile.TemporaryDirectory() as scratch, StoreServer(store, job, secret.encode()):
         log = Log(Path(scratch) / "log")
 

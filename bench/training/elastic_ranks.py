@@ -50,7 +50,10 @@ def train(millions: int) -> None:
     """Trains in a session until the process is killed."""
     model, optimizer = made(millions)
     sampler = elastic.Sampler(1 << 30, 4, shuffle=False)
-    with elastic.session(model, optimizer, sampler, global_batch="proportional", timeout=60) as s:
+    codec = os.environ.get("BENCH_CODEC", "none")
+    with elastic.session(
+        model, optimizer, sampler, global_batch="proportional", timeout=60, codec=codec
+    ) as s:
         for batch in s:
             s.backward(loss_of(model, len(batch)))
             if s.commit():
