@@ -4,11 +4,11 @@
 
 Three ranks train linear layers with Adam, by `gradwire.torch.elastic` over shared memory and over
 gradwire's emulated links of 1 Gbit/s (`--ways 1gbit-int8`: with that codec), and as
-DistributedDataParallel over gloo under torchrun, which restarts all processes. One rank is killed, and after the others have gone on another is
-started. Times are from the kill to the next step of the others, and from the start of the new
-process to its first step, and how much of that is over once its imports are. torchrun's is from the
-kill to the first step of all; it loads no checkpoint. Where torchft is installed, `--ways torchft`
-measures it too, over gloo, with torchft's own limits.
+DistributedDataParallel over gloo under torchrun, which restarts all processes. One rank is killed,
+and after the others have gone on another is started. Times are from the kill to the next step of
+the others, and from the start of the new process to its first step, and how much of that is over
+once its imports are. torchrun's is from the kill to the first step of all; it loads no checkpoint.
+Where torchft is installed, `--ways torchft` measures it too, over gloo, with torchft's own limits.
 
 The cost without change is that of a step in a session on two ranks, beside a step that averages
 gradients and buffers in the same way without anything else of the session (no barrier of `commit`,
