@@ -1,20 +1,15 @@
-// Messages over a fake NCCL, whose ranks are threads: what arrives, and how every failure ends.
+// Messages over a fake NCCL, whose ranks are threads: what arrives, and how every failure ends,
+// where communicators block and where they do not.
 #include "gradwire/cuda/messages/messages_nccl.h"
 
-#include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
-#include <random>
 #include <thread>
 
-#include "fake_nccl.h"
-#include "gradwire/base/error.h"
+#include "cuda_nccl_ranks.h"
 #include "gradwire/cuda/device.h"
-#include "transport_harness.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -25,93 +20,18 @@ constexpr bool kForkWorks = false;  // ThreadSanitizer does not follow a fork wi
 constexpr bool kForkWorks = true;
 #endif
 
-using Payload = std::vector<std::byte>;
-
-using transport::run_threads;
-
-// What `call` throws, which must be of this kind.
-template <typename Kind, typename Call>
-Kind thrown_by(Call call) {
-  try {
-    call();
-  } catch (const Kind& error) {
-    return error;
-  } catch (const std::exception& error) {
-    throw std::runtime_error(std::string("another error: ") + error.what());
-  }
-  throw std::runtime_error("no error");
-}
-
-void expect_words(const std::string& text, const std::vector<std::string>& words) {
-  for (const std::string& word : words)
-    EXPECT_NE(text.find(word), std::string::npos) << "'" << word << "' is not in: " << text;
-}
-
-Payload filled(std::size_t bytes, unsigned seed) {
-  std::mt19937 random(seed);
-  Payload made(bytes);
-  for (std::byte& each : made) each = static_cast<std::byte>(random());
-  return made;
-}
-
-// Every test finds the fake as new, and leaves no communicator and no group in it.
-class NcclMessages : public testing::Test {
+// Of communicators that do not block, and of those that do.
+class NcclMessages : public OverFakeNccl, public testing::WithParamInterface<bool> {
  protected:
-  NcclMessages() { fake.reset(); }
-  ~NcclMessages() override {
-    EXPECT_EQ(fake.calls("misuse"), 0);
-    EXPECT_EQ(fake.alive(), 0);
-    EXPECT_EQ(fake.open_groups(), 0);
-    EXPECT_LT(Deadline::Clock::now() - begun_, std::chrono::seconds(100)) << "something hung";
-    fake.reset();
-  }
+  NcclMessages() : OverFakeNccl(GetParam()) {}
+};
+INSTANTIATE_TEST_SUITE_P(Communicators, NcclMessages, testing::Bool(), [](const auto& tested) {
+  return tested.param ? "ThatBlock" : "ThatDoNotBlock";
+});
 
-  static const Nccl& nccl() {
-    ::setenv("GRADWIRE_NCCL_SO", GRADWIRE_FAKE_NCCL, 1);
-    return Nccl::load();
-  }
-  static std::unique_ptr<Messages> join(const nccl::UniqueId& id, Rank rank, int size,
-                                        NcclSettings settings = {}) {
-    settings.rank = rank;
-    settings.size = size;
-    return make_nccl_messages(nccl(), id, std::move(settings));
-  }
-  // Rank 0, whose peers never come.
-  static std::unique_ptr<Messages> first(int size, NcclSettings settings = {}) {
-    return join(make_unique_id(nccl()), 0, size, std::move(settings));
-  }
-  static std::unique_ptr<Messages> alone(NcclSettings settings = {}) {
-    return first(1, std::move(settings));
-  }
-  static std::vector<std::unique_ptr<Messages>> mesh(int size, const NcclSettings& settings = {}) {
-    std::vector<std::unique_ptr<Messages>> all(static_cast<std::size_t>(size));
-    const nccl::UniqueId id = make_unique_id(nccl());
-    run_threads(size,
-                [&](int r) { all[static_cast<std::size_t>(r)] = join(id, r, size, settings); });
-    return all;
-  }
-
-  // To itself, which a rank alone can do.
-  static void talk(Messages& self) {
-    Payload sent = filled(64, 1), got(64);
-    self.begin();
-    self.send(sent.data(), sent.size(), 0);
-    self.receive(got.data(), got.size(), 0);
-    self.end(nullptr);
-    EXPECT_EQ(got, sent);
-  }
-  // A group of rank 0 that nobody answers.
-  static void wait_in_vain(Messages& self) {
-    static std::byte ignored{};
-    self.begin();
-    self.receive(&ignored, 1, 1);
-    self.end(nullptr);
-  }
-
-  const FakeNccl& fake = fake_nccl();
-
- private:
-  const Deadline::Clock::time_point begun_ = Deadline::Clock::now();
+class NcclMessagesThatDoNotBlock : public OverFakeNccl {
+ protected:
+  NcclMessagesThatDoNotBlock() : OverFakeNccl(false) {}
 };
 
 // --- what arrives ---
@@ -144,7 +64,7 @@ void exchange_all(Messages& self, int rank, int size, int rounds) {
   }
 }
 
-TEST_F(NcclMessages, EveryMessageArrivesInOrder) {
+TEST_P(NcclMessages, EveryMessageArrivesInOrder) {
   for (int questions : {0, 3}) {
     fake.in_progress(questions);
     for (int size : {1, 2, 3, 4, 5, 8}) {
@@ -156,21 +76,21 @@ TEST_F(NcclMessages, EveryMessageArrivesInOrder) {
   }
 }
 
-TEST_F(NcclMessages, ASuccessThatIsSaidTooEarlyIsNotBelieved) {
+TEST_P(NcclMessages, ASuccessThatIsSaidTooEarlyIsNotBelieved) {
   fake.in_progress(5);
   fake.hasten();
   const auto all = mesh(3);
   run_threads(3, [&](int rank) { exchange_all(*all[static_cast<std::size_t>(rank)], rank, 3, 4); });
 }
 
-TEST_F(NcclMessages, AnEndIsOneGroup) {
+TEST_P(NcclMessages, AnEndIsOneGroup) {
   const auto self = alone();
   for (int i = 0; i < 3; ++i) talk(*self);
   EXPECT_EQ(fake.calls("ncclGroupStart"), 3);
   EXPECT_EQ(fake.calls("ncclGroupEnd"), 3);
 }
 
-TEST_F(NcclMessages, NothingIsSentWhereThereIsNothing) {
+TEST_P(NcclMessages, NothingIsSentWhereThereIsNothing) {
   const auto self = alone();
   self->begin();
   self->end(nullptr);
@@ -181,7 +101,7 @@ TEST_F(NcclMessages, NothingIsSentWhereThereIsNothing) {
   EXPECT_EQ(fake.calls("ncclGroupStart"), 0);
 }
 
-TEST_F(NcclMessages, CountsHave64Bits) {
+TEST_P(NcclMessages, CountsHave64Bits) {
   const auto self = alone();
   fake.fail("ncclGroupEnd", nccl::kSystemError, 0);  // so that nothing is copied
   constexpr std::size_t kBytes = (std::size_t{5} << 32) + 3;
@@ -192,7 +112,7 @@ TEST_F(NcclMessages, CountsHave64Bits) {
   EXPECT_EQ(fake.last_count(), kBytes);
 }
 
-TEST_F(NcclMessages, IsPartOfItsStream) {
+TEST_P(NcclMessages, IsPartOfItsStream) {
   const Api& api = load_api(GRADWIRE_SIMULATED_CUDA_SO);
   fake.copy_by(&api);
   const auto all = mesh(3);
@@ -217,7 +137,7 @@ TEST_F(NcclMessages, IsPartOfItsStream) {
   });
 }
 
-TEST_F(NcclMessages, AWrongRankIsRefusedAndTheRestLives) {
+TEST_P(NcclMessages, AWrongRankIsRefusedAndTheRestLives) {
   const auto self = alone();
   std::byte here{};
   self->begin();
@@ -231,20 +151,20 @@ TEST_F(NcclMessages, AWrongRankIsRefusedAndTheRestLives) {
 
 // --- how it begins and ends ---
 
-TEST_F(NcclMessages, ARankThatIsMissingIsATimeout) {
+TEST_F(NcclMessagesThatDoNotBlock, ARankThatIsMissingIsATimeout) {
   const auto error = thrown_by<Timeout>([&] { first(2, {.timeout_seconds = 0.1}); });
   expect_words(error.what(), {"rank 0: ", "ncclCommInitRank", "0.1 s", "NCCL_DEBUG"});
   EXPECT_EQ(error.peer(), 1);
   EXPECT_EQ(thrown_by<Timeout>([&] { first(3, {.timeout_seconds = 0.1}); }).peer(), kNoPeer);
 }
 
-TEST_F(NcclMessages, AnInterruptEndsTheInitialisation) {
+TEST_F(NcclMessagesThatDoNotBlock, AnInterruptEndsTheInitialisation) {
   const auto interrupt = [] { throw std::string("Ctrl-C"); };
   EXPECT_THROW(first(2, {.interrupt = interrupt}), std::string);
   EXPECT_EQ(fake.calls("ncclCommAbort"), 1);
 }
 
-TEST_F(NcclMessages, AHealthyOneIsFinalizedAndDestroyed) {
+TEST_P(NcclMessages, AHealthyOneIsFinalizedAndDestroyed) {
   fake.in_progress(3);
   talk(*alone());
   EXPECT_EQ(fake.calls("ncclCommFinalize"), 1);
@@ -252,7 +172,7 @@ TEST_F(NcclMessages, AHealthyOneIsFinalizedAndDestroyed) {
   EXPECT_EQ(fake.calls("ncclCommAbort"), 0);
 }
 
-TEST_F(NcclMessages, OneThatDoesNotComeToItsEndIsAborted) {
+TEST_P(NcclMessages, OneThatDoesNotComeToItsEndIsAborted) {
   fake.hang("ncclCommFinalize");
   alone({.ending_seconds = 0.1}).reset();
   fake.reset();
@@ -262,7 +182,7 @@ TEST_F(NcclMessages, OneThatDoesNotComeToItsEndIsAborted) {
   EXPECT_EQ(fake.calls("ncclCommAbort"), 1);
 }
 
-TEST_F(NcclMessages, ADestroyThatHangsIsLeftAlone) {
+TEST_P(NcclMessages, ADestroyThatHangsIsLeftAlone) {
   fake.block("ncclCommDestroy");
   testing::internal::CaptureStderr();
   alone({.ending_seconds = 0.1}).reset();
@@ -270,7 +190,7 @@ TEST_F(NcclMessages, ADestroyThatHangsIsLeftAlone) {
   fake.reset();
 }
 
-TEST_F(NcclMessages, EndingThreadsUseTheRanksDevice) {
+TEST_F(NcclMessagesThatDoNotBlock, EndingThreadsUseTheRanksDevice) {
   const auto here = std::this_thread::get_id();
   std::atomic<int> elsewhere = 0;
   const NcclSettings settings{
@@ -281,7 +201,7 @@ TEST_F(NcclMessages, EndingThreadsUseTheRanksDevice) {
   EXPECT_EQ(elsewhere, 2);
 }
 
-TEST_F(NcclMessages, AForkLeavesItAlone) {
+TEST_P(NcclMessages, AForkLeavesItAlone) {
   if (!kForkWorks) GTEST_SKIP() << "no fork under ThreadSanitizer";
   auto self = alone();
   const auto other = alone();
@@ -298,7 +218,7 @@ TEST_F(NcclMessages, AForkLeavesItAlone) {
   talk(*other);
 }
 
-TEST_F(NcclMessages, NcclMayNotBeMadeToBlock) {
+TEST_F(NcclMessagesThatDoNotBlock, NcclMayNotBeMadeToBlock) {
   ::setenv("NCCL_COMM_BLOCKING", "1", 1);
   const auto error = thrown_by<InvalidArgument>([&] { alone(); });
   ::setenv("NCCL_COMM_BLOCKING", "0", 1);
@@ -309,13 +229,13 @@ TEST_F(NcclMessages, NcclMayNotBeMadeToBlock) {
 
 // --- what fails ---
 
-TEST_F(NcclMessages, AnIdThatCannotBeMadeSaysWhy) {
+TEST_F(NcclMessagesThatDoNotBlock, AnIdThatCannotBeMadeSaysWhy) {
   fake.fail("ncclGetUniqueId", nccl::kSystemError, 0);
   const auto error = thrown_by<TransportError>([&] { make_unique_id(nccl()); });
   expect_words(error.what(), {"ncclGetUniqueId", "an error of the fake (2)", "as the test wanted"});
 }
 
-TEST_F(NcclMessages, AMeetingThatFailsSaysWhy) {
+TEST_P(NcclMessages, AMeetingThatFailsSaysWhy) {
   for (const char* call : {"ncclCommInitRankConfig", "ncclCommGetAsyncError"}) {
     fake.reset();
     fake.fail(call, nccl::kUnhandledCudaError, 0);
@@ -325,7 +245,7 @@ TEST_F(NcclMessages, AMeetingThatFailsSaysWhy) {
   }
 }
 
-TEST_F(NcclMessages, AGroupThatFailsIsFinal) {
+TEST_P(NcclMessages, AGroupThatFailsIsFinal) {
   for (const char* call :
        {"ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd", "ncclCommGetAsyncError"}) {
     fake.reset();
@@ -345,7 +265,7 @@ TEST_F(NcclMessages, AGroupThatFailsIsFinal) {
   }
 }
 
-TEST_F(NcclMessages, ALostPeerIsNamedWhereItCanOnlyBeThat) {
+TEST_P(NcclMessages, ALostPeerIsNamedWhereItCanOnlyBeThat) {
   for (const auto& [size, peer] : {std::pair{2, 1}, {3, 1}}) {
     const auto all = mesh(size);
     fake.fail("ncclGroupEnd", nccl::kRemoteError, 0);
@@ -364,7 +284,7 @@ TEST_F(NcclMessages, ALostPeerIsNamedWhereItCanOnlyBeThat) {
   EXPECT_EQ(error.peer(), kNoPeer);
 }
 
-TEST_F(NcclMessages, WhatFailsLaterIsFoundByACheck) {
+TEST_P(NcclMessages, WhatFailsLaterIsFoundByACheck) {
   const auto all = mesh(2);
   all[0]->check();
   fake.fail("ncclCommGetAsyncError", nccl::kRemoteError, 0);
@@ -376,7 +296,7 @@ TEST_F(NcclMessages, WhatFailsLaterIsFoundByACheck) {
   EXPECT_THROW(all[0]->begin(), TransportError);
 }
 
-TEST_F(NcclMessages, APeerThatDoesNotComeIsATimeout) {
+TEST_P(NcclMessages, APeerThatDoesNotComeIsATimeout) {
   const auto all = mesh(3, {.timeout_seconds = 0.3});
   const auto error = thrown_by<Timeout>([&] { wait_in_vain(*all[0]); });
   expect_words(error.what(), {"rank 0: ", "a group with rank 1", "0.3 s", "as the test wanted"});
@@ -384,7 +304,7 @@ TEST_F(NcclMessages, APeerThatDoesNotComeIsATimeout) {
   EXPECT_EQ(fake.calls("ncclCommAbort"), 1);
 }
 
-TEST_F(NcclMessages, AnInterruptEndsAGroup) {
+TEST_P(NcclMessages, AnInterruptEndsAGroup) {
   std::atomic<bool> interrupted = false;
   const NcclSettings settings{.interrupt = [&] {
     if (interrupted) throw std::string("Ctrl-C");
@@ -398,7 +318,7 @@ TEST_F(NcclMessages, AnInterruptEndsAGroup) {
 
 // --- abort ---
 
-TEST_F(NcclMessages, AnAbortEndsAGroupFromAnyThread) {
+TEST_P(NcclMessages, AnAbortEndsAGroupFromAnyThread) {
   const auto all = mesh(2);
   std::jthread aborter([&] {
     while (fake.calls("ncclGroupEnd") == 0) std::this_thread::yield();
@@ -411,7 +331,7 @@ TEST_F(NcclMessages, AnAbortEndsAGroupFromAnyThread) {
   EXPECT_THROW(all[0]->check(), Aborted);
 }
 
-TEST_F(NcclMessages, WhoIsAbortedComesBackWhenTheAbortIsOver) {
+TEST_F(NcclMessagesThatDoNotBlock, WhoIsAbortedComesBackWhenTheAbortIsOver) {
   const auto self = alone({.ending_seconds = 2});
   fake.block("ncclCommAbort");
   std::jthread aborter([&] { self->abort(); });
@@ -423,7 +343,7 @@ TEST_F(NcclMessages, WhoIsAbortedComesBackWhenTheAbortIsOver) {
   fake.reset();
 }
 
-TEST_F(NcclMessages, AnAbortIsOneHoweverOftenItIsAsked) {
+TEST_F(NcclMessagesThatDoNotBlock, AnAbortIsOneHoweverOftenItIsAsked) {
   const auto all = mesh(2);
   run_threads(4, [&](int) { all[0]->abort(); });
   all[0]->abort();
@@ -431,7 +351,7 @@ TEST_F(NcclMessages, AnAbortIsOneHoweverOftenItIsAsked) {
   EXPECT_THROW(wait_in_vain(*all[0]), Aborted);
 }
 
-TEST_F(NcclMessages, AnAbortWaitsForACallThatIsUnderWay) {
+TEST_F(NcclMessagesThatDoNotBlock, AnAbortWaitsForACallThatIsUnderWay) {
   const auto all = mesh(2);
   const int before = fake.calls("ncclCommGetAsyncError");
   fake.linger("ncclCommGetAsyncError", 100);
@@ -442,7 +362,7 @@ TEST_F(NcclMessages, AnAbortWaitsForACallThatIsUnderWay) {
   EXPECT_THROW(wait_in_vain(*all[0]), Aborted);
 }
 
-TEST_F(NcclMessages, AnAbortGetsACallOutOfNccl) {
+TEST_F(NcclMessagesThatDoNotBlock, AnAbortGetsACallOutOfNccl) {
   for (const char* call : {"ncclGroupEnd", "ncclCommGetAsyncError"}) {
     const auto all = mesh(2);
     const int before = fake.calls(call);
@@ -457,7 +377,7 @@ TEST_F(NcclMessages, AnAbortGetsACallOutOfNccl) {
   }
 }
 
-TEST_F(NcclMessages, AnAbortThatHangsIsLeftAlone) {
+TEST_F(NcclMessagesThatDoNotBlock, AnAbortThatHangsIsLeftAlone) {
   const auto self = alone({.ending_seconds = 0.1});
   fake.block("ncclCommAbort");
   testing::internal::CaptureStderr();

@@ -135,11 +135,11 @@ constexpr std::chrono::seconds kLongest{30};  // no test waits for a hang for ev
 nccl::Result called(Lock& lock, const std::string& call, nccl::Comm* comm = nullptr) {
   ++state.calls[call];
   const int generation = state.generation;
-  if (comm != nullptr && state.lingering.contains(call)) {
-    ++comm->lingering;
+  if (state.lingering.contains(call)) {
+    if (comm != nullptr) ++comm->lingering;
     const std::chrono::milliseconds time{state.lingering[call]};
     changed.wait_for(lock, time, [] { return false; });
-    --comm->lingering;
+    if (comm != nullptr) --comm->lingering;
   }
   if (state.blocking.contains(call))
     changed.wait_for(lock, kLongest, [&] {

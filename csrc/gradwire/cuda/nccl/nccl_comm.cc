@@ -240,14 +240,13 @@ template <typename Call>
 nccl::Result NcclComm::make_apart(Call call, const Waiting& waiting,
                                   const WaitLimit::Interrupt& interrupt) {
   if (thread_ == nullptr) return call();
-  const Deadline deadline = Deadline::after(waiting.seconds);
   const Turns turns;
   Interruptions interruptions(interrupt);
   const auto result = std::make_shared<nccl::Result>(nccl::kInProgress);
   thread_->begin([result, call = std::move(call)] { *result = call(); });
   while (!thread_->is_over()) {
     require_not_aborted();
-    if (deadline.passed()) fail(nccl::kInProgress, waiting);
+    if (waiting.deadline.passed()) fail(nccl::kInProgress, waiting);
     turns.rest();
     interruptions.look();
   }
@@ -258,13 +257,17 @@ void NcclComm::check() {
   require_alive();
   or_abort([&] {
     const nccl::Result result = state();
-    if (result != nccl::kInProgress) settle(result, {"what is enqueued", {}, 0}, nullptr);
+    if (result == nccl::kSuccess || result == nccl::kInProgress) return;
+    require_not_aborted();
+    fail(result, {"what is enqueued", {}, 0});
   });
 }
 
+// Does not wait for a call under way, which may block: it answers for it.
 nccl::Result NcclComm::state() {
-  const std::lock_guard lock(shared_->calls);
+  const std::unique_lock lock(shared_->calls, std::try_to_lock);
   require_not_aborted();
+  if (!lock) return nccl::kInProgress;
   nccl::Result found = nccl::kSuccess;
   const nccl::Result asked = nccl_.comm_get_async_error(shared_->comm, &found);
   return asked == nccl::kSuccess ? found : asked;
@@ -274,12 +277,11 @@ nccl::Result NcclComm::state() {
 // success too early.
 void NcclComm::settle(nccl::Result result, const Waiting& waiting,
                       const WaitLimit::Interrupt& interrupt) {
-  const Deadline deadline = Deadline::after(waiting.seconds);
   const Turns turns;
   Interruptions interruptions(interrupt);
   if (result == nccl::kSuccess) result = state();
   while (result == nccl::kInProgress) {
-    if (deadline.passed()) fail(result, waiting);
+    if (waiting.deadline.passed()) fail(result, waiting);
     turns.rest();
     interruptions.look();
     result = state();

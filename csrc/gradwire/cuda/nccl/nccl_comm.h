@@ -37,18 +37,19 @@ class NcclComm {
   void exchange(std::span<const Message> messages, Stream stream);
   // Does what exchange() does with NCCL's own collectives, at least one.
   void run(std::span<const NativeCollective> collectives, Stream stream);
-  // Throws if the communicator has failed meanwhile.
+  // Throws if the communicator has failed meanwhile. Does not wait for a call under way.
   void check();
   // Throws what an earlier call threw, or Aborted.
   void require_alive() const;
   void abort() noexcept;
 
  private:
-  // What is waited for, and for how long.
+  // What is waited for, and for how long from now on.
   struct Waiting {
     const char* what;
     std::span<const Message> messages;  // of a group
     double seconds;
+    Deadline deadline = Deadline::after(seconds);
   };
 
   // What calls use, even those for which nobody waits any more.
@@ -68,7 +69,7 @@ class NcclComm {
   // The same of any call; returns its result.
   template <typename Call>
   nccl::Result make_apart(Call call, const Waiting& waiting, const WaitLimit::Interrupt& interrupt);
-  nccl::Result state();
+  nccl::Result state();  // kInProgress during a call
   // Waits for the final result, and throws unless that is success.
   void settle(nccl::Result result, const Waiting& waiting, const WaitLimit::Interrupt& interrupt);
   // Aborts the communicator where `call` throws: it is not used again after an error.
