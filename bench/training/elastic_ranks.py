@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import os
@@ -73,6 +74,14 @@ def train_ddp(millions: int) -> None:
         report(step, dist.get_world_size())
 
 
+def torchft_average(manager: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket; if that fails, the manager knows it, and does not commit the step."""
+    manager.allreduce(bucket.buffer()).wait()
+    done = torch.futures.Future[torch.Tensor]()
+    done.set_result(bucket.buffer())
+    return done
+
+
 def train_torchft(millions: int) -> None:
     """Trains by torchft: each process is a replica group of its own."""
     import torchft
@@ -85,7 +94,7 @@ def train_torchft(millions: int) -> None:
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(),
+        pg=torchft.ProcessGroupGloo(timeout=datetime.timedelta(seconds=5)),  # as its train_ddp.py
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         min_replica_size=2,
@@ -96,10 +105,12 @@ def train_torchft(millions: int) -> None:
         replica_id=f"bench{os.getpid()}",
         hostname="127.0.0.1",
     )
-    ddp, optimizer = (
-        torchft.DistributedDataParallel(manager, model),
-        torchft.Optimizer(manager, inner),
-    )
+
+    class Replica(torchft.DistributedDataParallel):
+        # The hook of 0.2.0 raises AssertionError when a call fails, which ends the survivors.
+        _comm_hook = staticmethod(lambda manager, bucket: torchft_average(manager, bucket))
+
+    ddp, optimizer = Replica(manager, model), torchft.Optimizer(manager, inner)
     done = 0
     while True:
         optimizer.zero_grad()
