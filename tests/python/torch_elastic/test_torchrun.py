@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import LIMIT
+from ranks import LIMIT, eventually
 
 pytestmark = pytest.mark.nightly
 
@@ -101,6 +101,11 @@ class Agents:
             *options, *meeting, "--rdzv-id", "job", "--rdzv-conf", conf, victim=victim, host=host
         )
 
+    def await_trained(self) -> None:
+        """Waits until some rank has made a step since the last look."""
+        (self.folder / "saved").unlink(missing_ok=True)
+        eventually((self.folder / "saved").exists)
+
     def logs(self) -> str:
         return "".join(
             f"--- {each.name}\n{each.read_text()}" for each in sorted(self.folder.glob("log-*"))
@@ -156,3 +161,18 @@ def test_two_hosts_of_which_one_has_a_rank_that_fails(agents: Agents) -> None:
     ends = end_of(agents, running)
     assert int(ends[0][0]) >= 10 * 8, ends
     assert sorted(end[3] for end in ends) == ["0", "1"]
+
+
+def test_a_host_that_is_lost_and_another_one_that_comes(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that is left trains on alone, until another host has torchrun restart it."""
+    # Otherwise the new agent waits for the address of a store that the others do not publish again.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    first, lost = agents.start_host("A"), agents.start_host("B")
+    eventually((agents.folder / "saved").exists)
+    _kill_all(lost)
+    agents.await_trained()
+    ends = end_of(agents, [first, agents.start_host("C")])
+    assert int(ends[0][0]) > 0, ends
+    assert [end[3] for end in ends] == ["0", "0"]  # torchrun counts failures only
