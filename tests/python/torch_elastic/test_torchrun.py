@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from ranks import LIMIT, eventually
+from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.nightly
 
@@ -76,7 +77,12 @@ class Agents:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
+        self._store: TCPStore | None = None
         self.started: list[subprocess.Popen[bytes]] = []
+
+    def serve_store(self) -> None:
+        """Serves torchrun's store in this process, so that any host may be lost."""
+        self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
 
     def start(self, *options: str, victim: str, host: str = "A") -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "torch.distributed.run", *options, str(self._path)]
@@ -94,7 +100,8 @@ class Agents:
     def start_host(self, host: str, victim: str = "HOST=none") -> subprocess.Popen[bytes]:
         """An agent of one rank, of two that meet on loopback."""
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}"]
-        conf = f"is_host={int(host == 'A')},"  # of torchrun's store, with which all ends
+        serves = host == "A" and self._store is None
+        conf = f"is_host={int(serves)},"  # of torchrun's store, with which all ends
         conf += "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=15"
         options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
         return self.start(
@@ -163,16 +170,19 @@ def test_two_hosts_of_which_one_has_a_rank_that_fails(agents: Agents) -> None:
     assert sorted(end[3] for end in ends) == ["0", "1"]
 
 
+@pytest.mark.parametrize("lost", ["A", "B"])
 def test_a_host_that_is_lost_and_another_one_that_comes(
-    agents: Agents, monkeypatch: pytest.MonkeyPatch
+    agents: Agents, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     """The rank that is left trains on alone, until another host has torchrun restart it."""
     # Otherwise the new agent waits for the address of a store that the others do not publish again.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    first, lost = agents.start_host("A"), agents.start_host("B")
+    if lost == "A":  # its agent is the first, with rank 0
+        agents.serve_store()
+    running = {host: agents.start_host(host) for host in "AB"}
     eventually((agents.folder / "saved").exists)
-    _kill_all(lost)
+    _kill_all(running.pop(lost))
     agents.await_trained()
-    ends = end_of(agents, [first, agents.start_host("C")])
+    ends = end_of(agents, [*running.values(), agents.start_host("C")])
     assert int(ends[0][0]) > 0, ends
     assert [end[3] for end in ends] == ["0", "0"]  # torchrun counts failures only
