@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gradwire._bootstrap.survivor_links import SurvivorLinks
 
-from faults.elastic import Outcome, problems
+from faults.elastic import Outcome, die_in_resize, problems
 from faults.elastic_cases import KINDS, TRANSPORTS, make_case
 
 CASES = 12
@@ -34,6 +35,17 @@ def test_all_kinds_and_transports_are_drawn() -> None:
     assert {event.kind for each in cases for event in each.events} == set(KINDS)
     assert {each.transports for each in cases} == set(TRANSPORTS)
     assert make_case(1, 7) == make_case(1, 7)
+
+
+def test_a_process_may_be_told_to_die_after_each_of_many_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = []
+    monkeypatch.setattr(SurvivorLinks, "send", lambda _, word: sent.append(word))
+    for _ in range(sys.getrecursionlimit()):
+        die_in_resize(1)
+    SurvivorLinks.send(None, "first")  # type: ignore[arg-type, call-arg]
+    assert sent == ["first"]
 
 
 @dataclasses.dataclass
