@@ -44,8 +44,8 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "none",
     ),
     "GRADWIRE_JOIN": (
-        "1: this process replaces one that failed; `gradwire run --min` sets it, and "
-        "init(elastic=True) then joins the others",
+        "1: this process joins a job that runs; `gradwire run --min` sets it where a process replaces "
+        "one that failed, and init(elastic=True) then joins the others",
         "0",
     ),
     "GRADWIRE_MAX_RANKS": (
@@ -53,8 +53,9 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "no limit",
     ),
     "GRADWIRE_SLOT_ENDS": (
-        "when the job's time slot ends, in seconds since 1970; `gradwire run --slot` sets it",
-        "Slurm's SLURM_JOB_END_TIME, if that is set",
+        "when the job's time slot ends, in seconds since 1970, where Slurm's SLURM_JOB_END_TIME is "
+        "not earlier; `gradwire run --slot` sets it",
+        "at SLURM_JOB_END_TIME, if that is set",
     ),
     "GRADWIRE_SLOT_MARGIN": (
         "seconds before that end in which `should_stop()` tells ranks to stop",
