@@ -44,8 +44,8 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "none",
     ),
     "GRADWIRE_JOIN": (
-        "1: this process joins a job that runs; `gradwire run --min` sets it where a process replaces "
-        "one that failed, and init(elastic=True) then joins the others",
+        "1: this process joins a job that runs, by init(elastic=True); `gradwire run --min` sets "
+        "it where it replaces one that failed",
         "0",
     ),
     "GRADWIRE_MAX_RANKS": (
