@@ -12,7 +12,7 @@ Where torchft is installed, `--ways torchft` measures it too, over gloo, with to
 
 The cost without change is that of a step in a session on two ranks, beside a step that averages
 gradients and buffers in the same way without anything else of the session (no barrier of `commit`,
-no copies of random states and buffers), and beside DistributedDataParallel with gradwire's hook:
+no copies of buffers, no sampler), and beside DistributedDataParallel with gradwire's hook:
 short blocks, in turns, in the same processes. The model has normalised batches then.
 
     python -m bench.training.elastic --only cost

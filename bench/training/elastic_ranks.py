@@ -152,7 +152,7 @@ class Turns:
 def bare_step(millions: int, communicator: Communicator) -> Callable[[], None]:
     """A step with the session's averages and nothing else of a session.
 
-    No barrier, no copies of random states and buffers, no sampler, no look for who knocks.
+    No barrier, no copies of buffers, no sampler, no look for who knocks.
     """
     model, optimizer = made(millions, norms=True)
     rules = Rules("none")
@@ -167,7 +167,7 @@ def bare_step(millions: int, communicator: Communicator) -> Callable[[], None]:
         loss = loss_of(model, _ROWS)
         with averager.sending():
             loss.backward()
-        averager.finish()
+        averager.finish(confirms=False)
         averager.end(committed=True)
         optimizer.step()
 

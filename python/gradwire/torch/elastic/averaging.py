@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradwire._calls.work import Work
 from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._step.buckets import gradient_elements, real_view
 from gradwire.torch._step.gradient_scale import RatesDifferError, Scaler, ScaleTracker
-from gradwire.torch._step.reductions import average
+from gradwire.torch._step.reductions import RoundedWork, average
 from gradwire.torch._step.repacking import Bucket
 from gradwire.torch._step.residual_state import ResidualState
 from gradwire.torch._step.rules import Rules
+from gradwire.torch.elastic.buffers import Buffers
 
 BUCKET_BYTES = 25 << 20
 _FIRST_BYTES = 1 << 20  # so that something travels early
@@ -53,16 +55,19 @@ class Averager:
     ) -> None:
         """Puts hooks on the parameters, by name, that are trained; rank 0's `buffers` count."""
         self._names = {each: name for name, each in parameters.items() if each.requires_grad}
-        self.buffers, self._how = [without_repeats(each) for each in buffers], how
-        self._sent: list[torch.Tensor] = []  # buffers, or contiguous copies of them
+        self.buffers, self._how = Buffers(buffers), how
         self._buckets = list(_cut(reversed(self._names), bucket_bytes))
+        self._of_buckets = [frozenset(each) for each in self._buckets]
         self._place = {each: i for i, bucket in enumerate(self._buckets) for each in bucket}
+        self._gpus = {each.device for each in self._names if each.is_cuda}
         self._handles = [
             each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._names
         ]
         self._communicator: Communicator | None = None
         self._residuals: ResidualState | None = None
-        self._works: list[Any] = []
+        self._works: list[Work] = []
+        self._to_round: list[RoundedWork] = []  # works with something to do when they are over
+        self._unconfirmed: Error | None = None  # the error of the barrier
         self._missing: list[set[torch.Tensor]] = []  # by bucket, parameters without gradient
         self._next = 0  # bucket to submit
         self._listens = self._open = False
@@ -87,8 +92,9 @@ class Averager:
         """Begins a step without gradients; `step` counts those of the whole training."""
         for each in self._names:
             each.grad = None
-        self._missing = [set(each) for each in self._buckets]
-        self._works, self._error, self._next, self._step = [], None, 0, step
+        self._missing = [set(each) for each in self._of_buckets]
+        self._works, self._to_round, self._error, self._unconfirmed = [], [], None, None
+        self._next, self._step = 0, step
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
@@ -105,25 +111,30 @@ class Averager:
         while self._next < len(self._buckets):
             self._send_next()
 
-    def finish(self) -> None:
+    def finish(self, *, confirms: bool = True) -> None:
         """Waits until all gradients are averages, and buffers are rank 0's; raises the first error.
 
-        After an error the gradients are undefined.
+        After an error the gradients are undefined. With `confirms` a barrier follows in the same
+        wait. A rank comes to it when its averages are there, since its calls have an order.
         """
         self.send_rest()
         if self._error is None:
             self._share_buffers()
-        for work in self._works:
-            try:
-                work.wait()
-            except Error as error:
-                self._error = self._error or error
-        self._works = []
-        for device in {each.device for each in self._names if each.is_cuda}:
+        self._wait_for(self._to_round)  # while others travel
+        if confirms and self._error is None and not self._gpus:
+            self._unconfirmed = self._meet()
+        self._wait_for(self._works)
+        for device in self._gpus:
             torch.cuda.current_stream(device).synchronize()
         if self._error is not None:
             raise self._error
-        self._take_buffers()
+        self.buffers.take()
+
+    def confirm(self) -> None:
+        """Returns when all ranks have finished the step; raises what a failed rank raises."""
+        error = self._meet() if self._gpus else self._unconfirmed
+        if error is not None:
+            raise error
 
     def end(self, committed: bool) -> None:
         """Keeps the step's changes of residuals, or undoes them."""
@@ -178,9 +189,11 @@ class Averager:
         gradients = [real_view(_dense_gradient(each, self._names[each])) for each in parameters]
         names = [self._names[each] for each in parameters]
         for call in self._residuals.calls(Bucket(gradients, names, gradients), self._step):
-            self._works.append(
-                average(self._communicator, self._how.algorithm, self._how.feedback, call)
-            )
+            work = average(self._communicator, self._how.algorithm, self._how.feedback, call)
+            if isinstance(work, RoundedWork):
+                self._to_round.append(work)
+            else:
+                self._works.append(work)
 
     def _open_step(self, residuals: ResidualState, ranks: int) -> None:
         try:
@@ -197,18 +210,26 @@ class Averager:
     def _share_buffers(self) -> None:
         assert self._communicator is not None
         try:
-            self._sent = [each.contiguous() for each in self.buffers]
-            for each in self._sent:
-                self._works.append(self._communicator.broadcast(each, root=0, async_op=True))
+            for work in self.buffers.share(self._communicator):
+                self._works.append(work)
         except Error as error:
             self._error = error
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _take_buffers(self) -> None:
-        for own, each in zip(self.buffers, self._sent, strict=True):
-            if own is not each:
-                own.copy_(each)
-        self._sent = []
+    def _wait_for(self, works: list[Any]) -> None:
+        for work in works:
+            try:
+                work.wait()
+            except Error as error:
+                self._error = self._error or error
+        works.clear()
+
+    def _meet(self) -> Error | None:
+        assert self._communicator is not None
+        try:
+            self._communicator.barrier()
+        except Error as error:
+            return error
+        return None
 
 
 def _cut(parameters: Iterator[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
@@ -224,14 +245,6 @@ def _cut(parameters: Iterator[torch.Tensor], most: int) -> Iterator[list[torch.T
         size += each.numel() * each.element_size()
     if bucket:
         yield bucket
-
-
-def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """The view with each element of an expanded tensor once."""
-    for i, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            tensor = tensor.narrow(i, 0, 1)
-    return tensor
 
 
 def _dense_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:

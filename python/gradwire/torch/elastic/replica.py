@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwire._errors import InvalidArgument
-from gradwire.torch.elastic.averaging import without_repeats
+from gradwire.torch.elastic.buffers import without_repeats
 from gradwire.torch.elastic.transfer import pack
 
 

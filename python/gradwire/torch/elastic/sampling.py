@@ -80,7 +80,8 @@ class Sampler:
         """
         begin, end = samples * rank // ranks, samples * (rank + 1) // ranks
         own = self._take(self.position + begin, self.position + end)
-        parts = own.tensor_split(math.ceil(len(own) / self.batch))
+        count = math.ceil(len(own) / self.batch)
+        parts = own.tensor_split(count) if count > 1 else [own]
         return [Part(each, len(each) * ranks / samples) for each in parts]
 
     def collated(self, indices: torch.Tensor) -> Any:
@@ -97,7 +98,7 @@ class Sampler:
             last = min(self.size, first + end - begin)
             parts.append(self._slice(epoch, first, last))
             begin += last - first
-        return torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _slice(self, epoch: int, first: int, last: int) -> torch.Tensor:
         if not self.shuffle:
@@ -105,7 +106,7 @@ class Sampler:
         if self._order[0] != epoch:
             random = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._order = epoch, torch.randperm(self.size, generator=random)
-        return self._order[1][first:last]
+        return self._order[1][first:last].clone()  # the loop may change it
 
 
 def require_way(global_batch: Any) -> str:

@@ -70,8 +70,7 @@ class Session:
         self._part: Part | None = None  # that was given to the loop, and not committed
         self._is_last = self._has_backward = False
         self._samples = 0  # of the step under way, on all ranks
-        self._random: dict[str, Any] = {}  # at its beginning
-        self._buffers: list[torch.Tensor] = []  # the same
+        self._is_under_way = False  # a step
 
     @property
     def communicator(self) -> Communicator:
@@ -179,7 +178,7 @@ class Session:
             return False
         ok = self._succeeds(self._averager.finish)
         self._prepared = ok
-        if ok and self._succeeds(self.communicator.barrier):
+        if ok and self._succeeds(self._averager.confirm):
             self._settle(committed=True)
             return True
         before = self._steps
@@ -202,8 +201,8 @@ class Session:
         """Yields the batches of one step, each with its `backward` and `commit`."""
         comm = self.communicator
         self._averager.begin(self._steps)
-        self._random = random_state.capture()
-        self._buffers = [each.clone() for each in self._averager.buffers]
+        self._averager.buffers.keep()
+        self._is_under_way = True
         parts = self._sampler.parts(self._samples, comm.rank, comm.size)
         for i, part in enumerate(parts, start=1):
             self._part, self._is_last, self._has_backward = part, i == len(parts), False
@@ -232,12 +231,9 @@ class Session:
             self._sampler.position += self._samples
             if self._rates is not None:
                 self._rates.step()
-        elif self._random:
-            random_state.restore(self._random)
-            with torch.no_grad():
-                for own, before in zip(self._averager.buffers, self._buffers, strict=True):
-                    own.copy_(before)
-        self._random, self._buffers = {}, []
+        elif self._is_under_way:
+            self._averager.buffers.restore()
+        self._is_under_way = False
 
     def _reform(self) -> None:
         """Forms the next communicator, until its ranks agree on the last step.
@@ -313,6 +309,12 @@ class Session:
             if comm.rank in receivers:
                 self._load(state, f"{every[first][0]} {comm.rank}")
         self._has_state = True
+        if self._alike:  # but for what a step that was broken off has drawn
+            random_state.restore(
+                comm.broadcast_object(
+                    random_state.capture() if comm.rank == first else None, root=first
+                )
+            )
         if self._rates is not None:
             self._rates.follow(comm.size)
 
@@ -328,7 +330,6 @@ class Session:
             "reference": self._reference,
             "ranks_of_rates": 0 if self._rates is None else self._rates.ranks,
             "alike": self._alike,
-            "random": random_state.capture() if self._alike else None,
             "replica": self._replica.state_dict(),
             "averager": self._averager.state_dict(),
         }
@@ -350,9 +351,7 @@ class Session:
             self._rates.ranks = state["ranks_of_rates"]
         self._replica.load_state_dict(state["replica"])
         self._averager.load_state_dict(state["averager"])
-        if self._alike:
-            random_state.restore(state["random"])
-        elif self._joined:
+        if self._joined and not self._alike:
             random_state.seed_from(seed)
         self._joined = False
 
@@ -435,7 +434,7 @@ def session(
     scaler = next((each for each in carry if isinstance(each, torch.amp.GradScaler)), None)
     averager = Averager(
         named,
-        [each.detach() for each in model.buffers()],
+        list(model.buffers()),
         Averaging(algorithm, how, kept, *((None, None) if kept is None else (optimizer, scaler))),
         arguments.whole(bucket_bytes, "bucket_bytes", least=1),
     )
