@@ -89,7 +89,7 @@ def same(one: Values, other: Values) -> bool:
 def test_two_ranks_train_as_one_with_all_samples() -> None:
     two = run(2, trained, {})
     assert same(*two)
-    alone = run(1, trained, {"batch": 16})[0]
+    alone = run(1, trained, {"batch": 16, "min_ranks": 1})[0]
     for name, each in alone.items():
         np.testing.assert_allclose(two[0][name], each, rtol=1e-4, atol=1e-6)
 
@@ -155,6 +155,23 @@ def test_too_few_end_with_an_error() -> None:
         team.kill(team.members[1])
         assert team.wait(lambda: team.members[0].dead), team
         assert "RendezvousError" in team.members[0].ended
+
+
+def test_a_training_waits_for_enough_ranks_to_begin() -> None:
+    with Team(1, Plan(min_ranks=2, steps=3)) as team:
+        joiner = team.start(joins=True)
+        assert team.wait(lambda: not team.alive), team
+        assert [(each.steps, each.size) for each in team.members] == [(3, 2), (3, 2)], team
+        assert joiner.rank == 1
+        assert not team.problems
+
+
+def test_a_training_that_cannot_begin_ends_with_an_error() -> None:
+    with Team(1, Plan(min_ranks=2, wait=0.1)) as team:
+        assert team.wait(lambda: not team.alive), team
+        assert "RendezvousError" in team.members[0].ended
+        assert "min_ranks=2" in team.members[0].ended
+        assert not team.steps
 
 
 def left_after_changes(comm: gradwire.Communicator, changes: int) -> list[Any]:
@@ -223,6 +240,7 @@ def forget_to_commit(session: elastic.Session, model: nn.Module) -> None:
 
 
 def test_a_forgotten_commit_is_told() -> None:
-    model, _, session = made(communicator=gradwire.init(rank=0, size=1, store="unix://none"))
+    alone = gradwire.init(rank=0, size=1, store="unix://none")
+    model, _, session = made(communicator=alone, min_ranks=1)
     with pytest.raises(gradwire.InvalidArgument, match="without commit"):
         forget_to_commit(session, model)

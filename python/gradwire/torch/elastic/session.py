@@ -104,13 +104,14 @@ class Session:
         """Connects to the other ranks, or joins them."""
         comm, self._joined = self._reach()
         self._has_state = not self._joined and comm.rank == 0
-        self._comm, self._reference = comm, comm.size
+        self._comm = comm
         try:
-            if not self._meet():
+            if self._lacks_ranks(comm) or not self._meet():
                 self._reform()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
+        self._reference = self.communicator.size  # rank 0's counts
         return self
 
     def __exit__(
@@ -212,6 +213,17 @@ class Session:
                     "the batch ended without commit(): call s.backward(loss) and s.commit() for "
                     "each batch of the session"
                 )
+
+    def _lacks_ranks(self, comm: Communicator) -> bool:
+        """Whether this training begins with too few ranks; the same on all of them."""
+        if comm.joined or comm.size >= self._min_ranks:
+            return False
+        _log.warning(
+            "rank %d: the session begins with %d of at least %d ranks (min_ranks), and waits up to "
+            "%g s for others to join",
+            *(comm.rank, comm.size, self._min_ranks, self._wait),
+        )
+        return True
 
     def _succeeds(self, call: Callable[[], Any]) -> bool:
         """Calls; returns False for a failure of ranks."""
@@ -403,10 +415,10 @@ def session(
     "proportional": `batch` times the number of ranks now, and learning rates follow that number
     (Goyal et al. 2017, "Accurate, Large Minibatch SGD", sec. 2.1).
 
-    A rank that is lost leaves fewer; with fewer than `min_ranks` the others wait up to `wait`
-    seconds for joiners, and then raise RendezvousError. `timeout` is the communicator's, after
-    which a silent rank counts as lost. `verify` compares the state of all ranks bit by bit after
-    each change, and gives those that differ the state of the lowest rank.
+    With fewer than `min_ranks` ranks, at the start or after a loss, those that are there wait up to
+    `wait` seconds for joiners, and then raise RendezvousError. `timeout` is the communicator's,
+    after which a silent rank counts as lost. `verify` compares the state of all ranks bit by bit
+    after each change, and gives those that differ the state of the lowest rank.
 
     Without a communicator `with` calls `gradwire.init`, or `gradwire.join` in a process that was
     started to replace another one; if the others are at the end by then, that process ends with
