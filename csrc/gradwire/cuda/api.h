@@ -20,7 +20,7 @@ struct CUevent_st;
 
 namespace gradwire::cuda {
 
-inline constexpr std::uint32_t kApiVersion = 5;
+inline constexpr std::uint32_t kApiVersion = 6;
 
 using Status = int;                                       // cudaError_t; 0 is success
 inline constexpr Status kNoDriver = 35, kNoDevice = 100;  // there is no GPU
@@ -223,7 +223,7 @@ struct FactoredMatrix {
   double* room = nullptr;   // rows · rank
   float* q = nullptr;       // what the left factor begins with, and then the sum of right factors
   float* own_q = nullptr;   // right factor; may be null where it is not kept
-  float* scales = nullptr;  // of q and of own_q
+  float* scales = nullptr;  // of q and of own_q; start_factor() clears them
 };
 
 struct Api {
@@ -323,8 +323,8 @@ struct Api {
   Status (*mark_runs)(const Run* runs, int count, std::uint64_t unit, std::uint32_t* flags, Stream);
   // flags := flags | *more. Either may be in pinned memory.
   Status (*add_flags)(const std::uint32_t* more, std::uint32_t* flags, Stream);
-  // y := NaN if any flag is set.
-  Status (*poison)(float* y, std::uint64_t n, const std::uint32_t* flags, Stream);
+  // y of all runs := NaN if any flag is set.
+  Status (*poison)(const Run* runs, int count, const std::uint32_t* flags, Stream);
 
   // ---- Keys (plugin/elements.cu); key_states: an array of pointers in device memory ----
   // Begins a call with tau and filter as the last call left them, and with nothing sent.

@@ -312,10 +312,11 @@ void Communicator::vote_finite(const Call& call) {
 }
 
 void Communicator::poison(const Call& call) {
+  std::vector<Run> runs;
   for (const exec::Array& each : call.request->outputs)
-    check(api_,
-          api_.poison(reinterpret_cast<float*>(each.data), each.count, call.flags, call.stream),
-          "poisoning");
+    runs.push_back({.y = reinterpret_cast<float*>(each.data), .n = each.count});
+  check(api_, api_.poison(runs.data(), static_cast<int>(runs.size()), call.flags, call.stream),
+        "poisoning");
 }
 
 }  // namespace gradwire::cuda

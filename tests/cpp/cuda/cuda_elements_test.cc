@@ -212,11 +212,19 @@ TEST_F(CudaElements, PoisonsWhereAFlagIsSet) {
   for (const std::size_t n : {0, 1, 300000})
     for (const std::uint32_t flag : {0U, 1U, 2U}) {
       const std::vector<float> x(n, 1.5F);
-      const DeviceArray<float> y(x);
+      const DeviceArray<float> y(x), other(x);
+      const std::vector<float> ones(70, 1);
+      const DeviceArray<float> small(ones);
       const DeviceArray<std::uint32_t> flags({flag});
-      RUN(api().poison(y.data(), n, flags.data(), stream()));
-      const float nan = std::numeric_limits<float>::quiet_NaN();
-      ASSERT_TRUE(same(y.values(), flag == 0 ? x : std::vector<float>(n, nan)));
+      std::vector<cuda::Run> runs{{.y = y.data(), .n = n}, {}};
+      for (std::size_t i = 0; i < 60; ++i) runs.push_back({.y = small.data() + i, .n = i % 2});
+      RUN(api().poison(runs.data(), static_cast<int>(runs.size()), flags.data(), stream()));
+      constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+      ASSERT_TRUE(same(y.values(), flag == 0 ? x : std::vector<float>(n, kNan)));
+      ASSERT_TRUE(same(other.values(), x));
+      std::vector<float> expected = ones;
+      for (std::size_t i = 1; i < 60 && flag != 0; i += 2) expected[i] = kNan;
+      ASSERT_TRUE(same(small.values(), expected));
     }
 }
 

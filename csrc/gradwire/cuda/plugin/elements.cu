@@ -132,15 +132,27 @@ Status add_flags(const std::uint32_t* more, std::uint32_t* flags, Stream stream)
 }
 
 // Launched on few blocks, since it seldom has anything to do.
-__global__ void poison_kernel(float* y, std::uint64_t n, const std::uint32_t* flags) {
+__global__ void __launch_bounds__(kThreads)
+    poison_kernel(const __grid_constant__ Batch<Run> of, const std::uint32_t* flags) {
   if (*flags == 0) return;
-  for (std::uint64_t i = first_index(); i < n; i += index_stride()) y[i] = quiet_nan<float>();
+  for (std::uint64_t tile = blockIdx.x; tile < of.tiles(); tile += gridDim.x) {
+    const unsigned r = of.find(tile);
+    const Run& run = of.at[r];
+    const std::uint64_t begin = (tile - of.first[r]) * kTile;
+    for (std::uint64_t i = begin + threadIdx.x; i < begin + kTile && i < run.n; i += kThreads)
+      run.y[i] = quiet_nan<float>();
+  }
 }
 
-Status poison(float* y, std::uint64_t n, const std::uint32_t* flags, Stream stream) {
+Status poison(const Run* runs, int count, const std::uint32_t* flags, Stream stream) {
   constexpr std::uint64_t kMost = 1024;
-  const std::uint64_t blocks = blocks_for(n, kThreads);
-  return launch(poison_kernel, blocks < kMost ? blocks : kMost, kThreads, stream, y, n, flags);
+  return in_batches(
+      runs, count, [](const Run& run) { return run; },
+      [](const Run& run) { return blocks_for(run.n, kTile); },
+      [&](const Batch<Run>& batch) {
+        const std::uint64_t blocks = batch.tiles() < kMost ? batch.tiles() : kMost;
+        return launch(poison_kernel, blocks, kThreads, stream, batch, flags);
+      });
 }
 
 // ---- Keys --------------------------------------------------------------------------------------

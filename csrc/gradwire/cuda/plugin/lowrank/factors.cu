@@ -55,10 +55,12 @@ static_assert(codec::kHeadroom == 0x1p-32F);
 struct StartRun {
   Memory memory;
   float* q;
+  float* scales;
   std::uint64_t columns;
 };
 
 __device__ void begin_column(const StartRun& run, std::uint64_t k) {
+  if (k == 0 && threadIdx.x < 2 && run.scales != nullptr) run.scales[threadIdx.x] = 0;
   const Memory& memory = run.memory;
   const float* last =
       memory.factor[0] == nullptr ? nullptr : one_of(memory.factor, memory.key_state->which_memory);
@@ -84,7 +86,9 @@ __global__ void __launch_bounds__(kThreads)
 Status start_factor(const FactoredMatrix* all, int count, Stream stream) {
   return in_batches(
       all, count,
-      [](const FactoredMatrix& each) { return StartRun{each.memory, each.q, each.of.columns}; },
+      [](const FactoredMatrix& each) {
+        return StartRun{each.memory, each.q, each.scales, each.of.columns};
+      },
       [](const FactoredMatrix& each) { return each.of.columns == 0 ? 0 : each.of.rank; },
       [stream](const Batch<StartRun>& batch) {
         return launch(begin_columns, batch.tiles(), kThreads, stream, batch);
@@ -94,7 +98,8 @@ Status start_factor(const FactoredMatrix* all, int count, Stream stream) {
 // ---- take_headroom, check_finite, remember ------------------------------------------------------
 
 constexpr std::uint64_t kEach = 8;                    // least elements per thread
-constexpr std::uint64_t kOfOneBlock = 32 * kThreads;  // most elements for a single launch
+constexpr std::uint64_t kTile = kEach * kThreads;     // elements
+constexpr std::uint64_t kOfOneBlock = 32 * kThreads;  // most elements for a single pass
 
 // The scale of factors that are too large to be multiplied by it.
 constexpr float kLargeScale = 1 / codec::kHeadroom;
@@ -124,46 +129,60 @@ __device__ float scale_of(std::uint32_t largest) {
   return __uint_as_float(largest) > 0x1p64F ? kLargeScale : 1;
 }
 
-// Sets `scale`, which is 0 before, to the largest of the blocks' scale_of().
-__global__ void __launch_bounds__(kThreads)
-    find_scale(const float* q, std::uint64_t n, std::uint32_t* scale) {
-  std::uint32_t most = 0;
-  for (std::uint64_t i = first_index(); i < n; i += index_stride())
-    most = Larger{}(most, magnitude_bits(q[i]));
-  most = block_largest(most);
-  if (threadIdx.x == 0) atomicMax(scale, __float_as_uint(scale_of(most)));
+// Calls body(run, first, end) for each tile of elements of a run.
+template <typename Body>
+__device__ void each_tile(const Batch<HeadroomRun>& runs, Body body) {
+  for (std::uint64_t b = blockIdx.x; b < runs.tiles(); b += gridDim.x) {
+    const unsigned r = runs.find(b);
+    const HeadroomRun& run = runs.at[r];
+    const std::uint64_t first = (b - runs.first[r]) * kTile;
+    body(run, first, run.n - first < kTile ? run.n : first + kTile);
+  }
 }
 
-// The first thread may replace a scale of NaN by 1 while other blocks still read it. This is
+// Sets scales, which are 0 before, to the largest of their tiles' scale_of().
+__global__ void __launch_bounds__(kThreads)
+    find_scales(const __grid_constant__ Batch<HeadroomRun> runs) {
+  each_tile(runs, [](const HeadroomRun& run, std::uint64_t first, std::uint64_t end) {
+    const std::uint32_t most =
+        largest_of(end - first, [&](std::uint64_t i) { return run.q[first + i]; });
+    if (threadIdx.x == 0)
+      atomicMax(reinterpret_cast<std::uint32_t*>(run.scale), __float_as_uint(scale_of(most)));
+  });
+}
+
+// A run's first thread may replace a scale of NaN by 1 while other threads still read it. This is
 // harmless: neither of the two is kLargeScale.
 __global__ void __launch_bounds__(kThreads)
-    multiply_by_scale(float* q, std::uint64_t n, std::uint32_t* scale) {
-  if (*scale == __float_as_uint(kLargeScale)) return;
-  for (std::uint64_t i = first_index(); i < n; i += index_stride()) q[i] *= kLargeScale;
-  if (first_index() == 0) atomicExch(scale, __float_as_uint(1.0F));
+    multiply_by_scales(const __grid_constant__ Batch<HeadroomRun> runs) {
+  each_tile(runs, [](const HeadroomRun& run, std::uint64_t first, std::uint64_t end) {
+    auto* const scale = reinterpret_cast<std::uint32_t*>(run.scale);
+    if (*scale == __float_as_uint(kLargeScale)) return;
+    for (std::uint64_t i = first + threadIdx.x; i < end; i += kThreads) run.q[i] *= kLargeScale;
+    if (first == 0 && threadIdx.x == 0) atomicExch(scale, __float_as_uint(1.0F));
+  });
 }
 
-Status take_much_headroom(const HeadroomRun& run, Stream stream) {
-  const std::uint64_t blocks = blocks_for(run.n, kThreads * kEach);
-  auto* const bits = reinterpret_cast<std::uint32_t*>(run.scale);
-  Status status = static_cast<Status>(cudaMemsetAsync(bits, 0, sizeof *bits, stream));
-  if (status == 0) status = launch(find_scale, blocks, kThreads, stream, run.q, run.n, bits);
-  if (status != 0) return status;
-  return launch(multiply_by_scale, blocks, kThreads, stream, run.q, run.n, bits);
+Status take_headroom_of_long(const std::vector<HeadroomRun>& all, Stream stream) {
+  return in_batches(
+      all.data(), static_cast<int>(all.size()), [](const HeadroomRun& run) { return run; },
+      [](const HeadroomRun& run) { return blocks_for(run.n, kTile); },
+      [stream](const Batch<HeadroomRun>& batch) {
+        const Status status = launch(find_scales, batch.tiles(), kThreads, stream, batch);
+        if (status != 0) return status;
+        return launch(multiply_by_scales, batch.tiles(), kThreads, stream, batch);
+      });
 }
 
 Status take_headroom(const FactoredMatrix* all, int count, Stream stream) {
-  std::vector<HeadroomRun> small;
+  std::vector<HeadroomRun> small, large;
   for (int i = 0; i < 2 * count; ++i) {
     const FactoredMatrix& each = all[i / 2];
     const HeadroomRun run{i % 2 == 0 ? each.q : each.own_q, each.scales + i % 2,
                           each.of.columns * each.of.rank};
-    if (run.q == nullptr) continue;
-    if (run.n <= kOfOneBlock)
-      small.push_back(run);
-    else if (const Status status = take_much_headroom(run, stream); status != 0)
-      return status;
+    if (run.q != nullptr) (run.n <= kOfOneBlock ? small : large).push_back(run);
   }
+  if (const Status status = take_headroom_of_long(large, stream); status != 0) return status;
   return in_batches(
       small.data(), static_cast<int>(small.size()), [](const HeadroomRun& run) { return run; },
       [](const HeadroomRun&) { return 1; },
