@@ -76,6 +76,7 @@ def check(setting: Setting) -> dict[str, bool]:
         found["so they are with no_sync"] = _largest_difference(setting, 2) <= rounding
     found |= _trained(setting)
     found |= _with_amp(setting)
+    found |= _with_momentum(setting)
     if setting.device != "cpu":
         found["backward does not wait for the GPU"] = not _waits(setting)
     return found
@@ -186,6 +187,25 @@ def _with_amp(setting: Setting) -> dict[str, bool]:
         == [256.0] * skipped + [128.0] * (_STEPS - skipped),
         "AMP: parameters are finite": finite,
         "AMP: replicas are equal": _replicas_equal(ddp),
+    }
+
+
+def _with_momentum(setting: Setting) -> dict[str, bool]:
+    """Steps with momentum and clipping in the hook."""
+    ddp = _wrapped(_model(setting), setting)
+    state = _register(ddp, setting, momentum=gradwire.torch.Momentum(0.9), clip_norm=1.0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    losses = []
+    for step in range(4 * _STEPS):
+        optimizer.zero_grad()
+        loss = _loss(ddp, setting, step % 2)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    state.close()
+    return {
+        "momentum: the loss falls": losses[-1] < losses[0],
+        "momentum: replicas are equal": _replicas_equal(ddp),
     }
 
 

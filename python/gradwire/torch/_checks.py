@@ -55,22 +55,14 @@ def require_settings(momentum: Any, scaler: Any, optimizer: Any, feedback: Any, 
     require_feedback(feedback, rules)
 
 
-def require_features(
-    ddp: DistributedDataParallel, feedback: ErrorFeedback | bool | None, **settings: object
-) -> None:
-    """Raises InvalidArgument for settings that need a model on the CPU."""
-    if not any(each.is_cuda for each in ddp.module.parameters()):
+def require_features(module: nn.Module, feedback: ErrorFeedback | bool | None) -> None:
+    """Raises InvalidArgument for residuals that need a model on the CPU."""
+    if not any(each.is_cuda for each in module.parameters()):
         return
     if isinstance(feedback, ErrorFeedback) and feedback.dtype != "float32":
         raise InvalidArgument(
             f"feedback= keeps residuals in {feedback.dtype}, which is for models on the CPU; this "
             "one is on a GPU: give an ErrorFeedback() of float32"
-        )
-    asked = [name for name, value in settings.items() if value is not None]
-    if asked:
-        raise InvalidArgument(
-            f"{asked[0]}= is for models on the CPU; this one is on a GPU: leave it out, or keep it "
-            "in the optimizer"
         )
 
 

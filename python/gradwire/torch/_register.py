@@ -114,7 +114,7 @@ def register(
     """
     require_model(ddp)
     require_settings(momentum, scaler, optimizer, feedback, rules)
-    require_features(ddp, feedback, momentum=momentum, clip_norm=clip_norm)
+    require_features(ddp.module, feedback)
     arguments.seconds(timeout)
     if communicator is not None:
         arguments.instance(communicator, "communicator", Communicator, "a gradwire.Communicator")

@@ -65,7 +65,7 @@ def register_fsdp(
     (`set_reduce_scatter_unused_params(True)`, torch 2.13): then what residuals hold for them is
     delivered. A module without any gradient sends nothing. Backward raises InvalidArgument where
     FSDP reduces outside of it, as pipelines do, and within reentrant checkpoints. Needs torch 2.9;
-    tested with 2.13.
+    tested with 2.9.1 and 2.13.
     """
     modules = _modules(model)
     require_settings(None, scaler, optimizer, feedback, rules)

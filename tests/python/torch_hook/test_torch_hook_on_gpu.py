@@ -15,6 +15,7 @@ import simulated_torch_cuda as simulated
 import torch
 import torch_ranks
 from gradwire.torch import Momentum
+from gradwire.torch._checks import require_features
 from gradwire.torch._ranks.group import communicator_of
 from gradwire.torch._state import State
 from gradwire.torch._step.double_counting import AccumulationCheck
@@ -174,6 +175,24 @@ def compare(case: str) -> list[bytes]:
 def test_momentum_and_clipping_have_the_bits_of_the_cpu(case: str) -> None:
     one, other = torch_ranks.run(2, compare, case)
     assert one == other
+
+
+class Weights(torch.nn.Module):
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        del recurse
+        yield cuda(torch.zeros(4))
+
+
+def asked_of_a_gpu() -> None:
+    simulated.install()
+    require_features(Weights(), True)
+    require_features(Weights(), gradwire.ErrorFeedback())
+    with pytest.raises(gradwire.InvalidArgument, match="this one is on a GPU"):
+        require_features(Weights(), gradwire.ErrorFeedback("bfloat16"))
+
+
+def test_register_refuses_only_short_residuals_on_a_gpu() -> None:
+    torch_ranks.run(1, asked_of_a_gpu)
 
 
 def accumulate() -> None:
