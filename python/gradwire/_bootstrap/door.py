@@ -211,7 +211,7 @@ class Door:
         epoch = self._mesh.membership.epoch
         sign = Sign(self._address, job.epoch, epoch, None if given else job.secret, self._over)
         if store.startswith("torch:"):
-            self._replace_sign(torch_store(store, Deadline(_STORE_SECONDS)), sign)
+            self._replace_sign(torch_store(store, Deadline(_STORE_SECONDS), _STORE_SECONDS), sign)
             return
         address = parse_address(store)
         require_secret(address, given)
@@ -290,9 +290,9 @@ class Door:
         self._announce()
 
 
-def torch_store(store: str, deadline: Deadline) -> TorchStore:
+def torch_store(store: str, deadline: Deadline, answer: float) -> TorchStore:
     """A client of torch's store at torch://HOST:PORT, which another process serves."""
-    return TorchStore(*parse_torch_address(store), 1, 2, deadline)
+    return TorchStore(*parse_torch_address(store), 1, 2, deadline, answer)
 
 
 def parse_torch_address(store: str) -> tuple[str, int]:
@@ -311,9 +311,12 @@ def parse_torch_address(store: str) -> tuple[str, int]:
 def reader_of(
     store: str, job: str, secret: bytes | None, deadline: Deadline, answer: float
 ) -> Iterator[Reader]:
-    """A function that waits for the value of a key in a store, which answers within `answer` s."""
+    """A function that waits for the value of a key in a store.
+
+    It raises RendezvousError when the store is lost, or says nothing for `answer` seconds.
+    """
     if store.startswith("torch:"):
-        yield torch_store(store, deadline).get
+        yield torch_store(store, deadline, answer).get
         return
     address = parse_address(store)
     require_secret(address, secret)

@@ -5,8 +5,10 @@ torchrun's MASTER_PORT belongs to torch's store, so gradwire cannot listen there
 
 from __future__ import annotations
 
-import contextlib
 import os
+import queue
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,7 @@ from gradwire._base.deadline import Deadline
 from gradwire._errors import RendezvousError
 
 _TICK = timedelta(milliseconds=10)  # torch takes 0 for "no timeout"
+_LEAST_PAUSE, _MOST_PAUSE = 0.005, 0.1  # seconds between two looks for a key
 
 
 class TorchStore:
@@ -22,7 +25,19 @@ class TorchStore:
     The store is shared with torch itself (`multi_tenant`), so `init_process_group` works beside it.
     """
 
-    def __init__(self, host: str, port: int, rank: int, size: int, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        size: int,
+        deadline: Deadline,
+        answer: float | None = None,
+    ) -> None:
+        """Connects. Calls raise RendezvousError when the store says nothing for `answer` seconds.
+
+        Without `answer` they wait for a store that is stopped: torch sets no limit to them.
+        """
         try:
             from torch.distributed import TCPStore
         except ImportError as error:
@@ -31,7 +46,7 @@ class TorchStore:
                 "installed: install it, or set GRADWIRE_STORE=tcp://HOST:PORT with rank 0's host"
             ) from error
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._where = f"{host}:{port}"
+        self._where, self._answer = f"{host}:{port}", answer
         try:
             self._store: Any = TCPStore(
                 host,
@@ -65,15 +80,40 @@ class TorchStore:
         return bytes(self._call(self._store.get, key))
 
     def _present(self, key: str, timeout: float) -> bool:
-        if timeout > 0:
-            # The type for "too late" and for "connection lost" differs by version.
-            with contextlib.suppress(RuntimeError):
-                self._store.wait([key], max(timedelta(seconds=timeout), _TICK))
-                return True
-        return bool(self._call(self._store.check, [key]))
+        """Whether the key is there in time. Looks again and again: torch's own wait prints text."""
+        deadline, pause = Deadline(timeout), _LEAST_PAUSE
+        while not self._call(self._store.check, [key]):
+            if deadline.passed:
+                return False
+            threading.Event().wait(min(pause, deadline.remaining))
+            pause = min(2 * pause, _MOST_PAUSE)
+        return True
 
-    def _call(self, function: Any, *args: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
-            return function(*args)
+            if self._answer is None:
+                return function(*args)
+            return _answer_of(function, args, self._answer)
         except RuntimeError as error:
             raise RendezvousError(f"lost torch's store at {self._where}: {error}") from error
+        except queue.Empty:
+            raise RendezvousError(
+                f"torch's store at {self._where} has not answered for {self._answer:g} s"
+            ) from None
+
+
+def _answer_of(function: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> Any:
+    """Calls on a thread, which is left behind when it takes longer; raises queue.Empty then."""
+    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            outcome.put((function(*args), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=ask, name="gradwire-torch-store", daemon=True).start()
+    answer, error = outcome.get(timeout=seconds)
+    if error is not None:
+        raise error
+    return answer

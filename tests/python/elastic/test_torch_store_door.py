@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import gradwire
 import pytest
-from agent import agents_store
+from agent import agent, agents_store
 from elastic_job import SECRET, elastic_job, has, train
 from gradwire import Communicator
-from gradwire._errors import JobOver
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.door import reader_of
+from gradwire._errors import JobOver, RendezvousError
+from ranks import LIMIT
 
 pytest.importorskip("torch.distributed")
 
@@ -50,3 +56,26 @@ def test_a_process_joins_by_torchs_store(secret: str | None) -> None:
         assert len({each.value() for each in processes}) == 1
         late = job.process(lambda: guest(port))
         assert isinstance(late.outcome().error, JobOver)
+
+
+def test_waiting_for_a_key_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        agents_store() as port,
+        reader_of(f"torch://127.0.0.1:{port}", "run", None, Deadline(LIMIT), LIMIT) as read,
+        pytest.raises(TimeoutError, match=r"nobody set key within 0\.15 s"),
+    ):
+        read("key", 0.15)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_store_that_is_stopped_does_not_answer() -> None:
+    with (
+        agent() as (pid, port),
+        reader_of(f"torch://127.0.0.1:{port}", "run", None, Deadline(LIMIT), 0.1) as read,
+    ):
+        os.kill(pid, signal.SIGSTOP)
+        while "State:\tT" not in Path(f"/proc/{pid}/status").read_text():
+            time.sleep(0.001)
+        with pytest.raises(RendezvousError, match=r"has not answered for 0\.1 s"):
+            read("key", 0)
+        os.kill(pid, signal.SIGCONT)

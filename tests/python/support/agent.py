@@ -12,11 +12,18 @@ from hosts import Rank
 @contextlib.contextmanager
 def agents_store() -> Iterator[int]:
     """The port of the agent's store on loopback."""
-    agent = Rank(None, _serve)
+    with agent() as (_, port):
+        yield port
+
+
+@contextlib.contextmanager
+def agent() -> Iterator[tuple[int, int]]:
+    """The process that serves the agent's store, and its port."""
+    process = Rank(None, _serve)
     try:
-        yield agent.pipe.recv()
+        yield process.pid, process.pipe.recv()
     finally:
-        agent.close()
+        process.close()
 
 
 def _serve(pipe: Connection) -> None:

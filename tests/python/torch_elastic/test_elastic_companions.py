@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import gradwire
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
@@ -80,5 +82,24 @@ def test_residuals_follow_a_scaler_and_buffers_are_those_of_rank_0() -> None:
     assert all(each.any() for each in plain[0])
 
 
-def test_groups_with_rates_of_their_own_train() -> None:
-    assert same(*torch_ranks.run(2, _connected, trained, False, (3, 2)))
+def trained_and_told(
+    comm: gradwire.Communicator, lengths: tuple[int, int]
+) -> tuple[list[np.ndarray[Any, Any]], list[str]]:
+    """What `trained` returns, and the warnings of this rank."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gradwire")
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    return trained(comm, False, lengths), told
+
+
+@pytest.mark.parametrize(("lengths", "warnings"), [((4, 4), 0), ((3, 2), 1)])
+def test_groups_with_rates_of_their_own_train_and_a_warning_tells(
+    lengths: tuple[int, int], warnings: int
+) -> None:
+    (one, told), (other, also_told) = torch_ranks.run(2, _connected, trained_and_told, lengths)
+    assert same(one, other)
+    for each in (told, also_told):
+        assert sum("residuals follow the rates no more" in text for text in each) == warnings, each
