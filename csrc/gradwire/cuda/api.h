@@ -20,7 +20,7 @@ struct CUevent_st;
 
 namespace gradwire::cuda {
 
-inline constexpr std::uint32_t kApiVersion = 6;
+inline constexpr std::uint32_t kApiVersion = 7;
 
 using Status = int;                                       // cudaError_t; 0 is success
 inline constexpr Status kNoDriver = 35, kNoDevice = 100;  // there is no GPU
@@ -288,9 +288,11 @@ struct Api {
   Status (*cast_reduce)(const Staging&, Cast, float scale, const SummedRun* runs, int count,
                         float factor, std::uint32_t* flags, Stream);
   // The same in int8. Of the rounding, `call` and `element` are the runs'. A block's payload takes
-  // at most staged_unit_bytes().
+  // at most staged_unit_bytes(), and so does a slot of onebit.
   Status (*int8_reduce)(const Staging&, std::uint64_t block, Int8Rounding, const SummedRun* runs,
                         int count, float factor, std::uint32_t* flags, Stream);
+  Status (*onebit_reduce)(const Staging&, std::uint64_t block, const SummedRun* runs, int count,
+                          float factor, std::uint32_t* flags, Stream);
   std::size_t (*staged_unit_bytes)();
 
   // ---- Elements (plugin/fold.cu, elements.cu); dtypes, ops: the numbers of DType, ReduceOp ----

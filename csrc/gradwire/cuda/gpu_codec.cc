@@ -103,6 +103,14 @@ class OneBitCodec final : public Codec {
     check(api_, api_.onebit_decode_runs(block_, runs.data(), count(runs), how, flags, stream),
           "decoding onebit");
   }
+  bool has_reduce() const override { return slot_bytes() <= api_.staged_unit_bytes(); }
+  void reduce(const Staging& staging, std::span<const SummedRun> runs, float factor,
+              std::uint32_t* flags, Stream stream) const override {
+    check(api_,
+          api_.onebit_reduce(staging, block_, runs.data(), static_cast<int>(runs.size()), factor,
+                             flags, stream),
+          "summing onebit by mapped memory");
+  }
 
  private:
   std::uint64_t block_;

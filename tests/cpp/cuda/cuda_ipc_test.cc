@@ -30,6 +30,14 @@ Case plain(DType dtype, ReduceOp op, int p, std::size_t n) {
   return of;
 }
 
+// Of every so many elements one stays as it is, and the others become 0.
+void leave_zeros(Case& of, std::size_t every) {
+  for (auto& rank : of.inputs)
+    for (auto& array : rank)
+      for (std::size_t i = 0; i < array.size() / sizeof(float); ++i)
+        if (i % every != 0) reinterpret_cast<float*>(array.data())[i] = 0;
+}
+
 // Lengths below, at and above a tile and all blocks' tiles.
 TEST_P(Ipc, AllReducesGiveTheBitsOfDirect) {
   const int p = GetParam();
@@ -136,6 +144,43 @@ TEST_P(Ipc, AllReducesInInt8GiveTheBitsOfDirect) {
   }
 }
 
+// In one kernel: residuals, averages, masks as bits and as runs, huge values, and blocks that one
+// warp takes and those that all take.
+TEST_P(Ipc, AllReducesInOneBitGiveTheBitsOfDirect) {
+  const int p = GetParam();
+  GpuRanks gpus = ranks(p);
+  for (std::string_view codec : {"onebit", "onebit:block=64", "onebit:block=2496"}) {
+    for (const std::size_t n : {1, 1001, 5000}) {
+      const bool feedback = n != 1001;
+      Case of = coded(codec, Collective::kAllReduce, "direct", p, n, feedback);
+      leave_zeros(of, feedback ? 3 : 50);
+      if (n == 1) of.inputs[0][0] = bytes_of(std::vector<float>(n, 3e38F));
+      of.in_place = !feedback;
+      if (!feedback) of.request.op = ReduceOp::kSum;
+      expect_same_over(gpus, of, label(of, "direct") + " n=" + std::to_string(n));
+    }
+    const bool is_finite = codec != "onebit";
+    expect_same_over(gpus, many_arrays(codec, "direct", p, DType::kFloat32, is_finite),
+                     std::string(codec) + ", many arrays");
+  }
+}
+
+// The largest block of all, and values that are not finite: in one rank's own part, and in a part
+// that it sends.
+TEST_P(Ipc, AllReducesInOneBitOfBlocksThatAreNotFinite) {
+  const int p = GetParam();
+  GpuRanks gpus = ranks(p);
+  for (const float value : {INFINITY, -INFINITY, NAN})
+    for (const Rank rank : {0, p - 1}) {
+      const std::size_t n = 20000;
+      Case of = coded("onebit:block=8192", Collective::kAllReduce, "direct", p, n, true);
+      auto* const x = reinterpret_cast<float*>(of.inputs[static_cast<std::size_t>(rank)][0].data());
+      x[17] = value;
+      of.calls = 2;
+      expect_same_over(gpus, of, "rank " + std::to_string(rank) + ", " + std::to_string(value));
+    }
+}
+
 // Whose units do not fit into staging's tiles: beside messages.
 TEST_P(Ipc, AllReducesInLargeBlocksGiveTheBitsOfDirect) {
   const int p = GetParam();
@@ -162,6 +207,7 @@ TEST_P(Ipc, ManyCallsShareTheStaging) {
         exec::Request request;
         request.op = ReduceOp::kAvg;
         request.algorithm = call % 4 == 3 ? "ring" : "direct";
+        if (call % 4 == 1) request.codec = codec::make_codec("onebit");
         request.inputs = request.outputs = {&array, 1};
         gpus[rank].run(request, nullptr, stream);
         if (rank == call % p) simulated_api().synchronize(stream);
@@ -229,6 +275,8 @@ TEST(IpcFaults, AnAbortEndsKernelsThatWait) {
   messages[0]->end(stream.get());
   const SummedRun run{other.data(), other.data(), 16, 0};
   messages[0]->reduce({&run, 1}, {}, stream.get());
+  const Staging& staging = *messages[0]->staging();
+  EXPECT_EQ(api.onebit_reduce(staging, 1024, &run, 1, 1, nullptr, stream.get()), 0);
   OwnedEvent end(api);
   api.record(end.get(), stream.get());
   int done = 1;

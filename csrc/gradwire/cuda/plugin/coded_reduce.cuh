@@ -6,6 +6,7 @@
 // Always in two shots, since one rank must encode a sum.
 #pragma once
 
+#include "gradwire/cuda/plugin/payloads.cuh"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
 #include "gradwire/cuda/plugin/steps.cuh"
 
@@ -33,6 +34,8 @@ struct CodedTile {
 
 // The payloads of the other ranks for a tile of `owner`, in the order in which they are added.
 struct StagedPayloads {
+  static constexpr bool kAny = true;
+
   const Staging& staging;
   unsigned tile;
   int owner;
@@ -42,24 +45,6 @@ struct StagedPayloads {
     const int rank = owner > turn ? owner - turn - 1 : owner - turn - 1 + staging.size;
     return tile_of(staging, rank, tile);
   }
-};
-
-struct NoPayloads {
-  __device__ static int count() { return 0; }
-  __device__ static const std::byte* at(int) { return nullptr; }
-};
-struct OnePayload {
-  const std::byte* payload;
-  __device__ static int count() { return 1; }
-  __device__ const std::byte* at(int) const { return payload; }
-};
-// What lies so many bytes behind the beginning of each payload.
-template <typename Payloads>
-struct Shifted {
-  const Payloads& payloads;
-  std::uint64_t bytes;
-  __device__ int count() const { return payloads.count(); }
-  __device__ const std::byte* at(int j) const { return payloads.at(j) + bytes; }
 };
 
 // Calls visit(unit, first, n) for the units that the team takes of a tile of `all` elements: a

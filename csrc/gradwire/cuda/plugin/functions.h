@@ -22,5 +22,6 @@ void fill_exchange(Api& api);
 void fill_reduce(Api& api);
 void fill_cast_reduce(Api& api);
 void fill_int8_reduce(Api& api);
+void fill_onebit_reduce(Api& api);
 
 }  // namespace gradwire::cuda

@@ -25,6 +25,7 @@ Api make_table() {
   fill_reduce(api);
   fill_cast_reduce(api);
   fill_int8_reduce(api);
+  fill_onebit_reduce(api);
   return api;
 }
 

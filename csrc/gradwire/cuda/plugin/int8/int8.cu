@@ -2,6 +2,7 @@
 #include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/int8/int8.cuh"
+#include "gradwire/cuda/plugin/payloads.cuh"
 #include "gradwire/cuda/plugin/run_feedback.cuh"
 
 namespace gradwire::cuda {
@@ -32,18 +33,6 @@ struct Int8Stage {
   std::uint32_t* flags;
 };
 
-// A block's payloads in the messages that were received.
-struct Received {
-  const std::byte* first;
-  std::uint64_t stride;
-  int messages;
-
-  __device__ int count() const { return messages; }
-  __device__ const std::byte* at(int j) const {
-    return first + static_cast<std::uint64_t>(j) * stride;
-  }
-};
-
 // ---- Encoding ----------------------------------------------------------------------------------
 
 template <bool kFeedsBack, unsigned kWide, typename Team>
@@ -55,8 +44,9 @@ __device__ void encode_block(const Int8Stage& of, const Int8Run& run, std::uint6
       run_key(rounding.seed, run.call, kFeedsBack ? run.run_feedback.key_state->calls : 0);
   const std::uint64_t first = unit * of.block, left = run.n - first;
   const std::uint64_t payload = unit * payload_bytes(of.block);
-  const Received received{of.received == 0 ? nullptr : run.in + payload, of.stride, of.received};
-  const Block<kFeedsBack, kWide, Team, Received> here{
+  const StridedPayloads received{of.received == 0 ? nullptr : run.in + payload, of.stride,
+                                 of.received};
+  const Block<kFeedsBack, kWide, Team, StridedPayloads> here{
       run.x + first,
       kFeedsBack ? feedback.before + first : nullptr,
       kFeedsBack ? feedback.after + first : nullptr,
@@ -152,7 +142,7 @@ __global__ void __launch_bounds__(kThreads) decode(const __grid_constant__ Int8S
     const std::uint64_t left = run.n - unit * of.block;
     const std::uint64_t length = left < of.block ? left : of.block;
     if (inside >= length) continue;
-    const Received received{run.in + unit * payload_bytes(of.block), of.stride, of.received};
+    const StridedPayloads received{run.in + unit * payload_bytes(of.block), of.stride, of.received};
     float* const y = run.y + unit * of.block + inside;
     if (is_aligned(run.y))
       decode_segment<4>(received, inside, length - inside, of.adds, of.factor, of.flags, y);
