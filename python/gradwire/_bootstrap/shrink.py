@@ -26,7 +26,8 @@ before. The same holds for that rank, and so on without a first: there is no suc
 misses a DONE: a rank sends it before it closes its links, and a link keeps its order.
 
 This holds when silence means death. A rank that lives and was left out, because it was stopped or
-came late, is before so and raises; if it was done with V, its communicator fails at the first call.
+came late, is told so and raises. If it was done with V, it notices it as it sends DONE: the others'
+last views are without it, and their links end without a DONE.
 Hosts that cannot reach each other take each other to be dead, and each side goes on.
 
 **Guests** are processes that join in a resize. The lowest rank of a view is its *sponsor*: it alone
@@ -158,10 +159,10 @@ class _Shrink(Generic[_Made]):
         try:
             self._send(MessageKind.VIEW, self._view)
             view, made = self._regroup()
+            self._announce_done(view)
         except BaseException:
             self._drop_candidate()
             raise
-        self._announce_done(view)
         _log.log(
             logging.INFO if view.size == self._mesh.size else logging.WARNING,
             "rank %d goes on as rank %d of %d: ranks %s of %d survived%s",
@@ -480,7 +481,7 @@ class _Shrink(Generic[_Made]):
         elif kind is MessageKind.TOO_FEW:
             self._refused[peer] = view
         if self._rank not in view.ranks and not self._is_done():
-            self._exclusion = naming(_left_out(self._rank, peer), peer, self._mesh.job_rank(peer))
+            self._exclusion = self._excluded_by(peer)
             raise self._exclusion
         self._shrink_view(self._view.meet(view))
 
@@ -516,15 +517,41 @@ class _Shrink(Generic[_Made]):
             self._links.send(peer, kind, view)
 
     def _announce_done(self, view: View) -> None:
-        """Sends DONE and awaits the others': closing a link with unread data may lose messages."""
-        self._send(MessageKind.DONE, view)
-        self._tell_guests(MessageKind.DONE, view)
-        limit = Deadline(_DONE_SECONDS)
-        while not limit.passed and self._unconfirmed(view) & self._links.peers:
-            self._listen(limit.remaining)
+        """Sends DONE and awaits the others': closing a link with unread data may lose messages.
 
-    def _unconfirmed(self, view: View) -> set[int]:
-        return self._without(view, self._done) | (self._guests_of(view) - self._told)
+        Guests learn it last, once no rank turned out to have left this one out.
+        """
+        self._send(MessageKind.DONE, view)
+        self._await_confirmations(lambda: self._without(view, self._done))
+        if leavers := self._leavers(self._without(view, self._done)):
+            raise self._excluded_by(min(leavers))
+        self._tell_guests(MessageKind.DONE, view)
+        self._await_confirmations(lambda: self._guests_of(view) - self._told)
+
+    def _await_confirmations(self, whom: Callable[[], set[int]]) -> None:
+        """Listens to those that are still connected; longer to ranks that left this one out.
+
+        These are either still to be done with its view, or end their links.
+        """
+        limit = Deadline(_DONE_SECONDS)
+        while waiting := whom() & self._links.peers:
+            limits = [limit, *(self._limits[peer] for peer in self._leavers(waiting))]
+            late = all(each.passed for each in limits)
+            # At last once more, since what came while this rank was stopped counts.
+            self._listen(max(each.remaining for each in limits))
+            if late:
+                return
+
+    def _leavers(self, peers: Iterable[int]) -> set[int]:
+        """The peers whose last view is without this rank."""
+        return {
+            peer
+            for peer in peers
+            if peer in self._views and self._rank not in self._views[peer].ranks
+        }
+
+    def _excluded_by(self, peer: int) -> TransportError:
+        return naming(_left_out(self._rank, peer), peer, self._mesh.job_rank(peer))
 
     def _drop_candidate(self) -> None:
         if self._candidate is not None:

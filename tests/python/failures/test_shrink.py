@@ -210,25 +210,32 @@ def test_a_rank_may_die_while_the_others_shrink(point: int, monkeypatch: Any) ->
     assert not joined or point >= 5
 
 
+def listen_until_others_are_ready(own: Any, view: Any, *_: object) -> None:
+    while own._without(view, own._ready):
+        own._listen(1)
+
+
 @processes
-@pytest.mark.parametrize(("victim", "stage"), [(0, "connect"), (1, "make")])
+@pytest.mark.parametrize(("victim", "stage"), [(0, "connect"), (1, "make"), (1, "ready")])
 def test_a_rank_that_is_stopped_while_the_links_are_made_is_left_out(
     transport: str, victim: int, stage: str, monkeypatch: Any
 ) -> None:
     def stop_in_shrink() -> None:
-        # The others have its address, or are connected to it.
-        if stage == "connect":
-            module, name = _connect, "unpack_address_info"
-        else:
-            module, name = _communicator, "from_mesh"
-        call, calls = getattr(module, name), itertools.count()
+        # The others have its address, or are connected to it, or wait for nothing but its READY.
+        owner: Any = {"connect": _connect, "make": _communicator, "ready": shrink._Shrink}[stage]
+        name = {"connect": "unpack_address_info", "make": "from_mesh", "ready": "_without_answer"}[
+            stage
+        ]
+        call, calls = getattr(owner, name), itertools.count()
 
         def stop_once(*args: Any, **options: Any) -> Any:
             if next(calls) == 0:
+                if stage == "ready":
+                    listen_until_others_are_ready(*args)
                 os.kill(os.getpid(), signal.SIGSTOP)
             return call(*args, **options)
 
-        monkeypatch.setattr(module, name, stop_once)
+        monkeypatch.setattr(owner, name, stop_once)
 
     def body(comm: Communicator) -> list[int]:
         pids = comm.all_gather(np.array([os.getpid()])).tolist()
