@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import mmap
 import os
 import signal
 import socket
@@ -178,8 +179,15 @@ def dying(point: int) -> Any:
 @pytest.mark.parametrize("point", [0, 1, 2, 3])
 def test_a_process_that_dies_while_it_joins_is_left_out(point: int) -> None:
     """Of its ADDRESS, VIEW, READY and DONE; another one joins meanwhile."""
+    gone = mmap.mmap(-1, 1)  # shared with all processes
+
+    def is_gone(comm: Communicator, _: State) -> bool:
+        seen = np.array([gone[0]])
+        comm.broadcast(seen)
+        return bool(seen[0]) and comm.size == 3
+
     with elastic_job() as job:
-        members = job.start(2, ends(has_again(3)))
+        members = job.start(2, ends(is_gone))
         die = dying(point)
 
         def doomed() -> None:
@@ -187,10 +195,10 @@ def test_a_process_that_dies_while_it_joins_is_left_out(point: int) -> None:
             train(gradwire.join(secret=SECRET), has(99))
 
         lost = job.process(doomed)
-        guest = job.join(ends(has_again(3)))
-        found = [each.value() for each in (*members, guest)]
+        guest = job.join(ends(is_gone))
         assert lost.outcome().status == -signal.SIGKILL
-    agree(found)
+        gone[0] = 1
+        agree([each.value() for each in (*members, guest)])
 
 
 @pytest.mark.parametrize("victim", [0, 1])
