@@ -8,7 +8,8 @@ DistributedDataParallel over gloo under torchrun, which restarts all processes. 
 and after the others have gone on another is started. Times are from the kill to the next step of
 the others, and from the start of the new process to its first step, and how much of that is over
 once its imports are. torchrun's is from the kill to the first step of all; it loads no checkpoint.
-Where torchft is installed, `--ways torchft` measures it too, over gloo, with torchft's own limits.
+Where torchft is installed, `--ways torchft` measures it too, over gloo, with torchft's own limits,
+and `--ways torchft-1s` with 1 s in place of 5 after which a silent replica counts as dead.
 
 The cost without change is that of a step in a session on two ranks, beside a step that averages
 gradients and buffers in the same way without anything else of the session (no barrier of `commit`,
@@ -91,7 +92,7 @@ def main() -> int:
     )
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 25, 100], help="parameters")
     ways = ["shm", "1gbit", "torchrun"]
-    others = ["1gbit-fp16", "1gbit-int8", "torchft"]
+    others = ["1gbit-fp16", "1gbit-int8", "torchft", "torchft-1s"]
     parser.add_argument("--ways", nargs="+", choices=[*ways, *others], default=ways)
     parser.add_argument("--repeats", type=int, default=3, help="losses of a case")
     parser.add_argument("--only", choices=("changes", "cost"), help="one half of it")
@@ -156,7 +157,11 @@ def _torchft(millions: int, way: str, repeats: int) -> dict[str, Any]:
     # The times of torchft's README. By LighthouseServer's own, 100 ms, two of three replicas form a
     # quorum without the third in each step, and each quorum costs a step: it never has all three.
     lighthouse = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=RANKS - 1, join_timeout_ms=10000, quorum_tick_ms=100
+        bind="127.0.0.1:0",
+        min_replicas=RANKS - 1,
+        join_timeout_ms=10000,
+        quorum_tick_ms=100,
+        heartbeat_timeout_ms=1000 if way == "torchft-1s" else 5000,
     )
     port = lighthouse.address().rpartition(":")[2]
     with tempfile.TemporaryDirectory() as scratch:
@@ -247,7 +252,7 @@ def _restarted(millions: int, way: str, repeats: int) -> dict[str, Any]:
         return _case(millions, way, times, log)
 
 
-_MEASURES = {"torchrun": _restarted, "torchft": _torchft}
+_MEASURES = {"torchrun": _restarted, "torchft": _torchft, "torchft-1s": _torchft}
 
 
 def _case(millions: int, way: str, times: list[dict[str, float]], log: Log) -> dict[str, Any]:
