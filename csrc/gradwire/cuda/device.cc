@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "gradwire/base/run_with_timeout.h"
 
@@ -87,6 +88,17 @@ OnDevice::OnDevice(const Api& api, int device) : api_(api), device_(device) {
 
 OnDevice::~OnDevice() {
   if (before_ != device_ && api_.is_in_use(before_) != 0) api_.set_device(before_);
+}
+
+std::future<Status> synchronize_apart(const Api& api, int device) {
+  std::packaged_task<Status()> task([&api, device] {
+    api.set_device(device);
+    api.relax_captures();
+    return api.synchronize_device();
+  });
+  std::future<Status> status = task.get_future();
+  std::thread(std::move(task)).detach();
+  return status;
 }
 
 void await_device(const Api& api) noexcept {

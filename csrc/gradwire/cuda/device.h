@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <future>
 #include <memory>
 #include <string>
 #include <utility>
@@ -53,6 +54,9 @@ class OnDevice {
 // such a wait has succeeded. No stream of the device may be captured meanwhile.
 void await_device(const Api& api) noexcept;
 void await_device(const Api& api, int device) noexcept;  // of `device`
+
+// Waits for the same on a thread of its own, however long that takes.
+std::future<Status> synchronize_apart(const Api& api, int device);
 
 // Device or pinned memory that only grows, and never while its stream is captured in a graph.
 // Outgrown memory stays until the end, since streams may still use it. Releasing it waits for

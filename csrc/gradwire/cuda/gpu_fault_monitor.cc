@@ -1,6 +1,7 @@
 #include "gradwire/cuda/gpu_fault_monitor.h"
 
 #include <chrono>
+#include <future>
 
 #include "gradwire/base/error.h"
 #include "gradwire/base/op.h"
@@ -82,6 +83,7 @@ void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stre
   const std::uint64_t capture = capture_of(gpu_.api(), stream);
   const bool captured = capture != 0;
   require_made_before(request, text, feedback, captured);
+  if (captured) text += ", captured in a CUDA graph";
   begin(request, std::move(text), captured);
   try {
     const std::lock_guard lock(enqueuing_);
@@ -172,7 +174,35 @@ bool GpuFaultMonitor::finish(double timeout) {
   while (!is_over() && !failure_ && !deadline.passed()) changed_.wait_for(lock, kCheckInterval);
   if (failure_) std::rethrow_exception(failure_);
   if (!running_.empty()) throw Timeout("timed out: calls on a GPU are not over", kNoPeer);
-  return is_over() && !has_captured_;
+  if (!has_captured_) return is_over();
+  try {
+    await_replays(lock, deadline);
+  } catch (const Error&) {
+    fail(lock, std::current_exception());
+    std::rethrow_exception(failure_);
+  }
+  return false;
+}
+
+// Waits until the device has come to rest: nothing else tells that replays are over.
+void GpuFaultMonitor::await_replays(std::unique_lock<std::mutex>& lock, const Deadline& deadline) {
+  std::future<Status> status = synchronize_apart(gpu_.api(), gpu_.device());
+  const auto is_at_rest = [&] {
+    lock.unlock();
+    const Relock again(lock);
+    shadow_.check_failure(0);
+    users_.check_failure(0);
+    return status.wait_for(kCheckInterval) == std::future_status::ready;
+  };
+  while (!is_at_rest()) {
+    if (failure_) std::rethrow_exception(failure_);
+    if (deadline.passed())
+      throw Timeout("rank " + std::to_string(shadow_.identity().rank) +
+                        ": timed out: this GPU has not come to rest. Calls that were captured in a "
+                        "CUDA graph wait for the other ranks: have all ranks replayed it as often?",
+                    kNoPeer);
+  }
+  check(gpu_.api(), status.get(), "cudaDeviceSynchronize");
 }
 
 bool GpuFaultMonitor::should_stop(const WaitLimit::Interrupt& interrupt) {

@@ -6,7 +6,7 @@
 // names the same rank. When a comparison or the GPU fails, the thread aborts the GPU's messages, so
 // that streams finish, and makes both the shadow communicator and the users' communicator fail.
 //
-// Replays of a CUDA graph are not compared, so a fault in one is found by NCCL, or not at all.
+// Replays of a CUDA graph are not compared, so a fault in one is found by NCCL, or by finish().
 #pragma once
 
 #include <condition_variable>
@@ -46,7 +46,8 @@ class GpuFaultMonitor {
   // Waits at most `timeout` seconds until all calls so far are over: on this rank, or else it
   // throws Timeout or the failure; and, where devices read each other's memory, on the other ranks.
   // Returns whether they are over there, too; false once calls were captured, whose replays nobody
-  // counts.
+  // counts. Then it waits until this rank's device has come to rest, and a Timeout is the failure
+  // of all ranks.
   bool finish(double timeout);
   // Returns whether a rank had asked to stop (exec::Communicator::stop_requested(), of the users')
   // when it made one of the calls so far. Waits until all ranks have made this rank's calls; throws
@@ -76,6 +77,7 @@ class GpuFaultMonitor {
   bool has_passed(const std::unique_ptr<OwnedEvent>& event) const;
   bool is_made_by_all(const Running& running) const;
   void require_in_time(Running& front) const;
+  void await_replays(std::unique_lock<std::mutex>& lock, const Deadline& deadline);
   void await_counts(std::unique_lock<std::mutex>& lock, const WaitLimit::Interrupt& interrupt);
   void loop(const std::stop_token& stop);
   void rest(std::unique_lock<std::mutex>& lock, const std::stop_token& stop);

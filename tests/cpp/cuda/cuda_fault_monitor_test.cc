@@ -232,6 +232,79 @@ TEST(GpuFaultMonitor, WhatWasNotCalledCannotBeCaptured) {
   simulated_cuda_free_graph(simulated_cuda_end_capture(ranks.stream(0)));
 }
 
+// A call of each rank, captured after it was made once.
+std::vector<SimulatedGraph*> capture(Watched& ranks, int size) {
+  std::vector<SimulatedGraph*> graphs(static_cast<std::size_t>(size));
+  ranks.outcomes([&](Rank r) {
+    ranks.call(r, 10, ReduceOp::kSum, "direct");
+    ranks[r].finish(10);
+    simulated_cuda_begin_capture(ranks.stream(r));
+    ranks.call(r, 10, ReduceOp::kSum, "direct");
+    graphs[static_cast<std::size_t>(r)] = simulated_cuda_end_capture(ranks.stream(r));
+  });
+  return graphs;
+}
+
+TEST(GpuFaultMonitor, ReplaysAreOverInTheEnd) {
+  Watched ranks(2, /*by_ipc=*/true);
+  const std::vector<SimulatedGraph*> graphs = capture(ranks, 2);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    for (int replay = 0; replay < 3; ++replay)
+      simulated_cuda_launch_graph(graphs[static_cast<std::size_t>(r)], ranks.stream(r));
+    EXPECT_FALSE(ranks[r].finish(60)) << "nobody knows of the other ranks' replays";
+    OwnedEvent end(simulated_api());
+    simulated_api().record(end.get(), ranks.stream(r));
+    int done = 0;
+    simulated_api().query(end.get(), &done);
+    EXPECT_EQ(done, 1);
+  });
+  for (const auto& each : thrown) EXPECT_FALSE(each);
+  for (SimulatedGraph* each : graphs) simulated_cuda_free_graph(each);
+}
+
+TEST(GpuFaultMonitor, ARankThatReplaysMoreThanAnotherIsATimeout) {
+  Watched ranks(2, /*by_ipc=*/true);
+  const std::vector<SimulatedGraph*> graphs = capture(ranks, 2);
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    for (int replay = 0; replay < 2 - r; ++replay)
+      simulated_cuda_launch_graph(graphs[static_cast<std::size_t>(r)], ranks.stream(r));
+    if (r == 0) ranks[r].finish(0.5);
+  });
+  ASSERT_TRUE(thrown[0]);
+  try {
+    std::rethrow_exception(thrown[0]);
+  } catch (const Timeout& error) {
+    EXPECT_NE(std::string(error.what()).find("rank 0: timed out"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("replayed it as often"), std::string::npos);
+  }
+  simulated_api().synchronize(ranks.stream(0));  // its kernel has ended
+  EXPECT_THROW(ranks.users()[1].check_failure(10), Timeout) << "the other rank is told";
+  for (SimulatedGraph* each : graphs) simulated_cuda_free_graph(each);
+}
+
+// It would wait for a kernel that the other rank only captures.
+TEST(GpuFaultMonitor, ACallThatIsCapturedOnOneRankAloneIsToldApart) {
+  Watched ranks(2, /*by_ipc=*/true);
+  SimulatedGraph* graph = nullptr;
+  const auto thrown = ranks.outcomes([&](Rank r) {
+    ranks.call(r, 10, ReduceOp::kSum, "direct");
+    ranks[r].finish(10);
+    if (r == 0) simulated_cuda_begin_capture(ranks.stream(r));
+    ranks.call(r, 10, ReduceOp::kSum, "direct");
+    if (r == 0) graph = simulated_cuda_end_capture(ranks.stream(r));
+    ranks[r].finish(10);
+  });
+  for (const auto& each : thrown) {
+    ASSERT_TRUE(each);
+    try {
+      std::rethrow_exception(each);
+    } catch (const InvalidArgument& error) {
+      EXPECT_NE(std::string(error.what()).find("captured"), std::string::npos) << error.what();
+    }
+  }
+  simulated_cuda_free_graph(graph);
+}
+
 TEST(GpuFaultMonitor, AllRanksAreToldToStopAfterTheSameCall) {
   Watched ranks(3);
   std::vector<int> first(3, -1);
