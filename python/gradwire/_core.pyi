@@ -478,6 +478,7 @@ class Schedule:
 
 CONTROL_MAGIC: bytes  # the first bytes of a control frame
 CONTROL_FRAME_BYTES: int
+RELEASED_MAGIC: bytes  # the first bytes of a message on a control socket that was released
 
 def algorithms(collective: str) -> list[str]: ...
 

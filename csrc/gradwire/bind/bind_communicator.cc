@@ -271,6 +271,8 @@ void bind_communicator(py::module_& m) {
   m.attr("CONTROL_FRAME_BYTES") = sizeof frame;
   m.attr("CONTROL_MAGIC") =
       py::bytes(reinterpret_cast<const char*>(&frame.magic), sizeof frame.magic);
+  m.attr("RELEASED_MAGIC") =
+      py::bytes(transport::kReleasedMagic.data(), transport::kReleasedMagic.size());
   m.def("await_calls", &await_calls, py::arg("seconds"));
   m.def("forget_calls", &forget_calls);
   m.def("end_with", &end_with, py::arg("status"));

@@ -67,7 +67,7 @@ void Control::adopt(UniqueFd socket, Rank peer) {
 
 bool Control::send(Rank peer, ControlFrame frame) noexcept {
   Link& link = links_[static_cast<std::size_t>(peer)];
-  if (!link.socket.valid()) return true;
+  if (!connected(peer)) return true;
   if (!push_out(link) || !may_send(link, frame.type)) return false;
   frame.received = link.read;
   std::memcpy(link.outgoing.data(), &frame, sizeof frame);
@@ -126,6 +126,10 @@ std::optional<ControlEvent> Control::read(Rank peer) {
   if (got < 0) return end(peer, system_message(meaning_of(errno), errno));
   if (got == 0) return end(peer, "it closed its control connection or died");
   link.received += static_cast<std::size_t>(got);
+  if (std::string_view(link.incoming.data(), link.received).starts_with(kReleasedMagic)) {
+    link.released = true;
+    return end(peer, "it goes on without this communicator");
+  }
   return link.received == link.incoming.size() ? take_frame(peer) : std::nullopt;
 }
 
@@ -161,7 +165,7 @@ std::optional<Released> Control::release(Rank peer, double timeout) {
 std::optional<ControlEvent> Control::end(Rank peer, const std::string& reason) {
   Link& link = at(peer);
   unwatch(epoll_.get(), link.socket.get());
-  link.socket.reset();
+  if (!link.released) link.socket.reset();
   if (link.bye) return std::nullopt;
   ControlEvent event{peer, true, {}};
   event.frame.kind = FailureKind::kTransport;

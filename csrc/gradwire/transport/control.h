@@ -68,6 +68,10 @@ struct ControlFrame {
 };
 static_assert(sizeof(ControlFrame) == 512);
 
+// The first bytes of what a peer sends once it has released its end
+// (`_bootstrap/survivor_links.py`).
+constexpr std::string_view kReleasedMagic = "GRS2";
+
 // Set and return the text of a frame. Text that does not fit is cut.
 void set_text(ControlFrame& frame, std::string_view text) noexcept;
 std::string text_of(const ControlFrame& frame);
@@ -102,7 +106,8 @@ class Control {
   std::optional<ControlEvent> poll();
 
   // Releases a peer's socket, with no frame partly sent on it. Returns nullopt where there is no
-  // socket left, or where the frame can't be finished in time.
+  // socket left, or where the frame can't be finished in time. A peer that has released its own end
+  // may have sent other bytes than frames by then: they count as its end, and stay for the owner.
   std::optional<Released> release(Rank peer, double timeout);
   // Closes every socket without a BYE.
   void close_all() noexcept {
@@ -115,7 +120,8 @@ class Control {
 
   bool said_bye(Rank peer) const { return links_.at(static_cast<std::size_t>(peer)).bye; }
   bool connected(Rank peer) const {
-    return links_.at(static_cast<std::size_t>(peer)).socket.valid();
+    const Link& link = links_.at(static_cast<std::size_t>(peer));
+    return link.socket.valid() && !link.released;
   }
 
  private:
@@ -128,6 +134,7 @@ class Control {
     std::uint32_t sent = 0, read = 0;         // frames, without kAck
     std::uint32_t peer_acked = 0, acked = 0;  // of `sent`, by the peer; of `read`, by this rank
     bool bye = false;
+    bool released = false;  // by the peer: what it sends now is for this socket's next owner
   };
   static bool may_send(const Link& link, ControlType type) noexcept;
   void acknowledge(Rank peer) noexcept;

@@ -25,7 +25,6 @@ from gradwire._errors import RendezvousError
 MOST_GUESTS = 64  # of one sponsor in one resize
 _HEAD = struct.Struct("<4sBBHI")
 _GUESTS = struct.Struct("<BQ")
-_MAGIC = b"GRS2"
 _MAX_PAYLOAD = 1 << 26  # the addresses of MOST_RANKS, of about 350 bytes each
 _MAX_RANKS_BYTES = 1 << 14
 MOST_RANKS = 8 * _MAX_RANKS_BYTES
@@ -226,7 +225,7 @@ def pack_message(kind: MessageKind, view: View, payload: bytes = b"") -> bytes:
         )
     ranks = _bits(view.ranks)
     ranks_bytes = ranks.to_bytes((ranks.bit_length() + 7) // 8, "little")
-    head = _HEAD.pack(_MAGIC, kind, view.round, len(ranks_bytes), len(payload))
+    head = _HEAD.pack(_core.RELEASED_MAGIC, kind, view.round, len(ranks_bytes), len(payload))
     guests = _GUESTS.pack(view.guests is not None, _bits(view.guests or ()))
     return head + ranks_bytes + guests + payload
 
@@ -241,6 +240,6 @@ def _members(bits: int) -> frozenset[int]:
 
 def _unpack_head(raw: bytes) -> tuple[MessageKind, int, int, int]:
     magic, kind, number, ranks_bytes, length = _HEAD.unpack(raw)
-    if magic != _MAGIC or ranks_bytes > _MAX_RANKS_BYTES or length > _MAX_PAYLOAD:
+    if magic != _core.RELEASED_MAGIC or ranks_bytes > _MAX_RANKS_BYTES or length > _MAX_PAYLOAD:
         raise ValueError("it sent bytes that are no message of a shrink")
     return MessageKind(kind), number, ranks_bytes, length

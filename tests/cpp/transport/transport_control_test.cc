@@ -202,5 +202,20 @@ TEST(Control, AReleasedSocketKeepsWhatWasReadOfAFrame) {
   EXPECT_FALSE(lonely.control.release(1, 10).has_value());
 }
 
+TEST(Control, APeerThatHasReleasedItsEndIsGoneAndItsWordsAreKept) {
+  Lonely lonely;
+  const std::string words = "GRS2: you are left out";
+  ASSERT_TRUE(words.starts_with(kReleasedMagic));
+  lonely.say(words.data(), words.size());
+  lonely.peer.reset();
+  EXPECT_TRUE(wait_for_event(lonely.control).gone);
+  EXPECT_FALSE(lonely.control.connected(1));
+  EXPECT_TRUE(lonely.control.send(1, frame_of(ControlType::kPosition, 1)));
+  EXPECT_FALSE(lonely.control.poll().has_value());
+  const auto released = lonely.control.release(1, 10);
+  ASSERT_TRUE(released.has_value());
+  EXPECT_EQ(released->received, words);
+}
+
 }  // namespace transport_control_test
 }  // namespace gradwire::transport
