@@ -78,7 +78,8 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "libgradwire_cuda.so beside the core, if it was built with nvcc",
     ),
     "GRADWIRE_GPU_LINKS": (
-        "how GPUs exchange messages: nccl, ipc, host, nccl+host (in a host, and between), loopback",
+        "how GPUs exchange messages: nccl, ipc, host, nccl+host or ipc+host (in a host, and "
+        "between), loopback",
         "nccl where each rank has a GPU of its own, else host; loopback between threads",
     ),
     "GRADWIRE_NCCL_SO": (

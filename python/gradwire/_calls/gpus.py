@@ -32,7 +32,7 @@ from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire._host import cuda
 
-LINKS = ("auto", "nccl", "ipc", "host", "nccl+host", "loopback")
+LINKS = ("auto", "nccl", "ipc", "host", "nccl+host", "ipc+host", "loopback")
 _INFO_BYTES = 1024
 _LENGTH_BYTES = 4
 _ID_BYTES = 128  # of NCCL
@@ -96,7 +96,7 @@ class Gpu:
 
     @property
     def links(self) -> str:
-        """The way of messages between GPUs: "nccl", "ipc", "host", "host+nccl" or "loopback"."""
+        """The way of messages: "nccl", "ipc", "host", "host+nccl", "host+ipc" or "loopback"."""
         return self._core.messages
 
     @property
@@ -250,11 +250,16 @@ class Gpu:
         if links == "host":
             return self._by_host(communicator, timeout)
         if links == "ipc":
-            return self._by_ipc(communicator)
+            return self._by_ipc(communicator, range(size))
         if links == "nccl":
             return self._by_nccl(communicator, range(size), timeout)
         own = next(host for host in communicator.hosts if rank in host)
-        messages = [self._by_host(communicator, timeout), self._by_nccl(communicator, own, timeout)]
+        messages = [
+            self._by_host(communicator, timeout),
+            self._by_ipc(communicator, own)
+            if links == "ipc+host"
+            else self._by_nccl(communicator, own, timeout),
+        ]
         routes = [(1, own.index(each)) if each in own else (0, each) for each in range(size)]
         return _core.CudaMessages.routed(messages, routes)
 
@@ -264,19 +269,34 @@ class Gpu:
         self._carriers.append(carrier)
         return _core.CudaMessages.host(carrier._core, self.device, timeout)
 
-    def _by_ipc(self, communicator: _Communicator) -> _core.CudaMessages:
-        """Messages by mapped memory; raises InvalidArgument on all ranks where one has none."""
-        staging = _core.CudaStaging(communicator.size, self.device)
-        addresses = _all_gather(communicator, staging.address, _ADDRESS_BYTES)
-        messages, why = None, ""
+    def _by_ipc(self, communicator: _Communicator, ranks: Sequence[int]) -> _core.CudaMessages:
+        """Messages by mapped memory among `ranks`; every rank calls it.
+
+        Raises InvalidArgument on all ranks where one has none.
+        """
+        staging, messages, why = None, None, ""
         try:
-            messages = _core.CudaMessages.ipc(staging, addresses, communicator.rank, self.device)
+            staging = _core.CudaStaging(len(ranks), self.device)
         except InvalidArgument as error:
             why = str(error)
+        own = b"" if staging is None else staging.address
+        addresses = _all_gather(communicator, own, _ADDRESS_BYTES)
+        try:
+            if staging is not None:
+                messages = _core.CudaMessages.ipc(
+                    staging,
+                    [addresses[each] for each in ranks],
+                    list(ranks).index(communicator.rank),
+                    self.device,
+                )
+        except InvalidArgument as error:
+            why = str(error)
+        if why and len(ranks) < communicator.size:
+            why = f"among ranks {', '.join(map(str, ranks))}, which count from 0 here: {why}"
         reasons = [each.decode() for each in _all_gather(communicator, why.encode(), _INFO_BYTES)]
         first = next(filter(None, reasons), None)
         if first is not None or messages is None:
-            raise InvalidArgument(f"GRADWIRE_GPU_LINKS=ipc: {first}; take nccl or host")
+            raise InvalidArgument(f"GRADWIRE_GPU_LINKS has ipc: {first}; take nccl or host")
         return messages
 
     def _by_nccl(
@@ -372,9 +392,9 @@ def _choose_links(infos: Sequence[_GpuInfo]) -> str:
     if requested == "ipc" and len(hosts) > 1:
         raise InvalidArgument(
             f"GRADWIRE_GPU_LINKS=ipc is for GPUs of one host, and these are of {len(hosts)}: take "
-            "nccl or nccl+host"
+            "nccl, nccl+host or ipc+host"
         )
-    if requested in ("host", "nccl+host"):
+    if requested in ("host", "nccl+host", "ipc+host"):
         _require_processes(infos, f"GRADWIRE_GPU_LINKS={requested}")
     without = [rank for rank, each in enumerate(infos) if not each.nccl]
     if requested.startswith("nccl") and without:

@@ -135,6 +135,32 @@ def test_a_rank_ends_only_once_all_have_read_its_memory() -> None:
     assert told == [True, True]
 
 
+def test_hosts_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped memory within hosts of two ranks and of one, and the CPU transports between them."""
+    monkeypatch.setenv("GRADWIRE_CUDA_SO", str(path()))
+    monkeypatch.setenv("GRADWIRE_GPU_LINKS", "ipc+host")
+
+    def body(comm: gradwire.Communicator) -> tuple[str, list[str]]:
+        wrong = []
+        for codec in ("none", "onebit"):
+            for algorithm in ("ring", "hierarchical(direct,direct)"):
+                x = np.random.default_rng(comm.rank).standard_normal(3000).astype(np.float32)
+                y = Array(x)
+                for each in (x, y):
+                    comm.all_reduce(each, codec=codec, algorithm=algorithm, feedback=False)
+                if y.get().tobytes() != x.tobytes():
+                    wrong.append(f"{codec} by {algorithm}")
+        assert comm._gpu is not None
+        links = comm._gpu.links
+        comm.close()
+        return links, wrong
+
+    for hosts in (((0, 1), (2, 3)), ((0,), (1, 2))):
+        size = sum(map(len, hosts))
+        told = ranks.run(size, body, transport="tcp", processes=True, timeout=30, hosts=hosts)
+        assert told == [("host+ipc", [])] * size
+
+
 def test_a_gpu_that_exports_no_memory_is_refused_on_all_ranks() -> None:
     found = run(
         """
@@ -151,4 +177,6 @@ def test_a_gpu_that_exports_no_memory_is_refused_on_all_ranks() -> None:
         **IPC,
     )
     assert len(set(found)) == 1
-    assert "GRADWIRE_GPU_LINKS=ipc: rank 0: the memory of rank 1's GPU can't be mapped" in found[0]
+    assert (
+        "GRADWIRE_GPU_LINKS has ipc: rank 0: the memory of rank 1's GPU can't be mapped" in found[0]
+    )

@@ -1,5 +1,7 @@
 #include "gradwire/cuda/messages/messages_routed.h"
 
+#include <algorithm>
+
 namespace gradwire::cuda {
 
 RoutedMessages::RoutedMessages(std::vector<std::unique_ptr<Messages>> ways,
@@ -43,6 +45,14 @@ bool RoutedMessages::rest() noexcept {
   bool all = true;
   for (const auto& each : ways_) all = each->rest() && all;
   return all;
+}
+
+bool RoutedMessages::shares_memory() const noexcept {
+  return std::ranges::any_of(ways_, [](const auto& each) { return each->shares_memory(); });
+}
+
+void RoutedMessages::part() noexcept {
+  for (const auto& each : ways_) each->part();
 }
 
 void RoutedMessages::tell_losses(std::uint32_t* word) {
