@@ -537,6 +537,10 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         if self._gpu is not None:
             self._gpu.require_alive()
 
+    def _require_success_on_gpu(self) -> None:
+        if self._gpu is not None:
+            self._gpu.require_success()
+
     def _clear_call_cache(self) -> None:
         """Drops cached calls and the choice of barrier, which depend on the cost model."""
         self._calls.clear_cache()

@@ -82,7 +82,7 @@ def _event(team: Team, chance: random.Random) -> str:
             return event
 
 
-def _job(seed: int, first: int, last: int, counts: Counter[str]) -> list[str]:
+def _job(seed: int, first: int, last: int, counts: Counter[str], gpu: bool) -> list[str]:
     """Cases of one job; ends at the first that goes wrong."""
     chance = random.Random(f"{seed} {first}")
     codec = chance.choice(("none", "fp16", "onebit"))
@@ -92,6 +92,7 @@ def _job(seed: int, first: int, last: int, counts: Counter[str]) -> list[str]:
         global_batch=way,
         timeout=_SILENCE,
         transport=chance.choice(("shm", "tcp")),
+        gpu=gpu,
     )
     with Team(3, plan) as team:
         if not team.wait(lambda: team.steps >= 3):
@@ -112,13 +113,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="cases to run")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of all cases")
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first case")
+    parser.add_argument("--gpu", action="store_true", help="with models on simulated GPUs")
     options = parser.parse_args()
     logging.getLogger("gradwire").setLevel(logging.ERROR)
     print(f"seed {options.seed}: {options.count} cases", flush=True)
     began, counts, problems = time.monotonic(), Counter[str](), list[str]()
     for first in range(options.first, options.first + options.count, _CASES_A_JOB):
         last = min(first + _CASES_A_JOB, options.first + options.count)
-        found = _job(options.seed, first, last, counts)
+        found = _job(options.seed, first, last, counts, options.gpu)
         print(*found, sep="\n", end="\n" * bool(found), flush=True)
         problems += found
     for name, count in sorted(counts.items()):

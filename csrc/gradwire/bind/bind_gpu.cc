@@ -195,6 +195,7 @@ void bind_gpu(py::module_& m) {
       .def("close", &Gpu::close, py::arg("parted") = false, WithoutLock())
       .def("abort", &Gpu::abort, py::arg("reason"), WithoutLock())
       .def("require_alive", &Gpu::require_alive, WithoutLock())
+      .def("require_success", &Gpu::require_success, WithoutLock())
       .def_property_readonly("sent", &Gpu::sent)
       .def_property_readonly("messages", &Gpu::messages);
   m.def("gpu_model", &cuda::gpu_model);

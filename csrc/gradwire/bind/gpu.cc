@@ -72,6 +72,8 @@ bool Gpu::should_resize() { return parts()->monitor->should_resize(check_signals
 
 void Gpu::require_alive() const { parts()->monitor->require_alive(); }
 
+void Gpu::require_success() { parts()->monitor->require_success(); }
+
 void Gpu::abort(const std::string& reason) noexcept {
   if (is_cuda_elsewhere()) return;
   std::unique_lock lock(mutex_);

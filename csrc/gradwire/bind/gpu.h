@@ -41,6 +41,7 @@ class Gpu {
   void set_model(const schedule::CostModel& model);
   void abort(const std::string& reason) noexcept;
   void require_alive() const;
+  void require_success();
   std::uint64_t sent() const;
   std::string messages() const { return messages_; }
   // Releases everything. What is enqueued must be over, or have failed. Later calls throw Aborted.

@@ -74,6 +74,30 @@ void GpuFaultMonitor::require_alive() const {
   if (failure_) std::rethrow_exception(failure_);
 }
 
+void GpuFaultMonitor::require_success() {
+  try {
+    {
+      const std::lock_guard lock(enqueuing_);
+      gpu_.check_messages();
+    }
+    require_alive();
+    const std::lock_guard lock(mutex_);
+    check_flags();
+  } catch (const Error&) {
+    fail_with_root_cause();
+  }
+}
+
+// Fails with the error that is being handled, or with another rank's failure, which may show up
+// here first, and whose cause the comparison then reports. Throws it.
+void GpuFaultMonitor::fail_with_root_cause() {
+  std::unique_lock lock(mutex_);
+  const Hurry hurry(hurries_, changed_);
+  changed_.wait_for(lock, kRootCauseWait, [this] { return failure_ != nullptr; });
+  fail(lock, std::current_exception());
+  std::rethrow_exception(failure_);
+}
+
 void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stream stream) {
   const OnDevice here(gpu_.api(), gpu_.device());
   require_alive();
@@ -92,12 +116,7 @@ void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stre
     gpu_.enqueue(request, feedback, {stream, capture, end ? end->get() : nullptr});
     mark_enqueued(std::move(end));
   } catch (const Error&) {
-    // Another rank's failure may show up here first; the comparison then reports its cause.
-    std::unique_lock lock(mutex_);
-    const Hurry hurry(hurries_, changed_);
-    changed_.wait_for(lock, kRootCauseWait, [this] { return failure_ != nullptr; });
-    fail(lock, std::current_exception());
-    std::rethrow_exception(failure_);
+    fail_with_root_cause();
   } catch (...) {  // Ctrl-C: rethrown here, and an abort for all other ranks
     std::unique_lock lock(mutex_);
     fail(lock, std::make_exception_ptr(Aborted("rank " + std::to_string(shadow_.identity().rank) +

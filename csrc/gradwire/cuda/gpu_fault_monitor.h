@@ -43,6 +43,9 @@ class GpuFaultMonitor {
   // call that is captured in a graph and was not made before.
   void run(const exec::Request& request, Feedback* feedback, Stream stream);
   void require_alive() const;
+  // Throws the failure of the calls so far, whose streams the caller has waited for: only then are
+  // their results of use. require_alive() may not know of it yet.
+  void require_success();
   // Waits at most `timeout` seconds until all calls so far are over: on this rank, or else it
   // throws Timeout or the failure; and, where devices read each other's memory, on the other ranks.
   // Returns whether they are over there, too; false once calls were captured, whose replays nobody
@@ -85,6 +88,7 @@ class GpuFaultMonitor {
   bool is_over(const Running& running) const;
   void check_messages();
   void check_flags();
+  [[noreturn]] void fail_with_root_cause();
   void fail(std::unique_lock<std::mutex>& lock, const std::exception_ptr& error) noexcept;
 
   Communicator& gpu_;

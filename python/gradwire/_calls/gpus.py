@@ -197,6 +197,13 @@ class Gpu:
         """Raises the failure of an earlier call, if there was one."""
         self._core.require_alive()
 
+    def require_success(self) -> None:
+        """Raises the failure of the calls so far, whose streams the caller has waited for.
+
+        Streams go on after a failure, with bytes that never came. `require_alive` may not know yet.
+        """
+        self._core.require_success()
+
     def should_stop(self) -> bool:
         """`Communicator.should_stop` for the calls on GPUs."""
         return self._core.should_stop()

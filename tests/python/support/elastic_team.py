@@ -25,7 +25,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import gradwire
+import simulated_torch_cuda as simulated
 import torch
+from gpu_twin import Twin
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire.torch import elastic
@@ -51,6 +53,7 @@ class Plan:
     transport: str = "shm"
     samples: int = SAMPLES
     seconds: float = 0.0  # of computation in a batch
+    gpu: bool = False  # whether the model is on a simulated one
 
 
 def model_of() -> nn.Module:
@@ -63,7 +66,9 @@ def model_of() -> nn.Module:
 def train(plan: Plan, number: int, report: Callable[[Any], None]) -> elastic.Session:
     """Trains, and reports after each step."""
     torch.manual_seed(number)
-    model = model_of()
+    own = model_of()
+    twin = Twin(own) if plan.gpu else None
+    model = own if twin is None else twin.model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.95)
     sampler = elastic.Sampler(plan.samples, plan.batch)
@@ -83,7 +88,7 @@ def train(plan: Plan, number: int, report: Callable[[Any], None]) -> elastic.Ses
     ) as s:
         for batch in s:
             x = (batch[:, None] * torch.arange(1, 9)) % 17 / 8 - 1
-            loss = nn.functional.mse_loss(model(x), x[:, :4].sin())
+            loss = _loss_of(model, x) if twin is None else twin.loss(lambda m, x=x: _loss_of(m, x))
             if plan.seconds:
                 time.sleep(plan.seconds)
             s.backward(loss)
@@ -97,6 +102,10 @@ def train(plan: Plan, number: int, report: Callable[[Any], None]) -> elastic.Ses
     return s
 
 
+def _loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), x[:, :4].sin())
+
+
 def _child(
     plan: Plan, number: int, environment: dict[str, str], pipe: Connection, parent: int
 ) -> None:
@@ -106,6 +115,9 @@ def _child(
     faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
     os.environ.update(environment)
     torch.set_num_threads(1)
+    if plan.gpu:
+        simulated.install()
+        simulated.compute()
     logging.getLogger("gradwire").setLevel(logging.ERROR)
     try:
         train(plan, number, pipe.send)

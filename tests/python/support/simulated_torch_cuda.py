@@ -29,6 +29,7 @@ recorded: list[tuple[int, int]] = []  # addresses of tensors and the streams the
 reads = 0  # times that the host waited for a tensor's values
 capturing = False  # what torch says of the current stream
 _BYTE = ctypes.c_char
+_tensor_to = torch.Tensor.to
 _pinned: list[torch.Tensor] = []  # kept: copies of a stream may still read and write it
 
 
@@ -283,6 +284,14 @@ def install() -> None:
         torch.futures.Future() if devices is None else Future(devices=devices)
     )
     cuda_staging.host_memory = double_counting.pinned = _host_memory
+    torch.Tensor.to = _to
+
+
+def _to(self: torch.Tensor, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    """`Tensor.to`, also from the CPU to the GPU where `device=` says so."""
+    if device == DEVICE and not self.is_cuda:
+        return cuda(_tensor_to(self, *args, **kwargs))
+    return _tensor_to(self, *args, **kwargs, **({} if device is None else {"device": device}))
 
 
 def _host_memory(shape: Any, dtype: torch.dtype) -> torch.Tensor:

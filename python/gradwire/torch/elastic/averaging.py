@@ -124,8 +124,7 @@ class Averager:
         if confirms and self._error is None and not self._gpus:
             self._unconfirmed = self._meet()
         self._wait_for(self._works)
-        for device in self._gpus:
-            torch.cuda.current_stream(device).synchronize()
+        self._await_gpus()
         if self._error is not None:
             raise self._error
         self.buffers.take()
@@ -222,6 +221,16 @@ class Averager:
             except Error as error:
                 self._error = self._error or error
         works.clear()
+
+    def _await_gpus(self) -> None:
+        assert self._communicator is not None
+        for device in self._gpus:
+            torch.cuda.current_stream(device).synchronize()
+        try:
+            if self._gpus and self._error is None:
+                self._communicator._require_success_on_gpu()
+        except Error as error:
+            self._error = error
 
     def _meet(self) -> Error | None:
         assert self._communicator is not None
