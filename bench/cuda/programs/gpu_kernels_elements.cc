@@ -159,13 +159,14 @@ class MatrixCheck {
   Floats x_, residual_, q_, p_;
 };
 
-// Of one block and of several, with a last value that decides.
+// Of one block and of several, with a last value that decides. Scales are as start_factor() leaves
+// them.
 void check_headroom(const Device& on, std::size_t n, Row& row) {
   std::mt19937_64 random(n);
   for (const float last : {1.0F, 0x1.1p64F, std::numeric_limits<float>::quiet_NaN()}) {
     Floats q = draw_floats(n, Data::kNormal, random);
     q.back() = last;
-    const DeviceArray<float> on_device(on, q, 1), scale(on, Floats{-7});
+    const DeviceArray<float> on_device(on, q, 1), scale(on, Floats{0});
     const FactoredMatrix matrix{.of = {0, n, 1}, .q = on_device.data(), .scales = scale.data()};
     on.run(on.api.take_headroom(&matrix, 1, on.stream), "take_headroom");
     const float expected = codec::take_headroom(q);
