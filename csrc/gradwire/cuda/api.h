@@ -434,7 +434,8 @@ struct Api {
   Status (*orthonormalise)(const FactoredMatrix* matrices, int count, Stream);
   // own_q := xᵀ · p, or yᵀ · p.
   Status (*right_factor)(const FactoredMatrix* matrices, int count, Stream);
-  // scales := take_headroom(q), take_headroom(own_q). Large ones have kernels of their own.
+  // scales, which are 0 before, := take_headroom(q), take_headroom(own_q). Large ones have kernels
+  // of their own.
   Status (*take_headroom)(const FactoredMatrix* matrices, int count, Stream);
   // y := limit(p·qᵀ · (scales[0] · factor)), e' := limit(y − limit(p·own_qᵀ · scales[1])).
   Status (*product)(const FactoredMatrix* matrices, int count, float factor, Stream);
