@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from elastic_job import SECRET, elastic_job, has, train
 from gradwire import Communicator
 from gradwire._errors import JobOver
-from ranks import LIMIT, eventually
+from ranks import LIMIT, eventually, reserved_store
 
 NOBODY = "there is nobody left to join"
 
@@ -44,10 +43,7 @@ def test_who_waits_at_the_door_is_told() -> None:
 
 def test_who_waits_where_rank_0_serves_the_store_is_told() -> None:
     """The store ends with rank 0, as under mpirun or srun."""
-    with socket.socket() as reserved:  # bound and never listening: keeps the port for us
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        store = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+    with reserved_store() as store:
 
         def member(rank: int) -> None:
             with gradwire.init(rank=rank, size=2, store=store, secret=SECRET, timeout=30) as comm:

@@ -7,7 +7,6 @@ import itertools
 import mmap
 import os
 import signal
-import socket
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from census import held
 from elastic_job import SECRET, State, elastic_job, has, train
 from gradwire import Communicator
 from gradwire._bootstrap.survivor_links import SurvivorLinks
-from ranks import eventually, nightly
+from ranks import eventually, nightly, reserved_store
 
 over_transports = pytest.mark.parametrize("transports", [("shm",), ("tcp",), ("shm", "tcp")])
 
@@ -331,10 +330,7 @@ def test_ranks_may_have_different_transports() -> None:
 
 def test_rank_0_serves_the_store_again_for_those_who_join() -> None:
     """As under mpirun or srun, where no launcher does; whoever follows it does so, too."""
-    with socket.socket() as reserved:  # bound and never listening: keeps the port for us
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        store = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+    with reserved_store() as store:
 
         def member(rank: int) -> Any:
             comm = gradwire.init(rank=rank, size=2, store=store, secret=SECRET, timeout=30)

@@ -3,77 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import secrets
 import socket
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import guests, joining, shrink
 from gradwire._bootstrap.door import Guest, Sign
-from gradwire._bootstrap.mesh import AddressInfo, Job, Membership, Mesh
 from gradwire._bootstrap.survivor_links import MOST_RANKS, Message, MessageKind, SurvivorLinks, View
 from gradwire._errors import RendezvousError
-from gradwire._host.interfaces import LOOPBACK
-
-LIVES = 1000  # messages of one that does not die
-
-
-class Crash(Exception):
-    """Raised where a rank or a guest of the simulation ends."""
-
-
-class MortalLinks(SurvivorLinks):
-    """Links that end when their owner has sent so many messages."""
-
-    def __init__(self, size: int, words: int) -> None:
-        super().__init__((), size)
-        self._words = words
-
-    def send(self, peer: int, *message: Any) -> None:
-        if peer in self.peers:
-            self.use_up()
-        super().send(peer, *message)
-
-    def use_up(self) -> None:
-        self._words -= 1
-        if self._words < 0:
-            self.close()
-            raise Crash
-
-
-@dataclass(unsafe_hash=True)
-class Made:
-    """Stands for a mesh, and for the communicator that is made of it."""
-
-    number: int
-    size: int
-    job_ranks: tuple[int, ...] = field(default=(), compare=False)
-    membership: Membership = field(default=Membership(), compare=False)
-    model: object = field(default=None, compare=False)
-
-    def close(self) -> None: ...
-
-
-HERE = AddressInfo("here", "vm:1", (), "", "127.0.0.1", 0)
-
-
-def address_of(rank: int, size: int) -> bytes:
-    return replace(HERE, name=f"{rank} of {size}").pack()
-
-
-def connect(
-    _: Any, exchange: Callable[..., list[bytes]], *, rank: int, size: int, **others: Any
-) -> Made:
-    addresses = exchange(address_of(rank, size), None)
-    assert addresses == [address_of(each, size) for each in range(size)]
-    others["raise_if_peer_failed"](0)
-    return Made(others["communicator"], size)
+from mortal_links import (
+    HERE,
+    LIVES,
+    Crash,
+    Made,
+    MortalLinks,
+    connect,
+    connected,
+    made_by,
+    mesh_of,
+)
 
 
 class FakeDoor:
@@ -89,21 +42,17 @@ class FakeDoor:
         return taken
 
 
-def made_by(links: MortalLinks) -> Callable[..., Any]:
-    def make(made: Made, _: float) -> Made:
-        links.use_up()
-        return made
-
-    return make
-
-
 def rank_of(
     rank: int, size: int, links: MortalLinks, door: FakeDoor, least: int, wait: float
 ) -> Made:
-    mesh = Mesh(Job("test", b""), rank, size, 1, ("here",) * size, {}, LOOPBACK)
     admission = shrink.Admission(lambda: door, wait, least)  # type: ignore[arg-type, return-value]
     return shrink.shrink(  # type: ignore[type-var, return-value]
-        mesh, links, made_by(links), transports=(), timeout=20, admission=admission
+        mesh_of(rank, size),
+        links,
+        made_by(links),
+        transports=(),
+        timeout=20,
+        admission=admission,
     )
 
 
@@ -130,11 +79,7 @@ class Play:
     def run(self) -> tuple[list[Any], list[Any]]:
         """The result of each rank and each guest: a Made, None or an exception."""
         size = len(self.ranks)
-        links = [MortalLinks(size, words) for words in self.ranks]
-        for low, high in itertools.combinations(range(size), 2):
-            one, other = socket.socketpair()
-            links[low].add(high, one)
-            links[high].add(low, other)
+        links = connected(self.ranks)
         at_doors: list[list[socket.socket]] = [[] for _ in range(size)]
         guests = []
         for number, words in enumerate(self.guests):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from pathlib import Path
 from typing import Any
 
 import gradwire
@@ -16,7 +14,7 @@ from gradwire import Communicator
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.door import reader_of
 from gradwire._errors import JobOver, RendezvousError
-from ranks import LIMIT
+from ranks import LIMIT, eventually, state_of
 
 pytest.importorskip("torch.distributed")
 
@@ -74,8 +72,7 @@ def test_a_store_that_is_stopped_does_not_answer() -> None:
         reader_of(f"torch://127.0.0.1:{port}", "run", None, Deadline(LIMIT), 0.1) as read,
     ):
         os.kill(pid, signal.SIGSTOP)
-        while "State:\tT" not in Path(f"/proc/{pid}/status").read_text():
-            time.sleep(0.001)
+        eventually(lambda: state_of(pid) == "T")
         with pytest.raises(RendezvousError, match=r"has not answered for 0\.1 s"):
             read("key", 0)
         os.kill(pid, signal.SIGCONT)

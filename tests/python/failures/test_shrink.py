@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import gradwire
@@ -31,11 +30,10 @@ from gradwire import (
     _core,
 )
 from gradwire._bootstrap import connect as _connect
-from gradwire._bootstrap import mesh as _mesh
 from gradwire._bootstrap import shrink
 from gradwire._bootstrap import survivor_links as _links
-from gradwire._host.interfaces import LOOPBACK
-from ranks import Outcome, outcomes, run
+from mortal_links import LIVES, Crash, Made, MortalLinks, connect, connected, made_by, mesh_of
+from ranks import Outcome, outcomes, reserved_store, run
 from stopwatch import own_time
 
 processes = pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -344,10 +342,7 @@ def test_work_in_flight_and_blocked_threads_end_first() -> None:
 
 def test_the_store_is_not_needed() -> None:
     """Rank 0, which hosted it, is dead."""
-    with socket.socket() as reserved:  # bound and never listening: keeps the port for us
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        store = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+    with reserved_store() as store:
 
         def body(comm: Communicator) -> list[int]:
             rank = comm.rank
@@ -361,57 +356,10 @@ def test_the_store_is_not_needed() -> None:
     assert survivors(ended) == [[1, 2]] * 2
 
 
-class Crash(Exception):
-    """Raised where a rank of the simulation ends."""
-
-
-class MortalLinks(_links.SurvivorLinks):
-    """Links that end when this rank has sent so many messages."""
-
-    def __init__(self, sockets: dict[int, socket.socket], size: int, words: int) -> None:
-        super().__init__([(peer, sock.detach(), b"") for peer, sock in sockets.items()], size)
-        self._words = words
-
-    def send(self, peer: int, *message: Any) -> None:
-        if peer in self.peers:
-            self.use_up()
-        super().send(peer, *message)
-
-    def use_up(self) -> None:
-        self._words -= 1
-        if self._words < 0:
-            self.close()
-            raise Crash
-
-
-@dataclass(unsafe_hash=True)
-class Made:
-    """Stands for a mesh, and for the communicator that is made of it."""
-
-    number: int
-    size: int
-    job_ranks: tuple[int, ...] = field(default=(), compare=False)
-    membership: _mesh.Membership = field(default=_mesh.Membership(), compare=False)
-
-    def close(self) -> None: ...
-
-
-def connect(
-    _: Any, exchange: Callable[..., list[bytes]], *, rank: int, size: int, **others: Any
-) -> Made:
-    addresses = exchange(b"%d of %d" % (rank, size), None)
-    assert addresses == [b"%d of %d" % (each, size) for each in range(size)]
-    others["raise_if_peer_failed"](0)
-    return Made(others["communicator"], size)
-
-
 def simulate(rank: int, links: MortalLinks, size: int) -> Made:
-    def make(made: Made, _: float) -> Made:
-        links.use_up()
-        return made
-
-    mesh = _mesh.Mesh(_mesh.Job("test", b""), rank, size, 1, ("here",) * size, {}, LOOPBACK)
-    return shrink.shrink(mesh, links, make, transports=(), timeout=20)  # type: ignore[arg-type]
+    return shrink.shrink(  # type: ignore[type-var, return-value]
+        mesh_of(rank, size), links, made_by(links), transports=(), timeout=20
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -422,15 +370,12 @@ def test_survivors_agree_wherever_others_crash(size: int, monkeypatch: Any) -> N
     print("seed", seed)
     dice = random.Random(seed)
     for _ in range(60):
-        ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-        for low, high in itertools.combinations(range(size), 2):
-            ends[low][high], ends[high][low] = socket.socketpair()
         mortal = dice.sample(range(size), dice.randrange(1, size))
-        lives = [dice.randrange(5 * size) if rank in mortal else 1000 for rank in range(size)]
+        lives = [dice.randrange(5 * size) if rank in mortal else LIVES for rank in range(size)]
         with ThreadPoolExecutor(size) as pool:
             futures = [
-                pool.submit(simulate, rank, MortalLinks(ends[rank], size, lives[rank]), size)
-                for rank in range(size)
+                pool.submit(simulate, rank, links, size)
+                for rank, links in enumerate(connected(lives))
             ]
         errors = [future.exception() for future in futures]
         assert {type(error) for error in errors} <= {Crash, type(None)}, errors

@@ -39,7 +39,7 @@ from gradwire._bootstrap.rendezvous import choose_transports, find_secret, rende
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._host.interfaces import Choice, Interface, interfaces
 from gradwire._host.transport_kinds import DEFAULTS, KINDS
-from ranks import LIMIT, over_processes
+from ranks import LIMIT, over_processes, reserved_store
 
 SECRET = b"0123456789abcdef"
 pytestmark = pytest.mark.usefixtures("bare_environment")
@@ -163,10 +163,7 @@ def test_nothing_listens_once_the_mesh_is_complete(
 
 
 def test_rank_0_hosts_a_tcp_store_at_the_given_port(closing: Closing) -> None:
-    with socket.socket() as reserved:  # bound and never listening: keeps the port for us
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        store = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+    with reserved_store() as store:
         meshes = closing(meet([explicit(rank, 3, store) for rank in range(3)], secret=SECRET))
     assert_connected(meshes, "shm")
     assert meshes[0].interface.reason == "all ranks are on this host"

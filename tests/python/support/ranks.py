@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -191,6 +191,15 @@ def _outcome_of(child: Any, pipe: Connection) -> Outcome:
 def vanish(comm: Communicator) -> None:
     """Ends this rank's process as a crash would."""
     os._exit(VANISHED)
+
+
+@contextlib.contextmanager
+def reserved_store() -> Iterator[str]:
+    """The address of a store on loopback that rank 0 is to serve."""
+    with socket.socket() as reserved:  # bound and never listening: keeps the port for us
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
 
 
 def eventually(condition: Callable[[], object]) -> None:
