@@ -30,7 +30,7 @@ from bench.training.images import small_cnn
 ROOT = Path(__file__).parents[3]
 # docs/trainers.md needs packages of its own: `make test-trainers` runs its programs.
 DOCUMENTS = (
-    *("README.md", "docs/ddp.md", "docs/optimizers.md"),
+    *("README.md", "docs/ddp.md", "docs/optimizers.md", "docs/elastic.md"),
     *nightly("docs/compression.md", "docs/large_batches.md"),
 )
 
@@ -78,7 +78,12 @@ GIVEN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "x1": lambda _: torch.randn(4, 32),
     "x2": lambda _: torch.randn(4, 32),
     "loss": lambda _: _loss,
-    "optimizer": lambda names: torch.optim.SGD(names["ddp"].parameters(), 0.1),
+    "targets": lambda _: torch.zeros(4, 1),
+    "loss_of": lambda _: _loss,
+    "optimizer": lambda names: torch.optim.SGD(
+        (names.get("ddp") or names["model"]).parameters(), 0.1
+    ),
+    "scheduler": lambda names: torch.optim.lr_scheduler.StepLR(names["optimizer"], 1),
     "saved": _saved,
     "d": _ddp,
     "d_state": lambda names: gradwire.torch.register(names["d"], codec="onebit", warm_up=0),
@@ -123,7 +128,7 @@ def run_all(document: str, blocks: list[tuple[int, str]], folder: str, port: int
     rank, size = dist.get_rank(), dist.get_world_size()
     _like_torchrun(rank, size, port)
     _end_group()
-    given = GIVEN | {"model": MODELS.get(document, _net)}
+    given = {"model": MODELS.get(document, _net), **GIVEN}
     names: dict[str, Any] = {}
     for number, (line, source) in enumerate(blocks):
         begins = "init_process_group" in source
