@@ -3,11 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <mutex>
 #include <semaphore>
+#include <thread>
 
 #include "cuda_ranks.h"
 #include "gradwire/base/error.h"
@@ -266,6 +269,39 @@ TEST(HostTurns, RunInTheOrderOfTheCalls) {
   for (const OwnedStream& each : streams) api.synchronize(each.get());
   ASSERT_EQ(order.size(), notes.size());
   EXPECT_TRUE(std::ranges::is_sorted(order));
+}
+
+// What other Messages carry must not go on with bytes that never came.
+TEST(HostMessages, LetNothingGoOnAfterAFailureBeforeTheOthersAreAborted) {
+  const Api& api = simulated_api();
+  exec::Ranks carriers(2);
+  HostTurns turns(api);
+  const OwnedStream stream(api);
+  HostMessages messages(api, carriers[0], 10, turns);
+  messages.join_others();
+  DeviceBytes bytes(8);
+  messages.begin();
+  messages.receive(bytes.data(), 8, 1, {});
+  messages.end(stream.get());
+  std::atomic<bool> is_over = false;
+  std::thread device([&] {
+    api.synchronize(stream.get());
+    is_over = true;
+  });
+  carriers[1].abort("rank 1 ends");
+  const auto has_failed = [&] {
+    try {
+      messages.check();
+    } catch (const Error&) {
+      return true;
+    }
+    return false;
+  };
+  while (!has_failed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_FALSE(is_over);
+  messages.abort();
+  device.join();
 }
 
 // A group behind a function of the host that does not end: its messages may not be destroyed, and

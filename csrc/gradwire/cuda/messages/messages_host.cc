@@ -153,6 +153,7 @@ void HostMessages::check() {
 void HostMessages::abort() noexcept {
   carrier_.abort("rank " + std::to_string(carrier_.identity().rank) +
                  " aborted its GPU's messages");
+  is_aborted_ = true;
 }
 
 // ---- On CUDA's thread --------------------------------------------------------------------------
@@ -165,6 +166,7 @@ void HostMessages::run(void* argument) {
     self.exchange(*group);
   } catch (...) {
     self.fail(std::current_exception());
+    if (self.has_others_) self.await_abort();
   }
   if (group->captured) return;
   const std::lock_guard lock(self.mutex_);
@@ -178,6 +180,13 @@ void HostMessages::fail(const std::exception_ptr& error) noexcept {
   lose();
   const std::lock_guard lock(mutex_);
   if (!error_) error_ = error;
+}
+
+// Waits for abort(), which whoever finds the error calls.
+void HostMessages::await_abort() const noexcept {
+  const Deadline deadline = Deadline::after(kLastSeconds);
+  while (!is_aborted_ && !deadline.passed())
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 // Sends and receives the sizes of all units first, then the bytes that count: so the receiver knows

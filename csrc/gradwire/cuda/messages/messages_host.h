@@ -54,6 +54,7 @@ class HostMessages final : public Messages {
   void check() override;
   void abort() noexcept override;
   bool rest() noexcept override;
+  void join_others() noexcept override { has_others_ = true; }
 
  private:
   // One message: its place in device memory and in pinned memory.
@@ -80,6 +81,7 @@ class HostMessages final : public Messages {
   std::unique_ptr<Group> take_spare();
   bool await_end() const noexcept;
   void fail(const std::exception_ptr& error) noexcept;
+  void await_abort() const noexcept;
 
   const Api& api_;
   exec::Communicator& carrier_;
@@ -87,6 +89,8 @@ class HostMessages final : public Messages {
   HostTurns& turns_;
   Room pinned_;
   OwnedEvent ended_;  // recorded after the last group
+  bool has_others_ = false;
+  std::atomic<bool> is_aborted_ = false;
   std::unique_ptr<Group> posted_;
   mutable std::mutex mutex_;                    // guards all below
   std::vector<std::unique_ptr<Group>> groups_;  // that run, or will run

@@ -10,6 +10,7 @@ RoutedMessages::RoutedMessages(std::vector<std::unique_ptr<Messages>> ways,
   for (const auto& each : ways_) {
     if (!name_.empty()) name_ += '+';
     name_ += each->name();
+    if (ways_.size() > 1) each->join_others();
   }
 }
 
@@ -37,6 +38,7 @@ void RoutedMessages::check() {
   for (const auto& each : ways_) each->check();
 }
 
+// The CPU transports are the last: what waits for their abort finds the others aborted.
 void RoutedMessages::abort() noexcept {
   for (const auto& each : ways_) each->abort();
 }

@@ -91,7 +91,7 @@ __device__ bool take_coded_step(const Steps& of, std::uint32_t step, std::uint64
 template <typename Codec>
 __device__ bool reduce_coded(const Steps& of, Codec& codec) {
   std::uint64_t number = head_of(of.staging, of.staging.rank).met[blockIdx.x];
-  __syncthreads();  // all threads have read it
+  if (is_over(of.staging)) return false;
   for (std::uint32_t step = blockIdx.x; step < of.count; step += gridDim.x)
     if (!take_coded_step(of, step, number, codec)) return false;
   return true;

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kStagedThreads)
   const unsigned stride = lanes_of(of.staging.size);
   StagingHead& own = head_of(of.staging, of.staging.rank);
   std::uint64_t number = sends ? own.sent[peer][lane] : own.taken[peer][lane];
-  __syncthreads();  // all threads have read it
+  if (is_over(of.staging)) return;
   for (int i = 0; i < of.count; ++i) {
     const StagedMessage& each = of.at[i];
     if (each.peer != peer || each.is_sent != sends) continue;

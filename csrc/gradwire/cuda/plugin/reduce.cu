@@ -137,7 +137,7 @@ template <typename Kind, bool kSums>
 __global__ void __launch_bounds__(kStagedThreads)
     reduce_kernel(const __grid_constant__ Reduction of) {
   std::uint64_t number = head_of(of.steps.staging, of.steps.staging.rank).met[blockIdx.x];
-  __syncthreads();  // all threads have read it
+  if (is_over(of.steps.staging)) return;
   for (std::uint32_t step = blockIdx.x; step < of.steps.count; step += gridDim.x)
     if (!(of.steps.one_shot ? take_one_shot<Kind, kSums>(of, step, number)
                             : take_two_shots<Kind, kSums>(of, step, number)))

@@ -3,7 +3,8 @@
 // replayed, and nothing that a peer does late can harm this rank. Ranks wait for each other's
 // counters by loads from the other's memory.
 //
-// Where a peer never comes, the host sets `ended`, and all kernels that wait end.
+// Where a peer never comes, the host sets `ended`: all kernels that wait end, and later ones do
+// nothing.
 #pragma once
 
 #include "gradwire/cuda/plugin/share.cuh"
@@ -94,6 +95,13 @@ __device__ inline bool has_ended(const std::uint32_t* ended) {
 __device__ inline void pause_thread() { __nanosleep(40); }
 inline constexpr unsigned kSpins = 256;  // between two looks at `ended`, which is far away
 #endif
+
+// For all threads of a block, before they write anything, but after they have read the counter on
+// which they go on: whether the messages have ended. A kernel that ended while it waited has not
+// told the last of its counters; what later ones told in its place, peers would take for that.
+__device__ inline bool is_over(const Staging& of) {
+  return __syncthreads_or(threadIdx.x == 0 && has_ended(of.ended) ? 1 : 0) != 0;
+}
 
 // Waits until a counter is at least that much; returns false where it never will be.
 __device__ inline bool wait_for(const Staging& of, const std::uint64_t* counter,
