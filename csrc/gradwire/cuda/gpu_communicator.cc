@@ -25,8 +25,9 @@ bool is_plain(const exec::Request& request) {
   return !request.codec || request.codec->combine() == codec::Combine::kPlain;
 }
 
-// Returns whether a call gathers payloads. By "auto" only two ranks do: most transports between
-// GPUs send payloads whole, so that gathering those of several peers does not pay.
+// Returns whether a call gathers payloads, where no kernel makes all of it. By "auto" only two
+// ranks do: most transports between GPUs send payloads whole, so that gathering those of several
+// peers does not pay.
 bool gathers(const exec::Request& request, int size) {
   const bool shared = request.collective == Collective::kAllReduce;
   if (exec::is_gather(request.algorithm)) return !(is_plain(request) && shared);

@@ -296,92 +296,6 @@ TEST(IpcFaults, AnAbortEndsKernelsThatWait) {
   EXPECT_THROW(messages[0]->begin(), Aborted);
 }
 
-bool is_over(const Api& api, Stream stream) {
-  const OwnedEvent end(api);
-  api.record(end.get(), stream);
-  int done = 0;
-  for (int i = 0; i < 50 && done == 0; ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    api.query(end.get(), &done);
-  }
-  return done != 0;
-}
-
-// A rank that aborts as it waits for another one, whose kernels come later: these must not take
-// what the first rank's next kernels would write and tell for what they wait for.
-struct Late {
-  explicit Late(std::uint64_t count)
-      : n(count), in(count), out(count), bytes{DeviceBytes{4 * count}, DeviceBytes{4 * count}} {}
-  // Enqueues start(rank, in, out, stream) with inputs of `value`.
-  template <typename Start>
-  void call(int rank, float value, Start start) {
-    const auto r = static_cast<std::size_t>(rank);
-    std::ranges::fill(in, value);
-    inputs.emplace_back(4 * n).put(in.data(), copies.get());
-    start(rank, inputs.back().data(), bytes[r].data(), streams[r].get());
-  }
-  const std::vector<float>& got(int rank) {
-    bytes[static_cast<std::size_t>(rank)].get(out.data(), copies.get());
-    return out;
-  }
-
-  std::uint64_t n;
-  std::vector<float> in, out;
-  std::deque<DeviceBytes> inputs;
-  OwnedStream copies{simulated_api()};
-  OwnedStream streams[2] = {OwnedStream(simulated_api()), OwnedStream(simulated_api())};
-  DeviceBytes bytes[2];
-};
-
-template <typename Start>
-void expect_nothing_told(std::uint64_t n, const std::vector<std::unique_ptr<Messages>>& messages,
-                         const std::string& what, Start start) {
-  const Api& api = simulated_api();
-  Late late(n);
-  for (int rank : {0, 1}) late.call(rank, 10, start);
-  for (const OwnedStream& each : late.streams) api.synchronize(each.get());
-  late.call(0, 1, start);
-  messages[0]->abort();
-  api.synchronize(late.streams[0].get());
-  late.call(1, 2, start);
-  EXPECT_FALSE(is_over(api, late.streams[1].get())) << what;
-  late.call(0, 100, start);
-  api.synchronize(late.streams[0].get());
-  EXPECT_FALSE(is_over(api, late.streams[1].get())) << what;
-  messages[1]->abort();
-  api.synchronize(late.streams[1].get());
-  for (float each : late.got(1)) ASSERT_LE(each, 20) << what << ": from a later call";
-}
-
-TEST(IpcFaults, NothingIsToldAfterAKernelThatEnded) {
-  constexpr std::uint64_t kCount = 2048;  // two blocks of onebit
-  const Api& api = simulated_api();
-  const auto runs = [](std::byte* x, std::byte* y) {
-    return std::vector<SummedRun>{{x, y, kCount / 2, 0},
-                                  {x + 2 * kCount, y + 2 * kCount, kCount / 2, 1}};
-  };
-  auto messages = ipc_messages(api, 2);
-  expect_nothing_told(kCount, messages, "onebit", [&](int rank, auto* x, auto* y, Stream stream) {
-    const auto both = runs(x, y);
-    const Staging& staging = *messages[static_cast<std::size_t>(rank)]->staging();
-    ASSERT_EQ(api.onebit_reduce(staging, 1024, both.data(), 2, 1, nullptr, stream), 0);
-  });
-  messages = ipc_messages(api, 2);
-  expect_nothing_told(kCount, messages, "sum", [&](int rank, auto* x, auto* y, Stream stream) {
-    const auto both = runs(x, y);
-    const Staging& staging = *messages[static_cast<std::size_t>(rank)]->staging();
-    ASSERT_EQ(api.reduce_staged(staging, static_cast<int>(DType::kFloat32),
-                                static_cast<int>(ReduceOp::kSum), both.data(), 2, 1, false, stream),
-              0);
-  });
-  messages = ipc_messages(api, 2);
-  expect_nothing_told(65536, messages, "exchange", [&](int rank, auto* x, auto* y, Stream stream) {
-    const StagedMessage both[] = {{x, 4 * 65536, 1 - rank, true}, {y, 4 * 65536, 1 - rank, false}};
-    const Staging& staging = *messages[static_cast<std::size_t>(rank)]->staging();
-    ASSERT_EQ(api.exchange(staging, both, 2, stream), 0);
-  });
-}
-
 TEST(IpcStaging, IsUsedAgainOnceAllHaveEnded) {
   const Api& api = simulated_api();
   ipc_messages(api, 3).clear();
@@ -452,6 +366,93 @@ TEST(IpcStaging, OfADeviceThatDoesNotExportItIsRefused) {
   } catch (const InvalidArgument& error) {
     EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
   }
+}
+
+bool is_over(const Api& api, Stream stream) {
+  const OwnedEvent end(api);
+  api.record(end.get(), stream);
+  int done = 0;
+  for (int i = 0; i < 50 && done == 0; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    api.query(end.get(), &done);
+  }
+  return done != 0;
+}
+
+// A rank that aborts as it waits for another one, whose kernels come later: these must not take
+// what the first rank's next kernels would write and tell for what they wait for.
+struct Late {
+  explicit Late(std::uint64_t count)
+      : n(count), in(count), out(count), bytes{DeviceBytes{4 * count}, DeviceBytes{4 * count}} {}
+  // Enqueues start(rank, in, out, stream) with inputs of `value`.
+  template <typename Start>
+  void call(int rank, float value, Start start) {
+    const auto r = static_cast<std::size_t>(rank);
+    std::ranges::fill(in, value);
+    inputs.emplace_back(4 * n).put(in.data(), copies.get());
+    start(rank, inputs.back().data(), bytes[r].data(), streams[r].get());
+  }
+  const std::vector<float>& got(int rank) {
+    bytes[static_cast<std::size_t>(rank)].get(out.data(), copies.get());
+    return out;
+  }
+
+  std::uint64_t n;
+  std::vector<float> in, out;
+  std::deque<DeviceBytes> inputs;
+  OwnedStream copies{simulated_api()};
+  OwnedStream streams[2] = {OwnedStream(simulated_api()), OwnedStream(simulated_api())};
+  DeviceBytes bytes[2];
+};
+
+template <typename Start>
+void expect_nothing_told(std::uint64_t n, const std::vector<std::unique_ptr<Messages>>& messages,
+                         const std::string& what, Start start) {
+  const Api& api = simulated_api();
+  Late late(n);
+  for (int rank : {0, 1}) late.call(rank, 10, start);
+  for (const OwnedStream& each : late.streams) api.synchronize(each.get());
+  late.call(0, 1, start);
+  messages[0]->abort();
+  api.synchronize(late.streams[0].get());
+  late.call(1, 2, start);
+  EXPECT_FALSE(is_over(api, late.streams[1].get())) << what;
+  late.call(0, 100, start);
+  api.synchronize(late.streams[0].get());
+  EXPECT_FALSE(is_over(api, late.streams[1].get())) << what;
+  messages[1]->abort();
+  api.synchronize(late.streams[1].get());
+  for (float each : late.got(1)) ASSERT_LE(each, 20) << what << ": from a later call";
+}
+
+// The last one: it leaves staging, which tests of that would find.
+TEST(IpcLate, NothingIsToldAfterAKernelThatEnded) {
+  constexpr std::uint64_t kCount = 2048;  // two blocks of onebit
+  const Api& api = simulated_api();
+  const auto runs = [](std::byte* x, std::byte* y) {
+    return std::vector<SummedRun>{{x, y, kCount / 2, 0},
+                                  {x + 2 * kCount, y + 2 * kCount, kCount / 2, 1}};
+  };
+  auto messages = ipc_messages(api, 2);
+  expect_nothing_told(kCount, messages, "onebit", [&](int rank, auto* x, auto* y, Stream stream) {
+    const auto both = runs(x, y);
+    const Staging& staging = *messages[static_cast<std::size_t>(rank)]->staging();
+    ASSERT_EQ(api.onebit_reduce(staging, 1024, both.data(), 2, 1, nullptr, stream), 0);
+  });
+  messages = ipc_messages(api, 2);
+  expect_nothing_told(kCount, messages, "sum", [&](int rank, auto* x, auto* y, Stream stream) {
+    const auto both = runs(x, y);
+    const Staging& staging = *messages[static_cast<std::size_t>(rank)]->staging();
+    ASSERT_EQ(api.reduce_staged(staging, static_cast<int>(DType::kFloat32),
+                                static_cast<int>(ReduceOp::kSum), both.data(), 2, 1, false, stream),
+              0);
+  });
+  messages = ipc_messages(api, 2);
+  expect_nothing_told(65536, messages, "exchange", [&](int rank, auto* x, auto* y, Stream stream) {
+    const StagedMessage both[] = {{x, 4 * 65536, 1 - rank, true}, {y, 4 * 65536, 1 - rank, false}};
+    const Staging& staging = *messages[static_cast<std::size_t>(rank)]->staging();
+    ASSERT_EQ(api.exchange(staging, both, 2, stream), 0);
+  });
 }
 
 }  // namespace

@@ -340,7 +340,7 @@ struct Block {
     for (unsigned i = 0; i < kCount; ++i) {
       const float mean = is_negative(v[i]) ? means.minus : means.plus;
       const float its = masked && v[i] == 0 ? 0 : mean;
-      v[i] = v[i] - its;
+      v[i] = v[i] - (0.0F + its);  // CPUs decode by adding to 0: no -0
       if constexpr (kFinishes) decoded[i] = canonical(its * factor);
     }
     if constexpr (kFeedsBack) share.store(feedback.after + begin, inside, v);
