@@ -18,6 +18,7 @@ from gradwire import Communicator
 from gradwire.torch import elastic, register
 from gradwire.torch._step.rules import Rules
 from gradwire.torch.elastic.averaging import Averager, Averaging
+from gradwire.torch.elastic.buffers import Buffers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -157,7 +158,7 @@ def bare_step(millions: int, communicator: Communicator) -> Callable[[], None]:
     model, optimizer = made(millions, norms=True)
     rules = Rules("none")
     averager = Averager(
-        dict(model.named_parameters()), list(model.buffers()), Averaging("auto", rules, None, None)
+        dict(model.named_parameters()), Buffers(model), Averaging("auto", rules, None, None)
     )
     averager.adopt(communicator)
     count = itertools.count()

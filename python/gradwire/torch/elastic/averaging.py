@@ -49,13 +49,13 @@ class Averager:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        buffers: Sequence[torch.Tensor],
+        buffers: Buffers,
         how: Averaging,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Puts hooks on the parameters, by name, that are trained; rank 0's `buffers` count."""
         self._names = {each: name for name, each in parameters.items() if each.requires_grad}
-        self.buffers, self._how = Buffers(buffers), how
+        self.buffers, self._how = buffers, how
         self._buckets = list(_cut(reversed(self._names), bucket_bytes))
         self._of_buckets = [frozenset(each) for each in self._buckets]
         self._place = {each: i for i, bucket in enumerate(self._buckets) for each in bucket}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwire._errors import InvalidArgument
-from gradwire.torch.elastic.buffers import without_repeats
+from gradwire.torch.elastic.buffers import places, without_repeats
 from gradwire.torch.elastic.transfer import pack
 
 
@@ -33,8 +33,9 @@ class Replica:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name."""
-        found = [*self._model.named_parameters(), *self._model.named_buffers()]
-        return {name: each.detach() for name, each in found}
+        found: dict[str, torch.Tensor] = dict(self._model.named_parameters())
+        found.update((each.name, each.owner[each.key]) for each in places(self._model))
+        return {name: each.detach() for name, each in found.items()}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -57,6 +58,10 @@ class Replica:
         for name, each in self.tensors.items():
             own = without_repeats(each)
             own.copy_(state["model"][name][tuple(slice(size) for size in own.shape)])
+        for place in places(self._model):
+            found, its = place.owner[place.key], state["model"][place.name]
+            if found is not None and not _same_bits(found, its):  # two in one memory, but not there
+                place.owner[place.key] = its.to(found.device, copy=True)
         self.optimizer.load_state_dict(state["optimizer"])
         for own, its in zip(self.carry, state["carry"], strict=True):
             own.load_state_dict(its)
@@ -69,3 +74,10 @@ class Replica:
         for each in tensors:
             found.update(each.view(-1).view(torch.uint8).numpy())
         return found.hexdigest()
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    lines: list[torch.Tensor] = []
+    pack([one, other], lines)
+    first, second = (each.view(-1).view(torch.uint8) for each in lines)
+    return bool(torch.equal(first, second))

@@ -23,6 +23,7 @@ from gradwire.torch._step.hook_state import feedback_for
 from gradwire.torch._step.rules import CodecChoice, Rules
 from gradwire.torch.elastic import random_state
 from gradwire.torch.elastic.averaging import BUCKET_BYTES, Averager, Averaging
+from gradwire.torch.elastic.buffers import Buffers
 from gradwire.torch.elastic.members import Decision, Report, decide
 from gradwire.torch.elastic.rates import Rates
 from gradwire.torch.elastic.replica import Replica
@@ -446,7 +447,7 @@ def session(
     scaler = next((each for each in carry if isinstance(each, torch.amp.GradScaler)), None)
     averager = Averager(
         named,
-        list(model.buffers()),
+        Buffers(model),
         Averaging(algorithm, how, kept, *((None, None) if kept is None else (optimizer, scaler))),
         arguments.whole(bucket_bytes, "bucket_bytes", least=1),
     )
