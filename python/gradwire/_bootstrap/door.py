@@ -243,11 +243,10 @@ class Door:
         of the job, or what an earlier communicator of it has left, counts for nothing.
         """
         key = key_of(self._mesh.job.name)
-        with contextlib.suppress(TimeoutError, RendezvousError):
-            found = unpack_sign(store.get(key, 0))
-            later = found.epoch == sign.epoch and found.membership > sign.membership
-            if later and not self._is_first:
-                return
+        found = _sign_in(store, key)
+        same_start = found is not None and found.epoch == sign.epoch
+        if found and same_start and found.membership > sign.membership and not self._is_first:
+            return
         self._is_first = False
         store.set(key, sign.pack())
 
@@ -288,6 +287,17 @@ class Door:
             with contextlib.suppress(OSError):  # it has gone meanwhile
                 guest.sock.send(over)
         self._announce()
+
+
+def _sign_in(store: StoreClient | TorchStore, key: str) -> Sign | None:
+    """The sign in a store, which must answer; None if there is none, or none that can be read."""
+    try:
+        found = store.get(key, 0)
+    except TimeoutError:
+        return None
+    with contextlib.suppress(RendezvousError):
+        return unpack_sign(found)
+    return None
 
 
 def torch_store(store: str, deadline: Deadline, answer: float) -> TorchStore:

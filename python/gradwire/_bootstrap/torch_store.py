@@ -5,6 +5,7 @@ torchrun's MASTER_PORT belongs to torch's store, so gradwire cannot listen there
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -34,9 +35,10 @@ class TorchStore:
         deadline: Deadline,
         answer: float | None = None,
     ) -> None:
-        """Connects. Calls raise RendezvousError when the store says nothing for `answer` seconds.
+        """Connects by the deadline, or raises RendezvousError.
 
-        Without `answer` they wait for a store that is stopped: torch sets no limit to them.
+        Calls raise it when the store says nothing for `answer` seconds. Without `answer` they wait
+        for a store that is stopped: torch sets no limit to them.
         """
         try:
             from torch.distributed import TCPStore
@@ -47,20 +49,20 @@ class TorchStore:
             ) from error
         agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._where, self._answer = f"{host}:{port}", answer
+        is_master = rank == 0 and not agent_hosts
+        options = {"wait_for_workers": False, "multi_tenant": True}
+        timeout = max(timedelta(seconds=deadline.remaining), _TICK)
+
+        def connect() -> Any:
+            return TCPStore(host, port, size, is_master=is_master, timeout=timeout, **options)
+
         try:
-            self._store: Any = TCPStore(
-                host,
-                port,
-                size,
-                is_master=rank == 0 and not agent_hosts,
-                timeout=max(timedelta(seconds=deadline.remaining), _TICK),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except RuntimeError as error:
+            self._store = _connect((host, port, is_master), connect, deadline)
+        except (RuntimeError, queue.Empty) as error:
+            reason = str(error) or "it has not answered; is its process stopped?"
             raise RendezvousError(
                 f"could not reach torch's store at {self._where} "
-                f"within {deadline.seconds:g} s: {error}"
+                f"within {deadline.seconds:g} s: {reason}"
             ) from error
 
     def set(self, key: str, value: bytes) -> None:
@@ -93,7 +95,7 @@ class TorchStore:
         try:
             if self._answer is None:
                 return function(*args)
-            return _answer_of(function, args, self._answer)
+            return _Answer(lambda: function(*args)).wait(self._answer)
         except RuntimeError as error:
             raise RendezvousError(f"lost torch's store at {self._where}: {error}") from error
         except queue.Empty:
@@ -102,18 +104,49 @@ class TorchStore:
             ) from None
 
 
-def _answer_of(function: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> Any:
-    """Calls on a thread, which is left behind when it takes longer; raises queue.Empty then."""
-    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+class _Answer:
+    """What a function returns or raises, on a thread that is left behind if that takes longer."""
 
-    def ask() -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
+        """Calls the function."""
+        self._outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._function = function
+        threading.Thread(target=self._ask, name="gradwire-torch-store", daemon=True).start()
+
+    def _ask(self) -> None:
         try:
-            outcome.put((function(*args), None))
+            self._outcome.put((self._function(), None))
         except BaseException as error:
-            outcome.put((None, error))
+            self._outcome.put((None, error))
 
-    threading.Thread(target=ask, name="gradwire-torch-store", daemon=True).start()
-    answer, error = outcome.get(timeout=seconds)
-    if error is not None:
-        raise error
-    return answer
+    def wait(self, seconds: float) -> Any:
+        """Returns or raises what the function did, once; raises queue.Empty if it takes longer."""
+        answer, error = self._outcome.get(timeout=seconds)
+        if error is not None:
+            raise error
+        return answer
+
+
+# Attempts to connect that nobody waits for any more. The next one takes up where they are, so that
+# their threads do not pile up: torch's constructor waits without a limit for a store's first word.
+_left: dict[tuple[str, int, bool], list[_Answer]] = {}
+
+
+def _connect(key: tuple[str, int, bool], connect: Callable[[], Any], deadline: Deadline) -> Any:
+    """Returns what connect() does; raises queue.Empty when that takes until the deadline."""
+    left = _left.setdefault(key, [])
+    with contextlib.suppress(IndexError, RuntimeError):
+        return _await(left.pop(), left, deadline)
+    return _await(_Answer(connect), left, deadline)
+
+
+def _await(attempt: _Answer, left: list[_Answer], deadline: Deadline) -> Any:
+    try:
+        return attempt.wait(deadline.left)
+    except BaseException as error:
+        if not isinstance(error, RuntimeError):  # it goes on; so it does after Ctrl-C
+            left.append(attempt)
+        raise
+
+
+os.register_at_fork(after_in_child=_left.clear)  # which has none of these threads

@@ -26,6 +26,7 @@ from gradwire._bootstrap.mesh import AddressInfo, Mesh
 from gradwire._bootstrap.store import Address, StoreClient
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.survivor_links import MessageKind, SurvivorLinks, View
+from gradwire._errors import RendezvousError
 from ranks import LIMIT, eventually
 
 
@@ -105,6 +106,35 @@ def test_a_rank_that_serves_a_store_finds_the_next_one() -> None:
                 StoreClient(second, job.name, SECRET.encode(), limit)
             ) as client:
                 assert client.get(key_of(job.name), 10)
+
+
+class Slate:
+    """A store of one value; a `found` that is an error is raised instead."""
+
+    def __init__(self, found: bytes | Exception) -> None:
+        self.found, self.written = found, False
+
+    def get(self, _: str, __: float) -> bytes:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+    def set(self, _: str, __: bytes) -> None:
+        self.written = True
+
+
+def test_a_sign_that_nobody_could_read_is_replaced_only_where_the_store_answers() -> None:
+    """Else it would be written, once the store goes on, over one of a later communicator."""
+    silent = Slate(RendezvousError("has not answered"))
+    with gradwire.init(rank=0, size=1) as comm, contextlib.closing(open_door(comm._mesh)) as door:
+        sign = Sign(AddressInfo("", "", (), "", "::1", 0), 0, 0, None)
+        with pytest.raises(RendezvousError, match="has not answered"):
+            door._replace_sign(silent, sign)  # type: ignore[arg-type]
+        assert not silent.written
+        for found in (TimeoutError("nobody set it"), b"not a sign"):
+            slate = Slate(found)
+            door._replace_sign(slate, sign)  # type: ignore[arg-type]
+            assert slate.written
 
 
 class SilentHost:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 import gradwire
@@ -76,3 +77,32 @@ def test_a_store_that_is_stopped_does_not_answer() -> None:
         with pytest.raises(RendezvousError, match=r"has not answered for 0\.1 s"):
             read("key", 0)
         os.kill(pid, signal.SIGCONT)
+
+
+def test_a_store_that_is_stopped_first_is_not_reached_in_time() -> None:
+    """Attempts end by their deadlines, on one thread in sum, whose client the next one gets."""
+
+    def threads() -> int:
+        return sum(each.name == "gradwire-torch-store" for each in threading.enumerate())
+
+    eventually(lambda: threads() == 0)
+    with agent() as (pid, port):
+        store = f"torch://127.0.0.1:{port}"
+        os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: state_of(pid) == "T")
+        for _ in range(3):
+            with (
+                pytest.raises(RendezvousError, match=r"could not reach .* within 0\.5 s"),
+                reader_of(store, "run", None, Deadline(0.5), LIMIT),
+            ):
+                pass
+            assert threads() <= 1
+        with pytest.raises(RendezvousError, match=r"within 0\.5 s"):
+            gradwire.join(store=store, secret=SECRET, timeout=0.5)
+        os.kill(pid, signal.SIGCONT)
+        with (
+            reader_of(store, "run", None, Deadline(LIMIT), LIMIT) as read,
+            pytest.raises(TimeoutError, match="nobody set key"),
+        ):
+            read("key", 0)
+    eventually(lambda: threads() == 0)
