@@ -47,6 +47,12 @@ class Watched {
   exec::Ranks& users() { return users_; }
   // In the rank's next wait, as by Ctrl-C.
   void interrupt(Rank rank) { interrupted_ = rank; }
+  void lose_messages() { loopback_.abort("lost"); }
+  // For the rank's stream, as a host that wants the results.
+  void wait_and_require_success(Rank rank) {
+    simulated_api().synchronize(stream(rank));
+    (*this)[rank].require_success();
+  }
   Stream stream(Rank rank) { return streams_[static_cast<std::size_t>(rank)]->get(); }
   GpuFaultMonitor& operator[](Rank rank) { return *monitors_[static_cast<std::size_t>(rank)]; }
 
@@ -161,6 +167,42 @@ TEST(GpuFaultMonitor, ARankThatKernelsWaitForInVainIsATimeout) {
   });
   expect_all<Timeout>(thrown, 2, 2);
   for (Rank r : {0, 1}) simulated_api().synchronize(ranks.stream(r));
+}
+
+// Bytes never came: the stream ends all the same, and tells nothing of it.
+TEST(GpuFaultMonitor, AStreamThatEndsAfterALossHasNoResults) {
+  for (std::string_view algorithm : {"direct", "ring"}) {
+    Watched ranks(3, /*by_ipc=*/true);
+    const auto call = [&](Rank r) { ranks.call(r, 10, ReduceOp::kSum, algorithm); };
+    const auto good = ranks.outcomes([&](Rank r) {
+      call(r);
+      ranks.wait_and_require_success(r);
+    });
+    for (const auto& each : good) EXPECT_FALSE(each);
+    const auto enqueued = ranks.outcomes([&](Rank r) {
+      if (r != 1) call(r);
+    });
+    for (const auto& each : enqueued) EXPECT_FALSE(each) << "no rank has failed yet";
+    ranks.side().vanish(1);
+    ranks.outcomes([&](Rank r) {  // rank 1 lives on as a thread, and may blame another
+      if (r == 1) return;
+      EXPECT_THROW(ranks.wait_and_require_success(r), TransportError);
+    });
+  }
+}
+
+// The monitor rests after the call, so nobody else can have looked.
+TEST(GpuFaultMonitor, SuccessAsksTheMessagesThemselves) {
+  Watched ranks(2);
+  ranks.outcomes([&](Rank r) {
+    ranks.call(r);
+    ranks[r].finish(10);
+    ranks.wait_and_require_success(r);
+  });
+  ranks.lose_messages();
+  EXPECT_NO_THROW(ranks[0].require_alive());
+  EXPECT_THROW(ranks.wait_and_require_success(0), Aborted);
+  EXPECT_THROW(ranks[0].require_alive(), Aborted) << "the failure is for good";
 }
 
 TEST(GpuFaultMonitor, AbortEndsEverybody) {
