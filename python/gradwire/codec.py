@@ -313,6 +313,9 @@ class Codec(abc.ABC):
     def __str__(self) -> str:
         return self.name or type(self).__name__
 
+    def __repr__(self) -> str:  # no address, since ranks compare their settings
+        return f"<codec {self}>"
+
 
 _VALUES: dict[Any, Callable[[str], object]] = {
     "int | None": int,

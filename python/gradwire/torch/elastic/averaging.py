@@ -136,7 +136,9 @@ class Averager:
             raise error
 
     def end(self, committed: bool) -> None:
-        """Keeps the step's changes of residuals, or undoes them."""
+        """Keeps the step's changes of residuals, or undoes them, once its calls are over."""
+        self._wait_for(self._to_round)
+        self._wait_for(self._works)
         if self._open and self._residuals is not None:
             self._residuals.end_step(committed)
         self._open = False

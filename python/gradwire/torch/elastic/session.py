@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire._base import arguments
 from gradwire._communicator import Communicator
-from gradwire._errors import Aborted, InvalidArgument, Timeout, TransportError
+from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
 from gradwire._feedback import ErrorFeedback
 from gradwire._launch.restarted import joined, joins
 from gradwire.torch._step.defaults import Model, settings
@@ -122,15 +122,19 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         """Ends this rank's part; after an error of its own the others go on without it."""
-        self._averager.end(False)
-        self._averager.close()
         comm = self._comm
-        if comm is None:
-            return
-        if error is not None and not comm.closed:
+        if comm is not None and error is not None and not comm.closed:
             comm.abort(f"{type(error).__name__} in the training loop")
-        if self._owns:
-            comm.close()
+        try:
+            self._averager.end(False)
+        except Error as problem:
+            if error is None:
+                raise
+            _log.debug("the step that %s broke off: %s", type(error).__name__, problem)
+        finally:
+            self._averager.close()
+            if comm is not None and self._owns:
+                comm.close()
 
     def __iter__(self) -> Iterator[Any]:
         """Yields batches until all samples are taken; every rank must iterate."""
