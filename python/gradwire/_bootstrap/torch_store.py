@@ -105,7 +105,7 @@ class TorchStore:
 
 
 class _Answer:
-    """What a function returns or raises, on a thread that is left behind if that takes longer."""
+    """The outcome of a function, on a thread that is left behind if that takes longer."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         """Calls the function."""
