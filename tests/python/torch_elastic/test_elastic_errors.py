@@ -85,10 +85,19 @@ def training_with_own_codec(calls: int) -> int | str:
     model, session = made(comm, codec=Whole(calls), feedback=False, min_ranks=2)
     try:
         return trained(model, session).steps
-    except gradwire.TransportError as error:
+    except gradwire.Error as error:
         return f"{session.steps} {session.changes} {error}"
 
 
 def test_an_own_codec_trains() -> None:
     assert repr(Whole(1)) == "<codec Whole>"  # without an address
     assert torch_ranks.run(2, training_with_own_codec, 1 << 20) == [8, 8]
+
+
+def test_a_step_that_always_fails_ends_the_training_on_all_ranks() -> None:
+    for told in torch_ranks.run(2, training_with_own_codec, 6):
+        steps, changes, *_ = str(told).split()
+        assert 0 < int(steps) < 8
+        assert int(changes) == 4
+        assert "no rank is lost, 4 times" in str(told)
+        assert "cannot decode" in str(told)

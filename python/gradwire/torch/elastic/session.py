@@ -31,6 +31,7 @@ from gradwire.torch.elastic.sampling import CONSTANT, Part, Sampler, require_way
 from gradwire.torch.elastic.transfer import share
 
 FAILURES = (TransportError, Timeout, Aborted)  # after which the others go on
+_MOST_REPEATS = 4  # of a step that breaks off though no rank is lost
 
 _log = logging.getLogger("gradwire")
 
@@ -72,6 +73,8 @@ class Session:
         self._is_last = self._has_backward = False
         self._samples = 0  # of the step under way, on all ranks
         self._is_under_way = False  # a step
+        self._failure: Exception | None = None  # since the last step that was committed
+        self._repeats = 0
 
     @property
     def communicator(self) -> Communicator:
@@ -175,7 +178,7 @@ class Session:
         failed, forms the next communicator of the others, for which it may wait.
 
         Raises RendezvousError when too few ranks are left, and Error when none of them has the
-        state.
+        state, or when the same step fails again and again though no rank is lost.
         """
         if self._part is None or not self._has_backward:
             raise InvalidArgument("call backward(loss) for the batch, and then commit(), once")
@@ -236,6 +239,7 @@ class Session:
             call()
         except FAILURES as error:
             _log.info("rank %d, step %d: %s", self.communicator.rank, self._steps, error)
+            self._failure = error
             return False
         return True
 
@@ -245,6 +249,7 @@ class Session:
         self._prepared = False
         if committed:
             self._steps += 1
+            self._failure, self._repeats = None, 0
             self._sampler.position += self._samples
             if self._rates is not None:
                 self._rates.step()
@@ -267,6 +272,20 @@ class Session:
         least, wait = (1, 0.0) if self._ending else (self._min_ranks, self._wait)
         self._comm = comm.resize(wait=wait, min_ranks=least)
         self._changes += 1
+        self._require_progress(self._comm.size == comm.size)
+
+    def _require_progress(self, same: bool) -> None:
+        """Raises Error where a step has failed too often with the same ranks, alike on all."""
+        self._repeats = self._repeats + 1 if same and self._failure is not None else 0
+        if not self._repeats:
+            return
+        what = f"rank {self.communicator.rank}: step {self._steps} failed, but no rank is lost"
+        _log.warning("%s: %s", what, self._failure)
+        if self._repeats == _MOST_REPEATS:
+            raise Error(
+                f"{what}, {_MOST_REPEATS} times: {self._failure} (on a slow network give the "
+                "session a longer timeout=)"
+            ) from self._failure
 
     def _meet(self) -> bool:
         """Reports to the other ranks, and does what all decide; returns False if one failed.
@@ -279,6 +298,7 @@ class Session:
             reports = [Report(*each) for each in comm.all_gather_object(tuple(own))]
         except FAILURES as error:
             _log.info("rank %d lost another one while they met: %s", comm.rank, error)
+            self._failure = error
             return False
         decision = decide(reports)
         self._settle(committed=comm.rank in decision.commits)
@@ -301,6 +321,7 @@ class Session:
             self._share(comm, news)
         except FAILURES as error:
             _log.info("rank %d lost another one between steps: %s", comm.rank, error)
+            self._failure = error
             return False
         self._news = None
         return True
