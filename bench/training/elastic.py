@@ -92,7 +92,7 @@ def main() -> int:
     )
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 25, 100], help="parameters")
     ways = ["shm", "1gbit", "torchrun"]
-    others = ["1gbit-fp16", "1gbit-int8", "torchft", "torchft-1s"]
+    others = ["1gbit-fp16", "1gbit-int8", "1gbit-onebit", "torchft", "torchft-1s"]
     parser.add_argument("--ways", nargs="+", choices=[*ways, *others], default=ways)
     parser.add_argument("--repeats", type=int, default=3, help="losses of a case")
     parser.add_argument("--only", choices=("changes", "cost"), help="one half of it")
