@@ -132,14 +132,7 @@ def _trained(setting: Setting) -> dict[str, bool]:
     """Steps of SGD: replicas stay equal, and losses are fed back where the codec has them."""
     ddp = _wrapped(_model(setting), setting)
     state = _register(ddp, setting)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    losses = []
-    for step in range(4 * _STEPS):
-        optimizer.zero_grad()
-        loss = _loss(ddp, setting, step % 2)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = _losses(ddp, setting, lr=0.05)
     found = {"the loss falls": losses[-1] < losses[0], "replicas are equal": _replicas_equal(ddp)}
     if setting.device != "cpu":
         gpu = state.communicator._gpu
@@ -151,6 +144,19 @@ def _trained(setting: Setting) -> dict[str, bool]:
         found["residuals are kept"] = len(norms) > 0 and max(norms) > 0
     state.close()
     return found
+
+
+def _losses(ddp: DDP, setting: Setting, lr: float) -> list[float]:
+    """Of steps of SGD."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
+    losses = []
+    for step in range(4 * _STEPS):
+        optimizer.zero_grad()
+        loss = _loss(ddp, setting, step % 2)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def _replicas_equal(ddp: DDP) -> bool:
@@ -194,14 +200,7 @@ def _with_momentum(setting: Setting) -> dict[str, bool]:
     """Steps with momentum and clipping in the hook."""
     ddp = _wrapped(_model(setting), setting)
     state = _register(ddp, setting, momentum=gradwire.torch.Momentum(0.9), clip_norm=1.0)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
-    losses = []
-    for step in range(4 * _STEPS):
-        optimizer.zero_grad()
-        loss = _loss(ddp, setting, step % 2)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = _losses(ddp, setting, lr=0.02)
     state.close()
     return {
         "momentum: the loss falls": losses[-1] < losses[0],

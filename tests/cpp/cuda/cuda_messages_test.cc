@@ -271,19 +271,44 @@ TEST(HostTurns, RunInTheOrderOfTheCalls) {
   EXPECT_TRUE(std::ranges::is_sorted(order));
 }
 
+// Messages within a host, which notes whether a stream had gone on when they were aborted.
+class WithinHost final : public Messages {
+ public:
+  explicit WithinHost(const std::atomic<bool>& is_over) : is_over_(is_over) {}
+  std::string_view name() const noexcept override { return "within"; }
+  void begin() override {}
+  void send(const std::byte*, std::size_t, Rank, std::span<const Slotted>) override {}
+  void receive(std::byte*, std::size_t, Rank, std::span<const Slotted>) override {}
+  void end(Stream) override {}
+  void check() override {}
+  void abort() noexcept override {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // for a stream that goes on
+    EXPECT_FALSE(is_over_);
+    was_aborted = true;
+  }
+  bool was_aborted = false;
+
+ private:
+  const std::atomic<bool>& is_over_;
+};
+
 // What other Messages carry must not go on with bytes that never came.
 TEST(HostMessages, LetNothingGoOnAfterAFailureBeforeTheOthersAreAborted) {
   const Api& api = simulated_api();
   exec::Ranks carriers(2);
   HostTurns turns(api);
   const OwnedStream stream(api);
-  HostMessages messages(api, carriers[0], 10, turns);
-  messages.join_others();
+  std::atomic<bool> is_over = false;
+  auto within = std::make_unique<WithinHost>(is_over);
+  const WithinHost& its = *within;
+  std::vector<std::unique_ptr<Messages>> ways;
+  ways.push_back(std::make_unique<HostMessages>(api, carriers[0], 10, turns));
+  ways.push_back(std::move(within));
+  RoutedMessages messages(std::move(ways), {{}, {0, 1}});
   DeviceBytes bytes(8);
   messages.begin();
   messages.receive(bytes.data(), 8, 1, {});
   messages.end(stream.get());
-  std::atomic<bool> is_over = false;
   std::thread device([&] {
     api.synchronize(stream.get());
     is_over = true;
@@ -298,10 +323,9 @@ TEST(HostMessages, LetNothingGoOnAfterAFailureBeforeTheOthersAreAborted) {
     return false;
   };
   while (!has_failed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  EXPECT_FALSE(is_over);
   messages.abort();
   device.join();
+  EXPECT_TRUE(its.was_aborted);
 }
 
 // A group behind a function of the host that does not end: its messages may not be destroyed, and

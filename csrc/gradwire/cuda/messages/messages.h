@@ -93,9 +93,9 @@ class Messages {
   // more: memory that ranks share is free. Called before destruction, if at all.
   virtual void part() noexcept {}
 
-  // Says that other Messages carry parts of the same rounds (messages_routed.h). Where these here
-  // fail, what is enqueued goes on only once all have been aborted, or after some seconds: so
-  // nothing hands other ranks bytes that never came.
+  // Says that other Messages carry parts of the same rounds (messages_routed.h). Where these fail,
+  // what is enqueued goes on only after abort(), or some seconds, so that the others can be aborted
+  // before: nothing then hands other ranks bytes that never came.
   virtual void join_others() noexcept {}
 
   // Sets a word that devices can read and that outlives this. Before enqueued work goes on without

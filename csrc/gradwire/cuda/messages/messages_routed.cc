@@ -1,6 +1,7 @@
 #include "gradwire/cuda/messages/messages_routed.h"
 
 #include <algorithm>
+#include <ranges>
 
 namespace gradwire::cuda {
 
@@ -38,9 +39,9 @@ void RoutedMessages::check() {
   for (const auto& each : ways_) each->check();
 }
 
-// The CPU transports are the last: what waits for their abort finds the others aborted.
+// The first way last: what waits for its abort then finds the others aborted.
 void RoutedMessages::abort() noexcept {
-  for (const auto& each : ways_) each->abort();
+  for (const auto& each : std::views::reverse(ways_)) each->abort();
 }
 
 bool RoutedMessages::rest() noexcept {

@@ -19,8 +19,8 @@ class RoutedMessages final : public Messages {
     Rank rank = kNowhere;  // the peer's rank in that transport
     static constexpr Rank kNowhere = -1;
   };
-  // All ranks list the same kinds of transport in the same order. `routes` is indexed by peer; this
-  // rank's own entry is not used.
+  // All ranks list the same kinds of transport in the same order, the one between hosts first.
+  // `routes` is indexed by peer; this rank's own entry is not used.
   RoutedMessages(std::vector<std::unique_ptr<Messages>> ways, std::vector<Route> routes);
 
   std::string_view name() const noexcept override { return name_; }
