@@ -1,8 +1,10 @@
 # Everything from a fresh machine with Python >= 3.10 and g++:
-#   make demo      set up, train a small network on 4 ranks, locally and over a slow link, print tables
-#   make test      set up, run the tests
+#   make demo      set up, train a small network on 4 ranks, over a slow link and locally, print tables
+#   make test      set up, run the tests, C++ and Python
 #   make nightly   what takes longer: see CONTRIBUTING.md
+#   make fresh-clone  time `make demo` and `make test` as a new user would run them
 #   make test-under-load  `make test` TIMES=5 times, beside four busy loops and a memory hog
+#   make cuda      the CUDA part for one architecture, and its tests; needs nvcc, but no GPU
 #   make cuda12    the CUDA part for drivers of CUDA 12
 #   make arm64     the C++ tests, compiled for ARM64 and run by qemu
 #   make test-rdma the tests over RDMA, in a virtual machine that has a device
@@ -33,7 +35,7 @@ COUNT ?= 1000
 TIMES ?= 5
 # Tests that run at once: they wait for each other's ranks most of the time.
 JOBS ?= $(shell echo $$(($(shell nproc) * 3)))
-CTEST := ctest --output-on-failure -j $(JOBS) --test-dir
+CTEST := ctest --output-on-failure --no-tests=error -j $(JOBS) --test-dir
 # Modules are compiled when they are first imported: most of torch's never are.
 PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -43,34 +45,36 @@ NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/* csr
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' \
   'tests/*.cc' 'bench/*.h' 'bench/*.cc')
 
-.PHONY: demo test test-cpp test-python nightly test-under-load test-rdma test-ray test-trainers \
-  test-torch test-torch-suites bench docs lint lint-check \
-  wheel check-wheel cuda12 arm64 \
-  sanitize sanitize-build faults faults-training faults-serve faults-elastic \
+.PHONY: demo test test-cpp test-python nightly fresh-clone test-under-load test-rdma test-ray \
+  test-trainers test-torch test-torch-suites bench docs lint lint-check wheel check-wheel cuda cuda12 \
+  arm64 sanitize sanitize-build faults faults-training faults-serve faults-elastic \
   faults-elastic-training fuzz fuzz-build build tools clean
 demo: build
 	$(BIN)/python -m bench.training.demo $(ARGS)
 
 test: test-cpp test-python
 
-# CPP=regex chooses fewer tests, which are compiled one by one then, unless TESTS=TOGETHER.
-CPP ?= .
-TESTS ?= $(if $(filter .,$(CPP)),TOGETHER,ON)
+# CPP_TESTS=regex chooses fewer tests, which are compiled one by one then. (CPP is make's own.)
+CPP_TESTS ?= .
 test-cpp: $(BUILT) .system-packages
 	@echo "== C++ tests"
-	cmake -S . -B build/release -DGRADWIRE_TESTS=$(TESTS) >/dev/null
-	ninja -C build/release $(if $(filter-out .,$(CPP)),extension $(call tests_named,build/release,$(CPP)))
-	$(CTEST) build/release -R '$(CPP)'
+	cmake -S . -B build/release -DGRADWIRE_TESTS=$(if $(filter .,$(CPP_TESTS)),TOGETHER,ON) >/dev/null
+	ninja -C build/release $(if $(filter-out .,$(CPP_TESTS)),extension $(call tests_named,build/release,$(CPP_TESTS)))
+	$(CTEST) build/release -R '$(CPP_TESTS)'
 
-test-python: build
+# NIGHTLY=1: also those that are marked so, or named in tests/python/nightly.txt.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+QUICK := $(if $(NIGHTLY),,-m 'not nightly')
+test-python: build $(VENV)/test-packages
 	cmake -S . -B build/release -DGRADWIRE_SIMULATED_CUDA=ON -DGRADWIRE_BENCH=ON >/dev/null
 	ninja -C build/release simulated_cuda gpu_kernels gpu_jobs
 	@echo "== Python tests"
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(PYTEST) $(QUICK) $(ARGS)
 
 # What takes too long for every change, beside what `make test` runs. SEED: of `make faults`.
 nightly:
-	$(MAKE) test
+	$(MAKE) fresh-clone
+	$(MAKE) test NIGHTLY=1
 	$(MAKE) faults
 	$(MAKE) faults-training COUNT=100
 	$(MAKE) faults-serve COUNT=200
@@ -83,13 +87,27 @@ nightly:
 	$(MAKE) cuda12
 	$(MAKE) test-ray
 	$(MAKE) test-trainers
-	$(MAKE) test-torch-suites
+	$(MAKE) test-torch-suites NIGHTLY=1
 	$(MAKE) test-torch TORCH=$(OLDEST_TORCH)
 	$(MAKE) test-torch TORCH=$(NEWEST_TORCH)
 	$(MAKE) arm64
 
+fresh-clone:
+	$(PYTHON) tests/fresh_clone.py
+
+# One architecture: others only repeat the compiler's last steps, and nothing here runs what is optimised.
+CUDA_BUILD := build/cuda
+cuda: build $(VENV)/test-packages
+	@echo "== Building the CUDA part"
+	cmake -G Ninja -S . -B $(CUDA_BUILD) -DGRADWIRE_PYTHON=OFF -DGRADWIRE_CUDA=ON \
+	  -DCMAKE_CUDA_ARCHITECTURES=80 \
+	  -DCMAKE_CUDA_FLAGS=$$(nvcc --help | grep -q Ofast-compile && echo --Ofast-compile=max) >/dev/null
+	ninja -C $(CUDA_BUILD) gradwire_cuda_plugin
+	.ci/cuda-built $(CUDA_BUILD)
+	GRADWIRE_CUDA_SO=$(CUDA_BUILD)/libgradwire_cuda.so $(BIN)/python -m pytest -q tests/python/gpus/test_cuda_build.py
+
 # The CUDA part for drivers of CUDA 12, which must load and export what nvcc's does.
-cuda12: build
+cuda12: build $(VENV)/test-packages
 	.ci/cuda12 $(BIN)/python build/cuda12/out
 	GRADWIRE_CUDA_SO=build/cuda12/out/libgradwire_cuda.so $(BIN)/python -m pytest -q tests/python/gpus/test_cuda_build.py
 
@@ -131,8 +149,8 @@ test-trainers:
 
 # Torch's warnings are its own affair. Each worker imports torch's suites, which takes most of the time
 # of a few tests: those go faster with JOBS=2.
-test-torch-suites: build
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -W default tests/torch_suites $(ARGS)
+test-torch-suites: build $(VENV)/test-packages
+	$(PYTEST) $(QUICK) -W default tests/torch_suites $(ARGS)
 
 # In an environment of its own, of several gigabytes unless pip finds a CPU build: PyPI has them for
 # ARM64 only, so PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves most of it.
@@ -147,25 +165,25 @@ test-torch:
 	  tests/python/torch_backend tests/python/torch_hook $(ARGS)
 
 # SEED=… repeats a run; ARGS="--only N" one case of it.
-faults: build
+faults: build $(VENV)/test-packages
 	PYTHONPATH=tests $(BIN)/python -m faults --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # The same in training over the backend of torch.distributed.
-faults-training: build
+faults-training: build $(VENV)/test-packages
 	PYTHONPATH=tests $(BIN)/python -m faults.training --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # Servers and clients of a parameter server.
-faults-serve: build
+faults-serve: build $(VENV)/test-packages
 	PYTHONPATH=tests $(BIN)/python -m faults.serving --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-faults-elastic: build
+faults-elastic: build $(VENV)/test-packages
 	PYTHONPATH=tests $(BIN)/python -m faults.elastic --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-faults-elastic-training: build
+faults-elastic-training: build $(VENV)/test-packages
 	PYTHONPATH=tests:tests/python/support $(BIN)/python -m faults.elastic_training --count $(COUNT) \
 	  $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-bench: build
+bench: build $(VENV)/test-packages
 	$(BIN)/python -m pytest bench/collectives --benchmark-only $(ARGS)
 
 # Of the installed package: the reference comes from its docstrings.
@@ -187,14 +205,16 @@ wheel: $(VENV)/wheelwrights
 WHEEL_TESTS := $(addsuffix .py,$(addprefix tests/python/,calls/test_collectives calls/test_error_texts \
   compression/test_feedback compression/test_python_codecs failures/test_closing failures/test_faults \
   torch_hook/test_torch_hook))
-check-wheel: wheel $(VENV)/packages
+check-wheel: wheel $(VENV)/test-packages
 	.ci/check-wheel $(BIN)/python dist/*.whl $(WHEEL_TESTS)
 
 $(VENV)/wheelwrights: $(VENV)/tools
 	$(PIP) $$($(BIN)/python .ci/requirements.py wheel)
 	@touch $@
 
-build: $(VENV)/packages $(BUILT)
+# The compiler runs while packages are installed.
+build: $(VENV)/tools
+	@$(MAKE) --no-print-directory -j2 $(VENV)/packages $(BUILT)
 
 # Its libraries are those of the C++ tests.
 $(BUILT): $(VENV)/tools $(NATIVE)
@@ -204,6 +224,11 @@ $(BUILT): $(VENV)/tools $(NATIVE)
 
 $(VENV)/packages: $(VENV)/tools pyproject.toml constraints.txt
 	@echo "== Installing packages (torch's CPU build among them)"
+	$(PIP) $$($(BIN)/python .ci/requirements.py demo)
+	@touch $@
+
+$(VENV)/test-packages: $(VENV)/packages
+	@echo "== Installing packages for tests and benchmarks"
 	$(PIP) $$($(BIN)/python .ci/requirements.py torch plot demo bench test)
 	@touch $@
 
@@ -253,7 +278,7 @@ sanitize-build: .address
 	@echo "== Building the C++ tests for the sanitizers"
 	ninja -C build/address $(call tests_named,build/address,$(ADDRESS))
 	cmake -G Ninja -S . -B build/thread -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON \
-	  -DGRADWIRE_TEST_CUDA=OFF -DGRADWIRE_SANITIZE=thread -DCMAKE_UNITY_BUILD=ON \
+	  -DGRADWIRE_TEST_CUDA=OFF -DGRADWIRE_SANITIZE=thread \
 	  -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
 	ninja -C build/thread $(call tests_named,build/thread,$(THREAD))
 
@@ -273,7 +298,7 @@ fuzz-build: .address
 .address: tools
 	cmake -G Ninja -S . -B build/address -DCMAKE_CXX_COMPILER=$(CLANG) -DGRADWIRE_PYTHON=OFF \
 	  -DGRADWIRE_TESTS=ON -DGRADWIRE_TEST_CUDA=$(SANITIZE_CUDA) -DGRADWIRE_FUZZ=ON \
-	  -DCMAKE_UNITY_BUILD=ON -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
+	  -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 >/dev/null
 
 $(VENV)/fuzzer: $(VENV)/packages
 	$(PIP) $$($(BIN)/python .ci/requirements.py fuzz)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import secrets
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from faults.cases import KINDS, make_case
 from faults.judge import bit, latency, problems
+from faults.options import add_choice, campaign_parser, numbers_of
 from faults.report import Result, report
 from faults.supervisor import run_case
 
@@ -25,7 +25,7 @@ def main() -> int:
     options = _options()
     print(f"seed {options.seed}: {options.count} cases, {options.jobs} at a time", flush=True)
     began = time.monotonic()
-    numbers = range(options.count) if options.only is None else [options.only]
+    numbers = numbers_of(options)
     results = _results(options, numbers)
     if options.only is None:
         _publish(options, results, time.monotonic() - began)
@@ -42,11 +42,8 @@ def _publish(options: argparse.Namespace, results: list[Result], seconds: float)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
-    parser.add_argument("--count", type=int, default=200, help="cases to run")
-    parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of all cases")
-    parser.add_argument("--jobs", type=int, default=3 * (os.cpu_count() or 1), help="at a time")
-    parser.add_argument("--only", type=int, metavar="CASE", help="this one, and show all ranks")
+    parser = campaign_parser("faults", __doc__, count=200)
+    add_choice(parser, jobs=3 * (os.cpu_count() or 1))
     parser.add_argument("--kind", choices=KINDS, help="this kind of fault in every case")
     parser.add_argument("--report", metavar="FILE", help="where to write the table, too")
     return parser.parse_args()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import functools
@@ -31,6 +30,7 @@ from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.survivor_links import SurvivorLinks
 
 from faults.elastic_cases import KINDS, Case, Event, make_case
+from faults.options import add_choice, campaign_parser, numbers_of
 from faults.ranks import die_with_parent
 
 _SECRET = "0123456789abcdef"
@@ -334,15 +334,12 @@ def _judged(seed: int, number: int) -> Result:
 
 def main() -> int:
     """Runs the command; returns 0 when nothing went wrong."""
-    parser = argparse.ArgumentParser(prog="python -m faults.elastic", description=__doc__)
-    parser.add_argument("--count", type=int, default=100, help="cases to run")
-    parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of all cases")
-    parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="at a time")
-    parser.add_argument("--only", type=int, metavar="CASE", help="this one")
+    parser = campaign_parser("faults.elastic", __doc__, count=100)
+    add_choice(parser, jobs=2 * (os.cpu_count() or 1))
     options = parser.parse_args()
     print(f"seed {options.seed}: {options.count} cases, {options.jobs} at a time", flush=True)
     began = time.monotonic()
-    numbers = range(options.count) if options.only is None else [options.only]
+    numbers = numbers_of(options)
     fork = multiprocessing.get_context("fork")
     results = []
     with ProcessPoolExecutor(options.jobs, fork, max_tasks_per_child=None) as pool:

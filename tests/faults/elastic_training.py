@@ -10,15 +10,15 @@ same bits, also those that die then.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
-import secrets
 import sys
 import time
 from collections import Counter
 
 from elastic_team import Member, Plan, Team
+
+from faults.options import campaign_parser
 
 LEAST, MOST = 2, 5
 EVENTS = ("kill", "kill two", "stop", "join", "kill joiner", "kill and join")
@@ -109,9 +109,7 @@ def _job(seed: int, first: int, last: int, counts: Counter[str], gpu: bool) -> l
 
 def main() -> int:
     """Runs the command; returns 0 when nothing went wrong."""
-    parser = argparse.ArgumentParser(prog="python -m faults.elastic_training", description=__doc__)
-    parser.add_argument("--count", type=int, default=100, help="cases to run")
-    parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of all cases")
+    parser = campaign_parser("faults.elastic_training", __doc__, count=100)
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first case")
     parser.add_argument("--gpu", action="store_true", help="with models on simulated GPUs")
     options = parser.parse_args()

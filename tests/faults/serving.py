@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
 import multiprocessing
@@ -22,6 +21,7 @@ from gradwire._bootstrap.launch_info import DEFAULT_JOB
 from gradwire._bootstrap.store import parse_address
 from gradwire._bootstrap.store_server import StoreServer
 
+from faults.options import add_choice, campaign_parser, numbers_of
 from faults.serving_cases import CLIENTS, SHARDS, Case, make_case
 from faults.serving_judge import problems
 from faults.serving_processes import Client, Process, server
@@ -180,13 +180,10 @@ def _numbered(seed: int, number: int) -> Result:
 
 def main() -> int:
     """Runs the command; returns 0 when nothing went wrong."""
-    parser = argparse.ArgumentParser(prog="python -m faults.serving", description=__doc__)
-    parser.add_argument("--count", type=int, default=200, help="cases to run")
-    parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of all cases")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time")
-    parser.add_argument("--only", type=int, metavar="CASE", help="this one")
+    parser = campaign_parser("faults.serving", __doc__, count=200)
+    add_choice(parser, jobs=os.cpu_count() or 1)
     options = parser.parse_args()
-    numbers = range(options.count) if options.only is None else [options.only]
+    numbers = numbers_of(options)
     print(f"seed {options.seed}: {len(numbers)} cases, {options.jobs} at a time", flush=True)
     began = time.monotonic()
     results = []

@@ -5,8 +5,6 @@ Four ranks train on one group or on a 2-D mesh; see `torch_cases`.
 
 from __future__ import annotations
 
-import argparse
-import secrets
 import sys
 import time
 from collections import defaultdict
@@ -14,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from torch_cases import Case, make_case, outcomes, problems
+
+from faults.options import add_choice, campaign_parser, numbers_of
 
 
 class _Result(NamedTuple):
@@ -33,13 +33,10 @@ def _judged(case: Case) -> _Result:
 
 def main() -> int:
     """Runs the command; returns 0 when nothing went wrong."""
-    parser = argparse.ArgumentParser(prog="python -m faults.training", description=__doc__)
-    parser.add_argument("--count", type=int, default=100, help="cases to run")
-    parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of all cases")
-    parser.add_argument("--jobs", type=int, default=2, help="at a time")
-    parser.add_argument("--only", type=int, metavar="CASE", help="this one")
+    parser = campaign_parser("faults.training", __doc__, count=100)
+    add_choice(parser, jobs=2)
     options = parser.parse_args()
-    numbers = range(options.count) if options.only is None else [options.only]
+    numbers = numbers_of(options)
     print(f"seed {options.seed}: {len(numbers)} cases, {options.jobs} at a time", flush=True)
     began = time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:

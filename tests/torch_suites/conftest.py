@@ -17,8 +17,15 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the processors
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks all tests but those that their module's QUICK names; raises UsageError for other names."""
+    modules = {item.module: set(getattr(item.module, "QUICK", ())) for item in items}
     for item in items:
-        quick = getattr(item.module, "QUICK", None)
-        if quick is not None and item.name not in quick:
+        quick = modules[item.module]
+        if quick and item.name not in quick:
             item.add_marker(pytest.mark.nightly)
+    if any("::" in each for each in config.args):
+        return
+    stale = set().union(*modules.values()) - {item.name for item in items}
+    if stale:
+        raise pytest.UsageError(f"QUICK names no test: {', '.join(sorted(stale))}")
