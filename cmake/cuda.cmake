@@ -1,10 +1,26 @@
 # gradwire's CUDA part, libgradwire_cuda.so, which the core loads from beside itself when a GPU is
 # first asked for. nvcc compiles it; the rest is the same with and without.
-set(GRADWIRE_CUDA AUTO CACHE STRING "Build the CUDA part: AUTO (where there is nvcc), ON or OFF")
+# Compiling it takes longer than the rest, so AUTO leaves it out where nothing could run it.
+set(asked AUTO)
+if(DEFINED ENV{GRADWIRE_CUDA})
+  set(asked $ENV{GRADWIRE_CUDA})
+endif()
+set(GRADWIRE_CUDA ${asked} CACHE STRING
+    "Build the CUDA part: AUTO (where there is nvcc, and a GPU or its driver), ON or OFF")
 set_property(CACHE GRADWIRE_CUDA PROPERTY STRINGS AUTO ON OFF)
 if(NOT GRADWIRE_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "GRADWIRE_CUDA is '${GRADWIRE_CUDA}'; use AUTO, ON or OFF")
 endif()
+
+# Sets why_not: empty, or why nothing here could run the CUDA part.
+function(gradwire_find_driver why_not)
+  find_library(GRADWIRE_LIBCUDA NAMES libcuda.so.1 PATHS /usr/lib/wsl/lib NO_CACHE)
+  set(${why_not} "" PARENT_SCOPE)
+  if(NOT GRADWIRE_LIBCUDA AND NOT EXISTS /dev/nvidiactl)
+    set(${why_not} "no NVIDIA GPU or driver is found (GRADWIRE_CUDA=ON builds it all the same)"
+        PARENT_SCOPE)
+  endif()
+endfunction()
 
 # Sets CMAKE_CUDA_COMPILER and, unless somebody chose, CMAKE_CUDA_ARCHITECTURES; why_not: empty, or
 # why that can't be.
@@ -49,7 +65,13 @@ if(GRADWIRE_CUDA STREQUAL "OFF")
 elseif(GRADWIRE_SANITIZE)
   set(cuda_why_not "sanitizers don't instrument GPUs; they see tests/simulated_cuda")
 else()
-  gradwire_find_nvcc(cuda_why_not)
+  set(cuda_why_not "")
+  if(GRADWIRE_CUDA STREQUAL "AUTO")
+    gradwire_find_driver(cuda_why_not)
+  endif()
+  if(NOT cuda_why_not)
+    gradwire_find_nvcc(cuda_why_not)
+  endif()
 endif()
 
 if(cuda_why_not AND GRADWIRE_CUDA STREQUAL "ON")

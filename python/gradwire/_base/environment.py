@@ -75,7 +75,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     ),
     "GRADWIRE_CUDA_SO": (
         "file of gradwire's CUDA part",
-        "libgradwire_cuda.so beside the core, if it was built with nvcc",
+        "libgradwire_cuda.so beside the core, if it was built",
     ),
     "GRADWIRE_GPU_LINKS": (
         "how GPUs exchange messages: nccl, ipc, host, nccl+host or ipc+host (in a host, and "
