@@ -1,12 +1,12 @@
 # gradwire's CUDA part, libgradwire_cuda.so, which the core loads from beside itself when a GPU is
 # first asked for. nvcc compiles it; the rest is the same with and without.
 # Compiling it takes longer than the rest, so AUTO leaves it out where nothing could run it.
-set(asked AUTO)
+# The environment variable counts for more than what an earlier build in the same folder was given.
+set(about "Build the CUDA part: AUTO (where there are nvcc and a GPU or its driver), ON or OFF")
+set(GRADWIRE_CUDA AUTO CACHE STRING ${about})
 if(DEFINED ENV{GRADWIRE_CUDA})
-  set(asked $ENV{GRADWIRE_CUDA})
+  set(GRADWIRE_CUDA $ENV{GRADWIRE_CUDA} CACHE STRING ${about} FORCE)
 endif()
-set(GRADWIRE_CUDA ${asked} CACHE STRING
-    "Build the CUDA part: AUTO (where there is nvcc, and a GPU or its driver), ON or OFF")
 set_property(CACHE GRADWIRE_CUDA PROPERTY STRINGS AUTO ON OFF)
 if(NOT GRADWIRE_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "GRADWIRE_CUDA is '${GRADWIRE_CUDA}'; use AUTO, ON or OFF")

@@ -18,7 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the processors
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks all tests but those that their module's QUICK names; raises UsageError for other names."""
+    """Marks tests that their module's QUICK does not name; raises UsageError for stale names."""
     modules = {item.module: set(getattr(item.module, "QUICK", ())) for item in items}
     for item in items:
         quick = modules[item.module]
