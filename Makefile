@@ -218,25 +218,24 @@ build: $(VENV)/tools
 
 # Its libraries are those of the C++ tests.
 $(BUILT): $(VENV)/tools $(NATIVE)
-	@echo "== Building the extension"
-	$(PIP) --no-build-isolation --no-deps --config-settings=build-dir=build/release --config-settings=build.targets=extension --editable .
+	@.ci/step "Building the extension, which takes minutes" \
+	  $(PIP) --no-build-isolation --no-deps --config-settings=build-dir=build/release --config-settings=build.targets=extension --editable .
 	@touch $@
 
 $(VENV)/packages: $(VENV)/tools pyproject.toml constraints.txt
-	@echo "== Installing packages (torch's CPU build among them)"
-	$(PIP) $$($(BIN)/python .ci/requirements.py demo)
+	@.ci/step "Installing packages (torch's CPU build among them)" \
+	  $(PIP) $$($(BIN)/python .ci/requirements.py demo)
 	@touch $@
 
 $(VENV)/test-packages: $(VENV)/packages
-	@echo "== Installing packages for tests and benchmarks"
-	$(PIP) $$($(BIN)/python .ci/requirements.py torch plot demo bench test)
+	@.ci/step "Installing packages for tests and benchmarks" \
+	  $(PIP) $$($(BIN)/python .ci/requirements.py torch plot demo bench test)
 	@touch $@
 
 # What builds: scikit-build-core, pybind11, cmake and ninja, all from PyPI.
 $(VENV)/tools: pyproject.toml
-	@echo "== Making the virtual environment $(VENV)"
-	sh .ci/venv $(PYTHON) $(VENV)
-	$(PIP) cmake ninja $$($(BIN)/python .ci/requirements.py build)
+	@.ci/step "Making the virtual environment $(VENV)" sh .ci/venv $(PYTHON) $(VENV)
+	@.ci/step "Installing what builds" $(PIP) cmake ninja $$($(BIN)/python .ci/requirements.py build)
 	@touch $@
 
 # Debian's GoogleTest, for the C++ tests; installed where this user may, else named.
