@@ -272,7 +272,7 @@ class Session:
         least, wait = (1, 0.0) if self._ending else (self._min_ranks, self._wait)
         self._comm = comm.resize(wait=wait, min_ranks=least)
         self._changes += 1
-        self._require_progress(self._comm.size == comm.size)
+        self._require_progress(self._comm.size == comm.size and not self._comm.joined)
 
     def _require_progress(self, same: bool) -> None:
         """Raises Error where a step has failed too often with the same ranks, alike on all."""
