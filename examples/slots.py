@@ -1,16 +1,18 @@
 """Train in time slots: stop before a slot ends, and go on in the next one with the same bits.
 
-Run: gradwire run -n 2 --slot 40m examples/slots.py
+Run: gradwire run -n 2 --slot 20s --margin 5s examples/slots.py
 
-Two jobs share a machine if both take turns at a lock:
-gradwire run -n 2 --slot 40m --lock /tmp/machine.lock examples/slots.py first.pt
-gradwire run -n 2 --slot 40m --lock /tmp/machine.lock examples/slots.py second.pt
+Two or three such slots are enough for this training; a slot for yours may be 40m, with the margin
+of a minute that it has without --margin. Two jobs share a machine if both take turns at a lock:
+gradwire run -n 2 --slot 20s --margin 5s --lock /tmp/machine.lock examples/slots.py first.pt
+gradwire run -n 2 --slot 20s --margin 5s --lock /tmp/machine.lock examples/slots.py second.pt
 """
 
 import hashlib
 import os
 import sys
 import tempfile
+import time
 
 import gradwire.torch
 import torch
@@ -19,6 +21,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS, BATCH = 300, 32
+SECONDS = 0.05  # of a step, as a larger network would take
 checkpoint = sys.argv[1] if sys.argv[1:] else f"{tempfile.gettempdir()}/gradwire-slots.pt"
 
 dist.init_process_group("gloo")
@@ -46,6 +49,7 @@ while step < STEPS and not state.should_stop():  # on all ranks after the same s
     loss.backward()
     optimizer.step()
     step += 1
+    time.sleep(SECONDS)
 
 hook = gradwire.torch.gather_state_dict(state)  # of all ranks, on rank 0
 digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in net.parameters()))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gradwire._base import units
 from ranks import LIMIT
 
 ROOT = Path(__file__).parents[3]
@@ -32,11 +33,14 @@ def command(example: Path) -> list[str]:
 
 def run(name: str) -> str:
     """The output of the example, which must succeed."""
-    ended = subprocess.run(
-        command(ROOT / "examples" / name), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
-    )
+    return finished(command(ROOT / "examples" / name)).stdout
+
+
+def finished(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """The process of an example, which must succeed."""
+    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return ended
 
 
 def numbers(pattern: str, text: str) -> list[float]:
@@ -153,23 +157,56 @@ def test_shrink_and_go_on():
 
 @needs_torch
 def test_elastic():
-    printed = run("elastic.py")
-    found = re.findall(r"(a|the new) rank ends after step 512: weights (\w{12})\n", printed)
+    ended = finished(command(ROOT / "examples" / "elastic.py"))
+    found = re.findall(r"(a|the new) rank ends after step 512: weights (\w{12})\n", ended.stdout)
     assert sorted(who for who, _ in found) == ["a", "a", "the new"]
     assert len({weights for _, weights in found}) == 1
+    assert "no rank is lost" not in ended.stderr  # the new one came as the lost one went
+
+
+def without_slots(argv: list[str]) -> list[str]:
+    """The command without the options that begin with --, and what follows each."""
+    return [
+        each
+        for before, each in zip(["", *argv], argv, strict=False)
+        if not each.startswith("--") and not before.startswith("--")
+    ]
 
 
 @needs_torch
+@pytest.mark.long
 def test_slots():
-    assert re.search(r"step 300 of 300: weights \w{12}\n", run("slots.py"))
+    argv = without_slots(command(ROOT / "examples" / "slots.py"))
+    assert re.search(r"step 300 of 300: weights \w{12}\n", finished(argv).stdout)
+
+
+def test_a_slot_ends_within_the_training():
+    example = ROOT / "examples" / "slots.py"
+    argv = command(example)
+    slot, margin = (units.duration(argv[argv.index(each) + 1]) for each in ("--slot", "--margin"))
+    text = example.read_text()
+    (steps,) = numbers(r"\nSTEPS, BATCH = (\d+),", text)
+    (seconds,) = numbers(r"\nSECONDS = ([\d.]+)", text)
+    assert slot - margin <= steps * seconds <= 2 * (slot - margin)
+
+
+@needs_torch
+@pytest.mark.nightly
+def test_a_slot_ends_and_the_training_goes_on():
+    ended = finished(command(ROOT / "examples" / "slots.py"))
+    steps = [int(each) for each in re.findall(r"step (\d+) of 300", ended.stdout)]
+    assert len(steps) > 1
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 300
+    assert ended.stderr.count("the slot is over; the next one begins") == len(steps) - 1
 
 
 @needs_torch
 @pytest.mark.nightly
 def test_a_training_in_slots_ends_with_the_same_bits(tmp_path: Path):
     def train(checkpoint: str, **slot: str) -> tuple[int, str]:
-        argv = [*command(ROOT / "examples" / "slots.py"), str(tmp_path / checkpoint)]
-        argv = [each for each in argv if each not in ("--slot", "40m")]
+        argv = without_slots(command(ROOT / "examples" / "slots.py"))
+        argv.append(str(tmp_path / checkpoint))
         environment = {**os.environ, **slot}
         with subprocess.Popen(
             argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
