@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from gradwire._base.arguments import wrong
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire.torch._step.saved import VERSION, require_complete, share
@@ -30,13 +31,20 @@ def gather_state_dict(state: SavedState, dst: int = 0) -> dict[str, Any] | None:
     ``torch.load(weights_only=True)`` can read a file of it. Load it with `scatter_state_dict`, or
     with ``state.load_state_dict`` on each rank that reads the file, on any number of ranks.
     """
-    communicator, own = state.communicator, state.state_dict()
+    communicator, own = _communicator_of(state), state.state_dict()
     if communicator.rank != dst:
         _send(communicator, own, dst)
         return None
     peers = range(communicator.size)
     states = [own if peer == dst else _receive(communicator, peer) for peer in peers]
     return {"version": VERSION, "world_size": communicator.size, "ranks": states}
+
+
+def _communicator_of(state: Any) -> Communicator:
+    found = getattr(state, "communicator", None)
+    if not isinstance(found, Communicator):
+        raise wrong(state, "state", "what register() returned, or a DiLoCo")
+    return found
 
 
 def scatter_state_dict(state: SavedState, gathered: Mapping[str, Any] | None, src: int = 0) -> None:
@@ -47,7 +55,7 @@ def scatter_state_dict(state: SavedState, gathered: Mapping[str, Any] | None, sr
     they would have. Raises InvalidArgument on all ranks for another value, and on each rank for
     another model's state.
     """
-    communicator = state.communicator
+    communicator = _communicator_of(state)
     if communicator.rank != src:
         found = _receive(communicator, src)
         if "error" in found:

@@ -32,6 +32,7 @@ from gradwire.torch._step.buckets import compressible
 from gradwire.torch._step.defaults import Model, settings
 from gradwire.torch._step.gradient_scale import Scaler
 from gradwire.torch._step.guard import Guard
+from gradwire.torch._step.hook_state import HookState
 from gradwire.torch._step.join_tracker import JoinTracker
 from gradwire.torch._step.momentum import Momentum
 from gradwire.torch._step.optimizers import warn_of_own_momentum
@@ -179,17 +180,29 @@ def register(
     return state
 
 
-def stats(ddp: DistributedDataParallel) -> Stats:
+def stats(model: DistributedDataParallel | HookState) -> Stats:
     """Prints a table of the hook's counters on this rank, and returns them.
 
-    Bytes are per rank, times in seconds (in the table in MB and ms). Raises InvalidArgument for a
-    model without gradwire's hook.
+    Takes the DDP model, compiled or not, or what `register` and `register_fsdp` return. Bytes are
+    per rank, times in seconds (in the table in MB and ms). Raises InvalidArgument for a model
+    without gradwire's hook.
     """
-    if ddp not in _states:
-        raise InvalidArgument("the model has no hook of gradwire's: call register() first")
-    found = _states[ddp].stats()
+    found = _state_of(model).stats()
     print(found)
     return found
+
+
+def _state_of(model: Any) -> HookState:
+    if isinstance(model, HookState):
+        return model
+    model = getattr(model, "_orig_mod", model)  # of torch.compile()
+    if not isinstance(model, DistributedDataParallel):
+        raise arguments.wrong(
+            model, "model", "a DDP model with gradwire's hook, or what register() returned"
+        )
+    if model not in _states:
+        raise InvalidArgument("the model has no hook of gradwire's: call register() first")
+    return _states[model]
 
 
 def _tell(

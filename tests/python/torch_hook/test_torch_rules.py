@@ -126,7 +126,8 @@ def by_codec(codec: str) -> tuple[dict[str, tuple[int, int]], str, list[float]]:
         ratios.append(state.stats().last.ratio)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         found = stats(ddp)
-    assert printed.getvalue() == f"{found}\n"
+        assert str(stats(state)) == str(stats(torch.compile(ddp))) == str(found)
+    assert printed.getvalue() == f"{found}\n" * 3
     assert found.total.steps == found.total.kept == state.steps == 3
     assert found.total.dense_bytes == state.bytes
     assert found.last.waited > 0
@@ -199,6 +200,14 @@ def test_ranks_that_change_it_at_different_steps_are_told() -> None:
 def without_a_hook() -> str:
     with pytest.raises(gradwire.InvalidArgument) as raised:
         stats(DistributedDataParallel(nn.Linear(1, 1)))
+    with pytest.raises(
+        gradwire.InvalidArgument, match=r"Linear: give .* what register\(\) returned"
+    ):
+        stats(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(
+        gradwire.InvalidArgument, match=r"state=.*: give what register\(\) returned"
+    ):
+        gradwire.torch.gather_state_dict(nn.Linear(1, 1))  # type: ignore[arg-type]
     return str(raised.value)
 
 
