@@ -16,7 +16,7 @@ from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.host_info import host_identity, pack_host_info, unpack_host_info
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Job, Mesh
-from gradwire._bootstrap.rendezvous import choose_transports, find_secret
+from gradwire._bootstrap.rendezvous import NO_SECRET, choose_transports, find_secret
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
 from gradwire._bootstrap.store import Address
 from gradwire._errors import RendezvousError, lost
@@ -83,13 +83,8 @@ def _agree(infos: Sequence[dict[str, Any]], known: bytes | None, rank: int) -> J
             f"rank 0 {has} a GRADWIRE_SECRET and rank {', '.join(differing)} {have}: "
             "set the same one on all ranks, or none"
         )
-    if known is None and rank == 0:
-        several = len({each["host"] for each in infos}) > 1
-        _log.log(
-            logging.WARNING if several else logging.INFO,
-            "no GRADWIRE_SECRET: rank 0 makes one, and who may join is as private as "
-            "the process group",
-        )
+    if known is None and rank == 0 and len({each["host"] for each in infos}) > 1:
+        _log.warning(NO_SECRET, "the process group")
     if known is None:
         privacy = "no GRADWIRE_SECRET, so joins are as private as the process group"
         return Job(first["job"], bytes.fromhex(first["secret"]), privacy=privacy)

@@ -34,6 +34,10 @@ from gradwire._host.interfaces import Choice, Route, choose, is_loopback, route_
 
 MIN_SECRET = 16  # bytes
 _MAX_SECRET = 1 << 16
+NO_SECRET = (  # for ranks on several hosts
+    "no GRADWIRE_SECRET: rank 0 makes one, which travels over %s, and whoever reads it there can "
+    "join; to keep others out, set GRADWIRE_SECRET_FILE to the same file on all hosts"
+)
 _POLL_SECONDS = 0.1  # seconds; torch's store does not let Ctrl-C through while it waits
 
 _Made = TypeVar("_Made")
@@ -193,11 +197,11 @@ def _open_store(
 ) -> contextlib.AbstractContextManager[StoreClient]:
     assert launch.store is not None  # LaunchInfo has one whenever there are several ranks
     if _uses_torch_store(launch):
-        _log_privacy(launch, "torch's store", secret)
+        _warn_of_privacy(launch, "torch's store", secret)
         return _store_advertised_by_torch(launch, secret, prefix, deadline)
     address = parse_address(launch.store)
     require_secret(address, secret)
-    _log_privacy(launch, f"the store at {address}", secret)
+    _warn_of_privacy(launch, f"the store at {address}", secret)
     return _own_store(launch, address, secret or b"", deadline)
 
 
@@ -371,14 +375,9 @@ def _privacy(launch: LaunchInfo, secret: bytes | None) -> str:
     return f"no GRADWIRE_SECRET, so joins are as private as {store}"
 
 
-def _log_privacy(launch: LaunchInfo, store: str, secret: bytes | None) -> None:
-    if secret is None and launch.rank == 0:
-        level = logging.WARNING if launch.several_hosts else logging.INFO
-        _log.log(
-            level,
-            "no GRADWIRE_SECRET: rank 0 makes one, and who may join is as private as %s",
-            store,
-        )
+def _warn_of_privacy(launch: LaunchInfo, store: str, secret: bytes | None) -> None:
+    if secret is None and launch.rank == 0 and launch.several_hosts:
+        _log.warning(NO_SECRET, store)
 
 
 def _read_secret(name: str) -> bytes:

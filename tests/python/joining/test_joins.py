@@ -363,11 +363,13 @@ def test_a_secret_file_that_would_block_is_an_error(
         find_secret(None)
 
 
-def test_without_a_secret_the_log_says_how_private_joins_are(
+@pytest.mark.parametrize("local_size", [1, 2])
+def test_without_a_secret_the_log_says_what_to_do_on_several_hosts(
+    local_size: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = f"unix://gradwire-test-{secrets.token_hex(8)}"
-    base = LaunchInfo(0, 2, store=store, rank_0_hosts=True)
+    base = LaunchInfo(0, 2, store=store, rank_0_hosts=True, local_size=local_size)
 
     def meet(place: LaunchInfo) -> Mesh:
         return rendezvous(place, timeout=20)
@@ -375,7 +377,11 @@ def test_without_a_secret_the_log_says_how_private_joins_are(
     with caplog.at_level(logging.INFO, "gradwire"):
         for mesh in on_ranks([base, replace(base, rank=1)], meet):
             mesh.close()
-    assert f"who may join is as private as the store at {store}" in caplog.text
+    said = [each for each in caplog.records if "GRADWIRE_SECRET" in each.getMessage()]
+    assert [each.levelname for each in said] == ["WARNING"] * (local_size < 2)
+    for each in said:
+        assert f"which travels over the store at {store}" in each.getMessage()
+        assert "set GRADWIRE_SECRET_FILE to the same file on all hosts" in each.getMessage()
 
 
 @pytest.mark.parametrize(
