@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TypeVar
 
 from gradwire._core import (
@@ -14,6 +15,7 @@ from gradwire._core import (
     TransportError,
 )
 
+_log = logging.getLogger("gradwire")
 _Naming = TypeVar("_Naming", Aborted, Timeout, TransportError)
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Timeout",
     "TransportError",
     "describe",
+    "first_line",
     "lost",
     "naming",
 ]
@@ -38,6 +41,17 @@ class JobOver(RendezvousError):
 def describe(error: BaseException) -> str:
     """An error's message, or its type's name if it has none."""
     return str(error) or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; torch's go on with frames of C++, for the debug log.
+
+    An error that gives it is raised `from None`: else Python would print the whole message above.
+    """
+    first, *more = describe(error).strip().splitlines()
+    if more:
+        _log.debug("%s: %s", type(error).__name__, error)
+    return first
 
 
 def lost(rank: int, text: str) -> TransportError:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from gradwire._base.deadline import Deadline
-from gradwire._errors import RendezvousError
+from gradwire._errors import RendezvousError, first_line
 
 _TICK = timedelta(milliseconds=10)  # torch takes 0 for "no timeout"
 _LEAST_PAUSE, _MOST_PAUSE = 0.005, 0.1  # seconds between two looks for a key
@@ -57,13 +58,22 @@ class TorchStore:
             return TCPStore(host, port, size, is_master=is_master, timeout=timeout, **options)
 
         try:
+            if not is_master:
+                _await_listener(host, port, deadline)
             self._store = _connect((host, port, is_master), connect, deadline)
-        except (RuntimeError, queue.Empty) as error:
-            reason = str(error) or "it has not answered; is its process stopped?"
-            raise RendezvousError(
-                f"could not reach torch's store at {self._where} "
-                f"within {deadline.seconds:g} s: {reason}"
-            ) from error
+        except queue.Empty:
+            raise self._unreachable(
+                deadline, "it has not answered; is its process stopped?"
+            ) from None
+        except (OSError, RuntimeError) as error:
+            reason = f"{first_line(error)}: is rank 0 or its torchrun running at this address?"
+            raise self._unreachable(deadline, reason) from None
+
+    def _unreachable(self, deadline: Deadline, reason: str) -> RendezvousError:
+        return RendezvousError(
+            f"could not reach torch's store at {self._where} "
+            f"within {deadline.seconds:g} s: {reason}"
+        )
 
     def set(self, key: str, value: bytes) -> None:
         """Stores the value; a later one replaces it."""
@@ -97,7 +107,10 @@ class TorchStore:
                 return function(*args)
             return _Answer(lambda: function(*args)).wait(self._answer)
         except RuntimeError as error:
-            raise RendezvousError(f"lost torch's store at {self._where}: {error}") from error
+            raise RendezvousError(
+                f"lost torch's store at {self._where}: {first_line(error)}: its process, rank 0 or "
+                "torchrun, has probably ended"
+            ) from None
         except queue.Empty:
             raise RendezvousError(
                 f"torch's store at {self._where} has not answered for {self._answer:g} s"
@@ -130,6 +143,21 @@ class _Answer:
 # Attempts to connect that nobody waits for any more. The next one takes up where they are, so that
 # their threads do not pile up: torch's constructor waits without a limit for a store's first word.
 _left: dict[tuple[str, int, bool], list[_Answer]] = {}
+
+
+def _await_listener(host: str, port: int, deadline: Deadline) -> None:
+    """Waits until somebody listens there; raises OSError if nobody does by the deadline.
+
+    torch's own attempts to connect print frames of C++.
+    """
+    while True:
+        try:
+            socket.create_connection((host, port), deadline.left).close()
+            return
+        except OSError:
+            if deadline.passed:
+                raise
+        threading.Event().wait(min(_MOST_PAUSE, deadline.remaining))
 
 
 def _connect(key: tuple[str, int, bool], connect: Callable[[], Any], deadline: Deadline) -> Any:

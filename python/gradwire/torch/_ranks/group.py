@@ -13,7 +13,7 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.group_rendezvous import meet_in_group
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._communicator import Communicator, from_mesh
-from gradwire._errors import InvalidArgument, RendezvousError
+from gradwire._errors import InvalidArgument, RendezvousError, first_line
 from gradwire.torch.backend.meeting import join_world
 
 
@@ -100,9 +100,10 @@ def _all_gather_bytes(group: dist.ProcessGroup, data: bytes, deadline: Deadline)
     except RuntimeError as error:
         raise RendezvousError(
             f"another rank of the process group ended, or did not register in time: which one, "
-            f"torch did not tell rank {group.rank()} ({error}); all its ranks must register, and "
-            "it needs a backend for CPU tensors, such as gloo, or NCCL; or give communicator="
-        ) from error
+            f"torch did not tell rank {group.rank()} ({first_line(error)}); all its ranks must "
+            "register, and it needs a backend for CPU tensors, such as gloo, or NCCL; or give "
+            "communicator="
+        ) from None
     return [bytes(each[:size].tolist()) for each, size in zip(gathered, sizes, strict=True)]
 
 

@@ -21,7 +21,7 @@ from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Job, Mesh
 from gradwire._bootstrap.rendezvous_exchange import await_rank
 from gradwire._communicator import Communicator, from_mesh
-from gradwire._errors import InvalidArgument, RendezvousError, TransportError
+from gradwire._errors import InvalidArgument, RendezvousError, TransportError, first_line
 
 # Seconds between two looks into the store. Torch's stores can wait themselves, but do not let
 # Ctrl-C through meanwhile, and TCPStore logs two warnings each time that a wait ends early.
@@ -145,4 +145,7 @@ class _StoreExchange:
         try:
             return function(*arguments)
         except RuntimeError as error:
-            raise RendezvousError(f"lost the store of the process group: {error}") from error
+            raise RendezvousError(
+                f"rank {self._launch.rank} lost the store of the process group: "
+                f"{first_line(error)}: its process, rank 0 or torchrun, has probably ended"
+            ) from None
