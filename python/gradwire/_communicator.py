@@ -80,10 +80,10 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
     - ``async_op``: return a `Work` at once; its wait() returns the result;
     - ``timeout``: seconds, from when the operation's turn comes; the communicator's if None;
     - ``op`` of those that reduce: sum, avg, min, max, prod; for integers and bool also band, bor,
-      bxor (bitwise) and land, lor, lxor (logical: 0 or 1). Sums and products of integers wrap;
-      their avg is the sum, wrapped or not, divided by the number of ranks and truncated toward
-      zero. min and max of floats are IEEE 754-2019 minimum and maximum (NaN wins, -0 < +0). For
-      bools sum, max, bor and lor are "or", prod, min, band and land are "and", and there is no avg.
+      bxor (bitwise) and land, lor, lxor (logical: 0 or 1), and no avg, which most of them cannot
+      hold: divide the sum, or average floats. Sums and products of integers wrap. min and max of
+      floats are IEEE 754-2019 minimum and maximum (NaN wins, -0 < +0). For bools sum, max, bor and
+      lor are "or", and prod, min, band and land are "and".
       Complex numbers have sum and avg, without codecs: pass their real and imaginary parts to
       those. float16 and bfloat16 are added, averaged and multiplied in float32: ``direct``,
       ``star`` and ``gather`` round the result once, other algorithms once on each rank that a

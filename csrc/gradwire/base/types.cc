@@ -45,7 +45,7 @@ bool is_complex(DType dtype) noexcept {
 bool is_defined(ReduceOp op, DType dtype) noexcept {
   if (is_complex(dtype)) return op == ReduceOp::kSum || op == ReduceOp::kAvg;
   if (is_floating(dtype)) return op <= ReduceOp::kProd;
-  return dtype != DType::kBool || op != ReduceOp::kAvg;
+  return op != ReduceOp::kAvg;  // most quotients of integers are no integers
 }
 
 std::string_view name_of(DType dtype) noexcept {

@@ -12,7 +12,6 @@
 
 #include "codec_reference.h"
 #include "gradwire/base/error.h"
-#include "gradwire/codec/reduction/average.h"
 #include "gradwire/codec/simd/float_modes.h"
 
 namespace gradwire::codec {
@@ -117,12 +116,6 @@ std::vector<T> folded(DType dtype, ReduceOp op, std::vector<T> acc, const std::v
   return acc;
 }
 
-template <typename T>
-std::vector<T> averaged(DType dtype, std::vector<T> x, int ranks) {
-  average(dtype, x.data(), ranks, x.size());
-  return x;
-}
-
 TEST(Reduce, BoolsAreTrueWhereTheyAreNotZero) {
   const std::vector<std::uint8_t> a = {0, 0, 1, 2, 255}, b = {0, 4, 0, 1, 2};
   const std::vector<std::uint8_t> some = {0, 1, 1, 1, 1}, every = {0, 0, 0, 1, 1};
@@ -150,15 +143,6 @@ TEST(Reduce, UnsignedIntegersWrapAndCompareAsSuch) {
   EXPECT_EQ(folded(DType::kUInt16, ReduceOp::kProd, a, b), (std::vector<std::uint16_t>{1, 14464}));
   EXPECT_EQ(folded(DType::kUInt16, ReduceOp::kMax, a, b), a);
   EXPECT_EQ(folded(DType::kInt16, ReduceOp::kMax, a, b), (std::vector<std::uint16_t>{65535, 2}));
-}
-
-TEST(Reduce, AveragesOfIntegersTruncate) {
-  EXPECT_EQ(averaged<std::int32_t>(DType::kInt32, {7, -7, 6, 1}, 2),
-            (std::vector<std::int32_t>{3, -3, 3, 0}));
-  EXPECT_EQ(averaged<std::uint64_t>(DType::kUInt64, {~std::uint64_t{0}}, 2),
-            (std::vector<std::uint64_t>{~std::uint64_t{0} / 2}));
-  EXPECT_EQ(averaged<std::int8_t>(DType::kInt8, {127, -128}, 200),  // more ranks than numbers
-            (std::vector<std::int8_t>{0, 0}));
 }
 
 TEST_F(Differential, EveryTableFoldsWideLikeScalar) {

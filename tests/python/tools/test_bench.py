@@ -71,7 +71,7 @@ def test_all_types_and_ops_go_together_as_they_can():
     assert ("uint16", "lxor") in found
     assert ("bool", "avg") not in found
     assert ("float32", "band") not in found
-    assert len(found) == len(rows) == 4 * 5 + 8 * 11 + 10 + 2 * 2
+    assert len(found) == len(rows) == 4 * 5 + 9 * 10 + 2 * 2
     assert {row["#wrong"] for row in rows} == {"0"}
 
 
@@ -130,7 +130,7 @@ def test_right_results_count_as_right(collective: str, ranks: int):
     ("dtype", "op"),
     [
         *product(["float16", "bfloat16", "float64"], ["sum", "avg", "min", "max", "prod"]),
-        *product(["int8", "uint16"], ["sum", "avg", "min", "max", "prod", "bxor", "land"]),
+        *product(["int8", "uint16"], ["sum", "min", "max", "prod", "bxor", "land"]),
         *product(["bool"], ["sum", "min", "max", "prod", "band", "bor", "bxor", "lxor"]),
         *product(["complex64", "complex128"], ["sum", "avg"]),
     ],

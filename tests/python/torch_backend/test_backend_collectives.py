@@ -427,6 +427,9 @@ def sparse() -> None:
         equal(x.to_dense(), total / size if op == ReduceOp.AVG else total)
     with pytest.raises(gradwire.InvalidArgument, match="sparse"):
         dist.all_reduce(rows(rank).to_sparse(), ReduceOp.MAX)
+    for x in (rows(rank).long(), rows(rank).long().to_sparse()):
+        with pytest.raises(gradwire.InvalidArgument, match=r"'avg' of .*int64 .*divide the sum"):
+            dist.all_reduce(x, ReduceOp.AVG)
 
 
 def test_sparse_tensors(pool: Pool) -> None:

@@ -150,7 +150,7 @@ constexpr OfEachOp kReducePairs = {reduce_each<L, Sum, 2>, reduce_each<L, Sum, 2
 template <typename T, typename Ordered = T, typename L = Packed<T>,
           typename Bytes = Packed<std::uint8_t>>
 constexpr OfEachOp kReduceIntegers = {reduce<L, Sum>,
-                                      reduce<L, Sum>,
+                                      nullptr,
                                       reduce<Packed<Ordered>, Min>,
                                       reduce<Packed<Ordered>, Max>,
                                       reduce<L, Prod>,

@@ -17,7 +17,7 @@ struct Folded {
   std::ptrdiff_t stride;     // bytes between the messages
   int count;                 // of messages
   bool scales;
-  Scaling scaling;  // divisor 0: there is none
+  double factor;
 };
 
 // Elements per thread: enough for many loads in flight, without taking many registers.
@@ -40,7 +40,7 @@ __device__ void fold_tile(const Folded& of, const FoldRun& run, std::uint64_t ti
     fold_by<kSums, Kind>(of.op, acc, x);
     from += of.stride;
   }
-  if (of.scales) scale_by(of.scaling, acc);
+  if (of.scales) scale_by(of.factor, acc);
   if (of.scales || of.count > 0) narrow_all<Kind>(acc, x);
   share.store(reinterpret_cast<T*>(run.y) + begin, left, x);
 }
@@ -96,7 +96,7 @@ Status start(Folded of, const Given& given, Stream stream, unsigned each = 1) {
 }
 
 Status start_any(DType dtype, const Folded& of, const Given& given, Stream stream) {
-  const Folding folding{dtype, of.op, of.scaling.divisor != 0, of.scales};
+  const Folding folding{dtype, of.op, of.scales};
   return start_any(folding, [&]<typename Kind, bool kSums>(ReduceOp op, unsigned each) {
     Folded own = of;
     own.op = op;
@@ -111,7 +111,7 @@ Folded folded(int op, const Payloads& addends, int divisor) {
           static_cast<std::ptrdiff_t>(addends.stride),
           addends.count,
           divisor != 1,
-          {1.0 / divisor, divisor}};
+          1.0 / divisor};
 }
 
 Status fold_runs(int dtype, int op, const FoldRun* runs, int count, Payloads addends, int divisor,
@@ -213,8 +213,8 @@ Status average(int dtype, void* x, int divisor, std::uint64_t n, Stream stream) 
 
 Status scale(int dtype, void* x, double factor, std::uint64_t n, Stream stream) {
   const FoldRun run{static_cast<std::byte*>(x), static_cast<std::byte*>(x), n, 0};
-  return start_any(static_cast<DType>(dtype),
-                   {{}, ReduceOp::kSum, nullptr, 0, 0, true, {factor, 0}}, {&run, 1}, stream);
+  return start_any(static_cast<DType>(dtype), {{}, ReduceOp::kSum, nullptr, 0, 0, true, factor},
+                   {&run, 1}, stream);
 }
 
 }  // namespace

@@ -188,25 +188,13 @@ __device__ void narrow_all(const typename Kind::Value (&acc)[kCount],
   for (unsigned i = 0; i < kCount; ++i) x[i] = Kind::narrow(acc[i]);
 }
 
-// What is done with sums: floats are multiplied, integers divided.
-struct Scaling {
-  double factor;
-  int divisor;
-};
-
-// Scales or averages acc. Integers are divided in 64 bits: there may be more ranks than their type
-// has numbers.
+// Multiplies sums of floats; others are never scaled (Folding).
 template <typename Value, unsigned kCount>
-__device__ void scale_by(const Scaling& of, Value (&acc)[kCount]) {
+__device__ void scale_by(double by, Value (&acc)[kCount]) {
   if constexpr (std::is_floating_point_v<Value>) {
-    const auto factor = static_cast<Value>(of.factor);
+    const auto factor = static_cast<Value>(by);
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) acc[i] = acc[i] * factor;
-  } else if constexpr (!std::is_same_v<Value, bool>) {
-    using Wide = std::conditional_t<std::is_signed_v<Value>, std::int64_t, std::uint64_t>;
-#pragma unroll
-    for (unsigned i = 0; i < kCount; ++i)
-      acc[i] = static_cast<Value>(static_cast<Wide>(acc[i]) / static_cast<Wide>(of.divisor));
   }
 }
 
@@ -214,7 +202,6 @@ __device__ void scale_by(const Scaling& of, Value (&acc)[kCount]) {
 struct Folding {
   DType dtype;
   ReduceOp op;
-  bool divides;  // integers, too
   bool scales;
 };
 
@@ -229,7 +216,7 @@ Status start_floats(const Folding& of, Start start, unsigned each = 1) {
 
 template <typename T, typename Start>
 Status start_integers(const Folding& of, Start start) {
-  if (of.scales && !of.divides) return cudaErrorInvalidValue;
+  if (of.op == ReduceOp::kAvg || of.scales) return cudaErrorInvalidValue;
   return start.template operator()<Plain<T>, false>(of.op, 1);
 }
 

@@ -15,7 +15,7 @@ struct Reduction {
   Steps steps;
   ReduceOp op;
   bool scales;
-  Scaling scaling;
+  double factor;
 };
 
 // How the threads of a block share a stretch of a tile.
@@ -71,7 +71,7 @@ __device__ void sum_stretches(const Reduction& of, const Tile& tile, unsigned st
       load(turn, at, x);
       fold_by<kSums, Kind>(of.op, acc, x);
     }
-    if (of.scales) scale_by(of.scaling, acc);
+    if (of.scales) scale_by(of.factor, acc);
     narrow_all<Kind>(acc, x);
     share.store(y + at, left, x);
     if (shown != nullptr) share.store(reinterpret_cast<T*>(shown) + at, left, x);
@@ -147,10 +147,10 @@ __global__ void __launch_bounds__(kStagedThreads)
 Status reduce_staged(const Staging& staging, int dtype, int op, const SummedRun* runs, int count,
                      int divisor, bool one_shot, Stream stream) {
   if (divisor < 1) return cudaErrorInvalidValue;
-  Reduction of{{}, static_cast<ReduceOp>(op), divisor != 1, {1.0 / divisor, divisor}};
+  Reduction of{{}, static_cast<ReduceOp>(op), divisor != 1, 1.0 / divisor};
   of.steps.staging = staging;
   of.steps.one_shot = one_shot;
-  const Folding folding{static_cast<DType>(dtype), of.op, true, of.scales};
+  const Folding folding{static_cast<DType>(dtype), of.op, of.scales};
   return start_any(folding, [&]<typename Kind, bool kSums>(ReduceOp its, unsigned each) {
     of.op = its;
     constexpr Stretches stretches{kStretch<typename Kind::Stored>, kMostVectors};

@@ -78,7 +78,8 @@ std::vector<Message> share_staging(std::vector<Message> messages, const std::vec
     if (const auto each = static_cast<ReduceOp>(i); is_defined(each, dtype))
       defined += (defined.empty() ? "" : ", ") + std::string(name_of(each));
   throw InvalidArgument("op '" + std::string(name_of(op)) + "' of " + std::string(name_of(dtype)) +
-                        " is not defined; use one of: " + defined);
+                        " is not defined; use one of: " + defined +
+                        (op == ReduceOp::kAvg ? "; divide the sum, or average floats" : ""));
 }
 
 }  // namespace

@@ -23,6 +23,10 @@ def all_reduce_sparse(endpoint: Endpoint, tensor: torch.Tensor, options: Any) ->
     op = keywords(options.reduceOp)
     if op["op"] not in _OPS or "prescale" in op:
         raise InvalidArgument(f"op={options.reduceOp}: a sparse tensor can be summed or averaged")
+    if op["op"] == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise InvalidArgument(
+            f"op 'avg' of {tensor.dtype} is not defined: divide the sum, or average floats"
+        )
     comm, timeout = endpoint.communicator, endpoint.seconds(options)
     staging = endpoint.staging("all_reduce of sparse tensors", tensor)
     own = tensor.detach().cpu().coalesce()
