@@ -24,7 +24,8 @@ def traffic(group: dist.ProcessGroup | None = None) -> Traffic:
     endpoint = endpoint_of(chosen)
     if endpoint is None:
         raise InvalidArgument(
-            f"the group's backend is {dist.get_backend(group)}, and only gradwire's counts"
+            f"the group's backend is {dist.get_backend(group)}, and only gradwire's counts: make "
+            "it with backend='gradwire'; of a hook's traffic, gradwire.torch.stats(model) tells"
         )
     counted: Traffic = endpoint.communicator.traffic
     return counted
