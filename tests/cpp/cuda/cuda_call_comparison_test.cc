@@ -107,7 +107,7 @@ TEST_P(AnyNumberOfRanks, ARankThatMakesFewerCallsIsNamed) {
   const auto thrown = ranks.outcomes([&](exec::Communicator& comm) {
     CallComparison comparison(comm);
     const bool is_late = comm.identity().rank == 1;
-    for (int call = 0; call < (is_late ? 70 : 71); ++call) comparison.add(text_of(call), 0.5);
+    for (int call = 0; call < (is_late ? 70 : 71); ++call) comparison.add(text_of(call), 3);
     finish(comparison);
     if (is_late) comm.check_failure(10);
   });

@@ -162,7 +162,7 @@ TEST(GpuFaultMonitor, ARankThatKernelsWaitForInVainIsATimeout) {
   Watched ranks(3, /*by_ipc=*/true);
   const auto thrown = ranks.outcomes([&](Rank r) {
     if (r == 2) return;
-    ranks.call(r, /*timeout=*/1, ReduceOp::kSum, "direct");
+    ranks.call(r, /*timeout=*/4, ReduceOp::kSum, "direct");
     ranks[r].finish(10);
   });
   expect_all<Timeout>(thrown, 2, 2);
