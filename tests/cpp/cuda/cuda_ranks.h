@@ -141,7 +141,7 @@ inline exec::Request request_for(const Case& of, std::span<const exec::Array> in
   request.outputs = out;
   request.keys = of.keys;
   request.shapes = of.shapes;
-  request.timeout = 20;
+  request.timeout = 60;
   return request;
 }
 
