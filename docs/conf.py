@@ -26,5 +26,7 @@ toc_object_entries_show_parents = "hide"
 html_theme = "furo"
 html_title = f"gradwire {release}"
 html_show_sphinx = False
+html_static_path = ["static"]
+html_css_files = ["glossary.css"]
 
 generate.write(HERE / "generated")

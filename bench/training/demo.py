@@ -24,7 +24,7 @@ try:
     from torch.nn.functional import cross_entropy
     from tqdm import tqdm
 except ImportError as missing:
-    sys.exit(f"the demo needs {missing.name}: pip install 'gradwire[demo]', or run `make demo`")
+    sys.exit(f"the demo needs {missing.name}: pip install '.[demo]', or run `make demo`")
 
 import gradwire
 from gradwire._launch import launcher

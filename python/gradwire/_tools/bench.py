@@ -274,7 +274,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise InvalidArgument("--plot needs matplotlib: pip install gradwire[plot]") from None
+        raise InvalidArgument("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

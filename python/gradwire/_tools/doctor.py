@@ -199,7 +199,7 @@ def _size(limit: int) -> str:
 def _torch() -> Iterator[Check]:
     found = _installed("torch")
     if found is None:
-        why = "because it is not installed: pip install gradwire[torch]"
+        why = "because it is not installed: pip install torch"
         yield Check("torch", "DDP hook", False, why)
         return
     recent = tuple(int(part) for part in found.split("+")[0].split(".")[:2]) >= _TORCH_AT_LEAST

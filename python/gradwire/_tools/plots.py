@@ -17,7 +17,7 @@ def require() -> None:
     try:
         import matplotlib
     except ImportError:
-        raise InvalidArgument("--plot needs matplotlib: pip install 'gradwire[plot]'") from None
+        raise InvalidArgument("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
 
 

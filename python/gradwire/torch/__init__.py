@@ -12,7 +12,7 @@ try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as _missing:
     raise ModuleNotFoundError(
-        "gradwire.torch needs PyTorch: pip install 'gradwire[torch]'", name=_missing.name
+        "gradwire.torch needs PyTorch: pip install torch", name=_missing.name
     ) from _missing
 
 from gradwire import _autoload

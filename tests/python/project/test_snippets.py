@@ -1,10 +1,9 @@
-"""Every block of Python in README and in the guides to training runs, on two ranks."""
+"""Every block of Python in the guides to training runs, on two ranks, given what it needs."""
 
 from __future__ import annotations
 
 import ast
 import os
-import re
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import gradwire.torch
 import torch
 import torch.distributed as dist
 import torch_ranks
+from pages import blocks_of
 from ranks import nightly
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +30,7 @@ from bench.training.images import small_cnn
 ROOT = Path(__file__).parents[3]
 # docs/trainers.md needs packages of its own: `make test-trainers` runs its programs.
 DOCUMENTS = (
-    *("README.md", "docs/ddp.md", "docs/optimizers.md", "docs/elastic.md"),
+    *("docs/ddp.md", "docs/optimizers.md", "docs/elastic.md"),
     *nightly("docs/compression.md", "docs/large_batches.md"),
 )
 
@@ -113,12 +113,6 @@ def _run(ranks: int, document: str, blocks: list[tuple[int, str]], folder: Path)
     """Beside a store as torchrun's agent has one."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return torch_ranks.run(ranks, run_all, document, blocks, str(folder), store.port)
-
-
-def blocks_of(text: str) -> list[tuple[int, str]]:
-    """Each with the number of its first line."""
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return [(text.count("\n", 0, each.start(1)) + 1, each[1]) for each in found]
 
 
 def run_all(document: str, blocks: list[tuple[int, str]], folder: str, port: int) -> int:
