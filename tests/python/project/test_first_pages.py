@@ -58,7 +58,7 @@ def test_a_program_that_takes_something_for_granted_fails(tmp_path: Path):
 
 def commands_in(page: str) -> list[list[str]]:
     """The lines of the blocks of commands, without comments."""
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", "")  # continued lines
     blocks = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     lines = [line for language, block in blocks if not language for line in block.splitlines()]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
