@@ -50,6 +50,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh'
   arm64 sanitize sanitize-build faults faults-training faults-serve faults-elastic \
   faults-elastic-training fuzz fuzz-build build tools clean
 demo: build
+	@sh .ci/system-packages --demo
 	$(BIN)/python -m bench.training.demo $(ARGS)
 
 test: test-cpp test-python

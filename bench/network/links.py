@@ -258,6 +258,12 @@ def _there_and_back(sock: socket.socket) -> float:
     return time.perf_counter() - start
 
 
+def payload_rate(near: socket.socket, far: socket.socket) -> float:
+    """Bits of payload a second that a connection carries from one end to the other."""
+    seconds = _exchange([[(near, far)]], max(MESSAGES), _WARM_UP + 3)
+    return max(MESSAGES) * 8 / statistics.median(seconds[_WARM_UP:])
+
+
 def _measure(links: ShapedLinks, pattern: Pattern, size: int, latency: float) -> Measured:
     """Each message is sent when all of the one before have come, and buckets are full again."""
     wire, bits = len(pattern.groups[0]) * wire_bytes(size), links.rate.bits

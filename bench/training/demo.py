@@ -1,239 +1,222 @@
-"""Trains a small CNN on local ranks: torch's own gloo DDP first, then gradwire's hook per codec.
+"""Trains a CNN on local ranks, over a slow link and over shared memory: gloo's DDP beside gradwire.
 
-Then the same over an emulated slow link, in fewer steps, with gradwire alone: what travels over
-gloo is not held back. Every row starts from the same parameters and sees the same images in the
-same order. Exits with 1 if the replicas of some row differ. `make demo` runs it; see --help for
-what can be changed.
+First every method trains for the same few seconds, while links of 100 Mbit/s hold gloo and gradwire
+back alike: between network namespaces, or else with every TCP connection paced by the kernel. Then
+all train the same number of steps on this host as it is. Every row starts from the same parameters
+and sees the same images in the same order. `make demo` runs it. Exits with 1 if replicas differ.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import statistics
-import sys
-import tempfile
 import time
+
+BEGAN = time.monotonic()
+
+# ruff: noqa: E402  the clock starts before the imports
+import argparse
+import contextlib
+import importlib.util
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-try:
-    import sklearn  # noqa: F401  bundles the digits
-    import torch
-    import torch.distributed as dist
-    from torch.nn.functional import cross_entropy
-    from tqdm import tqdm
-except ImportError as missing:
-    sys.exit(f"the demo needs {missing.name}: pip install '.[demo]', or run `make demo`")
+from bench.network import links, namespaces, pacing
+from bench.training import demo_report
+from bench.training.demo_report import Row
 
-import gradwire
-from gradwire._launch import launcher
+if TYPE_CHECKING:
+    from bench.training.images import Images
 
-from bench.training import images, methods, replicas
-from bench.training.methods import Method
-from bench.training.train_runs import WARM_UP
-
-CODECS = [Method.parse(each) for each in ("none", "fp16", methods.ONEBIT, methods.THRESHOLD)]
-LINK_CODECS = [Method.parse(each) for each in ("none", "fp16", methods.ONEBIT, methods.LOW_RANK)]
-LINK, NO_LINK = "100mbit,100us", "none"
-CHECKS = 10  # of the test accuracy, in a training over the link
-MEGABYTE = 1e6
-WIDTH = 18  # of a title
+METHODS = ("gloo", "none", "fp16", "lowrank+int8=0.05")
+RANKS, BATCH = 4, 16  # images per rank and step
+_HELD = 1.15  # times the rate: what is faster is not held to it
+_INSIDE = "GRADWIRE_DEMO_IN_USER_NAMESPACE"
 
 
-class Row(NamedTuple):
-    """What one training run measured; the same on every rank, but for the rank's own time."""
+class Link(NamedTuple):
+    """Where the ranks of a training are, and what holds them back."""
 
-    method: str
-    seconds: list[float]  # of each step
-    megabytes: float | None  # sent per rank and step, mean over ranks; None: not to be known
-    accuracy: float
-    identical: bool
-    curve: list[tuple[float, float]]  # seconds from the start, and test accuracy then
+    what: str
+    setting: dict[str, str]  # of the environment
+    namespaces: Sequence[str | None]  # of each rank, by path; None: this process's
+    measured: float = math.inf  # bits of payload a second
+    algorithm: str = "auto"  # of gradwire
+    pace: float | None = None  # bits a second of each connection
 
 
 def main() -> int:
     options = parse_options()
-    if "RANK" in os.environ:
-        return rank_main(options)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    code = launch(options, [])
-    if code == 0 and options.link != NO_LINK:
-        code = launch(options, ["--link", options.link])
-    return code
-
-
-def launch(options: argparse.Namespace, launcher_options: list[str]) -> int:
-    with tempfile.TemporaryDirectory() as scratch:
-        program = ["-m", "bench.training.demo", *sys.argv[1:], "--store", f"{scratch}/store"]
-        return launcher.run(["-n", str(options.ranks), *launcher_options, *program])
+    if importlib.util.find_spec("torch") is None:
+        sys.exit("the demo needs torch: pip install '.[demo]', or run `make demo`")
+    if options.link is not None:
+        enter_user_namespace()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return demonstrate(options)
+    except RuntimeError as error:
+        sys.exit(f"demo: {error}")
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--codecs", nargs="+", type=codec, default=CODECS, metavar="CODEC")
-    parser.add_argument("--algorithm", default="auto", help="of gradwire's all_reduce")
-    parser.add_argument("--data", type=Path, help="directory of MNIST's or Fashion-MNIST's files")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--epochs", type=float, help="instead of --steps")
-    parser.add_argument("--batch", type=int, default=64, help="images per rank and step")
-    parser.add_argument("--learning-rate", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=1)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument(
-        "--link",
-        default=LINK,
-        metavar="RATE[,LATENCY]",
-        help=f"of the second training; {NO_LINK}: without it",
+        "--methods", nargs="+", default=METHODS, help="as bench/training/methods.py"
     )
-    parser.add_argument("--link-steps", type=int, default=200, help="of the second training")
+    parser.add_argument("--link", type=rate_or_none, default="100mbit", help="RATE, or none")
+    parser.add_argument("--seconds", type=float, default=3, help="of each training on the link")
+    parser.add_argument("--steps", type=int, default=200, help="of each training on this host")
+    parser.add_argument("--data", type=Path, help="directory of MNIST's or Fashion-MNIST's files")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE.png", help="accuracy over seconds on the link"
     )
-    parser.add_argument("--store", help=argparse.SUPPRESS)  # set for the ranks
     options = parser.parse_args()
     if options.data is not None and not options.data.is_dir():
         parser.error(f"--data {options.data} is not a directory")
     return options
 
 
-def codec(text: str) -> Method:
-    try:
-        return Method.parse(text).check()
-    except gradwire.InvalidArgument as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def rate_or_none(name: str) -> links.Rate | None:
+    """Of argparse, which reports the ValueError."""
+    return None if name == "none" else links.rate(name)
 
 
-def rank_main(options: argparse.Namespace) -> int:
-    """One rank of the launch: trains every row; rank 0 prints the table."""
-    torch.set_num_threads(1)
-    rank, ranks = int(os.environ["RANK"]), options.ranks
-    store = dist.FileStore(options.store, ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+def demonstrate(options: argparse.Namespace) -> int:
+    """Trains, prints the tables, and returns the exit code."""
+    say(f"reading torch, and the images of {options.data or 'Fashion-MNIST'}")
+    from bench.training import demo_ranks, images
+
+    demo_ranks.prepare()
     data = images.load(options.data)
-    on_link = "GRADWIRE_LINK" in os.environ
-    if on_link:
-        options.steps, trained = options.link_steps, LINK_CODECS
-    else:
-        trained = [Method(methods.GLOO), *options.codecs]
-        if options.epochs is not None:
-            options.steps = int(
-                options.epochs * (len(data.train_labels) // (options.batch * ranks))
-            )
-    rows = [train_row(options, data, each, CHECKS if on_link else 0) for each in trained]
-    if rank == 0:
-        print_table(options, data, rows, on_link)
-        if on_link and options.picture is not None:
-            draw(options, data, rows)
-    replicas.leave(store, rank, ranks)
-    return 0 if all(row.identical for row in rows) else 1
+    say(f"{data.name}, {len(data.train_labels):,} images; a CNN of 1.02 M parameters")
+    parts = [over_slow_link] if options.link is not None else []
+    parts += [over_shared_memory] if options.steps > 0 else []
+    found = [part(options, data) for part in parts]
+    if not all(row.identical for rows in found for row in rows):
+        print("demo: replicas differ: see DIFFERENT above", file=sys.stderr)
+        return 1
+    print("\n".join(next_lines()))
+    return 0
 
 
-def train_row(options: argparse.Namespace, data: images.Images, method: Method, checks: int) -> Row:
-    """Trains from the start; looks at the test accuracy so many times on the way."""
-    torch.manual_seed(options.seed)
-    model = images.small_cnn(data.side)
-    optimizer = method.optimizer(model, options.learning_rate)
-    first_steps = round(method.first_share(WARM_UP) * options.steps)
-    averaging = methods.average(model, method, options.algorithm, first_steps, optimizer)
-    seconds: list[float] = []
-    curve: list[tuple[float, float]] = []
-    order = batches(options, data)
-    dist.barrier()
-    before = averaging.sent()
-    progress = tqdm(
-        total=options.steps,
-        desc=f"{method.short_title:{WIDTH}}",
-        unit="step",
-        disable=dist.get_rank() != 0,
-    )
-    with progress:
-        for part in order.tensor_split(checks or 1):
-            seconds += train(part, data, averaging.ddp, optimizer, progress)
-            if checks:
-                accuracy = replicas.test_accuracy(averaging.ddp.module, data)
-                curve.append((sum(seconds), accuracy))
-    after = averaging.sent()
-    sent = None if before is None or after is None else after - before
-    row = Row(
-        str(method),
-        seconds,
-        None if sent is None else replicas.mean(sent) / options.steps / MEGABYTE,
-        replicas.test_accuracy(averaging.ddp.module, data),
-        replicas.identical(averaging.ddp.module),
-        curve,
-    )
-    averaging.close()
-    return row
+def over_slow_link(options: argparse.Namespace, data: Images) -> list[Row]:
+    """No rows where no link can be held to a rate."""
+    from bench.training import methods
+
+    with slow_link(options.ranks, options.link) as link:
+        say(f"links of {options.link.name}: {link.what}")
+        say(f"measured by plain sockets: {link.measured / 1e6:.0f} Mbit/s")
+        if link.measured > _HELD * options.link.bits:
+            say("so the links are not held to their rate here, and nothing is trained over them")
+            return []
+        rows = train(options, data, link, seconds=options.seconds)
+    name, epoch = f"links of {options.link.bits / 1e6:g} Mbit/s", len(data.train_labels) // (BATCH * options.ranks)
+    legend = methods.legend(options.methods)
+    print("\n".join(["", *demo_report.link_table(rows, name, options.seconds, epoch), *legend, ""]))
+    if options.picture is not None:
+        title = f"{data.name}, {options.ranks} ranks, {name}"
+        demo_report.draw(rows, title, options.picture)
+        say(f"wrote {options.picture}")
+    return rows
 
 
-def batches(options: argparse.Namespace, data: images.Images) -> torch.Tensor:
-    """The indices of this rank's images, a row a step."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    count = len(data.train_labels)
-    return images.batches(count, options.batch, rank, ranks, options.seed, options.steps)
+def over_shared_memory(options: argparse.Namespace, data: Images) -> list[Row]:
+    here = Link("shared memory", {"GLOO_SOCKET_IFNAME": "lo"}, [None] * options.ranks)
+    say(f"the same over {here.what}: {options.steps} steps each")
+    rows = train(options, data, here)
+    print("\n".join(["", *demo_report.host_table(rows, options.steps), ""]))
+    return rows
 
 
 def train(
-    order: torch.Tensor,
-    data: images.Images,
-    ddp: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    progress: tqdm,
-) -> list[float]:
-    """Seconds of every step."""
-    seconds = []
-    for chosen in order:
-        started = time.perf_counter()
-        optimizer.zero_grad()
-        cross_entropy(ddp(data.train_images[chosen]), data.train_labels[chosen]).backward()
-        optimizer.step()
-        seconds.append(time.perf_counter() - started)
-        progress.update()
-    return seconds
+    options: argparse.Namespace, data: Images, link: Link, seconds: float | None = None
+) -> list[Row]:
+    """For so many seconds by each method; without them, the options' steps."""
+    from bench.training import demo_ranks
 
-
-def print_table(
-    options: argparse.Namespace, data: images.Images, rows: list[Row], on_link: bool
-) -> None:
-    where = f", over emulated links of {options.link}" if on_link else ""
-    print(
-        f"\n{data.name}, {len(data.train_labels):,} images: {options.steps:,} steps on "
-        f"{options.ranks} ranks, {options.batch} images each{where}\n\n"
-        f"{'':{WIDTH}}  ms/step  seconds  MB sent/rank/step  test accuracy  "
-        "replicas bit-identical"
+    plan = demo_ranks.Plan(
+        methods=options.methods,
+        data=data,
+        ranks=options.ranks,
+        batch=BATCH,
+        seconds=seconds,
+        steps=options.steps,
+        checks=options.picture is not None,
+        setting=link.setting,
+        namespaces=link.namespaces,
+        algorithm=link.algorithm,
+        pace=link.pace,
     )
-    titles = methods.titles(row.method for row in rows)
-    for row in rows:
-        megabytes = "–" if row.megabytes is None else f"{row.megabytes:.3f}"
-        identical = "yes" if row.identical else "NO"
-        print(
-            f"{titles[row.method]:{WIDTH}}  {statistics.median(row.seconds) * 1e3:7.2f}  "
-            f"{sum(row.seconds):7.1f}  {megabytes:>17}  {row.accuracy:13.2%}  {identical:>22}"
-        )
-    print("\n".join(methods.legend(titles)))
+    return demo_ranks.run(plan, say)
 
 
-def draw(options: argparse.Namespace, data: images.Images, rows: list[Row]) -> None:
-    """Writes the picture: accuracy over seconds, a line a row."""
-    from matplotlib.figure import Figure
+def enter_user_namespace() -> None:
+    """Starts this program anew where it may make network namespaces, if such a place is needed."""
+    enter = ["unshare", "--user", "--map-root-user"]
+    if namespaces.missing() is None or _INSIDE in os.environ or shutil.which(enter[0]) is None:
+        return
+    if subprocess.run([*enter, "--net", "true"], stderr=subprocess.DEVNULL).returncode == 0:
+        os.environ[_INSIDE] = "1"
+        program = [sys.executable, "-m", "bench.training.demo", *sys.argv[1:]]
+        os.execvp(enter[0], [*enter, *program])
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    titles = methods.titles(row.method for row in rows)
-    for row in rows:
-        seconds, accuracies = zip(*row.curve, strict=True)
-        label = f"{titles[row.method]}: {seconds[-1]:.1f} s"
-        axes.plot(seconds, [100 * each for each in accuracies], marker=".", label=label)
-    axes.set(
-        title=f"{options.steps} steps on {options.ranks} ranks, links of {options.link}",
-        xlabel="seconds of training",
-        ylabel=f"test accuracy, {data.name} (%)",
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(options.picture, dpi=110)
-    print(f"wrote {options.picture}")
+
+@contextlib.contextmanager
+def slow_link(ranks: int, rate: links.Rate) -> Iterator[Link]:
+    """Links that hold gloo and gradwire back alike, as the measured rate shows or not."""
+    why = links.missing()
+    if why is not None:
+        yield paced(ranks, rate, why)
+        return
+    with contextlib.closing(links.ShapedLinks(ranks, rate)) as shaped:
+        yield between_namespaces(shaped)
+
+
+def between_namespaces(shaped: links.ShapedLinks) -> Link:
+    user = "a user namespace's" if _INSIDE in os.environ else "root's"
+    near, far = shaped.connect(0, 1 % len(shaped.hosts))
+    with near, far:
+        measured = links.payload_rate(near, far)
+    place = {"GLOO_SOCKET_IFNAME": "eth0", "GRADWIRE_SOCKET_IFNAME": "eth0"}
+    paths = [host.path for host in shaped.hosts]
+    what = f"{len(paths)} network namespaces ({user}), tc tbf at both ends"
+    return Link(what, place, paths, measured)
+
+
+def paced(ranks: int, rate: links.Rate, why: str) -> Link:
+    """A ring's sender has one receiver: so a connection's rate is the rank's."""
+    near, far = pacing.paced_pair(rate.bits)
+    with near, far:
+        measured = links.payload_rate(near, far)
+    place = {"GLOO_SOCKET_IFNAME": "lo", "GRADWIRE_TRANSPORT": "tcp"}
+    what = f"every TCP connection paced by the kernel, since {why}"
+    return Link(what, place, [None] * ranks, measured, "ring", rate.bits)
+
+
+def next_lines() -> list[str]:
+    """What a user types next; this program's environment is a virtual one under `make demo`."""
+    lines = [
+        "  gradwire doctor                      # what this machine offers",
+        "  gradwire run -n 2 examples/ddp.py    # a training to begin yours from",
+    ]
+    if sys.prefix == sys.base_prefix:
+        return ["Next:", *lines]
+    environment = os.path.relpath(sys.prefix)
+    named = f"gradwire is installed as {environment}/bin/gradwire. Next:"
+    return [named, f"  source {environment}/bin/activate", *lines]
+
+
+def say(what: str) -> None:
+    """A line of progress."""
+    print(f"{time.monotonic() - BEGAN:6.1f} s  {what}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import nn
 CLASSES = 10
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
 
+_MOVED, _NOISE = 8, 2.0  # pixels at most, and standard deviations of a pattern: of generated images
 _FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 
 
@@ -36,10 +37,10 @@ class Images(NamedTuple):
 
 
 def load(data: Path | None) -> Images:
-    """The IDX files in `data`, else Debian's Fashion-MNIST, else scikit-learn's digits."""
+    """The IDX files in `data`, else Debian's Fashion-MNIST, else generated images."""
     if data is not None:
         return load_idx(data, data.name)
-    return load_fashion_mnist() if DEBIAN_FASHION_MNIST.is_dir() else load_digits()
+    return load_fashion_mnist() if DEBIAN_FASHION_MNIST.is_dir() else generated()
 
 
 def load_fashion_mnist() -> Images:
@@ -65,6 +66,20 @@ def load_digits() -> Images:
     images, labels = _scale(digits.images, 16), _long(digits.target)
     test = torch.arange(len(labels)) % 5 == 0
     return Images("digits", images[~test], labels[~test], images[test], labels[test])
+
+
+def generated(count: int = 20_000, test: int = 4_000, side: int = 28) -> Images:
+    """Ten patterns, of which each image is one, moved and in noise: for machines without others."""
+    random = torch.Generator().manual_seed(1)
+    coarse = torch.randn(CLASSES, 1, 7, 7, generator=random)
+    patterns = nn.functional.interpolate(coarse, side + _MOVED, mode="bilinear")
+    labels = torch.arange(count + test) % CLASSES
+    down, right = torch.randint(0, _MOVED + 1, (2, len(labels)), generator=random)
+    pixels = torch.arange(side)
+    rows, columns = (down[:, None] + pixels)[:, :, None], (right[:, None] + pixels)[:, None, :]
+    shown = patterns[labels[:, None, None], 0, rows, columns].unsqueeze(1)
+    noisy = (shown + _NOISE * torch.randn(shown.shape, generator=random)).sigmoid()
+    return Images("generated", noisy[:count], labels[:count], noisy[count:], labels[count:])
 
 
 def random_images(count: int, side: int = 28) -> Images:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import gradwire.torch
@@ -20,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.network.pacing import tcp_connections
 from bench.training.train_runs import MOMENTUM
 
 GLOO, GLOO_FP16, GLOO_POWERSGD = "gloo", "gloo:fp16", "gloo:powersgd"
@@ -284,26 +283,10 @@ def tcp_bytes_sent() -> int | None:
     gloo counts nothing itself.
     """
     total = 0
-    for connection in _tcp_connections():
+    for connection in tcp_connections():
         with connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         if len(info) < 208:  # tcpi_bytes_sent came with Linux 4.19
             return None
         total += struct.unpack_from("=Q", info, 200)[0]
     return total
-
-
-def _tcp_connections() -> Iterator[socket.socket]:
-    """Every open TCP socket of this process, as a duplicate to be closed."""
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            if not os.readlink(entry).startswith("socket:"):
-                continue
-            duplicate = socket.socket(fileno=os.dup(int(entry.name)))
-        except OSError:  # closed since it was listed
-            continue
-        internet = duplicate.family in (socket.AF_INET, socket.AF_INET6)
-        if internet and duplicate.type == socket.SOCK_STREAM:
-            yield duplicate
-        else:
-            duplicate.close()

@@ -215,22 +215,6 @@ def test_every_codec_is_trained_with_its_control(monkeypatch: pytest.MonkeyPatch
             assert {each.control for each in chosen if each.feeds_back} <= set(chosen)
 
 
-def control(method: str) -> Method:
-    return Method.parse(method)._replace(feedback=False)
-
-
-def test_the_demo_shows_four_codecs_beside_gloo(monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("sklearn")
-    from bench.training import demo
-
-    monkeypatch.setattr(sys, "argv", ["demo.py"])
-    chosen = [each.check() for each in demo.parse_options().codecs]
-    assert [(each.family, each.control) for each in chosen] == [
-        *(("none", Method("none")), ("fp16", Method("fp16"))),
-        *(("onebit", control(methods.ONEBIT)), ("threshold", control(methods.THRESHOLD))),
-    ]
-
-
 def without_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int) -> list[str]:
     """The commands that are run instead of apt-get's, which fail."""
     ran = []

@@ -1,4 +1,4 @@
-"""Whole processes: what importing pulls in, what the extension links, the demo, and the end."""
+"""Whole processes: what importing pulls in, what the extension links, and the end."""
 
 from __future__ import annotations
 
@@ -133,33 +133,3 @@ def test_process_ends_cleanly_with_buckets_in_flight(tmp_path: Path, imports: st
     assert ranks[1].returncode == 0
     assert stayed.startswith(("Aborted", "TransportError"))
     assert "rank 0" in stayed
-
-
-DEMO = ["-m", "bench.training.demo", "--ranks", 2, "--steps", 3]
-
-
-def identical(printed: str) -> list[str]:
-    """The last column of the demo's tables."""
-    rows = [line for line in printed.splitlines() if line.endswith(("yes", "NO"))]
-    return [line.split()[-1] for line in rows]
-
-
-def test_demo_trains_and_compares_replicas() -> None:
-    """The demo trains with torch's DDP and with a codec over shared memory."""
-    pytest.importorskip("sklearn")
-    ended = run([*DEMO, "--codecs", "bf16", "--link", "none"])
-    assert ended.returncode == 0, ended.stderr
-    assert identical(ended.stdout) == ["yes"] * 2
-
-
-@pytest.mark.nightly
-def test_demo_trains_over_a_slow_link_too(tmp_path: Path) -> None:
-    """After the local table comes one of four methods over a slow link, and a picture."""
-    pytest.importorskip("sklearn")
-    picture = tmp_path / "demo.png"
-    ended = run([*DEMO, "--link-steps", 12, "--picture", picture, "--codecs", "none"])
-    assert ended.returncode == 0, ended.stderr
-    assert identical(ended.stdout) == ["yes"] * 6
-    table = ended.stdout.splitlines()
-    assert any(line.endswith("over emulated links of 100mbit,100us") for line in table)
-    assert picture.read_bytes().startswith(b"\x89PNG")
