@@ -118,7 +118,10 @@ def over_slow_link(options: argparse.Namespace, data: Images) -> list[Row]:
             say("so the links are not held to their rate here, and nothing is trained over them")
             return []
         rows = train(options, data, link, seconds=options.seconds)
-    name, epoch = f"links of {options.link.bits / 1e6:g} Mbit/s", len(data.train_labels) // (BATCH * options.ranks)
+    name, epoch = (
+        f"links of {options.link.bits / 1e6:g} Mbit/s",
+        len(data.train_labels) // (BATCH * options.ranks),
+    )
     legend = methods.legend(options.methods)
     print("\n".join(["", *demo_report.link_table(rows, name, options.seconds, epoch), *legend, ""]))
     if options.picture is not None:
