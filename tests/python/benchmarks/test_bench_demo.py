@@ -79,7 +79,7 @@ def test_generated_images_are_the_same_everywhere_and_can_be_learned():
     assert (nearest == data.test_labels).float().mean() > 0.3  # 0.1 by chance
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_demo_trains_over_a_slow_link_and_over_shared_memory(tmp_path: Path):
     picture = tmp_path / "demo.png"
     few = ["--ranks", "2", "--methods", "gloo", "fp16", "--seconds", "0.1", "--steps", "3"]
@@ -92,7 +92,7 @@ def test_the_demo_trains_over_a_slow_link_and_over_shared_memory(tmp_path: Path)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_interrupted_ranks_end_with_the_demo():
     command = [sys.executable, "-m", "bench.training.demo", "--link", "none", "--steps", "99999"]
     with subprocess.Popen(
