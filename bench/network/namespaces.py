@@ -153,6 +153,17 @@ class Switch:
         finally:
             self.switch.ip(f"link set eth0-{host} master br0")
 
+    @contextlib.contextmanager
+    def divide(self, part: Sequence[int]) -> Iterator[None]:
+        """Meanwhile these hosts reach only each other, and the rest only theirs; nobody is told."""
+        self.add_bridge("apart")
+        self.switch.ip(*(f"link set eth0-{host} master apart" for host in part))
+        try:
+            yield
+        finally:
+            self.switch.ip(*(f"link set eth0-{host} master br0" for host in part))
+            self.switch.ip("link del apart")
+
     def close(self) -> None:
         """Lets go of all namespaces."""
         self._stack.close()

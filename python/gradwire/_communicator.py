@@ -347,6 +347,9 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         example because it is stopped, is left out, and raises TransportError when it does call. A
         rank that dies meanwhile is left out too, or makes the new communicator fail, which can be
         shrunk in turn. Raises RendezvousError when the survivors cannot connect to each other.
+
+        However few survive, they go on: when the network between hosts is cut, each part does, by
+        itself. Compare ``size`` with that before, or call `resize`, which wants a majority.
         """
         return self._regroup(self._seconds(timeout), None, self._mesh.transports)
 
@@ -355,7 +358,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         *,
         store: str | None = None,
         wait: float = 0.0,
-        min_ranks: int = 1,
+        min_ranks: int | None = None,
         timeout: float | None = None,
     ) -> Communicator:
         """Makes the next communicator: the ranks that live, in their order, then those that join.
@@ -365,14 +368,18 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         over, and it is closed. Processes that knock (`gradwire.join`) are let in; `joined` of the
         new communicator says how many they are.
 
-        With fewer than `min_ranks` it waits up to `wait` seconds for more to join. `store` is the
-        address of the store in which those who join look for the door, from now on:
+        A majority of this communicator's ranks must live, or half of them with rank 0: after a
+        partition of the network one part goes on. With `min_ranks` so many are enough, and each
+        part that has them goes on; with fewer it waits up to `wait` seconds for more to join.
+        ``gradwire run --min`` gives it, too (GRADWIRE_MIN_RANKS). `store` is the address of the
+        store in which those who join look for the door, from now on:
         ``tcp://HOST:PORT``, ``unix://NAME``, or ``torch://HOST:PORT`` for a TCPStore of torch's.
         Give one when the host of the old one is gone. All ranks pass the same. `timeout` and
         failures meanwhile are as in `shrink`: members that die, and processes that die while they
         join, are not in the new communicator, or make it fail, which can be resized in turn.
 
-        Raises RendezvousError on all ranks when they are fewer than `min_ranks` after the wait.
+        Raises RendezvousError on each rank of a minority, and on all ranks when they are fewer than
+        `min_ranks` after the wait.
         """
         limit = self._seconds(timeout)
         admission = admission_to(self._mesh, store, wait, min_ranks)

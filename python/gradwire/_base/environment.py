@@ -52,6 +52,11 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "how many ranks a communicator has at most after `resize()`; `gradwire run --max` sets it",
         "no limit",
     ),
+    "GRADWIRE_MIN_RANKS": (
+        "with how many ranks `resize()` goes on at least where min_ranks= is not given; "
+        "`gradwire run --min` sets it",
+        "a majority of the ranks before",
+    ),
     "GRADWIRE_SLOT_ENDS": (
         "when the job's time slot ends, in seconds since 1970, where Slurm's SLURM_JOB_END_TIME is "
         "not earlier; `gradwire run --slot` sets it",

@@ -25,7 +25,9 @@ def open_door(mesh: Mesh) -> Door:
     return Door(mesh, transports_of(mesh), None)
 
 
-def admission_to(mesh: Mesh, store: str | None, wait: float, min_ranks: int) -> Admission:
+def admission_to(
+    mesh: Mesh, store: str | None, wait: float, min_ranks: int | None
+) -> Admission:
     """Checks the arguments of a resize, and has the mesh listen where those who join reach it.
 
     Raises InvalidArgument.
@@ -35,9 +37,8 @@ def admission_to(mesh: Mesh, store: str | None, wait: float, min_ranks: int) -> 
     seconds = arguments.number(wait, "wait")
     if not seconds >= 0:
         raise InvalidArgument(f"wait={wait!r} is not a number of seconds")
-    least = arguments.whole(min_ranks, "min_ranks", least=1)
-    most = _most_ranks()
-    if most is not None and least > most:
+    least, most = _least_ranks(min_ranks), _most_ranks()
+    if most is not None and least is not None and least > most:
         raise InvalidArgument(f"min_ranks={least} is more than GRADWIRE_MAX_RANKS={most}")
     if store is not None:
         mesh.membership = replace(mesh.membership, store=store)
@@ -64,12 +65,23 @@ def _place_of(store: str) -> tuple[str, int] | None:
     return None if address.local else (address.host, address.port)
 
 
+def _least_ranks(given: int | None) -> int | None:
+    """The ranks that are needed to go on; None: a majority of those before."""
+    if given is None:
+        return _ranks_in("GRADWIRE_MIN_RANKS")
+    return arguments.whole(given, "min_ranks", least=1)
+
+
 def _most_ranks() -> int | None:
-    given = environment.text("GRADWIRE_MAX_RANKS")
+    return _ranks_in("GRADWIRE_MAX_RANKS")
+
+
+def _ranks_in(variable: str) -> int | None:
+    given = environment.text(variable)
     if given is None:
         return None
     if not given.isdecimal() or int(given) < 1:
-        raise InvalidArgument(f"GRADWIRE_MAX_RANKS={given!r} is not a number of ranks")
+        raise InvalidArgument(f"{variable}={given!r} is not a number of ranks")
     return int(given)
 
 

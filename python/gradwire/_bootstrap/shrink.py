@@ -28,7 +28,8 @@ misses a DONE: a rank sends it before it closes its links, and a link keeps its 
 This holds when silence means death. A rank that lives and was left out, because it was stopped or
 came late, is told so and raises. If it was done with V, it notices it as it sends DONE: the others'
 last views are without it, and their links end without a DONE.
-Hosts that cannot reach each other take each other to be dead, and each side goes on.
+Hosts that cannot reach each other take each other to be dead. After a shrink each side goes on. A
+resize goes on with a majority alone (`majority`), unless the program gives a number of ranks.
 
 **Guests** are processes that join in a resize. The lowest rank of a view is its *sponsor*: it alone
 talks to them, and says in its view whom it brings; until then that part of a view is open. Think
@@ -56,6 +57,7 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.door import Door, Guest
 from gradwire._bootstrap.guests import Addresses, Invitation, unpack_addresses, with_guests
+from gradwire._bootstrap.majority import is_majority, no_majority
 from gradwire._bootstrap.mesh import Mesh, unpack_address_info
 from gradwire._bootstrap.survivor_links import (
     MOST_GUESTS,
@@ -97,7 +99,7 @@ class Admission:
 
     open_door: Callable[[], Door]  # called on the sponsor
     wait: float = 0.0  # seconds, while there are fewer ranks than
-    least: int = 1
+    least: int | None = 1  # None: a majority of the ended communicator's ranks must be left
     most: int | None = None
     door: Door | None = None  # once this rank has been the sponsor
 
@@ -116,7 +118,8 @@ def shrink(
     `mesh` is the ended communicator's; without `admission` nobody joins. A rank that sends nothing
     for `timeout` seconds is left out, and so is one that falls silent later. Closes the links.
     Raises TransportError on a rank that was left out, and RendezvousError when the survivors cannot
-    connect to each other, or are too few at the end of the wait. `seconds` is the time for links.
+    connect to each other, are no majority, or are too few at the end of the wait. `seconds` is the
+    time for links.
     """
     with contextlib.closing(links):
         return _Shrink(mesh, links, make, transports, timeout, admission).run()
@@ -180,6 +183,7 @@ class _Shrink(Generic[_Made]):
             self._wait(self._without_agreement)
             if self._candidate is not None and self._is_done():
                 return self._candidate
+            self._require_majority()
             with contextlib.suppress(_ViewChanged):
                 if self._admission and not self._are_enough(self._admission):
                     continue
@@ -192,7 +196,7 @@ class _Shrink(Generic[_Made]):
         Raises RendezvousError when the time to wait is over.
         """
         view = self._view
-        if view.guests is not None and view.size >= admission.least:
+        if view.guests is not None and view.size >= (admission.least or 1):
             return True
         if self._rank == view.sponsor:
             self._bring_guests(view, admission)
@@ -212,7 +216,7 @@ class _Shrink(Generic[_Made]):
             for guest in admission.door.take(max(room, 0)):
                 self._add_guest(guest)
             brought = self._brought()
-            enough = len(view.ranks) + len(brought) >= admission.least
+            enough = len(view.ranks) + len(brought) >= (admission.least or 1)
             if enough or self._wait_over.passed or view.round == _MOST_ROUNDS:
                 break
             self._watch_view(view, min(_KNOCK_SECONDS, self._wait_over.remaining))
@@ -484,6 +488,8 @@ class _Shrink(Generic[_Made]):
             self._exclusion = self._excluded_by(peer)
             raise self._exclusion
         self._shrink_view(self._view.meet(view))
+        if kind is MessageKind.TOO_FEW and not self._is_done():
+            self._require_majority()
 
     def _leave_out(self, peers: Iterable[int], reason: str) -> None:
         out = set(peers)
@@ -505,6 +511,13 @@ class _Shrink(Generic[_Made]):
             self._send(MessageKind.VIEW, view, whom=before)  # also those that are left out
             for peer in self._guests_of(before) - self._guests_of(view):
                 self._links.end(peer)
+
+    def _require_majority(self) -> None:
+        """Raises RendezvousError where a majority is needed, and the agreed view is none."""
+        left, size = self._view.ranks, self._mesh.size
+        if self._admission and self._admission.least is None and not is_majority(left, size):
+            self._send(MessageKind.TOO_FEW, self._view)
+            raise no_majority(self._rank, left, size)
 
     def _send(
         self, kind: MessageKind, view: View, payload: bytes = b"", whom: View | None = None

@@ -82,6 +82,7 @@ def _run_once(options: argparse.Namespace, slot: slots.Slot) -> slots.Outcome:
         **({"GRADWIRE_LINK": options.link} if options.link else {}),
         **({"GRADWIRE_SERVERS": str(options.servers)} if options.servers else {}),
         **({"GRADWIRE_MAX_RANKS": str(options.max)} if options.max else {}),
+        **({"GRADWIRE_MIN_RANKS": str(options.min)} if options.min else {}),
         **slot.environment,
     }
     with os.fdopen(notes, "rb"), StoreServer(store, job, secret.encode()):

@@ -55,7 +55,7 @@ WRONG: dict[str, list[Any]] = {
     "objs": [None, 3, "a", {0: 1}, [], [1, 2]],
     "store": [1, [], object(), b"tcp://127.0.0.1:1", "127.0.0.1:1", "ftp://127.0.0.1:1"],
     "wait": [None, *NO_NUMBER, -1, math.nan],
-    "min_ranks": [None, *NO_WHOLE, 0, -1],
+    "min_ranks": [*NO_WHOLE, 0, -1],
 }
 FREE = {"obj", "reason", "self"}  # of any type
 

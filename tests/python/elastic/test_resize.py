@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import mmap
@@ -123,6 +124,63 @@ def test_too_few_ranks_give_up_together() -> None:
     for error in errors:
         assert isinstance(error, gradwire.RendezvousError)
         assert "2 ranks are here after wait=0.2 s, and min_ranks=3" in str(error)
+
+
+def killed(victims: set[int], **options: Any) -> list[Any]:
+    """The errors of four ranks, or the sizes in which they ended, where some are killed at once."""
+
+    def body(comm: Communicator) -> Any:
+        comm.barrier()
+        if comm.rank in victims:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with contextlib.suppress(gradwire.Error):
+            comm.all_reduce(np.ones(10))
+            comm.all_reduce(np.ones(10))
+        with comm.resize(**options) as after:
+            return after.size
+
+    with elastic_job() as job:
+        members = job.start(4, body)
+        ended = [each.outcome() for each in members]
+    for victim in victims:
+        assert ended[victim].status == -signal.SIGKILL
+    return [each.error or each.value for r, each in enumerate(ended) if r not in victims]
+
+
+@pytest.mark.parametrize(
+    ("victims", "words"),
+    [
+        ({0, 1, 2}, "rank 3: 1 of 4 ranks is no majority; pass min_ranks=1"),
+        ({1, 2, 3}, "rank 0: 1 of 4 ranks is no majority; pass min_ranks=1"),
+        ({0, 1}, " of 4 ranks"),
+    ],
+    ids=str,
+)
+def test_a_minority_ends(victims: set[int], words: str) -> None:
+    for error in killed(victims):
+        assert isinstance(error, gradwire.RendezvousError), error
+        assert "no majority; pass min_ranks=" in str(error)
+        assert words in str(error)
+
+
+@pytest.mark.parametrize("victims", [{1, 3}, {0}], ids=str)
+def test_a_majority_goes_on_and_so_does_the_half_with_rank_0(victims: set[int]) -> None:
+    left = 4 - len(victims)
+    assert killed(victims) == [left] * left
+
+
+def test_a_given_number_of_ranks_alone_decides() -> None:
+    assert killed({0, 1, 2}, min_ranks=1) == [1]
+    assert killed({0, 1}, min_ranks=2) == [2, 2]
+
+
+def test_the_environment_gives_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_MIN_RANKS", "1")
+    assert killed({0, 1, 2}) == [1]
+    monkeypatch.setenv("GRADWIRE_MIN_RANKS", "few")
+    for error in killed({0}):
+        assert isinstance(error, gradwire.InvalidArgument)
+        assert "GRADWIRE_MIN_RANKS='few' is not a number of ranks" in str(error)
 
 
 def test_ranks_keep_their_numbers_in_the_job() -> None:
@@ -295,7 +353,7 @@ def test_a_forked_child_does_not_keep_guests_at_a_door_whose_rank_died() -> None
     def body(comm: Communicator) -> Any:
         comm.barrier()
         if comm.rank == 1:
-            return ends(has_again(2))(comm)
+            return ends(has_again(2), min_ranks=1)(comm)
         assert not comm.should_resize()  # opens the door
         eventually(lambda: comm._door._guests)  # type: ignore[union-attr]
         if os.fork() == 0:
@@ -355,7 +413,7 @@ def test_who_waits_at_a_stopped_rank_goes_to_the_next_door() -> None:
         comm.barrier()
         if comm.rank == 1:
             comm._timeout = 2.0
-            return ends(has_again(2), timeout=2)(comm)
+            return ends(has_again(2), timeout=2, min_ranks=1)(comm)
         assert not comm.should_resize()  # opens the door
         eventually(lambda: comm._door._guests)  # type: ignore[union-attr]
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -43,7 +43,7 @@ class FakeDoor:
 
 
 def rank_of(
-    rank: int, size: int, links: MortalLinks, door: FakeDoor, least: int, wait: float
+    rank: int, size: int, links: MortalLinks, door: FakeDoor, least: int | None, wait: float
 ) -> Made:
     admission = shrink.Admission(lambda: door, wait, least)  # type: ignore[arg-type, return-value]
     return shrink.shrink(  # type: ignore[type-var, return-value]
@@ -73,7 +73,7 @@ class Play:
 
     ranks: list[int]
     guests: list[int]  # of each door, one after the other; guest g stands at door g % ranks
-    least: int = 1
+    least: int | None = 1
     wait: float = 0.0
 
     def run(self) -> tuple[list[Any], list[Any]]:
@@ -136,6 +136,37 @@ def test_ranks_and_guests_agree_wherever_others_crash(size: int) -> None:
         guests = [dice.choice([dice.randrange(8), LIVES]) for _ in range(dice.randrange(4))]
         play = Play(ranks, guests)
         check(play, *play.run())
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_that_live_go_on_as_a_majority_or_none_of_them_does(size: int) -> None:
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    dice = random.Random(seed)
+    for _ in range(50):
+        mortal = dice.sample(range(size), dice.randrange(size))
+        ranks = [dice.randrange(6 * size + 8) if r in mortal else LIVES for r in range(size)]
+        guests = [LIVES] * dice.randrange(3)
+        play = Play(ranks, guests, least=None)
+        ended, others = play.run()
+        living = [each for each, words in zip(ended, ranks, strict=True) if words == LIVES]
+        if all(isinstance(each, RendezvousError) for each in living):
+            assert all("majority" in str(each) for each in living), living
+            assert 2 * len(living) <= size
+            continue
+        members = {r for r in check(play, ended, others).job_ranks if r < size}
+        assert 2 * len(members) + (0 in members) > size, (play, members)
+
+
+@pytest.mark.parametrize("victims", [{0, 1}, {0, 2}])
+def test_those_who_join_make_no_majority(victims: set[int]) -> None:
+    """Each part of a network might find some."""
+    (survivor,) = {0, 1, 2} - victims
+    ranks, guests = Play([LIVES * (r == survivor) for r in range(3)], [LIVES] * 6, None).run()
+    error = ranks[survivor]
+    assert isinstance(error, RendezvousError)
+    assert f"rank {survivor}: 1 of 3 ranks is no majority; pass min_ranks=1" in str(error)
+    assert guests == [None] * 6
 
 
 def test_all_guests_are_in_when_nobody_dies() -> None:

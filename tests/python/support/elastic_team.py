@@ -47,7 +47,7 @@ class Plan:
     global_batch: str = "constant"
     steps: int = 1 << 30  # after which the loop is left
     batch: int = 4
-    min_ranks: int = 1
+    min_ranks: int | None = 1  # None: a majority of those before
     wait: float = 20.0
     timeout: float = 20.0
     transport: str = "shm"

@@ -157,6 +157,29 @@ def test_too_few_end_with_an_error() -> None:
         assert "RendezvousError" in team.members[0].ended
 
 
+@pytest.mark.parametrize("victims", [(0, 1, 2), (0, 1)], ids=str)
+def test_a_minority_ends_with_an_error(victims: tuple[int, ...]) -> None:
+    """By default: the others might train on behind a network that is cut."""
+    with Team(4, Plan(min_ranks=None)) as team:
+        assert team.wait(lambda: team.steps >= 1), team
+        for each in victims:
+            team.kill(team.members[each])
+        assert team.wait(lambda: not team.alive), team
+        for each in team.members:
+            if each.number not in victims:
+                assert "RendezvousError" in each.ended, team
+                assert "no majority; pass min_ranks=" in each.ended, team
+
+
+def test_a_majority_goes_on_at_once() -> None:
+    with Team(3, Plan(min_ranks=None, wait=0)) as team:
+        assert team.wait(lambda: team.steps >= 1), team
+        team.kill(team.members[0])
+        goal = team.steps + 3
+        assert team.wait(lambda: all(e.steps > goal and e.size == 2 for e in team.alive)), team
+        assert not team.problems
+
+
 def test_a_training_waits_for_enough_ranks_to_begin() -> None:
     with Team(1, Plan(min_ranks=2, steps=3)) as team:
         joiner = team.start(joins=True)

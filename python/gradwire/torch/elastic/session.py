@@ -52,7 +52,7 @@ class Session:
         *,
         rates: Rates | None,
         owns: bool,
-        min_ranks: int,
+        min_ranks: int | None,
         wait: float,
         verify: bool,
         settings: dict[str, object],
@@ -224,7 +224,7 @@ class Session:
 
     def _lacks_ranks(self, comm: Communicator) -> bool:
         """Whether this training begins with too few ranks; the same on all of them."""
-        if comm.joined or comm.size >= self._min_ranks:
+        if comm.joined or comm.size >= (self._min_ranks or 1):
             return False
         _log.warning(
             "rank %d: the session begins with %d of at least %d ranks (min_ranks), and waits up to "
@@ -414,7 +414,7 @@ def session(
     *,
     carry: Sequence[Any] = (),
     global_batch: str = CONSTANT,
-    min_ranks: int = 2,
+    min_ranks: int | None = None,
     wait: float = 60.0,
     codec: CodecChoice = "none",
     algorithm: str = "auto",
@@ -441,10 +441,12 @@ def session(
     "proportional": `batch` times the number of ranks now, and learning rates follow that number
     (Goyal et al. 2017, "Accurate, Large Minibatch SGD", sec. 2.1).
 
-    With fewer than `min_ranks` ranks, at the start or after a loss, those that are there wait up to
-    `wait` seconds for joiners, and then raise RendezvousError. `timeout` is the communicator's,
-    after which a silent rank counts as lost. `verify` compares the state of all ranks bit by bit
-    after each change, and gives those that differ the state of the lowest rank.
+    After a loss the others go on if they are a majority of the ranks before, or half of them with
+    rank 0; otherwise they raise RendezvousError. With `min_ranks` that number alone decides: fewer
+    ranks, also at the start, wait up to `wait` seconds for joiners, and then raise RendezvousError.
+    `timeout` is the communicator's, after which a silent rank counts as lost. `verify` compares the
+    state of all ranks bit by bit after each change, and gives those that differ the state of the
+    lowest rank.
 
     Without a communicator `with` calls `gradwire.init`, or `gradwire.join` in a process that was
     started to replace another one; if the others are at the end by then, that process ends with
@@ -459,7 +461,7 @@ def session(
     arguments.instance(optimizer, "optimizer", torch.optim.Optimizer, "an optimizer of torch's")
     arguments.instance(sampler, "sampler", Sampler, "a gradwire.torch.elastic.Sampler")
     way = require_way(global_batch)
-    least = arguments.whole(min_ranks, "min_ranks", least=1)
+    least = None if min_ranks is None else arguments.whole(min_ranks, "min_ranks", least=1)
     limit = arguments.seconds(timeout)
     if not (arguments.number(wait, "wait") >= 0 and math.isfinite(wait)):
         raise InvalidArgument(f"wait={wait!r} is no number of seconds from 0")
