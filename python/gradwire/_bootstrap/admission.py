@@ -25,9 +25,7 @@ def open_door(mesh: Mesh) -> Door:
     return Door(mesh, transports_of(mesh), None)
 
 
-def admission_to(
-    mesh: Mesh, store: str | None, wait: float, min_ranks: int | None
-) -> Admission:
+def admission_to(mesh: Mesh, store: str | None, wait: float, min_ranks: int | None) -> Admission:
     """Checks the arguments of a resize, and has the mesh listen where those who join reach it.
 
     Raises InvalidArgument.

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from gradwire._base import arguments, environment
 from gradwire._errors import InvalidArgument, RendezvousError
+from gradwire._host import hydra
+from gradwire._host.own_folder import own_folder
 
 DEFAULT_JOB = "gradwire"
 
@@ -174,7 +176,7 @@ def _default_store(launch: LaunchInfo, launcher: _Launcher) -> str:
             "set GRADWIRE_STORE=tcp://HOST:PORT with rank 0's host and a free port, on all ranks"
         )
     digest = hashlib.sha256(launch.job.encode()).hexdigest()[:16]
-    return f"unix://gradwire-{os.getuid()}-{digest}"
+    return f"unix://{own_folder()}/gradwire-{digest}"
 
 
 def _is_sruns_pmi() -> bool:
@@ -189,13 +191,18 @@ def _rank_0_hosts(store: str | None) -> bool:
 
 
 def _job(launcher: _Launcher) -> str:
-    """The job's name: the same on all ranks of a launch, and a new one for the next if possible."""
+    """The job's name: the same on all ranks of a launch, and a new one for the next if possible.
+
+    Ranks of two launches that have one name are told apart when they meet (`rendezvous`).
+    """
     given = environment.text("GRADWIRE_JOB")
     if given is not None:
         return given
     name = _first(launcher.job)
-    if name is None:  # mpirun starts a host's ranks from one process
-        return f"{DEFAULT_JOB}-{os.getppid()}" if launcher is not _TORCHRUN else DEFAULT_JOB
+    if name is None and launcher is _MPICH:
+        name = hydra.job_name()
+    if name is None:
+        return DEFAULT_JOB
     step = os.environ.get("SLURM_STEP_ID", "") if launcher.name == "srun" else ""
     return f"{name}.{step}" if step else name
 

@@ -26,11 +26,11 @@ LANES = ("collective", "p2p")
 
 @dataclass(frozen=True)
 class Job:
-    """One launch of a program: its name, its secret, and how often it was restarted."""
+    """One start of a program: its name, its secret, and a number that no other start has."""
 
     name: str
     secret: bytes = field(repr=False)
-    epoch: int = 0
+    epoch: int = 0  # 32 random bits of rank 0
     privacy: str = ""  # for messages: what keeps strangers out
 
     @property

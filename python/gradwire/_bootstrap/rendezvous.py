@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -22,9 +23,15 @@ from gradwire._bootstrap.advertised_store import (
     serve_until_reported,
 )
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.launch_info import LaunchInfo
+from gradwire._bootstrap.host_info import process_name
+from gradwire._bootstrap.launch_info import DEFAULT_JOB, LaunchInfo
 from gradwire._bootstrap.mesh import Job, Membership, Mesh
-from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange, await_rank
+from gradwire._bootstrap.rendezvous_exchange import (
+    RendezvousExchange,
+    Start,
+    another_job,
+    await_rank,
+)
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.torch_store import TorchStore
@@ -38,12 +45,16 @@ NO_SECRET = (  # for ranks on several hosts
     "no GRADWIRE_SECRET: rank 0 makes one, which travels over %s, and whoever reads it there can "
     "join; to keep others out, set GRADWIRE_SECRET_FILE to the same file on all hosts"
 )
+_OTHERS_SECONDS = 0.1  # that a job without a name of its own gives others to say they are here
+_OTHER_HOST_SECONDS = 5.0  # to tell a rank 0 of another job that there are two
 _POLL_SECONDS = 0.1  # seconds; torch's store does not let Ctrl-C through while it waits
 
 _Made = TypeVar("_Made")
+_Launch = tuple[str, int, str | None, int]  # job, epoch, store and rank
 
 _log = logging.getLogger("gradwire")
-_generations: Counter[tuple[str, int, str | None, int]] = Counter()
+_generations: Counter[_Launch] = Counter()
+_starts: dict[_Launch, int] = {}  # of launches of which this process is a rank; see Start
 
 
 def rendezvous(
@@ -77,7 +88,8 @@ def meet(
     generation = _next_generation(launch)
     membership = Membership(store=launch.store, secret=given_secret, offered=names)
     if launch.size == 1:
-        job = Job(launch.job, given_secret or secrets.token_bytes(32), launch.epoch)
+        start = _own_start(launch, generation)
+        job = Job(launch.job, given_secret or secrets.token_bytes(32), start.number)
         alone = connect_mesh(
             job, _exchange_alone, rank=0, size=1, communicator=generation, deadline=deadline
         )
@@ -85,11 +97,11 @@ def meet(
         return make(alone)
     with _meeting(launch, generation, deadline, given_secret) as met:
         mesh = connect_mesh(
-            Job(launch.job, met.secret, met.epoch, _privacy(launch, given_secret)),
+            Job(launch.job, met.secret, met.start.number, _privacy(launch, given_secret)),
             met.exchange.exchange_addresses,
             rank=launch.rank,
             size=launch.size,
-            communicator=generation,
+            communicator=met.start.generation,
             deadline=deadline,
             transports=names,
             interface=met.interface,
@@ -106,7 +118,7 @@ class Meeting(NamedTuple):
 
     exchange: RendezvousExchange
     secret: bytes  # of the job
-    epoch: int  # of the job: how often it was restarted
+    start: Start  # of the job
     interface: Choice  # at which the others reach this process
 
 
@@ -121,15 +133,41 @@ def meeting(
 def _meeting(
     launch: LaunchInfo, generation: int, deadline: Deadline, secret: bytes | None
 ) -> Iterator[Meeting]:
-    start = "any" if launch.restarts else launch.epoch
-    prefix = f"gradwire/{launch.job}/{start}/{generation}"
+    prefix = f"gradwire/{launch.job}/{'any' if launch.restarts else launch.epoch}"
+    if not launch.rank_0_hosts:  # whose store is a new one in each meeting
+        prefix += f"/{generation}"
     with _open_store(launch, secret, prefix, deadline) as store:
         exchange = RendezvousExchange(store, launch, prefix, deadline)
         rank_0_hosts = launch.rank_0_hosts or _uses_torch_store(launch)
         with exchange.abort_on_failure(hosts_store=rank_0_hosts and launch.rank == 0):
+            start = _agree_on_start(exchange, launch, generation)
             agreed = secret or exchange.agree_on_secret()
-            epoch = exchange.agree_on_epoch() if launch.restarts else launch.epoch
-            yield Meeting(exchange, agreed, epoch, _choose_interface(exchange, store.route()))
+            yield Meeting(exchange, agreed, start, _choose_interface(exchange, store.route()))
+        _starts[_key_of(launch)] = start.number
+
+
+def _agree_on_start(exchange: RendezvousExchange, launch: LaunchInfo, generation: int) -> Start:
+    """The start that rank 0 tells, once no rank is here twice; raises RendezvousError otherwise."""
+    exchange.claim_rank()
+    if launch.rank_0_hosts and launch.rank == 0 and launch.job == DEFAULT_JOB:
+        exchange.raise_if_peer_failed(_OTHERS_SECONDS)
+    found = exchange.agree_on_start(_own_start(launch, generation))
+    if found.number != _starts.get(_key_of(launch), found.number):
+        raise another_job(
+            f"rank 0 of job {launch.job!r} is not the process that rank {launch.rank} "
+            f"({process_name()}) has met before; if it was started anew, start all ranks anew, or"
+        )
+    return found
+
+
+def _own_start(launch: LaunchInfo, generation: int) -> Start:
+    """What this rank would tell as rank 0."""
+    number = _starts.get(_key_of(launch))
+    if number is None:
+        number = secrets.randbits(32)
+        if launch.rank == 0:
+            _starts[_key_of(launch)] = number
+    return Start(number, generation, launch.size)
 
 
 def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:
@@ -202,7 +240,7 @@ def _open_store(
     address = parse_address(launch.store)
     require_secret(address, secret)
     _warn_of_privacy(launch, f"the store at {address}", secret)
-    return _own_store(launch, address, secret or b"", deadline)
+    return _own_store(launch, address, secret or b"", prefix, deadline)
 
 
 @contextlib.contextmanager
@@ -288,15 +326,18 @@ def _is_reachable_elsewhere(target: str) -> bool:
 
 @contextlib.contextmanager
 def _own_store(
-    launch: LaunchInfo, address: Address, secret: bytes, deadline: Deadline
+    launch: LaunchInfo, address: Address, secret: bytes, prefix: str, deadline: Deadline
 ) -> Iterator[StoreClient]:
     """A client of our own store, which rank 0 serves during the rendezvous."""
     with contextlib.ExitStack() as stack:
         if launch.rank_0_hosts and launch.rank == 0:
             also = _addresses_beyond_loopback(launch, address, secret)
-            stack.enter_context(
-                serve_until_reported(StoreServer(address, launch.job, secret, also))
-            )
+            try:
+                server = StoreServer(address, launch.job, secret, also)
+            except RendezvousError as error:
+                _tell_other_host(launch, address, secret, prefix, error)
+                raise
+            stack.enter_context(serve_until_reported(server))
         lost_error = partial(lost, 0) if launch.rank_0_hosts else RendezvousError
         client = StoreClient(address, launch.job, secret, deadline, lost_error)
         stack.callback(client.close)
@@ -305,6 +346,28 @@ def _own_store(
         # rendezvous would begin in this one's store.
         if launch.rank_0_hosts and launch.rank != 0:
             client.wait_closed(deadline.remaining)
+
+
+def _tell_other_host(
+    launch: LaunchInfo, address: Address, secret: bytes, prefix: str, taken: RendezvousError
+) -> None:
+    """Raises RendezvousError where another rank 0 of the same name serves the store, and tells it.
+
+    Then all ranks that meet there raise it, too. Returns for a store that is not of such a job.
+    """
+    if not isinstance(taken.__cause__, OSError) or taken.__cause__.errno != errno.EADDRINUSE:
+        return
+    limit = Deadline(_OTHER_HOST_SECONDS)
+    try:
+        client = StoreClient(address, launch.job, secret, limit, listens=True)
+    except Error:
+        return
+    exchange = RendezvousExchange(client, launch, prefix, limit)
+    with contextlib.closing(client), exchange.abort_on_failure(hosts_store=False):
+        raise another_job(
+            f"{process_name()} is rank 0 of job {launch.job!r}, and so is the process that serves the "
+            f"store at {address}"
+        ) from taken
 
 
 def _addresses_beyond_loopback(
@@ -338,9 +401,13 @@ def _exchange_alone(own: bytes, _: Deadline) -> list[bytes]:
 
 def _next_generation(launch: LaunchInfo) -> int:
     """Counts this rank's communicators of a launch, from 0."""
-    key = launch.job, launch.epoch, launch.store, launch.rank
+    key = _key_of(launch)
     _generations[key] += 1
     return _generations[key] - 1
+
+
+def _key_of(launch: LaunchInfo) -> _Launch:
+    return launch.job, launch.epoch, launch.store, launch.rank
 
 
 def _choose_interface(exchange: RendezvousExchange, route: Route | None) -> Choice:

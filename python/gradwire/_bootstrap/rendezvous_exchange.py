@@ -35,6 +35,22 @@ class Hosts(NamedTuple):
     reached: tuple[str, ...]  # addresses at which other hosts reach the store
 
 
+class Start(NamedTuple):
+    """A start of a launch, as rank 0 tells it to the others."""
+
+    number: int  # a random one that rank 0 has made; the same as long as its process lives
+    generation: int  # how many times rank 0 has met the others before, in this start
+    size: int
+
+
+def another_job(what: str) -> RendezvousError:
+    """The error where ranks of two jobs, or of two starts of one, meet at one store."""
+    return RendezvousError(
+        f"{what}: another job uses this store: set GRADWIRE_JOB, to another name in each job and "
+        "the same on all of its ranks, or give each job a store of its own"
+    )
+
+
 class RendezvousExchange:
     """One rank's part in one rendezvous; all its keys have a prefix of their own."""
 
@@ -64,15 +80,37 @@ class RendezvousExchange:
         """A secret that rank 0 makes for this communicator; it is as private as the store."""
         return self.broadcast_from_rank_0("secret", lambda: secrets.token_bytes(32))
 
-    def agree_on_epoch(self) -> int:
-        """The number of the job's restarts, as rank 0's agent has counted them."""
-        found = self.broadcast_from_rank_0("epoch", lambda: str(self.launch.epoch).encode())
+    def claim_rank(self) -> None:
+        """Takes this rank's number; raises, here and on all ranks, where another process has it.
+
+        The error is a RendezvousError.
+        """
+        rank, own = self.launch.rank, process_name()
+        if self._store.add(f"{self._prefix}/claims/{rank}") == 1:
+            self._store.set(f"{self._prefix}/claimant/{rank}", own.encode())
+            return
+        other = "another process"
+        with contextlib.suppress(TimeoutError):
+            other = self._store.get(f"{self._prefix}/claimant/{rank}", _POLL_SECONDS).decode()
+        raise another_job(f"{own} is rank {rank} of job {self.launch.job!r}, and so is {other}")
+
+    def agree_on_start(self, own: Start) -> Start:
+        """Rank 0's start; raises RendezvousError where the job has another size there."""
+        packed = json.dumps(own).encode()
         try:
-            return int(found)
-        except ValueError:
+            found = Start(
+                *map(int, json.loads(self.broadcast_from_rank_0("start", lambda: packed)))
+            )
+        except (ValueError, TypeError, RecursionError):
             raise RendezvousError(
-                "rank 0 did not say how often it was restarted: another gradwire version?"
+                "rank 0 did not say which start of the job this is: another gradwire version?"
             ) from None
+        if found.size != own.size:
+            raise another_job(
+                f"rank 0 has {found.size} ranks in job {self.launch.job!r}, and rank "
+                f"{self.launch.rank} ({process_name()}) has {own.size}"
+            )
+        return found
 
     def broadcast_from_rank_0(self, what: str, make: Callable[[], bytes]) -> bytes:
         """Rank 0's bytes, on all ranks; only rank 0 calls `make`."""
@@ -134,6 +172,7 @@ class RendezvousExchange:
     def _finish(self, hosts_store: bool) -> None:
         if hosts_store:
             self._all_gather("finished", b"", self._deadline)
+            self.raise_if_peer_failed(0)  # another job may have come
             return
         with contextlib.suppress(*_STORE_GONE):  # its host may have finished before
             self._store.set(f"{self._prefix}/finished/{self.launch.rank}", b"")

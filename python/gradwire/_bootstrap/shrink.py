@@ -54,10 +54,10 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from gradwire._base.deadline import Deadline
+from gradwire._base.majority import is_majority, no_majority
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.door import Door, Guest
 from gradwire._bootstrap.guests import Addresses, Invitation, unpack_addresses, with_guests
-from gradwire._bootstrap.majority import is_majority, no_majority
 from gradwire._bootstrap.mesh import Mesh, unpack_address_info
 from gradwire._bootstrap.survivor_links import (
     MOST_GUESTS,

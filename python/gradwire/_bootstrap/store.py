@@ -67,7 +67,7 @@ class Status(enum.IntEnum):
 
 
 class Address(NamedTuple):
-    """tcp://HOST:PORT, or unix://NAME in the abstract namespace of this host."""
+    """tcp://HOST:PORT; unix://NAME in the abstract namespace of this host, or unix:///PATH."""
 
     scheme: str
     host: str
@@ -95,10 +95,15 @@ class Address(NamedTuple):
             return True
         return False
 
+    @property
+    def path(self) -> str:
+        """The file of a Unix socket; empty for one in the abstract namespace, and for TCP."""
+        return self.host if self.local and self.host.startswith("/") else ""
+
     def resolve(self) -> list[tuple[socket.AddressFamily, Any]]:
         """Resolves the host to socket addresses, best first; raises OSError for an unknown one."""
         if self.local:
-            return [(socket.AF_UNIX, "\0" + self.host)]
+            return [(socket.AF_UNIX, self.path or "\0" + self.host)]
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         return [(family, target) for family, _, _, _, target in found]
 
@@ -113,11 +118,13 @@ def parse_address(url: str, *, any_port: bool = False) -> Address:
         port = parts.port
     except ValueError:
         parts, port = urlsplit(""), None
-    if parts.scheme == "unix" and parts.netloc:
+    if parts.scheme == "unix" and (parts.netloc or len(parts.path) > 1):
         return Address("unix", parts.netloc + parts.path)
     if parts.scheme == "tcp" and parts.hostname and (port or (any_port and port == 0)):
         return Address("tcp", parts.hostname, port)
-    raise InvalidArgument(f"store={url!r} is neither tcp://HOST:PORT nor unix://NAME")
+    raise InvalidArgument(
+        f"store={url!r} is neither tcp://HOST:PORT nor unix://NAME nor unix:///PATH"
+    )
 
 
 class StoreClient:

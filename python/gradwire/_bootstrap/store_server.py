@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import selectors
 import socket
+import stat
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gradwire._base.deadline import Deadline
@@ -76,6 +79,7 @@ class StoreServer:
         self._reason = b""
         listeners = _listen([address, *also])
         self.address = _bound(address, listeners[0])
+        self._made_by = os.getpid()  # the only process that removes the socket's file
         self._authenticator = Authenticator(listeners, job, secret, self._check)
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -97,6 +101,9 @@ class StoreServer:
         if self._thread.ident is not None:
             os.eventfd_write(self._wake, 1)
             self._thread.join()
+        if self.address.path and self._made_by == os.getpid():
+            with contextlib.suppress(OSError):
+                os.unlink(self.address.path)
         self.release_after_fork()
 
     def release_after_fork(self) -> None:
@@ -288,12 +295,42 @@ def _listen_at(family: socket.AddressFamily, target: Any) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(BACKLOG)
+        with _without_leftover(family, target):
+            listener.bind(target)
+            listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
     return listener
+
+
+@contextlib.contextmanager
+def _without_leftover(family: socket.AddressFamily, target: Any) -> Iterator[None]:
+    """Removes a socket's file that a killed server has left; meanwhile no other server does so."""
+    if family != socket.AF_UNIX or target.startswith("\0"):
+        yield
+        return
+    folder = os.open(os.path.dirname(target), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if _is_leftover(target):
+            os.unlink(target)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _is_leftover(path: str) -> bool:
+    """Whether this is a socket at which nobody listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return stat.S_ISSOCK(os.lstat(path).st_mode)
+        except OSError:
+            return False
+    return False
 
 
 def _bound(address: Address, listener: socket.socket) -> Address:

@@ -66,7 +66,7 @@ def test_a_launch_on_one_host_meets_on_a_socket_of_its_user(
     launch = from_environment()
     assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (1, 2, 1, 2)
     assert launch.store is not None
-    assert launch.store.startswith(f"unix://gradwire-{os.getuid()}-")
+    assert launch.store.startswith(f"unix:///tmp/gradwire-{os.getuid()}/gradwire-")
     assert launch.rank_0_hosts
 
 
@@ -96,6 +96,24 @@ def test_a_slurm_step_is_not_its_whole_allocation(monkeypatch: pytest.MonkeyPatc
     set_environment(monkeypatch, ONE_HOST["srun"] + " SLURM_STEP_NUM_TASKS=3 SLURM_STEP_ID=5")
     launch = from_environment()
     assert (launch.size, launch.job) == (3, "7.5")
+
+
+@pytest.mark.parametrize(
+    ("text", "job"),
+    [
+        (TORCHRUN + " TORCHELASTIC_RUN_ID=run7 TORCHELASTIC_RESTART_COUNT=2", "run7"),
+        (ONE_HOST["openmpi"], "prterun-7"),
+        (SEVERAL_HOSTS["openmpi"] + " OMPI_MCA_ess_base_jobid=3 GRADWIRE_STORE=tcp://a:1", "3"),
+        (ONE_HOST["srun"] + " SLURM_STEP_ID=5", "7.5"),
+        (ONE_HOST["mpich"], "gradwire"),  # which is no child of one of Hydra's proxies
+    ],
+)
+def test_the_jobs_name_is_one_that_the_launcher_gives_to_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, text: str, job: str
+) -> None:
+    """And nothing of this process or host, such as its parent's number."""
+    set_environment(monkeypatch, text)
+    assert from_environment().job == job
 
 
 def test_the_job_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

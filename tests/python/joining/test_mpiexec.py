@@ -1,12 +1,18 @@
 """Ranks started by a real MPI launcher find each other without any setting."""
 
+from __future__ import annotations
+
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from ranks import LIMIT
+from ranks import LIMIT, reserved_store
+
+pytestmark = pytest.mark.usefixtures("bare_environment")
 
 SCRIPT = """
 import sys, numpy, gradwire
@@ -16,17 +22,64 @@ with gradwire.init(timeout=60) as comm:
 """
 
 
-def test_ranks_meet_under_mpiexec(tmp_path: Path):
-    mpiexec = Path(sys.executable).with_name("mpiexec.hydra")
-    if not mpiexec.exists():
-        found = shutil.which("mpiexec.hydra")
-        if found is None:
-            pytest.skip("no mpiexec.hydra: pip install mpich")
-        mpiexec = Path(found)
-    script = tmp_path / "ranks.py"
-    script.write_text(SCRIPT)
+@pytest.fixture
+def mpiexec() -> str:
+    beside = Path(sys.executable).with_name("mpiexec.hydra")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec.hydra")
+    return found or pytest.skip("no mpiexec.hydra: pip install mpich")
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """What the command writes, which must succeed."""
     ended = subprocess.run(
-        [mpiexec, "-n", "3", sys.executable, script], capture_output=True, text=True, timeout=LIMIT
+        [*command],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+        env=os.environ | environment,
     )
     assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.split("\n")) == ["", "0/3 6.0", "1/3 6.0", "2/3 6.0"]
+    return ended.stdout
+
+
+def test_ranks_meet_under_mpiexec(mpiexec: str, tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(SCRIPT)
+    said = run(mpiexec, "-n", "3", sys.executable, script)
+    assert sorted(said.split("\n")) == ["", "0/3 6.0", "1/3 6.0", "2/3 6.0"]
+
+
+def test_ranks_of_several_hosts_meet_under_mpiexec(mpiexec: str, tmp_path: Path) -> None:
+    """Each host has a proxy of its own, with another number; here both are on this host."""
+    script = tmp_path / "ranks.py"
+    script.write_text(SCRIPT)
+    hosts = ["-launcher", "fork", "-hosts", "localhost,127.0.0.1", "-ppn", "2", "-n", "4"]
+    with reserved_store() as store:
+        setting = {"GRADWIRE_STORE": store, "GRADWIRE_SECRET": "0123456789abcdef"}
+        said = run(mpiexec, *hosts, sys.executable, script, **setting)
+    assert sorted(said.split()) == sorted(
+        f"{r}/4 10.0".split()[i] for r in range(4) for i in (0, 1)
+    )
+
+
+def test_each_mpiexec_has_a_job_of_its_own(mpiexec: str) -> None:
+    """Also beside another one, and where a shell stands between the proxy and the rank."""
+    program = (
+        "from gradwire._bootstrap.launch_info import from_environment as find\n"
+        "import os, signal; os.write(1, (find().job + chr(10)).encode()); signal.pause()"
+    )
+    words = [mpiexec, "-n", "2", "sh", "-c", f"{sys.executable} -c '{program}'; true"]
+    jobs = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            each = stack.enter_context(
+                subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+            )
+            stack.callback(each.terminate)
+            assert each.stdout is not None
+            names = {each.stdout.readline() for _ in range(2)}
+            assert len(names) == 1
+            jobs += names
+    assert len(set(jobs)) == 2
+    assert "gradwire\n" not in jobs

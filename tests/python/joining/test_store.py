@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from gradwire._base.deadline import Deadline
@@ -26,7 +27,7 @@ from gradwire._bootstrap.store import (
 )
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import InvalidArgument, RendezvousError
-from ranks import eventually
+from ranks import LIMIT, eventually
 
 SECRET = b"0123456789abcdef"
 
@@ -365,6 +366,7 @@ def test_a_port_that_is_taken_is_an_error_with_the_remedy() -> None:
         ("tcp://node7:29400", Address("tcp", "node7", 29400)),
         ("tcp://[::1]:29400", Address("tcp", "::1", 29400)),
         ("unix://gradwire-0-abc", Address("unix", "gradwire-0-abc")),
+        ("unix:///run/user/0/gradwire-abc", Address("unix", "/run/user/0/gradwire-abc")),
     ],
 )
 def test_addresses_are_read_and_written_alike(url: str, address: Address) -> None:
@@ -373,8 +375,58 @@ def test_addresses_are_read_and_written_alike(url: str, address: Address) -> Non
 
 
 @pytest.mark.parametrize(
-    "url", ["", "node7:29400", "tcp://node7", "tcp://:1", "http://a:1", "unix://", "tcp://a:x"]
+    "url",
+    [
+        "",
+        "node7:29400",
+        "tcp://node7",
+        "tcp://:1",
+        "http://a:1",
+        "unix://",
+        "unix:///",
+        "tcp://a:x",
+    ],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidArgument, match=r"tcp://HOST:PORT"):
         parse_address(url)
+
+
+def test_a_store_at_a_path_replaces_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    """And removes its own file at the end."""
+    path = tmp_path / "store"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+        killed.listen()
+    assert path.exists()
+    address = Address("unix", str(path))
+    with StoreServer(address, "job", SECRET):
+        client = StoreClient(address, "job", SECRET, Deadline(LIMIT))
+        client.set("key", b"value")
+        assert client.get("key", 0) == b"value"
+        client.close()
+    assert not path.exists()
+
+
+def test_a_store_at_a_path_leaves_what_lives_there(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    address = Address("unix", str(path))
+    with StoreServer(address, "job", SECRET):
+        with pytest.raises(RendezvousError, match="cannot host the store"):
+            StoreServer(address, "job", SECRET)
+        StoreClient(address, "job", SECRET, Deadline(LIMIT)).close()
+    path.write_text("a file of somebody's")
+    with pytest.raises(RendezvousError, match="cannot host the store"):
+        StoreServer(address, "job", SECRET)
+    assert path.read_text() == "a file of somebody's"
+
+
+def test_a_forked_child_does_not_remove_the_socket_of_a_store(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with StoreServer(Address("unix", str(path)), "job", SECRET) as server:
+        child = os.fork()
+        if child == 0:
+            server.release_after_fork()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert path.exists()
