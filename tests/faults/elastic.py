@@ -50,6 +50,11 @@ class Outcome(NamedTuple):
     digests: dict[tuple[int, int], str] | None = None  # of the parameters, by epoch and step
     error: str = ""
 
+    @property
+    def is_minority(self) -> bool:
+        """Whether it ended since too few were left."""
+        return "no majority; pass min_ranks=" in self.error
+
 
 class Board:
     """Memory that the processes of a case share: whether to end, and where each of them is."""
@@ -83,6 +88,7 @@ class Process:
             _run(body, theirs)
         theirs.close()
         self.doomed = self.left_out = False  # must end by a signal; may be left out
+        self.stranded = False  # has nobody to join
         self.status: int | None = None
         self.outcome: Outcome | None = None
 
@@ -132,7 +138,13 @@ def die_in_resize(point: int) -> None:
     SurvivorLinks.send = send_or_die  # type: ignore[method-assign]
 
 
-def train(comm: Communicator, index: int, board: Board, told_to_die: Callable[[], int]) -> Outcome:
+def train(
+    comm: Communicator,
+    index: int,
+    board: Board,
+    told_to_die: Callable[[], int],
+    least: int | None,
+) -> Outcome:
     """Trains until told to end; a vector of parameters, the same on all ranks after each step."""
     values, steps = np.zeros(_ELEMENTS), 0
     digests: dict[tuple[int, int], str] = {}
@@ -161,7 +173,8 @@ def train(comm: Communicator, index: int, board: Board, told_to_die: Callable[[]
         except Error:
             if not comm.closed:
                 raise
-        comm = comm.resize(timeout=5 if comm._timeout > 5 else comm._timeout)
+        limit = 5 if comm._timeout > 5 else comm._timeout
+        comm = comm.resize(timeout=limit, min_ranks=least)
 
 
 class Stage:
@@ -203,7 +216,7 @@ class Stage:
         return self._train(comm, index)
 
     def _train(self, comm: Communicator, index: int) -> Outcome:
-        return train(comm, index, self.board, lambda: self._fates[index] - 1)
+        return train(comm, index, self.board, lambda: self._fates[index] - 1, self.case.least)
 
     def wait(self, what: str, holds: Callable[[], object]) -> None:
         """Waits until something holds; raises TimeoutError, which says what."""
@@ -218,7 +231,8 @@ class Stage:
     @property
     def sound(self) -> list[Process]:
         """Those that must go on to the end."""
-        return [each for each in self.processes if not each.doomed and not each.left_out]
+        out = [each for each in self.processes if each.doomed or each.left_out or each.stranded]
+        return [each for each in self.processes if each not in out]
 
     def play(self) -> None:
         self.wait("the first steps", lambda: all(self.board.seen(p.index)[0] for p in self.sound))
@@ -227,9 +241,14 @@ class Stage:
             self._happen(event)
         self.wait("one communicator", self._is_whole)
         self.board.end()
-        self.wait("the end", lambda: all(p.collect() for p in self.processes if not p.doomed))
+        ended = [each.outcome for each in self.processes if each.collect() and each.outcome]
+        for each in self.processes:
+            joining = not self.board.seen(each.index)[0] and not each.doomed
+            each.stranded = joining and any(outcome.is_minority for outcome in ended)
+        awaited = [p for p in self.processes if not p.doomed and not p.stranded]
+        self.wait("the end", lambda: all(each.collect() for each in awaited))
         for each in self.processes:  # a process that was to die while it joins came too late
-            if each.doomed and not each.collect():
+            if each not in awaited and not each.collect():
                 each.kill(signal.SIGKILL)
 
     def _is_whole(self) -> bool:
@@ -271,12 +290,19 @@ class Stage:
 
 def problems(case: Case, processes: list[Process]) -> list[str]:
     """Judges the ends of all processes; empty when they are as they must be."""
-    found, sound = [], []
+    found, sound, minority = [], [], 0
     for each in processes:
         name, outcome = f"process {each.index}", each.outcome
         if each.doomed:
             if outcome is not None:
                 found.append(f"{name} was to die and said {outcome.error or 'that it had ended'}")
+        elif outcome is not None and outcome.is_minority and case.least is None:
+            minority += 1
+        elif each.stranded:
+            if outcome is not None and not outcome.error:
+                found.append(f"{name} has joined where a minority gave up: {outcome}")
+        elif each.left_out and outcome is not None and not outcome.error and case.least is None:
+            sound.append(outcome)  # the others gave up, and it is their majority
         elif each.left_out:
             if outcome is None or "left this rank out" not in outcome.error:
                 found.append(f"{name} was stopped, and not told that it was left out: {outcome}")
@@ -287,6 +313,8 @@ def problems(case: Case, processes: list[Process]) -> list[str]:
     ends = {(each.size, each.epoch, each.steps) for each in sound}
     if len(ends) > 1:
         found.append(f"the survivors ended in different places: {sorted(ends)}")
+    if minority and any(not each.left_out and each.outcome in sound for each in processes):
+        found.append(f"{minority} ended as a minority, and {len(sound)} have gone on")
     if sound and sound[0].size != len(sound):
         found.append(f"{len(sound)} survivors ended in a communicator of {sound[0].size}")
     by_step: dict[tuple[int, int], set[str]] = collections.defaultdict(set)

@@ -38,6 +38,7 @@ class Case:
     transports: tuple[str, ...]
     ranks: int
     events: tuple[Event, ...]
+    least: int | None = 1  # ranks that go on; None: a majority of those before
 
     @property
     def timeout(self) -> float:
@@ -55,4 +56,5 @@ def make_case(seed: int, number: int) -> Case:
         return Event(kind, dice.randrange(100), delay, dice.randrange(10))
 
     events = tuple(event() for _ in range(dice.randrange(1, 5)))
-    return Case(seed, number, dice.choice(TRANSPORTS), dice.randrange(1, 5), events)
+    transports, ranks = dice.choice(TRANSPORTS), dice.randrange(1, 5)
+    return Case(seed, number, transports, ranks, events, dice.choice((1, None)))

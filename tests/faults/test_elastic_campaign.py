@@ -56,6 +56,7 @@ class Ended:
     outcome: Any = None
     doomed: bool = False
     left_out: bool = False
+    stranded: bool = False
     status: int | None = 0
 
 
@@ -76,6 +77,28 @@ FINE = Outcome(2, 3, 9, {(3, 8): "a", (3, 9): "b"})
     ],
 )
 def test_the_judge_sees_what_is_wrong(other: Ended, words: str) -> None:
-    found = problems(make_case(1, 1), [Ended(0, FINE), other])  # type: ignore[list-item]
+    case = dataclasses.replace(make_case(1, 1), least=1)
+    found = problems(case, [Ended(0, FINE), other])  # type: ignore[list-item]
     assert bool(found) == bool(words)
+    assert not words or any(words in each for each in found), found
+
+
+MINORITY = Outcome(error="RendezvousError: 1 of 4 ranks is no majority; pass min_ranks=1")
+ALONE = Outcome(1, 3, 9, {(3, 9): "b"})
+
+
+@pytest.mark.parametrize(
+    ("ended", "least", "words"),
+    [
+        ([Ended(0, MINORITY), Ended(1, MINORITY)], None, ""),
+        ([Ended(0, MINORITY), Ended(1, Outcome(error="E: nobody"), stranded=True)], None, ""),
+        ([Ended(0, MINORITY), Ended(1, ALONE, left_out=True)], None, ""),
+        ([Ended(0, MINORITY), Ended(1, MINORITY)], 1, "process 0 failed"),
+        ([Ended(0, MINORITY), Ended(1, ALONE)], None, "1 ended as a minority, and 1 have gone on"),
+        ([Ended(0, MINORITY), Ended(1, ALONE, stranded=True)], None, "has joined where a minority"),
+    ],
+)
+def test_the_judge_knows_minorities(ended: list[Ended], least: int | None, words: str) -> None:
+    found = problems(dataclasses.replace(make_case(1, 1), least=least), ended)  # type: ignore[arg-type]
+    assert bool(found) == bool(words), found
     assert not words or any(words in each for each in found), found

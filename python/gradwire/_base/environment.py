@@ -15,7 +15,7 @@ from gradwire._errors import InvalidArgument
 # the transports are in the core.
 VARIABLES: dict[str, tuple[str, str]] = {
     "GRADWIRE_STORE": (
-        "where the ranks meet: tcp://HOST:PORT (rank 0 listens there) or unix://NAME",
+        "where the ranks meet: tcp://HOST:PORT (rank 0 listens there), unix://NAME or unix:///PATH",
         "found from the launcher's environment",
     ),
     "GRADWIRE_JOB": ("name of the job; ranks of different names refuse each other", "launcher's"),

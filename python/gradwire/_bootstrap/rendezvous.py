@@ -365,8 +365,8 @@ def _tell_other_host(
     exchange = RendezvousExchange(client, launch, prefix, limit)
     with contextlib.closing(client), exchange.abort_on_failure(hosts_store=False):
         raise another_job(
-            f"{process_name()} is rank 0 of job {launch.job!r}, and so is the process that serves the "
-            f"store at {address}"
+            f"{process_name()} is rank 0 of job {launch.job!r}, and so is the process that serves "
+            f"the store at {address}"
         ) from taken
 
 
