@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,30 @@ def test_each_mpiexec_has_a_job_of_its_own(mpiexec: str) -> None:
             jobs += names
     assert len(set(jobs)) == 2
     assert "gradwire\n" not in jobs
+
+
+CONTAINED = """
+import os, sys, gradwire
+with gradwire.init(timeout=60) as comm:
+    found = comm.all_gather_object((sys.argv[1], os.getppid()))
+    os.write(1, f"{sorted({name for name, _ in found})} {len(found)} {os.getppid()}\\n".encode())
+"""
+
+
+def test_jobs_in_two_containers_with_one_network_do_not_mix(mpiexec: str, tmp_path: Path) -> None:
+    """Where their processes have the same numbers."""
+    contained = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*contained, "true"], check=False).returncode
+    ):
+        pytest.skip("unshare may not make process namespaces here")
+    script = tmp_path / "ranks.py"
+    script.write_text(CONTAINED)
+    ranks = [mpiexec, "-n", "2", sys.executable, script]
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda name: run(*contained, *ranks, name), "AB"))
+    lines = [each.splitlines() for each in said]
+    assert [line.rpartition(" ")[0] for line in lines[0]] == ["['A'] 2"] * 2
+    assert [line.rpartition(" ")[0] for line in lines[1]] == ["['B'] 2"] * 2
+    assert lines[0][0].rpartition(" ")[2] == lines[1][0].rpartition(" ")[2]
