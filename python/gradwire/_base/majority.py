@@ -1,4 +1,4 @@
-"""Which part of a communicator's ranks goes on where a network parts them: the majority.
+"""The majority: the part of a communicator's ranks that goes on where a network parts them.
 
 Ranks that cannot reach each other take each other to be dead. More than half of the ranks are a
 majority, and so is a half that has rank 0. Two parts without a rank in common are never both one,

@@ -161,7 +161,7 @@ def _agree_on_start(exchange: RendezvousExchange, launch: LaunchInfo, generation
 
 
 def _own_start(launch: LaunchInfo, generation: int) -> Start:
-    """What this rank would tell as rank 0."""
+    """The start that this rank tells if it is rank 0."""
     number = _starts.get(_key_of(launch))
     if number is None:
         number = secrets.randbits(32)

@@ -45,6 +45,7 @@ ANSWER = struct.Struct("<BI")
 _MARGIN = 5.0  # seconds that a client grants the server beyond the wait it asked for
 _RETRY = 0.05  # seconds between attempts to reach a store that is not there yet
 _ANSWER = 5.0  # seconds that one attempt to connect may take
+_NOBODY_LISTENS = (ConnectionRefusedError, FileNotFoundError)  # the second: no file of a socket
 _RECONNECT = 1.0  # seconds in which an interrupted rank connects again to report its failure
 
 
@@ -152,7 +153,7 @@ class StoreClient:
         self._interrupted: list[socket.socket] = []  # on which an answer is still to come
         try:
             self._sock = self._connect(deadline, listens)
-        except ConnectionRefusedError as error:
+        except _NOBODY_LISTENS as error:
             raise lost_error(f"the store at {address} is gone ({error})") from error
 
     def set(self, key: str, value: bytes) -> None:
@@ -275,7 +276,7 @@ def _connect(
         except HandshakeError as error:
             raise RendezvousError(f"the store at {address} is not ours: {error}") from error
         except OSError as error:
-            if listens and isinstance(error, ConnectionRefusedError):
+            if listens and isinstance(error, _NOBODY_LISTENS):
                 raise
             if deadline.passed:
                 name = f" Does {address.host} mean loopback on rank 0's host? Then give an address."

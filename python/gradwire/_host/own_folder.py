@@ -42,7 +42,7 @@ def _useless(path: str, fault: str) -> RendezvousError:
 
 
 def _fault_of(path: str) -> str:
-    """Why nobody should put a socket there; empty for a folder that is this user's alone."""
+    """The reason to put no socket there; empty for a folder that is this user's alone."""
     try:
         found = os.lstat(path)  # never through a link
     except OSError as error:

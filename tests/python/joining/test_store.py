@@ -430,3 +430,10 @@ def test_a_forked_child_does_not_remove_the_socket_of_a_store(tmp_path: Path) ->
             os._exit(0)
         os.waitpid(child, 0)
         assert path.exists()
+
+
+def test_a_store_at_a_path_that_is_gone_is_lost_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match="is gone"):
+        StoreClient(
+            Address("unix", str(tmp_path / "none")), "job", SECRET, Deadline(LIMIT), listens=True
+        )
