@@ -256,8 +256,9 @@ class ParameterServer:
         `version` (pushes applied), `pushes`, `pulls`, `partial`, `stale` and `not_finite` (pushes
         that were applied in part or refused), `received` and `sent` (bytes); `staleness`, the
         numbers of pushes with 0, 1, 2, ... versions between the values of their gradients and
-        them, `mean_staleness` and `most_staleness`; `clients` (names) and `gone` (those that ended
-        without close(), and why).
+        them, `mean_staleness` and `most_staleness`; `last_batch` (with
+        the rule `Staged()`: the largest number of a batch of pushes that it knows); `clients`
+        (names) and `gone` (those that ended without close(), and why).
         """
         return [read_statistics(text) for text in self._ask("stats", timeout).texts()]
 

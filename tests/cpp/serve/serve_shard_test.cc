@@ -9,8 +9,9 @@ namespace serve_shard_test {
 // Sends frames to a shard as a client would, without a channel.
 class Direct {
  public:
-  explicit Direct(const Table& table, std::uint32_t index = 0)
-      : shard(table, index), codecs_(codecs_of(table)) {}
+  explicit Direct(const Table& table, std::uint32_t index = 0,
+                  std::uint64_t memory = usable_memory())
+      : shard(table, index, memory), codecs_(codecs_of(table)) {}
   explicit Direct(Shard given) : shard(std::move(given)), codecs_(codecs_of(shard.table())) {}
 
   // Sends the first `frames` frames of a request; all of them by default.
@@ -68,6 +69,12 @@ class Direct {
                    ConstBytes(room).first(header.length), add, has.data() + frame.first);
     }
     return has;
+  }
+
+  // Drops all that a client has, on both sides.
+  void leave(ClientId client) {
+    shard.leave(client);
+    mirrors_.erase(client);
   }
 
   std::uint32_t sequence() const { return sequence_; }  // of the last request
@@ -223,6 +230,96 @@ TEST(Shard, RefusesNaNFromItsFrameOnOrTheWholePush) {
     EXPECT_EQ(same_bits(job.shard.values(), range_of(job.shard.layout(), x)), atomic);
     for (const float each : job.shard.values()) ASSERT_TRUE(std::isfinite(each));
   }
+}
+
+TEST(Shard, RefusesAPushWhoseResultIsNotFinite) {
+  const codec::FloatEnvironment environment;
+  const float large = 0.9F * std::numeric_limits<float>::max();
+  for (const char* rule : {"sgd:rate=100", "momentum:rate=0.1,momentum=1", "adagrad:rate=0.1"}) {
+    for (const bool atomic : {false, true}) {
+      Table table = some_table(1, rule);
+      table.atomic_push = atomic;
+      Direct job(table);
+      job.send(Op::kSet, 1, random_of(table, 1));
+      Arrays g = zeros_of(table);
+      g[4].back() = large;
+      job.send(Op::kPush, 1, g);  // makes the velocity large, or is refused already
+      const std::vector<float> before = job.shard.values();
+      const Answer answer = *job.send(Op::kPush, 1, g);
+      EXPECT_EQ(answer.refused, Refusal::kNotFinite) << rule;
+      EXPECT_NE(answer.why.find("too large"), std::string::npos) << answer.why;
+      EXPECT_GT(job.shard.statistics().not_finite, 0U);
+      EXPECT_EQ(atomic, job.shard.statistics().partial == 0U);
+      EXPECT_TRUE(same_bits(job.shard.values(), before));
+      EXPECT_EQ(job.send(Op::kPush, 1, zeros_of(table))->refused, Refusal::kNone);
+      for (const float each : job.shard.values()) ASSERT_TRUE(std::isfinite(each));
+    }
+  }
+}
+
+TEST(Shard, RefusesRatesThatAreNegativeOrNotFinite) {
+  const codec::FloatEnvironment environment;
+  Direct job(some_table());
+  job.send(Op::kSet, 1, random_of(some_table(), 1));
+  const ShardFrame& frame = job.shard.layout().frames().front();
+  const std::vector<std::byte> zeros(frame.count * sizeof(float));
+  MessageHeader header;
+  header.op = Op::kPush;
+  header.flags = kFirst;
+  header.count = static_cast<std::uint32_t>(frame.count);
+  for (const float rate :
+       {-0.1F, -std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
+    header.extra = std::bit_cast<std::uint32_t>(rate);
+    EXPECT_THROW(job.shard.push(1, {header, zeros}), InvalidArgument) << rate;
+  }
+}
+
+std::uint64_t bytes_of(const Table& table) { return table.elements() * sizeof(float); }
+
+TEST(Shard, CountsWhatItStagesForEachClient) {
+  const codec::FloatEnvironment environment;
+  Table table = some_table();
+  table.atomic_push = true;
+  Direct job(table, 0, 3 * bytes_of(table));  // the parameters, and two clients' pushes
+  const Arrays g = zeros_of(table);
+  job.send(Op::kSet, 1, g);
+  for (const ClientId client : {1, 2}) job.send(Op::kPush, client, g, 0, 0, /*frames=*/1);
+  const Answer answer = *job.send(Op::kPush, 3, g);
+  EXPECT_EQ(answer.refused, Refusal::kInvalid);
+  EXPECT_NE(answer.why.find("start more shards"), std::string::npos) << answer.why;
+  job.shard.leave(2);
+  EXPECT_EQ(job.send(Op::kPush, 3, g)->refused, Refusal::kNone);
+}
+
+TEST(Shard, CountsWhatClientsHaveByPulls) {
+  const codec::FloatEnvironment environment;
+  const Table table = some_table();
+  for (const std::string name : {"int8", "onebit"}) {
+    Direct job(table, 0, 3 * bytes_of(table));
+    const std::uint16_t codec = table.index_of(codec::make_codec(name)->name());
+    job.send(Op::kSet, 1, random_of(table, 1));
+    for (const ClientId client : {1, 2, 1, 2}) job.pull(client, codec);
+    MessageHeader request;
+    request.codec = codec;
+    EXPECT_THROW(job.shard.begin_pull(3, request), NoRoom);
+    job.pull(3, 0);  // of which it keeps nothing
+    job.leave(3);
+    job.leave(1);
+    job.pull(3, codec);
+  }
+}
+
+TEST(Shard, CountsTheCopiesThatPullsOfAtomicPushesRead) {
+  const codec::FloatEnvironment environment;
+  Table table = some_table();
+  table.atomic_push = true;
+  Direct job(table, 0, 2 * bytes_of(table));
+  job.send(Op::kSet, 1, random_of(table, 1));
+  {
+    const Shard::Pull pull = job.shard.begin_pull(1, {}), same = job.shard.begin_pull(2, {});
+    EXPECT_EQ(job.send(Op::kPush, 1, zeros_of(table))->refused, Refusal::kInvalid);
+  }
+  EXPECT_EQ(job.send(Op::kPush, 1, zeros_of(table))->refused, Refusal::kNone);
 }
 
 TEST(Shard, KeepsShadowsEqualToWhatClientsHave) {

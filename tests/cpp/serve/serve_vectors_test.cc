@@ -288,6 +288,13 @@ TEST_P(VectorsTest, CountPushesThatArrive) {
 
 INSTANTIATE_TEST_SUITE_P(Words, VectorsTest, testing::Values(1, 2));
 
+TEST(FinishedBatches, KnowTheLast) {
+  FinishedBatches finished;
+  EXPECT_EQ(finished.last(), 0U);
+  for (const std::uint64_t batch : {7, 90, 8}) finished.add(batch);
+  EXPECT_EQ(finished.last(), 90U);
+}
+
 TEST(FinishedBatches, AreRememberedInLittleMemory) {
   FinishedBatches finished;
   for (std::uint64_t batch = 10; batch < 10 + 2 * FinishedBatches::kRemembered; ++batch)

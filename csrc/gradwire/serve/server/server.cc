@@ -209,12 +209,22 @@ bool Server::takes_more(const Peer& peer) const {
   return peer.channel->queued() < kMostQueued && !many_pulls;
 }
 
+// Begins the first pull that waits; returns false where it was refused.
+bool Server::begin_pull(Peer& peer) {
+  const MessageHeader request = peer.pulls.front();
+  peer.pulls.pop_front();
+  try {
+    peer.pull = shard().begin_pull(peer.id, request);
+    return true;
+  } catch (const NoRoom& error) {
+    refuse(peer, request, {Refusal::kInvalid, error.what()});
+    return false;
+  }
+}
+
 // Sends the next frame of a pull, where there is room.
 bool Server::send_frame(Peer& peer) {
-  if (!peer.pull && !peer.pulls.empty() && shard().has_values()) {
-    peer.pull = shard().begin_pull(peer.id, peer.pulls.front());
-    peer.pulls.pop_front();
-  }
+  if (!peer.pull && !peer.pulls.empty() && shard().has_values() && !begin_pull(peer)) return true;
   if (!peer.pull) return false;
   const Bytes room = peer.channel->room();
   if (room.empty()) return false;
@@ -431,6 +441,8 @@ std::string Server::statistics_text() {
   std::vector<std::string> clients;
   for (const auto& [channel, peer] : peers_)
     if (peer.joined) clients.push_back(channel->peer());
+  if (shard_ && shard_->vectors())
+    shard_->statistics().last_batch = shard_->vectors()->last_batch();
   return shard_ ? shard_->statistics().json(shard_->version(), clients)
                 : Statistics{}.json(kNoVersion, clients);
 }

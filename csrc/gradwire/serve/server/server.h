@@ -102,6 +102,7 @@ class Server {
 
   bool pass();
   bool serve(Channel& channel);
+  bool begin_pull(Peer& peer);
   bool send_frame(Peer& peer);
   bool takes_more(const Peer& peer) const;
   bool take_message(Peer& peer);

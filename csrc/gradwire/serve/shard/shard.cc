@@ -36,6 +36,7 @@ Shard::Shard(Table table, std::uint32_t shard, std::uint64_t memory)
       codecs_(codecs_of(table_)),
       layout_(table_, codecs_, shard),
       rule_(make_rule(table_.rule)),
+      memory_(memory),
       steps_(layout_.frames().size()),
       scratch_(kMostFrame) {
   if (table_.staged()) {
@@ -47,6 +48,7 @@ Shard::Shard(Table table, std::uint32_t shard, std::uint64_t memory)
   slots_.push_back({"w", make_words(layout_.elements())});
   for (const RuleState& state : rule_->states())
     slots_.push_back({std::string(state.name), make_words(layout_.elements(), state.initial)});
+  update_.resize(slots_.size(), std::vector<float>(kMostFrame));
 }
 
 Shard::Shard(Snapshot snapshot, std::uint64_t memory)
@@ -62,6 +64,12 @@ Shard::Shard(Snapshot snapshot, std::uint64_t memory)
     fits = snapshot.slots[i].name == slots_[i].name &&
            snapshot.slots[i].values.size() == slots_[i].values.size();
   if (!fits) throw InvalidArgument("the snapshot's slots are not those of its table and shard");
+  for (std::size_t i = 0; i < slots_.size(); ++i)  // in vectors NaN is a value like others
+    if (const auto& values = snapshot.slots[i].values;
+        !codec::kernels().finite(values.data(), values.size()))
+      throw InvalidArgument("the snapshot's slot '" + snapshot.slots[i].name +
+                            "' holds NaN or infinite values: go on from an older one, or remove "
+                            "it, and clients begin anew");
   version_ = first_version_ = snapshot.version;
   for (std::size_t i = 0; i < slots_.size(); ++i)
     std::ranges::copy(snapshot.slots[i].values, slots_[i].values.begin());
@@ -94,8 +102,7 @@ std::optional<Answer> Shard::set(ClientId client, const Message& message) {
   if (set.next == 1) set.answer = {};
   if (has_values()) {
     set.answer = {Refusal::kHasValues, "there are values already"};
-  } else {
-    if (set.staged.empty()) set.staged = make_words(layout_.elements() * layout_.words());
+  } else if (set.answer.refused != Refusal::kInvalid && make_room(set)) {
     const bool finite = decode_frame(*codecs_[0], layout_, frame, message.payload, /*add=*/false,
                                      set.staged.data() + frame.first * layout_.words());
     if (!finite) set.answer = {Refusal::kNotFinite, "the initial values hold NaN or Inf"};
@@ -131,7 +138,8 @@ void Shard::begin_push(Request& push, const MessageHeader& header) {
   if (push.version != kNoVersion && push.version > version_) push.version = first_version_;
   push.rate = header.extra == 0 ? rule_->rate() : std::bit_cast<float>(header.extra);
   push.answer = {};
-  if (!std::isfinite(push.rate)) throw InvalidArgument("push: the rate is not finite");
+  if (!std::isfinite(push.rate) || push.rate < 0)
+    throw InvalidArgument("push: the rate is negative, or not finite");
   if (has_values())
     refuse_if_stale(push);
   else
@@ -156,7 +164,7 @@ void Shard::take_push(ClientId client, Request& push, const ShardFrame& frame,
   const float* gradient = scratch_.data();
   bool finite = false;
   if (table_.atomic_push) {
-    if (push.staged.empty()) push.staged = make_words(layout_.elements());
+    if (!make_room(push)) return;
     finite = decode_frame(codecs_, codec, layout_, frame, message.payload,
                           push.staged.data() + frame.first);
   } else if (codec == 0 && message.payload.size() == frame.count * sizeof(float)) {
@@ -165,34 +173,95 @@ void Shard::take_push(ClientId client, Request& push, const ShardFrame& frame,
   } else {
     finite = decode_frame(codecs_, codec, layout_, frame, message.payload, scratch_.data());
   }
-  if (!finite) {
-    push.answer = {Refusal::kNotFinite, "it holds NaN or Inf"};
-    ++statistics_.not_finite;
-  } else if (!table_.atomic_push) {
+  if (!finite)
+    refuse_not_finite(push, "it holds NaN or Inf");
+  else if (!table_.atomic_push && update(push, push.next - 1, gradient))
     apply(client, push, push.next - 1, gradient);
-    ++push.applied;
-  }
 }
 
-void Shard::apply(ClientId client, const Request& push, std::size_t index, const float* gradient) {
+void Shard::refuse_not_finite(Request& push, const char* why) {
+  push.answer = {Refusal::kNotFinite, why};
+  ++statistics_.not_finite;
+}
+
+// Makes room for the whole of a request; refuses it where there is none. Returns whether there is.
+bool Shard::make_room(Request& request) {
+  if (!request.staged.empty()) return true;
+  const std::size_t words = layout_.elements() * layout_.words();
+  if (const std::string why = why_no_room_for(words); !why.empty()) {
+    request.answer = {Refusal::kInvalid, why};
+    return false;
+  }
+  request.staged = make_words(words);
+  return true;
+}
+
+// Returns why no more than what is there already may be kept for clients; empty where it may.
+std::string Shard::why_no_room_for(std::size_t words) {
+  std::uint64_t held = words;
+  for (const Snapshot::Slot& each : slots_) held += each.values.size();
+  for (const auto& [client, each] : clients_)
+    held += each.set.staged.size() + each.push.staged.size() + each.shadow.size();
+  std::erase_if(copies_of_values_, [](const auto& each) { return each.expired(); });
+  held += copies_of_values_.size() * layout_.elements();
+  if (held * sizeof(float) <= memory_) return {};
+  return "shard " + std::to_string(index_) + " keeps a copy of its part for each such client, " +
+         gibibytes(held * sizeof(float)) + " with this one, and its server may use " +
+         gibibytes(memory_) + ": start more shards, on more hosts, or fewer clients";
+}
+
+float Shard::rate_of(const Request& push) const noexcept {
+  if (!table_.divide) return push.rate;
+  return push.rate / static_cast<float>(std::max<std::uint64_t>(staleness(push), 1));
+}
+
+// Computes what a frame of a push makes of the parameters and the rule's state, beside them;
+// refuses the push where that is not finite. Returns whether it is.
+bool Shard::update(Request& push, std::size_t index, const float* gradient) {
+  const ShardFrame& frame = layout_.frames()[index];
+  for (std::size_t i = 0; i < slots_.size(); ++i)
+    std::copy_n(at(slots_[i], frame.first), frame.count, update_[i].data());
+  std::array<float*, 2> states{};
+  for (std::size_t i = 1; i < slots_.size(); ++i) states[i - 1] = update_[i].data();
+  rule_->apply(update_[0].data(), states, gradient, rate_of(push), steps_[index] + 1, frame.count);
+  for (const auto& each : update_) {
+    if (codec::kernels().finite(each.data(), frame.count)) continue;
+    refuse_not_finite(push, "the parameters would hold NaN or Inf: its gradient is too large");
+    return false;
+  }
+  return true;
+}
+
+// Applies a frame, as update() has just computed it.
+void Shard::apply(ClientId client, Request& push, std::size_t index, const float* gradient) {
   keep(index);
   const ShardFrame& frame = layout_.frames()[index];
-  std::array<float*, 2> states{};
-  for (std::size_t i = 1; i < slots_.size(); ++i) states[i - 1] = at(slots_[i], frame.first);
-  float rate = push.rate;
-  if (table_.divide) rate /= static_cast<float>(std::max<std::uint64_t>(staleness(push), 1));
-  if (log_) log_({client, push.sequence, index, rate, {gradient, frame.count}});
-  rule_->apply(at(slots_.front(), frame.first), states, gradient, rate, ++steps_[index],
-               frame.count);
+  if (log_) log_({client, push.sequence, index, rate_of(push), {gradient, frame.count}});
+  for (std::size_t i = 0; i < slots_.size(); ++i)
+    std::copy_n(update_[i].data(), frame.count, at(slots_[i], frame.first));
+  ++steps_[index];
+  ++push.applied;
+}
+
+// Applies all of a staged push, or refuses it.
+void Shard::apply_staged(ClientId client, Request& push) {
+  const auto gradient = [&](std::size_t i) {
+    return push.staged.data() + layout_.frames()[i].first;
+  };
+  const std::size_t frames = layout_.frames().size();
+  for (std::size_t i = 0; i < frames; ++i)
+    if (!update(push, i, gradient(i))) return;
+  for (std::size_t i = 0; i < frames; ++i) {
+    update(push, i, gradient(i));
+    apply(client, push, i, gradient(i));
+  }
 }
 
 Answer Shard::end_push(ClientId client, Request& push) {
   const std::uint64_t stale = has_values() ? staleness(push) : 0;
   // Others' pushes may have come before the last frame of an atomic one.
   if (table_.atomic_push && push.answer.refused == Refusal::kNone) refuse_if_stale(push);
-  if (table_.atomic_push && push.answer.refused == Refusal::kNone)
-    for (std::size_t i = 0; i < layout_.frames().size(); ++i, ++push.applied)
-      apply(client, push, i, push.staged.data() + layout_.frames()[i].first);
+  if (table_.atomic_push && push.answer.refused == Refusal::kNone) apply_staged(client, push);
   push.staged = {};
   push.next = 0;
   if (push.applied > 0) {
@@ -224,7 +293,11 @@ Shard::Pull Shard::begin_pull(ClientId client, const MessageHeader& request) {
   pull.dense = request.extra == 0;
   if (!pull.dense && shadow.empty())
     throw InvalidArgument("pull: the shard does not know what the client has");
-  if (pull.dense) shadow.resize(layout_.elements());
+  if (pull.dense && shadow.empty()) {
+    if (const std::string why = why_no_room_for(layout_.elements()); !why.empty())
+      throw NoRoom(why);
+    shadow.resize(layout_.elements());
+  }
   return pull;
 }
 
@@ -233,7 +306,12 @@ Shard::Pull Shard::begin_pull(ClientId client, const MessageHeader& request) {
 SharedWords Shard::frozen() {
   if (vectors_) return vectors_->find(kParameters);
   auto copy = frozen_version_ == version_ ? frozen_.lock() : nullptr;
-  if (!copy) copy = std::make_shared<const Words>(values());
+  if (!copy) {
+    if (const std::string why = why_no_room_for(layout_.elements()); !why.empty())
+      throw NoRoom(why);
+    copy = std::make_shared<const Words>(values());
+    copies_of_values_.push_back(copy);
+  }
   frozen_ = copy;
   frozen_version_ = version_;
   return copy;

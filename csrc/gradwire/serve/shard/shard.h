@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,12 @@ struct Answer {
   std::uint32_t staleness = 0;
 };
 
+// Said of a pull for which there is no memory: it alone is refused.
+class NoRoom : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // One frame of a push as it is applied, for a log.
 struct AppliedFrame {
   ClientId client = 0;
@@ -57,9 +64,9 @@ class Shard {
   };
 
   // `memory`: the bytes that this process may use, half of which vectors and staged pushes may
-  // take.
+  // take. What is kept for clients counts: requests that come in, and what they have by pulls.
   Shard(Table table, std::uint32_t shard, std::uint64_t memory = usable_memory());
-  // Throws InvalidArgument where the snapshot is not of that form.
+  // Throws InvalidArgument where the snapshot is not of that form, or holds NaN.
   explicit Shard(Snapshot snapshot, std::uint64_t memory = usable_memory());
 
   const Table& table() const noexcept { return table_; }
@@ -82,7 +89,7 @@ class Shard {
   // InvalidArgument, and changes nothing, for what cannot be done.
   std::vector<std::byte> ask(ConstBytes commands, bool may_change);
 
-  // Needs values.
+  // Needs values. Throws NoRoom where it needs more memory than there may be.
   Pull begin_pull(ClientId client, const MessageHeader& request);
   // Writes the next frame of a pull to `out`, of kMostPayload bytes, and its header. Returns
   // whether it was the last.
@@ -134,7 +141,13 @@ class Shard {
   void abandon(Request& push);
   // Must be called before a frame of slots_ or steps_ changes.
   void keep(std::size_t frame);
-  void apply(ClientId client, const Request& push, std::size_t frame, const float* gradient);
+  void refuse_not_finite(Request& push, const char* why);
+  bool make_room(Request& request);
+  std::string why_no_room_for(std::size_t words);
+  float rate_of(const Request& push) const noexcept;
+  bool update(Request& push, std::size_t frame, const float* gradient);
+  void apply(ClientId client, Request& push, std::size_t frame, const float* gradient);
+  void apply_staged(ClientId client, Request& push);
   std::uint64_t staleness(const Request& push) const noexcept;
   std::size_t encode(const codec::Codec& codec, const ShardFrame& frame, const float* x, Bytes out,
                      Copy copy) const;
@@ -148,15 +161,18 @@ class Shard {
   Codecs codecs_;
   Layout layout_;
   std::shared_ptr<const UpdateRule> rule_;
+  std::uint64_t memory_;  // bytes
   std::uint64_t version_ = kNoVersion;
   std::uint64_t first_version_ = 0;    // with which it began: of a snapshot
   std::vector<Snapshot::Slot> slots_;  // empty with vectors_
   std::unique_ptr<Vectors> vectors_;   // with Table::staged()
   std::vector<std::uint64_t> steps_;
   std::map<ClientId, Client> clients_;
-  std::vector<SnapshotCopy> copies_;  // under way
-  std::vector<float> scratch_;        // a frame
+  std::vector<SnapshotCopy> copies_;        // under way
+  std::vector<float> scratch_;              // a frame
+  std::vector<std::vector<float>> update_;  // a frame of each slot, as the next one will be
   std::weak_ptr<const Words> frozen_;
+  std::vector<std::weak_ptr<const Words>> copies_of_values_;  // frozen(), while pulls have them
   std::uint64_t frozen_version_ = kNoVersion;
   Statistics statistics_;
   std::function<void(const AppliedFrame&)> log_;

@@ -60,7 +60,7 @@ std::string Statistics::json(std::uint64_t version, const std::vector<std::strin
          field("pushes", pushes) + field("partial", partial) + field("stale", stale) +
          field("not_finite", not_finite) + field("pulls", pulls) + field("received", received) +
          field("sent", sent) + field("most_staleness", most_staleness) +
-         ", \"mean_staleness\": " + codec::shortest(mean) +
+         field("last_batch", last_batch) + ", \"mean_staleness\": " + codec::shortest(mean) +
          ", \"staleness\": " + list(used, [](std::uint64_t each) { return std::to_string(each); }) +
          ", \"clients\": " + list(clients, quoted) + ", \"gone\": " + list(gone, quoted) + "}";
 }

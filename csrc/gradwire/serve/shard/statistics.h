@@ -22,6 +22,7 @@ struct Statistics {
   std::array<std::uint64_t, kMostStaleness + 1> staleness{};  // pushes by their staleness
   double sum_of_staleness = 0;
   std::uint64_t most_staleness = 0;
+  std::uint64_t last_batch = 0;   // of Vectors; 0 without
   std::vector<std::string> gone;  // clients that ended without a goodbye, and why
 
   void count_staleness(std::uint64_t versions);

@@ -38,6 +38,8 @@ bool FinishedBatches::has(std::uint64_t batch) const {
   return batch < below_ || batches_.contains(batch);
 }
 
+std::uint64_t FinishedBatches::last() const { return batches_.empty() ? 0 : *batches_.rbegin(); }
+
 // What the commands of one request have made of the vectors so far.
 class Vectors::Draft {
  public:
@@ -273,6 +275,10 @@ void Vectors::stage(const StagedPush& push, Words values) {
   if (!keeps(push)) return;
   check_room(vectors_.size(), staged() + 1);
   staged_[push.batch][push.name] = std::make_shared<Words>(std::move(values));
+}
+
+std::uint64_t Vectors::last_batch() const {
+  return std::max(finished_.last(), staged_.empty() ? 0 : staged_.rbegin()->first);
 }
 
 std::vector<Result> Vectors::run(std::span<const Command> commands) {

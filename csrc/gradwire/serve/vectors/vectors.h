@@ -39,6 +39,7 @@ class FinishedBatches {
 
   void add(std::uint64_t batch);
   bool has(std::uint64_t batch) const;
+  std::uint64_t last() const;  // 0 where none is over
 
  private:
   std::set<std::uint64_t> batches_;
@@ -83,6 +84,8 @@ class Vectors {
   // there is no room.
   void stage(const StagedPush& push, Words values);
   std::size_t staged() const noexcept;
+  // Returns the largest number of a batch that is over or has staged pushes; 0 without any.
+  std::uint64_t last_batch() const;
 
   // Runs the commands in their order. Throws InvalidArgument, and changes nothing, where one of
   // them cannot be done.
