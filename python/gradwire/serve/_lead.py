@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from gradwire.serve._vectors import Command, Discard, Fold, Names
 
 _STATE_VERSION = 1
 _DISCARD_SECONDS = 5.0
+_GAP_BITS = 32  # numbers of batches have 64
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,7 @@ class Lead:
             server.ask, self._evaluate, history=history, search=search, lr=lr, by_norm=by_norm
         )
         self._iteration = 0
-        # Never used before, by other coordinators either: shards forget a batch that is over.
-        self._batch = time.time_ns() // 1000
+        self._batch = _last_batch(server)
         self._counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self._unsaved = False
         self._error: str | None = None  # of the last step
@@ -194,6 +195,16 @@ class Lead:
             ) from None
         self._iteration = state["iteration"]
         self._batch = max(self._batch, state["batch"])
+
+
+def _last_batch(server: ParameterServer) -> int:
+    """A number below which batches are other coordinators': theirs are over, or nobody's.
+
+    A shard that was started anew has forgotten them, and replicas may still push to it for one. So
+    it is followed by a gap, in which no two coordinators end at the same number.
+    """
+    last = max(int(each["last_batch"]) for each in server.stats())
+    return last + secrets.randbits(_GAP_BITS)
 
 
 class _Shards:

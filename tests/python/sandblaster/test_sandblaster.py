@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -417,3 +418,19 @@ def test_messages_come_in_pieces() -> None:
     ]
     with pytest.raises(InvalidArgument, match="bytes"):
         reader.feed(LENGTH.pack(MAX_BYTES + 1))
+
+
+def test_a_clock_that_was_set_back_does_not_matter(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards remember which batches are over, so a new coordinator's must have other numbers."""
+    hour = 3600
+    for now in (100 * hour, 99 * hour, 0):
+        monkeypatch.setattr(time, "time_ns", lambda now=now: now * 10**9)
+        monkeypatch.setattr(time, "time", lambda now=now: float(now))
+        with team.lead() as lead:
+            replica = team.replica()
+            for _ in range(2):
+                assert sum(lead.step().portions.values()) >= PORTIONS
+        replica.join()
+        assert replica.error is None
