@@ -142,7 +142,9 @@ def _serve_command(options: argparse.Namespace) -> int:
     )
     sys.stderr.write(f"gradwire serve: {server!r} has begun\n")
     server.run(until_idle=options.until_idle)
-    return 0
+    if server.snapshot_error:
+        sys.stderr.write(f"gradwire serve: {server.snapshot_error}\n")
+    return 1 if server.snapshot_error else 0
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

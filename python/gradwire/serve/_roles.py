@@ -112,7 +112,7 @@ def role(
         if server is not None:
             patience = Deadline(arguments.seconds(timeout))
             server.run_while(_Lives(client, range(shards, launch.size), patience))
-            raise SystemExit(0)
+            raise SystemExit(1 if server.snapshot_error else 0)
     _held.append(client)
     _directory.found(service)
     return Replica(launch.rank - shards, launch.size - shards, shards)

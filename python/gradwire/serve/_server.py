@@ -73,6 +73,7 @@ class Server:
         self._folder = None if snapshot is None else Path(snapshot)
         self._every = arguments.seconds(every, "every")
         self._stopping, self._ended = threading.Event(), False
+        self.snapshot_error = ""
         deadline = Deadline(arguments.seconds(timeout))
         with contextlib.ExitStack() as undo:
             self.store = self._host_store(store, name, secret, undo)
@@ -107,7 +108,8 @@ class Server:
     def stop(self) -> None:
         """Ends all channels, writes last snapshots and stops listening. May be called again.
 
-        A push that was acknowledged is in them.
+        A push that was acknowledged is in them. Where one cannot be written, the older one stays,
+        and the attribute `snapshot_error` says why; it is empty otherwise.
         """
         if not self._ended:
             self._ended = True
@@ -115,7 +117,7 @@ class Server:
             self._writer.join()
             for core in self._cores.values():
                 core.stop()
-            self._write_all()
+            self.snapshot_error = self._write_all()
         self._undo.close()
 
     def stats(self) -> list[dict[str, Any]]:
@@ -156,9 +158,11 @@ class Server:
         state = _snapshot.read(path)
         self._histories[shard] = begun(state.history, state.version)
         _log.warning("shard %d goes on at version %d, from %s", shard, state.version, path)
-        return _core.ServeServer.restored(
-            state.table, shard, state.version, state.steps, list(state.slots.items())
-        )
+        slots = list(state.slots.items())
+        try:
+            return _core.ServeServer.restored(state.table, shard, state.version, state.steps, slots)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{path} cannot be gone on from: {error}") from None
 
     def _publish(self, directory: Directory) -> None:
         for shard in self.only:
@@ -199,9 +203,11 @@ class Server:
                 self._write_all()
                 due = Deadline(self._every)
 
-    def _write_all(self) -> None:
+    def _write_all(self) -> str:
+        """Writes all shards' snapshots; returns why not, or an empty text."""
         if self._folder is None:
-            return
+            return ""
+        errors = []
         for shard, core in self._cores.items():
             try:
                 *_, has_values = core.census(_ASK_SECONDS)
@@ -209,7 +215,9 @@ class Server:
             except Error as failed:
                 error = describe(failed)
             if error:
-                _log.error("shard %d: no snapshot: %s; the older one stays", shard, error)
+                errors.append(f"shard {shard}: no snapshot: {error}; the older one stays")
+                _log.error("%s", errors[-1])
+        return "; ".join(errors)
 
     def _write(self, shard: int) -> str:
         """Writes a shard's snapshot; returns why not, or an empty text."""

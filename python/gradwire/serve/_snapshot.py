@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwire import _core
 from gradwire._errors import InvalidArgument, describe
 from gradwire.serve._histories import History, parse
 
@@ -51,7 +52,10 @@ def path_of(folder: Path, shard: int, shards: int) -> Path:
 
 
 def write(path: Path, state: ShardState) -> None:
-    """Writes a snapshot to a new file, which then replaces the older one; raises OSError."""
+    """Writes a snapshot to a new file, which then replaces the older one; raises OSError.
+
+    The new file's name may be guessed, so nothing that is there is followed or written to.
+    """
     new = path.with_suffix(".new")
     about = {
         "table": state.table,
@@ -62,8 +66,10 @@ def write(path: Path, state: ShardState) -> None:
         "slots": {name: len(values) for name, values in state.slots.items()},
     }
     head = json.dumps(about).encode()
+    with contextlib.suppress(FileNotFoundError):  # of a process that died while it wrote
+        new.unlink()
     try:
-        with new.open("wb") as file:
+        with open(new, "wb", opener=_open_new) as file:
             checksum = 0
             begin = _MAGIC + _LENGTH.pack(len(head)) + head
             steps = np.array(state.steps, np.uint64)
@@ -91,6 +97,8 @@ def read(path: Path) -> ShardState:
             raise InvalidArgument(f"{path} is no snapshot of a shard")
         try:
             state = _unpack(reader)
+        except RecursionError:
+            problem = "its description is nested too deeply"
         except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
             problem = describe(error)
         if not reader.check():
@@ -142,13 +150,27 @@ def _unpack(reader: _Reader) -> ShardState:
     (length,) = _LENGTH.unpack(reader.take(_LENGTH.size))
     about: dict[str, Any] = json.loads(reader.take(length))
     history = parse(about.get("starts", ()))  # older files have none
-    steps = reader.array(np.uint64, about["frames"])
-    slots = {name: reader.array(np.float32, size) for name, size in about["slots"].items()}
+    shard, version = _number(about["shard"]), _number(about["version"])
+    frames, table = _number(about["frames"]), about["table"]
+    if not isinstance(table, str) or shard >= 1 << 32 or version == _core.SERVE_NO_VERSION:
+        raise ValueError("its table is no text, its shard no number of one, or it has no values")
+    steps = reader.array(np.uint64, frames)
+    sizes = {name: _number(size) for name, size in about["slots"].items()}
+    slots = {name: reader.array(np.float32, size) for name, size in sizes.items()}
     if reader.left:
         raise ValueError(f"{reader.left} bytes too many")
-    return ShardState(
-        about["table"], about["shard"], about["version"], steps.tolist(), slots, history
-    )
+    return ShardState(table, shard, version, steps.tolist(), slots, history)
+
+
+def _number(given: object) -> int:
+    """Checks a number of 64 bits."""
+    if type(given) is not int or not 0 <= given < 1 << 64:
+        raise ValueError(f"{given!r:.50} is no number of 64 bits")
+    return given
+
+
+def _open_new(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
 def _bytes(values: NDArray[Any]) -> memoryview:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
+import secrets
+import shutil
 import struct
+import subprocess
+import sys
 import threading
 import zlib
 from pathlib import Path
@@ -13,7 +18,7 @@ import numpy as np
 import pytest
 from gradwire import serve
 from gradwire.serve import _snapshot
-from ranks import eventually
+from ranks import LIMIT, eventually
 
 
 def test_the_last_snapshot_has_what_was_acknowledged(tmp_path: Path) -> None:
@@ -68,13 +73,92 @@ def test_parts_of_a_snapshot_are_refused(tmp_path: Path, text: str, begin: int, 
         _snapshot.read(path)
 
 
-@pytest.mark.parametrize("head", [b"{}", b"[]", b"x", b'{"frames": -1, "slots": {}}'])
+def snapshot_with(path: Path, head: bytes, body: bytes = bytes(100)) -> None:
+    whole = b"GWSHARD1" + struct.pack("<Q", len(head)) + head + body
+    path.write_bytes(whole + struct.pack("<I", zlib.crc32(whole)))
+
+
+def head_with(**fields: object) -> bytes:
+    about = {"table": "t", "shard": 0, "version": 1, "frames": 1, "slots": {"w": 23}}
+    return json.dumps({**about, **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        *(b"{}", b"[]", b"x", b'{"frames": -1, "slots": {}}', b"[" * 10**6),
+        head_with(table=7),
+        *(head_with(version=each) for each in (-1, "1", None, True, 1.5, 2**64, 2**64 - 1)),
+        *(head_with(shard=each) for each in (-1, "0", 2**32)),
+        *(head_with(frames=each) for each in (-1, "1", 1.0)),
+        *(head_with(slots=each) for each in ([], {"w": -1}, {"w": "23"}, {"w": float("nan")})),
+    ],
+)
 def test_a_snapshot_of_another_version_is_refused(tmp_path: Path, head: bytes) -> None:
     path = tmp_path / "shard"
-    body = b"GWSHARD1" + struct.pack("<Q", len(head)) + head + bytes(100)
-    path.write_bytes(body + struct.pack("<I", zlib.crc32(body)))
-    with pytest.raises(gradwire.InvalidArgument, match="another version"):
+    snapshot_with(path, head)
+    with pytest.raises(gradwire.InvalidArgument, match=f"{path} is a snapshot of another version"):
         _snapshot.read(path)
+
+
+def test_the_head_that_those_differ_from_is_read(tmp_path: Path) -> None:
+    snapshot_with(tmp_path / "shard", head_with())
+    assert _snapshot.read(tmp_path / "shard").version == 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("slot", ["w", "squares"])
+def test_a_server_refuses_a_snapshot_that_is_not_finite(
+    tmp_path: Path, slot: str, value: float
+) -> None:
+    with (
+        serve.Server(1, snapshot=tmp_path) as server,
+        serve.connect([np.zeros(10, np.float32)], serve.Adagrad(lr=1.0), store=server.store) as ps,
+    ):
+        ps.checkpoint()
+    path = _snapshot.path_of(tmp_path, 0, 1)
+    state = _snapshot.read(path)
+    state.slots[slot][3] = value
+    _snapshot.write(path, state)
+    with pytest.raises(gradwire.InvalidArgument, match=f"{path} .*'{slot}' holds NaN"):
+        serve.Server(1, snapshot=tmp_path)
+
+
+def test_a_link_at_the_new_files_name_is_not_followed(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "shard"
+    victim.write_text("precious")
+    path.with_suffix(".new").symlink_to(victim)
+    _snapshot.write(path, state_of(10))
+    assert victim.read_text() == "precious"
+    assert _snapshot.read(path).version == 7
+    assert not path.is_symlink()
+
+
+def test_a_link_that_comes_back_at_once_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "shard"
+    path.with_suffix(".new").symlink_to(victim)
+    monkeypatch.setattr(Path, "unlink", lambda _: None)
+    with pytest.raises(FileExistsError):
+        _snapshot.write(path, state_of(10))
+    assert not victim.exists()
+
+
+def test_a_last_snapshot_that_failed_is_the_exit_status(tmp_path: Path) -> None:
+    """A file is where the folder was, so that nothing can be written."""
+    folder = tmp_path / "snapshots"
+    store = f"unix://{secrets.token_hex(8)}"
+    argv = [sys.executable, "-m", "gradwire", "serve", "--store", store, "--snapshot", str(folder)]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as server:
+        with serve.connect([np.zeros(10, np.float32)], serve.SGD(lr=1.0), store=store) as ps:
+            ps.checkpoint()
+            shutil.rmtree(folder)
+            folder.write_text("")
+        server.terminate()
+        _, said = server.communicate(timeout=LIMIT)
+    assert server.returncode == 1
+    assert "gradwire serve: shard 0: no snapshot: " in said
 
 
 def test_a_full_disk_leaves_the_older_snapshot(
