@@ -103,6 +103,7 @@ def init(
     Raises RendezvousError, which names the missing ranks or what to set, TransportError when a rank
     dies meanwhile, and InvalidArgument.
     """
+    _environment.check()
     if (rank is None) != (size is None):
         raise InvalidArgument("rank= and size= are given together, or neither")
     elastic = _arguments.flag(elastic, "elastic")
@@ -156,6 +157,7 @@ def join(
     Raises RendezvousError when nobody has let it in by then, or, two seconds later, when rank 0 has
     closed its communicator, so that the job is over, unless others go on; and InvalidArgument.
     """
+    _environment.check()
     launch = _launch_info.from_environment()
     limit = _arguments.seconds(timeout)
     where = store if store is None else _arguments.text(store, "store")

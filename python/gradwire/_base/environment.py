@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import stat
+from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from gradwire import _core
 from gradwire._errors import InvalidArgument
@@ -104,6 +107,171 @@ VARIABLES: dict[str, tuple[str, str]] = {
 }
 
 
+# A value is read, or refused by a ValueError that says what it is not, and what to use.
+_Parser = Callable[[str], object]
+
+
+def _limited(what: str, least: float, most: float, unit: str) -> str:
+    """The text about a value that is not `what`, or outside its limits."""
+    if math.isinf(most):
+        return f"is not {what}: use {least:g}{unit} or more"
+    return f"is not {what}: use {least:g} to {most:g}{unit}"
+
+
+def _whole(what: str, least: int, most: float = math.inf) -> _Parser:
+    def parse(given: str) -> float:
+        if not given.isdecimal() or not least <= int(given) <= most:
+            raise ValueError(_limited(what, least, most, ""))
+        return float(given)
+
+    return parse
+
+
+def _seconds(least: float, most: float = math.inf, what: str = "a time") -> _Parser:
+    def parse(given: str) -> float:
+        try:
+            value = float(given)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most or math.isinf(value):
+            raise ValueError(_limited(what, least, most, " seconds"))
+        return value
+
+    return parse
+
+
+def _flag(given: str) -> bool:
+    if given.lower() in ("1", "true", "yes", "on"):
+        return True
+    if given.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("is not a boolean: use 1 or 0")
+
+
+def _one_of(*choices: str) -> _Parser:
+    def parse(given: str) -> str:
+        if given not in choices:
+            raise ValueError(f"is none of {', '.join(choices)}")
+        return given
+
+    return parse
+
+
+def _anything(given: str) -> str:
+    return given
+
+
+def _printable(given: str) -> str:
+    if not given.isprintable():
+        raise ValueError("is not printable")
+    return given
+
+
+def _names(given: str) -> tuple[str, ...]:
+    found = tuple(item.strip() for item in given.split(",") if item.strip())
+    if not found:
+        raise ValueError("names nothing: unset it, or give names with commas")
+    return found
+
+
+def _pattern(given: str) -> tuple[str, ...]:
+    return _names(given.removeprefix("^").removeprefix("="))
+
+
+def _address(given: str) -> str:
+    try:
+        parts = urlsplit(given)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    on_host = parts.scheme in ("tcp", "torch") and parts.hostname and port
+    if not on_host and not (parts.scheme == "unix" and parts.netloc):
+        raise ValueError("is none of tcp://HOST:PORT, torch://HOST:PORT and unix://NAME")
+    return given
+
+
+def _file(given: str) -> str:
+    """A file that is none, or not there on this host, is found by whoever reads or writes it."""
+    try:
+        kind = os.stat(given).st_mode
+    except (OSError, ValueError):
+        return given
+    if not stat.S_ISREG(kind):
+        raise ValueError("is no regular file")
+    return given
+
+
+def _folder(given: str) -> str:
+    if os.path.exists(given) and not os.path.isdir(given):
+        raise ValueError("is no folder")
+    return given
+
+
+def _link(given: str) -> str:
+    try:
+        _core.link_costs(given)
+    except InvalidArgument as error:
+        raise ValueError(f"is no link: {error}") from None
+    return given
+
+
+# How each variable is read; all are checked before ranks meet. Secrets are checked where they are
+# found, since an error must not print one.
+_PARSERS: dict[str, _Parser] = {
+    "GRADWIRE_STORE": _address,
+    "GRADWIRE_JOB": _printable,
+    "GRADWIRE_SECRET": _anything,
+    "GRADWIRE_SECRET_FILE": _anything,
+    "GRADWIRE_INSECURE": _flag,
+    "GRADWIRE_TRANSPORT": _names,
+    "GRADWIRE_IB_HCA": _pattern,
+    "GRADWIRE_IB_LINK_LAYER": _one_of("ethernet", "infiniband"),
+    "GRADWIRE_IB_GID_INDEX": _whole("an index", 0, 255),
+    "GRADWIRE_IB_MTU": _one_of("256", "512", "1024", "2048", "4096"),
+    "GRADWIRE_IB_TC": _whole("a traffic class", 0, 255),
+    "GRADWIRE_IB_SL": _whole("a service level", 0, 15),
+    "GRADWIRE_IB_TIMEOUT": _whole("an exponent", 1, 31),
+    "GRADWIRE_LINK": _link,
+    "GRADWIRE_SOCKET_IFNAME": _pattern,
+    "GRADWIRE_EXIT_FILE": _file,
+    "GRADWIRE_SERVERS": _whole("a number of shards", 1),
+    "GRADWIRE_JOIN": _flag,
+    "GRADWIRE_MAX_RANKS": _whole("a number of ranks", 1),
+    "GRADWIRE_SLOT_ENDS": _seconds(0, what="a time since 1970"),
+    "GRADWIRE_SLOT_MARGIN": _seconds(0, 1e6),
+    "GRADWIRE_TCP_TIMEOUT_SECONDS": _seconds(1, 3600),
+    "GRADWIRE_STALL_SECONDS": _seconds(0, 1e6),
+    "GRADWIRE_MODEL": _file,
+    "GRADWIRE_CUDA_SO": _file,
+    "GRADWIRE_GPU_LINKS": _one_of(
+        "auto", "nccl", "ipc", "host", "nccl+host", "ipc+host", "loopback"
+    ),
+    "GRADWIRE_NCCL_SO": _file,
+    "GRADWIRE_NCCL_BLOCKING": _flag,
+    "GRADWIRE_TRACE": _folder,
+    "GRADWIRE_SIMD": _one_of("scalar", "avx2", "avx512"),
+}
+
+
+def check(*names: str) -> None:
+    """Raises InvalidArgument for the first of these variables, or of all, that has a wrong value.
+
+    All are checked before ranks meet, so that none fails later while others wait for it.
+    """
+    for name in names or _PARSERS:
+        _parsed(name, text(name))
+
+
+def _parsed(name: str, given: str | None) -> object:
+    """The variable's value as its parser reads it; None when unset."""
+    if given is None:
+        return None
+    try:
+        return _PARSERS[name](given)
+    except ValueError as error:
+        raise InvalidArgument(f"{name}={given!r:.200} {error}") from None
+
+
 def text(name: str) -> str | None:
     """A variable's value without surrounding blanks; None when unset or empty."""
     if name not in VARIABLES:
@@ -120,26 +288,22 @@ def is_set(name: str) -> bool:
 
 def flag(name: str) -> bool:
     """Whether a variable is 1, true, yes or on; raises InvalidArgument for no boolean."""
-    value = (text(name) or "0").lower()
-    if value in ("1", "true", "yes", "on"):
-        return True
-    if value in ("0", "false", "no", "off"):
-        return False
-    raise InvalidArgument(f"{name}={value!r} is not a boolean: use 1 or 0")
+    return bool(_parsed(name, text(name)))
 
 
-def seconds(name: str, least: float, most: float) -> float:
-    """A variable in seconds, or its default; raises InvalidArgument outside the range."""
-    given = text(name) or VARIABLES[name][1]
-    try:
-        value = float(given)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= most:
-        raise InvalidArgument(f"{name}={given!r} is not a time: use {least:g} to {most:g} seconds")
+def number(name: str) -> float | None:
+    """A variable as a number; None when unset. Raises InvalidArgument outside its limits."""
+    value = _parsed(name, text(name))
+    assert value is None or isinstance(value, float)
     return value
 
 
+def seconds(name: str) -> float:
+    """A variable in seconds, or its default; raises InvalidArgument outside its limits."""
+    value = number(name)
+    return float(VARIABLES[name][1]) if value is None else value
+
+
 def items(name: str) -> tuple[str, ...]:
-    """A variable as a comma-separated list; empty when unset."""
-    return tuple(item.strip() for item in (text(name) or "").split(",") if item.strip())
+    """A variable as a comma-separated list, empty when unset; raises InvalidArgument for none."""
+    return tuple(_names(given)) if (given := text(name)) and _parsed(name, given) else ()

@@ -111,12 +111,12 @@ class _Handler:
 
 def _ask_at_end() -> None:
     """Has the request made a margin before the end of the slot or of Slurm's job, if it has one."""
-    ends = [_time("GRADWIRE_SLOT_ENDS", environment.text("GRADWIRE_SLOT_ENDS"))]
-    ends += [_time("SLURM_JOB_END_TIME", os.environ.get("SLURM_JOB_END_TIME"))]
-    end = min(ends)
+    slot_ends = environment.number("GRADWIRE_SLOT_ENDS")
+    job_ends = _time("SLURM_JOB_END_TIME", os.environ.get("SLURM_JOB_END_TIME"))
+    end = min(math.inf if slot_ends is None else slot_ends, job_ends)
     if math.isinf(end):
         return
-    margin = environment.seconds("GRADWIRE_SLOT_MARGIN", 0, 1e6)
+    margin = environment.seconds("GRADWIRE_SLOT_MARGIN")
     left = end - time.time()
     if left <= margin and not REQUEST.made():
         _log.warning(

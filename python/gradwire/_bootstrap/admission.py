@@ -75,12 +75,8 @@ def _most_ranks() -> int | None:
 
 
 def _ranks_in(variable: str) -> int | None:
-    given = environment.text(variable)
-    if given is None:
-        return None
-    if not given.isdecimal() or int(given) < 1:
-        raise InvalidArgument(f"{variable}={given!r} is not a number of ranks")
-    return int(given)
+    given = environment.number(variable)
+    return None if given is None else int(given)
 
 
 def _listen_beyond_loopback(mesh: Mesh) -> None:

@@ -46,7 +46,7 @@ def _create(mesh: Mesh, groups: Groups, tuning: Mapping[str, int]) -> _core.Comm
             mesh.communicator,
             groups,
             **tuning,
-            stall_seconds=environment.seconds("GRADWIRE_STALL_SECONDS", 0, 1e6),
+            stall_seconds=environment.seconds("GRADWIRE_STALL_SECONDS"),
             job=mesh.job.name,
             tag=mesh.job.tag,
             about=_about(mesh),

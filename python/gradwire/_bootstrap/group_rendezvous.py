@@ -41,6 +41,7 @@ def meet_in_group(
     Raises RendezvousError, and TransportError when a rank is lost after the ranks have exchanged
     their first messages.
     """
+    environment.check()
     known, route = find_secret(None), _route()
     own = pack_host_info(rank, known, route.target if route else "")
     infos = [unpack_host_info(each, peer) for peer, each in enumerate(all_gather(own))]

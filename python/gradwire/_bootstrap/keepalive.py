@@ -13,12 +13,11 @@ import socket
 from gradwire._base import environment
 
 _VARIABLE = "GRADWIRE_TCP_TIMEOUT_SECONDS"
-_LEAST, _MOST = 1.0, 3600.0
 
 
 def host_timeout() -> float:
     """Seconds of silence that mean a dead host; raises InvalidArgument for a wrong setting."""
-    return environment.seconds(_VARIABLE, _LEAST, _MOST)
+    return environment.seconds(_VARIABLE)
 
 
 def fail_with_host(sock: socket.socket, *, always_read: bool) -> None:

@@ -82,6 +82,7 @@ def meet(
     TransportError when a rank is lost, and RendezvousError, which names the ranks that are missing
     after `timeout` seconds or the rank that gave up.
     """
+    environment.check()
     deadline = Deadline(timeout)
     names = choose_transports(transports)
     given_secret = find_secret(secret)
@@ -126,6 +127,7 @@ def meeting(
     launch: LaunchInfo, deadline: Deadline, secret: bytes | str | None
 ) -> contextlib.AbstractContextManager[Meeting]:
     """A meeting of the processes of `launch`, without a mesh. Every rank calls it, as `meet`."""
+    environment.check()
     return _meeting(launch, _next_generation(launch), deadline, find_secret(secret))
 
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from gradwire import _core, _model
 from gradwire._base import environment
 from gradwire._bootstrap import launch_info, rendezvous
-from gradwire._errors import Error, RendezvousError
+from gradwire._errors import Error, InvalidArgument, RendezvousError
 from gradwire._host import cuda, emulated_link, interfaces, transport_kinds
 
 _TORCH_AT_LEAST = (2, 4)
@@ -216,12 +216,16 @@ def _devices() -> Iterator[Check]:
 
 def _variables() -> Iterator[Check]:
     for name, (meaning, unset) in environment.VARIABLES.items():
-        value = environment.text(name)
+        value, good = environment.text(name), None
         if value is None:
             detail = f"unset: {unset}"
         else:
             detail = "set" if name == "GRADWIRE_SECRET" else f"{value} ({meaning})"
-        yield Check("environment", name, None, detail)
+        try:
+            environment.check(name)
+        except InvalidArgument as error:
+            good, detail = False, str(error)
+        yield Check("environment", name, good, detail)
 
 
 def _installed(package: str) -> str | None:

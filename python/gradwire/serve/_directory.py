@@ -59,6 +59,7 @@ def service(name: str, store: str | None, secret: bytes | str | None) -> Service
 
     Servers that `role` has started go before the environment.
     """
+    environment.check()
     arguments.text(name, "name")
     if store is None and name in _found and (secret is None or _secret_is(_found[name], secret)):
         return _found[name]
