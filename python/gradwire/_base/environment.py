@@ -237,6 +237,7 @@ _PARSERS: dict[str, _Parser] = {
     "GRADWIRE_SERVERS": _whole("a number of shards", 1),
     "GRADWIRE_JOIN": _flag,
     "GRADWIRE_MAX_RANKS": _whole("a number of ranks", 1),
+    "GRADWIRE_MIN_RANKS": _whole("a number of ranks", 1),
     "GRADWIRE_SLOT_ENDS": _seconds(0, what="a time since 1970"),
     "GRADWIRE_SLOT_MARGIN": _seconds(0, 1e6),
     "GRADWIRE_TCP_TIMEOUT_SECONDS": _seconds(1, 3600),

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from gradwire._base.deadline import Deadline
+from gradwire._base.shortage import describe_shortage
 from gradwire._bootstrap.handshake import (
     BACKLOG,
     Admitted,
@@ -174,10 +175,19 @@ class _Attempt:
                     f"connections ({error}): it has probably failed; its own message says why"
                 ) from error
             except OSError as error:
+                if shortage := describe_shortage(error):
+                    raise self._short(shortage) from error
                 if error.errno in _NO_WAY or self._deadline.passed:
                     raise self._unreachable(peer, transport, error) from error
             self._check_peers()
             pause.wait(min(_RETRY_SECONDS, self._deadline.remaining))
+
+    def _short(self, shortage: str) -> RendezvousError:
+        mesh = self._mesh
+        return RendezvousError(
+            f"rank {mesh.rank} of {mesh.size} ({self._own.name}) cannot connect: {shortage}; it "
+            f"needs {len(_PURPOSES)} for each other rank, and more for links"
+        )
 
     def _unreachable(self, peer: int, transport: str, error: OSError) -> RendezvousError:
         info = self._addresses[peer]
@@ -273,7 +283,8 @@ class _Acceptor:
             self._changed.wait_for(lambda: self._complete() or self._error, deadline.remaining)
             if self._error is not None:
                 raise RendezvousError(
-                    f"rank {self._mesh.rank} can accept no connections any more ({self._error!r})"
+                    f"rank {self._mesh.rank} can accept no connections any more "
+                    f"({_reason_of(self._error)})"
                 ) from self._error
             return sorted({rank for rank, _ in self._expected - self._accepted.keys()})
 
@@ -299,6 +310,8 @@ class _Acceptor:
             while not self._stopped and not self._complete():
                 for admitted in self._authenticator.poll(_ACCEPT_SECONDS):
                     self._accept(admitted)
+                if self._authenticator.shortage is not None:
+                    raise self._authenticator.shortage
         except Exception as error:
             with self._changed:
                 self._error = error
@@ -321,6 +334,11 @@ class _Acceptor:
                 f"rank {mesh.rank} does not expect rank {hello.source} to connect to rank "
                 f"{hello.target} for {hello.purpose.name.lower()}"
             )
+
+
+def _reason_of(error: Exception) -> str:
+    shortage = describe_shortage(error) if isinstance(error, OSError) else None
+    return shortage or repr(error)
 
 
 def _require_route(lower: int, listens: AddressInfo, higher: int, connects: AddressInfo) -> None:

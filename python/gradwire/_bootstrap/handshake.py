@@ -233,6 +233,7 @@ class Authenticator:
         self._listeners = tuple(listeners)
         self._pending: list[_Pending] = []
         self._paused: dict[socket.socket, Deadline] = {}
+        self.shortage: OSError | None = None  # for which the last connection could not be accepted
         self._selector = selectors.DefaultSelector()
         for listener in self._listeners:
             listener.setblocking(False)
@@ -279,17 +280,20 @@ class Authenticator:
             sock, address = listener.accept()
         except OSError as error:
             if error.errno in _NO_ROOM:
-                self._make_room(listener, os.strerror(error.errno))
+                self._make_room(listener, error)
             return  # else the client is gone again
+        self.shortage = None
         self.begin_handshake(sock, _name(sock, address))
 
-    def _make_room(self, listener: socket.socket, shortage: str) -> None:
+    def _make_room(self, listener: socket.socket, error: OSError) -> None:
         """Evicts a pending connection, or pauses the listener, which would stay readable."""
+        shortage = os.strerror(error.errno or 0)
         if self._pending:
             self._refuse(
                 self._oldest_of_busiest_address(), f"{shortage}, and it had not proved itself"
             )
             return
+        self.shortage = error
         self._selector.unregister(listener)
         self._paused[listener] = Deadline(PAUSE_SECONDS)
         refusals.note("anybody", f"{shortage}: close some, or raise the limit (ulimit -n)")

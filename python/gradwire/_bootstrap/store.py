@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from gradwire._base.deadline import Deadline
+from gradwire._base.shortage import describe_shortage
 from gradwire._bootstrap.handshake import (
     HandshakeError,
     Hello,
@@ -276,6 +277,10 @@ def _connect(
         except HandshakeError as error:
             raise RendezvousError(f"the store at {address} is not ours: {error}") from error
         except OSError as error:
+            if shortage := describe_shortage(error):
+                raise RendezvousError(
+                    f"cannot connect to the store at {address}: {shortage}"
+                ) from error
             if listens and isinstance(error, _NOBODY_LISTENS):
                 raise
             if deadline.passed:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.accept_loop import survive
 from gradwire._bootstrap.handshake import BACKLOG, Authenticator, HandshakeError, Hello, Purpose
 from gradwire._bootstrap.keepalive import fail_with_host, host_timeout
 from gradwire._bootstrap.store import (
@@ -76,6 +77,7 @@ class StoreServer:
         self._waiting: dict[str, list[_Client]] = defaultdict(list)
         self._clients: set[_Client] = set()
         self._departed = threading.Condition()
+        self._closing = False
         self._reason = b""
         listeners = _listen([address, *also])
         self.address = _bound(address, listeners[0])
@@ -128,15 +130,20 @@ class StoreServer:
     def _run(self) -> None:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._authenticator.fileno(), selectors.EVENT_READ)
-        while True:
-            for key, _ in self._selector.select(self._pause()):
-                if key.fileobj == self._wake:
-                    return self._refuse_waiting()
-                if key.data is not None:
-                    self._handle(key.data)
-            for admitted in self._authenticator.poll(0):
-                self._add_client(_Client(admitted.sock))
-            self._expire()
+        while not self._closing:
+            survive(self._turn, "the store")
+        self._refuse_waiting()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(self._pause()):
+            if key.fileobj == self._wake:
+                self._closing = True
+                return
+            if key.data is not None:
+                self._handle(key.data)
+        for admitted in self._authenticator.poll(0):
+            self._add_client(_Client(admitted.sock))
+        self._expire()
 
     def _refuse_waiting(self) -> None:
         for client in list(self._clients):
@@ -151,9 +158,13 @@ class StoreServer:
         return min(limits) if limits else None
 
     def _add_client(self, client: _Client) -> None:
-        fail_with_host(client.sock, always_read=True)
+        try:
+            fail_with_host(client.sock, always_read=True)
+            self._selector.register(client.sock, selectors.EVENT_READ, client)
+        except OSError:
+            client.sock.close()
+            raise
         self._clients.add(client)
-        self._selector.register(client.sock, selectors.EVENT_READ, client)
 
     def _drop(self, client: _Client) -> None:
         self._stop_waiting(client)

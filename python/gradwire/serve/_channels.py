@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from gradwire import _core
 from gradwire._base.deadline import Deadline
+from gradwire._base.shortage import describe_shortage
+from gradwire._bootstrap.accept_loop import survive
 from gradwire._bootstrap.connect import listen, open_socket
 from gradwire._bootstrap.handshake import (
     LIMIT_SECONDS,
@@ -26,6 +28,7 @@ from gradwire._bootstrap.handshake import (
     Purpose,
     client_handshake,
     receive,
+    refusals,
 )
 from gradwire._bootstrap.host_info import host_identity, process_name
 from gradwire._bootstrap.keepalive import fail_with_host
@@ -116,9 +119,16 @@ class Door:
 
     def _run(self) -> None:
         while not self._stopped:
-            for admitted in self._authenticator.poll(_POLL_SECONDS):
+            survive(self._turn, "the shards' door")
+
+    def _turn(self) -> None:
+        for admitted in self._authenticator.poll(_POLL_SECONDS):
+            try:
                 # Of its own, since the client may be slow to introduce itself.
                 threading.Thread(target=self._welcome, args=(admitted,), daemon=True).start()
+            except (RuntimeError, MemoryError) as error:  # it tries again, until its time is over
+                admitted.sock.close()
+                refusals.note("a client", f"there is no thread for it ({describe(error)})")
 
     def _welcome(self, admitted: Admitted) -> None:
         sock, shard = admitted.sock, admitted.hello.target
@@ -172,6 +182,8 @@ def connect(
                 # Read now: before, there may have been another server.
                 return channel, directory.find(shard, deadline).history
         except (OSError, Error) as error:
+            if isinstance(error, OSError) and (shortage := describe_shortage(error)):
+                raise RendezvousError(f"cannot connect to {where}: {shortage}") from error
             if deadline.passed:
                 raise RendezvousError(
                     f"could not reach {where} at {found.where(transport)} within "

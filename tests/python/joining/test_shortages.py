@@ -1,0 +1,190 @@
+"""Out of descriptors or threads: the rank that is out says so at once, and accept loops go on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+from elastic_job import Process
+from gradwire import serve
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import connect, handshake
+from gradwire._bootstrap.handshake import RefusalLog
+from gradwire._bootstrap.store import Address, StoreClient
+from gradwire._bootstrap.store_server import StoreServer
+from gradwire._errors import RendezvousError
+from ranks import LIMIT, eventually
+
+SECRET = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "refusals", RefusalLog())
+
+
+def take_descriptors(but: int = 0) -> list[int]:
+    """Lowers this process's limit, and takes all descriptors within it, but so many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 16, most))
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    for each in taken[:but]:
+        os.close(each)
+    return taken[but:]
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Leaves this process no descriptor during the block."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = take_descriptors()
+    try:
+        yield
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_the_rank_that_is_out_of_descriptors_says_so_at_once(
+    short: int, transport: str, bare_environment: None
+) -> None:
+    """Rank 0 accepts and rank 1 connects; both need one more than what they have."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        store = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    def body(rank: int) -> Any:
+        real = connect.listen
+
+        def listen(*args: Any) -> Any:
+            made = real(*args)
+            if rank == short:
+                take_descriptors(but=2)
+            return made
+
+        connect.listen = listen  # in a process of its own
+        began = time.monotonic()
+        with pytest.raises(gradwire.Error) as raised:
+            gradwire.init(rank=rank, size=2, store=store, transports=[transport], timeout=60)
+        return str(raised.value), time.monotonic() - began
+
+    ranks = [
+        Process(lambda rank=rank: body(rank), before=lambda: None)  # type: ignore[misc]
+        for rank in range(2)
+    ]
+    found = [each.value() for each in ranks]
+    text, seconds = found[short]
+    assert "no file descriptor left" in text, text
+    assert "ulimit -n" in text
+    assert "firewall" not in text + found[1 - short][0]
+    assert seconds < 30
+
+
+def test_a_client_of_a_store_that_is_out_of_descriptors_says_so_at_once() -> None:
+    began = time.monotonic()
+    with no_descriptors(), pytest.raises(RendezvousError, match="no file descriptor left"):
+        gradwire.init(rank=1, size=2, store="tcp://127.0.0.1:9", secret=SECRET, timeout=LIMIT)
+    assert time.monotonic() - began < LIMIT / 2
+
+
+class Flaky:
+    """A selector that fails for some turns, as it does without memory."""
+
+    def __init__(self, real: selectors.BaseSelector) -> None:
+        self._real, self.failures = real, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def select(self, timeout: float | None = None) -> Any:
+        found = self._real.select(timeout)
+        if self.failures > 0:
+            self.failures -= 1
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return found
+
+
+def test_a_stores_loop_survives_what_goes_wrong() -> None:
+    address = Address("tcp", "127.0.0.1", 0)
+    with StoreServer(address, "job", SECRET.encode()) as server:
+        flaky = Flaky(server._selector)
+        server._selector = flaky  # type: ignore[assignment]
+        flaky.failures = 3
+
+        def ask() -> bytes:
+            limit = Deadline(LIMIT)
+            client = StoreClient(server.address, "job", SECRET.encode(), limit)
+            with contextlib.closing(client):
+                client.set("key", b"value")
+                return client.get("key", 1)
+
+        assert ask() == b"value"
+        assert ask() == b"value"
+        assert flaky.failures == 0
+
+
+def test_a_parameter_servers_door_survives_a_shortage_of_threads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, failures = threading.Thread.start, 3
+
+    def fails(self: threading.Thread) -> None:
+        nonlocal failures
+        if failures > 0 and threading.current_thread().name == "gradwire-door":
+            failures -= 1
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    values = [np.zeros(10, np.float32)]
+    with serve.Server(1) as server:
+        monkeypatch.setattr(threading.Thread, "start", fails)
+        with serve.connect(values, serve.SGD(lr=1.0), store=server.store, timeout=LIMIT) as ps:
+            ps.pull(values)
+        assert failures == 0
+        assert "there is no thread for it (can't start new thread)" in caplog.text
+
+
+def test_a_parameter_servers_door_survives_a_shortage_of_descriptors() -> None:
+    values = [np.zeros(10, np.float32)]
+    with serve.Server(1) as server:
+        with serve.connect(values, serve.SGD(lr=1.0), store=server.store) as ps:
+            unix = server._door.address.unix
+            waiting = socket.socket(socket.AF_UNIX)
+            authenticator = server._door._authenticator
+            with waiting, no_descriptors():
+                waiting.connect("\0" + unix)  # for which there is no descriptor
+                eventually(lambda: authenticator.shortage)
+                ps.pull(values)  # whoever is there goes on
+        with serve.connect(values, serve.SGD(lr=1.0), store=server.store) as ps:
+            ps.pull(values)
+
+
+def test_the_elastic_door_survives_what_goes_wrong() -> None:
+    with gradwire.init(rank=0, size=1, store="unix://nobody", secret=SECRET) as comm:
+        assert not comm.should_resize()
+        door = comm._door
+        assert door is not None
+        flaky = Flaky(door._selector)
+        door._selector = flaky  # type: ignore[assignment]
+        flaky.failures = 3
+        while flaky.failures:
+            door.announce()
+        assert door._thread.is_alive()
