@@ -2,8 +2,9 @@
 
 The lowest rank listens, and writes into a store where. The store is the launcher's, which lives as
 long as the job; where there is none, it is one that this rank serves, at the address that rank 0
-served the rendezvous at. Who connects proves that it knows the job's secret, as everywhere; then
-the door asks the communicator for a resize, and keeps the socket until a sponsor takes it.
+served the rendezvous at. Who connects proves that it knows the job's secret, as everywhere, and
+knocks (`waiting_room`); then the door asks the communicator for a resize, and keeps the socket
+until a sponsor takes it.
 
 A thread waits for guests, and writes the sign: at first, when it changes, and again every ten
 seconds. Nothing else happens while nobody knocks: the program's threads do nothing for it, and wait
@@ -22,19 +23,20 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.accept_loop import survive
 from gradwire._bootstrap.connect import listen
 from gradwire._bootstrap.handshake import Authenticator, HandshakeError, Hello, Purpose
-from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import AddressInfo, Mesh, unpack_address_info
 from gradwire._bootstrap.rendezvous import require_secret
 from gradwire._bootstrap.store import StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.survivor_links import MessageKind, View, pack_message
 from gradwire._bootstrap.torch_store import TorchStore
+from gradwire._bootstrap.waiting_room import Guest, Quiet, WaitingRoom
 from gradwire._errors import Error, InvalidArgument, RendezvousError, describe
 
 _STORE_SECONDS = 5.0  # in which a store answers
@@ -44,13 +46,6 @@ _CLOSE_SECONDS = 2.0  # that closing waits for the thread, which may wait for a 
 
 _log = logging.getLogger("gradwire")
 _doors: weakref.WeakSet[Door] = weakref.WeakSet()
-
-
-class Guest(NamedTuple):
-    """A process that wants to join, by its socket."""
-
-    sock: socket.socket
-    number: int  # in the job, as its launcher says; -1: none
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,9 @@ class Door:
         """Opens it. `request` is called when somebody has knocked, on the door's thread."""
         self._mesh, self._request, self._store = mesh, request, store
         self._lock = threading.Lock()
-        self._guests: list[Guest] = []
+        self._guests: list[Guest] = []  # that have knocked
+        self._quiet = Quiet()
+        self._asks = False  # for a resize, as soon as it may
         self._server: StoreServer | None = None
         self._renew = Deadline(0.0)  # at which the sign is to be written again; passed: it is not
         self._closing = self._over = False
@@ -126,6 +123,8 @@ class Door:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._authenticator.fileno(), selectors.EVENT_READ)
+        self._waiting = WaitingRoom()
+        self._selector.register(self._waiting.fileno(), selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="gradwire-door", daemon=True)
         _doors.add(self)
         self._thread.start()
@@ -142,16 +141,17 @@ class Door:
         with self._lock:
             changed = mesh.membership.epoch != self._mesh.membership.epoch
             self._mesh, self._request = mesh, request
-            waiting = bool(self._guests)
+            self._quiet.note_joined(mesh.membership.joined)
+            self._asks = bool(self._guests)
         if changed:
             self.announce()
-        if waiting:
-            request()
+        self._ask()
 
     def take(self, most: int) -> list[Guest]:
         """Gives away up to `most` guests, in the order in which they knocked."""
         with self._lock:
             taken, self._guests = self._guests[:most], self._guests[most:]
+            self._quiet.note_taken(len(taken))
         return taken
 
     def close(self, *, over: bool = False) -> None:
@@ -176,6 +176,7 @@ class Door:
 
     def _release(self) -> None:
         self._authenticator.close()
+        self._waiting.close()
         self._selector.close()
         os.close(self._wake)
         for guest in self._guests:
@@ -256,13 +257,7 @@ class Door:
 
     def _run(self) -> None:
         while not self._closing:
-            if self._renew.passed:
-                self._announce()
-            pause = _PAUSE_SECONDS if self._authenticator.pending else self._renew.remaining
-            for key, _ in self._selector.select(pause):
-                if key.fileobj == self._wake:
-                    os.eventfd_read(self._wake)
-            self._admit()
+            survive(self._turn, "the door for those who join")
         with self._lock:  # `close` has said all, and needs the eventfd no more
             over = self._over
         if over:
@@ -270,14 +265,35 @@ class Door:
         self._release()
         self._close_server("the door is closed")
 
+    def _turn(self) -> None:
+        if self._renew.passed:
+            self._announce()
+        busy = self._authenticator.pending or self._waiting.count
+        pauses = [_PAUSE_SECONDS] if busy else []
+        if self._asks:
+            pauses.append(self._quiet.left)
+        for key, _ in self._selector.select(min([self._renew.remaining, *pauses])):
+            if key.fileobj == self._wake:
+                os.eventfd_read(self._wake)
+        self._admit()
+        self._ask()
+
     def _admit(self) -> None:
         for admitted in self._authenticator.poll(0):
-            fail_with_host(admitted.sock, always_read=True)
+            self._waiting.add(admitted)
+        for guest in self._waiting.poll():
             with self._lock:
-                self._guests.append(Guest(admitted.sock, admitted.hello.source))
-                request = self._request
-            with contextlib.suppress(Error):  # it has ended meanwhile
-                request()
+                self._guests.append(guest)
+                self._asks = True
+
+    def _ask(self) -> None:
+        """Asks for a resize, if somebody has knocked, and it need not wait for that any longer."""
+        with self._lock:
+            if not self._asks or self._quiet.left > 0:
+                return
+            self._asks, request = False, self._request
+        with contextlib.suppress(Error):  # the communicator has ended meanwhile
+            request()
 
     def _end_job(self) -> None:
         """Tells all who wait at the door, or will look for it, that nobody is left to join."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gradwire._bootstrap.door import Guest
+from gradwire._bootstrap.waiting_room import Guest
 
 _LARGEST = 1 << 31
 

@@ -34,6 +34,7 @@ from gradwire._bootstrap.survivor_links import (
     SurvivorLinks,
     View,
 )
+from gradwire._bootstrap.waiting_room import KNOCK
 from gradwire._errors import Error, JobOver, RendezvousError, describe
 from gradwire._host.interfaces import LOOPBACK, Choice, choose, is_loopback, route_to
 from gradwire._model import unpack
@@ -175,6 +176,7 @@ def _knock(asking: Asking, sign: Sign, deadline: Deadline) -> Iterator[SurvivorL
         hello = Hello(asking.job, Purpose.JOIN, epoch=sign.epoch, source=asking.number)
         client_handshake(sock, hello, sign.secret or asking.secret or b"", limit)
         fail_with_host(sock, always_read=True)
+        sock.sendall(KNOCK)
     except BaseException:
         sock.close()
         raise

@@ -56,7 +56,7 @@ from typing import Generic, Protocol, TypeVar
 from gradwire._base.deadline import Deadline
 from gradwire._base.majority import is_majority, no_majority
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.door import Door, Guest
+from gradwire._bootstrap.door import Door
 from gradwire._bootstrap.guests import Addresses, Invitation, unpack_addresses, with_guests
 from gradwire._bootstrap.mesh import Mesh, unpack_address_info
 from gradwire._bootstrap.survivor_links import (
@@ -67,6 +67,7 @@ from gradwire._bootstrap.survivor_links import (
     SurvivorLinks,
     View,
 )
+from gradwire._bootstrap.waiting_room import Guest
 from gradwire._errors import Error, RendezvousError, Timeout, TransportError, describe, naming
 from gradwire._model import pack
 
