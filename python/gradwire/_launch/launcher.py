@@ -6,8 +6,8 @@ joins them; with --keep-going ranks have nothing to do with each other.
 When a rank fails, the others have a moment to fail by themselves, and the launcher reports the
 root cause (`root_cause`): each rank notes in a file of the launcher's how it ended (`at_exit`).
 Each rank is a process group of its own, so that Ctrl-C reaches it exactly once, through the
-launcher, and so that its helpers (data loaders) end with it. The kernel kills the ranks if the
-launcher dies.
+launcher, and so that its helpers (data loaders) end with it. If the launcher dies, the kernel kills
+the ranks, and a process of its own their helpers (`watcher`).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from gradwire._launch.root_cause import (
     root_cause,
 )
 from gradwire._launch.traced import traced
+from gradwire._launch.watcher import Watcher
 
 SETTLE_SECONDS = 2.0  # that the others have to fail by themselves after one has failed
 GRACE_SECONDS = 5.0  # between asking ranks to end (SIGTERM) and killing them
@@ -85,20 +86,24 @@ def _run_once(options: argparse.Namespace, slot: slots.Slot) -> slots.Outcome:
         **({"GRADWIRE_MIN_RANKS": str(options.min)} if options.min else {}),
         **slot.environment,
     }
-    with os.fdopen(notes, "rb"), StoreServer(store, job, secret.encode()):
+    with (
+        os.fdopen(notes, "rb"),
+        StoreServer(store, job, secret.encode()),
+        Watcher() as watcher,
+    ):
         environment = {**os.environ, **common}
-        launch = _Launch(program, options.n, environment, options.tag_output, notes)
+        launch = _Launch(program, options.n, environment, options.tag_output, notes, watcher)
         launch.keep_going, launch.restarts = options.keep_going, options.restarts
         launch.least, launch.meet = options.min or 0, not options.servers
         launch.slot = slot
         if options.slot is not None or options.margin is not None:
             launch.grace = slot.margin
-        with traced(options.trace, environment), _servers(options.servers, environment):
+        with traced(options.trace, environment), _servers(options.servers, environment, watcher):
             return slots.Outcome(launch.run(), launch.told)
 
 
 @contextlib.contextmanager
-def _servers(shards: int, environment: dict[str, str]) -> Iterator[None]:
+def _servers(shards: int, environment: dict[str, str], watcher: Watcher) -> Iterator[None]:
     """Shards of a parameter server, a process for each, until the end of the block.
 
     One that fails says why; the ranks' calls then raise errors that name it.
@@ -110,6 +115,8 @@ def _servers(shards: int, environment: dict[str, str]) -> Iterator[None]:
         )
         for shard in range(shards)
     ]
+    for each in processes:
+        watcher.add(each.pid)
     try:
         yield
     finally:
@@ -128,6 +135,7 @@ def _servers(shards: int, environment: dict[str, str]) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 each.kill()
                 each.wait()
+            watcher.discard(each.pid)
 
 
 def _prelude() -> list[str]:
@@ -253,10 +261,16 @@ class _Launch:
     """The ranks of one run; only the thread in run() signals and reaps them."""
 
     def __init__(
-        self, program: list[str], size: int, environment: dict[str, str], tag: bool, notes: int
+        self,
+        program: list[str],
+        size: int,
+        environment: dict[str, str],
+        tag: bool,
+        notes: int,
+        watcher: Watcher,
     ) -> None:
         self._program, self._size, self._tag = program, size, tag
-        self._environment, self._notes = environment, notes
+        self._environment, self._notes, self._watcher = environment, notes, watcher
         self._events: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}  # not reaped yet
         self._printers: list[threading.Thread] = []
@@ -293,6 +307,7 @@ class _Launch:
             finally:
                 self._signal(signal.SIGKILL)
                 for process in self._ranks.values():
+                    self._watcher.discard(process.pid)
                     process.wait()
         for printer in self._printers:
             printer.join(GRACE_SECONDS)
@@ -318,6 +333,7 @@ class _Launch:
             stderr=pipe,
             start_new_session=True,
         )
+        self._watcher.add(process.pid)
         self._ranks[rank] = process
         threading.Thread(target=self._watch, args=(rank, process.pid), daemon=True).start()
         for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
@@ -376,6 +392,7 @@ class _Launch:
         failed = status is not None and status.si_status != 0
         if failed or self._ending:
             _signal_group(process.pid, signal.SIGKILL)  # helpers that the rank left running
+        self._watcher.discard(process.pid)
         code = process.wait()
         del self._ranks[ended.rank]
         if process.pid in read_late(self._read_notes()):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from gradwire._launch.launcher import _Launch, run
 from gradwire._launch.root_cause import Failure, Note, read_notes, root_cause
+from gradwire._launch.watcher import Watcher
 from ranks import LIMIT
 
 MAIN = """
@@ -333,7 +334,8 @@ def test_handlers_are_put_back(script: Callable[[str], str]) -> None:
 def test_a_rank_that_is_reaped_already_is_watched_without_a_word() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    _Launch([], 1, {}, tag=False, notes=-1)._watch(0, process.pid)
+    with Watcher() as watcher:
+        _Launch([], 1, {}, tag=False, notes=-1, watcher=watcher)._watch(0, process.pid)
 
 
 def test_it_runs_beside_the_main_thread(script: Callable[[str], str]) -> None:
