@@ -23,6 +23,7 @@
 #   make faults-serve  COUNT=1000 of them in servers and clients of a parameter server
 #   make faults-elastic  COUNT=1000 jobs whose ranks die, stop and join at random
 #   make faults-elastic-training  COUNT=1000 such events in trainings that go on, by gradwire.torch.elastic
+#   make soak      MINUTES=120 of a bit of everything, after which memory must have come to a plateau
 #   make fuzz      every parser of foreign bytes under libFuzzer, FUZZ_SECONDS=60 in all
 PYTHON ?= python3
 VENV ?= .venv
@@ -48,7 +49,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh'
 .PHONY: demo test test-cpp test-python nightly fresh-clone test-under-load test-rdma test-ray \
   test-trainers test-torch test-torch-suites bench docs lint lint-check wheel check-wheel cuda cuda12 \
   arm64 sanitize sanitize-build faults faults-training faults-serve faults-elastic \
-  faults-elastic-training fuzz fuzz-build build tools clean
+  faults-elastic-training soak fuzz fuzz-build build tools clean
 demo: build
 	@sh .ci/system-packages --demo
 	$(BIN)/python -m bench.training.demo $(ARGS)
@@ -81,6 +82,7 @@ nightly:
 	$(MAKE) faults-serve COUNT=200
 	$(MAKE) faults-elastic COUNT=1000
 	$(MAKE) faults-elastic-training COUNT=300
+	$(MAKE) soak
 	$(MAKE) fuzz FUZZ_SECONDS=600
 	$(MAKE) sanitize SANITIZE_CUDA=ON
 	$(MAKE) test-rdma
@@ -183,6 +185,10 @@ faults-elastic: build $(VENV)/test-packages
 faults-elastic-training: build $(VENV)/test-packages
 	PYTHONPATH=tests:tests/python/support $(BIN)/python -m faults.elastic_training --count $(COUNT) \
 	  $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+MINUTES ?= 120
+soak: build $(VENV)/test-packages
+	PYTHONPATH=tests/python/support $(BIN)/python -m soak --minutes $(MINUTES)
 
 bench: build $(VENV)/test-packages
 	$(BIN)/python -m pytest bench/collectives --benchmark-only $(ARGS)
