@@ -23,13 +23,20 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.accept_loop import survive
+from gradwire._base.loops import survive
 from gradwire._bootstrap.connect import listen
-from gradwire._bootstrap.handshake import Authenticator, HandshakeError, Hello, Purpose
+from gradwire._bootstrap.handshake import (
+    Authenticator,
+    HandshakeError,
+    Hello,
+    Purpose,
+    refusals,
+)
 from gradwire._bootstrap.mesh import AddressInfo, Mesh, unpack_address_info
 from gradwire._bootstrap.rendezvous import require_secret
 from gradwire._bootstrap.store import StoreClient, parse_address
@@ -257,7 +264,7 @@ class Door:
 
     def _run(self) -> None:
         while not self._closing:
-            survive(self._turn, "the door for those who join")
+            survive(self._turn, partial(refusals.note, "the door for those who join"))
         with self._lock:  # `close` has said all, and needs the eventfd no more
             over = self._over
         if over:

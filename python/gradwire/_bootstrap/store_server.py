@@ -12,11 +12,19 @@ import stat
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.accept_loop import survive
-from gradwire._bootstrap.handshake import BACKLOG, Authenticator, HandshakeError, Hello, Purpose
+from gradwire._base.loops import survive
+from gradwire._bootstrap.handshake import (
+    BACKLOG,
+    Authenticator,
+    HandshakeError,
+    Hello,
+    Purpose,
+    refusals,
+)
 from gradwire._bootstrap.keepalive import fail_with_host, host_timeout
 from gradwire._bootstrap.store import (
     ANSWER,
@@ -131,7 +139,7 @@ class StoreServer:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._authenticator.fileno(), selectors.EVENT_READ)
         while not self._closing:
-            survive(self._turn, "the store")
+            survive(self._turn, partial(refusals.note, "the store"))
         self._refuse_waiting()
 
     def _turn(self) -> None:

@@ -58,7 +58,7 @@ class WaitingRoom:
 
     @property
     def count(self) -> int:
-        """How many wait; poll() checks their limits."""
+        """The number of those that wait; poll() checks their limits."""
         return len(self._mute)
 
     def add(self, admitted: Admitted) -> None:
@@ -77,7 +77,7 @@ class WaitingRoom:
         self._mute.append(entry)
 
     def poll(self) -> list[Guest]:
-        """Those that have knocked since; ends those that say anything else, or nothing in time."""
+        """Returns those that have knocked since; ends those that say anything else, or nothing."""
         knocked = [guest for key, _ in self._selector.select(0) for guest in self._read(key.data)]
         for late in [each for each in self._mute if each.limit.passed]:
             self._refuse(late, f"it had nothing to say for {LIMIT_SECONDS:g} s")

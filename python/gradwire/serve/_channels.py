@@ -12,12 +12,13 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from gradwire import _core
 from gradwire._base.deadline import Deadline
+from gradwire._base.loops import survive
 from gradwire._base.shortage import describe_shortage
-from gradwire._bootstrap.accept_loop import survive
 from gradwire._bootstrap.connect import listen, open_socket
 from gradwire._bootstrap.handshake import (
     LIMIT_SECONDS,
@@ -119,7 +120,7 @@ class Door:
 
     def _run(self) -> None:
         while not self._stopped:
-            survive(self._turn, "the shards' door")
+            survive(self._turn, partial(refusals.note, "the shards' door"))
 
     def _turn(self) -> None:
         for admitted in self._authenticator.poll(_POLL_SECONDS):

@@ -167,10 +167,12 @@ def test_a_parameter_servers_door_survives_a_shortage_of_descriptors() -> None:
     with serve.Server(1) as server:
         with serve.connect(values, serve.SGD(lr=1.0), store=server.store) as ps:
             unix = server._door.address.unix
-            waiting = socket.socket(socket.AF_UNIX)
             authenticator = server._door._authenticator
-            with waiting, no_descriptors():
-                waiting.connect("\0" + unix)  # for which there is no descriptor
+            with contextlib.ExitStack() as ends:
+                waiting = [ends.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(9)]
+                ends.enter_context(no_descriptors())
+                for each in waiting:  # for most of which there is no descriptor
+                    each.connect("\0" + unix)
                 eventually(lambda: authenticator.shortage)
                 ps.pull(values)  # whoever is there goes on
         with serve.connect(values, serve.SGD(lr=1.0), store=server.store) as ps:
