@@ -232,7 +232,7 @@ def test_nothing_is_left_of_changes(changes: int) -> None:
 def differing(comm: gradwire.Communicator) -> str:
     batch = 8 + comm.rank
     with pytest.raises(gradwire.Error) as raised:
-        trained(comm, {"batch": batch, "wait": 0.1})
+        trained(comm, {"batch": batch, "wait": 0.1, "min_ranks": 2})
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
