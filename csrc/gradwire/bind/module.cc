@@ -10,6 +10,7 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_exchange(m);
   bind_schedule(m);
   bind_cost(m);
+  bind_crypto(m);
   bind_transport(m);
   bind_cuda(m);
   bind_trace(m);

@@ -36,6 +36,7 @@ void bind_feedback(py::module_& m);
 void bind_exchange(py::module_& m);
 void bind_schedule(py::module_& m);
 void bind_cost(py::module_& m);
+void bind_crypto(py::module_& m);
 void bind_transport(py::module_& m);
 void bind_cuda(py::module_& m);
 void bind_trace(py::module_& m);

@@ -25,6 +25,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "GRADWIRE_SECRET": ("shared secret of the job's ranks, at least 16 bytes", "made by rank 0"),
     "GRADWIRE_SECRET_FILE": ("file (mode 0600) that holds the secret", "none"),
     "GRADWIRE_INSECURE": ("1: allow a store beyond loopback without a secret", "0"),
+    "GRADWIRE_ENCRYPTION": (
+        "on: encrypt every TCP socket, and use neither RDMA nor NCCL; auto: TCP between hosts; off",
+        "auto",
+    ),
     "GRADWIRE_TRANSPORT": (
         "transports to use, best first, with commas",
         ",".join(name for name, _, _, by_default, _ in _core.transport_kinds() if by_default),
@@ -185,8 +189,8 @@ def _address(given: str) -> str:
     except ValueError:
         parts, port = urlsplit(""), None
     on_host = parts.scheme in ("tcp", "torch") and parts.hostname and port
-    if not on_host and not (parts.scheme == "unix" and parts.netloc):
-        raise ValueError("is none of tcp://HOST:PORT, torch://HOST:PORT and unix://NAME")
+    if not on_host and not (parts.scheme == "unix" and (parts.netloc or len(parts.path) > 1)):
+        raise ValueError("is none of tcp://HOST:PORT, torch://HOST:PORT, unix://NAME and unix:///PATH")
     return given
 
 
@@ -223,6 +227,7 @@ _PARSERS: dict[str, _Parser] = {
     "GRADWIRE_SECRET": _anything,
     "GRADWIRE_SECRET_FILE": _anything,
     "GRADWIRE_INSECURE": _flag,
+    "GRADWIRE_ENCRYPTION": _one_of("auto", "on", "off"),
     "GRADWIRE_TRANSPORT": _names,
     "GRADWIRE_IB_HCA": _pattern,
     "GRADWIRE_IB_LINK_LAYER": _one_of("ethernet", "infiniband"),
@@ -290,6 +295,13 @@ def is_set(name: str) -> bool:
 def flag(name: str) -> bool:
     """Whether a variable is 1, true, yes or on; raises InvalidArgument for no boolean."""
     return bool(_parsed(name, text(name)))
+
+
+def choice(name: str) -> str:
+    """A variable's value, or its default; raises InvalidArgument unless it is one of its words."""
+    value = _parsed(name, text(name) or VARIABLES[name][1])
+    assert isinstance(value, str)
+    return value
 
 
 def number(name: str) -> float | None:

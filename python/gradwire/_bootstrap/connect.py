@@ -203,7 +203,7 @@ class _Attempt:
         job = self._mesh.job
         hello = Hello(job.name, purpose, self._mesh.communicator, job.epoch, self._mesh.rank, peer)
         try:
-            client_handshake(sock, hello, job.secret, self._deadline)
+            sock = client_handshake(sock, hello, job.secret, self._deadline)
         except BaseException:
             sock.close()
             raise

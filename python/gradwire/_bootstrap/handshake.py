@@ -1,16 +1,20 @@
-"""The handshake: both ends of a socket prove that they know the secret before it carries data.
+"""The handshake: both ends of a socket prove that they know the secret, and get keys for it.
 
-    client  hello(magic, version, purpose, job, communicator, epoch, from, to, nonce_c)    72 bytes
-    server  nonce_s, HMAC-SHA256(k, "S" ‖ hello ‖ nonce_s)                                 64 bytes
-    client  HMAC-SHA256(k, "C" ‖ hello ‖ nonce_s)                                          32 bytes
-    server  one byte: welcome
+    client  hello(magic, version, purpose, job, communicator, epoch, from, to)    40 bytes
+            Noise -> psk, e: the client's Side                                    60 bytes
+    server  Noise <- e, ee: the server's Side                                     60 bytes
+    client  Noise transport message: nothing                                      16 bytes
+    server  Noise transport message: nothing, which is the welcome                16 bytes
 
-with k = HMAC-SHA256(secret, "gradwire/1 " ‖ purpose ‖ job). Both MACs cover both nonces, the pair,
-its direction and the purpose, so that no recorded handshake fits, nor our own challenge sent back,
-nor the MAC of another pair. The welcome lets a client retry when its server gave up meanwhile.
+The pattern is Noise_NNpsk0_25519_AESGCM_SHA256 (noiseprotocol.org), with the hello as prologue and
+psk = HMAC-SHA256(secret, "gradwire/2 " ‖ purpose ‖ job). So a handshake succeeds only between two
+ends that know the secret and have heard the same of each other, and ends in keys that nobody else
+has: neither who has recorded it and learns the secret later, nor who relays it. The third message
+proves that the client answers now; the welcome lets a client retry when its server gave up
+meanwhile. A server that cannot read the first message answers with 60 zeros.
 
-The handshake guards against strangers and replay. Established connections are neither encrypted nor
-signed.
+What follows is sealed with keys of its own (`sealed_socket`) where both Sides ask for it
+(`encryption`), and plain otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ import hashlib
 import hmac
 import logging
 import os
-import secrets
 import selectors
 import socket
 import struct
@@ -29,10 +32,23 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from gradwire import _core
 from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.encryption import (
+    SIDE_BYTES,
+    Mismatch,
+    Side,
+    agree,
+    setting,
+    side_of,
+    unpack_side,
+)
+from gradwire._bootstrap.sealed_socket import SealedSocket
+from gradwire._errors import TransportError
 
 LIMIT_SECONDS = 5.0
 MAX_PENDING = 64
@@ -42,11 +58,11 @@ BACKLOG = 1024
 PAUSE_SECONDS = 0.1  # in which a listener pauses when no descriptor is left to accept with
 
 _MAGIC = b"GWJ1"
-_VERSION = 1
-_HELLO = struct.Struct("<4sHBx16sIIii32s")
-_NONCE = 32
-_MAC = 32
-_WELCOME = b"\x06"
+_VERSION = 2
+_HELLO = struct.Struct("<4sHBx16sIIii")
+_ANSWER = _core.NOISE_OVERHEAD + SIDE_BYTES  # bytes of each of the first two messages of Noise
+_PROOF = 16
+_REFUSAL = bytes(_ANSWER)  # no message of Noise: a public key of zeros leads to no secret
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 _log = logging.getLogger("gradwire")
@@ -54,6 +70,14 @@ _log = logging.getLogger("gradwire")
 
 class HandshakeError(ConnectionError):
     """The other end could not prove that it belongs to the job, or refused us."""
+
+
+class _Refusal(HandshakeError):
+    """A refusal of which the client is told."""
+
+    def __init__(self, reason: str, answer: bytes) -> None:
+        super().__init__(reason)
+        self.answer = answer
 
 
 class Purpose(enum.IntEnum):
@@ -78,7 +102,6 @@ class Hello:
     epoch: int = 0
     source: int = 0
     target: int = 0
-    nonce: bytes = bytes(_NONCE)
 
     def pack(self) -> bytes:
         """Encodes the frame, whose length is fixed."""
@@ -91,7 +114,6 @@ class Hello:
             self.epoch,
             self.source,
             self.target,
-            self.nonce,
         )
 
 
@@ -115,13 +137,13 @@ def job_digest(job: str) -> bytes:
     return hashlib.sha256(job.encode()).digest()[:16]
 
 
-def _key(secret: bytes, purpose: Purpose, job: str) -> bytes:
-    label = b"gradwire/1 " + purpose.name.lower().encode() + job_digest(job)
+def _psk(secret: bytes, purpose: Purpose, job: str) -> bytes:
+    label = b"gradwire/2 " + purpose.name.lower().encode() + job_digest(job)
     return hmac.digest(secret, label, "sha256")
 
 
-def _mac(secret: bytes, hello: Hello, role: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(_key(secret, hello.purpose, hello.job), role + transcript, "sha256")
+def _noise(initiator: bool, secret: bytes, hello: Hello) -> _core.Noise:
+    return _core.Noise(initiator, hello.pack(), _psk(secret, hello.purpose, hello.job))
 
 
 def receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
@@ -136,37 +158,80 @@ def receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
     return data
 
 
-def client_handshake(sock: socket.socket, hello: Hello, secret: bytes, deadline: Deadline) -> None:
-    """Runs the client's half on a connected socket; returns when the server has said welcome."""
+def client_handshake(
+    sock: socket.socket, hello: Hello, secret: bytes, deadline: Deadline
+) -> socket.socket:
+    """Runs the client's half on a connected socket, when the server has said welcome.
+
+    Returns the socket to go on with, which is another one where it is sealed.
+    """
     limit = deadline.within(LIMIT_SECONDS)
-    frame = replace(hello, nonce=secrets.token_bytes(_NONCE)).pack()
+    side, noise = side_of(sock), _noise(True, secret, hello)
     sock.settimeout(max(limit.remaining, 1e-3))
-    sock.sendall(frame)
-    reply = receive(sock, _NONCE + _MAC, limit)
-    transcript = frame + reply[:_NONCE]
-    if not hmac.compare_digest(reply[_NONCE:], _mac(secret, hello, b"S", transcript)):
-        raise HandshakeError("it answered with another secret: give all ranks the same one")
-    sock.sendall(_mac(secret, hello, b"C", transcript))
-    if receive(sock, 1, limit) != _WELCOME:
-        raise HandshakeError("it did not say welcome")
+    sock.sendall(hello.pack() + noise.write(side.pack()))
+    cipher = _read_answer(noise, receive(sock, _ANSWER, limit), side)
+    sock.sendall(noise.write(b""))
+    try:
+        noise.read(receive(sock, _PROOF, limit))
+    except TransportError:
+        raise HandshakeError("it did not say welcome") from None
+    return _go_on(sock, noise, cipher)
+
+
+def _read_answer(noise: _core.Noise, answer: bytes, side: Side) -> _core.Cipher | None:
+    """Reads the server's Side; returns what both agree on."""
+    try:
+        return agree(side, unpack_side(noise.read(answer)))
+    except TransportError:
+        raise HandshakeError("it answered with another secret: give all ranks the same one") from (
+            None
+        )
+    except Mismatch as error:
+        raise HandshakeError(str(error)) from None
+
+
+def _go_on(
+    sock: socket.socket, noise: _core.Noise, cipher: _core.Cipher | None
+) -> socket.socket:
     sock.settimeout(None)
+    return sock if cipher is None else SealedSocket(sock, noise.seal(cipher))
 
 
-# Yields (bytes to send, number of bytes wanted next) and returns the proven Hello.
-_Handshake = Generator[tuple[bytes, int], bytes, Hello]
+class _Proven(NamedTuple):
+    """A client that has proved that it knows the secret."""
+
+    hello: Hello
+    noise: _core.Noise
+    cipher: _core.Cipher | None
 
 
-def server_handshake(job: str, secret: bytes, check: Callable[[Hello], None]) -> _Handshake:
+# Yields (bytes to send, number of bytes wanted next).
+_Handshake = Generator[tuple[bytes, int], bytes, _Proven]
+
+
+def server_handshake(
+    job: str, secret: bytes, check: Callable[[Hello], None], side: Side
+) -> _Handshake:
     """Runs the server's half; `check` raises HandshakeError for a hello that is not expected."""
-    frame = yield b"", _HELLO.size
-    hello = unpack_hello(frame, job)
+    first = yield b"", _HELLO.size + _ANSWER
+    hello = unpack_hello(first[: _HELLO.size], job)
     check(hello)
-    transcript = frame + secrets.token_bytes(_NONCE)
-    challenge = transcript[_HELLO.size :] + _mac(secret, hello, b"S", transcript)
-    proof = yield challenge, _MAC
-    if not hmac.compare_digest(proof, _mac(secret, hello, b"C", transcript)):
-        raise HandshakeError("it does not know the secret")
-    return hello
+    noise = _noise(False, secret, hello)
+    try:
+        theirs = noise.read(first[_HELLO.size :])
+    except TransportError:
+        raise _Refusal("it does not know the secret", _REFUSAL) from None
+    answer = noise.write(side.pack())
+    try:
+        cipher = agree(side, unpack_side(theirs))
+    except Mismatch as error:
+        raise _Refusal(str(error), answer) from None
+    proof = yield answer, _PROOF
+    try:
+        noise.read(proof)
+    except TransportError:
+        raise HandshakeError("it repeats what another process has said") from None
+    return _Proven(hello, noise, cipher)
 
 
 class Admitted(NamedTuple):
@@ -229,6 +294,8 @@ class Authenticator:
         secret: bytes,
         check: Callable[[Hello, socket.socket], None],
     ) -> None:
+        _core.libcrypto_version()  # these raise here, not in the thread that polls
+        setting()
         self._job, self._secret, self._check = job, secret, check
         self._listeners = tuple(listeners)
         self._pending: list[_Pending] = []
@@ -310,8 +377,13 @@ class Authenticator:
                 self._oldest_of_busiest_address(), "it had not proved itself while others waited"
             )
         sock.setblocking(False)
+        try:
+            side = side_of(sock)
+        except OSError:  # it is gone again
+            sock.close()
+            return
         handshake = server_handshake(
-            self._job, self._secret, lambda hello: self._check(hello, sock)
+            self._job, self._secret, lambda hello: self._check(hello, sock), side
         )
         _, wanted = next(handshake)
         entry = _Pending(sock, address, handshake, wanted, Deadline(LIMIT_SECONDS))
@@ -334,21 +406,24 @@ class Authenticator:
                 entry.sock.sendall(reply)
         except BlockingIOError:
             return []
+        except _Refusal as refusal:
+            with suppress(OSError):
+                entry.sock.sendall(refusal.answer)
+            self._refuse(entry, str(refusal))
         except OSError as error:
             self._refuse(entry, str(error))
         except StopIteration as proved:
             return self._admit(entry, proved.value)
         return []
 
-    def _admit(self, entry: _Pending, hello: Hello) -> list[Admitted]:
+    def _admit(self, entry: _Pending, proven: _Proven) -> list[Admitted]:
         self._forget(entry)
         try:
-            entry.sock.sendall(_WELCOME)
+            entry.sock.sendall(proven.noise.write(b""))
         except OSError:  # it gave up between its proof and our welcome
             entry.sock.close()
             return []
-        entry.sock.setblocking(True)
-        return [Admitted(hello, entry.sock)]
+        return [Admitted(proven.hello, _go_on(entry.sock, proven.noise, proven.cipher))]
 
     def _refuse(self, entry: _Pending, reason: str) -> None:
         self._forget(entry)

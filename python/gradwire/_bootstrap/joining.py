@@ -174,7 +174,7 @@ def _knock(asking: Asking, sign: Sign, deadline: Deadline) -> Iterator[SurvivorL
     sock = open_socket(info, "shm" if here else "tcp", own.interface, limit)
     try:
         hello = Hello(asking.job, Purpose.JOIN, epoch=sign.epoch, source=asking.number)
-        client_handshake(sock, hello, sign.secret or asking.secret or b"", limit)
+        sock = client_handshake(sock, hello, sign.secret or asking.secret or b"", limit)
         fail_with_host(sock, always_read=True)
         sock.sendall(KNOCK)
     except BaseException:

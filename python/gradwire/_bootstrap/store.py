@@ -306,7 +306,7 @@ def _attempt(
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         require_own_user(sock)
         fail_with_host(sock, always_read=True)
-        client_handshake(sock, hello, secret, deadline)
+        sock = client_handshake(sock, hello, secret, deadline)
     except BaseException:
         sock.close()
         raise

@@ -62,7 +62,7 @@ def connect(directory: Directory, job: Job, deadline: Deadline) -> tuple[socket.
             sock = open_socket(found, "tcp", interface, deadline)
             try:
                 hello = Hello(job.name, Purpose.COORDINATE)
-                client_handshake(sock, hello, job.secret, deadline)
+                sock = client_handshake(sock, hello, job.secret, deadline)
                 fail_with_host(sock, always_read=True)
             except BaseException:
                 sock.close()

@@ -1,0 +1,78 @@
+"""SealedSocket: a socket whose bytes are encrypted, and whose other end's are checked."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from gradwire import _core
+from gradwire._errors import TransportError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_RECORD = 1 << 14  # bytes that a record has at most
+_PARTIAL = _RECORD + 64  # bytes of an incomplete record at most
+_MUCH = 1 << 16
+
+
+class SealedSocket(socket.socket):
+    """A connected socket that seals what it sends; takes over the descriptor of `sock`.
+
+    Whoever sends without blocking must keep what send() did not take, and send it next, as with any
+    socket. Whoever waits for the descriptor must recv() at least 64 KiB at a time, or until a whole
+    answer is there: less would leave bytes here that no poll shows. Bytes that were changed on the
+    way raise ConnectionError.
+    """
+
+    def __init__(self, sock: socket.socket, seal: _core.Seal) -> None:
+        sock.settimeout(None)
+        super().__init__(fileno=sock.detach())
+        self.seal = seal
+        self._opened = b""
+        self._unsent = b""  # of the last record
+        self._owed = 0  # plain bytes of that record, which send() has not counted yet
+
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        """Receives up to `bufsize` bytes; those of a MSG_PEEK are the sealed ones."""
+        if flags & socket.MSG_PEEK:
+            return super().recv(bufsize, flags)
+        while not self._opened:
+            # No more than asked for: what follows may be for another reader.
+            most = bufsize - _PARTIAL if bufsize >= _MUCH else self.seal.missing
+            sealed = super().recv(most, flags)
+            if not sealed:
+                return b""
+            try:
+                self._opened = self.seal.opened(sealed)
+            except TransportError as error:
+                raise ConnectionAbortedError(str(error)) from None
+            if not self._opened and self.gettimeout() == 0:
+                raise BlockingIOError
+        part, self._opened = self._opened[:bufsize], self._opened[bufsize:]
+        return part
+
+    def sendall(self, data: Buffer, flags: int = 0, /) -> None:
+        """Sends all of it."""
+        super().sendall(self.seal.records(bytes(data)), flags)
+
+    def send(self, data: Buffer, flags: int = 0, /) -> int:
+        """Sends what fits, in whole records; returns how many bytes that were."""
+        plain, sent = bytes(data), 0
+        while sent < len(plain) and self._push_out(plain[sent : sent + _RECORD], flags):
+            sent += self._owed
+            self._owed = 0
+        if plain and not sent:
+            raise BlockingIOError
+        return sent
+
+    def _push_out(self, record: bytes, flags: int) -> bool:
+        """Sends the rest of a record that was begun, else this one; returns whether all is out."""
+        if not self._owed:
+            self._unsent, self._owed = self.seal.records(record), len(record)
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[super().send(self._unsent, flags) :]
+        except BlockingIOError:
+            return False
+        return True
